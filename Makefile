@@ -1,7 +1,7 @@
 # Each target sets up what it needs in .venv; nothing but Python 3.11+ is assumed.
 PYTHON ?= python3
 VENV ?= .venv
-BIN = $(VENV)/bin
+BIN = $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 EXTRAS ?= test
 # compiling all of torch and transformers ahead takes longer than what is used of them
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt

@@ -11,6 +11,7 @@
     bridge.quantize.gptq(module, batches)                 any torch module, quantized in place
     bridge.repack("model-gptq", "model-v2", "gptq_v2")    GPTQ v1 <-> v2, labels mended
     bridge.export("model.gguf", "folder", config="model") GGUF -> checkpoint, with its codes
+    bridge.edit("model.gguf", metadata={"general.name": "New"}) a GGUF's keys, chat template and names
     bridge.upload(report, "org/name")                     what these made, with a model card, to the Hub
 
 Everything is imported when first used, so `import bridge` costs nothing.
@@ -30,6 +31,7 @@ _LAZY = {
     "Report": "bridge.conversion.report",
     "convert": "bridge.conversion.converter",
     "convert_lora": "bridge.conversion.lora",
+    "edit": "bridge.conversion.edit",
     "export": "bridge.conversion.export",
     "open_checkpoint": "bridge.checkpoint",
     "repack": "bridge.checkpoint.repack",

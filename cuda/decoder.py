@@ -147,6 +147,17 @@ class Decoder:
             parts = states.tensor_split(-(-keep // _SCORED))
             return np.concatenate([self.weights.output.multiply(part).cpu().numpy() for part in parts])
 
+    def states(self, tokens: Sequence[int], keep: int) -> np.ndarray:
+        """float32 [keep, hidden]: normalized hidden states of the last `keep` tokens, from an empty context."""
+        self.cache.length = 0
+        with self._active():
+            return self._prompt(tokens, keep).cpu().numpy()
+
+    def logits(self, hidden: np.ndarray) -> np.ndarray:
+        """float32 [n, vocab] of hidden states [n, hidden]."""
+        with self._active():
+            return self.weights.output.multiply(upload(hidden, self.device)).cpu().numpy()
+
     def next_scores(self, token: int) -> np.ndarray:
         """float32 [vocab] after one more token."""
         with self._active():

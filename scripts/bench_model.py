@@ -198,7 +198,8 @@ def peers_perplexity(path: Path, folder: Path, model: Any, text: str, count: int
     from bridge.system.cpus import usable_cpus
     from scripts.peers.gguf_file import gguf_weights
     from scripts.peers.llama_cpp import LlamaCpp
-    from scripts.peers.reference import hf_model, log_softmax, logits
+    from scripts.peers.predictions import log_softmax
+    from scripts.peers.reference import hf_model, logits
 
     windows = cut_windows(model, text, 256, count)
     hugging_face = hf_model(folder, gguf_weights(path))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Callable
 from functools import cache, lru_cache
 from pathlib import Path
@@ -35,6 +36,10 @@ settings.load_profile("bridge")
 
 # for kernels on repacked weights; without AVX2 or NEON (or with NUMBA_CPU_NAME alone) kernels read GGUF's own layout
 repacked = pytest.mark.skipif(targets.chosen() == targets.PORTABLE, reason="portable kernels read GGUF's own layout")
+
+# these are not so on Windows, and address space is limited by Linux alone
+posix = pytest.mark.skipif(os.name != "posix", reason="POSIX's signals, pipes, forks and limits")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux's limits and names")
 
 SHARED = Path(os.environ.get("BRIDGE_SHARED", ROOT.parent / "shared"))
 

@@ -13,6 +13,7 @@ from bridge.system import targets
 from scripts.peers import ggml_matvec, reference
 from scripts.peers.gguf_file import gguf_weights, unpermute
 from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.predictions import mean_kl
 from tests.support.random_blocks import random_matrix
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, WIDTH, LAYERS = 256, 64, 4, 2, 96, 2
@@ -103,18 +104,18 @@ def test_kl_divergence_of_a_hand_example_is_in_nats_and_averaged_over_positions(
     p = np.log(np.array([[0.5, 0.5], [0.9, 0.1]]))
     q = np.log(np.array([[0.25, 0.75], [0.9, 0.1]]))
     first = 0.5 * np.log(0.5 / 0.25) + 0.5 * np.log(0.5 / 0.75)
-    assert reference.mean_kl(p, q) == pytest.approx(first / 2, rel=1e-12)
+    assert mean_kl(p, q) == pytest.approx(first / 2, rel=1e-12)
 
 
 def test_kl_divergence_ignores_a_constant_added_to_logits() -> None:
     logits = np.random.default_rng(2).normal(0, 3, (300, 50)).astype(np.float32)
-    assert reference.mean_kl(logits, logits + np.float32(8)) < 1e-12
+    assert mean_kl(logits, logits + np.float32(8)) < 1e-12
 
 
 def test_kl_divergence_does_not_depend_on_how_positions_are_chunked() -> None:
     p, q = np.random.default_rng(3).normal(0, 1, (2, 5, 130, 20))
-    rows = [reference.mean_kl(p[i], q[i]) for i in range(5)]
-    assert reference.mean_kl(p, q) == pytest.approx(np.mean(rows), rel=1e-12)
+    rows = [mean_kl(p[i], q[i]) for i in range(5)]
+    assert mean_kl(p, q) == pytest.approx(np.mean(rows), rel=1e-12)
 
 
 def test_unpermute_undoes_permute_and_permute_interleaves_a_heads_halves() -> None:
@@ -135,7 +136,7 @@ def test_llama_cpp_and_transformers_agree_on_a_float_model_to_float_rounding(
     expected = reference.logits(reference.hf_model(model_folder, weights), tokens)
     with LlamaCpp(float_gguf, n_ctx=64) as model:
         found = np.stack([model.logits(row) for row in tokens.tolist()])
-    assert reference.mean_kl(expected, found) < 1e-10
+    assert mean_kl(expected, found) < 1e-10
     assert np.array_equal(expected.argmax(-1), found.argmax(-1))
 
 

@@ -113,7 +113,7 @@ class Checkpoint:
                 found[name.removesuffix(".weight")] = grid
         return found
 
-    def _take_lattices(self) -> None:
+    def take_lattices(self) -> None:
         """Turn every matrix that lies on a hidden grid into a module of codes, with a note."""
         for name, grid in self.find_lattices().items():
             if grid.read(self.store, name) is not None:
@@ -212,7 +212,10 @@ def open_checkpoint(
     home = config_folder(path, config)
     found = (home / "config.json").exists()
     if needs_config and not found and (home / "adapter_config.json").exists():
-        raise BridgeError(f"{home}: is an adapter (LoRA), not a whole model; merge it into its base model")
+        raise BridgeError(
+            f"{home}: is an adapter (LoRA), not a whole model; convert its base model with {parameter('merge')} set "
+            "to this folder"
+        )
     if needs_config and not found:
         raise BridgeError(
             f"{home / 'config.json'}: not found; is this the folder of a whole checkpoint? "
@@ -229,5 +232,5 @@ def open_checkpoint(
     store = open_store(path, stem if isinstance(stem, str) and "/" not in stem and "\\" not in stem else None)
     checkpoint = Checkpoint(path, values, recognise(store, quant, values), store, home)
     if detect_lattice:
-        checkpoint._take_lattices()
+        checkpoint.take_lattices()
     return checkpoint

@@ -12,7 +12,7 @@ DoRA: row j of W' is multiplied by magnitude[j] / |row j|    (arXiv:2402.09353)
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,7 @@ class Adapter:
     alpha    lora_alpha times what rsLoRA makes of it: scale * r of most layers
     changes  module -> its change
     saved    full name of a tensor -> the values that replace it, float32
+    turned   fan_in_fan_out: the base model's weights are stored transposed
 
     Names are the checkpoint's where `of` returned it, else the adapter's own, without "base_model.model.".
     """
@@ -74,6 +75,7 @@ class Adapter:
     alpha: float
     changes: dict[str, LowRank]
     saved: dict[str, np.ndarray]
+    turned: bool = False
 
     @property
     def files(self) -> list[Path]:
@@ -100,7 +102,7 @@ class Adapter:
         # a head that is tied to the embeddings is saved without being in the checkpoint
         saved = {name if name == "lm_head.weight" and name not in short else found(name, name): values
                  for name, values in self.saved.items()}  # fmt: skip
-        return Adapter(self.path, self.alpha, changes, saved)
+        return replace(self, changes=changes, saved=saved)
 
 
 def _short(name: str) -> str:
@@ -137,8 +139,8 @@ def read_adapter(path: str | Path) -> Adapter:
         raise BridgeError(f"{file}: holds no tensors; the adapter is incomplete")
     rs = config.get("use_rslora") is True
     changes = {module: _change(module, own, config, rs, file) for module, own in parts.items()}
-    rank = config["r"]
-    return Adapter(folder, config["lora_alpha"] * (math.sqrt(rank) if rs else 1.0), changes, saved)
+    alpha = config["lora_alpha"] * (math.sqrt(config["r"]) if rs else 1.0)
+    return Adapter(folder, alpha, changes, saved, config.get("fan_in_fan_out") is True)
 
 
 def _check(config: dict[str, Any], folder: Path) -> None:

@@ -13,7 +13,6 @@ from bridge.checkpoint import Checkpoint
 from bridge.checkpoint.adapter import Adapter, LowRank
 from bridge.checkpoint.files.store import TensorInfo
 from bridge.errors import BridgeError
-from bridge.system.files import read_json
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +52,7 @@ def merge(ckpt: Checkpoint, adapter: Adapter) -> None:
     def refused(name: str, why: str) -> BridgeError:
         return BridgeError(f"{adapter.path}: {name} {why}; merge it with PEFT, and convert the result")
 
-    if read_json(adapter.path / "adapter_config.json").get("fan_in_fan_out") is True:
+    if adapter.turned:
         raise refused("fan_in_fan_out", "is set: weights are stored transposed")
     base = copy(ckpt)
     ckpt.merged = {}  # not the base's

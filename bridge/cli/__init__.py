@@ -24,12 +24,14 @@ from bridge.cli import (
     chat,
     convert,
     convert_lora,
+    edit,
     export,
     inspect,
     plan,
     quantize,
     repack,
     run,
+    serve,
     verify,
     warmup,
 )
@@ -55,9 +57,11 @@ examples:
   gguf-bridge verify out.gguf Qwen2.5-7B-GPTQ
   gguf-bridge repack old-gptq new --checkpoint-format gptq_v2
   gguf-bridge export out.gguf folder --format gptq_v2 --config Qwen2.5-7B-GPTQ
+  gguf-bridge edit out.gguf --set general.name=Mine --chat-template chat.jinja -o new.gguf
   gguf-bridge run out.gguf -p "Once upon a time"
   gguf-bridge run org/name -p "Once upon a time"    converts it first
   gguf-bridge chat out.gguf
+  gguf-bridge serve out.gguf --port 8080
 """
 
 
@@ -167,9 +171,11 @@ def _parser() -> argparse.ArgumentParser:
         verify,
         inspect,
         repack,
+        edit,
         export,
         run,
         chat,
+        serve,
         bench,
         warmup,
         plot_command,

@@ -11,13 +11,16 @@ from typing import Any
 
 from bridge.cli.run import (
     add_sampling,
+    add_template_options,
     gguf_of,
     load,
     model_parser,
     reply_options,
     speeds,
     take_checkpoints,
+    template_options,
     without_pauses,
+    without_thinking,
 )
 from bridge.cli.terminal import Terminated, generated
 from bridge.errors import BridgeError
@@ -43,16 +46,19 @@ def add_parser(commands: Any) -> None:
     )
     take_checkpoints(p)
     p.add_argument("--system", metavar="TEXT", help="system message")
+    add_template_options(p)
     add_sampling(p)
 
 
 def chat(a: argparse.Namespace) -> int:
     """Answer the lines of standard input, which are one conversation; the speeds go to standard error."""
+    extra = template_options(a)
     path = gguf_of(a, Conversation(None, a.system).probe)
     model = load(a, path, a.context, a.lora)
-    options = reply_options(a)
+    extra = {**without_thinking(a, model.chat_template), **extra}
+    options = {**reply_options(a), "template_options": extra}
     talk = Conversation(model, a.system)
-    model.chat_tokens(talk.probe)  # raises BridgeError if there is no usable chat template
+    model.chat_tokens(talk.probe, extra)  # raises BridgeError if there is no usable chat template
     asks = sys.stdin.isatty()
     if asks:
         tell(f"{model.name}: type a message, or one of /help /clear /save /system /exit")

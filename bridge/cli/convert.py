@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.cli.options import (
-    CHECKPOINT,
+    SOURCE,
     add_budget,
     add_calibration,
     add_options,
@@ -27,8 +27,10 @@ MODEL = ["config", "template", "name", "author", "metadata", "pre"]
 
 def add_parser(commands: Any) -> None:
     """Add the command to argparse's sub-parsers."""
-    p = command(commands, "convert", "write a checkpoint as a GGUF file, carrying its integer codes", run)
-    p.add_argument("checkpoint", nargs="?", help=f"{CHECKPOINT}; that of --plan if not given")
+    p = command(
+        commands, "convert", "write a checkpoint as a GGUF, carrying its integer codes, or a GGUF in other types", run
+    )
+    p.add_argument("checkpoint", nargs="?", help=f"{SOURCE}; that of --plan if not given")
     p.add_argument(
         "out", nargs="?", help="the GGUF to write (default: the checkpoint's name and the type, in the current folder)"
     )
@@ -80,19 +82,25 @@ def run(a: argparse.Namespace) -> int:
     if a.report:
         report.save(a.report)
     if options.shard is None:
-        print(_next_steps(report.outputs[0], options.modelfile))
+        print(_next_steps(report.outputs, options.modelfile))
     uploading.finish(report)
     return 0
 
 
-def _next_steps(gguf: Path, modelfile: bool) -> str:
-    """The commands that run a new GGUF."""
+def _next_steps(outputs: list[Path], modelfile: bool) -> str:
+    """The commands that run a new GGUF, with its vision tower if there is one."""
+    from bridge.conversion.mmproj import mmproj_path
     from bridge.gguf_file.reader import read_gguf
     from bridge.models.modelfile import ollama_line
     from bridge.runtime.decoder_config import ARCHITECTURES
 
+    gguf = outputs[0]
     file = shlex.quote(str(gguf))
-    lines = [f"llama-cli -m {file}", ollama_line(gguf) + ("" if modelfile else "   (--modelfile writes the Modelfile)")]
+    tower = [output for output in outputs if output == mmproj_path(gguf)]
+    lines = [f"llama-cli -m {file}"]
+    if tower:
+        lines.append(f"llama-mtmd-cli -m {file} --mmproj {shlex.quote(str(tower[0]))} --image IMAGE -p 'What is it?'")
+    lines.append(ollama_line(gguf) + ("" if modelfile else "   (--modelfile writes the Modelfile)"))
     if read_gguf(gguf).metadata["general.architecture"] in ARCHITECTURES:
         lines.insert(0, f'gguf-bridge run {file} -p "Once upon a time"')
     return "\n  ".join(["next:", *lines])

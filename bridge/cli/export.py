@@ -6,12 +6,13 @@ from typing import Any
 
 from bridge.cli.options import command
 
-_HELP = "write a GGUF as a checkpoint: GPTQ, AWQ, compressed-tensors, MLX or floats"
+_HELP = "write a GGUF as a checkpoint: GPTQ, AWQ, compressed-tensors, MLX, HQQ, ModelOpt or floats"
 _DESCRIPTION = """\
 Write a GGUF as a checkpoint folder, with rows and names as transformers has them. Q4_0,
-Q8_0 and K-quants that were made from an integer checkpoint keep their codes, MLX keeps
-those of Q4_1, Q5_1 and all Q4_K and Q5_K too; other layers are rounded to 8 bits, or
-become floats in AWQ. A table tells which.
+Q8_0 and K-quants that were made from an integer checkpoint keep their codes, MLX and
+HQQ keep those of Q4_1, Q5_1 and all Q4_K and Q5_K too, and compressed-tensors, MLX and
+ModelOpt have 4-bit floats (MXFP4, NVFP4). Other layers are rounded, or become floats
+where the format has too few bits. A table tells which.
 """
 
 
@@ -22,9 +23,16 @@ def add_parser(commands: Any) -> None:
     p.add_argument("out", type=Path, help="folder to write")
     p.add_argument(
         "--format",
-        choices=("floats", "gptq", "gptq_v2", "awq", "compressed-tensors", "mlx"),
+        choices=("floats", "gptq", "gptq_v2", "awq", "compressed-tensors", "mlx", "hqq", "modelopt"),
         default="floats",
-        help="floats, gptq (v1), gptq_v2, awq (gemm), compressed-tensors (pack-quantized) or mlx (default: floats)",
+        help="floats, gptq (v1), gptq_v2, awq (gemm), compressed-tensors (pack-quantized, or 4-bit floats), mlx, hqq "
+        "or modelopt (NVFP4) (default: floats)",
+    )
+    p.add_argument(
+        "--bits",
+        type=int,
+        metavar="N",
+        help="bits of layers that are rounded (default: the least that add under 15%% of the type's own noise)",
     )
     p.add_argument(
         "--config",
@@ -47,6 +55,8 @@ def run(a: argparse.Namespace) -> int:
     from bridge.system.progress import Bar
 
     with Bar("exporting") as bar:
-        done = export(a.model, a.out, a.format, config=a.config, dtype=a.dtype, force=a.force, progress=bar)
+        done = export(
+            a.model, a.out, a.format, bits=a.bits, config=a.config, dtype=a.dtype, force=a.force, progress=bar
+        )
     print(done.summary())
     return 0

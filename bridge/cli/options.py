@@ -17,6 +17,8 @@ from bridge.runtime.sampling import Sampling
 from bridge.system.options import Flag
 from bridge.system.progress import Progress
 
+# what is converted
+SOURCE = "folder with config.json and weights, a Hub id to download (org/name, org/name@branch), a .pt, or a GGUF"
 CHECKPOINT = "folder with config.json and weights, a Hub id to download (org/name, org/name@branch), or a .pt"
 
 
@@ -119,8 +121,17 @@ def budget(a: argparse.Namespace, progress: Progress | None) -> Budget | None:
 def add_output(p: argparse.ArgumentParser) -> None:
     """What is written, and by how many threads."""
     output = p.add_argument_group("output")
-    add_options(output, ConvertOptions, ["split_max_size", "modelfile", "force", "threads"])
+    add_options(output, ConvertOptions, ["mmproj_type", "split_max_size", "modelfile", "force", "threads"])
+    add_no_mmproj(output)
     add_report(output)
+
+
+def add_no_mmproj(p: Any) -> None:
+    """--no-mmproj, short for --mmproj-type none."""
+    p.add_argument(
+        "--no-mmproj", action="store_const", const="none", dest="mmproj_type", default=argparse.SUPPRESS,
+        help="short for --mmproj-type none",
+    )  # fmt: skip
 
 
 def add_report(p: Any) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.cli.convert import add_plan_options, choices
-from bridge.cli.options import CHECKPOINT, add_options, command
+from bridge.cli.options import SOURCE, add_options, command
 from bridge.conversion.options import PlanOptions
 from bridge.system.progress import Bar
 
@@ -13,7 +13,7 @@ from bridge.system.progress import Bar
 def add_parser(commands: Any) -> None:
     """Add the command to argparse's sub-parsers."""
     p = command(commands, "plan", "show or write what convert would do, tensor by tensor", run)
-    p.add_argument("checkpoint", help=CHECKPOINT)
+    p.add_argument("checkpoint", help=SOURCE)
     p.add_argument(
         "-o",
         "--out",

@@ -19,7 +19,7 @@ def add_parser(commands: Any) -> None:
     """Add the command to argparse's sub-parsers."""
     p = command(commands, "quantize", "quantize a float model with the Hessians of a text, as GGUF or checkpoint", run)
     p.add_argument(
-        "checkpoint", metavar="MODEL", help="folder with config.json and float weights, or a Hub id (org/name)"
+        "checkpoint", metavar="MODEL", help="folder with config.json and float weights, a Hub id (org/name), or a GGUF"
     )
     p.add_argument(
         "out", nargs="?", help="the GGUF to write, or the folder of --format (default: the model's name and the type)"

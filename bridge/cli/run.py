@@ -29,6 +29,7 @@ def add_parser(commands: Any) -> None:
         "--chat", action="store_true", help="treat the text as a user's message, by the model's chat template"
     )
     p.add_argument("--system", metavar="TEXT", help="system message, with --chat")
+    add_template_options(p, ", with --chat")
     p.add_argument(
         "--logprobs", type=int, metavar="N",
         help="print a line for each token: the logarithm of its probability, its text, and the N most likely tokens",
@@ -75,12 +76,75 @@ def add_sampling(p: argparse.ArgumentParser) -> None:
         "--stop", action="append", default=[], metavar="TEXT",
         help="text that ends the reply and is not printed; may be repeated",
     )  # fmt: skip
+    grammar = p.add_mutually_exclusive_group()
+    grammar.add_argument(
+        "--schema", type=Path, metavar="FILE.json", help="JSON schema that the reply fits (the extra: schema)"
+    )
+    grammar.add_argument("--regex", metavar="REGEX", help="regular expression that the whole reply matches")
     add_options(p, Sampling)
+
+
+def add_template_options(p: argparse.ArgumentParser, when: str = "") -> None:
+    """What the chat template is given besides the messages; `template_options` reads it."""
+    p.add_argument("--tools", type=Path, metavar="FILE.json", help=f"list of the tools that the model may call{when}")
+    p.add_argument(
+        "--documents", type=Path, metavar="FILE.json", help=f"list of the documents that the model may quote{when}"
+    )
+    p.add_argument("--no-think", action="store_true", help=f"ask the chat template for a reply without thinking{when}")
+    p.add_argument(
+        "--template-option", action="append", default=[], type=_named_value, metavar="NAME=VALUE",
+        help=f"variable of the chat template, a text or JSON{when}; may be repeated",
+    )  # fmt: skip
+
+
+def template_options(a: argparse.Namespace) -> dict[str, Any]:
+    """The variables that the command line gives chat templates, but for --no-think; BridgeError for a bad file."""
+    found = dict(a.template_option)
+    for name in ("tools", "documents"):
+        if (file := getattr(a, name)) is not None:
+            try:
+                found[name] = json.loads(file.read_text(encoding="utf-8"))
+            except (OSError, ValueError) as problem:
+                raise BridgeError(f"{file}: {getattr(problem, 'strerror', None) or 'not JSON in UTF-8'}") from problem
+            if not isinstance(found[name], list) or not all(isinstance(value, dict) for value in found[name]):
+                raise BridgeError(f"{file}: must be a list of objects, as in the OpenAI API")
+    return found
+
+
+def without_thinking(a: argparse.Namespace, template: str | None) -> dict[str, Any]:
+    """What --no-think gives the chat template of a model; BridgeError if it has no switch."""
+    from bridge.gguf_file.chat_template import thinking_switches
+
+    switches = thinking_switches(template) if a.no_think and template is not None else {}
+    if a.no_think and template is not None and not switches:
+        raise BridgeError("--no-think: the model's chat template has no switch for thinking; leave the option out")
+    return switches
+
+
+def _named_value(text: str) -> tuple[str, Any]:
+    """Of "reasoning_effort=low" or "thinking_budget=512": the name, and the value as JSON where it is JSON."""
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a name and a value, as reasoning_effort=low")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 def reply_options(a: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `Model.generate` after the prompt."""
-    return {"max_tokens": a.max_tokens, "stop": a.stop, **given(a, Sampling)}
+    grammar = {"schema": a.schema and _text_of(a.schema), "regex": a.regex}
+    return {"max_tokens": a.max_tokens, "stop": a.stop, **grammar, **given(a, Sampling)}
+
+
+def _text_of(path: Path) -> str:
+    """A file's text; BridgeError where it cannot be read."""
+    expect_name(path)
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise BridgeError(f"{path}: {getattr(problem, 'strerror', None) or 'not UTF-8'}") from problem
 
 
 def model_parser(commands: Any, name: str, help: str, handler: Any) -> argparse.ArgumentParser:
@@ -134,10 +198,15 @@ def run(a: argparse.Namespace) -> int:
     text = _standard_input() if a.prompt == "-" else a.prompt
     if a.system is not None and not a.chat:
         raise BridgeError("--system needs --chat")
+    if not a.chat and (a.tools or a.documents or a.no_think or a.template_option):
+        raise BridgeError("--tools, --documents, --no-think and --template-option need --chat")
     system = [{"role": "system", "content": a.system}] if a.system is not None else []
     messages = [*system, {"role": "user", "content": text}] if a.chat else None
+    options = template_options(a)
+    prompt: str | list[int] = text
     model = load(a, gguf_of(a, messages), a.context, a.lora)
-    prompt = text if messages is None else model.chat_tokens(messages)
+    if messages is not None:
+        prompt = model.chat_tokens(messages, {**without_thinking(a, model.chat_template), **options})
     if a.logprobs is not None:
         for token in model.generate_scored(prompt, logprobs=a.logprobs, **reply_options(a)):
             print(_scored_line(model, token), flush=True, file=generated())
@@ -205,11 +274,7 @@ def perplexity(a: argparse.Namespace) -> int:
     from bridge.runtime import perplexity as measure
     from bridge.system.progress import Bar
 
-    expect_name(a.file)
-    try:
-        text = a.file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as problem:
-        raise BridgeError(f"{a.file}: {getattr(problem, 'strerror', None) or 'not UTF-8'}") from problem
+    text = _text_of(a.file)
     context = a.context or a.length
     model = load(a, a.gguf, context, a.lora)
     reference = load(a, a.reference, context) if a.reference else None

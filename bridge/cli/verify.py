@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from bridge.cli.options import add_options, add_report, command
+from bridge.cli.options import SOURCE, add_options, add_report, command
 from bridge.conversion.options import PlanOptions
 from bridge.encode.limits import FLOAT_LIMIT, REQUANTIZED_LIMIT
 from bridge.system.progress import Bar
@@ -14,7 +14,7 @@ def add_parser(commands: Any) -> None:
     """Add the command to argparse's sub-parsers."""
     p = command(commands, "verify", "measure a GGUF on disk against the checkpoint it was made from", run)
     p.add_argument("gguf", type=Path, help="the GGUF, or its first shard")
-    p.add_argument("checkpoint", help="folder with config.json and weights, a Hub id (org/name), or a .pt file")
+    p.add_argument("checkpoint", help=f"what it was made of: {SOURCE}")
     add_options(p, PlanOptions, ["config"])
     p.add_argument("--template", metavar="MODEL.gguf", help="the template that the GGUF was made with, if any")
     p.add_argument(

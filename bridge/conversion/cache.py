@@ -103,7 +103,7 @@ def converted(
 
 
 def _convert(home: Path, path: Path, config: str | Path | None, progress: Progress | None) -> None:
-    report = convert(home, path, config=config, progress=progress, force=True)
+    report = convert(home, path, config=config, progress=progress, force=True, mmproj_type="none")
     total = report.total()
     kept = f"{percent(total.kept / total.weights, 4)} of its codes kept, " if total else ""
     tell(f"{kept}{size_text(report.output_bytes)} in {report.seconds:.1f} s")

@@ -1,4 +1,4 @@
-"""The outline of an opened checkpoint: its family's or a template's, with the checkpoint's data looked at.
+"""The outline of an opened checkpoint: its family's, a template's or a GGUF's own, with the data looked at.
 
 Biases that are all zeros are left out, act-order is undone where rows elsewhere can be permuted instead, and a head
 that is stored with values of its own is not tied to the embeddings, whatever the config says.
@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from gguf import GGUFValueType
+from gguf.gguf_writer import GGUFValue
 
 from bridge.checkpoint import Checkpoint
+from bridge.conversion.gguf_checkpoint import GgufCheckpoint
 from bridge.conversion.part_reader import PartReader
 from bridge.errors import BridgeError
 from bridge.models.outline import Outline, OutlineTensor, Part
@@ -20,13 +23,17 @@ _ROWS = 1024  # of a matrix that are compared at a time
 
 
 def outline_of(ckpt: Checkpoint, pre: str | None = None, template: str | Path | None = None) -> Outline:
-    """A checkpoint's outline, by its family or a template.
+    """A checkpoint's outline, by its family or a template; a GGUF's own.
 
     pre  overrides the recognition of the pre-tokenizer
 
     Raises BridgeError where the family is unknown, the checkpoint incomplete, or a bias has no place in llama.cpp.
     """
-    if template is not None:
+    if isinstance(ckpt, GgufCheckpoint):
+        outline = ckpt.outline
+        if pre is not None:
+            outline.metadata["tokenizer.ggml.pre"] = GGUFValue(pre, GGUFValueType.STRING)
+    elif template is not None:
         from bridge.models.template import describe_template
 
         outline = describe_template(ckpt, template)

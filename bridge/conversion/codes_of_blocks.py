@@ -5,7 +5,8 @@
     Q2_K, Q4_K, Q5_K      the codes, if all zero points min / scale are near whole numbers: `convert` makes such files
                           of integer checkpoints. Native K-quants have zero points anywhere
     Q4_1, Q5_1, Q4_K, ... the codes, with any offset, in formats that have one per group (MLX)
-    everything else       rounded to 8 bits in groups of 32
+    MXFP4, NVFP4          4-bit floats with their scales, in formats that have them: bit for bit
+    everything else       rounded to as few bits as add little to the type's own noise, in groups of 32
 
 Neighbouring sub-blocks with the same scale and zero point were one group: the largest size for which that holds in all
 rows is taken. Nothing depends on metadata.
@@ -16,6 +17,7 @@ from dataclasses import replace
 import numpy as np
 
 from bridge.blocks import TYPES, BlockType
+from bridge.checkpoint.formats.fp4 import GROUPS, Fp4Tensor
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.encode.block_bytes import unpack_fields
 
@@ -60,6 +62,23 @@ def codes_of(
     return _grouped(name, width, codes.astype(np.uint8), scales, zeros, block.sub)
 
 
+def fp4_of(name: str, type: str, raw: np.ndarray, scale: float) -> Fp4Tensor | None:
+    """The 4-bit floats of MXFP4's or NVFP4's blocks uint8 [out, row bytes]; None for others, and where a scale of MXFP4
+    stands for NaN.
+
+    scale  of the whole tensor
+    """
+    if type not in GROUPS:
+        return None
+    block = TYPES[type]
+    codes = unpack_fields(block, raw)[0]
+    heads = raw.reshape(len(raw), -1, block.nbytes)[:, :, : block.size // block.sub].reshape(len(raw), -1)
+    if type == "MXFP4":
+        return None if (heads == 255).any() else Fp4Tensor(name, type, codes, heads.copy(), GROUPS[type])
+    heads = heads & 127  # the sign is ignored, and NaN is read as 0
+    return Fp4Tensor(name, type, codes, np.where(heads == 127, np.uint8(0), heads), GROUPS[type], scale)
+
+
 def regrouped(tensor: GroupedTensor, sizes: tuple[int, ...]) -> GroupedTensor | None:
     """The tensor in groups of the largest of these sizes that divides its own; None where there is none."""
     size = next((n for n in sorted(sizes, reverse=True) if tensor.group_size % n == 0), 0)
@@ -70,13 +89,34 @@ def regrouped(tensor: GroupedTensor, sizes: tuple[int, ...]) -> GroupedTensor | 
     return replace(tensor, scales=scales, zeros=zeros, group_size=size)
 
 
-def rounded(name: str, weights: np.ndarray, size: int = 32) -> GroupedTensor:
-    """Weights float32 [out, in] rounded to 8 bits, symmetric, in groups of `size` columns, which divides them."""
-    groups = weights.reshape(len(weights), -1, size)
-    scales = (np.abs(groups).max(-1) / 127).astype(np.float16).astype(np.float32)
-    steps = np.rint(groups / np.where(scales == 0, 1, scales)[..., None]).clip(-128, 127)
-    codes = (steps + 128).astype(np.uint8).reshape(weights.shape)
-    return GroupedTensor(name, 8, codes, scales, np.full_like(scales, 128), size)
+def rounded(name: str, weights: np.ndarray, bits: int = 8, symmetric: bool = True, least: int = 0) -> GroupedTensor:
+    """Weights float32 [out, in] rounded to nearest in groups of 32 columns, which divide them.
+
+    symmetric  the zero point is the middle; else it is chosen, from `least` on
+    """
+    groups = weights.reshape(len(weights), -1, 32)
+    top, middle = (1 << bits) - 1, 1 << (bits - 1)
+    if symmetric:
+        scales = np.abs(groups).max(-1) / (middle - 1)
+    else:
+        scales = (np.maximum(groups.max(-1), 0) - np.minimum(groups.min(-1), 0)) / top
+    scales = scales.astype(np.float16).astype(np.float32)
+    steps = groups / np.where(scales == 0, 1, scales)[..., None]
+    zeros = np.full_like(scales, middle) if symmetric else np.rint(-steps.min(-1)).clip(least, top)
+    codes = (np.rint(steps) + zeros[..., None]).clip(0, top).astype(np.uint8).reshape(weights.shape)
+    return GroupedTensor(name, bits, codes, scales, zeros, 32)
+
+
+def own_noise(type: str, raw: np.ndarray) -> float | None:
+    """The quantization noise that a type has by itself, s^2 / 12 a weight, summed over blocks uint8 [out, row bytes];
+    None for types whose values are not evenly spaced."""
+    block = TYPES.get(type)
+    if block is None or block.values:
+        return None
+    scales = np.repeat(_halves(block, raw, block.d_at), block.subs, 1)
+    if block.is_k:
+        scales = scales * unpack_fields(block, raw)[1]
+    return float(np.square(scales, dtype=np.float64).sum()) * block.sub / 12
 
 
 def _halves(block: BlockType, raw: np.ndarray, at: int) -> np.ndarray:

@@ -7,24 +7,26 @@ size budget, are not chosen again; the report tells where they do not hold.
 
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from bridge.checkpoint import Checkpoint
 from bridge.checkpoint.adapter import read_adapter
-from bridge.checkpoint.files.hub import open_by_name
 from bridge.checkpoint.merge import merge
 from bridge.conversion.calibrate_plan import quantize_planned, with_length
 from bridge.conversion.executor import Executor
+from bridge.conversion.gguf_checkpoint import open_source
 from bridge.conversion.gguf_writer import GGUFOutput
 from bridge.conversion.importance import Importance
+from bridge.conversion.mmproj import mmproj_path
 from bridge.conversion.options import ConvertOptions, PlanOptions
 from bridge.conversion.paths import default_path, files_of, layers_of, other_outputs, with_checkpoint
 from bridge.conversion.plan import Plan, PlannedTensor, main_type
 from bridge.conversion.plan_file import save_plan, save_tensor_types
 from bridge.conversion.plan_reader import load_plan
-from bridge.conversion.planner import Planner, holds, make_plan, with_scales
+from bridge.conversion.planner import Planner, holds, make_plan, plan_tower, with_scales
 from bridge.conversion.recipe import PRESETS
 from bridge.conversion.report import Report, TensorReport, beyond_auto, check_report
 from bridge.conversion.size_budget import within_budget
@@ -46,10 +48,10 @@ def convert(
     progress: Progress | None = None,
     **options: Any,
 ) -> Report:
-    """Convert a quantized checkpoint to a GGUF file, carrying its integer codes.
+    """Convert a quantized checkpoint to a GGUF file, carrying its integer codes, or a GGUF to other types.
 
-    checkpoint  a folder in Hugging Face layout, a Hub id to download (org/name, org/name@branch), or a .pt; the plan's
-                where a plan is given without one
+    checkpoint  a folder in Hugging Face layout, a Hub id to download (org/name, org/name@branch), a .pt, or a
+                GGUF; the plan's where a plan is given without one
     out         the GGUF to write; default: the checkpoint's name and the type, in the current folder
     progress    called with the bytes of the checkpoint that are done, of how many, and the tensor just written
     options     fields of `bridge.conversion.options.ConvertOptions`, such as type="Q4_K", template="model-f16.gguf",
@@ -99,11 +101,12 @@ def convert_as(
             check_report(save_as, taken.and_files([*([path] if path is not None else []), *also]))
 
     check_all(path, reads)
-    with open_by_name(
+    with open_source(
         checkpoint,
         options.config,
         needs_config=template is None,
         detect_lattice=options.detect_lattice if given is None else given.detect_lattice,
+        by_family=options.calibrate is not None or (given is not None and not given.by_gguf_names),
     ) as ckpt:
         if adapter is not None:
             merge(ckpt, adapter)
@@ -112,6 +115,10 @@ def convert_as(
         importance = Importance.read(imatrix)
         calibrate, notes = with_length(ckpt, options.calibrate) if options.calibrate is not None else (None, [])
         calibrated = calibrate is not None
+        tower, beside = _tower(ckpt, options, given), list[Path]()
+        if tower is not None and path is not None:
+            beside = [mmproj_path(path)]
+            check_outputs(beside, options.force, reads.and_files([path, *also]))
         plan = make_plan(ckpt, options, importance, calibrated) if given is None else given
         planner = Planner(ckpt, options, importance, plan, calibrated)
         if given is not None:
@@ -119,6 +126,7 @@ def convert_as(
         if path is None:
             path = default_path(str(checkpoint), options.type if options.type in PRESETS else main_type(plan.tensors))
             check_all(path, reads)
+            beside = [] if tower is None else [mmproj_path(path)]
         layers = None
         if options.budget is not None:
             assert calibrate is not None
@@ -136,21 +144,37 @@ def convert_as(
         executor = Executor(planner.reader, importance, layers.layers if layers else {}, options.threads)
         chooses = given is None and options.budget is None
         whole = with_scales(ckpt, plan)
-        with GGUFOutput(path, whole, options.force, options.shard, reads.and_files(also)) as output:
+        with ExitStack() as stack:
+            taken = reads.and_files([*also, *beside])
+            output = stack.enter_context(GGUFOutput(path, whole, options.force, options.shard, taken))
+            outputs, seen = [output], list[TensorReport]()
+            if tower is not None:
+                taken = reads.and_files([*also, path])
+                outputs.append(stack.enter_context(GGUFOutput(beside[0], tower, options.force, None, taken)))
+                seen = list(_written(executor, outputs[1], None, None))
             results = list(_written(executor, output, planner if chooses else None, progress))
-            files = output.finish()
+            files = [file for each in outputs for file in each.finish()]
         if layers:
             layers.remove()
         if options.modelfile:
-            _write_modelfile(ckpt, plan, files[0])
-    notes = [*plan.notes, *notes, *(note for t in results for note in t.notes)]
+            _write_modelfile(ckpt, plan, files[0], [file.name for file in beside])
+    notes = [*plan.notes, *notes, *(note for t in [*results, *seen] for note in t.notes)]
     if not chooses:
         planned = {t.name: t for t in whole.tensors}
         notes += [note for t in results if (note := _beyond_plan(planned[t.name], t))]
     elif options.promises_closeness:
         notes += [note for t in results if (note := beyond_auto(t))]
     seconds, compiled = time.perf_counter() - started, compiling.seconds() - compiled
+    results += seen
     return Report(str(checkpoint), ckpt.format, files, results, ckpt.nbytes, seconds, notes, compiled, ckpt.home)
+
+
+def _tower(ckpt: Checkpoint, options: ConvertOptions, given: Plan | None) -> Plan | None:
+    """What becomes of the vision tower, if this run writes it: of several shards, the one with the first."""
+    type = options.mmproj_type if given is None else given.mmproj_type
+    if type in (None, "none") or (options.shard is not None and options.shard[0] != 1):
+        return None
+    return plan_tower(ckpt, str(type), options.threads)
 
 
 def _completed(planner: Planner, plan: Plan) -> Plan:
@@ -187,12 +211,12 @@ def _beyond_plan(tensor: PlannedTensor, report: TensorReport) -> str | None:
     return f"{tensor.name}: adds {share} of the checkpoint's noise, the plan allows {limit}"
 
 
-def _write_modelfile(ckpt: Checkpoint, plan: Plan, file: Path) -> None:
+def _write_modelfile(ckpt: Checkpoint, plan: Plan, file: Path, beside: list[str]) -> None:
     """An Ollama Modelfile next to the GGUF."""
     from bridge.models.modelfile import modelfile
 
     generation = read_json(ckpt.home / "generation_config.json", optional=True)
-    write_text(file.parent / "Modelfile", modelfile(plan.metadata, plan.stop, generation, file.name))
+    write_text(file.parent / "Modelfile", modelfile(plan.metadata, plan.stop, generation, [file.name, *beside]))
 
 
 @checked
@@ -217,7 +241,7 @@ def plan_as(
     path = None if out is None else Path(out)
     reads = Taken().and_files(files_of(options.template, options.imatrix))
     check_outputs([path], options.force, reads)
-    with open_by_name(
+    with open_source(
         checkpoint, options.config, needs_config=options.template is None, detect_lattice=options.detect_lattice
     ) as ckpt:
         check_outputs([path], options.force, with_checkpoint(reads, ckpt))

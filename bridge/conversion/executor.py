@@ -21,9 +21,11 @@ from bridge.checkpoint.files.dtypes import as_float32, from_float32
 from bridge.conversion.importance import Importance
 from bridge.conversion.part_reader import PartReader
 from bridge.conversion.plan import PlannedTensor
+from bridge.conversion.recipe import FLOAT_TYPES
 from bridge.conversion.report import (
     AS_IS,
     CALIBRATED,
+    COPIED,
     FLOAT,
     REQUANTIZED,
     Outcome,
@@ -95,6 +97,8 @@ class Executor:
         block = WRITTEN.get(tensor.type)
         if tensor.data is not None:
             data, outcome = tensor.data, Outcome(AS_IS)
+        elif (stored := self.reader.copied(tensor)) is not None:
+            data, outcome = stored, Outcome(AS_IS if tensor.type in FLOAT_TYPES else COPIED, stored=tensor.type)
         elif block is None:
             data, outcome = self._as_floats(tensor)
         else:

@@ -20,7 +20,8 @@ from bridge.errors import BridgeError
 from bridge.gguf_file.reader import StoredModel, StoredTensor
 from bridge.models import tensors_of_gguf
 from bridge.models.outline import OutlineTensor, Part
-from bridge.runtime.cpu.dequantize import FLOATS, rows
+from bridge.runtime.cpu.dequantize import FLOATS
+from bridge.runtime.cpu.dequantize import rows as dequantized
 from bridge.system.files import files_below, read_json
 
 _QUANT_CONFIGS = (
@@ -31,27 +32,46 @@ _QUANT_CONFIGS = (
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where a checkpoint's tensor is in a GGUF: a tensor of it, or one of its matrices."""
+    """Where a checkpoint's tensor is in a GGUF: a tensor of it, or one of its matrices.
+
+    scale  of the whole matrix, which NVFP4 may have
+    """
 
     tensor: OutlineTensor
     part: Part
     stored: StoredTensor
     matrix: int
+    scale: float = 1.0
 
-    def raw(self) -> np.ndarray:
-        """Its blocks, uint8 [out, row bytes], rows in the checkpoint's order."""
-        shape = self.part.shape
-        raw = self.stored.raw.reshape(len(self.tensor.parts), shape[0] if len(shape) > 1 else 1, -1)[self.matrix]
-        return raw if self.part.rows is None or len(shape) == 1 else raw[np.argsort(self.part.rows)]
+    @property
+    def height(self) -> int:
+        """Rows of blocks; a vector is one."""
+        return self.part.shape[0] if len(self.part.shape) > 1 else 1
 
-    def floats(self) -> np.ndarray:
-        """Its values, float32, as the checkpoint had them."""
-        values = rows(self.stored.type, self.raw()).reshape(self.part.shape)
+    def raw(self, rows: slice = slice(None)) -> np.ndarray:
+        """Its blocks, uint8 [out, row bytes], rows in the checkpoint's order; `rows`: of these, a run."""
+        size = self.stored.raw.size // (len(self.tensor.parts) * self.height)
+        first, stop, _ = rows.indices(self.height)
+        start = self.matrix * self.height
+        if self.part.rows is None or len(self.part.shape) == 1:
+            return self.stored.read((start + first) * size, (start + stop) * size).reshape(-1, size)
+        raw = self.stored.read(start * size, (start + self.height) * size).reshape(-1, size)
+        return raw[np.argsort(self.part.rows)[first:stop]]
+
+    def floats(self, rows: slice = slice(None)) -> np.ndarray:
+        """Its values, float32, as the checkpoint had them; `rows`: of these, a run."""
+        matrix = len(self.part.shape) > 1 and self.part.change != "conv1d"
+        values = dequantized(self.stored.type, self.raw(rows if matrix else slice(None)))
+        if self.scale != 1:
+            values *= np.float32(self.scale)
+        if matrix:
+            return values - 1 if self.part.change == "+1" else values
+        values = values.reshape(self.part.shape)
         if len(self.part.shape) == 1 and self.part.rows is not None:
             values = values[np.argsort(self.part.rows)]
         if self.part.change == "+1":
             values = values - 1
-        return np.ascontiguousarray(values.T) if self.part.change == "conv1d" else values
+        return np.ascontiguousarray(values.T)[rows] if self.part.change == "conv1d" else values[rows]
 
 
 class GgufSource:
@@ -87,7 +107,10 @@ class GgufSource:
                         raise BridgeError(f"{tensor.name}: is a part of {part.source}, which is not put together again")
                     if part.change not in (None, "+1", "conv1d"):
                         raise BridgeError(f"{tensor.name}: {part.source} ({part.change}) cannot be restored")
-                    self.places[part.source] = Place(tensor, part, model.tensors[tensor.name], i)
+                    stored = model.tensors[tensor.name]
+                    scales = model.scales_of(stored)
+                    scale = 1.0 if scales is None else float(scales[i if scales.size > 1 else 0])
+                    self.places[part.source] = Place(tensor, part, stored, i, scale)
         self.tensors = {name: self._info(name, place, dtype) for name, place in self.places.items()}
 
     @property
@@ -96,7 +119,7 @@ class GgufSource:
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
         """A tensor's values in the dtype of the new checkpoint. Raises BridgeError if F16 cannot hold one."""
-        values = self.places[name].floats()[slice(*(rows or (None,)))]
+        values = self.places[name].floats(slice(*(rows or (None,))))
         return from_float32(values, self.tensors[name].dtype, name)
 
     def _info(self, name: str, place: Place, dtype: str) -> TensorInfo:

@@ -1,6 +1,7 @@
-"""The entries of a GGUF's metadata that a user gives: --name, --author, --metadata KEY=VALUE."""
+"""The entries of a GGUF's metadata that a user gives: --name, --author, --metadata KEY=VALUE, edit --set KEY=VALUE."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,29 +14,68 @@ from bridge.errors import BridgeError, parameter
 # they describe the file or choose what reads it
 _FIXED = ("general.architecture", "general.alignment", "general.file_type", "general.quantization_version", "split.")
 _TEXTS, _NUMBERS = "general.", "general.sampling."
+# the types that llama.cpp reads keys as
+_KNOWN = (
+    (r"tokenizer\.(chat_template.*|ggml\.(model|pre))|.*\.rope\.scaling\.type", GGUFValueType.STRING),
+    (r"tokenizer\.ggml\.\w+_token_id", GGUFValueType.UINT32),
+    (
+        r".*\.(context_length|embedding_length|block_count|feed_forward_length|vocab_size|expert_(\w+_)?count"
+        r"|attention\.(head_count|head_count_kv|key_length|value_length|sliding_window)|rope\.dimension_count"
+        r"|rope\.scaling\.original_context_length)",
+        GGUFValueType.UINT32,
+    ),
+    (
+        r".*\.(rope\.freq_base\w*|rope\.scaling\.(factor|attn_factor|yarn_\w+)|attention\.(layer_norm\w*_epsilon|scale)"
+        r"|\w+_scale|\w*softcapping)",
+        GGUFValueType.FLOAT32,
+    ),
+    (
+        r"tokenizer\.ggml\.(add_\w+|remove_extra_whitespaces)|.*\.(attention\.causal|expert_weights_norm)",
+        GGUFValueType.BOOL,
+    ),
+)
 
 
 def with_given(metadata: Mapping[str, GGUFValue], given: Sequence[tuple[str, Any]]) -> dict[str, GGUFValue]:
     """The metadata with (key, value) pairs set.
 
-    A value gets the type that its key has. The value of a new key keeps its own type; a text that says true, false or a
-    number is one, except under general., where names, versions and licenses are texts.
+    A value gets the type that its key has, and the value of a new key the type that llama.cpp reads. Values of other
+    new keys keep their own; a text that says true, false or a number is one, except under general., where names,
+    versions and licenses are texts. A list is given as one, or as JSON.
 
-    Raises BridgeError for a key that describes the file itself, a list, or a value of another type.
+    Raises BridgeError for a key that describes the file itself, a value of another type, and a token that is none.
     """
     found = dict(metadata)
     for key, value in given:
         if key.startswith(_FIXED):
             raise BridgeError(f"{parameter('metadata', (key, value))}: {key} describes the file; it cannot be given")
-        kind = found[key].type if key in found else None
-        if kind == GGUFValueType.ARRAY:
-            raise BridgeError(f"{parameter('metadata', (key, value))}: {key} is a list; edit it in a plan instead")
+        kind = found[key].type if key in found else _known(key)
         try:
-            found[key] = _of_type(value, kind) if kind is not None else _of_new_key(key, value)
+            if kind == GGUFValueType.ARRAY:
+                found[key] = _list(value, found[key])
+            else:
+                found[key] = _of_type(value, kind) if kind is not None else _of_new_key(key, value)
         except (ValueError, OverflowError):
-            what = kind.name.lower() if kind is not None else "text, a number, true or false"
+            what = _NAMES.get(kind, str(kind and kind.name.lower()))
             raise BridgeError(f"{parameter('metadata', (key, value))}: must be {what}") from None
+        tokens: Any = found["tokenizer.ggml.tokens"].value if "tokenizer.ggml.tokens" in found else None
+        if key.endswith("_token_id") and tokens is not None and found[key].value >= len(tokens):
+            raise BridgeError(f"{parameter('metadata', (key, value))}: there are {len(tokens)} tokens")
     return found
+
+
+_NAMES = {None: "text, a number, true or false", GGUFValueType.ARRAY: "a list like the one there is"}
+
+
+def _known(key: str) -> GGUFValueType | None:
+    return next((kind for pattern, kind in _KNOWN if re.fullmatch(pattern, key)), None)
+
+
+def _list(value: Any, old: GGUFValue) -> GGUFValue:
+    items = json.loads(value) if isinstance(value, str) else value
+    if not isinstance(items, list) or not items or old.sub_type is None:
+        raise ValueError
+    return GGUFValue([_of_type(item, old.sub_type).value for item in items], old.type, old.sub_type)
 
 
 def _of_new_key(key: str, value: Any) -> GGUFValue:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from bridge.conversion.recipe import FLOAT_TYPES, Recipe
+from bridge.conversion.recipe import FLOAT_TYPES, MMPROJ_TYPES, Recipe
 from bridge.errors import BridgeError, parameter
 from bridge.quantize.settings import Calibration
 from bridge.system.options import check_types, count, entry, is_key, is_number, option, positive, share, size
@@ -47,6 +47,12 @@ class PlanOptions(Recipe):
         "tokenizer, and tensors that are not in the checkpoint are taken from it",
         metavar="MODEL.gguf",
     )
+    mmproj_type: str = option(
+        MMPROJ_TYPES[0],
+        "type of the vision tower's matrices in mmproj-MODEL.gguf, which is written beside the language model; none: "
+        "it is left out",
+        choices=(*MMPROJ_TYPES, "none"),
+    )
     split_max_size: int | None = option(
         None, "write shards of at most this size, such as 4G or 500M", metavar="SIZE", parse=size
     )
@@ -73,6 +79,9 @@ class PlanOptions(Recipe):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise BridgeError(f"{parameter(name, value)}: must be at least 1")
+        if self.mmproj_type not in (*MMPROJ_TYPES, "none"):
+            known = ", ".join((*MMPROJ_TYPES, "none"))
+            raise BridgeError(f"unknown {parameter('mmproj_type', self.mmproj_type)}: choose one of {known}")
         asked: Any = self.metadata  # or a dict
         if not isinstance(asked, Iterable):
             raise BridgeError(f"{parameter('metadata', asked)}: must be a dict")

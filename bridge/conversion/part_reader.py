@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bridge.checkpoint import Checkpoint
+from bridge.conversion.gguf_checkpoint import GgufCheckpoint
 from bridge.errors import BridgeError
-from bridge.models.outline import ModelTensor, Part
+from bridge.models.outline import FRAMES, ModelTensor, Part
 from bridge.system.row_threads import chunks
 
 if TYPE_CHECKING:
     from bridge.checkpoint.grouped import CodedTensor
+    from bridge.conversion.plan import PlannedTensor
 
+_OF_CODES = (None, "transposed", "conv1d")  # what can be done to codes, too
 _WINDOW = 16  # consecutive rows of a sample: a cache line of GPTQ's words
 _WINDOWS = 3  # first, middle, last
 
@@ -40,7 +43,7 @@ class PartReader:
     def _check_part(self, part: Part) -> None:
         if part.source not in self.ckpt.tensors and not self._module(part):
             raise BridgeError(f"{self.ckpt.path}: has no {part.source}; the plan is of another checkpoint")
-        if self._module(part) and (part.matrix is not None or part.change in ("squeezed", "+1", "-exp")):
+        if self._module(part) and (part.matrix is not None or part.change not in _OF_CODES):
             how = f"matrix {part.matrix}" if part.change is None else repr(part.change)
             raise BridgeError(f"{part.source}: is quantized, it has no {how}; the plan is of another checkpoint")
         if part.matrix is not None and part.matrix >= self.ckpt.tensors[part.source].shape[0]:
@@ -104,6 +107,14 @@ class PartReader:
             t = t.crop(out, columns)
         return t if part.columns is None else t.take_columns(part.columns)
 
+    def copied(self, tensor: PlannedTensor) -> np.ndarray | None:
+        """uint8: the bytes of a GGUF's tensor that keeps its type; None for all others."""
+        if not isinstance(self.ckpt, GgufCheckpoint) or {*tensor.how} != {"as it came"}:
+            return None
+        if any(self.stored_as(part) != tensor.type for part in tensor.parts):
+            return None
+        return self.ckpt.copied(tensor.name, tensor.type, tensor.shape)
+
     def floats(self, part: Part) -> Iterator[np.ndarray]:
         """A float part's rows as the GGUF has them, in chunks of float32."""
         if part.columns is None or part.change in ("transposed", "conv1d"):
@@ -135,6 +146,8 @@ class PartReader:
         """float32 of a part before rows are picked."""
         rows = None if part.matrix is None else (part.matrix, part.matrix + 1)
         stored = self.ckpt.read_float(part.source, rows)
+        if part.change is not None and part.change in FRAMES:
+            stored = stored[:, :, FRAMES.index(part.change)]
         return stored.reshape(self._stored(part)[0])
 
     def _transposed(self, part: Part) -> np.ndarray:
@@ -174,6 +187,8 @@ class PartReader:
             shape, file = plain.shape if part.matrix is None else plain.shape[1:], plain.file
         if part.change == "transposed" or (part.change == "conv1d" and not self._module(part)):
             return shape[::-1], file
+        if part.change in FRAMES:
+            return (*shape[:2], *shape[3:]), file
         if part.change == "squeezed":
             return tuple(n for n in shape if n > 1), file
         return shape[1:] if len(part.shape) == 1 and shape[:1] == (1,) and len(shape) == 2 else shape, file

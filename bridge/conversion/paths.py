@@ -1,13 +1,18 @@
 """The files that a conversion reads and writes, by name."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
+from bridge.blocks.ggml import GGMLQuantizationType
 from bridge.checkpoint import Checkpoint
-from bridge.checkpoint.files.hub import model_name
+from bridge.checkpoint.files.hub import kind_of, model_name
 from bridge.conversion.options import ConvertOptions
+from bridge.conversion.recipe import PRESETS
 from bridge.gguf_file.reader import shards
 from bridge.system.outputs import Taken
+
+_SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 
 
 def layers_of(path: Path) -> Path:
@@ -17,8 +22,13 @@ def layers_of(path: Path) -> Path:
 
 def default_path(checkpoint: str, type: str | None = None) -> Path:
     """`<checkpoint>-<TYPE>.gguf` in the current folder, as llama.cpp's converter names it; without a type where types
-    are chosen by size."""
-    return Path(f"{model_name(checkpoint)}{'' if type is None else f'-{type}'}.gguf")
+    are chosen by size. A GGUF's own type and number of shards do not count to its name."""
+    name = model_name(checkpoint)
+    if kind_of(checkpoint) == "gguf":
+        name = _SHARD.sub("", name)
+        known = next((t for t in (*PRESETS, *GGMLQuantizationType.__members__) if name.upper().endswith(f"-{t}")), None)
+        name = name if known is None else name[: -len(known) - 1]
+    return Path(f"{name}{'' if type is None else f'-{type}'}.gguf")
 
 
 def other_outputs(folder: Path, options: ConvertOptions) -> list[Path]:

@@ -67,6 +67,7 @@ class Plan:
     imatrix         path of the importance matrix for tensors that are quantized from floats, if any
     split_max_size  bytes of tensor data in a shard; None for one file
     detect_lattice  whether floats on a hidden grid are read as codes
+    mmproj_type     of the matrices of the vision tower's own GGUF; None: none is written
     curve           (bytes of the file, estimated KL divergence in nats a token) of other sizes, from a size budget
     """
 
@@ -78,6 +79,7 @@ class Plan:
     imatrix: str | None = None
     split_max_size: int | None = None
     detect_lattice: bool = False
+    mmproj_type: str | None = None
     curve: list[tuple[int, float]] = field(default_factory=list)
 
     @property
@@ -89,3 +91,8 @@ class Plan:
     def tied(self) -> bool:
         """Whether the embeddings are the output head too."""
         return tied(self.tensors)
+
+    @property
+    def by_gguf_names(self) -> bool:
+        """Whether tensors are read by their own names: those of a GGUF that is not calibrated."""
+        return all(part.source == tensor.name for tensor in self.tensors for part in tensor.parts)

@@ -1,6 +1,7 @@
 """Writes a plan as a JSON file, to be read, edited (a type changed) and executed, on another machine too.
 
     {"gguf_bridge_plan": 2, "checkpoint": ..., "template": ..., "imatrix": ..., "split_max_size": ...,
+     "mmproj_type": "F16",
      "curve": [[bytes, KL divergence], ...],
      "tensors": [{"name", "type", "how", "reason", "limit", "shape", "parts": [{"source", "shape", "rows", ...}]}, ...],
      "metadata": {"llama.block_count": ["UINT32", 32], "tokenizer.ggml.tokens": ["ARRAY", [...], "STRING"], ...},
@@ -54,6 +55,7 @@ def save_plan(plan: Plan, checkpoint: str, path: Path) -> None:
         "imatrix": plan.imatrix,
         "split_max_size": plan.split_max_size,
         "detect_lattice": plan.detect_lattice,
+        "mmproj_type": plan.mmproj_type,
         "stop": plan.stop,
         "notes": plan.notes,
         "curve": plan.curve,

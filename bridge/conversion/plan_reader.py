@@ -17,7 +17,7 @@ from gguf.gguf_writer import GGUFValue
 from bridge.blocks.read import WRITTEN
 from bridge.conversion.plan import How, Plan, PlannedTensor
 from bridge.conversion.plan_file import VERSION
-from bridge.conversion.recipe import FLOAT_TYPES
+from bridge.conversion.recipe import FLOAT_TYPES, MMPROJ_TYPES
 from bridge.errors import BridgeError
 from bridge.models.outline import CHANGES, OutlineTensor, Part
 from bridge.system.files import read_json
@@ -90,10 +90,17 @@ def _head(record: dict[str, Any]) -> dict[str, Any]:
         "imatrix": _path(record.get("imatrix"), "imatrix", optional=True),
         "split_max_size": None if split is None else _whole(split, "split_max_size", least=1),
         "detect_lattice": _flag(record, "detect_lattice"),
+        "mmproj_type": _mmproj_type(record.get("mmproj_type")),
         "stop": [_text(text, "stop's item") for text in _list(record.get("stop", []), "stop")],
         "notes": [_text(text, "notes' item") for text in _list(record.get("notes", []), "notes")],
         "curve": [_point(point) for point in _list(record.get("curve", []), "curve")],
     }
+
+
+def _mmproj_type(entry: Any) -> str | None:
+    if entry is not None and entry not in MMPROJ_TYPES:
+        raise _unknown("mmproj_type", entry, MMPROJ_TYPES)
+    return entry  # type: ignore[no-any-return]
 
 
 def _point(entry: Any) -> tuple[int, float]:

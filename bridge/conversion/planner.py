@@ -21,12 +21,14 @@ from bridge.blocks.read import CALIBRATED, WRITTEN
 from bridge.blocks.tq2_0 import TQ2_0
 from bridge.checkpoint import Checkpoint
 from bridge.conversion.checkpoint_outline import outline_of
+from bridge.conversion.gguf_checkpoint import GgufCheckpoint
 from bridge.conversion.importance import Importance
 from bridge.conversion.metadata import with_given
+from bridge.conversion.mmproj import tower_notes, tower_outline
 from bridge.conversion.options import PlanOptions
 from bridge.conversion.part_reader import PartReader
 from bridge.conversion.plan import How, Plan, PlannedTensor, main_type
-from bridge.conversion.recipe import NEED_IMATRIX, PRESETS, Q2_0_SINCE, Recipe, TensorPlace
+from bridge.conversion.recipe import FLOAT_TYPES, NEED_IMATRIX, PRESETS, Q2_0_SINCE, Recipe, TensorPlace
 from bridge.encode.carry import Fidelity, obstacle
 from bridge.encode.type_choice import Choice, carries, choose, must_carry
 from bridge.errors import BridgeError, parameter
@@ -62,6 +64,7 @@ def make_plan(
     calibrated  whether floats and codes that cannot be carried will be quantized with a text
     """
     outline = outline_of(ckpt, options.pre, options.template)
+    tower = tower_outline(ckpt, options.mmproj_type) if options.mmproj_type != "none" else None
     importance.check(outline.tensors)
     planner = Planner(ckpt, options, importance, outline, calibrated)
     options.check([t.name for t in outline.tensors if t.fixed_type is None])
@@ -69,7 +72,8 @@ def make_plan(
     metadata = with_given(outline.metadata, options.metadata)
     metadata["general.quantization_version"] = GGUFValue(GGML_QUANT_VERSION, GGUFValueType.UINT32)
     metadata["general.file_type"] = GGUFValue(_file_type(options, tensors), GGUFValueType.UINT32)
-    notes = [*ckpt.notes, *outline.notes]
+    asked = None if options.mmproj_type == "none" else options.mmproj_type
+    notes = [*ckpt.notes, *tower_notes(outline.others, tower, asked), *outline.notes]
     if any(t.type == "Q2_0" for t in tensors) and options.uses_q2_0 is None:
         notes.append(f"llama.cpp has Q2_0 since build {Q2_0_SINCE} (July 2026): earlier ones cannot load this file")
     hows = {how for t in tensors for how in t.how}
@@ -78,6 +82,12 @@ def make_plan(
             "all weights came as floats and become Q8_0; for a smaller file, give a text to `gguf-bridge quantize`, or "
             f"{parameter('type', 'Q4_K_M')}"
         )
+    if isinstance(ckpt, GgufCheckpoint):
+        rounded = (part for t in tensors for part, how in zip(t.parts, t.how, strict=True) if how == "rounded")
+        if lossy := sorted({ckpt.stored_as(part.source) for part in rounded} - {*FLOAT_TYPES}):
+            notes.append(
+                f"the GGUF has {', '.join(lossy)}: what is quantized again is compared with that, not with floats"
+            )
     if outline.unused:
         notes.append(f"not needed in GGUF and left out: {', '.join(outline.unused)}")
     return Plan(
@@ -89,7 +99,23 @@ def make_plan(
         importance.path,
         options.split_max_size,
         options.detect_lattice,
+        None if tower is None else asked,
     )
+
+
+def plan_tower(ckpt: Checkpoint, type: str, threads: int | None = None) -> Plan | None:
+    """What becomes of a checkpoint's vision tower, its matrices of a type; None where it has none that is known."""
+    outline = tower_outline(ckpt, type)
+    if outline is None:
+        return None
+    planner = Planner(ckpt, PlanOptions(threads=threads), Importance({}), outline)
+    file_type = LlamaFileType.ALL_F32 if type == "F32" else LlamaFileType[f"MOSTLY_{type}"]
+    metadata = {
+        **outline.metadata,
+        "general.quantization_version": GGUFValue(GGML_QUANT_VERSION, GGUFValueType.UINT32),
+        "general.file_type": GGUFValue(int(file_type), GGUFValueType.UINT32),
+    }
+    return Plan(metadata, planner.each(planner.planned, outline.tensors))
 
 
 def with_scales(ckpt: Checkpoint, plan: Plan) -> Plan:
@@ -147,6 +173,9 @@ class Planner:
         self._gqa = heads // max(1, number(metadata, "attention.head_count_kv", heads))
         self._experts = number(metadata, "expert_count")
         self._tied = tied(self.model.tensors)
+        # without a type, a quantized GGUF is copied
+        gguf = isinstance(self.ckpt, GgufCheckpoint) and self.ckpt.quantized
+        self._keeps_types = gguf and self.options.type in ("auto", "exact")
 
     def each(
         self, work: Callable[[AnyTensor], PlannedTensor], tensors: Sequence[AnyTensor], progress: Progress | None = None
@@ -255,7 +284,7 @@ class Planner:
         """What can happen to a part on its way to a type."""
         block = type in WRITTEN
         if not self.reader.coded(part):
-            return ("rounded",) if block else ("as it came",)
+            return ("rounded",) if block and type != self.reader.stored_as(part) else ("as it came",)
         return ("carried", "requantized") if block else ("requantized",)
 
     def _choice(self, tensor: ModelTensor, whole: bool) -> Choice:
@@ -263,6 +292,9 @@ class Planner:
         place = self._place(tensor)
         coded = [part for part in tensor.parts if self.reader.coded(part)]
         if not coded:
+            stored = self.reader.stored_as(tensor.parts[0])
+            if self._keeps_types and self.options.explicit(place.name, place.kind, place.tied) is None:
+                return Choice(stored, "as it is")
             imatrix = bool(self.importance.by_name)
             wanted = self.options.wanted(place, as_codes=False, calibrated=self.calibrated, imatrix=imatrix)
             return Choice(str(wanted.type), "came as floats")

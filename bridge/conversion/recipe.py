@@ -21,6 +21,7 @@ from bridge.encode.limits import CARRIED_LIMIT, REQUANTIZED_LIMIT
 from bridge.errors import BridgeError, parameter
 from bridge.system.options import check_types, option, pair
 
+MMPROJ_TYPES = ("F16", "BF16", "F32", "Q8_0")  # of the matrices of a vision tower
 FLOAT_TYPES = ("F32", "F16", "BF16")
 _SIZES = {name: block.size for name, block in TYPES.items()} | ROUNDED  # block types: weights in a block
 # preset -> base type of its mixture; some are block types' names too

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bridge.blocks.ggml import GGMLQuantizationType
 from bridge.encode.limits import FLOAT_LIMIT, REQUANTIZED_LIMIT
 from bridge.errors import BridgeError, parameter
 from bridge.system.files import write_text
@@ -26,6 +27,7 @@ REQUANTIZED = "requantized"
 FLOAT = "from float"
 CALIBRATED = "calibrated"  # quantized with the Hessian of a text
 AS_IS = "kept float"
+COPIED = "copied"  # blocks of a GGUF
 CODED = (CARRIED, PARTLY, REQUANTIZED)
 
 _START = b'{\n "checkpoint": '  # of a report's file
@@ -53,12 +55,12 @@ class TensorReport:
     type: str
     shape: tuple[int, ...]
     nbytes: int
-    outcome: str  # one of CARRIED, PARTLY, REQUANTIZED, CALIBRATED, FLOAT, AS_IS
+    outcome: str  # one of CARRIED, PARTLY, REQUANTIZED, CALIBRATED, FLOAT, AS_IS, COPIED
     fidelity: Fidelity | None = None
     exact_for_free: str | None = None  # a bit-exact type that is no larger, where `type` is not exact
     notes: list[str] = field(default_factory=list)
     codes_missing: int = 0  # found by verify: codes that are not in the file, though its type holds them bit for bit
-    stored: str | None = None  # dtype of a tensor of floats in the checkpoint: "BF16"
+    stored: str | None = None  # dtype of a tensor of floats in the checkpoint, or type in a GGUF: "BF16"
 
     @classmethod
     def of(cls, tensor: ModelTensor, type: str, nbytes: int, outcome: Outcome) -> TensorReport:
@@ -182,7 +184,7 @@ class Report:
         rows: list[tuple[str, ...]] = [("tensors", "", "type", "bpw", "codes kept", "NMSE", "of source noise")]
         groups: dict[tuple[str, str], list[TensorReport]] = {}
         for t in self.tensors:
-            kind = t.kind if t.fidelity else "norms, biases and other floats"
+            kind = t.kind if t.fidelity or t.outcome == COPIED else "norms, biases and other floats"
             groups.setdefault((kind, t.outcome), []).append(t)
         for (kind, _), members in groups.items():
             rows.append(_row(kind, members))
@@ -259,7 +261,9 @@ def _row(kind: str, members: list[TensorReport]) -> tuple[str, ...]:
     total = fidelities[0]
     for f in fidelities[1:]:
         total = total + f
-    came = "8-bit floats" if str(members[0].stored).startswith("F8") else "floats"
+    kinds = {str(t.stored) for t in members}
+    blocks = kinds & GGMLQuantizationType.__members__.keys() - {"F32", "F16", "BF16", "F64"}
+    came = "+".join(sorted(kinds)) if blocks else "8-bit floats" if min(kinds).startswith("F8") else "floats"
     how = CALIBRATED if members[0].outcome == CALIBRATED else f"came as {came}"
     kept = percent(total.kept / total.weights, 4) if members[0].has_codes else how
     error = "exact" if total.error == 0 else f"{total.nmse:.1e}"

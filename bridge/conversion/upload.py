@@ -153,8 +153,8 @@ class Upload:
             path, what = result.outputs[0], [result.outputs[0], result.outputs[0].name]
         else:
             first = result.outputs[0]
-            pattern = re.sub(r"-\d{5}-of-", "-*-of-", first.name)
-            path, what = first, [first.parent, ".", "--include", pattern]
+            patterns = dict.fromkeys(re.sub(r"-\d{5}-of-", "-*-of-", file.name) for file in result.outputs)
+            path, what = first, [first.parent, ".", *(word for p in patterns for word in ("--include", p))]
         own = path.with_name(f"{path.name}.{CARD}")
         write_text(own, card)
         commands = [f"hf upload {repository} {shlex.join(map(str, what))}"]

@@ -16,8 +16,8 @@ import gguf
 import numpy as np
 
 from bridge.blocks.read import WRITTEN
-from bridge.checkpoint.files.hub import open_by_name
 from bridge.conversion.checkpoint_outline import outline_of
+from bridge.conversion.gguf_checkpoint import open_source
 from bridge.conversion.part_reader import PartReader
 from bridge.conversion.paths import files_of, with_checkpoint
 from bridge.conversion.report import (
@@ -66,7 +66,7 @@ def verify(
     """
     started = time.perf_counter()
     file = read_gguf(gguf_path)
-    with open_by_name(checkpoint, config, needs_config=template is None) as ckpt:
+    with open_source(checkpoint, config, needs_config=template is None) as ckpt:
         if save_as is not None:
             check_report(save_as, with_checkpoint(Taken().and_files([*file.files, *files_of(template)]), ckpt))
         tensors = outline_of(ckpt, "default", template).tensors  # any pre-tokenizer will do: only tensors are compared

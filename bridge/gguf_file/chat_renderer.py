@@ -4,7 +4,8 @@ A template is a program out of somebody's file. Jinja's sandbox keeps it from ev
 looping for ever or filling the memory: nested loops, `10 ** 10 ** 8`, a namespace that doubles its text. So it runs
 here, where the system ends it at limits that no real template comes near.
 
-    standard input   JSON: what `chat_template.render_chats` asks for
+    standard input   a line of JSON, {"path": sys.path, "limits": [...]}, which may come long before the rest; then
+                     JSON: what `chat_template.render_chats` asks for
     standard output  JSON: [[true, text] or [false, why it fails], ...], one for each conversation
 """
 
@@ -89,12 +90,13 @@ def _told(error: Exception) -> str:
 
 
 def main() -> None:
-    request = json.loads(sys.stdin.buffer.read())
-    sys.path[:] = request["path"]
+    settings = json.loads(sys.stdin.buffer.readline())
+    sys.path[:] = settings["path"]
     import jinja2.sandbox  # noqa: F401 - what it takes is the same for all templates, and not theirs
 
-    limit(*request["limits"])
-    sys.stdout.write(json.dumps(answers(request)))
+    if request := sys.stdin.buffer.read():
+        limit(*settings["limits"])
+        sys.stdout.write(json.dumps(answers(json.loads(request))))
 
 
 if __name__ == "__main__":

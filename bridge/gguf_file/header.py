@@ -51,9 +51,13 @@ class _Where(NamedTuple):
 
 
 class Metadata(Mapping[str, Any]):
-    """The key-value pairs as Python values (numbers, str, bool, lists of them), decoded on first use."""
+    """The key-value pairs as Python values (numbers, str, bool, lists of them), decoded on first use.
+
+    data_start  the byte of the file at which the tensors' data begins
+    """
 
     def __init__(self, header: _Cursor, places: dict[str, _Where]):
+        self.data_start = 0
         self._cursor = header
         self._places = places
         self._values: dict[str, Any] = {}
@@ -68,6 +72,11 @@ class Metadata(Mapping[str, Any]):
         """The GGUF value type of a key, and that of its items if it is an array."""
         place = self._places[key]
         return place.kind, self._cursor.scalar(place.start, "I") if place.kind == _ARRAY else None
+
+    def raw(self, key: str) -> bytes:
+        """A value's bytes in the file, after its type."""
+        start, kind = self._places[key]
+        return self._cursor.data[start : self._cursor.end_of_value(start, kind)]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -204,10 +213,12 @@ def read_header(data: mmap.mmap | bytes, path: Path) -> tuple[Metadata, list[Ten
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
         raise cursor.error(f"general.alignment is {alignment}, not a power of two")
-    return metadata, _tensors(cursor, at, n_tensors, alignment)
+    metadata.data_start, tensors = _tensors(cursor, at, n_tensors, alignment)
+    return metadata, tensors
 
 
-def _tensors(cursor: _Cursor, at: int, count: int, alignment: int) -> list[TensorEntry]:
+def _tensors(cursor: _Cursor, at: int, count: int, alignment: int) -> tuple[int, list[TensorEntry]]:
+    """Where the data starts, and the tensors."""
     raw = []
     for _ in range(count):
         name, at = cursor.string(at)
@@ -231,7 +242,7 @@ def _tensors(cursor: _Cursor, at: int, count: int, alignment: int) -> list[Tenso
                 f"damaged: {first.name} ({first.type} {list(first.shape)}) needs {first.nbytes} bytes, "
                 f"but {second.name} starts after {second.start - first.start}"
             )
-    return tensors
+    return data_start, tensors
 
 
 def _tensor(

@@ -29,12 +29,28 @@ class StoredTensor:
     type   as gguf.GGMLQuantizationType spells it
     shape  slowest dimension first, [out, in]: the reverse of the file's order
     raw    uint8, all its bytes
+    file   that it is in, from byte `start` on
     """
 
     name: str
     type: str
     shape: tuple[int, ...]
     raw: np.ndarray
+    file: Path
+    start: int
+
+    def read(self, first: int, stop: int) -> np.ndarray:
+        """uint8: bytes first..stop, read into a new array. Pages of `raw` that were used count as resident memory.
+
+        Raises BridgeError if the file was truncated since it was opened.
+        """
+        try:
+            data = np.fromfile(self.file, np.uint8, stop - first, offset=self.start + first)
+        except OSError as problem:
+            raise BridgeError(f"{self.file}: cannot be read ({problem.strerror}); check the disk") from problem
+        if len(data) < stop - first:
+            raise BridgeError(f"{self.file}: ends within {self.name}; download the file again")
+        return data
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +118,8 @@ def _read(path: Path, load: str) -> tuple[Metadata, list[StoredTensor]]:
     data = _open(path, load)
     metadata, entries = read_header(data, path)
     return metadata, [
-        StoredTensor(e.name, e.type, e.shape, np.frombuffer(data, np.uint8, e.nbytes, e.start)) for e in entries
+        StoredTensor(e.name, e.type, e.shape, np.frombuffer(data, np.uint8, e.nbytes, e.start), path, e.start)
+        for e in entries
     ]
 
 
@@ -117,10 +134,10 @@ def _open(path: Path, load: str) -> mmap.mmap | bytes:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError:
         raise missing(path) from None
-    except IsADirectoryError:
-        raise BridgeError(f"{path}: is a folder, not a GGUF file; `gguf-bridge convert` makes one") from None
     except MemoryError:
         fact, instead = f"reading {size / 1e9:.1f} GB takes more memory than there is", parameter("load", LOADS[0])
         raise BridgeError(f"{path}: {fact}; use {instead}") from None
     except (OSError, ValueError) as problem:
+        if path.is_dir():  # Windows says that permission is denied
+            raise BridgeError(f"{path}: is a folder, not a GGUF file; `gguf-bridge convert` makes one") from None
         raise BridgeError(f"{path}: {getattr(problem, 'strerror', None) or problem}") from problem

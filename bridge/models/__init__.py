@@ -16,19 +16,18 @@ from typing import Any
 
 import gguf
 import numpy as np
-from gguf import GGUFValueType
-from gguf.gguf_writer import GGUFValue
 
 from bridge.errors import BridgeError, parameter
 from bridge.models.arguments import read_arguments
 from bridge.models.families import ALL, FAMILIES
 from bridge.models.family import HEAD, Family
 from bridge.models.gguf_tokenizer import read_tokenizer
+from bridge.models.gguf_values import typed
 from bridge.models.model_config import Config
 from bridge.models.outline import Outline, OutlineTensor
 from bridge.models.provenance import read_provenance
 from bridge.models.table import all_names, fill_table
-from bridge.models.wrapper import left_out, renamed, text_config, text_names, without_prediction
+from bridge.models.wrapper import ANY_TEXT, left_out, renamed, text_config, text_names, without_prediction
 from bridge.system.files import read_json
 
 __all__ = ["architecture", "describe_model", "tensors_of_gguf"]
@@ -78,7 +77,7 @@ def describe_model(
         if family.sizes is not None:
             args = replace(args, more=family.sizes(values, args))
         more_keys = family.metadata(values, args) if family.metadata is not None else {}
-        typed = {key: None if value is None else _typed(value) for key, value in more_keys.items()}
+        given = {key: None if value is None else typed(value) for key, value in more_keys.items()}
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
         raise BridgeError(
             f"{values.path}: a key for {family.arch} has an unexpected value ({type(problem).__name__}: {problem}); "
@@ -97,7 +96,7 @@ def describe_model(
     writer.add_type(gguf.GGUFType.MODEL)
     provenance.set_gguf_meta_model(writer)
     args.add_metadata(writer, family.layer_norm, family.rotary)
-    for key, value in typed.items():
+    for key, value in given.items():
         writer.kv_data[0].pop(f"{family.arch}.{key}", None)
         if value is not None:
             writer.kv_data[0][f"{family.arch}.{key}"] = value
@@ -105,9 +104,10 @@ def describe_model(
     outline.metadata = writer.kv_data[0]
     if templates := outline.metadata.get(gguf.Keys.Tokenizer.CHAT_TEMPLATES):
         templates.value = sorted(templates.value)  # gguf makes it from a set, whose order differs between processes
+    outline.others = others
     outline.stop = [tokenizer.tokens[token] for token in tokenizer.stop_ids]
     own_notes = family.notes(values) if family.notes is not None else []
-    outline.notes = [*left_out(others, more), *args.notes, *own_notes, *tokenizer.notes, *notes]
+    outline.notes = [*left_out(more), *args.notes, *own_notes, *tokenizer.notes, *notes]
     return outline
 
 
@@ -117,7 +117,7 @@ def tensors_of_gguf(
     """How the tensors of a GGUF are made from a checkpoint's: what its family's table says, read the other way.
 
     config  the parsed config.json of `folder`
-    stored  the GGUF's tensors: name -> shape
+    stored  the GGUF's tensors: name -> shape; those that scale tensors of NVFP4 are left to the caller
     arch    its general.architecture
 
     Raises BridgeError for an architecture that is unknown or not the GGUF's, and for tensors that do not match.
@@ -135,34 +135,33 @@ def tensors_of_gguf(
         args = replace(args, more=family.sizes(values, args))
     outline = fill_table(family, args, dict.fromkeys(all_names(family, args), ()))
     found, known = [], {tensor.name for tensor in outline.tensors}
+    not_needed = tuple(f".{row.name}" for row in family.table if row.optional)
     for tensor in outline.tensors:
         if tensor.name in stored:
             if tuple(stored[tensor.name]) != tensor.shape:
                 shapes = f"{list(stored[tensor.name])}, but the config requires {list(tensor.shape)}"
                 raise BridgeError(f"{tensor.name}: is {shapes}; config.json belongs to another model")
             found.append(tensor)
-        elif not any(part.source in outline.optional for part in tensor.parts) and tensor.origin != "config":
+        elif tensor.origin != "config" and not (
+            any(part.source in outline.optional for part in tensor.parts) or tensor.name.endswith(not_needed)
+        ):
             raise BridgeError(f"{tensor.name}: is missing from the GGUF; {path} belongs to another model")
-    if unknown := sorted(stored.keys() - known):
+    scales = {f"{tensor.name.removesuffix('.weight')}.{key}" for tensor in found for key in ("scale", "input_scale")}
+    if unknown := sorted(stored.keys() - known - scales):
         raise BridgeError(f"{unknown[0]}: {path} has no place for it; config.json belongs to another model")
     return found
 
 
-def _typed(value: Any) -> GGUFValue:
-    """A value with its GGUF type: counts are unsigned, numbers 32 bits wide."""
-    kinds = {
-        bool: GGUFValueType.BOOL,
-        int: GGUFValueType.UINT32,
-        float: GGUFValueType.FLOAT32,
-        str: GGUFValueType.STRING,
-    }
-    if isinstance(value, list):
-        sub = GGUFValueType.INT32 if type(value[0]) is int else kinds[type(value[0])]
-        return GGUFValue(value, GGUFValueType.ARRAY, sub)
-    return GGUFValue(value, kinds[type(value)])
-
-
 def _family(config: Config) -> Family:
+    """The family of a model, or of the language model in one that may have any."""
+    architectures = config.get("architectures")
+    inner = config.get("text_config", config.get("llm_config"))
+    if isinstance(architectures, list) and isinstance(inner, dict) and not ANY_TEXT.isdisjoint(map(str, architectures)):
+        return replace(_named(Config(inner, config.path)), wrapped=True)
+    return _named(config)
+
+
+def _named(config: Config) -> Family:
     architectures, model_type = config.get("architectures") or [], config.get("model_type", "")
     architectures = architectures if isinstance(architectures, list) else [architectures]
     if not all(isinstance(name, str) for name in [*architectures, model_type]):

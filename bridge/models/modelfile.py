@@ -22,15 +22,16 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def modelfile(
-    metadata: Mapping[str, GGUFValue], stop: Sequence[str], generation: Mapping[str, Any], gguf_name: str
+    metadata: Mapping[str, GGUFValue], stop: Sequence[str], generation: Mapping[str, Any], files: Sequence[str]
 ) -> str:
-    """The text of a Modelfile for the GGUF `gguf_name` in the same folder.
+    """The text of a Modelfile for GGUFs in the same folder.
 
     metadata    of the GGUF
     stop        the texts of the tokens that end a reply
     generation  generation_config.json
+    files       names of the language model's GGUF and, if there is one, the vision tower's
     """
-    lines = [f"FROM ./{gguf_name}", ""]
+    lines = [*(f"FROM ./{name}" for name in files), ""]
     lines += _template_lines(metadata)
     lines += [f"PARAMETER stop {_quote(text)}" for text in stop]
     sampled = generation.get("do_sample") is not False

@@ -17,7 +17,8 @@ from bridge.errors import BridgeError
 
 # where a tensor comes from; "scale": what multiplies a tensor of NVFP4, a tensor of its own
 Origin = Literal["checkpoint", "config", "template", "scale"]
-CHANGES = ("transposed", "conv1d", "squeezed", "+1", "-exp")
+FRAMES = ("frame 0", "frame 1")
+CHANGES = ("transposed", "conv1d", "squeezed", "+1", "-exp", *FRAMES)
 
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 
@@ -35,6 +36,7 @@ class Part:
     stored   the source's shape where `rows` or `columns` pick from more than they return; after `change`
     change   what is done to the source before rows and columns are picked: "transposed"; "squeezed", dimensions of
              one dropped; "+1", one added; "-exp", minus e to the power of it: the result is floats, whatever it was.
+             "frame 0", "frame 1": filters of one of two frames, of [out, in, frames, height, width].
              "conv1d": transposed where it is floats, for quantizers turn such layers into linear ones
     """
 
@@ -144,6 +146,7 @@ class Outline:
     zero_only  tensors that llama.cpp's graph has no place for: they must be all zeros (old GPTQ tools write such
                biases), or the model is refused
     optional   biases that are left out where they are all zeros: old GPTQ tools write them for every layer
+    others     tensors of the checkpoint that belong to other parts of the model: towers for images or sound
     stop       the texts of the tokens that end a reply, the EOS token first
     notes      what the reader of the report should know
     """
@@ -154,6 +157,7 @@ class Outline:
     unused: list[str] = field(default_factory=list)
     zero_only: list[str] = field(default_factory=list)
     optional: frozenset[str] = frozenset()
+    others: list[str] = field(default_factory=list)
     stop: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 

@@ -120,7 +120,11 @@ def _llama3_factors(config: Config, rules: dict[str, Any], base: float, rotated:
         raise BridgeError(
             f"{config.path}: the rope parameters' low_freq_factor {low:g} must be below high_freq_factor {high:g}"
         )
-    context = _tokens(config, rules, None)
+    return llama3_factors(base, rotated, factor, low, high, _tokens(config, rules, None))
+
+
+def llama3_factors(base: float, rotated: int, factor: float, low: float, high: float, context: int) -> np.ndarray:
+    """float32 [rotated / 2]: the divisor of each frequency by llama3's rule."""
     wavelength = 2 * math.pi * base ** (np.arange(0, rotated, 2) / rotated)
     # share of the trained frequency: 0 for wavelengths above context / low, 1 below context / high
     trained = np.clip((context / wavelength - low) / (high - low), 0.0, 1.0)

@@ -1,8 +1,8 @@
 """The language model inside a model of several parts: its config, and its tensors under a language model's own names.
 
-config.json               text_config, merged over the rest
+config.json               text_config (llm_config in InternVL), merged over the rest
 language_model.*          its tensors, see `bridge.checkpoint.language_model`
-visual.*, vision_tower.*  other parts: dropped, llama.cpp has them in a separate file (mmproj)
+visual.*, vision_tower.*  other parts: llama.cpp has them in a separate file, see `bridge.models.mmproj`
 """
 
 import re
@@ -12,14 +12,16 @@ from typing import Any
 
 from bridge.checkpoint.language_model import TEXT_PREFIXES
 from bridge.models.outline import Fold, Outline, OutlineTensor, Part
+from bridge.models.tower import TOWER_NAME
 
+# architectures of several parts whose language model may be of any family
+ANY_TEXT = frozenset({"InternVLChatModel", "InternVLForConditionalGeneration", "LlavaForConditionalGeneration"})
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-_OTHERS = re.compile(r"(model\.)?(visual|vision_tower|vision_model|mm_projector|multi_modal_projector|audio_tower)\.")
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
     """The config with its text_config's keys on top, where it has one."""
-    text = config.get("text_config")
+    text = config.get("text_config", config.get("llm_config"))
     if not isinstance(text, dict):
         return config
     outer = ("architectures", "tie_word_embeddings")  # the whole model's values apply
@@ -30,7 +32,7 @@ def text_names(names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
     """A language model's names -> the checkpoint's, and the names of other parts."""
     own, others = {}, []
     for name in names:
-        if _OTHERS.match(name):
+        if TOWER_NAME.match(name):
             others.append(name)
         else:
             prefix, short = next((pair for pair in TEXT_PREFIXES if name.startswith(pair[0])), ("", ""))
@@ -69,17 +71,8 @@ def without_prediction(names: dict[str, str], layers: Any) -> tuple[dict[str, st
     return {n: stored for n, stored in names.items() if not predicts(n)}, [n for n in names if predicts(n)]
 
 
-def left_out(others: list[str], prediction: list[str]) -> list[str]:
-    """Notes for the report about the tensors that are not converted."""
-    notes = []
-    if others:
-        parts = sorted({f"{found[0]}*" for name in others if (found := _OTHERS.match(name))})
-        notes.append(
-            f"only the language model is converted: {len(others)} tensors of {', '.join(parts)} are dropped; "
-            "llama.cpp reads images and sound with a separate file (mmproj), made from the original"
-        )
-    if prediction:
-        notes.append(
-            f"{len(prediction)} tensors that predict further tokens at once (MTP) are dropped: they affect only speed"
-        )
-    return notes
+def left_out(prediction: list[str]) -> list[str]:
+    """A note for the report about the layers that are not converted."""
+    if not prediction:
+        return []
+    return [f"{len(prediction)} tensors that predict further tokens at once (MTP) are dropped: they affect only speed"]

@@ -5,6 +5,7 @@
     replace_trellis(model, "folder")          linears of a QTIP or EXL3 checkpoint, which stay coded
     prepare(model)                            compile for a GPU, or repack for the CPU, before the first use
     register_quantizers()                     afterwards `from_pretrained` reads EXL3 and QTIP itself
+    register_gguf()                           afterwards it keeps GGUFs packed: `import bridge.transformers`
 
 A torch model and a file go in; the same model with quantized modules comes out. Read `quant_linear.py` first.
 QTIP's config.json has no label that transformers knows: pass quantization_config=QtipConfig() too.
@@ -17,13 +18,16 @@ from typing import Any
 
 _LAZY = {
     "Exl3Config": "transformers_quantizer",
+    "PackedConfig": "gguf_quantizer",
     "QtipConfig": "transformers_quantizer",
+    "QuantExperts": "quant_experts",
     "QuantEmbedding": "quant_linear",
     "QuantLinear": "quant_linear",
     "load": "hf_model",
     "prepare": "preparation",
+    "register_gguf": "gguf_quantizer",
     "register_quantizers": "transformers_quantizer",
-    "replace_linears": "quant_linear",
+    "replace_linears": "placement",
     "replace_trellis": "trellis_linear",
 }
 

@@ -1,6 +1,7 @@
 """A `transformers` model with a GGUF's weights; the floats that the file replaces are never allocated.
 
-model = bridge.nn.load("org/model", "model.gguf")
+model = bridge.nn.load("model.gguf")                    the config is made of the file's metadata
+model = bridge.nn.load("org/model", "model.gguf")       or it is a checkpoint's
 """
 
 from contextlib import suppress
@@ -12,20 +13,22 @@ import torch
 from torch import nn
 
 from bridge.errors import BridgeError
+from bridge.models.gguf_config import add_rope_factors, config_of_gguf
+from bridge.nn.placement import replace_linears, rope_factors
 from bridge.nn.preparation import prepare
-from bridge.nn.quant_linear import replace_linears
-from bridge.runtime import GGUFFile
+from bridge.runtime import GGUFFile, open_gguf
 from bridge.system.options import checked
 
 
 @checked
 def load(
-    model_id_or_config: str | Path | Any, gguf: str | Path | GGUFFile, precision: str = "int8",
+    model_id_or_config: str | Path | Any, gguf: str | Path | GGUFFile | None = None, precision: str = "int8",
     dtype: torch.dtype = torch.float32, device: Any = "cpu",
 ) -> Any:  # fmt: skip
-    """A transformers model for inference with a GGUF's weights: a Llama, Mistral, Qwen2 or Qwen3.
+    """A transformers model for inference with a GGUF's weights, of any architecture that `bridge.models` knows.
 
-    model_id_or_config  a repository on the Hub, a folder with config.json, or a transformers config
+    model_id_or_config  a repository on the Hub, a folder with config.json, or a transformers config; or the GGUF
+                        itself, whose metadata is made a config
     precision           of activations in products: see QuantLinear
     dtype               of everything between the products
     device              "cpu", "cuda", "cuda:1" ...; for a GPU, kernels are compiled
@@ -36,6 +39,9 @@ def load(
     import transformers
 
     config: Any = model_id_or_config
+    if gguf is None:
+        gguf = config if isinstance(config, GGUFFile) else open_gguf(config)
+        config = _own_config(gguf)
     source = str(config) if isinstance(config, str | Path) else None
     if source is not None:
         try:
@@ -53,7 +59,7 @@ def load(
             f"elsewhere ({' '.join(str(problem).split())[:200]}); use a model that it includes"
         ) from None
     replace_linears(model, gguf, precision, prepare=device == "cpu")
-    _make_rotary(model)
+    _make_buffers(model)
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_meta:
             raise BridgeError(
@@ -66,8 +72,21 @@ def load(
     return moved if device == "cpu" else prepare(moved, dtype)
 
 
-def _make_rotary(model: nn.Module) -> None:
-    """The angles of rotary embeddings, which are in no file but follow from the config."""
+def _own_config(file: GGUFFile) -> Any:
+    import transformers
+
+    values = config_of_gguf(file.metadata, file)
+    add_rope_factors(values, rope_factors(file))
+    model_type = values.pop("model_type")
+    if model_type not in transformers.CONFIG_MAPPING:
+        raise BridgeError(f"{file.path}: this version of transformers has no {model_type}; pip install -U transformers")
+    return transformers.AutoConfig.for_model(model_type, **values)
+
+
+def _make_buffers(model: nn.Module) -> None:
+    """The angles of rotary embeddings and factors of embeddings, which are in no file but follow from the config."""
     for name, module in list(model.named_modules()):
         if any(buffer.is_meta for buffer in module.buffers(recurse=False)) and hasattr(module, "config"):
             model.set_submodule(name, type(module)(config=module.config))
+        elif hasattr(module, "scalar_embed_scale") and hasattr(module, "embed_scale"):
+            module.embed_scale = torch.tensor(module.scalar_embed_scale)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bridge.nn.quant_experts import QuantExperts
 from bridge.nn.quant_linear import Placed, QuantEmbedding, QuantLinear
 from bridge.system.devices import cuda
 from bridge.system.options import checked
@@ -15,15 +16,17 @@ def prepare(model: nn.Module, dtype: Any = None) -> nn.Module:
     """Get a model's quantized modules ready to multiply, and return it.
 
     On a GPU their kernels are compiled, in several processes; otherwise each first use of a shape takes seconds. On the
-    CPU the weights are repacked, as `QuantTensor.prepare` does.
+    CPU the weights are repacked, as `QuantTensor.prepare` does, and the mapped pages of the file released.
 
     dtype  torch's, of what the modules will be given; that of the model's own parameters unless it is named
     """
     modules = [module for module in model.modules() if isinstance(module, Placed)]
     there = [module for module in modules if module.place.is_cuda]
     for module in modules:
-        if module.place.device.type == "cpu" and isinstance(module, QuantLinear):
+        if module.place.device.type == "cpu" and isinstance(module, QuantLinear | QuantExperts):
             module.tensor.prepare()
+            if hasattr(module.tensor, "release_raw"):
+                module.tensor.release_raw()
     if there:
         given = dtype or next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), torch.float32)
         cuda("first_products").compile_products(

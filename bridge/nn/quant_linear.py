@@ -1,15 +1,10 @@
-"""A GGUF's tensors under a `transformers` model: same code, same config, the file's quantized weights.
-
-    model = AutoModelForCausalLM.from_config(config)      or from_pretrained: its weights are replaced
-    bridge.nn.replace_linears(model, "model.gguf")
+"""Torch modules whose weights are tensors of a GGUF: linears, and embeddings.
 
 For inference, and for training earlier layers: the weights have no gradients, but gradients pass through to their
-input. Weights stay quantized, and go along when the model is moved to a GPU; `torch.compile` takes products as they
-are. `bridge.nn.load` makes such a model without ever holding the floats that are replaced.
+input. Weights stay quantized, and go along when a model is moved to a GPU; `torch.compile` takes products as they
+are. `placement.py` puts such modules into a whole model.
 """
 
-from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,28 +12,9 @@ import torch
 from torch import nn
 
 from bridge.errors import BridgeError
-from bridge.gguf_file.rope_rows import interleaved_rows
-from bridge.nn.torch_ops import number_of, product, rows
-from bridge.runtime import GGUFFile, QuantTensor, open_gguf
-from bridge.runtime.decoder_config import read_config
+from bridge.nn.torch_ops import multiply, number_of, rows
+from bridge.runtime import QuantTensor
 from bridge.system.operands import check_matrix
-from bridge.system.options import checked
-
-_LINEARS = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-_NORMS = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-}
 
 
 class Placed(nn.Module):
@@ -48,7 +24,6 @@ class Placed(nn.Module):
 
     def __init__(self, tensor: Any):
         super().__init__()
-        check_matrix(tensor)
         self.prepared = False  # whether the tensor was, when it left the CPU
         self.register_buffer("place", torch.empty(0, device=getattr(tensor, "device", "cpu")), persistent=False)
         self.hold(tensor)
@@ -92,6 +67,7 @@ class QuantLinear(Placed):
 
     tensor     or another with its methods: a TrellisLayer, whose x is never rounded, and both on a GPU
     order      int64 [out]: output i is row order[i] of the tensor, None for the tensor's own order
+    columns    int64 [in]: column j of the tensor multiplies element columns[j] of x, None for x's own order
     precision  "f32", or "int8" to round x to 8 bits in blocks, as ggml does
     """
 
@@ -99,14 +75,16 @@ class QuantLinear(Placed):
 
     def __init__(
         self, tensor: Any, bias: torch.Tensor | None = None, order: np.ndarray | None = None,
-        precision: str = "int8",
+        precision: str = "int8", columns: np.ndarray | None = None,
     ):  # fmt: skip
+        check_matrix(tensor)
         super().__init__(tensor)
         self.out_features, self.in_features = tensor.shape
         self.precision = precision
         place = self.place.device
         self.register_buffer("bias", None if bias is None else bias.to(place, torch.float32), persistent=False)
-        self.register_buffer("order", None if order is None else torch.from_numpy(order).to(place), persistent=False)
+        for name, picked in (("order", order), ("columns", columns)):
+            self.register_buffer(name, None if picked is None else torch.from_numpy(picked).to(place), persistent=False)
 
     @property
     def adds_bias(self) -> bool:
@@ -118,10 +96,12 @@ class QuantLinear(Placed):
         if x.shape[-1:] != (self.in_features,):
             raise BridgeError(f"{self.tensor.name}: x has shape {list(x.shape)}; must be [..., {self.in_features}]")
         given = x.reshape(-1, self.in_features)
+        if self.columns is not None:
+            given = given[:, self.columns]
         if not given.is_cuda:  # kernels of the CPU take float32
             given = given.float()
         own = self.bias if self.adds_bias else None
-        y: Any = product(given, self.number, self.out_features, self.precision, own)
+        y = multiply(given, self.tensor, self.number, self.out_features, self.precision, own)
         if self.order is not None:
             y = y[:, self.order]
             if self.bias is not None:
@@ -139,106 +119,38 @@ class QuantLinear(Placed):
         return f"in_features={self.in_features}, out_features={self.out_features}, type={self.tensor.type}"
 
 
-class QuantEmbedding(Placed):
-    """Rows of a QuantTensor [vocab, hidden], dequantized when they are looked up."""
+class JoinedLinear(nn.Module):
+    """A linear layer whose rows are in several tensors of the file.
 
-    def __init__(self, tensor: QuantTensor, dtype: torch.dtype = torch.float32):
+    parts  linears of the same x, whose outputs follow each other
+    order  int64 [out]: output i is output order[i] of these
+    """
+
+    def __init__(self, parts: list[QuantLinear], order: np.ndarray):
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+        self.in_features, self.out_features = parts[0].in_features, len(order)
+        self.register_buffer("order", torch.from_numpy(order).to(parts[0].place.device), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in] -> [..., out] of the same type."""
+        return torch.cat([part(x) for part in self.parts], -1)[..., self.order]
+
+
+class QuantEmbedding(Placed):
+    """Rows of a QuantTensor [vocab, hidden], dequantized when they are looked up, times a factor in some models."""
+
+    def __init__(self, tensor: QuantTensor, dtype: torch.dtype = torch.float32, scale: float = 1.0):
+        check_matrix(tensor)
         super().__init__(tensor)
         self.num_embeddings, self.embedding_dim = tensor.shape
-        self.dtype = dtype
+        self.dtype, self.scale = dtype, scale
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """ids [...] -> [..., hidden]"""
         found: Any = rows(ids.reshape(-1), self.number, self.embedding_dim)
-        return found.reshape(*ids.shape, self.embedding_dim).to(self.dtype)
+        found = found.reshape(*ids.shape, self.embedding_dim).to(self.dtype)
+        return found if self.scale == 1 else found * torch.tensor(self.scale, dtype=self.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, type={self.tensor.type}"
-
-
-@checked
-def replace_linears(
-    model: nn.Module, gguf: str | Path | GGUFFile, precision: str = "int8", prepare: bool = True
-) -> nn.Module:
-    """Put a GGUF's linears, embeddings and norms into a transformers Llama, Mistral, Qwen2 or Qwen3; returns it.
-
-    GGUF's llama keeps the rows of q and k in another order, which is undone on the products. Each tensor goes to the
-    device of what it replaces.
-
-    precision  see QuantLinear
-    prepare    repack the weights for this CPU now (as much memory again as the file, and many times the speed)
-
-    Raises:
-        BridgeError: the file holds another architecture, or shapes that the model does not have.
-    """
-    file = gguf if isinstance(gguf, GGUFFile) else open_gguf(gguf)
-    config = read_config(file.metadata, file.path)
-    if any(name == f"model.layers.{config.layers}" for name, _ in model.named_modules()):
-        raise BridgeError(f"{file.path}: has {config.layers} layers, fewer than the model; it belongs to another model")
-    if not config.experts and not config.plain:
-        raise BridgeError(f"{file.path}: {config.arch} cannot be used in a transformers model; bridge.Model runs it")
-    if config.experts:
-        raise BridgeError(
-            f"{file.path}: a mixture of experts cannot be used in a transformers model; bridge.Model runs it"
-        )
-    for i in range(config.layers):
-        for path, part in _LINEARS.items():
-            heads = {"attn_q": config.heads, "attn_k": config.kv_heads}.get(part)
-            order = np.argsort(interleaved_rows(heads, config.head_dim)) if heads and config.graph.neighbours else None
-            _replace_linear(model, f"model.layers.{i}.{path}", file, f"blk.{i}.{part}", order, precision, prepare)
-        for path, part in _NORMS.items():
-            if f"blk.{i}.{part}.weight" in file:
-                _replace_norm(model, f"model.layers.{i}.{path}", file[f"blk.{i}.{part}.weight"])
-    _replace_norm(model, "model.norm", file["output_norm.weight"])
-    head = "output" if "output.weight" in file else "token_embd"
-    _replace_linear(model, "lm_head", file, head, None, precision, prepare)
-    embedding = _module(model, "model.embed_tokens")
-    _expect("model.embed_tokens", (embedding.num_embeddings, embedding.embedding_dim), file["token_embd.weight"])
-    dtype = embedding.dtype if isinstance(embedding, QuantEmbedding) else embedding.weight.dtype
-    _set(model, "model.embed_tokens", QuantEmbedding(file["token_embd.weight"], dtype))
-    return model
-
-
-def _replace_linear(
-    model: nn.Module, path: str, file: GGUFFile, name: str, order: np.ndarray | None, precision: str, prepare: bool
-) -> None:
-    tensor = file[f"{name}.weight"]
-    old = _module(model, path)
-    _expect(path, (old.out_features, old.in_features), tensor)
-    bias = None
-    if f"{name}.bias" in file:
-        values = file[f"{name}.bias"].dequantize()
-        bias = torch.from_numpy(values if order is None else values[order])
-    if prepare and _device(old).type == "cpu":
-        tensor.prepare()
-    _set(model, path, QuantLinear(tensor, bias, order, precision))
-
-
-def _replace_norm(model: nn.Module, path: str, tensor: QuantTensor) -> None:
-    module = _module(model, path)
-    _expect(path, tuple(module.weight.shape), tensor)
-    values = torch.from_numpy(tensor.dequantize()).to(_device(module), module.weight.dtype)
-    module.weight = nn.Parameter(values, requires_grad=False)
-
-
-def _module(model: nn.Module, path: str) -> Any:
-    try:
-        return model.get_submodule(path)
-    except AttributeError:
-        raise BridgeError(f"{type(model).__name__} has no {path}; the GGUF is of another architecture") from None
-
-
-def _device(module: nn.Module) -> torch.device:
-    """The device of a module's weights; the CPU if they are on none yet."""
-    first = next(chain(module.parameters(), module.buffers()))
-    return torch.device("cpu") if first.is_meta else first.device
-
-
-def _set(model: nn.Module, path: str, module: nn.Module) -> None:
-    parent, _, name = path.rpartition(".")
-    setattr(model.get_submodule(parent), name, module.to(_device(model.get_submodule(path))))
-
-
-def _expect(path: str, shape: tuple[int, ...], tensor: QuantTensor) -> None:
-    if shape != tensor.shape:
-        raise BridgeError(f"{path}: shape {list(shape)}, {tensor.name} of the GGUF has {list(tensor.shape)}")

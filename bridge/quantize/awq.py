@@ -32,6 +32,7 @@ from bridge.quantize.gptq_solver import dequantize, error, round_to_nearest
 from bridge.quantize.hessian import Hessian
 from bridge.quantize.layer_store import file_of, read_tensors, write_tensors
 from bridge.quantize.method import Method, Quantized
+from bridge.quantize.replay import Replay
 from bridge.quantize.stages import find_stages, stage_inputs
 from bridge.quantize.walk import LayerInput
 
@@ -159,7 +160,7 @@ class Awq:
             return
         done: list[tuple[str, ScaleFold, torch.Tensor]] = []
         ran = _call_order(block, batches[0])
-        for stage in find_stages(block, layers, batches):
+        for stage in find_stages(block, layers, batches)[0]:
             if stage.experts:  # all experts read one norm, and so does their router
                 continue
             for key, names in stage.groups.items():
@@ -170,7 +171,7 @@ class Awq:
                 hessian = Hessian(names[0], linears[0].in_features, linears[0].weight.device)
                 size = torch.zeros(len(hessian.matrix), dtype=torch.float64)
                 for batch in batches:
-                    for x in stage_inputs(block, stage, layers, batch).get(key, torch.empty(0)).split(1 << 16):
+                    for x in stage_inputs(stage, layers, Replay(block, batch)).get(key, torch.empty(0)).split(1 << 16):
                         hessian.add(x)
                         size += x.abs().double().sum(0).cpu()
                 weights = [linear.weight.data.float() for linear in linears]

@@ -22,14 +22,41 @@ from bridge.errors import BridgeError, parameter
 from bridge.quantize.hessian import Hessian
 
 
+class Kept:
+    """A tensor that is not needed now: in memory, or in a file."""
+
+    def __init__(self, x: torch.Tensor, shelf: "Shelf | None" = None) -> None:
+        self._device, self._shelf, self._bytes = x.device, shelf, x.nbytes
+        self._file = None if shelf is None else shelf.place(x.nbytes)
+        self._x: torch.Tensor | None = x
+        if self._file is not None:
+            save_activations(x, self._file)
+            self._x = None
+
+    def value(self) -> torch.Tensor:
+        """The tensor."""
+        if self._x is not None:
+            return self._x
+        assert self._file is not None
+        found: torch.Tensor = torch.load(self._file, map_location=self._device, weights_only=True)
+        return found
+
+    def drop(self) -> None:
+        """Free the memory, or remove the file."""
+        if self._shelf is not None:
+            self._shelf.free(self._file, self._bytes)
+        self._x = self._shelf = None
+
+
 @dataclass
 class BlockInputs:
     """The arguments of a block for one batch: the first positional one goes from block to block, the others stay.
 
+    x       the first argument; of a model's blocks it is kept in memory or in a file
     named   there is no positional argument
     items   blocks return a tuple of so many items, the next block's input first; None: that input alone
     calls   the other arguments for each block of a model: a later block may see another mask than the first
-    file    holds the first argument while no block needs it; None: in memory
+    shelf   where activations are while they are not needed; None: in memory
     held    whether its tokens are held back; None: spans of them are, see `hessian`
     """
 
@@ -39,7 +66,7 @@ class BlockInputs:
     named: bool = False
     items: int | None = None
     calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]] = ()
-    file: Path | None = None
+    shelf: "Shelf | None" = None
     held: bool | None = None
 
     def run(self, block: nn.Module) -> Any:
@@ -50,7 +77,7 @@ class BlockInputs:
 
     def value(self) -> Any:
         """The first argument."""
-        return self.x if self.file is None else torch.load(self.file, map_location=self.x.device, weights_only=True)
+        return self.x.value() if isinstance(self.x, Kept) else self.x
 
     def select_block(self, block: int) -> None:
         """Take the other arguments of the block with this number."""
@@ -58,26 +85,23 @@ class BlockInputs:
 
     def advance(self, output: Any) -> None:
         """Make a block's output the next block's input."""
-        x = first_of(output)
-        if self.file is None:
-            self.x = x
-            return
-        save_activations(x, self.file)
-        self.x = torch.empty(0, device=x.device)
+        if isinstance(self.x, Kept):
+            self.x.drop()
+        self.x = self.keep(first_of(output))
+
+    def keep(self, x: torch.Tensor) -> Kept:
+        """A tensor that is needed later."""
+        return Kept(x, self.shelf)
 
     def copy(self) -> Self:
         """The same inputs, to go through other blocks."""
-        if self.file is None:
-            return replace(self)
-        twin = replace(self, file=self.file.with_suffix(".float"))
-        twin.advance(torch.load(self.file, map_location=self.x.device, weights_only=True))
-        return twin
+        return replace(self, x=self.keep(self.value()))
 
 
 def save_activations(x: torch.Tensor, file: Path) -> None:
     """Write them; BridgeError where that fails."""
     try:
-        torch.save(x.cpu(), file)
+        torch.save(x.cpu().clone() if x.untyped_storage().nbytes() > x.nbytes else x.cpu(), file)
     except (OSError, RuntimeError) as problem:  # torch's writer raises the latter where a disk is full
         raise BridgeError(
             f"{file.parent}: activations cannot be written ({str(problem).splitlines()[0]}); "
@@ -85,11 +109,16 @@ def save_activations(x: torch.Tensor, file: Path) -> None:
         ) from None
 
 
-class Folder:
-    """A temporary folder for activations inside a given one; None: they stay in memory."""
+class Shelf:
+    """A place for activations: memory up to a number of bytes, then a temporary folder inside a given one.
 
-    def __init__(self, inside: str | Path | None) -> None:
+    inside  None: all of them stay in memory
+    memory  bytes
+    """
+
+    def __init__(self, inside: str | Path | None, memory: int = 0) -> None:
         self._made: tempfile.TemporaryDirectory[str] | None = None
+        self._left, self._files = memory, 0
         if inside is not None:
             try:
                 self._made = tempfile.TemporaryDirectory(prefix="activations-", dir=inside)
@@ -98,9 +127,22 @@ class Folder:
                     f"{inside}: cannot create a folder for activations there ({problem.strerror})"
                 ) from None
 
-    def file(self, number: int) -> Path | None:
-        """The file for the activations of a batch; None: they stay in memory."""
-        return Path(self._made.name) / f"{number}.pt" if self._made else None
+    def place(self, size: int) -> Path | None:
+        """The file for so many bytes; None: they stay in memory."""
+        if self._made is None:
+            return None
+        if size <= self._left:
+            self._left -= size
+            return None
+        self._files += 1
+        return Path(self._made.name) / f"{self._files}.pt"
+
+    def free(self, file: Path | None, size: int) -> None:
+        """Undo `place`."""
+        if file is None:
+            self._left += size
+        else:
+            file.unlink(missing_ok=True)
 
     def __enter__(self) -> Self:
         return self
@@ -126,7 +168,7 @@ def _as_returned(x: torch.Tensor, items: int | None) -> Any:
 
 
 def first_inputs(
-    model: nn.Module, blocks: Sequence[nn.Module], batches: Iterable[torch.Tensor], folder: Folder
+    model: nn.Module, blocks: Sequence[nn.Module], batches: Iterable[torch.Tensor], shelf: Shelf
 ) -> list[BlockInputs]:
     """The blocks' inputs, batch by batch. Blocks do not run: each returns the first one's input.
 
@@ -164,7 +206,7 @@ def first_inputs(
         for tokens in batches:
             with suppress(StopForward):
                 model(tokens.to(device), use_cache=False)
-            found.append(BlockInputs(None, items=items, calls=calls, file=folder.file(len(found))))
+            found.append(BlockInputs(None, items=items, calls=calls, shelf=shelf))
             found[-1].advance(first[0])
             calls, first = [], []
     finally:

@@ -15,11 +15,13 @@ class Groups(NamedTuple):
     bits        per code; ternary codes have 2
     group_size  -1: one group per row
     symmetric   zero points are not stored, where the format allows that
+    kind        of the codes: int, or NVFP4 or MXFP4
     """
 
     bits: int
     group_size: int
     symmetric: bool = False
+    kind: str = "int"
 
     def sizes(self) -> dict[str, int]:
         return {"bits": self.bits, "group_size": self.group_size}
@@ -39,11 +41,18 @@ def labels_of(
     """
     usual = Counter(layers.values()).most_common(1)[0][0]
     if format == "mlx":
-        own = {name: groups.sizes() for name, groups in layers.items() if groups != usual}
-        said = {"group_size": usual.group_size, "bits": usual.bits, "mode": "affine", **own}
+        own = {name: _mlx_mode(groups) for name, groups in layers.items() if groups != usual}
+        said = {**_mlx_mode(usual), **own}
         return {"quantization": said, "quantization_config": said}
     if format == "compressed-tensors":
         return {"quantization_config": _compressed_labels(layers, floats)}
+    if format == "hqq":
+        params = {"nbits": usual.bits, "group_size": usual.group_size, "axis": 1, "view_as_float": False}
+        settings = {"weight_quant_params": params}
+        left = [*floats, "lm_head"]
+        return {"quantization_config": {"quant_method": "hqq", "quant_config": settings, "skip_modules": left}}
+    if format == "modelopt":
+        return {"quantization_config": _modelopt_labels(usual, floats)}
     if format == "awq":
         return {"quantization_config": _awq_labels(layers, usual, floats)}
     writers = packer()
@@ -61,6 +70,20 @@ def labels_of(
     )
     labels |= {"lm_head": "lm_head" in layers, "format": format, "pack_dtype": "int32"}
     return {"quantization_config": labels | {"meta": {"quantizer": writers, "packer": packer()}}}
+
+
+def _mlx_mode(groups: Groups) -> dict[str, Any]:
+    return {**groups.sizes(), "mode": "affine" if groups.kind == "int" else groups.kind.lower()}
+
+
+def _modelopt_labels(usual: Groups, floats: Iterable[str]) -> dict[str, Any]:
+    """Without scales of activations, which are not quantized."""
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": f"W4A16_{usual.kind}",
+        "group_size": usual.group_size,
+        "ignore": [*floats, "lm_head"],
+    }
 
 
 def _awq_labels(layers: Mapping[str, Groups], usual: Groups, floats: Iterable[str]) -> dict[str, Any]:
@@ -82,18 +105,27 @@ def _compressed_labels(layers: Mapping[str, Groups], floats: Iterable[str]) -> d
     schemes: dict[Groups, list[str]] = {}
     for name, groups in layers.items():
         schemes.setdefault(groups, []).append(name)
+    formats = {
+        groups: "pack-quantized" if groups.kind == "int" else f"{groups.kind.lower()}-pack-quantized"
+        for groups in schemes
+    }
     return {
         "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
+        "format": "mixed-precision" if len({*formats.values()}) > 1 else next(iter(formats.values())),
         "quantization_status": "compressed",
         "config_groups": {
             f"group_{i}": {
+                "format": formats[groups],
                 "targets": names if len(schemes) > 1 else ["Linear"],
                 "weights": {
                     "num_bits": groups.bits,
-                    "type": "int",
+                    "type": "int" if groups.kind == "int" else "float",
                     "symmetric": groups.symmetric,
-                    "strategy": "group" if groups.group_size > 0 else "channel",
+                    "strategy": "tensor_group"
+                    if groups.kind == "NVFP4"
+                    else "group"
+                    if groups.group_size > 0
+                    else "channel",
                     "group_size": groups.group_size if groups.group_size > 0 else None,
                 },
             }

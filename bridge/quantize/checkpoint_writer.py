@@ -24,7 +24,9 @@ from bridge.checkpoint import TensorInfo
 from bridge.checkpoint.files.dtypes import NUMPY, from_float32
 from bridge.checkpoint.files.folder import CheckpointFolder, Source, sync
 from bridge.checkpoint.files.store import header_of
-from bridge.checkpoint.formats.layouts import LAYOUTS, raised
+from bridge.checkpoint.formats.fp4 import Fp4Tensor
+from bridge.checkpoint.formats.fp4_layouts import FP4_LAYOUTS
+from bridge.checkpoint.formats.layouts import LAYOUTS, PackedLayout, raised
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
@@ -110,7 +112,11 @@ class Written:
 
 def refusal(format: str, groups: Groups, shape: tuple[int, int]) -> str | None:
     """Why a format cannot hold a layer (out, in), in one line; None if it can."""
-    return LAYOUTS[format].refusal(groups.bits, groups.group_size, shape)
+    return _layout_of(format, groups).refusal(groups.bits, groups.group_size, shape)
+
+
+def _layout_of(format: str, groups: Groups) -> PackedLayout:
+    return LAYOUTS[format] if groups.kind == "int" else FP4_LAYOUTS[format, groups.kind]
 
 
 class CheckpointWriter:
@@ -118,7 +124,7 @@ class CheckpointWriter:
 
     ckpt        of the float model
     path        the folder to write
-    format      gptq (v1), gptq_v2, awq, compressed-tensors or mlx
+    format      gptq (v1), gptq_v2, awq, compressed-tensors or mlx; modelopt has layers of NVFP4 only
     layers      the layers to be quantized, by their names in the checkpoint, without ".weight"
     transposed  layers whose weight is stored as [in, out] (Conv1D of transformers)
     clamp       v1: raise zero points of 0 to 1, with their codes
@@ -143,13 +149,13 @@ class CheckpointWriter:
         force: bool = False,
         progress: Progress | None = None,
     ) -> None:
-        if format not in LAYOUTS:
-            raise BridgeError(f"unknown checkpoint format {format!r}: choose one of {', '.join(LAYOUTS)}")
+        if format not in (*LAYOUTS, "modelopt"):
+            raise BridgeError(f"unknown checkpoint format {format!r}: choose one of {', '.join(LAYOUTS)}, modelopt")
         if ckpt.quant.method is not None:
             raise BridgeError(f"{ckpt.path}: is already {ckpt.format}; quantize the original float model")
         self._begun = compiling.clock()
         self._ckpt, self._layers, self._clamp = ckpt, dict(layers), clamp
-        self._layout, self._tick = LAYOUTS[format], progress or (lambda *_: None)
+        self._format, self._tick = format, progress or (lambda *_: None)
         self._shapes = {name: self._shape(name, name in transposed) for name in layers}
         self._todo = set(layers)
         self._asymmetric = self._scattered = False
@@ -169,31 +175,34 @@ class CheckpointWriter:
     def __exit__(self, *_: object) -> None:
         self._folder.__exit__()
 
-    def add(self, tensor: GroupedTensor) -> None:
+    def add(self, tensor: GroupedTensor | Fp4Tensor) -> None:
         """Write one layer. Raises BridgeError if it is not as announced, or the format cannot hold it."""
         name = tensor.name
         if name not in self._todo:
             raise BridgeError(f"{name}: is not a layer to be quantized, or was added twice")
-        bits, size, symmetric = self._layers[name]
+        layout = _layout_of(self._format, self._layers[name])
+        bits, size, symmetric, kind = self._layers[name]
         count, columns = tensor.scales.shape[1], self._shapes[name][1]
         groups = -(-columns // size) if size > 0 else 1
-        if (tensor.bits, tensor.shape, count) != (bits, self._shapes[name], groups):
+        found = tensor.kind if isinstance(tensor, Fp4Tensor) else "int"
+        if (found, tensor.bits, tensor.shape, count) != (kind, bits, self._shapes[name], groups):
             raise BridgeError(
                 f"{name}: is {list(tensor.shape)} of {tensor.bits} bits in {count} groups per row; "
                 f"announced was {list(self._shapes[name])} of {bits} bits in groups of {size}"
             )
-        if self._layout.name == "gptq" and self._clamp:
-            count = int(np.count_nonzero(tensor.zeros == 0))
-            tensor, lost = raised(tensor)
-            self._raised = self._raised[0] + count, self._raised[1] + lost
-        asymmetric = bool((tensor.zeros != 1 << (bits - 1)).any())
-        if symmetric and asymmetric:
-            raise BridgeError(f"{name}: was announced as symmetric, but has zero points")
-        for part, values in self._layout.pack(tensor).items():
+        if isinstance(tensor, GroupedTensor):
+            if self._format == "gptq" and self._clamp:
+                count = int(np.count_nonzero(tensor.zeros == 0))
+                tensor, lost = raised(tensor)
+                self._raised = self._raised[0] + count, self._raised[1] + lost
+            asymmetric = bool((tensor.zeros != 1 << (bits - 1)).any())
+            if symmetric and asymmetric:
+                raise BridgeError(f"{name}: was announced as symmetric, but has zero points")
+            self._asymmetric |= asymmetric
+            self._scattered |= not tensor.sequential
+        for part, values in layout.pack(tensor).items():
             if f"{name}.{part}" in self._places:
                 self._write(f"{name}.{part}", [values])
-        self._asymmetric |= asymmetric
-        self._scattered |= not tensor.sequential
         self._todo.remove(name)
 
     def finish(self, floats: Mapping[str, np.ndarray] | None = None) -> Written:
@@ -222,7 +231,7 @@ class CheckpointWriter:
         self._folder.finish()
         seconds = compiling.clock() - self._begun
         return Written(
-            self._folder.path, self._layout.name, len(self._layers), self._nbytes, seconds, self._raised,
+            self._folder.path, self._format, len(self._layers), self._nbytes, seconds, self._raised,
             self._folder.left_out,
         )  # fmt: skip
 
@@ -238,7 +247,7 @@ class CheckpointWriter:
                 + ("; the head is tied to the embeddings, leave it out" if tied else "; is it another model's?")
             )
         out, columns = info.shape[::-1] if transposed else info.shape
-        if why := refusal(self._layout.name, self._layers[name], (out, columns)):
+        if why := refusal(self._format, self._layers[name], (out, columns)):
             raise BridgeError(f"{name}: {why}")
         return out, columns
 
@@ -251,10 +260,11 @@ class CheckpointWriter:
             module = name.removesuffix(".weight")
             entries: dict[str, tuple[str, tuple[int, ...], int]] = {}
             if module in self._layers and name != module:
-                bits, size, symmetric = self._layers[module]
-                shapes = self._layout.shapes(bits, size, self._shapes[module])
+                bits, size, symmetric, _ = self._layers[module]
+                layout = _layout_of(self._format, self._layers[module])
+                shapes = layout.shapes(bits, size, self._shapes[module])
                 if symmetric:
-                    shapes.pop(self._layout.zeros, None)
+                    shapes.pop(layout.zeros, None)
                 for part, (dtype, shape) in shapes.items():
                     entries[f"{module}.{part}"] = (dtype, shape, math.prod(shape) * NUMPY[dtype].itemsize)
             else:
@@ -313,10 +323,10 @@ class CheckpointWriter:
         if not self._layers:
             return {"config.json": self._ckpt.config, **self._index()}
         labels = labels_of(
-            self._layout.name, self._layers, self._left(), asymmetric=self._asymmetric, scattered=self._scattered
+            self._format, self._layers, self._left(), asymmetric=self._asymmetric, scattered=self._scattered
         )
         configs: dict[str, Any] = {"config.json": {**self._ckpt.config, **labels}}
-        if self._layout.name in ("gptq", "gptq_v2"):
+        if self._format in ("gptq", "gptq_v2"):
             configs["quantize_config.json"] = labels["quantization_config"]
         return configs | self._index()
 

@@ -63,7 +63,7 @@ class SeparateExperts(nn.Module):
             biases = [None] * 3
             if hasattr(fused, "gate_up_proj_bias"):
                 biases = [*halves(fused.gate_up_proj_bias[number], self.interleaved), fused.down_proj_bias[number]]
-            expert = nn.Module()
+            expert = _Expert(self.act_fn, self.own_gate, self.interleaved)
             for name, weight, bias in zip(("gate_proj", "up_proj", "down_proj"), (gate, up, down), biases, strict=True):
                 with torch.device("meta"):
                     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
@@ -88,7 +88,7 @@ class SeparateExperts(nn.Module):
         for number, expert in self._experts():
             token, place = (chosen == number).nonzero(as_tuple=True)
             if len(token):
-                found = self._run(expert, x[token]) * shares[token, place, None]
+                found = expert(x[token]) * shares[token, place, None]
                 output.index_add_(0, token, found.to(output.dtype))
         return output
 
@@ -100,18 +100,34 @@ class SeparateExperts(nn.Module):
         for number, expert in experts:
             token = self.routing[number].nonzero()[:, 0]
             if len(token):
-                output[number, token] = self._run(expert, own[number, token])
+                output[number, token] = expert(own[number, token])
         return output.view_as(x)
 
     def _experts(self) -> Iterator[tuple[int, Any]]:
         return ((int(name), expert) for name, expert in self.named_children() if name.isdigit())
 
-    def _run(self, expert: Any, x: torch.Tensor) -> torch.Tensor:
-        gate, up = expert.gate_proj(x), expert.up_proj(x)
-        if self.own_gate is None:
-            return expert.down_proj(self.act_fn(gate) * up)  # type: ignore[misc]
-        both = torch.stack((gate, up), -1).flatten(-2) if self.interleaved else torch.cat((gate, up), -1)
-        return expert.down_proj(self.own_gate(both))
+
+class _Expert(nn.Module):
+    """One expert; returns what its down_proj does."""
+
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: nn.Module
+
+    def __init__(self, act_fn: Any, own_gate: Any, interleaved: bool) -> None:
+        super().__init__()
+        self._gate = act_fn, own_gate, interleaved
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [tokens, hidden]."""
+        act_fn, own_gate, interleaved = self._gate
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if own_gate is None:
+            found: torch.Tensor = self.down_proj(act_fn(gate) * up)
+            return found
+        both = torch.stack((gate, up), -1).flatten(-2) if interleaved else torch.cat((gate, up), -1)
+        found = self.down_proj(own_gate(both))
+        return found
 
 
 def _own_gate(fused: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:

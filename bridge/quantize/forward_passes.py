@@ -17,7 +17,7 @@ from torch import nn
 from bridge.errors import BridgeError
 from bridge.quantize.block_inputs import (
     BlockInputs,
-    Folder,
+    Shelf,
     after_blocks,
     first_inputs,
     first_of,
@@ -92,7 +92,7 @@ class Passes:
         self.model.load(None)
         self.calls = self._first_inputs()
         self.model.drop(None)
-        self.inputs = [[self.kept(call.x) for call in self.calls]]
+        self.inputs = [[self.kept(call.value()) for call in self.calls]]
         for call in self.calls:
             call.x = None
         self.inputs += self.outputs(0, self.inputs[0], kept=self.kept)
@@ -105,12 +105,12 @@ class Passes:
 
     def embedded(self) -> list[torch.Tensor]:
         """The first block's inputs, from the present embeddings."""
-        return [f.x for f in self._first_inputs()]
+        return [f.value() for f in self._first_inputs()]
 
     def _first_inputs(self) -> list[BlockInputs]:
         self.model.load(0)
         try:
-            return first_inputs(self.model.model, self.model.blocks, self.batches, Folder(None))
+            return first_inputs(self.model.model, self.model.blocks, self.batches, Shelf(None))
         finally:
             self.model.drop(0)
 

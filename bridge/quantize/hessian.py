@@ -23,7 +23,8 @@ _GOLDEN = (5**0.5 - 1) / 2  # its multiples, modulo 1, are spread evenly and nev
 _TILE = 256
 _OUTLIER = 1000  # times the median power
 _SHRINKAGES = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7)  # that are tried, until one is worse
-_COLUMNS = 2048
+_COLUMNS = 2048  # of which a shrinkage is found
+_ALPHA_ROWS = 128  # of which alpha is found
 LEAST_DAMPING = 1e-6  # if a damping of 0 is not enough
 MOST_DAMPING = 1.0  # times the mean of diag H; beyond it, little of the Hessian is left
 
@@ -32,17 +33,43 @@ class Hessian:
     """H of one layer, float32 [columns, columns], accumulated batch by batch; with float inputs also `cross`.
 
     held       the Hessian of the tokens held back: whole batches of them, or with float inputs spans (`held_back`)
-    shrinkage  what `shrinkage_of` found; None: it has not been asked
+    shrinkage  of H in its factors, see `shrunk`; None: `shrinkage_of` has not been asked
+
+    Each token is added once: to `held`, or to what is merged with it when `matrix` or `cross` is asked for.
     """
 
     def __init__(self, name: str, columns: int, device: torch.device | str = "cpu") -> None:
         self.name = name
         self.tokens = 0
         self.borrowed_tokens = 0  # included in `tokens`, see `experts`
-        self.matrix = torch.zeros(columns, columns, device=device)
-        self.cross: torch.Tensor | None = None
         self.held: Hessian | None = None
         self.shrinkage: float | None = None
+        self._matrix = torch.zeros(columns, columns, device=device)
+        self._cross: torch.Tensor | None = None
+        self._merged = True  # with the held-back tokens, and mirrored
+        self._factor: tuple[object, tuple[torch.Tensor, float]] | None = None
+        self._rest: tuple[object, torch.Tensor] | None = None
+
+    @property
+    def matrix(self) -> torch.Tensor:
+        """H."""
+        self._merge()
+        return self._matrix
+
+    @matrix.setter
+    def matrix(self, values: torch.Tensor) -> None:
+        self._matrix, self._merged, self._factor, self._rest, self.shrinkage = values, True, None, None, None
+
+    @property
+    def cross(self) -> torch.Tensor | None:
+        """C; None without float inputs."""
+        self._merge()
+        return self._cross
+
+    @cross.setter
+    def cross(self, values: torch.Tensor | None) -> None:
+        self._merge()
+        self._cross = values
 
     def add(self, x: torch.Tensor, x_float: torch.Tensor | None = None, held: bool | None = None) -> None:
         """Add tokens: x [tokens, columns] of the quantized model, x_float of the float model.
@@ -51,41 +78,111 @@ class Hessian:
 
         Raises BridgeError if an activation is NaN or infinite.
         """
-        x = x.reshape(-1, x.shape[-1]).to(self.matrix.device, torch.float32)
-        if x_float is not None:
-            x_float = x_float.reshape(x.shape).to(x)
-        if held is None and x_float is None:
-            self._add(x, None)
-            return
-        if self.held is None:
-            self.held = Hessian(self.name, x.shape[1], x.device)
-        those = held_back(self.tokens, len(x)).to(x.device) if held is None else slice(None if held else len(x), None)
-        self._add(x, x_float)
-        self.held._add(x[those], None if x_float is None else x_float[those])
+        device = self._matrix.device
+        x = x.reshape(-1, x.shape[-1]).to(device, torch.float32)
+        self._part()
+        x_float = None if x_float is None else x_float.reshape(x.shape).to(x)
+        if x_float is None and held is None:
+            self._add(x, None, self.tokens)
+        else:
+            if self.held is None:
+                self.held = Hessian(self.name, x.shape[1], device)
+            those = held_back(self.tokens, len(x)) if held is None else torch.full((len(x),), held)
+            those, before = those.to(device), self.tokens - self.held.tokens
+            own, others = self.held, ~those
+            own._add(x[those], None if x_float is None else x_float[those], own.tokens)
+            own.tokens += int(those.sum())
+            own._merged = False
+            self._add(x[others], None if x_float is None else x_float[others], before)
+        self.tokens += len(x)
 
-    def _add(self, x: torch.Tensor, x_float: torch.Tensor | None) -> None:
+    def _add(self, x: torch.Tensor, x_float: torch.Tensor | None, before: int) -> None:
+        """Add tokens to the upper half of H, and to C; `before`: how many are in them."""
         if not len(x):
             return
-        self.tokens += len(x)
-        share = len(x) / self.tokens
+        share = len(x) / (before + len(x))
         each = 2 * share / len(x)
-        for t in tiles(len(self.matrix)):
-            upper = self.matrix[t, t.start :]
-            upper.addmm_(x[:, t].T, x[:, t.start :], beta=1 - share, alpha=each)
-            square = self.matrix[t, t]
-            square.copy_(square.triu() + square.triu(1).T)
-            self.matrix[t.stop :, t] = self.matrix[t, t.stop :].T
-        if not torch.isfinite(self.matrix.diagonal()).all():
+        for t in tiles(len(self._matrix)):
+            self._matrix[t, t.start :].addmm_(x[:, t].T, x[:, t.start :], beta=1 - share, alpha=each)
+        if not torch.isfinite(self._matrix.diagonal()).all():
             raise BridgeError(
                 f"{self.name}: its inputs hold NaN or infinity on the calibration text; "
                 "earlier layers overflow, or the checkpoint is damaged"
             )
         if x_float is not None:
-            if self.cross is None:
-                self.cross = torch.zeros_like(self.matrix)
-            self.cross.mul_(1 - share)
+            if self._cross is None:
+                self._cross = torch.zeros_like(self._matrix)
+            self._cross.mul_(1 - share)
             for t in tiles(len(x)):
-                self.cross.addmm_((x_float[t] - x[t]).T, x[t], alpha=each)
+                self._cross.addmm_((x_float[t] - x[t]).T, x[t], alpha=each)
+
+    def _merge(self) -> None:
+        """Make H symmetric and, with C, of all tokens."""
+        if self._merged:
+            return
+        self._merged = True
+        for t in tiles(len(self._matrix)):
+            square = self._matrix[t, t]
+            square.copy_(square.triu() + square.triu(1).T)
+            self._matrix[t.stop :, t] = self._matrix[t, t.stop :].T
+        if self.held is not None and self.held.tokens:
+            self._mix(self.held, self.held.tokens / self.tokens)
+
+    def _part(self) -> None:
+        """Undo `_merge` before tokens are added."""
+        if self._merged and self.held is not None and self.held.tokens:
+            share = self.held.tokens / self.tokens
+            if share < 1:
+                self._mix(self.held, -share / (1 - share))
+            else:
+                self._matrix.zero_()
+                self._cross = None
+        self._merged, self._factor, self._rest, self.shrinkage = False, None, None, None
+
+    def _mix(self, held: "Hessian", share: float) -> None:
+        self._matrix.lerp_(held.matrix, share)
+        if held.cross is not None:
+            self._cross = torch.zeros_like(self._matrix) if self._cross is None else self._cross
+            self._cross.lerp_(held.cross, share)
+
+    def factor(
+        self, damping: float, order: torch.Tensor | None = None, keep: bool = True
+    ) -> tuple[torch.Tensor, float] | None:
+        """`damped_factor` of H, shrunk, which layers with the same inputs share.
+
+        keep  for the next call with the same arguments; False: it is not needed again
+        """
+        key = damping, self.shrinkage, None if order is None else tuple(order.tolist())
+        found = self._factor[1] if self._factor and self._factor[0] == key else None
+        self._factor = None
+        h = shrunk(self.matrix, self.shrinkage) if self.shrinkage and not found else self.matrix
+        found = found or damped_factor(h, damping, order)
+        if keep and found:
+            self._factor = key, found
+        return found
+
+    def rest_factor(self, damping: float, keep: bool = True) -> torch.Tensor | None:
+        """The Cholesky factor, lower, of the damped H of the tokens not held back; None if there is none.
+
+        keep  as of `factor`
+        """
+        key = damping, self.shrinkage
+        if self._rest and self._rest[0] == key:
+            return self._rest[1]
+        held = self.held
+        if held is None or not 0 < held.tokens < self.tokens:
+            return None
+        share = held.tokens / self.tokens
+        rest = torch.sub(self.matrix, held.matrix, alpha=share).div_(1 - share)
+        if self.shrinkage:
+            rest = shrunk(rest, self.shrinkage)
+        damp(rest, damping)
+        lower, failed = torch.linalg.cholesky_ex(rest)
+        if failed or not torch.isfinite(lower.diagonal()).all():
+            return None
+        if keep:
+            self._rest = key, lower
+        return lower
 
     def mean_squares(self) -> np.ndarray:
         """float32 [columns]: the mean square of each input over the tokens."""
@@ -113,68 +210,82 @@ def damp(hessian: torch.Tensor, damping: float) -> None:
     diagonal[diagonal == 0] = LEAST_DAMPING * mean or 1.0
 
 
-def target_of(weight: torch.Tensor, hessian: Hessian, damping: float, alpha: float, last: bool) -> torch.Tensor:
+def target_of(
+    weight: torch.Tensor,
+    hessian: Hessian,
+    damping: float,
+    alpha: float,
+    last: bool,
+    order: torch.Tensor | None = None,
+) -> torch.Tensor:
     """The weights that GPTAQ quantizes instead of W: `retarget` with the alpha of `alpha_of`, at most `alpha`.
 
-    last  no other layer needs C and the held-back tokens' Hessian: their memory is freed
+    last   no other layer needs C and the held-back tokens' Hessian: their memory is freed
+    order  of the columns in the factor of H that the solver will use, which is shared
     """
     held = hessian.held
     if hessian.cross is None or held is None or held.cross is None:
         return weight
-    product, held_product = weight @ hessian.cross.to(weight), weight @ held.cross.to(weight)
+    alpha = min(alpha, alpha_of(weight, hessian, damping, keep=not last))
     if last:
-        hessian.cross = hessian.held = held.cross = None
-    alpha = min(alpha, alpha_of(product, held_product, hessian, held, damping))
-    del held, held_product
-    return retarget(weight, hessian.matrix.clone(), product, damping, alpha)
+        held.cross = hessian.held = None
+    product = weight @ hessian.cross.to(weight) if alpha else weight
+    del held
+    if last:
+        hessian.cross = None
+    if not alpha:
+        return weight
+    found = hessian.factor(damping, order)
+    return weight if found is None or found[1] != damping else retarget(weight, found[0], product, alpha, order)
 
 
 def retarget(
-    weight: torch.Tensor, hessian: torch.Tensor, product: torch.Tensor, damping: float, alpha: float
+    weight: torch.Tensor,
+    factor: torch.Tensor,
+    product: torch.Tensor,
+    alpha: float,
+    order: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The weights that, on the quantized model's inputs, come closest to the float outputs: W + alpha W C H^-1.
 
+    factor   U, H^-1 = U^T U, its columns in `order`; None: unchanged
     product  W C
 
     GPTAQ's objective in closed form: for alpha 1, sum |W x_float - W' x|^2 is  tr(E H E^T) of E = W* - W' plus a
-    constant. So any method that minimizes the error under H minimizes this one too. If the damped H is not positive
-    definite, or not finite, the weights are returned unchanged. `hessian` is overwritten.
+    constant. So any method that minimizes the error under H minimizes this one too.
     """
-    moved = _solved(product, hessian, damping) if alpha else None
-    return weight if moved is None else moved.mul_(alpha).add_(weight)
+    product = product if order is None else product[:, order]
+    factor = factor.to(product)
+    half = torch.empty_like(product)
+    for t in tiles(len(factor)):
+        torch.mm(product[:, t.start :], factor[t, t.start :].T, out=half[:, t])
+    moved = torch.empty_like(product)
+    for t in tiles(len(factor)):
+        torch.mm(half[:, : t.stop], factor[: t.stop, t], out=moved[:, t])
+    if order is not None:
+        moved = moved[:, torch.argsort(order)]
+    return moved.mul_(alpha).add_(weight)
 
 
-def alpha_of(
-    product: torch.Tensor, held_product: torch.Tensor, hessian: Hessian, held: Hessian, damping: float
-) -> float:
-    """The alpha of `retarget`, 0..1, with the least error on the held-back tokens.
+def alpha_of(weight: torch.Tensor, hessian: Hessian, damping: float, keep: bool = True) -> float:
+    """The alpha of `retarget`, 0..1, with the least error on the held-back tokens, by a sample of the rows.
 
-    product, held_product  W C of all tokens, and of those held back
+    keep  the factor of the other tokens' H, for the next layer with the same inputs
 
     With D from all other tokens, the error sum |W x_float - W' x|^2 of W' = W + alpha D on the held-back ones is a
     parabola,  alpha^2 tr(D H D^T) - 2 alpha tr(D (W C)^T)  plus a constant, with their H and C.
     """
-    if not 0 < held.tokens < hessian.tokens:
+    held, lower = hessian.held, hessian.rest_factor(damping, keep)
+    if held is None or lower is None or hessian.cross is None or held.cross is None:
         return 0.0
+    some = weight[:: max(1, len(weight) // _ALPHA_ROWS)]
     share = held.tokens / hessian.tokens
-    rest, of_rest = (
-        torch.sub(all_, part, alpha=share).div_(1 - share)
-        for all_, part in ((hessian.matrix, held.matrix), (product, held_product))
-    )
-    d = _solved(of_rest, rest, damping)
-    if d is None:
-        return 0.0
-    del rest, of_rest
-    gain = float((d * held_product).sum(dtype=torch.float64))
+    expected = some @ held.cross.to(some)
+    of_rest = (some @ hessian.cross.to(some)).sub_(expected, alpha=share).div_(1 - share)
+    d = torch.cholesky_solve(of_rest.T, lower.to(some)).T
+    gain = float((d * expected).sum(dtype=torch.float64))
     cost = float((d @ held.matrix.to(d)).mul_(d).sum(dtype=torch.float64))
     return min(max(gain / cost, 0.0), 1.0) if cost > 0 else 0.0
-
-
-def _solved(product: torch.Tensor, hessian: torch.Tensor, damping: float) -> torch.Tensor | None:
-    """product H^-1 of the damped H, which is overwritten; None if it is not positive definite."""
-    damp(hessian, damping)
-    factor = inverse_factor(hessian)
-    return None if factor is None else product @ factor.to(product).T @ factor.to(product)
 
 
 def shrinkage_of(hessian: Hessian, damping: float) -> float:

@@ -20,7 +20,7 @@ from bridge.quantize.gptq_solver import Solution, dequantize, error, grouped_act
 from bridge.quantize.grids.codebook import CodebookGrid
 from bridge.quantize.grids.group import GroupGrid
 from bridge.quantize.grids.superblock import SuperblockGrid
-from bridge.quantize.hessian import damp, damped_factor, shrinkage_of, shrunk, target_of
+from bridge.quantize.hessian import damp, shrinkage_of, shrunk, target_of
 from bridge.quantize.refine import metrics_of, refine
 from bridge.quantize.two_sided import RowSolver, round_two_sided
 from bridge.quantize.walk import LayerInput, quantize_block
@@ -115,35 +115,46 @@ class Method:
             raise BridgeError(f"{layer.name}: its weights hold NaN or infinity; the checkpoint is damaged")
         if not layer.hessian.tokens:
             hessian = torch.eye(len(hessian), device=hessian.device)
-        shrinkage = self.shrinkage
-        if shrinkage is None:
-            shrinkage = shrinkage_of(layer.hessian, self.damping) if self.damping < float("inf") else 0.0
-        target = weight
-        if self.alpha:
-            target = target_of(weight, layer.hessian, self.damping, self.alpha, layer.last)
+        if self.damping < float("inf"):
+            own = self.shrinkage
+            layer.hessian.shrinkage = shrinkage_of(layer.hessian, self.damping) if own is None else own
         grid = self.grid(*weight.shape)
         if grid.vectors and self.act_order == "static":
             given = parameter("act_order", "static")
             raise BridgeError(f"{given}: {grid.block} rounds columns that lie together; choose fixed or none")
         layout = columns_by_diagonal(hessian) if self.act_order == "free" else columns
         if layout is not None:
-            target, hessian = target[:, layout], hessian[layout[:, None], layout]
-        seen = hessian
-        if shrinkage:
-            hessian = shrunk(hessian, shrinkage)
-        dead = hessian.diagonal() == 0  # whatever these columns hold, outputs stay the same
-        if dead.any():
-            target = target.masked_fill(dead, 0)
+            hessian = hessian[layout[:, None], layout]
         order = None
         if self.act_order == "static":
             order = columns_by_diagonal(hessian)
         elif self.act_order == "fixed":
             parts = (grid.sub, grid.unit) if grid.vectors else ()
             order = grouped_act_order(hessian, grid.fit_columns, *parts)
+        at = layout if order is None else order if layout is None else layout[order]
+        whole_order = None if at is None else torch.from_numpy(at).to(weight.device)
+        target = weight
+        if self.alpha:
+            target = target_of(weight, layer.hessian, self.damping, self.alpha, layer.last, whole_order)
+        if layout is not None:
+            target = target[:, layout]
+        seen = hessian
+        if layer.hessian.shrinkage:
+            hessian = shrunk(hessian, layer.hessian.shrinkage)
+        dead = hessian.diagonal() == 0  # whatever these columns hold, outputs stay the same
+        if dead.any():
+            target = target.masked_fill(dead, 0)
+
+        def factor(keep: bool) -> tuple[torch.Tensor, float] | None:
+            if not layer.hessian.tokens:
+                return None
+            return layer.hessian.factor(self.damping, whole_order, keep)
+
         fit = "first" if self.act_order == "static" else "reached"
-        solution = self._two_sided(target, hessian, layer.outputs, grid, order, fit)
+        solution = self._two_sided(target, hessian, layer.outputs, grid, order, fit, factor)
         if solution is None:
-            solution = solve(target, hessian, grid, order=order, fit=fit, damping=self.damping)
+            keep = not layer.last
+            solution = solve(target, hessian, grid, order=order, fit=fit, damping=self.damping, found=factor(keep))
             if self.sweeps and solution.damping < float("inf") and not grid.ternary:
                 diagonal = hessian.diagonal().clone()
                 damp(hessian, solution.damping)
@@ -167,10 +178,10 @@ class Method:
         grid: Any,
         order: np.ndarray | None,
         fit: str,
+        factor: Callable[[bool], tuple[torch.Tensor, float] | None],
     ) -> Solution | None:
         """With A of the outputs too; None where there is none, or where no damping of H was enough."""
-        at = None if order is None else torch.from_numpy(order).to(hessian.device)
-        found = None if outputs is None else damped_factor(hessian, self.damping, at)
+        found = None if outputs is None else factor(True)
         if outputs is None or found is None:
             return None
         sweeps = 0 if grid.ternary else self.sweeps

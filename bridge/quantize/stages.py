@@ -5,7 +5,7 @@ Hessian. Experts of a mixture do not depend on each other: gate and up of all of
 with a Hessian for each expert. Layers that no token of the text reaches come last.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -15,6 +15,7 @@ from torch import nn
 
 from bridge.quantize.block_inputs import BlockInputs, StopForward, matrix_shape, vectors
 from bridge.quantize.experts import SeparateExperts, expert_of
+from bridge.quantize.replay import End, Replay
 
 _TOGETHER = 2 << 30  # bytes of Hessians gathered in one pass
 
@@ -45,32 +46,71 @@ class Stage:
         yield part
 
 
-def find_stages(block: nn.Module, layers: Mapping[str, nn.Module], batches: Sequence[BlockInputs]) -> list[Stage]:
-    """The stages of these layers, in the order of their calls. Batches are run until each layer was reached."""
+def find_stages(
+    block: nn.Module, layers: Mapping[str, nn.Module], batches: Sequence[BlockInputs]
+) -> tuple[list[Stage], dict[str, End]]:
+    """The stages of these layers, in the order of their calls, and the block's modules that return a layer's output.
+
+    Batches are run until each layer was reached; of experts, any of a mixture.
+    """
     seen: dict[str, torch.Tensor | None] = {}
     order: list[tuple[str, str | None]] = []  # a layer, and the one before it with the same input
     again: set[str] = set()
+    ends: dict[str, End] = {}
+    last: list[Any] = [None, None]  # the layer that was called last, and its output
+    inside = {module: name for name, module in block.named_modules()}
 
     def note(name: str) -> Any:
         def hook(_module: nn.Module, args: tuple[Any, ...]) -> None:
             if name not in seen:
-                last = order[-1][0] if order else None
-                order.append((name, last if last and seen[last] is args[0] else None))
+                before = order[-1][0] if order else None
+                order.append((name, before if before and seen[before] is args[0] else None))
                 seen[name] = args[0]
             elif seen[name] is not None and seen[name] is not args[0]:
                 again.add(name)
 
         return hook
 
+    def returned(module: nn.Module, _args: Any, output: Any) -> None:
+        if module in own:
+            last[:] = inside[module], output
+            return
+        items = output if isinstance(output, tuple) else (output,)
+        if items and items[0] is last[1] and last[1] is not None and not any(x is not None for x in items[1:]):
+            ends[inside[module]] = End(last[0], len(items) if isinstance(output, tuple) else None)
+
+    own = set(layers.values())
+    patterns = {_pattern(name) for name in layers}
     with ExitStack() as stack:
         for name, module in layers.items():
             stack.callback(module.register_forward_pre_hook(note(name)).remove)
+        for module in inside:
+            if module is not block:
+                stack.callback(module.register_forward_hook(returned).remove)
         for batch in batches:
             batch.run(block)
-            if len(seen) == len(layers):
+            if {_pattern(name) for name in seen} == patterns:
                 break
             seen.update(dict.fromkeys(seen))  # another batch has other inputs
-    return _in_stages([*order, *((name, None) for name in layers if name not in seen)], not again)
+    stages = _in_stages([*order, *((name, None) for name in layers if name not in seen)], not again)
+    return stages, {} if again else _of_all_experts(ends, inside.values())
+
+
+def _of_all_experts(ends: Mapping[str, End], modules: Iterable[str]) -> dict[str, End]:
+    """The same with the experts that no token has reached yet."""
+    found = dict(ends)
+    of = {expert[0]: (expert[1], end) for name, end in ends.items() if (expert := expert_of(f"{name}."))}
+    for name in modules:
+        pattern, number = expert_of(f"{name}.") or ("", "")
+        if pattern in of and name not in found:
+            known, end = of[pattern]
+            found[name] = End(end.layer.replace(f"experts.{known}.", f"experts.{number}."), end.items)
+    return found
+
+
+def _pattern(name: str) -> str:
+    """A layer's name, an expert's number replaced by *."""
+    return (expert_of(name) or (name,))[0]
 
 
 def _in_stages(order: Sequence[tuple[str, str | None]], once: bool) -> list[Stage]:
@@ -78,7 +118,7 @@ def _in_stages(order: Sequence[tuple[str, str | None]], once: bool) -> list[Stag
     of: dict[str, Stage] = {}  # by the layer's name, an expert's number replaced by *
     for name, same in order:
         pattern, number = expert_of(name) or (name, "")
-        stage = of.get(pattern) or (of.get((expert_of(same) or (same,))[0]) if same else None)
+        stage = of.get(pattern) or (of.get(_pattern(same)) if same else None)
         if stage is None or stage.experts != bool(number):
             stage = Stage(experts=bool(number), once=once)
             stages.append(stage)
@@ -88,17 +128,23 @@ def _in_stages(order: Sequence[tuple[str, str | None]], once: bool) -> list[Stag
 
 
 def stage_inputs(
-    block: nn.Module, stage: Stage, layers: Mapping[str, nn.Module], batch: BlockInputs, routed: Any = None
+    stage: Stage, layers: Mapping[str, nn.Module], replay: Replay, routed: Any = None
 ) -> dict[str, torch.Tensor]:
     """The inputs [tokens, columns] of each group of a stage in one call of the block; no key if no token reaches it.
 
-    routed  the `routing` of another pass, whose tokens the experts get; None: the router chooses
+    layers  of the replay's block
+    routed  the `routing` of another pass, whose tokens the experts get; None: the router chooses, and the inputs are
+            kept for the passes after this one
     """
     seen: dict[str, list[torch.Tensor]] = {}
+    names = {module: name for name, module in replay.block.named_modules()}
 
     def note(key: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
             seen.setdefault(key, []).append(vectors(module, args[0]).float())
+            if routed is None:
+                for name in stage.groups[key]:
+                    replay.keep(names[layers[name]], args[0])
             if stage.once and not stage.experts:
                 raise StopForward
 
@@ -110,13 +156,13 @@ def stage_inputs(
     with ExitStack() as stack:
         for key, group in stage.groups.items():
             stack.callback(layers[group[0]].register_forward_pre_hook(note(key)).remove)
-        mixture = mixture_of(block, stage, layers)
+        mixture = mixture_of(replay.block, stage, layers)
         if mixture is not None:
             mixture.imposed = routed
             stack.callback(setattr, mixture, "imposed", None)
             stack.callback(mixture.register_forward_hook(stop).remove)
         with suppress(StopForward):
-            batch.run(block)
+            replay.run({names[layers[name]] for group in stage.groups.values() for name in group})
     return {key: torch.cat(found) for key, found in seen.items()}
 
 

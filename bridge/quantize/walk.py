@@ -21,7 +21,7 @@ from torch import nn
 from bridge.errors import BridgeError, parameter
 from bridge.quantize.block_inputs import (
     BlockInputs,
-    Folder,
+    Shelf,
     first_inputs,
     head_hessian,
     head_of,
@@ -32,6 +32,7 @@ from bridge.quantize.block_inputs import (
 )  # fmt: skip
 from bridge.quantize.experts import is_short, lend, merged, restore_experts, split_experts
 from bridge.quantize.hessian import Hessian
+from bridge.quantize.replay import Replay
 from bridge.quantize.stages import Stage, find_stages, mixture_of, stage_inputs
 
 
@@ -163,11 +164,11 @@ def quantize_model(
     check_length(tokens.shape[1], positions_of(_text_config(source.model)))
     source.model.eval()
     parts = [part for some in tokens.split([len(tokens) - held, held]) if len(some) for part in some.split(batch)]
-    with Folder(offload) as folder:
+    with Shelf(offload) as shelf:
         source.load(None)
         source.load(0)
         try:
-            batches = first_inputs(source.model, source.blocks, parts, folder)
+            batches = first_inputs(source.model, source.blocks, parts, shelf)
         finally:
             source.drop(0)
             source.drop(None)
@@ -186,12 +187,18 @@ def quantize_model(
                 if prepare is not None:
                     prepare(block, layers, batches, lambda n, prefix=prefix: source.name(prefix + n))  # type: ignore[misc]
                 original = _float_twin(block) if cross or feed == "float" else None
-                yield from _quantize_layers(block, layers, batches, quantizer, original, float_batches, known, outputs)
-                for b in batches:
-                    b.advance(b.run(original if feed == "float" and original is not None else block))
-                for b in float_batches or ():
-                    assert original is not None
-                    b.advance(b.run(original))
+                replays = [Replay(block, b) for b in batches]
+                floats = [Replay(original, b) for b in float_batches or ()] if original is not None else []
+                yield from _quantize_layers(layers, replays, quantizer, original, floats, known, outputs)
+                if feed == "float" and original is not None:
+                    for r in replays:
+                        r.clear()
+                    replays = [Replay(original, b) for b in batches]
+                for r in (*replays, *floats):
+                    output = r.run()
+                    r.clear()
+                    r.batch.advance(output)
+                    del output
             finally:
                 source.drop(i)
         if head:
@@ -208,20 +215,20 @@ def quantize_block(
 ) -> Iterator[tuple[str, Any]]:
     """Quantize the layers inside any module, stage by stage in the order of their calls; yields as `quantize_model`."""
     layers = {n: m for n, m in block.named_modules() if is_layer(m) and wanted(n)}
-    yield from _quantize_layers(block, layers, batches, quantizer)
+    yield from _quantize_layers(layers, [Replay(block, b) for b in batches], quantizer)
 
 
 def _quantize_layers(
-    block: nn.Module,
     layers: Mapping[str, nn.Module],
-    batches: Sequence[BlockInputs],
+    replays: Sequence[Replay],
     quantizer: Quantizer,
     original: nn.Module | None = None,
-    float_batches: Sequence[BlockInputs] | None = None,
+    floats: Sequence[Replay] = (),
     known: Known = lambda name: None,
     outputs: Outputs = lambda name: None,
 ) -> Iterator[tuple[str, Any]]:
-    """original: the float block (`_float_twin`); float_batches: the float model's inputs."""
+    """original: the float block (`_float_twin`); floats: its passes, with the float model's inputs."""
+    block, batches = replays[0].block, [r.batch for r in replays]
     of = dict(zip(block.modules(), original.modules(), strict=True)) if original is not None else {}
     originals = {n: of[m] for n, m in layers.items() if m in of}
     done = {n: values for n in layers if (values := known(n)) is not None}
@@ -229,19 +236,19 @@ def _quantize_layers(
         for n in layers:
             _replace(layers[n], done.pop(n), originals.get(n))
         return
-    for whole in find_stages(block, layers, batches):
+    stages, ends = find_stages(block, layers, batches)
+    for replay in (*replays, *floats):
+        replay.ends = ends
+    for whole in stages:
         everyone: Hessian | None = None  # of all the stage's experts
-        for stage in whole.parts(layers, bool(float_batches)):
+        for stage in whole.parts(layers, bool(floats)):
             names = [n for group in stage.groups.values() for n in group]
-            if all(n in done for n in names):
-                hessians = {}
-            else:
-                hessians = _gather(block, stage, layers, batches, original, originals, float_batches)
+            hessians = {} if all(n in done for n in names) else _gather(stage, layers, replays, originals, floats)
             if stage.experts and any(map(is_short, hessians.values())):
                 own = list(hessians.values())
                 if everyone is None:
                     complete = len(own) == len(whole.groups)
-                    everyone = merged(own) if complete else _gather_together(block, whole, layers, batches)
+                    everyone = merged(own) if complete else _gather_together(whole, layers, replays)
                 lend(own, everyone)
             for key, group in stage.groups.items():
                 missing = [n for n in group if n not in done]
@@ -302,39 +309,35 @@ def _quantize_head(
 
 
 def _gather(
-    block: nn.Module,
     stage: Stage,
     layers: Mapping[str, nn.Module],
-    batches: Sequence[BlockInputs],
-    original: nn.Module | None,
+    replays: Sequence[Replay],
     originals: Mapping[str, nn.Module],
-    float_batches: Sequence[BlockInputs] | None,
+    floats: Sequence[Replay],
 ) -> dict[str, Hessian]:
     """The Hessian of each group of a stage."""
     hessians = {}
     for key, group in stage.groups.items():
         first = layers[group[0]]
         hessians[key] = Hessian(group[0], matrix_shape(first)[1], next(first.parameters()).device)
-    mixture = mixture_of(block, stage, layers)
-    for i, batch in enumerate(batches):
-        seen = stage_inputs(block, stage, layers, batch)
-        floats: dict[str, torch.Tensor] = {}
+    mixture = mixture_of(replays[0].block, stage, layers)
+    for i, replay in enumerate(replays):
+        seen = stage_inputs(stage, layers, replay)
+        twins: dict[str, torch.Tensor] = {}
         # experts that are separate modules in the model itself may see other tokens in the float model: no cross term
-        if original is not None and float_batches and (mixture or not stage.experts):
-            floats = stage_inputs(original, stage, originals, float_batches[i], mixture.routing if mixture else None)
+        if floats and (mixture or not stage.experts):
+            twins = stage_inputs(stage, originals, floats[i], mixture.routing if mixture else None)
         for key, x in seen.items():
-            hessians[key].add(x, floats.pop(key, None), batch.held)
+            hessians[key].add(x, twins.pop(key, None), replay.batch.held)
     return hessians
 
 
-def _gather_together(
-    block: nn.Module, stage: Stage, layers: Mapping[str, nn.Module], batches: Sequence[BlockInputs]
-) -> Hessian:
+def _gather_together(stage: Stage, layers: Mapping[str, nn.Module], replays: Sequence[Replay]) -> Hessian:
     """One Hessian of the inputs of all groups of a stage."""
     first = layers[next(iter(stage.groups.values()))[0]]
     hessian = Hessian("all experts", matrix_shape(first)[1], next(first.parameters()).device)
-    for batch in batches:
-        for x in stage_inputs(block, stage, layers, batch).values():
+    for replay in replays:
+        for x in stage_inputs(stage, layers, replay).values():
             hessian.add(x)
     return hessian
 

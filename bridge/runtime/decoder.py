@@ -65,8 +65,8 @@ class Decoder:
         angles = config.angles(self.cache.rows, factors)
         local = config.local().angles(self.cache.rows, None) if config.window else angles
         self._builder = ProgramBuilder(config, weights, precision, angles, local)
-        self._one: DecodeBuffers | None = None  # of one token
-        self._others: DecodeBuffers | None = None
+        self._steps: dict[int, DecodeBuffers] = {}  # of a token of each of so many contexts
+        self._prompt: DecodeBuffers | None = None  # of the last prompt, or part of one
         self._matrices = [m for layer in self.layers for m in layer.matrices] + [self.output]
         self._numbered = [m for m in self._matrices if m.type in READ and READ[m.type].numbered]  # not repacked yet
         self._prepared = 0  # number of these matrices that are repacked
@@ -95,8 +95,8 @@ class Decoder:
         if not matrix.prepared:
             matrix.prepare()
             matrix.release_raw()
-            for buffers in (self._one, self._others):
-                if buffers is not None and buffers.slots is not None:
+            for buffers in self._steps.values():
+                if buffers.slots is not None:
                     buffers.slots.refresh(matrix)
 
     def run(self, tokens: Sequence[int], keep: int = 1, cache: KVCache | None = None) -> np.ndarray:
@@ -120,8 +120,12 @@ class Decoder:
 
     def scores(self, tokens: Sequence[int], keep: int) -> np.ndarray:
         """float32 [keep, vocab] of the last `keep` tokens, from an empty context."""
+        return self.logits(self.states(tokens, keep))
+
+    def states(self, tokens: Sequence[int], keep: int) -> np.ndarray:
+        """float32 [keep, hidden]: normalized hidden states of the last `keep` tokens, from an empty context."""
         self.cache.length = 0
-        return self.logits(self.run(tokens, keep))
+        return self.run(tokens, keep)
 
     def new_cache(self) -> KVCache:
         """Another context, of the same length and kind."""
@@ -148,19 +152,16 @@ class Decoder:
         return self._capped(buffers.scores) if buffers.scores.size else self.logits(hidden)
 
     def _buffers_for(self, caches: Sequence[KVCache], n: int) -> DecodeBuffers:
-        """Buffers and tables for n tokens; those of one token are kept, and the last ones of several."""
-        if len(caches) == 1:
-            buffers = self._one if n == 1 else self._others
-            if buffers is not None and (buffers.n, len(buffers.caches)) == (n, 1):
-                buffers.use(caches[0])
-                return buffers
-        elif self._others is not None and self._others.caches == caches:
-            return self._others
+        """Buffers and tables for n tokens; those of steps are kept, and the last ones of a prompt."""
+        buffers = self._steps.get(n) if n == len(caches) else self._prompt
+        if buffers is not None and buffers.n == n:
+            buffers.use(caches)
+            return buffers
         buffers = self._builder.buffers(n, caches)
-        if n == 1:
-            self._one = buffers
+        if buffers.steps:
+            self._steps[n] = buffers
         else:
-            self._others = buffers
+            self._prompt = buffers
         return buffers
 
     def _through(self, buffers: DecodeBuffers, tokens: Sequence[int]) -> np.ndarray:

@@ -1,25 +1,14 @@
-"""From drawn tokens to replies: stop texts, the probabilities of tokens, and several replies at once.
-
-A decode step reads every weight once, however many tokens it computes: the kernels of 4 and 8 columns multiply a word
-of weights with as many vectors while it is in a register. So `BatchRunner` takes a token of each sequence through the
-layers together. Prompts are read one after another, each into a context of its own; where there are more sequences
-than a step takes, the next one begins when another has ended.
-"""
+"""From drawn tokens to replies: stop texts, and the probabilities of tokens."""
 
 import codecs
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 from bridge.errors import BridgeError, parameter
-from bridge.runtime.decoder import Decoder
-from bridge.runtime.kv_cache import KVCache
-from bridge.runtime.sampling import Sampler
+from bridge.runtime.sampling import Probabilities, Sampler
 from bridge.runtime.tokenizer import Tokenizer
-
-MAX_BATCH = 8  # sequences in a step: columns of the widest kernel
 
 
 @dataclass(frozen=True)
@@ -84,103 +73,66 @@ def _overlap(text: str, stop: str) -> int:
 
 def scored(tokenizer: Tokenizer, tokens: Iterator[int], sampler: Sampler, stops: list[str]) -> Iterator[ScoredToken]:
     """The tokens whose text lies before the first of the stops, held back as text is; the sampler drew them."""
-    waiting: deque[tuple[int, ScoredToken]] = deque()  # each with where its text ends
-    drawn: deque[ScoredToken] = deque()
-
-    def noted() -> Iterator[int]:
-        for token in tokens:
-            noted = sampler.probabilities
-            assert noted is not None
-            text = tokenizer.piece(token).decode("utf-8", "replace")
-            drawn.append(ScoredToken(token, text, noted.logprob, noted.top))
-            yield token
-
-    def pieces() -> Iterator[str]:
-        end = 0
-        for piece in tokenizer.stream(noted()):
-            end += len(piece)
-            if drawn:  # else these are the last bytes, which no token ended
-                waiting.append((end, drawn.popleft()))
-            yield piece
-
-    shown = 0
-    for text in chain(until(pieces(), stops), [""]):  # the last tokens may have no text
-        shown += len(text)
-        while waiting and waiting[0][0] <= shown:
-            yield waiting.popleft()[1]
+    reply = Reply(tokenizer, stops)
+    for token in tokens:
+        more = reply.add(token, sampler.probabilities)
+        yield from reply.take()[1]
+        if not more:
+            return
+    reply.close()
+    yield from reply.take()[1]
 
 
 class Reply:
     """The text of tokens that are handed in one by one: whole characters, up to the first of the stops."""
 
     def __init__(self, tokenizer: Tokenizer, stops: list[str]):
+        self.tokens: list[int] = []  # without the end token
         self._tokenizer = tokenizer
         self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
         self._text = Stopping(stops)
         self._shown: list[str] = []
+        self._taken = 0  # of these pieces
+        self._length = 0  # of the text that may be shown
+        self._read = 0  # the same with what is held back
+        self._waiting: deque[tuple[int, ScoredToken]] = deque()  # each with where its text ends
 
     @property
     def text(self) -> str:
-        """All of it, once the last token is in."""
-        rest = "" if self._text.ended else self._text.add(self._bytes.decode(b"", True)) + self._text.held
-        return "".join(self._shown) + rest
+        """What may be shown so far; all of it after `close`."""
+        return "".join(self._shown)
 
-    def add(self, token: int) -> bool:
-        """Whether more may come."""
+    def add(self, token: int, noted: Probabilities | None = None) -> bool:
+        """Whether more may come; `noted`: what the sampler knows of the token, for `take` to return."""
         if token in self._tokenizer.stops:
+            self.close()
             return False
-        self._shown.append(self._text.add(self._bytes.decode(self._tokenizer.piece(token))))
+        self.tokens.append(token)
+        bytes_of_token = self._tokenizer.piece(token)
+        piece = self._bytes.decode(bytes_of_token)
+        self._read += len(piece)
+        if noted is not None:
+            text = bytes_of_token.decode("utf-8", "replace")
+            self._waiting.append((self._read, ScoredToken(token, text, noted.logprob, noted.top)))
+        self._show(self._text.add(piece))
         return not self._text.ended
 
+    def close(self) -> None:
+        """Nothing follows: what was held back is part of the text."""
+        if not self._text.ended:
+            self._show(self._text.add(self._bytes.decode(b"", True)))
+            self._show(self._text.held)
+            self._text.held = ""
 
-@dataclass
-class SequenceState:
-    """One of the sequences: its prompt and the reply so far."""
+    def take(self) -> tuple[str, list[ScoredToken]]:
+        """The text that came since the last call, and the tokens noted whose text has come with it."""
+        pieces, self._taken = self._shown[self._taken :], len(self._shown)
+        tokens = []
+        while self._waiting and self._waiting[0][0] <= self._length:
+            tokens.append(self._waiting.popleft()[1])
+        return "".join(pieces), tokens
 
-    prompt: list[int]
-    sampler: Sampler
-    reply: Reply
-    max_tokens: int
-    made: int = 0
-    token: int = -1  # the last one, which is not in the context yet
-
-    def take(self, token: int, cache: KVCache) -> bool:
-        """Add the next token; whether another may follow."""
-        self.made += 1
-        self.token = token
-        return self.reply.add(token) and self.made < self.max_tokens and cache.length < cache.context
-
-
-class BatchRunner:
-    """Runs several sequences step by step."""
-
-    def __init__(self, decoder: Decoder, sequences: Sequence[SequenceState]):
-        self._decoder = decoder
-        self._waiting = deque(sequence for sequence in sequences if sequence.max_tokens)
-        self._free = [decoder.new_cache() for _ in range(min(MAX_BATCH, len(self._waiting)))]
-        self._running: list[tuple[SequenceState, KVCache]] = []
-        self.steps = 0
-        self.tokens = 0  # made so far, without the first of each sequence
-
-    def advance(self) -> bool:
-        """Read a prompt if one can begin, else make one more token of each; whether there is more to do."""
-        if self._waiting and self._free:
-            sequence, cache = self._waiting.popleft(), self._free.pop()
-            cache.length = 0
-            row = self._decoder.logits(self._decoder.run(sequence.prompt, cache=cache))[0]
-            self._go_on([(sequence, cache)], [sequence.sampler(row)])
-        elif self._running:
-            running, self._running = self._running, []
-            rows = self._decoder.step([cache for _, cache in running], [sequence.token for sequence, _ in running])
-            self.steps += 1
-            self.tokens += len(running)
-            self._go_on(running, [sequence.sampler(row) for (sequence, _), row in zip(running, rows, strict=True)])
-        return bool(self._waiting or self._running)
-
-    def _go_on(self, running: list[tuple[SequenceState, KVCache]], tokens: list[int]) -> None:
-        """Hand the tokens to their sequences; those that end leave their context to others."""
-        for (sequence, cache), token in zip(running, tokens, strict=True):
-            if sequence.take(token, cache):
-                self._running.append((sequence, cache))
-            else:
-                self._free.append(cache)
+    def _show(self, text: str) -> None:
+        if text:
+            self._shown.append(text)
+            self._length += len(text)

@@ -7,6 +7,7 @@ Bytes a token and layer: 2 * kv_heads * head_dim, times 2 (f16), 4 (f32) or 1.06
 
 import platform
 from collections.abc import Sequence
+from typing import Self
 
 import numpy as np
 
@@ -40,6 +41,17 @@ class KVCache:
         """Note that the keys and values of these follow the others."""
         self.tokens[self.length :] = tokens
         self.length += len(tokens)
+
+    def copy_prefix(self, other: Self, count: int) -> None:
+        """Hold the first `count` tokens of another cache, of the same model and kind, and nothing else."""
+        groups = -(-count // _LANES)
+        scales = self.key_scales.shape[2] // self.rows  # of a token
+        self.keys[:, :, :groups] = other.keys[:, :, :groups]
+        self.values[:, :, :, :count] = other.values[:, :, :, :count]
+        self.key_scales[:, :, : groups * _LANES * scales] = other.key_scales[:, :, : groups * _LANES * scales]
+        self.value_scales[:, :, : count * scales] = other.value_scales[:, :, : count * scales]
+        self.length = 0
+        self.append(other.tokens[:count])
 
     @property
     def nbytes(self) -> int:

@@ -22,12 +22,15 @@ from typing import Any, Self
 import numpy as np
 
 from bridge.errors import BridgeError, parameter
+from bridge.runtime.batch import MAX_BATCH, Batch
+from bridge.runtime.continuations import continuation_scores
 from bridge.runtime.decoder import Decoder
 from bridge.runtime.decoder_config import DecoderConfig, read_config
-from bridge.runtime.generation import BatchRunner, Reply, ScoredToken, SequenceState, scored, stop_texts, until
+from bridge.runtime.generation import ScoredToken, scored, stop_texts, until
 from bridge.runtime.lora import add_adapter
 from bridge.runtime.reader import GGUFFile, open_gguf
-from bridge.runtime.sampling import Sampler, Sampling
+from bridge.runtime.sampling import Sampler
+from bridge.runtime.scoring import Pooler, TokenScorer
 from bridge.runtime.tokenizer import Tokenizer, common_prefix
 from bridge.system import compiling
 from bridge.system.devices import choose, cpu_note, cuda
@@ -149,6 +152,12 @@ class Model:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __reduce__(self) -> Any:
+        raise BridgeError(
+            f"{self.path}: a model cannot be pickled or copied, it has threads and memory of its own; pass the path "
+            "and load it in each process"
+        )
+
     def __repr__(self) -> str:
         return f"Model({str(self.path)!r}, {self.config.arch}, {self.config.layers} layers, context {self.context})"
 
@@ -197,11 +206,62 @@ class Model:
             start, tokens = start - 1, tokens[:-1]
         if not 0 < start < len(tokens):
             raise BridgeError("the context and its continuation must have tokens of their own")
-        rows = self.logits(tokens[:-1], len(tokens) - start).astype(np.float64)
-        own = np.array(tokens[start:])
-        top = rows.max(-1)
-        scores = rows[np.arange(len(own)), own] - top - np.log(np.exp(rows - top[:, None]).sum(-1))
-        return float(scores.sum()), bool((rows.argmax(-1) == own).all())
+        (score,) = self.score_continuations(tokens[:start], [tokens[start:]])
+        return score
+
+    def score_continuations(
+        self, context: Sequence[int], continuations: Sequence[Sequence[int]]
+    ) -> list[tuple[float, bool]]:
+        """As `loglikelihood`, for several continuations of one context, in token ids; the context is read once.
+
+        Raises BridgeError where one of them is empty, or does not fit.
+        """
+        if not context or not all(continuations):
+            raise BridgeError("the context and its continuations must have tokens of their own")
+        for tokens in continuations:
+            self._checked([*context, *tokens[:-1]])
+        with self._lock:
+            self._turn += 1
+            self._decoder.begin()
+            return continuation_scores(self._decoder, list(context), [list(c) for c in continuations])
+
+    def logprobs(self, text: str | Sequence[int], top: int = 0) -> list[ScoredToken]:
+        """The log-probability of each token of a text, given those before it, and of the `top` most likely ones.
+
+        The first token has none, so it is not part of the list: it is BOS where the file asks for it.
+        """
+        check_integer("top", top, 0)
+        ids = self._checked(self.tokenizer.encode(text) if isinstance(text, str) else text)
+        with self._lock:
+            self._turn += 1
+            self._decoder.begin()
+            scorer = self.token_scorer(ids, top)
+            scorer(0, self._decoder.states(ids, len(ids)))
+        return scorer.tokens
+
+    def token_scorer(self, tokens: Sequence[int], top: int) -> TokenScorer:
+        """What makes `logprobs` of a prompt's states in a `Batch`."""
+        return TokenScorer(self._decoder, self.tokenizer, tokens, top)
+
+    def embed(
+        self, texts: str | Sequence[str | Sequence[int]], pooling: str = "mean", normalize: bool = True
+    ) -> np.ndarray:
+        """float32 [texts, hidden]: a vector for each text (or its token ids), of its tokens' last hidden states.
+
+        pooling    "mean" of all tokens, or the "last" token's, as a model was trained for it
+        normalize  whether vectors have length 1, so that products of them are cosines
+        """
+        prompts = [texts] if isinstance(texts, str) else list(texts)
+        ids = [self._checked(self.tokenizer.encode(text) if isinstance(text, str) else text) for text in prompts]
+        vectors = []
+        for tokens in ids:
+            pooler = Pooler(pooling)
+            with self._lock:
+                self._turn += 1
+                self._decoder.begin()
+                pooler(0, self._decoder.states(tokens, len(tokens)))
+            vectors.append(pooler.vector(normalize))
+        return np.array(vectors, np.float32).reshape(len(vectors), self.config.hidden)
 
     def generate(
         self, prompt: str | Sequence[int], max_tokens: int = 256, stop: str | Sequence[str] | None = (), **sampling: Any
@@ -211,16 +271,18 @@ class Model:
         prompt    a text (BOS is added where the file asks for it) or token ids
         stop      texts that end the reply and are not part of it, besides the model's own end tokens
         sampling  fields of `bridge.runtime.sampling.Sampling`: temperature (0: always the most likely token), top_k,
-                  top_p, min_p, seed, repeat_penalty, repeat_last_n, logit_bias ({token id: number added to its logit})
+                  top_p, min_p, seed, repeat_penalty, repeat_last_n, logit_bias ({token id: number added to its logit});
+                  and `schema`, a JSON schema (a dict or its text) that the reply fits, or `regex`, an expression that
+                  all of it matches: see `bridge.runtime.constraint.Constraint`
 
         Raises BridgeError, before anything is computed, if the prompt does not fit.
         """
-        tokens = self._started(prompt, max_tokens, Sampler(Sampling(**sampling)))
+        tokens = self._started(prompt, max_tokens, Sampler.of(self.tokenizer, **sampling))
         return until(self.tokenizer.stream(tokens), stop_texts(stop))
 
     def generate_tokens(self, prompt: str | Sequence[int], max_tokens: int = 256, **sampling: Any) -> Iterator[int]:
         """As `generate`, in token ids; without the end token."""
-        return self._started(prompt, max_tokens, Sampler(Sampling(**sampling)))
+        return self._started(prompt, max_tokens, Sampler.of(self.tokenizer, **sampling))
 
     def generate_scored(
         self,
@@ -234,7 +296,7 @@ class Model:
 
         They are the model's own, before biases, penalties, temperature and what else the sampler does.
         """
-        sampler = Sampler(Sampling(**sampling), logprobs)
+        sampler = Sampler.of(self.tokenizer, logprobs, **sampling)
         return scored(self.tokenizer, self._started(prompt, max_tokens, sampler), sampler, stop_texts(stop))
 
     def generate_batch(
@@ -256,11 +318,6 @@ class Model:
 
         Raises BridgeError, before anything is computed, where a prompt does not fit.
         """
-        if not isinstance(self._decoder, Decoder):
-            self._decoder.begin()  # raises if the model is closed
-            raise BridgeError(
-                f"device {self.device}: several sequences at once only run on the CPU; generate one after another"
-            )
         if isinstance(prompts, str | bytes):
             raise BridgeError(f"prompts is a {type(prompts).__name__}; must be a list of texts or token ids")
         prompts = list(prompts)
@@ -269,55 +326,88 @@ class Model:
         if not len(prompts) == len(limits) == len(ends):
             counts = f"{len(prompts)} prompts, {len(limits)} max_tokens, {len(ends)} stops"
             raise BridgeError(f"{counts}: must be one for each prompt")
-        how = Sampling(**sampling)
-        sequences = []
-        for prompt, limit, end in zip(prompts, limits, ends, strict=True):
-            ids, sampler = self._start(prompt, limit, Sampler(how))
-            reply = Reply(self.tokenizer, stop_texts(stop) + stop_texts(end))
-            sequences.append(SequenceState(ids, sampler, reply, limit))
-        self._run_together(sequences)
-        return [sequence.reply.text for sequence in sequences]
+        with self.batch() as batch:
+            generations = [
+                batch.add(prompt, limit, stop_texts(stop) + stop_texts(end), **sampling)
+                for prompt, limit, end in zip(prompts, limits, ends, strict=True)
+            ]
+            self._run(batch, sum(len(generation.prompt) for generation in generations))
+        for generation in generations:
+            if generation.error is not None:
+                raise generation.error
+        return [generation.text for generation in generations]
 
-    def _run_together(self, sequences: list[SequenceState]) -> None:
-        timing = self.timing = Timing(prompt_tokens=sum(len(sequence.prompt) for sequence in sequences))
-        with self._lock:
-            runner = BatchRunner(self._decoder, sequences)
-        left = True
-        while left:
-            with self._lock:
-                start, preparing, steps = compiling.clock(), self._decoder.preparing, runner.steps
-                left = runner.advance()
-                seconds = compiling.clock() - start - (self._decoder.preparing - preparing)
-            if runner.steps == steps:
+    def batch(self, sequences: int = MAX_BATCH) -> Batch:
+        """Several sequences that are made together, and may be added and cancelled at any time; see `Batch`.
+
+        sequences  contexts, at most 8; further sequences wait until one is free
+
+        The model's own context stays as it is; each of these takes as much memory. On the CPU alone.
+        """
+        self._decoder.begin()  # raises if the model is closed
+        if not isinstance(self._decoder, Decoder):
+            raise BridgeError(
+                f"device {self.device}: several sequences at once only run on the CPU; generate one after another"
+            )
+        return Batch(lambda: self._decoder, self.tokenizer, self._lock, self._start, sequences)
+
+    def _run(self, batch: Batch, prompt_tokens: int) -> None:
+        """Advance a batch to its end, and time it."""
+        timing = self.timing = Timing(prompt_tokens=prompt_tokens)
+        while batch.busy():
+            start, preparing, steps = compiling.clock(), self._decoder.preparing, batch.steps
+            batch.advance()
+            seconds = compiling.clock() - start - (self._decoder.preparing - preparing)
+            if batch.steps == steps:
                 timing.prompt_seconds += seconds
             else:
                 timing.seconds += seconds
-        timing.tokens = runner.tokens
+        timing.tokens, timing.kept_tokens = batch.step_tokens, prompt_tokens - batch.prompt_tokens
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], max_tokens: int = 256, **options: Any) -> Iterator[str]:
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        max_tokens: int = 256,
+        template_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Iterator[str]:
         """The model's reply to [{"role": "user", "content": ...}, ...], by the file's own chat template.
+
+        template_options  as in `chat_tokens`
+        options           the arguments of `generate` after `max_tokens`
 
         Its own replies are not read again, even if it chose other tokens than the tokenizer would.
         """
-        tokens = self.chat_tokens(messages)
+        tokens = self.chat_tokens(messages, template_options)
         with self._lock:
             tokens = self.tokenizer.spelled_as(tokens, self._decoder.read)
         return self.generate(tokens, max_tokens, **options)
 
-    def chat_tokens(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """A conversation as token ids, up to where the reply begins."""
-        from bridge.gguf_file.chat_template import TemplateFailed, render_chats
+    def chat_tokens(
+        self, messages: Sequence[Mapping[str, Any]], template_options: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """A conversation as token ids, up to where the reply begins.
+
+        template_options  further variables of the chat template: "tools" and "documents" (lists of objects, as in the
+                          OpenAI API), "enable_thinking" and what else the template asks for. Tools take the file's
+                          template for them where it has one
+        """
+        from bridge.gguf_file.chat_template import TemplateFailed, check_template_options, render_chats
 
         plain = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
         if not plain or not all(isinstance(message, Mapping) for message in messages):
             raise BridgeError('the messages of a chat must be a list: [{"role": "user", "content": "..."}, ...]')
-        if self.chat_template is None:
+        extra = check_template_options({} if template_options is None else template_options)
+        for_tools = self._file.metadata.get("tokenizer.chat_template.tool_use") if extra.get("tools") else None
+        template = for_tools if isinstance(for_tools, str) else self.chat_template
+        if template is None:
             raise BridgeError(
                 f"{self.path}: the file has no chat template; give the whole prompt as a text, to `gguf-bridge run -p` "
                 "without --chat or to Model.generate"
             )
         bos, eos = self.tokenizer.text(self.tokenizer.bos), self.tokenizer.text(self.tokenizer.eos)
-        (text,) = render_chats(self.chat_template, [(messages, True)], {"bos_token": bos, "eos_token": eos})
+        tokens = {"bos_token": bos, "eos_token": eos}
+        (text,) = render_chats(template, [(messages, True)], tokens, options=extra)
         if isinstance(text, TemplateFailed):
             raise BridgeError(f"{self.path}: the chat template cannot be used: {text}") from text
         return self.tokenizer.encode(text, add_special=not (bos and text.startswith(bos)))
@@ -375,6 +465,8 @@ class Model:
             if token in self.tokenizer.stops:
                 return
             yield token
+            if sampler.complete:
+                return
 
     def _in_turn(self, drawn: Iterator[int], turn: int) -> Iterator[int]:
         """The tokens drawn, while no later call has taken the context."""

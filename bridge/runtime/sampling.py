@@ -11,11 +11,13 @@ from argparse import ArgumentTypeError
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from bridge.errors import BridgeError, parameter
+from bridge.runtime.constraint import Constraint
+from bridge.runtime.tokenizer import Tokenizer
 from bridge.system.options import check_integer, is_integer, is_number, option
 
 _MOST_TOKENS = 1 << 31  # more than any vocabulary or context has
@@ -112,14 +114,16 @@ class Probabilities:
 class Sampler:
     """Draws tokens one after another.
 
-    logprobs  number of the most likely tokens that `probabilities` lists after every draw; None: it stays None
+    logprobs    number of the most likely tokens that `probabilities` lists after every draw; None: it stays None
+    constraint  what the reply must fit
     """
 
-    def __init__(self, how: Sampling, logprobs: int | None = None):
+    def __init__(self, how: Sampling, logprobs: int | None = None, constraint: Constraint | None = None):
         if logprobs is not None:
             check_integer("logprobs", logprobs, 0)
         self.how = how
         self.probabilities: Probabilities | None = None  # of the last draw
+        self._constraint = constraint
         self._logprobs = logprobs
         self._random = np.random.default_rng(how.seed)
         self._seen: deque[int] = deque(maxlen=how.repeat_last_n if 0 <= how.repeat_last_n < _MOST_TOKENS else None)
@@ -127,10 +131,25 @@ class Sampler:
         self._biased = np.array(list(bias), np.int64)
         self._bias = np.array(list(bias.values()), np.float32)
 
+    @classmethod
+    def of(
+        cls, tokenizer: Tokenizer, logprobs: int | None = None, schema: Any = None, regex: Any = None, **sampling: Any
+    ) -> Self:
+        """A sampler for fields of `Sampling`, and for what `Constraint` takes."""
+        how = Sampling(**sampling)
+        free = schema is None and regex is None
+        return cls(how, logprobs, None if free else Constraint(tokenizer, schema, regex))
+
     @property
     def plain(self) -> bool:
         """Whether a draw depends on its logits alone, and its probability is not asked for."""
-        return not (self.how.penalizes or self._biased.size) and self._logprobs is None
+        depends = self.how.penalizes or self._biased.size or self._constraint is not None
+        return not depends and self._logprobs is None
+
+    @property
+    def complete(self) -> bool:
+        """Whether the constraint allows nothing more."""
+        return self._constraint is not None and self._constraint.complete
 
     def see(self, tokens: Sequence[int]) -> None:
         """Note the tokens of a prompt; those drawn are noted anyway."""
@@ -147,7 +166,14 @@ class Sampler:
         top = logits.max()  # NaN, where there is one
         if not np.isfinite(top):
             raise not_finite(top)
-        token = self._drawn(self._adjusted(logits))
+        adjusted = self._adjusted(logits)
+        if self._constraint is not None:
+            adjusted = self._constraint.mask(adjusted)
+            if adjusted.max() == -np.inf:
+                raise BridgeError(f"{parameter('logit_bias')} forbids all tokens that the schema allows; forbid fewer")
+        token = self._drawn(adjusted)
+        if self._constraint is not None:
+            self._constraint.accept(token)
         if self.how.penalizes:
             self._seen.append(token)
         if self._logprobs is not None:
@@ -177,10 +203,8 @@ class Sampler:
         return logits
 
     def _note(self, logits: np.ndarray, token: int) -> Probabilities:
-        values = logits.astype(np.float64) - logits.max()
-        values -= np.log(np.exp(values).sum())
-        best = np.argsort(-values, kind="stable")[: self._logprobs]
-        return Probabilities(float(values[token]), tuple((int(t), float(values[t])) for t in best))
+        assert self._logprobs is not None
+        return probabilities(logits, token, self._logprobs)
 
     def uniform(self, count: int) -> np.ndarray:
         """float64 [count]: the numbers in [0, 1) that the next draws would use, for a device that draws by itself."""
@@ -202,6 +226,16 @@ class Sampler:
         if self.how.min_p > 0:
             kept = min(kept, int((weights >= self.how.min_p).sum()))
         return tokens[:kept], scores[:kept]
+
+
+def probabilities(logits: np.ndarray, token: int, count: int) -> Probabilities:
+    """The log-probabilities of a token and of the `count` most likely ones, for logits float32 [vocab]."""
+    values = logits.astype(np.float64) - logits.max()
+    values -= np.log(np.exp(values).sum())
+    count = min(count, values.size)
+    best = np.argpartition(-values, count - 1)[:count] if count else np.empty(0, np.int64)
+    best = best[np.lexsort((best, -values[best]))]
+    return Probabilities(float(values[token]), tuple((int(t), float(values[t])) for t in best))
 
 
 def not_finite(value: object) -> BridgeError:

@@ -71,11 +71,12 @@ class DecodeBuffers:
                 program.resize(attend, spread * spans, True)
                 program.resize(merge, heads if spans > 1 else 0, shared)
 
-    def use(self, cache: KVCache) -> None:
-        """Let the tokens follow one another in this cache."""
-        if self.caches[0] is not cache:
-            self.caches[0] = cache
-            self._store_in(0)
+    def use(self, caches: Sequence[KVCache]) -> None:
+        """Let the tokens go into these caches, as many as before."""
+        for index, cache in enumerate(caches):
+            if self.caches[index] is not cache:
+                self.caches[index] = cache
+                self._store_in(index)
 
     def _store_in(self, index: int) -> None:
         cache = self.caches[index]

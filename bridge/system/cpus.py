@@ -1,5 +1,7 @@
 """How many CPUs there are to work on: those of the affinity mask, and no more than a cgroup's quota pays for.
 
+On a Mac, the performance cores: chunks of a product are alike, and the last one would run on a slow core.
+
 A container of 2 CPUs on a machine of 64 (`docker --cpus=2`) sees all 64; the kernel stops its threads when they have
 used up the time of two. The quota is in files of the control groups that the process is in, and of those around
 them:
@@ -14,12 +16,17 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from bridge.system.arm import performance_cores
+
 _PROCESS = Path("/proc/self")  # Linux's description of this process
 
 
 def usable_cpus() -> int:
     """The CPUs that this process may run on, at least 1; a part of one in a quota counts as a whole one."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cpus = len(os.sched_getaffinity(0))
+    else:
+        cpus = performance_cores() or os.cpu_count() or 1
     quota = _quota()
     return max(1, math.ceil(quota)) if quota < cpus else cpus
 

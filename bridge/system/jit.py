@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-import llvmlite
+import llvmlite.binding
 import numba
 import numpy as np
 from numba.core import event
@@ -28,7 +28,7 @@ from numba.core.compiler_lock import global_compiler_lock
 
 import bridge
 from bridge.errors import BridgeError
-from bridge.system import compiling
+from bridge.system import compiling, targets
 from bridge.system.cache import cache_folder, paths
 from bridge.system.folder_locks import lock_shared, remove_if_unlocked
 from bridge.system.text import tell
@@ -42,6 +42,12 @@ if hasattr(os, "register_at_fork"):  # a fork waits for a thread that compiles: 
         after_in_parent=global_compiler_lock.release,
         after_in_child=global_compiler_lock.release,
     )
+
+
+if _unseen := targets.unseen_features():
+    _seen = llvmlite.binding.get_host_cpu_features().flatten().split(",")
+    _told = [feature for feature in _seen if feature and feature[1:] not in _unseen]
+    numba.config.CPU_FEATURES = ",".join([*_told, *(f"+{name}" for name in _unseen)])  # type: ignore[attr-defined]
 
 
 class _Listener(event.Listener):

@@ -29,9 +29,9 @@ from bridge.system.fork_locks import ForkLock
 from bridge.system.jit import inner, kernel
 from bridge.system.options import check_integer
 from bridge.system.row_threads import thread_limit
+from bridge.system.waiting import give_way, initialize, lock, unlock, wait, wake
 
 _intrinsic: Any = intrinsic  # mypy takes it for a function of its typing context
-_function: Any = types.ExternalFunction
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _NOTHING = ir.FunctionType(ir.VoidType(), [])
 
@@ -48,15 +48,6 @@ _SPINS_BEFORE_YIELD = 20000  # pauses before a waiting caller begins to yield it
 _MAX_THREADS = 1024
 MIN_BYTES_TO_SHARE = 1 << 17  # of weights: below, waking other threads costs more than it saves
 _PER_THREAD = 12  # chunks: few enough to stream, enough to make up for a thread that is held up
-
-_int32: Any = types.int32
-_lock_of = _function("pthread_mutex_lock", _int32(types.intp))
-_unlock = _function("pthread_mutex_unlock", _int32(types.intp))
-_wait = _function("pthread_cond_wait", _int32(types.intp, types.intp))
-_wake = _function("pthread_cond_broadcast", _int32(types.intp))
-_mutex_init = _function("pthread_mutex_init", _int32(types.intp, types.intp))
-_condition_init = _function("pthread_cond_init", _int32(types.intp, types.intp))
-_yield = _function("sched_yield", _int32())
 
 
 def _word(builder: ir.IRBuilder, address: ir.Value, index: ir.Value) -> ir.Value:
@@ -131,12 +122,6 @@ def call(typingctx, function, a, b, c, d, e, f, g, first, last):
     return types.void(*integers), emit
 
 
-@kernel
-def _init(state):
-    _mutex_init(state + 8 * _MUTEX, 0)
-    _condition_init(state + 8 * _CONDITION, 0)
-
-
 @inner
 def _take(state):
     """Run chunks until there are none."""
@@ -177,21 +162,21 @@ def _serve(state):
         if spins < _SPINS_BEFORE_SLEEP:
             pause()
             continue
-        _lock_of(state + 8 * _MUTEX)
+        lock(state + 8 * _MUTEX)
         add(state, _SLEEPERS, 1)
         while read(state, _TICKET) & _CHUNKS_LEFT == 0 and read(state, _STOP) == 0:
-            _wait(state + 8 * _CONDITION, state + 8 * _MUTEX)
+            wait(state + 8 * _CONDITION, state + 8 * _MUTEX)
         add(state, _SLEEPERS, -1)
-        _unlock(state + 8 * _MUTEX)
+        unlock(state + 8 * _MUTEX)
         spins = 0
 
 
 @inner
 def _wake_all(state):
     if read(state, _SLEEPERS) > 0:
-        _lock_of(state + 8 * _MUTEX)
-        _wake(state + 8 * _CONDITION)
-        _unlock(state + 8 * _MUTEX)
+        lock(state + 8 * _MUTEX)
+        wake(state + 8 * _CONDITION)
+        unlock(state + 8 * _MUTEX)
 
 
 @kernel
@@ -222,7 +207,7 @@ def run(state, threads, function, a, b, c, d, e, f, g, groups):
         if spins < _SPINS_BEFORE_YIELD:
             pause()
         else:
-            _yield()
+            give_way()
 
 
 class Pool:
@@ -236,7 +221,7 @@ class Pool:
         self.state = 0
         if threads > 1:
             self.state = -(-address // 64) * 64
-            _init(self.state)
+            initialize(self.state + 8 * _CONDITION, self.state + 8 * _MUTEX)
             try:
                 with thread_limit():
                     for number in range(threads - 1):
@@ -258,9 +243,9 @@ def _work(pool: Pool) -> None:
 @kernel
 def _stop(state):
     write(state, _STOP, 1)
-    _lock_of(state + 8 * _MUTEX)
-    _wake(state + 8 * _CONDITION)
-    _unlock(state + 8 * _MUTEX)
+    lock(state + 8 * _MUTEX)
+    wake(state + 8 * _CONDITION)
+    unlock(state + 8 * _MUTEX)
 
 
 _pool: Pool | None = None
@@ -299,8 +284,7 @@ def get_pool() -> Pool:
     if (pool := _pool) is None:
         with _choosing:
             if (pool := _pool) is None:
-                threads = get_num_threads() if os.name == "posix" else 1  # no pthreads elsewhere
-                _pool = pool = Pool(threads)
+                _pool = pool = Pool(get_num_threads())
     return pool
 
 

@@ -2,7 +2,8 @@
 
 BRIDGE_CPU=avx512, avxvnni, avx512bw, avx2, neon or portable overrides the choice, downwards only: an instruction that
 the CPU lacks ends the process, so asking for one is an error. NUMBA_CPU_NAME and NUMBA_CPU_FEATURES count as
-the CPU's description where they are set, since numba compiles for them.
+the CPU's description where they are set, since numba compiles for them. What LLVM does not see of an Arm CPU (on
+macOS and under qemu, for instance) comes from the system: see arm.py.
 """
 
 import importlib
@@ -11,6 +12,7 @@ from functools import cache
 from types import ModuleType
 
 from bridge.errors import BridgeError
+from bridge.system import arm
 
 _ORDER = ("avx512", "avxvnni", "avx512bw", "avx2", "neon")
 PORTABLE = "portable"
@@ -21,12 +23,23 @@ def module(name: str) -> ModuleType:
     return importlib.import_module(f"bridge.runtime.cpu.intrinsics_{name}")
 
 
+def _seen_by_llvm() -> set[str]:
+    import llvmlite.binding as llvm
+
+    return {name for name, present in llvm.get_host_cpu_features().items() if present}
+
+
+def unseen_features() -> list[str]:
+    """What numba must be told that the CPU has, as LLVM does not see it; nothing where the user describes the CPU."""
+    if os.environ.get("NUMBA_CPU_NAME") or os.environ.get("NUMBA_CPU_FEATURES") is not None:
+        return []
+    return sorted(arm.features() - _seen_by_llvm())
+
+
 @cache
 def host_features() -> frozenset[str]:
     """The CPU features that compiled code may use, as LLVM names them."""
-    import llvmlite.binding as llvm
-
-    features = {name for name, present in llvm.get_host_cpu_features().items() if present}
+    features = _seen_by_llvm() | arm.features()
     wanted = os.environ.get("NUMBA_CPU_FEATURES")
     if wanted is not None or os.environ.get("NUMBA_CPU_NAME"):
         # a CPU's name proves nothing: features must be listed, and present here too

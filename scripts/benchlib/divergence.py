@@ -19,6 +19,7 @@ from bridge.quantize.mixture import calibration_sequences
 from bridge.quantize.own_samples import own_samples
 from bridge.quantize.sources import sources_of
 from scripts.peers import reference
+from scripts.peers.predictions import mean_kl
 
 from . import output_of
 
@@ -65,7 +66,7 @@ class FloatModel:
     def divergence(self, other: torch.nn.Module | reference.Weights) -> float:
         """Mean KL divergence, in nats a token, of a model or of this one with other weights."""
         model = other if isinstance(other, torch.nn.Module) else self.with_weights(other)
-        return reference.mean_kl(self._expected, reference.logits(model, self._test))
+        return mean_kl(self._expected, reference.logits(model, self._test))
 
     def quantized(self, layer: Any, **options: Any) -> tuple[float, float]:
         """The divergence after `quantize_model` with this method, and the seconds that quantizing took."""

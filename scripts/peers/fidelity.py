@@ -18,6 +18,7 @@ import numpy as np
 
 from scripts.peers import reference
 from scripts.peers.gguf_file import gguf_weights
+from scripts.peers.predictions import mean_kl
 from scripts.peers.reference import Weights
 
 
@@ -53,11 +54,11 @@ class Reference:
 
     def kl(self, weights: Weights) -> float:
         """Mean KL divergence, in nats a token, of the same model with other weights."""
-        return reference.mean_kl(self.logits, self.predict(weights))
+        return mean_kl(self.logits, self.predict(weights))
 
     def kl_from(self, weights: Weights) -> float:
         """The other direction: from the same model with these weights to the checkpoint."""
-        return reference.mean_kl(self.predict(weights), self.logits)
+        return mean_kl(self.predict(weights), self.logits)
 
     def linears_of(self, other: Weights) -> dict[str, np.ndarray]:
         """The checkpoint's weights with the quantized linears of `other`."""

@@ -15,7 +15,7 @@ from bridge.cli.describe import describe
 from bridge.conversion.converter import plan_checkpoint
 from bridge.conversion.verify import failures, verify
 from scripts.peers.llama_cpp import LlamaCpp
-from scripts.peers.reference import mean_kl
+from scripts.peers.predictions import mean_kl
 from tests.support.encode import load_floats, write_folder, write_gptq, write_model
 
 pytest.importorskip("torch")

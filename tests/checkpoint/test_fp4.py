@@ -20,6 +20,7 @@ from bridge.errors import BridgeError
 from scripts.peers import reference
 from scripts.peers.gguf_file import gguf_weights
 from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.predictions import mean_kl
 from tests.conftest import shared
 from tests.support import encode_fp4 as fp4
 from tests.support.encode import write_folder
@@ -326,7 +327,7 @@ def test_checkpoints_of_the_real_tools_are_what_these_say_and_llama_cpp_computes
         tokens = theirs.tokenize("KING RICHARD: My lord, I am the son of your")
         logits = theirs.logits(tokens)
         assert len(theirs.generate_greedy(tokens, 8)) == 8
-    assert reference.mean_kl(reference.logits(model, np.array([tokens]))[0], logits) < 1e-3
+    assert mean_kl(reference.logits(model, np.array([tokens]))[0], logits) < 1e-3
 
 
 class Stored:
@@ -367,10 +368,10 @@ def test_scales_of_matrices_and_of_experts_are_applied_by_llama_cpp_and_by_the_r
     )  # whose graph has no use for it
     expected = predict(dequantized(tmp_path / "ref", model, {n: Stored(v) for n, v in stored.items()}), TOKENS)
     with LlamaCpp(tmp_path / "m.gguf", n_ctx=64) as theirs:
-        assert reference.mean_kl(expected, theirs.logits(TOKENS)) < (2e-2 if kind == "qwen2" else 2e-3)
+        assert mean_kl(expected, theirs.logits(TOKENS)) < (2e-2 if kind == "qwen2" else 2e-3)
     ours = bridge.Model.load(tmp_path / "m.gguf", precision="f32")
     if kind != "qwen2":
-        assert reference.mean_kl(expected, ours.logits(TOKENS)) < 1e-6
+        assert mean_kl(expected, ours.logits(TOKENS)) < 1e-6
     if kind == "llama":
         prepared = bridge.Model.load(tmp_path / "m.gguf").prepare()
         whole = prepared.logits(TOKENS)[-1]

@@ -16,7 +16,8 @@ from bridge.checkpoint import open_checkpoint
 from bridge.cli import main
 from bridge.errors import BridgeError
 from scripts.peers.llama_cpp import LlamaCpp
-from scripts.peers.reference import checkpoint_weights, mean_kl
+from scripts.peers.predictions import mean_kl
+from scripts.peers.reference import checkpoint_weights
 from tests.conftest import CHECKPOINT
 from tests.support.encode import Quantized, quantize
 from tests.support.encode_legacy import DIALECTS, config_folder, legacy_tensors, save_pt, write_legacy

@@ -21,7 +21,7 @@ from bridge.errors import BridgeError
 from bridge.quantize.settings import Calibration
 from scripts.peers.gguf_file import gguf_weights
 from scripts.peers.llama_cpp import LlamaCpp
-from scripts.peers.reference import mean_kl
+from scripts.peers.predictions import mean_kl
 from tests.conftest import CHECKPOINT
 from tests.support.encode import LINEAR, write_folder
 from tests.support.encode_trellis import (

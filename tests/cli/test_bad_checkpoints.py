@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bridge.cli import main
-from tests.conftest import PATIENCE
+from tests.conftest import PATIENCE, linux
 from tests.support.command_line import GATE, bridge_process, edit_json, one_line
 from tests.support.raw import Raw, edit_raw
 
@@ -59,6 +59,7 @@ MIXTURE = {
 LLAMA3 = {"factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 1024}
 
 
+@linux
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -13,6 +13,7 @@ import pytest
 
 import bridge
 from bridge.cli import main
+from tests.conftest import posix
 from tests.support.command_line import GATE, edit_json
 from tests.support.raw import shard
 
@@ -109,6 +110,7 @@ FROM_THE_MODEL = [
 ]  # fmt: skip
 
 
+@posix
 @pytest.mark.parametrize("name", [*FROM_THE_MODEL, "model.safetensors"])
 @pytest.mark.parametrize("what", ["pipe", "device"])
 def test_what_never_ends_is_not_read(model, convert, name, what):

@@ -82,11 +82,12 @@ def test_a_checkpoint_that_is_a_file_or_not_there(model, refused, tmp_path):
     assert "give the folder" in refused("inspect", model / "model.safetensors")
     assert "no such file" in refused("inspect", "some/model.gguf")
     (tmp_path / "have.gguf").write_bytes(b"GGUF")
-    assert "is a GGUF already" in refused("convert", tmp_path / "have.gguf", out)
+    assert "not a GGUF file (shorter" in refused("convert", tmp_path / "have.gguf", out)
+    assert "is a GGUF, not a checkpoint" in refused("repack", tmp_path / "have.gguf", out)
     (model / "model.safetensors").rename(model / "model.gguf")
     assert "model.gguf, which is a GGUF already" in refused("convert", model, out)
     (model / "config.json").rename(model / "adapter_config.json")
-    assert "is an adapter (LoRA)" in refused("convert", model, out)
+    assert "convert its base model with --merge set to this folder" in refused("convert", model, out)
 
 
 def test_a_gguf_that_is_none_or_cut_short(model, refused, tmp_path):

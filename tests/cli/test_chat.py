@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
 import json
-import os
-import pty
 import re
-import select
 import shutil
-import signal
-import subprocess
-import sys
-import termios
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from bridge.cli import main
-from tests.conftest import CHECKPOINT, PATIENCE, ROOT
+from bridge.runtime.model import Model
+from tests.conftest import CHECKPOINT, PATIENCE
+from tests.support.terminal import Terminal, needs_terminal
 
 TEMPLATE = "{% for m in messages %}{{ m.role + ': ' + m.content + ' ' }}{% endfor %}assistant: "
 
@@ -64,45 +57,7 @@ def test_commands_are_listed_and_unknown_ones_told(chat: Callable[..., str]) -> 
     assert said[-2:] == ["unknown command /hello: /help lists them", "/save: needs an argument"]
 
 
-class Terminal:
-    """The program on a terminal of its own."""
-
-    def __init__(self, *arguments: object) -> None:
-        self.master, slave = pty.openpty()
-        command = [sys.executable, "-m", "bridge.cli", *map(str, arguments)]
-        own = {"TERM": "xterm", "PYTHONPATH": str(ROOT)}
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, stdin=slave, stdout=slave, stderr=slave, env=os.environ | own, start_new_session=True,
-            preexec_fn=self._own,
-        )  # fmt: skip
-        os.close(slave)
-        self.said = ""
-
-    @staticmethod
-    def _own() -> None:
-        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a job in the background ignores it
-
-    def until(self, text: str) -> None:
-        """Wait for a text, which is read off."""
-        deadline = time.monotonic() + PATIENCE
-        while text not in self.said:
-            assert time.monotonic() < deadline, self.said
-            if select.select([self.master], [], [], 0.1)[0]:
-                self.said += os.read(self.master, 4096).decode()
-        self.said = self.said.partition(text)[2]
-
-    def type(self, text: str) -> None:
-        os.write(self.master, text.encode())
-
-    def half_a_line(self) -> None:
-        """Type what is no whole line; once it is shown, the program waits for more and notices signals."""
-        self.until("> ")
-        self.type("half")
-        self.until("half")
-        time.sleep(0.3)
-
-
+@needs_terminal
 def test_a_terminal_greets_takes_pasted_lines_as_one_message_and_ends_at_the_second_ctrl_c(
     talker: Path, tmp_path: Path
 ) -> None:
@@ -123,12 +78,39 @@ def test_a_terminal_greets_takes_pasted_lines_as_one_message_and_ends_at_the_sec
     assert json.loads((tmp_path / "talk.json").read_text())[0]["content"] == "first\nsecond"
 
 
+@needs_terminal
 def test_a_signal_ends_a_chat_that_waits(talker: Path) -> None:
     terminal = Terminal("chat", talker)
     terminal.half_a_line()
     terminal.process.terminate()
     terminal.until("stopped")
     assert terminal.process.wait(PATIENCE) == 143
+
+
+def test_tools_and_switches_reach_the_template(
+    talker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    asked = []
+
+    def chat_tokens(model: Model, messages: object, template_options: object) -> list[int]:
+        asked.append(template_options)
+        return [1]
+
+    monkeypatch.setattr(Model, "chat_tokens", chat_tokens)
+    template = "{{ '' if enable_thinking else '<think>' }}"
+    monkeypatch.setattr(Model, "chat_template", property(lambda model: template))
+    (tmp_path / "tools.json").write_text('[{"name": "f"}]')
+    options = ["--tools", str(tmp_path / "tools.json"), "--no-think", "--template-option", "effort=low"]
+    assert main(["run", str(talker), "-n", "1", "-p", "Hi", "--chat", *options, "--template-option", "budget=9"]) == 0
+    assert asked == [{"tools": [{"name": "f"}], "enable_thinking": False, "effort": "low", "budget": 9}]
+    capsys.readouterr()
+    template = "{{ messages }}"
+    assert "no switch for thinking" in refused("run", talker, "-p", "Hi", "--chat", "--no-think")
+    (tmp_path / "tools.json").write_text("{}")
+    assert "must be a list of objects" in refused("chat", talker, "--tools", tmp_path / "tools.json")
+    assert "need --chat" in refused("run", talker, "-p", "Hi", "--no-think")
+    assert "'low': must be a name and a value" in refused("chat", talker, "--template-option", "low")
 
 
 @pytest.mark.parametrize("command", [["chat"], ["run", "--chat", "-p", "Hi"]])

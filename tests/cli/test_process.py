@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import pty
 import re
 import shutil
 import signal
-import struct
 import subprocess
 import sys
-import termios
 import time
 from typing import Any
 
@@ -19,8 +15,9 @@ import pytest
 
 import bridge
 from bridge.cli import main
-from tests.conftest import CHECKPOINT, PATIENCE, ROOT
+from tests.conftest import CHECKPOINT, PATIENCE, ROOT, linux, posix
 from tests.support.command_line import OLD, bridge_process, contents, one_line, types
+from tests.support.terminal import needs_terminal, open_terminal
 
 
 def python(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -82,7 +79,7 @@ def test_help_fits_a_terminal(command, capsys, monkeypatch):
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems' file names are text")
+@linux
 def test_a_folder_whose_name_is_not_utf_8(tmp_path):
     folder = os.fsencode(tmp_path) + b"/mod\xe9le"
     shutil.copytree(os.fsencode(CHECKPOINT), folder)
@@ -106,6 +103,7 @@ def test_a_reader_that_goes_away_is_no_error():
     assert process.wait() == 0
 
 
+@posix
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_closed_streams_are_no_error(tmp_path, closed):
     command = f"{sys.executable} -m bridge.cli convert {CHECKPOINT} {tmp_path}/out.gguf --type Q4_0 {closed}"
@@ -113,10 +111,10 @@ def test_closed_streams_are_no_error(tmp_path, closed):
     assert types(tmp_path / "out.gguf")["blk.0.ffn_up.weight"] == "Q4_0"
 
 
+@needs_terminal
 def test_a_progress_bar_shows_on_a_terminal_and_nowhere_else(tmp_path):
     command = [sys.executable, "-m", "bridge.cli", "convert", str(CHECKPOINT), str(tmp_path / "a.gguf"), "--force"]
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 25, 80, 0, 0))
+    ours, theirs = open_terminal()
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=theirs, check=False)
     os.close(theirs)
     shown = os.read(ours, 100_000).decode()
@@ -127,6 +125,7 @@ def test_a_progress_bar_shows_on_a_terminal_and_nowhere_else(tmp_path):
     assert subprocess.run(command, cwd=ROOT, capture_output=True, check=False).stderr == b""
 
 
+@posix
 @pytest.mark.parametrize(
     ("limit", "options", "exists"),
     [(20_000, [], True), (1_000_000, [], False), (300_000, ["--split-max-size=500K"], True)],
@@ -154,8 +153,10 @@ run()
 """
 
 
-@pytest.mark.parametrize(("sent", "exists"), [(signal.SIGINT, False), (signal.SIGTERM, True), (signal.SIGHUP, True)])
-def test_an_interrupt_leaves_what_was_there_and_nothing_else(model, tmp_path, sent, exists):
+@posix
+@pytest.mark.parametrize(("name", "exists"), [("SIGINT", False), ("SIGTERM", True), ("SIGHUP", True)])
+def test_an_interrupt_leaves_what_was_there_and_nothing_else(model, tmp_path, name, exists):
+    sent = getattr(signal, name)
     out = tmp_path / "out.gguf"
     if exists:
         out.write_bytes(OLD)

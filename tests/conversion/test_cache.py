@@ -19,7 +19,7 @@ import bridge
 from bridge.cli import main
 from bridge.conversion.cache import converted
 from bridge.errors import BridgeError
-from tests.conftest import CHECKPOINT, PATIENCE, ROOT
+from tests.conftest import CHECKPOINT, PATIENCE, ROOT, posix
 
 
 @pytest.fixture
@@ -155,6 +155,7 @@ converted(sys.argv[1], progress=progress)
 """
 
 
+@posix
 def test_a_killed_conversion_leaves_no_half_file_and_the_next_makes_it(cache, model, release):
     done = subprocess.run([sys.executable, "-c", KILLED, model], cwd=ROOT, capture_output=True)
     assert done.returncode == -signal.SIGKILL
@@ -185,6 +186,7 @@ def test_two_processes_at_once_convert_once(cache, model):
     assert sum("codes kept" in error for _, error in ended) == 1
 
 
+@posix
 def test_who_comes_while_another_converts_waits(cache, model, release, capsys):
     import fcntl
     import threading
@@ -249,6 +251,7 @@ def test_a_damaged_gguf_is_made_anew(cache, model, release, capsys, damage):
     assert capsys.readouterr().err == ""
 
 
+@posix
 def test_pipes_and_devices_in_a_checkpoints_folder_are_not_read(cache, model, release):
     path = converted(model)
     os.mkfifo(model / "notes.txt")
@@ -258,6 +261,7 @@ def test_pipes_and_devices_in_a_checkpoints_folder_are_not_read(cache, model, re
     assert converted(model) == path
 
 
+@posix
 def test_a_lock_file_is_not_opened_through_a_link(cache, model, release, tmp_path):
     path = converted(model)
     (tmp_path / "precious").write_text("of years")
@@ -268,6 +272,7 @@ def test_a_lock_file_is_not_opened_through_a_link(cache, model, release, tmp_pat
     assert (tmp_path / "precious").read_text() == "of years"
 
 
+@posix
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
 def test_a_file_system_without_locks_is_no_error(cache, model, release, monkeypatch, code):
     def flock(*_: object) -> None:
@@ -329,6 +334,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@posix
 @pytest.mark.parametrize("home", ["none", "file", "read-only"])
 def test_without_a_home_folder(model, tmp_path, home):
     env = {k: v for k, v in os.environ.items() if k not in ("HOME", "XDG_CACHE_HOME", "NUMBA_CACHE_DIR")}

@@ -9,16 +9,19 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import bridge
 from bridge.blocks import TYPES
+from bridge.checkpoint.formats.fp4 import unpacked
+from bridge.checkpoint.formats.fp4_layouts import FP4_LAYOUTS, fp4_obstacle
 from bridge.checkpoint.formats.layouts import LAYOUTS
 from bridge.checkpoint.grouped import GroupedTensor
-from bridge.conversion.codes_of_blocks import codes_of
+from bridge.conversion.codes_of_blocks import codes_of, fp4_of
 from bridge.encode.block_bytes import unpack_fields
 from bridge.errors import BridgeError
 from bridge.gguf_file.reader import read_gguf
-from scripts.peers.reference import mean_kl
+from scripts.peers.predictions import mean_kl
 from tests.conftest import CHECKPOINT, shared
 
 
@@ -71,6 +74,8 @@ def test_shared_checkpoints_come_back_with_the_same_codes(name, format, converte
         ("Q4_1", "mlx"),
         ("Q5_0", "mlx"),
         ("Q5_1", "mlx"),
+        ("Q4_0", "hqq"),
+        ("Q8_0", "hqq"),
     ],
 )
 def test_plain_blocks_go_to_a_checkpoint_and_back_bit_for_bit(type, format, tmp_path) -> None:
@@ -124,6 +129,63 @@ def test_codes_of_types_without_offsets_are_the_weights(type, bits) -> None:
     assert np.allclose(tensor.dequantize(), expected, rtol=1e-3)  # scales are halves
 
 
+@pytest.mark.parametrize(
+    ("source", "format"),
+    [
+        ("llama-ct-mxfp4a16", "compressed-tensors"),
+        ("llama-ct-mxfp4a16", "mlx"),
+        ("llama-mlx-nvfp4", "mlx"),
+        ("llama-mlx-nvfp4", "modelopt"),
+        ("llama-mlx-nvfp4", "compressed-tensors"),
+    ],
+)
+def test_4_bit_floats_come_back_bit_for_bit(source, format, tmp_path) -> None:
+    home = shared(f"more/{source}")
+    bridge.convert(home, tmp_path / "m.gguf", type="exact")
+    done = bridge.export(tmp_path / "m.gguf", tmp_path / "new", format, config=home)
+    kind = {"NVFP4" if "nvfp4" in source else "MXFP4"}
+    assert {t.kind for t in done.tensors if t.bits == 4} == kind
+    with bridge.open_checkpoint(home) as old, bridge.open_checkpoint(tmp_path / "new") as new:
+        layers = [n for n in old.modules if ".layers." in n]
+        assert layers
+        for name in layers:
+            a, b = old.reader.read(name), new.reader.read(name)
+            assert (np.array_equal(a.codes, b.codes), np.array_equal(a.scales, b.scales)) == (True, True), name
+
+
+def test_the_scale_of_a_whole_nvfp4_matrix_comes_along() -> None:
+    rng = np.random.default_rng(0)
+    raw = rng.integers(0, 256, (4, 2 * 36), np.uint8)
+    tensor = fp4_of("layer", "NVFP4", raw, 0.125)
+    assert tensor is not None
+    clean = raw.reshape(4, 2, 36).copy()
+    expected = gguf.quants.dequantize(clean.reshape(4, -1), gguf.GGMLQuantizationType.NVFP4) * np.float32(0.125)
+    assert np.array_equal(tensor.dequantize(), expected)
+    assert fp4_obstacle("mlx", tensor)
+    assert not fp4_obstacle("modelopt", tensor)
+    packed = FP4_LAYOUTS["compressed-tensors", "NVFP4"].pack(tensor)
+    assert packed["weight_global_scale"] == 8
+    assert np.array_equal(unpacked(packed["weight_packed"]), tensor.codes)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 8])
+def test_what_is_packed_for_hqq_is_read_back(bits, tmp_path) -> None:
+    rng = np.random.default_rng(bits)
+    codes = rng.integers(0, 1 << bits, (24, 64), np.uint8)
+    scales, zeros = (rng.random((24, 2), np.float32).astype(np.float16).astype(np.float32) for _ in range(2))
+    tensor = GroupedTensor("layer", bits, codes, scales, zeros, 32)
+    save_file(
+        {f"layer.{part}": values for part, values in LAYOUTS["hqq"].pack(tensor).items()},
+        tmp_path / "model.safetensors",
+    )
+    label = {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": bits, "group_size": 32}}}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": label}))
+    with bridge.open_checkpoint(tmp_path) as found:
+        back = found.reader.read("layer")
+    for field in ("codes", "scales", "zeros"):
+        assert np.array_equal(getattr(back, field), getattr(tensor, field)), field
+
+
 def test_packed_zero_points_are_those_of_the_compressed_tensors_package() -> None:
     pytest.importorskip("torch")
     helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
@@ -141,9 +203,9 @@ def test_packed_zero_points_are_those_of_the_compressed_tensors_package() -> Non
         assert np.array_equal(packed["weight_zero_point"], theirs)
 
 
-def test_types_with_groups_that_mlx_lacks_are_rounded_to_8_bits(tmp_path) -> None:
+def test_types_with_groups_that_mlx_lacks_are_rounded(tmp_path) -> None:
     done = bridge.export(native("Q6_K", tmp_path), tmp_path / "new", "mlx", config=CHECKPOINT)
-    assert {t.how for t in done.tensors if t.bits} == {"rounded to 8 bits"}
+    assert {(t.how, t.bits) for t in done.tensors if t.bits} == {("rounded", 8)}
 
 
 def native(type: str, folder: Path) -> Path:
@@ -177,12 +239,39 @@ def test_the_labels_of_the_old_quantization_do_not_come_along(tmp_path) -> None:
         assert new.format == "float"
 
 
-def test_native_k_quants_are_rounded_to_8_bits_and_the_error_is_stated(tmp_path) -> None:
-    done = bridge.export(native("Q5_K", tmp_path), tmp_path / "new", "gptq_v2", config=CHECKPOINT)
-    rounded = [t for t in done.tensors if t.how == "rounded to 8 bits"]
-    assert rounded
-    assert all(0 < t.nmse < 1e-3 and t.bits == 8 for t in rounded)
-    assert "rounded to 8 bits" in done.summary()
+@pytest.mark.parametrize(
+    ("type", "format", "bits"),
+    [("Q5_K", "gptq_v2", {8}), ("Q2_K", "gptq_v2", {3, 4}), ("Q3_K", "gptq_v2", {3}), ("Q4_1", "awq", set())],
+)
+def test_other_blocks_are_rounded_to_the_least_bits_that_add_little_noise(type, format, bits, tmp_path) -> None:
+    """Q3_K has codes of its own."""
+    path = native(type, tmp_path)
+    if not bits:
+        with pytest.raises(BridgeError, match="has no layer that awq holds"):
+            bridge.export(path, tmp_path / "new", format, config=CHECKPOINT)
+        done = bridge.export(path, tmp_path / "new", format, bits=4, config=CHECKPOINT)
+        assert {(t.how, t.bits) for t in done.tensors if t.bits} == {("rounded", 4)}
+        assert all(t.share > 0.15 for t in done.tensors if t.bits)
+        return
+    done = bridge.export(path, tmp_path / "new", format, config=CHECKPOINT)
+    layers = [t for t in done.tensors if t.bits]
+    assert {t.bits for t in layers} == bits
+    if type != "Q3_K":
+        assert {t.how for t in layers} == {"rounded"}
+        assert all(0 < t.nmse < 1e-2 and t.share < 0.15 for t in layers)
+        assert "rounded" in done.summary()
+    with bridge.open_checkpoint(tmp_path / "new") as new:
+        for t in layers:
+            stored = read_gguf(path).tensors["blk.0.ffn_down.weight"]
+            if t.name == "model.layers.0.mlp.down_proj.weight":
+                held = new.reader.read(t.name.removesuffix(".weight")).dequantize()
+                weights = gguf.quants.dequantize(stored.raw, gguf.GGMLQuantizationType[type]).reshape(stored.shape)
+                assert np.square(held - weights).sum() / np.square(weights).sum() == pytest.approx(t.nmse, rel=1e-3)
+
+
+def test_bits_that_a_format_lacks_are_refused(tmp_path) -> None:
+    with pytest.raises(BridgeError, match=r"bits=3.*awq has 4"):
+        bridge.export("model.gguf", tmp_path / "new", "awq", bits=3)
 
 
 def test_an_unfinished_or_unfitting_export_leaves_nothing(tmp_path) -> None:

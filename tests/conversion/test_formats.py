@@ -21,7 +21,7 @@ from bridge.conversion.verify import failures, verify
 from scripts.peers import reference
 from scripts.peers.gguf_file import gguf_weights
 from scripts.peers.llama_cpp import LlamaCpp
-from scripts.peers.reference import mean_kl
+from scripts.peers.predictions import log_softmax, mean_kl
 from tests.conftest import CHECKPOINT
 from tests.support import encode_compressed as compressed
 from tests.support import encode_formats as write
@@ -179,7 +179,7 @@ def assert_llama_cpp_says_the_same(path: Path, folder: Path) -> None:
         start = model.tokenize("ROMEO:\nWhat light through yonder")
         made = model.generate_greedy(start, 12)
     predicted = reference.logits(reference.hf_model(folder, weights), np.array([start + made]))[0]
-    scores = reference.log_softmax(predicted)[len(start) - 1 : -1]
+    scores = log_softmax(predicted)[len(start) - 1 : -1]
     assert len(made) == 12
     assert (scores.max(-1) - scores[np.arange(12), made]).max() < 0.5
 

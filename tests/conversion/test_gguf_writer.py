@@ -14,6 +14,7 @@ from bridge.conversion.gguf_writer import GGUFOutput
 from bridge.conversion.plan import Plan, PlannedTensor
 from bridge.errors import BridgeError
 from bridge.system.outputs import Taken
+from tests.conftest import posix
 
 TENSORS = [("a.weight", (4, 256), Type.Q4_K), ("b.weight", (8, 256), Type.Q8_0), ("norm.weight", (256,), Type.F32)]
 
@@ -197,6 +198,7 @@ def test_a_link_is_neither_followed_nor_replaced(tmp_path, target, force):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m.gguf", "weights"]
 
 
+@posix
 def test_a_pipe_is_never_replaced(tmp_path):
     path = tmp_path / "m.gguf"
     os.mkfifo(path)

@@ -23,7 +23,7 @@ from bridge.runtime.decoder_config import read_config
 from bridge.runtime.experts import route
 from bridge.runtime.weights import read_weights
 from scripts.peers.llama_cpp import LlamaCpp
-from scripts.peers.reference import mean_kl
+from scripts.peers.predictions import mean_kl
 from tests.conftest import repacked
 from tests.support.encode import Quantized, write_gptq
 from tests.support.encode_formats import write_hqq

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 from datetime import datetime
+from typing import Any
 
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from bridge.errors import BridgeError
 from bridge.gguf_file import chat_template
-from bridge.gguf_file.chat_template import TemplateFailed, render_chats
+from bridge.gguf_file.chat_template import TemplateFailed, check_template_options, render_chats, thinking_switches
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 MESSAGES = [
@@ -53,6 +56,49 @@ def test_a_template_renders_as_in_transformers(template: str) -> None:
 def test_a_template_that_counts_its_tools_has_none_to_count() -> None:
     """transformers passes None, which such a template cannot loop over."""
     assert rendered("{% for tool in tools %}{{ tool }}{% endfor %}{% for d in documents %}{% endfor %}none") == "none"
+
+
+OPTIONS = {
+    "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}],
+    "documents": [{"title": "A", "text": "b"}],
+    "enable_thinking": False,
+}
+
+
+def test_options_are_variables_of_the_template_as_in_transformers() -> None:
+    template = "{{ tools | tojson }}{{ documents[0].text }}{% if not enable_thinking %}<think></think>{% endif %}"
+    (expected,), _ = render_jinja_template([MESSAGES], chat_template=template, **OPTIONS)
+    assert render_chats(template, [(MESSAGES, True)], TOKENS, options=OPTIONS) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ([1], "must be a dict of names and values"),
+        ({"messages": []}, "messages is given to the template by the program"),
+        ({"tools": {"name": "f"}}, "tools must be a list of objects"),
+        ({"documents": ["a"]}, "documents must be a list of objects"),
+    ],
+)
+def test_options_that_are_none_are_refused(options: Any, why: str) -> None:
+    assert check_template_options(OPTIONS) == OPTIONS
+    with pytest.raises(BridgeError, match=why):
+        check_template_options(options)
+
+
+@pytest.mark.parametrize(
+    ("template", "switches"),
+    [
+        ("{%- if enable_thinking is defined and enable_thinking is false %}x{% endif %}", {"enable_thinking": False}),
+        ("{% if not thinking is defined %}{% set thinking = false %}{% endif %}", {"thinking": False}),
+        ("{{ m.thinking }}{{ m['thinking'] }} thinking", {}),
+        ("{%- if thinking_budget == 0 %}x{% endif %}", {"thinking_budget": 0}),
+    ],
+)
+def test_the_switches_for_thinking_are_the_variables_that_a_template_asks_for(
+    template: str, switches: dict[str, Any]
+) -> None:
+    assert thinking_switches(template) == switches
 
 
 def test_a_template_without_a_date_takes_its_own() -> None:
@@ -119,3 +165,10 @@ def test_where_the_system_sets_no_limit_the_clock_does(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(subprocess, "run", overdue)
     assert str(rendered("x")) == "it runs for more than 60 seconds"
+
+
+def test_a_template_renders_where_no_signal_ends_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows has neither limits nor the signal."""
+    monkeypatch.delattr(signal, "SIGXCPU")
+    assert rendered("{{ messages | length }}") == "3"
+    assert re.search("recursion depth", str(rendered("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}")))

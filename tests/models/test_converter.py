@@ -20,7 +20,7 @@ import bridge
 from bridge.conversion.verify import verify
 from bridge.models import describe_model
 from scripts.peers.llama_cpp import LlamaCpp
-from scripts.peers.reference import mean_kl
+from scripts.peers.predictions import mean_kl
 from tests.support.encode import load_floats, write_gptq
 from tests.support.encode_compressed import write_experts
 from tests.support.family_models import copy_tokenizer, new_model, randomized

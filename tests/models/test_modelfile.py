@@ -153,7 +153,7 @@ def text_of(folder: Path, generation: dict[str, Any] | None = None, **settings: 
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "generation_config.json").write_text(json.dumps(generation or {}))
     outline, _ = vocab_gguf(folder, 2048)
-    return modelfile(outline.metadata, outline.stop, generation or {}, "model.gguf")
+    return modelfile(outline.metadata, outline.stop, generation or {}, ["model.gguf"])
 
 
 def test_a_modelfile_has_template_stops_and_sampling(folder: Path) -> None:

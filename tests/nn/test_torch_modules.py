@@ -154,7 +154,7 @@ def test_what_is_no_model_or_of_another_is_refused(path: Path, tmp_path: Path) -
     assert "\n" not in str(problem.value)
     wide = config()
     wide.vocab_size = 64
-    with pytest.raises(BridgeError, match=r"lm_head: shape \[64, 64\], output\.weight of the GGUF has \[48, 64\]"):
+    with pytest.raises(BridgeError, match=r"token_embd\.weight: is \[48, 64\], but the config requires \[64, 64\]"):
         bridge.nn.load(wide, path)
     two = config()
     two.num_hidden_layers = 2

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from bridge.errors import BridgeError
-from bridge.quantize.hessian import Hessian, alpha_of, held_back, retarget
+from bridge.quantize import hessian as hessian_module
+from bridge.quantize.hessian import Hessian, alpha_of, held_back, retarget, target_of
 from bridge.quantize.method import Method, groups
 from bridge.quantize.walk import LayerInput
 
@@ -26,11 +27,7 @@ def gathered(tokens: int, kind: str) -> tuple[Hessian, torch.Tensor, list[tuple[
 
 
 def best_alpha(weight: torch.Tensor, hessian: Hessian) -> float:
-    held = hessian.held
-    assert held is not None
-    assert held.cross is not None
-    assert hessian.cross is not None
-    return alpha_of(weight @ hessian.cross, weight @ held.cross, hessian, held, 0.01)
+    return alpha_of(weight, hessian, 0.01)
 
 
 @pytest.mark.parametrize(("kind", "tokens"), [("lasting", 512), ("chance", 512), ("chance", 2048)])
@@ -44,7 +41,9 @@ def test_what_is_kept_of_the_correction_is_what_serves_the_held_back_tokens_best
     assert hessian.held is not None
     assert rest.cross is not None
     assert (hessian.tokens, hessian.held.tokens) == (tokens, int(held.sum()))
-    moves = retarget(weight, rest.matrix, weight @ rest.cross, 0.01, 1.0) - weight
+    found = rest.factor(0.01)
+    assert found is not None
+    moves = retarget(weight, found[0], weight @ rest.cross, 1.0) - weight
 
     def left(alpha: float) -> float:
         return float((held_float @ weight.T - held_x @ (weight + alpha * moves).T).square().sum())
@@ -75,7 +74,39 @@ def test_activations_that_are_no_numbers_name_the_layer() -> None:
 
 
 def test_a_hessian_that_is_not_positive_definite_makes_nothing_good() -> None:
-    hessian, weight, _ = gathered(512, "lasting")
-    assert hessian.cross is not None
     for useless in (-torch.eye(COLUMNS), torch.full((COLUMNS, COLUMNS), float("nan"))):
-        torch.testing.assert_close(retarget(weight, useless, weight @ hessian.cross, 0.01, 1.0), weight)
+        hessian, weight, _ = gathered(512, "lasting")
+        hessian.matrix = useless
+        torch.testing.assert_close(target_of(weight, hessian, 0.01, 1.0, last=True), weight, rtol=0, atol=0)
+
+
+def test_layers_that_share_inputs_share_the_factors_and_get_the_targets_that_each_gets_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order = torch.randperm(COLUMNS, generator=torch.Generator().manual_seed(1))
+    weights = [gathered(512, "lasting")[1] * scale for scale in (1, 2, 3)]
+    alone = [target_of(w, gathered(512, "lasting")[0], 0.01, 1.0, last=True) for w in weights]
+    calls: list[int] = []
+    damped_factor = hessian_module.damped_factor
+    monkeypatch.setattr(hessian_module, "damped_factor", lambda *args: calls.append(1) or damped_factor(*args))
+    shared = gathered(512, "lasting")[0]
+    for i, (weight, expected) in enumerate(zip(weights, alone, strict=True)):
+        found = target_of(weight, shared, 0.01, 1.0, last=i == 2, order=order)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        assert (found - weight).abs().max() > 0.01
+    assert shared.factor(0.01, order) is not None
+    assert len(calls) == 1
+    assert shared.cross is None
+
+
+def test_tokens_that_are_added_after_h_was_asked_for_count_as_if_it_had_not_been() -> None:
+    expected, _, batches = gathered(512, "lasting")
+    found = Hessian("layer", COLUMNS)
+    for batch in batches:
+        found.add(*batch)
+        assert found.cross is not None
+        assert torch.equal(found.matrix, found.matrix.T)
+    torch.testing.assert_close(found.matrix, expected.matrix, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.cross, expected.cross, rtol=1e-4, atol=1e-5)
+    x = torch.cat([batch[0] for batch in batches])
+    torch.testing.assert_close(expected.matrix, 2 / 512 * x.T @ x, rtol=1e-4, atol=1e-5)

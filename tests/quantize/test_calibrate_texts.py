@@ -204,8 +204,9 @@ def test_what_gives_no_sequence_is_refused_in_one_line_that_says_how_to_mend_it(
         refused(tmp_path / "zeros.txt", "holds zero bytes")
     (tmp_path / "noise.txt").write_bytes(np.random.default_rng(0).bytes(1 << 16))
     refused(tmp_path / "noise.txt", "is not UTF-8 text|holds zero bytes")
-    os.mkfifo(tmp_path / "pipe.txt")
-    refused(tmp_path / "pipe.txt", "is not a regular file")
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(tmp_path / "pipe.txt")
+        refused(tmp_path / "pipe.txt", "is not a regular file")
     refused(write(tmp_path / "a.jsonl", '{"prompt": "a", "answer": "b"}\n'), "line 1 has no text, but 'prompt', 'ans")
     refused(write(tmp_path / "a.jsonl", '{"text": "a"}\n[1]\n'), "line 2 has no text, but a list")
     refused(write(tmp_path / "a.jsonl", "plain\n"), "line 1 is not JSON")

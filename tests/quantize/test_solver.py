@@ -337,7 +337,9 @@ def test_the_target_of_mismatched_inputs_is_the_least_squares_solution() -> None
     assert hessian.cross is not None
     best = torch.linalg.lstsq(x, x_float @ weight.T).solution.T
     for alpha, expected in ((1.0, best), (0.5, (weight + best) / 2)):
-        found = retarget(weight, hessian.matrix.clone(), weight @ hessian.cross, 0.0, alpha)
+        factor = hessian.factor(0.0)
+        assert factor is not None
+        found = retarget(weight, factor[0], weight @ hessian.cross, alpha)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 

@@ -14,7 +14,7 @@ import bridge
 from scripts.peers import ggml
 from scripts.peers.gguf_file import rewrite
 from scripts.peers.llama_cpp import LlamaCpp
-from scripts.peers.reference import log_softmax
+from scripts.peers.predictions import log_softmax
 from tests.conftest import shared
 
 pytest.importorskip("xllamacpp")

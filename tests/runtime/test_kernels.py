@@ -224,7 +224,7 @@ def test_every_target_compiles_to_its_instruction(block, target, triple, feature
     form = layout.InterleavedLayout(block, module.LANES)
     weights, halves, x, y = function.args
     (total,) = body(emitter, form, [emitter.zero_float()], weights, halves, x)
-    emitter.store(total, y)
+    emitter.store_all([total], y, words(0))
     emitter.builder.ret_void()
     assembly = processor.create_target_machine(features=features).emit_assembly(llvm.parse_assembly(str(code)))
     assert instruction in assembly

@@ -25,7 +25,7 @@ from bridge.runtime.model import Model
 from bridge.runtime.perplexity import perplexity
 from bridge.runtime.sampling import Sampler, Sampling
 from scripts.peers.llama_cpp import LlamaCpp
-from scripts.peers.reference import mean_kl
+from scripts.peers.predictions import mean_kl
 from tests.conftest import CHECKPOINT, ROOT, repacked
 
 PROMPT = "The history of the city"
@@ -106,7 +106,7 @@ def test_a_table_of_calls_computes_what_matrix_by_matrix_does(embedding: str, tm
     prepared.prepare()
     plain._decoder._builder.add_full_program = lambda buffers: None
     rows = [np.stack([m._decoder.next_scores(t).copy() for t in tokens]) for m in (prepared, plain)]
-    assert (prepared._decoder._one.scores.size > 0) == (embedding in BLOCKS)
+    assert (prepared._decoder._steps[1].scores.size > 0) == (embedding in BLOCKS)
     np.testing.assert_allclose(rows[0], rows[1], rtol=1e-3, atol=1e-3)
 
 
@@ -125,7 +125,7 @@ def test_weights_are_repacked_between_tokens_for_a_share_of_their_time(share: fl
         counts.append(sum(m.prepared for m in matrices))
     assert counts == sorted(counts)
     assert counts[-1] == (len(matrices) if share else 0)
-    assert model._decoder._one.full_program is not None
+    assert model._decoder._steps[1].full_program is not None
     if share:
         assert 0 < counts[0] < len(matrices)
         assert made == list(bridge.Model.load(path, context=64).prepare().generate_tokens(PROMPT, 12, temperature=0))
@@ -240,6 +240,20 @@ def test_a_conversation_goes_through_the_files_template(model: Model, path: Path
     broken = bridge.Model.load(changed(path, tmp_path / "broken.gguf", chat_template="{{ raise_exception('no') }}"))
     with pytest.raises(BridgeError, match="chat template cannot be used: it fails with: no"):
         broken.chat(messages)
+
+
+def test_tools_and_other_options_reach_the_files_template_for_them(path: Path, tmp_path: Path) -> None:
+    templates = [{"name": "default", "template": "plain {{ mood }}"}, {"name": "tool_use", "template": "{{ tools }}"}]
+    loaded = bridge.Model.load(changed(path, tmp_path / "tools.gguf", chat_template=templates))
+    messages = [{"role": "user", "content": "hello"}]
+
+    def text(**options: Any) -> str:
+        return loaded.tokenizer.decode(loaded.chat_tokens(messages, options), special=True)
+
+    assert text(mood="good") == "plain good"
+    assert text(tools=[{"name": "f"}]) == "[{'name': 'f'}]"
+    made = "".join(loaded.chat(messages, 8, {"mood": "good"}, temperature=0))
+    assert made == "".join(loaded.generate("plain good", 8, temperature=0))
 
 
 @pytest.mark.parametrize("messages", ["hello", {"role": "user", "content": "hello"}, ["hello"], None, 5])

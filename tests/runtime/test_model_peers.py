@@ -16,7 +16,8 @@ from bridge.nn import torch_ops
 from bridge.runtime.perplexity import perplexity
 from scripts.peers.gguf_file import gguf_weights
 from scripts.peers.llama_cpp import LlamaCpp
-from scripts.peers.reference import hf_model, log_softmax, logits, mean_kl
+from scripts.peers.predictions import log_softmax, mean_kl
+from scripts.peers.reference import hf_model, logits
 from tests.conftest import ROOT, checkpoint_names, shared
 from tests.models.test_logits import COMMON, LENGTH, MODELS, random_model, reference_logits
 from tests.support.family_models import MODELS as FAMILIES

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -269,6 +271,42 @@ def test_the_likelihood_of_a_continuation_is_that_of_its_tokens(model: Model) ->
     assert model.loglikelihood(context, likely)[1]
     with pytest.raises(BridgeError, match="tokens of their own"):
         model.loglikelihood(context, "")
+
+
+def test_the_probabilities_of_a_text_are_those_of_its_tokens(model: Model) -> None:
+    """Also of many tokens, whose logits are computed in parts."""
+    tokens = model.tokenizer.encode("The history of the city is long. " * 12)
+    found = model.logprobs(tokens, top=3)
+    assert [token.token for token in found] == tokens[1:]
+    logits = model.logits(tokens).astype(np.float64)[:-1]
+    logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
+    expected = logits[np.arange(len(tokens) - 1), tokens[1:]]
+    np.testing.assert_allclose([token.logprob for token in found], expected, atol=1e-3)
+    assert [token.top[0][0] for token in found] == logits.argmax(-1).tolist()
+    assert all(len(token.top) == 3 for token in found)
+    assert [token.text for token in model.logprobs("KING RICHARD:")] == [" RICHARD", ":"]
+    with pytest.raises(BridgeError, match="top=-1"):
+        model.logprobs("KING", -1)
+
+
+def test_a_texts_vector_is_the_mean_or_the_last_of_its_states(model: Model) -> None:
+    texts = ["KING RICHARD:", "The history of the city"]
+    states = [model._decoder.states(ids := model.tokenizer.encode(text), len(ids)) for text in texts]
+    mean, last = model.embed(texts, normalize=False), model.embed(texts, "last", normalize=False)
+    assert mean.dtype == np.float32
+    np.testing.assert_allclose(mean, [rows.mean(0) for rows in states], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(last, [rows[-1] for rows in states], rtol=1e-4, atol=1e-5)
+    unit = model.embed(texts[0])
+    np.testing.assert_allclose(unit[0], mean[0] / np.linalg.norm(mean[0]), rtol=1e-4, atol=1e-5)
+    assert model.embed([]).shape == (0, model.config.hidden)
+    with pytest.raises(BridgeError, match="pooling='max': choose mean or last"):
+        model.embed(texts, "max")
+
+
+def test_a_model_is_not_pickled(model: Model) -> None:
+    for copying in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(BridgeError, match=r"cannot be pickled or copied.*load it in each process"):
+            copying(model)
 
 
 # --- the chat command ---

@@ -12,7 +12,7 @@ import bridge
 from bridge.errors import BridgeError
 from bridge.runtime.decoder import Decoder
 from bridge.runtime.model import Model
-from scripts.peers.reference import mean_kl
+from scripts.peers.predictions import mean_kl
 from tests.conftest import CHECKPOINT, repacked
 
 PROMPTS = ["KING", "The history of the city", "ROMEO:\n", "What is that to me? " * 20, "a"]
@@ -100,7 +100,7 @@ def test_logits_are_those_of_one_context(count: int, precision: str, kv: str, pr
     for prompt, cache in zip(prompts, caches, strict=True):
         decoder.run(prompt, cache=cache)
     together = np.array([decoder.step(caches, tokens).copy() for tokens in new])
-    assert decoder._others.full_program is not None or not prepared
+    assert decoder._steps[count].full_program is not None or not prepared
     assert [cache.length for cache in caches] == [len(prompt) + 3 for prompt in prompts]
     for i, prompt in enumerate(prompts):
         alone = decoder.scores(prompt + [tokens[i] for tokens in new], 3)
@@ -179,7 +179,7 @@ def test_attention_over_spans_is_attention_whatever_the_threads(kv: str, path: P
             for prompt, cache in zip(prompts, caches, strict=True):
                 decoder.run(prompt, cache=cache)
             rows = [decoder.step(caches[:1], [7]).copy(), decoder.step(caches, [8, 9, 10]).copy()]
-            assert decoder._others.spans[0] == 3
+            assert decoder._steps[3].spans[0] == 3
             found[threads] = np.concatenate(rows)
     finally:
         pool.set_num_threads(before)

@@ -14,9 +14,7 @@ import pytest
 import bridge
 from bridge.errors import BridgeError
 from bridge.system.fork_locks import ForkLock
-from tests.conftest import CHECKPOINT, ROOT
-
-posix = pytest.mark.skipif(not hasattr(os, "fork"), reason="forks and bus errors are POSIX's")
+from tests.conftest import CHECKPOINT, ROOT, posix
 
 
 @pytest.fixture(scope="module")

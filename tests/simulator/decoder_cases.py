@@ -365,6 +365,9 @@ def test_a_prompt_and_tokens_after_it_score_as_on_the_cpu(name: str, tmp_path: P
     cpu, device = pair(tmp_path, "f32", **DECODERS[name])
     prompt = [3, 7, 11, 2, 9, 30, 12, 14, 5, 6]  # more than 8: as a matrix
     np.testing.assert_allclose(device.scores(prompt, 4), cpu.scores(prompt, 4), rtol=1e-3, atol=1e-3)
+    states = cpu.states(prompt, 4)
+    np.testing.assert_allclose(device.states(prompt, 4), states, rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(device.logits(states), cpu.logits(states), rtol=1e-3, atol=1e-3)
     expected = cpu.logits(cpu.run([21]))[0]
     np.testing.assert_allclose(device.next_scores(21), expected, rtol=1e-3, atol=1e-3)
 

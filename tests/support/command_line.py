@@ -52,7 +52,8 @@ def edit_json(file: Path, **changes: Any) -> None:
 def bridge_process(code: str, *arguments: object, **environment: str) -> subprocess.Popen[str]:
     """Python that runs `code`, which may call `run()`: the command line with these arguments."""
     start = (
-        "import resource, signal, sys, time\n"
+        "import contextlib, signal, sys, time\n"
+        "with contextlib.suppress(ImportError): import resource\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it\n"
         "from bridge.cli import main\n"
         "run = lambda: sys.exit(main(sys.argv[1:]))\n"

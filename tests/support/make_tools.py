@@ -1,8 +1,9 @@
 """Makes tests/data/tools with the tools themselves, on a CPU: quantized layers, and the values that each tool computes.
 
-    python -m tests.support.make_tools bitsandbytes torchao aqlm hqq quanto
+    python -m tests.support.make_tools bitsandbytes torchao aqlm hqq quanto vptq sinq
 
-Written with bitsandbytes 0.50.2, torchao 0.18, aqlm 1.1.7, hqq 0.2.8.post1, optimum-quanto 0.2.7 and torch 2.13.
+Written with bitsandbytes 0.50.2, torchao 0.18, aqlm 1.1.7, hqq 0.2.8.post1, optimum-quanto 0.2.7, vptq 0.0.5,
+sinq 0.2.0 and torch 2.13.
 Each folder has model.safetensors, config.json with the label that transformers writes, and expected.npz.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -156,6 +158,85 @@ def quanto() -> None:
     save("quanto", tensors, expected, {})
     (DATA / "quanto" / "config.json").write_text(json.dumps({"hidden_size": 160}) + "\n")
     (DATA / "quanto" / "quanto_qmap.json").write_text(json.dumps(table) + "\n")
+
+
+def without(*names: str, **values: Any) -> None:
+    """Stand-ins for packages that a tool imports but does not need here."""
+    for name in names:
+        sys.modules[name] = ModuleType(name)
+        vars(sys.modules[name]).update(values)
+
+
+def vptq() -> None:
+    """Random indices and vectors: the trainer needs a model and a GPU."""
+    without("sentence_transformers", "sentence_transformers.SentenceTransformer", SentenceTransformer=object)
+    from vptq.layers.vqlinear import VQuantLinear
+    from vptq.ops.quant_gemm import dequant
+    from vptq.utils.pack import pack_index
+
+    tensors, expected, entries = {}, {}, {}
+    for name, out, books, second, outliers in (
+        ("one", 16, 64, -1, 0), ("two", 16, 256, 16, 0), ("wide", 13, 512, 512, 0), ("outliers", 14, 64, 8, 4)
+    ):  # fmt: skip
+        said = {
+            "in_features": IN, "out_features": out, "vector_lens": (3 if outliers else -1, 4),
+            "num_centroids": (16 if outliers else -1, books), "num_res_centroids": (-1, second), "group_num": 2,
+            "group_size": (IN - outliers) // 2, "outlier_size": outliers, "indices_as_float": False,
+            "enable_norm": True, "enable_perm": True, "is_indice_packed": True,
+        }  # fmt: skip
+        layer = VQuantLinear(**said, enable_proxy_error=False, dtype=torch.float32)
+        for values in layer.parameters():
+            if values.is_floating_point():
+                values.data.normal_()
+        shape = (2, layer.num_indices, layer.group_size)
+        first, rest = (torch.randint(0, max(1, n), shape).to(torch.uint16) for n in (books, second))
+        widths = layer.index_bits, layer.res_index_bits
+        layer.indices.data = pack_index(first, widths[0], rest if second > 0 else None, widths[1])
+        layer.perm.data = torch.randperm(IN).to(torch.uint16).view(torch.int16)
+        if outliers:
+            layer.outlier_indices.data = torch.randint(0, 16, layer.outlier_indices.shape).to(torch.int16)
+        books_of = {
+            "centroids": layer.centroids, "res_centroids": layer.res_centroids,
+            "outlier_centroids": layer.outlier_centroids,
+        }  # fmt: skip
+        sizes = {"centroids": layer.vector_len, "res_centroids": layer.vector_len, "outlier_centroids": 3}
+        expected[name] = dequant(
+            indices=layer.indices, outlier_indices=layer.outlier_indices, res_indices=layer.res_indices,
+            perm=layer.perm, weight_scale=layer.weight_scale, weight_bias=layer.weight_bias, is_indice_packed=True,
+            enable_outlier=layer.enable_outlier, enable_residual=layer.enable_residual, enable_perm=True,
+            enable_norm=True, num_centroids=books, num_outlier_centroids=16, num_res_centroids=second,
+            padding=layer.padding, outlier_padding=layer.outlier_padding, num_codebooks=2,
+            group_size=layer.group_size, outlier_size=outliers, vector_len=layer.vector_len, outlier_vector_len=3,
+            **{key: b and b.weight.view(len(b.weight), -1, sizes[key]) for key, b in books_of.items()},
+        )  # fmt: skip
+        tensors |= {f"{name}.{part}": value for part, value in layer.state_dict().items()}
+        entries[name] = said
+    save("vptq", tensors, expected, {"quant_method": "vptq", "config_for_layers": entries})
+
+
+def sinq() -> None:
+    without("datasets", load_dataset=None)
+    from sinq.patch_model import BaseSINQHFModel
+    from sinq.quantizer import Quantizer
+    from sinq.sinqlinear import SINQLinear, sinq_base_quant_config
+
+    weights, expected = {}, {}
+    for name, bits, tiling, method in (
+        ("four", 4, "1D", "sinq"), ("aux", 4, "1D", "sinq_quantAux"), ("tiles", 4, "2D", "sinq"),
+        ("five", 5, "1D", "sinq"), ("six", 6, "1D", "sinq"), ("three", 3, "1D", "hqq_sinq"), ("two", 2, "1D", "sinq"),
+        ("eight", 8, "1D", "sinq"), ("nf4", 4, "1D", "sinq_nf4"), ("nf3", 3, "1D", "sinq_nf3"),
+        ("one_zero", 4, "1D", "sinq_noz"), ("rounded", 4, "1D", "rtn"),
+    ):  # fmt: skip
+        layer = torch.nn.Linear(64, 16, bias=name == "four")
+        config = sinq_base_quant_config(nbits=bits, group_size=16, tiling_mode=tiling, method=method)
+        config["weight_quant_params"]["method"] = method
+        module = SINQLinear(layer, config, compute_dtype=torch.float32, device="cpu")
+        weights[name] = module.state_dict()
+        expected[name] = Quantizer.dequantize(module.W_q, {**module.meta, "compute_dtype": torch.float32})
+    label = {"quant_method": "sinq", "nbits": 4, "group_size": 16, "tiling_mode": "1D", "method": "sinq"}
+    save("sinq", {}, expected, label)
+    (DATA / "sinq" / "model.safetensors").unlink()
+    BaseSINQHFModel.save_weights_safetensors(weights, str(DATA / "sinq"))
 
 
 if __name__ == "__main__":

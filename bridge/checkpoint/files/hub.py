@@ -69,7 +69,7 @@ def resolve(checkpoint: str | Path, config: str | Path | None = None) -> Path:
     if kind == "checkpoint":
         return path
     if path.suffix == ".gguf" and path.is_file():
-        raise BridgeError(f"{checkpoint}: is a GGUF already; `gguf-bridge run` runs it, `inspect` shows its contents")
+        raise BridgeError(f"{checkpoint}: is a GGUF, not a checkpoint; `gguf-bridge export` makes one of it")
     if path.exists():
         raise BridgeError(f"{checkpoint}: is a file; give the folder that holds config.json and the weights")
     if path.suffix in _FILES:

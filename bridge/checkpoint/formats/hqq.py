@@ -35,8 +35,10 @@ from bridge.checkpoint.labels.quant_config import QuantConfig, whole_number
 from bridge.errors import BridgeError
 
 # packing -> bits of a code, codes of a word, the word
-_PACKINGS: dict[str, tuple[int, int, np.dtype]] = {
+PACKINGS: dict[str, tuple[int, int, np.dtype]] = {
     "8bit_u8": (8, 1, np.dtype("u1")),
+    "6bit_32": (6, 5, np.dtype("<u4")),  # these two are SINQ's
+    "5bit_32": (5, 6, np.dtype("<u4")),
     "4bit_u8": (4, 2, np.dtype("u1")),
     "3bit_32": (3, 10, np.dtype("<u4")),
     "2bit_u8": (2, 4, np.dtype("u1")),
@@ -98,7 +100,7 @@ class HqqReader(Reader):
             raise contradiction(name, tensors)
         out, columns = (int(n) for n in self.store.read(tensors["shape"].name))
         bits = math.ceil(self._number(tensors, "nbits", self.quant.bits))
-        _, lanes, word = _PACKINGS[self._packing(tensors, bits)]
+        _, lanes, word = PACKINGS[self._packing(tensors, bits)]
         runs = self._count(tensors, "scale")
         if min(out, columns, runs) <= 0 or out * columns % runs:
             raise contradiction(name, tensors)
@@ -112,7 +114,9 @@ class HqqReader(Reader):
                 "can hold; quantize the model again with a group_size that divides them"
             )
         packed, wide = (size, runs) if down else (runs, size)  # rows and columns of the matrix that is packed
-        fits = weight.nbytes == -(-packed // lanes) * wide * word.itemsize and (lanes == 10 or packed % lanes == 0)
+        fits = weight.nbytes == -(-packed // lanes) * wide * word.itemsize and (
+            word.itemsize == 4 or packed % lanes == 0
+        )
         fits = fits and self._count(tensors, "zero") == runs
         if not fits:
             raise contradiction(name, tensors)
@@ -146,10 +150,10 @@ class HqqReader(Reader):
         packing = _PACKING_OF.get(bits, f"{bits} bits")
         if f"{table}packing" in tensors:
             packing = bytes(self.store.read(tensors[f"{table}packing"].name).astype(np.uint8)).decode("latin-1")
-        if packing not in _PACKINGS or _PACKINGS[packing][0] < bits:
+        if packing not in PACKINGS or PACKINGS[packing][0] < bits:
             info = tensors["W_q"]
             raise BridgeError(
-                f"{info.file}: {info.name} is packed as {packing!r} with nbits {bits} (known: {', '.join(_PACKINGS)}); "
+                f"{info.file}: {info.name} is packed as {packing!r} with nbits {bits} (known: {', '.join(PACKINGS)}); "
                 "the checkpoint is damaged or from a newer hqq"
             )
         return packing
@@ -159,7 +163,7 @@ class HqqReader(Reader):
         out, columns = info.shape
         down, runs = self._axis(info.tensors) == 0, out * columns // info.group_size
         wide = runs if down else info.group_size
-        rows = _unpack(self.part(name, "W_q"), wide, self._packing(info.tensors, info.bits))
+        rows = unpack_lanes(self.part(name, "W_q"), wide, self._packing(info.tensors, info.bits))
         codes = rows[: out * columns // wide].reshape(out, columns)
         if codes.max() >= 2**info.bits:
             raise BridgeError(
@@ -185,19 +189,19 @@ class HqqReader(Reader):
         count = self._count(tensors, what)
         scale, zero = (self.scales(name, f"meta_{what}.{part}") for part in ("scale", "zero"))
         packing = self._packing(tensors, 1, f"meta_{what}.")
-        if words.size == 0 or words.dtype.itemsize != _PACKINGS[packing][2].itemsize:
+        if words.size == 0 or words.dtype.itemsize != PACKINGS[packing][2].itemsize:
             raise contradiction(name, tensors)
         columns = words.shape[-1] if words.ndim else 1
-        codes = _unpack(words, columns, packing)[: count // columns]
+        codes = unpack_lanes(words, columns, packing)[: count // columns]
         grouped = scale.size == 1 or scale.shape in ((1, columns), (len(codes), 1))
         if codes.size != count or scale.shape != zero.shape or not grouped:
             raise contradiction(name, tensors)
         return (codes - zero) * scale
 
 
-def _unpack(words: np.ndarray, columns: int, packing: str) -> np.ndarray:
+def unpack_lanes(words: np.ndarray, columns: int, packing: str) -> np.ndarray:
     """uint8 [lanes * words / columns, columns]: the codes of packed words, down the rows."""
-    width, lanes, word = _PACKINGS[packing]
+    width, lanes, word = PACKINGS[packing]
     words = words.reshape(-1).view(word).reshape(-1, columns)
     rows = np.empty((lanes, *words.shape), np.uint8)
     for i in range(lanes):  # the first lane is the highest

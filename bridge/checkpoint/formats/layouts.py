@@ -1,4 +1,4 @@
-"""Packs a GroupedTensor into a checkpoint's tensors: the inverse of the readers `gptq`, `awq`, `compressed` and `mlx`.
+"""Packs a GroupedTensor into a checkpoint's tensors: the inverse of the readers of these formats.
 
     gptq, gptq_v2   2, 3, 4 and 8 bits; `in` and `out` codes fill whole 32-bit words; any groups, also act-order
                     qweight int32 [in*b/32, out], qzeros int32 [G, out*b/32] (z - 1, or z), scales fp16 [G, out],
@@ -8,14 +8,19 @@
     compressed-tensors   pack-quantized: 4 and 8 bits, groups that divide `in`, no act-order
                     weight_packed int32 [out, in*b/32], weight_scale fp16 [out, G], weight_shape int64 [2],
                     weight_zero_point int32 [out*b/32, G], which symmetric modules lack
+    hqq             axis 1: 1, 2, 3, 4, 5, 6 and 8 bits, groups that divide `in`, any zero points (halves), no act-order
+                    W_q uint8 or int32, the codes of [G * out, group size], packed down the rows; scale, zero fp16
+                    [G * out, 1]; shape int64 [2], and settings
     mlx             affine: 2, 3, 4, 5, 6 and 8 bits, groups of 32, 64 or 128, any zero points, no act-order
                     weight uint32 [out, in*b/32], scales and biases (-scale * zero point) fp16 [out, G]
 
 v1 has no zero point of 0: see `zeros`.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +34,10 @@ Shapes = dict[str, tuple[str, tuple[int, int] | tuple[int]]]  # dtype as safeten
 GPTQ_BITS = (2, 3, 4, 8)
 MLX_BITS = (2, 3, 4, 5, 6, 8)
 MLX_SIZES = (32, 64, 128)
+HQQ_BITS = (1, 2, 3, 4, 5, 6, 8)
+HQQ_SIZES = (16, 32, 64, 128, 256)
+# bits -> codes of a word and the name of that packing; those of 3 bits in tenths of an int32
+_HQQ_PACKINGS = {1: (8, "1bit_u8"), 2: (4, "2bit_u8"), 3: (10, "3bit_32"), 4: (2, "4bit_u8")}
 _GEMM_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word is output feature order[i] of its eight
 
 
@@ -45,7 +54,7 @@ class PackedLayout:
     name: str
     refusal: Callable[[int, int, tuple[int, int]], str | None]
     shapes: Callable[[int, int, tuple[int, int]], Shapes]
-    pack: Callable[[GroupedTensor], Parts]
+    pack: Callable[[Any], Parts]
     zeros: str = ""
 
 
@@ -59,7 +68,7 @@ def check(tensor: GroupedTensor, layout: PackedLayout) -> np.ndarray:
     elif tensor.codes.max(initial=0) > top:
         why = f"the code {tensor.codes.max()} is beyond {tensor.bits} bits"
     elif (
-        layout.name != "mlx"
+        layout.name not in ("mlx", "hqq")
         and not ((tensor.zeros == np.rint(tensor.zeros)) & (tensor.zeros >= 0) & (tensor.zeros <= top)).all()
     ):
         why = f"{layout.name} can only hold zero points that are integers from 0 to {top}; write a GGUF instead"
@@ -241,6 +250,53 @@ def mlx_biases(tensor: GroupedTensor) -> np.ndarray:
         return np.asarray(-tensor.zeros * tensor.scales, np.float16) + np.float16(0)  # no -0
 
 
+def _hqq_packing(bits: int) -> tuple[int, str]:
+    return _HQQ_PACKINGS.get(bits, (1, "8bit_u8"))
+
+
+def _hqq_refusal(bits: int, size: int, shape: tuple[int, int]) -> str | None:
+    if bits not in HQQ_BITS:
+        return f"HQQ cannot hold {bits} bits; choose one of {', '.join(map(str, HQQ_BITS))}"
+    if size <= 0 or shape[1] % size:
+        return f"groups of {size} do not divide {shape[1]} columns; leave it in floats"
+    lanes = _hqq_packing(bits)[0]
+    rows = math.prod(shape) // size
+    return f"{rows} groups do not fill words of {lanes}; leave it in floats" if rows % lanes and lanes != 10 else None
+
+
+def _hqq_shapes(bits: int, size: int, shape: tuple[int, int]) -> Shapes:
+    rows, (lanes, packing) = math.prod(shape) // size, _hqq_packing(bits)
+    return {
+        "W_q": ("I32" if lanes == 10 else "U8", (-(-rows // lanes), size)),
+        "scale": ("F16", (rows, 1)),
+        "zero": ("F16", (rows, 1)),
+        "shape": ("I64", (2,)),
+        **{name: ("I64", (1,)) for name in ("nbits", "group_size", "axis")},
+        "packing": ("U8", (len(packing),)),
+    }
+
+
+def _hqq(tensor: GroupedTensor) -> Parts:
+    scales = check(tensor, LAYOUTS["hqq"])
+    lanes, packing = _hqq_packing(tensor.bits)
+    rows = tensor.codes.reshape(-1, tensor.group_size)
+    words = -(-len(rows) // lanes)
+    padded = np.zeros((lanes, words, tensor.group_size), np.uint32)
+    padded.reshape(-1, tensor.group_size)[: len(rows)] = rows
+    packed = np.zeros(padded.shape[1:], np.uint32)
+    for lane in padded:  # the first lane is the highest
+        packed = packed << np.uint32(tensor.bits if lanes > 1 else 0) | lane
+    numbers = {"nbits": tensor.bits, "group_size": tensor.group_size, "axis": 1}
+    return {
+        "W_q": packed.view(np.int32) if lanes == 10 else packed.astype(np.uint8),
+        "scale": scales.reshape(-1, 1),
+        "zero": tensor.zeros.astype(np.float16).reshape(-1, 1),
+        "shape": np.array(tensor.shape, np.int64),
+        **{name: np.array([number], np.int64) for name, number in numbers.items()},
+        "packing": np.frombuffer(packing.encode(), np.uint8),
+    }
+
+
 LAYOUTS = {
     "gptq": PackedLayout("gptq", _gptq_refusal, _gptq_shapes, lambda tensor: _gptq(tensor, "gptq")),
     "gptq_v2": PackedLayout("gptq_v2", _gptq_refusal, _gptq_shapes, lambda tensor: _gptq(tensor, "gptq_v2")),
@@ -248,5 +304,6 @@ LAYOUTS = {
     "compressed-tensors": PackedLayout(
         "compressed-tensors", _compressed_refusal, _compressed_shapes, _compressed, zeros="weight_zero_point"
     ),
+    "hqq": PackedLayout("hqq", _hqq_refusal, _hqq_shapes, _hqq),
     "mlx": PackedLayout("mlx", _mlx_refusal, _mlx_shapes, _mlx),
 }

@@ -20,11 +20,14 @@ from bridge.checkpoint.formats.awq import AwqReader
 from bridge.checkpoint.formats.bitnet import BitnetReader
 from bridge.checkpoint.formats.bitsandbytes import BitsAndBytesReader
 from bridge.checkpoint.formats.compressed import CompressedReader
+from bridge.checkpoint.formats.eetq import EetqReader
 from bridge.checkpoint.formats.exl2 import Exl2Reader
 from bridge.checkpoint.formats.exl3 import Exl3Reader
 from bridge.checkpoint.formats.fp4_experts import GptOssReader
 from bridge.checkpoint.formats.fp8 import Fp8Reader
+from bridge.checkpoint.formats.fp_quant import FpQuantReader
 from bridge.checkpoint.formats.gptq import GptqReader
+from bridge.checkpoint.formats.higgs import HiggsReader
 from bridge.checkpoint.formats.hqq import HqqReader
 from bridge.checkpoint.formats.legacy import FloatZerosReader
 from bridge.checkpoint.formats.marlin import MarlinReader
@@ -34,7 +37,10 @@ from bridge.checkpoint.formats.module_reader import Reader
 from bridge.checkpoint.formats.qtip import QtipReader
 from bridge.checkpoint.formats.quanto import QuantoReader
 from bridge.checkpoint.formats.quark import QuarkReader
+from bridge.checkpoint.formats.sinq import SinqReader
+from bridge.checkpoint.formats.spqr import SpqrReader
 from bridge.checkpoint.formats.torchao import TorchaoReader
+from bridge.checkpoint.formats.vptq import VptqReader
 from bridge.checkpoint.labels.quant_config import QuantConfig, compiles, whole_number
 from bridge.errors import BridgeError
 from bridge.system.files import read_json
@@ -47,6 +53,7 @@ READERS: dict[str, type[Reader]] = {
     "compressed-tensors": CompressedReader,
     "fp8": Fp8Reader,
     "fbgemm_fp8": Fp8Reader,
+    "mxfp8": Fp8Reader,
     "modelopt": ModelOptReader,
     "mxfp4": GptOssReader,
     "mlx": MlxReader,
@@ -61,18 +68,24 @@ READERS: dict[str, type[Reader]] = {
     "quark": QuarkReader,
     "quanto": QuantoReader,
     "aqlm": AqlmReader,
+    "vptq": VptqReader,
+    "eetq": EetqReader,
+    "higgs": HiggsReader,
+    "spqr": SpqrReader,
+    "sinq": SinqReader,
+    "fp_quant": FpQuantReader,
 }
 # methods of transformers that are not read: why, and what to do
 REFUSED = {
-    "eetq": "EETQ's int8 weights are shuffled for the GPU that wrote them, and no file says which; quantize the "
-    "unquantized model with bitsandbytes' LLM.int8 or torchao's int8, or convert it",
-    "higgs": "HIGGS's codes are shuffled for the GPU that wrote them; load the model with transformers, call "
-    "dequantize(), and convert what save_pretrained writes",
-    "spqr": "SpQR's sparse outliers are not supported; convert the unquantized model instead",
-    "vptq": "VPTQ's residual codebooks are not supported; convert the unquantized model instead",
-    "sinq": "SINQ's scales of rows and columns are not supported; convert the unquantized model instead",
-    "fp_quant": "FP-Quant rotates activations at run time, which GGUF lacks; convert the unquantized model instead",
+    "fouroversix": "Four Over Six's NVFP4 is not supported; quantize the model with llm-compressor or ModelOpt, or "
+    "convert the unquantized model",
+    "nvfp4": "the NVFP4 that transformers packs for a kernel is not supported; quantize the model with llm-compressor "
+    "or ModelOpt, or convert the unquantized model",
+    "metal": "the layout of transformers' Metal kernels is not supported; quantize the model with mlx-lm, or convert "
+    "the unquantized model",
+    "gemma": "Gemma's packed weights of 2, 4 and 8 bits are not supported; convert the unquantized model",
 }
+_METHOD_KEYS = ("quant_method", "quantization_method", "method")  # the second is SINQ's
 NAMES = tuple(sorted({*READERS, "auto-round"} - {"gptq-float-zeros"}))
 
 
@@ -113,7 +126,7 @@ def read_quant_config(folder: Path, config: dict[str, Any]) -> QuantConfig:
         raw = {"quant_method": "modelopt", **said}
     if raw.get("load_in_4bit") or raw.get("load_in_8bit"):  # transformers before 4.32 wrote no quant_method
         raw.setdefault("quant_method", "bitsandbytes")
-    method = str(raw.get("quant_method") or raw.get("method") or "(none)").lower()
+    method = str(next((raw[key] for key in _METHOD_KEYS if raw.get(key)), "(none)")).lower()
     label = str(raw.get("checkpoint_format") or raw.get("format") or "").lower()
     auto_round = method in ("auto-round", "auto_round", "intel/auto-round")
     if auto_round:

@@ -13,10 +13,11 @@ from pathlib import Path
 from bridge.checkpoint import Checkpoint
 from bridge.checkpoint.files.hub import find_template
 from bridge.models.outline import Outline, OutlineTensor
-from bridge.models.template.build import Builder, from_template
+from bridge.models.template.build import Builder, from_template, quantizable
 from bridge.models.template.template_file import copied_metadata, number, open_template, stop_texts
+from bridge.models.tower import TOWER_NAME
 
-__all__ = ["describe_template", "template_tensors"]
+__all__ = ["copied_metadata", "describe_template", "quantizable", "stop_texts", "template_tensors"]
 
 
 def describe_template(ckpt: Checkpoint, template: str | Path) -> Outline:
@@ -32,7 +33,7 @@ def describe_template(ckpt: Checkpoint, template: str | Path) -> Outline:
     for key in ("attention.head_count", "attention.head_count_kv", "expert_count"):  # which planning reads
         number(file, key, 0)
     build = Builder(ckpt, file)
-    metadata = copied_metadata(file)
+    metadata = copied_metadata(file.metadata)
     outline = Outline(
         metadata,
         build.tensors(),
@@ -41,7 +42,8 @@ def describe_template(ckpt: Checkpoint, template: str | Path) -> Outline:
         stop=stop_texts(metadata),
         notes=[*([said] if said else []), *build.notes],
     )
-    if unused := build.unused():
+    outline.others = [name for name in build.unused() if TOWER_NAME.match(name)]
+    if unused := [name for name in build.unused() if name not in outline.others]:
         outline.notes.append(f"not found in the template and dropped: {', '.join(unused)}")
     return outline
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from bridge.checkpoint import Checkpoint
+from bridge.gguf_file.reader import StoredTensor
 from bridge.models.outline import Fold, OutlineTensor, Part
 from bridge.models.template.matrices import BLOCK, Matrices, Run
 from bridge.models.template.norms_and_biases import VectorMatch, Vectors
@@ -35,7 +36,7 @@ class Builder:
         for name, tensor in self.file.items():
             if name in self._runs:
                 parts = tuple(self._matrix(run, tensor.shape[-1]) for run in self._runs[name])
-                fixed = "F16" if self._runs[name][0].transposed else None if _quantizable(tensor) else "F32"
+                fixed = "F16" if self._runs[name][0].transposed else None if quantizable(tensor) else "F32"
                 made.append(OutlineTensor(name, tensor.shape, parts, fixed_type=fixed))
             elif name in self._vectors:
                 made.append(self._vector(tensor, self._vectors[name]))
@@ -136,7 +137,7 @@ def _part(source: str, shape: tuple[int, ...], rows: np.ndarray, stored: tuple[i
     return Part(source, shape, rows, stored=None if len(rows) == stored[0] else stored)
 
 
-def _quantizable(tensor: QuantTensor) -> bool:
+def quantizable(tensor: QuantTensor | StoredTensor) -> bool:
     """Whether llama.cpp's quantizer would quantize it: the exceptions of llama_tensor_get_type.
 
     A tensor that the converter left in F32 has its reason; in an all-F32 template only usual matrices are quantized.

@@ -9,6 +9,7 @@ from gguf import GGUFValueType
 from gguf.gguf_writer import GGUFValue
 
 from bridge.errors import BridgeError
+from bridge.gguf_file.header import Metadata
 from bridge.models.vocabulary import special_text
 from bridge.runtime.reader import GGUFFile, open_gguf
 
@@ -45,12 +46,12 @@ def number(file: GGUFFile, key: str, default: int | None = None) -> int:
     return value
 
 
-def copied_metadata(file: GGUFFile) -> dict[str, GGUFValue]:
+def copied_metadata(stored: Metadata) -> dict[str, GGUFValue]:
     """All keys except those of the file's layout. BridgeError if the tokens are not texts."""
-    expect_texts(file.metadata.get(gguf.Keys.Tokenizer.LIST, []))
-    metadata = {gguf.Keys.General.ARCHITECTURE: GGUFValue(file.arch, GGUFValueType.STRING)}
-    for key, value in file.metadata.items():
-        kind, items = file.metadata.kind(key)
+    expect_texts(stored.get(gguf.Keys.Tokenizer.LIST, []))
+    metadata = {gguf.Keys.General.ARCHITECTURE: GGUFValue(stored[gguf.Keys.General.ARCHITECTURE], GGUFValueType.STRING)}
+    for key, value in stored.items():
+        kind, items = stored.kind(key)
         if key in _NOT_COPIED or key.startswith("split.") or (items is not None and not value):
             continue  # gguf cannot write an empty array
         metadata[key] = GGUFValue(value, GGUFValueType(kind), None if items is None else GGUFValueType(items))

@@ -47,6 +47,7 @@ columns = lanes = record = block_bytes = halves_bytes = 0
 # by LLVM's name of the host: bytes ahead, and the level of cache that lines are brought to
 _AHEAD = {"znver5": ((2048, 8192), 1)}
 _AHEAD_ELSEWHERE = ((4096, 8192, 16384), 2)
+_AHEAD_ON_ARM = ((4096,), 2)  # not measured: a prefetch is an instruction more for 64 bytes of weights
 _TILE = 1 << 18  # bytes
 _SIGNATURE = types.void(*[types.int64] * 9)
 _MadeOf = tuple[ModuleType, int, vectors.Body]  # what `vectors.intrinsics` takes first
@@ -102,7 +103,8 @@ def kernel(name: str, target: str, width: int, integer: bool, near: bool = False
     """
     sizes, made_of = _scope(name, target, width, integer)
     suffix = f"{name}_{target}_{width}_{'int8' if integer else 'f32'}{'_near' * near}"
-    ahead, level = ((), 1) if near else _AHEAD.get(get_host_cpu_name(), _AHEAD_ELSEWHERE)
+    elsewhere = _AHEAD_ON_ARM if made_of[0].LANES == 4 else _AHEAD_ELSEWHERE
+    ahead, level = ((), 1) if near else _AHEAD.get(get_host_cpu_name(), elsewhere)
     clone = _copy({**sizes, **vectors.intrinsics(*made_of, ahead, level)}, f"rows_{suffix}")
     return numba.cfunc(_SIGNATURE, cache=True, error_model="numpy")(clone)
 

@@ -10,9 +10,20 @@ NAME = "avx512bw"
 LANES = 16
 WIDTHS = (1, 4, 8)  # columns of x at once, as the registers allow
 FEATURES = ("avx512f", "avx512bw", "avx512vl", "f16c", "fma")
+BYTE_SHIFTS = False
 SIGNED_DOTS = False
 
-__all__ = ["FEATURES", "LANES", "NAME", "SIGNED_DOTS", "WIDTHS", "emit_dots", "emit_look_up", "twin_dots"]
+__all__ = [
+    "BYTE_SHIFTS",
+    "FEATURES",
+    "LANES",
+    "NAME",
+    "SIGNED_DOTS",
+    "WIDTHS",
+    "emit_dots",
+    "emit_look_up",
+    "twin_dots",
+]
 
 
 def emit_dots(v, parts, words, x, places, bits):

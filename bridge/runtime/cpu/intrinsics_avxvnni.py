@@ -7,9 +7,20 @@ NAME = "avxvnni"
 LANES = 8
 WIDTHS = (1, 4)  # columns of x at once, as the registers allow
 FEATURES = ("avx2", "avxvnni", "f16c", "fma")
+BYTE_SHIFTS = False
 SIGNED_DOTS = False
 
-__all__ = ["FEATURES", "LANES", "NAME", "SIGNED_DOTS", "WIDTHS", "emit_dots", "emit_look_up", "twin_dots"]
+__all__ = [
+    "BYTE_SHIFTS",
+    "FEATURES",
+    "LANES",
+    "NAME",
+    "SIGNED_DOTS",
+    "WIDTHS",
+    "emit_dots",
+    "emit_look_up",
+    "twin_dots",
+]
 
 _INSTRUCTION = "llvm.x86.avx512.vpdpbusd.256"
 

@@ -1,7 +1,7 @@
 """Arm NEON with the dot-product extension: sdot multiplies 16 int8 codes with 16 int8 values into 4 int32.
 
-Codes of up to 6 bits can be read as signed; those of 8 bits are made signed by flipping their top bit, which
-takes their zero point of 128 off.
+Codes of up to 6 bits can be read as signed; those of 8 bits are stored less 128 (layout.py), and so are entries of tables:
+their zero point is off.
 """
 
 import numpy as np
@@ -11,6 +11,7 @@ NAME = "neon"
 LANES = 4
 WIDTHS = (1, 4)  # columns of x at once, as the registers allow
 FEATURES = ("neon", "dotprod")
+BYTE_SHIFTS = True
 SIGNED_DOTS = True
 
 _I8 = ir.VectorType(ir.IntType(8), 4 * LANES)
@@ -23,17 +24,22 @@ def emit_look_up(v, table, codes):
 def emit_dots(v, parts, words, x, places, bits):
     parts = list(parts)
     for k, word in enumerate(words):
-        code = word() if bits < 8 else v.builder.xor(word(), v.splat(-0x7F7F7F80))  # 0x80808080
-        codes = v.builder.bitcast(code, _I8)
+        codes = v.builder.bitcast(word(), _I8)
         for c in range(len(parts)):
-            values = v.builder.bitcast(v.broadcast(x, places[c][k]), _I8)
+            values = v.builder.bitcast(_lane(v, x, places[c][k]), _I8)
             parts[c] = v.call("llvm.aarch64.neon.sdot.v4i32.v16i8", v.ints, parts[c], codes, values)
     return parts
+
+
+def _lane(v, x, place):
+    """The word at x + place in all lanes, from a vector of the four around it: sdot takes one lane of a register."""
+    quad = v.builder.load(v.pointer(x, place // 16 * 16, v.ints), align=4)
+    lanes = ir.Constant(v.ints, [place // 4 % 4] * LANES)
+    return v.builder.shuffle_vector(quad, ir.Constant(v.ints, ir.Undefined), lanes)
 
 
 def twin_dots(part, codes, quads, bits):
     total = part.astype(np.int64)
     for code, quad in zip(codes, quads, strict=True):
-        signed = (code ^ 0x80).view(np.int8) if bits == 8 else code.view(np.int8)
-        total += signed.astype(np.int64) @ quad.astype(np.int64)
+        total += code.view(np.int8).astype(np.int64) @ quad.astype(np.int64)
     return total.astype(np.int32)

@@ -109,6 +109,11 @@ class InterleavedLayout:
         return (self.block.levels - 1).bit_length()
 
     @property
+    def signed(self) -> bool:
+        """Whether codes of 8 bits are stored less 128, in two's complement: for NEON, which multiplies signed bytes."""
+        return self.lanes == 4 and self.code_bits == 8
+
+    @property
     def scale_bits(self) -> int:
         """Bits of a scale or min code, signed ones in two's complement: so many that planes are whole vectors, or 0."""
         block = self.block
@@ -162,6 +167,8 @@ class InterleavedLayout:
         block = self.block
         q, sc, mn = [0] * block.size, [0] * block.subs, [0] * block.subs
         block.unpack(raw.tolist(), q, sc, mn)
+        if self.signed:
+            q = [code ^ 128 for code in q]
         codes, scales = (
             np.array(numbers).astype(np.uint8).view(np.uint32) for numbers in (q, [*sc, *mn] if block.is_k else [0] * 4)
         )

@@ -48,10 +48,10 @@ class Word(NamedTuple):
 
 
 @cache
-def words(name: str) -> tuple[Word, ...]:
+def words(name: str, lanes: int) -> tuple[Word, ...]:
     """Where the words of a repacked block come from."""
     block = READ[name]
-    layout = InterleavedLayout(block, 1)
+    layout = InterleavedLayout(block, lanes)
 
     def repacked(bits: np.ndarray) -> np.ndarray:
         found = layout.words(np.packbits(bits, bitorder="little"))
@@ -174,7 +174,7 @@ def _mover(name: str, lanes: int) -> Any:
             steps = [builder.mul(row_bytes, _I64(r)) for r in range(4)]
             rows = [builder.add(fours[r // 4], steps[r % 4]) for r in range(lanes)]
             columns = _Columns(builder, rows, block.nbytes)
-            aligned = words(name)[0].moves[0].offset % 4  # where most words begin
+            aligned = words(name, lanes)[0].moves[0].offset % 4  # where most words begin
 
             def same(kind: ir.VectorType, value: int) -> ir.Constant:
                 return ir.Constant(kind, [value] * lanes)
@@ -200,7 +200,7 @@ def _mover(name: str, lanes: int) -> Any:
                 builder.store(half, builder.inttoptr(place, shorts.as_pointer()), align=2)
                 exponent = builder.and_(half, same(shorts, 0x7C00))
                 bad = builder.or_(bad, builder.icmp_unsigned("==", exponent, same(shorts, 0x7C00)))
-            for i, word in enumerate(words(name)):
+            for i, word in enumerate(words(name, lanes)):
                 value: ir.Value = same(vector, word.flipped)
                 for j, (offset, shift, mask) in enumerate(word.moves):
                     part = load(offset, vector)

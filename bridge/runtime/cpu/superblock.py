@@ -38,11 +38,7 @@ def words(v: Any, base: Any, at: int, bits: int, count: int) -> list[Callable[[]
     def word(parts: tuple[Piece, ...]) -> Any:
         result = None
         for vector, place, low, width in parts:
-            part = v.load(base, at + 4 * v.lanes * vector)
-            if width < 8:
-                mask = 0x01010101 * ((1 << width) - 1)
-                right = place - low
-                part = v.and_(v.shr(part, right) if right > 0 else v.shl(part, -right), mask << low)
+            part = v.field(v.load(base, at + 4 * v.lanes * vector), place, low, width)
             result = part if result is None else v.or_(result, part)
         return result
 
@@ -70,13 +66,13 @@ def _code(v: Any, scales: list[Any], j: int, bits: int, signed: bool, odd: bool 
     return v.or_(doubled, v.splat(1))
 
 
-def _codes(v: Any, layout: InterleavedLayout, weights: Any, group: int) -> list[Callable[[], Any]]:
-    """The words of 32 columns: codes, or their values if the type has a table."""
+def _codes(v: Any, layout: InterleavedLayout, weights: Any, group: int, signed: bool) -> list[Callable[[], Any]]:
+    """The words of 32 columns: codes, or their values if the type has a table; signed ones of 8 bits less 128."""
     block = layout.block
     codes = words(v, weights, layout.codes_at + group * layout.group_bytes, layout.code_bits, GROUP)
     if not block.values:
         return codes
-    table = tuple(value + block.lift for value in block.values)
+    table = tuple((value + block.lift) ^ (128 if signed else 0) for value in block.values)
     return [LookedUp(v, code, table) for code in codes]
 
 
@@ -93,7 +89,7 @@ def _d(v: Any, layout: InterleavedLayout, halves: Any) -> Any:
 
 
 def _signed(v: Any, block: BlockType) -> bool:
-    """Whether the target takes the zero point off by itself: it multiplies 8 bits as u - 128."""
+    """Whether 8 bits are multiplied as u - 128, so that no zero point is left."""
     return block.value_bits == 8 and v.signed_dots
 
 
@@ -111,7 +107,7 @@ def k_block(v: Any, layout: InterleavedLayout, totals: list[Any], weights: Any, 
     for group in range(block.size // 32):
         if len(totals) > 1:
             v.barrier()
-        codes = _codes(v, layout, weights, group)
+        codes = _codes(v, layout, weights, group, _signed(v, block))
         inner: list[Any] = [None for _ in columns]
         for i in range(per_group):
             j = group * per_group + i
@@ -156,7 +152,7 @@ def plain_block(v: Any, layout: InterleavedLayout, totals: list[Any], weights: A
     totals = list(totals)
     for j in range(block.size // block.sum_span):
         group, first = j * block.sum_span // 32, j * block.sum_span % 32 // 4
-        codes = _codes(v, layout, weights, group)
+        codes = _codes(v, layout, weights, group, _signed(v, block))
         if block.lift and not _signed(v, block):
             parts = [v.broadcast(x, record.nbytes * c + record.sums_at + 4 * j) for c in columns]
         else:
@@ -183,13 +179,14 @@ def float_block(v: Any, layout: InterleavedLayout, totals: list[Any], weights: A
     d = _d(v, layout, halves) if not block.scales else None
     dmin = v.load_half(halves, 2 * v.lanes) if block.has_min else None
     for group in range(block.size // 32):
-        codes = _codes(v, layout, weights, group)
+        codes = _codes(v, layout, weights, group, signed=False)
         for i in range(per_group):
             j = group * per_group + i
             parts = [v.zero_float() for _ in columns]
             for k in range(block.sum_span // 4):
                 for byte in range(4):
-                    code = v.and_(v.shr(codes[i * block.sum_span // 4 + k](), 8 * byte), 255)
+                    code = v.shr(codes[i * block.sum_span // 4 + k](), 8 * byte)
+                    code = v.and_(v.add(code, v.splat(128)) if layout.signed else code, 255)
                     value = v.to_float(v.add(code, v.splat(-block.lift)) if block.lift else code)
                     for c in columns:
                         at = record * c + 4 * (block.sum_span * j + 4 * k + byte)

@@ -126,8 +126,11 @@ class Emitter:
     def _load_bytes(self, base: ir.Value, at: int) -> ir.Value:
         return self.builder.load(self.pointer(base, at, ir.VectorType(_I8, self.lanes)), align=1)
 
-    def store(self, value: ir.Value, base: ir.Value) -> None:
-        self.builder.store(value, self.pointer(base, 0, self.floats), align=4)
+    def store_all(self, totals: list[ir.Value], base: ir.Value, stride: ir.Value) -> None:
+        """Each column's vector of rows, `stride` bytes apart."""
+        for total in totals:
+            self.builder.store(total, self.pointer(base, 0, self.floats), align=4)
+            base = self.builder.add(base, stride)
 
     def prefetch(self, base: ir.Value, at: int) -> None:
         flags = (ir.Constant(_I32, 0), ir.Constant(_I32, 4 - self.level), ir.Constant(_I32, 1))  # read, of data
@@ -152,6 +155,19 @@ class Emitter:
 
     def and_(self, value: ir.Value, bits: int) -> ir.Value:
         return self.builder.and_(value, self.splat(bits))
+
+    def field(self, value: ir.Value, place: int, low: int, width: int) -> ir.Value:
+        """`width` bits of each byte, from bit `place` on, moved to bit `low`; zeros elsewhere."""
+        if width == 8:
+            return value
+        right = place - low
+        if self.target.BYTE_SHIFTS and low == 0 and place + width == 8:  # nothing is left to mask
+            moved = self.builder.lshr(
+                self.builder.bitcast(value, self.bytes), ir.Constant(self.bytes, [place] * 4 * self.lanes)
+            )
+            return self.builder.bitcast(moved, self.ints)
+        mask = 0x01010101 * ((1 << width) - 1) << low
+        return self.and_(self.shr(value, right) if right > 0 else self.shl(value, -right), mask)
 
     def shl(self, value: ir.Value, left: int) -> ir.Value:
         return self.builder.shl(value, self.splat(left)) if left else value
@@ -257,6 +273,10 @@ class Twin:
     def and_(self, value: np.ndarray, bits: int) -> np.ndarray:
         return value & self.splat(bits)
 
+    def field(self, value: np.ndarray, place: int, low: int, width: int) -> np.ndarray:
+        found = value.view(np.uint8) >> np.uint8(place) & np.uint8((1 << width) - 1)
+        return (found << np.uint8(low)).view(np.int32)
+
     def shl(self, value: np.ndarray, left: int) -> np.ndarray:
         return value << np.int32(left)
 
@@ -330,9 +350,9 @@ def intrinsics(
     def store(typingctx, totals, y, stride):
         def emit(context, builder, signature, arguments):
             packed, address, step = arguments
-            for c in range(columns):
-                Emitter(builder, target).store(builder.extract_value(packed, c), address)
-                address = builder.add(address, step)
+            Emitter(builder, target).store_all(
+                [builder.extract_value(packed, c) for c in range(columns)], address, step
+            )
             return context.get_dummy_value()
 
         return types.void(kind, types.int64, types.int64), emit

@@ -13,7 +13,7 @@ class ByteLevel:
     add_eos = False
 
     def __init__(self, tokens: Sequence[str], merges: Sequence[str], pre: Any):
-        from tokenizers import Tokenizer, models, pre_tokenizers
+        from tokenizers import Tokenizer, models
 
         rules = rules_of(pre) if isinstance(pre, str) else None
         if rules is None:
@@ -32,7 +32,7 @@ class ByteLevel:
         if not pairs:
             raise BridgeError("tokenizer.ggml.merges is missing from the GGUF or empty; convert the model again")
         self._tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=ignore_merges))
-        self._tokenizer.pre_tokenizer = pre_tokenizers.Sequence([_pre_tokenizer(step) for step in steps])
+        self._tokenizer.pre_tokenizer = pre_tokenizer(steps)
 
     def encode(self, text: str, after_special: bool) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -42,6 +42,13 @@ class ByteLevel:
         if all(c in table for c in text):
             return bytes(table[c] for c in text)
         return text.encode("utf-8")
+
+
+def pre_tokenizer(steps: Sequence[Step]) -> Any:
+    """The pre-tokenizer of `tokenizers` that cuts by these steps."""
+    from tokenizers import pre_tokenizers
+
+    return pre_tokenizers.Sequence([_pre_tokenizer(step) for step in steps])
 
 
 def _pre_tokenizer(step: Step) -> Any:

@@ -18,7 +18,7 @@ from bridge.errors import BridgeError
 from bridge.gguf_file.rope_rows import interleaved_rows
 from scripts.peers import ggml
 from scripts.peers.llama_cpp import LlamaCpp
-from scripts.peers.reference import mean_kl
+from scripts.peers.predictions import mean_kl
 from tests.support.encode import write_awq, write_gptq
 from tests.support.family_models import TEMPLATES
 from tests.support.make_families import GOLDENS, save_checkpoint

@@ -13,7 +13,7 @@ from bridge.conversion.checkpoint_outline import outline_of
 from bridge.conversion.importance import Importance
 from bridge.conversion.verify import failures, verify
 from scripts.peers.llama_cpp import LlamaCpp
-from scripts.peers.reference import mean_kl
+from scripts.peers.predictions import mean_kl
 from tests.support.encode import write_awq, write_gptq
 from tests.support.template import (
     FLOAT32,

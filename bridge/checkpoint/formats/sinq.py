@@ -1,0 +1,193 @@
+"""SINQ: integers with a scale for each row of a group and another for each column (Müller et al. 2025).
+
+    W_q               uint8 or int32       the codes [out * G, group], packed down the rows as `hqq` packs them;
+                                           5 bits in sixths of an int32, 6 in fifths
+    meta.scale        float [out * G, 1]
+    meta.zero         float [out * G, 1], or one for all
+    meta.scale2       float [1, in]        the columns' scales
+    bias              float [out]          optional
+    meta.scale, meta.zero may be coded: .x uint8 [a, b], .s and .m float [1, b]: x * s + m, in halves if these are
+
+    W[o, k] = (q - zero[o, g]) * scale[o, g] * scale2[k]
+
+Tiles (tiling_mode 2D) are squares of `group` rows and columns, in the order of rows of tiles: scale and zero are
+[tiles, group, 1], scale2 [tiles, 1, group]. Methods nf4 and nf3 have a level of a table in place of q, from -1 to 1,
+and multiply in halves if the scales are.
+model.safetensors.index.json.meta.json holds what is no tensor: {module: {meta: {shape, nbits, packing, method, ..}}}.
+
+A block has no place for the columns' scales: weights with such scales come as floats, others keep their codes.
+Learned from the sinq package 0.2.0 (quantizer.py, dual_shift.py, patch_model.py; Apache-2.0).
+"""
+
+import math
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from bridge.checkpoint.decoded import DecodedTensor, distortion_of, level_noise
+from bridge.checkpoint.files.store import Store, TensorInfo
+from bridge.checkpoint.formats.hqq import PACKINGS, unpack_lanes
+from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, counted, in_words, module_info
+from bridge.checkpoint.grouped import GroupedTensor
+from bridge.checkpoint.labels.quant_config import QuantConfig, whole_number
+from bridge.errors import BridgeError
+from bridge.system.files import read_json
+
+_SIDECAR = "model.safetensors.index.json.meta.json"
+_SCALES, _ZEROS, _COLUMNS = "meta.scale", "meta.zero", "meta.scale2"
+_LEVELS = {  # quantiles of the normal distribution
+    "nf4": (
+        -1, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+        -0.09105003625154495, 0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+        0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1,
+    ),
+    "nf3": (-1, -0.5350227355957031, -0.246931403875351, 0, 0.1833375245332718, 0.3819939494132996,
+            0.6229856610298157, 1),
+}  # fmt: skip
+
+
+class SinqReader(Reader):
+    """Reads SINQ checkpoints."""
+
+    parts: ClassVar = (
+        "W_q", _COLUMNS, "bias",
+        *(f"{part}{coded}" for part in (_SCALES, _ZEROS) for coded in ("", ".x", ".s", ".m")),
+    )  # fmt: skip
+
+    def __init__(self, store: Store, quant: QuantConfig) -> None:
+        folder = next(iter(store.files)).parent
+        self._said = read_json(folder / _SIDECAR, optional=True)
+        self._source = folder / _SIDECAR
+        super().__init__(store, quant)
+
+    @classmethod
+    def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
+        raw = quant.raw
+        bits, size = whole_number(raw.get("nbits")), whole_number(raw.get("group_size"))
+        said = (f"{bits} bits" if bits else "no number of bits", *([f"groups of {size}"] if size else []))
+        method = raw.get("method")
+        return replace(quant, title="SINQ", claims=(*said, *([str(method)] if method else [])))
+
+    def claimed_bits(self, module: str) -> int | None:
+        return whole_number(self.quant.raw.get("nbits"))
+
+    @staticmethod
+    def split(name: str) -> tuple[str, str]:
+        module, dot, part = name.partition(".meta.")
+        return (module, f"meta.{part}") if dot else Reader.split(name)
+
+    def required_parts(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
+        coded = (part for part in (_SCALES, _ZEROS) if f"{part}.x" in tensors)
+        plain = (part for part in (_SCALES, _ZEROS) if f"{part}.x" not in tensors)
+        return "W_q", *plain, *(f"{part}.{own}" for part in coded for own in "xsm")
+
+    def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
+        meta, codes = self._meta(name), tensors["W_q"]
+        (out, columns), packing = meta["shape"], meta.get("packing")
+        runs, shifts = self._count(tensors, _SCALES), self._count(tensors, _ZEROS)
+        if packing not in PACKINGS or min(runs, shifts) <= 0 or out * columns % runs:
+            raise contradiction(name, tensors)
+        width, lanes, word = PACKINGS[packing]
+        size = out * columns // runs
+        rows = -(-runs // lanes)
+        plain = codes.nbytes == out * columns  # written for a GPU's kernel, whatever the packing
+        fits = columns % size == 0 and shifts in (1, runs) and (plain or codes.nbytes == rows * size * word.itemsize)
+        scale2, tiled = tensors.get(_COLUMNS), self._tiled(tensors)
+        if scale2 is not None:
+            fits = fits and scale2.floating and math.prod(scale2.shape) == (runs if tiled else columns)
+        if not fits or (tiled and out % size):
+            raise contradiction(name, tensors)
+        bits = min(width, math.ceil(float(meta.get("nbits") or width)))
+        return module_info(name, tensors, bits, size, (out, columns))
+
+    def _meta(self, name: str) -> dict[str, Any]:
+        """What the file beside the index says of a module."""
+        held = self._said.get(name)
+        meta = held.get("meta") if isinstance(held, dict) else None
+        shape = meta.get("shape") if isinstance(meta, dict) else None
+        number = meta.get("nbits") if isinstance(meta, dict) else None
+        whole = isinstance(shape, list) and len(shape) == 2 and all(type(n) is int and n > 0 for n in shape)
+        if not whole or not isinstance(number, int | float | None) or not math.isfinite(number or 0):
+            raise BridgeError(
+                f"{self._source}: does not give the shape of {name}; download this file too, it belongs to the weights"
+            )
+        return meta  # type: ignore[return-value]
+
+    def _count(self, tensors: dict[str, TensorInfo], part: str) -> int:
+        """How many scales or zero points there are; 0 if their dtypes are wrong."""
+        own = tensors.get(f"{part}.x") or tensors[part]
+        if f"{part}.x" not in tensors:
+            return math.prod(own.shape) if own.floating or part == _ZEROS else 0
+        fits = len(own.shape) == 2 and own.dtype == "U8"
+        fits = fits and all(math.prod(tensors[f"{part}.{p}"].shape) == own.shape[1] for p in "sm")
+        return math.prod(own.shape) if fits else 0
+
+    @staticmethod
+    def _tiled(tensors: dict[str, TensorInfo]) -> bool:
+        """Whether the scales are those of square tiles."""
+        scale2 = tensors.get(_COLUMNS)
+        return scale2 is not None and len(scale2.shape) == 3
+
+    def _levels(self, name: str) -> str:
+        method = str(self._meta(name).get("method")).lower()
+        return next((kind for kind in _LEVELS if kind in method), "")
+
+    def in_words(self) -> str:
+        kinds = (self._levels(name).upper() or "integers" for name in self.modules)
+        columns = sum(_COLUMNS in m.tensors for m in self.modules.values())
+        tiles = sum(self._tiled(m.tensors) for m in self.modules.values())
+        words = [in_words(self.modules.values()), counted(kinds), f"scales of columns in {columns}"]
+        return ", ".join([*words, *([f"square tiles in {tiles}"] if tiles else [])])
+
+    def whole(self, name: str) -> GroupedTensor | DecodedTensor:
+        info = self.modules[name]
+        (out, columns), size, kind = info.shape, info.group_size, self._levels(name)
+        stored, runs = self.part(name, "W_q"), out * columns // size
+        if stored.nbytes == out * columns:
+            rows = stored.reshape(-1).view(np.uint8).reshape(runs, size)
+        else:
+            rows = unpack_lanes(stored, size, self._meta(name)["packing"])[:runs]
+        levels = np.array(_LEVELS.get(kind, np.arange(1 << info.bits)), np.float32)
+        if rows.max() >= len(levels):
+            raise BridgeError(
+                f"{info.file}: {name} has the code {rows.max()}, beyond {len(levels)} levels; the checkpoint is damaged"
+            )
+        scales, zeros = (self._values(name, part).reshape(-1, 1) for part in (_SCALES, _ZEROS))
+        zeros = np.broadcast_to(zeros, scales.shape)
+        per_column = self.scales(name, _COLUMNS) if _COLUMNS in info.tensors else np.ones((1, columns), np.float32)
+        if self._tiled(info.tensors):  # rows of the codes are rows of the matrix, cut; those of the scales are not
+            down, along = out // size, columns // size
+            scales, zeros = (x.reshape(down, along, size).swapaxes(1, 2).reshape(runs, 1) for x in (scales, zeros))
+            wide = per_column.reshape(down, along * size).repeat(size, axis=0)
+        else:
+            wide = per_column.reshape(1, columns)
+        bias = self.bias(name)
+        if not kind and (wide == 1).all():
+            scales, zeros = (np.ascontiguousarray(x.reshape(out, -1)) for x in (scales, zeros))
+            codes = np.ascontiguousarray(rows.reshape(out, columns))
+            return GroupedTensor(name, info.bits, codes, scales, zeros, size, bias=bias)
+        exact = np.float16 if kind and self._halves(name) else np.float32  # as the tool computes levels
+        chosen = (levels.astype(exact)[rows] - zeros.astype(exact)) * scales.astype(exact)
+        weights = (chosen.reshape(out, columns) * wide.astype(exact)).astype(np.float32)
+        errors = level_noise(levels).astype(np.float32)[rows] if kind else np.float32(1 / 12)
+        steps = np.broadcast_to(scales, rows.shape).reshape(out, columns) * wide
+        noise = float((np.square(steps) * (errors.reshape(out, columns) if kind else errors)).sum(dtype=np.float64))
+        coding = f"{kind.upper()}'s levels" if kind else "codes with scales of columns"
+        return DecodedTensor(name, info.bits, weights, distortion_of(noise, weights), coding, bias=bias)
+
+    def _halves(self, name: str) -> bool:
+        tensors = self.modules[name].tensors
+        return (tensors.get(_SCALES) or tensors[f"{_SCALES}.s"]).dtype == "F16"
+
+    def _values(self, name: str, part: str) -> np.ndarray:
+        """float32: a module's scales or zero points, decoded if they are stored as codes."""
+        tensors = self.modules[name].tensors
+        if f"{part}.x" in tensors:
+            step, least = (self.scales(name, f"{part}.{own}").reshape(-1) for own in "sm")
+            if tensors[f"{part}.s"].dtype == "F16":
+                step, least = step.astype(np.float16), least.astype(np.float16)
+            return (self.part(name, f"{part}.x") * step + least).astype(np.float32)
+        if tensors[part].floating:
+            return self.scales(name, part)
+        return self.part(name, part).astype(np.float32)

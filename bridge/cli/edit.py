@@ -1,0 +1,53 @@
+"""`gguf-bridge edit`."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from bridge.cli.options import command
+from bridge.system.options import entry
+
+_HELP = "change a GGUF's metadata, chat template and names"
+_DESCRIPTION = """\
+Change keys of a GGUF's metadata, its chat template, and the names of keys and tensors;
+the weights stay as they are. Without --out, the file itself is changed, which is possible
+where the metadata keeps its size; with it, a new file is written.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to argparse's sub-parsers."""
+    p = command(commands, "edit", _HELP, run, _DESCRIPTION)
+    p.add_argument("model", help="the GGUF; of several shards, the first has all keys")
+    p.add_argument(
+        "-o", "--out", type=Path, metavar="OUT.gguf", help="the file to write (default: change MODEL itself)"
+    )
+    p.add_argument(
+        "--set",
+        "--metadata",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        type=entry,
+        dest="metadata",
+        help="set a key to a value of its type, or of the one that llama.cpp reads it as; may be repeated",
+    )
+    p.add_argument("--chat-template", type=Path, metavar="FILE", help="file with the chat template (Jinja)")
+    p.add_argument(
+        "--rename",
+        action="append",
+        default=[],
+        metavar="OLD=NEW",
+        type=entry,
+        help="rename a key or a tensor; may be repeated",
+    )
+    p.add_argument("--force", action="store_true", help="replace a file that exists")
+
+
+def run(a: argparse.Namespace) -> int:
+    """Edit, and print what has changed."""
+    from bridge.conversion.edit import edit
+
+    done = edit(a.model, a.out, metadata=a.metadata, chat_template=a.chat_template, rename=a.rename, force=a.force)
+    print(done.summary())
+    return 0

@@ -1,0 +1,171 @@
+"""Edits a GGUF's metadata and names; the tensors' data stays as it is.
+
+    bridge.edit("model.gguf", metadata={"general.name": "New"}, chat_template="template.jinja", out="new.gguf")
+
+Only what precedes the data is made anew. If it takes as many bytes as before, up to padding, it is written over the old
+one; otherwise a new file is needed, whose data is copied.
+"""
+
+import mmap
+import shutil
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+from gguf import GGUFValueType
+from gguf.gguf_writer import GGUFValue
+
+from bridge.checkpoint.files.folder import sync
+from bridge.conversion.metadata import with_given
+from bridge.errors import BridgeError, parameter
+from bridge.gguf_file.header import Metadata, TensorEntry, read_header
+from bridge.system.files import disk_errors, expanded, missing, sync_folder
+from bridge.system.folder_locks import temporary_beside
+from bridge.system.options import checked, is_key
+from bridge.system.outputs import Taken, check_outputs
+
+_CHAT_TEMPLATE = "tokenizer.chat_template"
+_NAME_BYTES = 63  # that llama.cpp has for a tensor's name
+_AT_ONCE = 16 << 20  # bytes that are copied
+
+
+@dataclass(frozen=True)
+class Edited:
+    """What was changed: a line each; and the file that has it."""
+
+    path: Path
+    changes: list[str]
+    in_place: bool
+
+    def summary(self) -> str:
+        """The changes, and where they are."""
+        return "\n".join([*self.changes, f"{'changed' if self.in_place else 'wrote'} {self.path}"])
+
+
+@checked
+def edit(
+    model: str | Path,
+    out: str | Path | None = None,
+    *,
+    metadata: Mapping[str, Any] | Sequence[tuple[str, Any]] = (),
+    chat_template: str | Path | None = None,
+    rename: Mapping[str, str] | Sequence[tuple[str, str]] = (),
+    force: bool = False,
+) -> Edited:
+    """Change keys and names of a GGUF.
+
+    model          the GGUF; of several shards the one that has the key or tensor, keys being in the first
+    out            the file to write; None: `model` itself is changed, if its head keeps its size
+    metadata       values by key: of the type that the key has, or that llama.cpp reads it as
+    chat_template  a file with the chat template
+    rename         keys or tensors: old name -> new name
+    force          replace a file `out` that exists
+
+    Raises BridgeError for a damaged file, a value of another type, a name that is not there or taken, and where the new
+    head does not fit without `out`.
+    """
+    path = expanded(model)
+    target = path if out is None else expanded(out)
+    if out is not None:
+        check_outputs([target], force, Taken((path,)))
+    given = list(metadata.items() if isinstance(metadata, Mapping) else metadata)
+    if chat_template is not None:
+        given.append((_CHAT_TEMPLATE, _text(expanded(chat_template))))
+    names = dict(rename)
+    if wrong := next((key for key, _ in given if not is_key(key)), None):
+        raise BridgeError(f"{parameter('metadata')} {wrong!r}: is no key; one has letters, digits, '_', '.' and '-'")
+    if not given and not names:
+        raise BridgeError(f"{path}: nothing to change; give {parameter('metadata')}, a chat template or new names")
+    try:
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            stored, tensors = read_header(data, path)
+            head, changes = _head(path, data[:8], stored, tensors, given, names)
+            start = stored.data_start
+            alignment = int(stored.get(gguf.Keys.General.ALIGNMENT, gguf.GGUF_DEFAULT_ALIGNMENT))
+    except FileNotFoundError:
+        raise missing(path) from None
+    except (OSError, ValueError) as problem:
+        raise BridgeError(f"{path}: cannot be read ({getattr(problem, 'strerror', None) or problem})") from problem
+    head += bytes(-len(head) % alignment)
+    if out is None:
+        if len(head) != start:
+            grown = f"its head would take {len(head)} bytes instead of {start}"
+            raise BridgeError(f"{path}: cannot be changed in place, {grown}; give {parameter('out')} for a new file")
+        with disk_errors(path, "metadata", "file"), open(path, "r+b") as own:
+            own.write(head)
+            sync(own)
+        return Edited(path, changes, True)
+    with temporary_beside(target) as folder, disk_errors(target, "tensors", "output"):
+        with open(path, "rb") as source, open(folder / target.name, "xb") as new:
+            new.write(head)
+            source.seek(start)
+            shutil.copyfileobj(source, new, _AT_ONCE)
+            sync(new)
+        (folder / target.name).replace(target)
+    sync_folder(target.parent)
+    return Edited(target, changes, False)
+
+
+def _head(
+    path: Path,
+    magic: bytes,
+    stored: Metadata,
+    tensors: list[TensorEntry],
+    given: list[tuple[str, Any]],
+    names: dict[str, str],
+) -> tuple[bytes, list[str]]:
+    """Everything before the data, without padding, and what has changed."""
+    writer = gguf.GGUFWriter(None, "")
+    old = {key: _value(stored, key) for key in stored}
+    values = with_given(old, given)
+    changes = [f"{key}: {_short(old.get(key))} -> {_short(values[key])}" for key, _ in given]
+    taken = {*values, *(tensor.name for tensor in tensors)}
+    for name, new in names.items():
+        if name not in taken:
+            raise BridgeError(f"{path}: has no key or tensor {name}; `gguf-bridge inspect` and `plan` list them")
+        if new in taken or not new.isprintable() or not 0 < len(new.encode()) <= _NAME_BYTES:
+            why = "is taken" if new in taken else f"must be printable, of 1 to {_NAME_BYTES} bytes"
+            raise BridgeError(f"{parameter('rename', (name, new))}: {new!r} {why}")
+        if name in values and name.startswith(("general.architecture", "general.alignment", "split.")):
+            raise BridgeError(f"{parameter('rename', (name, new))}: {name} describes the file; it cannot be renamed")
+        taken = taken - {name} | {new}
+        changes.append(f"{name} is now {new}")
+    parts = [magic, struct.pack("<QQ", len(tensors), len(values))]
+
+    def add_text(text: str) -> None:
+        parts.append(writer._pack_val(text, GGUFValueType.STRING, add_vtype=False))
+
+    for key, value in values.items():
+        add_text(names.get(key, key))
+        if key in old and value is old[key]:
+            parts += [struct.pack("<I", value.type), stored.raw(key)]
+        else:
+            parts.append(writer._pack_val(value.value, value.type, add_vtype=True, sub_type=value.sub_type))
+    for tensor in tensors:
+        add_text(names.get(tensor.name, tensor.name))
+        dimensions = tensor.shape[::-1]
+        parts.append(struct.pack(f"<I{len(dimensions)}Q", len(dimensions), *dimensions))
+        kind = gguf.GGMLQuantizationType[tensor.type]
+        parts.append(struct.pack("<IQ", kind, tensor.start - stored.data_start))
+    return b"".join(parts), changes
+
+
+def _value(stored: Metadata, key: str) -> GGUFValue:
+    kind, items = stored.kind(key)
+    return GGUFValue(stored[key], GGUFValueType(kind), None if items is None else GGUFValueType(items))
+
+
+def _short(value: GGUFValue | None) -> str:
+    return "none" if value is None else f"{value.value!r:.60}"
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise missing(file) from None
+    except (OSError, UnicodeDecodeError) as problem:
+        raise BridgeError(f"{file}: cannot be read as text ({problem}); give a chat template") from problem

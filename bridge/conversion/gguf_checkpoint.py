@@ -1,0 +1,170 @@
+"""A GGUF in the place of a checkpoint: what `convert` and `quantize` read of a model that exists only as one.
+
+Its tensors come as floats: blocks are dequantized when they are read. Metadata, names and the order of rows are the
+GGUF's own, so any architecture will do, and a tensor that keeps its type is copied byte for byte. Calibration runs the
+model in transformers: for that, tensors have the names and rows of the family's checkpoints, and config and tokenizer
+are made of the metadata (`gguf_config`).
+"""
+
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from bridge.blocks.read import READ
+from bridge.checkpoint import Checkpoint
+from bridge.checkpoint.files.hub import kind_of, open_by_name
+from bridge.checkpoint.files.store import Store, TensorInfo
+from bridge.checkpoint.labels.quant_config import QuantConfig
+from bridge.conversion.gguf_config import checked_source, write_config
+from bridge.conversion.gguf_source import GgufSource, Place
+from bridge.errors import BridgeError, parameter
+from bridge.gguf_file.reader import StoredModel, StoredTensor, read_gguf
+from bridge.models.outline import Outline, OutlineTensor, Part
+from bridge.models.template import copied_metadata, quantizable, stop_texts
+from bridge.runtime.cpu.dequantize import FLOATS
+from bridge.system.files import expanded
+
+
+@dataclass(frozen=True)
+class _Stored(TensorInfo):
+    """A tensor of a GGUF; its dtype is the GGUF's type."""
+
+    @property
+    def floating(self) -> bool:
+        return True
+
+
+class _GgufStore(Store):
+    """The tensors of a GGUF, by the names of a checkpoint."""
+
+    def __init__(self, model: StoredModel, places: dict[str, Place]) -> None:
+        super().__init__([])
+        self.files = model.files
+        self.places = places
+        for name, place in places.items():
+            shape = place.part.shape[::-1] if place.part.change == "conv1d" else place.part.shape
+            if place.part.matrix is not None:
+                shape = place.stored.shape
+            nbytes = place.stored.raw.size // (1 if place.part.matrix is not None else len(place.tensor.parts))
+            self.tensors[name] = _Stored(name, place.stored.type, shape, nbytes, place.stored.file)
+
+    def read_float(self, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
+        """float32; of a stack of matrices, `rows` are matrices."""
+        place, shape = self.places[name], self.tensors[name].shape
+        if place.stored.type not in (*READ, *FLOATS):
+            raise BridgeError(f"{place.stored.file}: {name} is {place.stored.type}, which is not read")
+        if place.part.matrix is None:
+            return place.floats(slice(*(rows or (None,))))
+        first, stop = rows or (0, shape[0])
+        values = [Place(place.tensor, place.part, place.stored, i).floats() for i in range(first, stop)]
+        return np.stack(values) if values else np.empty((0, *shape[1:]), np.float32)
+
+
+class GgufCheckpoint(Checkpoint):
+    """An opened GGUF.
+
+    outline      its own metadata and tensors
+    home         folder with config.json and tokenizer; empty where nothing needs them
+    temporaries  closed with it
+    """
+
+    def __init__(
+        self,
+        model: StoredModel,
+        places: dict[str, Place],
+        tensors: list[OutlineTensor],
+        home: Path,
+        config: dict[str, Any],
+        temporaries: ExitStack,
+    ) -> None:
+        super().__init__(model.files[0], config, QuantConfig(), _GgufStore(model, places), home)
+        metadata = copied_metadata(model.metadata)
+        self.outline = Outline(metadata, tensors, stop=stop_texts(metadata))
+        self.format = "GGUF"
+        self._model, self._temporaries = model, temporaries
+
+    @property
+    def quantized(self) -> bool:
+        """Whether it has tensors in block types."""
+        return any(tensor.type not in FLOATS for tensor in self._model.tensors.values())
+
+    def copied(self, name: str, type: str, shape: tuple[int, ...]) -> np.ndarray:
+        """uint8: a tensor's bytes, by its GGUF name. Raises BridgeError if it is of another type or shape."""
+        stored = self._model.tensors.get(name)
+        if stored is None or (stored.type, stored.shape) != (type, shape):
+            raise BridgeError(f"{self.path}: has no {type} {name} of {list(shape)}; the plan is of another GGUF")
+        return stored.read(0, stored.raw.size)
+
+    def close(self) -> None:
+        """Remove config and tokenizer if they were made."""
+        super().close()
+        self._temporaries.close()
+
+
+def open_source(
+    source: str | Path,
+    config: str | Path | None = None,
+    *,
+    needs_config: bool = True,
+    detect_lattice: bool = False,
+    by_family: bool = False,
+) -> Checkpoint:
+    """Open what a model is converted from: a checkpoint, see `open_by_name`, or a GGUF.
+
+    by_family  whether a GGUF's tensors have the names and rows of its family's checkpoints, with config and tokenizer
+
+    Raises BridgeError as `open_by_name` does, and for a GGUF that is damaged, no model, or without a known family.
+    """
+    if kind_of(source, config) != "gguf":
+        return open_by_name(source, config, needs_config=needs_config, detect_lattice=detect_lattice)
+    if not needs_config:
+        raise BridgeError(f"{source}: is a GGUF and keeps its names and metadata; leave out {parameter('template')}")
+    model = read_gguf(expanded(source))
+    if not isinstance(model.metadata.get("general.architecture"), str):
+        raise BridgeError(f"{source}: general.architecture is missing; this is not a model")
+    with ExitStack() as stack:
+        home = Path(stack.enter_context(TemporaryDirectory())) if config is None or not by_family else expanded(config)
+        ckpt = _by_family(model, home, config is None, stack) if by_family else _by_itself(model, home, stack)
+    if detect_lattice:
+        ckpt.take_lattices()
+    return ckpt
+
+
+def _by_itself(model: StoredModel, home: Path, stack: ExitStack) -> GgufCheckpoint:
+    """A GGUF under its own names."""
+    places, tensors = {}, []
+    for stored in model.tensors.values():
+        fixed = _fixed_type(model, stored)
+        parts: tuple[Part, ...] = (Part(stored.name, stored.shape),)
+        if fixed is None and len(stored.shape) == 3:
+            parts = tuple(Part(stored.name, stored.shape[1:], matrix=i) for i in range(stored.shape[0]))
+        tensors.append(OutlineTensor(stored.name, stored.shape, parts, fixed_type=fixed))
+        places[stored.name] = Place(tensors[-1], parts[0], stored, 0)
+    return GgufCheckpoint(model, places, tensors, home, {}, stack.pop_all())
+
+
+def _by_family(model: StoredModel, home: Path, make: bool, stack: ExitStack) -> GgufCheckpoint:
+    """A GGUF under the names of its family's checkpoints; `make`: write config and tokenizer to `home`."""
+    if make:
+        write_config(model, home)
+    source = checked_source(model, home, "F32") if make else GgufSource(model, home, "F32")
+    by_name = {place.tensor.name: place.tensor for place in source.places.values()}
+    tensors = []
+    for stored in model.tensors.values():
+        if stored.name in by_name:
+            tensor = by_name[stored.name]
+            kept = tensor.fixed_type is not None or _fixed_type(model, stored) is not None
+            tensors.append(replace(tensor, fixed_type=stored.type if kept else None))
+        else:  # made from the config
+            data = stored.read(0, stored.raw.size)
+            tensors.append(OutlineTensor(stored.name, stored.shape, data=data, fixed_type=stored.type))
+    return GgufCheckpoint(model, source.places, tensors, home, source.config, stack.pop_all())
+
+
+def _fixed_type(model: StoredModel, stored: StoredTensor) -> str | None:
+    """The type that a tensor keeps: one that no quantizer changes, or whose scale is a tensor by itself."""
+    return None if quantizable(stored) and model.scales_of(stored) is None else stored.type

@@ -1,0 +1,366 @@
+"""Where a GGUF's tensors go in a transformers model: packed modules, and floats for what is not a matrix.
+
+    placement = Placement(model, file)      reads names and shapes alone; the model may be on the meta device
+    placement.floats()                      the model's other parameters: norms, routers, convolutions
+    placement.fill()                        puts the packed modules in
+
+Names, row orders and changes of values are those of the family's table (`bridge.models`), read from the GGUF to the
+checkpoint; transformers' own conversions tell how a checkpoint's names differ from a model's. Linears, embeddings and
+experts stay packed. What is F32 in the file, or cannot be restored without rounding again (DeepSeek's kv_b_proj, whose
+one half is transposed), becomes an ordinary parameter.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from bridge.errors import BridgeError
+from bridge.models import tensors_of_gguf
+from bridge.models.gguf_config import family_of_gguf, gguf_layers
+from bridge.models.outline import OutlineTensor, Part
+from bridge.nn.preparation import prepare as prepare_all
+from bridge.nn.quant_experts import Activation, ClampedSwiglu, ExpertStack, Gated, QuantExperts
+from bridge.nn.quant_linear import JoinedLinear, QuantEmbedding, QuantLinear
+from bridge.runtime import GGUFFile, QuantTensor, open_gguf
+from bridge.system.options import checked
+
+_LAYER = re.compile(r"\.(\d+)\.")
+_EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """What one tensor of the GGUF, or one of its matrices, holds of a checkpoint's tensor."""
+
+    tensor: QuantTensor
+    part: Part
+    index: int
+    count: int  # parts that the tensor has
+
+    @property
+    def matrix(self) -> QuantTensor | None:
+        """The packed matrix; None where it is a vector, or floats."""
+        found = self.tensor if self.count == 1 else self.tensor[self.index] if len(self.tensor.shape) == 3 else None
+        return found if found is not None and len(found.shape) == 2 and found.type != "F32" else None
+
+    def values(self) -> np.ndarray:
+        """float32, as the checkpoint had them, in the shape of the part."""
+        values = self.tensor.dequantize().reshape(self.count, *self.part.shape)[self.index]
+        if self.part.change == "+1":
+            values = values - 1
+        elif self.part.change == "-exp":
+            values = np.log(-values)
+        return values
+
+
+class Reserved(nn.Module):
+    """Keeps a place for a packed module while transformers loads the rest; `place` tells the device afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("place", torch.empty(0), persistent=False)
+        self.weight = torch.empty(0)  # no parameter: some models initialize it by name, unless it is marked so
+        self.weight._is_hf_initialized = True  # type: ignore[attr-defined]
+
+
+class Placement:
+    """The packed modules and the floats of a model on a GGUF.
+
+    model      a transformers model of the GGUF's architecture, with or without weights
+    precision  of activations in products: see QuantLinear
+
+    Raises BridgeError where the two are not of one model.
+    """
+
+    def __init__(self, model: nn.Module, file: GGUFFile, precision: str = "int8"):
+        self.model, self.file, self.precision = model, file, precision
+        self._modules: dict[str, Callable[[], nn.Module]] = {}  # path -> what is put there
+        self._floats: dict[str, list[Piece]] = {}  # parameter's name -> what it is made of
+        self._shapes = {n: tuple(p.shape) for n, p in chain(model.named_parameters(), model.named_buffers())}
+        self._read()
+
+    @property
+    def kind(self) -> str:
+        return type(self.model).__name__
+
+    def floats(self) -> dict[str, torch.Tensor]:
+        """Name of the parameter -> float32 values in its shape."""
+        found = self._floats.items()
+        return {name: torch.from_numpy(_restored(pieces, self._shapes[name])) for name, pieces in found}
+
+    def _check(self) -> None:
+        """Every parameter has its values in the file."""
+        for name, _ in self.model.named_parameters():
+            path = name.rpartition(".")[0]
+            if name not in self._floats and path not in self._modules and path != self._head():
+                raise BridgeError(f"{name}: {self.kind} has it, but the GGUF does not; it belongs to another model")
+
+    def reserve(self) -> None:
+        """Put `Reserved` where packed modules will be, and untie what is tied to their weights."""
+        for path in self._modules:
+            self.model.set_submodule(path, Reserved())
+        untie(self.model, self._modules)
+
+    def fill(self) -> None:
+        """Put the packed modules in, each on the device of what it replaces."""
+        for path, make in self._modules.items():
+            old = self.model.get_submodule(path)
+            self.model.set_submodule(path, make().to(_device(old)))
+        untie(self.model, self._modules)
+
+    # what goes where
+
+    def _read(self) -> None:
+        pieces, stacks = self._tensors()
+        names = _names(self.model)
+        where = {source: self._place(names(source)) for source in pieces}
+        experts = self._expert_modules() if stacks else {}
+        packed: dict[str, list[Piece]] = {}
+        for source, (path, leaf) in where.items():
+            if leaf == "weight" and _packs(self.model.get_submodule(path), pieces[source]):
+                packed[path] = pieces[source]
+            else:
+                self._floats[f"{path}.{leaf}"] = pieces[source]
+        head = self._head()
+        if head is not None and head not in packed and f"{head}.weight" not in self._floats:
+            shared = next((found for path, found in packed.items() if self._is_embedding(path)), None)
+            if shared is not None:
+                packed[head] = shared
+        for path, found in packed.items():
+            bias = self._floats.pop(f"{path}.bias", None)
+            self._modules[path] = self._packed(path, found, None if bias is None else _joined(bias))
+        for layer, stack in stacks.items():
+            if layer not in experts:
+                raise BridgeError(
+                    f"{self.file.path}: {self.kind} of this transformers has layer {layer}'s experts in a way that is "
+                    "unknown here; bridge.Model runs the file"
+                )
+            self._modules[experts[layer]] = self._experts(experts[layer], [stack[part] for part in _EXPERTS])
+        self._check()
+
+    def _tensors(self) -> tuple[dict[str, list[Piece]], dict[int, dict[str, QuantTensor]]]:
+        """The pieces of every tensor of a checkpoint, and each layer's stacks of experts."""
+        metadata = self.file.metadata
+        family = family_of_gguf(metadata, self.file)
+        layers = gguf_layers(metadata)
+        inner = self.model.config.get_text_config().to_dict()  # type: ignore[operator, union-attr]
+        config = {key: value for key, value in inner.items() if key != "quantization_config"}
+        config["architectures"] = [family.architectures[0]]
+        shapes = {name: tensor.shape for name, tensor in self.file.items() if _within(name, layers)}
+        if config.get("num_hidden_layers", layers) > layers:
+            raise BridgeError(
+                f"{self.file.path}: has {layers} layers, fewer than the model; it belongs to another model"
+            )
+        pieces: dict[str, list[Piece]] = {}
+        stacks: dict[int, dict[str, QuantTensor]] = {}
+        for tensor in tensors_of_gguf(config, Path(self.kind), shapes, family.arch):
+            if tensor.origin != "checkpoint":
+                continue
+            stored = self.file[tensor.name]
+            if _is_stack(tensor) and tensor.layer is not None:
+                stacks.setdefault(tensor.layer, {})[tensor.kind] = stored
+                continue
+            for i, part in enumerate(tensor.parts):
+                pieces.setdefault(part.source, []).append(Piece(stored, part, i, len(tensor.parts)))
+        return pieces, stacks
+
+    def _place(self, name: str) -> tuple[str, str]:
+        path, _, leaf = name.rpartition(".")
+        if name not in self._shapes and name.removesuffix(".weight") != self._head():
+            raise BridgeError(f"{self.kind} has no {name}; the GGUF is of another architecture")
+        return path, leaf
+
+    def _head(self) -> str | None:
+        head = self.model.get_output_embeddings()  # type: ignore[operator]
+        return next((name for name, module in self.model.named_modules() if module is head), None)
+
+    def _is_embedding(self, path: str) -> bool:
+        return self.model.get_submodule(path) is self.model.get_input_embeddings()  # type: ignore[operator]
+
+    def _expert_modules(self) -> dict[int, str]:
+        found = {}
+        for name, module in self.model.named_modules():
+            stacked = [getattr(module, part, None) for part in ("gate_up_proj", "down_proj")]
+            layer = _LAYER.search(name)
+            if layer and all(isinstance(p, nn.Parameter) and p.ndim == 3 for p in stacked):
+                found[int(layer[1])] = name
+        return found
+
+    # what is made of the pieces
+
+    def _packed(self, path: str, pieces: list[Piece], bias: np.ndarray | None) -> Callable[[], nn.Module]:
+        """How the module of these pieces is made, once what it replaces may be gone."""
+        module: Any = self.model.get_submodule(path)
+        shape = tuple(module.weight.shape)
+        shape = shape[::-1] if _is_conv1d(module) else shape
+        rows = sum(piece.part.shape[0] for piece in pieces)
+        if shape != (rows, pieces[0].part.shape[1]):
+            raise BridgeError(
+                f"{path}: shape {list(shape)}, {pieces[0].tensor.name} of the GGUF has "
+                f"{[rows, pieces[0].part.shape[1]]}; the GGUF belongs to another model"
+            )
+        if isinstance(module, nn.Embedding):
+            scale = getattr(module, "scalar_embed_scale", 1.0)
+            return partial(QuantEmbedding, _matrix(pieces[0]), module.weight.dtype, scale)
+        if len(pieces) == 1:
+            picked = pieces[0].part
+            order = None if picked.rows is None else np.argsort(picked.rows)
+            values = None if bias is None else torch.from_numpy(bias)
+            return partial(QuantLinear, _matrix(pieces[0]), values, order, self.precision, picked.columns)
+        order = np.argsort(np.concatenate([_rows(piece.part) for piece in pieces]))
+        return lambda: JoinedLinear([QuantLinear(_matrix(p), precision=self.precision) for p in pieces], order)
+
+    def _experts(self, path: str, stacks: list[QuantTensor]) -> Callable[[], nn.Module]:
+        module: Any = self.model.get_submodule(path)
+        found = {part: self._floats.pop(f"{path}.{part}_bias", None) for part in ("gate_up_proj", "down_proj")}
+        given = {
+            part: torch.from_numpy(_restored(pieces, self._shapes[f"{path}.{part}_bias"]))
+            for part, pieces in found.items()
+            if pieces is not None
+        }
+        clamped = all(hasattr(module, name) for name in ("alpha", "limit"))
+        activation: Activation = ClampedSwiglu(module.alpha, module.limit) if clamped else Gated(module.act_fn)
+        biases = None
+        if len(given) == 2:  # gpt-oss, whose gate and up alternate
+            both = given["gate_up_proj"]
+            biases = both[:, ::2].contiguous(), both[:, 1::2].contiguous(), given["down_proj"]
+        gate, up, down = stacks
+        return lambda: QuantExperts(ExpertStack.of(gate, up, down, activation, biases), self.precision)
+
+
+def rope_factors(file: GGUFFile) -> dict[str, np.ndarray]:
+    """The tensors that divide the frequencies of rotary embeddings, as `add_rope_factors` takes them."""
+    names = ("rope_freqs", "rope_factors_long", "rope_factors_short")
+    return {name: file[f"{name}.weight"].dequantize() for name in names if f"{name}.weight" in file}
+
+
+def untie(model: nn.Module, modules: Iterable[str]) -> None:
+    """Forget ties of weights that are no parameters any more."""
+    gone = {f"{path}.weight" for path in modules}
+    for ties in ("_tied_weights_keys", "all_tied_weights_keys"):
+        tied = getattr(model, ties, None)
+        if isinstance(tied, dict):
+            setattr(model, ties, {key: of for key, of in tied.items() if not {key, of} & gone})
+
+
+def _within(name: str, layers: int) -> bool:
+    """Whether a tensor is not of a layer that predicts further tokens."""
+    block = re.match(r"blk\.(\d+)\.", name)
+    return block is None or int(block[1]) < layers
+
+
+def _is_stack(tensor: OutlineTensor) -> bool:
+    return tensor.kind in _EXPERTS and tensor.name.endswith(".weight")
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    return type(module).__name__ == "Conv1D"
+
+
+def _packs(module: nn.Module, pieces: list[Piece]) -> bool:
+    """Whether a module multiplies with, or looks rows up in, what these pieces hold as they are."""
+    changes = {None, "conv1d"} if _is_conv1d(module) else {None}
+    kinds = _is_conv1d(module) or isinstance(module, nn.Linear | nn.Embedding)
+    return kinds and all(
+        piece.matrix is not None and piece.part.change in changes and piece.part.matrix is None
+        and (len(pieces) == 1 or piece.part.columns is None)
+        for piece in pieces
+    )  # fmt: skip
+
+
+def _matrix(piece: Piece) -> QuantTensor:
+    assert piece.matrix is not None
+    return piece.matrix
+
+
+def _rows(part: Part) -> np.ndarray:
+    return np.arange(part.shape[0]) if part.rows is None else part.rows
+
+
+def _joined(pieces: list[Piece]) -> np.ndarray:
+    return _restored(pieces, (sum(piece.part.shape[0] for piece in pieces),))
+
+
+def _restored(pieces: list[Piece], shape: tuple[int, ...]) -> np.ndarray:
+    """float32 of a parameter's shape: rows and columns where they were before the conversion."""
+    whole = np.empty(shape, np.float32)
+    for piece in pieces:
+        part, values = piece.part, piece.values()
+        frame = whole if part.matrix is None else whole[part.matrix]
+        if part.change in ("transposed", "conv1d"):
+            frame = frame.T
+        elif part.change == "squeezed" or frame.ndim != values.ndim:
+            frame = whole.reshape(part.stored or part.shape)
+        picked = [_rows(part)] + [np.arange(n) if part.columns is None else part.columns for n in part.shape[1:]]
+        frame[np.ix_(*picked)] = values
+    return whole
+
+
+def _names(model: nn.Module) -> Callable[[str], str]:
+    """A checkpoint's name of a tensor -> the model's name of the parameter."""
+    own = {name: True for name, _ in chain(model.named_parameters(remove_duplicate=False), model.named_buffers())}
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    except ImportError:  # before version 5 models had a checkpoint's names
+        return str
+    mapping = deepcopy(get_model_conversion_mapping(model))  # it keeps what it has matched
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+
+    def name(source: str) -> str:
+        if source in own:
+            return source
+        return rename_source_key(source, renamings, converters, model.base_model_prefix, own)[0]  # type: ignore[no-any-return]
+
+    return name
+
+
+def _device(module: nn.Module) -> torch.device:
+    """The device of a module's weights; the CPU if they are on none yet."""
+    first = next(chain(module.parameters(), module.buffers()))
+    return torch.device("cpu") if first.is_meta else first.device
+
+
+@checked
+def replace_linears(
+    model: nn.Module, gguf: str | Path | GGUFFile, precision: str = "int8", prepare: bool = True
+) -> nn.Module:
+    """Put a GGUF's weights into a transformers model of its architecture; returns it.
+
+    Linears, embeddings and experts become modules on the file's own blocks, all else keeps its kind and takes the
+    file's values. GGUF's llama keeps the rows of q and k in another order, which is undone on the products. Each
+    tensor goes to the device of what it replaces.
+
+    precision  see QuantLinear
+    prepare    repack the weights for this CPU now: their mapped pages are released, so a model takes its file's size
+
+    Raises:
+        BridgeError: the file holds another architecture, or shapes that the model does not have.
+    """
+    placement = Placement(model, gguf if isinstance(gguf, GGUFFile) else open_gguf(gguf), precision)
+    floats = placement.floats()
+    placement.fill()
+    for name, values in floats.items():
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        old = getattr(module, leaf)
+        device = torch.device("cpu") if old.is_meta else old.device
+        values = values.to(device, old.dtype)
+        if isinstance(old, nn.Parameter):
+            setattr(module, leaf, nn.Parameter(values, requires_grad=False))
+        else:
+            module.register_buffer(leaf, values)
+    model.tie_weights()  # type: ignore[operator]
+    if prepare:
+        prepare_all(model)
+    return model

@@ -1,0 +1,84 @@
+"""Passes through a block that start at what has been quantized last, instead of at the block's beginning.
+
+A module that returns what its last layer does (attention: the output of o; an MLP, or one expert: that of down) is an
+`End`. The inputs of such a layer are gathered for its Hessian anyway and kept here. Once the layer is quantized, the
+module is not run again: its output is the layer's, of these inputs. So every layer multiplies each token once, and
+attention runs once, however many stages a block has. A block without such modules runs from its beginning each time.
+
+Memory: for each token the inputs of one layer until its module's output is asked for, then that output.
+"""
+
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from bridge.quantize.block_inputs import BlockInputs, Kept
+
+
+@dataclass(frozen=True)
+class End:
+    """The layer whose output a module returns, both by their names in the block.
+
+    items  the module returns a tuple of so many items, the output first, the others None; None: the output alone
+    """
+
+    layer: str
+    items: int | None
+
+
+@dataclass
+class Replay:
+    """A block's passes for one batch.
+
+    ends     by module, those inside of others too; empty: every pass starts at the block's beginning
+    inputs   by layer, from when they were gathered until its output is asked for
+    outputs  by layer
+    """
+
+    block: nn.Module
+    batch: BlockInputs
+    ends: Mapping[str, End] = field(default_factory=dict)
+    inputs: dict[str, Kept] = field(default_factory=dict)
+    outputs: dict[str, Kept] = field(default_factory=dict)
+
+    def run(self, gathered: Collection[str] = ()) -> Any:
+        """Call the block; modules whose outputs follow from what is kept are not run.
+
+        gathered  layers whose inputs are wanted: their modules run
+        """
+        with ExitStack() as stack:
+            for name, end in self.ends.items():
+                if end.layer not in gathered and end.layer in self.inputs.keys() | self.outputs.keys():
+                    module = self.block.get_submodule(name)
+                    module.forward = self._output(end)  # type: ignore[method-assign]
+                    stack.callback(delattr, module, "forward")
+            return self.batch.run(self.block)
+
+    def keep(self, layer: str, x: torch.Tensor) -> None:
+        """Keep a layer's inputs if a module returns its outputs."""
+        if any(end.layer == layer for end in self.ends.values()):
+            if layer in self.inputs:
+                self.inputs.pop(layer).drop()
+            self.inputs[layer] = self.batch.keep(x)
+
+    def clear(self) -> None:
+        """Free everything."""
+        for kept in (*self.inputs.values(), *self.outputs.values()):
+            kept.drop()
+        self.inputs.clear()
+        self.outputs.clear()
+
+    def _output(self, end: End) -> Any:
+        def forward(*_args: Any, **_kwargs: Any) -> Any:
+            if end.layer not in self.outputs:
+                found = self.block.get_submodule(end.layer)(self.inputs[end.layer].value())
+                self.inputs.pop(end.layer).drop()
+                self.outputs[end.layer] = self.batch.keep(found)
+            x = self.outputs[end.layer].value()
+            return x if end.items is None else (x, *[None] * (end.items - 1))
+
+        return forward

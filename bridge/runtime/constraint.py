@@ -1,0 +1,128 @@
+"""Replies that a JSON schema or a regular expression allows, token by token, with llguidance's parser.
+
+Before each draw, llguidance computes which tokens the grammar allows next: one bit for each token of the vocabulary,
+tens of microseconds. The logits of all others become -inf, so that whatever the sampler draws fits. When the grammar
+allows nothing more, the reply is complete without an end token.
+"""
+
+import json
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from bridge.errors import BridgeError, parameter
+from bridge.runtime.tokenizer import Tokenizer
+
+_LONGEST = 1 << 20  # characters of a schema or an expression
+_known: weakref.WeakKeyDictionary[Tokenizer, Any] = weakref.WeakKeyDictionary()  # each with llguidance's own
+
+
+class Constraint:
+    """What a grammar allows after the tokens so far.
+
+    schema  a JSON schema, as a dict or as its text
+    regex   a regular expression (Rust's syntax, without look-around) that the whole reply matches
+
+    Raises BridgeError where both are given, llguidance is not installed, or it does not know a part of the grammar.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, schema: Mapping[str, Any] | str | None = None, regex: str | None = None):
+        if schema is not None and regex is not None:
+            raise BridgeError(f"{parameter('schema')} and {parameter('regex')} exclude each other; give one")
+        self._name = "schema" if regex is None else "regex"
+        try:
+            from llguidance import LLMatcher
+        except ImportError as problem:
+            raise BridgeError(
+                f"{parameter(self._name)} needs llguidance, of the extra `schema`: pip install llguidance"
+            ) from problem
+        if regex is not None:
+            if not isinstance(regex, str):
+                raise BridgeError(f"{parameter('regex', regex)}: must be a text")
+            text = regex
+        else:
+            text = _schema_text(schema)
+        if len(text) > _LONGEST:
+            raise BridgeError(f"{parameter(self._name)} has {len(text)} characters; the most is {_LONGEST}")
+        self._vocab = len(tokenizer)
+        try:
+            grammar = _json_grammar(text) if regex is None else LLMatcher.grammar_from_regex(text)
+            self._matcher = LLMatcher(_tokens_of(tokenizer), grammar, log_level=0)
+        except ValueError as problem:
+            raise self._failed(str(problem)) from problem
+        if self._matcher.is_error():
+            raise self._failed(self._matcher.get_error())
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing may follow."""
+        return bool(self._matcher.is_stopped())
+
+    def mask(self, logits: np.ndarray) -> np.ndarray:
+        """A copy of logits float32 [vocab] with -inf for tokens that are not allowed."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        if self._matcher.is_error():
+            raise self._failed(self._matcher.get_error())
+        allowed = np.unpackbits(bits, count=self._vocab, bitorder="little").view(bool)
+        masked = np.full_like(logits, -np.inf)
+        np.copyto(masked[: self._vocab], logits[: self._vocab], where=allowed)
+        return masked
+
+    def accept(self, token: int) -> None:
+        """Add the token that was drawn."""
+        if not self._matcher.consume_token(token):
+            raise self._failed(self._matcher.get_error())
+
+    def _failed(self, why: str) -> BridgeError:
+        return BridgeError(f"{parameter(self._name)} cannot be followed: {' '.join(why.split())}")
+
+
+def _schema_text(schema: Any) -> str:
+    """A schema as JSON; BridgeError where it is none."""
+    try:
+        found = json.loads(schema) if isinstance(schema, str) else dict(schema)
+        if not isinstance(found, dict):
+            raise TypeError(f"it is a {type(found).__name__}")
+        return json.dumps(found)
+    except (TypeError, ValueError, RecursionError) as problem:
+        raise BridgeError(f"{parameter('schema')} is not a JSON object: {problem}") from None
+
+
+def _json_grammar(text: str) -> str:
+    """The grammar of a schema: no white space but what a comma and a colon have after them."""
+    from llguidance import LLMatcher
+
+    options: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    return str(LLMatcher.grammar_from_json_schema(text, overrides=options))
+
+
+class _Vocabulary:
+    """A tokenizer as llguidance wants it."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.eos_token_id = min(tokenizer.stops)
+        self.special_token_ids = [token for token in range(len(tokenizer)) if not tokenizer.piece(token)]
+        special = set(self.special_token_ids)
+        self.tokens = [tokenizer.piece(token, token in special) for token in range(len(tokenizer))]
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        plain = text if isinstance(text, str) else text.decode("utf-8", "replace")
+        return self._tokenizer.encode(plain, add_special=False, parse_special=False)
+
+
+def _tokens_of(tokenizer: Tokenizer) -> Any:
+    """llguidance's tree of a vocabulary, made once: a second for 150,000 tokens."""
+    from llguidance import LLTokenizer
+
+    if tokenizer not in _known:
+        if not tokenizer.stops:
+            raise BridgeError("the model has no end token, which a schema or a regular expression needs")
+        vocabulary: Any = _Vocabulary(tokenizer)
+        _known[tokenizer] = LLTokenizer(vocabulary, eos_token=sorted(tokenizer.stops))
+    return _known[tokenizer]

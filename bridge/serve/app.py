@@ -1,0 +1,343 @@
+"""Paths to answers: keys, limits, errors, and clients that go."""
+
+import asyncio
+import hmac
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from bridge.errors import BridgeError
+from bridge.runtime.model import Model
+from bridge.serve import asked
+from bridge.serve.answers import DONE, Answer, event, problem, usage, vectors
+from bridge.serve.asked import Asked, BadRequest, Wanted
+from bridge.serve.engine import Engine, Refused, Stream, Update
+from bridge.serve.metrics import Metrics
+
+_BODY_SECONDS = 30  # within which a client must have sent its request
+_LOCAL = {"127.0.0.1", "localhost", "[::1]", "::1"}
+_PAGE_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
+
+_Send = Callable[[Any], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the server takes, and how it answers.
+
+    sequences  made at the same time, at most 8
+    waiting    further ones that may wait
+    body       bytes of a request
+    key        that clients must send, or None
+    local      whether only names of this machine are taken as its host: no page elsewhere can then ask it by another
+    pooling    of /v1/embeddings: "mean" or "last"
+    sampling   defaults of requests
+    """
+
+    sequences: int = 8
+    waiting: int = 64
+    body: int = 4 << 20
+    key: str | None = None
+    local: bool = True
+    pooling: str = "mean"
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+
+
+def make_app(model: Model, limits: Limits, engine: Engine) -> Starlette:
+    """The ASGI application; it starts and stops the engine."""
+    server = _Server(model, limits, engine)
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        engine.start()
+        yield
+        await engine.stop()
+
+    routes = [
+        Route("/", server.open_to_all(server.page)),
+        Route("/health", server.open_to_all(server.health)),
+        Route("/metrics", server.with_key(server.metrics)),
+        Route("/v1/models", server.with_key(server.models)),
+        Route("/v1/models/{name:path}", server.with_key(server.model_named)),
+        Route("/v1/completions", server.with_key(server.completions), methods=["POST"]),
+        Route("/v1/chat/completions", server.with_key(server.chats), methods=["POST"]),
+        Route("/v1/embeddings", server.with_key(server.embeddings), methods=["POST"]),
+    ]
+
+    async def not_found(request: Request, error: Any) -> Response:
+        message = f"{request.method} {request.url.path}: this server has {', '.join(route.path for route in routes)}"
+        return _failed(error.status_code, message, "invalid_request_error")
+
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers={404: not_found, 405: not_found})
+
+
+class _Server:
+    """The answers, by path."""
+
+    def __init__(self, model: Model, limits: Limits, engine: Engine):
+        self.model, self.limits, self.engine = model, limits, engine
+        self.name = model.path.stem
+        self._metrics = Metrics()
+        self._page = Path(__file__).with_name("page.html").read_text(encoding="utf-8").replace("MODEL_NAME", self.name)
+
+    def open_to_all(self, answer: Callable[[Request], Awaitable[Response]]) -> Any:
+        """An endpoint that turns what is raised into answers, and counts."""
+
+        async def endpoint(request: Request) -> Response:
+            try:
+                if self.limits.local and _host(request) not in _LOCAL:
+                    raise BadRequest("the Host is not this machine; start the server with --host to be asked by others",
+                                     status=403)  # fmt: skip
+                response = await answer(request)
+            except BadRequest as error:
+                response = _failed(error.status, str(error), "invalid_request_error", error.field, error.code)
+            except BridgeError as error:
+                response = _failed(400, str(error), "invalid_request_error")
+            except Refused as error:
+                status, kind = (503, "service_unavailable") if error.stopping else (429, "rate_limit_error")
+                response = _failed(status, str(error), kind)
+                response.headers["Retry-After"] = "5"
+            except ClientDisconnect:
+                response = Response(status_code=499)
+            self._metrics.requests[request.scope["route"].path, response.status_code] += 1
+            return response
+
+        return endpoint
+
+    def with_key(self, answer: Callable[[Request], Awaitable[Response]]) -> Any:
+        """The same, for clients that have the key."""
+
+        async def checked(request: Request) -> Response:
+            if self.limits.key is not None:
+                given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+                if not hmac.compare_digest(given, self.limits.key.encode()):
+                    raise BadRequest("the API key is missing or wrong; send it as Authorization: Bearer KEY",
+                                     code="invalid_api_key", status=401)  # fmt: skip
+            return await answer(request)
+
+        return self.open_to_all(checked)
+
+    async def page(self, request: Request) -> Response:
+        """The chat."""
+        return HTMLResponse(self._page, headers={"Content-Security-Policy": _PAGE_POLICY})
+
+    async def health(self, request: Request) -> Response:
+        """Whether requests are taken."""
+        stopping = self.engine.stopping
+        return JSONResponse({"status": "stopping" if stopping else "ok"}, 503 if stopping else 200)
+
+    async def metrics(self, request: Request) -> Response:
+        """Counts for Prometheus."""
+        return PlainTextResponse(self._metrics.text(self.engine), media_type="text/plain; version=0.0.4")
+
+    def _described(self) -> dict[str, Any]:
+        created = int(self.model.path.stat().st_mtime) if self.model.path.exists() else 0
+        return {"id": self.name, "object": "model", "created": created, "owned_by": "gguf-bridge",
+                "context_length": self.model.context}  # fmt: skip
+
+    async def models(self, request: Request) -> Response:
+        """The one model."""
+        return JSONResponse({"object": "list", "data": [self._described()]})
+
+    async def model_named(self, request: Request) -> Response:
+        """The same by its name."""
+        asked.check_model(asked.Fields({"model": request.path_params["name"]}), self.name)
+        return JSONResponse(self._described())
+
+    async def completions(self, request: Request) -> Response:
+        """A text's continuation."""
+        body = await self._body(request)
+        want = asked.completion(body, self.model, self.name, self.limits.sampling)
+        return await self._reply(request, want, "text_completion")
+
+    async def chats(self, request: Request) -> Response:
+        """The reply in a conversation."""
+        body = await self._body(request)
+        want = asked.chat(body, self.model, self.name, self.limits.sampling)
+        return await self._reply(request, want, "chat.completion")
+
+    async def embeddings(self, request: Request) -> Response:
+        """A vector for each text."""
+        body = await self._body(request)
+        jobs, poolers, in_base64 = await asyncio.to_thread(
+            asked.embeddings, body, self.model, self.name, self.limits.pooling
+        )
+        size = self.limits.sequences
+        for first in range(0, len(jobs), size):
+            streams = self.engine.submit(jobs[first : first + size])
+            try:
+                await _while_there(request, asyncio.gather(*map(_all, streams)))
+            finally:
+                self.engine.release(streams)
+        found = await asyncio.to_thread(lambda: [pooler.vector(normalize=True) for pooler in poolers])
+        return JSONResponse(vectors(found, self.name, sum(len(job.prompt) for job in jobs), in_base64))
+
+    async def _body(self, request: Request) -> Any:
+        """The JSON of a request, of which no more is read than the limit."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # what a page elsewhere could send without asking is none
+            raise BadRequest("the Content-Type must be application/json", status=415)
+        data = bytearray()
+        try:
+            async with asyncio.timeout(_BODY_SECONDS):
+                async for part in request.stream():
+                    data += part
+                    if len(data) > self.limits.body:
+                        raise BadRequest(f"the body is larger than {self.limits.body} bytes", status=413)
+        except TimeoutError:
+            raise BadRequest(f"the body did not come within {_BODY_SECONDS} seconds", status=408) from None
+        try:
+            return json.loads(data.decode("utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise BadRequest(f"the body is not JSON: {error}") from None
+
+    async def _reply(self, request: Request, want: Asked, kind: str) -> Response:
+        if self.engine.stopping:
+            raise Refused("the server is stopping; ask another one, or later", stopping=True)
+        made = await asyncio.to_thread(asked.wanted, want, self.model)
+        if len(made.jobs) > self.engine.most:
+            raise BadRequest(f"{len(made.jobs)} replies are asked for; the most is {self.engine.most}", "n")
+        answer = Answer(kind, self.name, self.model.tokenizer)
+        streams = self.engine.submit(made.jobs)
+        if want.stream:
+            return _Events(self._events(answer, want, made, streams), lambda: self.engine.release(streams))
+        try:
+            updates = await _while_there(request, asyncio.gather(*(self._timed(stream) for stream in streams)))
+        finally:
+            self.engine.release(streams)
+        choices = []
+        for index, (text, tokens, finish) in enumerate(updates):
+            job, scorer = made.jobs[index], made.scorers[index] if made.scorers else None
+            echoed = None
+            if want.echo:
+                whole = want.prompts[index // want.n]
+                first = job.prompt[0]
+                said = whole if isinstance(whole, str) else self.model.tokenizer.decode(whole)
+                echoed = said, scorer.tokens if scorer else (), first
+            choices.append(answer.choice(index, text, None if want.logprobs is None else tokens, finish, echoed))
+        return JSONResponse(answer.whole(choices, _usage(made, streams)))
+
+    async def _timed(self, stream: Stream) -> tuple[str, list[Any], str]:
+        """All of a reply; when it began is noted."""
+        return await _all(stream, self._metrics.first_token)
+
+    async def _events(self, answer: Answer, want: Asked, made: Wanted, streams: list[Stream]) -> AsyncIterator[bytes]:
+        """The events of all replies as they come."""
+        updates: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
+
+        async def forward(index: int, stream: Stream) -> None:
+            async for update in stream:
+                updates.put_nowait((index, update))
+
+        tasks = [asyncio.create_task(forward(index, stream)) for index, stream in enumerate(streams)]
+        offsets, left = [0] * len(streams), len(streams)
+        begun = [False] * len(streams)
+        try:
+            for index in range(len(streams) if answer.chat else 0):
+                yield event(answer.begin(index))
+            while left:
+                index, update = await updates.get()
+                if not begun[index]:
+                    begun[index] = True
+                    self._metrics.first_token(asyncio.get_running_loop().time() - streams[index].begun)
+                if update.error is not None:
+                    kind = "service_unavailable" if self.engine.stopping else "server_error"
+                    yield event(problem(update.error, kind))
+                    return
+                left -= update.finish is not None
+                tokens = None if want.logprobs is None else update.tokens
+                if update.text or tokens or update.finish is not None:
+                    yield event(answer.part(index, update.text, tokens, update.finish, offsets[index]))
+                    offsets[index] += len(update.text)
+            if want.usage:
+                yield event(answer.end(_usage(made, streams)))
+            yield DONE
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+def _usage(made: Wanted, streams: list[Stream]) -> dict[str, Any]:
+    """Prompts count once, however many replies they have."""
+    generations = [stream.generation for stream in streams if stream.generation is not None]
+    replies = sum(generation.made for generation in generations)
+    each = max(1, len(streams) // max(1, len(made.prompts)))
+    return usage(sum(map(len, made.prompts)), replies, sum(generation.kept for generation in generations[::each]))
+
+
+async def _all(stream: Stream, first_token: Callable[[float], None] | None = None) -> tuple[str, list[Any], str]:
+    """The text of a reply, its tokens, and how it ended. Raises BridgeError or Refused where it failed."""
+    texts, tokens, finish = list[str](), list[Any](), ""
+    async for update in stream:
+        if first_token is not None:
+            first_token(asyncio.get_running_loop().time() - stream.begun)
+            first_token = None
+        if update.error is not None:
+            if "server was stopped" in update.error:
+                raise Refused(update.error, stopping=True)
+            raise BridgeError(update.error)
+        texts.append(update.text)
+        tokens += update.tokens
+        finish = update.finish or finish
+    return "".join(texts), tokens, finish
+
+
+async def _while_there(request: Request, work: Any) -> Any:
+    """The result of a future, which is cancelled when the client goes; ClientDisconnect then."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    watch = asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait([work, watch], return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise ClientDisconnect
+        return work.result()
+    finally:
+        watch.cancel()
+        work.cancel()
+        with suppress(Exception, asyncio.CancelledError):
+            await work
+
+
+class _Events(Response):
+    """Server-sent events, until they end or the client goes; `release` is called then, whatever happened."""
+
+    def __init__(self, events: AsyncIterator[bytes], release: Callable[[], None]):
+        super().__init__(
+            media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        )
+        del self.headers["content-length"]
+        self._source, self._release = events, release
+
+    async def __call__(self, scope: Any, receive: Any, send: _Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            with suppress(ClientDisconnect, OSError):
+                await _while_there(Request(scope, receive), asyncio.ensure_future(self._pass_on(send)))
+        finally:
+            self._release()
+
+    async def _pass_on(self, send: _Send) -> None:
+        async for data in self._source:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _failed(status: int, message: str, kind: str, field: str | None = None, code: str | None = None) -> JSONResponse:
+    return JSONResponse(problem(message, kind, field, code), status)
+
+
+def _host(request: Request) -> str:
+    host = request.headers.get("host", "")
+    return host if host.endswith("]") else host.rpartition(":")[0] if ":" in host else host

@@ -1,0 +1,322 @@
+"""A request's JSON as what to generate. Every field is used, or known to change nothing, or refused by its name."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from bridge.runtime.model import Model
+from bridge.runtime.sampling import Sampler
+from bridge.runtime.scoring import POOLINGS, Pooler, TokenScorer
+from bridge.serve.engine import Job
+
+MOST_CHOICES = 16  # n
+MOST_TEXTS = 256  # of a request for embeddings
+MOST_STOPS = 16
+MOST_TOP = 20  # most likely tokens that are listed
+_COMPLETION_TOKENS = 16  # of /v1/completions, where the request does not say
+_NUMBERS = ("temperature", "top_p", "min_p", "repeat_penalty")
+_INTEGERS = ("top_k", "repeat_last_n")
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+class BadRequest(Exception):
+    """What is wrong with a request: the status, the message, the field, and OpenAI's code."""
+
+    def __init__(self, message: str, field: str | None = None, code: str | None = None, status: int = 400):
+        super().__init__(message)
+        self.field, self.code, self.status = field, code, status
+
+
+class Fields:
+    """The fields of a JSON object, each taken once; `end` refuses what is left."""
+
+    def __init__(self, body: Any, where: str = ""):
+        if not isinstance(body, dict):
+            raise BadRequest(f"{where or 'the body'} must be a JSON object", where or None)
+        self._left = {name: value for name, value in body.items() if value is not None}
+        self._where = f"{where}." if where else ""
+
+    def take(self, name: str, kind: type | tuple[type, ...], says: str, default: Any = None) -> Any:
+        """A field's value, the default where it is missing or null."""
+        if name not in self._left:
+            return default
+        value = self._left.pop(name)
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise BadRequest(f"{self._where}{name} must be {says}", self._where + name)
+        return value
+
+    def integer(self, name: str, default: int | None, least: int, most: int) -> Any:
+        """An integer of a range."""
+        value = self.take(name, int, "an integer", default)
+        if value is not None and not least <= value <= most:
+            raise BadRequest(f"{name} is {value}; must be between {least} and {most}", name)
+        return value
+
+    def unchanged(self, name: str, *neutral: Any) -> None:
+        """A field that only values without an effect are taken for."""
+        if name in self._left and self._left.pop(name) not in neutral:
+            raise BadRequest(f"{name} is not supported; leave it out", name, "unsupported_parameter")
+
+    def end(self) -> None:
+        """Raise BadRequest where a field was not taken."""
+        for name in self._left:
+            raise BadRequest(
+                f"{self._where}{name} is not supported; leave it out", self._where + name, "unsupported_parameter"
+            )
+
+
+@dataclass
+class Asked:
+    """What a request asks for, but for its prompts."""
+
+    max_tokens: int | None
+    stop: list[str]
+    n: int
+    seed: int | None
+    logprobs: int | None
+    stream: bool
+    usage: bool  # in an event of its own at the end of a stream
+    sampling: dict[str, Any]
+    grammar: dict[str, Any]
+    echo: bool = False
+    prompts: list[Any] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    variables: dict[str, Any] = field(default_factory=dict)  # of the chat template, besides the messages
+
+
+def _common(fields: Fields, model: Model, name: str, defaults: Mapping[str, Any]) -> Asked:
+    """The fields that texts and chats share."""
+    check_model(fields, name)
+    sampling = dict(defaults)
+    for key in _NUMBERS:
+        if (value := fields.take(key, (int, float), "a number")) is not None:
+            sampling[key] = value
+    for key in _INTEGERS:
+        if (value := fields.take(key, int, "an integer")) is not None:
+            sampling[key] = value
+    biases = fields.take("logit_bias", dict, "an object of token ids and numbers", {})
+    if biases:
+        try:
+            sampling["logit_bias"] = {int(token): bias for token, bias in biases.items()}
+        except ValueError:
+            raise BadRequest("logit_bias must be an object of token ids and numbers", "logit_bias") from None
+    stop = fields.take("stop", (str, list), "a text or a list of texts", [])
+    stop = [stop] if isinstance(stop, str) else stop
+    if len(stop) > MOST_STOPS or not all(isinstance(text, str) for text in stop):
+        raise BadRequest(f"stop must be a text or a list of at most {MOST_STOPS} texts", "stop")
+    options = Fields(fields.take("stream_options", dict, "an object", {}), "stream_options")
+    usage = options.take("include_usage", bool, "true or false", False)
+    options.unchanged("include_obfuscation", False)
+    options.end()
+    for key in ("frequency_penalty", "presence_penalty"):
+        fields.unchanged(key, 0)
+    fields.take("user", str, "a text")
+    return Asked(
+        max_tokens=fields.integer("max_tokens", None, 0, 1 << 31),
+        stop=stop,
+        n=fields.integer("n", 1, 1, MOST_CHOICES),
+        seed=fields.integer("seed", defaults.get("seed"), 0, (1 << 63) - 1),
+        logprobs=None,
+        stream=fields.take("stream", bool, "true or false", False),
+        usage=usage,
+        sampling=sampling,
+        grammar={},
+    )
+
+
+def check_model(fields: Fields, name: str) -> None:
+    """Raise BadRequest if another model than this is asked for."""
+    asked = fields.take("model", str, "a text", name)
+    if asked != name:
+        raise BadRequest(
+            f"the model {asked!r} is not served; this server has {name!r}", "model", "model_not_found", 404
+        )
+
+
+def completion(body: Any, model: Model, name: str, defaults: Mapping[str, Any]) -> Asked:
+    """The body of /v1/completions."""
+    fields = Fields(body)
+    asked = _common(fields, model, name, defaults)
+    asked.prompts = _prompts(fields.take("prompt", (str, list), _PROMPT))
+    if asked.max_tokens is None:
+        asked.max_tokens = _COMPLETION_TOKENS
+    asked.logprobs = fields.integer("logprobs", None, 0, MOST_TOP)
+    asked.echo = fields.take("echo", bool, "true or false", False)
+    if asked.echo and asked.stream:
+        raise BadRequest("echo is not supported in a stream; leave one of the two out", "echo", "unsupported_parameter")
+    fields.unchanged("suffix", "")
+    fields.unchanged("best_of", 1, asked.n)
+    asked.grammar = _grammar(fields)
+    fields.end()
+    return asked
+
+
+_PROMPT = "a text, a list of texts, a list of token ids, or a list of such lists"
+
+
+def _prompts(prompt: Any) -> list[Any]:
+    """Each a text or token ids."""
+    if prompt is None:
+        raise BadRequest("prompt is missing", "prompt")
+    prompts = [prompt] if isinstance(prompt, str) or (prompt and _is_ids(prompt)) else prompt
+    if not prompts or not all(isinstance(one, str) or _is_ids(one) for one in prompts):
+        raise BadRequest(f"the input must be {_PROMPT}, and not empty", "prompt")
+    return list(prompts)
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(v, int) and not isinstance(v, bool) for v in value)
+
+
+def _grammar(fields: Fields) -> dict[str, Any]:
+    """What `response_format` asks for, as arguments of `Constraint`."""
+    given = fields.take("response_format", dict, "an object")
+    if given is None:
+        return {}
+    form = Fields(given, "response_format")
+    kind = form.take("type", str, "a text")
+    if kind == "text":
+        form.end()
+        return {}
+    if kind == "json_object":
+        form.end()
+        return {"schema": {"type": "object"}}
+    if kind == "json_schema":
+        inner = Fields(form.take("json_schema", dict, "an object", {}), "response_format.json_schema")
+        schema = inner.take("schema", dict, "a JSON schema")
+        for key in ("name", "description"):
+            inner.take(key, str, "a text")
+        inner.take("strict", bool, "true or false")
+        inner.end()
+        form.end()
+        if schema is None:
+            raise BadRequest("response_format.json_schema.schema is missing", "response_format")
+        return {"schema": schema}
+    if kind == "regex":
+        regex = form.take("regex", str, "a regular expression", "")
+        form.end()
+        return {"regex": regex}
+    raise BadRequest("response_format.type must be text, json_object, json_schema or regex", "response_format")
+
+
+def chat(body: Any, model: Model, name: str, defaults: Mapping[str, Any]) -> Asked:
+    """The body of /v1/chat/completions."""
+    fields = Fields(body)
+    newer = fields.integer("max_completion_tokens", None, 0, 1 << 31)
+    asked = _common(fields, model, name, defaults)
+    if newer is not None:
+        asked.max_tokens = newer
+    asked.messages = _messages(fields.take("messages", list, "a list of messages"))
+    wants = fields.take("logprobs", bool, "true or false", False)
+    top = fields.integer("top_logprobs", None, 0, MOST_TOP)
+    if top is not None and not wants:
+        raise BadRequest("top_logprobs needs logprobs: true", "top_logprobs")
+    asked.logprobs = (top or 0) if wants else None
+    asked.grammar = _grammar(fields)
+    asked.variables = dict(fields.take("chat_template_kwargs", dict, "an object", {}))
+    tools = fields.take("tools", list, "a list of tools", [])
+    choice = fields.take("tool_choice", (str, dict), "none or auto", "auto")
+    if choice not in ("auto", "none"):
+        raise BadRequest("tool_choice must be none or auto: the model decides", "tool_choice", "unsupported_parameter")
+    if tools:
+        if "tools" not in (model.chat_template or ""):
+            raise BadRequest("the model's chat template has no tools; leave them out", "tools", "unsupported_parameter")
+        if not all(isinstance(tool, dict) for tool in tools):
+            raise BadRequest("tools must be a list of objects", "tools")
+        if choice == "auto":
+            asked.variables["tools"] = tools
+    fields.unchanged("parallel_tool_calls", True)
+    fields.unchanged("store", False)
+    fields.unchanged("modalities", ["text"])
+    fields.end()
+    return asked
+
+
+def _messages(messages: Any) -> list[dict[str, Any]]:
+    """Messages whose content is a text; parts of text are joined."""
+    if not messages:
+        raise BadRequest("messages must be a list of at least one message", "messages")
+    made = []
+    for i, message in enumerate(messages):
+        where = f"messages[{i}]"
+        if not isinstance(message, dict) or message.get("role") not in _ROLES:
+            raise BadRequest(f"{where} must be an object whose role is one of {', '.join(_ROLES)}", where)
+        content = message.get("content")
+        if isinstance(content, list):
+            parts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+            texts = [text for text in parts if isinstance(text, str)]
+            if len(texts) < len(content):
+                raise BadRequest(f"{where}.content has parts that are not texts; this model takes texts only", where)
+            content = "".join(texts)
+        if content is None and (message["role"] != "assistant" or not message.get("tool_calls")):
+            raise BadRequest(f"{where}.content is missing", where)
+        if not isinstance(content, str | None):
+            raise BadRequest(f"{where}.content must be a text or a list of parts", where)
+        role = "system" if message["role"] == "developer" else message["role"]
+        made.append({**message, "role": role, "content": content or ""})
+    return made
+
+
+@dataclass
+class Wanted:
+    """The sequences of a request: one after another for each prompt, `n` of each."""
+
+    jobs: list[Job]
+    prompts: list[list[int]]
+    scorers: list[TokenScorer]  # of prompts, with echo and logprobs; for each job
+
+
+def wanted(asked: Asked, model: Model) -> Wanted:
+    """The jobs of a request for text; takes milliseconds, for the chat template and the grammar.
+
+    Raises BadRequest where a prompt does not fit, and BridgeError where the sampler or the template refuses.
+    """
+    if asked.messages:
+        prompts = [model.chat_tokens(asked.messages, asked.variables)]
+    else:
+        prompts = [model.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in asked.prompts]
+    made = Wanted([], prompts, [])
+    for ids in prompts:
+        check_length(ids, model)
+        room = model.context - len(ids) + 1
+        most = room if asked.max_tokens is None else asked.max_tokens
+        for number in range(asked.n):
+            seed = None if asked.seed is None else asked.seed + number
+            sampler = Sampler.of(model.tokenizer, asked.logprobs, **asked.grammar, **{**asked.sampling, "seed": seed})
+            reader = None
+            if asked.echo and asked.logprobs is not None:
+                reader = model.token_scorer(ids, asked.logprobs)
+                made.scorers.append(reader)
+            made.jobs.append(Job(sampler, ids, most, asked.stop, bool(asked.messages), reader))
+    return made
+
+
+def check_length(ids: Sequence[int], model: Model) -> None:
+    """Raise BadRequest unless the context holds so many tokens."""
+    if len(ids) > model.context:
+        raise BadRequest(
+            f"the prompt has {len(ids)} tokens; the context holds {model.context}", "prompt", "context_length_exceeded"
+        )
+
+
+def embeddings(body: Any, model: Model, name: str, pooling: str) -> tuple[list[Job], list[Pooler], bool]:
+    """The body of /v1/embeddings: jobs, what makes a vector of each, and whether vectors are wanted in base64."""
+    fields = Fields(body)
+    check_model(fields, name)
+    texts = _prompts(fields.take("input", (str, list), _PROMPT))
+    if len(texts) > MOST_TEXTS:
+        raise BadRequest(f"input has {len(texts)} texts; the most is {MOST_TEXTS}", "input")
+    form = fields.take("encoding_format", str, "float or base64", "float")
+    if form not in ("float", "base64"):
+        raise BadRequest("encoding_format must be float or base64", "encoding_format")
+    pooling = fields.take("pooling", str, " or ".join(POOLINGS), pooling)
+    fields.take("user", str, "a text")
+    fields.unchanged("dimensions", model.config.hidden)
+    fields.end()
+    jobs, poolers = [], []
+    for text in texts:
+        ids = model.tokenizer.encode(text) if isinstance(text, str) else list(text)
+        check_length(ids, model)
+        poolers.append(Pooler(pooling))
+        jobs.append(Job(Sampler.of(model.tokenizer), ids, 0, [], reader=poolers[-1]))
+    return jobs, poolers, form == "base64"

@@ -1,0 +1,203 @@
+"""One thread that owns the model and makes all sequences together, and the asyncio side that waits for them.
+
+The thread alone touches the `Batch`: what the event loop wants (a sequence more, one less) goes through a list that
+the thread looks at between steps. What a step made goes back in one call of the loop.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from functools import partial
+
+from bridge.errors import BridgeError
+from bridge.runtime.batch import Generation, Reader
+from bridge.runtime.generation import ScoredToken
+from bridge.runtime.model import Model
+from bridge.runtime.sampling import Sampler
+
+
+class Refused(Exception):
+    """The engine takes no more sequences now; `stopping`: and will not again."""
+
+    def __init__(self, message: str, stopping: bool = False):
+        super().__init__(message)
+        self.stopping = stopping
+
+
+@dataclass(frozen=True)
+class Update:
+    """What came of a sequence: text, and the tokens noted whose text it is; how it ended, or why it failed."""
+
+    text: str = ""
+    tokens: tuple[ScoredToken, ...] = ()
+    finish: str | None = None
+    error: str | None = None
+
+
+@dataclass
+class Job:
+    """A sequence to make; see `Batch.add`."""
+
+    sampler: Sampler
+    prompt: list[int]
+    max_tokens: int
+    stop: list[str]
+    conversation: bool = False
+    reader: Reader | None = None
+
+
+class Stream:
+    """The updates of a sequence as they come; used by the event loop's thread, but for `generation`."""
+
+    def __init__(self) -> None:
+        self.generation: Generation | None = None
+        self.begun = time.monotonic()  # asyncio's clock
+        self.ended = False
+        self._updates: asyncio.Queue[Update] = asyncio.Queue()
+
+    def put(self, update: Update) -> None:
+        """Hand in an update; none after the last."""
+        if not self.ended:
+            self.ended = update.finish is not None or update.error is not None
+            self._updates.put_nowait(update)
+
+    async def __aiter__(self) -> AsyncIterator[Update]:
+        while True:
+            update = await self._updates.get()
+            yield update
+            if update.finish is not None or update.error is not None:
+                return
+
+
+class Engine:
+    """Runs sequences of a model until `stop`.
+
+    sequences  made at the same time
+    waiting    further ones that may wait
+    """
+
+    def __init__(self, model: Model, sequences: int, waiting: int):
+        self.model = model
+        self.batch = model.batch(sequences)
+        self.most = sequences + waiting
+        self.open: set[Stream] = set()
+        self.stopping = False
+        self.kept_tokens = 0  # of prompts
+        self.generated_tokens = 0
+        self.cancelled = 0
+        self._wanted: list[Callable[[], None]] = []
+        self._streams: dict[int, Stream] = {}  # by the id of the generation
+        self._wake = threading.Condition()
+        self._over = False
+        self.loop: asyncio.AbstractEventLoop | None = None  # where streams are read
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Begin; called in the event loop."""
+        self.loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """End what is left, and the thread."""
+        self.stopping = True
+        self.fail("the server was stopped before the reply was complete")
+        with self._wake:
+            self._over = True
+            self._wake.notify()
+        await asyncio.to_thread(self._thread.join)
+
+    def submit(self, jobs: list[Job]) -> list[Stream]:
+        """Queue sequences; each stream must be given to `release`. Raises Refused where too many wait already."""
+        if self.stopping:
+            raise Refused("the server is stopping; ask another one, or later", stopping=True)
+        if len(self.open) + len(jobs) > self.most:
+            raise Refused(f"{len(self.open)} replies are being made or waited for; the most is {self.most}. Try later")
+        streams = [Stream() for _ in jobs]
+        self.open.update(streams)
+        for stream, job in zip(streams, jobs, strict=True):
+            self._want(partial(self._add, stream, job))
+        return streams
+
+    def release(self, streams: list[Stream]) -> None:
+        """Nobody waits for these any more: those that are not finished are cancelled."""
+        for stream in streams:
+            if stream in self.open:
+                self.open.remove(stream)
+                if not stream.ended:
+                    self.cancelled += 1
+                    self._want(partial(self._cancel, stream))
+
+    def fail(self, message: str) -> None:
+        """End all sequences with an error."""
+        for stream in list(self.open):
+            stream.put(Update(error=message))
+            self._want(partial(self._cancel, stream))
+
+    # the thread
+
+    def _want(self, action: Callable[[], None]) -> None:
+        with self._wake:
+            self._wanted.append(action)
+            self._wake.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not (self._wanted or self._over or self.batch.busy()):
+                    self._wake.wait()
+                if self._over:
+                    break
+                wanted, self._wanted = self._wanted, []
+            for action in wanted:
+                action()
+            self._advance()
+        self.batch.close()
+
+    def _add(self, stream: Stream, job: Job) -> None:
+        try:
+            stream.generation = self.batch.add_with(
+                job.sampler, job.prompt, job.max_tokens, job.stop, job.conversation, job.reader
+            )
+            self._streams[id(stream.generation)] = stream
+        except BridgeError as problem:
+            self._deliver([(stream, Update(error=str(problem)))])
+
+    def _cancel(self, stream: Stream) -> None:
+        if stream.generation is not None:
+            self.batch.cancel(stream.generation)
+            self._streams.pop(id(stream.generation), None)
+
+    def _advance(self) -> None:
+        try:
+            changed = self.batch.advance()
+        except Exception as problem:  # of the machine (no memory) or ours: these sequences are lost, the server is not
+            self._deliver(
+                [(stream, Update(error=f"the model failed: {problem!r}")) for stream in self._streams.values()]
+            )
+            self._streams.clear()
+            self.batch.close()
+            return
+        updates = []
+        for generation in changed:
+            stream = self._streams.get(id(generation))
+            if stream is None:
+                continue
+            text, tokens = generation.take()
+            error = None if generation.error is None else str(generation.error)
+            self.generated_tokens += generation.made > 0
+            if generation.finish is not None:
+                self.kept_tokens += generation.kept
+                del self._streams[id(generation)]
+            if text or tokens or generation.finish is not None or generation.made == 1:
+                updates.append((stream, Update(text, tuple(tokens), generation.finish, error)))
+        self._deliver(updates)
+
+    def _deliver(self, updates: list[tuple[Stream, Update]]) -> None:
+        def put() -> None:
+            for stream, update in updates:
+                stream.put(update)
+
+        if updates and self.loop is not None and not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(put)

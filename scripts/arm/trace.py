@@ -1,0 +1,104 @@
+"""The instructions that one more block of columns costs, and what llvm-mca makes of them.
+
+An object file's function is run twice under qemu, with one block more the second time; what the second run has executed
+in addition is the loop's body, straightened. llvm-mca then repeats it as if it were a loop of its own. It knows no
+caches: all loads hit the first level.
+"""
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+_COMPILER, _OBJDUMP, _NM = (f"aarch64-linux-gnu-{tool}" for tool in ("gcc", "objdump", "nm"))
+_LESS, _MORE = 4, 5  # blocks
+_BRANCH = re.compile(r"(b|b\.\w+|cbn?z|tbn?z|ret|br)\s")
+
+
+class TraceError(Exception):
+    """A function that cannot be traced: it calls another, or branches differently from block to block."""
+
+
+@dataclass(frozen=True)
+class Straight:
+    """The instructions of one block, as assembly."""
+
+    lines: tuple[str, ...]
+
+    def cycles(self, cpu: str, features: str = "") -> float:
+        """llvm-mca's cycles of one repetition, of many."""
+        times = 20
+        command = ["llvm-mca-19", "-mtriple=aarch64-linux-gnu", f"-mcpu={cpu}", f"-iterations={times}"]
+        command += [
+            "-all-stats=false",
+            "-all-views=false",
+            "-summary-view",
+            *([f"-mattr={features}"] if features else []),
+        ]
+        done = subprocess.run(command, input="\n".join(self.lines), capture_output=True, text=True)
+        if done.returncode:
+            raise TraceError(done.stderr.strip())
+        found = re.search(r"Total Cycles:\s+(\d+)", done.stdout)
+        assert found is not None
+        return int(found[1]) / times
+
+
+def traced(objects: list[Path], call: str, function: str) -> Straight:
+    """What one more block costs in `function` of some object files, if `call` is C that calls it with `blocks` blocks.
+
+    `call` sees zeroed buffers a, b, c and d of a megabyte each, and ends with a declaration of the function before it.
+    """
+    declaration, _, statement = call.partition("|")
+    source = f"""
+        #include <stdlib.h>
+        static _Alignas(64) char a[1 << 20], b[1 << 20], c[1 << 20], d[1 << 20];
+        {declaration};
+        int main(int count, char **arguments) {{ long blocks = atoi(arguments[1]); {statement}; return 0; }}
+        """
+    with tempfile.TemporaryDirectory() as folder:
+        program, code = Path(folder) / "program", Path(folder) / "main.c"
+        code.write_text(source)
+        command = [_COMPILER, "-O1", "-static", "-Wl,--unresolved-symbols=ignore-all", str(code), *map(str, objects)]
+        subprocess.run([*command, "-lm", "-o", str(program)], check=True, capture_output=True)
+        symbols = subprocess.run([_NM, "-S", str(program)], check=True, capture_output=True, text=True).stdout
+        place = re.search(rf"^(\w+) (\w+) \w {function}$", symbols, re.M)
+        assert place is not None, function
+        first, size = (int(part, 16) for part in place.groups())
+        listing = _instructions(program, first, size)
+        less, more = (_run(program, blocks, first, size) for blocks in (_LESS, _MORE))
+    extra = len(more) - len(less)
+    same = next((i for i, (x, y) in enumerate(zip(less, more, strict=False)) if x != y), len(less))
+    if extra <= 0 or more[same + extra :] != less[same:]:
+        raise TraceError(f"{function}: blocks differ")
+    lines = [listing[at] for at in more[same : same + extra]]
+    if any(line.startswith(("bl ", "blr ")) for line in lines):
+        raise TraceError(f"{function}: calls another function")
+    return Straight(tuple(map(_without_address, lines)))
+
+
+def _without_address(line: str) -> str:
+    """An instruction as llvm-mca reads it: where a branch leads does not matter."""
+    if _BRANCH.match(line):
+        return "b 4" if line.startswith("b ") else "b.ne 4"
+    return "adrp x0, 0" if line.startswith("adrp ") else line
+
+
+def _instructions(program: Path, first: int, size: int) -> dict[int, str]:
+    bounds = [f"--start-address={first}", f"--stop-address={first + size}"]
+    text = subprocess.run(
+        [_OBJDUMP, "-d", "--no-show-raw-insn", *bounds, str(program)], check=True, capture_output=True, text=True
+    ).stdout
+    found = {}
+    for at, line in re.findall(r"^\s*([0-9a-f]+):\s+(.*)$", text, re.M):
+        line = line.partition("//")[0].partition("<")[0].strip().replace("\t", " ")
+        found[int(at, 16)] = line
+    return found
+
+
+def _run(program: Path, blocks: int, first: int, size: int) -> list[int]:
+    """Addresses of the instructions of the function, in the order in which they were executed."""
+    log = program.with_suffix(".log")
+    options = ["-cpu", "max", "-singlestep", "-d", "exec,nochain", "-D", str(log), "-dfilter", f"{first:#x}+{size:#x}"]
+    subprocess.run(["qemu-aarch64-static", *options, str(program), str(blocks)], check=True, capture_output=True)
+    return [int(at, 16) for at in re.findall(r"\[[0-9a-f]+/([0-9a-f]+)/", log.read_text())]

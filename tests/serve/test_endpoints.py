@@ -1,0 +1,336 @@
+"""The answers are OpenAI's in form, and the model's own in content; what is not supported is refused by name."""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bridge.gguf_file import chat_template
+from bridge.runtime.model import Model
+from tests.serve.conftest import client_of
+
+GREEDY: dict[str, Any] = {"temperature": 0}
+SAY = [{"role": "user", "content": "Speak."}]
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    """The JSON of a stream that ended well."""
+    parts = text.split("\n\n")
+    assert parts[-2:] == ["data: [DONE]", ""]
+    return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
+
+
+def completion(client: Any, **body: Any) -> dict[str, Any]:
+    answer = client.post("/v1/completions", json={**GREEDY, **body})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def chat(client: Any, **body: Any) -> dict[str, Any]:
+    answer = client.post("/v1/chat/completions", json={"messages": SAY, **GREEDY, **body})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def alone(model: Model, prompt: Any, limit: int, **options: Any) -> str:
+    return "".join(model.generate(prompt, limit, **GREEDY | options))
+
+
+def test_a_completion_is_the_models(client: Any, reference: Model) -> None:
+    found = completion(client, prompt="KING", max_tokens=12, model="small")
+    (choice,) = found["choices"]
+    assert choice == {"index": 0, "text": alone(reference, "KING", 12), "logprobs": None, "finish_reason": "length"}
+    assert (found["object"], found["model"]) == ("text_completion", "small")
+    prompt = len(reference.tokenizer.encode("KING"))
+    counts = [found["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")]
+    assert counts == [prompt, 12, prompt + 12]
+    assert len(reference.tokenizer.encode(completion(client, prompt="KING")["choices"][0]["text"])) <= 16
+
+
+def test_several_prompts_and_choices_come_in_order(client: Any, reference: Model) -> None:
+    ids = reference.tokenizer.encode("ROMEO:")
+    found = completion(client, prompt=["KING", "GREMIO:"], max_tokens=6, n=2)["choices"]
+    own = [alone(reference, prompt, 6) for prompt in ("KING", "KING", "GREMIO:", "GREMIO:")]
+    assert [choice["text"] for choice in found] == own
+    assert [choice["index"] for choice in found] == [0, 1, 2, 3]
+    assert completion(client, prompt=[ids, ids], max_tokens=4)["choices"][1]["text"] == alone(reference, ids, 4)
+    seeded = completion(client, prompt="KING", max_tokens=8, n=3, seed=5, temperature=1.5)["choices"]
+    expected = [alone(reference, "KING", 8, seed=5 + i, temperature=1.5) for i in range(3)]
+    assert [choice["text"] for choice in seeded] == expected
+    assert len(set(expected)) == 3
+
+
+def test_stop_texts_are_no_part_of_the_reply(client: Any, reference: Model) -> None:
+    whole = alone(reference, "KING", 30)
+    end = whole[10:13]
+    (choice,) = completion(client, prompt="KING", max_tokens=30, stop=[end, "never"])["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (whole[: whole.index(end)], "stop")
+
+
+def test_echo_and_probabilities_are_those_of_the_text(client: Any, reference: Model) -> None:
+    """As programs ask that score texts: no token is made."""
+    text = "The history of the city"
+    (choice,) = completion(client, prompt=text, max_tokens=0, echo=True, logprobs=2)["choices"]
+    own = reference.logprobs(text, 2)
+    assert choice["text"] == text
+    found = choice["logprobs"]
+    assert found["token_logprobs"][0] is None
+    np.testing.assert_allclose(found["token_logprobs"][1:], [token.logprob for token in own], atol=1e-4)
+    assert "".join(found["tokens"]) == text
+    assert [len(top) for top in found["top_logprobs"][1:]] == [2] * len(own)
+    for token, offset in zip(found["tokens"], found["text_offset"], strict=True):
+        assert text[offset:].startswith(token)
+    (both,) = completion(client, prompt=text, max_tokens=4, echo=True, logprobs=0)["choices"]
+    assert both["text"] == text + alone(reference, text, 4)
+    assert len(both["logprobs"]["tokens"]) == len(own) + 5
+    assert completion(client, prompt=text, max_tokens=3, echo=True)["choices"][0]["text"].startswith(text)
+
+
+def test_a_streamed_completion_is_the_whole_one(client: Any) -> None:
+    whole = completion(client, prompt="KING", max_tokens=20, n=2, logprobs=1, seed=3, temperature=1)
+    body = {"prompt": "KING", "max_tokens": 20, "n": 2, "logprobs": 1, "seed": 3, "temperature": 1, "stream": True}
+    answer = client.post("/v1/completions", json=body)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    for index, choice in enumerate(whole["choices"]):
+        own = [c for event in events(answer.text) for c in event["choices"] if c["index"] == index]
+        assert "".join(c["text"] for c in own) == choice["text"]
+        assert [c["finish_reason"] for c in own] == [None] * (len(own) - 1) + ["length"]
+        for name in ("text_offset", "tokens", "token_logprobs"):
+            assert [value for c in own for value in c["logprobs"][name]] == choice["logprobs"][name]
+
+
+def test_a_chat_is_rendered_by_the_models_template(client: Any, reference: Model) -> None:
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Spe"}, {"type": "text", "text": "ak."}]},
+    ]
+    found = chat(client, messages=messages, max_completion_tokens=9, logprobs=True, top_logprobs=2)
+    prompt = "system: Be brief.\nuser: Speak.\nassistant: "
+    (choice,) = found["choices"]
+    assert choice["message"] == {"role": "assistant", "content": alone(reference, prompt, 9), "refusal": None}
+    content = choice["logprobs"]["content"]
+    assert "".join(token["token"] for token in content) == choice["message"]["content"]
+    assert b"".join(bytes(token["bytes"]) for token in content).decode() == choice["message"]["content"]
+    assert content[0]["top_logprobs"][0]["logprob"] == content[0]["logprob"]
+    assert found["object"] == "chat.completion"
+
+
+def test_a_streamed_chat_is_the_whole_one_and_ends_with_its_usage(client: Any) -> None:
+    whole = chat(client, max_tokens=15)
+    body = {"messages": SAY, "max_tokens": 15, "stream": True, "stream_options": {"include_usage": True}, **GREEDY}
+    found = events(client.post("/v1/chat/completions", json=body).text)
+    assert found[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    text = "".join(c["delta"].get("content", "") for event in found for c in event["choices"])
+    assert text == whole["choices"][0]["message"]["content"]
+    assert {event["object"] for event in found} == {"chat.completion.chunk"}
+    assert found[-1]["choices"] == []
+    assert found[-1]["usage"]["completion_tokens"] == 15
+    assert len({event["id"] for event in found}) == 1
+
+
+def test_the_second_turn_takes_over_the_first(client: Any) -> None:
+    first = chat(client, max_tokens=20, temperature=1.2, seed=1)
+    more = [*SAY, first["choices"][0]["message"], {"role": "user", "content": "And then?"}]
+    second = chat(client, messages=[{k: v for k, v in m.items() if k != "refusal"} for m in more], max_tokens=2)
+    kept = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert kept >= first["usage"]["total_tokens"] - 1
+
+
+def test_tools_reach_the_template(client: Any, reference: Model) -> None:
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    prompt = "tools: " + json.dumps(tools) + "\nuser: Speak.\nassistant: "
+    assert chat(client, tools=tools, max_tokens=5)["choices"][0]["message"]["content"] == alone(reference, prompt, 5)
+    without = chat(client, tools=tools, tool_choice="none", max_tokens=5)["choices"][0]["message"]["content"]
+    assert without == alone(reference, "user: Speak.\nassistant: ", 5)
+
+
+def test_a_reply_fits_the_response_format(client: Any) -> None:
+    pytest.importorskip("llguidance")
+    schema = {
+        "type": "object",
+        "properties": {"age": {"type": "integer", "minimum": 1, "maximum": 99}},
+        "required": ["age"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "age", "strict": True, "schema": schema}}
+    (choice,) = chat(client, response_format=form, temperature=2, n=1)["choices"]
+    assert 1 <= json.loads(choice["message"]["content"])["age"] <= 99
+    assert choice["finish_reason"] == "stop"
+    regex = completion(client, prompt="KING", response_format={"type": "regex", "regex": "yes|no"})
+    assert regex["choices"][0]["text"] in ("yes", "no")
+    answer = client.post("/v1/completions", json={"prompt": "a", "response_format": {"type": "regex", "regex": "("}})
+    assert answer.status_code == 400
+    assert "regex cannot be followed" in answer.json()["error"]["message"]
+
+
+def test_embeddings_are_the_models(client: Any, reference: Model) -> None:
+    texts = [f"text {i}" for i in range(11)]
+    found = client.post("/v1/embeddings", json={"input": texts, "model": "small"}).json()
+    np.testing.assert_allclose([row["embedding"] for row in found["data"]], reference.embed(texts), atol=1e-5)
+    packed = client.post("/v1/embeddings", json={"input": "a", "encoding_format": "base64", "pooling": "last"}).json()
+    vector = np.frombuffer(base64.b64decode(packed["data"][0]["embedding"]), "<f4")
+    np.testing.assert_allclose(vector, reference.embed("a", "last")[0], atol=1e-5)
+
+
+def test_models_health_and_metrics(client: Any) -> None:
+    (model,) = client.get("/v1/models").json()["data"]
+    assert (model["id"], model["object"], model["context_length"]) == ("small", "model", 500)
+    assert client.get("/v1/models/small").json() == model
+    assert client.get("/v1/models/other").status_code == 404
+    assert client.get("/health").json() == {"status": "ok"}
+    before = counts(client)
+    completion(client, prompt="KING", max_tokens=7)
+    after = counts(client)
+    assert after["gguf_bridge_generated_tokens_total"] - before["gguf_bridge_generated_tokens_total"] == 7
+    name = 'gguf_bridge_requests_total{path="/v1/completions",status="200"}'
+    assert after[name] == before.get(name, 0) + 1
+    assert after["gguf_bridge_first_token_seconds_count"] == before["gguf_bridge_first_token_seconds_count"] + 1
+
+
+def counts(client: Any) -> dict[str, float]:
+    lines = client.get("/metrics").text.splitlines()
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[:1] != "#")}
+
+
+def test_the_page_is_one_file_that_asks_no_other_server(client: Any) -> None:
+    answer = client.get("/")
+    assert answer.status_code == 200
+    assert "<title>small</title>" in answer.text
+    assert "http" not in answer.text.replace("http-equiv", "")
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+
+
+COMPLETIONS, CHATS, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "field", "message"),
+    [
+        (COMPLETIONS, {}, "prompt", "prompt is missing"),
+        (COMPLETIONS, {"prompt": 3}, "prompt", "prompt must be a text"),
+        (COMPLETIONS, {"prompt": []}, "prompt", "not empty"),
+        (COMPLETIONS, {"prompt": [1.5]}, "prompt", "the input must be"),
+        (COMPLETIONS, {"prompt": ""}, None, "the prompt is empty"),
+        (COMPLETIONS, {"prompt": [999999]}, None, "token 999999"),
+        (COMPLETIONS, {"prompt": [-1]}, None, "token -1"),
+        (COMPLETIONS, {"prompt": "\ud800"}, None, "not UTF-8"),
+        (COMPLETIONS, {"prompt": "word " * 800}, "prompt", "the context holds 500"),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": -1}, "max_tokens", "must be between 0"),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": "x"}, "max_tokens", "must be an integer"),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": True}, "max_tokens", "must be an integer"),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 1e9}, "max_tokens", "must be an integer"),
+        (COMPLETIONS, {"prompt": "a", "n": 17}, "n", "between 1 and 16"),
+        (COMPLETIONS, {"prompt": ["a"] * 10, "n": 16}, "n", "160 replies are asked for"),
+        (COMPLETIONS, {"prompt": "a", "temperature": "hot"}, "temperature", "must be a number"),
+        (COMPLETIONS, {"prompt": "a", "temperature": -1}, None, "temperature -1: must be at least 0"),
+        (COMPLETIONS, {"prompt": "a", "top_p": 0}, None, "top_p 0: must be above 0"),
+        (COMPLETIONS, {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "token ids and numbers"),
+        (COMPLETIONS, {"prompt": "a", "logit_bias": {"1": "x"}}, None, "logit_bias"),
+        (COMPLETIONS, {"prompt": "a", "logit_bias": {"999999": 1}}, None, "logit_bias of token 999999"),
+        (COMPLETIONS, {"prompt": "a", "stop": 3}, "stop", "stop must be"),
+        (COMPLETIONS, {"prompt": "a", "stop": ["x"] * 17}, "stop", "at most 16"),
+        (COMPLETIONS, {"prompt": "a", "logprobs": 21}, "logprobs", "between 0 and 20"),
+        (COMPLETIONS, {"prompt": "a", "best_of": 3}, "best_of", "best_of is not supported"),
+        (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix", "suffix is not supported"),
+        (COMPLETIONS, {"prompt": "a", "frequency_penalty": 1}, "frequency_penalty", "not supported"),
+        (COMPLETIONS, {"prompt": "a", "echo": True, "stream": True}, "echo", "not supported in a stream"),
+        (COMPLETIONS, {"prompt": "a", "nonsense": 1}, "nonsense", "nonsense is not supported; leave it out"),
+        (COMPLETIONS, {"prompt": "a", "model": "gpt"}, "model", "the model 'gpt' is not served"),
+        (COMPLETIONS, {"prompt": "a", "stream_options": {"x": 1}}, "stream_options.x", "not supported"),
+        (COMPLETIONS, [], None, "the body must be a JSON object"),
+        (CHATS, {}, "messages", "messages must be a list"),
+        (CHATS, {"messages": [{"role": "user"}]}, "messages[0]", "content is missing"),
+        (CHATS, {"messages": [{"role": "robot", "content": "x"}]}, "messages[0]", "role is one of"),
+        (CHATS, {"messages": ["x"]}, "messages[0]", "must be an object"),
+        (CHATS, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0]", "texts only"),
+        (CHATS, {"messages": SAY, "top_logprobs": 2}, "top_logprobs", "needs logprobs"),
+        (CHATS, {"messages": SAY, "logprobs": 2}, "logprobs", "true or false"),
+        (CHATS, {"messages": SAY, "tool_choice": "required"}, "tool_choice", "none or auto"),
+        (CHATS, {"messages": SAY, "reasoning_effort": "low"}, "reasoning_effort", "not supported"),
+        (CHATS, {"messages": SAY, "response_format": {"type": "x"}}, "response_format", "must be text"),
+        (CHATS, {"messages": SAY, "response_format": {"type": "json_schema"}}, "response_format", "schema is missing"),
+        (EMBEDDINGS, {"input": []}, "prompt", "not empty"),
+        (EMBEDDINGS, {"input": ["a"] * 257}, "input", "the most is 256"),
+        (EMBEDDINGS, {"input": "a", "encoding_format": "int8"}, "encoding_format", "float or base64"),
+        (EMBEDDINGS, {"input": "a", "dimensions": 3}, "dimensions", "not supported"),
+        (EMBEDDINGS, {"input": "a", "pooling": "max"}, None, "choose mean or last"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(url: str, body: Any, field: Any, message: str, client: Any) -> None:
+    answer = client.post(url, content=json.dumps(body), headers={"Content-Type": "application/json"})
+    error = answer.json()["error"]
+    assert answer.status_code in (400, 404)
+    assert message in error["message"]
+    assert error["param"] == field
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "status", "message"),
+    [
+        (b"{", "application/json", 400, "not JSON"),
+        (b"\xff\xfe", "application/json", 400, "not JSON"),
+        (b"[" * 100_000, "application/json", 400, "not JSON"),
+        (b"{}", "text/plain", 415, "Content-Type must be application/json"),
+        (b" " * 2_000_000, "application/json", 413, "larger than 1048576 bytes"),
+    ],
+)
+def test_bodies_that_are_no_requests_are_refused(
+    content: bytes, kind: str, status: int, message: str, model: Model
+) -> None:
+    with client_of(model, body=1 << 20) as client:
+        answer = client.post("/v1/completions", content=content, headers={"Content-Type": kind})
+    assert answer.status_code == status
+    assert message in answer.json()["error"]["message"]
+
+
+def test_other_paths_and_methods_are_named(client: Any) -> None:
+    assert client.get("/v1/completions").status_code == 405
+    answer = client.get("/v1/nothing")
+    assert answer.status_code == 404
+    assert "/v1/chat/completions" in answer.json()["error"]["message"]
+
+
+def test_a_key_is_asked_for(model: Model) -> None:
+    with client_of(model, key="secret") as client:
+        for headers in ({}, {"Authorization": "Bearer no"}, {"Authorization": "secretly"}):
+            answer = client.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+            assert answer.status_code == 401
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+        good = {"Authorization": "Bearer secret"}
+        assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers=good).status_code == 200
+        assert client.get("/metrics").status_code == 401
+        assert client.get("/health").status_code == client.get("/").status_code == 200
+
+
+def test_a_page_elsewhere_cannot_ask_by_a_name_of_its_own(model: Model, client: Any) -> None:
+    """A name that its owner points at 127.0.0.1 comes in the Host header."""
+    answer = client.get("/v1/models", headers={"Host": "evil.example:8080"})
+    assert answer.status_code == 403
+    assert client.get("/v1/models", headers={"Host": "localhost:8080"}).status_code == 200
+    assert client.get("/v1/models", headers={"Host": "[::1]:8080"}).status_code == 200
+    with client_of(model, local=False) as other:
+        assert other.get("/v1/models", headers={"Host": "server.example"}).status_code == 200
+
+
+def test_defaults_of_the_command_line_are_those_of_requests(model: Model, reference: Model) -> None:
+    with client_of(model, sampling={"temperature": 0}) as client:
+        found = client.post("/v1/completions", json={"prompt": "KING", "max_tokens": 8}).json()
+    assert found["choices"][0]["text"] == alone(reference, "KING", 8)
+
+
+def test_a_renderer_that_waits_renders_the_next_chat(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "_keeps", False)
+    chat_template.prepare_renderer()
+    (waiting,) = chat_template._ready
+    before = chat(client, max_tokens=3)["choices"]
+    assert waiting.returncode == 0
+    (following,) = chat_template._ready
+    assert following.poll() is None
+    assert chat(client, max_tokens=3)["choices"] == before
+    chat_template._end()
+    assert following.poll() is not None
