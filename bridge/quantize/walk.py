@@ -148,6 +148,7 @@ def quantize_model(
     feed: str = "quantized",
     cross: bool = False,
     batch: int = 16,
+    held: int = 0,
     wanted: Callable[[str], bool] = lambda name: True,
     known: Known = lambda name: None,
     outputs: Outputs = lambda name: None,
@@ -164,6 +165,7 @@ def quantize_model(
     feed     which blocks feed the next one: "quantized" or "float"
     cross    gather GPTAQ's cross term too, which also runs the float blocks
     batch    sequences in a forward pass
+    held     how many of the last sequences are held back to choose settings on; 0: spans of all, see `hessian`
     wanted   whether to quantize the layer of this name
     known    weights [out, columns] of a layer that was quantized before; None: quantize it
     outputs  A of a layer, float32 [blocks, n, n], see `two_sided.round_two_sided`; None: all outputs count the same
@@ -179,14 +181,18 @@ def quantize_model(
     source: StreamedModel = InMemory(model) if isinstance(model, nn.Module) else model
     check_length(tokens.shape[1], positions_of(_text_config(source.model)))
     source.model.eval()
+    parts = [part for some in tokens.split([len(tokens) - held, held]) if len(some) for part in some.split(batch)]
     with Shelf(offload) as shelf:
         source.load(None)
         source.load(0)
         try:
-            batches = first_inputs(source.model, source.blocks, tokens.split(batch), shelf)
+            batches = first_inputs(source.model, source.blocks, parts, shelf)
         finally:
             source.drop(0)
             source.drop(None)
+        if held:
+            for i, b in enumerate(batches):
+                b.held = i >= -(-(len(tokens) - held) // batch)
         float_batches = [b.copy() for b in batches] if cross else None
         start = _resumed(resume, batches, float_batches)
         for i, block in enumerate(source.blocks):
@@ -219,9 +225,7 @@ def quantize_model(
             finally:
                 source.drop(i)
         if head:
-            yield from _quantize_head(
-                source, tokens.split(batch), batches, float_batches, quantizer, wanted, known, head_spans
-            )
+            yield from _quantize_head(source, parts, batches, float_batches, quantizer, wanted, known, head_spans)
 
 
 def _resumed(
@@ -368,7 +372,7 @@ def _gather(
         if floats and (mixture or not stage.experts):
             twins = stage_inputs(stage, originals, floats[i], mixture.routing if mixture else None)
         for key, x in seen.items():
-            hessians[key].add(x, twins.pop(key, None))
+            hessians[key].add(x, twins.pop(key, None), replay.batch.held)
     return hessians
 
 
