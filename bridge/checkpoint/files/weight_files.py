@@ -15,9 +15,9 @@ CONFIGS = (".json", ".txt", ".jinja", ".model", "README.md")  # endings of all o
 NOT_WEIGHTS = {"training_args.bin", "optimizer.bin", "scheduler.bin", "sentencepiece.bpe.bin", "optimizer.pt",
                 "scheduler.pt", "adapter_model.safetensors", "adapter_model.bin"}  # fmt: skip
 _OWN = re.compile(
-    r"(model|pytorch_model|gptq_model|consolidated)([.-][\w.-]*)?\.(safetensors|bin|pth?)(\.index\.json(\.meta\.json)?)?"
+    r"(model|pytorch_model|gptq_model|consolidated)([.-][\w.-]*)?\.(safetensors|bin|pth?)(\.index\.json)?"
     r"|(config|generation_config|configuration|params|added_tokens|special_tokens_map|vocab|tekken)\.json"
-    r"|(quantize|quant|quantization|hf_quant)_config\.json|quanto_qmap\.json|quant_log\.csv|recipe\.yaml"
+    r"|(quantize|quant|quantization|hf_quant)_config\.json|quant_log\.csv|recipe\.yaml"
     r"|tokenizer(_config)?\.json|(tokenizer|tiktoken|spiece|sentencepiece\.bpe)\.model|(vocab|merges)\.txt"
     r"|(\w+_)?(pre)?processor_config\.json|chat_template\.(json|jinja)|additional_chat_templates/[\w.-]+\.jinja"
     r"|README\.md|LICENSE([.-]\w+)?|\.gitattributes"
