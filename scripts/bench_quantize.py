@@ -90,7 +90,8 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     required = {"required": True}
     common = ("model", "--calibrate", "--test", "--samples", "--length", "--windows", "--threads", "--json")
-    options = parser(__doc__, *common, calibrate=required, test=required)
+    several = {"nargs": "+", "type": str, "help": "the texts that quantizers see, as `quantize` takes them"}
+    options = parser(__doc__, *common, calibrate=required | several, test=required)
     types = ["Q4_K", "Q3_K", "Q2_K"]
     options.add_argument("--types", nargs="*", default=types, metavar="TYPE", help="default: %(default)s")
     options.add_argument("--steps", action="store_true", help="print a line for each step")

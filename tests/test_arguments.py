@@ -105,7 +105,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[str]]] = {
     "Budget": (
         bridge.Budget,
         {"size": 1 << 20},
-        ["size", "swaps", "requantize", "plan_out", "tokens", "progress"],
+        ["size", "swaps", "requantize", "plan_out", "tensor_types_out", "tokens", "progress"],
     ),
 }
 

@@ -276,6 +276,8 @@ def test_a_python_snippet_runs(code, tmp_path, small_model, request, monkeypatch
         pytest.skip("needs a GPU")
     if "transformers" in code or "llama-" in code:
         pytest.importorskip("transformers")
+    if "gguf_file" in code:
+        pytest.importorskip("accelerate")
     monkeypatch.chdir(tmp_path)
     files = {"model-gptq": CHECKPOINT, "org/model-gptq": CHECKPOINT, "org/model": small_model}
     if "llama-" in code:
@@ -323,6 +325,8 @@ def files_of_the_pages(small_model: Path, tmp_path_factory: pytest.TempPathFacto
         edit_json(folder / name / "tokenizer_config.json", chat_template=CHAT)
     shutil.copytree(small_model, folder / "Qwen3-0.6B")
     (folder / "text.txt").write_text("KING RICHARD:\nNow is the winter of our discontent. " * 600)
+    chat = json.dumps({"text": "A chat about the winter, and about what comes after it. " * 20})
+    (folder / "chats.jsonl").write_text(f"{chat}\n" * 8)
     for name in ("falcon-f16", "other"):
         bridge.convert(CHECKPOINT, folder / f"{name}.gguf")
     write_adapter(folder / "adapter", low_rank({"model.layers.0.self_attn.q_proj": (256, 256)}))
@@ -350,7 +354,7 @@ def test_the_commands_of_a_page_run_one_after_the_other(name, files_of_the_pages
             words = shlex.split(line.replace("4G", "700K"), comments=True)
             if words[1] in ("run", "chat"):
                 words += ["-n", "4"]
-            if "--calibrate" in words:
-                words += ["--samples", "2", "--sequence-length", "256"]
+            if words[1] == "quantize" or "--calibrate" in words:
+                words += ["--samples", "5", "--sequence-length", "128"]
             code = main(words[1:])
             assert code == 0, f"{line}: {capfd.readouterr().err}"

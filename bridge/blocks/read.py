@@ -1,5 +1,5 @@
-"""WRITTEN: all block types that are written. READ: all that are read and multiplied. CALIBRATED: those beyond BLOCKS
-whose codes a calibration text chooses.
+"""WRITTEN: all block types that are written. READ: all that are read and multiplied. CALIBRATED: those whose scales
+a calibration text chooses together with the codes; of the other BLOCKS it chooses codes on fitted scales.
 
 A module of its own, because the codebooks and tables of the IQ types are the `gguf` package's, which is imported here.
 """
@@ -16,6 +16,7 @@ from bridge.blocks.iq3_xxs import IQ3_XXS
 from bridge.blocks.iq4_nl import IQ4_NL
 from bridge.blocks.iq4_xs import IQ4_XS
 from bridge.blocks.q1_0 import Q1_0
+from bridge.blocks.q4_0 import Q4_0
 from bridge.blocks.tq1_0 import TQ1_0
 from bridge.blocks.tq2_0 import TQ2_0
 
@@ -23,6 +24,6 @@ _ROUNDED = (IQ1_S, IQ1_M, TQ1_0, TQ2_0, IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, 
 WRITTEN: dict[str, BlockType] = TYPES | {block.name: block for block in _ROUNDED}
 READ: dict[str, BlockType] = WRITTEN | {block.name: block for block in (Q1_0,)}
 CALIBRATED: dict[str, BlockType] = {
-    block.name: block for block in (IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, IQ4_XS, IQ4_NL)
+    block.name: block for block in (IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, IQ4_XS, IQ4_NL, Q4_0)
 }
 assert {block.name: block.size for block in _ROUNDED} == ROUNDED

@@ -54,6 +54,8 @@ def add_options(to: Any, settings: type, names: Sequence[str] | None = None) -> 
             how |= {"metavar": flag.metavar, "type": flag.parse or number or str, "choices": flag.choices}
         if f.default == ():
             how["action"] = "append"
+        if flag.several:
+            how["nargs"] = "+"
         shown = f"{f.default:g}" if isinstance(f.default, float) else str(f.default)
         unset = f.default in (None, MISSING, "", ()) or f.default is False
         default = flag.default if flag.default is not None else "" if unset else shown
@@ -92,7 +94,8 @@ def calibration(a: argparse.Namespace, progress: Progress | None) -> Calibration
     if not values:
         return None
     if "text" not in values and values.get("method") != "rtn":
-        raise BridgeError(f"{as_flag(next(iter(values)))} is for calibration: give the text, --calibrate FILE")
+        asked = as_flag(next(iter(values)))
+        raise BridgeError(f"{asked} is for calibration: give the text, --calibrate FILE, or --calibrate default")
     from bridge.system.malloc import return_freed_memory
 
     return_freed_memory()
@@ -101,7 +104,7 @@ def calibration(a: argparse.Namespace, progress: Progress | None) -> Calibration
 
 def add_budget(p: argparse.ArgumentParser, requantize: bool = False) -> None:
     """The options of `Budget`; `budget` reads them."""
-    names = ["size", "bpw", "swaps", "plan_out", *(["requantize"] if requantize else [])]
+    names = ["size", "bpw", "swaps", "plan_out", "tensor_types_out", *(["requantize"] if requantize else [])]
     add_options(p.add_argument_group("size budget (with --calibrate)"), Budget, names)
 
 

@@ -9,6 +9,7 @@ from bridge.cli.upload import Uploading, add_upload
 from bridge.conversion.options import ConvertOptions
 from bridge.conversion.recipe import FLOAT_TYPES
 from bridge.errors import BridgeError
+from bridge.quantize.sources import DEFAULT
 from bridge.system.progress import Bar
 
 _DEFAULT_TYPE = "Q4_K"
@@ -50,7 +51,7 @@ def run(a: argparse.Namespace) -> int:
     """Quantize to a GGUF as `convert` does, or to a checkpoint."""
     floats = getattr(a, "type", "").upper() in FLOAT_TYPES and a.format is None
     if not floats and not hasattr(a, "text") and getattr(a, "method", None) != "rtn":
-        raise BridgeError("quantize needs a text: --calibrate FILE; without one, `convert` rounds floats to nearest")
+        a.text = [DEFAULT]
     asked = budget(a, None)
     if a.format is None:
         if not hasattr(a, "type") and asked is None:

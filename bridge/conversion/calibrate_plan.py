@@ -10,7 +10,6 @@ import hashlib
 import json
 import warnings
 from collections.abc import Callable, Collection, Iterable
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +28,7 @@ from bridge.models.wrapper import text_config
 from bridge.quantize.settings import Calibration
 from bridge.system.files import disk_errors
 from bridge.system.folder_locks import temporary_beside
+from bridge.system.free_memory import free_memory
 from bridge.system.text import percent
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from bridge.quantize.float_model import FloatModel
     from bridge.quantize.layer_store import LayerStore, StoredLayer
     from bridge.quantize.method import Method
+    from bridge.quantize.mixture import Calibrating
     from bridge.quantize.walk import LayerInput, Prepare
 
 _LENGTH = 2048  # tokens in a sequence
@@ -114,11 +115,11 @@ def quantize_layers(
     from bridge.quantize.float_model import FloatModel
     from bridge.quantize.layer_store import LayerStore
 
-    model = tokens = None
+    model = found = None
     if settings.method != "rtn":
         model = FloatModel(ckpt, device=settings.device)
-        tokens = calibration_tokens(model, settings, targets)
-    layers = LayerStore(folder, _job(ckpt, settings, targets, tokens), force)
+        found = calibrating(model, settings, targets)
+    layers = LayerStore(folder, _job(ckpt, settings, targets, found), force)
 
     def quantizer(layer: LayerInput) -> tuple[torch.Tensor, None]:
         target = targets[layer.name]
@@ -133,10 +134,10 @@ def quantize_layers(
     if settings.progress:
         settings.progress(len(layers.layers), len(targets), "")
     try:
-        if model is None or tokens is None:
+        if model is None or found is None:
             _round_to_nearest(ckpt, targets, quantizer, layers)
         else:
-            _walk(model, settings, tokens, targets, quantizer, layers, prepare)
+            _walk(model, settings, found, targets, quantizer, layers, prepare)
     except BaseException as stop:
         layers.remove_if_empty()
         if isinstance(stop, KeyboardInterrupt) and layers.folder.exists():
@@ -145,7 +146,7 @@ def quantize_layers(
         raise
     missed = sorted(targets.keys() - layers.layers.keys())
     notes = list(layers.notes)
-    notes += [_lost_note(layers.layers, settings)] if tokens is not None and layers.layers else []
+    notes += [_lost_note(layers.layers, settings)] if found is not None and layers.layers else []
     notes += [f"{name}: not seen among the model's layers; rounded to nearest instead" for name in missed]
     return layers, notes + [note for layer in layers.layers.values() if (note := _damping_note(layer, settings))]
 
@@ -171,21 +172,31 @@ def with_length(ckpt: Checkpoint, settings: Calibration) -> tuple[Calibration, l
     ]
 
 
-def calibration_tokens(model: FloatModel, settings: Calibration, layers: Collection[str]) -> torch.Tensor:
-    """int64 [sequences, length] of the text; a BridgeWarning where they are few for the inputs of these layers.
+def calibrating(model: FloatModel, settings: Calibration, layers: Collection[str]) -> Calibrating:
+    """The sequences to calibrate on; a BridgeWarning where they are few for the inputs of these layers.
 
-    Raises BridgeError as `read_tokens` does.
+    Raises BridgeError as `calibration_sequences` does.
     """
-    from bridge.quantize.texts import TOKEN_FILES, load_tokenizer, read_tokens
+    from bridge.quantize.mixture import calibration_sequences
+    from bridge.quantize.texts import TOKEN_FILES, load_tokenizer
 
     ckpt = model.ckpt
     assert settings.length is not None  # by with_length
     if settings.text is None:
         given = parameter("method", settings.method)
         raise BridgeError(f"{given}: needs a calibration text; only rtn does without")
-    tokenizer = None if Path(settings.text).suffix in TOKEN_FILES else load_tokenizer(ckpt.home)
-    vocabulary = text_config(ckpt.config).get("vocab_size")
-    tokens = read_tokens(settings.text, tokenizer, settings.samples, settings.length, settings.seed, vocabulary)
+    texts = [source for source in settings.sources if source.file is None or source.file.suffix not in TOKEN_FILES]
+    tokenizer = load_tokenizer(ckpt.home) if texts else None
+    found = calibration_sequences(
+        settings.sources,
+        tokenizer,
+        settings.samples,
+        settings.length,
+        settings.seed,
+        text_config(ckpt.config).get("vocab_size"),
+        lambda count, length: _own_samples(model, tokenizer, settings, count, length),
+    )
+    tokens = found.tokens
     columns = {name: shape[1] for name, shape in [*model.linears().items(), model.head()] if name in layers}
     widest = max(columns, key=columns.__getitem__, default=None)
     if widest is not None and tokens.numel() < (enough := _TOKENS_PER_COLUMN * columns[widest]):
@@ -198,13 +209,40 @@ def calibration_tokens(model: FloatModel, settings: Calibration, layers: Collect
             BridgeWarning,
             stacklevel=2,
         )
-    return tokens
+    return found
+
+
+def _own_samples(
+    model: FloatModel, tokenizer: Any, settings: Calibration, count: int, length: int
+) -> torch.Tensor | None:
+    """The model's own samples int64 [count, length]; None, and a BridgeWarning, where it cannot give any."""
+    from bridge.quantize.default_text import openings
+    from bridge.quantize.own_samples import fits_in_memory, own_samples
+
+    def said(done: int, total: int) -> None:
+        if settings.progress:
+            settings.progress(0, 1, f"own samples: {done} of {total} tokens")
+
+    samples = None
+    why = "its weights do not fit in memory"
+    if fits_in_memory(model, free_memory()):
+        why = "transformers keeps no cache for it"
+        end = model.model.config.get_text_config().eos_token_id
+        ends = {tokenizer.eos_token_id, *(end if isinstance(end, list) else [end])} - {None}
+        samples = own_samples(model, openings(tokenizer), sorted(ends), count, length, settings.seed or 0, said)
+    if samples is None:
+        warnings.warn(
+            f"{model.ckpt.path}: {why}, so it is calibrated without samples of its own, on the shipped texts alone",
+            BridgeWarning,
+            stacklevel=2,
+        )
+    return samples
 
 
 def _walk(
     model: FloatModel,
     settings: Calibration,
-    tokens: torch.Tensor,
+    found: Calibrating,
     targets: dict[str, LayerTarget],
     quantizer: Callable[[LayerInput], tuple[torch.Tensor, None]],
     layers: LayerStore,
@@ -212,54 +250,62 @@ def _walk(
 ) -> None:
     """Take the tokens through the model, layer by layer."""
     from bridge.quantize import quantize_model
+    from bridge.quantize.kept_inputs import KeptInputs
 
-    outputs: dict[str, torch.Tensor] = {}
-    with ExitStack() as stack:
-        if settings.method == "two-sided" and len(layers.layers) < len(targets):
-            beside = (settings.offload or layers.folder.parent) / layers.folder.name
-            with disk_errors(beside, "activations", "folder"):
-                folder = stack.enter_context(temporary_beside(beside))
-            outputs = _output_hessians(model, settings, tokens, targets, folder)
-        walk = quantize_model(
-            model,
-            tokens,
-            quantizer,
-            feed=settings.feed,
-            cross=settings.cross,
-            batch=max(1, _TOKENS_AT_ONCE // tokens.shape[1]),
-            wanted=targets.__contains__,
-            known=layers.values,
-            outputs=lambda name: outputs.pop(name, None),
-            offload=settings.offload,
-            prepare=prepare,
-            head=True,
-            head_spans=lambda name, rows, columns: layers.missing(name, rows, _rows_at_once(columns)),
-        )
-        for _ in walk:
-            pass
+    todo = targets.keys() - layers.layers.keys()
+    two_sided = settings.method == "two-sided" and bool(todo)
+    if two_sided and not layers.has_outputs(todo):
+        beside = (settings.offload or layers.folder.parent) / layers.folder.name
+        with disk_errors(beside, "activations", "folder"), temporary_beside(beside) as folder:
+            _keep_output_hessians(model, settings, found.tokens, todo, folder, layers)
+    walk = quantize_model(
+        model,
+        found.tokens,
+        quantizer,
+        held=found.held,
+        feed=settings.feed,
+        cross=settings.cross,
+        batch=max(1, _TOKENS_AT_ONCE // found.tokens.shape[1]),
+        wanted=targets.__contains__,
+        known=layers.values,
+        outputs=layers.outputs if two_sided else lambda name: None,
+        offload=settings.offload,
+        resume=KeptInputs(layers.folder, layers.job) if prepare is None else None,  # which every block has to see
+        prepare=prepare,
+        head=True,
+        head_spans=lambda name, rows, columns: layers.missing(name, rows, _rows_at_once(columns)),
+    )
+    for _ in walk:
+        pass
 
 
-def _output_hessians(
+def _keep_output_hessians(
     model: FloatModel,
     settings: Calibration,
     tokens: torch.Tensor,
     targets: Collection[str],
     folder: Path,
-) -> dict[str, torch.Tensor]:
-    """A of each layer, see `two_sided`, in the files of a folder."""
+    layers: LayerStore,
+) -> None:
+    """Keep A of each layer, see `two_sided`, until it is finished.
+
+    folder  for the activations of the passes
+    """
     from bridge.quantize.forward_passes import output_hessians
 
     def said(what: str) -> None:
         if settings.progress:
-            settings.progress(0, len(targets), f"gradients: {what}")
+            settings.progress(len(layers.layers), len(layers.layers) + len(targets), f"gradients: {what}")
 
     said("forward")
-    found = {}
+    missing = set(targets)
     for name, outputs in output_hessians(model, tokens, folder):
         said(name)
-        if name in targets:
-            found[name] = outputs
-    return found
+        if name in missing:
+            layers.save_outputs(name, outputs)
+            missing.remove(name)
+    for name in missing:
+        layers.save_outputs(name, None)
 
 
 def _round_to_nearest(
@@ -336,11 +382,11 @@ def _write_imatrix(plan: Plan, kept: LayerStore, settings: Calibration) -> None:
             )  # fmt: skip
     assert settings.imatrix_out is not None
     assert settings.length is not None
-    write_imatrix(settings.imatrix_out, found, settings.length, [str(settings.text)])
+    write_imatrix(settings.imatrix_out, found, settings.length, [str(source) for source in settings.sources])
 
 
 def _job(
-    ckpt: Checkpoint, settings: Calibration, targets: dict[str, LayerTarget], tokens: torch.Tensor | None
+    ckpt: Checkpoint, settings: Calibration, targets: dict[str, LayerTarget], found: Calibrating | None
 ) -> dict[str, Any]:
     """What the layers depend on."""
     options = {k: v for k, v in asdict(settings).items() if k not in ("text", "offload", "imatrix_out", "progress")}
@@ -351,7 +397,8 @@ def _job(
         "checkpoint": str(ckpt.path.resolve()),
         "files": files,
         "options": options,
-        "tokens": None if tokens is None else hashlib.sha256(tokens.numpy().tobytes()).hexdigest(),
+        "tokens": None if found is None else hashlib.sha256(found.read.numpy().tobytes()).hexdigest(),
+        "own samples": None if found is None else found.drawn,  # rounding may change which tokens are drawn
         "layers": hashlib.sha256(json.dumps(said).encode()).hexdigest(),
     }
 
@@ -361,7 +408,7 @@ def _lost_note(layers: dict[str, StoredLayer], settings: Calibration) -> str:
     mean = sum(layer.error for layer in layers.values()) / len(layers)
     tokens = max(layer.tokens for layer in layers.values())
     return (
-        f"{len(layers)} layers calibrated on {tokens} tokens of {settings.text}: "
+        f"{len(layers)} layers calibrated on {tokens} tokens of {' and '.join(map(str, settings.sources))}: "
         f"their outputs lost {percent(mean)} of their power on average, {percent(worst.error)} at most ({worst.name})"
     )
 

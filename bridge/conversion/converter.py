@@ -24,7 +24,7 @@ from bridge.conversion.mmproj import mmproj_path
 from bridge.conversion.options import ConvertOptions, PlanOptions
 from bridge.conversion.paths import default_path, files_of, layers_of, other_outputs, with_checkpoint
 from bridge.conversion.plan import Plan, PlannedTensor, main_type
-from bridge.conversion.plan_file import save_plan
+from bridge.conversion.plan_file import save_plan, save_tensor_types
 from bridge.conversion.plan_reader import load_plan
 from bridge.conversion.planner import Planner, holds, make_plan, plan_tower, with_scales
 from bridge.conversion.recipe import PRESETS
@@ -90,9 +90,9 @@ def convert_as(
         path = default_path(str(checkpoint))
     template = options.template if given is None else given.template
     imatrix = options.imatrix if given is None else given.imatrix
-    text = options.calibrate.text if options.calibrate else None
+    texts = options.calibrate.files if options.calibrate else []
     adapter = None if options.merge is None else read_adapter(options.merge)
-    reads = Taken().and_files(files_of(template, imatrix, options.plan, text))
+    reads = Taken().and_files(files_of(template, imatrix, options.plan, *texts))
     also = other_outputs(path.parent if path is not None else Path(), options)
 
     def check_all(path: Path | None, taken: Taken) -> None:
@@ -133,6 +133,8 @@ def convert_as(
             plan = within_budget(plan, planner, calibrate, options.budget, path)
             if options.budget.plan_out is not None:
                 save_plan(plan, str(checkpoint), options.budget.plan_out)
+            if options.budget.tensor_types_out is not None:
+                save_tensor_types(plan, options.budget.tensor_types_out)
         if calibrate is not None:
             optional = options.budget is not None
             plan, layers, more = quantize_planned(

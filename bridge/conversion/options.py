@@ -121,6 +121,9 @@ class Budget:
     plan_out: Path | None = option(
         None, "write the plan found, with the curve of KL divergence against size", metavar="PLAN.json", parse=Path
     )
+    tensor_types_out: Path | None = option(
+        None, "write the types found as llama-quantize's --tensor-type-file takes them", metavar="FILE", parse=Path
+    )
     tokens: int = 4096
     progress: Progress | None = field(default=None, compare=False, repr=False)
 

@@ -37,6 +37,7 @@ def other_outputs(folder: Path, options: ConvertOptions) -> list[Path]:
         folder / "Modelfile" if options.modelfile else None,
         options.calibrate.imatrix_out if options.calibrate else None,
         options.budget.plan_out if options.budget else None,
+        options.budget.tensor_types_out if options.budget else None,
     ]
     return [file for file in found if file is not None]
 

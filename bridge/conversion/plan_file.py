@@ -14,6 +14,7 @@ read from the template again.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,15 @@ def save_plan(plan: Plan, checkpoint: str, path: Path) -> None:
     lines.append('"metadata": {\n' + ",\n".join(keys) + "\n}")
     lines.append('"orders": [\n' + ",\n".join(json.dumps(order) for order in orders.lists) + "\n]")
     write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def save_tensor_types(plan: Plan, path: Path) -> None:
+    """Write the types of the matrices as `llama-quantize --tensor-type-file` takes them: PATTERN=TYPE in each line.
+
+    Raises BridgeError where that fails.
+    """
+    lines = [f"^{re.escape(t.name)}$={t.type.lower()}\n" for t in plan.tensors if t.quantizable and len(t.shape) > 1]
+    write_text(path, "".join(lines))
 
 
 def _tensor_entry(t: PlannedTensor, orders: _Orders) -> dict[str, Any]:

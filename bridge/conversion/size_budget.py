@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bridge.blocks.read import WRITTEN
-from bridge.conversion.calibrate_plan import calibration_tokens
+from bridge.conversion.calibrate_plan import calibrating
 from bridge.conversion.gguf_writer import file_bytes, padded
 from bridge.conversion.layer_costs import LayerCosts
 from bridge.conversion.options import Budget
@@ -88,8 +88,15 @@ def within_budget(plan: Plan, planner: Planner, settings: Calibration, budget: B
     chosen.curve = search.curve(fixed)
     used = f"{size} of {limit} bytes" if limit - size else f"{size} bytes, all of them"
     chosen.notes = [*plan.notes, *(f"{t.name}: no layer that can be measured; stays {t.type}" for t in left)]
-    chosen.notes.append(f"size budget: {size_text(size)}, {used}; {search.note()}")
+    chosen.notes.append(f"size budget: {size_text(size)}, {used}; {search.note()}{_place(chosen.curve, size)}")
     return chosen
+
+
+def _place(curve: Sequence[tuple[int, float]], size: int) -> str:
+    """What the next smaller and larger files of the curve would have."""
+    near = [*[point for point in curve if point[0] < size][-1:], *[point for point in curve if point[0] > size][:1]]
+    others = [f"{size_text(bytes_)} would have about {loss:.1e}" for bytes_, loss in near]
+    return f"; by the estimates, {' and '.join(others)}" if others else ""
 
 
 def _limit(plan: Plan, budget: Budget) -> int:
@@ -150,7 +157,7 @@ class _Search:
         self.done, self.steps = 0, len(parts) + len(self.groups) + budget.swaps + 2
         if self.progress:
             self.progress(0, self.steps, "")
-        tokens = calibration_tokens(model, settings, parts)
+        tokens = calibrating(model, settings, parts).tokens
         self.probe = _probe(tokens, budget.tokens)
         layers = LayerCosts(
             lambda module, type: planner.carries(*places[module], type),

@@ -61,7 +61,7 @@ def quantize_checkpoint(
 
     path = Path(out) if out is not None else Path(f"{model_name(str(checkpoint))}-{format}-{bits}bit")
     with open_by_name(checkpoint, config) as ckpt:
-        check_folder(ckpt, path, force, files_of(calibrate.text))
+        check_folder(ckpt, path, force, files_of(*calibrate.files))
         calibrate, length_notes = with_length(ckpt, calibrate)
         grid = f"{bits} bits, groups of {group_size}, {'symmetric' if symmetric else 'asymmetric'}"
         method = calibrate.quantizer(groups(bits, group_size, symmetric))

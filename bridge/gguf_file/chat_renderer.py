@@ -36,8 +36,11 @@ def limit(cpu_seconds: int, memory: int) -> None:
             continue
 
 
-def environment(dated: bool) -> Any:
-    """What transformers gives a template: jinja's immutable sandbox, and the functions that templates call."""
+def environment(dated: bool | str) -> Any:
+    """What transformers gives a template: jinja's immutable sandbox, and the functions that templates call.
+
+    dated  whether that includes today's date; a text: put before each directive of the date, in place of its %
+    """
     import jinja2
     from jinja2 import ext, nodes
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -64,7 +67,9 @@ def environment(dated: bool) -> Any:
     )
     made.filters["tojson"] = tojson
     made.globals["raise_exception"] = raise_exception
-    if dated:
+    if isinstance(dated, str):
+        made.globals["strftime_now"] = lambda format: format.replace("%", dated)
+    elif dated:
         made.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
     return made
 

@@ -33,13 +33,14 @@ def render_chats(
     template: str,
     conversations: Sequence[Conversation],
     tokens: Mapping[str, str],
-    dated: bool = True,
+    dated: bool | str = True,
     options: Mapping[str, Any] | None = None,
 ) -> list[str | TemplateFailed]:
     """The text of each conversation, or why there is none; one process, about 0.1 s, renders them all.
 
     tokens   texts of the special tokens that templates refer to: {"bos_token": "<s>", "eos_token": "</s>"}
-    dated    whether templates may ask for today's date; those that can do without then have one of their own
+    dated    whether templates may ask for today's date; those that can do without then have one of their own. A
+             text: dates are their formats, with it in place of each %
     options  further variables of the template, plain data: "tools" (a list of functions as JSON Schema), "documents",
              "enable_thinking" ...; see `check_template_options`
     """

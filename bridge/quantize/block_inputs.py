@@ -57,6 +57,7 @@ class BlockInputs:
     items   blocks return a tuple of so many items, the next block's input first; None: that input alone
     calls   the other arguments for each block of a model: a later block may see another mask than the first
     shelf   where activations are while they are not needed; None: in memory
+    held    whether its tokens are held back; None: spans of them are, see `hessian`
     """
 
     x: Any
@@ -66,6 +67,7 @@ class BlockInputs:
     items: int | None = None
     calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]] = ()
     shelf: "Shelf | None" = None
+    held: bool | None = None
 
     def run(self, block: nn.Module) -> Any:
         """Call the block."""

@@ -7,7 +7,8 @@ upper half is accumulated and mirrored, since a BLAS need not return a symmetric
 GPTAQ (arXiv 2504.02692) also needs the cross term  C = 2/n sum (x_float - x) x^T: how the inputs, which come from
 quantized layers, differ from the float model's. An eighth of the tokens is held back to show how much of that is
 chance: their H and C are also kept separately (`alpha_of`). Held-back tokens come in short spans, since neighbours'
-inputs are alike, spread over the positions of all sequences.
+inputs are alike, spread over the positions of all sequences; or they are whole sequences of other kinds of text than
+the rest (`mixture`). `shrinkage_of` chooses on them too.
 """
 
 import numpy as np
@@ -20,6 +21,10 @@ _HELD_BACK = 8  # one span of so many
 _SPAN = 32  # tokens
 _GOLDEN = (5**0.5 - 1) / 2  # its multiples, modulo 1, are spread evenly and never repeat
 _TILE = 256
+_ROWS = 128  # of H that are accumulated together, from the diagonal on
+_OUTLIER = 1000  # times the median power
+_SHRINKAGES = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7)  # that are tried, until one is worse
+_COLUMNS = 2048  # of which a shrinkage is found
 _ALPHA_ROWS = 128  # of which alpha is found
 LEAST_DAMPING = 1e-6  # if a damping of 0 is not enough
 MOST_DAMPING = 1.0  # times the mean of diag H; beyond it, little of the Hessian is left
@@ -28,7 +33,8 @@ MOST_DAMPING = 1.0  # times the mean of diag H; beyond it, little of the Hessian
 class Hessian:
     """H of one layer, float32 [columns, columns], accumulated batch by batch; with float inputs also `cross`.
 
-    held  the Hessian of the tokens held back (`held_back`), with float inputs only
+    held       the Hessian of the tokens held back: whole batches of them, or with float inputs spans (`held_back`)
+    shrinkage  of H in its factors, see `shrunk`; None: `shrinkage_of` has not been asked
 
     Each token is added once: to `held`, or to what is merged with it when `matrix` or `cross` is asked for.
     """
@@ -38,11 +44,12 @@ class Hessian:
         self.tokens = 0
         self.borrowed_tokens = 0  # included in `tokens`, see `experts`
         self.held: Hessian | None = None
+        self.shrinkage: float | None = None
         self._matrix = torch.zeros(columns, columns, device=device)
         self._cross: torch.Tensor | None = None
         self._merged = True  # with the held-back tokens, and mirrored
         self._factor: tuple[object, tuple[torch.Tensor, float]] | None = None
-        self._rest: tuple[float, torch.Tensor] | None = None
+        self._rest: tuple[object, torch.Tensor] | None = None
 
     @property
     def matrix(self) -> torch.Tensor:
@@ -52,7 +59,7 @@ class Hessian:
 
     @matrix.setter
     def matrix(self, values: torch.Tensor) -> None:
-        self._matrix, self._merged, self._factor, self._rest = values, True, None, None
+        self._matrix, self._merged, self._factor, self._rest, self.shrinkage = values, True, None, None, None
 
     @property
     def cross(self) -> torch.Tensor | None:
@@ -65,26 +72,29 @@ class Hessian:
         self._merge()
         self._cross = values
 
-    def add(self, x: torch.Tensor, x_float: torch.Tensor | None = None) -> None:
+    def add(self, x: torch.Tensor, x_float: torch.Tensor | None = None, held: bool | None = None) -> None:
         """Add tokens: x [tokens, columns] of the quantized model, x_float of the float model.
+
+        held  whether all of them are held back; None: with float inputs, spans of them are
 
         Raises BridgeError if an activation is NaN or infinite.
         """
         device = self._matrix.device
         x = x.reshape(-1, x.shape[-1]).to(device, torch.float32)
         self._part()
-        if x_float is None:
+        x_float = None if x_float is None else x_float.reshape(x.shape).to(x)
+        if x_float is None and held is None:
             self._add(x, None, self.tokens)
         else:
-            x_float = x_float.reshape(x.shape).to(x)
             if self.held is None:
                 self.held = Hessian(self.name, x.shape[1], device)
-            held = held_back(self.tokens, len(x)).to(device)
-            own, others = self.held, ~held
-            own._add(x[held], x_float[held], own.tokens)
-            own.tokens += int(held.sum())
+            those = held_back(self.tokens, len(x)) if held is None else torch.full((len(x),), held)
+            those, before = those.to(device), self.tokens - self.held.tokens
+            own, others = self.held, ~those
+            own._add(x[those], None if x_float is None else x_float[those], own.tokens)
+            own.tokens += int(those.sum())
             own._merged = False
-            self._add(x[others], x_float[others], self.tokens - own.tokens + int(held.sum()))
+            self._add(x[others], None if x_float is None else x_float[others], before)
         self.tokens += len(x)
 
     def _add(self, x: torch.Tensor, x_float: torch.Tensor | None, before: int) -> None:
@@ -93,8 +103,9 @@ class Hessian:
             return
         share = len(x) / (before + len(x))
         each = 2 * share / len(x)
-        for t in tiles(len(self._matrix)):
-            self._matrix[t, t.start :].addmm_(x[:, t].T, x[:, t.start :], beta=1 - share, alpha=each)
+        for at in range(0, len(self._matrix), _ROWS):
+            t = slice(at, at + _ROWS)
+            self._matrix[t, at:].addmm_(x[:, t].T, x[:, at:], beta=1 - share, alpha=each)
         if not torch.isfinite(self._matrix.diagonal()).all():
             raise BridgeError(
                 f"{self.name}: its inputs hold NaN or infinity on the calibration text; "
@@ -128,7 +139,7 @@ class Hessian:
             else:
                 self._matrix.zero_()
                 self._cross = None
-        self._merged, self._factor, self._rest = False, None, None
+        self._merged, self._factor, self._rest, self.shrinkage = False, None, None, None
 
     def _mix(self, held: "Hessian", share: float) -> None:
         self._matrix.lerp_(held.matrix, share)
@@ -139,14 +150,15 @@ class Hessian:
     def factor(
         self, damping: float, order: torch.Tensor | None = None, keep: bool = True
     ) -> tuple[torch.Tensor, float] | None:
-        """`damped_factor` of H, which layers with the same inputs share.
+        """`damped_factor` of H, shrunk, which layers with the same inputs share.
 
         keep  for the next call with the same arguments; False: it is not needed again
         """
-        key = damping, None if order is None else tuple(order.tolist())
+        key = damping, self.shrinkage, None if order is None else tuple(order.tolist())
         found = self._factor[1] if self._factor and self._factor[0] == key else None
         self._factor = None
-        found = found or damped_factor(self.matrix, damping, order)
+        h = shrunk(self.matrix, self.shrinkage) if self.shrinkage and not found else self.matrix
+        found = found or damped_factor(h, damping, order)
         if keep and found:
             self._factor = key, found
         return found
@@ -156,19 +168,22 @@ class Hessian:
 
         keep  as of `factor`
         """
-        if self._rest and self._rest[0] == damping:
+        key = damping, self.shrinkage
+        if self._rest and self._rest[0] == key:
             return self._rest[1]
         held = self.held
         if held is None or not 0 < held.tokens < self.tokens:
             return None
         share = held.tokens / self.tokens
         rest = torch.sub(self.matrix, held.matrix, alpha=share).div_(1 - share)
+        if self.shrinkage:
+            rest = shrunk(rest, self.shrinkage)
         damp(rest, damping)
         lower, failed = torch.linalg.cholesky_ex(rest)
         if failed or not torch.isfinite(lower.diagonal()).all():
             return None
         if keep:
-            self._rest = damping, lower
+            self._rest = key, lower
         return lower
 
     def mean_squares(self) -> np.ndarray:
@@ -185,10 +200,14 @@ def held_back(first: int, count: int) -> torch.Tensor:
 def damp(hessian: torch.Tensor, damping: float) -> None:
     """H + damping * mean(diag H) * I, in place.
 
-    Without damping, dead columns, whose input is always 0, get the least that keeps H invertible.
+    Columns of more than 1,000 times the median power count as those of 1,000 times: a single one of a million times it
+    would otherwise damp all others until nothing of how they correlate is left. Without damping, dead columns, whose
+    input is always 0, get the least that keeps H invertible.
     """
     diagonal = hessian.diagonal()
-    mean = float(diagonal.mean())
+    alive = diagonal[diagonal > 0]
+    most = _OUTLIER * float(alive.median()) if len(alive) else 0.0
+    mean = float(diagonal.clamp(max=most).mean())
     diagonal += damping * mean
     diagonal[diagonal == 0] = LEAST_DAMPING * mean or 1.0
 
@@ -269,6 +288,46 @@ def alpha_of(weight: torch.Tensor, hessian: Hessian, damping: float, keep: bool 
     gain = float((d * expected).sum(dtype=torch.float64))
     cost = float((d @ held.matrix.to(d)).mul_(d).sum(dtype=torch.float64))
     return min(max(gain / cost, 0.0), 1.0) if cost > 0 else 0.0
+
+
+def shrinkage_of(hessian: Hessian, damping: float) -> float:
+    """The shrinkage of H, see `shrunk`, that serves the tokens held back best; 0 without such tokens.
+
+    Fitted to all other tokens. Each rounding error z of a column moves the later ones: E = Z T, with the rows of T
+    those of the triangular factor of `inverse_factor` divided by its diagonal. So with errors of equal power,
+    independent of each other, the held-back tokens lose  sum diag(T H T^T). Of more than 2,048
+    columns, so many are taken.
+    """
+    held = hessian.held
+    if hessian.shrinkage is None:
+        hessian.shrinkage = 0.0
+        if held is not None and 0 < held.tokens < hessian.tokens:
+            share = held.tokens / hessian.tokens
+            some = slice(None, None, -(-len(hessian.matrix) // _COLUMNS))
+            own = held.matrix[some, some]
+            rest = torch.sub(hessian.matrix[some, some], own, alpha=share).div_(1 - share)
+            least = _lost(rest, own, 0.0, damping)
+            for shrinkage in _SHRINKAGES:
+                lost = _lost(rest, own, shrinkage, damping)
+                if not lost < least:
+                    break
+                least, hessian.shrinkage = lost, shrinkage
+    return hessian.shrinkage
+
+
+def _lost(fitted: torch.Tensor, held: torch.Tensor, shrinkage: float, damping: float) -> float:
+    work = shrunk(fitted, shrinkage)
+    damp(work, damping)
+    factor = inverse_factor(work)
+    if factor is None:
+        return float("inf")
+    factor /= factor.diagonal()[:, None].clone()
+    return float((factor @ held).mul_(factor).sum(dtype=torch.float64))
+
+
+def shrunk(hessian: torch.Tensor, shrinkage: float) -> torch.Tensor:
+    """A copy of H whose off-diagonals are 1 - shrinkage times as large."""
+    return (hessian * (1 - shrinkage)).diagonal_scatter(hessian.diagonal())
 
 
 def inverse_factor(hessian: torch.Tensor) -> torch.Tensor | None:

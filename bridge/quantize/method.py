@@ -20,7 +20,7 @@ from bridge.quantize.gptq_solver import Solution, dequantize, error, grouped_act
 from bridge.quantize.grids.codebook import CodebookGrid
 from bridge.quantize.grids.group import GroupGrid
 from bridge.quantize.grids.superblock import SuperblockGrid
-from bridge.quantize.hessian import damp, target_of
+from bridge.quantize.hessian import damp, shrinkage_of, shrunk, target_of
 from bridge.quantize.refine import metrics_of, refine
 from bridge.quantize.two_sided import RowSolver, round_two_sided
 from bridge.quantize.walk import LayerInput, quantize_block
@@ -66,7 +66,7 @@ def superblocks(type: str) -> Callable[[int, int], SuperblockGrid | CodebookGrid
     if type in CALIBRATED:
         return lambda rows, columns: CodebookGrid(CALIBRATED[type], rows, columns)
     if type not in BLOCKS:
-        raise BridgeError(f"unknown type {type!r}: choose one of {', '.join((*BLOCKS, *CALIBRATED))}")
+        raise BridgeError(f"unknown type {type!r}: choose one of {', '.join(BLOCKS | CALIBRATED)}")
     return lambda rows, columns: SuperblockGrid(BLOCKS[type], rows, columns)
 
 
@@ -87,6 +87,7 @@ class Method:
     alpha      upper limit on how much of the mismatch of inputs is compensated if the cross term was gathered (GPTAQ);
                each layer uses as much as held-back tokens confirm (`alpha_of`)
     sweeps     of refinement; 0: plain GPTQ. Ternary groups are not refined
+    shrinkage  share of the off-diagonals of H that is taken away; None: `shrinkage_of`
     """
 
     grid: Callable[[int, int], Any]
@@ -94,6 +95,7 @@ class Method:
     damping: float = 0.01
     alpha: float = 1.0
     sweeps: int = 2
+    shrinkage: float | None = None
 
     def __post_init__(self) -> None:
         if self.act_order not in ACT_ORDERS:
@@ -113,6 +115,9 @@ class Method:
             raise BridgeError(f"{layer.name}: its weights hold NaN or infinity; the checkpoint is damaged")
         if not layer.hessian.tokens:
             hessian = torch.eye(len(hessian), device=hessian.device)
+        if self.damping < float("inf"):
+            own = self.shrinkage
+            layer.hessian.shrinkage = shrinkage_of(layer.hessian, self.damping) if own is None else own
         grid = self.grid(*weight.shape)
         if grid.vectors and self.act_order == "static":
             given = parameter("act_order", "static")
@@ -133,6 +138,9 @@ class Method:
             target = target_of(weight, layer.hessian, self.damping, self.alpha, layer.last, whole_order)
         if layout is not None:
             target = target[:, layout]
+        seen = hessian
+        if layer.hessian.shrinkage:
+            hessian = shrunk(hessian, layer.hessian.shrinkage)
         dead = hessian.diagonal() == 0  # whatever these columns hold, outputs stay the same
         if dead.any():
             target = target.masked_fill(dead, 0)
@@ -154,8 +162,8 @@ class Method:
                 hessian.diagonal().copy_(diagonal)
         some = slice(None, None, max(1, len(target) // _ROWS))
         own = target[some]
-        lost = error(own, dequantize(np.ascontiguousarray(solution.codes[some]), grid, some), hessian)
-        whole = error(own, torch.zeros(()).expand(own.shape), hessian)
+        lost = error(own, dequantize(np.ascontiguousarray(solution.codes[some]), grid, some), seen)
+        whole = error(own, torch.zeros(()).expand(own.shape), seen)
         seconds = compiling.clock() - begun
         done = Quantized(
             layer.name, grid, solution.codes, layout, lost / whole if whole else 0.0, solution.damping, seconds
@@ -182,13 +190,15 @@ class Method:
         metrics = metrics_of(damped, grid) if sweeps else []
 
         def round_rows(weight: torch.Tensor, own: Any) -> np.ndarray:
-            codes = solve(weight.clone(), hessian, own, order=order, fit=fit, damping=self.damping, found=found).codes
-            refine_rows(weight, own, codes)
+            options: Any = {"order": order, "fit": fit, "damping": self.damping, "found": found, "nearest": False}
+            codes = solve(weight.clone(), hessian, own, **options).codes
+            if sweeps:
+                refine(weight, damped, own, codes, sweeps, metrics)
             return codes
 
         def refine_rows(weight: torch.Tensor, own: Any, codes: np.ndarray) -> None:
             if sweeps:
-                refine(weight, damped, own, codes, sweeps, metrics)
+                refine(weight, damped, own, codes, 1, metrics)  # a second sweep gains a tenth of a percent
 
         solver = RowSolver(damped, round_rows, refine_rows)
         return Solution(round_two_sided(target, outputs, grid, solver), found[1])

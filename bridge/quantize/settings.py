@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge.errors import BridgeError, parameter
+from bridge.quantize.sources import DEFAULT, Source, sources_of
 from bridge.system.options import check_types, count, option, positive
 from bridge.system.progress import Progress
 
@@ -30,10 +31,11 @@ class Calibration:
     progress  called after each layer with the number done, the number of all, and the layer's name and error
     """
 
-    text: Path | str | None = option(
-        MISSING,
-        "calibration text: plain text, .jsonl, or token ids (.pt, .npy, .safetensors)",
-        flag="--calibrate", metavar="FILE", parse=Path, says="",
+    text: Path | str | Iterable[Path | str] | None = option(
+        DEFAULT,
+        "calibration texts: plain text, .jsonl, or token ids (.pt, .npy, .safetensors), or `default`: the model's own "
+        "samples and texts of this program; FILE:0.3 takes that share of the sequences from it",
+        flag="--calibrate", metavar="FILE", parse=str, several=True, says="",
     )  # fmt: skip
     samples: int = option(128, "maximum number of calibration sequences", metavar="N", parse=positive)
     length: int | None = option(
@@ -59,6 +61,10 @@ class Calibration:
     damping: float = option(
         0.01, "added to the Hessian's diagonal, as a fraction of its mean", metavar="X", parse=float
     )
+    shrinkage: float | None = option(
+        None, "share (0-1) of the Hessian's off-diagonals that is taken away", metavar="X", parse=float,
+        says="chosen for each layer on tokens that are held back",
+    )  # fmt: skip
     alpha: float = option(
         1.0, "upper limit (0-1) on how much earlier error GPTAQ compensates", metavar="X", parse=float
     )
@@ -83,6 +89,9 @@ class Calibration:
 
     def __post_init__(self) -> None:
         check_types(self)
+        if self.text is not None and not isinstance(self.text, str | os.PathLike):
+            object.__setattr__(self, "text", tuple(self.text))
+        _ = self.sources
         if self.method not in METHODS:
             raise BridgeError(f"unknown method {self.method!r}: choose {', '.join(METHODS[:-1])} or {METHODS[-1]}")
         for package in ("torch", "transformers"):
@@ -93,12 +102,26 @@ class Calibration:
                 "quantizing with a text needs transformers, which reads its own docstrings: unset PYTHONOPTIMIZE=2 "
                 "(python -OO)"
             )
-        for name, least in {"samples": 1, "length": 1, "damping": 0, "alpha": 0, "sweeps": 0}.items():
+        for name, least in {"samples": 1, "length": 1, "damping": 0, "shrinkage": 0, "alpha": 0, "sweeps": 0}.items():
             value = getattr(self, name)
             if value is not None and not value >= least:
                 raise BridgeError(f"{parameter(name, value)}: must be at least {least}")
+        if self.shrinkage is not None and self.shrinkage > 1:
+            raise BridgeError(f"{parameter('shrinkage', self.shrinkage)}: must be at most 1")
         if self.offload is not None and not os.path.isdir(self.offload):
             raise BridgeError(f"{self.offload}: no such folder; make it or give another one")
+
+    @property
+    def sources(self) -> list[Source]:
+        """The texts and their shares; none without a text. Raises BridgeError as `sources_of`."""
+        if self.text is None:
+            return []
+        return sources_of([self.text] if isinstance(self.text, str | os.PathLike) else self.text)
+
+    @property
+    def files(self) -> list[Path]:
+        """The files among them."""
+        return [source.file for source in self.sources if source.file is not None]
 
     def check_gguf(self) -> None:
         """BridgeError where layers cannot be quantized like this for a GGUF."""
@@ -123,4 +146,4 @@ class Calibration:
         if self.method in ("rtn", "awq"):
             return Method(grid, "none", float("inf"), sweeps=0)
         alpha = self.alpha if self.cross else 0.0
-        return Method(grid, self.act_order, self.damping, alpha, self.sweeps)
+        return Method(grid, self.act_order, self.damping, alpha, self.sweeps, self.shrinkage)

@@ -52,29 +52,39 @@ def read_tokens(
         enough = None if seed is not None else samples * length
         rows = _tokenize(path, tokenizer, enough)[None]
         bos = bos_of(tokenizer)
-        if bos is not None and rows[0, 0] != bos:  # formatted chats have it
-            rows = np.insert(rows, 0, bos, axis=1)
-    whole = rows.shape[1] // length
-    if not rows.size or not whole:
+    windows = cut_windows(rows, length, bos)
+    if not len(windows):
         found = f"{len(rows)} rows of {rows.shape[1]} tokens" if len(rows) > 1 else f"{rows.size} tokens"
         raise BridgeError(
             f"{path}: {found}, but a calibration sequence has {length}; give a longer text, or shorter sequences"
         )
-    windows = rows[:, : whole * length].reshape(-1, length)
-    if bos is not None:
-        windows[:, 0] = bos
     if len(windows) > samples:
         chosen = np.arange(samples)
         if seed is not None:
             chosen = np.sort(np.random.default_rng(seed).choice(len(windows), samples, replace=False))
         windows = windows[chosen]
-    low, high = int(windows.min()), int(windows.max())
+    check_vocabulary(path, windows, vocabulary)
+    return torch.from_numpy(windows.astype(np.int64))
+
+
+def check_vocabulary(path: str | Path, tokens: np.ndarray, vocabulary: int | None) -> None:
+    """BridgeError where tokens of a text are none of the model's; None: their number is not known."""
+    low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or (vocabulary is not None and high >= vocabulary):
         raise BridgeError(
             f"{path}: holds token {low if low < 0 else high}, but the model's vocabulary has {vocabulary} tokens; "
             "use the model's own tokenizer"
         )
-    return torch.from_numpy(windows.astype(np.int64))
+
+
+def cut_windows(rows: np.ndarray, length: int, bos: int | None) -> np.ndarray:
+    """Consecutive windows [n, length] of integers [rows, tokens]; each starts with BOS if there is one."""
+    if bos is not None and rows.size and rows[0, 0] != bos:  # formatted chats have it
+        rows = np.insert(rows, 0, bos, axis=1)
+    windows = rows[:, : rows.shape[1] // length * length].reshape(-1, length)
+    if bos is not None:
+        windows[:, 0] = bos
+    return windows
 
 
 def load_tokenizer(folder: str | Path) -> Any:
@@ -102,6 +112,21 @@ def bos_of(tokenizer: Any) -> int | None:
     return bos if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else None
 
 
+def token_ids(text: str, tokenizer: Any) -> np.ndarray:
+    """int64 [tokens] of a text, without BOS and EOS."""
+    return np.array(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], np.int64)
+
+
+def chat_text(path: Path, tokenizer: Any) -> str:
+    """The chats of a .jsonl by the tokenizer's chat template; without one, each message is a line with its role."""
+    chats = [json.loads(line)["messages"] for line in _lines(path)]
+    try:
+        texts = [text for at in range(0, len(chats), _CHATS) for text in formatted(chats[at : at + _CHATS], tokenizer)]
+    except BridgeError:
+        texts = ["\n".join(f"{m['role'].title()}: {m['content']}" for m in chat) for chat in chats]
+    return "\n\n".join(texts)
+
+
 def _expect_file(path: Path) -> None:
     if not path.exists():
         raise missing(path)
@@ -119,9 +144,8 @@ def _tokenize(path: Path, tokenizer: Any, enough: int | None) -> np.ndarray:
     found: list[np.ndarray] = []
     total = 0
     for piece in _pieces(path, tokenizer):
-        ids = tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
-        found.append(np.array(ids, np.int64))
-        total += len(ids)
+        found.append(token_ids(piece, tokenizer))
+        total += len(found[-1])
         if enough is not None and total > enough:
             break
     if not total:
@@ -163,7 +187,7 @@ def _documents(path: Path, tokenizer: Any) -> Iterator[str]:
     lines = ((number, line) for number, line in enumerate(_lines(path), 1) if line.strip())
     while some := list(islice(lines, _CHATS)):
         records = [(number, _record(path, number, line)) for number, line in some]
-        chats = iter(_formatted([record["messages"] for _, record in records if _is_chat(record)], tokenizer))
+        chats = iter(formatted([record["messages"] for _, record in records if _is_chat(record)], tokenizer))
         for number, record in records:
             text = next(chats) if _is_chat(record) else _text(record)
             if text is None:
@@ -192,13 +216,16 @@ def _is_chat(record: Any) -> bool:
     )
 
 
-def _formatted(chats: list[Any], tokenizer: Any) -> list[str]:
-    """The texts of chats, by the tokenizer's chat template."""
+def formatted(chats: list[Any], tokenizer: Any, answer: bool = False) -> list[str]:
+    """The texts of chats, by the tokenizer's chat template; with `answer` up to where the model answers.
+
+    Raises BridgeError if there is no template, or it cannot format one of them.
+    """
     if not chats:
         return []
     try:
         template = tokenizer.get_chat_template()
-        texts = render_chats(template, [(chat, False) for chat in chats], tokenizer.special_tokens_map)
+        texts = render_chats(template, [(chat, answer) for chat in chats], tokenizer.special_tokens_map)
     except Exception as problem:  # there is no template, or a message is not a dict
         texts = [TemplateFailed((str(problem).strip().splitlines() or [repr(problem)])[0])]
     found = [text for text in texts if isinstance(text, str)]

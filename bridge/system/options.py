@@ -35,6 +35,7 @@ class Flag(NamedTuple):
     metavar  placeholder of the value in the help; None for a switch
     parse    from text to the value, as argparse's `type`
     choices  the values that are possible, if they are few
+    several  whether the flag takes several values
     default  words for the default in the help instead of the value; "" for nothing
     """
 
@@ -44,6 +45,7 @@ class Flag(NamedTuple):
     parse: Callable[[str], Any] | None
     choices: Sequence[str] | None
     default: str | None
+    several: bool = False
 
 
 def option(
@@ -55,9 +57,10 @@ def option(
     parse: Callable[[str], Any] | None = None,
     choices: Sequence[str] | None = None,
     says: str | None = None,
+    several: bool = False,
 ) -> Any:
     """A dataclass field with a flag; see `Flag` for the arguments, `says` is its `default`."""
-    metadata = {"flag": Flag(help, flag, metavar, parse, choices, says)}
+    metadata = {"flag": Flag(help, flag, metavar, parse, choices, says, several)}
     return field(default=default, metadata=metadata) if default is not MISSING else field(metadata=metadata)
 
 

@@ -12,8 +12,12 @@ import torch
 
 from bridge.checkpoint import open_checkpoint
 from bridge.quantize import quantize_model
+from bridge.quantize.default_text import openings
 from bridge.quantize.float_model import FloatModel as Streamed
 from bridge.quantize.forward_passes import output_hessians
+from bridge.quantize.mixture import calibration_sequences
+from bridge.quantize.own_samples import own_samples
+from bridge.quantize.sources import sources_of
 from scripts.peers import reference
 from scripts.peers.predictions import mean_kl
 
@@ -23,9 +27,11 @@ from . import output_of
 class FloatModel:
     """What is compared with: a model's weights and predictions, and the activations that an imatrix is made of.
 
-    options      model, calibrate, test, samples, length, windows and threads, as the common options give them
+    options      model, calibrate, test, samples, length, windows and threads, as the common options give them;
+                 calibrate may be a list, as `quantize` takes it
 
     calibration  int64 [samples, length], what every quantizer sees
+    held         how many of the last of these are held back, see `bridge.quantize.mixture`
     importance   weight name -> float32 [in]: the mean square of the linear's inputs
     """
 
@@ -35,16 +41,22 @@ class FloatModel:
         torch.set_num_threads(options.threads)
         self.folder = options.model
         tokenizer = AutoTokenizer.from_pretrained(self.folder)
-        self.calibration, self._test = (
-            reference.windows(tokenizer, path.read_text(encoding="utf-8"), count, options.length)
-            for path, count in ((options.calibrate, options.samples), (options.test, options.windows))
-        )
+        texts = options.calibrate if isinstance(options.calibrate, list) else [options.calibrate]
+
+        def own(count: int, length: int) -> torch.Tensor | None:
+            streamed = Streamed(open_checkpoint(self.folder))
+            return own_samples(streamed, openings(tokenizer), [tokenizer.eos_token_id], count, length)
+
+        found = calibration_sequences(sources_of(texts), tokenizer, options.samples, options.length, own=own)
+        self.calibration, self.held = found.tokens.numpy(), found.held
+        text = options.test.read_text(encoding="utf-8")
+        self._test = reference.windows(tokenizer, text, options.windows, options.length)
         self.weights = reference.float_weights(self.folder)
         self._expected = reference.logits(self.with_weights(self.weights), self._test)
         self.importance = self._imatrix()
         self.about = (
             f"{options.threads} threads. {self.folder.name}, {self.calibration.size} tokens of "
-            f"{options.calibrate.name}, {options.windows} windows of {options.test.name}."
+            f"{' and '.join(Path(text).name for text in texts)}, {options.windows} windows of {options.test.name}."
         )
 
     def with_weights(self, weights: reference.Weights) -> torch.nn.Module:
@@ -60,7 +72,7 @@ class FloatModel:
         """The divergence after `quantize_model` with this method, and the seconds that quantizing took."""
         model = self.with_weights(self.weights)
         begun = time.perf_counter()
-        for _ in quantize_model(model, torch.from_numpy(self.calibration), layer, **options):
+        for _ in quantize_model(model, torch.from_numpy(self.calibration), layer, held=self.held, **options):
             pass
         seconds = time.perf_counter() - begun
         return self.divergence(model), seconds

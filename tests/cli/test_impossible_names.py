@@ -42,6 +42,8 @@ quantize --calibrate    MODEL out.gguf --type Q2_K --calibrate @
 quantize --offload      MODEL out.gguf --type Q2_K --calibrate TEXT --offload @
 quantize --imatrix-out  MODEL out.gguf --type Q2_K --calibrate TEXT --imatrix-out @
 quantize --plan-out     MODEL out.gguf --size 1G --calibrate TEXT --plan-out @
+convert --tensor-types-out   MODEL out.gguf --calibrate TEXT --size 1G --tensor-types-out @
+quantize --tensor-types-out  MODEL out.gguf --size 1G --calibrate TEXT --tensor-types-out @
 quantize --report       MODEL out.gguf --type Q2_K --calibrate TEXT --report @
 quantize --card-only    MODEL out.gguf --type Q2_K --calibrate TEXT --upload a/b --card-only @
 convert-lora adapter    @ out.gguf --base MODEL
@@ -122,7 +124,7 @@ def test_the_table_has_every_argument_that_is_a_path():
         (command, (action.option_strings or [action.dest])[-1])
         for command, parser in commands.items()
         for action in parser._actions
-        if action.type is Path or not action.option_strings or "--template" in action.option_strings
+        if action.type is Path or not action.option_strings or {"--template", "--calibrate"} & {*action.option_strings}
     }
     assert found - {("inspect", "--template")} == {row[:2] for row in TABLE}
 

@@ -299,7 +299,8 @@ def test_the_command_line_quantizes_to_gguf_and_says_what_it_did(model, text, tm
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["quantize", "MODEL", "o.gguf"], "needs a text"),
+        (["quantize", "MODEL", "o.gguf", "--calibrate", "TEXT:0.5", "TEXT:0.4"], "add up to 0.9; they must add"),
+        (["quantize", "MODEL", "o.gguf", "--calibrate", "TEXT:2"], "must be above 0 and at most 1"),
         (["quantize", "MODEL", "o.gguf", "--calibrate", "none.txt"], "no such file"),
         (
             ["quantize", "MODEL", "o.gguf", "--calibrate", "TEXT", "--sequence-length", "1000000"],

@@ -75,6 +75,7 @@ def made(model: Path, tokens: Path, tmp_path_factory: pytest.TempPathFactory) ->
     command = ["quantize", str(model), str(folder / "out.gguf"), "--size", str(size), "--calibrate", str(tokens)]
     command += ["--sequence-length", str(LENGTH), "--sweeps", "0", "--method", "gptq", "--swaps", "3"]
     command += ["--plan-out", str(folder / "plan.json"), "--report", str(folder / "report.json")]
+    command += ["--tensor-types-out", str(folder / "types.txt")]
     assert main(command) == 0
     (folder / "size").write_text(str(size))
     return folder
@@ -105,6 +106,35 @@ def test_the_plan_is_written_with_its_curve_and_makes_the_same_file(made: Path, 
     assert len(others) > 8
     convert(plan=made / "plan.json", out=tmp_path / "again.gguf", calibrate=settings(tokens, samples=128))
     assert (tmp_path / "again.gguf").read_bytes() == (made / "out.gguf").read_bytes()
+
+
+def test_the_types_are_written_as_llama_quantize_takes_them(made: Path) -> None:
+    """A pattern that is searched in the names, =, and a type's name, in lines without blanks."""
+    lines = [line.rpartition("=") for line in (made / "types.txt").read_text().split()]
+    tensors = {t.name: t.tensor_type.name.lower() for t in gguf.GGUFReader(made / "out.gguf").tensors}
+    matrices = {name: type for name, type in tensors.items() if not name.endswith("norm.weight")}
+    found = {name: type for pattern, _, type in lines for name in tensors if re.search(pattern, name)}
+    assert found == matrices
+    assert len(lines) == len(matrices)
+
+
+def test_the_report_tells_what_a_smaller_and_a_larger_file_would_have(made: Path) -> None:
+    (note,) = (note for note in json.loads((made / "report.json").read_text())["notes"] if "size budget" in note)
+    smaller, larger = re.findall(r"([\d.]+) MB would have about ([\d.e-]+)", note)
+    assert float(smaller[1]) > float(larger[1])
+    assert float(smaller[0]) * 1e6 < (made / "out.gguf").stat().st_size + 1e5
+
+
+def test_a_tensor_that_is_pinned_to_a_codebook_is_calibrated_and_counts_in_the_size(
+    model: Path, tokens: Path, tmp_path: Path
+) -> None:
+    size = file_bytes(plan_checkpoint(model, type="Q3_K_M"))
+    pinned = {r"blk\.0\.ffn_down": "IQ4_XS"}
+    out = tmp_path / "out.gguf"
+    report = convert(model, out, calibrate=settings(tokens), budget=Budget(size, swaps=0), tensor_types=pinned)
+    assert out.stat().st_size <= size
+    (tensor,) = (t for t in report.tensors if t.name == "blk.0.ffn_down.weight")
+    assert (tensor.type, tensor.outcome) == ("IQ4_XS", "calibrated")
 
 
 def test_trial_models_are_stored_next_to_the_output_and_removed(

@@ -1,4 +1,4 @@
-"""The grid of GGUF's types whose codes are looked up: tables of values (IQ4) and codebooks (IQ3, IQ2).
+"""The grid of GGUF's types whose scales are chosen with the codes: tables of values (IQ4), codebooks (IQ3, IQ2), Q4_0.
 
     a * q,  a = unit * d * factor(sc)     q a value of the table, or a coordinate of a point
 

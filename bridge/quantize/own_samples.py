@@ -1,0 +1,111 @@
+"""Samples of a model: texts that it writes itself, to calibrate on what it was trained on where nobody has that.
+
+Each row is filled with documents: an opening, then tokens drawn from the model's prediction at temperature 1 until it
+draws an end, then the next opening. All rows go forward together, a token at a time, with a cache of keys and values;
+where a row has an opening to read, its token is given instead of drawn. So rows need no padding.
+
+Costs a forward pass of the tokens, in small products, and needs the whole model in memory.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from bridge.quantize.float_model import FloatModel
+
+_ROWS = 32  # that go forward together
+_BYTES = 4  # of a weight
+
+
+def fits_in_memory(model: FloatModel, free: int | None) -> bool:
+    """Whether the whole model takes less than two thirds of the free bytes; None: it is not known, and so it does."""
+    weights = sum(p.numel() for p in model.model.parameters()) * _BYTES
+    return free is None or weights * 3 < free * 2
+
+
+@torch.no_grad()
+def own_samples(
+    model: FloatModel,
+    openings: Sequence[Sequence[int]],
+    ends: Sequence[int],
+    count: int,
+    length: int,
+    seed: int = 0,
+    said: Callable[[int, int], None] = lambda done, total: None,
+) -> torch.Tensor | None:
+    """Token ids int64 [count, length] that the model writes; None if it keeps no cache.
+
+    openings  token ids that documents start with, taken one after the other
+    ends      tokens after which a document is over
+    said      called with the tokens made, of how many
+    """
+    generator = torch.Generator().manual_seed(seed)
+    model.load(None)
+    for i in range(len(model.blocks)):
+        model.load(i)
+    model.load_head()
+    try:
+        queue = _Openings(openings)
+        found = []
+        for first in range(0, count, _ROWS):
+            rows = min(_ROWS, count - first)
+
+            def tell(done: int, first: int = first, rows: int = rows) -> None:
+                said(first * length + rows * done, count * length)
+
+            part = _rows(model.model, queue, frozenset(ends), rows, length, generator, tell)
+            if part is None:
+                return None
+            found.append(part)
+        return torch.cat(found)
+    finally:
+        for i in range(len(model.blocks)):
+            model.drop(i)
+        model.drop(None)
+        model.drop_head()
+
+
+class _Openings:
+    """Openings one after the other, from the first again after the last."""
+
+    def __init__(self, openings: Sequence[Sequence[int]]) -> None:
+        self._openings, self._at = openings, 0
+
+    def take(self) -> list[int]:
+        """The next one, backwards: its first token is at the end."""
+        opening = self._openings[self._at % len(self._openings)]
+        self._at += 1
+        return list(reversed(opening))
+
+
+def _rows(
+    network: Any,
+    openings: _Openings,
+    ends: frozenset[int],
+    rows: int,
+    length: int,
+    generator: torch.Generator,
+    tell: Callable[[int], None],
+) -> torch.Tensor | None:
+    tokens = torch.empty(rows, length, dtype=torch.int64)
+    given = [openings.take() for _ in range(rows)]
+    cache = logits = None
+    for at in range(length):
+        drawn = [0] * rows
+        if logits is not None:
+            drawn = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0].tolist()
+        for row, token in enumerate(drawn):
+            if given[row]:
+                token = given[row].pop()
+            elif token in ends:
+                given[row] = openings.take()
+            tokens[row, at] = token
+        device = network.get_input_embeddings().weight.device
+        out = network(input_ids=tokens[:, at : at + 1].to(device), past_key_values=cache, use_cache=True)
+        cache = getattr(out, "past_key_values", None)
+        if cache is None:
+            return None
+        logits = out.logits[:, -1].float().cpu()
+        tell(at + 1)
+    return tokens
