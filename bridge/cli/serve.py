@@ -76,8 +76,7 @@ def run(a: argparse.Namespace) -> int:
 
         warnings.warn(f"--host {a.host}: whoever reaches this machine can use the model; --api-key asks for a key",
                       BridgeWarning, stacklevel=1)  # fmt: skip
-    listening = bound(a.host, a.port)
-    with load(a, gguf_of(a), a.context, a.lora) as model:
+    with bound(a.host, a.port) as listening, load(a, gguf_of(a), a.context, a.lora) as model:
         model.prepare()
         limits = Limits(a.sequences, a.waiting, a.body << 20, key, local, a.pooling, sampling)
         serve(model, listening, limits, a.grace)

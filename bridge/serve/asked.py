@@ -137,7 +137,7 @@ def completion(body: Any, model: Model, name: str, defaults: Mapping[str, Any]) 
     """The body of /v1/completions."""
     fields = Fields(body)
     asked = _common(fields, model, name, defaults)
-    asked.prompts = _prompts(fields.take("prompt", (str, list), _PROMPT))
+    asked.prompts = _prompts("prompt", fields.take("prompt", (str, list), _PROMPT))
     if asked.max_tokens is None:
         asked.max_tokens = _COMPLETION_TOKENS
     asked.logprobs = fields.integer("logprobs", None, 0, MOST_TOP)
@@ -154,13 +154,13 @@ def completion(body: Any, model: Model, name: str, defaults: Mapping[str, Any]) 
 _PROMPT = "a text, a list of texts, a list of token ids, or a list of such lists"
 
 
-def _prompts(prompt: Any) -> list[Any]:
+def _prompts(name: str, prompt: Any) -> list[Any]:
     """Each a text or token ids."""
     if prompt is None:
-        raise BadRequest("prompt is missing", "prompt")
+        raise BadRequest(f"{name} is missing", name)
     prompts = [prompt] if isinstance(prompt, str) or (prompt and _is_ids(prompt)) else prompt
     if not prompts or not all(isinstance(one, str) or _is_ids(one) for one in prompts):
-        raise BadRequest(f"the input must be {_PROMPT}, and not empty", "prompt")
+        raise BadRequest(f"{name} must be {_PROMPT}, and not empty", name)
     return list(prompts)
 
 
@@ -303,7 +303,7 @@ def embeddings(body: Any, model: Model, name: str, pooling: str) -> tuple[list[J
     """The body of /v1/embeddings: jobs, what makes a vector of each, and whether vectors are wanted in base64."""
     fields = Fields(body)
     check_model(fields, name)
-    texts = _prompts(fields.take("input", (str, list), _PROMPT))
+    texts = _prompts("input", fields.take("input", (str, list), _PROMPT))
     if len(texts) > MOST_TEXTS:
         raise BadRequest(f"input has {len(texts)} texts; the most is {MOST_TEXTS}", "input")
     form = fields.take("encoding_format", str, "float or base64", "float")

@@ -72,9 +72,14 @@ export --config         GGUF out --config @
 run model               @ -p x
 run --config            MODEL -p x --config @
 run --lora              GGUF -p x --lora @
+run --schema            GGUF -p x --schema @
 chat model              @
 chat --config           MODEL --config @
 chat --lora             GGUF --lora @
+chat --schema           GGUF --schema @
+serve model             @ --port 0
+serve --config          MODEL --port 0 --config @
+serve --lora            GGUF --port 0 --lora @
 warmup model            @
 warmup --config         MODEL --config @
 perplexity gguf         @ -f TEXT
