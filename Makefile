@@ -9,7 +9,7 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-comp
 # what is imported is compiled once, and not again in every process that tests start
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test test-all lint bench docs pictures clean
+.PHONY: demo test test-all test-arm lint bench docs pictures clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python scripts/demo.py
@@ -19,6 +19,9 @@ test: $(VENV)/.$(EXTRAS) lint
 
 test-all: $(VENV)/.$(EXTRAS) lint
 	$(BIN)/python -m pytest -n auto --dist loadgroup -m ""
+
+test-arm: $(VENV)/.$(EXTRAS)
+	sh scripts/arm/test.sh $(BIN)/python
 
 lint: $(VENV)/.$(EXTRAS)
 	$(BIN)/ruff check .

@@ -276,6 +276,8 @@ def test_a_python_snippet_runs(code, tmp_path, small_model, request, monkeypatch
         pytest.skip("needs a GPU")
     if "transformers" in code or "llama-" in code:
         pytest.importorskip("transformers")
+    if "gguf_file" in code:
+        pytest.importorskip("accelerate")
     monkeypatch.chdir(tmp_path)
     files = {"model-gptq": CHECKPOINT, "org/model-gptq": CHECKPOINT, "org/model": small_model}
     if "llama-" in code:
@@ -295,6 +297,7 @@ def lines_of(page: Path) -> list[str]:
 
 NOT_RUN = {
     "a Hub id": "--template org/",
+    "runs until it is stopped: tests/serve": "gguf-bridge serve",
     "a pickle of the real LLaMA": "llama-7b-4bit.pt",
     "minutes: tests/conversion/test_size_budget.py": "--size",
     "seconds of timing: tests/cli/test_run.py": "bench Q4_K",

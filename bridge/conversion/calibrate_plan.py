@@ -10,7 +10,6 @@ import hashlib
 import json
 import warnings
 from collections.abc import Callable, Collection, Iterable
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -251,55 +250,62 @@ def _walk(
 ) -> None:
     """Take the tokens through the model, layer by layer."""
     from bridge.quantize import quantize_model
+    from bridge.quantize.kept_inputs import KeptInputs
 
-    outputs: dict[str, torch.Tensor] = {}
-    with ExitStack() as stack:
-        if settings.method == "two-sided" and len(layers.layers) < len(targets):
-            beside = (settings.offload or layers.folder.parent) / layers.folder.name
-            with disk_errors(beside, "activations", "folder"):
-                folder = stack.enter_context(temporary_beside(beside))
-            outputs = _output_hessians(model, settings, found.tokens, targets, folder)
-        walk = quantize_model(
-            model,
-            found.tokens,
-            quantizer,
-            held=found.held,
-            feed=settings.feed,
-            cross=settings.cross,
-            batch=max(1, _TOKENS_AT_ONCE // found.tokens.shape[1]),
-            wanted=targets.__contains__,
-            known=layers.values,
-            outputs=lambda name: outputs.pop(name, None),
-            offload=settings.offload,
-            prepare=prepare,
-            head=True,
-            head_spans=lambda name, rows, columns: layers.missing(name, rows, _rows_at_once(columns)),
-        )
-        for _ in walk:
-            pass
+    todo = targets.keys() - layers.layers.keys()
+    two_sided = settings.method == "two-sided" and bool(todo)
+    if two_sided and not layers.has_outputs(todo):
+        beside = (settings.offload or layers.folder.parent) / layers.folder.name
+        with disk_errors(beside, "activations", "folder"), temporary_beside(beside) as folder:
+            _keep_output_hessians(model, settings, found.tokens, todo, folder, layers)
+    walk = quantize_model(
+        model,
+        found.tokens,
+        quantizer,
+        held=found.held,
+        feed=settings.feed,
+        cross=settings.cross,
+        batch=max(1, _TOKENS_AT_ONCE // found.tokens.shape[1]),
+        wanted=targets.__contains__,
+        known=layers.values,
+        outputs=layers.outputs if two_sided else lambda name: None,
+        offload=settings.offload,
+        resume=KeptInputs(layers.folder, layers.job) if prepare is None else None,  # which every block has to see
+        prepare=prepare,
+        head=True,
+        head_spans=lambda name, rows, columns: layers.missing(name, rows, _rows_at_once(columns)),
+    )
+    for _ in walk:
+        pass
 
 
-def _output_hessians(
+def _keep_output_hessians(
     model: FloatModel,
     settings: Calibration,
     tokens: torch.Tensor,
     targets: Collection[str],
     folder: Path,
-) -> dict[str, torch.Tensor]:
-    """A of each layer, see `two_sided`, in the files of a folder."""
+    layers: LayerStore,
+) -> None:
+    """Keep A of each layer, see `two_sided`, until it is finished.
+
+    folder  for the activations of the passes
+    """
     from bridge.quantize.forward_passes import output_hessians
 
     def said(what: str) -> None:
         if settings.progress:
-            settings.progress(0, len(targets), f"gradients: {what}")
+            settings.progress(len(layers.layers), len(layers.layers) + len(targets), f"gradients: {what}")
 
     said("forward")
-    found = {}
+    missing = set(targets)
     for name, outputs in output_hessians(model, tokens, folder):
         said(name)
-        if name in targets:
-            found[name] = outputs
-    return found
+        if name in missing:
+            layers.save_outputs(name, outputs)
+            missing.remove(name)
+    for name in missing:
+        layers.save_outputs(name, None)
 
 
 def _round_to_nearest(

@@ -1,8 +1,7 @@
 """config.json, generation_config.json and tokenizer of a GGUF, from its metadata.
 
-transformers converts them for the architectures that it maps (`gguf_file`). What it does not convert, such as most
-kinds of rope scaling, would silently become a default, so the result is checked: `convert` must make the same metadata
-of it.
+`bridge.models` makes both, for every architecture that it writes. A key that it does not read would silently become a
+default, so the result is checked: `convert` must make the same metadata of it.
 """
 
 import json
@@ -15,6 +14,8 @@ from bridge.conversion.gguf_source import GgufSource
 from bridge.errors import BridgeError, parameter
 from bridge.gguf_file.reader import StoredModel
 from bridge.models import describe_model
+from bridge.models.gguf_config import ROPE_FACTORS, add_rope_factors, config_of_gguf
+from bridge.models.tokenizer_json import tokenizer_files
 
 # keys that GGUFs of other programs have without need: they repeat what others say
 _REPEATED = ("vocab_size", "rope.dimension_count", "attention.key_length", "attention.value_length")
@@ -22,32 +23,20 @@ _TOKENS = ("tokens", "merges", "bos_token_id", "eos_token_id", "add_bos_token")
 
 
 def write_config(model: StoredModel, folder: Path) -> None:
-    """Write the files of a GGUF that transformers makes of its metadata.
+    """Write the files of a GGUF that its metadata tells.
 
-    Raises BridgeError if it does not know the architecture or cannot convert the tokenizer, or is not installed.
+    Raises BridgeError for an unknown architecture, and where a key or the tokenizer cannot be converted.
     """
     file = model.files[0]
     try:
-        from transformers import AutoConfig, AutoTokenizer
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    except ImportError:
-        why = "config.json is made of a GGUF by transformers, which is not installed: pip install .[quantize]"
-        raise _refused(file, why) from None
-    try:
-        config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
-        # of a shard, transformers sees only the tensors in that
-        config.tie_word_embeddings = "output.weight" not in model.tensors
-        arch = model.metadata.get("general.architecture")
-        if (width := model.metadata.get(f"{arch}.attention.key_length")) is not None and hasattr(config, "head_dim"):
-            config.head_dim = int(width)
-        config.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    except Exception as problem:  # transformers raises any kind
-        arch = model.metadata.get("general.architecture")
-        why = f"transformers cannot convert its metadata (architecture {arch}: {str(problem).splitlines()[:1]})"
-        raise _refused(file, why) from problem
+        config = config_of_gguf(model.metadata, model.tensors)
+        factors = {name: model.tensors[f"{name}.weight"] for name in ROPE_FACTORS if f"{name}.weight" in model.tensors}
+        add_rope_factors(config, {name: tensor.raw.view(np.float32) for name, tensor in factors.items()})
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        for name, text in tokenizer_files(model.metadata).items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except BridgeError as problem:
+        raise _refused(file, str(problem)) from problem
     ends = {key: _plain(model.metadata.get(f"tokenizer.ggml.{key}")) for key in ("bos_token_id", "eos_token_id")}
     generation = {key: value for key, value in ends.items() if value is not None}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
@@ -65,14 +54,14 @@ def checked_source(model: StoredModel, folder: Path, dtype: str) -> GgufSource:
         shapes = {name: info.shape for name, info in source.tensors.items()}
         made = describe_model(source.config, folder, shapes, str(pre) if pre is not None else None).metadata
     except BridgeError as problem:
-        raise _refused(file, f"what transformers makes of its metadata is not read again ({problem})") from problem
+        raise _refused(file, f"the config made of its metadata is not read again ({problem})") from problem
     for key, stored in model.metadata.items():
         name = key.removeprefix(f"{arch}.")
         own = name != key and name not in _REPEATED
         if own or (key in made and key.removeprefix("tokenizer.ggml.") in _TOKENS):
             value = made[key].value if key in made else None
             if not _same(_plain(stored), _plain(value)):
-                said = f"{key} is {_short(stored)}, but {_short(value)} in what transformers makes of the metadata"
+                said = f"{key} is {_short(stored)}, but {_short(value)} in the config made of it"
                 raise _refused(file, said)
     return source
 

@@ -4,14 +4,17 @@ A template is a program out of somebody's file. Jinja's sandbox keeps it from ev
 looping for ever or filling the memory: nested loops, `10 ** 10 ** 8`, a namespace that doubles its text. So it runs
 here, where the system ends it at limits that no real template comes near.
 
-    standard input   a line of JSON, {"path": sys.path, "limits": [...]}, which may come long before the rest; then
-                     JSON: what `chat_template.render_chats` asks for
-    standard output  JSON: [[true, text] or [false, why it fails], ...], one for each conversation
+    standard input   a line of JSON, {"path": sys.path, "limits": [seconds, bytes]}; then a line for each request: what
+                     `chat_template.render_chats` asks for
+    standard output  a line of JSON for each: [[true, text] or [false, why it fails], ...], one for each conversation
 """
 
 import json
+import math
 import sys
+import time
 from datetime import datetime
+from functools import cache
 from typing import Any
 
 CPU_SECONDS = 5  # a real template takes a hundredth of one
@@ -33,8 +36,11 @@ def limit(cpu_seconds: int, memory: int) -> None:
             continue
 
 
-def environment(dated: bool) -> Any:
-    """What transformers gives a template: jinja's immutable sandbox, and the functions that templates call."""
+def environment(dated: bool | str) -> Any:
+    """What transformers gives a template: jinja's immutable sandbox, and the functions that templates call.
+
+    dated  whether that includes today's date; a text: put before each directive of the date, in place of its %
+    """
     import jinja2
     from jinja2 import ext, nodes
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -61,7 +67,9 @@ def environment(dated: bool) -> Any:
     )
     made.filters["tojson"] = tojson
     made.globals["raise_exception"] = raise_exception
-    if dated:
+    if isinstance(dated, str):
+        made.globals["strftime_now"] = lambda format: format.replace("%", dated)
+    elif dated:
         made.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
     return made
 
@@ -69,7 +77,7 @@ def environment(dated: bool) -> Any:
 def answers(request: dict[str, Any]) -> list[tuple[bool, str]]:
     """For each conversation its text, or the reason why there is none."""
     try:
-        compiled = environment(request["dated"]).from_string(request["template"])
+        compiled = _compiled(request["template"], request["dated"])
     except Exception as error:  # jinja's own, or Python's for what is nested too deeply
         return [(False, f"jinja cannot read it: {_told(error)}")] * len(request["conversations"])
     found = []
@@ -83,6 +91,11 @@ def answers(request: dict[str, Any]) -> list[tuple[bool, str]]:
     return found
 
 
+@cache
+def _compiled(template: str, dated: bool) -> Any:
+    return environment(dated).from_string(template)
+
+
 def _told(error: Exception) -> str:
     if isinstance(error, MemoryError):
         return f"it takes more than {MEMORY >> 20} MiB of memory"
@@ -94,9 +107,11 @@ def main() -> None:
     sys.path[:] = settings["path"]
     import jinja2.sandbox  # noqa: F401 - what it takes is the same for all templates, and not theirs
 
-    if request := sys.stdin.buffer.read():
-        limit(*settings["limits"])
-        sys.stdout.write(json.dumps(answers(json.loads(request))))
+    seconds, memory = settings["limits"]
+    for request in sys.stdin.buffer:
+        limit(math.ceil(time.process_time()) + seconds, memory)  # of each request
+        sys.stdout.write(json.dumps(answers(json.loads(request))) + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

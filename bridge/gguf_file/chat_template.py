@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -32,13 +33,14 @@ def render_chats(
     template: str,
     conversations: Sequence[Conversation],
     tokens: Mapping[str, str],
-    dated: bool = True,
+    dated: bool | str = True,
     options: Mapping[str, Any] | None = None,
 ) -> list[str | TemplateFailed]:
     """The text of each conversation, or why there is none; one process, about 0.1 s, renders them all.
 
     tokens   texts of the special tokens that templates refer to: {"bos_token": "<s>", "eos_token": "</s>"}
-    dated    whether templates may ask for today's date; those that can do without then have one of their own
+    dated    whether templates may ask for today's date; those that can do without then have one of their own. A
+             text: dates are their formats, with it in place of each %
     options  further variables of the template, plain data: "tools" (a list of functions as JSON Schema), "documents",
              "enable_thinking" ...; see `check_template_options`
     """
@@ -57,29 +59,33 @@ def render_chats(
     return [text if rendered else TemplateFailed(text) for rendered, text in answers]
 
 
-def prepare_renderer() -> None:
-    """Start a process for the next call of `render_chats`, which then takes a hundredth of the time; and so on."""
+def keep_renderer() -> None:
+    """Keep the process for all calls to come, each of which then takes milliseconds; the limits are each call's."""
     global _keeps
-    _keeps = True
-    _keep_one()
+    with _lock:
+        if not _keeps:
+            _keeps = True
+            _kept.append(_started())
 
 
+_lock = threading.Lock()
 _keeps = False
-_ready: list[subprocess.Popen[bytes]] = []  # at most one
-
-
-def _keep_one() -> None:
-    if not _ready:
-        with suppress(TemplateFailed):
-            _ready.append(_started())
+_kept: list[subprocess.Popen[bytes]] = []  # at most one
 
 
 @atexit.register
-def _end() -> None:
-    while _ready:
-        process = _ready.pop()
-        process.kill()
-        process.communicate()
+def end_renderer() -> None:
+    """End the process that `keep_renderer` keeps."""
+    global _keeps
+    with _lock:
+        _keeps = False
+        while _kept:
+            _end(_kept.pop())
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.communicate()
 
 
 def check_template_options(options: Any) -> dict[str, Any]:
@@ -103,38 +109,62 @@ def thinking_switches(template: str) -> dict[str, Any]:
 
 
 def _started() -> subprocess.Popen[bytes]:
-    """A process that waits for a request."""
+    """A process that waits for requests."""
     script = Path(__file__).with_name("chat_renderer.py")
     command = [sys.executable or "python3", "-I", "-S", str(script)]  # it gets this process's path
     settings = json.dumps({"path": sys.path, "limits": [CPU_SECONDS, MEMORY]}).encode() + b"\n"
     try:
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0
-        )
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     except OSError as problem:
         raise TemplateFailed(f"the process that renders it cannot be started: {problem.strerror}") from problem
+    assert process.stdin is not None
+    process.stdin.write(settings)  # into the buffer: it is sent with the first request, or below
     with suppress(BrokenPipeError):
-        process.stdin.write(settings)  # type: ignore[union-attr]
+        process.stdin.flush()
     return process
 
 
 def _answer(request: bytes) -> bytes:
     """What the process that renders writes."""
-    try:
-        process = _ready.pop()
-    except IndexError:
+    if not _keeps:
         process = _started()
-    try:
-        output, _ = process.communicate(request, timeout=_SECONDS)
-    except subprocess.TimeoutExpired:
-        raise TemplateFailed(f"it runs for more than {_SECONDS} seconds") from None
-    finally:
+        try:
+            return _asked(process, request)
+        finally:
+            _end(process)
+    with _lock:
+        if not _kept:
+            _kept.append(_started())
+        try:
+            return _asked(_kept[0], request)
+        except TemplateFailed:
+            _end(_kept.pop())
+            raise
+
+
+def _asked(process: subprocess.Popen[bytes], request: bytes) -> bytes:
+    """The answer to one request; TemplateFailed where the process ends instead."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    late = threading.Event()
+
+    def stop() -> None:
+        late.set()
         process.kill()
-        process.wait()
-        if _keeps:
-            _keep_one()
+
+    timer = threading.Timer(_SECONDS, stop)
+    timer.start()
+    try:
+        with suppress(BrokenPipeError):
+            process.stdin.write(request + b"\n")
+            process.stdin.flush()
+        if (answer := process.stdout.readline()).endswith(b"\n"):
+            return answer
+    finally:
+        timer.cancel()
+    process.wait()
+    if late.is_set():
+        raise TemplateFailed(f"it runs for more than {_SECONDS} seconds")
     if hasattr(signal, "SIGXCPU") and process.returncode == -signal.SIGXCPU:
         raise TemplateFailed(f"it runs for more than {CPU_SECONDS} seconds")
-    if process.returncode:
-        raise TemplateFailed(f"the process that renders it ended with {process.returncode}")
-    return output
+    raise TemplateFailed(f"the process that renders it ended with {process.returncode}")

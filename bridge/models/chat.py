@@ -14,11 +14,14 @@ together again, give the text that jinja gives, for several conversations.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 from bridge.gguf_file.chat_template import TemplateFailed, render_chats
 
+DATE = "\ue000"  # of Unicode's private use
 _USERS, _REPLIES = ("Userprobe1", "Userprobe2", "Userprobe3"), ("Replyprobe1", "Replyprobe2")
 _TURNS = (
     ("user", _USERS[0]), ("assistant", _REPLIES[0]), ("user", _USERS[1]), ("assistant", _REPLIES[1]),
@@ -70,7 +73,7 @@ class ChatParts:
 
 
 def take_apart(template: str, bos: str, eos: str, strip_bos: bool) -> ChatParts:
-    """The parts of a chat template.
+    """The parts of a chat template. A date that it cannot do without is its format, with DATE in place of each %.
 
     template   jinja
     bos, eos   texts of the tokens, which templates refer to
@@ -79,7 +82,16 @@ def take_apart(template: str, bos: str, eos: str, strip_bos: bool) -> ChatParts:
     Raises:
         NotUnderstood: the template fails, or consists of more than these parts.
     """
-    render = _renderer(template, bos, eos)
+    try:
+        return _taken_apart(template, bos, eos, strip_bos, dated=False)
+    except NotUnderstood as reason:
+        if "'strftime_now' is undefined" not in str(reason):
+            raise
+        return _taken_apart(template, bos, eos, strip_bos, dated=DATE)
+
+
+def _taken_apart(template: str, bos: str, eos: str, strip_bos: bool, dated: bool | str) -> ChatParts:
+    render = _renderer(template, bos, eos, dated)
     bos = bos if strip_bos else ""
     parts = _read_parts(render, bos)
     try:
@@ -112,25 +124,27 @@ def _read_parts(render: Any, bos: str) -> ChatParts:
     same = start == head and tail == after_first
     if not same or not (after_first.startswith(after_user) and to_reply.startswith(after_user)):
         raise NotUnderstood("the prompt for a reply depends on earlier messages")
-    if not between.startswith(ended):
-        raise NotUnderstood("a reply ends differently when another message follows")
-    before_reply, before_user = to_reply[len(after_user) :], between[len(ended) :]
-    turn_bos = ""
-    if bos and not head.startswith(bos) and before_user.startswith(bos):
-        turn_bos, before_user = bos, before_user[len(bos) :]  # every turn begins with a BOS
-    if not head.endswith(before_user):
-        raise NotUnderstood("the first message of a user is introduced differently from the others")
-    opening = head[: len(head) - len(before_user)]
-    common = (before_user, after_user, before_reply, ended, after_first[len(after_user) :], turn_bos)
-    try:
+    if not between.startswith(ended):  # the end of the last reply does not matter: that one is continued
+        ended = ""
+    before_reply, introduced = to_reply[len(after_user) :], between[len(ended) :]
+    layout, before, after = "none", "", ""
+    with suppress(NotUnderstood):
         before, after, _ = _cut(render((_SYSTEM, *one), True).removeprefix(bos), (_SYSTEM[1], user[0]))
-    except NotUnderstood:
-        return ChatParts("none", opening, "", "", *common)
-    if after.endswith(before_user):
-        return ChatParts("block", opening, before, after[: len(after) - len(before_user)], *common)
-    if before.startswith(head):
-        return ChatParts("first", opening, before[len(head) :], after, *common)
-    raise NotUnderstood("a system message is neither before nor inside the first message of the user")
+        layout = "first" if head and before.startswith(head) else "block"
+    # where only later turns begin with a BOS or the like, it belongs between turns
+    before_user = _common_end([head, introduced, *([after] if layout == "block" else [])])
+    turn_start = introduced[: len(introduced) - len(before_user)]
+    opening = head[: len(head) - len(before_user)]
+    common = (before_user, after_user, before_reply, ended, after_first[len(after_user) :], turn_start)
+    if layout == "first":
+        return ChatParts(layout, opening, before[len(head) :], after, *common)
+    return ChatParts(layout, opening, before, after[: len(after) - len(before_user)], *common)
+
+
+def _common_end(texts: Sequence[str]) -> str:
+    """The longest text that all of them end with."""
+    same = takewhile(lambda column: len(set(column)) == 1, zip(*map(reversed, texts), strict=False))
+    return texts[0][len(texts[0]) - sum(1 for _ in same) :]
 
 
 def _cut(text: str, marks: Sequence[str]) -> list[str]:
@@ -144,11 +158,11 @@ def _cut(text: str, marks: Sequence[str]) -> list[str]:
     return [*pieces, text]
 
 
-def _renderer(template: str, bos: str, eos: str) -> Callable[[Messages, bool], str]:
+def _renderer(template: str, bos: str, eos: str, dated: bool | str) -> Callable[[Messages, bool], str]:
     """A function (messages, prompt for a reply) -> text; NotUnderstood if the template fails.
 
-    It knows the conversations of _TURNS, with and without a system message. No template gets a date, which would stay
-    in the parts.
+    It knows the conversations of _TURNS, with and without a system message. No template gets today's date, which
+    would stay in the parts.
     """
     known = [
         ((*first, *_TURNS[:n]), prompt)
@@ -159,7 +173,7 @@ def _renderer(template: str, bos: str, eos: str) -> Callable[[Messages, bool], s
     entries = [
         ([{"role": role, "content": content} for role, content in messages], prompt) for messages, prompt in known
     ]
-    texts = render_chats(template, entries, {"bos_token": bos, "eos_token": eos}, dated=False)
+    texts = render_chats(template, entries, {"bos_token": bos, "eos_token": eos}, dated)
     found = dict(zip(known, texts, strict=True))
 
     def render(messages: Messages, prompt: bool) -> str:

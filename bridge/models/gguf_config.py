@@ -20,6 +20,9 @@ from bridge.models.rope import llama3_factors
 
 _ABSENT: Any = object()  # for a key that the config must not have
 
+# tensors that divide the frequencies of rotary embeddings, without their ".weight"
+ROPE_FACTORS = "rope_freqs", "rope_factors_long", "rope_factors_short"
+
 Keys = Callable[..., Any]  # (name without the architecture's, default) -> value
 
 _LLAMA3 = 1.0, 4.0  # low_freq_factor and high_freq_factor of all of its models

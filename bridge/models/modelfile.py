@@ -14,9 +14,16 @@ from typing import Any
 from gguf import Keys
 from gguf.gguf_writer import GGUFValue
 
-from bridge.models.chat import ChatParts, NotUnderstood, take_apart
+from bridge.models.chat import DATE, ChatParts, NotUnderstood, take_apart
 from bridge.models.vocabulary import special_text
 
+_TODAY = "currentDate"  # a function of Ollama's templates
+_DATED = re.compile(f"({DATE}Y-{DATE}m-{DATE}d|{DATE}.)")
+_SLICES = {"Y": "0 4", "y": "2 4", "m": "5 7", "d": "8 10"}
+_MONTHS = (
+    "January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November",
+    "December",
+)  # fmt: skip
 # of generation_config.json; the last is Ollama's repeat_penalty
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
@@ -59,6 +66,7 @@ def _template_lines(metadata: Mapping[str, GGUFValue]) -> list[str]:
     adds_bos = Keys.Tokenizer.ADD_BOS in metadata and bool(metadata[Keys.Tokenizer.ADD_BOS].value)
     try:
         parts = take_apart(template, bos, eos, strip_bos=adds_bos)
+        text = go_template(parts)
     except NotUnderstood as reason:
         return [
             f"# No TEMPLATE: the checkpoint's chat template could not be put into Go: {' '.join(str(reason).split())}.",
@@ -66,13 +74,15 @@ def _template_lines(metadata: Mapping[str, GGUFValue]) -> list[str]:
             "",
         ]
     lines = ["# From the checkpoint's chat template; tool calls are not translated."]
+    if _TODAY in text:
+        lines.append("# Its date is Ollama's currentDate, which old versions lack.")
     if parts.layout == "none":
         lines.append("# The checkpoint's chat template has no place for a system message.")
-    return [*lines, f"TEMPLATE {_quote(go_template(parts))}", ""]
+    return [*lines, f"TEMPLATE {_quote(text)}", ""]
 
 
 def go_template(parts: ChatParts) -> str:
-    """The Go template that renders what `parts.render` does."""
+    """The Go template that renders what `parts.render` does; NotUnderstood for a date that Go cannot make."""
     opening, loop = _literal(parts.opening), "{{ range $i, $_ := .Messages }}"
     if opening and parts.layout == "block":
         opening = _if('ne (index .Messages 0).Role "system"', opening)
@@ -98,7 +108,28 @@ def _if(condition: str, body: str) -> str:
 
 
 def _literal(text: str) -> str:
-    """Text for a Go template; what the syntax of Go or of the Modelfile would change becomes an action."""
+    """Text for a Go template; dates, and what the syntax of Go or of the Modelfile would change, become actions."""
+    out = []
+    for i, between in enumerate(_DATED.split(text)):
+        out.append(_date(between) if i % 2 else _undated(between))
+    return "".join(out)
+
+
+def _date(directives: str) -> str:
+    """The action for a directive of strftime, or for the date as Ollama has it: 2026-11-23."""
+    if len(directives) > 2:
+        return "{{ " + _TODAY + " }}"
+    directive = directives[-1]
+    if directive in _SLICES:
+        return "{{ slice " + f"{_TODAY} {_SLICES[directive]}" + " }}"
+    if directive not in "Bb":
+        raise NotUnderstood(f"Ollama's date cannot be written as %{directive}")
+    names = [name if directive == "B" else name[:3] for name in _MONTHS]
+    cases = [f'if eq (slice {_TODAY} 5 7) "{number:02}" }}}}{name}' for number, name in enumerate(names, 1)]
+    return "{{ " + "{{ else ".join(cases) + "{{ end }}"
+
+
+def _undated(text: str) -> str:
     out = []
     for piece in _pieces(text):
         plain = all(c.isprintable() or c == "\n" for c in piece) and "{{" not in piece and '"""' not in piece

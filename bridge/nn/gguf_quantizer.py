@@ -24,10 +24,10 @@ from bridge.gguf_file.pretokenizers import rules_of
 from bridge.gguf_file.reader import shards
 from bridge.models.families import ALL
 from bridge.models.gguf_config import add_rope_factors, config_of_gguf
+from bridge.nn.hf_model import set_ends
 from bridge.nn.placement import Placement, rope_factors
 from bridge.nn.preparation import prepare
 from bridge.runtime import GGUFFile, open_gguf
-from bridge.runtime.tokenizer import Tokenizer
 from bridge.runtime.tokenizer.bpe import pre_tokenizer
 from bridge.system.operands import check_precision
 
@@ -102,7 +102,7 @@ class PackedQuantizer(GgufHfQuantizer):
             return super()._process_model_after_weight_loading(model, **options)
         self.placement.fill()
         prepare(model)
-        model.generation_config.eos_token_id = sorted(Tokenizer(self.file.metadata).stops) or None
+        set_ends(model, self.file)
         model.save_pretrained = partial(save, model, self.file.path)
         return model
 

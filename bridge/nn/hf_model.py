@@ -17,6 +17,7 @@ from bridge.models.gguf_config import add_rope_factors, config_of_gguf
 from bridge.nn.placement import replace_linears, rope_factors
 from bridge.nn.preparation import prepare
 from bridge.runtime import GGUFFile, open_gguf
+from bridge.runtime.tokenizer import Tokenizer
 from bridge.system.options import checked
 
 
@@ -39,9 +40,10 @@ def load(
     import transformers
 
     config: Any = model_id_or_config
+    own = None
     if gguf is None:
-        gguf = config if isinstance(config, GGUFFile) else open_gguf(config)
-        config = _own_config(gguf)
+        gguf = own = config if isinstance(config, GGUFFile) else open_gguf(config)
+        config = _own_config(own)
     source = str(config) if isinstance(config, str | Path) else None
     if source is not None:
         try:
@@ -65,11 +67,18 @@ def load(
             raise BridgeError(
                 f"{name}: {type(model).__name__} has it, but the GGUF does not; it belongs to another model"
             )
+    if own is not None:
+        set_ends(model, own)
     if source is not None:
         with suppress(OSError):  # the end tokens may be listed only there
             model.generation_config = transformers.GenerationConfig.from_pretrained(source)
     moved = model.to(device).eval()
     return moved if device == "cpu" else prepare(moved, dtype)
+
+
+def set_ends(model: Any, file: GGUFFile) -> None:
+    """Let replies end where the file's tokenizer says."""
+    model.generation_config.eos_token_id = sorted(Tokenizer(file.metadata).stops) or None
 
 
 def _own_config(file: GGUFFile) -> Any:

@@ -111,9 +111,9 @@ class BridgeLM(TemplateLM):
         self, requests: Sequence[Scored], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
         places: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
-        for i, (_text, context, continuation) in enumerate(requests):
-            whole = [*context, *continuation][-(self.max_length + 1) :]
-            start = max(1, len(whole) - len(continuation))
+        for i, (_text, before, after) in enumerate(requests):
+            whole = [*before, *after][-(self.max_length + 1) :]
+            start = max(1, len(whole) - len(after))
             places.setdefault((tuple(whole[:start]), tuple(whole[start:])), []).append(i)
         found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         bar = tqdm(total=len(requests), disable=disable_tqdm, desc="Running loglikelihood requests")

@@ -25,7 +25,7 @@ from torch import nn
 
 from bridge.errors import BridgeError
 from bridge.models import tensors_of_gguf
-from bridge.models.gguf_config import family_of_gguf, gguf_layers
+from bridge.models.gguf_config import ROPE_FACTORS, family_of_gguf, gguf_layers
 from bridge.models.outline import OutlineTensor, Part
 from bridge.nn.preparation import prepare as prepare_all
 from bridge.nn.quant_experts import Activation, ClampedSwiglu, ExpertStack, Gated, QuantExperts
@@ -239,8 +239,7 @@ class Placement:
 
 def rope_factors(file: GGUFFile) -> dict[str, np.ndarray]:
     """The tensors that divide the frequencies of rotary embeddings, as `add_rope_factors` takes them."""
-    names = ("rope_freqs", "rope_factors_long", "rope_factors_short")
-    return {name: file[f"{name}.weight"].dequantize() for name in names if f"{name}.weight" in file}
+    return {name: file[f"{name}.weight"].dequantize() for name in ROPE_FACTORS if f"{name}.weight" in file}
 
 
 def untie(model: nn.Module, modules: Iterable[str]) -> None:

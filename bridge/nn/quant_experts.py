@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 
 from bridge.nn.quant_linear import Placed
-from bridge.nn.torch_ops import experts
+from bridge.nn.torch_ops import experts, multiply_on
 from bridge.runtime import QuantTensor
 
 Activation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -122,8 +122,7 @@ class ExpertStack:
         return y
 
     def _affine(self, matrix: Any, x: torch.Tensor, part: int, expert: int, precision: str) -> torch.Tensor:
-        y: torch.Tensor = matrix.matmul(x, precision=precision).float()
-        return y if self.biases is None else y + self.biases[part][expert]
+        return multiply_on(matrix, x, precision, None if self.biases is None else self.biases[part][expert])
 
 
 class QuantExperts(Placed):

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bridge.runtime import QuantTensor
+
 _TILE = 1 << 22  # weights dequantized at a time for a gradient
 
 _numbers = count()
@@ -39,16 +41,21 @@ def multiply(x: Tensor, tensor: Any, number: int, rows: int, precision: str, bia
         type(x) is Tensor and not torch.compiler.is_compiling() and not (torch.is_grad_enabled() and x.requires_grad)
     )
     if plain and not x.is_meta:
-        return _product(x, tensor, precision, bias)
+        return multiply_on(tensor, x, precision, bias)
     return product(x, number, rows, precision, bias)
 
 
-def _product(x: Tensor, matrix: Any, precision: str, bias: Tensor | None) -> Tensor:
+def multiply_on(matrix: Any, x: Tensor, precision: str, bias: Tensor | None) -> Tensor:
+    """x W^T + bias, float32, with a tensor of this project that is where x is."""
     y: Tensor
     if bias is not None and hasattr(matrix, "affine"):  # in the same launch
         y = matrix.affine(x, bias, precision)
         return y
-    y = matrix.matmul(x, precision=precision).float()  # a trellis layer's has the type of x
+    if type(matrix) is QuantTensor and x.dtype is torch.float32 and x.is_contiguous() and x.device.type == "cpu":
+        y = torch.empty((len(x), matrix.shape[0]))
+        matrix.multiply(x.detach().numpy(), y.numpy(), precision)
+    else:
+        y = matrix.matmul(x, precision=precision).float()  # a trellis layer's has the type of x
     return y if bias is None else y + bias
 
 
@@ -56,7 +63,7 @@ def _product(x: Tensor, matrix: Any, precision: str, bias: Tensor | None) -> Ten
 def product(x: Tensor, tensor: int, rows: int, precision: str, bias: Tensor | None) -> Tensor:
     """x [n, in] of a float type, bias float32 [rows]; the gradient of x is that of the weights, whatever x was rounded
     to."""
-    return _product(x, _known[tensor], precision, bias)
+    return multiply_on(_known[tensor], x, precision, bias)
 
 
 @product.register_fake

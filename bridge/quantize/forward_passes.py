@@ -48,7 +48,7 @@ def output_hessians(
     """A of each layer that tokens reach, last first, as `two_sided.round_two_sided` takes it.
 
     tokens  int64 [sequences, length]; of more than 32,768 tokens, some sequences are taken
-    folder  for activations, until all are found, and for what is yielded; None: in memory
+    folder  for activations, until all are found; None: in memory
 
     Activations are kept in bfloat16 if the checkpoint is in it.
     """
@@ -60,9 +60,9 @@ def output_hessians(
     try:
         with torch.no_grad():
             passes = Passes(model, tokens, sequences_at_once(model, tokens.shape[1]), activations, dtype)
-        for i, (name, outputs) in enumerate(passes.output_products(ROWS)):
+        for name, outputs in passes.output_products(ROWS):
             if outputs.diagonal(dim1=1, dim2=2).any():
-                yield name, outputs if folder is None else on_disk(outputs, folder / f"{i}.pt")
+                yield name, outputs
     finally:
         if activations is not None:
             shutil.rmtree(activations, ignore_errors=True)

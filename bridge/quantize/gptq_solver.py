@@ -35,6 +35,7 @@ from bridge.system.jit import inner, kernel
 from bridge.system.row_threads import over_rows, tiles
 
 _LEAF = 32  # columns that are rounded without a matrix product between them
+_ROWS = 64  # that are worth a thread, where a row takes microseconds
 _SAMPLE = 128  # rows sampled to see whether rounding to nearest is ever better
 
 
@@ -216,7 +217,7 @@ def _nearest_codes(weight: torch.Tensor, grid: Grid) -> np.ndarray:
     values = np.ascontiguousarray(weight.cpu().numpy())
     codes = np.empty(values.shape, np.int16)
     low, high, ternary, a, c = grid.low, grid.high, grid.ternary, grid.a, grid.c
-    over_rows(len(codes), lambda r: _nearest(values[r], a[r], c[r], grid.sub, low, high, ternary, codes[r]))
+    over_rows(len(codes), lambda r: _nearest(values[r], a[r], c[r], grid.sub, low, high, ternary, codes[r]), _ROWS)
     return codes
 
 
@@ -229,7 +230,7 @@ def values_of(codes: np.ndarray, a: np.ndarray, c: np.ndarray, grid: Grid) -> np
     """The values of codes [rows, columns] on lines a, c [rows, columns / sub]."""
     values = np.empty(codes.shape, a.dtype)
     a, c = np.ascontiguousarray(a), np.ascontiguousarray(c)
-    over_rows(len(codes), lambda r: _dequantize(codes[r], a[r], c[r], grid.sub, grid.ternary, values[r]))
+    over_rows(len(codes), lambda r: _dequantize(codes[r], a[r], c[r], grid.sub, grid.ternary, values[r]), _ROWS)
     return values
 
 
@@ -327,6 +328,7 @@ class _State:
         over_rows(
             len(codes),
             lambda r: _leaf(weight[r], factor, shift, a[r], c[r], lines, low, high, ternary, codes[r], errors[r]),
+            _ROWS,
         )
         self.errors[:, begin:end] = torch.from_numpy(errors).to(self.errors.device)
         if self.shift is not None:

@@ -21,6 +21,7 @@ _HELD_BACK = 8  # one span of so many
 _SPAN = 32  # tokens
 _GOLDEN = (5**0.5 - 1) / 2  # its multiples, modulo 1, are spread evenly and never repeat
 _TILE = 256
+_ROWS = 128  # of H that are accumulated together, from the diagonal on
 _OUTLIER = 1000  # times the median power
 _SHRINKAGES = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7)  # that are tried, until one is worse
 _COLUMNS = 2048  # of which a shrinkage is found
@@ -102,8 +103,9 @@ class Hessian:
             return
         share = len(x) / (before + len(x))
         each = 2 * share / len(x)
-        for t in tiles(len(self._matrix)):
-            self._matrix[t, t.start :].addmm_(x[:, t].T, x[:, t.start :], beta=1 - share, alpha=each)
+        for at in range(0, len(self._matrix), _ROWS):
+            t = slice(at, at + _ROWS)
+            self._matrix[t, at:].addmm_(x[:, t].T, x[:, at:], beta=1 - share, alpha=each)
         if not torch.isfinite(self._matrix.diagonal()).all():
             raise BridgeError(
                 f"{self.name}: its inputs hold NaN or infinity on the calibration text; "

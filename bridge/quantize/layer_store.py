@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -30,7 +30,10 @@ from bridge.system.row_threads import tiles
 
 _JOB = "job.json"
 _PART = ".unfinished"
-_OWN = re.compile(rf"job\.json|[0-9a-f]{{24}}(-\d{{9}})?\.(safetensors|scales|\d+\{_PART})")  # the folder's files
+_INPUTS = r"inputs-\d{5}-\d{5}(-float)?"  # `kept_inputs`
+_OWN = re.compile(  # the folder's files
+    rf"(job|inputs)\.json|([0-9a-f]{{24}}(-\d{{9}})?|{_INPUTS})\.(safetensors|scales|gradients|\d+\{_PART})"
+)
 _DIGEST = "digest"
 
 
@@ -139,6 +142,7 @@ class LayerStore:
     force  start over if the folder holds finished layers of another run
 
     notes  what the user should know of the layers that were stored already
+    job    becomes its digest, by which this run's files are known
 
     Raises BridgeError if it holds layers of another run, or anything else.
     """
@@ -150,7 +154,7 @@ class LayerStore:
         self._made: list[Path] = []  # folders above it that were missing
         self._parts: dict[str, dict[tuple[int, int], StoredLayer]] = {}  # of layers that have several, by their rows
         job = json.loads(json.dumps(job))
-        self._job = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()
+        self.job = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()
         if folder.exists():
             if not (folder / _JOB).is_file() and not _is_empty(folder):
                 raise BridgeError(f"{folder}: is not a folder of quantized layers; move it or choose another output")
@@ -183,7 +187,7 @@ class LayerStore:
         own = [file for file in sorted(self.folder.iterdir()) if _OWN.fullmatch(file.name)]
         for file in filter(_is_layer, own):
             found = read_tensors(file)
-            record = json.loads(found[1]["layer"]) if found and found[1].get("job") == self._job else None
+            record = json.loads(found[1]["layer"]) if found and found[1].get("job") == self.job else None
             if record is None or file != _file(self.folder, record["name"], record["rows"]):
                 file.unlink()
                 bad += 1
@@ -260,8 +264,29 @@ class LayerStore:
         file = _file(self.folder, done.name, rows)
         layer = StoredLayer((file,), done.name, type_, done.error, done.damping, tokens)
         record = {key: value for key, value in asdict(layer).items() if key != "files"} | {"rows": rows}
-        write_tensors(file, done.name, tensors, {"layer": json.dumps(record), "job": self._job, **extra})
+        write_tensors(file, done.name, tensors, {"layer": json.dumps(record), "job": self.job, **extra})
         self._add(rows, layer)
+        if done.name in self.layers:
+            self._outputs_file(done.name).unlink(missing_ok=True)
+
+    def save_outputs(self, name: str, outputs: torch.Tensor | None) -> None:
+        """Keep A of a layer, float32 [blocks, n, n], until the layer is finished; None: there is none."""
+        values = np.empty(0, np.float32) if outputs is None else outputs.cpu().numpy()
+        write_tensors(self._outputs_file(name), name, {"outputs": values}, {"job": self.job})
+
+    def outputs(self, name: str) -> torch.Tensor | None:
+        """A of a layer as `save_outputs` has it; None: there is none."""
+        found = read_tensors(self._outputs_file(name))
+        values = found[0]["outputs"] if found and found[1]["job"] == self.job else np.empty(0)
+        return torch.from_numpy(values) if values.size else None
+
+    def has_outputs(self, names: Collection[str]) -> bool:
+        """Whether A of each of these layers that are not finished was kept, or that it has none."""
+        files = (self._outputs_file(name) for name in names if name not in self.layers)
+        return all((found := read_tensors(file)) is not None and found[1].get("job") == self.job for file in files)
+
+    def _outputs_file(self, name: str) -> Path:
+        return file_of(self.folder, name, ".gradients")
 
     def remove(self) -> None:
         """Remove the layers, once they are in the output, and the folder unless it holds anything else."""
@@ -283,7 +308,7 @@ def _file(folder: Path, name: str, rows: Sequence[int] | None) -> Path:
 
 
 def _is_layer(file: Path) -> bool:
-    return file.suffix == ".safetensors" and _OWN.fullmatch(file.name) is not None
+    return file.suffix == ".safetensors" and not file.name.startswith("inputs-") and bool(_OWN.fullmatch(file.name))
 
 
 def _is_empty(folder: Path) -> bool:

@@ -89,6 +89,22 @@ class StreamedModel(Protocol):
         """A layer's name in the checkpoint, given its name in the model."""
 
 
+class Resumption(Protocol):
+    """Where the inputs of the block are kept that the walk has come to."""
+
+    def block(self, batches: int, floats: bool) -> int:
+        """The number of that block; 0: nothing is kept."""
+
+    def read(self, block: int, batch: int, floats: bool) -> torch.Tensor:
+        """A batch's inputs of that block; floats: the float model's."""
+
+    def write(self, block: int, batch: int, floats: bool, x: torch.Tensor) -> None:
+        """Keep a batch's inputs of the next block."""
+
+    def finish(self, block: int) -> None:
+        """All of them are kept."""
+
+
 class InMemory:
     """A model that is completely in memory; its experts are split while their block is calibrated."""
 
@@ -137,6 +153,7 @@ def quantize_model(
     known: Known = lambda name: None,
     outputs: Outputs = lambda name: None,
     offload: str | Path | None = None,
+    resume: Resumption | None = None,
     prepare: Prepare | None = None,
     head: bool = False,
     head_spans: Spans = lambda name, rows, columns: [slice(0, rows)],
@@ -153,6 +170,7 @@ def quantize_model(
     known    weights [out, columns] of a layer that was quantized before; None: quantize it
     outputs  A of a layer, float32 [blocks, n, n], see `two_sided.round_two_sided`; None: all outputs count the same
     offload  a folder for the activations between blocks; None: they stay in memory
+    resume   where the inputs of the next block are kept, to start at it in another run; the layers before are `known`
     prepare  called before a block's layers are quantized; may change its weights, but not what it computes
     head     quantize the output head too, unless it is tied to the embeddings
     head_spans  (name, rows, columns) of the head -> the rows that are quantized at a time. It is the largest matrix: as
@@ -176,7 +194,10 @@ def quantize_model(
             for i, b in enumerate(batches):
                 b.held = i >= -(-(len(tokens) - held) // batch)
         float_batches = [b.copy() for b in batches] if cross else None
+        start = _resumed(resume, batches, float_batches)
         for i, block in enumerate(source.blocks):
+            if i < start:
+                continue
             source.load(i)
             try:
                 for b in (*batches, *(float_batches or ())):
@@ -199,10 +220,33 @@ def quantize_model(
                     r.clear()
                     r.batch.advance(output)
                     del output
+                if resume is not None:
+                    _keep(resume, i + 1, batches, float_batches)
             finally:
                 source.drop(i)
         if head:
             yield from _quantize_head(source, parts, batches, float_batches, quantizer, wanted, known, head_spans)
+
+
+def _resumed(
+    resume: Resumption | None, batches: Sequence[BlockInputs], float_batches: Sequence[BlockInputs] | None
+) -> int:
+    """The first block that was not finished; the batches become its inputs."""
+    start = 0 if resume is None else resume.block(len(batches), float_batches is not None)
+    if resume is not None and start:
+        for own, floats in ((batches, False), (float_batches or (), True)):
+            for number, batch in enumerate(own):
+                batch.advance(resume.read(start, number, floats).to(batch.value().device))
+    return start
+
+
+def _keep(
+    resume: Resumption, block: int, batches: Sequence[BlockInputs], float_batches: Sequence[BlockInputs] | None
+) -> None:
+    for own, floats in ((batches, False), (float_batches or (), True)):
+        for number, batch in enumerate(own):
+            resume.write(block, number, floats, batch.value())
+    resume.finish(block)
 
 
 @torch.no_grad()

@@ -179,6 +179,12 @@ class Model:
         template = self._file.metadata.get("tokenizer.chat_template")
         return template if isinstance(template, str) else None
 
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the file has a chat template with tools."""
+        for_tools = self._file.metadata.get("tokenizer.chat_template.tool_use")
+        return isinstance(for_tools, str) or "tools" in (self.chat_template or "")
+
     def prepare(self) -> Self:
         """Repack the weights now rather than with the first token, or on a GPU upload and compile; returns self."""
         with self._lock:

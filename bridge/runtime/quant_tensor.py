@@ -153,6 +153,10 @@ class QuantTensor(Product):
         self._run(engine, values, y, precision)
         return result
 
+    def multiply(self, x: np.ndarray, y: np.ndarray, precision: str) -> None:
+        """y = x W^T for contiguous float32 x [n, in] and y [n, out], which nobody checks, as `matmul` does."""
+        self._run(self._engine or self._get_engine(), x, y, precision)
+
     def _run(self, engine: Engine, x: np.ndarray, y: np.ndarray, precision: str) -> None:
         x, y = x.reshape(-1, self.shape[1]), y.reshape(-1, self.shape[0])
         engine.run(x, y, precision == "int8")

@@ -202,7 +202,7 @@ class ProgramBuilder:
                 records[kind] = np.zeros(turns * columns * size, np.uint8)
                 arguments = address(x), address(records[kind]), x.shape[1], columns
                 program.add(
-                    activations.quantize_function(matrix.type, integer),
+                    activations.quantize_function(matrix.type, integer, engine.paired(columns, integer)),
                     *arguments,
                     items=n,
                     shared=x.size > MIN_VALUES_TO_SHARE,

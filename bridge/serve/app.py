@@ -26,6 +26,8 @@ _BODY_SECONDS = 30  # within which a client must have sent its request
 _LOCAL = {"127.0.0.1", "localhost", "[::1]", "::1"}
 _PAGE_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
 
+_KINDS = {400: "invalid_request_error", 500: "server_error", 503: "service_unavailable"}  # of errors
+
 _Send = Callable[[Any], Awaitable[None]]
 
 
@@ -105,6 +107,8 @@ class _Server:
                 status, kind = (503, "service_unavailable") if error.stopping else (429, "rate_limit_error")
                 response = _failed(status, str(error), kind)
                 response.headers["Retry-After"] = "5"
+            except _Failed as error:
+                response = _failed(error.status, str(error), _KINDS[error.status])
             except ClientDisconnect:
                 response = Response(status_code=499)
             self._metrics.requests[request.scope["route"].path, response.status_code] += 1
@@ -249,8 +253,7 @@ class _Server:
                     begun[index] = True
                     self._metrics.first_token(asyncio.get_running_loop().time() - streams[index].begun)
                 if update.error is not None:
-                    kind = "service_unavailable" if self.engine.stopping else "server_error"
-                    yield event(problem(update.error, kind))
+                    yield event(problem(update.error, _KINDS[update.status]))
                     return
                 left -= update.finish is not None
                 tokens = None if want.logprobs is None else update.tokens
@@ -265,6 +268,14 @@ class _Server:
                 task.cancel()
 
 
+class _Failed(Exception):
+    """A reply that was under way failed."""
+
+    def __init__(self, message: str, status: int):
+        super().__init__(message)
+        self.status = status
+
+
 def _usage(made: Wanted, streams: list[Stream]) -> dict[str, Any]:
     """Prompts count once, however many replies they have."""
     generations = [stream.generation for stream in streams if stream.generation is not None]
@@ -274,16 +285,14 @@ def _usage(made: Wanted, streams: list[Stream]) -> dict[str, Any]:
 
 
 async def _all(stream: Stream, first_token: Callable[[float], None] | None = None) -> tuple[str, list[Any], str]:
-    """The text of a reply, its tokens, and how it ended. Raises BridgeError or Refused where it failed."""
+    """The text of a reply, its tokens, and how it ended. Raises _Failed where it failed."""
     texts, tokens, finish = list[str](), list[Any](), ""
     async for update in stream:
         if first_token is not None:
             first_token(asyncio.get_running_loop().time() - stream.begun)
             first_token = None
         if update.error is not None:
-            if "server was stopped" in update.error:
-                raise Refused(update.error, stopping=True)
-            raise BridgeError(update.error)
+            raise _Failed(update.error, update.status)
         texts.append(update.text)
         tokens += update.tokens
         finish = update.finish or finish

@@ -219,7 +219,7 @@ def chat(body: Any, model: Model, name: str, defaults: Mapping[str, Any]) -> Ask
     if choice not in ("auto", "none"):
         raise BadRequest("tool_choice must be none or auto: the model decides", "tool_choice", "unsupported_parameter")
     if tools:
-        if "tools" not in (model.chat_template or ""):
+        if not model.takes_tools:
             raise BadRequest("the model's chat template has no tools; leave them out", "tools", "unsupported_parameter")
         if not all(isinstance(tool, dict) for tool in tools):
             raise BadRequest("tools must be a list of objects", "tools")

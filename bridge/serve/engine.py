@@ -28,12 +28,16 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Update:
-    """What came of a sequence: text, and the tokens noted whose text it is; how it ended, or why it failed."""
+    """What came of a sequence: text, and the tokens noted whose text it is; how it ended, or why it failed.
+
+    status  of HTTP, for an error
+    """
 
     text: str = ""
     tokens: tuple[ScoredToken, ...] = ()
     finish: str | None = None
     error: str | None = None
+    status: int = 400
 
 
 @dataclass
@@ -102,7 +106,7 @@ class Engine:
     async def stop(self) -> None:
         """End what is left, and the thread."""
         self.stopping = True
-        self.fail("the server was stopped before the reply was complete")
+        self.end_all()
         with self._wake:
             self._over = True
             self._wake.notify()
@@ -129,10 +133,10 @@ class Engine:
                     self.cancelled += 1
                     self._want(partial(self._cancel, stream))
 
-    def fail(self, message: str) -> None:
-        """End all sequences with an error."""
+    def end_all(self) -> None:
+        """End all sequences with an error that says why."""
         for stream in list(self.open):
-            stream.put(Update(error=message))
+            stream.put(Update(error="the server was stopped before the reply was complete", status=503))
             self._want(partial(self._cancel, stream))
 
     # the thread
@@ -173,9 +177,8 @@ class Engine:
         try:
             changed = self.batch.advance()
         except Exception as problem:  # of the machine (no memory) or ours: these sequences are lost, the server is not
-            self._deliver(
-                [(stream, Update(error=f"the model failed: {problem!r}")) for stream in self._streams.values()]
-            )
+            failed = Update(error=f"the model failed: {problem!r}", status=500)
+            self._deliver([(stream, failed) for stream in self._streams.values()])
             self._streams.clear()
             self.batch.close()
             return

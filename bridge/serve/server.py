@@ -11,7 +11,7 @@ from typing import Any
 import uvicorn
 
 from bridge.errors import BridgeError, parameter
-from bridge.gguf_file.chat_template import prepare_renderer
+from bridge.gguf_file.chat_template import keep_renderer
 from bridge.runtime.model import Model
 from bridge.serve.app import Limits, make_app
 from bridge.serve.engine import Engine
@@ -26,6 +26,7 @@ def bound(host: str, port: int) -> socket.socket:
         try:
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             made.bind(address)
+            made.listen(128)
         except OSError:
             made.close()
             raise
@@ -39,7 +40,7 @@ def serve(model: Model, listening: socket.socket, limits: Limits, grace: float) 
     """Answer requests until a signal comes; `grace` as above."""
     engine = Engine(model, limits.sequences, limits.waiting)
     if model.chat_template is not None:
-        prepare_renderer()
+        keep_renderer()
     config = uvicorn.Config(
         make_app(model, limits, engine),
         log_level="warning",
@@ -60,7 +61,6 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, engine: Engine, grace: float):
         super().__init__(config)
         self._engine, self._grace = engine, grace
-        self._ending: Any = None
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         """At the first signal replies may go on, at the second they end."""
@@ -71,6 +71,4 @@ class _Server(uvicorn.Server):
             loop.call_soon_threadsafe(self._end_within, 0.0 if again else self._grace)
 
     def _end_within(self, seconds: float) -> None:
-        loop = asyncio.get_running_loop()
-        message = "the server was stopped before the reply was complete"
-        loop.call_later(seconds, self._engine.fail, message)
+        asyncio.get_running_loop().call_later(seconds, self._engine.end_all)

@@ -1,7 +1,9 @@
 """Rows are independent of each other: kernels without the GIL run on chunks of them, a thread each."""
 
+import os
+import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from itertools import pairwise
 
@@ -20,14 +22,60 @@ def slices(rows: int, count: int) -> list[slice]:
     return [slice(int(a), int(b)) for a, b in pairwise(cuts)]
 
 
-def over_rows(rows: int, work: Callable[[slice], object]) -> None:
-    """Call `work` on slices that cover 0..rows, on as many threads as there are CPUs; errors are raised here."""
-    parts = slices(rows, usable_cpus())
+def over_rows(rows: int, work: Callable[[slice], object], least: int = 1) -> None:
+    """Call `work` on slices that cover 0..rows, on as many threads as there are CPUs; errors are raised here.
+
+    least  rows that are worth a thread
+
+    The threads are the process's own, and this thread does its part. Work that calls this again does all of it.
+    """
+    parts = slices(rows, 1 if getattr(_inside, "pool", False) else min(usable_cpus(), max(1, rows // least)))
     if len(parts) == 1:
         work(parts[0])
         return
-    with thread_limit(), ThreadPoolExecutor(len(parts)) as pool:
-        list(pool.map(work, parts))
+    futures: list[Future[object]] = []
+    try:
+        with thread_limit():
+            futures += (_pool.submit(work, part) for part in parts[1:])
+        work(parts[0])
+    finally:
+        wait(futures)
+    for future in futures:
+        future.result()
+
+
+class _Pool:
+    """Threads that are started when they are first needed, and anew in a process that was forked."""
+
+    def __init__(self) -> None:
+        self._forget()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forget)
+
+    def _forget(self) -> None:
+        self._lock = threading.Lock()
+        self._threads: ThreadPoolExecutor | None = None
+
+    def submit(self, work: Callable[[slice], object], rows: slice) -> Future[object]:
+        with self._lock:
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(max(1, usable_cpus() - 1), initializer=_enter)
+            try:
+                return self._threads.submit(work, rows)
+            except RuntimeError:  # a thread could not be started; those that were finish what is queued
+                threads, self._threads = self._threads, None
+                threads.shutdown(wait=False)
+                raise
+
+
+_inside = threading.local()
+
+
+def _enter() -> None:
+    _inside.pool = True
+
+
+_pool = _Pool()
 
 
 @contextmanager

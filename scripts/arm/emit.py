@@ -18,6 +18,7 @@ from bridge.runtime.cpu.vectors import Emitter
 from bridge.system import targets
 
 FEATURES = {"neon": "+neon,+dotprod", "i8mm": "+neon,+dotprod,+i8mm"}
+LANES = 4  # rows of a row group
 _I64 = ir.IntType(64)
 
 
@@ -41,7 +42,7 @@ def kernel(name: str, target: str, width: int, integer: bool, ahead: tuple[int, 
     builder = ir.IRBuilder(begin)
     builder.branch(loop)
     builder.position_at_end(loop)
-    emitter = Emitter(builder, module, ahead, 2)
+    emitter = Emitter(builder, module, module.PAIRED and width > 1 and integer, ahead, 2)
 
     def phi(kind: ir.Type, first: ir.Value) -> Any:
         value = builder.phi(kind)

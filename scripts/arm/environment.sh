@@ -39,7 +39,7 @@ fi
 
 # wheels; hf-xet and the like are not needed to read files that are here
 if [ ! -e "$folder/.wheels" ]; then
-    python3 -m pip install --quiet --target "$folder/site" --upgrade --only-binary=:all: --python-version "$python" \
+    "${PYTHON:-python3}" -m pip install --quiet --target "$folder/site" --upgrade --only-binary=:all: --python-version "$python" \
         --implementation cp --platform manylinux_2_28_aarch64 --platform manylinux_2_27_aarch64 \
         --platform manylinux_2_17_aarch64 --platform manylinux2014_aarch64 \
         -c constraints.txt "gguf>=0.18" "huggingface_hub>=0.30" "jinja2>=3.1.6" "numba>=0.62" "numpy>=1.26" \

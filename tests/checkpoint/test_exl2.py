@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import bridge
 from bridge.checkpoint import open_checkpoint
@@ -113,6 +116,37 @@ def test_the_codes_of_down_proj_are_kept_by_permuting_the_layers_before(tmp_path
     said = describe(tmp_path / "c")
     assert "EXL2, 4.2 bits, head 6 bits, act-order" in said
     assert "they agree" in said
+
+
+def test_the_head_is_read_without_its_padding(tmp_path, small_model):
+    meant: dict[str, np.ndarray] = {}
+
+    def layer(name: str, weight: np.ndarray) -> dict[str, np.ndarray] | None:
+        if name != "lm_head":
+            return None
+        padded = np.concatenate([weight, np.zeros((32, weight.shape[1]), np.float32)])
+        tensors, meant[name] = exl2_tensors(name, padded, [(8, 32), (6, 64), (6, weight.shape[1] - 96)])
+        return tensors
+
+    config = json.loads((small_model / "config.json").read_text()) | {"tie_word_embeddings": False}
+    floats = load_file(small_model / "model.safetensors")
+    floats.setdefault("lm_head.weight", floats["model.embed_tokens.weight"])
+    shutil.copytree(small_model, tmp_path / "model")
+    save_file(floats, tmp_path / "model" / "model.safetensors")
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    write_model(tmp_path / "c", tmp_path / "model", layer, label(), None, 1)
+    report = bridge.convert(tmp_path / "c", tmp_path / "m.gguf")
+    head = next(t for t in report.tensors if t.name == "output.weight")
+    assert (head.outcome, head.type) == ("requantized", "Q8_0")
+    assert head.fidelity.share < 0.15
+    with open_checkpoint(tmp_path / "c") as checkpoint:
+        assert np.array_equal(checkpoint.read_module("lm_head").dequantize(), meant["lm_head"])
+        assert checkpoint.reader.disagreements() == []
+    (tmp_path / "c" / "config.json").write_text(
+        json.dumps(config | {"quantization_config": label() | {"head_bits": 4}})
+    )
+    with open_checkpoint(tmp_path / "c") as checkpoint:
+        assert checkpoint.reader.disagreements() == ["the head has codes of 6 bits, but the label says 4"]
 
 
 def test_an_average_that_the_label_denies_is_noted(tmp_path, small_model):

@@ -42,7 +42,13 @@ def good(scale: str = "weight_scale_inv") -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize(
     ("dtype", "twin"),
-    [("F8_E4M3", torch.float8_e4m3fn), ("F8_E5M2", torch.float8_e5m2), ("F8_E8M0", torch.float8_e8m0fnu)],
+    [
+        ("F8_E4M3", torch.float8_e4m3fn),
+        ("F8_E5M2", torch.float8_e5m2),
+        ("F8_E8M0", torch.float8_e8m0fnu),
+        ("F8_E4M3FNUZ", torch.float8_e4m3fnuz),
+        ("F8_E5M2FNUZ", torch.float8_e5m2fnuz),
+    ],
 )
 def test_every_byte_has_the_value_that_torch_gives_it(dtype, twin):
     if not hasattr(torch, str(twin).removeprefix("torch.")):
@@ -67,7 +73,7 @@ def test_what_was_stored_comes_back_whole_and_in_rows(tmp_path, block, method):
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1), (200,), (200, 1)])
-@pytest.mark.parametrize("method", ["fp8", "fbgemm_fp8", "modelopt"])
+@pytest.mark.parametrize("method", ["fp8", "fbgemm_fp8", "mxfp8", "modelopt"])
 def test_one_scale_a_tensor_or_a_row_in_every_shape_it_has_had(tmp_path, shape, method):
     tensors, meant = float8_tensors(NAME, weights(), (200, 256) if np.prod(shape) == 1 else (1, 256))
     tensors[f"{NAME}.weight_scale"] = tensors[f"{NAME}.weight_scale"].reshape(shape)
@@ -87,6 +93,25 @@ def test_scales_may_be_powers_of_two_in_a_byte(tmp_path):
         plain = torch.from_numpy(tensors[WEIGHT]).view(torch.float8_e4m3fn).double().numpy()
         assert np.array_equal(checkpoint.read_float(WEIGHT), plain * each)
         assert list(checkpoint.tensors) == [WEIGHT]
+
+
+def test_experts_of_fbgemm_have_a_scale_for_each_output_feature(tmp_path):
+    random = np.random.default_rng(0)
+    tensors, meant = {}, {}
+    for part, shape, scale in (("gate_up_proj", (3, 32, 64), (3, 1, 64)), ("down_proj", (3, 32, 48), (3, 48, 1))):
+        name = f"model.layers.0.feed_forward.experts.{part}"
+        stored = random.integers(0, 0x70, shape, dtype=np.uint8)
+        scales = random.uniform(0.5, 1, scale).astype(np.float32)
+        tensors |= {name: stored, f"{name}_scale": scales}
+        meant[name] = as_float32(stored, "F8_E4M3") * scales.reshape(3, 1, -1)
+    folder = write_folder(tmp_path, tensors, {"quant_method": "fbgemm_fp8"})
+    edit_raw(folder / "model.safetensors", lambda raw: [raw[name][0].update(dtype="F8_E4M3") for name in meant])
+    with open_checkpoint(folder) as checkpoint:
+        assert {*checkpoint.tensors} == {*meant}
+        for name, values in meant.items():
+            assert np.array_equal(checkpoint.read_float(name), values)
+            assert np.array_equal(checkpoint.read_float(name, (1, 2)), values[1:2])
+            assert checkpoint.stored_as(name) == "F8_E4M3, one scale an output feature"
 
 
 def test_8_bit_floats_in_a_bin_file(tmp_path):

@@ -51,7 +51,8 @@ def write_checkpoint(golden: dict, folder: Path) -> Path:
 @pytest.mark.parametrize("name", sorted(path.stem for path in GOLDENS.glob("*.json")))
 def test_a_familys_gguf_is_what_llama_cpps_converter_makes_of_it(name: str, tmp_path: Path) -> None:
     golden = json.loads((GOLDENS / f"{name}.json").read_text())
-    bridge.convert(write_checkpoint(golden, tmp_path / name), tmp_path / "m.gguf", tensor_types=[(".*", "F32")])
+    checkpoint = write_checkpoint(golden, tmp_path / name)
+    bridge.convert(checkpoint, tmp_path / "m.gguf", tensor_types=[(".*", "F32")], mmproj_type="none")
     reader = gguf.GGUFReader(tmp_path / "m.gguf")
     arch = reader.fields["general.architecture"].contents()
     assert arch == golden["arch"]
@@ -160,7 +161,7 @@ def test_a_quantized_familys_codes_are_carried_and_its_weights_are_the_checkpoin
     if name == "gpt2":  # a quantizer makes linear layers of its Conv1D
         transpose_layers(tmp_path / "float")
     stored = write_gptq(tmp_path / "gptq", tmp_path / "float", group_size=32, desc_act=act_order)
-    report = bridge.convert(tmp_path / "gptq", tmp_path / "m.gguf", type="exact")
+    report = bridge.convert(tmp_path / "gptq", tmp_path / "m.gguf", type="exact", mmproj_type="none")
     assert verify(tmp_path / "m.gguf", tmp_path / "gptq").total() is not None
     of_codes = {t.name: t for t in report.tensors if str(t.source).removesuffix(".weight").replace("*", "0") in stored}
     carried = {
@@ -168,7 +169,7 @@ def test_a_quantized_familys_codes_are_carried_and_its_weights_are_the_checkpoin
     }
     assert {*carried.values()} == {"codes carried"}
     assert len(carried) > 3 or act_order
-    bridge.convert(tmp_path / "gptq", tmp_path / "f.gguf", tensor_types=[(".*", "F32")])
+    bridge.convert(tmp_path / "gptq", tmp_path / "f.gguf", tensor_types=[(".*", "F32")], mmproj_type="none")
     reference = dequantized(tmp_path / "reference", tmp_path / "float", stored)
     if name == "gpt2":
         transpose_layers(reference)
@@ -179,7 +180,7 @@ def test_a_quantized_familys_codes_are_carried_and_its_weights_are_the_checkpoin
 def test_verify_compares_vectors_that_are_matrices_in_the_file(tmp_path: Path) -> None:
     golden = json.loads((GOLDENS / "granite-4.json").read_text())
     checkpoint = write_checkpoint(golden, tmp_path / "model")
-    bridge.convert(checkpoint, tmp_path / "m.gguf", tensor_types=[(".*", "F32")])
+    bridge.convert(checkpoint, tmp_path / "m.gguf", tensor_types=[(".*", "F32")], mmproj_type="none")
     report = verify(tmp_path / "m.gguf", checkpoint)
     same = {t.name for t in report.tensors if t.outcome == "kept float"}
     assert {f"blk.0.ssm_{name}" for name in ("a", "d", "norm.weight")} <= same
@@ -192,7 +193,7 @@ def test_the_int4_experts_of_kimi_k2_are_stacks_of_q4_0_bit_for_bit(tmp_path: Pa
     stored = write_experts(tmp_path / "int4", tmp_path / "float")
     config = json.loads((tmp_path / "int4/config.json").read_text()) | {"architectures": ["KimiK2ForCausalLM"]}
     (tmp_path / "int4/config.json").write_text(json.dumps(config))
-    bridge.convert(tmp_path / "int4", tmp_path / "m.gguf", type="exact")
+    bridge.convert(tmp_path / "int4", tmp_path / "m.gguf", type="exact", mmproj_type="none")
     stacks = {t.name: t for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors if "_exps." in t.name}
     assert len(stacks) == 3
     for part in ("gate", "up", "down"):

@@ -147,7 +147,9 @@ def test_a_familys_checkpoint_gives_the_logits_of_transformers_in_llama_cpp(name
     fields = {"num_hidden_layers": 27} if name == "deepseek2-lite" else {}  # llama.cpp knows it by its layers
     model = randomized(new_model(name, **fields))
     model.save_pretrained(tmp_path / "model", save_original_format=True)
-    bridge.convert(copy_tokenizer(tmp_path / "model"), tmp_path / "m.gguf", tensor_types=[(".*", "F32")])
+    bridge.convert(
+        copy_tokenizer(tmp_path / "model"), tmp_path / "m.gguf", tensor_types=[(".*", "F32")], mmproj_type="none"
+    )
     tokens = np.random.default_rng(1).integers(0, 2048, FEWER.get(name, LENGTH)).tolist()
     with LlamaCpp(tmp_path / "m.gguf", n_ctx=256) as loaded:
         logits = loaded.logits(tokens)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from bridge.gguf_file.chat_template import render_chats
 from bridge.models.chat import NotUnderstood, take_apart
 from bridge.models.modelfile import go_template, modelfile
 from tests.conftest import CHECKPOINT
@@ -109,6 +110,26 @@ def test_a_template_that_refuses_system_messages_has_no_place_for_them() -> None
     assert "system" not in go_template(parts)
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        # a last reply ends with another token, as in gpt-oss
+        "{% for m in messages %}{{ '<|start|>' + m.role + '<|message|>' + m.content }}"
+        "{{ '<|return|>' if m.role == 'assistant' and loop.last else '<|end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}",
+        # turns begin with what ends the last one, as in Apriel 1.6
+        "{{ '<|start|>' }}{% for m in messages %}{{ '\n<|' + m.role + '|>\n' + m.content }}"
+        "{{ '\n<|end|>' if m.role == 'assistant' and not loop.last }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '\n<|assistant|>\n' }}{% endif %}",
+    ],
+)
+def test_a_last_reply_may_end_otherwise(template: str) -> None:
+    parts = take_apart(template, "", "", False)
+    messages = [("system", "S"), ("user", "U"), ("assistant", "A"), ("user", "V")]
+    plain = [{"role": role, "content": content} for role, content in messages]
+    assert [parts.render(messages)] == render_chats(template, [(plain, True)], {})
+
+
 def test_a_prompt_that_opens_a_thought_differs_from_a_past_reply() -> None:
     parts = take_apart(THINKING, "", "", False)
     assert parts.prompt == "<|im_start|>assistant\n<think>\n"
@@ -173,6 +194,26 @@ def test_sampling_that_is_switched_off_is_left_out(folder: Path) -> None:
 def test_no_date_stays_in_a_modelfile(folder: Path) -> None:
     dated = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}" + CHATML
     assert f'TEMPLATE """{CHATML_GO}"""\n' in text_of(folder, chat_template=dated)
+
+
+@pytest.mark.parametrize(
+    ("format", "go"),
+    [
+        ("%Y-%m-%d", "{{ currentDate }}"),
+        ("%d.%m.%y", "{{ slice currentDate 8 10 }}.{{ slice currentDate 5 7 }}.{{ slice currentDate 2 4 }}"),
+        ("%b", '{{ if eq (slice currentDate 5 7) "01" }}Jan{{ else if eq (slice currentDate 5 7) "02" }}Feb'),
+        ("%B", '"11" }}November{{ else if eq (slice currentDate 5 7) "12" }}December{{ end }}'),
+    ],
+)
+def test_a_date_that_a_template_needs_is_ollamas(folder: Path, format: str, go: str) -> None:
+    text = text_of(folder, chat_template=f"Today is {{{{ strftime_now('{format}') }}}}.\n" + CHATML)
+    assert "# Its date is Ollama's currentDate, which old versions lack." in text
+    assert f"Today is {go}" in text or go in text
+
+
+def test_a_time_that_ollama_does_not_have_is_told(folder: Path) -> None:
+    text = text_of(folder, chat_template="{{ strftime_now('%H') }}" + CHATML)
+    assert "could not be put into Go: Ollama's date cannot be written as %H." in text
 
 
 def test_a_template_without_end_is_no_template_for_ollama(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ every tensor with its shape, type and a checksum of its bytes. `tests.support.ma
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,22 @@ import pytest
 from safetensors.numpy import save_file
 
 import bridge
+from bridge.cli import main
+from bridge.conversion.converter import plan_checkpoint
+from bridge.errors import BridgeError
+from bridge.models.towers import ALL
+from tests.support.encode import write_gptq
+from tests.support.family_models import randomized
 from tests.support.make_families import plain, values_of
-from tests.support.make_towers import GOLDENS, add_processor, digest, digest_of
+from tests.support.make_towers import (
+    GOLDENS,
+    PROCESSOR,
+    add_processor,
+    digest,
+    digest_of,
+    new_model,
+    save_checkpoint,
+)
 
 NAMES = sorted(path.stem for path in GOLDENS.glob("*.json"))
 BREAK = "v.token_embd.img_break"  # llama.cpp's loader demands it, its converter leaves it out
@@ -68,3 +83,146 @@ def test_a_towers_gguf_is_what_llama_cpps_converter_makes_of_it(name: str, type:
             theirs = gguf.quants.dequantize(gguf.quants.quantize(floats[key], simple), simple)
             ours = gguf.quants.dequantize(t.data, simple)
             assert np.square(ours - floats[key]).sum() <= np.square(theirs - floats[key]).sum()
+
+
+def converted(name: str, folder: Path, **options: Any) -> Path:
+    """The GGUF of a golden's checkpoint."""
+    bridge.convert(write_checkpoint(golden_of(name), folder / name), folder / "m.gguf", **options)
+    return folder / "m.gguf"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_llama_cpp_makes_embeddings_of_an_image_with_it(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("xllamacpp")
+    from scripts.peers.mtmd import image_embeddings
+
+    model = converted(name, tmp_path, tensor_types=[(".*", "F32")])
+    image = np.random.default_rng(0).integers(0, 255, (56, 56, 3), dtype=np.uint8)
+    width = 32 * (1 + len(golden_of(name)["config"]["vision_config"].get("deepstack_visual_indexes") or []))
+    seen = image_embeddings(model, tmp_path / "mmproj-m.gguf", image, width)
+    assert len(seen) >= 4
+    assert np.isfinite(seen).all()
+    assert np.ptp(seen, axis=0).max() > 0.1  # patches differ
+
+
+def without(name: str) -> Callable[[dict[str, Any]], None]:
+    return lambda golden: golden["checkpoint"].pop(name)
+
+
+def with_tensor(name: str) -> Callable[[dict[str, Any]], None]:
+    return lambda golden: golden["checkpoint"].update({name: [4]})
+
+
+def with_key(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda golden: golden["config"]["vision_config"].update({key: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "problem"),
+    [
+        ("qwen2.5-vl", without("visual.blocks.2.attn.qkv.weight"), "visual.blocks.2.attn.qkv.weight is missing"),
+        ("qwen2.5-vl", without("visual.blocks.2.attn.proj.bias"), "visual.blocks.2.attn.proj.bias is missing"),
+        ("qwen3-vl", with_tensor("model.visual.blocks.0.attn.extra"), "visual.blocks.0.attn.extra: the vision tower"),
+        ("qwen3-vl", with_key("depth", 3), r"visual.blocks.3.* has no such tensor \(12 in all"),
+        ("qwen3-vl", with_key("deepstack_visual_indexes", [9]), "must be a list of layers"),
+        ("qwen2.5-vl", with_key("fullatt_block_indexes", [0, 3]), "every n-th layer only"),
+        ("mistral3", with_key("hidden_act", "relu"), "hidden_act is 'relu'"),
+        ("internvl", with_key("use_qk_norm", True), "use_qk_norm is True"),
+    ],
+)
+def test_a_tower_that_does_not_match_its_table_is_refused(
+    name: str, change: Callable[[dict[str, Any]], None], problem: str, tmp_path: Path
+) -> None:
+    golden = golden_of(name)
+    change(golden)
+    folder = write_checkpoint(golden, tmp_path / name)
+    with pytest.raises(BridgeError, match=problem):
+        bridge.convert(folder, tmp_path / "m.gguf")
+    assert not list(tmp_path.glob("*.gguf"))
+
+
+def test_what_is_done_to_images_must_be_known(tmp_path: Path) -> None:
+    folder = write_checkpoint(golden_of("gemma3"), tmp_path / "gemma3")
+    (folder / "preprocessor_config.json").unlink()
+    with pytest.raises(BridgeError, match=r"image_mean is None, must be three numbers; take .* mmproj_type='none'"):
+        bridge.convert(folder, tmp_path / "m.gguf")
+
+
+def test_the_tower_can_be_left_out_and_files_are_not_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_checkpoint(golden_of("gemma3"), tmp_path / "gemma3")
+    (tmp_path / "mmproj-m.gguf").write_bytes(b"mine")
+    with pytest.raises(BridgeError, match=r"mmproj-m.gguf: exists"):
+        bridge.convert(folder, tmp_path / "m.gguf")
+    assert main(["convert", str(folder), str(tmp_path / "m.gguf"), "--no-mmproj"]) == 0
+    assert (tmp_path / "mmproj-m.gguf").read_bytes() == b"mine"
+    said = capsys.readouterr().out
+    count = sum("language_model" not in name for name in golden_of("gemma3")["checkpoint"])
+    assert f"only the language model is converted: {count} tensors of multi_modal_projector.*, vision_tower.*" in said
+    assert "--mmproj-type none leaves out the file (mmproj)" in said
+
+
+def test_report_modelfile_and_inspect_name_the_tower(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_checkpoint(golden_of("gemma3"), tmp_path / "gemma3")
+    assert main(["convert", str(folder), str(tmp_path / "m.gguf"), "--modelfile"]) == 0
+    said = capsys.readouterr().out
+    assert f"wrote {tmp_path / 'mmproj-m.gguf'}" in said
+    assert f"llama-mtmd-cli -m {tmp_path / 'm.gguf'} --mmproj {tmp_path / 'mmproj-m.gguf'}" in said
+    written = "the vision tower, 71 tensors, is written beside the language model as mmproj-*.gguf (F16)"
+    assert written in said
+    assert (tmp_path / "Modelfile").read_text().startswith("FROM ./m.gguf\nFROM ./mmproj-m.gguf\n")
+    assert main(["inspect", str(folder)]) == 0
+    assert written in capsys.readouterr().out
+
+
+def test_a_plan_holds_the_towers_type_and_the_first_shard_writes_it(tmp_path: Path) -> None:
+    folder = write_checkpoint(golden_of("gemma3"), tmp_path / "gemma3")
+    plan_checkpoint(folder, out=tmp_path / "plan.json", mmproj_type="Q8_0", split_max_size=100_000)
+    for shard in ((2, 2), (1, 2)):
+        bridge.convert(out=tmp_path / "m.gguf", plan=tmp_path / "plan.json", shard=shard)
+        assert (tmp_path / "mmproj-m.gguf").exists() == (shard == (1, 2))
+    _, tensors = contents(tmp_path / "mmproj-m.gguf")
+    assert tensors["v.blk.0.ffn_up.weight"][1] == "Q8_0"
+
+
+def test_every_tower_has_a_golden() -> None:
+    known = {name for golden in NAMES for name in golden_of(golden)["config"]["architectures"]}
+    assert not [tower.projector for tower in ALL if known.isdisjoint(tower.architectures)]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["gemma3", "pixtral"])
+def test_llama_cpps_embeddings_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    pytest.importorskip("xllamacpp")
+    from scripts.peers.mtmd import image_embeddings
+
+    model = randomized(new_model(name))
+    save_checkpoint(name, tmp_path / name, model)
+    bridge.convert(tmp_path / name, tmp_path / "m.gguf", tensor_types=[(".*", "F32")], mmproj_type="F32")
+    image = np.random.default_rng(0).integers(0, 255, (56, 56, 3), dtype=np.uint8)
+    pixels = (image / 255 - PROCESSOR["image_mean"]) / PROCESSOR["image_std"]
+    pixels = torch.tensor(pixels.transpose(2, 0, 1)[None], dtype=torch.float32)
+    with torch.inference_mode():
+        sizes = {"image_sizes": torch.tensor([[56, 56]])} if name == "pixtral" else {}
+        expected = model.model.get_image_features(pixel_values=pixels, **sizes).pooler_output
+    expected = torch.cat(list(expected)).reshape(-1, 32).numpy()
+    seen = image_embeddings(tmp_path / "m.gguf", tmp_path / "mmproj-m.gguf", image, 32)
+    if name == "pixtral":  # a row of 4 patches ends with [IMG_BREAK]
+        seen = np.delete(seen, [4, 9, 14], axis=0)
+    assert np.abs(seen - expected).max() < 2e-3 * np.abs(expected).max()
+
+
+def test_the_codes_of_a_quantized_tower_are_carried_to_q8_0(tmp_path: Path) -> None:
+    floats = write_checkpoint(golden_of("gemma3"), tmp_path / "floats")
+    stored = write_gptq(tmp_path / "gptq", floats, group_size=32)
+    add_processor(tmp_path / "gptq")
+    module = "vision_tower.vision_model.encoder.layers.0.self_attn.k_proj"
+    for type, limit in (("Q8_0", 0.0), ("F16", 1e-3)):
+        report = bridge.convert(tmp_path / "gptq", tmp_path / f"{type}.gguf", mmproj_type=type)
+        made = {t.name: t for t in gguf.GGUFReader(report.outputs[1]).tensors}["v.blk.0.attn_k.weight"]
+        values = gguf.quants.dequantize(made.data, made.tensor_type)
+        assert made.tensor_type.name == type
+        assert np.abs(values - stored[module].dequantize()).max() <= limit

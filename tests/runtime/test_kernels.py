@@ -174,7 +174,7 @@ def test_every_target_of_this_machine(block, rows, target):
     close(run(engine, x[:1], rows), rounded(x[:1]), weights, block)
 
 
-@pytest.mark.parametrize("target", ["avx512", "avxvnni", "avx512bw", "avx2", "neon"])
+@pytest.mark.parametrize("target", ["avx512", "avxvnni", "avx512bw", "avx2", "i8mm", "neon"])
 @SOME
 def test_every_target_in_python(block, target):
     """The twin runs the kernel's own lines on numpy arrays, also where the target does not exist."""
@@ -188,7 +188,7 @@ def test_every_target_in_python(block, target):
     raw = tensor.raw.reshape(lanes, -1)
     repacked_into(memory, raw, block, form)
     x = np.random.default_rng(4).standard_normal((2, columns)).astype(np.float32)
-    records = activations.records(x, block, columns=2)
+    records = activations.records(x, block, columns=2, paired=module.PAIRED)
     y = np.zeros((2, lanes), np.float32)
     kernel = interleaved.twin(block.name, target, 2, True)
     kernel(memory.ctypes.data, records.ctypes.data, y.ctypes.data, blocks, stride, 1, 4 * lanes, 0, 1)
@@ -199,6 +199,7 @@ def test_every_target_in_python(block, target):
     ("target", "triple", "features", "instruction"),
     [
         ("neon", "aarch64-linux-gnu", "+neon,+dotprod", "sdot"),
+        ("i8mm", "aarch64-linux-gnu", "+neon,+dotprod,+i8mm", "smmla"),
         ("avx2", "x86_64-linux-gnu", "+avx2,+fma,+f16c", "vpmaddubsw"),
         ("avxvnni", "x86_64-linux-gnu", "+avx2,+fma,+f16c,+avxvnni", "vpdpbusd"),
         ("avx512bw", "x86_64-linux-gnu", "+avx512f,+avx512bw,+avx512vl,+f16c,+fma", "vpmaddubsw"),
@@ -219,12 +220,13 @@ def test_every_target_compiles_to_its_instruction(block, target, triple, feature
     code = ir.Module()
     code.triple = triple
     function = ir.Function(code, ir.FunctionType(ir.VoidType(), [words] * 4), "block")
-    emitter = vectors.Emitter(ir.IRBuilder(function.append_basic_block()), module, ahead=(2048,))
+    paired = module.PAIRED
+    emitter = vectors.Emitter(ir.IRBuilder(function.append_basic_block()), module, paired, ahead=(2048,))
     body = superblock.k_block if block.is_k else superblock.plain_block
     form = layout.InterleavedLayout(block, module.LANES)
     weights, halves, x, y = function.args
-    (total,) = body(emitter, form, [emitter.zero_float()], weights, halves, x)
-    emitter.store_all([total], y, words(0))
+    totals = body(emitter, form, [emitter.zero_float()] * (2 if paired else 1), weights, halves, x)
+    emitter.store_all(totals, y, words(0))
     emitter.builder.ret_void()
     assembly = processor.create_target_machine(features=features).emit_assembly(llvm.parse_assembly(str(code)))
     assert instruction in assembly

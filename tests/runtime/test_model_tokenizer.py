@@ -88,7 +88,7 @@ def test_sentencepiece_ids_are_those_of_llama_cpp(prefix: bool, sentencepiece_mo
     assert tokenizer.add_bos
     assert tokenizer.stops == {2}
     monkey = Tokenizer(bridge.open_gguf(path).metadata)
-    monkey._cut._words = False  # type: ignore[attr-defined]
+    monkey.cutter._words = False  # type: ignore[attr-defined]
     for text in texts:
         assert monkey.encode(text) == tokenizer.encode(text)
 

@@ -8,9 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from starlette.testclient import TestClient
 
 from bridge.gguf_file import chat_template
+from bridge.runtime.decoder import Decoder
 from bridge.runtime.model import Model
+from bridge.serve.app import Limits, make_app
+from bridge.serve.engine import Engine, Stream
 from tests.serve.conftest import client_of
 
 GREEDY: dict[str, Any] = {"temperature": 0}
@@ -307,6 +311,35 @@ def test_a_key_is_asked_for(model: Model) -> None:
         assert client.get("/health").status_code == client.get("/").status_code == 200
 
 
+def test_what_waits_beyond_the_limit_is_refused(model: Model) -> None:
+    engine = Engine(model, 1, 1)
+    with TestClient(make_app(model, Limits(), engine), base_url="http://127.0.0.1") as client:
+        others = {Stream(), Stream()}
+        engine.open |= others
+        refused = client.post("/v1/completions", json={"prompt": "a"})
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "5")
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        assert "2 replies are being made or waited for; the most is 2" in refused.json()["error"]["message"]
+        engine.open -= others
+        assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+        assert engine.open == set()
+        engine.stopping = True
+        assert client.get("/health").status_code == 503
+        stopping = client.post("/v1/completions", json={"prompt": "a"})
+        assert stopping.status_code == 503
+        assert "the server is stopping" in stopping.json()["error"]["message"]
+
+
+def test_a_model_that_fails_fails_its_replies_and_not_the_server(model: Model, monkeypatch: Any) -> None:
+    with client_of(model) as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(Decoder, "run", lambda *_: 1 / 0)
+            failed = client.post("/v1/completions", json={"prompt": "a"})
+            assert "ZeroDivisionError" in failed.json()["error"]["message"]
+            assert failed.status_code == 500
+        assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
 def test_a_page_elsewhere_cannot_ask_by_a_name_of_its_own(model: Model, client: Any) -> None:
     """A name that its owner points at 127.0.0.1 comes in the Host header."""
     answer = client.get("/v1/models", headers={"Host": "evil.example:8080"})
@@ -323,14 +356,20 @@ def test_defaults_of_the_command_line_are_those_of_requests(model: Model, refere
     assert found["choices"][0]["text"] == alone(reference, "KING", 8)
 
 
-def test_a_renderer_that_waits_renders_the_next_chat(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "_keeps", False)
-    chat_template.prepare_renderer()
-    (waiting,) = chat_template._ready
-    before = chat(client, max_tokens=3)["choices"]
-    assert waiting.returncode == 0
-    (following,) = chat_template._ready
-    assert following.poll() is None
-    assert chat(client, max_tokens=3)["choices"] == before
-    chat_template._end()
-    assert following.poll() is not None
+def test_one_process_renders_all_chats_and_another_after_one_that_ran_into_its_limit(monkeypatch: Any) -> None:
+    def render(template: str) -> Any:
+        return chat_template.render_chats(template, [([{"role": "user", "content": "x"}], True)], {})[0]
+
+    monkeypatch.setattr(chat_template, "CPU_SECONDS", 1)
+    chat_template.keep_renderer()
+    try:
+        (process,) = chat_template._kept
+        assert [render("{{ messages[0].content }}1"), render("{{ nothing }}2"), render("{{ 3 }}")] == ["x1", "2", "3"]
+        assert "jinja cannot read it" in str(render("{{"))
+        assert process.poll() is None
+        assert "runs for more than 1 seconds" in str(render("{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3))
+        assert process.poll() is not None
+        assert render("{{ messages[0].content }}4") == "x4"
+    finally:
+        chat_template.end_renderer()
+    assert chat_template._kept == []

@@ -144,6 +144,7 @@ def quanto() -> None:
     # the model's width, 160, is what q_proj reads and o_proj and down_proj write; fc has a bias, odd one group a row
     shapes = {"q_proj": (160, 24), "o_proj": (64, 160), "down_proj": (192, 160), "odd": (80, 18), "fc": (256, 10)}
     kinds = {"qint2": q.qint2, "qint4": q.qint4, "qint8": q.qint8, "qfloat8": q.qfloat8, "wide": q.qfloat8_e5m2}
+    kinds["fnuz"] = q.qfloat8_e4m3fnuz
     tensors, expected, table = {}, {}, {}
     for kind, weights in kinds.items():
         layers = torch.nn.ModuleDict()  # whose names have no dots

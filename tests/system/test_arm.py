@@ -57,7 +57,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     targets.host_features.cache_clear()
 
 
-@pytest.mark.parametrize(("words", "names"), [(GRAVITON_2, ["neon", "portable"]), (GRAVITON_4, ["neon", "portable"])])
+@pytest.mark.parametrize(
+    ("words", "names"), [(GRAVITON_2, ["neon", "portable"]), (GRAVITON_4, ["i8mm", "neon", "portable"])]
+)
 def test_linux_tells_by_bits(pretend: Any, words: tuple[int, int], names: list[str]) -> None:
     pretend("linux", Library(dict(zip((16, 26), words, strict=True))))
     assert targets.available() == names
@@ -70,7 +72,7 @@ M1 = {b"hw.optional.neon": 1, b"hw.optional.arm.FEAT_DotProd": 1, b"hw.optional.
 @pytest.mark.parametrize("i8mm", [0, 1])
 def test_macos_tells_by_name(pretend: Any, i8mm: int) -> None:
     pretend("darwin", Library(settings=M1 | {b"hw.optional.arm.FEAT_I8MM": i8mm}))
-    assert targets.available() == ["neon", "portable"]
+    assert targets.available() == ["i8mm"] * i8mm + ["neon", "portable"]
 
 
 def test_an_arm_cpu_that_windows_runs_on_is_what_llvm_sees(pretend: Any) -> None:

@@ -3,6 +3,7 @@
 BF16      the upper half of a float32
 F8_E4M3   seeeemmm, bias 7; no infinities, s1111111 is NaN (torch's float8_e4m3fn)
 F8_E5M2   seeeeemm, bias 15, with infinities and NaN as in IEEE 754
+F8_E4M3FNUZ, F8_E5M2FNUZ  the same with bias 8 and 16; no infinities, 10000000 is NaN, not minus zero
 F8_E8M0   eeeeeeee, a power of two: 2**(e - 127), 255 is NaN; scales only
 """
 
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 # bf16 is read as its bits, 8-bit floats as their byte
 _CODES = {
     "BOOL": "bool", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4", "U64": "<u8",
-    "I64": "<i8", "F8_E4M3": "u1", "F8_E5M2": "u1", "F8_E8M0": "u1", "F16": "<f2", "BF16": "<u2", "F32": "<f4",
+    "I64": "<i8", "F8_E4M3": "u1", "F8_E5M2": "u1", "F8_E8M0": "u1", "F8_E4M3FNUZ": "u1",
+    "F8_E5M2FNUZ": "u1", "F16": "<f2", "BF16": "<u2", "F32": "<f4",
     "F64": "<f8",
 }  # fmt: skip
 NUMPY = {name: np.dtype(code) for name, code in _CODES.items()}
@@ -29,6 +31,7 @@ OTHER_BITS = {"C64": 64}  # sized, never read
 TORCH = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64", "F16": "float16",
     "BF16": "bfloat16", "F32": "float32", "F64": "float64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
 }  # fmt: skip
 
 
@@ -71,11 +74,13 @@ def _float8(dtype: str) -> np.ndarray:
     byte = np.arange(256)
     if dtype == "F8_E8M0":
         return np.where(byte == 255, np.nan, np.ldexp(1.0, byte - 127)).astype(np.float32)
-    bits, bias = {"F8_E4M3": (3, 7), "F8_E5M2": (2, 15)}[dtype]  # of the mantissa
+    bits, bias = {"F8_E4M3": (3, 7), "F8_E5M2": (2, 15), "F8_E4M3FNUZ": (3, 8), "F8_E5M2FNUZ": (2, 16)}[dtype]
     exponent, mantissa = byte >> bits & (127 >> bits), byte & (1 << bits) - 1
     normal = np.ldexp(1 + mantissa / (1 << bits), exponent - bias)
     value = np.where(exponent == 0, np.ldexp(mantissa / (1 << bits), 1 - bias), normal)
-    if dtype == "F8_E4M3":
+    if dtype.endswith("FNUZ"):
+        value[128] = np.nan
+    elif dtype == "F8_E4M3":
         value[byte & 127 == 127] = np.nan
     else:
         value[exponent == 31] = np.where(mantissa[exponent == 31] == 0, np.inf, np.nan)

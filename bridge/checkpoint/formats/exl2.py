@@ -11,8 +11,9 @@
 
     W[o, k] = scale[g, o] * (q - 2^(bits_g - 1)),   scale = (q_scale + 1)^2 * q_scale_max / 256
 
-with both products rounded to half floats. out is padded to a multiple of 32 with zeros. Groups usually are of 32 to 128
-columns; they are cut to the greatest common divisor here, with the scale repeated.
+with both products rounded to half floats. out is padded to a multiple of 32 with zeros. The head is coded too, in
+groups of head_bits and a few of more; with head_bits 16 it is floats. Groups usually are of 32 to 128 columns; they are
+cut to the greatest common divisor here, with the scale repeated.
 
 Learned from exllamav2's q_matrix.cu, pack_tensor.cu and adaptivegptq.py (MIT).
 """
@@ -91,10 +92,14 @@ class Exl2Reader(Reader):
         return _Groups(bits, first, held)
 
     def disagreements(self) -> list[str]:
-        said, average = self.quant.raw.get("bits"), self._average()
-        if said is None or average is None or abs(average - said) <= _SLACK:
-            return []
-        return [f"the codes have {average:.3g} bits on average, but the label says {said}"]
+        said, average, wrong = self.quant.raw.get("bits"), self._average(), []
+        if said is not None and average is not None and abs(average - said) > _SLACK:
+            wrong.append(f"the codes have {average:.3g} bits on average, but the label says {said}")
+        head = next((groups for name, groups in self._groups.items() if name.endswith("lm_head")), None)
+        said = self.quant.raw.get("head_bits")
+        if head is not None and said is not None and head.bits.min() != said:  # a few groups have more
+            wrong.append(f"the head has codes of {head.bits.min()} bits, but the label says {said}")
+        return wrong
 
     def _average(self) -> float | None:
         """Bits a weight in all modules but the head."""

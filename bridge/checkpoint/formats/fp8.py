@@ -8,6 +8,9 @@
 
     W[o, k] = scale[o // r, k // c] * weight[o, k]
 
+    gate_up_proj, down_proj               F8 [experts, in, out]          FBGEMM's experts of Llama 4
+    gate_up_proj_scale, down_proj_scale   float [experts, 1, out], [experts, out, 1]
+
 These are not codes: steps between 8-bit floats grow with the value, so no block type holds them as they are. The labels
 fp8 (DeepSeek, Qwen: blocks of 128 x 128) and fbgemm_fp8 mean only these; modelopt and compressed-tensors have other
 formats too.
@@ -26,7 +29,7 @@ from bridge.checkpoint.grouped import fit_group_size
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
 
-FLOAT8 = ("F8_E4M3", "F8_E5M2")
+FLOAT8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 BLOCK = (128, 128)  # in all known checkpoints
 
 
@@ -121,11 +124,38 @@ def read_block(value: object) -> tuple[int, int] | None:
     return None
 
 
+@dataclass(frozen=True)
+class ExpertFloats(FloatWeight):
+    """Experts' matrices of 8-bit floats [experts, in, out]."""
+
+    def __str__(self) -> str:
+        return f"{self.weight.dtype}, one scale an output feature"
+
+    def read(self, store: Store, rows: tuple[int, int] | None = None) -> np.ndarray:
+        scale = finite_scales(store, self.scale.name, rows)
+        return store.read_float(self.weight.name, rows) * scale.reshape(len(scale), 1, -1)
+
+
+_STACKS = ("gate_up_proj", "down_proj")  # of experts
+_STACK, _STACK_SCALE = "experts", "experts_scale"  # parts of the modules that these are
+
+
 class Fp8Reader(Reader):
     """Reads checkpoints whose linear layers are 8-bit floats."""
 
-    parts: ClassVar[tuple[str, ...]] = ("weight", "weight_scale", "weight_scale_inv", "bias")
+    parts: ClassVar[tuple[str, ...]] = ("weight", "weight_scale", "weight_scale_inv", "bias", _STACK, _STACK_SCALE)
     plain: ClassVar = frozenset({"weight", "bias"})
+
+    @staticmethod
+    def split(name: str) -> tuple[str, str]:
+        stack = name.removesuffix("_scale")
+        if stack.endswith(_STACKS):
+            return stack, _STACK if stack == name else _STACK_SCALE
+        return Reader.split(name)
+
+    def is_plain(self, tensors: dict[str, TensorInfo]) -> bool:
+        stack = tensors.get(_STACK)
+        return super().is_plain(tensors) or (stack is not None and stack.dtype not in FLOAT8)
 
     @classmethod
     def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
@@ -136,9 +166,17 @@ class Fp8Reader(Reader):
         )
 
     def required_parts(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
+        if _STACK in tensors or _STACK_SCALE in tensors:
+            return _STACK_SCALE, _STACK
         return "weight_scale_inv" if "weight_scale_inv" in tensors else "weight_scale", "weight"
 
-    def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo | ScaledFloats:
+    def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo | FloatWeight:
+        if (stack := tensors.get(_STACK)) is not None:
+            scale = tensors[_STACK_SCALE]
+            count = stack.shape[0], stack.shape[-1]
+            if len(stack.shape) != 3 or scale.shape not in ((count[0], 1, count[1]), (*count, 1)) or not scale.floating:
+                raise contradiction(name, tensors)
+            return ExpertFloats(stack, scale)
         weight = tensors["weight"]
         if weight.dtype not in FLOAT8:
             raise BridgeError(

@@ -25,7 +25,7 @@ import numpy as np
 from bridge.checkpoint.files.store import Store, TensorInfo
 from bridge.checkpoint.formats.compressed import FP4
 from bridge.checkpoint.formats.fp4 import INPUTS, Fp4Parts
-from bridge.checkpoint.formats.fp8 import Fp8Reader, ScaledFloats, block_of, spread
+from bridge.checkpoint.formats.fp8 import Fp8Reader, block_of, spread
 from bridge.checkpoint.formats.module_reader import (
     FloatWeight,
     ModuleInfo,
@@ -122,7 +122,7 @@ class ModelOptReader(Fp8Reader):
     def required_parts(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
         return ("weight_scale", "weight_packed") if "weight_packed" in tensors else super().required_parts(tensors)
 
-    def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo | ScaledFloats:
+    def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo | FloatWeight:
         found = self._describe(name, tensors)
         multiplied = tensors.get("pre_quant_scale")
         if multiplied is not None:
@@ -131,7 +131,7 @@ class ModelOptReader(Fp8Reader):
                 raise contradiction(name, tensors)
         return found
 
-    def _describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo | ScaledFloats:
+    def _describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo | FloatWeight:
         if _integers(tensors):
             return self._describe_integers(name, tensors)
         if "weight_packed" in tensors or tensors["weight"].dtype == "U8":

@@ -28,9 +28,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from bridge.checkpoint.files.store import TensorInfo
-from bridge.checkpoint.formats.fp8 import FLOAT8, ScaledFloats
+from bridge.checkpoint.formats.fp8 import FLOAT8
 from bridge.checkpoint.formats.modelopt import ModelOptReader
-from bridge.checkpoint.formats.module_reader import ModuleInfo, contradiction, module_info
+from bridge.checkpoint.formats.module_reader import FloatWeight, ModuleInfo, contradiction, module_info
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig, whole_number
 from bridge.errors import BridgeError
@@ -89,7 +89,7 @@ class QuarkReader(ModelOptReader):
     def claimed_bits(self, module: str) -> int | None:
         return _INTEGERS.get(str(self._settings(module).get("dtype")))
 
-    def _describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo | ScaledFloats:
+    def _describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo | FloatWeight:
         weight, scale = tensors["weight"], tensors.get("weight_scale")
         if scale is None or weight.dtype in FLOAT8 or not scale.floating:
             return super()._describe(name, tensors)

@@ -30,7 +30,9 @@ from bridge.system.cpus import usable_cpus
 
 BLOCK = re.compile(r"blk\.(\d+)\.")
 # of the checkpoint's floats
-_FLOAT_ROUNDING = {"F32": 1e-6, "F16": 1e-6, "BF16": 1e-5, "F8_E4M3": 5e-3, "F8_E5M2": 2e-2}
+_FLOAT_ROUNDING = {
+    "F32": 1e-6, "F16": 1e-6, "BF16": 1e-5, "F8_E4M3": 5e-3, "F8_E5M2": 2e-2, "F8_E4M3FNUZ": 5e-3, "F8_E5M2FNUZ": 2e-2,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

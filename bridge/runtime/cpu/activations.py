@@ -16,7 +16,9 @@ the other sign stop at 127. (ggml maps it onto +-127, in steps 0.8% coarser, and
 
 The float record holds x itself, then the float32 sums over sub-blocks.
 
-Records of `columns` tokens lie side by side for each block: [tokens/columns, blocks, columns, record].
+Records of `columns` tokens lie side by side for each block: [tokens/columns, blocks, columns, record]. Paired ones, for
+targets that multiply two columns at once, lie together, two by two: 8 bytes of the first's q, 8 of the second's, and
+so on, then the rest of the first's record, then of the second's.
 """
 
 from functools import cache
@@ -34,7 +36,7 @@ from bridge.system.memory import array_at, c_function, floats, stack
 
 # set per type by `quantize_function`
 size = subs = sub = record = sums_at = d_at = 0
-mins = False
+mins = paired = False
 round32: Any = None
 space: Any = None
 
@@ -66,8 +68,10 @@ def float_record(block: BlockType) -> int:
     return 4 * (block.size + block.size // block.sum_span)
 
 
-def _round32(v: Any, sub: int, factor: int | None, x: Any, q: Any, d_at: Any, sums_at: Any) -> None:
+def _round32(v: Any, sub: int, factor: int | None, paired: bool, x: Any, q: Any, d_at: Any, sums_at: Any) -> None:
     """Write the code that rounds 32 values at x to int8 at q, their step to d_at, their sums to sums_at.
+
+    `paired`: after 8 values come 8 of another column.
 
     `factor` times the sums of `sub` values each, as int32; with factor None, d times the sums, as float32.
     Floats as integers are ordered by magnitude, NaN above infinity: a block with either gets d = NaN.
@@ -100,7 +104,14 @@ def _round32(v: Any, sub: int, factor: int | None, x: Any, q: Any, d_at: Any, su
     rounded = v.call("llvm.minnum.v32f32", floats, rounded, ir.Constant(floats, [127.0] * _GROUP))
     codes = b.fptosi(rounded, integers)
     byte_vector = ir.VectorType(ir.IntType(8), _GROUP)
-    b.store(b.trunc(codes, byte_vector), b.inttoptr(q, byte_vector.as_pointer()), align=4)
+    octets = b.trunc(codes, byte_vector)
+    if paired:
+        longs = b.bitcast(octets, ir.VectorType(_I64, _GROUP // 8))
+        for i in range(_GROUP // 8):
+            place = b.inttoptr(b.add(q, ir.Constant(_I64, 16 * i)), _I64.as_pointer())
+            b.store(b.extract_element(longs, ir.Constant(_I32, i)), place, align=4)
+    else:
+        b.store(octets, b.inttoptr(q, byte_vector.as_pointer()), align=4)
     b.store(step, b.inttoptr(d_at, _F32.as_pointer()))
     for j in range(_GROUP // sub):
         lanes = ir.Constant(ir.VectorType(_I32, sub), [ir.Constant(_I32, sub * j + i) for i in range(sub)])
@@ -125,11 +136,11 @@ def round32_twin(x: np.ndarray, sub: int) -> tuple[np.ndarray, np.float32, np.nd
     return q, largest / np.float32(128) * sign, q.reshape(-1, sub).sum(1, dtype=np.int32)
 
 
-def _round32_intrinsic(sub: int, factor: int | None) -> Any:
+def _round32_intrinsic(sub: int, factor: int | None, paired: bool) -> Any:
     @intrinsic
     def round32(typingctx, x, q, d_at, sums_at):
         def emit(context, builder, signature, arguments):
-            _round32(Emitter(builder, None), sub, factor, *arguments)
+            _round32(Emitter(builder, None), sub, factor, paired, *arguments)
             return context.get_dummy_value()
 
         return types.void(types.int64, types.int64, types.int64, types.int64), emit
@@ -148,10 +159,16 @@ def _quantize(x, out, count, columns, _0, _1, _2, first, last):
     per_group = 4 * (_GROUP // sub)
     for t in range(first, last):
         at = out + (t // columns * blocks * columns + t % columns) * record
+        values_at = at
+        step = 2 * _GROUP if paired else _GROUP
+        if paired:
+            second = t % columns % 2
+            values_at = at - second * (record - 8)
+            at += size - second * size
         for _ in range(blocks):
             sums = scaled if mins and subs > 1 else at + sums_at
             for g in range(size // _GROUP):
-                round32(source, at + g * _GROUP, at + d_at + 4 * g, sums + g * per_group)
+                round32(source, values_at + g * step, at + d_at + 4 * g, sums + g * per_group)
                 source += 4 * _GROUP
             if mins and subs > 1:
                 values = floats(scaled, subs)
@@ -166,6 +183,7 @@ def _quantize(x, out, count, columns, _0, _1, _2, first, last):
                     low[j] = whole >> 7
                     low[subs + j] = whole & 127
             at += columns * record
+            values_at += columns * record
 
 
 def _copy(x, out, count, columns, _0, _1, _2, first, last):
@@ -198,8 +216,8 @@ def record_bytes(type: str, columns: int, integer: bool) -> int:
 
 
 @cache
-def quantize_function(type: str, integer: bool) -> Any:
-    """The CFunc that makes tokens' records for a type."""
+def quantize_function(type: str, integer: bool, paired: bool = False) -> Any:
+    """The CFunc that makes tokens' records for a type; `paired`: integer ones, of an even number of columns."""
     block = READ[type]
     span = block.sum_span
     sizes = {"size": block.size, "sub": span, "subs": block.size // span}
@@ -208,15 +226,18 @@ def quantize_function(type: str, integer: bool) -> Any:
     if not integer:
         return c_function(_copy, kind, **sizes)
     made = record_of(block)
-    round32 = _round32_intrinsic(span, None if block.has_min else -block.lift)
-    places = {"sums_at": made.sums_at, "d_at": made.d_at, "mins": block.has_min}
+    round32 = _round32_intrinsic(span, None if block.has_min else -block.lift, paired)
+    kind += "_paired" * paired
+    places = {"paired": paired, "sums_at": made.sums_at, "d_at": made.d_at, "mins": block.has_min}
     return c_function(_quantize, kind, round32=round32, space=stack(4 * sizes["subs"]), **sizes, **places)
 
 
-def records(x: np.ndarray, block: BlockType, columns: int = 1, integer: bool = True) -> np.ndarray:
+def records(
+    x: np.ndarray, block: BlockType, columns: int = 1, integer: bool = True, paired: bool = False
+) -> np.ndarray:
     """The records of x float32 [tokens, in], contiguous, as uint8; zeros pad tokens to a multiple of `columns`."""
     padded = -(-x.shape[0] // columns) * columns
     out = np.zeros(padded * record_bytes(block.name, x.shape[1], integer), np.uint8)
-    make = quantize_function(block.name, integer).ctypes
+    make = quantize_function(block.name, integer, paired).ctypes
     make(x.ctypes.data, out.ctypes.data, x.shape[1], columns, 0, 0, 0, 0, x.shape[0])
     return out

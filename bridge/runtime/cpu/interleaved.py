@@ -50,7 +50,7 @@ _AHEAD_ELSEWHERE = ((4096, 8192, 16384), 2)
 _AHEAD_ON_ARM = ((4096,), 2)  # not measured: a prefetch is an instruction more for 64 bytes of weights
 _TILE = 1 << 18  # bytes
 _SIGNATURE = types.void(*[types.int64] * 9)
-_MadeOf = tuple[ModuleType, int, vectors.Body]  # what `vectors.intrinsics` takes first
+_MadeOf = tuple[ModuleType, int, vectors.Body, bool]  # what `vectors.intrinsics` takes first
 
 
 def _rows(weights, x, y, blocks, stride, tokens, y_stride, first, last):
@@ -84,7 +84,7 @@ def _scope(name: str, target: str, width: int, integer: bool) -> tuple[dict[str,
     record = record_of(block).nbytes if integer else float_record(block)
     sizes = {"columns": width, "lanes": module.LANES, "record": record}
     sizes |= {"block_bytes": layout.block_bytes, "halves_bytes": layout.halves_bytes}
-    return sizes, (module, width, body)
+    return sizes, (module, width, body, module.PAIRED and width > 1 and integer)
 
 
 def _copy(scope: dict[str, Any], name: str) -> Any:

@@ -16,6 +16,7 @@ LANES = 8
 WIDTHS = (1, 4)  # columns of x at once, as the registers allow
 FEATURES = ("avx2", "f16c", "fma")
 BYTE_SHIFTS = False
+PAIRED = False
 SIGNED_DOTS = False
 
 

@@ -8,6 +8,7 @@ LANES = 16
 WIDTHS = (1, 4, 8)  # columns of x at once, as the registers allow
 FEATURES = ("avx512f", "avx512bw", "avx512vl", "avx512vnni", "f16c", "fma")
 BYTE_SHIFTS = False
+PAIRED = False
 SIGNED_DOTS = False  # 8-bit codes are multiplied unsigned; the record's sums take the zero point off
 
 _INSTRUCTION = "llvm.x86.avx512.vpdpbusd.512"

@@ -11,19 +11,13 @@ LANES = 16
 WIDTHS = (1, 4, 8)  # columns of x at once, as the registers allow
 FEATURES = ("avx512f", "avx512bw", "avx512vl", "f16c", "fma")
 BYTE_SHIFTS = False
+PAIRED = False
 SIGNED_DOTS = False
 
 __all__ = [
-    "BYTE_SHIFTS",
-    "FEATURES",
-    "LANES",
-    "NAME",
-    "SIGNED_DOTS",
-    "WIDTHS",
-    "emit_dots",
-    "emit_look_up",
-    "twin_dots",
-]
+    "BYTE_SHIFTS", "FEATURES", "LANES", "NAME", "PAIRED", "SIGNED_DOTS", "WIDTHS",
+    "emit_dots", "emit_look_up", "twin_dots",
+]  # fmt: skip
 
 
 def emit_dots(v, parts, words, x, places, bits):

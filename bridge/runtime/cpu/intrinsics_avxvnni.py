@@ -8,19 +8,13 @@ LANES = 8
 WIDTHS = (1, 4)  # columns of x at once, as the registers allow
 FEATURES = ("avx2", "avxvnni", "f16c", "fma")
 BYTE_SHIFTS = False
+PAIRED = False
 SIGNED_DOTS = False
 
 __all__ = [
-    "BYTE_SHIFTS",
-    "FEATURES",
-    "LANES",
-    "NAME",
-    "SIGNED_DOTS",
-    "WIDTHS",
-    "emit_dots",
-    "emit_look_up",
-    "twin_dots",
-]
+    "BYTE_SHIFTS", "FEATURES", "LANES", "NAME", "PAIRED", "SIGNED_DOTS", "WIDTHS",
+    "emit_dots", "emit_look_up", "twin_dots",
+]  # fmt: skip
 
 _INSTRUCTION = "llvm.x86.avx512.vpdpbusd.256"
 

@@ -1,7 +1,7 @@
 """Arm NEON with the dot-product extension: sdot multiplies 16 int8 codes with 16 int8 values into 4 int32.
 
-Codes of up to 6 bits can be read as signed; those of 8 bits are stored less 128 (layout.py), and so are entries of tables:
-their zero point is off.
+Codes of up to 6 bits can be read as signed; those of 8 bits are stored less 128 (layout.py), and so are entries of
+tables: their zero point is off.
 """
 
 import numpy as np
@@ -12,6 +12,7 @@ LANES = 4
 WIDTHS = (1, 4)  # columns of x at once, as the registers allow
 FEATURES = ("neon", "dotprod")
 BYTE_SHIFTS = True
+PAIRED = False
 SIGNED_DOTS = True
 
 _I8 = ir.VectorType(ir.IntType(8), 4 * LANES)

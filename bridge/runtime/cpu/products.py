@@ -99,6 +99,10 @@ class Interleaved:
         """Columns of the kernel for so many tokens in a table of calls."""
         return self._width(tokens) if integer else 1
 
+    def paired(self, columns: int, integer: bool) -> bool:
+        """Whether the kernel of so many columns reads paired records."""
+        return targets.module(self.target).PAIRED and integer and columns > 1
+
     def _width(self, tokens: int) -> int:
         return next((width for width in self.widths if width >= tokens), self.widths[-1])
 
@@ -109,7 +113,7 @@ class Interleaved:
         plan = self._plans.get((columns, integer, near))
         if plan is None:
             record = record_bytes(self.block.name, self.matrix.shape[1], integer)
-            quantize = quantize_function(self.block.name, integer).address
+            quantize = quantize_function(self.block.name, integer, self.paired(columns, integer)).address
             plan = (record, quantize, *self.kernel(columns, integer, near))
             self._plans[columns, integer, near] = plan
         record, quantize, function, weights = plan

@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any
 
 from bridge.blocks import BlockType
-from bridge.runtime.cpu.activations import float_record, record_of
+from bridge.runtime.cpu.activations import Record, float_record, record_of
 from bridge.runtime.cpu.layout import GROUP, InterleavedLayout, Piece, pieces
 from bridge.runtime.cpu.vectors import LookedUp
 
@@ -93,6 +93,25 @@ def _signed(v: Any, block: BlockType) -> bool:
     return block.value_bits == 8 and v.signed_dots
 
 
+def value_at(v: Any, record: Record, c: int, at: int) -> int:
+    """Where byte `at` of column c's int8 values is in the records of all columns, see activations.py."""
+    if not v.paired:
+        return record.nbytes * c + at
+    return record.nbytes * (c & ~1) + at // 8 * 16 + 8 * (c & 1) + at % 8
+
+
+def field_at(v: Any, record: Record, c: int, at: int) -> int:
+    """Where what follows the values in column c's record is, `at` bytes from its begin."""
+    if not v.paired:
+        return record.nbytes * c + at
+    return record.nbytes * (c & ~1) + record.sums_at + (record.nbytes - record.sums_at) * (c & 1) + at
+
+
+def fields_at(v: Any, record: Record, columns: range, at: int) -> list[int]:
+    """`field_at` of all columns."""
+    return [field_at(v, record, c, at) for c in columns]
+
+
 def k_block(v: Any, layout: InterleavedLayout, totals: list[Any], weights: Any, halves: Any, x: Any) -> list[Any]:
     """totals + one superblock, of 256 columns and two levels of scales, times as many values of each column of x."""
     block = layout.block
@@ -113,33 +132,38 @@ def k_block(v: Any, layout: InterleavedLayout, totals: list[Any], weights: Any, 
             j = group * per_group + i
             order = _paired(layout.code_bits, block.sub // 4)
             chosen = [codes[i * block.sub // 4 + k] for k in order]
-            places = [[record.nbytes * c + block.sub * j + 4 * k for k in order] for c in columns]
+            places = [[value_at(v, record, c, block.sub * j + 4 * k) for k in order] for c in columns]
             if block.lift and not _signed(v, block):
-                parts = [v.broadcast(x, record.nbytes * c + record.sums_at + 4 * j) for c in columns]
+                sums_at = fields_at(v, record, columns, record.sums_at + 4 * j)
+                parts = [v.of_column(x, sums_at, c) for c in columns]
             else:
                 parts = [v.zero() for _ in columns]
             parts = v.dots(parts, chosen, x, places, block.value_bits)
             scale = _code(v, scales, j, layout.scale_bits, signed, block.odd_scales)
             for c in columns:
-                product = v.mul(parts[c], scale)
+                product = v.mul(parts[c], v.of_rows(scale, c))
                 inner[c] = product if inner[c] is None else v.add(inner[c], product)
+        d_at = fields_at(v, record, columns, record.d_at + 4 * group)
         for c in columns:
-            dx = v.broadcast_float(x, record.nbytes * c + record.d_at + 4 * group)
+            dx = v.of_column_float(x, d_at, c)
             value = v.to_float(inner[c])
             sums[c] = v.fmul(value, dx) if sums[c] is None else v.fma(value, dx, sums[c])
     d = _d(v, layout, halves)
-    totals = [v.fma(sums[c], d, totals[c]) for c in columns]
+    totals = [v.fma(sums[c], v.of_rows(d, c), totals[c]) for c in columns]
     if block.has_min:
         mins = scales[block.subs // 4 :]
         dmin = v.fneg(v.load_half(halves, 2 * v.lanes))
-        for c in columns:
-            at = record.nbytes * c + record.sums_at
-            quads = [at + 4 * k for k in range(len(mins))]
-            (high,) = v.dots([v.zero()], mins, x, [quads], layout.scale_bits)
-            (low,) = v.dots([v.zero()], mins, x, [[q + block.subs for q in quads]], layout.scale_bits)
-            low = v.add(low, v.shl(high, 7))
-            e = v.broadcast_float(x, record.nbytes * c + record.low_at)
-            totals[c] = v.fma(v.to_float(low), v.fmul(dmin, e), totals[c])
+        low_at = fields_at(v, record, columns, record.low_at)
+        for together in v.column_groups(len(totals)):
+            places = [[field_at(v, record, c, record.sums_at + 4 * k) for k in range(2 * len(mins))] for c in together]
+            high, low = (
+                v.dots([v.zero() for _ in together], mins, x, [row[part] for row in places], layout.scale_bits)
+                for part in (slice(len(mins)), slice(len(mins), None))
+            )
+            for i, c in enumerate(together):
+                value = v.to_float(v.add(low[i], v.shl(high[i], 7)))
+                e = v.of_column_float(x, low_at, c)
+                totals[c] = v.fma(value, v.fmul(v.of_rows(dmin, c), e), totals[c])
     return totals
 
 
@@ -154,18 +178,20 @@ def plain_block(v: Any, layout: InterleavedLayout, totals: list[Any], weights: A
         group, first = j * block.sum_span // 32, j * block.sum_span % 32 // 4
         codes = _codes(v, layout, weights, group, _signed(v, block))
         if block.lift and not _signed(v, block):
-            parts = [v.broadcast(x, record.nbytes * c + record.sums_at + 4 * j) for c in columns]
+            sums_at = fields_at(v, record, columns, record.sums_at + 4 * j)
+            parts = [v.of_column(x, sums_at, c) for c in columns]
         else:
             parts = [v.zero() for _ in columns]
-        places = [[record.nbytes * c + block.sum_span * j + 4 * k for k in order] for c in columns]
+        places = [[value_at(v, record, c, block.sum_span * j + 4 * k) for k in order] for c in columns]
         parts = v.dots(parts, [codes[first + k] for k in order], x, places, block.value_bits)
         scale = _scale(v, layout, halves, j * block.sum_span // block.sub)
+        d_at, s_at = (fields_at(v, record, columns, at) for at in (record.d_at + 4 * group, record.sums_at))
         for c in columns:
-            dx = v.broadcast_float(x, record.nbytes * c + record.d_at + 4 * group)
-            totals[c] = v.fma(v.to_float(parts[c]), v.fmul(scale, dx), totals[c])
+            dx = v.of_column_float(x, d_at, c)
+            totals[c] = v.fma(v.to_float(parts[c]), v.fmul(v.of_rows(scale, c), dx), totals[c])
             if block.has_min:
-                s = v.broadcast_float(x, record.nbytes * c + record.sums_at)
-                totals[c] = v.fma(v.load_half(halves, 2 * v.lanes), s, totals[c])
+                dmin = v.of_rows(v.load_half(halves, 2 * v.lanes), c)
+                totals[c] = v.fma(dmin, v.of_column_float(x, s_at, c), totals[c])
     return totals
 
 

@@ -58,12 +58,22 @@ class LookedUp:
 class Emitter:
     """Writes vector instructions with an llvmlite builder.
 
+    paired  columns of x come in pairs: vector c, even, holds rows 0 and 1 of columns c and c + 1, and vector c + 1 rows
+            2 and 3, each row of both columns first
     ahead   bytes ahead of a load of weights at which lines are prefetched
     level   of cache that they are brought to: 1 or 2
     """
 
-    def __init__(self, builder: ir.IRBuilder, target: ModuleType | None, ahead: tuple[int, ...] = (), level: int = 1):
+    def __init__(
+        self,
+        builder: ir.IRBuilder,
+        target: ModuleType | None,
+        paired: bool = False,
+        ahead: tuple[int, ...] = (),
+        level: int = 1,
+    ):
         self.builder = builder
+        self.paired = paired
         self.ahead = ahead
         self.level = level
         self._fetched: set[int] = set()
@@ -102,6 +112,30 @@ class Emitter:
     def broadcast_float(self, base: ir.Value, at: int) -> ir.Value:
         return self._spread(self.builder.load(self.pointer(base, at, _F32), align=4), self.floats)
 
+    def of_column(self, base: ir.Value, places: list[int], c: int) -> ir.Value:
+        """The int32 at base + places[c] in all lanes of column c; see `paired`."""
+        if not self.paired:
+            return self.broadcast(base, places[c])
+        return self._both(base, places[c & ~1 : (c & ~1) + 2], _I32, self.ints)
+
+    def of_column_float(self, base: ir.Value, places: list[int], c: int) -> ir.Value:
+        """As `of_column`, of a float32."""
+        if not self.paired:
+            return self.broadcast_float(base, places[c])
+        return self._both(base, places[c & ~1 : (c & ~1) + 2], _F32, self.floats)
+
+    def column_groups(self, count: int) -> list[list[int]]:
+        """The columns whose products are taken together where that saves nothing."""
+        return column_groups(self.paired, count)
+
+    def of_rows(self, value: ir.Value, c: int) -> ir.Value:
+        """A vector of rows, as lanes of column c; see `paired`."""
+        return self.zipped(value, value, c & 1) if self.paired else value
+
+    def zipped(self, a: ir.Value, b: ir.Value, half: int) -> ir.Value:
+        """The lower or upper lanes of a and b in turn."""
+        return self._shuffled(a, b, (0, 4, 1, 5) if half == 0 else (2, 6, 3, 7))
+
     def load_half(self, base: ir.Value, at: int) -> ir.Value:
         halves = ir.VectorType(ir.HalfType(), self.lanes)
         return self.builder.fpext(self.builder.load(self.pointer(base, at, halves), align=2 * self.lanes), self.floats)
@@ -128,6 +162,9 @@ class Emitter:
 
     def store_all(self, totals: list[ir.Value], base: ir.Value, stride: ir.Value) -> None:
         """Each column's vector of rows, `stride` bytes apart."""
+        if self.paired:
+            pairs = [(totals[c], totals[c + 1]) for c in range(0, len(totals), 2)]
+            totals = [self._shuffled(*pair, order) for pair in pairs for order in ((0, 2, 4, 6), (1, 3, 5, 7))]
         for total in totals:
             self.builder.store(total, self.pointer(base, 0, self.floats), align=4)
             base = self.builder.add(base, stride)
@@ -221,6 +258,17 @@ class Emitter:
     def fma(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
         return self.call(f"llvm.fma.v{self.lanes}f32", self.floats, a, b, c)
 
+    def _shuffled(self, a: ir.Value, b: ir.Value, order: tuple[int, ...]) -> ir.Value:
+        return self.builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, len(order)), order))
+
+    def _both(self, base: ir.Value, places: list[int], item: ir.Type, kind: ir.VectorType) -> ir.Value:
+        """Two scalars in turn."""
+        found = ir.Constant(kind, ir.Undefined)
+        for i, place in enumerate(places):
+            value = self.builder.load(self.pointer(base, place, item), align=4)
+            found = self.builder.insert_element(found, value, ir.Constant(_I32, i))
+        return self._shuffled(found, ir.Constant(kind, ir.Undefined), (0, 1, 0, 1))
+
     def _spread(self, scalar: ir.Value, kind: ir.VectorType) -> ir.Value:
         first = self.builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(_I32, 0))
         zeros = ir.Constant(ir.VectorType(_I32, self.lanes), [0] * self.lanes)
@@ -230,8 +278,9 @@ class Emitter:
 class Twin:
     """The Emitter's methods on numpy arrays, bit for bit except for the FMA, which rounds twice here."""
 
-    def __init__(self, target: ModuleType):
+    def __init__(self, target: ModuleType, paired: bool = False):
         self.target = target
+        self.paired = paired
         self.lanes: int = target.LANES
         self.signed_dots: bool = target.SIGNED_DOTS
 
@@ -298,7 +347,31 @@ class Twin:
     def dots(self, parts: list, words: list, x: int, places: list[list[int]], bits: int) -> list:
         quads = [[self.read(x + place, np.int8, 4) for place in row] for row in places]
         codes = [np.ascontiguousarray(word()).view(np.uint8).reshape(-1, 4) for word in words]
+        if self.paired:
+            sums = [self.target.twin_dots(self.zero(), codes, row, bits) for row in quads]
+            return [part + added for part, added in zip(parts, self.crossed(sums), strict=True)]
         return [self.target.twin_dots(part, codes, row, bits) for part, row in zip(parts, quads, strict=True)]
+
+    def crossed(self, columns: list) -> list:
+        """Vectors of rows, one a column, as vectors of pairs, or back; see Emitter."""
+        pairs = [np.stack(columns[c : c + 2], 1).reshape(2, -1) for c in range(0, len(columns), 2)]
+        return [half for pair in pairs for half in pair]
+
+    def of_column(self, base: int, places: list[int], c: int) -> np.ndarray:
+        return self._both(base, places, c, np.int32)
+
+    def of_column_float(self, base: int, places: list[int], c: int) -> np.ndarray:
+        return self._both(base, places, c, np.float32)
+
+    def _both(self, base: int, places: list[int], c: int, dtype: Any) -> np.ndarray:
+        own = places[c & ~1 : (c & ~1) + 2] if self.paired else [places[c]]
+        return np.tile(np.concatenate([self.read(base + at, dtype, 1) for at in own]), self.lanes // len(own))
+
+    def column_groups(self, count: int) -> list[list[int]]:
+        return column_groups(self.paired, count)
+
+    def of_rows(self, value: np.ndarray, c: int) -> np.ndarray:
+        return np.repeat(value, 2).reshape(2, -1)[c & 1] if self.paired else value
 
     def zero_float(self) -> np.ndarray:
         return np.zeros(self.lanes, np.float32)
@@ -319,11 +392,17 @@ class Twin:
         return (a.astype(np.float64) * b + c).astype(np.float32)
 
 
+def column_groups(paired: bool, count: int) -> list[list[int]]:
+    """Columns one by one, or in pairs."""
+    step = 2 if paired else 1
+    return [list(range(c, c + step)) for c in range(0, count, step)]
+
+
 Body = Callable[[Any, list[Any], Any, Any, Any], list[Any]]
 
 
 def intrinsics(
-    target: ModuleType, columns: int, body: Body, ahead: tuple[int, ...] = (), level: int = 1
+    target: ModuleType, columns: int, body: Body, paired: bool = False, ahead: tuple[int, ...] = (), level: int = 1
 ) -> dict[str, Any]:
     """zeros(), accumulate(totals, weights, halves, x), store(totals, y, stride)."""
     kind = Totals(columns, target.LANES)
@@ -340,7 +419,7 @@ def intrinsics(
         def emit(context, builder, signature, arguments):
             packed, *addresses = arguments
             vectors = [builder.extract_value(packed, c) for c in range(columns)]
-            for c, vector in enumerate(body(Emitter(builder, target, ahead, level), vectors, *addresses)):
+            for c, vector in enumerate(body(Emitter(builder, target, paired, ahead, level), vectors, *addresses)):
                 packed = builder.insert_value(packed, vector, c)
             return packed
 
@@ -350,7 +429,7 @@ def intrinsics(
     def store(typingctx, totals, y, stride):
         def emit(context, builder, signature, arguments):
             packed, address, step = arguments
-            Emitter(builder, target).store_all(
+            Emitter(builder, target, paired).store_all(
                 [builder.extract_value(packed, c) for c in range(columns)], address, step
             )
             return context.get_dummy_value()
@@ -360,16 +439,18 @@ def intrinsics(
     return {"zeros": zeros, "accumulate": accumulate, "store": store}
 
 
-def twins(target: ModuleType, columns: int, body: Body) -> dict[str, Any]:
+def twins(target: ModuleType, columns: int, body: Body, paired: bool = False) -> dict[str, Any]:
     """The same functions in numpy."""
 
     def zeros():
         return np.zeros((columns, target.LANES), np.float32)
 
     def accumulate(totals, weights, halves, x):
-        return np.array(body(Twin(target), list(totals), weights, halves, x), np.float32)
+        return np.array(body(Twin(target, paired), list(totals), weights, halves, x), np.float32)
 
     def store(totals, y, stride):
+        if paired:
+            totals = [row for c in range(0, columns, 2) for row in totals[c : c + 2].reshape(-1, 2).T]
         for c in range(columns):
             ctypes.memmove(y + c * stride, totals[c].tobytes(), 4 * target.LANES)
 

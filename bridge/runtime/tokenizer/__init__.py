@@ -37,7 +37,8 @@ class Cutter(Protocol):
 
 
 class Tokenizer:
-    """`tokens` and `types` by id; ids by role (None where there is none); `stops`: the ids that end a reply."""
+    """`tokens` and `types` by id; ids by role (None where there is none); `stops`: the ids that end a reply; `cutter`:
+    what cuts ordinary text."""
 
     def __init__(self, metadata: Mapping[str, Any]):
         tokens = _items(metadata, "tokens", str)
@@ -45,10 +46,10 @@ class Tokenizer:
             raise BridgeError("tokenizer.ggml.tokens is missing from the GGUF; it has no tokenizer that can be used")
         self.tokens: list[str] = tokens
         self.types: list[int] = _items(metadata, "token_type", int, len(tokens)) or [NORMAL] * len(tokens)
-        self._cut = self._cutter(metadata)
+        self.cutter = self._cutter(metadata)
         self.bos = self._role_token(metadata, "bos")
         self.eos = self._role_token(metadata, "eos")
-        add_bos = metadata.get("tokenizer.ggml.add_bos_token", self._cut.add_bos)
+        add_bos = metadata.get("tokenizer.ggml.add_bos_token", self.cutter.add_bos)
         self.add_bos = bool(add_bos) and self.bos is not None
         self.add_eos = bool(metadata.get("tokenizer.ggml.add_eos_token", False)) and self.eos is not None
         named = {self._role_token(metadata, role) for role in ("eos", "eot", "eom")}
@@ -83,7 +84,7 @@ class Tokenizer:
                 ids.append(index[part])
                 after_special = True
             elif part:
-                ids += self._cut.encode(part, after_special)
+                ids += self.cutter.encode(part, after_special)
                 after_special = False
         if add_special and self.add_eos and self.eos is not None:
             ids.append(self.eos)
@@ -136,7 +137,7 @@ class Tokenizer:
         if kind == BYTE:
             byte = byte_of_token(text)
             return text.encode("utf-8") if byte is None else bytes([byte])
-        return self._cut.piece(text) if kind == NORMAL else b""
+        return self.cutter.piece(text) if kind == NORMAL else b""
 
     def _cutter(self, metadata: Mapping[str, Any]) -> Cutter:
         model = metadata.get("tokenizer.ggml.model")

@@ -8,7 +8,10 @@ from bridge.gguf_file.pretokenizers import BYTES, DIGIT_RUN, GPT2_BYTES, ONE_DIG
 
 
 class ByteLevel:
-    """A Cutter (see `__init__.py`) for tokenizer.ggml.model gpt2; `pre` names its rules for cutting words."""
+    """A Cutter (see `__init__.py`) for tokenizer.ggml.model gpt2; `pre` names its rules for cutting words.
+
+    tokenizer  of the `tokenizers` library, which does it
+    """
 
     add_eos = False
 
@@ -31,11 +34,11 @@ class ByteLevel:
                 pairs.append(pair)
         if not pairs:
             raise BridgeError("tokenizer.ggml.merges is missing from the GGUF or empty; convert the model again")
-        self._tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=ignore_merges))
-        self._tokenizer.pre_tokenizer = pre_tokenizer(steps)
+        self.tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=ignore_merges))
+        self.tokenizer.pre_tokenizer = pre_tokenizer(steps)
 
     def encode(self, text: str, after_special: bool) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def piece(self, text: str) -> bytes:
         table = byte_of()

@@ -1,0 +1,56 @@
+"""Arm NEON with the matrix extension: smmla multiplies two rows of 8 codes with two columns of x, into 2 x 2 int32.
+
+Prompts alone use it; a single vector is multiplied as on NEON. Columns come in pairs: what holds four rows of a column
+elsewhere holds two rows of both here (`Emitter.paired`), and the int8 values of both lie side by side, 8 bytes of one
+after 8 of the other (activations.py), so that a load brings what one instruction takes.
+"""
+
+from llvmlite import ir
+
+from bridge.runtime.cpu import intrinsics_neon as neon
+from bridge.runtime.cpu.intrinsics_neon import emit_look_up, twin_dots
+
+NAME = "i8mm"
+LANES = neon.LANES  # and NEON's layout
+WIDTHS = (1, 4, 8)  # columns of x at once, as the registers allow
+FEATURES = (*neon.FEATURES, "i8mm")
+BYTE_SHIFTS = True
+PAIRED = True
+SIGNED_DOTS = True
+
+__all__ = [
+    "BYTE_SHIFTS", "FEATURES", "LANES", "NAME", "PAIRED", "SIGNED_DOTS", "WIDTHS",
+    "emit_dots", "emit_look_up", "twin_dots",
+]  # fmt: skip
+
+_I8 = ir.VectorType(ir.IntType(8), 4 * LANES)
+
+
+def emit_dots(v, parts, words, x, places, bits):
+    if not v.paired:
+        return neon.emit_dots(v, parts, words, x, places, bits)
+    parts = list(parts)
+    at = {place: k for k, place in enumerate(places[0])}
+    for place in (place for place in places[0] if place % 8 == 0):
+        k = at[place]
+        first, second = words[k](), words[at[place + 4]]()
+        rows = [v.builder.bitcast(v.zipped(first, second, half), _I8) for half in (0, 1)]
+        for c in range(0, len(parts), 2):
+            values = v.builder.bitcast(_eights(v, x, places[c][k], places[c + 1][k]), _I8)
+            for half in (0, 1):
+                parts[c + half] = v.call(
+                    "llvm.aarch64.neon.smmla.v4i32.v16i8", v.ints, parts[c + half], rows[half], values
+                )
+    return parts
+
+
+def _eights(v, x, first, second):
+    """8 bytes at x + first and 8 at x + second, in a vector."""
+    if second == first + 8:
+        return v.builder.load(v.pointer(x, first, v.ints), align=4)
+    long = ir.IntType(64)
+    found = ir.Constant(ir.VectorType(long, 2), ir.Undefined)
+    for i, place in enumerate((first, second)):
+        value = v.builder.load(v.pointer(x, place, long), align=4)
+        found = v.builder.insert_element(found, value, ir.Constant(ir.IntType(32), i))
+    return found
