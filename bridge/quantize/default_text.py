@@ -1,6 +1,6 @@
 """The texts that the program ships to calibrate on, in `calibration_text`, and openings for the model's own samples.
 
-    prose.txt scripts.txt           written for this project: stories, essays, letters, news; sentences in 28 languages
+    prose.txt scripts.txt           written for this project: stories, essays, letters, news; sentences in 27 languages
     articles.txt tables.txt lists.txt chats.jsonl    made by scripts/make_calibration_text.py
     code.txt technical.txt          of this project, and made by that script
     prompts.txt                     questions that a chat model's samples answer, one in each line
