@@ -127,7 +127,8 @@ def test_ctrl_c_leaves_finished_layers_and_nothing_else(
     assert "are stored in" in said or "nothing half-written" in said
     left = {path.name for path in tmp_path.rglob("*")}
     assert not any("unfinished" in name or name.startswith(".") for name in left)
-    assert left <= {"out.layers", "job.json"} | {n for n in left if n.endswith((".safetensors", ".scales"))}
+    files = (".safetensors", ".scales", ".gradients")
+    assert left <= {"out.layers", "job.json", "inputs.json"} | {n for n in left if n.endswith(files)}
     assert any(name.endswith(".safetensors") for name in left) == stored
     assert layers.exists() >= stored
     assert main(command) == 0
