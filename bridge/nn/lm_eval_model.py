@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from bridge.conversion.model import Model
 from bridge.errors import BridgeError
-from bridge.gguf_file.chat_template import TemplateFailed, prepare_renderer, render_chats
+from bridge.gguf_file.chat_template import TemplateFailed, keep_renderer, render_chats
 
 _TOGETHER = 32  # prompts that are handed over at once; a progress bar moves as often
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
@@ -90,7 +90,7 @@ class BridgeLM(TemplateLM):
         """
         key = json.dumps([chat_history, add_generation_prompt])
         if key not in self._rendered:
-            prepare_renderer()  # the harness asks for one prompt after another
+            keep_renderer()  # the harness asks for one prompt after another
             self._rendered[key] = self._render(chat_history, add_generation_prompt)
         return self._rendered[key]
 
