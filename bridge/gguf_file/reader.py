@@ -138,6 +138,6 @@ def _open(path: Path, load: str) -> mmap.mmap | bytes:
         fact, instead = f"reading {size / 1e9:.1f} GB takes more memory than there is", parameter("load", LOADS[0])
         raise BridgeError(f"{path}: {fact}; use {instead}") from None
     except (OSError, ValueError) as problem:
-        if path.is_dir():  # Windows says that permission is denied
+        if os.path.isdir(path):  # Windows says that permission is denied
             raise BridgeError(f"{path}: is a folder, not a GGUF file; `gguf-bridge convert` makes one") from None
         raise BridgeError(f"{path}: {getattr(problem, 'strerror', None) or problem}") from problem

@@ -20,14 +20,15 @@ from torch import nn
 
 from bridge.errors import BridgeError, parameter
 from bridge.quantize.hessian import Hessian
+from bridge.system.free_memory import free_memory
 
 
 class Kept:
     """A tensor that is not needed now: in memory, or in a file."""
 
     def __init__(self, x: torch.Tensor, shelf: "Shelf | None" = None) -> None:
-        self._device, self._shelf, self._bytes = x.device, shelf, x.nbytes
-        self._file = None if shelf is None else shelf.place(x.nbytes)
+        self._device = x.device
+        self._file = None if shelf is None else shelf.place()
         self._x: torch.Tensor | None = x
         if self._file is not None:
             save_activations(x, self._file)
@@ -43,9 +44,9 @@ class Kept:
 
     def drop(self) -> None:
         """Free the memory, or remove the file."""
-        if self._shelf is not None:
-            self._shelf.free(self._file, self._bytes)
-        self._x = self._shelf = None
+        self._x = None
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
 
 
 @dataclass
@@ -110,15 +111,12 @@ def save_activations(x: torch.Tensor, file: Path) -> None:
 
 
 class Shelf:
-    """A place for activations: memory up to a number of bytes, then a temporary folder inside a given one.
+    """A place for activations: a temporary folder inside a given one, or memory (None)."""
 
-    inside  None: all of them stay in memory
-    memory  bytes
-    """
-
-    def __init__(self, inside: str | Path | None, memory: int = 0) -> None:
+    def __init__(self, inside: str | Path | None) -> None:
         self._made: tempfile.TemporaryDirectory[str] | None = None
-        self._left, self._files = memory, 0
+        self._files = 0
+        self._reserve = (free_memory() or 0) // 2
         if inside is not None:
             try:
                 self._made = tempfile.TemporaryDirectory(prefix="activations-", dir=inside)
@@ -127,22 +125,17 @@ class Shelf:
                     f"{inside}: cannot create a folder for activations there ({problem.strerror})"
                 ) from None
 
-    def place(self, size: int) -> Path | None:
-        """The file for so many bytes; None: they stay in memory."""
+    def place(self) -> Path | None:
+        """A file for an activation; None: it stays in memory."""
         if self._made is None:
-            return None
-        if size <= self._left:
-            self._left -= size
             return None
         self._files += 1
         return Path(self._made.name) / f"{self._files}.pt"
 
-    def free(self, file: Path | None, size: int) -> None:
-        """Undo `place`."""
-        if file is None:
-            self._left += size
-        else:
-            file.unlink(missing_ok=True)
+    def has_room(self, size: int) -> bool:
+        """Whether to keep so many bytes that can be computed again: while half of the memory that was free is."""
+        free = free_memory()
+        return self._made is not None or free is None or free - size >= self._reserve
 
     def __enter__(self) -> Self:
         return self

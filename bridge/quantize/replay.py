@@ -5,7 +5,8 @@ A module that returns what its last layer does (attention: the output of o; an M
 module is not run again: its output is the layer's, of these inputs. So every layer multiplies each token once, and
 attention runs once, however many stages a block has. A block without such modules runs from its beginning each time.
 
-Memory: for each token the inputs of one layer until its module's output is asked for, then that output.
+Memory: for each token the inputs of one layer until its module's output is asked for, then that output. Where the
+inputs do not fit in memory, and go to no folder, their module runs again.
 """
 
 from collections.abc import Collection, Mapping
@@ -59,11 +60,12 @@ class Replay:
             return self.batch.run(self.block)
 
     def keep(self, layer: str, x: torch.Tensor) -> None:
-        """Keep a layer's inputs if a module returns its outputs."""
+        """Keep a layer's inputs if a module returns its outputs, and if there is room."""
         if any(end.layer == layer for end in self.ends.values()):
             if layer in self.inputs:
                 self.inputs.pop(layer).drop()
-            self.inputs[layer] = self.batch.keep(x)
+            if self.batch.shelf is None or self.batch.shelf.has_room(x.nbytes):
+                self.inputs[layer] = self.batch.keep(x)
 
     def clear(self) -> None:
         """Free everything."""

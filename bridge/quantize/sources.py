@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +61,7 @@ def sources_of(given: Iterable[str | Path]) -> list[Source]:
 def _named(text: str) -> tuple[str, float | None]:
     """(name, weight) of "name:0.3"; a file that is there by the whole name has no weight."""
     name, sign, number = text.rpartition(":")
-    if not sign or not name or Path(text).exists():
+    if not sign or not name or os.path.exists(text):
         return text, None
     try:
         weight = float(number)

@@ -69,14 +69,21 @@ repack --card-only      MODEL out --upload a/b --card-only @
 export model            @ out --config MODEL
 export out              GGUF @ --config MODEL
 export --config         GGUF out --config @
+edit model              @ --set general.name=x
+edit --out              GGUF --set general.name=x --out @
+edit --chat-template    GGUF -o out.gguf --chat-template @
 run model               @ -p x
 run --config            MODEL -p x --config @
 run --lora              GGUF -p x --lora @
 run --schema            GGUF -p x --schema @
+run --tools             GGUF -p x --chat --tools @
+run --documents         GGUF -p x --chat --documents @
 chat model              @
 chat --config           MODEL --config @
 chat --lora             GGUF --lora @
 chat --schema           GGUF --schema @
+chat --tools            GGUF --tools @
+chat --documents        GGUF --documents @
 serve model             @ --port 0
 serve --config          MODEL --port 0 --config @
 serve --lora            GGUF --port 0 --lora @
