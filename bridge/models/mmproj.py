@@ -31,7 +31,8 @@ def describe_tower(
     Raises BridgeError where a tensor is missing, or unknown, or a config file lacks what llama.cpp needs.
     """
     architectures = config.get("architectures")
-    found = [TOWERS[name] for name in architectures if name in TOWERS] if isinstance(architectures, list) else []
+    classes = architectures if isinstance(architectures, list) else []
+    found = [TOWERS[name] for name in classes if isinstance(name, str) and name in TOWERS]
     own, path = config.get("vision_config"), Path(folder) / "config.json"
     if not found or not isinstance(own, dict) or not any(TOWER_NAME.match(name) for name in names):
         return None
