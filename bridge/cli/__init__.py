@@ -57,7 +57,7 @@ examples:
   gguf-bridge verify out.gguf Qwen2.5-7B-GPTQ
   gguf-bridge repack old-gptq new --checkpoint-format gptq_v2
   gguf-bridge export out.gguf folder --format gptq_v2 --config Qwen2.5-7B-GPTQ
-  gguf-bridge edit out.gguf --set general.name=Mine --chat-template chat.jinja -o new.gguf
+  gguf-bridge edit out.gguf --set general.name=Mine -o new.gguf
   gguf-bridge run out.gguf -p "Once upon a time"
   gguf-bridge run org/name -p "Once upon a time"    converts it first
   gguf-bridge chat out.gguf
