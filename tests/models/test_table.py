@@ -45,7 +45,7 @@ def test_square_experts_are_read_in_the_order_that_the_others_of_their_layer_tel
         for part in ("gate_up_proj", "down_proj"):
             tensors[f"{EXPERTS}.{part}"] = np.ascontiguousarray(tensors[f"{EXPERTS}.{part}"].transpose(0, 2, 1))
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    bridge.convert(folder, tmp_path / "m.gguf", type="Q8_0")
+    bridge.convert(folder, tmp_path / "m.gguf", type="Q8_0", mmproj_type="none")
     made = stored(tmp_path / "m.gguf")
     assert error(made["blk.0.ffn_gate_exps.weight"], gate_up[:, :inner]) < 1e-4
     assert error(made["blk.0.ffn_up_exps.weight"], gate_up[:, inner:]) < 1e-4
