@@ -265,7 +265,8 @@ def test_other_blocks_are_rounded_to_the_least_bits_that_add_little_noise(type, 
             stored = read_gguf(path).tensors["blk.0.ffn_down.weight"]
             if t.name == "model.layers.0.mlp.down_proj.weight":
                 held = new.reader.read(t.name.removesuffix(".weight")).dequantize()
-                weights = gguf.quants.dequantize(stored.raw, gguf.GGMLQuantizationType[stored.type]).reshape(stored.shape)
+                weights = gguf.quants.dequantize(stored.raw, gguf.GGMLQuantizationType[stored.type])
+                weights = weights.reshape(stored.shape)
                 assert np.square(held - weights).sum() / np.square(weights).sum() == pytest.approx(t.nmse, rel=1e-3)
 
 

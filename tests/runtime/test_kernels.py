@@ -22,7 +22,7 @@ from bridge.runtime.bench import put_d
 from bridge.runtime.cpu import activations, interleaved, layout, repack, superblock, vectors
 from bridge.runtime.cpu.portable import RowMajor
 from bridge.runtime.cpu.prepared import Prepared
-from bridge.system import pool, targets
+from bridge.system import pool, row_threads, targets
 from bridge.system.row_threads import over_rows
 from scripts.peers import ggml_matvec
 from tests.conftest import ROOT, repacked
@@ -360,6 +360,7 @@ def test_threads_that_the_system_refuses_are_told(monkeypatch):
         thread.join(60)
     assert not any(thread.is_alive() for thread in started)
     monkeypatch.setattr("bridge.system.row_threads.usable_cpus", lambda: 2)
+    monkeypatch.setattr("bridge.system.row_threads._pool", row_threads._Pool())
     with pytest.raises(BridgeError, match="no more threads"):
         over_rows(8, lambda rows: None)
 
