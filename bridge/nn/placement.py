@@ -29,7 +29,7 @@ from bridge.models.gguf_config import ROPE_FACTORS, family_of_gguf, gguf_layers
 from bridge.models.outline import OutlineTensor, Part
 from bridge.nn.preparation import prepare as prepare_all
 from bridge.nn.quant_experts import Activation, ClampedSwiglu, ExpertStack, Gated, QuantExperts
-from bridge.nn.quant_linear import JoinedLinear, QuantEmbedding, QuantLinear
+from bridge.nn.quant_linear import JoinedLinear, Placed, QuantEmbedding, QuantLinear
 from bridge.runtime import GGUFFile, QuantTensor, open_gguf
 from bridge.system.options import checked
 
@@ -85,6 +85,8 @@ class Placement:
         self.model, self.file, self.precision = model, file, precision
         self._modules: dict[str, Callable[[], nn.Module]] = {}  # path -> what is put there
         self._floats: dict[str, list[Piece]] = {}  # parameter's name -> what it is made of
+        if any(isinstance(module, Placed) for module in model.modules()):
+            raise BridgeError(f"{self.kind}: has a GGUF's weights already; make the model anew for {file.path}")
         self._shapes = {n: tuple(p.shape) for n, p in chain(model.named_parameters(), model.named_buffers())}
         self._read()
 

@@ -190,8 +190,9 @@ def test_a_gguf_of_another_model_is_refused(tmp_path: Path) -> None:
     config = transformers.AutoConfig.from_pretrained(ROOT / "tests/data/qwen3-gptq-4bit-g128-sym")
     del config.quantization_config
     model = transformers.AutoModelForCausalLM.from_config(config)
-    for _ in range(2):  # a second file may come under the same model
-        bridge.nn.replace_linears(model, tmp_path / "m.gguf", prepare=False)
-    model.model.layers.append(torch.nn.Identity())
-    with pytest.raises(BridgeError, match=r"m.gguf: has 4 layers, fewer than the model"):
+    bridge.nn.replace_linears(model, tmp_path / "m.gguf", prepare=False)
+    with pytest.raises(BridgeError, match=r"Qwen3ForCausalLM: has a GGUF's weights already; .* anew for .*m.gguf"):
         bridge.nn.replace_linears(model, tmp_path / "m.gguf")
+    config.num_hidden_layers, config.layer_types = 6, ["full_attention"] * 6
+    with pytest.raises(BridgeError, match=r"m.gguf: has 4 layers, fewer than the model"):
+        bridge.nn.replace_linears(transformers.AutoModelForCausalLM.from_config(config), tmp_path / "m.gguf")

@@ -250,7 +250,12 @@ def test_what_is_known_is_in_the_json_after_each_job(tmp_path: Path, monkeypatch
 def test_wrong_products_of_modules_and_of_trellis_codes_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     from bridge.runtime import QuantTensor
 
-    matmul = QuantTensor.matmul
+    multiply = QuantTensor.multiply
+
+    def multiplied_wrongly(tensor: Any, x: Any, y: Any, *options: Any) -> None:
+        multiply(tensor, x, y, *options)
+        y *= 1.03
+
     with small_check() as computed:
         computed.wrong = {"mcg"}
         assert jobs.run("correct/trellis/3inst")["wrong"] == []
@@ -258,7 +263,7 @@ def test_wrong_products_of_modules_and_of_trellis_codes_are_reported(monkeypatch
         assert {line.partition(":")[0] for line in wrong} >= {
             f"mcg, {k} bits, {n} tokens" for k in (1, 3) for n in (1, 9)
         }
-        monkeypatch.setattr(QuantTensor, "matmul", lambda *given, **options: 1.03 * matmul(*given, **options))
+        monkeypatch.setattr(QuantTensor, "multiply", multiplied_wrongly)
         wrong = jobs.run("correct/linears/Q8_0")["wrong"]
     assert len([line for line in wrong if ", compiled:" in line]) == 2 * 3
     assert not any("gradient" in line for line in wrong)
