@@ -56,7 +56,8 @@ def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     expected = {str(file.relative_to(ROOT)) for file in (ROOT / "bridge").rglob("*.py")}
-    expected.add("bridge/py.typed")
+    texts = (ROOT / "bridge/quantize/calibration_text").iterdir()
+    expected |= {"bridge/py.typed", "bridge/serve/page.html", *(str(file.relative_to(ROOT)) for file in texts)}
     expected |= {f"bridge/cuda/{file.name}" for file in (ROOT / "cuda").glob("*.py")}
     assert names == expected
     assert wheel.name.startswith(f"gguf_bridge-{bridge.__version__}-py3")
