@@ -298,6 +298,9 @@ def lines_of(page: Path) -> list[str]:
 NOT_RUN = {
     "a Hub id": "--template org/",
     "runs until it is stopped: tests/serve": "gguf-bridge serve",
+    "a vision model: tests/models/test_towers.py": "org/vision-gptq",
+    "shards: tests/conversion/test_from_gguf.py": "model-00001-of-00003.gguf",
+    "no names of a real file: tests/conversion/test_edit.py": "--rename OLD=NEW",
     "a pickle of the real LLaMA": "llama-7b-4bit.pt",
     "minutes: tests/conversion/test_size_budget.py": "--size",
     "seconds of timing: tests/cli/test_run.py": "bench Q4_K",
