@@ -2,6 +2,7 @@
 
 import asyncio
 import hmac
+import html
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -88,7 +89,8 @@ class _Server:
         self.model, self.limits, self.engine = model, limits, engine
         self.name = model.path.stem
         self._metrics = Metrics()
-        self._page = Path(__file__).with_name("page.html").read_text(encoding="utf-8").replace("MODEL_NAME", self.name)
+        page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+        self._page = page.replace("MODEL_NAME", html.escape(self.name))
 
     def open_to_all(self, answer: Callable[[Request], Awaitable[Response]]) -> Any:
         """An endpoint that turns what is raised into answers, and counts."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -206,6 +207,12 @@ def test_the_page_is_one_file_that_asks_no_other_server(client: Any) -> None:
     assert "<title>small</title>" in answer.text
     assert "http" not in answer.text.replace("http-equiv", "")
     assert "default-src 'none'" in answer.headers["content-security-policy"]
+
+
+def test_the_page_shows_a_models_name_as_text(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "path", Path("a<b>&.gguf"))
+    with TestClient(make_app(model, Limits(), Engine(model, 1, 1)), base_url="http://127.0.0.1") as client:
+        assert "<h1>a&lt;b&gt;&amp;</h1>" in client.get("/").text
 
 
 COMPLETIONS, CHATS, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
