@@ -29,8 +29,8 @@ _LLAMA3 = 1.0, 4.0  # low_freq_factor and high_freq_factor of all of its models
 _LLAMA3_CONTEXT = 8192
 
 
-def family_of_gguf(metadata: Mapping[str, Any], names: Collection[str]) -> Family:
-    """The family of a GGUF with this metadata and tensors of these names; BridgeError for an unknown architecture."""
+def family_of_gguf(metadata: Mapping[str, Any]) -> Family:
+    """The family of a GGUF with this metadata; BridgeError for an unknown architecture."""
     arch = metadata.get("general.architecture")
     found = [family for family in ALL if family.arch == arch]
     if not found:
@@ -54,7 +54,7 @@ def config_of_gguf(metadata: Mapping[str, Any], names: Collection[str]) -> dict[
 
     Raises BridgeError for an architecture without a family, and where a key is missing.
     """
-    family = family_of_gguf(metadata, names)
+    family = family_of_gguf(metadata)
     arch = family.arch
 
     def get(key: str, default: Any = None) -> Any:

@@ -152,7 +152,7 @@ class Placement:
     def _tensors(self) -> tuple[dict[str, list[Piece]], dict[int, dict[str, QuantTensor]]]:
         """The pieces of every tensor of a checkpoint, and each layer's stacks of experts."""
         metadata = self.file.metadata
-        family = family_of_gguf(metadata, self.file)
+        family = family_of_gguf(metadata)
         layers = gguf_layers(metadata)
         inner = self.model.config.get_text_config().to_dict()  # type: ignore[operator, union-attr]
         config = {key: value for key, value in inner.items() if key != "quantization_config"}

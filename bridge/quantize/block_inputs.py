@@ -155,7 +155,7 @@ def first_of(output: Any) -> Any:
     return output[0] if isinstance(output, tuple) else output
 
 
-def _as_returned(x: torch.Tensor, items: int | None) -> Any:
+def as_returned(x: torch.Tensor, items: int | None) -> Any:
     """`first_of` undone, see `BlockInputs.items`; the other items are None."""
     return x if items is None else (x, *[None] * (items - 1))
 
@@ -188,7 +188,7 @@ def first_inputs(
             calls.append((args[1:], kwargs | {"use_cache": False} if "use_cache" in kwargs else kwargs))
             if number + 1 == len(blocks):
                 raise StopForward
-            return _as_returned(first[0], items)
+            return as_returned(first[0], items)
 
         return forward
 
@@ -216,7 +216,7 @@ def after_blocks(
     items  of the blocks' `BlockInputs`
     """
     for block in blocks:
-        block.forward = lambda *args, **kwargs: _as_returned(x, items)  # type: ignore[method-assign]
+        block.forward = lambda *args, **kwargs: as_returned(x, items)  # type: ignore[method-assign]
     try:
         return model(tokens.to(x.device), use_cache=False)
     finally:

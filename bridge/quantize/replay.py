@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bridge.quantize.block_inputs import BlockInputs, Kept
+from bridge.quantize.block_inputs import BlockInputs, Kept, as_returned
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,6 @@ class Replay:
                 found = self.block.get_submodule(end.layer)(self.inputs[end.layer].value())
                 self.inputs.pop(end.layer).drop()
                 self.outputs[end.layer] = self.batch.keep(found)
-            x = self.outputs[end.layer].value()
-            return x if end.items is None else (x, *[None] * (end.items - 1))
+            return as_returned(self.outputs[end.layer].value(), end.items)
 
         return forward
