@@ -1,8 +1,10 @@
-"""Compare the solver with GPTQModel's GPTQ, in turn, on one layer whose Hessian is given; print a markdown table.
+"""Quantize one layer whose Hessian is given to several types; print a markdown table of CPU time and error.
 
-    python scripts/bench_layer.py --gptqmodel PYTHON --rounds 3
+    python scripts/bench_layer.py --types Q4_K IQ4_XS IQ1_S --gptqmodel PYTHON --rounds 3
 
-CPU seconds of the process, with kernels compiled beforehand; GPTQModel (4 bits, groups of 128) in a Python that has it.
+CPU seconds of the process, with kernels compiled beforehand, also as a multiple of the first type's. The error is
+tr(E H E^T) over tr(W H W^T), also as a share of what the nearest codes leave, with scales in the metric of H's diagonal
+(4-bit floats: as ggml and ModelOpt round). GPTQModel (4 bits, groups of 128) runs in a Python that has it.
 """
 
 import argparse
@@ -11,12 +13,16 @@ import time
 from pathlib import Path
 
 import torch
-from benchlib import head, machine, output_of, parser
+from benchlib import head, line, machine, output_of, parser
 
+from bridge.blocks.read import WRITTEN
+from bridge.encode.round_rows import quantize_rows
 from bridge.quantize import Method, superblocks
+from bridge.quantize.gptq_solver import error
 from bridge.quantize.hessian import Hessian
 from bridge.quantize.walk import LayerInput
-from scripts.peers import gptqmodel_layer
+from scripts.peers import ggml, gptqmodel_layer, nvfp4
+from scripts.peers.gguf_file import Blocks
 
 
 def main() -> None:
@@ -25,27 +31,45 @@ def main() -> None:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])  # the peer's as well
     torch.set_num_threads(options.threads)
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
-    seconds(options.type, 1024, 2048)
-    print(head(f"{options.type}, CPU s", "error", "GPTQModel, CPU s", "error", "ratio"))
+    layer = gptqmodel_layer.layer(options.rows, options.columns)
+    small = gptqmodel_layer.layer(64, 1024)
+    for type in options.types:
+        seconds(type, *small)
+    print(head("type", "CPU s", f"over {options.types[0]}", "error", "nearest codes", "ratio"))
     for _ in range(options.rounds):
-        own, lost = seconds(options.type, options.rows, options.columns)
-        print(f"| {own:.2f} | {lost:.2e} |", end="", flush=True)
-        if options.gptqmodel is None:
-            print(" | | |")
-            continue
-        printed = output_of(options.gptqmodel, gptqmodel_layer.__file__, options.rows, options.columns)
-        peer, peer_lost = (float(x) for x in printed.split()[-2:])
-        print(f" {peer:.2f} | {peer_lost:.2e} | {own / peer:.2f} |", flush=True)
+        first = None
+        for type in options.types:
+            own, lost = seconds(type, *layer)
+            first = first or own
+            nearest = nearest_error(type, *layer)
+            line(type, f"{own:.2f}", f"{own / first:.2f}", f"{lost:.2e}", f"{nearest:.2e}", f"{lost / nearest:.3f}")
+        if options.gptqmodel:
+            printed = output_of(options.gptqmodel, gptqmodel_layer.__file__, options.rows, options.columns)
+            peer, lost = (float(x) for x in printed.split()[-2:])
+            line("GPTQModel", f"{peer:.2f}", f"{peer / (first or peer):.2f}", f"{lost:.2e}", "", "")
 
 
-def seconds(type: str, rows: int, columns: int) -> tuple[float, float]:
+def seconds(type: str, weight: torch.Tensor, matrix: torch.Tensor) -> tuple[float, float]:
     """The CPU seconds that our solver takes, and the error that it leaves."""
-    weight, matrix = gptqmodel_layer.layer(rows, columns)
-    hessian = Hessian("layer", columns)
-    hessian.matrix, hessian.tokens = matrix, 2 * columns
+    hessian = Hessian("layer", len(matrix))
+    hessian.matrix, hessian.tokens = matrix.clone(), 2 * len(matrix)
     begun = time.process_time()
-    _, done = Method(superblocks(type)).layer(LayerInput("layer", weight, hessian))
+    _, done = Method(superblocks(type, nvfp4.OWN_SCALE if type == "NVFP4" else 1.0)).layer(
+        LayerInput("layer", weight, hessian)
+    )
     return time.process_time() - begun, done.error
+
+
+def nearest_error(type: str, weight: torch.Tensor, matrix: torch.Tensor) -> float:
+    """The error of the nearest codes."""
+    values = weight.numpy()
+    if type == "NVFP4":
+        rounded = nvfp4.quantize(values)
+    elif type == "MXFP4":
+        rounded = Blocks(type, ggml.quantize(values, type))
+    else:
+        rounded = Blocks(type, quantize_rows(values, WRITTEN[type], matrix.diagonal().numpy()).data)
+    return error(weight, rounded.values(), matrix) / error(weight, torch.zeros_like(weight), matrix)
 
 
 def parse() -> argparse.Namespace:
@@ -53,7 +77,7 @@ def parse() -> argparse.Namespace:
     options.add_argument("--gptqmodel", type=Path, metavar="PYTHON", help="a Python that has GPTQModel")
     options.add_argument("--rows", type=int, default=4096, metavar="N", help="default: %(default)s")
     options.add_argument("--columns", type=int, default=4096, metavar="N", help="default: %(default)s")
-    options.add_argument("--type", default="Q4_K", help="default: %(default)s")
+    options.add_argument("--types", nargs="+", default=["Q4_K"], metavar="TYPE", help="default: Q4_K")
     return options.parse_args()
 
 

@@ -63,6 +63,7 @@ def main() -> None:
     points: list[dict[str, Any]] = []
     outputs = float_model.output_hessians()
     for name in options.types:
+        scale = nvfp4.OWN_SCALE if name == "NVFP4" else 1.0
         made = peer_blocks(float_model, name)
         theirs = dict(float_model.weights) | {key: blocks.values() for key, blocks in made.items()}
         peer = float_model.divergence(theirs)
@@ -73,7 +74,7 @@ def main() -> None:
         if name not in BLOCKS or name in CALIBRATED:  # its scales are chosen while it is rounded
             steps = [step for step in steps if "unweighted" not in step[0]]
         for step, settings, cross in steps:
-            grid = partial(Unweighted, BLOCKS[name], spread=False) if "unweighted" in step else superblocks(name)
+            grid = partial(Unweighted, BLOCKS[name], spread=False) if "unweighted" in step else superblocks(name, scale)
             felt = {"outputs": outputs.get} if step == TWO_SIDED else {}
             blocks: dict[str, Blocks] = {}
             own, seconds = float_model.quantized(Method(grid, **settings).layer, blocks, cross=cross, **felt)

@@ -20,6 +20,7 @@ import bridge
 from bridge.blocks import Q8_0, TYPES
 from bridge.blocks.read import CALIBRATED
 from bridge.checkpoint import Checkpoint
+from bridge.conversion.matrix_scales import rounded_scale
 from bridge.conversion.part_reader import PartReader
 from bridge.conversion.plan import How, Plan, PlannedTensor
 from bridge.errors import BridgeError, BridgeWarning, parameter
@@ -77,10 +78,11 @@ def _is_calibrated(tensor: PlannedTensor, part: Part, how: How, reader: PartRead
     return how in ("requantized", "rounded") and (method != "rtn" or whole)
 
 
-def _layers(plan: Plan) -> dict[str, tuple[str, np.ndarray | None]]:
-    """The layers to calibrate: by module, the type, and the order of columns if they are permuted."""
+def _layers(plan: Plan) -> dict[str, tuple[str, np.ndarray | None, float]]:
+    """The layers to calibrate: by module, the type, the order of columns if they are permuted, and what multiplies the
+    whole matrix."""
     return {
-        str(part.layer): (t.type, part.columns)
+        str(part.layer): (t.type, part.columns, rounded_scale(plan.metadata, t))
         for t in plan.tensors
         for part, how in zip(t.parts, t.how, strict=True)
         if how == "calibrated"
@@ -348,8 +350,8 @@ def quantize_planned(
 
     marked = mark_calibrated(plan, reader, settings.method)
     targets = {
-        name: LayerTarget(type_, settings.quantizer(superblocks(type_)), columns)
-        for name, (type_, columns) in _layers(marked).items()
+        name: LayerTarget(type_, settings.quantizer(superblocks(type_, scale)), columns)
+        for name, (type_, columns, scale) in _layers(marked).items()
     }
     if not targets and optional:
         return plan, None, []

@@ -20,13 +20,14 @@ from bridge.conversion.executor import Executor
 from bridge.conversion.gguf_checkpoint import open_source
 from bridge.conversion.gguf_writer import GGUFOutput
 from bridge.conversion.importance import Importance
+from bridge.conversion.matrix_scales import with_scales
 from bridge.conversion.mmproj import mmproj_path
 from bridge.conversion.options import ConvertOptions, PlanOptions
 from bridge.conversion.paths import default_path, files_of, layers_of, other_outputs, with_checkpoint
 from bridge.conversion.plan import Plan, PlannedTensor, main_type
 from bridge.conversion.plan_file import save_plan, save_tensor_types
 from bridge.conversion.plan_reader import load_plan
-from bridge.conversion.planner import Planner, holds, make_plan, plan_tower, with_scales
+from bridge.conversion.planner import Planner, holds, make_plan, plan_tower
 from bridge.conversion.recipe import PRESETS
 from bridge.conversion.report import Report, TensorReport, beyond_auto, check_report
 from bridge.conversion.size_budget import within_budget

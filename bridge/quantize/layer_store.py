@@ -23,6 +23,7 @@ from safetensors.numpy import save_file
 
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.errors import BridgeError, parameter
+from bridge.quantize.grids.codebook import CodebookGrid
 from bridge.quantize.grids.group import GroupGrid
 from bridge.quantize.method import Quantized
 from bridge.system.files import read_json, write_text
@@ -46,6 +47,7 @@ class StoredLayer:
     error      tr(E H E^T) / tr(W H W^T), H of the calibration text
     damping    of H; infinity: rounded to nearest
     tokens     in H
+    scale      what multiplies the values of its blocks
     """
 
     files: tuple[Path, ...]
@@ -54,6 +56,7 @@ class StoredLayer:
     error: float
     damping: float
     tokens: int
+    scale: float = 1.0
 
     def blocks(self) -> np.ndarray:
         """uint8 [rows, row bytes] of `type`, columns in the GGUF's order."""
@@ -81,7 +84,7 @@ class StoredLayer:
         """The dequantized weights float32 [rows, columns], in the checkpoint's order of columns."""
         if self.type == "groups":
             return self.tensor().dequantize()
-        values = gguf.quants.dequantize(self.blocks(), gguf.GGMLQuantizationType[self.type])
+        values = gguf.quants.dequantize(self.blocks(), gguf.GGMLQuantizationType[self.type]) * np.float32(self.scale)
         with safe_open(self.files[0], "np") as file:
             if "layout" in file.keys():  # noqa: SIM118
                 return values[:, np.argsort(file.get_tensor("layout"))]
@@ -262,7 +265,8 @@ class LayerStore:
             if done.layout is not None:
                 tensors["layout"] = done.layout
         file = _file(self.folder, done.name, rows)
-        layer = StoredLayer((file,), done.name, type_, done.error, done.damping, tokens)
+        scale = done.grid.scale if isinstance(done.grid, CodebookGrid) else 1.0
+        layer = StoredLayer((file,), done.name, type_, done.error, done.damping, tokens, scale)
         record = {key: value for key, value in asdict(layer).items() if key != "files"} | {"rows": rows}
         write_tensors(file, done.name, tensors, {"layer": json.dumps(record), "job": self.job, **extra})
         self._add(rows, layer)

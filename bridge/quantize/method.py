@@ -61,10 +61,13 @@ class Quantized:
         return self.grid.pack(self.codes)
 
 
-def superblocks(type: str) -> Callable[[int, int], SuperblockGrid | CodebookGrid]:
-    """Grids of a GGUF type for (rows, columns)."""
+def superblocks(type: str, scale: float = 1.0) -> Callable[[int, int], SuperblockGrid | CodebookGrid]:
+    """Grids of a GGUF type for (rows, columns).
+
+    scale  of NVFP4, what multiplies the whole matrix, from a tensor of its own
+    """
     if type in CALIBRATED:
-        return lambda rows, columns: CodebookGrid(CALIBRATED[type], rows, columns)
+        return lambda rows, columns: CodebookGrid(CALIBRATED[type], rows, columns, scale)
     if type not in BLOCKS:
         raise BridgeError(f"unknown type {type!r}: choose one of {', '.join(BLOCKS | CALIBRATED)}")
     return lambda rows, columns: SuperblockGrid(BLOCKS[type], rows, columns)

@@ -108,7 +108,7 @@ class FloatModel:
         tokens = torch.from_numpy(self.calibration)
         for name, done in quantize_model(model, tokens, layer, held=self.held, **options):
             if blocks is not None:
-                blocks[f"{name}.weight"] = Blocks(done.grid.block.name, done.blocks())
+                blocks[f"{name}.weight"] = Blocks(done.grid.block.name, done.blocks(), getattr(done.grid, "scale", 1.0))
         seconds = time.perf_counter() - begun
         return self.divergence(model), seconds
 

@@ -7,6 +7,7 @@ from bridge.blocks import NVFP4
 from bridge.encode.block_bytes import packer, row_bytes
 from scripts.peers.gguf_file import Blocks
 
+OWN_SCALE = 2.0**-8  # of the matrices that `gguf-bridge quantize` rounds
 _LARGEST = 448.0  # of UE4M3
 _VALUES = np.array(NVFP4.values[:8]) / 2
 _MIDDLES = (_VALUES[1:] + _VALUES[:-1]) / 2
