@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from bridge.blocks.read import CALIBRATED
+from bridge.encode.nearest_points import looker
+from bridge.encode.round_points import codebook
 from bridge.encode.round_rows import quantize_rows
 from bridge.errors import BridgeError
 from bridge.quantize.gptq_solver import Solution, dequantize, error, grouped_act_order, row_errors, solve
@@ -78,6 +80,33 @@ def test_a_unit_costs_its_residual_in_the_metric_and_keeps_the_parity_of_signs(t
         if unit == 1:
             continue
         assert not even or (q < 0).sum() % 2 == 0
+
+
+@pytest.mark.exhaustive  # takes seconds to compile
+def test_of_the_points_near_a_target_the_cheapest_in_the_metric_is_found_and_where_its_gradient_leads() -> None:
+    book = codebook("IQ1_S")
+    look = looker(book.bounds)
+
+    @kernel
+    def run(t, w, a, inverse, shift, m, near, numbers, values, point):  # type: ignore[no-untyped-def]
+        return look(t, w, a, inverse, shift, m, near, numbers, values, point)
+
+    rng = np.random.default_rng(2)
+    for shift in (0, -2) * 25:
+        root = rng.normal(size=(16, 8)).astype(np.float32)
+        m = root.T @ root
+        w, a = rng.normal(size=8).astype(np.float32), np.float32(0.15)
+        t, point = w / a - np.float32(shift), np.zeros(8, np.float32)
+        cell = sum(3 ** (7 - i) * sum(y > bound for bound in book.bounds) for i, y in enumerate(t))
+        cost = run(t, w, a, 1 / a, np.float32(shift), m, book.near, book.numbers, book.values, point)
+        listed = book.near[cell].T.astype(np.float32)
+        residuals = w - a * (listed + shift)
+        costs = ((residuals @ m) * residuals).sum(1)
+        np.testing.assert_array_equal(point, listed[costs.argmin()])
+        assert (point == book.values).all(1).any()
+        assert cost == pytest.approx(costs.min(), rel=1e-4)
+        leads = point + residuals[costs.argmin()] @ m / np.diag(m) / a
+        np.testing.assert_allclose(t, leads, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("type", TYPES)

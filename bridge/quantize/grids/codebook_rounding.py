@@ -25,7 +25,7 @@ import numpy as np
 
 from bridge.blocks import BlockType
 from bridge.blocks.read import WRITTEN
-from bridge.encode.nearest_points import NEAR, snapper
+from bridge.encode.nearest_points import looker, snapper
 from bridge.encode.round_points import EVEN, codebook
 from bridge.system.half import round_half
 from bridge.system.jit import inlined, inner, specialize
@@ -48,11 +48,11 @@ share = _ONE
 even = coded = fixed = mirrored = shifted = False
 scales = np.zeros(1, np.float32)
 snap: Any = None
+look: Any = None
 round_unit: Any = None
 round_sub: Any = None
 scale_of: Any = None
 variant_of: Any = None
-low_bound = high_bound = _ZERO
 try_scales: Any = None
 refit_run: Any = None
 
@@ -81,11 +81,10 @@ def _round_value(w, a, m, variant, q, scratch):
 def _round_shifted(w, a, m, variant, q, scratch):
     """The value of a ternary point with its shift near w [8] over a, in the metric m [8, 8]; returns what it costs.
 
-    Of the points that `nearest_points` lists for a cell, in float32 [cells, 8, NEAR] with a shift of 1, the one that
-    costs least is taken, and then the same is done for the cell that its gradient leads to, while that helps. Where a
-    shift is the unit's own, both are tried.
+    Of the points that `nearest_points` lists for a cell, the one that costs least is taken, and then the same is done
+    for the cell that its gradient leads to, while that helps. Where a shift is the unit's own, both are tried.
     """
-    near, r, g, costs, t, point = scratch
+    near, numbers, values, t, point = scratch
     inverse = _ONE / a if a != _ZERO else _ZERO
     best = _INFINITY
     for negative in range(2):
@@ -96,38 +95,14 @@ def _round_shifted(w, a, m, variant, q, scratch):
         for i in range(8):
             t[i] = w[i] * inverse - shift
         for _ in range(_CELLS):
-            cell = 0
-            for i in range(8):
-                cell = 3 * cell + (1 if t[i] > low_bound else 0) + (1 if t[i] > high_bound else 0)
-            for n in range(NEAR):
-                costs[n] = _ZERO
-            for i in range(8):
-                for n in range(NEAR):
-                    r[i, n] = w[i] - a * (near[cell, i, n] + shift)
-            for i in range(8):
-                for n in range(NEAR):
-                    g[n] = _ZERO
-                for k in range(8):
-                    for n in range(NEAR):
-                        g[n] += m[i, k] * r[k, n]
-                for n in range(NEAR):
-                    costs[n] += g[n] * r[i, n]
-            found = NEAR
-            for n in range(NEAR):
-                if costs[n] < least:
-                    least, found = costs[n], n
-            if found == NEAR:
+            cost = look(t, w, a, inverse, shift, m, near, numbers, values, point)
+            if not cost < least:
                 break
-            for i in range(8):
-                point[i] = near[cell, i, found]
-                by = _ZERO
-                for k in range(8):
-                    by += m[i, k] * r[k, found]
-                t[i] = point[i] + by * inverse / m[i, i]
-        if least < best:
-            best = least
-            for i in range(8):
-                q[i] = point[i] + shift
+            least = cost
+            if cost < best:
+                best = cost
+                for i in range(8):
+                    q[i] = point[i] + shift
     return best
 
 
@@ -431,9 +406,9 @@ def rounding(name: str) -> Rounding:
         search = {"snap": snapper(8, width, parts.bounds), "width": width, "even": name in EVEN}
     elif block.numbered:
         parts, unit = codebook(name), 8
-        tables = (parts.near.astype(np.float32),)
+        tables = (parts.near, parts.numbers, parts.values)
         function = _round_shifted
-        search = {"low_bound": np.float32(parts.bounds[0]), "high_bound": np.float32(parts.bounds[1])}
+        search = {"look": looker(parts.bounds)}
     else:
         unit, tables = 1, (_nearest_table(block),)
         function = _round_value
@@ -459,7 +434,7 @@ def rounding(name: str) -> Rounding:
         if points:
             scratch = (*tables, *own[0], np.zeros(8, np.int64), *own[1])
         elif block.numbered:
-            scratch = (*tables, np.zeros((8, NEAR), np.float32), *own[0], *own[1][:2])
+            scratch = (*tables, *own[0])
         return scratch, np.zeros((6, block.sub), np.float32), np.zeros(block.sub, np.float32)
 
     run, refit = (specialize(function, name, **constants) for function in (_round_run, _refit_run))
