@@ -22,6 +22,7 @@ _MULTIPLIED = {
 # of floats that are rounded: scales of 16 weights have 4 bits from 2^-14 on, and reach 1.75, so weights 10.5. The usual
 # scale, of the largest weight, gives the same 4 bits, but takes a look at all weights before the file is planned
 _ROUNDED = 2.0**-8
+_ROUNDED_WAYS = {"rounded", "calibrated"}
 
 
 def is_multiplied(metadata: Mapping[str, GGUFValue], tensor: ModelTensor) -> bool:
@@ -44,7 +45,8 @@ def with_scales(ckpt: Checkpoint, plan: Plan) -> Plan:
         if tensor.type != "NVFP4":
             continue
         count = tensor.shape[0] if len(tensor.shape) == 3 else 1
-        scales = [_scales(ckpt, plan, tensor, i) for i in range(len(tensor.parts))][:count]
+        scales = [_scales(ckpt, plan, tensor, i) for i in range(len(tensor.parts))]
+        scales = (scales * count if _is_rounded(tensor) else scales)[:count]
         for key in ("scale", "input_scale"):
             values = np.array([s[key] for s in scales if key in s], np.float32)
             if len(values) == count and (key != "scale" or (values != 1).any()):
@@ -55,8 +57,13 @@ def with_scales(ckpt: Checkpoint, plan: Plan) -> Plan:
     return replace(plan, tensors=found)
 
 
+def _is_rounded(tensor: PlannedTensor) -> bool:
+    """Whether all parts came as floats, whatever number of matrices a part has."""
+    return bool(tensor.how) and set(tensor.how) <= _ROUNDED_WAYS
+
+
 def _scales(ckpt: Checkpoint, plan: Plan, tensor: PlannedTensor, number: int) -> dict[str, float]:
     """The scales of a part, `scale` and `input_scale`."""
-    if tensor.how and tensor.how[number] in ("rounded", "calibrated"):
+    if tensor.how and tensor.how[number] in _ROUNDED_WAYS:
         return {"scale": rounded_scale(plan.metadata, tensor)}
     return ckpt.tensor_scales(tensor.parts[number].module)

@@ -226,10 +226,11 @@ class Planner:
         """BridgeError where a tensor is to be rounded to a type that cannot be had: one whose codes no text chooses, or
         only a text does, or that llama.cpp demands an imatrix for."""
         inside = self.calibrated and (tensor.layer is not None or tensor.kind == "output")
-        if type in FP4 and "rounded" in how and not inside:
+        mixed = len(tensor.shape) == 2 and "carried" in how  # one scale for both
+        if type in FP4 and "rounded" in how and (mixed or not inside):
             raise BridgeError(
-                f"{tensor.name}: floats are rounded to {type} in layers and the output head only, with a calibration "
-                f"text; give {parameter('calibrate')}, or choose another type, such as Q4_0"
+                f"{tensor.name}: floats are rounded to {type} in whole matrices of layers and in the output head, with "
+                f"a calibration text; give {parameter('calibrate')}, or choose another type, such as Q4_0"
             )
         rounded = [i for i, way in enumerate(how) if way != "carried"]
         if not rounded or type not in ROUNDED:
