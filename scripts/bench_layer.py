@@ -33,12 +33,11 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     layer = gptqmodel_layer.layer(options.rows, options.columns)
     small = gptqmodel_layer.layer(64, 1024)
-    for type in options.types:
-        seconds(type, *small)
     print(head("type", "CPU s", f"over {options.types[0]}", "error", "nearest codes", "ratio"))
     for _ in range(options.rounds):
         first = None
         for type in options.types:
+            seconds(type, *small)  # compiles
             own, lost = seconds(type, *layer)
             first = first or own
             nearest = nearest_error(type, *layer)
