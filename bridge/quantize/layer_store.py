@@ -46,6 +46,8 @@ class StoredLayer:
     error      tr(E H E^T) / tr(W H W^T), H of the calibration text
     damping    of H; infinity: rounded to nearest
     tokens     in H
+    nearest    `error` of weights that are rounded to nearest, of some rows
+    seconds    that it took
     """
 
     files: tuple[Path, ...]
@@ -54,6 +56,8 @@ class StoredLayer:
     error: float
     damping: float
     tokens: int
+    nearest: float
+    seconds: float
 
     def blocks(self) -> np.ndarray:
         """uint8 [rows, row bytes] of `type`, columns in the GGUF's order."""
@@ -143,6 +147,7 @@ class LayerStore:
 
     notes  what the user should know of the layers that were stored already
     job    becomes its digest, by which this run's files are known
+    blocks  of the model, as `block_log` tells of them, for a report
 
     Raises BridgeError if it holds layers of another run, or anything else.
     """
@@ -151,6 +156,7 @@ class LayerStore:
         self.folder = folder
         self.layers: dict[str, StoredLayer] = {}
         self.notes: list[str] = []
+        self.blocks: list[dict[str, Any]] = []
         self._made: list[Path] = []  # folders above it that were missing
         self._parts: dict[str, dict[tuple[int, int], StoredLayer]] = {}  # of layers that have several, by their rows
         job = json.loads(json.dumps(job))
@@ -214,6 +220,8 @@ class LayerStore:
                 layer,
                 files=tuple(parts[span].files[0] for span in spans),
                 error=sum(parts[first, end].error * (end - first) for first, end in spans) / count,
+                nearest=sum(parts[first, end].nearest * (end - first) for first, end in spans) / count,
+                seconds=sum(part.seconds for part in parts.values()),
                 damping=max(part.damping for part in parts.values()),
             )
 
@@ -262,7 +270,7 @@ class LayerStore:
             if done.layout is not None:
                 tensors["layout"] = done.layout
         file = _file(self.folder, done.name, rows)
-        layer = StoredLayer((file,), done.name, type_, done.error, done.damping, tokens)
+        layer = StoredLayer((file,), done.name, type_, done.error, done.damping, tokens, done.nearest, done.seconds)
         record = {key: value for key, value in asdict(layer).items() if key != "files"} | {"rows": rows}
         write_tensors(file, done.name, tensors, {"layer": json.dumps(record), "job": self.job, **extra})
         self._add(rows, layer)

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from bridge.checkpoint import open_checkpoint
 from bridge.quantize import Method, quantize_model, superblocks
+from bridge.quantize.activations import Shelf
 from bridge.quantize.float_model import FloatModel
 from bridge.quantize.forward_passes import output_hessians
 from tests.support.tiny_models import save_model
@@ -125,8 +126,8 @@ def most_for_gradients(folder: Path, layers: int, on_disk: bool) -> int:
     tokens = torch.randint(0, 64, (64, 64), generator=torch.Generator().manual_seed(0))
     with open_checkpoint(model) as checkpoint:
         streamed = FloatModel(checkpoint)
-        with Live() as live:
-            found = sum(1 for _ in output_hessians(streamed, tokens, files if on_disk else None))
+        with Live() as live, Shelf(files if on_disk else None) as shelf:
+            found = sum(1 for _ in output_hessians(streamed, tokens, shelf))
         assert found == 7 * layers
         assert all(p.is_meta for p in streamed.model.parameters())
     assert not list(files.iterdir())
