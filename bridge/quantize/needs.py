@@ -64,6 +64,7 @@ class Needs:
     gradients  bytes of activations in memory while gradients are gathered
     layers     the same while layers are quantized
     hessians   bytes of experts' Hessians gathered in one pass
+    free       what the process has and can still take; None: not known
     """
 
     memory: int
@@ -72,12 +73,14 @@ class Needs:
     gradients: int
     layers: int
     hessians: int
+    free: int | None = None
 
     def __str__(self) -> str:
-        disk = f"{size_text(self.disk)} of disk"
-        return (
-            f"needs {size_text(self.memory)} of memory and {disk}, about {duration_text(self.seconds)} on this machine"
-        )
+        memory, disk = size_text(self.memory), size_text(self.disk)
+        text = f"needs {memory} of memory and {disk} of disk, about {duration_text(self.seconds)} on this machine"
+        if self.free is not None and self.memory > self.free:
+            text += f"; only {size_text(self.free)} of memory can be had"
+        return text
 
 
 def needs_of(job: Job, memory: int | None = None) -> Needs:
@@ -88,6 +91,7 @@ def needs_of(job: Job, memory: int | None = None) -> Needs:
     own = resident() + _LATER
     free = free_memory()
     limit = memory if memory is not None else own + int(_FREE * free) if free is not None else 1 << 60
+    own_and_free = None if free is None else own + free
     sizes = _Sizes(job)
     rest = {"gradients": sizes.gradients(), "layers": sizes.layers(), "head": sizes.head()}
     if memory is not None and own + max(rest.values()) > memory:
@@ -101,7 +105,7 @@ def needs_of(job: Job, memory: int | None = None) -> Needs:
     layers = min(spare["layers"] - more, sizes.activations())
     peak = max(rest["gradients"] + gradients, rest["layers"] + more + layers, rest["head"] + layers)
     spilled = max(sizes.activations_of_gradients() - gradients, sizes.activations() - layers)
-    return Needs(own + peak, sizes.stored() + spilled, _seconds(job), gradients, layers, HESSIANS + more)
+    return Needs(own + peak, sizes.stored() + spilled, _seconds(job), gradients, layers, HESSIANS + more, own_and_free)
 
 
 def resident() -> int:

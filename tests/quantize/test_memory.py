@@ -12,6 +12,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -19,10 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bridge.checkpoint import open_checkpoint
-from bridge.quantize import Method, quantize_model, superblocks
+from bridge.conversion import calibrate_plan, calibration_walk
+from bridge.conversion.converter import convert
+from bridge.quantize import Method, needs, quantize_model, superblocks
 from bridge.quantize.activations import Shelf
 from bridge.quantize.float_model import FloatModel
 from bridge.quantize.forward_passes import output_hessians
+from bridge.quantize.settings import Calibration
 from tests.support.tiny_models import save_model
 
 HIDDEN, INNER, TOKENS, HEAD = 256, 1536, 256, 16384
@@ -177,3 +181,27 @@ def test_a_commands_freed_matrices_go_back_to_the_system() -> None:
     held, left = resident()
     assert held >= 60 > 16 > left
     assert resident(MALLOC_MMAP_THRESHOLD_="33554432")[1] > 40  # a threshold that is given stays
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("method", "tokens", "vocabulary"),
+    [("gptaq", 8, 512), ("gptq", 8, 512), ("two-sided", 8, 512), ("gptaq", 4, 16384)],
+)
+def test_the_peak_is_what_was_counted_before_the_start(
+    method: str, tokens: int, vocabulary: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {"hidden_size": 512, "intermediate_size": 2048, "head_dim": 128, "num_hidden_layers": 1}
+    model = save_model(tmp_path / "model", "LlamaConfig", vocab_size=vocabulary, **fields)
+    np.save(tmp_path / "tokens.npy", np.random.default_rng(0).integers(0, 300, (tokens, 256)))
+    monkeypatch.setattr(needs, "resident", lambda: 0)
+    monkeypatch.setattr(needs, "_LATER", 0)
+    found: list[needs.Needs] = []
+    counted = calibration_walk.needs
+    monkeypatch.setattr(calibration_walk, "needs", lambda *given: found.append(counted(*given)) or found[0])
+    monkeypatch.setattr(calibrate_plan, "needs", lambda *given: calibration_walk.needs(*given))
+    calibrate = Calibration(tmp_path / "tokens.npy", length=256, sweeps=0, method=method)
+    with Live() as live:
+        convert(model, tmp_path / "out.gguf", type="Q4_K", output_type="Q4_K", calibrate=calibrate)
+    print(method, vocabulary, live.most / 1e6, found[0].memory / 1e6)
+    assert 0.85 < live.most / found[0].memory < 1.15
