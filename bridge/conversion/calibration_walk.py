@@ -40,7 +40,8 @@ def needs(model: FloatModel, settings: Calibration, found: Calibrating, bits: Ma
     sequences, length = found.tokens.shape
     columns = model.head()[1][1]
     two_sided = settings.method == "two-sided"
-    job = Job(model, (sequences, length), bits, settings.cross, two_sided, _TOKENS_AT_ONCE, rows_at_once(columns))
+    at_once = _TOKENS_AT_ONCE, rows_at_once(columns)
+    job = Job(model, (sequences, length), bits, settings.cross, found.held > 0, two_sided, *at_once)
     return needs_of(job, settings.memory)
 
 

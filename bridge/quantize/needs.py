@@ -32,7 +32,7 @@ _LATER = 200 << 20  # bytes: what is imported and compiled while it runs
 _FREE = 0.9  # share of the free memory that is taken where no limit is given
 _SOLVED = 2e6  # weights in a second of one core, with two sweeps of refinement
 _TWO_SIDED = 1.8  # times as long
-_WORKING = 6  # copies of a layer's weights in the solver, float32
+_WORKING = 5  # copies of a layer's weights in the solver, float32
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class Job:
     tokens      (sequences, length)
     bits        of a weight, by layer, the head among them; other tensors count with their mean
     cross       the float model's inputs are gathered too
+    held        whole sequences are held back
     two_sided   gradients are gathered
     batch       tokens that pass through a block together
     head_rows   of the output head that are quantized together
@@ -51,6 +52,7 @@ class Job:
     tokens: tuple[int, int]
     bits: Mapping[str, float]
     cross: bool
+    held: bool
     two_sided: bool
     batch: int
     head_rows: int
@@ -141,7 +143,7 @@ class _Sizes:
     @property
     def matrices(self) -> int:
         """How many are gathered: H, with float inputs C, each of all tokens and of those held back."""
-        return 4 if self.job.cross else 2
+        return 4 if self.job.cross else 1 + self.job.held
 
     def activations(self) -> int:
         """Those between blocks, the outputs of attention, and the inputs of the widest layer."""
@@ -166,10 +168,9 @@ class _Sizes:
 
     def layers(self) -> int:
         """Without activations between blocks."""
-        passes = self.batch * (4 * self.widest + 6 * self.hidden) * self.item
         largest = max((self._solved(*shape) for shapes in self.shapes for shape in shapes.values()), default=0)
         largest += min(self.experts, HESSIANS)
-        return max(self.blocks) * self.item * self.copies + passes + largest
+        return max(self.blocks) * self.item * self.copies + largest
 
     def head(self) -> int:
         """Without activations between blocks."""
@@ -180,15 +181,16 @@ class _Sizes:
         return max(gathered, self._solved(min(rows, self.job.head_rows), n))
 
     def _gathered(self, n: int) -> int:
-        """A batch's inputs of a layer while they are added to its Hessians."""
-        return self.batch * n * 4 * 3 * self.copies
+        """A batch's passes through a block, or its inputs of a layer while they are added to the Hessians."""
+        added = 17 if self.job.cross else 8  # bytes: both inputs in float32, and those of the tokens held back apart
+        return self.batch * n * max(3 * self.item + 4 * self.job.cross, added)
 
     def _solved(self, rows: int, n: int) -> int:
+        """H and C are gathered; then alpha is found, with a factor of the other tokens' H; then H alone is used."""
         square, weights = 4 * n * n, 4 * rows * n
-        gather = self.matrices * square + self._gathered(n)
-        if not self.job.cross:
-            return max(gather, 4 * square + _WORKING * weights)
-        return max(gather, 5 * square + 2 * weights, 4 * square + _WORKING * weights)
+        several = 2 + (self.matrices > 1) + self.job.two_sided
+        alpha = 5 * square + 2 * weights if self.job.cross else 0
+        return max(self.matrices * square + self._gathered(n), alpha, several * square + _WORKING * weights)
 
     def stored(self) -> int:
         """On disk: finished layers, the output, the inputs of the next block and this one, and A of all layers."""

@@ -63,4 +63,5 @@ def duration_text(seconds: float) -> str:
     """Seconds, minutes or hours, as exact as an estimate is: "40 s", "12 min", "3 h", "1.5 h"."""
     if seconds < 90:
         return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.2g} h"
+    hours = seconds / 3600
+    return f"{seconds / 60:.0f} min" if hours < 1.5 else f"{hours:.2g} h" if hours < 10 else f"{hours:.0f} h"

@@ -62,7 +62,13 @@ def hollow(folder: Path, config: dict[str, Any]) -> Path:
 
 def job_of(model: FloatModel, sequences: int = 48, **options: Any) -> Job:
     bits = dict.fromkeys([*model.linears(), model.head()[0]], 4.5)
-    settings: dict[str, Any] = {"cross": True, "two_sided": True, "batch": 4096, "head_rows": 16384} | options
+    settings: dict[str, Any] = {
+        "cross": True,
+        "held": False,
+        "two_sided": True,
+        "batch": 4096,
+        "head_rows": 16384,
+    } | options
     return Job(model, (sequences, 2048), bits, **settings)
 
 
