@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 
 # hidden, intermediate, heads, heads of keys, vocabulary
 SHAPES = {
+    "tiny": (256, 512, 4, 2, 600),
     "small": (1024, 2816, 16, 8, 32000),
     "qwen3-8b": (4096, 12288, 32, 8, 151936),
     "llama-70b": (8192, 28672, 64, 8, 128256),

@@ -12,7 +12,6 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -20,13 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bridge.checkpoint import open_checkpoint
-from bridge.conversion import calibrate_plan, calibration_walk
-from bridge.conversion.converter import convert
-from bridge.quantize import Method, needs, quantize_model, superblocks
+from bridge.quantize import Method, forward_passes, needs, quantize_model, superblocks
 from bridge.quantize.activations import Shelf
 from bridge.quantize.float_model import FloatModel
 from bridge.quantize.forward_passes import output_hessians
-from bridge.quantize.settings import Calibration
 from tests.support.tiny_models import save_model
 
 HIDDEN, INNER, TOKENS, HEAD = 256, 1536, 256, 16384
@@ -185,23 +181,40 @@ def test_a_commands_freed_matrices_go_back_to_the_system() -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("method", "tokens", "vocabulary"),
-    [("gptaq", 8, 512), ("gptq", 8, 512), ("two-sided", 8, 512), ("gptaq", 4, 16384)],
+    ("what", "sequences", "inner", "vocabulary"),
+    [
+        *(("cross", 8, 1024, 512), ("plain", 8, 1024, 512), ("cross", 1, 2048, 512)),
+        *(("head", 1, 256, 16384), ("gradients", 8, 1024, 512), ("gradients", 4, 256, 16384)),
+    ],
 )
-def test_the_peak_is_what_was_counted_before_the_start(
-    method: str, tokens: int, vocabulary: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_peak_is_what_is_counted_before_the_start(
+    what: str, sequences: int, inner: int, vocabulary: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fields = {"hidden_size": 512, "intermediate_size": 2048, "head_dim": 128, "num_hidden_layers": 1}
-    model = save_model(tmp_path / "model", "LlamaConfig", vocab_size=vocabulary, **fields)
-    np.save(tmp_path / "tokens.npy", np.random.default_rng(0).integers(0, 300, (tokens, 256)))
-    monkeypatch.setattr(needs, "resident", lambda: 0)
-    monkeypatch.setattr(needs, "_LATER", 0)
-    found: list[needs.Needs] = []
-    counted = calibration_walk.needs
-    monkeypatch.setattr(calibration_walk, "needs", lambda *given: found.append(counted(*given)) or found[0])
-    monkeypatch.setattr(calibrate_plan, "needs", lambda *given: calibration_walk.needs(*given))
-    calibrate = Calibration(tmp_path / "tokens.npy", length=256, sweeps=0, method=method)
-    with Live() as live:
-        convert(model, tmp_path / "out.gguf", type="Q4_K", output_type="Q4_K", calibrate=calibrate)
-    print(method, vocabulary, live.most / 1e6, found[0].memory / 1e6)
-    assert 0.85 < live.most / found[0].memory < 1.15
+    calibrate(decoder(256))  # the kernels are compiled
+    fields = {"hidden_size": 256, "intermediate_size": inner, "head_dim": 64, "num_hidden_layers": 1}
+    path = save_model(tmp_path / "model", "LlamaConfig", vocab_size=vocabulary, **fields)
+    tokens = torch.randint(0, 300, (sequences, 128), generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(forward_passes, "LOGITS", 1 << 20)
+    method = Method(superblocks("Q4_K"), sweeps=0)
+    cross = what in ("cross", "head")
+    with open_checkpoint(path) as checkpoint:
+        model = FloatModel(checkpoint)
+        bits = dict.fromkeys([*model.linears(), model.head()[0]], 4.5)
+        job = needs.Job(model, (sequences, 128), bits, cross, False, what == "gradients", 4096, 1 << 20)
+        sizes = needs._Sizes(job)
+        with Live() as live, Shelf(None) as shelf:
+            if what == "gradients":
+                expected = sizes.gradients() + sizes.activations_of_gradients()
+                for _ in output_hessians(model, tokens, shelf):
+                    pass
+            else:
+                expected = max(sizes.layers(), sizes.head()) + sizes.activations()
+                head = model.head()[0]
+                walk = quantize_model(
+                    model, tokens, lambda x: (method.layer(x)[0], None), cross=cross, batch=32, head=what == "head",
+                    wanted=lambda name: (name == head) == (what == "head"),
+                )  # fmt: skip
+                for _ in walk:
+                    pass
+    print(f"{what} {sequences} {inner} {vocabulary}: {live.most / 1e6:.1f} of {expected / 1e6:.1f} MB")
+    assert 0.85 < live.most / expected < 1.15
