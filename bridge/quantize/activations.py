@@ -12,11 +12,11 @@ from bridge.system.free_memory import free_memory
 
 
 class Kept:
-    """A tensor that is not needed now: in memory, or in a file; in the shelf's dtype."""
+    """A tensor that is not needed now: in the host's memory, or in a file; in the shelf's dtype."""
 
     def __init__(self, x: torch.Tensor, shelf: "Shelf | None" = None) -> None:
         self._device, self._dtype, self._shelf = x.device, x.dtype, shelf
-        stored = x if shelf is None or shelf.dtype is None else x.to(shelf.dtype)
+        stored = x.to("cpu", x.dtype if shelf is None or shelf.dtype is None else shelf.dtype)
         self._size = stored.nbytes
         self._file = None if shelf is None else shelf.place(self._size)
         self._x: torch.Tensor | None = stored
@@ -29,8 +29,8 @@ class Kept:
         found = self._x
         if found is None:
             assert self._file is not None
-            found = torch.load(self._file, map_location=self._device, weights_only=True)
-        return found.to(self._dtype)
+            found = torch.load(self._file, weights_only=True)
+        return found.to(self._device, self._dtype)
 
     def drop(self) -> None:
         """Free the memory, or remove the file."""
@@ -94,7 +94,7 @@ class Shelf:
 def _save(x: torch.Tensor, file: Path) -> None:
     """Write them; BridgeError where that fails."""
     try:
-        torch.save(x.cpu().clone() if x.untyped_storage().nbytes() > x.nbytes else x.cpu(), file)
+        torch.save(x.clone() if x.untyped_storage().nbytes() > x.nbytes else x, file)
     except (OSError, RuntimeError) as problem:  # torch's writer raises the latter where a disk is full
         raise BridgeError(
             f"{file.parent}: activations cannot be written ({str(problem).splitlines()[0]}); "

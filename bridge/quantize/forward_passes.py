@@ -41,7 +41,7 @@ def sequences_at_once(model: FloatModel, length: int) -> int:
     return max(1, min(4096, max(1, LOGITS // model.vocabulary)) // length)
 
 
-def tokens_felt(tokens: torch.Tensor) -> torch.Tensor:
+def felt(tokens: torch.Tensor) -> torch.Tensor:
     """The sequences whose gradients are taken: of more than 32,768 tokens, some."""
     return tokens[:: -(-tokens.numel() // TOKENS_FELT)]
 
@@ -49,10 +49,9 @@ def tokens_felt(tokens: torch.Tensor) -> torch.Tensor:
 def output_hessians(model: FloatModel, tokens: torch.Tensor, shelf: Shelf) -> Iterator[tuple[str, torch.Tensor]]:
     """A of each layer that tokens reach, last first, as `two_sided.round_two_sided` takes it.
 
-    tokens  int64 [sequences, length], of which `tokens_felt` are taken
+    tokens  int64 [sequences, length], those of `felt`
     shelf   for activations
     """
-    tokens = tokens_felt(tokens)
     with torch.no_grad():
         passes = Passes(model, tokens, sequences_at_once(model, tokens.shape[1]), shelf)
     for name, outputs in passes.output_products(ROWS):
