@@ -32,7 +32,7 @@ _LATER = 200 << 20  # bytes: what is imported and compiled while it runs
 _FREE = 0.9  # share of the free memory that is taken where no limit is given
 _SOLVED = 2e6  # weights in a second of one core, with two sweeps of refinement
 _TWO_SIDED = 1.8  # times as long
-_WORKING = 5  # copies of a layer's weights in the solver, float32
+_WORKING = 4  # copies of a layer's weights in the solver, float32
 
 
 @dataclass(frozen=True)
@@ -159,10 +159,10 @@ class _Sizes:
             return 0
         vocabulary = self.job.model.vocabulary
         length = self.job.tokens[1]
-        together = sequences_at_once(self.job.model, length) * length
+        together = min(self.felt, sequences_at_once(self.job.model, length) * length)
         logits = min(together, max(1, LOGITS // vocabulary)) * vocabulary * 4
-        head = self.outside * self.item + 5 * logits
-        passes = together * (12 * self.hidden + 8 * self.widest) * max(self.item, 3)
+        head = self.outside * self.item + 4 * logits
+        passes = together * (16 * self.hidden + (4 * self.item + 4 * (self.item < 4)) * self.widest)
         block = max(self.blocks) * self.item + max(map(_output_bytes, self.shapes)) + passes
         return max(head, block) + self.felt * self.hidden * self.item
 
