@@ -181,7 +181,7 @@ class Passes:
         """A of each layer, last first: the mean of g g^T of these gradients, see `two_sided`.
 
         Diagonal blocks of at most so many rows, float32 [blocks, rows, rows]; 0 beyond the last block's rows. The
-        embeddings and the head are freed before the first of them, and each block's inputs after it.
+        embeddings and the head are freed before the first of them, and each block's inputs after it if on a shelf.
         """
 
         def products(gradient: torch.Tensor) -> torch.Tensor:
@@ -192,9 +192,10 @@ class Passes:
         gradients = self._last_gradients(seed)
         self.model.drop(None)
         self.model.drop_head()
-        for kept in self.inputs.pop():
-            _drop(kept)
-        yield from self._backward(products, gradients, forget=True)
+        if self.shelf is not None:
+            for kept in self.inputs.pop():
+                kept.drop()
+        yield from self._backward(products, gradients, forget=self.shelf is not None)
 
     def _backward(
         self, of: Callable[[torch.Tensor], torch.Tensor], gradients: list[torch.Tensor], forget: bool = False
@@ -217,7 +218,7 @@ class Passes:
                     assert x.grad is not None
                     gradients[b] = x.grad
                     if forget:
-                        _drop(self.inputs[i][b])
+                        self.inputs[i][b].drop()
             finally:
                 for hook in hooks:
                     hook.remove()
@@ -269,11 +270,6 @@ class Passes:
 
 def _value(x: Any) -> torch.Tensor:
     return x.value() if isinstance(x, Kept) else x
-
-
-def _drop(x: Any) -> None:
-    if isinstance(x, Kept):
-        x.drop()
 
 
 def _adding(
