@@ -18,6 +18,7 @@ from bridge.quantize.activations import Kept, Shelf
 from bridge.quantize.float_model import FloatModel, arithmetic
 from bridge.quantize.forward_passes import Passes
 from bridge.quantize.needs import Job, needs_of
+from bridge.system.text import duration_text
 from tests.support.tiny_models import save_model
 
 QWEN3_8B = {
@@ -186,3 +187,8 @@ def test_gradients_of_some_positions_at_a_time_are_those_of_all(model: Path, mon
             found.append(passes._last_gradients(0)[0])
     assert found[0].abs().max() > 0
     torch.testing.assert_close(found[0], found[1])
+
+
+def test_durations_are_said_as_exactly_as_estimates_are() -> None:
+    said = {12.3: "12 s", 89: "89 s", 150: "2 min", 5300: "88 min", 3600 * 2.52: "2.5 h", 3600 * 26.4: "26 h"}
+    assert {seconds: duration_text(seconds) for seconds in said} == said
