@@ -47,6 +47,8 @@ class StoredLayer:
     error      tr(E H E^T) / tr(W H W^T), H of the calibration text
     damping    of H; infinity: rounded to nearest
     tokens     in H
+    nearest    `error` of weights that are rounded to nearest, of some rows
+    seconds    that it took
     scale      what multiplies the values of its blocks
     """
 
@@ -56,6 +58,8 @@ class StoredLayer:
     error: float
     damping: float
     tokens: int
+    nearest: float
+    seconds: float
     scale: float = 1.0
 
     def blocks(self) -> np.ndarray:
@@ -146,6 +150,7 @@ class LayerStore:
 
     notes  what the user should know of the layers that were stored already
     job    becomes its digest, by which this run's files are known
+    blocks  of the model, as `block_log` tells of them, for a report
 
     Raises BridgeError if it holds layers of another run, or anything else.
     """
@@ -154,6 +159,7 @@ class LayerStore:
         self.folder = folder
         self.layers: dict[str, StoredLayer] = {}
         self.notes: list[str] = []
+        self.blocks: list[dict[str, Any]] = []
         self._made: list[Path] = []  # folders above it that were missing
         self._parts: dict[str, dict[tuple[int, int], StoredLayer]] = {}  # of layers that have several, by their rows
         job = json.loads(json.dumps(job))
@@ -217,6 +223,8 @@ class LayerStore:
                 layer,
                 files=tuple(parts[span].files[0] for span in spans),
                 error=sum(parts[first, end].error * (end - first) for first, end in spans) / count,
+                nearest=sum(parts[first, end].nearest * (end - first) for first, end in spans) / count,
+                seconds=sum(part.seconds for part in parts.values()),
                 damping=max(part.damping for part in parts.values()),
             )
 
@@ -266,7 +274,9 @@ class LayerStore:
                 tensors["layout"] = done.layout
         file = _file(self.folder, done.name, rows)
         scale = done.grid.scale if isinstance(done.grid, CodebookGrid) else 1.0
-        layer = StoredLayer((file,), done.name, type_, done.error, done.damping, tokens, scale)
+        layer = StoredLayer(
+            (file,), done.name, type_, done.error, done.damping, tokens, done.nearest, done.seconds, scale
+        )
         record = {key: value for key, value in asdict(layer).items() if key != "files"} | {"rows": rows}
         write_tensors(file, done.name, tensors, {"layer": json.dumps(record), "job": self.job, **extra})
         self._add(rows, layer)
