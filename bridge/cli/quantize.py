@@ -78,5 +78,6 @@ def run(a: argparse.Namespace) -> int:
             progress=bar,
         )
     print(done.summary())
-    uploading.finish(done)
+    if done.modules:
+        uploading.finish(done)
     return 0

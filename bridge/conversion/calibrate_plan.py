@@ -29,6 +29,7 @@ from bridge.quantize.settings import Calibration
 from bridge.system.files import disk_errors
 from bridge.system.folder_locks import temporary_beside
 from bridge.system.free_memory import free_memory
+from bridge.system.row_threads import slices
 from bridge.system.text import percent
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 _LENGTH = 2048  # tokens in a sequence
 _TOKENS_PER_COLUMN = 4  # of the widest input, at least
 _TOKENS_AT_ONCE = 4096
+_ELSEWHERE = {"text", "blocks", "offload", "imatrix_out", "progress"}  # options on which no layer depends
 _WEIGHTS_AT_ONCE = 1 << 26  # of the output head: quantizing takes eight times their 256 MB
 
 
@@ -110,7 +112,8 @@ def quantize_layers(
     force    whether layers of another run may be replaced there
     prepare  see `quantize_model`
 
-    Returns the stored layers and notes. Raises BridgeError as `read_tokens` and `quantize_model` do.
+    Returns the stored layers, of `settings.blocks` alone where these are given, and notes. Raises BridgeError as
+    `read_tokens` and `quantize_model` do.
     """
     from bridge.quantize.float_model import FloatModel
     from bridge.quantize.layer_store import LayerStore
@@ -119,7 +122,10 @@ def quantize_layers(
     if settings.method != "rtn":
         model = FloatModel(ckpt, device=settings.device)
         found = calibrating(model, settings, targets)
-    layers = LayerStore(folder, _job(ckpt, settings, targets, found), force)
+    layers = LayerStore(folder, _job(ckpt, settings, targets, found), force, settings.blocks)
+    until = None
+    if model is not None and settings.blocks is not None:
+        targets, until = _of_part(model, targets, settings.blocks)
 
     def quantizer(layer: LayerInput) -> tuple[torch.Tensor, None]:
         target = targets[layer.name]
@@ -137,15 +143,17 @@ def quantize_layers(
         if model is None or found is None:
             _round_to_nearest(ckpt, targets, quantizer, layers)
         else:
-            _walk(model, settings, found, targets, quantizer, layers, prepare)
+            _walk(model, settings, found, targets, quantizer, layers, prepare, until)
     except BaseException as stop:
         layers.remove_if_empty()
         if isinstance(stop, KeyboardInterrupt) and layers.folder.exists():
-            stored = f"{len(layers.layers)} of {len(targets)} layers are stored in {folder}"
+            stored = f"{len(layers.layers)} of {len(targets)} layers are stored in {layers.folder}"
             stop.args = (f"stopped; {stored}: the same command continues from there",)
         raise
     missed = sorted(targets.keys() - layers.layers.keys())
     notes = list(layers.notes)
+    if settings.blocks is not None:
+        notes.append(_part_note(settings.blocks, layers))
     notes += [_lost_note(layers.layers, settings)] if found is not None and layers.layers else []
     notes += [f"{name}: not seen among the model's layers; rounded to nearest instead" for name in missed]
     return layers, notes + [note for layer in layers.layers.values() if (note := _damping_note(layer, settings))]
@@ -247,13 +255,16 @@ def _walk(
     quantizer: Callable[[LayerInput], tuple[torch.Tensor, None]],
     layers: LayerStore,
     prepare: Prepare | None,
+    until: int | None,
 ) -> None:
     """Take the tokens through the model, layer by layer."""
     from bridge.quantize import quantize_model
     from bridge.quantize.kept_inputs import KeptInputs
 
     todo = targets.keys() - layers.layers.keys()
-    two_sided = settings.method == "two-sided" and bool(todo)
+    if not todo and prepare is None:
+        return
+    two_sided = settings.method == "two-sided"
     if two_sided and not layers.has_outputs(todo):
         beside = (settings.offload or layers.folder.parent) / layers.folder.name
         with disk_errors(beside, "activations", "folder"), temporary_beside(beside) as folder:
@@ -264,6 +275,7 @@ def _walk(
         quantizer,
         held=found.held,
         feed=settings.feed,
+        until=until,
         cross=settings.cross,
         batch=max(1, _TOKENS_AT_ONCE // found.tokens.shape[1]),
         wanted=targets.__contains__,
@@ -304,8 +316,30 @@ def _keep_output_hessians(
         if name in missing:
             layers.save_outputs(name, outputs)
             missing.remove(name)
+        if not missing:
+            break
     for name in missing:
         layers.save_outputs(name, None)
+
+
+def _of_part(
+    model: FloatModel, targets: dict[str, LayerTarget], part: tuple[int, int]
+) -> tuple[dict[str, LayerTarget], int | None]:
+    """The layers in part I of N of the model's blocks, the last with the output head, and the number of blocks up to
+    its end; None: all."""
+    number, count = part
+    if count > len(model.blocks):
+        raise BridgeError(f"{parameter('blocks', part)}: the model has {len(model.blocks)} blocks")
+    blocks = slices(len(model.blocks), count)[number - 1]
+    own = model.linears(blocks).keys() | ({model.head()[0]} if number == count else set())
+    return {name: target for name, target in targets.items() if name in own}, None if number == count else blocks.stop
+
+
+def _part_note(part: tuple[int, int], layers: LayerStore) -> str:
+    return (
+        f"{len(layers.layers)} layers, part {part[0]} of {part[1]}, are stored in {layers.folder}: when all parts are, "
+        f"next to each other, the same command without {parameter('blocks')} writes the file"
+    )
 
 
 def _round_to_nearest(
@@ -357,7 +391,7 @@ def quantize_planned(
         given = parameter("calibrate")
         raise BridgeError(f"{ckpt.path}: every layer keeps its codes in these types; convert it without {given}")
     layers, notes = quantize_layers(ckpt, settings, targets, folder, force)
-    if settings.imatrix_out is not None:
+    if settings.imatrix_out is not None and settings.blocks is None:
         _write_imatrix(marked, layers, settings)
 
     def seen(tensor: PlannedTensor, part: Part, how: How) -> How:
@@ -389,7 +423,7 @@ def _job(
     ckpt: Checkpoint, settings: Calibration, targets: dict[str, LayerTarget], found: Calibrating | None
 ) -> dict[str, Any]:
     """What the layers depend on."""
-    options = {k: v for k, v in asdict(settings).items() if k not in ("text", "offload", "imatrix_out", "progress")}
+    options = {k: v for k, v in asdict(settings).items() if k not in _ELSEWHERE}
     files = [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in ckpt.files]
     said = [[name, w.grid, None if w.columns is None else w.columns.tolist()] for name, w in sorted(targets.items())]
     return {

@@ -203,6 +203,11 @@ class ConvertOptions(PlanOptions):
                 f"{parameter(asked)} is measured with a text and two-sided, gptaq or gptq: "
                 f"give {parameter('calibrate')}"
             )
+        if self.calibrate.blocks is not None:
+            raise BridgeError(
+                f"{parameter(asked)} measures whole models: write the types with {parameter('plan_out')}, and give "
+                f"{parameter('blocks')} to each run of convert with {parameter('plan')}"
+            )
         if self.split_max_size is not None:
             raise BridgeError(
                 f"{parameter(asked)} is for one file: write the plan with {parameter('plan_out')}, set split_max_size "

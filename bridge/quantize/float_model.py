@@ -55,12 +55,12 @@ class FloatModel:
         """The number of tokens in the vocabulary."""
         return self.model.get_input_embeddings().weight.shape[0]
 
-    def linears(self) -> dict[str, tuple[int, int]]:
-        """(out, in) of the blocks' layers that can be quantized, by their names in the checkpoint."""
+    def linears(self, blocks: slice = slice(None)) -> dict[str, tuple[int, int]]:
+        """(out, in) of the layers of some blocks that can be quantized, by their names in the checkpoint."""
         return {
             self.name(f"{self.prefix}.{i}.{name}"): matrix_shape(module)
-            for i, block in enumerate(self.blocks)
-            for name, module in block.named_modules()
+            for i in range(len(self.blocks))[blocks]
+            for name, module in self.blocks[i].named_modules()
             if is_layer(module)
         }
 

@@ -5,6 +5,7 @@ head, which is quantized some rows at a time, a file holds these. `job.json` say
 file has a digest of its tensors and of the run; one that does not match is removed, and its layer is made again.
 """
 
+import glob
 import hashlib
 import json
 import os
@@ -139,6 +140,8 @@ class LayerStore:
     """The folder of a run's finished layers; created if it does not exist.
 
     job    everything that the layers depend on, as JSON
+    part   I and N of the N parts of the blocks that runs on several machines quantize, each in a folder of its own
+           beside this one; None: all of them, and the layers in these folders count as stored
     force  start over if the folder holds finished layers of another run
 
     notes  what the user should know of the layers that were stored already
@@ -147,21 +150,36 @@ class LayerStore:
     Raises BridgeError if it holds layers of another run, or anything else.
     """
 
-    def __init__(self, folder: Path, job: Mapping[str, Any], force: bool = False) -> None:
+    def __init__(
+        self, folder: Path, job: Mapping[str, Any], force: bool = False, part: tuple[int, int] | None = None
+    ) -> None:
+        others = [] if part else sorted(folder.parent.glob(f"{glob.escape(folder.name)}-*-of-*"))
+        folder = folder.with_name(f"{folder.name}-{part[0]}-of-{part[1]}") if part else folder
         self.folder = folder
+        self._others: list[Path] = []
         self.layers: dict[str, StoredLayer] = {}
         self.notes: list[str] = []
         self._made: list[Path] = []  # folders above it that were missing
         self._parts: dict[str, dict[tuple[int, int], StoredLayer]] = {}  # of layers that have several, by their rows
         job = json.loads(json.dumps(job))
         self.job = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()
+        self._open(folder, job, force)
+        for other in others:
+            if _read_job(other / _JOB) == job:
+                self._others.append(other)
+                self._load(other)
+            else:
+                self.notes.append(f"{other}: holds layers of a run with other options, inputs or version; left out")
+
+    def _open(self, folder: Path, job: Any, force: bool) -> None:
+        """Load the folder's layers, or make it."""
         if folder.exists():
             if not (folder / _JOB).is_file() and not _is_empty(folder):
                 raise BridgeError(f"{folder}: is not a folder of quantized layers; move it or choose another output")
             if (folder / _JOB).is_file():
                 found = _read_job(folder / _JOB)
                 if found == job:
-                    self._load()
+                    self._load(folder)
                     return
                 if found is not None and not found.keys() & job.keys():
                     raise BridgeError(f"{folder / _JOB}: is not a record of quantized layers; choose another output")
@@ -181,14 +199,14 @@ class LayerStore:
             raise BridgeError(f"{folder}: cannot be created ({problem.strerror}); choose another output") from None
         write_text(folder / _JOB, json.dumps(job, indent=1) + "\n")
 
-    def _load(self) -> None:
+    def _load(self, folder: Path) -> None:
         """Load the files of this run that are whole; remove the others."""
         bad = 0
-        own = [file for file in sorted(self.folder.iterdir()) if _OWN.fullmatch(file.name)]
+        own = [file for file in sorted(folder.iterdir()) if _OWN.fullmatch(file.name)]
         for file in filter(_is_layer, own):
             found = read_tensors(file)
             record = json.loads(found[1]["layer"]) if found and found[1].get("job") == self.job else None
-            if record is None or file != _file(self.folder, record["name"], record["rows"]):
+            if record is None or file != _file(folder, record["name"], record["rows"]):
                 file.unlink()
                 bad += 1
                 continue
@@ -198,7 +216,7 @@ class LayerStore:
             file.unlink()
         if bad:
             self.notes.append(
-                f"{self.folder}: files that were damaged or of another run: {bad}; their layers were quantized again"
+                f"{folder}: files that were damaged or of another run: {bad}; their layers were quantized again"
             )
 
     def _add(self, rows: Sequence[int] | None, layer: StoredLayer) -> None:
@@ -291,10 +309,11 @@ class LayerStore:
     def remove(self) -> None:
         """Remove the layers, once they are in the output, and the folder unless it holds anything else."""
         with suppress(OSError):
-            for file in self.folder.iterdir():
-                if _OWN.fullmatch(file.name):
-                    file.unlink()
-            for made in (self.folder, *self._made):
+            for folder in (*self._others, self.folder):
+                for file in folder.iterdir():
+                    if _OWN.fullmatch(file.name):
+                        file.unlink()
+            for made in (*self._others, self.folder, *self._made):
                 made.rmdir()
 
     def remove_if_empty(self) -> None:

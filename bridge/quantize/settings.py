@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge.errors import BridgeError, parameter
 from bridge.quantize.sources import DEFAULT, Source, sources_of
-from bridge.system.options import check_types, count, option, positive
+from bridge.system.options import check_types, count, option, positive, share
 from bridge.system.progress import Progress
 
 if TYPE_CHECKING:
@@ -73,6 +73,12 @@ class Calibration:
         "quantized", "layers whose outputs the next layer is calibrated on: quantized or float",
         metavar="WHAT", parse=str,
     )  # fmt: skip
+    blocks: tuple[int, int] | None = option(
+        None,
+        "with --feed float: quantize only part I of N of the model's blocks, so that machines share the work; their "
+        "layers are stored, and the same command without this writes the file",
+        metavar="I/N", parse=share, says="",
+    )  # fmt: skip
     device: str = option("cpu", "device that calibrates the layers: cpu or cuda", metavar="NAME", parse=str)
     offload: Path | None = option(
         None,
@@ -108,8 +114,22 @@ class Calibration:
                 raise BridgeError(f"{parameter(name, value)}: must be at least {least}")
         if self.shrinkage is not None and self.shrinkage > 1:
             raise BridgeError(f"{parameter('shrinkage', self.shrinkage)}: must be at most 1")
+        if self.blocks is not None:
+            self._check_blocks(self.blocks)
         if self.offload is not None and not os.path.isdir(self.offload):
             raise BridgeError(f"{self.offload}: no such folder; make it or give another one")
+
+    def _check_blocks(self, blocks: tuple[int, int]) -> None:
+        given = parameter("blocks", blocks)
+        if not 1 <= blocks[0] <= blocks[1]:
+            raise BridgeError(f"{given}: parts are numbered from 1 to {blocks[1]}")
+        if self.feed != "float":
+            raise BridgeError(
+                f"{given}: needs {parameter('feed', 'float')}; otherwise a block's inputs come from the quantized "
+                "blocks before it"
+            )
+        if self.method in ("awq", "rtn"):
+            raise BridgeError(f"{given}: is for the methods two-sided, gptaq and gptq, not {self.method}")
 
     @property
     def sources(self) -> list[Source]:

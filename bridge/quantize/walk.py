@@ -146,6 +146,7 @@ def quantize_model(
     quantizer: Quantizer,
     *,
     feed: str = "quantized",
+    until: int | None = None,
     cross: bool = False,
     batch: int = 16,
     held: int = 0,
@@ -163,6 +164,7 @@ def quantize_model(
     model    in memory, or a `FloatModel`, which drops the quantized weights and names layers as the checkpoint does
     tokens   int [sequences, length]
     feed     which blocks feed the next one: "quantized" or "float"
+    until    how many blocks are passed; None: all, and then the head
     cross    gather GPTAQ's cross term too, which also runs the float blocks
     batch    sequences in a forward pass
     held     how many of the last sequences are held back to choose settings on; 0: spans of all, see `hessian`
@@ -193,11 +195,10 @@ def quantize_model(
         if held:
             for i, b in enumerate(batches):
                 b.held = i >= -(-(len(tokens) - held) // batch)
-        float_batches = [b.copy() for b in batches] if cross else None
+        apart = cross and feed == "quantized"  # else the float model's inputs are the blocks' own
+        float_batches = [b.copy() for b in batches] if apart else None
         start = _resumed(resume, batches, float_batches)
-        for i, block in enumerate(source.blocks):
-            if i < start:
-                continue
+        for i, block in list(enumerate(source.blocks))[start:until]:
             source.load(i)
             try:
                 for b in (*batches, *(float_batches or ())):
@@ -209,12 +210,13 @@ def quantize_model(
                     prepare(block, layers, batches, lambda n, prefix=prefix: source.name(prefix + n))  # type: ignore[misc]
                 original = _float_twin(block) if cross or feed == "float" else None
                 replays = [Replay(block, b) for b in batches]
-                floats = [Replay(original, b) for b in float_batches or ()] if original is not None else []
+                twins = float_batches or (batches if cross else ())
+                floats = [Replay(original, b) for b in twins] if original is not None else []
                 yield from _quantize_layers(layers, replays, quantizer, original, floats, known, outputs)
                 if feed == "float" and original is not None:
                     for r in replays:
                         r.clear()
-                    replays = [Replay(original, b) for b in batches]
+                    replays = [] if floats else [Replay(original, b) for b in batches]
                 for r in (*replays, *floats):
                     output = r.run()
                     r.clear()
@@ -224,8 +226,9 @@ def quantize_model(
                     _keep(resume, i + 1, batches, float_batches)
             finally:
                 source.drop(i)
-        if head:
-            yield from _quantize_head(source, parts, batches, float_batches, quantizer, wanted, known, head_spans)
+        if head and until is None:
+            twins = float_batches or (batches if cross else None)
+            yield from _quantize_head(source, parts, batches, twins, quantizer, wanted, known, head_spans)
 
 
 def _resumed(
