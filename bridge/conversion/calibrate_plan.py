@@ -10,7 +10,8 @@ import hashlib
 import json
 import warnings
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ import bridge
 from bridge.blocks import Q8_0, TYPES
 from bridge.blocks.read import CALIBRATED
 from bridge.checkpoint import Checkpoint
+from bridge.checkpoint.files.hub import open_by_name
 from bridge.conversion.part_reader import PartReader
 from bridge.conversion.plan import How, Plan, PlannedTensor
 from bridge.errors import BridgeError, BridgeWarning, parameter
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
 _LENGTH = 2048  # tokens in a sequence
 _TOKENS_PER_COLUMN = 4  # of the widest input, at least
 _TOKENS_AT_ONCE = 4096
-_ELSEWHERE = {"text", "blocks", "offload", "imatrix_out", "progress"}  # options on which no layer depends
+_ELSEWHERE = {"text", "blocks", "offload", "imatrix_out", "progress", "spread"}  # options on which no layer depends
 _WEIGHTS_AT_ONCE = 1 << 26  # of the output head: quantizing takes eight times their 256 MB
 
 
@@ -122,19 +124,20 @@ def quantize_layers(
     if settings.method != "rtn":
         model = FloatModel(ckpt, device=settings.device)
         found = calibrating(model, settings, targets)
-    layers = LayerStore(folder, _job(ckpt, settings, targets, found), force, settings.blocks)
+    job = _job(ckpt, settings, targets, found)
     until = None
     if model is not None and settings.blocks is not None:
         targets, until = _of_part(model, targets, settings.blocks)
+    layers = LayerStore(folder, job, force, settings.blocks)
 
-    def quantizer(layer: LayerInput) -> tuple[torch.Tensor, None]:
-        target = targets[layer.name]
-        values, quantized = target.method.layer(layer, target.columns)
-        weight, squares = layer.weight.cpu().numpy(), layer.hessian.mean_squares()
-        layers.save(quantized, weight, squares, layer.hessian.tokens, layer.rows)
+    def finished(layer: StoredLayer) -> None:
         if settings.progress:
             rows = "rows {} to {} of {} ".format(*layer.rows) if layer.rows else ""
-            settings.progress(len(layers.layers), len(targets), f"{layer.name} {rows}error {quantized.error:.2e}")
+            settings.progress(len(layers.layers), len(targets), f"{layer.name} {rows}error {layer.error:.2e}")
+
+    def quantizer(layer: LayerInput) -> tuple[torch.Tensor, None]:
+        values, stored = _quantized(targets, layers, layer)
+        finished(stored)
         return values, None
 
     if settings.progress:
@@ -142,6 +145,8 @@ def quantize_layers(
     try:
         if model is None or found is None:
             _round_to_nearest(ckpt, targets, quantizer, layers)
+        elif settings.spread is not None:
+            _spread(model, settings, found, targets, finished, layers, until)
         else:
             _walk(model, settings, found, targets, quantizer, layers, prepare, until)
     except BaseException as stop:
@@ -291,6 +296,61 @@ def _walk(
         pass
 
 
+def _quantized(
+    targets: dict[str, LayerTarget], layers: LayerStore, layer: LayerInput
+) -> tuple[torch.Tensor, StoredLayer]:
+    """Quantize a layer and store it: its dequantized weights, and where it is."""
+    target = targets[layer.name]
+    values, quantized = target.method.layer(layer, target.columns)
+    weight, squares = layer.weight.cpu().numpy(), layer.hessian.mean_squares()
+    return values, layers.save(quantized, weight, squares, layer.hessian.tokens, layer.rows)
+
+
+def _stored(targets: dict[str, LayerTarget], layers: LayerStore, layer: LayerInput) -> StoredLayer:
+    return _quantized(targets, layers, layer)[1]
+
+
+def _spread(
+    model: FloatModel,
+    settings: Calibration,
+    found: Calibrating,
+    targets: dict[str, LayerTarget],
+    finished: Callable[[StoredLayer], None],
+    layers: LayerStore,
+    until: int | None,
+) -> None:
+    """`_walk` on a cluster."""
+    from bridge.quantize.spread import SpreadJob, quantize_spread
+
+    ckpt = model.ckpt
+    if type(ckpt) is not Checkpoint:
+        raise BridgeError(f"{ckpt.path}: machines share the work on checkpoints only, not on a GGUF")
+    job = SpreadJob(
+        open=partial(open_by_name, ckpt.path, None if ckpt.home == ckpt.path else ckpt.home),
+        quantize=partial(_stored, targets, layers),
+        store=layers,
+        tokens=found.tokens,
+        batch=max(1, _TOKENS_AT_ONCE // found.tokens.shape[1]),
+        held=found.held,
+        names=frozenset(targets),
+        feed=settings.feed,
+        cross=settings.cross,
+        device=settings.device,
+        offload=settings.offload,
+    )
+    if not targets.keys() - layers.layers.keys():
+        return
+    quantize_spread(
+        job,
+        settings.spread,
+        model,
+        lambda name, rows, columns: layers.missing(name, rows, _rows_at_once(columns)),
+        two_sided=settings.method == "two-sided",
+        until=until,
+        finished=finished,
+    )
+
+
 def _keep_output_hessians(
     model: FloatModel,
     settings: Calibration,
@@ -303,7 +363,7 @@ def _keep_output_hessians(
 
     folder  for the activations of the passes
     """
-    from bridge.quantize.forward_passes import output_hessians
+    from bridge.quantize.forward_passes import felt, output_hessians
 
     def said(what: str) -> None:
         if settings.progress:
@@ -311,7 +371,7 @@ def _keep_output_hessians(
 
     said("forward")
     missing = set(targets)
-    for name, outputs in output_hessians(model, tokens, folder):
+    for name, outputs in output_hessians(model, felt(tokens), folder):
         said(name)
         if name in missing:
             layers.save_outputs(name, outputs)
@@ -423,7 +483,9 @@ def _job(
     ckpt: Checkpoint, settings: Calibration, targets: dict[str, LayerTarget], found: Calibrating | None
 ) -> dict[str, Any]:
     """What the layers depend on."""
-    options = {k: v for k, v in asdict(settings).items() if k not in _ELSEWHERE}
+    options = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name not in _ELSEWHERE}
+    if settings.spread is not None and settings.spread.parts > 1:
+        options["parts"] = settings.spread.parts  # of the sums
     files = [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in ckpt.files]
     said = [[name, w.grid, None if w.columns is None else w.columns.tolist()] for name, w in sorted(targets.items())]
     return {

@@ -182,6 +182,9 @@ class ConvertOptions(PlanOptions):
                 )
         if self.calibrate is not None:
             self.calibrate.check_gguf()
+            if self.calibrate.spread is not None and (self.merge is not None or self.budget is not None):
+                given = parameter("merge" if self.merge is not None else "budget")
+                raise BridgeError(f"{given}: is for one machine; machines share the work on the result, or with a plan")
             if self.type in FLOAT_TYPES:
                 raise BridgeError(
                     f"{parameter('type', self.type)}: nothing is quantized; leave out {parameter('calibrate')}"

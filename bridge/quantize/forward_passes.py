@@ -42,24 +42,29 @@ def sequences_at_once(model: FloatModel, length: int) -> int:
     return max(1, min(4096, max(1, _LOGITS // model.vocabulary)) // length)
 
 
+def felt(tokens: torch.Tensor) -> torch.Tensor:
+    """The sequences whose gradients are taken: of more than 32,768 tokens, some."""
+    return tokens[:: -(-tokens.numel() // _TOKENS_FELT)]
+
+
 def output_hessians(
-    model: FloatModel, tokens: torch.Tensor, folder: Path | None = None
+    model: FloatModel, tokens: torch.Tensor, folder: Path | None = None, first: int = 0
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """A of each layer that tokens reach, last first, as `two_sided.round_two_sided` takes it.
 
-    tokens  int64 [sequences, length]; of more than 32,768 tokens, some sequences are taken
+    tokens  int64 [sequences, length], those of `felt` or a part of them
     folder  for activations, until all are found; None: in memory
+    first   the number of the first batch, of `sequences_at_once` each, among those of all parts
 
     Activations are kept in bfloat16 if the checkpoint is in it.
     """
-    tokens = tokens[:: -(-tokens.numel() // _TOKENS_FELT)]
     dtype = torch.bfloat16 if model.stored_in_bfloat16 else torch.float32
     activations = None if folder is None else folder / "activations"
     if activations is not None:
         activations.mkdir()
     try:
         with torch.no_grad():
-            passes = Passes(model, tokens, sequences_at_once(model, tokens.shape[1]), activations, dtype)
+            passes = Passes(model, tokens, sequences_at_once(model, tokens.shape[1]), activations, dtype, first)
         for name, outputs in passes.output_products(ROWS):
             if outputs.diagonal(dim1=1, dim2=2).any():
                 yield name, outputs
@@ -74,6 +79,7 @@ class Passes:
 
     folder  for the activations between blocks, which stay in memory without one
     dtype   of these activations
+    first   the number of the first batch, which decides what tokens are drawn
     calls   the blocks' arguments, for each batch
     inputs  [block][batch]: each block's inputs in the float model; after the last block, its outputs
 
@@ -85,6 +91,7 @@ class Passes:
     batch: int
     folder: Path | None = None
     dtype: torch.dtype = torch.float32
+    first: int = 0
 
     def __post_init__(self) -> None:
         self._files = 0
@@ -252,8 +259,8 @@ class Passes:
 
     def _last_gradients(self, seed: int) -> list[torch.Tensor]:
         """By batch, the gradients at the last block's outputs."""
-        generator = torch.Generator().manual_seed(seed)
-        return [self._last_gradient(batch, generator) for batch in range(len(self.batches))]
+        generators = (torch.Generator().manual_seed(seed + self.first + b) for b in range(len(self.batches)))
+        return [self._last_gradient(batch, generator) for batch, generator in enumerate(generators)]
 
     def _last_gradient(self, batch: int, generator: torch.Generator) -> torch.Tensor:
         x = self.inputs[-1][batch].detach().to(self.model.dtype).requires_grad_()

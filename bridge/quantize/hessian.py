@@ -11,6 +11,8 @@ inputs are alike, spread over the positions of all sequences; or they are whole 
 the rest (`mixture`). `shrinkage_of` chooses on them too.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -35,12 +37,14 @@ class Hessian:
 
     held       the Hessian of the tokens held back: whole batches of them, or with float inputs spans (`held_back`)
     shrinkage  of H in its factors, see `shrunk`; None: `shrinkage_of` has not been asked
+    first      how many tokens of the text come before these: where the spans that are held back start
 
     Each token is added once: to `held`, or to what is merged with it when `matrix` or `cross` is asked for.
     """
 
-    def __init__(self, name: str, columns: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, name: str, columns: int, device: torch.device | str = "cpu", first: int = 0) -> None:
         self.name = name
+        self.first = first
         self.tokens = 0
         self.borrowed_tokens = 0  # included in `tokens`, see `experts`
         self.held: Hessian | None = None
@@ -88,7 +92,7 @@ class Hessian:
         else:
             if self.held is None:
                 self.held = Hessian(self.name, x.shape[1], device)
-            those = held_back(self.tokens, len(x)) if held is None else torch.full((len(x),), held)
+            those = held_back(self.first + self.tokens, len(x)) if held is None else torch.full((len(x),), held)
             those, before = those.to(device), self.tokens - self.held.tokens
             own, others = self.held, ~those
             own._add(x[those], None if x_float is None else x_float[those], own.tokens)
@@ -140,6 +144,27 @@ class Hessian:
                 self._matrix.zero_()
                 self._cross = None
         self._merged, self._factor, self._rest, self.shrinkage = False, None, None, None
+
+    def include(self, other: "Hessian") -> None:
+        """Add the tokens of another Hessian of the same layer's inputs."""
+        self._part()
+        other._part()
+        held, theirs = self.held, other.held
+        rest = other.tokens - (theirs.tokens if theirs else 0)
+        whole = rest + self.tokens - (held.tokens if held else 0)
+        if rest:
+            self._matrix.lerp_(other._matrix, rest / whole)
+            if other._cross is not None:
+                self._cross = torch.zeros_like(self._matrix) if self._cross is None else self._cross
+                self._cross.lerp_(other._cross, rest / whole)
+        if theirs is not None:
+            self.held = held or Hessian(self.name, len(self._matrix), self._matrix.device)
+            self.held.include(theirs)
+        self.tokens += other.tokens
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the factors that layers share, which are found again."""
+        return self.__dict__ | {"_factor": None, "_rest": None}
 
     def _mix(self, held: "Hessian", share: float) -> None:
         self._matrix.lerp_(held.matrix, share)

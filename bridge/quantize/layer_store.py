@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+import secrets
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -47,6 +48,7 @@ class StoredLayer:
     error      tr(E H E^T) / tr(W H W^T), H of the calibration text
     damping    of H; infinity: rounded to nearest
     tokens     in H
+    rows       first, end and number of all, where the file has some rows of the layer
     """
 
     files: tuple[Path, ...]
@@ -55,6 +57,7 @@ class StoredLayer:
     error: float
     damping: float
     tokens: int
+    rows: Sequence[int] | None = None
 
     def blocks(self) -> np.ndarray:
         """uint8 [rows, row bytes] of `type`, columns in the GGUF's order."""
@@ -103,7 +106,7 @@ def file_of(folder: Path, name: str, suffix: str) -> Path:
 
 def write_tensors(file: Path, name: str, tensors: Mapping[str, np.ndarray], metadata: dict[str, str]) -> None:
     """Write a safetensors file, whole or not at all. Raises BridgeError, with `name`, if the disk is full."""
-    part = file.with_suffix(f".{os.getpid()}{_PART}")
+    part = file.with_suffix(f".{secrets.randbits(63)}{_PART}")  # several machines may write to the folder
     tensors = {key: np.ascontiguousarray(values) for key, values in tensors.items()}
     try:
         save_file(tensors, part, metadata | {_DIGEST: _digest(tensors, metadata)})
@@ -204,14 +207,12 @@ class LayerStore:
         bad = 0
         own = [file for file in sorted(folder.iterdir()) if _OWN.fullmatch(file.name)]
         for file in filter(_is_layer, own):
-            found = read_tensors(file)
-            record = json.loads(found[1]["layer"]) if found and found[1].get("job") == self.job else None
-            if record is None or file != _file(folder, record["name"], record["rows"]):
+            layer = self._read(file)
+            if layer is None:
                 file.unlink()
                 bad += 1
                 continue
-            rows = record.pop("rows")
-            self._add(rows, StoredLayer((file,), **record))
+            self.add(layer)
         for file in (file for file in own if file.suffix == _PART):  # of a run that was killed
             file.unlink()
         if bad:
@@ -219,7 +220,21 @@ class LayerStore:
                 f"{folder}: files that were damaged or of another run: {bad}; their layers were quantized again"
             )
 
-    def _add(self, rows: Sequence[int] | None, layer: StoredLayer) -> None:
+    def _read(self, file: Path) -> StoredLayer | None:
+        """The layer in a file that this run has written and nobody has changed; None otherwise."""
+        found = read_tensors(file)
+        record = json.loads(found[1]["layer"]) if found and found[1].get("job") == self.job else None
+        if record is None or file != _file(file.parent, record["name"], record["rows"]):
+            return None
+        return StoredLayer((file,), **record)
+
+    def stored(self, name: str, rows: Sequence[int] | None) -> StoredLayer | None:
+        """A layer, or some rows of one, that another process may have saved; None: not yet."""
+        return self._read(_file(self.folder, name, rows))
+
+    def add(self, layer: StoredLayer) -> None:
+        """Count a layer, or some rows of one, as stored."""
+        rows = layer.rows
         if rows is None:
             self.layers[layer.name] = layer
             return
@@ -230,6 +245,7 @@ class LayerStore:
         if [0, *(end for _, end in spans)] == [*(first for first, _ in spans), count]:
             self.layers[layer.name] = replace(
                 layer,
+                rows=None,
                 files=tuple(parts[span].files[0] for span in spans),
                 error=sum(parts[first, end].error * (end - first) for first, end in spans) / count,
                 damping=max(part.damping for part in parts.values()),
@@ -254,8 +270,8 @@ class LayerStore:
         importance: np.ndarray,
         tokens: int,
         rows: tuple[int, int, int] | None = None,
-    ) -> None:
-        """Save a layer.
+    ) -> StoredLayer:
+        """Save a layer, and return it.
 
         weight      float32 [rows, columns], before quantization
         importance  float32 [columns], the mean square of each input
@@ -280,21 +296,25 @@ class LayerStore:
             if done.layout is not None:
                 tensors["layout"] = done.layout
         file = _file(self.folder, done.name, rows)
-        layer = StoredLayer((file,), done.name, type_, done.error, done.damping, tokens)
-        record = {key: value for key, value in asdict(layer).items() if key != "files"} | {"rows": rows}
+        layer = StoredLayer((file,), done.name, type_, done.error, done.damping, tokens, rows)
+        record = {key: value for key, value in asdict(layer).items() if key != "files"}
         write_tensors(file, done.name, tensors, {"layer": json.dumps(record), "job": self.job, **extra})
-        self._add(rows, layer)
+        self.add(layer)
         if done.name in self.layers:
             self._outputs_file(done.name).unlink(missing_ok=True)
+        return layer
 
-    def save_outputs(self, name: str, outputs: torch.Tensor | None) -> None:
-        """Keep A of a layer, float32 [blocks, n, n], until the layer is finished; None: there is none."""
+    def save_outputs(self, name: str, outputs: torch.Tensor | None, part: int | None = None) -> None:
+        """Keep A of a layer, float32 [blocks, n, n], until the layer is finished; None: there is none.
+
+        part  which part of the sequences it is of; None: of all
+        """
         values = np.empty(0, np.float32) if outputs is None else outputs.cpu().numpy()
-        write_tensors(self._outputs_file(name), name, {"outputs": values}, {"job": self.job})
+        write_tensors(self._outputs_file(name, part), name, {"outputs": values}, {"job": self.job})
 
-    def outputs(self, name: str) -> torch.Tensor | None:
+    def outputs(self, name: str, part: int | None = None) -> torch.Tensor | None:
         """A of a layer as `save_outputs` has it; None: there is none."""
-        found = read_tensors(self._outputs_file(name))
+        found = read_tensors(self._outputs_file(name, part))
         values = found[0]["outputs"] if found and found[1]["job"] == self.job else np.empty(0)
         return torch.from_numpy(values) if values.size else None
 
@@ -303,8 +323,12 @@ class LayerStore:
         files = (self._outputs_file(name) for name in names if name not in self.layers)
         return all((found := read_tensors(file)) is not None and found[1].get("job") == self.job for file in files)
 
-    def _outputs_file(self, name: str) -> Path:
-        return file_of(self.folder, name, ".gradients")
+    def drop_outputs(self, name: str, part: int) -> None:
+        """Remove A of a part of the sequences."""
+        self._outputs_file(name, part).unlink(missing_ok=True)
+
+    def _outputs_file(self, name: str, part: int | None = None) -> Path:
+        return file_of(self.folder, name, f"{'' if part is None else f'-{part:09}'}.gradients")
 
     def remove(self) -> None:
         """Remove the layers, once they are in the output, and the folder unless it holds anything else."""

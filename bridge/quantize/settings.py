@@ -29,6 +29,7 @@ class Calibration:
     """How layers are quantized with a text; see the help of each field.
 
     progress  called after each layer with the number done, the number of all, and the layer's name and error
+    spread    the cluster that quantizes, a `bridge.quantize.spread.Spread`; None: this process
     """
 
     text: Path | str | Iterable[Path | str] | None = option(
@@ -92,6 +93,7 @@ class Calibration:
         None, "also write llama.cpp's importance matrix of the same tokens", metavar="FILE", parse=Path, says=""
     )
     progress: Progress | None = field(default=None, compare=False, repr=False)
+    spread: Any = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -116,6 +118,9 @@ class Calibration:
             raise BridgeError(f"{parameter('shrinkage', self.shrinkage)}: must be at most 1")
         if self.blocks is not None:
             self._check_blocks(self.blocks)
+        if self.spread is not None and self.method in ("awq", "rtn"):
+            given = parameter("method", self.method)
+            raise BridgeError(f"{given}: several machines share the work of two-sided, gptaq and gptq only")
         if self.offload is not None and not os.path.isdir(self.offload):
             raise BridgeError(f"{self.offload}: no such folder; make it or give another one")
 
