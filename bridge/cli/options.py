@@ -99,7 +99,7 @@ def calibration(a: argparse.Namespace, progress: Progress | None) -> Calibration
     from bridge.system.malloc import return_freed_memory
 
     return_freed_memory()
-    return Calibration(**{"text": None, **values}, progress=progress)
+    return Calibration(**{"text": None, **values}, progress=progress, spread=getattr(a, "spread", None))
 
 
 def add_budget(p: argparse.ArgumentParser, requantize: bool = False) -> None:

@@ -210,8 +210,8 @@ def quantize_model(
                     prepare(block, layers, batches, lambda n, prefix=prefix: source.name(prefix + n))  # type: ignore[misc]
                 original = float_twin(block) if cross or feed == "float" else None
                 replays = [Replay(block, b) for b in batches]
-                twins = float_batches or (batches if cross else ())
-                floats = [Replay(original, b) for b in twins] if original is not None else []
+                twins = float_batches or (batches if cross else None)
+                floats = [Replay(original, b) for b in twins or ()] if original is not None else []
                 yield from _quantize_layers(layers, replays, quantizer, original, floats, known, outputs)
                 if feed == "float" and original is not None:
                     for r in replays:
