@@ -24,20 +24,21 @@ from bridge.system.free_memory import free_memory
 
 
 class Kept:
-    """A tensor that is not needed now: in memory, or in a file."""
+    """A tensor that is not needed now: in the host's memory, or in a file."""
 
     def __init__(self, x: torch.Tensor, shelf: "Shelf | None" = None) -> None:
         self._device = x.device
         self._file = None if shelf is None else shelf.place()
-        self._x: torch.Tensor | None = x
+        self._x: torch.Tensor | None = None
         if self._file is not None:
             save_activations(x, self._file)
-            self._x = None
+        else:
+            self._x = x.cpu()
 
     def value(self) -> torch.Tensor:
         """The tensor."""
         if self._x is not None:
-            return self._x
+            return self._x.to(self._device)
         assert self._file is not None
         found: torch.Tensor = torch.load(self._file, map_location=self._device, weights_only=True)
         return found

@@ -146,7 +146,7 @@ class Passes:
 
     def kept(self, x: torch.Tensor) -> torch.Tensor:
         """Activations in their dtype, in a file's pages where there is a folder."""
-        x = x.to(self.dtype)
+        x = x.to("cpu", self.dtype)
         if self.folder is None:
             return x
         self._files += 1
@@ -175,7 +175,7 @@ class Passes:
 
     def _call(self, number: int, block: nn.Module, call: BlockInputs, x: torch.Tensor) -> torch.Tensor:
         call.select_block(number)
-        call.x = x.to(self.model.dtype)
+        call.x = x.to(self.model.device, self.model.dtype)
         try:
             found = first_of(call.run(block))
         finally:
@@ -231,11 +231,11 @@ class Passes:
             hooks = [module.register_forward_hook(_adding(name, sums, of)) for name, module in self.layers(i)]
             try:
                 for b, call in enumerate(self.calls):
-                    x = self.inputs[i][b].detach().to(self.model.dtype).requires_grad_()
+                    x = self.inputs[i][b].detach().to(self.model.device, self.model.dtype).requires_grad_()
                     with torch.enable_grad():
-                        self._call(i, self.model.blocks[i], call, x).backward(gradients[b])
+                        self._call(i, self.model.blocks[i], call, x).backward(gradients[b].to(self.model.device))
                     assert x.grad is not None
-                    gradients[b] = x.grad
+                    gradients[b] = x.grad.cpu()
             finally:
                 for hook in hooks:
                     hook.remove()
@@ -263,13 +263,13 @@ class Passes:
         return [self._last_gradient(batch, generator) for batch, generator in enumerate(generators)]
 
     def _last_gradient(self, batch: int, generator: torch.Generator) -> torch.Tensor:
-        x = self.inputs[-1][batch].detach().to(self.model.dtype).requires_grad_()
+        x = self.inputs[-1][batch].detach().to(self.model.device, self.model.dtype).requires_grad_()
         with torch.enable_grad():
             scores = self.logits(batch, x).log_softmax(-1).flatten(0, 1)
             drawn = torch.multinomial(scores.detach().exp().cpu(), 1, generator=generator).to(scores.device)
             scores.gather(1, drawn).sum().backward()
         assert x.grad is not None
-        return x.grad
+        return x.grad.cpu()
 
 
 def on_disk(x: torch.Tensor, file: Path) -> torch.Tensor:

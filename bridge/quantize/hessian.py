@@ -347,7 +347,11 @@ def _lost(fitted: torch.Tensor, held: torch.Tensor, shrinkage: float, damping: f
     if factor is None:
         return float("inf")
     factor /= factor.diagonal()[:, None].clone()
-    return float((factor @ held).mul_(factor).sum(dtype=torch.float64))
+    lost = 0.0
+    for t in tiles(len(factor)):  # below the diagonal, the factor is 0
+        own = factor[t, t.start :]
+        lost += float((own @ held[t.start :, t.start :]).mul_(own).sum(dtype=torch.float64))
+    return lost
 
 
 def shrunk(hessian: torch.Tensor, shrinkage: float) -> torch.Tensor:
@@ -359,8 +363,9 @@ def inverse_factor(hessian: torch.Tensor) -> torch.Tensor | None:
     """U, upper triangular, with H^-1 = U^T U, written over H; None if H is not positive definite.
 
     With H = R R^T, R upper (the Cholesky factor of H read backwards), U is R^-1: one factorization and one
-    triangular inverse; inverting H and factoring again would take three times as long. Both go by tiles, each summed
-    in float64 and rounded once, so that a float32 H takes no memory but its own. Only H's upper half is read.
+    triangular inverse; inverting H and factoring again would take three times as long. Both go by tiles, in place.
+    float64 is for the tiles on the diagonal, where H all but cancels, and what they are multiplied with: n^2 operations
+    a tile. The others, n^3, are in H's own precision, in which R is stored. Only H's upper half is read.
     """
     n = len(hessian)
     spans = [slice(at, min(at + _TILE, n)) for at in range(0, n, _TILE)]
@@ -373,14 +378,14 @@ def inverse_factor(hessian: torch.Tensor) -> torch.Tensor | None:
             return None
         hessian[column, column] = tile
         for row in spans[: column.start // _TILE]:
-            left = hessian[row, column].double().addmm_(hessian[row, column.stop :].double(), done.T, alpha=-1)
-            hessian[row, column] = torch.linalg.solve_triangular(tile.T, left, upper=False, left=False)
+            left = hessian[row, column].addmm_(hessian[row, column.stop :], hessian[column, column.stop :].T, alpha=-1)
+            hessian[row, column] = torch.linalg.solve_triangular(tile.T, left.double(), upper=False, left=False)
     for column in spans:  # R^-1
         eye = torch.eye(column.stop - column.start, dtype=torch.float64, device=hessian.device)
         inverse = torch.linalg.solve_triangular(hessian[column, column].double(), eye, upper=True)
-        above = hessian[: column.start, column].double() @ inverse
+        above = (hessian[: column.start, column].double() @ -inverse).to(hessian.dtype)
         for row in spans[: column.start // _TILE]:
-            hessian[row, column] = -(hessian[row, row.start : column.start].double() @ above[row.start :])
+            hessian[row, column] = hessian[row, row.start : column.start] @ above[row.start :]
         hessian[column, column] = inverse
     return hessian.triu_()
 

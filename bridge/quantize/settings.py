@@ -6,6 +6,7 @@ Importing this needs neither PyTorch nor NumPy; making a `Calibration` says what
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -80,7 +81,10 @@ class Calibration:
         "layers are stored, and the same command without this writes the file",
         metavar="I/N", parse=share, says="",
     )  # fmt: skip
-    device: str = option("cpu", "device that calibrates the layers: cpu or cuda", metavar="NAME", parse=str)
+    device: str = option(
+        "cpu", "device that calibrates the layers: cpu, cuda, or auto, which is cuda where PyTorch sees a GPU",
+        metavar="NAME", parse=str,
+    )  # fmt: skip
     offload: Path | None = option(
         None,
         "folder for activations, instead of memory; two-sided puts the activations of its gradients on disk in any "
@@ -116,6 +120,8 @@ class Calibration:
                 raise BridgeError(f"{parameter(name, value)}: must be at least {least}")
         if self.shrinkage is not None and self.shrinkage > 1:
             raise BridgeError(f"{parameter('shrinkage', self.shrinkage)}: must be at most 1")
+        if self.method != "rtn":
+            object.__setattr__(self, "device", _device(self.device))
         if self.blocks is not None:
             self._check_blocks(self.blocks)
         if self.spread is not None and self.method in ("awq", "rtn"):
@@ -172,3 +178,19 @@ class Calibration:
             return Method(grid, "none", float("inf"), sweeps=0)
         alpha = self.alpha if self.cross else 0.0
         return Method(grid, self.act_order, self.damping, alpha, self.sweeps, self.shrinkage)
+
+
+def _device(name: str) -> str:
+    """A device that PyTorch can use; BridgeError where there is none of this name."""
+    if name == "cpu":
+        return name
+    import torch
+
+    sees = torch.cuda.is_available()
+    if name == "auto":
+        return "cuda" if sees else "cpu"
+    if not re.fullmatch(r"cuda(:\d+)?", name):
+        raise BridgeError(f"unknown {parameter('device', name)}: choose cpu, cuda or auto")
+    if not sees:
+        raise BridgeError(f"{parameter('device', name)}: this PyTorch sees no GPU; choose cpu, or install one for CUDA")
+    return name
