@@ -160,7 +160,7 @@ class Passes:
 
     def logits(self, batch: int, x: torch.Tensor) -> torch.Tensor:
         """[sequences, length, vocabulary] for the last block's outputs of a batch; gradients pass."""
-        items = self.calls[batch].items
+        items, x = self.calls[batch].items, x.to(self.model.device)
         return after_blocks(self.model.model, self.model.blocks, self.batches[batch], x, items).logits.float()
 
     @contextmanager
@@ -255,7 +255,8 @@ class Passes:
     @torch.no_grad()
     def head_hessian(self) -> Hessian:
         """The Hessian of the output head's inputs."""
-        return head_hessian(self.model.model, self.model.blocks, self.batches, self.calls[0].items, self.inputs[-1])
+        last = (x.to(self.model.device) for x in self.inputs[-1])
+        return head_hessian(self.model.model, self.model.blocks, self.batches, self.calls[0].items, last)
 
     def _last_gradients(self, seed: int) -> list[torch.Tensor]:
         """By batch, the gradients at the last block's outputs."""

@@ -56,7 +56,7 @@ class OnCuda(torch.Tensor):
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # torch itself takes it for one on the CPU
         if args and isinstance(args[0], torch.Tensor):
             args = (args[0].device, args[0].dtype, *args[1:])
-        wanted = torch._C._nn._parse_to(*args, **kwargs)[0]
+        wanted = torch._C._nn._parse_to(*args, **{k: v for k, v in kwargs.items() if k != "copy"})[0]
         return super().to(*args, **kwargs) if wanted is None or wanted.type != "cpu" else self.cpu().to(*args, **kwargs)
 
     def cpu(self, *_: Any) -> torch.Tensor:
