@@ -307,7 +307,7 @@ def _quantized(
 
 
 def _stored(targets: dict[str, LayerTarget], layers: LayerStore, layer: LayerInput) -> StoredLayer:
-    return _quantized(targets, layers, layer)[1]
+    return _quantized(targets, layers.apart(), layer)[1]
 
 
 def _spread(

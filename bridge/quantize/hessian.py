@@ -56,6 +56,11 @@ class Hessian:
         self._rest: tuple[object, torch.Tensor] | None = None
 
     @property
+    def columns(self) -> int:
+        """The number of inputs."""
+        return len(self._matrix)
+
+    @property
     def matrix(self) -> torch.Tensor:
         """H."""
         self._merge()
@@ -179,7 +184,7 @@ class Hessian:
 
         keep  for the next call with the same arguments; False: it is not needed again
         """
-        key = damping, self.shrinkage, None if order is None else tuple(order.tolist())
+        key = damping, self.shrinkage, None if order is None else tuple(order.cpu().tolist())
         found = self._factor[1] if self._factor and self._factor[0] == key else None
         self._factor = None
         h = shrunk(self.matrix, self.shrinkage) if self.shrinkage and not found else self.matrix

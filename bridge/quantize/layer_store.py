@@ -5,6 +5,7 @@ head, which is quantized some rows at a time, a file holds these. `job.json` say
 file has a digest of its tensors and of the run; one that does not match is removed, and its layer is made again.
 """
 
+import copy
 import glob
 import hashlib
 import json
@@ -15,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import gguf
 import numpy as np
@@ -250,6 +251,12 @@ class LayerStore:
                 error=sum(parts[first, end].error * (end - first) for first, end in spans) / count,
                 damping=max(part.damping for part in parts.values()),
             )
+
+    def apart(self) -> Self:
+        """The same folder, to save layers in that this object does not count."""
+        other = copy.copy(self)
+        other.layers, other._parts = {}, {}
+        return other
 
     def missing(self, name: str, rows: int, step: int) -> list[slice]:
         """The rows of a layer that are not stored, at most `step` at a time."""

@@ -9,6 +9,8 @@ present block (`kept_inputs`). So any worker can run any task again, and one tha
 it. A worker keeps the block that it has loaded, and the passes of its sequences (`replay`), which other workers would
 start anew.
 
+What a task gets, others get too, and Dask may be sending it meanwhile: no task changes it.
+
 Sums of other parts are rounded otherwise, so the codes depend on the number of parts, not on that of workers. One part
 gives the codes of `quantize_model`.
 """
@@ -272,12 +274,12 @@ def _any_is_short(hessians: dict[str, Hessian]) -> bool:
 
 
 def _merged(hessians: dict[str, Hessian]) -> dict[str, Hessian]:
-    return {"": merged(list(hessians.values()))}
+    return {"": merged(copy.deepcopy(list(hessians.values())))}
 
 
 def _lent(hessians: dict[str, Hessian], everyone: dict[str, Hessian]) -> dict[str, Hessian]:
     found = copy.deepcopy(hessians)
-    lend(list(found.values()), everyone[""])
+    lend(list(found.values()), copy.deepcopy(everyone[""]))
     return found
 
 
@@ -287,7 +289,9 @@ def _layer(job: SpreadJob, block: int, done: Done, name: str, hessian: Hessian) 
         return found
     with _at_work(job) as worker:
         worker.enter(block, done, [])
-        return job.quantize(LayerInput(name, matrix(worker.layers[name]), hessian, job.store.outputs(name)))
+        return job.quantize(
+            LayerInput(name, matrix(worker.layers[name]), copy.deepcopy(hessian), job.store.outputs(name))
+        )
 
 
 def _advanced(job: SpreadJob, block: int, done: Done, ends: Mapping[str, End], numbers: Sequence[int]) -> None:
@@ -333,7 +337,7 @@ def _head_rows(job: SpreadJob, name: str, rows: tuple[int, int, int], hessians: 
         return found
     with _at_work(job) as worker:
         weight = worker.model.head_rows(slice(*rows[:2]))
-        return job.quantize(LayerInput(name, weight, hessians[""], None, rows=part))
+        return job.quantize(LayerInput(name, weight, copy.deepcopy(hessians[""]), None, rows=part))
 
 
 def _outputs(job: SpreadJob, part: int, tokens: torch.Tensor, first: int, todo: frozenset[str]) -> frozenset[str]:

@@ -21,7 +21,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("parts")
     tokens = folder / "tokens.npy"
     np.save(tokens, np.random.default_rng(0).integers(0, 300, (4, 32)))
-    return save_model(folder / "model", "LlamaConfig", num_hidden_layers=3), tokens
+    return save_model(
+        folder / "model", "LlamaConfig", num_hidden_layers=3, hidden_size=64, intermediate_size=64
+    ), tokens
 
 
 def calibration(tokens: Path, **options: Any) -> Calibration:

@@ -19,9 +19,21 @@ from bridge.quantize.settings import Calibration
 from bridge.quantize.spread import Here, Spread
 from tests.support.tiny_models import save_model
 
+SMALL = {"hidden_size": 64, "intermediate_size": 64}
+
 
 class Killed(BaseException):
     """No handler of errors sees it."""
+
+
+def state_of(value: Any) -> Any:
+    """What tasks could change of what they get: Hessians, and the job's stored layers."""
+    if isinstance(value, dict):
+        return {key: state_of(own) for key, own in value.items()}
+    if isinstance(value, Hessian):
+        matrices = [m.numpy().tobytes() for m in (value._matrix, value._cross) if m is not None]
+        return value.tokens, value.shrinkage, value._merged, matrices, state_of(value.held)
+    return sorted(value.store.layers) if isinstance(value, tasks.SpreadJob) else None
 
 
 class Elsewhere(Here):
@@ -36,7 +48,10 @@ class Elsewhere(Here):
         self.names.append(function.__name__)
         sent = cloudpickle.dumps(args)
         for _ in range(1 + (self.count % 3 == 0)):
-            found = function(*pickle.loads(sent))
+            got = pickle.loads(sent)
+            before = [state_of(value) for value in got]
+            found = function(*got)
+            assert [state_of(value) for value in got] == before  # Dask may be sending them to other workers
             if self.count % 3 == 0:
                 tasks._leave_work()
         return pickle.loads(cloudpickle.dumps(found))
@@ -67,7 +82,7 @@ def one_sequence_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("family", ["LlamaConfig", "MixtralConfig"])
 def test_one_part_gives_the_bytes_of_one_machine(tmp_path: Path, tokens: Path, family: str) -> None:
-    model = save_model(tmp_path / "model", family, num_hidden_layers=2)
+    model = save_model(tmp_path / "model", family, num_hidden_layers=2, **SMALL)
     alone = quantized(model, tokens, tmp_path / "alone.gguf", None)
     cluster = Elsewhere()
     assert quantized(model, tokens, tmp_path / "there.gguf", Spread(cluster)) == alone
@@ -78,7 +93,7 @@ def test_one_part_gives_the_bytes_of_one_machine(tmp_path: Path, tokens: Path, f
 def test_the_bytes_depend_on_the_parts_and_not_on_which_workers_had_them(
     tmp_path: Path, tokens: Path, feed: str
 ) -> None:
-    model = save_model(tmp_path / "model", "LlamaConfig", num_hidden_layers=2)
+    model = save_model(tmp_path / "model", "LlamaConfig", num_hidden_layers=2, **SMALL)
     here, there = (
         quantized(model, tokens, tmp_path / f"{i}.gguf", Spread(cluster, 3), feed=feed)
         for i, cluster in enumerate((Here(), Elsewhere()))
@@ -87,7 +102,7 @@ def test_the_bytes_depend_on_the_parts_and_not_on_which_workers_had_them(
 
 
 def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, tokens: Path) -> None:
-    model = save_model(tmp_path / "model", "LlamaConfig", num_hidden_layers=3)
+    model = save_model(tmp_path / "model", "LlamaConfig", num_hidden_layers=3, **SMALL)
     whole = quantized(model, tokens, tmp_path / "whole.gguf", Spread(parts=2), method="gptaq")
 
     def progress(done: int, _all: int, _text: str) -> None:
