@@ -169,7 +169,10 @@ def convert_as(
         notes += [note for t in results if (note := beyond_auto(t))]
     seconds, compiled = time.perf_counter() - started, compiling.seconds() - compiled
     results += seen
-    return Report(str(checkpoint), ckpt.format, files, results, ckpt.nbytes, seconds, notes, compiled, ckpt.home)
+    blocks = layers.blocks if layers else []
+    return Report(
+        str(checkpoint), ckpt.format, files, results, ckpt.nbytes, seconds, notes, compiled, ckpt.home, blocks
+    )
 
 
 def _tower(ckpt: Checkpoint, options: ConvertOptions, given: Plan | None) -> Plan | None:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bridge.blocks.ggml import GGMLQuantizationType
 from bridge.encode.limits import FLOAT_LIMIT, REQUANTIZED_LIMIT
@@ -136,6 +136,7 @@ class Report:
     notes: list[str] = field(default_factory=list)
     compile_seconds: float = 0.0
     home: Path | None = None  # the checkpoint's folder, with config.json and README.md
+    blocks: list[dict[str, Any]] = field(default_factory=list)  # that were calibrated, see `quantize.block_log`
 
     @property
     def output_bytes(self) -> int:
@@ -170,6 +171,8 @@ class Report:
             "notes": self.notes,
             "tensors": [t.as_dict() for t in self.tensors],
         }
+        if self.blocks:
+            record["blocks"] = self.blocks
         write_text(path, json.dumps(record, indent=1) + "\n")
 
     def table(self, done: str = _WROTE) -> str:

@@ -98,7 +98,7 @@ def quantize_checkpoint(
         errors = [layer.error for layer in kept.layers.values()]
         if errors and calibrate.method != "rtn":
             written.lost = sum(errors) / len(errors), max(errors)
-        written.home = ckpt.home
+        written.home, written.blocks = ckpt.home, kept.blocks
         kept.remove()
     written.notes += notes
     return written

@@ -207,9 +207,11 @@ class Hessian:
         share = held.tokens / self.tokens
         rest = torch.sub(self.matrix, held.matrix, alpha=share).div_(1 - share)
         if self.shrinkage:
-            rest = shrunk(rest, self.shrinkage)
+            diagonal = rest.diagonal().clone()
+            rest.mul_(1 - self.shrinkage).diagonal().copy_(diagonal)
         damp(rest, damping)
-        lower, failed = torch.linalg.cholesky_ex(rest)
+        lower, failed = rest.mT, torch.empty((), dtype=torch.int32, device=rest.device)  # columns follow each other
+        torch.linalg.cholesky_ex(lower, out=(lower, failed))  # in place: for 28,672 columns, rest takes 3.3 GB
         if failed or not torch.isfinite(lower.diagonal()).all():
             return None
         if keep:
@@ -361,7 +363,9 @@ def _lost(fitted: torch.Tensor, held: torch.Tensor, shrinkage: float, damping: f
 
 def shrunk(hessian: torch.Tensor, shrinkage: float) -> torch.Tensor:
     """A copy of H whose off-diagonals are 1 - shrinkage times as large."""
-    return (hessian * (1 - shrinkage)).diagonal_scatter(hessian.diagonal())
+    found = hessian * (1 - shrinkage)
+    found.diagonal().copy_(hessian.diagonal())
+    return found
 
 
 def inverse_factor(hessian: torch.Tensor) -> torch.Tensor | None:

@@ -49,6 +49,8 @@ class StoredLayer:
     error      tr(E H E^T) / tr(W H W^T), H of the calibration text
     damping    of H; infinity: rounded to nearest
     tokens     in H
+    nearest    `error` of weights that are rounded to nearest, of some rows
+    seconds    that it took
     rows       first, end and number of all, where the file has some rows of the layer
     """
 
@@ -58,6 +60,8 @@ class StoredLayer:
     error: float
     damping: float
     tokens: int
+    nearest: float
+    seconds: float
     rows: Sequence[int] | None = None
 
     def blocks(self) -> np.ndarray:
@@ -150,6 +154,7 @@ class LayerStore:
 
     notes  what the user should know of the layers that were stored already
     job    becomes its digest, by which this run's files are known
+    blocks  of the model, as `block_log` tells of them, for a report
 
     Raises BridgeError if it holds layers of another run, or anything else.
     """
@@ -163,6 +168,7 @@ class LayerStore:
         self._others: list[Path] = []
         self.layers: dict[str, StoredLayer] = {}
         self.notes: list[str] = []
+        self.blocks: list[dict[str, Any]] = []
         self._made: list[Path] = []  # folders above it that were missing
         self._parts: dict[str, dict[tuple[int, int], StoredLayer]] = {}  # of layers that have several, by their rows
         job = json.loads(json.dumps(job))
@@ -249,6 +255,8 @@ class LayerStore:
                 rows=None,
                 files=tuple(parts[span].files[0] for span in spans),
                 error=sum(parts[first, end].error * (end - first) for first, end in spans) / count,
+                nearest=sum(parts[first, end].nearest * (end - first) for first, end in spans) / count,
+                seconds=sum(part.seconds for part in parts.values()),
                 damping=max(part.damping for part in parts.values()),
             )
 
@@ -303,7 +311,9 @@ class LayerStore:
             if done.layout is not None:
                 tensors["layout"] = done.layout
         file = _file(self.folder, done.name, rows)
-        layer = StoredLayer((file,), done.name, type_, done.error, done.damping, tokens, rows)
+        layer = StoredLayer(
+            (file,), done.name, type_, done.error, done.damping, tokens, done.nearest, done.seconds, rows
+        )
         record = {key: value for key, value in asdict(layer).items() if key != "files"}
         write_tensors(file, done.name, tensors, {"layer": json.dumps(record), "job": self.job, **extra})
         self.add(layer)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge.errors import BridgeError, parameter
 from bridge.quantize.sources import DEFAULT, Source, sources_of
-from bridge.system.options import check_types, count, option, positive, share
+from bridge.system.options import check_types, count, option, positive, share, size
 from bridge.system.progress import Progress
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ class Calibration:
 
     progress  called after each layer with the number done, the number of all, and the layer's name and error
     spread    the cluster that quantizes, a `bridge.quantize.spread.Spread`; None: this process
+    say       called with lines for people: what the run needs, before it begins, and how each block went
     """
 
     text: Path | str | Iterable[Path | str] | None = option(
@@ -39,7 +40,10 @@ class Calibration:
         "samples and texts of this program; FILE:0.3 takes that share of the sequences from it",
         flag="--calibrate", metavar="FILE", parse=str, several=True, says="",
     )  # fmt: skip
-    samples: int = option(128, "maximum number of calibration sequences", metavar="N", parse=positive)
+    samples: int | None = option(
+        None, "maximum number of calibration sequences", metavar="N", parse=positive,
+        says="as many as hold 8 tokens for each input of the widest layer; at least 128, or 65,536 tokens",
+    )  # fmt: skip
     length: int | None = option(
         None, "tokens in each sequence", flag="--sequence-length", metavar="N", parse=positive,
         says="2048, or the model's positions where it has fewer",
@@ -85,19 +89,20 @@ class Calibration:
         "cpu", "device that calibrates the layers: cpu, cuda, or auto, which is cuda where PyTorch sees a GPU",
         metavar="NAME", parse=str,
     )  # fmt: skip
+    memory: int | None = option(
+        None, "the most memory to take, such as 12G; activations beyond it go to disk", metavar="SIZE", parse=size,
+        says="nine tenths of what is free",
+    )  # fmt: skip
     offload: Path | None = option(
-        None,
-        "folder for activations, instead of memory; two-sided puts the activations of its gradients on disk in any "
-        "case, next to the output without this",
-        metavar="DIR",
-        parse=Path,
-        says="",
-    )
+        None, "folder for activations that do not stay in memory", metavar="DIR", parse=Path,
+        says="next to the output",
+    )  # fmt: skip
     imatrix_out: Path | None = option(
         None, "also write llama.cpp's importance matrix of the same tokens", metavar="FILE", parse=Path, says=""
     )
     progress: Progress | None = field(default=None, compare=False, repr=False)
     spread: Any = field(default=None, compare=False, repr=False)
+    say: Callable[[str], None] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -114,7 +119,9 @@ class Calibration:
                 "quantizing with a text needs transformers, which reads its own docstrings: unset PYTHONOPTIMIZE=2 "
                 "(python -OO)"
             )
-        for name, least in {"samples": 1, "length": 1, "damping": 0, "shrinkage": 0, "alpha": 0, "sweeps": 0}.items():
+        least_of = dict.fromkeys(("samples", "length", "memory"), 1)
+        least_of |= dict.fromkeys(("damping", "shrinkage", "alpha", "sweeps"), 0)
+        for name, least in least_of.items():
             value = getattr(self, name)
             if value is not None and not value >= least:
                 raise BridgeError(f"{parameter(name, value)}: must be at least {least}")

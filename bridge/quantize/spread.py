@@ -28,10 +28,11 @@ import torch
 from torch import nn
 
 from bridge.checkpoint import Checkpoint
-from bridge.quantize.block_inputs import BlockInputs, Shelf, first_inputs, head_hessian, is_layer, matrix
+from bridge.quantize.activations import Shelf
+from bridge.quantize.block_inputs import BlockInputs, first_inputs, first_of, head_hessian, is_layer, matrix
 from bridge.quantize.experts import is_short, lend, merged
 from bridge.quantize.float_model import FloatModel
-from bridge.quantize.forward_passes import felt, output_hessians, sequences_at_once
+from bridge.quantize.forward_passes import output_hessians, sequences_at_once, tokens_felt
 from bridge.quantize.hessian import Hessian
 from bridge.quantize.kept_inputs import KeptInputs
 from bridge.quantize.layer_store import LayerStore, StoredLayer
@@ -89,6 +90,7 @@ class SpreadJob:
     tokens    int64 [sequences, length]
     batch     sequences in a forward pass; held, cross, feed   as of `quantize_model`
     names     the layers to quantize
+    dtype     of all arithmetic; kept_dtype: of the inputs of the present block in files, None: that of the arithmetic
     """
 
     open: Callable[[], Checkpoint]
@@ -101,6 +103,8 @@ class SpreadJob:
     feed: str = "quantized"
     cross: bool = False
     device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+    kept_dtype: torch.dtype | None = None
     offload: Any = None
 
     def batches(self) -> list[torch.Tensor]:
@@ -121,7 +125,7 @@ class _Worker:
     """What a process keeps between the tasks of a job."""
 
     def __init__(self, job: SpreadJob) -> None:
-        self.job, self.model = job, FloatModel(job.open(), device=job.device)
+        self.job, self.model = job, FloatModel(job.open(), job.dtype, job.device)
         self.batches, self.shelf = job.batches(), Shelf(job.offload)
         self.before = [0, *accumulate(part.numel() for part in self.batches)]  # tokens of the text
         self._first: dict[int, BlockInputs] = {}
@@ -187,7 +191,7 @@ class _Worker:
     def inputs(self, block: int, number: int, floats: bool = False) -> BlockInputs:
         """A batch's inputs of a block."""
         first = self._first[number]
-        x = self.job.kept().read(block, number, floats).to(first.value().device) if block else first.value()
+        x = self.job.kept().read(block, number, floats).to(first.value()) if block else first.value()
         own = replace(first, x=first.keep(x))
         if block < len(self.model.blocks):
             own.select_block(block)
@@ -307,7 +311,7 @@ def _advanced(job: SpreadJob, block: int, done: Done, ends: Mapping[str, End], n
             for replay, of_floats in ((own, False), (floats, True)) if job.apart else ((floats or own, False),):
                 assert replay is not None
                 output = replay.run()
-                kept.write(block + 1, number, of_floats, output[0] if isinstance(output, tuple) else output)
+                kept.write(block + 1, number, of_floats, first_of(output).to(job.kept_dtype))
             own.clear()
             if twin is not None:
                 twin.clear()
@@ -348,8 +352,9 @@ def _outputs(job: SpreadJob, part: int, tokens: torch.Tensor, first: int, todo: 
         temporary_beside(job.store.folder.with_name(f"{job.store.folder.name}-{part}")) as folder,
     ):
         worker.leave()
-        with torch.enable_grad():
-            for name, outputs in output_hessians(worker.model, tokens, folder, first):
+        kept = Shelf(folder, None, job.kept_dtype)
+        with torch.enable_grad(), kept:
+            for name, outputs in output_hessians(worker.model, tokens, kept, first):
                 if name in todo:
                     job.store.save_outputs(name, outputs, part)
                     found.add(name)
@@ -404,7 +409,7 @@ class _Walk:
         todo = self.job.names - self.store.layers.keys()
         if self.store.has_outputs(todo):
             return
-        tokens = felt(self.job.tokens)
+        tokens = tokens_felt(self.job.tokens)
         batch = sequences_at_once(self.model, tokens.shape[1])
         batches = slices(-(-len(tokens) // batch), self.spread.parts)
         cuts = [tokens[part.start * batch : part.stop * batch] for part in batches]

@@ -5,8 +5,8 @@ before it have been quantized; the block's outputs, with quantized weights, are 
 feed="float" those are the float model's.
 
 Memory: one block's weights (twice if float inputs are needed too), its Hessians, and the activations between blocks,
-float32 [tokens, hidden], once or twice, unless they go to disk. The model itself may be in memory, or be read block
-by block from a checkpoint (`float_model`).
+[tokens, hidden], once or twice, as far as they do not go to disk (`needs` counts). The model itself may be in memory,
+or be read block by block from a checkpoint (`float_model`).
 """
 
 import copy
@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from bridge.errors import BridgeError, parameter
+from bridge.quantize.activations import Shelf
 from bridge.quantize.block_inputs import (
     BlockInputs,
-    Shelf,
     first_inputs,
     head_hessian,
     head_of,
@@ -154,6 +154,9 @@ def quantize_model(
     known: Known = lambda name: None,
     outputs: Outputs = lambda name: None,
     offload: str | Path | None = None,
+    memory: int | None = None,
+    dtype: torch.dtype | None = None,
+    hessians: int | None = None,
     resume: Resumption | None = None,
     prepare: Prepare | None = None,
     head: bool = False,
@@ -171,7 +174,10 @@ def quantize_model(
     wanted   whether to quantize the layer of this name
     known    weights [out, columns] of a layer that was quantized before; None: quantize it
     outputs  A of a layer, float32 [blocks, n, n], see `two_sided.round_two_sided`; None: all outputs count the same
-    offload  a folder for the activations between blocks; None: they stay in memory
+    offload  a folder for the activations that do not stay in memory
+    memory   bytes of activations in memory; None: all of them, or, with a folder, none
+    dtype    of these activations; None: that of the model's arithmetic
+    hessians  bytes of experts' Hessians that are gathered in one pass; None: 2 GB
     resume   where the inputs of the next block are kept, to start at it in another run; the layers before are `known`
     prepare  called before a block's layers are quantized; may change its weights, but not what it computes
     head     quantize the output head too, unless it is tied to the embeddings
@@ -184,7 +190,7 @@ def quantize_model(
     check_length(tokens.shape[1], positions_of(_text_config(source.model)))
     source.model.eval()
     parts = in_batches(tokens, batch, held)
-    with Shelf(offload) as shelf:
+    with Shelf(offload, memory, dtype) as shelf:
         source.load(None)
         source.load(0)
         try:
@@ -212,7 +218,7 @@ def quantize_model(
                 replays = [Replay(block, b) for b in batches]
                 twins = float_batches or (batches if cross else None)
                 floats = [Replay(original, b) for b in twins or ()] if original is not None else []
-                yield from _quantize_layers(layers, replays, quantizer, original, floats, known, outputs)
+                yield from _quantize_layers(layers, replays, quantizer, original, floats, known, outputs, hessians)
                 if feed == "float" and original is not None:
                     for r in replays:
                         r.clear()
@@ -223,7 +229,7 @@ def quantize_model(
                     r.batch.advance(output)
                     del output
                 if resume is not None:
-                    _keep(resume, i + 1, batches, float_batches)
+                    _keep(resume, i + 1, batches, float_batches, dtype)
             finally:
                 source.drop(i)
         if head and until is None:
@@ -244,16 +250,20 @@ def _resumed(
     if resume is not None and start:
         for own, floats in ((batches, False), (float_batches or (), True)):
             for number, batch in enumerate(own):
-                batch.advance(resume.read(start, number, floats).to(batch.value().device))
+                batch.advance(resume.read(start, number, floats).to(batch.value()))
     return start
 
 
 def _keep(
-    resume: Resumption, block: int, batches: Sequence[BlockInputs], float_batches: Sequence[BlockInputs] | None
+    resume: Resumption,
+    block: int,
+    batches: Sequence[BlockInputs],
+    float_batches: Sequence[BlockInputs] | None,
+    dtype: torch.dtype | None,
 ) -> None:
     for own, floats in ((batches, False), (float_batches or (), True)):
         for number, batch in enumerate(own):
-            resume.write(block, number, floats, batch.value())
+            resume.write(block, number, floats, batch.value().to(dtype))
     resume.finish(block)
 
 
@@ -278,6 +288,7 @@ def _quantize_layers(
     floats: Sequence[Replay] = (),
     known: Known = lambda name: None,
     outputs: Outputs = lambda name: None,
+    together: int | None = None,
 ) -> Iterator[tuple[str, Any]]:
     """original: the float block (`float_twin`); floats: its passes, with the float model's inputs."""
     block, batches = replays[0].block, [r.batch for r in replays]
@@ -293,7 +304,7 @@ def _quantize_layers(
         replay.ends = ends
     for whole in stages:
         everyone: Hessian | None = None  # of all the stage's experts
-        for stage in whole.parts(layers, bool(floats)):
+        for stage in whole.parts(layers, bool(floats), together):
             names = [n for group in stage.groups.values() for n in group]
             hessians = {} if all(n in done for n in names) else gather(stage, layers, replays, originals, floats)
             if stage.experts and any(map(is_short, hessians.values())):

@@ -12,6 +12,7 @@ import torch
 
 from bridge.checkpoint import open_checkpoint
 from bridge.quantize import quantize_model
+from bridge.quantize.activations import Shelf
 from bridge.quantize.default_text import openings
 from bridge.quantize.float_model import FloatModel as Streamed
 from bridge.quantize.forward_passes import output_hessians
@@ -79,7 +80,8 @@ class FloatModel:
 
     def output_hessians(self) -> dict[str, torch.Tensor]:
         """A of each layer, see `bridge.quantize.two_sided`."""
-        return dict(output_hessians(Streamed(open_checkpoint(self.folder)), torch.from_numpy(self.calibration)))
+        model = Streamed(open_checkpoint(self.folder))
+        return dict(output_hessians(model, torch.from_numpy(self.calibration), Shelf(None)))
 
     def by_peer(
         self, read: Callable[[Path], reference.Weights], python: Path, script: str | None, *options: object

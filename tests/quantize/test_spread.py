@@ -72,10 +72,10 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def one_sequence_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    from bridge.conversion import calibrate_plan
+    from bridge.conversion import calibration_walk
     from bridge.quantize import forward_passes
 
-    monkeypatch.setattr(calibrate_plan, "_TOKENS_AT_ONCE", 32)
+    monkeypatch.setattr(calibration_walk, "_TOKENS_AT_ONCE", 32)
     for module in (forward_passes, tasks):
         monkeypatch.setattr(module, "sequences_at_once", lambda model, length: 1)
 
