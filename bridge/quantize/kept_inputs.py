@@ -74,4 +74,5 @@ class KeptInputs:
         found = read_tensors(file)
         if found is None or found[1].get("job") != self.job:
             return None
-        return torch.from_numpy(found[0]["x"]).view(getattr(torch, found[1]["dtype"]))
+        # cloned: PyTorch's memory is aligned as BLAS likes it, NumPy's is not, and then it sums in another order
+        return torch.from_numpy(found[0]["x"]).view(getattr(torch, found[1]["dtype"])).clone()
