@@ -14,6 +14,8 @@ from bridge.errors import BridgeError
 from bridge.quantize.settings import Calibration
 from tests.support.tiny_models import save_model
 
+TYPES: dict[str, Any] = {"type": "Q4_0", "tensor_types": {"output": "Q4_0"}}  # the head too
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
@@ -31,11 +33,11 @@ def calibration(tokens: Path, **options: Any) -> Calibration:
 
 
 def test_the_parts_of_a_model_give_the_bytes_of_one_run(model: tuple[Path, Path], tmp_path: Path) -> None:
-    convert(model[0], tmp_path / "whole.gguf", type="Q4_0", calibrate=calibration(model[1]))
+    convert(model[0], tmp_path / "whole.gguf", **TYPES, calibrate=calibration(model[1]))
     out = tmp_path / "m.gguf"
     seen: list[int] = []
     for number in (2, 1):
-        done = convert(model[0], out, type="Q4_0", calibrate=calibration(model[1], blocks=(number, 2)))
+        done = convert(model[0], out, **TYPES, calibrate=calibration(model[1], blocks=(number, 2)))
         seen.append(len(list((tmp_path / f"m.gguf.layers-{number}-of-2").glob(f"{'?' * 24}.safetensors"))))
         assert done.outputs == []
         assert f"part {number} of 2" in done.table()
@@ -43,7 +45,7 @@ def test_the_parts_of_a_model_give_the_bytes_of_one_run(model: tuple[Path, Path]
     assert seen == [15, 7]  # a head, and seven layers in each block
     said: list[str] = []
     last = calibration(model[1], progress=lambda done, count, text: said.append(f"{done} of {count} {text}"))
-    convert(model[0], out, type="Q4_0", calibrate=last)
+    convert(model[0], out, **TYPES, calibrate=last)
     assert said == ["22 of 22 "]
     assert out.read_bytes() == (tmp_path / "whole.gguf").read_bytes()
     assert {file.name for file in tmp_path.iterdir()} == {"m.gguf", "whole.gguf"}
@@ -68,5 +70,5 @@ def test_parts_need_inputs_that_no_other_part_makes(model: tuple[Path, Path], tm
         with pytest.raises(BridgeError, match=why):
             Calibration(model[1], **wrong)
     with pytest.raises(BridgeError, match="the model has 3 blocks"):
-        convert(model[0], tmp_path / "m.gguf", type="Q4_0", calibrate=calibration(model[1], blocks=(1, 4)))
+        convert(model[0], tmp_path / "m.gguf", **TYPES, calibrate=calibration(model[1], blocks=(1, 4)))
     assert not list(tmp_path.iterdir())

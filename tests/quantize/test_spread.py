@@ -58,7 +58,8 @@ class Elsewhere(Here):
 
 
 def quantized(model: Path, tokens: Path, out: Path, spread: Spread | None, **options: Any) -> bytes:
-    convert(model, out, type="Q4_0", calibrate=Calibration(tokens, length=32, sweeps=0, spread=spread, **options))
+    calibrate = Calibration(tokens, length=32, sweeps=0, spread=spread, **options)
+    convert(model, out, type="Q4_0", tensor_types={"output": "Q4_0"}, calibrate=calibrate)
     assert not out.with_name(f"{out.name}.layers").exists()
     return out.read_bytes()
 
