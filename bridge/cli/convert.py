@@ -81,6 +81,8 @@ def run(a: argparse.Namespace) -> int:
     print(report.table())
     if a.report:
         report.save(a.report)
+    if not report.outputs:
+        return 0
     if options.shard is None:
         print(_next_steps(report.outputs, options.modelfile))
     uploading.finish(report)

@@ -101,7 +101,8 @@ def calibration(
     from bridge.system.malloc import return_freed_memory
 
     return_freed_memory()
-    return Calibration(**{"text": None, **values}, progress=progress, say=say)
+    spread = getattr(a, "spread", None)
+    return Calibration(**{"text": None, **values}, progress=progress, say=say, spread=spread)
 
 
 def add_budget(p: argparse.ArgumentParser, requantize: bool = False) -> None:

@@ -83,5 +83,6 @@ def run(a: argparse.Namespace) -> int:
     print(done.summary())
     if a.report:
         done.save(a.report)
-    uploading.finish(done)
+    if done.modules:
+        uploading.finish(done)
     return 0

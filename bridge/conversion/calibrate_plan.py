@@ -10,8 +10,8 @@ import hashlib
 import json
 import warnings
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import asdict, dataclass, replace
-from functools import cache
+from dataclasses import dataclass, fields, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ import bridge
 from bridge.blocks import Q8_0, TYPES
 from bridge.blocks.read import CALIBRATED, WRITTEN
 from bridge.checkpoint import Checkpoint
-from bridge.conversion.calibration_walk import needs, rows_at_once, walk_layers
+from bridge.conversion.calibration_walk import needs, rows_at_once, spread_layers, walk_layers
 from bridge.conversion.matrix_scales import rounded_scale
 from bridge.conversion.part_reader import PartReader
 from bridge.conversion.plan import How, Plan, PlannedTensor
@@ -30,6 +30,7 @@ from bridge.models.outline import Part
 from bridge.models.wrapper import text_config
 from bridge.quantize.settings import Calibration
 from bridge.system.free_memory import free_memory
+from bridge.system.row_threads import slices
 from bridge.system.text import percent
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ _LENGTH = 2048  # tokens in a sequence
 _TOKENS_PER_COLUMN = 4  # of the widest input, at least
 _TOKENS_WANTED = 8  # for each column of it
 _SEQUENCES, _TOKENS = 128, 1 << 16  # the least that are taken without `samples`, the smaller of the two
+# options on which no layer depends
+_ELSEWHERE = {"text", "blocks", "memory", "offload", "imatrix_out", "progress", "say", "spread"}
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,8 @@ def quantize_layers(
     force    whether layers of another run may be replaced there
     prepare  see `quantize_model`
 
-    Returns the stored layers and notes. Raises BridgeError as `read_tokens` and `quantize_model` do.
+    Returns the stored layers, of `settings.blocks` alone where these are given, and notes. Raises BridgeError as
+    `read_tokens` and `quantize_model` do.
     """
     import torch
 
@@ -132,8 +136,13 @@ def quantize_layers(
             dtype = arithmetic(ckpt, settings.device)
         model = FloatModel(ckpt, dtype, settings.device)
         found = calibrating(model, settings, targets)
+    job = _job(ckpt, settings, targets, found, dtype)
+    until = None
+    if model is not None and settings.blocks is not None:
+        targets, until = _of_part(model, targets, settings.blocks)
+    if model is not None and found is not None:
         room = needs(model, settings, found, {name: target.bits for name, target in targets.items()})
-    layers = LayerStore(folder, _job(ckpt, settings, targets, found, dtype), force)
+    layers = LayerStore(folder, job, force, settings.blocks)
     if model is not None and found is not None and room is not None:
         blocks, weights = _blocks(model, targets)
         log = BlockLog(blocks, weights, found.tokens.numel(), layers.layers, settings.say)
@@ -141,16 +150,16 @@ def quantize_layers(
         if settings.say:
             settings.say(str(room))
 
-    def quantizer(layer: LayerInput) -> tuple[torch.Tensor, None]:
-        target = targets[layer.name]
-        values, quantized = target.method.layer(layer, target.columns)
-        weight, squares = layer.weight.cpu().numpy(), layer.hessian.mean_squares()
-        layers.save(quantized, weight, squares, layer.hessian.tokens, layer.rows)
+    def finished(layer: StoredLayer) -> None:
         if log is not None:
             log.layer(layer.name)
         if settings.progress:
             rows = "rows {} to {} of {} ".format(*layer.rows) if layer.rows else ""
-            settings.progress(len(layers.layers), len(targets), f"{layer.name} {rows}error {quantized.error:.2e}")
+            settings.progress(len(layers.layers), len(targets), f"{layer.name} {rows}error {layer.error:.2e}")
+
+    def quantizer(layer: LayerInput) -> tuple[torch.Tensor, None]:
+        values, stored = _quantized(targets, layers, layer)
+        finished(stored)
         return values, None
 
     if settings.progress:
@@ -158,16 +167,21 @@ def quantize_layers(
     try:
         if model is None or found is None or room is None:
             _round_to_nearest(ckpt, targets, quantizer, layers)
+        elif settings.spread is not None:
+            quantize = partial(_stored, targets, layers)
+            spread_layers(model, settings, found, targets, quantize, finished, layers, until)
         else:
-            walk_layers(model, settings, found, room, targets, quantizer, layers, prepare)
+            walk_layers(model, settings, found, room, targets, quantizer, layers, prepare, until)
     except BaseException as stop:
         layers.remove_if_empty()
         if isinstance(stop, KeyboardInterrupt) and layers.folder.exists():
-            stored = f"{len(layers.layers)} of {len(targets)} layers are stored in {folder}"
+            stored = f"{len(layers.layers)} of {len(targets)} layers are stored in {layers.folder}"
             stop.args = (f"stopped; {stored}: the same command continues from there",)
         raise
     missed = sorted(targets.keys() - layers.layers.keys())
     notes = list(layers.notes)
+    if settings.blocks is not None:
+        notes.append(_part_note(settings.blocks, layers))
     notes += [_lost_note(layers.layers, settings)] if found is not None and layers.layers else []
     notes += [f"{name}: not seen among the model's layers; rounded to nearest instead" for name in missed]
     return layers, notes + [note for layer in layers.layers.values() if (note := _damping_note(layer, settings))]
@@ -274,6 +288,40 @@ def _own_samples(
     return samples
 
 
+def _quantized(
+    targets: dict[str, LayerTarget], layers: LayerStore, layer: LayerInput
+) -> tuple[torch.Tensor, StoredLayer]:
+    """Quantize a layer and store it: its dequantized weights, and where it is."""
+    target = targets[layer.name]
+    values, quantized = target.method.layer(layer, target.columns)
+    weight, squares = layer.weight.cpu().numpy(), layer.hessian.mean_squares()
+    return values, layers.save(quantized, weight, squares, layer.hessian.tokens, layer.rows)
+
+
+def _stored(targets: dict[str, LayerTarget], layers: LayerStore, layer: LayerInput) -> StoredLayer:
+    return _quantized(targets, layers.apart(), layer)[1]
+
+
+def _of_part(
+    model: FloatModel, targets: dict[str, LayerTarget], part: tuple[int, int]
+) -> tuple[dict[str, LayerTarget], int | None]:
+    """The layers in part I of N of the model's blocks, the last with the output head, and the number of blocks up to
+    its end; None: all."""
+    number, count = part
+    if count > len(model.blocks):
+        raise BridgeError(f"{parameter('blocks', part)}: the model has {len(model.blocks)} blocks")
+    blocks = slices(len(model.blocks), count)[number - 1]
+    own = model.linears(blocks).keys() | ({model.head()[0]} if number == count else set())
+    return {name: target for name, target in targets.items() if name in own}, None if number == count else blocks.stop
+
+
+def _part_note(part: tuple[int, int], layers: LayerStore) -> str:
+    return (
+        f"{len(layers.layers)} layers, part {part[0]} of {part[1]}, are stored in {layers.folder}: when all parts are, "
+        f"next to each other, the same command without {parameter('blocks')} writes the file"
+    )
+
+
 def _round_to_nearest(
     ckpt: Checkpoint, names: Iterable[str], quantizer: Callable[[LayerInput], object], layers: LayerStore
 ) -> None:
@@ -319,7 +367,7 @@ def quantize_planned(
         given = parameter("calibrate")
         raise BridgeError(f"{ckpt.path}: every layer keeps its codes in these types; convert it without {given}")
     layers, notes = quantize_layers(ckpt, settings, targets, folder, force)
-    if settings.imatrix_out is not None:
+    if settings.imatrix_out is not None and settings.blocks is None:
         _write_imatrix(marked, layers, settings)
 
     def seen(tensor: PlannedTensor, part: Part, how: How) -> How:
@@ -355,8 +403,9 @@ def _job(
     dtype: torch.dtype,
 ) -> dict[str, Any]:
     """What the layers depend on."""
-    others = ("text", "memory", "offload", "imatrix_out", "progress", "say")
-    options = {k: v for k, v in asdict(settings).items() if k not in others}
+    options = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name not in _ELSEWHERE}
+    if settings.spread is not None and settings.spread.parts > 1:
+        options["parts"] = settings.spread.parts  # of the sums
     files = [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in ckpt.files]
     said = [[name, w.grid, None if w.columns is None else w.columns.tolist()] for name, w in sorted(targets.items())]
     return {

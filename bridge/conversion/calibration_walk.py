@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
+from bridge.checkpoint import Checkpoint
+from bridge.checkpoint.files.hub import open_by_name
+from bridge.errors import BridgeError
 from bridge.quantize.settings import Calibration
 from bridge.system.files import disk_errors
 from bridge.system.folder_locks import temporary_beside
@@ -16,7 +20,7 @@ if TYPE_CHECKING:
 
     from bridge.quantize.activations import Shelf
     from bridge.quantize.float_model import FloatModel
-    from bridge.quantize.layer_store import LayerStore
+    from bridge.quantize.layer_store import LayerStore, StoredLayer
     from bridge.quantize.mixture import Calibrating
     from bridge.quantize.needs import Needs
     from bridge.quantize.walk import LayerInput, Prepare
@@ -54,14 +58,18 @@ def walk_layers(
     quantizer: Callable[[LayerInput], tuple[torch.Tensor, None]],
     layers: LayerStore,
     prepare: Prepare | None,
+    until: int | None,
 ) -> None:
     """Quantize the layers of a model; those that are stored already are put in.
 
-    room  how much memory activations get
+    room   how much memory activations get
+    until  how many blocks are passed; None: all
     """
+    if not set(targets) - layers.layers.keys() and prepare is None:
+        return
     beside = (settings.offload or layers.folder.parent) / layers.folder.name
     with disk_errors(beside, "activations", "folder"), temporary_beside(beside) as folder:
-        _walk(model, settings, found, room, targets, quantizer, layers, prepare, folder)
+        _walk(model, settings, found, room, targets, quantizer, layers, prepare, until, folder)
 
 
 def _walk(
@@ -73,6 +81,7 @@ def _walk(
     quantizer: Callable[[LayerInput], tuple[torch.Tensor, None]],
     layers: LayerStore,
     prepare: Prepare | None,
+    until: int | None,
     folder: Path,
 ) -> None:
     import torch
@@ -94,6 +103,7 @@ def _walk(
         quantizer,
         held=found.held,
         feed=settings.feed,
+        until=until,
         cross=settings.cross,
         batch=max(1, _TOKENS_AT_ONCE // found.tokens.shape[1]),
         wanted=set(targets).__contains__,
@@ -112,6 +122,52 @@ def _walk(
         pass
 
 
+def spread_layers(
+    model: FloatModel,
+    settings: Calibration,
+    found: Calibrating,
+    targets: Collection[str],
+    quantize: Callable[[LayerInput], StoredLayer],
+    finished: Callable[[StoredLayer], None],
+    layers: LayerStore,
+    until: int | None,
+) -> None:
+    """The same on a cluster; `quantize` quantizes a layer there and stores it, `finished` is called with each."""
+    import torch
+
+    from bridge.quantize.spread import SpreadJob, quantize_spread
+
+    ckpt = model.ckpt
+    if type(ckpt) is not Checkpoint:
+        raise BridgeError(f"{ckpt.path}: machines share the work on checkpoints only, not on a GGUF")
+    job = SpreadJob(
+        open=partial(open_by_name, ckpt.path, None if ckpt.home == ckpt.path else ckpt.home),
+        quantize=quantize,
+        store=layers,
+        tokens=found.tokens,
+        batch=max(1, _TOKENS_AT_ONCE // found.tokens.shape[1]),
+        held=found.held,
+        names=frozenset(targets),
+        feed=settings.feed,
+        cross=settings.cross,
+        device=settings.device,
+        dtype=model.dtype,
+        kept_dtype=torch.bfloat16 if model.stored_in_bfloat16 else None,
+        offload=settings.offload,
+    )
+    if not set(targets) - layers.layers.keys():
+        return
+    quantize_spread(
+        job,
+        settings.spread,
+        model,
+        lambda name, rows, columns: layers.missing(name, rows, rows_at_once(columns)),
+        two_sided=settings.method == "two-sided",
+        until=until,
+        finished=finished,
+    )
+
+
 def _keep_output_hessians(
     model: FloatModel,
     settings: Calibration,
@@ -121,7 +177,7 @@ def _keep_output_hessians(
     layers: LayerStore,
 ) -> None:
     """Keep A of each layer, see `two_sided`, until it is finished."""
-    from bridge.quantize.forward_passes import output_hessians
+    from bridge.quantize.forward_passes import output_hessians, tokens_felt
 
     def said(what: str) -> None:
         if settings.progress:
@@ -129,10 +185,12 @@ def _keep_output_hessians(
 
     said("forward")
     missing = set(targets)
-    for name, outputs in output_hessians(model, tokens, shelf):
+    for name, outputs in output_hessians(model, tokens_felt(tokens), shelf):
         said(name)
         if name in missing:
             layers.save_outputs(name, outputs)
             missing.remove(name)
+        if not missing:
+            break
     for name in missing:
         layers.save_outputs(name, None)

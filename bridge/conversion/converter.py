@@ -142,6 +142,9 @@ def convert_as(
                 ckpt, plan, planner.reader, calibrate, layers_of(path), options.force, optional
             )
             notes += more
+            if calibrate.blocks is not None:
+                seconds = time.perf_counter() - started
+                return Report(str(checkpoint), ckpt.format, [], [], ckpt.nbytes, seconds, notes, home=ckpt.home)
         executor = Executor(planner.reader, importance, layers.layers if layers else {}, options.threads)
         chooses = given is None and options.budget is None
         whole = with_scales(ckpt, plan)

@@ -176,7 +176,12 @@ class Report:
         write_text(path, json.dumps(record, indent=1) + "\n")
 
     def table(self, done: str = _WROTE) -> str:
-        """The closing table: a row per kind of tensor, then notes, sizes and what was `done`; the speed of writing."""
+        """The closing table: a row per kind of tensor, then notes, sizes and what was `done`; the speed of writing.
+
+        Notes alone where nothing was written, but layers stored.
+        """
+        if not self.outputs:
+            return "\n".join(f"note: {note}" for note in summarise_notes(self.notes))
         lines = align(self.rows(), (True, False, True, False, False, False, False))
         lines.insert(1, "-" * max(map(len, lines)))
         lines += ["", *self._closing(done)]

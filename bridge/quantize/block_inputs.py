@@ -211,6 +211,7 @@ def head_hessian(
     items: int | None,
     outputs: Iterable[torch.Tensor],
     float_outputs: Iterable[torch.Tensor] | None = None,
+    first: int = 0,
 ) -> Hessian:
     """The Hessian of the head's inputs. Neither blocks nor the head need their weights.
 
@@ -218,6 +219,7 @@ def head_hessian(
     items          of the blocks' `BlockInputs`
     outputs        the last block's, for each batch
     float_outputs  the same of the float model, for the cross term
+    first          how many tokens of the text come before these
     """
     name, head = head_of(model)
     hessian: Hessian | None = None
@@ -225,7 +227,7 @@ def head_hessian(
     for tokens, x in zip(batches, outputs, strict=True):
         own = _head_inputs(model, blocks, head, tokens, x, items)
         if hessian is None:
-            hessian = Hessian(name, own.shape[-1], own.device)
+            hessian = Hessian(name, own.shape[-1], own.device, first)
         twin = None if floats is None else _head_inputs(model, blocks, head, tokens, next(floats), items)
         hessian.add(own, twin)
     assert hessian is not None

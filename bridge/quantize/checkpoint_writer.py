@@ -108,6 +108,9 @@ class Written:
 
     def summary(self) -> str:
         """The report in a few lines."""
+        notes = [f"note: {note}" for note in summarise_notes(self.notes)]
+        if not self.nbytes:  # layers were stored, see `Calibration.blocks`
+            return "\n".join(notes)
         size = size_text(self.nbytes)
         lines = [f"{self.modules} layers quantized as {self.format}, {size} written in {self.seconds:.1f} s"]
         if self.raised[0]:
@@ -117,8 +120,7 @@ class Written:
             )
         if self.left_out:
             lines.append(f"left out    {', '.join(self.left_out)}: not part of the checkpoint that was read")
-        lines += [f"note: {note}" for note in summarise_notes(self.notes)]
-        return "\n".join([*lines, f"wrote {self.out}"])
+        return "\n".join([*lines, *notes, f"wrote {self.out}"])
 
 
 def refusal(format: str, groups: Groups, shape: tuple[int, int]) -> str | None:

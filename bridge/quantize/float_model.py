@@ -65,9 +65,9 @@ class FloatModel:
         """The number of tokens in the vocabulary."""
         return self.model.get_input_embeddings().weight.shape[0]
 
-    def linears(self) -> dict[str, tuple[int, int]]:
-        """(out, in) of the blocks' layers that can be quantized, by their names in the checkpoint."""
-        return {name: shape for i in range(len(self.blocks)) for name, shape in self.layers_of(i).items()}
+    def linears(self, blocks: slice = slice(None)) -> dict[str, tuple[int, int]]:
+        """(out, in) of the layers of some blocks that can be quantized, by their names in the checkpoint."""
+        return {n: shape for i in range(len(self.blocks))[blocks] for n, shape in self.layers_of(i).items()}
 
     def layers_of(self, block: int) -> dict[str, tuple[int, int]]:
         """The same of one block."""

@@ -46,14 +46,17 @@ def felt(tokens: torch.Tensor) -> torch.Tensor:
     return tokens[:: -(-tokens.numel() // TOKENS_FELT)]
 
 
-def output_hessians(model: FloatModel, tokens: torch.Tensor, shelf: Shelf) -> Iterator[tuple[str, torch.Tensor]]:
+def output_hessians(
+    model: FloatModel, tokens: torch.Tensor, shelf: Shelf, first: int = 0
+) -> Iterator[tuple[str, torch.Tensor]]:
     """A of each layer that tokens reach, last first, as `two_sided.round_two_sided` takes it.
 
-    tokens  int64 [sequences, length], those of `felt`
+    tokens  int64 [sequences, length], those of `felt` or a part of them
     shelf   for activations
+    first   the number of the first batch, of `sequences_at_once` each, among those of all parts
     """
     with torch.no_grad():
-        passes = Passes(model, tokens, sequences_at_once(model, tokens.shape[1]), shelf)
+        passes = Passes(model, tokens, sequences_at_once(model, tokens.shape[1]), shelf, first)
     for name, outputs in passes.output_products(ROWS):
         if outputs.diagonal(dim1=1, dim2=2).any():
             yield name, outputs
@@ -64,6 +67,7 @@ class Passes:
     """Token sequences int64 [sequences, length] and a model; see the module's docstring.
 
     shelf   for the activations between blocks; None: they stay in memory
+    first   the number of the first batch, which decides what tokens are drawn
     calls   the blocks' arguments, for each batch
     inputs  [block][batch]: each block's inputs in the float model; after the last block, its outputs
 
@@ -74,6 +78,7 @@ class Passes:
     tokens: torch.Tensor
     batch: int
     shelf: Shelf | None = None
+    first: int = 0
 
     def __post_init__(self) -> None:
         self.batches = self.tokens.split(self.batch)
@@ -127,7 +132,7 @@ class Passes:
 
     def kept(self, x: torch.Tensor) -> Any:
         """Activations on the shelf, where there is one."""
-        return x if self.shelf is None else Kept(x, self.shelf)
+        return x.cpu() if self.shelf is None else Kept(x, self.shelf)
 
     def layers(self, block: int) -> Iterator[tuple[str, nn.Module]]:
         """A block's layers by their names in the checkpoint."""
@@ -137,7 +142,7 @@ class Passes:
 
     def logits(self, batch: int, x: torch.Tensor) -> torch.Tensor:
         """[sequences, length, vocabulary] for the last block's outputs of a batch; gradients pass."""
-        items = self.calls[batch].items
+        items, x = self.calls[batch].items, x.to(self.model.device)
         return after_blocks(self.model.model, self.model.blocks, self.batches[batch], x, items).logits.float()
 
     @contextmanager
@@ -152,7 +157,7 @@ class Passes:
 
     def _call(self, number: int, block: nn.Module, call: BlockInputs, x: Any) -> torch.Tensor:
         call.select_block(number)
-        call.x = _value(x)
+        call.x = _value(x).to(self.model.device)
         try:
             found = first_of(call.run(block))
         finally:
@@ -212,11 +217,11 @@ class Passes:
             hooks = [module.register_forward_hook(_adding(name, sums, of)) for name, module in self.layers(i)]
             try:
                 for b, call in enumerate(self.calls):
-                    x = _value(self.inputs[i][b]).detach().requires_grad_()
+                    x = _value(self.inputs[i][b]).detach().to(self.model.device).requires_grad_()
                     with torch.enable_grad():
-                        self._call(i, self.model.blocks[i], call, x).backward(gradients[b])
+                        self._call(i, self.model.blocks[i], call, x).backward(gradients[b].to(self.model.device))
                     assert x.grad is not None
-                    gradients[b] = x.grad
+                    gradients[b] = x.grad.cpu()
                     if forget:
                         self.inputs[i][b].drop()
             finally:
@@ -238,16 +243,17 @@ class Passes:
     @torch.no_grad()
     def head_hessian(self) -> Hessian:
         """The Hessian of the output head's inputs."""
-        return head_hessian(self.model.model, self.model.blocks, self.batches, self.calls[0].items, self.inputs[-1])
+        last = (x.to(self.model.device) for x in self.inputs[-1])
+        return head_hessian(self.model.model, self.model.blocks, self.batches, self.calls[0].items, last)
 
     def _last_gradients(self, seed: int) -> list[torch.Tensor]:
         """By batch, the gradients at the last block's outputs."""
-        generator = torch.Generator().manual_seed(seed)
-        return [self._last_gradient(batch, generator) for batch in range(len(self.batches))]
+        generators = (torch.Generator().manual_seed(seed + self.first + b) for b in range(len(self.batches)))
+        return [self._last_gradient(batch, generator) for batch, generator in enumerate(generators)]
 
     def _last_gradient(self, batch: int, generator: torch.Generator) -> torch.Tensor:
         """Some positions at a time: the logits of all would take several times 4 bytes for each and word."""
-        x = _value(self.inputs[-1][batch]).detach().requires_grad_()
+        x = _value(self.inputs[-1][batch]).detach().to(self.model.device).requires_grad_()
         step = max(1, LOGITS // (self.model.vocabulary * len(x)))
         for at in range(0, x.shape[1], step):
             with torch.enable_grad(), self._positions(slice(at, at + step)):
@@ -255,7 +261,7 @@ class Passes:
                 drawn = torch.multinomial(scores.detach().exp().cpu(), 1, generator=generator).to(scores.device)
                 scores.gather(1, drawn).sum().backward()
         assert x.grad is not None
-        return x.grad
+        return x.grad.cpu()
 
     @contextmanager
     def _positions(self, positions: slice) -> Iterator[None]:

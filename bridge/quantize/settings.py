@@ -6,6 +6,7 @@ Importing this needs neither PyTorch nor NumPy; making a `Calibration` says what
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge.errors import BridgeError, parameter
 from bridge.quantize.sources import DEFAULT, Source, sources_of
-from bridge.system.options import check_types, count, option, positive, size
+from bridge.system.options import check_types, count, option, positive, share, size
 from bridge.system.progress import Progress
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class Calibration:
     """How layers are quantized with a text; see the help of each field.
 
     progress  called after each layer with the number done, the number of all, and the layer's name and error
+    spread    the cluster that quantizes, a `bridge.quantize.spread.Spread`; None: this process
     say       called with lines for people: what the run needs, before it begins, and how each block went
     """
 
@@ -77,7 +79,16 @@ class Calibration:
         "quantized", "layers whose outputs the next layer is calibrated on: quantized or float",
         metavar="WHAT", parse=str,
     )  # fmt: skip
-    device: str = option("cpu", "device that calibrates the layers: cpu or cuda", metavar="NAME", parse=str)
+    blocks: tuple[int, int] | None = option(
+        None,
+        "with --feed float: quantize only part I of N of the model's blocks, so that machines share the work; their "
+        "layers are stored, and the same command without this writes the file",
+        metavar="I/N", parse=share, says="",
+    )  # fmt: skip
+    device: str = option(
+        "cpu", "device that calibrates the layers: cpu, cuda, or auto, which is cuda where PyTorch sees a GPU",
+        metavar="NAME", parse=str,
+    )  # fmt: skip
     memory: int | None = option(
         None, "the most memory to take, such as 12G; activations beyond it go to disk", metavar="SIZE", parse=size,
         says="nine tenths of what is free",
@@ -90,6 +101,7 @@ class Calibration:
         None, "also write llama.cpp's importance matrix of the same tokens", metavar="FILE", parse=Path, says=""
     )
     progress: Progress | None = field(default=None, compare=False, repr=False)
+    spread: Any = field(default=None, compare=False, repr=False)
     say: Callable[[str], None] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -115,8 +127,27 @@ class Calibration:
                 raise BridgeError(f"{parameter(name, value)}: must be at least {least}")
         if self.shrinkage is not None and self.shrinkage > 1:
             raise BridgeError(f"{parameter('shrinkage', self.shrinkage)}: must be at most 1")
+        if self.method != "rtn":
+            object.__setattr__(self, "device", _device(self.device))
+        if self.blocks is not None:
+            self._check_blocks(self.blocks)
+        if self.spread is not None and self.method in ("awq", "rtn"):
+            given = parameter("method", self.method)
+            raise BridgeError(f"{given}: several machines share the work of two-sided, gptaq and gptq only")
         if self.offload is not None and not os.path.isdir(self.offload):
             raise BridgeError(f"{self.offload}: no such folder; make it or give another one")
+
+    def _check_blocks(self, blocks: tuple[int, int]) -> None:
+        given = parameter("blocks", blocks)
+        if not 1 <= blocks[0] <= blocks[1]:
+            raise BridgeError(f"{given}: parts are numbered from 1 to {blocks[1]}")
+        if self.feed != "float":
+            raise BridgeError(
+                f"{given}: needs {parameter('feed', 'float')}; otherwise a block's inputs come from the quantized "
+                "blocks before it"
+            )
+        if self.method in ("awq", "rtn"):
+            raise BridgeError(f"{given}: is for the methods two-sided, gptaq and gptq, not {self.method}")
 
     @property
     def sources(self) -> list[Source]:
@@ -154,3 +185,19 @@ class Calibration:
             return Method(grid, "none", float("inf"), sweeps=0)
         alpha = self.alpha if self.cross else 0.0
         return Method(grid, self.act_order, self.damping, alpha, self.sweeps, self.shrinkage)
+
+
+def _device(name: str) -> str:
+    """A device that PyTorch can use; BridgeError where there is none of this name."""
+    if name == "cpu":
+        return name
+    import torch
+
+    sees = torch.cuda.is_available()
+    if name == "auto":
+        return "cuda" if sees else "cpu"
+    if not re.fullmatch(r"cuda(:\d+)?", name):
+        raise BridgeError(f"unknown {parameter('device', name)}: choose cpu, cuda or auto")
+    if not sees:
+        raise BridgeError(f"{parameter('device', name)}: this PyTorch sees no GPU; choose cpu, or install one for CUDA")
+    return name

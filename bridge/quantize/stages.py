@@ -48,7 +48,7 @@ class Stage:
 
 
 def find_stages(
-    block: nn.Module, layers: Mapping[str, nn.Module], batches: Sequence[BlockInputs]
+    block: nn.Module, layers: Mapping[str, nn.Module], batches: Iterable[BlockInputs]
 ) -> tuple[list[Stage], dict[str, End]]:
     """The stages of these layers, in the order of their calls, and the block's modules that return a layer's output.
 
