@@ -21,7 +21,7 @@ from bridge.errors import BridgeError
 ACTIVATIONS = frozenset(
     f"{what}_{part}"
     for what in ("input", "output", "q", "k", "v", "kv", "prob")
-    for part in ("scale", "zero_point", "global_scale", "scale_ub")
+    for part in ("scale", "zero_point", "global_scale", "scale_ub", "activation_scale", "cache_scale")
 )
 
 
