@@ -26,6 +26,7 @@ import bridge
 from scripts.peers import reference
 from scripts.peers.fidelity import Reference, measure
 from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.predictions import mean_kl
 
 HEAD = (
     "model",
@@ -83,8 +84,8 @@ def figures(folder: Path, written: Path, model: Any, text: str, options: argpars
     ours = np.stack([own.logits(window.tolist()) for window in against.tokens])
     divergences = [
         found.kl_file,
-        reference.mean_kl(quantized, ours),
-        *(reference.mean_kl(quantized, in_llama_cpp(file, against.tokens)) for file in (path, close)),
+        mean_kl(quantized, ours),
+        *(mean_kl(quantized, in_llama_cpp(file, against.tokens)) for file in (path, close)),
     ]
     types = ", ".join(f"{count} {kind}" for kind, count in sorted(found.types.items()))
     return [
@@ -104,7 +105,7 @@ def in_llama_cpp(path: Path, tokens: np.ndarray) -> np.ndarray:
 def against_floats(folder: Path, against: Reference, quantized: np.ndarray) -> float:
     """The mean KL divergence of a quantized model from its float model."""
     floats = reference.hf_model(folder, reference.float_weights(folder))
-    return reference.mean_kl(reference.logits(floats, against.tokens), quantized)
+    return mean_kl(reference.logits(floats, against.tokens), quantized)
 
 
 @torch.no_grad()
