@@ -30,7 +30,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from bridge.checkpoint.decoded import DecodedTensor, level_noise, rounding_distortion
+from bridge.checkpoint.decoded import DecodedTensor, distortion_of, level_noise, rounding_distortion
 from bridge.checkpoint.files.store import Store, TensorInfo
 from bridge.checkpoint.formats.hqq import PACKINGS, unpack_lanes
 from bridge.checkpoint.formats.module_reader import (
@@ -255,7 +255,8 @@ class SinqReader(Reader):
         steps = np.broadcast_to(scales, rows.shape).reshape(out, columns) * wide
         noise = float((np.square(steps) * (errors.reshape(out, columns) if kind else errors)).sum(dtype=np.float64))
         coding = f"{kind.upper()}'s levels" if kind else "codes with scales of columns"
-        return DecodedTensor(name, info.bits, weights, rounding_distortion(noise, weights), coding, bias=bias)
+        share = rounding_distortion(noise, weights) if kind else distortion_of(noise, weights)
+        return DecodedTensor(name, info.bits, weights, share, coding, bias=bias)
 
     def _halves(self, name: str) -> bool:
         tensors = self.modules[name].tensors

@@ -24,7 +24,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from bridge.checkpoint.decoded import DecodedTensor, rounding_distortion
+from bridge.checkpoint.decoded import DecodedTensor, distortion_of
 from bridge.checkpoint.files.store import Store, TensorInfo
 from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, module_info
 from bridge.checkpoint.labels.quant_config import QuantConfig, whole_number
@@ -103,7 +103,7 @@ class SpqrReader(Reader):
             placed = np.empty_like(stored)
             placed[:, order] = stored
             stored = placed
-        share = rounding_distortion(noise, stored)
+        share = distortion_of(noise, stored)
         return DecodedTensor(name, 3, np.ascontiguousarray(stored), share, "codes with outliers", bias=self.bias(name))
 
     def _add_outliers(self, name: str, stored: np.ndarray) -> None:
