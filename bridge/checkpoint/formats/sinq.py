@@ -83,6 +83,14 @@ class SinqReader(Reader):
                 "quantize the model again with one linear layer an expert, or convert the unquantized model"
             )
         super().__init__(store, quant)
+        self._children = {
+            name.removesuffix(".down_proj"): set[str]() for name in self.modules if name.endswith(".down_proj")
+        }
+        for name in store.tensors:
+            while name:
+                name, _, child = name.rpartition(".")
+                if name in self._children:
+                    self._children[name].add(child)
 
     @classmethod
     def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
@@ -183,10 +191,9 @@ class SinqReader(Reader):
         """float32 [in]: the columns' scales of a down_proj that are in the rows of the up_proj beside it, else None."""
         if not self.folding or not down.endswith(".down_proj") or down not in self.modules or self._levels(down):
             return None
-        tensors, mlp = self.modules[down].tensors, down.removesuffix("down_proj")
-        up = self.modules.get(f"{mlp}up_proj")
-        inside = {name.removeprefix(mlp).partition(".")[0] for name in self.store.tensors if name.startswith(mlp)}
-        if up is None or inside != {"gate_proj", "up_proj", "down_proj"} or self._tiled(tensors):
+        tensors, mlp = self.modules[down].tensors, down.removesuffix(".down_proj")
+        up = self.modules.get(f"{mlp}.up_proj")
+        if up is None or self._children[mlp] != {"gate_proj", "up_proj", "down_proj"} or self._tiled(tensors):
             return None
         if _COLUMNS not in tensors or up.shape[0] != self.modules[down].shape[1]:
             return None
