@@ -16,6 +16,7 @@ FEATURES = ("avx2", "f16c", "fma")
 BYTE_SHIFTS = False
 PAIRED = False
 SIGNED_DOTS = False
+UNPACKED_WIDTH = 8  # columns of the kernels that make weights of 8 bits int16 first, see unpacked.py; 0: none
 
 
 def emit_look_up(v, table, codes):
@@ -26,6 +27,10 @@ def emit_dots(v, parts, words, x, places, bits):
     return pmaddubsw(v, "llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd", parts, words, x, places, bits)
 
 
+def emit_madd(v, a, b):
+    return v.call("llvm.x86.avx2.pmadd.wd", v.ints, a, b)
+
+
 def pmaddubsw(v, multiply, widen, parts, words, x, places, bits) -> list[ir.Value]:
     """The two instructions of a vector width, `multiply` and `widen`, on whatever lanes v has."""
     parts = list(parts)
@@ -34,7 +39,7 @@ def pmaddubsw(v, multiply, widen, parts, words, x, places, bits) -> list[ir.Valu
     together = _together(4 if bits == 8 else bits)
     ordered = len(parts) > 1 and v.lanes == LANES  # AVX-512 has registers for all words
     for start in range(0, len(words), together):
-        pairs = {}
+        pairs: dict[tuple[int, int], ir.Value] = {}
         for k, word in enumerate(words[start : start + together], start):
             digits = {right: _nibble(v, word, right) for right in rights} if bits == 8 else {0: word()}
             for c in range(len(parts)):
