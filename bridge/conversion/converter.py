@@ -142,6 +142,9 @@ def convert_as(
                 ckpt, plan, planner.reader, calibrate, layers_of(path), options.force, optional
             )
             notes += more
+            if calibrate.blocks is not None:
+                seconds = time.perf_counter() - started
+                return Report(str(checkpoint), ckpt.format, [], [], ckpt.nbytes, seconds, notes, home=ckpt.home)
         executor = Executor(planner.reader, importance, layers.layers if layers else {}, options.threads)
         chooses = given is None and options.budget is None
         whole = with_scales(ckpt, plan)
@@ -167,7 +170,10 @@ def convert_as(
         notes += [note for t in results if (note := beyond_auto(t))]
     seconds, compiled = time.perf_counter() - started, compiling.seconds() - compiled
     results += seen
-    return Report(str(checkpoint), ckpt.format, files, results, ckpt.nbytes, seconds, notes, compiled, ckpt.home)
+    blocks = layers.blocks if layers else []
+    return Report(
+        str(checkpoint), ckpt.format, files, results, ckpt.nbytes, seconds, notes, compiled, ckpt.home, blocks
+    )
 
 
 def _tower(ckpt: Checkpoint, options: ConvertOptions, given: Plan | None) -> Plan | None:
