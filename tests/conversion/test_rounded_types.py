@@ -115,7 +115,7 @@ def test_a_text_chooses_shifted_points_and_4_bit_floats_and_files_hold_them(arch
         fidelity = tensor.fidelity
         assert fidelity
         assert np.square(own - floats[tensor.name]).sum() == pytest.approx(fidelity.error, rel=1e-3)
-        assert 0 < fidelity.error < 0.6 * fidelity.signal  # plain squares, which H of few tokens hardly bounds
+        assert 0 < fidelity.error < fidelity.signal  # plain squares, which H of few tokens hardly bounds
 
 
 def as_floats(model: Path, folder: Path) -> gguf.GGUFReader:
