@@ -49,7 +49,8 @@ How many rows, units and warps (`choose_shape`): the floor is bytes over bandwid
                       1152 bytes, make 37 KB; x 2 units 65 KB, in 28 warps. So two units where a row has at least four
                       times that
     registers         of two units 32 hold weights of Q4_K. With 64 registers in all, the compiler issues 3 of the 8
-                      loads before arithmetic on the first (27 KB in flight), with 80 all of them; it then uses 72
+                      loads before arithmetic on the first (27 KB in flight), with 80 all of them; it then uses 72.
+                      Q6_K takes 16 loads, of which 80 allow for 8 to 12: it has 96, and 20 warps make 67 KB
     warps             what fits at once is one wave: 4224 warps. With fewer, rows are split: 2048 pairs of rows of
                       4096 x 14336 become 4096 warps of half a row
 
@@ -99,6 +100,7 @@ if TYPE_CHECKING:
 COLUMNS_OF_A_LANE = 4  # of x; with more, each half of a warp takes half of them
 _MULTIPROCESSOR = 64 << 10  # registers of a multiprocessor
 _REGISTERS, _MORE_REGISTERS = 64, 80  # of a thread whose warp loads up to two units at once, or more
+_MOST_REGISTERS, _LOADS = 96, 3  # and where a unit takes more than so many loads, whose addresses take registers too
 
 
 class MatvecShape(NamedTuple):
@@ -329,6 +331,8 @@ def kernel(type: str, n: int, shape: MatvecShape, exact: bool, epilogue: str, de
 def registers_of(type: str, n: int, shape: MatvecShape) -> int:
     """Registers that a thread of a kernel may have."""
     found = _registers(shape.rows, shape.units)
+    if found == _MORE_REGISTERS and functions(type).layout.loads > _LOADS:
+        found = _MOST_REGISTERS
     if n > COLUMNS_OF_A_LANE and functions(type).layout.fields:  # constants of tables stay in registers
         found += 8
     return found

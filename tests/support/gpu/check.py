@@ -159,8 +159,8 @@ class Products:
             unit = layer._fused.code.unit
             layer._fused.weights = source.decoded() / unit * (1.01 if source.name in self.wrong else 1)
 
-        def decoded(fused: Any, x: Any, y: Any, split: int = 4) -> None:
-            run(fused, x, y, split)
+        def decoded(fused: Any, x: Any, y: Any, split: int = 4, halves: bool = False) -> None:
+            run(fused, x, y, split, halves)
             y.copy_(x.double() @ torch.from_numpy(fused.weights).double().T)
 
         with ExitStack() as stack:
