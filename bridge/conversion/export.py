@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -204,15 +205,34 @@ def _write(
     with CheckpointWriter(
         source, path, format if layers else "gptq_v2", layers, force=force, progress=progress
     ) as writer:
-        for module, form in forms.items():
-            place = source.places[f"{module}.weight"]
-            tensor = _tensor(place, format, form)
+        for module, tensor, report in _layers(source, forms, format):
             writer.add(tensor)
-            reports[f"{module}.weight"] = _report(place, tensor, form, format)
+            reports[f"{module}.weight"] = report
         written = writer.finish()
     rest = sum(t.how == ROUNDED for t in reports.values())
     notes = [f"{rest} layers have no codes that {format} holds: rounded"] if rest else []
     return Exported(written.out, format, list(reports.values()), written.nbytes, 0.0, notes)
+
+
+def _layers(
+    source: GgufSource, forms: dict[str, _Form], format: str
+) -> Iterator[tuple[str, GroupedTensor | Fp4Tensor, ExportedTensor]]:
+    """Layers and what became of them; while one is written, the next is made."""
+
+    def made(module: str, form: _Form) -> tuple[str, GroupedTensor | Fp4Tensor, ExportedTensor]:
+        place = source.places[f"{module}.weight"]
+        tensor = _tensor(place, format, form)
+        return module, tensor, _report(place, tensor, form, format)
+
+    with ThreadPoolExecutor(1) as thread:
+        ahead: Future[tuple[str, GroupedTensor | Fp4Tensor, ExportedTensor]] | None = None
+        for module, form in forms.items():
+            following = thread.submit(made, module, form)
+            if ahead is not None:
+                yield ahead.result()
+            ahead = following
+        if ahead is not None:
+            yield ahead.result()
 
 
 def _form(place: Place, format: str, bits: int | None) -> _Form | None:
