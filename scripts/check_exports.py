@@ -4,7 +4,7 @@
 
 The float model is converted to each type, and the GGUF exported in the formats that the program reads. Printed are what
 became of the layers and the KL divergence, in nats a token, of the program's logits from ours of the GGUF
-(`bridge.Model`, float32), on one window. Programs compute in half precision or, as transformers, HQQ and MLX here, in float32. Each
+(`bridge.Model`, float32), on one window. transformers and HQQ compute in float32, the others in half precision. Each
 runs in a process of its own; of those that are not installed or fail, the error is printed.
 
 --path names a folder of packages for a program that needs its own, such as vLLM's transformers.

@@ -2,8 +2,8 @@
 
     python scripts/check_requantizing.py MODEL [--types Q4_0 Q4_K ...]
 
-The float model becomes a GGUF of Q8_0 and of Q6_K, and that one of each type. Printed is the squared error of the layers
-over the squared weights of the first GGUF. Ours is that of `convert`'s report; llama.cpp's that of its function
+The float model becomes a GGUF of Q8_0 and of Q6_K, and that one of each type. Printed is the squared error of the
+layers over the squared weights of the first GGUF. Ours is that of `convert`'s report; llama.cpp's that of its function
 ggml_quantize_chunk on the same weights, without an imatrix. Needs xllamacpp.
 """
 
