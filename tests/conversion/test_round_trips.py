@@ -51,23 +51,6 @@ def test_codes_come_back_from_the_gguf(name: str, format: str, converted, tmp_pa
     same_codes(home, tmp_path / "new")
 
 
-@pytest.mark.parametrize("type", ["Q5_0", "Q6_K"])
-def test_planar_gptq_holds_codes_of_5_and_6_bits(type: str, tmp_path: Path) -> None:
-    bridge.convert(CHECKPOINT, tmp_path / "a.gguf", type=type)
-    done = bridge.export(tmp_path / "a.gguf", tmp_path / "new", "gptq_p", config=CHECKPOINT)
-    layers = [t for t in done.tensors if t.bits]
-    assert {(t.how, t.bits) for t in layers} == {("exact", 5) if type == "Q5_0" else ("all codes", 6)}
-    with bridge.open_checkpoint(tmp_path / "new") as new, bridge.open_checkpoint(CHECKPOINT) as old:
-        assert new.quant.checkpoint_format == "gptq_p"
-        assert new.modules.keys() == old.modules.keys()
-    if type == "Q5_0":
-        bridge.convert(tmp_path / "new", tmp_path / "b.gguf", type=type)
-        first, second = (bridge.open_gguf(tmp_path / name) for name in ("a.gguf", "b.gguf"))
-        for name in first:
-            if name.startswith("blk.") and first[name].type == type:
-                assert np.array_equal(first[name].raw, second[name].raw), name
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("type", ["Q4_0", "Q8_0"])
 def test_transformers_says_of_an_export_what_the_gguf_says(type: str, tmp_path: Path) -> None:
