@@ -1,8 +1,12 @@
-"""Compare the solver with GPTQModel's GPTQ, in turn, on one layer whose Hessian is given; print a markdown table.
+"""Quantize one layer whose Hessian is given to several types; print a markdown table of CPU time and error.
 
-    python scripts/bench_layer.py --gptqmodel PYTHON --rounds 3
+    python scripts/bench_layer.py --types Q4_K IQ4_XS IQ1_S --gptqmodel PYTHON --rounds 3
 
-CPU seconds of the process, with kernels compiled beforehand; GPTQModel (4 bits, groups of 128) in a Python that has it.
+CPU seconds of the process, with kernels compiled beforehand, also as a multiple of the first type's. The error is
+tr(E H E^T) over tr(W H W^T), also as a share of what the nearest codes leave, with scales in the metric of H's diagonal
+(4-bit floats: as ggml and ModelOpt round). The second line is the first type with gptaq's target: with the cross term of
+the inputs, and an eighth of the tokens held back, as in a model. GPTQModel (4 bits, groups of 128) runs in a Python that
+has it.
 """
 
 import argparse
@@ -11,12 +15,16 @@ import time
 from pathlib import Path
 
 import torch
-from benchlib import head, machine, output_of, parser
+from benchlib import head, line, machine, output_of, parser
 
+from bridge.blocks.read import WRITTEN
+from bridge.encode.round_rows import quantize_rows
 from bridge.quantize import Method, superblocks
+from bridge.quantize.gptq_solver import error
 from bridge.quantize.hessian import Hessian
 from bridge.quantize.walk import LayerInput
-from scripts.peers import gptqmodel_layer
+from scripts.peers import ggml, gptqmodel_layer, nvfp4
+from scripts.peers.gguf_file import Blocks
 
 
 def main() -> None:
@@ -25,27 +33,60 @@ def main() -> None:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])  # the peer's as well
     torch.set_num_threads(options.threads)
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
-    seconds(options.type, 1024, 2048)
-    print(head(f"{options.type}, CPU s", "error", "GPTQModel, CPU s", "error", "ratio"))
+    layer = gptqmodel_layer.layer(options.rows, options.columns)
+    small = gptqmodel_layer.layer(64, 1024)
+    print(head("type", "CPU s", f"over {options.types[0]}", "error", "nearest codes", "ratio"))
     for _ in range(options.rounds):
-        own, lost = seconds(options.type, options.rows, options.columns)
-        print(f"| {own:.2f} | {lost:.2e} |", end="", flush=True)
-        if options.gptqmodel is None:
-            print(" | | |")
-            continue
-        printed = output_of(options.gptqmodel, gptqmodel_layer.__file__, options.rows, options.columns)
-        peer, peer_lost = (float(x) for x in printed.split()[-2:])
-        print(f" {peer:.2f} | {peer_lost:.2e} | {own / peer:.2f} |", flush=True)
+        first = None
+        for type in options.types:
+            seconds(type, *small, cross=first is None)  # compiles
+            own, lost = seconds(type, *layer)
+            nearest = nearest_error(type, *layer)
+            line(
+                type,
+                f"{own:.2f}",
+                f"{own / (first or own):.2f}",
+                f"{lost:.2e}",
+                f"{nearest:.2e}",
+                f"{lost / nearest:.3f}",
+            )
+            if first is None:
+                first = own
+                own, lost = seconds(type, *layer, cross=True)
+                line(f"{type}, gptaq", f"{own:.2f}", f"{own / first:.2f}", f"{lost:.2e}", "", "")
+        if options.gptqmodel:
+            printed = output_of(options.gptqmodel, gptqmodel_layer.__file__, options.rows, options.columns)
+            peer, lost = (float(x) for x in printed.split()[-2:])
+            line("GPTQModel", f"{peer:.2f}", f"{peer / (first or peer):.2f}", f"{lost:.2e}", "", "")
 
 
-def seconds(type: str, rows: int, columns: int) -> tuple[float, float]:
-    """The CPU seconds that our solver takes, and the error that it leaves."""
-    weight, matrix = gptqmodel_layer.layer(rows, columns)
+def seconds(type: str, weight: torch.Tensor, matrix: torch.Tensor, cross: bool = False) -> tuple[float, float]:
+    """The CPU seconds that our solver takes, and the error that it leaves; `cross`: with gptaq's target."""
+    columns = len(matrix)
     hessian = Hessian("layer", columns)
-    hessian.matrix, hessian.tokens = matrix, 2 * columns
+    if cross:
+        random = torch.Generator().manual_seed(0)
+        x = gptqmodel_layer.inputs(columns, random)
+        hessian.add(x, x + 0.1 * torch.randn(len(x), 64, generator=random) @ torch.randn(64, columns, generator=random))
+        _ = hessian.matrix
+    else:
+        hessian.matrix, hessian.tokens = matrix.clone(), 2 * columns
     begun = time.process_time()
-    _, done = Method(superblocks(type)).layer(LayerInput("layer", weight, hessian))
+    method = Method(superblocks(type, nvfp4.OWN_SCALE if type == "NVFP4" else 1.0))
+    _, done = method.layer(LayerInput("layer", weight, hessian, last=True))
     return time.process_time() - begun, done.error
+
+
+def nearest_error(type: str, weight: torch.Tensor, matrix: torch.Tensor) -> float:
+    """The error of the nearest codes."""
+    values = weight.numpy()
+    if type == "NVFP4":
+        rounded = nvfp4.quantize(values)
+    elif type == "MXFP4":
+        rounded = Blocks(type, ggml.quantize(values, type))
+    else:
+        rounded = Blocks(type, quantize_rows(values, WRITTEN[type], matrix.diagonal().numpy()).data)
+    return error(weight, rounded.values(), matrix) / error(weight, torch.zeros_like(weight), matrix)
 
 
 def parse() -> argparse.Namespace:
@@ -53,7 +94,7 @@ def parse() -> argparse.Namespace:
     options.add_argument("--gptqmodel", type=Path, metavar="PYTHON", help="a Python that has GPTQModel")
     options.add_argument("--rows", type=int, default=4096, metavar="N", help="default: %(default)s")
     options.add_argument("--columns", type=int, default=4096, metavar="N", help="default: %(default)s")
-    options.add_argument("--type", default="Q4_K", help="default: %(default)s")
+    options.add_argument("--types", nargs="+", default=["Q4_K"], metavar="TYPE", help="default: Q4_K")
     return options.parse_args()
 
 

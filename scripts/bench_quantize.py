@@ -4,8 +4,11 @@
 
 Both see the same tokens: ggml (through the library of the tests' wheel) the mean square of each linear's inputs,
 ours the Hessians. All linears get one type; embeddings and head stay floats. The measure is the mean Kullback-Leibler
-divergence from the float model over windows of the test text, in float32 arithmetic. `gguf-bridge plot` draws what
---json writes. The first line of a type is plain GPTQ with scales fitted as in gptq-gguf-toolkit.
+divergence from the float model over windows of the test text, in float32 arithmetic, with its standard error over
+windows. `gguf-bridge plot` draws what --json writes. The first line of a K-quant is plain GPTQ with scales fitted as in
+gptq-gguf-toolkit. Types of 4-bit floats are compared with rounding to nearest: ggml's MXFP4, ModelOpt's NVFP4.
+
+--llama-cpp adds the divergences in llama.cpp, which rounds activations to 8 bits.
 
 --auto-round adds auto-round's GGUF (its linears only), and --groups compares GPTQ and AWQ on groups with
 llm-compressor; each runs in a Python that has it.
@@ -26,12 +29,11 @@ from benchlib.divergence import FloatModel
 from benchlib.groups import print_groups
 
 from bridge.blocks import BLOCKS
-from bridge.blocks.read import WRITTEN
+from bridge.blocks.read import CALIBRATED, WRITTEN
 from bridge.quantize import Method, superblocks
 from bridge.quantize.grids.superblock import SuperblockGrid
-from bridge.runtime.cpu import dequantize
-from scripts.peers import auto_round_gguf, ggml, reference
-from scripts.peers.gguf_file import gguf_weights
+from scripts.peers import auto_round_gguf, ggml, nvfp4, reference
+from scripts.peers.gguf_file import Blocks, gguf_weights
 
 
 class Unweighted(SuperblockGrid):
@@ -56,35 +58,54 @@ def main() -> None:
     options = parse()
     float_model = FloatModel(options)
     print(f"Machine: {machine()}, {float_model.about}\n")
-    print(head("type", "step", "KL", "ggml, imatrix", "ratio", "seconds"))
+    columns = ["type", "step", "KL", "ggml, imatrix", "ratio", "seconds"]
+    print(head(*columns, *(["KL in llama.cpp", "ggml there", "ratio there"] if options.llama_cpp else [])))
     points: list[dict[str, Any]] = []
     outputs = float_model.output_hessians()
     for name in options.types:
-        theirs = dict(float_model.weights)
-        for key in reference.linears(theirs):
-            theirs[key] = dequantize.rows(name, ggml.quantize(theirs[key], name, float_model.importance[key]))
+        scale = nvfp4.OWN_SCALE if name == "NVFP4" else 1.0
+        made = peer_blocks(float_model, name)
+        theirs = dict(float_model.weights) | {key: blocks.values() for key, blocks in made.items()}
         peer = float_model.divergence(theirs)
+        there = float_model.in_llama_cpp(made, options.threads) if options.llama_cpp else None
         bpw = WRITTEN[name].bpw
-        points.append({"name": name, "maker": "llama.cpp's quantizer, imatrix", "bpw": bpw, "kl": peer})
+        points.append({"name": name, "maker": "llama.cpp's quantizer, imatrix", "bpw": bpw, "kl": peer.mean})
         steps = STEPS if options.steps else [STEPS[0], *STEPS[-2:]]
-        if name not in BLOCKS:  # its scales are chosen while it is rounded
+        if name not in BLOCKS or name in CALIBRATED:  # its scales are chosen while it is rounded
             steps = [step for step in steps if "unweighted" not in step[0]]
         for step, settings, cross in steps:
-            grid = partial(Unweighted, BLOCKS[name], spread=False) if "unweighted" in step else superblocks(name)
+            grid = partial(Unweighted, BLOCKS[name], spread=False) if "unweighted" in step else superblocks(name, scale)
             felt = {"outputs": outputs.get} if step == TWO_SIDED else {}
-            own, seconds = float_model.quantized(Method(grid, **settings).layer, cross=cross, **felt)
-            line(name, step, f"{own:.3e}", f"{peer:.3e}", f"{own / peer:.3f}", f"{seconds:.0f}")
-        points.append({"name": name, "maker": "gguf-bridge quantize", "bpw": bpw, "kl": own})
+            blocks: dict[str, Blocks] = {}
+            own, seconds = float_model.quantized(Method(grid, **settings).layer, blocks, cross=cross, **felt)
+            more: list[Any] = []
+            if there is not None:
+                here = float_model.in_llama_cpp(blocks, options.threads)
+                more = [here, there, here.over(there)]
+            line(name, step, own, peer, own.over(peer), f"{seconds:.0f}", *more)
+        points.append({"name": name, "maker": "gguf-bridge quantize", "bpw": bpw, "kl": own.mean})
         if options.auto_round:
             script = auto_round_gguf.__file__, "--type", name, "--threads", options.threads
-            made, seconds = float_model.by_peer(gguf_weights, options.auto_round, *script)
-            found = float_model.divergence(theirs | {key: made[key] for key in reference.linears(theirs)})
-            line(name, "auto-round", f"{found:.3e}", f"{peer:.3e}", f"{found / peer:.3f}", f"{seconds:.0f}")
+            rounded, seconds = float_model.by_peer(gguf_weights, options.auto_round, *script)
+            found = float_model.divergence(theirs | {key: rounded[key] for key in made})
+            line(name, "auto-round", found, peer, found.over(peer), f"{seconds:.0f}")
     if options.json:
         record = {"model": options.model.name, "machine": machine(), "bits_of": "linears", "formats": points}
         options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     if options.groups:
         print_groups(float_model, options.groups)
+
+
+def peer_blocks(float_model: FloatModel, name: str) -> dict[str, Blocks]:
+    """The linears in a type, as the peer rounds them."""
+    made = {}
+    for key in reference.linears(float_model.weights):
+        weight = float_model.weights[key]
+        if name == "NVFP4":
+            made[key] = nvfp4.quantize(weight)
+        else:
+            made[key] = Blocks(name, ggml.quantize(weight, name, float_model.importance[key]))
+    return made
 
 
 def parse() -> argparse.Namespace:
@@ -95,6 +116,7 @@ def parse() -> argparse.Namespace:
     types = ["Q4_K", "Q3_K", "Q2_K"]
     options.add_argument("--types", nargs="*", default=types, metavar="TYPE", help="default: %(default)s")
     options.add_argument("--steps", action="store_true", help="print a line for each step")
+    options.add_argument("--llama-cpp", action="store_true", help="also run every result in llama.cpp")
     options.add_argument("--groups", type=Path, metavar="PYTHON", help="a Python that has llm-compressor")
     options.add_argument("--auto-round", type=Path, metavar="PYTHON", help="a Python that has auto-round")
     return options.parse_args()

@@ -99,7 +99,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[str]]] = {
         {"text": None},
         [
             *("text", "samples", "length", "seed", "method", "act_order", "damping", "alpha", "sweeps", "feed"),
-            *("device", "offload", "imatrix_out", "progress"),
+            *("device", "memory", "offload", "imatrix_out", "progress", "say"),
         ],
     ),
     "Budget": (

@@ -15,6 +15,8 @@ from bridge.blocks.iq3_s import IQ3_S
 from bridge.blocks.iq3_xxs import IQ3_XXS
 from bridge.blocks.iq4_nl import IQ4_NL
 from bridge.blocks.iq4_xs import IQ4_XS
+from bridge.blocks.mxfp4 import MXFP4
+from bridge.blocks.nvfp4 import NVFP4
 from bridge.blocks.q1_0 import Q1_0
 from bridge.blocks.q4_0 import Q4_0
 from bridge.blocks.tq1_0 import TQ1_0
@@ -24,6 +26,7 @@ _ROUNDED = (IQ1_S, IQ1_M, TQ1_0, TQ2_0, IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, 
 WRITTEN: dict[str, BlockType] = TYPES | {block.name: block for block in _ROUNDED}
 READ: dict[str, BlockType] = WRITTEN | {block.name: block for block in (Q1_0,)}
 CALIBRATED: dict[str, BlockType] = {
-    block.name: block for block in (IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, IQ4_XS, IQ4_NL, Q4_0)
+    block.name: block
+    for block in (IQ1_S, IQ1_M, IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, IQ4_XS, MXFP4, IQ4_NL, NVFP4, Q4_0)
 }
 assert {block.name: block.size for block in _ROUNDED} == ROUNDED

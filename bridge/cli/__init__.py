@@ -65,9 +65,9 @@ examples:
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, spread: Any = None) -> int:
     """Run the program; returns the exit code: 0, 1 (verify found a tensor beyond its threshold), 2 (error), or 128 and
-    the number of the signal that stopped it, 130 for Ctrl-C."""
+    the number of the signal that stopped it, 130 for Ctrl-C. `spread`: that of `Calibration`."""
     argv = sys.argv[1:] if argv is None else argv
     debug = "--debug" in argv
     gc.set_threshold(100_000)  # Numba brings a million objects that stay: looking through them often costs 0.1 s
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 warnings.simplefilter("ignore")  # the libraries' own, such as torch's on odd pickles
             warnings.simplefilter("once", BridgeWarning)
             warnings.showwarning = _show_warning
-            arguments = _parser().parse_args(argv or ["--help"])
+            arguments = _parser().parse_args(argv or ["--help"], argparse.Namespace(spread=spread))
             code = arguments.run(arguments)
         sys.stdout.flush()
         return code

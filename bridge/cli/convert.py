@@ -76,11 +76,13 @@ def run(a: argparse.Namespace) -> int:
         Bar("quantizing", unit=" layers") as layers,
         Bar("converting") as bar,
     ):
-        options = ConvertOptions(**choices(a), calibrate=calibration(a, layers), budget=budget(a, steps))
+        options = ConvertOptions(**choices(a), calibrate=calibration(a, layers, layers.say), budget=budget(a, steps))
         report = convert_as(a.checkpoint, a.out, options, bar, a.report)
     print(report.table())
     if a.report:
         report.save(a.report)
+    if not report.outputs:
+        return 0
     if options.shard is None:
         print(_next_steps(report.outputs, options.modelfile))
     uploading.finish(report)

@@ -88,8 +88,10 @@ def add_calibration(p: argparse.ArgumentParser) -> None:
     add_options(p.add_argument_group("calibration"), Calibration)
 
 
-def calibration(a: argparse.Namespace, progress: Progress | None) -> Calibration | None:
-    """What `add_calibration` asked for; None where it asked for nothing."""
+def calibration(
+    a: argparse.Namespace, progress: Progress | None, say: Callable[[str], None] | None = None
+) -> Calibration | None:
+    """What `add_calibration` asked for; None where it asked for nothing. `progress` and `say`: see `Calibration`."""
     values = given(a, Calibration)
     if not values:
         return None
@@ -99,7 +101,8 @@ def calibration(a: argparse.Namespace, progress: Progress | None) -> Calibration
     from bridge.system.malloc import return_freed_memory
 
     return_freed_memory()
-    return Calibration(**{"text": None, **values}, progress=progress)
+    spread = getattr(a, "spread", None)
+    return Calibration(**{"text": None, **values}, progress=progress, say=say, spread=spread)
 
 
 def add_budget(p: argparse.ArgumentParser, requantize: bool = False) -> None:

@@ -8,6 +8,7 @@ from bridge.cli.options import add_budget, add_calibration, add_options, add_out
 from bridge.cli.upload import Uploading, add_upload
 from bridge.conversion.options import ConvertOptions
 from bridge.conversion.recipe import FLOAT_TYPES
+from bridge.conversion.report import check_report
 from bridge.errors import BridgeError
 from bridge.quantize.sources import DEFAULT
 from bridge.system.progress import Bar
@@ -61,9 +62,11 @@ def run(a: argparse.Namespace) -> int:
         raise BridgeError("--size and --bpw choose among GGUF types; a checkpoint's groups are all alike, see --bits")
     from bridge.conversion.to_checkpoint import quantize_checkpoint
 
+    if a.report:
+        check_report(a.report)
     uploading = Uploading(a, a.checkpoint, a.out)
     with Bar("quantizing", unit=" layers") as layers, Bar("writing") as bar:
-        settings = calibration(a, layers)
+        settings = calibration(a, layers, layers.say)
         assert settings is not None
         done = quantize_checkpoint(
             a.checkpoint,
@@ -78,5 +81,8 @@ def run(a: argparse.Namespace) -> int:
             progress=bar,
         )
     print(done.summary())
-    uploading.finish(done)
+    if a.report:
+        done.save(a.report)
+    if done.modules:
+        uploading.finish(done)
     return 0

@@ -10,7 +10,8 @@ import hashlib
 import json
 import warnings
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,17 +19,18 @@ import numpy as np
 
 import bridge
 from bridge.blocks import Q8_0, TYPES
-from bridge.blocks.read import CALIBRATED
+from bridge.blocks.read import CALIBRATED, WRITTEN
 from bridge.checkpoint import Checkpoint
+from bridge.conversion.calibration_walk import needs, rows_at_once, spread_layers, walk_layers
+from bridge.conversion.matrix_scales import rounded_scale
 from bridge.conversion.part_reader import PartReader
 from bridge.conversion.plan import How, Plan, PlannedTensor
 from bridge.errors import BridgeError, BridgeWarning, parameter
 from bridge.models.outline import Part
 from bridge.models.wrapper import text_config
 from bridge.quantize.settings import Calibration
-from bridge.system.files import disk_errors
-from bridge.system.folder_locks import temporary_beside
 from bridge.system.free_memory import free_memory
+from bridge.system.row_threads import slices
 from bridge.system.text import percent
 
 if TYPE_CHECKING:
@@ -43,8 +45,10 @@ if TYPE_CHECKING:
 
 _LENGTH = 2048  # tokens in a sequence
 _TOKENS_PER_COLUMN = 4  # of the widest input, at least
-_TOKENS_AT_ONCE = 4096
-_WEIGHTS_AT_ONCE = 1 << 26  # of the output head: quantizing takes eight times their 256 MB
+_TOKENS_WANTED = 8  # for each column of it
+_SEQUENCES, _TOKENS = 128, 1 << 16  # the least that are taken without `samples`, the smaller of the two
+# options on which no layer depends
+_ELSEWHERE = {"text", "blocks", "memory", "offload", "imatrix_out", "progress", "say", "spread"}
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,11 @@ class LayerTarget:
     grid: str
     method: Method | Awq
     columns: np.ndarray | None = None
+
+    @property
+    def bits(self) -> float:
+        """Of a weight, about."""
+        return WRITTEN[self.grid].bpw if self.grid in WRITTEN else float(self.grid.split()[0])
 
 
 def mark_calibrated(plan: Plan, reader: PartReader, method: str) -> Plan:
@@ -77,10 +86,11 @@ def _is_calibrated(tensor: PlannedTensor, part: Part, how: How, reader: PartRead
     return how in ("requantized", "rounded") and (method != "rtn" or whole)
 
 
-def _layers(plan: Plan) -> dict[str, tuple[str, np.ndarray | None]]:
-    """The layers to calibrate: by module, the type, and the order of columns if they are permuted."""
+def _layers(plan: Plan) -> dict[str, tuple[str, np.ndarray | None, float]]:
+    """The layers to calibrate: by module, the type, the order of columns if they are permuted, and what multiplies the
+    whole matrix."""
     return {
-        str(part.layer): (t.type, part.columns)
+        str(part.layer): (t.type, part.columns, rounded_scale(plan.metadata, t))
         for t in plan.tensors
         for part, how in zip(t.parts, t.how, strict=True)
         if how == "calibrated"
@@ -110,45 +120,80 @@ def quantize_layers(
     force    whether layers of another run may be replaced there
     prepare  see `quantize_model`
 
-    Returns the stored layers and notes. Raises BridgeError as `read_tokens` and `quantize_model` do.
+    Returns the stored layers, of `settings.blocks` alone where these are given, and notes. Raises BridgeError as
+    `read_tokens` and `quantize_model` do.
     """
-    from bridge.quantize.float_model import FloatModel
+    import torch
+
+    from bridge.quantize.block_log import BlockLog
+    from bridge.quantize.float_model import FloatModel, arithmetic
     from bridge.quantize.layer_store import LayerStore
 
-    model = found = None
+    model = found = room = log = None
+    dtype = torch.float32
     if settings.method != "rtn":
-        model = FloatModel(ckpt, device=settings.device)
+        if settings.method != "awq":  # its scales are multiplied into weights and norms, which are stored
+            dtype = arithmetic(ckpt, settings.device)
+        model = FloatModel(ckpt, dtype, settings.device)
         found = calibrating(model, settings, targets)
-    layers = LayerStore(folder, _job(ckpt, settings, targets, found), force)
+    job = _job(ckpt, settings, targets, found, dtype)
+    until = None
+    if model is not None and settings.blocks is not None:
+        targets, until = _of_part(model, targets, settings.blocks)
+    if model is not None and found is not None:
+        room = needs(model, settings, found, {name: target.bits for name, target in targets.items()})
+    layers = LayerStore(folder, job, force, settings.blocks)
+    if model is not None and found is not None and room is not None:
+        blocks, weights = _blocks(model, targets)
+        log = BlockLog(blocks, weights, found.tokens.numel(), layers.layers, settings.say)
+        layers.blocks = log.records
+        if settings.say:
+            settings.say(str(room))
 
-    def quantizer(layer: LayerInput) -> tuple[torch.Tensor, None]:
-        target = targets[layer.name]
-        values, quantized = target.method.layer(layer, target.columns)
-        weight, squares = layer.weight.cpu().numpy(), layer.hessian.mean_squares()
-        layers.save(quantized, weight, squares, layer.hessian.tokens, layer.rows)
+    def finished(layer: StoredLayer) -> None:
+        if log is not None:
+            log.layer(layer.name)
         if settings.progress:
             rows = "rows {} to {} of {} ".format(*layer.rows) if layer.rows else ""
-            settings.progress(len(layers.layers), len(targets), f"{layer.name} {rows}error {quantized.error:.2e}")
+            settings.progress(len(layers.layers), len(targets), f"{layer.name} {rows}error {layer.error:.2e}")
+
+    def quantizer(layer: LayerInput) -> tuple[torch.Tensor, None]:
+        values, stored = _quantized(targets, layers, layer)
+        finished(stored)
         return values, None
 
     if settings.progress:
         settings.progress(len(layers.layers), len(targets), "")
     try:
-        if model is None or found is None:
+        if model is None or found is None or room is None:
             _round_to_nearest(ckpt, targets, quantizer, layers)
+        elif settings.spread is not None:
+            quantize = partial(_stored, targets, layers)
+            spread_layers(model, settings, found, targets, quantize, finished, layers, until)
         else:
-            _walk(model, settings, found, targets, quantizer, layers, prepare)
+            walk_layers(model, settings, found, room, targets, quantizer, layers, prepare, until)
     except BaseException as stop:
         layers.remove_if_empty()
         if isinstance(stop, KeyboardInterrupt) and layers.folder.exists():
-            stored = f"{len(layers.layers)} of {len(targets)} layers are stored in {folder}"
+            stored = f"{len(layers.layers)} of {len(targets)} layers are stored in {layers.folder}"
             stop.args = (f"stopped; {stored}: the same command continues from there",)
         raise
     missed = sorted(targets.keys() - layers.layers.keys())
     notes = list(layers.notes)
+    if settings.blocks is not None:
+        notes.append(_part_note(settings.blocks, layers))
     notes += [_lost_note(layers.layers, settings)] if found is not None and layers.layers else []
     notes += [f"{name}: not seen among the model's layers; rounded to nearest instead" for name in missed]
     return layers, notes + [note for layer in layers.layers.values() if (note := _damping_note(layer, settings))]
+
+
+def _blocks(model: FloatModel, targets: Collection[str]) -> tuple[list[list[str]], dict[str, int]]:
+    """The layers to be quantized, block by block, the output head last; and how many weights each has."""
+    head, shape = model.head()
+    shapes = {**model.linears(), **({head: shape} if head in targets else {})}
+    weights = {name: rows * columns for name, (rows, columns) in shapes.items() if name in targets}
+    blocks = [[name for name in model.layers_of(i) if name in weights] for i in range(len(model.blocks))]
+    return blocks + [[head]] * (head in weights), weights
 
 
 def with_length(ckpt: Checkpoint, settings: Calibration) -> tuple[Calibration, list[str]]:
@@ -187,21 +232,25 @@ def calibrating(model: FloatModel, settings: Calibration, layers: Collection[str
         raise BridgeError(f"{given}: needs a calibration text; only rtn does without")
     texts = [source for source in settings.sources if source.file is None or source.file.suffix not in TOKEN_FILES]
     tokenizer = load_tokenizer(ckpt.home) if texts else None
+    columns = {name: shape[1] for name, shape in [*model.linears().items(), model.head()] if name in layers}
+    widest = max(columns, key=columns.__getitem__, default=None)
+    samples = settings.samples
+    if samples is None:
+        enough = _TOKENS_WANTED * columns[widest] if widest is not None else 0
+        samples = max(-(-enough // settings.length), min(_SEQUENCES, -(-_TOKENS // settings.length)))
     found = calibration_sequences(
         settings.sources,
         tokenizer,
-        settings.samples,
+        samples,
         settings.length,
         settings.seed,
         text_config(ckpt.config).get("vocab_size"),
         lambda count, length: _own_samples(model, tokenizer, settings, count, length),
     )
     tokens = found.tokens
-    columns = {name: shape[1] for name, shape in [*model.linears().items(), model.head()] if name in layers}
-    widest = max(columns, key=columns.__getitem__, default=None)
     if widest is not None and tokens.numel() < (enough := _TOKENS_PER_COLUMN * columns[widest]):
-        ways = ["a longer text"] if len(tokens) < settings.samples else []
-        if settings.samples * settings.length < enough:
+        ways = ["a longer text"] if len(tokens) < samples else []
+        if samples * settings.length < enough:
             ways.append(parameter("samples", -(-enough // settings.length)))
         warnings.warn(
             f"{tokens.numel()} calibration tokens are few for the {columns[widest]} inputs of {widest}, whose codes "
@@ -239,73 +288,38 @@ def _own_samples(
     return samples
 
 
-def _walk(
-    model: FloatModel,
-    settings: Calibration,
-    found: Calibrating,
-    targets: dict[str, LayerTarget],
-    quantizer: Callable[[LayerInput], tuple[torch.Tensor, None]],
-    layers: LayerStore,
-    prepare: Prepare | None,
-) -> None:
-    """Take the tokens through the model, layer by layer."""
-    from bridge.quantize import quantize_model
-    from bridge.quantize.kept_inputs import KeptInputs
+def _quantized(
+    targets: dict[str, LayerTarget], layers: LayerStore, layer: LayerInput
+) -> tuple[torch.Tensor, StoredLayer]:
+    """Quantize a layer and store it: its dequantized weights, and where it is."""
+    target = targets[layer.name]
+    values, quantized = target.method.layer(layer, target.columns)
+    weight, squares = layer.weight.cpu().numpy(), layer.hessian.mean_squares()
+    return values, layers.save(quantized, weight, squares, layer.hessian.tokens, layer.rows)
 
-    todo = targets.keys() - layers.layers.keys()
-    two_sided = settings.method == "two-sided" and bool(todo)
-    if two_sided and not layers.has_outputs(todo):
-        beside = (settings.offload or layers.folder.parent) / layers.folder.name
-        with disk_errors(beside, "activations", "folder"), temporary_beside(beside) as folder:
-            _keep_output_hessians(model, settings, found.tokens, todo, folder, layers)
-    walk = quantize_model(
-        model,
-        found.tokens,
-        quantizer,
-        held=found.held,
-        feed=settings.feed,
-        cross=settings.cross,
-        batch=max(1, _TOKENS_AT_ONCE // found.tokens.shape[1]),
-        wanted=targets.__contains__,
-        known=layers.values,
-        outputs=layers.outputs if two_sided else lambda name: None,
-        offload=settings.offload,
-        resume=KeptInputs(layers.folder, layers.job) if prepare is None else None,  # which every block has to see
-        prepare=prepare,
-        head=True,
-        head_spans=lambda name, rows, columns: layers.missing(name, rows, _rows_at_once(columns)),
+
+def _stored(targets: dict[str, LayerTarget], layers: LayerStore, layer: LayerInput) -> StoredLayer:
+    return _quantized(targets, layers.apart(), layer)[1]
+
+
+def _of_part(
+    model: FloatModel, targets: dict[str, LayerTarget], part: tuple[int, int]
+) -> tuple[dict[str, LayerTarget], int | None]:
+    """The layers in part I of N of the model's blocks, the last with the output head, and the number of blocks up to
+    its end; None: all."""
+    number, count = part
+    if count > len(model.blocks):
+        raise BridgeError(f"{parameter('blocks', part)}: the model has {len(model.blocks)} blocks")
+    blocks = slices(len(model.blocks), count)[number - 1]
+    own = model.linears(blocks).keys() | ({model.head()[0]} if number == count else set())
+    return {name: target for name, target in targets.items() if name in own}, None if number == count else blocks.stop
+
+
+def _part_note(part: tuple[int, int], layers: LayerStore) -> str:
+    return (
+        f"{len(layers.layers)} layers, part {part[0]} of {part[1]}, are stored in {layers.folder}: when all parts are, "
+        f"next to each other, the same command without {parameter('blocks')} writes the file"
     )
-    for _ in walk:
-        pass
-
-
-def _keep_output_hessians(
-    model: FloatModel,
-    settings: Calibration,
-    tokens: torch.Tensor,
-    targets: Collection[str],
-    folder: Path,
-    layers: LayerStore,
-) -> None:
-    """Keep A of each layer, see `two_sided`, until it is finished.
-
-    folder  for the activations of the passes
-    """
-    from bridge.quantize.forward_passes import output_hessians
-
-    def said(what: str) -> None:
-        if settings.progress:
-            settings.progress(len(layers.layers), len(layers.layers) + len(targets), f"gradients: {what}")
-
-    said("forward")
-    missing = set(targets)
-    for name, outputs in output_hessians(model, tokens, folder):
-        said(name)
-        if name in missing:
-            layers.save_outputs(name, outputs)
-            missing.remove(name)
-    for name in missing:
-        layers.save_outputs(name, None)
 
 
 def _round_to_nearest(
@@ -321,17 +335,13 @@ def _round_to_nearest(
         coded = name in ckpt.modules
         count, columns = ckpt.modules[name].shape if coded else ckpt.tensors[f"{name}.weight"].shape
         hessian = Hessian(name, columns)
-        for rows in layers.missing(name, count, _rows_at_once(columns)):
+        for rows in layers.missing(name, count, rows_at_once(columns)):
             if coded:
                 weight = ckpt.read_module(name, np.arange(rows.start, rows.stop)).dequantize()
             else:
                 weight = ckpt.read_float(f"{name}.weight", (rows.start, rows.stop))
             part = None if len(weight) == count else (rows.start, rows.stop, count)
             quantizer(LayerInput(name, torch.from_numpy(weight), hessian, rows=part))
-
-
-def _rows_at_once(columns: int) -> int:
-    return max(1, _WEIGHTS_AT_ONCE // columns)
 
 
 def quantize_planned(
@@ -348,8 +358,8 @@ def quantize_planned(
 
     marked = mark_calibrated(plan, reader, settings.method)
     targets = {
-        name: LayerTarget(type_, settings.quantizer(superblocks(type_)), columns)
-        for name, (type_, columns) in _layers(marked).items()
+        name: LayerTarget(type_, settings.quantizer(superblocks(type_, scale)), columns)
+        for name, (type_, columns, scale) in _layers(marked).items()
     }
     if not targets and optional:
         return plan, None, []
@@ -357,7 +367,7 @@ def quantize_planned(
         given = parameter("calibrate")
         raise BridgeError(f"{ckpt.path}: every layer keeps its codes in these types; convert it without {given}")
     layers, notes = quantize_layers(ckpt, settings, targets, folder, force)
-    if settings.imatrix_out is not None:
+    if settings.imatrix_out is not None and settings.blocks is None:
         _write_imatrix(marked, layers, settings)
 
     def seen(tensor: PlannedTensor, part: Part, how: How) -> How:
@@ -386,14 +396,22 @@ def _write_imatrix(plan: Plan, kept: LayerStore, settings: Calibration) -> None:
 
 
 def _job(
-    ckpt: Checkpoint, settings: Calibration, targets: dict[str, LayerTarget], found: Calibrating | None
+    ckpt: Checkpoint,
+    settings: Calibration,
+    targets: dict[str, LayerTarget],
+    found: Calibrating | None,
+    dtype: torch.dtype,
 ) -> dict[str, Any]:
     """What the layers depend on."""
-    options = {k: v for k, v in asdict(settings).items() if k not in ("text", "offload", "imatrix_out", "progress")}
+    options = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name not in _ELSEWHERE}
+    if settings.spread is not None and settings.spread.parts > 1:
+        options["parts"] = settings.spread.parts  # of the sums
     files = [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in ckpt.files]
     said = [[name, w.grid, None if w.columns is None else w.columns.tolist()] for name, w in sorted(targets.items())]
     return {
         "by": bridge.__version__,
+        "solver": _solver(),
+        "arithmetic": str(dtype),
         "checkpoint": str(ckpt.path.resolve()),
         "files": files,
         "options": options,
@@ -401,6 +419,14 @@ def _job(
         "own samples": None if found is None else found.drawn,  # rounding may change which tokens are drawn
         "layers": hashlib.sha256(json.dumps(said).encode()).hexdigest(),
     }
+
+
+@cache
+def _solver() -> str:
+    """The version of what quantizes layers: the digest of its sources."""
+    folder = Path(bridge.__file__).parent / "quantize"
+    sources = sorted(folder.rglob("*.py"))
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
 
 def _lost_note(layers: dict[str, StoredLayer], settings: Calibration) -> str:

@@ -20,13 +20,14 @@ from bridge.conversion.executor import Executor
 from bridge.conversion.gguf_checkpoint import open_source
 from bridge.conversion.gguf_writer import GGUFOutput
 from bridge.conversion.importance import Importance
+from bridge.conversion.matrix_scales import with_scales
 from bridge.conversion.mmproj import mmproj_path
 from bridge.conversion.options import ConvertOptions, PlanOptions
 from bridge.conversion.paths import default_path, files_of, layers_of, other_outputs, with_checkpoint
 from bridge.conversion.plan import Plan, PlannedTensor, main_type
 from bridge.conversion.plan_file import save_plan, save_tensor_types
 from bridge.conversion.plan_reader import load_plan
-from bridge.conversion.planner import Planner, holds, make_plan, plan_tower, with_scales
+from bridge.conversion.planner import Planner, holds, make_plan, plan_tower
 from bridge.conversion.recipe import PRESETS
 from bridge.conversion.report import Report, TensorReport, beyond_auto, check_report
 from bridge.conversion.size_budget import within_budget
@@ -141,6 +142,9 @@ def convert_as(
                 ckpt, plan, planner.reader, calibrate, layers_of(path), options.force, optional
             )
             notes += more
+            if calibrate.blocks is not None:
+                seconds = time.perf_counter() - started
+                return Report(str(checkpoint), ckpt.format, [], [], ckpt.nbytes, seconds, notes, home=ckpt.home)
         executor = Executor(planner.reader, importance, layers.layers if layers else {}, options.threads)
         chooses = given is None and options.budget is None
         whole = with_scales(ckpt, plan)
@@ -166,7 +170,10 @@ def convert_as(
         notes += [note for t in results if (note := beyond_auto(t))]
     seconds, compiled = time.perf_counter() - started, compiling.seconds() - compiled
     results += seen
-    return Report(str(checkpoint), ckpt.format, files, results, ckpt.nbytes, seconds, notes, compiled, ckpt.home)
+    blocks = layers.blocks if layers else []
+    return Report(
+        str(checkpoint), ckpt.format, files, results, ckpt.nbytes, seconds, notes, compiled, ckpt.home, blocks
+    )
 
 
 def _tower(ckpt: Checkpoint, options: ConvertOptions, given: Plan | None) -> Plan | None:

@@ -182,6 +182,9 @@ class ConvertOptions(PlanOptions):
                 )
         if self.calibrate is not None:
             self.calibrate.check_gguf()
+            if self.calibrate.spread is not None and (self.merge is not None or self.budget is not None):
+                given = parameter("merge" if self.merge is not None else "budget")
+                raise BridgeError(f"{given}: is for one machine; machines share the work on the result, or with a plan")
             if self.type in FLOAT_TYPES:
                 raise BridgeError(
                     f"{parameter('type', self.type)}: nothing is quantized; leave out {parameter('calibrate')}"
@@ -202,6 +205,11 @@ class ConvertOptions(PlanOptions):
             raise BridgeError(
                 f"{parameter(asked)} is measured with a text and two-sided, gptaq or gptq: "
                 f"give {parameter('calibrate')}"
+            )
+        if self.calibrate.blocks is not None:
+            raise BridgeError(
+                f"{parameter(asked)} measures whole models: write the types with {parameter('plan_out')}, and give "
+                f"{parameter('blocks')} to each run of convert with {parameter('plan')}"
             )
         if self.split_max_size is not None:
             raise BridgeError(

@@ -23,6 +23,7 @@ from bridge.checkpoint import Checkpoint
 from bridge.conversion.checkpoint_outline import outline_of
 from bridge.conversion.gguf_checkpoint import GgufCheckpoint
 from bridge.conversion.importance import Importance
+from bridge.conversion.matrix_scales import is_multiplied
 from bridge.conversion.metadata import with_given
 from bridge.conversion.mmproj import tower_notes, tower_outline
 from bridge.conversion.options import PlanOptions
@@ -41,14 +42,6 @@ if TYPE_CHECKING:
 
 AnyTensor = TypeVar("AnyTensor", bound=ModelTensor)
 
-# tensors whose scale llama.cpp's graph multiplies by (build 11549); it loads the others' scales without using them
-_NVFP4_SCALES = {
-    "llama": ("attn_", "ffn_", "output"),
-    "qwen3": ("attn_", "ffn_", "output"),
-    "qwen3moe": ("attn_", "ffn_", "output"),
-    "qwen2": ("attn_", "output"),
-    "qwen2moe": ("attn_", "output"),
-}
 _SAMPLED_PARTS = 3  # of a stack: first, middle, last
 
 
@@ -116,27 +109,6 @@ def plan_tower(ckpt: Checkpoint, type: str, threads: int | None = None) -> Plan 
         "general.file_type": GGUFValue(int(file_type), GGUFValueType.UINT32),
     }
     return Plan(metadata, planner.each(planner.planned, outline.tensors))
-
-
-def with_scales(ckpt: Checkpoint, plan: Plan) -> Plan:
-    """The plan with the scales that llama.cpp multiplies by after each NVFP4 tensor: of the tensor and of its input,
-    "blk.0.attn_q.scale", one number or one an expert. A scale of 1 is left out."""
-    taken = {t.name for t in plan.tensors}
-    found = []
-    for tensor in plan.tensors:
-        found.append(tensor)
-        if tensor.type != "NVFP4":
-            continue
-        count = tensor.shape[0] if len(tensor.shape) == 3 else 1
-        scales = [ckpt.tensor_scales(part.module) for part in tensor.parts][:count]
-        for key in ("scale", "input_scale"):
-            values = np.array([s[key] for s in scales if key in s], np.float32)
-            if len(values) == count and (key != "scale" or (values != 1).any()):
-                name = f"{tensor.name.removesuffix('.weight')}.{key}"
-                if name in taken:
-                    raise BridgeError(f"{name}: is in the plan, but made when {tensor.name} is; take it out")
-                found.append(PlannedTensor(name, (count,), data=values, origin="scale", type="F32", quantizable=False))
-    return replace(plan, tensors=found)
 
 
 def holds(tensor: PlannedTensor, fidelity: Fidelity | None) -> bool:
@@ -252,11 +224,18 @@ class Planner:
 
     def _check(self, tensor: ModelTensor, type: str, how: Sequence[How]) -> None:
         """BridgeError where a tensor is to be rounded to a type that cannot be had: one whose codes no text chooses, or
-        that llama.cpp demands an imatrix for."""
+        only a text does, or that llama.cpp demands an imatrix for."""
+        inside = self.calibrated and (tensor.layer is not None or tensor.kind == "output")
+        mixed = len(tensor.shape) == 2 and "carried" in how  # one scale for both
+        if type in FP4 and "rounded" in how and (mixed or not inside):
+            raise BridgeError(
+                f"{tensor.name}: floats are rounded to {type} in whole matrices of layers and in the output head, with "
+                f"a calibration text; give {parameter('calibrate')}, or choose another type, such as Q4_0"
+            )
         rounded = [i for i, way in enumerate(how) if way != "carried"]
         if not rounded or type not in ROUNDED:
             return
-        if self.calibrated and (tensor.layer is not None or tensor.kind == "output"):
+        if inside:
             if type in CALIBRATED:
                 return
             raise BridgeError(
@@ -344,8 +323,7 @@ class Planner:
         scales = [f.get("scale", 1.0) for f in factors]
         if all(scale == 1 for scale in scales):
             return True
-        arch = str(self.model.metadata["general.architecture"].value)
-        if not tensor.kind.startswith(_NVFP4_SCALES.get(arch, ())):
+        if not is_multiplied(self.model.metadata, tensor):
             return False
         return len(set(scales)) == 1 or (len(tensor.shape) == 3 and len(tensor.parts) == tensor.shape[0])
 

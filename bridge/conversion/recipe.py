@@ -204,7 +204,8 @@ class Recipe:
         """The type for a 2-D tensor that arrives as codes or as floats.
 
         act_order   codes that cannot be carried
-        calibrated  with a calibration text, a head of floats below Q6_K gets that, as in llama.cpp's presets
+        calibrated  with a calibration text, a head of floats below Q6_K gets that, as in llama.cpp's presets, and
+                    layers of floats may become 4-bit floats
         imatrix     whether there is one: some presets spend less on some tensors then
         """
         explicit = self.explicit(place.name, place.kind, place.tied)
@@ -216,7 +217,8 @@ class Recipe:
             return Wanted("forced", self.type)
         if as_codes and for_rows("Q8_0", place.columns) == "F16":  # rows that no block type holds; F32 is exact
             return Wanted("forced", "F32" if self.type == "exact" else "F16")
-        if self.type in ("auto", "exact") or (self.type in FP4 and not as_codes):
+        kept = self.type in FP4 and not as_codes and not (calibrated and place.layer is not None)
+        if self.type in ("auto", "exact") or kept:
             return Wanted(self.type) if as_codes else Wanted("forced", for_rows("Q8_0", place.columns))  # type: ignore[arg-type]
         if as_codes and self.type in _SIZES:
             return Wanted("forced", for_rows(self.type, place.columns))

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bridge.blocks.ggml import GGMLQuantizationType
 from bridge.encode.limits import FLOAT_LIMIT, REQUANTIZED_LIMIT
@@ -136,6 +136,7 @@ class Report:
     notes: list[str] = field(default_factory=list)
     compile_seconds: float = 0.0
     home: Path | None = None  # the checkpoint's folder, with config.json and README.md
+    blocks: list[dict[str, Any]] = field(default_factory=list)  # that were calibrated, see `quantize.block_log`
 
     @property
     def output_bytes(self) -> int:
@@ -170,10 +171,17 @@ class Report:
             "notes": self.notes,
             "tensors": [t.as_dict() for t in self.tensors],
         }
+        if self.blocks:
+            record["blocks"] = self.blocks
         write_text(path, json.dumps(record, indent=1) + "\n")
 
     def table(self, done: str = _WROTE) -> str:
-        """The closing table: a row per kind of tensor, then notes, sizes and what was `done`; the speed of writing."""
+        """The closing table: a row per kind of tensor, then notes, sizes and what was `done`; the speed of writing.
+
+        Notes alone where nothing was written, but layers stored.
+        """
+        if not self.outputs:
+            return "\n".join(f"note: {note}" for note in summarise_notes(self.notes))
         lines = align(self.rows(), (True, False, True, False, False, False, False))
         lines.insert(1, "-" * max(map(len, lines)))
         lines += ["", *self._closing(done)]

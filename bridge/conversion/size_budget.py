@@ -23,10 +23,11 @@ from bridge.blocks.read import WRITTEN
 from bridge.conversion.calibrate_plan import calibrating
 from bridge.conversion.gguf_writer import file_bytes, padded
 from bridge.conversion.layer_costs import LayerCosts
+from bridge.conversion.matrix_scales import with_scales
 from bridge.conversion.options import Budget
 from bridge.conversion.part_reader import PartReader
 from bridge.conversion.plan import Plan, PlannedTensor
-from bridge.conversion.planner import Planner, with_scales
+from bridge.conversion.planner import Planner
 from bridge.conversion.recipe import Recipe
 from bridge.errors import BridgeError, parameter
 from bridge.quantize.settings import Calibration

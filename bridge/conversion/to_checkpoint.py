@@ -57,7 +57,7 @@ def quantize_checkpoint(
     """
     from bridge.quantize import groups
     from bridge.quantize.awq import Awq
-    from bridge.quantize.checkpoint_writer import Groups, refusal, write_checkpoint
+    from bridge.quantize.checkpoint_writer import Groups, Written, refusal, write_checkpoint
 
     path = Path(out) if out is not None else Path(f"{model_name(str(checkpoint))}-{format}-{bits}bit")
     with open_by_name(checkpoint, config) as ckpt:
@@ -82,6 +82,8 @@ def quantize_checkpoint(
         kept, notes = quantize_layers(ckpt, calibrate, targets, layers_of(path), force, prepare)
         notes = [*length_notes, *notes]
         notes += [f"{name}: stays float: {why}" for name, why in whys.items() if why]
+        if calibrate.blocks is not None:
+            return Written(path, format, 0, 0, 0.0, notes=notes, home=ckpt.home)
         written = write_checkpoint(
             ckpt,
             path,
@@ -96,7 +98,7 @@ def quantize_checkpoint(
         errors = [layer.error for layer in kept.layers.values()]
         if errors and calibrate.method != "rtn":
             written.lost = sum(errors) / len(errors), max(errors)
-        written.home = ckpt.home
+        written.home, written.blocks = ckpt.home, kept.blocks
         kept.remove()
     written.notes += notes
     return written

@@ -67,6 +67,34 @@ def snapper(sub: int, width: int, bounds: tuple[float, ...], shift: float = 0.0)
     return intrinsic(snap)
 
 
+def looker(bounds: tuple[float, ...]) -> Any:
+    """The intrinsic `look` for points of 8 coordinates in a full metric m: the best of those near a target.
+
+    look(t, w, a, inverse, shift, m, near, numbers, values, point) -> r m r^T of residuals r = w - a * (point + shift)
+
+    t      float32 [8]: the target over the scale, less the shift; gets where the found point's gradient leads
+    w      float32 [8]: the weights; a, inverse, shift: the scale, one over it, and what is added to all coordinates
+    m      float32 [8, 8], symmetric
+    point  float32 [8]: gets the point's values
+    """
+
+    def look(typingctx, t, w, a, inverse, shift, m, near, numbers, values, point):
+        def codegen(context, builder: ir.IRBuilder, signature, arguments):
+            def data(i):
+                array = context.make_array(signature.args[i])(context, builder, arguments[i])
+                return builder.ptrtoint(array.data, _I64)
+
+            names = {"t": 0, "w": 1, "m": 5, "near": 6, "numbers": 7, "values": 8, "point": 9}
+            scale, inverse, moved = (splat(builder, argument) for argument in arguments[2:5])
+            emit = _Emitter(builder, {name: data(i) for name, i in names.items()}, scale, inverse, None)
+            return emit.look(moved, bounds)
+
+        f32 = types.float32
+        return f32(t, w, f32, f32, f32, m, near, numbers, values, point), codegen
+
+    return intrinsic(look)
+
+
 def splat(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     """A vector of one number."""
     one = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), value, ir.Constant(_I32, 0))
@@ -127,6 +155,46 @@ class _Emitter:
             wv, wr = b.fmul(w, v), b.fmul(w, r)
             found = [b.fadd(s, b.fmul(f, g)) for s, f, g in zip(found, (wr, wv, wr), (r, v, v), strict=True)]
         return [self.reduce("fadd", s, ir.Constant(_F32, 0.0), flags=("reassoc",)) for s in found]
+
+    def look(self, shift: ir.Value, bounds: tuple[float, ...]) -> ir.Value:
+        """The cost of the best point near the target; writes the point, and the next target over it."""
+        b, free = self.builder, ("contract",)
+
+        def multiplied(x: ir.Value, y: ir.Value, total: ir.Value | None) -> ir.Value:
+            product = b.fmul(x, y, flags=free)
+            return product if total is None else b.fadd(total, product, flags=free)
+
+        def column(name: str, i: int) -> ir.Value:
+            return self.load(name, ir.Constant(_I64, 4 * i), _F32, 4)
+
+        def store(name: str, vector: ir.Value) -> None:
+            b.store(vector, b.inttoptr(self.places[name], _FLOATS.as_pointer()), align=4)
+
+        (cell,) = self.cells(self.load("t", ir.Constant(_I64, 0), _FLOATS, 4), NEAR, bounds)
+        start = b.mul(cell, ir.Constant(_I64, NEAR * NEAR))
+        residuals, cost = [], None
+        for i in range(NEAR):
+            near = self.load("near", b.add(start, ir.Constant(_I64, NEAR * i)), _BYTES, 1)
+            v = b.fmul(self.a, b.fadd(b.sitofp(near, _FLOATS), shift))
+            residuals.append(b.fsub(splat(b, column("w", i)), v))
+            along = None
+            for k in range(i):
+                along = multiplied(residuals[k], splat(b, column("m", NEAR * i + k)), along)
+            along = along and b.fadd(along, along)
+            along = multiplied(residuals[i], splat(b, column("m", (NEAR + 1) * i)), along)
+            cost = multiplied(residuals[i], along, cost)
+        point = self.point([self.number(cell, cost)], NEAR)
+        weights = self.load("w", ir.Constant(_I64, 0), _FLOATS, 4)
+        residual = b.fsub(weights, b.fmul(self.a, b.fadd(point, shift)))
+        slope, diagonal = None, ir.Constant(_FLOATS, ir.Undefined)
+        for k in range(NEAR):
+            row = self.load("m", ir.Constant(_I64, 4 * NEAR * k), _FLOATS, 4)
+            slope = multiplied(_lane(b, residual, k), row, slope)
+            lane = ir.Constant(_I32, k)
+            diagonal = b.insert_element(diagonal, column("m", (NEAR + 1) * k), lane)
+        store("point", point)
+        store("t", b.fadd(point, b.fdiv(b.fmul(slope, self.inverse), diagonal)))
+        return self.reduce("fmin", cost, flags=("nnan",))
 
     def cells(self, y: ir.Value, width: int, bounds: tuple[float, ...]) -> list[ir.Value]:
         """int64, for each point that a vector of ratios has room for: its cell, the levels as digits."""

@@ -67,7 +67,7 @@ def quantize_rows(
     weights = _weights(importance, columns)
     x = np.ascontiguousarray(x, np.float32).reshape(rows, columns // block.sub, block.sub)
     scaled = weights.reshape(-1, block.sub)
-    quantize = _quantizer(block)(block.name)
+    quantize = quantizer_of(block)
     pack = packer(block.name)
     data = np.empty((rows, row_bytes(block, columns)), np.uint8) if out is None else out
     sums = np.zeros((rows, 3))
@@ -90,17 +90,18 @@ def quantize_rows(
     return QuantizedRows(data, sums[:, 0].copy(), float(sums[:, 1].sum()), float(sums[:, 2].sum()) * _mean(importance))
 
 
-def _quantizer(block: BlockType) -> Callable[[str], Callable[..., None]]:
-    """The module's function that compiles a type's search."""
-    if block.name in ROUNDED:
+def quantizer_of(block: BlockType) -> Callable[..., None]:
+    """The compiled search of a type, see `round_loops.rows_quantizer`."""
+    name = block.name
+    if name in ROUNDED:
         if block.zero:
-            return ternary_quantizer
-        if block.name.startswith("IQ1"):
-            return shifted_quantizer
-        return points_quantizer if block.numbered else table_quantizer
+            return ternary_quantizer(name)
+        if name.startswith("IQ1"):
+            return shifted_quantizer(name)
+        return points_quantizer(name) if block.numbered else table_quantizer(name)
     if block.is_k:
-        return affine_quantizer if block.has_min else scaled_quantizer
-    return plain_quantizer
+        return affine_quantizer(name) if block.has_min else scaled_quantizer(name)
+    return plain_quantizer(name)
 
 
 def _mean(importance: np.ndarray | None) -> float:

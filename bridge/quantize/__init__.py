@@ -15,6 +15,7 @@ Read tests/support/textbook_gptq.py first, GPTQ in one page; the solver must agr
     two_sided                          the same, with the gradients of the layer's outputs
     grids/                             the values that codes may have: groups, GGUF blocks
     layer_store, checkpoint_writer     finished layers on disk; checkpoints
+    spread                             the same as tasks for a cluster
     budget/                            a type for each tensor under a size limit
 
 Needs PyTorch, and for whole models transformers (the `quantize` extra). Names are imported when first used.

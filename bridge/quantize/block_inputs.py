@@ -1,6 +1,6 @@
 """The inputs of a model's blocks, of the layers in them, and of the output head.
 
-The activations between blocks, [sequences, length, hidden] a batch, are kept in memory or in a folder. A layer that
+The activations between blocks, [sequences, length, hidden] a batch, are kept in `activations`. A layer that
 can be quantized is seen as a matrix [out, columns] and its inputs as vectors [tokens, columns]:
 
     torch.nn.Linear       weight unchanged
@@ -8,45 +8,16 @@ can be quantized is seen as a matrix [out, columns] and its inputs as vectors [t
     torch.nn.Conv2d       weight [out, in * kernel], inputs are the patches under the kernel; one group
 """
 
-import tempfile
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import nn
 
-from bridge.errors import BridgeError, parameter
+from bridge.quantize.activations import Kept, Shelf
 from bridge.quantize.hessian import Hessian
-from bridge.system.free_memory import free_memory
-
-
-class Kept:
-    """A tensor that is not needed now: in memory, or in a file."""
-
-    def __init__(self, x: torch.Tensor, shelf: "Shelf | None" = None) -> None:
-        self._device = x.device
-        self._file = None if shelf is None else shelf.place()
-        self._x: torch.Tensor | None = x
-        if self._file is not None:
-            save_activations(x, self._file)
-            self._x = None
-
-    def value(self) -> torch.Tensor:
-        """The tensor."""
-        if self._x is not None:
-            return self._x
-        assert self._file is not None
-        found: torch.Tensor = torch.load(self._file, map_location=self._device, weights_only=True)
-        return found
-
-    def drop(self) -> None:
-        """Free the memory, or remove the file."""
-        self._x = None
-        if self._file is not None:
-            self._file.unlink(missing_ok=True)
 
 
 @dataclass
@@ -67,7 +38,7 @@ class BlockInputs:
     named: bool = False
     items: int | None = None
     calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]] = ()
-    shelf: "Shelf | None" = None
+    shelf: Shelf | None = None
     held: bool | None = None
 
     def run(self, block: nn.Module) -> Any:
@@ -97,53 +68,6 @@ class BlockInputs:
     def copy(self) -> Self:
         """The same inputs, to go through other blocks."""
         return replace(self, x=self.keep(self.value()))
-
-
-def save_activations(x: torch.Tensor, file: Path) -> None:
-    """Write them; BridgeError where that fails."""
-    try:
-        torch.save(x.cpu().clone() if x.untyped_storage().nbytes() > x.nbytes else x.cpu(), file)
-    except (OSError, RuntimeError) as problem:  # torch's writer raises the latter where a disk is full
-        raise BridgeError(
-            f"{file.parent}: activations cannot be written ({str(problem).splitlines()[0]}); "
-            f"free disk space, or choose another folder: {parameter('offload')}"
-        ) from None
-
-
-class Shelf:
-    """A place for activations: a temporary folder inside a given one, or memory (None)."""
-
-    def __init__(self, inside: str | Path | None) -> None:
-        self._made: tempfile.TemporaryDirectory[str] | None = None
-        self._files = 0
-        self._reserve = (free_memory() or 0) // 2
-        if inside is not None:
-            try:
-                self._made = tempfile.TemporaryDirectory(prefix="activations-", dir=inside)
-            except OSError as problem:
-                raise BridgeError(
-                    f"{inside}: cannot create a folder for activations there ({problem.strerror})"
-                ) from None
-
-    def place(self) -> Path | None:
-        """A file for an activation; None: it stays in memory."""
-        if self._made is None:
-            return None
-        self._files += 1
-        return Path(self._made.name) / f"{self._files}.pt"
-
-    def has_room(self, size: int) -> bool:
-        """Whether to keep so many bytes that can be computed again: while half of the memory that was free is."""
-        free = free_memory()
-        return self._made is not None or free is None or free - size >= self._reserve
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._made:
-            with suppress(OSError):
-                self._made.cleanup()
 
 
 class StopForward(Exception):
@@ -287,6 +211,7 @@ def head_hessian(
     items: int | None,
     outputs: Iterable[torch.Tensor],
     float_outputs: Iterable[torch.Tensor] | None = None,
+    first: int = 0,
 ) -> Hessian:
     """The Hessian of the head's inputs. Neither blocks nor the head need their weights.
 
@@ -294,6 +219,7 @@ def head_hessian(
     items          of the blocks' `BlockInputs`
     outputs        the last block's, for each batch
     float_outputs  the same of the float model, for the cross term
+    first          how many tokens of the text come before these
     """
     name, head = head_of(model)
     hessian: Hessian | None = None
@@ -301,7 +227,7 @@ def head_hessian(
     for tokens, x in zip(batches, outputs, strict=True):
         own = _head_inputs(model, blocks, head, tokens, x, items)
         if hessian is None:
-            hessian = Hessian(name, own.shape[-1], own.device)
+            hessian = Hessian(name, own.shape[-1], own.device, first)
         twin = None if floats is None else _head_inputs(model, blocks, head, tokens, next(floats), items)
         hessian.add(own, twin)
     assert hessian is not None

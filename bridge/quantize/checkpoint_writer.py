@@ -32,7 +32,7 @@ from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
 from bridge.quantize.checkpoint_labels import Groups, labels_of
 from bridge.system import compiling
-from bridge.system.files import expanded
+from bridge.system.files import expanded, write_text
 from bridge.system.progress import Progress
 from bridge.system.text import percent, size_text, summarise_notes
 
@@ -74,6 +74,7 @@ class Written:
     lost      by the layers' outputs on the text, as a share of their power: on average and at most
     notes     for the user
     home      the source's folder, with config.json and README.md
+    blocks    that were calibrated, see `block_log`
     """
 
     out: Path
@@ -86,6 +87,16 @@ class Written:
     lost: tuple[float, float] | None = None
     notes: list[str] = field(default_factory=list)
     home: Path | None = None
+    blocks: list[dict[str, Any]] = field(default_factory=list)
+
+    def save(self, path: Path) -> None:
+        """Write the report as JSON. Raises BridgeError where that fails."""
+        record = {
+            "checkpoint": str(self.home), "outputs": [str(self.out)], "format": self.format, "layers": self.modules,
+            "output_bytes": self.nbytes,
+            "seconds": round(self.seconds, 3), "notes": self.notes, "blocks": self.blocks,
+        }  # fmt: skip
+        write_text(path, json.dumps(record, indent=1) + "\n")
 
     def facts(self) -> list[tuple[str, str]]:
         """What was written, without anything of this machine."""
@@ -97,6 +108,9 @@ class Written:
 
     def summary(self) -> str:
         """The report in a few lines."""
+        notes = [f"note: {note}" for note in summarise_notes(self.notes)]
+        if not self.nbytes:  # layers were stored, see `Calibration.blocks`
+            return "\n".join(notes)
         size = size_text(self.nbytes)
         lines = [f"{self.modules} layers quantized as {self.format}, {size} written in {self.seconds:.1f} s"]
         if self.raised[0]:
@@ -106,8 +120,7 @@ class Written:
             )
         if self.left_out:
             lines.append(f"left out    {', '.join(self.left_out)}: not part of the checkpoint that was read")
-        lines += [f"note: {note}" for note in summarise_notes(self.notes)]
-        return "\n".join([*lines, f"wrote {self.out}"])
+        return "\n".join([*lines, *notes, f"wrote {self.out}"])
 
 
 def refusal(format: str, groups: Groups, shape: tuple[int, int]) -> str | None:

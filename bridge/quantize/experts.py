@@ -190,7 +190,7 @@ def _is_known(module: Any) -> bool:
 
 def is_short(hessian: Hessian) -> bool:
     """Whether an expert saw fewer tokens than it has columns."""
-    return hessian.tokens < len(hessian.matrix)
+    return hessian.tokens < hessian.columns
 
 
 def merged(hessians: Sequence[Hessian]) -> Hessian:

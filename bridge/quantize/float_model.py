@@ -26,9 +26,19 @@ from bridge.errors import BridgeError
 from bridge.quantize.block_inputs import head_of, is_layer, matrix_shape, set_matrix
 from bridge.quantize.experts import halves, split_experts
 from bridge.quantize.walk import decoder_blocks, positions_of
+from bridge.system.row_threads import chunks
 
 _MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
+
+
+def arithmetic(ckpt: Checkpoint, device: torch.device | str = "cpu") -> torch.dtype:
+    """bfloat16 where all of a checkpoint's floats are in it and the CPU multiplies it; else float32."""
+    fast = torch.device(device).type == "cpu" and (
+        torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    )
+    exact = not ckpt.modules and all(t.dtype == "BF16" for t in ckpt.tensors.values())
+    return torch.bfloat16 if fast and exact else torch.float32
 
 
 class FloatModel:
@@ -55,14 +65,14 @@ class FloatModel:
         """The number of tokens in the vocabulary."""
         return self.model.get_input_embeddings().weight.shape[0]
 
-    def linears(self) -> dict[str, tuple[int, int]]:
-        """(out, in) of the blocks' layers that can be quantized, by their names in the checkpoint."""
-        return {
-            self.name(f"{self.prefix}.{i}.{name}"): matrix_shape(module)
-            for i, block in enumerate(self.blocks)
-            for name, module in block.named_modules()
-            if is_layer(module)
-        }
+    def linears(self, blocks: slice = slice(None)) -> dict[str, tuple[int, int]]:
+        """(out, in) of the layers of some blocks that can be quantized, by their names in the checkpoint."""
+        return {n: shape for i in range(len(self.blocks))[blocks] for n, shape in self.layers_of(i).items()}
+
+    def layers_of(self, block: int) -> dict[str, tuple[int, int]]:
+        """The same of one block."""
+        layers = ((name, module) for name, module in self.blocks[block].named_modules() if is_layer(module))
+        return {self.name(f"{self.prefix}.{block}.{name}"): matrix_shape(module) for name, module in layers}
 
     def load(self, block: int | None) -> None:
         """Load a block's weights; None: those of everything outside the blocks except the head.
@@ -198,6 +208,13 @@ class FloatModel:
                 tensor = tensor.crop(rows, columns)
             self._expect(name, tensor.shape, (rows, columns))
             set_matrix(module, torch.from_numpy(tensor.dequantize()))
+            return
+        if stored in self.ckpt.tensors and value.ndim == 2 and stored.endswith(".weight"):
+            self._expect(name, self.ckpt.tensors[stored].shape, tuple(value.shape))
+            _put(module, own, torch.empty(value.shape, dtype=self.dtype, device=self.device))
+            for rows in chunks(*value.shape):  # float32 of the whole embeddings would take twice their memory
+                part = torch.from_numpy(self.ckpt.read_float(stored, (rows.start, rows.stop)))
+                getattr(module, own).data[rows] = part.to(self.device, self.dtype)
             return
         floats = self._floats(stored, name)
         self._expect(name, floats.shape, tuple(value.shape))

@@ -5,25 +5,24 @@ gradients are propagated back block by block, running each again. With the input
 inputs and gradients of one, and where the logits are needed the embeddings and the head.
 """
 
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from bridge.errors import BridgeError
+from bridge.quantize.activations import Kept, Shelf
 from bridge.quantize.block_inputs import (
     BlockInputs,
-    Shelf,
     after_blocks,
     first_inputs,
     first_of,
     head_hessian,
+    head_of,
     is_layer,
-    save_activations,
 )
 from bridge.quantize.float_model import FloatModel
 from bridge.quantize.hessian import Hessian
@@ -33,47 +32,42 @@ from bridge.quantize.two_sided import ROWS
 LayerChange = Callable[[str, nn.Module], None]
 
 
-_TOKENS_FELT = 1 << 15
-_LOGITS = 1 << 26  # at a time: several copies of them, 256 MB each, are alive in the backward pass
+TOKENS_FELT = 1 << 15
+LOGITS = 1 << 26  # at a time: several copies of them, 256 MB each, are alive in the backward pass
 
 
 def sequences_at_once(model: FloatModel, length: int) -> int:
     """How many sequences of a length pass through a model together."""
-    return max(1, min(4096, max(1, _LOGITS // model.vocabulary)) // length)
+    return max(1, min(4096, max(1, LOGITS // model.vocabulary)) // length)
+
+
+def felt(tokens: torch.Tensor) -> torch.Tensor:
+    """The sequences whose gradients are taken: of more than 32,768 tokens, some."""
+    return tokens[:: -(-tokens.numel() // TOKENS_FELT)]
 
 
 def output_hessians(
-    model: FloatModel, tokens: torch.Tensor, folder: Path | None = None
+    model: FloatModel, tokens: torch.Tensor, shelf: Shelf, first: int = 0
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """A of each layer that tokens reach, last first, as `two_sided.round_two_sided` takes it.
 
-    tokens  int64 [sequences, length]; of more than 32,768 tokens, some sequences are taken
-    folder  for activations, until all are found; None: in memory
-
-    Activations are kept in bfloat16 if the checkpoint is in it.
+    tokens  int64 [sequences, length], those of `felt` or a part of them
+    shelf   for activations
+    first   the number of the first batch, of `sequences_at_once` each, among those of all parts
     """
-    tokens = tokens[:: -(-tokens.numel() // _TOKENS_FELT)]
-    dtype = torch.bfloat16 if model.stored_in_bfloat16 else torch.float32
-    activations = None if folder is None else folder / "activations"
-    if activations is not None:
-        activations.mkdir()
-    try:
-        with torch.no_grad():
-            passes = Passes(model, tokens, sequences_at_once(model, tokens.shape[1]), activations, dtype)
-        for name, outputs in passes.output_products(ROWS):
-            if outputs.diagonal(dim1=1, dim2=2).any():
-                yield name, outputs
-    finally:
-        if activations is not None:
-            shutil.rmtree(activations, ignore_errors=True)
+    with torch.no_grad():
+        passes = Passes(model, tokens, sequences_at_once(model, tokens.shape[1]), shelf, first)
+    for name, outputs in passes.output_products(ROWS):
+        if outputs.diagonal(dim1=1, dim2=2).any():
+            yield name, outputs
 
 
 @dataclass
 class Passes:
     """Token sequences int64 [sequences, length] and a model; see the module's docstring.
 
-    folder  for the activations between blocks, which stay in memory without one
-    dtype   of these activations
+    shelf   for the activations between blocks; None: they stay in memory
+    first   the number of the first batch, which decides what tokens are drawn
     calls   the blocks' arguments, for each batch
     inputs  [block][batch]: each block's inputs in the float model; after the last block, its outputs
 
@@ -83,11 +77,10 @@ class Passes:
     model: FloatModel
     tokens: torch.Tensor
     batch: int
-    folder: Path | None = None
-    dtype: torch.dtype = torch.float32
+    shelf: Shelf | None = None
+    first: int = 0
 
     def __post_init__(self) -> None:
-        self._files = 0
         self.batches = self.tokens.split(self.batch)
         self.model.load(None)
         self.calls = self._first_inputs()
@@ -118,10 +111,10 @@ class Passes:
     def outputs(
         self,
         first: int,
-        x: Sequence[torch.Tensor],
+        x: Sequence[Any],
         change: LayerChange | None = None,
-        kept: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
-    ) -> list[list[torch.Tensor]]:
+        kept: Callable[[torch.Tensor], Any] = lambda x: x,
+    ) -> list[list[Any]]:
         """The outputs of each block from `first` on, whose inputs are x of each batch."""
         found = []
         for i in range(first, len(self.model.blocks)):
@@ -137,13 +130,9 @@ class Passes:
             found.append(list(x))
         return found
 
-    def kept(self, x: torch.Tensor) -> torch.Tensor:
-        """Activations in their dtype, in a file's pages where there is a folder."""
-        x = x.to(self.dtype)
-        if self.folder is None:
-            return x
-        self._files += 1
-        return on_disk(x, self.folder / f"{self._files}.pt")
+    def kept(self, x: torch.Tensor) -> Any:
+        """Activations on the shelf, where there is one."""
+        return x.cpu() if self.shelf is None else Kept(x, self.shelf)
 
     def layers(self, block: int) -> Iterator[tuple[str, nn.Module]]:
         """A block's layers by their names in the checkpoint."""
@@ -153,7 +142,7 @@ class Passes:
 
     def logits(self, batch: int, x: torch.Tensor) -> torch.Tensor:
         """[sequences, length, vocabulary] for the last block's outputs of a batch; gradients pass."""
-        items = self.calls[batch].items
+        items, x = self.calls[batch].items, x.to(self.model.device)
         return after_blocks(self.model.model, self.model.blocks, self.batches[batch], x, items).logits.float()
 
     @contextmanager
@@ -166,9 +155,9 @@ class Passes:
         finally:
             module.weight = kept
 
-    def _call(self, number: int, block: nn.Module, call: BlockInputs, x: torch.Tensor) -> torch.Tensor:
+    def _call(self, number: int, block: nn.Module, call: BlockInputs, x: Any) -> torch.Tensor:
         call.select_block(number)
-        call.x = x.to(self.model.dtype)
+        call.x = _value(x).to(self.model.device)
         try:
             found = first_of(call.run(block))
         finally:
@@ -197,25 +186,29 @@ class Passes:
         """A of each layer, last first: the mean of g g^T of these gradients, see `two_sided`.
 
         Diagonal blocks of at most so many rows, float32 [blocks, rows, rows]; 0 beyond the last block's rows. The
-        embeddings and the head are freed before the first of them.
+        embeddings and the head are freed before the first of them, and each block's inputs after it if on a shelf.
         """
 
         def products(gradient: torch.Tensor) -> torch.Tensor:
             size = min(rows, gradient.shape[1])
-            parts = nn.functional.pad(gradient, (0, -gradient.shape[1] % size)).unflatten(1, (-1, size))
+            parts = nn.functional.pad(gradient.float(), (0, -gradient.shape[1] % size)).unflatten(1, (-1, size))
             return torch.einsum("tbi,tbj->bij", parts, parts)
 
         gradients = self._last_gradients(seed)
         self.model.drop(None)
         self.model.drop_head()
-        yield from self._backward(products, gradients)
+        if self.shelf is not None:
+            for kept in self.inputs.pop():
+                kept.drop()
+        yield from self._backward(products, gradients, forget=self.shelf is not None)
 
     def _backward(
-        self, of: Callable[[torch.Tensor], torch.Tensor], gradients: list[torch.Tensor]
+        self, of: Callable[[torch.Tensor], torch.Tensor], gradients: list[torch.Tensor], forget: bool = False
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """By layer, the mean over the tokens of what is made `of` gradients [tokens, out].
 
         gradients  by batch, at the last block's outputs; at the end those at the first one's inputs
+        forget     free each block's inputs
         """
         total = self.tokens.numel()
         for i in reversed(range(len(self.model.blocks))):
@@ -224,11 +217,13 @@ class Passes:
             hooks = [module.register_forward_hook(_adding(name, sums, of)) for name, module in self.layers(i)]
             try:
                 for b, call in enumerate(self.calls):
-                    x = self.inputs[i][b].detach().to(self.model.dtype).requires_grad_()
+                    x = _value(self.inputs[i][b]).detach().to(self.model.device).requires_grad_()
                     with torch.enable_grad():
-                        self._call(i, self.model.blocks[i], call, x).backward(gradients[b])
+                        self._call(i, self.model.blocks[i], call, x).backward(gradients[b].to(self.model.device))
                     assert x.grad is not None
-                    gradients[b] = x.grad
+                    gradients[b] = x.grad.cpu()
+                    if forget:
+                        self.inputs[i][b].drop()
             finally:
                 for hook in hooks:
                     hook.remove()
@@ -248,27 +243,39 @@ class Passes:
     @torch.no_grad()
     def head_hessian(self) -> Hessian:
         """The Hessian of the output head's inputs."""
-        return head_hessian(self.model.model, self.model.blocks, self.batches, self.calls[0].items, self.inputs[-1])
+        last = (x.to(self.model.device) for x in self.inputs[-1])
+        return head_hessian(self.model.model, self.model.blocks, self.batches, self.calls[0].items, last)
 
     def _last_gradients(self, seed: int) -> list[torch.Tensor]:
         """By batch, the gradients at the last block's outputs."""
-        generator = torch.Generator().manual_seed(seed)
-        return [self._last_gradient(batch, generator) for batch in range(len(self.batches))]
+        generators = (torch.Generator().manual_seed(seed + self.first + b) for b in range(len(self.batches)))
+        return [self._last_gradient(batch, generator) for batch, generator in enumerate(generators)]
 
     def _last_gradient(self, batch: int, generator: torch.Generator) -> torch.Tensor:
-        x = self.inputs[-1][batch].detach().to(self.model.dtype).requires_grad_()
-        with torch.enable_grad():
-            scores = self.logits(batch, x).log_softmax(-1).flatten(0, 1)
-            drawn = torch.multinomial(scores.detach().exp().cpu(), 1, generator=generator).to(scores.device)
-            scores.gather(1, drawn).sum().backward()
+        """Some positions at a time: the logits of all would take several times 4 bytes for each and word."""
+        x = _value(self.inputs[-1][batch]).detach().to(self.model.device).requires_grad_()
+        step = max(1, LOGITS // (self.model.vocabulary * len(x)))
+        for at in range(0, x.shape[1], step):
+            with torch.enable_grad(), self._positions(slice(at, at + step)):
+                scores = self.logits(batch, x).log_softmax(-1).flatten(0, 1)
+                drawn = torch.multinomial(scores.detach().exp().cpu(), 1, generator=generator).to(scores.device)
+                scores.gather(1, drawn).sum().backward()
         assert x.grad is not None
-        return x.grad
+        return x.grad.cpu()
+
+    @contextmanager
+    def _positions(self, positions: slice) -> Iterator[None]:
+        """Have the head see only these positions of a sequence meanwhile."""
+        head = head_of(self.model.model)[1]
+        hook = head.register_forward_pre_hook(lambda _module, args: (args[0][:, positions], *args[1:]))
+        try:
+            yield
+        finally:
+            hook.remove()
 
 
-def on_disk(x: torch.Tensor, file: Path) -> torch.Tensor:
-    """The same values in the pages of a file, which the system reads when they are needed."""
-    save_activations(x, file)
-    return torch.load(file, mmap=True, map_location=x.device, weights_only=True)
+def _value(x: Any) -> torch.Tensor:
+    return x.value() if isinstance(x, Kept) else x
 
 
 def _adding(

@@ -11,6 +11,8 @@ inputs are alike, spread over the positions of all sequences; or they are whole 
 the rest (`mixture`). `shrinkage_of` chooses on them too.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -35,12 +37,14 @@ class Hessian:
 
     held       the Hessian of the tokens held back: whole batches of them, or with float inputs spans (`held_back`)
     shrinkage  of H in its factors, see `shrunk`; None: `shrinkage_of` has not been asked
+    first      how many tokens of the text come before these: where the spans that are held back start
 
     Each token is added once: to `held`, or to what is merged with it when `matrix` or `cross` is asked for.
     """
 
-    def __init__(self, name: str, columns: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, name: str, columns: int, device: torch.device | str = "cpu", first: int = 0) -> None:
         self.name = name
+        self.first = first
         self.tokens = 0
         self.borrowed_tokens = 0  # included in `tokens`, see `experts`
         self.held: Hessian | None = None
@@ -50,6 +54,11 @@ class Hessian:
         self._merged = True  # with the held-back tokens, and mirrored
         self._factor: tuple[object, tuple[torch.Tensor, float]] | None = None
         self._rest: tuple[object, torch.Tensor] | None = None
+
+    @property
+    def columns(self) -> int:
+        """The number of inputs."""
+        return len(self._matrix)
 
     @property
     def matrix(self) -> torch.Tensor:
@@ -88,7 +97,7 @@ class Hessian:
         else:
             if self.held is None:
                 self.held = Hessian(self.name, x.shape[1], device)
-            those = held_back(self.tokens, len(x)) if held is None else torch.full((len(x),), held)
+            those = held_back(self.first + self.tokens, len(x)) if held is None else torch.full((len(x),), held)
             those, before = those.to(device), self.tokens - self.held.tokens
             own, others = self.held, ~those
             own._add(x[those], None if x_float is None else x_float[those], own.tokens)
@@ -141,6 +150,27 @@ class Hessian:
                 self._cross = None
         self._merged, self._factor, self._rest, self.shrinkage = False, None, None, None
 
+    def include(self, other: "Hessian") -> None:
+        """Add the tokens of another Hessian of the same layer's inputs."""
+        self._part()
+        other._part()
+        held, theirs = self.held, other.held
+        rest = other.tokens - (theirs.tokens if theirs else 0)
+        whole = rest + self.tokens - (held.tokens if held else 0)
+        if rest:
+            self._matrix.lerp_(other._matrix, rest / whole)
+            if other._cross is not None:
+                self._cross = torch.zeros_like(self._matrix) if self._cross is None else self._cross
+                self._cross.lerp_(other._cross, rest / whole)
+        if theirs is not None:
+            self.held = held or Hessian(self.name, len(self._matrix), self._matrix.device)
+            self.held.include(theirs)
+        self.tokens += other.tokens
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the factors that layers share, which are found again."""
+        return self.__dict__ | {"_factor": None, "_rest": None}
+
     def _mix(self, held: "Hessian", share: float) -> None:
         self._matrix.lerp_(held.matrix, share)
         if held.cross is not None:
@@ -154,7 +184,7 @@ class Hessian:
 
         keep  for the next call with the same arguments; False: it is not needed again
         """
-        key = damping, self.shrinkage, None if order is None else tuple(order.tolist())
+        key = damping, self.shrinkage, None if order is None else tuple(order.cpu().tolist())
         found = self._factor[1] if self._factor and self._factor[0] == key else None
         self._factor = None
         h = shrunk(self.matrix, self.shrinkage) if self.shrinkage and not found else self.matrix
@@ -177,9 +207,11 @@ class Hessian:
         share = held.tokens / self.tokens
         rest = torch.sub(self.matrix, held.matrix, alpha=share).div_(1 - share)
         if self.shrinkage:
-            rest = shrunk(rest, self.shrinkage)
+            diagonal = rest.diagonal().clone()
+            rest.mul_(1 - self.shrinkage).diagonal().copy_(diagonal)
         damp(rest, damping)
-        lower, failed = torch.linalg.cholesky_ex(rest)
+        lower, failed = rest.mT, torch.empty((), dtype=torch.int32, device=rest.device)  # columns follow each other
+        torch.linalg.cholesky_ex(lower, out=(lower, failed))  # in place: for 28,672 columns, rest takes 3.3 GB
         if failed or not torch.isfinite(lower.diagonal()).all():
             return None
         if keep:
@@ -322,20 +354,27 @@ def _lost(fitted: torch.Tensor, held: torch.Tensor, shrinkage: float, damping: f
     if factor is None:
         return float("inf")
     factor /= factor.diagonal()[:, None].clone()
-    return float((factor @ held).mul_(factor).sum(dtype=torch.float64))
+    lost = 0.0
+    for t in tiles(len(factor)):  # below the diagonal, the factor is 0
+        own = factor[t, t.start :]
+        lost += float((own @ held[t.start :, t.start :]).mul_(own).sum(dtype=torch.float64))
+    return lost
 
 
 def shrunk(hessian: torch.Tensor, shrinkage: float) -> torch.Tensor:
     """A copy of H whose off-diagonals are 1 - shrinkage times as large."""
-    return (hessian * (1 - shrinkage)).diagonal_scatter(hessian.diagonal())
+    found = hessian * (1 - shrinkage)
+    found.diagonal().copy_(hessian.diagonal())
+    return found
 
 
 def inverse_factor(hessian: torch.Tensor) -> torch.Tensor | None:
     """U, upper triangular, with H^-1 = U^T U, written over H; None if H is not positive definite.
 
     With H = R R^T, R upper (the Cholesky factor of H read backwards), U is R^-1: one factorization and one
-    triangular inverse; inverting H and factoring again would take three times as long. Both go by tiles, each summed
-    in float64 and rounded once, so that a float32 H takes no memory but its own. Only H's upper half is read.
+    triangular inverse; inverting H and factoring again would take three times as long. Both go by tiles, in place.
+    float64 is for the tiles on the diagonal, where H all but cancels, and what they are multiplied with: n^2 operations
+    a tile. The others, n^3, are in H's own precision, in which R is stored. Only H's upper half is read.
     """
     n = len(hessian)
     spans = [slice(at, min(at + _TILE, n)) for at in range(0, n, _TILE)]
@@ -348,14 +387,14 @@ def inverse_factor(hessian: torch.Tensor) -> torch.Tensor | None:
             return None
         hessian[column, column] = tile
         for row in spans[: column.start // _TILE]:
-            left = hessian[row, column].double().addmm_(hessian[row, column.stop :].double(), done.T, alpha=-1)
-            hessian[row, column] = torch.linalg.solve_triangular(tile.T, left, upper=False, left=False)
+            left = hessian[row, column].addmm_(hessian[row, column.stop :], hessian[column, column.stop :].T, alpha=-1)
+            hessian[row, column] = torch.linalg.solve_triangular(tile.T, left.double(), upper=False, left=False)
     for column in spans:  # R^-1
         eye = torch.eye(column.stop - column.start, dtype=torch.float64, device=hessian.device)
         inverse = torch.linalg.solve_triangular(hessian[column, column].double(), eye, upper=True)
-        above = hessian[: column.start, column].double() @ inverse
+        above = (hessian[: column.start, column].double() @ -inverse).to(hessian.dtype)
         for row in spans[: column.start // _TILE]:
-            hessian[row, column] = -(hessian[row, row.start : column.start].double() @ above[row.start :])
+            hessian[row, column] = hessian[row, row.start : column.start] @ above[row.start :]
         hessian[column, column] = inverse
     return hessian.triu_()
 

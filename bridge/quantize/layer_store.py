@@ -5,15 +5,18 @@ head, which is quantized some rows at a time, a file holds these. `job.json` say
 file has a digest of its tensors and of the run; one that does not match is removed, and its layer is made again.
 """
 
+import copy
+import glob
 import hashlib
 import json
 import os
 import re
+import secrets
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import gguf
 import numpy as np
@@ -23,6 +26,7 @@ from safetensors.numpy import save_file
 
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.errors import BridgeError, parameter
+from bridge.quantize.grids.codebook import CodebookGrid
 from bridge.quantize.grids.group import GroupGrid
 from bridge.quantize.method import Quantized
 from bridge.system.files import read_json, write_text
@@ -46,6 +50,10 @@ class StoredLayer:
     error      tr(E H E^T) / tr(W H W^T), H of the calibration text
     damping    of H; infinity: rounded to nearest
     tokens     in H
+    nearest    `error` of weights that are rounded to nearest, of some rows
+    seconds    that it took
+    scale      what multiplies the values of its blocks
+    rows       first, end and number of all, where the file has some rows of the layer
     """
 
     files: tuple[Path, ...]
@@ -54,6 +62,10 @@ class StoredLayer:
     error: float
     damping: float
     tokens: int
+    nearest: float
+    seconds: float
+    scale: float = 1.0
+    rows: Sequence[int] | None = None
 
     def blocks(self) -> np.ndarray:
         """uint8 [rows, row bytes] of `type`, columns in the GGUF's order."""
@@ -81,7 +93,7 @@ class StoredLayer:
         """The dequantized weights float32 [rows, columns], in the checkpoint's order of columns."""
         if self.type == "groups":
             return self.tensor().dequantize()
-        values = gguf.quants.dequantize(self.blocks(), gguf.GGMLQuantizationType[self.type])
+        values = gguf.quants.dequantize(self.blocks(), gguf.GGMLQuantizationType[self.type]) * np.float32(self.scale)
         with safe_open(self.files[0], "np") as file:
             if "layout" in file.keys():  # noqa: SIM118
                 return values[:, np.argsort(file.get_tensor("layout"))]
@@ -102,7 +114,7 @@ def file_of(folder: Path, name: str, suffix: str) -> Path:
 
 def write_tensors(file: Path, name: str, tensors: Mapping[str, np.ndarray], metadata: dict[str, str]) -> None:
     """Write a safetensors file, whole or not at all. Raises BridgeError, with `name`, if the disk is full."""
-    part = file.with_suffix(f".{os.getpid()}{_PART}")
+    part = file.with_suffix(f".{secrets.randbits(63)}{_PART}")  # several machines may write to the folder
     tensors = {key: np.ascontiguousarray(values) for key, values in tensors.items()}
     try:
         save_file(tensors, part, metadata | {_DIGEST: _digest(tensors, metadata)})
@@ -139,29 +151,48 @@ class LayerStore:
     """The folder of a run's finished layers; created if it does not exist.
 
     job    everything that the layers depend on, as JSON
+    part   I and N of the N parts of the blocks that runs on several machines quantize, each in a folder of its own
+           beside this one; None: all of them, and the layers in these folders count as stored
     force  start over if the folder holds finished layers of another run
 
     notes  what the user should know of the layers that were stored already
     job    becomes its digest, by which this run's files are known
+    blocks  of the model, as `block_log` tells of them, for a report
 
     Raises BridgeError if it holds layers of another run, or anything else.
     """
 
-    def __init__(self, folder: Path, job: Mapping[str, Any], force: bool = False) -> None:
+    def __init__(
+        self, folder: Path, job: Mapping[str, Any], force: bool = False, part: tuple[int, int] | None = None
+    ) -> None:
+        others = [] if part else sorted(folder.parent.glob(f"{glob.escape(folder.name)}-*-of-*"))
+        folder = folder.with_name(f"{folder.name}-{part[0]}-of-{part[1]}") if part else folder
         self.folder = folder
+        self._others: list[Path] = []
         self.layers: dict[str, StoredLayer] = {}
         self.notes: list[str] = []
+        self.blocks: list[dict[str, Any]] = []
         self._made: list[Path] = []  # folders above it that were missing
         self._parts: dict[str, dict[tuple[int, int], StoredLayer]] = {}  # of layers that have several, by their rows
         job = json.loads(json.dumps(job))
         self.job = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()
+        self._open(folder, job, force)
+        for other in others:
+            if _read_job(other / _JOB) == job:
+                self._others.append(other)
+                self._load(other)
+            else:
+                self.notes.append(f"{other}: holds layers of a run with other options, inputs or version; left out")
+
+    def _open(self, folder: Path, job: Any, force: bool) -> None:
+        """Load the folder's layers, or make it."""
         if folder.exists():
             if not (folder / _JOB).is_file() and not _is_empty(folder):
                 raise BridgeError(f"{folder}: is not a folder of quantized layers; move it or choose another output")
             if (folder / _JOB).is_file():
                 found = _read_job(folder / _JOB)
                 if found == job:
-                    self._load()
+                    self._load(folder)
                     return
                 if found is not None and not found.keys() & job.keys():
                     raise BridgeError(f"{folder / _JOB}: is not a record of quantized layers; choose another output")
@@ -181,27 +212,39 @@ class LayerStore:
             raise BridgeError(f"{folder}: cannot be created ({problem.strerror}); choose another output") from None
         write_text(folder / _JOB, json.dumps(job, indent=1) + "\n")
 
-    def _load(self) -> None:
+    def _load(self, folder: Path) -> None:
         """Load the files of this run that are whole; remove the others."""
         bad = 0
-        own = [file for file in sorted(self.folder.iterdir()) if _OWN.fullmatch(file.name)]
+        own = [file for file in sorted(folder.iterdir()) if _OWN.fullmatch(file.name)]
         for file in filter(_is_layer, own):
-            found = read_tensors(file)
-            record = json.loads(found[1]["layer"]) if found and found[1].get("job") == self.job else None
-            if record is None or file != _file(self.folder, record["name"], record["rows"]):
+            layer = self._read(file)
+            if layer is None:
                 file.unlink()
                 bad += 1
                 continue
-            rows = record.pop("rows")
-            self._add(rows, StoredLayer((file,), **record))
+            self.add(layer)
         for file in (file for file in own if file.suffix == _PART):  # of a run that was killed
             file.unlink()
         if bad:
             self.notes.append(
-                f"{self.folder}: files that were damaged or of another run: {bad}; their layers were quantized again"
+                f"{folder}: files that were damaged or of another run: {bad}; their layers were quantized again"
             )
 
-    def _add(self, rows: Sequence[int] | None, layer: StoredLayer) -> None:
+    def _read(self, file: Path) -> StoredLayer | None:
+        """The layer in a file that this run has written and nobody has changed; None otherwise."""
+        found = read_tensors(file)
+        record = json.loads(found[1]["layer"]) if found and found[1].get("job") == self.job else None
+        if record is None or file != _file(file.parent, record["name"], record["rows"]):
+            return None
+        return StoredLayer((file,), **record)
+
+    def stored(self, name: str, rows: Sequence[int] | None) -> StoredLayer | None:
+        """A layer, or some rows of one, that another process may have saved; None: not yet."""
+        return self._read(_file(self.folder, name, rows))
+
+    def add(self, layer: StoredLayer) -> None:
+        """Count a layer, or some rows of one, as stored."""
+        rows = layer.rows
         if rows is None:
             self.layers[layer.name] = layer
             return
@@ -212,10 +255,19 @@ class LayerStore:
         if [0, *(end for _, end in spans)] == [*(first for first, _ in spans), count]:
             self.layers[layer.name] = replace(
                 layer,
+                rows=None,
                 files=tuple(parts[span].files[0] for span in spans),
                 error=sum(parts[first, end].error * (end - first) for first, end in spans) / count,
+                nearest=sum(parts[first, end].nearest * (end - first) for first, end in spans) / count,
+                seconds=sum(part.seconds for part in parts.values()),
                 damping=max(part.damping for part in parts.values()),
             )
+
+    def apart(self) -> Self:
+        """The same folder, to save layers in that this object does not count."""
+        other = copy.copy(self)
+        other.layers, other._parts = {}, {}
+        return other
 
     def missing(self, name: str, rows: int, step: int) -> list[slice]:
         """The rows of a layer that are not stored, at most `step` at a time."""
@@ -236,8 +288,8 @@ class LayerStore:
         importance: np.ndarray,
         tokens: int,
         rows: tuple[int, int, int] | None = None,
-    ) -> None:
-        """Save a layer.
+    ) -> StoredLayer:
+        """Save a layer, and return it.
 
         weight      float32 [rows, columns], before quantization
         importance  float32 [columns], the mean square of each input
@@ -262,21 +314,28 @@ class LayerStore:
             if done.layout is not None:
                 tensors["layout"] = done.layout
         file = _file(self.folder, done.name, rows)
-        layer = StoredLayer((file,), done.name, type_, done.error, done.damping, tokens)
-        record = {key: value for key, value in asdict(layer).items() if key != "files"} | {"rows": rows}
+        scale = done.grid.scale if isinstance(done.grid, CodebookGrid) else 1.0
+        layer = StoredLayer(
+            (file,), done.name, type_, done.error, done.damping, tokens, done.nearest, done.seconds, scale, rows
+        )
+        record = {key: value for key, value in asdict(layer).items() if key != "files"}
         write_tensors(file, done.name, tensors, {"layer": json.dumps(record), "job": self.job, **extra})
-        self._add(rows, layer)
+        self.add(layer)
         if done.name in self.layers:
             self._outputs_file(done.name).unlink(missing_ok=True)
+        return layer
 
-    def save_outputs(self, name: str, outputs: torch.Tensor | None) -> None:
-        """Keep A of a layer, float32 [blocks, n, n], until the layer is finished; None: there is none."""
+    def save_outputs(self, name: str, outputs: torch.Tensor | None, part: int | None = None) -> None:
+        """Keep A of a layer, float32 [blocks, n, n], until the layer is finished; None: there is none.
+
+        part  which part of the sequences it is of; None: of all
+        """
         values = np.empty(0, np.float32) if outputs is None else outputs.cpu().numpy()
-        write_tensors(self._outputs_file(name), name, {"outputs": values}, {"job": self.job})
+        write_tensors(self._outputs_file(name, part), name, {"outputs": values}, {"job": self.job})
 
-    def outputs(self, name: str) -> torch.Tensor | None:
+    def outputs(self, name: str, part: int | None = None) -> torch.Tensor | None:
         """A of a layer as `save_outputs` has it; None: there is none."""
-        found = read_tensors(self._outputs_file(name))
+        found = read_tensors(self._outputs_file(name, part))
         values = found[0]["outputs"] if found and found[1]["job"] == self.job else np.empty(0)
         return torch.from_numpy(values) if values.size else None
 
@@ -285,16 +344,21 @@ class LayerStore:
         files = (self._outputs_file(name) for name in names if name not in self.layers)
         return all((found := read_tensors(file)) is not None and found[1].get("job") == self.job for file in files)
 
-    def _outputs_file(self, name: str) -> Path:
-        return file_of(self.folder, name, ".gradients")
+    def drop_outputs(self, name: str, part: int) -> None:
+        """Remove A of a part of the sequences."""
+        self._outputs_file(name, part).unlink(missing_ok=True)
+
+    def _outputs_file(self, name: str, part: int | None = None) -> Path:
+        return file_of(self.folder, name, f"{'' if part is None else f'-{part:09}'}.gradients")
 
     def remove(self) -> None:
         """Remove the layers, once they are in the output, and the folder unless it holds anything else."""
         with suppress(OSError):
-            for file in self.folder.iterdir():
-                if _OWN.fullmatch(file.name):
-                    file.unlink()
-            for made in (self.folder, *self._made):
+            for folder in (*self._others, self.folder):
+                for file in folder.iterdir():
+                    if _OWN.fullmatch(file.name):
+                        file.unlink()
+            for made in (*self._others, self.folder, *self._made):
                 made.rmdir()
 
     def remove_if_empty(self) -> None:

@@ -16,18 +16,27 @@ from bridge.blocks.read import CALIBRATED
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.errors import BridgeError, parameter
 from bridge.quantize.block_inputs import BlockInputs
-from bridge.quantize.gptq_solver import Solution, dequantize, error, grouped_act_order, solve
+from bridge.quantize.gptq_solver import (
+    Solution,
+    dequantize,
+    error,
+    fit_all,
+    grouped_act_order,
+    round_to_nearest,
+    solve,
+)  # fmt: skip
 from bridge.quantize.grids.codebook import CodebookGrid
 from bridge.quantize.grids.group import GroupGrid
 from bridge.quantize.grids.superblock import SuperblockGrid
 from bridge.quantize.hessian import damp, shrinkage_of, shrunk, target_of
-from bridge.quantize.refine import metrics_of, refine
+from bridge.quantize.refine import metrics_of, refine, spans_of
 from bridge.quantize.two_sided import RowSolver, round_two_sided
 from bridge.quantize.walk import LayerInput, quantize_block
 from bridge.system import compiling
 from bridge.system.options import checked
 
 _ROWS = 512  # sampled for the error: the product for all rows takes as long as a sweep of refinement
+_NEAREST_ROWS = 64  # of these, rounded to nearest for comparison
 ACT_ORDERS = ("none", "free", "static", "fixed")
 
 
@@ -42,6 +51,7 @@ class Quantized:
     error: float  # tr(E H E^T) / tr(W H W^T), of a sample of rows
     damping: float  # infinity: no damping was enough, rounded to nearest
     seconds: float
+    nearest: float = 0.0  # the error of the same rows, some of them, rounded to nearest
 
     def values(self) -> torch.Tensor:
         """The dequantized weights float32 [rows, columns], in the weight matrix's order of columns."""
@@ -61,10 +71,13 @@ class Quantized:
         return self.grid.pack(self.codes)
 
 
-def superblocks(type: str) -> Callable[[int, int], SuperblockGrid | CodebookGrid]:
-    """Grids of a GGUF type for (rows, columns)."""
+def superblocks(type: str, scale: float = 1.0) -> Callable[[int, int], SuperblockGrid | CodebookGrid]:
+    """Grids of a GGUF type for (rows, columns).
+
+    scale  of NVFP4, what multiplies the whole matrix, from a tensor of its own
+    """
     if type in CALIBRATED:
-        return lambda rows, columns: CodebookGrid(CALIBRATED[type], rows, columns)
+        return lambda rows, columns: CodebookGrid(CALIBRATED[type], rows, columns, scale)
     if type not in BLOCKS:
         raise BridgeError(f"unknown type {type!r}: choose one of {', '.join(BLOCKS | CALIBRATED)}")
     return lambda rows, columns: SuperblockGrid(BLOCKS[type], rows, columns)
@@ -165,9 +178,13 @@ class Method:
         lost = error(own, dequantize(np.ascontiguousarray(solution.codes[some]), grid, some), seen)
         whole = error(own, torch.zeros(()).expand(own.shape), seen)
         seconds = compiling.clock() - begun
-        done = Quantized(
-            layer.name, grid, solution.codes, layout, lost / whole if whole else 0.0, solution.damping, seconds
-        )
+        share = lost / whole if whole else 0.0
+        nearest = share
+        if solution.damping < float("inf"):
+            few = own[:: max(1, len(own) // _NEAREST_ROWS)]
+            power = error(few, torch.zeros(()).expand(few.shape), seen)
+            nearest = error(few, _nearest(few, self.grid(*few.shape)), seen) / power if power else 0.0
+        done = Quantized(layer.name, grid, solution.codes, layout, share, solution.damping, seconds, nearest)
         return done.values().to(weight.device), done
 
     def _two_sided(
@@ -202,6 +219,19 @@ class Method:
 
         solver = RowSolver(damped, round_rows, refine_rows)
         return Solution(round_two_sided(target, outputs, grid, solver), found[1])
+
+
+def _nearest(weight: torch.Tensor, grid: Any) -> np.ndarray:
+    """The values [rows, columns] of weights that are rounded to nearest on a new grid."""
+    alike = np.ones(weight.shape[1], np.float32)
+    if not grid.vectors:
+        return dequantize(round_to_nearest(weight, grid, alike), grid)
+    codes = np.empty(weight.shape, np.int16)
+    fit_all(weight, grid, alike)
+    for run, span in enumerate(spans_of(weight.shape[1], grid)):
+        part = weight[:, span].clone()
+        codes[:, span] = grid.round_run(run, part, np.arange(part.shape[1]), torch.eye(part.shape[1]))[0]
+    return dequantize(codes, grid)
 
 
 def columns_by_diagonal(hessian: torch.Tensor) -> np.ndarray:

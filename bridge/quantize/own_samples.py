@@ -15,12 +15,11 @@ import torch
 from bridge.quantize.float_model import FloatModel
 
 _ROWS = 32  # that go forward together
-_BYTES = 4  # of a weight
 
 
 def fits_in_memory(model: FloatModel, free: int | None) -> bool:
     """Whether the whole model takes less than two thirds of the free bytes; None: it is not known, and so it does."""
-    weights = sum(p.numel() for p in model.model.parameters()) * _BYTES
+    weights = sum(p.numel() for p in model.model.parameters()) * model.dtype.itemsize
     return free is None or weights * 3 < free * 2
 
 

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from bridge.quantize.block_inputs import BlockInputs, Kept, as_returned
+from bridge.quantize.activations import Kept
+from bridge.quantize.block_inputs import BlockInputs, as_returned
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ Importing this needs neither PyTorch nor NumPy; making a `Calibration` says what
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge.errors import BridgeError, parameter
 from bridge.quantize.sources import DEFAULT, Source, sources_of
-from bridge.system.options import check_types, count, option, positive
+from bridge.system.options import check_types, count, option, positive, share, size
 from bridge.system.progress import Progress
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ class Calibration:
     """How layers are quantized with a text; see the help of each field.
 
     progress  called after each layer with the number done, the number of all, and the layer's name and error
+    spread    the cluster that quantizes, a `bridge.quantize.spread.Spread`; None: this process
+    say       called with lines for people: what the run needs, before it begins, and how each block went
     """
 
     text: Path | str | Iterable[Path | str] | None = option(
@@ -37,7 +40,10 @@ class Calibration:
         "samples and texts of this program; FILE:0.3 takes that share of the sequences from it",
         flag="--calibrate", metavar="FILE", parse=str, several=True, says="",
     )  # fmt: skip
-    samples: int = option(128, "maximum number of calibration sequences", metavar="N", parse=positive)
+    samples: int | None = option(
+        None, "maximum number of calibration sequences", metavar="N", parse=positive,
+        says="as many as hold 8 tokens for each input of the widest layer; at least 128, or 65,536 tokens",
+    )  # fmt: skip
     length: int | None = option(
         None, "tokens in each sequence", flag="--sequence-length", metavar="N", parse=positive,
         says="2048, or the model's positions where it has fewer",
@@ -73,19 +79,30 @@ class Calibration:
         "quantized", "layers whose outputs the next layer is calibrated on: quantized or float",
         metavar="WHAT", parse=str,
     )  # fmt: skip
-    device: str = option("cpu", "device that calibrates the layers: cpu or cuda", metavar="NAME", parse=str)
-    offload: Path | None = option(
+    blocks: tuple[int, int] | None = option(
         None,
-        "folder for activations, instead of memory; two-sided puts the activations of its gradients on disk in any "
-        "case, next to the output without this",
-        metavar="DIR",
-        parse=Path,
-        says="",
-    )
+        "with --feed float: quantize only part I of N of the model's blocks, so that machines share the work; their "
+        "layers are stored, and the same command without this writes the file",
+        metavar="I/N", parse=share, says="",
+    )  # fmt: skip
+    device: str = option(
+        "cpu", "device that calibrates the layers: cpu, cuda, or auto, which is cuda where PyTorch sees a GPU",
+        metavar="NAME", parse=str,
+    )  # fmt: skip
+    memory: int | None = option(
+        None, "the most memory to take, such as 12G; activations beyond it go to disk", metavar="SIZE", parse=size,
+        says="nine tenths of what is free",
+    )  # fmt: skip
+    offload: Path | None = option(
+        None, "folder for activations that do not stay in memory", metavar="DIR", parse=Path,
+        says="next to the output",
+    )  # fmt: skip
     imatrix_out: Path | None = option(
         None, "also write llama.cpp's importance matrix of the same tokens", metavar="FILE", parse=Path, says=""
     )
     progress: Progress | None = field(default=None, compare=False, repr=False)
+    spread: Any = field(default=None, compare=False, repr=False)
+    say: Callable[[str], None] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -102,14 +119,35 @@ class Calibration:
                 "quantizing with a text needs transformers, which reads its own docstrings: unset PYTHONOPTIMIZE=2 "
                 "(python -OO)"
             )
-        for name, least in {"samples": 1, "length": 1, "damping": 0, "shrinkage": 0, "alpha": 0, "sweeps": 0}.items():
+        least_of = dict.fromkeys(("samples", "length", "memory"), 1)
+        least_of |= dict.fromkeys(("damping", "shrinkage", "alpha", "sweeps"), 0)
+        for name, least in least_of.items():
             value = getattr(self, name)
             if value is not None and not value >= least:
                 raise BridgeError(f"{parameter(name, value)}: must be at least {least}")
         if self.shrinkage is not None and self.shrinkage > 1:
             raise BridgeError(f"{parameter('shrinkage', self.shrinkage)}: must be at most 1")
+        if self.method != "rtn":
+            object.__setattr__(self, "device", _device(self.device))
+        if self.blocks is not None:
+            self._check_blocks(self.blocks)
+        if self.spread is not None and self.method in ("awq", "rtn"):
+            given = parameter("method", self.method)
+            raise BridgeError(f"{given}: several machines share the work of two-sided, gptaq and gptq only")
         if self.offload is not None and not os.path.isdir(self.offload):
             raise BridgeError(f"{self.offload}: no such folder; make it or give another one")
+
+    def _check_blocks(self, blocks: tuple[int, int]) -> None:
+        given = parameter("blocks", blocks)
+        if not 1 <= blocks[0] <= blocks[1]:
+            raise BridgeError(f"{given}: parts are numbered from 1 to {blocks[1]}")
+        if self.feed != "float":
+            raise BridgeError(
+                f"{given}: needs {parameter('feed', 'float')}; otherwise a block's inputs come from the quantized "
+                "blocks before it"
+            )
+        if self.method in ("awq", "rtn"):
+            raise BridgeError(f"{given}: is for the methods two-sided, gptaq and gptq, not {self.method}")
 
     @property
     def sources(self) -> list[Source]:
@@ -147,3 +185,19 @@ class Calibration:
             return Method(grid, "none", float("inf"), sweeps=0)
         alpha = self.alpha if self.cross else 0.0
         return Method(grid, self.act_order, self.damping, alpha, self.sweeps, self.shrinkage)
+
+
+def _device(name: str) -> str:
+    """A device that PyTorch can use; BridgeError where there is none of this name."""
+    if name == "cpu":
+        return name
+    import torch
+
+    sees = torch.cuda.is_available()
+    if name == "auto":
+        return "cuda" if sees else "cpu"
+    if not re.fullmatch(r"cuda(:\d+)?", name):
+        raise BridgeError(f"unknown {parameter('device', name)}: choose cpu, cuda or auto")
+    if not sees:
+        raise BridgeError(f"{parameter('device', name)}: this PyTorch sees no GPU; choose cpu, or install one for CUDA")
+    return name

@@ -17,7 +17,7 @@ from bridge.quantize.block_inputs import BlockInputs, StopForward, matrix_shape,
 from bridge.quantize.experts import SeparateExperts, expert_of
 from bridge.quantize.replay import End, Replay
 
-_TOGETHER = 2 << 30  # bytes of Hessians gathered in one pass
+HESSIANS = 2 << 30  # bytes that are gathered in one pass, if nothing else is asked for
 
 
 @dataclass
@@ -32,13 +32,14 @@ class Stage:
     experts: bool = False
     once: bool = True
 
-    def parts(self, layers: Mapping[str, nn.Module], cross: bool) -> Iterator[Self]:
-        """The stage, cut into parts whose Hessians fit in memory together."""
+    def parts(self, layers: Mapping[str, nn.Module], cross: bool, together: int | None = None) -> Iterator[Self]:
+        """The stage, cut into parts whose Hessians take at most so many bytes together; None: `HESSIANS`."""
+        together = HESSIANS if together is None else together
         part, size = replace(self, groups={}), 0
         for key, group in self.groups.items():
             matrices = 4 if cross else 1  # H and C, of all tokens and of those held back
             needed = 4 * matrix_shape(layers[group[0]])[1] ** 2 * matrices
-            if part.groups and size + needed > _TOGETHER:
+            if part.groups and size + needed > together:
                 yield part
                 part, size = replace(self, groups={}), 0
             part.groups[key] = group
@@ -47,7 +48,7 @@ class Stage:
 
 
 def find_stages(
-    block: nn.Module, layers: Mapping[str, nn.Module], batches: Sequence[BlockInputs]
+    block: nn.Module, layers: Mapping[str, nn.Module], batches: Iterable[BlockInputs]
 ) -> tuple[list[Stage], dict[str, End]]:
     """The stages of these layers, in the order of their calls, and the block's modules that return a layer's output.
 

@@ -5,8 +5,8 @@ before it have been quantized; the block's outputs, with quantized weights, are 
 feed="float" those are the float model's.
 
 Memory: one block's weights (twice if float inputs are needed too), its Hessians, and the activations between blocks,
-float32 [tokens, hidden], once or twice, unless they go to disk. The model itself may be in memory, or be read block
-by block from a checkpoint (`float_model`).
+[tokens, hidden], once or twice, as far as they do not go to disk (`needs` counts). The model itself may be in memory,
+or be read block by block from a checkpoint (`float_model`).
 """
 
 import copy
@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from bridge.errors import BridgeError, parameter
+from bridge.quantize.activations import Shelf
 from bridge.quantize.block_inputs import (
     BlockInputs,
-    Shelf,
     first_inputs,
     head_hessian,
     head_of,
@@ -146,6 +146,7 @@ def quantize_model(
     quantizer: Quantizer,
     *,
     feed: str = "quantized",
+    until: int | None = None,
     cross: bool = False,
     batch: int = 16,
     held: int = 0,
@@ -153,6 +154,9 @@ def quantize_model(
     known: Known = lambda name: None,
     outputs: Outputs = lambda name: None,
     offload: str | Path | None = None,
+    memory: int | None = None,
+    dtype: torch.dtype | None = None,
+    hessians: int | None = None,
     resume: Resumption | None = None,
     prepare: Prepare | None = None,
     head: bool = False,
@@ -163,13 +167,17 @@ def quantize_model(
     model    in memory, or a `FloatModel`, which drops the quantized weights and names layers as the checkpoint does
     tokens   int [sequences, length]
     feed     which blocks feed the next one: "quantized" or "float"
+    until    how many blocks are passed; None: all, and then the head
     cross    gather GPTAQ's cross term too, which also runs the float blocks
     batch    sequences in a forward pass
     held     how many of the last sequences are held back to choose settings on; 0: spans of all, see `hessian`
     wanted   whether to quantize the layer of this name
     known    weights [out, columns] of a layer that was quantized before; None: quantize it
     outputs  A of a layer, float32 [blocks, n, n], see `two_sided.round_two_sided`; None: all outputs count the same
-    offload  a folder for the activations between blocks; None: they stay in memory
+    offload  a folder for the activations that do not stay in memory
+    memory   bytes of activations in memory; None: all of them, or, with a folder, none
+    dtype    of these activations; None: that of the model's arithmetic
+    hessians  bytes of experts' Hessians that are gathered in one pass; None: 2 GB
     resume   where the inputs of the next block are kept, to start at it in another run; the layers before are `known`
     prepare  called before a block's layers are quantized; may change its weights, but not what it computes
     head     quantize the output head too, unless it is tied to the embeddings
@@ -181,8 +189,8 @@ def quantize_model(
     source: StreamedModel = InMemory(model) if isinstance(model, nn.Module) else model
     check_length(tokens.shape[1], positions_of(_text_config(source.model)))
     source.model.eval()
-    parts = [part for some in tokens.split([len(tokens) - held, held]) if len(some) for part in some.split(batch)]
-    with Shelf(offload) as shelf:
+    parts = in_batches(tokens, batch, held)
+    with Shelf(offload, memory, dtype) as shelf:
         source.load(None)
         source.load(0)
         try:
@@ -193,11 +201,10 @@ def quantize_model(
         if held:
             for i, b in enumerate(batches):
                 b.held = i >= -(-(len(tokens) - held) // batch)
-        float_batches = [b.copy() for b in batches] if cross else None
+        apart = cross and feed == "quantized"  # else the float model's inputs are the blocks' own
+        float_batches = [b.copy() for b in batches] if apart else None
         start = _resumed(resume, batches, float_batches)
-        for i, block in enumerate(source.blocks):
-            if i < start:
-                continue
+        for i, block in list(enumerate(source.blocks))[start:until]:
             source.load(i)
             try:
                 for b in (*batches, *(float_batches or ())):
@@ -207,25 +214,32 @@ def quantize_model(
                 layers = {n: m for n, m in layers.items() if wanted(n)}
                 if prepare is not None:
                     prepare(block, layers, batches, lambda n, prefix=prefix: source.name(prefix + n))  # type: ignore[misc]
-                original = _float_twin(block) if cross or feed == "float" else None
+                original = float_twin(block) if cross or feed == "float" else None
                 replays = [Replay(block, b) for b in batches]
-                floats = [Replay(original, b) for b in float_batches or ()] if original is not None else []
-                yield from _quantize_layers(layers, replays, quantizer, original, floats, known, outputs)
+                twins = float_batches or (batches if cross else None)
+                floats = [Replay(original, b) for b in twins or ()] if original is not None else []
+                yield from _quantize_layers(layers, replays, quantizer, original, floats, known, outputs, hessians)
                 if feed == "float" and original is not None:
                     for r in replays:
                         r.clear()
-                    replays = [Replay(original, b) for b in batches]
+                    replays = [] if floats else [Replay(original, b) for b in batches]
                 for r in (*replays, *floats):
                     output = r.run()
                     r.clear()
                     r.batch.advance(output)
                     del output
                 if resume is not None:
-                    _keep(resume, i + 1, batches, float_batches)
+                    _keep(resume, i + 1, batches, float_batches, dtype)
             finally:
                 source.drop(i)
-        if head:
-            yield from _quantize_head(source, parts, batches, float_batches, quantizer, wanted, known, head_spans)
+        if head and until is None:
+            twins = float_batches or (batches if cross else None)
+            yield from _quantize_head(source, parts, batches, twins, quantizer, wanted, known, head_spans)
+
+
+def in_batches(tokens: torch.Tensor, batch: int, held: int) -> list[torch.Tensor]:
+    """Sequences that pass together; none has both some that are held back and others."""
+    return [part for some in tokens.split([len(tokens) - held, held]) if len(some) for part in some.split(batch)]
 
 
 def _resumed(
@@ -236,16 +250,20 @@ def _resumed(
     if resume is not None and start:
         for own, floats in ((batches, False), (float_batches or (), True)):
             for number, batch in enumerate(own):
-                batch.advance(resume.read(start, number, floats).to(batch.value().device))
+                batch.advance(resume.read(start, number, floats).to(batch.value()))
     return start
 
 
 def _keep(
-    resume: Resumption, block: int, batches: Sequence[BlockInputs], float_batches: Sequence[BlockInputs] | None
+    resume: Resumption,
+    block: int,
+    batches: Sequence[BlockInputs],
+    float_batches: Sequence[BlockInputs] | None,
+    dtype: torch.dtype | None,
 ) -> None:
     for own, floats in ((batches, False), (float_batches or (), True)):
         for number, batch in enumerate(own):
-            resume.write(block, number, floats, batch.value())
+            resume.write(block, number, floats, batch.value().to(dtype))
     resume.finish(block)
 
 
@@ -270,47 +288,48 @@ def _quantize_layers(
     floats: Sequence[Replay] = (),
     known: Known = lambda name: None,
     outputs: Outputs = lambda name: None,
+    together: int | None = None,
 ) -> Iterator[tuple[str, Any]]:
-    """original: the float block (`_float_twin`); floats: its passes, with the float model's inputs."""
+    """original: the float block (`float_twin`); floats: its passes, with the float model's inputs."""
     block, batches = replays[0].block, [r.batch for r in replays]
     of = dict(zip(block.modules(), original.modules(), strict=True)) if original is not None else {}
     originals = {n: of[m] for n, m in layers.items() if m in of}
     done = {n: values for n in layers if (values := known(n)) is not None}
     if len(done) == len(layers):
         for n in layers:
-            _replace(layers[n], done.pop(n), originals.get(n))
+            replace_layer(layers[n], done.pop(n), originals.get(n))
         return
     stages, ends = find_stages(block, layers, batches)
     for replay in (*replays, *floats):
         replay.ends = ends
     for whole in stages:
         everyone: Hessian | None = None  # of all the stage's experts
-        for stage in whole.parts(layers, bool(floats)):
+        for stage in whole.parts(layers, bool(floats), together):
             names = [n for group in stage.groups.values() for n in group]
-            hessians = {} if all(n in done for n in names) else _gather(stage, layers, replays, originals, floats)
+            hessians = {} if all(n in done for n in names) else gather(stage, layers, replays, originals, floats)
             if stage.experts and any(map(is_short, hessians.values())):
                 own = list(hessians.values())
                 if everyone is None:
                     complete = len(own) == len(whole.groups)
-                    everyone = merged(own) if complete else _gather_together(whole, layers, replays)
+                    everyone = merged(own) if complete else gather_together(whole, layers, replays)
                 lend(own, everyone)
             for key, group in stage.groups.items():
                 missing = [n for n in group if n not in done]
                 for n in group:
                     if n in done:
-                        _replace(layers[n], done.pop(n), originals.get(n))
+                        replace_layer(layers[n], done.pop(n), originals.get(n))
                         continue
                     values, kept = quantizer(
                         LayerInput(n, matrix(layers[n]), hessians[key], outputs(n), n == missing[-1])
                     )
-                    _replace(layers[n], values, originals.get(n))
+                    replace_layer(layers[n], values, originals.get(n))
                     del values
                     yield n, kept
                     del kept
                 hessians.pop(key, None)
 
 
-def _replace(layer: nn.Module, values: torch.Tensor, original: nn.Module | None) -> None:
+def replace_layer(layer: nn.Module, values: torch.Tensor, original: nn.Module | None) -> None:
     """Set a layer's quantized weights; the same layer of the float block, which shared them, gets a copy first."""
     if original is not None:
         weight: torch.Tensor = original.weight  # type: ignore[assignment]
@@ -352,18 +371,19 @@ def _quantize_head(
         del kept
 
 
-def _gather(
+def gather(
     stage: Stage,
     layers: Mapping[str, nn.Module],
     replays: Sequence[Replay],
     originals: Mapping[str, nn.Module],
     floats: Sequence[Replay],
+    first: int = 0,
 ) -> dict[str, Hessian]:
-    """The Hessian of each group of a stage."""
+    """The Hessian of each group of a stage; `first`: how many tokens of the text come before these passes'."""
     hessians = {}
     for key, group in stage.groups.items():
-        first = layers[group[0]]
-        hessians[key] = Hessian(group[0], matrix_shape(first)[1], next(first.parameters()).device)
+        own = layers[group[0]]
+        hessians[key] = Hessian(group[0], matrix_shape(own)[1], next(own.parameters()).device, first)
     mixture = mixture_of(replays[0].block, stage, layers)
     for i, replay in enumerate(replays):
         seen = stage_inputs(stage, layers, replay)
@@ -376,7 +396,7 @@ def _gather(
     return hessians
 
 
-def _gather_together(stage: Stage, layers: Mapping[str, nn.Module], replays: Sequence[Replay]) -> Hessian:
+def gather_together(stage: Stage, layers: Mapping[str, nn.Module], replays: Sequence[Replay]) -> Hessian:
     """One Hessian of the inputs of all groups of a stage."""
     first = layers[next(iter(stage.groups.values()))[0]]
     hessian = Hessian("all experts", matrix_shape(first)[1], next(first.parameters()).device)
@@ -386,8 +406,8 @@ def _gather_together(stage: Stage, layers: Mapping[str, nn.Module], replays: Seq
     return hessian
 
 
-def _float_twin(block: nn.Module) -> nn.Module:
-    """A copy of a block that shares its tensors until `_replace` changes them."""
+def float_twin(block: nn.Module) -> nn.Module:
+    """A copy of a block that shares its tensors until `replace_layer` changes them."""
     return copy.deepcopy(block, {id(t): t for t in (*block.parameters(), *block.buffers())})
 
 

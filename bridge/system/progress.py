@@ -1,10 +1,11 @@
 """How long work reports its progress, and the bar that commands show it with."""
 
+import sys
 from collections.abc import Callable
 from typing import Any, Self
 
 from bridge.system.compiling import clock
-from bridge.system.text import printable
+from bridge.system.text import printable, tell
 
 # units done, of how many, and the name of what was just done; first 0 units and no name
 Progress = Callable[[int, int, str], None]
@@ -34,6 +35,13 @@ class Bar:
             self.bar = self._made(total)
         self.bar.set_postfix_str(printable(name), refresh=False)
         self.bar.update(done - self.bar.n)
+
+    def say(self, line: str) -> None:
+        """Print a line for people on standard error, above the bar."""
+        if self.bar is None:
+            tell(line)
+        else:
+            self.bar.write(printable(line), file=sys.stderr)
 
     def _rate(self, done: int) -> float:
         """Units a second; 0: unknown."""

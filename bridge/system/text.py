@@ -57,3 +57,11 @@ def percent(share: float, digits: int = 2) -> str:
 def size_text(n: float) -> str:
     """Bytes as MB or GB (powers of ten)."""
     return f"{n / 1e9:.2f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"
+
+
+def duration_text(seconds: float) -> str:
+    """Seconds, minutes or hours, as exact as an estimate is: "40 s", "12 min", "3 h", "1.5 h"."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    hours = seconds / 3600
+    return f"{seconds / 60:.0f} min" if hours < 1.5 else f"{hours:.2g} h" if hours < 10 else f"{hours:.0f} h"

@@ -4,24 +4,53 @@ import argparse
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+import bridge
 from bridge.checkpoint import open_checkpoint
 from bridge.quantize import quantize_model
+from bridge.quantize.activations import Shelf
 from bridge.quantize.default_text import openings
 from bridge.quantize.float_model import FloatModel as Streamed
-from bridge.quantize.forward_passes import output_hessians
+from bridge.quantize.forward_passes import felt, output_hessians
 from bridge.quantize.mixture import calibration_sequences
 from bridge.quantize.own_samples import own_samples
 from bridge.quantize.sources import sources_of
 from scripts.peers import reference
-from scripts.peers.predictions import mean_kl
+from scripts.peers.gguf_file import Blocks, replace_blocks
+from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.predictions import window_kls
 
 from . import output_of
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The KL divergence of each window, in nats a token: float64 [windows]."""
+
+    windows: np.ndarray
+
+    @property
+    def mean(self) -> float:
+        return float(self.windows.mean())
+
+    def __str__(self) -> str:
+        """The mean and its standard error over windows."""
+        return f"{self.mean:.3e} ± {_standard_error(self.windows):.1e}"
+
+    def over(self, other: "Divergence") -> str:
+        """The ratio of the means of the same windows, and its standard error."""
+        ratio = self.mean / other.mean
+        return f"{ratio:.3f} ± {_standard_error(self.windows - ratio * other.windows) / other.mean:.2g}"
+
+
+def _standard_error(values: np.ndarray) -> float:
+    return float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else float("nan")
 
 
 class FloatModel:
@@ -63,23 +92,41 @@ class FloatModel:
         """The model with other weights."""
         return reference.hf_model(self.folder, weights)
 
-    def divergence(self, other: torch.nn.Module | reference.Weights) -> float:
-        """Mean KL divergence, in nats a token, of a model or of this one with other weights."""
+    def divergence(self, other: torch.nn.Module | reference.Weights) -> "Divergence":
+        """The KL divergence of a model or of this one with other weights."""
         model = other if isinstance(other, torch.nn.Module) else self.with_weights(other)
-        return mean_kl(self._expected, reference.logits(model, self._test))
+        return Divergence(window_kls(self._expected, reference.logits(model, self._test)))
 
-    def quantized(self, layer: Any, **options: Any) -> tuple[float, float]:
-        """The divergence after `quantize_model` with this method, and the seconds that quantizing took."""
+    def quantized(
+        self, layer: Any, blocks: dict[str, Blocks] | None = None, **options: Any
+    ) -> tuple["Divergence", float]:
+        """The divergence after `quantize_model` with this method, and the seconds that quantizing took.
+
+        blocks  gets the blocks of each linear
+        """
         model = self.with_weights(self.weights)
         begun = time.perf_counter()
-        for _ in quantize_model(model, torch.from_numpy(self.calibration), layer, held=self.held, **options):
-            pass
+        tokens = torch.from_numpy(self.calibration)
+        for name, done in quantize_model(model, tokens, layer, held=self.held, **options):
+            if blocks is not None:
+                blocks[f"{name}.weight"] = Blocks(done.grid.block.name, done.blocks(), getattr(done.grid, "scale", 1.0))
         seconds = time.perf_counter() - begun
         return self.divergence(model), seconds
 
+    def in_llama_cpp(self, blocks: dict[str, Blocks], threads: int) -> "Divergence":
+        """The divergence with linears of these blocks in llama.cpp, which rounds activations to 8 bits."""
+        with tempfile.TemporaryDirectory() as folder:
+            floats, made = Path(folder) / "floats.gguf", Path(folder) / "made.gguf"
+            bridge.convert(self.folder, floats, type="F32")
+            replace_blocks(floats, made, blocks)
+            with LlamaCpp(made, n_ctx=self._test.shape[1], n_threads=threads) as model:
+                found = np.stack([model.logits(window.tolist()) for window in self._test])
+        return Divergence(window_kls(self._expected, found))
+
     def output_hessians(self) -> dict[str, torch.Tensor]:
         """A of each layer, see `bridge.quantize.two_sided`."""
-        return dict(output_hessians(Streamed(open_checkpoint(self.folder)), torch.from_numpy(self.calibration)))
+        model = Streamed(open_checkpoint(self.folder))
+        return dict(output_hessians(model, felt(torch.from_numpy(self.calibration)), Shelf(None)))
 
     def by_peer(
         self, read: Callable[[Path], reference.Weights], python: Path, script: str | None, *options: object

@@ -32,7 +32,7 @@ def print_groups(float_model: FloatModel, python: Path) -> None:
             prepare = {"prepare": how.prepare} if isinstance(how, Awq) else {}
             own, seconds = float_model.quantized(how.layer, cross="GPTAQ" in name, **prepare)
             what = f"{name} {bits}-bit g{size} {'sym' if symmetric else 'asym'}"
-            line(what, f"{own:.3e}", f"{peer:.3e}", f"{own / peer:.3f}", f"{seconds:.0f}", f"{theirs:.0f}")
+            line(what, own, peer, own.over(peer), f"{seconds:.0f}", f"{theirs:.0f}")
 
 
 def own_ways(method: str, bits: int, size: int, symmetric: bool) -> dict[str, Method | Awq]:

@@ -2,6 +2,7 @@
 types."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import gguf
@@ -10,6 +11,7 @@ from gguf.gguf_writer import GGUFValue
 
 from bridge.conversion.gguf_writer import GGUFOutput
 from bridge.conversion.plan import Plan, PlannedTensor
+from bridge.runtime.cpu import dequantize
 
 
 def gguf_weights(path: str | Path) -> dict[str, np.ndarray]:
@@ -42,6 +44,47 @@ def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
     return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
+@dataclass(frozen=True)
+class Blocks:
+    """A matrix in a block type: uint8 [rows, row bytes], rows as Hugging Face has them.
+
+    scale  what multiplies all of it, which NVFP4 may have
+    """
+
+    type: str
+    data: np.ndarray
+    scale: float = 1.0
+
+    def values(self) -> np.ndarray:
+        """The dequantized weights, float32 [rows, columns]."""
+        return dequantize.rows(self.type, self.data) * np.float32(self.scale)
+
+
+def replace_blocks(source: Path, out: Path, blocks: Mapping[str, Blocks]) -> None:
+    """Rewrite a GGUF with matrices, by their Hugging Face names, in other blocks."""
+    reader = gguf.GGUFReader(str(source))
+    arch = reader.get_field("general.architecture").contents()
+    names = _hugging_face_names(arch, reader.get_field(f"{arch}.block_count").contents())
+    heads = _permuted_heads(reader, arch)
+    found = {f"{base}.weight": blocks[key] for base, name in names.items() if (key := f"{name}.weight") in blocks}
+
+    def data_of(tensor: gguf.ReaderTensor, type: str) -> np.ndarray:
+        data, name = found[tensor.name].data, names[tensor.name.removesuffix(".weight")]
+        count = heads.get(name.rpartition(".")[2])
+        return data if count is None else permute(data, count)
+
+    def type_of(tensor: gguf.ReaderTensor) -> str:
+        return found[tensor.name].type if tensor.name in found else tensor.tensor_type.name
+
+    scales = {f"{key.removesuffix('weight')}scale": own.scale for key, own in found.items() if own.scale != 1}
+    rewrite(source, out, type_of, data_of, added={key: np.array([s], np.float32) for key, s in scales.items()})
+
+
+def permute(rows: np.ndarray, heads: int) -> np.ndarray:
+    """The inverse of `unpermute`."""
+    return rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
 def _permuted_heads(reader: gguf.GGUFReader, arch: str) -> dict[str, int]:
     """The projections whose rows llama.cpp permutes, and their number of heads."""
     if arch != "llama":
@@ -68,12 +111,14 @@ def rewrite(
     type_of: Callable[[gguf.ReaderTensor], str],
     data_of: Callable[[gguf.ReaderTensor, str], np.ndarray],
     metadata: Mapping[str, GGUFValue] | None = None,
+    added: Mapping[str, np.ndarray] | None = None,
 ) -> None:
     """Rewrite a GGUF with tensors of other types.
 
     type_of   the new type of a tensor
     data_of   its bytes in that type, where the type changes
     metadata  keys to replace
+    added     further tensors, float32
     """
     reader = gguf.GGUFReader(str(source))
     keys = {
@@ -82,8 +127,11 @@ def rewrite(
         if not name.startswith("GGUF.")
     }
     tensors = [PlannedTensor(t.name, tuple(map(int, reversed(t.shape))), type=type_of(t)) for t in reader.tensors]
-    with GGUFOutput(out, Plan({**keys, **(metadata or {})}, tensors), force=True) as output:
+    more = [PlannedTensor(name, values.shape, type="F32") for name, values in (added or {}).items()]
+    with GGUFOutput(out, Plan({**keys, **(metadata or {})}, tensors + more), force=True) as output:
         for tensor, planned in zip(reader.tensors, tensors, strict=True):
             same = planned.type == tensor.tensor_type.name
             output.write(tensor.data if same else data_of(tensor, planned.type))
+        for values in (added or {}).values():
+            output.write(values)
         output.finish()

@@ -12,12 +12,18 @@ import torch
 
 
 def layer(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random weights float32 [rows, columns], and H of inputs of uneven size, large in 64 directions."""
+    """Random weights float32 [rows, columns], and H of `inputs`."""
     random = torch.Generator().manual_seed(0)
+    x = inputs(columns, random)
+    return 0.02 * torch.randn(rows, columns, generator=random), x.T @ x * (2 / len(x))
+
+
+def inputs(columns: int, random: torch.Generator) -> torch.Tensor:
+    """Inputs float32 [tokens, columns] of uneven size, large in 64 directions."""
     x = torch.randn(columns + 512, columns, generator=random)
     x += 0.3 * torch.randn(columns + 512, 64, generator=random) @ torch.randn(64, columns, generator=random)
     x *= torch.exp(0.5 * torch.randn(columns, generator=random))
-    return 0.02 * torch.randn(rows, columns, generator=random), x.T @ x * (2 / len(x))
+    return x
 
 
 def quantized(weight: torch.Tensor, hessian: torch.Tensor) -> tuple[torch.Tensor, float]:

@@ -8,12 +8,18 @@ def mean_kl(p: np.ndarray, q: np.ndarray) -> float:
 
     The softmax is taken in float64: in float32 its rounding alone would show as 1e-7.
     """
-    p, q = (logits.reshape(-1, logits.shape[-1]) for logits in (p, q))
-    total = 0.0
-    for start in range(0, len(p), 256):
-        log_p, log_q = (log_softmax(logits[start : start + 256]) for logits in (p, q))
-        total += float((np.exp(log_p) * (log_p - log_q)).sum())
-    return total / len(p)
+    p, q = (logits.reshape(1, -1, logits.shape[-1]) for logits in (p, q))
+    return float(window_kls(p, q)[0])
+
+
+def window_kls(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """float64 [windows]: `mean_kl` of each window; p and q are logits [windows, length, vocab]."""
+    totals = np.zeros(len(p))
+    for i, (own, other) in enumerate(zip(p, q, strict=True)):
+        for start in range(0, len(own), 256):
+            log_p, log_q = (log_softmax(logits[start : start + 256]) for logits in (own, other))
+            totals[i] += (np.exp(log_p) * (log_p - log_q)).sum()
+    return totals / p.shape[1]
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

@@ -172,7 +172,7 @@ def test_the_command_line_warns_before_it_calibrates(short_model, text, tmp_path
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("bridge.conversion.calibrate_plan._walk", stop)
+    monkeypatch.setattr("bridge.conversion.calibrate_plan.walk_layers", stop)
     assert main(["quantize", str(short_model), str(tmp_path / "o"), "--calibrate", str(text), "--samples", "1"]) == 130
     assert capsys.readouterr().err.startswith("warning: 128 calibration tokens are few for the 256 inputs")
 
@@ -199,7 +199,7 @@ def test_a_run_that_fails_before_its_first_layer_leaves_nothing(
 def test_the_head_is_quantized_some_rows_at_a_time_and_resumed_at_its_rows(
     model, text, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bridge.conversion.calibrate_plan._WEIGHTS_AT_ONCE", 256 * 600)
+    monkeypatch.setattr("bridge.conversion.calibration_walk._WEIGHTS_AT_ONCE", 256 * 600)
     spans: list[str] = []
 
     def note(done: int, total: int, name: str) -> None:

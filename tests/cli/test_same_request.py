@@ -35,7 +35,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("settings", "without"), [
     (ConvertOptions, {"calibrate", "budget"}),
-    (Calibration, {"progress"}),
+    (Calibration, {"progress", "say", "spread"}),
     (Budget, {"tokens", "progress"}),
 ])  # fmt: skip
 def test_every_option_has_a_flag(settings: type, without: set[str]) -> None:

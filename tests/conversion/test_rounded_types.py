@@ -86,12 +86,50 @@ def test_a_text_chooses_codes_of_codebooks_without_an_imatrix(floats: Path, tmp_
         assert 0 < fidelity.error < 0.5 * fidelity.signal
 
 
-def test_a_text_cannot_choose_shifted_or_ternary_codes(floats: Path, tmp_path: Path) -> None:
+@pytest.mark.exhaustive  # four types to compile
+@pytest.mark.parametrize("arch", ["llama", "gemma2"])
+def test_a_text_chooses_shifted_points_and_4_bit_floats_and_files_hold_them(arch: str, tmp_path: Path) -> None:
+    text = tmp_path / "ids.npy"
+    np.save(text, np.arange(4096) % 300)
+    few = Calibration(text, samples=16, length=64)
+    pinned = {"attn_q": "NVFP4", "attn_output": "IQ1_M", "ffn_up": "IQ1_S", "ffn_gate": "NVFP4"}
+    config = {"llama": "LlamaConfig", "gemma2": "Gemma2Config"}[arch]
+    model = save_model(tmp_path / "Small", config, num_hidden_layers=1)
+    report = bridge.convert(model, tmp_path / "m.gguf", type="MXFP4", tensor_types=pinned, calibrate=few)
+    matrices = [t for t in report.tensors if t.name.endswith(".weight") and "norm" not in t.name]
+    layers = {t.kind: t for t in matrices if t.name.startswith("blk.")}
+    assert {kind: t.type for kind, t in layers.items()} == {
+        "attn_q": "NVFP4", "attn_k": "MXFP4", "attn_v": "MXFP4", "attn_output": "IQ1_M", "ffn_gate": "NVFP4",
+        "ffn_up": "IQ1_S", "ffn_down": "MXFP4",
+    }  # fmt: skip
+    assert {t.outcome for t in layers.values()} == {"calibrated"}
+    assert {t.type for t in report.tensors if t.kind in ("token_embd", "output")} == {"Q8_0"}
+    read = gguf.GGUFReader(tmp_path / "m.gguf")
+    values = {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in read.tensors}
+    scales = {t.name: t.data.tolist() for t in read.tensors if t.name.endswith(".scale")}
+    multiplied = {"blk.0.attn_q.scale": [2**-8], "blk.0.ffn_gate.scale": [2**-8]}
+    assert scales == (multiplied if arch == "llama" else {})  # llama.cpp ignores gemma2's
+    floats = {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in as_floats(model, tmp_path).tensors}
+    for tensor in layers.values():
+        own = values[tensor.name] * scales.get(tensor.name.replace(".weight", ".scale"), [1])[0]
+        fidelity = tensor.fidelity
+        assert fidelity
+        assert np.square(own - floats[tensor.name]).sum() == pytest.approx(fidelity.error, rel=1e-3)
+        most = {"IQ1_S": 0.6, "IQ1_M": 0.6, "MXFP4": 0.05, "NVFP4": 0.05 if arch == "llama" else 0.2}
+        assert fidelity.error < most[tensor.type] * fidelity.signal
+
+
+def as_floats(model: Path, folder: Path) -> gguf.GGUFReader:
+    bridge.convert(model, folder / "floats.gguf", type="F32")
+    return gguf.GGUFReader(folder / "floats.gguf")
+
+
+def test_a_text_cannot_choose_ternary_codes(floats: Path, tmp_path: Path) -> None:
     text = tmp_path / "ids.npy"
     np.save(text, np.arange(4096) % 300)
     small = Calibration(text, samples=1, length=32)
-    with pytest.raises(BridgeError, match=r"\w+\.weight: no text can choose codes of IQ1_M; .*, or leave out"):
-        bridge.convert(floats, tmp_path / "m.gguf", type="IQ1_M", calibrate=small)
+    with pytest.raises(BridgeError, match=r"\w+\.weight: no text can choose codes of TQ1_0; .*, or leave out"):
+        bridge.convert(floats, tmp_path / "m.gguf", type="TQ1_0", calibrate=small)
     pinned = [("attn_q", "TQ2_0")]
     with pytest.raises(BridgeError, match="no text can choose codes of TQ2_0"):
         bridge.convert(

@@ -125,16 +125,29 @@ def test_the_report_tells_what_a_smaller_and_a_larger_file_would_have(made: Path
     assert float(smaller[0]) * 1e6 < (made / "out.gguf").stat().st_size + 1e5
 
 
-def test_a_tensor_that_is_pinned_to_a_codebook_is_calibrated_and_counts_in_the_size(
-    model: Path, tokens: Path, tmp_path: Path
+PINNED = {
+    "attn_q": "NVFP4", "attn_k": "IQ1_S", "attn_v": "MXFP4", "attn_output": "IQ1_M", "ffn_gate": "IQ2_XXS",
+    "ffn_up": "IQ3_S", "ffn_down": "IQ2_S",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "pinned", [{"ffn_down": "IQ4_XS"}, pytest.param(PINNED, marks=pytest.mark.exhaustive)], ids=["one", "all"]
+)
+def test_tensors_that_are_pinned_to_codebooks_are_calibrated_and_count_in_the_size(
+    pinned: dict[str, str], model: Path, tokens: Path, tmp_path: Path
 ) -> None:
     size = file_bytes(plan_checkpoint(model, type="Q3_K_M"))
-    pinned = {r"blk\.0\.ffn_down": "IQ4_XS"}
-    out = tmp_path / "out.gguf"
-    report = convert(model, out, calibrate=settings(tokens), budget=Budget(size, swaps=0), tensor_types=pinned)
+    types = {f"blk.0.{kind}": type for kind, type in pinned.items()}
+    out, plan = tmp_path / "out.gguf", tmp_path / "plan.json"
+    budget = Budget(size, swaps=0, plan_out=plan)
+    report = convert(model, out, calibrate=settings(tokens), budget=budget, tensor_types=types)
     assert out.stat().st_size <= size
-    (tensor,) = (t for t in report.tensors if t.name == "blk.0.ffn_down.weight")
-    assert (tensor.type, tensor.outcome) == ("IQ4_XS", "calibrated")
+    made = {t.name.removesuffix(".weight"): t for t in report.tensors}
+    assert {name: made[name].type for name in types} == types
+    assert {made[name].outcome for name in types} == {"calibrated"}
+    planned = {t["name"].removesuffix(".weight"): t["type"] for t in json.loads(plan.read_text())["tensors"]}
+    assert {name: planned[name] for name in types} == types
 
 
 def test_trial_models_are_stored_next_to_the_output_and_removed(

@@ -133,7 +133,7 @@ def test_experts_whose_hessians_do_not_fit_in_memory_together_are_gathered_one_a
 
     tokens = TOKENS.repeat(6, 1).add(torch.arange(36)[:, None]) % 320
     together = dict(quantize_model(in_memory(folder), tokens, rounded, wanted=wanted))
-    monkeypatch.setattr(stages, "_TOGETHER", 1)
+    monkeypatch.setattr(stages, "HESSIANS", 1)
     apart = dict(quantize_model(in_memory(folder), tokens, rounded, wanted=wanted))
     order = [name.split(".experts.")[1] for name in apart]
     assert order[:3] == ["0.gate_proj", "0.up_proj", "1.gate_proj"]
@@ -217,7 +217,7 @@ def test_experts_that_are_gathered_one_after_the_other_are_lent_the_mean_of_all_
 
     mixture = Mixture()
     together = dict(quantize_block(mixture, [BlockInputs(x) for x in inputs], note))
-    monkeypatch.setattr(stages, "_TOGETHER", 1)
+    monkeypatch.setattr(stages, "HESSIANS", 1)
     apart = dict(quantize_block(mixture, [BlockInputs(x) for x in inputs], note))
     assert [apart[f"experts.{i}.2"][1:] for i in range(4)] == [(100, 0), (80, 0), (32, 20), (32, 32)]
     for name, (matrix, *tokens) in together.items():

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from bridge.blocks.read import CALIBRATED
+from bridge.encode.nearest_points import looker
+from bridge.encode.round_points import codebook
 from bridge.encode.round_rows import quantize_rows
 from bridge.errors import BridgeError
 from bridge.quantize.gptq_solver import Solution, dequantize, error, grouped_act_order, row_errors, solve
@@ -20,6 +22,7 @@ from bridge.quantize.refine import refine
 from bridge.quantize.walk import LayerInput
 from bridge.runtime.cpu.dequantize import rows as dequantize_blocks
 from bridge.system.jit import kernel
+from scripts.peers import ggml, nvfp4
 
 SOME = ("IQ4_XS", "IQ3_XXS", "IQ2_S")  # a table, a parity of signs, and a codebook without; each compiles for seconds
 TYPES = [type if type in SOME else pytest.param(type, marks=pytest.mark.exhaustive) for type in CALIBRATED]
@@ -43,6 +46,15 @@ def solved(weight: torch.Tensor, hessian: torch.Tensor, type: str) -> tuple[Code
     return grid, solve(weight, hessian, grid, order=order, damping=0)
 
 
+def nearest_values(weight: torch.Tensor, hessian: torch.Tensor, type: str) -> np.ndarray:
+    """As rounded to nearest, scales in the metric of H's diagonal; 4-bit floats as ggml and ModelOpt round."""
+    if type == "NVFP4":
+        return nvfp4.quantize(weight.numpy()).values()
+    if type == "MXFP4":
+        return ggml.dequantize(ggml.quantize(weight.numpy(), type), ggml.GGMLQuantizationType[type])
+    return dequantize_blocks(type, quantize_rows(weight.numpy(), CALIBRATED[type], hessian.diagonal().numpy()).data)
+
+
 @pytest.mark.parametrize("type", TYPES)
 def test_a_unit_costs_its_residual_in_the_metric_and_keeps_the_parity_of_signs(type: str) -> None:
     found = rounding(type)
@@ -51,8 +63,8 @@ def test_a_unit_costs_its_residual_in_the_metric_and_keeps_the_parity_of_signs(t
     rng = np.random.default_rng(1)
 
     @kernel
-    def run(w, a, m, q, scratch):  # type: ignore[no-untyped-def]
-        return search(w, a, m, q, scratch)
+    def run(w, a, m, variant, q, scratch):  # type: ignore[no-untyped-def]
+        return search(w, a, m, variant, q, scratch)
 
     scratch = found.buffers()[0]
     for _ in range(100):
@@ -61,13 +73,40 @@ def test_a_unit_costs_its_residual_in_the_metric_and_keeps_the_parity_of_signs(t
         a = np.float32(0.02)
         w = (rng.normal(size=unit) * 0.5).astype(np.float32)
         q = np.zeros(unit, np.float32)
-        lost = run(w, a, m, q, scratch)
+        lost = run(w, a, m, 0, q, scratch)
         assert set(q.astype(int)) <= set(values_of_codes(CALIBRATED[type]))
         r = w - a * q
         assert lost == pytest.approx(r @ m @ r, rel=1e-4, abs=1e-6)
         if unit == 1:
             continue
         assert not even or (q < 0).sum() % 2 == 0
+
+
+@pytest.mark.exhaustive  # takes seconds to compile
+def test_of_the_points_near_a_target_the_cheapest_in_the_metric_is_found_and_where_its_gradient_leads() -> None:
+    book = codebook("IQ1_S")
+    look = looker(book.bounds)
+
+    @kernel
+    def run(t, w, a, inverse, shift, m, near, numbers, values, point):  # type: ignore[no-untyped-def]
+        return look(t, w, a, inverse, shift, m, near, numbers, values, point)
+
+    rng = np.random.default_rng(2)
+    for shift in (0, -2) * 25:
+        root = rng.normal(size=(16, 8)).astype(np.float32)
+        m = root.T @ root
+        w, a = rng.normal(size=8).astype(np.float32), np.float32(0.15)
+        t, point = w / a - np.float32(shift), np.zeros(8, np.float32)
+        cell = sum(3 ** (7 - i) * sum(y > bound for bound in book.bounds) for i, y in enumerate(t))
+        cost = run(t, w, a, 1 / a, np.float32(shift), m, book.near, book.numbers, book.values, point)
+        listed = book.near[cell].T.astype(np.float32)
+        residuals = w - a * (listed + shift)
+        costs = ((residuals @ m) * residuals).sum(1)
+        np.testing.assert_array_equal(point, listed[costs.argmin()])
+        assert (point == book.values).all(1).any()
+        assert cost == pytest.approx(costs.min(), rel=1e-4)
+        leads = point + residuals[costs.argmin()] @ m / np.diag(m) / a
+        np.testing.assert_allclose(t, leads, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("type", TYPES)
@@ -91,9 +130,7 @@ def test_the_errors_of_a_run_are_those_of_the_whole_metric(type: str) -> None:
 @pytest.mark.parametrize("type", TYPES)
 def test_the_error_falls_with_each_sweep_far_below_that_of_the_nearest_codes_and_blocks_hold_it(type: str) -> None:
     weight, hessian = layer(3)
-    block = CALIBRATED[type]
-    nearest = quantize_rows(weight.numpy(), block, hessian.diagonal().numpy()).data
-    least = error(weight, dequantize_blocks(type, nearest), hessian)
+    least = error(weight, nearest_values(weight, hessian, type), hessian)
     grid, solution = solved(weight.clone(), hessian, type)
     last = row_errors(weight, solution.codes, grid, hessian)
     assert last.sum() < 0.7 * least

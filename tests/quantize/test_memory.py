@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bridge.checkpoint import open_checkpoint
-from bridge.quantize import Method, quantize_model, superblocks
+from bridge.quantize import Method, forward_passes, needs, quantize_model, superblocks
+from bridge.quantize.activations import Shelf
 from bridge.quantize.float_model import FloatModel
 from bridge.quantize.forward_passes import output_hessians
 from tests.support.tiny_models import save_model
@@ -125,8 +126,8 @@ def most_for_gradients(folder: Path, layers: int, on_disk: bool) -> int:
     tokens = torch.randint(0, 64, (64, 64), generator=torch.Generator().manual_seed(0))
     with open_checkpoint(model) as checkpoint:
         streamed = FloatModel(checkpoint)
-        with Live() as live:
-            found = sum(1 for _ in output_hessians(streamed, tokens, files if on_disk else None))
+        with Live() as live, Shelf(files if on_disk else None) as shelf:
+            found = sum(1 for _ in output_hessians(streamed, tokens, shelf))
         assert found == 7 * layers
         assert all(p.is_meta for p in streamed.model.parameters())
     assert not list(files.iterdir())
@@ -176,3 +177,45 @@ def test_a_commands_freed_matrices_go_back_to_the_system() -> None:
     held, left = resident()
     assert held >= 60 > 16 > left
     assert resident(MALLOC_MMAP_THRESHOLD_="33554432")[1] > 40  # a threshold that is given stays
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("what", "sequences", "inner", "vocabulary"),
+    [
+        *(("cross", 8, 1024, 512), ("plain", 8, 1024, 512), ("cross", 1, 2048, 512)),
+        *(("head", 1, 256, 16384), ("gradients", 8, 1024, 512), ("gradients", 4, 256, 16384)),
+    ],
+)
+def test_the_peak_is_what_is_counted_before_the_start(
+    what: str, sequences: int, inner: int, vocabulary: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calibrate(decoder(256))  # the kernels are compiled
+    fields = {"hidden_size": 256, "intermediate_size": inner, "head_dim": 64, "num_hidden_layers": 1}
+    path = save_model(tmp_path / "model", "LlamaConfig", vocab_size=vocabulary, **fields)
+    tokens = torch.randint(0, 300, (sequences, 128), generator=torch.Generator().manual_seed(0))
+    for module in (forward_passes, needs):
+        monkeypatch.setattr(module, "LOGITS", 1 << 20)
+    method = Method(superblocks("Q4_K"), sweeps=0)
+    cross = what in ("cross", "head")
+    with open_checkpoint(path) as checkpoint:
+        model = FloatModel(checkpoint)
+        bits = dict.fromkeys([*model.linears(), model.head()[0]], 4.5)
+        job = needs.Job(model, (sequences, 128), bits, cross, False, what == "gradients", 4096, 1 << 20)
+        sizes = needs._Sizes(job)
+        with Live() as live, Shelf(None) as shelf:
+            if what == "gradients":
+                expected = sizes.gradients() + sizes.activations_of_gradients()
+                for _ in output_hessians(model, tokens, shelf):
+                    pass
+            else:
+                expected = max(sizes.layers(), sizes.head()) + sizes.activations()
+                head = model.head()[0]
+                walk = quantize_model(
+                    model, tokens, lambda x: (method.layer(x)[0], None), cross=cross, batch=32, head=what == "head",
+                    wanted=lambda name: (name == head) == (what == "head"),
+                )  # fmt: skip
+                for _ in walk:
+                    pass
+    print(f"{what} {sequences} {inner} {vocabulary}: {live.most / 1e6:.1f} of {expected / 1e6:.1f} MB")
+    assert 0.85 < live.most / expected < 1.15

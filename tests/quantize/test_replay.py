@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from bridge.quantize import block_inputs, quantize_model, walk
+from bridge.quantize import activations, quantize_model, walk
 
 TOKENS = torch.randint(0, 64, (6, 12), generator=torch.Generator().manual_seed(3))
 SHAPE = {
@@ -52,10 +52,8 @@ def test_the_hessians_are_those_of_passes_from_the_beginning(
 
 def test_without_free_memory_modules_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     found = dict(quantize_model(model_of("llama"), TOKENS, rounded, batch=4, cross=True))
-    free = iter(range(1 << 40, 0, -(1 << 36)))
-    monkeypatch.setattr(block_inputs, "free_memory", lambda: next(free, 0))
+    monkeypatch.setattr(activations, "free_memory", lambda: 1)
     expected = dict(quantize_model(model_of("llama"), TOKENS, rounded, batch=4, cross=True))
-    assert next(free, 0) == 0
     for name, hessian in expected.items():
         torch.testing.assert_close(found[name].matrix, hessian.matrix, rtol=1e-6, atol=1e-6)
 

@@ -131,3 +131,12 @@ def test_rounding_is_measured_beside_ggml() -> None:
     cells = printed.splitlines()[-1].split("|")[1:-1]
     assert cells[0].strip() == "IQ4_NL"
     assert all(float(cell.split()[1]) < 1 for cell in cells[1:5])
+
+
+@pytest.mark.exhaustive
+def test_the_peak_of_a_synthetic_model_is_near_what_quantize_said(tmp_path: Path) -> None:
+    options = ("--shape=tiny", "--tokens=2048", "--memory=4G", "--", "--method=gptaq", "--sweeps=0", "--threads=1")
+    row = run("bench_memory.py", str(tmp_path), *options).splitlines()[-1]
+    shape, blocks, tokens, _, _, ratio, _ = row[2:-2].split(" | ")
+    assert (shape, blocks, tokens) == ("tiny", "2", "2048")
+    assert 0.85 < float(ratio) < 1.15

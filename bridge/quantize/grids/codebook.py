@@ -1,16 +1,17 @@
-"""The grid of GGUF's types whose scales are chosen with the codes: tables of values (IQ4), codebooks (IQ3, IQ2), Q4_0.
+"""The grid of GGUF's types whose scales are chosen with the codes: tables of values (IQ4, FP4), codebooks (IQ3 to IQ1),
+Q4_0.
 
     a * q,  a = unit * d * factor(sc)     q a value of the table, or a coordinate of a point
+            a = d * scales[sc]            of FP4, where d is what multiplies the whole matrix
 
 Codes here are the values themselves, so that a * q holds as on other grids. But which ones go together is up to the
 codebook, so the solver leaves whole superblocks to the grid (`vectors`): d is fitted to the weights that error
 feedback has left, and each sub-block takes the scale next to the fitted one that loses least when its units are
-rounded one after the other. Scales and codes belong together: fitting scales beforehand loses 13 to 20% more.
+rounded one after the other. FP4 has no d to fit, so its scales begin at those of the largest weights. Scales and codes
+belong together: fitting scales beforehand loses 13 to 20% more.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -18,16 +19,15 @@ import torch
 
 from bridge.blocks import BlockType
 from bridge.encode.block_bytes import packer, row_bytes
-from bridge.encode.round_plain import plain_quantizer
-from bridge.encode.round_points import points_quantizer
-from bridge.encode.round_table import table_quantizer
+from bridge.encode.round_rows import quantizer_of
 from bridge.errors import BridgeError
-from bridge.quantize.grids.codebook_rounding import Rounding, rounding, values_of_codes
+from bridge.quantize.grids.codebook_rounding import Rounding, rounding, scale_range, values_of_codes
 from bridge.quantize.hessian import damped_factor, inverse_factor
 from bridge.system.row_threads import over_rows
 
 _REACH = 4  # steps of a scale that are tried in the pass, to either side
 _REFIT_REACH = 2
+_DOUBLING_REACH = 1  # where each scale is twice the one before
 _TRIES = ([1.0, 0.94, 1.03], [1.0, 0.97, 1.06])  # factors of d from which a refit starts over, per sweep in turn
 _FLOOR = 1e-6  # the least importance of a column, relative to the mean
 
@@ -56,13 +56,14 @@ class CodebookGrid:
     block: BlockType
     rows: int
     columns: int
+    scale: float = 1.0  # of FP4, what multiplies the whole matrix
     fit_columns: int = field(init=False)
     sub: int = field(init=False)
     unit: int = field(init=False)
     low: int = field(init=False)
     high: int = field(init=False)
-    sc: np.ndarray = field(init=False)  # int8 [rows, sub-blocks]
-    d: np.ndarray = field(init=False)  # float32 [rows, blocks], exact halves
+    sc: np.ndarray = field(init=False)  # int16 [rows, sub-blocks]; of FP4, bytes without sign
+    d: np.ndarray = field(init=False)  # float32 [rows, blocks], exact halves; of FP4, `scale`
     a: np.ndarray = field(init=False)
     c: np.ndarray = field(init=False)
     ternary: bool = field(default=False, init=False)
@@ -77,7 +78,7 @@ class CodebookGrid:
         values = values_of_codes(self.block)
         self.low, self.high = min(values), max(values)
         lines = (self.rows, self.columns // self.sub)
-        self.sc = np.ones(lines, np.int8)
+        self.sc = np.ones(lines, np.int16)
         self.d = np.zeros((self.rows, self.columns // self.fit_columns), np.float32)
         self.a, self.c = np.zeros(lines, np.float32), np.zeros(lines, np.float32)
 
@@ -88,6 +89,9 @@ class CodebookGrid:
     def fit(self, run: int, weights: np.ndarray, importance: np.ndarray, quick: bool = False) -> None:
         """Fit block `run` of every row, codes rounded to nearest; see `gptq_solver.Grid`."""
         block = self.block
+        if block.scales:
+            self._fit_stored(run, weights)
+            return
         h = importance if np.isfinite(importance).all() else np.ones_like(importance)
         h = np.maximum(h / (h.mean() or 1.0), _FLOOR).astype(np.float32).reshape(block.subs, self.sub)
         x = np.ascontiguousarray(weights, np.float32).reshape(self.rows, block.subs, self.sub)
@@ -95,9 +99,17 @@ class CodebookGrid:
         mn, dmin = np.zeros((self.rows, block.subs), np.uint8), np.zeros((self.rows, 1), np.float32)
         sc, d = np.ones((self.rows, block.subs), np.int8), np.zeros((self.rows, 1), np.float32)
         sums = np.zeros((self.rows, 3))
-        fitter = _fitter(block)
+        fitter = quantizer_of(block)
         over_rows(self.rows, lambda r: fitter(x[r], h, q[r], sc[r], mn[r], d[r], dmin[r], sums[r]))
         self._set(run, sc, d)
+
+    def _fit_stored(self, run: int, weights: np.ndarray) -> None:
+        """Set the least scales at which no weight is clipped."""
+        low, high = scale_range(self.block)
+        largest = np.abs(weights).reshape(self.rows, self.block.subs, self.sub).max(2)
+        reached = np.array(self.block.scales[low:high]) * (self.high * self.scale)
+        sc = (low + np.searchsorted(reached, largest)).astype(np.int16)
+        self._set(run, sc, np.full((self.rows, 1), self.scale, np.float32))
 
     def round_run(self, run: int, weight: torch.Tensor, columns: np.ndarray, factor: torch.Tensor) -> tuple[Any, Any]:
         """Round a fitted run and choose its scales -> codes int16, errors float32 [rows, n].
@@ -117,7 +129,7 @@ class CodebookGrid:
         over_rows(
             self.rows,
             lambda r: rounding.run(
-                w[r], columns, u, m, undo, d[r], sc[r], _REACH, codes[r], errors[r], rounding.buffers()
+                w[r], columns, u, m, undo, d[r], sc[r], self._reach(_REACH), codes[r], errors[r], rounding.buffers()
             ),
         )
         self._set(run, sc, d)
@@ -152,7 +164,7 @@ class CodebookGrid:
         Sub-blocks are rounded again at scales next to theirs, against the target that G implies; d moves by least
         squares; all of this from several d. Then units move one at a time.
         """
-        tries = np.array(_TRIES[sweep % len(_TRIES)], np.float32)
+        tries = np.array([1.0] if self.block.scales else _TRIES[sweep % len(_TRIES)], np.float32)
         sc, d = self._of(run)
         rounding, m, n = self._rounding, metric, codes.shape[1]
 
@@ -161,7 +173,7 @@ class CodebookGrid:
                      *(np.empty(n, np.float32) for _ in range(3)), np.empty(self.block.subs, np.int64))  # fmt: skip
             rounding.refit(
                 codes[r], g[r], m.hessian, m.order, m.factor, m.metric, m.inverse, m.within, m.squares, m.undo,
-                d[r], sc[r], _REFIT_REACH, tries, rounding.buffers(), saved,
+                d[r], sc[r], self._reach(_REFIT_REACH), tries, rounding.buffers(), saved,
             )  # fmt: skip
 
         over_rows(self.rows, work)
@@ -172,6 +184,11 @@ class CodebookGrid:
         for name in ("sc", "d", "a"):
             getattr(self, name)[rows] = getattr(source, name)[source_rows]
 
+    def _reach(self, steps: int) -> int:
+        """How many steps of a scale are tried, where steps are small: `steps`."""
+        doubling = len(self.block.scales) > 3 and self.block.scales[3] == 2 * self.block.scales[2]
+        return _DOUBLING_REACH if doubling else steps
+
     def _of(self, run: int) -> tuple[np.ndarray, np.ndarray]:
         subs = self.block.subs
         return np.ascontiguousarray(self.sc[:, run * subs :][:, :subs]), np.ascontiguousarray(self.d[:, run : run + 1])
@@ -180,6 +197,9 @@ class CodebookGrid:
         """Set the scales of a block, and with them its lines."""
         of_run = slice(run * self.block.subs, (run + 1) * self.block.subs)
         self.sc[:, of_run], self.d[:, run : run + 1] = sc, d
+        if self.block.scales:
+            self.a[:, of_run] = d * np.array(self.block.scales, np.float32)[sc]
+            return
         factor = 2 * sc.astype(np.float32) + 1 if self.block.odd_scales else sc
         self.a[:, of_run] = np.float32(self.block.unit) * d * (factor if self.block.subs > 1 else np.float32(1))
 
@@ -187,22 +207,16 @@ class CodebookGrid:
         """The blocks, uint8 [rows, row bytes], of codes int16 [rows, columns]: values of the table."""
         data = np.empty((self.rows, row_bytes(self.block, self.columns)), np.uint8)
         numbers = np.zeros(self.high - self.low + 1, np.uint8)
-        for q, value in enumerate(values_of_codes(self.block)):
+        for q, value in reversed(list(enumerate(values_of_codes(self.block)))):  # of two zeros, the first
             numbers[value - self.low] = q
         none = np.zeros_like(self.sc, np.uint8), np.zeros_like(self.d)
+        sc = self.sc.astype(np.int8)
         pack = packer(self.block.name)
         over_rows(
             self.rows,
-            lambda r: pack(numbers[codes[r] - self.low], self.sc[r], none[0][r], self.d[r], none[1][r], data[r]),
+            lambda r: pack(numbers[codes[r] - self.low], sc[r], none[0][r], self.d[r], none[1][r], data[r]),
         )
         return data
-
-
-@cache
-def _fitter(block: BlockType) -> Callable[..., None]:
-    if block.numbered:
-        return points_quantizer(block.name)
-    return table_quantizer(block.name) if block.values else plain_quantizer(block.name)
 
 
 def _factor(hessian: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Kernels that round sub-blocks of a row onto a table of values or a codebook, in a full metric.
 
-A *unit* is what is rounded at once: one column for tables (IQ4), a point of 4 columns (IQ3_S), or the 8 columns that
-share a parity of signs or a point of 8 (the others). With H^-1 = U^T U, columns in the order in which they are
+A *unit* is what is rounded at once: one column for tables (IQ4, FP4), a point of 4 columns (IQ3_S), or the 8 columns
+that share a parity of signs or a point of 8 (the others). With H^-1 = U^T U, columns in the order in which they are
 rounded, a unit's residual r costs
 
     r M r^T,  M = D D^T,  D the inverse of U's block of the unit
@@ -9,7 +9,9 @@ rounded, a unit's residual r costs
 and moves later columns by  -e U,  e = r D, so that what it costs is the sum of e^2.
 
 Within a unit, the nearest point in M's diagonal is found by `nearest_points`; then signs are flipped wherever that is
-cheaper in all of M, in pairs where their number is kept even.
+cheaper in all of M, in pairs where their number is kept even. Points without stored signs (IQ1) are compared in all of
+M: those near the unit's cell, and near where that leads. What a sub-block has besides its scale, a mirrored table or a
+shift of 32 weights, is its *variant*: 0 or 1.
 
     a scale is tried by rounding the whole sub-block at it, errors fed forward (`try_scales`)
 """
@@ -23,7 +25,7 @@ import numpy as np
 
 from bridge.blocks import BlockType
 from bridge.blocks.read import WRITTEN
-from bridge.encode.nearest_points import snapper
+from bridge.encode.nearest_points import looker, snapper
 from bridge.encode.round_points import EVEN, codebook
 from bridge.system.half import round_half
 from bridge.system.jit import inlined, inner, specialize
@@ -33,29 +35,40 @@ _ONE = np.float32(1)
 _INFINITY = np.float32(np.inf)
 _TINY = np.float32(1e-37)  # a zero whose sign matters
 _FLIPS = 3  # at most, of signs or pairs of them
+_CELLS = 3  # whose points are compared, at most
 _STEP = np.float32(0.03)  # between tries of a scale that is a float
 _LARGEST = np.float32(65504)
 _GAIN = np.float32(0.9999)  # a change is made only if its cost is below this share of the old one
 _DESCENTS = 4  # passes over the units of a run at most
 
 # set per type by `specialize`
-sub = subs = unit = width = scale_lo = scale_hi = odd = mirrors = 0
+sub = subs = unit = width = scale_lo = scale_hi = odd = variants = nothing = 0
 least = most = 0
 share = _ONE
-even = coded = False
+even = coded = fixed = mirrored = shifted = False
+scales = np.zeros(1, np.float32)
 snap: Any = None
+look: Any = None
 round_unit: Any = None
 round_sub: Any = None
 scale_of: Any = None
+variant_of: Any = None
 try_scales: Any = None
 refit_run: Any = None
 
 
 def _scale_of(d, sc):
+    if fixed:
+        return d * scales[sc]
     return share * d * np.float32(odd * sc + odd - 1) if coded else d
 
 
-def _round_value(w, a, m, q, scratch):
+def _variant_of(q):
+    """The variant of a sub-block that has a value q: values are 1 above a multiple of 8, or below."""
+    return 1 if shifted and np.int64(q) & 7 == 7 else 0
+
+
+def _round_value(w, a, m, variant, q, scratch):
     """The value of the table nearest to w [1] over a; returns what it costs. Tables are listed in halves."""
     nearest = scratch[0]
     y = w[0] / a if a != _ZERO else _ZERO
@@ -65,7 +78,35 @@ def _round_value(w, a, m, q, scratch):
     return r * r * m[0, 0]
 
 
-def _round_point(w, a, m, q, scratch):
+def _round_shifted(w, a, m, variant, q, scratch):
+    """The value of a ternary point with its shift near w [8] over a, in the metric m [8, 8]; returns what it costs.
+
+    Of the points that `nearest_points` lists for a cell, the one that costs least is taken, and then the same is done
+    for the cell that its gradient leads to, while that helps. Where a shift is the unit's own, both are tried.
+    """
+    near, numbers, values, t, point = scratch
+    inverse = _ONE / a if a != _ZERO else _ZERO
+    best = _INFINITY
+    for negative in range(2):
+        if shifted and negative != variant:
+            continue
+        shift = np.float32(-2 * negative)
+        least = _INFINITY
+        for i in range(8):
+            t[i] = w[i] * inverse - shift
+        for _ in range(_CELLS):
+            cost = look(t, w, a, inverse, shift, m, near, numbers, values, point)
+            if not cost < least:
+                break
+            least = cost
+            if cost < best:
+                best = cost
+                for i in range(8):
+                    q[i] = point[i] + shift
+    return best
+
+
+def _round_point(w, a, m, variant, q, scratch):
     """The value of points near w [unit] over a, in the metric m [unit, unit]; returns what they cost."""
     near, numbers, values, t, v, found, r, g, by = scratch
     inverse = _ONE / a if a != _ZERO else _ZERO
@@ -123,12 +164,12 @@ def _round_point(w, a, m, q, scratch):
     return total
 
 
-def _round_sub(w, factor, metric, inverse, a, bound, q, e, scratch):
+def _round_sub(w, factor, metric, inverse, a, variant, bound, q, e, scratch):
     """Round w [sub], which is overwritten, at scale a -> values q and errors e [sub]; the cost, or more than bound."""
     total = _ZERO
     for u in range(sub // unit):
         at = u * unit
-        total += round_unit(w[at : at + unit], a, metric[u], q[at : at + unit], scratch)
+        total += round_unit(w[at : at + unit], a, metric[u], variant, q[at : at + unit], scratch)
         if total >= bound:
             break
         for i in range(unit):
@@ -150,20 +191,21 @@ def _try_scales(w, factor, metric, inverse, d, sc, reach, bound, q, e, work, scr
     """
     copy, trial_q, trial_e = work[0], work[1], work[2]
     best_d, best_sc = d, sc
-    for mirror in range(mirrors):
+    for variant in range(variants):
         for tried in range(2 * reach + 1):
             step = (tried + 1) // 2 if tried & 1 else -(tried // 2)  # the nearest first
             new_d, new_sc = d, sc
             if coded:
-                new_sc = (-sc if mirror else sc) + step
+                new_sc = (-sc if mirrored and variant else sc) + step
                 if new_sc < scale_lo or new_sc > scale_hi:
                     continue
             else:
                 new_d = round_half(min(max(d * (_ONE + _STEP * np.float32(step)), -_LARGEST), _LARGEST))
-                new_d = -new_d if mirror else new_d
+                new_d = -new_d if variant else new_d
             for i in range(sub):
                 copy[i] = w[i]
-            cost = round_sub(copy, factor, metric, inverse, scale_of(new_d, new_sc), bound, trial_q, trial_e, scratch)
+            a = scale_of(new_d, new_sc)
+            cost = round_sub(copy, factor, metric, inverse, a, variant, bound, trial_q, trial_e, scratch)
             if cost < bound:
                 bound, best_d, best_sc = cost, new_d, new_sc
                 for i in range(sub):
@@ -188,7 +230,7 @@ def _round_run(weight, columns, factor, metric, inverse, d, sc, reach, codes, er
             own = slice(at, at + sub)
             some = slice(s * units, (s + 1) * units)
             for i in range(sub):
-                q[i] = _ZERO
+                q[i] = np.float32(nothing)
             e = errors[row, own]
             _, new_d, new_sc = try_scales(
                 w[own], factor[own, own], metric[some], inverse[some], d[row, 0], np.int64(sc[row, j]), reach,
@@ -276,7 +318,7 @@ def _refit_run(
             curve = _ZERO
             for k in range(n):
                 curve += values[k] * moved[k]
-            if curve > _ZERO and own_d != _ZERO:
+            if not fixed and curve > _ZERO and own_d != _ZERO:
                 new_d = round_half(min(max(own_d * (_ONE + along / curve), -_LARGEST), _LARGEST))
                 by = new_d / own_d - _ONE
                 gain = by * (np.float32(2) * along - by * curve)
@@ -312,7 +354,8 @@ def _refit_run(
                         by += undo[u, i, k] * best_slope[at + k]
                     target[i] = best_values[at + i] + by
                     now += by * best_slope[at + i]
-                cost = round_unit(target[:unit], a, squares[u], q[:unit], scratch)
+                variant = variant_of(best_numbers[at])
+                cost = round_unit(target[:unit], a, squares[u], variant, q[:unit], scratch)
                 if not cost < now * _GAIN:
                     continue
                 for i in range(unit):
@@ -337,7 +380,7 @@ class Rounding:
 
     unit      columns that are rounded at once
     run       `_round_run`; refit: `_refit_run`
-    search    `_round_value` or `_round_point`, for kernels
+    search    `_round_value`, `_round_point` or `_round_shifted`, for kernels
     buffers   makes what a thread writes to: their argument `buffers`
     """
 
@@ -352,30 +395,46 @@ class Rounding:
 def rounding(name: str) -> Rounding:
     """The kernels of a type by its name."""
     block = WRITTEN[name]
-    points = block.numbered
+    points = block.numbered and not name.startswith("IQ1")
+    search: dict[str, Any]
     if points:
         parts = codebook(name)
         width = parts.values.shape[1]
         unit = 8 if name in EVEN else width
         tables: Any = (parts.near, parts.numbers, parts.values)
-        search: dict[str, Any] = {"snap": snapper(8, width, parts.bounds), "width": width, "even": name in EVEN}
+        function = _round_point
+        search = {"snap": snapper(8, width, parts.bounds), "width": width, "even": name in EVEN}
+    elif block.numbered:
+        parts, unit = codebook(name), 8
+        tables = (parts.near, parts.numbers, parts.values)
+        function = _round_shifted
+        search = {"look": looker(parts.bounds)}
     else:
-        unit, tables, search = 1, (_nearest_table(block),), {}
+        unit, tables = 1, (_nearest_table(block),)
+        function = _round_value
         search = {"least": 2 * min(values_of_codes(block)), "most": 2 * max(values_of_codes(block))}
-    coded = block.subs > 1
+    coded, (scale_lo, scale_hi) = block.subs > 1 or bool(block.scales), scale_range(block)
+    shifted = name == "IQ1_S"  # 32 weights, a sub-block
+    mirrored = unit == 1 and not block.scales and (not coded or scale_lo < 0)
     constants: dict[str, Any] = {
         "sub": block.sub, "subs": block.subs, "unit": unit, "odd": 2 if block.odd_scales else 1, "coded": coded,
-        "scale_lo": block.scale_lo, "scale_hi": block.scale_hi, "share": np.float32(block.unit),
-        "mirrors": 2 if not points and (not coded or block.scale_lo < 0) else 1,
+        "scale_lo": scale_lo, "scale_hi": scale_hi, "share": np.float32(block.unit), "fixed": bool(block.scales),
+        "scales": np.array(block.scales or [0], np.float32), "mirrored": mirrored, "shifted": shifted,
+        "variants": 2 if mirrored or shifted else 1, "nothing": 1 if block.numbered and not points else 0,
     }  # fmt: skip
     constants["scale_of"] = specialize(_scale_of, name, inlined, **constants)
-    constants["round_unit"] = specialize(_round_point if points else _round_value, name, inner, **constants, **search)
+    constants["variant_of"] = specialize(_variant_of, name, inlined, **constants)
+    constants["round_unit"] = specialize(function, name, inner, **constants, **search)
     constants["round_sub"] = specialize(_round_sub, name, inner, **constants)
     constants["try_scales"] = specialize(_try_scales, name, inner, **constants)
 
     def buffers() -> Any:
         own = tuple(np.zeros(8, np.float32) for _ in range(2)), tuple(np.zeros(8, np.float32) for _ in range(3))
-        scratch = (*tables, *own[0], np.zeros(8, np.int64), *own[1]) if points else tables
+        scratch = tables
+        if points:
+            scratch = (*tables, *own[0], np.zeros(8, np.int64), *own[1])
+        elif block.numbered:
+            scratch = (*tables, *own[0])
         return scratch, np.zeros((6, block.sub), np.float32), np.zeros(block.sub, np.float32)
 
     run, refit = (specialize(function, name, **constants) for function in (_round_run, _refit_run))
@@ -385,6 +444,13 @@ def rounding(name: str) -> Rounding:
 def values_of_codes(block: BlockType) -> tuple[int, ...]:
     """The value of each code: that of its table, or the code counted from the type's zero."""
     return block.values or tuple(q - block.zero for q in range(block.levels))
+
+
+def scale_range(block: BlockType) -> tuple[int, int]:
+    """The least and the greatest scale code; of types of stored scales, as bytes without sign."""
+    if block.scales:
+        return (0 if block.scales[0] else 1), block.no_scale - 1
+    return block.scale_lo, block.scale_hi
 
 
 def _nearest_table(block: BlockType) -> np.ndarray:

@@ -23,6 +23,7 @@ from tests.support.gpu.device import Launches, pretended_gpu
 
 _DEVICE = torch.device("cuda:0")
 _COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
+_INDEXING = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default}  # the indices may lie on the CPU
 
 
 class OnCuda(torch.Tensor):
@@ -53,7 +54,9 @@ class OnCuda(torch.Tensor):
         return _run(function, args, kwargs or {})
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # torch itself takes it for one on the CPU
-        wanted = torch._C._nn._parse_to(*args, **kwargs)[0]
+        if args and isinstance(args[0], torch.Tensor):
+            args = (args[0].device, args[0].dtype, *args[1:])
+        wanted = torch._C._nn._parse_to(*args, **{k: v for k, v in kwargs.items() if k != "copy"})[0]
         return super().to(*args, **kwargs) if wanted is None or wanted.type != "cpu" else self.cpu().to(*args, **kwargs)
 
     def cpu(self, *_: Any) -> torch.Tensor:
@@ -90,6 +93,8 @@ def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensors = [part for part in tree_flatten((args, kwargs))[0] if isinstance(part, torch.Tensor)]
     there = [t for t in tensors if isinstance(t, OnCuda)]
     here = [t for t in tensors if not isinstance(t, OnCuda) and t.device.type == "cpu" and t.dim()]
+    if function in _INDEXING and isinstance(args[0], OnCuda):
+        here = [t for t in here if not any(t is index for index in args[1])]
     if there and here and function not in _COPIES:
         raise RuntimeError(f"{function}: Expected all tensors to be on the same device, cpu and cuda:0")
     wanted = kwargs.get("device")
@@ -125,7 +130,7 @@ def disguised_gpu() -> Iterator[Launches]:
     from bridge.cuda import device as devices
     from bridge.cuda import tensor, trellis_layer  # noqa: F401  # and with them whatever has these functions
 
-    view, tensor_of = devices.view, torch.tensor
+    view, tensor_of, to_of = devices.view, torch.tensor, torch.Tensor.to
     before = torch.__future__.get_overwrite_module_params_on_conversion()
 
     def bare_view(x: Any, apart: bool = False) -> Any:
@@ -139,7 +144,13 @@ def disguised_gpu() -> Iterator[Launches]:
         made_here = tensor_of(data, **options)
         return made_here.to(_DEVICE) if device is not None and torch.device(device).type == "cuda" else made_here
 
+    def to(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:  # x.to(y) asks y for its device in C++
+        if args and isinstance(args[0], OnCuda):
+            args = (args[0].device, args[0].dtype, *args[1:])
+        return to_of(x, *args, **options)
+
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.Tensor, "to", to))
         launches = stack.enter_context(pretended_gpu())
         stack.enter_context(mock.patch.object(torch.cuda, "_lazy_init"))
         _device_constructors()  # remembers torch.tensor, which `with torch.device(...)` looks for

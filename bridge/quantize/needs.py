@@ -1,0 +1,244 @@
+"""What calibrating a model takes, counted before it begins: peak memory, disk, and time.
+
+The peak is what the process has already, and the largest of
+
+    gradients   embeddings, head and the logits of some positions; or a block, its layers' A, and a batch's passes
+    layers      a block, twice with the float model's, a layer's Hessians, and what the solver makes of them
+    head        its Hessians, and what the solver makes of as many rows as it takes at a time
+
+with the activations that stay in memory meanwhile: as many as fit into a limit. The others are on disk.
+"""
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bridge.errors import BridgeError, parameter
+from bridge.quantize.block_inputs import head_of, is_layer, matrix_shape
+from bridge.quantize.experts import expert_of
+from bridge.quantize.float_model import FloatModel
+from bridge.quantize.forward_passes import LOGITS, TOKENS_FELT, sequences_at_once
+from bridge.quantize.stages import HESSIANS
+from bridge.quantize.two_sided import ROWS
+from bridge.system.cpus import usable_cpus
+from bridge.system.free_memory import free_memory
+from bridge.system.text import duration_text, size_text
+
+_LATER = 200 << 20  # bytes: what is imported and compiled while it runs
+_FREE = 0.9  # share of the free memory that is taken where no limit is given
+_SOLVED = 2e6  # weights in a second of one core, with two sweeps of refinement
+_TWO_SIDED = 1.8  # times as long
+_WORKING = 4  # copies of a layer's weights in the solver, float32
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is calibrated.
+
+    tokens      (sequences, length)
+    bits        of a weight, by layer, the head among them; other tensors count with their mean
+    cross       the float model's inputs are gathered too
+    held        whole sequences are held back
+    two_sided   gradients are gathered
+    batch       tokens that pass through a block together
+    head_rows   of the output head that are quantized together
+    """
+
+    model: FloatModel
+    tokens: tuple[int, int]
+    bits: Mapping[str, float]
+    cross: bool
+    held: bool
+    two_sided: bool
+    batch: int
+    head_rows: int
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes and seconds; see `needs_of`.
+
+    memory     peak resident memory of the process
+    gradients  bytes of activations in memory while gradients are gathered
+    layers     the same while layers are quantized
+    hessians   bytes of experts' Hessians gathered in one pass
+    free       what the process has and can still take; None: not known
+    """
+
+    memory: int
+    disk: int
+    seconds: float
+    gradients: int
+    layers: int
+    hessians: int
+    free: int | None = None
+
+    def __str__(self) -> str:
+        memory, disk = size_text(self.memory), size_text(self.disk)
+        text = f"needs {memory} of memory and {disk} of disk, about {duration_text(self.seconds)} on this machine"
+        if self.free is not None and self.memory > self.free:
+            text += f"; only {size_text(self.free)} of memory can be had"
+        return text
+
+
+def needs_of(job: Job, memory: int | None = None) -> Needs:
+    """What a job takes if its process is to stay within so many bytes; None: within nine tenths of the free memory.
+
+    Raises BridgeError if not even a block fits into what was given.
+    """
+    own = resident() + _LATER
+    free = free_memory()
+    limit = memory if memory is not None else own + int(_FREE * free) if free is not None else 1 << 60
+    own_and_free = None if free is None else own + free
+    sizes = _Sizes(job)
+    rest = {"gradients": sizes.gradients(), "layers": sizes.layers(), "head": sizes.head()}
+    if memory is not None and own + max(rest.values()) > memory:
+        least = size_text(own + max(rest.values()))
+        raise BridgeError(
+            f"{parameter('memory', memory)}: too little; calibrating this model block by block takes {least}"
+        )
+    spare = {name: max(0, limit - own - size) for name, size in rest.items()}
+    more = min(spare["layers"] // 2, sizes.experts - min(sizes.experts, HESSIANS))
+    gradients = min(spare["gradients"], sizes.activations_of_gradients())
+    layers = min(spare["layers"] - more, sizes.activations())
+    peak = max(rest["gradients"] + gradients, rest["layers"] + more + layers, rest["head"] + layers)
+    spilled = max(sizes.activations_of_gradients() - gradients, sizes.activations() - layers)
+    return Needs(own + peak, sizes.stored() + spilled, _seconds(job), gradients, layers, HESSIANS + more, own_and_free)
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory; where the system does not tell, as many as its imports take."""
+    try:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return 600 << 20
+
+
+class _Sizes:
+    """Bytes of a job's parts."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        model = job.model
+        self.count = job.tokens[0] * job.tokens[1]
+        self.batch = min(self.count, max(1, job.batch // job.tokens[1]) * job.tokens[1])
+        self.felt = min(self.count, TOKENS_FELT) if job.two_sided else 0
+        self.item = model.dtype.itemsize
+        self.kept = 2 if model.stored_in_bfloat16 else self.item  # of an activation
+        self.copies = 1 + job.cross
+        self.blocks = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
+        self.shapes = [
+            {name: matrix_shape(m) for name, m in block.named_modules() if is_layer(m)} for block in model.blocks
+        ]
+        self.outside = sum(p.numel() for p in model.model.parameters()) - sum(self.blocks)
+        self.hidden = matrix_shape(head_of(model.model)[1])[1]
+        self.widest = max((n for shapes in self.shapes for _, n in shapes.values()), default=self.hidden)
+        hessians = [4 * self.matrices * n * n for name, (_, n) in self.shapes[-1].items() if expert_of(f"{name}.")]
+        self.experts = sum(hessians) // 2 if hessians else 0  # gate and up share theirs; down comes after them
+
+    @property
+    def matrices(self) -> int:
+        """How many are gathered: H, with float inputs C, each of all tokens and of those held back."""
+        return 4 if self.job.cross else 1 + self.job.held
+
+    def activations(self) -> int:
+        """Those between blocks, the outputs of attention, and the inputs of the widest layer."""
+        return self.count * self.copies * self.kept * (2 * self.hidden + self.widest)
+
+    def activations_of_gradients(self) -> int:
+        """The inputs of all blocks."""
+        return self.felt * self.hidden * self.kept * (len(self.blocks) + 1)
+
+    def gradients(self) -> int:
+        """Without activations between blocks."""
+        if not self.felt:
+            return 0
+        vocabulary = self.job.model.vocabulary
+        length = self.job.tokens[1]
+        together = min(self.felt, sequences_at_once(self.job.model, length) * length)
+        logits = min(together, max(1, LOGITS // vocabulary)) * vocabulary * 4
+        head = self.outside * self.item + 4 * logits
+        passes = together * (16 * self.hidden + (4 * self.item + 4 * (self.item < 4)) * self.widest)
+        block = max(self.blocks) * self.item + max(map(_output_bytes, self.shapes)) + passes
+        return max(head, block) + self.felt * self.hidden * self.item
+
+    def layers(self) -> int:
+        """Without activations between blocks."""
+        largest = max((self._solved(*shape) for shapes in self.shapes for shape in shapes.values()), default=0)
+        largest += min(self.experts, HESSIANS)
+        return max(self.blocks) * self.item * self.copies + largest
+
+    def head(self) -> int:
+        """Without activations between blocks."""
+        rows, n = matrix_shape(head_of(self.job.model.model)[1])
+        if self.job.model.head()[0] not in self.job.bits:
+            return 0
+        gathered = self.outside * self.item + 4 * self.matrices * n * n + self._gathered(n)
+        return max(gathered, self._solved(min(rows, self.job.head_rows), n))
+
+    def _gathered(self, n: int) -> int:
+        """A batch's passes through a block, or its inputs of a layer while they are added to the Hessians."""
+        added = 17 if self.job.cross else 8  # bytes: both inputs in float32, and those of the tokens held back apart
+        return self.batch * n * max(3 * self.item + 4 * self.job.cross, added)
+
+    def _solved(self, rows: int, n: int) -> int:
+        """H and C are gathered; then alpha is found, with a factor of the other tokens' H; then H alone is used."""
+        square, weights = 4 * n * n, 4 * rows * n
+        several = 2 + (self.matrices > 1) + self.job.two_sided
+        alpha = 5 * square + 2 * weights if self.job.cross else 0
+        return max(self.matrices * square + self._gathered(n), alpha, several * square + _WORKING * weights)
+
+    def stored(self) -> int:
+        """On disk: finished layers, the output, the inputs of the next block and this one, and A of all layers."""
+        bits, weights = 0.0, 0
+        names = {name: matrix_shape(head_of(self.job.model.model)[1]) for name in [self.job.model.head()[0]]}
+        for name, (rows, n) in (names | self.job.model.linears()).items():
+            if name in self.job.bits:
+                bits += self.job.bits[name] * rows * n
+                weights += rows * n
+        whole = (self.outside + sum(self.blocks)) * bits / max(weights, 1)
+        inputs = 2 * self.count * self.copies * self.hidden * self.kept
+        outputs = sum(map(_output_bytes, self.shapes)) if self.felt else 0
+        return int((bits + whole) / 8) + inputs + outputs
+
+
+def _output_bytes(shapes: Mapping[str, tuple[int, int]]) -> int:
+    """A of a block's layers."""
+    return sum(4 * -(-rows // ROWS) * min(rows, ROWS) ** 2 for rows, _ in shapes.values())
+
+
+def _seconds(job: Job) -> float:
+    """By operations in the products of passes and Hessians, and weights in the solver."""
+    sizes = _Sizes(job)
+    fast, exact = _rate(job.model.dtype), _rate(torch.float32)
+    config = job.model.model.config.get_text_config()
+    total = 0.0
+    for weights, shapes in zip(sizes.blocks, sizes.shapes, strict=True):
+        experts = {number for name in shapes if (found := expert_of(f"{name}.")) for number in [found[1]]}
+        chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 1
+        share = min(1.0, chosen / len(experts)) if experts else 1.0
+        total += 2 * weights * share * (sizes.count * sizes.copies + 4 * sizes.felt) / fast
+        for n in {n for _, n in shapes.values()}:
+            inputs = -(-sum(columns == n for _, columns in shapes.values()) // 2)
+            gathered = sizes.count * n * n * (3 if job.cross else 1) * share
+            total += inputs * (gathered + 4 * n**3) / exact
+        total += sizes.felt * sum(2 * rows * min(rows, ROWS) for rows, _ in shapes.values()) * share / exact
+    solved = sum(rows * n for name, (rows, n) in job.model.linears().items() if name in job.bits)
+    rows, n = job.model.head()[1]
+    head = rows * n if job.model.head()[0] in job.bits else 0
+    return total + (solved * (_TWO_SIDED if job.two_sided else 1) + head) / (_SOLVED * usable_cpus())
+
+
+def _rate(dtype: torch.dtype) -> float:
+    """Operations a second in products of a dtype, measured for a few milliseconds."""
+    a, b = torch.ones(512, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
+    seconds = []
+    for _ in range(4):
+        begun = time.perf_counter()
+        torch.nn.functional.linear(a, b)
+        seconds.append(time.perf_counter() - begun)
+    return 2 * 512 * 1024 * 1024 / max(min(seconds), 1e-9)

@@ -1,0 +1,137 @@
+"""Quantize a synthetic model of a real one's shapes: peak memory, against what `quantize` said before it began.
+
+    python scripts/bench_memory.py WORK_DIR --shape qwen3-8b --layers 2 --memory 12G
+
+The model has random weights in bfloat16, few blocks, embeddings and head; WORK_DIR takes its files (3.3 GB for
+qwen3-8b with two blocks), and the output beside them. What it is calibrated on are random tokens, so only memory and
+time mean anything. Options after -- are given to `quantize`.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from benchlib import ROOT, head, line, machine, parser
+from make_synthetic import write_json, write_tokenizer
+from safetensors.torch import save_file
+
+# hidden, intermediate, heads, heads of keys, vocabulary
+SHAPES = {
+    "tiny": (256, 512, 4, 2, 600),
+    "small": (1024, 2816, 16, 8, 32000),
+    "qwen3-8b": (4096, 12288, 32, 8, 151936),
+    "llama-70b": (8192, 28672, 64, 8, 128256),
+}
+_PLAN = re.compile(r"needs ([\d.]+) ([MG]B)")
+
+
+def main() -> None:
+    options, rest = parse()
+    model = options.work / f"{options.shape}-{options.layers}"
+    if not (model / "config.json").exists():
+        make(model, options.shape, options.layers)
+    tokens = options.work / "tokens.npy"
+    rng = np.random.default_rng(0)
+    np.save(tokens, rng.integers(0, SHAPES[options.shape][-1] - 2, options.tokens, np.int64))
+    out = options.work / f"{options.shape}.gguf"
+    command = [sys.executable, "-m", "bridge.cli", "quantize", model, out, "--force", "--calibrate", tokens, *rest]
+    command += ["--memory", options.memory] if options.memory else []
+    print(f"Machine: {machine()}\n")
+    print(head("shape", "blocks", "tokens", "said, GB", "peak, GB", "peak / said", "seconds"))
+    said, peak, seconds = measured([str(part) for part in command])
+    ratio = f"{peak / said:.2f}" if said else ""
+    line(options.shape, options.layers, options.tokens, f"{said:.2f}", f"{peak:.2f}", ratio, f"{seconds:.0f}")
+
+
+def parse() -> tuple[argparse.Namespace, list[str]]:
+    options = parser(__doc__)
+    options.add_argument("work", type=Path, metavar="WORK_DIR")
+    options.add_argument("--shape", choices=SHAPES, default="small", help="default: %(default)s")
+    options.add_argument("--layers", type=int, default=2, metavar="N", help="blocks; default: %(default)s")
+    options.add_argument("--tokens", type=int, default=16384, metavar="N", help="default: %(default)s")
+    options.add_argument("--memory", metavar="SIZE", help="given to `quantize`")
+    own, rest = options.parse_known_args()
+    return own, [argument for argument in rest if argument != "--"]
+
+
+def make(folder: Path, shape: str, layers: int) -> None:
+    """Write the model's files."""
+    hidden, inner, heads, kv_heads, vocabulary = SHAPES[shape]
+    size = hidden // heads
+    folder.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(0)
+
+    def random(rows: int, columns: int) -> torch.Tensor:
+        values = torch.empty(rows, columns, dtype=torch.bfloat16)
+        for at in range(0, rows, 1024):
+            values[at : at + 1024] = torch.randn(min(1024, rows - at), columns, generator=generator) * 0.02
+        return values
+
+    def ones(count: int) -> torch.Tensor:
+        return torch.ones(count, dtype=torch.bfloat16)
+
+    for i in range(layers):
+        block = f"model.layers.{i}"
+        tensors = {
+            f"{block}.self_attn.q_proj.weight": random(hidden, hidden),
+            f"{block}.self_attn.k_proj.weight": random(kv_heads * size, hidden),
+            f"{block}.self_attn.v_proj.weight": random(kv_heads * size, hidden),
+            f"{block}.self_attn.o_proj.weight": random(hidden, hidden),
+            f"{block}.mlp.gate_proj.weight": random(inner, hidden),
+            f"{block}.mlp.up_proj.weight": random(inner, hidden),
+            f"{block}.mlp.down_proj.weight": random(hidden, inner),
+            f"{block}.input_layernorm.weight": ones(hidden),
+            f"{block}.post_attention_layernorm.weight": ones(hidden),
+        }
+        save_file(tensors, folder / f"model-{i}.safetensors", {"format": "pt"})
+    for name in ("model.embed_tokens", "lm_head"):
+        save_file({f"{name}.weight": random(vocabulary, hidden)}, folder / f"{name}.safetensors", {"format": "pt"})
+    save_file({"model.norm.weight": ones(hidden)}, folder / "norm.safetensors", {"format": "pt"})
+    write_index(folder)
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": vocabulary,
+        "hidden_size": hidden, "intermediate_size": inner, "hidden_act": "silu", "num_hidden_layers": layers,
+        "num_attention_heads": heads, "head_dim": size, "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
+        "bos_token_id": vocabulary - 2, "eos_token_id": vocabulary - 1, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    write_tokenizer(folder, vocabulary)
+    write_json(folder / "config.json", config)
+
+
+def write_index(folder: Path) -> None:
+    """The index of all files."""
+    from safetensors import safe_open
+
+    index = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as stored:
+            index |= dict.fromkeys(stored.keys(), file.name)
+    write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": index})
+
+
+def measured(command: list[str]) -> tuple[float, float, float]:
+    """Run it: the GB that it said before it began (0 if it did not), its peak in GB, and seconds."""
+    begun = time.perf_counter()
+    said = 0.0
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
+        assert process.stderr is not None
+        for text in process.stderr:
+            print(text, end="", file=sys.stderr)
+            if found := _PLAN.search(text):
+                said = float(found[1]) * (1 if found[2] == "GB" else 1e-3)
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)} failed")
+    return said, used.ru_maxrss * 1024 / 1e9, time.perf_counter() - begun
+
+
+if __name__ == "__main__":
+    main()
