@@ -4,9 +4,9 @@
 
 CPU seconds of the process, with kernels compiled beforehand, also as a multiple of the first type's. The error is
 tr(E H E^T) over tr(W H W^T), also as a share of what the nearest codes leave, with scales in the metric of H's diagonal
-(4-bit floats: as ggml and ModelOpt round). The second line is the first type with gptaq's target: with the cross term of
-the inputs, and an eighth of the tokens held back, as in a model. GPTQModel (4 bits, groups of 128) runs in a Python that
-has it.
+(4-bit floats: as ggml and ModelOpt round). The second line is the first type with gptaq's target: with the cross term
+of the inputs, and an eighth of the tokens held back, as in a model. GPTQModel (4 bits, groups of 128) runs in a Python
+that has it.
 """
 
 import argparse

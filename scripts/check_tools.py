@@ -5,8 +5,9 @@
 Each tool quantizes the float models, and transformers or the tool saves them. Printed are, for all linears, the squared
 error of reading over the squared weights that the tool multiplies with; the KL divergence of the quantized model from
 the float one, its cost; and of the GGUF from the quantized model, in nats a token and as a share of that cost: with the
-GGUF's weights in transformers, and in llama.cpp, whose products round activations to 8 bits. Embeddings and head stay
-F16.
+GGUF's weights in transformers, in this program with precision f32, and in llama.cpp, whose products round activations
+to 8 bits. What that rounding costs alone is the last figure: llama.cpp with the quantized model's exact floats in Q8_0.
+Embeddings and head stay F16.
 
 Needs bitsandbytes, torchao, optimum-quanto, hqq, accelerate and xllamacpp; tools that are not installed are left out.
 """
@@ -25,8 +26,23 @@ import bridge
 from scripts.peers import reference
 from scripts.peers.fidelity import Reference, measure
 from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.predictions import mean_kl
 
-HEAD = ("model", "tool", "error of reading", "types", "cost", "GGUF", "share", "in llama.cpp", "share")
+HEAD = (
+    "model",
+    "tool",
+    "error of reading",
+    "types",
+    "cost",
+    "GGUF",
+    "share",
+    "run f32",
+    "share",
+    "llama.cpp",
+    "share",
+    "floats in Q8_0",
+    "share",
+)
 
 
 def main() -> None:
@@ -54,26 +70,42 @@ def parse() -> argparse.Namespace:
 
 def figures(folder: Path, written: Path, model: Any, text: str, options: argparse.Namespace) -> list[str]:
     """The cells of a row: `written` is the folder that a tool made of the model in `folder`."""
-    path = written.parent / "model.gguf"
+    path, close = written.parent / "model.gguf", written.parent / "q8_0.gguf"
     with bridge.open_checkpoint(written) as checkpoint:
         error = reading_error(checkpoint, model)
         against = Reference(written, checkpoint, text, options.windows, options.length)
-    bridge.convert(written, path, tensor_types={r"token_embd|^output\.weight": "F16"})
+    outside = {r"token_embd|^output\.weight": "F16"}
+    bridge.convert(written, path, tensor_types=outside)
+    bridge.convert(written, close, type="Q8_0", tensor_types=outside)
     quantized = reference.logits(model, against.tokens)
     cost = against_floats(folder, against, quantized)
     found = measure(path, against)
-    with LlamaCpp(path, n_ctx=options.length) as runtime:
-        run = np.stack([runtime.logits(window.tolist()) for window in against.tokens])
-    kl = reference.mean_kl(quantized, run)
+    own = bridge.Model.load(path, precision="f32", kv="f32")
+    ours = np.stack([own.logits(window.tolist()) for window in against.tokens])
+    divergences = [
+        found.kl_file,
+        mean_kl(quantized, ours),
+        *(mean_kl(quantized, in_llama_cpp(file, against.tokens)) for file in (path, close)),
+    ]
     types = ", ".join(f"{count} {kind}" for kind, count in sorted(found.types.items()))
-    shown = [f"{error:.1e}", types, f"{cost:.1e}"]
-    return [*shown, f"{found.kl_file:.1e}", f"{found.kl_file / cost:.1%}", f"{kl:.1e}", f"{kl / cost:.1%}"]
+    return [
+        f"{error:.1e}",
+        types,
+        f"{cost:.1e}",
+        *(text for kl in divergences for text in (f"{kl:.1e}", f"{kl / cost:.1%}")),
+    ]
+
+
+def in_llama_cpp(path: Path, tokens: np.ndarray) -> np.ndarray:
+    """float32 [windows, length, vocab]: logits after each token."""
+    with LlamaCpp(path, n_ctx=tokens.shape[1]) as runtime:
+        return np.stack([runtime.logits(window.tolist()) for window in tokens])
 
 
 def against_floats(folder: Path, against: Reference, quantized: np.ndarray) -> float:
     """The mean KL divergence of a quantized model from its float model."""
     floats = reference.hf_model(folder, reference.float_weights(folder))
-    return reference.mean_kl(reference.logits(floats, against.tokens), quantized)
+    return mean_kl(reference.logits(floats, against.tokens), quantized)
 
 
 @torch.no_grad()

@@ -177,6 +177,10 @@ class Checkpoint:
         """int32 [in]: the group of each column; None if groups are consecutive. Reads only g_idx."""
         return self.reader.group_order(name) if self.reader and name not in self._lattices else None
 
+    def refit(self, name: str) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """See `Reader.refit`."""
+        return self.reader.refit(name) if self.reader and name in self.modules else (None, None)
+
     def close(self) -> None:
         """Close the files."""
         self.store.close()

@@ -7,6 +7,8 @@ import numpy as np
 
 from bridge.checkpoint.grouped import CodedTensor
 
+_ROUNDED = 0.86  # see `rounding_distortion`
+
 
 @dataclass(frozen=True, eq=False)
 class DecodedTensor(CodedTensor):
@@ -59,6 +61,16 @@ def distortion_of(noise: float, weights: np.ndarray) -> float:
     """The distortion of codes whose expected squared error, summed over these decoded weights, is known."""
     total = noise + float(np.square(weights, dtype=np.float64).sum())
     return noise / total if total else 0.0
+
+
+def rounding_distortion(noise: float, weights: np.ndarray) -> float:
+    """`distortion_of` unequal levels or HQQ's codes, where `noise` takes weights to be uniform within each cell.
+
+    The tools make less noise than that: on small models, 0.91 to 0.93 of it with HQQ along axis 0, 0.88 to 0.89 with
+    FP4, 0.86 to 0.88 with NF4. The least is taken, so that types are not chosen too small. Equal levels between the
+    least and the greatest weight, as SINQ's, make 0.99 to 1.01 of it.
+    """
+    return distortion_of(_ROUNDED * noise, weights)
 
 
 def level_noise(levels: np.ndarray) -> np.ndarray:

@@ -54,6 +54,8 @@ def merge(ckpt: Checkpoint, adapter: Adapter) -> None:
 
     if adapter.turned:
         raise refused("fan_in_fan_out", "is set: weights are stored transposed")
+    if ckpt.reader is not None:
+        ckpt.reader.folding = False  # the adapter's changes are of the weights as they are stored
     base = copy(ckpt)
     ckpt.merged = {}  # not the base's
     stored = {f"{name}.weight": module.shape for name, module in base.modules.items()}

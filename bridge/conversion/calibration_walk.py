@@ -88,7 +88,6 @@ def _walk(
 
     from bridge.quantize import quantize_model
     from bridge.quantize.activations import Shelf
-    from bridge.quantize.forward_passes import felt
     from bridge.quantize.kept_inputs import KeptInputs
 
     dtype = torch.bfloat16 if model.stored_in_bfloat16 else None
@@ -96,7 +95,7 @@ def _walk(
     two_sided = settings.method == "two-sided" and bool(todo)
     if two_sided and not layers.has_outputs(todo):
         with Shelf(folder, room.gradients, dtype) as shelf:
-            _keep_output_hessians(model, settings, felt(found.tokens), todo, shelf, layers)
+            _keep_output_hessians(model, settings, found.tokens, todo, shelf, layers)
     walk = quantize_model(
         model,
         found.tokens,

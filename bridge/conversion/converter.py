@@ -113,7 +113,7 @@ def convert_as(
             merge(ckpt, adapter)
         reads = with_checkpoint(reads, ckpt)
         check_all(path, reads)
-        importance = Importance.read(imatrix)
+        importance = Importance.read(imatrix, ckpt)
         calibrate, notes = with_length(ckpt, options.calibrate) if options.calibrate is not None else (None, [])
         calibrated = calibrate is not None
         tower, beside = _tower(ckpt, options, given), list[Path]()
@@ -252,7 +252,7 @@ def plan_as(
         checkpoint, options.config, needs_config=options.template is None, detect_lattice=options.detect_lattice
     ) as ckpt:
         check_outputs([path], options.force, with_checkpoint(reads, ckpt))
-        plan = make_plan(ckpt, options, Importance.read(options.imatrix), progress=progress)
+        plan = make_plan(ckpt, options, Importance.read(options.imatrix, ckpt), progress=progress)
     if path is not None:
         save_plan(plan, str(checkpoint), path)
     return plan

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bridge.checkpoint import Checkpoint
 from bridge.errors import BridgeError
 from bridge.models.outline import ModelTensor
 
@@ -18,15 +19,16 @@ class Importance:
 
     by_name: dict[str, np.ndarray]
     path: str | None = None
+    ckpt: Checkpoint | None = None  # whose columns may be read with other scales than those of the model that was run
 
     @classmethod
-    def read(cls, path: str | Path | None) -> Importance:
+    def read(cls, path: str | Path | None, ckpt: Checkpoint | None = None) -> Importance:
         """That of llama.cpp's GGUF; an empty one without a path."""
         if path is None:
             return cls({})
         from bridge.gguf_file.imatrix import read_imatrix
 
-        return cls(read_imatrix(Path(path)), str(path))
+        return cls(read_imatrix(Path(path)), str(path), ckpt)
 
     def check(self, tensors: Sequence[ModelTensor]) -> None:
         """BridgeError where it names no tensor of the model."""
@@ -47,5 +49,8 @@ class Importance:
             parts = len(tensor.parts)
             first, stop = part * experts // parts, (part + 1) * experts // parts
             importance = importance[first : max(first + 1, stop)].mean(0)
+        _, factors = self.ckpt.refit(tensor.parts[part].module) if self.ckpt else (None, None)
+        if factors is not None:  # weights are larger by these, inputs smaller
+            importance = importance / np.square(factors)
         folded = tensor.parts[part].columns if tensor.parts[part].folded else None
         return importance if folded is None else importance[folded]

@@ -144,8 +144,13 @@ class _Pairs:
                 f"{self._adapter.path}: {part.module} is a change of shape {list(change.shape)}, the base checkpoint "
                 f"has {list(shape)}; give the base model that the adapter was trained on"
             )
-        a = change.a if part.columns is None else change.a[:, part.columns]
-        b = change.b if part.rows is None else change.b[part.rows]
+        rows, columns = self._ckpt.refit(part.module)
+        a, b = (
+            change.a if columns is None else change.a * columns,
+            change.b if rows is None else change.b * rows[:, None],
+        )
+        a = a if part.columns is None else a[:, part.columns]
+        b = b if part.rows is None else b[part.rows]
         return LowRank(np.ascontiguousarray(a), np.ascontiguousarray(b), change.scale)
 
     def _replaced(self, part: Part, saved: np.ndarray, change: LowRank | None) -> LowRank:
@@ -157,6 +162,8 @@ class _Pairs:
             raise self._refused(part.source, f"has shape {list(saved.shape)}, the base model {list(shape)}")
         if part.module in self._ckpt.modules:
             own = self._ckpt.read_module(part.module).dequantize()
+            for factor, axis in zip(self._ckpt.refit(part.module), (1, 0), strict=True):
+                own = own if factor is None else own / np.expand_dims(factor, axis)
         else:
             own = self._ckpt.read_float(part.source)
         own = own[: shape[0], : shape[1]]

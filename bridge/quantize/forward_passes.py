@@ -41,7 +41,7 @@ def sequences_at_once(model: FloatModel, length: int) -> int:
     return max(1, min(4096, max(1, LOGITS // model.vocabulary)) // length)
 
 
-def felt(tokens: torch.Tensor) -> torch.Tensor:
+def tokens_felt(tokens: torch.Tensor) -> torch.Tensor:
     """The sequences whose gradients are taken: of more than 32,768 tokens, some."""
     return tokens[:: -(-tokens.numel() // TOKENS_FELT)]
 
@@ -51,7 +51,7 @@ def output_hessians(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """A of each layer that tokens reach, last first, as `two_sided.round_two_sided` takes it.
 
-    tokens  int64 [sequences, length], those of `felt` or a part of them
+    tokens  int64 [sequences, length], those of `tokens_felt` or a part of them
     shelf   for activations
     first   the number of the first batch, of `sequences_at_once` each, among those of all parts
     """

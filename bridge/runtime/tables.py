@@ -196,13 +196,14 @@ class ProgramBuilder:
             columns = engine.columns(n, integer)
             turns = -(-n // columns)
             widths.append(columns)
-            kind = activations.record_kind(matrix.type, integer)
+            form = engine.form(columns, integer)
+            kind = activations.record_kind(matrix.type, integer, form)
             if kind not in records:
-                size = activations.record_bytes(matrix.type, x.shape[1], integer)
+                size = activations.record_bytes(matrix.type, x.shape[1], integer, form)
                 records[kind] = np.zeros(turns * columns * size, np.uint8)
                 arguments = address(x), address(records[kind]), x.shape[1], columns
                 program.add(
-                    activations.quantize_function(matrix.type, integer, engine.paired(columns, integer)),
+                    activations.quantize_function(matrix.type, integer, form),
                     *arguments,
                     items=n,
                     shared=x.size > MIN_VALUES_TO_SHARE,

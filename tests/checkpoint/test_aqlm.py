@@ -48,6 +48,21 @@ def test_weights_are_sums_of_vectors(tmp_path, count, og):
         assert checkpoint.settings() == f"{count} codebooks of 256 vectors of 8, {count / og:.3g} bits"
 
 
+def test_codes_that_a_pass_on_a_cpu_turned_are_turned_back(tmp_path):
+    """Those of 8 rows and 8 runs, whose shape does not change, follow the others."""
+    meant, stored = {}, {}
+    for name, shape in ((NAME, (24, 64)), ("square", (8, 64)), ("wide", (8, 128))):
+        tensors, meant[name] = aqlm(name, shape)
+        tensors[f"{name}.codes"] = np.ascontiguousarray(tensors[f"{name}.codes"].swapaxes(0, 1))
+        stored |= tensors
+    with open_checkpoint(write_folder(tmp_path, stored, label())) as checkpoint:
+        for name, values in meant.items():
+            read = checkpoint.read_module(name).dequantize()
+            assert np.allclose(read, values, rtol=1e-6, atol=1e-8), name
+            assert np.array_equal(checkpoint.read_module(name, np.array([5, 2])).dequantize(), read[[5, 2]])
+        assert checkpoint.notes == ["a pass on a CPU turned the codes of 3 layers; they are turned back"]
+
+
 def test_a_model_is_requantized_within_what_its_codes_cost_at_least(tmp_path, small_model):
     def layer(name: str, weight: np.ndarray) -> dict[str, np.ndarray] | None:
         return aqlm(name, weight.shape)[0] if ".layers.0.mlp" in name else None

@@ -54,6 +54,14 @@ def test_rows_are_cut_at_the_models_width(tmp_path, bits, shape, size):
         assert checkpoint.reader.disagreements() == []
 
 
+@pytest.mark.parametrize(("last", "shape"), [("w1", (512, 256)), ("w2", (256, 512)), ("fc2", (256, 1024))])
+def test_the_models_width_gives_the_shape_of_other_names(tmp_path, last, shape):
+    name = f"model.layers.0.{last}"
+    tensors, meant = quanto(4, shape, name=name)
+    with open_checkpoint(write(tmp_path, tensors)) as checkpoint:
+        assert np.array_equal(checkpoint.read_module(name).dequantize(), meant)
+
+
 def test_the_label_of_transformers_is_understood_and_a_wrong_one_reported(tmp_path):
     tensors, meant = quanto()
     write(tmp_path, tensors)

@@ -105,8 +105,8 @@ def test_codes_beyond_the_bits_that_the_header_says_are_damage(tmp_path: Path):
         ("_weight_scale", np.zeros((4, 16), np.float32), "a zero point but no scale"),
         ("_weight_qdata", np.ones((16, 128), np.int16), "contradict"),
         ("_weight_act_pre_scale", np.ones(256, np.float32), "follow a scale of their inputs"),
-        ("_weight_scale_and_zero", np.ones((4, 16, 2), np.float32), "tiles for one kind of GPU"),
-        ("_weight_per_tensor_scale", np.ones((), np.float32), "NVFP4 of torchao's own layout"),
+        ("_weight_scale_and_zero", np.ones((4, 16, 2), np.float32), "contradict"),
+        ("_weight_per_tensor_scale", np.ones((), np.float32), "contradict"),
     ],
 )
 def test_what_cannot_be_read_is_named_in_one_line(tmp_path, part, value, said):
@@ -116,3 +116,41 @@ def test_what_cannot_be_read_is_named_in_one_line(tmp_path, part, value, said):
     else:
         tensors[f"{NAME}.{part}"] = value
     assert said in refusal(write_folder(tmp_path, tensors, LABEL))
+
+
+def test_a_word_of_plain_int32_packed_by_hand(tmp_path):
+    """Eight codes a word, the first in its lowest bits; zero points are codes."""
+    tensors = {
+        "_weight_qdata": np.full((2, 4), 0x76543210, np.int32),
+        "_weight_scale": np.full((1, 2), 0.5, np.float16),
+        "_weight_zero_point": np.array([[0, 3]], np.int8),
+    }
+    folder = write_folder(tmp_path, {f"{NAME}.{part}": values for part, values in tensors.items()}, LABEL)
+    with open_checkpoint(folder) as checkpoint:
+        weights = checkpoint.read_module(NAME).dequantize()
+        assert weights[0, :8].tolist() == [0, 0.5, 1, 1.5, 2, 2.5, 3, 3.5]
+        assert weights[1, :8].tolist() == [-1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2]
+        assert np.array_equal(checkpoint.read_module(NAME, np.array([1])).dequantize(), weights[1:])
+
+
+def test_int4_of_npus_is_refused(tmp_path):
+    tensors = {
+        "_weight_qdata": np.zeros((2, 4), np.int32),
+        "_weight_scale": np.ones((1, 2), np.float16),
+        "_weight_zero_point": np.zeros((1, 2), np.float16),
+    }
+    folder = write_folder(tmp_path, {f"{NAME}.{part}": values for part, values in tensors.items()}, LABEL)
+    assert "packed for an NPU" in refusal(folder)
+
+
+def test_a_word_of_a_tile_packed_by_hand(tmp_path):
+    """Word 1 of lane 6 is row 1, columns 32 + 4, 12, 20, 28 and then 32 + 5, 13, 21, 29."""
+    words = np.full((1, 1, 32, 4), 0x88888888, np.uint32)
+    words[0, 0, 6, 1] = 0x76543210
+    pairs = np.stack([np.full((2, 8), 0.5), np.zeros((2, 8))], 2).astype(np.float32)
+    tensors = {f"{NAME}._weight_qdata": words.view(np.int32), f"{NAME}._weight_scale_and_zero": pairs}
+    with open_checkpoint(write_folder(tmp_path, tensors, LABEL)) as checkpoint:
+        codes = checkpoint.read_module(NAME).dequantize() * 2 + 8
+        assert codes[1, [36, 44, 52, 60, 37, 45, 53, 61]].tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+        assert np.count_nonzero(codes != 8) == 8
+        assert checkpoint.settings() == "4 bits, groups of 64"

@@ -57,8 +57,8 @@ def test_a_kernel_is_the_dequantized_product(
     memory = np.zeros(form.stride(BLOCKS), np.uint8)
     repacked_into(memory, tensor.raw.reshape(LANES, -1), block, form)
     x = np.random.default_rng(4).standard_normal((width, columns)).astype(np.float32)
-    paired = targets.module(target).PAIRED
-    records = activations.records(x, block, width, integer, paired)
+    form = activations.PAIRED if targets.module(target).PAIRED else activations.PLAIN
+    records = activations.records(x, block, width, integer, form)
     memory[form.codes_from(BLOCKS) :].tofile(tmp_path / "codes")
     memory[: form.codes_from(BLOCKS)].tofile(tmp_path / "halves")
     records.tofile(tmp_path / "x")

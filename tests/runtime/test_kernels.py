@@ -19,7 +19,7 @@ from bridge.blocks.read import READ
 from bridge.errors import BridgeError
 from bridge.runtime import QuantTensor
 from bridge.runtime.bench import put_d
-from bridge.runtime.cpu import activations, interleaved, layout, repack, superblock, vectors
+from bridge.runtime.cpu import activations, interleaved, layout, repack, superblock, unpacked, vectors
 from bridge.runtime.cpu.portable import RowMajor
 from bridge.runtime.cpu.prepared import Prepared
 from bridge.system import pool, row_threads, targets
@@ -188,10 +188,29 @@ def test_every_target_in_python(block, target):
     raw = tensor.raw.reshape(lanes, -1)
     repacked_into(memory, raw, block, form)
     x = np.random.default_rng(4).standard_normal((2, columns)).astype(np.float32)
-    records = activations.records(x, block, columns=2, paired=module.PAIRED)
+    records = activations.records(x, block, columns=2, form=activations.PAIRED if module.PAIRED else activations.PLAIN)
     y = np.zeros((2, lanes), np.float32)
     kernel = interleaved.twin(block.name, target, 2, True)
     kernel(memory.ctypes.data, records.ctypes.data, y.ctypes.data, blocks, stride, 1, 4 * lanes, 0, 1)
+    close(y, rounded(x), weights, block)
+
+
+@pytest.mark.parametrize("name", ["IQ4_XS", "Q8_0"])
+def test_weights_of_8_bits_unpacked_to_int16_are_exact(name):
+    """Two turns of eight columns, over two blocks: sums are kept in y from one block to the next."""
+    block, module = READ[name], targets.module("avx2")
+    width = unpacked.widths(block, module)[-1]
+    assert unpacked.unpacks(block, module, width)
+    columns = block.size * 2
+    tensor, weights = random_matrix(block, module.LANES, columns)
+    form = layout.InterleavedLayout(block, module.LANES)
+    memory = np.zeros(form.stride(2), np.uint8)
+    repacked_into(memory, tensor.raw.reshape(module.LANES, -1), block, form)
+    x = np.random.default_rng(5).standard_normal((2 * width, columns)).astype(np.float32)
+    records = activations.records(x, block, width, form=activations.WIDE)
+    y = np.full((2 * width, module.LANES), np.nan, np.float32)
+    sizes = 2, memory.size, 2, 4 * module.LANES, 0, 1
+    interleaved.twin(name, "avx2", width, True)(memory.ctypes.data, records.ctypes.data, y.ctypes.data, *sizes)
     close(y, rounded(x), weights, block)
 
 

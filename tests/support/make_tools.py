@@ -1,9 +1,9 @@
 """Makes tests/data/tools with the tools themselves, on a CPU: quantized layers, and the values that each tool computes.
 
-    python -m tests.support.make_tools bitsandbytes torchao aqlm hqq quanto vptq sinq
+    python -m tests.support.make_tools bitsandbytes torchao aqlm hqq quanto vptq sinq fouroversix metal
 
 Written with bitsandbytes 0.50.2, torchao 0.18, aqlm 1.1.7, hqq 0.2.8.post1, optimum-quanto 0.2.7, vptq 0.0.5,
-sinq 0.2.0 and torch 2.13.
+sinq 0.2.0, fouroversix 1.0.5, transformers 5.23 and torch 2.13.
 Each folder has model.safetensors, config.json with the label that transformers writes, and expected.npz.
 """
 
@@ -76,6 +76,7 @@ def bitsandbytes() -> None:
 
 def torchao() -> None:
     from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+    from torchao.prototype.safetensors.safetensors_utils import ALLOWED_TENSORS_SUBCLASSES
     from torchao.quantization import (
         Float8WeightOnlyConfig,
         Int8WeightOnlyConfig,
@@ -86,6 +87,16 @@ def torchao() -> None:
         quantize_,
     )
 
+    made = {
+        "Float8Tensor",
+        "IntxUnpackedToInt8Tensor",
+        "Int8Tensor",
+        "Int4TilePackedTo4dTensor",
+        "MXTensor",
+        "NVFP4Tensor",
+    }
+    by_hand = {"Int4Tensor", "Int4PlainInt32Tensor"}  # in tests/checkpoint/test_torchao.py
+    assert {*ALLOWED_TENSORS_SUBCLASSES} == made | by_hand, "torchao saves another class"
     configs = {f"intx{b}": IntxWeightOnlyConfig(getattr(torch, f"int{b}"), PerGroup(64)) for b in (2, 3, 4, 6)}
     configs["intx4.rows"] = IntxWeightOnlyConfig(torch.int4, PerAxis(0))
     configs |= {f"int8.{n}": Int8WeightOnlyConfig(granularity=PerTensor()) for n in ("tensor",)}
@@ -96,9 +107,95 @@ def torchao() -> None:
         quantize_(model, config)
         held |= {f"{name}.{part}": value for part, value in model[0].state_dict().items()}
         expected[name] = model[0].weight.dequantize()
+    for name, weight in torchao_weights().items():
+        held[f"{name}.weight"] = weight
+        expected[name] = weight.dequantize(torch.float32) if hasattr(weight, "elem_dtype") else weight.dequantize()
+    held["tiles.weight"], expected["tiles"] = torchao_tiles()
     tensors, metadata = flatten_tensor_state_dict(held)
     label = {"quant_method": "torchao", "quant_type": {"default": {"_type": "IntxWeightOnlyConfig", "_data": {}}}}
     save("torchao", tensors, expected, label, metadata)
+
+
+def torchao_weights() -> dict[str, Any]:
+    """MX and NVFP4 tensors, with scales in rows and in tiles."""
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
+
+    found = {}
+    for tiles in (False, True):
+        end = ".tiles" if tiles else ""
+        for kind, dtype in (("mxfp8", torch.float8_e4m3fn), ("mxfp4", torch.float4_e2m1fn_x2)):
+            found[kind + end] = MXTensor.to_mx(linear().weight.data, dtype, is_swizzled_scales=tiles)
+        weight = linear().weight.data
+        whole = per_tensor_amax_to_scale(weight.abs().max()) if tiles else None
+        found["nvfp4" + end] = NVFP4Tensor.to_nvfp4(weight, per_tensor_scale=whole, is_swizzled_scales=tiles)
+    return found
+
+
+def torchao_tiles() -> tuple[Any, torch.Tensor]:
+    """A weight in tinygemm's tiles, which PyTorch packs on GPUs alone: the steps of its kernel, lane by lane."""
+    from torchao.quantization import Int4TilePackedTo4dTensor
+    from torchao.quantization.utils import (
+        get_groupwise_affine_qparams,
+        groupwise_affine_dequantize_tensor_from_qparams,
+        groupwise_affine_quantize_tensor_from_qparams,
+        pack_tinygemm_scales_and_zeros,
+    )
+
+    out, wide = OUT, 1024  # as padded
+    weight = torch.zeros(out, wide)
+    weight[:, :IN] = linear().weight.data
+    scales, zeros = get_groupwise_affine_qparams(weight, 4, 64, torch.float32)
+    stored = groupwise_affine_quantize_tensor_from_qparams(weight, scales, zeros, 4, 64).int()
+    if stored.shape[1] == wide // 2:  # two codes a byte, the first in the high nibble
+        stored = torch.stack([stored >> 4, stored & 15], 2).reshape(out, wide)
+    words = torch.zeros(out // 8, wide // 128, 32, 4, dtype=torch.int64)
+    for tile in range(out // 8):
+        for outer in range(wide // 128):
+            for lane in range(32):
+                for word in range(4):
+                    row, base = 8 * tile + lane // 4, 128 * outer + 32 * word
+                    columns = [base + lane % 4 * 2 + 8 * g + h for h in range(2) for g in range(4)]
+                    for i, column in enumerate(columns):
+                        words[tile, outer, lane, word] |= int(stored[row, column]) << 4 * i
+    pairs = pack_tinygemm_scales_and_zeros(scales, zeros, torch.float32)
+    packed = torch.from_numpy(words.numpy().astype(np.uint32).view(np.int32))
+    meant = groupwise_affine_dequantize_tensor_from_qparams(stored, scales, zeros, 4, 64)
+    shape = torch.Size((out, IN))
+    return Int4TilePackedTo4dTensor(packed, pairs, [1, 64], shape), meant[:, :IN]
+
+
+def fouroversix() -> None:
+    """Its own PyTorch quantizer; the layer's tensors are those of FourOverSixLinear."""
+    from fouroversix.quantize import dequantize, quantize
+    from fouroversix.quantize.config import QuantizationConfig
+
+    for kind, rule in (("nvfp4", "mse"), ("nvfp4", "static_4"), ("nvfp4", "static_6"), ("mxfp4", "static_6")):
+        tensors, expected = {}, {}
+        for out, wide in ((OUT, IN), (136, 160)):
+            name = f"out{out}"
+            weight = torch.randn(out, wide) * 0.05
+            config = QuantizationConfig(dtype=kind, scale_rule=rule, backend="pytorch")
+            packed = quantize(weight, config)
+            values = {
+                "values": packed.values, "scale_factors": packed.scale_factors, "amax": packed.amax.float().reshape(1),
+                "metadata": torch.tensor([out, wide, *packed.padded_shape, 1, 1], dtype=torch.int32),
+            }  # fmt: skip
+            tensors |= {f"{name}.quantized_weight_{part}": value for part, value in values.items()}
+            expected[name] = dequantize(packed, torch.float32, intermediate_dtype=torch.float32)[:out, :wide]
+        label = {"quant_method": "fouroversix", "dtype": kind, "scale_rule": rule}
+        save(f"fouroversix-{kind}-{rule}", tensors, expected, label)
+
+
+def metal() -> None:
+    from transformers.integrations.metal_quantization import _affine_dequantize_tensor, _affine_quantize_tensor
+
+    for bits in (2, 4, 8):
+        weight, scales, offsets = _affine_quantize_tensor(linear().weight.data, 64, bits)
+        scales, offsets = scales.half(), offsets.half()
+        tensors = {"layer.weight": weight, "layer.scales": scales, "layer.qbiases": offsets}
+        expected = {"layer": _affine_dequantize_tensor(weight, scales, offsets, 64, bits)}
+        save(f"metal-{bits}", tensors, expected, {"quant_method": "metal", "bits": bits, "group_size": 64})
 
 
 def aqlm() -> None:

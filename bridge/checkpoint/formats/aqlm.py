@@ -8,6 +8,8 @@
     W[o, k .. k + ig] = scale * sum over m of codebooks[m, codes[.., m]]
 
 N is 8, 16 or 32, the least that holds nbits. Scales for each run of ig columns are those of the trainer's scale_nbits.
+A forward pass on a CPU turns codes of 8 bits, for good: [in / ig, out / og, M]. The scales' shape shows this where
+out / og is not in / ig; where it is, the model's other layers, which the same pass turned.
 
 No block type holds such codes: they come as floats. Their noise is taken to be the least that codes of so many bits can
 have on Gaussian weights, 4^-bits of the variance (Shannon's rate-distortion function), so that types are not chosen too
@@ -21,7 +23,7 @@ from typing import ClassVar
 import numpy as np
 
 from bridge.checkpoint.decoded import DecodedTensor
-from bridge.checkpoint.files.store import TensorInfo
+from bridge.checkpoint.files.store import Store, TensorInfo
 from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, counted, module_info
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
@@ -35,6 +37,18 @@ class AqlmReader(Reader):
     parts: ClassVar = ("codes", "codebooks", "scales", "bias")
     required: ClassVar = ("codes", "codebooks", "scales")
 
+    def __init__(self, store: Store, quant: QuantConfig) -> None:
+        self._turned: set[str] = set()
+        super().__init__(store, quant)
+        if self._turned:
+            square = [
+                n
+                for n, m in self.modules.items()
+                if _turnable(m.tensors) and _grid(m.tensors)[0] == _grid(m.tensors)[1]
+            ]
+            self._turned.update(square)
+            self.notes.append(f"a pass on a CPU turned the codes of {len(self._turned)} layers; they are turned back")
+
     @classmethod
     def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
         raw = quant.raw
@@ -46,6 +60,9 @@ class AqlmReader(Reader):
         if len(codes.shape) != 3 or len(books.shape) != 4 or 0 in (*codes.shape, *books.shape):
             raise contradiction(name, tensors)
         rows, runs, count = codes.shape
+        if _turnable(tensors) and scales.shape[:1] == (runs,) != (rows,):
+            rows, runs = runs, rows
+            self._turned.add(name)
         words, og, ig = books.shape[1:]
         fits = books.shape[0] == count and books.floating and scales.floating and codes.dtype in _CODES
         fits = fits and words & (words - 1) == 0 and words <= 1 << _CODES[codes.dtype]
@@ -72,7 +89,7 @@ class AqlmReader(Reader):
         books, scales = self.scales(name, "codebooks"), self.scales(name, "scales")
         og = books.shape[2]
         at = None if rows is None else np.unique(rows // og)
-        codes = self.part(name, "codes", at)
+        codes = self.part(name, "codes", at, 1).swapaxes(0, 1) if name in self._turned else self.part(name, "codes", at)
         words = books.shape[1]
         if max(codes.max(), -1 - codes.min()) >= max(1, words // 2):
             raise BridgeError(
@@ -90,3 +107,13 @@ class AqlmReader(Reader):
             weights = weights[np.searchsorted(at, rows // og) * og + rows % og]
         share = 4.0 ** -self._rate(name)
         return DecodedTensor(name, info.bits, weights, share, "codebooks", bias=self.bias(name, rows))
+
+
+def _grid(tensors: dict[str, TensorInfo]) -> tuple[int, ...]:
+    """The rows and runs of a module's codes, or its runs and rows."""
+    return tensors["codes"].shape[:2]
+
+
+def _turnable(tensors: dict[str, TensorInfo]) -> bool:
+    """Whether a pass on a CPU would turn a module's codes."""
+    return tensors["codebooks"].shape[1:2] == (256,)

@@ -32,7 +32,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from bridge.checkpoint.decoded import DecodedTensor, distortion_of, level_noise
+from bridge.checkpoint.decoded import DecodedTensor, level_noise, rounding_distortion
 from bridge.checkpoint.files.store import Store, TensorInfo
 from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, counted, module_info
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
@@ -184,7 +184,7 @@ class BitsAndBytesReader(Reader):
             np.multiply(levels[codes], scale, out=flat[start : start + step])
             noise += float((errors[codes] * scale * scale).sum(dtype=np.float64))
         weights = flat.reshape(-1, columns)
-        share = distortion_of(noise, weights)
+        share = rounding_distortion(noise, weights)
         weights = weights if by_row or rows is None else weights[rows]
         return DecodedTensor(name, 4, weights, share, f"{state.kind}'s levels", bias=self.bias(name, rows))
 

@@ -24,7 +24,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from bridge.checkpoint.decoded import DecodedTensor, distortion_of
+from bridge.checkpoint.decoded import DecodedTensor, rounding_distortion
 from bridge.checkpoint.files.store import Store, TensorInfo
 from bridge.checkpoint.formats.fp4 import GROUPS, Fp4Tensor, checked_scales, unpacked
 from bridge.checkpoint.formats.module_reader import (
@@ -149,7 +149,7 @@ class FpQuantReader(Reader):
         if self._plain(name):
             return t
         weights = unrotated(t.dequantize(), self.scales(name, _MATRIX))
-        share = distortion_of(t.noise(), weights)
+        share = rounding_distortion(t.noise(), weights)
         return DecodedTensor(name, 4, weights, share, "rotated codes", bias=t.bias)
 
 

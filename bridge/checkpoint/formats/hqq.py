@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from bridge.checkpoint.decoded import DecodedTensor, distortion_of
+from bridge.checkpoint.decoded import DecodedTensor, rounding_distortion
 from bridge.checkpoint.files.store import TensorInfo
 from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, module_info
 from bridge.checkpoint.grouped import GroupedTensor
@@ -172,7 +172,9 @@ class HqqReader(Reader):
         if down:
             scales, zeros = (self._values(name, what).reshape(1, runs) for what in ("scale", "zero"))
             weights = ((codes.reshape(-1, runs) - zeros) * scales).reshape(out, columns)
-            share = distortion_of(float(np.square(scales, dtype=np.float64).sum() * info.group_size / 12), weights)
+            share = rounding_distortion(
+                float(np.square(scales, dtype=np.float64).sum() * info.group_size / 12), weights
+            )
             return DecodedTensor(name, info.bits, weights, share, "codes grouped along axis 0", bias=self.bias(name))
         scales, zeros = (self._values(name, what).reshape(out, -1) for what in ("scale", "zero"))
         return GroupedTensor(name, info.bits, codes, scales, zeros, info.group_size, bias=self.bias(name))

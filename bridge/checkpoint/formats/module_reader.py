@@ -21,7 +21,7 @@ from bridge.errors import BridgeError
 ACTIVATIONS = frozenset(
     f"{what}_{part}"
     for what in ("input", "output", "q", "k", "v", "kv", "prob")
-    for part in ("scale", "zero_point", "global_scale", "scale_ub")
+    for part in ("scale", "zero_point", "global_scale", "scale_ub", "activation_scale", "cache_scale")
 )
 
 
@@ -85,6 +85,7 @@ class Reader:
         self.modules: dict[str, ModuleInfo] = {}
         self.floats: dict[str, FloatWeight] = {}  # by the weight's full name
         self.notes: list[str] = []  # on the whole checkpoint
+        self.folding = True  # whether scales may move between layers, see `refit`
         found: dict[str, dict[str, TensorInfo]] = {}
         for name, info in store.tensors.items():
             module, part = self.split(name)
@@ -191,6 +192,13 @@ class Reader:
     def group_order(self, name: str) -> np.ndarray | None:
         """int32 [in]: the group of each column under act-order, else None."""
         return None
+
+    def refit(self, name: str) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """What the rows and the columns of a weight, as it is read, are multiplied with beyond the stored weight's.
+
+        float32 [out] and [in], or None: what was made for the stored model (adapters, importances) must follow.
+        """
+        return None, None
 
     def part(self, name: str, part: str, some: np.ndarray | None = None, axis: int = 0) -> np.ndarray:
         """A module's stored tensor, or some of its entries along an axis."""

@@ -31,8 +31,11 @@ from bridge.checkpoint.labels.quant_config import QuantConfig, whole_number
 from bridge.errors import BridgeError
 
 _BYTES, _PACKED, _SCALE, _SHIFT = "weight._data", "weight._data._data", "weight._scale", "weight._shift"
-_READING = frozenset({"q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj", "lm_head"})
-_WRITING = frozenset({"o_proj", "down_proj"})
+_READING = frozenset({
+    "q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj", "lm_head", "w1", "w3", "wqkv",
+    "Wqkv", "query_key_value", "dense_h_to_4h", "fc1", "c_fc", "q_a_proj", "kv_a_proj_with_mqa", "in_proj",
+})  # fmt: skip
+_WRITING = frozenset({"o_proj", "down_proj", "w2", "wo", "out_proj", "dense_4h_to_h", "fc2", "c_proj"})
 
 
 class QuantoReader(Reader):

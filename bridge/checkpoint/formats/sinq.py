@@ -14,21 +14,34 @@ Tiles (tiling_mode 2D) are squares of `group` rows and columns, in the order of 
 [tiles, group, 1], scale2 [tiles, 1, group]. Methods nf4 and nf3 have a level of a table in place of q, from -1 to 1,
 and multiply in halves if the scales are.
 model.safetensors.index.json.meta.json holds what is no tensor: {module: {meta: {shape, nbits, packing, method, ..}}}.
+The older qmodel.pt holds all in one table for each module; `torch_store` makes tensors of its numbers and texts, whose
+names then lack "meta.".
 
-A block has no place for the columns' scales: weights with such scales come as floats, others keep their codes.
+A block has no place for the columns' scales: weights with such scales come as floats, others keep their codes. Where
+gate_proj, up_proj and down_proj are all that a module has, each column of down_proj is fed by a row of up_proj times
+a value of gate_proj's: the columns' scales of down_proj are read into the rows of up_proj, and its codes stay.
 Learned from the sinq package 0.2.0 (quantizer.py, dual_shift.py, patch_model.py; Apache-2.0).
 """
 
 import math
+import re
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 
-from bridge.checkpoint.decoded import DecodedTensor, distortion_of, level_noise
+from bridge.checkpoint.decoded import DecodedTensor, distortion_of, level_noise, rounding_distortion
 from bridge.checkpoint.files.store import Store, TensorInfo
 from bridge.checkpoint.formats.hqq import PACKINGS, unpack_lanes
-from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, counted, in_words, module_info
+from bridge.checkpoint.formats.module_reader import (
+    ModuleInfo,
+    Reader,
+    contradiction,
+    counted,
+    finite_scales,
+    in_words,
+    module_info,
+)
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig, whole_number
 from bridge.errors import BridgeError
@@ -47,19 +60,37 @@ _LEVELS = {  # quantiles of the normal distribution
 }  # fmt: skip
 
 
+_EXPERTS = re.compile(r"(^|\.)(gate_up|down)_(W_q|meta)\.\d+")
+_SAID = ("shape", "nbits", "packing", "method")  # what describes a module
+_PARTS = (_COLUMNS, *(f"{part}{coded}" for part in (_SCALES, _ZEROS) for coded in ("", ".x", ".s", ".m")))
+_BARE = {part.removeprefix("meta."): part for part in _PARTS}  # their names in qmodel.pt
+
+
 class SinqReader(Reader):
     """Reads SINQ checkpoints."""
 
-    parts: ClassVar = (
-        "W_q", _COLUMNS, "bias",
-        *(f"{part}{coded}" for part in (_SCALES, _ZEROS) for coded in ("", ".x", ".s", ".m")),
-    )  # fmt: skip
+    parts: ClassVar = ("W_q", "bias", *_PARTS, *_SAID)
+    settings: ClassVar = frozenset({"axis", "group_size", "view_as_float", "shape"})  # of qmodel.pt; of coded scales
 
     def __init__(self, store: Store, quant: QuantConfig) -> None:
         folder = next(iter(store.files)).parent
         self._said = read_json(folder / _SIDECAR, optional=True)
         self._source = folder / _SIDECAR
+        experts = next((info for name, info in store.tensors.items() if _EXPERTS.search(name)), None)
+        if experts is not None:
+            raise BridgeError(
+                f"{experts.file}: {experts.name} is of SINQ's stacked experts, whose packing the file does not tell; "
+                "quantize the model again with one linear layer an expert, or convert the unquantized model"
+            )
         super().__init__(store, quant)
+        self._children = {
+            name.removesuffix(".down_proj"): set[str]() for name in self.modules if name.endswith(".down_proj")
+        }
+        for name in store.tensors:
+            while name:
+                name, _, child = name.rpartition(".")
+                if name in self._children:
+                    self._children[name].add(child)
 
     @classmethod
     def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
@@ -75,7 +106,22 @@ class SinqReader(Reader):
     @staticmethod
     def split(name: str) -> tuple[str, str]:
         module, dot, part = name.partition(".meta.")
-        return (module, f"meta.{part}") if dot else Reader.split(name)
+        if dot:
+            return module, f"meta.{part}"
+        for bare, part in _BARE.items():
+            if name.endswith(f".{bare}"):
+                return name.removesuffix(f".{bare}"), part
+        return Reader.split(name)
+
+    def is_plain(self, tensors: dict[str, TensorInfo]) -> bool:
+        return "W_q" not in tensors and not any(part.startswith("meta.") for part in tensors)
+
+    def part(self, name: str, part: str, some: np.ndarray | None = None, axis: int = 0) -> np.ndarray:
+        stored = self.store.read(self.modules[name].tensors[part].name)
+        return stored if some is None else np.take(stored, some, axis)
+
+    def scales(self, name: str, part: str = "scales") -> np.ndarray:
+        return finite_scales(self.store, self.modules[name].tensors[part].name)
 
     def required_parts(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
         coded = (part for part in (_SCALES, _ZEROS) if f"{part}.x" in tensors)
@@ -83,7 +129,7 @@ class SinqReader(Reader):
         return "W_q", *plain, *(f"{part}.{own}" for part in coded for own in "xsm")
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
-        meta, codes = self._meta(name), tensors["W_q"]
+        meta, codes = self._meta(name, tensors), tensors["W_q"]
         (out, columns), packing = meta["shape"], meta.get("packing")
         runs, shifts = self._count(tensors, _SCALES), self._count(tensors, _ZEROS)
         if packing not in PACKINGS or min(runs, shifts) <= 0 or out * columns % runs:
@@ -101,9 +147,10 @@ class SinqReader(Reader):
         bits = min(width, math.ceil(float(meta.get("nbits") or width)))
         return module_info(name, tensors, bits, size, (out, columns))
 
-    def _meta(self, name: str) -> dict[str, Any]:
-        """What the file beside the index says of a module."""
-        held = self._said.get(name)
+    def _meta(self, name: str, tensors: dict[str, TensorInfo] | None = None) -> dict[str, Any]:
+        """What the file beside the index, or qmodel.pt's table, says of a module."""
+        own = {part: info for part, info in (tensors or self.modules[name].tensors).items() if part in _SAID}
+        held = {"meta": {part: self._value(info) for part, info in own.items()}} if own else self._said.get(name)
         meta = held.get("meta") if isinstance(held, dict) else None
         shape = meta.get("shape") if isinstance(meta, dict) else None
         number = meta.get("nbits") if isinstance(meta, dict) else None
@@ -113,6 +160,13 @@ class SinqReader(Reader):
                 f"{self._source}: does not give the shape of {name}; download this file too, it belongs to the weights"
             )
         return meta  # type: ignore[return-value]
+
+    def _value(self, info: TensorInfo) -> object:
+        """A number, a text or a list of qmodel.pt."""
+        values = self.store.read(info.name)
+        if info.name.endswith((".packing", ".method")):
+            return bytes(values.astype(np.uint8).tolist()).decode("ascii", "replace")
+        return values.tolist()
 
     def _count(self, tensors: dict[str, TensorInfo], part: str) -> int:
         """How many scales or zero points there are; 0 if their dtypes are wrong."""
@@ -133,14 +187,47 @@ class SinqReader(Reader):
         method = str(self._meta(name).get("method")).lower()
         return next((kind for kind in _LEVELS if kind in method), "")
 
+    def _moved(self, down: str) -> np.ndarray | None:
+        """float32 [in]: the columns' scales of a down_proj that are in the rows of the up_proj beside it, else None."""
+        if not self.folding or not down.endswith(".down_proj") or down not in self.modules or self._levels(down):
+            return None
+        tensors, mlp = self.modules[down].tensors, down.removesuffix(".down_proj")
+        up = self.modules.get(f"{mlp}.up_proj")
+        if up is None or self._children[mlp] != {"gate_proj", "up_proj", "down_proj"} or self._tiled(tensors):
+            return None
+        if _COLUMNS not in tensors or up.shape[0] != self.modules[down].shape[1]:
+            return None
+        scales = self.scales(down, _COLUMNS).reshape(-1)
+        return scales if (scales > 0).all() else None
+
+    def refit(self, name: str) -> tuple[np.ndarray | None, np.ndarray | None]:
+        if name.endswith(".up_proj"):
+            return self._moved(f"{name.removesuffix('up_proj')}down_proj"), None
+        moved = self._moved(name)
+        return None, None if moved is None else 1 / moved
+
     def in_words(self) -> str:
         kinds = (self._levels(name).upper() or "integers" for name in self.modules)
         columns = sum(_COLUMNS in m.tensors for m in self.modules.values())
         tiles = sum(self._tiled(m.tensors) for m in self.modules.values())
         words = [in_words(self.modules.values()), counted(kinds), f"scales of columns in {columns}"]
-        return ", ".join([*words, *([f"square tiles in {tiles}"] if tiles else [])])
+        moved = sum(self.refit(name)[1] is not None for name in self.modules)
+        words += [f"square tiles in {tiles}"] if tiles else []
+        words += [f"those of {moved} down_proj are in the rows of up_proj"] if moved else []
+        return ", ".join(words)
 
     def whole(self, name: str) -> GroupedTensor | DecodedTensor:
+        rows, columns = self.refit(name)
+        t = self._stored(name, columns is None)
+        if rows is None:
+            return t
+        bias = None if t.bias is None else t.bias * rows
+        if isinstance(t, DecodedTensor):
+            return replace(t, weights=t.weights * rows[:, None], bias=bias)
+        return replace(t, scales=t.scales * rows[:, None], bias=bias)
+
+    def _stored(self, name: str, with_columns: bool) -> GroupedTensor | DecodedTensor:
+        """A module as it is stored, with or without its columns' scales."""
         info = self.modules[name]
         (out, columns), size, kind = info.shape, info.group_size, self._levels(name)
         stored, runs = self.part(name, "W_q"), out * columns // size
@@ -155,7 +242,8 @@ class SinqReader(Reader):
             )
         scales, zeros = (self._values(name, part).reshape(-1, 1) for part in (_SCALES, _ZEROS))
         zeros = np.broadcast_to(zeros, scales.shape)
-        per_column = self.scales(name, _COLUMNS) if _COLUMNS in info.tensors else np.ones((1, columns), np.float32)
+        scaled = with_columns and _COLUMNS in info.tensors
+        per_column = self.scales(name, _COLUMNS) if scaled else np.ones((1, columns), np.float32)
         if self._tiled(info.tensors):  # rows of the codes are rows of the matrix, cut; those of the scales are not
             down, along = out // size, columns // size
             scales, zeros = (x.reshape(down, along, size).swapaxes(1, 2).reshape(runs, 1) for x in (scales, zeros))
@@ -174,7 +262,8 @@ class SinqReader(Reader):
         steps = np.broadcast_to(scales, rows.shape).reshape(out, columns) * wide
         noise = float((np.square(steps) * (errors.reshape(out, columns) if kind else errors)).sum(dtype=np.float64))
         coding = f"{kind.upper()}'s levels" if kind else "codes with scales of columns"
-        return DecodedTensor(name, info.bits, weights, distortion_of(noise, weights), coding, bias=bias)
+        share = rounding_distortion(noise, weights) if kind else distortion_of(noise, weights)
+        return DecodedTensor(name, info.bits, weights, share, coding, bias=bias)
 
     def _halves(self, name: str) -> bool:
         tensors = self.modules[name].tensors

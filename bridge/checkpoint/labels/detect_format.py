@@ -19,6 +19,7 @@ from bridge.checkpoint.formats.aqlm import AqlmReader
 from bridge.checkpoint.formats.awq import AwqReader
 from bridge.checkpoint.formats.bitnet import BitnetReader
 from bridge.checkpoint.formats.bitsandbytes import BitsAndBytesReader
+from bridge.checkpoint.formats.blackwell import FourOverSixReader, Nvfp4Reader
 from bridge.checkpoint.formats.compressed import CompressedReader
 from bridge.checkpoint.formats.eetq import EetqReader
 from bridge.checkpoint.formats.exl2 import Exl2Reader
@@ -26,11 +27,13 @@ from bridge.checkpoint.formats.exl3 import Exl3Reader
 from bridge.checkpoint.formats.fp4_experts import GptOssReader
 from bridge.checkpoint.formats.fp8 import Fp8Reader
 from bridge.checkpoint.formats.fp_quant import FpQuantReader
+from bridge.checkpoint.formats.gemma import GemmaReader
 from bridge.checkpoint.formats.gptq import GptqReader
 from bridge.checkpoint.formats.higgs import HiggsReader
 from bridge.checkpoint.formats.hqq import HqqReader
 from bridge.checkpoint.formats.legacy import FloatZerosReader
 from bridge.checkpoint.formats.marlin import MarlinReader
+from bridge.checkpoint.formats.metal import MetalReader
 from bridge.checkpoint.formats.mlx import MlxReader
 from bridge.checkpoint.formats.modelopt import ModelOptReader
 from bridge.checkpoint.formats.module_reader import Reader
@@ -74,17 +77,13 @@ READERS: dict[str, type[Reader]] = {
     "spqr": SpqrReader,
     "sinq": SinqReader,
     "fp_quant": FpQuantReader,
+    "metal": MetalReader,
+    "nvfp4": Nvfp4Reader,
+    "fouroversix": FourOverSixReader,
+    "gemma": GemmaReader,
 }
 # methods of transformers that are not read: why, and what to do
-REFUSED = {
-    "fouroversix": "Four Over Six's NVFP4 is not supported; quantize the model with llm-compressor or ModelOpt, or "
-    "convert the unquantized model",
-    "nvfp4": "the NVFP4 that transformers packs for a kernel is not supported; quantize the model with llm-compressor "
-    "or ModelOpt, or convert the unquantized model",
-    "metal": "the layout of transformers' Metal kernels is not supported; quantize the model with mlx-lm, or convert "
-    "the unquantized model",
-    "gemma": "Gemma's packed weights of 2, 4 and 8 bits are not supported; convert the unquantized model",
-}
+REFUSED = {"gguf": "the weights are those of a GGUF file; give that file in place of this folder"}
 _METHOD_KEYS = ("quant_method", "quantization_method", "method")  # the second is SINQ's
 NAMES = tuple(sorted({*READERS, "auto-round"} - {"gptq-float-zeros"}))
 

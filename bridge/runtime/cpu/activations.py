@@ -18,7 +18,8 @@ The float record holds x itself, then the float32 sums over sub-blocks.
 
 Records of `columns` tokens lie side by side for each block: [tokens/columns, blocks, columns, record]. Paired ones, for
 targets that multiply two columns at once, lie together, two by two: 8 bytes of the first's q, 8 of the second's, and
-so on, then the rest of the first's record, then of the second's.
+so on, then the rest of the first's record, then of the second's. Wide ones, for unpacked.py, have q as int16, of every
+four columns 0, 2, 1 and 3, and no sums.
 """
 
 from functools import cache
@@ -36,10 +37,11 @@ from bridge.system.memory import array_at, c_function, floats, stack
 
 # set per type by `quantize_function`
 size = subs = sub = record = sums_at = d_at = 0
-mins = paired = False
+mins = paired = wide = False
 round32: Any = None
 space: Any = None
 
+PLAIN, PAIRED, WIDE = "", "paired", "wide"  # forms of integer records
 _GROUP = 32  # columns that share a d
 _TINY = 0x03800000  # bits of 2^-120: 128 / it is still finite
 _I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -55,8 +57,11 @@ class Record(NamedTuple):
     nbytes: int
 
 
-def record_of(block: BlockType) -> Record:
+def record_of(block: BlockType, form: str = PLAIN) -> Record:
     """The integer record of a type."""
+    if form == WIDE:
+        end = 2 * block.size + 4 * (block.size // _GROUP)
+        return Record(2 * block.size, 2 * block.size, end, end)
     sums = 2 * block.subs if block.is_k and block.has_min else 4 * (block.size // block.sum_span)
     d_at = block.size + sums
     low_at = d_at + 4 * (block.size // _GROUP)
@@ -68,10 +73,10 @@ def float_record(block: BlockType) -> int:
     return 4 * (block.size + block.size // block.sum_span)
 
 
-def _round32(v: Any, sub: int, factor: int | None, paired: bool, x: Any, q: Any, d_at: Any, sums_at: Any) -> None:
+def _round32(v: Any, sub: int, factor: int | None, form: str, x: Any, q: Any, d_at: Any, sums_at: Any) -> None:
     """Write the code that rounds 32 values at x to int8 at q, their step to d_at, their sums to sums_at.
 
-    `paired`: after 8 values come 8 of another column.
+    In paired records, after 8 values come 8 of another column; wide ones have no sums.
 
     `factor` times the sums of `sub` values each, as int32; with factor None, d times the sums, as float32.
     Floats as integers are ordered by magnitude, NaN above infinity: a block with either gets d = NaN.
@@ -105,7 +110,12 @@ def _round32(v: Any, sub: int, factor: int | None, paired: bool, x: Any, q: Any,
     codes = b.fptosi(rounded, integers)
     byte_vector = ir.VectorType(ir.IntType(8), _GROUP)
     octets = b.trunc(codes, byte_vector)
-    if paired:
+    if form == WIDE:
+        shorts = b.trunc(codes, ir.VectorType(ir.IntType(16), _GROUP))
+        order = ir.Constant(integers, [4 * i + k for i in range(_GROUP // 4) for k in (0, 2, 1, 3)])
+        shorts = b.shuffle_vector(shorts, ir.Constant(shorts.type, ir.Undefined), order)
+        b.store(shorts, b.inttoptr(q, shorts.type.as_pointer()), align=4)
+    elif form == PAIRED:
         longs = b.bitcast(octets, ir.VectorType(_I64, _GROUP // 8))
         for i in range(_GROUP // 8):
             place = b.inttoptr(b.add(q, ir.Constant(_I64, 16 * i)), _I64.as_pointer())
@@ -113,7 +123,7 @@ def _round32(v: Any, sub: int, factor: int | None, paired: bool, x: Any, q: Any,
     else:
         b.store(octets, b.inttoptr(q, byte_vector.as_pointer()), align=4)
     b.store(step, b.inttoptr(d_at, _F32.as_pointer()))
-    for j in range(_GROUP // sub):
+    for j in range(_GROUP // sub if form != WIDE else 0):
         lanes = ir.Constant(ir.VectorType(_I32, sub), [ir.Constant(_I32, sub * j + i) for i in range(sub)])
         part = b.shuffle_vector(codes, ir.Constant(integers, ir.Undefined), lanes)
         total = v.call(f"llvm.vector.reduce.add.v{sub}i32", _I32, part)
@@ -136,11 +146,11 @@ def round32_twin(x: np.ndarray, sub: int) -> tuple[np.ndarray, np.float32, np.nd
     return q, largest / np.float32(128) * sign, q.reshape(-1, sub).sum(1, dtype=np.int32)
 
 
-def _round32_intrinsic(sub: int, factor: int | None, paired: bool) -> Any:
+def _round32_intrinsic(sub: int, factor: int | None, form: str) -> Any:
     @intrinsic
     def round32(typingctx, x, q, d_at, sums_at):
         def emit(context, builder, signature, arguments):
-            _round32(Emitter(builder, None), sub, factor, paired, *arguments)
+            _round32(Emitter(builder, None), sub, factor, form, *arguments)
             return context.get_dummy_value()
 
         return types.void(types.int64, types.int64, types.int64, types.int64), emit
@@ -160,7 +170,7 @@ def _quantize(x, out, count, columns, _0, _1, _2, first, last):
     for t in range(first, last):
         at = out + (t // columns * blocks * columns + t % columns) * record
         values_at = at
-        step = 2 * _GROUP if paired else _GROUP
+        step = 2 * _GROUP if paired or wide else _GROUP
         if paired:
             second = t % columns % 2
             values_at = at - second * (record - 8)
@@ -203,41 +213,43 @@ def _copy(x, out, count, columns, _0, _1, _2, first, last):
             at += columns * record
 
 
-def record_kind(type: str, integer: bool) -> tuple[Any, ...]:
+def record_kind(type: str, integer: bool, form: str = PLAIN) -> tuple[Any, ...]:
     """The kind of a type's records: tensors of the same kind share them."""
     block = READ[type]
+    if form == WIDE:
+        return block.size, WIDE
     return block.size, block.sum_span, block.lift, block.has_min, integer
 
 
-def record_bytes(type: str, columns: int, integer: bool) -> int:
+def record_bytes(type: str, columns: int, integer: bool, form: str = PLAIN) -> int:
     """Bytes of the records of `columns` values."""
     block = READ[type]
-    return columns // block.size * (record_of(block).nbytes if integer else float_record(block))
+    return columns // block.size * (record_of(block, form).nbytes if integer else float_record(block))
 
 
 @cache
-def quantize_function(type: str, integer: bool, paired: bool = False) -> Any:
-    """The CFunc that makes tokens' records for a type; `paired`: integer ones, of an even number of columns."""
+def quantize_function(type: str, integer: bool, form: str = PLAIN) -> Any:
+    """The CFunc that makes tokens' records for a type, integer ones in one of the forms; paired ones of an even number
+    of columns."""
     block = READ[type]
     span = block.sum_span
     sizes = {"size": block.size, "sub": span, "subs": block.size // span}
-    sizes["record"] = record_bytes(type, block.size, integer)
-    kind = "_".join(str(int(part)) for part in record_kind(type, integer))
+    sizes["record"] = record_bytes(type, block.size, integer, form)
+    kind = "_".join(str(part) if part == WIDE else str(int(part)) for part in record_kind(type, integer, form))
     if not integer:
         return c_function(_copy, kind, **sizes)
-    made = record_of(block)
-    round32 = _round32_intrinsic(span, None if block.has_min else -block.lift, paired)
-    kind += "_paired" * paired
-    places = {"paired": paired, "sums_at": made.sums_at, "d_at": made.d_at, "mins": block.has_min}
+    made = record_of(block, form)
+    round32 = _round32_intrinsic(span, None if block.has_min else -block.lift, form)
+    kind += "_paired" * (form == PAIRED)
+    places: dict[str, Any] = {"paired": form == PAIRED, "wide": form == WIDE, "mins": block.has_min}
+    places |= {"sums_at": made.sums_at, "d_at": made.d_at}
     return c_function(_quantize, kind, round32=round32, space=stack(4 * sizes["subs"]), **sizes, **places)
 
 
-def records(
-    x: np.ndarray, block: BlockType, columns: int = 1, integer: bool = True, paired: bool = False
-) -> np.ndarray:
+def records(x: np.ndarray, block: BlockType, columns: int = 1, integer: bool = True, form: str = PLAIN) -> np.ndarray:
     """The records of x float32 [tokens, in], contiguous, as uint8; zeros pad tokens to a multiple of `columns`."""
     padded = -(-x.shape[0] // columns) * columns
-    out = np.zeros(padded * record_bytes(block.name, x.shape[1], integer), np.uint8)
-    make = quantize_function(block.name, integer, paired).ctypes
+    out = np.zeros(padded * record_bytes(block.name, x.shape[1], integer, form), np.uint8)
+    make = quantize_function(block.name, integer, form).ctypes
     make(x.ctypes.data, out.ctypes.data, x.shape[1], columns, 0, 0, 0, 0, x.shape[0])
     return out

@@ -32,7 +32,7 @@ from llvmlite.binding import get_host_cpu_name
 from numba.core import types
 
 from bridge.blocks.read import READ
-from bridge.runtime.cpu import vectors
+from bridge.runtime.cpu import unpacked, vectors
 from bridge.runtime.cpu.activations import float_record, record_of
 from bridge.runtime.cpu.layout import InterleavedLayout
 from bridge.runtime.cpu.superblock import arithmetic
@@ -101,6 +101,8 @@ def kernel(name: str, target: str, width: int, integer: bool, near: bool = False
 
     `near`: for weights that are in the cache; nothing is prefetched.
     """
+    if integer and unpacked.unpacks(READ[name], targets.module(target), width):
+        return unpacked.kernel(name, target, width)
     sizes, made_of = _scope(name, target, width, integer)
     suffix = f"{name}_{target}_{width}_{'int8' if integer else 'f32'}{'_near' * near}"
     elsewhere = _AHEAD_ON_ARM if made_of[0].LANES == 4 else _AHEAD_ELSEWHERE
@@ -117,5 +119,7 @@ def block_by_block(name: str, target: str, integer: bool) -> dict[str, Any]:
 
 def twin(name: str, target: str, width: int, integer: bool) -> Callable[..., None]:
     """The same kernel as plain Python over numpy: it runs, slowly, where the target does not."""
+    if integer and unpacked.unpacks(READ[name], targets.module(target), width):
+        return unpacked.twin(name, target, width)
     sizes, made_of = _scope(name, target, width, integer)
     return _copy({**sizes, **vectors.twins(*made_of)}, f"twin_{name}")

@@ -4,8 +4,6 @@ A pair reaches 2 * 128 * (2^bits - 1), so some words are added as int16 before p
 bits, 4 of 5, 2 of 6. Codes of 8 bits would saturate: their high and low nibbles are multiplied apart.
 """
 
-from functools import partial
-
 import numpy as np
 from llvmlite import ir
 
@@ -18,6 +16,7 @@ FEATURES = ("avx2", "f16c", "fma")
 BYTE_SHIFTS = False
 PAIRED = False
 SIGNED_DOTS = False
+UNPACKED_WIDTH = 8  # columns of the kernels that make weights of 8 bits int16 first, see unpacked.py; 0: none
 
 
 def emit_look_up(v, table, codes):
@@ -28,29 +27,30 @@ def emit_dots(v, parts, words, x, places, bits):
     return pmaddubsw(v, "llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd", parts, words, x, places, bits)
 
 
+def emit_madd(v, a, b):
+    return v.call("llvm.x86.avx2.pmadd.wd", v.ints, a, b)
+
+
 def pmaddubsw(v, multiply, widen, parts, words, x, places, bits) -> list[ir.Value]:
     """The two instructions of a vector width, `multiply` and `widen`, on whatever lanes v has."""
-    if bits == 8:
-        low, high = ([partial(_nibble, v, w, right) for w in words] for right in (0, 4))
-        high = pmaddubsw(v, multiply, widen, [v.zero() for _ in parts], high, x, places, 4)
-        low = pmaddubsw(v, multiply, widen, parts, low, x, places, 4)
-        return [v.add(a, v.shl(b, 4)) for a, b in zip(low, high, strict=True)]
     parts = list(parts)
     shorts = ir.VectorType(ir.IntType(16), 2 * v.lanes)
-    ones = ir.Constant(shorts, [1] * (2 * v.lanes))
-    together = _together(bits)
+    rights = (0, 4) if bits == 8 else (0,)
+    together = _together(4 if bits == 8 else bits)
     ordered = len(parts) > 1 and v.lanes == LANES  # AVX-512 has registers for all words
     for start in range(0, len(words), together):
-        pairs = [None] * len(parts)
+        pairs: dict[tuple[int, int], ir.Value] = {}
         for k, word in enumerate(words[start : start + together], start):
-            codes = v.builder.bitcast(word(), v.bytes)
+            digits = {right: _nibble(v, word, right) for right in rights} if bits == 8 else {0: word()}
             for c in range(len(parts)):
                 values = v.builder.bitcast(v.broadcast(x, places[c][k]), v.bytes)
-                pair = v.call(multiply, shorts, codes, values)
-                pair = pair if pairs[c] is None else v.builder.add(pairs[c], pair)
-                pairs[c] = v.in_order(pair) if ordered else pair
-        for c in range(len(parts)):
-            parts[c] = v.add(parts[c], v.call(widen, v.ints, pairs[c], ones))
+                for right, digit in digits.items():
+                    pair = v.call(multiply, shorts, v.builder.bitcast(digit, v.bytes), values)
+                    pair = v.builder.add(pairs[c, right], pair) if (c, right) in pairs else pair
+                    pairs[c, right] = v.in_order(pair) if ordered else pair
+        for (c, right), pair in pairs.items():
+            factors = ir.Constant(shorts, [1 << right] * (2 * v.lanes))
+            parts[c] = v.add(parts[c], v.call(widen, v.ints, pair, factors))
     return parts
 
 

@@ -17,9 +17,10 @@ FEATURES = (*neon.FEATURES, "i8mm")
 BYTE_SHIFTS = True
 PAIRED = True
 SIGNED_DOTS = True
+UNPACKED_WIDTH = 0
 
 __all__ = [
-    "BYTE_SHIFTS", "FEATURES", "LANES", "NAME", "PAIRED", "SIGNED_DOTS", "WIDTHS",
+    "BYTE_SHIFTS", "FEATURES", "LANES", "NAME", "PAIRED", "SIGNED_DOTS", "UNPACKED_WIDTH", "WIDTHS",
     "emit_dots", "emit_look_up", "twin_dots",
 ]  # fmt: skip
 

@@ -8,9 +8,10 @@ from itertools import count
 import numpy as np
 
 from bridge.blocks.read import READ
-from bridge.runtime.cpu.activations import quantize_function, record_bytes
+from bridge.runtime.cpu.activations import PAIRED, PLAIN, WIDE, quantize_function, record_bytes
 from bridge.runtime.cpu.layout import InterleavedLayout
 from bridge.runtime.cpu.portable import Dequantizing, RawMatrix
+from bridge.runtime.cpu.unpacked import unpacks, widths
 from bridge.system import targets
 from bridge.system.jit import kernel
 from bridge.system.memory import floats
@@ -60,7 +61,7 @@ class Interleaved:
         self.matrix = matrix
         self.block = block
         self.target = target
-        self.widths: tuple[int, ...] = module.WIDTHS
+        self.widths = widths(block, module)
         self.lanes: int = module.LANES
         self.layout = InterleavedLayout(block, self.lanes)
         rows, columns = matrix.shape
@@ -99,9 +100,12 @@ class Interleaved:
         """Columns of the kernel for so many tokens in a table of calls."""
         return self._width(tokens) if integer else 1
 
-    def paired(self, columns: int, integer: bool) -> bool:
-        """Whether the kernel of so many columns reads paired records."""
-        return targets.module(self.target).PAIRED and integer and columns > 1
+    def form(self, columns: int, integer: bool) -> str:
+        """The form of the records that the kernel of so many columns reads, see activations.py."""
+        module = targets.module(self.target)
+        if not integer or columns == 1:
+            return PLAIN
+        return PAIRED if module.PAIRED else WIDE if unpacks(self.block, module, columns) else PLAIN
 
     def _width(self, tokens: int) -> int:
         return next((width for width in self.widths if width >= tokens), self.widths[-1])
@@ -112,8 +116,9 @@ class Interleaved:
         _last = self._number
         plan = self._plans.get((columns, integer, near))
         if plan is None:
-            record = record_bytes(self.block.name, self.matrix.shape[1], integer)
-            quantize = quantize_function(self.block.name, integer, self.paired(columns, integer)).address
+            form = self.form(columns, integer)
+            record = record_bytes(self.block.name, self.matrix.shape[1], integer, form)
+            quantize = quantize_function(self.block.name, integer, form).address
             plan = (record, quantize, *self.kernel(columns, integer, near))
             self._plans[columns, integer, near] = plan
         record, quantize, function, weights = plan

@@ -54,7 +54,7 @@ def _paired(bits: int, count: int) -> list[int]:
     return sorted(range(count), key=lambda i: (pieces(bits, GROUP)[i][0].vector, i))
 
 
-def _code(v: Any, scales: list[Any], j: int, bits: int, signed: bool, odd: bool = False) -> Any:
+def scale_code(v: Any, scales: list[Any], j: int, bits: int, signed: bool, odd: bool = False) -> Any:
     """Scale code j as int32; odd: twice it and 1."""
     word = scales[j // 4]()
     place = 8 * (j % 4)
@@ -66,7 +66,9 @@ def _code(v: Any, scales: list[Any], j: int, bits: int, signed: bool, odd: bool 
     return v.or_(doubled, v.splat(1))
 
 
-def _codes(v: Any, layout: InterleavedLayout, weights: Any, group: int, signed: bool) -> list[Callable[[], Any]]:
+def codes_of_group(
+    v: Any, layout: InterleavedLayout, weights: Any, group: int, signed: bool
+) -> list[Callable[[], Any]]:
     """The words of 32 columns: codes, or their values if the type has a table; signed ones of 8 bits less 128."""
     block = layout.block
     codes = words(v, weights, layout.codes_at + group * layout.group_bytes, layout.code_bits, GROUP)
@@ -79,11 +81,11 @@ def _codes(v: Any, layout: InterleavedLayout, weights: Any, group: int, signed: 
 def _scale(v: Any, layout: InterleavedLayout, halves: Any, j: int) -> Any:
     """The scale of sub-block j of a type with one level of scales."""
     if not layout.block.scales:
-        return _d(v, layout, halves)
+        return d_of_block(v, layout, halves)
     return (v.load_e8m0 if layout.block.subs == 1 else v.load_ue4m3)(halves, v.lanes * j)
 
 
-def _d(v: Any, layout: InterleavedLayout, halves: Any) -> Any:
+def d_of_block(v: Any, layout: InterleavedLayout, halves: Any) -> Any:
     d = v.load_half(halves, 0)
     return d if layout.block.unit == 1 else v.fmul(d, v.splat_float(layout.block.unit))
 
@@ -126,7 +128,7 @@ def k_block(v: Any, layout: InterleavedLayout, totals: list[Any], weights: Any, 
     for group in range(block.size // 32):
         if len(totals) > 1:
             v.barrier()
-        codes = _codes(v, layout, weights, group, _signed(v, block))
+        codes = codes_of_group(v, layout, weights, group, _signed(v, block))
         inner: list[Any] = [None for _ in columns]
         for i in range(per_group):
             j = group * per_group + i
@@ -139,7 +141,7 @@ def k_block(v: Any, layout: InterleavedLayout, totals: list[Any], weights: Any, 
             else:
                 parts = [v.zero() for _ in columns]
             parts = v.dots(parts, chosen, x, places, block.value_bits)
-            scale = _code(v, scales, j, layout.scale_bits, signed, block.odd_scales)
+            scale = scale_code(v, scales, j, layout.scale_bits, signed, block.odd_scales)
             for c in columns:
                 product = v.mul(parts[c], v.of_rows(scale, c))
                 inner[c] = product if inner[c] is None else v.add(inner[c], product)
@@ -148,7 +150,7 @@ def k_block(v: Any, layout: InterleavedLayout, totals: list[Any], weights: Any, 
             dx = v.of_column_float(x, d_at, c)
             value = v.to_float(inner[c])
             sums[c] = v.fmul(value, dx) if sums[c] is None else v.fma(value, dx, sums[c])
-    d = _d(v, layout, halves)
+    d = d_of_block(v, layout, halves)
     totals = [v.fma(sums[c], v.of_rows(d, c), totals[c]) for c in columns]
     if block.has_min:
         mins = scales[block.subs // 4 :]
@@ -176,7 +178,7 @@ def plain_block(v: Any, layout: InterleavedLayout, totals: list[Any], weights: A
     totals = list(totals)
     for j in range(block.size // block.sum_span):
         group, first = j * block.sum_span // 32, j * block.sum_span % 32 // 4
-        codes = _codes(v, layout, weights, group, _signed(v, block))
+        codes = codes_of_group(v, layout, weights, group, _signed(v, block))
         if block.lift and not _signed(v, block):
             sums_at = fields_at(v, record, columns, record.sums_at + 4 * j)
             parts = [v.of_column(x, sums_at, c) for c in columns]
@@ -202,10 +204,10 @@ def float_block(v: Any, layout: InterleavedLayout, totals: list[Any], weights: A
     record = float_record(block)
     scales = words(v, weights, 0, layout.scale_bits, layout.scale_words) if block.is_k else []
     per_group = 32 // block.sum_span
-    d = _d(v, layout, halves) if not block.scales else None
+    d = d_of_block(v, layout, halves) if not block.scales else None
     dmin = v.load_half(halves, 2 * v.lanes) if block.has_min else None
     for group in range(block.size // 32):
-        codes = _codes(v, layout, weights, group, signed=False)
+        codes = codes_of_group(v, layout, weights, group, signed=False)
         for i in range(per_group):
             j = group * per_group + i
             parts = [v.zero_float() for _ in columns]
@@ -219,13 +221,13 @@ def float_block(v: Any, layout: InterleavedLayout, totals: list[Any], weights: A
                         parts[c] = v.fma(value, v.broadcast_float(x, at), parts[c])
             scale = d if d is not None else _scale(v, layout, halves, j)
             if block.is_k:
-                code = _code(v, scales, j, layout.scale_bits, block.scale_lo < 0, block.odd_scales)
+                code = scale_code(v, scales, j, layout.scale_bits, block.scale_lo < 0, block.odd_scales)
                 scale = v.fmul(d, v.to_float(code))
             totals = [v.fma(parts[c], scale, totals[c]) for c in columns]
             if dmin is not None:
                 low = dmin
                 if block.is_k:
-                    mn = _code(v, scales, block.subs + j, layout.scale_bits, signed=False)
+                    mn = scale_code(v, scales, block.subs + j, layout.scale_bits, signed=False)
                     low = v.fneg(v.fmul(dmin, v.to_float(mn)))
                 for c in columns:
                     s = v.broadcast_float(x, record * c + 4 * (block.size + j))

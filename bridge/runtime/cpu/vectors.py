@@ -160,6 +160,14 @@ class Emitter:
     def _load_bytes(self, base: ir.Value, at: int) -> ir.Value:
         return self.builder.load(self.pointer(base, at, ir.VectorType(_I8, self.lanes)), align=1)
 
+    def load_all(self, count: int, base: ir.Value, stride: ir.Value) -> list[ir.Value]:
+        """What `store_all` has stored, of unpaired columns."""
+        totals = []
+        for _ in range(count):
+            totals.append(self.builder.load(self.pointer(base, 0, self.floats), align=4))
+            base = self.builder.add(base, stride)
+        return totals
+
     def store_all(self, totals: list[ir.Value], base: ir.Value, stride: ir.Value) -> None:
         """Each column's vector of rows, `stride` bytes apart."""
         if self.paired:
@@ -237,6 +245,37 @@ class Emitter:
         A word is a function that emits it.
         """
         return self.target.emit_dots(self, parts, words, x, places, bits)
+
+    # int16, two a lane
+
+    def shorts(self, word: ir.Value, lift: int) -> tuple[ir.Value, ir.Value]:
+        """The bytes 0 and 2 of each word, and its bytes 1 and 3, less `lift`."""
+        pairs = self.builder.bitcast(word, self._shorts)
+        parts = self.and_(word, 0x00FF00FF), self.builder.lshr(pairs, self._same_shorts(8))
+        bits = [self.builder.bitcast(part, self._shorts) for part in parts]
+        low, high = (self.builder.sub(part, self._same_shorts(lift)) if lift else part for part in bits)
+        return low, high
+
+    def doubled_short(self, value: ir.Value) -> ir.Value:
+        """The lower half of each int32 in both halves."""
+        return self.builder.bitcast(self.or_(self.and_(value, 0xFFFF), self.shl(value, 16)), self._shorts)
+
+    def mul_shorts(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        return self.builder.mul(a, b)
+
+    def madd_shorts(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        """The sum of both products of each lane, of vectors of int32 that hold int16."""
+        return self.target.emit_madd(self, self.builder.bitcast(a, self._shorts), self.builder.bitcast(b, self._shorts))
+
+    def store_vector(self, value: ir.Value, base: ir.Value, at: int) -> None:
+        self.builder.store(value, self.pointer(base, at, value.type), align=4 * self.lanes)
+
+    @property
+    def _shorts(self) -> ir.VectorType:
+        return ir.VectorType(_I16, 2 * self.lanes)
+
+    def _same_shorts(self, value: int) -> ir.Constant:
+        return ir.Constant(self._shorts, [value] * (2 * self.lanes))
 
     # float32 lanes
 
@@ -357,6 +396,26 @@ class Twin:
         pairs = [np.stack(columns[c : c + 2], 1).reshape(2, -1) for c in range(0, len(columns), 2)]
         return [half for pair in pairs for half in pair]
 
+    def shorts(self, word: np.ndarray, lift: int) -> tuple[np.ndarray, np.ndarray]:
+        octets = np.ascontiguousarray(word).view(np.uint8).astype(np.int16) - np.int16(lift)
+        return np.ascontiguousarray(octets[::2]), np.ascontiguousarray(octets[1::2])
+
+    def doubled_short(self, value: np.ndarray) -> np.ndarray:
+        return np.repeat(value.astype(np.int16), 2)
+
+    def mul_shorts(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return a * b
+
+    def madd_shorts(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        products = a.view(np.int16).astype(np.int32) * b.view(np.int16)
+        return products.reshape(-1, 2).sum(1, dtype=np.int32)
+
+    def store_vector(self, value: np.ndarray, base: int, at: int) -> None:
+        ctypes.memmove(base + at, value.tobytes(), value.nbytes)
+
+    def in_order(self, value: np.ndarray) -> np.ndarray:
+        return value
+
     def of_column(self, base: int, places: list[int], c: int) -> np.ndarray:
         return self._both(base, places, c, np.int32)
 
@@ -399,12 +458,13 @@ def column_groups(paired: bool, count: int) -> list[list[int]]:
 
 
 Body = Callable[[Any, list[Any], Any, Any, Any], list[Any]]
+Routine = Callable[[Any, Any, Any], None]
 
 
 def intrinsics(
     target: ModuleType, columns: int, body: Body, paired: bool = False, ahead: tuple[int, ...] = (), level: int = 1
 ) -> dict[str, Any]:
-    """zeros(), accumulate(totals, weights, halves, x), store(totals, y, stride)."""
+    """zeros(), load(y, stride), accumulate(totals, weights, halves, x), store(totals, y, stride)."""
     kind = Totals(columns, target.LANES)
 
     @intrinsic
@@ -413,6 +473,16 @@ def intrinsics(
             return context.get_constant_null(kind)
 
         return kind(), emit
+
+    @intrinsic
+    def load(typingctx, y, stride):
+        def emit(context, builder, signature, arguments):
+            packed = context.get_constant_null(kind)
+            for c, vector in enumerate(Emitter(builder, target).load_all(columns, *arguments)):
+                packed = builder.insert_value(packed, vector, c)
+            return packed
+
+        return kind(types.int64, types.int64), emit
 
     @intrinsic
     def accumulate(typingctx, totals, weights, halves, x):
@@ -436,7 +506,21 @@ def intrinsics(
 
         return types.void(kind, types.int64, types.int64), emit
 
-    return {"zeros": zeros, "accumulate": accumulate, "store": store}
+    return {"zeros": zeros, "load": load, "accumulate": accumulate, "store": store}
+
+
+def routine(target: ModuleType, body: Routine) -> Any:
+    """The function of two addresses that `body` emits."""
+
+    @intrinsic
+    def run(typingctx, source, out):
+        def emit(context, builder, signature, arguments):
+            body(Emitter(builder, target), *arguments)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64), emit
+
+    return run
 
 
 def twins(target: ModuleType, columns: int, body: Body, paired: bool = False) -> dict[str, Any]:
@@ -444,6 +528,9 @@ def twins(target: ModuleType, columns: int, body: Body, paired: bool = False) ->
 
     def zeros():
         return np.zeros((columns, target.LANES), np.float32)
+
+    def load(y, stride):
+        return np.array([Twin(target).read(y + c * stride, np.float32, target.LANES) for c in range(columns)])
 
     def accumulate(totals, weights, halves, x):
         return np.array(body(Twin(target, paired), list(totals), weights, halves, x), np.float32)
@@ -454,4 +541,4 @@ def twins(target: ModuleType, columns: int, body: Body, paired: bool = False) ->
         for c in range(columns):
             ctypes.memmove(y + c * stride, totals[c].tobytes(), 4 * target.LANES)
 
-    return {"zeros": zeros, "accumulate": accumulate, "store": store}
+    return {"zeros": zeros, "load": load, "accumulate": accumulate, "store": store}

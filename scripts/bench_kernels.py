@@ -1,0 +1,75 @@
+"""Measure the products' kernels alone: their instructions, and their speed on matrices in the cache, on one thread.
+
+    python scripts/bench_kernels.py                                   the K-quants and IQ4_XS
+    BRIDGE_CPU=avx2 NUMBA_CPU_NAME=znver3 NUMBA_CPU_FEATURES=+avx2,+fma,+f16c,+bmi2 python scripts/bench_kernels.py Q4_K
+
+Instructions are those of the kernel's longest straight run, which is a block of all rows of a row group times as many
+values of each column, for 1000 products of a weight and a value. Prefetches count. Speeds are those of the fastest of
+many calls, so that other load on the machine hardly matters. One column is measured with prefetches, as from memory.
+Everything is compiled anew, in some seconds a kernel.
+"""
+
+import ctypes
+import os
+import re
+import tempfile
+import time
+
+import numpy as np
+from benchlib import head, line, machine, parser
+
+ROWS, COLUMNS, TURNS = 256, 2048, 8  # of the matrix; the kernel's columns are taken so many times
+
+
+def instructions(assembly: str) -> int:
+    """Of the longest run without a label."""
+    runs = re.split(r"^\S+:", assembly, flags=re.M)
+    return max(len(re.findall(r"^\t(?![.#j])\S", run, flags=re.M)) for run in runs)
+
+
+def measure(type: str, width: int, rounds: int) -> tuple[float, float]:
+    """Instructions for 1000 products, and products a nanosecond."""
+    from bridge.blocks.read import READ
+    from bridge.runtime.bench import random_tensor
+    from bridge.runtime.cpu import activations, interleaved
+    from bridge.runtime.cpu.prepared import Prepared
+    from bridge.system import targets
+
+    block = READ[type]
+    engine = Prepared(random_tensor(type, ROWS, COLUMNS), targets.chosen())
+    x = np.random.default_rng(0).standard_normal((TURNS * width, COLUMNS)).astype(np.float32)
+    records = activations.records(x, block, width, form=engine.form(width, True))
+    y = np.zeros((TURNS * width, ROWS), np.float32)
+    kernel = interleaved.kernel(type, engine.target, width, True)
+    call = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 9)(kernel.address)
+    sizes = engine.blocks, engine.stride, TURNS, 4 * ROWS, 0, engine.groups
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter_ns()
+        call(engine.address, records.ctypes.data, y.ctypes.data, *sizes)
+        times.append(time.perf_counter_ns() - start)
+    count = instructions(kernel._library.get_asm_str())
+    return 1000 * count / (engine.lanes * block.size * width), y.size * COLUMNS / min(times)
+
+
+def main() -> None:
+    options = parser(__doc__, "--rounds", rounds={"default": 100})
+    default = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"]
+    options.add_argument("types", nargs="*", default=default, metavar="TYPE", help="by default K-quants and IQ4_XS")
+    arguments = options.parse_args()
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["NUMBA_CACHE_DIR"] = cache  # assembly is at hand of what is compiled here
+        from bridge.blocks.read import READ
+        from bridge.runtime.cpu.unpacked import widths
+        from bridge.system import targets
+
+        print(f"Machine: {machine()}.\n")
+        print(head("type", "columns", "instructions for 1000 products", "products a nanosecond"))
+        for type in arguments.types:
+            for width in widths(READ[type], targets.module(targets.chosen())):
+                count, speed = measure(type, width, arguments.rounds)
+                line(type, width, f"{count:.0f}", f"{speed:.1f}")
+
+
+if __name__ == "__main__":
+    main()
