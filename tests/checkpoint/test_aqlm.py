@@ -45,7 +45,10 @@ def test_weights_are_sums_of_vectors(tmp_path, count, og):
         assert np.allclose(t.dequantize(), meant, rtol=1e-6, atol=1e-8)
         rows = np.array([21, 3, 4])
         assert np.array_equal(checkpoint.read_module(NAME, rows).dequantize(), t.dequantize()[rows])
-        assert checkpoint.settings() == f"{count} codebooks of 256 vectors of 8, {count / og:.3g} bits"
+        books = "1 codebook" if count == 1 else f"{count} codebooks"
+        assert checkpoint.settings() == f"{books} of 256 vectors of 8 at {count / og:.3g} bits"
+        one = ["1 module has codebooks [2, 256, 4, 8], but the label says [2, 256, 1, 8]"]
+        assert checkpoint.reader.disagreements() == (one if og == 4 else [])
 
 
 def test_codes_that_a_pass_on_a_cpu_turned_are_turned_back(tmp_path):
