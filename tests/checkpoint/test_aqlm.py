@@ -51,6 +51,20 @@ def test_weights_are_sums_of_vectors(tmp_path, count, og):
         assert checkpoint.reader.disagreements() == (one if og == 4 else [])
 
 
+def test_a_code_packed_by_hand(tmp_path):
+    """-1 is number 255 of a codebook of 8 bits."""
+    books = np.zeros((1, 256, 1, 8), np.float16)
+    books[0, 255, 0] = np.arange(8)
+    tensors = {
+        "codes": np.full((3, 2, 1), -1, np.int8),
+        "codebooks": books,
+        "scales": np.full((3, 1, 1, 1), 2, np.float16),
+    }
+    stored = {f"{NAME}.{part}": value for part, value in tensors.items()}
+    with open_checkpoint(write_folder(tmp_path, stored, label(1))) as checkpoint:
+        assert np.array_equal(checkpoint.read_module(NAME).dequantize(), np.tile(2 * np.arange(8), (3, 2)))
+
+
 def test_codes_that_a_pass_on_a_cpu_turned_are_turned_back(tmp_path):
     """Those of 8 rows and 8 runs, whose shape does not change, follow the others."""
     meant, stored = {}, {}
