@@ -63,13 +63,14 @@ class LayerTarget:
 
 def mark_calibrated(plan: Plan, reader: PartReader, method: str) -> Plan:
     """The plan in which parts that cannot keep their codes are calibrated: those in block types inside decoder blocks,
-    and those of the output head if it is to have less than 8 bits."""
+    and those of the output head if it is to have less than 8 bits; two-sided, the embeddings too."""
     return _with_how(plan, lambda t, part, how: "calibrated" if _is_calibrated(t, part, how, reader, method) else how)
 
 
 def _is_calibrated(tensor: PlannedTensor, part: Part, how: How, reader: PartReader, method: str) -> bool:
     block = (TYPES | CALIBRATED).get(tensor.type)
-    inside = tensor.layer is not None or (tensor.kind == "output" and block is not Q8_0)
+    outside = ("output", "token_embd") if method == "two-sided" else ("output",)
+    inside = tensor.layer is not None or (tensor.kind in outside and block is not Q8_0)
     if not (tensor.quantizable and inside and block is not None and part.layer is not None):
         return False
     # matrices of 3-D tensors are rounded to nearest when they are written
@@ -250,6 +251,7 @@ def _walk(
 ) -> None:
     """Take the tokens through the model, layer by layer."""
     from bridge.quantize import quantize_model
+    from bridge.quantize.embeddings import embeddings_hessian, quantize_embeddings
     from bridge.quantize.kept_inputs import KeptInputs
 
     todo = targets.keys() - layers.layers.keys()
@@ -258,6 +260,14 @@ def _walk(
         beside = (settings.offload or layers.folder.parent) / layers.folder.name
         with disk_errors(beside, "activations", "folder"), temporary_beside(beside) as folder:
             _keep_output_hessians(model, settings, found.tokens, todo, folder, layers)
+
+    def spans(name: str, rows: int, columns: int) -> list[slice]:
+        return layers.missing(name, rows, _rows_at_once(columns))
+
+    embeddings = model.embedding_and_head()[0]
+    half = layers.outputs(embeddings) if two_sided and embeddings in todo else None
+    if half is not None:
+        quantize_embeddings(model, embeddings_hessian(embeddings, half[0], found.tokens.numel()), quantizer, spans)
     walk = quantize_model(
         model,
         found.tokens,
@@ -273,7 +283,7 @@ def _walk(
         resume=KeptInputs(layers.folder, layers.job) if prepare is None else None,  # which every block has to see
         prepare=prepare,
         head=True,
-        head_spans=lambda name, rows, columns: layers.missing(name, rows, _rows_at_once(columns)),
+        head_spans=spans,
     )
     for _ in walk:
         pass
@@ -375,7 +385,7 @@ def _write_imatrix(plan: Plan, kept: LayerStore, settings: Calibration) -> None:
     found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     for tensor in plan.tensors:
         layers = [layer for part in tensor.parts if (layer := kept.layers.get(part.layer or ""))]
-        if layers and len(layers) == len(tensor.parts):
+        if tensor.kind != "token_embd" and layers and len(layers) == len(tensor.parts):
             rows = layers if len(tensor.shape) == 3 else layers[:1]  # parts of a fused matrix share their inputs
             found[tensor.name] = (
                 np.stack([layer.importance() for layer in rows]), np.array([layer.tokens for layer in rows])

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bridge.blocks.read import WRITTEN
+from bridge.blocks import FP4
+from bridge.blocks.read import CALIBRATED, WRITTEN
 from bridge.conversion.calibrate_plan import calibrating
 from bridge.conversion.gguf_writer import file_bytes, padded
 from bridge.conversion.layer_costs import LayerCosts
@@ -119,11 +120,19 @@ def _is_free(tensor: PlannedTensor, plan: Plan, recipe: Recipe, budget: Budget) 
 
 
 def _item(tensor: PlannedTensor, reader: PartReader) -> _Item:
-    """With the types that the tensor's rows fill, and the 16-bit floats that it comes as or goes into."""
+    """With the types that the tensor's rows fill, and the 16-bit floats that it comes as or goes into.
+
+    Of types with scales and codes to be chosen, those of small blocks are for rows that no superblocks fill: there,
+    K-quants of no more bytes lose less.
+    """
     from bridge.encode.type_choice import requantizers
 
     stored = {reader.stored_as(part) for part in tensor.parts}
-    types = [block.name for block in requantizers(tensor.shape[-1])]
+    columns = tensor.shape[-1]
+    usual = requantizers(columns)
+    size = max(block.size for block in usual)
+    others = [b for b in CALIBRATED.values() if columns % b.size == 0 and (b.size == size or b.name in FP4)]
+    types = [block.name for block in sorted({*usual, *others}, key=lambda block: block.bpw)]
     types.append("BF16" if stored == {"BF16"} else "F16")
     sizes = [padded(replace(tensor, type=type).nbytes) for type in types]
     return _Item(tensor, types, np.array(sizes, np.int64))

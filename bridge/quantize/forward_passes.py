@@ -7,7 +7,7 @@ inputs and gradients of one, and where the logits are needed the embeddings and 
 
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,18 +19,20 @@ from bridge.quantize.block_inputs import (
     BlockInputs,
     Shelf,
     after_blocks,
+    as_weight,
     first_inputs,
     first_of,
     head_hessian,
     is_layer,
     save_activations,
 )
+from bridge.quantize.embeddings import embeddings_matrix
 from bridge.quantize.float_model import FloatModel
 from bridge.quantize.hessian import Hessian
 from bridge.quantize.two_sided import ROWS
 
-# (a layer's name in the checkpoint, its module): may replace the weights
-LayerChange = Callable[[str, nn.Module], None]
+# (a layer's name in the checkpoint, its module) -> other weights, float32 [out, columns]; None: its own
+OtherWeights = Callable[[str, nn.Module], torch.Tensor | None]
 
 
 _TOKENS_FELT = 1 << 15
@@ -45,7 +47,7 @@ def sequences_at_once(model: FloatModel, length: int) -> int:
 def output_hessians(
     model: FloatModel, tokens: torch.Tensor, folder: Path | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """A of each layer that tokens reach, last first, as `two_sided.round_two_sided` takes it.
+    """A of each layer that tokens reach, last first, as `two_sided.round_two_sided` takes it; then `embeddings_matrix`.
 
     tokens  int64 [sequences, length]; of more than 32,768 tokens, some sequences are taken
     folder  for activations, until all are found; None: in memory
@@ -60,8 +62,12 @@ def output_hessians(
     try:
         with torch.no_grad():
             passes = Passes(model, tokens, sequences_at_once(model, tokens.shape[1]), activations, dtype)
+            embeddings, head = model.embedding_and_head()
+            as_head = (passes.head_hessian(), passes.head_gradients()) if embeddings == head else None
         for name, outputs in passes.output_products(ROWS):
-            if outputs.diagonal(dim1=1, dim2=2).any():
+            if name == embeddings:
+                yield name, embeddings_matrix(outputs[0], as_head)[None]
+            elif outputs.diagonal(dim1=1, dim2=2).any():
                 yield name, outputs
     finally:
         if activations is not None:
@@ -76,6 +82,7 @@ class Passes:
     dtype   of these activations
     calls   the blocks' arguments, for each batch
     inputs  [block][batch]: each block's inputs in the float model; after the last block, its outputs
+    room    whether memory is left for a block that stays loaded, asked after each pass through one
 
     The embeddings and the head are loaded afterwards.
     """
@@ -85,6 +92,7 @@ class Passes:
     batch: int
     folder: Path | None = None
     dtype: torch.dtype = torch.float32
+    room: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
         self._files = 0
@@ -112,14 +120,14 @@ class Passes:
         try:
             return first_inputs(self.model.model, self.model.blocks, self.batches, Shelf(None))
         finally:
-            self.model.drop(0)
+            self._drop(0)
 
     @torch.no_grad()
     def outputs(
         self,
         first: int,
         x: Sequence[torch.Tensor],
-        change: LayerChange | None = None,
+        weights: OtherWeights = lambda name, module: None,
         kept: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
     ) -> list[list[torch.Tensor]]:
         """The outputs of each block from `first` on, whose inputs are x of each batch."""
@@ -128,14 +136,21 @@ class Passes:
             block = self.model.blocks[i]
             self.model.load(i)
             try:
-                if change is not None:
+                with ExitStack() as stack:
                     for name, module in self.layers(i):
-                        change(name, module)
-                x = [kept(self._call(i, block, call, own)) for call, own in zip(self.calls, x, strict=True)]
+                        values = weights(name, module)
+                        if values is not None:
+                            stack.enter_context(self.changed(module, values))
+                    x = [kept(self._call(i, block, call, own)) for call, own in zip(self.calls, x, strict=True)]
             finally:
-                self.model.drop(i)
+                self._drop(i)
             found.append(list(x))
         return found
+
+    def _drop(self, block: int) -> None:
+        """Free a block's weights where memory is short; they may be needed again."""
+        if not self.room():
+            self.model.drop(block)
 
     def kept(self, x: torch.Tensor) -> torch.Tensor:
         """Activations in their dtype, in a file's pages where there is a folder."""
@@ -158,9 +173,9 @@ class Passes:
 
     @contextmanager
     def changed(self, module: nn.Module, values: torch.Tensor) -> Iterator[None]:
-        """Replace the weights of the embeddings or the head meanwhile."""
+        """Replace a layer's weights, or those of the embeddings or the head, by float32 [out, columns] meanwhile."""
         kept = module.weight
-        module.weight = nn.Parameter(values, requires_grad=False)
+        module.weight = nn.Parameter(as_weight(module, values).to(self.model.dtype), requires_grad=False)
         try:
             yield
         finally:
@@ -180,24 +195,15 @@ class Passes:
             )
         return found
 
-    def mean_square_gradients(self, seed: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-        """How much each output of each layer says about the prediction: mean squared gradients, by layer, last first.
-
-        The gradient is that of log p(token), token drawn from the model's own prediction, summed over a sequence's
-        positions; the square is summed over the tokens that reach the layer and divided by all. So with errors e in the
-        outputs, independent of it, the mean KL divergence becomes  sum gradient^2 e^2 / 2  (Fisher information).
-        float64 [out], and for the embeddings [hidden], under "embeddings".
-        """
-        total = self.tokens.numel()
-        gradients = self._last_gradients(seed)
-        yield from self._backward(lambda g: g.double().square().sum(0), gradients)
-        yield "embeddings", torch.stack([g.double().square().sum((0, 1)) for g in gradients]).sum(0) / total
-
     def output_products(self, rows: int, seed: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-        """A of each layer, last first: the mean of g g^T of these gradients, see `two_sided`.
+        """A of each layer, last first, then of the embeddings: the mean of g g^T, see `two_sided`.
 
-        Diagonal blocks of at most so many rows, float32 [blocks, rows, rows]; 0 beyond the last block's rows. The
-        embeddings and the head are freed before the first of them.
+        g is the gradient of log p(token), token drawn from the model's own prediction, summed over a sequence's
+        positions; products are summed over the tokens that reach the layer and divided by all. So with errors e in the
+        outputs the mean KL divergence becomes  (g e)^2 / 2  (Fisher information).
+
+        Diagonal blocks of at most so many rows, float32 [blocks, rows, rows]; 0 beyond the last block's rows. Of the
+        embeddings, all of it: [1, hidden, hidden]. The embeddings and the head are freed before the first of them.
         """
 
         def products(gradient: torch.Tensor) -> torch.Tensor:
@@ -209,6 +215,8 @@ class Passes:
         self.model.drop(None)
         self.model.drop_head()
         yield from self._backward(products, gradients)
+        whole = sum(g.flatten(0, -2).T @ g.flatten(0, -2) for g in gradients)
+        yield self.model.embedding_and_head()[0], whole[None] / self.tokens.numel()
 
     def _backward(
         self, of: Callable[[torch.Tensor], torch.Tensor], gradients: list[torch.Tensor]

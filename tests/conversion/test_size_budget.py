@@ -26,9 +26,10 @@ from bridge.conversion.part_reader import PartReader
 from bridge.conversion.plan_reader import load_plan
 from bridge.conversion.report import CALIBRATED, CARRIED
 from bridge.errors import BridgeError
+from bridge.quantize.block_inputs import Shelf
 from bridge.quantize.budget.divergence import Divergence, Rounded
 from bridge.quantize.budget.search import FLOAT, search
-from bridge.quantize.budget.sensitivity import layer_costs, nearest
+from bridge.quantize.budget.sensitivity import Felt, layer_costs, nearest
 from bridge.quantize.float_model import FloatModel
 from bridge.quantize.forward_passes import Passes
 from bridge.quantize.settings import Calibration
@@ -137,9 +138,10 @@ def test_a_tensor_that_is_pinned_to_a_codebook_is_calibrated_and_counts_in_the_s
     assert (tensor.type, tensor.outcome) == ("IQ4_XS", "calibrated")
 
 
-def test_trial_models_are_stored_next_to_the_output_and_removed(
+def test_trial_models_that_do_not_fit_in_memory_are_stored_next_to_the_output_and_removed(
     one_layer, tokens, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(Shelf, "has_room", lambda *_: False)
     (tmp_path / "system").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "system"))
     seen: set[str] = set()
@@ -168,6 +170,7 @@ def test_a_full_disk_while_types_are_searched_is_one_line_and_leaves_nothing(
         Path(file).write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    monkeypatch.setattr(Shelf, "has_room", lambda *_: False)
     monkeypatch.setattr(np, "save", full)
     with pytest.raises(BridgeError, match=r"trial models failed .*No space left.*GB free there.*make room") as caught:
         convert(one_layer, tmp_path / "out.gguf", calibrate=settings(tokens), budget=Budget(bpw=4.5, swaps=1))
@@ -197,22 +200,29 @@ def test_the_report_says_what_was_measured(made: Path) -> None:
 
 def test_gradients_are_those_of_the_whole_model(model: Path, passes: Passes) -> None:
     """Block by block as autograd finds them in one piece, for the tokens that are drawn."""
-    found = dict(passes.mean_square_gradients())
+    found = dict(passes.output_products(2048))
+    passes.load_embedding_and_head()  # which were freed
     whole = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     layer = whole.model.layers[0].mlp.up_proj
-    generator, total = torch.Generator().manual_seed(0), torch.zeros(256, dtype=torch.float64)
-    products = torch.zeros(256, 256)
+    generator, products, of_embeddings = torch.Generator().manual_seed(0), torch.zeros(256, 256), torch.zeros(256, 256)
     for batch in passes.batches:
-        outputs = []
-        handle = layer.register_forward_hook(lambda m, a, out, outputs=outputs: outputs.append(out))
+        outputs: list[torch.Tensor] = []
+        handles = [
+            module.register_forward_hook(lambda m, a, out, outputs=outputs: outputs.append(out))
+            for module in (whole.get_input_embeddings(), layer)
+        ]
         scores = whole(batch).logits.float().log_softmax(-1).flatten(0, 1)
-        handle.remove()
+        for handle in handles:
+            handle.remove()
         drawn = torch.multinomial(scores.detach().exp(), 1, generator=generator)
-        (gradient,) = torch.autograd.grad(scores.gather(1, drawn).sum(), outputs[0])
-        total += gradient.double().square().sum((0, 1))
-        products += torch.einsum("sti,stj->ij", gradient, gradient)
-    expected = total / passes.tokens.numel()
-    np.testing.assert_allclose(found["model.layers.0.mlp.up_proj"], expected, rtol=1e-3)
+        for total, gradient in zip(
+            (of_embeddings, products), torch.autograd.grad(scores.gather(1, drawn).sum(), outputs), strict=True
+        ):
+            total += torch.einsum("sti,stj->ij", gradient, gradient)
+    expected = of_embeddings / passes.tokens.numel()
+    torch.testing.assert_close(
+        found["model.embed_tokens"][0], expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())
+    )
     blocks = dict(passes.output_products(100))["model.layers.0.mlp.up_proj"]  # of 100, 100 and 56 rows
     passes.load_embedding_and_head()  # which were freed
     for i, rows in enumerate((slice(0, 100), slice(100, 200), slice(200, 256))):
@@ -220,20 +230,26 @@ def test_gradients_are_those_of_the_whole_model(model: Path, passes: Passes) -> 
         own = products[rows, rows] / passes.tokens.numel()
         torch.testing.assert_close(blocks[i, :n, :n], own, rtol=1e-3, atol=1e-3 * float(own.abs().max()))
         assert not blocks[i, n:].any()
-    assert found.keys() == {"embeddings", *FloatModel(open_checkpoint(model)).linears()}
+    assert found.keys() == {"model.embed_tokens", *FloatModel(open_checkpoint(model)).linears()}
 
 
-@pytest.mark.parametrize("name", ["model.layers.1.self_attn.q_proj", "model.layers.0.mlp.down_proj", "lm_head"])
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.self_attn.q_proj", "model.layers.0.mlp.down_proj", "lm_head", "model.embed_tokens"]
+)
 def test_estimates_are_near_to_what_a_trial_measures(name: str, passes: Passes, tmp_path: Path) -> None:
     from bridge.quantize import quantize_model
 
     seen = {}
-    gradients = dict(passes.mean_square_gradients())
+    types = ["Q3_K", "Q4_K", "IQ3_S"]
+    products = dict(passes.output_products(2048))
+    passes.load_embedding_and_head()
     if name == "lm_head":
         weight = passes.model.model.get_output_embeddings().weight
-        costs = layer_costs(
-            weight, passes.head_hessian(), passes.head_gradients(), dict.fromkeys(["Q3_K", "Q4_K"]), samples=256
-        )
+        felt = Felt(passes.head_hessian().matrix, passes.head_gradients(), passes.head_gradients())
+    elif name == "model.embed_tokens":
+        weight = passes.model.model.get_input_embeddings().weight
+        share = passes.tokens.flatten().bincount(minlength=len(weight)).double() / passes.tokens.numel()
+        felt = Felt(2 * products[name][0], share, share)
     else:
         walk = quantize_model(
             passes.model, passes.tokens, lambda layer: (layer.weight, seen.update({layer.name: layer})),
@@ -241,8 +257,10 @@ def test_estimates_are_near_to_what_a_trial_measures(name: str, passes: Passes, 
         )  # fmt: skip
         assert [n for n, _ in walk] == [name]
         passes.load_embedding_and_head()
-        layer = seen[name]
-        costs = layer_costs(layer.weight, layer.hessian, gradients[name], dict.fromkeys(["Q3_K", "Q4_K"]), samples=256)
+        weight = seen[name].weight
+        squares = products[name][0].diagonal().double()
+        felt = Felt(seen[name].hessian.matrix, squares, squares)
+    costs = layer_costs(weight, [felt], dict.fromkeys(types), samples=256)
     divergence = Divergence(passes, lambda name: None, tmp_path, passes.model.embedding_and_head())
     measured = {type: divergence.measure({name: Rounded(type)}) for type in costs}
     for type, cost in costs.items():
