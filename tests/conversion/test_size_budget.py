@@ -86,7 +86,9 @@ def test_the_file_has_at_most_the_bytes_and_no_tensor_could_have_a_larger_type(m
     limit = int((made / "size").read_text())
     size = (made / "out.gguf").stat().st_size
     tensors = gguf.GGUFReader(made / "out.gguf").tensors
-    assert len({t.tensor_type for t in tensors if len(t.shape) == 2}) > 1
+    types = {t.tensor_type.name for t in tensors if len(t.shape) == 2}
+    assert len(types) > 1
+    assert any(type.startswith("IQ") for type in types)
     larger = []
     for t in tensors:
         if len(t.shape) == 2:
@@ -124,6 +126,13 @@ def test_the_report_tells_what_a_smaller_and_a_larger_file_would_have(made: Path
     smaller, larger = re.findall(r"([\d.]+) MB would have about ([\d.e-]+)", note)
     assert float(smaller[1]) > float(larger[1])
     assert float(smaller[0]) * 1e6 < (made / "out.gguf").stat().st_size + 1e5
+
+
+@pytest.mark.exhaustive
+def test_with_static_act_order_there_are_no_codebooks(one_layer: Path, tokens: Path, tmp_path: Path) -> None:
+    given = settings(tokens, act_order="static", method="two-sided")
+    report = convert(one_layer, tmp_path / "out.gguf", calibrate=given, budget=Budget(bpw=3.5, swaps=0))
+    assert {t.type for t in report.tensors if len(t.shape) == 2} <= {*BLOCKS, "F16"}
 
 
 def test_a_tensor_that_is_pinned_to_a_codebook_is_calibrated_and_counts_in_the_size(
