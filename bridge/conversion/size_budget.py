@@ -5,7 +5,7 @@ under the exact limit and judged by the KL divergence that trial models measure 
 that keep their codes, norms, and tensors with a type from the user stay as planned, and count with their bytes.
 
 Cost: a pass of the text for the Hessians (quantizing takes four to six), for each layer and type that of quantizing 32
-rows, a pass of 4096 tokens there and back, and for each of about 55 trial models one of these tokens through half the
+rows, a pass of 4096 tokens there and back, and for each of about 40 trial models one of these tokens through half the
 layers, on average.
 """
 

@@ -5,7 +5,7 @@
        and estimated loss corrects the group's estimates, and the best allocation of the corrected ones is the second;
     2. both are measured as a whole;
     3. swaps: for each tensor and each other type of it, the best allocation in which it has that type. The most
-       promising by the estimates are measured.
+       promising by the estimates are measured, until six in a row measure no lower.
 
 Steps 2 and 3 are kept only if they measure lower. Losses of single tensors do not simply add up, since other layers may
 amplify or hide the loss of one; swaps find that. A group is not measured by what the whole model gains without it: that
@@ -20,6 +20,7 @@ import numpy as np
 from bridge.quantize.budget.allocation import allocate, least_increases
 
 FLOAT = -1  # an option without loss, for trials only
+_MISSES = 6  # swaps in a row that measure no lower: the search ends
 _MOST = 4.0  # the largest factor by which a measured loss corrects an estimated one, up or down
 
 # (the option of each item, whether later calls will differ little from this) -> loss
@@ -85,7 +86,7 @@ def search(
     if better.tobytes() not in seen:
         attempt(better)
     while swaps:
-        for taken in _neighbours(sizes, found, limit, swaps, seen):
+        for taken in _neighbours(sizes, found, limit, min(swaps, _MISSES), seen):
             swaps -= 1
             if attempt(taken):
                 break
