@@ -24,6 +24,7 @@ from bridge.gguf_file.pretokenizers import rules_of
 from bridge.gguf_file.reader import shards
 from bridge.models.families import ALL
 from bridge.models.gguf_config import add_rope_factors, config_of_gguf
+from bridge.nn.decoder_cache import attach
 from bridge.nn.hf_model import set_ends
 from bridge.nn.placement import Placement, rope_factors
 from bridge.nn.preparation import prepare
@@ -103,6 +104,7 @@ class PackedQuantizer(GgufHfQuantizer):
         self.placement.fill()
         prepare(model)
         set_ends(model, self.file)
+        attach(model, self.file, self.placement.precision)
         model.save_pretrained = partial(save, model, self.file.path)
         return model
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from bridge.errors import BridgeError
 from bridge.models.gguf_config import add_rope_factors, config_of_gguf
+from bridge.nn.decoder_cache import attach
 from bridge.nn.placement import replace_linears, rope_factors
 from bridge.nn.preparation import prepare
 from bridge.runtime import GGUFFile, open_gguf
@@ -42,8 +43,10 @@ def load(
     config: Any = model_id_or_config
     own = None
     if gguf is None:
-        gguf = own = config if isinstance(config, GGUFFile) else open_gguf(config)
+        file = own = config if isinstance(config, GGUFFile) else open_gguf(config)
         config = _own_config(own)
+    else:
+        file = gguf if isinstance(gguf, GGUFFile) else open_gguf(gguf)
     source = str(config) if isinstance(config, str | Path) else None
     if source is not None:
         try:
@@ -60,7 +63,7 @@ def load(
             f"{source or type(config).__name__}: transformers cannot build the model without running code from "
             f"elsewhere ({' '.join(str(problem).split())[:200]}); use a model that it includes"
         ) from None
-    replace_linears(model, gguf, precision, prepare=device == "cpu")
+    replace_linears(model, file, precision, prepare=device == "cpu")
     _make_buffers(model)
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_meta:
@@ -73,7 +76,10 @@ def load(
         with suppress(OSError):  # the end tokens may be listed only there
             model.generation_config = transformers.GenerationConfig.from_pretrained(source)
     moved = model.to(device).eval()
-    return moved if device == "cpu" else prepare(moved, dtype)
+    if device != "cpu":
+        return prepare(moved, dtype)
+    attach(moved, file, precision)
+    return moved
 
 
 def set_ends(model: Any, file: GGUFFile) -> None:

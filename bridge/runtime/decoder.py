@@ -77,6 +77,11 @@ class Decoder:
     def begin(self) -> None:
         """Get ready for tokens: nothing to do."""
 
+    @property
+    def matrices(self) -> list[QuantTensor]:
+        """All matrices that tokens are multiplied with, the head last."""
+        return self._matrices
+
     def prepare(self) -> None:
         """Repack every matrix for this machine, and release the file's own pages."""
         self._prepare(math.inf, math.inf)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -54,6 +55,7 @@ class QuantTensor(Product):
         self.change: tuple[np.ndarray, np.ndarray] | None = None
         self._engine: Engine | None = None
         self._prepared = False
+        self._matrices: WeakValueDictionary[int, QuantTensor] = WeakValueDictionary()
 
     @property
     def factor(self) -> float:
@@ -88,21 +90,24 @@ class QuantTensor(Product):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what `prepare` made, which is for this machine."""
-        return {**self.__dict__, "_engine": None}
+        return {**self.__dict__, "_engine": None, "_matrices": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _prepared=False)
+        self.__dict__.update(state, _prepared=False, _matrices=WeakValueDictionary())
         if state["_prepared"]:
             self.prepare()
 
     def __getitem__(self, index: int) -> QuantTensor:
-        """One matrix of a 3-D tensor (the experts of a layer), not copied."""
+        """One matrix of a 3-D tensor (the experts of a layer), not copied; the same object as long as it is used."""
         if len(self.shape) < 3 or not 0 <= index < self.shape[0]:
             raise BridgeError(f"{self.name}: no matrix {index} in shape {list(self.shape)}")
-        part = self.raw.reshape(self.shape[0], -1)[index]
-        matrix = QuantTensor(f"{self.name}[{index}]", self.type, self.shape[1:], part)
-        if self.factors is not None:
-            matrix.factors = self.factors[index : index + 1] if len(self.factors) > 1 else self.factors
+        matrix = self._matrices.get(index)
+        if matrix is None:
+            part = self.raw.reshape(self.shape[0], -1)[index]
+            matrix = QuantTensor(f"{self.name}[{index}]", self.type, self.shape[1:], part)
+            if self.factors is not None:
+                matrix.factors = self.factors[index : index + 1] if len(self.factors) > 1 else self.factors
+            self._matrices[index] = matrix
         return matrix
 
     def slice_rows(self, first: int, stop: int) -> QuantTensor:

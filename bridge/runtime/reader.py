@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from bridge.errors import BridgeError
 from bridge.gguf_file.header import Metadata
@@ -73,6 +73,9 @@ class GGUFFile(Mapping[str, QuantTensor]):
         """Forget the tensors; the file stays mapped until the last of them is gone."""
         self.metadata.load()
         self.tensors = {}
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self  # nothing changes it, so copies of what holds it share it
 
     def __enter__(self) -> Self:
         return self
