@@ -106,7 +106,7 @@ def test_a_second_run_goes_on_where_a_killed_one_stopped_and_ends_in_the_same_fi
     with pytest.raises(BridgeError, match="run with other options"):
         convert(model, halted, type="Q4_K", calibrate=settings(text, damping=0.1))
     convert(model, halted, type="Q4_K", calibrate=settings(text, progress=lambda done, total, name: seen.append(name)))
-    assert len([name for name in seen if not name.startswith("gradients: ")]) == 1 + 15 - 5
+    assert len([name for name in seen if not name.startswith("gradients: ")]) == 1 + 16 - 5
     assert whole.read_bytes() == halted.read_bytes()
 
 
