@@ -4,8 +4,9 @@ What a tensor loses in each type is estimated from a text (`quantize.budget.sens
 under the exact limit and judged by the KL divergence that trial models measure (`quantize.budget.search`). Tensors
 that keep their codes, norms, and tensors with a type from the user stay as planned, and count with their bytes.
 
-Cost: a pass of the text for the Hessians (quantizing takes four to six), a pass of 4096 tokens there and back, and for
-each of about 55 trial models one of these tokens through half the layers, on average.
+Cost: a pass of the text for the Hessians (quantizing takes four to six), for each layer and type that of quantizing 32
+rows, a pass of 4096 tokens there and back, and for each of about 40 trial models one of these tokens through half the
+layers, on average.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bridge.blocks.read import WRITTEN
+from bridge.blocks import FP4
+from bridge.blocks.read import CALIBRATED, WRITTEN
 from bridge.conversion.calibrate_plan import calibrating
 from bridge.conversion.gguf_writer import file_bytes, padded
 from bridge.conversion.layer_costs import LayerCosts
@@ -68,7 +70,7 @@ def within_budget(plan: Plan, planner: Planner, settings: Calibration, budget: B
     model = FloatModel(ckpt, device=settings.device)
     layers = {*model.linears(), *model.embedding_and_head()}
     wanted = [t for t in plan.tensors if _is_free(t, plan, planner.options, budget)]
-    items = [_item(t, reader) for t in wanted if all(part.module in layers for part in t.parts)]
+    items = [_item(t, reader, settings) for t in wanted if all(part.module in layers for part in t.parts)]
     left = [t for t in wanted if any(part.module not in layers for part in t.parts)]
     whole = with_scales(ckpt, plan)
     fixed = file_bytes(whole) - sum(padded(item.tensor.nbytes) for item in items)
@@ -119,12 +121,22 @@ def _is_free(tensor: PlannedTensor, plan: Plan, recipe: Recipe, budget: Budget) 
     return budget.requantize or "carried" not in tensor.how
 
 
-def _item(tensor: PlannedTensor, reader: PartReader) -> _Item:
-    """With the types that the tensor's rows fill, and the 16-bit floats that it comes as or goes into."""
+def _item(tensor: PlannedTensor, reader: PartReader, settings: Calibration) -> _Item:
+    """With the types that the tensor's rows fill, and the 16-bit floats that it comes as or goes into.
+
+    Of types with scales and codes to be chosen, those of small blocks are for rows that no superblocks fill: there,
+    K-quants of no more bytes lose less. Static act-order takes columns of codebooks apart.
+    """
     from bridge.encode.type_choice import requantizers
 
     stored = {reader.stored_as(part) for part in tensor.parts}
-    types = [block.name for block in requantizers(tensor.shape[-1])]
+    columns = tensor.shape[-1]
+    usual = requantizers(columns)
+    size = max(block.size for block in usual)
+    others = [b for b in CALIBRATED.values() if columns % b.size == 0 and (b.size == size or b.name in FP4)]
+    if settings.act_order == "static":
+        others = []
+    types = [block.name for block in sorted({*usual, *others}, key=lambda block: block.bpw)]
     types.append("BF16" if stored == {"BF16"} else "F16")
     sizes = [padded(replace(tensor, type=type).nbytes) for type in types]
     return _Item(tensor, types, np.array(sizes, np.int64))

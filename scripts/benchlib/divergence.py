@@ -17,7 +17,7 @@ from bridge.quantize import quantize_model
 from bridge.quantize.activations import Shelf
 from bridge.quantize.default_text import openings
 from bridge.quantize.float_model import FloatModel as Streamed
-from bridge.quantize.forward_passes import tokens_felt, output_hessians
+from bridge.quantize.forward_passes import output_hessians, tokens_felt
 from bridge.quantize.mixture import calibration_sequences
 from bridge.quantize.own_samples import own_samples
 from bridge.quantize.sources import sources_of
