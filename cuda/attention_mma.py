@@ -1,4 +1,6 @@
-"""The twin of attention_tile.py on tensor cores, for keys and values in halves and up to 8 query heads a block.
+"""The twin of attention_tile.py on tensor cores, for up to 8 query heads a block.
+
+This is for keys and values in halves; attention_mma_q8.py has what is different for q8_0.
 
     split      queries -> halves and what these leave out, as halves too
     score      queries times keys         a warp: 8 positions, all heads
@@ -23,6 +25,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+from bridge.cuda import attention_mma_q8
 from bridge.cuda.attention_shape import AttentionShape
 from bridge.cuda.attention_tile import put_head
 from bridge.cuda.intrinsics import (
@@ -52,6 +55,7 @@ UNITS = PITCH = SUBSETS = SUMS = 0
 WEIGHTS = 0  # words from one head's weights to the next
 QUARTERS = SCORE_ROUNDS = 0  # fours of quads of a row
 GROUPS = ROUNDS = STEPS = 0  # 16 columns each; of a warp; 16 positions each, of a subset
+put_weights: Any = None
 float32 = np.float32
 int32: Any = np.int32
 _LOW = np.float32(-np.inf)
@@ -116,13 +120,18 @@ def _weigh(scores, weights, highest, total, shrink, count, scale):
             other = math.exp(score[1] - high)
             sum += one + other
             if 2 * lane < TILE:
-                near = pack_f16(one, other)
-                at = mad(head, WEIGHTS, lane)
-                put_4(weights, at, near)
-                put_4(weights, int32(at + 8 * WEIGHTS), pack_f16(one - low_half(near), other - high_half(near)))
+                put_weights(weights, head, lane, one, other)
         sum = warp_sum(sum)
         if head < HEADS and lane == 0:
             put_head(shrink, total, highest, head, before, high, sum)
+
+
+def _put_weights(weights, head, lane, one, other):
+    """Store the weights of positions 2 * lane and the next."""
+    near = pack_f16(one, other)
+    at = mad(head, WEIGHTS, lane)
+    put_4(weights, at, near)
+    put_4(weights, int32(at + 8 * WEIGHTS), pack_f16(one - low_half(near), other - high_half(near)))
 
 
 def _add(tile, weights, shrink, count, sums):
@@ -199,6 +208,10 @@ def functions(s: AttentionShape) -> dict[str, Any]:
         "WEIGHTS": s.rows // 2 + 4,
     }
     name = f"mma_{s.form.head_dim}_{s.group}_{s.rows}_{s.threads}"
-    return {
-        f.__name__[1:]: device_function(expand(f, name, **given)) for f in (_split, _score, _weigh, _add, _put_sums)
-    }
+    if s.form.kind == "q8_0":
+        made = attention_mma_q8.functions(s)
+    else:
+        made = {f.__name__[1:]: device_function(expand(f, name, **given)) for f in (_split, _score, _put_weights, _add)}
+    given["put_weights"] = made.pop("put_weights")
+    name += f"_{s.form.kind}"
+    return made | {f.__name__[1:]: device_function(expand(f, name, **given)) for f in (_weigh, _put_sums)}

@@ -128,13 +128,21 @@ class AttentionShape:
 
     @property
     def weight_words(self) -> int:
-        """Words of a tile's weights: 4 for each chunk, [rows, chunks, 4], or halves, [2, 8, rows + 8]."""
-        return 16 * (self.rows // 2 + 4) if self.cores else self.rows * self.chunks * 4
+        """Words of a tile's weights: 4 for each chunk, [rows, chunks, 4]; on tensor cores see there."""
+        if not self.cores:
+            return self.rows * self.chunks * 4
+        return 8 * (self.rows + (16 if self.form.kind == "q8_0" else 8))
+
+    @property
+    def query_pitch(self) -> int:
+        """Quads from one query, as halves, to the next: for q8_0, 4 lanes that read 64 bytes use the banks between."""
+        own = self.form.head_dim // 8
+        return own + (4 - own) % 8 if self.form.kind == "q8_0" else self.pitch
 
     @property
     def query_words(self) -> int:
-        """Words of the queries as halves, and of what these leave out: [2, group, 4 * pitch]."""
-        return 8 * self.group * self.pitch if self.cores else 0
+        """Words of the queries as halves, and of what these leave out: [2, group, 4 * query_pitch]."""
+        return 8 * self.group * self.query_pitch if self.cores else 0
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -181,7 +189,7 @@ def supported(head_dim: int, group: int, kind: str) -> bool:
 def shape(form: KVForm, group: int, capability: tuple[int, int] = (0, 0)) -> AttentionShape:
     """The shape of a supported block, on tensor cores where GPUs of a compute capability and the form have them."""
     found = None
-    if capability >= _CORES and form.kind == "f16" and form.head_dim % 32 == 0 and group <= 8:
+    if capability >= _CORES and form.kind != "f32" and form.head_dim % 32 == 0 and group <= 8:
         found = _fitting(form, group, True)
     found = found or _fitting(form, group)
     assert found is not None

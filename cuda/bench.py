@@ -180,18 +180,18 @@ class Bench:
         return seconds_from_memory(make, m.nbytes)
 
 
-def torch_product(shape: tuple[int, int], device: Device) -> float:
-    """Seconds of torch's f16 product with one vector."""
+def torch_product(shape: tuple[int, int], device: Device, n: int = 1, dtype: str = "float16") -> float:
+    """Seconds of torch's product of weights of a type with n vectors."""
     import torch
 
     rows, columns = shape
     weights: list[Any] = []
-    x = torch.randn((1, columns), dtype=torch.float16, device=torch_device(device))
-    y = torch.empty((1, rows), dtype=torch.float16, device=torch_device(device))
+    options: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": torch_device(device)}
+    x, y = torch.randn((n, columns), **options), torch.empty((n, rows), **options)
 
     def make(number: int) -> Callable[[], object]:
         while len(weights) <= number:
-            weights.append(torch.randn((rows, columns), dtype=torch.float16, device=torch_device(device)))
+            weights.append(torch.randn((rows, columns), **options))
         return lambda: torch.mm(x, weights[number].T, out=y)
 
     return seconds_from_memory(make, 2 * rows * columns)

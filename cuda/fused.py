@@ -1,5 +1,7 @@
 """y = What x, where What is never stored, on a GPU: the twin of bridge/trellis/fused.py.
 
+For more than 16 tokens, of which every 8 would decode all weights again, rows are decoded once, and torch multiplies.
+
 A block computes a row of tiles, 16 rows of y; each of its SPLIT warps takes every SPLIT-th tile column. A lane has 8
 weights of a tile, stored in 8K consecutive bits, which belong to one, two or eight rows:
 
@@ -8,6 +10,8 @@ weights of a tile, stored in 8K consecutive bits, which belong to one, two or ei
     y       float32 [tokens, 16 * tile rows]
     bases   int32 [32]: the column of each lane's first weight; the others are at constant distances from it
     members int32 [16 * 2R]: which sums belong to a row; a lane has R of them, for 1, 2 or 8 rows
+    places  int32 [256]: where each lane's weights are in their tile, 16 * row + column
+    out     float32, or halves in int16, [16 * tile rows, 16 * columns]: decoded weights
 
 The lanes' sums are added in shared memory, always in the same order.
 """
@@ -19,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from bridge.cuda.compiler import recipe
 from bridge.cuda.device import Device, view
+from bridge.cuda.halves import halved
 from bridge.cuda.intrinsics import (
     SIGN_BITS,
     ahead_2,
@@ -34,12 +39,14 @@ from bridge.cuda.intrinsics import (
     mad,
     or_,
     shl,
+    store_2,
     sub,
     thread_x,
     thread_y,
     to_half,
     xor,
 )
+from bridge.cuda.matmul import product
 from bridge.cuda.unroll import expand, registers, unroll
 from numba import cuda
 
@@ -49,10 +56,12 @@ from bridge.trellis.vector import Code
 
 _WEIGHTS = 8  # of a lane
 _MOST = 8  # tokens in a launch
+_MOST_FUSED = 16  # tokens; with more, weights are decoded
+_PART = 1 << 25  # weights decoded at a time
 
 # set per kernel by `expand`
 STATES = VALUES = STEP = HELD = WORDS = BITS = SPLIT = TOKENS = SUMS = MODE = TABLE_BITS = FACTOR = ADDEND = NUMBER = 0
-UNALIGNED = False
+UNALIGNED = DECODED = HALVES = False
 ROW = COLUMN = ()
 value_of: Any = None
 int32 = np.int32
@@ -85,11 +94,12 @@ def _value(state, table):
     return float32(dp4a(xor(z, SIGN_BITS), 0x01010101, 512 - BYTES_MEAN))
 
 
-def _fused(words, table, x, y, bases, members, columns):
+def _fused(words, table, x, y, bases, members, places, out, columns):
     lane = thread_x()
     warp = thread_y()
     row = block_x()
-    first_column = bases[lane]
+    if not DECODED:
+        first_column = bases[lane]
     start = mad(lane, STATES * STEP, 0)
     offset = bits(start, 0, 15)
     word = bits(start, 4, 0xFFFF)
@@ -108,28 +118,37 @@ def _fused(words, table, x, y, bases, members, columns):
         if UNALIGNED:
             for j in unroll(HELD - 1):
                 held[j] = bits(or_(shl(held[j], 16), held[j + 1]), sub(16, offset), 0xFFFF)
-        place = mad(column, 16, first_column)
+        if not DECODED:
+            place = mad(column, 16, first_column)
         for i in unroll(STATES):
             window = or_(shl(held[i * STEP // 16], 16), held[i * STEP // 16 + 1])
             state = bits(window, 32 - BITS - i * STEP % 16, 2**BITS - 1)
             for v in unroll(VALUES):
                 value[v] = value_of[v](state, table)
+                if DECODED:
+                    place = places[mad(lane, STATES * VALUES, i * VALUES + v)]
+                    to = (int32(row) * 16 + bits(place, 4, 15)) * (16 * columns) + mad(column, 16, bits(place, 0, 15))
+                    if HALVES:
+                        store_2(out, to, to_half(value[v]))
+                    else:
+                        out[to] = value[v]
                 for t in unroll(TOKENS):
                     factor = x[t, mad(place, 1, COLUMN[i * VALUES + v])]
                     total[ROW[i * VALUES + v], t] = fma(value[v], factor, total[ROW[i * VALUES + v], t])
         column = mad(column, 1, SPLIT)
-    part = cuda.shared.array((SPLIT, TOKENS, 32 * SUMS), np.float32)
-    for k in unroll(SUMS):
-        for t in unroll(TOKENS):
-            part[warp, t, lane * SUMS + k] = total[k, t]
-    cuda.syncthreads()
-    if warp == 0 and lane < 16:
-        for t in unroll(TOKENS):
-            result = float32(0)
-            for w in range(SPLIT):
-                for m in range(2 * SUMS):
-                    result += part[w, t, members[lane * (2 * SUMS) + m]]
-            y[t, row * 16 + lane] = result
+    if not DECODED:
+        part = cuda.shared.array((SPLIT, TOKENS, 32 * SUMS), np.float32)
+        for k in unroll(SUMS):
+            for t in unroll(TOKENS):
+                part[warp, t, lane * SUMS + k] = total[k, t]
+        cuda.syncthreads()
+        if warp == 0 and lane < 16:
+            for t in unroll(TOKENS):
+                result = float32(0)
+                for w in range(SPLIT):
+                    for m in range(2 * SUMS):
+                        result += part[w, t, members[lane * (2 * SUMS) + m]]
+                y[t, row * 16 + lane] = result
 
 
 class Lanes(NamedTuple):
@@ -155,8 +174,11 @@ class Lanes(NamedTuple):
 
 
 @recipe
-def kernel(code: Code, sums: tuple[int, ...], columns: tuple[int, ...], words: int, tokens: int, split: int) -> Any:
-    """The kernel for a layout and a number of tokens, with `split` warps."""
+def kernel(
+    code: Code, sums: tuple[int, ...], columns: tuple[int, ...], words: int, tokens: int, split: int,
+    halves: bool = False,
+) -> Any:  # fmt: skip
+    """The kernel for a layout and a number of tokens, with `split` warps; for none, it stores the weights."""
     from bridge.cuda.launch import Kernel
 
     states = _WEIGHTS // code.values
@@ -173,12 +195,16 @@ def kernel(code: Code, sums: tuple[int, ...], columns: tuple[int, ...], words: i
     name = f"{code.suffix}_{max(sums)}_{columns[1]}_{tokens}_{split}"
     values = tuple(device_function(expand(_value, f"{name}_{v}", NUMBER=v, **scope)) for v in range(code.values))
     expanded = expand(
-        _fused, name, STATES=states, VALUES=code.values, STEP=code.step, HELD=last + 2 + unaligned, WORDS=words,
+        _fused, name + "_f16" * halves, without=("places", "out") if tokens else ("x", "y", "bases", "members"),
+        DECODED=not tokens, HALVES=halves, STATES=states, VALUES=code.values, STEP=code.step,
+        HELD=last + 2 + unaligned, WORDS=words,
         BITS=code.bits, SPLIT=split, TOKENS=tokens, SUMS=max(sums) + 1, UNALIGNED=unaligned, ROW=sums, COLUMN=columns,
         value_of=values,
     )  # fmt: skip
-    arrays = "uint16[::1], float32[::1], float32[:,::1], float32[:,::1], int32[::1], int32[::1]"
-    return Kernel(expanded, f"void({arrays}, int64)")
+    more = "float32[:,::1], float32[:,::1], int32[::1], int32[::1]"
+    if not tokens:
+        more = f"int32[::1], {'int16' if halves else 'float32'}[::1]"
+    return Kernel(expanded, f"void(uint16[::1], float32[::1], {more}, int64)")
 
 
 class FusedOnDevice:
@@ -191,13 +217,18 @@ class FusedOnDevice:
         self.rows, self.columns, self.count = words.shape
         self.code, self.device, self.lanes = code, device, Lanes.of(positions)
 
-        self.words, self.table, self.bases, self.members = (
+        self.words, self.table, self.bases, self.members, self.places = (
             device.upload(np.ascontiguousarray(array).reshape(-1))
-            for array in (words, table, self.lanes.bases, self.lanes.members)
+            for array in (words, table, self.lanes.bases, self.lanes.members, positions.astype(np.int32))
         )
 
-    def run(self, x: Any, y: Any, split: int = 4) -> None:
-        """Queue y [tokens, rows] = x [tokens, in] What^T, without `Code.unit`; both float32 on the device."""
+    def run(self, x: Any, y: Any, split: int = 4, halves: bool = False) -> None:
+        """Queue y [tokens, rows] = x [tokens, in] What^T, without `Code.unit`; both float32 on the device.
+
+        `halves`: of more tokens than _MOST_FUSED, x and the weights may be rounded to halves.
+        """
+        if len(x) > _MOST_FUSED:
+            return self._run_decoded(x, y, split, halves)
         for first in range(0, len(x), _MOST):
             part, out = x[first : first + _MOST], y[first : first + _MOST]
             made = kernel(self.code, self.lanes.sums, self.lanes.columns, self.count, len(part), split)
@@ -205,3 +236,21 @@ class FusedOnDevice:
                 self.rows, (32, split), self.device.stream(), self.words, self.table, view(part), view(out),
                 self.bases, self.members, self.columns,
             )  # fmt: skip
+
+    def _run_decoded(self, x: Any, y: Any, split: int, halves: bool) -> None:
+        import torch
+
+        dtype = torch.float16 if halves else torch.float32
+        given = halved(x, self.device) if halves else x
+        made = kernel(self.code, self.lanes.sums, self.lanes.columns, self.count, 0, split, halves)
+        step = max(1, min(self.rows, _PART // (256 * self.columns)))
+        weights = torch.empty((16 * step, 16 * self.columns), dtype=dtype, device=y.device)
+        for first in range(0, self.rows, step):
+            count = min(step, self.rows - first)
+            words = self.words[first * self.columns * self.count : (first + count) * self.columns * self.count]
+            out = weights.view(torch.int16) if halves else weights
+            made.launch(
+                count, (32, split), self.device.stream(), words, self.table, self.places, view(out.reshape(-1)),
+                self.columns,
+            )  # fmt: skip
+            y[:, 16 * first : 16 * (first + count)] = product(weights[: 16 * count], given)

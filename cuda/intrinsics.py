@@ -27,6 +27,7 @@ From compute capability 8.0 on there are
                        [g + 8, k + 8], of B [k, g] and [k + 8, g], for k = 2t and 2t + 1 in a word each, the first
                        below, and of c [g, 2t], [g, 2t + 1], [g + 8, 2t], [g + 8, 2t + 1]
     pack_f16, pack_bf16   two float32, rounded to nearest even, as halves in a word, the first below
+    sub_f16            differences of the two halves in a word
     copy_16            16 bytes from global to shared memory while the thread goes on. `copies_end` closes the group
                        of copies before it; `copies_wait` waits until all groups of the thread but the last have
                        arrived, after which a barrier shows them to the others
@@ -372,6 +373,7 @@ if not SIMULATED:
     # the first operand of the instruction is the upper half
     pack_f16 = _asm(_i, (_f, _f), "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f")
     pack_bf16 = _asm(_i, (_f, _f), "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f")
+    sub_f16 = _asm(_i, (_i, _i), "sub.rn.f16x2 $0, $1, $2;", "=r,r,r")
     float_bits = _emit(_i, (_f,), lambda b, value: b.bitcast(value, _INT))
     bits_float = _emit(_f, (_i,), lambda b, word: b.bitcast(word, _FLOAT))
     fma = _asm(_f, (_f, _f, _f), "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f")

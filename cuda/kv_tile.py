@@ -132,7 +132,7 @@ def _four(tile, row, unit):
 
 @cache
 def functions(shape: AttentionShape) -> dict[str, Any]:
-    """`fetch`, `stage`, `quad_of`, `four`, and `floats`, one for each four of a quad, for tiles of a shape."""
+    """The functions above for tiles of a shape; `floats` is a tuple, one for each four of a quad."""
     form, threads = shape.form, shape.threads
     loads = -(-shape.rows * shape.quads // threads)
     given: dict[str, Any] = {
@@ -147,5 +147,6 @@ def functions(shape: AttentionShape) -> dict[str, Any]:
     given["step_of"] = device_function(expand(_step, name, **given))
     given["codes"] = device_function(expand(_codes, name))
     made = {f.__name__[1:]: device_function(expand(f, name, **given)) for f in (_fetch, _stage, _quad_of, _four)}
+    made["step_of"] = given["step_of"]
     fours = range(form.head_dim // shape.quads // 4)
     return made | {"floats": tuple(device_function(expand(_floats, f"{name}_{i}", FOUR=i, **given)) for i in fours)}

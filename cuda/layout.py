@@ -124,6 +124,11 @@ class DeviceLayout:
         return 4 if self.block.has_min else 2
 
     @property
+    def loads(self) -> int:
+        """Loads of a lane for a unit."""
+        return len(self.pieces) + (self.whole or self.own > 0) + (self.half_bytes > 0)
+
+    @property
     def factored(self) -> bool:
         """Whether there is a factor for each row."""
         return self.block.name == "NVFP4"

@@ -49,7 +49,8 @@ How many rows, units and warps (`choose_shape`): the floor is bytes over bandwid
                       1152 bytes, make 37 KB; x 2 units 65 KB, in 28 warps. So two units where a row has at least four
                       times that
     registers         of two units 32 hold weights of Q4_K. With 64 registers in all, the compiler issues 3 of the 8
-                      loads before arithmetic on the first (27 KB in flight), with 80 all of them; it then uses 72
+                      loads before arithmetic on the first (27 KB in flight), with 80 all of them; it then uses 72.
+                      Q6_K takes 16 loads, of which 80 allow for 8 to 12: it has 96, and 20 warps make 67 KB
     warps             what fits at once is one wave: 4224 warps. With fewer, rows are split: 2048 pairs of rows of
                       4096 x 14336 become 4096 warps of half a row
 
@@ -80,6 +81,7 @@ from bridge.cuda.intrinsics import (
     load_16,
     load_16f,
     mad,
+    sub,
     thread_x,
     thread_y,
     warp_sum,
@@ -98,6 +100,7 @@ if TYPE_CHECKING:
 COLUMNS_OF_A_LANE = 4  # of x; with more, each half of a warp takes half of them
 _MULTIPROCESSOR = 64 << 10  # registers of a multiprocessor
 _REGISTERS, _MORE_REGISTERS = 64, 80  # of a thread whose warp loads up to two units at once, or more
+_MOST_REGISTERS, _LOADS = 96, 3  # and where a unit takes more than so many loads, whose addresses take registers too
 
 
 class MatvecShape(NamedTuple):
@@ -147,7 +150,7 @@ def shapes_to_try(matrix: DeviceMatrix, n: int, exact: bool = False) -> list[Mat
 
 # set per kernel by `expand`
 ROWS = UNITS = SPLIT = SPLIT_LOG = WARPS = COLUMNS = TOKENS = LANES = LANES_LOG = 0
-EXACT = ACCUMULATE = BIAS = SILU = FACTORED = NORMED = RECORDED = GAIN = DEPENDENT = NUMBERED = False
+EXACT = ACCUMULATE = BIAS = SILU = FACTORED = NORMED = RECORDED = GAIN = DEPENDENT = NUMBERED = SECOND = False
 MADE = 0  # values that a thread block computes
 BOOK = TABLE_AT = 0  # points of a codebook, and where it is
 load: Any = None
@@ -163,10 +166,11 @@ int32 = np.int32
 float32 = np.float32
 
 
-def _product(weights, room_16, x, y, bias, rows, units, sums, eps, counters, gain, squares, made):
+def _product(weights, room_16, x, y, bias, rows, units, sums, eps, counters, gain, squares, made, skipped):
     lane = thread_x()
     warp = thread_y()
-    start = mad(block_x(), WARPS // SPLIT * ROWS, mad(bits(warp, SPLIT_LOG, 31), ROWS, 0))
+    block = sub(block_x(), int32(skipped)) if SECOND else block_x()
+    start = mad(block, WARPS // SPLIT * ROWS, mad(bits(warp, SPLIT_LOG, 31), ROWS, 0))
     end = int32(units)
     place = bits(lane, 0, LANES - 1)
     # the last warps repeat rows of others rather than go beyond the end, and do not store them
@@ -243,7 +247,8 @@ def _product(weights, room_16, x, y, bias, rows, units, sums, eps, counters, gai
     lane = thread_x()
     warp = thread_y()
     team = bits(warp, SPLIT_LOG, 31)
-    start = mad(block_x(), WARPS // SPLIT * ROWS, mad(team, ROWS, 0))
+    block = sub(block_x(), int32(skipped)) if SECOND else block_x()
+    start = mad(block, WARPS // SPLIT * ROWS, mad(team, ROWS, 0))
     first = mad(bits(lane, LANES_LOG, 1), TOKENS, 0)
     if SPLIT > 1:
         shared = cuda.shared.array((WARPS, 32 // LANES * TOKENS, ROWS), np.float32)
@@ -316,14 +321,35 @@ def kernel(type: str, n: int, shape: MatvecShape, exact: bool, epilogue: str, de
     fused = "normed" in epilogue or "recorded" in epilogue
     if fused and (n > 1 or (32 << ("silu" in epilogue)) % (shape.warps // shape.split * shape.rows)):
         raise BridgeError(f"{type}: {n} columns, {shape} and records of 32 rows do not go together")
+    unused = ("skipped",) if fused else ("sums", "eps", "counters", "gain", "squares", "made", "skipped")
+    expanded = expanded_product(type, n, shape, exact, epilogue, dependent, unused)
+    more = ", float32[::1], float32, int32[::1], float32[::1], float32[::1], uint8[::1]" if fused else ""
+    signature = f"void(uint8[::1], int64, uint8[::1], float32[:,::1], float32[::1], int64, int64{more})"
+    return Kernel(expanded, signature, registers_of(type, n, shape), dependent=dependent)
+
+
+def registers_of(type: str, n: int, shape: MatvecShape) -> int:
+    """Registers that a thread of a kernel may have."""
+    found = _registers(shape.rows, shape.units)
+    if found == _MORE_REGISTERS and functions(type).layout.loads > _LOADS:
+        found = _MOST_REGISTERS
+    if n > COLUMNS_OF_A_LANE and functions(type).layout.fields:  # constants of tables stay in registers
+        found += 8
+    return found
+
+
+def expanded_product(
+    type: str, n: int, shape: MatvecShape, exact: bool, epilogue: str, dependent: bool, without: tuple[str, ...]
+) -> Any:
+    """What a kernel does, without some of its parameters; with `skipped` it is for blocks from that one on."""
     formulas = functions(type)
     suffix = f"{type}_{n}_{'f32' if exact else 'int8'}_{'_'.join(map(str, shape))}{epilogue and '_'}{epilogue}"
     suffix += "_dependent" * dependent
     # what the previous launch writes changes while a dependent kernel runs
     x = {"cached_8": load_8, "cached_16": load_16, "cached_16f": load_16f} if dependent else {}
-    expanded = expand(
-        _product, suffix, without=() if fused else ("sums", "eps", "counters", "gain", "squares", "made"),
-        DEPENDENT=dependent, NORMED="normed" in epilogue, RECORDED="recorded" in epilogue,
+    return expand(
+        _product, suffix, without=without, SECOND="skipped" not in without, DEPENDENT=dependent,
+        NORMED="normed" in epilogue, RECORDED="recorded" in epilogue,
         GAIN="gain" in epilogue, MADE=shape.warps // shape.split * shape.rows >> ("silu" in epilogue),
         put=store_exact if exact else store, COLUMNS=n, TOKENS=min(n, COLUMNS_OF_A_LANE),
         LANES=32 if n <= COLUMNS_OF_A_LANE else 16, LANES_LOG=5 if n <= COLUMNS_OF_A_LANE else 4,
@@ -335,12 +361,6 @@ def kernel(type: str, n: int, shape: MatvecShape, exact: bool, epilogue: str, de
         integer=formulas.integer, line=formulas.line, lifted=formulas.lifted,
         factor=formulas.factor, **x,
     )  # fmt: skip
-    more = ", float32[::1], float32, int32[::1], float32[::1], float32[::1], uint8[::1]" if fused else ""
-    signature = f"void(uint8[::1], int64, uint8[::1], float32[:,::1], float32[::1], int64, int64{more})"
-    registers = _registers(shape.rows, shape.units)
-    if n > COLUMNS_OF_A_LANE and formulas.layout.fields:  # constants of tables stay in registers
-        registers += 8
-    return Kernel(expanded, signature, registers, dependent=dependent)
 
 
 @dataclass(frozen=True)
@@ -404,19 +424,29 @@ def launch_silu(
     kernel.launch(*arguments)
 
 
-def _launch(
-    matrix, records, y, n, stream, bias, epilogue, shape, normed=None, recorded=None, dependent=False
-) -> tuple[Any, ...]:
-    """A kernel, and the arguments of its `launch`."""
+def check_columns(matrix: DeviceMatrix, records: Records, n: int) -> None:
+    """Raises BridgeError where a matrix cannot multiply n columns of the records."""
     if records.columns != matrix.columns or not 1 <= n <= records.max_n:
         raise BridgeError(
             f"{matrix.name}: {n} columns of {records.columns} values; must be 1 to {records.max_n} of {matrix.columns}"
         )
-    shape = shape or choose_shape(matrix, n, records.exact)
+
+
+def work_of(matrix: DeviceMatrix, n: int, exact: bool, shape: MatvecShape | None = None) -> tuple[MatvecShape, int]:
+    """How a product with n columns is shared, and its blocks."""
+    shape = shape or choose_shape(matrix, n, exact)
     if shape.rows > matrix.rows:
         shape = shape._replace(rows=1)
     sets = -(-matrix.rows // shape.rows)
-    grid = -(-sets * shape.split // shape.warps)
+    return shape, -(-sets * shape.split // shape.warps)
+
+
+def _launch(
+    matrix, records, y, n, stream, bias, epilogue, shape, normed=None, recorded=None, dependent=False
+) -> tuple[Any, ...]:
+    """A kernel, and the arguments of its `launch`."""
+    check_columns(matrix, records, n)
+    shape, grid = work_of(matrix, n, records.exact, shape)
     more: tuple[Any, ...] = ()
     if normed is not None or recorded is not None:
         names = [epilogue] * bool(epilogue) + ["normed"] * (normed is not None)

@@ -1,7 +1,7 @@
 """A decoder's matrices on the device: those with the same input share launches if their types allow it.
 
     Stack     matrices of one input, their outputs one after the other (q, k, v); neighbours of one type are one
-              matrix on the device, and one launch. Types without a kernel (FloatMatrix) are left to torch
+              matrix on the device, and two of these one launch. Types without a kernel (FloatMatrix) are left to torch
     Gated     gate and up: where both are of one type, row by row in turn, so that the launch ends with SwiGLU
 
 `bind` gives the launches for one token; several tokens go through matmul.py.
@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
-from bridge.cuda import matvec
+from bridge.cuda import matvec, matvec_pair
 from bridge.cuda.activations import Records
 from bridge.cuda.device import Device, view, zeros
 from bridge.cuda.halves import Halves, gated
@@ -90,7 +90,23 @@ class Stack:
     ) -> list[Call]:  # fmt: skip
         """Calls that compute y (f32 [rows]) = or += W x for one token; see matvec.py for the last three."""
         more = normed, recorded, dependent
-        return [self._bound(first, matrix, x, y, accumulate, *more) for first, matrix in self.parts]
+        parts, calls = list(self.parts), []
+        if len(parts) > 1 and not accumulate and all(isinstance(matrix, DeviceMatrix) for _, matrix in parts[:2]):
+            calls, parts = [self._bound_pair(x, y, normed, dependent)], parts[2:]
+        return calls + [self._bound(first, matrix, x, y, accumulate, *more) for first, matrix in parts]
+
+    def _bound_pair(self, x: Vector, y: Any, normed: Normed | None, dependent: bool) -> Call:
+        """A call for the first two matrices."""
+        matrices: Any = tuple(matrix for _, matrix in self.parts[:2])
+        places = [slice(first, first + matrix.rows) for first, matrix in self.parts[:2]]
+        rows: Any = tuple(view(y[place].reshape(1, -1)) for place in places)
+        bias: Any = None if self.bias is None else tuple(view(self.bias[place]) for place in places)
+
+        def launch() -> None:
+            stream = self.multiplier.device.stream()
+            matvec_pair.launch(matrices, x.records, rows, stream, bias, normed, dependent)
+
+        return launch
 
     def _bound(
         self, first: int, matrix: Any, x: Vector, y: Any, accumulate: bool, normed: Normed | None,

@@ -1,6 +1,6 @@
 """One token through a decoder's layers, as a list of launches.
 
-A layer takes 5 if its matrices are of one type. None depends on the host:
+A layer takes 5 if its matrices are of one type, or v of another one. None depends on the host:
 
     x  = embedding row of state[TOKEN]
     norm of x, with records                                                     norm.py

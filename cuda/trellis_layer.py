@@ -66,7 +66,8 @@ class CudaTrellisLayer:
     def matmul(self, x: Any, precision: str = "f32") -> Any:
         """X W^T for X [tokens, in], a torch tensor of floats on the device; returns the same type. Adds no bias.
 
-        x is never rounded, whatever `precision` says. Raises BridgeError where x does not fit or is elsewhere.
+        x is not rounded, whatever `precision` says, but more than 16 tokens of 16 bits become halves, scaled. Raises
+        BridgeError where x does not fit or is elsewhere.
         """
         import torch
 
@@ -82,7 +83,7 @@ class CudaTrellisLayer:
             values = _rotated(values, rotations[0], True, place)
         y = torch.empty((len(x), len(self._sv)), device=place)
         with self._device.active():
-            self._fused.run(values.contiguous(), y)
+            self._fused.run(values.contiguous(), y, halves=x.dtype != torch.float32)
         if rotations is not None:
             y = _rotated(y, rotations[1], False, place)
         return (y * self._sv)[:, :out].to(x.dtype)

@@ -149,6 +149,11 @@ def pack_f16(one, other):
     return or_(to_half(one), shl(to_half(other), 16))
 
 
+def sub_f16(one, other):
+    pair = [np.array([_unsigned(word)], np.uint32).view(np.float16) for word in (one, other)]
+    return (pair[0] - pair[1]).view(np.int32)[0]
+
+
 def pack_bf16(one, other):
     """Rounded to nearest even by what is cut off: its half, less one where the last bit kept is even."""
     low, high = (_unsigned(float_bits(value)) for value in (one, other))

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 from benchlib import head, line, machine, parser
-from benchlib.divergence import FloatModel
+from benchlib.divergence import Divergence, FloatModel
 from benchlib.groups import print_groups
 
 from bridge.blocks import BLOCKS
@@ -58,7 +58,8 @@ def main() -> None:
     options = parse()
     float_model = FloatModel(options)
     print(f"Machine: {machine()}, {float_model.about}\n")
-    columns = ["type", "step", "KL", "ggml, imatrix", "ratio", "seconds"]
+    text = ["text"] if len(float_model.tests) > 1 else []
+    columns = ["type", "step", *text, "KL", "ggml, imatrix", "ratio", "seconds"]
     print(head(*columns, *(["KL in llama.cpp", "ggml there", "ratio there"] if options.llama_cpp else [])))
     points: list[dict[str, Any]] = []
     outputs = float_model.output_hessians()
@@ -70,7 +71,7 @@ def main() -> None:
         there = float_model.in_llama_cpp(made, options.threads) if options.llama_cpp else None
         bpw = WRITTEN[name].bpw
         points.append({"name": name, "maker": "llama.cpp's quantizer, imatrix", "bpw": bpw, "kl": peer.mean})
-        steps = STEPS if options.steps else [STEPS[0], *STEPS[-2:]]
+        steps = STEPS if options.steps else STEPS[-1:] if options.last_step else [STEPS[0], *STEPS[-2:]]
         if name not in BLOCKS or name in CALIBRATED:  # its scales are chosen while it is rounded
             steps = [step for step in steps if "unweighted" not in step[0]]
         for step, settings, cross in steps:
@@ -78,11 +79,15 @@ def main() -> None:
             felt = {"outputs": outputs.get} if step == TWO_SIDED else {}
             blocks: dict[str, Blocks] = {}
             own, seconds = float_model.quantized(Method(grid, **settings).layer, blocks, cross=cross, **felt)
-            more: list[Any] = []
+            more: list[Divergence] = []
             if there is not None:
                 here = float_model.in_llama_cpp(blocks, options.threads)
-                more = [here, there, here.over(there)]
-            line(name, step, own, peer, own.over(peer), f"{seconds:.0f}", *more)
+                more = [here, there]
+            for i, test in enumerate(float_model.tests):
+                values = [d.by_text()[i] for d in (own, peer, *more)]
+                ratios = [values[k].over(values[k + 1]) for k in range(0, len(values), 2)]
+                text = [test.stem] if len(float_model.tests) > 1 else []
+                line(name, step, *text, *values[:2], ratios[0], f"{seconds:.0f}", *values[2:], *ratios[1:])
         points.append({"name": name, "maker": "gguf-bridge quantize", "bpw": bpw, "kl": own.mean})
         if options.auto_round:
             script = auto_round_gguf.__file__, "--type", name, "--threads", options.threads
@@ -112,10 +117,12 @@ def parse() -> argparse.Namespace:
     required = {"required": True}
     common = ("model", "--calibrate", "--test", "--samples", "--length", "--windows", "--threads", "--json")
     several = {"nargs": "+", "type": str, "help": "the texts that quantizers see, as `quantize` takes them"}
-    options = parser(__doc__, *common, calibrate=required | several, test=required)
+    tests = {"nargs": "+", "help": "the texts that are predicted"}
+    options = parser(__doc__, *common, calibrate=required | several, test=required | tests)
     types = ["Q4_K", "Q3_K", "Q2_K"]
     options.add_argument("--types", nargs="*", default=types, metavar="TYPE", help="default: %(default)s")
     options.add_argument("--steps", action="store_true", help="print a line for each step")
+    options.add_argument("--last-step", action="store_true", help="leave all steps but the last out")
     options.add_argument("--llama-cpp", action="store_true", help="also run every result in llama.cpp")
     options.add_argument("--groups", type=Path, metavar="PYTHON", help="a Python that has llm-compressor")
     options.add_argument("--auto-round", type=Path, metavar="PYTHON", help="a Python that has auto-round")

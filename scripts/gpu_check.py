@@ -1,23 +1,28 @@
 """Check and measure everything on a machine with an NVIDIA GPU, in one run of at most 8 minutes.
 
-    python scripts/gpu_check.py [--json gpu_check.json]
+    python scripts/gpu_check.py [--json gpu_check.json] [--kernels build/kernels] [--llama-cpp DIR]
 
 One product comes first: without it, nothing else is tried. Then comes correctness, in several processes at once, which
 also compiles the kernels that are timed later: products of all types against float64 (1 to 8 columns, rounded
 activations and floats, 9 to 64 columns on tensor cores, odd shapes, outputs poisoned before and guarded behind),
 epilogues, dequantization, the tensors' Python methods, QuantLinear with its gradient and compiled, products in many
-threads and streams, trellis codes, and the model in tests/data against the CPU runtime and in transformers: captured
-steps against single launches, and overlapping launches against launches one after the other. Then times are measured on
-replays of CUDA graphs whose weights rotate beyond the L2 cache: read bandwidth, products, products of 16 and 64 columns
-against dequantizing first, torch's f16 product, tokens of a synthetic 8B model with both ways of launching, and other
-launch configurations. Where compute-sanitizer is installed, some checks run again under it in the time that is left.
-The table comes last. Jobs for which no time is left are listed as not run.
-The exit code is 1 if a result is wrong or below its bar, or if a check or a bar was not run; 2 if nothing can be
-checked.
+threads and streams, attention over 8,192 and 32,768 positions, captured graphs, copies, torch's own compiler, a second
+GPU if there is one, trellis codes, and the model in tests/data against the CPU runtime and in transformers: captured
+steps against single launches, and overlapping launches against launches one after the other. Then times are measured
+on replays of CUDA graphs whose weights rotate beyond the L2 cache: read bandwidth, products, products of 16 and 64
+columns against dequantizing first, prompts against torch's products of halves and bfloat16, attention beside torch's,
+tokens of a synthetic 8B model in Q4_K, with both ways of launching, and in llama.cpp's Q4_K_M, what a launch costs,
+uploads, clocks, and other launch configurations. Where nvcc is installed and a checkout of llama.cpp is given, its own
+products of a vector are compiled and timed beside ours. Where compute-sanitizer is installed, some checks run again
+under it in the time that is left. The table comes last. Jobs for which no time is left are listed as not run.
+Compiling all kernels takes the better part of an hour of CPU time: tests/support/gpu/carried.py does it on a machine
+without a GPU, for a compute capability, with the same versions of Python and of its packages. The exit code is 1 if a
+result is wrong or below its bar, or if a check or a bar was not run; 2 if nothing can be checked.
 """
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -33,9 +38,15 @@ FOR_CORRECTNESS = 0.6  # at most this share of it
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser(__doc__, "--json", json={"default": Path("gpu_check.json")})
     options.add_argument("--seconds", type=float, default=BUDGET, help="limit for the whole run; default: %(default)s")
+    options.add_argument("--kernels", type=Path, metavar="DIR", help="a folder of kernels compiled elsewhere")
+    options.add_argument("--llama-cpp", type=Path, metavar="DIR", help="a checkout of llama.cpp, to be timed too")
     options.add_argument("--jobs", action="store_true", help=argparse.SUPPRESS)
     begun = time.monotonic()
     a = options.parse_args(arguments)
+    if a.kernels is not None:
+        os.environ["NUMBA_CACHE_DIR"] = str(a.kernels.resolve())
+    if a.llama_cpp is not None:
+        os.environ["LLAMA_CPP"] = str(a.llama_cpp.resolve())
     if (reason := missing()) is not None:
         print(f"no check: {reason}", file=sys.stderr)
         return 2

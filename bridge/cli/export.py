@@ -23,10 +23,10 @@ def add_parser(commands: Any) -> None:
     p.add_argument("out", type=Path, help="folder to write")
     p.add_argument(
         "--format",
-        choices=("floats", "gptq", "gptq_v2", "awq", "compressed-tensors", "mlx", "hqq", "modelopt"),
+        choices=("floats", "gptq", "gptq_v2", "gptq_p", "awq", "compressed-tensors", "mlx", "hqq", "modelopt"),
         default="floats",
-        help="floats, gptq (v1), gptq_v2, awq (gemm), compressed-tensors (pack-quantized, or 4-bit floats), mlx, hqq "
-        "or modelopt (NVFP4) (default: floats)",
+        help="floats, gptq (v1), gptq_v2, gptq_p (planar, of GPTQModel: 5 to 7 bits too), awq (gemm), "
+        "compressed-tensors (pack-quantized, or 4-bit floats), mlx, hqq or modelopt (NVFP4) (default: floats)",
     )
     p.add_argument(
         "--bits",

@@ -188,7 +188,7 @@ def _keep_output_hessians(
     layers: LayerStore,
 ) -> None:
     """Keep A of each layer, see `two_sided`, until it is finished."""
-    from bridge.quantize.forward_passes import output_hessians, tokens_felt
+    from bridge.quantize.forward_passes import output_hessians
 
     def said(what: str) -> None:
         if settings.progress:
@@ -196,7 +196,7 @@ def _keep_output_hessians(
 
     said("forward")
     missing = set(targets)
-    for name, outputs in output_hessians(model, tokens_felt(tokens), shelf):
+    for name, outputs in output_hessians(model, tokens, shelf):
         said(name)
         if name in missing:
             layers.save_outputs(name, outputs)

@@ -59,7 +59,7 @@ def codes_of(
         codes = np.where(negative, block.levels - 1 - codes, codes)
         scales = np.abs(scales)
     scales = scales.astype(np.float16).astype(np.float32)
-    return _grouped(name, width, codes.astype(np.uint8), scales, zeros, block.sub)
+    return _grouped(name, width, codes, scales, zeros, block.sub)
 
 
 def fp4_of(name: str, type: str, raw: np.ndarray, scale: float) -> Fp4Tensor | None:
@@ -68,15 +68,33 @@ def fp4_of(name: str, type: str, raw: np.ndarray, scale: float) -> Fp4Tensor | N
 
     scale  of the whole tensor
     """
+    scales = fp4_scales(type, raw)
+    if scales is None:
+        return None
+    return Fp4Tensor(name, type, unpack_fields(TYPES[type], raw)[0], scales, GROUPS[type], scale)
+
+
+def fp4_scales(type: str, raw: np.ndarray) -> np.ndarray | None:
+    """The scales of such blocks, uint8 [out, G]; None where `fp4_of` returns None."""
     if type not in GROUPS:
         return None
     block = TYPES[type]
-    codes = unpack_fields(block, raw)[0]
     heads = raw.reshape(len(raw), -1, block.nbytes)[:, :, : block.size // block.sub].reshape(len(raw), -1)
     if type == "MXFP4":
-        return None if (heads == 255).any() else Fp4Tensor(name, type, codes, heads.copy(), GROUPS[type])
+        return None if (heads == 255).any() else heads
     heads = heads & 127  # the sign is ignored, and NaN is read as 0
-    return Fp4Tensor(name, type, codes, np.where(heads == 127, np.uint8(0), heads), GROUPS[type], scale)
+    return np.where(heads == 127, np.uint8(0), heads)
+
+
+def is_plain(type: str, raw: np.ndarray) -> bool:
+    """Whether all scales and offsets of blocks uint8 [out, row bytes] are finite halves that are the type's only ones,
+    and 128 times a scale is a half too: `codes_of` takes such rows whatever their codes are."""
+    block = TYPES.get(type)
+    if block is None or block.is_k or block.values:
+        return False
+    scales = _halves(block, raw, block.d_at)
+    fits = bool((np.abs(scales) <= 65504 / 128).all())
+    return fits and not (block.has_min and not np.isfinite(_halves(block, raw, block.dmin_at)).all())
 
 
 def regrouped(tensor: GroupedTensor, sizes: tuple[int, ...]) -> GroupedTensor | None:
@@ -177,12 +195,13 @@ def _scaled(
     block: BlockType, q: np.ndarray, scales: np.ndarray, bits: tuple[int, ...]
 ) -> tuple[np.ndarray, np.ndarray, int] | None:
     """Codes around the middle of as few bits as hold them, that middle as zero points, and the bits."""
-    steps = q.astype(np.int16) - block.zero
-    least, greatest = int(steps.min(initial=0)), int(steps.max(initial=0))
+    least, greatest = int(q.min(initial=block.zero)) - block.zero, int(q.max(initial=block.zero)) - block.zero
     width = next((n for n in bits if least >= -(1 << (n - 1)) and greatest < 1 << (n - 1)), None)
     if width is None:
         return None
-    return steps + (1 << (width - 1)), np.full_like(scales, 1 << (width - 1)), width
+    middle = 1 << (width - 1)
+    codes = q if middle == block.zero else q + np.uint8((middle - block.zero) % 256)  # which wraps
+    return codes, np.full_like(scales, middle), width
 
 
 def _group_size(scales: np.ndarray, zeros: np.ndarray, sub: int, columns: int) -> int:
@@ -195,5 +214,7 @@ def _group_size(scales: np.ndarray, zeros: np.ndarray, sub: int, columns: int) -
 
 
 def _equal(values: np.ndarray, step: int) -> bool:
-    runs = values.reshape(len(values), -1, step)
-    return bool((runs == runs[:, :, :1]).all())
+    """Whether all runs of `step` values are of one value; the first row tells mostly."""
+    return all(
+        bool((runs == runs[:, :, :1]).all()) for runs in (x.reshape(len(x), -1, step) for x in (values[:1], values))
+    )

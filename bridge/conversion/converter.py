@@ -107,7 +107,7 @@ def convert_as(
         options.config,
         needs_config=template is None,
         detect_lattice=options.detect_lattice if given is None else given.detect_lattice,
-        by_family=options.calibrate is not None or (given is not None and not given.by_gguf_names),
+        by_family=bool(options.calibrate or adapter) or (given is not None and not given.by_gguf_names),
     ) as ckpt:
         if adapter is not None:
             merge(ckpt, adapter)

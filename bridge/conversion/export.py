@@ -3,45 +3,59 @@
     bridge.export("model.gguf", "folder", "gptq_v2")
 
 Names and row orders are the family's (`gguf_source`), codes and groups come from the blocks (`codes_of_blocks`), and
-the folder is written as `quantize --format` writes one. Layers are read twice, once for the headers: none stays in
-memory.
+the folder is written as `quantize --format` writes one. Layers are read twice, first for the headers, of most types a
+part of the rows: none stays in memory.
 """
 
 from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
 
+from bridge.blocks import TYPES
 from bridge.checkpoint.files.folder import check_folder
 from bridge.checkpoint.formats.fp4 import Fp4Tensor
 from bridge.checkpoint.formats.fp4_layouts import fp4_obstacle
-from bridge.checkpoint.formats.layouts import GPTQ_BITS, HQQ_BITS, HQQ_SIZES, MLX_BITS, MLX_SIZES, mlx_biases
+from bridge.checkpoint.formats.layouts import (
+    GPTQ_BITS,
+    HQQ_BITS,
+    HQQ_SIZES,
+    MLX_BITS,
+    MLX_SIZES,
+    PLANAR_BITS,
+    mlx_biases,
+)
 from bridge.checkpoint.grouped import GroupedTensor
-from bridge.conversion.codes_of_blocks import codes_of, fp4_of, own_noise, regrouped, rounded
+from bridge.conversion.codes_of_blocks import codes_of, fp4_of, fp4_scales, is_plain, own_noise, regrouped, rounded
 from bridge.conversion.gguf_config import checked_source, write_config
 from bridge.conversion.gguf_source import GgufSource, Place
 from bridge.encode.limits import REQUANTIZED_LIMIT
 from bridge.errors import BridgeError, parameter
 from bridge.gguf_file.reader import StoredModel, read_gguf
 from bridge.quantize.checkpoint_writer import CheckpointWriter, Groups, refusal
+from bridge.runtime.cpu.dequantize import FLOATS
 from bridge.system.files import expanded
 from bridge.system.options import checked
 from bridge.system.progress import Progress
 from bridge.system.text import align, percent, size_text
 
-FORMATS = ("floats", "gptq", "gptq_v2", "awq", "compressed-tensors", "mlx", "hqq", "modelopt")
+FORMATS = ("floats", "gptq", "gptq_v2", "gptq_p", "awq", "compressed-tensors", "mlx", "hqq", "modelopt")
 BITS: dict[str, tuple[int, ...]] = {
-    "gptq": GPTQ_BITS, "gptq_v2": GPTQ_BITS, "awq": (4,), "compressed-tensors": (4, 8), "mlx": MLX_BITS,
-    "hqq": HQQ_BITS, "modelopt": (),
+    "gptq": GPTQ_BITS, "gptq_v2": GPTQ_BITS, "gptq_p": PLANAR_BITS, "awq": (4,), "compressed-tensors": (4, 8),
+    "mlx": MLX_BITS, "hqq": HQQ_BITS, "modelopt": (),
 }  # fmt: skip
 DTYPES = ("F16", "BF16", "F32")
 EXACT, ALL_CODES, ROUNDED, AS_FLOATS = "exact", "all codes", "rounded", "floats"
+_OFFSET_SIZES = {"mlx": MLX_SIZES, "hqq": HQQ_SIZES}  # formats with any zero points, and their group sizes
+_AT_ONCE = 1 << 20  # values of a layer that are rounded or compared
 _LAYER = re.compile(r"blk\.\d+\.(attn|ffn)_(?!gate_inp)[a-z_]+\.weight")
 
 
@@ -110,10 +124,11 @@ def export(
 
     model     a GGUF, or any shard of one
     out       the folder to write
-    format    "floats", "gptq" (v1), "gptq_v2", "awq" (gemm), "compressed-tensors" (pack-quantized, MXFP4, NVFP4), "mlx"
-              (affine, mxfp4, nvfp4), "hqq" or "modelopt" (NVFP4). The layers of the decoder's blocks keep their codes
-              where the format holds them, see `codes_of_blocks`; the others are rounded, or floats where the
-              format has too few bits. The experts of a mixture are floats in MLX, which mlx-lm stacks itself
+    format    "floats", "gptq" (v1), "gptq_v2", "gptq_p" (planar, of GPTQModel: 5 to 7 bits too), "awq" (gemm),
+              "compressed-tensors" (pack-quantized, MXFP4, NVFP4), "mlx" (affine, mxfp4, nvfp4), "hqq" or "modelopt"
+              (NVFP4). The layers of the decoder's blocks keep their codes where the format holds them, see
+              `codes_of_blocks`; the others are rounded, or floats where the format has too few bits. The experts of
+              a mixture are floats in MLX, which mlx-lm stacks itself
     bits      of layers that are rounded; None: the least of the format's that add under 15% of the type's own noise, 8
               where that is not known
     config    folder with config.json and tokenizer of the model, which are copied; None: transformers makes them of
@@ -151,12 +166,15 @@ def export(
 
 
 @dataclass(frozen=True)
-class _Layer:
-    """A layer in a format: what is written, how it came to that, and how the format describes it."""
+class _Form:
+    """How a layer is written, which its data tells: what becomes of it, and how the format describes it.
 
-    tensor: GroupedTensor | Fp4Tensor
+    offsets  zero points are not whole numbers
+    """
+
     how: str
     groups: Groups
+    offsets: bool = False
 
 
 def _write(
@@ -171,14 +189,14 @@ def _write(
     """Write the folder; `seconds` is left to the caller."""
     check_folder(source, path, force, gguf.files)
     reports: dict[str, ExportedTensor] = {}
-    layers: dict[str, Groups] = {}
+    forms: dict[str, _Form] = {}
     for name, place in source.places.items():
         reports[name] = ExportedTensor(name, place.stored.type, AS_FLOATS)
         if format != "floats" and _LAYER.fullmatch(place.stored.name) and len(place.part.shape) == 2:
-            layer = _layer(place, format, bits)
-            if layer is not None:
-                layers[place.part.module] = layer.groups
-                reports[name] = _report(name, place, layer, format)
+            form = _form(place, format, bits)
+            if form is not None:
+                forms[place.part.module] = form
+    layers = {module: form.groups for module, form in forms.items()}
     if format != "floats" and not layers:
         raise BridgeError(f"{gguf.files[0]}: has no layer that {format} holds; choose {parameter('format', 'floats')}")
     if format == "awq" and len(set(layers.values())) > 1:
@@ -187,89 +205,187 @@ def _write(
     with CheckpointWriter(
         source, path, format if layers else "gptq_v2", layers, force=force, progress=progress
     ) as writer:
-        for module, groups in layers.items():
-            again = _layer(source.places[f"{module}.weight"], format, groups.bits)
-            assert again is not None  # it was found above
-            writer.add(again.tensor)
+        for module, tensor, report in _layers(source, forms, format):
+            writer.add(tensor)
+            reports[f"{module}.weight"] = report
         written = writer.finish()
     rest = sum(t.how == ROUNDED for t in reports.values())
     notes = [f"{rest} layers have no codes that {format} holds: rounded"] if rest else []
     return Exported(written.out, format, list(reports.values()), written.nbytes, 0.0, notes)
 
 
-def _layer(place: Place, format: str, bits: int | None) -> _Layer | None:
-    """A layer in a format; None if it stays in floats. `bits`: those that it is rounded to, if it is."""
-    module, shape = place.part.module, (place.part.shape[0], place.part.shape[1])
-    if place.part.change is not None or place.stored.type in ("F32", "F16", "BF16", "F64"):
+def _layers(
+    source: GgufSource, forms: dict[str, _Form], format: str
+) -> Iterator[tuple[str, GroupedTensor | Fp4Tensor, ExportedTensor]]:
+    """Layers and what became of them; while one is written, the next is made."""
+
+    def made(module: str, form: _Form) -> tuple[str, GroupedTensor | Fp4Tensor, ExportedTensor]:
+        place = source.places[f"{module}.weight"]
+        tensor = _tensor(place, format, form)
+        return module, tensor, _report(place, tensor, form, format)
+
+    with ThreadPoolExecutor(1) as thread:
+        ahead: Future[tuple[str, GroupedTensor | Fp4Tensor, ExportedTensor]] | None = None
+        for module, form in forms.items():
+            following = thread.submit(made, module, form)
+            if ahead is not None:
+                yield ahead.result()
+            ahead = following
+        if ahead is not None:
+            yield ahead.result()
+
+
+def _form(place: Place, format: str, bits: int | None) -> _Form | None:
+    """What a layer becomes in a format; None if it stays in floats. `bits`: those that it is rounded to, if it is."""
+    type, shape = place.stored.type, (place.part.shape[0], place.part.shape[1])
+    if place.part.change is not None or type in FLOATS:
         return None
     if format == "mlx" and len(place.tensor.parts) > 1:
         return None
-    raw = np.ascontiguousarray(place.raw())
-    floats = fp4_of(module, place.stored.type, raw, place.scale)
-    if floats is not None and fp4_obstacle(format, floats) is None:
-        return _Layer(floats, EXACT, Groups(4, floats.group_size, True, floats.kind))
-    tensor, how = codes_of(module, place.stored.type, raw, BITS[format]), EXACT
-    if format in ("mlx", "hqq"):
-        sizes = MLX_SIZES if format == "mlx" else HQQ_SIZES
-        tensor = tensor and regrouped(tensor, sizes)
-        if tensor is None:
-            tensor = codes_of(module, place.stored.type, raw, BITS[format], offsets=True)
-            tensor = tensor and regrouped(tensor, sizes)
-        if tensor is not None and not np.isfinite(mlx_biases(tensor)).all():
-            tensor = None
-    if tensor is None or not np.isfinite(tensor.scales).all() or (format == "gptq" and (tensor.zeros == 0).any()):
-        tensor, how = _rounded(place, raw, format, bits), ROUNDED
-    if tensor is None:
-        return None
-    size = tensor.group_size if tensor.group_size < shape[1] or format in ("mlx", "hqq") else -1
-    middle = bool((tensor.zeros == 1 << (tensor.bits - 1)).all())
-    groups = Groups(tensor.bits, size, format == "compressed-tensors" and middle)
-    return None if refusal(format, groups, shape) else _Layer(tensor, how, groups)
+    raw = place.raw()
+    first = fp4_of(place.part.module, type, raw[:1], place.scale)
+    if first is not None and fp4_obstacle(format, first) is None and fp4_scales(type, raw) is not None:
+        return _Form(EXACT, Groups(4, first.group_size, True, first.kind))
+    for offsets in (False, True) if format in _OFFSET_SIZES else (False,):
+        found = _coded_form(type, raw, shape, format, offsets)
+        if found is not None:
+            break
+    else:
+        found = _rounded_form(place, raw, format, bits)
+    return None if found is None or refusal(format, found.groups, shape) else found
 
 
-def _rounded(place: Place, raw: np.ndarray, format: str, bits: int | None) -> GroupedTensor | None:
-    """A layer rounded to nearest; None where the format has too few bits, or groups of 32 do not fit.
+def _coded_form(type: str, raw: np.ndarray, shape: tuple[int, int], format: str, offsets: bool) -> _Form | None:
+    """Bits and groups of a layer that keeps its codes; None where the format does not hold them.
 
-    Below 8 bits, groups have zero points, but for compressed-tensors, which transformers does not load with them.
+    Of a plain type, some rows tell both mostly, and the others are only looked through for scales that do not fit.
     """
-    if place.part.shape[1] % 32:
+    block, width, size, middle = TYPES.get(type), 0, shape[1], True
+    if block is None:
         return None
-    weights, noise = place.floats(), own_noise(place.stored.type, raw)
-    limit = REQUANTIZED_LIMIT * noise if noise is not None else None
-    for width in BITS[format] if bits is None else (bits,):
-        if bits is None and width < 8 and limit is None:
+    most = next((n for n in BITS[format] if n >= (block.levels - 1).bit_length()), 0)
+    for rows in _runs(shape, first=64):
+        if (width, size) == (most, block.sub) and is_plain(type, raw[rows]):
             continue
-        symmetric = width == 8 or format == "compressed-tensors"
-        found = rounded(place.part.module, weights, width, symmetric, least=format == "gptq")
-        fits = limit is None or np.square(found.dequantize() - weights, dtype=np.float64).sum() <= limit
-        if np.isfinite(found.scales).all() and (fits or width == 8 or bits is not None):
-            return found
+        tensor = _coded("", type, raw[rows], format, BITS[format], offsets)
+        if tensor is None:
+            return None
+        width, size = max(width, tensor.bits), min(size, tensor.group_size)
+        middle &= bool((tensor.zeros == 1 << (tensor.bits - 1)).all())
+    return _Form(EXACT, _groups(width, size, middle, shape, format), offsets)
+
+
+def _coded(
+    name: str, type: str, raw: np.ndarray, format: str, bits: tuple[int, ...], offsets: bool
+) -> GroupedTensor | None:
+    """The codes of blocks in groups that a format has; None where it does not hold them."""
+    tensor = codes_of(name, type, raw, bits, offsets)
+    if tensor is not None and format in _OFFSET_SIZES:
+        tensor = regrouped(tensor, _OFFSET_SIZES[format])
+        if tensor is not None and not np.isfinite(mlx_biases(tensor)).all():
+            return None
+    if tensor is None or not np.isfinite(tensor.scales).all() or (format == "gptq" and (tensor.zeros == 0).any()):
+        return None
+    return tensor
+
+
+def _rounded_form(place: Place, raw: np.ndarray, format: str, bits: int | None) -> _Form | None:
+    """Bits of a layer that is rounded to nearest; None where the format has too few, or groups of 32 do not fit."""
+    shape = place.part.shape[0], place.part.shape[1]
+    if shape[1] % 32:
+        return None
+    noise = own_noise(place.stored.type, raw)
+    limit = REQUANTIZED_LIMIT * noise if noise is not None and bits is None else np.inf
+    for width in BITS[format] if bits is None else (bits,):
+        if bits is None and width < 8 and noise is None:
+            continue
+        error, finite = 0.0, True
+        for rows in _runs(shape):
+            weights = place.floats(rows)
+            found = _rounded(place.part.module, weights, width, format)
+            finite &= bool(np.isfinite(found.scales).all())
+            error += float(np.square(found.dequantize() - weights, dtype=np.float64).sum())
+            if width < 8 and not error <= limit:
+                break
+        if finite and (width == 8 or error <= limit):
+            return _Form(ROUNDED, _groups(width, 32, _is_symmetric(width, format), shape, format))
     return None
 
 
-def _report(name: str, place: Place, layer: _Layer, format: str) -> ExportedTensor:
-    """What became of a layer."""
-    tensor, groups, how = layer.tensor, layer.groups, layer.how
-    weights, noise = place.floats(), own_noise(place.stored.type, np.ascontiguousarray(place.raw()))
-    error = float(np.square(_held(tensor, format) - weights, dtype=np.float64).sum())
-    signal = float(np.square(weights, dtype=np.float64).sum())
+def _is_symmetric(bits: int, format: str) -> bool:
+    """Whether layers are rounded around the middle: below 8 bits they have zero points, but for compressed-tensors,
+    which transformers does not load with them."""
+    return bits == 8 or format == "compressed-tensors"
+
+
+def _rounded(name: str, weights: np.ndarray, bits: int, format: str) -> GroupedTensor:
+    """Weights rounded to nearest, in groups of 32."""
+    return rounded(name, weights, bits, _is_symmetric(bits, format), least=format == "gptq")
+
+
+def _groups(bits: int, size: int, middle: bool, shape: tuple[int, int], format: str) -> Groups:
+    """How a format describes a layer; `middle`: all zero points are the middle of the codes."""
+    whole = size == shape[1] and format not in _OFFSET_SIZES
+    return Groups(bits, -1 if whole else size, format == "compressed-tensors" and middle)
+
+
+def _tensor(place: Place, format: str, form: _Form) -> GroupedTensor | Fp4Tensor:
+    """A layer in the form that was found."""
+    module, shape = place.part.module, (place.part.shape[0], place.part.shape[1])
+    if form.how == ROUNDED:
+        parts = [_rounded(module, place.floats(rows), form.groups.bits, format) for rows in _runs(shape)]
+        codes, scales, zeros = (
+            np.concatenate(x) for x in zip(*((p.codes, p.scales, p.zeros) for p in parts), strict=True)
+        )
+        return replace(parts[0], codes=codes, scales=scales, zeros=zeros)
+    raw = place.raw()
+    if form.groups.kind != "int":
+        found: GroupedTensor | Fp4Tensor | None = fp4_of(module, place.stored.type, raw, place.scale)
+    else:
+        found = _coded(module, place.stored.type, raw, format, (form.groups.bits,), form.offsets)
+    assert found is not None  # `_form` looked through all rows
+    return found
+
+
+def _report(place: Place, tensor: GroupedTensor | Fp4Tensor, form: _Form, format: str) -> ExportedTensor:
+    """What became of a layer. Blocks of one scale, or in MLX one offset too, need not be compared."""
+    type, groups, how = place.stored.type, form.groups, form.how
+    block, error, signal, share = TYPES[type], 0.0, 0.0, None
+    if how == ROUNDED or (groups.kind == "int" and (block.is_k or (block.has_min and format != "mlx"))):
+        for rows in _runs((place.part.shape[0], place.part.shape[1])):
+            weights = place.floats(rows)
+            error += float(np.square(_held(tensor, format, rows) - weights, dtype=np.float64).sum())
+            signal += float(np.square(weights, dtype=np.float64).sum())
+        noise = own_noise(type, place.raw()) if how == ROUNDED else None
+        share = error / noise if noise else None
     return ExportedTensor(
-        name,
-        place.stored.type,
+        f"{place.part.module}.weight",
+        type,
         ALL_CODES if how == EXACT and error else how,
         groups.bits,
         groups.group_size,
         groups.kind,
         error / signal if signal else 0.0,
-        error / noise if noise and how == ROUNDED else None,
+        share,
     )
 
 
-def _held(tensor: GroupedTensor | Fp4Tensor, format: str) -> np.ndarray:
-    """float32 of a layer as the checkpoint has it."""
-    if isinstance(tensor, Fp4Tensor) or format not in ("mlx", "hqq"):
-        return tensor.dequantize()
-    scales = np.repeat(tensor.scales.astype(np.float32), tensor.group_size, 1)
+def _held(tensor: GroupedTensor | Fp4Tensor, format: str, rows: slice) -> np.ndarray:
+    """float32 of some rows of a layer as the checkpoint has it."""
+    if isinstance(tensor, Fp4Tensor) or format not in _OFFSET_SIZES:
+        return tensor.dequantize(rows)
+    scales = tensor.scales[rows].astype(np.float32)
+    codes, scales = tensor.codes[rows], np.repeat(scales, tensor.group_size, 1)
     if format == "mlx":
-        return tensor.codes * scales + np.repeat(mlx_biases(tensor).astype(np.float32), tensor.group_size, 1)
-    return (tensor.codes - np.repeat(tensor.zeros.astype(np.float16).astype(np.float32), tensor.group_size, 1)) * scales
+        return codes * scales + np.repeat(mlx_biases(tensor)[rows].astype(np.float32), tensor.group_size, 1)
+    zeros = tensor.zeros[rows].astype(np.float16).astype(np.float32)
+    return (codes - np.repeat(zeros, tensor.group_size, 1)) * scales
+
+
+def _runs(shape: tuple[int, int], first: int | None = None) -> Iterator[slice]:
+    """Slices of rows of about a million values that cover a matrix; `first`: rows of the first."""
+    step, start = max(1, _AT_ONCE // shape[1]), 0
+    while start < shape[0]:
+        stop = min(start + (min(first, step) if first and start == 0 else step), shape[0])
+        yield slice(start, stop)
+        start = stop

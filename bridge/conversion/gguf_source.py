@@ -119,8 +119,11 @@ class GgufSource:
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
         """A tensor's values in the dtype of the new checkpoint. Raises BridgeError if F16 cannot hold one."""
+        place, dtype = self.places[name], self.tensors[name].dtype
+        if place.stored.type == dtype and place.part.change is None and len(place.part.shape) > 1:
+            return place.raw(slice(*(rows or (None,)))).view(NUMPY[dtype])
         values = self.places[name].floats(slice(*(rows or (None,))))
-        return from_float32(values, self.tensors[name].dtype, name)
+        return from_float32(values, dtype, name)
 
     def _info(self, name: str, place: Place, dtype: str) -> TensorInfo:
         if place.stored.type not in (*READ, *FLOATS):

@@ -111,7 +111,7 @@ class PartReader:
         """uint8: the bytes of a GGUF's tensor that keeps its type; None for all others."""
         if not isinstance(self.ckpt, GgufCheckpoint) or {*tensor.how} != {"as it came"}:
             return None
-        if any(self.stored_as(part) != tensor.type for part in tensor.parts):
+        if any(self.stored_as(part) != tensor.type or part.source in self.ckpt.merged for part in tensor.parts):
             return None
         return self.ckpt.copied(tensor.name, tensor.type, tensor.shape)
 

@@ -273,6 +273,9 @@ class Planner:
         if not coded:
             stored = self.reader.stored_as(tensor.parts[0])
             if self._keeps_types and self.options.explicit(place.name, place.kind, place.tied) is None:
+                if tensor.parts[0].source in self.ckpt.merged:
+                    own = self.ckpt.store.tensors[tensor.parts[0].source].dtype
+                    return Choice(own if own in (*WRITTEN, *FLOAT_TYPES) else "Q8_0", "merged with the adapter")
                 return Choice(stored, "as it is")
             imatrix = bool(self.importance.by_name)
             wanted = self.options.wanted(place, as_codes=False, calibrated=self.calibrated, imatrix=imatrix)

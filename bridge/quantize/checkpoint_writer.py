@@ -339,7 +339,7 @@ class CheckpointWriter:
             self._format, self._layers, self._left(), asymmetric=self._asymmetric, scattered=self._scattered
         )
         configs: dict[str, Any] = {"config.json": {**self._ckpt.config, **labels}}
-        if self._format in ("gptq", "gptq_v2"):
+        if self._format.startswith("gptq"):
             configs["quantize_config.json"] = labels["quantization_config"]
         return configs | self._index()
 

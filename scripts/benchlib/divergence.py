@@ -31,9 +31,14 @@ from . import output_of
 
 @dataclass(frozen=True)
 class Divergence:
-    """The KL divergence of each window, in nats a token: float64 [windows]."""
+    """The KL divergence of each window, in nats a token: float64 [windows], those of one text after another's."""
 
     windows: np.ndarray
+    texts: int = 1
+
+    def by_text(self) -> "list[Divergence]":
+        """That of each text."""
+        return [Divergence(windows) for windows in self.windows.reshape(self.texts, -1)]
 
     @property
     def mean(self) -> float:
@@ -57,7 +62,7 @@ class FloatModel:
     """What is compared with: a model's weights and predictions, and the activations that an imatrix is made of.
 
     options      model, calibrate, test, samples, length, windows and threads, as the common options give them;
-                 calibrate may be a list, as `quantize` takes it
+                 calibrate may be a list, as `quantize` takes it, and test one of several texts
 
     calibration  int64 [samples, length], what every quantizer sees
     held         how many of the last of these are held back, see `bridge.quantize.mixture`
@@ -78,14 +83,17 @@ class FloatModel:
 
         found = calibration_sequences(sources_of(texts), tokenizer, options.samples, options.length, own=own)
         self.calibration, self.held = found.tokens.numpy(), found.held
-        text = options.test.read_text(encoding="utf-8")
-        self._test = reference.windows(tokenizer, text, options.windows, options.length)
+        self.tests = options.test if isinstance(options.test, list) else [options.test]
+        texts_read = [test.read_text(encoding="utf-8") for test in self.tests]
+        windows = [reference.windows(tokenizer, text, options.windows, options.length) for text in texts_read]
+        self._test = np.concatenate(windows)
         self.weights = reference.float_weights(self.folder)
         self._expected = reference.logits(self.with_weights(self.weights), self._test)
         self.importance = self._imatrix()
         self.about = (
             f"{options.threads} threads. {self.folder.name}, {self.calibration.size} tokens of "
-            f"{' and '.join(Path(text).name for text in texts)}, {options.windows} windows of {options.test.name}."
+            f"{' and '.join(Path(text).name for text in texts)}, {options.windows} windows of "
+            f"{' and '.join(test.name for test in self.tests)}."
         )
 
     def with_weights(self, weights: reference.Weights) -> torch.nn.Module:
@@ -95,7 +103,7 @@ class FloatModel:
     def divergence(self, other: torch.nn.Module | reference.Weights) -> "Divergence":
         """The KL divergence of a model or of this one with other weights."""
         model = other if isinstance(other, torch.nn.Module) else self.with_weights(other)
-        return Divergence(window_kls(self._expected, reference.logits(model, self._test)))
+        return Divergence(window_kls(self._expected, reference.logits(model, self._test)), len(self.tests))
 
     def quantized(
         self, layer: Any, blocks: dict[str, Blocks] | None = None, **options: Any
@@ -121,7 +129,7 @@ class FloatModel:
             replace_blocks(floats, made, blocks)
             with LlamaCpp(made, n_ctx=self._test.shape[1], n_threads=threads) as model:
                 found = np.stack([model.logits(window.tolist()) for window in self._test])
-        return Divergence(window_kls(self._expected, found))
+        return Divergence(window_kls(self._expected, found), len(self.tests))
 
     def output_hessians(self) -> dict[str, torch.Tensor]:
         """A of each layer, see `bridge.quantize.two_sided`."""

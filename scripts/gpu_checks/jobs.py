@@ -6,25 +6,31 @@ import torch
 from bridge.cuda.device import require
 
 from bridge.blocks import ROUNDED
-from gpu_checks import linears, model, products, timing, tokens, trellis
+from gpu_checks import contexts, costs, linears, mmvq, model, products, timing, tokens, torchs, trellis
 
 LARGE, SMALL = "8192x28672", "4096x14336"
+OTHERS = ("4096x4096", "1024x4096", "14336x4096")  # q, k and gate of an 8B model
 TYPES = ("Q4_K", "Q6_K", "Q8_0", "Q4_0", "Q2_K", "Q3_K", "Q5_K", "Q4_1", "Q5_0", "Q5_1", "MXFP4", "NVFP4", "Q2_0",
          *reversed(ROUNDED))  # fmt: skip
 OTHERWISE = ("MXFP4", "NVFP4", "Q2_0")  # not on tensor cores
 TOKENS = ("Q4_K", "Q6_K", "Q8_0")  # timed with many tokens
 LINEARS = ("Q4_K", "Q8_0")
 CACHES = ("f16", "q8_0", "f32")
+LENGTHS = tuple(map(str, contexts.LENGTHS))
+MIXTURE = "Q4_K_M"
+PROMPTED = ("Q4_K", "Q6_K")
+UPLOADED = ("Q4_K", "Q6_K")
 
 FIRST = "correct/one"  # a product, and if that is wrong nothing else is tried
 
 # the longest first
-CORRECT = ["correct/model", "correct/tensors", "correct/threads"]
+CORRECT = ["correct/mmvq", "correct/model", "correct/inductor", "correct/tensors", "correct/threads", "correct/graphs"]
+CORRECT += [f"correct/attention/{kind}" for kind in CACHES]
 CORRECT += [f"correct/configurations/{type}" for type in products.TRIED]
 CORRECT += [f"correct/tokens/{type}" for type in TYPES if type not in OTHERWISE]
 CORRECT += [f"correct/products/{type}/{precision}" for precision in ("int8", "f32") for type in TYPES]
 
-CORRECT += ["correct/load", *(f"correct/linears/{type}" for type in LINEARS)]
+CORRECT += ["correct/copies", "correct/second", "correct/load", *(f"correct/linears/{type}" for type in LINEARS)]
 CORRECT += [f"correct/trellis/{mode}" for mode in trellis.WAYS]
 
 # in what time is left, under compute-sanitizer
@@ -34,7 +40,11 @@ SANITIZED = ["correct/products/Q4_K/int8", "correct/tokens/Q4_K", "correct/model
 TIMES = ["time/reading", f"time/torch_product/{LARGE}", f"time/torch_product/{SMALL}"]
 TIMES += [f"time/product/{LARGE}/{type}" for type in TYPES] + [f"time/product/{SMALL}/Q4_K", "time/decode"]
 TIMES += [f"time/tokens/{LARGE}/{type}" for type in TOKENS]
-TIMES += [f"time/attention/{kind}" for kind in CACHES]
+TIMES += [f"time/decode/{MIXTURE}", "time/launches", "time/clocks", *(f"time/upload/{type}" for type in UPLOADED)]
+TIMES += [f"time/attention/{length}/{kind}" for length in LENGTHS for kind in CACHES]
+TIMES += [f"time/prompt/{OTHERS[-1]}/{type}" for type in PROMPTED]
+TIMES += [f"time/{job}" for shape in OTHERS for job in (f"product/{shape}/Q4_K", f"torch_product/{shape}")]
+TIMES += [f"time/product/{shape}/{type}" for shape in OTHERS for type in ("Q6_K", "Q8_0")]
 TIMES += [f"time/product/{SMALL}/{type}" for type in TYPES if type != "Q4_K"]
 TIMES += [
     f"time/configurations/{shape}/{type}/{n}"
@@ -55,6 +65,12 @@ _KNOWN = {
         "one": products.check_one,
         "threads": products.check_threads,
         "configurations": products.check_configurations,
+        "mmvq": mmvq.check,
+        "attention": contexts.check,
+        "graphs": torchs.check_graphs,
+        "copies": torchs.check_copies,
+        "inductor": torchs.check_inductor,
+        "second": torchs.check_second,
     },
     "time": {
         "reading": timing.reading,
@@ -62,7 +78,11 @@ _KNOWN = {
         "product": timing.product,
         "tokens": timing.tokens,
         "configurations": timing.configurations,
-        "attention": timing.attention,
+        "prompt": timing.prompt,
+        "attention": contexts.time,
+        "launches": costs.launches,
+        "upload": costs.upload,
+        "clocks": costs.clocks,
         "decode": timing.decode,
     },
 }

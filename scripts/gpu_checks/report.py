@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from gpu_checks.jobs import CACHES, LARGE, SMALL, TOKENS, TYPES
+from gpu_checks.jobs import CACHES, LARGE, LENGTHS, MIXTURE, OTHERS, PROMPTED, SMALL, TOKENS, TYPES
 
 OF_READING = {"Q4_K": 85, "Q6_K": 85, "Q8_0": 85, "Q4_0": 85, "Q2_K": 75, "Q3_K": 75, "Q5_K": 75, "Q4_1": 75}  # %
 OF_READING_SMALL = 60  # %, Q4_K
@@ -31,9 +31,11 @@ def rows(times: dict[str, dict[str, Any]]) -> list[Row]:
     table += [_share(times, "Q4_K", SMALL, OF_READING_SMALL), _against_torch(times), _batch(times), _decode(times)]
     table += [_tokens(times)]
     others = [(type, shape) for shape in (LARGE, SMALL) for type in TYPES]
+    others += [(type, shape) for shape in OTHERS for type in ("Q4_K", "Q6_K", "Q8_0")]
     barred = [*((type, LARGE) for type in OF_READING), ("Q4_K", SMALL)]
     table += [_share(times, type, shape, None) for type, shape in others if (type, shape) not in barred]
-    return table + [_attention(times, kind) for kind in CACHES]
+    table += [_decode(times, MIXTURE), *(_prompt(times, type) for type in PROMPTED)]
+    return table + [_attention(times, length, kind) for length in LENGTHS for kind in CACHES]
 
 
 def _measured(times: dict[str, dict[str, Any]], *jobs: str) -> list[Any]:
@@ -61,12 +63,14 @@ def _share(times: dict[str, dict[str, Any]], type: str, shape: str, bar: int | N
     detail = f"{1e6 * time['int8']:.1f} us; floats {1e6 * time['f32']:.1f} us"
     if torch is not None:
         detail += f"; torch f16 {1e6 * torch['seconds']:.1f} us"
+    if "mmvq" in time:
+        detail += f"; llama.cpp {1e6 * time['mmvq']:.1f} us"
     return Row(what, wanted, f"{share:.1f}% of reading", None if bar is None else share >= bar, detail)
 
 
-def _attention(times: dict[str, dict[str, Any]], kind: str) -> Row:
+def _attention(times: dict[str, dict[str, Any]], length: str, kind: str) -> Row:
     """Bytes of keys and values a second, as a share of plain reading."""
-    what, needed = f"attention, 8,192 positions, {kind}", [f"attention/{kind}", "reading"]
+    what, needed = f"attention, {int(length):,} positions, {kind}", [f"attention/{length}/{kind}", "reading"]
     time, reading = _measured(times, *needed)
     if time is None or reading is None:
         return _without(times, needed, what, "")
@@ -117,12 +121,28 @@ def _tokens(times: dict[str, dict[str, Any]]) -> Row:
     return Row(what, wanted, f"{worst:.2f}x", worst >= TIMES_DEQUANTIZED, detail)
 
 
-def _decode(times: dict[str, dict[str, Any]]) -> Row:
-    """Tokens a second, as a share of the bound that reading the whole file for each token sets."""
-    what, wanted = "decode, 8B Q4_K, batch 1", f">= {OF_DECODE}%"
-    time, reading = _measured(times, "decode", "reading")
+def _prompt(times: dict[str, dict[str, Any]], type: str) -> Row:
+    """The time of torch's f16 product over ours, for the most tokens."""
+    what, needed = f"prompts in {type} against torch's f16, {OTHERS[-1]}", [f"prompt/{OTHERS[-1]}/{type}"]
+    (time,) = _measured(times, *needed)
+    if time is None:
+        return _without(times, needed, what, "")
+    counts = [name.removeprefix("own_") for name in time if name.startswith("own_")]
+    detail = "; ".join(
+        f"{n} tokens {1e6 * time[f'own_{n}']:.0f} us, torch f16 {1e6 * time[f'float16_{n}']:.0f}, "
+        f"bf16 {1e6 * time[f'bfloat16_{n}']:.0f}"
+        for n in counts
+    )
+    return Row(what, "", f"{time[f'float16_{counts[-1]}'] / time[f'own_{counts[-1]}']:.2f}x", None, detail)
+
+
+def _decode(times: dict[str, dict[str, Any]], preset: str = "") -> Row:
+    """Tokens a second, as a share of the bound that reading the whole file for each token sets; a bar for Q4_K."""
+    what, wanted = f"decode, 8B {preset or 'Q4_K'}, batch 1", "" if preset else f">= {OF_DECODE}%"
+    needed = [f"decode/{preset}" if preset else "decode", "reading"]
+    time, reading = _measured(times, *needed)
     if time is None or reading is None:
-        return _without(times, ["decode", "reading"], what, wanted)
+        return _without(times, needed, what, wanted)
     speed, bound = time["greedy"]["tokens_per_second"], reading["bandwidth"] / time["file"]
     long = time["greedy, long prompt"]
     detail = (
@@ -133,7 +153,7 @@ def _decode(times: dict[str, dict[str, Any]]) -> Row:
     if (apart := time.get("step_seconds, one after the other")) is not None:
         detail += f"; launches one after the other {1e3 * apart:.3f} ms"
     share = 100 * speed / bound
-    return Row(what, wanted, f"{share:.1f}% of bandwidth/size", share >= OF_DECODE, detail)
+    return Row(what, wanted, f"{share:.1f}% of bandwidth/size", None if preset else share >= OF_DECODE, detail)
 
 
 def shown(job: str, result: dict[str, Any]) -> str:

@@ -162,9 +162,9 @@ def _answer(started: "subprocess.Popen[str]", job: str, cases: list[str]) -> Res
 
 
 def _environment() -> dict[str, str]:
-    """Our environment, with a compile cache that all processes share, even without a home folder."""
+    """Our environment, with a compile cache that all processes share, even without a home folder: one may be given."""
     import numba
 
     import bridge.system.jit  # noqa: F401  # chooses the folder
 
-    return os.environ | {"NUMBA_CACHE_DIR": str(numba.config.CACHE_DIR)}
+    return {"NUMBA_CACHE_DIR": str(numba.config.CACHE_DIR)} | os.environ

@@ -216,6 +216,23 @@ def native(type: str, folder: Path) -> Path:
     return folder / "native.gguf"
 
 
+@pytest.mark.parametrize("type", ["Q5_0", "Q6_K"])
+def test_planar_gptq_holds_codes_of_5_and_6_bits(type: str, tmp_path: Path) -> None:
+    path = native(type, tmp_path)
+    done = bridge.export(path, tmp_path / "new", "gptq_p", config=CHECKPOINT)
+    layers = [t for t in done.tensors if t.bits]
+    assert {(t.how, t.bits) for t in layers} == {("exact", 5) if type == "Q5_0" else ("all codes", 6)}
+    with bridge.open_checkpoint(tmp_path / "new") as new, bridge.open_checkpoint(CHECKPOINT) as old:
+        assert new.quant.checkpoint_format == "gptq_p"
+        assert new.modules.keys() == old.modules.keys()
+    if type == "Q5_0":
+        bridge.convert(tmp_path / "new", tmp_path / "b.gguf", type=type)
+        first, second = (read_gguf(name).tensors for name in (path, tmp_path / "b.gguf"))
+        for name in first:
+            if name.startswith("blk.") and first[name].type == type:
+                assert np.array_equal(first[name].raw, second[name].raw), name
+
+
 @pytest.mark.parametrize("dtype", ["F16", "BF16", "F32"])
 def test_floats_are_the_dequantized_weights_under_the_old_names(dtype, tmp_path) -> None:
     bridge.convert(CHECKPOINT, tmp_path / "m.gguf")

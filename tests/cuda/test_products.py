@@ -119,6 +119,7 @@ def test_no_kernel_spills_or_needs_more_registers_than_it_may_have(block, kinds,
     ("name", "capabilities"),
     [
         pytest.param("Q4_K", ((8, 0), (9, 0)), marks=pytest.mark.xdist_group("Q4_K")),
+        pytest.param("Q6_K", ((8, 9),), marks=pytest.mark.xdist_group("Q6_K")),
         *(
             pytest.param(name, ((8, 0), (8, 9), (9, 0), (12, 0)), id=f"{name}, all", marks=pytest.mark.exhaustive)
             for name in ("Q4_K", "Q6_K", "Q8_0", "Q2_K", "Q3_K", "Q5_K", "Q4_0")

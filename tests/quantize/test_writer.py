@@ -17,7 +17,7 @@ from safetensors.torch import save_file as save_torch
 
 import bridge
 from bridge.checkpoint import GroupedTensor, open_checkpoint
-from bridge.checkpoint.formats.layouts import pack_columns, pack_gemm
+from bridge.checkpoint.formats.packing import pack_columns, pack_gemm
 from bridge.errors import BridgeError
 from bridge.quantize.checkpoint_writer import CheckpointWriter, Groups, Written, refusal, write_checkpoint
 from bridge.quantize.gptq_solver import round_to_nearest

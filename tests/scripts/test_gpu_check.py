@@ -14,8 +14,10 @@ import pytest
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 
 from tests.conftest import PATIENCE
+from tests.support import ptx
 from tests.support.gpu import check
-from tests.support.gpu.check import jobs, products, report, runner, small_check, timing
+from tests.support.gpu.check import contexts, jobs, products, report, runner, small_check, timing, torchs
+from tests.support.gpu.device import pretended_gpu
 
 BARS = [
     *(f"{type} matvec, 8192x28672" for type in ("Q4_K", "Q6_K", "Q8_0", "Q4_0", "Q2_K", "Q3_K", "Q5_K", "Q4_1")),
@@ -46,6 +48,7 @@ def measured() -> dict[str, Any]:
     tokens = {"tokens_per_second": 122.0, "prompt_seconds": 1.0}
     found["decode"] = {"file": 5_000_000_000, "upload": 9.0, "step_seconds": 0.008, "greedy": tokens,
                        "sampled": tokens, "greedy, long prompt": tokens}  # fmt: skip
+    found[f"decode/{jobs.MIXTURE}"] = found["decode"]
     return {f"time/{job}": result for job, result in found.items()}
 
 
@@ -179,7 +182,7 @@ def test_all_of_it_runs_and_ends_in_the_table(
     assert found["wrong"] == []
     assert code == 0
     assert list(found["correctness"]) == jobs.CORRECT
-    assert len(jobs.CORRECT) == 3 + len(products.TRIED) + 2 * 14 + 11 + 3 + 6
+    assert len(jobs.CORRECT) == 5 + len(products.TRIED) + 2 * 14 + 11 + 5 + 6
     assert "4 of 4 greedy tokens are the CPU's" in found["correctness"]["correct/model"]["notes"]
     assert all(result["wrong"] == [] for result in found["correctness"].values())
     assert found["times"]["time/product/8x512/Q4_K"].keys() == {"nbytes", "int8", "int8_4", "int8_8", "f32"}
@@ -306,7 +309,7 @@ def test_without_time_nothing_is_begun_and_the_table_is_printed_all_the_same(
     assert [row["measured"] for row in found["table"]] == ["not run"] * len(found["table"])
     out = capsys.readouterr().out
     assert out.count("| not run |  |") == len(found["table"])
-    assert f"0 of {len(jobs.CORRECT)} right.\nNot run, for lack of time: correct/model, " in out
+    assert f"0 of {len(jobs.CORRECT)} right.\nNot run, for lack of time: correct/mmvq, " in out
     assert "FAILED" not in out
 
 
@@ -383,3 +386,70 @@ def test_shapes_and_model_are_those_of_the_bars() -> None:
     layer = file.HIDDEN * (2 * file.HIDDEN + 2 * file.HIDDEN // file.HEADS * file.KV_HEADS + 3 * file.INNER)
     weights = file.LAYERS * layer + 2 * file.VOCAB * file.HIDDEN
     assert weights == pytest.approx(8.03e9, rel=1e-3)
+
+
+@pytest.mark.skipif(ptx.unavailable() is not None, reason=str(ptx.unavailable()))
+@pytest.mark.parametrize("job", ["attention", pytest.param("graphs", marks=pytest.mark.exhaustive)])
+def test_jobs_whose_kernels_run_here_are_right_and_wrong_where_kernels_do_nothing(
+    job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the machine of tests/support/gpu, which computes: captured products, and attention over two tiles."""
+    from bridge.cuda.launch import Kernel
+
+    monkeypatch.setattr(torchs, "SHAPE", (6, 256))
+    monkeypatch.setattr(torchs, "TOKENS", (1,))
+    for name, value in (("HEADS", 2), ("KV_HEADS", 1), ("HEAD_DIM", 32), ("LENGTHS", (128,))):
+        monkeypatch.setattr(contexts, name, value)
+    run = {"graphs": torchs.check_graphs, "attention": lambda: contexts.check("q8_0")}[job]
+    with pretended_gpu(multiprocessors=2, graphs=True):
+        assert run()["wrong"] == []
+        monkeypatch.setattr(Kernel, "run", lambda *given: None)
+        assert len(run()["wrong"]) == {"graphs": 5, "attention": 4}[job]
+
+
+def test_kernels_that_jobs_launch_are_found_without_a_gpu_and_can_be_compiled_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bridge.cuda import compiler
+
+    from tests.support.gpu import carried
+
+    for name, value in (("SHAPES", [(3, 512)]), ("SMALL_BLOCKS", []), ("COLUMNS", (1, 5)), ("EPILOGUES", (10, 256))):
+        monkeypatch.setattr(products, name, value)
+    found = carried.kernels(["correct/one", "correct/products/Q6_K/int8", "time/launches"], (8, 9))
+    names = {kernel.name for kernel in found}
+    assert {"_product_Q4_0_1_f32_2_1_1_4", "_quantize_bf16_int8", "_product_Q6_K_8_int8_2_1_1_4"} <= names
+    assert not any("Q4_K" in name for name in names)  # what has no kernels to check is left out
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(carried, "kernels", lambda *given: found[:1])
+    said = carried.compile_into(tmp_path, (8, 9), ["correct/one"])
+    assert re.fullmatch(rf"1 of 1 kernels for 8\.9, 0\.\d MB, in {tmp_path}", said)
+    if ptx.unavailable() is None:
+        found[0].codes.clear()
+        assert compiler.known(found[0], (8, 9)) is not None  # from the folder
+        assert compiler.known(found[0], (9, 0)) is None or (9, 0) in found[0].codes
+
+
+def test_what_compiles_llama_cpps_product_names_its_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpu_checks import mmvq
+
+    monkeypatch.delenv("LLAMA_CPP", raising=False)
+    assert mmvq.check() == {"wrong": [], "notes": "no checkout of llama.cpp was given (--llama-cpp)"}
+    monkeypatch.setenv("LLAMA_CPP", str(tmp_path))
+    assert mmvq.available() == f"{tmp_path} has no ggml/src/ggml-cuda/mmvq.cu"
+    assert mmvq.time((4, 256), "Q4_K") is None
+    source = tmp_path / "ggml" / "src" / "ggml-cuda" / "mmvq.cu"
+    source.parent.mkdir(parents=True)
+    source.touch()
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert mmvq.available() == "nvcc is not installed"
+    line = mmvq.command((9, 0), tmp_path / "out.so")
+    assert {"-arch=sm_90", f"-I{source.parent}", str(tmp_path / "out.so")} <= {*line}
+    assert Path(line[-1]).is_file()
+
+
+def test_a_mixture_is_llama_cpps() -> None:
+    with small_check():
+        types = {name: tensor.type for name, tensor in timing.SyntheticFile("Q4_K_M").tensors.items()}
+    assert types["output.weight"] == types["blk.1.attn_v.weight"] == "Q6_K"
+    assert types["blk.0.attn_v.weight"] == types["blk.1.attn_q.weight"] == types["token_embd.weight"] == "Q4_K"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from bridge.cuda import activations, bench, dequantize, halves, matmul, matvec, mma, products
+from bridge.cuda import activations, bench, dequantize, halves, matmul, matvec, matvec_pair, mma, products
 from bridge.cuda import device as devices
 from bridge.cuda.activations import Records
 from bridge.cuda.intrinsics import (
@@ -195,6 +195,30 @@ def test_a_product_makes_the_records_of_the_next_one_and_is_normalized_after_it(
         assert_product(z * np.sqrt((y.astype(np.float64) ** 2).mean() + 0.25), scaled, then_weights)
     with pytest.raises(BridgeError, match=r"Q4_0: 2 columns, .* and records of 32 rows do not go"):
         matvec.kernel("Q4_0", 2, shape, False, "recorded")
+
+
+@pytest.mark.parametrize("precision", ["int8", pytest.param("f32", marks=on_request)])
+def test_rows_of_two_types_are_multiplied_in_one_launch(precision, monkeypatch):
+    """Blocks of both, and rows that do not fill the last ones; with and without what surrounds a product."""
+    (one, one_weights), (other, other_weights) = (
+        random_matrix(TYPES[name], rows, 256, seed) for seed, (name, rows) in enumerate((("Q4_K", 5), ("Q6_K", 3)))
+    )
+    monkeypatch.setattr(matvec, "choose_shape", lambda *given: SMALL)
+    matrices = DeviceMatrix.upload(one, "cuda"), DeviceMatrix.upload(other, "cuda")
+    x = np.random.default_rng(8).standard_normal((1, 256)).astype(np.float32)
+    records = Records(256, 1, "cuda", precision).quantize(x, 1)
+    given = x if precision == "f32" else rounded(x)
+    y = np.full((1, 5), np.nan, np.float32), np.full((1, 3), np.nan, np.float32)
+    matvec_pair.launch(matrices, records, y, 0)
+    for found, weights in zip(y, (one_weights, other_weights), strict=True):
+        assert_product(found, given, weights)
+    bias = np.arange(5, dtype=np.float32), np.arange(3, dtype=np.float32)
+    sums = np.array([24, 40, 64, 0, 0, 0, 0, 0], np.float32)
+    matvec_pair.launch(matrices, records, y, 0, bias, matvec.Normed(sums, 0.5))
+    for found, weights, offset in zip(y, (one_weights, other_weights), bias, strict=True):
+        assert_product(found - offset, given, weights)  # divided by the root of 128 / 256 + 1 / 2
+    with pytest.raises(BridgeError, match=r"1 columns of 512 values; must be 1 to 1 of 256"):
+        matvec_pair.launch(matrices, Records(512, 1, "cuda"), y, 0)
 
 
 def test_gated_values_are_recorded_where_they_are_made():

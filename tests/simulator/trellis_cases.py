@@ -66,6 +66,21 @@ def test_codes_are_multiplied_as_they_are(mode, bits):
     assert np.abs(y * code.unit - exact).max() < 1e-6 * np.abs(exact).max()
 
 
+@pytest.mark.parametrize("halves", [False, pytest.param(True, marks=on_request)])
+@pytest.mark.parametrize("mode", ["1mad", pytest.param("quantlut_sym", marks=on_request)])
+def test_weights_are_decoded_once_for_many_tokens(mode, halves, monkeypatch):
+    """Tile rows in two parts, rows swizzled in one of the two."""
+    monkeypatch.setattr("bridge.cuda.fused._PART", 16 * 64)
+    table = gaussian_table(9, 2) if mode == "quantlut_sym" else None
+    layer, _ = qtip(Coding(mode, 2, 2 if table is not None else 1, 16, 9 if table is not None else 0, table))
+    code = Code.of(layer.book, layer.step, "cuda")
+    fused = FusedOnDevice(layer.words, code, layer.positions, code.table(layer.book), devices.require("cuda"))
+    x, y = torch.randn(17, 64, generator=torch.Generator().manual_seed(4)), torch.full((17, 32), float("nan"))
+    fused.run(x, y, split=2, halves=halves)
+    exact = x.double().numpy() @ layer.decoded().T
+    assert np.abs(y.numpy() * code.unit - exact).max() < (1e-3 if halves else 1e-6) * np.abs(exact).max()
+
+
 def test_a_layer_on_the_device_multiplies_as_on_the_cpu():
     weight = np.random.default_rng(3).normal(size=(32, 192))
     layer, meant = qtip(Coding("1mad"), weight)

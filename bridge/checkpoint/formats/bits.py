@@ -75,7 +75,7 @@ def _spread(x, w):
 
 
 @kernel
-def _transpose(words, first, rows, out):
+def transpose(words, first, rows, out):
     """words uint32 [m, n] -> out uint32 [rows, >= m]: `rows` columns of `words` from `first` on, 16 at a time."""
     for row in range(0, rows // 16 * 16, 16):
         for i in range(words.shape[0]):
@@ -160,7 +160,7 @@ def unpack_columns(words: np.ndarray, bits: int, n: int, planar: bool = False) -
     lines = np.empty((min(step, rows), length + 16), np.uint32)  # an odd stride, in cache lines
     for start in range(0, rows, step):
         count = min(step, rows - start)
-        _transpose(unsigned, start, count, lines)
+        transpose(unsigned, start, count, lines)
         _unpack(lines[:count].view(np.uint8)[:, :nbytes], bits, planar, out[start : start + count])
     return np.ascontiguousarray(out[:, :n])
 

@@ -44,7 +44,9 @@ def _shapes(format: str, kind: str, bits: int, size: int, shape: tuple[int, int]
 
 
 def _pack(format: str, tensor: Fp4Tensor) -> Parts:
-    packed = tensor.codes[:, ::2] | tensor.codes[:, 1::2] << 4
+    from bridge.checkpoint.formats.packing import pack_rows
+
+    packed = pack_rows(tensor.codes, 4).view(np.uint8)
     whole = np.array([tensor.tensor_scale], np.float32)
     if format == "mlx":
         return {"weight": packed.view(np.uint32), "scales": tensor.scales}

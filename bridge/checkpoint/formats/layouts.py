@@ -3,6 +3,7 @@
     gptq, gptq_v2   2, 3, 4 and 8 bits; `in` and `out` codes fill whole 32-bit words; any groups, also act-order
                     qweight int32 [in*b/32, out], qzeros int32 [G, out*b/32] (z - 1, or z), scales fp16 [G, out],
                     g_idx int32 [in]
+    gptq_p          GPTQModel's planar packing: 2 to 8 bits, z, else like gptq_v2
     awq             4 bits, `out` a multiple of 8, groups that divide `in`, no act-order (version gemm)
                     qweight int32 [in, out/8], qzeros int32 [G, out/8], scales fp16 [G, out]
     compressed-tensors   pack-quantized: 4 and 8 bits, groups that divide `in`, no act-order
@@ -20,6 +21,7 @@ v1 has no zero point of 0: see `zeros`.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,13 +34,13 @@ Parts = dict[str, np.ndarray]  # by the last part of the name
 Shapes = dict[str, tuple[str, tuple[int, int] | tuple[int]]]  # dtype as safetensors names it, shape
 
 GPTQ_BITS = (2, 3, 4, 8)
+PLANAR_BITS = (2, 3, 4, 5, 6, 7, 8)
 MLX_BITS = (2, 3, 4, 5, 6, 8)
 MLX_SIZES = (32, 64, 128)
 HQQ_BITS = (1, 2, 3, 4, 5, 6, 8)
 HQQ_SIZES = (16, 32, 64, 128, 256)
 # bits -> codes of a word and the name of that packing; those of 3 bits in tenths of an int32
 _HQQ_PACKINGS = {1: (8, "1bit_u8"), 2: (4, "2bit_u8"), 3: (10, "3bit_32"), 4: (2, "4bit_u8")}
-_GEMM_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word is output feature order[i] of its eight
 
 
 @dataclass(frozen=True)
@@ -79,10 +81,6 @@ def check(tensor: GroupedTensor, layout: PackedLayout) -> np.ndarray:
     return scales
 
 
-def _whole(zeros: np.ndarray, top: int) -> bool:
-    return bool(((zeros == np.rint(zeros)) & (zeros >= 0) & (zeros <= top)).all())
-
-
 def zeros_of_0(tensor: GroupedTensor) -> int:
     """How many groups have a zero point of 0, which v1 cannot hold."""
     return int(np.count_nonzero(tensor.zeros == 0))
@@ -97,38 +95,15 @@ def raised(tensor: GroupedTensor) -> tuple[GroupedTensor, int]:
     return replace(tensor, codes=codes, zeros=np.maximum(tensor.zeros, 1)), int(lost.sum())
 
 
-def pack_columns(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Codes uint8 [out, n] as a stream of `bits` bits down the columns: int32 [ceil(n * bits / 32), out]."""
-    out, n = codes.shape
-    blocks = np.zeros((-(-n // 32), 32, out), np.uint8)
-    blocks.reshape(-1, out)[:n] = codes.T
-    words = np.zeros((len(blocks), bits, out), np.uint32)
-    for i in range(32):
-        code = blocks[:, i].astype(np.uint32)
-        word, at = divmod(i * bits, 32)
-        words[:, word] |= code << np.uint32(at)
-        if at + bits > 32:
-            words[:, word + 1] |= code >> np.uint32(32 - at)
-    return words.reshape(-1, out)[: -(-n * bits // 32)].view(np.int32)
-
-
-def pack_gemm(codes: np.ndarray) -> np.ndarray:
-    """4-bit codes uint8 [out, in] in AWQ's order: int32 [in, out/8]."""
-    words = np.zeros((codes.shape[1], codes.shape[0] // 8), np.uint32)
-    for i, row in enumerate(_GEMM_ORDER):
-        words |= codes[row::8].T.astype(np.uint32) << np.uint32(4 * i)
-    return words.view(np.int32)
-
-
 def _group_count(size: int, columns: int) -> int:
     return -(-columns // size) if size > 0 else 1
 
 
-def _gptq_refusal(bits: int, size: int, shape: tuple[int, int]) -> str | None:
-    if bits not in GPTQ_BITS:
+def _gptq_refusal(known: tuple[int, ...], bits: int, size: int, shape: tuple[int, int]) -> str | None:
+    if bits not in known:
         return f"GPTQ v1 and v2 cannot hold {bits} bits; choose 2, 3, 4 or 8"
     for count, what in ((shape[1], "columns"), (shape[0], "rows")):
-        if count * bits % 32:
+        if count * bits % 32 or (known == PLANAR_BITS and count % 32):
             return f"{count} {what} of {bits} bits do not fill whole 32-bit words, as GPTQ needs; leave it in floats"
     return None
 
@@ -144,17 +119,20 @@ def _gptq_shapes(bits: int, size: int, shape: tuple[int, int]) -> Shapes:
     }
 
 
-def _gptq(tensor: GroupedTensor, layout: str) -> Parts:
+def _gptq(layout: str, tensor: GroupedTensor) -> Parts:
+    from bridge.checkpoint.formats.packing import pack_columns, pack_rows
+
     scales = check(tensor, LAYOUTS[layout])
     if layout == "gptq" and (count := zeros_of_0(tensor)):
         raise BridgeError(
             f"{tensor.name}: {count} groups have a zero point of 0, which GPTQ v1 cannot hold; "
             f"{parameter('clamp', True)} makes them 1, gptq_v2 keeps them"
         )
-    zeros = np.ascontiguousarray(pack_columns(tensor.zeros.astype(np.uint8).T, tensor.bits).T)
+    bits, planar = tensor.bits, layout == "gptq_p"
+    zeros = pack_rows(np.ascontiguousarray(tensor.zeros.T.astype(np.uint8)), bits, planar).view(np.int32)
     return {
-        "qweight": pack_columns(tensor.codes, tensor.bits),
-        "qzeros": zeros if layout == "gptq_v2" else recode(zeros, tensor.bits, Dialect(), Dialect(tensor.bits)),
+        "qweight": pack_columns(tensor.codes, bits, planar),
+        "qzeros": recode(zeros, bits, Dialect(), Dialect(bits)) if layout == "gptq" else zeros,
         "scales": np.ascontiguousarray(scales.T),
         "g_idx": tensor.groups().astype(np.int32),
     }
@@ -180,6 +158,8 @@ def _awq_shapes(bits: int, size: int, shape: tuple[int, int]) -> Shapes:
 
 
 def _awq(tensor: GroupedTensor) -> Parts:
+    from bridge.checkpoint.formats.packing import pack_gemm
+
     scales = check(tensor, LAYOUTS["awq"])
     return {
         "qweight": pack_gemm(tensor.codes),
@@ -208,9 +188,11 @@ def _compressed_shapes(bits: int, size: int, shape: tuple[int, int]) -> Shapes:
 
 
 def _compressed(tensor: GroupedTensor) -> Parts:
+    from bridge.checkpoint.formats.packing import pack_columns, pack_rows
+
     scales = check(tensor, LAYOUTS["compressed-tensors"])
     return {
-        "weight_packed": np.ascontiguousarray(pack_columns(tensor.codes, tensor.bits).T),
+        "weight_packed": pack_rows(tensor.codes, tensor.bits).view(np.int32),
         "weight_scale": scales,
         "weight_shape": np.array(tensor.shape, np.int64),
         "weight_zero_point": pack_columns(np.ascontiguousarray(tensor.zeros.astype(np.uint8).T), tensor.bits),
@@ -236,9 +218,11 @@ def _mlx_shapes(bits: int, size: int, shape: tuple[int, int]) -> Shapes:
 
 
 def _mlx(tensor: GroupedTensor) -> Parts:
+    from bridge.checkpoint.formats.packing import pack_rows
+
     scales = check(tensor, LAYOUTS["mlx"])
     return {
-        "weight": np.ascontiguousarray(pack_columns(tensor.codes, tensor.bits).T).view(np.uint32),
+        "weight": pack_rows(tensor.codes, tensor.bits),
         "scales": scales,
         "biases": mlx_biases(tensor),
     }
@@ -281,14 +265,14 @@ def _hqq(tensor: GroupedTensor) -> Parts:
     lanes, packing = _hqq_packing(tensor.bits)
     rows = tensor.codes.reshape(-1, tensor.group_size)
     words = -(-len(rows) // lanes)
-    padded = np.zeros((lanes, words, tensor.group_size), np.uint32)
-    padded.reshape(-1, tensor.group_size)[: len(rows)] = rows
-    packed = np.zeros(padded.shape[1:], np.uint32)
-    for lane in padded:  # the first lane is the highest
-        packed = packed << np.uint32(tensor.bits if lanes > 1 else 0) | lane
+    packed = np.zeros((words, tensor.group_size), np.uint32 if lanes == 10 else np.uint8)
+    for lane in range(lanes):  # the first is the highest
+        own = rows[lane * words : (lane + 1) * words]
+        packed <<= packed.dtype.type(tensor.bits if lane else 0)
+        packed[: len(own)] |= own
     numbers = {"nbits": tensor.bits, "group_size": tensor.group_size, "axis": 1}
     return {
-        "W_q": packed.view(np.int32) if lanes == 10 else packed.astype(np.uint8),
+        "W_q": packed.view(np.int32) if lanes == 10 else packed,
         "scale": scales.reshape(-1, 1),
         "zero": tensor.zeros.astype(np.float16).reshape(-1, 1),
         "shape": np.array(tensor.shape, np.int64),
@@ -298,8 +282,10 @@ def _hqq(tensor: GroupedTensor) -> Parts:
 
 
 LAYOUTS = {
-    "gptq": PackedLayout("gptq", _gptq_refusal, _gptq_shapes, lambda tensor: _gptq(tensor, "gptq")),
-    "gptq_v2": PackedLayout("gptq_v2", _gptq_refusal, _gptq_shapes, lambda tensor: _gptq(tensor, "gptq_v2")),
+    **{
+        name: PackedLayout(name, partial(_gptq_refusal, bits), _gptq_shapes, partial(_gptq, name))
+        for name, bits in (("gptq", GPTQ_BITS), ("gptq_v2", GPTQ_BITS), ("gptq_p", PLANAR_BITS))
+    },
     "awq": PackedLayout("awq", _awq_refusal, _awq_shapes, _awq),
     "compressed-tensors": PackedLayout(
         "compressed-tensors", _compressed_refusal, _compressed_shapes, _compressed, zeros="weight_zero_point"

@@ -27,6 +27,17 @@ def plain(function: Callable[..., Any], count: int, *allowed: str) -> Callable[[
     return make
 
 
+def subtract(c: Context) -> Step:
+    if c.modifiers == ["rn", "f16x2"]:
+        return c.computed(["b32", "b32"], lambda a, b: (_pairs(a) - _pairs(b)).reshape(-1).view(np.uint32), "b32")
+    return plain(np.subtract, 2, "rn")(c)
+
+
+def _pairs(words: Any) -> Any:
+    """Words as two halves each, [lanes or 1, 2]."""
+    return np.atleast_1d(words).view(np.float16).reshape(-1, 2)
+
+
 def shifted(left: bool) -> Callable[[Context], Step]:
     def make(c: Context) -> Step:
         kind = c.kind()

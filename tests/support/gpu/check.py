@@ -25,12 +25,28 @@ from tests.support.random_blocks import rounded
 sys.path.append(str(ROOT / "scripts"))
 
 import gpu_check
-from gpu_checks import jobs, linears, model, products, report, runner, synthetic, timing, tokens, trellis
+from gpu_checks import (
+    contexts,
+    costs,
+    jobs,
+    linears,
+    model,
+    products,
+    report,
+    runner,
+    synthetic,
+    timing,
+    tokens,
+    torchs,
+    trellis,
+)
 
 _SPARED = {*ROUNDED} - {"IQ2_XS"}  # types whose jobs would be one like the other here, where nothing is computed
 jobs.TYPES = report.TYPES = tuple(name for name in jobs.TYPES if name not in _SPARED)
+# what needs kernels that compute, or a real stream, is in tests/scripts/test_gpu_check.py by itself
+_COMPUTED = {"correct/graphs", *(job for job in jobs.CORRECT if job.startswith("correct/attention/"))}
 for _jobs in (jobs.CORRECT, jobs.TIMES):
-    _jobs[:] = [job for job in _jobs if not _SPARED & {*job.split("/")}]
+    _jobs[:] = [job for job in _jobs if not _SPARED & {*job.split("/")} and job not in _COMPUTED]
 
 
 class Products:
@@ -143,8 +159,8 @@ class Products:
             unit = layer._fused.code.unit
             layer._fused.weights = source.decoded() / unit * (1.01 if source.name in self.wrong else 1)
 
-        def decoded(fused: Any, x: Any, y: Any, split: int = 4) -> None:
-            run(fused, x, y, split)
+        def decoded(fused: Any, x: Any, y: Any, split: int = 4, halves: bool = False) -> None:
+            run(fused, x, y, split, halves)
             y.copy_(x.double() @ torch.from_numpy(fused.weights).double().T)
 
         with ExitStack() as stack:
@@ -216,13 +232,18 @@ def small_check(right: bool = True) -> Iterator[Products]:
             made._decoder = Stepped(made._decoder)
         return made
 
-    large, small = "8x512", "4x256"
+    large, small, others, lengths = "8x512", "4x256", ("4x512", "2x256", "6x256"), ("64", "128")
     rename = {jobs.LARGE: large, jobs.SMALL: small}
+    rename |= dict(zip((*jobs.OTHERS, *jobs.LENGTHS), (*others, *lengths), strict=True))
     names = ["/".join(rename.get(part, part) for part in job.split("/")) for job in jobs.TIMES]
     with ExitStack() as stack:
         for owner, name, value in (
             (runner, "process", _here), (runner, "PROCESSES", 1), (runner, "_SHORTEST", 0),
             (jobs, "TIMES", names), (report, "LARGE", large), (report, "SMALL", small),
+            (report, "OTHERS", others), (report, "LENGTHS", lengths),
+            (contexts, "HEADS", 4), (contexts, "KV_HEADS", 2), (contexts, "HEAD_DIM", 32),
+            (costs, "CALLS", 4), (costs, "SMALL", (4, 256)), (costs, "LARGE", (8, 512)),
+            (torchs, "SHAPE", (10, 256)),
             (products, "SHAPES", [(1, 256), (3, 512)]), (products, "SMALL_BLOCKS", [(5, 32)]),
             (products, "EPILOGUES", (10, 256)), (products, "COLUMNS", (1, 5)),
             (products, "THREADS", 2), (products, "PRODUCTS", 2),
@@ -232,7 +253,7 @@ def small_check(right: bool = True) -> Iterator[Products]:
             (trellis, "SHAPE", (128, 128)), (trellis, "TOKENS", (1, 9)), (trellis, "BITS", (1, 3)),
             (model, "CONTEXT", 64), (model, "PROMPTS", (20, 5, 1)), (model, "STEPPED", 3), (model, "MADE", 4),
             (timing, "DECODED", 2), (timing, "CONTEXT", 64), (timing, "PROMPTS", (4, 12)),
-            (timing, "ATTENDED", (128, 4, 2, 32)),
+            (timing, "BATCHES", (13,)),
             (synthetic.SyntheticFile, "HIDDEN", 256), (synthetic.SyntheticFile, "INNER", 512),
             (synthetic.SyntheticFile, "HEADS", 4), (synthetic.SyntheticFile, "KV_HEADS", 2),
             (synthetic.SyntheticFile, "LAYERS", 2), (synthetic.SyntheticFile, "VOCAB", 96),

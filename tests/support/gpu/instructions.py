@@ -67,7 +67,7 @@ def _wait(c: Context) -> Step:
 
 _BUILDERS: dict[str, Callable[[Context], Step]] = {
     "add": a.plain(np.add, 2, "rn"),
-    "sub": a.plain(np.subtract, 2, "rn"),
+    "sub": a.subtract,
     "mul": a.multiply,
     "mad": lambda c: a.multiply(c, True),
     "fma": a.fma,

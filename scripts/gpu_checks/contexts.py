@@ -1,0 +1,110 @@
+"""Attention of one token at the end of a long context: right, and how long it takes, beside torch's own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from bridge.cuda import attention as attn
+from bridge.cuda.activations import Records
+from bridge.cuda.attention_shape import shape, spans
+from bridge.cuda.bench import seconds_from_memory
+from bridge.cuda.device import require, torch_device, view, zeros
+from bridge.cuda.kv_cache import KVForm
+
+from gpu_checks.products import Judge
+
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128  # of Llama 3 8B
+LENGTHS = (8192, 32768)  # positions: its whole context, and beyond
+_LIMIT = 1e-4  # relative
+_OF_KEYS = {"f16": 1e-3, "q8_0": 1e-2, "f32": 1e-6}  # relative, of the new key
+
+
+class Attention:
+    """The attention of the last token of a context of `length`, over random keys and values kept as `kind`."""
+
+    def __init__(self, kind: str, length: int):
+        device = self.device = require("cuda")
+        self.form, self.length, self.place = KVForm(kind, HEAD_DIM), length, torch_device(device)
+        group, self.count = HEADS // KV_HEADS, spans(device.multiprocessors, KV_HEADS, length)
+        self.kernel = attn.kernel(HEAD_DIM, group, HEAD_DIM, True, False, False, kind, False, device.capability)
+        self.threads = shape(self.form, group, device.capability).threads
+        self.state = zeros(device, attn.STATE, torch.int32)
+        self.state[attn.POSITION] = length - 1
+        self.qkv = torch.randn((HEADS + 2 * KV_HEADS) * HEAD_DIM, device=self.place)
+        angles = 6 * torch.rand((length, HEAD_DIM // 2), device=self.place)
+        self.cos, self.sin = angles.cos(), angles.sin()
+        self.work = zeros(device, HEADS * self.count * HEAD_DIM), zeros(device, 2 * HEADS * self.count)
+        self.counters, self.out = zeros(device, KV_HEADS, torch.int32), zeros(device, HEADS * HEAD_DIM)
+        self.records = Records(HEADS * HEAD_DIM, 1, device).buffer
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        return 8 * self.form.words(KV_HEADS * self.length)
+
+    def cache(self) -> list[Any]:
+        """Keys and values of all positions; zeros would take less power, and clocks would be higher."""
+        parts = [zeros(self.device, self.form.words(KV_HEADS * self.length), torch.int32) for _ in range(2)]
+        for part in parts:
+            self.form.store(part, 0, torch.randn((self.length, KV_HEADS, HEAD_DIM), device=self.place))
+        return parts
+
+    def launcher(self, cache: list[Any]) -> Callable[[], None]:
+        """A function that queues it."""
+        angles = self.cos.reshape(-1), self.sin.reshape(-1)
+        arrays = [self.qkv, self.qkv, self.qkv, *angles, *cache, self.state, *self.work, self.counters, self.out]
+        numbers = np.int32(self.length), np.float32(1e-5), np.float32(HEAD_DIM**-0.5)
+        arguments = [*(view(array) for array in arrays), self.records, *numbers]
+        grid = KV_HEADS, self.count
+        return lambda: self.kernel.launch(grid, self.threads, self.device.stream(), *arguments)
+
+    def expected(self, cache: list[Any]) -> tuple[Any, Any]:
+        """The result float64 [heads, head_dim] from what the cache holds now; and the new key [kv_heads, head_dim]."""
+        q, k, _ = self.qkv.double().reshape(-1, HEAD_DIM).split([HEADS, KV_HEADS, KV_HEADS])
+        cos, sin = self.cos[-1].double(), self.sin[-1].double()
+        q, k = (
+            torch.stack([x[:, ::2] * cos - x[:, 1::2] * sin, x[:, ::2] * sin + x[:, 1::2] * cos], -1).reshape(x.shape)
+            for x in (q, k)
+        )
+        keys, values = (self.form.load(part, self.length, KV_HEADS, torch.float64) for part in cache)
+        scores = q.reshape(KV_HEADS, -1, HEAD_DIM) @ keys.transpose(1, 2) * HEAD_DIM**-0.5
+        return (scores.softmax(-1) @ values).reshape(HEADS, HEAD_DIM), k
+
+
+def check(kind: str) -> dict[str, Any]:
+    """The result at each length, twice as blocks count themselves, and the key that it stores."""
+    judge = Judge()
+    for length in LENGTHS:
+        own = Attention(kind, length)
+        cache = own.cache()
+        launch = own.launcher(cache)
+        for _ in range(2):
+            own.out.fill_(float("nan"))
+            launch()
+            expected, key = own.expected(cache)
+            what = f"attention over {length} positions in {kind}"
+            judge(what, own.out.reshape(HEADS, -1), expected.cpu().numpy(), _LIMIT)
+            stored = own.form.load(cache[0], length, KV_HEADS, torch.float64)[:, -1]
+            judge(f"{what}, its key", stored, key.cpu().numpy(), _OF_KEYS[kind])
+    return {"wrong": judge.wrong, "notes": f"largest relative error {judge.worst:.1e}"}
+
+
+def time(length: str, kind: str) -> dict[str, Any]:
+    """Bytes of a layer's keys and values, and seconds of a token's attention: ours, and torch's where it has the form,
+    f16, without rotation and storing."""
+    own = Attention(kind, int(length))
+    found = {"nbytes": own.nbytes, "seconds": seconds_from_memory(lambda i: own.launcher(own.cache()), own.nbytes)}
+    return found | ({"torch": _torch(int(length), own.nbytes)} if kind == "f16" else {})
+
+
+def _torch(length: int, nbytes: int) -> float:
+    options: dict[str, Any] = {"dtype": torch.float16, "device": torch_device(require("cuda"))}
+    query = torch.randn((1, HEADS, 1, HEAD_DIM), **options)
+
+    def launch(i: int) -> Callable[[], object]:
+        keys, values = (torch.randn((1, KV_HEADS, length, HEAD_DIM), **options) for _ in range(2))
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return lambda: attend(query, keys, values, enable_gqa=True)
+
+    return seconds_from_memory(launch, nbytes)

@@ -1,0 +1,104 @@
+"""Kernels that scripts/gpu_check.py launches, compiled without a GPU, for a machine whose time is short.
+
+    python -m tests.support.gpu.carried 9.0 build/kernels
+    python scripts/gpu_check.py --kernels build/kernels             there
+
+All jobs run here on a GPU of which this folder pretends that it is there, and each kernel is noted instead of launched:
+results are anything, weights are zeros, and models have fewer layers, but kernels are those of the check. What a
+compiled kernel is kept under depends on its code, the compilers' versions and Python's: both machines need the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from bridge.cuda import bench, compiler, decoder, matmul, matrix
+from bridge.cuda.compile_pool import compile_all
+
+from bridge.runtime import QuantTensor
+from bridge.runtime.bench import random_tensor
+from bridge.system.progress import Bar
+from tests.conftest import ROOT
+from tests.support.gpu.device import Launches, pretended_gpu
+
+sys.path.append(str(ROOT / "scripts"))
+
+from gpu_checks import contexts, jobs, linears, model, products, synthetic, timing, tokens, torchs
+
+MULTIPROCESSORS = 132
+_WITHOUT = ("correct/mmvq", "time/torch_product", "time/launches", "time/clocks", "time/upload")  # none of their own
+
+
+def kernels(names: Sequence[str], capability: tuple[int, int], multiprocessors: int = MULTIPROCESSORS) -> list[Any]:
+    """Those that jobs of these names launch on a GPU of that capability and size; why a job ended early is printed."""
+    noted: dict[Any, None] = {}
+
+    def zeros(type: str, rows: int, columns: int) -> tuple[Any, np.ndarray]:
+        return random_tensor(type, rows, columns), np.zeros((rows, columns))
+
+    def unread(launches: Any, kernel: Any, grid: Any, block: Any, arguments: Any) -> None:
+        noted[kernel] = None
+
+    with ExitStack() as stack:
+        for owner, name, value in (
+            *((part, "random_matrix", zeros) for part in (products, tokens, linears, torchs)),
+            (Launches, "run", unread), (matrix, "_repack", lambda *given: None),
+            (QuantTensor, "dequantize", lambda tensor: np.zeros(tensor.shape, np.float32)),
+            (products, "THREADS", 1), (products, "PRODUCTS", 1), (model, "STEPPED", 2), (model, "MADE", 2),
+            (bench, "_READ", 1 << 25), (bench, "_WARM", 0.0), (bench, "ROUNDS", 1), (bench, "LAUNCHES", 2),
+            (bench, "torch_product", lambda *given: 0.0), (contexts, "_torch", lambda *given: 0.0),
+            (matmul, "_sums", lambda x, weight: torch.zeros((len(x), len(weight)))),
+            (contexts, "LENGTHS", contexts.LENGTHS[:1]),
+            (timing, "BATCHES", (65,)), (timing, "DECODED", 2), (timing, "PROMPTS", (16, 65)),
+            (synthetic.SyntheticFile, "LAYERS", 4), (decoder, "LENGTHS", (65,)),
+        ):  # fmt: skip
+            stack.enter_context(mock.patch.object(owner, name, value))
+        stack.enter_context(np.errstate(all="ignore"))
+        stack.enter_context(pretended_gpu(multiprocessors, graphs=True, capability=capability, overlapping=True))
+        for job in names:
+            if not job.startswith(_WITHOUT):
+                try:
+                    jobs.run(job)
+                except Exception as problem:
+                    print(f"{job}: ended by {problem!r}", file=sys.stderr)
+    return [kernel for kernel in noted if kernel.recipe is not None]
+
+
+def compile_into(folder: Path, capability: tuple[int, int], names: Sequence[str]) -> str:
+    """Compile the kernels of jobs into a folder; what was done, in a line."""
+    os.environ["NUMBA_CACHE_DIR"] = str(folder.resolve())
+    found = kernels(names, capability)
+    with Bar("compiling for the GPU", unit=" kernels") as bar:
+        compile_all(found, capability, bar)
+    made = [kernel for kernel in found if compiler.known(kernel, capability) is not None]
+    size = sum(len(kernel.codes[capability].cubin) for kernel in made)
+    return f"{len(made)} of {len(found)} kernels for {capability[0]}.{capability[1]}, {size / 1e6:.1f} MB, in {folder}"
+
+
+def _capability(text: str) -> tuple[int, int]:
+    if not re.fullmatch(r"\d+\.\d", text):
+        raise argparse.ArgumentTypeError(f"{text} is no compute capability; one is 9.0")
+    major, minor = map(int, text.split("."))
+    return major, minor
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description="Compile the kernels of scripts/gpu_check.py for a GPU.")
+    options.add_argument("capability", type=_capability, help="the GPU's compute capability, for instance 9.0")
+    options.add_argument("folder", type=Path, help="for the kernels; gpu_check.py takes it as --kernels")
+    a = options.parse_args()
+    print(compile_into(a.folder, a.capability, [jobs.FIRST, *jobs.CORRECT, *jobs.TIMES]))
+
+
+if __name__ == "__main__":
+    main()
