@@ -39,6 +39,7 @@ class LayerCosts:
     settings            how the layers will be quantized
     parts               by layer: where it is in the GGUF
     types               by layer: those that it may get
+    scales              by layer: what multiplies it in NVFP4
     embedding_and_head  their names; the same name twice where the GGUF has one tensor for both
     step                called with the name of each layer when it is done
     costs               by layer and type, filled by `measure`
@@ -49,6 +50,7 @@ class LayerCosts:
     settings: Calibration
     parts: Mapping[str, Part]
     types: Mapping[str, list[str]]
+    scales: Mapping[str, float]
     embedding_and_head: tuple[str, str]
     step: Callable[[str], None]
     costs: dict[str, dict[str, Cost]] = field(default_factory=dict)
@@ -127,7 +129,13 @@ class LayerCosts:
         if rows is None or not layer.hessian.tokens:  # an expert that no token reached
             return dict.fromkeys(types, Cost(0.0))
         felt = [Felt(layer.hessian.matrix, *rows)]
-        costs = layer_costs(layer.weight, felt, self._methods(layer.hessian), layer.hessian.mean_squares())
+        costs = layer_costs(
+            layer.weight,
+            felt,
+            self._methods(layer.hessian),
+            layer.hessian.mean_squares(),
+            scale=self.scales[layer.name],
+        )
         return costs | {type: Cost(0.0, 0.0) for type in types if self.carries(layer.name, type)}
 
     def _methods(self, hessian: Hessian, calibrated: bool = True) -> dict[str, Rounding | None]:
@@ -142,7 +150,7 @@ class LayerCosts:
         blocks = BLOCKS | CALIBRATED if calibrated else {}
 
         def rounded(rows: torch.Tensor, type: str) -> torch.Tensor:
-            method = self.settings.quantizer(superblocks(type))
+            method = self.settings.quantizer(superblocks(type, self.scales[name]))
             return method.layer(LayerInput(name, rows, hessian), self.parts[name].columns)[0]
 
         plain = {"Q8_0"} if name in self.embedding_and_head else set()

@@ -225,8 +225,9 @@ def test_gradients_are_those_of_the_whole_model(model: Path, passes: Passes) -> 
     passes.load_embedding_and_head()  # which were freed
     whole = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     layer = whole.model.layers[0].mlp.up_proj
-    generator, products, of_embeddings = torch.Generator().manual_seed(0), torch.zeros(256, 256), torch.zeros(256, 256)
-    for batch in passes.batches:
+    products, of_embeddings = torch.zeros(256, 256), torch.zeros(256, 256)
+    for number, batch in enumerate(passes.batches):
+        generator = torch.Generator().manual_seed(number)
         outputs: list[torch.Tensor] = []
         handles = [
             module.register_forward_hook(lambda m, a, out, outputs=outputs: outputs.append(out))

@@ -37,10 +37,12 @@ class Rounded:
 
     type         they are rounded to
     error_ratio  the squared error, as a share of that of rounding to nearest
+    scale        of NVFP4, what multiplies the whole matrix
     """
 
     type: str
     error_ratio: float = 1.0
+    scale: float = 1.0
 
 
 Trial = Mapping[str, Rounded]  # by layer; those not named stay floats
@@ -121,12 +123,12 @@ class Divergence:
         if file.exists():
             blocks = np.load(file, mmap_mode="r")
         else:
-            blocks = nearest_blocks(weight, rounded.type, self.importance(name))
+            blocks = nearest_blocks(weight, rounded.type, self.importance(name), rounded.scale)
             if not self.has_room():
                 with disk_errors(file, "rounded layers of trial models", "folder"):
                     np.save(file, blocks)
         for r in tiles(len(weight)):
-            values = torch.from_numpy(block_values(np.ascontiguousarray(blocks[r]), rounded.type))
+            values = torch.from_numpy(block_values(np.ascontiguousarray(blocks[r]), rounded.type, rounded.scale))
             weight[r].lerp_(values.to(weight), math.sqrt(rounded.error_ratio))
         return weight
 

@@ -24,10 +24,14 @@ from typing import Self
 import numpy as np
 import torch
 
+from bridge.blocks import FP4
 from bridge.blocks.read import WRITTEN
 from bridge.checkpoint.files.dtypes import torch_dtype
 from bridge.encode.block_bytes import row_bytes
 from bridge.encode.round_rows import quantize_rows
+from bridge.quantize.hessian import Hessian
+from bridge.quantize.method import Method, superblocks
+from bridge.quantize.walk import LayerInput
 from bridge.runtime.cpu import dequantize
 from bridge.system.row_threads import over_rows, tiles
 
@@ -64,23 +68,33 @@ class Felt:
     left: torch.Tensor
 
 
-def nearest(weight: torch.Tensor, type: str, importance: np.ndarray | None = None) -> torch.Tensor:
-    """float32 [rows, columns] rounded to a type; importance float32 [columns]: what a squared error of each costs."""
+def nearest(weight: torch.Tensor, type: str, importance: np.ndarray | None = None, scale: float = 1.0) -> torch.Tensor:
+    """float32 [rows, columns] rounded to a type.
+
+    importance  float32 [columns], what a squared error of each costs; MXFP4 and NVFP4 go without
+    scale       of NVFP4, what multiplies the whole matrix
+    """
     if type not in WRITTEN:
         return weight.to(torch_dtype(type)).float()
-    return torch.from_numpy(block_values(nearest_blocks(weight, type, importance), type)).to(weight.device)
+    blocks = nearest_blocks(weight, type, importance, scale)
+    return torch.from_numpy(block_values(blocks, type, scale)).to(weight.device)
 
 
-def nearest_blocks(weight: torch.Tensor, type: str, importance: np.ndarray | None = None) -> np.ndarray:
+def nearest_blocks(
+    weight: torch.Tensor, type: str, importance: np.ndarray | None = None, scale: float = 1.0
+) -> np.ndarray:
     """The same for a block type, as its blocks uint8 [rows, row bytes]."""
+    if type in FP4:
+        method = Method(superblocks(type, scale), "none", math.inf, sweeps=0)
+        return method.layer(LayerInput("", weight, Hessian("", weight.shape[1], weight.device)))[1].blocks()
     block, values = WRITTEN[type], weight.detach().cpu().numpy()
     blocks = np.empty((len(values), row_bytes(block, values.shape[1])), np.uint8)
     over_rows(len(values), lambda r: quantize_rows(values[r], block, importance, blocks[r]))
     return blocks
 
 
-def block_values(blocks: np.ndarray, type: str) -> np.ndarray:
-    """float32 [rows, columns] of blocks uint8 [rows, row bytes]."""
+def block_values(blocks: np.ndarray, type: str, scale: float = 1.0) -> np.ndarray:
+    """float32 [rows, columns] of blocks uint8 [rows, row bytes]; scale of NVFP4 as `nearest` has it."""
     block = WRITTEN[type]
     values = np.empty((len(blocks), blocks.shape[1] // block.nbytes * block.size), np.float32)
 
@@ -88,7 +102,7 @@ def block_values(blocks: np.ndarray, type: str) -> np.ndarray:
         values[rows] = dequantize.rows(type, blocks[rows])
 
     over_rows(len(blocks), work)
-    return values
+    return values * np.float32(scale) if type == "NVFP4" else values
 
 
 def layer_costs(
@@ -97,6 +111,7 @@ def layer_costs(
     methods: Mapping[str, Rounding | None],
     importance: np.ndarray | None = None,
     samples: int = 32,
+    scale: float = 1.0,
 ) -> dict[str, Cost]:
     """The cost of each type.
 
@@ -104,6 +119,7 @@ def layer_costs(
     felt        how its errors are felt; tied embeddings feel theirs in two ways
     methods     by type: rounds rows; None: to nearest, with `importance`
     samples     number of rows drawn; one may be drawn several times
+    scale       of NVFP4, what multiplies the whole matrix
     """
     felt = [replace(f, squares=f.squares.to(weight.device), left=f.left.to(weight.device)) for f in felt]
     signal = torch.zeros(len(weight), dtype=torch.float64, device=weight.device)
@@ -118,7 +134,7 @@ def layer_costs(
     share = counts / signal[rows] * (total / samples / 4)
     costs = {}
     for type, method in methods.items():
-        errors = own - nearest(own, type, importance)
+        errors = own - nearest(own, type, importance, scale)
         plain = sum(_loss(errors, f.hessian, f.squares[rows] * share) for f in felt)
         if method is None:
             costs[type] = Cost(plain)
