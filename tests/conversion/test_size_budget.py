@@ -6,6 +6,7 @@ import errno
 import json
 import re
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,12 @@ from bridge.cli import main
 from bridge.conversion.converter import convert, plan_checkpoint
 from bridge.conversion.executor import Executor
 from bridge.conversion.gguf_writer import file_bytes
-from bridge.conversion.options import Budget
+from bridge.conversion.importance import Importance
+from bridge.conversion.matrix_scales import with_scales
+from bridge.conversion.options import Budget, PlanOptions
 from bridge.conversion.part_reader import PartReader
 from bridge.conversion.plan_reader import load_plan
+from bridge.conversion.planner import Planner
 from bridge.conversion.report import CALIBRATED, CARRIED
 from bridge.errors import BridgeError
 from bridge.quantize.budget.divergence import Divergence, Rounded
@@ -212,6 +216,31 @@ def test_experts_and_embeddings_that_are_the_head_too_fit_a_budget(tokens: Path,
     weights = sum(t.weights for t in report.tensors)
     assert 4.4 < 8 * sum(t.nbytes for t in report.tensors) / weights <= 4.5
     assert {t.outcome for t in matrices if t.kind != "token_embd"} == {CALIBRATED}
+
+
+def test_nvfp4_counts_with_the_scale_of_its_matrix_and_not_for_embeddings(model: Path, tokens: Path) -> None:
+    from bridge.conversion.size_budget import _item
+
+    with open_checkpoint(model) as ckpt:
+        plan = plan_checkpoint(model, type="Q4_K")
+        planner = Planner(ckpt, PlanOptions(type="Q4_K"), Importance({}), plan, True)
+        by_name = {t.name: t for t in plan.tensors}
+        item = _item(by_name["blk.0.attn_q.weight"], plan, planner, settings(tokens))
+        sizes = dict(zip(item.types, item.sizes.tolist(), strict=True))
+        assert item.scale == 2**-8
+        others = [t for t in plan.tensors if t.name != item.tensor.name]
+        made = {type: replace(item.tensor, type=type, how=("rounded",)) for type in ("NVFP4", "Q4_K")}
+        files = {type: file_bytes(with_scales(ckpt, replace(plan, tensors=[*others, t]))) for type, t in made.items()}
+        assert 0 < files["NVFP4"] - files["Q4_K"] <= sizes["NVFP4"] - sizes["Q4_K"]
+        embeddings = _item(by_name["token_embd.weight"], plan, planner, settings(tokens))
+        assert {"IQ1_S", "IQ4_XS", "F16"} <= set(embeddings.types)
+        assert not {"NVFP4", "MXFP4"} & set(embeddings.types)
+
+
+def test_trials_round_to_nvfp4_with_the_scale_of_the_matrix() -> None:
+    weight = 0.002 * torch.randn(4, 256, generator=torch.Generator().manual_seed(0))
+    without, scaled = (float((weight - nearest(weight, "NVFP4", scale=s)).square().sum()) for s in (1.0, 2**-8))
+    assert scaled < 0.5 * without
 
 
 def test_the_report_says_what_was_measured(made: Path) -> None:
