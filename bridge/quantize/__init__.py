@@ -24,6 +24,10 @@ Needs PyTorch, and for whole models transformers (the `quantize` extra). Names a
 import importlib
 from typing import Any
 
+from bridge.system.openmp import sleep_when_idle
+
+sleep_when_idle()
+
 _LAZY = {
     "Calibration": "settings",
     "CheckpointWriter": "checkpoint_writer",
