@@ -55,8 +55,21 @@ def logits_of(folder):
 """,
     "hqq": """
 from hqq.models.hf.base import AutoHQQHFModel
+from safetensors.torch import load_file
+class Safetensors(AutoHQQHFModel):  # HQQ writes such files, for vLLM, but reads those of torch.save only
+    @classmethod
+    def get_weight_file(cls, folder):
+        return folder + "/model.safetensors"
+    @classmethod
+    def load_weights(cls, folder, device):
+        modules = {}
+        for name, values in load_file(cls.get_weight_file(folder)).items():
+            module, _, part = name.rpartition(".")
+            modules.setdefault(module, {})[part] = values
+        modules.setdefault("lm_head", modules["model.embed_tokens"])
+        return modules
 def logits_of(folder):
-    model = AutoHQQHFModel.from_quantized(folder, compute_dtype=torch.float32, device="cpu").eval()
+    model = Safetensors.from_quantized(folder, compute_dtype=torch.float32, device="cpu").eval()
     return model(ids).logits[0].float().numpy()
 """,
     "vllm": """
