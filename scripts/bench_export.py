@@ -5,8 +5,8 @@
 The GGUF is synthetic unless one is given: a Llama of random blocks, 0.35 GB. Exports and copies take turns. A copy
 reads the file and writes and syncs its bytes again; an export does so with the checkpoint. Both are processes of their
 own whose imports are not counted, nor a first export, which loads the kernels; the page cache is warm. Speeds are bytes
-of the GGUF a second, by wall time and by CPU time of all threads. Memory is the largest resident set (ru_maxrss), which counts
-mapped pages, less that of the same process before the export.
+of the GGUF a second, by wall time and by CPU time of all threads. Memory is the largest resident set (ru_maxrss), which
+counts mapped pages, less that of the same process before the first export.
 """
 
 import argparse
