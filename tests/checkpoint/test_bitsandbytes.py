@@ -151,7 +151,7 @@ def test_an_old_config_without_a_method_is_understood(tmp_path):
     folder = write(tmp_path, by_hand())
     (folder / "config.json").write_text(json.dumps({"quantization_config": {"load_in_4bit": True}}))
     with open_checkpoint(folder) as checkpoint:
-        assert checkpoint.settings() == "NF4, blocks of 64"
+        assert checkpoint.settings() == "NF4 in blocks of 64"
 
 
 @pytest.mark.parametrize(
