@@ -234,27 +234,29 @@ def takes(matrix: DeviceMatrix | FloatMatrix, n: int) -> bool:
     return known and 1 <= n <= TOKENS and matrix.device.capability >= OLDEST
 
 
-def choose_shape(matrix: DeviceMatrix, n: int) -> MMAShape:
+def choose_shape(matrix: DeviceMatrix, n: int, group: int = TOKENS) -> MMAShape:
     """As many warps a block as there are rows for; as many parts as take the least time, counted in bytes.
+
+    `group`: tokens that a block multiplies.
 
     A block takes the time of its bytes; as many blocks as the device has room for run at once; sums of parts are
     stored and loaded again.
     """
-    return _chosen(matrix.rows, matrix.units, matrix.nbytes, matrix.device.multiprocessors, n)
+    return _chosen(matrix.rows, matrix.units, matrix.nbytes, matrix.device.multiprocessors, n, -(-n // group))
 
 
 @lru_cache(1 << 12)
-def _chosen(rows: int, units: int, nbytes: int, multiprocessors: int, n: int) -> MMAShape:
+def _chosen(rows: int, units: int, nbytes: int, multiprocessors: int, n: int, groups: int) -> MMAShape:
     warps = _MOST_WARPS
     while warps > 1 and rows <= _ROWS * warps // 2:
         warps //= 2
-    blocks = -(-rows // (_ROWS * warps))
+    blocks = -(-rows // (_ROWS * warps)) * groups
     at_once = _BLOCKS_AT_ONCE * _MOST_WARPS // warps * multiprocessors
     steps = -(-units // _UNITS)
 
     def time(parts: int) -> float:
         rounds = -(-blocks * parts // at_once)
-        return rounds * at_once / (blocks * parts) * nbytes + (8 * n * rows * parts if parts > 1 else 0)
+        return rounds * at_once / (blocks * parts) * nbytes * groups + (8 * n * rows * parts if parts > 1 else 0)
 
     parts = min(range(1, max(1, min(_MOST_PARTS, steps // _LEAST_STEPS)) + 1), key=time)
     return MMAShape(warps, -(-steps // -(-steps // parts)))
