@@ -1,6 +1,6 @@
 """Products of a quantized matrix with tokens of int8 on tensor cores: the weights stay the integers that they are.
 
-A warp takes 16 rows and up to 64 tokens, a *group* of token_records.py, and walks along the rows 128 columns, a step,
+A warp takes 16 rows and up to 48 tokens, a *group* of token_records.py, and walks along the rows 128 columns, a step,
 at a time. mma.sync's k is the 32 columns of a unit, which share a scale (16 where a type has a scale for 16), so its
 sums are exact in int32; then float32 adds, for every unit, row and token,
 
@@ -8,11 +8,9 @@ sums are exact in int32; then float32 adds, for every unit, row and token,
 
 Lane 4g + t loads unit t of the step of rows g and g + 8 as it comes from memory, makes bytes of the codes and leaves
 them, with d_w and m_w, in the warp's part of shared memory, where the lanes find their fragments: lane 4g + t words t
-and t + 4 of each unit. A unit takes 34 pieces of 16 bytes there, a row two, in turn for odd units: so neither stores
-nor loads of a warp meet in a bank. The warps of a block share tokens, whose next step is copied meanwhile.
-
-Sums begin at 1.5 * 2^23 as a float32, so their bits are that of a float32, too, and a subtraction makes them one; they
-stay below 2^22. Those of two scales become floats by a conversion.
+and t + 4 of each unit, of both rows, in 16 bytes. A unit takes 33 times 16 bytes there, of which the last are unused,
+so that neither stores nor loads of a warp meet in a bank. The warps of a block share tokens, whose next step is copied
+meanwhile.
 
 Groups of tokens are neighbours in the grid: they read the same rows at the same time, all but the first from L2.
 
@@ -47,9 +45,9 @@ from bridge.cuda.intrinsics import (
     thread_x,
     thread_y,
     warp_meets,
-    xor,
 )
 from bridge.cuda.matrix import DeviceMatrix
+from bridge.cuda.mma import TOKENS as _MMA_TOKENS
 from bridge.cuda.mma import MMAShape, choose_shape, combiner
 from bridge.cuda.superblock import functions
 from bridge.cuda.token_records import CHUNK, TILE, TokenRecords
@@ -68,17 +66,22 @@ signed: Any = ()
 int32 = np.int32
 float32 = np.float32
 
-TYPES = ("Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
-TOKENS = 64  # of a group, at most
 OLDEST = (8, 0)  # compute capability
 MAX_REGISTERS = 128  # so that 16 warps find room on a multiprocessor
 _ROWS = 16  # rows of a warp
-_START = np.int32(0x4B400000)
-_START_AS_FLOAT = np.float32(12582912)
 _PIECES = CHUNK // 16  # of a tile and step
-_UNIT = 34  # pieces of a unit of 16 rows
+_UNIT = 33  # pieces of a unit of 16 rows
 _AREA = 4 * _UNIT + 32  # pieces of a warp: four units, and factors of 8 pairs of rows and four units
 _THREADS = 128  # in a block of `_combine`
+_TILES = 6  # of a group, at most: with more, 8.0 has too few registers
+_ISSUES = 4  # instructions of a warp a clock
+# of a multiprocessor a clock: bytes of memory and multiply-adds of halves, both four fifths of the peak; conversions
+_RATES = {(8, 0): (11, 870, 16), (9, 0): (19, 1500, 64)}
+_NARROW = (3, 230, 64)  # 8.6, 8.9 and 12.0, within a third
+# instructions of a warp for 16 rows and 128 columns: for the weights, and for 8 tokens
+_ISSUED = {"Q4_K": (117, 76), "Q6_K": (150, 96), "Q8_0": (85, 60)}
+_ISSUED_HALVES = {"Q4_K": (355, 10.7), "Q6_K": (341, 13.3), "Q8_0": (265, 13.3)}  # of mma.py
+TYPES = tuple(_ISSUED)
 
 
 def _product(weights, room_16, x, y, bias, rows, units, tokens, steps, per):
@@ -101,10 +104,9 @@ def _product(weights, room_16, x, y, bias, rows, units, tokens, steps, per):
     tile = cuda.shared.array(2 * TILES * _PIECES, np.complex128)  # 16 bytes each
     area = cuda.shared.array(WARPS * _AREA, np.complex128)
     own = mad(warp, _AREA, 0)
-    put_at = mad(t, _UNIT, mad(g, 2, mad(bits(t, 0, 1), 1, own)))
+    put_at = mad(t, _UNIT, mad(g, 4, own))
     factors_at = mad(lane, 1, mad(own, 1, 4 * _UNIT))
-    even = mad(own, 2, lane)
-    odd = mad(own, 2, xor(lane, 2))
+    place = mad(own, 1, lane)
     pair = mad(g, 4, mad(own, 1, 4 * _UNIT))
     thread = mad(warp, 32, lane)
     source = mad(mad(block_x(), int32(steps), step), TILES * _PIECES, thread)
@@ -135,14 +137,14 @@ def _product(weights, room_16, x, y, bias, rows, units, tokens, steps, per):
             unit[r] = unpack(held[r], mad(step, 4, t))
             codes, both, least, d, dmin = unit[r]
             for i in unroll(8):
-                word[i] = signed[i](codes[i])
-            put_16_further(area, put_at, 16 * r, (word[0], word[4], word[1], word[5]))
-            put_16_further(area, xor(put_at, 1), 16 * r, (word[2], word[6], word[3], word[7]))
+                word[r, i] = signed[i](codes[i])
             factor[r] = float_bits(d)
             if MINS:
                 less[r] = float_bits(-dmin if LESS else dmin)
             else:
                 less[r] = int32(both)
+        for i in unroll(4):
+            put_16_further(area, put_at, i, (word[0, i], word[1, i], word[0, i + 4], word[1, i + 4]))
         put_16(area, factors_at, (factor[0], less[0], factor[1], less[1]))
         at = mad(at, 1, 4)
         if int32(step + 1) < stop:
@@ -155,9 +157,7 @@ def _product(weights, room_16, x, y, bias, rows, units, tokens, steps, per):
             own_factors = shared_16_further(area, pair, u)
             d0 = bits_float(own_factors[0])
             d1 = bits_float(own_factors[2])
-            place = odd if u % 2 else even
-            top = shared_8_further(area, place, 2 * _UNIT * u)
-            low = shared_8_further(area, place, 2 * _UNIT * u + 32)
+            a = shared_16_further(area, place, _UNIT * u)
             if not WIDE:
                 for h in unroll(2):
                     scale[0, h] = signed_byte(own_factors[1], 8 * h)
@@ -165,18 +165,17 @@ def _product(weights, room_16, x, y, bias, rows, units, tokens, steps, per):
             for m in unroll(TILES):
                 b = shared_8_further(tile, codes_at, 2 * _PIECES * m + 32 * u)
                 both_x = shared_16_further(tile, scales_at, _PIECES * m + 4 * u)
+                start = (int32(0), int32(0), int32(0), int32(0))
                 if WIDE:
-                    start = (_START, _START, _START, _START)
-                    found = mma_s8(start, top[0], low[0], top[1], low[1], b[0], b[1])
+                    found = mma_s8(start, a[0], a[1], a[2], a[3], b[0], b[1])
                 else:
-                    start = (int32(0), int32(0), int32(0), int32(0))
-                    found = mma_s8_short(start, top[0], low[0], b[0])
-                    other = mma_s8_short(start, top[1], low[1], b[1])
+                    found = mma_s8_short(start, a[0], a[1], b[0])
+                    other = mma_s8_short(start, a[2], a[3], b[1])
                 for k in unroll(4):
                     dx = bits_float(both_x[k % 2 * 2])
                     dw = d1 if k > 1 else d0
                     if WIDE:
-                        value = bits_float(found[k]) - _START_AS_FLOAT
+                        value = float32(found[k])
                     else:
                         value = float32(mad(other[k], scale[k // 2, 1], mad(found[k], scale[k // 2, 0], 0)))
                     total[m, k] = fma(value, dw * dx, total[m, k])
@@ -215,6 +214,35 @@ def kernel(type: str, tiles: int, warps: int, epilogue: str) -> Any:
     )  # fmt: skip
     arrays = "uint8[::1], int64, uint8[::1], float32[:,::1], float32[::1]"
     return Kernel(expanded, f"void({arrays}, int64, int64, int64, int64, int64)", MAX_REGISTERS, OLDEST)
+
+
+def tiles_of(n: int) -> int:
+    """Tiles of a group for n tokens."""
+    return max(2, -(-n // TILE)) if n <= 3 * TILE else _TILES
+
+
+def takes(matrix: DeviceMatrix, n: int) -> bool:
+    """Whether a product of n tokens takes less time here than as halves, counted for the matrix's device."""
+    known = matrix.type in TYPES and matrix.device.capability >= OLDEST
+    return known and _wins(matrix.type, matrix.layout.bpw, matrix.device.capability, n)
+
+
+@lru_cache(1 << 12)
+def _wins(type: str, bpw: float, capability: tuple[int, int], n: int) -> bool:
+    """By the clocks of a multiprocessor for 16 rows and 128 columns; see above."""
+    if capability not in _RATES and capability[0] not in (8, 12):
+        return False
+    through_memory, halves_multiplied, converted = _RATES.get(capability, _NARROW)
+    memory = 256 * bpw / through_memory
+    (fixed, more), (fixed_halves, more_halves) = _ISSUED[type], _ISSUED_HALVES[type]
+    tiles = tiles_of(n)
+    groups = -(-n // (TILE * tiles))
+    here = max(memory, groups * (fixed + tiles * more) / _ISSUES, groups * tiles * 512 / converted)
+    if n <= _MMA_TOKENS:
+        there = max(memory, (fixed_halves + -(-n // (2 * TILE)) * 2 * more_halves) / _ISSUES)
+    else:
+        there = memory + 4096 / through_memory + max(4096 / through_memory, 16 * 128 * n / halves_multiplied)
+    return here < 0.95 * there
 
 
 def launch(

@@ -18,6 +18,7 @@ import numpy as np
 from bridge.cuda.activations import rounded
 from bridge.cuda.compiler import recipe
 from bridge.cuda.device import Device, kind, view
+from bridge.cuda.halves import floats_by_torch
 from bridge.cuda.intrinsics import (
     SIMULATED,
     bits,
@@ -153,10 +154,8 @@ def recorded(
     found = kind(x)
     if columns % 32 or found is None or (way != "plain" and found != "f32"):
         raise BridgeError(f"x is {x.dtype} {list(x.shape)}; must be floats of a multiple of 32 columns")
-    if SIMULATED and way == "norm":  # threads of the simulator may not part before a barrier
-        from bridge.cuda.norm import rms
-
-        x, way = rms(x, weight, eps), "plain"
+    if SIMULATED:  # a thread of Python for each of a block, which may not part before a barrier
+        x, way = floats_by_torch(way, x, weight, eps).contiguous(), "plain"
     made = TokenRecords(None, n, columns, tiles)
     tokens = -(-n // (TILE * tiles)) * TILE * tiles
     nbytes = tokens // TILE * made.steps * CHUNK
