@@ -18,8 +18,8 @@ earlier one that is still running. `prefetch_` only asks the L2 cache for what a
 before what is after it, for all threads of the GPU: see last_block.py. After `warp_meets` the lanes of a warp see what
 each has put into shared memory before.
 
-All 32 lanes of a warp must take part in `warp_sum`, `warp_max`, `warp_any`, `warp_meets` and `mma_*`; in the simulator all threads
-of a block must, the same number of times.
+All 32 lanes of a warp must take part in `warp_sum`, `warp_max`, `warp_any`, `warp_meets` and `mma_*`; in the simulator
+all threads of a block must, the same number of times.
 
 From compute capability 8.0 on there are
 

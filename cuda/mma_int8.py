@@ -14,7 +14,23 @@ meanwhile.
 
 Groups of tokens are neighbours in the grid: they read the same rows at the same time, all but the first from L2.
 
-Counted as in mma.py, instructions of a warp for 16 rows and 128 columns; {counts}
+Floors as in mma.py, clocks of a multiprocessor for 16 rows x 128 columns; 8192 x 28672 has 869 of these for each. The
+loop of Q4_K has 269 instructions for 16 tokens and 572 for 48 on 9.0, so 117 are for the weights and 76 for 8 tokens:
+a product, 4 conversions, 4 multiplications, 8 of multiply-add and 2 loads for 32 columns. Halves take 376 for 16, 398
+for 32. Q6_K has 797 for 48, of which 176 are for the weights; Q8_0 is counted on paper. Beyond 64 tokens halves are
+stored and loaded, 8192 bytes, and then multiplied:
+
+              H200                        A100                        RTX 4090
+    tokens    memory  here  halves        memory  here  halves        memory  here  halves
+    Q4_K  16      61    67      94           105   105     105           384   384     384
+    Q4_K  24      61    86      99           105   105     105           384   384     384
+    Q4_K  96      61   286     492           105   384     849           384   384    3115
+    Q4_K 128      61   430     492           105   576     849           384   430    3115
+    Q4_K 512      61  1576     975           105  2112    1682           384  1576    6308
+
+So `takes` says where there is less to do, by at least 5%: 9 to 24 and 65 to 144 tokens of Q4_K on an H200, 65 to some
+200 on an A100, which makes 16 conversions a clock, and all from 65 on where memory is slow. This is reasoning, not
+measurement.
 """
 
 from functools import lru_cache
@@ -79,7 +95,7 @@ _ISSUES = 4  # instructions of a warp a clock
 _RATES = {(8, 0): (11, 870, 16), (9, 0): (19, 1500, 64)}
 _NARROW = (3, 230, 64)  # 8.6, 8.9 and 12.0, within a third
 # instructions of a warp for 16 rows and 128 columns: for the weights, and for 8 tokens
-_ISSUED = {"Q4_K": (117, 76), "Q6_K": (150, 96), "Q8_0": (85, 60)}
+_ISSUED = {"Q4_K": (117, 76), "Q6_K": (176, 103), "Q8_0": (85, 60)}
 _ISSUED_HALVES = {"Q4_K": (355, 10.7), "Q6_K": (341, 13.3), "Q8_0": (265, 13.3)}  # of mma.py
 TYPES = tuple(_ISSUED)
 
@@ -202,7 +218,10 @@ def _product(weights, room_16, x, y, bias, rows, units, tokens, steps, per):
 
 @recipe
 def kernel(type: str, tiles: int, warps: int, epilogue: str) -> Any:
-    """The kernel of a type for groups of 8 * tiles tokens; `epilogue` is "partial", or names of "bias" and "accumulate"."""
+    """The kernel of a type for groups of 8 * tiles tokens.
+
+    `epilogue` is "partial", or names of "bias" and "accumulate".
+    """
     from bridge.cuda.launch import Kernel
 
     formulas, block = functions(type), WRITTEN[type]

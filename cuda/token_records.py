@@ -134,8 +134,8 @@ def _record(x, weight, records, tokens, columns, tiles, steps, eps):
 
 @recipe
 def kernel(way: str, kind: str) -> Any:
-    """The kernel record(x, weight, records, tokens, columns, tiles, steps, eps): "plain" for x of "f32", "f16" or "bf16",
-    for "f32" also "norm", "gate" and "gate_in_turn"."""
+    """The kernel record(x, weight, records, tokens, columns, tiles, steps, eps): "plain" for x of "f32", "f16" or
+    "bf16", for "f32" also "norm", "gate" and "gate_in_turn"."""
     from bridge.cuda.launch import Kernel
 
     value = device_function(expand(_value_at, f"{way}_{kind}", WAY=way, KIND=kind))

@@ -98,7 +98,7 @@ def test_products_are_those_of_rounded_tokens(name, rows, steps, n, tiles, shape
 def test_all_values_of_a_unit_at_their_largest_are_summed_exactly():
     """Q8_0: 32 times -128 * -128, the most that an int32 of tensor cores has to hold here."""
     with pretended_gpu():
-        tensor, weights = random_matrix(TYPES["Q8_0"], 3, 64)
+        tensor, _ = random_matrix(TYPES["Q8_0"], 3, 64)
         tensor.raw.reshape(-1, 34)[:, 2:] = 128
         matrix = DeviceMatrix.upload(tensor, "cuda")
         x, y = torch.full((9, 64), -2.0), torch.empty(9, 3)
