@@ -1,11 +1,12 @@
 """Compare size budgets with llama.cpp's presets and with files of one type; print a markdown table.
 
-    python scripts/bench_budget.py MODEL --calibrate wiki.txt --test test.txt
+    python scripts/bench_budget.py MODEL --calibrate wiki.txt --test test.txt --length 512
 
-For each preset there are three files of equal size: llama.cpp's of that name (its mixture of types, each tensor by
-ggml's own quantizer with the imatrix of the same tokens, embeddings and head without, as in llama.cpp), ours of a size
-budget, and ours of one type (embeddings and layers in it, the head Q6_K). No single type has exactly that size, so the
-last is interpolated between the two neighbouring types, the logarithm of KL against size.
+A file of llama.cpp's has the mixture of types of a preset, each tensor by ggml's own quantizer with the imatrix of the
+same tokens, embeddings and head without, as in llama.cpp. For each preset asked for there is one of ours of a size
+budget of as many bytes; it is compared with that preset, and with the best preset of no more bytes. With --one-type
+there are also files of ours of one type (embeddings and layers in it, the head Q6_K). None has exactly that size, so
+their loss is interpolated between the two neighbouring types, the logarithm of KL against size.
 
 The measure is the mean Kullback-Leibler divergence from the float model over windows of the test text, of all the
 weights in the file, in float32 arithmetic. Files are kept in --folder and reused.
@@ -23,15 +24,19 @@ import numpy as np
 from benchlib import head, line, machine, parser
 from benchlib.divergence import FloatModel
 
-from bridge.blocks import BLOCKS
+from bridge.blocks.read import WRITTEN
 from bridge.conversion.converter import convert, plan_checkpoint
 from bridge.conversion.gguf_writer import file_bytes
 from bridge.conversion.options import Budget
+from bridge.conversion.recipe import PRESETS
+from bridge.gguf_file.imatrix import write_imatrix
 from bridge.quantize.settings import Calibration
 from bridge.runtime.cpu import dequantize
 from scripts.peers import ggml
 from scripts.peers.gguf_file import gguf_weights
 
+SIZES = ["IQ2_M", "IQ3_XXS", "Q3_K_M", "IQ4_XS", "Q4_K_M"]
+_TERNARY = ("TQ1_0", "TQ2_0")  # presets for weights of three values
 UNIFORM = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 
 
@@ -43,12 +48,20 @@ class Bench(FloatModel):
         self.files = files
         self.settings = Calibration(options.calibrate, options.samples, options.length)
 
+        self.imatrix = files / f"{self.folder.name}.imatrix.gguf"
+        found = {}
+        for t in plan_checkpoint(self.folder, type="Q8_0").tensors:
+            squares = self.importance.get(str(t.source))
+            if squares is not None:
+                found[t.name] = squares[None], np.array([self.calibration.size])
+        write_imatrix(self.imatrix, found, options.length, [options.calibrate.name])
+
     def preset(self, name: str) -> tuple[int, float]:
         """Size and KL divergence of llama.cpp's file."""
-        plan = plan_checkpoint(self.folder, type=name)
+        plan = plan_checkpoint(self.folder, type=name, imatrix=self.imatrix)
         weights = dict(self.weights)
         for t in plan.tensors:
-            if t.type in BLOCKS:
+            if t.type in WRITTEN:
                 key = str(t.source)
                 blocks = ggml.quantize(self.weights[key], t.type, self.importance.get(key))
                 weights[key] = dequantize.rows(t.type, blocks)
@@ -71,26 +84,34 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="gguf-bridge-") as scratch:
         bench = Bench(options, options.folder or Path(scratch))
         print(f"Machine: {machine()}, {bench.about}\n")
-        presets = {name: bench.preset(name) for name in options.presets}
-        budgets = {
-            name: bench.made(f"{size}", budget=Budget(size, swaps=options.swaps)) for name, (size, _) in presets.items()
-        }
-        print(head("all but the head in", "bytes", "KL", "seconds"))
-        uniform: list[tuple[int, float]] = []
-        for type in UNIFORM:
-            if uniform and uniform[-1][0] > max(size for size, _ in presets.values()):
-                break
-            types = {"tensor_types": [(r"^(blk|token_embd)\b", type)], "output_type": "Q6_K"}
-            size, loss, seconds = bench.made(f"all-{type}", **types)
-            uniform.append((size, loss))
-            line(type, size, f"{loss:.3e}", seconds)
-        columns = "bytes of", "bytes", "llama.cpp", "one type, interpolated", "size budget", "bytes left"
-        print(f"\n{head(*columns, 'over llama.cpp', 'over one type', 'seconds')}")
-        for name, (size, theirs) in presets.items():
-            alike = interpolated(uniform, size)
-            own_size, own, seconds = budgets[name]
-            losses = [f"{loss:.3e}" for loss in (theirs, alike, own)]
-            line(name, size, *losses, size - own_size, f"{own / theirs:.3f}", f"{own / alike:.3f}", seconds)
+        presets = {name: bench.preset(name) for name in PRESETS if name not in _TERNARY}
+        print(head("llama.cpp's preset", "bytes", "KL"))
+        for name, (size, loss) in sorted(presets.items(), key=lambda p: p[1][0]):
+            line(name, size, f"{loss:.3e}")
+        uniform = one_type(bench, max(presets[name][0] for name in options.presets)) if options.one_type else []
+        columns = "bytes of", "bytes", "KL", "bytes left", "over that preset", "over the best of no more bytes"
+        print(f"\n{head(*columns, 'the best', 'over one type, interpolated', 'seconds')}")
+        for name in options.presets:
+            size, theirs = presets[name]
+            best = min((n for n in presets if presets[n][0] <= size), key=lambda n: presets[n][1])
+            own_size, own, seconds = bench.made(f"{size}", budget=Budget(size, swaps=options.swaps))
+            alike = f"{own / interpolated(uniform, size):.3f}" if uniform else ""
+            ratios = f"{own / theirs:.3f}", f"{own / presets[best][1]:.3f}"
+            line(name, size, f"{own:.3e}", size - own_size, *ratios, best, alike, seconds)
+
+
+def one_type(bench: Bench, largest: int) -> list[tuple[int, float]]:
+    """Print and return sizes and KL divergences of our files of one type, up to the first that is larger."""
+    print(f"\n{head('all but the head in', 'bytes', 'KL', 'seconds')}")
+    found: list[tuple[int, float]] = []
+    for type in UNIFORM:
+        if found and found[-1][0] > largest:
+            break
+        types = {"tensor_types": [(r"^(blk|token_embd)\b", type)], "output_type": "Q6_K"}
+        size, loss, seconds = bench.made(f"all-{type}", **types)
+        found.append((size, loss))
+        line(type, size, f"{loss:.3e}", seconds)
+    return found
 
 
 def interpolated(points: list[tuple[int, float]], size: int) -> float:
@@ -106,7 +127,10 @@ def parse() -> argparse.Namespace:
     required = {"required": True}
     common = ("model", "--calibrate", "--test", "--samples", "--length", "--windows", "--threads")
     options = parser(__doc__, *common, calibrate=required, test=required)
-    options.add_argument("--presets", nargs="*", default=["Q4_K_M", "Q3_K_M", "Q2_K"], metavar="NAME")
+    options.add_argument(
+        "--presets", nargs="*", default=SIZES, metavar="NAME", help=f"whose bytes ours have; default: {' '.join(SIZES)}"
+    )
+    options.add_argument("--one-type", action="store_true", help="also make files of one type each")
     options.add_argument("--swaps", type=int, default=24, metavar="N", help="swaps in a search; default: %(default)s")
     options.add_argument("--folder", type=Path, metavar="DIR", help="where to keep the files")
     return options.parse_args()

@@ -31,7 +31,7 @@ ALLOWED = {
     "transformers": {"nn"},
     "lm_eval": {"nn"},
     "cuda": {"blocks", "errors", "runtime", "system", "trellis"},
-    "quantize": {"blocks", "checkpoint", "encode", "errors", "gguf_file", "system"},
+    "quantize": {"blocks", "checkpoint", "encode", "errors", "gguf_file", "runtime", "system"},
     "conversion": {
         "blocks", "checkpoint", "encode", "errors", "gguf_file", "models", "quantize", "runtime", "system",
     },

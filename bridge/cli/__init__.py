@@ -40,6 +40,7 @@ from bridge.cli.plot import command as plot_command
 from bridge.cli.terminal import Printable, StatusLine, Terminated
 from bridge.errors import BridgeError, BridgeWarning, shortened, spelled
 from bridge.system.compiling import telling
+from bridge.system.openmp import sleep_when_idle
 from bridge.system.text import tell
 
 _DESCRIPTION = """\
@@ -70,6 +71,7 @@ def main(argv: Sequence[str] | None = None, spread: Any = None) -> int:
     the number of the signal that stopped it, 130 for Ctrl-C. `spread`: that of `Calibration`."""
     argv = sys.argv[1:] if argv is None else argv
     debug = "--debug" in argv
+    sleep_when_idle()
     gc.set_threshold(100_000)  # Numba brings a million objects that stay: looking through them often costs 0.1 s
     for name in ("SIGTERM", "SIGHUP"):  # what is half-written goes away as with Ctrl-C
         if hasattr(signal, name):

@@ -72,13 +72,14 @@ class LayerTarget:
 
 def mark_calibrated(plan: Plan, reader: PartReader, method: str) -> Plan:
     """The plan in which parts that cannot keep their codes are calibrated: those in block types inside decoder blocks,
-    and those of the output head if it is to have less than 8 bits."""
+    and those of the output head if it is to have less than 8 bits; two-sided, the embeddings too."""
     return _with_how(plan, lambda t, part, how: "calibrated" if _is_calibrated(t, part, how, reader, method) else how)
 
 
 def _is_calibrated(tensor: PlannedTensor, part: Part, how: How, reader: PartReader, method: str) -> bool:
     block = (TYPES | CALIBRATED).get(tensor.type)
-    inside = tensor.layer is not None or (tensor.kind == "output" and block is not Q8_0)
+    outside = ("output", "token_embd") if method == "two-sided" else ("output",)
+    inside = tensor.layer is not None or (tensor.kind in outside and block is not Q8_0)
     if not (tensor.quantizable and inside and block is not None and part.layer is not None):
         return False
     # matrices of 3-D tensors are rounded to nearest when they are written
@@ -188,12 +189,15 @@ def quantize_layers(
 
 
 def _blocks(model: FloatModel, targets: Collection[str]) -> tuple[list[list[str]], dict[str, int]]:
-    """The layers to be quantized, block by block, the output head last; and how many weights each has."""
-    head, shape = model.head()
-    shapes = {**model.linears(), **({head: shape} if head in targets else {})}
+    """The layers to be quantized, block by block, the embeddings with the first and the output head last; and how many
+    weights each has."""
+    embeddings, head = model.embedding_and_head()
+    shape = model.head()[1]
+    shapes = {embeddings: shape, **model.linears(), head: shape}
     weights = {name: rows * columns for name, (rows, columns) in shapes.items() if name in targets}
     blocks = [[name for name in model.layers_of(i) if name in weights] for i in range(len(model.blocks))]
-    return blocks + [[head]] * (head in weights), weights
+    blocks[0] = [embeddings] * (embeddings in weights) + blocks[0]
+    return blocks + [[head]] * (head in weights and head != embeddings), weights
 
 
 def with_length(ckpt: Checkpoint, settings: Calibration) -> tuple[Calibration, list[str]]:
@@ -305,13 +309,16 @@ def _stored(targets: dict[str, LayerTarget], layers: LayerStore, layer: LayerInp
 def _of_part(
     model: FloatModel, targets: dict[str, LayerTarget], part: tuple[int, int]
 ) -> tuple[dict[str, LayerTarget], int | None]:
-    """The layers in part I of N of the model's blocks, the last with the output head, and the number of blocks up to
-    its end; None: all."""
+    """The layers in part I of N of the model's blocks, the first with the embeddings, the last with the output head,
+    and the number of blocks up to its end; None: all."""
     number, count = part
     if count > len(model.blocks):
         raise BridgeError(f"{parameter('blocks', part)}: the model has {len(model.blocks)} blocks")
     blocks = slices(len(model.blocks), count)[number - 1]
-    own = model.linears(blocks).keys() | ({model.head()[0]} if number == count else set())
+    untied = model.untied_head()
+    outside = {model.embedding_and_head()[0]} if number == 1 else set()
+    outside |= {untied[0]} if untied is not None and number == count else set()
+    own = model.linears(blocks).keys() | outside
     return {name: target for name, target in targets.items() if name in own}, None if number == count else blocks.stop
 
 
@@ -385,7 +392,7 @@ def _write_imatrix(plan: Plan, kept: LayerStore, settings: Calibration) -> None:
     found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     for tensor in plan.tensors:
         layers = [layer for part in tensor.parts if (layer := kept.layers.get(part.layer or ""))]
-        if layers and len(layers) == len(tensor.parts):
+        if tensor.kind != "token_embd" and layers and len(layers) == len(tensor.parts):
             rows = layers if len(tensor.shape) == 3 else layers[:1]  # parts of a fused matrix share their inputs
             found[tensor.name] = (
                 np.stack([layer.importance() for layer in rows]), np.array([layer.tokens for layer in rows])

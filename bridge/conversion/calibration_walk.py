@@ -34,6 +34,11 @@ def rows_at_once(columns: int) -> int:
     return max(1, _WEIGHTS_AT_ONCE // columns)
 
 
+def _spans(layers: LayerStore, name: str, rows: int, columns: int) -> list[slice]:
+    """The rows of such a matrix that are not stored, cut into those that are quantized together."""
+    return layers.missing(name, rows, rows_at_once(columns))
+
+
 def needs(model: FloatModel, settings: Calibration, found: Calibrating, bits: Mapping[str, float]) -> Needs:
     """What the run takes. Raises BridgeError as `needs_of`.
 
@@ -88,6 +93,7 @@ def _walk(
 
     from bridge.quantize import quantize_model
     from bridge.quantize.activations import Shelf
+    from bridge.quantize.embeddings import embeddings_hessian, quantize_embeddings
     from bridge.quantize.kept_inputs import KeptInputs
 
     dtype = torch.bfloat16 if model.stored_in_bfloat16 else None
@@ -96,6 +102,12 @@ def _walk(
     if two_sided and not layers.has_outputs(todo):
         with Shelf(folder, room.gradients, dtype) as shelf:
             _keep_output_hessians(model, settings, found.tokens, todo, shelf, layers)
+    spans = partial(_spans, layers)
+    embeddings = model.embedding_and_head()[0]
+    half = layers.outputs(embeddings) if two_sided and embeddings in todo else None
+    if half is not None:
+        hessian = embeddings_hessian(embeddings, half[0], found.tokens.numel())
+        quantize_embeddings(model, hessian, quantizer, spans)
     walk = quantize_model(
         model,
         found.tokens,
@@ -115,7 +127,7 @@ def _walk(
         resume=KeptInputs(layers.folder, layers.job) if prepare is None else None,  # which every block has to see
         prepare=prepare,
         head=True,
-        head_spans=lambda name, rows, columns: layers.missing(name, rows, rows_at_once(columns)),
+        head_spans=spans,
     )
     for _ in walk:
         pass
@@ -160,7 +172,7 @@ def spread_layers(
         job,
         settings.spread,
         model,
-        lambda name, rows, columns: layers.missing(name, rows, rows_at_once(columns)),
+        partial(_spans, layers),
         two_sided=settings.method == "two-sided",
         until=until,
         finished=finished,

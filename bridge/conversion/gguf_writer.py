@@ -58,6 +58,11 @@ def padded(nbytes: int) -> int:
     return gguf.GGUFWriter.ggml_pad(nbytes, gguf.GGUF_DEFAULT_ALIGNMENT)
 
 
+def added_bytes(tensor: PlannedTensor) -> int:
+    """The most bytes that one more tensor adds to a file."""
+    return padded(24 + len(tensor.name.encode()) + 8 * len(tensor.shape)) + padded(tensor.nbytes)
+
+
 def file_bytes(plan: Plan) -> int:
     """Size of the one file that a plan makes."""
     with tempfile.TemporaryDirectory() as folder:

@@ -1,6 +1,6 @@
 """What each layer of a plan loses in each type that it may get, measured with a text.
 
-A forward and backward pass of a few tokens finds how outputs affect the prediction (`Passes.mean_square_gradients`),
+A forward and backward pass of a few tokens finds how outputs affect the prediction (`Passes.output_products`),
 one of all tokens the layers' Hessians; with both, types are tried on some rows of each layer
 (`bridge.quantize.budget.sensitivity`). Memory holds one block, as when it is quantized, and of the few tokens what each
 block gets. On top of those passes come, for each layer and type, a factorization of its Hessian and 32 rows of its
@@ -11,19 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bridge.blocks import BLOCKS
+from bridge.blocks.read import CALIBRATED
 from bridge.models.outline import Part
 from bridge.quantize.settings import Calibration
 
 if TYPE_CHECKING:
     import torch
 
-    from bridge.quantize.budget.sensitivity import Cost
+    from bridge.quantize.budget.sensitivity import Cost, Rounding
     from bridge.quantize.forward_passes import Passes
+    from bridge.quantize.hessian import Hessian
     from bridge.quantize.walk import LayerInput
 
 _TOKENS_AT_ONCE = 4096
@@ -37,6 +39,7 @@ class LayerCosts:
     settings            how the layers will be quantized
     parts               by layer: where it is in the GGUF
     types               by layer: those that it may get
+    scales              by layer: what multiplies it in NVFP4
     embedding_and_head  their names; the same name twice where the GGUF has one tensor for both
     step                called with the name of each layer when it is done
     costs               by layer and type, filled by `measure`
@@ -47,6 +50,7 @@ class LayerCosts:
     settings: Calibration
     parts: Mapping[str, Part]
     types: Mapping[str, list[str]]
+    scales: Mapping[str, float]
     embedding_and_head: tuple[str, str]
     step: Callable[[str], None]
     costs: dict[str, dict[str, Cost]] = field(default_factory=dict)
@@ -59,16 +63,22 @@ class LayerCosts:
         tokens  int64 [sequences, length], all
         """
         from bridge.quantize import quantize_model
+        from bridge.quantize.two_sided import ROWS
 
-        gradients = dict(passes.mean_square_gradients())
         embeddings, head = self.embedding_and_head
-        gradients[head] = passes.head_gradients()
-        if embeddings in self.types:
-            self.costs[embeddings] = self._embedding_costs(passes, gradients)
-            self.step(embeddings)
+        predicted = passes.head_gradients()
+        as_head = (passes.head_hessian(), predicted) if head == embeddings else None
+        rows = {head: (predicted, predicted)}
+        for name, products in passes.output_products(ROWS):
+            if name != embeddings:
+                rows[name] = self._of_rows(products, passes.model.linears()[name][0])
+            elif name in self.types:
+                passes.load_embedding_and_head()
+                self._measure_embeddings(passes, tokens, products[0], as_head)
+                self.step(name)
 
         def measure(layer: LayerInput) -> tuple[torch.Tensor, None]:
-            self.costs[layer.name] = self._layer_costs(layer, gradients.get(layer.name))
+            self.costs[layer.name] = self._layer_costs(layer, rows.get(layer.name))
             self.squares[layer.name] = layer.hessian.mean_squares()
             self.step(layer.name)
             return layer.weight, None
@@ -81,36 +91,67 @@ class LayerCosts:
             pass
         passes.load_embedding_and_head()
 
-    def _embedding_costs(self, passes: Passes, gradients: Mapping[str, Any]) -> dict[str, Cost]:
-        """Of the embeddings, rounded to nearest; as the head too, where they are that."""
-        from bridge.quantize.budget.sensitivity import embedding_costs, layer_costs
+    @property
+    def _two_sided(self) -> bool:
+        return self.settings.method == "two-sided"
 
-        embeddings, head = self.embedding_and_head
-        types = self.types[embeddings]
+    def _of_rows(self, products: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """`Felt.squares` and `Felt.left` of a layer of so many rows, from A."""
+        from bridge.quantize.two_sided import row_costs
+
+        squares = products.diagonal(dim1=1, dim2=2).flatten()[:count].double()
+        return squares, row_costs(products, count) if self._two_sided and squares.any() else squares
+
+    def _measure_embeddings(
+        self, passes: Passes, tokens: torch.Tensor, products: torch.Tensor, as_head: tuple[Hessian, torch.Tensor] | None
+    ) -> None:
+        """As they are rounded: two-sided with a Hessian of their own, else to nearest."""
+        from bridge.quantize.budget.sensitivity import Felt, layer_costs
+        from bridge.quantize.embeddings import embeddings_hessian, embeddings_matrix
+
+        name = self.embedding_and_head[0]
         weight = passes.model.model.get_input_embeddings().weight
-        costs = embedding_costs(weight, passes.tokens, gradients["embeddings"], types)
-        if head != embeddings:
-            return costs
-        found = layer_costs(weight, passes.head_hessian(), gradients[head], dict.fromkeys(types))
-        return {type: cost + found[type] for type, cost in costs.items()}
+        counts = tokens.flatten().bincount(minlength=len(weight)).double()
+        share = counts / counts.sum()
+        felt = [Felt(2 * products, share, share)]
+        if as_head is not None:
+            felt.append(Felt(as_head[0].matrix, as_head[1], as_head[1]))
+        hessian = embeddings_hessian(name, embeddings_matrix(products, as_head), tokens.numel())
+        if self._two_sided:
+            self.squares[name] = hessian.mean_squares()
+        self.costs[name] = layer_costs(weight, felt, self._methods(hessian, self._two_sided), self.squares.get(name))
 
-    def _layer_costs(self, layer: LayerInput, gradients: torch.Tensor | None) -> dict[str, Cost]:
-        from bridge.quantize import superblocks
-        from bridge.quantize.budget.sensitivity import Cost, layer_costs
-        from bridge.quantize.walk import LayerInput
+    def _layer_costs(self, layer: LayerInput, rows: tuple[torch.Tensor, torch.Tensor] | None) -> dict[str, Cost]:
+        """rows: `Felt.squares` and `Felt.left`."""
+        from bridge.quantize.budget.sensitivity import Cost, Felt, layer_costs
 
         types = self.types[layer.name]
-        if gradients is None or not layer.hessian.tokens:  # an expert that no token reached
+        if rows is None or not layer.hessian.tokens:  # an expert that no token reached
             return dict.fromkeys(types, Cost(0.0))
-        columns = self.parts[layer.name].columns
+        felt = [Felt(layer.hessian.matrix, *rows)]
+        costs = layer_costs(
+            layer.weight,
+            felt,
+            self._methods(layer.hessian),
+            layer.hessian.mean_squares(),
+            scale=self.scales[layer.name],
+        )
+        return costs | {type: Cost(0.0, 0.0) for type in types if self.carries(layer.name, type)}
+
+    def _methods(self, hessian: Hessian, calibrated: bool = True) -> dict[str, Rounding | None]:
+        """How rows of the layer of this H are rounded to each type that it may get; None: to nearest.
+
+        calibrated  whether it is rounded with H at all
+        """
+        from bridge.quantize import superblocks
+        from bridge.quantize.walk import LayerInput
+
+        name = hessian.name
+        blocks = BLOCKS | CALIBRATED if calibrated else {}
 
         def rounded(rows: torch.Tensor, type: str) -> torch.Tensor:
-            method = self.settings.quantizer(superblocks(type))
-            return method.layer(LayerInput(layer.name, rows, layer.hessian), columns)[0]
+            method = self.settings.quantizer(superblocks(type, self.scales[name]))
+            return method.layer(LayerInput(name, rows, hessian), self.parts[name].columns)[0]
 
-        def calibrated(type: str) -> bool:
-            return type in BLOCKS and not (layer.name == self.embedding_and_head[1] and type == "Q8_0")
-
-        methods = {type: rounded if calibrated(type) else None for type in types}
-        costs = layer_costs(layer.weight, layer.hessian, gradients, methods, layer.hessian.mean_squares())
-        return costs | {type: Cost(0.0, 0.0) for type in types if self.carries(layer.name, type)}
+        plain = {"Q8_0"} if name in self.embedding_and_head else set()
+        return {type: rounded if type in blocks and type not in plain else None for type in self.types[name]}

@@ -4,8 +4,9 @@ What a tensor loses in each type is estimated from a text (`quantize.budget.sens
 under the exact limit and judged by the KL divergence that trial models measure (`quantize.budget.search`). Tensors
 that keep their codes, norms, and tensors with a type from the user stay as planned, and count with their bytes.
 
-Cost: a pass of the text for the Hessians (quantizing takes four to six), a pass of 4096 tokens there and back, and for
-each of about 55 trial models one of these tokens through half the layers, on average.
+Cost: a pass of the text for the Hessians (quantizing takes four to six), for each layer and type that of quantizing 32
+rows, a pass of 4096 tokens there and back, and for each of about 40 trial models one of these tokens through half the
+layers, on average.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bridge.blocks.read import WRITTEN
+from bridge.blocks import FP4
+from bridge.blocks.read import CALIBRATED, WRITTEN
 from bridge.conversion.calibrate_plan import calibrating
-from bridge.conversion.gguf_writer import file_bytes, padded
+from bridge.conversion.gguf_writer import added_bytes, file_bytes, padded
 from bridge.conversion.layer_costs import LayerCosts
-from bridge.conversion.matrix_scales import with_scales
+from bridge.conversion.matrix_scales import rounded_scale, with_scales
 from bridge.conversion.options import Budget
-from bridge.conversion.part_reader import PartReader
 from bridge.conversion.plan import Plan, PlannedTensor
 from bridge.conversion.planner import Planner
 from bridge.conversion.recipe import Recipe
@@ -47,11 +48,16 @@ _WINDOW = 256  # tokens of a trial's sequences
 
 @dataclass(frozen=True)
 class _Item:
-    """A tensor whose type is chosen: the possible types, and its bytes in each."""
+    """A tensor whose type is chosen.
+
+    types, sizes  that it may have, and its bytes in each
+    scale         what multiplies its matrices in NVFP4
+    """
 
     tensor: PlannedTensor
     types: list[str]
     sizes: np.ndarray
+    scale: float
 
 
 def within_budget(plan: Plan, planner: Planner, settings: Calibration, budget: Budget, out: Path) -> Plan:
@@ -64,14 +70,14 @@ def within_budget(plan: Plan, planner: Planner, settings: Calibration, budget: B
     """
     from bridge.quantize.float_model import FloatModel
 
-    ckpt, reader = planner.ckpt, planner.reader
+    ckpt = planner.ckpt
     model = FloatModel(ckpt, device=settings.device)
     layers = {*model.linears(), *model.embedding_and_head()}
     wanted = [t for t in plan.tensors if _is_free(t, plan, planner.options, budget)]
-    items = [_item(t, reader) for t in wanted if all(part.module in layers for part in t.parts)]
+    items = [_item(t, plan, planner, settings) for t in wanted if all(part.module in layers for part in t.parts)]
     left = [t for t in wanted if any(part.module not in layers for part in t.parts)]
-    whole = with_scales(ckpt, plan)
-    fixed = file_bytes(whole) - sum(padded(item.tensor.nbytes) for item in items)
+    whole = with_scales(ckpt, planner.retyped(plan, {item.tensor.name: (item.types[-1], "") for item in items}))
+    fixed = file_bytes(whole) - sum(int(item.sizes[-1]) for item in items)
     limit = _limit(whole, budget)
     least, most = (fixed + sum(int(f(item.sizes)) for item in items) for f in (np.min, np.max))
     given = parameter("size", budget.size) if budget.bpw is None else f"{parameter('bpw', budget.bpw)} ({limit} bytes)"
@@ -119,15 +125,42 @@ def _is_free(tensor: PlannedTensor, plan: Plan, recipe: Recipe, budget: Budget) 
     return budget.requantize or "carried" not in tensor.how
 
 
-def _item(tensor: PlannedTensor, reader: PartReader) -> _Item:
-    """With the types that the tensor's rows fill, and the 16-bit floats that it comes as or goes into."""
+def _item(tensor: PlannedTensor, plan: Plan, planner: Planner, settings: Calibration) -> _Item:
+    """With the types that the tensor's rows fill, and the 16-bit floats that it comes as or goes into, these last.
+
+    Of types with scales and codes to be chosen, those of small blocks are for rows that no superblocks fill: there,
+    K-quants of no more bytes lose less. 4-bit floats are for floats of layers and the head, and NVFP4 counts with the
+    scales of its matrices. Static act-order takes columns of codebooks apart.
+    """
     from bridge.encode.type_choice import requantizers
 
+    reader = planner.reader
     stored = {reader.stored_as(part) for part in tensor.parts}
-    types = [block.name for block in requantizers(tensor.shape[-1])]
+    columns = tensor.shape[-1]
+    usual = requantizers(columns)
+    size = max(block.size for block in usual)
+    inside = tensor.layer is not None or tensor.kind == "output"
+    taken = FP4 if inside and not any(map(reader.coded, tensor.parts)) else {}
+    others = [
+        block
+        for block in CALIBRATED.values()
+        if columns % block.size == 0 and (block.name in taken if block.name in FP4 else block.size == size)
+    ]
+    if settings.act_order == "static":
+        others = []
+    types = [block.name for block in sorted({*usual, *others}, key=lambda block: block.bpw)]
     types.append("BF16" if stored == {"BF16"} else "F16")
+    scales = (
+        with_scales(planner.ckpt, replace(plan, tensors=[_in_nvfp4(tensor)])).tensors[1:] if "NVFP4" in types else []
+    )
     sizes = [padded(replace(tensor, type=type).nbytes) for type in types]
-    return _Item(tensor, types, np.array(sizes, np.int64))
+    sizes = [size + sum(map(added_bytes, scales)) * (type == "NVFP4") for size, type in zip(sizes, types, strict=True)]
+    return _Item(tensor, types, np.array(sizes, np.int64), rounded_scale(plan.metadata, _in_nvfp4(tensor)))
+
+
+def _in_nvfp4(tensor: PlannedTensor) -> PlannedTensor:
+    """The tensor, which has come as floats, in NVFP4."""
+    return replace(tensor, type="NVFP4", how=tuple("rounded" for _ in tensor.parts))
 
 
 class _Search:
@@ -154,6 +187,7 @@ class _Search:
         parts = {part.module: part for item in items for part in item.tensor.parts}
         places = {part.module: (item.tensor, i) for item in items for i, part in enumerate(item.tensor.parts)}
         types = {part.module: item.types for item in items for part in item.tensor.parts}
+        scales = {part.module: item.scale for item in items for part in item.tensor.parts}
         self.groups = _groups([item.tensor for item in items])
         self.done, self.steps = 0, len(parts) + len(self.groups) + budget.swaps + 2
         if self.progress:
@@ -165,6 +199,7 @@ class _Search:
             settings,
             parts,
             types,
+            scales,
             embedding_and_head,
             self._step,
         )
@@ -173,7 +208,7 @@ class _Search:
                 folder = stack.enter_context(temporary_beside(beside))
             passes = Passes(model, self.probe, sequences_at_once(model, self.probe.shape[1]))
             layers.measure(passes, tokens)
-            divergence = Divergence(passes, layers.squares.get, folder, embedding_and_head)
+            divergence = Divergence(passes, layers.squares.get, folder, embedding_and_head, settings.memory)
 
             def measure(taken: np.ndarray, as_new_base: bool) -> float:
                 trial = {}
@@ -181,7 +216,7 @@ class _Search:
                     for part in item.tensor.parts:
                         if option != FLOAT:
                             type = item.types[option]
-                            trial[part.module] = Rounded(type, layers.costs[part.module][type].error_ratio)
+                            trial[part.module] = Rounded(type, layers.costs[part.module][type].error_ratio, item.scale)
                 if not as_new_base:
                     self._step("trial models")
                 return divergence.measure(trial, as_new_base)

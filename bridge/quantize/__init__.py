@@ -12,7 +12,7 @@ Read tests/support/textbook_gptq.py first, GPTQ in one page; the solver must agr
     walk, stages, experts              block by block, stage by stage: the inputs of each layer
     hessian                            H of these inputs
     method, gptq_solver, refine, awq   a layer's weights and H -> codes
-    two_sided                          the same, with the gradients of the layer's outputs
+    two_sided, embeddings              the same, with the gradients of the layer's outputs; the embeddings
     grids/                             the values that codes may have: groups, GGUF blocks
     layer_store, checkpoint_writer     finished layers on disk; checkpoints
     spread                             the same as tasks for a cluster
@@ -23,6 +23,10 @@ Needs PyTorch, and for whole models transformers (the `quantize` extra). Names a
 
 import importlib
 from typing import Any
+
+from bridge.system.openmp import sleep_when_idle
+
+sleep_when_idle()
 
 _LAZY = {
     "Calibration": "settings",

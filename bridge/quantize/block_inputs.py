@@ -184,8 +184,12 @@ def matrix_shape(module: nn.Module) -> tuple[int, int]:
 
 def set_matrix(module: nn.Module, values: torch.Tensor) -> None:
     """Replace the weights by float [out, columns]."""
-    weight: torch.Tensor = module.weight.data  # type: ignore[assignment]
-    weight.copy_((values.T if _is_conv1d(module) else values).reshape(weight.shape))
+    module.weight.data.copy_(as_weight(module, values))  # type: ignore[union-attr, operator]
+
+
+def as_weight(module: nn.Module, values: torch.Tensor) -> torch.Tensor:
+    """Float [out, columns] in the shape of the module's weights."""
+    return (values.T if _is_conv1d(module) else values).reshape(module.weight.shape)  # type: ignore[union-attr, arg-type]
 
 
 def vectors(module: nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -116,18 +116,25 @@ class FloatModel:
 
     def head_rows(self, rows: slice) -> torch.Tensor:
         """Some rows of the output head's weights, float32; only these are read."""
-        name, head = head_of(self.model)
-        columns = matrix_shape(head)[1]
+        return self._rows(*head_of(self.model), rows)
+
+    def embedding_rows(self, rows: slice) -> torch.Tensor:
+        """The same of the embeddings."""
+        embeddings = self.model.get_input_embeddings()
+        return self._rows(next(n for n, m in self.model.named_modules() if m is embeddings), embeddings, rows)
+
+    def _rows(self, name: str, module: nn.Module, rows: slice) -> torch.Tensor:
+        columns = matrix_shape(module)[1]
         stored = self._found(f"{name}.weight")
-        module = stored.removesuffix(".weight")
-        if module in self.ckpt.modules:
-            tensor = self.ckpt.read_module(module, np.arange(rows.start, rows.stop))
+        coded = stored.removesuffix(".weight")
+        if coded in self.ckpt.modules:
+            tensor = self.ckpt.read_module(coded, np.arange(rows.start, rows.stop))
             if 0 <= tensor.shape[1] - columns < tensor.padding:
                 tensor = tensor.crop(tensor.shape[0], columns)
             self._expect(f"{name}.weight", tensor.shape, (rows.stop - rows.start, columns))
             values = tensor.dequantize()
         else:
-            self._expect(f"{name}.weight", self.ckpt.tensors[stored].shape, matrix_shape(head))
+            self._expect(f"{name}.weight", self.ckpt.tensors[stored].shape, matrix_shape(module))
             values = self.ckpt.read_float(stored, (rows.start, rows.stop))
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device, torch.float32)
 

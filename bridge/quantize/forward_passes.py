@@ -6,7 +6,7 @@ inputs and gradients of one, and where the logits are needed the embeddings and 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,18 +18,20 @@ from bridge.quantize.activations import Kept, Shelf
 from bridge.quantize.block_inputs import (
     BlockInputs,
     after_blocks,
+    as_weight,
     first_inputs,
     first_of,
     head_hessian,
     head_of,
     is_layer,
 )
+from bridge.quantize.embeddings import embeddings_matrix
 from bridge.quantize.float_model import FloatModel
 from bridge.quantize.hessian import Hessian
 from bridge.quantize.two_sided import ROWS
 
-# (a layer's name in the checkpoint, its module): may replace the weights
-LayerChange = Callable[[str, nn.Module], None]
+# (a layer's name in the checkpoint, its module) -> other weights, float32 [out, columns]; None: its own
+OtherWeights = Callable[[str, nn.Module], torch.Tensor | None]
 
 
 TOKENS_FELT = 1 << 15
@@ -49,7 +51,7 @@ def tokens_felt(tokens: torch.Tensor) -> torch.Tensor:
 def output_hessians(
     model: FloatModel, tokens: torch.Tensor, shelf: Shelf, first: int = 0
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """A of each layer that tokens reach, last first, as `two_sided.round_two_sided` takes it.
+    """A of each layer that tokens reach, last first, as `two_sided.round_two_sided` takes it; then `embeddings_matrix`.
 
     tokens  int64 [sequences, length], those of `tokens_felt` or a part of them
     shelf   for activations
@@ -57,8 +59,12 @@ def output_hessians(
     """
     with torch.no_grad():
         passes = Passes(model, tokens, sequences_at_once(model, tokens.shape[1]), shelf, first)
+        embeddings, head = model.embedding_and_head()
+        as_head = (passes.head_hessian(), passes.head_gradients()) if embeddings == head else None
     for name, outputs in passes.output_products(ROWS):
-        if outputs.diagonal(dim1=1, dim2=2).any():
+        if name == embeddings:
+            yield name, embeddings_matrix(outputs[0], as_head)[None]
+        elif outputs.diagonal(dim1=1, dim2=2).any():
             yield name, outputs
 
 
@@ -70,6 +76,7 @@ class Passes:
     first   the number of the first batch, which decides what tokens are drawn
     calls   the blocks' arguments, for each batch
     inputs  [block][batch]: each block's inputs in the float model; after the last block, its outputs
+    room    whether memory is left for a block that stays loaded, asked after each pass through one
 
     The embeddings and the head are loaded afterwards.
     """
@@ -79,6 +86,7 @@ class Passes:
     batch: int
     shelf: Shelf | None = None
     first: int = 0
+    room: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
         self.batches = self.tokens.split(self.batch)
@@ -105,14 +113,14 @@ class Passes:
         try:
             return first_inputs(self.model.model, self.model.blocks, self.batches, Shelf(None))
         finally:
-            self.model.drop(0)
+            self._drop(0)
 
     @torch.no_grad()
     def outputs(
         self,
         first: int,
         x: Sequence[Any],
-        change: LayerChange | None = None,
+        weights: OtherWeights = lambda name, module: None,
         kept: Callable[[torch.Tensor], Any] = lambda x: x,
     ) -> list[list[Any]]:
         """The outputs of each block from `first` on, whose inputs are x of each batch."""
@@ -121,14 +129,21 @@ class Passes:
             block = self.model.blocks[i]
             self.model.load(i)
             try:
-                if change is not None:
+                with ExitStack() as stack:
                     for name, module in self.layers(i):
-                        change(name, module)
-                x = [kept(self._call(i, block, call, own)) for call, own in zip(self.calls, x, strict=True)]
+                        values = weights(name, module)
+                        if values is not None:
+                            stack.enter_context(self.changed(module, values))
+                    x = [kept(self._call(i, block, call, own)) for call, own in zip(self.calls, x, strict=True)]
             finally:
-                self.model.drop(i)
+                self._drop(i)
             found.append(list(x))
         return found
+
+    def _drop(self, block: int) -> None:
+        """Free a block's weights where memory is short; they may be needed again."""
+        if not self.room():
+            self.model.drop(block)
 
     def kept(self, x: torch.Tensor) -> Any:
         """Activations on the shelf, where there is one."""
@@ -147,9 +162,9 @@ class Passes:
 
     @contextmanager
     def changed(self, module: nn.Module, values: torch.Tensor) -> Iterator[None]:
-        """Replace the weights of the embeddings or the head meanwhile."""
+        """Replace a layer's weights, or those of the embeddings or the head, by float32 [out, columns] meanwhile."""
         kept = module.weight
-        module.weight = nn.Parameter(values, requires_grad=False)
+        module.weight = nn.Parameter(as_weight(module, values).to(self.model.dtype), requires_grad=False)
         try:
             yield
         finally:
@@ -169,24 +184,16 @@ class Passes:
             )
         return found
 
-    def mean_square_gradients(self, seed: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-        """How much each output of each layer says about the prediction: mean squared gradients, by layer, last first.
-
-        The gradient is that of log p(token), token drawn from the model's own prediction, summed over a sequence's
-        positions; the square is summed over the tokens that reach the layer and divided by all. So with errors e in the
-        outputs, independent of it, the mean KL divergence becomes  sum gradient^2 e^2 / 2  (Fisher information).
-        float64 [out], and for the embeddings [hidden], under "embeddings".
-        """
-        total = self.tokens.numel()
-        gradients = self._last_gradients(seed)
-        yield from self._backward(lambda g: g.double().square().sum(0), gradients)
-        yield "embeddings", torch.stack([g.double().square().sum((0, 1)) for g in gradients]).sum(0) / total
-
     def output_products(self, rows: int, seed: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-        """A of each layer, last first: the mean of g g^T of these gradients, see `two_sided`.
+        """A of each layer, last first, then of the embeddings: the mean of g g^T, see `two_sided`.
 
-        Diagonal blocks of at most so many rows, float32 [blocks, rows, rows]; 0 beyond the last block's rows. The
-        embeddings and the head are freed before the first of them, and each block's inputs after it if on a shelf.
+        g is the gradient of log p(token), token drawn from the model's own prediction, summed over a sequence's
+        positions; products are summed over the tokens that reach the layer and divided by all. So with errors e in the
+        outputs the mean KL divergence becomes  (g e)^2 / 2  (Fisher information).
+
+        Diagonal blocks of at most so many rows, float32 [blocks, rows, rows]; 0 beyond the last block's rows. Of the
+        embeddings, all of it: [1, hidden, hidden]. The embeddings and the head are freed before the first of them, and
+        each block's inputs after it if on a shelf.
         """
 
         def products(gradient: torch.Tensor) -> torch.Tensor:
@@ -201,6 +208,12 @@ class Passes:
             for kept in self.inputs.pop():
                 kept.drop()
         yield from self._backward(products, gradients, forget=self.shelf is not None)
+        hidden = gradients[0].shape[-1]
+        total = torch.zeros(hidden, hidden, device=self.model.device)
+        for gradient in gradients:
+            own = gradient.to(total).flatten(0, -2)
+            total.addmm_(own.T, own)
+        yield self.model.embedding_and_head()[0], total[None] / self.tokens.numel()
 
     def _backward(
         self, of: Callable[[torch.Tensor], torch.Tensor], gradients: list[torch.Tensor], forget: bool = False
@@ -234,16 +247,19 @@ class Passes:
     @torch.no_grad()
     def head_gradients(self) -> torch.Tensor:
         """The mean squared gradients of the output head's outputs, float64 [out]: of p (1 - p), without drawing."""
-        sums = []
-        for batch, x in enumerate(self.inputs[-1]):
-            p = self.logits(batch, x).softmax(-1)
-            sums.append((p - p.square()).sum((0, 1), dtype=torch.float64))
-        return torch.stack(sums).sum(0) / self.tokens.numel()
+        total = torch.zeros(self.model.vocabulary, dtype=torch.float64, device=self.model.device)
+        for batch, kept in enumerate(self.inputs[-1]):
+            x = _value(kept)
+            for positions in self._spans(x):
+                with self._positions(positions):
+                    p = self.logits(batch, x).softmax(-1)
+                total += (p - p.square()).sum((0, 1), dtype=torch.float64)
+        return total / self.tokens.numel()
 
     @torch.no_grad()
     def head_hessian(self) -> Hessian:
         """The Hessian of the output head's inputs."""
-        last = (x.to(self.model.device) for x in self.inputs[-1])
+        last = (_value(x).to(self.model.device) for x in self.inputs[-1])
         return head_hessian(self.model.model, self.model.blocks, self.batches, self.calls[0].items, last)
 
     def _last_gradients(self, seed: int) -> list[torch.Tensor]:
@@ -252,16 +268,20 @@ class Passes:
         return [self._last_gradient(batch, generator) for batch, generator in enumerate(generators)]
 
     def _last_gradient(self, batch: int, generator: torch.Generator) -> torch.Tensor:
-        """Some positions at a time: the logits of all would take several times 4 bytes for each and word."""
         x = _value(self.inputs[-1][batch]).detach().to(self.model.device).requires_grad_()
-        step = max(1, LOGITS // (self.model.vocabulary * len(x)))
-        for at in range(0, x.shape[1], step):
-            with torch.enable_grad(), self._positions(slice(at, at + step)):
+        for positions in self._spans(x):
+            with torch.enable_grad(), self._positions(positions):
                 scores = self.logits(batch, x).log_softmax(-1).flatten(0, 1)
                 drawn = torch.multinomial(scores.detach().exp().cpu(), 1, generator=generator).to(scores.device)
                 scores.gather(1, drawn).sum().backward()
         assert x.grad is not None
         return x.grad.cpu()
+
+    def _spans(self, x: torch.Tensor) -> Iterator[slice]:
+        """Some positions at a time: the logits of all would take several times 4 bytes for each and word."""
+        step = max(1, LOGITS // (self.model.vocabulary * len(x)))
+        for at in range(0, x.shape[1], step):
+            yield slice(at, at + step)
 
     @contextmanager
     def _positions(self, positions: slice) -> Iterator[None]:

@@ -3,17 +3,16 @@
 The peak is what the process has already, and the largest of
 
     gradients   embeddings, head and the logits of some positions; or a block, its layers' A, and a batch's passes
+    embeddings  what the solver makes of their Hessian, and of as many rows as it takes at a time
     layers      a block, twice with the float model's, a layer's Hessians, and what the solver makes of them
     head        its Hessians, and what the solver makes of as many rows as it takes at a time
 
 with the activations that stay in memory meanwhile: as many as fit into a limit. The others are on disk.
 """
 
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -25,7 +24,7 @@ from bridge.quantize.forward_passes import LOGITS, TOKENS_FELT, sequences_at_onc
 from bridge.quantize.stages import HESSIANS
 from bridge.quantize.two_sided import ROWS
 from bridge.system.cpus import usable_cpus
-from bridge.system.free_memory import free_memory
+from bridge.system.free_memory import free_memory, resident
 from bridge.system.text import duration_text, size_text
 
 _LATER = 200 << 20  # bytes: what is imported and compiled while it runs
@@ -40,12 +39,12 @@ class Job:
     """What is calibrated.
 
     tokens      (sequences, length)
-    bits        of a weight, by layer, the head among them; other tensors count with their mean
+    bits        of a weight, by layer, embeddings and head among them; other tensors count with their mean
     cross       the float model's inputs are gathered too
     held        whole sequences are held back
     two_sided   gradients are gathered
     batch       tokens that pass through a block together
-    head_rows   of the output head that are quantized together
+    head_rows   of the output head, or the embeddings, that are quantized together
     """
 
     model: FloatModel
@@ -96,6 +95,7 @@ def needs_of(job: Job, memory: int | None = None) -> Needs:
     own_and_free = None if free is None else own + free
     sizes = _Sizes(job)
     rest = {"gradients": sizes.gradients(), "layers": sizes.layers(), "head": sizes.head()}
+    rest["embeddings"] = sizes.embeddings()
     if memory is not None and own + max(rest.values()) > memory:
         least = size_text(own + max(rest.values()))
         raise BridgeError(
@@ -105,17 +105,9 @@ def needs_of(job: Job, memory: int | None = None) -> Needs:
     more = min(spare["layers"] // 2, sizes.experts - min(sizes.experts, HESSIANS))
     gradients = min(spare["gradients"], sizes.activations_of_gradients())
     layers = min(spare["layers"] - more, sizes.activations())
-    peak = max(rest["gradients"] + gradients, rest["layers"] + more + layers, rest["head"] + layers)
+    peak = max(rest["gradients"] + gradients, rest["layers"] + more + layers, rest["head"] + layers, rest["embeddings"])
     spilled = max(sizes.activations_of_gradients() - gradients, sizes.activations() - layers)
     return Needs(own + peak, sizes.stored() + spilled, _seconds(job), gradients, layers, HESSIANS + more, own_and_free)
-
-
-def resident() -> int:
-    """Bytes of this process that are in memory; where the system does not tell, as many as its imports take."""
-    try:
-        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
-        return 600 << 20
 
 
 class _Sizes:
@@ -161,10 +153,22 @@ class _Sizes:
         length = self.job.tokens[1]
         together = min(self.felt, sequences_at_once(self.job.model, length) * length)
         logits = min(together, max(1, LOGITS // vocabulary)) * vocabulary * 4
-        head = self.outside * self.item + 4 * logits
+        head = self.outside * self.item + 4 * logits + self._of_embeddings()
         passes = together * (16 * self.hidden + (4 * self.item + 4 * (self.item < 4)) * self.widest)
         block = max(self.blocks) * self.item + max(map(_output_bytes, self.shapes)) + passes
-        return max(head, block) + self.felt * self.hidden * self.item
+        return max(head, block + self._of_embeddings()) + self.felt * self.hidden * self.item
+
+    def _of_embeddings(self) -> int:
+        """Half of their H, and where they are the head too, H of its inputs."""
+        tied = self.job.model.untied_head() is None
+        return 4 * self.hidden**2 * (1 + tied) if self.felt else 0
+
+    def embeddings(self) -> int:
+        """There are no activations then."""
+        if self.job.model.embedding_and_head()[0] not in self.job.bits:
+            return 0
+        rows = min(self.job.model.vocabulary, self.job.head_rows)
+        return 4 * self.hidden * (3 * self.hidden + _WORKING * rows)
 
     def layers(self) -> int:
         """Without activations between blocks."""
@@ -175,7 +179,8 @@ class _Sizes:
     def head(self) -> int:
         """Without activations between blocks."""
         rows, n = matrix_shape(head_of(self.job.model.model)[1])
-        if self.job.model.head()[0] not in self.job.bits:
+        untied = self.job.model.untied_head()
+        if untied is None or untied[0] not in self.job.bits:
             return 0
         gathered = self.outside * self.item + 4 * self.matrices * n * n + self._gathered(n)
         return max(gathered, self._solved(min(rows, self.job.head_rows), n))
@@ -192,17 +197,20 @@ class _Sizes:
         alpha = 5 * square + 2 * weights if self.job.cross else 0
         return max(self.matrices * square + self._gathered(n), alpha, several * square + _WORKING * weights)
 
+    def outside_blocks(self) -> dict[str, tuple[int, int]]:
+        """(rows, columns) of the embeddings and the head by their names in the checkpoint, one where they are tied."""
+        return dict.fromkeys(self.job.model.embedding_and_head(), self.job.model.head()[1])
+
     def stored(self) -> int:
         """On disk: finished layers, the output, the inputs of the next block and this one, and A of all layers."""
         bits, weights = 0.0, 0
-        names = {name: matrix_shape(head_of(self.job.model.model)[1]) for name in [self.job.model.head()[0]]}
-        for name, (rows, n) in (names | self.job.model.linears()).items():
+        for name, (rows, n) in (self.outside_blocks() | self.job.model.linears()).items():
             if name in self.job.bits:
                 bits += self.job.bits[name] * rows * n
                 weights += rows * n
         whole = (self.outside + sum(self.blocks)) * bits / max(weights, 1)
         inputs = 2 * self.count * self.copies * self.hidden * self.kept
-        outputs = sum(map(_output_bytes, self.shapes)) if self.felt else 0
+        outputs = sum(map(_output_bytes, self.shapes)) + 4 * self.hidden**2 if self.felt else 0
         return int((bits + whole) / 8) + inputs + outputs
 
 
@@ -228,9 +236,8 @@ def _seconds(job: Job) -> float:
             total += inputs * (gathered + 4 * n**3) / exact
         total += sizes.felt * sum(2 * rows * min(rows, ROWS) for rows, _ in shapes.values()) * share / exact
     solved = sum(rows * n for name, (rows, n) in job.model.linears().items() if name in job.bits)
-    rows, n = job.model.head()[1]
-    head = rows * n if job.model.head()[0] in job.bits else 0
-    return total + (solved * (_TWO_SIDED if job.two_sided else 1) + head) / (_SOLVED * usable_cpus())
+    alone = sum(rows * n for name, (rows, n) in sizes.outside_blocks().items() if name in job.bits)
+    return total + (solved * (_TWO_SIDED if job.two_sided else 1) + alone) / (_SOLVED * usable_cpus())
 
 
 def _rate(dtype: torch.dtype) -> float:

@@ -2,7 +2,8 @@
 
 The sequences are cut into parts. For each stage of a block, a task for each part gathers the Hessians of its sequences,
 tasks add these up two by two in a fixed order, and each layer is a task again; then each part passes through the block.
-A of the layers' outputs (`two_sided`) is summed over parts as well, from one pass of each part through the model.
+A of the layers' outputs (`two_sided`), and the embeddings' matrix (`embeddings`), is summed over parts as well, from
+one pass of each part through the model.
 
 What tasks read and write is in files that all machines see: the checkpoint, finished layers, and the inputs of the
 present block (`kept_inputs`). So any worker can run any task again, and one that is lost takes its unfinished ones with
@@ -30,6 +31,7 @@ from torch import nn
 from bridge.checkpoint import Checkpoint
 from bridge.quantize.activations import Shelf
 from bridge.quantize.block_inputs import BlockInputs, first_inputs, first_of, head_hessian, is_layer, matrix
+from bridge.quantize.embeddings import embeddings_hessian
 from bridge.quantize.experts import is_short, lend, merged
 from bridge.quantize.float_model import FloatModel
 from bridge.quantize.forward_passes import output_hessians, sequences_at_once, tokens_felt
@@ -344,6 +346,18 @@ def _head_rows(job: SpreadJob, name: str, rows: tuple[int, int, int], hessians: 
         return job.quantize(LayerInput(name, weight, copy.deepcopy(hessians[""]), None, rows=part))
 
 
+def _embedding_rows(job: SpreadJob, name: str, rows: tuple[int, int, int]) -> StoredLayer:
+    part = None if rows[:2] == (0, rows[2]) else rows
+    found = job.store.stored(name, part)
+    if found is not None:
+        return found
+    half = job.store.outputs(name)
+    assert half is not None
+    with _at_work(job) as worker:
+        hessian = embeddings_hessian(name, half[0], job.tokens.numel())
+        return job.quantize(LayerInput(name, worker.model.embedding_rows(slice(*rows[:2])), hessian, rows=part))
+
+
 def _outputs(job: SpreadJob, part: int, tokens: torch.Tensor, first: int, todo: frozenset[str]) -> frozenset[str]:
     """Keep A of a part of the sequences, of each layer; returns those that have it."""
     found = set()
@@ -466,6 +480,18 @@ class _Walk:
                 self.store.add(layer)
                 self.finished(layer)
 
+    def embeddings(self, spans: Callable[[str, int, int], Sequence[slice]]) -> None:
+        """Quantize the embeddings, of which `outputs` has kept half of H."""
+        name = self.model.embedding_and_head()[0]
+        if name not in self.job.names:
+            return
+        count, columns = self.model.head()[1]
+        cuts = [(rows.start, rows.stop, count) for rows in spans(name, count, columns)]
+        tasks = [self._submit(_embedding_rows, self.sent, name, rows) for rows in cuts]
+        for layer in self.cluster.gather(tasks):
+            self.store.add(layer)
+            self.finished(layer)
+
     def head(self, spans: Callable[[str, int, int], Sequence[slice]]) -> None:
         """Quantize the output head, unless it is tied to the embeddings."""
         head = self.model.untied_head()
@@ -486,7 +512,7 @@ def quantize_spread(
     job: SpreadJob,
     spread: Spread,
     model: FloatModel,
-    head_spans: Callable[[str, int, int], Sequence[slice]],
+    matrix_spans: Callable[[str, int, int], Sequence[slice]],
     *,
     two_sided: bool = False,
     until: int | None = None,
@@ -495,8 +521,8 @@ def quantize_spread(
     """Quantize and store the layers of a job on a cluster; `finished` is called with each.
 
     model       the job's, of which nothing is loaded here
-    head_spans, until   see `quantize_model`
-    two_sided   also gather A of the layers' outputs
+    matrix_spans   of the embeddings and the head, as `head_spans` of `quantize_model`; until: see there
+    two_sided   also gather A of the layers' outputs, and quantize the embeddings
 
     Raises BridgeError as `quantize_model` does.
     """
@@ -504,8 +530,9 @@ def quantize_spread(
     try:
         if two_sided:
             walk.outputs()
+            walk.embeddings(matrix_spans)
         walk.blocks(until)
         if until is None:
-            walk.head(head_spans)
+            walk.head(matrix_spans)
     finally:
         _leave_work()

@@ -63,6 +63,25 @@ def round_two_sided(weight: torch.Tensor, outputs: torch.Tensor, grid: Any, solv
     return codes
 
 
+def row_costs(outputs: torch.Tensor, rows: int) -> torch.Tensor:
+    """What a squared error of each row costs when the rows rounded after it make up for it, float64 [rows].
+
+    That is the variance of the row's gradient, given those of these rows: 1 / U_ii^2, A^-1 = U^T U, in the order in
+    which `round_two_sided` takes them. `outputs` as there; a block that has no factor keeps the diagonal of A.
+    """
+    found = []
+    for i, block in enumerate(outputs):
+        n = min(len(block), rows - i * len(block))
+        among = block[:n, :n].clone()
+        damp(among, _DAMPING)
+        own, order = among.diagonal().double(), torch.argsort(among.diagonal(), descending=True)
+        factor = inverse_factor(among[order[:, None], order])
+        if factor is not None:
+            own[order] = factor.diagonal().double().square().reciprocal()
+        found.append(own)
+    return torch.cat(found)
+
+
 class _Block:
     """Rows that one block of A [rows, rows], damped, is of; made with their codes found."""
 

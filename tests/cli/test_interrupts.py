@@ -35,7 +35,7 @@ STAGES: list[tuple[list[str], str, int, bool]] = [
     (GPTQ, "bridge.quantize.checkpoint_writer:CheckpointWriter.add", 2, True),
     (GPTQ, "bridge.quantize.checkpoint_writer:CheckpointWriter.finish", 1, True),
     (AWQ, "bridge.quantize.awq:smoothing", 2, False),
-    (SIZE, "bridge.quantize.forward_passes:Passes.mean_square_gradients", 1, False),
+    (SIZE, "bridge.quantize.forward_passes:Passes.output_products", 1, False),
     (SIZE, "bridge.quantize.budget.divergence:nearest_blocks", 3, False),
 ]
 

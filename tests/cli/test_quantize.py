@@ -100,13 +100,13 @@ def test_a_second_run_goes_on_where_a_killed_one_stopped_and_ends_in_the_same_fi
 
     whole, halted = tmp_path / "whole.gguf", tmp_path / "halted.gguf"
     convert(model, whole, type="Q4_K", calibrate=settings(text))
-    with pytest.raises(KeyboardInterrupt, match=r"stopped; 5 of 15 layers are stored"):
+    with pytest.raises(KeyboardInterrupt, match=r"stopped; 5 of 16 layers are stored"):
         convert(model, halted, type="Q4_K", calibrate=settings(text, progress=stop))
     assert not halted.exists()
     with pytest.raises(BridgeError, match="run with other options"):
         convert(model, halted, type="Q4_K", calibrate=settings(text, damping=0.1))
     convert(model, halted, type="Q4_K", calibrate=settings(text, progress=lambda done, total, name: seen.append(name)))
-    assert len([name for name in seen if not name.startswith("gradients: ")]) == 1 + 15 - 5
+    assert len([name for name in seen if not name.startswith("gradients: ")]) == 1 + 16 - 5
     assert whole.read_bytes() == halted.read_bytes()
 
 
@@ -214,7 +214,7 @@ def test_the_head_is_quantized_some_rows_at_a_time_and_resumed_at_its_rows(
     report = convert(model, whole, **types, calibrate=settings(text, progress=note))
     assert spans == [f"lm_head rows {at} to {min(at + 600, 2048)} of 2048" for at in range(0, 2048, 600)]
     assert {t.outcome for t in report.tensors if t.kind == "output"} == {CALIBRATED}
-    with pytest.raises(KeyboardInterrupt, match="stopped; 14 of 15 layers are stored"):
+    with pytest.raises(KeyboardInterrupt, match="stopped; 15 of 16 layers are stored"):
         convert(model, halted, **types, calibrate=settings(text, progress=stop))
     spans.clear()
     convert(model, halted, **types, calibrate=settings(text, progress=note))
@@ -290,7 +290,7 @@ def test_the_command_line_quantizes_to_gguf_and_says_what_it_did(model, text, tm
     arguments = [str(model), str(out), "--type", "Q4_K", "--calibrate", str(text)]
     assert main(["quantize", *arguments, "--samples", "8", "--sequence-length", "64", "--sweeps", "0"]) == 0
     said = capsys.readouterr().out
-    assert "15 layers calibrated on 512 tokens" in said
+    assert "16 layers calibrated on 512 tokens" in said
     types = {t.name: t.tensor_type.name for t in gguf.GGUFReader(out).tensors}
     assert types["blk.1.ffn_down.weight"] == "Q4_K"
     assert types["output.weight"] == "Q6_K"

@@ -6,6 +6,7 @@ import errno
 import json
 import re
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,17 @@ from bridge.cli import main
 from bridge.conversion.converter import convert, plan_checkpoint
 from bridge.conversion.executor import Executor
 from bridge.conversion.gguf_writer import file_bytes
-from bridge.conversion.options import Budget
+from bridge.conversion.importance import Importance
+from bridge.conversion.matrix_scales import with_scales
+from bridge.conversion.options import Budget, PlanOptions
 from bridge.conversion.part_reader import PartReader
 from bridge.conversion.plan_reader import load_plan
+from bridge.conversion.planner import Planner
 from bridge.conversion.report import CALIBRATED, CARRIED
 from bridge.errors import BridgeError
 from bridge.quantize.budget.divergence import Divergence, Rounded
 from bridge.quantize.budget.search import FLOAT, search
-from bridge.quantize.budget.sensitivity import layer_costs, nearest
+from bridge.quantize.budget.sensitivity import Felt, layer_costs, nearest
 from bridge.quantize.float_model import FloatModel
 from bridge.quantize.forward_passes import Passes
 from bridge.quantize.settings import Calibration
@@ -85,7 +89,9 @@ def test_the_file_has_at_most_the_bytes_and_no_tensor_could_have_a_larger_type(m
     limit = int((made / "size").read_text())
     size = (made / "out.gguf").stat().st_size
     tensors = gguf.GGUFReader(made / "out.gguf").tensors
-    assert len({t.tensor_type for t in tensors if len(t.shape) == 2}) > 1
+    types = {t.tensor_type.name for t in tensors if len(t.shape) == 2}
+    assert len(types) > 1
+    assert any(type.startswith("IQ") for type in types)
     larger = []
     for t in tensors:
         if len(t.shape) == 2:
@@ -125,6 +131,13 @@ def test_the_report_tells_what_a_smaller_and_a_larger_file_would_have(made: Path
     assert float(smaller[0]) * 1e6 < (made / "out.gguf").stat().st_size + 1e5
 
 
+@pytest.mark.exhaustive
+def test_with_static_act_order_there_are_no_codebooks(one_layer: Path, tokens: Path, tmp_path: Path) -> None:
+    given = settings(tokens, act_order="static", method="two-sided")
+    report = convert(one_layer, tmp_path / "out.gguf", calibrate=given, budget=Budget(bpw=3.5, swaps=0))
+    assert {t.type for t in report.tensors if len(t.shape) == 2} <= {*BLOCKS, "F16"}
+
+
 PINNED = {
     "attn_q": "NVFP4", "attn_k": "IQ1_S", "attn_v": "MXFP4", "attn_output": "IQ1_M", "ffn_gate": "IQ2_XXS",
     "ffn_up": "IQ3_S", "ffn_down": "IQ2_S",
@@ -150,9 +163,10 @@ def test_tensors_that_are_pinned_to_codebooks_are_calibrated_and_count_in_the_si
     assert {name: planned[name] for name in types} == types
 
 
-def test_trial_models_are_stored_next_to_the_output_and_removed(
+def test_trial_models_that_do_not_fit_in_memory_are_stored_next_to_the_output_and_removed(
     one_layer, tokens, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(Divergence, "has_room", lambda *_: False)
     (tmp_path / "system").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "system"))
     seen: set[str] = set()
@@ -181,6 +195,7 @@ def test_a_full_disk_while_types_are_searched_is_one_line_and_leaves_nothing(
         Path(file).write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    monkeypatch.setattr(Divergence, "has_room", lambda *_: False)
     monkeypatch.setattr(np, "save", full)
     with pytest.raises(BridgeError, match=r"trial models failed .*No space left.*GB free there.*make room") as caught:
         convert(one_layer, tmp_path / "out.gguf", calibrate=settings(tokens), budget=Budget(bpw=4.5, swaps=1))
@@ -203,6 +218,31 @@ def test_experts_and_embeddings_that_are_the_head_too_fit_a_budget(tokens: Path,
     assert {t.outcome for t in matrices if t.kind != "token_embd"} == {CALIBRATED}
 
 
+def test_nvfp4_counts_with_the_scale_of_its_matrix_and_not_for_embeddings(model: Path, tokens: Path) -> None:
+    from bridge.conversion.size_budget import _item
+
+    with open_checkpoint(model) as ckpt:
+        plan = plan_checkpoint(model, type="Q4_K")
+        planner = Planner(ckpt, PlanOptions(type="Q4_K"), Importance({}), plan, True)
+        by_name = {t.name: t for t in plan.tensors}
+        item = _item(by_name["blk.0.attn_q.weight"], plan, planner, settings(tokens))
+        sizes = dict(zip(item.types, item.sizes.tolist(), strict=True))
+        assert item.scale == 2**-8
+        others = [t for t in plan.tensors if t.name != item.tensor.name]
+        made = {type: replace(item.tensor, type=type, how=("rounded",)) for type in ("NVFP4", "Q4_K")}
+        files = {type: file_bytes(with_scales(ckpt, replace(plan, tensors=[*others, t]))) for type, t in made.items()}
+        assert 0 < files["NVFP4"] - files["Q4_K"] <= sizes["NVFP4"] - sizes["Q4_K"]
+        embeddings = _item(by_name["token_embd.weight"], plan, planner, settings(tokens))
+        assert {"IQ1_S", "IQ4_XS", "F16"} <= set(embeddings.types)
+        assert not {"NVFP4", "MXFP4"} & set(embeddings.types)
+
+
+def test_trials_round_to_nvfp4_with_the_scale_of_the_matrix() -> None:
+    weight = 0.002 * torch.randn(4, 256, generator=torch.Generator().manual_seed(0))
+    without, scaled = (float((weight - nearest(weight, "NVFP4", scale=s)).square().sum()) for s in (1.0, 2**-8))
+    assert scaled < 0.5 * without
+
+
 def test_the_report_says_what_was_measured(made: Path) -> None:
     notes = json.loads((made / "report.json").read_text())["notes"]
     assert any("KL divergence about" in note and "rank correlation" in note for note in notes)
@@ -210,22 +250,30 @@ def test_the_report_says_what_was_measured(made: Path) -> None:
 
 def test_gradients_are_those_of_the_whole_model(model: Path, passes: Passes) -> None:
     """Block by block as autograd finds them in one piece, for the tokens that are drawn."""
-    found = dict(passes.mean_square_gradients())
+    found = dict(passes.output_products(2048))
+    passes.load_embedding_and_head()  # which were freed
     whole = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     layer = whole.model.layers[0].mlp.up_proj
-    generator, total = torch.Generator().manual_seed(0), torch.zeros(256, dtype=torch.float64)
-    products = torch.zeros(256, 256)
-    for batch in passes.batches:
-        outputs = []
-        handle = layer.register_forward_hook(lambda m, a, out, outputs=outputs: outputs.append(out))
+    products, of_embeddings = torch.zeros(256, 256), torch.zeros(256, 256)
+    for number, batch in enumerate(passes.batches):
+        generator = torch.Generator().manual_seed(number)
+        outputs: list[torch.Tensor] = []
+        handles = [
+            module.register_forward_hook(lambda m, a, out, outputs=outputs: outputs.append(out))
+            for module in (whole.get_input_embeddings(), layer)
+        ]
         scores = whole(batch).logits.float().log_softmax(-1).flatten(0, 1)
-        handle.remove()
+        for handle in handles:
+            handle.remove()
         drawn = torch.multinomial(scores.detach().exp(), 1, generator=generator)
-        (gradient,) = torch.autograd.grad(scores.gather(1, drawn).sum(), outputs[0])
-        total += gradient.double().square().sum((0, 1))
-        products += torch.einsum("sti,stj->ij", gradient, gradient)
-    expected = total / passes.tokens.numel()
-    np.testing.assert_allclose(found["model.layers.0.mlp.up_proj"], expected, rtol=1e-3)
+        for total, gradient in zip(
+            (of_embeddings, products), torch.autograd.grad(scores.gather(1, drawn).sum(), outputs), strict=True
+        ):
+            total += torch.einsum("sti,stj->ij", gradient, gradient)
+    expected = of_embeddings / passes.tokens.numel()
+    torch.testing.assert_close(
+        found["model.embed_tokens"][0], expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())
+    )
     blocks = dict(passes.output_products(100))["model.layers.0.mlp.up_proj"]  # of 100, 100 and 56 rows
     passes.load_embedding_and_head()  # which were freed
     for i, rows in enumerate((slice(0, 100), slice(100, 200), slice(200, 256))):
@@ -233,20 +281,26 @@ def test_gradients_are_those_of_the_whole_model(model: Path, passes: Passes) -> 
         own = products[rows, rows] / passes.tokens.numel()
         torch.testing.assert_close(blocks[i, :n, :n], own, rtol=1e-3, atol=1e-3 * float(own.abs().max()))
         assert not blocks[i, n:].any()
-    assert found.keys() == {"embeddings", *FloatModel(open_checkpoint(model)).linears()}
+    assert found.keys() == {"model.embed_tokens", *FloatModel(open_checkpoint(model)).linears()}
 
 
-@pytest.mark.parametrize("name", ["model.layers.1.self_attn.q_proj", "model.layers.0.mlp.down_proj", "lm_head"])
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.self_attn.q_proj", "model.layers.0.mlp.down_proj", "lm_head", "model.embed_tokens"]
+)
 def test_estimates_are_near_to_what_a_trial_measures(name: str, passes: Passes, tmp_path: Path) -> None:
     from bridge.quantize import quantize_model
 
     seen = {}
-    gradients = dict(passes.mean_square_gradients())
+    types = ["Q3_K", "Q4_K", "IQ3_S"]
+    products = dict(passes.output_products(2048))
+    passes.load_embedding_and_head()
     if name == "lm_head":
         weight = passes.model.model.get_output_embeddings().weight
-        costs = layer_costs(
-            weight, passes.head_hessian(), passes.head_gradients(), dict.fromkeys(["Q3_K", "Q4_K"]), samples=256
-        )
+        felt = Felt(passes.head_hessian().matrix, passes.head_gradients(), passes.head_gradients())
+    elif name == "model.embed_tokens":
+        weight = passes.model.model.get_input_embeddings().weight
+        share = passes.tokens.flatten().bincount(minlength=len(weight)).double() / passes.tokens.numel()
+        felt = Felt(2 * products[name][0], share, share)
     else:
         walk = quantize_model(
             passes.model, passes.tokens, lambda layer: (layer.weight, seen.update({layer.name: layer})),
@@ -254,8 +308,10 @@ def test_estimates_are_near_to_what_a_trial_measures(name: str, passes: Passes, 
         )  # fmt: skip
         assert [n for n, _ in walk] == [name]
         passes.load_embedding_and_head()
-        layer = seen[name]
-        costs = layer_costs(layer.weight, layer.hessian, gradients[name], dict.fromkeys(["Q3_K", "Q4_K"]), samples=256)
+        weight = seen[name].weight
+        squares = products[name][0].diagonal().double()
+        felt = Felt(seen[name].hessian.matrix, squares, squares)
+    costs = layer_costs(weight, [felt], dict.fromkeys(types), samples=256)
     divergence = Divergence(passes, lambda name: None, tmp_path, passes.model.embedding_and_head())
     measured = {type: divergence.measure({name: Rounded(type)}) for type in costs}
     for type, cost in costs.items():

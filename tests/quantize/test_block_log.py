@@ -55,7 +55,7 @@ def test_each_block_is_said_and_reported_beside_rounding_to_nearest(
             assert layer["tokens"] == 2048
         # with A of the outputs, a layer may lose more by H alone
         assert sum(x["error"] for x in own["layers"].values()) < sum(x["nearest"] for x in own["layers"].values())
-    assert [len(own["layers"]) for own in found[:2]] == [7, 7]
+    assert [len(own["layers"]) for own in found[:2]] == ([7, 7] if format else [8, 7])  # a GGUF's embeddings too
     assert report.read_text().startswith('{\n "checkpoint": ')  # so that another run may replace it
 
 

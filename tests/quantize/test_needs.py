@@ -62,7 +62,7 @@ def hollow(folder: Path, config: dict[str, Any]) -> Path:
 
 
 def job_of(model: FloatModel, sequences: int = 48, **options: Any) -> Job:
-    bits = dict.fromkeys([*model.linears(), model.head()[0]], 4.5)
+    bits = dict.fromkeys([*model.linears(), *model.embedding_and_head()], 4.5)
     settings: dict[str, Any] = {
         "cross": True,
         "held": False,

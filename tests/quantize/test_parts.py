@@ -42,11 +42,11 @@ def test_the_parts_of_a_model_give_the_bytes_of_one_run(model: tuple[Path, Path]
         assert done.outputs == []
         assert f"part {number} of 2" in done.table()
         assert not out.exists()
-    assert seen == [15, 7]  # a head, and seven layers in each block
+    assert seen == [15, 8]  # seven layers in each block; a head, and the embeddings
     said: list[str] = []
     last = calibration(model[1], progress=lambda done, count, text: said.append(f"{done} of {count} {text}"))
     convert(model[0], out, **TYPES, calibrate=last)
-    assert said == ["22 of 22 "]
+    assert said == ["23 of 23 "]
     assert out.read_bytes() == (tmp_path / "whole.gguf").read_bytes()
     assert {file.name for file in tmp_path.iterdir()} == {"m.gguf", "whole.gguf"}
 

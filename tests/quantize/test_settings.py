@@ -25,5 +25,5 @@ def test_every_public_name_can_be_had():
 
 def test_the_command_line_can_ask_for_every_setting():
     fields = {f.name: f.metadata.get("flag") for f in dataclasses.fields(Calibration)}
-    assert [name for name, flag in fields.items() if flag is None] == ["progress", "say"]
+    assert [name for name, flag in fields.items() if flag is None] == ["progress", "spread", "say"]
     assert all(flag.help and flag.metavar and (flag.parse or flag.choices) for flag in fields.values() if flag)

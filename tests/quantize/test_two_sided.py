@@ -10,6 +10,7 @@ import torch
 
 from bridge.blocks import BLOCKS
 from bridge.quantize import Method, superblocks, two_sided
+from bridge.quantize.budget.sensitivity import Felt, layer_costs
 from bridge.quantize.gptq_solver import dequantize
 from bridge.quantize.grids.superblock import SuperblockGrid
 from bridge.quantize.hessian import Hessian, damp
@@ -111,3 +112,37 @@ def test_the_default_is_two_sided_and_the_same_with_any_folder_for_activations(t
         assert any("gradients" in text for text in said) == (name != "one")
     assert made[0] != made[1] == made[2]
     assert not list((tmp_path / "disk").iterdir())
+
+
+def test_what_rows_cost_is_their_variance_given_those_that_are_rounded_after_them(layer) -> None:
+    """So their product is the determinant, of each block by itself; on a diagonal there is nothing to make up for."""
+    assert layer.outputs is not None
+    blocks = torch.zeros(2, 40, 40)
+    blocks[0], blocks[1, :32, :32] = layer.outputs[0, :40, :40], layer.outputs[0, 40:, 40:]
+    costs = two_sided.row_costs(blocks, 72)
+    for own, n in ((costs[:40], 40), (costs[40:], 32)):
+        outputs = blocks[0 if n == 40 else 1, :n, :n].clone()
+        damp(outputs, 0.05)
+        assert float(own.log().sum()) == pytest.approx(float(torch.logdet(outputs.double())), rel=1e-4)
+        assert (own <= outputs.diagonal() * 1.0001).all()
+    diagonal = torch.arange(1.0, 73).diag()
+    expected = diagonal.diagonal().double() + 0.05 * 36.5
+    torch.testing.assert_close(two_sided.row_costs(diagonal[None], 72), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("type", ["Q3_K", "IQ3_S"])
+def test_a_few_rows_tell_what_rounding_two_sided_will_cost(layer, type) -> None:
+    assert layer.outputs is not None
+    method = Method(superblocks(type), alpha=0)
+    squares, left = layer.outputs[0].diagonal().double(), two_sided.row_costs(layer.outputs, 72)
+
+    def rounded(rows: torch.Tensor, type: str) -> torch.Tensor:
+        return method.layer(LayerInput("layer", rows, layer.hessian))[0]
+
+    exact = [cost(layer, method.layer(own)[0]) / 4 for own in (replace(layer, outputs=None), layer)]
+    found = [
+        layer_costs(layer.weight, [Felt(layer.hessian.matrix, squares, own)], {type: rounded})[type].loss
+        for own in (squares, left)
+    ]
+    np.testing.assert_allclose(found, exact, rtol=0.3)
+    assert found[1] < 0.85 * found[0]

@@ -37,12 +37,22 @@ def allocate(sizes: Sequence[np.ndarray], losses: Sequence[np.ndarray], limit: i
     if not len(sizes):
         return np.empty(0, np.int64)
     price, taken = _fill(sizes, losses, limit)
-    reduced = [loss + price * size for size, loss in zip(sizes, losses, strict=True)]
-    reduced = [r - r.min() for r in reduced]
+    reduced = _reduced(sizes, losses, price)
     left = limit - sum(int(s[t]) for s, t in zip(sizes, taken, strict=True))
     gap = sum(float(r[t]) for r, t in zip(reduced, taken, strict=True)) + price * left
     better = _search(sizes, reduced, price, limit, gap * (1 - 1e-12))
     return taken if better is None else better
+
+
+def least_increases(sizes: Sequence[np.ndarray], losses: Sequence[np.ndarray], limit: int) -> list[np.ndarray]:
+    """How far above its bound the sum of losses is at least if an item takes an option: float [options] of each."""
+    return _reduced(sizes, losses, _fill(sizes, losses, limit)[0])
+
+
+def _reduced(sizes: Sequence[np.ndarray], losses: Sequence[np.ndarray], price: float) -> list[np.ndarray]:
+    """loss + price * size of each option, above the item's least."""
+    reduced = [loss + price * size for size, loss in zip(sizes, losses, strict=True)]
+    return [r - r.min() for r in reduced]
 
 
 def hull(sizes: np.ndarray, losses: np.ndarray) -> list[int]:

@@ -3,8 +3,10 @@
 A trial maps layers to types. Their weights are rounded to nearest, and the errors are reduced as much as the layer's
 own method reduces them: W + sqrt(error_ratio) (W' - W), see `sensitivity`. In the first two blocks of a small Llama
 the divergence of one such layer was within 26% of that of the layer quantized by GPTQ, except attn_v in 2 bits (54%).
-Rounded layers are stored in a temporary folder, as blocks; a trial starts at the first block that differs from the
-base, the best trial so far.
+A trial starts at the first block that differs from the base, the best trial so far.
+
+Rounded layers, the float model's blocks and its probabilities are kept in memory while half of what was free stays
+free. Rounded layers beyond that are stored in a temporary folder, as blocks.
 """
 
 import hashlib
@@ -18,14 +20,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from bridge.blocks import BLOCKS
-from bridge.quantize.block_inputs import matrix, set_matrix
+from bridge.blocks.read import WRITTEN
+from bridge.quantize.block_inputs import matrix
 from bridge.quantize.budget.sensitivity import block_values, nearest, nearest_blocks
 from bridge.quantize.forward_passes import Passes
 from bridge.system.files import disk_errors
+from bridge.system.free_memory import free_memory, resident
 from bridge.system.row_threads import tiles
 
-_POSITIONS = 256  # whose probabilities are in float64 at a time
+_POSITIONS = 256  # whose probabilities are compared at a time
 
 
 @dataclass(frozen=True)
@@ -34,10 +37,12 @@ class Rounded:
 
     type         they are rounded to
     error_ratio  the squared error, as a share of that of rounding to nearest
+    scale        of NVFP4, what multiplies the whole matrix
     """
 
     type: str
     error_ratio: float = 1.0
+    scale: float = 1.0
 
 
 Trial = Mapping[str, Rounded]  # by layer; those not named stay floats
@@ -50,20 +55,31 @@ class Divergence:
     importance  a layer's name -> the cost of a squared error in each column, float32 [columns]; None: 1
     folder      for rounded layers
     embedding_and_head  their names; the same name twice if they are tied
+    memory      bytes that the process may take; None: any number
     """
 
     passes: Passes
     importance: Callable[[str], np.ndarray | None]
     folder: Path
     embedding_and_head: tuple[str, str]
+    memory: int | None = None
     _base: dict[str, Rounded] = field(default_factory=dict)
     _last: tuple[dict[str, Rounded], list[list[torch.Tensor]], float] | None = None
+    _kept: dict[tuple[str, Rounded], torch.Tensor] = field(default_factory=dict)
+    _expected: dict[int, torch.Tensor] = field(default_factory=dict)  # by batch: log p, [sequences, length, vocabulary]
 
     def __post_init__(self) -> None:
+        self._reserve = (free_memory() or 0) // 2
+        self.passes.room = self.has_room
         self._inputs = self.passes.inputs
         self._order = {name: i for i in range(len(self.passes.model.blocks)) for name, _ in self.passes.layers(i)}
         embeddings, head = self.embedding_and_head
         self._order |= {head: len(self.passes.model.blocks), embeddings: -1}
+
+    def has_room(self) -> bool:
+        """Whether to keep what can be computed again."""
+        free = free_memory()
+        return (free is None or free >= self._reserve) and (self.memory is None or resident() < self.memory)
 
     def measure(self, trial: Trial, as_new_base: bool = False) -> float:
         """Mean over the tokens of KL(float || trial), nats; as_new_base: later trials will differ little from this."""
@@ -86,24 +102,33 @@ class Divergence:
                 module = self.passes.model.model.get_input_embeddings()
                 with self.passes.changed(module, self._values(embeddings, module, trial[embeddings])):
                     inputs = [self.passes.embedded()]
-        return inputs + self.passes.outputs(max(first, 0), inputs[-1], lambda n, m: self._change(n, m, trial))
-
-    def _change(self, name: str, module: nn.Module, trial: Trial) -> None:
-        if name in trial:
-            set_matrix(module, self._values(name, module, trial[name]))
+        return inputs + self.passes.outputs(
+            max(first, 0), inputs[-1], lambda n, m: self._values(n, m, trial[n]) if n in trial else None
+        )
 
     def _values(self, name: str, module: nn.Module, rounded: Rounded) -> torch.Tensor:
         """float32 [out, columns]."""
-        weight = matrix(module)
-        if rounded.type not in BLOCKS:
+        found = self._kept.get((name, rounded))
+        if found is None:
+            found = self._rounded(name, matrix(module), rounded)
+            if self.has_room():
+                self._kept[name, rounded] = found
+        return found
+
+    def _rounded(self, name: str, weight: torch.Tensor, rounded: Rounded) -> torch.Tensor:
+        """The same of float weights, which are overwritten."""
+        if rounded.type not in WRITTEN:
             return nearest(weight, rounded.type)
         file = self.folder / f"{hashlib.sha256(name.encode()).hexdigest()[:24]}-{rounded.type}.npy"
-        if not file.exists():
-            with disk_errors(file, "rounded layers of trial models", "folder"):
-                np.save(file, nearest_blocks(weight, rounded.type, self.importance(name)))
-        blocks = np.load(file, mmap_mode="r")
+        if file.exists():
+            blocks = np.load(file, mmap_mode="r")
+        else:
+            blocks = nearest_blocks(weight, rounded.type, self.importance(name), rounded.scale)
+            if not self.has_room():
+                with disk_errors(file, "rounded layers of trial models", "folder"):
+                    np.save(file, blocks)
         for r in tiles(len(weight)):
-            values = torch.from_numpy(block_values(np.ascontiguousarray(blocks[r]), rounded.type))
+            values = torch.from_numpy(block_values(np.ascontiguousarray(blocks[r]), rounded.type, rounded.scale))
             weight[r].lerp_(values.to(weight), math.sqrt(rounded.error_ratio))
         return weight
 
@@ -112,15 +137,24 @@ class Divergence:
         module = self.passes.model.model.get_output_embeddings()
         other = None if rounded is None else self._values(self.embedding_and_head[1], module, rounded)
         total = 0.0
-        for batch, (floats, own) in enumerate(zip(self.passes.inputs[-1], outputs, strict=True)):
-            expected = self.passes.logits(batch, floats)
+        for batch, own in enumerate(outputs):
+            expected = self._log_probabilities(batch)
             with ExitStack() as stack:
                 if other is not None:
                     stack.enter_context(self.passes.changed(module, other))
                 found = self.passes.logits(batch, own)
-            for p, q in zip(
-                expected.flatten(0, 1).split(_POSITIONS), found.flatten(0, 1).split(_POSITIONS), strict=True
-            ):
-                log_p, log_q = (x.double().log_softmax(-1) for x in (p, q))
-                total += float((log_p.exp() * (log_p - log_q)).sum())
+            for log_p, q in zip(expected.split(_POSITIONS), found.flatten(0, 1).split(_POSITIONS), strict=True):
+                total += float((log_p.exp() * (log_p - q.log_softmax(-1))).sum(-1).double().sum())
         return total / self.passes.tokens.numel()
+
+    def _log_probabilities(self, batch: int) -> torch.Tensor:
+        """The float model's, float32 [tokens of a batch, vocabulary]."""
+        found = self._expected.get(batch)
+        if found is None:
+            logits = self.passes.logits(batch, self.passes.inputs[-1][batch]).flatten(0, 1)
+            found = torch.empty_like(logits)
+            for own, x in zip(found.split(_POSITIONS), logits.split(_POSITIONS), strict=True):
+                own.copy_(x.log_softmax(-1))
+            if self.has_room():
+                self._expected[batch] = found
+        return found

@@ -1,25 +1,26 @@
 """Types under a limit of bytes, found with estimated losses and checked by measuring whole models.
 
-Losses of single tensors do not simply add up: other layers may amplify or hide the loss of one. So
-
-    1. the exact best allocation of the estimates (`allocation`) is measured as a whole;
-    2. it is measured again with each group of tensors (a tensor, or those of a kind in a range of layers) as floats.
-       The ratio of measured and estimated gain corrects the group's estimates, and the best allocation of the
-       corrected ones is measured;
+    1. the exact best allocation of the estimates (`allocation`) is taken apart: each group of tensors (a tensor, or
+       those of a kind in a range of layers) is measured as it is in there, all others as floats. The ratio of measured
+       and estimated loss corrects the group's estimates, and the best allocation of the corrected ones is the second;
+    2. both are measured as a whole;
     3. swaps: for each tensor and each other type of it, the best allocation in which it has that type. The most
-       promising by the estimates are measured.
+       promising by the estimates are measured, until six in a row measure no lower.
 
-Each step is kept only if it measures lower.
+Steps 2 and 3 are kept only if they measure lower. Losses of single tensors do not simply add up, since other layers may
+amplify or hide the loss of one; swaps find that. A group is not measured by what the whole model gains without it: that
+holds the products of its errors with those of all others, which are chance, and another in the file that is made.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from bridge.quantize.budget.allocation import allocate
+from bridge.quantize.budget.allocation import allocate, least_increases
 
 FLOAT = -1  # an option without loss, for trials only
+_MISSES = 6  # swaps in a row that measure no lower: the search ends
 _MOST = 4.0  # the largest factor by which a measured loss corrects an estimated one, up or down
 
 # (the option of each item, whether later calls will differ little from this) -> loss
@@ -34,7 +35,7 @@ class SearchResult:
     losses    float [options] of each item, corrected
     measured  losses of the allocation after each step that was kept, falling
     trials    number of models measured
-    estimated, marginal   losses of the groups in the first allocation, estimated and measured
+    estimated, alone   losses of the groups in the first allocation, estimated and measured
     """
 
     taken: np.ndarray
@@ -42,11 +43,11 @@ class SearchResult:
     measured: list[float] = field(default_factory=list)
     trials: int = 0
     estimated: np.ndarray = field(default_factory=lambda: np.empty(0))
-    marginal: np.ndarray = field(default_factory=lambda: np.empty(0))
+    alone: np.ndarray = field(default_factory=lambda: np.empty(0))
 
     def agreement(self) -> float:
         """Spearman's rank correlation of the groups' estimated and measured losses."""
-        ranks: list[np.ndarray] = [np.argsort(np.argsort(x)) for x in (self.estimated, self.marginal)]
+        ranks: list[np.ndarray] = [np.argsort(np.argsort(x)) for x in (self.estimated, self.alone)]
         return float(np.corrcoef(ranks[0], ranks[1]).flat[1])
 
 
@@ -65,8 +66,9 @@ def search(
     swaps                 maximum number of swaps to measure
     """
     found = SearchResult(allocate(sizes, losses, limit), [np.asarray(x, float) for x in losses])
+    _correct(found, measure, groups)
     found.measured.append(measure(found.taken, True))
-    found.trials = 1
+    found.trials += 1
     seen = {found.taken.tobytes()}
 
     def attempt(taken: np.ndarray) -> bool:
@@ -80,13 +82,11 @@ def search(
         measure(taken, True)
         return True
 
-    _correct(found, measure, groups)
     better = allocate(sizes, found.losses, limit)
     if better.tobytes() not in seen:
         attempt(better)
     while swaps:
-        ranked = [t for t in _neighbours(sizes, found, limit) if t.tobytes() not in seen][:swaps]
-        for taken in ranked:
+        for taken in _neighbours(sizes, found, limit, min(swaps, _MISSES), seen):
             swaps -= 1
             if attempt(taken):
                 break
@@ -97,33 +97,41 @@ def search(
 
 def _correct(found: SearchResult, measure: Measure, groups: Sequence[Sequence[int]]) -> None:
     """Scale the losses of each group by the ratio of its measured and estimated loss."""
-    marginal, estimated = [], []
-    for group in groups:
-        without = found.taken.copy()
-        without[list(group)] = FLOAT
-        marginal.append(found.measured[0] - measure(without, False))
-        estimated.append(sum(float(found.losses[i][found.taken[i]]) for i in group))
+    found.estimated, found.alone = np.empty(len(groups)), np.empty(len(groups))
+    for i, group in enumerate(groups):
+        only = np.full_like(found.taken, FLOAT)
+        only[list(group)] = found.taken[list(group)]
+        found.alone[i] = measure(only, False)
+        found.estimated[i] = sum(float(found.losses[k][found.taken[k]]) for k in group)
         found.trials += 1
-    found.marginal, found.estimated = np.array(marginal), np.array(estimated)
-    for group, own, guess in zip(groups, marginal, estimated, strict=True):
+    for group, own, guess in zip(groups, found.alone, found.estimated, strict=True):
         if guess > 0:
             factor = min(max(own / guess, 1 / _MOST), _MOST)
             for i in group:
                 found.losses[i] = found.losses[i] * factor
 
 
-def _neighbours(sizes: Sequence[np.ndarray], found: SearchResult, limit: int) -> list[np.ndarray]:
-    """The best allocations in which one item has another option, the lowest estimate first."""
+def _neighbours(
+    sizes: Sequence[np.ndarray], found: SearchResult, limit: int, count: int, seen: Container[bytes]
+) -> list[np.ndarray]:
+    """The best allocations in which one item has another option, the lowest estimate first, without those seen.
+
+    count  how many are wanted. Options are looked at by what they cost at least, so that few allocations are solved
+    """
+    least = least_increases(sizes, found.losses, limit)
+    options = [(float(x), i, option) for i, own in enumerate(least) for option, x in enumerate(own)]
     ranked: dict[bytes, tuple[float, np.ndarray]] = {}
-    for i, own in enumerate(found.taken.tolist()):
-        for option in range(len(sizes[i])):
-            one = np.array([option])
-            some = [s[one] if k == i else s for k, s in enumerate(sizes)]
-            if option == own or sum(int(s.min()) for s in some) > limit:
-                continue
-            some_losses = [x[one] if k == i else x for k, x in enumerate(found.losses)]
-            taken = allocate(some, some_losses, limit)
-            loss = sum(float(x[t]) for x, t in zip(some_losses, taken, strict=True))
-            taken[i] = option
+    for _, i, option in sorted(options):
+        if len(ranked) >= 2 * count:
+            break
+        one = np.array([option])
+        some = [s[one] if k == i else s for k, s in enumerate(sizes)]
+        if option == found.taken[i] or sum(int(s.min()) for s in some) > limit:
+            continue
+        some_losses = [x[one] if k == i else x for k, x in enumerate(found.losses)]
+        taken = allocate(some, some_losses, limit)
+        loss = sum(float(x[t]) for x, t in zip(some_losses, taken, strict=True))
+        taken[i] = option
+        if taken.tobytes() not in seen:
             ranked[taken.tobytes()] = loss, taken
-    return [taken for _, taken in sorted(ranked.values(), key=lambda r: r[0])]
+    return [taken for _, taken in sorted(ranked.values(), key=lambda r: r[0])[:count]]

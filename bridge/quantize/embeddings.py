@@ -1,0 +1,44 @@
+"""The embeddings' Hessian, which rounds them as H of the inputs rounds other layers.
+
+An error e of a token's embedding moves the first block's input by e, and with g the gradient there, the mean KL
+divergence grows by  p e G e^T / 2,  G = mean g g^T, [hidden, hidden], and p how often the token occurs. So G is what
+half of H is elsewhere, and one row does not matter to another. Where the embeddings are the output head too, a row is
+also felt as the head's: by e H e^T / 4, H of the head's inputs, times its mean p (1 - p). Summed over the vocabulary,
+both are weighed with one matrix for all rows, because a token is predicted about as often as it occurs.
+"""
+
+import torch
+
+from bridge.quantize.block_inputs import matrix_shape
+from bridge.quantize.float_model import FloatModel
+from bridge.quantize.hessian import Hessian
+from bridge.quantize.walk import LayerInput, Quantizer, Spans
+
+
+def embeddings_matrix(products: torch.Tensor, as_head: tuple[Hessian, torch.Tensor] | None = None) -> torch.Tensor:
+    """Half of the embeddings' H, float32 [hidden, hidden].
+
+    products  G
+    as_head   where they are the output head too: H of its inputs, and p (1 - p) of each row, [vocabulary]
+    """
+    if as_head is None:
+        return products
+    hessian, predicted = as_head
+    return products.add(hessian.matrix.to(products), alpha=float(predicted.sum()) / 2)
+
+
+def embeddings_hessian(name: str, half: torch.Tensor, tokens: int) -> Hessian:
+    """H of `embeddings_matrix`, seen with so many tokens."""
+    hessian = Hessian(name, len(half), half.device)
+    hessian.matrix = 2 * half
+    hessian.tokens = tokens
+    return hessian
+
+
+def quantize_embeddings(model: FloatModel, hessian: Hessian, quantizer: Quantizer, spans: Spans) -> None:
+    """Quantize the embeddings some rows at a time; `spans` as `quantize_model` takes them."""
+    count, columns = matrix_shape(model.model.get_input_embeddings())
+    todo = list(spans(hessian.name, count, columns))
+    for rows in todo:
+        part = None if rows == slice(0, count) else (rows.start, rows.stop, count)
+        quantizer(LayerInput(hessian.name, model.embedding_rows(rows), hessian, None, rows is todo[-1], part))
