@@ -151,7 +151,7 @@ def _product(weights, room_16, x, y, bias, rows, units, tokens, steps, per):
         copies_end()
         for r in unroll(2):
             unit[r] = unpack(held[r], mad(step, 4, t))
-            codes, both, least, d, dmin = unit[r]
+            codes, both, _, d, dmin = unit[r]
             for i in unroll(8):
                 word[r, i] = signed[i](codes[i])
             factor[r] = float_bits(d)
