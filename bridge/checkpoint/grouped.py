@@ -179,3 +179,33 @@ def fit_group_size(columns: int, groups: int, claimed: int) -> int | None:
         if size > 0 and -(-columns // size) == groups:
             return min(size, columns)
     return None
+
+
+@dataclass(frozen=True)
+class PackedTensor:
+    """A linear layer whose codes are packed as checkpoints store them: on the way from blocks, none is a byte.
+
+    words         uint32 [out, in * bits / 32]; the first code of a word is in the low bits. May be a transposed view
+    scales        float16 [out, G], or such a view; of 4-bit floats the bits of 8-bit ones, uint8
+    zero          zero point of all groups
+    biases        float16 [out, G] that are added to scaled codes, instead of a zero point; or None
+    kind          int, NVFP4 or MXFP4
+    tensor_scale  of the whole tensor, which NVFP4 may have
+    """
+
+    name: str
+    bits: int
+    words: np.ndarray
+    scales: np.ndarray
+    group_size: int
+    zero: int = 0
+    biases: np.ndarray | None = None
+    kind: str = "int"
+    tensor_scale: float = 1.0
+    sequential: ClassVar[bool] = True
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)."""
+        out, words = self.words.shape
+        return out, words * 32 // self.bits

@@ -68,13 +68,13 @@ def _describe_checkpoint(ckpt: Checkpoint, template: str | Path | None) -> list[
 
 
 def _data_says(ckpt: Checkpoint, scattered: int) -> str:
-    floats = f"{len(ckpt.tensors)} float tensors"
+    floats = f"{len(ckpt.tensors)} float tensor{'s' * (len(ckpt.tensors) != 1)}"
     if small := [ckpt.stored_as(name) for name, info in ckpt.tensors.items() if info.dtype in FLOAT8]:
         floats += f", {len(small)} of 8-bit floats ({counted(small)})"
     if not ckpt.modules:
         return f"no quantized module, {floats}"
     return ", ".join([
-        f"{len(ckpt.modules)} quantized modules",
+        f"{len(ckpt.modules)} quantized module{'s' * (len(ckpt.modules) != 1)}",
         ckpt.settings(),
         f"act-order in {scattered}" if scattered else "no act-order",
         floats,
@@ -127,7 +127,7 @@ def _arrival(reader: PartReader, tensor: PlannedTensor, notes: list[str]) -> tup
     t = reader.sample(part)
     notes += t.notes
     if isinstance(t, DecodedTensor):
-        return shape, f"{t.coding} of {t.bits} bits", ""
+        return shape, f"{t.bits} bits, {t.coding}", ""
     groups = f"groups of {t.group_size}" if t.sequential else "act-order"
     if part.columns is not None:
         groups = f"act-order that folds into {groups}"

@@ -12,16 +12,21 @@ Neighbouring sub-blocks with the same scale and zero point were one group: the l
 rows is taken. Nothing depends on metadata.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from bridge.blocks import TYPES, BlockType
 from bridge.checkpoint.formats.fp4 import GROUPS, Fp4Tensor
-from bridge.checkpoint.grouped import GroupedTensor
+from bridge.checkpoint.grouped import GroupedTensor, PackedTensor
 from bridge.encode.block_bytes import unpack_fields
+from bridge.encode.block_words import gather_halves, halves_at, pack_words
 
 _WHOLE = 0.2  # zero points of a carried tensor are nearer to whole numbers
+_NO_SIGN, _INFINITE = np.uint16(0x7FFF), 0x7C00  # of the bits of a half
+_GREATEST = 0x5FFF  # 65504 / 128
 _SIZES = (4096, 2048, 1024, 512, 256, 128, 64, 32, 16)
 
 
@@ -88,13 +93,50 @@ def fp4_scales(type: str, raw: np.ndarray) -> np.ndarray | None:
 
 def is_plain(type: str, raw: np.ndarray) -> bool:
     """Whether all scales and offsets of blocks uint8 [out, row bytes] are finite halves that are the type's only ones,
-    and 128 times a scale is a half too: `codes_of` takes such rows whatever their codes are."""
+    128 times a scale is a half too, and no block has an offset alone: `codes_of` takes such rows whatever their codes
+    are, and as they are."""
     block = TYPES.get(type)
     if block is None or block.is_k or block.values:
         return False
-    scales = _halves(block, raw, block.d_at)
-    fits = bool((np.abs(scales) <= 65504 / 128).all())
-    return fits and not (block.has_min and not np.isfinite(_halves(block, raw, block.dmin_at)).all())
+    scales = halves_at(block, raw, block.d_at) & _NO_SIGN
+    if scales.max(initial=0) > _GREATEST:
+        return False
+    if not block.has_min:
+        return True
+    offsets = halves_at(block, raw, block.dmin_at) & _NO_SIGN
+    return bool(offsets.max(initial=0) < _INFINITE and ((scales != 0) | (offsets == 0)).all())
+
+
+def packed_of(
+    name: str, type: str, pieces: Iterable[np.ndarray], shape: tuple[int, int], scale: float, transposed: bool
+) -> PackedTensor:
+    """Blocks of TYPES_IN_WORDS that `is_plain`, or with `fp4_scales`, without a byte per code.
+
+    pieces      uint8 [rows, row bytes]: runs of rows that are `shape`, [out, in], together
+    scale       of the whole tensor
+    transposed  as GPTQ stores it
+    """
+    block, (out, columns) = TYPES[type], shape
+    bits, groups = (block.levels - 1).bit_length(), columns // block.sub
+    fp4, row = type in GROUPS, 0
+
+    def empty(width: int, dtype: DTypeLike) -> np.ndarray:
+        """[out, width], a view of its transpose if that is wanted."""
+        return np.empty((width, out), dtype).T if transposed else np.empty((out, width), dtype)
+
+    words, scales = empty(columns * bits // 32, np.uint32), empty(groups, np.uint8 if fp4 else np.float16)
+    biases = empty(groups, np.float16) if block.has_min else None
+    for raw in pieces:
+        rows = slice(row, row := row + len(raw))
+        pack_words(block, raw, words[rows])
+        if fp4:
+            scales[rows] = fp4_scales(type, raw)
+        else:
+            gather_halves(block, raw, block.d_at, scales[rows])
+        if biases is not None:
+            gather_halves(block, raw, block.dmin_at, biases[rows])
+    kind, zero = (type, 0) if fp4 else ("int", block.zero)
+    return PackedTensor(name, bits, words, scales, block.sub, zero, biases, kind, scale)
 
 
 def regrouped(tensor: GroupedTensor, sizes: tuple[int, ...]) -> GroupedTensor | None:

@@ -22,7 +22,6 @@ import numpy as np
 
 from bridge.blocks import TYPES
 from bridge.checkpoint.files.folder import check_folder
-from bridge.checkpoint.formats.fp4 import Fp4Tensor
 from bridge.checkpoint.formats.fp4_layouts import fp4_obstacle
 from bridge.checkpoint.formats.layouts import (
     GPTQ_BITS,
@@ -33,10 +32,20 @@ from bridge.checkpoint.formats.layouts import (
     PLANAR_BITS,
     mlx_biases,
 )
-from bridge.checkpoint.grouped import GroupedTensor
-from bridge.conversion.codes_of_blocks import codes_of, fp4_of, fp4_scales, is_plain, own_noise, regrouped, rounded
+from bridge.checkpoint.grouped import GroupedTensor, PackedTensor
+from bridge.conversion.codes_of_blocks import (
+    codes_of,
+    fp4_of,
+    fp4_scales,
+    is_plain,
+    own_noise,
+    packed_of,
+    regrouped,
+    rounded,
+)
 from bridge.conversion.gguf_config import checked_source, write_config
 from bridge.conversion.gguf_source import GgufSource, Place
+from bridge.encode.block_words import TYPES_IN_WORDS
 from bridge.encode.limits import REQUANTIZED_LIMIT
 from bridge.errors import BridgeError, parameter
 from bridge.gguf_file.reader import StoredModel, read_gguf
@@ -55,6 +64,7 @@ BITS: dict[str, tuple[int, ...]] = {
 DTYPES = ("F16", "BF16", "F32")
 EXACT, ALL_CODES, ROUNDED, AS_FLOATS = "exact", "all codes", "rounded", "floats"
 _OFFSET_SIZES = {"mlx": MLX_SIZES, "hqq": HQQ_SIZES}  # formats with any zero points, and their group sizes
+_IN_WORDS = ("gptq", "gptq_v2", "gptq_p", "compressed-tensors", "mlx")  # formats that pack consecutive codes
 _AT_ONCE = 1 << 20  # values of a layer that are rounded or compared
 _LAYER = re.compile(r"blk\.\d+\.(attn|ffn)_(?!gate_inp)[a-z_]+\.weight")
 
@@ -170,11 +180,13 @@ class _Form:
     """How a layer is written, which its data tells: what becomes of it, and how the format describes it.
 
     offsets  zero points are not whole numbers
+    packed   codes and scales of the blocks are the format's, see `packed_of`
     """
 
     how: str
     groups: Groups
     offsets: bool = False
+    packed: bool = False
 
 
 def _write(
@@ -216,16 +228,16 @@ def _write(
 
 def _layers(
     source: GgufSource, forms: dict[str, _Form], format: str
-) -> Iterator[tuple[str, GroupedTensor | Fp4Tensor, ExportedTensor]]:
+) -> Iterator[tuple[str, GroupedTensor | PackedTensor, ExportedTensor]]:
     """Layers and what became of them; while one is written, the next is made."""
 
-    def made(module: str, form: _Form) -> tuple[str, GroupedTensor | Fp4Tensor, ExportedTensor]:
+    def made(module: str, form: _Form) -> tuple[str, GroupedTensor | PackedTensor, ExportedTensor]:
         place = source.places[f"{module}.weight"]
         tensor = _tensor(place, format, form)
         return module, tensor, _report(place, tensor, form, format)
 
     with ThreadPoolExecutor(1) as thread:
-        ahead: Future[tuple[str, GroupedTensor | Fp4Tensor, ExportedTensor]] | None = None
+        ahead: Future[tuple[str, GroupedTensor | PackedTensor, ExportedTensor]] | None = None
         for module, form in forms.items():
             following = thread.submit(made, module, form)
             if ahead is not None:
@@ -242,37 +254,45 @@ def _form(place: Place, format: str, bits: int | None) -> _Form | None:
         return None
     if format == "mlx" and len(place.tensor.parts) > 1:
         return None
-    raw = place.raw()
-    first = fp4_of(place.part.module, type, raw[:1], place.scale)
-    if first is not None and fp4_obstacle(format, first) is None and fp4_scales(type, raw) is not None:
-        return _Form(EXACT, Groups(4, first.group_size, True, first.kind))
+    first = fp4_of(place.part.module, type, place.raw(slice(1), ordered=False), place.scale)
+    if (
+        first is not None
+        and fp4_obstacle(format, first) is None
+        and all(fp4_scales(type, place.raw(rows, ordered=False)) is not None for rows in _runs(shape))
+    ):
+        return _Form(EXACT, Groups(4, first.group_size, True, first.kind), packed=True)
     for offsets in (False, True) if format in _OFFSET_SIZES else (False,):
-        found = _coded_form(type, raw, shape, format, offsets)
+        found = _coded_form(place, format, offsets)
         if found is not None:
             break
     else:
-        found = _rounded_form(place, raw, format, bits)
+        found = _rounded_form(place, format, bits)
     return None if found is None or refusal(format, found.groups, shape) else found
 
 
-def _coded_form(type: str, raw: np.ndarray, shape: tuple[int, int], format: str, offsets: bool) -> _Form | None:
+def _coded_form(place: Place, format: str, offsets: bool) -> _Form | None:
     """Bits and groups of a layer that keeps its codes; None where the format does not hold them.
 
     Of a plain type, some rows tell both mostly, and the others are only looked through for scales that do not fit.
     """
-    block, width, size, middle = TYPES.get(type), 0, shape[1], True
+    type, shape = place.stored.type, (place.part.shape[0], place.part.shape[1])
+    block, width, size, middle, plain = TYPES.get(type), 0, shape[1], True, True
     if block is None:
         return None
     most = next((n for n in BITS[format] if n >= (block.levels - 1).bit_length()), 0)
     for rows in _runs(shape, first=64):
-        if (width, size) == (most, block.sub) and is_plain(type, raw[rows]):
+        raw = place.raw(rows, ordered=False)
+        plain &= is_plain(type, raw)
+        if (width, size) == (most, block.sub) and plain:
             continue
-        tensor = _coded("", type, raw[rows], format, BITS[format], offsets)
+        tensor = _coded("", type, raw, format, BITS[format], offsets)
         if tensor is None:
             return None
         width, size = max(width, tensor.bits), min(size, tensor.group_size)
         middle &= bool((tensor.zeros == 1 << (tensor.bits - 1)).all())
-    return _Form(EXACT, _groups(width, size, middle, shape, format), offsets)
+    packed = plain and (width, size) == ((block.levels - 1).bit_length(), block.sub)
+    packed &= type in TYPES_IN_WORDS and format in _IN_WORDS
+    return _Form(EXACT, _groups(width, size, middle, shape, format), offsets, packed)
 
 
 def _coded(
@@ -289,12 +309,12 @@ def _coded(
     return tensor
 
 
-def _rounded_form(place: Place, raw: np.ndarray, format: str, bits: int | None) -> _Form | None:
+def _rounded_form(place: Place, format: str, bits: int | None) -> _Form | None:
     """Bits of a layer that is rounded to nearest; None where the format has too few, or groups of 32 do not fit."""
     shape = place.part.shape[0], place.part.shape[1]
     if shape[1] % 32:
         return None
-    noise = own_noise(place.stored.type, raw)
+    noise = own_noise(place.stored.type, place.raw())
     limit = REQUANTIZED_LIMIT * noise if noise is not None and bits is None else np.inf
     for width in BITS[format] if bits is None else (bits,):
         if bits is None and width < 8 and noise is None:
@@ -329,7 +349,7 @@ def _groups(bits: int, size: int, middle: bool, shape: tuple[int, int], format: 
     return Groups(bits, -1 if whole else size, format == "compressed-tensors" and middle)
 
 
-def _tensor(place: Place, format: str, form: _Form) -> GroupedTensor | Fp4Tensor:
+def _tensor(place: Place, format: str, form: _Form) -> GroupedTensor | PackedTensor:
     """A layer in the form that was found."""
     module, shape = place.part.module, (place.part.shape[0], place.part.shape[1])
     if form.how == ROUNDED:
@@ -338,20 +358,19 @@ def _tensor(place: Place, format: str, form: _Form) -> GroupedTensor | Fp4Tensor
             np.concatenate(x) for x in zip(*((p.codes, p.scales, p.zeros) for p in parts), strict=True)
         )
         return replace(parts[0], codes=codes, scales=scales, zeros=zeros)
-    raw = place.raw()
-    if form.groups.kind != "int":
-        found: GroupedTensor | Fp4Tensor | None = fp4_of(module, place.stored.type, raw, place.scale)
-    else:
-        found = _coded(module, place.stored.type, raw, format, (form.groups.bits,), form.offsets)
+    if form.packed:
+        pieces = (place.raw(rows) for rows in _runs(shape)) if place.part.rows is None else (place.raw(),)
+        return packed_of(module, place.stored.type, pieces, shape, place.scale, format.startswith("gptq"))
+    found = _coded(module, place.stored.type, place.raw(), format, (form.groups.bits,), form.offsets)
     assert found is not None  # `_form` looked through all rows
     return found
 
 
-def _report(place: Place, tensor: GroupedTensor | Fp4Tensor, form: _Form, format: str) -> ExportedTensor:
-    """What became of a layer. Blocks of one scale, or in MLX one offset too, need not be compared."""
+def _report(place: Place, tensor: GroupedTensor | PackedTensor, form: _Form, format: str) -> ExportedTensor:
+    """What became of a layer. Blocks that are written as they are need not be compared."""
     type, groups, how = place.stored.type, form.groups, form.how
     block, error, signal, share = TYPES[type], 0.0, 0.0, None
-    if how == ROUNDED or (groups.kind == "int" and (block.is_k or (block.has_min and format != "mlx"))):
+    if isinstance(tensor, GroupedTensor) and (how == ROUNDED or block.is_k or (block.has_min and format != "mlx")):
         for rows in _runs((place.part.shape[0], place.part.shape[1])):
             weights = place.floats(rows)
             error += float(np.square(_held(tensor, format, rows) - weights, dtype=np.float64).sum())
@@ -370,9 +389,9 @@ def _report(place: Place, tensor: GroupedTensor | Fp4Tensor, form: _Form, format
     )
 
 
-def _held(tensor: GroupedTensor | Fp4Tensor, format: str, rows: slice) -> np.ndarray:
+def _held(tensor: GroupedTensor, format: str, rows: slice) -> np.ndarray:
     """float32 of some rows of a layer as the checkpoint has it."""
-    if isinstance(tensor, Fp4Tensor) or format not in _OFFSET_SIZES:
+    if format not in _OFFSET_SIZES:
         return tensor.dequantize(rows)
     scales = tensor.scales[rows].astype(np.float32)
     codes, scales = tensor.codes[rows], np.repeat(scales, tensor.group_size, 1)

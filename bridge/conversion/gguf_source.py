@@ -48,12 +48,15 @@ class Place:
         """Rows of blocks; a vector is one."""
         return self.part.shape[0] if len(self.part.shape) > 1 else 1
 
-    def raw(self, rows: slice = slice(None)) -> np.ndarray:
-        """Its blocks, uint8 [out, row bytes], rows in the checkpoint's order; `rows`: of these, a run."""
+    def raw(self, rows: slice = slice(None), ordered: bool = True) -> np.ndarray:
+        """Its blocks, uint8 [out, row bytes], rows in the checkpoint's order; `rows`: of these, a run.
+
+        ordered  if not, rows are in the GGUF's order, which need not be read whole for a run
+        """
         size = self.stored.raw.size // (len(self.tensor.parts) * self.height)
         first, stop, _ = rows.indices(self.height)
         start = self.matrix * self.height
-        if self.part.rows is None or len(self.part.shape) == 1:
+        if not ordered or self.part.rows is None or len(self.part.shape) == 1:
             return self.stored.read((start + first) * size, (start + stop) * size).reshape(-1, size)
         raw = self.stored.read(start * size, (start + self.height) * size).reshape(-1, size)
         return raw[np.argsort(self.part.rows)[first:stop]]

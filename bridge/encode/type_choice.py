@@ -90,7 +90,7 @@ def _auto(samples: Parts, read_parts: ReadParts, columns: int, extra_types: Sequ
     smaller = [b for b in requantizers(columns)[:-1] if 4 * b.levels > 2**bits]
     block = _first_within(smaller, REQUANTIZED_LIMIT, samples, read_parts, map_to)
     if block is not None:
-        why += f": the smallest type that adds under {REQUANTIZED_LIMIT:.0%} of its noise"
+        why += f": the smallest type that adds under {REQUANTIZED_LIMIT:.0%} of the checkpoint's noise"
         return Choice(block.name, why, REQUANTIZED_LIMIT)
     return Choice(Q8_0.name, f"{why}, nor does a smaller type add under {REQUANTIZED_LIMIT:.0%}")
 

@@ -27,7 +27,7 @@ from bridge.checkpoint.files.store import header_of
 from bridge.checkpoint.formats.fp4 import Fp4Tensor
 from bridge.checkpoint.formats.fp4_layouts import FP4_LAYOUTS
 from bridge.checkpoint.formats.layouts import LAYOUTS, PackedLayout, raised
-from bridge.checkpoint.grouped import GroupedTensor
+from bridge.checkpoint.grouped import GroupedTensor, PackedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
 from bridge.quantize.checkpoint_labels import Groups, labels_of
@@ -188,7 +188,7 @@ class CheckpointWriter:
     def __exit__(self, *_: object) -> None:
         self._folder.__exit__()
 
-    def add(self, tensor: GroupedTensor | Fp4Tensor) -> None:
+    def add(self, tensor: GroupedTensor | Fp4Tensor | PackedTensor) -> None:
         """Write one layer. Raises BridgeError if it is not as announced, or the format cannot hold it."""
         name = tensor.name
         if name not in self._todo:
@@ -197,7 +197,7 @@ class CheckpointWriter:
         bits, size, symmetric, kind = self._layers[name]
         count, columns = tensor.scales.shape[1], self._shapes[name][1]
         groups = -(-columns // size) if size > 0 else 1
-        found = tensor.kind if isinstance(tensor, Fp4Tensor) else "int"
+        found = "int" if isinstance(tensor, GroupedTensor) else tensor.kind
         if (found, tensor.bits, tensor.shape, count) != (kind, bits, self._shapes[name], groups):
             raise BridgeError(
                 f"{name}: is {list(tensor.shape)} of {tensor.bits} bits in {count} groups per row; "

@@ -45,7 +45,24 @@ def test_weights_are_sums_of_vectors(tmp_path, count, og):
         assert np.allclose(t.dequantize(), meant, rtol=1e-6, atol=1e-8)
         rows = np.array([21, 3, 4])
         assert np.array_equal(checkpoint.read_module(NAME, rows).dequantize(), t.dequantize()[rows])
-        assert checkpoint.settings() == f"{count} codebooks of 256 vectors of 8, {count / og:.3g} bits"
+        books = "1 codebook" if count == 1 else f"{count} codebooks"
+        assert checkpoint.settings() == f"{books} of 256 vectors of 8 at {count / og:.3g} bits"
+        one = ["1 module has codebooks [2, 256, 4, 8], but the label says [2, 256, 1, 8]"]
+        assert checkpoint.reader.disagreements() == (one if og == 4 else [])
+
+
+def test_a_code_packed_by_hand(tmp_path):
+    """-1 is number 255 of a codebook of 8 bits."""
+    books = np.zeros((1, 256, 1, 8), np.float16)
+    books[0, 255, 0] = np.arange(8)
+    tensors = {
+        "codes": np.full((3, 2, 1), -1, np.int8),
+        "codebooks": books,
+        "scales": np.full((3, 1, 1, 1), 2, np.float16),
+    }
+    stored = {f"{NAME}.{part}": value for part, value in tensors.items()}
+    with open_checkpoint(write_folder(tmp_path, stored, label(1))) as checkpoint:
+        assert np.array_equal(checkpoint.read_module(NAME).dequantize(), np.tile(2 * np.arange(8), (3, 2)))
 
 
 def test_codes_that_a_pass_on_a_cpu_turned_are_turned_back(tmp_path):

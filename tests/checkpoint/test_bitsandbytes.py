@@ -129,9 +129,22 @@ def test_levels_go_to_the_smallest_type_that_adds_little_and_inspect_says_which(
     assert all(t.fidelity.share < 0.15 for t in coded)
     said = describe(tmp_path / "c")
     assert "bitsandbytes NF4, 4 bits" in said
-    assert "NF4, blocks of 64" in said
+    assert "NF4 in blocks of 64" in said
+    assert "4 bits, NF4's levels" in said
     assert "NF4's levels have no place in GGUF" in said
     assert "they agree" in said
+
+
+def test_levels_and_nested_scales_that_the_label_denies_are_reported(tmp_path, small_model):
+    quantized(tmp_path / "c", small_model, 4)
+    config = json.loads((tmp_path / "c" / "config.json").read_text())
+    config["quantization_config"] |= {"bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": True}
+    (tmp_path / "c" / "config.json").write_text(json.dumps(config))
+    with open_checkpoint(tmp_path / "c") as checkpoint:
+        assert checkpoint.reader.disagreements() == [
+            "28 modules have levels of NF4, but the label says FP4",
+            "28 modules have scales that are not nested, but the label says they are",
+        ]
 
 
 def test_an_old_config_without_a_method_is_understood(tmp_path):

@@ -78,7 +78,7 @@ def test_weights_are_the_grids_values_rotated_back(tmp_path, bits, lane, templat
     with open_checkpoint(write_folder(tmp_path, tensors, label(bits=bits, template=template))) as checkpoint:
         weights = checkpoint.read_module(NAME).dequantize()
         assert np.square(weights - meant).sum() <= 1e-12 * np.square(meant).sum()
-        assert checkpoint.settings() == f"grid codes of {bits} bits, scales of 64, Hadamard blocks of 64"
+        assert checkpoint.settings() == f"grid codes of {bits} bits in groups of 64, Hadamard blocks of 64"
 
 
 def test_values_of_bf16_models_are_labelled_f16(tmp_path):

@@ -94,6 +94,12 @@ def test_what_was_stored_comes_back(tmp_path, bits, group_size):
     assert np.array_equal(tensor.dequantize(), values)
 
 
+def test_bits_that_are_not_the_labels_are_reported(tmp_path):
+    stored, _ = tensors(4, 64)
+    with open_checkpoint(write_folder(tmp_path, stored, hqq_config(2, 64))) as checkpoint:
+        assert checkpoint.reader.disagreements() == ["1 module has codes of 4 bits, but the label says 2"]
+
+
 def test_packed_words_viewed_as_floats_are_the_same_words(tmp_path):
     stored, values = tensors()
     stored[f"{NAME}.W_q"] = stored[f"{NAME}.W_q"].view(np.float16)

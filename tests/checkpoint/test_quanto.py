@@ -44,6 +44,18 @@ def write(folder: Path, tensors: dict[str, np.ndarray], weights: str = "qint4", 
     return folder
 
 
+def test_a_byte_packed_by_hand(tmp_path):
+    """Of 0xA3 the first half of the groups has 3, the second 10; the zero point is 2."""
+    tensors = {
+        "_data._data": np.full((1, 64), 0xA3, np.uint8),
+        "_scale": np.full((2, 1), 0.5, np.float32),
+        "_shift": np.full((2, 1), 2, np.uint8),
+    }
+    stored = {f"{NAME}.weight.{part}": value for part, value in tensors.items()}
+    with open_checkpoint(write(tmp_path, stored, hidden=64)) as checkpoint:
+        assert np.array_equal(checkpoint.read_module(NAME).dequantize(), np.repeat([[0.5], [4.0]], 64, 1))
+
+
 @pytest.mark.parametrize(("bits", "shape", "size"), [(4, (10, 256), 128), (2, (11, 256), 128), (4, (5, 64), 64)])
 def test_rows_are_cut_at_the_models_width(tmp_path, bits, shape, size):
     tensors, meant = quanto(bits, shape, size)

@@ -75,6 +75,19 @@ def test_integers_are_the_weights_that_were_meant(tmp_path, dtype, scheme, pack)
         )
 
 
+def test_a_word_packed_by_hand(tmp_path):
+    """The nibbles of 0x75316420 are numbers 0 2 4 6 1 3 5 7 of their eight, each its own value."""
+    tensors = {
+        "weight": np.full((64, 1), 0x75316420, np.int32),
+        "weight_scale": np.full((1, 8), 0.5, np.float32),
+        "weight_zero_point": np.full((1, 1), 0x33333333, np.int32),
+    }
+    stored = {f"{NAME}.{part}": value for part, value in tensors.items()}
+    with open_checkpoint(write_folder(tmp_path, stored, label("uint4"))) as checkpoint:
+        weights = checkpoint.read_module(NAME).dequantize()
+        assert np.array_equal(weights, np.tile((np.arange(8)[:, None] - 3) * 0.5, 64))
+
+
 def test_mxfp4_is_kept_bit_for_bit(tmp_path):
     random = np.random.default_rng(0)
     codes = random.integers(0, 16, (8, 64), dtype=np.uint8)

@@ -51,6 +51,14 @@ def test_nibbles_are_signed_and_zero_points_are_values(tmp_path):
         assert checkpoint.quant.describe() == "torchao, Int4WeightOnlyConfig"
 
 
+def test_the_label_names_dtype_and_groups(tmp_path):
+    granularity = {"_type": "PerGroup", "_data": {"group_size": 64}}
+    data = {"weight_dtype": {"_type": "torch.dtype", "_data": "int4"}, "granularity": granularity}
+    said = {"quant_method": "torchao", "quant_type": {"default": {"_type": "IntxWeightOnlyConfig", "_data": data}}}
+    with open_checkpoint(write_folder(tmp_path, int4(weight())[0], said)) as checkpoint:
+        assert checkpoint.quant.describe() == "torchao, IntxWeightOnlyConfig, int4, groups of 64"
+
+
 def test_a_block_packed_by_hand(tmp_path):
     """The byte 0x7F is -1, then 7."""
     tensors = {

@@ -97,8 +97,8 @@ def test_weights_are_sums_of_vectors(tmp_path, shape, outliers, second, count, p
         assert np.allclose(weights, meant, rtol=1e-6, atol=1e-8)
         rows = np.array([7, 3])
         assert np.array_equal(checkpoint.read_module(NAME, rows).dequantize(), weights[rows])
-        books = "64 and 8 vectors of 6, 1.5 bits" if second else "64 vectors of 6, 1 bits"
-        assert checkpoint.settings() == f"codebooks of {books}" + (", 4 outlier columns" if outliers else "")
+        books = "64 and 8 vectors of 6 at 1.5 bits" if second else "64 vectors of 6 at 1 bits"
+        assert checkpoint.settings() == f"codebooks of {books}" + (" with 4 outlier columns" if outliers else "")
 
 
 def test_layers_of_a_kind_may_share_their_settings(tmp_path):

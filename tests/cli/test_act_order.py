@@ -45,7 +45,7 @@ def test_inspect_tells_which_act_order_folds(run, act_order):
     lines = {line.split()[0]: line for line in out.splitlines() if line}
     assert "act-order that folds into groups of 128" in lines["ffn_down"]
     assert "codes carried" in lines["ffn_down"]
-    assert "act-order: the smallest type that adds under 15% of its noise" in lines["attn_q"]
+    assert "act-order: the smallest type that adds under 15% of the checkpoint's noise" in lines["attn_q"]
 
 
 def lost(report: Path) -> dict[str, str]:

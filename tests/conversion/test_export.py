@@ -17,7 +17,7 @@ from bridge.checkpoint.formats.fp4 import unpacked
 from bridge.checkpoint.formats.fp4_layouts import FP4_LAYOUTS, fp4_obstacle
 from bridge.checkpoint.formats.layouts import LAYOUTS
 from bridge.checkpoint.grouped import GroupedTensor
-from bridge.conversion.codes_of_blocks import codes_of, fp4_of
+from bridge.conversion.codes_of_blocks import codes_of, fp4_of, is_plain, packed_of
 from bridge.encode.block_bytes import unpack_fields
 from bridge.errors import BridgeError
 from bridge.gguf_file.reader import read_gguf
@@ -88,6 +88,47 @@ def test_plain_blocks_go_to_a_checkpoint_and_back_bit_for_bit(type, format, tmp_
     assert layers
     for name in layers:
         assert np.array_equal(first[name].raw, second[name].raw), name
+
+
+@pytest.mark.parametrize(
+    ("type", "format"),
+    [
+        *((type, format) for type in ("Q4_0", "Q8_0") for format in ("gptq", "gptq_v2", "gptq_p", "mlx")),
+        *((type, "compressed-tensors") for type in ("Q4_0", "Q8_0")),
+        ("Q4_1", "mlx"),
+    ],
+)
+def test_blocks_that_are_packed_directly_are_packed_as_their_codes_are(type: str, format: str) -> None:
+    block, rng = TYPES[type], np.random.default_rng(7)
+    raw = rng.integers(0, 256, (64, 2, block.nbytes), dtype=np.uint8)
+    for at in (block.d_at, block.dmin_at) if block.has_min else (block.d_at,):
+        raw[:, :, at : at + 2] = (rng.standard_normal((64, 2, 1)) + 0.01).astype(np.float16).view(np.uint8)
+    raw = raw.reshape(64, -1)
+    assert is_plain(type, raw)
+    codes = codes_of("layer", type, raw, ((block.levels - 1).bit_length(),), block.has_min)
+    packed = packed_of("layer", type, (raw[:40], raw[40:]), (64, 64), 1.0, format.startswith("gptq"))
+    assert packed.shape == (64, 64)
+    expected, found = LAYOUTS[format].pack(codes), LAYOUTS[format].pack(packed)
+    if format == "compressed-tensors":
+        expected.pop("weight_zero_point")  # symmetric layers have none
+    assert found.keys() == expected.keys()
+    for part, values in expected.items():
+        assert np.array_equal(found[part], values), part
+        assert found[part].dtype == values.dtype, part
+
+
+@pytest.mark.parametrize(("at", "bits", "type"), [(0, 0x6400, "Q4_0"), (0, 0x7E00, "Q8_0"), (2, 0x7C00, "Q4_1")])
+def test_blocks_with_a_great_or_infinite_half_are_not_plain(at: int, bits: int, type: str) -> None:
+    raw = np.zeros((2, TYPES[type].nbytes), np.uint8)
+    assert is_plain(type, raw)
+    raw[1, at : at + 2] = bits & 255, bits >> 8
+    assert not is_plain(type, raw)
+
+
+def test_a_block_with_an_offset_alone_is_not_plain() -> None:
+    raw = np.zeros((1, TYPES["Q4_1"].nbytes), np.uint8)
+    raw[0, 3] = 0x3C  # m is 1, d is 0
+    assert not is_plain("Q4_1", raw)
 
 
 @pytest.mark.parametrize("format", ["compressed-tensors", "mlx"])

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import gguf
 import numpy as np
 import pytest
@@ -183,3 +187,40 @@ def test_the_output_is_named_by_its_type(source, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     report = bridge.convert(source, type="Q8_0")
     assert [path.name for path in report.outputs] == ["m-Q8_0.gguf"]
+
+
+# prints by how many MB the peak of the resident set rises, after a conversion that loads all kernels
+_RISE = """
+import resource, sys
+import bridge
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+bridge.convert(sys.argv[1], sys.argv[3], type="Q4_0")
+before = peak()
+bridge.convert(sys.argv[2], sys.argv[3], type="Q4_0", force=True)
+print(peak() - before)
+"""
+
+
+def matrices(path: Path, count: int) -> Path:
+    """A GGUF of 8.9 MB for each matrix, of Q8_0."""
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_block_count(count)
+    floats = np.random.default_rng(1).standard_normal((2048, 4096)).astype(np.float32)
+    raw = gguf.quants.quantize(floats, gguf.GGMLQuantizationType.Q8_0)
+    for i in range(count):
+        writer.add_tensor(f"blk.{i}.ffn_up.weight", raw, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.exhaustive
+def test_requantizing_takes_memory_for_tensors_and_not_for_the_file(tmp_path: Path) -> None:
+    """Twelve matrices more, 107 MB in the file, take no more memory than four do."""
+    few, many = matrices(tmp_path / "few.gguf", 4), matrices(tmp_path / "many.gguf", 16)
+    done = subprocess.run(
+        [sys.executable, "-c", _RISE, few, many, tmp_path / "out.gguf"], capture_output=True, text=True, check=True
+    )
+    assert float(done.stdout) < 30

@@ -29,11 +29,22 @@ INTEGERS = {
 }
 
 
-def same_codes(first: Path, second: Path) -> None:
-    """All modules have equal codes and zero points per weight; scales differ by what Q2_K's 4 bits cost at most."""
+ACT_ORDER = ("llama-gptq-4bit-g128-asym-actorder", "qwen3-gptq-4bit-g64-asym-actorder")
+# 4-bit floats -> the formats that hold them
+FP4 = {
+    "llama-ct-mxfp4a16": ("compressed-tensors", "mlx"),
+    "llama-mlx-nvfp4": ("mlx", "compressed-tensors", "modelopt"),
+}
+
+
+def same_codes(first: Path, second: Path, head: bool = False) -> None:
+    """All modules have equal codes and zero points per weight; scales differ by what Q2_K's 4 bits cost at most.
+
+    head  the first has a quantized head, which is floats in the second
+    """
     with bridge.open_checkpoint(first) as old, bridge.open_checkpoint(second) as new:
-        assert new.modules.keys() == old.modules.keys()
-        for name in old.modules:
+        assert new.modules.keys() == old.modules.keys() - ({"lm_head"} if head else set())
+        for name in new.modules:
             a, b = old.reader.read(name), new.reader.read(name)
             assert np.array_equal(a.codes, b.codes), name
             groups = a.groups(), b.groups()
@@ -49,6 +60,53 @@ def test_codes_come_back_from_the_gguf(name: str, format: str, converted, tmp_pa
     path, _ = converted(name)
     bridge.export(path, tmp_path / "new", format, config=home)
     same_codes(home, tmp_path / "new")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ACT_ORDER)
+def test_act_order_comes_back_with_sorted_columns(name: str, converted, tmp_path: Path) -> None:
+    """`convert` sorts the columns of down_proj, with the rows that feed it, and requantizes the other layers."""
+    home = shared(f"checkpoints/{name}")
+    path, _ = converted(name)
+    bridge.export(path, tmp_path / "new", "gptq_v2", config=home)
+    with bridge.open_checkpoint(home) as old, bridge.open_checkpoint(tmp_path / "new") as new:
+        assert new.modules.keys() == old.modules.keys()
+        for layer in (name.removesuffix(".down_proj") for name in old.modules if name.endswith(".down_proj")):
+            a, b = (ckpt.reader.read(f"{layer}.down_proj") for ckpt in (old, new))
+            order = np.argsort(a.groups(), kind="stable")
+            assert not np.array_equal(order, np.arange(len(order)))
+            assert np.array_equal(a.codes[:, order], b.codes), layer
+            assert np.array_equal(a.zeros[:, a.groups()[order]], b.zeros[:, b.groups()]), layer
+            for feeding in ("gate_proj", "up_proj"):
+                a, b = (ckpt.reader.read(f"{layer}.{feeding}").dequantize() for ckpt in (old, new))
+                assert np.square(a[order] - b).sum() < 5e-3 * np.square(a).sum(), (layer, feeding)
+
+
+@pytest.mark.exhaustive
+def test_codes_come_back_beside_a_quantized_head(tmp_path: Path) -> None:
+    home = shared("more/llama-gptq-4bit-lmhead")
+    bridge.convert(home, tmp_path / "m.gguf")
+    bridge.export(tmp_path / "m.gguf", tmp_path / "new", "gptq_v2", config=home)
+    same_codes(home, tmp_path / "new", head=True)
+    with bridge.open_checkpoint(home) as old, bridge.open_checkpoint(tmp_path / "new") as new:
+        before, after = old.reader.read("lm_head").dequantize(), new.store.read("lm_head.weight").astype(np.float32)
+        assert np.allclose(before, after, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "format"), [(name, format) for name, all in FP4.items() for format in all])
+def test_4_bit_floats_come_back_from_the_gguf(name: str, format: str, tmp_path: Path) -> None:
+    home = shared(f"more/{name}")
+    bridge.convert(home, tmp_path / "m.gguf")
+    bridge.export(tmp_path / "m.gguf", tmp_path / "new", format, config=home)
+    with bridge.open_checkpoint(home) as old, bridge.open_checkpoint(tmp_path / "new") as new:
+        layers = {name for name in new.modules if ".layers." in name}
+        assert layers == {name for name in old.modules if ".layers." in name}
+        for name in layers:
+            a, b = old.reader.read(name), new.reader.read(name)
+            assert np.array_equal(a.codes, b.codes), name
+            assert np.array_equal(a.scales, b.scales), name
+            assert a.tensor_scale == b.tensor_scale, name
 
 
 @pytest.mark.exhaustive

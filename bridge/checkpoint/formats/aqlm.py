@@ -24,8 +24,15 @@ import numpy as np
 
 from bridge.checkpoint.decoded import DecodedTensor
 from bridge.checkpoint.files.store import Store, TensorInfo
-from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, counted, module_info
-from bridge.checkpoint.labels.quant_config import QuantConfig
+from bridge.checkpoint.formats.module_reader import (
+    ModuleInfo,
+    Reader,
+    contradiction,
+    counted,
+    module_info,
+    modules_with,
+)
+from bridge.checkpoint.labels.quant_config import QuantConfig, whole_number
 from bridge.errors import BridgeError
 
 _CODES = {"I8": 8, "I16": 16, "I32": 32}
@@ -71,6 +78,13 @@ class AqlmReader(Reader):
         bits = math.ceil(count * math.log2(words) / (og * ig))
         return module_info(name, tensors, max(1, bits), 0, (rows * og, runs * ig))
 
+    def disagreements(self) -> list[str]:
+        keys = (("num_codebooks", 1), ("nbits_per_codebook", 16), ("out_group_size", 1), ("in_group_size", 8))
+        count, bits, *sizes = (whole_number(self.quant.raw.get(key, usual)) for key, usual in keys)
+        meant = (count, None if bits is None or not 0 < bits < 32 else 1 << bits, *sizes)
+        shapes = (m.tensors["codebooks"].shape for m in self.modules.values())
+        return modules_with(f"codebooks {list(s)}, but the label says {list(meant)}" for s in shapes if s != meant)
+
     def _rate(self, name: str) -> float:
         """Bits a weight, without scales and codebooks."""
         count, words, og, ig = self.modules[name].tensors["codebooks"].shape
@@ -78,8 +92,8 @@ class AqlmReader(Reader):
 
     def in_words(self) -> str:
         return counted(
-            "{0} codebooks of {1} vectors of {3}, {rate:.3g} bits".format(
-                *m.tensors["codebooks"].shape, rate=self._rate(name)
+            "{0} codebook{s} of {1} vectors of {3} at {rate:.3g} bits".format(
+                *m.tensors["codebooks"].shape, rate=self._rate(name), s="s" * (m.tensors["codebooks"].shape[0] != 1)
             )
             for name, m in self.modules.items()
         )

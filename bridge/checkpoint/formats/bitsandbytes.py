@@ -34,7 +34,14 @@ import numpy as np
 
 from bridge.checkpoint.decoded import DecodedTensor, level_noise, rounding_distortion
 from bridge.checkpoint.files.store import Store, TensorInfo
-from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, counted, module_info
+from bridge.checkpoint.formats.module_reader import (
+    ModuleInfo,
+    Reader,
+    contradiction,
+    counted,
+    module_info,
+    modules_with,
+)
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig, whole_number
 from bridge.errors import BridgeError
@@ -146,14 +153,26 @@ class BitsAndBytesReader(Reader):
     def claimed_bits(self, module: str) -> int | None:
         return self.quant.bits
 
+    def disagreements(self) -> list[str]:
+        said = str(self.quant.raw.get("bnb_4bit_quant_type") or "fp4").upper()
+        nested = bool(self.quant.raw.get("bnb_4bit_use_double_quant"))
+        kinds = (f"levels of {s.kind}, but the label says {said}" for s in self._states.values() if s.kind != said)
+        other = (
+            "scales that are not nested, but the label says they are"
+            if nested
+            else "nested scales, but the label does not say so"
+        )
+        scales = (other for name in self._states if _nested(self.modules[name]) != nested)
+        return super().disagreements() + modules_with([*kinds, *scales])
+
     def in_words(self) -> str:
         kinds = []
         for name, info in self.modules.items():
             if (state := self._states.get(name)) is None:
-                kinds.append("8 bits, one group a row")
+                kinds.append("8 bits with one group a row")
             else:
-                nested = ", nested scales" if "weight.nested_absmax" in info.tensors else ""
-                kinds.append(f"{state.kind}, blocks of {state.block}{nested}")
+                nested = " with nested scales" if _nested(info) else ""
+                kinds.append(f"{state.kind} in blocks of {state.block}{nested}")
         return counted(kinds)
 
     def read(self, name: str, rows: np.ndarray | None = None) -> CodedTensor:
@@ -190,13 +209,17 @@ class BitsAndBytesReader(Reader):
 
     def _absmax(self, name: str, state: _State) -> np.ndarray:
         """float32: the largest magnitude of each block."""
-        if "weight.nested_absmax" not in self.modules[name].tensors:
+        if not _nested(self.modules[name]):
             return self.scales(name, "weight.absmax").reshape(-1)
         codes = self.part(name, "weight.absmax").reshape(-1)
         outer = self.scales(name, "weight.nested_absmax").reshape(-1)
         levels = self.scales(name, "weight.nested_quant_map").reshape(-1)
         scaled = levels[codes] * np.repeat(outer, state.nested_block)[: len(codes)]
         return scaled + state.offset  # type: ignore[no-any-return]
+
+
+def _nested(info: ModuleInfo) -> bool:
+    return "weight.nested_absmax" in info.tensors
 
 
 def _nibbles(packed: np.ndarray) -> np.ndarray:

@@ -67,7 +67,7 @@ class Fp4KernelReader(Reader):
         return "NVFP4"
 
     def in_words(self) -> str:
-        return counted(f"{self.kind()}, blocks of {m.group_size}" for m in self.modules.values())
+        return counted(f"{self.kind()} in blocks of {m.group_size}" for m in self.modules.values())
 
     def scale_bits(self, info: ModuleInfo) -> np.ndarray:
         """uint8 [out, in / g]: the bits of a module's scales."""

@@ -15,6 +15,7 @@ import numpy as np
 
 from bridge.checkpoint.formats.fp4 import Fp4Tensor
 from bridge.checkpoint.formats.layouts import PackedLayout, Parts, Shapes
+from bridge.checkpoint.grouped import PackedTensor
 
 _KINDS = {"compressed-tensors": ("NVFP4", "MXFP4"), "modelopt": ("NVFP4",), "mlx": ("NVFP4", "MXFP4")}
 
@@ -43,10 +44,10 @@ def _shapes(format: str, kind: str, bits: int, size: int, shape: tuple[int, int]
     return found
 
 
-def _pack(format: str, tensor: Fp4Tensor) -> Parts:
+def _pack(format: str, tensor: Fp4Tensor | PackedTensor) -> Parts:
     from bridge.checkpoint.formats.packing import pack_rows
 
-    packed = pack_rows(tensor.codes, 4).view(np.uint8)
+    packed = (tensor.words if isinstance(tensor, PackedTensor) else pack_rows(tensor.codes, 4)).view(np.uint8)
     whole = np.array([tensor.tensor_scale], np.float32)
     if format == "mlx":
         return {"weight": packed.view(np.uint32), "scales": tensor.scales}

@@ -116,7 +116,7 @@ class FpQuantReader(Reader):
         return module_info(name, tensors, 4, size, (out, columns))
 
     def in_words(self) -> str:
-        sizes = (f"{self.quant.raw['forward_dtype']}, {self._rotation(name)}" for name in self.modules)
+        sizes = (f"{self.quant.raw['forward_dtype']} {self._rotation(name)}" for name in self.modules)
         return counted(sizes)
 
     def _rotation(self, name: str) -> str:

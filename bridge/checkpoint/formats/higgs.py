@@ -102,7 +102,7 @@ class HiggsReader(Reader):
         return 64 if number % period < period // 3 and bits != 3 else 32
 
     def in_words(self) -> str:
-        kinds = (f"grid codes of {m.bits} bits, scales of {m.group_size}" for m in self.modules.values())
+        kinds = (f"grid codes of {m.bits} bits in groups of {m.group_size}" for m in self.modules.values())
         return f"{counted(kinds)}, Hadamard blocks of {self.quant.raw['hadamard_size']}"
 
     def whole(self, name: str) -> DecodedTensor:

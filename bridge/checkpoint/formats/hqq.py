@@ -122,6 +122,14 @@ class HqqReader(Reader):
             raise contradiction(name, tensors)
         return module_info(name, tensors, bits, size, (out, columns))
 
+    def claimed_bits(self, module: str) -> int | None:
+        settings = self.quant.raw.get("quant_config")
+        if not isinstance(settings, dict):
+            return None
+        own: Any = next((said for kind, said in settings.items() if module.endswith(f".{kind}")), settings)
+        bits = own["weight_quant_params"].get("nbits") if _has_params(own) else None
+        return math.ceil(bits) if isinstance(bits, float) and math.isfinite(bits) else whole_number(bits)
+
     def _axis(self, tensors: dict[str, TensorInfo]) -> float:
         return self._number(tensors, "axis", 1)
 

@@ -1,4 +1,4 @@
-"""Packs a GroupedTensor into a checkpoint's tensors: the inverse of the readers of these formats.
+"""Packs a GroupedTensor, or a PackedTensor, into a checkpoint's tensors: the inverse of the readers of these formats.
 
     gptq, gptq_v2   2, 3, 4 and 8 bits; `in` and `out` codes fill whole 32-bit words; any groups, also act-order
                     qweight int32 [in*b/32, out], qzeros int32 [G, out*b/32] (z - 1, or z), scales fp16 [G, out],
@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from bridge.checkpoint.formats.zeros import Dialect, recode
-from bridge.checkpoint.grouped import GroupedTensor
+from bridge.checkpoint.grouped import GroupedTensor, PackedTensor
 from bridge.errors import BridgeError, parameter
 
 Parts = dict[str, np.ndarray]  # by the last part of the name
@@ -119,9 +119,11 @@ def _gptq_shapes(bits: int, size: int, shape: tuple[int, int]) -> Shapes:
     }
 
 
-def _gptq(layout: str, tensor: GroupedTensor) -> Parts:
+def _gptq(layout: str, tensor: GroupedTensor | PackedTensor) -> Parts:
     from bridge.checkpoint.formats.packing import pack_columns, pack_rows
 
+    if isinstance(tensor, PackedTensor):
+        return _gptq_of_words(layout, tensor)
     scales = check(tensor, LAYOUTS[layout])
     if layout == "gptq" and (count := zeros_of_0(tensor)):
         raise BridgeError(
@@ -135,6 +137,22 @@ def _gptq(layout: str, tensor: GroupedTensor) -> Parts:
         "qzeros": recode(zeros, bits, Dialect(), Dialect(bits)) if layout == "gptq" else zeros,
         "scales": np.ascontiguousarray(scales.T),
         "g_idx": tensor.groups().astype(np.int32),
+    }
+
+
+def _gptq_of_words(layout: str, tensor: PackedTensor) -> Parts:
+    """GPTQ's tensors of words; all groups have one zero point."""
+    from bridge.checkpoint.formats.packing import pack_rows
+
+    (out, columns), bits = tensor.shape, tensor.bits
+    zeros = pack_rows(np.full((1, out), tensor.zero, np.uint8), bits, layout == "gptq_p").view(np.int32)
+    if layout == "gptq":
+        zeros = recode(zeros, bits, Dialect(), Dialect(bits))
+    return {
+        "qweight": tensor.words.T.view(np.int32),
+        "qzeros": np.broadcast_to(zeros, (tensor.scales.shape[1], zeros.shape[1])),
+        "scales": tensor.scales.T,
+        "g_idx": np.arange(columns, dtype=np.int32) // np.int32(tensor.group_size),
     }
 
 
@@ -187,9 +205,12 @@ def _compressed_shapes(bits: int, size: int, shape: tuple[int, int]) -> Shapes:
     }
 
 
-def _compressed(tensor: GroupedTensor) -> Parts:
+def _compressed(tensor: GroupedTensor | PackedTensor) -> Parts:
     from bridge.checkpoint.formats.packing import pack_columns, pack_rows
 
+    if isinstance(tensor, PackedTensor):
+        shape = np.array(tensor.shape, np.int64)
+        return {"weight_packed": tensor.words.view(np.int32), "weight_scale": tensor.scales, "weight_shape": shape}
     scales = check(tensor, LAYOUTS["compressed-tensors"])
     return {
         "weight_packed": pack_rows(tensor.codes, tensor.bits).view(np.int32),
@@ -217,9 +238,14 @@ def _mlx_shapes(bits: int, size: int, shape: tuple[int, int]) -> Shapes:
     }
 
 
-def _mlx(tensor: GroupedTensor) -> Parts:
+def _mlx(tensor: GroupedTensor | PackedTensor) -> Parts:
     from bridge.checkpoint.formats.packing import pack_rows
 
+    if isinstance(tensor, PackedTensor):
+        biases = tensor.biases
+        if biases is None:
+            biases = (tensor.scales.astype(np.float32) * np.float32(-tensor.zero)).astype(np.float16)
+        return {"weight": tensor.words, "scales": tensor.scales, "biases": biases + np.float16(0)}  # no -0
     scales = check(tensor, LAYOUTS["mlx"])
     return {
         "weight": pack_rows(tensor.codes, tensor.bits),

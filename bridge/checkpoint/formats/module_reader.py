@@ -151,11 +151,9 @@ class Reader:
     def disagreements(self) -> list[str]:
         """Notes for `inspect` on where the config's bits are not those of the codes."""
         pairs = ((self.claimed_bits(name), info.bits) for name, info in self.modules.items())
-        wrong = Counter((said, bits) for said, bits in pairs if said not in (None, bits))
-        return [
-            f"{count} {'module has' if count == 1 else 'modules have'} codes of {bits} bits, but the label says {said}"
-            for (said, bits), count in wrong.items()
-        ]
+        return modules_with(
+            f"codes of {bits} bits, but the label says {said}" for said, bits in pairs if said not in (None, bits)
+        )
 
     def in_words(self) -> str:
         """The codes of all modules, for `inspect`."""
@@ -252,6 +250,11 @@ def counted(words: Iterable[str]) -> str:
     """The distinct words, with counts if there are several."""
     found = Counter(words)
     return ", ".join(word if len(found) == 1 else f"{word} ({count})" for word, count in sorted(found.items()))
+
+
+def modules_with(what: Iterable[str]) -> list[str]:
+    """A note for each distinct thing that modules have, with their number."""
+    return [f"{n} {'module has' if n == 1 else 'modules have'} {word}" for word, n in Counter(what).items()]
 
 
 def contradiction(name: str, tensors: dict[str, TensorInfo]) -> BridgeError:

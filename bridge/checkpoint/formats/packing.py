@@ -70,7 +70,7 @@ def _pack_odd(codes, widths, bits, out):
             shift = 0
             for p in range(len(widths)):
                 w = widths[p]
-                x = _joined(codes[row, group] >> np.uint64(shift), w)
+                x = joined(codes[row, group] >> np.uint64(shift), w)
                 first = at + g * w
                 for i in range(w):
                     out[row, first + i] = np.uint8(x >> np.uint64(8 * i))
@@ -79,7 +79,7 @@ def _pack_odd(codes, widths, bits, out):
 
 
 @inner
-def _joined(x, w):
+def joined(x, w):
     """The low w bits of eight bytes -> eight fields of w bits."""
     one = np.uint64(1)
     m = ((one << np.uint64(w)) - one) * np.uint64(0x0001000100010001)

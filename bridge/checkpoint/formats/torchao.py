@@ -77,9 +77,19 @@ class TorchaoReader(Reader):
     @classmethod
     def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
         said = quant.raw.get("quant_type")
-        while isinstance(said, dict):  # {"default": {"_type": ..}}, or a table for each module
-            said = said.get("_type") or next(iter(said.values()), None)
-        return replace(quant, title="torchao", claims=(str(said),) if said else ("no type of quantization",))
+        while isinstance(said, dict) and "_type" not in said:  # {"default": {"_type": ..}}, or a table for each module
+            said = next(iter(said.values()), None)
+        data = _data(said)
+        dtype, size = (
+            data.get("weight_dtype"),
+            data.get("group_size") or _data(data.get("granularity")).get("group_size"),
+        )
+        words = [
+            said.get("_type") if isinstance(said, dict) else said,
+            dtype.get("_data") if isinstance(dtype, dict) else None,
+        ]
+        words += [f"groups of {size}"] if size else []
+        return replace(quant, title="torchao", claims=tuple(str(w) for w in words if w) or ("no type of quantization",))
 
     def required_parts(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
         return _CODES, _TILES if _TILES in tensors else _SCALE
@@ -181,7 +191,7 @@ class TorchaoReader(Reader):
         return _FP4.get(scale.dtype, "") if scale else ""
 
     def in_words(self) -> str:
-        floats = [f"{kind}, blocks of {GROUPS[kind]}" for name in self.modules if (kind := self._fp4(name))]
+        floats = [f"{kind} in blocks of {GROUPS[kind]}" for name in self.modules if (kind := self._fp4(name))]
         codes = [m for name, m in self.modules.items() if not self._fp4(name)]
         return ", ".join([*([in_words(codes)] if codes or not floats else []), *([counted(floats)] if floats else [])])
 
@@ -263,3 +273,9 @@ def _in_tiles(rows: int, columns: int) -> tuple[int, int]:
 
 def _is_shape(said: object) -> bool:
     return isinstance(said, list) and len(said) == 2 and all(type(n) is int for n in said)
+
+
+def _data(config: Any) -> dict[str, Any]:
+    """The settings of an object as torchao writes it to JSON: {"_type": .., "_data": {..}}."""
+    data = config.get("_data") if isinstance(config, dict) else None
+    return data if isinstance(data, dict) else {}

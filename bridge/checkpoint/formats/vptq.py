@@ -136,9 +136,9 @@ class VptqReader(Reader):
         words = []
         for books in self._books.values():
             second = f" and {books.second}" if books.second else ""
-            outliers = f", {books.outliers} outlier columns" if books.outliers else ""
+            outliers = f" with {books.outliers} outlier columns" if books.outliers else ""
             words.append(
-                f"codebooks of {books.words}{second} vectors of {books.length}, {books.rate:.3g} bits{outliers}"
+                f"codebooks of {books.words}{second} vectors of {books.length} at {books.rate:.3g} bits{outliers}"
             )
         return counted(words)
 

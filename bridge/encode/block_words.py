@@ -1,0 +1,137 @@
+"""Codes of blocks as a checkpoint packs them, without a byte for each code in between.
+
+    words   consecutive codes of a row, the first in the low bits: n * bits / 32 uint32 for n columns
+    halves  at a byte of each block, such as d
+
+Both are [rows, n], or transposed, as GPTQ stores them. Sixteen rows are read at a time: what is written transposed then
+fills cache lines. Of 4-bit types, `run` bytes of a block hold the codes of `run` columns in their low nibbles, and of
+the next `run` columns in their high ones; eight of them are one uint64.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bridge.blocks import BlockType
+from bridge.checkpoint.formats.packing import joined
+from bridge.system.jit import inlined, kernel, specialize
+
+_TILE = 16  # rows
+
+
+class _Codes(NamedTuple):
+    """Where the codes of a block are: its bytes, their first, and the length of a run."""
+
+    nbytes: int
+    first: int
+    run: int
+
+
+_NIBBLES = {"Q4_0": _Codes(18, 2, 16), "Q4_1": _Codes(20, 4, 16), "MXFP4": _Codes(17, 1, 16), "NVFP4": _Codes(36, 4, 8)}
+TYPES_IN_WORDS = ("Q8_0", *_NIBBLES)
+
+# set per type by `specialize`
+store: Any = None
+first_byte = half = words = 0
+
+
+def pack_words(block: BlockType, raw: np.ndarray, out: np.ndarray) -> None:
+    """Blocks uint8 [rows, row bytes] of TYPES_IN_WORDS -> out uint32 [rows, words], any view of an array."""
+    _packer(block.name)(raw.reshape(len(raw), -1, block.nbytes), out)
+
+
+def gather_halves(block: BlockType, raw: np.ndarray, at: int, out: np.ndarray) -> None:
+    """The halves at an even byte of every block -> out float16 [rows, blocks], any view of an array."""
+    _gather(halves_at(block, raw, at), out.view(np.uint16))
+
+
+def halves_at(block: BlockType, raw: np.ndarray, at: int) -> np.ndarray:
+    """Their bits, uint16 [rows, blocks], where they are."""
+    return raw.view(np.uint16).reshape(len(raw), -1, block.nbytes // 2)[:, :, at // 2]
+
+
+def _pack_nibbles(raw, out):
+    """raw uint8 [rows, blocks, bytes] -> out uint32 [rows, words], or its transpose."""
+    eights, tile = np.zeros((words // 2, _TILE), np.uint64), np.empty((words, _TILE), np.uint32)
+    low = np.uint64(0x0F0F0F0F0F0F0F0F)
+    for first in range(0, raw.shape[0], _TILE):
+        count = min(_TILE, raw.shape[0] - first)
+        for b in range(raw.shape[1]):
+            for j in range(count):
+                block = raw[first + j, b]
+                for i in range(words // 2):
+                    eights[i, j] = _eight(block, first_byte + 8 * i)
+            for i in range(words // 2):
+                at = i // half * half + i
+                for j in range(_TILE):
+                    tile[at, j] = np.uint32(joined(eights[i, j] & low, 4))
+                    tile[at + half, j] = np.uint32(joined(eights[i, j] >> np.uint64(4) & low, 4))
+            store(tile, count, first, b * words, out)
+
+
+def _pack_bytes(raw, out):
+    """Like `_pack_nibbles`, of Q8_0's codes, whose top bits are flipped."""
+    tile = np.empty((words, _TILE), np.uint32)
+    flipped = np.uint64(0x8080808080808080)
+    for first in range(0, raw.shape[0], _TILE):
+        count = min(_TILE, raw.shape[0] - first)
+        for b in range(raw.shape[1]):
+            for j in range(count):
+                block = raw[first + j, b]
+                for i in range(words // 2):
+                    x = _eight(block, first_byte + 8 * i) ^ flipped
+                    tile[2 * i, j] = np.uint32(x & np.uint64(0xFFFFFFFF))
+                    tile[2 * i + 1, j] = np.uint32(x >> np.uint64(32))
+            store(tile, count, first, b * words, out)
+
+
+def _store_tile(tile, count, row, word, out):
+    if count == _TILE:  # which is known: vectors
+        for i in range(words):
+            for j in range(_TILE):
+                out[row + j, word + i] = tile[i, j]
+    else:
+        for i in range(words):
+            for j in range(count):
+                out[row + j, word + i] = tile[i, j]
+
+
+@inlined
+def _eight(raw, at):
+    """Eight bytes as a uint64, the first the lowest."""
+    return (
+        np.uint64(raw[at])
+        | np.uint64(raw[at + 1]) << np.uint64(8)
+        | np.uint64(raw[at + 2]) << np.uint64(16)
+        | np.uint64(raw[at + 3]) << np.uint64(24)
+        | np.uint64(raw[at + 4]) << np.uint64(32)
+        | np.uint64(raw[at + 5]) << np.uint64(40)
+        | np.uint64(raw[at + 6]) << np.uint64(48)
+        | np.uint64(raw[at + 7]) << np.uint64(56)
+    )
+
+
+@kernel
+def _gather(halves, out):
+    """halves uint16 [rows, blocks] of any strides -> out uint16, the same or its transpose."""
+    for first in range(0, halves.shape[0], _TILE):
+        for b in range(halves.shape[1]):
+            for row in range(first, min(first + _TILE, halves.shape[0])):
+                out[row, b] = halves[row, b]
+
+
+def _storer(words: int) -> Any:
+    return specialize(_store_tile, str(words), inlined, words=words)
+
+
+@cache
+def _packer(name: str) -> Callable[..., None]:
+    if name == "Q8_0":
+        return specialize(_pack_bytes, name, first_byte=2, words=8, store=_storer(8))  # type: ignore[no-any-return]
+    codes = _NIBBLES[name]
+    words = (codes.nbytes - codes.first) // 4
+    return specialize(  # type: ignore[no-any-return]
+        _pack_nibbles, name, first_byte=codes.first, half=codes.run // 8, words=words, store=_storer(words)
+    )
