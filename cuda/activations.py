@@ -25,6 +25,7 @@ from bridge.cuda.compiler import recipe
 from bridge.cuda.intrinsics import (
     bits,
     bits_float,
+    device_function,
     float_bits,
     half_warp_sum,
     launch_dependents,
@@ -62,9 +63,8 @@ KIND = "f32"
 DEPENDENT = False
 
 
-def _store(value, group, column, records):
-    """Write the int8 record of block `group` of `column` from 32 values, one per lane; takes the whole warp."""
-    lane = cuda.threadIdx.x & 31
+def _rounded(value):
+    """(code, step) of 32 values, one per lane; takes the whole warp."""
     largest = warp_max(abs(value))
     positive = warp_any(value == largest)
     bad = warp_any(not (abs(value) <= float32(3.4028235e38)))
@@ -78,6 +78,16 @@ def _store(value, group, column, records):
         code = int32(0)
     else:
         code = round_even(min(value * inverse, float32(127)))
+    return code, step
+
+
+rounded = device_function(_rounded, waits=True)
+
+
+def _store(value, group, column, records):
+    """Write the int8 record of block `group` of `column` from 32 values, one per lane; takes the whole warp."""
+    lane = cuda.threadIdx.x & 31
+    code, step = rounded(value)
     total = half_warp_sum(code)
     last = other_half(total)
     at = (group >> 5) * TILE + column * RECORD + (lane >> 4) * 512 + (group & 31) * 16 + (lane & 15)

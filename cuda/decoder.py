@@ -21,10 +21,12 @@ from bridge.cuda.halves import normed
 from bridge.cuda.kv_cache import KVCache
 from bridge.cuda.launch import Graph, noted
 from bridge.cuda.matmul import LENGTHS
+from bridge.cuda.mma_int8 import tiles_of
 from bridge.cuda.norm import rms
 from bridge.cuda.products import Call, Gated, Stack
 from bridge.cuda.prompt_attention import attend, mask_from
 from bridge.cuda.step import DeviceWeights, Step, matrix_bytes
+from bridge.cuda.token_records import recorded
 
 from bridge.errors import BridgeError
 from bridge.runtime.decoder import last_states
@@ -253,14 +255,16 @@ class Decoder:
             norms, cache = (layer.q_norm, layer.k_norm), (self.cache.form, self.cache.keys[i], self.cache.values[i])
             layer.o.multiply(attend(self.config, qkv, norms, angles, cache, start, mask, exact, self.device), onto=x)
             given = self._normed(x, layer.ffn_norm, layer.gated)
-            layer.down.multiply(layer.gated.multiply(given, halves=layer.down.halves(n)), onto=x)
+            layer.down.multiply(layer.gated.multiply(given, layer.down), onto=x)
         self._appended(tokens)
         return x
 
     def _normed(self, x: Any, weight: Any, then: Stack | Gated) -> Any:
         """x normalized, in the form that `then` multiplies."""
-        eps = self.config.norm_eps
-        return normed(x, weight, eps, self.device) if then.halves(len(x)) else rms(x, weight, eps)
+        eps, form = self.config.norm_eps, then.form(len(x))
+        if form == "int8":
+            return recorded(x, tiles_of(len(x)), self.device, "norm", weight, eps)
+        return normed(x, weight, eps, self.device) if form == "halves" else rms(x, weight, eps)
 
     def _embeddings(self, tokens: Sequence[int]) -> Any:
         ids = upload(np.array(tokens, np.int32), self.device)

@@ -142,14 +142,20 @@ def _launch(way: str, x: Any, columns: int, device: Device, weight: Any = None, 
     return made
 
 
-def by_torch(way: str, x: Any, weight: Any = None, eps: float = 0.0) -> Halves:
-    """The same by torch."""
+def floats_by_torch(way: str, x: Any, weight: Any = None, eps: float = 0.0) -> Any:
+    """The values of a way, f32 [n, columns], by torch."""
     import torch
 
     if way == "norm":
-        x = rms(x, weight, eps)
-    elif way != "plain":
-        gate, up = (x[:, ::2], x[:, 1::2]) if way == "gate_in_turn" else x.chunk(2, dim=1)
-        x = torch.nn.functional.silu(gate) * up
+        return rms(x, weight, eps)
+    if way == "plain":
+        return x
+    gate, up = (x[:, ::2], x[:, 1::2]) if way == "gate_in_turn" else x.chunk(2, dim=1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def by_torch(way: str, x: Any, weight: Any = None, eps: float = 0.0) -> Halves:
+    """The same by torch."""
+    x = floats_by_torch(way, x, weight, eps)
     scale = (x.abs().amax(dim=1) / LARGEST).clamp_min(_LEAST)
     return Halves((x / scale[:, None]).half(), scale)

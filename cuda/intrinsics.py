@@ -15,10 +15,11 @@ once); `ahead_` does the same and lets the L2 cache fetch the 128 bytes around (
 `cached_` keeps it in L1 (activations: every row reads them); `load_` may read what the same launch writes, or an
 earlier one that is still running. `prefetch_` only asks the L2 cache for what a load would read, and returns zeros.
 `add_release` adds to an int32 after all stores before it and returns what was there; `fence` keeps what is before it
-before what is after it, for all threads of the GPU: see last_block.py.
+before what is after it, for all threads of the GPU: see last_block.py. After `warp_meets` the lanes of a warp see what
+each has put into shared memory before.
 
-All 32 lanes of a warp must take part in `warp_sum`, `warp_max`, `warp_any` and `mma_*`; in the simulator all threads
-of a block must, the same number of times.
+All 32 lanes of a warp must take part in `warp_sum`, `warp_max`, `warp_any`, `warp_meets` and `mma_*`; in the simulator
+all threads of a block must, the same number of times.
 
 From compute capability 8.0 on there are
 
@@ -26,11 +27,14 @@ From compute capability 8.0 on there are
                        With g = lane / 4 and t = lane % 4, a lane holds of A [g, k], [g + 8, k], [g, k + 8] and
                        [g + 8, k + 8], of B [k, g] and [k + 8, g], for k = 2t and 2t + 1 in a word each, the first
                        below, and of c [g, 2t], [g, 2t + 1], [g + 8, 2t], [g + 8, 2t + 1]
+    mma_s8             the same for bytes, signed, and int32: A [16, 32], B [32, 8]; words hold four k, from 4t and from
+                       4t + 16 on, where those of halves hold two, from 2t and 2t + 8 on
+    mma_s8_short       (c, a0, a1, b) -> c + A B for A [16, 16], B [16, 8]: the words from 4t on alone
     pack_f16, pack_bf16   two float32, rounded to nearest even, as halves in a word, the first below
     sub_f16            differences of the two halves in a word
     copy_16            16 bytes from global to shared memory while the thread goes on. `copies_end` closes the group
                        of copies before it; `copies_wait` waits until all groups of the thread but the last have
-                       arrived, after which a barrier shows them to the others
+                       arrived, `copies_wait_all` for the last too, after which a barrier shows them to the others
 
 and from 9.0 on, where a launch may begin before the one before it has ended (see launch.py):
 
@@ -243,6 +247,8 @@ if not SIMULATED:
 
     copies_end = _statement("cp.async.commit_group;")
     copies_wait = _statement("cp.async.wait_group 1;")
+    copies_wait_all = _statement("cp.async.wait_group 0;")
+    warp_meets = _statement("bar.warp.sync 0xffffffff;")
     fence = _statement("fence.acq_rel.gpu;")
     launch_dependents = _statement("griddepcontrol.launch_dependents;")
     launches_wait = _statement("griddepcontrol.wait;")
@@ -266,25 +272,35 @@ if not SIMULATED:
 
         return intrinsic(typed)
 
-    def _mma(kind: str) -> Any:
-        """An intrinsic: the product of tensor cores, of halves of a kind, with sums in float32."""
-        code = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
-        code += "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+    def _mma(kind: str, k: int = 16) -> Any:
+        """An intrinsic: the product of tensor cores, of halves of a kind, or "s8", with k columns of A."""
+        total, scalar, letter = ("s32", _INT, "r") if kind == "s8" else ("f32", _FLOAT, "f")
+        count = k * (1 if kind == "s8" else 2) // 8  # words of A; B has half of them
+        places = [f"${i}" for i in range(8 + count + count // 2)]
+        groups = places[:4], places[4 : 4 + count], places[4 + count : -4], places[-4:]
+        code = f"mma.sync.aligned.m16n8k{k}.row.col.{total}.{kind}.{kind}.{total} "
+        code += ", ".join(f"{{{', '.join(group)}}}" for group in groups) + ";"
+        constraints = ",".join([f"={letter}"] * 4 + ["r"] * (count + count // 2) + [letter] * 4)
 
-        def typed(typingctx, c, a0, a1, a2, a3, b0, b1):
-            def lower(context, builder, signature, values):
-                sums = [builder.extract_value(values[0], k) for k in range(4)]
-                kinds = ir.FunctionType(ir.LiteralStructType([_FLOAT] * 4), [_INT] * 6 + [_FLOAT] * 4)
-                function = ir.InlineAsm(kinds, code, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", side_effect=False)
-                found = builder.call(function, [*values[1:], *sums], attrs=("convergent",))
-                return cgutils.pack_array(builder, [builder.extract_value(found, k) for k in range(4)])
+        def lower(context, builder, signature, values):
+            sums = [builder.extract_value(values[0], i) for i in range(4)]
+            kinds = ir.FunctionType(ir.LiteralStructType([scalar] * 4), [_INT] * (len(values) - 1) + [scalar] * 4)
+            function = ir.InlineAsm(kinds, code, constraints, side_effect=False)
+            found = builder.call(function, [*values[1:], *sums], attrs=("convergent",))
+            return cgutils.pack_array(builder, [builder.extract_value(found, i) for i in range(4)])
 
-            quad = types.UniTuple(types.float32, 4)
+        quad = types.UniTuple(types.int32 if kind == "s8" else types.float32, 4)
+
+        def six(typingctx, c, a0, a1, a2, a3, b0, b1):
             return quad(quad, *[types.int32] * 6), lower
 
-        return intrinsic(typed)
+        def three(typingctx, c, a0, a1, b):
+            return quad(quad, *[types.int32] * 3), lower
+
+        return intrinsic(six if count == 4 else three)
 
     mma_f16, mma_bf16 = _mma("f16"), _mma("bf16")
+    mma_s8, mma_s8_short = _mma("s8", 32), _mma("s8", 16)
 
     def _vector(context: Any, builder: Any, count: int, kind: Any, array: Any, index: Any) -> Any:
         """The place of `count` words in shared memory."""
@@ -342,6 +358,7 @@ if not SIMULATED:
     thread_y = _register("tid.y")
     block_x = _register("ctaid.x")
     block_y = _register("ctaid.y")
+    block_z = _register("ctaid.z")
 
     _i, _f = types.int32, types.float32
 
@@ -401,7 +418,7 @@ if not SIMULATED:
     prefetch_16, prefetch_8, prefetch_4 = _prefetch(4, 16), _prefetch(2, 8), _prefetch(1, 4)
     prefetch_2, prefetch_1 = _prefetch(1, 2), _prefetch(1, 1)
     shared_16, shared_8, shared_4 = _shared(4), _shared(2), _shared(1)
-    shared_16_further = _shared(4, further=True)
+    shared_16_further, shared_8_further = _shared(4, further=True), _shared(2, further=True)
     put_16, put_4 = _put(4), _put(1)
     put_16_further = _put(4, further=True)
     store_4 = _store(_i, 32)

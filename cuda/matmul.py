@@ -1,20 +1,22 @@
-"""Y = X W^T for any number of tokens: by matvec.py up to 8, by mma.py up to 64, in floats by torch beyond.
+"""Y = X W^T for any number of tokens: by matvec.py up to 8, by mma.py up to 64, in floats by torch beyond; and by
+mma_int8.py where that takes less time, as counted.
 
 For torch, quantized weights are dequantized tile by tile: also for types that mma.py does not have, on GPUs
 that are too old for it, and where nothing may be rounded. Float32 tokens become halves, scaled (halves.py), so that
 neither they nor the result of a torch that rounds it to halves leave the range.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from bridge.cuda import dequantize, halves, matvec, mma
+from bridge.cuda import dequantize, halves, matvec, mma, mma_int8
 from bridge.cuda import device as devices
 from bridge.cuda.activations import COLUMNS, Records
 from bridge.cuda.halves import Halves, halved
 from bridge.cuda.matrix import DeviceMatrix, FloatMatrix
+from bridge.cuda.token_records import TokenRecords, recorded
 
-LENGTHS = (1, 2, 4, 8, 16, 32, 48, 64, 65)  # numbers of tokens that take different kernels
+LENGTHS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 65, 128, 1024)  # numbers of tokens that take different kernels
 _TILE = 1 << 25  # weights dequantized at a time: 64 MB of halves
 
 
@@ -30,20 +32,23 @@ class Multiplier:
     def multiply(
         self, matrix: DeviceMatrix | FloatMatrix, x: Any, y: Any, bias: Any = None, accumulate: bool = False
     ) -> None:
-        """Queue y = or += x W^T + bias for x [n, columns] of a float type, or Halves where `halves(n)`.
+        """Queue y = or += x W^T + bias for x [n, columns] of a float type, or in the matrix's `form`.
 
         y float32 [n, rows], whose rows may be apart; bias float32 [rows] or None.
         """
         n, stream = y.shape[0], self.device.stream()
         if not n:
             return
-        if (
-            isinstance(matrix, DeviceMatrix)
-            and self.halves(n)
-            and not isinstance(x, Halves)
-            and devices.kind(x) == "f32"
-        ):
-            x = halved(x.contiguous(), self.device)
+        if isinstance(matrix, DeviceMatrix) and not isinstance(x, Halves | TokenRecords):
+            form, exact = self.form([matrix], n), devices.kind(x) == "f32"
+            # up to 64 tokens of 16 bits are multiplied as they are, without a launch before
+            if form == "int8" and (exact or n > mma.TOKENS):
+                x = recorded(x.contiguous(), mma_int8.tiles_of(n), self.device)
+            elif form != "floats" and exact:
+                x = halved(x.contiguous(), self.device)
+        if isinstance(x, TokenRecords):
+            assert isinstance(matrix, DeviceMatrix)
+            return mma_int8.launch(matrix, x, y, stream, accumulate, bias)
         floats = n > COLUMNS and not (self.precision == "int8" and mma.takes(matrix, n))
         if isinstance(matrix, FloatMatrix) or floats:
             by_torch(matrix, x, y, self._kind(matrix, x), stream, bias, accumulate)
@@ -57,9 +62,11 @@ class Multiplier:
             offset = None if bias is None else devices.view(bias)
             matvec.launch(matrix, records, devices.view(y, apart=True), n, stream, accumulate, offset)
 
-    def halves(self, n: int) -> bool:
-        """Whether products of n tokens with quantized weights multiply Halves."""
-        return self.precision == "int8" and n > COLUMNS
+    def form(self, matrices: Sequence[DeviceMatrix], n: int) -> str:
+        """What products of n tokens with quantized weights multiply: "floats", "halves" or "int8" (TokenRecords)."""
+        if self.precision != "int8" or n <= COLUMNS:
+            return "floats"
+        return "int8" if all(mma_int8.takes(matrix, n) for matrix in matrices) else "halves"
 
     def bind(self, matrix: DeviceMatrix, x: Any, y: Any, bias: Any = None) -> Callable[..., None]:
         """A function (stream, x, y, bias if there is one), of a handle and addresses, that queues y = x W^T + bias for

@@ -29,11 +29,7 @@ which every 16 rows read all of x: 32 rows a warp would halve that and need twic
 weights as halves and loading them again, which this replaces, takes 213 us more than reading the weights. This is
 reasoning, not measurement: scripts/gpu_check.py times both ways where there is a GPU.
 
-Int8 on tensor cores (m16n8k32, as llama.cpp's mmq) has no halves to make, but sums of 32 columns that are converted,
-multiplied by the steps of row and token and added, with mins twice: counted on paper, 17 instructions of a warp for 8
-tokens and 32 columns. That is 44 clocks for 16 tokens of Q4_K, less than memory's 61, and 146 for 64, more than now;
-beyond, its rate is about half of what torch's product of halves has, which first waits 213 us for the weights: so it
-would win for 9 to 32 tokens and between 65 and some 500. There is no such kernel yet.
+Int8 on tensor cores has no halves to make, but sums to convert and to multiply: mma_int8.py, for fewer tokens or more.
 
 Registers: 32 sums, 36 of codes of this step and the next, 16 of fragments of A and B, and what leads to them: 128,
 so that 16 warps run at once. Scales and other small fields, of which a row takes less than 32 bytes a step, stay in
@@ -234,27 +230,29 @@ def takes(matrix: DeviceMatrix | FloatMatrix, n: int) -> bool:
     return known and 1 <= n <= TOKENS and matrix.device.capability >= OLDEST
 
 
-def choose_shape(matrix: DeviceMatrix, n: int) -> MMAShape:
+def choose_shape(matrix: DeviceMatrix, n: int, group: int = TOKENS) -> MMAShape:
     """As many warps a block as there are rows for; as many parts as take the least time, counted in bytes.
+
+    `group`: tokens that a block multiplies.
 
     A block takes the time of its bytes; as many blocks as the device has room for run at once; sums of parts are
     stored and loaded again.
     """
-    return _chosen(matrix.rows, matrix.units, matrix.nbytes, matrix.device.multiprocessors, n)
+    return _chosen(matrix.rows, matrix.units, matrix.nbytes, matrix.device.multiprocessors, n, -(-n // group))
 
 
 @lru_cache(1 << 12)
-def _chosen(rows: int, units: int, nbytes: int, multiprocessors: int, n: int) -> MMAShape:
+def _chosen(rows: int, units: int, nbytes: int, multiprocessors: int, n: int, groups: int) -> MMAShape:
     warps = _MOST_WARPS
     while warps > 1 and rows <= _ROWS * warps // 2:
         warps //= 2
-    blocks = -(-rows // (_ROWS * warps))
+    blocks = -(-rows // (_ROWS * warps)) * groups
     at_once = _BLOCKS_AT_ONCE * _MOST_WARPS // warps * multiprocessors
     steps = -(-units // _UNITS)
 
     def time(parts: int) -> float:
         rounds = -(-blocks * parts // at_once)
-        return rounds * at_once / (blocks * parts) * nbytes + (8 * n * rows * parts if parts > 1 else 0)
+        return rounds * at_once / (blocks * parts) * nbytes * groups + (8 * n * rows * parts if parts > 1 else 0)
 
     parts = min(range(1, max(1, min(_MOST_PARTS, steps // _LEAST_STEPS)) + 1), key=time)
     return MMAShape(warps, -(-steps // -(-steps // parts)))

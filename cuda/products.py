@@ -20,7 +20,9 @@ from bridge.cuda.layout import DeviceLayout
 from bridge.cuda.matmul import Multiplier, product
 from bridge.cuda.matrix import DeviceMatrix, FloatMatrix, kind_of
 from bridge.cuda.matvec import Normed, Recorded
+from bridge.cuda.mma_int8 import tiles_of
 from bridge.cuda.norm import silu_grid, silu_kernel
+from bridge.cuda.token_records import TokenRecords, recorded
 
 from bridge.blocks.read import WRITTEN
 from bridge.runtime.quant_tensor import QuantTensor
@@ -131,23 +133,28 @@ class Stack:
 
         return launch
 
-    def halves(self, n: int) -> bool:
-        """Whether products of n tokens multiply Halves."""
-        return self.fuses and self.multiplier.halves(n)
+    def form(self, n: int) -> str:
+        """What products of n tokens multiply, see Multiplier."""
+        return self.multiplier.form([matrix for _, matrix in self.parts], n) if self.fuses else "floats"  # type: ignore[misc]
 
     def multiply(self, x: Any, onto: Any = None) -> Any:
-        """x [n, columns] of floats, or Halves, -> f32 [n, rows], with the bias; added to `onto` where that is given."""
-        import torch
-
-        given = x.scale if isinstance(x, Halves) else x
-        y = onto
-        if onto is None:
-            y = torch.empty((given.shape[0], self.rows), dtype=torch.float32, device=given.device)
+        """x [n, columns] of floats, or in its form, -> f32 [n, rows], with the bias; added to `onto` where that is
+        given."""
+        y = _empty(x, self.rows) if onto is None else onto
         for first, matrix in self.parts:
             rows = slice(first, first + matrix.rows)
             bias = None if self.bias is None else self.bias[rows]
             self.multiplier.multiply(matrix, x, y[:, rows], bias, accumulate=onto is not None)
         return y
+
+
+def _empty(x: Any, rows: int) -> Any:
+    """f32 [n, rows] for the products of x."""
+    import torch
+
+    values = x.buffer if isinstance(x, TokenRecords) else x.scale if isinstance(x, Halves) else x
+    n = x.n if isinstance(x, TokenRecords) else len(values)
+    return torch.empty((n, rows), dtype=torch.float32, device=values.device)
 
 
 class Gated:
@@ -188,21 +195,23 @@ class Gated:
         products = self.stack.bind(x, both, normed=normed, dependent=dependent)
         return [*products, lambda: kernel.launch(*grid, device.stream(), *arguments)]
 
-    def halves(self, n: int) -> bool:
-        """Whether products of n tokens multiply Halves."""
-        return self.fuses and self.multiplier.halves(n)
+    def form(self, n: int) -> str:
+        """What products of n tokens multiply, see Multiplier."""
+        return self.multiplier.form([self.matrix], n) if self.fused else self.stack.form(n)
 
-    def multiply(self, x: Any, halves: bool = False) -> Any:
-        """x f32 [n, columns], or Halves, -> f32 [n, inner], or Halves where they are wanted."""
+    def multiply(self, x: Any, then: Stack) -> Any:
+        """x f32 [n, columns], or in its form, -> [n, inner] in the form that `then` multiplies."""
         import torch
 
         if self.fused:
-            given = x.scale if isinstance(x, Halves) else x
-            both = torch.empty((len(given), 2 * self.inner), dtype=torch.float32, device=given.device)
+            both = _empty(x, 2 * self.inner)
             self.multiplier.multiply(self.matrix, x, both)
         else:
             both = self.stack.multiply(x)
-        if halves:
-            return gated(both, self.fused, self.multiplier.device)
+        form, device = then.form(len(both)), self.multiplier.device
+        if form == "int8":
+            return recorded(both, tiles_of(len(both)), device, "gate_in_turn" if self.fused else "gate")
+        if form == "halves":
+            return gated(both, self.fused, device)
         gate, up = (both[:, ::2], both[:, 1::2]) if self.fused else both.chunk(2, dim=1)
         return torch.nn.functional.silu(gate).mul_(up)

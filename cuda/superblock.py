@@ -341,7 +341,7 @@ def _constants(layout: DeviceLayout) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class BlockFunctions:
-    """A type's functions on the device; `floats` and `lifted` have one for each word of a unit.
+    """A type's functions on the device; `signed`, `floats` and `lifted` have one for each word of a unit.
 
     What `load` has loaded of a type with numbered codes goes through `decode` (numbered.py) before the others take it.
 
@@ -354,6 +354,7 @@ class BlockFunctions:
     load: Any
     unpack: Any
     integer: Any
+    signed: tuple[Any, ...]
     floats: tuple[Any, ...]
     line: Any
     lifted: tuple[Any, ...]
@@ -401,12 +402,14 @@ def functions(name: str) -> BlockFunctions:
         decode_shared = make(numbered.decode_points, "_shared", SHARED=True, **more)
     elif block.numbered:
         decode = decode_shared = make(numbered.decode_digits)
-    words = [(f"_{i}", {"WORD": i, "signed": make(_signed, f"_{i}", WORD=i)}) for i in range(8)]
+    signed = tuple(make(_signed, f"_{i}", WORD=i) for i in range(8))
+    words = [(f"_{i}", {"WORD": i, "signed": signed[i]}) for i in range(8)]
     return BlockFunctions(
         layout,
         make(_load),
         make(_unpack),
         make(_integer),
+        signed,
         tuple(make(_floats, suffix, **scope) for suffix, scope in words),
         make(_line),
         tuple(make(_lifted, f"_{i}", WORD=i, put_high=put_high[i]) for i in range(8)),

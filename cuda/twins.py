@@ -78,6 +78,10 @@ def block_y():
     return np.int32(_thread().blockIdx.y)
 
 
+def block_z():
+    return np.int32(_thread().blockIdx.z)
+
+
 def dp4a(a, b, c):
     return _int(sum(x * y for x, y in zip(_bytes(a), _bytes(b), strict=True)) + int(c))
 
@@ -199,6 +203,10 @@ def shared_16_further(array, index, more):
     return shared_16(array, int(index) + int(more))
 
 
+def shared_8_further(array, index, more):
+    return shared_8(array, int(index) + int(more))
+
+
 def put_16_further(array, index, more, words):
     put_16(array, int(index) + int(more), words)
 
@@ -265,6 +273,14 @@ def copies_wait():
     pass
 
 
+def copies_wait_all():
+    pass
+
+
+def warp_meets():
+    _thread().syncthreads()
+
+
 def add_release(array, index, value):
     with _adding:
         before = array[index]
@@ -320,3 +336,22 @@ def _mma(kind: Any) -> Callable[..., Any]:
 
 
 mma_f16, mma_bf16 = _mma("f16"), _mma("bf16")
+
+
+def mma_s8(c, *words):
+    """The first two thirds of `words` are A's, for rows g and g + 8 in turn; the rest are B's."""
+    lane, warp = _exchange(tuple(int(word) for word in words))
+    g, t = lane // 4, lane % 4
+    count = len(words) // 3 * 2
+    parts = [np.array(part, np.int32) for part in zip(*warp, strict=True)]
+
+    def line(of: list[np.ndarray], row: int) -> np.ndarray:
+        """What the lanes of a row or column hold, in order of k."""
+        return np.concatenate([part[4 * row : 4 * row + 4].view(np.int8) for part in of]).astype(np.int64)
+
+    rows = [line(parts[r:count:2], g) for r in range(2)]
+    columns = [line(parts[count:], 2 * t + i) for i in range(2)]
+    return tuple(_int(int(c[2 * r + i]) + int(rows[r] @ columns[i])) for r in range(2) for i in range(2))
+
+
+mma_s8_short = mma_s8

@@ -182,7 +182,7 @@ def test_the_loop_has_products_wide_loads_and_no_conversions_of_codes():
         (64, "int8", torch.float16, (9, 0), ["_product_mma_Q4_K_f16_8_8"]),
         (9, "int8", torch.float16, (8, 6), ["_product_mma_Q4_K_f16_2_1"]),
         (9, "int8", torch.bfloat16, (9, 0), ["_product_mma_Q4_K_bf16_2_1"]),
-        (65, "int8", torch.float32, (9, 0), ["_halve_plain", "_dequantize_Q4_K_f16"]),
+        (150, "int8", torch.float32, (9, 0), ["_halve_plain", "_dequantize_Q4_K_f16"]),
         (9, "int8", torch.float32, (7, 5), ["_halve_plain", "_dequantize_Q4_K_f16"]),
         (9, "f32", torch.float32, (9, 0), ["_dequantize_Q4_K_f32"]),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from bridge.cuda import activations, bench, dequantize, halves, matmul, matvec, matvec_pair, mma, products
+from bridge.cuda import activations, bench, dequantize, halves, matmul, matvec, matvec_pair, mma, mma_int8, products
 from bridge.cuda import device as devices
 from bridge.cuda.activations import Records
 from bridge.cuda.intrinsics import (
@@ -24,6 +24,8 @@ from bridge.cuda.intrinsics import (
     mad,
     mma_bf16,
     mma_f16,
+    mma_s8,
+    mma_s8_short,
     or_,
     pack_bf16,
     pack_f16,
@@ -41,6 +43,7 @@ from bridge.cuda.intrinsics import (
 from bridge.cuda.launch import Kernel
 from bridge.cuda.matrix import DeviceMatrix
 from bridge.cuda.matvec import MatvecShape
+from bridge.cuda.token_records import recorded
 from numba import cuda
 
 from bridge.blocks import TYPES
@@ -498,6 +501,46 @@ def test_products_of_tensor_cores_equal_float64(name):
     mma.launch(matrix, x, y, 0, shape=mma.MMAShape(1, 1))
     scale = np.sqrt((x.double().numpy() ** 2) @ (weights.T**2))
     assert np.abs((y.numpy() - x.double().numpy() @ weights.T) / scale).max() < 2e-6
+
+
+def _byte_fragments(a, b, c, out):
+    """a [4, 32], b [2, 32], c [32, 4]: words of lanes; out [64, 4]: products of 32 and of 16 columns."""
+    i = thread_x()
+    start = (c[i, 0], c[i, 1], c[i, 2], c[i, 3])
+    long = mma_s8(start, a[0, i], a[1, i], a[2, i], a[3, i], b[0, i], b[1, i])
+    short = mma_s8_short(start, a[0, i], a[1, i], b[0, i])
+    for k in range(4):
+        out[i, k] = long[k]
+        out[32 + i, k] = short[k]
+
+
+def test_tensor_cores_multiply_bytes():
+    rng = np.random.default_rng(9)
+    g, t = np.arange(32) // 4, np.arange(32) % 4
+    left, right = (rng.integers(-128, 128, (n, 32), np.int8) for n in (16, 8))
+    rows, columns = left.view(np.int32), right.view(np.int32)
+    a = np.stack([rows[g, t], rows[g + 8, t], rows[g, t + 4], rows[g + 8, t + 4]])
+    b = np.stack([columns[g, t], columns[g, t + 4]])
+    start = rng.integers(-(2**20), 2**20, (32, 4), np.int32)
+    out = np.zeros((64, 4), np.int32)
+    arrays = "int32[:,::1], int32[:,::1], int32[:,::1], int32[:,::1]"
+    Kernel(_byte_fragments, f"void({arrays})", oldest=(8, 0)).launch(1, 32, 0, a, b, start, out)
+    for place, k in ((0, 32), (32, 16)):
+        product = left[:, :k].astype(np.int32) @ right[:, :k].astype(np.int32).T
+        wanted = [product[g, 2 * t], product[g, 2 * t + 1], product[g + 8, 2 * t], product[g + 8, 2 * t + 1]]
+        np.testing.assert_array_equal(out[place : place + 32], np.stack(wanted, 1) + start)
+
+
+@pytest.mark.parametrize("name", ["Q4_K", *(pytest.param(name, marks=on_request) for name in ("Q6_K", "Q8_0"))])
+def test_products_of_bytes_on_tensor_cores_equal_float64(name):
+    """5 of 16 rows, 9 tokens, of 16, and two steps, of which Q8_0 has one unit in the last."""
+    columns = 160 if name == "Q8_0" else 256
+    tensor, weights = random_matrix(TYPES[name], 5, columns)
+    matrix = DeviceMatrix.upload(tensor, "cuda")
+    x = torch.randn(9, columns, generator=torch.Generator().manual_seed(3))
+    y = torch.full((9, 5), float("nan"))
+    mma_int8.launch(matrix, recorded(x, 2, matrix.device), y, 0, shape=mma.MMAShape(1, 1))
+    assert_product(y.numpy(), rounded(x.numpy()), weights.astype(np.float64))
 
 
 def _integers(a, b, c, out):

@@ -56,11 +56,13 @@ class Products:
         self.wrong: set[str] = set()
         self.weights: dict[int, np.ndarray] = {}  # by the id of a matrix on the device
         self.matrices: list[Any] = []  # kept, so that an id stays theirs
+        self.tokens: dict[int, tuple[Any, np.ndarray]] = {}  # records by the id of their buffer, and rounded values
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """In place of the kernels' results."""
-        from bridge.cuda import decoder, dequantize, halves, matvec, mma
+        from bridge.cuda import decoder, dequantize, halves, matmul, matvec, mma, mma_int8, token_records
+        from bridge.cuda import products as stacks
         from bridge.cuda.activations import Records
         from bridge.cuda.fused import FusedOnDevice
         from bridge.cuda.matrix import DeviceMatrix
@@ -70,6 +72,7 @@ class Products:
         upload, quantize = DeviceMatrix.upload.__func__, Records.quantize  # type: ignore[attr-defined]
         multiply, silu, tile, rows = matvec.launch, matvec.launch_silu, dequantize.tile, dequantize.rows
         scale, attend = halves._launch, decoder.attend
+        record, of_bytes = token_records.recorded, mma_int8.launch
         tensor_cores, move, run = mma.launch, CudaTrellisLayer.__init__, FusedOnDevice.run
 
         def uploaded(cls: Any, tensors: Any, device: Any = None, interleave: bool = False) -> Any:
@@ -113,6 +116,22 @@ class Products:
                 return
             product = x.double() @ torch.from_numpy(self.weights[id(matrix)]).to(x.dtype).double().T
             product = product if scale is None else product * scale[:, None]
+            y.copy_(product + (0 if bias is None else bias) + (y if accumulate else 0))
+
+        def recorded(x: Any, tiles: int, device: Any, way: str = "plain", *more: Any) -> Any:
+            made = record(x, tiles, device, way, *more)
+            values = halves.floats_by_torch(way, x, *more).float().cpu().numpy()
+            self.tokens[id(made.buffer)] = made, rounded(values)
+            return made
+
+        def of_records(
+            matrix: Any, records: Any, y: Any, stream: Any, accumulate: bool = False, bias: Any = None,
+            shape: Any = None,
+        ) -> None:  # fmt: skip
+            of_bytes(matrix, records, y, stream, accumulate, bias, shape)
+            if id(matrix) not in self.weights:
+                return
+            product = torch.from_numpy(self.tokens[id(records.buffer)][1] @ self.weights[id(matrix)].T)
             y.copy_(product + (0 if bias is None else bias) + (y if accumulate else 0))
 
         def scaled(way: str, x: Any, columns: int, device: Any, *more: Any) -> Any:
@@ -169,7 +188,8 @@ class Products:
                 (DeviceMatrix, "upload", classmethod(uploaded)), (Records, "quantize", quantized),
                 (matvec, "launch", multiplied), (matvec, "launch_silu", gated),
                 (halves, "_launch", scaled), (mma, "launch", of_tokens), (dequantize, "tile", tiled),
-                (dequantize, "rows", chosen), (decoder, "rows", chosen),
+                (dequantize, "rows", chosen), (decoder, "rows", chosen), (mma_int8, "launch", of_records),
+                *((owner, "recorded", recorded) for owner in (matmul, stacks, decoder)),
                 (decoder, "attend", attended),
             ):  # fmt: skip
                 stack.enter_context(mock.patch.object(owner, name, own))

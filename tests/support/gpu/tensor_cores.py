@@ -6,7 +6,12 @@ The fragments of mma.sync are those of the PTX ISA for m16n8k16 and 16-bit float
     B [16, 8]   words (2t, g), (2t + 8, g); the second half is the next row
     C, D        (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1)
 
-Sums are rounded once here. A GPU may round or cut off after some of the products.
+and for bytes, four in a word, those of m16n8k16 and, in the order of the words, of m16n8k32:
+
+    A [16, 32]  (g, 4t), (g + 8, 4t), (g, 4t + 16), (g + 8, 4t + 16)
+    B [32, 8]   (4t, g), (4t + 16, g)
+
+Sums of floats are rounded once here. A GPU may round or cut off after some of the products.
 
 A copy of cp.async arrives where its thread waits for it, and not before: until then its target reads as
 never stored. It stores when it begins, too, as far as races are concerned.
@@ -33,6 +38,8 @@ _C = [(_G, 2 * _T), (_G, 2 * _T + 1), (_G + 8, 2 * _T), (_G + 8, 2 * _T + 1)]
 
 def multiply(c: Context) -> Step:
     kind = c.modifiers[-2]
+    if kind == "s8":
+        return _multiply_bytes(c)
     if c.modifiers != ["sync", "aligned", "m16n8k16", "row", "col", "f32", kind, kind, "f32"]:
         raise NotImplementedError("a shape, or types")
     if kind not in ("f16", "bf16"):
@@ -58,6 +65,43 @@ def multiply(c: Context) -> Step:
         for operand, (row, column) in zip(sums, _C, strict=True):
             total[:, row, column] = read(operand)
         total = (total + a @ b).astype(np.float32)
+        for name, (row, column) in zip(results, _C, strict=True):
+            lanes.set(name, np.ascontiguousarray(total[:, row, column]).reshape(-1), mask)
+
+    return step
+
+
+def _multiply_bytes(c: Context) -> Step:
+    shape = c.modifiers[2]
+    if shape not in ("m16n8k16", "m16n8k32"):
+        raise NotImplementedError(shape)
+    if c.modifiers != ["sync", "aligned", shape, "row", "col", "s32", "s8", "s8", "s32"]:
+        raise NotImplementedError("types")
+    k = int(shape[-2:])
+    assert all(isinstance(names, tuple) for names in c.operands)
+    results, a_words, b_words, sums = ([*names] for names in c.operands)
+    if [len(results), len(a_words), len(b_words), len(sums)] != [4, k // 8, k // 16, 4]:
+        raise NotImplementedError("operands")
+
+    def step(lanes: Lanes, mask: Any) -> None:
+        warps = lanes.count // 32
+
+        def read(name: str, kind: str) -> np.ndarray:
+            found = np.broadcast_to(Operand(name, c.kernel, kind).read(lanes), lanes.count)
+            return np.ascontiguousarray(found).reshape(warps, 32)
+
+        a, b = np.empty((warps, 16, k), np.int64), np.empty((warps, k, 8), np.int64)
+        total = np.empty((warps, 16, 8), np.int64)
+        for i in range(4):
+            for number, name in enumerate(a_words):
+                values = read(name, "b32").view(np.int8).reshape(warps, 32, 4)
+                a[:, _G + number % 2 * 8, 4 * _T + number // 2 * 16 + i] = values[:, :, i]
+            for number, name in enumerate(b_words):
+                values = read(name, "b32").view(np.int8).reshape(warps, 32, 4)
+                b[:, 4 * _T + number * 16 + i, _G] = values[:, :, i]
+        for name, (row, column) in zip(sums, _C, strict=True):
+            total[:, row, column] = read(name, "s32")
+        total = (total + a @ b).astype(np.uint32)
         for name, (row, column) in zip(results, _C, strict=True):
             lanes.set(name, np.ascontiguousarray(total[:, row, column]).reshape(-1), mask)
 
