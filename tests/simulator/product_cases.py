@@ -326,7 +326,7 @@ def test_a_tensor_on_the_device_multiplies_as_its_twin_does(tokens):
 @pytest.mark.parametrize("precision", ["int8", "f32"])
 @pytest.mark.parametrize("tokens", [9, 65])
 def test_many_tokens_of_any_size_stay_within_the_range_of_halves(kind, precision, tokens):
-    """9 on tensor cores, if not in float32, 65 by torch."""
+    """On tensor cores, if not in float32: 9 as halves, 65 as bytes."""
     tensor, weights = random_matrix(TYPES["Q6_K"], 4, 256)
     x = torch.randn(tokens, 256, generator=torch.Generator().manual_seed(7))
     x[:9] *= torch.tensor([1e5, 1e-7, 0, 1, 6e4, 1e30, 100, 3, 1e-30])[:, None]
@@ -335,7 +335,8 @@ def test_many_tokens_of_any_size_stay_within_the_range_of_halves(kind, precision
     y = tensor.to("cuda").matmul(x, precision=precision).double().numpy()
     wanted = x.double().numpy() @ weights.T
     scale = np.linalg.norm(x.double().numpy(), axis=1, keepdims=True) * np.linalg.norm(weights, axis=1)
-    limit = 1e-6 if precision == "f32" else 1e-2 if kind == torch.bfloat16 else 1e-3
+    rounded = kind == torch.bfloat16 or tokens == 65  # x or y has 8 bits
+    limit = 1e-6 if precision == "f32" else 1e-2 if rounded else 1e-3
     assert (np.abs(y - wanted) <= limit * scale).all()
 
 
