@@ -138,7 +138,12 @@ class _Filled:
         return tuple(sum(self.sizes[name] for name in side.split("+")) for side in row.shape.split())
 
     def _name(self, source: str, suffix: str) -> str:
-        return f"{self.map[source.replace('.*', '')]}.{suffix}"
+        try:
+            return f"{self.map[source.replace('.*', '')]}.{suffix}"
+        except KeyError:
+            raise BridgeError(
+                f"{source}: llama.cpp has no such tensor in this architecture; the model differs from those that it runs"
+            ) from None
 
     def _parts(self, row: Row, layer: int, shape: tuple[int, ...]) -> tuple[Part, ...]:
         """The parts of a tensor, from the first of its sources that the checkpoint has."""

@@ -61,7 +61,7 @@ def test_transformers_layout_is_read(tmp_path, only_tiles):
         assert np.abs(read - values).max() <= 1e-6 * np.abs(values).max()
         rows = np.array([130, 2])
         assert np.array_equal(checkpoint.read_module(NAME, rows).dequantize(), read[rows])
-        assert checkpoint.settings() == "NVFP4, blocks of 16"
+        assert checkpoint.settings() == "NVFP4 in blocks of 16"
         assert checkpoint.quant.describe() == "NVFP4 of transformers, 4-bit floats, groups of 16"
 
 

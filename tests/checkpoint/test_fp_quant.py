@@ -67,7 +67,7 @@ def test_weights_are_the_codes_rotated_back(tmp_path, kind, whole, rotated):
         assert np.array_equal(checkpoint.read_module(NAME, rows).dequantize(), t.dequantize()[rows])
         carried = not rotated and (kind, whole) != ("mxfp4", 3.0)
         assert isinstance(t, Fp4Tensor) == carried
-        assert checkpoint.settings() == f"{kind.upper()}, {'not rotated' if carried else 'rotated in blocks of 32'}"
+        assert checkpoint.settings() == f"{kind.upper()} {'not rotated' if carried else 'rotated in blocks of 32'}"
         assert [*checkpoint.tensors] == []
 
 

@@ -23,6 +23,7 @@ from bridge.errors import BridgeError
 from scripts.peers.llama_cpp import LlamaCpp
 from tests.conftest import CHECKPOINT, checkpoint_names, shared
 from tests.support.encode import write_gptq
+from tests.support.tiny_models import save_model
 
 SPLIT = 800_000
 
@@ -284,3 +285,9 @@ def test_threads_that_the_system_refuses_are_one_line(tmp_path: Path, monkeypatc
             with pytest.raises(BridgeError, match="the system starts no more threads for this user"):
                 work()
     assert [file.name for file in tmp_path.iterdir()] == ["m.gguf"]
+
+
+def test_a_head_that_llama_cpp_does_not_have_is_refused(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "Small", "Gemma2Config", num_hidden_layers=1, tie_word_embeddings=False)
+    with pytest.raises(BridgeError, match=r"lm_head: llama.cpp has no such tensor in this architecture"):
+        plan_checkpoint(model)

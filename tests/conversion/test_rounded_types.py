@@ -94,7 +94,7 @@ def test_a_text_chooses_shifted_points_and_4_bit_floats_and_files_hold_them(arch
     few = Calibration(text, samples=16, length=64)
     pinned = {"attn_q": "NVFP4", "attn_output": "IQ1_M", "ffn_up": "IQ1_S", "ffn_gate": "NVFP4"}
     config = {"llama": "LlamaConfig", "gemma2": "Gemma2Config"}[arch]
-    model = save_model(tmp_path / "Small", config, num_hidden_layers=1)
+    model = save_model(tmp_path / "Small", config, num_hidden_layers=1, tie_word_embeddings=arch == "gemma2")
     report = bridge.convert(model, tmp_path / "m.gguf", type="MXFP4", tensor_types=pinned, calibrate=few)
     matrices = [t for t in report.tensors if t.name.endswith(".weight") and "norm" not in t.name]
     layers = {t.kind: t for t in matrices if t.name.startswith("blk.")}
