@@ -164,7 +164,7 @@ def test_it_is_chosen_where_it_takes_less_time_by_count():
     assert chosen("Q4_K", (8, 0)) == [65, 128]
     assert chosen("Q4_K", (8, 9)) == chosen("Q4_K", (12, 0)) == [65, 128, 256, 2048]
     assert chosen("Q8_0", (9, 0)) == [65, 128]
-    assert chosen("Q4_K", (7, 5)) == chosen("Q4_K", (10, 0)) == chosen("IQ3_S", (9, 0)) == []
+    assert chosen("Q4_K", (7, 5)) == chosen("Q4_K", (10, 0)) == chosen("Q5_K", (9, 0)) == []
 
 
 def test_tiles_of_a_group_fit_the_tokens():
