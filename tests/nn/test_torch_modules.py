@@ -257,7 +257,7 @@ def test_preparing_a_model_on_a_gpu_compiles_what_its_products_launch(monkeypatc
         assert bridge.nn.prepare(model) is model
         assert not launched
         embedding(torch.tensor([1], device="cuda:0"))
-        for n in (1, 2, 3, 5, 9, 17, 40, 60, 70):
+        for n in (1, 2, 3, 5, 9, 17, 40, 60, 70, 300):
             for layer in linears:
                 layer(torch.zeros((n, 256), dtype=torch.float16, device="cuda:0"))
     names = [kernel.name for kernel in compiled]
