@@ -142,7 +142,7 @@ class _Filled:
             return f"{self.map[source.replace('.*', '')]}.{suffix}"
         except KeyError:
             raise BridgeError(
-                f"{source}: llama.cpp has no such tensor in this architecture; the model is not of the kind that it runs"
+                f"{source}: llama.cpp has no such tensor in this architecture; the model is of another kind"
             ) from None
 
     def _parts(self, row: Row, layer: int, shape: tuple[int, ...]) -> tuple[Part, ...]:
