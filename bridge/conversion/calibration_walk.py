@@ -146,7 +146,8 @@ def spread_layers(
     """The same on a cluster; `quantize` quantizes a layer there and stores it, `finished` is called with each."""
     import torch
 
-    from bridge.quantize.spread import SpreadJob, quantize_spread
+    from bridge.quantize.spread import quantize_spread
+    from bridge.quantize.spread_tasks import SpreadJob
 
     ckpt = model.ckpt
     if type(ckpt) is not Checkpoint:
