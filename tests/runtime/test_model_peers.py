@@ -29,10 +29,11 @@ torch = pytest.importorskip("torch")
 
 WINDOWS, WINDOW = 3, 256
 LEFT_TO_LLAMA_CPP = {
-    "deepseek2-lite", "deepseek3", "glm4-moe-lite",
     "qwen3-next", "qwen3.5", "qwen3.5-moe", "qwen3.5-vl", "granite-4", "lfm2", "lfm2-moe",
 }  # fmt: skip
-LATENT = {"deepseek2-lite", "deepseek3", "glm4-moe-lite"}
+LIMITS = {
+    "deepseek2-lite": (1e-3, 1e-3, 1e-3), "deepseek3": (1e-6, 1e-6, 1e-5), "glm4-moe-lite": (1e-6, 1e-6, 1e-5),
+}  # fmt: skip
 CHECKPOINTS = [name for name in checkpoint_names() if "-ct-" not in name]
 SOME = [
     pytest.param(name, marks=[] if name.endswith("3bit-g128-sym") else [pytest.mark.exhaustive])
@@ -98,11 +99,11 @@ def test_a_familys_graph_is_that_of_llama_cpp_and_of_transformers(name: str, tmp
 
     path, peer = made("F32")
     floats = bridge.Model.load(path, precision="f32", kv="f32", context=LENGTH).logits(tokens)
-    assert mean_kl(peer, floats) < 1e-6
+    # the matrix that makes keys of latents is F16, which llama.cpp multiplies with F16; 27 layers carry that far
+    of_peer, of_floats, of_steps = LIMITS.get(name, (1e-6, 1e-8, 1e-5))
+    assert mean_kl(peer, floats) < of_peer
     few = FEWER.get(name, LENGTH)
-    # a latent's matrix of keys is F16
-    limit = 1e-3 if name == "deepseek2-lite" else 1e-6 if name in LATENT else 1e-8
-    assert mean_kl(reference_logits(reference, tokens[:few]), floats[:few]) < limit
+    assert mean_kl(reference_logits(reference, tokens[:few]), floats[:few]) < of_floats
     path, peer = made("Q8_0")
     model = bridge.Model.load(path, kv="f32", context=LENGTH)
     prompt = model.logits(tokens)
@@ -111,7 +112,7 @@ def test_a_familys_graph_is_that_of_llama_cpp_and_of_transformers(name: str, tmp
     decoder = model._decoder
     decoder.prepare()
     decoder.cache.length = 0
-    assert mean_kl(prompt, np.array([decoder.next_scores(token).copy() for token in tokens])) < 1e-5
+    assert mean_kl(prompt, np.array([decoder.next_scores(token).copy() for token in tokens])) < of_steps
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS[:1] + CHECKPOINTS[-1:])
