@@ -13,6 +13,7 @@ import numpy as np
 
 from bridge.errors import BridgeError
 from bridge.runtime.decoder_config import DecoderConfig
+from bridge.system.pages import zeros_filled_later
 
 KINDS = {"f16": np.uint16, "q8_0": np.int8, "f32": np.float32}
 _LANES, _BLOCK = 16, 32
@@ -31,11 +32,11 @@ class KVCache:
         self.tokens: list[int] = []  # those that are stored; what lies beyond `length` is no longer valid
         layers, heads, d = config.layers, config.kv_heads, config.head_dim
         padded = -(-d // _LANES) * _LANES
-        self.keys = np.zeros((layers, heads, self.rows // _LANES, d, _LANES), KINDS[kind])
-        self.values = np.zeros((layers, heads, padded // _LANES, self.rows, _LANES), KINDS[kind])
+        self.keys = zeros_filled_later((layers, heads, self.rows // _LANES, d, _LANES), KINDS[kind])
+        self.values = zeros_filled_later((layers, heads, padded // _LANES, self.rows, _LANES), KINDS[kind])
         scales = -(-d // _BLOCK) * self.rows if kind == "q8_0" else 0
-        self.key_scales = np.zeros((layers, heads, scales), np.uint16)
-        self.value_scales = np.zeros((layers, heads, scales), np.uint16)
+        self.key_scales = zeros_filled_later((layers, heads, scales), np.uint16)
+        self.value_scales = zeros_filled_later((layers, heads, scales), np.uint16)
 
     def append(self, tokens: Sequence[int]) -> None:
         """Note that the keys and values of these follow the others."""
