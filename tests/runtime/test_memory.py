@@ -25,7 +25,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="no other system tell
 @linux
 @pytest.mark.parametrize("kind", ["f16", "q8_0", "f32"])
 def test_a_first_token_takes_little_of_a_long_context(kind: str) -> None:
-    config: Any = SimpleNamespace(layers=8, kv_heads=4, head_dim=64)
+    config: Any = SimpleNamespace(layers=8, kv_heads=4, head_dim=64, latent=None)
     before = resident()
     cache = KVCache(config, 1 << 14, kind)
     cache.keys[:, :, 0] = 1
