@@ -105,8 +105,7 @@ class Decoder:
 
     def _repack(self, matrix: QuantTensor) -> None:
         if not matrix.prepared:
-            matrix.prepare()
-            matrix.release_raw()
+            matrix.prepare(release=True)
             for buffers in self._steps.values():
                 if buffers.slots is not None:
                     buffers.slots.refresh(matrix)

@@ -15,6 +15,7 @@ import numpy as np
 
 from bridge.errors import BridgeError
 from bridge.runtime.decoder_config import DecoderConfig
+from bridge.system.pages import zeros_filled_later
 
 KINDS = {"f16": np.uint16, "q8_0": np.int8, "f32": np.float32}
 _LANES, _BLOCK = 16, 32
@@ -38,10 +39,10 @@ class KVCache:
             keys, values = (d, _LANES), (padded // _LANES, self.rows, _LANES)
         else:  # values are the first elements of keys, whose rows lie one after another
             keys, values = (_LANES, padded), (0, self.rows, _LANES)
-        self.keys = np.zeros((layers, heads, self.rows // _LANES, *keys), KINDS[kind])
-        self.values = np.zeros((layers, heads, *values), KINDS[kind])
-        self.key_scales = np.zeros((layers, heads, scales), np.uint16)
-        self.value_scales = np.zeros((layers, heads, 0 if config.latent else scales), np.uint16)
+        self.keys = zeros_filled_later((layers, heads, self.rows // _LANES, *keys), KINDS[kind])
+        self.values = zeros_filled_later((layers, heads, *values), KINDS[kind])
+        self.key_scales = zeros_filled_later((layers, heads, scales), np.uint16)
+        self.value_scales = zeros_filled_later((layers, heads, 0 if config.latent else scales), np.uint16)
 
     def append(self, tokens: Sequence[int]) -> None:
         """Note that the keys and values of these follow the others."""
