@@ -84,18 +84,17 @@ def generator(way: str, gguf: Path, threads: int) -> tuple[int, Any]:
         model = bridge.Model.load(gguf, threads=threads, context=4096)
         model.prepare()
         return imports, lambda count: list(model.generate_tokens(PROMPT, count, temperature=0))
-    import torch
-
-    torch.set_num_threads(threads)
     if way == "packed":
         import bridge.transformers
         from bridge.system import pool
 
         pool.set_num_threads(threads)
+    import torch
     import transformers.generation.utils
     import transformers.models.llama.modeling_llama  # noqa: F401
     from transformers import AutoModelForCausalLM
 
+    torch.set_num_threads(threads)
     imports = resident()
     packed = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
     ids = torch.tensor([PROMPT])
