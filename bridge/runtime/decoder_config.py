@@ -8,6 +8,7 @@ from typing import Any, Self
 import numpy as np
 
 from bridge.errors import BridgeError
+from bridge.runtime.recurrent_config import RecurrentConfig, read_recurrent
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Graph:
     scaled           embeddings are multiplied by the root of their width
     unrotated_every  every n-th layer rotates nothing; 0: all rotate
     full_every       every n-th layer attends to everything, the others to a window; 0: all to everything
+    gated            what attention gives is multiplied by a sigmoid, whose rows follow each head's in q's matrix
     """
 
     neighbours: bool = False
@@ -34,8 +36,10 @@ class Graph:
     scaled: bool = False
     unrotated_every: int = 0
     full_every: int = 0
+    gated: bool = False
 
 
+_DELTA = Graph(normed=True, gated=True)
 ARCHITECTURES = {
     "llama": Graph(neighbours=True), "mistral3": Graph(neighbours=True), "qwen2": Graph(), "qwen2vl": Graph(),
     "qwen2moe": Graph(), "qwen3": Graph(normed=True), "qwen3vl": Graph(normed=True), "qwen3moe": Graph(normed=True),
@@ -45,8 +49,10 @@ ARCHITECTURES = {
     "bitnet": Graph(sub_norm=True),
     "gemma2": Graph(post_norm=True, gelu=True, scaled=True, full_every=2),
     "gemma3": Graph(normed=True, post_norm=True, gelu=True, scaled=True, full_every=6),
+    "lfm2": Graph(normed=True), "qwen35": _DELTA, "qwen35moe": _DELTA, "qwen3next": _DELTA,
 }  # fmt: skip
 _LARGEST = {"gemma2": 46, "gemma3": 62}  # layers of the 27 B models, whose scores are scaled by the hidden size's share
+_SHARED = {"qwen2moe", "qwen3next", "qwen35moe"}  # have an expert that all tokens pass through
 _UNNORMALIZED = {"qwen2moe"}  # the chosen experts' weights are the router's probabilities, not their shares of them
 
 
@@ -83,13 +89,19 @@ class DecoderConfig:
     window: int = 0  # tokens that the layers with a window attend to
     local_base: float = 10000.0  # of their rotary embedding
     relu2: bool = False  # relu squared in place of silu
+    recurrent: RecurrentConfig | None = None  # the layers with a state, where there are some
 
     @property
     def plain(self) -> bool:
         """Whether it is a decoder as Llama's and Qwen's are."""
         scales = self.embedding_scale, self.residual_scale, self.logit_scale, self.score_cap, self.logit_cap
         usual = self.graph in (Graph(), Graph(neighbours=True), Graph(normed=True))
-        return usual and scales == (1.0, 1.0, 1.0, 0.0, 0.0) and self.arch != "phi3"
+        return usual and scales == (1.0, 1.0, 1.0, 0.0, 0.0) and self.arch != "phi3" and self.recurrent is None
+
+    @property
+    def attending(self) -> list[int]:
+        """The layers with attention."""
+        return [i for i in range(self.layers) if self.recurrent is None or not self.recurrent.layers[i]]
 
     def windowed(self, layer: int) -> bool:
         """Whether a layer attends to a window alone."""
@@ -157,7 +169,9 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
     if experts_used > experts:
         raise BridgeError(f"{path}: {experts_used} of {experts} experts are used; convert the model again")
     heads, hidden = get("attention.head_count", int), get("embedding_length", int)
-    kv_heads = get("attention.head_count_kv", int, heads)
+    layers = get("block_count", int) - int(metadata.get(f"{arch}.nextn_predict_layers", 0))
+    recurrent = read_recurrent(metadata, arch, layers, get, path)
+    kv_heads = _kv_heads(metadata, arch, path) if recurrent else get("attention.head_count_kv", int, heads)
     head_dim = get("attention.key_length", int, max(1, hidden // heads))
     rotated = get("rope.dimension_count", int, head_dim)
     if heads % kv_heads:
@@ -184,7 +198,7 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
     context, inner = get("context_length", int), get("feed_forward_length", int)
     return DecoderConfig(
         arch=arch,
-        layers=get("block_count", int),
+        layers=layers,
         hidden=hidden,
         inner=get("expert_feed_forward_length", int, inner) if experts else inner,
         heads=heads,
@@ -202,7 +216,7 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
         rope_attention_factor=get("rope.scaling.attn_factor", float, 1.0),
         experts=experts,
         experts_used=experts_used,
-        shared_inner=get("expert_shared_feed_forward_length", int) if arch == "qwen2moe" else 0,
+        shared_inner=get("expert_shared_feed_forward_length", int) if arch in _SHARED else 0,
         normalized=arch not in _UNNORMALIZED,
         embedding_scale=get("embedding_scale", float, float(np.float32(hidden**0.5)) if graph.scaled else 1.0),
         residual_scale=get("residual_scale", float, 1.0),
@@ -212,4 +226,14 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
         window=window if graph.full_every else 0,
         local_base=get("rope.freq_base_swa", float, base if arch == "gemma2" else 10000.0),
         relu2=metadata.get("bitnet.hidden_activation") == "relu2",
+        recurrent=recurrent,
     )
+
+
+def _kv_heads(metadata: Mapping[str, Any], arch: str, path: Path) -> int:
+    """Key-value heads of the layers that have some: all the same number."""
+    count = metadata.get(f"{arch}.attention.head_count_kv")
+    counts = {count} if isinstance(count, int) else set(count or ()) - {0}
+    if len(counts) != 1:
+        raise BridgeError(f"{path}: {arch}.attention.head_count_kv is {count!r}; attention must be alike in all layers")
+    return int(counts.pop())

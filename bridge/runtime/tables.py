@@ -20,6 +20,7 @@ from bridge.runtime.decoder_config import DecoderConfig
 from bridge.runtime.experts import ExpertTables
 from bridge.runtime.kv_cache import KVCache
 from bridge.runtime.quant_tensor import QuantTensor
+from bridge.runtime.recurrent import RecurrentBuffers
 from bridge.runtime.weights import Layer, Weights
 
 MIN_VALUES_TO_SHARE = 1 << 16  # values that a call reads before it is worth waking other threads
@@ -31,11 +32,12 @@ class DecodeBuffers:
     caches  one for tokens that follow one another, or n: a token of each
     """
 
-    def __init__(self, c: DecoderConfig, n: int, caches: Sequence[KVCache]):
+    def __init__(self, c: DecoderConfig, layers: Sequence[Layer], n: int, caches: Sequence[KVCache]):
         self.n = n
         self.caches = list(caches)
         self.x, self.xn, self.delta = (buffer(n, c.hidden) for _ in range(3))
         self.q, self.attended = (buffer(n, c.heads * c.head_dim) for _ in range(2))
+        self.with_gate = buffer(n, 2 * c.heads * c.head_dim if c.graph.gated else 0)  # q and its gate, head by head
         self.k, self.v = (buffer(n, c.kv_heads * c.head_dim) for _ in range(2))
         self.gate, self.up = (buffer(n, c.inner) for _ in range(2))
         self.tokens = np.zeros(n, np.int64)
@@ -45,6 +47,11 @@ class DecodeBuffers:
         self.parts = np.zeros((len(caches), c.heads, most, c.head_dim), np.float32)
         self.sums = np.zeros((len(caches), c.heads, most, 2), np.float32)
         self.block = np.zeros((c.layers, len(caches), attn.WORDS), np.int64)
+        self.recurrent: RecurrentBuffers | None = None
+        if c.recurrent is not None:
+            own = [layer.recurrent for layer in layers if layer.recurrent is not None]
+            self.recurrent = RecurrentBuffers(c.recurrent, own, n, caches, c.norm_eps)
+        self._attending = c.attending
         self.programs: list[tuple[Program, ...]] = []
         self.embedding, self.final_norm = Program(), Program()
         self.full_program: Program | None = None
@@ -62,6 +69,8 @@ class DecodeBuffers:
         """Set the tokens and their positions; `spread`: calls of attend for a span."""
         self.tokens[:] = tokens
         self.starts[:] = [cache.length for cache in self.caches]
+        if self.recurrent is not None:
+            self.recurrent.begin(self.caches)
         spans = -(-(int(self.starts.max()) + 1) // attn.SPAN) if self.steps else 1
         if spans != self.spans[0]:
             self.spans[0] = spans
@@ -84,7 +93,20 @@ class DecodeBuffers:
             (attn.KEYS, cache.keys), (attn.VALUES, cache.values),
             (attn.KEY_SCALES, cache.key_scales), (attn.VALUE_SCALES, cache.value_scales),
         ):  # fmt: skip
-            self.block[:, index, word] = address(array) + array.strides[0] * np.arange(len(array))
+            self.block[self._attending, index, word] = address(array) + array.strides[0] * np.arange(len(array))
+        if self.recurrent is not None:
+            self.recurrent.store_in(index, cache)
+
+    def inputs(self, layer: Layer) -> list[tuple[QuantTensor, np.ndarray]]:
+        """The matrices that read a layer's normalized input, and where their results go."""
+        if self.recurrent is not None and layer.recurrent is not None:
+            return self.recurrent.products(layer.recurrent)
+        q = self.with_gate if self.with_gate.size else self.q
+        return [(layer.q, q), (layer.k, self.k), (layer.v, self.v)]
+
+    def mixed(self, layer: Layer) -> np.ndarray:
+        """What a layer's output matrix is multiplied by."""
+        return self.attended if self.recurrent is None or layer.recurrent is None else self.recurrent.out
 
     def fill_blocks(self, c: DecoderConfig, layers: Sequence[Layer], angles: Any, local_angles: Any) -> None:
         """attention.py's block of every layer and cache."""
@@ -125,7 +147,7 @@ class ProgramBuilder:
 
     def buffers(self, n: int, caches: Sequence[KVCache]) -> DecodeBuffers:
         """Buffers for n tokens, with the programs between a layer's products."""
-        buffers = DecodeBuffers(self.config, n, caches)
+        buffers = DecodeBuffers(self.config, self.layers, n, caches)
         buffers.fill_blocks(self.config, self.layers, self._angles, self._local_angles)
         for i, layer in enumerate(self.layers):
             parts = tuple(Program() for _ in range(4))
@@ -166,9 +188,9 @@ class ProgramBuilder:
         program.keep(experts)
         for i, layer in enumerate(self.layers):
             self._before(program, buffers, i)
-            self.products(program, buffers.xn, [(layer.q, buffers.q), (layer.k, buffers.k), (layer.v, buffers.v)])
+            self.products(program, buffers.xn, buffers.inputs(layer))
             self._middle(program, buffers, i)
-            self.products(program, buffers.attended, [(layer.o, buffers.delta)])
+            self.products(program, buffers.mixed(layer), [(layer.o, buffers.delta)])
             self._after(program, buffers, layer)
             if experts is not None and layer.experts is not None:
                 experts.add(program, layer.experts, buffers.xn, buffers.delta)
@@ -250,8 +272,15 @@ class ProgramBuilder:
             program.add(ops.function("norm"), *arguments, items=len(x), shared=len(x) > 1)
 
     def _middle(self, program: Program, buffers: DecodeBuffers, index: int) -> None:
-        """Rotation, storing, attention, its norm."""
+        """Rotation, storing, attention, its norm; or what takes its place in a layer with a state."""
+        if buffers.recurrent is not None and self.layers[index].recurrent is not None and self.config.recurrent:
+            buffers.recurrent.add(program, self.config.recurrent.place(index))
+            return
         layer, block, kind = self.layers[index], address(buffers.block[index]), buffers.caches[0].kind
+        heads = self.config.heads, self.config.head_dim
+        if buffers.with_gate.size:
+            arguments = address(buffers.with_gate), address(buffers.q), *heads
+            program.add(ops.function("split_gate"), *arguments, items=buffers.n, shared=buffers.n > 1)
         if self.config.graph.normed and not _by_head(self.config, layer.q_norm):
             self._normalize(program, buffers.q, layer.q_norm)
             self._normalize(program, buffers.k, layer.k_norm)
@@ -264,6 +293,9 @@ class ProgramBuilder:
         function = partial(attn.function, "merge", kind)  # short contexts do not wait until it is compiled
         merge = program.add(function, *arguments, items=count * self.config.heads * (spans > 1))
         buffers.attending.append((program, attend, merge))
+        if buffers.with_gate.size:
+            arguments = address(buffers.with_gate), address(buffers.attended), *heads
+            program.add(ops.function("gate_heads"), *arguments, items=buffers.n, shared=buffers.n > 1)
         self._normalize(program, buffers.attended, layer.attn_sub_norm)
 
     def _after(self, program: Program, buffers: DecodeBuffers, layer: Layer) -> None:

@@ -9,6 +9,7 @@ from bridge.errors import BridgeError
 from bridge.runtime.decoder_config import DecoderConfig
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.reader import GGUFFile
+from bridge.runtime.recurrent_config import CONVOLUTION, MAMBA, RecurrentConfig
 
 
 @dataclass
@@ -26,16 +27,36 @@ class Experts:
 
 
 @dataclass
+class Recurrent:
+    """What a layer with a state has in place of q, k and v; vectors as float32, None where its kind has none.
+
+    inputs       as `RecurrentConfig.inputs` names them
+    convolution  [kernel, channels], the newest token's last
+    decay        negative: -exp(A_log)
+    skip         Mamba-2's D
+    """
+
+    inputs: tuple[QuantTensor, ...]
+    convolution: np.ndarray
+    convolution_bias: np.ndarray | None = None
+    decay: np.ndarray | None = None
+    dt_bias: np.ndarray | None = None
+    skip: np.ndarray | None = None
+    norm: np.ndarray | None = None
+
+
+@dataclass
 class Layer:
     """One layer's matrices, and its vectors as float32 (None where the model has none).
 
-    With experts, gate, up and down are the stacks [experts, out, in] of all of theirs.
+    With experts, gate, up and down are the stacks [experts, out, in] of all of theirs. With a state, `recurrent` takes
+    the place of q, k and v, which are None.
     """
 
     attn_norm: np.ndarray | None
-    q: QuantTensor
-    k: QuantTensor
-    v: QuantTensor
+    q: Any
+    k: Any
+    v: Any
     o: QuantTensor
     ffn_norm: np.ndarray | None
     gate: QuantTensor
@@ -55,11 +76,13 @@ class Layer:
     attn_sub_norm: np.ndarray | None = None
     ffn_sub_norm: np.ndarray | None = None
     experts: Experts | None = None
+    recurrent: Recurrent | None = None
 
     @property
     def matrices(self) -> tuple[QuantTensor, ...]:
         """All of them, with those of each expert."""
-        attention = self.q, self.k, self.v, self.o
+        inputs = (self.q, self.k, self.v) if self.recurrent is None else self.recurrent.inputs
+        attention = *inputs, self.o
         if self.experts is None:
             return *attention, self.gate, self.up, self.down
         each = (matrix for network in self.experts.networks for matrix in network)
@@ -100,11 +123,15 @@ def read_weights(file: GGUFFile, config: DecoderConfig, whole: bool = False) -> 
     return Weights(
         embedding=embedding,
         layers=[_layer(file, config, i) for i in range(config.layers)],
-        output_norm=_vector(file, "output_norm.weight", config.hidden, True) / np.float32(config.logit_scale),
+        output_norm=_vector(file, _output_norm(config), config.hidden, True) / np.float32(config.logit_scale),
         output=output,
         rope_factors=factors["freqs"] if factors["factors_short"] is None else factors["factors_short"],
         long_factors=factors["factors_long"],
     )
+
+
+def _output_norm(c: DecoderConfig) -> str:
+    return "token_embd_norm.weight" if c.arch in ("lfm2", "lfm2moe") else "output_norm.weight"
 
 
 def _layer(file: GGUFFile, c: DecoderConfig, i: int) -> Layer:
@@ -124,16 +151,21 @@ def _layer(file: GGUFFile, c: DecoderConfig, i: int) -> Layer:
     def norm(part: str, there: bool, size: int = c.hidden) -> Any:
         return vector(part, size, True) if there else None
 
-    parts, biases = {}, {}
+    parts: dict[str, Any] = dict.fromkeys("qkv")
+    biases: dict[str, Any] = dict.fromkeys("qkv")
+    recurrent = _recurrent(file, c.recurrent, c.hidden, i) if c.recurrent and c.recurrent.layers[i] else None
     ends = dict(zip("qkv", ((0, q), (q, q + kv), (q + kv, q + 2 * kv)), strict=True))
-    if f"blk.{i}.attn_qkv.weight" in file:  # in one matrix
+    if recurrent is not None:
+        pass
+    elif f"blk.{i}.attn_qkv.weight" in file:  # in one matrix
         whole, bias = matrix("attn_qkv", q + 2 * kv, c.hidden), vector("attn_qkv.bias", q + 2 * kv)
         for name, (first, stop) in ends.items():
             parts[name] = whole.slice_rows(first, stop)
             biases[name] = None if bias is None else bias[first:stop]
     else:
         for name, (first, stop) in ends.items():
-            parts[name] = matrix(f"attn_{name}", stop - first, c.hidden)
+            gate = stop - first if name == "q" and c.graph.gated else 0
+            parts[name] = matrix(f"attn_{name}", stop - first + gate, c.hidden)
             biases[name] = vector(f"attn_{name}.bias", stop - first)
     if not c.experts and f"blk.{i}.ffn_gate.weight" not in file:
         both = matrix("ffn_up", 2 * c.inner, c.hidden)
@@ -142,13 +174,14 @@ def _layer(file: GGUFFile, c: DecoderConfig, i: int) -> Layer:
         gate, up = stack("ffn_gate", c.inner, c.hidden), stack("ffn_up", c.inner, c.hidden)
     # of all heads at once in OLMo 2
     q_norm, k_norm = (q, kv) if c.arch == "olmo2" else (c.head_dim, c.head_dim)
+    normed = c.graph.normed and recurrent is None
     layer = Layer(
         attn_norm=norm("attn_norm.weight", c.graph.pre_norm),
         q=parts["q"],
         k=parts["k"],
         v=parts["v"],
-        o=matrix("attn_output", c.hidden, q),
-        ffn_norm=norm("ffn_norm.weight", c.graph.pre_norm),
+        o=matrix("attn_output", c.hidden, q) if recurrent is None else _recurrent_output(file, c, i),
+        ffn_norm=norm("post_attention_norm.weight" if c.graph.gated else "ffn_norm.weight", c.graph.pre_norm),
         gate=gate,
         up=up,
         down=stack("ffn_down", c.hidden, c.inner),
@@ -159,12 +192,13 @@ def _layer(file: GGUFFile, c: DecoderConfig, i: int) -> Layer:
         gate_bias=vector("ffn_gate.bias", c.inner),
         up_bias=vector("ffn_up.bias", c.inner),
         down_bias=vector("ffn_down.bias", c.hidden),
-        q_norm=vector("attn_q_norm.weight", q_norm, c.graph.normed),
-        k_norm=vector("attn_k_norm.weight", k_norm, c.graph.normed),
+        q_norm=vector("attn_q_norm.weight", q_norm, normed),
+        k_norm=vector("attn_k_norm.weight", k_norm, normed),
         attn_post_norm=norm("post_attention_norm.weight", c.graph.post_norm),
         ffn_post_norm=norm("post_ffw_norm.weight", c.graph.post_norm),
         attn_sub_norm=norm("attn_sub_norm.weight", c.graph.sub_norm, q),
         ffn_sub_norm=norm("ffn_sub_norm.weight", c.graph.sub_norm, c.inner),
+        recurrent=recurrent,
     )
     if c.experts:
         router = matrix("ffn_gate_inp", c.experts, c.hidden).dequantize()
@@ -178,6 +212,35 @@ def _layer(file: GGUFFile, c: DecoderConfig, i: int) -> Layer:
             )
             layer.experts.shared_gate = vector("ffn_gate_inp_shexp.weight", c.hidden, True)
     return layer
+
+
+def _recurrent(file: GGUFFile, c: RecurrentConfig, hidden: int, i: int) -> Recurrent:
+    def vector(part: str, size: int) -> np.ndarray:
+        """Mamba-2's have one more dimension in llama.cpp."""
+        name = f"blk.{i}.{part}"
+        tensor = file[name]
+        if tensor.shape not in ((size,), (size, 1), (c.groups, size // max(1, c.groups))):
+            raise BridgeError(f"{name}: shape {list(tensor.shape)}; must be [{size}]; convert the model again")
+        return np.ascontiguousarray(tensor.dequantize().reshape(size))
+
+    inputs = tuple(_expect(file[f"blk.{i}.{part}.weight"], rows, hidden) for part, rows in c.inputs.items())
+    name = "shortconv.conv" if c.kind == CONVOLUTION else "ssm_conv1d"
+    kernel = _expect(file[f"blk.{i}.{name}.weight"], c.channels, c.kernel).dequantize()
+    layer = Recurrent(inputs, np.ascontiguousarray(kernel.T))
+    if c.kind == CONVOLUTION:
+        return layer
+    layer.decay, layer.dt_bias = vector("ssm_a", c.heads), vector("ssm_dt.bias", c.heads)
+    layer.norm = vector("ssm_norm.weight", c.values if c.kind == MAMBA else c.value_dim)
+    if c.kind == MAMBA:
+        layer.skip = vector("ssm_d", c.heads)
+        layer.convolution_bias = vector("ssm_conv1d.bias", c.channels)
+    return layer
+
+
+def _recurrent_output(file: GGUFFile, c: DecoderConfig, i: int) -> QuantTensor:
+    assert c.recurrent is not None
+    name = "shortconv.out_proj" if c.recurrent.kind == CONVOLUTION else "ssm_out"
+    return _expect(file[f"blk.{i}.{name}.weight"], c.hidden, c.recurrent.values)
 
 
 def _vector(file: GGUFFile, name: str, size: int, needed: bool = False) -> Any:

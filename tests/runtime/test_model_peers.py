@@ -30,8 +30,8 @@ torch = pytest.importorskip("torch")
 WINDOWS, WINDOW = 3, 256
 LEFT_TO_LLAMA_CPP = {
     "glm4-moe", "glm4-moe-lite", "glm4v-moe", "command-r", "starcoder2", "gpt2", "deepseek2-lite", "deepseek3",
-    "qwen3-next", "qwen3.5", "qwen3.5-moe", "qwen3.5-vl", "gpt-oss", "ernie4.5", "ernie4.5-moe", "exaone4",
-    "granite-moe", "granite-moe-shared", "granite-4", "hunyuan", "lfm2", "lfm2-moe", "minimax-m2", "ministral3",
+    "gpt-oss", "ernie4.5", "ernie4.5-moe", "exaone4",
+    "granite-moe", "granite-moe-shared", "granite-4", "hunyuan", "lfm2-moe", "minimax-m2", "ministral3",
     "seed-oss",
 }  # fmt: skip
 CHECKPOINTS = [name for name in checkpoint_names() if "-ct-" not in name]
@@ -103,7 +103,8 @@ def test_a_familys_graph_is_that_of_llama_cpp(name: str, tmp_path: Path) -> None
     model = bridge.Model.load(path, kv="f32", context=LENGTH)
     prompt = model.logits(tokens)
     losses = [-log_softmax(rows[:-1])[np.arange(LENGTH - 1), tokens[1:]].mean() for rows in (prompt, peer)]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-2)  # weights of no training carry rounding far
+    far = 1e-2 if model.config.recurrent is None else 5e-2  # weights of no training carry rounding, states even more
+    assert losses[0] == pytest.approx(losses[1], abs=far)
     decoder = model._decoder
     decoder.prepare()
     decoder.cache.length = 0
