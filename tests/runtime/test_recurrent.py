@@ -23,7 +23,7 @@ from tests.support.family_models import copy_tokenizer, new_model, randomized
 
 torch = pytest.importorskip("torch")
 
-FAMILIES = ["lfm2", "qwen3.5", "qwen3.5-moe", "qwen3-next"]
+FAMILIES = ["lfm2", "lfm2-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next", "granite-4"]
 TOKENS = np.random.default_rng(1).integers(0, 2048, 48).tolist()
 GREEDY: dict[str, Any] = {"temperature": 0}
 

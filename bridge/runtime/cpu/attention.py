@@ -27,10 +27,11 @@ from bridge.runtime.cpu.decoder_ops import exp, square_sum
 from bridge.system.jit import inner, specialize
 from bridge.system.memory import array_at, c_function, floats, from_half, panel, to_half
 
-# words of a layer's block; addresses first. Biases, head norms, the cap on scores and the window may be 0
+# words of a layer's block; addresses first. Biases, head norms, sinks, temperatures, the cap on scores and the window
+# may be 0
 (Q, K, V, Q_BIAS, K_BIAS, V_BIAS, Q_NORM, K_NORM, COS, SIN, KEYS, VALUES, KEY_SCALES, VALUE_SCALES, START, OUT,
- HEADS, KV_HEADS, HEAD_DIM, ROTATED, NEIGHBOURS, CONTEXT, TOKENS, EPS, SCALE, CAP, WINDOW,
- WORDS) = range(28)  # fmt: skip
+ SINKS, TEMPERATURES, HEADS, KV_HEADS, HEAD_DIM, ROTATED, NEIGHBOURS, NORM_LAST, CONTEXT, TOKENS, EPS, SCALE, CAP,
+ WINDOW, WORDS) = range(31)  # fmt: skip
 
 LANES = 16
 ROWS = 8
@@ -47,17 +48,22 @@ panel_8: Any = None
 
 
 @inner
-def _turn(x, bias, norm, cos, sin, head_dim, rotated, neighbours, eps):
-    """One head, in place: bias, normalization of the head, rotation."""
+def _normalize(x, norm, eps):
+    w = floats(norm, x.size)
+    scale = np.float32(1.0 / np.sqrt(square_sum(x) / x.size + eps))
+    for i in range(x.size):
+        x[i] = x[i] * scale * w[i]
+
+
+@inner
+def _turn(x, bias, norm, cos, sin, head_dim, rotated, neighbours, norm_last, eps):
+    """One head, in place: bias, normalization of the head, rotation; `norm_last`: normalization after it."""
     if bias:
         b = floats(bias, head_dim)
         for i in range(head_dim):
             x[i] += b[i]
-    if norm:
-        w = floats(norm, head_dim)
-        scale = np.float32(1.0 / np.sqrt(square_sum(x) / head_dim + eps))
-        for i in range(head_dim):
-            x[i] = x[i] * scale * w[i]
+    if norm and not norm_last:
+        _normalize(x, norm, eps)
     half = rotated // 2
     step = 2 if neighbours else 1
     other = 1 if neighbours else half
@@ -66,6 +72,8 @@ def _turn(x, bias, norm, cos, sin, head_dim, rotated, neighbours, eps):
         b = x[step * i + other]
         x[step * i] = a * cos[i] - b * sin[i]
         x[step * i + other] = a * sin[i] + b * cos[i]
+    if norm and norm_last:
+        _normalize(x, norm, eps)
 
 
 @inner
@@ -93,12 +101,12 @@ def _store(blocks, count, _0, _1, _2, _3, _4, first, last):
         for h in range(heads):
             q = floats(p[Q] + 4 * d * (t * heads + h), d)
             bias = p[Q_BIAS] + 4 * d * h if p[Q_BIAS] else 0
-            _turn(q, bias, p[Q_NORM], cos, sin, d, p[ROTATED], p[NEIGHBOURS], eps)
+            _turn(q, bias, p[Q_NORM], cos, sin, d, p[ROTATED], p[NEIGHBOURS], p[NORM_LAST], eps)
         for h in range(kv_heads):
             k = floats(p[K] + 4 * d * (t * kv_heads + h), d)
             v = floats(p[V] + 4 * d * (t * kv_heads + h), d)
             bias = p[K_BIAS] + 4 * d * h if p[K_BIAS] else 0
-            _turn(k, bias, p[K_NORM], cos, sin, d, p[ROTATED], p[NEIGHBOURS], eps)
+            _turn(k, bias, p[K_NORM], cos, sin, d, p[ROTATED], p[NEIGHBOURS], p[NORM_LAST], eps)
             if p[V_BIAS]:
                 b = floats(p[V_BIAS] + 4 * d * h, d)
                 for i in range(d):
@@ -137,23 +145,27 @@ def _store(blocks, count, _0, _1, _2, _3, _4, first, last):
 
 
 @inner
-def _softmax(scores, low, visible, cap):
-    """exp(s - max) over the scores low..visible, zero over the others; max and the sum. cap c > 0: of c tanh(s / c)."""
+def softmax(scores, low, visible, cap, sink):
+    """exp(s - max) over the scores low..visible, zero over the others; max and the sum.
+
+    cap   c > 0: of c tanh(s / c)
+    sink  one more score, of no position, which max and sum include; -inf: there is none
+    """
     for i in range(low):
         scores[i] = 0
     for i in range(visible, scores.size):
         scores[i] = 0
     if low >= visible:
-        return np.float32(-np.inf), 0.0
+        return sink, 1.0 if sink > -np.inf else 0.0
     if cap > 0:
         for i in range(low, visible):
             scores[i] = cap - 2 * cap / (exp(np.float32(2) * scores[i] / cap) + np.float32(1.0))
-    top = scores[low]
+    top = max(sink, scores[low])
     for i in range(low + 1, visible):
         top = max(top, scores[i])
     for i in range(low, visible):
         scores[i] = exp(scores[i] - top)
-    total = 0.0
+    total = np.float64(exp(sink - top)) if sink > -np.inf else 0.0
     for i in range(low, visible):
         total += scores[i]
     return top, total
@@ -206,7 +218,8 @@ def _attend(blocks, count, spans, parts, sums, most, _0, first, last):
         rows = min(ROWS, tokens * shared - row0)
         begin = span * width
         end = min(start + (row0 + rows - 1) // shared + 1, begin + width)
-        if begin >= end:  # a sequence that is shorter than others
+        outside = parted and begin > 0 and begin + width <= start + 1 - window
+        if begin >= end or outside:  # a sequence that is shorter than others, or a span before its window
             for r in range(rows):
                 own = floats(sums + 8 * ((b * heads + h * shared + row0 + r) * most + span), np.int64(2))
                 own[0], own[1] = 0, 0
@@ -214,8 +227,11 @@ def _attend(blocks, count, spans, parts, sums, most, _0, first, last):
         for r in range(rows):
             t = (row0 + r) // shared
             source = floats(p[Q] + 4 * d * (t * heads + h * shared + (row0 + r) % shared), d)
+            own_scale = scale
+            if p[TEMPERATURES]:
+                own_scale *= floats(p[TEMPERATURES] + 4 * (start + t), 1)[0]
             for i in range(d):
-                q[r * d + i] = source[i] * scale
+                q[r * d + i] = source[i] * own_scale
         columns = (end - begin + LANES - 1) // LANES * LANES
         for g in range(begin // LANES, (begin + columns) // LANES):
             at = (h * (context // LANES) + g) * d * LANES
@@ -236,7 +252,10 @@ def _attend(blocks, count, spans, parts, sums, most, _0, first, last):
             seen = start + (row0 + r) // shared + 1
             low = min(max(0, seen - window - begin), columns)
             scores = floats(s + 4 * width * r, columns)
-            tops[r], totals[r] = _softmax(scores, low, min(seen - begin, columns), cap)
+            sink = np.float32(-np.inf)
+            if p[SINKS] and begin == 0:
+                sink = floats(p[SINKS] + 4 * (h * shared + (row0 + r) % shared), 1)[0]
+            tops[r], totals[r] = softmax(scores, low, min(seen - begin, columns), cap, sink)
         for j in range(chunks):
             at = ((h * chunks + j) * context + begin) * LANES
             if quantized:
