@@ -304,8 +304,8 @@ class ProgramBuilder:
         layer, block, kind = self.layers[index], address(buffers.block[index]), buffers.caches[0].kind
         heads = self.config.heads, self.config.head_dim
         if buffers.with_gate.size:
-            arguments = address(buffers.with_gate), address(buffers.q), *heads
-            program.add(ops.function("split_gate"), *arguments, items=buffers.n, shared=buffers.n > 1)
+            place = address(buffers.with_gate), address(buffers.q)
+            program.add(ops.function("split_gate"), *place, *heads, items=buffers.n, shared=buffers.n > 1)
         if self.config.graph.normed and not _by_head(self.config, layer.q_norm):
             self._normalize(program, buffers.q, layer.q_norm)
             self._normalize(program, buffers.k, layer.k_norm)
@@ -319,8 +319,8 @@ class ProgramBuilder:
         merge = program.add(function, *arguments, items=count * self.config.heads * (spans > 1))
         buffers.attending.append((program, attend, merge))
         if buffers.with_gate.size:
-            arguments = address(buffers.with_gate), address(buffers.attended), *heads
-            program.add(ops.function("gate_heads"), *arguments, items=buffers.n, shared=buffers.n > 1)
+            place = address(buffers.with_gate), address(buffers.attended)
+            program.add(ops.function("gate_heads"), *place, *heads, items=buffers.n, shared=buffers.n > 1)
         self._normalize(program, buffers.attended, layer.attn_sub_norm)
 
     def _after(self, program: Program, buffers: DecodeBuffers, layer: Layer) -> None:
