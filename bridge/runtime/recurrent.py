@@ -36,6 +36,7 @@ class RecurrentBuffers:
         self.mixed = buffer(n, c.channels)
         self.out = buffer(n, c.values) if c.heads else self.mixed
         self.gates = np.zeros((n, c.heads, 2), np.float32)
+        self.keys = np.zeros((c.groups, n, 2, c.key_dim), np.float32)  # and queries, the queries first
         self.block = np.zeros((len(layers), len(caches), ops.WORDS), np.int64)
         self._fill(layers, eps)
         for index, cache in enumerate(caches):
@@ -76,6 +77,8 @@ class RecurrentBuffers:
         for word, array in places.items():
             self.block[:, :, word] = address(array) + _FLOAT * starts.get(word, 0)
             self.block[:, :, word] += array.strides[0] * np.arange(self.count)
+        self.block[:, :, ops.KEYS] = address(self.keys) + self.keys.strides[1] * np.arange(self.count)
+        self.block[:, :, ops.KEYS_STRIDE] = self.keys.strides[0]
         for stride, word in ((ops.IN_STRIDE, ops.IN), (ops.Z_STRIDE, ops.Z), (ops.GATE_STRIDE, ops.A)):
             self.block[:, :, stride] = places[word].strides[0] if word in places else 0
 
@@ -113,12 +116,14 @@ class RecurrentBuffers:
         if c.kind == CONVOLUTION:
             self._multiply(program, self.inputs[0][:, 2 * c.channels :], self.inputs[0])
         parts = -(-c.channels // ops.CHANNELS_AT_ONCE)
-        program.add(ops.function("convolve"), block, self.count, parts, items=parts * self.count, shared=several)
+        items = parts * (self.count if self.count > 1 else -(-self.n // ops.TOKENS_AT_ONCE))
+        program.add(ops.function("convolve"), block, self.count, parts, items=items, shared=several)
+        program.add(ops.function("keep_tail"), block, items=self.count, shared=several)
         if c.kind == CONVOLUTION:
             self._multiply(program, self.mixed, self.inputs[0][:, c.channels :])
             return
         per_token("gates")
-        parts = -(-c.value_dim // ops.LANES)
+        parts = -(-c.value_dim // (ops.LANES * ops.BLOCKS_AT_ONCE))
         items = c.heads * parts * self.count
         program.add(ops.function("recur"), block, self.count, parts, items=items, shared=True)
         per_token("gated_norm" if c.kind == DELTA else "norm_of_gated")
