@@ -211,10 +211,13 @@ class Decoder:
         return buffers.full_program
 
     def _layer_by_layer(self, buffers: DecodeBuffers) -> None:
-        for layer, (before, middle, after, end) in zip(self.layers, buffers.programs, strict=True):
+        for layer, (before, queries, middle, after, end) in zip(self.layers, buffers.programs, strict=True):
             before.run()
             for matrix, y in buffers.mixing_products(layer):
                 matrix.matmul(buffers.xn, y, self.precision)
+            if layer.q_a is not None and layer.q is not None and buffers.latent is not None:
+                queries.run()
+                layer.q.matmul(buffers.latent.q_a, buffers.q, self.precision)
             middle.run()
             layer.o.matmul(buffers.mixed(layer), buffers.delta, self.precision)
             after.run()

@@ -76,6 +76,7 @@ ARCHITECTURES = {
     "command-r": Graph(neighbours=True, layer_norm=True, parallel=True),
     "starcoder2": Graph(layer_norm=True, gated=False, gelu=True),
     "gpt2": Graph(layer_norm=True, gated=False, gelu=True, unrotated_every=1),  # positions are embedded
+    "deepseek2": Graph(neighbours=True),
     "lfm2": Graph(normed=True), "lfm2moe": Graph(normed=True), "granitehybrid": Graph(neighbours=True),
     "qwen35": _DELTA, "qwen35moe": _DELTA, "qwen3next": _DELTA,
 }  # fmt: skip
@@ -158,7 +159,8 @@ class DecoderConfig:
     def plain(self) -> bool:
         """Whether it is a decoder as Llama's and Qwen's are."""
         scales = self.embedding_scale, self.residual_scale, self.logit_scale, self.score_cap, self.logit_cap
-        usual = self.graph in (Graph(), Graph(neighbours=True), Graph(normed=True)) and self.recurrent is None
+        usual = self.graph in (Graph(), Graph(neighbours=True), Graph(normed=True))
+        usual = usual and self.latent is None and self.recurrent is None
         return usual and scales == (1.0, 1.0, 1.0, 0.0, 0.0) and not self.temperature and self.arch != "phi3"
 
     @property
@@ -267,6 +269,11 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
         query_rank = get("attention.q_lora_rank", int) if "deepseek2.attention.q_lora_rank" in metadata else 0
         plain = get("attention.key_length_mla", int) - rotated
         latent = Latent(get("attention.kv_lora_rank", int), query_rank, plain, get("attention.value_length_mla", int))
+        if latent.rank % 16 or latent.rank + rotated != head_dim or plain < 1:
+            raise BridgeError(
+                f"{path}: a latent vector of {latent.rank} elements, with {rotated} rotated ones in keys of {head_dim} "
+                "cannot run here; must be a multiple of 16, and together the keys"
+            )
     values = head_dim if latent is None else latent.rank
     if get("attention.value_length", int, values) != values or head_dim % 2 or rotated % 2 or rotated > head_dim:
         raise BridgeError(

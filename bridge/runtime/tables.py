@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bridge.blocks.read import READ
-from bridge.runtime.cpu import activations
+from bridge.runtime.cpu import activations, latent_attention
 from bridge.runtime.cpu import attention as attn
 from bridge.runtime.cpu import decoder_ops as ops
 from bridge.runtime.cpu.program import FIELDS, KernelSlots, Program, add_products, address, bits, buffer, product
 from bridge.runtime.decoder_config import DecoderConfig
 from bridge.runtime.experts import ExpertTables
 from bridge.runtime.kv_cache import KVCache
+from bridge.runtime.latent import LatentBuffers
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.recurrent import RecurrentBuffers
 from bridge.runtime.weights import Layer, Weights
@@ -46,6 +47,7 @@ class DecodeBuffers:
         self.x, self.xn, self.delta = (buffer(n, c.hidden) for _ in range(3))
         self.q, self.attended = buffer(n, c.query_width), buffer(n, c.attended_width)
         self.with_gate = buffer(n, 2 * c.query_width if c.graph.output_gate else 0)  # q and its gate, head by head
+        self.latent = LatentBuffers(c, n) if c.latent else None
         self.k, self.v = (buffer(n, c.kv_heads * c.head_dim) for _ in range(2))
         self.gate, self.up = (buffer(n, c.inner) for _ in range(2))
         self.tokens = np.zeros(n, np.int64)
@@ -77,8 +79,10 @@ class DecodeBuffers:
         """The matrices that attention, or what takes its place, multiplies x with, and where the results go."""
         if self.recurrent is not None and layer.recurrent is not None:
             return self.recurrent.products(layer.recurrent)
-        q = self.with_gate if self.with_gate.size else self.q
-        pairs = (layer.q, q), (layer.k, self.k), (layer.v, self.v)
+        first: tuple[Any, np.ndarray] = (layer.q, self.with_gate if self.with_gate.size else self.q)
+        if layer.q_a is not None and self.latent is not None:
+            first = (layer.q_a, self.latent.q_a)
+        pairs = first, (layer.k, self.k), (layer.v, self.v)
         return [(matrix, y) for matrix, y in pairs if matrix is not None]
 
     def mixed(self, layer: Layer) -> np.ndarray:
@@ -145,6 +149,8 @@ class DecodeBuffers:
                 block[attn.TOKENS], block[attn.EPS] = 1 if self.steps else self.n, bits(c.norm_eps)
                 block[attn.SCALE], block[attn.CAP] = bits(c.attention_scale), bits(c.score_cap)
                 block[attn.WINDOW] = c.window if c.windowed(i) else 0
+                if self.latent is not None:
+                    self.latent.fill(block, layer, self.q, m)
         for m in range(len(self.caches)):
             self._store_in(m)
 
@@ -165,11 +171,12 @@ class ProgramBuilder:
         buffers = DecodeBuffers(self.config, self.layers, n, caches)
         buffers.fill_blocks(self.config, self.layers, self._positions)
         for i, layer in enumerate(self.layers):
-            parts = tuple(Program() for _ in range(4))
+            parts = tuple(Program() for _ in range(5))
             self._before(parts[0], buffers, i)
-            self._middle(parts[1], buffers, i)
-            self._after(parts[2], buffers, layer)
-            self._end(parts[3], buffers, layer)
+            self._queries(parts[1], buffers, layer)
+            self._middle(parts[2], buffers, i)
+            self._after(parts[3], buffers, layer)
+            self._end(parts[4], buffers, layer)
             buffers.programs.append(parts)
         self._look_up(buffers.embedding, buffers)
         if self.weights.positions is not None:
@@ -206,6 +213,9 @@ class ProgramBuilder:
         for i, layer in enumerate(self.layers):
             self._before(program, buffers, i)
             self.products(program, buffers.xn, buffers.mixing_products(layer))
+            if buffers.latent is not None and layer.q_a is not None and layer.q is not None:
+                self._queries(program, buffers, layer)
+                self.products(program, buffers.latent.q_a, [(layer.q, buffers.q)])
             self._middle(program, buffers, i)
             self.products(program, buffers.mixed(layer), [(layer.o, buffers.delta)])
             self._after(program, buffers, layer)
@@ -296,6 +306,11 @@ class ProgramBuilder:
             arguments = address(x), 0, address(weight), address(x), x.shape[-1], self._eps, bits(1.0)
             program.add(ops.function("norm"), *arguments, items=len(x), shared=len(x) > 1)
 
+    def _queries(self, program: Program, buffers: DecodeBuffers, layer: Layer) -> None:
+        """The norm of what queries are made of, where that is not the state."""
+        if buffers.latent is not None:
+            self._normalize(program, buffers.latent.q_a, layer.q_a_norm)
+
     def _middle(self, program: Program, buffers: DecodeBuffers, index: int) -> None:
         """Rotation, storing, attention, its norm; or what takes its place in a layer with a state."""
         if buffers.recurrent is not None and self.config.recurrent and self.layers[index].recurrent is not None:
@@ -309,18 +324,23 @@ class ProgramBuilder:
         if self.config.graph.normed and not _by_head(self.config, layer.q_norm):
             self._normalize(program, buffers.q, layer.q_norm)
             self._normalize(program, buffers.k, layer.k_norm)
-        count = len(buffers.caches)
-        program.add(attn.function("store", kind), block, count, items=buffers.n, shared=buffers.n > 1)
+        count, latent = len(buffers.caches), buffers.latent
+        attention = attn if latent is None else latent_attention
+        program.add(attention.function("store", kind), block, count, items=buffers.n, shared=buffers.n > 1)
+        if latent is not None and layer.latent_k is not None:
+            latent.add_absorbed(program, layer.latent_k, buffers.q, self.config.heads)
         spans, most = int(buffers.spans[0]), buffers.parts.shape[2]
         arguments = block, count, address(buffers.spans), address(buffers.parts), address(buffers.sums), most
         items = self.spread(buffers) * spans
-        attend = program.add(attn.function("attend", kind), *arguments, items=items, shared=True)
+        attend = program.add(attention.function("attend", kind), *arguments, items=items, shared=True)
         function = partial(attn.function, "merge", kind)  # short contexts do not wait until it is compiled
         merge = program.add(function, *arguments, items=count * self.config.heads * (spans > 1))
         buffers.attending.append((program, attend, merge))
         if buffers.with_gate.size:
             place = address(buffers.with_gate), address(buffers.attended)
             program.add(ops.function("gate_heads"), *place, *heads, items=buffers.n, shared=buffers.n > 1)
+        if latent is not None and layer.latent_v is not None:
+            latent.add_values(program, layer.latent_v, buffers.attended)
         self._normalize(program, buffers.attended, layer.attn_sub_norm)
 
     def _after(self, program: Program, buffers: DecodeBuffers, layer: Layer) -> None:

@@ -63,7 +63,7 @@ class Layer:
     makes the latent vector and the rotated part of the keys, and there is no v. With a state, `recurrent` is in place
     of q, k and v.
 
-    latent_k, latent_v  of each head, [heads, rank, plain] and [heads, value, rank], see cpu/latent_attention.py
+    latent_k, latent_v  of each head, [heads, rank, plain] and [heads, value, rank], floats: cpu/latent_attention.py
     sinks               float32 [heads], scores of no position
     """
 
@@ -250,8 +250,8 @@ class _LayerReader:
             "q": self._matrix("attn_q_b" if rank else "attn_q", c.query_width, rank or c.hidden),
             "k": self._matrix("attn_kv_a_mqa", c.head_dim, c.hidden),
             "k_norm": self._vector("attn_kv_a_norm.weight", latent.rank, True),
-            "latent_k": _expect(self.file[self._name("attn_k_b.weight")], c.heads, latent.rank, latent.plain),
-            "latent_v": _expect(self.file[self._name("attn_v_b.weight")], c.heads, latent.value, latent.rank),
+            "latent_k": self._floats("attn_k_b.weight", c.heads, latent.rank, latent.plain),
+            "latent_v": self._floats("attn_v_b.weight", c.heads, latent.value, latent.rank),
         }
         if rank:
             found["q_a"] = self._matrix("attn_q_a", rank, c.hidden)
@@ -305,6 +305,13 @@ class _LayerReader:
             )
             experts.shared_gate = self._vector("ffn_gate_inp_shexp.weight", c.hidden, c.arch == "qwen2moe")
         return {**stacks, "experts": experts}
+
+    def _floats(self, part: str, *shape: int) -> QuantTensor:
+        """A stack of floats as it is; one of blocks as halves."""
+        stack = _expect(self.file[self._name(part)], *shape)
+        if stack.type in ("F32", "F16", "BF16"):
+            return stack
+        return QuantTensor(stack.name, "F16", shape, stack.dequantize(np.float16).reshape(-1).view(np.uint8))
 
     def _name(self, part: str) -> str:
         return f"blk.{self.index}.{part}"

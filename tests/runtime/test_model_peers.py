@@ -28,10 +28,9 @@ from tests.support.random_blocks import random_matrix
 torch = pytest.importorskip("torch")
 
 WINDOWS, WINDOW = 3, 256
-LEFT_TO_LLAMA_CPP = {
-    "deepseek2-lite", "deepseek3", "glm4-moe-lite",
+LIMITS = {
+    "deepseek2-lite": (1e-3, 1e-3, 1e-3), "deepseek3": (1e-6, 1e-6, 1e-5), "glm4-moe-lite": (1e-6, 1e-6, 1e-5),
 }  # fmt: skip
-LATENT = {"deepseek2-lite", "deepseek3", "glm4-moe-lite"}
 CHECKPOINTS = [name for name in checkpoint_names() if "-ct-" not in name]
 SOME = [
     pytest.param(name, marks=[] if name.endswith("3bit-g128-sym") else [pytest.mark.exhaustive])
@@ -81,7 +80,7 @@ def test_every_variant_of_the_decoder_gives_the_logits_of_transformers(name: str
     assert mean_kl(expected[:8], np.array(single)) < 1e-9
 
 
-@pytest.mark.parametrize("name", sorted({*FAMILIES} - LEFT_TO_LLAMA_CPP))
+@pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_a_familys_graph_is_that_of_llama_cpp_and_of_transformers(name: str, tmp_path: Path) -> None:
     """The same predictions on floats; on blocks token by token what a prompt gives, and llama.cpp's perplexity."""
     reference = randomized(new_model(name, **(LITE if name == "deepseek2-lite" else {})))
@@ -97,11 +96,11 @@ def test_a_familys_graph_is_that_of_llama_cpp_and_of_transformers(name: str, tmp
 
     path, peer = made("F32")
     floats = bridge.Model.load(path, precision="f32", kv="f32", context=LENGTH).logits(tokens)
-    assert mean_kl(peer, floats) < 1e-6
+    # the matrix that makes keys of latents is F16, which llama.cpp multiplies with F16; 27 layers carry that far
+    of_peer, of_floats, of_steps = LIMITS.get(name, (1e-6, 1e-8, 1e-5))
+    assert mean_kl(peer, floats) < of_peer
     few = FEWER.get(name, LENGTH)
-    # a latent's matrix of keys is F16
-    limit = 1e-3 if name == "deepseek2-lite" else 1e-6 if name in LATENT else 1e-8
-    assert mean_kl(reference_logits(reference, tokens[:few]), floats[:few]) < limit
+    assert mean_kl(reference_logits(reference, tokens[:few]), floats[:few]) < of_floats
     path, peer = made("Q8_0")
     model = bridge.Model.load(path, kv="f32", context=LENGTH)
     prompt = model.logits(tokens)
@@ -111,7 +110,7 @@ def test_a_familys_graph_is_that_of_llama_cpp_and_of_transformers(name: str, tmp
     decoder = model._decoder
     decoder.prepare()
     decoder.cache.length = 0
-    assert mean_kl(prompt, np.array([decoder.next_scores(token).copy() for token in tokens])) < 1e-5
+    assert mean_kl(prompt, np.array([decoder.next_scores(token).copy() for token in tokens])) < of_steps
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS[:1] + CHECKPOINTS[-1:])

@@ -18,7 +18,8 @@ The arguments are blocks of int64 words, named below: one for the tokens of a ba
 several sequences, each of which has its own cache and a single token.
 """
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -28,10 +29,10 @@ from bridge.system.jit import inner, specialize
 from bridge.system.memory import array_at, c_function, floats, from_half, panel, to_half
 
 # words of a layer's block; addresses first. Biases, head norms, sinks, temperatures, the cap on scores and the window
-# may be 0
+# may be 0; PRODUCTS and PLAIN are latent_attention.py's
 (Q, K, V, Q_BIAS, K_BIAS, V_BIAS, Q_NORM, K_NORM, COS, SIN, KEYS, VALUES, KEY_SCALES, VALUE_SCALES, START, OUT,
  SINKS, TEMPERATURES, HEADS, KV_HEADS, HEAD_DIM, ROTATED, NEIGHBOURS, NORM_LAST, CONTEXT, TOKENS, EPS, SCALE, CAP,
- WINDOW, WORDS) = range(31)  # fmt: skip
+ WINDOW, PRODUCTS, PLAIN, WORDS) = range(33)  # fmt: skip
 
 LANES = 16
 ROWS = 8
@@ -48,11 +49,25 @@ panel_8: Any = None
 
 
 @inner
-def _normalize(x, norm, eps):
+def normalize(x, norm, eps):
+    """x / rms(x) * weight, in place."""
     w = floats(norm, x.size)
     scale = np.float32(1.0 / np.sqrt(square_sum(x) / x.size + eps))
     for i in range(x.size):
         x[i] = x[i] * scale * w[i]
+
+
+@inner
+def rotate(x, cos, sin, rotated, neighbours):
+    """Turn the pairs of the first elements, in place."""
+    half = rotated // 2
+    step = 2 if neighbours else 1
+    other = 1 if neighbours else half
+    for i in range(half):
+        a = x[step * i]
+        b = x[step * i + other]
+        x[step * i] = a * cos[i] - b * sin[i]
+        x[step * i + other] = a * sin[i] + b * cos[i]
 
 
 @inner
@@ -63,21 +78,14 @@ def _turn(x, bias, norm, cos, sin, head_dim, rotated, neighbours, norm_last, eps
         for i in range(head_dim):
             x[i] += b[i]
     if norm and not norm_last:
-        _normalize(x, norm, eps)
-    half = rotated // 2
-    step = 2 if neighbours else 1
-    other = 1 if neighbours else half
-    for i in range(half):
-        a = x[step * i]
-        b = x[step * i + other]
-        x[step * i] = a * cos[i] - b * sin[i]
-        x[step * i + other] = a * sin[i] + b * cos[i]
+        normalize(x, norm, eps)
+    rotate(x, cos, sin, rotated, neighbours)
     if norm and norm_last:
-        _normalize(x, norm, eps)
+        normalize(x, norm, eps)
 
 
 @inner
-def _largest(x):
+def largest(x):
     top = np.float32(0.0)
     for i in range(x.size):
         top = max(top, abs(x[i]))
@@ -120,8 +128,8 @@ def _store(blocks, count, _0, _1, _2, _3, _4, first, last):
                 value_scales = array_at(p[VALUE_SCALES], kv_heads * context * scales, np.uint16)
                 for j in range(scales):
                     part = slice(j * BLOCK, min(d, (j + 1) * BLOCK))
-                    step_k = _largest(k[part]) / np.float32(127)
-                    step_v = _largest(v[part]) / np.float32(127)
+                    step_k = largest(k[part]) / np.float32(127)
+                    step_v = largest(v[part]) / np.float32(127)
                     place = ((h * (context // LANES) + at // LANES) * scales + j) * LANES + at % LANES
                     key_scales[place] = to_half(step_k)
                     value_scales[(h * context + at) * scales + j] = to_half(step_v)
@@ -207,6 +215,7 @@ def _attend(blocks, count, spans, parts, sums, most, _0, first, last):
     q, part, unpacked = floats(a, ROWS * d), floats(c, np.int64(ROWS * LANES)), floats(u, panel_size)
     for i in range(ROWS * d):
         q[i] = 0
+    stride = 2 * LANES if halves else 4 * LANES
     for item in range(first, last):
         span = item // (count * groups)
         b = item % (count * groups) // groups
@@ -247,7 +256,7 @@ def _attend(blocks, count, spans, parts, sums, most, _0, first, last):
                 rows16 = u
             else:
                 rows16 = p[KEYS] + at * (2 if halves else 4)
-            _panel(rows, a, 4 * d, rows16, d, s + 4 * (LANES * g - begin), 4 * width)
+            _panel(rows, a, 4 * d, rows16, stride, d, s + 4 * (LANES * g - begin), 4 * width)
         for r in range(rows):
             seen = start + (row0 + r) // shared + 1
             low = min(max(0, seen - window - begin), columns)
@@ -269,7 +278,7 @@ def _attend(blocks, count, spans, parts, sums, most, _0, first, last):
                 rows16 = u
             else:
                 rows16 = p[VALUES] + at * (2 if halves else 4)
-            _panel(rows, s, 4 * width, rows16, end - begin, c, 4 * LANES)
+            _panel(rows, s, 4 * width, rows16, stride, end - begin, c, 4 * LANES)
             for r in range(rows):
                 head = h * shared + (row0 + r) % shared
                 if parted:
@@ -313,17 +322,21 @@ def _merge(blocks, count, spans, parts, sums, most, _0, first, last):
             out[i] *= inverse
 
 
-def _panel_of_rows(rows, a, a_stride, b, count, c, c_stride):
+def panel_of_rows(rows, a, a_stride, b, b_stride, count, c, c_stride):
     """The narrowest of the compiled products that has `rows` rows; those beyond are computed and not used."""
-    stride = 2 * LANES if halves and not quantized else 4 * LANES
     if rows > 4:
-        panel_8(a, a_stride, b, stride, count, c, c_stride)
+        panel_8(a, a_stride, b, b_stride, count, c, c_stride)
     elif rows > 2:
-        panel_4(a, a_stride, b, stride, count, c, c_stride)
+        panel_4(a, a_stride, b, b_stride, count, c, c_stride)
     elif rows > 1:
-        panel_2(a, a_stride, b, stride, count, c, c_stride)
+        panel_2(a, a_stride, b, b_stride, count, c, c_stride)
     else:
-        panel_1(a, a_stride, b, stride, count, c, c_stride)
+        panel_1(a, a_stride, b, b_stride, count, c, c_stride)
+
+
+def by_rows(make: Callable[[int], Any], suffix: str) -> Any:
+    """`panel_of_rows` for the products that `make` compiles for so many rows."""
+    return specialize(panel_of_rows, suffix, inner, **{f"panel_{rows}": make(rows) for rows in (1, 2, 4, 8)})
 
 
 @cache
@@ -334,5 +347,4 @@ def function(name: str, kind: str) -> Any:
     scope: dict[str, Any] = {"halves": kind == "f16", "quantized": kind == "q8_0"}
     if name == "store":
         return c_function(_store, kind, **scope)
-    products = {f"panel_{rows}": panel(rows, kind == "f16") for rows in (1, 2, 4, 8)}
-    return c_function(_attend, kind, _panel=specialize(_panel_of_rows, kind, inner, **products, **scope), **scope)
+    return c_function(_attend, kind, _panel=by_rows(partial(panel, halves=kind == "f16"), kind), **scope)
