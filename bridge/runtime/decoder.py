@@ -9,7 +9,8 @@
     logits = W_output norm(x)
 
 Granite multiplies embeddings and what is added by factors; GLM-4, OLMo 2 and Gemma normalize what is added, OLMo 2 only
-that; Gemma caps scores and logits by tanh, and attends to a window in most layers (`DecoderConfig`).
+that; Gemma caps scores and logits by tanh, and attends to a window in most layers. DeepSeek attends to latent vectors
+(`latent.py`). `DecoderConfig` says what a model does.
 
 A single token runs as one table of calls (`tables.py`), and so does a token of each of several contexts, if there are
 kernels for all matrices. Everything else, prompts above all, goes matrix by matrix through
