@@ -41,6 +41,7 @@ from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.reader import GGUFFile
 from bridge.runtime.sampling import Sampler, drawn_on_host
 from bridge.runtime.tables import DecodeBuffers, Positions, ProgramBuilder, looked_up_in_program
+from bridge.runtime.tokenizer import common_prefix
 from bridge.runtime.weights import read_weights
 from bridge.system import compiling
 
@@ -147,6 +148,10 @@ class Decoder:
         """The tokens that the cache holds."""
         return self.cache.tokens[: self.cache.length]
 
+    def kept(self, tokens: Sequence[int]) -> int:
+        """How many of the first tokens need not be read again."""
+        return self.cache.reach(common_prefix(self.read, tokens))
+
     def draw(self, tokens: Sequence[int], sampler: Sampler, kept: int = 0) -> Iterator[int]:
         """Draw the tokens that follow, one by one, until the context is full; the cache holds the first `kept`."""
         self.cache.length = kept
@@ -208,13 +213,13 @@ class Decoder:
     def _layer_by_layer(self, buffers: DecodeBuffers) -> None:
         for layer, (before, queries, middle, after, end) in zip(self.layers, buffers.programs, strict=True):
             before.run()
-            for matrix, y in buffers.attention_products(layer):
+            for matrix, y in buffers.mixing_products(layer):
                 matrix.matmul(buffers.xn, y, self.precision)
-            if layer.q_a is not None and buffers.latent is not None:
+            if layer.q_a is not None and layer.q is not None and buffers.latent is not None:
                 queries.run()
                 layer.q.matmul(buffers.latent.q_a, buffers.q, self.precision)
             middle.run()
-            layer.o.matmul(buffers.attended, buffers.delta, self.precision)
+            layer.o.matmul(buffers.mixed(layer), buffers.delta, self.precision)
             after.run()
             if layer.experts is not None:
                 buffers.delta[:] = mix(layer.experts, buffers.xn, self.config, self.precision)
