@@ -54,8 +54,9 @@ class Row:
     when         whether it is in the GGUF
     layers       whether a layer of this number has it; None: every layer does
     optional     whether the checkpoint may lack it
+    unless       it is left out where the checkpoint has this tensor, whose whole name follows the layer's
     exact        the source is the tensor's whole name, without ".weight"
-    name         in the GGUF, after "blk.0.", if it is not the name of gguf's map with ".weight"
+    name         in the GGUF, after "blk.0." in a layer, if it is not the name of gguf's map with ".weight"
     change       how its values are changed, see `Part`
     parts        its parts, if not simply the source: (arguments, name in the checkpoint) -> parts
     """
@@ -71,6 +72,7 @@ class Row:
     when: Rule = required
     layers: Callable[[Arguments, int], bool] | None = None
     optional: bool = False
+    unless: str | None = None
     exact: bool = False
     name: str | None = None
     change: str | None = None
@@ -155,7 +157,7 @@ def decoder(
     layers = (
         replace(
             row, source=named(row.source)[0], also=named(*row.also), apart=named(*row.apart),
-            columns_of=named(*row.columns_of),
+            columns_of=named(*row.columns_of), unless=named(row.unless)[0] if row.unless else None,
         )
         for row in rows
     )  # fmt: skip

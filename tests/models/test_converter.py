@@ -97,6 +97,10 @@ PUBLISHED: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], tuple[tup
         lambda config: {"architectures": ["KimiK25ForConditionalGeneration"], "text_config": config},
         (("model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")),
     ),
+    "gemma4": (lambda config: {**config, "per_layer_config": None, "global_head_dim": 32}, ()),
+    "gemma4-dense": (
+        lambda config: {**config, "per_layer_config": None, "global_head_dim": 32, "num_global_key_value_heads": 1}, ()
+    ),
     "gpt2": (dict, (("transformer.", ""),)),
     "gpt-oss": (lambda config: old_rope(config, "yarn"), ()),
     "glm4-moe": (lambda config: {**config, "num_nextn_predict_layers": 1}, ()),
@@ -142,7 +146,8 @@ QUANTIZED: dict[str, tuple[bool, dict[str, int]]] = {
     "ernie4.5-moe": (False, {"moe_intermediate_size": 32, "intermediate_size": 128}),
     "lfm2-moe": (False, {"moe_intermediate_size": 32}), "granite-moe-shared": (False, {}),
     "glm4-moe-lite": (False, {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16, "moe_intermediate_size": 32}),
-    "minimax-m2": (False, {}), "granite-4": (False, {}),
+    "minimax-m2": (False, {}), "granite-4": (False, {}), "gemma4": (False, {"hidden_size_per_layer_input": 32}),
+    "gemma4-dense": (True, {}),
 }  # fmt: skip
 
 
@@ -202,6 +207,35 @@ def test_the_int4_experts_of_kimi_k2_are_stacks_of_q4_0_bit_for_bit(tmp_path: Pa
         values = gguf.dequantize(stack.data, stack.tensor_type)
         experts = [stored[f"model.layers.1.mlp.experts.{expert}.{part}_proj"] for expert in range(4)]
         assert np.array_equal(values.reshape(4, *experts[0].shape), np.stack(experts))
+
+
+def test_experts_that_a_quantizer_took_out_of_their_stack_keep_their_codes(tmp_path: Path) -> None:
+    """Gemma 4's gate and up are one stack; of experts in modules of their own llama.cpp takes two."""
+    randomized(new_model("gemma4-moe", moe_intermediate_size=32)).save_pretrained(tmp_path / "float")
+    copy_tokenizer(tmp_path / "float")
+    weights = {}
+    for name, values in load_floats(tmp_path / "float").items():
+        module, _, part = name.rpartition(".")
+        if not module.endswith(".experts"):
+            weights[name] = values
+            continue
+        parts = ["gate", "up"] if part == "gate_up_proj" else ["down"]
+        for expert, matrix in enumerate(values):
+            for own, rows in zip(parts, np.split(matrix, len(parts)), strict=True):
+                weights[f"{module}.{expert}.{own}_proj.weight"] = np.ascontiguousarray(rows)
+    save_file(weights, tmp_path / "float/model.safetensors", {"format": "pt"})
+    stored = write_gptq(tmp_path / "gptq", tmp_path / "float", group_size=32)
+    bridge.convert(tmp_path / "gptq", tmp_path / "m.gguf", type="exact", mmproj_type="none")
+    stacks = {t.name: t for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors if t.name.startswith("blk.1.ffn_")}
+    assert "blk.1.ffn_gate_up_exps.weight" not in stacks
+    for part in ("gate", "up", "down"):
+        stack = stacks[f"blk.1.ffn_{part}_exps.weight"]
+        assert stack.tensor_type == gguf.GGMLQuantizationType.Q4_0
+        values = gguf.dequantize(stack.data, stack.tensor_type)
+        experts = [stored[f"model.layers.1.experts.{expert}.{part}_proj"].dequantize() for expert in range(4)]
+        assert np.array_equal(values.reshape(4, *experts[0].shape), np.stack(experts))
+    with LlamaCpp(tmp_path / "m.gguf") as loaded:
+        assert np.isfinite(loaded.logits(TOKENS)).all()
 
 
 def _floats(tensor: gguf.ReaderTensor) -> np.ndarray:

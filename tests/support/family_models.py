@@ -28,6 +28,12 @@ DELTA: dict[str, Any] = {
         "mrope_section": [1, 1, 0], "mrope_interleaved": True, "partial_rotary_factor": 0.25},
 }  # fmt: skip
 
+GEMMA4: dict[str, Any] = {
+    "num_hidden_layers": 4, "head_dim": 16, "sliding_window": 32, "tie_word_embeddings": True,
+    "hidden_size_per_layer_input": 0, "final_logit_softcapping": 30.0,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}  # fmt: skip
+
 
 # name -> (config class of transformers, its fields beside TEXT, or a model of several parts)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -111,6 +117,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}}),
     "minimax-m2": ("MiniMaxM2Config", {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 4,
         "num_experts_per_tok": 2, "intermediate_size": 32}),
+    "gemma4": ("Gemma4TextConfig", {**GEMMA4, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 2048,
+        "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "per_layer_config": {
+            str(layer): {"head_dim": 32} for layer in (1, 3)}}),
+    "gemma4-dense": ("Gemma4TextConfig", {**GEMMA4, "attention_k_eq_v": True, "num_key_value_heads": 2,
+        "per_layer_config": {str(layer): {"head_dim": 32, "num_key_value_heads": 1} for layer in (1, 3)}}),
+    "gemma4-moe": ("Gemma4TextConfig", {**GEMMA4, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2,
+        "moe_intermediate_size": 16, "per_layer_config": {str(layer): {"head_dim": 32} for layer in (1, 3)}}),
     "gpt-oss": ("GptOssConfig", {"head_dim": 16, "num_hidden_layers": 3, "num_local_experts": 3,
         "num_experts_per_tok": 2, "sliding_window": 32, "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0,
             "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0}}),

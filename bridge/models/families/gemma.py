@@ -12,7 +12,7 @@ from bridge.models.family import NO_BIASES, NO_OTHER, NORM, Expected, Family, Ro
 from bridge.models.model_config import Config
 from bridge.models.rope import rope_number, rope_rules
 
-_GELU = Expected("hidden_act", ("gelu_pytorch_tanh", "gelu_new"), NO_OTHER)
+GELU = Expected("hidden_act", ("gelu_pytorch_tanh", "gelu_new"), NO_OTHER)
 _LARGEST = {"gemma2": 46, "gemma3": 62}  # layers of the 27 B models
 
 
@@ -72,7 +72,7 @@ GEMMA2 = Family(
     architectures=("Gemma2ForCausalLM",),
     model_type="gemma2",
     keys=_KEYS,
-    expects=(_GELU, NO_BIASES),
+    expects=(GELU, NO_BIASES),
     names={"hidden_act": "hidden_activation"},
     metadata=_gemma2,
     table=_table(),
