@@ -27,7 +27,6 @@ import numpy as np
 from bridge.errors import BridgeError, parameter
 from bridge.models.model_config import Config, positive
 
-
 _NOT_ROTATED = 1e30  # a divisor that leaves no angle
 
 

@@ -128,6 +128,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_experts_per_tok": 2, "sliding_window": 32, "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0,
             "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0}}),
 }  # fmt: skip
+# whose GGUFs cannot become checkpoints again
+ONE_WAY = {"gemma4", "gemma4-dense", "gemma4-moe"}
 # what transformers names otherwise than the published config.json
 PUBLISHED_AS: dict[str, dict[str, str]] = {
     "granite-4": {'"linear_attention"': '"mamba"', '"full_attention"': '"attention"'},

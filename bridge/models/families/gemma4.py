@@ -10,7 +10,7 @@ from typing import Any
 
 from bridge.models.arguments import Arguments
 from bridge.models.families.gemma import GELU
-from bridge.models.family import EMBEDDINGS, NO_BIASES, NO_OTHER, Expected, Family, Row, decoder, gated_mlp
+from bridge.models.family import EMBEDDINGS, NO_BIASES, Expected, Family, Row, decoder, gated_mlp
 from bridge.models.model_config import Config
 from bridge.models.rope import global_layers, rope_number, rope_rules
 
@@ -28,7 +28,8 @@ def _sizes(config: Config, args: Arguments) -> dict[str, int]:
         "own_kv": args.layers - (config.integer("num_kv_shared_layers") if config.get("num_kv_shared_layers") else 0),
         "last_inner": double * args.inner, "each_input": each, "inputs": args.layers * each,
         "input_vocab": config.side("vocab_size_per_layer_input", args.vocab) if each else 0,
-        "experts": config.side("num_experts") if moe else 0, "expert": config.side("moe_intermediate_size") if moe else 0,
+        "experts": config.side("num_experts") if moe else 0,
+        "expert": config.side("moe_intermediate_size") if moe else 0,
     }  # fmt: skip
 
 
@@ -130,13 +131,12 @@ GEMMA4 = Family(
     architectures=("Gemma4ForConditionalGeneration", "Gemma4ForCausalLM"),
     model_type="gemma4_text",
     keys={"tie_word_embeddings": True, "head_dim": 256, "layer_types": None},
-    expects=(
-        GELU, NO_BIASES, Expected("use_bidirectional_attention", (None, "vision"), "llama.cpp attends to the past only"),
-    ),
+    expects=(GELU, NO_BIASES, Expected("use_bidirectional_attention", (None, "vision"), NO_OTHER)),
     names={"hidden_act": "hidden_activation"},
     sizes=_sizes,
     metadata=_metadata,
     wrapped=True,
+    reversible=False,
     table=decoder(
         *NORMS,
         *_attention("q", "kv", "head", lambda kind: kind != _GLOBAL),
