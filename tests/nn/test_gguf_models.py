@@ -91,7 +91,7 @@ def test_every_matrix_stays_packed_and_is_the_checkpoints(name: str, tmp_path: P
 
 
 def test_a_family_whose_ggufs_are_not_turned_back_is_refused_in_a_sentence() -> None:
-    with pytest.raises(BridgeError, match="no config.json can be made for architecture 'gemma4'; known are llama, "):
+    with pytest.raises(BridgeError, match=r"no config\.json can be made for architecture 'gemma4'; known are llama, "):
         config_of_gguf({"general.architecture": "gemma4"}, [])
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from bridge.models.arguments import Arguments
 from bridge.models.families.gemma import GELU
-from bridge.models.family import EMBEDDINGS, NO_BIASES, Expected, Family, Row, decoder, gated_mlp
+from bridge.models.family import EMBEDDINGS, NO_BIASES, NO_OTHER, Expected, Family, Row, decoder, gated_mlp
 from bridge.models.model_config import Config
 from bridge.models.rope import global_layers, rope_number, rope_rules
 
