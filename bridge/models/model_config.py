@@ -42,6 +42,8 @@ class Config:
     def integer(self, key: str, default: int | None = None) -> int:
         """A positive integer; BridgeError if it is missing without a default, or is something else."""
         value, key = self.get(key, default), self.names.get(key, key)
+        if isinstance(value, list) and value and value == len(value) * value[:1]:  # the same one for every layer
+            value = value[0]
         if value is None:
             raise BridgeError(f"{self.path}: the key {key!r} is missing; take the config.json of the original model")
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 31:

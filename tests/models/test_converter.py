@@ -147,7 +147,7 @@ QUANTIZED: dict[str, tuple[bool, dict[str, int]]] = {
     "lfm2-moe": (False, {"moe_intermediate_size": 32}), "granite-moe-shared": (False, {}),
     "glm4-moe-lite": (False, {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16, "moe_intermediate_size": 32}),
     "minimax-m2": (False, {}), "granite-4": (False, {}), "gemma4": (False, {"hidden_size_per_layer_input": 32}),
-    "gemma4-dense": (True, {}),
+    "gemma4-dense": (True, {}), "gemma3n": (False, {"intermediate_size": 4096}),
 }  # fmt: skip
 
 
@@ -236,6 +236,18 @@ def test_experts_that_a_quantizer_took_out_of_their_stack_keep_their_codes(tmp_p
         assert np.array_equal(values.reshape(4, *experts[0].shape), np.stack(experts))
     with LlamaCpp(tmp_path / "m.gguf") as loaded:
         assert np.isfinite(loaded.logits(TOKENS)).all()
+
+
+def test_gemma_3ns_tokens_without_an_input_of_their_own_have_that_of_the_first(tmp_path: Path) -> None:
+    """As in transformers: config.json counts tokens of images and sound, which are the last."""
+    golden = json.loads((GOLDENS / "gemma3n.json").read_text())
+    name = "model.embed_tokens_per_layer.weight"
+    golden["config"]["vocab_size_per_layer_input"] = golden["checkpoint"][name][0] = 2000
+    checkpoint = write_checkpoint(golden, tmp_path / "model")
+    bridge.convert(checkpoint, tmp_path / "m.gguf", tensor_types=[(".*", "F32")])
+    stored = values_of(name, (2000, golden["checkpoint"][name][1]))
+    tensors = {t.name: t.data for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+    assert np.array_equal(tensors["per_layer_token_embd.weight"], np.concatenate([stored, *48 * [stored[:1]]]))
 
 
 def _floats(tensor: gguf.ReaderTensor) -> np.ndarray:

@@ -101,6 +101,10 @@ def test_every_family_has_a_case() -> None:
         ("granite-4", {"mamba_n_heads": 5}, "64 elements of a Mamba layer in 5 heads"),
         ("granite-4", {"position_embedding_type": "rope"}, "position_embedding_type is 'rope'"),
         ("granite-4", {"layer_types": ["mamba", "mlp", "mamba"]}, "no tensor of a granitehybrid model"),
+        ("gemma3n", {"num_kv_shared_layers": 2}, "2 of 4 layers use the keys of earlier ones"),
+        ("gemma3n", {"activation_sparsity_pattern": 4 * [0.0]}, "activation_sparsity_pattern is"),
+        ("gemma3n", {"laurel_rank": 32}, "laurel_rank is 32"),
+        ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
         ("hunyuan", {"rope_parameters": {"rope_type": "dynamic", "alpha": "x"}}, "alpha is 'x'"),
     ],
 )

@@ -124,12 +124,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "per_layer_config": {str(layer): {"head_dim": 32, "num_key_value_heads": 1} for layer in (1, 3)}}),
     "gemma4-moe": ("Gemma4TextConfig", {**GEMMA4, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2,
         "moe_intermediate_size": 16, "per_layer_config": {str(layer): {"head_dim": 32} for layer in (1, 3)}}),
+    "gemma3n": ("Gemma3nTextConfig", {"num_hidden_layers": 4, "head_dim": 16, "tie_word_embeddings": True,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 0, "sliding_window": 32,
+        "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 2048, "laurel_rank": 64,
+        "activation_sparsity_pattern": 4 * [0.95]}),
     "gpt-oss": ("GptOssConfig", {"head_dim": 16, "num_hidden_layers": 3, "num_local_experts": 3,
         "num_experts_per_tok": 2, "sliding_window": 32, "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0,
             "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0}}),
 }  # fmt: skip
 # whose GGUFs cannot become checkpoints again
-ONE_WAY = {"gemma4", "gemma4-dense", "gemma4-moe"}
+ONE_WAY = {"gemma3n", "gemma4", "gemma4-dense", "gemma4-moe"}
 # what transformers names otherwise than the published config.json
 PUBLISHED_AS: dict[str, dict[str, str]] = {
     "granite-4": {'"linear_attention"': '"mamba"', '"full_attention"': '"attention"'},

@@ -6,6 +6,7 @@ from bridge.models.families.deepseek import DEEPSEEK2, GLM4_MOE_LITE
 from bridge.models.families.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
 from bridge.models.families.exaone4 import EXAONE4
 from bridge.models.families.gemma import GEMMA2, GEMMA3
+from bridge.models.families.gemma3n import GEMMA3N
 from bridge.models.families.gemma4 import GEMMA4
 from bridge.models.families.glm4 import GLM4, GLM4_MOE, GLM4V_MOE
 from bridge.models.families.gpt2 import GPT2
@@ -33,8 +34,8 @@ from bridge.models.family import Family
 
 ALL = (
     LLAMA, MISTRAL, MIXTRAL, MISTRAL3, QWEN2, QWEN2_MOE, QWEN2_VL, QWEN3, QWEN3_MOE, QWEN3_VL, QWEN3_VL_MOE, QWEN3_NEXT,
-    SMOLLM3, GRANITE, PHI3, GEMMA2, GEMMA3, GEMMA4, GLM4, GLM4_MOE, OLMO2, COMMAND_R, STARCODER2, GPT2, DEEPSEEK2,
-    GPT_OSS, BITNET, QWEN3_5, QWEN3_5_MOE, SEED_OSS, OLMO3, EXAONE4, ERNIE4_5, ERNIE4_5_MOE,
+    SMOLLM3, GRANITE, PHI3, GEMMA2, GEMMA3, GEMMA3N, GEMMA4, GLM4, GLM4_MOE, OLMO2, COMMAND_R, STARCODER2, GPT2,
+    DEEPSEEK2, GPT_OSS, BITNET, QWEN3_5, QWEN3_5_MOE, SEED_OSS, OLMO3, EXAONE4, ERNIE4_5, ERNIE4_5_MOE,
     GRANITE_MOE, LFM2, LFM2_MOE, HUNYUAN, MINIMAX_M2, GLM4_MOE_LITE, GLM4V_MOE, GRANITE_HYBRID,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {name: family for family in ALL for name in (*family.architectures, family.model_type)}

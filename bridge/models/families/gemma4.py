@@ -112,7 +112,7 @@ def _with(rule: Callable[[Arguments], bool], *rows: Row) -> tuple[Row, ...]:
 INPUTS = _with(
     _inputs,
     Row("model.embed_tokens_per_layer", "input_vocab inputs"),
-    Row("model.per_layer_model_projection", "inputs hidden", floats="F32"),
+    Row("model.per_layer_model_projection", "inputs hidden", floats="F16"),
     Row("model.per_layer_projection_norm", "each_input"),
 )
 INPUT_OF_LAYER = _with(
