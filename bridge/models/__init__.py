@@ -158,6 +158,10 @@ def _family(config: Config) -> Family:
     inner = config.get("text_config", config.get("llm_config"))
     if isinstance(architectures, list) and isinstance(inner, dict) and not ANY_TEXT.isdisjoint(map(str, architectures)):
         return replace(_named(Config(inner, config.path)), wrapped=True)
+    if isinstance(architectures, list) and isinstance(inner, dict):  # one name may stand for several families
+        of_type = (family for family in ALL if family.model_type == inner.get("model_type"))
+        if found := next((f for f in of_type if not {*f.architectures}.isdisjoint(map(str, architectures))), None):
+            return found
     return _named(config)
 
 

@@ -217,3 +217,14 @@ EXPERTS = (
         columns_of=("mlp.experts.*.gate_proj", "mlp.experts.*.up_proj"),
     ),
 )  # fmt: skip
+
+
+def experts_with_gate_up(module: str) -> tuple[Row, ...]:
+    """Experts whose gate and up are one stack in GGUF too; two stacks where the checkpoint has each in modules."""
+    stack = f"{module}.gate_up_proj"
+    return (
+        Row(f"{module}.*.gate_up_proj", "expert+expert hidden", (stack,), optional=True),
+        Row(f"{module}.*.gate_proj", "expert hidden", name="ffn_gate_exps.weight", unless=stack),
+        Row(f"{module}.*.up_proj", "expert hidden", name="ffn_up_exps.weight", unless=stack),
+        Row(f"{module}.*.down_proj", "hidden expert", (f"{module}.down_proj",)),
+    )

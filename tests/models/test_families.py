@@ -105,6 +105,9 @@ def test_every_family_has_a_case() -> None:
         ("gemma3n", {"activation_sparsity_pattern": 4 * [0.0]}, "activation_sparsity_pattern is"),
         ("gemma3n", {"laurel_rank": 32}, "laurel_rank is 32"),
         ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
+        ("llama4", {"use_qk_norm": False}, "use_qk_norm is False; llama.cpp has True for 4 experts"),
+        ("llama4", {"no_rope_layers": [1, 1, 1, 1]}, "no_rope_layers is"),
+        ("llama4", {"attention_chunk_size": 1024}, "attention_chunk_size is 1024"),
         ("hunyuan", {"rope_parameters": {"rope_type": "dynamic", "alpha": "x"}}, "alpha is 'x'"),
     ],
 )

@@ -128,14 +128,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 0, "sliding_window": 32,
         "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 2048, "laurel_rank": 64,
         "activation_sparsity_pattern": 4 * [0.95]}),
+    "mistral4": ("Mistral3Config", {**wrapped("mistral4", {"model_type": "pixtral", "hidden_size": 16,
+        "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}, q_lora_rank=16, kv_lora_rank=16,
+        qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=12, n_routed_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=16, n_shared_experts=1, num_key_value_heads=4, rope_parameters={"type": "yarn",
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+            "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+            "partial_rotary_factor": 0.5}), "spatial_merge_size": 2}),
+    "llama4": ("Llama4TextConfig", {"num_hidden_layers": 4, "head_dim": 8, "intermediate_size_mlp": 64,
+        "intermediate_size": 48, "num_local_experts": 4, "interleave_moe_layer_step": 2}),
+    "phimoe": ("PhimoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True,
+        "lm_head_bias": True, "sliding_window": None, "original_max_position_embeddings": 256}),
     "gpt-oss": ("GptOssConfig", {"head_dim": 16, "num_hidden_layers": 3, "num_local_experts": 3,
         "num_experts_per_tok": 2, "sliding_window": 32, "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0,
             "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0}}),
 }  # fmt: skip
 # whose GGUFs cannot become checkpoints again
-ONE_WAY = {"gemma3n", "gemma4", "gemma4-dense", "gemma4-moe"}
+ONE_WAY = {"mistral4", "llama4", "phimoe", "gemma3n", "gemma4", "gemma4-dense", "gemma4-moe"}
 # what transformers names otherwise than the published config.json
 PUBLISHED_AS: dict[str, dict[str, str]] = {
+    "phimoe": {"PhimoeForCausalLM": "PhiMoEForCausalLM"},
     "granite-4": {'"linear_attention"': '"mamba"', '"full_attention"': '"attention"'},
 }
 

@@ -16,12 +16,15 @@ from bridge.models.families.granite_hybrid import GRANITE_HYBRID
 from bridge.models.families.hunyuan import HUNYUAN
 from bridge.models.families.lfm2 import LFM2, LFM2_MOE
 from bridge.models.families.llama import LLAMA
+from bridge.models.families.llama4 import LLAMA4
 from bridge.models.families.minimax_m2 import MINIMAX_M2
 from bridge.models.families.mistral import MISTRAL, MIXTRAL
 from bridge.models.families.mistral3 import MISTRAL3
+from bridge.models.families.mistral4 import MISTRAL4
 from bridge.models.families.olmo2 import OLMO2
 from bridge.models.families.olmo3 import OLMO3
 from bridge.models.families.phi3 import PHI3
+from bridge.models.families.phimoe import PHIMOE
 from bridge.models.families.qwen2 import QWEN2, QWEN2_MOE
 from bridge.models.families.qwen3 import QWEN3, QWEN3_MOE
 from bridge.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
@@ -33,9 +36,10 @@ from bridge.models.families.starcoder2 import STARCODER2
 from bridge.models.family import Family
 
 ALL = (
-    LLAMA, MISTRAL, MIXTRAL, MISTRAL3, QWEN2, QWEN2_MOE, QWEN2_VL, QWEN3, QWEN3_MOE, QWEN3_VL, QWEN3_VL_MOE, QWEN3_NEXT,
-    SMOLLM3, GRANITE, PHI3, GEMMA2, GEMMA3, GEMMA3N, GEMMA4, GLM4, GLM4_MOE, OLMO2, COMMAND_R, STARCODER2, GPT2,
-    DEEPSEEK2, GPT_OSS, BITNET, QWEN3_5, QWEN3_5_MOE, SEED_OSS, OLMO3, EXAONE4, ERNIE4_5, ERNIE4_5_MOE,
-    GRANITE_MOE, LFM2, LFM2_MOE, HUNYUAN, MINIMAX_M2, GLM4_MOE_LITE, GLM4V_MOE, GRANITE_HYBRID,
+    LLAMA, LLAMA4, MISTRAL, MIXTRAL, MISTRAL4, MISTRAL3, PHIMOE, QWEN2, QWEN2_MOE, QWEN2_VL, QWEN3, QWEN3_MOE,
+    QWEN3_VL, QWEN3_VL_MOE, QWEN3_NEXT, SMOLLM3, GRANITE, PHI3, GEMMA2, GEMMA3, GEMMA3N, GEMMA4, GLM4, GLM4_MOE,
+    OLMO2, COMMAND_R, STARCODER2, GPT2, DEEPSEEK2, GPT_OSS, BITNET, QWEN3_5, QWEN3_5_MOE, SEED_OSS, OLMO3, EXAONE4,
+    ERNIE4_5, ERNIE4_5_MOE, GRANITE_MOE, LFM2, LFM2_MOE, HUNYUAN, MINIMAX_M2, GLM4_MOE_LITE, GLM4V_MOE,
+    GRANITE_HYBRID,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {name: family for family in ALL for name in (*family.architectures, family.model_type)}

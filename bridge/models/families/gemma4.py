@@ -10,7 +10,17 @@ from typing import Any
 
 from bridge.models.arguments import Arguments
 from bridge.models.families.gemma import GELU
-from bridge.models.family import EMBEDDINGS, NO_BIASES, NO_OTHER, Expected, Family, Row, decoder, gated_mlp
+from bridge.models.family import (
+    EMBEDDINGS,
+    NO_BIASES,
+    NO_OTHER,
+    Expected,
+    Family,
+    Row,
+    decoder,
+    experts_with_gate_up,
+    gated_mlp,
+)
 from bridge.models.model_config import Config
 from bridge.models.rope import global_layers, rope_number, rope_rules
 
@@ -151,15 +161,7 @@ GEMMA4 = Family(
             Row("router.proj", "experts hidden", floats="F32"),
             Row("router.scale", "hidden", exact=True, name="ffn_gate_inp.scale"),
             Row("router.per_expert_scale", "experts", exact=True, name="ffn_down_exps.scale"),
-            Row("experts.*.gate_up_proj", "expert+expert hidden", ("experts.gate_up_proj",), optional=True),
-            *(
-                Row(
-                    f"experts.*.{part}_proj", "expert hidden", name=f"ffn_{part}_exps.weight",
-                    unless="experts.gate_up_proj",
-                )
-                for part in ("gate", "up")
-            ),
-            Row("experts.*.down_proj", "hidden expert", ("experts.down_proj",)),
+            *experts_with_gate_up("experts"),
         ),
         *INPUT_OF_LAYER,
         Row("layer_scalar", "one", exact=True),
