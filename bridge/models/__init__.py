@@ -19,7 +19,7 @@ import numpy as np
 
 from bridge.errors import BridgeError, parameter
 from bridge.models.arguments import read_arguments
-from bridge.models.families import ALL, FAMILIES
+from bridge.models.families import ALL
 from bridge.models.family import HEAD, Family
 from bridge.models.gguf_tokenizer import read_tokenizer
 from bridge.models.gguf_values import typed
@@ -158,10 +158,6 @@ def _family(config: Config) -> Family:
     inner = config.get("text_config", config.get("llm_config"))
     if isinstance(architectures, list) and isinstance(inner, dict) and not ANY_TEXT.isdisjoint(map(str, architectures)):
         return replace(_named(Config(inner, config.path)), wrapped=True)
-    if isinstance(architectures, list) and isinstance(inner, dict):  # one name may stand for several families
-        of_type = (family for family in ALL if family.model_type == inner.get("model_type"))
-        if found := next((f for f in of_type if not {*f.architectures}.isdisjoint(map(str, architectures))), None):
-            return found
     return _named(config)
 
 
@@ -175,8 +171,9 @@ def _named(config: Config) -> Family:
         )
     names = architectures or [model_type]
     for name in names:
-        if name in FAMILIES:
-            return FAMILIES[name]
+        for family in ALL:
+            if name in (*family.architectures, family.model_type) and family.chosen(config):
+                return family
     if not any(names):
         raise BridgeError(f"{config.path}: has neither 'architectures' nor 'model_type'; one is needed")
     known = ", ".join(dict.fromkeys(family.arch for family in ALL))

@@ -120,6 +120,7 @@ class Family:
     wrapped        whether the language model may be a part of a larger one, see `wrapper`
     predicts       whether there may be extra layers, or mtp.*, that predict further tokens at once
     prefix         the start of all names in the table, which some checkpoints omit
+    chosen         whether it is the one for a config.json, where an architecture's name stands for several families
     reversible     whether `gguf_config` can make a config.json of its GGUF, for export and transformers
     own            a part of the names that its checkpoints have, where the table knows several
     """
@@ -139,6 +140,7 @@ class Family:
     wrapped: bool = False
     predicts: bool = False
     prefix: str = ""
+    chosen: Callable[[Config], bool] = lambda _config: True
     reversible: bool = True
     own: str = ""
 

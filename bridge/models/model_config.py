@@ -57,9 +57,9 @@ class Config:
         """
         return self.within_sides(key, self.integer(key, default))
 
-    def repeats(self, key: str) -> int:
+    def repeats(self, key: str, default: int | None = None) -> int:
         """A positive integer up to the number of tensors: of layers, each of which has some; raises like `side`."""
-        count = self.integer(key)
+        count = self.integer(key, default)
         if self.tensors is not None and count > self.tensors:
             raise BridgeError(
                 f"{self.path}: {self.names.get(key, key)} is {count}, but the checkpoint has {self.tensors} tensors in "

@@ -103,6 +103,9 @@ PUBLISHED: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], tuple[tup
     ),
     "gpt2": (dict, (("transformer.", ""),)),
     "gpt-oss": (lambda config: old_rope(config, "yarn"), ()),
+    "nemotron-h-moe": (
+        lambda config: {**config, "layers_block_type": None, "hybrid_override_pattern": "ME*E"}, ()
+    ),
     "glm4-moe": (lambda config: {**config, "num_nextn_predict_layers": 1}, ()),
 }  # fmt: skip
 
@@ -148,7 +151,8 @@ QUANTIZED: dict[str, tuple[bool, dict[str, int]]] = {
     "glm4-moe-lite": (False, {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16, "moe_intermediate_size": 32}),
     "minimax-m2": (False, {}), "granite-4": (False, {}), "gemma4": (False, {"hidden_size_per_layer_input": 32}),
     "gemma4-dense": (True, {}), "llama4": (False, {"intermediate_size": 64}),
-    "phimoe": (False, {}),
+    "phimoe": (False, {}), "nemotron-h": (False, {"intermediate_size": 96}),
+    "nemotron-h-moe": (False, {"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32}),
     "gemma3n": (False, {"intermediate_size": 4096}),
 }  # fmt: skip
 

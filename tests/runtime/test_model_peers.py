@@ -32,7 +32,8 @@ LEFT_TO_LLAMA_CPP = {
     "glm4-moe", "glm4-moe-lite", "glm4v-moe", "command-r", "starcoder2", "gpt2", "deepseek2-lite", "deepseek3",
     "qwen3-next", "qwen3.5", "qwen3.5-moe", "qwen3.5-vl", "gpt-oss", "ernie4.5", "ernie4.5-moe", "exaone4",
     "granite-moe", "granite-moe-shared", "granite-4", "hunyuan", "lfm2", "lfm2-moe", "minimax-m2", "ministral3",
-    "seed-oss", "mistral4", "llama4", "phimoe", "gemma3n", "gemma4", "gemma4-dense", "gemma4-moe",
+    "seed-oss", "nemotron-h", "nemotron-h-moe", "mistral4", "llama4", "phimoe", "gemma3n", "gemma4",
+    "gemma4-dense", "gemma4-moe",
 }  # fmt: skip
 CHECKPOINTS = [name for name in checkpoint_names() if "-ct-" not in name]
 SOME = [

@@ -34,6 +34,10 @@ GEMMA4: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }  # fmt: skip
 
+NEMOTRON: dict[str, Any] = {
+    "head_dim": 16, "ssm_state_size": 16, "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2,
+}  # fmt: skip
+
 
 # name -> (config class of transformers, its fields beside TEXT, or a model of several parts)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -139,12 +143,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "intermediate_size": 48, "num_local_experts": 4, "interleave_moe_layer_step": 2}),
     "phimoe": ("PhimoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True,
         "lm_head_bias": True, "sliding_window": None, "original_max_position_embeddings": 256}),
+    "nemotron-h": ("NemotronHConfig", {**NEMOTRON, "layers_block_type": ["mamba", "mlp", "attention", "mamba"]}),
+    "nemotron-h-moe": ("NemotronHConfig", {**NEMOTRON, "layers_block_type": ["mamba", "moe", "attention", "moe"],
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "moe_shared_expert_intermediate_size": 24}),
     "gpt-oss": ("GptOssConfig", {"head_dim": 16, "num_hidden_layers": 3, "num_local_experts": 3,
         "num_experts_per_tok": 2, "sliding_window": 32, "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0,
             "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0}}),
 }  # fmt: skip
 # whose GGUFs cannot become checkpoints again
-ONE_WAY = {"mistral4", "llama4", "phimoe", "gemma3n", "gemma4", "gemma4-dense", "gemma4-moe"}
+ONE_WAY = {
+    "nemotron-h",
+    "nemotron-h-moe",
+    "mistral4",
+    "llama4",
+    "phimoe",
+    "gemma3n",
+    "gemma4",
+    "gemma4-dense",
+    "gemma4-moe",
+}
 # what transformers names otherwise than the published config.json
 PUBLISHED_AS: dict[str, dict[str, str]] = {
     "phimoe": {"PhimoeForCausalLM": "PhiMoEForCausalLM"},
@@ -179,6 +197,7 @@ def new_model(name: str, **fields: Any) -> Any:
     import transformers
 
     kind, own = (MODELS | TEMPLATES)[name]
+    torch.manual_seed(7)  # what `randomized` leaves, such as the time steps of Mamba
     parts = "text_config" in own
     config = getattr(transformers, kind)(**({} if parts or name in TEMPLATES else TEXT) | own | fields)
     auto = transformers.AutoModelForImageTextToText if parts else transformers.AutoModelForCausalLM
