@@ -105,6 +105,7 @@ ALL_SPARSE = tuple(
 class Family:
     """How an architecture of transformers appears in GGUF.
 
+    titles         what people call its models, for docs/checkpoints.md
     arch           the GGUF architecture
     architectures  its names in config.json
     model_type     its name in config.json if `architectures` is missing
@@ -125,6 +126,7 @@ class Family:
     own            a part of the names that its checkpoints have, where the table knows several
     """
 
+    titles: tuple[str, ...]
     arch: str
     architectures: tuple[str, ...]
     model_type: str

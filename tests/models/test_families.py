@@ -19,6 +19,7 @@ from bridge.errors import BridgeError
 from bridge.models import describe_model
 from bridge.models.families import ALL
 from bridge.models.outline import Outline, OutlineTensor, Part
+from bridge.runtime.decoder_config import ARCHITECTURES
 from tests.conftest import CHECKPOINT, ROOT
 from tests.support.make_families import GOLDENS
 
@@ -83,6 +84,19 @@ def test_every_family_has_a_case() -> None:
     for golden in GOLDENS.glob("*.json"):
         known |= {*json.loads(golden.read_text())["config"]["architectures"]}
     assert not [family.arch for family in ALL if not known & {*family.architectures, family.model_type}]
+
+
+def test_the_docs_list_every_family_and_tell_where_it_runs() -> None:
+    """A name of docs/checkpoints.md's table for each of `Family.titles`, in the row of what runs it."""
+    page = (ROOT / "docs/checkpoints.md").read_text(encoding="utf-8")
+    lines = page.partition("| family | `run`, `perplexity`, Python |\n|---|---|\n")[2].partition("\n\n")[0].splitlines()
+    rows = {where: names.split(", ") for names, where in (line.strip("| ").split(" | ") for line in lines)}
+    assert [*rows] == ["yes", "on the CPU", "no, only llama.cpp"]
+    listed = sorted(name for names in rows.values() for name in names)
+    assert listed == sorted(title for family in ALL for title in family.titles)
+    here = {title for family in ALL for title in family.titles if family.arch in ARCHITECTURES}
+    assert {*rows["yes"], *rows["on the CPU"]} <= here
+    assert here.isdisjoint({*rows["no, only llama.cpp"]} - {"Ministral 3"})  # whose temperature the runtime lacks
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,7 @@ def latent_table(*experts: Row, indexer: tuple[Row, ...] = ()) -> tuple[Row, ...
 
 
 DEEPSEEK2 = Family(
+    titles=("DeepSeek V2 and V3", "Kimi K2 and K2.5"),
     arch="deepseek2",
     architectures=(
         "DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM", "KimiK2ForCausalLM", "KimiK25ForConditionalGeneration",
@@ -119,6 +120,7 @@ DEEPSEEK2 = Family(
 # GLM-4.7-Flash
 GLM4_MOE_LITE = replace(
     DEEPSEEK2,
+    titles=("GLM-4.7 Flash",),
     architectures=("Glm4MoeLiteForCausalLM",),
     model_type="glm4_moe_lite",
     keys={**DEEPSEEK2.keys, "first_k_dense_replace": 1, "rms_norm_eps": 1e-5},

@@ -68,6 +68,7 @@ def _table(*norms: Row) -> tuple[Row, ...]:
 _KEYS = {"tie_word_embeddings": True, "head_dim": 256, "max_position_embeddings": 8192}
 
 GEMMA2 = Family(
+    titles=("Gemma 2",),
     arch="gemma2",
     architectures=("Gemma2ForCausalLM",),
     model_type="gemma2",
@@ -79,6 +80,7 @@ GEMMA2 = Family(
 )
 
 GEMMA3 = Family(
+    titles=("Gemma 3",),
     arch="gemma3",
     architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
     model_type="gemma3_text",

@@ -85,6 +85,7 @@ def _everywhere(table: tuple[Row, ...]) -> tuple[Row, ...]:
 
 
 GEMMA3N = Family(
+    titles=("Gemma 3n",),
     arch="gemma3n",
     architectures=("Gemma3nForConditionalGeneration", "Gemma3nForCausalLM"),
     model_type="gemma3n_text",

@@ -137,6 +137,7 @@ NORMS = (
 )  # fmt: skip
 
 GEMMA4 = Family(
+    titles=("Gemma 4 (also MoE)",),
     arch="gemma4",
     architectures=("Gemma4ForConditionalGeneration", "Gemma4ForCausalLM"),
     model_type="gemma4_text",

@@ -38,6 +38,7 @@ def _mixes(args: Arguments, layer: int) -> bool:
 
 GRANITE_HYBRID = replace(
     GRANITE_MOE,
+    titles=("Granite 4 hybrid",),
     arch="granitehybrid",
     architectures=("GraniteMoeHybridForCausalLM",),
     model_type="granitemoehybrid",

@@ -40,6 +40,7 @@ def _dense(args: Arguments, layer: int) -> bool:
 _EXPERTS = "feed_forward.experts"
 
 LLAMA4 = Family(
+    titles=("Llama 4",),
     arch="llama4",
     architectures=("Llama4ForConditionalGeneration", "Llama4ForCausalLM"),
     model_type="llama4_text",

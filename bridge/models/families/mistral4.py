@@ -23,6 +23,7 @@ def _metadata(config: Config, args: Arguments) -> dict[str, Any]:
 
 MISTRAL4 = replace(
     DEEPSEEK2,
+    titles=("Mistral 4",),
     arch="mistral4",
     architectures=("Mistral3ForConditionalGeneration", "Mistral4ForCausalLM"),
     model_type="mistral4",

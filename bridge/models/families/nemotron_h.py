@@ -72,6 +72,7 @@ def _table(kind: str, *rows: Row) -> tuple[Row, ...]:
 
 
 NEMOTRON_H = Family(
+    titles=("Nemotron-H",),
     arch="nemotron_h",
     architectures=("NemotronHForCausalLM",),
     model_type="nemotron_h",
@@ -93,6 +94,7 @@ NEMOTRON_H = Family(
 
 NEMOTRON_H_MOE = replace(
     NEMOTRON_H,
+    titles=("Nemotron 3 (without latent experts)",),
     arch="nemotron_h_moe",
     chosen=lambda config: not {*_KINDS["experts"]}.isdisjoint(
         config.get("layers_block_type", config.get("hybrid_override_pattern", ()))

@@ -16,6 +16,7 @@ def _notes(_config: Config) -> list[str]:
 
 PHIMOE = replace(
     PHI3,
+    titles=("Phi-3.5-MoE¹⁵",),
     arch="phimoe",
     architectures=("PhiMoEForCausalLM", "PhimoeForCausalLM"),
     model_type="phimoe",
