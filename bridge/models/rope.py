@@ -140,7 +140,7 @@ def global_layers(config: Config) -> tuple[int, int]:
     """Elements of a head and key-value heads in layers with full attention, where layers differ (Gemma 4)."""
     kinds = config.get("layer_types") or []
     layers = config.get("per_layer_config") or {}  # transformers 5; before, two keys
-    entry = next((layers[key] for key in layers if kinds[int(key)] == "full_attention"), {})
+    entry: dict[str, Any] = next((layers[key] for key in layers if kinds[int(key)] == "full_attention"), {})
     others = config.integer("num_key_value_heads")
     if config.get("attention_k_eq_v"):
         others = config.integer("num_global_key_value_heads", others)

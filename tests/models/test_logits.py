@@ -25,8 +25,9 @@ LENGTH = 96  # positions compared; over the original contexts of the scaled mode
 FEWER = {"phi3": 60}  # llama.cpp applies no window there
 # 27 layers with k_b in F16; attention of random weights without rotation, whose rounding the layers after it amplify
 LIMITS = {"deepseek2-lite": 1e-3, "nemotron-h": 1e-5}
+LITE = {"num_hidden_layers": 27}  # llama.cpp knows DeepSeek V2 Lite by its layers
 FIELDS = {
-    "deepseek2-lite": {"num_hidden_layers": 27},  # llama.cpp knows it by its layers
+    "deepseek2-lite": LITE,
     "gemma3n": {"intermediate_size": 8192},  # a deviation over n values there, over n - 1 in llama.cpp
 }
 
