@@ -28,6 +28,9 @@ from tests.support.random_blocks import random_matrix
 torch = pytest.importorskip("torch")
 
 WINDOWS, WINDOW = 3, 256
+LEFT_TO_LLAMA_CPP = {
+    "nemotron-h", "nemotron-h-moe", "mistral4", "llama4", "phimoe", "gemma3n", "gemma4", "gemma4-dense", "gemma4-moe",
+}  # fmt: skip
 LIMITS = {
     "deepseek2-lite": (1e-3, 1e-3, 1e-3), "deepseek3": (1e-6, 1e-6, 1e-5), "glm4-moe-lite": (1e-6, 1e-6, 1e-5),
 }  # fmt: skip
@@ -80,7 +83,7 @@ def test_every_variant_of_the_decoder_gives_the_logits_of_transformers(name: str
     assert mean_kl(expected[:8], np.array(single)) < 1e-9
 
 
-@pytest.mark.parametrize("name", sorted(FAMILIES))
+@pytest.mark.parametrize("name", sorted({*FAMILIES} - LEFT_TO_LLAMA_CPP))
 def test_a_familys_graph_is_that_of_llama_cpp_and_of_transformers(name: str, tmp_path: Path) -> None:
     """The same predictions on floats; on blocks token by token what a prompt gives, and llama.cpp's perplexity."""
     reference = randomized(new_model(name, **(LITE if name == "deepseek2-lite" else {})))
