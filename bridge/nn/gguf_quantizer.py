@@ -25,7 +25,7 @@ from bridge.gguf_file.reader import shards
 from bridge.models.families import ALL
 from bridge.models.gguf_config import add_rope_factors, config_of_gguf
 from bridge.nn.decoder_cache import attach
-from bridge.nn.hf_model import set_ends
+from bridge.nn.hf_model import know_all_models, set_ends
 from bridge.nn.placement import Placement, rope_factors
 from bridge.nn.preparation import prepare
 from bridge.runtime import GGUFFile, open_gguf
@@ -164,6 +164,7 @@ def register_gguf() -> None:
     if AUTO_QUANTIZER_MAPPING.get("gguf") is PackedQuantizer:
         return
     AUTO_QUANTIZER_MAPPING["gguf"] = PackedQuantizer
+    know_all_models()
     gguf_config_mapping.GGUF_CONFIG_ARCHS.update(dict.fromkeys(_ARCHITECTURES, config_of_gguf))
     builders = gguf_tokenizer_mapping.GGUF_TOKENIZER_TYPES
     builders["gpt2"] = partial(_byte_level, builders["gpt2"])

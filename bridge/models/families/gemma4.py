@@ -147,7 +147,7 @@ GEMMA4 = Family(
     sizes=_sizes,
     metadata=_metadata,
     wrapped=True,
-    reversible=False,
+    own=".experts.",
     table=decoder(
         *NORMS,
         *_attention("q", "kv", "head", lambda kind: kind != _GLOBAL),

@@ -31,6 +31,6 @@ MISTRAL4 = replace(
     chosen=lambda config: (config.get("text_config") or {}).get("model_type", "mistral4") == "mistral4",
     metadata=_metadata,
     predicts=False,
-    reversible=False,
+    own="mlp.experts.",
     table=latent_table(Row("mlp.gate", "experts hidden", floats="F32"), *experts_with_gate_up("mlp.experts")),
 )
