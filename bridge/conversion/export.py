@@ -44,7 +44,7 @@ from bridge.conversion.codes_of_blocks import (
     rounded,
 )
 from bridge.conversion.gguf_config import checked_source, write_config
-from bridge.conversion.gguf_source import GgufSource, Place
+from bridge.conversion.gguf_source import Assembled, GgufSource, Place
 from bridge.encode.block_words import TYPES_IN_WORDS
 from bridge.encode.limits import REQUANTIZED_LIMIT
 from bridge.errors import BridgeError, parameter
@@ -202,12 +202,19 @@ def _write(
     check_folder(source, path, force, gguf.files)
     reports: dict[str, ExportedTensor] = {}
     forms: dict[str, _Form] = {}
+    whole: dict[str, Place] = {}
+    stacks = 0
     for name, place in source.places.items():
         reports[name] = ExportedTensor(name, place.stored.type, AS_FLOATS)
-        if format != "floats" and _LAYER.fullmatch(place.stored.name) and len(place.part.shape) == 2:
+        if format == "floats" or not _LAYER.fullmatch(place.stored.name):
+            continue
+        if isinstance(place, Place) and len(place.part.shape) == 2:
             form = _form(place, format, bits)
             if form is not None:
                 forms[place.part.module] = form
+                whole[place.part.module] = place
+        elif isinstance(place, Assembled) and place.places[0].part.matrix is not None:
+            stacks += 1
     layers = {module: form.groups for module, form in forms.items()}
     if format != "floats" and not layers:
         raise BridgeError(f"{gguf.files[0]}: has no layer that {format} holds; choose {parameter('format', 'floats')}")
@@ -217,22 +224,24 @@ def _write(
     with CheckpointWriter(
         source, path, format if layers else "gptq_v2", layers, force=force, progress=progress
     ) as writer:
-        for module, tensor, report in _layers(source, forms, format):
+        for module, tensor, report in _layers(whole, forms, format):
             writer.add(tensor)
             reports[f"{module}.weight"] = report
         written = writer.finish()
     rest = sum(t.how == ROUNDED for t in reports.values())
     notes = [f"{rest} layers have no codes that {format} holds: rounded"] if rest else []
+    if stacks:
+        notes.append(f"{stacks} stacks of experts are floats: checkpoints of this architecture have them as one tensor")
     return Exported(written.out, format, list(reports.values()), written.nbytes, 0.0, notes)
 
 
 def _layers(
-    source: GgufSource, forms: dict[str, _Form], format: str
+    places: dict[str, Place], forms: dict[str, _Form], format: str
 ) -> Iterator[tuple[str, GroupedTensor | PackedTensor, ExportedTensor]]:
     """Layers and what became of them; while one is written, the next is made."""
 
     def made(module: str, form: _Form) -> tuple[str, GroupedTensor | PackedTensor, ExportedTensor]:
-        place = source.places[f"{module}.weight"]
+        place = places[module]
         tensor = _tensor(place, format, form)
         return module, tensor, _report(place, tensor, form, format)
 
@@ -345,7 +354,7 @@ def _rounded(name: str, weights: np.ndarray, bits: int, format: str) -> GroupedT
 
 def _groups(bits: int, size: int, middle: bool, shape: tuple[int, int], format: str) -> Groups:
     """How a format describes a layer; `middle`: all zero points are the middle of the codes."""
-    whole = size == shape[1] and format not in _OFFSET_SIZES
+    whole = 32 < size == shape[1] and format not in _OFFSET_SIZES  # rows of 32 are groups as other layers have
     return Groups(bits, -1 if whole else size, format == "compressed-tensors" and middle)
 
 

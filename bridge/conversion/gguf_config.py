@@ -55,9 +55,10 @@ def checked_source(model: StoredModel, folder: Path, dtype: str) -> GgufSource:
         made = describe_model(source.config, folder, shapes, str(pre) if pre is not None else None).metadata
     except BridgeError as problem:
         raise _refused(file, f"the config made of its metadata is not read again ({problem})") from problem
+    unscaled = model.metadata.get(f"{arch}.rope.scaling.type") == "none"  # the same as no such keys
     for key, stored in model.metadata.items():
         name = key.removeprefix(f"{arch}.")
-        own = name != key and name not in _REPEATED
+        own = name != key and name not in _REPEATED and not (unscaled and name.startswith("rope.scaling."))
         if own or (key in made and key.removeprefix("tokenizer.ggml.") in _TOKENS):
             value = made[key].value if key in made else None
             if not _same(_plain(stored), _plain(value)):
@@ -80,7 +81,7 @@ def _short(value: Any) -> str:
 
 def _same(first: Any, second: Any) -> bool:
     if isinstance(first, float) and isinstance(second, int | float):
-        return abs(first - second) <= 1e-6 * abs(first)
+        return first == second or abs(first - second) <= 1e-6 * abs(first)
     if isinstance(first, list | tuple) and isinstance(second, list | tuple):
         return len(first) == len(second) and all(map(_same, first, second))
     return bool(first == second)

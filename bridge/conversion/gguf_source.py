@@ -1,11 +1,13 @@
 """A GGUF as the float model of a checkpoint: its tensors under their old names, with rows in their old order.
 
 Names and orders are those of the family's table (`bridge.models.tensors_of_gguf`), read from the GGUF to the
-checkpoint. A tensor is dequantized when it is read, and nothing stays in memory.
+checkpoint. A tensor is dequantized when it is read, and nothing stays in memory. One that a GGUF has in several, or in
+another shape, is put together of its parts.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from bridge.errors import BridgeError
 from bridge.gguf_file.reader import StoredModel, StoredTensor
 from bridge.models import tensors_of_gguf
 from bridge.models.outline import OutlineTensor, Part
+from bridge.models.restore import original_shape, restored, rows_of, undone
 from bridge.runtime.cpu.dequantize import FLOATS
 from bridge.runtime.cpu.dequantize import rows as dequantized
 from bridge.system.files import files_below, read_json
@@ -42,6 +45,16 @@ class Place:
     stored: StoredTensor
     matrix: int
     scale: float = 1.0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the checkpoint's tensor."""
+        return self.part.shape[::-1] if self.part.change == "conv1d" else self.part.shape
+
+    @property
+    def nbytes(self) -> int:
+        """What the GGUF stores of it."""
+        return self.stored.raw.size // len(self.tensor.parts)
 
     @property
     def height(self) -> int:
@@ -76,6 +89,60 @@ class Place:
             values = values - 1
         return np.ascontiguousarray(values.T)[rows] if self.part.change == "conv1d" else values[rows]
 
+    def values(self, rows: slice = slice(None)) -> np.ndarray:
+        """float32 in the GGUF's order, in the part's shape but for `rows`, a run of them."""
+        values = dequantized(self.stored.type, self.raw(rows, ordered=False)) * np.float32(self.scale)
+        return undone(self.part, values.reshape(-1, *self.part.shape[1:]))
+
+
+@dataclass(frozen=True, eq=False)
+class Assembled:
+    """A checkpoint's tensor that is put together of several places, or has another shape than its place: floats."""
+
+    places: tuple[Place, ...]
+
+    @property
+    def stored(self) -> StoredTensor:
+        """The first tensor of the GGUF that it is in."""
+        return self.places[0].stored
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return original_shape([place.part for place in self.places])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(place.nbytes for place in self.places)
+
+    def floats(self, rows: slice = slice(None)) -> np.ndarray:
+        """Its values, float32; `rows`: a run of these, or of the matrices of a stack. No others are read."""
+        first, stop, _ = rows.indices(self.shape[0])
+        if any(place.part.matrix is None and not _by_rows(place.part) for place in self.places):
+            pieces = ((place.part, place.values()) for place in self.places)
+            return restored(pieces, self.shape)[rows]
+        found = (piece for place in self.places for piece in _run_of(place, first, stop))
+        return restored(found, (stop - first, *self.shape[1:]))
+
+
+def _by_rows(part: Part) -> bool:
+    """Whether a row of the checkpoint's tensor is a row of the GGUF's."""
+    return len(part.shape) == 2 and part.columns is None and part.change in (None, "+1")
+
+
+def _run_of(place: Place, first: int, stop: int) -> Iterator[tuple[Part, np.ndarray]]:
+    """What a place has of a run of rows or matrices of the checkpoint's tensor, counted from the first of them."""
+    part = place.part
+    if part.matrix is not None:
+        if first <= part.matrix < stop:
+            yield replace(part, matrix=part.matrix - first), place.values()
+        return
+    rows = rows_of(part)
+    at = np.flatnonzero((rows >= first) & (rows < stop))
+    at = at[np.sort(np.unique(rows[at], return_index=True)[1])]  # rows beyond a vocabulary repeat others
+    if at.size:
+        values = place.values(slice(int(at.min()), int(at.max()) + 1))[at - at.min()]
+        yield replace(part, shape=values.shape, rows=rows[at] - first, stored=None, change=None), values
+
 
 class GgufSource:
     """What `CheckpointWriter` reads of a float model, from a GGUF.
@@ -83,9 +150,10 @@ class GgufSource:
     model   the opened GGUF
     home    the folder with config.json and tokenizer
     dtype   of all floats in the checkpoint: F16, BF16 or F32
-    places  checkpoint's name -> `Place`
+    places  checkpoint's name -> `Place` or `Assembled`
+    used    the GGUF's name -> what the family's table says of it
 
-    Raises BridgeError if config and GGUF are not of the same model, or its tensors cannot be separated again.
+    Raises BridgeError if config and GGUF are not of the same model.
     """
 
     format = "GGUF"
@@ -101,19 +169,20 @@ class GgufSource:
         # what is not copied: weights, what describes them, and what is not a checkpoint's
         self.files = [f for f in files_below(home) if f.name in _QUANT_CONFIGS or not _copied(f, home)]
         arch = str(model.metadata.get("general.architecture"))
-        self.places: dict[str, Place] = {}
+        self.used: dict[str, OutlineTensor] = {}
+        found: dict[str, list[Place]] = {}
         shapes = {name: tensor.shape for name, tensor in model.tensors.items()}
         for tensor in tensors_of_gguf(config, home, shapes, arch):
             if tensor.origin == "checkpoint":
+                self.used[tensor.name] = tensor
+                stored = model.tensors[tensor.name]
+                scales = model.scales_of(stored)
                 for i, part in enumerate(tensor.parts):
-                    if part.columns is not None or part.matrix is not None or part.stored is not None:
-                        raise BridgeError(f"{tensor.name}: is a part of {part.source}, which is not put together again")
-                    if part.change not in (None, "+1", "conv1d"):
-                        raise BridgeError(f"{tensor.name}: {part.source} ({part.change}) cannot be restored")
-                    stored = model.tensors[tensor.name]
-                    scales = model.scales_of(stored)
                     scale = 1.0 if scales is None else float(scales[i if scales.size > 1 else 0])
-                    self.places[part.source] = Place(tensor, part, stored, i, scale)
+                    found.setdefault(part.source, []).append(Place(tensor, part, stored, i, scale))
+        self.places: dict[str, Place | Assembled] = {
+            name: places[0] if _is_whole(places) else Assembled(tuple(places)) for name, places in found.items()
+        }
         self.tensors = {name: self._info(name, place, dtype) for name, place in self.places.items()}
 
     @property
@@ -122,17 +191,23 @@ class GgufSource:
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
         """A tensor's values in the dtype of the new checkpoint. Raises BridgeError if F16 cannot hold one."""
-        place, dtype = self.places[name], self.tensors[name].dtype
-        if place.stored.type == dtype and place.part.change is None and len(place.part.shape) > 1:
-            return place.raw(slice(*(rows or (None,)))).view(NUMPY[dtype])
-        values = self.places[name].floats(slice(*(rows or (None,))))
-        return from_float32(values, dtype, name)
+        place, dtype, run = self.places[name], self.tensors[name].dtype, slice(*(rows or (None,)))
+        whole = isinstance(place, Place) and place.part.change is None and len(place.part.shape) > 1
+        if isinstance(place, Place) and whole and place.stored.type == dtype:
+            return place.raw(run).view(NUMPY[dtype])
+        return from_float32(place.floats(run), dtype, name)
 
-    def _info(self, name: str, place: Place, dtype: str) -> TensorInfo:
+    def _info(self, name: str, place: Place | Assembled, dtype: str) -> TensorInfo:
         if place.stored.type not in (*READ, *FLOATS):
             raise BridgeError(f"{place.stored.name}: is {place.stored.type}, which is not read")
-        shape = place.part.shape[::-1] if place.part.change == "conv1d" else place.part.shape
-        return TensorInfo(name, dtype, shape, math.prod(shape) * NUMPY[dtype].itemsize, self.path)
+        return TensorInfo(name, dtype, place.shape, math.prod(place.shape) * NUMPY[dtype].itemsize, self.path)
+
+
+def _is_whole(places: list[Place]) -> bool:
+    """Whether a tensor of the GGUF, or a matrix of one, is the checkpoint's: its blocks need no floats in between."""
+    part = places[0].part
+    picked = part.columns is not None or part.matrix is not None or part.stored is not None
+    return len(places) == 1 and not picked and part.change in (None, "+1", "conv1d")
 
 
 def _copied(file: Path, home: Path) -> bool:

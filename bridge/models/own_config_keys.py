@@ -209,7 +209,7 @@ def _gemma3n(get: Keys, names: Names, values: Values) -> Values:
     scales = get("activation_sparsity_scale")  # how many deviations above the mean a value must be to stay
     return {
         **_local_and_global(get, values),
-        "activation_sparsity_pattern": [round(NormalDist().cdf(scale), 4) for scale in scales],
+        "laurel_rank": 64, "activation_sparsity_pattern": [round(NormalDist().cdf(scale), 4) for scale in scales],
         "model_type": "gemma3n_text", "class": "Gemma3nForCausalLM",
     }  # fmt: skip
 

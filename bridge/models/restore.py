@@ -47,6 +47,6 @@ def original_shape(parts: Sequence[Part]) -> tuple[int, ...]:
     if parts[0].change in ("transposed", "conv1d"):
         shape = shape[::-1]
     elif parts[0].change == "squeezed":
-        shape = (shape[0], 1, *shape[1:])
+        shape = (1, *shape) if len(shape) == 1 else (shape[0], 1, *shape[1:])
     count = max((part.matrix + 1 for part in parts if part.matrix is not None), default=0)
     return (count, *shape) if count else shape

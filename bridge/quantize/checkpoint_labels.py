@@ -1,5 +1,6 @@
 """The labels of a quantized checkpoint: what config.json says about its layers, in the words of each format."""
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -116,7 +117,7 @@ def _compressed_labels(layers: Mapping[str, Groups], floats: Iterable[str]) -> d
         "config_groups": {
             f"group_{i}": {
                 "format": formats[groups],
-                "targets": names if len(schemes) > 1 else ["Linear"],
+                "targets": [*map(_target, names)] if len(schemes) > 1 else ["Linear"],
                 "weights": {
                     "num_bits": groups.bits,
                     "type": "int" if groups.kind == "int" else "float",
@@ -131,5 +132,10 @@ def _compressed_labels(layers: Mapping[str, Groups], floats: Iterable[str]) -> d
             }
             for i, (groups, names) in enumerate(schemes.items())
         },
-        "ignore": [*floats, *(["lm_head"] if "lm_head" not in layers else [])],
+        "ignore": [*map(_target, floats), *(["lm_head"] if "lm_head" not in layers else [])],
     }
+
+
+def _target(name: str) -> str:
+    """A layer's name, or a pattern where transformers gives its model another prefix than its checkpoints have."""
+    return rf"re:.*\.{re.escape(name.removeprefix('backbone.'))}$" if name.startswith("backbone.") else name

@@ -76,6 +76,7 @@ GRANITE_MOE = replace(
     arch="granitemoe",
     architectures=("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"),
     model_type="granitemoe",
+    own=f"{_MOE}.",
     keys={**LLAMA.keys, "num_experts": None},
     sizes=_shared,
     metadata=with_shared,

@@ -19,6 +19,7 @@ MINIMAX_M2 = Family(
     arch="minimax-m2",
     architectures=("MiniMaxM2ForCausalLM",),
     model_type="minimax_m2",
+    own="block_sparse_moe",
     keys={"head_dim": 128, "rope_theta": 5000000.0, "partial_rotary_factor": 1.0, "num_experts": None},
     expects=(SILU, Expected("scoring_func", ("sigmoid",), NO_OTHER)),
     metadata=_router,
