@@ -163,13 +163,14 @@ def export(
     gguf = read_gguf(expanded(model))
     if dtype is None:
         dtype = "BF16" if format != "mlx" and any(t.type == "BF16" for t in gguf.tensors.values()) else "F16"
+    quantized = format != "floats"
     with ExitStack() as stack:
         if config is None:
             home = Path(stack.enter_context(TemporaryDirectory()))
             write_config(gguf, home)
-            source = checked_source(gguf, home, dtype)
+            source = checked_source(gguf, home, dtype, quantized)
         else:
-            source = GgufSource(gguf, expanded(config), dtype)
+            source = GgufSource(gguf, expanded(config), dtype, quantized)
         done = _write(gguf, source, expanded(out), format, bits, force, progress)
     done.seconds = time.perf_counter() - started
     return done

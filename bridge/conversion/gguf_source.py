@@ -147,18 +147,19 @@ def _run_of(place: Place, first: int, stop: int) -> Iterator[tuple[Part, np.ndar
 class GgufSource:
     """What `CheckpointWriter` reads of a float model, from a GGUF.
 
-    model   the opened GGUF
-    home    the folder with config.json and tokenizer
-    dtype   of all floats in the checkpoint: F16, BF16 or F32
-    places  checkpoint's name -> `Place` or `Assembled`
-    used    the GGUF's name -> what the family's table says of it
+    model      the opened GGUF
+    home       the folder with config.json and tokenizer
+    dtype      of all floats in the checkpoint: F16, BF16 or F32
+    quantized  whether layers will be, as `tensors_of_gguf` has it
+    places     checkpoint's name -> `Place` or `Assembled`
+    used       the GGUF's name -> what the family's table says of it
 
     Raises BridgeError if config and GGUF are not of the same model.
     """
 
     format = "GGUF"
 
-    def __init__(self, model: StoredModel, home: Path, dtype: str) -> None:
+    def __init__(self, model: StoredModel, home: Path, dtype: str, quantized: bool = False) -> None:
         self.path = self.home = home
         config = read_json(home / "config.json")
         self.config: dict[str, Any] = {
@@ -172,7 +173,7 @@ class GgufSource:
         self.used: dict[str, OutlineTensor] = {}
         found: dict[str, list[Place]] = {}
         shapes = {name: tensor.shape for name, tensor in model.tensors.items()}
-        for tensor in tensors_of_gguf(config, home, shapes, arch):
+        for tensor in tensors_of_gguf(config, home, shapes, arch, quantized=quantized):
             if tensor.origin == "checkpoint":
                 self.used[tensor.name] = tensor
                 stored = model.tensors[tensor.name]

@@ -117,13 +117,15 @@ def tensors_of_gguf(
     stored: Mapping[str, Sequence[int]],
     arch: str,
     family: Family | None = None,
+    quantized: bool = False,
 ) -> list[OutlineTensor]:
     """How the tensors of a GGUF are made from a checkpoint's: what its family's table says, read the other way.
 
-    config  the parsed config.json of `folder`
-    stored  the GGUF's tensors: name -> shape; those that scale tensors of NVFP4 are left to the caller
-    arch    its general.architecture
-    family  None: the one that the config names
+    config     the parsed config.json of `folder`
+    stored     the GGUF's tensors: name -> shape; those that scale tensors of NVFP4 are left to the caller
+    arch       its general.architecture
+    family     None: the one that the config names
+    quantized  whether the checkpoint will be, see `turned_back`
 
     Raises BridgeError for an architecture that is unknown or not the GGUF's, and for tensors that do not match.
     """
@@ -138,7 +140,7 @@ def tensors_of_gguf(
     args = read_arguments(values, family.keys)
     if family.sizes is not None:
         args = replace(args, more=family.sizes(values, args))
-    outline = turned_back(family, args, stored)
+    outline = turned_back(family, args, stored, quantized)
     found, known = [], {tensor.name for tensor in outline.tensors}
     for tensor in outline.tensors:
         if tensor.name in stored:

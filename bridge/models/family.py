@@ -124,6 +124,7 @@ class Family:
     chosen         whether it is the one for a config.json, where an architecture's name stands for several families
     reversible     whether `gguf_config` can make a config.json of its GGUF, for export and transformers
     own            a part of the names that its checkpoints have where the table knows several, for the way back
+    apart          whether the experts that its float checkpoints have in stacks are modules in quantized ones
     """
 
     titles: tuple[str, ...]
@@ -145,6 +146,7 @@ class Family:
     chosen: Callable[[Config], bool] = lambda _config: True
     reversible: bool = True
     own: str = ""
+    apart: bool = False
 
 
 EMBEDDINGS = Row("model.embed_tokens", "vocab hidden")

@@ -32,14 +32,15 @@ def fill_table(family: Family, args: Arguments, names: Mapping[str, Sequence[int
     return outline
 
 
-def turned_back(family: Family, args: Arguments, stored: Collection[str]) -> Outline:
+def turned_back(family: Family, args: Arguments, stored: Collection[str], quantized: bool = False) -> Outline:
     """The tensors of a GGUF, and what they are in a checkpoint: `fill_table` with all names that one may have.
 
-    stored  the GGUF's tensors, which tell which of a table's alternatives they are
+    stored     the GGUF's tensors, which tell which of a table's alternatives they are
+    quantized  whether the checkpoint will be, in which some families' experts have other names
 
     Raises BridgeError where these leave a tensor of the checkpoint without values.
     """
-    needed = _all_names(family, args)
+    needed = _all_names(family, args, "" if quantized and family.apart else family.own)
     filled = _Filled(family, args, dict.fromkeys(needed, ()), stored)
     filled.add_all()
     if lost := sorted(name for name in needed.keys() - filled.used if needed[name]):
@@ -47,10 +48,10 @@ def turned_back(family: Family, args: Arguments, stored: Collection[str]) -> Out
     return filled.outline()
 
 
-def _all_names(family: Family, args: Arguments) -> dict[str, bool]:
+def _all_names(family: Family, args: Arguments, own: str) -> dict[str, bool]:
     """Every tensor that a checkpoint of the family may have, and whether it must have it.
 
-    Names are the family's own, or else the table's first.
+    Names are those with `own` in them, or else the table's first.
     """
     names: dict[str, bool] = {}
     for row in family.table:
@@ -58,8 +59,7 @@ def _all_names(family: Family, args: Arguments) -> dict[str, bool]:
             continue
         for layer in range(args.layers if "{}" in row.source else 1):
             if row.layers is None or row.layers(args, layer):
-                own = (name for name in row.also if family.own and family.own in name)
-                source = next(own, row.source).format(layer)
+                source = next((name for name in row.also if own and own in name), row.source).format(layer)
                 stacked = "*" in row.source and "*" not in source
                 for expert in range(args.sizes["experts"]) if "*" in source else [0]:
                     name = source.replace("*", str(expert))

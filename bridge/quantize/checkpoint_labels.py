@@ -137,5 +137,14 @@ def _compressed_labels(layers: Mapping[str, Groups], floats: Iterable[str]) -> d
 
 
 def _target(name: str) -> str:
-    """A layer's name, or a pattern where transformers gives its model another prefix than its checkpoints have."""
-    return rf"re:.*\.{re.escape(name.removeprefix('backbone.'))}$" if name.startswith("backbone.") else name
+    """A layer's name; a pattern of both where transformers' modules have other names than checkpoints."""
+    pattern = re.escape(name)
+    for ours, both in _RENAMED.items():
+        pattern = pattern.replace(re.escape(ours), both)
+    return name if pattern == re.escape(name) else f"re:{pattern}$"
+
+
+_RENAMED = {
+    "backbone.": r"(backbone|model)\.",  # Nemotron-H
+    "block_sparse_moe.gate": r"(block_sparse_moe\.gate|mlp\.(gate|router))",
+}

@@ -22,14 +22,16 @@ UNSAID: dict[str, dict[str, Any]] = {
 PLAIN = ["nemotron-h", "gemma4-moe"]  # others are of `make test-all`
 # language models of vision models, whose GGUFs have architectures of their own
 PARTS = ["qwen2.5-vl", "qwen3-vl", "qwen3-vl-moe", "mistral3", "glm4v-moe"]
-FAMILIES = [
-    name if name in PLAIN else pytest.param(name, marks=pytest.mark.exhaustive) for name in MODELS if name not in PARTS
-]
 
 
-def gguf_of(name: str, folder: Path, type: str) -> tuple[Any, Path]:
+def families(*without: str) -> list[Any]:
+    names = [name for name in MODELS if name not in without]
+    return [name if name in PLAIN else pytest.param(name, marks=pytest.mark.exhaustive) for name in names]
+
+
+def gguf_of(name: str, folder: Path, type: str, **fields: Any) -> tuple[Any, Path]:
     """A family's model, of halves, and its GGUF."""
-    model = randomized(new_model(name, **UNSAID.get(name, {})))
+    model = randomized(new_model(name, **UNSAID.get(name, {}), **fields))
     for parameter in model.parameters():
         parameter.data = parameter.data.half().float()
     model.save_pretrained(folder / "model", save_original_format=True)
@@ -51,7 +53,7 @@ def loaded(folder: Path) -> Any:
     return model.eval()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", families(*PARTS))
 def test_floats_have_the_logits_of_the_checkpoint_that_the_gguf_came_from(name: str, tmp_path: Path) -> None:
     model, path = gguf_of(name, tmp_path, "F32")
     bridge.export(path, tmp_path / "new", dtype="F32")
@@ -59,11 +61,13 @@ def test_floats_have_the_logits_of_the_checkpoint_that_the_gguf_came_from(name: 
     assert (logits(loaded(tmp_path / "new")) - expected).norm() < 1e-4 * expected.norm()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", families(*PARTS, "gpt2"))  # all layers of GPT-2 are Conv1D, which stay floats
 def test_layers_with_codes_have_the_logits_of_the_gguf(name: str, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
-    _, path = gguf_of(name, tmp_path, "Q8_0")
+    experts = {"moe_intermediate_size": 32} if "moe_intermediate_size" in MODELS[name][1] else {}
+    _, path = gguf_of(name, tmp_path, "Q8_0", **experts)
     done = bridge.export(path, tmp_path / "new", "compressed-tensors", dtype="F32")
     assert {tensor.how for tensor in done.tensors if tensor.bits} == {"exact"}
     expected = logits(bridge.nn.load(path, precision="f32"))
-    assert (logits(loaded(tmp_path / "new")) - expected).norm() < 1e-4 * expected.norm()
+    halves = any(".experts." in tensor.name for tensor in done.tensors if tensor.bits)  # transformers makes them so
+    assert (logits(loaded(tmp_path / "new")) - expected).norm() < (5e-3 if halves else 1e-4) * expected.norm()

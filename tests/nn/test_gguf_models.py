@@ -16,8 +16,9 @@ from tests.support.family_models import MODELS, copy_tokenizer, new_model, rando
 from tests.support.tiny_models import save_model
 
 torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers", minversion="5.0")
+transformers = pytest.importorskip("transformers", minversion="5.23")
 
+import bridge.transformers  # noqa: E402
 from bridge.nn import QuantEmbedding, QuantExperts, QuantLinear  # noqa: E402
 
 TOKENS = torch.from_numpy(np.random.default_rng(1).integers(0, 300, (1, 40)))  # more than any window of these
@@ -72,6 +73,9 @@ def test_every_matrix_stays_packed_and_is_the_checkpoints(name: str, tmp_path: P
     packed = bridge.nn.load(path, precision="f32")
     floats = {name: p for name, p in packed.named_parameters() if p.ndim > 1 and p.numel() > 4096}
     assert not [name for name in floats if not name.endswith(("kv_b_proj.weight", "wpe.weight"))]
+    how = bridge.transformers.PackedConfig("f32")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, quantization_config=how)
+    torch.testing.assert_close(logits(theirs), logits(packed), rtol=1e-4, atol=1e-4)
     compared = 0
     for name, module in packed.named_modules():
         if not isinstance(module, QuantLinear | QuantEmbedding) or ".parts." in name:

@@ -57,6 +57,7 @@ LLAMA4 = Family(
     metadata=_metadata,
     wrapped=True,
     own=_EXPERTS,
+    apart=True,
     table=decoder(
         Row("input_layernorm", "hidden"),
         *attention(bias=configured, o_bias=configured),
