@@ -12,6 +12,8 @@ import pytest
 import bridge
 from bridge.errors import BridgeError
 from bridge.models.gguf_config import add_rope_factors, config_of_gguf
+from bridge.models.model_config import Config
+from bridge.models.rope import read_rope
 from tests.support.family_models import MODELS, copy_tokenizer, new_model, randomized
 from tests.support.tiny_models import save_model
 
@@ -147,6 +149,31 @@ def test_the_rules_of_rotation_come_back() -> None:
         add_rope_factors(values, {"rope_freqs": np.array([1, 3, 2, 8], np.float32)})
     add_rope_factors(values, {"rope_freqs": np.ones(4, np.float32)})
     assert values["rope_parameters"]["rope_type"] == "default"
+    add_rope_factors(values, {"rope_freqs": np.array([1, 1e30, 1e30, 1e30], np.float32)})
+    assert values["rope_parameters"]["partial_rotary_factor"] == 0.25
+
+
+def test_llama_4s_rule_of_rotation_comes_back() -> None:
+    """Its two factors are equal: frequencies are divided or not, and nothing is between."""
+    rules = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 16.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 1.0, "original_max_position_embeddings": 8192}  # fmt: skip
+    factors = read_rope(Config({"rope_parameters": rules}, Path("config.json")), 128).factors["rope_freqs"]
+    assert set(factors) == {1, 16}
+    values = config_of_gguf(metadata(**{"rope.freq_base": 500000.0}), ())
+    add_rope_factors(values, {"rope_freqs": factors})
+    assert values["rope_parameters"] | {"low_freq_factor": 1.0, "high_freq_factor": 1.0} == rules
+    again = read_rope(Config(values, Path("config.json")), 128).factors["rope_freqs"]
+    assert np.array_equal(again, factors)
+
+
+def test_phi_moes_factor_of_attention_is_its_own() -> None:
+    rules = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.25], "long_factor": [1.5, 4.0],
+        "original_max_position_embeddings": 64, "short_mscale": 1.25, "long_mscale": 1.25}  # fmt: skip
+    config = {"rope_parameters": rules, "max_position_embeddings": 256}
+    assert read_rope(Config(config, Path("config.json")), 4).attention_factor == 1.25
+    rules["short_mscale"] = 1.0
+    with pytest.raises(BridgeError, match=r"llama\.cpp has one factor for both"):
+        read_rope(Config(config, Path("config.json")), 4)
 
 
 def test_a_model_of_an_architecture_that_transformers_lacks_is_refused(tmp_path: Path) -> None:
