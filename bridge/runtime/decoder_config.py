@@ -4,12 +4,12 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
 from bridge.errors import BridgeError
-from bridge.runtime.recurrent_config import RecurrentConfig, read_recurrent
+from bridge.runtime.recurrent_config import MAMBA, RecurrentConfig, read_recurrent
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Graph:
     gelu             gelu (its tanh form) in place of silu
     clamped          gpt-oss's form of silu and of what it multiplies, see cpu/expert_ops.py
     scaled           embeddings are multiplied by the root of their width
+    alone            each layer is attention, or what takes its place, or a network: not both
     unrotated_every  every n-th layer rotates nothing; 0: all rotate
     full_every       every n-th layer attends to everything, the others to a window; 0: all to everything
     one_rotation     layers with a window rotate as the others do
@@ -49,6 +50,7 @@ class Graph:
     gelu: bool = False
     clamped: bool = False
     scaled: bool = False
+    alone: bool = False
     unrotated_every: int = 0
     full_every: int = 0
     one_rotation: bool = False
@@ -56,6 +58,7 @@ class Graph:
     output_gate: bool = False
 
 
+_NEMOTRON_H = Graph(alone=True, gated=False)
 _DELTA = Graph(normed=True, late_norm=True, output_gate=True)
 ARCHITECTURES = {
     "llama": Graph(neighbours=True), "mistral3": Graph(neighbours=True), "qwen2": Graph(), "qwen2vl": Graph(),
@@ -78,6 +81,7 @@ ARCHITECTURES = {
     "gpt2": Graph(layer_norm=True, gated=False, gelu=True, unrotated_every=1),  # positions are embedded
     "deepseek2": Graph(neighbours=True),
     "lfm2": Graph(normed=True), "lfm2moe": Graph(normed=True), "granitehybrid": Graph(neighbours=True),
+    "nemotron_h": _NEMOTRON_H, "nemotron_h_moe": _NEMOTRON_H,
     "qwen35": _DELTA, "qwen35moe": _DELTA, "qwen3next": _DELTA,
 }  # fmt: skip
 # EXAONE 4's model of 64 layers, which llama.cpp knows by these: layers with a window alone are rotated
@@ -85,8 +89,8 @@ _EXAONE4_WINDOWS = 64, replace(ARCHITECTURES["exaone4"], full_every=4, one_rotat
 _LARGEST = {"gemma2": 46, "gemma3": 62}  # layers of the 27 B models, whose scores are scaled by the hidden size's share
 _WINDOWS = {"gemma2": 4096, "exaone4": 4096}  # if no key says so
 _COUNT_SHARED = {"glm4moe", "deepseek2"}  # the shared expert is so many times as wide as the others
-_UNNORMALIZED = {"qwen2moe", "glm4moe", "deepseek2"}  # weights of the experts used do not sum to one, if no key says so
-_SIGMOID = {"glm4moe", "minimax-m2"}  # routers, if no key says so
+_UNNORMALIZED = {"qwen2moe", "glm4moe", "deepseek2", "nemotron_h_moe"}  # weights do not sum to one, if no key says so
+_SIGMOID = {"glm4moe", "minimax-m2", "nemotron_h_moe"}  # routers, if no key says so
 _GATINGS = {1: False, 2: True, 3: False}  # expert_gating_func -> whether it is a sigmoid
 
 
@@ -100,6 +104,16 @@ class Routing:
     scale: float = 1.0  # that the weights are multiplied by then
     groups: int = 1  # of experts
     groups_used: int = 1  # of which experts are chosen
+    before: bool = False  # an expert's weight multiplies what it reads, not what it makes
+    mixer: float = 0.0  # m of Phi-MoE's rule; 0: it does not apply
+
+
+class Heads(NamedTuple):
+    """Of a layer's attention."""
+
+    kv: int  # heads of keys and of values
+    dim: int  # elements of a head
+    rotated: int  # of these, the first ones
 
 
 @dataclass(frozen=True)
@@ -123,7 +137,7 @@ class DecoderConfig:
     arch: str
     layers: int
     hidden: int
-    inner: int  # of layers without experts
+    inner: int  # of layers without experts, the largest
     heads: int
     kv_heads: int
     head_dim: int
@@ -154,33 +168,56 @@ class DecoderConfig:
     temperature: float = 0.0  # scores are multiplied by 1 + this ln(1 + position // original context)
     relu2: bool = False  # relu squared in place of silu
     recurrent: RecurrentConfig | None = None  # the layers with a state, where there are some
+    inners: tuple[int, ...] = ()  # of each layer, if not all are alike; 0: it has no network
 
     @property
     def plain(self) -> bool:
         """Whether it is a decoder as Llama's and Qwen's are."""
         scales = self.embedding_scale, self.residual_scale, self.logit_scale, self.score_cap, self.logit_cap
         usual = self.graph in (Graph(), Graph(neighbours=True), Graph(normed=True))
-        usual = usual and self.latent is None and self.recurrent is None
+        usual = usual and not self.inners and self.latent is None and self.recurrent is None
         return usual and scales == (1.0, 1.0, 1.0, 0.0, 0.0) and not self.temperature and self.arch != "phi3"
 
     @property
     def attending(self) -> list[int]:
         """The layers with attention."""
-        return [i for i in range(self.layers) if self.recurrent is None or not self.recurrent.layers[i]]
+        return [i for i in range(self.layers) if self.mixes(i) and not (self.recurrent and self.recurrent.layers[i])]
 
     @property
-    def query_width(self) -> int:
-        """Elements of all heads' queries, as the matrix makes them."""
-        return self.heads * (self.latent.plain + self.rotated if self.latent else self.head_dim)
+    def stored(self) -> dict[int, int]:
+        """The layers with attention, and the place of each one's keys and values in a cache."""
+        return {layer: place for place, layer in enumerate(self.attending)}
 
-    @property
-    def attended_width(self) -> int:
-        """Elements of all heads' results."""
-        return self.heads * (self.latent.value if self.latent else self.head_dim)
+    def mixes(self, layer: int) -> bool:
+        """Whether a layer has attention, or what takes its place."""
+        return not (self.graph.alone and self.feeds(layer))
+
+    def feeds(self, layer: int) -> bool:
+        """Whether a layer has a network."""
+        return self.inner_of(layer) > 0
+
+    def inner_of(self, layer: int) -> int:
+        """Elements between the matrices of a layer's network without experts."""
+        return self.inners[layer] if self.inners else self.inner
+
+    def heads_of(self, layer: int) -> Heads:
+        """The heads of a layer's attention."""
+        return Heads(self.kv_heads, self.head_dim, self.rotated if self.rotates(layer) else 0)
+
+    def widths(self, own: Heads) -> tuple[int, int]:
+        """Elements of all heads' queries, as the matrix makes them, and of all heads' results."""
+        if self.latent is not None:
+            return self.heads * (self.latent.plain + own.rotated), self.heads * self.latent.value
+        return self.heads * own.dim, self.heads * own.dim
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer's network is a mixture of experts."""
-        return self.experts > 0 and layer >= self.leading
+        return self.experts > 0 and layer >= self.leading and self.feeds(layer)
+
+    @property
+    def activation(self) -> str:
+        """What networks bend values by: silu, gelu, relu2 or, of experts alone, clamped."""
+        return "clamped" if self.graph.clamped else "gelu" if self.graph.gelu else "relu2" if self.relu2 else "silu"
 
     def windowed(self, layer: int) -> bool:
         """Whether a layer attends to a window alone."""
@@ -256,11 +293,13 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
     if (arch, layers) == ("exaone4", _EXAONE4_WINDOWS[0]):
         graph = _EXAONE4_WINDOWS[1]
     heads, hidden = get("attention.head_count", int), get("embedding_length", int)
-    recurrent = read_recurrent(metadata, arch, layers, get, path)
+    inner, inners = _inner_sizes(metadata, arch, layers, get, path)
+    networks = tuple(graph.alone and size > 0 for size in inners) if inners else (False,) * layers
+    recurrent = read_recurrent(metadata, arch, networks, get, path)
     kv_heads = _kv_heads(metadata, arch, path) if recurrent else get("attention.head_count_kv", int, heads)
     head_dim = get("attention.key_length", int, max(1, hidden // heads))
     rotated = get("rope.dimension_count", int, head_dim)
-    if arch == "granitehybrid" and metadata.get(f"{arch}.rope.scaling.finetuned") is False:
+    if recurrent is not None and recurrent.kind == MAMBA and metadata.get(f"{arch}.rope.scaling.finetuned") is False:
         rotated = 0  # llama.cpp's sign for it
     if heads % kv_heads:
         raise BridgeError(f"{path}: {heads} heads cannot share {kv_heads} key-value heads; convert the model again")
@@ -297,7 +336,7 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
         scale = (1 + growth) ** 2 / (latent.plain + rotated) ** 0.5
     cap = 50.0 if arch == "gemma2" else 0.0  # llama.cpp's defaults
     caps_logits = arch == "gemma2" or "gemma3.final_logit_softcapping" in metadata
-    context, inner = get("context_length", int), get("feed_forward_length", int)
+    context = get("context_length", int)
     expert_inner = get("expert_feed_forward_length", int, inner) if experts else 0
     leading, shared_inner = int(metadata.get(f"{arch}.leading_dense_block_count", 0)), 0
     if experts and (arch == "qwen2moe" or f"{arch}.expert_shared_feed_forward_length" in metadata):
@@ -309,13 +348,13 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
         arch=arch,
         layers=layers,
         hidden=hidden,
-        inner=inner if leading or not experts else expert_inner,
+        inner=inner if leading or inners or not experts else expert_inner,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
         rotated=rotated,
         context=context,
-        norm_eps=get(f"attention.layer_norm_{'' if graph.layer_norm else 'rms_'}epsilon", float),
+        norm_eps=get(f"attention.layer_norm_{'' if graph.layer_norm or graph.alone else 'rms_'}epsilon", float),
         attention_scale=scale,
         graph=graph,
         rope_base=base,
@@ -338,9 +377,26 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
         window=window if graph.full_every else 0,
         local_base=get("rope.freq_base_swa", float, base if arch == "gemma2" else 10000.0),
         temperature=float(metadata.get(f"{arch}.attention.temperature_scale", 0.0)),
-        relu2=metadata.get("bitnet.hidden_activation") == "relu2",
+        relu2=graph.alone or metadata.get("bitnet.hidden_activation") == "relu2",
+        inners=inners,
         recurrent=recurrent,
     )
+
+
+def _inner_sizes(
+    metadata: Mapping[str, Any], arch: str, layers: int, get: Callable[..., Any], path: Path
+) -> tuple[int, tuple[int, ...]]:
+    """Elements between the matrices of a network: the most, and those of each layer where they differ."""
+    found = metadata.get(f"{arch}.feed_forward_length")
+    if not isinstance(found, list):
+        return get("feed_forward_length", int), ()
+    sizes = tuple(int(size) for size in found[:layers])
+    if len(sizes) < layers or min(sizes) < 0 or max(sizes) < 1:
+        raise BridgeError(
+            f"{path}: {arch}.feed_forward_length is {found!r}; must be a size for each of {layers} layers; convert the "
+            "model again"
+        )
+    return max(sizes), sizes if len({*sizes}) > 1 else ()
 
 
 def _kv_heads(metadata: Mapping[str, Any], arch: str, path: Path) -> int:

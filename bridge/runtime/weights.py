@@ -15,9 +15,13 @@ from bridge.runtime.recurrent_config import CONVOLUTION, MAMBA, RecurrentConfig
 _NORMED_TOGETHER = {"olmo2", "minimax-m2"}  # heads of q, and of k: one norm for all
 
 
+Network = tuple[QuantTensor, QuantTensor | None, QuantTensor]
+
+
 @dataclass
 class Experts:
-    """A layer's experts: the router float32 [experts, hidden], and gate, up and down of each.
+    """A layer's experts: the router float32 [experts, hidden], and gate, up (None where there is no gate, as in
+    `Layer`) and down of each.
 
     biases       of gate, up and down, each float32 [experts, out]; None where there are none, as for the others
     router_bias  float32 [experts], added to the router's logits, and
@@ -27,11 +31,11 @@ class Experts:
     """
 
     router: np.ndarray
-    networks: list[tuple[QuantTensor, QuantTensor, QuantTensor]]
+    networks: list[Network]
     biases: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
     router_bias: np.ndarray | None = None
     choice_bias: np.ndarray | None = None
-    shared: tuple[QuantTensor, QuantTensor, QuantTensor] | None = None
+    shared: Network | None = None
     shared_gate: np.ndarray | None = None
 
 
@@ -59,20 +63,20 @@ class Layer:
     """One layer's matrices, and its vectors as float32 (None where the model has none).
 
     With experts, gate, up and down are the stacks [experts, out, in] of all of theirs. A network without a gate has
-    its first matrix as `gate`, and no `up`. With latent attention q reads the state or what `q_a` makes of it, k
-    makes the latent vector and the rotated part of the keys, and there is no v. With a state, `recurrent` is in place
-    of q, k and v.
+    its first matrix as `gate`, and no `up`. A layer may lack attention (`o` is None) or a network (`down` is None).
+    With latent attention q reads the state or what `q_a` makes of it, k makes the latent vector and the rotated part of
+    the keys, and there is no v. With a state, `recurrent` is in place of q, k and v.
 
     latent_k, latent_v  of each head, [heads, rank, plain] and [heads, value, rank], floats: cpu/latent_attention.py
     sinks               float32 [heads], scores of no position
     """
 
     attn_norm: np.ndarray | None
-    o: QuantTensor
     ffn_norm: np.ndarray | None
-    gate: QuantTensor
-    up: QuantTensor | None
-    down: QuantTensor
+    o: QuantTensor | None = None
+    gate: QuantTensor | None = None
+    up: QuantTensor | None = None
+    down: QuantTensor | None = None
     q: QuantTensor | None = None
     k: QuantTensor | None = None
     v: QuantTensor | None = None
@@ -172,21 +176,23 @@ class _LayerReader:
     def layer(self) -> Layer:
         """The whole layer."""
         c, graph = self.config, self.config.graph
-        sparse = c.has_experts(self.index)
+        network: dict[str, Any] = {}
+        if c.feeds(self.index):
+            network = self._sparse() if c.has_experts(self.index) else self._network()
         norm, bias = ("post_attention_norm" if graph.late_norm else "ffn_norm"), graph.layer_norm
         return Layer(
             attn_norm=self._norm("attn_norm.weight", graph.pre_norm),
             attn_norm_bias=self._vector("attn_norm.bias", c.hidden) if bias else None,
             o_bias=self._vector("attn_output.bias", c.hidden),
-            ffn_norm=self._norm(f"{norm}.weight", graph.pre_norm and not graph.parallel),
+            ffn_norm=self._norm(f"{norm}.weight", graph.pre_norm and not graph.parallel and not graph.alone),
             ffn_norm_bias=self._vector(f"{norm}.bias", c.hidden) if bias else None,
             attn_post_norm=self._norm("post_attention_norm.weight", graph.post_norm),
             ffn_post_norm=self._norm("post_ffw_norm.weight", graph.post_norm),
-            attn_sub_norm=self._norm("attn_sub_norm.weight", graph.sub_norm, c.attended_width),
+            attn_sub_norm=self._norm("attn_sub_norm.weight", graph.sub_norm, c.heads * c.head_dim),
             ffn_sub_norm=self._norm("ffn_sub_norm.weight", graph.sub_norm, c.inner),
             sinks=self._norm("attn_sinks.weight", graph.sinks, c.heads),
-            **self._mixing(),
-            **(self._sparse() if sparse else self._network()),
+            **(self._mixing() if c.mixes(self.index) else {}),
+            **network,
         )
 
     def _mixing(self) -> dict[str, Any]:
@@ -195,7 +201,8 @@ class _LayerReader:
         if c.recurrent is not None and c.recurrent.layers[self.index]:
             return self._recurrent(c.recurrent)
         found = self._attention() if c.latent is None else self._latent(c.latent)
-        return {"o": self._matrix("attn_output", c.hidden, c.attended_width), **found}
+        _, attended = c.widths(c.heads_of(self.index))
+        return {"o": self._matrix("attn_output", c.hidden, attended), **found}
 
     def _recurrent(self, c: RecurrentConfig) -> dict[str, Any]:
         hidden, alone = self.config.hidden, c.kind == CONVOLUTION
@@ -247,7 +254,7 @@ class _LayerReader:
     def _latent(self, latent: Latent) -> dict[str, Any]:
         c, rank = self.config, latent.query_rank
         found = {
-            "q": self._matrix("attn_q_b" if rank else "attn_q", c.query_width, rank or c.hidden),
+            "q": self._matrix("attn_q_b" if rank else "attn_q", c.widths(c.heads_of(self.index))[0], rank or c.hidden),
             "k": self._matrix("attn_kv_a_mqa", c.head_dim, c.hidden),
             "k_norm": self._vector("attn_kv_a_norm.weight", latent.rank, True),
             "latent_k": self._floats("attn_k_b.weight", c.heads, latent.rank, latent.plain),
@@ -259,21 +266,21 @@ class _LayerReader:
         return found
 
     def _network(self) -> dict[str, Any]:
-        c = self.config
+        c, inner = self.config, self.config.inner_of(self.index)
         up: QuantTensor | None
         if not c.graph.gated:
-            gate, up = self._matrix("ffn_up", c.inner, c.hidden), None
+            gate, up = self._matrix("ffn_up", inner, c.hidden), None
         elif self._has("ffn_gate.weight"):
-            gate, up = self._matrix("ffn_gate", c.inner, c.hidden), self._matrix("ffn_up", c.inner, c.hidden)
+            gate, up = self._matrix("ffn_gate", inner, c.hidden), self._matrix("ffn_up", inner, c.hidden)
         else:
-            both = self._matrix("ffn_up", 2 * c.inner, c.hidden)
-            gate, up = both.slice_rows(0, c.inner), both.slice_rows(c.inner, 2 * c.inner)
+            both = self._matrix("ffn_up", 2 * inner, c.hidden)
+            gate, up = both.slice_rows(0, inner), both.slice_rows(inner, 2 * inner)
         return {
             "gate": gate,
             "up": up,
-            "down": self._matrix("ffn_down", c.hidden, c.inner),
-            "gate_bias": self._vector("ffn_gate.bias" if c.graph.gated else "ffn_up.bias", c.inner),
-            "up_bias": self._vector("ffn_up.bias", c.inner) if c.graph.gated else None,
+            "down": self._matrix("ffn_down", c.hidden, inner),
+            "gate_bias": self._vector("ffn_gate.bias" if c.graph.gated else "ffn_up.bias", inner),
+            "up_bias": self._vector("ffn_up.bias", inner) if c.graph.gated else None,
             "down_bias": self._vector("ffn_down.bias", c.hidden),
         }
 
@@ -281,13 +288,15 @@ class _LayerReader:
         c = self.config
         inner, hidden = c.expert_inner, c.hidden
         shapes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
-        stacks = {
-            name: _expect(self.file[self._name(f"ffn_{name}_exps.weight")], c.experts, *shape)
-            for name, shape in shapes.items()
+        parts = ("gate", "up", "down") if c.graph.gated else ("up", "down")
+        found = {
+            name: _expect(self.file[self._name(f"ffn_{name}_exps.weight")], c.experts, *shapes[name]) for name in parts
         }
+        stacks = found if c.graph.gated else {"gate": found["up"], "up": None, "down": found["down"]}
+        up = stacks["up"]
         experts = Experts(
             router=self._matrix("ffn_gate_inp", c.experts, c.hidden).dequantize(),
-            networks=[(stacks["gate"][e], stacks["up"][e], stacks["down"][e]) for e in range(c.experts)],
+            networks=[(stacks["gate"][e], up and up[e], stacks["down"][e]) for e in range(c.experts)],
             router_bias=self._vector("ffn_gate_inp.bias", c.experts),
             choice_bias=self._vector("exp_probs_b.bias", c.experts),
         )
@@ -298,11 +307,10 @@ class _LayerReader:
             )
             experts.biases = gate, up, down
         if c.shared_inner:
-            experts.shared = (
-                self._matrix("ffn_gate_shexp", c.shared_inner, c.hidden),
-                self._matrix("ffn_up_shexp", c.shared_inner, c.hidden),
-                self._matrix("ffn_down_shexp", c.hidden, c.shared_inner),
-            )
+            gated = self._matrix("ffn_gate_shexp", c.shared_inner, c.hidden) if c.graph.gated else None
+            first = self._matrix("ffn_up_shexp", c.shared_inner, c.hidden)
+            last = self._matrix("ffn_down_shexp", c.hidden, c.shared_inner)
+            experts.shared = (first, None, last) if gated is None else (gated, first, last)
             experts.shared_gate = self._vector("ffn_gate_inp_shexp.weight", c.hidden, c.arch == "qwen2moe")
         return {**stacks, "experts": experts}
 
