@@ -61,6 +61,9 @@ class DecodeBuffers:
         self.latent = LatentBuffers(c, n) if c.latent else None
         widths = {width: (buffer(n, width), buffer(n, width)) for width in {c.inner_of(i) for i in range(c.layers)}}
         self.gated = [widths[c.inner_of(i)] for i in range(c.layers)]  # gate and up
+        self.beside = [buffer(n, c.hidden) for _ in range(3 if c.experts and c.graph.beside else 0)]
+        self.inputs, self.projected = (buffer(n, c.layers * c.each_input) for _ in range(2))  # layer by layer
+        self.input = buffer(n, c.each_input)
         self.tokens = np.zeros(n, np.int64)
         self.starts = np.zeros(len(caches), np.int64)
         self.spans = np.ones(1, np.int64)
@@ -141,22 +144,25 @@ class DecodeBuffers:
             arrays = {
                 attn.Q_BIAS: layer.q_bias, attn.K_BIAS: layer.k_bias, attn.V_BIAS: layer.v_bias,
                 attn.Q_NORM: layer.q_norm if by_head else None, attn.K_NORM: layer.k_norm if by_head else None,
-                attn.COS: cos, attn.SIN: sin, attn.SINKS: layer.sinks, attn.TEMPERATURES: positions.temperatures,
+                attn.COS: cos, attn.SIN: sin, attn.SINKS: layer.sinks,
+                attn.TEMPERATURES: positions.temperatures if c.tempered(i) else None,
             }  # fmt: skip
             b = self.heads[i]
+            places = {attn.Q: b.q, attn.K: b.k, attn.V: b.v, attn.OUT: b.attended, attn.START: self.starts}
             for m, block in enumerate(self.block[i]):
                 for word, array in arrays.items():
                     block[word] = address(array)
-                places = {attn.Q: b.q, attn.K: b.k, attn.V: b.v, attn.OUT: b.attended, attn.START: self.starts}
-                for word, array in places.items():
-                    block[word] = address(array[m:])
+                for word, rows in places.items():
+                    block[word] = address(rows[m:])
+                if not c.makes_keys(i):
+                    block[attn.K] = 0
                 block[attn.HEADS], block[attn.KV_HEADS], block[attn.HEAD_DIM] = c.heads, own.kv, own.dim
                 block[attn.ROTATED], block[attn.NEIGHBOURS] = own.rotated, int(c.graph.neighbours)
                 block[attn.NORM_LAST] = int(c.graph.norms_rotated)
                 block[attn.CONTEXT] = self.caches[m].rows
                 block[attn.TOKENS], block[attn.EPS] = 1 if self.steps else self.n, bits(c.norm_eps)
                 block[attn.SCALE], block[attn.CAP] = bits(c.attention_scale), bits(c.score_cap)
-                block[attn.WINDOW] = c.window if c.windowed(i) else 0
+                block[attn.CHUNK if c.graph.chunked else attn.WINDOW] = c.window if c.windowed(i) else 0
                 if self.latent is not None:
                     self.latent.fill(block, layer, b.q, m)
         for m in range(len(self.caches)):

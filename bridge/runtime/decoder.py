@@ -39,7 +39,7 @@ from bridge.runtime.kv_cache import KVCache
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.reader import GGUFFile
 from bridge.runtime.sampling import Sampler, drawn_on_host
-from bridge.runtime.tables import ProgramBuilder, looked_up_in_program
+from bridge.runtime.tables import ProgramBuilder
 from bridge.runtime.tokenizer import common_prefix
 from bridge.runtime.weights import read_weights
 from bridge.system import compiling
@@ -64,6 +64,7 @@ class Decoder:
         self._kv = kv
         self.embedding, self.output = weights.embedding, weights.output
         self.vocab = self.embedding.shape[0]
+        self._output_bias = weights.output_bias
         self.output_norm, self.layers = weights.output_norm, weights.layers
         factors = weights.rope_factors
         if weights.long_factors is not None and context > config.rope_original_context:
@@ -122,9 +123,12 @@ class Decoder:
 
     def logits(self, hidden: np.ndarray) -> np.ndarray:
         """float32 [n, vocab] of hidden states [n, hidden]."""
-        return self._capped(self.output.matmul(hidden, precision=self.precision))
+        return self._finished(self.output.matmul(hidden, precision=self.precision))
 
-    def _capped(self, scores: np.ndarray) -> np.ndarray:
+    def _finished(self, scores: np.ndarray) -> np.ndarray:
+        """With the output's bias, or capped."""
+        if self._output_bias is not None:
+            scores = scores + self._output_bias
         cap = np.float32(self.config.logit_cap)
         return cap * np.tanh(scores / cap) if cap else scores
 
@@ -163,7 +167,7 @@ class Decoder:
         """Append a token to each cache: float32 [caches, vocab] of what follows; the next call may overwrite them."""
         buffers = self._buffers_for(caches, len(tokens))
         hidden = self._through(buffers, tokens)
-        return self._capped(buffers.scores) if buffers.scores.size else self.logits(hidden)
+        return self._finished(buffers.scores) if buffers.scores.size else self.logits(hidden)
 
     def _buffers_for(self, caches: Sequence[KVCache], n: int) -> DecodeBuffers:
         """Buffers and tables for n tokens; those of steps are kept, and the last ones of a prompt."""
@@ -187,8 +191,7 @@ class Decoder:
             self._prepare(self._nbytes / _PARTS, _SHARE * self._computing)
         start = compiling.clock()
         buffers.begin(tokens)
-        if not looked_up_in_program(self.embedding):
-            buffers.x[:] = self.embedding.rows(tokens)
+        self._builder.look_up(buffers)
         if buffers.way is None:
             buffers.way = (self._builder.table(buffers) if buffers.steps else None) or self._builder.parts(buffers)
         buffers.way.run()

@@ -33,8 +33,8 @@ class Steps(Protocol):
     def products(self, x: np.ndarray, products: Products) -> None:
         """y = W x for each pair that has a matrix, of buffers [n, in] and [n, rows]."""
 
-    def mix(self, experts: Experts, x: np.ndarray, y: np.ndarray) -> None:
-        """y = the experts' result for x."""
+    def mix(self, experts: Experts, x: np.ndarray, y: np.ndarray, routed: np.ndarray | None = None) -> None:
+        """y = the experts' result for x; `routed`: what the router reads, if that is not x."""
 
 
 class Parts:
@@ -48,9 +48,9 @@ class Parts:
     def products(self, x: np.ndarray, products: Products) -> None:
         self._then(*(partial(matrix.matmul, x, y, self._precision) for matrix, y in products if matrix is not None))
 
-    def mix(self, experts: Experts, x: np.ndarray, y: np.ndarray) -> None:
+    def mix(self, experts: Experts, x: np.ndarray, y: np.ndarray, routed: np.ndarray | None = None) -> None:
         def call() -> None:
-            y[:] = mix(experts, x, self._config, self._precision)
+            y[:] = mix(experts, x, self._config, self._precision, routed)
 
         self._then(call)
 
@@ -77,9 +77,9 @@ class Table:
             self._experts = ExpertTables(config, n, self.slots, lambda _, x, products: self.products(x, products))
             self.program.keep(self._experts)
 
-    def mix(self, experts: Experts, x: np.ndarray, y: np.ndarray) -> None:
+    def mix(self, experts: Experts, x: np.ndarray, y: np.ndarray, routed: np.ndarray | None = None) -> None:
         assert self._experts is not None
-        self._experts.add(self.program, experts, x, y)
+        self._experts.add(self.program, experts, x, y, routed)
 
     def products(self, x: np.ndarray, products: Products) -> None:
         """Types that read the same records share them."""

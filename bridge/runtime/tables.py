@@ -11,12 +11,13 @@ from bridge.runtime.buffers import Attend, DecodeBuffers, Positions, is_by_head
 from bridge.runtime.cpu import attention as attn
 from bridge.runtime.cpu import decoder_ops as ops
 from bridge.runtime.cpu import latent_attention
+from bridge.runtime.cpu.floats import SIZES
 from bridge.runtime.cpu.program import Program, address, bits, buffer
 from bridge.runtime.decoder_config import DecoderConfig
 from bridge.runtime.kv_cache import KVCache
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.steps import Parts, Products, Steps, Table
-from bridge.runtime.weights import Weights
+from bridge.runtime.weights import Beside, Experts, Inputs, Weights
 
 
 class ProgramBuilder:
@@ -28,6 +29,7 @@ class ProgramBuilder:
         self.layers = weights.layers
         self._positions = positions
         self._eps = bits(config.norm_eps)
+        self._ones = np.ones(config.hidden, np.float32)
 
     def buffers(self, n: int, caches: Sequence[KVCache]) -> DecodeBuffers:
         """Buffers for n tokens."""
@@ -49,6 +51,8 @@ class ProgramBuilder:
         from bridge.runtime.cpu.products import Interleaved
 
         matrices = [m for layer in self.layers for m in layer.matrices]
+        if self.weights.inputs is not None and self.weights.inputs.project.type not in SIZES:
+            matrices.append(self.weights.inputs.project)
         if any(m.change is not None for m in matrices):
             return None
         engines: list[Any] = [m._get_engine() for m in matrices]
@@ -68,7 +72,9 @@ class ProgramBuilder:
 
     def walk(self, steps: Steps, buffers: DecodeBuffers) -> None:
         """From the tokens to their normalized hidden states, `buffers.xn`."""
-        self._look_up(steps.program, buffers)
+        self._embed(steps.program, buffers)
+        if self.weights.inputs is not None:
+            self._make_inputs(steps, buffers, self.weights.inputs)
         added: np.ndarray | None = None  # to x, with the next norm
         for index, layer in enumerate(self.layers):
             self._norm(steps.program, buffers, added, layer.attn_norm, layer.attn_norm_bias)
@@ -81,23 +87,29 @@ class ProgramBuilder:
                     self._norm(steps.program, buffers, buffers.delta, layer.ffn_norm, layer.ffn_norm_bias)
             if layer.down is not None:
                 self._feed(steps, buffers, index)
-            added = buffers.delta
+            added = self._finish(steps, buffers, index)
         self._norm(steps.program, buffers, added, self.weights.output_norm, self.weights.output_norm_bias)
 
-    def _look_up(self, program: Program, buffers: DecodeBuffers) -> None:
-        """The tokens' rows of the embedding; the decoder looks them up where `looked_up_in_program` says no."""
-        if looked_up_in_program(self.embedding):
-            table = self.embedding.raw
-            for t in range(buffers.n):
-                place = address(buffers.tokens[t:]), address(buffers.x[t:]), self.config.hidden
-                program.add(
-                    ops.look_up_function(self.embedding.type), address(table), table.nbytes // self.embedding.shape[0],
-                    *place, items=1,
-                )  # fmt: skip
-            program.keep(table)
-        if self.config.embedding_scale != 1:
-            arguments = address(buffers.x), buffers.x.size, bits(self.config.embedding_scale)
-            program.add(ops.function("scale"), *arguments, items=1)
+    def look_up(self, buffers: DecodeBuffers) -> None:
+        """The tokens' rows of tables that the program does not look up."""
+        for table, rows in self._looked_up(buffers):
+            if not _looked_up_in_program(table):
+                rows[:] = table.rows(buffers.tokens.tolist())
+
+    def _looked_up(self, buffers: DecodeBuffers) -> list[tuple[QuantTensor, np.ndarray]]:
+        inputs = self.weights.inputs
+        return [(self.embedding, buffers.x), *([] if inputs is None else [(inputs.embedding, buffers.inputs)])]
+
+    def _embed(self, program: Program, buffers: DecodeBuffers) -> None:
+        """The tokens' rows of the embedding, and of that of the layers' inputs."""
+        for table, rows in self._looked_up(buffers):
+            if _looked_up_in_program(table):
+                function, row_bytes = ops.look_up_function(table.type), table.raw.nbytes // table.shape[0]
+                for t in range(buffers.n):
+                    place = address(buffers.tokens[t:]), address(rows[t:]), rows.shape[1]
+                    program.add(function, address(table.raw), row_bytes, *place, items=1)
+                program.keep(table.raw)
+        self._scale(program, buffers.x, self.config.embedding_scale)
         if self.weights.positions is not None:
             self._add_positions(program, buffers, self.weights.positions)
 
@@ -107,6 +119,33 @@ class ProgramBuilder:
         for m in range(len(buffers.caches)):
             place = address(buffers.x[m:]), address(table), address(buffers.starts[m:]), self.config.hidden
             program.add(ops.function("add_rows"), *place, items=each)
+
+    def _make_inputs(self, steps: Steps, buffers: DecodeBuffers, inputs: Inputs) -> None:
+        """What each layer gets: (rms(W x / sqrt(hidden)) * norm + sqrt(each) row) / sqrt(2)."""
+        c, projected = self.config, buffers.projected
+        steps.products(buffers.x, [(inputs.project, projected)])
+        self._scale(steps.program, projected, c.hidden**-0.5)
+        self._normalize(steps.program, projected.reshape(-1, c.each_input), inputs.norm)
+        self._scale(steps.program, buffers.inputs, c.each_input**0.5)
+        self._add(steps.program, buffers.inputs, projected)
+        self._scale(steps.program, buffers.inputs, 0.5**0.5)
+
+    def _finish(self, steps: Steps, buffers: DecodeBuffers, index: int) -> np.ndarray | None:
+        """The layer's end; what is still to be added to x."""
+        layer, c = self.layers[index], self.config
+        if layer.input is None and layer.scale == 1:
+            return buffers.delta
+        self._add(steps.program, buffers.x, buffers.delta)
+        if layer.input is not None:
+            steps.products(buffers.x, [(layer.input.gate, buffers.input)])
+            own = buffers.inputs[:, index * c.each_input :]
+            arguments = address(buffers.input), address(own), c.each_input, own.strides[0]
+            steps.program.add(ops.function("geglu"), *arguments, items=buffers.n, shared=buffers.n > 1)
+            steps.products(buffers.input, [(layer.input.project, buffers.delta)])
+            self._normalize(steps.program, buffers.delta, layer.input.norm)
+            self._add(steps.program, buffers.x, buffers.delta)
+        self._scale(steps.program, buffers.x, layer.scale)
+        return None
 
     def _mix(self, steps: Steps, buffers: DecodeBuffers, index: int) -> None:
         """delta = what attention makes of xn, or what takes its place in a layer with a state."""
@@ -140,6 +179,10 @@ class ProgramBuilder:
         if heads.with_gate.size:
             place = address(heads.with_gate), address(heads.q), c.heads, own.dim
             program.add(ops.function("split_gate"), *place, items=buffers.n, shared=buffers.n > 1)
+        if layer.v_norm is not None and layer.k is not None:
+            source = heads.k if layer.v is None else heads.v
+            arguments = address(source), 0, address(layer.v_norm), address(heads.v), own.dim, self._eps, bits(1.0)
+            program.add(ops.function("norm"), *arguments, items=buffers.n * own.kv, shared=buffers.n > 1)
         if c.graph.normed and not is_by_head(own, layer.q_norm):
             self._normalize(program, heads.q, layer.q_norm)
             self._normalize(program, heads.k, layer.k_norm)
@@ -166,7 +209,7 @@ class ProgramBuilder:
     def _feed(self, steps: Steps, buffers: DecodeBuffers, index: int) -> None:
         """delta = what the network makes of xn."""
         layer = self.layers[index]
-        if layer.experts is not None:
+        if layer.experts is not None and layer.beside is None:
             steps.mix(layer.experts, buffers.xn, buffers.delta)
         else:
             gate, up = buffers.gated[index]
@@ -176,8 +219,21 @@ class ProgramBuilder:
             self._activate(steps.program, gate, up if layer.up is not None else None)
             self._normalize(steps.program, gate, layer.ffn_sub_norm)
             steps.products(gate, [(layer.down, buffers.delta)])
+        if layer.experts is not None and layer.beside is not None:
+            self._mix_beside(steps, buffers, layer.experts, layer.beside)
         self._bias(steps.program, layer.down_bias, buffers.delta)
         self._normalize(steps.program, buffers.delta, layer.ffn_post_norm)
+
+    def _mix_beside(self, steps: Steps, buffers: DecodeBuffers, experts: Experts, beside: Beside) -> None:
+        """delta = what the network made, normalized, plus what experts make of x."""
+        routed, read, made = buffers.beside
+        self._normalize(steps.program, buffers.delta, beside.network)
+        for out, weight in ((routed, self._ones), (read, beside.before)):
+            arguments = address(buffers.x), 0, address(weight), address(out), self.config.hidden, self._eps, bits(1.0)
+            steps.program.add(ops.function("norm"), *arguments, items=buffers.n, shared=buffers.n > 1)
+        steps.mix(experts, read, made, routed)
+        self._normalize(steps.program, made, beside.after)
+        self._add(steps.program, buffers.delta, made)
 
     def _activate(self, program: Program, gate: np.ndarray, up: np.ndarray | None) -> None:
         """gate = activation(gate), times up where there is one."""
@@ -218,7 +274,12 @@ class ProgramBuilder:
         """x += y."""
         program.add(ops.function("add"), address(x), address(y), x.size, items=1)
 
+    def _scale(self, program: Program, x: np.ndarray, factor: float) -> None:
+        """x *= factor."""
+        if factor != 1:
+            program.add(ops.function("scale"), address(x), x.size, bits(factor), items=1)
 
-def looked_up_in_program(embedding: QuantTensor) -> bool:
+
+def _looked_up_in_program(embedding: QuantTensor) -> bool:
     """Whether the program finds the tokens' rows: not of types that are not block types, nor with an adapter."""
     return embedding.type in READ and embedding.change is None

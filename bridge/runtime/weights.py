@@ -40,6 +40,33 @@ class Experts:
 
 
 @dataclass
+class Beside:
+    """Norms of experts that are beside a network, float32 [hidden]: what it makes, what they read and what they make."""
+
+    network: np.ndarray
+    before: np.ndarray
+    after: np.ndarray
+
+
+@dataclass
+class LayerInput:
+    """How a layer takes what there is for it of a token's own: x += norm * rms(project (gelu(gate x) * input))."""
+
+    gate: QuantTensor
+    project: QuantTensor
+    norm: np.ndarray
+
+
+@dataclass
+class Inputs:
+    """What makes the inputs of all layers, each of as many elements: of a token's row and of its embedding."""
+
+    embedding: QuantTensor
+    project: QuantTensor
+    norm: np.ndarray
+
+
+@dataclass
 class Recurrent:
     """What a layer with a state has in place of q, k and v; vectors as float32, None where its kind has none.
 
@@ -62,8 +89,8 @@ class Recurrent:
 class Layer:
     """One layer's matrices, and its vectors as float32 (None where the model has none).
 
-    With experts, gate, up and down are the stacks [experts, out, in] of all of theirs. A network without a gate has
-    its first matrix as `gate`, and no `up`. A layer may lack attention (`o` is None) or a network (`down` is None).
+    With experts alone, `down` is the stack [experts, out, in] of theirs. A network without a gate has its first matrix
+    as `gate`, and no `up`. A layer may lack attention (`o` is None) or a network (`down` is None).
     With latent attention q reads the state or what `q_a` makes of it, k makes the latent vector and the rotated part of
     the keys, and there is no v. With a state, `recurrent` is in place of q, k and v.
 
@@ -100,16 +127,22 @@ class Layer:
     q_a_norm: np.ndarray | None = None
     latent_k: QuantTensor | None = None
     latent_v: QuantTensor | None = None
+    v_norm: np.ndarray | None = None
     experts: Experts | None = None
+    beside: Beside | None = None
     recurrent: Recurrent | None = None
+    input: LayerInput | None = None
+    scale: float = 1.0  # that the state is multiplied by in the end
 
     @property
     def matrices(self) -> tuple[QuantTensor, ...]:
         """All of them, with those of each expert."""
         own = [self.q_a, self.q, self.k, self.v, *(self.recurrent.inputs if self.recurrent else ()), self.o]
-        if self.experts is None:
+        if self.input is not None:
+            own += self.input.gate, self.input.project
+        if self.experts is None or self.beside is not None:
             own += self.gate, self.up, self.down
-        else:
+        if self.experts is not None:
             own += (matrix for network in self.experts.networks for matrix in network)
             own += self.experts.shared or ()
         return tuple(matrix for matrix in own if matrix is not None)
@@ -126,6 +159,8 @@ class Weights:
     rope_factors: np.ndarray | None
     long_factors: np.ndarray | None = None  # LongRoPE's, for contexts beyond the original one
     output_norm_bias: np.ndarray | None = None
+    output_bias: np.ndarray | None = None
+    inputs: Inputs | None = None  # of the layers
     positions: np.ndarray | None = None  # float32 [context, hidden], added to the embeddings
 
 
@@ -159,7 +194,18 @@ def read_weights(file: GGUFFile, config: DecoderConfig, whole: bool = False) -> 
         rope_factors=factors["freqs"] if factors["factors_short"] is None else factors["factors_short"],
         long_factors=factors["factors_long"],
         output_norm_bias=_vector(file, "output_norm.bias", config.hidden),
+        output_bias=_vector(file, "output.bias", vocab),
+        inputs=_inputs(file, config, vocab) if config.each_input else None,
         positions=positions,
+    )
+
+
+def _inputs(file: GGUFFile, c: DecoderConfig, vocab: int) -> Inputs:
+    size = c.layers * c.each_input
+    return Inputs(
+        _expect(file["per_layer_token_embd.weight"], vocab, size),
+        _expect(file["per_layer_model_proj.weight"], size, c.hidden),
+        _vector(file, "per_layer_proj_norm.weight", c.each_input, True),
     )
 
 
@@ -179,6 +225,15 @@ class _LayerReader:
         network: dict[str, Any] = {}
         if c.feeds(self.index):
             network = self._sparse() if c.has_experts(self.index) else self._network()
+            if graph.beside and c.has_experts(self.index):
+                network |= self._network() | self._beside(network["experts"])
+        if c.each_input:
+            network["input"] = LayerInput(
+                self._matrix("inp_gate", c.each_input, c.hidden), self._matrix("proj", c.hidden, c.each_input),
+                self._vector("post_norm.weight", c.hidden, True),
+            )  # fmt: skip
+        if self._has("layer_output_scale.weight"):
+            network["scale"] = float(self._vector("layer_output_scale.weight", 1)[0])
         norm, bias = ("post_attention_norm" if graph.late_norm else "ffn_norm"), graph.layer_norm
         return Layer(
             attn_norm=self._norm("attn_norm.weight", graph.pre_norm),
@@ -226,11 +281,24 @@ class _LayerReader:
             raise BridgeError(f"{tensor.name}: shape {list(tensor.shape)}; must be [{size}]; convert the model again")
         return np.ascontiguousarray(tensor.dequantize().reshape(size))
 
-    def _attention(self) -> dict[str, Any]:
+    def _beside(self, experts: Experts) -> dict[str, Any]:
+        """What experts have beside a network; the router's factors become part of it."""
         c = self.config
-        q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+        experts.router = experts.router * (self._vector("ffn_gate_inp.scale", c.hidden, True) / c.hidden**0.5)
+        parts = "post_ffw_norm_1", "pre_ffw_norm_2", "post_ffw_norm_2"
+        return {"beside": Beside(*(self._vector(f"{part}.weight", c.hidden, True) for part in parts))}
+
+    def _attention(self) -> dict[str, Any]:
+        c, own = self.config, self.config.heads_of(self.index)
+        q, kv = c.heads * own.dim, own.kv * own.dim
         found: dict[str, Any] = {}
         ends = dict(zip("qkv", ((0, q), (q, q + kv), (q + kv, q + 2 * kv)), strict=True))
+        if not c.makes_keys(self.index):
+            del ends["k"], ends["v"]
+        elif c.graph.values_normed:
+            found["v_norm"] = np.ones(own.dim, np.float32)
+            if not self._has("attn_v.weight"):
+                del ends["v"]
         if self._has("attn_qkv.weight"):  # in one matrix
             whole, bias = self._matrix("attn_qkv", q + 2 * kv, c.hidden), self._vector("attn_qkv.bias", q + 2 * kv)
             for name, (first, stop) in ends.items():
@@ -246,9 +314,12 @@ class _LayerReader:
                 f"{self._name('attn_q_norm.weight')}: heads normalized by a norm of their own (Command-R+) cannot run "
                 "here; llama.cpp can run it"
             )
-        for name, (first, stop) in list(ends.items())[:2]:
-            size = stop - first if c.arch in _NORMED_TOGETHER else c.head_dim
+        for name in {*ends} - {"v"}:
+            first, stop = ends[name]
+            size = stop - first if c.arch in _NORMED_TOGETHER else own.dim
             found[f"{name}_norm"] = self._vector(f"attn_{name}_norm.weight", size, c.graph.normed)
+            if c.graph.unit_norms and c.rotates(self.index):
+                found[f"{name}_norm"] = np.ones(own.dim, np.float32)
         return found
 
     def _latent(self, latent: Latent) -> dict[str, Any]:
@@ -286,33 +357,44 @@ class _LayerReader:
 
     def _sparse(self) -> dict[str, Any]:
         c = self.config
-        inner, hidden = c.expert_inner, c.hidden
-        shapes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
-        parts = ("gate", "up", "down") if c.graph.gated else ("up", "down")
-        found = {
-            name: _expect(self.file[self._name(f"ffn_{name}_exps.weight")], c.experts, *shapes[name]) for name in parts
-        }
-        stacks = found if c.graph.gated else {"gate": found["up"], "up": None, "down": found["down"]}
-        up = stacks["up"]
+        down = self._stack("down", c.hidden, c.expert_inner)
+        if self._has("ffn_down_exps.scale"):
+            down.factors = self._vector("ffn_down_exps.scale", c.experts, True)
         experts = Experts(
             router=self._matrix("ffn_gate_inp", c.experts, c.hidden).dequantize(),
-            networks=[(stacks["gate"][e], up and up[e], stacks["down"][e]) for e in range(c.experts)],
+            networks=[(*first, down[e]) for e, first in enumerate(self._first_of_experts())],
             router_bias=self._vector("ffn_gate_inp.bias", c.experts),
             choice_bias=self._vector("exp_probs_b.bias", c.experts),
         )
         if self._has("ffn_gate_exps.bias"):
-            gate, up, down = (
-                _expect(self.file[self._name(f"ffn_{name}_exps.bias")], c.experts, shape[0]).dequantize()
-                for name, shape in shapes.items()
+            sizes = {"gate": c.expert_inner, "up": c.expert_inner, "down": c.hidden}
+            gate, up, last = (
+                _expect(self.file[self._name(f"ffn_{name}_exps.bias")], c.experts, size).dequantize()
+                for name, size in sizes.items()
             )
-            experts.biases = gate, up, down
+            experts.biases = gate, up, last
         if c.shared_inner:
             gated = self._matrix("ffn_gate_shexp", c.shared_inner, c.hidden) if c.graph.gated else None
             first = self._matrix("ffn_up_shexp", c.shared_inner, c.hidden)
             last = self._matrix("ffn_down_shexp", c.hidden, c.shared_inner)
             experts.shared = (first, None, last) if gated is None else (gated, first, last)
             experts.shared_gate = self._vector("ffn_gate_inp_shexp.weight", c.hidden, c.arch == "qwen2moe")
-        return {**stacks, "experts": experts}
+        return {"down": down, "experts": experts}
+
+    def _stack(self, name: str, rows: int, columns: int) -> QuantTensor:
+        return _expect(self.file[self._name(f"ffn_{name}_exps.weight")], self.config.experts, rows, columns)
+
+    def _first_of_experts(self) -> list[tuple[QuantTensor, QuantTensor | None]]:
+        """Gate and up of each expert, as in `Network`."""
+        c, inner = self.config, self.config.expert_inner
+        if self._has("ffn_gate_up_exps.weight"):  # in one matrix
+            wholes = map(self._stack("gate_up", 2 * inner, c.hidden).__getitem__, range(c.experts))
+            return [(whole.slice_rows(0, inner), whole.slice_rows(inner, 2 * inner)) for whole in wholes]
+        up = self._stack("up", inner, c.hidden)
+        if not c.graph.gated:
+            return [(up[e], None) for e in range(c.experts)]
+        gate = self._stack("gate", inner, c.hidden)
+        return [(gate[e], up[e]) for e in range(c.experts)]
 
     def _floats(self, part: str, *shape: int) -> QuantTensor:
         """A stack of floats as it is; one of blocks as halves."""

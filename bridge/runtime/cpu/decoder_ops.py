@@ -107,11 +107,14 @@ def _swiglu(gate, up, inner, _0, _1, _2, _3, first, last):
             g[i] = g[i] * u[i] / (np.float32(1.0) + exp(-g[i]))
 
 
-def _geglu(gate, up, inner, _0, _1, _2, _3, first, last):
-    """gate = gelu(gate) * up in place, with x / (1 + exp(-2 sqrt(2/pi) (x + 0.044715 x^3))): gelu's tanh form."""
+def _geglu(gate, up, inner, stride, _0, _1, _2, first, last):
+    """gate = gelu(gate) * up in place, with x / (1 + exp(-2 sqrt(2/pi) (x + 0.044715 x^3))): gelu's tanh form.
+
+    stride: bytes from a row of up to the next; 0: they follow one another
+    """
     for t in range(first, last):
         g = floats(gate + 4 * inner * t, inner)
-        u = floats(up + 4 * inner * t, inner)
+        u = floats(up + (stride if stride else 4 * inner) * t, inner)
         for i in range(inner):
             bent = g[i] * (np.float32(1.0) + np.float32(0.044715) * g[i] * g[i])
             g[i] = g[i] * u[i] / (np.float32(1.0) + exp(np.float32(-1.5957691216) * bent))
