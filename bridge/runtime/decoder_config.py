@@ -105,6 +105,7 @@ _WINDOWS = {"gemma2": 4096, "exaone4": 4096, "llama4": 8192}  # if no key says s
 _LATENT = {"deepseek2", "mistral4"}
 _UNSCALED = {"gemma4"}  # scores
 _COUNT_SHARED = {"glm4moe": 0, "deepseek2": 0, "mistral4": 0, "llama4": 1}  # the shared expert is so many times as wide
+# weights do not sum to one, if no key says so
 _UNNORMALIZED = {
     "qwen2moe",
     "glm4moe",
@@ -112,7 +113,7 @@ _UNNORMALIZED = {
     "mistral4",
     "llama4",
     "nemotron_h_moe",
-}  # weights do not sum to one, if no key says so
+}
 _SIGMOID = {"glm4moe", "minimax-m2", "nemotron_h_moe", "llama4"}  # routers, if no key says so
 _MAVERICK = 128  # experts of the Llama 4 that does not normalize q and k
 _LLAMA4_TEMPERATURE = 0.1, 8192, 1  # factor, length and offset, see `temperatures`
@@ -484,11 +485,10 @@ def _kv_heads(
 ) -> tuple[int, int]:
     """Key-value heads of the layers that have some: all the same number, or those with a window another one."""
     count = metadata.get(f"{arch}.attention.head_count_kv", heads)
-    if not isinstance(count, list):
-        count = [count]
-    local = {one for one, window in zip(count, windows, strict=False) if window} if len(count) > 1 else set()
-    others = {one for one, window in zip(count, windows or (False,) * len(count), strict=False) if not window}
-    counts, local = others - {0}, (local or others) - {0}
+    each = count if isinstance(count, list) else [count] * max(1, len(windows))
+    pairs = list(zip(each, windows or (False,) * len(each), strict=False))
+    counts = {one for one, window in pairs if not window} - {0}
+    local = {one for one, window in pairs if window} or set(counts)
     if len(counts) != 1 or len(local) != 1 or not all(isinstance(one, int) and one > 0 for one in counts | local):
         raise BridgeError(f"{path}: {arch}.attention.head_count_kv is {count!r}; attention must be alike in all layers")
     return counts.pop(), local.pop()

@@ -41,7 +41,7 @@ class Experts:
 
 @dataclass
 class Beside:
-    """Norms of experts that are beside a network, float32 [hidden]: what it makes, what they read and what they make."""
+    """Norms of experts that are beside a network, float32 [hidden]: of what it makes, they read and they make."""
 
     network: np.ndarray
     before: np.ndarray

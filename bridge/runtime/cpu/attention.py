@@ -28,8 +28,8 @@ from bridge.runtime.cpu.decoder_ops import exp, square_sum
 from bridge.system.jit import inner, specialize
 from bridge.system.memory import array_at, c_function, floats, from_half, panel, to_half
 
-# words of a layer's block; addresses first. Biases, head norms, sinks, temperatures, the cap on scores, window and chunk
-# may be 0, and K: then there are no keys to store. PRODUCTS and PLAIN are latent_attention.py's
+# words of a layer's block; addresses first. Biases, head norms, sinks, temperatures, the cap on scores, the window and
+# the chunk may be 0, and K: then there are no keys to store. PRODUCTS and PLAIN are latent_attention.py's
 (Q, K, V, Q_BIAS, K_BIAS, V_BIAS, Q_NORM, K_NORM, COS, SIN, KEYS, VALUES, KEY_SCALES, VALUE_SCALES, START, OUT,
  SINKS, TEMPERATURES, HEADS, KV_HEADS, HEAD_DIM, ROTATED, NEIGHBOURS, NORM_LAST, CONTEXT, TOKENS, EPS, SCALE, CAP,
  WINDOW, CHUNK, PRODUCTS, PLAIN, WORDS) = range(34)  # fmt: skip
