@@ -39,7 +39,7 @@ from bridge.runtime.weights import Experts, Network
 from bridge.system.pool import MIN_BYTES_TO_SHARE
 
 MIN_VALUES_TO_SHARE = 1 << 15  # values that a call reads before it is worth waking other threads
-Products = Callable[[Program, np.ndarray, list[tuple[QuantTensor, np.ndarray]]], None]
+Products = Callable[[Program, np.ndarray, Sequence[tuple[QuantTensor | None, np.ndarray]]], None]
 
 
 def mix(

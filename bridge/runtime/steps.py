@@ -5,7 +5,7 @@
 `Parts`  programs, and between them each product by itself (`QuantTensor.matmul`): everything else, prompts above all
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ from bridge.runtime.weights import Experts
 from bridge.system.pool import MIN_BYTES_TO_SHARE
 
 MIN_VALUES_TO_SHARE = 1 << 16  # values that a call reads before it is worth waking other threads
-Products = list[tuple[QuantTensor | None, np.ndarray]]
+Products = Sequence[tuple[QuantTensor | None, np.ndarray]]
 
 
 class Steps(Protocol):

@@ -181,8 +181,7 @@ class ProgramBuilder:
             program.add(ops.function("split_gate"), *place, items=buffers.n, shared=buffers.n > 1)
         if layer.v_norm is not None and layer.k is not None:
             source = heads.k if layer.v is None else heads.v
-            arguments = address(source), 0, address(layer.v_norm), address(heads.v), own.dim, self._eps, bits(1.0)
-            program.add(ops.function("norm"), *arguments, items=buffers.n * own.kv, shared=buffers.n > 1)
+            self._normalize(program, source.reshape(-1, own.dim), layer.v_norm, heads.v)
         if c.graph.normed and not is_by_head(own, layer.q_norm):
             self._normalize(program, heads.q, layer.q_norm)
             self._normalize(program, heads.k, layer.k_norm)
@@ -228,9 +227,8 @@ class ProgramBuilder:
         """delta = what the network made, normalized, plus what experts make of x."""
         routed, read, made = buffers.beside
         self._normalize(steps.program, buffers.delta, beside.network)
-        for out, weight in ((routed, self._ones), (read, beside.before)):
-            arguments = address(buffers.x), 0, address(weight), address(out), self.config.hidden, self._eps, bits(1.0)
-            steps.program.add(ops.function("norm"), *arguments, items=buffers.n, shared=buffers.n > 1)
+        self._normalize(steps.program, buffers.x, self._ones, routed)
+        self._normalize(steps.program, buffers.x, beside.before, read)
         steps.mix(experts, read, made, routed)
         self._normalize(steps.program, made, beside.after)
         self._add(steps.program, buffers.delta, made)
@@ -260,10 +258,13 @@ class ProgramBuilder:
             arguments = x, address(delta), address(weight), out, hidden, self._eps, scale
         program.add(function, *arguments, items=buffers.n, shared=buffers.n > 1)
 
-    def _normalize(self, program: Program, x: np.ndarray, weight: np.ndarray | None) -> None:
-        """Normalize x in place, if there is a weight for it."""
+    def _normalize(
+        self, program: Program, x: np.ndarray, weight: np.ndarray | None, out: np.ndarray | None = None
+    ) -> None:
+        """Normalize x, in place or into another buffer, if there is a weight for it."""
         if weight is not None:
-            arguments = address(x), 0, address(weight), address(x), x.shape[-1], self._eps, bits(1.0)
+            place = address(x if out is None else out)
+            arguments = address(x), 0, address(weight), place, x.shape[-1], self._eps, bits(1.0)
             program.add(ops.function("norm"), *arguments, items=len(x), shared=len(x) > 1)
 
     def _bias(self, program: Program, bias: np.ndarray | None, y: np.ndarray) -> None:

@@ -368,11 +368,11 @@ class _LayerReader:
         )
         if self._has("ffn_gate_exps.bias"):
             sizes = {"gate": c.expert_inner, "up": c.expert_inner, "down": c.hidden}
-            gate, up, last = (
+            gate, up, end = (
                 _expect(self.file[self._name(f"ffn_{name}_exps.bias")], c.experts, size).dequantize()
                 for name, size in sizes.items()
             )
-            experts.biases = gate, up, last
+            experts.biases = gate, up, end
         if c.shared_inner:
             gated = self._matrix("ffn_gate_shexp", c.shared_inner, c.hidden) if c.graph.gated else None
             first = self._matrix("ffn_up_shexp", c.shared_inner, c.hidden)
