@@ -77,6 +77,7 @@ class DecodeBuffers:
             own = [layer.recurrent for layer in layers if layer.recurrent is not None]
             self.recurrent = RecurrentBuffers(c.recurrent, own, n, caches, c.norm_eps)
         self._stored = c.stored
+        self.embedding = Program()
         self.way: Table | Parts | None = None  # through the layers
         self.scores = np.empty((n, 0), np.float32)  # the logits, if the full program computes them
         self.attending: list[Attend] = []

@@ -191,7 +191,7 @@ class Decoder:
             self._prepare(self._nbytes / _PARTS, _SHARE * self._computing)
         start = compiling.clock()
         buffers.begin(tokens)
-        self._builder.look_up(buffers)
+        self._embed(buffers)
         if buffers.way is None:
             buffers.way = (self._builder.table(buffers) if buffers.steps else None) or self._builder.parts(buffers)
         buffers.way.run()
@@ -200,6 +200,11 @@ class Decoder:
             cache.append(part)
         self._computing += compiling.clock() - start
         return buffers.xn
+
+    def _embed(self, buffers: DecodeBuffers) -> None:
+        """What the first layer reads, into `buffers.x`."""
+        self._builder.look_up(buffers)
+        buffers.embedding.run()
 
 
 def last_states(layers: Callable[[Sequence[int]], Any], tokens: Sequence[int], size: int, keep: int) -> Iterator[Any]:

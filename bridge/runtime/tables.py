@@ -16,7 +16,7 @@ from bridge.runtime.cpu.program import Program, address, bits, buffer
 from bridge.runtime.decoder_config import DecoderConfig
 from bridge.runtime.kv_cache import KVCache
 from bridge.runtime.quant_tensor import QuantTensor
-from bridge.runtime.steps import Parts, Products, Steps, Table
+from bridge.runtime.steps import MIN_VALUES_TO_SHARE, Parts, Products, Steps, Table
 from bridge.runtime.weights import Beside, Experts, Inputs, Weights
 
 
@@ -35,6 +35,7 @@ class ProgramBuilder:
         """Buffers for n tokens."""
         buffers = DecodeBuffers(self.config, self.layers, n, caches)
         buffers.fill_blocks(self.config, self.layers, self._positions)
+        self._embed(buffers.embedding, buffers)
         return buffers
 
     def parts(self, buffers: DecodeBuffers) -> Parts:
@@ -44,22 +45,14 @@ class ProgramBuilder:
         return parts
 
     def table(self, buffers: DecodeBuffers) -> Table | None:
-        """The way as one table; None if a matrix of the layers does not multiply by row groups, or has an adapter.
+        """The way as one table; None if a matrix does not fit.
 
-        It includes the logits, `buffers.scores`, if the output matrix does so too: one of half floats does not.
+        It includes the logits, `buffers.scores`, if the output matrix multiplies by row groups: one of half floats does
+        not.
         """
         from bridge.runtime.cpu.products import Interleaved
 
-        matrices = [m for layer in self.layers for m in layer.matrices]
-        if self.weights.inputs is not None and self.weights.inputs.project.type not in SIZES:
-            matrices.append(self.weights.inputs.project)
-        if any(m.change is not None for m in matrices):
-            return None
-        engines: list[Any] = [m._get_engine() for m in matrices]
-        if not all(isinstance(engine, Interleaved) for engine in engines):
-            return None
-        several = buffers.n > 1 or self.config.experts > 0  # rows of y, into which the one before must not reach
-        if several and any(engine.matrix.shape[0] % engine.lanes for engine in engines):
+        if self.unfit(buffers.n) is not None:
             return None
         table = Table(self.config, buffers.n, self.precision)
         self.walk(table, buffers)
@@ -70,9 +63,24 @@ class ProgramBuilder:
             buffers.scores = scores[:, : self.output.shape[0]]
         return table
 
+    def unfit(self, n: int) -> QuantTensor | None:
+        """The first of the layers' matrices that a table of calls for n tokens cannot multiply; None: all fit."""
+        from bridge.runtime.cpu.products import Interleaved
+
+        matrices = [m for layer in self.layers for m in layer.matrices]
+        if self.weights.inputs is not None and self.weights.inputs.project.type not in SIZES:
+            matrices.append(self.weights.inputs.project)
+        several = n > 1 or self.config.experts > 0  # rows of y, into which the one before must not reach
+        for matrix in matrices:
+            engine: Any = matrix._get_engine()
+            if matrix.change is not None or not isinstance(engine, Interleaved):
+                return matrix
+            if several and matrix.shape[0] % engine.lanes:
+                return matrix
+        return None
+
     def walk(self, steps: Steps, buffers: DecodeBuffers) -> None:
-        """From the tokens to their normalized hidden states, `buffers.xn`."""
-        self._embed(steps.program, buffers)
+        """From the tokens' embeddings, `buffers.x`, to their normalized hidden states, `buffers.xn`."""
         if self.weights.inputs is not None:
             self._make_inputs(steps, buffers, self.weights.inputs)
         added: np.ndarray | None = None  # to x, with the next norm
@@ -265,7 +273,7 @@ class ProgramBuilder:
         if weight is not None:
             place = address(x if out is None else out)
             arguments = address(x), 0, address(weight), place, x.shape[-1], self._eps, bits(1.0)
-            program.add(ops.function("norm"), *arguments, items=len(x), shared=len(x) > 1)
+            program.add(ops.function("norm"), *arguments, items=len(x), shared=x.size > MIN_VALUES_TO_SHARE)
 
     def _bias(self, program: Program, bias: np.ndarray | None, y: np.ndarray) -> None:
         if bias is not None:
