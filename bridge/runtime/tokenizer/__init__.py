@@ -165,7 +165,8 @@ def stop_tokens(metadata: Mapping[str, Any]) -> frozenset[int]:
     """The ids that end a reply: those of such roles, and tokens of known names. BridgeError: there are no tokens."""
     tokens = _tokens(metadata)
     named = {_role_token(metadata, role, len(tokens)) for role in ("eos", "eot", "eom")}
-    return frozenset(t for t in named if t is not None) | {i for i, text in enumerate(tokens) if text in KNOWN_ENDS}
+    known = KNOWN_ENDS - {"</s>"} if metadata.get("tokenizer.ggml.model") == "gemma4" else KNOWN_ENDS  # it is a word
+    return frozenset(t for t in named if t is not None) | {i for i, text in enumerate(tokens) if text in known}
 
 
 def _tokens(metadata: Mapping[str, Any]) -> list[str]:
