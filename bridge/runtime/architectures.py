@@ -23,6 +23,7 @@ class Graph:
     alone            each layer is attention, or what takes its place, or a network: not both
     unrotated_every  every n-th layer rotates nothing; 0: all rotate
     full_every       every n-th layer attends to everything, the others to a window; 0: all to everything
+    named_windows    the metadata names the layers with a window
     one_rotation     layers with a window rotate as the others do
     values_normed    values are normalized too, by no weights; where a layer has no matrix for them they are the keys
     unit_norms       q and k are normalized by no weights, where they are rotated
@@ -48,6 +49,7 @@ class Graph:
     alone: bool = False
     unrotated_every: int = 0
     full_every: int = 0
+    named_windows: bool = False
     one_rotation: bool = False
     values_normed: bool = False
     unit_norms: bool = False
@@ -68,7 +70,9 @@ ARCHITECTURES = {
     "bitnet": Graph(sub_norm=True),
     "gemma2": Graph(post_norm=True, gelu=True, scaled=True, full_every=2),
     "gemma3": Graph(normed=True, post_norm=True, gelu=True, scaled=True, full_every=6),
-    "gemma4": Graph(normed=True, post_norm=True, gelu=True, scaled=True, values_normed=True, beside=True),
+    "gemma4": Graph(
+        normed=True, post_norm=True, gelu=True, scaled=True, values_normed=True, beside=True, named_windows=True
+    ),
     "gpt-oss": Graph(late_norm=True, clamped=True, full_every=2, one_rotation=True, sinks=True),
     "glm4moe": Graph(late_norm=True),  # normed in GLM-4.5 and later large ones, not in Air
     "exaone4": Graph(normed=True, pre_norm=False, post_norm=True),

@@ -259,9 +259,7 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
     inner, inners = _inner_sizes(metadata, arch, layers, get, path)
     networks = tuple(graph.alone and size > 0 for size in inners) if inners else (False,) * layers
     recurrent = read_recurrent(metadata, arch, networks, get, path)
-    windows = tuple(bool(one) for one in metadata.get(f"{arch}.attention.sliding_window_pattern", ())[:layers])
-    if windows and len(windows) < layers:
-        raise BridgeError(f"{path}: {arch} names {len(windows)} of {layers} layers; convert the model again")
+    windows = _named_windows(metadata, arch, layers, path) if graph.named_windows else ()
     kv_heads, local_kv = _kv_heads(metadata, arch, heads, windows, path)
     head_dim = get("attention.key_length", int, max(1, hidden // heads))
     rotated = get("rope.dimension_count", int, head_dim)
@@ -385,6 +383,16 @@ def _inner_sizes(
             "model again"
         )
     return max(sizes), sizes if len({*sizes}) > 1 else ()
+
+
+def _named_windows(metadata: Mapping[str, Any], arch: str, layers: int, path: Path) -> tuple[bool, ...]:
+    found = metadata.get(f"{arch}.attention.sliding_window_pattern")
+    if not isinstance(found, list) or len(found) < layers:
+        raise BridgeError(
+            f"{path}: {arch}.attention.sliding_window_pattern is {found!r}; must say of each of {layers} layers "
+            "whether it has a window; convert the model again"
+        )
+    return tuple(bool(one) for one in found[:layers])
 
 
 def _kv_heads(
