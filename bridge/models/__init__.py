@@ -18,7 +18,7 @@ import gguf
 import numpy as np
 
 from bridge.errors import BridgeError, parameter
-from bridge.models.arguments import read_arguments
+from bridge.models.arguments import Arguments, read_arguments
 from bridge.models.families import ALL
 from bridge.models.family import HEAD, Family
 from bridge.models.gguf_tokenizer import read_tokenizer
@@ -74,8 +74,7 @@ def describe_model(
         values.expect(expected.key, expected.values, expected.why, default, unless)
     args = read_arguments(values, family.keys)
     try:
-        if family.sizes is not None:
-            args = replace(args, more=family.sizes(values, args))
+        args = _with_own(args, family, values)
         more_keys = family.metadata(values, args) if family.metadata is not None else {}
         given = {key: None if value is None else typed(value) for key, value in more_keys.items()}
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
@@ -131,8 +130,7 @@ def tensors_of_gguf(
     longest = max(((name, max(shape)) for name, shape in stored.items()), key=lambda side: side[1])
     values = Config(config, path, longest, family.names, len(stored))
     args = read_arguments(values, family.keys)
-    if family.sizes is not None:
-        args = replace(args, more=family.sizes(values, args))
+    args = _with_own(args, family, values)
     outline = fill_table(family, args, dict.fromkeys(all_names(family, args), ()))
     found, known = [], {tensor.name for tensor in outline.tensors}
     not_needed = tuple(f".{row.name}" for row in family.table if row.optional)
@@ -150,6 +148,13 @@ def tensors_of_gguf(
     if unknown := sorted(stored.keys() - known - scales):
         raise BridgeError(f"{unknown[0]}: {path} has no place for it; config.json belongs to another model")
     return found
+
+
+def _with_own(args: Arguments, family: Family, values: Config) -> Arguments:
+    """The arguments with the sizes and factors that only this family has."""
+    if family.sizes is not None:
+        args = replace(args, more=family.sizes(values, args))
+    return args if family.factors is None else replace(args, factors=family.factors(values, args))
 
 
 def _family(config: Config) -> Family:

@@ -9,7 +9,7 @@
 The tensors of the GGUF are in the order of the table; their names come from gguf's name map.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -107,12 +107,14 @@ class Family:
 
     titles         what people call its models, for docs/checkpoints.md
     arch           the GGUF architecture
+    named_as       the architecture whose map of names the table uses, if gguf's first supported release lacks its own
     architectures  its names in config.json
     model_type     its name in config.json if `architectures` is missing
     keys           the optional keys of its config.json with their defaults, see `read_arguments`
     expects        values that llama.cpp's graph assumes
     names          its config.json's names of keys: usual name -> its name
     sizes          more names for shapes: (config, arguments) -> name -> size
+    factors        what rows of linear layers are multiplied by, see `Arguments`
     metadata       more keys of the GGUF, without the architecture's name: (config, arguments) -> key -> value, or None
                    to omit the key
     notes          what llama.cpp does otherwise, for the report: config -> sentences
@@ -135,6 +137,7 @@ class Family:
     expects: tuple[Expected, ...] = (SILU,)
     names: Mapping[str, str] = field(default_factory=dict)
     sizes: Callable[[Config, Arguments], Mapping[str, int]] | None = None
+    factors: Callable[[Config, Arguments], Mapping[str, Sequence[float]]] | None = None
     metadata: Callable[[Config, Arguments], Mapping[str, Any]] | None = None
     notes: Callable[[Config], list[str]] | None = None
     layer_norm: bool = False
@@ -145,6 +148,7 @@ class Family:
     chosen: Callable[[Config], bool] = lambda _config: True
     reversible: bool = True
     own: str = ""
+    named_as: str = ""
 
 
 EMBEDDINGS = Row("model.embed_tokens", "vocab hidden")

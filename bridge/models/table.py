@@ -98,7 +98,7 @@ class _Filled:
     def __init__(self, family: Family, args: Arguments, names: Mapping[str, Sequence[int]]) -> None:
         self.shapes = names
         self.family, self.args, self.sizes, self.names = family, args, args.sizes, frozenset(names)
-        arch = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[family.arch]
+        arch = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[family.named_as or family.arch]
         layers = {found[1] for name in self.names if (found := _LAYER.search(name))}
         self.map = gguf.get_tensor_name_map(arch, min(args.layers, len(layers)))  # others are found to be missing
         self.tensors: list[OutlineTensor] = []
@@ -167,7 +167,15 @@ class _Filled:
             return tuple(Part(name, (rows, *shape[1:])) for name, rows in zip(apart, heights, strict=True))
         head_dim = self.args.head_dim
         rows = interleaved_rows(shape[0] // head_dim, head_dim) if row.interleaved else None
-        return (Part(source, shape, rows, change=row.change),)
+        return (Part(source, shape, rows, change=row.change, factor=self._factor(row)),)
+
+    def _factor(self, row: Row) -> np.ndarray | None:
+        """What the rows of a row's source are multiplied by; None where nothing is."""
+        found = self.args.factors.get(row.source.rpartition("{}.")[2])
+        if found is None or all(factor == 1 for factor in found):
+            return None
+        heights = [self.sizes[name] for name in row.shape.split()[0].split("+")]
+        return np.repeat(np.array(found, np.float32), heights)
 
     def _experts(self, source: str, layer: int, shape: tuple[int, ...]) -> tuple[Part, ...]:
         """One matrix of every expert, for each way in which a `Row` can name them."""
