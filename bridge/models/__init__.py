@@ -86,7 +86,7 @@ def describe_model(
     outline = fill_table(family, args, shapes)
     renamed(outline, own)
     generation = read_json(folder / "generation_config.json", optional=True)
-    tokenizer = read_tokenizer(values, folder, generation, pre)
+    tokenizer = read_tokenizer(values, folder, generation, pre, family.tokenizer)
     writer = gguf.GGUFWriter(None, family.arch)
     for tensor in outline.tensors:  # the writer counts parameters
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), 0)

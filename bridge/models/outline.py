@@ -151,6 +151,7 @@ class Outline:
                biases), or the model is refused
     optional   biases that are left out where they are all zeros: old GPTQ tools write them for every layer
     others     tensors of the checkpoint that belong to other parts of the model: towers for images or sound
+    numbers    keys that list what tensors of one number hold: key -> their names
     stop       the texts of the tokens that end a reply, the EOS token first
     notes      what the reader of the report should know
     """
@@ -162,6 +163,7 @@ class Outline:
     zero_only: list[str] = field(default_factory=list)
     optional: frozenset[str] = frozenset()
     others: list[str] = field(default_factory=list)
+    numbers: dict[str, list[str]] = field(default_factory=dict)
     stop: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 

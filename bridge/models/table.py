@@ -33,6 +33,7 @@ def fill_table(family: Family, args: Arguments, names: Mapping[str, Sequence[int
                 if row.layers is None or row.layers(args, layer):
                     filled.add(row, layer)
     outline = Outline({}, filled.tensors, filled.folds, optional=frozenset(filled.optional))
+    outline.numbers = filled.numbers()
     outline.tensors += [
         OutlineTensor(f"{name}.weight", factors.shape, data=factors, origin="config", fixed_type="F32")
         for name, factors in args.rope.factors.items()
@@ -43,7 +44,7 @@ def fill_table(family: Family, args: Arguments, names: Mapping[str, Sequence[int
 
 def all_names(family: Family, args: Arguments) -> list[str]:
     """Every tensor that a checkpoint of the family may have, under the family's own names or else the table's first."""
-    names = []
+    names = [name.format(layer) for name in family.numbers.values() for layer in range(args.layers)]
     for row in family.table:
         if not row.when(args):
             continue
@@ -217,6 +218,15 @@ class _Filled:
             tied = ", or config.json should say tie_word_embeddings: true" if source == f"{HEAD.source}.weight" else ""
             raise BridgeError(f"{source} is missing from the checkpoint; a shard may not have been downloaded{tied}")
         self.used.add(source)
+
+    def numbers(self) -> dict[str, list[str]]:
+        """The names of the tensors of one number that a key lists."""
+        found = {
+            key: [name.format(layer) for layer in range(self.args.layers)] for key, name in self.family.numbers.items()
+        }
+        for name in chain.from_iterable(found.values()):
+            self._use(name)
+        return found
 
     def leftovers(self) -> tuple[list[str], list[str]]:
         """The checkpoint's tensors that are not in the GGUF: names to report, and biases that must be zero."""

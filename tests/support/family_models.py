@@ -37,7 +37,7 @@ GEMMA4: dict[str, Any] = {
 LATENT: dict[str, Any] = {
     "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12,
     "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1,
-    "num_key_value_heads": 4, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 256,
+    "num_key_value_heads": 4, "index_n_heads": 2, "index_head_dim": 64, "index_topk": 256,
 }  # fmt: skip
 
 NEMOTRON: dict[str, Any] = {

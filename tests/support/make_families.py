@@ -98,7 +98,9 @@ def main(llama_cpp: Path, names: list[str]) -> None:
             reader = gguf.GGUFReader(out)
             arch = reader.fields["general.architecture"].contents()
             keys = {
-                k: plain(f.contents()) for k, f in reader.fields.items() if k.startswith((f"{arch}.", "tokenizer."))
+                k: plain(f.contents())
+                for k, f in reader.fields.items()
+                if k.startswith((f"{arch}.", "tokenizer.", "xielu."))
             }
             del keys["tokenizer.ggml.pre"]
             tensors = {

@@ -1,5 +1,6 @@
 """The known families. Where an architecture's name stands for several, the first that is chosen."""
 
+from bridge.models.families.apertus import APERTUS
 from bridge.models.families.bitnet import BITNET
 from bridge.models.families.command_r import COMMAND_R
 from bridge.models.families.deepseek import DEEPSEEK2, DEEPSEEK32, GLM4_MOE_LITE, GLM5
@@ -43,5 +44,5 @@ ALL = (
     QWEN3_VL, QWEN3_VL_MOE, QWEN3_NEXT, SMOLLM3, GRANITE, PHI3, GEMMA2, GEMMA3, GEMMA3N, GEMMA4, GLM4, GLM4_MOE,
     OLMO2, COMMAND_R, STARCODER2, GPT2, DEEPSEEK2, GPT_OSS, BITNET, QWEN3_5, QWEN3_5_MOE, SEED_OSS, OLMO3, EXAONE4,
     ERNIE4_5, ERNIE4_5_MOE, GRANITE_MOE, LFM2, LFM2_MOE, HUNYUAN, MINIMAX_M2, GLM4_MOE_LITE, GLM4V_MOE,
-    GRANITE_HYBRID, NEMOTRON_H_MOE, NEMOTRON_H, MAMBA2, JAMBA, FALCON_H1, DEEPSEEK32, GLM5,
+    GRANITE_HYBRID, NEMOTRON_H_MOE, NEMOTRON_H, MAMBA2, JAMBA, FALCON_H1, DEEPSEEK32, GLM5, APERTUS,
 )  # fmt: skip
