@@ -117,8 +117,8 @@ class Family:
     factors        what rows of linear layers are multiplied by, see `Arguments`
     metadata       more keys of the GGUF, without the architecture's name: (config, arguments) -> key -> value, or None
                    to omit the key
-    numbers        keys of the GGUF, whole names, that list a number for each layer: key -> the checkpoint's tensor of one
-                   number, with {} for the layer
+    numbers        keys of the GGUF, whole names, that list a number for each layer: key -> the checkpoint's tensor of
+                   one number, with {} for the layer
     notes          what llama.cpp does otherwise, for the report: config -> sentences
     layer_norm     whether its norms are layer norms, not RMS norms
     rotary         whether positions are rotations of q and k

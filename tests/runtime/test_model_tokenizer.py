@@ -97,7 +97,7 @@ def test_sentencepiece_ids_are_those_of_llama_cpp(prefix: bool, sentencepiece_mo
 
 def gemma4_tokenizer(folder: Path) -> None:
     """A tokenizer.json of Gemma 4's kind with few tokens."""
-    from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
     made = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
     made.normalizer = normalizers.Replace(" ", "\u2581")

@@ -11,7 +11,8 @@ from bridge.models.model_config import Config
 def _sizes(config: Config, args: Arguments) -> dict[str, int]:
     rank = config.get("mamba_dt_rank", "auto")
     return {
-        "ssm_inner": 2 * args.hidden, "state": config.side("mamba_d_state", 16), "kernel": config.side("mamba_d_conv", 4),
+        "ssm_inner": 2 * args.hidden, "state": config.side("mamba_d_state", 16),
+        "kernel": config.side("mamba_d_conv", 4),
         "dt_rank": -(-args.hidden // 16) if rank == "auto" else config.side("mamba_dt_rank"),
         "attention_period": config.integer("attn_layer_period", 8),
         "attention_first": config.count("attn_layer_offset", 4),

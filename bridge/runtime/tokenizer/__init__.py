@@ -1,7 +1,7 @@
 """Text to token ids and back, from a GGUF's metadata alone, as llama.cpp does it.
 
-    tokenizer.ggml.model  "gpt2": byte-level BPE, "gemma4": BPE on characters (`bpe.py`); "llama": SentencePiece's joining
-                          by score (`spm.py`)
+    tokenizer.ggml.model  "gpt2": byte-level BPE; "gemma4": BPE on characters (both `bpe.py`)
+                          "llama": SentencePiece's joining by score (`spm.py`)
 
 All are wrapped in the same way: control and user-defined tokens are matched in the raw text first, the
 longest at each place, and only what lies between them is cut and merged; BOS and EOS go around a text where

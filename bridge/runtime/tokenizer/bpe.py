@@ -1,4 +1,4 @@
-"""BPE by merges through the `tokenizers` library: on bytes, cut by the rules of tokenizer.ggml.pre, or on characters."""
+"""BPE by merges, by the `tokenizers` library: on bytes, cut by the rules of tokenizer.ggml.pre, or on characters."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
