@@ -209,8 +209,8 @@ TEMPLATES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 2, "tie_word_embeddings": False}),
         ("falcon-h1-by-template", "FalconH1Config", {"num_key_value_heads": 2, "head_dim": 16, "mamba_d_ssm": 64,
             "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 32, "mamba_n_groups": 1}),
-        ("mamba2-by-template", "Mamba2Config", {"intermediate_size": 128, "num_heads": 8, "head_dim": 16, "state_size": 32,
-            "n_groups": 1, "expand": 2}),
+        ("mamba2-by-template", "Mamba2Config", {"intermediate_size": 128, "num_heads": 8, "head_dim": 16,
+            "state_size": 32, "n_groups": 1, "expand": 2}),
     )
 }  # fmt: skip
 
