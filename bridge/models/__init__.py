@@ -26,11 +26,11 @@ from bridge.models.gguf_values import typed
 from bridge.models.model_config import Config
 from bridge.models.outline import Outline, OutlineTensor
 from bridge.models.provenance import read_provenance
-from bridge.models.table import all_names, fill_table
+from bridge.models.table import all_names, fill_table, optional_names
 from bridge.models.wrapper import ANY_TEXT, left_out, renamed, text_config, text_names, without_prediction
 from bridge.system.files import read_json
 
-__all__ = ["architecture", "describe_model", "tensors_of_gguf"]
+__all__ = ["architecture", "describe_model", "numbers_of_gguf", "tensors_of_gguf"]
 
 
 def architecture(folder: Path) -> str:
@@ -133,7 +133,7 @@ def tensors_of_gguf(
     args = _with_own(args, family, values)
     outline = fill_table(family, args, dict.fromkeys(all_names(family, args), ()))
     found, known = [], {tensor.name for tensor in outline.tensors}
-    not_needed = tuple(f".{row.name}" for row in family.table if row.optional)
+    not_needed = optional_names(family, args)
     for tensor in outline.tensors:
         if tensor.name in stored:
             if tuple(stored[tensor.name]) != tensor.shape:
@@ -141,13 +141,25 @@ def tensors_of_gguf(
                 raise BridgeError(f"{tensor.name}: is {shapes}; config.json belongs to another model")
             found.append(tensor)
         elif tensor.origin != "config" and not (
-            any(part.source in outline.optional for part in tensor.parts) or tensor.name.endswith(not_needed)
+            any(part.source in outline.optional or part.source in not_needed for part in tensor.parts)
         ):
             raise BridgeError(f"{tensor.name}: is missing from the GGUF; {path} belongs to another model")
     scales = {f"{tensor.name.removesuffix('.weight')}.{key}" for tensor in found for key in ("scale", "input_scale")}
     if unknown := sorted(stored.keys() - known - scales):
         raise BridgeError(f"{unknown[0]}: {path} has no place for it; config.json belongs to another model")
     return found
+
+
+def numbers_of_gguf(metadata: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The tensors of a checkpoint that are numbers in a GGUF's metadata, float32, by name."""
+    arch = metadata.get("general.architecture")
+    return {
+        name.format(layer): np.float32(value).reshape(shape)
+        for family in ALL
+        if family.arch == arch
+        for key, (name, shape) in family.numbers.items()
+        for layer, value in enumerate(metadata.get(key, ()))
+    }
 
 
 def _with_own(args: Arguments, family: Family, values: Config) -> Arguments:

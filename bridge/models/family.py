@@ -118,7 +118,7 @@ class Family:
     metadata       more keys of the GGUF, without the architecture's name: (config, arguments) -> key -> value, or None
                    to omit the key
     numbers        keys of the GGUF, whole names, that list a number for each layer: key -> the checkpoint's tensor of
-                   one number, with {} for the layer
+                   one number, with {} for the layer, and its shape
     notes          what llama.cpp does otherwise, for the report: config -> sentences
     layer_norm     whether its norms are layer norms, not RMS norms
     rotary         whether positions are rotations of q and k
@@ -127,7 +127,6 @@ class Family:
     prefix         the start of all names in the table, which some checkpoints omit
     chosen         whether it is the one for a config.json, where an architecture's name stands for several families
     tokenizer      tokenizer.ggml.model of a tokenizer.json with byte fallback
-    reversible     whether `gguf_config` can make a config.json of its GGUF, for export and transformers
     own            a part of the names that its checkpoints have, where the table knows several
     """
 
@@ -142,7 +141,7 @@ class Family:
     sizes: Callable[[Config, Arguments], Mapping[str, int]] | None = None
     factors: Callable[[Config, Arguments], Mapping[str, Sequence[float]]] | None = None
     metadata: Callable[[Config, Arguments], Mapping[str, Any]] | None = None
-    numbers: Mapping[str, str] = field(default_factory=dict)
+    numbers: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     notes: Callable[[Config], list[str]] | None = None
     layer_norm: bool = False
     rotary: bool = True
@@ -151,7 +150,6 @@ class Family:
     prefix: str = ""
     chosen: Callable[[Config], bool] = lambda _config: True
     tokenizer: str = "llama"
-    reversible: bool = True
     own: str = ""
     named_as: str = ""
 

@@ -44,19 +44,32 @@ def fill_table(family: Family, args: Arguments, names: Mapping[str, Sequence[int
 
 def all_names(family: Family, args: Arguments) -> list[str]:
     """Every tensor that a checkpoint of the family may have, under the family's own names or else the table's first."""
-    names = [name.format(layer) for name in family.numbers.values() for layer in range(args.layers)]
+    names = [name.format(layer) for name, _ in family.numbers.values() for layer in range(args.layers)]
     for row in family.table:
-        if not row.when(args):
+        if not row.when(args) or (row.unless and family.own):
             continue
         for layer in range(args.layers if "{}" in row.source else 1):
             if row.layers is None or row.layers(args, layer):
                 own = (name for name in row.also if family.own and family.own in name)
                 source = next(own, row.source).format(layer)
+                if "*" in row.source and "*" not in source:
+                    names.append(_Stack.of(source, (0, 0)).name)
+                    continue
+                if row.parts is not None:
+                    name = source if row.exact else f"{source}.weight"
+                    names += [part.source for part in row.parts(args, name)]
+                    continue
                 for expert in range(args.sizes["experts"]) if "*" in source else [0]:
                     name = source.replace("*", str(expert))
                     names.append(name if row.exact else f"{name}.weight")
                     names += [f"{name}.bias"] if row.bias is not None else []
-    return names
+    return list(dict.fromkeys(names))
+
+
+def optional_names(family: Family, args: Arguments) -> set[str]:
+    """Those of all names that a checkpoint may lack."""
+    rows = [row for row in family.table if row.optional]
+    return {row.source.format(i) + ("" if row.exact else ".weight") for row in rows for i in range(args.layers)}
 
 
 class _Stack(NamedTuple):
@@ -84,7 +97,7 @@ class _Stack(NamedTuple):
 
     def turned_in(self, shapes: Mapping[str, Sequence[int]]) -> bool | None:
         """Whether its shape in the checkpoint is that of transposed matrices; None where it does not tell."""
-        if self.whole[0] == self.whole[1] or self.name not in shapes:
+        if self.whole[0] == self.whole[1] or not shapes.get(self.name):
             return None
         return tuple(shapes[self.name][1:]) == self.whole[::-1]
 
@@ -221,9 +234,8 @@ class _Filled:
 
     def numbers(self) -> dict[str, list[str]]:
         """The names of the tensors of one number that a key lists."""
-        found = {
-            key: [name.format(layer) for layer in range(self.args.layers)] for key, name in self.family.numbers.items()
-        }
+        layers, numbers = range(self.args.layers), self.family.numbers
+        found = {key: [name.format(layer) for layer in layers] for key, (name, _) in numbers.items()}
         for name in chain.from_iterable(found.values()):
             self._use(name)
         return found

@@ -12,7 +12,10 @@ APERTUS = Family(
     model_type="apertus",
     keys={"rms_norm_eps": 1e-5, "rope_theta": 12000000.0},
     expects=(Expected("hidden_act", ("xielu",), NO_OTHER), NO_BIASES),
-    numbers={f"xielu.{key}": f"model.layers.{{}}.mlp.act_fn.{key}" for key in ("alpha_n", "alpha_p", "beta", "eps")},
+    numbers={
+        f"xielu.{key}": (f"model.layers.{{}}.mlp.act_fn.{key}", shape)
+        for key, shape in (("alpha_n", (1,)), ("alpha_p", (1,)), ("beta", ()), ("eps", ()))
+    },
     table=decoder(
         Row("attention_layernorm", "hidden"),
         *attention(Row("self_attn.q_norm", "head"), Row("self_attn.k_norm", "head")),

@@ -148,7 +148,7 @@ GEMMA4 = Family(
     metadata=_metadata,
     tokenizer="gemma4",
     wrapped=True,
-    reversible=False,
+    own=".experts.",
     table=decoder(
         *NORMS,
         *_attention("q", "kv", "head", lambda kind: kind != _GLOBAL),
