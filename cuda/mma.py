@@ -20,9 +20,9 @@ counted in the loop's machine code for 9.0, and moves 128 bytes from shared memo
 1024 halves a clock on 8.0, twice that on 9.0:
 
              memory    16 tokens: issue  shared  mma     64 tokens: issue  shared  mma
-    Q4_K         61                  94      36   32                  110     144  128
-    Q6_K         88                  92      36   32                  112     144  128
-    Q8_0        115                  73      36   32                   93     144  128
+    Q4_K         61                  98      36   32                  120     144  128
+    Q6_K         88                  93      36   32                  113     144  128
+    Q8_0        115                  71      36   32                   93     144  128
 
 So 16 tokens of Q4_K wait for their instructions, three or four for a weight, and 64 tokens for shared memory, from
 which every 16 rows read all of x: 32 rows a warp would halve that and need twice the registers for sums. Storing all
