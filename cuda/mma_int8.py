@@ -77,7 +77,7 @@ from bridge.cuda.intrinsics import (
 )
 from bridge.cuda.matrix import DeviceMatrix
 from bridge.cuda.mma import TOKENS as _MMA_TOKENS
-from bridge.cuda.mma import MMAShape, choose_shape, combiner
+from bridge.cuda.mma import MMAShape, choose_shape, launch_parts
 from bridge.cuda.superblock import functions
 from bridge.cuda.token_records import CHUNK, TILE, TokenRecords
 from bridge.cuda.unroll import expand, registers, unroll
@@ -101,7 +101,6 @@ _FOLDED_REGISTERS = 120  # with 128, ptxas moves so many loads together for 8.0 
 _ROWS = 16  # rows of a warp
 _PIECES = CHUNK // 16  # of a tile and step
 _UNIT = 33  # pieces of a unit of 16 rows
-_THREADS = 128  # in a block of `_combine`
 _TILES = 6  # of a group, at most: with more, 8.0 has too few registers
 _ISSUES = 4  # instructions of a warp a clock
 # of a multiprocessor a clock: bytes of memory and multiply-adds of halves, both four fifths of the peak; conversions
@@ -277,17 +276,18 @@ def tiles_of(n: int) -> int:
 
 def takes(matrix: DeviceMatrix, n: int) -> bool:
     """Whether a product of n tokens takes less time here than as halves, counted for the matrix's device."""
-    known = matrix.type in TYPES and matrix.device.capability >= OLDEST
-    return known and _wins(matrix.type, matrix.layout.bpw, matrix.device.capability, n)
+    capability = matrix.device.capability
+    if matrix.type not in TYPES or (capability not in _RATES and capability[0] not in (8, 12)):
+        return False
+    _, here, there = clocks(matrix.type, capability, n)
+    return here < 0.95 * there
 
 
 @lru_cache(1 << 12)
-def _wins(type: str, bpw: float, capability: tuple[int, int], n: int) -> bool:
-    """By the clocks of a multiprocessor for 16 rows and 128 columns; see above."""
-    if capability not in _RATES and capability[0] not in (8, 12):
-        return False
+def clocks(type: str, capability: tuple[int, int], n: int) -> tuple[float, float, float]:
+    """Clocks of a multiprocessor for 16 rows and 128 columns, see above: of memory, here, and as halves."""
     through_memory, halves_multiplied, converted = _RATES.get(capability, _NARROW)
-    memory = 256 * bpw / through_memory
+    memory = 256 * functions(type).layout.bpw / through_memory
     (fixed, more), (fixed_halves, more_halves) = _ISSUED[type], _ISSUED_HALVES[type]
     tiles = tiles_of(n)
     groups = -(-n // (TILE * tiles))
@@ -297,7 +297,7 @@ def _wins(type: str, bpw: float, capability: tuple[int, int], n: int) -> bool:
         there = max(memory, (fixed_halves + -(-n // (2 * TILE)) * 2 * more_halves) / _ISSUES)
     else:
         there = memory + 4096 / through_memory + max(4096 / through_memory, 16 * 128 * n / halves_multiplied)
-    return here < 0.95 * there
+    return memory, here, there
 
 
 def launch(
@@ -311,30 +311,23 @@ def launch(
     n, tiles = records.n, records.tiles
     if records.columns != matrix.columns:
         raise BridgeError(f"{matrix.name}: records of {records.columns} columns; must be {matrix.columns}")
-    import torch
-
     warps, parts = shape or choose_shape(matrix, n, TILE * tiles)
-    wanted = {"bias": bias is not None, "accumulate": accumulate}
-    epilogue = "_".join(name for name in wanted if wanted[name])
-    none = matrix.device.placeholder()
-    biases = none if bias is None else devices.view(bias)
-    out = devices.view(y, apart=True)
-    sums = out if parts == 1 else devices.view(torch.empty((parts * n, matrix.rows), device=y.device))
-    kernel(matrix.type, tiles, warps, epilogue if parts == 1 else "partial").launch(
-        (-(-n // (TILE * tiles)), -(-matrix.rows // (_ROWS * warps)), parts),
-        (32, warps),
-        stream,
-        matrix.buffer,
-        matrix.room // 16,
-        devices.view(records.buffer),
-        sums,
-        biases,
-        matrix.rows,
-        matrix.units,
-        n,
-        records.steps,
-        -(-records.steps // parts),
-    )
-    if parts > 1:
-        grid = -(-matrix.rows // _THREADS), n
-        combiner(epilogue).launch(grid, _THREADS, stream, sums, none, biases, out, matrix.rows, n, parts)
+
+    def multiply(epilogue: str, sums: Any, _: Any, biases: Any) -> None:
+        kernel(matrix.type, tiles, warps, epilogue).launch(
+            (-(-n // (TILE * tiles)), -(-matrix.rows // (_ROWS * warps)), parts),
+            (32, warps),
+            stream,
+            matrix.buffer,
+            matrix.room // 16,
+            devices.view(records.buffer),
+            sums,
+            biases,
+            matrix.rows,
+            matrix.units,
+            n,
+            records.steps,
+            -(-records.steps // parts),
+        )
+
+    launch_parts(matrix, multiply, parts, y, stream, bias=bias, accumulate=accumulate)

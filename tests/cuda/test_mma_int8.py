@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from bridge.blocks import TYPES
 from bridge.errors import BridgeError
+from tests.conftest import ROOT
 from tests.support import ptx
 from tests.support.gpu.device import pretended_gpu
 from tests.support.random_blocks import assert_product, random_matrix, rounded
@@ -184,6 +186,15 @@ def test_it_is_chosen_where_it_takes_less_time_by_count():
     assert chosen("Q3_K", (9, 0)) == [65]
     assert chosen("Q2_K", (8, 0)) == []  # two conversions a product
     assert chosen("Q4_K", (7, 5)) == chosen("Q4_K", (10, 0)) == chosen("Q4_1", (9, 0)) == []
+
+
+def test_the_counts_in_the_docs_are_those_that_choose():
+    text = (ROOT / "docs" / "speed.md").read_text().partition("## CUDA, modelled")[2].partition("\n## ")[0]
+    tokens = [int(n) for n in re.findall(r"(\d+) tokens \|", text)]
+    for name in mma_int8.TYPES:
+        found = [mma_int8.clocks(name, (9, 0), n) for n in tokens]
+        cells = [f"{here:,.0f} / {there:,.0f} = {here / there:.2f}" for _, here, there in found]
+        assert f"| {name} | {found[0][0]:.0f} | {' | '.join(cells)} |" in text
 
 
 def test_tiles_of_a_group_fit_the_tokens():
