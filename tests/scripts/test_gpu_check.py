@@ -358,6 +358,31 @@ def test_a_folder_that_cannot_be_written_to_is_said_before_anything_runs(
     assert capsys.readouterr().err.startswith("no check: [Errno 2] No such file")
 
 
+def test_kernels_that_other_versions_have_compiled_are_refused_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would be compiled again, for the better part of an hour."""
+    from bridge.cuda import compiler
+
+    ran: list[Any] = []
+    monkeypatch.setattr(check.gpu_check, "check", lambda *given: ran.append(given) or 0)
+    monkeypatch.setenv("NUMBA_CACHE_DIR", "set by the script")
+    other = tmp_path / "cubins" / "9.0-of-others"
+    other.mkdir(parents=True)
+    with small_check():
+        assert check.main(["--kernels", str(tmp_path)]) == 2
+        assert not ran
+        said = capsys.readouterr().err
+        assert said.startswith(f"no check: {tmp_path} has no kernels for compute capability 9.0 that the versions of ")
+        assert said.endswith(" here have made; compile them with the same, or leave --kernels out\n")
+        own = compiler.folder((9, 0))
+        assert own is not None
+        own.mkdir()
+        (own / "digest").touch()
+        assert check.main(["--kernels", str(tmp_path)]) == 0
+    assert ran
+
+
 def test_what_is_not_installed_or_cannot_be_used_is_said(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
