@@ -23,7 +23,7 @@ from tests.support.family_models import copy_tokenizer, new_model, randomized
 
 torch = pytest.importorskip("torch")
 
-FAMILIES = ["lfm2", "lfm2-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next", "granite-4"]
+FAMILIES = ["lfm2", "lfm2-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next", "granite-4", "nemotron-h", "nemotron-h-moe"]
 TOKENS = np.random.default_rng(1).integers(0, 2048, 48).tolist()
 GREEDY: dict[str, Any] = {"temperature": 0}
 
@@ -67,7 +67,7 @@ def test_a_family_gives_the_logits_of_transformers_however_its_tokens_are_read(
     assert mean_kl(expected, np.array([decoder.next_scores(token).copy() for token in TOKENS])) < 1e-9
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen3.5"])
+@pytest.mark.parametrize("name", ["lfm2", "qwen3.5", "nemotron-h"])
 def test_a_prompt_is_read_again_from_the_last_copy_that_fits(
     name: str, made: Callable[[str], Made], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,7 +113,7 @@ def test_copies_are_few_and_spread_over_the_prompt() -> None:
     assert state.nbytes == (1 + COPIES) * 2 * 16 * 4
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen3.5"])
+@pytest.mark.parametrize("name", ["lfm2", "qwen3.5", "nemotron-h-moe"])
 def test_sequences_made_together_are_those_made_alone(name: str, made: Callable[[str], Made]) -> None:
     model = loaded(made(name)[0])
     shared = "What is that to me? " * 3
