@@ -35,6 +35,7 @@ OtherWeights = Callable[[str, nn.Module], torch.Tensor | None]
 
 
 TOKENS_FELT = 1 << 15
+ALL = slice(None)
 LOGITS = 1 << 26  # at a time: several copies of them, 256 MB each, are alive in the backward pass
 
 
@@ -122,9 +123,10 @@ class Passes:
         x: Sequence[Any],
         weights: OtherWeights = lambda name, module: None,
         kept: Callable[[torch.Tensor], Any] = lambda x: x,
+        some: slice = ALL,
     ) -> list[list[Any]]:
-        """The outputs of each block from `first` on, whose inputs are x of each batch."""
-        found = []
+        """The outputs of each block from `first` on, whose inputs are x of each batch, or of some batches."""
+        calls, found = self.calls[some], []
         for i in range(first, len(self.model.blocks)):
             block = self.model.blocks[i]
             self.model.load(i)
@@ -134,7 +136,7 @@ class Passes:
                         values = weights(name, module)
                         if values is not None:
                             stack.enter_context(self.changed(module, values))
-                    x = [kept(self._call(i, block, call, own)) for call, own in zip(self.calls, x, strict=True)]
+                    x = [kept(self._call(i, block, call, own)) for call, own in zip(calls, x, strict=True)]
             finally:
                 self._drop(i)
             found.append(list(x))
