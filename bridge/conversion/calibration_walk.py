@@ -48,7 +48,7 @@ def needs(model: FloatModel, settings: Calibration, found: Calibrating, bits: Ma
     columns = model.head()[1][1]
     two_sided = settings.method == "two-sided"
     at_once = _TOKENS_AT_ONCE, rows_at_once(columns)
-    job = Job(model, (sequences, length), bits, settings.cross, found.held > 0, two_sided, *at_once)
+    job = Job(model, (sequences, length), bits, settings.cross, found.held > 0, two_sided, settings.sweeps, *at_once)
     return needs_of(job, settings.memory)
 
 
