@@ -96,7 +96,7 @@ class Divergence:
         return self._divergence(self._run(trial, _FEW)[-1], trial, _FEW)
 
     def _run(self, trial: Trial, some: slice) -> list[list[torch.Tensor]]:
-        """The inputs of each block and the outputs of the last, of some batches, from where it differs from the base."""
+        """The inputs of each block and the last one's outputs, of some batches, from where it differs from the base."""
         differing = [i for name, i in self._order.items() if trial.get(name) != self._base.get(name)]
         first = min(differing, default=len(self.passes.model.blocks))
         inputs = [own[some] for own in self._inputs[: max(first, 0) + 1]]
