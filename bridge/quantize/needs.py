@@ -212,7 +212,7 @@ class _Sizes:
                 bits += self.job.bits[name] * rows * n
                 weights += rows * n
         whole = (self.outside + sum(self.blocks)) * bits / max(weights, 1)
-        inputs = 2 * self.count * self.copies * self.hidden * self.kept
+        inputs = 2 * self.hidden * max(self.count * self.copies * self.kept, self.felt * self.item)  # or gradients
         outputs = sum(map(_output_bytes, self.shapes)) + 4 * self.hidden**2 if self.felt else 0
         return int((bits + whole) / 8) + inputs + outputs
 

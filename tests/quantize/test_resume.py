@@ -11,7 +11,7 @@ import pytest
 
 from bridge.conversion.converter import convert
 from bridge.errors import BridgeError
-from bridge.quantize import float_model
+from bridge.quantize import float_model, forward_passes
 from bridge.quantize.float_model import FloatModel
 from bridge.quantize.kept_inputs import KeptInputs
 from bridge.quantize.layer_store import read_tensors
@@ -43,13 +43,13 @@ def in_bfloat16(model: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Path]:
     return folder, model[1]
 
 
-def quantized(model: tuple[Path, Path], out: Path, kill_at: int | None = None) -> list[str]:
-    """What a run says; it is killed when so many layers are done."""
+def quantized(model: tuple[Path, Path], out: Path, kill_at: int | str | None = None) -> list[str]:
+    """What a run says; it is killed when so many layers are done, or when it says this."""
     said: list[str] = []
 
     def progress(done: int, _all: int, text: str) -> None:
         said.append(text)
-        if done == kill_at:
+        if kill_at in (done, text):
             raise Killed
 
     convert(model[0], out, type="Q4_0", calibrate=Calibration(model[1], length=32, sweeps=0, progress=progress))
@@ -84,6 +84,36 @@ def test_a_killed_run_goes_on_at_its_block_with_its_gradients_and_gives_the_same
     assert [n for n in loaded if n is not None] == [0, 2]  # the first one shows what the blocks are called with
     assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "whole.gguf").read_bytes()
     assert not (tmp_path / "again.gguf.layers").exists()
+
+
+def test_a_run_that_is_killed_among_its_gradients_goes_on_at_their_block(
+    model: tuple[Path, Path], tmp_path: Path
+) -> None:
+    quantized(model, tmp_path / "whole.gguf")
+    with pytest.raises(Killed):
+        quantized(model, tmp_path / "again.gguf", kill_at="gradients: model.layers.0.mlp.down_proj")
+    folder = tmp_path / "again.gguf.layers"
+    assert {file.name for file in folder.glob("gradients*")} == {"gradients.json", "gradients-00001-00000.safetensors"}
+    said = quantized(model, tmp_path / "again.gguf")
+    assert {text.split(".")[2] for text in said if text.startswith("gradients: model.layers")} == {"0"}
+    assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "whole.gguf").read_bytes()
+    assert not folder.exists()
+
+
+def test_of_a_long_text_some_sequences_give_gradients(
+    model: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    felt = []
+
+    def output_hessians(_model: FloatModel, tokens: Any, *_args: Any, **_options: Any) -> None:
+        felt.append(tokens)
+        raise Killed
+
+    monkeypatch.setattr(forward_passes, "TOKENS_FELT", 64)
+    monkeypatch.setattr(forward_passes, "output_hessians", output_hessians)
+    with pytest.raises(Killed):
+        quantized(model, tmp_path / "out.gguf")
+    assert felt[0].tolist() == np.load(model[1])[::2].tolist()
 
 
 def test_a_model_in_bfloat16_goes_on_in_it_but_not_on_a_cpu_that_does_not_multiply_it(
