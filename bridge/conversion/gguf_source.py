@@ -20,9 +20,10 @@ from bridge.checkpoint.files.weight_files import belongs
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
 from bridge.gguf_file.reader import StoredModel, StoredTensor
-from bridge.models import tensors_of_gguf
+from bridge.models import numbers_of_gguf, tensors_of_gguf
+from bridge.models.gguf_config import family_of_gguf
 from bridge.models.outline import OutlineTensor, Part
-from bridge.models.restore import original_shape, restored, rows_of, undone
+from bridge.models.restored import restored, rows_of, shape_of
 from bridge.runtime.cpu.dequantize import FLOATS
 from bridge.runtime.cpu.dequantize import rows as dequantized
 from bridge.system.files import files_below, read_json
@@ -90,9 +91,9 @@ class Place:
         return np.ascontiguousarray(values.T)[rows] if self.part.change == "conv1d" else values[rows]
 
     def values(self, rows: slice = slice(None)) -> np.ndarray:
-        """float32 in the GGUF's order, in the part's shape but for `rows`, a run of them."""
+        """float32 as the GGUF has them, in the part's shape but for `rows`, a run of them."""
         values = dequantized(self.stored.type, self.raw(rows, ordered=False)) * np.float32(self.scale)
-        return undone(self.part, values.reshape(-1, *self.part.shape[1:]))
+        return values.reshape(-1, *self.part.shape[1:])
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +109,7 @@ class Assembled:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return original_shape([place.part for place in self.places])
+        return shape_of([place.part for place in self.places])
 
     @property
     def nbytes(self) -> int:
@@ -118,15 +119,15 @@ class Assembled:
         """Its values, float32; `rows`: a run of these, or of the matrices of a stack. No others are read."""
         first, stop, _ = rows.indices(self.shape[0])
         if any(place.part.matrix is None and not _by_rows(place.part) for place in self.places):
-            pieces = ((place.part, place.values()) for place in self.places)
+            pieces = [(place.part, place.values()) for place in self.places]
             return restored(pieces, self.shape)[rows]
-        found = (piece for place in self.places for piece in _run_of(place, first, stop))
+        found = [piece for place in self.places for piece in _run_of(place, first, stop)]
         return restored(found, (stop - first, *self.shape[1:]))
 
 
 def _by_rows(part: Part) -> bool:
     """Whether a row of the checkpoint's tensor is a row of the GGUF's."""
-    return len(part.shape) == 2 and part.columns is None and part.change in (None, "+1")
+    return len(part.shape) == 2 and part.columns is None and part.factor is None and part.change in (None, "+1")
 
 
 def _run_of(place: Place, first: int, stop: int) -> Iterator[tuple[Part, np.ndarray]]:
@@ -141,7 +142,7 @@ def _run_of(place: Place, first: int, stop: int) -> Iterator[tuple[Part, np.ndar
     at = at[np.sort(np.unique(rows[at], return_index=True)[1])]  # rows beyond a vocabulary repeat others
     if at.size:
         values = place.values(slice(int(at.min()), int(at.max()) + 1))[at - at.min()]
-        yield replace(part, shape=values.shape, rows=rows[at] - first, stored=None, change=None), values
+        yield replace(part, shape=values.shape, rows=rows[at] - first, stored=None), values
 
 
 class GgufSource:
@@ -151,6 +152,8 @@ class GgufSource:
     home       the folder with config.json and tokenizer
     dtype      of all floats in the checkpoint: F16, BF16 or F32
     quantized  whether layers will be, as `tensors_of_gguf` has it
+    made       whether config and tokenizer were made of the GGUF's metadata
+    numbers    checkpoint's name -> value, of tensors that are numbers in the GGUF's metadata
     places     checkpoint's name -> `Place` or `Assembled`
     used       the GGUF's name -> what the family's table says of it
 
@@ -159,7 +162,7 @@ class GgufSource:
 
     format = "GGUF"
 
-    def __init__(self, model: StoredModel, home: Path, dtype: str, quantized: bool = False) -> None:
+    def __init__(self, model: StoredModel, home: Path, dtype: str, quantized: bool = False, made: bool = False) -> None:
         self.path = self.home = home
         config = read_json(home / "config.json")
         self.config: dict[str, Any] = {
@@ -173,7 +176,8 @@ class GgufSource:
         self.used: dict[str, OutlineTensor] = {}
         found: dict[str, list[Place]] = {}
         shapes = {name: tensor.shape for name, tensor in model.tensors.items()}
-        for tensor in tensors_of_gguf(config, home, shapes, arch, quantized=quantized):
+        family = family_of_gguf(model.metadata) if made else None  # of a model with images, maybe
+        for tensor in tensors_of_gguf(config, home, shapes, arch, family, quantized):
             if tensor.origin == "checkpoint":
                 self.used[tensor.name] = tensor
                 stored = model.tensors[tensor.name]
@@ -185,6 +189,9 @@ class GgufSource:
             name: places[0] if _is_whole(places) else Assembled(tuple(places)) for name, places in found.items()
         }
         self.tensors = {name: self._info(name, place, dtype) for name, place in self.places.items()}
+        self.numbers = numbers_of_gguf(model.metadata)
+        for name, value in self.numbers.items():
+            self.tensors[name] = TensorInfo(name, dtype, value.shape, value.size * NUMPY[dtype].itemsize, self.path)
 
     @property
     def store(self) -> "GgufSource":
@@ -192,7 +199,11 @@ class GgufSource:
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
         """A tensor's values in the dtype of the new checkpoint. Raises BridgeError if F16 cannot hold one."""
-        place, dtype, run = self.places[name], self.tensors[name].dtype, slice(*(rows or (None,)))
+        dtype, run = self.tensors[name].dtype, slice(*(rows or (None,)))
+        if name in self.numbers:
+            value = self.numbers[name]
+            return from_float32(value.reshape(-1), dtype, name).reshape(value.shape)
+        place = self.places[name]
         whole = isinstance(place, Place) and place.part.change is None and len(place.part.shape) > 1
         if isinstance(place, Place) and whole and place.stored.type == dtype:
             return place.raw(run).view(NUMPY[dtype])
@@ -207,7 +218,7 @@ class GgufSource:
 def _is_whole(places: list[Place]) -> bool:
     """Whether a tensor of the GGUF, or a matrix of one, is the checkpoint's: its blocks need no floats in between."""
     part = places[0].part
-    picked = part.columns is not None or part.matrix is not None or part.stored is not None
+    picked = not all(x is None for x in (part.columns, part.matrix, part.stored, part.factor))
     return len(places) == 1 and not picked and part.change in (None, "+1", "conv1d")
 
 

@@ -3,8 +3,8 @@
     config_of_gguf(metadata, names)       everything that metadata and names tell
     add_rope_factors(config, factors)     the frequencies' own divisors, which are tensors
 
-The keys that all families have stand in `config_of_gguf`; what one architecture adds is its entry in `OWN_KEYS`. Vision
-models give the config of their language model, by the name that transformers has for that.
+The keys that all families have are in `config_of_gguf`; what one architecture adds is its entry in `gguf_config_keys`.
+Vision models give the config of their language model, by the name that transformers has for that.
 """
 
 import math
@@ -17,7 +17,7 @@ import numpy as np
 from bridge.errors import BridgeError
 from bridge.models.families import ALL
 from bridge.models.family import Family
-from bridge.models.own_config_keys import ABSENT, KINDS, OWN_KEYS, Keys
+from bridge.models.gguf_config_keys import ABSENT, KINDS, MORE, Keys
 from bridge.models.rope import NOT_ROTATED, llama3_factors
 
 # tensors that divide the frequencies of rotary embeddings, without their ".weight"
@@ -30,9 +30,9 @@ _LLAMA3_CONTEXT = 8192
 def family_of_gguf(metadata: Mapping[str, Any]) -> Family:
     """The family of a GGUF with this metadata; BridgeError for an unknown architecture."""
     arch = metadata.get("general.architecture")
-    found = [family for family in ALL if family.arch == arch and family.reversible]
+    found = [family for family in ALL if family.arch == arch]
     if not found:
-        known = ", ".join(dict.fromkeys(family.arch for family in ALL if family.reversible))
+        known = ", ".join(dict.fromkeys(family.arch for family in ALL))
         raise BridgeError(f"no config.json can be made for architecture {arch!r}; known are {known}")
     kind = KINDS[arch](lambda key, default=None: metadata.get(f"{arch}.{key}", default)) if arch in KINDS else None
     return next((family for family in found if family.model_type == kind), found[0])
@@ -77,7 +77,7 @@ def config_of_gguf(metadata: Mapping[str, Any], names: Collection[str]) -> dict[
         "num_hidden_layers": gguf_layers(metadata),
         "num_attention_heads": heads,
         "num_key_value_heads": _largest(kv_heads),
-        "head_dim": get("attention.key_length", hidden // heads),
+        "head_dim": get("attention.key_length", hidden // (heads or 1)),
         "max_position_embeddings": needed("context_length"),
         "rms_norm_eps": needed(eps),
         "tie_word_embeddings": "output.weight" not in names,
@@ -90,7 +90,7 @@ def config_of_gguf(metadata: Mapping[str, Any], names: Collection[str]) -> dict[
             if get(name) is not None:
                 values[key] = get(name)
     named = {family.names.get(key, key): value for key, value in values.items()}
-    own = {**named, **OWN_KEYS[arch](get, names, values)} if arch in OWN_KEYS else named
+    own = {**named, **MORE[arch](get, names, values)} if arch in MORE else named
     model_type = own.pop("model_type", family.model_type)
     ids = {f"{role}_token_id": metadata.get(f"tokenizer.ggml.{key}_token_id") for role, key in _ROLES.items()}
     architectures = {"architectures": [own.pop("class", family.architectures[0])]}

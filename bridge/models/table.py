@@ -53,7 +53,7 @@ def _all_names(family: Family, args: Arguments, own: str) -> dict[str, bool]:
 
     Names are those with `own` in them, or else the table's first.
     """
-    names: dict[str, bool] = {}
+    names = {name.format(layer): False for name, _ in family.numbers.values() for layer in range(args.layers)}
     for row in family.table:
         if not row.when(args):
             continue
@@ -114,7 +114,7 @@ class _Filled:
     ) -> None:
         self.shapes, self.stored = names, stored
         self.family, self.args, self.sizes, self.names = family, args, args.sizes, frozenset(names)
-        arch = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[family.arch]
+        arch = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[family.named_as or family.arch]
         layers = {found[1] for name in self.names if (found := _LAYER.search(name))}
         self.map = gguf.get_tensor_name_map(arch, min(args.layers, len(layers)))  # others are found to be missing
         self.tensors: list[OutlineTensor] = []
@@ -138,12 +138,14 @@ class _Filled:
                         self.add(row, layer)
 
     def outline(self) -> Outline:
-        """What has been added, and the tensors that are made from the config."""
+        """What has been added, tensors that are made from the config, and those that are numbers in the GGUF."""
         made = [
             OutlineTensor(f"{name}.weight", factors.shape, data=factors, origin="config", fixed_type="F32")
             for name, factors in self.args.rope.factors.items()
         ]
-        return Outline({}, [*self.tensors, *made], self.folds, optional=frozenset(self.optional))
+        outline = Outline({}, [*self.tensors, *made], self.folds, optional=frozenset(self.optional))
+        outline.numbers = self.numbers()
+        return outline
 
     def add(self, row: Row, layer: int) -> None:
         """Add the tensor of a row in one layer, and its bias; BridgeError if it is not in the checkpoint."""
@@ -203,7 +205,15 @@ class _Filled:
             return tuple(Part(name, (rows, *shape[1:])) for name, rows in zip(apart, heights, strict=True))
         head_dim = self.args.head_dim
         rows = interleaved_rows(shape[0] // head_dim, head_dim) if row.interleaved else None
-        return (Part(source, shape, rows, change=row.change),)
+        return (Part(source, shape, rows, change=row.change, factor=self._factor(row)),)
+
+    def _factor(self, row: Row) -> np.ndarray | None:
+        """What the rows of a row's source are multiplied by; None where nothing is."""
+        found = self.args.factors.get(row.source.rpartition("{}.")[2])
+        if found is None or all(factor == 1 for factor in found):
+            return None
+        heights = [self.sizes[name] for name in row.shape.split()[0].split("+")]
+        return np.repeat(np.array(found, np.float32), heights)
 
     def _experts(self, source: str, layer: int, shape: tuple[int, ...]) -> tuple[Part, ...]:
         """One matrix of every expert, for each way in which a `Row` can name them."""
@@ -245,6 +255,14 @@ class _Filled:
             tied = ", or config.json should say tie_word_embeddings: true" if source == f"{HEAD.source}.weight" else ""
             raise BridgeError(f"{source} is missing from the checkpoint; a shard may not have been downloaded{tied}")
         self.used.add(source)
+
+    def numbers(self) -> dict[str, list[str]]:
+        """The names of the tensors of one number that a key lists."""
+        layers, numbers = range(self.args.layers), self.family.numbers
+        found = {key: [name.format(layer) for layer in layers] for key, (name, _) in numbers.items()}
+        for name in chain.from_iterable(found.values()):
+            self._use(name)
+        return found
 
     def leftovers(self) -> tuple[list[str], list[str]]:
         """The checkpoint's tensors that are not in the GGUF: names to report, and biases that must be zero."""

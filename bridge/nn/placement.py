@@ -24,10 +24,10 @@ import torch
 from torch import nn
 
 from bridge.errors import BridgeError
-from bridge.models import tensors_of_gguf
+from bridge.models import numbers_of_gguf, tensors_of_gguf
 from bridge.models.gguf_config import ROPE_FACTORS, family_of_gguf, gguf_layers
 from bridge.models.outline import OutlineTensor, Part
-from bridge.models.restore import restored, rows_of, undone
+from bridge.models.restored import restored, rows_of
 from bridge.nn.preparation import prepare as prepare_all
 from bridge.nn.quant_experts import ClampedSwiglu, ExpertStack, Fused, Gated, QuantExperts, WeightedExperts
 from bridge.nn.quant_linear import JoinedLinear, Placed, QuantEmbedding, QuantLinear
@@ -54,8 +54,8 @@ class Piece:
         return found if found is not None and len(found.shape) == 2 and found.type != "F32" else None
 
     def values(self) -> np.ndarray:
-        """float32, as the checkpoint had them, in the shape of the part."""
-        return undone(self.part, self.tensor.dequantize().reshape(self.count, *self.part.shape)[self.index])
+        """float32, as the GGUF has them, in the shape of the part."""
+        return self.tensor.dequantize().reshape(self.count, *self.part.shape)[self.index]
 
 
 class Reserved(nn.Module):
@@ -80,6 +80,7 @@ class Placement:
     def __init__(self, model: nn.Module, file: GGUFFile, precision: str = "int8"):
         self.model, self.file, self.precision = model, file, precision
         self._modules: dict[str, Callable[[], nn.Module]] = {}  # path -> what is put there
+        self._numbers = numbers_of_gguf(file.metadata)
         self._floats: dict[str, list[Piece]] = {}  # parameter's name -> what it is made of
         if any(isinstance(module, Placed) for module in model.modules()):
             raise BridgeError(f"{self.kind}: has a GGUF's weights already; make the model anew for {file.path}")
@@ -93,13 +94,14 @@ class Placement:
     def floats(self) -> dict[str, torch.Tensor]:
         """Name of the parameter -> float32 values in its shape."""
         found = self._floats.items()
-        return {name: torch.from_numpy(_values(pieces, self._shapes[name])) for name, pieces in found}
+        made = {name: torch.from_numpy(_values(pieces, self._shapes[name])) for name, pieces in found}
+        return made | {name: torch.from_numpy(value.copy()) for name, value in self._numbers.items()}
 
     def _check(self) -> None:
         """Every parameter has its values in the file."""
         for name, _ in self.model.named_parameters():
             path = name.rpartition(".")[0]
-            if name not in self._floats and path not in self._modules and path != self._head():
+            if name not in (*self._floats, *self._numbers) and path not in self._modules and path != self._head():
                 raise BridgeError(f"{name}: {self.kind} has it, but the GGUF does not; it belongs to another model")
 
     def reserve(self) -> None:
@@ -281,6 +283,7 @@ def _packs(module: nn.Module, pieces: list[Piece]) -> bool:
     kinds = _is_conv1d(module) or isinstance(module, nn.Linear | nn.Embedding)
     return kinds and all(
         piece.matrix is not None and piece.part.change in changes and piece.part.matrix is None
+        and piece.part.factor is None
         and (len(pieces) == 1 or piece.part.columns is None)
         for piece in pieces
     )  # fmt: skip
@@ -293,7 +296,7 @@ def _matrix(piece: Piece) -> QuantTensor:
 
 def _values(pieces: list[Piece], shape: tuple[int, ...]) -> np.ndarray:
     """float32 of a parameter's shape: rows and columns where they were before the conversion."""
-    return restored(((piece.part, piece.values()) for piece in pieces), shape)
+    return restored([(piece.part, piece.values()) for piece in pieces], shape)
 
 
 def _joined(pieces: list[Piece]) -> np.ndarray:

@@ -146,6 +146,7 @@ GEMMA4 = Family(
     names={"hidden_act": "hidden_activation"},
     sizes=_sizes,
     metadata=_metadata,
+    tokenizer="gemma4",
     wrapped=True,
     own=".experts.",
     table=decoder(

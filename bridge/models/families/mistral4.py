@@ -28,7 +28,7 @@ MISTRAL4 = replace(
     architectures=("Mistral3ForConditionalGeneration", "Mistral4ForCausalLM"),
     model_type="mistral4",
     keys={**DEEPSEEK2.keys, "partial_rotary_factor": 1.0},
-    chosen=lambda config: (config.get("text_config") or {}).get("model_type", "mistral4") == "mistral4",
+    chosen=lambda config: (config.get("text_config") or config.values).get("model_type", "mistral4") == "mistral4",
     metadata=_metadata,
     predicts=False,
     own="mlp.experts.",
