@@ -30,15 +30,15 @@ def families(*without: str) -> list[Any]:
     return [name if name in PLAIN else pytest.param(name, marks=pytest.mark.exhaustive) for name in names]
 
 
-def gguf_of(name: str, folder: Path, type: str, **fields: Any) -> tuple[Any, Path]:
-    """A family's model, of halves, and its GGUF."""
+def gguf_of(name: str, folder: Path, type: str, **fields: Any) -> Path:
+    """The GGUF of a family's model, of halves, which is saved in `folder / "model"`."""
     model = randomized(new_model(name, **UNSAID.get(name, {}), **fields))
     for parameter in model.parameters():
         parameter.data = parameter.data.half().float()
     model.save_pretrained(folder / "model", save_original_format=True)
     path = folder / "model.gguf"
     bridge.convert(copy_tokenizer(folder / "model"), path, tensor_types=[(".*", type)], mmproj_type="none")
-    return model, path
+    return path
 
 
 def logits(model: Any) -> Any:
@@ -49,7 +49,7 @@ def logits(model: Any) -> Any:
 def loaded(folder: Path) -> Any:
     config = transformers.AutoConfig.from_pretrained(folder)
     kind = getattr(transformers, config.architectures[0], transformers.AutoModelForCausalLM)
-    how = {"dtype": torch.float32, "attn_implementation": "eager"}  # as the model that is compared
+    how = {"dtype": torch.float32, "attn_implementation": "eager"}
     model, told = kind.from_pretrained(folder, output_loading_info=True, **how)
     assert not any(told[key] for key in ("missing_keys", "mismatched_keys", "unexpected_keys")), told
     return model.eval()
@@ -57,9 +57,9 @@ def loaded(folder: Path) -> Any:
 
 @pytest.mark.parametrize("name", families())
 def test_floats_have_the_logits_of_the_checkpoint_that_the_gguf_came_from(name: str, tmp_path: Path) -> None:
-    model, path = gguf_of(name, tmp_path, "F32")
+    path = gguf_of(name, tmp_path, "F32")
     bridge.export(path, tmp_path / "new", dtype="F32")
-    expected = logits(model)
+    expected = logits(loaded(tmp_path / "model"))
     assert (logits(loaded(tmp_path / "new")) - expected).norm() < 1e-4 * expected.norm()
 
 
@@ -67,7 +67,7 @@ def test_floats_have_the_logits_of_the_checkpoint_that_the_gguf_came_from(name: 
 def test_layers_with_codes_have_the_logits_of_the_gguf(name: str, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     experts = {"moe_intermediate_size": 32} if "moe_intermediate_size" in MODELS[name][1] else {}
-    _, path = gguf_of(name, tmp_path, "Q8_0", **experts)
+    path = gguf_of(name, tmp_path, "Q8_0", **experts)
     done = bridge.export(path, tmp_path / "new", "compressed-tensors", dtype="F32")
     assert {tensor.how for tensor in done.tensors if tensor.bits} == {"exact"}
     expected = logits(bridge.nn.load(path, precision="f32"))
