@@ -125,3 +125,6 @@ def _make_buffers(model: nn.Module) -> None:
                 setattr(module, key, torch.full_like(buffer, torch.nan, device="cpu"))
             owner: Any = module if hasattr(module, "_init_weights") else model
             owner._init_weights(module)
+            for key, buffer in made.items():
+                if torch.isnan(getattr(module, key)).any():  # transformers did not make it: `load` refuses the model
+                    setattr(module, key, buffer)

@@ -95,7 +95,7 @@ class Placement:
         """Name of the parameter -> float32 values in its shape."""
         found = self._floats.items()
         made = {name: torch.from_numpy(_values(pieces, self._shapes[name])) for name, pieces in found}
-        return made | {name: torch.from_numpy(value.copy()) for name, value in self._numbers.items()}
+        return made | {name: torch.from_numpy(np.array(value)) for name, value in self._numbers.items()}
 
     def _check(self) -> None:
         """Every parameter has its values in the file."""
