@@ -31,7 +31,7 @@ from bridge.runtime.lora import add_adapter
 from bridge.runtime.reader import GGUFFile, open_gguf
 from bridge.runtime.sampling import Sampler
 from bridge.runtime.scoring import Pooler, TokenScorer
-from bridge.runtime.tokenizer import Tokenizer, common_prefix
+from bridge.runtime.tokenizer import Tokenizer
 from bridge.system import compiling
 from bridge.system.devices import choose, cpu_note, cuda
 from bridge.system.fork_locks import ForkLock
@@ -459,7 +459,7 @@ class Model:
             turn = self._turn
             decoder = self._decoder
             decoder.begin()
-            kept = timing.kept_tokens = common_prefix(decoder.read, ids[:-1])
+            kept = timing.kept_tokens = decoder.kept(ids[:-1])
             drawn = decoder.draw(ids, sampler, kept)
         begun = compiling.clock() - decoder.preparing
         for made, token in enumerate(islice(self._in_turn(drawn, turn), min(max_tokens, self.context))):

@@ -25,6 +25,7 @@ from bridge.models.family import (
 from bridge.models.model_config import Config
 
 GLM4 = Family(
+    titles=("GLM-4-0414",),
     arch="glm4",
     architectures=("Glm4ForCausalLM",),
     model_type="glm4",
@@ -57,6 +58,7 @@ def _router(config: Config, _args: Arguments) -> dict[str, Any]:
 
 
 GLM4_MOE = Family(
+    titles=("GLM-4.5 to 4.7",),
     arch="glm4moe",
     architectures=("Glm4MoeForCausalLM",),
     model_type="glm4_moe",
@@ -94,6 +96,7 @@ def _vision_router(config: Config, args: Arguments) -> dict[str, Any]:
 # the language model of GLM-4.5V and 4.6V
 GLM4V_MOE = replace(
     GLM4_MOE,
+    titles=("GLM-4.5V and 4.6V",),
     architectures=("Glm4vMoeForConditionalGeneration",),
     model_type="glm4v_moe",
     keys={**GLM4_MOE.keys, "attention_bias": True},
