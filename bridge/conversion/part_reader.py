@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ import numpy as np
 from bridge.checkpoint import Checkpoint
 from bridge.conversion.gguf_checkpoint import GgufCheckpoint
 from bridge.errors import BridgeError
-from bridge.models.outline import FRAMES, ModelTensor, Part
+from bridge.models.outline import FRAMES, ModelTensor, Part, changed_shape
 from bridge.system.row_threads import chunks
 
 if TYPE_CHECKING:
@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from bridge.conversion.plan import PlannedTensor
 
 _OF_CODES = (None, "transposed", "conv1d")  # what can be done to codes, too
+_ELEMENTWISE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "+1": lambda values: values + np.float32(1),
+    "-exp": lambda values: -np.exp(values),
+    "softplus": lambda values: np.logaddexp(0, values, dtype=np.float64).astype(np.float32),
+}
 _WINDOW = 16  # consecutive rows of a sample: a cache line of GPTQ's words
 _REPEATED = 1.1  # so much larger than its sources a tensor may be: Gemma 3n's tokens of images share a row
 _WINDOWS = 3  # first, middle, last
@@ -141,7 +146,8 @@ class PartReader:
             return
         if part.change is not None:
             whole = self._cropped(self._read_whole(part), part)
-            whole = whole + np.float32(1) if part.change == "+1" else -np.exp(whole) if part.change == "-exp" else whole
+            if part.change in _ELEMENTWISE:
+                whole = _ELEMENTWISE[part.change](whole)
             yield whole if part.rows is None else whole[part.rows]
             return
         if part.matrix is not None or len(part.shape) == 1 or part.rows is not None:
@@ -160,6 +166,9 @@ class PartReader:
         stored = self.ckpt.read_float(part.source, rows)
         if part.change is not None and part.change in FRAMES:
             stored = stored[:, :, FRAMES.index(part.change)]
+        if part.change == "patches":
+            out, colours, side, _ = self._stored(part)[0]
+            return stored.reshape(out, side, side, colours).transpose(0, 3, 1, 2)
         return stored.reshape(self._stored(part)[0])
 
     def _transposed(self, part: Part) -> np.ndarray:
@@ -182,7 +191,7 @@ class PartReader:
         kept = np.ascontiguousarray(x[inner])
         if kept.shape != x.shape and np.count_nonzero(x) > np.count_nonzero(kept):
             raise self._other_shape(part)
-        if not np.isfinite(kept).all():
+        if part.change != "scalar" and not np.isfinite(kept).all():
             _, file = self._stored(part)
             raise BridgeError(
                 f"{file}: {part.source} holds NaN or infinite values; the checkpoint is damaged, download it again"
@@ -197,12 +206,8 @@ class PartReader:
         else:
             plain = self.ckpt.tensors[part.source]
             shape, file = plain.shape if part.matrix is None else plain.shape[1:], plain.file
-        if part.change == "transposed" or (part.change == "conv1d" and not self._module(part)):
-            return shape[::-1], file
-        if part.change in FRAMES:
-            return (*shape[:2], *shape[3:]), file
-        if part.change == "squeezed":
-            return tuple(n for n in shape if n > 1), file
+        if part.change is not None:
+            return shape if part.change == "conv1d" and self._module(part) else changed_shape(part.change, shape), file
         return shape[1:] if len(part.shape) == 1 and shape[:1] == (1,) and len(shape) == 2 else shape, file
 
     def _other_shape(self, part: Part) -> BridgeError:

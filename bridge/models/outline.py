@@ -4,6 +4,7 @@ A family (`bridge.models`) or a template (`bridge.models.template`) makes an Out
 a Plan of it. It holds no weights, but for small tensors that are made from the config and those that a template keeps.
 """
 
+import math
 import re
 import reprlib
 from collections.abc import Iterable, Mapping
@@ -18,7 +19,9 @@ from bridge.errors import BridgeError
 # where a tensor comes from; "scale": what multiplies a tensor of NVFP4, a tensor of its own
 Origin = Literal["checkpoint", "config", "template", "scale"]
 FRAMES = ("frame 0", "frame 1")
-CHANGES = ("transposed", "conv1d", "squeezed", "+1", "-exp", *FRAMES)
+CHANGES = ("transposed", "conv1d", "squeezed", "scalar", "patches", "+1", "-exp", "softplus", *FRAMES)
+
+COLOURS = 3
 
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 
@@ -38,6 +41,8 @@ class Part:
     change   what is done to the source before rows and columns are picked: "transposed"; "squeezed", dimensions of
              one dropped; "+1", one added; "-exp", minus e to the power of it: the result is floats, whatever it was.
              "frame 0", "frame 1": filters of one of two frames, of [out, in, frames, height, width].
+             "softplus": log(1 + e to the power of it). "scalar": one number as a vector, which may be infinite.
+             "patches": [out, side * side * colours] as filters [out, colours, side, side].
              "conv1d": transposed where it is floats, for quantizers turn such layers into linear ones
     """
 
@@ -78,6 +83,22 @@ class Part:
         elif name != "down_proj" or self.rows is not None:
             name = ""
         return f"{experts}.{self.matrix}.{name}" if name and self.change in (None, "transposed") else None
+
+
+def changed_shape(change: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that a tensor of the checkpoint has after a change of `Part`; of "conv1d", if it is floats."""
+    if change in ("transposed", "conv1d"):
+        return shape[::-1]
+    if change in FRAMES:
+        return (*shape[:2], *shape[3:])
+    if change == "squeezed":
+        return tuple(n for n in shape if n > 1)
+    if change == "scalar":
+        return shape or (1,)
+    if change == "patches" and len(shape) == 2:
+        side = math.isqrt(shape[1] // COLOURS)
+        return (shape[0], COLOURS, side, side)
+    return shape
 
 
 @dataclass(frozen=True, eq=False)

@@ -214,6 +214,9 @@ def new_model(name: str, **fields: Any) -> Any:
     auto = transformers.AutoModelForImageTextToText if parts else transformers.AutoModelForCausalLM
     model = auto.from_config(config, dtype=torch.float32, attn_implementation="eager")
     config.architectures = [type(model).__name__]
+    for module in model.modules():
+        if hasattr(module, "time_step_limit"):  # Nemotron-H's is 0.001 in transformers; llama.cpp has no such limit
+            module.time_step_limit = (0.0, float("inf"))
     return model.eval()
 
 

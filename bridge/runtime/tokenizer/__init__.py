@@ -49,6 +49,7 @@ class Tokenizer:
         self.bos = _role_token(metadata, "bos", count)
         self.eos = _role_token(metadata, "eos", count)
         add_bos = metadata.get("tokenizer.ggml.add_bos_token", self.cutter.add_bos)
+        add_bos = add_bos or metadata.get("tokenizer.ggml.model") == "gemma4"  # some of its files say no
         self.add_bos = bool(add_bos) and self.bos is not None
         self.add_eos = bool(metadata.get("tokenizer.ggml.add_eos_token", False)) and self.eos is not None
         self.stops = stop_tokens(metadata)

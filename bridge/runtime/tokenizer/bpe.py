@@ -1,5 +1,6 @@
 """BPE by merges, by the `tokenizers` library: on bytes, cut by the rules of tokenizer.ggml.pre, or on characters."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -42,7 +43,7 @@ class ByteLevel:
 
 class CharacterLevel:
     """A Cutter for tokenizer.ggml.model gemma4: spaces are U+2581, words are lines and what lies between them, and a
-    character without a token becomes its bytes' tokens, <0x0A>.
+    character without a token becomes its bytes' tokens, <0x0A>. A run of newlines that is a token is that token.
 
     tokenizer  of the `tokenizers` library, which does it
     """
@@ -52,13 +53,18 @@ class CharacterLevel:
     def __init__(self, tokens: Sequence[str], merges: Sequence[str]):
         from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-        vocab = {text: token for token, text in enumerate(tokens)}
-        self.tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=_pairs(merges, vocab), byte_fallback=True))
+        self._vocab = {text: token for token, text in enumerate(tokens)}
+        pairs = _pairs(merges, self._vocab)
+        self.tokenizer = Tokenizer(models.BPE(vocab=self._vocab, merges=pairs, byte_fallback=True))
         self.tokenizer.normalizer = normalizers.Replace(" ", SPACE)
         self.tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|\n+"), "isolated")
 
     def encode(self, text: str, after_special: bool) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        ids: list[int] = []
+        for part in re.findall("\n+|[^\n]+", text):
+            known = self._vocab.get(part) if part[0] == "\n" else None
+            ids += self.tokenizer.encode(part, add_special_tokens=False).ids if known is None else [known]
+        return ids
 
     def piece(self, text: str) -> bytes:
         return text.replace(SPACE, " ").encode("utf-8")
