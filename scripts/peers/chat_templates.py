@@ -67,9 +67,8 @@ def main() -> int:
         same = sum(mine == theirs for mine, theirs in pairs)
         alone = sum(theirs is None and not isinstance(mine, TemplateFailed) for mine, theirs in pairs)
         print(f"{file.name}: {rendered} by transformers, {same} of them the same, {alone} only here")
-        for name, number in zip(
-            total, (1, same == rendered, rendered, same, alone, in_modelfile(template)), strict=True
-        ):
+        found = (1, same == rendered, rendered, same, alone, in_modelfile(template))
+        for name, number in zip(total, found, strict=True):
             total[name] += number
         for mine, theirs in pairs:
             if theirs is not None and mine != theirs:
