@@ -87,8 +87,9 @@ class PartReader:
     def grouped(self, part: Part) -> CodedTensor:
         """A part's codes with rows and columns as the GGUF has them."""
         if part.stored is not None and part.rows is not None and (np.diff(part.rows) > 0).all():
-            return self._fitted(self.ckpt.read_module(part.module, part.rows), part, len(part.rows))
+            return self._some(part, part.rows)
         t = self._fitted(self.ckpt.read_module(part.module), part)
+        t = t if part.factor is None else t.scaled(part.factor)
         return t if part.rows is None else t.take_rows(part.rows)
 
     def sample(self, part: Part) -> CodedTensor:
@@ -98,7 +99,12 @@ class PartReader:
             return self.grouped(part)
         last = len(rows) - _WINDOW
         at = np.concatenate([np.arange(start, start + _WINDOW) for start in (0, last // 2, last)])
-        return self._fitted(self.ckpt.read_module(part.module, rows[at]), part, len(at))
+        return self._some(part, rows[at])
+
+    def _some(self, part: Part, rows: np.ndarray) -> CodedTensor:
+        """Codes of rows of a part's source, in ascending order."""
+        t = self._fitted(self.ckpt.read_module(part.module, rows), part, len(rows))
+        return t if part.factor is None else t.scaled(part.factor[rows])
 
     def _fitted(self, t: CodedTensor, part: Part, rows: int | None = None) -> CodedTensor:
         """Without zero padding beyond the part's true shape, columns in the GGUF's order; `rows`: of a sample."""
@@ -123,10 +129,15 @@ class PartReader:
 
     def floats(self, part: Part) -> Iterator[np.ndarray]:
         """A float part's rows as the GGUF has them, in chunks of float32."""
-        if part.columns is None or part.change in ("transposed", "conv1d"):
-            yield from self._float_rows(part)
-        else:
-            yield from (rows[:, part.columns] for rows in self._float_rows(part))
+        start = 0
+        for rows in self._float_rows(part):
+            if part.columns is not None and part.change not in ("transposed", "conv1d"):
+                rows = rows[:, part.columns]
+            if part.factor is not None:
+                at = slice(start, start + len(rows))
+                rows = rows * part.factor[at if part.rows is None else part.rows[at]][:, None]
+            start += len(rows)
+            yield rows
 
     def _float_rows(self, part: Part) -> Iterator[np.ndarray]:
         """`floats`, columns in the source's order."""

@@ -34,6 +34,7 @@ class Part:
     shape    (out, in) or (n,) as the GGUF has it: a stored tensor may be padded with zeros beyond it
     rows     int64 [out] or None: row i of the GGUF is row rows[i] of the source
     columns  int64 [in] or None: the source's columns in the GGUF's order
+    factor   float32 [rows of the source] or None: what its rows are multiplied by; codes stay, scales change
     folded   whether `columns` undoes act-order: an imatrix has the columns in the order before that
     matrix   which matrix of a 3-D source this is
     stored   the source's shape where `rows` or `columns` pick from more than they return; after `change`
@@ -52,6 +53,7 @@ class Part:
     matrix: int | None = None
     stored: tuple[int, ...] | None = None
     change: str | None = None
+    factor: np.ndarray | None = None
     folded: bool = False
 
     @property
@@ -64,8 +66,10 @@ class Part:
         """What calibration calls the linear layer: a matrix of a 3-D tensor as if it stood by itself.
 
         experts.gate_up_proj -> experts.3.gate_proj, its first half of rows or each second one, or experts.3.up_proj;
-        None: neither
+        None: neither, or its rows are multiplied
         """
+        if self.factor is not None:
+            return None
         if self.matrix is None:
             return self.module
         experts, _, name = self.source.rpartition(".")
@@ -168,6 +172,7 @@ class Outline:
                biases), or the model is refused
     optional   biases that are left out where they are all zeros: old GPTQ tools write them for every layer
     others     tensors of the checkpoint that belong to other parts of the model: towers for images or sound
+    numbers    keys that list what tensors of one number hold: key -> their names
     stop       the texts of the tokens that end a reply, the EOS token first
     notes      what the reader of the report should know
     """
@@ -179,6 +184,7 @@ class Outline:
     zero_only: list[str] = field(default_factory=list)
     optional: frozenset[str] = frozenset()
     others: list[str] = field(default_factory=list)
+    numbers: dict[str, list[str]] = field(default_factory=dict)
     stop: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 

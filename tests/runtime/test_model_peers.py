@@ -29,7 +29,7 @@ torch = pytest.importorskip("torch")
 
 WINDOWS, WINDOW = 3, 256
 LEFT_TO_LLAMA_CPP = {
-    "gemma3n",
+    "gemma3n", "falcon-h1", "apertus", "jamba", "mamba2", "deepseek3.2", "glm5",
 }  # fmt: skip
 LIMITS = {
     "deepseek2-lite": (1e-3, 1e-3, 1e-3), "deepseek3": (1e-6, 1e-6, 1e-5), "glm4-moe-lite": (1e-6, 1e-6, 1e-5),

@@ -10,10 +10,12 @@ from typing import Any
 
 import gguf
 import pytest
+import tokenizers
 from gguf.gguf_writer import GGUFValue
 
 import bridge
 from bridge.errors import BridgeError
+from bridge.models.tokenizer_json import tokenizer_files
 from bridge.runtime.tokenizer import Tokenizer
 from scripts.peers.gguf_file import rewrite
 from scripts.peers.llama_cpp import LlamaCpp
@@ -124,6 +126,49 @@ def test_sentencepiece_ids_are_those_of_llama_cpp(prefix: bool, sentencepiece_mo
     monkey.cutter._words = False  # type: ignore[attr-defined]
     for text in texts:
         assert monkey.encode(text) == tokenizer.encode(text)
+
+
+def gemma4_tokenizer(folder: Path) -> None:
+    """A tokenizer.json of Gemma 4's kind with few tokens."""
+    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+    made = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    made.normalizer = normalizers.Replace(" ", "\u2581")
+    made.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|\n+"), "isolated")
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<turn|>", "<|tool_call>", *(f"<0x{n:02X}>" for n in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=special, limit_alphabet=60, show_progress=False)
+    made.train_from_iterator(8 * TEXTS, trainer)
+    data = json.loads(made.to_str())
+    data["added_tokens"] = data["added_tokens"][:6]
+    data["pre_tokenizer"] = {
+        "type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False
+    }  # fmt: skip
+    roles = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    (folder / "tokenizer_config.json").write_text(json.dumps(roles))
+
+
+def test_gemma_4s_characters_are_joined_by_rank_as_in_llama_cpp(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from tests.support.family_models import new_model
+
+    new_model("gemma4", eos_token_id=1).save_pretrained(tmp_path)
+    gemma4_tokenizer(tmp_path)
+    bridge.convert(tmp_path, tmp_path / "m.gguf", type="F16")
+    texts = [text for text in TEXTS if text] + [
+        "a\n\n\nb  c\n",
+        "one<turn|>two <|tool_call>",
+        "\x00\x7f \u00e9\U0001f600",
+        "x" * 99,
+    ]
+    tokenizer = same_as_llama_cpp(tmp_path / "m.gguf", texts)
+    metadata = bridge.open_gguf(tmp_path / "m.gguf").metadata
+    assert (metadata["tokenizer.ggml.model"], tokenizer.add_bos, tokenizer.stops) == ("gemma4", True, {1, 4})
+    files = tokenizer_files(metadata)
+    fast = tokenizers.Tokenizer.from_str(files["tokenizer.json"])
+    for text in texts:
+        assert fast.encode(text).ids == tokenizer.encode(text)
+        assert fast.decode(fast.encode(text).ids, skip_special_tokens=False).removeprefix("<bos>") == text
 
 
 def test_a_text_without_bos_in_the_vocabulary_has_none(tmp_path: Path) -> None:

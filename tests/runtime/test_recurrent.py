@@ -205,16 +205,16 @@ SHAPES = {
 }
 
 
-class _Cache:
+class Cache:
     """As much of a cache as the buffers ask for."""
 
     def __init__(self, c: RecurrentConfig):
         self.state = RecurrentState(c)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_arithmetic_is_that_of_the_formulas_and_the_copy_that_of_its_token(shape: str) -> None:
-    c, rng, n = SHAPES[shape], np.random.default_rng(3), 11
+def random_layer(c: RecurrentConfig, n: int) -> tuple[Recurrent, list[np.ndarray]]:
+    """A layer, and what its input matrices give for n tokens."""
+    rng = np.random.default_rng(3)
 
     def draw(*size: int) -> np.ndarray:
         return rng.normal(size=size).astype(np.float32)
@@ -223,7 +223,13 @@ def test_the_arithmetic_is_that_of_the_formulas_and_the_copy_that_of_its_token(s
         (), draw(c.kernel, c.channels), draw(c.channels) if c.kind == MAMBA else None, -np.exp(draw(c.heads)),
         draw(c.heads), draw(c.heads), draw(c.values if c.kind == MAMBA else c.value_dim),
     )  # fmt: skip
-    inputs = [draw(n, rows) for rows in c.inputs.values()]
+    return layer, [draw(n, rows) for rows in c.inputs.values()]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_arithmetic_is_that_of_the_formulas_and_the_copy_that_of_its_token(shape: str) -> None:
+    c, n = SHAPES[shape], 11
+    layer, inputs = random_layer(c, n)
     expected = plain_layer(c, layer, inputs, 1e-5)
 
     def run(cache: Any, first: int, stop: int) -> np.ndarray:
@@ -237,7 +243,7 @@ def test_the_arithmetic_is_that_of_the_formulas_and_the_copy_that_of_its_token(s
         cache.state.append(stop - first)
         return buffers.out.copy()
 
-    cache: Any = _Cache(c)
+    cache: Any = Cache(c)
     np.testing.assert_allclose(run(cache, 0, n), expected, rtol=1e-4, atol=1e-5)
     cache.state.cut(n - 1)  # the copy
     np.testing.assert_allclose(run(cache, n - 1, n), expected[-1:], rtol=1e-4, atol=1e-5)

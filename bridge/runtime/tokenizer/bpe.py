@@ -1,4 +1,4 @@
-"""BPE through the `tokenizers` library: of bytes, set up from tokenizer.ggml.pre and the merges, or of characters."""
+"""BPE by merges, by the `tokenizers` library: on bytes, cut by the rules of tokenizer.ggml.pre, or on characters."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -41,26 +41,29 @@ class ByteLevel:
         return text.encode("utf-8")
 
 
-class Characters:
-    """A Cutter for tokenizer.ggml.model gemma4: lines are merged whole, with U+2581 for spaces.
+class CharacterLevel:
+    """A Cutter for tokenizer.ggml.model gemma4: spaces are U+2581, words are lines and what lies between them, and a
+    character without a token becomes its bytes' tokens, <0x0A>. A run of newlines that is a token is that token.
 
-    Characters that are no token become their bytes' tokens. A run of newlines that is a token is that token.
+    tokenizer  of the `tokenizers` library, which does it
     """
 
     add_bos, add_eos = True, False
 
     def __init__(self, tokens: Sequence[str], merges: Sequence[str]):
-        from tokenizers import Tokenizer, models
+        from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
         self._vocab = {text: token for token, text in enumerate(tokens)}
         pairs = _pairs(merges, self._vocab)
-        self._tokenizer = Tokenizer(models.BPE(vocab=self._vocab, merges=pairs, byte_fallback=True))
+        self.tokenizer = Tokenizer(models.BPE(vocab=self._vocab, merges=pairs, byte_fallback=True))
+        self.tokenizer.normalizer = normalizers.Replace(" ", SPACE)
+        self.tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|\n+"), "isolated")
 
     def encode(self, text: str, after_special: bool) -> list[int]:
         ids: list[int] = []
-        for part in re.findall("\n+|[^\n]+", text.replace(" ", SPACE)):
+        for part in re.findall("\n+|[^\n]+", text):
             known = self._vocab.get(part) if part[0] == "\n" else None
-            ids += self._tokenizer.encode(part, add_special_tokens=False).ids if known is None else [known]
+            ids += self.tokenizer.encode(part, add_special_tokens=False).ids if known is None else [known]
         return ids
 
     def piece(self, text: str) -> bytes:
@@ -68,7 +71,7 @@ class Characters:
 
 
 def _pairs(merges: Sequence[str], vocab: Mapping[str, int]) -> list[tuple[str, str]]:
-    """The merges of known tokens to known tokens; BridgeError where there are none."""
+    """The merges that make a token of two; BridgeError if there is none."""
     pairs = []
     for merge in merges:
         at = merge.find(" ", 1)
