@@ -257,8 +257,8 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
         graph = _EXAONE4_WINDOWS[1]
     heads, hidden = get("attention.head_count", int), get("embedding_length", int)
     inner, inners = _inner_sizes(metadata, arch, layers, get, path)
-    networks = tuple(graph.alone and size > 0 for size in inners) if inners else (False,) * layers
-    recurrent = read_recurrent(metadata, arch, networks, get, path)
+    networks = {layer for layer, size in enumerate(inners) if size} if graph.alone else set()
+    recurrent = read_recurrent(metadata, arch, layers, networks, get, path)
     windows = _named_windows(metadata, arch, layers, path) if graph.named_windows else ()
     kv_heads, local_kv = _kv_heads(metadata, arch, heads, windows, path)
     head_dim = get("attention.key_length", int, max(1, hidden // heads))
