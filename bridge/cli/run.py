@@ -81,6 +81,11 @@ def add_sampling(p: argparse.ArgumentParser) -> None:
         "--schema", type=Path, metavar="FILE.json", help="JSON schema that the reply fits (the extra: schema)"
     )
     grammar.add_argument("--regex", metavar="REGEX", help="regular expression that the whole reply matches")
+    p.add_argument(
+        "--draft", metavar="ngram|FILE.gguf",
+        help="what guesses tokens, for the same reply sooner: ngram (what followed the last tokens before), or a "
+        "smaller model of the same vocabulary",
+    )  # fmt: skip
     add_options(p, Sampling)
 
 
@@ -135,7 +140,16 @@ def _named_value(text: str) -> tuple[str, Any]:
 def reply_options(a: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `Model.generate` after the prompt."""
     grammar = {"schema": a.schema and _text_of(a.schema), "regex": a.regex}
-    return {"max_tokens": a.max_tokens, "stop": a.stop, **grammar, **given(a, Sampling)}
+    return {"max_tokens": a.max_tokens, "stop": a.stop, "draft": _draft(a), **grammar, **given(a, Sampling)}
+
+
+def _draft(a: argparse.Namespace) -> Any:
+    """What guesses tokens: a name, a model that is loaded, or None."""
+    if a.draft is None:
+        return None
+    from bridge.runtime.speculation import DRAFTS
+
+    return a.draft if a.draft in DRAFTS else load(a, Path(a.draft), a.context)
 
 
 def _text_of(path: Path) -> str:
@@ -255,9 +269,10 @@ def speeds(model: Any) -> str:
     """The speeds of the last reply."""
     t = model.timing
     kept = f" ({t.kept_tokens} of them kept)" if t.kept_tokens else ""
+    guesses = f"; {t.speculation.accepted} of {t.speculation.drafted} guesses right" if t.speculation else ""
     return (
         f"prompt: {t.prompt_tokens} tokens{kept}, {_speed(t.prompt_tokens - t.kept_tokens, t.prompt_seconds)}; "
-        f"generation: {t.tokens} tokens, {_speed(t.tokens, t.seconds)}"
+        f"generation: {t.tokens} tokens, {_speed(t.tokens, t.seconds)}{guesses}"
     )
 
 

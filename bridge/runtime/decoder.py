@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 
 from bridge.blocks.read import READ
+from bridge.runtime.cpu.attention import SPAN
 from bridge.runtime.cpu.program import Program
 from bridge.runtime.decoder_config import DecoderConfig
 from bridge.runtime.experts import mix
@@ -43,6 +44,7 @@ from bridge.runtime.weights import read_weights
 from bridge.system import compiling
 
 BATCH = 512  # tokens that pass through the layers together
+WIDEST = 8  # tokens in a step: columns of the widest kernel
 _SHARE = 0.1  # of the time that tokens take, for repacking
 _LEAST = 0.5  # seconds that tokens must have taken before anything is repacked
 _PARTS = 8  # at most one part in so many of the weights is repacked before a batch
@@ -155,6 +157,26 @@ class Decoder:
         buffers = self._buffers_for(caches, len(tokens))
         hidden = self._through(buffers, tokens)
         return self._capped(buffers.scores) if buffers.scores.size else self.logits(hidden)
+
+    def follow(self, tokens: Sequence[int]) -> np.ndarray:
+        """Append up to `room` tokens to the decoder's own cache: float32 [n, vocab] of what follows each of them.
+
+        Each is computed as by a step of its own, to the last bit, where `multiplied_one_by_one` finds nothing.
+        """
+        buffers = self._buffers_for([self.cache] * len(tokens), len(tokens))
+        hidden = self._through(buffers, tokens)
+        if buffers.scores.size:
+            return self._capped(buffers.scores.copy())
+        return np.concatenate([self.logits(row) for row in hidden[:, None]])  # together, some types have other sums
+
+    def room(self, cache: KVCache | None = None) -> int:
+        """The most tokens that a step takes into one context; the first span ends a step, because one is not merged."""
+        cache = cache or self.cache
+        return min(WIDEST, cache.context - cache.length, SPAN - cache.length if cache.length < SPAN else WIDEST)
+
+    def multiplied_one_by_one(self) -> QuantTensor | None:
+        """A matrix that has no kernel for several tokens whose sums are those of one, if there is one."""
+        return self._builder.unfit(WIDEST)
 
     def _buffers_for(self, caches: Sequence[KVCache], n: int) -> DecodeBuffers:
         """Buffers and tables for n tokens; those of steps are kept, and the last ones of a prompt."""

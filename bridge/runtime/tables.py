@@ -62,6 +62,8 @@ class DecodeBuffers:
         """Set the tokens and their positions; `spread`: calls of attend for a span."""
         self.tokens[:] = tokens
         self.starts[:] = [cache.length for cache in self.caches]
+        if self.steps:  # a cache that is there several times takes tokens that follow one another
+            self.starts += [self.caches[:i].count(cache) for i, cache in enumerate(self.caches)]
         spans = -(-(int(self.starts.max()) + 1) // attn.SPAN) if self.steps else 1
         if spans != self.spans[0]:
             self.spans[0] = spans
@@ -151,14 +153,7 @@ class ProgramBuilder:
         """
         from bridge.runtime.cpu.products import Interleaved
 
-        matrices = [m for layer in self.layers for m in layer.matrices]
-        if any(m.change is not None for m in matrices):
-            return
-        inner: list[Any] = [m._get_engine() for m in matrices]
-        if not all(isinstance(engine, Interleaved) for engine in inner):
-            return
-        several = buffers.n > 1 or self.config.experts > 0  # rows of y, into which the one before must not reach
-        if several and any(engine.matrix.shape[0] % engine.lanes for engine in inner):
+        if self.unfit(buffers.n) is not None:
             return
         program = Program()
         buffers.slots = self._slots = KernelSlots(self.precision == "int8")
@@ -183,6 +178,19 @@ class ProgramBuilder:
             self.products(program, buffers.xn, [(self.output, scores)])
             buffers.scores = scores[:, : self.output.shape[0]]
         buffers.full_program = program
+
+    def unfit(self, n: int) -> QuantTensor | None:
+        """The first of the layers' matrices that a table of calls for n tokens cannot multiply; None: all fit."""
+        from bridge.runtime.cpu.products import Interleaved
+
+        several = n > 1 or self.config.experts > 0  # rows of y, into which the one before must not reach
+        for matrix in (m for layer in self.layers for m in layer.matrices):
+            engine: Any = matrix._get_engine()
+            if matrix.change is not None or not isinstance(engine, Interleaved):
+                return matrix
+            if several and matrix.shape[0] % engine.lanes:
+                return matrix
+        return None
 
     def products(self, program: Program, x: np.ndarray, products: list[tuple[QuantTensor, np.ndarray]]) -> None:
         """y = W x for each pair, of buffers [n, in] and [n, rows]; types that read the same records share them."""
