@@ -98,7 +98,7 @@ def main() -> None:
         record = {"model": options.model.name, "machine": machine(), "bits_of": "linears", "formats": points}
         options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     if options.groups:
-        print_groups(float_model, options.groups)
+        print_groups(float_model, outputs, options.groups)
 
 
 def peer_blocks(float_model: FloatModel, name: str) -> dict[str, Blocks]:

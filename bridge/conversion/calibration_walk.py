@@ -14,8 +14,6 @@ from bridge.system.files import disk_errors
 from bridge.system.folder_locks import temporary_beside
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
 
     from bridge.quantize.activations import Shelf
@@ -72,23 +70,7 @@ def walk_layers(
     """
     if not set(targets) - layers.layers.keys() and prepare is None:
         return
-    beside = (settings.offload or layers.folder.parent) / layers.folder.name
-    with disk_errors(beside, "activations", "folder"), temporary_beside(beside) as folder:
-        _walk(model, settings, found, room, targets, quantizer, layers, prepare, until, folder)
 
-
-def _walk(
-    model: FloatModel,
-    settings: Calibration,
-    found: Calibrating,
-    room: Needs,
-    targets: Collection[str],
-    quantizer: Callable[[LayerInput], tuple[torch.Tensor, None]],
-    layers: LayerStore,
-    prepare: Prepare | None,
-    until: int | None,
-    folder: Path,
-) -> None:
     import torch
 
     from bridge.quantize import quantize_model
@@ -96,41 +78,43 @@ def _walk(
     from bridge.quantize.embeddings import embeddings_hessian, quantize_embeddings
     from bridge.quantize.kept_inputs import KeptInputs
 
-    dtype = torch.bfloat16 if model.stored_in_bfloat16 else None
-    todo = set(targets) - layers.layers.keys()
-    two_sided = settings.method == "two-sided" and bool(todo)
-    if two_sided and not layers.has_outputs(todo):
-        with Shelf(folder, room.gradients, dtype) as shelf:
-            _keep_output_hessians(model, settings, found.tokens, todo, shelf, layers)
-    spans = partial(_spans, layers)
-    embeddings = model.embedding_and_head()[0]
-    half = layers.outputs(embeddings) if two_sided and embeddings in todo else None
-    if half is not None:
-        hessian = embeddings_hessian(embeddings, half[0], found.tokens.numel())
-        quantize_embeddings(model, hessian, quantizer, spans)
-    walk = quantize_model(
-        model,
-        found.tokens,
-        quantizer,
-        held=found.held,
-        feed=settings.feed,
-        until=until,
-        cross=settings.cross,
-        batch=max(1, _TOKENS_AT_ONCE // found.tokens.shape[1]),
-        wanted=set(targets).__contains__,
-        known=layers.values,
-        outputs=layers.outputs if two_sided else lambda name: None,
-        offload=folder,
-        memory=room.layers,
-        dtype=dtype,
-        hessians=room.hessians,
-        resume=KeptInputs(layers.folder, layers.job) if prepare is None else None,  # which every block has to see
-        prepare=prepare,
-        head=True,
-        head_spans=spans,
-    )
-    for _ in walk:
-        pass
+    beside = (settings.offload or layers.folder.parent) / layers.folder.name
+    with disk_errors(beside, "activations", "folder"), temporary_beside(beside) as folder:
+        dtype = torch.bfloat16 if model.stored_in_bfloat16 else None
+        todo = set(targets) - layers.layers.keys()
+        two_sided = settings.method == "two-sided" and bool(todo)
+        if two_sided and not layers.has_outputs(todo):
+            with Shelf(folder, room.gradients, dtype) as shelf:
+                _keep_output_hessians(model, settings, found.tokens, todo, shelf, layers)
+        spans = partial(_spans, layers)
+        embeddings = model.embedding_and_head()[0]
+        half = layers.outputs(embeddings) if two_sided and embeddings in todo else None
+        if half is not None:
+            hessian = embeddings_hessian(embeddings, half[0], found.tokens.numel())
+            quantize_embeddings(model, hessian, quantizer, spans)
+        walk = quantize_model(
+            model,
+            found.tokens,
+            quantizer,
+            held=found.held,
+            feed=settings.feed,
+            until=until,
+            cross=settings.cross,
+            batch=max(1, _TOKENS_AT_ONCE // found.tokens.shape[1]),
+            wanted=set(targets).__contains__,
+            known=layers.values,
+            outputs=layers.outputs if two_sided else lambda name: None,
+            offload=folder,
+            memory=room.layers,
+            dtype=dtype,
+            hessians=room.hessians,
+            resume=KeptInputs(layers.folder, layers.job) if prepare is None else None,  # which every block has to see
+            prepare=prepare,
+            head=True,
+            head_spans=spans,
+        )
+        for _ in walk:
+            pass
 
 
 def spread_layers(
@@ -146,7 +130,8 @@ def spread_layers(
     """The same on a cluster; `quantize` quantizes a layer there and stores it, `finished` is called with each."""
     import torch
 
-    from bridge.quantize.spread import SpreadJob, quantize_spread
+    from bridge.quantize.spread import quantize_spread
+    from bridge.quantize.spread_tasks import SpreadJob
 
     ckpt = model.ckpt
     if type(ckpt) is not Checkpoint:

@@ -1,50 +1,28 @@
-"""Calibration spread over machines: tasks that a cluster runs, through Dask's client.
+"""Calibration spread over machines: tasks (`spread_tasks`) that a cluster runs, through Dask's client.
 
 The sequences are cut into parts. For each stage of a block, a task for each part gathers the Hessians of its sequences,
 tasks add these up two by two in a fixed order, and each layer is a task again; then each part passes through the block.
 A of the layers' outputs (`two_sided`), and the embeddings' matrix (`embeddings`), is summed over parts as well, from
 one pass of each part through the model.
 
-What tasks read and write is in files that all machines see: the checkpoint, finished layers, and the inputs of the
-present block (`kept_inputs`). So any worker can run any task again, and one that is lost takes its unfinished ones with
-it. A worker keeps the block that it has loaded, and the passes of its sequences (`replay`), which other workers would
-start anew.
-
-What a task gets, others get too, and Dask may be sending it meanwhile: no task changes it.
-
 Sums of other parts are rounded otherwise, so the codes depend on the number of parts, not on that of workers. One part
 gives the codes of `quantize_model`.
 """
 
-import copy
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import getitem
 from typing import Any, Protocol
 
-import torch
-from torch import nn
-
-from bridge.checkpoint import Checkpoint
-from bridge.quantize.activations import Shelf
-from bridge.quantize.block_inputs import BlockInputs, first_inputs, first_of, head_hessian, is_layer, matrix
-from bridge.quantize.embeddings import embeddings_hessian
-from bridge.quantize.experts import is_short, lend, merged
+from bridge.quantize import spread_tasks as tasks
+from bridge.quantize.block_inputs import is_layer
 from bridge.quantize.float_model import FloatModel
-from bridge.quantize.forward_passes import output_hessians, sequences_at_once, tokens_felt
-from bridge.quantize.hessian import Hessian
-from bridge.quantize.kept_inputs import KeptInputs
-from bridge.quantize.layer_store import LayerStore, StoredLayer
-from bridge.quantize.replay import End, Replay
-from bridge.quantize.stages import Stage, find_stages
-from bridge.quantize.walk import LayerInput, float_twin, gather, gather_together, in_batches, replace_layer
-from bridge.system.folder_locks import temporary_beside
+from bridge.quantize.forward_passes import sequences_at_once, tokens_felt
+from bridge.quantize.layer_store import StoredLayer
+from bridge.quantize.replay import End
+from bridge.quantize.spread_tasks import SpreadJob
+from bridge.quantize.stages import Stage
 from bridge.system.row_threads import slices
-
-Done = Mapping[str, StoredLayer]
 
 
 class Cluster(Protocol):
@@ -82,314 +60,6 @@ class Spread:
     options: Callable[[int], dict[str, Any]] = lambda part: {}
 
 
-@dataclass(frozen=True)
-class SpreadJob:
-    """What each task gets; workers unpickle it.
-
-    open      opens the checkpoint
-    quantize  quantizes a layer and stores it
-    store     of the finished layers
-    tokens    int64 [sequences, length]
-    batch     sequences in a forward pass; held, cross, feed   as of `quantize_model`
-    names     the layers to quantize
-    dtype     of all arithmetic; kept_dtype: of the inputs of the present block in files, None: that of the arithmetic
-    """
-
-    open: Callable[[], Checkpoint]
-    quantize: Callable[[LayerInput], StoredLayer]
-    store: LayerStore
-    tokens: torch.Tensor
-    batch: int
-    held: int
-    names: frozenset[str]
-    feed: str = "quantized"
-    cross: bool = False
-    device: str = "cpu"
-    dtype: torch.dtype = torch.float32
-    kept_dtype: torch.dtype | None = None
-    offload: Any = None
-
-    def batches(self) -> list[torch.Tensor]:
-        """The sequences that pass together."""
-        return in_batches(self.tokens, self.batch, self.held)
-
-    @property
-    def apart(self) -> bool:
-        """Whether the float model's inputs are others than the blocks'."""
-        return self.cross and self.feed == "quantized"
-
-    def kept(self) -> KeptInputs:
-        """The inputs of the present block."""
-        return KeptInputs(self.store.folder, self.store.job)
-
-
-class _Worker:
-    """What a process keeps between the tasks of a job."""
-
-    def __init__(self, job: SpreadJob) -> None:
-        self.job, self.model = job, FloatModel(job.open(), job.dtype, job.device)
-        self.batches, self.shelf = job.batches(), Shelf(job.offload)
-        self.before = [0, *accumulate(part.numel() for part in self.batches)]  # tokens of the text
-        self._first: dict[int, BlockInputs] = {}
-        self._block: int | None = None
-        self._applied: set[str] = set()
-        self._passes: dict[int, tuple[Replay, Replay | None]] = {}
-        self.layers: dict[str, nn.Module] = {}
-        self.original: nn.Module | None = None
-        self.originals: dict[str, nn.Module] = {}
-
-    def leave(self) -> None:
-        """Free the block."""
-        for replay in (r for both in self._passes.values() for r in both if r is not None):
-            replay.clear()
-        self._passes, self.layers, self.original, self.originals = {}, {}, None, {}
-        if self._block is not None:
-            self.model.drop(self._block)
-        self._block = None
-
-    def close(self) -> None:
-        """Free everything."""
-        self.leave()
-        self.shelf.__exit__()
-        self.model.ckpt.close()
-
-    def enter(self, block: int, done: Done, numbers: Sequence[int]) -> None:
-        """Load a block with its finished layers, for batches with these numbers."""
-        self.call(numbers)
-        if self._block != block or not self._applied <= done.keys():
-            self.leave()
-            self.model.load(block)
-            self._block, self._applied = block, set()
-            own = self.model.blocks[block]
-            named = {f"{self.model.prefix}.{block}.{n}": m for n, m in own.named_modules() if is_layer(m)}
-            self.layers = {name: m for n, m in named.items() if (name := self.model.name(n)) in self.job.names}
-            if self.job.cross or self.job.feed == "float":
-                self.original = float_twin(own)
-                of = dict(zip(own.modules(), self.original.modules(), strict=True))
-                self.originals = {name: of[m] for name, m in self.layers.items()}
-        for name in sorted(done.keys() - self._applied):
-            replace_layer(self.layers[name], torch.from_numpy(done[name].values()), self.originals.get(name))
-            self._applied.add(name)
-
-    def call(self, numbers: Sequence[int]) -> None:
-        """Find what the blocks are called with for these batches."""
-        missing = [number for number in numbers if number not in self._first]
-        if not missing:
-            return
-        self.leave()
-        self.model.load(None)
-        self.model.load(0)
-        try:
-            tokens = [self.batches[number] for number in missing]
-            found = first_inputs(self.model.model, self.model.blocks, tokens, self.shelf)
-        finally:
-            self.model.drop(0)
-            self.model.drop(None)
-        for number, own in zip(missing, found, strict=True):
-            if self.job.held:
-                own.held = self.before[number] >= self.job.tokens[: -self.job.held].numel()
-            self._first[number] = own
-
-    def inputs(self, block: int, number: int, floats: bool = False) -> BlockInputs:
-        """A batch's inputs of a block."""
-        first = self._first[number]
-        x = self.job.kept().read(block, number, floats).to(first.value()) if block else first.value()
-        own = replace(first, x=first.keep(x))
-        if block < len(self.model.blocks):
-            own.select_block(block)
-        return own
-
-    def passes(self, block: int, numbers: Sequence[int], ends: Mapping[str, End]) -> list[tuple[Replay, Replay | None]]:
-        """Each batch's passes through the block, and through the float block."""
-        for number in numbers:
-            if number not in self._passes:
-                own, twin = self.inputs(block, number), None
-                if self.job.cross and self.original is not None:
-                    theirs = self.inputs(block, number, True) if self.job.apart else own
-                    twin = Replay(self.original, theirs, ends)
-                self._passes[number] = Replay(self.model.blocks[block], own, ends), twin
-        return [self._passes[number] for number in numbers]
-
-
-_lock = threading.RLock()
-_present: list[_Worker] = []
-
-
-@contextmanager
-def _at_work(job: SpreadJob) -> Iterator[_Worker]:
-    """The process's worker: one job at a time, one task at a time."""
-    with _lock, torch.no_grad():
-        if not _present or (_present[0].job.store.job, _present[0].job.store.folder) != (
-            job.store.job,
-            job.store.folder,
-        ):
-            _leave_work()
-            _present.append(_Worker(job))
-        yield _present[0]
-
-
-def _leave_work() -> None:
-    with _lock:
-        while _present:
-            _present.pop().close()
-
-
-# tasks
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-def _stages(job: SpreadJob, block: int, done: Done, numbers: Sequence[int]) -> tuple[list[Stage], dict[str, End]]:
-    with _at_work(job) as worker:
-        worker.enter(block, done, numbers)
-        batches = (worker.inputs(block, number) for number in numbers)
-        return find_stages(worker.model.blocks[block], worker.layers, batches)
-
-
-def _gathered(
-    job: SpreadJob, block: int, done: Done, stages: tuple[Stage, Mapping[str, End]], numbers: Sequence[int]
-) -> dict[str, Hessian]:
-    with _at_work(job) as worker:
-        worker.enter(block, done, numbers)
-        passes = worker.passes(block, numbers, stages[1])
-        floats = [twin for _, twin in passes if twin is not None]
-        own = [replay for replay, _ in passes]
-        return gather(stages[0], worker.layers, own, worker.originals, floats, worker.before[numbers[0]])
-
-
-def _of_all_experts(
-    job: SpreadJob, block: int, done: Done, stages: tuple[Stage, Mapping[str, End]], numbers: Sequence[int]
-) -> dict[str, Hessian]:
-    with _at_work(job) as worker:
-        worker.enter(block, done, numbers)
-        own = [replay for replay, _ in worker.passes(block, numbers, stages[1])]
-        return {"": gather_together(stages[0], worker.layers, own)}
-
-
-def _added(one: dict[str, Hessian], other: dict[str, Hessian]) -> dict[str, Hessian]:
-    both = copy.deepcopy(one)
-    for key, hessian in both.items():
-        hessian.include(other[key])
-    return both
-
-
-def _any_is_short(hessians: dict[str, Hessian]) -> bool:
-    return any(map(is_short, hessians.values()))
-
-
-def _merged(hessians: dict[str, Hessian]) -> dict[str, Hessian]:
-    return {"": merged(copy.deepcopy(list(hessians.values())))}
-
-
-def _lent(hessians: dict[str, Hessian], everyone: dict[str, Hessian]) -> dict[str, Hessian]:
-    found = copy.deepcopy(hessians)
-    lend(list(found.values()), copy.deepcopy(everyone[""]))
-    return found
-
-
-def _layer(job: SpreadJob, block: int, done: Done, name: str, hessian: Hessian) -> StoredLayer:
-    found = job.store.stored(name, None)  # where the task's first worker was lost when it had stored it
-    if found is not None:
-        return found
-    with _at_work(job) as worker:
-        worker.enter(block, done, [])
-        return job.quantize(
-            LayerInput(name, matrix(worker.layers[name]), copy.deepcopy(hessian), job.store.outputs(name))
-        )
-
-
-def _advanced(job: SpreadJob, block: int, done: Done, ends: Mapping[str, End], numbers: Sequence[int]) -> None:
-    """Write the inputs of the next block."""
-    with _at_work(job) as worker:
-        worker.enter(block, done, numbers)
-        kept = job.kept()
-        for number, (own, twin) in zip(numbers, worker.passes(block, numbers, ends), strict=True):
-            floats = twin
-            if job.feed == "float" and twin is None:
-                assert worker.original is not None
-                floats = Replay(worker.original, own.batch)
-            for replay, of_floats in ((own, False), (floats, True)) if job.apart else ((floats or own, False),):
-                assert replay is not None
-                output = replay.run()
-                kept.write(block + 1, number, of_floats, first_of(output).to(job.kept_dtype))
-            own.clear()
-            if twin is not None:
-                twin.clear()
-
-
-def _head_gathered(job: SpreadJob, numbers: Sequence[int]) -> dict[str, Hessian]:
-    with _at_work(job) as worker:
-        worker.call(numbers)
-        worker.leave()
-        model, block = worker.model, len(worker.model.blocks)
-        own = [worker.inputs(block, number) for number in numbers]
-        twins = [worker.inputs(block, number, True) for number in numbers] if job.apart else own if job.cross else None
-        model.load(None)
-        try:
-            tokens = [worker.batches[number] for number in numbers]
-            floats = None if twins is None else (b.value() for b in twins)
-            values, first = (b.value() for b in own), worker.before[numbers[0]]
-            return {"": head_hessian(model.model, model.blocks, tokens, own[0].items, values, floats, first)}
-        finally:
-            model.drop(None)
-
-
-def _head_rows(job: SpreadJob, name: str, rows: tuple[int, int, int], hessians: dict[str, Hessian]) -> StoredLayer:
-    part = None if rows[:2] == (0, rows[2]) else rows
-    found = job.store.stored(name, part)
-    if found is not None:
-        return found
-    with _at_work(job) as worker:
-        weight = worker.model.head_rows(slice(*rows[:2]))
-        return job.quantize(LayerInput(name, weight, copy.deepcopy(hessians[""]), None, rows=part))
-
-
-def _embedding_rows(job: SpreadJob, name: str, rows: tuple[int, int, int]) -> StoredLayer:
-    part = None if rows[:2] == (0, rows[2]) else rows
-    found = job.store.stored(name, part)
-    if found is not None:
-        return found
-    half = job.store.outputs(name)
-    assert half is not None
-    with _at_work(job) as worker:
-        hessian = embeddings_hessian(name, half[0], job.tokens.numel())
-        return job.quantize(LayerInput(name, worker.model.embedding_rows(slice(*rows[:2])), hessian, rows=part))
-
-
-def _outputs(job: SpreadJob, part: int, tokens: torch.Tensor, first: int, todo: frozenset[str]) -> frozenset[str]:
-    """Keep A of a part of the sequences, of each layer; returns those that have it."""
-    found = set()
-    with (
-        _at_work(job) as worker,
-        temporary_beside(job.store.folder.with_name(f"{job.store.folder.name}-{part}")) as folder,
-    ):
-        worker.leave()
-        kept = Shelf(folder, None, job.kept_dtype)
-        with torch.enable_grad(), kept:
-            for name, outputs in output_hessians(worker.model, tokens, kept, first):
-                if name in todo:
-                    job.store.save_outputs(name, outputs, part)
-                    found.add(name)
-    return frozenset(found)
-
-
-def _sum_outputs(job: SpreadJob, name: str, shares: Sequence[float], found: Sequence[frozenset[str]]) -> None:
-    """Keep A of a layer, of all parts: the sum of `shares` of those that have it."""
-    if job.store.has_outputs([name]):
-        return
-    total = None
-    for part, share in enumerate(shares):
-        own = job.store.outputs(name, part) if name in found[part] else None
-        if own is not None:
-            total = own.mul_(share) if total is None else total.add_(own, alpha=share)
-    job.store.save_outputs(name, total)
-
-
-# the walk
-
-
 class _Walk:
     """A job's tasks in order."""
 
@@ -398,7 +68,7 @@ class _Walk:
     ) -> None:
         self.job, self.model, self.finished, self.store = job, model, finished, job.store
         self.spread, self.cluster = spread, spread.cluster
-        self.sent = self._submit(_same, job)
+        self.sent = self._submit(tasks.same, job)
         self.parts = [range(part.start, part.stop) for part in slices(len(job.batches()), spread.parts)]
 
     def _submit(self, task: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -415,7 +85,7 @@ class _Walk:
         """Of Hessians, two by two."""
         while len(parts) > 1:
             pairs = [parts[at : at + 2] for at in range(0, len(parts), 2)]
-            parts = [self._submit(_added, *pair) if len(pair) == 2 else pair[0] for pair in pairs]
+            parts = [self._submit(tasks.added, *pair) if len(pair) == 2 else pair[0] for pair in pairs]
         return parts[0]
 
     def outputs(self) -> None:
@@ -430,13 +100,19 @@ class _Walk:
         found = self.cluster.gather(
             [
                 self._submit(
-                    _outputs, self.sent, number, cut, batches[number].start, todo, **self.spread.options(number)
+                    tasks.part_outputs,
+                    self.sent,
+                    number,
+                    cut,
+                    batches[number].start,
+                    todo,
+                    **self.spread.options(number),
                 )
                 for number, cut in enumerate(cuts)
             ]
         )
         shares = [cut.numel() / tokens.numel() for cut in cuts]
-        self.cluster.gather([self._submit(_sum_outputs, self.sent, name, shares, found) for name in sorted(todo)])
+        self.cluster.gather([self._submit(tasks.sum_outputs, self.sent, name, shares, found) for name in sorted(todo)])
         for name in todo:
             for part in range(len(cuts)):
                 self.store.drop_outputs(name, part)
@@ -450,10 +126,12 @@ class _Walk:
             done = {name: self.store.layers[name] for name in names if name in self.store.layers}
             ends: dict[str, End] = {}
             if len(done) < len(names):
-                stages, ends = self.cluster.gather([self._submit(_stages, self.sent, block, done, self.parts[0])])[0]
+                stages, ends = self.cluster.gather(
+                    [self._submit(tasks.stages_of, self.sent, block, done, self.parts[0])]
+                )[0]
                 for stage in stages:
                     self._stage(block, stage, ends, done)
-            self.cluster.gather(self._each(_advanced, block, dict(done), ends))
+            self.cluster.gather(self._each(tasks.advanced, block, dict(done), ends))
             kept.finish(block + 1)
 
     def _stage(self, block: int, whole: Stage, ends: Mapping[str, End], done: dict[str, StoredLayer]) -> None:
@@ -466,16 +144,19 @@ class _Walk:
             if not names:
                 continue
             before = dict(done)
-            hessians = self._sum(self._each(_gathered, block, before, (stage, ends)))
-            if stage.experts and self.cluster.gather([self._submit(_any_is_short, hessians)])[0]:
+            hessians = self._sum(self._each(tasks.gathered, block, before, (stage, ends)))
+            if stage.experts and self.cluster.gather([self._submit(tasks.any_is_short, hessians)])[0]:
                 if everyone is None and len(stage.groups) == len(whole.groups):
-                    everyone = self._submit(_merged, hessians)
+                    everyone = self._submit(tasks.merged_experts, hessians)
                 elif everyone is None:
-                    everyone = self._sum(self._each(_of_all_experts, block, before, (whole, ends)))
-                hessians = self._submit(_lent, hessians, everyone)
+                    everyone = self._sum(self._each(tasks.of_all_experts, block, before, (whole, ends)))
+                hessians = self._submit(tasks.lent, hessians, everyone)
             of = {key: self._submit(getitem, hessians, key) for key in set(names.values())}
-            tasks = [self._submit(_layer, self.sent, block, before, name, of[key]) for name, key in names.items()]
-            for layer in self.cluster.gather(tasks):
+            sent = [
+                self._submit(tasks.quantized_layer, self.sent, block, before, name, of[key])
+                for name, key in names.items()
+            ]
+            for layer in self.cluster.gather(sent):
                 done[layer.name] = layer
                 self.store.add(layer)
                 self.finished(layer)
@@ -487,8 +168,8 @@ class _Walk:
             return
         count, columns = self.model.head()[1]
         cuts = [(rows.start, rows.stop, count) for rows in spans(name, count, columns)]
-        tasks = [self._submit(_embedding_rows, self.sent, name, rows) for rows in cuts]
-        for layer in self.cluster.gather(tasks):
+        sent = [self._submit(tasks.embedding_rows, self.sent, name, rows) for rows in cuts]
+        for layer in self.cluster.gather(sent):
             self.store.add(layer)
             self.finished(layer)
 
@@ -501,9 +182,11 @@ class _Walk:
         todo = list(spans(name, count, columns))
         if not todo or name in self.store.layers:
             return
-        hessians = self._sum(self._each(_head_gathered))
+        hessians = self._sum(self._each(tasks.head_gathered))
         cuts = [(rows.start, rows.stop, count) for rows in todo]
-        for layer in self.cluster.gather([self._submit(_head_rows, self.sent, name, rows, hessians) for rows in cuts]):
+        for layer in self.cluster.gather(
+            [self._submit(tasks.head_rows, self.sent, name, rows, hessians) for rows in cuts]
+        ):
             self.store.add(layer)
             self.finished(layer)
 
@@ -535,4 +218,4 @@ def quantize_spread(
         if until is None:
             walk.head(matrix_spans)
     finally:
-        _leave_work()
+        tasks.leave_work()

@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 
 from bridge.blocks.read import READ
+from bridge.errors import BridgeError, parameter
 from bridge.runtime.cpu.attention import SPAN
 from bridge.runtime.cpu.program import Program
 from bridge.runtime.decoder_config import DecoderConfig
@@ -39,7 +40,7 @@ from bridge.runtime.kv_cache import KVCache
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.reader import GGUFFile
 from bridge.runtime.sampling import Sampler, drawn_on_host
-from bridge.runtime.tables import DecodeBuffers, ProgramBuilder, looked_up_in_program
+from bridge.runtime.tables import DecodeBuffers, Positions, ProgramBuilder, looked_up_in_program
 from bridge.runtime.weights import read_weights
 from bridge.system import compiling
 
@@ -56,6 +57,10 @@ class Decoder:
     def __init__(self, file: GGUFFile, config: DecoderConfig, context: int, kv: str, precision: str):
         self.config, self.precision = config, precision
         weights = read_weights(file, config, whole=True)  # checks what the cache takes memory for
+        if weights.positions is not None and context > config.context:
+            raise BridgeError(
+                f"{parameter('context', context)}: must be at most {config.context}, the positions that {file.path} has"
+            )
         self.cache = KVCache(config, context, kv)
         self._kv = kv
         self.embedding, self.output = weights.embedding, weights.output
@@ -66,7 +71,8 @@ class Decoder:
             factors = weights.long_factors
         angles = config.angles(self.cache.rows, factors)
         local = config.local().angles(self.cache.rows, None) if config.window else angles
-        self._builder = ProgramBuilder(config, weights, precision, angles, local)
+        positions = Positions(angles, local, config.temperatures(self.cache.rows))
+        self._builder = ProgramBuilder(config, weights, precision, positions)
         self._steps: dict[int, DecodeBuffers] = {}  # of a token of each of so many contexts
         self._prompt: DecodeBuffers | None = None  # of the last prompt, or part of one
         self._matrices = [m for layer in self.layers for m in layer.matrices] + [self.output]
@@ -222,18 +228,21 @@ class Decoder:
         return buffers.full_program
 
     def _layer_by_layer(self, buffers: DecodeBuffers) -> None:
-        for layer, (before, middle, after, end) in zip(self.layers, buffers.programs, strict=True):
+        for layer, (before, queries, middle, after, end) in zip(self.layers, buffers.programs, strict=True):
             before.run()
-            for matrix, y in ((layer.q, buffers.q), (layer.k, buffers.k), (layer.v, buffers.v)):
+            for matrix, y in buffers.attention_products(layer):
                 matrix.matmul(buffers.xn, y, self.precision)
+            if layer.q_a is not None and buffers.latent is not None:
+                queries.run()
+                layer.q.matmul(buffers.latent.q_a, buffers.q, self.precision)
             middle.run()
             layer.o.matmul(buffers.attended, buffers.delta, self.precision)
             after.run()
             if layer.experts is not None:
                 buffers.delta[:] = mix(layer.experts, buffers.xn, self.config, self.precision)
                 continue
-            layer.gate.matmul(buffers.xn, buffers.gate, self.precision)
-            layer.up.matmul(buffers.xn, buffers.up, self.precision)
+            for matrix, y in buffers.network_products(layer):
+                matrix.matmul(buffers.xn, y, self.precision)
             end.run()
             layer.down.matmul(buffers.gate, buffers.delta, self.precision)
         buffers.final_norm.run()

@@ -1,9 +1,12 @@
 """Mixtures of experts: each token through the networks that a router chooses for it.
 
-    p = softmax(W_router x)
-    y = sum over the k largest p of  w_e * W_down,e (silu(W_gate,e x) * W_up,e x)
-    w = p, or p over the sum of the chosen (all but Qwen2)
-    y = y + sigmoid(g x) * the shared expert's network (Qwen2)
+    p = softmax(W_router x), or sigmoid of each
+    y = sum over the k largest of p + bias of  w_e * W_down,e (silu(W_gate,e x) * W_up,e x)
+    w = p, or p over the sum of the chosen, times a factor
+    y = y + the shared expert's network, times sigmoid(g x) in Qwen2
+
+`Routing` says which. Where experts are in groups, the k largest are those of the best groups: by their largest expert,
+or of sigmoids by the sum of their two largest. gpt-oss has biases everywhere, and clamps what it multiplies.
 
 The tokens of a batch that chose the same expert go through it together.
 
@@ -19,15 +22,15 @@ The tokens of a batch that chose the same expert go through it together.
 From Python a token of Qwen3-30B-A3B would make 1,150 calls, one for each matrix of each expert used.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from bridge.runtime.cpu import activations, decoder_ops, expert_ops
 from bridge.runtime.cpu.floats import rows_function
-from bridge.runtime.cpu.program import KernelSlots, Program, add_products, address, buffer, product
-from bridge.runtime.decoder_config import DecoderConfig
+from bridge.runtime.cpu.program import KernelSlots, Program, add_products, address, bits, buffer, product
+from bridge.runtime.decoder_config import DecoderConfig, Routing
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.weights import Experts
 from bridge.system.pool import MIN_BYTES_TO_SHARE
@@ -38,30 +41,68 @@ Products = Callable[[Program, np.ndarray, list[tuple[QuantTensor, np.ndarray]]],
 
 def mix(experts: Experts, x: np.ndarray, config: DecoderConfig, precision: str) -> np.ndarray:
     """float32 [tokens, hidden] -> the same: what the experts add."""
-    chosen, weights = route(x @ experts.router.T, config.experts_used, config.normalized)
+    logits = x @ experts.router.T
+    if experts.router_bias is not None:
+        logits += experts.router_bias
+    chosen, weights = route(logits, config.routing, experts.choice_bias)
+    act = _clamped if config.graph.clamped else _silu
     y = np.zeros_like(x)
     for expert in np.unique(chosen):
         tokens, place = np.nonzero(chosen == expert)
-        y[tokens] += weights[tokens, place, None] * _network(experts.networks[expert], x[tokens], precision)
-    if experts.shared is not None and experts.shared_gate is not None:
-        y += _sigmoid(x @ experts.shared_gate)[:, None] * _network(experts.shared, x, precision)
+        biases = [bias[expert] for bias in experts.biases] if experts.biases else None
+        made = _network(experts.networks[expert], x[tokens], precision, act, biases)
+        y[tokens] += weights[tokens, place, None] * made
+    if experts.shared is not None:
+        made = _network(experts.shared, x, precision, _silu)
+        y += made if experts.shared_gate is None else _sigmoid(x @ experts.shared_gate)[:, None] * made
     return y
 
 
-def route(logits: np.ndarray, used: int, normalized: bool) -> tuple[np.ndarray, np.ndarray]:
+def route(logits: np.ndarray, how: Routing, bias: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Logits [tokens, experts] -> the experts of each token, int [tokens, used], and float32 weights of that shape."""
-    p = np.exp(logits - logits.max(1, keepdims=True), dtype=np.float32)
-    p /= p.sum(1, keepdims=True)
-    chosen = np.argsort(-p, axis=1, kind="stable")[:, :used]
+    if how.sigmoid:
+        p = _sigmoid(logits)
+    else:
+        p = np.exp(logits - logits.max(1, keepdims=True), dtype=np.float32)
+        p /= p.sum(1, keepdims=True)
+    choice = p if bias is None else p + bias
+    if how.groups > 1:
+        parts = choice.reshape(len(p), how.groups, -1)
+        best = np.sort(parts, axis=2)[:, :, -2 if how.sigmoid else -1 :].sum(2)
+        left = np.argsort(-best, axis=1, kind="stable")[:, how.groups_used :]
+        masked = parts.copy()
+        np.put_along_axis(masked, left[:, :, None], -np.inf, 1)
+        choice = masked.reshape(p.shape)
+    chosen = np.argsort(-choice, axis=1, kind="stable")[:, : how.used]
     weights = np.take_along_axis(p, chosen, 1)
-    return chosen, weights / weights.sum(1, keepdims=True) if normalized else weights
+    if how.normalized:
+        weights = weights / weights.sum(1, keepdims=True)
+    return chosen, weights * np.float32(how.scale)
 
 
-def _network(matrices: tuple[QuantTensor, QuantTensor, QuantTensor], x: np.ndarray, precision: str) -> np.ndarray:
+def _network(
+    matrices: tuple[QuantTensor, QuantTensor, QuantTensor],
+    x: np.ndarray,
+    precision: str,
+    act: Callable[[np.ndarray, np.ndarray], np.ndarray],
+    biases: Sequence[np.ndarray] | None = None,
+) -> np.ndarray:
     gate, up, down = matrices
     g, u = gate.matmul(x, precision=precision), up.matmul(x, precision=precision)
-    y: np.ndarray = down.matmul(g * _sigmoid(g) * u, precision=precision)
-    return y
+    if biases is not None:
+        g, u = g + biases[0], u + biases[1]
+    y: np.ndarray = down.matmul(act(g, u), precision=precision)
+    return y if biases is None else y + biases[2]
+
+
+def _silu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    return gate * _sigmoid(gate) * up
+
+
+def _clamped(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    """The twin of expert_ops.py's."""
+    x = np.minimum(gate, expert_ops.LIMIT)
+    return x * _sigmoid(expert_ops.SLOPE * x) * (np.clip(up, -expert_ops.LIMIT, expert_ops.LIMIT) + np.float32(1))
 
 
 def _sigmoid(x: np.ndarray) -> np.ndarray:
@@ -70,16 +111,16 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 class ExpertTables:
-    """The buffers that all layers share for n tokens, with `experts_used` rows a token."""
+    """The buffers that all layers share for n tokens, with `routing.used` rows a token."""
 
     def __init__(self, config: DecoderConfig, n: int, slots: KernelSlots, products: Products):
         self.config, self.n, self.integer = config, n, slots.integer
         self._slots, self._products = slots, products
-        chosen = n * config.experts_used
+        chosen = n * config.routing.used
         self.logits = np.zeros((n, config.experts), np.float32)
         self.chosen = np.zeros(chosen, np.int64)
         self.weights = np.zeros(chosen, np.float32)
-        self.gate, self.up = (buffer(chosen, config.inner) for _ in range(2))
+        self.gate, self.up = (buffer(chosen, config.expert_inner) for _ in range(2))
         self.down = buffer(chosen, config.hidden)
         self.shared = [buffer(n, width) for width in (config.shared_inner, config.shared_inner, config.hidden)]
 
@@ -98,24 +139,35 @@ class ExpertTables:
                 self._slots.register(matrix, words, 1)
                 self._slots.refresh(matrix)
         factors = np.array([[matrix.factor for matrix in network] for network in experts.networks], np.float32)
+        how = c.routing
         block = np.zeros(expert_ops.WORDS, np.int64)
-        choose = address(block), c.experts, c.experts_used, int(c.normalized), address(table)
-        program.add(expert_ops.function("choose"), *choose, items=n)
-        first = self._several(program, x, engines[:2], [self.gate, self.up], c.experts_used)
-        gated = address(self.gate), address(self.up), c.inner, address(self.chosen), address(factors)
+        numbers = {
+            expert_ops.EXPERTS: c.experts, expert_ops.USED: how.used, expert_ops.SIGMOID: int(how.sigmoid),
+            expert_ops.NORMALIZED: int(how.normalized), expert_ops.GROUPS: how.groups,
+            expert_ops.GROUPS_USED: how.groups_used, expert_ops.SCALE: bits(how.scale),
+        }  # fmt: skip
+        for word, number in numbers.items():
+            block[word] = number
+        program.add(expert_ops.function("choose"), address(block), items=n)
+        first = self._several(program, x, engines[:2], [self.gate, self.up], how.used)
+        gated = address(block), address(self.gate), address(self.up), c.expert_inner
         shared = self.gate.size > MIN_VALUES_TO_SHARE
-        program.add(expert_ops.function("gated"), *gated, items=len(self.chosen), shared=shared)
+        name = "clamped" if c.graph.clamped else "gated"
+        program.add(expert_ops.function(name), *gated, items=len(self.chosen), shared=shared)
         second = self._several(program, self.gate, engines[2:], [self.down], 1)
-        arrays: dict[int, np.ndarray] = {
+        gate_bias, up_bias, down_bias = experts.biases or (None, None, None)
+        arrays: dict[int, np.ndarray | None] = {
             expert_ops.LOGITS: self.logits, expert_ops.CHOSEN: self.chosen, expert_ops.WEIGHTS: self.weights,
-            expert_ops.FIRST: first, expert_ops.SECOND: second,
+            expert_ops.FIRST: first, expert_ops.SECOND: second, expert_ops.TABLE: table, expert_ops.FACTORS: factors,
+            expert_ops.ROUTER_BIAS: experts.router_bias, expert_ops.CHOICE_BIAS: experts.choice_bias,
+            expert_ops.GATE_BIAS: gate_bias, expert_ops.UP_BIAS: up_bias, expert_ops.DOWN_BIAS: down_bias,
         }  # fmt: skip
         for word, array in arrays.items():
             block[word] = address(array)
-        mixed = address(self.down), address(self.weights), address(self.chosen), address(factors), c.experts_used
-        program.add(expert_ops.function("mixed"), *mixed, c.hidden, address(y), items=n, shared=n > 1)
-        program.keep(router, table, factors, block, engines)
-        if experts.shared is not None and experts.shared_gate is not None:
+        mixed = address(block), address(self.down), how.used, c.hidden, address(y)
+        program.add(expert_ops.function("mixed"), *mixed, items=n, shared=n > 1)
+        program.keep(experts, table, factors, block, engines)
+        if experts.shared is not None:
             self._add_shared(program, experts, x, y)
 
     def _several(

@@ -1,7 +1,9 @@
-"""Keys and values of the tokens so far, one layer after another; see cpu/attention.py for the layout.
+"""Keys and values of the tokens so far, one layer after another; see cpu/attention.py for the layout, or for latent
+vectors cpu/latent_attention.py.
 
 Memory is reserved for the whole context and taken as it fills: an untouched page costs nothing.
-Bytes a token and layer: 2 * kv_heads * head_dim, times 2 (f16), 4 (f32) or 1.06 (q8_0). An x86 CPU from before
+Bytes a token and layer: 2 * kv_heads * head_dim, times 2 (f16), 4 (f32) or 1.06 (q8_0); of latent
+vectors head_dim, padded to 16, times the same. An x86 CPU from before
 2012 has no instructions for halves: float32 is stored there, whatever was asked for.
 """
 
@@ -31,11 +33,15 @@ class KVCache:
         self.tokens: list[int] = []  # those that are stored; what lies beyond `length` is no longer valid
         layers, heads, d = config.layers, config.kv_heads, config.head_dim
         padded = -(-d // _LANES) * _LANES
-        self.keys = np.zeros((layers, heads, self.rows // _LANES, d, _LANES), KINDS[kind])
-        self.values = np.zeros((layers, heads, padded // _LANES, self.rows, _LANES), KINDS[kind])
         scales = -(-d // _BLOCK) * self.rows if kind == "q8_0" else 0
+        if config.latent is None:
+            keys, values = (d, _LANES), (padded // _LANES, self.rows, _LANES)
+        else:  # values are the first elements of keys, whose rows lie one after another
+            keys, values = (_LANES, padded), (0, self.rows, _LANES)
+        self.keys = np.zeros((layers, heads, self.rows // _LANES, *keys), KINDS[kind])
+        self.values = np.zeros((layers, heads, *values), KINDS[kind])
         self.key_scales = np.zeros((layers, heads, scales), np.uint16)
-        self.value_scales = np.zeros((layers, heads, scales), np.uint16)
+        self.value_scales = np.zeros((layers, heads, 0 if config.latent else scales), np.uint16)
 
     def append(self, tokens: Sequence[int]) -> None:
         """Note that the keys and values of these follow the others."""

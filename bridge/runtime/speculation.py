@@ -154,6 +154,10 @@ def check_decoder(decoder: Any, device: str) -> None:
     """Raise BridgeError where several tokens in a step do not become what each would alone, or cost as much."""
     if not isinstance(decoder, Decoder):
         raise BridgeError(f"device {device}: {parameter('draft')} runs on the CPU alone; leave it out, or choose cpu")
+    if getattr(decoder.config, "recurrent", None) is not None:
+        raise BridgeError(
+            f"{decoder.config.arch}: layers with a state cannot forget wrong guesses; leave {parameter('draft')} out"
+        )
     if (matrix := decoder.multiplied_one_by_one()) is not None:
         raise BridgeError(
             f"{matrix.name}: {matrix.type} {list(matrix.shape)} has no kernel for several tokens with the sums of one: "

@@ -7,22 +7,31 @@ kernels for all matrices; in it, matrices that multiply the same vectors share t
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from bridge.blocks.read import READ
-from bridge.runtime.cpu import activations
+from bridge.runtime.cpu import activations, latent_attention
 from bridge.runtime.cpu import attention as attn
 from bridge.runtime.cpu import decoder_ops as ops
 from bridge.runtime.cpu.program import FIELDS, KernelSlots, Program, add_products, address, bits, buffer, product
 from bridge.runtime.decoder_config import DecoderConfig
 from bridge.runtime.experts import ExpertTables
 from bridge.runtime.kv_cache import KVCache
+from bridge.runtime.latent import LatentBuffers
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.weights import Layer, Weights
 
 MIN_VALUES_TO_SHARE = 1 << 16  # values that a call reads before it is worth waking other threads
+
+
+class Positions(NamedTuple):
+    """What depends on a token's position: cos and sin, each [context, rotated / 2], and attention's temperatures."""
+
+    angles: tuple[np.ndarray, np.ndarray]
+    local_angles: tuple[np.ndarray, np.ndarray]  # of layers with a window
+    temperatures: np.ndarray | None
 
 
 class DecodeBuffers:
@@ -35,7 +44,8 @@ class DecodeBuffers:
         self.n = n
         self.caches = list(caches)
         self.x, self.xn, self.delta = (buffer(n, c.hidden) for _ in range(3))
-        self.q, self.attended = (buffer(n, c.heads * c.head_dim) for _ in range(2))
+        self.q, self.attended = buffer(n, c.query_width), buffer(n, c.attended_width)
+        self.latent = LatentBuffers(c, n) if c.latent else None
         self.k, self.v = (buffer(n, c.kv_heads * c.head_dim) for _ in range(2))
         self.gate, self.up = (buffer(n, c.inner) for _ in range(2))
         self.tokens = np.zeros(n, np.int64)
@@ -57,6 +67,19 @@ class DecodeBuffers:
     def steps(self) -> bool:
         """Whether each context has one token here."""
         return self.n == len(self.caches)
+
+    def attention_products(self, layer: Layer) -> list[tuple[QuantTensor, np.ndarray]]:
+        """The matrices that attention multiplies the state with, and where the results go."""
+        first = (layer.q, self.q)
+        if layer.q_a is not None and self.latent is not None:
+            first = (layer.q_a, self.latent.q_a)
+        pairs = first, (layer.k, self.k), (layer.v, self.v)
+        return [(matrix, y) for matrix, y in pairs if matrix is not None]
+
+    def network_products(self, layer: Layer) -> list[tuple[QuantTensor, np.ndarray]]:
+        """The same for the network."""
+        pairs = (layer.gate, self.gate), (layer.up, self.up)
+        return [(matrix, y) for matrix, y in pairs if matrix is not None]
 
     def begin(self, tokens: Sequence[int], spread: int) -> None:
         """Set the tokens and their positions; `spread`: calls of attend for a span."""
@@ -88,15 +111,15 @@ class DecodeBuffers:
         ):  # fmt: skip
             self.block[:, index, word] = address(array) + array.strides[0] * np.arange(len(array))
 
-    def fill_blocks(self, c: DecoderConfig, layers: Sequence[Layer], angles: Any, local_angles: Any) -> None:
+    def fill_blocks(self, c: DecoderConfig, layers: Sequence[Layer], positions: Positions) -> None:
         """attention.py's block of every layer and cache."""
         for i, layer in enumerate(layers):
-            cos, sin = local_angles if c.windowed(i) else angles
+            cos, sin = positions.local_angles if c.windowed(i) else positions.angles
             by_head = _by_head(c, layer.q_norm)
             arrays = {
                 attn.Q_BIAS: layer.q_bias, attn.K_BIAS: layer.k_bias, attn.V_BIAS: layer.v_bias,
                 attn.Q_NORM: layer.q_norm if by_head else None, attn.K_NORM: layer.k_norm if by_head else None,
-                attn.COS: cos, attn.SIN: sin,
+                attn.COS: cos, attn.SIN: sin, attn.SINKS: layer.sinks, attn.TEMPERATURES: positions.temperatures,
             }  # fmt: skip
             for m, block in enumerate(self.block[i]):
                 own = {attn.Q: self.q, attn.K: self.k, attn.V: self.v, attn.OUT: self.attended, attn.START: self.starts}
@@ -106,10 +129,13 @@ class DecodeBuffers:
                     block[word] = address(array[m:])
                 block[attn.HEADS], block[attn.KV_HEADS], block[attn.HEAD_DIM] = c.heads, c.kv_heads, c.head_dim
                 block[attn.ROTATED], block[attn.NEIGHBOURS] = c.rotated if c.rotates(i) else 0, int(c.graph.neighbours)
+                block[attn.NORM_LAST] = int(c.graph.norms_rotated)
                 block[attn.CONTEXT] = self.caches[m].rows
                 block[attn.TOKENS], block[attn.EPS] = 1 if self.steps else self.n, bits(c.norm_eps)
                 block[attn.SCALE], block[attn.CAP] = bits(c.attention_scale), bits(c.score_cap)
                 block[attn.WINDOW] = c.window if c.windowed(i) else 0
+                if self.latent is not None:
+                    self.latent.fill(block, layer, self.q, m)
         for m in range(len(self.caches)):
             self._store_in(m)
 
@@ -117,26 +143,29 @@ class DecodeBuffers:
 class ProgramBuilder:
     """Builds the programs of a decoder."""
 
-    def __init__(self, config: DecoderConfig, weights: Weights, precision: str, angles: Any, local_angles: Any):
+    def __init__(self, config: DecoderConfig, weights: Weights, precision: str, positions: Positions):
         self.config, self.precision = config, precision
-        self.embedding, self.output, self.output_norm = weights.embedding, weights.output, weights.output_norm
+        self.embedding, self.output, self.weights = weights.embedding, weights.output, weights
         self.layers = weights.layers
-        self._angles, self._local_angles = angles, local_angles
+        self._positions = positions
         self._eps = bits(config.norm_eps)
         self._slots = KernelSlots(precision == "int8")
 
     def buffers(self, n: int, caches: Sequence[KVCache]) -> DecodeBuffers:
         """Buffers for n tokens, with the programs between a layer's products."""
         buffers = DecodeBuffers(self.config, n, caches)
-        buffers.fill_blocks(self.config, self.layers, self._angles, self._local_angles)
+        buffers.fill_blocks(self.config, self.layers, self._positions)
         for i, layer in enumerate(self.layers):
-            parts = tuple(Program() for _ in range(4))
+            parts = tuple(Program() for _ in range(5))
             self._before(parts[0], buffers, i)
-            self._middle(parts[1], buffers, i)
-            self._after(parts[2], buffers, layer)
-            self._end(parts[3], buffers, layer)
+            self._queries(parts[1], buffers, layer)
+            self._middle(parts[2], buffers, i)
+            self._after(parts[3], buffers, layer)
+            self._end(parts[4], buffers, layer)
             buffers.programs.append(parts)
         self._look_up(buffers.embedding, buffers)
+        if self.weights.positions is not None:
+            self._add_positions(buffers.embedding, buffers, self.weights.positions)
         self._final_norm(buffers.final_norm, buffers)
         return buffers
 
@@ -161,14 +190,17 @@ class ProgramBuilder:
         program.keep(experts)
         for i, layer in enumerate(self.layers):
             self._before(program, buffers, i)
-            self.products(program, buffers.xn, [(layer.q, buffers.q), (layer.k, buffers.k), (layer.v, buffers.v)])
+            self.products(program, buffers.xn, buffers.attention_products(layer))
+            if buffers.latent is not None and layer.q_a is not None:
+                self._queries(program, buffers, layer)
+                self.products(program, buffers.latent.q_a, [(layer.q, buffers.q)])
             self._middle(program, buffers, i)
             self.products(program, buffers.attended, [(layer.o, buffers.delta)])
             self._after(program, buffers, layer)
             if experts is not None and layer.experts is not None:
                 experts.add(program, layer.experts, buffers.xn, buffers.delta)
                 continue
-            self.products(program, buffers.xn, [(layer.gate, buffers.gate), (layer.up, buffers.up)])
+            self.products(program, buffers.xn, buffers.network_products(layer))
             self._end(program, buffers, layer)
             self.products(program, buffers.gate, [(layer.down, buffers.delta)])
         self._final_norm(program, buffers)
@@ -240,11 +272,19 @@ class ProgramBuilder:
             arguments = address(buffers.x), buffers.x.size, bits(self.config.embedding_scale)
             program.add(ops.function("scale"), *arguments, items=1)
 
+    def _add_positions(self, program: Program, buffers: DecodeBuffers, table: np.ndarray) -> None:
+        """Embeddings of the tokens' positions."""
+        each = buffers.n // len(buffers.caches)
+        for m in range(len(buffers.caches)):
+            place = address(buffers.x[m:]), address(table), address(buffers.starts[m:]), self.config.hidden
+            program.add(ops.function("add_rows"), *place, items=each)
+
     def _before(self, program: Program, buffers: DecodeBuffers, index: int) -> None:
         """The last layer's result is added, x normalized."""
         if index:
             self._added(program, buffers, self.layers[index - 1])
-        self._norm(program, buffers, buffers.delta if index else None, self.layers[index].attn_norm)
+        layer = self.layers[index]
+        self._norm(program, buffers, buffers.delta if index else None, layer.attn_norm, layer.attn_norm_bias)
 
     def _added(self, program: Program, buffers: DecodeBuffers, layer: Layer) -> None:
         """Bias and norm of what a layer's network adds."""
@@ -257,44 +297,73 @@ class ProgramBuilder:
             arguments = address(x), 0, address(weight), address(x), x.shape[-1], self._eps, bits(1.0)
             program.add(ops.function("norm"), *arguments, items=len(x), shared=len(x) > 1)
 
+    def _queries(self, program: Program, buffers: DecodeBuffers, layer: Layer) -> None:
+        """The norm of what queries are made of, where that is not the state."""
+        if buffers.latent is not None:
+            self._normalize(program, buffers.latent.q_a, layer.q_a_norm)
+
     def _middle(self, program: Program, buffers: DecodeBuffers, index: int) -> None:
         """Rotation, storing, attention, its norm."""
         layer, block, kind = self.layers[index], address(buffers.block[index]), buffers.caches[0].kind
         if self.config.graph.normed and not _by_head(self.config, layer.q_norm):
             self._normalize(program, buffers.q, layer.q_norm)
             self._normalize(program, buffers.k, layer.k_norm)
-        count = len(buffers.caches)
-        program.add(attn.function("store", kind), block, count, items=buffers.n, shared=buffers.n > 1)
+        count, latent = len(buffers.caches), buffers.latent
+        attention = attn if latent is None else latent_attention
+        program.add(attention.function("store", kind), block, count, items=buffers.n, shared=buffers.n > 1)
+        if latent is not None and layer.latent_k is not None:
+            latent.add_absorbed(program, layer.latent_k, buffers.q, self.config.heads)
         spans, most = int(buffers.spans[0]), buffers.parts.shape[2]
         arguments = block, count, address(buffers.spans), address(buffers.parts), address(buffers.sums), most
         items = self.spread(buffers) * spans
-        attend = program.add(attn.function("attend", kind), *arguments, items=items, shared=True)
+        attend = program.add(attention.function("attend", kind), *arguments, items=items, shared=True)
         function = partial(attn.function, "merge", kind)  # short contexts do not wait until it is compiled
         merge = program.add(function, *arguments, items=count * self.config.heads * (spans > 1))
         buffers.attending.append((program, attend, merge))
+        if latent is not None and layer.latent_v is not None:
+            latent.add_values(program, layer.latent_v, buffers.attended)
         self._normalize(program, buffers.attended, layer.attn_sub_norm)
 
     def _after(self, program: Program, buffers: DecodeBuffers, layer: Layer) -> None:
         self._bias(program, layer.o_bias, buffers.delta)
         self._normalize(program, buffers.delta, layer.attn_post_norm)
-        self._norm(program, buffers, buffers.delta, layer.ffn_norm)
+        if self.config.graph.parallel:
+            program.add(ops.function("add"), address(buffers.x), address(buffers.delta), buffers.x.size, items=1)
+        else:
+            self._norm(program, buffers, buffers.delta, layer.ffn_norm, layer.ffn_norm_bias)
 
     def _end(self, program: Program, buffers: DecodeBuffers, layer: Layer) -> None:
         self._bias(program, layer.gate_bias, buffers.gate)
         self._bias(program, layer.up_bias, buffers.up)
-        arguments = address(buffers.gate), address(buffers.up), self.config.inner
-        name = "geglu" if self.config.graph.gelu else "reglu2" if self.config.relu2 else "swiglu"
-        program.add(ops.function(name), *arguments, items=buffers.n, shared=buffers.n > 1)
+        inner, graph = self.config.inner, self.config.graph
+        arguments = (address(buffers.up), inner) if graph.gated else (inner,)
+        name = "geglu" if graph.gelu else "reglu2" if self.config.relu2 else "swiglu"
+        function = ops.function(name if graph.gated else "gelu")
+        program.add(function, address(buffers.gate), *arguments, items=buffers.n, shared=buffers.n > 1)
         self._normalize(program, buffers.gate, layer.ffn_sub_norm)
 
     def _final_norm(self, program: Program, buffers: DecodeBuffers) -> None:
         self._added(program, buffers, self.layers[-1])
-        self._norm(program, buffers, buffers.delta, self.output_norm)
+        self._norm(program, buffers, buffers.delta, self.weights.output_norm, self.weights.output_norm_bias)
 
-    def _norm(self, program: Program, buffers: DecodeBuffers, delta: np.ndarray | None, weight: Any) -> None:
-        arguments = address(buffers.x), address(delta), address(weight), address(buffers.xn), self.config.hidden
-        scale = bits(self.config.residual_scale)
-        program.add(ops.function("norm"), *arguments, self._eps, scale, items=buffers.n, shared=buffers.n > 1)
+    def _norm(
+        self,
+        program: Program,
+        buffers: DecodeBuffers,
+        delta: np.ndarray | None,
+        weight: np.ndarray | None,
+        bias: np.ndarray | None = None,
+    ) -> None:
+        """x += delta, xn = x normalized."""
+        x, out, hidden = address(buffers.x), address(buffers.xn), self.config.hidden
+        if self.config.graph.layer_norm:
+            function = ops.function("layer_norm")
+            arguments = x, address(delta), address(weight), address(bias), out, hidden, self._eps
+        else:
+            function = ops.function("norm")
+            scale = bits(self.config.residual_scale)
+            arguments = x, address(delta), address(weight), out, hidden, self._eps, scale
+        program.add(function, *arguments, items=buffers.n, shared=buffers.n > 1)
 
     def _bias(self, program: Program, bias: np.ndarray | None, y: np.ndarray) -> None:
         if bias is not None:

@@ -6,21 +6,29 @@ from typing import Any
 import numpy as np
 
 from bridge.errors import BridgeError
-from bridge.runtime.decoder_config import DecoderConfig
+from bridge.runtime.decoder_config import DecoderConfig, Latent
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.reader import GGUFFile
+
+_NORMED_TOGETHER = {"olmo2", "minimax-m2"}  # heads of q, and of k: one norm for all
 
 
 @dataclass
 class Experts:
     """A layer's experts: the router float32 [experts, hidden], and gate, up and down of each.
 
+    biases       of gate, up and down, each float32 [experts, out]; None where there are none, as for the others
+    router_bias  float32 [experts], added to the router's logits, and
+    choice_bias  to what experts are chosen by, but not to their weights
     shared       gate, up and down of the expert that all tokens pass through, and
-    shared_gate  float32 [hidden], whose sigmoid weighs it; None where there is none
+    shared_gate  float32 [hidden], whose sigmoid weighs it; None: it is added as it is
     """
 
     router: np.ndarray
     networks: list[tuple[QuantTensor, QuantTensor, QuantTensor]]
+    biases: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+    router_bias: np.ndarray | None = None
+    choice_bias: np.ndarray | None = None
     shared: tuple[QuantTensor, QuantTensor, QuantTensor] | None = None
     shared_gate: np.ndarray | None = None
 
@@ -29,41 +37,55 @@ class Experts:
 class Layer:
     """One layer's matrices, and its vectors as float32 (None where the model has none).
 
-    With experts, gate, up and down are the stacks [experts, out, in] of all of theirs.
+    With experts, gate, up and down are the stacks [experts, out, in] of all of theirs. A network without a gate has
+    its first matrix as `gate`, and no `up`. With latent attention q reads the state or what `q_a` makes of it, k
+    makes the latent vector and the rotated part of the keys, and there is no v.
+
+    latent_k, latent_v  of each head, [heads, rank, plain] and [heads, value, rank], floats: cpu/latent_attention.py
+    sinks               float32 [heads], scores of no position
     """
 
     attn_norm: np.ndarray | None
     q: QuantTensor
     k: QuantTensor
-    v: QuantTensor
     o: QuantTensor
     ffn_norm: np.ndarray | None
     gate: QuantTensor
-    up: QuantTensor
+    up: QuantTensor | None
     down: QuantTensor
-    q_bias: np.ndarray | None
-    k_bias: np.ndarray | None
-    v_bias: np.ndarray | None
-    o_bias: np.ndarray | None
-    gate_bias: np.ndarray | None
-    up_bias: np.ndarray | None
-    down_bias: np.ndarray | None
-    q_norm: np.ndarray | None
-    k_norm: np.ndarray | None
+    v: QuantTensor | None = None
+    q_bias: np.ndarray | None = None
+    k_bias: np.ndarray | None = None
+    v_bias: np.ndarray | None = None
+    o_bias: np.ndarray | None = None
+    gate_bias: np.ndarray | None = None
+    up_bias: np.ndarray | None = None
+    down_bias: np.ndarray | None = None
+    q_norm: np.ndarray | None = None
+    k_norm: np.ndarray | None = None
     attn_post_norm: np.ndarray | None = None
     ffn_post_norm: np.ndarray | None = None
     attn_sub_norm: np.ndarray | None = None
     ffn_sub_norm: np.ndarray | None = None
+    attn_norm_bias: np.ndarray | None = None
+    ffn_norm_bias: np.ndarray | None = None
+    sinks: np.ndarray | None = None
+    q_a: QuantTensor | None = None
+    q_a_norm: np.ndarray | None = None
+    latent_k: QuantTensor | None = None
+    latent_v: QuantTensor | None = None
     experts: Experts | None = None
 
     @property
     def matrices(self) -> tuple[QuantTensor, ...]:
         """All of them, with those of each expert."""
-        attention = self.q, self.k, self.v, self.o
+        own = [self.q_a, self.q, self.k, self.v, self.o]
         if self.experts is None:
-            return *attention, self.gate, self.up, self.down
-        each = (matrix for network in self.experts.networks for matrix in network)
-        return *attention, *each, *(self.experts.shared or ())
+            own += self.gate, self.up, self.down
+        else:
+            own += (matrix for network in self.experts.networks for matrix in network)
+            own += self.experts.shared or ()
+        return tuple(matrix for matrix in own if matrix is not None)
 
 
 @dataclass
@@ -76,6 +98,8 @@ class Weights:
     output: QuantTensor
     rope_factors: np.ndarray | None
     long_factors: np.ndarray | None = None  # LongRoPE's, for contexts beyond the original one
+    output_norm_bias: np.ndarray | None = None
+    positions: np.ndarray | None = None  # float32 [context, hidden], added to the embeddings
 
 
 def read_weights(file: GGUFFile, config: DecoderConfig, whole: bool = False) -> Weights:
@@ -97,96 +121,165 @@ def read_weights(file: GGUFFile, config: DecoderConfig, whole: bool = False) -> 
         name: _vector(file, f"rope_{name}.weight", config.rotated // 2)
         for name in ("freqs", "factors_short", "factors_long")
     }
+    positions = None
+    if config.arch == "gpt2":
+        positions = _expect(file["position_embd.weight"], config.context, config.hidden).dequantize()
     return Weights(
         embedding=embedding,
-        layers=[_layer(file, config, i) for i in range(config.layers)],
+        layers=[_LayerReader(file, config, i).layer() for i in range(config.layers)],
         output_norm=_vector(file, "output_norm.weight", config.hidden, True) / np.float32(config.logit_scale),
         output=output,
         rope_factors=factors["freqs"] if factors["factors_short"] is None else factors["factors_short"],
         long_factors=factors["factors_long"],
+        output_norm_bias=_vector(file, "output_norm.bias", config.hidden),
+        positions=positions,
     )
 
 
-def _layer(file: GGUFFile, c: DecoderConfig, i: int) -> Layer:
-    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+class _LayerReader:
+    """Finds the tensors of a layer."""
 
-    def matrix(part: str, rows: int, columns: int) -> QuantTensor:
-        return _expect(file[f"blk.{i}.{part}.weight"], rows, columns)
+    def __init__(self, file: GGUFFile, config: DecoderConfig, index: int):
+        self.file, self.config, self.index = file, config, index
 
-    def vector(part: str, size: int, needed: bool = False) -> Any:
-        return _vector(file, f"blk.{i}.{part}", size, needed)
+    def layer(self) -> Layer:
+        """The whole layer."""
+        c, graph = self.config, self.config.graph
+        sparse = c.has_experts(self.index)
+        norm, bias = ("post_attention_norm" if graph.late_norm else "ffn_norm"), graph.layer_norm
+        return Layer(
+            attn_norm=self._norm("attn_norm.weight", graph.pre_norm),
+            attn_norm_bias=self._vector("attn_norm.bias", c.hidden) if bias else None,
+            o=self._matrix("attn_output", c.hidden, c.attended_width),
+            o_bias=self._vector("attn_output.bias", c.hidden),
+            ffn_norm=self._norm(f"{norm}.weight", graph.pre_norm and not graph.parallel),
+            ffn_norm_bias=self._vector(f"{norm}.bias", c.hidden) if bias else None,
+            attn_post_norm=self._norm("post_attention_norm.weight", graph.post_norm),
+            ffn_post_norm=self._norm("post_ffw_norm.weight", graph.post_norm),
+            attn_sub_norm=self._norm("attn_sub_norm.weight", graph.sub_norm, c.attended_width),
+            ffn_sub_norm=self._norm("ffn_sub_norm.weight", graph.sub_norm, c.inner),
+            sinks=self._norm("attn_sinks.weight", graph.sinks, c.heads),
+            **(self._attention() if c.latent is None else self._latent(c.latent)),
+            **(self._sparse() if sparse else self._network()),
+        )
 
-    def stack(part: str, rows: int, columns: int) -> QuantTensor:
-        if not c.experts:
-            return matrix(part, rows, columns)
-        return _expect(file[f"blk.{i}.{part}_exps.weight"], c.experts, rows, columns)
-
-    def norm(part: str, there: bool, size: int = c.hidden) -> Any:
-        return vector(part, size, True) if there else None
-
-    parts, biases = {}, {}
-    ends = dict(zip("qkv", ((0, q), (q, q + kv), (q + kv, q + 2 * kv)), strict=True))
-    if f"blk.{i}.attn_qkv.weight" in file:  # in one matrix
-        whole, bias = matrix("attn_qkv", q + 2 * kv, c.hidden), vector("attn_qkv.bias", q + 2 * kv)
-        for name, (first, stop) in ends.items():
-            parts[name] = whole.slice_rows(first, stop)
-            biases[name] = None if bias is None else bias[first:stop]
-    else:
-        for name, (first, stop) in ends.items():
-            parts[name] = matrix(f"attn_{name}", stop - first, c.hidden)
-            biases[name] = vector(f"attn_{name}.bias", stop - first)
-    if not c.experts and f"blk.{i}.ffn_gate.weight" not in file:
-        both = matrix("ffn_up", 2 * c.inner, c.hidden)
-        gate, up = both.slice_rows(0, c.inner), both.slice_rows(c.inner, 2 * c.inner)
-    else:
-        gate, up = stack("ffn_gate", c.inner, c.hidden), stack("ffn_up", c.inner, c.hidden)
-    # of all heads at once in OLMo 2
-    q_norm, k_norm = (q, kv) if c.arch == "olmo2" else (c.head_dim, c.head_dim)
-    layer = Layer(
-        attn_norm=norm("attn_norm.weight", c.graph.pre_norm),
-        q=parts["q"],
-        k=parts["k"],
-        v=parts["v"],
-        o=matrix("attn_output", c.hidden, q),
-        ffn_norm=norm("ffn_norm.weight", c.graph.pre_norm),
-        gate=gate,
-        up=up,
-        down=stack("ffn_down", c.hidden, c.inner),
-        q_bias=biases["q"],
-        k_bias=biases["k"],
-        v_bias=biases["v"],
-        o_bias=vector("attn_output.bias", c.hidden),
-        gate_bias=vector("ffn_gate.bias", c.inner),
-        up_bias=vector("ffn_up.bias", c.inner),
-        down_bias=vector("ffn_down.bias", c.hidden),
-        q_norm=vector("attn_q_norm.weight", q_norm, c.graph.normed),
-        k_norm=vector("attn_k_norm.weight", k_norm, c.graph.normed),
-        attn_post_norm=norm("post_attention_norm.weight", c.graph.post_norm),
-        ffn_post_norm=norm("post_ffw_norm.weight", c.graph.post_norm),
-        attn_sub_norm=norm("attn_sub_norm.weight", c.graph.sub_norm, q),
-        ffn_sub_norm=norm("ffn_sub_norm.weight", c.graph.sub_norm, c.inner),
-    )
-    if c.experts:
-        router = matrix("ffn_gate_inp", c.experts, c.hidden).dequantize()
-        networks = [(layer.gate[e], layer.up[e], layer.down[e]) for e in range(c.experts)]
-        layer.experts = Experts(router, networks)
-        if c.shared_inner:
-            layer.experts.shared = (
-                matrix("ffn_gate_shexp", c.shared_inner, c.hidden),
-                matrix("ffn_up_shexp", c.shared_inner, c.hidden),
-                matrix("ffn_down_shexp", c.hidden, c.shared_inner),
+    def _attention(self) -> dict[str, Any]:
+        c = self.config
+        q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+        found: dict[str, Any] = {}
+        ends = dict(zip("qkv", ((0, q), (q, q + kv), (q + kv, q + 2 * kv)), strict=True))
+        if self._has("attn_qkv.weight"):  # in one matrix
+            whole, bias = self._matrix("attn_qkv", q + 2 * kv, c.hidden), self._vector("attn_qkv.bias", q + 2 * kv)
+            for name, (first, stop) in ends.items():
+                found[name] = whole.slice_rows(first, stop)
+                found[f"{name}_bias"] = None if bias is None else bias[first:stop]
+        else:
+            for name, (first, stop) in ends.items():
+                found[name] = self._matrix(f"attn_{name}", stop - first, c.hidden)
+                found[f"{name}_bias"] = self._vector(f"attn_{name}.bias", stop - first)
+        if c.graph.layer_norm and self._has("attn_q_norm.weight"):
+            raise BridgeError(
+                f"{self._name('attn_q_norm.weight')}: heads normalized by a norm of their own (Command-R+) cannot run "
+                "here; llama.cpp can run it"
             )
-            layer.experts.shared_gate = vector("ffn_gate_inp_shexp.weight", c.hidden, True)
-    return layer
+        for name, (first, stop) in list(ends.items())[:2]:
+            size = stop - first if c.arch in _NORMED_TOGETHER else c.head_dim
+            found[f"{name}_norm"] = self._vector(f"attn_{name}_norm.weight", size, c.graph.normed)
+        return found
+
+    def _latent(self, latent: Latent) -> dict[str, Any]:
+        c, rank = self.config, latent.query_rank
+        found = {
+            "q": self._matrix("attn_q_b" if rank else "attn_q", c.query_width, rank or c.hidden),
+            "k": self._matrix("attn_kv_a_mqa", c.head_dim, c.hidden),
+            "k_norm": self._vector("attn_kv_a_norm.weight", latent.rank, True),
+            "latent_k": self._floats("attn_k_b.weight", c.heads, latent.rank, latent.plain),
+            "latent_v": self._floats("attn_v_b.weight", c.heads, latent.value, latent.rank),
+        }
+        if rank:
+            found["q_a"] = self._matrix("attn_q_a", rank, c.hidden)
+            found["q_a_norm"] = self._vector("attn_q_a_norm.weight", rank, True)
+        return found
+
+    def _network(self) -> dict[str, Any]:
+        c = self.config
+        up: QuantTensor | None
+        if not c.graph.gated:
+            gate, up = self._matrix("ffn_up", c.inner, c.hidden), None
+        elif self._has("ffn_gate.weight"):
+            gate, up = self._matrix("ffn_gate", c.inner, c.hidden), self._matrix("ffn_up", c.inner, c.hidden)
+        else:
+            both = self._matrix("ffn_up", 2 * c.inner, c.hidden)
+            gate, up = both.slice_rows(0, c.inner), both.slice_rows(c.inner, 2 * c.inner)
+        return {
+            "gate": gate,
+            "up": up,
+            "down": self._matrix("ffn_down", c.hidden, c.inner),
+            "gate_bias": self._vector("ffn_gate.bias" if c.graph.gated else "ffn_up.bias", c.inner),
+            "up_bias": self._vector("ffn_up.bias", c.inner) if c.graph.gated else None,
+            "down_bias": self._vector("ffn_down.bias", c.hidden),
+        }
+
+    def _sparse(self) -> dict[str, Any]:
+        c = self.config
+        inner, hidden = c.expert_inner, c.hidden
+        shapes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+        stacks = {
+            name: _expect(self.file[self._name(f"ffn_{name}_exps.weight")], c.experts, *shape)
+            for name, shape in shapes.items()
+        }
+        experts = Experts(
+            router=self._matrix("ffn_gate_inp", c.experts, c.hidden).dequantize(),
+            networks=[(stacks["gate"][e], stacks["up"][e], stacks["down"][e]) for e in range(c.experts)],
+            router_bias=self._vector("ffn_gate_inp.bias", c.experts),
+            choice_bias=self._vector("exp_probs_b.bias", c.experts),
+        )
+        if self._has("ffn_gate_exps.bias"):
+            gate, up, down = (
+                _expect(self.file[self._name(f"ffn_{name}_exps.bias")], c.experts, shape[0]).dequantize()
+                for name, shape in shapes.items()
+            )
+            experts.biases = gate, up, down
+        if c.shared_inner:
+            experts.shared = (
+                self._matrix("ffn_gate_shexp", c.shared_inner, c.hidden),
+                self._matrix("ffn_up_shexp", c.shared_inner, c.hidden),
+                self._matrix("ffn_down_shexp", c.hidden, c.shared_inner),
+            )
+            experts.shared_gate = self._vector("ffn_gate_inp_shexp.weight", c.hidden, c.arch == "qwen2moe")
+        return {**stacks, "experts": experts}
+
+    def _floats(self, part: str, *shape: int) -> QuantTensor:
+        """A stack of floats as it is; one of blocks as halves."""
+        stack = _expect(self.file[self._name(part)], *shape)
+        if stack.type in ("F32", "F16", "BF16"):
+            return stack
+        return QuantTensor(stack.name, "F16", shape, stack.dequantize(np.float16).reshape(-1).view(np.uint8))
+
+    def _name(self, part: str) -> str:
+        return f"blk.{self.index}.{part}"
+
+    def _has(self, part: str) -> bool:
+        return self._name(part) in self.file
+
+    def _matrix(self, part: str, rows: int, columns: int) -> QuantTensor:
+        return _expect(self.file[self._name(f"{part}.weight")], rows, columns)
+
+    def _vector(self, part: str, size: int, needed: bool = False) -> Any:
+        return _vector(self.file, self._name(part), size, needed)
+
+    def _norm(self, part: str, there: bool, size: int | None = None) -> Any:
+        """A vector that the architecture has, or None where it does not."""
+        return self._vector(part, size or self.config.hidden, True) if there else None
 
 
 def _vector(file: GGUFFile, name: str, size: int, needed: bool = False) -> Any:
     if name not in file and not needed:
         return None
     tensor = file[name]
-    if tensor.shape != (size,):
+    if tensor.shape not in ((size,), (1, size)):  # llama.cpp's converter leaves ERNIE's biases so
         raise BridgeError(f"{name}: shape {list(tensor.shape)}; must be [{size}]; convert the model again")
-    return np.ascontiguousarray(tensor.dequantize())
+    return np.ascontiguousarray(tensor.dequantize().reshape(size))
 
 
 def _expect(tensor: QuantTensor, *shape: int) -> QuantTensor:

@@ -18,19 +18,22 @@ from .divergence import FloatModel
 
 # method, bits, group size, symmetric
 ROWS = [("gptq", 4, 128, True), ("gptq", 3, 128, True), ("gptq", 2, 64, False), ("awq", 4, 128, False)]
+TWO_SIDED = "two-sided"
 RTN: dict[str, Any] = {"act_order": "none", "damping": float("inf"), "sweeps": 0}
 
 
-def print_groups(float_model: FloatModel, python: Path) -> None:
-    """A markdown table; `python` has llm-compressor."""
+def print_groups(float_model: FloatModel, outputs: dict[str, Any], python: Path) -> None:
+    """A markdown table; `python` has llm-compressor, `outputs` are what `FloatModel.output_hessians` returns."""
     print(f"\n{head('groups', 'KL', 'llm-compressor', 'ratio', 'seconds', 'its seconds')}")
     for method, bits, size, symmetric in ROWS:
         options = ["--method", method, "--bits", bits, "--group-size", size, *([] if symmetric else ["--asym"])]
         made, theirs = float_model.by_peer(load_file, python, llm_compressor.__file__, *options)
         peer = float_model.divergence(made)
         for name, how in own_ways(method, bits, size, symmetric).items():
-            prepare = {"prepare": how.prepare} if isinstance(how, Awq) else {}
-            own, seconds = float_model.quantized(how.layer, cross="GPTAQ" in name, **prepare)
+            settings: dict[str, Any] = {"prepare": how.prepare} if isinstance(how, Awq) else {}
+            if name == TWO_SIDED:
+                settings["outputs"] = outputs.get
+            own, seconds = float_model.quantized(how.layer, cross="GPTAQ" in name or name == TWO_SIDED, **settings)
             what = f"{name} {bits}-bit g{size} {'sym' if symmetric else 'asym'}"
             line(what, own, peer, own.over(peer), f"{seconds:.0f}", f"{theirs:.0f}")
 
@@ -40,4 +43,4 @@ def own_ways(method: str, bits: int, size: int, symmetric: bool) -> dict[str, Me
     grid = groups(bits, size, symmetric)
     if method == "awq":
         return {"AWQ": Awq(Method(grid, **RTN)), "AWQ, GPTAQ": Awq(Method(grid), clip=False)}
-    return {"GPTQ": Method(grid, act_order="static", sweeps=0), "GPTAQ": Method(grid)}
+    return {"GPTQ": Method(grid, act_order="static", sweeps=0), "GPTAQ": Method(grid), TWO_SIDED: Method(grid)}

@@ -19,7 +19,7 @@ from bridge.conversion.verify import failures, verify
 from bridge.encode.round_rows import quantize_rows
 from bridge.errors import BridgeError
 from bridge.runtime.decoder import Decoder
-from bridge.runtime.decoder_config import read_config
+from bridge.runtime.decoder_config import Routing, read_config
 from bridge.runtime.experts import route
 from bridge.runtime.weights import read_weights
 from scripts.peers.llama_cpp import LlamaCpp
@@ -415,10 +415,10 @@ def test_the_width_of_dense_layers_takes_no_memory_in_a_mixture(checkpoint, tmp_
 
 def test_a_router_takes_the_largest_probabilities_as_they_are_or_their_shares():
     logits = np.log(np.array([[0.1, 0.4, 0.2, 0.3], [0.7, 0.1, 0.1, 0.1]], np.float32))
-    chosen, weights = route(logits, 2, normalized=False)
+    chosen, weights = route(logits, Routing(used=2, normalized=False))
     assert chosen.tolist() == [[1, 3], [0, 1]]
     np.testing.assert_allclose(weights, [[0.4, 0.3], [0.7, 0.1]], rtol=1e-6)
-    np.testing.assert_allclose(route(logits, 2, normalized=True)[1], [[4 / 7, 3 / 7], [7 / 8, 1 / 8]], rtol=1e-6)
+    np.testing.assert_allclose(route(logits, Routing(used=2))[1], [[4 / 7, 3 / 7], [7 / 8, 1 / 8]], rtol=1e-6)
 
 
 def test_experts_run_on_the_cpu_alone_and_what_does_not_says_so(checkpoint, tmp_path):

@@ -22,6 +22,7 @@ transformers = pytest.importorskip("transformers")
 LENGTH = 96  # positions compared; over the original contexts of the scaled models below
 
 FEWER = {"phi3": 60}  # llama.cpp applies no window there
+LITE = {"num_hidden_layers": 27}  # llama.cpp knows DeepSeek V2 Lite by its layers
 
 COMMON = {
     "vocab_size": 300,
@@ -144,8 +145,7 @@ def test_llama_cpp_gives_the_logits_of_transformers(name: str, tmp_path: Path) -
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_familys_checkpoint_gives_the_logits_of_transformers_in_llama_cpp(name: str, tmp_path: Path) -> None:
     """What is taken over by value: factors, caps, windows (of 32 tokens, fewer than are compared), routers."""
-    fields = {"num_hidden_layers": 27} if name == "deepseek2-lite" else {}  # llama.cpp knows it by its layers
-    model = randomized(new_model(name, **fields))
+    model = randomized(new_model(name, **(LITE if name == "deepseek2-lite" else {})))
     model.save_pretrained(tmp_path / "model", save_original_format=True)
     bridge.convert(
         copy_tokenizer(tmp_path / "model"), tmp_path / "m.gguf", tensor_types=[(".*", "F32")], mmproj_type="none"

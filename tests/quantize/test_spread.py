@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from bridge.conversion.converter import convert
-from bridge.quantize import spread as tasks
+from bridge.quantize import spread
+from bridge.quantize import spread_tasks as tasks
 from bridge.quantize.hessian import Hessian
 from bridge.quantize.settings import Calibration
 from bridge.quantize.spread import Here, Spread
@@ -53,7 +54,7 @@ class Elsewhere(Here):
             found = function(*got)
             assert [state_of(value) for value in got] == before  # Dask may be sending them to other workers
             if self.count % 3 == 0:
-                tasks._leave_work()
+                tasks.leave_work()
         return pickle.loads(cloudpickle.dumps(found))
 
 
@@ -77,7 +78,7 @@ def one_sequence_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     from bridge.quantize import forward_passes
 
     monkeypatch.setattr(calibration_walk, "_TOKENS_AT_ONCE", 32)
-    for module in (forward_passes, tasks):
+    for module in (forward_passes, spread):
         monkeypatch.setattr(module, "sequences_at_once", lambda model, length: 1)
 
 
@@ -87,7 +88,7 @@ def test_one_part_gives_the_bytes_of_one_machine(tmp_path: Path, tokens: Path, f
     alone = quantized(model, tokens, tmp_path / "alone.gguf", None)
     cluster = Elsewhere()
     assert quantized(model, tokens, tmp_path / "there.gguf", Spread(cluster)) == alone
-    steps = {"_outputs", "_embedding_rows", "_stages", "_gathered", "_layer", "_advanced", "_head_rows"}
+    steps = {"part_outputs", "embedding_rows", "stages_of", "gathered", "quantized_layer", "advanced", "head_rows"}
     assert steps <= set(cluster.names)
 
 
@@ -115,7 +116,7 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, tokens: Path) -> None
         quantized(model, tokens, tmp_path / "m.gguf", Spread(parts=2), method="gptaq", progress=progress)
     cluster = Elsewhere()
     assert quantized(model, tokens, tmp_path / "m.gguf", Spread(cluster, 2), method="gptaq") == whole
-    assert cluster.names.count("_advanced") == 2  # of the last block alone
+    assert cluster.names.count("advanced") == 2  # of the last block alone
 
 
 def test_hessians_of_parts_add_up(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from scripts.peers.llama_cpp import LlamaCpp
 from scripts.peers.predictions import log_softmax, mean_kl
 from scripts.peers.reference import hf_model, logits
 from tests.conftest import ROOT, checkpoint_names, shared
-from tests.models.test_logits import COMMON, LENGTH, MODELS, random_model, reference_logits
+from tests.models.test_logits import COMMON, FEWER, LENGTH, LITE, MODELS, random_model, reference_logits
 from tests.support.family_models import MODELS as FAMILIES
 from tests.support.family_models import copy_tokenizer, new_model, randomized
 from tests.support.float_gguf import outline_of, write_gguf
@@ -29,10 +29,10 @@ torch = pytest.importorskip("torch")
 
 WINDOWS, WINDOW = 3, 256
 LEFT_TO_LLAMA_CPP = {
-    "glm4-moe", "glm4-moe-lite", "glm4v-moe", "command-r", "starcoder2", "gpt2", "deepseek2-lite", "deepseek3",
-    "qwen3-next", "qwen3.5", "qwen3.5-moe", "qwen3.5-vl", "gpt-oss", "ernie4.5", "ernie4.5-moe", "exaone4",
-    "granite-moe", "granite-moe-shared", "granite-4", "hunyuan", "lfm2", "lfm2-moe", "minimax-m2", "ministral3",
-    "seed-oss",
+    "qwen3-next", "qwen3.5", "qwen3.5-moe", "qwen3.5-vl", "granite-4", "lfm2", "lfm2-moe",
+}  # fmt: skip
+LIMITS = {
+    "deepseek2-lite": (1e-3, 1e-3, 1e-3), "deepseek3": (1e-6, 1e-6, 1e-5), "glm4-moe-lite": (1e-6, 1e-6, 1e-5),
 }  # fmt: skip
 CHECKPOINTS = [name for name in checkpoint_names() if "-ct-" not in name]
 SOME = [
@@ -84,9 +84,10 @@ def test_every_variant_of_the_decoder_gives_the_logits_of_transformers(name: str
 
 
 @pytest.mark.parametrize("name", sorted({*FAMILIES} - LEFT_TO_LLAMA_CPP))
-def test_a_familys_graph_is_that_of_llama_cpp(name: str, tmp_path: Path) -> None:
+def test_a_familys_graph_is_that_of_llama_cpp_and_of_transformers(name: str, tmp_path: Path) -> None:
     """The same predictions on floats; on blocks token by token what a prompt gives, and llama.cpp's perplexity."""
-    randomized(new_model(name)).save_pretrained(tmp_path / "model", save_original_format=True)
+    reference = randomized(new_model(name, **(LITE if name == "deepseek2-lite" else {})))
+    reference.save_pretrained(tmp_path / "model", save_original_format=True)
     copy_tokenizer(tmp_path / "model")
     tokens = np.random.default_rng(1).integers(0, 2048, LENGTH).tolist()
 
@@ -98,7 +99,11 @@ def test_a_familys_graph_is_that_of_llama_cpp(name: str, tmp_path: Path) -> None
 
     path, peer = made("F32")
     floats = bridge.Model.load(path, precision="f32", kv="f32", context=LENGTH).logits(tokens)
-    assert mean_kl(peer, floats) < 1e-6
+    # the matrix that makes keys of latents is F16, which llama.cpp multiplies with F16; 27 layers carry that far
+    of_peer, of_floats, of_steps = LIMITS.get(name, (1e-6, 1e-8, 1e-5))
+    assert mean_kl(peer, floats) < of_peer
+    few = FEWER.get(name, LENGTH)
+    assert mean_kl(reference_logits(reference, tokens[:few]), floats[:few]) < of_floats
     path, peer = made("Q8_0")
     model = bridge.Model.load(path, kv="f32", context=LENGTH)
     prompt = model.logits(tokens)
@@ -107,7 +112,7 @@ def test_a_familys_graph_is_that_of_llama_cpp(name: str, tmp_path: Path) -> None
     decoder = model._decoder
     decoder.prepare()
     decoder.cache.length = 0
-    assert mean_kl(prompt, np.array([decoder.next_scores(token).copy() for token in tokens])) < 1e-5
+    assert mean_kl(prompt, np.array([decoder.next_scores(token).copy() for token in tokens])) < of_steps
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS[:1] + CHECKPOINTS[-1:])

@@ -18,7 +18,8 @@ The arguments are blocks of int64 words, named below: one for the tokens of a ba
 several sequences, each of which has its own cache and a single token.
 """
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -27,10 +28,11 @@ from bridge.runtime.cpu.decoder_ops import exp, square_sum
 from bridge.system.jit import inner, specialize
 from bridge.system.memory import array_at, c_function, floats, from_half, panel, to_half
 
-# words of a layer's block; addresses first. Biases, head norms, the cap on scores and the window may be 0
+# words of a layer's block; addresses first. Biases, head norms, sinks, temperatures, the cap on scores and the window
+# may be 0; PRODUCTS and PLAIN are latent_attention.py's
 (Q, K, V, Q_BIAS, K_BIAS, V_BIAS, Q_NORM, K_NORM, COS, SIN, KEYS, VALUES, KEY_SCALES, VALUE_SCALES, START, OUT,
- HEADS, KV_HEADS, HEAD_DIM, ROTATED, NEIGHBOURS, CONTEXT, TOKENS, EPS, SCALE, CAP, WINDOW,
- WORDS) = range(28)  # fmt: skip
+ SINKS, TEMPERATURES, HEADS, KV_HEADS, HEAD_DIM, ROTATED, NEIGHBOURS, NORM_LAST, CONTEXT, TOKENS, EPS, SCALE, CAP,
+ WINDOW, PRODUCTS, PLAIN, WORDS) = range(33)  # fmt: skip
 
 LANES = 16
 ROWS = 8
@@ -47,17 +49,17 @@ panel_8: Any = None
 
 
 @inner
-def _turn(x, bias, norm, cos, sin, head_dim, rotated, neighbours, eps):
-    """One head, in place: bias, normalization of the head, rotation."""
-    if bias:
-        b = floats(bias, head_dim)
-        for i in range(head_dim):
-            x[i] += b[i]
-    if norm:
-        w = floats(norm, head_dim)
-        scale = np.float32(1.0 / np.sqrt(square_sum(x) / head_dim + eps))
-        for i in range(head_dim):
-            x[i] = x[i] * scale * w[i]
+def normalize(x, norm, eps):
+    """x / rms(x) * weight, in place."""
+    w = floats(norm, x.size)
+    scale = np.float32(1.0 / np.sqrt(square_sum(x) / x.size + eps))
+    for i in range(x.size):
+        x[i] = x[i] * scale * w[i]
+
+
+@inner
+def rotate(x, cos, sin, rotated, neighbours):
+    """Turn the pairs of the first elements, in place."""
     half = rotated // 2
     step = 2 if neighbours else 1
     other = 1 if neighbours else half
@@ -69,7 +71,21 @@ def _turn(x, bias, norm, cos, sin, head_dim, rotated, neighbours, eps):
 
 
 @inner
-def _largest(x):
+def _turn(x, bias, norm, cos, sin, head_dim, rotated, neighbours, norm_last, eps):
+    """One head, in place: bias, normalization of the head, rotation; `norm_last`: normalization after it."""
+    if bias:
+        b = floats(bias, head_dim)
+        for i in range(head_dim):
+            x[i] += b[i]
+    if norm and not norm_last:
+        normalize(x, norm, eps)
+    rotate(x, cos, sin, rotated, neighbours)
+    if norm and norm_last:
+        normalize(x, norm, eps)
+
+
+@inner
+def largest(x):
     top = np.float32(0.0)
     for i in range(x.size):
         top = max(top, abs(x[i]))
@@ -93,12 +109,12 @@ def _store(blocks, count, _0, _1, _2, _3, _4, first, last):
         for h in range(heads):
             q = floats(p[Q] + 4 * d * (t * heads + h), d)
             bias = p[Q_BIAS] + 4 * d * h if p[Q_BIAS] else 0
-            _turn(q, bias, p[Q_NORM], cos, sin, d, p[ROTATED], p[NEIGHBOURS], eps)
+            _turn(q, bias, p[Q_NORM], cos, sin, d, p[ROTATED], p[NEIGHBOURS], p[NORM_LAST], eps)
         for h in range(kv_heads):
             k = floats(p[K] + 4 * d * (t * kv_heads + h), d)
             v = floats(p[V] + 4 * d * (t * kv_heads + h), d)
             bias = p[K_BIAS] + 4 * d * h if p[K_BIAS] else 0
-            _turn(k, bias, p[K_NORM], cos, sin, d, p[ROTATED], p[NEIGHBOURS], eps)
+            _turn(k, bias, p[K_NORM], cos, sin, d, p[ROTATED], p[NEIGHBOURS], p[NORM_LAST], eps)
             if p[V_BIAS]:
                 b = floats(p[V_BIAS] + 4 * d * h, d)
                 for i in range(d):
@@ -112,8 +128,8 @@ def _store(blocks, count, _0, _1, _2, _3, _4, first, last):
                 value_scales = array_at(p[VALUE_SCALES], kv_heads * context * scales, np.uint16)
                 for j in range(scales):
                     part = slice(j * BLOCK, min(d, (j + 1) * BLOCK))
-                    step_k = _largest(k[part]) / np.float32(127)
-                    step_v = _largest(v[part]) / np.float32(127)
+                    step_k = largest(k[part]) / np.float32(127)
+                    step_v = largest(v[part]) / np.float32(127)
                     place = ((h * (context // LANES) + at // LANES) * scales + j) * LANES + at % LANES
                     key_scales[place] = to_half(step_k)
                     value_scales[(h * context + at) * scales + j] = to_half(step_v)
@@ -137,23 +153,27 @@ def _store(blocks, count, _0, _1, _2, _3, _4, first, last):
 
 
 @inner
-def _softmax(scores, low, visible, cap):
-    """exp(s - max) over the scores low..visible, zero over the others; max and the sum. cap c > 0: of c tanh(s / c)."""
+def softmax(scores, low, visible, cap, sink):
+    """exp(s - max) over the scores low..visible, zero over the others; max and the sum.
+
+    cap   c > 0: of c tanh(s / c)
+    sink  one more score, of no position, which max and sum include; -inf: there is none
+    """
     for i in range(low):
         scores[i] = 0
     for i in range(visible, scores.size):
         scores[i] = 0
     if low >= visible:
-        return np.float32(-np.inf), 0.0
+        return sink, 1.0 if sink > -np.inf else 0.0
     if cap > 0:
         for i in range(low, visible):
             scores[i] = cap - 2 * cap / (exp(np.float32(2) * scores[i] / cap) + np.float32(1.0))
-    top = scores[low]
+    top = max(sink, scores[low])
     for i in range(low + 1, visible):
         top = max(top, scores[i])
     for i in range(low, visible):
         scores[i] = exp(scores[i] - top)
-    total = 0.0
+    total = np.float64(exp(sink - top)) if sink > -np.inf else 0.0
     for i in range(low, visible):
         total += scores[i]
     return top, total
@@ -195,6 +215,7 @@ def _attend(blocks, count, spans, parts, sums, most, _0, first, last):
     q, part, unpacked = floats(a, ROWS * d), floats(c, np.int64(ROWS * LANES)), floats(u, panel_size)
     for i in range(ROWS * d):
         q[i] = 0
+    stride = 2 * LANES if halves else 4 * LANES
     for item in range(first, last):
         span = item // (count * groups)
         b = item % (count * groups) // groups
@@ -206,7 +227,8 @@ def _attend(blocks, count, spans, parts, sums, most, _0, first, last):
         rows = min(ROWS, tokens * shared - row0)
         begin = span * width
         end = min(start + (row0 + rows - 1) // shared + 1, begin + width)
-        if begin >= end:  # a sequence that is shorter than others
+        outside = parted and begin > 0 and begin + width <= start + 1 - window
+        if begin >= end or outside:  # a sequence that is shorter than others, or a span before its window
             for r in range(rows):
                 own = floats(sums + 8 * ((b * heads + h * shared + row0 + r) * most + span), np.int64(2))
                 own[0], own[1] = 0, 0
@@ -214,8 +236,11 @@ def _attend(blocks, count, spans, parts, sums, most, _0, first, last):
         for r in range(rows):
             t = (row0 + r) // shared
             source = floats(p[Q] + 4 * d * (t * heads + h * shared + (row0 + r) % shared), d)
+            own_scale = scale
+            if p[TEMPERATURES]:
+                own_scale *= floats(p[TEMPERATURES] + 4 * (start + t), 1)[0]
             for i in range(d):
-                q[r * d + i] = source[i] * scale
+                q[r * d + i] = source[i] * own_scale
         columns = (end - begin + LANES - 1) // LANES * LANES
         for g in range(begin // LANES, (begin + columns) // LANES):
             at = (h * (context // LANES) + g) * d * LANES
@@ -231,12 +256,15 @@ def _attend(blocks, count, spans, parts, sums, most, _0, first, last):
                 rows16 = u
             else:
                 rows16 = p[KEYS] + at * (2 if halves else 4)
-            _panel(rows, a, 4 * d, rows16, d, s + 4 * (LANES * g - begin), 4 * width)
+            _panel(rows, a, 4 * d, rows16, stride, d, s + 4 * (LANES * g - begin), 4 * width)
         for r in range(rows):
             seen = start + (row0 + r) // shared + 1
             low = min(max(0, seen - window - begin), columns)
             scores = floats(s + 4 * width * r, columns)
-            tops[r], totals[r] = _softmax(scores, low, min(seen - begin, columns), cap)
+            sink = np.float32(-np.inf)
+            if p[SINKS] and begin == 0:
+                sink = floats(p[SINKS] + 4 * (h * shared + (row0 + r) % shared), 1)[0]
+            tops[r], totals[r] = softmax(scores, low, min(seen - begin, columns), cap, sink)
         for j in range(chunks):
             at = ((h * chunks + j) * context + begin) * LANES
             if quantized:
@@ -250,7 +278,7 @@ def _attend(blocks, count, spans, parts, sums, most, _0, first, last):
                 rows16 = u
             else:
                 rows16 = p[VALUES] + at * (2 if halves else 4)
-            _panel(rows, s, 4 * width, rows16, end - begin, c, 4 * LANES)
+            _panel(rows, s, 4 * width, rows16, stride, end - begin, c, 4 * LANES)
             for r in range(rows):
                 head = h * shared + (row0 + r) % shared
                 if parted:
@@ -294,17 +322,21 @@ def _merge(blocks, count, spans, parts, sums, most, _0, first, last):
             out[i] *= inverse
 
 
-def _panel_of_rows(rows, a, a_stride, b, count, c, c_stride):
+def panel_of_rows(rows, a, a_stride, b, b_stride, count, c, c_stride):
     """The narrowest of the compiled products that has `rows` rows; those beyond are computed and not used."""
-    stride = 2 * LANES if halves and not quantized else 4 * LANES
     if rows > 4:
-        panel_8(a, a_stride, b, stride, count, c, c_stride)
+        panel_8(a, a_stride, b, b_stride, count, c, c_stride)
     elif rows > 2:
-        panel_4(a, a_stride, b, stride, count, c, c_stride)
+        panel_4(a, a_stride, b, b_stride, count, c, c_stride)
     elif rows > 1:
-        panel_2(a, a_stride, b, stride, count, c, c_stride)
+        panel_2(a, a_stride, b, b_stride, count, c, c_stride)
     else:
-        panel_1(a, a_stride, b, stride, count, c, c_stride)
+        panel_1(a, a_stride, b, b_stride, count, c, c_stride)
+
+
+def by_rows(make: Callable[[int], Any], suffix: str) -> Any:
+    """`panel_of_rows` for the products that `make` compiles for so many rows."""
+    return specialize(panel_of_rows, suffix, inner, **{f"panel_{rows}": make(rows) for rows in (1, 2, 4, 8)})
 
 
 @cache
@@ -315,5 +347,4 @@ def function(name: str, kind: str) -> Any:
     scope: dict[str, Any] = {"halves": kind == "f16", "quantized": kind == "q8_0"}
     if name == "store":
         return c_function(_store, kind, **scope)
-    products = {f"panel_{rows}": panel(rows, kind == "f16") for rows in (1, 2, 4, 8)}
-    return c_function(_attend, kind, _panel=specialize(_panel_of_rows, kind, inner, **products, **scope), **scope)
+    return c_function(_attend, kind, _panel=by_rows(partial(panel, halves=kind == "f16"), kind), **scope)

@@ -72,6 +72,32 @@ def _norm(x, delta, weight, out, hidden, eps, scale, first, last):
                 y[i] = values[i]
 
 
+def _layer_norm(x, delta, weight, bias, out, hidden, eps, first, last):
+    """As `_norm` with a scale of 1, but of x - mean(x); then + bias, where it is not 0."""
+    e = np.int64(eps).view(np.float64)
+    w = floats(weight, hidden)
+    for t in range(first, last):
+        values = floats(x + 4 * hidden * t, hidden)
+        y = floats(out + 4 * hidden * t, hidden)
+        if delta:
+            d = floats(delta + 4 * hidden * t, hidden)
+            for i in range(hidden):
+                values[i] += d[i]
+        total = 0.0
+        for i in range(hidden):
+            total += values[i]
+        mean = np.float32(total / hidden)
+        for i in range(hidden):
+            y[i] = values[i] - mean
+        size = np.float32(1.0 / np.sqrt(square_sum(y) / hidden + e))
+        for i in range(hidden):
+            y[i] = y[i] * size * w[i]
+        if bias:
+            b = floats(bias, hidden)
+            for i in range(hidden):
+                y[i] += b[i]
+
+
 def _swiglu(gate, up, inner, _0, _1, _2, _3, first, last):
     """gate = silu(gate) * up, float32 [tokens, inner]. In place, and only so: a check for overlap would fail."""
     for t in range(first, last):
@@ -89,6 +115,15 @@ def _geglu(gate, up, inner, _0, _1, _2, _3, first, last):
         for i in range(inner):
             bent = g[i] * (np.float32(1.0) + np.float32(0.044715) * g[i] * g[i])
             g[i] = g[i] * u[i] / (np.float32(1.0) + exp(np.float32(-1.5957691216) * bent))
+
+
+def _gelu(x, inner, _0, _1, _2, _3, _4, first, last):
+    """x = gelu(x) in place, as in `_geglu`."""
+    for t in range(first, last):
+        g = floats(x + 4 * inner * t, inner)
+        for i in range(inner):
+            bent = g[i] * (np.float32(1.0) + np.float32(0.044715) * g[i] * g[i])
+            g[i] = g[i] / (np.float32(1.0) + exp(np.float32(-1.5957691216) * bent))
 
 
 def _reglu2(gate, up, inner, _0, _1, _2, _3, first, last):
@@ -119,10 +154,24 @@ def _add(x, delta, count, _0, _1, _2, _3, first, last):
             values[i] += d[i]
 
 
+def _add_rows(x, table, start, count, _0, _1, _2, first, last):
+    """x[t] += table[start + t], float32 [tokens, count]; start: the address of an int64."""
+    position = array_at(start, 1, np.int64)[0]
+    for t in range(first, last):
+        values = floats(x + 4 * count * t, count)
+        row = floats(table + 4 * count * (position + t), count)
+        for i in range(count):
+            values[i] += row[i]
+
+
 @cache
 def function(name: str) -> Any:
-    """norm, swiglu, geglu, reglu2, scale or add as a numba CFunc, whose `.address` is callable."""
-    functions = {"norm": _norm, "swiglu": _swiglu, "geglu": _geglu, "reglu2": _reglu2, "scale": _scale, "add": _add}
+    """norm, layer_norm, swiglu, geglu, gelu, reglu2, scale, add or add_rows as a numba CFunc, whose `.address` is
+    callable."""
+    functions = {
+        "norm": _norm, "layer_norm": _layer_norm, "swiglu": _swiglu, "geglu": _geglu, "gelu": _gelu,
+        "reglu2": _reglu2, "scale": _scale, "add": _add, "add_rows": _add_rows,
+    }  # fmt: skip
     return c_function(functions[name])
 
 

@@ -7,42 +7,64 @@ import numpy as np
 
 from bridge.runtime.cpu.decoder_ops import exp
 from bridge.runtime.cpu.program import FIELDS
+from bridge.system.jit import inner
 from bridge.system.memory import array_at, c_function, floats
 
-# words of the block that `choose` works on, all addresses
-LOGITS, CHOSEN, WEIGHTS, FIRST, SECOND, WORDS = range(6)
+# words of a layer's block: addresses, then numbers. Biases may be 0
+(LOGITS, CHOSEN, WEIGHTS, FIRST, SECOND, TABLE, FACTORS, ROUTER_BIAS, CHOICE_BIAS, GATE_BIAS, UP_BIAS, DOWN_BIAS,
+ EXPERTS, USED, SIGMOID, NORMALIZED, GROUPS, GROUPS_USED, SCALE, WORDS) = range(20)  # fmt: skip
+
+LIMIT, SLOPE = np.float32(7.0), np.float32(1.702)  # of gpt-oss's gate
 
 
-def _choose(block, experts, used, normalized, table, _0, _1, first, last):
-    """For tokens first..last the experts of the largest logits, and softmax of these, or their shares of it.
+def _choose(block, _0, _1, _2, _3, _4, _5, first, last):
+    """For tokens first..last the experts to use, and their weights; experts.py has the formulas.
 
-    table  int64 [experts, 3, 2]: kernel and weights of gate, up and down
     block  LOGITS float32 [tokens, experts]; CHOSEN int64 [tokens, used]; WEIGHTS float32 of that shape; FIRST and
-           SECOND the fields of products [tokens * used, 2] and [tokens * used], of which the first two are set
+           SECOND the fields of products [tokens * used, 2] and [tokens * used], of which the first two are set;
+           TABLE int64 [experts, 3, 2]: kernel and weights of gate, up and down; biases float32 [experts]
     """
     words = array_at(block, WORDS, np.int64)
-    places = array_at(table, (experts, 3, 2), np.int64)
-    taken = np.empty(experts, np.bool_)
+    experts, used, sigmoid, groups = words[EXPERTS], words[USED], words[SIGMOID], words[GROUPS]
+    scale = np.float32(array_at(block, WORDS, np.float64)[SCALE])
+    places = array_at(words[TABLE], (experts, 3, 2), np.int64)
+    choice = np.empty(experts, np.float32)
     for t in range(first, last):
-        logits = floats(words[LOGITS] + 4 * experts * t, experts)
+        p = floats(words[LOGITS] + 4 * experts * t, experts)
         chosen = array_at(words[CHOSEN] + 8 * used * t, used, np.int64)
         weights = floats(words[WEIGHTS] + 4 * used * t, used)
-        taken[:] = False
-        for j in range(used):
-            best = -1
+        if words[ROUTER_BIAS]:
+            bias = floats(words[ROUTER_BIAS], experts)
             for e in range(experts):
-                if not taken[e] and (best < 0 or logits[e] > logits[best]):
-                    best = e
-            taken[best] = True
-            chosen[j] = best
-        top = logits[chosen[0]]
+                p[e] += bias[e]
+        top = p[0]
+        for e in range(1, experts):
+            top = max(top, p[e])
         total = np.float32(0)
         for e in range(experts):
-            if taken[e] or not normalized:
-                total += exp(logits[e] - top)
+            p[e] = np.float32(1) / (np.float32(1) + exp(-p[e])) if sigmoid else exp(p[e] - top)
+            total += p[e]
+        for e in range(experts):
+            p[e] = p[e] if sigmoid else p[e] / total
+            choice[e] = p[e]
+        if words[CHOICE_BIAS]:
+            bias = floats(words[CHOICE_BIAS], experts)
+            for e in range(experts):
+                choice[e] += bias[e]
+        if groups > 1:
+            _leave_groups(choice, groups, words[GROUPS_USED], sigmoid)
+        total = np.float32(0)
+        for j in range(used):
+            best = 0
+            for e in range(1, experts):
+                if choice[e] > choice[best]:
+                    best = e
+            choice[best] = -np.inf
+            chosen[j] = best
+            total += p[best]
         for j in range(used):
             e = chosen[j]
-            weights[j] = exp(logits[e] - top) / total
+            weights[j] = scale * (p[e] / total if words[NORMALIZED] else p[e])
             pair = array_at(words[FIRST] + 16 * FIELDS * (t * used + j), (2, FIELDS), np.int64)
             pair[0, :2] = places[e, 0]
             pair[1, :2] = places[e, 1]
@@ -50,49 +72,113 @@ def _choose(block, experts, used, normalized, table, _0, _1, first, last):
             one[:2] = places[e, 2]
 
 
-def _gated(gate, up, inner, chosen, factors, _0, _1, first, last):
-    """gate = silu(gate) * up for rows first..last, with the factors [experts, 3] of the experts that are `chosen`."""
+@inner
+def _leave_groups(choice, groups, used, sigmoid):
+    """-inf for the experts of all groups but the best: of the largest choice, or sum of the two largest."""
+    size = choice.size // groups
+    scores = np.empty(groups, np.float32)
+    for g in range(groups):
+        top = second = np.float32(-np.inf)
+        for e in range(g * size, (g + 1) * size):
+            if choice[e] > top:
+                second = top
+                top = choice[e]
+            elif choice[e] > second:
+                second = choice[e]
+        scores[g] = top + second if sigmoid and size > 1 else top
+    for _ in range(groups - used):
+        worst = -1
+        for g in range(groups):
+            if scores[g] > -np.inf and (worst < 0 or scores[g] <= scores[worst]):
+                worst = g
+        scores[worst] = -np.inf
+        choice[worst * size : (worst + 1) * size] = -np.inf
+
+
+def _gated(block, gate, up, inner, _0, _1, _2, first, last):
+    """gate = silu(gate) * up for rows first..last, with the factors and biases of the experts chosen for them."""
     for j in range(first, last):
-        e = array_at(chosen + 8 * j, 1, np.int64)[0]
-        own = floats(factors + 12 * e, 3)
-        scale_g, scale_u = own[0], own[1]
+        _bias_row(block, j, gate, up, inner)
         g = floats(gate + 4 * inner * j, inner)
         u = floats(up + 4 * inner * j, inner)
         for i in range(inner):
-            value = g[i] * scale_g
-            g[i] = value * (u[i] * scale_u) / (np.float32(1.0) + exp(-value))
+            g[i] = g[i] * u[i] / (np.float32(1.0) + exp(-g[i]))
 
 
-def _mixed(down, weights, chosen, factors, used, hidden, y, first, last):
-    """y[t] = sum over the chosen experts of weight * factor * down, for tokens first..last."""
+def _clamped(block, gate, up, inner, _0, _1, _2, first, last):
+    """gate = min(gate, 7) sigmoid(1.702 min(gate, 7)) (clip(up, -7, 7) + 1), gpt-oss's; otherwise as `_gated`."""
+    for j in range(first, last):
+        _bias_row(block, j, gate, up, inner)
+        g = floats(gate + 4 * inner * j, inner)
+        u = floats(up + 4 * inner * j, inner)
+        for i in range(inner):
+            x = min(g[i], LIMIT)
+            y = min(max(u[i], -LIMIT), LIMIT) + np.float32(1.0)
+            g[i] = x * y / (np.float32(1.0) + exp(-SLOPE * x))
+
+
+@inner
+def _bias_row(block, j, gate, up, inner):
+    """Row j of gate and up times the factors of its expert, plus its biases."""
+    words = array_at(block, WORDS, np.int64)
+    e = array_at(words[CHOSEN] + 8 * j, 1, np.int64)[0]
+    own = floats(words[FACTORS] + 12 * e, 3)
+    scale_g, scale_u = own[0], own[1]
+    g = floats(gate + 4 * inner * j, inner)
+    u = floats(up + 4 * inner * j, inner)
+    if scale_g != np.float32(1) or scale_u != np.float32(1):
+        for i in range(inner):
+            g[i] *= scale_g
+            u[i] *= scale_u
+    if words[GATE_BIAS]:
+        b = floats(words[GATE_BIAS] + 4 * inner * e, inner)
+        c = floats(words[UP_BIAS] + 4 * inner * e, inner)
+        for i in range(inner):
+            g[i] += b[i]
+            u[i] += c[i]
+
+
+def _mixed(block, down, used, hidden, y, _0, _1, first, last):
+    """y[t] = sum over the chosen experts of weight * (factor * down + bias), for tokens first..last."""
+    words = array_at(block, WORDS, np.int64)
     for t in range(first, last):
         out = floats(y + 4 * hidden * t, hidden)
         for i in range(hidden):
             out[i] = 0
         for j in range(t * used, (t + 1) * used):
-            e = array_at(chosen + 8 * j, 1, np.int64)[0]
-            weight = floats(weights + 4 * j, 1)[0] * floats(factors + 12 * e, 3)[2]
+            e = array_at(words[CHOSEN] + 8 * j, 1, np.int64)[0]
+            share = floats(words[WEIGHTS] + 4 * j, 1)[0]
+            weight = share * floats(words[FACTORS] + 12 * e, 3)[2]
             part = floats(down + 4 * hidden * j, hidden)
             for i in range(hidden):
                 out[i] += weight * part[i]
+            if words[DOWN_BIAS]:
+                b = floats(words[DOWN_BIAS] + 4 * hidden * e, hidden)
+                for i in range(hidden):
+                    out[i] += share * b[i]
 
 
 def _add_weighed(x, gate, added, y, hidden, _0, _1, first, last):
-    """y[t] += sigmoid(gate . x[t]) * added[t] for tokens first..last."""
+    """y[t] += sigmoid(gate . x[t]) * added[t] for tokens first..last; without the factor where gate is 0."""
     weights = floats(gate, hidden)
     for t in range(first, last):
         values = floats(x + 4 * hidden * t, hidden)
         part = floats(added + 4 * hidden * t, hidden)
         out = floats(y + 4 * hidden * t, hidden)
-        dot = np.float32(0)
-        for i in range(hidden):
-            dot += weights[i] * values[i]
-        share = np.float32(1) / (np.float32(1) + exp(-dot))
+        share = np.float32(1)
+        if gate:
+            dot = np.float32(0)
+            for i in range(hidden):
+                dot += weights[i] * values[i]
+            share = np.float32(1) / (np.float32(1) + exp(-dot))
         for i in range(hidden):
             out[i] += share * part[i]
 
 
 @cache
 def function(name: str) -> Any:
-    """choose, gated, mixed or add_weighed as a numba CFunc, whose `.address` is callable."""
-    return c_function({"choose": _choose, "gated": _gated, "mixed": _mixed, "add_weighed": _add_weighed}[name])
+    """choose, gated, clamped, mixed or add_weighed as a numba CFunc, whose `.address` is callable."""
+    functions = {
+        "choose": _choose, "gated": _gated, "clamped": _clamped, "mixed": _mixed, "add_weighed": _add_weighed,
+    }  # fmt: skip
+    return c_function(functions[name])

@@ -46,7 +46,7 @@ def _widened(builder: ir.IRBuilder, kind: str, address: ir.Value, lanes: int) ->
 
 
 @cache
-def _dot(kind: str) -> Any:
+def dot_function(kind: str) -> Any:
     """dot(weights, x, count): the sum of products of `count` numbers of a type and float32, at two addresses."""
     vector = ir.VectorType(_F32, LANES)
 
@@ -98,7 +98,7 @@ def _rows(weights, x, y, blocks, stride, tokens, y_stride, first, last):
 @cache
 def rows_function(kind: str) -> Any:
     """The CFunc that multiplies rows of a type, see above."""
-    return c_function(_rows, f"rows_{kind}", dot=_dot(kind))
+    return c_function(_rows, f"rows_{kind}", dot=dot_function(kind))
 
 
 @kernel

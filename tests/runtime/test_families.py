@@ -1,0 +1,179 @@
+"""Families whose layers are not Llama's: tables of calls, long contexts, several of them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import bridge
+from bridge.errors import BridgeError
+from bridge.runtime.decoder_config import Routing, read_config
+from bridge.runtime.experts import route
+from bridge.runtime.weights import read_weights
+from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.predictions import log_softmax, mean_kl
+from tests.models.test_logits import reference_logits
+from tests.support.family_models import copy_tokenizer, new_model, randomized
+from tests.support.make_families import GOLDENS
+
+torch = pytest.importorskip("torch")
+
+# sizes of which all matrices are multiplied in blocks
+LATENT: dict[str, Any] = {
+    "moe_intermediate_size": 32, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+}  # fmt: skip
+FIELDS: dict[str, dict[str, Any]] = {
+    "glm4-moe": {"moe_intermediate_size": 32}, "deepseek3": LATENT, "glm4-moe-lite": LATENT,
+    "gpt2": {"n_positions": 640},
+}  # fmt: skip
+LONG = 600  # tokens: more than two spans of attention
+TOKENS = np.random.default_rng(3).integers(0, 2048, LONG + 4).tolist()
+
+
+def converted(name: str, folder: Path, type: str = "Q8_0", **fields: Any) -> tuple[Any, Path]:
+    """A family's model with random weights, and its GGUF."""
+    model = randomized(new_model(name, **({"max_position_embeddings": 640} | FIELDS.get(name, {}) | fields)))
+    model.save_pretrained(folder / "model", save_original_format=True)
+    bridge.convert(copy_tokenizer(folder / "model"), folder / "m.gguf", tensor_types=[(".*", type)])
+    return model, folder / "m.gguf"
+
+
+@pytest.mark.parametrize(
+    ("name", "kv"),
+    [
+        ("gpt-oss", "f16"),
+        ("glm4-moe", "f32"),
+        ("deepseek3", "f32"),
+        ("deepseek3", "q8_0"),
+        ("glm4-moe-lite", "f16"),
+        ("command-r", "f32"),
+        ("gpt2", "f32"),
+        ("hunyuan", "q8_0"),
+        ("minimax-m2", "f32"),
+    ],
+)
+def test_tokens_one_by_one_in_several_contexts_get_what_a_prompt_gives(name: str, kv: str, tmp_path: Path) -> None:
+    """By a table of calls: at the end of a long context, and in a short one that has a part of it."""
+    path = converted(name, tmp_path)[1]
+    decoder, plain = (bridge.Model.load(path, precision="f32", kv=kv, context=640)._decoder for _ in range(2))
+    decoder.run(TOKENS[:LONG])
+    alone = [decoder.step([decoder.cache], [token])[0].copy() for token in TOKENS[LONG:]]
+    assert decoder._steps[1].full_program is not None
+    assert mean_kl(plain.scores(TOKENS, 4), np.array(alone)) < 1e-7
+    decoder.cache.length, short = LONG, decoder.new_cache()
+    short.copy_prefix(decoder.cache, 40)
+    both = decoder.step([decoder.cache, short], TOKENS[LONG : LONG + 2]).copy()
+    assert decoder._steps[2].full_program is not None
+    expected = [alone[0], plain.scores([*TOKENS[:40], TOKENS[LONG + 1]], 1)[0]]
+    assert mean_kl(np.array(expected), both) < 1e-7
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "glm4-moe", "deepseek3", "command-r"])
+def test_guessed_tokens_are_computed_as_each_alone_is(name: str, tmp_path: Path) -> None:
+    """To the last bit: experts, latent keys and values, sinks and windows."""
+    decoder = bridge.Model.load(converted(name, tmp_path)[1], context=64)._decoder
+    assert decoder.multiplied_one_by_one() is None
+    other = decoder.new_cache()
+    alone = [decoder.step([other], [token])[0].copy() for token in TOKENS[:14]]
+    np.testing.assert_array_equal(np.concatenate([decoder.follow(TOKENS[:8]), decoder.follow(TOKENS[8:14])]), alone)
+
+
+def test_a_latent_cache_holds_a_row_a_token(tmp_path: Path) -> None:
+    cache = bridge.Model.load(converted("deepseek3", tmp_path)[1], context=64)._decoder.cache
+    assert cache.nbytes == 2 * 64 * (32 + 16) * 2  # layers, tokens, latent vector and rotated part, halves
+
+
+def test_sequences_and_continuations_of_a_latent_model_are_those_of_single_texts(tmp_path: Path) -> None:
+    model = bridge.Model.load(converted("deepseek3", tmp_path)[1], context=128)
+    prompts = [TOKENS[:30], [*TOKENS[:20], *TOKENS[40:45]]]
+    alone = ["".join(model.generate(prompt, 8, temperature=0)) for prompt in prompts]
+    with model.batch() as batch:
+        made = [batch.add(prompt, 8, temperature=0) for prompt in prompts]
+        for _ in batch:
+            pass
+    assert [generation.text for generation in made] == alone
+    ends = [TOKENS[50:52], TOKENS[60:63]]
+    for end, (score, _) in zip(ends, model.score_continuations(TOKENS[:30], ends), strict=True):
+        rows = log_softmax(model.logits([*TOKENS[:30], *end])[29:-1])
+        assert score == pytest.approx(float(rows[np.arange(len(end)), end].sum()), abs=1e-3)
+
+
+def test_groups_of_experts_are_chosen_as_transformers_does(tmp_path: Path) -> None:
+    """By their two largest sigmoids, or by the largest probability (DeepSeek V2)."""
+    fields = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2}
+    for name, more in (("deepseek3", {}), ("deepseek2-lite", {"topk_method": "group_limited_greedy"})):
+        reference, path = converted(name, tmp_path / name, "F32", **fields, **more)
+        logits = bridge.Model.load(path, precision="f32", kv="f32").logits(TOKENS[:64])
+        assert mean_kl(reference_logits(reference, TOKENS[:64]), logits) < 1e-6
+
+
+def test_a_router_leaves_all_but_the_best_groups() -> None:
+    p = np.array([[0.9, 0.1, 0.6, 0.5, 0.7, 0.2]], np.float32)
+    logits = np.log(p / (1 - p))
+    chosen, weights = route(logits, Routing(used=2, sigmoid=True, scale=2.0, groups=3))
+    assert chosen.tolist() == [[2, 3]]  # 1.1, where the others' two largest make 1.0 and 0.9
+    np.testing.assert_allclose(weights, [[2 * 0.6 / 1.1, 2 * 0.5 / 1.1]], rtol=1e-5)
+    bias = np.array([0.2, 0, 0, 0, 0, 0], np.float32)
+    assert route(logits, Routing(used=2, sigmoid=True, groups=3), bias)[0].tolist() == [[0, 1]]
+
+
+def test_exaone_4_of_64_layers_has_windows_whose_layers_alone_are_rotated(tmp_path: Path) -> None:
+    fields = {
+        "num_hidden_layers": 64,
+        "sliding_window": 8,
+        "layer_types": (3 * ["sliding_attention"] + ["full_attention"]) * 16,
+    }
+    reference, path = converted("exaone4", tmp_path, "F32", **fields)
+    logits = bridge.Model.load(path, precision="f32", kv="f32").logits(TOKENS[:24])
+    assert mean_kl(reference_logits(reference, TOKENS[:24]), logits) < 1e-6
+    with LlamaCpp(path, n_ctx=32) as peer:
+        assert mean_kl(peer.logits(TOKENS[:24]), logits) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "problem"),
+    [
+        ("glm4-moe", {"expert_gating_func": 4}, "expert_gating_func is 4, which cannot run here"),
+        ("glm4-moe", {"expert_group_count": 3}, "2 of 4 experts in 1 of 3 groups; convert the model again"),
+        ("ernie4.5-moe", {"interleave_moe_layer_step": 2}, "experts in some layers alone cannot run here"),
+        (
+            "deepseek3",
+            {"attention.kv_lora_rank": 24},
+            "a latent vector of 24 elements, with 4 rotated ones in keys of 20",
+        ),
+        ("deepseek3", {"attention.key_length_mla": None}, "attention.key_length_mla is missing; convert"),
+    ],
+)
+def test_metadata_that_cannot_run_is_refused(name: str, changes: dict[str, Any], problem: str) -> None:
+    golden = json.loads((GOLDENS / f"{name}.json").read_text())
+    arch = golden["arch"]
+    keys = {"general.architecture": arch, **golden["keys"], **{f"{arch}.{key}": v for key, v in changes.items()}}
+    read_config({"general.architecture": arch, **golden["keys"]}, Path("m.gguf"))
+    with pytest.raises(BridgeError, match=f"m.gguf: .*{problem}"):
+        read_config({key: value for key, value in keys.items() if value is not None}, Path("m.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("gpt2", "gpt2's graph"), ("deepseek3", "a mixture"), ("hunyuan", "hunyuan")]
+)
+def test_a_gpu_refuses_what_runs_on_the_cpu_alone(name: str, kind: str, tmp_path: Path) -> None:
+    file = bridge.open_gguf(converted(name, tmp_path)[1])
+    with pytest.raises(BridgeError, match=f"{kind}.* runs on the CPU alone"):
+        read_weights(file, read_config(file.metadata, file.path))
+
+
+def test_more_positions_than_are_embedded_are_refused(tmp_path: Path) -> None:
+    path = converted("gpt2", tmp_path)[1]
+    with pytest.raises(BridgeError, match=r"context=641: must be at most 640, the positions that .*m.gguf has"):
+        bridge.Model.load(path, context=641)
+
+
+def test_heads_with_norms_of_their_own_are_refused(tmp_path: Path) -> None:
+    path = converted("command-r", tmp_path, use_qk_norm=True, num_hidden_layers=64)[1]
+    with pytest.raises(BridgeError, match=r"blk.0.attn_q_norm.weight: heads normalized by a norm of their own"):
+        bridge.Model.load(path)
