@@ -69,7 +69,9 @@ def verify(
     with open_source(checkpoint, config, needs_config=template is None) as ckpt:
         if save_as is not None:
             check_report(save_as, with_checkpoint(Taken().and_files([*file.files, *files_of(template)]), ckpt))
-        tensors = outline_of(ckpt, "default", template).tensors  # any pre-tokenizer will do: only tensors are compared
+        no_mtp = not file.metadata.get(f"{file.metadata.get('general.architecture')}.nextn_predict_layers")
+        # any pre-tokenizer will do: only tensors are compared
+        tensors = outline_of(ckpt, "default", template, no_mtp).tensors
         reader = PartReader(ckpt)
         scales = {f"{t.name.removesuffix('.weight')}.{key}" for t in tensors for key in ("scale", "input_scale")}
         _same_names(str(gguf_path), str(checkpoint), {t.name for t in tensors}, set(file.tensors) - scales)

@@ -15,6 +15,7 @@ from bridge.models.arguments import Arguments
 from bridge.models.family import EXPERTS, SILU, Family, Row, decoder, gated_mlp, leading, sparse
 from bridge.models.model_config import Config
 from bridge.models.outline import Part
+from bridge.models.prediction import prediction
 from bridge.models.rope import rope_rules, yarn_betas
 
 
@@ -86,7 +87,7 @@ DEEPSEEK2 = Family(
     sizes=_sizes,
     metadata=_latent,
     wrapped=True,
-    predicts=True,
+    predicts="dropped",
     table=decoder(
         Row("input_layernorm", "hidden"),
         Row("self_attn.q_proj", "q hidden", when=lambda args: not args.more["q_lora"]),
@@ -107,6 +108,7 @@ DEEPSEEK2 = Family(
             ),
             *gated_mlp("mlp.shared_experts", "shared"),
         ),
+        *prediction(),
     ),
 )  # fmt: skip
 
@@ -114,6 +116,7 @@ DEEPSEEK2 = Family(
 GLM4_MOE_LITE = replace(
     DEEPSEEK2,
     architectures=("Glm4MoeLiteForCausalLM",),
+    predicts="carried",
     model_type="glm4_moe_lite",
     keys={**DEEPSEEK2.keys, "first_k_dense_replace": 1, "rms_norm_eps": 1e-5},
 )
