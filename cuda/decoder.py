@@ -33,6 +33,7 @@ from bridge.runtime.decoder import last_states
 from bridge.runtime.decoder_config import DecoderConfig
 from bridge.runtime.reader import GGUFFile
 from bridge.runtime.sampling import Sampler, Sampling, drawn_on_host, not_finite
+from bridge.runtime.tokenizer import common_prefix
 from bridge.runtime.weights import read_weights
 from bridge.system.progress import Bar
 
@@ -173,6 +174,10 @@ class Decoder:
     def read(self) -> list[int]:
         """The tokens that the cache holds."""
         return self._tokens[: self.cache.length]
+
+    def kept(self, tokens: Sequence[int]) -> int:
+        """How many of the first tokens need not be read again."""
+        return common_prefix(self.read, tokens)
 
     def _appended(self, tokens: Sequence[int]) -> None:
         """Note that the cache holds these too."""

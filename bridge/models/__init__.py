@@ -19,7 +19,7 @@ import numpy as np
 
 from bridge.errors import BridgeError, parameter
 from bridge.models.arguments import read_arguments
-from bridge.models.families import ALL, FAMILIES
+from bridge.models.families import ALL
 from bridge.models.family import HEAD, Family
 from bridge.models.gguf_tokenizer import read_tokenizer
 from bridge.models.gguf_values import typed
@@ -182,8 +182,9 @@ def _named(config: Config) -> Family:
         )
     names = architectures or [model_type]
     for name in names:
-        if name in FAMILIES:
-            return FAMILIES[name]
+        for family in ALL:
+            if name in (*family.architectures, family.model_type) and family.chosen(config):
+                return family
     if not any(names):
         raise BridgeError(f"{config.path}: has neither 'architectures' nor 'model_type'; one is needed")
     known = ", ".join(dict.fromkeys(family.arch for family in ALL))

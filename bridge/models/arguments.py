@@ -155,7 +155,10 @@ def read_arguments(config: Config, keys: Mapping[str, Any]) -> Arguments:
     width = config.side if experts and not expert_inner else config.integer
     # if every layer has experts the dense width is unused, and some configs omit it
     usual_width = shared_inner or expert_inner or keys.get("inner_per_hidden", 0) * hidden or None
-    inner, layers = width("intermediate_size", usual_width), config.repeats("num_hidden_layers")
+    inner, layers = (
+        width("intermediate_size", usual_width),
+        config.repeats("num_hidden_layers", len(_listed(config) or ()) or None),
+    )
     return Arguments(
         hidden, inner, layers, heads, kv_heads, head_dim,
         vocab=config.side("vocab_size", keys.get("vocab_size")),
@@ -179,9 +182,15 @@ def _leading(config: Config, default: int | None) -> int:
     return config.integer(key, default) if default is not None and config.get(key, default) != 0 else 0
 
 
+def _listed(config: Config) -> list[Any] | None:
+    """The kinds of a config.json's layers, as a list or a letter for each; they may stand in for their number."""
+    kinds = config.get("layer_types", config.get("hybrid_override_pattern"))
+    return list(kinds) if isinstance(kinds, (list, str)) else None
+
+
 def _kinds(config: Config, layers: int) -> tuple[str, ...]:
-    kinds = config.get("layer_types")
-    if not isinstance(kinds, list) or len(kinds) != layers or not all(isinstance(kind, str) for kind in kinds):
+    kinds = _listed(config)
+    if kinds is None or len(kinds) != layers or not all(isinstance(kind, str) for kind in kinds):
         raise BridgeError(f"{config.path}: layer_types is {kinds!r:.80}, must name the kind of each of {layers} layers")
     return tuple(kinds)
 

@@ -54,8 +54,9 @@ class Row:
     when         whether it is in the GGUF
     layers       whether a layer of this number has it; None: every layer does
     optional     whether the checkpoint may lack it
+    unless       it is left out where the checkpoint has this tensor, whose whole name follows the layer's
     exact        the source is the tensor's whole name, without ".weight"
-    name         in the GGUF, after "blk.0.", if it is not the name of gguf's map with ".weight"
+    name         in the GGUF, after "blk.0." in a layer, if it is not the name of gguf's map with ".weight"
     change       how its values are changed, see `Part`
     parts        its parts, if not simply the source: (arguments, name in the checkpoint) -> parts
     """
@@ -71,6 +72,7 @@ class Row:
     when: Rule = required
     layers: Callable[[Arguments, int], bool] | None = None
     optional: bool = False
+    unless: str | None = None
     exact: bool = False
     name: str | None = None
     change: str | None = None
@@ -103,6 +105,7 @@ ALL_SPARSE = tuple(
 class Family:
     """How an architecture of transformers appears in GGUF.
 
+    titles         what people call its models, for docs/checkpoints.md
     arch           the GGUF architecture
     architectures  its names in config.json
     model_type     its name in config.json if `architectures` is missing
@@ -119,9 +122,12 @@ class Family:
     predicts       what becomes of extra layers, or mtp.*, that predict further tokens at once: "carried", or "dropped"
                    where llama.cpp's converter drops them; None: there are none; see `prediction`
     prefix         the start of all names in the table, which some checkpoints omit
+    chosen         whether it is the one for a config.json, where an architecture's name stands for several families
+    reversible     whether `gguf_config` can make a config.json of its GGUF, for export and transformers
     own            a part of the names that its checkpoints have, where the table knows several
     """
 
+    titles: tuple[str, ...]
     arch: str
     architectures: tuple[str, ...]
     model_type: str
@@ -137,6 +143,8 @@ class Family:
     wrapped: bool = False
     predicts: str | None = None
     prefix: str = ""
+    chosen: Callable[[Config], bool] = lambda _config: True
+    reversible: bool = True
     own: str = ""
 
 
@@ -156,7 +164,7 @@ def decoder(
     layers = (
         replace(
             row, source=named(row.source)[0], also=named(*row.also), apart=named(*row.apart),
-            columns_of=named(*row.columns_of),
+            columns_of=named(*row.columns_of), unless=named(row.unless)[0] if row.unless else None,
         )
         for row in rows
     )  # fmt: skip
@@ -214,3 +222,14 @@ EXPERTS = (
         columns_of=("mlp.experts.*.gate_proj", "mlp.experts.*.up_proj"),
     ),
 )  # fmt: skip
+
+
+def experts_with_gate_up(module: str) -> tuple[Row, ...]:
+    """Experts whose gate and up are one stack in GGUF too; two stacks where the checkpoint has each in modules."""
+    stack = f"{module}.gate_up_proj"
+    return (
+        Row(f"{module}.*.gate_up_proj", "expert+expert hidden", (stack,), optional=True),
+        Row(f"{module}.*.gate_proj", "expert hidden", name="ffn_gate_exps.weight", unless=stack),
+        Row(f"{module}.*.up_proj", "expert hidden", name="ffn_up_exps.weight", unless=stack),
+        Row(f"{module}.*.down_proj", "hidden expert", (f"{module}.down_proj",)),
+    )

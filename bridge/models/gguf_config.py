@@ -32,10 +32,10 @@ _LLAMA3_CONTEXT = 8192
 def family_of_gguf(metadata: Mapping[str, Any]) -> Family:
     """The family of a GGUF with this metadata; BridgeError for an unknown architecture."""
     arch = metadata.get("general.architecture")
-    found = [family for family in ALL if family.arch == arch]
+    found = [family for family in ALL if family.arch == arch and family.reversible]
     if not found:
-        known = ", ".join(dict.fromkeys(family.arch for family in ALL))
-        raise BridgeError(f"architecture {arch!r} is unknown; known are {known}")
+        known = ", ".join(dict.fromkeys(family.arch for family in ALL if family.reversible))
+        raise BridgeError(f"no config.json can be made for architecture {arch!r}; known are {known}")
     kind = _KINDS[arch](lambda key, default=None: metadata.get(f"{arch}.{key}", default)) if arch in _KINDS else None
     return next((family for family in found if family.model_type == kind), found[0])
 

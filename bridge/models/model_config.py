@@ -42,6 +42,8 @@ class Config:
     def integer(self, key: str, default: int | None = None) -> int:
         """A positive integer; BridgeError if it is missing without a default, or is something else."""
         value, key = self.get(key, default), self.names.get(key, key)
+        if isinstance(value, list) and value and value == len(value) * value[:1]:  # the same one for every layer
+            value = value[0]
         if value is None:
             raise BridgeError(f"{self.path}: the key {key!r} is missing; take the config.json of the original model")
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 31:
@@ -55,9 +57,9 @@ class Config:
         """
         return self.within_sides(key, self.integer(key, default))
 
-    def repeats(self, key: str) -> int:
+    def repeats(self, key: str, default: int | None = None) -> int:
         """A positive integer up to the number of tensors: of layers, each of which has some; raises like `side`."""
-        count = self.integer(key)
+        count = self.integer(key, default)
         if self.tensors is not None and count > self.tensors:
             raise BridgeError(
                 f"{self.path}: {self.names.get(key, key)} is {count}, but the checkpoint has {self.tensors} tensors in "

@@ -4,6 +4,7 @@
     default               rope.freq_base
     linear                rope.scaling.type linear, factor: angles divided by the factor
     llama3                a tensor rope_freqs.weight [rotated / 2]: each frequency's own divisor
+    proportional          such a tensor, in which pairs that are not rotated have an immense divisor
     longrope              two such tensors, for contexts up to the original one and beyond, and an attention factor
     yarn                  rope.scaling.type yarn, factor, original context, betas, attention factor
     dynamic               nothing: up to the original context it is the default rule; beyond it the rule
@@ -25,6 +26,8 @@ import numpy as np
 
 from bridge.errors import BridgeError, parameter
 from bridge.models.model_config import Config, positive
+
+_NOT_ROTATED = 1e30  # a divisor that leaves no angle
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +82,8 @@ def read_rope(config: Config, rotated: int, default_base: float = 10000.0, trunc
         return Rope(base, kind, factor=rope_number(config, rules, "factor"))
     if kind == "llama3":
         return Rope(base, kind, factors={"rope_freqs": _llama3_factors(config, rules, base, rotated)})
+    if kind == "proportional":
+        return _proportional(config, rules, base)
     if kind in ("longrope", "su"):
         return _longrope(config, rules, base, rotated)
     if kind == "yarn":
@@ -88,8 +93,8 @@ def read_rope(config: Config, rotated: int, default_base: float = 10000.0, trunc
         note = f"dynamic rope scaling is dropped: the model works up to {context} tokens, as trained, not beyond"
         return Rope(base, kind, notes=(note,))
     raise BridgeError(
-        f"{config.path}: unknown rope type {kind!r}; default, linear, llama3, longrope, mrope, yarn and dynamic "
-        f"are known, any other needs {parameter('template')}"
+        f"{config.path}: unknown rope type {kind!r}; default, linear, llama3, longrope, mrope, proportional, yarn "
+        f"and dynamic are known, any other needs {parameter('template')}"
     )
 
 
@@ -129,6 +134,28 @@ def llama3_factors(base: float, rotated: int, factor: float, low: float, high: f
     # share of the trained frequency: 0 for wavelengths above context / low, 1 below context / high
     trained = np.clip((context / wavelength - low) / (high - low), 0.0, 1.0)
     return (1.0 / ((1.0 - trained) / factor + trained)).astype(np.float32)
+
+
+def global_layers(config: Config) -> tuple[int, int]:
+    """Elements of a head and key-value heads in layers with full attention, where layers differ (Gemma 4)."""
+    kinds = config.get("layer_types") or []
+    layers = config.get("per_layer_config") or {}  # transformers 5; before, two keys
+    entry: dict[str, Any] = next((layers[key] for key in layers if kinds[int(key)] == "full_attention"), {})
+    others = config.integer("num_key_value_heads")
+    if config.get("attention_k_eq_v"):
+        others = config.integer("num_global_key_value_heads", others)
+    head = entry.get("head_dim") or config.integer("global_head_dim", 512)
+    return config.within_sides("head_dim of full attention", head), entry.get("num_key_value_heads", others)
+
+
+def _proportional(config: Config, rules: dict[str, Any], base: float) -> Rope:
+    """The first share of the pairs of a head in layers with full attention is rotated."""
+    if rules.get("factor", 1.0) != 1.0:
+        raise BridgeError(f"{config.path}: proportional rope with factor {rules['factor']!r}; llama.cpp has none")
+    head, _ = global_layers(config)
+    rotated = int(head * rope_number(config, rules, "partial_rotary_factor", 1.0) / 2)
+    factors = np.where(np.arange(head // 2) < rotated, 1.0, _NOT_ROTATED).astype(np.float32)
+    return Rope(base, factors={"rope_freqs": factors})
 
 
 def _longrope(config: Config, rules: dict[str, Any], base: float, rotated: int) -> Rope:

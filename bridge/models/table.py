@@ -51,7 +51,7 @@ def all_names(family: Family, args: Arguments) -> list[str]:
             if row.layers is None or row.layers(args, layer):
                 own = (name for name in row.also if family.own and family.own in name)
                 source = next(own, row.source).format(layer)
-                for expert in range(args.experts) if "*" in source else [0]:
+                for expert in range(args.sizes["experts"]) if "*" in source else [0]:
                     name = source.replace("*", str(expert))
                     names.append(name if row.exact else f"{name}.weight")
                     names += [f"{name}.bias"] if row.bias is not None else []
@@ -120,9 +120,12 @@ class _Filled:
         parts = self._parts(row, layer, shape)
         if row.optional and parts[0].source not in self.names:
             return
+        if row.unless and row.unless.format(layer) in self.names:
+            return
         self._use(parts[0].source)  # before the name is looked up: gguf's map ends with the checkpoint's last layer
         matrix = len(shape) > 1 and not row.floats
-        name = f"blk.{layer}.{row.name}" if row.name else self._name(source, "weight")
+        block = f"blk.{layer}." if "{}" in row.source else ""
+        name = f"{block}{row.name}" if row.name else self._name(source, "weight")
         self._plan(name, (len(parts), *shape) if "*" in source else shape, parts, row.floats if not matrix else None)
         if matrix and parts[0].matrix is None:
             modules = self.modules[source] = [part.module for part in parts]

@@ -16,6 +16,10 @@ Names are imported when first used: PyTorch, and what needs transformers only th
 import importlib
 from typing import Any
 
+from bridge.system.openmp import sleep_when_idle
+
+sleep_when_idle()
+
 _LAZY = {
     "Exl3Config": "transformers_quantizer",
     "PackedConfig": "gguf_quantizer",

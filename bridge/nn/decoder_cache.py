@@ -177,6 +177,8 @@ def attach(model: Any, file: GGUFFile, precision: str) -> None:
     """Let `generate` of a model with a file's packed weights run on the decoder, where there is one for it."""
     try:
         config = read_config(file.metadata, file.path)
+        if config.recurrent is not None:
+            return  # a cache that cannot be cropped; the modules keep their own states
         decoders = Decoders(file, config, precision)
         needed = decoders.of(_SHORTEST)
     except BridgeError:  # an architecture that the decoder does not run

@@ -18,7 +18,7 @@ from bridge.nn.decoder_cache import attach
 from bridge.nn.placement import replace_linears, rope_factors
 from bridge.nn.preparation import prepare
 from bridge.runtime import GGUFFile, open_gguf
-from bridge.runtime.tokenizer import Tokenizer
+from bridge.runtime.tokenizer import stop_tokens
 from bridge.system.options import checked
 
 
@@ -84,7 +84,7 @@ def load(
 
 def set_ends(model: Any, file: GGUFFile) -> None:
     """Let replies end where the file's tokenizer says."""
-    model.generation_config.eos_token_id = sorted(Tokenizer(file.metadata).stops) or None
+    model.generation_config.eos_token_id = sorted(stop_tokens(file.metadata)) or None
 
 
 def _own_config(file: GGUFFile) -> Any:

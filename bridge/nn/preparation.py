@@ -24,9 +24,10 @@ def prepare(model: nn.Module, dtype: Any = None) -> nn.Module:
     there = [module for module in modules if module.place.is_cuda]
     for module in modules:
         if module.place.device.type == "cpu" and isinstance(module, QuantLinear | QuantExperts):
-            module.tensor.prepare()
             if hasattr(module.tensor, "release_raw"):
-                module.tensor.release_raw()
+                module.tensor.prepare(release=True)
+            else:  # trellis codes
+                module.tensor.prepare()
     if there:
         given = dtype or next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), torch.float32)
         cuda("first_products").compile_products(

@@ -69,11 +69,11 @@ class ExpertStack:
         """Block types of gate, up and down."""
         return ", ".join(dict.fromkeys(matrix.type for matrix in self.networks[0]))
 
-    def prepare(self) -> Self:
+    def prepare(self, release: bool = False) -> Self:
         """Repack all matrices for this CPU, as `QuantTensor.prepare` does."""
         for network in self.networks:
             for matrix in network:
-                matrix.prepare()
+                matrix.prepare(release)
         return self
 
     def unprepare(self) -> None:

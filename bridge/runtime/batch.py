@@ -347,7 +347,7 @@ class Batch:
                 or (at and other is slot)
             ):
                 continue
-            same = common_prefix(_held(other), wanted)
+            same = other.cache.reach(common_prefix(_held(other), wanted))
             if same > most:
                 best, most = other, same
         if best is not slot:

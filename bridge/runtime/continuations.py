@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from bridge.runtime.decoder import Decoder
-from bridge.runtime.tokenizer import common_prefix
 
 _ROWS = 32  # positions whose logits are computed at a time: 20 MB for a vocabulary of 150,000
 
@@ -30,8 +29,8 @@ def continuation_scores(decoder: Any, context: Sequence[int], continuations: Seq
             scores.append(_joined([_token_scores(rows, tokens)]))
         return scores
     first, *others = continuations
-    kept = common_prefix(decoder.read, context[:-1])
-    decoder.cache.length = kept
+    kept = decoder.cache.length = decoder.kept(context[:-1])
+    decoder.cache.come_back_to(len(context))
     states = decoder.run([*context[kept:], *first[:-1]], len(first))
     after = decoder.logits(states[:1])
     found = [_joined([_token_scores(after, first[:1]), *_scores_of(decoder, states[1:], first[1:])])]

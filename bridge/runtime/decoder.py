@@ -9,7 +9,8 @@
     logits = W_output norm(x)
 
 Granite multiplies embeddings and what is added by factors; GLM-4, OLMo 2 and Gemma normalize what is added, OLMo 2 only
-that; Gemma caps scores and logits by tanh, and attends to a window in most layers (`DecoderConfig`).
+that; Gemma caps scores and logits by tanh, and attends to a window in most layers. DeepSeek attends to latent vectors
+(`latent.py`). `DecoderConfig` says what a model does.
 
 A single token runs as one table of calls (`tables.py`), and so does a token of each of several contexts, if there are
 kernels for all matrices. Everything else, prompts above all, goes matrix by matrix through
@@ -41,6 +42,7 @@ from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.reader import GGUFFile
 from bridge.runtime.sampling import Sampler, drawn_on_host
 from bridge.runtime.tables import DecodeBuffers, Positions, ProgramBuilder, looked_up_in_program
+from bridge.runtime.tokenizer import common_prefix
 from bridge.runtime.weights import read_weights
 from bridge.system import compiling
 
@@ -106,8 +108,7 @@ class Decoder:
 
     def _repack(self, matrix: QuantTensor) -> None:
         if not matrix.prepared:
-            matrix.prepare()
-            matrix.release_raw()
+            matrix.prepare(release=True)
             for buffers in self._steps.values():
                 if buffers.slots is not None:
                     buffers.slots.refresh(matrix)
@@ -148,6 +149,10 @@ class Decoder:
     def read(self) -> list[int]:
         """The tokens that the cache holds."""
         return self.cache.tokens[: self.cache.length]
+
+    def kept(self, tokens: Sequence[int]) -> int:
+        """How many of the first tokens need not be read again."""
+        return self.cache.reach(common_prefix(self.read, tokens))
 
     def draw(self, tokens: Sequence[int], sampler: Sampler, kept: int = 0) -> Iterator[int]:
         """Draw the tokens that follow, one by one, until the context is full; the cache holds the first `kept`."""
@@ -230,13 +235,13 @@ class Decoder:
     def _layer_by_layer(self, buffers: DecodeBuffers) -> None:
         for layer, (before, queries, middle, after, end) in zip(self.layers, buffers.programs, strict=True):
             before.run()
-            for matrix, y in buffers.attention_products(layer):
+            for matrix, y in buffers.mixing_products(layer):
                 matrix.matmul(buffers.xn, y, self.precision)
-            if layer.q_a is not None and buffers.latent is not None:
+            if layer.q_a is not None and layer.q is not None and buffers.latent is not None:
                 queries.run()
                 layer.q.matmul(buffers.latent.q_a, buffers.q, self.precision)
             middle.run()
-            layer.o.matmul(buffers.attended, buffers.delta, self.precision)
+            layer.o.matmul(buffers.mixed(layer), buffers.delta, self.precision)
             after.run()
             if layer.experts is not None:
                 buffers.delta[:] = mix(layer.experts, buffers.xn, self.config, self.precision)

@@ -9,6 +9,7 @@ from typing import Any, Self
 import numpy as np
 
 from bridge.errors import BridgeError
+from bridge.runtime.recurrent_config import RecurrentConfig, read_recurrent
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Graph:
     full_every       every n-th layer attends to everything, the others to a window; 0: all to everything
     one_rotation     layers with a window rotate as the others do
     sinks            each head has a score for no position at all
+    output_gate      attention's results are multiplied by a sigmoid; its rows follow those of each head in q's matrix
     """
 
     neighbours: bool = False
@@ -51,8 +53,10 @@ class Graph:
     full_every: int = 0
     one_rotation: bool = False
     sinks: bool = False
+    output_gate: bool = False
 
 
+_DELTA = Graph(normed=True, late_norm=True, output_gate=True)
 ARCHITECTURES = {
     "llama": Graph(neighbours=True), "mistral3": Graph(neighbours=True), "qwen2": Graph(), "qwen2vl": Graph(),
     "qwen2moe": Graph(), "qwen3": Graph(normed=True), "qwen3vl": Graph(normed=True), "qwen3moe": Graph(normed=True),
@@ -73,6 +77,8 @@ ARCHITECTURES = {
     "starcoder2": Graph(layer_norm=True, gated=False, gelu=True),
     "gpt2": Graph(layer_norm=True, gated=False, gelu=True, unrotated_every=1),  # positions are embedded
     "deepseek2": Graph(neighbours=True),
+    "lfm2": Graph(normed=True), "lfm2moe": Graph(normed=True), "granitehybrid": Graph(neighbours=True),
+    "qwen35": _DELTA, "qwen35moe": _DELTA, "qwen3next": _DELTA,
 }  # fmt: skip
 # EXAONE 4's model of 64 layers, which llama.cpp knows by these: layers with a window alone are rotated
 _EXAONE4_WINDOWS = 64, replace(ARCHITECTURES["exaone4"], full_every=4, one_rotation=True, unrotated_every=4)
@@ -147,13 +153,20 @@ class DecoderConfig:
     local_base: float = 10000.0  # of their rotary embedding
     temperature: float = 0.0  # scores are multiplied by 1 + this ln(1 + position // original context)
     relu2: bool = False  # relu squared in place of silu
+    recurrent: RecurrentConfig | None = None  # the layers with a state, where there are some
 
     @property
     def plain(self) -> bool:
         """Whether it is a decoder as Llama's and Qwen's are."""
         scales = self.embedding_scale, self.residual_scale, self.logit_scale, self.score_cap, self.logit_cap
-        usual = self.graph in (Graph(), Graph(neighbours=True), Graph(normed=True)) and self.latent is None
+        usual = self.graph in (Graph(), Graph(neighbours=True), Graph(normed=True))
+        usual = usual and self.latent is None and self.recurrent is None
         return usual and scales == (1.0, 1.0, 1.0, 0.0, 0.0) and not self.temperature and self.arch != "phi3"
+
+    @property
+    def attending(self) -> list[int]:
+        """The layers with attention."""
+        return [i for i in range(self.layers) if self.recurrent is None or not self.recurrent.layers[i]]
 
     @property
     def query_width(self) -> int:
@@ -243,9 +256,12 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
     if (arch, layers) == ("exaone4", _EXAONE4_WINDOWS[0]):
         graph = _EXAONE4_WINDOWS[1]
     heads, hidden = get("attention.head_count", int), get("embedding_length", int)
-    kv_heads = get("attention.head_count_kv", int, heads)
+    recurrent = read_recurrent(metadata, arch, layers, get, path)
+    kv_heads = _kv_heads(metadata, arch, path) if recurrent else get("attention.head_count_kv", int, heads)
     head_dim = get("attention.key_length", int, max(1, hidden // heads))
     rotated = get("rope.dimension_count", int, head_dim)
+    if arch == "granitehybrid" and metadata.get(f"{arch}.rope.scaling.finetuned") is False:
+        rotated = 0  # llama.cpp's sign for it
     if heads % kv_heads:
         raise BridgeError(f"{path}: {heads} heads cannot share {kv_heads} key-value heads; convert the model again")
     latent = None
@@ -323,7 +339,17 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
         local_base=get("rope.freq_base_swa", float, base if arch == "gemma2" else 10000.0),
         temperature=float(metadata.get(f"{arch}.attention.temperature_scale", 0.0)),
         relu2=metadata.get("bitnet.hidden_activation") == "relu2",
+        recurrent=recurrent,
     )
+
+
+def _kv_heads(metadata: Mapping[str, Any], arch: str, path: Path) -> int:
+    """Key-value heads of the layers that have some: all the same number."""
+    count = metadata.get(f"{arch}.attention.head_count_kv")
+    counts = {count} if isinstance(count, int) else set(count or ()) - {0}
+    if len(counts) != 1 or min(counts) < 0:
+        raise BridgeError(f"{path}: {arch}.attention.head_count_kv is {count!r}; attention must be alike in all layers")
+    return int(counts.pop())
 
 
 def _read_routing(metadata: Mapping[str, Any], get: Callable[..., Any], path: Path, experts: int) -> Routing:

@@ -1,6 +1,7 @@
 """Keys and values of the tokens so far, one layer after another; see cpu/attention.py for the layout, or for latent
 vectors cpu/latent_attention.py.
 
+Layers with a state have none; their state is here too (recurrent_state.py).
 Memory is reserved for the whole context and taken as it fills: an untouched page costs nothing.
 Bytes a token and layer: 2 * kv_heads * head_dim, times 2 (f16), 4 (f32) or 1.06 (q8_0); of latent
 vectors head_dim, padded to 16, times the same. An x86 CPU from before
@@ -15,6 +16,8 @@ import numpy as np
 
 from bridge.errors import BridgeError
 from bridge.runtime.decoder_config import DecoderConfig
+from bridge.runtime.recurrent_state import RecurrentState
+from bridge.system.pages import zeros_filled_later
 
 KINDS = {"f16": np.uint16, "q8_0": np.int8, "f32": np.float32}
 _LANES, _BLOCK = 16, 32
@@ -29,40 +32,69 @@ class KVCache:
         self.kind = kind = kind if _has_halves() else "f32"
         self.context = context
         self.rows = -(-context // _LANES) * _LANES
-        self.length = 0
+        self.state = RecurrentState(config.recurrent) if config.recurrent is not None else None
+        self._length = 0
         self.tokens: list[int] = []  # those that are stored; what lies beyond `length` is no longer valid
-        layers, heads, d = config.layers, config.kv_heads, config.head_dim
+        layers, heads, d = len(config.attending), config.kv_heads, config.head_dim
         padded = -(-d // _LANES) * _LANES
         scales = -(-d // _BLOCK) * self.rows if kind == "q8_0" else 0
         if config.latent is None:
             keys, values = (d, _LANES), (padded // _LANES, self.rows, _LANES)
         else:  # values are the first elements of keys, whose rows lie one after another
             keys, values = (_LANES, padded), (0, self.rows, _LANES)
-        self.keys = np.zeros((layers, heads, self.rows // _LANES, *keys), KINDS[kind])
-        self.values = np.zeros((layers, heads, *values), KINDS[kind])
-        self.key_scales = np.zeros((layers, heads, scales), np.uint16)
-        self.value_scales = np.zeros((layers, heads, 0 if config.latent else scales), np.uint16)
+        self.keys = zeros_filled_later((layers, heads, self.rows // _LANES, *keys), KINDS[kind])
+        self.values = zeros_filled_later((layers, heads, *values), KINDS[kind])
+        self.key_scales = zeros_filled_later((layers, heads, scales), np.uint16)
+        self.value_scales = zeros_filled_later((layers, heads, 0 if config.latent else scales), np.uint16)
+
+    @property
+    def length(self) -> int:
+        """Tokens that are stored; a smaller number forgets those beyond it, if `reach` says that it can."""
+        return self._length
+
+    @length.setter
+    def length(self, count: int) -> None:
+        if self.state is not None:
+            self.state.cut(count)
+        self._length = count
+
+    def reach(self, count: int) -> int:
+        """The most of the first `count` tokens that `length` can be set to: fewer only for layers with a state."""
+        return count if self.state is None else self.state.reach(count)
+
+    def come_back_to(self, count: int) -> None:
+        """Let `length` be set to `count` once tokens beyond it have been read."""
+        if self.state is not None:
+            self.state.wanted = count
 
     def append(self, tokens: Sequence[int]) -> None:
         """Note that the keys and values of these follow the others."""
-        self.tokens[self.length :] = tokens
-        self.length += len(tokens)
+        self.tokens[self._length :] = tokens
+        self._length += len(tokens)
+        if self.state is not None:
+            self.state.append(len(tokens))
 
     def copy_prefix(self, other: Self, count: int) -> None:
-        """Hold the first `count` tokens of another cache, of the same model and kind, and nothing else."""
+        """Hold the first `count` tokens of another cache, of the same model and kind, and nothing else.
+
+        The other cache must reach so many.
+        """
         groups = -(-count // _LANES)
         scales = self.key_scales.shape[2] // self.rows  # of a token
         self.keys[:, :, :groups] = other.keys[:, :, :groups]
         self.values[:, :, :, :count] = other.values[:, :, :, :count]
         self.key_scales[:, :, : groups * _LANES * scales] = other.key_scales[:, :, : groups * _LANES * scales]
         self.value_scales[:, :, : count * scales] = other.value_scales[:, :, : count * scales]
-        self.length = 0
-        self.append(other.tokens[:count])
+        if self.state is not None and other.state is not None:
+            self.state.copy(other.state, count)
+        self.tokens[:] = other.tokens[:count]
+        self._length = count
 
     @property
     def nbytes(self) -> int:
         """Bytes when it is full."""
-        return sum(a.nbytes for a in (self.keys, self.values, self.key_scales, self.value_scales))
+        own = sum(a.nbytes for a in (self.keys, self.values, self.key_scales, self.value_scales))
+        return own if self.state is None else own + self.state.nbytes
 
 
 def _has_halves() -> bool:

@@ -41,7 +41,7 @@ from bridge.runtime.speculation import (
     drafter_named,
     drawn_with,
 )
-from bridge.runtime.tokenizer import Tokenizer, common_prefix
+from bridge.runtime.tokenizer import Tokenizer
 from bridge.system import compiling
 from bridge.system.devices import choose, cpu_note, cuda
 from bridge.system.fork_locks import ForkLock
@@ -495,7 +495,7 @@ class Model:
         timing = self.timing = Timing(prompt_tokens=len(ids))
         with self.taken() as decoder:
             turn = self._turn
-            kept = timing.kept_tokens = common_prefix(decoder.read, ids[:-1])
+            kept = timing.kept_tokens = decoder.kept(ids[:-1])
             if drafter is None:
                 drawn = decoder.draw(ids, sampler, kept)
             else:

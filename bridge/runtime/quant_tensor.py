@@ -240,18 +240,21 @@ class QuantTensor(Product):
 
     # placement
 
-    def prepare(self) -> QuantTensor:
+    def prepare(self, release: bool = False) -> QuantTensor:
         """Repack a copy for the fastest kernel of this machine, once; returns self.
 
         Takes as many bytes again as the file's; the mapped ones are no longer read except by `rows` and
-        `dequantize`, and `release_raw` releases their pages. Raises BridgeError where a scale is not finite.
+        `dequantize`. With `release`, their pages are released as they are copied, as `release_raw` does, so that both
+        are never in memory together. Raises BridgeError where a scale is not finite.
         """
         if not self._prepared:
             from bridge.runtime.cpu import engine
 
             check_matrix(self)
-            self._engine = engine.prepare(self)
+            self._engine = engine.prepare(self, self._release if release else None)
             self._prepared = True
+        if release:
+            self.release_raw()
         return self
 
     def unprepare(self) -> None:
@@ -260,6 +263,10 @@ class QuantTensor(Product):
 
     def release_raw(self) -> None:
         """Tell the system that the mapped pages are not needed; they are read again from the file if they are."""
+        self._release(0, self.nbytes)
+
+    def _release(self, first: int, stop: int) -> None:
+        """Release the pages that lie within bytes first..stop of `raw`, where it is mapped."""
         base = self.raw
         while isinstance(base, np.ndarray) and base.base is not None:
             base = base.base
@@ -267,10 +274,11 @@ class QuantTensor(Product):
         if not isinstance(mapped, mmap.mmap) or not hasattr(mmap, "MADV_DONTNEED"):
             return
         origin = np.frombuffer(mapped, np.uint8, 1).ctypes.data
-        first = -(-(self.raw.ctypes.data - origin) // mmap.PAGESIZE) * mmap.PAGESIZE
-        end = (self.raw.ctypes.data - origin + self.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-        if end > first:
-            mapped.madvise(mmap.MADV_DONTNEED, first, end - first)
+        start = self.raw.ctypes.data - origin
+        begin = -(-(start + first) // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (start + stop) // mmap.PAGESIZE * mmap.PAGESIZE
+        if end > begin:
+            mapped.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
     def to(self, device: Any) -> Any:
         """The tensor on another device, by name or as torch's: "cpu" is where it is, "cuda" makes a CudaTensor.

@@ -39,9 +39,7 @@ class NgramDrafter:
     """
 
     def __init__(self) -> None:
-        self._ends: dict[
-            tuple[int, ...], int
-        ] = {}  # of an n-gram -> the place after it, the last one but the text's end
+        self._ends: dict[tuple[int, ...], int] = {}  # of an n-gram -> the place after it, but for the text's end
         self._known = 0  # tokens whose n-grams are in it
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
@@ -154,7 +152,7 @@ def check_decoder(decoder: Any, device: str) -> None:
     """Raise BridgeError where several tokens in a step do not become what each would alone, or cost as much."""
     if not isinstance(decoder, Decoder):
         raise BridgeError(f"device {device}: {parameter('draft')} runs on the CPU alone; leave it out, or choose cpu")
-    if getattr(decoder.config, "recurrent", None) is not None:
+    if decoder.config.recurrent is not None:
         raise BridgeError(
             f"{decoder.config.arch}: layers with a state cannot forget wrong guesses; leave {parameter('draft')} out"
         )
@@ -178,6 +176,11 @@ def check_draft_model(model: Any, draft: Any) -> None:
         raise BridgeError(f"{parameter('draft')}: a model cannot guess for itself; choose a smaller one")
     if not isinstance(draft._decoder, Decoder):
         raise BridgeError(f"{parameter('draft')}: the model is on device {draft.device}; load it with device cpu")
+    if draft.config.recurrent is not None:
+        raise BridgeError(
+            f"{parameter('draft')}: {draft.config.arch} has layers with a state, which cannot forget wrong guesses; "
+            "choose another model"
+        )
     check_same_vocabulary(model.tokenizer, draft.tokenizer)
 
 

@@ -21,6 +21,7 @@ from bridge.runtime.experts import ExpertTables
 from bridge.runtime.kv_cache import KVCache
 from bridge.runtime.latent import LatentBuffers
 from bridge.runtime.quant_tensor import QuantTensor
+from bridge.runtime.recurrent import RecurrentBuffers
 from bridge.runtime.weights import Layer, Weights
 
 MIN_VALUES_TO_SHARE = 1 << 16  # values that a call reads before it is worth waking other threads
@@ -40,11 +41,12 @@ class DecodeBuffers:
     caches  one for tokens that follow one another, or n: a token of each
     """
 
-    def __init__(self, c: DecoderConfig, n: int, caches: Sequence[KVCache]):
+    def __init__(self, c: DecoderConfig, layers: Sequence[Layer], n: int, caches: Sequence[KVCache]):
         self.n = n
         self.caches = list(caches)
         self.x, self.xn, self.delta = (buffer(n, c.hidden) for _ in range(3))
         self.q, self.attended = buffer(n, c.query_width), buffer(n, c.attended_width)
+        self.with_gate = buffer(n, 2 * c.query_width if c.graph.output_gate else 0)  # q and its gate, head by head
         self.latent = LatentBuffers(c, n) if c.latent else None
         self.k, self.v = (buffer(n, c.kv_heads * c.head_dim) for _ in range(2))
         self.gate, self.up = (buffer(n, c.inner) for _ in range(2))
@@ -55,6 +57,11 @@ class DecodeBuffers:
         self.parts = np.zeros((len(caches), c.heads, most, c.head_dim), np.float32)
         self.sums = np.zeros((len(caches), c.heads, most, 2), np.float32)
         self.block = np.zeros((c.layers, len(caches), attn.WORDS), np.int64)
+        self.recurrent: RecurrentBuffers | None = None
+        if c.recurrent is not None:
+            own = [layer.recurrent for layer in layers if layer.recurrent is not None]
+            self.recurrent = RecurrentBuffers(c.recurrent, own, n, caches, c.norm_eps)
+        self._attending = c.attending
         self.programs: list[tuple[Program, ...]] = []
         self.embedding, self.final_norm = Program(), Program()
         self.full_program: Program | None = None
@@ -68,13 +75,19 @@ class DecodeBuffers:
         """Whether each context has one token here."""
         return self.n == len(self.caches)
 
-    def attention_products(self, layer: Layer) -> list[tuple[QuantTensor, np.ndarray]]:
-        """The matrices that attention multiplies the state with, and where the results go."""
-        first = (layer.q, self.q)
+    def mixing_products(self, layer: Layer) -> list[tuple[QuantTensor, np.ndarray]]:
+        """The matrices that attention, or what takes its place, multiplies x with, and where the results go."""
+        if self.recurrent is not None and layer.recurrent is not None:
+            return self.recurrent.products(layer.recurrent)
+        first: tuple[Any, np.ndarray] = (layer.q, self.with_gate if self.with_gate.size else self.q)
         if layer.q_a is not None and self.latent is not None:
             first = (layer.q_a, self.latent.q_a)
         pairs = first, (layer.k, self.k), (layer.v, self.v)
         return [(matrix, y) for matrix, y in pairs if matrix is not None]
+
+    def mixed(self, layer: Layer) -> np.ndarray:
+        """What the output matrix is multiplied by then."""
+        return self.attended if self.recurrent is None or layer.recurrent is None else self.recurrent.out
 
     def network_products(self, layer: Layer) -> list[tuple[QuantTensor, np.ndarray]]:
         """The same for the network."""
@@ -87,6 +100,8 @@ class DecodeBuffers:
         self.starts[:] = [cache.length for cache in self.caches]
         if self.steps:  # a cache that is there several times takes tokens that follow one another
             self.starts += [self.caches[:i].count(cache) for i, cache in enumerate(self.caches)]
+        if self.recurrent is not None:
+            self.recurrent.begin(self.caches)
         spans = -(-(int(self.starts.max()) + 1) // attn.SPAN) if self.steps else 1
         if spans != self.spans[0]:
             self.spans[0] = spans
@@ -109,7 +124,9 @@ class DecodeBuffers:
             (attn.KEYS, cache.keys), (attn.VALUES, cache.values),
             (attn.KEY_SCALES, cache.key_scales), (attn.VALUE_SCALES, cache.value_scales),
         ):  # fmt: skip
-            self.block[:, index, word] = address(array) + array.strides[0] * np.arange(len(array))
+            self.block[self._attending, index, word] = address(array) + array.strides[0] * np.arange(len(array))
+        if self.recurrent is not None:
+            self.recurrent.store_in(index, cache)
 
     def fill_blocks(self, c: DecoderConfig, layers: Sequence[Layer], positions: Positions) -> None:
         """attention.py's block of every layer and cache."""
@@ -153,7 +170,7 @@ class ProgramBuilder:
 
     def buffers(self, n: int, caches: Sequence[KVCache]) -> DecodeBuffers:
         """Buffers for n tokens, with the programs between a layer's products."""
-        buffers = DecodeBuffers(self.config, n, caches)
+        buffers = DecodeBuffers(self.config, self.layers, n, caches)
         buffers.fill_blocks(self.config, self.layers, self._positions)
         for i, layer in enumerate(self.layers):
             parts = tuple(Program() for _ in range(5))
@@ -190,12 +207,12 @@ class ProgramBuilder:
         program.keep(experts)
         for i, layer in enumerate(self.layers):
             self._before(program, buffers, i)
-            self.products(program, buffers.xn, buffers.attention_products(layer))
-            if buffers.latent is not None and layer.q_a is not None:
+            self.products(program, buffers.xn, buffers.mixing_products(layer))
+            if buffers.latent is not None and layer.q_a is not None and layer.q is not None:
                 self._queries(program, buffers, layer)
                 self.products(program, buffers.latent.q_a, [(layer.q, buffers.q)])
             self._middle(program, buffers, i)
-            self.products(program, buffers.attended, [(layer.o, buffers.delta)])
+            self.products(program, buffers.mixed(layer), [(layer.o, buffers.delta)])
             self._after(program, buffers, layer)
             if experts is not None and layer.experts is not None:
                 experts.add(program, layer.experts, buffers.xn, buffers.delta)
@@ -303,8 +320,15 @@ class ProgramBuilder:
             self._normalize(program, buffers.latent.q_a, layer.q_a_norm)
 
     def _middle(self, program: Program, buffers: DecodeBuffers, index: int) -> None:
-        """Rotation, storing, attention, its norm."""
+        """Rotation, storing, attention, its norm; or what takes its place in a layer with a state."""
+        if buffers.recurrent is not None and self.config.recurrent and self.layers[index].recurrent is not None:
+            buffers.recurrent.add(program, self.config.recurrent.place(index))
+            return
         layer, block, kind = self.layers[index], address(buffers.block[index]), buffers.caches[0].kind
+        heads = self.config.heads, self.config.head_dim
+        if buffers.with_gate.size:
+            place = address(buffers.with_gate), address(buffers.q)
+            program.add(ops.function("split_gate"), *place, *heads, items=buffers.n, shared=buffers.n > 1)
         if self.config.graph.normed and not _by_head(self.config, layer.q_norm):
             self._normalize(program, buffers.q, layer.q_norm)
             self._normalize(program, buffers.k, layer.k_norm)
@@ -320,6 +344,9 @@ class ProgramBuilder:
         function = partial(attn.function, "merge", kind)  # short contexts do not wait until it is compiled
         merge = program.add(function, *arguments, items=count * self.config.heads * (spans > 1))
         buffers.attending.append((program, attend, merge))
+        if buffers.with_gate.size:
+            place = address(buffers.with_gate), address(buffers.attended)
+            program.add(ops.function("gate_heads"), *place, *heads, items=buffers.n, shared=buffers.n > 1)
         if latent is not None and layer.latent_v is not None:
             latent.add_values(program, layer.latent_v, buffers.attended)
         self._normalize(program, buffers.attended, layer.attn_sub_norm)

@@ -1,5 +1,6 @@
 """The tensors that a decoder runs on, found in a GGUF and checked against its metadata. Matrices stay in the file."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ from bridge.errors import BridgeError
 from bridge.runtime.decoder_config import DecoderConfig, Latent
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.reader import GGUFFile
+from bridge.runtime.recurrent_config import CONVOLUTION, MAMBA, RecurrentConfig
 
 _NORMED_TOGETHER = {"olmo2", "minimax-m2"}  # heads of q, and of k: one norm for all
 
@@ -34,25 +36,45 @@ class Experts:
 
 
 @dataclass
+class Recurrent:
+    """What a layer with a state has in place of q, k and v; vectors as float32, None where its kind has none.
+
+    inputs       as `RecurrentConfig.inputs` names them
+    convolution  [kernel, channels], the newest token's last
+    decay        negative: -exp(A_log)
+    skip         Mamba-2's D
+    """
+
+    inputs: tuple[QuantTensor, ...]
+    convolution: np.ndarray
+    convolution_bias: np.ndarray | None = None
+    decay: np.ndarray | None = None
+    dt_bias: np.ndarray | None = None
+    skip: np.ndarray | None = None
+    norm: np.ndarray | None = None
+
+
+@dataclass
 class Layer:
     """One layer's matrices, and its vectors as float32 (None where the model has none).
 
     With experts, gate, up and down are the stacks [experts, out, in] of all of theirs. A network without a gate has
     its first matrix as `gate`, and no `up`. With latent attention q reads the state or what `q_a` makes of it, k
-    makes the latent vector and the rotated part of the keys, and there is no v.
+    makes the latent vector and the rotated part of the keys, and there is no v. With a state, `recurrent` is in place
+    of q, k and v.
 
     latent_k, latent_v  of each head, [heads, rank, plain] and [heads, value, rank], floats: cpu/latent_attention.py
     sinks               float32 [heads], scores of no position
     """
 
     attn_norm: np.ndarray | None
-    q: QuantTensor
-    k: QuantTensor
     o: QuantTensor
     ffn_norm: np.ndarray | None
     gate: QuantTensor
     up: QuantTensor | None
     down: QuantTensor
+    q: QuantTensor | None = None
+    k: QuantTensor | None = None
     v: QuantTensor | None = None
     q_bias: np.ndarray | None = None
     k_bias: np.ndarray | None = None
@@ -75,11 +97,12 @@ class Layer:
     latent_k: QuantTensor | None = None
     latent_v: QuantTensor | None = None
     experts: Experts | None = None
+    recurrent: Recurrent | None = None
 
     @property
     def matrices(self) -> tuple[QuantTensor, ...]:
         """All of them, with those of each expert."""
-        own = [self.q_a, self.q, self.k, self.v, self.o]
+        own = [self.q_a, self.q, self.k, self.v, *(self.recurrent.inputs if self.recurrent else ()), self.o]
         if self.experts is None:
             own += self.gate, self.up, self.down
         else:
@@ -127,13 +150,17 @@ def read_weights(file: GGUFFile, config: DecoderConfig, whole: bool = False) -> 
     return Weights(
         embedding=embedding,
         layers=[_LayerReader(file, config, i).layer() for i in range(config.layers)],
-        output_norm=_vector(file, "output_norm.weight", config.hidden, True) / np.float32(config.logit_scale),
+        output_norm=_vector(file, _output_norm(config), config.hidden, True) / np.float32(config.logit_scale),
         output=output,
         rope_factors=factors["freqs"] if factors["factors_short"] is None else factors["factors_short"],
         long_factors=factors["factors_long"],
         output_norm_bias=_vector(file, "output_norm.bias", config.hidden),
         positions=positions,
     )
+
+
+def _output_norm(c: DecoderConfig) -> str:
+    return "token_embd_norm.weight" if c.arch in ("lfm2", "lfm2moe") else "output_norm.weight"
 
 
 class _LayerReader:
@@ -150,7 +177,6 @@ class _LayerReader:
         return Layer(
             attn_norm=self._norm("attn_norm.weight", graph.pre_norm),
             attn_norm_bias=self._vector("attn_norm.bias", c.hidden) if bias else None,
-            o=self._matrix("attn_output", c.hidden, c.attended_width),
             o_bias=self._vector("attn_output.bias", c.hidden),
             ffn_norm=self._norm(f"{norm}.weight", graph.pre_norm and not graph.parallel),
             ffn_norm_bias=self._vector(f"{norm}.bias", c.hidden) if bias else None,
@@ -159,9 +185,39 @@ class _LayerReader:
             attn_sub_norm=self._norm("attn_sub_norm.weight", graph.sub_norm, c.attended_width),
             ffn_sub_norm=self._norm("ffn_sub_norm.weight", graph.sub_norm, c.inner),
             sinks=self._norm("attn_sinks.weight", graph.sinks, c.heads),
-            **(self._attention() if c.latent is None else self._latent(c.latent)),
+            **self._mixing(),
             **(self._sparse() if sparse else self._network()),
         )
+
+    def _mixing(self) -> dict[str, Any]:
+        """Attention, or what takes its place, with its output matrix."""
+        c = self.config
+        if c.recurrent is not None and c.recurrent.layers[self.index]:
+            return self._recurrent(c.recurrent)
+        found = self._attention() if c.latent is None else self._latent(c.latent)
+        return {"o": self._matrix("attn_output", c.hidden, c.attended_width), **found}
+
+    def _recurrent(self, c: RecurrentConfig) -> dict[str, Any]:
+        hidden, alone = self.config.hidden, c.kind == CONVOLUTION
+        inputs = tuple(self._matrix(part, rows, hidden) for part, rows in c.inputs.items())
+        kernel = self._matrix("shortconv.conv" if alone else "ssm_conv1d", c.channels, c.kernel).dequantize()
+        layer = Recurrent(inputs, np.ascontiguousarray(kernel.T))
+        if not alone:
+            layer.decay, layer.dt_bias = self._folded("ssm_a", c.heads), self._folded("ssm_dt.bias", c.heads)
+            layer.norm = self._folded("ssm_norm.weight", c.values if c.kind == MAMBA else c.value_dim)
+        if c.kind == MAMBA:
+            layer.skip, layer.convolution_bias = (
+                self._folded("ssm_d", c.heads),
+                self._folded("ssm_conv1d.bias", c.channels),
+            )
+        return {"o": self._matrix("shortconv.out_proj" if alone else "ssm_out", hidden, c.values), "recurrent": layer}
+
+    def _folded(self, part: str, size: int) -> np.ndarray:
+        """A vector, which llama.cpp has as a matrix in Mamba-2."""
+        tensor = self.file[self._name(part)]
+        if math.prod(tensor.shape) != size:
+            raise BridgeError(f"{tensor.name}: shape {list(tensor.shape)}; must be [{size}]; convert the model again")
+        return np.ascontiguousarray(tensor.dequantize().reshape(size))
 
     def _attention(self) -> dict[str, Any]:
         c = self.config
@@ -175,7 +231,8 @@ class _LayerReader:
                 found[f"{name}_bias"] = None if bias is None else bias[first:stop]
         else:
             for name, (first, stop) in ends.items():
-                found[name] = self._matrix(f"attn_{name}", stop - first, c.hidden)
+                rows = 2 * q if name == "q" and c.graph.output_gate else stop - first
+                found[name] = self._matrix(f"attn_{name}", rows, c.hidden)
                 found[f"{name}_bias"] = self._vector(f"attn_{name}.bias", stop - first)
         if c.graph.layer_norm and self._has("attn_q_norm.weight"):
             raise BridgeError(

@@ -153,7 +153,7 @@ WRONG: dict[str, tuple[Callable[[Record], Any], str]] = {
     "texts in a shape": (lambda p: tensor(p, Q).update(shape=["512", 256]), r"shape's item is '512'"),
     "a large shape": (lambda p: tensor(p, Q).update(shape=[10**9, 256]), r"parts do not make up \[1000000000, 256\]"),
     "a large tensor": (lambda p: larger(p, Q), r"q_proj.weight has shape"),
-    "rows over and over": (lambda p: repeated(p, Q), r"takes rows of .*q_proj.weight more than once"),
+    "rows over and over": (lambda p: repeated(p, Q), r"repeats the rows of .*q_proj.weight"),
     "five dimensions": (lambda p: tensor(p, FREQS).update(shape=[1, 1, 1, 1, 4]), r"at most 4 dimensions"),
     "values of another number": (lambda p: tensor(p, FREQS).update(shape=[10**10]), r"has 4 values for the shape"),
     "values that are texts": (lambda p: tensor(p, FREQS).update(values=["1", "2", "3", "4"]), r"values' item is '1'"),

@@ -19,6 +19,7 @@ from bridge.errors import BridgeError
 from bridge.models import describe_model
 from bridge.models.families import ALL
 from bridge.models.outline import Outline, OutlineTensor, Part
+from bridge.runtime.decoder_config import ARCHITECTURES
 from tests.conftest import CHECKPOINT, ROOT
 from tests.support.make_families import GOLDENS
 
@@ -85,6 +86,18 @@ def test_every_family_has_a_case() -> None:
     assert not [family.arch for family in ALL if not known & {*family.architectures, family.model_type}]
 
 
+def test_the_docs_list_every_family_and_tell_where_it_runs() -> None:
+    """A name of docs/checkpoints.md's table for each of `Family.titles`, in the row of what runs it."""
+    page = (ROOT / "docs/checkpoints.md").read_text(encoding="utf-8")
+    lines = page.partition("| family | `run`, `perplexity`, Python |\n|---|---|\n")[2].partition("\n\n")[0].splitlines()
+    rows = {where: names.split(", ") for names, where in (line.strip("| ").split(" | ") for line in lines)}
+    assert [*rows] == ["yes", "on the CPU", "no, only llama.cpp"]
+    listed = sorted(name for names in rows.values() for name in names)
+    assert listed == sorted(title for family in ALL for title in family.titles)
+    here = {title for family in ALL for title in family.titles if family.arch in ARCHITECTURES}
+    assert {*rows["yes"], *rows["on the CPU"]} == here
+
+
 @pytest.mark.parametrize(
     ("name", "change", "problem"),
     [
@@ -101,6 +114,13 @@ def test_every_family_has_a_case() -> None:
         ("granite-4", {"mamba_n_heads": 5}, "64 elements of a Mamba layer in 5 heads"),
         ("granite-4", {"position_embedding_type": "rope"}, "position_embedding_type is 'rope'"),
         ("granite-4", {"layer_types": ["mamba", "mlp", "mamba"]}, "no tensor of a granitehybrid model"),
+        ("gemma3n", {"num_kv_shared_layers": 2}, "2 of 4 layers use the keys of earlier ones"),
+        ("gemma3n", {"activation_sparsity_pattern": 4 * [0.0]}, "activation_sparsity_pattern is"),
+        ("gemma3n", {"laurel_rank": 32}, "laurel_rank is 32"),
+        ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
+        ("llama4", {"use_qk_norm": False}, "use_qk_norm is False; llama.cpp has True for 4 experts"),
+        ("llama4", {"no_rope_layers": [1, 1, 1, 1]}, "no_rope_layers is"),
+        ("llama4", {"attention_chunk_size": 1024}, "attention_chunk_size is 1024"),
         ("hunyuan", {"rope_parameters": {"rope_type": "dynamic", "alpha": "x"}}, "alpha is 'x'"),
     ],
 )

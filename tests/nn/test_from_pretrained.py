@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,37 @@ def test_from_pretrained_keeps_the_weights_packed(kind: str, folders: Any) -> No
         assert (model(TOKENS).logits - own).norm() < 0.05 * own.norm()  # what Q8_0 costs
         assert model.generate(TOKENS, **GREEDY).shape[1] <= 12
     assert model.generation_config.eos_token_id
+
+
+def test_a_model_is_loaded_without_its_vocabularys_index(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which takes 50 MB for 128,000 tokens, and AutoTokenizer makes its own."""
+    ends = sorted(Tokenizer(bridge.open_gguf(folders("llama") / "m.gguf").metadata).stops)
+
+    def made(self: Tokenizer, metadata: Any) -> None:
+        raise AssertionError("a tokenizer was made")
+
+    monkeypatch.setattr(Tokenizer, "__init__", made)
+    assert load(folders("llama")).generation_config.eos_token_id == ends
+
+
+IMPORTED = """
+import sys
+import transformers.models.llama.modeling_llama, transformers.generation.utils
+before = set(sys.modules)
+import bridge.transformers
+print(*{name.partition(".")[0] for name in sys.modules.keys() - before} - sys.stdlib_module_names)
+print(*{name for name in sys.modules.keys() - before if name.count(".") == 1 and name.startswith("bridge.")})
+"""
+
+
+@pytest.mark.exhaustive
+def test_the_import_adds_no_more_than_the_kernels_and_the_table_of_models() -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, check=True)
+    others, own = (set(line.split()) for line in done.stdout.splitlines())
+    assert "numba" in others
+    parts = {"bridge", "gguf", "llvmlite", "numba", "numpy", "sentencepiece", "tokenizers", "transformers", "yaml"}
+    assert others <= parts
+    assert not own & {f"bridge.{part}" for part in ("cli", "conversion", "cuda", "encode", "quantize", "serve")}
 
 
 def test_a_batch_with_padding_is_generated_as_each_by_itself(folders: Any) -> None:

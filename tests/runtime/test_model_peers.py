@@ -29,7 +29,7 @@ torch = pytest.importorskip("torch")
 
 WINDOWS, WINDOW = 3, 256
 LEFT_TO_LLAMA_CPP = {
-    "qwen3-next", "qwen3.5", "qwen3.5-moe", "qwen3.5-vl", "granite-4", "lfm2", "lfm2-moe",
+    "nemotron-h", "nemotron-h-moe", "mistral4", "llama4", "phimoe", "gemma3n", "gemma4", "gemma4-dense", "gemma4-moe",
 }  # fmt: skip
 LIMITS = {
     "deepseek2-lite": (1e-3, 1e-3, 1e-3), "deepseek3": (1e-6, 1e-6, 1e-5), "glm4-moe-lite": (1e-6, 1e-6, 1e-5),
@@ -108,7 +108,8 @@ def test_a_familys_graph_is_that_of_llama_cpp_and_of_transformers(name: str, tmp
     model = bridge.Model.load(path, kv="f32", context=LENGTH)
     prompt = model.logits(tokens)
     losses = [-log_softmax(rows[:-1])[np.arange(LENGTH - 1), tokens[1:]].mean() for rows in (prompt, peer)]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-2)  # weights of no training carry rounding far
+    far = 1e-2 if model.config.recurrent is None else 0.1  # weights of no training carry rounding far, states farther
+    assert losses[0] == pytest.approx(losses[1], abs=far)
     decoder = model._decoder
     decoder.prepare()
     decoder.cache.length = 0

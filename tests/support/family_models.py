@@ -28,6 +28,16 @@ DELTA: dict[str, Any] = {
         "mrope_section": [1, 1, 0], "mrope_interleaved": True, "partial_rotary_factor": 0.25},
 }  # fmt: skip
 
+GEMMA4: dict[str, Any] = {
+    "num_hidden_layers": 4, "head_dim": 16, "sliding_window": 32, "tie_word_embeddings": True,
+    "hidden_size_per_layer_input": 0, "final_logit_softcapping": 30.0,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}  # fmt: skip
+
+NEMOTRON: dict[str, Any] = {
+    "head_dim": 16, "ssm_state_size": 16, "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2,
+}  # fmt: skip
+
 
 # name -> (config class of transformers, its fields beside TEXT, or a model of several parts)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -111,12 +121,51 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}}),
     "minimax-m2": ("MiniMaxM2Config", {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 4,
         "num_experts_per_tok": 2, "intermediate_size": 32}),
+    "gemma4": ("Gemma4TextConfig", {**GEMMA4, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 2048,
+        "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "per_layer_config": {
+            str(layer): {"head_dim": 32} for layer in (1, 3)}}),
+    "gemma4-dense": ("Gemma4TextConfig", {**GEMMA4, "attention_k_eq_v": True, "num_key_value_heads": 2,
+        "per_layer_config": {str(layer): {"head_dim": 32, "num_key_value_heads": 1} for layer in (1, 3)}}),
+    "gemma4-moe": ("Gemma4TextConfig", {**GEMMA4, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2,
+        "moe_intermediate_size": 16, "per_layer_config": {str(layer): {"head_dim": 32} for layer in (1, 3)}}),
+    "gemma3n": ("Gemma3nTextConfig", {"num_hidden_layers": 4, "head_dim": 16, "tie_word_embeddings": True,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 0, "sliding_window": 32,
+        "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 2048, "laurel_rank": 64,
+        "activation_sparsity_pattern": 4 * [0.95]}),
+    "mistral4": ("Mistral3Config", {**wrapped("mistral4", {"model_type": "pixtral", "hidden_size": 16,
+        "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}, q_lora_rank=16, kv_lora_rank=16,
+        qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=12, n_routed_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=16, n_shared_experts=1, num_key_value_heads=4, rope_parameters={"type": "yarn",
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+            "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+            "partial_rotary_factor": 0.5}), "spatial_merge_size": 2}),
+    "llama4": ("Llama4TextConfig", {"num_hidden_layers": 4, "head_dim": 8, "intermediate_size_mlp": 64,
+        "intermediate_size": 48, "num_local_experts": 4, "interleave_moe_layer_step": 2}),
+    "phimoe": ("PhimoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True,
+        "lm_head_bias": True, "sliding_window": None, "original_max_position_embeddings": 256}),
+    "nemotron-h": ("NemotronHConfig", {**NEMOTRON, "layers_block_type": ["mamba", "mlp", "attention", "mamba"]}),
+    "nemotron-h-moe": ("NemotronHConfig", {**NEMOTRON, "layers_block_type": ["mamba", "moe", "attention", "moe"],
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "moe_shared_expert_intermediate_size": 24}),
     "gpt-oss": ("GptOssConfig", {"head_dim": 16, "num_hidden_layers": 3, "num_local_experts": 3,
         "num_experts_per_tok": 2, "sliding_window": 32, "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0,
             "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0}}),
 }  # fmt: skip
+# whose GGUFs cannot become checkpoints again
+ONE_WAY = {
+    "nemotron-h",
+    "nemotron-h-moe",
+    "mistral4",
+    "llama4",
+    "phimoe",
+    "gemma3n",
+    "gemma4",
+    "gemma4-dense",
+    "gemma4-moe",
+}
 # what transformers names otherwise than the published config.json
 PUBLISHED_AS: dict[str, dict[str, str]] = {
+    "phimoe": {"PhimoeForCausalLM": "PhiMoEForCausalLM"},
     "granite-4": {'"linear_attention"': '"mamba"', '"full_attention"': '"attention"'},
 }
 
@@ -148,6 +197,7 @@ def new_model(name: str, **fields: Any) -> Any:
     import transformers
 
     kind, own = (MODELS | TEMPLATES)[name]
+    torch.manual_seed(7)  # what `randomized` leaves, such as the time steps of Mamba
     parts = "text_config" in own
     config = getattr(transformers, kind)(**({} if parts or name in TEMPLATES else TEXT) | own | fields)
     auto = transformers.AutoModelForImageTextToText if parts else transformers.AutoModelForCausalLM

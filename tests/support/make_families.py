@@ -26,7 +26,9 @@ from tests.support.family_models import MODELS, PUBLISHED_AS, TEMPLATES, copy_to
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDENS = ROOT / "tests/data/converter"
-UNKNOWN = {"bitnet"}  # models under names of transformers that the converter does not know
+_LARGEST = 2.0**62  # a checksum of integers
+# under names of transformers that the converter does not know; with transformers 5 it takes each Nemotron-H for a MoE
+UNKNOWN = {"bitnet", "nemotron-h"}
 
 
 def values_of(name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -44,7 +46,8 @@ def coarse_values_of(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 def checksum(values: np.ndarray) -> int:
     """Of values rounded to 1/1024: exponentials differ in their last bits between libraries."""
-    return zlib.crc32(np.round(values.astype(np.float64) * 1024).astype("<i8").tobytes())
+    whole = np.round(values.astype(np.float64) * 1024)
+    return zlib.crc32(np.clip(whole, -_LARGEST, _LARGEST).astype("<i8").tobytes())
 
 
 # models with a layer that predicts a further token, which transformers drops -> how its config counts such layers

@@ -7,7 +7,9 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("code", ["import bridge.quantize", "import bridge.cli; bridge.cli.main(['inspect', 'none'])"])
+@pytest.mark.parametrize(
+    "code", ["import bridge.quantize", "import bridge.nn", "import bridge.cli; bridge.cli.main(['inspect', 'none'])"]
+)
 @pytest.mark.parametrize("given", [None, "ACTIVE"])
 def test_openmp_is_told_before_torch_is_loaded(code: str, given: str | None) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}

@@ -1,4 +1,4 @@
-"""The known families, by every name that a config.json may have for them."""
+"""The known families. Where an architecture's name stands for several, the first that is chosen."""
 
 from bridge.models.families.bitnet import BITNET
 from bridge.models.families.command_r import COMMAND_R
@@ -6,6 +6,8 @@ from bridge.models.families.deepseek import DEEPSEEK2, GLM4_MOE_LITE
 from bridge.models.families.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
 from bridge.models.families.exaone4 import EXAONE4
 from bridge.models.families.gemma import GEMMA2, GEMMA3
+from bridge.models.families.gemma3n import GEMMA3N
+from bridge.models.families.gemma4 import GEMMA4
 from bridge.models.families.glm4 import GLM4, GLM4_MOE, GLM4V_MOE
 from bridge.models.families.gpt2 import GPT2
 from bridge.models.families.gpt_oss import GPT_OSS
@@ -14,12 +16,16 @@ from bridge.models.families.granite_hybrid import GRANITE_HYBRID
 from bridge.models.families.hunyuan import HUNYUAN
 from bridge.models.families.lfm2 import LFM2, LFM2_MOE
 from bridge.models.families.llama import LLAMA
+from bridge.models.families.llama4 import LLAMA4
 from bridge.models.families.minimax_m2 import MINIMAX_M2
 from bridge.models.families.mistral import MISTRAL, MIXTRAL
 from bridge.models.families.mistral3 import MISTRAL3
+from bridge.models.families.mistral4 import MISTRAL4
+from bridge.models.families.nemotron_h import NEMOTRON_H, NEMOTRON_H_MOE
 from bridge.models.families.olmo2 import OLMO2
 from bridge.models.families.olmo3 import OLMO3
 from bridge.models.families.phi3 import PHI3
+from bridge.models.families.phimoe import PHIMOE
 from bridge.models.families.qwen2 import QWEN2, QWEN2_MOE
 from bridge.models.families.qwen3 import QWEN3, QWEN3_MOE
 from bridge.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
@@ -28,12 +34,12 @@ from bridge.models.families.qwen_vl import QWEN2_VL, QWEN3_VL, QWEN3_VL_MOE
 from bridge.models.families.seed_oss import SEED_OSS
 from bridge.models.families.smollm3 import SMOLLM3
 from bridge.models.families.starcoder2 import STARCODER2
-from bridge.models.family import Family
 
 ALL = (
-    LLAMA, MISTRAL, MIXTRAL, MISTRAL3, QWEN2, QWEN2_MOE, QWEN2_VL, QWEN3, QWEN3_MOE, QWEN3_VL, QWEN3_VL_MOE, QWEN3_NEXT,
-    SMOLLM3, GRANITE, PHI3, GEMMA2, GEMMA3, GLM4, GLM4_MOE, OLMO2, COMMAND_R, STARCODER2, GPT2, DEEPSEEK2,
-    GPT_OSS, BITNET, QWEN3_5, QWEN3_5_MOE, SEED_OSS, OLMO3, EXAONE4, ERNIE4_5, ERNIE4_5_MOE,
-    GRANITE_MOE, LFM2, LFM2_MOE, HUNYUAN, MINIMAX_M2, GLM4_MOE_LITE, GLM4V_MOE, GRANITE_HYBRID,
+    LLAMA, LLAMA4, MISTRAL, MIXTRAL, MISTRAL4, MISTRAL3, PHIMOE, QWEN2, QWEN2_MOE, QWEN2_VL, QWEN3, QWEN3_MOE,
+    QWEN3_VL, QWEN3_VL_MOE, QWEN3_NEXT, SMOLLM3, GRANITE, PHI3, GEMMA2, GEMMA3, GEMMA3N, GEMMA4, GLM4, GLM4_MOE,
+    OLMO2, COMMAND_R, STARCODER2, GPT2, DEEPSEEK2, GPT_OSS, BITNET, QWEN3_5, QWEN3_5_MOE, SEED_OSS, OLMO3, EXAONE4,
+    ERNIE4_5, ERNIE4_5_MOE, GRANITE_MOE, LFM2, LFM2_MOE, HUNYUAN, MINIMAX_M2, GLM4_MOE_LITE, GLM4V_MOE,
+    GRANITE_HYBRID,
+    NEMOTRON_H_MOE, NEMOTRON_H,
 )  # fmt: skip
-FAMILIES: dict[str, Family] = {name: family for family in ALL for name in (*family.architectures, family.model_type)}

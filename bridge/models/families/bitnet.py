@@ -27,6 +27,7 @@ def _notes(config: Config) -> list[str]:
 
 
 BITNET = Family(
+    titles=("BitNet¹¹",),
     arch="bitnet",
     architectures=("BitNetForCausalLM",),
     model_type="bitnet",

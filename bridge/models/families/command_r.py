@@ -14,6 +14,7 @@ def _logits(config: Config, _args: Arguments) -> dict[str, Any]:
 
 
 COMMAND_R = Family(
+    titles=("Command-R",),
     arch="command-r",
     architectures=("CohereForCausalLM",),
     model_type="cohere",

@@ -48,7 +48,7 @@ def _values(args: Arguments, source: str) -> tuple[Part, ...]:
     return tuple(Part(source, (m["v_head"], m["lora"]), r, stored=(args.heads * each, m["lora"])) for r in rows)
 
 
-def _latent(config: Config, args: Arguments) -> dict[str, Any]:
+def latent(config: Config, args: Arguments) -> dict[str, Any]:
     m, rules = args.sizes, rope_rules(config)
     scoring = config.get("scoring_func") or ("softmax" if config.get("model_type") == "deepseek_v2" else "sigmoid")
     scaling: dict[str, Any] = {"rope.scaling.attn_factor": None}
@@ -75,7 +75,35 @@ def _latent(config: Config, args: Arguments) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def latent_table(*experts: Row, indexer: tuple[Row, ...] = ()) -> tuple[Row, ...]:
+    """The table of an architecture with DeepSeek's attention; `indexer`: what chooses the tokens to attend to."""
+    return decoder(
+            Row("input_layernorm", "hidden"),
+            Row("self_attn.q_proj", "q hidden", when=lambda args: not args.more["q_lora"]),
+            Row("self_attn.q_a_proj", "q_lora hidden", when=lambda args: bool(args.more["q_lora"])),
+            Row("self_attn.q_a_layernorm", "q_lora", when=lambda args: bool(args.more["q_lora"])),
+            Row("self_attn.q_b_proj", "q q_lora", when=lambda args: bool(args.more["q_lora"])),
+            Row("self_attn.kv_a_proj_with_mqa", "lora+rope hidden"),
+            Row("self_attn.kv_a_layernorm", "lora"),
+            Row("self_attn.kv_b_proj", "heads lora nope", parts=_keys, name="attn_k_b.weight", floats="F16"),
+            Row("self_attn.kv_b_proj", "heads v_head lora", parts=_values, name="attn_v_b.weight"),
+            Row("self_attn.o_proj", "hidden attended"),
+            *indexer,
+            Row("post_attention_layernorm", "hidden"),
+            *leading(*gated_mlp("mlp", "inner")),
+            *sparse(
+                *experts,
+                Row(
+                    "mlp.gate.e_score_correction_bias", "experts", exact=True, name="exp_probs_b.bias", optional=True,
+                ),
+                *gated_mlp("mlp.shared_experts", "shared"),
+            ),
+            *prediction(),
+    )  # fmt: skip
+
+
 DEEPSEEK2 = Family(
+    titles=("DeepSeek V2 and V3", "Kimi K2 and K2.5"),
     arch="deepseek2",
     architectures=(
         "DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM", "KimiK2ForCausalLM", "KimiK25ForConditionalGeneration",
@@ -85,36 +113,16 @@ DEEPSEEK2 = Family(
     expects=(SILU,),
     names={"num_experts": "n_routed_experts", "head_dim": "qk_rope_head_dim"},
     sizes=_sizes,
-    metadata=_latent,
+    metadata=latent,
     wrapped=True,
     predicts="dropped",
-    table=decoder(
-        Row("input_layernorm", "hidden"),
-        Row("self_attn.q_proj", "q hidden", when=lambda args: not args.more["q_lora"]),
-        Row("self_attn.q_a_proj", "q_lora hidden", when=lambda args: bool(args.more["q_lora"])),
-        Row("self_attn.q_a_layernorm", "q_lora", when=lambda args: bool(args.more["q_lora"])),
-        Row("self_attn.q_b_proj", "q q_lora", when=lambda args: bool(args.more["q_lora"])),
-        Row("self_attn.kv_a_proj_with_mqa", "lora+rope hidden"),
-        Row("self_attn.kv_a_layernorm", "lora"),
-        Row("self_attn.kv_b_proj", "heads lora nope", parts=_keys, name="attn_k_b.weight", floats="F16"),
-        Row("self_attn.kv_b_proj", "heads v_head lora", parts=_values, name="attn_v_b.weight"),
-        Row("self_attn.o_proj", "hidden attended"),
-        Row("post_attention_layernorm", "hidden"),
-        *leading(*gated_mlp("mlp", "inner")),
-        *sparse(
-            *EXPERTS,
-            Row(
-                "mlp.gate.e_score_correction_bias", "experts", exact=True, name="exp_probs_b.bias", optional=True,
-            ),
-            *gated_mlp("mlp.shared_experts", "shared"),
-        ),
-        *prediction(),
-    ),
+    table=latent_table(*EXPERTS),
 )  # fmt: skip
 
 # GLM-4.7-Flash
 GLM4_MOE_LITE = replace(
     DEEPSEEK2,
+    titles=("GLM-4.7 Flash",),
     architectures=("Glm4MoeLiteForCausalLM",),
     predicts="carried",
     model_type="glm4_moe_lite",

@@ -27,6 +27,7 @@ _UNKNOWN = "llama.cpp's converter knows no such model"
 _ATTENTION = (Row("input_layernorm", "hidden"), *attention(), Row("post_attention_layernorm", "hidden"))
 
 ERNIE4_5 = Family(
+    titles=("ERNIE 4.5",),
     arch="ernie4_5",
     architectures=("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"),
     model_type="ernie4_5",
@@ -56,6 +57,7 @@ def _router(config: Config, args: Arguments) -> dict[str, Any]:
 
 ERNIE4_5_MOE = replace(
     ERNIE4_5,
+    titles=("ERNIE 4.5 MoE",),
     arch="ernie4_5-moe",
     architectures=("Ernie4_5_MoeForCausalLM",),
     model_type="ernie4_5_moe",

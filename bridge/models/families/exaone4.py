@@ -23,6 +23,7 @@ def _windows(config: Config, args: Arguments) -> dict[str, Any]:
 
 
 EXAONE4 = Family(
+    titles=("EXAONE 4",),
     arch="exaone4",
     architectures=("Exaone4ForCausalLM",),
     model_type="exaone4",

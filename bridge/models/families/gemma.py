@@ -12,7 +12,7 @@ from bridge.models.family import NO_BIASES, NO_OTHER, NORM, Expected, Family, Ro
 from bridge.models.model_config import Config
 from bridge.models.rope import rope_number, rope_rules
 
-_GELU = Expected("hidden_act", ("gelu_pytorch_tanh", "gelu_new"), NO_OTHER)
+GELU = Expected("hidden_act", ("gelu_pytorch_tanh", "gelu_new"), NO_OTHER)
 _LARGEST = {"gemma2": 46, "gemma3": 62}  # layers of the 27 B models
 
 
@@ -68,17 +68,19 @@ def _table(*norms: Row) -> tuple[Row, ...]:
 _KEYS = {"tie_word_embeddings": True, "head_dim": 256, "max_position_embeddings": 8192}
 
 GEMMA2 = Family(
+    titles=("Gemma 2",),
     arch="gemma2",
     architectures=("Gemma2ForCausalLM",),
     model_type="gemma2",
     keys=_KEYS,
-    expects=(_GELU, NO_BIASES),
+    expects=(GELU, NO_BIASES),
     names={"hidden_act": "hidden_activation"},
     metadata=_gemma2,
     table=_table(),
 )
 
 GEMMA3 = Family(
+    titles=("Gemma 3",),
     arch="gemma3",
     architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
     model_type="gemma3_text",

@@ -26,6 +26,7 @@ from bridge.models.model_config import Config
 from bridge.models.prediction import prediction
 
 GLM4 = Family(
+    titles=("GLM-4-0414",),
     arch="glm4",
     architectures=("Glm4ForCausalLM",),
     model_type="glm4",
@@ -58,6 +59,7 @@ def _router(config: Config, _args: Arguments) -> dict[str, Any]:
 
 
 GLM4_MOE = Family(
+    titles=("GLM-4.5 to 4.7",),
     arch="glm4moe",
     architectures=("Glm4MoeForCausalLM",),
     model_type="glm4_moe",
@@ -96,6 +98,7 @@ def _vision_router(config: Config, args: Arguments) -> dict[str, Any]:
 # the language model of GLM-4.5V and 4.6V
 GLM4V_MOE = replace(
     GLM4_MOE,
+    titles=("GLM-4.5V and 4.6V",),
     architectures=("Glm4vMoeForConditionalGeneration",),
     model_type="glm4v_moe",
     keys={**GLM4_MOE.keys, "attention_bias": True},

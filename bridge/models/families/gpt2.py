@@ -14,6 +14,7 @@ def _conv1d(name: str, shape: str, columns_of: tuple[str, ...] = ()) -> Row:
 
 
 GPT2 = Family(
+    titles=("GPT-2",),
     arch="gpt2",
     architectures=("GPT2LMHeadModel",),
     model_type="gpt2",

@@ -41,6 +41,7 @@ def _biases(size: str, start: int = 0, step: int = 1) -> Callable[[Arguments, st
 
 
 GPT_OSS = Family(
+    titles=("gpt-oss",),
     arch="gpt-oss",
     architectures=("GptOssForCausalLM",),
     model_type="gpt_oss",

@@ -25,7 +25,14 @@ def _factors(config: Config, _args: Arguments) -> dict[str, Any]:
     }
 
 
-GRANITE = replace(LLAMA, arch="granite", architectures=("GraniteForCausalLM",), model_type="granite", metadata=_factors)
+GRANITE = replace(
+    LLAMA,
+    titles=("Granite 3",),
+    arch="granite",
+    architectures=("GraniteForCausalLM",),
+    model_type="granite",
+    metadata=_factors,
+)
 
 
 def _shared(config: Config, _args: Arguments) -> dict[str, int]:
@@ -65,6 +72,7 @@ STACKED = (
 
 GRANITE_MOE = replace(
     GRANITE,
+    titles=("Granite 3 MoE",),
     arch="granitemoe",
     architectures=("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"),
     model_type="granitemoe",

@@ -26,6 +26,7 @@ def _stretched(config: Config, args: Arguments) -> dict[str, Any]:
 
 
 HUNYUAN = Family(
+    titles=("Hunyuan (dense)",),
     arch="hunyuan-dense",
     architectures=("HunYuanDenseV1ForCausalLM",),
     model_type="hunyuan_v1_dense",

@@ -74,6 +74,7 @@ _LAYERS = (
 _NORM = Row("model.embedding_norm", "hidden")
 
 LFM2 = Family(
+    titles=("LFM2",),
     arch="lfm2",
     architectures=("Lfm2ForCausalLM", "LFM2ForCausalLM"),
     model_type="lfm2",
@@ -87,6 +88,7 @@ LFM2 = Family(
 
 LFM2_MOE = replace(
     LFM2,
+    titles=("LFM2 MoE",),
     arch="lfm2moe",
     architectures=("Lfm2MoeForCausalLM",),
     model_type="lfm2_moe",

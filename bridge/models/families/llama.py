@@ -3,6 +3,7 @@
 from bridge.models.family import Family, Row, attention, configured, decoder, gated_mlp
 
 LLAMA = Family(
+    titles=("Llama 1 to 3.x",),
     arch="llama",
     architectures=("LlamaForCausalLM", "LLaMAForCausalLM"),  # the second is from its first weeks
     model_type="llama",

@@ -15,6 +15,7 @@ def _router(_config: Config, args: Arguments) -> dict[str, Any]:
 
 
 MINIMAX_M2 = Family(
+    titles=("MiniMax M2",),
     arch="minimax-m2",
     architectures=("MiniMaxM2ForCausalLM",),
     model_type="minimax_m2",

@@ -14,6 +14,7 @@ _ATTENTION = (
 )
 
 MISTRAL = Family(
+    titles=("Mistral",),
     arch="llama",
     architectures=("MistralForCausalLM",),
     model_type="mistral",
@@ -22,6 +23,7 @@ MISTRAL = Family(
 )
 
 MIXTRAL = Family(
+    titles=("Mixtral",),
     arch="llama",
     architectures=("MixtralForCausalLM",),
     model_type="mixtral",

@@ -28,6 +28,7 @@ def _temperature(config: Config, args: Arguments) -> dict[str, Any]:
 
 MISTRAL3 = replace(
     MISTRAL,
+    titles=("Mistral Small 3.1", "Ministral 3"),
     arch="mistral3",
     architectures=("Mistral3ForConditionalGeneration", "Ministral3ForCausalLM"),
     model_type="mistral3",

@@ -3,6 +3,7 @@
 from bridge.models.family import NO_BIASES, SILU, Family, Row, attention, decoder, gated_mlp
 
 OLMO2 = Family(
+    titles=("OLMo 2",),
     arch="olmo2",
     architectures=("Olmo2ForCausalLM",),
     model_type="olmo2",

@@ -15,6 +15,7 @@ def _windows(config: Config, args: Arguments) -> dict[str, Any]:
 
 OLMO3 = replace(
     OLMO2,
+    titles=("OLMo 3",),
     architectures=("Olmo3ForCausalLM",),
     model_type="olmo3",
     keys={**OLMO2.keys, "rope_theta": 500000.0},

@@ -17,6 +17,7 @@ def _context(config: Config, args: Arguments) -> dict[str, Any]:
 
 
 PHI3 = Family(
+    titles=("Phi-3 to Phi-4",),
     arch="phi3",
     architectures=("Phi3ForCausalLM",),
     model_type="phi3",

@@ -26,6 +26,7 @@ _ATTENTION = (
 )
 
 QWEN2 = Family(
+    titles=("Qwen2 and 2.5",),
     arch="qwen2",
     architectures=("Qwen2ForCausalLM",),
     model_type="qwen2",
@@ -34,6 +35,7 @@ QWEN2 = Family(
 )
 
 QWEN2_MOE = Family(
+    titles=("Qwen2-MoE",),
     arch="qwen2moe",
     architectures=("Qwen2MoeForCausalLM",),
     model_type="qwen2_moe",

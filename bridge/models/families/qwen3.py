@@ -26,6 +26,7 @@ _ATTENTION = (
 )
 
 QWEN3 = Family(
+    titles=("Qwen3",),
     arch="qwen3",
     architectures=("Qwen3ForCausalLM",),
     model_type="qwen3",
@@ -34,6 +35,7 @@ QWEN3 = Family(
 )
 
 QWEN3_MOE = Family(
+    titles=("Qwen3-MoE",),
     arch="qwen3moe",
     architectures=("Qwen3MoeForCausalLM",),
     model_type="qwen3_moe",

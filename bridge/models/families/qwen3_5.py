@@ -83,6 +83,7 @@ _EXPERT_KEYS = ("num_experts", "moe_intermediate_size", "shared_expert_intermedi
 
 QWEN3_5 = replace(
     QWEN3_NEXT,
+    titles=("Qwen3.5 and 3.6",),
     arch="qwen35",
     architectures=("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"),
     model_type="qwen3_5",
@@ -96,6 +97,7 @@ QWEN3_5 = replace(
 
 QWEN3_5_MOE = replace(
     QWEN3_5,
+    titles=("Qwen3.5 and 3.6 MoE",),
     arch="qwen35moe",
     architectures=("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM"),
     model_type="qwen3_5_moe",

@@ -82,6 +82,7 @@ FULL = (
 SHARED = (Row("mlp.shared_expert_gate", "hidden"), *gated_mlp("mlp.shared_expert", "shared"))
 
 QWEN3_NEXT = Family(
+    titles=("Qwen3-Next",),
     arch="qwen3next",
     architectures=("Qwen3NextForCausalLM",),
     model_type="qwen3_next",

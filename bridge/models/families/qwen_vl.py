@@ -30,6 +30,7 @@ def _deepstack(config: Config, args: Arguments) -> dict[str, Any]:
 
 QWEN2_VL = replace(
     QWEN2,
+    titles=("Qwen2-VL and 2.5-VL",),
     arch="qwen2vl",
     architectures=("Qwen2_5_VLForConditionalGeneration", "Qwen2VLForConditionalGeneration"),
     model_type="qwen2_5_vl",
@@ -39,6 +40,7 @@ QWEN2_VL = replace(
 
 QWEN3_VL = replace(
     QWEN3,
+    titles=("Qwen3-VL",),
     arch="qwen3vl",
     architectures=("Qwen3VLForConditionalGeneration",),
     model_type="qwen3_vl",
@@ -48,6 +50,7 @@ QWEN3_VL = replace(
 
 QWEN3_VL_MOE = replace(
     QWEN3_MOE,
+    titles=("Qwen3-VL-MoE",),
     arch="qwen3vlmoe",
     architectures=("Qwen3VLMoeForConditionalGeneration",),
     model_type="qwen3_vl_moe",

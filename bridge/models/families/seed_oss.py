@@ -5,6 +5,7 @@ from bridge.models.family import SILU, Expected, Family, Row, attention, configu
 _NONE = "llama.cpp's graph for this architecture has no such biases"
 
 SEED_OSS = Family(
+    titles=("Seed-OSS",),
     arch="seed_oss",
     architectures=("SeedOssForCausalLM",),
     model_type="seed_oss",

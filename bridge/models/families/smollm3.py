@@ -19,6 +19,7 @@ def _every_fourth(config: Config, args: Arguments) -> dict[str, Any]:
 
 SMOLLM3 = replace(
     LLAMA,
+    titles=("SmolLM3",),
     arch="smollm3",
     architectures=("SmolLM3ForCausalLM",),
     model_type="smollm3",

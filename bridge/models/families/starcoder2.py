@@ -5,6 +5,7 @@ from dataclasses import replace
 from bridge.models.family import NO_OTHER, NORM, Expected, Family, Row, attention, decoder, required
 
 STARCODER2 = Family(
+    titles=("StarCoder2",),
     arch="starcoder2",
     architectures=("Starcoder2ForCausalLM",),
     model_type="starcoder2",

@@ -164,13 +164,31 @@ def _add_rows(x, table, start, count, _0, _1, _2, first, last):
             values[i] += row[i]
 
 
+def _split_gate(both, q, heads, head_dim, _0, _1, _2, first, last):
+    """q [tokens, heads, head_dim] of [tokens, heads, 2, head_dim], where each head's gate follows its q."""
+    for head in range(first * heads, last * heads):
+        source = floats(both + 8 * head_dim * head, head_dim)
+        y = floats(q + 4 * head_dim * head, head_dim)
+        for i in range(head_dim):
+            y[i] = source[i]
+
+
+def _gate_heads(both, x, heads, head_dim, _0, _1, _2, first, last):
+    """x [tokens, heads, head_dim] *= sigmoid of the gates that `split_gate` left."""
+    for head in range(first * heads, last * heads):
+        gate = floats(both + 8 * head_dim * head + 4 * head_dim, head_dim)
+        y = floats(x + 4 * head_dim * head, head_dim)
+        for i in range(head_dim):
+            y[i] /= np.float32(1.0) + exp(-gate[i])
+
+
 @cache
 def function(name: str) -> Any:
-    """norm, layer_norm, swiglu, geglu, gelu, reglu2, scale, add or add_rows as a numba CFunc, whose `.address` is
-    callable."""
+    """One of the functions named below as a numba CFunc, whose `.address` is callable."""
     functions = {
         "norm": _norm, "layer_norm": _layer_norm, "swiglu": _swiglu, "geglu": _geglu, "gelu": _gelu,
         "reglu2": _reglu2, "scale": _scale, "add": _add, "add_rows": _add_rows,
+        "split_gate": _split_gate, "gate_heads": _gate_heads,
     }  # fmt: skip
     return c_function(functions[name])
 

@@ -1,6 +1,7 @@
 """Which engine multiplies a matrix on this machine; portable.py says what an engine is."""
 
 import warnings
+from collections.abc import Callable
 from functools import cache
 
 from bridge.blocks.read import READ
@@ -24,10 +25,11 @@ def unprepared(matrix: RawMatrix) -> Engine:
     return Dequantizing(matrix)
 
 
-def prepare(matrix: RawMatrix) -> Engine:
-    """The fastest engine of this machine, with its own copy of the weights."""
+def prepare(matrix: RawMatrix, done: Callable[[int, int], None] | None = None) -> Engine:
+    """The fastest engine of this machine, with its own copy of the weights; `done` is told which bytes have been copied
+    (see `Prepared`)."""
     if matrix.type in READ and (target := targets.chosen()) != targets.PORTABLE:
-        return Prepared(matrix, target)
+        return Prepared(matrix, target, done)
     return unprepared(matrix)
 
 

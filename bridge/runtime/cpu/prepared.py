@@ -1,5 +1,6 @@
 """A repacked copy of a tensor, in memory of its own."""
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -14,7 +15,8 @@ from bridge.system.fork_locks import ForkLock
 from bridge.system.row_threads import thread_limit
 
 _HUGE = 1 << 21  # bytes of a huge page
-_SLAB = 16 * _HUGE  # small tensors share memory of this size
+_SLAB = 64 * _HUGE  # small tensors share memory of this size
+_PART = 4 << 20  # bytes that a thread repacks at a time
 
 
 def on_huge_pages(nbytes: int) -> np.ndarray:
@@ -28,7 +30,8 @@ class _Slabs:
     """Memory aligned to cache lines, in huge pages; small tensors share slabs.
 
     A matrix of 2 MB on pages of 4 KB costs 600 page faults and has its addresses translated 600 times a product.
-    A slab lives as long as one of its tensors; its untouched pages take no memory.
+    A slab lives as long as one of its tensors; its untouched pages take no memory. The last page that is touched is
+    seldom full: in slabs of 32 MB, that is 2% of the weights, in those of 128 MB 0.5%.
     """
 
     def __init__(self) -> None:
@@ -50,29 +53,36 @@ _slabs = _Slabs()
 
 
 class Prepared(Interleaved):
-    """The engine of a prepared tensor."""
+    """The engine of a prepared tensor.
 
-    def __init__(self, matrix: RawMatrix, target: str):
+    done  called with the first byte of `raw` that was repacked and the one after the last, for each part of it
+    """
+
+    def __init__(self, matrix: RawMatrix, target: str, done: Callable[[int, int], None] | None = None):
         super().__init__(matrix, target)
         self.name = f"{target}/{matrix.type.lower()}, {self.lanes} rows interleaved"
         self.memory = _slabs.take(self.groups * self.stride)
         self.address = self.memory.ctypes.data
-        self._repack()
+        self._repack(done)
 
-    def _repack(self) -> None:
+    def _repack(self, done: Callable[[int, int], None] | None) -> None:
         raw, rows = self.matrix.raw, self.matrix.shape[0]
         repack = repacker(self.block.name, self.lanes).ctypes  # lets other threads run
         codes_from = self.layout.codes_from(self.blocks)
         threads = pool.get_num_threads()
-        step = max(-(-self.groups // (4 * threads)), pool.MIN_BYTES_TO_SHARE // self.stride + 1)
+        most = max(1, _PART // self.stride)
+        step = min(most, max(-(-self.groups // (4 * threads)), pool.MIN_BYTES_TO_SHARE // self.stride + 1))
         starts = range(0, self.groups, step)
 
         bad = np.full(len(starts), rows, np.int64)
+        row_bytes = raw.size // rows
 
         def part(i: int) -> None:
             last = min(starts[i] + step, self.groups)
-            sizes = rows, raw.size // rows, self.stride, codes_from
+            sizes = rows, row_bytes, self.stride, codes_from
             repack(raw.ctypes.data, *sizes, self.address, bad[i:].ctypes.data, starts[i], last)
+            if done is not None:
+                done(starts[i] * self.lanes * row_bytes, min(last * self.lanes, rows) * row_bytes)
 
         if len(starts) < 2 or threads < 2:
             for i in range(len(starts)):

@@ -41,21 +41,16 @@ class Tokenizer:
     what cuts ordinary text."""
 
     def __init__(self, metadata: Mapping[str, Any]):
-        tokens = _items(metadata, "tokens", str)
-        if not tokens:
-            raise BridgeError("tokenizer.ggml.tokens is missing from the GGUF; it has no tokenizer that can be used")
-        self.tokens: list[str] = tokens
-        self.types: list[int] = _items(metadata, "token_type", int, len(tokens)) or [NORMAL] * len(tokens)
+        self.tokens: list[str] = _tokens(metadata)
+        count = len(self.tokens)
+        self.types: list[int] = _items(metadata, "token_type", int, count) or [NORMAL] * count
         self.cutter = self._cutter(metadata)
-        self.bos = self._role_token(metadata, "bos")
-        self.eos = self._role_token(metadata, "eos")
+        self.bos = _role_token(metadata, "bos", count)
+        self.eos = _role_token(metadata, "eos", count)
         add_bos = metadata.get("tokenizer.ggml.add_bos_token", self.cutter.add_bos)
         self.add_bos = bool(add_bos) and self.bos is not None
         self.add_eos = bool(metadata.get("tokenizer.ggml.add_eos_token", False)) and self.eos is not None
-        named = {self._role_token(metadata, role) for role in ("eos", "eot", "eom")}
-        self.stops = frozenset(t for t in named if t is not None) | {
-            i for i, text in enumerate(self.tokens) if text in KNOWN_ENDS
-        }
+        self.stops = stop_tokens(metadata)
         self._special = {True: self._pattern({CONTROL, UNKNOWN, USER_DEFINED}), False: self._pattern({USER_DEFINED})}
         self._pieces: dict[int, bytes] = {}
 
@@ -150,17 +145,34 @@ class Tokenizer:
         if model == "llama":
             scores = _items(metadata, "scores", float, len(self.tokens)) or [0.0] * len(self.tokens)
             prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-            return SentencePiece(self.tokens, self.types, scores, self._role_token(metadata, "unknown"), prefix)
+            unknown = _role_token(metadata, "unknown", len(self.tokens))
+            return SentencePiece(self.tokens, self.types, scores, unknown, prefix)
         raise BridgeError(f"tokenizer.ggml.model is {model!r}; must be gpt2 (byte-level BPE) or llama")
-
-    def _role_token(self, metadata: Mapping[str, Any], role: str) -> int | None:
-        token = metadata.get(f"tokenizer.ggml.{role}_token_id")
-        return token if isinstance(token, int) and 0 <= token < len(self.tokens) else None
 
     def _pattern(self, kinds: set[int]) -> tuple[re.Pattern[str] | None, dict[str, int]]:
         index = {self.tokens[i]: i for i, kind in enumerate(self.types) if kind in kinds and self.tokens[i]}
         longest_first: Sequence[str] = sorted(index, key=len, reverse=True)
         return (re.compile(f"({'|'.join(map(re.escape, longest_first))})") if index else None), index
+
+
+def stop_tokens(metadata: Mapping[str, Any]) -> frozenset[int]:
+    """The ids that end a reply: those of such roles, and tokens of known names. BridgeError: there are no tokens."""
+    tokens = _tokens(metadata)
+    named = {_role_token(metadata, role, len(tokens)) for role in ("eos", "eot", "eom")}
+    return frozenset(t for t in named if t is not None) | {i for i, text in enumerate(tokens) if text in KNOWN_ENDS}
+
+
+def _tokens(metadata: Mapping[str, Any]) -> list[str]:
+    tokens = _items(metadata, "tokens", str)
+    if not tokens:
+        raise BridgeError("tokenizer.ggml.tokens is missing from the GGUF; it has no tokenizer that can be used")
+    return tokens
+
+
+def _role_token(metadata: Mapping[str, Any], role: str, tokens: int) -> int | None:
+    """The id of a role, where it is one of so many tokens."""
+    token = metadata.get(f"tokenizer.ggml.{role}_token_id")
+    return token if isinstance(token, int) and 0 <= token < tokens else None
 
 
 def _items(metadata: Mapping[str, Any], key: str, kind: type, count: int | None = None) -> list[Any]:

@@ -1,0 +1,171 @@
+"""Gemma 4: local and global layers with heads of two sizes, networks of two widths, experts in some models.
+
+Global layers rotate the first share of a head's pairs. Their values may be their keys (no v_proj). The last layers may
+use the keys and values of earlier ones. Small models add an embedding of every token to every layer.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from bridge.models.arguments import Arguments
+from bridge.models.families.gemma import GELU
+from bridge.models.family import (
+    EMBEDDINGS,
+    NO_BIASES,
+    NO_OTHER,
+    Expected,
+    Family,
+    Row,
+    decoder,
+    experts_with_gate_up,
+    gated_mlp,
+)
+from bridge.models.model_config import Config
+from bridge.models.rope import global_layers, rope_number, rope_rules
+
+_GLOBAL = "full_attention"
+
+
+def _sizes(config: Config, args: Arguments) -> dict[str, int]:
+    head, kv_heads = global_layers(config)
+    each = config.side("hidden_size_per_layer_input") if config.get("hidden_size_per_layer_input") else 0
+    moe = bool(config.get("enable_moe_block"))
+    double = 2 if config.get("use_double_wide_mlp") else 1
+    return {
+        "one": 1, "global_head": head, "global_q": args.heads * head, "global_kv_heads": kv_heads,
+        "global_kv": kv_heads * head, "keys_are_values": int(bool(config.get("attention_k_eq_v"))),
+        "own_kv": args.layers - (config.integer("num_kv_shared_layers") if config.get("num_kv_shared_layers") else 0),
+        "last_inner": double * args.inner, "each_input": each, "inputs": args.layers * each,
+        "input_vocab": config.side("vocab_size_per_layer_input", args.vocab) if each else 0,
+        "experts": config.side("num_experts") if moe else 0,
+        "expert": config.side("moe_intermediate_size") if moe else 0,
+    }  # fmt: skip
+
+
+def layers_with_window(args: Arguments) -> list[bool]:
+    return [kind != _GLOBAL for kind in args.kinds]
+
+
+def local_base(config: Config) -> float:
+    """The base of rotation in layers with a window."""
+    return rope_number(config, rope_rules(config).get("sliding_attention") or {}, "rope_theta", 10000.0)
+
+
+def _metadata(config: Config, args: Arguments) -> dict[str, Any]:
+    m, windows = args.more, layers_with_window(args)
+    keys: dict[str, Any] = {
+        "attention.key_length": m["global_head"], "attention.value_length": m["global_head"],
+        "attention.key_length_swa": args.head_dim, "attention.value_length_swa": args.head_dim,
+        "rope.dimension_count": m["global_head"], "rope.dimension_count_swa": args.head_dim,
+        "rope.freq_base_swa": local_base(config),
+        "attention.sliding_window": config.integer("sliding_window", 512),
+        "attention.sliding_window_pattern": windows,
+        "attention.shared_kv_layers": args.layers - m["own_kv"],
+        "embedding_length_per_layer_input": m["each_input"],
+    }  # fmt: skip
+    if m["last_inner"] != args.inner:
+        keys["feed_forward_length"] = [args.inner if i < m["own_kv"] else m["last_inner"] for i in range(args.layers)]
+    if m["global_kv_heads"] != args.kv_heads:
+        keys["attention.head_count_kv"] = [args.kv_heads if window else m["global_kv_heads"] for window in windows]
+    if m["experts"]:
+        keys |= {
+            "expert_count": m["experts"], "expert_used_count": config.integer("top_k_experts"),
+            "expert_feed_forward_length": m["expert"],
+        }  # fmt: skip
+    if config.get("final_logit_softcapping"):
+        keys["final_logit_softcapping"] = config.number("final_logit_softcapping")
+    return keys
+
+
+def _attention(q: str, kv: str, head: str, chosen: Callable[[str], bool]) -> tuple[Row, ...]:
+    """The attention of local or of global layers, which have keys and values if they do not use earlier ones."""
+
+    def here(args: Arguments, layer: int) -> bool:
+        return chosen(args.kinds[layer])
+
+    def own(args: Arguments, layer: int) -> bool:
+        return here(args, layer) and layer < args.more["own_kv"]
+
+    def others(args: Arguments, layer: int) -> bool:
+        return here(args, layer) and layer >= args.more["own_kv"]
+
+    def values(args: Arguments, layer: int) -> bool:
+        return own(args, layer) and not (args.kinds[layer] == _GLOBAL and args.more["keys_are_values"])
+
+    made = (
+        Row("self_attn.k_proj", f"{kv} hidden", layers=own), Row("self_attn.v_proj", f"{kv} hidden", layers=values),
+        Row("self_attn.k_norm", head, layers=own),
+    )  # fmt: skip
+    return (
+        Row("self_attn.q_proj", f"{q} hidden", layers=here),
+        Row("self_attn.q_norm", head, layers=here),
+        *made,
+        *(replace(row, layers=others, optional=True) for row in made),
+        Row("self_attn.o_proj", f"hidden {q}", layers=here),
+    )
+
+
+def _inputs(args: Arguments) -> bool:
+    return args.more["inputs"] > 0
+
+
+def _experts(args: Arguments) -> bool:
+    return args.more["experts"] > 0
+
+
+def _with(rule: Callable[[Arguments], bool], *rows: Row) -> tuple[Row, ...]:
+    return tuple(replace(row, when=rule) for row in rows)
+
+
+# an embedding of each token for every layer, and how a layer takes it
+INPUTS = _with(
+    _inputs,
+    Row("model.embed_tokens_per_layer", "input_vocab inputs"),
+    Row("model.per_layer_model_projection", "inputs hidden", floats="F16"),
+    Row("model.per_layer_projection_norm", "each_input"),
+)
+INPUT_OF_LAYER = _with(
+    _inputs,
+    Row("per_layer_input_gate", "each_input hidden"),
+    Row("per_layer_projection", "hidden each_input"),
+    Row("post_per_layer_input_norm", "hidden"),
+)
+NORMS = (
+    Row("input_layernorm", "hidden"), Row("post_attention_layernorm", "hidden"),
+    Row("pre_feedforward_layernorm", "hidden"), Row("post_feedforward_layernorm", "hidden"),
+)  # fmt: skip
+
+GEMMA4 = Family(
+    titles=("Gemma 4 (also MoE)",),
+    arch="gemma4",
+    architectures=("Gemma4ForConditionalGeneration", "Gemma4ForCausalLM"),
+    model_type="gemma4_text",
+    keys={"tie_word_embeddings": True, "head_dim": 256, "layer_types": None},
+    expects=(GELU, NO_BIASES, Expected("use_bidirectional_attention", (None, "vision"), NO_OTHER)),
+    names={"hidden_act": "hidden_activation"},
+    sizes=_sizes,
+    metadata=_metadata,
+    wrapped=True,
+    reversible=False,
+    table=decoder(
+        *NORMS,
+        *_attention("q", "kv", "head", lambda kind: kind != _GLOBAL),
+        *_attention("global_q", "global_kv", "global_head", lambda kind: kind == _GLOBAL),
+        *(replace(r, layers=lambda args, layer: layer < args.more["own_kv"]) for r in gated_mlp("mlp", "inner")),
+        *(replace(r, layers=lambda args, layer: layer >= args.more["own_kv"]) for r in gated_mlp("mlp", "last_inner")),
+        *_with(
+            _experts,
+            Row("post_feedforward_layernorm_1", "hidden"),
+            Row("pre_feedforward_layernorm_2", "hidden"),
+            Row("post_feedforward_layernorm_2", "hidden"),
+            Row("router.proj", "experts hidden", floats="F32"),
+            Row("router.scale", "hidden", exact=True, name="ffn_gate_inp.scale"),
+            Row("router.per_expert_scale", "experts", exact=True, name="ffn_down_exps.scale"),
+            *experts_with_gate_up("experts"),
+        ),
+        *INPUT_OF_LAYER,
+        Row("layer_scalar", "one", exact=True),
+        first=(EMBEDDINGS, *INPUTS),
+    ),
+)  # fmt: skip

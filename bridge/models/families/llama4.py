@@ -1,0 +1,76 @@
+"""Llama 4: every second layer or every one has experts and a shared one; every fourth attends to all, unrotated.
+
+The others attend to chunks of 8192 tokens. llama.cpp normalizes q and k but in the model of 128 experts.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from bridge.errors import BridgeError
+from bridge.models.arguments import Arguments
+from bridge.models.family import SILU, Expected, Family, Row, attention, configured, decoder, gated_mlp
+from bridge.models.model_config import Config
+
+_BUILT_IN = "llama.cpp's graph has it built in"
+_MOST = 128  # experts, of Maverick
+
+
+def _sizes(config: Config, args: Arguments) -> dict[str, int]:
+    return {"step": config.integer("interleave_moe_layer_step", 1), "shared": args.expert_inner}
+
+
+def _metadata(config: Config, args: Arguments) -> dict[str, Any]:
+    rotated = [int((layer + 1) % 4 != 0) for layer in range(args.layers)]
+    config.expect("no_rope_layers", (rotated, []), _BUILT_IN, rotated)
+    normed = args.experts != _MOST
+    if args.qk_norm != normed:
+        own = f"{normed} for {args.experts} experts"
+        raise BridgeError(f"{config.path}: use_qk_norm is {args.qk_norm}; llama.cpp has {own}")
+    return {"interleave_moe_layer_step": args.more["step"]}
+
+
+def _sparse(args: Arguments, layer: int) -> bool:
+    return (layer + 1) % args.more["step"] == 0
+
+
+def _dense(args: Arguments, layer: int) -> bool:
+    return not _sparse(args, layer)
+
+
+_EXPERTS = "feed_forward.experts"
+
+LLAMA4 = Family(
+    titles=("Llama 4",),
+    arch="llama4",
+    architectures=("Llama4ForConditionalGeneration", "Llama4ForCausalLM"),
+    model_type="llama4_text",
+    keys={
+        "rope_theta": 500000.0, "attention_bias": False, "num_experts": None, "moe_intermediate_size": None,
+        "use_qk_norm": True, "rms_norm_eps": 1e-5,
+    },
+    expects=(
+        SILU, Expected("attention_chunk_size", (8192,), _BUILT_IN), Expected("floor_scale", (8192,), _BUILT_IN),
+        Expected("attn_scale", (0.1,), _BUILT_IN), Expected("attn_temperature_tuning", (True, 4), _BUILT_IN),
+    ),
+    names={"intermediate_size": "intermediate_size_mlp", "moe_intermediate_size": "intermediate_size"},
+    sizes=_sizes,
+    metadata=_metadata,
+    wrapped=True,
+    reversible=False,
+    table=decoder(
+        Row("input_layernorm", "hidden"),
+        *attention(bias=configured, o_bias=configured),
+        Row("post_attention_layernorm", "hidden"),
+        *(replace(row, layers=_dense) for row in gated_mlp("feed_forward", "inner")),
+        *(
+            replace(row, layers=_sparse)
+            for row in (
+                Row("feed_forward.router", "experts hidden", floats="F32"),
+                Row(f"{_EXPERTS}.*.gate_proj", "expert hidden", (f"{_EXPERTS}.gate_up_proj[0/2]^",)),
+                Row(f"{_EXPERTS}.*.up_proj", "expert hidden", (f"{_EXPERTS}.gate_up_proj[1/2]^",)),
+                Row(f"{_EXPERTS}.*.down_proj", "hidden expert", (f"{_EXPERTS}.down_proj^",)),
+                *gated_mlp("feed_forward.shared_expert", "shared"),
+            )
+        ),
+    ),
+)  # fmt: skip

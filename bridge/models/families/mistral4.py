@@ -1,0 +1,36 @@
+"""Mistral 4: DeepSeek's attention and experts, stretched by yarn as Ministral 3 is, inside a vision model.
+
+q is multiplied by a temperature that grows with the position beyond the original context.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from bridge.models.arguments import Arguments
+from bridge.models.families.deepseek import DEEPSEEK2, latent, latent_table
+from bridge.models.family import Row, experts_with_gate_up
+from bridge.models.model_config import Config
+from bridge.models.rope import rope_number, rope_rules
+
+
+def _metadata(config: Config, args: Arguments) -> dict[str, Any]:
+    keys = {**latent(config, args), "expert_gating_func": 1}  # softmax
+    if args.rope.original_context and rope_rules(config).get("llama_4_scaling_beta"):
+        keys["attention.temperature_scale"] = rope_number(config, rope_rules(config), "llama_4_scaling_beta")
+        keys["attention.temperature_length"] = args.rope.original_context
+    return keys
+
+
+MISTRAL4 = replace(
+    DEEPSEEK2,
+    titles=("Mistral 4",),
+    arch="mistral4",
+    architectures=("Mistral3ForConditionalGeneration", "Mistral4ForCausalLM"),
+    model_type="mistral4",
+    keys={**DEEPSEEK2.keys, "partial_rotary_factor": 1.0},
+    chosen=lambda config: (config.get("text_config") or {}).get("model_type", "mistral4") == "mistral4",
+    metadata=_metadata,
+    predicts=None,
+    reversible=False,
+    table=latent_table(Row("mlp.gate", "experts hidden", floats="F32"), *experts_with_gate_up("mlp.experts")),
+)

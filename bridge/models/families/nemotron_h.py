@@ -1,0 +1,121 @@
+"""Nemotron-H and Nemotron 3 Nano: every layer is one thing: Mamba-2, attention without rotation, a network or experts.
+
+Networks are down(relu(up(x))^2). A bias is added to the router's sigmoid to choose experts, but not to weight them.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from bridge.models.arguments import Arguments
+from bridge.models.families.mamba2 import mamba2, mamba2_keys, mamba2_sizes
+from bridge.models.family import NO_BIASES, NO_OTHER, Expected, Family, Row, decoder
+from bridge.models.model_config import Config
+
+_KINDS = {
+    "mamba": ("mamba", "linear_attention", "M"), "attention": ("attention", "full_attention", "*"),
+    "network": ("mlp", "-"), "experts": ("moe", "E"),
+}  # fmt: skip
+
+
+def _is(kind: str) -> Callable[[Arguments, int], bool]:
+    return lambda args, layer: args.kinds[layer] in _KINDS[kind]
+
+
+def _sizes(config: Config, args: Arguments) -> dict[str, int]:
+    heads, groups = config.side("mamba_num_heads"), config.side("n_groups")
+    inner = heads * config.side("mamba_head_dim")
+    config.within_sides("mamba_num_heads times mamba_head_dim", inner)
+    return mamba2_sizes(heads, inner, groups, config.side("ssm_state_size"), config.side("conv_kernel"))
+
+
+def _metadata(config: Config, args: Arguments) -> dict[str, Any]:
+    width = args.expert_inner or args.inner
+    network, attention = _is("experts" if args.experts else "network"), _is("attention")
+    return {
+        **mamba2_keys(args),
+        "feed_forward_length": [width if network(args, i) else 0 for i in range(args.layers)],
+        "attention.head_count_kv": [args.kv_heads if attention(args, i) else 0 for i in range(args.layers)],
+        "rope.dimension_count": args.hidden // args.heads, "rope.scaling.finetuned": False,
+    }  # fmt: skip
+
+
+def _router(config: Config, args: Arguments) -> dict[str, Any]:
+    return {
+        **_metadata(config, args),
+        "expert_shared_count": config.integer("n_shared_experts", 1),
+        "expert_weights_norm": bool(config.get("norm_topk_prob", True)),
+        "expert_weights_scale": config.number("routed_scaling_factor", 1.0),
+        "expert_group_count": config.integer("n_group", 1),
+        "expert_group_used_count": config.integer("topk_group", 1),
+    }
+
+
+def _network(module: str, inner: str) -> tuple[Row, ...]:
+    up = f"{module}.up_proj"
+    return Row(up, f"{inner} hidden"), Row(f"{module}.down_proj", f"hidden {inner}", columns_of=(up,))
+
+
+def _table(kind: str, *rows: Row) -> tuple[Row, ...]:
+    return decoder(
+        Row("norm", "hidden"),
+        *mamba2("mixer", _is("mamba")),
+        *(
+            Row(f"mixer.{part}_proj", shape, layers=_is("attention"), interleaved=part in "qk")
+            for part, shape in (("q", "q hidden"), ("k", "kv hidden"), ("v", "kv hidden"), ("o", "hidden q"))
+        ),
+        *(replace(row, layers=_is(kind)) for row in rows),
+        first=(Row("backbone.embeddings", "vocab hidden"),),
+        norm=Row("backbone.norm_f", "hidden"),
+        block="backbone.layers",
+    )
+
+
+NEMOTRON_H = Family(
+    titles=("Nemotron-H",),
+    arch="nemotron_h",
+    architectures=("NemotronHForCausalLM",),
+    model_type="nemotron_h",
+    keys={"head_dim": 128, "layer_types": None, "rms_norm_eps": 1e-5},
+    expects=(
+        Expected("mlp_hidden_act", ("relu2",), NO_OTHER), NO_BIASES, Expected("mlp_bias", (False,), NO_OTHER),
+        Expected("use_bias", (False,), NO_OTHER), Expected("mamba_proj_bias", (False,), NO_OTHER),
+        Expected("use_conv_bias", (True,), NO_OTHER),
+    ),
+    names={"layer_types": "layers_block_type", "rms_norm_eps": "layer_norm_epsilon"},
+    sizes=_sizes,
+    metadata=_metadata,
+    layer_norm=True,
+    rotary=False,
+    predicts="dropped",
+    reversible=False,
+    table=_table("network", *_network("mixer", "inner")),
+)  # fmt: skip
+
+NEMOTRON_H_MOE = replace(
+    NEMOTRON_H,
+    titles=("Nemotron 3 (without latent experts)",),
+    arch="nemotron_h_moe",
+    chosen=lambda config: not {*_KINDS["experts"]}.isdisjoint(
+        config.get("layers_block_type", config.get("hybrid_override_pattern", ()))
+    ),
+    keys={
+        **NEMOTRON_H.keys, "num_experts": None, "moe_intermediate_size": None, "shared_expert_intermediate_size": None,
+    },
+    expects=(*NEMOTRON_H.expects, Expected("moe_latent_size", (None,), NO_OTHER)),
+    names={
+        **NEMOTRON_H.names, "num_experts": "n_routed_experts",
+        "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
+    },
+    metadata=_router,
+    table=_table(
+        "experts",
+        Row("mixer.gate", "experts hidden", floats="F32"),
+        Row("mixer.gate.e_score_correction_bias", "experts", exact=True, name="exp_probs_b.bias"),
+        *(
+            replace(row, name=f"ffn_{part}_exps.weight")
+            for row, part in zip(_network("mixer.experts.*", "expert"), ("up", "down"), strict=True)
+        ),
+        *_network("mixer.shared_experts", "shared"),
+    ),
+)  # fmt: skip

@@ -1,0 +1,101 @@
+"""What a GGUF's metadata says of layers with a state: which layers they are, and how their states are shaped.
+
+    lfm2, lfm2moe                  a short convolution between two gates; the state is what it still looks back at
+    qwen3next, qwen35, qwen35moe   a gated delta net: a convolution, and for each head a matrix that it edits
+    granitehybrid                  Mamba-2: the same, but the matrix is only added to
+
+The other layers of these models have attention. See cpu/recurrent_ops.py for what the layers compute.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bridge.errors import BridgeError
+
+CONVOLUTION, DELTA, MAMBA = "convolution", "delta", "mamba"
+_KINDS = {
+    "lfm2": CONVOLUTION, "lfm2moe": CONVOLUTION, "qwen3next": DELTA, "qwen35": DELTA, "qwen35moe": DELTA,
+    "granitehybrid": MAMBA,
+}  # fmt: skip
+_INTERVAL = 4  # of the layers with full attention, where a delta net's metadata does not say
+
+Get = Callable[..., Any]  # reads a key of the architecture: its name, kind and default
+
+
+@dataclass(frozen=True)
+class RecurrentConfig:
+    """The layers with a state; a convolution alone has no heads."""
+
+    kind: str
+    layers: tuple[bool, ...]  # whether a layer is one of them
+    kernel: int  # tokens that the convolution sees
+    channels: int  # values that it makes
+    heads: int = 0  # states
+    groups: int = 0  # heads of keys and queries, which several states share
+    key_dim: int = 0  # rows of a state
+    value_dim: int = 0  # its columns
+    tiled: bool = False  # state h has the keys of head h modulo `groups`, rather than of head h * groups / heads
+    joined: bool = False  # a delta net's beta and alpha come of one matrix, group by group
+
+    @property
+    def values(self) -> int:
+        """Values of all heads, the columns of the output matrix."""
+        return self.heads * self.value_dim or self.channels
+
+    @property
+    def inputs(self) -> dict[str, int]:
+        """The matrices that a layer's input is multiplied by, and their rows."""
+        if self.kind == CONVOLUTION:
+            return {"shortconv.in_proj": 3 * self.channels}
+        if self.kind == MAMBA:
+            return {"ssm_in": self.values + self.channels + self.heads}
+        gates = {"ssm_ba": 2 * self.heads} if self.joined else {"ssm_beta": self.heads, "ssm_alpha": self.heads}
+        return {"attn_qkv": self.channels, "attn_gate": self.values, **gates}
+
+    def place(self, layer: int) -> int:
+        """The number of a layer among those of its own kind: with a state or with attention."""
+        return sum(kind == self.layers[layer] for kind in self.layers[:layer])
+
+
+def read_recurrent(metadata: Mapping[str, Any], arch: str, layers: int, get: Get, path: Path) -> RecurrentConfig | None:
+    """The layers with a state of an architecture that has some; else None.
+
+    Raises BridgeError where a key is missing or sizes do not divide.
+    """
+    kind = _KINDS.get(arch)
+    if kind is None:
+        return None
+    recurrent = _layers_with_state(metadata, arch, kind, layers, path)
+    if kind == CONVOLUTION:
+        return RecurrentConfig(kind, recurrent, get("shortconv.l_cache", int), get("embedding_length", int))
+    heads, groups = get("ssm.time_step_rank", int), get("ssm.group_count", int)
+    inner, key_dim = get("ssm.inner_size", int), get("ssm.state_size", int)
+    if inner % heads or heads % groups or inner % groups:
+        raise BridgeError(
+            f"{path}: {inner} values in {heads} heads that share {groups} groups cannot run here; convert the model "
+            "again"
+        )
+    return RecurrentConfig(
+        kind, recurrent, get("ssm.conv_kernel", int), inner + 2 * groups * key_dim, heads, groups, key_dim,
+        inner // heads, tiled=arch in ("qwen35", "qwen35moe"), joined=arch == "qwen3next",
+    )  # fmt: skip
+
+
+def _layers_with_state(metadata: Mapping[str, Any], arch: str, kind: str, layers: int, path: Path) -> tuple[bool, ...]:
+    """Those without key-value heads; of a delta net those that the metadata names, or all but every n-th."""
+    found = metadata.get(f"{arch}.attention.recurrent_layers")
+    if kind != DELTA:
+        heads = metadata.get(f"{arch}.attention.head_count_kv")
+        found = [count == 0 for count in heads] if isinstance(heads, list) else None
+        if found is None:
+            raise BridgeError(
+                f"{path}: {arch}.attention.head_count_kv is {heads!r}; must be a list, one for each layer"
+            )
+    elif found is None:
+        interval = int(metadata.get(f"{arch}.full_attention_interval", _INTERVAL))
+        found = [(layer + 1) % interval != 0 for layer in range(layers)]
+    if len(found) < layers:
+        raise BridgeError(f"{path}: {arch} names {len(found)} of {layers} layers; convert the model again")
+    return tuple(bool(one) for one in found[:layers])

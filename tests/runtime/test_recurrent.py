@@ -1,0 +1,243 @@
+"""Layers with a state compute what transformers does, however a text is cut, and go back to copies of their state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import bridge
+from bridge.errors import BridgeError
+from bridge.runtime import decoder as decoder_module
+from bridge.runtime.cpu.program import Program
+from bridge.runtime.model import Model
+from bridge.runtime.recurrent import RecurrentBuffers
+from bridge.runtime.recurrent_config import CONVOLUTION, DELTA, MAMBA, RecurrentConfig
+from bridge.runtime.recurrent_state import COPIES, RecurrentState
+from bridge.runtime.weights import Recurrent
+from scripts.peers.predictions import mean_kl
+from tests.support.family_models import copy_tokenizer, new_model, randomized
+
+torch = pytest.importorskip("torch")
+
+FAMILIES = ["lfm2", "lfm2-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next", "granite-4"]
+TOKENS = np.random.default_rng(1).integers(0, 2048, 48).tolist()
+GREEDY: dict[str, Any] = {"temperature": 0}
+
+Made = tuple[Path, Any]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
+    """A family's small model in float32: the GGUF and transformers' model."""
+    found: dict[str, Made] = {}
+
+    def make(name: str) -> Made:
+        if name not in found:
+            folder = tmp_path_factory.mktemp(name)
+            reference = randomized(new_model(name))
+            reference.save_pretrained(folder / "model", save_original_format=True)
+            bridge.convert(copy_tokenizer(folder / "model"), folder / "m.gguf", tensor_types=[(".*", "F32")])
+            found[name] = folder / "m.gguf", reference
+        return found[name]
+
+    return make
+
+
+def loaded(path: Path, **options: Any) -> Model:
+    return bridge.Model.load(path, **{"context": 200, "precision": "f32", "kv": "f32"} | options)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_gives_the_logits_of_transformers_however_its_tokens_are_read(
+    name: str, made: Callable[[str], Made], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, reference = made(name)
+    with torch.no_grad():
+        expected = reference(torch.tensor([TOKENS])).logits[0].numpy()
+    model = loaded(path)
+    assert mean_kl(expected, model.logits(TOKENS)) < 1e-9
+    monkeypatch.setattr(decoder_module, "BATCH", 5)  # more tokens than the convolution sees, and in the end fewer
+    assert mean_kl(expected, model.logits(TOKENS)) < 1e-9
+    decoder = model._decoder
+    decoder.cache.length = 0
+    assert mean_kl(expected, np.array([decoder.next_scores(token).copy() for token in TOKENS])) < 1e-9
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3.5"])
+def test_a_prompt_is_read_again_from_the_last_copy_that_fits(
+    name: str, made: Callable[[str], Made], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoder_module, "BATCH", 16)
+    path, _ = made(name)
+    model = loaded(path)
+
+    def kept_of(prompt: list[int]) -> int:
+        reply = list(model.generate_tokens(prompt, 5, **GREEDY))
+        kept = model.timing.kept_tokens
+        assert reply == list(loaded(path).generate_tokens(prompt, 5, **GREEDY))
+        return kept
+
+    assert kept_of(TOKENS[:40]) == 0
+    assert kept_of(TOKENS[:40]) == 39  # a copy before the last token of each batch
+    assert kept_of([*TOKENS[:40], 7, 8]) == 39
+    assert kept_of([*TOKENS[:36], 7, 8]) == 31
+    assert kept_of([*TOKENS[:20], 7, 8]) == 15
+    assert kept_of([5, *TOKENS[:20]]) == 0
+    reply = list(model.generate_tokens(TOKENS[:20], 5, **GREEDY))
+    assert kept_of([*TOKENS[:20], *reply[:4], 7]) == 24  # where nothing has to be forgotten, all is kept
+
+
+def test_a_state_goes_back_only_to_where_it_was_copied(made: Callable[[str], Made]) -> None:
+    decoder = loaded(made("qwen3.5")[0])._decoder
+    decoder.run(TOKENS[:20])
+    assert [decoder.cache.reach(count) for count in (30, 20, 19, 18)] == [20, 20, 19, 0]
+    with pytest.raises(BridgeError, match="after 18 of 20 tokens is not kept; read the tokens again from 0"):
+        decoder.cache.length = 18
+    decoder.cache.come_back_to(25)
+    decoder.run(TOKENS[20:30])
+    assert decoder.cache.reach(28) == 25
+
+
+def test_copies_are_few_and_spread_over_the_prompt() -> None:
+    state = RecurrentState(RecurrentConfig(CONVOLUTION, (True,), 3, 16))
+    for _ in range(16):
+        state.expect(16)
+        state.append(16)
+    assert len(state.copies) == COPIES
+    assert max(np.diff([0, *sorted(state.copies)])) <= 128
+    assert 255 in state.copies
+    assert state.nbytes == (1 + COPIES) * 2 * 16 * 4
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3.5"])
+def test_sequences_made_together_are_those_made_alone(name: str, made: Callable[[str], Made]) -> None:
+    model = loaded(made(name)[0])
+    shared = "What is that to me? " * 3
+    prompts = ["KING", shared + "Then speak", shared + "no more", "a", shared + "Then speak"]
+    alone = ["".join(model.generate(prompt, 8, **GREEDY)) for prompt in prompts]
+    with model.batch(3) as batch:
+        generations = [batch.add(prompt, 8, **GREEDY) for prompt in prompts]
+        for _ in batch:
+            pass
+    assert [generation.text for generation in generations] == alone
+    assert generations[-1].kept == len(generations[-1].prompt) - 1
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3.5"])
+def test_the_continuations_of_a_context_are_scored_as_by_themselves(name: str, made: Callable[[str], Made]) -> None:
+    path, _ = made(name)
+    context, continuations = TOKENS[:20], [TOKENS[20:24], TOKENS[30:31], TOKENS[40:45]]
+    together = loaded(path).score_continuations(context, continuations)
+    for tokens, found in zip(continuations, together, strict=True):
+        (alone,) = loaded(path).score_continuations(context, [tokens])
+        assert found[0] == pytest.approx(alone[0], rel=1e-5)
+
+
+# the arithmetic, token by token and head by head, in float64
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+def plain_layer(c: RecurrentConfig, layer: Recurrent, inputs: list[np.ndarray], eps: float) -> np.ndarray:
+    """What a layer gives its output matrix for the results of its input matrices, from an empty state."""
+    first = inputs[0].astype(np.float64)
+    if c.kind == CONVOLUTION:
+        b, gate, x = np.split(first, 3, 1)
+        x = b * x
+    elif c.kind == DELTA:
+        x = first
+    else:
+        z, x, dt = np.split(first, [c.values, c.values + c.channels], 1)
+    padded = np.concatenate([np.zeros((c.kernel - 1, c.channels)), x])
+    x = sum(padded[i : i + len(x)] * layer.convolution[i] for i in range(c.kernel))
+    if c.kind == CONVOLUTION:
+        return gate * x
+    keys = c.groups * c.key_dim
+    if c.kind == DELTA:
+        x = silu(x)
+        q, k, v = np.split(x, [keys, 2 * keys], 1)
+        z, *gates = (array.astype(np.float64) for array in inputs[1:])
+        if c.joined:
+            gates = np.split(gates[0].reshape(len(x), c.groups, -1), 2, 2)
+        beta, dt = (gate.reshape(len(x), c.heads) for gate in gates)
+    else:
+        v, k, q = np.split(silu(x + layer.convolution_bias), [c.values, c.values + keys], 1)
+    step = np.log1p(np.exp(dt + layer.dt_bias))
+    rows = []
+    state = np.zeros((c.heads, c.key_dim, c.value_dim))
+    for t in range(len(x)):
+        row = []
+        for h in range(c.heads):
+            group = h % c.groups if c.tiled else h // (c.heads // c.groups)
+            q_t, k_t = (array[t].reshape(c.groups, -1)[group] for array in (q, k))
+            v_t = v[t].reshape(c.heads, -1)[h]
+            state[h] *= np.exp(layer.decay[h] * step[t, h])
+            if c.kind == DELTA:
+                q_t, k_t = (array / np.sqrt(array @ array + 1e-6) for array in (q_t / 1, k_t))
+                u = (v_t - k_t @ state[h]) / (1 + np.exp(-beta[t, h]))
+                q_t = q_t / np.sqrt(c.key_dim)
+            else:
+                u = step[t, h] * v_t
+            state[h] += np.outer(k_t, u)
+            row.append(q_t @ state[h] + (0 if c.kind == DELTA else layer.skip[h] * v_t))
+        rows.append(np.concatenate(row))
+    y = np.array(rows)
+    parts = c.heads if c.kind == DELTA else c.groups
+    y = y if c.kind == DELTA else y * silu(z)
+    grouped = y.reshape(len(y), parts, -1)
+    grouped = grouped / np.sqrt((grouped**2).mean(-1, keepdims=True) + eps)
+    weight = np.tile(layer.norm, c.heads) if c.kind == DELTA else layer.norm
+    return grouped.reshape(y.shape) * weight * (silu(z) if c.kind == DELTA else 1)
+
+
+SHAPES = {
+    "a short convolution": RecurrentConfig(CONVOLUTION, (True,), 3, 80),
+    "a delta net": RecurrentConfig(DELTA, (True,), 4, 2 * 2 * 10 + 4 * 24, 4, 2, 10, 24, tiled=True),
+    "a delta net, joined": RecurrentConfig(DELTA, (True,), 2, 2 * 2 * 16 + 4 * 8, 4, 2, 16, 8, joined=True),
+    "Mamba-2": RecurrentConfig(MAMBA, (True,), 4, 2 * 2 * 10 + 6 * 20, 6, 2, 10, 20),
+    "Mamba-2, large heads": RecurrentConfig(MAMBA, (True,), 4, 2 * 32 + 2 * 64, 2, 1, 32, 64),
+}
+
+
+class _Cache:
+    """As much of a cache as the buffers ask for."""
+
+    def __init__(self, c: RecurrentConfig):
+        self.state = RecurrentState(c)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_arithmetic_is_that_of_the_formulas_and_the_copy_that_of_its_token(shape: str) -> None:
+    c, rng, n = SHAPES[shape], np.random.default_rng(3), 11
+
+    def draw(*size: int) -> np.ndarray:
+        return rng.normal(size=size).astype(np.float32)
+
+    layer = Recurrent(
+        (), draw(c.kernel, c.channels), draw(c.channels) if c.kind == MAMBA else None, -np.exp(draw(c.heads)),
+        draw(c.heads), draw(c.heads), draw(c.values if c.kind == MAMBA else c.value_dim),
+    )  # fmt: skip
+    inputs = [draw(n, rows) for rows in c.inputs.values()]
+    expected = plain_layer(c, layer, inputs, 1e-5)
+
+    def run(cache: Any, first: int, stop: int) -> np.ndarray:
+        buffers = RecurrentBuffers(c, [layer], stop - first, [cache], 1e-5)
+        program = Program()
+        buffers.add(program, 0)
+        for own, values in zip(buffers.inputs, inputs, strict=True):
+            own[:] = values[first:stop]
+        buffers.begin([cache])
+        program.run()
+        cache.state.append(stop - first)
+        return buffers.out.copy()
+
+    cache: Any = _Cache(c)
+    np.testing.assert_allclose(run(cache, 0, n), expected, rtol=1e-4, atol=1e-5)
+    cache.state.cut(n - 1)  # the copy
+    np.testing.assert_allclose(run(cache, n - 1, n), expected[-1:], rtol=1e-4, atol=1e-5)
