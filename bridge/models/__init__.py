@@ -25,7 +25,7 @@ from bridge.models.gguf_tokenizer import read_tokenizer
 from bridge.models.gguf_values import typed
 from bridge.models.model_config import Config
 from bridge.models.outline import Outline, OutlineTensor
-from bridge.models.prediction import left_out, with_prediction, without_prediction
+from bridge.models.prediction import left_out, predicting_in, with_prediction, without_prediction
 from bridge.models.provenance import read_provenance
 from bridge.models.table import all_names, fill_table
 from bridge.models.wrapper import ANY_TEXT, renamed, text_config, text_names
@@ -142,6 +142,8 @@ def tensors_of_gguf(
     longest = max(((name, max(shape)) for name, shape in stored.items()), key=lambda side: side[1])
     values = Config(config, path, longest, family.names, len(stored))
     args = read_arguments(values, family.keys)
+    if family.predicts == "carried":
+        args = replace(args, predicting=predicting_in(stored, args.layers))
     if family.sizes is not None:
         args = replace(args, more=family.sizes(values, args))
     outline = fill_table(family, args, dict.fromkeys(all_names(family, args), ()))

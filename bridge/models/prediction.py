@@ -14,6 +14,7 @@ from bridge.models.arguments import Arguments
 from bridge.models.family import Row
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_BLOCK = re.compile(r"blk\.(\d+)\.")
 _APART = re.compile(r"(?:model\.)?mtp\.(?:layers\.(?P<layer>\d+)\.)?(?P<rest>.*)")
 # names of Qwen's that belong to no layer -> what they are called in one
 _OF_A_LAYER = {
@@ -58,6 +59,11 @@ def without_prediction(names: dict[str, str], layers: int) -> tuple[dict[str, st
         return name.startswith(("mtp.", "model.mtp")) or (found is not None and int(found[1]) >= layers)
 
     return {n: stored for n, stored in names.items() if not one_of_them(n)}, [n for n in names if one_of_them(n)]
+
+
+def predicting_in(stored: Collection[str], layers: int) -> int:
+    """The number of such layers among a GGUF's tensors."""
+    return max(0, max((int(block[1]) + 1 for name in stored if (block := _BLOCK.match(name))), default=0) - layers)
 
 
 def left_out(names: Collection[str]) -> list[str]:
