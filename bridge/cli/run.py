@@ -82,9 +82,9 @@ def add_sampling(p: argparse.ArgumentParser) -> None:
     )
     grammar.add_argument("--regex", metavar="REGEX", help="regular expression that the whole reply matches")
     p.add_argument(
-        "--draft", metavar="ngram|FILE.gguf",
-        help="what guesses tokens, for the same reply sooner: ngram (what followed the last tokens before), or a "
-        "smaller model of the same vocabulary",
+        "--draft", metavar="ngram|mtp|FILE.gguf",
+        help="what guesses tokens, for the same reply sooner: ngram (what followed the last tokens before), mtp (the "
+        "file's own layer for that), or a smaller model of the same vocabulary",
     )  # fmt: skip
     add_options(p, Sampling)
 
@@ -147,9 +147,9 @@ def _draft(a: argparse.Namespace) -> Any:
     """What guesses tokens: a name, a model that is loaded, or None."""
     if a.draft is None:
         return None
-    from bridge.runtime.speculation import DRAFTS
+    from bridge.runtime.speculation import NAMES
 
-    return a.draft if a.draft in DRAFTS else load(a, Path(a.draft), a.context)
+    return a.draft if a.draft in NAMES else load(a, Path(a.draft), a.context)
 
 
 def _text_of(path: Path) -> str:

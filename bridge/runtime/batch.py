@@ -21,12 +21,12 @@ from typing import Any, Self
 
 import numpy as np
 
-from bridge.errors import BridgeError
+from bridge.errors import BridgeError, parameter
 from bridge.runtime.decoder import BATCH, WIDEST
 from bridge.runtime.generation import Reply, ScoredToken, stop_texts
 from bridge.runtime.kv_cache import KVCache
 from bridge.runtime.sampling import Sampler
-from bridge.runtime.speculation import Speculation, drafter_named
+from bridge.runtime.speculation import NgramDrafter, Speculation
 from bridge.runtime.tokenizer import Tokenizer, common_prefix
 from bridge.system.options import check_integer
 
@@ -122,8 +122,8 @@ class Batch:
         draft: str | None = None,
     ):
         check_integer("sequences", sequences, 1, MAX_BATCH)
-        if draft is not None:
-            drafter_named(draft)
+        if draft not in (None, "ngram"):
+            raise BridgeError(f"unknown {parameter('draft')} {draft!r}: several sequences at once take ngram alone")
         self._draft = draft
         self.steps = 0  # passes over the weights for a token of each
         self.step_tokens = 0  # tokens that these made
@@ -199,7 +199,7 @@ class Batch:
         generation = Generation(ids, max_tokens, sampler, Reply(self._tokenizer, stop_texts(stop)), reader)
         generation.respell = conversation
         if self._draft is not None:
-            generation.speculation = Speculation(drafter_named(self._draft), ids)
+            generation.speculation = Speculation(NgramDrafter(), ids)
         if max_tokens or reader:
             self._waiting.append(generation)
         else:

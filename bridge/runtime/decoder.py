@@ -43,7 +43,7 @@ from bridge.runtime.reader import GGUFFile
 from bridge.runtime.sampling import Sampler, drawn_on_host
 from bridge.runtime.tables import DecodeBuffers, Positions, ProgramBuilder, looked_up_in_program
 from bridge.runtime.tokenizer import common_prefix
-from bridge.runtime.weights import read_weights
+from bridge.runtime.weights import Weights, read_weights
 from bridge.system import compiling
 
 BATCH = 512  # tokens that pass through the layers together
@@ -56,9 +56,17 @@ _PARTS = 8  # at most one part in so many of the weights is repacked before a ba
 class Decoder:
     """The layers of a GGUF with a cache of keys and values."""
 
-    def __init__(self, file: GGUFFile, config: DecoderConfig, context: int, kv: str, precision: str):
+    def __init__(
+        self,
+        file: GGUFFile,
+        config: DecoderConfig,
+        context: int,
+        kv: str,
+        precision: str,
+        weights: Weights | None = None,
+    ):
         self.config, self.precision = config, precision
-        weights = read_weights(file, config, whole=True)  # checks what the cache takes memory for
+        weights = weights or read_weights(file, config, whole=True)  # checks what the cache takes memory for
         if weights.positions is not None and context > config.context:
             raise BridgeError(
                 f"{parameter('context', context)}: must be at most {config.context}, the positions that {file.path} has"
@@ -83,6 +91,7 @@ class Decoder:
         self._nbytes = sum(m.nbytes for m in self._matrices)
         self._computing = 0.0  # seconds that tokens have taken so far
         self.preparing = 0.0  # seconds that repacking has taken so far
+        self.followed = np.zeros((0, config.hidden), np.float32)  # normalized states of the last tokens that followed
 
     def begin(self) -> None:
         """Get ready for tokens: nothing to do."""
@@ -109,9 +118,9 @@ class Decoder:
     def _repack(self, matrix: QuantTensor) -> None:
         if not matrix.prepared:
             matrix.prepare(release=True)
-            for buffers in self._steps.values():
-                if buffers.slots is not None:
-                    buffers.slots.refresh(matrix)
+        for buffers in self._steps.values():  # another decoder of the same file may have prepared it
+            if buffers.slots is not None:
+                buffers.slots.refresh(matrix)
 
     def run(self, tokens: Sequence[int], keep: int = 1, cache: KVCache | None = None) -> np.ndarray:
         """Append tokens to the cache; the last `keep` of their normalized hidden states, float32 [keep, hidden].
@@ -175,10 +184,12 @@ class Decoder:
         Each is computed as by a step of its own, to the last bit, where `multiplied_one_by_one` finds nothing.
         """
         buffers = self._buffers_for([self.cache] * len(tokens), len(tokens))
-        hidden = self._through(buffers, tokens)
+        self.followed = self._through(buffers, tokens).copy()
         if buffers.scores.size:
             return self._capped(buffers.scores.copy())
-        return np.concatenate([self.logits(row) for row in hidden[:, None]])  # together, some types have other sums
+        return np.concatenate(
+            [self.logits(row) for row in self.followed[:, None]]
+        )  # together, some types have other sums
 
     def room(self, cache: KVCache | None = None) -> int:
         """The most tokens that a step takes into one context; the first span ends a step, because one is not merged."""
@@ -212,9 +223,7 @@ class Decoder:
         start = compiling.clock()
         buffers.begin(tokens, self._builder.spread(buffers))
         whole = self._full_program(buffers)
-        if not looked_up_in_program(self.embedding):
-            buffers.x[:] = self.embedding.rows(tokens)
-        buffers.embedding.run()
+        self._embed(buffers, tokens)
         if whole is not None:
             whole.run()
         else:
@@ -224,6 +233,12 @@ class Decoder:
             cache.append(part)
         self._computing += compiling.clock() - start
         return buffers.xn
+
+    def _embed(self, buffers: DecodeBuffers, tokens: Sequence[int]) -> None:
+        """What the first layer reads, into `buffers.x`."""
+        if not looked_up_in_program(self.embedding):
+            buffers.x[:] = self.embedding.rows(tokens)
+        buffers.embedding.run()
 
     def _full_program(self, buffers: DecodeBuffers) -> Program | None:
         """The table of the whole way through the layers, if there can be one."""

@@ -29,16 +29,19 @@ from bridge.runtime.decoder import Decoder
 from bridge.runtime.decoder_config import DecoderConfig, read_config
 from bridge.runtime.generation import ScoredToken, scored, stop_texts, until
 from bridge.runtime.lora import add_adapter
+from bridge.runtime.prediction import PredictionHead
 from bridge.runtime.reader import GGUFFile, open_gguf
 from bridge.runtime.sampling import Sampler
 from bridge.runtime.scoring import Pooler, TokenScorer
 from bridge.runtime.speculation import (
     Drafter,
+    HeadDrafter,
     ModelDrafter,
+    NgramDrafter,
     Speculation,
     check_decoder,
     check_draft_model,
-    drafter_named,
+    check_name,
     drawn_with,
 )
 from bridge.runtime.tokenizer import Tokenizer
@@ -82,6 +85,7 @@ class Model:
         self._file = file
         self._lock = ForkLock()  # held while something is computed
         self._turn = 0  # number of the last call: it has the context
+        self._head: PredictionHead | None = None
         self._decoder = self._decoder_on(device, file, kv, precision)
         if len(self.tokenizer) > self._decoder.vocab:
             raise BridgeError(
@@ -177,7 +181,7 @@ class Model:
         with self._lock:
             self._turn += 1
             self._file.close()
-            self._decoder = _Closed(self.path)
+            self._decoder, self._head = _Closed(self.path), None
 
     @property
     def name(self) -> str:
@@ -200,6 +204,8 @@ class Model:
         """Repack the weights now rather than with the first token, or on a GPU upload and compile; returns self."""
         with self._lock:
             self._decoder.prepare()
+            if self._head is not None:
+                self._head.prepare()
         return self
 
     def logits(self, tokens: Sequence[int], last: int | None = None) -> np.ndarray:
@@ -285,8 +291,9 @@ class Model:
         prompt    a text (BOS is added where the file asks for it) or token ids
         stop      texts that end the reply and are not part of it, besides the model's own end tokens
         draft     what guesses tokens, which are then checked several at a time: the reply is the same, and comes sooner
-                  where guesses are right. "ngram": what followed the last tokens when they last came; or another Model
-                  of the same vocabulary, whose context is taken. On the CPU alone; see `bridge.runtime.speculation`
+                  where guesses are right. "ngram": what followed the last tokens when they last came; "mtp": what the
+                  file's own layer for that predicts; or another Model of the same vocabulary, whose context is taken.
+                  On the CPU alone; see `bridge.runtime.speculation`
         sampling  fields of `bridge.runtime.sampling.Sampling`: temperature (0: always the most likely token), top_k,
                   top_p, min_p, seed, repeat_penalty, repeat_last_n, logit_bias ({token id: number added to its logit});
                   and `schema`, a JSON schema (a dict or its text) that the reply fits, or `regex`, an expression that
@@ -484,10 +491,19 @@ class Model:
         if draft is None:
             return None
         check_decoder(self._decoder, self.device)
-        if not isinstance(draft, Model):
-            return drafter_named(draft)
-        check_draft_model(self, draft)
-        return ModelDrafter(draft)
+        if isinstance(draft, Model):
+            check_draft_model(self, draft)
+            return ModelDrafter(draft)
+        check_name(draft)
+        return NgramDrafter() if draft == "ngram" else HeadDrafter(self.prediction_head())
+
+    def prediction_head(self) -> PredictionHead:
+        """The layer that predicts a token further (MTP), on the CPU; BridgeError where the file has none."""
+        with self._lock:
+            if self._head is None:
+                own = self._decoder
+                self._head = PredictionHead(self._file, self.config, self.context, own.cache.kind, own.precision)
+            return self._head
 
     def _tokens(
         self, ids: list[int], max_tokens: int, sampler: Sampler, drafter: Drafter | None = None
@@ -499,6 +515,7 @@ class Model:
             if drafter is None:
                 drawn = decoder.draw(ids, sampler, kept)
             else:
+                kept = timing.kept_tokens = drafter.begin(ids, kept)
                 timing.speculation = Speculation(drafter, ids)
                 drawn = drawn_with(timing.speculation, decoder, ids, sampler, kept)
         begun = compiling.clock() - decoder.preparing

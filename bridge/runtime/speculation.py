@@ -13,10 +13,13 @@ that were all wrong none for as many tokens as this has happened in a row.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
+
+import numpy as np
 
 from bridge.errors import BridgeError, parameter
 from bridge.runtime.decoder import WIDEST, Decoder
+from bridge.runtime.prediction import PredictionHead
 from bridge.runtime.sampling import Sampler
 from bridge.runtime.tokenizer import Tokenizer, common_prefix
 
@@ -25,14 +28,29 @@ _LONGEST_PAUSE = 16  # tokens without guesses
 _ORDERS = (3, 2)  # tokens that must be the same for what followed them to be guessed; the first that is found
 
 
-class Drafter(Protocol):
-    """What guesses the tokens that follow a text."""
+class Drafter:
+    """What guesses the tokens that follow a text.
+
+    first, longest  tokens guessed at first, and after guesses that were all right
+    reads_states    whether it wants the model's states of all tokens
+    """
+
+    first, longest = _FIRST, WIDEST - 1
+    reads_states = False
+
+    def begin(self, tokens: Sequence[int], kept: int) -> int:
+        """How many of the prompt's first tokens the model need not read again, of `kept` that it has."""
+        return kept
+
+    def read(self, at: int, states: np.ndarray) -> None:
+        """The normalized states float32 [n, hidden] of the tokens from position `at` on; they replace earlier ones."""
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
         """Up to `most` tokens that may follow these, all of prompt and reply so far, of which some may be known."""
+        raise NotImplementedError
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Guesses that what followed the last tokens when they last came follows them again.
 
     Saxena 2023, prompt lookup decoding: costs nothing, and is right where a reply quotes the prompt or itself.
@@ -61,10 +79,7 @@ class NgramDrafter:
         return [tokens[at + i % period] for i in range(most)]
 
 
-DRAFTS = {"ngram": NgramDrafter}  # by name
-
-
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """Guesses the tokens that another, smaller model finds most likely; its context is taken for that."""
 
     def __init__(self, model: Any):
@@ -86,6 +101,42 @@ class ModelDrafter:
             return found
 
 
+class HeadDrafter(Drafter):
+    """Guesses what the model's own layer for that predicts (MTP), from the model's states.
+
+    A guess further on is made of the layer's own state in place of the model's.
+    """
+
+    first, longest = 2, 4
+    reads_states = True
+
+    def __init__(self, head: PredictionHead):
+        self._head = head
+        self._states = np.zeros((0, head.config.hidden), np.float32)  # of tokens that the head has not read
+
+    def begin(self, tokens: Sequence[int], kept: int) -> int:
+        """See `Drafter`."""
+        return self._head.begin(tokens, kept)
+
+    def read(self, at: int, states: np.ndarray) -> None:
+        """See `Drafter`."""
+        self._states = np.concatenate([self._states[: at - self._head.pairs], states])
+
+    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
+        """See `Drafter`."""
+        head, new = self._head, len(tokens) - 1 - self._head.pairs
+        state, guess = head.read(self._states[:new], tokens[-new:])
+        self._states = self._states[new:]
+        found = [guess]
+        while len(found) < min(most, head.cache.context - len(tokens) + 1):
+            state, guess = head.read_guess(state, guess)
+            found.append(guess)
+        return found
+
+
+NAMES = "ngram", "mtp"  # of drafters
+
+
 class Speculation:
     """The guesses for one text: how many, and how far they were right.
 
@@ -96,10 +147,10 @@ class Speculation:
     def __init__(self, drafter: Drafter, prompt: Sequence[int]):
         self.drafted = self.accepted = 0
         self.tokens = list(prompt)  # with the reply so far
-        self._drafter = drafter
+        self.drafter = drafter
         self._guesses: list[int] = []
         self._checked = 0  # guesses that were drawn
-        self._most = _FIRST
+        self._most = drafter.first
         self._pause = self._failures = 0  # tokens without guesses that are left; steps in a row without a right one
 
     def guesses(self, most: int) -> list[int]:
@@ -107,7 +158,7 @@ class Speculation:
         self._learn()
         most = 0 if self._pause else min(most, self._most)
         self._pause = max(0, self._pause - 1)
-        self._guesses = self._drafter.propose(self.tokens, most)[:most] if most > 0 else []
+        self._guesses = self.drafter.propose(self.tokens, most)[:most] if most > 0 else []
         self._checked = 0
         self.drafted += len(self._guesses)
         return self._guesses
@@ -123,7 +174,8 @@ class Speculation:
     def _learn(self) -> None:
         """Guess more after guesses that were all right, and less often after such as were all wrong."""
         if self._guesses:
-            self._most = WIDEST - 1 if self._checked == len(self._guesses) else _FIRST
+            right = self._checked == len(self._guesses)
+            self._most = self.drafter.longest if right else self.drafter.first
             self._failures = 0 if self._checked else self._failures + 1
             self._pause = min(self._failures, _LONGEST_PAUSE)
 
@@ -134,7 +186,9 @@ def drawn_with(
     """As `Decoder.draw`, with guesses."""
     cache = decoder.cache
     cache.length = kept
-    rows = decoder.logits(decoder.run(tokens[kept:]))
+    states = decoder.run(tokens[kept:], len(tokens) - kept if speculation.drafter.reads_states else 1)
+    speculation.drafter.read(kept, states)
+    rows = decoder.logits(states[-1:])
     while True:
         for row in rows:
             token = sampler(row)
@@ -145,7 +199,9 @@ def drawn_with(
                 return
             if not right:
                 break
-        rows = decoder.follow([token, *speculation.guesses(decoder.room() - 1)])
+        guesses, at = speculation.guesses(decoder.room() - 1), cache.length
+        rows = decoder.follow([token, *guesses])
+        speculation.drafter.read(at, decoder.followed)
 
 
 def check_decoder(decoder: Any, device: str) -> None:
@@ -163,11 +219,10 @@ def check_decoder(decoder: Any, device: str) -> None:
         )
 
 
-def drafter_named(draft: Any) -> Drafter:
-    """What guesses tokens by the name that `Model.generate` was given."""
-    if not isinstance(draft, str) or draft not in DRAFTS:
-        raise BridgeError(f"unknown {parameter('draft')} {draft!r}: choose {', '.join(DRAFTS)}, or another model")
-    return DRAFTS[draft]()
+def check_name(draft: Any) -> None:
+    """Raise BridgeError for a name that `Model.generate` does not know."""
+    if not isinstance(draft, str) or draft not in NAMES:
+        raise BridgeError(f"unknown {parameter('draft')} {draft!r}: choose {', '.join(NAMES)}, or another model")
 
 
 def check_draft_model(model: Any, draft: Any) -> None:
