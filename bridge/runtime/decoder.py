@@ -56,17 +56,9 @@ _PARTS = 8  # at most one part in so many of the weights is repacked before a ba
 class Decoder:
     """The layers of a GGUF with a cache of keys and values."""
 
-    def __init__(
-        self,
-        file: GGUFFile,
-        config: DecoderConfig,
-        context: int,
-        kv: str,
-        precision: str,
-        weights: Weights | None = None,
-    ):
+    def __init__(self, file: GGUFFile, config: DecoderConfig, context: int, kv: str, precision: str):
         self.config, self.precision = config, precision
-        weights = weights or read_weights(file, config, whole=True)  # checks what the cache takes memory for
+        weights = self._weights_of(file)  # checks what the cache takes memory for
         if weights.positions is not None and context > config.context:
             raise BridgeError(
                 f"{parameter('context', context)}: must be at most {config.context}, the positions that {file.path} has"
@@ -92,6 +84,9 @@ class Decoder:
         self._computing = 0.0  # seconds that tokens have taken so far
         self.preparing = 0.0  # seconds that repacking has taken so far
         self.followed = np.zeros((0, config.hidden), np.float32)  # normalized states of the last tokens that followed
+
+    def _weights_of(self, file: GGUFFile) -> Weights:
+        return read_weights(file, self.config, whole=True)
 
     def begin(self) -> None:
         """Get ready for tokens: nothing to do."""
@@ -187,9 +182,8 @@ class Decoder:
         self.followed = self._through(buffers, tokens).copy()
         if buffers.scores.size:
             return self._capped(buffers.scores.copy())
-        return np.concatenate(
-            [self.logits(row) for row in self.followed[:, None]]
-        )  # together, some types have other sums
+        # together, some types have other sums
+        return np.concatenate([self.logits(row) for row in self.followed[:, None]])
 
     def room(self, cache: KVCache | None = None) -> int:
         """The most tokens that a step takes into one context; the first span ends a step, because one is not merged."""

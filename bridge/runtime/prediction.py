@@ -17,7 +17,7 @@ from bridge.runtime.decoder_config import DecoderConfig
 from bridge.runtime.reader import GGUFFile
 from bridge.runtime.tables import DecodeBuffers
 from bridge.runtime.tokenizer import common_prefix
-from bridge.runtime.weights import read_prediction
+from bridge.runtime.weights import Weights, read_prediction
 
 
 class PredictionHead(Decoder):
@@ -27,15 +27,17 @@ class PredictionHead(Decoder):
     """
 
     def __init__(self, file: GGUFFile, config: DecoderConfig, context: int, kv: str, precision: str):
-        found = read_prediction(file, config)
-        super().__init__(file, found.config, context, kv, precision, found.weights)
-        self._norms, self._joined = (found.embedding_norm, found.state_norm), found.joined
+        found = self._found = read_prediction(file, config)
+        super().__init__(file, found.config, context, kv, precision)
         self._matrices.insert(0, found.joined)
         self._unread = np.zeros((0, config.hidden), np.float32)  # states for the next pairs
         self._first: list[int] = []  # the token whose state is in the first pair
         self.pairs = 0
 
-    def begin(self, tokens: Sequence[int], kept: int) -> int:
+    def _weights_of(self, file: GGUFFile) -> Weights:
+        return self._found.weights
+
+    def start(self, tokens: Sequence[int], kept: int) -> int:
         """Keep the pairs of the first tokens of another text, at most `kept` of them; how many there are."""
         self.pairs = min(kept, max(0, common_prefix(self._first + self.cache.tokens[: self.pairs], tokens) - 1))
         self._first = list(tokens[:1])
@@ -71,9 +73,9 @@ class PredictionHead(Decoder):
     def _embed(self, buffers: DecodeBuffers, tokens: Sequence[int]) -> None:
         super()._embed(buffers, tokens)
         states, self._unread = self._unread[: len(tokens)], self._unread[len(tokens) :]
-        pairs = zip((buffers.x, states), self._norms, strict=True)
-        both = [_normed(x, norm, self.config.norm_eps) for x, norm in pairs]
-        self._joined.matmul(np.concatenate(both, axis=1), buffers.x, self.precision)
+        found, eps = self._found, self.config.norm_eps
+        both = _normed(buffers.x, found.embedding_norm, eps), _normed(states, found.state_norm, eps)
+        found.joined.matmul(np.concatenate(both, axis=1), buffers.x, self.precision)
 
 
 def _normed(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
@@ -86,7 +88,7 @@ def agreement(decoder: Decoder, head: PredictionHead, tokens: Sequence[int]) -> 
     At each place of a text, given what the text has up to there: the most likely token of both.
     """
     states = decoder.states(tokens, len(tokens))
-    head.cache.length = head.begin((), 0)
+    head.cache.length = head.start((), 0)
     right = 0
     for at in range(0, len(tokens) - 1, BATCH):
         guessed = head.guesses(states[at : at + BATCH], tokens[at + 1 : at + 1 + BATCH])

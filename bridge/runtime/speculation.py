@@ -116,7 +116,7 @@ class HeadDrafter(Drafter):
 
     def begin(self, tokens: Sequence[int], kept: int) -> int:
         """See `Drafter`."""
-        return self._head.begin(tokens, kept)
+        return self._head.start(tokens, kept)
 
     def read(self, at: int, states: np.ndarray) -> None:
         """See `Drafter`."""

@@ -70,7 +70,7 @@ def test_the_layer_computes_what_transformers_layer_does(folder: Path) -> None:
     head = model.prediction_head()
     logits = head.logits(expected)
     assert (head.guesses(states, TOKENS[1:]) == logits.argmax(1)).all()
-    head.begin((), 0)
+    head.start((), 0)
     for start, stop in ((0, 20), (20, 23), (23, 24), (24, 39)):
         state, guess = head.read(states[start:stop], TOKENS[start + 1 : stop + 1])
         np.testing.assert_allclose(state[0], expected[stop - 1], atol=2e-4)
@@ -110,7 +110,7 @@ def without_own_embeddings(folder: Path, out: Path) -> Path:
 
 @repacked
 def test_a_layer_that_guesses_as_the_model_replies_is_right(folder: Path, tmp_path: Path) -> None:
-    """Its guesses are made to be the model's reply: all are accepted, in fewer steps, after prompts that share a start."""
+    """Its guesses are made to be the model's reply: all are accepted, after prompts that share a start."""
     model = bridge.Model.load(converted(without_own_embeddings(folder, tmp_path / "shared"), "Q8_0"), context=64)
     head = model.prediction_head()
     assert head.embedding is model._decoder.embedding
