@@ -14,7 +14,7 @@ from bridge.errors import BridgeError
 from bridge.gguf_file.reader import LOADS
 from bridge.runtime.sampling import Sampling
 from bridge.system import compiling
-from bridge.system.files import expect_name
+from bridge.system.files import read_text
 from bridge.system.text import tell
 
 
@@ -139,7 +139,7 @@ def _named_value(text: str) -> tuple[str, Any]:
 
 def reply_options(a: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `Model.generate` after the prompt."""
-    grammar = {"schema": a.schema and _text_of(a.schema), "regex": a.regex}
+    grammar = {"schema": a.schema and read_text(a.schema), "regex": a.regex}
     return {"max_tokens": a.max_tokens, "stop": a.stop, "draft": _draft(a), **grammar, **given(a, Sampling)}
 
 
@@ -150,15 +150,6 @@ def _draft(a: argparse.Namespace) -> Any:
     from bridge.runtime.speculation import NAMES
 
     return a.draft if a.draft in NAMES else load(a, Path(a.draft), a.context)
-
-
-def _text_of(path: Path) -> str:
-    """A file's text; BridgeError where it cannot be read."""
-    expect_name(path)
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as problem:
-        raise BridgeError(f"{path}: {getattr(problem, 'strerror', None) or 'not UTF-8'}") from problem
 
 
 def model_parser(commands: Any, name: str, help: str, handler: Any) -> argparse.ArgumentParser:
@@ -289,7 +280,7 @@ def perplexity(a: argparse.Namespace) -> int:
     from bridge.runtime import perplexity as measure
     from bridge.system.progress import Bar
 
-    text = _text_of(a.file)
+    text = read_text(a.file)
     context = a.context or a.length
     model = load(a, a.gguf, context, a.lora)
     reference = load(a, a.reference, context) if a.reference else None

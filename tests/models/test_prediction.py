@@ -12,6 +12,8 @@ from bridge.cli import main
 from bridge.conversion.verify import failures, verify
 from bridge.errors import BridgeError
 from bridge.gguf_file.reader import read_gguf
+from bridge.runtime.perplexity import cut_windows
+from bridge.runtime.prediction import agreement
 from scripts.peers.llama_cpp import LlamaCpp
 from tests.support.encode import write_gptq
 from tests.support.predicting_models import save_predicting
@@ -72,3 +74,22 @@ def test_a_layer_that_predicts_with_a_tensor_missing_is_refused(tmp_path: Path) 
     with pytest.raises(BridgeError, match=r"model\.layers\.3\.eh_proj"):
         bridge.convert(folder, tmp_path / "m.gguf")
     assert main(["convert", str(folder), str(tmp_path / "m.gguf"), "--no-mtp"]) == 0
+
+
+def test_verify_says_how_many_tokens_of_a_text_the_layer_guesses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, file, text = save_predicting("glm4-moe", tmp_path / "float"), tmp_path / "m.gguf", tmp_path / "text.txt"
+    bridge.convert(folder, file, tensor_types=[(".*", "Q8_0")])
+    text.write_text("KING RICHARD: what is that to me, and what is that to thee? " * 30)
+    with bridge.Model.load(file) as model:
+        windows = cut_windows(model, text.read_text(), 256, None)
+        with model.taken() as decoder:
+            counts = np.sum([agreement(decoder, model.prediction_head(), tokens) for tokens in windows], axis=0)
+    assert main(["verify", str(file), str(folder), "--mtp-text", str(text)]) == 0
+    assert f"guesses {counts[0]} of {counts[1]} tokens (" in capsys.readouterr().out
+    with pytest.raises(BridgeError, match=r"short\.txt: No such file"):
+        verify(file, folder, mtp_text=tmp_path / "short.txt")
+    text.write_text("too short")
+    with pytest.raises(BridgeError, match="0 windows of 256"):
+        verify(file, folder, mtp_text=text)
