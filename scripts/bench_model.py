@@ -60,7 +60,7 @@ def main() -> None:
         if options.together:
             print_together(path, options.threads, options.turns)
         elif options.draft:
-            print_drafts(path, options.threads, options.rounds)
+            print_drafts(path, options.draft, options.text, options.threads, options.rounds)
         elif options.conversation:
             print_conversation(path)
         else:
@@ -76,7 +76,10 @@ def parse() -> argparse.Namespace:
     options.add_argument("--peer-bench", default="", metavar="COMMAND", help="the llama-bench of a fork of llama.cpp")
     options.add_argument("--experts", action="store_true", help="use a synthetic mixture of 64 experts")
     options.add_argument("--together", action="store_true", help="measure several sequences at once")
-    options.add_argument("--draft", action="store_true", help="measure guessed tokens")
+    options.add_argument(
+        "--draft", nargs="?", const="ngram", choices=("ngram", "mtp"),
+        help="measure guessed tokens (default: ngram); with --text, on what the model replies to pieces of it",
+    )  # fmt: skip
     options.add_argument("--conversation", action="store_true", help="count the tokens that a second turn reads")
     options.add_argument("--perplexity", type=Path, nargs="+", metavar="DIR", help="measure perplexity of checkpoints")
     found = options.parse_args()

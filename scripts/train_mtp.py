@@ -36,8 +36,8 @@ def main() -> None:
     options.add_argument("model", type=Path, metavar="MODEL", help="a small float Llama or Qwen3")
     options.add_argument("--text", type=Path, required=True, metavar="FILE", help="what replies begin with")
     options.add_argument("--out", type=Path, required=True, metavar="DIR", help="the checkpoint to write")
-    options.add_argument("--replies", type=int, default=1024, metavar="N", help="to learn from; default: %(default)s")
-    options.add_argument("--steps", type=int, default=400, metavar="N", help="of training; default: %(default)s")
+    options.add_argument("--replies", type=int, default=256, metavar="N", help="to learn from; default: %(default)s")
+    options.add_argument("--steps", type=int, default=80, metavar="N", help="of training; default: %(default)s")
     options.add_argument("--depth", type=int, default=32, metavar="N", help="layers of DIR; default: %(default)s")
     a = options.parse_args()
     torch.manual_seed(0)
@@ -102,7 +102,7 @@ class Head(torch.nn.Module):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * weight
 
     def forward(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """Logits [n, length, vocab] of what follows, for tokens int [n, length] and the states before each."""
+        """Logits [n, reply, vocab] of the reply's tokens, for tokens int [n, length] and the states before each."""
         w = dict(zip(self.names, self.own, strict=True))
         both = [self.norm(self.embedding[tokens], w["enorm.weight"]), self.norm(states, w["hnorm.weight"])]
         x = torch.cat(both, -1) @ w["eh_proj.weight"].T
@@ -110,7 +110,7 @@ class Head(torch.nn.Module):
         y = self.norm(x, w["post_attention_layernorm.weight"])
         y = nn.silu(y @ w["mlp.gate_proj.weight"].T) * (y @ w["mlp.up_proj.weight"].T)
         x = self.norm(x + y @ w["mlp.down_proj.weight"].T, w["shared_head.norm.weight"])
-        return x @ self.output.T
+        return x[:, _PROMPT - 2 :] @ self.output.T
 
     def attention(self, x: torch.Tensor, w: dict[str, torch.Tensor]) -> torch.Tensor:
         n, length, _ = x.shape
@@ -141,7 +141,8 @@ def train(head: Head, replies: torch.Tensor, states: torch.Tensor, steps: int) -
     for step in range(steps):
         chosen = torch.randint(len(replies), (_TOGETHER,))
         tokens = replies[chosen]
-        logits = head(tokens[:, 1:-1], states[chosen, :-2].float())[:, _PROMPT - 2 :]
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = head(tokens[:, 1:-1], states[chosen, :-2].float()).float()
         wanted = tokens[:, _PROMPT:]
         loss = nn.cross_entropy(logits.flatten(0, 1), wanted.flatten())
         optimizer.zero_grad()
@@ -149,7 +150,7 @@ def train(head: Head, replies: torch.Tensor, states: torch.Tensor, steps: int) -
         torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        if step % 50 == 49:
+        if step % 20 == 19:
             right = (logits.argmax(-1) == wanted).float().mean()
             seconds = time.process_time() - begun
             print(f"step {step + 1}: loss {loss.item():.3f}, {right:.1%} guessed, {seconds:.0f} s of CPU", flush=True)

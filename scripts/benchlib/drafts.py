@@ -1,4 +1,8 @@
-"""How much faster replies are with guessed tokens, on replies that are given: repeating, nearly so, or not at all."""
+"""How much faster replies are with guessed tokens.
+
+On replies that are given: repeating, nearly so, or not at all. Or on what the model itself replies to pieces of a text,
+as the guesses of a layer that predicts (MTP) need it.
+"""
 
 import statistics
 import time
@@ -42,23 +46,35 @@ def replies(vocab: int) -> dict[str, tuple[list[int], list[int]]]:
     }
 
 
-def print_drafts(path: Path, threads: list[int], rounds: int) -> None:
-    """Replies after a prompt that has what they repeat; with guesses and without take turns in one process."""
-    print(head("reply of 192 tokens", "threads", "alone", "draft=ngram", "wall", "CPU", "guesses right"))
+def own_replies(model: Any, text: Path, count: int = 4, length: int = 48) -> dict[str, tuple[list[int], list[int]]]:
+    """The same for what a model replies to `count` pieces of a text, spread over it."""
+    tokens = model.tokenizer.encode(text.read_text(encoding="utf-8"), add_special=False)
+    prompts = [tokens[at : at + length] for at in range(0, count * (len(tokens) // count), len(tokens) // count)]
+    made = [(prompt, list(model.generate_tokens(prompt, _TOKENS, temperature=0))) for prompt in prompts]
+    return {f"{text.name}, piece {i + 1}": pair for i, pair in enumerate(made)}
+
+
+def print_drafts(path: Path, draft: str, text: Path | None, threads: list[int], rounds: int) -> None:
+    """Replies after their prompts; with guesses and without take turns in one process."""
+    print(head("reply of 192 tokens", "threads", "alone", f"draft={draft}", "wall", "CPU", "guesses right"))
     for count in threads:
-        model = bridge.Model.load(path, threads=count, context=1024).prepare()
+        model = bridge.Model.load(path, threads=count, context=1024)
         model.tokenizer.stops = frozenset()
-        for name, (prompt, reply) in replies(min(model._decoder.vocab, 4000)).items():
-            found: dict[Any, list[tuple[float, float]]] = {None: [], "ngram": []}
+        if draft == "mtp":
+            model.prediction_head()
+        model.prepare()
+        cases = replies(min(model._decoder.vocab, 4000)) if text is None else own_replies(model, text)
+        for name, (prompt, reply) in cases.items():
+            found: dict[Any, list[tuple[float, float]]] = {None: [], draft: []}
             for turn in range(rounds + 1):
-                for draft, times in found.items():
-                    wall, cpu = _timed(model, prompt, reply, draft)
+                for by, times in found.items():
+                    wall, cpu = _timed(model, prompt, reply, by)
                     if turn:  # the first compiles
                         times.append((wall, cpu))
             speculation = model.timing.speculation
             assert speculation is not None
             ratios = [
-                statistics.median(a[i] / b[i] for a, b in zip(found[None], found["ngram"], strict=True)) for i in (0, 1)
+                statistics.median(a[i] / b[i] for a, b in zip(found[None], found[draft], strict=True)) for i in (0, 1)
             ]
             speeds = [f"{len(reply) / statistics.median(t[0] for t in times):.1f} tokens/s" for times in found.values()]
             right = f"{speculation.accepted} of {speculation.drafted}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,8 +33,8 @@ def converted(folder: Path, type: str) -> Path:
     return out
 
 
-def rms(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * weight
+def rms(x: Any, weight: Any, eps: float = 1e-5) -> Any:
+    return x / ((x * x).mean(-1)[..., None] + eps) ** 0.5 * weight
 
 
 def expected_states(folder: Path, states: np.ndarray) -> np.ndarray:
@@ -130,6 +131,38 @@ def test_a_layer_that_guesses_as_the_model_replies_is_right(folder: Path, tmp_pa
         speculation = model.timing.speculation
         assert speculation.drafted >= speculation.accepted > 20
         assert speculation.drafted - speculation.accepted <= HeadDrafter.longest  # of the last step, when 30 are drawn
+
+
+def test_of_a_model_with_a_state_the_layer_is_tried_alone(tmp_path: Path) -> None:
+    """Qwen3.5: full attention with an output gate, norms of which one more is stored."""
+    import torch
+    from transformers import AutoConfig
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
+
+    folder = save_predicting("qwen3.5", tmp_path / "model")
+    bridge.convert(folder, tmp_path / "m.gguf", tensor_types=[(".*", "F32")])
+    model = bridge.Model.load(tmp_path / "m.gguf", precision="f32", kv="f32", context=64)
+    with pytest.raises(BridgeError, match="layers with a state cannot forget wrong guesses"):
+        model.generate("KING", draft="mtp")
+    states = model._decoder.states(TOKENS, len(TOKENS))
+    weights = {key: torch.from_numpy(value) for key, value in load_floats(folder).items()}
+    config = AutoConfig.from_pretrained(folder)
+    config._attn_implementation, eps = "eager", config.rms_norm_eps
+    layer, own = qwen.Qwen3_5DecoderLayer(config, 3).eval(), "mtp.layers.0."
+    rows = {key.removeprefix(own): value for key, value in weights.items() if key.startswith(own)}
+    assert not layer.load_state_dict(rows).missing_keys
+    with torch.no_grad():
+        e = rms(weights["model.embed_tokens.weight"][TOKENS[1:]], 1 + weights["mtp.pre_fc_norm_embedding.weight"], eps)
+        h = rms(torch.from_numpy(states[:-1]), 1 + weights["mtp.pre_fc_norm_hidden.weight"], eps)
+        x = torch.cat([e, h], 1) @ weights["mtp.fc.weight"].T
+        mask = torch.full((len(x), len(x)), -torch.inf).triu(1)[None, None]
+        place = qwen.Qwen3_5TextRotaryEmbedding(config)(x, torch.arange(len(x))[None])
+        y = layer(x[None], attention_mask=mask, position_embeddings=place)
+        expected = rms(y[0], 1 + weights["mtp.norm.weight"], eps).numpy()
+    head = model.prediction_head()
+    state, _ = head.read(states[:-1], TOKENS[1:])
+    np.testing.assert_allclose(state[0], expected[-1], atol=2e-4)
+    assert agreement(model._decoder, head, TOKENS)[1] == 39
 
 
 def test_agreement_counts_the_guesses_that_the_model_would_make(folder: Path) -> None:
