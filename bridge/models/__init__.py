@@ -30,7 +30,6 @@ from bridge.models.provenance import read_provenance
 from bridge.models.table import all_names, fill_table
 from bridge.models.wrapper import ANY_TEXT, renamed, text_config, text_names
 from bridge.system.files import read_json
-from bridge.system.options import is_integer
 
 __all__ = ["architecture", "describe_model", "tensors_of_gguf"]
 
@@ -68,7 +67,7 @@ def describe_model(
     more: list[str] = []
     inner = text_config(config) if family.wrapped else config
     layers, extra = inner.get("num_hidden_layers"), 0
-    if family.predicts is not None and is_integer(layers):
+    if family.predicts is not None and isinstance(layers, int):
         if family.predicts == "carried" and not no_mtp:
             own, extra = with_prediction(own, layers)
         else:

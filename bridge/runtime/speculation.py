@@ -9,7 +9,8 @@ that token alone does: `Decoder.follow` sees to it, `check_decoder` refuses a mo
 
 A step of 4 tokens takes about 1.25 times as long as one of a single token, a step of 8 about 1.7 times (`WIDEST`, the
 columns of the widest kernel). So 3 tokens are guessed at first, 7 after guesses that were all right, and after guesses
-that were all wrong none for as many tokens as this has happened in a row.
+that were all wrong none for as many tokens as this has happened in a row. A guess of the file's own layer costs that
+layer and the head, so fewer are made (`HeadDrafter`).
 """
 
 from collections.abc import Iterator, Sequence

@@ -17,7 +17,7 @@ from bridge.runtime.decoder import WIDEST, Decoder
 from bridge.runtime.decoder_config import read_config
 from bridge.runtime.model import Model
 from bridge.runtime.reader import open_gguf
-from bridge.runtime.speculation import NgramDrafter, Speculation, check_decoder
+from bridge.runtime.speculation import Drafter, NgramDrafter, Speculation, check_decoder
 from tests.conftest import CHECKPOINT, repacked
 from tests.support.tiny_gguf import write_decoder
 
@@ -67,7 +67,7 @@ def test_what_followed_the_last_tokens_before_is_guessed(tokens: list[int], most
     assert drafter.propose(tokens, most) == guessed
 
 
-class Always:
+class Always(Drafter):
     """Guesses one token for ever."""
 
     def propose(self, tokens: Any, most: int) -> list[int]:
