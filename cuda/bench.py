@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bridge.cuda import matmul, matvec, mma
+from bridge.cuda import matmul, matvec, mma, mma_int8
 from bridge.cuda.activations import Records
 from bridge.cuda.compiler import recipe
 from bridge.cuda.device import Device, check_torch, require, torch_device, view, zeros
 from bridge.cuda.intrinsics import stream_16, xor
 from bridge.cuda.launch import Kernel, captured
 from bridge.cuda.matrix import DeviceMatrix
+from bridge.cuda.token_records import recorded
 from bridge.cuda.unroll import expand, registers, unroll
 from numba import cuda
 
@@ -163,8 +164,9 @@ class Bench:
 
         return seconds_from_memory(make, m.nbytes)
 
-    def tokens(self, n: int, by_torch: bool) -> float:
-        """Seconds of a product with n tokens of halves: on tensor cores, or with the weights dequantized for torch."""
+    def tokens(self, n: int, way: str) -> float:
+        """Seconds of a product with n tokens of halves: on tensor cores as halves ("cores") or, rounded by a launch of
+        its own, as int8 ("int8"); or with the weights dequantized for torch ("torch")."""
         import torch
 
         m, device = self.matrix, self.device
@@ -173,8 +175,11 @@ class Bench:
 
         def make(number: int) -> Callable[[], None]:
             copy = self.copy(number)
-            if by_torch:
+            if way == "torch":
                 return lambda: matmul.by_torch(copy, x, y, torch.float16, device.stream())
+            if way == "int8":
+                tiles = mma_int8.tiles_of(n)
+                return lambda: mma_int8.launch(copy, recorded(x, tiles, device), y, device.stream())
             return lambda: mma.launch(copy, x, y, device.stream())
 
         return seconds_from_memory(make, m.nbytes)

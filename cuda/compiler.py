@@ -174,14 +174,20 @@ def _entry_text(source: Source) -> tuple[str, str]:
 # files
 
 
-def _path(source: Source, capability: Capability) -> Path | None:
-    """Where a kernel's machine code is kept; None where there is no folder for it."""
+def folder(capability: Capability) -> Path | None:
+    """Where machine code is kept that the installed versions have compiled; None where it cannot be."""
     own = os.environ.get("NUMBA_CACHE_DIR")
     try:
-        folder = (Path(own) if own else cache_folder()) / "cubins"
+        every = (Path(own) if own else cache_folder()) / "cubins"
     except BridgeError:
         return None
-    return folder / f"{capability[0]}.{capability[1]}-{_versions()}" / digest(source)
+    return every / f"{capability[0]}.{capability[1]}-{_versions()}"
+
+
+def _path(source: Source, capability: Capability) -> Path | None:
+    """Where a kernel's machine code is kept; None where there is no folder for it."""
+    found = folder(capability)
+    return None if found is None else found / digest(source)
 
 
 def _stored(path: Path) -> Code | None:

@@ -20,9 +20,9 @@ counted in the loop's machine code for 9.0, and moves 128 bytes from shared memo
 1024 halves a clock on 8.0, twice that on 9.0:
 
              memory    16 tokens: issue  shared  mma     64 tokens: issue  shared  mma
-    Q4_K         61                  94      36   32                  110     144  128
-    Q6_K         88                  92      36   32                  112     144  128
-    Q8_0        115                  73      36   32                   93     144  128
+    Q4_K         61                  98      36   32                  120     144  128
+    Q6_K         88                  93      36   32                  113     144  128
+    Q8_0        115                  71      36   32                   93     144  128
 
 So 16 tokens of Q4_K wait for their instructions, three or four for a weight, and 64 tokens for shared memory, from
 which every 16 rows read all of x: 32 rows a warp would halve that and need twice the registers for sums. Storing all
@@ -36,6 +36,7 @@ so that 16 warps run at once. Scales and other small fields, of which a row take
 the L1 cache for the next steps.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -307,32 +308,46 @@ def launch(
             f"{matrix.name}: x is {x.dtype} {list(x.shape)}; must be float16 or bfloat16 of 1 to {TOKENS} times "
             f"{matrix.columns}"
         )
-    import torch
-
     warps, parts = shape or choose_shape(matrix, n)
-    wanted = {"scaled": scale is not None, "bias": bias is not None, "accumulate": accumulate}
-    epilogue = "_".join(name for name in wanted if wanted[name])
     tiles = -(-n // (2 * _TILE)) * 2
     steps = -(-matrix.units // _UNITS)
-    none = matrix.device.placeholder()
-    scales, biases = (none if given is None else devices.view(given) for given in (scale, bias))
+
+    def multiply(epilogue: str, sums: Any, scales: Any, biases: Any) -> None:
+        kernel(matrix.type, kind, tiles, warps, matrix.units % _UNITS != 0, epilogue).launch(
+            (-(-matrix.rows // (_ROWS * warps)), parts),
+            (32, warps),
+            stream,
+            matrix.buffer,
+            matrix.room // 16,
+            devices.view(x),
+            scales,
+            sums,
+            biases,
+            matrix.rows,
+            matrix.units,
+            n,
+            -(-steps // parts),
+        )
+
+    launch_parts(matrix, multiply, parts, y, stream, scale, bias, accumulate)
+
+
+def launch_parts(
+    matrix: DeviceMatrix, multiply: Callable[[str, Any, Any, Any], None], parts: int, y: Any, stream: Any,
+    scale: Any = None, bias: Any = None, accumulate: bool = False,
+) -> None:  # fmt: skip
+    """Queue multiply(epilogue, sums, scales, biases), which stores a product in `sums`, y or one for each part of the
+    columns; then, if there are several, what adds them up. The last three are those of `launch`."""
+    import torch
+
+    n, rows, none = len(y), matrix.rows, matrix.device.placeholder()
+    wanted = {"scaled": scale is not None, "bias": bias is not None, "accumulate": accumulate}
+    epilogue = "_".join(name for name in wanted if wanted[name])
     out = devices.view(y, apart=True)
-    sums = out if parts == 1 else devices.view(torch.empty((parts * n, matrix.rows), device=y.device))
-    kernel(matrix.type, kind, tiles, warps, matrix.units % _UNITS != 0, epilogue if parts == 1 else "partial").launch(
-        (-(-matrix.rows // (_ROWS * warps)), parts),
-        (32, warps),
-        stream,
-        matrix.buffer,
-        matrix.room // 16,
-        devices.view(x),
-        scales,
-        sums,
-        biases,
-        matrix.rows,
-        matrix.units,
-        n,
-        -(-steps // parts),
-    )
-    if parts > 1:
-        grid = -(-matrix.rows // _THREADS), n
-        combiner(epilogue).launch(grid, _THREADS, stream, sums, scales, biases, out, matrix.rows, n, parts)
+    scales, biases = (none if given is None else devices.view(given) for given in (scale, bias))
+    if parts == 1:
+        return multiply(epilogue, out, scales, biases)
+    sums = devices.view(torch.empty((parts * n, rows), device=y.device))
+    multiply("partial", sums, scales, biases)
+    grid = -(-rows // _THREADS), n
+    combiner(epilogue).launch(grid, _THREADS, stream, sums, scales, biases, out, rows, n, parts)

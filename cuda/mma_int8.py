@@ -12,25 +12,37 @@ and t + 4 of each unit, of both rows, in 16 bytes. A unit takes 33 times 16 byte
 so that neither stores nor loads of a warp meet in a bank. The warps of a block share tokens, whose next step is copied
 meanwhile.
 
+Q2_K has a scale and a min for 16 columns. A code times its scale, at most 45, is a byte still, so that units are one
+product; the mins, as bytes that multiply x, are another: d_x * (d * sum(sc * q * x) - dmin * sum(mn * x)).
+
 Groups of tokens are neighbours in the grid: they read the same rows at the same time, all but the first from L2.
 
 Floors as in mma.py, clocks of a multiprocessor for 16 rows x 128 columns; 8192 x 28672 has 869 of these for each. The
-loop of Q4_K has 269 instructions for 16 tokens and 572 for 48 on 9.0, so 117 are for the weights and 76 for 8 tokens:
-a product, 4 conversions, 4 multiplications, 8 of multiply-add and 2 loads for 32 columns. Halves take 376 for 16, 398
-for 32. Q6_K has 797 for 48, of which 176 are for the weights; Q8_0 is counted on paper. Beyond 64 tokens halves are
-stored and loaded, 8192 bytes, and then multiplied:
+loop of Q4_K has 269 instructions for 16 tokens and 572 for 48 on 9.0, so 118 are for the weights and 76 for 8 tokens:
+a product, 4 conversions, 4 multiplications, 8 of multiply-add and 2 loads for 32 columns. Halves take 393 for 16, 423
+for 32. The counts of all types are in `_ISSUED`. Beyond 64 tokens halves are stored and loaded, 8192 bytes, and then
+multiplied:
 
               H200                        A100                        RTX 4090
     tokens    memory  here  halves        memory  here  halves        memory  here  halves
-    Q4_K  16      61    67      94           105   105     105           384   384     384
-    Q4_K  24      61    86      99           105   105     105           384   384     384
-    Q4_K  96      61   286     492           105   384     849           384   384    3115
+    Q4_K  16      61    68      98           105   105     105           384   384     384
+    Q4_K  24      61    86     105           105   105     105           384   384     384
+    Q4_K  96      61   287     492           105   384     849           384   384    3115
     Q4_K 128      61   430     492           105   576     849           384   430    3115
-    Q4_K 512      61  1576     975           105  2112    1682           384  1576    6308
+    Q4_K 512      61  1578     975           105  2112    1682           384  1578    6308
+    Q5_K  16      74    76     108           128   128     128           469   469     469
+    Q5_K  96      74   305     505           128   384     873           469   469    3200
+    Q3_K  16      47   104      95            81   104      95           299   299     299
+    Q3_K  96      47   407     478            81   407     826           299   407    3029
+    Q4_0  16      61    66      76           105   105     105           384   384     384
+    Q4_0  96      61   261     492           105   384     849           384   384    3115
+    Q2_K  16      35    84     100            61   128     100           224   224     224
+    Q2_K  96      35   368     467            61   768     806           224   368    2955
 
-So `takes` says where there is less to do, by at least 5%: 9 to 24 and 65 to 144 tokens of Q4_K on an H200, 65 to some
-200 on an A100, which makes 16 conversions a clock, and all from 65 on where memory is slow. This is reasoning, not
-measurement.
+So `takes` says where there is less to do, by at least 5%: on an H200 for 65 to 96 tokens of all types (144 of Q4_K,
+Q5_K and Q4_0, some 240 of Q8_0), 9 to 24 of Q4_K and Q5_K and 9 to 16 of Q4_0 and Q2_K; on an A100, which makes 16
+conversions a clock, for 65 to some 200, but not of Q2_K; and for all from 65 on where memory is slow. This is
+reasoning, not measurement.
 """
 
 from functools import lru_cache
@@ -53,6 +65,7 @@ from bridge.cuda.intrinsics import (
     mad,
     mma_s8,
     mma_s8_short,
+    prmt,
     put_16,
     put_16_further,
     shared_8_further,
@@ -64,7 +77,7 @@ from bridge.cuda.intrinsics import (
 )
 from bridge.cuda.matrix import DeviceMatrix
 from bridge.cuda.mma import TOKENS as _MMA_TOKENS
-from bridge.cuda.mma import MMAShape, choose_shape, combiner
+from bridge.cuda.mma import MMAShape, choose_shape, launch_parts
 from bridge.cuda.superblock import functions
 from bridge.cuda.token_records import CHUNK, TILE, TokenRecords
 from bridge.cuda.unroll import expand, registers, unroll
@@ -74,8 +87,8 @@ from bridge.blocks.read import WRITTEN
 from bridge.errors import BridgeError
 
 # set per kernel by `expand`
-TILES = WARPS = 0
-WIDE = MINS = LESS = PARTIAL = BIAS = ACCUMULATE = False
+TILES = WARPS = AREA = 0
+WIDE = MINS = LESS = FOLDED = PARTIAL = BIAS = ACCUMULATE = False
 load: Any = None
 unpack: Any = None
 signed: Any = ()
@@ -84,20 +97,22 @@ float32 = np.float32
 
 OLDEST = (8, 0)  # compute capability
 MAX_REGISTERS = 128  # so that 16 warps find room on a multiprocessor
+_FOLDED_REGISTERS = 120  # with 128, ptxas moves so many loads together for 8.0 that it has to spill one
 _ROWS = 16  # rows of a warp
 _PIECES = CHUNK // 16  # of a tile and step
 _UNIT = 33  # pieces of a unit of 16 rows
-_AREA = 4 * _UNIT + 32  # pieces of a warp: four units, and factors of 8 pairs of rows and four units
-_THREADS = 128  # in a block of `_combine`
 _TILES = 6  # of a group, at most: with more, 8.0 has too few registers
 _ISSUES = 4  # instructions of a warp a clock
 # of a multiprocessor a clock: bytes of memory and multiply-adds of halves, both four fifths of the peak; conversions
 _RATES = {(8, 0): (11, 870, 16), (9, 0): (19, 1500, 64)}
 _NARROW = (3, 230, 64)  # 8.6, 8.9 and 12.0, within a third
 # instructions of a warp for 16 rows and 128 columns: for the weights, and for 8 tokens
-_ISSUED = {"Q4_K": (117, 76), "Q6_K": (176, 103), "Q8_0": (85, 60)}
-_ISSUED_HALVES = {"Q4_K": (355, 10.7), "Q6_K": (341, 13.3), "Q8_0": (265, 13.3)}  # of mma.py
+_ISSUED = {"Q4_K": (118, 76), "Q6_K": (202, 99), "Q8_0": (91, 64), "Q5_K": (154, 76), "Q3_K": (214, 100),
+           "Q4_0": (138, 64), "Q2_K": (135, 100)}  # fmt: skip
+_ISSUED_HALVES = {"Q4_K": (365, 14.2), "Q6_K": (342, 13.8), "Q8_0": (256, 14.7), "Q5_K": (406, 14.0),
+                  "Q3_K": (351, 14.0), "Q4_0": (276, 14.2), "Q2_K": (373, 14.0)}  # of mma.py  # fmt: skip
 TYPES = tuple(_ISSUED)
+_FOLDED = ("Q2_K",)  # codes are multiplied by their scales, see above
 
 
 def _product(weights, room_16, x, y, bias, rows, units, tokens, steps, per):
@@ -118,8 +133,8 @@ def _product(weights, room_16, x, y, bias, rows, units, tokens, steps, per):
         for k in unroll(4):
             total[m, k] = float32(0)
     tile = cuda.shared.array(2 * TILES * _PIECES, np.complex128)  # 16 bytes each
-    area = cuda.shared.array(WARPS * _AREA, np.complex128)
-    own = mad(warp, _AREA, 0)
+    area = cuda.shared.array(WARPS * AREA, np.complex128)
+    own = mad(warp, AREA, 0)
     put_at = mad(t, _UNIT, mad(g, 4, own))
     factors_at = mad(lane, 1, mad(own, 1, 4 * _UNIT))
     place = mad(own, 1, lane)
@@ -136,6 +151,7 @@ def _product(weights, room_16, x, y, bias, rows, units, tokens, steps, per):
     unit = registers()
     factor = registers()
     less = registers()
+    minimum = registers()
     word = registers()
     scale = registers()
     buffer = int32(0)
@@ -151,14 +167,21 @@ def _product(weights, room_16, x, y, bias, rows, units, tokens, steps, per):
         copies_end()
         for r in unroll(2):
             unit[r] = unpack(held[r], mad(step, 4, t))
-            codes, both, _, d, dmin = unit[r]
+            codes, both, least, d, dmin = unit[r]
             for i in unroll(8):
                 word[r, i] = signed[i](codes[i])
+                if FOLDED:  # no byte reaches the next one
+                    word[r, i] = mad(word[r, i], bits(both, i // 4 * 8, 255), 0)
+            if FOLDED:
+                for h in unroll(2):
+                    minimum[h, r] = prmt(least, 0, 0x1111 * h)
             factor[r] = float_bits(d)
             if MINS:
                 less[r] = float_bits(-dmin if LESS else dmin)
             else:
                 less[r] = int32(both)
+        if FOLDED:
+            put_16_further(area, factors_at, 32, (minimum[0, 0], minimum[0, 1], minimum[1, 0], minimum[1, 1]))
         for i in unroll(4):
             put_16_further(area, put_at, i, (word[0, i], word[1, i], word[0, i + 4], word[1, i + 4]))
         put_16(area, factors_at, (factor[0], less[0], factor[1], less[1]))
@@ -174,6 +197,8 @@ def _product(weights, room_16, x, y, bias, rows, units, tokens, steps, per):
             d0 = bits_float(own_factors[0])
             d1 = bits_float(own_factors[2])
             a = shared_16_further(area, place, _UNIT * u)
+            if FOLDED:
+                mins = shared_16_further(area, pair, 32 + u)
             if not WIDE:
                 for h in unroll(2):
                     scale[0, h] = signed_byte(own_factors[1], 8 * h)
@@ -182,6 +207,8 @@ def _product(weights, room_16, x, y, bias, rows, units, tokens, steps, per):
                 b = shared_8_further(tile, codes_at, 2 * _PIECES * m + 32 * u)
                 both_x = shared_16_further(tile, scales_at, _PIECES * m + 4 * u)
                 start = (int32(0), int32(0), int32(0), int32(0))
+                if FOLDED:
+                    sums = mma_s8(start, mins[0], mins[1], mins[2], mins[3], b[0], b[1])
                 if WIDE:
                     found = mma_s8(start, a[0], a[1], a[2], a[3], b[0], b[1])
                 else:
@@ -194,10 +221,14 @@ def _product(weights, room_16, x, y, bias, rows, units, tokens, steps, per):
                         value = float32(found[k])
                     else:
                         value = float32(mad(other[k], scale[k // 2, 1], mad(found[k], scale[k // 2, 0], 0)))
-                    total[m, k] = fma(value, dw * dx, total[m, k])
-                    if MINS:
-                        sum_x = bits_float(both_x[k % 2 * 2 + 1])
-                        total[m, k] = fma(bits_float(own_factors[k // 2 * 2 + 1]), sum_x, total[m, k])
+                    if FOLDED:
+                        value = fma(bits_float(own_factors[k // 2 * 2 + 1]), float32(sums[k]), dw * value)
+                        total[m, k] = fma(value, dx, total[m, k])
+                    else:
+                        total[m, k] = fma(value, dw * dx, total[m, k])
+                        if MINS:
+                            sum_x = bits_float(both_x[k % 2 * 2 + 1])
+                            total[m, k] = fma(bits_float(own_factors[k // 2 * 2 + 1]), sum_x, total[m, k])
         buffer = int32(TILES * _PIECES - buffer)
         step = int32(step + 1)
     for m in unroll(TILES):
@@ -226,13 +257,16 @@ def kernel(type: str, tiles: int, warps: int, epilogue: str) -> Any:
 
     formulas, block = functions(type), WRITTEN[type]
     given = {name.upper(): name in epilogue for name in ("partial", "bias", "accumulate")}
+    folded = type in _FOLDED
     expanded = expand(
         _product, f"int8_{type}_{tiles}_{warps}{epilogue and '_'}{epilogue}", TILES=tiles, WARPS=warps, **given,
-        WIDE=block.sum_span == 32, MINS=block.has_min, LESS=block.is_k, load=formulas.load_rows,
-        unpack=formulas.unpack, signed=formulas.signed,
+        # pieces of a warp: four units, and one or two for 8 pairs of rows and four units
+        AREA=4 * _UNIT + 32 * (1 + folded), WIDE=folded or block.sum_span == 32, FOLDED=folded, MINS=block.has_min,
+        LESS=block.is_k, load=formulas.load_rows, unpack=formulas.unpack, signed=formulas.signed,
     )  # fmt: skip
     arrays = "uint8[::1], int64, uint8[::1], float32[:,::1], float32[::1]"
-    return Kernel(expanded, f"void({arrays}, int64, int64, int64, int64, int64)", MAX_REGISTERS, OLDEST)
+    registers = _FOLDED_REGISTERS if folded else MAX_REGISTERS
+    return Kernel(expanded, f"void({arrays}, int64, int64, int64, int64, int64)", registers, OLDEST)
 
 
 def tiles_of(n: int) -> int:
@@ -242,26 +276,28 @@ def tiles_of(n: int) -> int:
 
 def takes(matrix: DeviceMatrix, n: int) -> bool:
     """Whether a product of n tokens takes less time here than as halves, counted for the matrix's device."""
-    known = matrix.type in TYPES and matrix.device.capability >= OLDEST
-    return known and _wins(matrix.type, matrix.layout.bpw, matrix.device.capability, n)
+    capability = matrix.device.capability
+    if matrix.type not in TYPES or (capability not in _RATES and capability[0] not in (8, 12)):
+        return False
+    _, here, there = clocks(matrix.type, capability, n)
+    return here < 0.95 * there
 
 
 @lru_cache(1 << 12)
-def _wins(type: str, bpw: float, capability: tuple[int, int], n: int) -> bool:
-    """By the clocks of a multiprocessor for 16 rows and 128 columns; see above."""
-    if capability not in _RATES and capability[0] not in (8, 12):
-        return False
+def clocks(type: str, capability: tuple[int, int], n: int) -> tuple[float, float, float]:
+    """Clocks of a multiprocessor for 16 rows and 128 columns, see above: of memory, here, and as halves."""
     through_memory, halves_multiplied, converted = _RATES.get(capability, _NARROW)
-    memory = 256 * bpw / through_memory
+    memory = 256 * functions(type).layout.bpw / through_memory
     (fixed, more), (fixed_halves, more_halves) = _ISSUED[type], _ISSUED_HALVES[type]
     tiles = tiles_of(n)
     groups = -(-n // (TILE * tiles))
-    here = max(memory, groups * (fixed + tiles * more) / _ISSUES, groups * tiles * 512 / converted)
+    conversions = groups * tiles * 512 * (2 if type in _FOLDED else 1)
+    here = max(memory, groups * (fixed + tiles * more) / _ISSUES, conversions / converted)
     if n <= _MMA_TOKENS:
         there = max(memory, (fixed_halves + -(-n // (2 * TILE)) * 2 * more_halves) / _ISSUES)
     else:
         there = memory + 4096 / through_memory + max(4096 / through_memory, 16 * 128 * n / halves_multiplied)
-    return here < 0.95 * there
+    return memory, here, there
 
 
 def launch(
@@ -275,30 +311,23 @@ def launch(
     n, tiles = records.n, records.tiles
     if records.columns != matrix.columns:
         raise BridgeError(f"{matrix.name}: records of {records.columns} columns; must be {matrix.columns}")
-    import torch
-
     warps, parts = shape or choose_shape(matrix, n, TILE * tiles)
-    wanted = {"bias": bias is not None, "accumulate": accumulate}
-    epilogue = "_".join(name for name in wanted if wanted[name])
-    none = matrix.device.placeholder()
-    biases = none if bias is None else devices.view(bias)
-    out = devices.view(y, apart=True)
-    sums = out if parts == 1 else devices.view(torch.empty((parts * n, matrix.rows), device=y.device))
-    kernel(matrix.type, tiles, warps, epilogue if parts == 1 else "partial").launch(
-        (-(-n // (TILE * tiles)), -(-matrix.rows // (_ROWS * warps)), parts),
-        (32, warps),
-        stream,
-        matrix.buffer,
-        matrix.room // 16,
-        devices.view(records.buffer),
-        sums,
-        biases,
-        matrix.rows,
-        matrix.units,
-        n,
-        records.steps,
-        -(-records.steps // parts),
-    )
-    if parts > 1:
-        grid = -(-matrix.rows // _THREADS), n
-        combiner(epilogue).launch(grid, _THREADS, stream, sums, none, biases, out, matrix.rows, n, parts)
+
+    def multiply(epilogue: str, sums: Any, _: Any, biases: Any) -> None:
+        kernel(matrix.type, tiles, warps, epilogue).launch(
+            (-(-n // (TILE * tiles)), -(-matrix.rows // (_ROWS * warps)), parts),
+            (32, warps),
+            stream,
+            matrix.buffer,
+            matrix.room // 16,
+            devices.view(records.buffer),
+            sums,
+            biases,
+            matrix.rows,
+            matrix.units,
+            n,
+            records.steps,
+            -(-records.steps // parts),
+        )
+
+    launch_parts(matrix, multiply, parts, y, stream, bias=bias, accumulate=accumulate)

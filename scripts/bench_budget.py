@@ -47,6 +47,7 @@ class Bench(FloatModel):
         super().__init__(options)
         self.files = files
         self.settings = Calibration(options.calibrate, options.samples, options.length)
+        self._rounded: dict[tuple[str, str], np.ndarray] = {}  # by weights and type: presets have many in common
 
         self.imatrix = files / f"{self.folder.name}.imatrix.gguf"
         found = {}
@@ -62,10 +63,15 @@ class Bench(FloatModel):
         weights = dict(self.weights)
         for t in plan.tensors:
             if t.type in WRITTEN:
-                key = str(t.source)
-                blocks = ggml.quantize(self.weights[key], t.type, self.importance.get(key))
-                weights[key] = dequantize.rows(t.type, blocks)
-        return file_bytes(plan), self.divergence(weights)
+                weights[str(t.source)] = self._by_ggml(str(t.source), t.type)
+        return file_bytes(plan), self.divergence(weights).mean
+
+    def _by_ggml(self, key: str, type: str) -> np.ndarray:
+        """Float32 weights that ggml's quantizer has rounded."""
+        if (key, type) not in self._rounded:
+            blocks = ggml.quantize(self.weights[key], type, self.importance.get(key))
+            self._rounded[key, type] = dequantize.rows(type, blocks)
+        return self._rounded[key, type]
 
     def made(self, name: str, **options: Any) -> tuple[int, float, str]:
         """Size and KL divergence of one of our files, and the seconds that making it took."""
@@ -76,7 +82,7 @@ class Bench(FloatModel):
             report = convert(self.folder, path, calibrate=self.settings, **options)
             seconds = f"{time.perf_counter() - begun:.0f}"
             print(*(note for note in report.notes if note.startswith("size budget")), sep="\n", file=sys.stderr)
-        return path.stat().st_size, self.divergence(gguf_weights(path)), seconds
+        return path.stat().st_size, self.divergence(gguf_weights(path)).mean, seconds
 
 
 def main() -> None:

@@ -50,6 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if (reason := missing()) is not None:
         print(f"no check: {reason}", file=sys.stderr)
         return 2
+    if a.kernels is not None and (reason := unusable(a.kernels)) is not None:
+        print(f"no check: {reason}", file=sys.stderr)
+        return 2
     from gpu_checks import jobs, runner
 
     if a.jobs:
@@ -120,6 +123,21 @@ def missing() -> str | None:
     if not torch.cuda.is_available():
         return f"torch {torch.__version__} cannot use the GPU"
     return None
+
+
+def unusable(kernels: Path) -> str | None:
+    """Why kernels compiled elsewhere are of no use here, in one line; None if they are."""
+    from bridge.cuda import compiler
+    from bridge.cuda.device import require
+
+    capability = require("cuda").capability
+    found = compiler.folder(capability)
+    if found is not None and found.is_dir() and any(found.iterdir()):
+        return None
+    return (
+        f"{kernels} has no kernels for compute capability {capability[0]}.{capability[1]} that the versions of Python, "
+        "numba, numba-cuda and its compilers here have made; compile them with the same, or leave --kernels out"
+    )
 
 
 def machine() -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import bridge
-from tests.conftest import CHECKPOINT, ROOT
+from tests.conftest import CHECKPOINT, ROOT, posix
 
 pytest.importorskip("build")
 
@@ -72,6 +72,7 @@ def outside(program: Path, folder: Path, *arguments: object) -> str:
     return done.stdout
 
 
+@posix  # where programs are in bin
 def test_the_installed_program_is_the_wheels(program: Path, tmp_path: Path) -> None:
     assert outside(program, tmp_path, "--version") == f"gguf-bridge {bridge.__version__}\n"
     code = (
@@ -83,6 +84,7 @@ def test_the_installed_program_is_the_wheels(program: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.exhaustive  # it compiles its kernels anew
+@posix
 def test_the_installed_program_converts_and_runs(program: Path, tmp_path: Path) -> None:
     shutil.copytree(CHECKPOINT, tmp_path / "model")
     outside(program, tmp_path, "convert", "model", "model.gguf", "--report", "report.json")

@@ -52,6 +52,9 @@ class DecodedTensor(CodedTensor):
         kept = float(np.square(self.weights, dtype=np.float64).sum())
         return self.distortion * kept / (1 - self.distortion)
 
+    def scaled(self, factor: np.ndarray) -> Self:
+        return replace(self, weights=self.weights * factor[:, None])
+
     def take_columns(self, order: np.ndarray) -> Self:
         """Permute the columns."""
         return replace(self, weights=np.ascontiguousarray(self.weights[:, order]))

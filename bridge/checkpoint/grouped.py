@@ -63,6 +63,10 @@ class CodedTensor:
         cut = {field: np.ascontiguousarray(getattr(self, field)[groups_at]) for field in self.per_group}
         return {self.per_weight: np.ascontiguousarray(getattr(self, self.per_weight)[at]), **cut}
 
+    def scaled(self, factor: np.ndarray) -> "CodedTensor":
+        """Rows multiplied by float32 [out]: the same codes where scales can take it, else floats."""
+        raise NotImplementedError
+
     def take_rows(self, order: np.ndarray) -> Self:
         """Permute the rows (output features): codes, scales, zero points and bias."""
         return replace(  # type: ignore[type-var]
@@ -158,6 +162,9 @@ class GroupedTensor(CodedTensor):
             return weights.reshape(out, columns)
         group = self.groups()
         return self.scales[rows][:, group] * (self.codes[rows].astype(np.float32) - self.zeros[rows][:, group])
+
+    def scaled(self, factor: np.ndarray) -> Self:
+        return replace(self, scales=self.scales * factor[:, None])
 
     def noise(self) -> float:
         """The checkpoint's own expected quantization noise: sum of s^2 / 12 over all weights."""

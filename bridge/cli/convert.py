@@ -94,7 +94,7 @@ def _next_steps(outputs: list[Path], modelfile: bool) -> str:
     from bridge.conversion.mmproj import mmproj_path
     from bridge.gguf_file.reader import read_gguf
     from bridge.models.modelfile import ollama_line
-    from bridge.runtime.decoder_config import ARCHITECTURES
+    from bridge.runtime.architectures import ARCHITECTURES
 
     gguf = outputs[0]
     file = shlex.quote(str(gguf))

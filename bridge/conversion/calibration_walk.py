@@ -48,7 +48,7 @@ def needs(model: FloatModel, settings: Calibration, found: Calibrating, bits: Ma
     columns = model.head()[1][1]
     two_sided = settings.method == "two-sided"
     at_once = _TOKENS_AT_ONCE, rows_at_once(columns)
-    job = Job(model, (sequences, length), bits, settings.cross, found.held > 0, two_sided, *at_once)
+    job = Job(model, (sequences, length), bits, settings.cross, found.held > 0, two_sided, settings.sweeps, *at_once)
     return needs_of(job, settings.memory)
 
 
@@ -173,15 +173,17 @@ def _keep_output_hessians(
     layers: LayerStore,
 ) -> None:
     """Keep A of each layer, see `two_sided`, until it is finished."""
-    from bridge.quantize.forward_passes import output_hessians
+    from bridge.quantize.forward_passes import output_hessians, tokens_felt
+    from bridge.quantize.kept_inputs import KeptInputs
 
     def said(what: str) -> None:
         if settings.progress:
             settings.progress(len(layers.layers), len(layers.layers) + len(targets), f"gradients: {what}")
 
     said("forward")
-    missing = set(targets)
-    for name, outputs in output_hessians(model, tokens, shelf):
+    missing = {name for name in targets if not layers.has_outputs([name])}
+    resume = KeptInputs(layers.folder, layers.job, "gradients")
+    for name, outputs in output_hessians(model, tokens_felt(tokens), shelf, resume=resume):
         said(name)
         if name in missing:
             layers.save_outputs(name, outputs)
@@ -190,3 +192,4 @@ def _keep_output_hessians(
             break
     for name in missing:
         layers.save_outputs(name, None)
+    resume.finish(0)

@@ -48,6 +48,8 @@ def outline_of(
         config, notes = _mended(ckpt)
         outline = describe_model(config, ckpt.home, shapes, pre, no_mtp)
         outline.notes += notes
+    for key, names in outline.numbers.items():
+        outline.metadata[key] = GGUFValue([_number(ckpt, name) for name in names], GGUFValueType.ARRAY)
     for name in outline.zero_only:
         if ckpt.read_float(name).any():
             arch = outline.metadata["general.architecture"].value
@@ -57,6 +59,14 @@ def outline_of(
     PartReader(ckpt).check(outline.tensors)
     outline.tensors = _folded(ckpt, outline)
     return outline
+
+
+def _number(ckpt: Checkpoint, name: str) -> float:
+    """The number of a tensor that has one; BridgeError if it has several, or none that is finite."""
+    values = ckpt.read_float(name).reshape(-1)
+    if len(values) != 1 or not np.isfinite(values[0]):
+        raise BridgeError(f"{name}: is {values.tolist()!r:.60}, must be one number; the checkpoint is damaged")
+    return float(values[0])
 
 
 def _mended(ckpt: Checkpoint) -> tuple[dict[str, Any], list[str]]:

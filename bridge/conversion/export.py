@@ -201,6 +201,7 @@ def _write(
     """Write the folder; `seconds` is left to the caller."""
     check_folder(source, path, force, gguf.files)
     reports: dict[str, ExportedTensor] = {}
+    reports |= {name: ExportedTensor(name, found.type, AS_FLOATS) for name, found in source.joined.items()}
     forms: dict[str, _Form] = {}
     for name, place in source.places.items():
         reports[name] = ExportedTensor(name, place.stored.type, AS_FLOATS)

@@ -152,6 +152,9 @@ def _by_family(model: StoredModel, home: Path, make: bool, stack: ExitStack) -> 
     if make:
         write_config(model, home)
     source = checked_source(model, home, "F32") if make else GgufSource(model, home, "F32")
+    if source.joined or source.numbers:
+        name = next(iter([*source.joined, *source.numbers]))
+        raise BridgeError(f"{model.files[0]}: {name} has no tensor of its own in the GGUF; convert the original model")
     by_name = {place.tensor.name: place.tensor for place in source.places.values()}
     tensors = []
     for stored in model.tensors.values():

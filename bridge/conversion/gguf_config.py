@@ -19,6 +19,9 @@ from bridge.models.tokenizer_json import tokenizer_files
 
 # keys that GGUFs of other programs have without need: they repeat what others say
 _REPEATED = ("vocab_size", "rope.dimension_count", "attention.key_length", "attention.value_length")
+# what a model with images has beside its language model's keys
+_OF_IMAGES = ("rope.dimension_sections", "n_deepstack_layers")
+_SCALING = "rope.scaling."
 _TOKENS = ("tokens", "merges", "bos_token_id", "eos_token_id", "add_bos_token")
 
 
@@ -50,16 +53,19 @@ def checked_source(model: StoredModel, folder: Path, dtype: str) -> GgufSource:
     file, arch = model.files[0], str(model.metadata.get("general.architecture"))
     pre = model.metadata.get("tokenizer.ggml.pre")
     try:
-        source = GgufSource(model, folder, dtype)
+        source = GgufSource(model, folder, dtype, made=True)
         shapes = {name: info.shape for name, info in source.tensors.items()}
         made = describe_model(source.config, folder, shapes, str(pre) if pre is not None else None).metadata
     except BridgeError as problem:
         raise _refused(file, f"the config made of its metadata is not read again ({problem})") from problem
+    unscaled = model.metadata.get(f"{arch}.{_SCALING}type") == "none"
+    prefix = f"{made['general.architecture'].value}."
     for key, stored in model.metadata.items():
         name = key.removeprefix(f"{arch}.")
-        own = name != key and name not in _REPEATED
+        own = name != key and name not in (*_REPEATED, *_OF_IMAGES) and not (unscaled and name.startswith(_SCALING))
         if own or (key in made and key.removeprefix("tokenizer.ggml.") in _TOKENS):
-            value = made[key].value if key in made else None
+            found = made.get(prefix + name if own else key)
+            value = None if found is None else found.value
             if not _same(_plain(stored), _plain(value)):
                 said = f"{key} is {_short(stored)}, but {_short(value)} in the config made of it"
                 raise _refused(file, said)

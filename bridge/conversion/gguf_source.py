@@ -18,8 +18,10 @@ from bridge.checkpoint.files.weight_files import belongs
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
 from bridge.gguf_file.reader import StoredModel, StoredTensor
-from bridge.models import tensors_of_gguf
+from bridge.models import numbers_of_gguf, tensors_of_gguf
+from bridge.models.gguf_config import family_of_gguf
 from bridge.models.outline import OutlineTensor, Part
+from bridge.models.restored import restored, shape_of
 from bridge.runtime.cpu.dequantize import FLOATS
 from bridge.runtime.cpu.dequantize import rows as dequantized
 from bridge.system.files import files_below, read_json
@@ -28,6 +30,8 @@ _QUANT_CONFIGS = (
     "quantize_config.json", "quant_config.json", "quantization_config.json", "hf_quant_config.json",
     "model.safetensors.index.json",
 )  # fmt: skip
+# vectors that checkpoints have as matrices of one row
+_ROWS = ("mlp.shared_expert_gate.weight",)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +65,10 @@ class Place:
         raw = self.stored.read(start * size, (start + self.height) * size).reshape(-1, size)
         return raw[np.argsort(self.part.rows)[first:stop]]
 
+    def values(self) -> np.ndarray:
+        """Its values, float32 in the part's shape, as the GGUF has them."""
+        return dequantized(self.stored.type, self.raw(ordered=False)).reshape(self.part.shape) * np.float32(self.scale)
+
     def floats(self, rows: slice = slice(None)) -> np.ndarray:
         """Its values, float32, as the checkpoint had them; `rows`: of these, a run."""
         matrix = len(self.part.shape) > 1 and self.part.change != "conv1d"
@@ -77,20 +85,39 @@ class Place:
         return np.ascontiguousarray(values.T)[rows] if self.part.change == "conv1d" else values[rows]
 
 
+@dataclass(frozen=True, eq=False)
+class Joined:
+    """A checkpoint's tensor that is put together again from several places, or whose values were changed."""
+
+    pieces: tuple[Place, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def type(self) -> str:
+        return self.pieces[0].stored.type
+
+    def floats(self, rows: slice = slice(None)) -> np.ndarray:
+        """Its values, float32, as the checkpoint had them; `rows`: of these, a run."""
+        return restored([(place.part, place.values()) for place in self.pieces], self.shape)[rows]
+
+
 class GgufSource:
     """What `CheckpointWriter` reads of a float model, from a GGUF.
 
     model   the opened GGUF
     home    the folder with config.json and tokenizer
+    made    whether these were made of the GGUF's metadata
+    numbers checkpoint's name -> value, of tensors that are numbers in the GGUF's metadata
     dtype   of all floats in the checkpoint: F16, BF16 or F32
-    places  checkpoint's name -> `Place`
+    places  checkpoint's name -> `Place`, of tensors whose blocks are in the GGUF as they are
+    joined  checkpoint's name -> `Joined`, of all others
 
-    Raises BridgeError if config and GGUF are not of the same model, or its tensors cannot be separated again.
+    Raises BridgeError if config and GGUF are not of the same model.
     """
 
     format = "GGUF"
 
-    def __init__(self, model: StoredModel, home: Path, dtype: str) -> None:
+    def __init__(self, model: StoredModel, home: Path, dtype: str, made: bool = False) -> None:
         self.path = self.home = home
         config = read_json(home / "config.json")
         self.config: dict[str, Any] = {
@@ -101,20 +128,28 @@ class GgufSource:
         # what is not copied: weights, what describes them, and what is not a checkpoint's
         self.files = [f for f in files_below(home) if f.name in _QUANT_CONFIGS or not _copied(f, home)]
         arch = str(model.metadata.get("general.architecture"))
-        self.places: dict[str, Place] = {}
+        named = config
+        if made:  # of the language model alone, where the GGUF's architecture is that of a model with images
+            named = {**config, "architectures": [family_of_gguf(model.metadata).architectures[0]]}
+        self.numbers = numbers_of_gguf(model.metadata)
+        pieces: dict[str, list[Place]] = {}
         shapes = {name: tensor.shape for name, tensor in model.tensors.items()}
-        for tensor in tensors_of_gguf(config, home, shapes, arch):
+        for tensor in tensors_of_gguf(named, home, shapes, arch):
             if tensor.origin == "checkpoint":
+                stored = model.tensors[tensor.name]
+                scales = model.scales_of(stored)
                 for i, part in enumerate(tensor.parts):
-                    if part.columns is not None or part.matrix is not None or part.stored is not None:
-                        raise BridgeError(f"{tensor.name}: is a part of {part.source}, which is not put together again")
-                    if part.change not in (None, "+1", "conv1d"):
-                        raise BridgeError(f"{tensor.name}: {part.source} ({part.change}) cannot be restored")
-                    stored = model.tensors[tensor.name]
-                    scales = model.scales_of(stored)
                     scale = 1.0 if scales is None else float(scales[i if scales.size > 1 else 0])
-                    self.places[part.source] = Place(tensor, part, stored, i, scale)
-        self.tensors = {name: self._info(name, place, dtype) for name, place in self.places.items()}
+                    pieces.setdefault(part.source, []).append(Place(tensor, part, stored, i, scale))
+        self.places = {name: found[0] for name, found in pieces.items() if len(found) == 1 and _whole(found[0].part)}
+        self.joined = {
+            name: Joined(tuple(found), shape_of([place.part for place in found]))
+            for name, found in pieces.items()
+            if name not in self.places
+        }
+        self.tensors = {name: self._info(name, found, dtype) for name, found in pieces.items()}
+        for name, value in self.numbers.items():
+            self.tensors[name] = TensorInfo(name, dtype, value.shape, NUMPY[dtype].itemsize, self.path)
 
     @property
     def store(self) -> "GgufSource":
@@ -122,17 +157,35 @@ class GgufSource:
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
         """A tensor's values in the dtype of the new checkpoint. Raises BridgeError if F16 cannot hold one."""
-        place, dtype = self.places[name], self.tensors[name].dtype
+        dtype, shape, run = self.tensors[name].dtype, self.tensors[name].shape, slice(*(rows or (None,)))
+        if name in self.numbers:
+            return from_float32(self.numbers[name].reshape(-1), dtype, name).reshape(shape)
+        if name in self.joined:
+            return from_float32(self.joined[name].floats(run), dtype, name)
+        place = self.places[name]
         if place.stored.type == dtype and place.part.change is None and len(place.part.shape) > 1:
-            return place.raw(slice(*(rows or (None,)))).view(NUMPY[dtype])
-        values = self.places[name].floats(slice(*(rows or (None,))))
-        return from_float32(values, dtype, name)
+            return place.raw(run).view(NUMPY[dtype])
+        if name.endswith(_ROWS):
+            return from_float32(place.floats().reshape(shape)[run], dtype, name)
+        return from_float32(place.floats(run), dtype, name)
 
-    def _info(self, name: str, place: Place, dtype: str) -> TensorInfo:
-        if place.stored.type not in (*READ, *FLOATS):
-            raise BridgeError(f"{place.stored.name}: is {place.stored.type}, which is not read")
-        shape = place.part.shape[::-1] if place.part.change == "conv1d" else place.part.shape
+    def _info(self, name: str, pieces: list[Place], dtype: str) -> TensorInfo:
+        for place in pieces:
+            if place.stored.type not in (*READ, *FLOATS):
+                raise BridgeError(f"{place.stored.name}: is {place.stored.type}, which is not read")
+        if name in self.joined:
+            shape = self.joined[name].shape
+        else:
+            part = pieces[0].part
+            shape = part.shape[::-1] if part.change == "conv1d" else part.shape
+            shape = (1, *shape) if name.endswith(_ROWS) else shape
         return TensorInfo(name, dtype, shape, math.prod(shape) * NUMPY[dtype].itemsize, self.path)
+
+
+def _whole(part: Part) -> bool:
+    """Whether a GGUF has all rows of a part's source, in some order, as it was or with one added."""
+    picked = part.columns is not None or part.matrix is not None or part.stored is not None
+    return not picked and part.factor is None and part.change in (None, "+1", "conv1d")
 
 
 def _copied(file: Path, home: Path) -> bool:

@@ -24,7 +24,7 @@ from gguf.gguf_writer import SHARD_NAME_FORMAT, TensorInfo, WriterState
 
 from bridge.conversion.plan import Plan, PlannedTensor
 from bridge.errors import BridgeError, parameter
-from bridge.system.files import disk_errors, sync_folder
+from bridge.system.files import disk_errors, put_in_place, sync_folder
 from bridge.system.folder_locks import temporary_beside
 from bridge.system.outputs import NOTHING, Taken, check_outputs
 
@@ -237,7 +237,7 @@ class GGUFOutput:
             with open(self._folder / target.name, "rb") as file, disk_errors(self.path, target.name, "output"):
                 os.fsync(file.fileno())
         for target in self._targets:
-            os.replace(self._folder / target.name, target)
+            put_in_place(self._folder / target.name, target)
         sync_folder(self.path.parent)
         return self._targets
 

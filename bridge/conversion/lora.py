@@ -149,6 +149,7 @@ class _Pairs:
             change.a if columns is None else change.a * columns,
             change.b if rows is None else change.b * rows[:, None],
         )
+        b = b if part.factor is None else b * part.factor[:, None]
         a = a if part.columns is None else a[:, part.columns]
         b = b if part.rows is None else b[part.rows]
         return LowRank(np.ascontiguousarray(a), np.ascontiguousarray(b), change.scale)

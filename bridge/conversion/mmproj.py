@@ -33,8 +33,10 @@ def tower_notes(others: Sequence[str], tower: Outline | None, type: str | None) 
     tower   the outline of the vision tower, if it is written; `type` of its matrices
     """
     if tower is not None:
+        heard = "clip.has_audio_encoder" in tower.metadata
+        what, are = ("towers for images and sound", "are") if heard else ("vision tower", "is")
         notes = [
-            f"the vision tower, {len(tower.tensors)} tensors, is written beside the language model as mmproj-*.gguf "
+            f"the {what}, {len(tower.tensors)} tensors, {are} written beside the language model as mmproj-*.gguf "
             f"({type}): llama.cpp and Ollama take both"
         ]
         if tower.unused:

@@ -24,7 +24,7 @@ def gguf_of(
     if kind_of(model, config) in ("gguf", "part"):
         return Path(model)
     from bridge.conversion.cache import converted
-    from bridge.runtime.decoder_config import ARCHITECTURES
+    from bridge.runtime.architectures import ARCHITECTURES
 
     return converted(model, config, ARCHITECTURES, progress, messages)
 

@@ -18,7 +18,7 @@ from bridge.conversion.report import CALIBRATED, CARRIED, PARTLY, Report
 from bridge.gguf_file.reader import read_gguf
 from bridge.models.provenance import repository_of
 from bridge.quantize.checkpoint_writer import Written
-from bridge.runtime.decoder_config import ARCHITECTURES
+from bridge.runtime.architectures import ARCHITECTURES
 from bridge.system.files import files_below, read_json
 from bridge.system.text import size_text
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ import numpy as np
 from bridge.checkpoint import Checkpoint
 from bridge.conversion.gguf_checkpoint import GgufCheckpoint
 from bridge.errors import BridgeError
-from bridge.models.outline import FRAMES, ModelTensor, Part
+from bridge.models.outline import FRAMES, ModelTensor, Part, changed_shape
 from bridge.system.row_threads import chunks
 
 if TYPE_CHECKING:
@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from bridge.conversion.plan import PlannedTensor
 
 _OF_CODES = (None, "transposed", "conv1d")  # what can be done to codes, too
+_ELEMENTWISE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "+1": lambda values: values + np.float32(1),
+    "-exp": lambda values: -np.exp(values),
+    "softplus": lambda values: np.logaddexp(0, values, dtype=np.float64).astype(np.float32),
+}
 _WINDOW = 16  # consecutive rows of a sample: a cache line of GPTQ's words
 _REPEATED = 1.1  # so much larger than its sources a tensor may be: Gemma 3n's tokens of images share a row
 _WINDOWS = 3  # first, middle, last
@@ -82,8 +87,9 @@ class PartReader:
     def grouped(self, part: Part) -> CodedTensor:
         """A part's codes with rows and columns as the GGUF has them."""
         if part.stored is not None and part.rows is not None and (np.diff(part.rows) > 0).all():
-            return self._fitted(self.ckpt.read_module(part.module, part.rows), part, len(part.rows))
+            return self._some(part, part.rows)
         t = self._fitted(self.ckpt.read_module(part.module), part)
+        t = t if part.factor is None else t.scaled(part.factor)
         return t if part.rows is None else t.take_rows(part.rows)
 
     def sample(self, part: Part) -> CodedTensor:
@@ -93,7 +99,12 @@ class PartReader:
             return self.grouped(part)
         last = len(rows) - _WINDOW
         at = np.concatenate([np.arange(start, start + _WINDOW) for start in (0, last // 2, last)])
-        return self._fitted(self.ckpt.read_module(part.module, rows[at]), part, len(at))
+        return self._some(part, rows[at])
+
+    def _some(self, part: Part, rows: np.ndarray) -> CodedTensor:
+        """Codes of rows of a part's source, in ascending order."""
+        t = self._fitted(self.ckpt.read_module(part.module, rows), part, len(rows))
+        return t if part.factor is None else t.scaled(part.factor[rows])
 
     def _fitted(self, t: CodedTensor, part: Part, rows: int | None = None) -> CodedTensor:
         """Without zero padding beyond the part's true shape, columns in the GGUF's order; `rows`: of a sample."""
@@ -118,10 +129,15 @@ class PartReader:
 
     def floats(self, part: Part) -> Iterator[np.ndarray]:
         """A float part's rows as the GGUF has them, in chunks of float32."""
-        if part.columns is None or part.change in ("transposed", "conv1d"):
-            yield from self._float_rows(part)
-        else:
-            yield from (rows[:, part.columns] for rows in self._float_rows(part))
+        start = 0
+        for rows in self._float_rows(part):
+            if part.columns is not None and part.change not in ("transposed", "conv1d"):
+                rows = rows[:, part.columns]
+            if part.factor is not None:
+                at = slice(start, start + len(rows))
+                rows = rows * part.factor[at if part.rows is None else part.rows[at]][:, None]
+            start += len(rows)
+            yield rows
 
     def _float_rows(self, part: Part) -> Iterator[np.ndarray]:
         """`floats`, columns in the source's order."""
@@ -130,7 +146,8 @@ class PartReader:
             return
         if part.change is not None:
             whole = self._cropped(self._read_whole(part), part)
-            whole = whole + np.float32(1) if part.change == "+1" else -np.exp(whole) if part.change == "-exp" else whole
+            if part.change in _ELEMENTWISE:
+                whole = _ELEMENTWISE[part.change](whole)
             yield whole if part.rows is None else whole[part.rows]
             return
         if part.matrix is not None or len(part.shape) == 1 or part.rows is not None:
@@ -149,6 +166,9 @@ class PartReader:
         stored = self.ckpt.read_float(part.source, rows)
         if part.change is not None and part.change in FRAMES:
             stored = stored[:, :, FRAMES.index(part.change)]
+        if part.change == "patches":
+            out, colours, side, _ = self._stored(part)[0]
+            return stored.reshape(out, side, side, colours).transpose(0, 3, 1, 2)
         return stored.reshape(self._stored(part)[0])
 
     def _transposed(self, part: Part) -> np.ndarray:
@@ -171,7 +191,7 @@ class PartReader:
         kept = np.ascontiguousarray(x[inner])
         if kept.shape != x.shape and np.count_nonzero(x) > np.count_nonzero(kept):
             raise self._other_shape(part)
-        if not np.isfinite(kept).all():
+        if part.change != "scalar" and not np.isfinite(kept).all():
             _, file = self._stored(part)
             raise BridgeError(
                 f"{file}: {part.source} holds NaN or infinite values; the checkpoint is damaged, download it again"
@@ -186,12 +206,8 @@ class PartReader:
         else:
             plain = self.ckpt.tensors[part.source]
             shape, file = plain.shape if part.matrix is None else plain.shape[1:], plain.file
-        if part.change == "transposed" or (part.change == "conv1d" and not self._module(part)):
-            return shape[::-1], file
-        if part.change in FRAMES:
-            return (*shape[:2], *shape[3:]), file
-        if part.change == "squeezed":
-            return tuple(n for n in shape if n > 1), file
+        if part.change is not None:
+            return shape if part.change == "conv1d" and self._module(part) else changed_shape(part.change, shape), file
         return shape[1:] if len(part.shape) == 1 and shape[:1] == (1,) and len(shape) == 2 else shape, file
 
     def _other_shape(self, part: Part) -> BridgeError:

@@ -19,6 +19,7 @@ from bridge.conversion.plan import How, Plan, PlannedTensor
 from bridge.conversion.plan_file import VERSION
 from bridge.conversion.recipe import FLOAT_TYPES, MMPROJ_TYPES
 from bridge.errors import BridgeError
+from bridge.models.model_config import positive
 from bridge.models.outline import CHANGES, OutlineTensor, Part
 from bridge.system.files import read_json
 
@@ -198,7 +199,16 @@ def _part(entry: Any, orders: list[np.ndarray]) -> Part:
     folded = _flag(entry, "folded")
     if folded and sorted(picked.get("columns", [])) != list(range(shape[-1])):
         raise _Wrong(f"{source}: is folded, but its columns are no permutation")
-    return Part(source, shape, picked.get("rows"), picked.get("columns"), matrix, stored, change, folded)
+    factor = _factor(entry.get("factor"), (stored or shape)[0], source)
+    return Part(source, shape, picked.get("rows"), picked.get("columns"), matrix, stored, change, factor, folded)
+
+
+def _factor(values: Any, rows: int, source: str) -> np.ndarray | None:
+    if values is None:
+        return None
+    if not isinstance(values, list) or len(values) != rows or not all(map(positive, values)):
+        raise _Wrong(f"factor of {source} is {reprlib.repr(values)}, not {rows} positive numbers")
+    return np.array(values, np.float32)
 
 
 def _key(key: str) -> str:

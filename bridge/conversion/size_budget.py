@@ -5,8 +5,8 @@ under the exact limit and judged by the KL divergence that trial models measure 
 that keep their codes, norms, and tensors with a type from the user stay as planned, and count with their bytes.
 
 Cost: a pass of the text for the Hessians (quantizing takes four to six), for each layer and type that of quantizing 32
-rows, a pass of 4096 tokens there and back, and for each of about 40 trial models one of these tokens through half the
-layers, on average.
+rows, a pass of 4096 tokens there and back, and for each of about 40 trial models one of these tokens, or a quarter of
+them for single layers, through half the layers, on average.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 _GROUPS = 32  # maximum number of groups of tensors whose estimates are checked
 _CURVE = 13  # points
 _WINDOW = 256  # tokens of a trial's sequences
+_BATCHES = 4  # at least, of which `Divergence.measure_few` takes one
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,7 @@ class _Search:
     ) -> None:
         import torch
 
-        from bridge.quantize.budget.divergence import Divergence, Rounded
+        from bridge.quantize.budget.divergence import Divergence, Rounded, Trial
         from bridge.quantize.budget.search import FLOAT, search
         from bridge.quantize.forward_passes import Passes, sequences_at_once
 
@@ -206,26 +207,35 @@ class _Search:
         with torch.no_grad(), ExitStack() as stack:
             with disk_errors(beside, "rounded layers of trial models", "folder"):
                 folder = stack.enter_context(temporary_beside(beside))
-            passes = Passes(model, self.probe, sequences_at_once(model, self.probe.shape[1]))
+            at_once = min(sequences_at_once(model, self.probe.shape[1]), -(-len(self.probe) // _BATCHES))
+            passes = Passes(model, self.probe, at_once)
             layers.measure(passes, tokens)
             divergence = Divergence(passes, layers.squares.get, folder, embedding_and_head, settings.memory)
 
-            def measure(taken: np.ndarray, as_new_base: bool) -> float:
+            def trial_of(taken: np.ndarray) -> Trial:
                 trial = {}
                 for item, option in zip(self.items, taken.tolist(), strict=True):
                     for part in item.tensor.parts:
                         if option != FLOAT:
                             type = item.types[option]
                             trial[part.module] = Rounded(type, layers.costs[part.module][type].error_ratio, item.scale)
+                return trial
+
+            def measure(taken: np.ndarray, as_new_base: bool) -> float:
                 if not as_new_base:
                     self._step("trial models")
-                return divergence.measure(trial, as_new_base)
+                return divergence.measure(trial_of(taken), as_new_base)
+
+            def measure_alone(taken: np.ndarray) -> float:
+                self._step("trial models")
+                return divergence.measure_few(trial_of(taken))
 
             losses = [
                 np.array([sum(layers.costs[p.module][t].loss for p in item.tensor.parts) for t in item.types])
                 for item in items
             ]
-            self.found = search([item.sizes for item in items], losses, limit, measure, self.groups, budget.swaps)
+            sizes = [item.sizes for item in items]
+            self.found = search(sizes, losses, limit, measure, measure_alone, self.groups, budget.swaps)
 
     def types(self) -> dict[str, tuple[str, str]]:
         """The type of each tensor, and why."""

@@ -9,7 +9,6 @@ A GGUF file of `general.type` "imatrix" holds, for each weight tensor `name` (as
 The importance is their quotient; it is 1 for an expert that saw no token.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import numpy as np
 
 from bridge.errors import BridgeError
 from bridge.gguf_file.reader import read_gguf
-from bridge.system.files import expect_name
+from bridge.system.files import expect_name, put_in_place
 from bridge.system.folder_locks import temporary_beside
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
@@ -81,7 +80,7 @@ def write_imatrix(
             writer.write_kv_data_to_file()
             writer.write_tensors_to_file()
             writer.close()
-            os.replace(folder / path.name, path)
+            put_in_place(folder / path.name, path)
     except OSError as problem:
         raise BridgeError(
             f"{path}: cannot be written ({problem.strerror}); free some space or choose another name"

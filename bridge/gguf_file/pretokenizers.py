@@ -19,7 +19,8 @@ Step = tuple[str, str]
 # texts that llama.cpp recognizes as the end of a reply without being told
 KNOWN_ENDS = {
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>",
-    "<|end_of_text|>", "<end_of_utterance>", "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "<|end_of_text|>", "<end_of_utterance>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<eos>", "<turn|>",
+    "<|tool_response>",
 }  # fmt: skip
 
 # the building blocks of the regexes

@@ -18,7 +18,7 @@ import gguf
 import numpy as np
 
 from bridge.errors import BridgeError, parameter
-from bridge.models.arguments import read_arguments
+from bridge.models.arguments import Arguments, read_arguments
 from bridge.models.families import ALL
 from bridge.models.family import HEAD, Family
 from bridge.models.gguf_tokenizer import read_tokenizer
@@ -27,11 +27,11 @@ from bridge.models.model_config import Config
 from bridge.models.outline import Outline, OutlineTensor
 from bridge.models.prediction import left_out, predicting_in, with_prediction, without_prediction
 from bridge.models.provenance import read_provenance
-from bridge.models.table import all_names, fill_table
+from bridge.models.table import all_names, fill_table, optional_names
 from bridge.models.wrapper import ANY_TEXT, renamed, text_config, text_names
 from bridge.system.files import read_json
 
-__all__ = ["architecture", "describe_model", "tensors_of_gguf"]
+__all__ = ["architecture", "describe_model", "numbers_of_gguf", "tensors_of_gguf"]
 
 
 def architecture(folder: Path) -> str:
@@ -84,8 +84,7 @@ def describe_model(
         values.expect(expected.key, expected.values, expected.why, default, unless)
     args = replace(read_arguments(values, family.keys), predicting=extra)
     try:
-        if family.sizes is not None:
-            args = replace(args, more=family.sizes(values, args))
+        args = _with_own(args, family, values)
         more_keys = family.metadata(values, args) if family.metadata is not None else {}
         given = {key: None if value is None else typed(value) for key, value in more_keys.items()}
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
@@ -97,7 +96,7 @@ def describe_model(
     outline = fill_table(family, args, shapes)
     renamed(outline, own)
     generation = read_json(folder / "generation_config.json", optional=True)
-    tokenizer = read_tokenizer(values, folder, generation, pre)
+    tokenizer = read_tokenizer(values, folder, generation, pre, family.tokenizer)
     writer = gguf.GGUFWriter(None, family.arch)
     for tensor in outline.tensors:  # the writer counts parameters
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), 0)
@@ -143,11 +142,10 @@ def tensors_of_gguf(
     args = read_arguments(values, family.keys)
     if family.predicts == "carried":
         args = replace(args, predicting=predicting_in(stored, args.layers))
-    if family.sizes is not None:
-        args = replace(args, more=family.sizes(values, args))
+    args = _with_own(args, family, values)
     outline = fill_table(family, args, dict.fromkeys(all_names(family, args), ()))
     found, known = [], {tensor.name for tensor in outline.tensors}
-    not_needed = tuple(f".{row.name}" for row in family.table if row.optional)
+    not_needed = optional_names(family, args)
     for tensor in outline.tensors:
         if tensor.name in stored:
             if tuple(stored[tensor.name]) != tensor.shape:
@@ -155,13 +153,32 @@ def tensors_of_gguf(
                 raise BridgeError(f"{tensor.name}: is {shapes}; config.json belongs to another model")
             found.append(tensor)
         elif tensor.origin != "config" and not (
-            any(part.source in outline.optional for part in tensor.parts) or tensor.name.endswith(not_needed)
+            any(part.source in outline.optional or part.source in not_needed for part in tensor.parts)
         ):
             raise BridgeError(f"{tensor.name}: is missing from the GGUF; {path} belongs to another model")
     scales = {f"{tensor.name.removesuffix('.weight')}.{key}" for tensor in found for key in ("scale", "input_scale")}
     if unknown := sorted(stored.keys() - known - scales):
         raise BridgeError(f"{unknown[0]}: {path} has no place for it; config.json belongs to another model")
     return found
+
+
+def numbers_of_gguf(metadata: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The tensors of a checkpoint that are numbers in a GGUF's metadata, float32, by name."""
+    arch = metadata.get("general.architecture")
+    return {
+        name.format(layer): np.float32(value).reshape(shape)
+        for family in ALL
+        if family.arch == arch
+        for key, (name, shape) in family.numbers.items()
+        for layer, value in enumerate(metadata.get(key, ()))
+    }
+
+
+def _with_own(args: Arguments, family: Family, values: Config) -> Arguments:
+    """The arguments with the sizes and factors that only this family has."""
+    if family.sizes is not None:
+        args = replace(args, more=family.sizes(values, args))
+    return args if family.factors is None else replace(args, factors=family.factors(values, args))
 
 
 def _family(config: Config) -> Family:

@@ -1,6 +1,6 @@
 """The arguments of a model's graph: checked values of config.json under common names, and as GGUF metadata."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,8 @@ class Arguments:
     kinds                  each layer's kind, as config.json's layer_types names it, in families with several
     predicting             layers after these that predict further tokens, see `prediction`
     more                   sizes that only one family has
+    factors                what the rows of a linear layer are multiplied by: its name in the table -> one for each size
+                           of its rows ("q+kv+kv": three), for models whose graph multiplies where llama.cpp's does not
     """
 
     hidden: int
@@ -58,6 +60,7 @@ class Arguments:
     kinds: tuple[str, ...] = ()
     predicting: int = 0
     more: Mapping[str, int] = field(default_factory=dict)
+    factors: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     @property
     def sizes(self) -> dict[str, int]:

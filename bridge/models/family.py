@@ -9,7 +9,7 @@
 The tensors of the GGUF are in the order of the table; their names come from gguf's name map.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -107,14 +107,18 @@ class Family:
 
     titles         what people call its models, for docs/checkpoints.md
     arch           the GGUF architecture
+    named_as       the architecture whose map of names the table uses, if gguf's first supported release lacks its own
     architectures  its names in config.json
     model_type     its name in config.json if `architectures` is missing
     keys           the optional keys of its config.json with their defaults, see `read_arguments`
     expects        values that llama.cpp's graph assumes
     names          its config.json's names of keys: usual name -> its name
     sizes          more names for shapes: (config, arguments) -> name -> size
+    factors        what rows of linear layers are multiplied by, see `Arguments`
     metadata       more keys of the GGUF, without the architecture's name: (config, arguments) -> key -> value, or None
                    to omit the key
+    numbers        keys of the GGUF, whole names, that list a number for each layer: key -> the checkpoint's tensor of
+                   one number, with {} for the layer, and its shape
     notes          what llama.cpp does otherwise, for the report: config -> sentences
     layer_norm     whether its norms are layer norms, not RMS norms
     rotary         whether positions are rotations of q and k
@@ -123,7 +127,7 @@ class Family:
                    where llama.cpp's converter drops them; None: there are none; see `prediction`
     prefix         the start of all names in the table, which some checkpoints omit
     chosen         whether it is the one for a config.json, where an architecture's name stands for several families
-    reversible     whether `gguf_config` can make a config.json of its GGUF, for export and transformers
+    tokenizer      tokenizer.ggml.model of a tokenizer.json with byte fallback
     own            a part of the names that its checkpoints have, where the table knows several
     """
 
@@ -136,7 +140,9 @@ class Family:
     expects: tuple[Expected, ...] = (SILU,)
     names: Mapping[str, str] = field(default_factory=dict)
     sizes: Callable[[Config, Arguments], Mapping[str, int]] | None = None
+    factors: Callable[[Config, Arguments], Mapping[str, Sequence[float]]] | None = None
     metadata: Callable[[Config, Arguments], Mapping[str, Any]] | None = None
+    numbers: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     notes: Callable[[Config], list[str]] | None = None
     layer_norm: bool = False
     rotary: bool = True
@@ -144,8 +150,9 @@ class Family:
     predicts: str | None = None
     prefix: str = ""
     chosen: Callable[[Config], bool] = lambda _config: True
-    reversible: bool = True
+    tokenizer: str = "llama"
     own: str = ""
+    named_as: str = ""
 
 
 EMBEDDINGS = Row("model.embed_tokens", "vocab hidden")

@@ -1,7 +1,7 @@
 """A Hugging Face tokenizer as the tokenizer.* keys of a GGUF.
 
 Two kinds reach GGUF: byte-level BPE ("gpt2": tokens and merges, see `bridge.models.bpe_vocabulary` and `tiktoken`) and
-SentencePiece BPE ("llama": tokens and scores, see `bridge.models.sentencepiece`). This module detects
+SentencePiece BPE ("llama": tokens and scores; "gemma4": merges, see `bridge.models.sentencepiece`). This module detects
 the kind and adds what both have: special tokens, added tokens, chat template.
 """
 
@@ -16,7 +16,7 @@ from bridge.gguf_file.chat_template import TemplateFailed, render_chats
 from bridge.gguf_file.pretokenizers import rules_of
 from bridge.models.bpe_vocabulary import byte_level_vocabulary, is_byte_level
 from bridge.models.model_config import Config
-from bridge.models.sentencepiece import vocabulary_of_json, vocabulary_of_model
+from bridge.models.sentencepiece import vocabulary_by_merges, vocabulary_of_json, vocabulary_of_model
 from bridge.models.special_tokens import add_bos_and_eos, add_special_tokens, text_of
 from bridge.models.tiktoken import vocabulary_of_tiktoken
 from bridge.models.vocabulary import Added, GGUFTokenizer, Vocabulary
@@ -25,16 +25,19 @@ from bridge.system.files import read_json
 _LEAST_SHARE = 0.9  # of the embedding's rows have a token: padding is a few thousand in a hundred thousand
 
 
-def read_tokenizer(config: Config, folder: Path, generation: Mapping[str, Any], pre: str | None) -> GGUFTokenizer:
+def read_tokenizer(
+    config: Config, folder: Path, generation: Mapping[str, Any], pre: str | None, model: str = "llama"
+) -> GGUFTokenizer:
     """The tokenizer of a Hugging Face directory, with as many tokens as config.json's vocab_size.
 
-    pre  overrides the recognition of the pre-tokenizer
+    model  tokenizer.ggml.model of a tokenizer.json with byte fallback
+    pre    overrides the recognition of the pre-tokenizer
 
     Raises:
         BridgeError: no tokenizer, a damaged one, or one that GGUF cannot express.
     """
     try:
-        return _read(config, folder, generation, pre)
+        return _read(config, folder, generation, pre, model)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as problem:
         raise BridgeError(
             f"{folder}: a tokenizer file (tokenizer.json, tokenizer_config.json ...) is not as tokenizers and "
@@ -42,7 +45,9 @@ def read_tokenizer(config: Config, folder: Path, generation: Mapping[str, Any], 
         ) from problem
 
 
-def _read(config: Config, folder: Path, generation: Mapping[str, Any], pre: str | None) -> GGUFTokenizer:
+def _read(
+    config: Config, folder: Path, generation: Mapping[str, Any], pre: str | None, by_fallback: str
+) -> GGUFTokenizer:
     settings = read_json(folder / "tokenizer_config.json", optional=True)
     data = read_json(folder / "tokenizer.json", optional=True)
     added = _added_tokens(folder, settings, data)
@@ -55,7 +60,12 @@ def _read(config: Config, folder: Path, generation: Mapping[str, Any], pre: str 
             )
         if not model.get("vocab"):
             raise BridgeError(f"{folder / 'tokenizer.json'}: has no vocabulary; it is damaged, download it again")
-        vocabulary = byte_level_vocabulary(data, added, pre) if is_byte_level(data) else vocabulary_of_json(data, added)
+        if is_byte_level(data):
+            vocabulary = byte_level_vocabulary(data, added, pre)
+        elif by_fallback == "gemma4":
+            vocabulary = vocabulary_by_merges(data, added)
+        else:
+            vocabulary = vocabulary_of_json(data, added)
     elif (folder / "tokenizer.model").is_file():
         vocabulary = vocabulary_of_model(folder / "tokenizer.model", added)
     elif (folder / "tiktoken.model").is_file():
@@ -81,6 +91,8 @@ def _read(config: Config, folder: Path, generation: Mapping[str, Any], pre: str 
     "".join([*tokens, *(vocabulary.merges or []), *tokenizer.chat_templates.values()]).encode("utf-8")
     add_special_tokens(tokenizer, config, folder, settings, generation, vocabulary.unk)
     add_bos_and_eos(tokenizer, data, settings)
+    if vocabulary.model == "gemma4":
+        tokenizer.add_bos = "bos" in tokenizer.ids  # llama.cpp has it always
     return tokenizer
 
 

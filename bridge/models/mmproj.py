@@ -39,7 +39,9 @@ def describe_tower(
     tower = found[0]
     whole, text = Config(dict(config), path), Config(text_config(dict(config)), path)
     size = Config(own, path, None, tower.names, len(names))
-    vision = Vision(size, whole, text, _processor(Path(folder)), Path(folder))
+    heard = config.get("audio_config")
+    sound = Config(heard, path, None, {}, len(names)) if isinstance(heard, dict) and heard else None
+    vision = Vision(size, sound, whole, text, _processor(Path(folder)), Path(folder))
     writer = gguf.GGUFWriter(None, "clip")
     tensors, unused = fill(tower, vision, names, type)
     for tensor in tensors:  # the writer counts parameters
@@ -57,7 +59,7 @@ def _keys(tower: Tower, vision: Vision) -> dict[str, Any]:
     size, of = vision.tower, vision.processor
     keys: dict[str, Any] = {
         "has_vision_encoder": True,
-        "projector_type": tower.projector,
+        "projector_type" if tower.sound is None else "vision.projector_type": tower.projector,
         "vision.projection_dim": vision.text.integer("hidden_size"),
         "vision.patch_size": _side(size, "patch_size"),
         "vision.embedding_length": size.integer("hidden_size"),
@@ -75,7 +77,20 @@ def _keys(tower: Tower, vision: Vision) -> dict[str, Any]:
         keys[f"vision.{key}"] = [float(v) for v in values]
     more = tower.metadata(vision)
     size_key = {} if "vision.image_size" in more else {"vision.image_size": _side(size, "image_size")}
-    return {**keys, **size_key, **more}
+    return {**keys, **size_key, **more, **_sound_keys(tower, vision)}
+
+
+def _sound_keys(tower: Tower, vision: Vision) -> dict[str, Any]:
+    if tower.sound is None or vision.sound is None:
+        return {}
+    own = {
+        "projector_type": tower.sound.projector,
+        "projection_dim": vision.text.integer("hidden_size"),
+        "block_count": vision.sound.integer("num_hidden_layers"),
+        "attention.head_count": vision.sound.integer("num_attention_heads"),
+        **tower.sound.metadata(vision.sound),
+    }
+    return {"has_audio_encoder": True} | {f"audio.{key}": value for key, value in own.items()}
 
 
 def _side(config: Config, key: str) -> int:

@@ -50,6 +50,10 @@ class Config:
             raise BridgeError(f"{self.path}: {key} is {value!r}, must be a positive integer")
         return value
 
+    def count(self, key: str, default: int) -> int:
+        """A whole number from 0 on; raises like `integer`."""
+        return 0 if self.get(key, default) == 0 else self.integer(key, default)
+
     def side(self, key: str, default: int | None = None) -> int:
         """A positive integer up to the longest side of any tensor; raises like `integer`, and if it is longer.
 

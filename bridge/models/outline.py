@@ -4,6 +4,7 @@ A family (`bridge.models`) or a template (`bridge.models.template`) makes an Out
 a Plan of it. It holds no weights, but for small tensors that are made from the config and those that a template keeps.
 """
 
+import math
 import re
 import reprlib
 from collections.abc import Iterable, Mapping
@@ -18,7 +19,9 @@ from bridge.errors import BridgeError
 # where a tensor comes from; "scale": what multiplies a tensor of NVFP4, a tensor of its own
 Origin = Literal["checkpoint", "config", "template", "scale"]
 FRAMES = ("frame 0", "frame 1")
-CHANGES = ("transposed", "conv1d", "squeezed", "+1", "-exp", *FRAMES)
+CHANGES = ("transposed", "conv1d", "squeezed", "scalar", "patches", "+1", "-exp", "softplus", *FRAMES)
+
+COLOURS = 3
 
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 
@@ -31,12 +34,15 @@ class Part:
     shape    (out, in) or (n,) as the GGUF has it: a stored tensor may be padded with zeros beyond it
     rows     int64 [out] or None: row i of the GGUF is row rows[i] of the source
     columns  int64 [in] or None: the source's columns in the GGUF's order
+    factor   float32 [rows of the source] or None: what its rows are multiplied by; codes stay, scales change
     folded   whether `columns` undoes act-order: an imatrix has the columns in the order before that
     matrix   which matrix of a 3-D source this is
     stored   the source's shape where `rows` or `columns` pick from more than they return; after `change`
     change   what is done to the source before rows and columns are picked: "transposed"; "squeezed", dimensions of
              one dropped; "+1", one added; "-exp", minus e to the power of it: the result is floats, whatever it was.
              "frame 0", "frame 1": filters of one of two frames, of [out, in, frames, height, width].
+             "softplus": log(1 + e to the power of it). "scalar": one number as a vector, which may be infinite.
+             "patches": [out, side * side * colours] as filters [out, colours, side, side].
              "conv1d": transposed where it is floats, for quantizers turn such layers into linear ones
     """
 
@@ -47,6 +53,7 @@ class Part:
     matrix: int | None = None
     stored: tuple[int, ...] | None = None
     change: str | None = None
+    factor: np.ndarray | None = None
     folded: bool = False
 
     @property
@@ -59,8 +66,10 @@ class Part:
         """What calibration calls the linear layer: a matrix of a 3-D tensor as if it stood by itself.
 
         experts.gate_up_proj -> experts.3.gate_proj, its first half of rows or each second one, or experts.3.up_proj;
-        None: neither
+        None: neither, or its rows are multiplied
         """
+        if self.factor is not None:
+            return None
         if self.matrix is None:
             return self.module
         experts, _, name = self.source.rpartition(".")
@@ -74,6 +83,22 @@ class Part:
         elif name != "down_proj" or self.rows is not None:
             name = ""
         return f"{experts}.{self.matrix}.{name}" if name and self.change in (None, "transposed") else None
+
+
+def changed_shape(change: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that a tensor of the checkpoint has after a change of `Part`; of "conv1d", if it is floats."""
+    if change in ("transposed", "conv1d"):
+        return shape[::-1]
+    if change in FRAMES:
+        return (*shape[:2], *shape[3:])
+    if change == "squeezed":
+        return tuple(n for n in shape if n > 1)
+    if change == "scalar":
+        return shape or (1,)
+    if change == "patches" and len(shape) == 2:
+        side = math.isqrt(shape[1] // COLOURS)
+        return (shape[0], COLOURS, side, side)
+    return shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,6 +172,7 @@ class Outline:
                biases), or the model is refused
     optional   biases that are left out where they are all zeros: old GPTQ tools write them for every layer
     others     tensors of the checkpoint that belong to other parts of the model: towers for images or sound
+    numbers    keys that list what tensors of one number hold: key -> their names
     stop       the texts of the tokens that end a reply, the EOS token first
     notes      what the reader of the report should know
     """
@@ -158,6 +184,7 @@ class Outline:
     zero_only: list[str] = field(default_factory=list)
     optional: frozenset[str] = frozenset()
     others: list[str] = field(default_factory=list)
+    numbers: dict[str, list[str]] = field(default_factory=dict)
     stop: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 

@@ -4,6 +4,8 @@ llama.cpp joins the two neighbours whose joint token has the highest score, the 
 tokenizer.model has these scores. tokenizer.json has merges by rank instead, so a token's score is
 minus the rank of the first merge that makes it, which gives the same order of joining.
 
+Gemma 4's tokenizer.json goes to GGUF with its merges: model "gemma4".
+
 Either every text gets a leading space or none does. transformers' newer Metaspace rule omits it before
 a text that begins with a space, and after special tokens; llama.cpp cannot.
 
@@ -32,15 +34,14 @@ from bridge.system.files import read_small
 SPACE = "\u2581"  # SentencePiece's spelling of a space
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>\Z")
 _UNIGRAM, _BPE = 1, 2
+# special tokens of Gemma 4 that a reply's reader wants to see
+_SEEN = {"<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>'}
+_UNSCORED = -1000.0  # what gguf's own reader of such files gives every token
 
 
 def vocabulary_of_json(data: Mapping[str, Any], added: Sequence[Added]) -> Vocabulary:
     """The vocabulary of a tokenizer.json with byte fallback."""
-    model = data["model"]
-    if not model.get("byte_fallback"):
-        raise BridgeError(
-            "tokenizer.json: the BPE is neither byte-level nor has byte_fallback; llama.cpp has no such tokenizer"
-        )
+    model = _with_fallback(data)
     rank: dict[str, int] = {}
     for i, (left, right) in enumerate(merge_pairs(model)):
         rank.setdefault(left + right, i)
@@ -55,6 +56,32 @@ def vocabulary_of_json(data: Mapping[str, Any], added: Sequence[Added]) -> Vocab
     _add(entries, scores, added)
     prefix, notes = _space_prefix(data)
     return Vocabulary("llama", "default", entries, scores, unk=unk, add_space_prefix=prefix, notes=notes)
+
+
+def vocabulary_by_merges(data: Mapping[str, Any], added: Sequence[Added]) -> Vocabulary:
+    """The vocabulary of a tokenizer.json with byte fallback, by its own merges: Gemma 4's."""
+    model = _with_fallback(data)
+    entries: dict[int, tuple[str, int]] = {
+        token: (text, TokenType.BYTE if _BYTE.match(text) else TokenType.NORMAL)
+        for text, token in model["vocab"].items()
+    }
+    for one in added:
+        special = one.special and one.content not in _SEEN
+        entries[one.id] = (one.content, TokenType.CONTROL if special else TokenType.USER_DEFINED)
+    merges = [f"{left} {right}" for left, right in merge_pairs(model)]
+    scores = dict.fromkeys(entries, _UNSCORED)
+    unk = model.get("unk_token")
+    return Vocabulary("gemma4", "gemma4", entries, scores, merges, unk=unk, add_space_prefix=False)
+
+
+def _with_fallback(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The BPE of a tokenizer.json; BridgeError if it has no byte fallback."""
+    model: Mapping[str, Any] = data["model"]
+    if not model.get("byte_fallback"):
+        raise BridgeError(
+            "tokenizer.json: the BPE is neither byte-level nor has byte_fallback; llama.cpp has no such tokenizer"
+        )
+    return model
 
 
 def _space_prefix(data: Mapping[str, Any]) -> tuple[bool, list[str]]:

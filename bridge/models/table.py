@@ -33,6 +33,7 @@ def fill_table(family: Family, args: Arguments, names: Mapping[str, Sequence[int
                 if row.layers is None or row.layers(args, layer):
                     filled.add(row, layer)
     outline = Outline({}, filled.tensors, filled.folds, optional=frozenset(filled.optional))
+    outline.numbers = filled.numbers()
     outline.tensors += [
         OutlineTensor(f"{name}.weight", factors.shape, data=factors, origin="config", fixed_type="F32")
         for name, factors in args.rope.factors.items()
@@ -43,19 +44,32 @@ def fill_table(family: Family, args: Arguments, names: Mapping[str, Sequence[int
 
 def all_names(family: Family, args: Arguments) -> list[str]:
     """Every tensor that a checkpoint of the family may have, under the family's own names or else the table's first."""
-    names = []
+    names = [name.format(layer) for name, _ in family.numbers.values() for layer in range(args.layers)]
     for row in family.table:
-        if not row.when(args):
+        if not row.when(args) or (row.unless and family.own):
             continue
         for layer in range(args.layers + args.predicting if "{}" in row.source else 1):
             if row.layers is None or row.layers(args, layer):
                 own = (name for name in row.also if family.own and family.own in name)
                 source = next(own, row.source).format(layer)
+                if "*" in row.source and "*" not in source:
+                    names.append(_Stack.of(source, (0, 0)).name)
+                    continue
+                if row.parts is not None:
+                    name = source if row.exact else f"{source}.weight"
+                    names += [part.source for part in row.parts(args, name)]
+                    continue
                 for expert in range(args.sizes["experts"]) if "*" in source else [0]:
                     name = source.replace("*", str(expert))
                     names.append(name if row.exact else f"{name}.weight")
                     names += [f"{name}.bias"] if row.bias is not None else []
-    return names
+    return list(dict.fromkeys(names))
+
+
+def optional_names(family: Family, args: Arguments) -> set[str]:
+    """Those of all names that a checkpoint may lack."""
+    rows = [row for row in family.table if row.optional]
+    return {row.source.format(i) + ("" if row.exact else ".weight") for row in rows for i in range(args.layers)}
 
 
 class _Stack(NamedTuple):
@@ -83,7 +97,7 @@ class _Stack(NamedTuple):
 
     def turned_in(self, shapes: Mapping[str, Sequence[int]]) -> bool | None:
         """Whether its shape in the checkpoint is that of transposed matrices; None where it does not tell."""
-        if self.whole[0] == self.whole[1] or self.name not in shapes:
+        if self.whole[0] == self.whole[1] or not shapes.get(self.name):
             return None
         return tuple(shapes[self.name][1:]) == self.whole[::-1]
 
@@ -98,7 +112,7 @@ class _Filled:
     def __init__(self, family: Family, args: Arguments, names: Mapping[str, Sequence[int]]) -> None:
         self.shapes = names
         self.family, self.args, self.sizes, self.names = family, args, args.sizes, frozenset(names)
-        arch = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[family.arch]
+        arch = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[family.named_as or family.arch]
         layers = {found[1] for name in self.names if (found := _LAYER.search(name))}
         count = min(args.layers + args.predicting, len(layers))  # others are found to be missing
         self.map = gguf.get_tensor_name_map(arch, count)
@@ -168,7 +182,15 @@ class _Filled:
             return tuple(Part(name, (rows, *shape[1:])) for name, rows in zip(apart, heights, strict=True))
         head_dim = self.args.head_dim
         rows = interleaved_rows(shape[0] // head_dim, head_dim) if row.interleaved else None
-        return (Part(source, shape, rows, change=row.change),)
+        return (Part(source, shape, rows, change=row.change, factor=self._factor(row)),)
+
+    def _factor(self, row: Row) -> np.ndarray | None:
+        """What the rows of a row's source are multiplied by; None where nothing is."""
+        found = self.args.factors.get(row.source.rpartition("{}.")[2])
+        if found is None or all(factor == 1 for factor in found):
+            return None
+        heights = [self.sizes[name] for name in row.shape.split()[0].split("+")]
+        return np.repeat(np.array(found, np.float32), heights)
 
     def _experts(self, source: str, layer: int, shape: tuple[int, ...]) -> tuple[Part, ...]:
         """One matrix of every expert, for each way in which a `Row` can name them."""
@@ -210,6 +232,14 @@ class _Filled:
             tied = ", or config.json should say tie_word_embeddings: true" if source == f"{HEAD.source}.weight" else ""
             raise BridgeError(f"{source} is missing from the checkpoint; a shard may not have been downloaded{tied}")
         self.used.add(source)
+
+    def numbers(self) -> dict[str, list[str]]:
+        """The names of the tensors of one number that a key lists."""
+        layers, numbers = range(self.args.layers), self.family.numbers
+        found = {key: [name.format(layer) for layer in layers] for key, (name, _) in numbers.items()}
+        for name in chain.from_iterable(found.values()):
+            self._use(name)
+        return found
 
     def leftovers(self) -> tuple[list[str], list[str]]:
         """The checkpoint's tensors that are not in the GGUF: names to report, and biases that must be zero."""

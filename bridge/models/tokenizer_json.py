@@ -1,6 +1,7 @@
 """tokenizer.json and tokenizer_config.json of a GGUF's vocabulary: the inverse of `gguf_tokenizer`.
 
     gpt2    byte-level BPE, cut by the rules that tokenizer.ggml.pre names
+    gemma4  BPE on characters, with byte fallback
     llama   SentencePiece's: BPE with byte fallback, whose merges are all pairs that make a token, by the token's score
 
 Control tokens become special tokens, user-defined ones other added tokens; both are matched before any cutting.
@@ -14,7 +15,7 @@ from gguf import TokenType
 
 from bridge.models.sentencepiece import SPACE
 from bridge.runtime.tokenizer import Tokenizer
-from bridge.runtime.tokenizer.bpe import ByteLevel
+from bridge.runtime.tokenizer.bpe import ByteLevel, CharacterLevel
 
 _ROLES = {
     "bos_token": "bos",
@@ -64,6 +65,9 @@ def _fast(metadata: Mapping[str, Any], own: Tokenizer) -> str:
     if isinstance(cutter, ByteLevel):
         fast = cutter.tokenizer
         fast.decoder = decoders.ByteLevel()
+    elif isinstance(cutter, CharacterLevel):
+        fast = cutter.tokenizer
+        fast.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
     else:
         fast = _by_score(metadata, own)
     for token, kind in enumerate(own.types):

@@ -21,7 +21,7 @@ import numpy as np
 from bridge.errors import BridgeError, parameter
 from bridge.gguf_file.rope_rows import interleaved_rows
 from bridge.models.model_config import Config
-from bridge.models.outline import FRAMES, OutlineTensor, Part
+from bridge.models.outline import FRAMES, OutlineTensor, Part, changed_shape
 
 _BLOCK = 32  # weights in a block of Q8_0
 
@@ -37,6 +37,7 @@ class Vision:
     """What the config files say about a tower.
 
     tower      vision_config
+    sound      audio_config; None: the model has none
     whole      config.json
     text       the same with the keys of the language model on top
     processor  preprocessor_config.json, with what processor_config.json has about images over it
@@ -44,6 +45,7 @@ class Vision:
     """
 
     tower: Config
+    sound: Config | None
     whole: Config
     text: Config
     processor: Mapping[str, Any]
@@ -81,16 +83,31 @@ class Row:
 
 
 @dataclass(frozen=True, eq=False)
+class Sound:
+    """The tower that turns sound into embeddings, in the same file.
+
+    projector  clip.audio.projector_type
+    table      its tensors
+    metadata   more keys, without "clip.audio.": audio_config -> key -> value
+    """
+
+    projector: str
+    table: tuple[Row, ...]
+    metadata: Callable[[Config], Mapping[str, Any]]
+
+
+@dataclass(frozen=True, eq=False)
 class Tower:
     """How the vision tower of an architecture of transformers appears in GGUF.
 
     architectures  of the whole models, in config.json
-    projector      clip.projector_type
+    projector      clip.projector_type, or clip.vision.projector_type of a tower beside one for sound
     table          its tensors
     names          vision_config's names of keys: usual name -> its name
     metadata       more keys, without "clip.": Vision -> key -> value
     skipped        names that llama.cpp's graph does not need
     extra          tensors that are not in the tower: (Vision, shapes of the whole checkpoint) -> tensors
+    sound          the tower for sound that such models may have
     """
 
     architectures: tuple[str, ...]
@@ -100,6 +117,7 @@ class Tower:
     names: Mapping[str, str] = field(default_factory=dict)
     skipped: str = r"(?!)"
     extra: Callable[[Vision, Mapping[str, Sequence[int]]], list[OutlineTensor]] | None = None
+    sound: Sound | None = None
 
 
 def qkv(source: str, apart: str = "", bias: bool | None = True) -> tuple[Row, ...]:
@@ -123,13 +141,9 @@ def fill(
     Raises BridgeError where a tensor is missing, or the tower has one that the table does not know.
     """
     filled = _Filled(vision, names, type)
-    count = vision.tower.repeats("num_hidden_layers")
-    for row in tower.table:
-        if "{}" not in row.source:
-            filled.add(row, 0, 0)
-            continue
-        for layer, number in [(i, i) for i in range(count)] if row.layers is None else row.layers(vision.tower):
-            filled.add(row, layer, number)
+    filled.add_all(tower.table, vision.tower)
+    if tower.sound is not None and vision.sound is not None:
+        filled.add_all(tower.sound.table, vision.sound)
     left = [name for short, name in sorted(filled.own.items()) if short not in filled.used]
     unused = [name for name in left if re.search(tower.skipped, name)]
     left = [name for name in left if name not in unused]
@@ -153,6 +167,15 @@ class _Filled:
         self.own = {found[1]: name for name in names if (found := TOWER_NAME.match(name))}
         self.used: set[str] = set()
         self.tensors: list[OutlineTensor] = []
+
+    def add_all(self, table: Sequence[Row], config: Config) -> None:
+        every = [(i, i) for i in range(config.repeats("num_hidden_layers"))]
+        for row in table:
+            if "{}" not in row.source:
+                self.add(row, 0, 0)
+                continue
+            for layer, number in every if row.layers is None else row.layers(config):
+                self.add(row, layer, number)
 
     def add(self, row: Row, layer: int, number: int) -> None:
         sources = [source.format(layer) for source in (row.source, *row.also)]
@@ -179,6 +202,8 @@ class _Filled:
             if len(shape) != 5 or shape[2] != len(FRAMES):
                 raise BridgeError(f"{source}: has shape {list(shape)}, must be filters of two frames; {_way_out()}")
             shape = (*shape[:2], *shape[3:])
+        elif change is not None:
+            shape = changed_shape(change, shape)
         rows, stored = None, None
         if share is not None:
             which, of = share

@@ -24,9 +24,10 @@ import torch
 from torch import nn
 
 from bridge.errors import BridgeError
-from bridge.models import tensors_of_gguf
+from bridge.models import numbers_of_gguf, tensors_of_gguf
 from bridge.models.gguf_config import ROPE_FACTORS, family_of_gguf, gguf_layers
 from bridge.models.outline import OutlineTensor, Part
+from bridge.models.restored import restored, rows_of
 from bridge.nn.preparation import prepare as prepare_all
 from bridge.nn.quant_experts import Activation, ClampedSwiglu, ExpertStack, Gated, QuantExperts
 from bridge.nn.quant_linear import JoinedLinear, Placed, QuantEmbedding, QuantLinear
@@ -53,13 +54,8 @@ class Piece:
         return found if found is not None and len(found.shape) == 2 and found.type != "F32" else None
 
     def values(self) -> np.ndarray:
-        """float32, as the checkpoint had them, in the shape of the part."""
-        values = self.tensor.dequantize().reshape(self.count, *self.part.shape)[self.index]
-        if self.part.change == "+1":
-            values = values - 1
-        elif self.part.change == "-exp":
-            values = np.log(-values)
-        return values
+        """float32, as the GGUF has them, in the shape of the part."""
+        return self.tensor.dequantize().reshape(self.count, *self.part.shape)[self.index]
 
 
 class Reserved(nn.Module):
@@ -84,6 +80,7 @@ class Placement:
     def __init__(self, model: nn.Module, file: GGUFFile, precision: str = "int8"):
         self.model, self.file, self.precision = model, file, precision
         self._modules: dict[str, Callable[[], nn.Module]] = {}  # path -> what is put there
+        self._numbers = numbers_of_gguf(file.metadata)
         self._floats: dict[str, list[Piece]] = {}  # parameter's name -> what it is made of
         if any(isinstance(module, Placed) for module in model.modules()):
             raise BridgeError(f"{self.kind}: has a GGUF's weights already; make the model anew for {file.path}")
@@ -97,13 +94,14 @@ class Placement:
     def floats(self) -> dict[str, torch.Tensor]:
         """Name of the parameter -> float32 values in its shape."""
         found = self._floats.items()
-        return {name: torch.from_numpy(_restored(pieces, self._shapes[name])) for name, pieces in found}
+        made = {name: torch.from_numpy(_restored(pieces, self._shapes[name])) for name, pieces in found}
+        return made | {name: torch.from_numpy(value.copy()) for name, value in self._numbers.items()}
 
     def _check(self) -> None:
         """Every parameter has its values in the file."""
         for name, _ in self.model.named_parameters():
             path = name.rpartition(".")[0]
-            if name not in self._floats and path not in self._modules and path != self._head():
+            if name not in (*self._floats, *self._numbers) and path not in self._modules and path != self._head():
                 raise BridgeError(f"{name}: {self.kind} has it, but the GGUF does not; it belongs to another model")
 
     def reserve(self) -> None:
@@ -218,7 +216,7 @@ class Placement:
             order = None if picked.rows is None else np.argsort(picked.rows)
             values = None if bias is None else torch.from_numpy(bias)
             return partial(QuantLinear, _matrix(pieces[0]), values, order, self.precision, picked.columns)
-        order = np.argsort(np.concatenate([_rows(piece.part) for piece in pieces]))
+        order = np.argsort(np.concatenate([rows_of(piece.part) for piece in pieces]))
         return lambda: JoinedLinear([QuantLinear(_matrix(p), precision=self.precision) for p in pieces], order)
 
     def _experts(self, path: str, stacks: list[QuantTensor]) -> Callable[[], nn.Module]:
@@ -273,6 +271,7 @@ def _packs(module: nn.Module, pieces: list[Piece]) -> bool:
     kinds = _is_conv1d(module) or isinstance(module, nn.Linear | nn.Embedding)
     return kinds and all(
         piece.matrix is not None and piece.part.change in changes and piece.part.matrix is None
+        and piece.part.factor is None
         and (len(pieces) == 1 or piece.part.columns is None)
         for piece in pieces
     )  # fmt: skip
@@ -283,27 +282,13 @@ def _matrix(piece: Piece) -> QuantTensor:
     return piece.matrix
 
 
-def _rows(part: Part) -> np.ndarray:
-    return np.arange(part.shape[0]) if part.rows is None else part.rows
-
-
 def _joined(pieces: list[Piece]) -> np.ndarray:
     return _restored(pieces, (sum(piece.part.shape[0] for piece in pieces),))
 
 
 def _restored(pieces: list[Piece], shape: tuple[int, ...]) -> np.ndarray:
     """float32 of a parameter's shape: rows and columns where they were before the conversion."""
-    whole = np.empty(shape, np.float32)
-    for piece in pieces:
-        part, values = piece.part, piece.values()
-        frame = whole if part.matrix is None else whole[part.matrix]
-        if part.change in ("transposed", "conv1d"):
-            frame = frame.T
-        elif part.change == "squeezed" or frame.ndim != values.ndim:
-            frame = whole.reshape(part.stored or part.shape)
-        picked = [_rows(part)] + [np.arange(n) if part.columns is None else part.columns for n in part.shape[1:]]
-        frame[np.ix_(*picked)] = values
-    return whole
+    return restored([(piece.part, piece.values()) for piece in pieces], shape)
 
 
 def _names(model: nn.Module) -> Callable[[str], str]:

@@ -3,7 +3,7 @@
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 
@@ -100,3 +100,19 @@ def _save(x: torch.Tensor, file: Path) -> None:
             f"{file.parent}: activations cannot be written ({str(problem).splitlines()[0]}); "
             f"free disk space, or choose another folder: {parameter('offload')}"
         ) from None
+
+
+class Resumption(Protocol):
+    """Where a batch's activations of the block are kept that a run has come to."""
+
+    def block(self, batches: int, floats: bool) -> int:
+        """The number of that block; 0: nothing is kept."""
+
+    def read(self, block: int, batch: int, floats: bool) -> torch.Tensor:
+        """A batch's at that block's inputs; floats: the float model's, where both are kept."""
+
+    def write(self, block: int, batch: int, floats: bool, x: torch.Tensor) -> None:
+        """Keep a batch's for the block that comes next."""
+
+    def finish(self, block: int) -> None:
+        """All of them are kept."""

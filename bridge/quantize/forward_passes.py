@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from bridge.errors import BridgeError
-from bridge.quantize.activations import Kept, Shelf
+from bridge.quantize.activations import Kept, Resumption, Shelf
 from bridge.quantize.block_inputs import (
     BlockInputs,
     after_blocks,
@@ -35,6 +35,7 @@ OtherWeights = Callable[[str, nn.Module], torch.Tensor | None]
 
 
 TOKENS_FELT = 1 << 15
+ALL = slice(None)
 LOGITS = 1 << 26  # at a time: several copies of them, 256 MB each, are alive in the backward pass
 
 
@@ -49,19 +50,21 @@ def tokens_felt(tokens: torch.Tensor) -> torch.Tensor:
 
 
 def output_hessians(
-    model: FloatModel, tokens: torch.Tensor, shelf: Shelf, first: int = 0
+    model: FloatModel, tokens: torch.Tensor, shelf: Shelf, first: int = 0, resume: Resumption | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """A of each layer that tokens reach, last first, as `two_sided.round_two_sided` takes it; then `embeddings_matrix`.
 
     tokens  int64 [sequences, length], those of `tokens_felt` or a part of them
     shelf   for activations
     first   the number of the first batch, of `sequences_at_once` each, among those of all parts
+    resume  where the gradients are kept at the inputs of the block that was finished last. Layers from this block on
+            were in an earlier run's answer
     """
     with torch.no_grad():
         passes = Passes(model, tokens, sequences_at_once(model, tokens.shape[1]), shelf, first)
         embeddings, head = model.embedding_and_head()
         as_head = (passes.head_hessian(), passes.head_gradients()) if embeddings == head else None
-    for name, outputs in passes.output_products(ROWS):
+    for name, outputs in passes.output_products(ROWS, resume=resume):
         if name == embeddings:
             yield name, embeddings_matrix(outputs[0], as_head)[None]
         elif outputs.diagonal(dim1=1, dim2=2).any():
@@ -122,9 +125,10 @@ class Passes:
         x: Sequence[Any],
         weights: OtherWeights = lambda name, module: None,
         kept: Callable[[torch.Tensor], Any] = lambda x: x,
+        some: slice = ALL,
     ) -> list[list[Any]]:
-        """The outputs of each block from `first` on, whose inputs are x of each batch."""
-        found = []
+        """The outputs of each block from `first` on, whose inputs are x of each batch, or of some batches."""
+        calls, found = self.calls[some], []
         for i in range(first, len(self.model.blocks)):
             block = self.model.blocks[i]
             self.model.load(i)
@@ -134,7 +138,7 @@ class Passes:
                         values = weights(name, module)
                         if values is not None:
                             stack.enter_context(self.changed(module, values))
-                    x = [kept(self._call(i, block, call, own)) for call, own in zip(self.calls, x, strict=True)]
+                    x = [kept(self._call(i, block, call, own)) for call, own in zip(calls, x, strict=True)]
             finally:
                 self._drop(i)
             found.append(list(x))
@@ -184,7 +188,9 @@ class Passes:
             )
         return found
 
-    def output_products(self, rows: int, seed: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+    def output_products(
+        self, rows: int, seed: int = 0, resume: Resumption | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """A of each layer, last first, then of the embeddings: the mean of g g^T, see `two_sided`.
 
         g is the gradient of log p(token), token drawn from the model's own prediction, summed over a sequence's
@@ -193,7 +199,7 @@ class Passes:
 
         Diagonal blocks of at most so many rows, float32 [blocks, rows, rows]; 0 beyond the last block's rows. Of the
         embeddings, all of it: [1, hidden, hidden]. The embeddings and the head are freed before the first of them, and
-        each block's inputs after it if on a shelf.
+        each block's inputs after it if on a shelf. `resume` as in `output_hessians`.
         """
 
         def products(gradient: torch.Tensor) -> torch.Tensor:
@@ -201,13 +207,24 @@ class Passes:
             parts = nn.functional.pad(gradient.float(), (0, -gradient.shape[1] % size)).unflatten(1, (-1, size))
             return torch.einsum("tbi,tbj->bij", parts, parts)
 
-        gradients = self._last_gradients(seed)
+        done = resume.block(len(self.batches), False) if resume is not None else 0
+        if resume is not None and done:
+            gradients = [resume.read(done, batch, False) for batch in range(len(self.batches))]
+        else:
+            gradients = self._last_gradients(seed)
         self.model.drop(None)
         self.model.drop_head()
+        end = done or len(self.model.blocks)
         if self.shelf is not None:
-            for kept in self.inputs.pop():
-                kept.drop()
-        yield from self._backward(products, gradients, forget=self.shelf is not None)
+            while len(self.inputs) > end:
+                for kept in self.inputs.pop():
+                    kept.drop()
+        for i in reversed(range(end)):
+            yield from self._backward(i, products, gradients, forget=self.shelf is not None)
+            if resume is not None and i:
+                for batch, gradient in enumerate(gradients):
+                    resume.write(i, batch, False, gradient)
+                resume.finish(i)
         hidden = gradients[0].shape[-1]
         total = torch.zeros(hidden, hidden, device=self.model.device)
         for gradient in gradients:
@@ -216,33 +233,35 @@ class Passes:
         yield self.model.embedding_and_head()[0], total[None] / self.tokens.numel()
 
     def _backward(
-        self, of: Callable[[torch.Tensor], torch.Tensor], gradients: list[torch.Tensor], forget: bool = False
+        self,
+        number: int,
+        of: Callable[[torch.Tensor], torch.Tensor],
+        gradients: list[torch.Tensor],
+        forget: bool = False,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """By layer, the mean over the tokens of what is made `of` gradients [tokens, out].
+        """By layer of a block, the mean over the tokens of what is made `of` gradients [tokens, out].
 
-        gradients  by batch, at the last block's outputs; at the end those at the first one's inputs
-        forget     free each block's inputs
+        gradients  by batch, at the block's outputs; afterwards those at its inputs
+        forget     free the block's inputs
         """
-        total = self.tokens.numel()
-        for i in reversed(range(len(self.model.blocks))):
-            self.model.load(i)
-            sums: dict[str, torch.Tensor] = {}
-            hooks = [module.register_forward_hook(_adding(name, sums, of)) for name, module in self.layers(i)]
-            try:
-                for b, call in enumerate(self.calls):
-                    x = _value(self.inputs[i][b]).detach().to(self.model.device).requires_grad_()
-                    with torch.enable_grad():
-                        self._call(i, self.model.blocks[i], call, x).backward(gradients[b].to(self.model.device))
-                    assert x.grad is not None
-                    gradients[b] = x.grad.cpu()
-                    if forget:
-                        self.inputs[i][b].drop()
-            finally:
-                for hook in hooks:
-                    hook.remove()
-                self.model.drop(i)
-            for name in list(sums):
-                yield name, sums.pop(name).div_(total)
+        self.model.load(number)
+        sums: dict[str, torch.Tensor] = {}
+        hooks = [module.register_forward_hook(_adding(name, sums, of)) for name, module in self.layers(number)]
+        try:
+            for b, call in enumerate(self.calls):
+                x = _value(self.inputs[number][b]).detach().to(self.model.device).requires_grad_()
+                with torch.enable_grad():
+                    self._call(number, self.model.blocks[number], call, x).backward(gradients[b].to(self.model.device))
+                assert x.grad is not None
+                gradients[b] = x.grad.cpu()
+                if forget:
+                    self.inputs[number][b].drop()
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self.model.drop(number)
+        for name in list(sums):
+            yield name, sums.pop(name).div_(self.tokens.numel())
 
     @torch.no_grad()
     def head_gradients(self) -> torch.Tensor:

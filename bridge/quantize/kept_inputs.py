@@ -4,6 +4,8 @@
     inputs-00003-00000-float.safetensors   the float model's
     inputs.json                            which block's are complete
 
+The gradients at a block's inputs are kept likewise, as gradients-00003-00000.safetensors and gradients.json.
+
 The next block's files are written before `inputs.json` says so; then the last one's are removed. Each has a digest.
 """
 
@@ -19,24 +21,25 @@ from bridge.errors import BridgeError
 from bridge.quantize.layer_store import read_tensors, write_tensors
 from bridge.system.files import read_json, write_text
 
-_RECORD = "inputs.json"
-_FILE = re.compile(r"inputs-(\d{5})-\d{5}(-float)?\.safetensors")
+_FILE = re.compile(r"(inputs|gradients)-(\d{5})-\d{5}(-float)?\.safetensors")
 
 
 @dataclass(frozen=True)
 class KeptInputs:
     """In a `LayerStore`'s folder.
 
-    job  the digest of what the run depends on
+    job   the digest of what the run depends on
+    what  is kept: "inputs", or "gradients"
     """
 
     folder: Path
     job: str
+    what: str = "inputs"
 
     def block(self, batches: int, floats: bool) -> int:
         """The number of the block whose inputs are all there, as they were written; 0: there is none."""
         try:
-            found = read_json(self.folder / _RECORD)
+            found = read_json(self._record())
         except BridgeError:
             return 0
         if not isinstance(found, dict) or found.get("job") != self.job or not isinstance(found.get("block"), int):
@@ -57,18 +60,21 @@ class KeptInputs:
         dtype = str(x.dtype).removeprefix("torch.")
         raw = x.detach().cpu().contiguous().view(torch.uint8).numpy()
         file = self._file(block, batch, floats)
-        write_tensors(file, f"the inputs of block {block}", {"x": raw}, {"job": self.job, "dtype": dtype})
+        write_tensors(file, f"the {self.what} of block {block}", {"x": raw}, {"job": self.job, "dtype": dtype})
 
     def finish(self, block: int) -> None:
         """Say that all inputs of a block are there, and remove those of others."""
-        write_text(self.folder / _RECORD, json.dumps({"job": self.job, "block": block}) + "\n")
+        write_text(self._record(), json.dumps({"job": self.job, "block": block}) + "\n")
         for file in self.folder.iterdir():
-            if (found := _FILE.fullmatch(file.name)) and int(found[1]) != block:
+            if (found := _FILE.fullmatch(file.name)) and found[1] == self.what and int(found[2]) != block:
                 with suppress(OSError):
                     file.unlink()
 
+    def _record(self) -> Path:
+        return self.folder / f"{self.what}.json"
+
     def _file(self, block: int, batch: int, floats: bool) -> Path:
-        return self.folder / f"inputs-{block:05}-{batch:05}{'-float' if floats else ''}.safetensors"
+        return self.folder / f"{self.what}-{block:05}-{batch:05}{'-float' if floats else ''}.safetensors"
 
     def _read(self, file: Path) -> torch.Tensor | None:
         found = read_tensors(file)

@@ -34,9 +34,9 @@ from bridge.system.row_threads import tiles
 
 _JOB = "job.json"
 _PART = ".unfinished"
-_INPUTS = r"inputs-\d{5}-\d{5}(-float)?"  # `kept_inputs`
+_INPUTS = r"(inputs|gradients)-\d{5}-\d{5}(-float)?"  # `kept_inputs`
 _OWN = re.compile(  # the folder's files
-    rf"(job|inputs)\.json|([0-9a-f]{{24}}(-\d{{9}})?|{_INPUTS})\.(safetensors|scales|gradients|\d+\{_PART})"
+    rf"(job|inputs|gradients)\.json|([0-9a-f]{{24}}(-\d{{9}})?|{_INPUTS})\.(safetensors|scales|gradients|\d+\{_PART})"
 )
 _DIGEST = "digest"
 
@@ -362,8 +362,8 @@ class LayerStore:
                 made.rmdir()
 
     def remove_if_empty(self) -> None:
-        """Remove the folder if no layer was finished."""
-        if not self.layers and not self._parts:
+        """Remove the folder if no layer was finished, nor a block's gradients."""
+        if not self.layers and not self._parts and not (self.folder / "gradients.json").exists():
             self.remove()
 
 
@@ -372,7 +372,7 @@ def _file(folder: Path, name: str, rows: Sequence[int] | None) -> Path:
 
 
 def _is_layer(file: Path) -> bool:
-    return file.suffix == ".safetensors" and not file.name.startswith("inputs-") and bool(_OWN.fullmatch(file.name))
+    return file.suffix == ".safetensors" and not re.match(_INPUTS, file.name) and bool(_OWN.fullmatch(file.name))
 
 
 def _is_empty(folder: Path) -> bool:

@@ -29,7 +29,8 @@ from bridge.system.text import duration_text, size_text
 
 _LATER = 200 << 20  # bytes: what is imported and compiled while it runs
 _FREE = 0.9  # share of the free memory that is taken where no limit is given
-_SOLVED = 2e6  # weights in a second of one core, with two sweeps of refinement
+_ROUNDED = 1.5e-7  # seconds of one core for a weight, without matrix products
+_REFINED = 1e-7  # for a sweep of refinement
 _TWO_SIDED = 1.8  # times as long
 _WORKING = 4  # copies of a layer's weights in the solver, float32
 
@@ -43,6 +44,7 @@ class Job:
     cross       the float model's inputs are gathered too
     held        whole sequences are held back
     two_sided   gradients are gathered
+    sweeps      of refinement
     batch       tokens that pass through a block together
     head_rows   of the output head, or the embeddings, that are quantized together
     """
@@ -53,6 +55,7 @@ class Job:
     cross: bool
     held: bool
     two_sided: bool
+    sweeps: int
     batch: int
     head_rows: int
 
@@ -209,7 +212,7 @@ class _Sizes:
                 bits += self.job.bits[name] * rows * n
                 weights += rows * n
         whole = (self.outside + sum(self.blocks)) * bits / max(weights, 1)
-        inputs = 2 * self.count * self.copies * self.hidden * self.kept
+        inputs = 2 * self.hidden * max(self.count * self.copies * self.kept, self.felt * self.item)  # or gradients
         outputs = sum(map(_output_bytes, self.shapes)) + 4 * self.hidden**2 if self.felt else 0
         return int((bits + whole) / 8) + inputs + outputs
 
@@ -220,7 +223,7 @@ def _output_bytes(shapes: Mapping[str, tuple[int, int]]) -> int:
 
 
 def _seconds(job: Job) -> float:
-    """By operations in the products of passes and Hessians, and weights in the solver."""
+    """By operations in matrix products, and the solver's other work for each weight."""
     sizes = _Sizes(job)
     fast, exact = _rate(job.model.dtype), _rate(torch.float32)
     config = job.model.model.config.get_text_config()
@@ -235,9 +238,12 @@ def _seconds(job: Job) -> float:
             gathered = sizes.count * n * n * (3 if job.cross else 1) * share
             total += inputs * (gathered + 4 * n**3) / exact
         total += sizes.felt * sum(2 * rows * min(rows, ROWS) for rows, _ in shapes.values()) * share / exact
-    solved = sum(rows * n for name, (rows, n) in job.model.linears().items() if name in job.bits)
-    alone = sum(rows * n for name, (rows, n) in sizes.outside_blocks().items() if name in job.bits)
-    return total + (solved * (_TWO_SIDED if job.two_sided else 1) + alone) / (_SOLVED * usable_cpus())
+    each = (_ROUNDED + _REFINED * job.sweeps) / usable_cpus()
+    products = 1 + 2 * job.sweeps + 4 * job.cross  # of rows and half of H: feedback; G of a sweep; W C and its H^-1
+    for shapes, factor in ((job.model.linears(), 1 + (_TWO_SIDED - 1) * job.two_sided), (sizes.outside_blocks(), 1)):
+        for rows, n in (shape for name, shape in shapes.items() if name in job.bits):
+            total += rows * n * (each + products * n / exact) * factor
+    return total
 
 
 def _rate(dtype: torch.dtype) -> float:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from bridge.errors import BridgeError, parameter
-from bridge.quantize.activations import Shelf
+from bridge.quantize.activations import Resumption, Shelf
 from bridge.quantize.block_inputs import (
     BlockInputs,
     first_inputs,
@@ -87,22 +87,6 @@ class StreamedModel(Protocol):
 
     def name(self, layer: str) -> str:
         """A layer's name in the checkpoint, given its name in the model."""
-
-
-class Resumption(Protocol):
-    """Where the inputs of the block are kept that the walk has come to."""
-
-    def block(self, batches: int, floats: bool) -> int:
-        """The number of that block; 0: nothing is kept."""
-
-    def read(self, block: int, batch: int, floats: bool) -> torch.Tensor:
-        """A batch's inputs of that block; floats: the float model's."""
-
-    def write(self, block: int, batch: int, floats: bool, x: torch.Tensor) -> None:
-        """Keep a batch's inputs of the next block."""
-
-    def finish(self, block: int) -> None:
-        """All of them are kept."""
 
 
 class InMemory:

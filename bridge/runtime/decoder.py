@@ -33,15 +33,14 @@ import numpy as np
 
 from bridge.blocks.read import READ
 from bridge.errors import BridgeError, parameter
+from bridge.runtime.buffers import DecodeBuffers, Positions
 from bridge.runtime.cpu.attention import SPAN
-from bridge.runtime.cpu.program import Program
 from bridge.runtime.decoder_config import DecoderConfig
-from bridge.runtime.experts import mix
 from bridge.runtime.kv_cache import KVCache
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.reader import GGUFFile
 from bridge.runtime.sampling import Sampler, drawn_on_host
-from bridge.runtime.tables import DecodeBuffers, Positions, ProgramBuilder, looked_up_in_program
+from bridge.runtime.tables import ProgramBuilder
 from bridge.runtime.tokenizer import common_prefix
 from bridge.runtime.weights import Weights, read_weights
 from bridge.system import compiling
@@ -67,6 +66,7 @@ class Decoder:
         self._kv = kv
         self.embedding, self.output = weights.embedding, weights.output
         self.vocab = self.embedding.shape[0]
+        self._output_bias = weights.output_bias
         self.output_norm, self.layers = weights.output_norm, weights.layers
         factors = weights.rope_factors
         if weights.long_factors is not None and context > config.rope_original_context:
@@ -114,8 +114,7 @@ class Decoder:
         if not matrix.prepared:
             matrix.prepare(release=True)
         for buffers in self._steps.values():  # another decoder of the same file may have prepared it
-            if buffers.slots is not None:
-                buffers.slots.refresh(matrix)
+            buffers.refresh(matrix)
 
     def run(self, tokens: Sequence[int], keep: int = 1, cache: KVCache | None = None) -> np.ndarray:
         """Append tokens to the cache; the last `keep` of their normalized hidden states, float32 [keep, hidden].
@@ -130,9 +129,12 @@ class Decoder:
 
     def logits(self, hidden: np.ndarray) -> np.ndarray:
         """float32 [n, vocab] of hidden states [n, hidden]."""
-        return self._capped(self.output.matmul(hidden, precision=self.precision))
+        return self._finished(self.output.matmul(hidden, precision=self.precision))
 
-    def _capped(self, scores: np.ndarray) -> np.ndarray:
+    def _finished(self, scores: np.ndarray) -> np.ndarray:
+        """With the output's bias, or capped."""
+        if self._output_bias is not None:
+            scores = scores + self._output_bias
         cap = np.float32(self.config.logit_cap)
         return cap * np.tanh(scores / cap) if cap else scores
 
@@ -171,7 +173,7 @@ class Decoder:
         """Append a token to each cache: float32 [caches, vocab] of what follows; the next call may overwrite them."""
         buffers = self._buffers_for(caches, len(tokens))
         hidden = self._through(buffers, tokens)
-        return self._capped(buffers.scores) if buffers.scores.size else self.logits(hidden)
+        return self._finished(buffers.scores) if buffers.scores.size else self.logits(hidden)
 
     def follow(self, tokens: Sequence[int]) -> np.ndarray:
         """Append up to `room` tokens to the decoder's own cache: float32 [n, vocab] of what follows each of them.
@@ -181,7 +183,7 @@ class Decoder:
         buffers = self._buffers_for([self.cache] * len(tokens), len(tokens))
         self.followed = self._through(buffers, tokens).copy()
         if buffers.scores.size:
-            return self._capped(buffers.scores.copy())
+            return self._finished(buffers.scores.copy())
         # together, some types have other sums
         return np.concatenate([self.logits(row) for row in self.followed[:, None]])
 
@@ -215,51 +217,21 @@ class Decoder:
         if self._computing >= _LEAST:
             self._prepare(self._nbytes / _PARTS, _SHARE * self._computing)
         start = compiling.clock()
-        buffers.begin(tokens, self._builder.spread(buffers))
-        whole = self._full_program(buffers)
-        self._embed(buffers, tokens)
-        if whole is not None:
-            whole.run()
-        else:
-            self._layer_by_layer(buffers)
+        buffers.begin(tokens)
+        self._embed(buffers)
+        if buffers.way is None:
+            buffers.way = (self._builder.table(buffers) if buffers.steps else None) or self._builder.parts(buffers)
+        buffers.way.run()
         parts = [[token] for token in tokens] if len(buffers.caches) > 1 else [list(tokens)]
         for cache, part in zip(buffers.caches, parts, strict=True):
             cache.append(part)
         self._computing += compiling.clock() - start
         return buffers.xn
 
-    def _embed(self, buffers: DecodeBuffers, tokens: Sequence[int]) -> None:
+    def _embed(self, buffers: DecodeBuffers) -> None:
         """What the first layer reads, into `buffers.x`."""
-        if not looked_up_in_program(self.embedding):
-            buffers.x[:] = self.embedding.rows(tokens)
+        self._builder.look_up(buffers)
         buffers.embedding.run()
-
-    def _full_program(self, buffers: DecodeBuffers) -> Program | None:
-        """The table of the whole way through the layers, if there can be one."""
-        if buffers.steps and not buffers.full_program_tried:
-            buffers.full_program_tried = True
-            self._builder.add_full_program(buffers)
-        return buffers.full_program
-
-    def _layer_by_layer(self, buffers: DecodeBuffers) -> None:
-        for layer, (before, queries, middle, after, end) in zip(self.layers, buffers.programs, strict=True):
-            before.run()
-            for matrix, y in buffers.mixing_products(layer):
-                matrix.matmul(buffers.xn, y, self.precision)
-            if layer.q_a is not None and layer.q is not None and buffers.latent is not None:
-                queries.run()
-                layer.q.matmul(buffers.latent.q_a, buffers.q, self.precision)
-            middle.run()
-            layer.o.matmul(buffers.mixed(layer), buffers.delta, self.precision)
-            after.run()
-            if layer.experts is not None:
-                buffers.delta[:] = mix(layer.experts, buffers.xn, self.config, self.precision)
-                continue
-            for matrix, y in buffers.network_products(layer):
-                matrix.matmul(buffers.xn, y, self.precision)
-            end.run()
-            layer.down.matmul(buffers.gate, buffers.delta, self.precision)
-        buffers.final_norm.run()
 
 
 def last_states(layers: Callable[[Sequence[int]], Any], tokens: Sequence[int], size: int, keep: int) -> Iterator[Any]:

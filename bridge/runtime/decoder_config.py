@@ -4,89 +4,27 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
 from bridge.errors import BridgeError
-from bridge.runtime.recurrent_config import RecurrentConfig, read_recurrent
+from bridge.runtime.architectures import ARCHITECTURES, Graph
+from bridge.runtime.recurrent_config import MAMBA, RecurrentConfig, read_recurrent
 
-
-@dataclass(frozen=True)
-class Graph:
-    """What an architecture's layers do that its metadata does not say.
-
-    neighbours       rotary pairs are neighbours (2i, 2i + 1) rather than halves (i, i + n/2)
-    normed           q and k are normalized, each head or all of them together
-    norms_rotated    they are normalized after the rotation, not before
-    pre_norm         attention and network read the normalized state, not the state as it is
-    post_norm        what they add is normalized too
-    sub_norm         so is what their output matrices multiply
-    late_norm        the norm before the network is stored as that after attention
-    layer_norm       norms subtract the mean, and may have biases
-    parallel         the network reads what attention read
-    gated            the network has a gate
-    gelu             gelu (its tanh form) in place of silu
-    clamped          gpt-oss's form of silu and of what it multiplies, see cpu/expert_ops.py
-    scaled           embeddings are multiplied by the root of their width
-    unrotated_every  every n-th layer rotates nothing; 0: all rotate
-    full_every       every n-th layer attends to everything, the others to a window; 0: all to everything
-    one_rotation     layers with a window rotate as the others do
-    sinks            each head has a score for no position at all
-    output_gate      attention's results are multiplied by a sigmoid; its rows follow those of each head in q's matrix
-    """
-
-    neighbours: bool = False
-    normed: bool = False
-    norms_rotated: bool = False
-    pre_norm: bool = True
-    post_norm: bool = False
-    sub_norm: bool = False
-    late_norm: bool = False
-    layer_norm: bool = False
-    parallel: bool = False
-    gated: bool = True
-    gelu: bool = False
-    clamped: bool = False
-    scaled: bool = False
-    unrotated_every: int = 0
-    full_every: int = 0
-    one_rotation: bool = False
-    sinks: bool = False
-    output_gate: bool = False
-
-
-_DELTA = Graph(normed=True, late_norm=True, output_gate=True)
-ARCHITECTURES = {
-    "llama": Graph(neighbours=True), "mistral3": Graph(neighbours=True), "qwen2": Graph(), "qwen2vl": Graph(),
-    "qwen2moe": Graph(), "qwen3": Graph(normed=True), "qwen3vl": Graph(normed=True), "qwen3moe": Graph(normed=True),
-    "qwen3vlmoe": Graph(normed=True), "smollm3": Graph(neighbours=True, unrotated_every=4),
-    "granite": Graph(neighbours=True), "phi3": Graph(), "glm4": Graph(neighbours=True, post_norm=True),
-    "olmo2": Graph(normed=True, pre_norm=False, post_norm=True, full_every=4),  # a window in OLMo 3 alone
-    "bitnet": Graph(sub_norm=True),
-    "gemma2": Graph(post_norm=True, gelu=True, scaled=True, full_every=2),
-    "gemma3": Graph(normed=True, post_norm=True, gelu=True, scaled=True, full_every=6),
-    "gpt-oss": Graph(late_norm=True, clamped=True, full_every=2, one_rotation=True, sinks=True),
-    "glm4moe": Graph(late_norm=True),  # normed in GLM-4.5 and later large ones, not in Air
-    "exaone4": Graph(normed=True, pre_norm=False, post_norm=True),
-    "seed_oss": Graph(late_norm=True),
-    "ernie4_5": Graph(neighbours=True), "ernie4_5-moe": Graph(neighbours=True), "granitemoe": Graph(neighbours=True),
-    "hunyuan-dense": Graph(normed=True, norms_rotated=True),
-    "minimax-m2": Graph(normed=True),
-    "command-r": Graph(neighbours=True, layer_norm=True, parallel=True),
-    "starcoder2": Graph(layer_norm=True, gated=False, gelu=True),
-    "gpt2": Graph(layer_norm=True, gated=False, gelu=True, unrotated_every=1),  # positions are embedded
-    "deepseek2": Graph(neighbours=True),
-    "lfm2": Graph(normed=True), "lfm2moe": Graph(normed=True), "granitehybrid": Graph(neighbours=True),
-    "qwen35": _DELTA, "qwen35moe": _DELTA, "qwen3next": _DELTA,
-}  # fmt: skip
 # EXAONE 4's model of 64 layers, which llama.cpp knows by these: layers with a window alone are rotated
 _EXAONE4_WINDOWS = 64, replace(ARCHITECTURES["exaone4"], full_every=4, one_rotation=True, unrotated_every=4)
 _LARGEST = {"gemma2": 46, "gemma3": 62}  # layers of the 27 B models, whose scores are scaled by the hidden size's share
-_WINDOWS = {"gemma2": 4096, "exaone4": 4096}  # if no key says so
-_COUNT_SHARED = {"glm4moe", "deepseek2"}  # the shared expert is so many times as wide as the others
-_UNNORMALIZED = {"qwen2moe", "glm4moe", "deepseek2"}  # weights of the experts used do not sum to one, if no key says so
-_SIGMOID = {"glm4moe", "minimax-m2"}  # routers, if no key says so
+_WINDOWS = {"gemma2": 4096, "exaone4": 4096, "llama4": 8192}  # if no key says so
+_LATENT = {"deepseek2", "mistral4"}
+_UNSCALED = {"gemma4"}  # scores
+_COUNT_SHARED = {"glm4moe": 0, "deepseek2": 0, "mistral4": 0, "llama4": 1}  # the shared expert is so many times as wide
+# weights of the experts used do not sum to one, if no key says so
+_UNNORMALIZED = {"qwen2moe", "glm4moe", "deepseek2", "mistral4", "llama4", "nemotron_h_moe"}
+_SIGMOID = {"glm4moe", "minimax-m2", "nemotron_h_moe", "llama4"}  # routers, if no key says so
+_MAVERICK = 128  # experts of the Llama 4 that does not normalize q and k
+_LLAMA4_TEMPERATURE = 0.1, 8192, 1  # factor, length and offset, see `temperatures`
+_MIXER = 0.02  # of Phi-3.5-MoE, twice its router_jitter_noise
 _GATINGS = {1: False, 2: True, 3: False}  # expert_gating_func -> whether it is a sigmoid
 
 
@@ -100,6 +38,16 @@ class Routing:
     scale: float = 1.0  # that the weights are multiplied by then
     groups: int = 1  # of experts
     groups_used: int = 1  # of which experts are chosen
+    before: bool = False  # an expert's weight multiplies what it reads, not what it makes
+    mixer: float = 0.0  # m of Phi-MoE's rule; 0: it does not apply
+
+
+class Heads(NamedTuple):
+    """Of a layer's attention."""
+
+    kv: int  # heads of keys and of values
+    dim: int  # elements of a head
+    rotated: int  # of these, the first ones
 
 
 @dataclass(frozen=True)
@@ -123,7 +71,7 @@ class DecoderConfig:
     arch: str
     layers: int
     hidden: int
-    inner: int  # of layers without experts
+    inner: int  # of layers without experts, the largest
     heads: int
     kv_heads: int
     head_dim: int
@@ -141,6 +89,7 @@ class DecoderConfig:
     latent: Latent | None = None
     experts: int = 0  # in a layer; 0 for a dense model
     leading: int = 0  # layers before the first one with experts
+    expert_every: int = 1  # every so many layers have some
     expert_inner: int = 0  # of each expert
     shared_inner: int = 0  # of the expert that all tokens pass through; 0 where there is none
     routing: Routing = Routing()
@@ -151,9 +100,16 @@ class DecoderConfig:
     logit_cap: float = 0.0  # the same for logits
     window: int = 0  # tokens that the layers with a window attend to
     local_base: float = 10000.0  # of their rotary embedding
-    temperature: float = 0.0  # scores are multiplied by 1 + this ln(1 + position // original context)
+    windows: tuple[bool, ...] = ()  # whether a layer has a window, where the graph does not say
+    local_heads: Heads | None = None  # of the layers with a window, if they differ
+    shared_kv: int = 0  # the last layers, which use the keys and values of earlier ones
+    temperature: float = 0.0  # scores are multiplied by 1 + this ln(1 + (position + offset) // length)
+    temperature_length: int = 1
+    temperature_offset: int = 0
+    each_input: int = 0  # elements of what each layer gets of a token's own; 0: they get nothing
     relu2: bool = False  # relu squared in place of silu
     recurrent: RecurrentConfig | None = None  # the layers with a state, where there are some
+    inners: tuple[int, ...] = ()  # of each layer, if not all are alike; 0: it has no network
     predicting: int = 0  # layers after the others, each of which predicts one token further: see prediction.py
 
     @property
@@ -161,41 +117,84 @@ class DecoderConfig:
         """Whether it is a decoder as Llama's and Qwen's are."""
         scales = self.embedding_scale, self.residual_scale, self.logit_scale, self.score_cap, self.logit_cap
         usual = self.graph in (Graph(), Graph(neighbours=True), Graph(normed=True))
-        usual = usual and self.latent is None and self.recurrent is None
+        usual = usual and not self.inners and self.latent is None and self.recurrent is None
         return usual and scales == (1.0, 1.0, 1.0, 0.0, 0.0) and not self.temperature and self.arch != "phi3"
 
     @property
     def attending(self) -> list[int]:
         """The layers with attention."""
-        return [i for i in range(self.layers) if self.recurrent is None or not self.recurrent.layers[i]]
+        return [i for i in range(self.layers) if self.mixes(i) and not (self.recurrent and self.recurrent.layers[i])]
 
     @property
-    def query_width(self) -> int:
-        """Elements of all heads' queries, as the matrix makes them."""
-        return self.heads * (self.latent.plain + self.rotated if self.latent else self.head_dim)
+    def stored(self) -> dict[int, int]:
+        """The layers with attention, and the place of each one's keys and values in a cache."""
+        places: dict[int, int] = {}
+        last: dict[bool, int] = {}  # with and without a window
+        for layer in self.attending:
+            if self.makes_keys(layer):
+                last[self.windowed(layer)] = len({*places.values()})
+            places[layer] = last[self.windowed(layer)]
+        return places
 
-    @property
-    def attended_width(self) -> int:
-        """Elements of all heads' results."""
-        return self.heads * (self.latent.value if self.latent else self.head_dim)
+    def makes_keys(self, layer: int) -> bool:
+        """Whether a layer has keys and values of its own."""
+        return layer < self.layers - self.shared_kv
+
+    def mixes(self, layer: int) -> bool:
+        """Whether a layer has attention, or what takes its place."""
+        return not (self.graph.alone and self.feeds(layer))
+
+    def feeds(self, layer: int) -> bool:
+        """Whether a layer has a network."""
+        return self.inner_of(layer) > 0
+
+    def inner_of(self, layer: int) -> int:
+        """Elements between the matrices of a layer's network without experts."""
+        return self.inners[layer] if self.inners else self.inner
+
+    def heads_of(self, layer: int) -> Heads:
+        """The heads of a layer's attention."""
+        own = Heads(self.kv_heads, self.head_dim, self.rotated)
+        if self.local_heads is not None and self.windowed(layer):
+            own = self.local_heads
+        return own if self.rotates(layer) else own._replace(rotated=0)
+
+    def widths(self, own: Heads) -> tuple[int, int]:
+        """Elements of all heads' queries, as the matrix makes them, and of all heads' results."""
+        if self.latent is not None:
+            return self.heads * (self.latent.plain + own.rotated), self.heads * self.latent.value
+        return self.heads * own.dim, self.heads * own.dim
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer's network is a mixture of experts."""
-        return self.experts > 0 and layer >= self.leading
+        some = self.experts > 0 and layer >= self.leading and (layer + 1) % self.expert_every == 0
+        return some and self.feeds(layer)
+
+    @property
+    def activation(self) -> str:
+        """What networks bend values by: silu, gelu, relu2 or, of experts alone, clamped."""
+        return "clamped" if self.graph.clamped else "gelu" if self.graph.gelu else "relu2" if self.relu2 else "silu"
 
     def windowed(self, layer: int) -> bool:
         """Whether a layer attends to a window alone."""
+        if self.windows:
+            return self.windows[layer]
         return self.window > 0 and self.graph.full_every > 0 and (layer + 1) % self.graph.full_every != 0
 
     def rotates(self, layer: int) -> bool:
         """Whether a layer's q and k are rotated."""
         return not self.graph.unrotated_every or (layer + 1) % self.graph.unrotated_every != 0
 
+    def tempered(self, layer: int) -> bool:
+        """Whether a layer's scores have a temperature: in Llama 4 where nothing is rotated."""
+        return not self.graph.chunked or not self.rotates(layer)
+
     def local(self) -> Self:
         """With the rotary embedding of the layers with a window."""
         if self.graph.one_rotation:
             return self
-        return replace(self, rope_base=self.local_base, rope_scaling="none", rope_factor=1.0)
+        rotated = self.rotated if self.local_heads is None else self.local_heads.rotated
+        return replace(self, rope_base=self.local_base, rope_scaling="none", rope_factor=1.0, rotated=rotated)
 
     def angles(self, context: int, factors: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         """cos and sin of the rotary angles, each float32 [context, rotated / 2], times the attention factor.
@@ -231,7 +230,8 @@ class DecoderConfig:
         """float32 [context]: what the scores of the token in each position are multiplied by; None for 1."""
         if not self.temperature:
             return None
-        return (1 + self.temperature * np.log1p(np.arange(context) // self.rope_original_context)).astype(np.float32)
+        lengths = (np.arange(context) + self.temperature_offset) // self.temperature_length
+        return (1 + self.temperature * np.log1p(lengths)).astype(np.float32)
 
 
 def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
@@ -258,23 +258,35 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
     if (arch, layers) == ("exaone4", _EXAONE4_WINDOWS[0]):
         graph = _EXAONE4_WINDOWS[1]
     heads, hidden = get("attention.head_count", int), get("embedding_length", int)
-    recurrent = read_recurrent(metadata, arch, layers, get, path)
-    kv_heads = _kv_heads(metadata, arch, path) if recurrent else get("attention.head_count_kv", int, heads)
+    inner, inners = _inner_sizes(metadata, arch, layers, get, path)
+    networks = tuple(graph.alone and size > 0 for size in inners) if inners else (False,) * layers
+    recurrent = read_recurrent(metadata, arch, networks, get, path)
+    windows = _named_windows(metadata, arch, layers, path) if graph.named_windows else ()
+    kv_heads, local_kv = _kv_heads(metadata, arch, heads, windows, path)
     head_dim = get("attention.key_length", int, max(1, hidden // heads))
     rotated = get("rope.dimension_count", int, head_dim)
-    if arch == "granitehybrid" and metadata.get(f"{arch}.rope.scaling.finetuned") is False:
+    if recurrent is not None and recurrent.kind == MAMBA and metadata.get(f"{arch}.rope.scaling.finetuned") is False:
         rotated = 0  # llama.cpp's sign for it
     if heads % kv_heads:
         raise BridgeError(f"{path}: {heads} heads cannot share {kv_heads} key-value heads; convert the model again")
     latent = None
-    if arch == "deepseek2":
-        query_rank = get("attention.q_lora_rank", int) if "deepseek2.attention.q_lora_rank" in metadata else 0
+    if arch in _LATENT:
+        query_rank = get("attention.q_lora_rank", int) if f"{arch}.attention.q_lora_rank" in metadata else 0
         plain = get("attention.key_length_mla", int) - rotated
         latent = Latent(get("attention.kv_lora_rank", int), query_rank, plain, get("attention.value_length_mla", int))
         if latent.rank % 16 or latent.rank + rotated != head_dim or plain < 1:
             raise BridgeError(
                 f"{path}: a latent vector of {latent.rank} elements, with {rotated} rotated ones in keys of {head_dim} "
                 "cannot run here; must be a multiple of 16, and together the keys"
+            )
+    local_heads = None
+    if f"{arch}.attention.key_length_swa" in metadata:
+        local_dim = get("attention.key_length_swa", int)
+        local_heads = Heads(local_kv, local_dim, get("rope.dimension_count_swa", int, local_dim))
+        if get("attention.value_length_swa", int, local_dim) != local_dim or heads % local_kv:
+            raise BridgeError(
+                f"{path}: {local_kv} heads of {local_dim} elements for keys of layers with a window, and others for "
+                f"values or {heads} of queries cannot run here; convert the model again"
             )
     values = head_dim if latent is None else latent.rank
     if get("attention.value_length", int, values) != values or head_dim % 2 or rotated % 2 or rotated > head_dim:
@@ -290,7 +302,7 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
     window = int(metadata.get(f"{arch}.attention.sliding_window", _WINDOWS.get(arch, 0)))
     base = get("rope.freq_base", float, 10000.0)
     share = hidden // heads if _LARGEST.get(arch) == layers else head_dim
-    scale = get("attention.scale", float, share**-0.5)
+    scale = get("attention.scale", float, 1.0 if arch in _UNSCALED else share**-0.5)
     size = get("rope.scaling.attn_factor", float, 1.0)
     growth = float(metadata.get(f"{arch}.rope.scaling.yarn_log_multiplier", 0.0)) * math.log(factor)
     if scaling == "yarn" and growth:  # what cos and sin grow by is divided out, see `angles`
@@ -298,38 +310,45 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
     if latent is not None:
         scale = (1 + growth) ** 2 / (latent.plain + rotated) ** 0.5
     cap = 50.0 if arch == "gemma2" else 0.0  # llama.cpp's defaults
-    caps_logits = arch == "gemma2" or "gemma3.final_logit_softcapping" in metadata
-    context, inner = get("context_length", int), get("feed_forward_length", int)
+    caps_logits = arch == "gemma2" or (graph.scaled and f"{arch}.final_logit_softcapping" in metadata)
+    context = get("context_length", int)
     expert_inner = get("expert_feed_forward_length", int, inner) if experts else 0
     leading, shared_inner = int(metadata.get(f"{arch}.leading_dense_block_count", 0)), 0
     if experts and (arch == "qwen2moe" or f"{arch}.expert_shared_feed_forward_length" in metadata):
         shared_inner = get("expert_shared_feed_forward_length", int)
     elif arch in _COUNT_SHARED:
-        shared_inner = expert_inner * int(metadata.get(f"{arch}.expert_shared_count", 0))
+        shared_inner = expert_inner * int(metadata.get(f"{arch}.expert_shared_count", _COUNT_SHARED[arch]))
+    temperature, length, offset = float(metadata.get(f"{arch}.attention.temperature_scale", 0.0)), 0, 0
+    original = get("rope.scaling.original_context_length", int, context)
+    if arch == "llama4":
+        temperature, length, offset = _LLAMA4_TEMPERATURE
+        graph = replace(graph, unit_norms=experts != _MAVERICK)
     logit_scale = get("logit_scale", float, 1.0)
+    rms = "" if f"{arch}.attention.layer_norm_epsilon" in metadata else "rms_"
     return DecoderConfig(
         arch=arch,
         layers=layers,
         predicting=predicting,
         hidden=hidden,
-        inner=inner if leading or not experts else expert_inner,
+        inner=inner if leading or inners or graph.beside or arch == "llama4" or not experts else expert_inner,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
         rotated=rotated,
         context=context,
-        norm_eps=get(f"attention.layer_norm_{'' if graph.layer_norm else 'rms_'}epsilon", float),
+        norm_eps=get(f"attention.layer_norm_{rms}epsilon", float),
         attention_scale=scale,
         graph=graph,
         rope_base=base,
         rope_scaling=scaling,
         rope_factor=factor,
-        rope_original_context=get("rope.scaling.original_context_length", int, context),
+        rope_original_context=original,
         rope_attention_factor=size,
         rope_betas=(get("rope.scaling.yarn_beta_fast", float, 32.0), get("rope.scaling.yarn_beta_slow", float, 1.0)),
         latent=latent,
         experts=experts,
         leading=leading,
+        expert_every=get("interleave_moe_layer_step", int, 1),
         expert_inner=expert_inner,
         shared_inner=shared_inner,
         routing=_read_routing(metadata, get, path, experts) if experts else Routing(),
@@ -338,21 +357,59 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
         logit_scale=1 / logit_scale if arch == "command-r" else logit_scale,
         score_cap=get("attn_logit_softcapping", float, cap) if cap else 0.0,
         logit_cap=get("final_logit_softcapping", float, 30.0) if caps_logits else 0.0,
-        window=window if graph.full_every else 0,
+        window=window if graph.full_every or windows else 0,
+        windows=windows,
+        local_heads=local_heads,
+        shared_kv=int(metadata.get(f"{arch}.attention.shared_kv_layers", 0)),
         local_base=get("rope.freq_base_swa", float, base if arch == "gemma2" else 10000.0),
-        temperature=float(metadata.get(f"{arch}.attention.temperature_scale", 0.0)),
-        relu2=metadata.get("bitnet.hidden_activation") == "relu2",
+        temperature=temperature,
+        temperature_length=length or original,
+        temperature_offset=offset,
+        each_input=int(metadata.get(f"{arch}.embedding_length_per_layer_input", 0)),
+        relu2=graph.alone or metadata.get("bitnet.hidden_activation") == "relu2",
+        inners=inners,
         recurrent=recurrent,
     )
 
 
-def _kv_heads(metadata: Mapping[str, Any], arch: str, path: Path) -> int:
-    """Key-value heads of the layers that have some: all the same number."""
-    count = metadata.get(f"{arch}.attention.head_count_kv")
-    counts = {count} if isinstance(count, int) else set(count or ()) - {0}
-    if len(counts) != 1 or min(counts) < 0:
+def _inner_sizes(
+    metadata: Mapping[str, Any], arch: str, layers: int, get: Callable[..., Any], path: Path
+) -> tuple[int, tuple[int, ...]]:
+    """Elements between the matrices of a network: the most, and those of each layer where they differ."""
+    found = metadata.get(f"{arch}.feed_forward_length")
+    if not isinstance(found, list):
+        return get("feed_forward_length", int), ()
+    sizes = tuple(int(size) for size in found[:layers])
+    if len(sizes) < layers or min(sizes) < 0 or max(sizes) < 1:
+        raise BridgeError(
+            f"{path}: {arch}.feed_forward_length is {found!r}; must be a size for each of {layers} layers; convert the "
+            "model again"
+        )
+    return max(sizes), sizes if len({*sizes}) > 1 else ()
+
+
+def _named_windows(metadata: Mapping[str, Any], arch: str, layers: int, path: Path) -> tuple[bool, ...]:
+    found = metadata.get(f"{arch}.attention.sliding_window_pattern")
+    if not isinstance(found, list) or len(found) < layers:
+        raise BridgeError(
+            f"{path}: {arch}.attention.sliding_window_pattern is {found!r}; must say of each of {layers} layers "
+            "whether it has a window; convert the model again"
+        )
+    return tuple(bool(one) for one in found[:layers])
+
+
+def _kv_heads(
+    metadata: Mapping[str, Any], arch: str, heads: int, windows: tuple[bool, ...], path: Path
+) -> tuple[int, int]:
+    """Key-value heads of the layers that have some: all the same number, or those with a window another one."""
+    count = metadata.get(f"{arch}.attention.head_count_kv", heads)
+    each = count if isinstance(count, list) else [count] * max(1, len(windows))
+    pairs = list(zip(each, windows or (False,) * len(each), strict=False))
+    counts = {one for one, window in pairs if not window} - {0}
+    local = {one for one, window in pairs if window} or set(counts)
+    if len(counts) != 1 or len(local) != 1 or not all(isinstance(one, int) and one > 0 for one in counts | local):
         raise BridgeError(f"{path}: {arch}.attention.head_count_kv is {count!r}; attention must be alike in all layers")
-    return int(counts.pop())
+    return counts.pop(), local.pop()
 
 
 def _read_routing(metadata: Mapping[str, Any], get: Callable[..., Any], path: Path, experts: int) -> Routing:
@@ -366,7 +423,7 @@ def _read_routing(metadata: Mapping[str, Any], get: Callable[..., Any], path: Pa
     flash = arch == "deepseek2" and metadata.get("deepseek2.vocab_size") == 154880
     if gating and gating not in _GATINGS:
         raise BridgeError(f"{path}: expert_gating_func is {gating!r}, which cannot run here; llama.cpp can run it")
-    if metadata.get(f"{arch}.interleave_moe_layer_step", 1) != 1:
+    if arch != "llama4" and metadata.get(f"{arch}.interleave_moe_layer_step", 1) != 1:
         raise BridgeError(f"{path}: experts in some layers alone cannot run here; llama.cpp can run it")
     groups = int(metadata.get(f"{arch}.expert_group_count", 0)) or 1
     groups_used = int(metadata.get(f"{arch}.expert_group_used_count", 0)) or groups
@@ -381,4 +438,6 @@ def _read_routing(metadata: Mapping[str, Any], get: Callable[..., Any], path: Pa
         scale=float(metadata.get(f"{arch}.expert_weights_scale", 0.0)) or 1.0,
         groups=groups,
         groups_used=groups_used,
+        before=arch == "llama4",
+        mixer=_MIXER if arch == "phimoe" else 0.0,
     )

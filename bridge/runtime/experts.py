@@ -5,8 +5,11 @@
     w = p, or p over the sum of the chosen, times a factor
     y = y + the shared expert's network, times sigmoid(g x) in Qwen2
 
-`Routing` says which. Where experts are in groups, the k largest are those of the best groups: by their largest expert,
-or of sigmoids by the sum of their two largest. gpt-oss has biases everywhere, and clamps what it multiplies.
+`Routing` says which. Llama 4 multiplies what an expert reads by w_e, not what it makes; Nemotron-H's have no gate, but
+relu(W_up,e x)^2. Where experts are in groups, the k largest are those of the best groups: by their largest expert,
+or of sigmoids by the sum of their two largest. gpt-oss has biases everywhere, and clamps what it multiplies. Phi-MoE
+(SparseMixer, Liu et al. 2023, arXiv:2310.00811) chooses one after another: w is softmax over those logits l of the
+experts left for which l_max - l <= m max(|l|, l_max).
 
 The tokens of a batch that chose the same expert go through it together.
 
@@ -32,34 +35,41 @@ from bridge.runtime.cpu.floats import rows_function
 from bridge.runtime.cpu.program import KernelSlots, Program, add_products, address, bits, buffer, product
 from bridge.runtime.decoder_config import DecoderConfig, Routing
 from bridge.runtime.quant_tensor import QuantTensor
-from bridge.runtime.weights import Experts
+from bridge.runtime.weights import Experts, Network
 from bridge.system.pool import MIN_BYTES_TO_SHARE
 
 MIN_VALUES_TO_SHARE = 1 << 15  # values that a call reads before it is worth waking other threads
-Products = Callable[[Program, np.ndarray, list[tuple[QuantTensor, np.ndarray]]], None]
+Products = Callable[[Program, np.ndarray, Sequence[tuple[QuantTensor | None, np.ndarray]]], None]
 
 
-def mix(experts: Experts, x: np.ndarray, config: DecoderConfig, precision: str) -> np.ndarray:
-    """float32 [tokens, hidden] -> the same: what the experts add."""
-    logits = x @ experts.router.T
+def mix(
+    experts: Experts, x: np.ndarray, config: DecoderConfig, precision: str, routed: np.ndarray | None = None
+) -> np.ndarray:
+    """float32 [tokens, hidden] -> the same: what the experts add; `routed`: what the router reads, if that is not x."""
+    logits = (x if routed is None else routed) @ experts.router.T
     if experts.router_bias is not None:
         logits += experts.router_bias
     chosen, weights = route(logits, config.routing, experts.choice_bias)
-    act = _clamped if config.graph.clamped else _silu
+    act = _ACTIVATIONS[config.activation]
     y = np.zeros_like(x)
     for expert in np.unique(chosen):
         tokens, place = np.nonzero(chosen == expert)
         biases = [bias[expert] for bias in experts.biases] if experts.biases else None
-        made = _network(experts.networks[expert], x[tokens], precision, act, biases)
-        y[tokens] += weights[tokens, place, None] * made
+        share = weights[tokens, place, None]
+        if config.routing.before:
+            y[tokens] += _network(experts.networks[expert], share * x[tokens], precision, act, biases)
+        else:
+            y[tokens] += share * _network(experts.networks[expert], x[tokens], precision, act, biases)
     if experts.shared is not None:
-        made = _network(experts.shared, x, precision, _silu)
+        made = _network(experts.shared, x, precision, act)
         y += made if experts.shared_gate is None else _sigmoid(x @ experts.shared_gate)[:, None] * made
     return y
 
 
 def route(logits: np.ndarray, how: Routing, bias: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Logits [tokens, experts] -> the experts of each token, int [tokens, used], and float32 weights of that shape."""
+    if how.mixer:
+        return _mixed(logits, how.used, how.mixer)
     if how.sigmoid:
         p = _sigmoid(logits)
     else:
@@ -80,15 +90,30 @@ def route(logits: np.ndarray, how: Routing, bias: np.ndarray | None = None) -> t
     return chosen, weights * np.float32(how.scale)
 
 
+def _mixed(logits: np.ndarray, used: int, mixer: float) -> tuple[np.ndarray, np.ndarray]:
+    """`route` of Phi-MoE: each expert's weight is its softmax among those near it that are left."""
+    left = logits.copy()
+    chosen = np.empty((len(left), used), np.int64)
+    weights = np.empty(chosen.shape, np.float32)
+    for j in range(used):
+        best = left.argmax(1)[:, None]
+        top = np.take_along_axis(left, best, 1)
+        near = (top - logits) <= mixer * np.maximum(np.abs(logits), top)
+        weights[:, j] = 1 / np.where(near, np.exp(left - top), 0).sum(1)
+        chosen[:, j] = best[:, 0]
+        np.put_along_axis(left, best, -np.inf, 1)
+    return chosen, weights
+
+
 def _network(
-    matrices: tuple[QuantTensor, QuantTensor, QuantTensor],
+    matrices: Network,
     x: np.ndarray,
     precision: str,
-    act: Callable[[np.ndarray, np.ndarray], np.ndarray],
+    act: Callable[[np.ndarray, Any], np.ndarray],
     biases: Sequence[np.ndarray] | None = None,
 ) -> np.ndarray:
     gate, up, down = matrices
-    g, u = gate.matmul(x, precision=precision), up.matmul(x, precision=precision)
+    g, u = gate.matmul(x, precision=precision), up and up.matmul(x, precision=precision)
     if biases is not None:
         g, u = g + biases[0], u + biases[1]
     y: np.ndarray = down.matmul(act(g, u), precision=precision)
@@ -97,6 +122,15 @@ def _network(
 
 def _silu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     return gate * _sigmoid(gate) * up
+
+
+def _gelu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    bent = gate * (1 + np.float32(0.044715) * gate * gate)
+    return gate * _sigmoid(np.float32(1.5957691216) * bent) * up
+
+
+def _relu2(gate: np.ndarray, _: None) -> np.ndarray:
+    return np.square(np.maximum(gate, 0))
 
 
 def _clamped(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
@@ -108,6 +142,11 @@ def _clamped(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
 def _sigmoid(x: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):
         return np.float32(1) / (np.float32(1) + np.exp(-x))
+
+
+_ACTIVATIONS: dict[str, Callable[[np.ndarray, Any], np.ndarray]] = {
+    "silu": _silu, "gelu": _gelu, "relu2": _relu2, "clamped": _clamped
+}  # fmt: skip
 
 
 class ExpertTables:
@@ -124,37 +163,42 @@ class ExpertTables:
         self.down = buffer(chosen, config.hidden)
         self.shared = [buffer(n, width) for width in (config.shared_inner, config.shared_inner, config.hidden)]
 
-    def add(self, program: Program, experts: Experts, x: np.ndarray, y: np.ndarray) -> None:
-        """y = the experts' result for x, both buffers [n, hidden]."""
+    def add(
+        self, program: Program, experts: Experts, x: np.ndarray, y: np.ndarray, routed: np.ndarray | None = None
+    ) -> None:
+        """y = the experts' result for x, both buffers [n, hidden]; `routed` as in `mix`."""
         c, n = self.config, self.n
-        router = experts.router
+        router, read = experts.router, x if routed is None else routed
         program.add(
-            rows_function("F32"), address(router), address(x), address(self.logits), c.hidden, 4 * c.hidden, n,
+            rows_function("F32"), address(router), address(read), address(self.logits), c.hidden, 4 * c.hidden, n,
             4 * c.experts, items=c.experts, shared=router.nbytes >= MIN_BYTES_TO_SHARE,
         )  # fmt: skip
-        engines: list[Any] = [matrix._get_engine() for matrix in experts.networks[0]]  # all are alike
+        gate, up, down = (matrix and matrix._get_engine() for matrix in experts.networks[0])  # all are alike
         table = np.zeros((c.experts, 3, 2), np.int64)
         for network, row in zip(experts.networks, table, strict=True):
             for matrix, words in zip(network, row, strict=True):
-                self._slots.register(matrix, words, 1)
-                self._slots.refresh(matrix)
-        factors = np.array([[matrix.factor for matrix in network] for network in experts.networks], np.float32)
+                if matrix is not None:
+                    self._slots.register(matrix, words, 1)
+                    self._slots.refresh(matrix)
+        factors = np.array([[m.factor if m else 1 for m in network] for network in experts.networks], np.float32)
         how = c.routing
         block = np.zeros(expert_ops.WORDS, np.int64)
         numbers = {
             expert_ops.EXPERTS: c.experts, expert_ops.USED: how.used, expert_ops.SIGMOID: int(how.sigmoid),
             expert_ops.NORMALIZED: int(how.normalized), expert_ops.GROUPS: how.groups,
             expert_ops.GROUPS_USED: how.groups_used, expert_ops.SCALE: bits(how.scale),
+            expert_ops.MIXER: bits(how.mixer), expert_ops.PRODUCTS: 2 if up else 1,
+            expert_ops.BEFORE: int(how.before),
         }  # fmt: skip
         for word, number in numbers.items():
             block[word] = number
         program.add(expert_ops.function("choose"), address(block), items=n)
-        first = self._several(program, x, engines[:2], [self.gate, self.up], how.used)
-        gated = address(block), address(self.gate), address(self.up), c.expert_inner
+        engines, results = ([gate, up], [self.gate, self.up]) if up else ([gate], [self.gate])
+        first = self._several(program, x, engines, results, how.used)
+        gated = address(block), address(self.gate), address(self.up if up else None), c.expert_inner
         shared = self.gate.size > MIN_VALUES_TO_SHARE
-        name = "clamped" if c.graph.clamped else "gated"
-        program.add(expert_ops.function(name), *gated, items=len(self.chosen), shared=shared)
-        second = self._several(program, self.gate, engines[2:], [self.down], 1)
+        program.add(expert_ops.function(c.activation), *gated, items=len(self.chosen), shared=shared)
+        second = self._several(program, self.gate, [down], [self.down], 1)
         gate_bias, up_bias, down_bias = experts.biases or (None, None, None)
         arrays: dict[int, np.ndarray | None] = {
             expert_ops.LOGITS: self.logits, expert_ops.CHOSEN: self.chosen, expert_ops.WEIGHTS: self.weights,
@@ -166,7 +210,7 @@ class ExpertTables:
             block[word] = address(array)
         mixed = address(block), address(self.down), how.used, c.hidden, address(y)
         program.add(expert_ops.function("mixed"), *mixed, items=n, shared=n > 1)
-        program.keep(experts, table, factors, block, engines)
+        program.keep(experts, table, factors, block, gate, up, down)
         if experts.shared is not None:
             self._add_shared(program, experts, x, y)
 
@@ -202,8 +246,9 @@ class ExpertTables:
         gate, up, down = experts.shared
         hidden, between, result = self.shared
         self._products(program, x, [(gate, hidden), (up, between)])
-        arguments = address(hidden), address(between), self.config.shared_inner
-        program.add(decoder_ops.function("swiglu"), *arguments, items=self.n, shared=self.n > 1)
+        arguments = address(hidden), address(between if up else None), self.config.shared_inner
+        function = decoder_ops.activation(self.config.activation, up is not None)
+        program.add(function, *arguments, items=self.n, shared=self.n > 1)
         self._products(program, hidden, [(down, result)])
         weighed = address(x), address(experts.shared_gate), address(result), address(y), self.config.hidden
         program.add(expert_ops.function("add_weighed"), *weighed, items=self.n, shared=self.n > 1)

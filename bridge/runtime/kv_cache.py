@@ -35,17 +35,23 @@ class KVCache:
         self.state = RecurrentState(config.recurrent) if config.recurrent is not None else None
         self._length = 0
         self.tokens: list[int] = []  # those that are stored; what lies beyond `length` is no longer valid
-        layers, heads, d = len(config.attending), config.kv_heads, config.head_dim
-        padded = -(-d // _LANES) * _LANES
-        scales = -(-d // _BLOCK) * self.rows if kind == "q8_0" else 0
-        if config.latent is None:
-            keys, values = (d, _LANES), (padded // _LANES, self.rows, _LANES)
-        else:  # values are the first elements of keys, whose rows lie one after another
-            keys, values = (_LANES, padded), (0, self.rows, _LANES)
-        self.keys = zeros_filled_later((layers, heads, self.rows // _LANES, *keys), KINDS[kind])
-        self.values = zeros_filled_later((layers, heads, *values), KINDS[kind])
-        self.key_scales = zeros_filled_later((layers, heads, scales), np.uint16)
-        self.value_scales = zeros_filled_later((layers, heads, 0 if config.latent else scales), np.uint16)
+        self.keys: list[np.ndarray] = []  # of each place that `DecoderConfig.stored` names; so are the others
+        self.values: list[np.ndarray] = []
+        self.key_scales: list[np.ndarray] = []
+        self.value_scales: list[np.ndarray] = []
+        latent = config.latent is not None
+        places = {place: config.heads_of(layer) for layer, place in reversed(config.stored.items())}
+        for _, own in sorted(places.items()):
+            padded = -(-own.dim // _LANES) * _LANES
+            scales = -(-own.dim // _BLOCK) * self.rows if kind == "q8_0" else 0
+            if latent:  # values are the first elements of keys, whose rows lie one after another
+                keys, values = (_LANES, padded), (0, self.rows, _LANES)
+            else:
+                keys, values = (own.dim, _LANES), (padded // _LANES, self.rows, _LANES)
+            self.keys.append(zeros_filled_later((own.kv, self.rows // _LANES, *keys), KINDS[kind]))
+            self.values.append(zeros_filled_later((own.kv, *values), KINDS[kind]))
+            self.key_scales.append(zeros_filled_later((own.kv, scales), np.uint16))
+            self.value_scales.append(zeros_filled_later((own.kv, 0 if latent else scales), np.uint16))
 
     @property
     def length(self) -> int:
@@ -80,11 +86,17 @@ class KVCache:
         The other cache must reach so many.
         """
         groups = -(-count // _LANES)
-        scales = self.key_scales.shape[2] // self.rows  # of a token
-        self.keys[:, :, :groups] = other.keys[:, :, :groups]
-        self.values[:, :, :, :count] = other.values[:, :, :, :count]
-        self.key_scales[:, :, : groups * _LANES * scales] = other.key_scales[:, :, : groups * _LANES * scales]
-        self.value_scales[:, :, : count * scales] = other.value_scales[:, :, : count * scales]
+        for own, source in zip(self.keys, other.keys, strict=True):
+            own[:, :groups] = source[:, :groups]
+        for own, source in zip(self.values, other.values, strict=True):
+            own[:, :, :count] = source[:, :, :count]
+        for tokens, (owns, sources) in (
+            (groups * _LANES, (self.key_scales, other.key_scales)),
+            (count, (self.value_scales, other.value_scales)),
+        ):
+            for own, source in zip(owns, sources, strict=True):
+                size = tokens * own.shape[1] // self.rows
+                own[:, :size] = source[:, :size]
         if self.state is not None and other.state is not None:
             self.state.copy(other.state, count)
         self.tokens[:] = other.tokens[:count]
@@ -93,7 +105,7 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes when it is full."""
-        own = sum(a.nbytes for a in (self.keys, self.values, self.key_scales, self.value_scales))
+        own = sum(a.nbytes for kind in (self.keys, self.values, self.key_scales, self.value_scales) for a in kind)
         return own if self.state is None else own + self.state.nbytes
 
 

@@ -106,7 +106,7 @@ class Model:
         load: str = "mmap",
         lora: str | Path | None = None,
     ) -> Self:
-        """Open a GGUF of an architecture that `decoder_config.ARCHITECTURES` names; on CUDA of Llama, Mistral and Qwen.
+        """Open a GGUF of an architecture that `architectures.ARCHITECTURES` names; on CUDA of Llama, Mistral and Qwen.
 
         threads    of the CPU, for the whole process (default: BRIDGE_THREADS, else its cores)
         kv         how keys and values are kept: "f16", "q8_0" or "f32"

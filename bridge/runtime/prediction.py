@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from bridge.runtime.buffers import DecodeBuffers
 from bridge.runtime.decoder import BATCH, Decoder
 from bridge.runtime.decoder_config import DecoderConfig
 from bridge.runtime.reader import GGUFFile
-from bridge.runtime.tables import DecodeBuffers
 from bridge.runtime.tokenizer import common_prefix
 from bridge.runtime.weights import Weights, read_prediction
 
@@ -70,9 +70,9 @@ class PredictionHead(Decoder):
         rows = self.follow(tokens)
         return self.followed[-1:], int(rows[-1].argmax())
 
-    def _embed(self, buffers: DecodeBuffers, tokens: Sequence[int]) -> None:
-        super()._embed(buffers, tokens)
-        states, self._unread = self._unread[: len(tokens)], self._unread[len(tokens) :]
+    def _embed(self, buffers: DecodeBuffers) -> None:
+        super()._embed(buffers)
+        states, self._unread = self._unread[: buffers.n], self._unread[buffers.n :]
         found, eps = self._found, self.config.norm_eps
         both = _normed(buffers.x, found.embedding_norm, eps), _normed(states, found.state_norm, eps)
         found.joined.matmul(np.concatenate(both, axis=1), buffers.x, self.precision)

@@ -2,9 +2,11 @@
 
     lfm2, lfm2moe                  a short convolution between two gates; the state is what it still looks back at
     qwen3next, qwen35, qwen35moe   a gated delta net: a convolution, and for each head a matrix that it edits
-    granitehybrid                  Mamba-2: the same, but the matrix is only added to
+    granitehybrid, nemotron_h,     Mamba-2: the same, but the matrix is only added to
+    nemotron_h_moe
 
-The other layers of these models have attention. See cpu/recurrent_ops.py for what the layers compute.
+The other layers of these models have attention; in Nemotron-H, where each layer is one thing, or a network. See
+cpu/recurrent_ops.py for what the layers compute.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +19,7 @@ from bridge.errors import BridgeError
 CONVOLUTION, DELTA, MAMBA = "convolution", "delta", "mamba"
 _KINDS = {
     "lfm2": CONVOLUTION, "lfm2moe": CONVOLUTION, "qwen3next": DELTA, "qwen35": DELTA, "qwen35moe": DELTA,
-    "granitehybrid": MAMBA,
+    "granitehybrid": MAMBA, "nemotron_h": MAMBA, "nemotron_h_moe": MAMBA,
 }  # fmt: skip
 _INTERVAL = 4  # of the layers with full attention, where a delta net's metadata does not say
 
@@ -59,15 +61,20 @@ class RecurrentConfig:
         return sum(kind == self.layers[layer] for kind in self.layers[:layer])
 
 
-def read_recurrent(metadata: Mapping[str, Any], arch: str, layers: int, get: Get, path: Path) -> RecurrentConfig | None:
+def read_recurrent(
+    metadata: Mapping[str, Any], arch: str, networks: tuple[bool, ...], get: Get, path: Path
+) -> RecurrentConfig | None:
     """The layers with a state of an architecture that has some; else None.
+
+    networks  of each layer whether it is a network alone
 
     Raises BridgeError where a key is missing or sizes do not divide.
     """
     kind = _KINDS.get(arch)
     if kind is None:
         return None
-    recurrent = _layers_with_state(metadata, arch, kind, layers, path)
+    found = _layers_with_state(metadata, arch, kind, len(networks), path)
+    recurrent = tuple(state and not network for state, network in zip(found, networks, strict=True))
     if kind == CONVOLUTION:
         return RecurrentConfig(kind, recurrent, get("shortconv.l_cache", int), get("embedding_length", int))
     heads, groups = get("ssm.time_step_rank", int), get("ssm.group_count", int)

@@ -15,9 +15,13 @@ from bridge.runtime.recurrent_config import CONVOLUTION, MAMBA, RecurrentConfig
 _NORMED_TOGETHER = {"olmo2", "minimax-m2"}  # heads of q, and of k: one norm for all
 
 
+Network = tuple[QuantTensor, QuantTensor | None, QuantTensor]
+
+
 @dataclass
 class Experts:
-    """A layer's experts: the router float32 [experts, hidden], and gate, up and down of each.
+    """A layer's experts: the router float32 [experts, hidden], and gate, up (None where there is no gate, as in
+    `Layer`) and down of each.
 
     biases       of gate, up and down, each float32 [experts, out]; None where there are none, as for the others
     router_bias  float32 [experts], added to the router's logits, and
@@ -27,12 +31,39 @@ class Experts:
     """
 
     router: np.ndarray
-    networks: list[tuple[QuantTensor, QuantTensor, QuantTensor]]
+    networks: list[Network]
     biases: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
     router_bias: np.ndarray | None = None
     choice_bias: np.ndarray | None = None
-    shared: tuple[QuantTensor, QuantTensor, QuantTensor] | None = None
+    shared: Network | None = None
     shared_gate: np.ndarray | None = None
+
+
+@dataclass
+class Beside:
+    """Norms of experts that are beside a network, float32 [hidden]: of what it makes, they read and they make."""
+
+    network: np.ndarray
+    before: np.ndarray
+    after: np.ndarray
+
+
+@dataclass
+class LayerInput:
+    """How a layer takes what there is for it of a token's own: x += norm * rms(project (gelu(gate x) * input))."""
+
+    gate: QuantTensor
+    project: QuantTensor
+    norm: np.ndarray
+
+
+@dataclass
+class Inputs:
+    """What makes the inputs of all layers, each of as many elements: of a token's row and of its embedding."""
+
+    embedding: QuantTensor
+    project: QuantTensor
+    norm: np.ndarray
 
 
 @dataclass
@@ -58,21 +89,21 @@ class Recurrent:
 class Layer:
     """One layer's matrices, and its vectors as float32 (None where the model has none).
 
-    With experts, gate, up and down are the stacks [experts, out, in] of all of theirs. A network without a gate has
-    its first matrix as `gate`, and no `up`. With latent attention q reads the state or what `q_a` makes of it, k
-    makes the latent vector and the rotated part of the keys, and there is no v. With a state, `recurrent` is in place
-    of q, k and v.
+    With experts alone, `down` is the stack [experts, out, in] of theirs. A network without a gate has its first matrix
+    as `gate`, and no `up`. A layer may lack attention (`o` is None) or a network (`down` is None).
+    With latent attention q reads the state or what `q_a` makes of it, k makes the latent vector and the rotated part of
+    the keys, and there is no v. With a state, `recurrent` is in place of q, k and v.
 
     latent_k, latent_v  of each head, [heads, rank, plain] and [heads, value, rank], floats: cpu/latent_attention.py
     sinks               float32 [heads], scores of no position
     """
 
     attn_norm: np.ndarray | None
-    o: QuantTensor
     ffn_norm: np.ndarray | None
-    gate: QuantTensor
-    up: QuantTensor | None
-    down: QuantTensor
+    o: QuantTensor | None = None
+    gate: QuantTensor | None = None
+    up: QuantTensor | None = None
+    down: QuantTensor | None = None
     q: QuantTensor | None = None
     k: QuantTensor | None = None
     v: QuantTensor | None = None
@@ -96,16 +127,22 @@ class Layer:
     q_a_norm: np.ndarray | None = None
     latent_k: QuantTensor | None = None
     latent_v: QuantTensor | None = None
+    v_norm: np.ndarray | None = None
     experts: Experts | None = None
+    beside: Beside | None = None
     recurrent: Recurrent | None = None
+    input: LayerInput | None = None
+    scale: float = 1.0  # that the state is multiplied by in the end
 
     @property
     def matrices(self) -> tuple[QuantTensor, ...]:
         """All of them, with those of each expert."""
         own = [self.q_a, self.q, self.k, self.v, *(self.recurrent.inputs if self.recurrent else ()), self.o]
-        if self.experts is None:
+        if self.input is not None:
+            own += self.input.gate, self.input.project
+        if self.experts is None or self.beside is not None:
             own += self.gate, self.up, self.down
-        else:
+        if self.experts is not None:
             own += (matrix for network in self.experts.networks for matrix in network)
             own += self.experts.shared or ()
         return tuple(matrix for matrix in own if matrix is not None)
@@ -122,6 +159,8 @@ class Weights:
     rope_factors: np.ndarray | None
     long_factors: np.ndarray | None = None  # LongRoPE's, for contexts beyond the original one
     output_norm_bias: np.ndarray | None = None
+    output_bias: np.ndarray | None = None
+    inputs: Inputs | None = None  # of the layers
     positions: np.ndarray | None = None  # float32 [context, hidden], added to the embeddings
 
 
@@ -161,6 +200,8 @@ def read_shared(file: GGUFFile, config: DecoderConfig) -> Weights:
         rope_factors=factors["freqs"] if factors["factors_short"] is None else factors["factors_short"],
         long_factors=factors["factors_long"],
         output_norm_bias=_vector(file, "output_norm.bias", config.hidden),
+        output_bias=_vector(file, "output.bias", vocab),
+        inputs=_inputs(file, config, vocab) if config.each_input else None,
         positions=positions,
     )
 
@@ -185,22 +226,32 @@ def read_prediction(file: GGUFFile, config: DecoderConfig) -> Prediction:
     if not config.predicting or f"{name}.eh_proj.weight" not in file:
         raise BridgeError(f"{file.path}: has no layer that predicts a further token (MTP)")
     whole = read_shared(file, config)
+    attending = replace(config, layers=config.layers + 1, recurrent=None, inners=())
     hidden, vocab = config.hidden, whole.embedding.shape[0]
     embedding = file.tensors.get(f"{name}.embed_tokens.weight", whole.embedding)
     output = file.tensors.get(f"{name}.shared_head_head.weight", whole.output)
     norm = _vector(file, f"{name}.shared_head_norm.weight", hidden)
     return Prediction(
-        config=replace(config, layers=1, leading=0, recurrent=None),
+        config=replace(attending, layers=1, leading=0),
         weights=replace(
             whole,
             embedding=_expect(embedding, vocab, hidden),
-            layers=[_LayerReader(file, replace(config, recurrent=None), config.layers).layer()],
+            layers=[_LayerReader(file, attending, config.layers).layer()],
             output_norm=whole.output_norm if norm is None else norm,
             output=_expect(output, vocab, hidden),
         ),
         embedding_norm=_vector(file, f"{name}.enorm.weight", hidden, True),
         state_norm=_vector(file, f"{name}.hnorm.weight", hidden, True),
         joined=_expect(file[f"{name}.eh_proj.weight"], hidden, 2 * hidden),
+    )
+
+
+def _inputs(file: GGUFFile, c: DecoderConfig, vocab: int) -> Inputs:
+    size = c.layers * c.each_input
+    return Inputs(
+        _expect(file["per_layer_token_embd.weight"], vocab, size),
+        _expect(file["per_layer_model_proj.weight"], size, c.hidden),
+        _vector(file, "per_layer_proj_norm.weight", c.each_input, True),
     )
 
 
@@ -217,21 +268,32 @@ class _LayerReader:
     def layer(self) -> Layer:
         """The whole layer."""
         c, graph = self.config, self.config.graph
-        sparse = c.has_experts(self.index)
+        network: dict[str, Any] = {}
+        if c.feeds(self.index):
+            network = self._sparse() if c.has_experts(self.index) else self._network()
+            if graph.beside and c.has_experts(self.index):
+                network |= self._network() | self._beside(network["experts"])
+        if c.each_input:
+            network["input"] = LayerInput(
+                self._matrix("inp_gate", c.each_input, c.hidden), self._matrix("proj", c.hidden, c.each_input),
+                self._vector("post_norm.weight", c.hidden, True),
+            )  # fmt: skip
+        if self._has("layer_output_scale.weight"):
+            network["scale"] = float(self._vector("layer_output_scale.weight", 1)[0])
         norm, bias = ("post_attention_norm" if graph.late_norm else "ffn_norm"), graph.layer_norm
         return Layer(
             attn_norm=self._norm("attn_norm.weight", graph.pre_norm),
             attn_norm_bias=self._vector("attn_norm.bias", c.hidden) if bias else None,
             o_bias=self._vector("attn_output.bias", c.hidden),
-            ffn_norm=self._norm(f"{norm}.weight", graph.pre_norm and not graph.parallel),
+            ffn_norm=self._norm(f"{norm}.weight", graph.pre_norm and not graph.parallel and not graph.alone),
             ffn_norm_bias=self._vector(f"{norm}.bias", c.hidden) if bias else None,
             attn_post_norm=self._norm("post_attention_norm.weight", graph.post_norm),
             ffn_post_norm=self._norm("post_ffw_norm.weight", graph.post_norm),
-            attn_sub_norm=self._norm("attn_sub_norm.weight", graph.sub_norm, c.attended_width),
+            attn_sub_norm=self._norm("attn_sub_norm.weight", graph.sub_norm, c.heads * c.head_dim),
             ffn_sub_norm=self._norm("ffn_sub_norm.weight", graph.sub_norm, c.inner),
             sinks=self._norm("attn_sinks.weight", graph.sinks, c.heads),
-            **self._mixing(),
-            **(self._sparse() if sparse else self._network()),
+            **(self._mixing() if c.mixes(self.index) else {}),
+            **network,
         )
 
     def _mixing(self) -> dict[str, Any]:
@@ -240,7 +302,8 @@ class _LayerReader:
         if c.recurrent is not None and c.recurrent.layers[self.index]:
             return self._recurrent(c.recurrent)
         found = self._attention() if c.latent is None else self._latent(c.latent)
-        return {"o": self._matrix("attn_output", c.hidden, c.attended_width), **found}
+        _, attended = c.widths(c.heads_of(self.index))
+        return {"o": self._matrix("attn_output", c.hidden, attended), **found}
 
     def _recurrent(self, c: RecurrentConfig) -> dict[str, Any]:
         hidden, alone = self.config.hidden, c.kind == CONVOLUTION
@@ -264,11 +327,24 @@ class _LayerReader:
             raise BridgeError(f"{tensor.name}: shape {list(tensor.shape)}; must be [{size}]; convert the model again")
         return np.ascontiguousarray(tensor.dequantize().reshape(size))
 
-    def _attention(self) -> dict[str, Any]:
+    def _beside(self, experts: Experts) -> dict[str, Any]:
+        """What experts have beside a network; the router's factors become part of it."""
         c = self.config
-        q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+        experts.router = experts.router * (self._vector("ffn_gate_inp.scale", c.hidden, True) / c.hidden**0.5)
+        parts = "post_ffw_norm_1", "pre_ffw_norm_2", "post_ffw_norm_2"
+        return {"beside": Beside(*(self._vector(f"{part}.weight", c.hidden, True) for part in parts))}
+
+    def _attention(self) -> dict[str, Any]:
+        c, own = self.config, self.config.heads_of(self.index)
+        q, kv = c.heads * own.dim, own.kv * own.dim
         found: dict[str, Any] = {}
         ends = dict(zip("qkv", ((0, q), (q, q + kv), (q + kv, q + 2 * kv)), strict=True))
+        if not c.makes_keys(self.index):
+            del ends["k"], ends["v"]
+        elif c.graph.values_normed:
+            found["v_norm"] = np.ones(own.dim, np.float32)
+            if not self._has("attn_v.weight"):
+                del ends["v"]
         if self._has("attn_qkv.weight"):  # in one matrix
             whole, bias = self._matrix("attn_qkv", q + 2 * kv, c.hidden), self._vector("attn_qkv.bias", q + 2 * kv)
             for name, (first, stop) in ends.items():
@@ -284,15 +360,18 @@ class _LayerReader:
                 f"{self._name('attn_q_norm.weight')}: heads normalized by a norm of their own (Command-R+) cannot run "
                 "here; llama.cpp can run it"
             )
-        for name, (first, stop) in list(ends.items())[:2]:
-            size = stop - first if c.arch in _NORMED_TOGETHER else c.head_dim
+        for name in {*ends} - {"v"}:
+            first, stop = ends[name]
+            size = stop - first if c.arch in _NORMED_TOGETHER else own.dim
             found[f"{name}_norm"] = self._vector(f"attn_{name}_norm.weight", size, c.graph.normed)
+            if c.graph.unit_norms and c.rotates(self.index):
+                found[f"{name}_norm"] = np.ones(own.dim, np.float32)
         return found
 
     def _latent(self, latent: Latent) -> dict[str, Any]:
         c, rank = self.config, latent.query_rank
         found = {
-            "q": self._matrix("attn_q_b" if rank else "attn_q", c.query_width, rank or c.hidden),
+            "q": self._matrix("attn_q_b" if rank else "attn_q", c.widths(c.heads_of(self.index))[0], rank or c.hidden),
             "k": self._matrix("attn_kv_a_mqa", c.head_dim, c.hidden),
             "k_norm": self._vector("attn_kv_a_norm.weight", latent.rank, True),
             "latent_k": self._floats("attn_k_b.weight", c.heads, latent.rank, latent.plain),
@@ -304,52 +383,64 @@ class _LayerReader:
         return found
 
     def _network(self) -> dict[str, Any]:
-        c = self.config
+        c, inner = self.config, self.config.inner_of(self.index)
         up: QuantTensor | None
         if not c.graph.gated:
-            gate, up = self._matrix("ffn_up", c.inner, c.hidden), None
+            gate, up = self._matrix("ffn_up", inner, c.hidden), None
         elif self._has("ffn_gate.weight"):
-            gate, up = self._matrix("ffn_gate", c.inner, c.hidden), self._matrix("ffn_up", c.inner, c.hidden)
+            gate, up = self._matrix("ffn_gate", inner, c.hidden), self._matrix("ffn_up", inner, c.hidden)
         else:
-            both = self._matrix("ffn_up", 2 * c.inner, c.hidden)
-            gate, up = both.slice_rows(0, c.inner), both.slice_rows(c.inner, 2 * c.inner)
+            both = self._matrix("ffn_up", 2 * inner, c.hidden)
+            gate, up = both.slice_rows(0, inner), both.slice_rows(inner, 2 * inner)
         return {
             "gate": gate,
             "up": up,
-            "down": self._matrix("ffn_down", c.hidden, c.inner),
-            "gate_bias": self._vector("ffn_gate.bias" if c.graph.gated else "ffn_up.bias", c.inner),
-            "up_bias": self._vector("ffn_up.bias", c.inner) if c.graph.gated else None,
+            "down": self._matrix("ffn_down", c.hidden, inner),
+            "gate_bias": self._vector("ffn_gate.bias" if c.graph.gated else "ffn_up.bias", inner),
+            "up_bias": self._vector("ffn_up.bias", inner) if c.graph.gated else None,
             "down_bias": self._vector("ffn_down.bias", c.hidden),
         }
 
     def _sparse(self) -> dict[str, Any]:
         c = self.config
-        inner, hidden = c.expert_inner, c.hidden
-        shapes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
-        stacks = {
-            name: _expect(self.file[self._name(f"ffn_{name}_exps.weight")], c.experts, *shape)
-            for name, shape in shapes.items()
-        }
+        down = self._stack("down", c.hidden, c.expert_inner)
+        if self._has("ffn_down_exps.scale"):
+            down.factors = self._vector("ffn_down_exps.scale", c.experts, True)
         experts = Experts(
             router=self._matrix("ffn_gate_inp", c.experts, c.hidden).dequantize(),
-            networks=[(stacks["gate"][e], stacks["up"][e], stacks["down"][e]) for e in range(c.experts)],
+            networks=[(*first, down[e]) for e, first in enumerate(self._first_of_experts())],
             router_bias=self._vector("ffn_gate_inp.bias", c.experts),
             choice_bias=self._vector("exp_probs_b.bias", c.experts),
         )
         if self._has("ffn_gate_exps.bias"):
-            gate, up, down = (
-                _expect(self.file[self._name(f"ffn_{name}_exps.bias")], c.experts, shape[0]).dequantize()
-                for name, shape in shapes.items()
+            sizes = {"gate": c.expert_inner, "up": c.expert_inner, "down": c.hidden}
+            gate, up, end = (
+                _expect(self.file[self._name(f"ffn_{name}_exps.bias")], c.experts, size).dequantize()
+                for name, size in sizes.items()
             )
-            experts.biases = gate, up, down
+            experts.biases = gate, up, end
         if c.shared_inner:
-            experts.shared = (
-                self._matrix("ffn_gate_shexp", c.shared_inner, c.hidden),
-                self._matrix("ffn_up_shexp", c.shared_inner, c.hidden),
-                self._matrix("ffn_down_shexp", c.hidden, c.shared_inner),
-            )
+            gated = self._matrix("ffn_gate_shexp", c.shared_inner, c.hidden) if c.graph.gated else None
+            first = self._matrix("ffn_up_shexp", c.shared_inner, c.hidden)
+            last = self._matrix("ffn_down_shexp", c.hidden, c.shared_inner)
+            experts.shared = (first, None, last) if gated is None else (gated, first, last)
             experts.shared_gate = self._vector("ffn_gate_inp_shexp.weight", c.hidden, c.arch == "qwen2moe")
-        return {**stacks, "experts": experts}
+        return {"down": down, "experts": experts}
+
+    def _stack(self, name: str, rows: int, columns: int) -> QuantTensor:
+        return _expect(self.file[self._name(f"ffn_{name}_exps.weight")], self.config.experts, rows, columns)
+
+    def _first_of_experts(self) -> list[tuple[QuantTensor, QuantTensor | None]]:
+        """Gate and up of each expert, as in `Network`."""
+        c, inner = self.config, self.config.expert_inner
+        if self._has("ffn_gate_up_exps.weight"):  # in one matrix
+            wholes = map(self._stack("gate_up", 2 * inner, c.hidden).__getitem__, range(c.experts))
+            return [(whole.slice_rows(0, inner), whole.slice_rows(inner, 2 * inner)) for whole in wholes]
+        up = self._stack("up", inner, c.hidden)
+        if not c.graph.gated:
+            return [(up[e], None) for e in range(c.experts)]
+        gate = self._stack("gate", inner, c.hidden)
+        return [(gate[e], up[e]) for e in range(c.experts)]
 
     def _floats(self, part: str, *shape: int) -> QuantTensor:
         """A stack of floats as it is; one of blocks as halves."""

@@ -144,10 +144,21 @@ def write_bytes(path: Path, data: bytes) -> None:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(folder / path.name, path)
+            put_in_place(folder / path.name, path)
     except OSError as problem:
         raise BridgeError(
             f"{path}: cannot be written ({problem.strerror}); make room or give another name"
+        ) from problem
+
+
+def put_in_place(made: Path, target: Path) -> None:
+    """Rename a finished file over `target`. Raises BridgeError where the system does not allow that, as Windows while a
+    program has `target` open or mapped."""
+    try:
+        os.replace(made, target)
+    except PermissionError as problem:
+        raise BridgeError(
+            f"{target}: cannot be replaced ({problem.strerror}); close what has it open, or give another name"
         ) from problem
 
 

@@ -56,7 +56,7 @@ def built(ggml: Path, folder: Path, cpu: str) -> list[Path]:
 def ours(name: str, target: str, width: int, folder: Path) -> Loop:
     """Our kernel of a type."""
     file = folder / "rows.o"
-    file.write_bytes(emit.compiled(emit.kernel(name, target, width, True, (4096,)), target)[0])
+    file.write_bytes(emit.compiled(emit.kernel(name, target, width, True), target)[0])
     return Loop(traced([file], OURS, "rows"), emit.LANES * READ[name].size * width)
 
 

@@ -9,8 +9,8 @@ PYTHON=$python sh scripts/arm/environment.sh "$ARM_FOLDER" > /dev/null
 arm="nice -n 15 sh scripts/arm/python"
 model=tests/data/qwen3-gptq-4bit-g128-sym
 
-echo "every type, as machine code emitted here"
-nice -n 15 "$python" -m pytest -m "" tests/runtime/test_arm_code.py
+echo "every type, and layers with a state, as machine code emitted here"
+nice -n 15 "$python" -m pytest -m "" tests/runtime/test_arm_code.py tests/runtime/test_arm_program.py
 
 echo "a conversion, and a text by the decoder"
 "$python" -m bridge.cli convert $model "$ARM_FOLDER/here.gguf" --force

@@ -28,7 +28,7 @@ class Straight:
 
     def cycles(self, cpu: str, features: str = "") -> float:
         """llvm-mca's cycles of one repetition, of many."""
-        times = 20
+        times = 200
         command = ["llvm-mca-19", "-mtriple=aarch64-linux-gnu", f"-mcpu={cpu}", f"-iterations={times}"]
         command += [
             "-all-stats=false",

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from bridge.cuda import mma_int8
 from bridge.cuda.device import require
 
 from bridge.blocks import ROUNDED
@@ -28,21 +29,24 @@ CORRECT = ["correct/mmvq", "correct/model", "correct/inductor", "correct/tensors
 CORRECT += [f"correct/attention/{kind}" for kind in CACHES]
 CORRECT += [f"correct/configurations/{type}" for type in products.TRIED]
 CORRECT += [f"correct/tokens/{type}" for type in TYPES if type not in OTHERWISE]
+CORRECT += [f"correct/mma_int8/{type}" for type in mma_int8.TYPES]
 CORRECT += [f"correct/products/{type}/{precision}" for precision in ("int8", "f32") for type in TYPES]
 
 CORRECT += ["correct/copies", "correct/second", "correct/load", *(f"correct/linears/{type}" for type in LINEARS)]
 CORRECT += [f"correct/trellis/{mode}" for mode in trellis.WAYS]
 
 # in what time is left, under compute-sanitizer
-SANITIZED = ["correct/products/Q4_K/int8", "correct/tokens/Q4_K", "correct/model"]
+SANITIZED = ["correct/products/Q4_K/int8", "correct/tokens/Q4_K", "correct/mma_int8/Q4_K", "correct/model"]
 
 # jobs with a bar first
 TIMES = ["time/reading", f"time/torch_product/{LARGE}", f"time/torch_product/{SMALL}"]
 TIMES += [f"time/product/{LARGE}/{type}" for type in TYPES] + [f"time/product/{SMALL}/Q4_K", "time/decode"]
 TIMES += [f"time/tokens/{LARGE}/{type}" for type in TOKENS]
+TIMES += [f"time/mma_int8/{OTHERS[-1]}/Q4_K"]
 TIMES += [f"time/decode/{MIXTURE}", "time/launches", "time/clocks", *(f"time/upload/{type}" for type in UPLOADED)]
 TIMES += [f"time/attention/{length}/{kind}" for length in LENGTHS for kind in CACHES]
 TIMES += [f"time/prompt/{OTHERS[-1]}/{type}" for type in PROMPTED]
+TIMES += [f"time/mma_int8/{OTHERS[-1]}/{type}" for type in mma_int8.TYPES if type != "Q4_K"]
 TIMES += [f"time/{job}" for shape in OTHERS for job in (f"product/{shape}/Q4_K", f"torch_product/{shape}")]
 TIMES += [f"time/product/{shape}/{type}" for shape in OTHERS for type in ("Q6_K", "Q8_0")]
 TIMES += [f"time/product/{SMALL}/{type}" for type in TYPES if type != "Q4_K"]
@@ -58,6 +62,7 @@ _KNOWN = {
         "model": model.check,
         "products": products.check,
         "tokens": tokens.check,
+        "mma_int8": tokens.check_int8,
         "linears": linears.check,
         "load": linears.check_load,
         "trellis": trellis.check,
@@ -77,6 +82,7 @@ _KNOWN = {
         "torch_product": timing.torch_product,
         "product": timing.product,
         "tokens": timing.tokens,
+        "mma_int8": timing.mma_int8,
         "configurations": timing.configurations,
         "prompt": timing.prompt,
         "attention": contexts.time,

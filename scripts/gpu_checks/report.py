@@ -2,6 +2,8 @@
 
 from typing import Any, NamedTuple
 
+from bridge.cuda import mma_int8
+
 from gpu_checks.jobs import CACHES, LARGE, LENGTHS, MIXTURE, OTHERS, PROMPTED, SMALL, TOKENS, TYPES
 
 OF_READING = {"Q4_K": 85, "Q6_K": 85, "Q8_0": 85, "Q4_0": 85, "Q2_K": 75, "Q3_K": 75, "Q5_K": 75, "Q4_1": 75}  # %
@@ -35,6 +37,7 @@ def rows(times: dict[str, dict[str, Any]]) -> list[Row]:
     barred = [*((type, LARGE) for type in OF_READING), ("Q4_K", SMALL)]
     table += [_share(times, type, shape, None) for type, shape in others if (type, shape) not in barred]
     table += [_decode(times, MIXTURE), *(_prompt(times, type) for type in PROMPTED)]
+    table += [_int8(times, type) for type in mma_int8.TYPES]
     return table + [_attention(times, length, kind) for length in LENGTHS for kind in CACHES]
 
 
@@ -134,6 +137,22 @@ def _prompt(times: dict[str, dict[str, Any]], type: str) -> Row:
         for n in counts
     )
     return Row(what, "", f"{time[f'float16_{counts[-1]}'] / time[f'own_{counts[-1]}']:.2f}x", None, detail)
+
+
+def _int8(times: dict[str, dict[str, Any]], type: str) -> Row:
+    """Numbers of tokens for which int8 takes the least time of our ways."""
+    what, needed = f"{type} as int8 on tensor cores, {OTHERS[-1]}", [f"mma_int8/{OTHERS[-1]}/{type}"]
+    (time,) = _measured(times, *needed)
+    if time is None:
+        return _without(times, needed, what, "")
+    counts = [name.removeprefix("int8_") for name in time if name.startswith("int8_")]
+    fastest = [n for n in counts if time[f"int8_{n}"] < time[f"halves_{n}"]]
+    detail = "; ".join(
+        f"{n} tokens {1e6 * time[f'int8_{n}']:.0f} us, halves {1e6 * time[f'halves_{n}']:.0f}, torch bf16 "
+        f"{1e6 * time[f'bfloat16_{n}']:.0f}"
+        for n in counts
+    )
+    return Row(what, "", f"faster than halves for {', '.join(fastest) or 'no'} tokens", None, detail)
 
 
 def _decode(times: dict[str, dict[str, Any]], preset: str = "") -> Row:

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import torch
-from bridge.cuda import bench, matvec
+from bridge.cuda import bench, matvec, mma
 from bridge.cuda.bench import Bench, read_bandwidth
 from bridge.cuda.decoder import Decoder
 from bridge.cuda.device import require
@@ -23,6 +23,7 @@ DECODED = 96  # tokens
 CONTEXT = 4096
 PROMPTS = (16, 3000)  # tokens: short and long
 BATCHES = (128, 512, 2048)  # tokens of a prompt that are multiplied together
+INT8 = (16, 24, 96, 128, 512, 2048)  # tokens that are multiplied as int8
 
 
 def shape_of(text: str) -> tuple[int, int]:
@@ -54,14 +55,25 @@ def product(shape: str, type: str) -> dict[str, Any]:
 def tokens(shape: str, type: str) -> dict[str, Any]:
     """Seconds of a product with 16 and 64 tokens: on tensor cores, and with the weights dequantized for torch."""
     own = _bench(shape, type)
-    return {f"{way}_{n}": own.tokens(n, way == "torch") for n in (16, 64) for way in ("cores", "torch")}
+    return {f"{way}_{n}": own.tokens(n, way) for n in (16, 64) for way in ("cores", "torch")}
+
+
+def mma_int8(shape: str, type: str) -> dict[str, Any]:
+    """Seconds of a product with 16 to 2,048 tokens: as int8, as halves in the way that is taken otherwise, and of
+    torch's with weights that are bfloat16."""
+    own, found = _bench(shape, type), {}
+    for n in INT8:
+        found[f"int8_{n}"] = own.tokens(n, "int8")
+        found[f"halves_{n}"] = own.tokens(n, "cores" if n <= mma.TOKENS else "torch")
+        found[f"bfloat16_{n}"] = bench.torch_product(shape_of(shape), require("cuda"), n, "bfloat16")
+    return found
 
 
 def prompt(shape: str, type: str) -> dict[str, Any]:
     """Seconds of a product with many tokens of halves, and of torch's with weights that are halves or bfloat16."""
     own, found = _bench(shape, type), {}
     for n in BATCHES:
-        found[f"own_{n}"] = own.tokens(n, by_torch=True)
+        found[f"own_{n}"] = own.tokens(n, "torch")
         for dtype in ("float16", "bfloat16"):
             found[f"{dtype}_{n}"] = bench.torch_product(shape_of(shape), require("cuda"), n, dtype)
     return found

@@ -1,20 +1,25 @@
-"""Correctness of products on tensor cores: 9 to 64 tokens, partial tiles, all epilogues."""
+"""Correctness of products on tensor cores: 9 to 64 tokens of halves, any number of int8, partial tiles, epilogues."""
 
 from typing import Any
 
 import numpy as np
 import torch
-from bridge.cuda import mma
+from bridge.cuda import mma, mma_int8
 from bridge.cuda.device import require, torch_device
+from bridge.cuda.halves import floats_by_torch
 from bridge.cuda.matrix import DeviceMatrix
+from bridge.cuda.token_records import recorded
 
 from bridge.blocks.read import WRITTEN
-from gpu_checks.products import EPILOGUES, Judge, random_matrix
+from gpu_checks.products import EPILOGUES, Judge, random_matrix, taken
 
 SHAPES = [(3, 512), (129, 1280), (2050, 4096)]
 SMALL_BLOCKS = [(131, 96)]  # added where a block has 32 columns
 TOKENS = (9, 33, 64)
+INT8 = (9, 24, 65, 200)  # tokens of int8
 _LIMIT = 1e-4  # relative; 3e-4 for weights not rounded to halves
+_ROUNDED = 2e-3  # where the last bit of a value may round to another code
+_MADE = ("norm", "gate", "gate_in_turn")  # what x may go through before, see token_records.py
 
 
 def check(type: str) -> dict[str, Any]:
@@ -56,4 +61,43 @@ def check(type: str) -> dict[str, Any]:
     mma.launch(matrix, x, y, device.stream())
     rounded = torch.from_numpy(weights).float().bfloat16().double().numpy()
     judge(f"{type} in bfloat16", y, exact @ rounded.T, 8 * _LIMIT)
+    return {"wrong": judge.wrong, "notes": f"largest relative error {judge.worst:.1e}"}
+
+
+def check_int8(type: str) -> dict[str, Any]:
+    """Products of tokens of int8, made of floats, halves, norms and gates, and sums of parts with every epilogue."""
+    judge, device = Judge(), require("cuda")
+    if device.capability < mma_int8.OLDEST:
+        return {"wrong": [], "notes": f"not for compute capability {device.capability}"}
+    rng, place = np.random.default_rng(0), torch_device(device)
+
+    def values(*shape: int) -> Any:
+        return torch.from_numpy(rng.standard_normal(shape).astype(np.float32)).to(place)
+
+    for rows, columns in SHAPES + (SMALL_BLOCKS if WRITTEN[type].size == 32 else []):
+        tensor, weights = random_matrix(type, rows, columns)
+        matrix = DeviceMatrix.upload(tensor, device)
+        for n in INT8:
+            x, y = values(n, columns), torch.full((n + 1, rows), float("nan"), device=place)
+            mma_int8.launch(matrix, recorded(x, mma_int8.tiles_of(n), device), y[:n], device.stream())
+            what = f"{type} {rows}x{columns}, {n} tokens of int8"
+            judge(what, y[:n], taken(x.cpu().numpy(), "int8") @ weights.T, 1e-5)
+            if not bool(y[n].isnan().all()):
+                judge.wrong.append(f"{what}: written beyond the end")
+    rows, columns = EPILOGUES
+    tensor, weights = random_matrix(type, rows, columns)
+    matrix, weight = DeviceMatrix.upload(tensor, device), values(columns)
+    for way, kind in (("plain", torch.float16), ("plain", torch.bfloat16), *((way, torch.float32) for way in _MADE)):
+        x = values(20, columns * (2 if way.startswith("gate") else 1)).to(kind)
+        more = (weight, 1e-5) if way == "norm" else ()
+        y = torch.full((20, rows), float("nan"), device=place)
+        mma_int8.launch(matrix, recorded(x, 3, device, way, *more), y, device.stream())
+        exact = taken(floats_by_torch(way, x, *more).float().cpu().numpy(), "int8")
+        judge(f"{type}, {way}, {kind}", y, exact @ weights.T, 1e-5 if way == "plain" else _ROUNDED)
+    bias, before, x = values(rows), values(20, rows), values(20, columns)
+    product = taken(x.cpu().numpy(), "int8") @ weights.T + (bias + before).double().cpu().numpy()
+    for parts in (1, 3):
+        y, shape = before.clone(), mma.MMAShape(8, parts)
+        mma_int8.launch(matrix, recorded(x, 3, device), y, device.stream(), True, bias, shape)
+        judge(f"{type}, {parts} parts of int8, bias and sum", y, product, 1e-5)
     return {"wrong": judge.wrong, "notes": f"largest relative error {judge.worst:.1e}"}

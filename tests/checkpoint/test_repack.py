@@ -17,7 +17,7 @@ import bridge
 from bridge.checkpoint import GroupedTensor, open_checkpoint
 from bridge.cli import main
 from bridge.errors import BridgeError
-from tests.conftest import CHECKPOINT
+from tests.conftest import CHECKPOINT, posix
 from tests.support.encode import (
     Quantized,
     awq_tensors,
@@ -552,6 +552,7 @@ def test_targets_that_are_no_place_for_it(tmp_path, refused):
         bridge.repack(source, tmp_path / "b", "v3")
 
 
+@posix
 @pytest.mark.parametrize("name", ["notes.md", "extra.json"])
 def test_what_never_ends_is_not_copied(tmp_path, refused, name):
     source = source_of(tmp_path)

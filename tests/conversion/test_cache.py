@@ -201,6 +201,17 @@ def test_who_comes_while_another_converts_waits(cache, model, release, capsys):
     assert "waiting for another process that is converting it" in capsys.readouterr().err
 
 
+def test_without_locks_it_is_converted_once_and_kept(cache, model, release, monkeypatch):
+    for module in ("conversion.cache", "system.folder_locks"):
+        monkeypatch.setattr(f"bridge.{module}.fcntl", None)
+    path = converted(model)
+    made = path.stat().st_mtime_ns
+    assert converted(model) == path
+    assert path.stat().st_mtime_ns == made
+    assert main(["cache", "--clear"]) == 0
+    assert path.exists()  # nobody knows whether it is in use
+
+
 def test_what_this_program_does_not_run_is_refused_before_it_is_converted(cache, model):
     with pytest.raises(BridgeError, match=r"this program cannot run the architecture qwen3, llama.cpp can; "):
         converted(model, runnable=["llama"])

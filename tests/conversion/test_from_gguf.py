@@ -15,7 +15,7 @@ from bridge.conversion.converter import plan_checkpoint
 from bridge.conversion.gguf_checkpoint import open_source
 from bridge.errors import BridgeError
 from bridge.gguf_file.reader import read_gguf
-from tests.conftest import CHECKPOINT
+from tests.conftest import CHECKPOINT, linux
 
 
 @pytest.fixture(scope="module")
@@ -216,6 +216,7 @@ def matrices(path: Path, count: int) -> Path:
     return path
 
 
+@linux
 @pytest.mark.exhaustive
 def test_requantizing_takes_memory_for_tensors_and_not_for_the_file(tmp_path: Path) -> None:
     """Twelve matrices more, 107 MB in the file, take no more memory than four do."""

@@ -329,6 +329,18 @@ def test_a_trial_that_begins_late_measures_the_same(passes: Passes, tmp_path: Pa
     assert anew.measure({}) == 0
 
 
+def test_a_few_batches_measure_what_a_model_of_their_tokens_alone_does(passes: Passes, tmp_path: Path) -> None:
+    with torch.no_grad():
+        fewer = Passes(passes.model, passes.tokens[:5], 5)
+    whole, alone = (
+        Divergence(own, lambda name: None, tmp_path, own.model.embedding_and_head()) for own in (passes, fewer)
+    )
+    down = {"model.layers.1.mlp.down_proj": Rounded("Q4_K")}
+    for trial in (down, down | {"model.embed_tokens": Rounded("Q4_K"), "lm_head": Rounded("Q4_0")}):
+        assert whole.measure_few(trial) == pytest.approx(alone.measure(trial), rel=1e-6)
+    assert whole.measure_few(down) == pytest.approx(whole.measure(down), rel=0.2)
+
+
 def test_rounding_floats_to_floats_changes_only_what_they_cannot_hold() -> None:
     x = torch.tensor([[1.0, 1 + 2.0**-9, 2.0**-30]])
     assert nearest(x, "F16").tolist() == [[1.0, 1 + 2.0**-9, 0.0]]
@@ -348,8 +360,12 @@ def test_swaps_never_raise_what_is_measured_and_find_what_estimates_cannot_know(
         return sum(own) + 10 * min(own[0], own[1])
 
     limit = 21
-    plain = search(sizes, losses, limit, measure, [], 0)
-    found = search(sizes, losses, limit, measure, [[i] for i in range(6)], 12)
+
+    def measure_alone(taken: np.ndarray) -> float:
+        return measure(taken, False)
+
+    plain = search(sizes, losses, limit, measure, measure_alone, [], 0)
+    found = search(sizes, losses, limit, measure, measure_alone, [[i] for i in range(6)], 12)
     assert found.measured == sorted(found.measured, reverse=True)
     assert found.measured[0] == plain.measured[0]
     assert found.measured[-1] < 0.8 * plain.measured[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from bridge.blocks import TYPES
 from bridge.errors import BridgeError
+from tests.conftest import ROOT
 from tests.support import ptx
 from tests.support.gpu.device import pretended_gpu
 from tests.support.random_blocks import assert_product, random_matrix, rounded
@@ -27,7 +29,8 @@ from bridge.cuda.token_records import TokenRecords, recorded
 pytestmark = pytest.mark.skipif(ptx.unavailable() is not None, reason=str(ptx.unavailable()))
 
 BY_TYPE = pytest.mark.parametrize(
-    "name", [pytest.param(t, marks=() if t == "Q4_K" else pytest.mark.exhaustive) for t in mma_int8.TYPES]
+    "name",
+    [pytest.param(t, marks=() if t in ("Q4_K", "Q2_K") else pytest.mark.exhaustive) for t in mma_int8.TYPES],
 )
 
 
@@ -88,10 +91,10 @@ def test_products_are_those_of_rounded_tokens(name, rows, steps, n, tiles, shape
         tensor, weights = random_matrix(TYPES[name], rows, columns)
         matrix = DeviceMatrix.upload(tensor, "cuda")
         x = values(n, columns)
-        bias = torch.arange(rows, dtype=torch.float32)
-        y = torch.full((n, rows), 3.0 if "accumulate" in ends else float("nan"))
+        bias = torch.arange(rows) / 64
+        y = torch.full((n, rows), 0.5 if "accumulate" in ends else float("nan"))
         mma_int8.launch(matrix, recorded(x, tiles, matrix.device), y, 0, "accumulate" in ends, bias, shape)
-    y -= bias + 3 * ("accumulate" in ends)
+    y -= bias + 0.5 * ("accumulate" in ends)
     assert_product(y.numpy(), rounded(x.numpy()), weights.astype(np.float64))
 
 
@@ -105,6 +108,19 @@ def test_all_values_of_a_unit_at_their_largest_are_summed_exactly():
         mma_int8.launch(matrix, recorded(x, 2, matrix.device), y, 0, shape=MMAShape(1, 1))
     steps = tensor.raw.reshape(3, 2, 34)[:, :, :2].copy().view(np.float16).astype(np.float64)[:, :, 0]
     np.testing.assert_allclose(y.numpy(), np.tile(steps.sum(1) * 32 * 256, (9, 1)), rtol=1e-6)
+
+
+def test_scales_multiplied_into_codes_are_exact_at_their_largest():
+    """Q2_K: codes of 3 with scales and mins of 15, times -128: 45 * 128 in each byte's product, less 15 * 128."""
+    with pretended_gpu():
+        tensor, _ = random_matrix(TYPES["Q2_K"], 3, 256)
+        blocks = tensor.raw.reshape(3, 84)
+        blocks[:, :80] = 255
+        matrix = DeviceMatrix.upload(tensor, "cuda")
+        x, y = torch.full((9, 256), -2.0), torch.empty(9, 3)
+        mma_int8.launch(matrix, recorded(x, 2, matrix.device), y, 0, shape=MMAShape(1, 1))
+    d, dmin = blocks[:, 80:].copy().view(np.float16).astype(np.float64).T
+    np.testing.assert_allclose(y.numpy(), np.tile(-2 * 256 * (45 * d - 15 * dmin), (9, 1)), rtol=1e-5)
 
 
 def test_what_is_not_finite_stays_with_its_token():
@@ -164,7 +180,21 @@ def test_it_is_chosen_where_it_takes_less_time_by_count():
     assert chosen("Q4_K", (8, 0)) == [65, 128]
     assert chosen("Q4_K", (8, 9)) == chosen("Q4_K", (12, 0)) == [65, 128, 256, 2048]
     assert chosen("Q8_0", (9, 0)) == [65, 128]
-    assert chosen("Q4_K", (7, 5)) == chosen("Q4_K", (10, 0)) == chosen("Q5_K", (9, 0)) == []
+    assert chosen("Q5_K", (9, 0)) == [9, 16, 24, 65, 128]
+    assert chosen("Q4_0", (9, 0)) == [9, 16, 65, 128]
+    assert chosen("Q2_K", (9, 0)) == [9, 16, 65]
+    assert chosen("Q3_K", (9, 0)) == [65]
+    assert chosen("Q2_K", (8, 0)) == []  # two conversions a product
+    assert chosen("Q4_K", (7, 5)) == chosen("Q4_K", (10, 0)) == chosen("Q4_1", (9, 0)) == []
+
+
+def test_the_counts_in_the_docs_are_those_that_choose():
+    text = (ROOT / "docs" / "speed.md").read_text().partition("## CUDA, modelled")[2].partition("\n## ")[0]
+    tokens = [int(n) for n in re.findall(r"(\d+) tokens \|", text)]
+    for name in mma_int8.TYPES:
+        found = [mma_int8.clocks(name, (9, 0), n) for n in tokens]
+        cells = [f"{here:,.0f} / {there:,.0f} = {here / there:.2f}" for _, here, there in found]
+        assert f"| {name} | {found[0][0]:.0f} | {' | '.join(cells)} |" in text
 
 
 def test_tiles_of_a_group_fit_the_tokens():

@@ -19,7 +19,7 @@ from bridge.errors import BridgeError
 from bridge.models import describe_model
 from bridge.models.families import ALL
 from bridge.models.outline import Outline, OutlineTensor, Part
-from bridge.runtime.decoder_config import ARCHITECTURES
+from bridge.runtime.architectures import ARCHITECTURES
 from tests.conftest import CHECKPOINT, ROOT
 from tests.support.make_families import GOLDENS
 

@@ -201,7 +201,7 @@ def test_the_peak_is_what_is_counted_before_the_start(
     with open_checkpoint(path) as checkpoint:
         model = FloatModel(checkpoint)
         bits = dict.fromkeys([*model.linears(), model.head()[0]], 4.5)
-        job = needs.Job(model, (sequences, 128), bits, cross, False, what == "gradients", 4096, 1 << 20)
+        job = needs.Job(model, (sequences, 128), bits, cross, False, what == "gradients", 2, 4096, 1 << 20)
         sizes = needs._Sizes(job)
         with Live() as live, Shelf(None) as shelf:
             if what == "gradients":

@@ -18,6 +18,7 @@ from bridge.quantize.activations import Kept, Shelf
 from bridge.quantize.float_model import FloatModel, arithmetic
 from bridge.quantize.forward_passes import Passes
 from bridge.quantize.needs import Job, needs_of
+from bridge.system.cpus import usable_cpus
 from bridge.system.text import duration_text
 from tests.support.tiny_models import save_model
 
@@ -67,6 +68,7 @@ def job_of(model: FloatModel, sequences: int = 48, **options: Any) -> Job:
         "cross": True,
         "held": False,
         "two_sided": True,
+        "sweeps": 2,
         "batch": 4096,
         "head_rows": 16384,
     } | options
@@ -106,7 +108,13 @@ def test_activations_beyond_the_limit_go_to_disk_and_too_small_a_limit_is_refuse
         doubled = needs_of(replace(job, tokens=(128, 2048)), 1 << 40)
         assert doubled.layers == 2 * whole.layers
         assert doubled.gradients == needs_of(replace(job, tokens=(16, 2048)), 1 << 40).gradients  # of 32,768 tokens
+        monkeypatch.setattr(needs, "_rate", lambda dtype: 1e11)
         one_sided = needs_of(replace(job, two_sided=False, cross=False), 1 << 40)
+        unrefined = needs_of(replace(job, two_sided=False, cross=False, sweeps=0), 1 << 40)
+        solved = one_sided.seconds - unrefined.seconds
+        weights = sum(rows * n for rows, n in [*job.model.linears().values(), *2 * [job.model.head()[1]]])
+        assert solved >= 2 * needs._REFINED * weights / usable_cpus()
+        assert needs_of(job, 1 << 40).seconds > one_sided.seconds > unrefined.seconds
         assert 2 * one_sided.layers == whole.layers
         assert one_sided.gradients == 0
         assert str(whole).endswith("on this machine")

@@ -53,14 +53,14 @@ def test_a_kernel_is_the_dequantized_product(
 ) -> None:
     columns = BLOCKS * block.size
     tensor, weights = random_matrix(block, LANES, columns)
-    form = InterleavedLayout(block, LANES)
-    memory = np.zeros(form.stride(BLOCKS), np.uint8)
-    repacked_into(memory, tensor.raw.reshape(LANES, -1), block, form)
+    layout = InterleavedLayout(block, LANES)
+    memory = np.zeros(layout.stride(BLOCKS), np.uint8)
+    repacked_into(memory, tensor.raw.reshape(LANES, -1), block, layout)
     x = np.random.default_rng(4).standard_normal((width, columns)).astype(np.float32)
     form = activations.PAIRED if targets.module(target).PAIRED else activations.PLAIN
     records = activations.records(x, block, width, integer, form)
-    memory[form.codes_from(BLOCKS) :].tofile(tmp_path / "codes")
-    memory[: form.codes_from(BLOCKS)].tofile(tmp_path / "halves")
+    memory[layout.codes_from(BLOCKS) :].tofile(tmp_path / "codes")
+    memory[: layout.codes_from(BLOCKS)].tofile(tmp_path / "halves")
     records.tofile(tmp_path / "x")
     (tmp_path / "main.c").write_text(MAIN)
     (tmp_path / "rows.o").write_bytes(emit.compiled(emit.kernel(block.name, target, width, integer), target)[0])

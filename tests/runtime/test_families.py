@@ -11,6 +11,7 @@ import pytest
 
 import bridge
 from bridge.errors import BridgeError
+from bridge.runtime import decoder_config
 from bridge.runtime.decoder_config import Routing, read_config
 from bridge.runtime.experts import route
 from bridge.runtime.weights import read_weights
@@ -29,7 +30,8 @@ LATENT: dict[str, Any] = {
 }  # fmt: skip
 FIELDS: dict[str, dict[str, Any]] = {
     "glm4-moe": {"moe_intermediate_size": 32}, "deepseek3": LATENT, "glm4-moe-lite": LATENT,
-    "gpt2": {"n_positions": 640},
+    "gpt2": {"n_positions": 640}, "llama4": {"intermediate_size": 64}, "gemma4-moe": {"moe_intermediate_size": 32},
+    "gemma4": {"hidden_size_per_layer_input": 32},
 }  # fmt: skip
 LONG = 600  # tokens: more than two spans of attention
 TOKENS = np.random.default_rng(3).integers(0, 2048, LONG + 4).tolist()
@@ -55,6 +57,11 @@ def converted(name: str, folder: Path, type: str = "Q8_0", **fields: Any) -> tup
         ("gpt2", "f32"),
         ("hunyuan", "q8_0"),
         ("minimax-m2", "f32"),
+        ("gemma4", "f32"),
+        ("gemma4-dense", "q8_0"),
+        ("gemma4-moe", "f16"),
+        ("llama4", "f32"),
+        ("phimoe", "f32"),
     ],
 )
 def test_tokens_one_by_one_in_several_contexts_get_what_a_prompt_gives(name: str, kv: str, tmp_path: Path) -> None:
@@ -122,6 +129,43 @@ def test_a_router_leaves_all_but_the_best_groups() -> None:
     assert route(logits, Routing(used=2, sigmoid=True, groups=3), bias)[0].tolist() == [[0, 1]]
 
 
+def test_llama_4_attends_to_chunks_and_weighs_what_it_does_not_rotate(tmp_path: Path, monkeypatch) -> None:
+    """With chunks of 16 positions, where the published ones have 8192; as a prompt and, in spans, token by token."""
+    reference = randomized(new_model("llama4", attention_chunk_size=16, floor_scale=16, max_position_embeddings=640))
+    reference.save_pretrained(tmp_path / "model", save_original_format=True)
+    config = json.loads((tmp_path / "model/config.json").read_text(encoding="utf-8"))
+    published = config | {"attention_chunk_size": 8192, "floor_scale": 8192}
+    (tmp_path / "model/config.json").write_text(json.dumps(published), encoding="utf-8")
+    bridge.convert(copy_tokenizer(tmp_path / "model"), tmp_path / "m.gguf", tensor_types=[(".*", "F32")])
+    monkeypatch.setitem(decoder_config._WINDOWS, "llama4", 16)
+    monkeypatch.setattr(decoder_config, "_LLAMA4_TEMPERATURE", (0.1, 16, 1))
+    decoder = bridge.Model.load(tmp_path / "m.gguf", precision="f32", kv="f32", context=320)._decoder
+    expected = reference_logits(reference, TOKENS[:300])
+    assert mean_kl(expected, decoder.scores(TOKENS[:300], 300)) < 1e-8
+    decoder.cache.length = 290
+    last = [decoder.next_scores(token).copy() for token in TOKENS[290:300]]
+    assert mean_kl(expected[290:], np.array(last)) < 1e-8
+
+
+def test_layers_that_share_keys_and_values_have_one_place_for_them(tmp_path: Path) -> None:
+    """Gemma 4's last layers, with and without a window, use those of the last layers that make some."""
+    model = bridge.Model.load(converted("gemma4", tmp_path)[1], context=64)
+    assert model.config.stored == {0: 0, 1: 1, 2: 0, 3: 1}
+    assert model._decoder.cache.nbytes == 2 * 64 * 2 * (16 + 32) * 2  # keys and values, tokens, heads, elements, halves
+
+
+def test_phi_moes_experts_are_chosen_one_after_another() -> None:
+    """As transformers' sparsemixer does: each weighed among those near it that are left."""
+    from transformers.models.phimoe.modeling_phimoe import sparsemixer
+
+    logits = np.random.default_rng(0).normal(0, 0.05, (64, 16)).astype(np.float32) + np.float32(2)
+    weights, chosen = sparsemixer(torch.from_numpy(logits), 0.01, False)
+    found = route(logits, Routing(used=2, mixer=0.02))
+    assert found[0].tolist() == chosen.tolist()
+    np.testing.assert_allclose(found[1], weights.numpy(), rtol=1e-5)
+    assert (found[1] < 0.99).any()
+
+
 def test_exaone_4_of_64_layers_has_windows_whose_layers_alone_are_rotated(tmp_path: Path) -> None:
     fields = {
         "num_hidden_layers": 64,
@@ -147,6 +191,13 @@ def test_exaone_4_of_64_layers_has_windows_whose_layers_alone_are_rotated(tmp_pa
             "a latent vector of 24 elements, with 4 rotated ones in keys of 20",
         ),
         ("deepseek3", {"attention.key_length_mla": None}, "attention.key_length_mla is missing; convert"),
+        ("nemotron-h-moe", {"feed_forward_length": [0, 16]}, "must be a size for each of . layers; convert"),
+        (
+            "gemma4",
+            {"attention.sliding_window_pattern": [True]},
+            "must say of each of . layers whether",
+        ),
+        ("gemma4", {"attention.value_length_swa": 8}, "keys of layers with a window, and others for values"),
     ],
 )
 def test_metadata_that_cannot_run_is_refused(name: str, changes: dict[str, Any], problem: str) -> None:

@@ -188,11 +188,29 @@ def test_every_target_in_python(block, target):
     raw = tensor.raw.reshape(lanes, -1)
     repacked_into(memory, raw, block, form)
     x = np.random.default_rng(4).standard_normal((2, columns)).astype(np.float32)
-    records = activations.records(x, block, columns=2, form=activations.PAIRED if module.PAIRED else activations.PLAIN)
-    y = np.zeros((2, lanes), np.float32)
-    kernel = interleaved.twin(block.name, target, 2, True)
-    kernel(memory.ctypes.data, records.ctypes.data, y.ctypes.data, blocks, stride, 1, 4 * lanes, 0, 1)
-    close(y, rounded(x), weights, block)
+    for tokens in (1, 2):
+        kind = activations.PAIRED if module.PAIRED and tokens > 1 else activations.PLAIN
+        records = activations.records(x[:tokens], block, columns=tokens, form=kind)
+        y = np.zeros((tokens, lanes), np.float32)
+        kernel = interleaved.twin(block.name, target, tokens, True)
+        kernel(memory.ctypes.data, records.ctypes.data, y.ctypes.data, blocks, stride, 1, 4 * lanes, 0, 1)
+        close(y, rounded(x[:tokens]), weights, block)
+
+
+@pytest.mark.parametrize("form", [activations.PLAIN, activations.PAIRED])
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q4_1"])
+def test_a_field_of_several_tokens_lies_together(name, form):
+    block = READ[name]
+    record = activations.record_of(block)
+    x = np.random.default_rng(6).standard_normal((4, 2 * block.size)).astype(np.float32)
+    alone = activations.records(x, block).reshape(4, 2, record.nbytes)
+    together = activations.records(x, block, 4, form=form).reshape(2, 4 * record.nbytes)
+    units = dict.fromkeys(range(record.sums_at, record.d_at), 8 if block.is_k and block.has_min else 4)
+    units |= dict.fromkeys(range(record.d_at, record.nbytes), 4)
+    for at, unit in units.items():
+        places = [record.together(4, at, c, unit) for c in range(4)]
+        assert places == [places[0] + unit * c for c in range(4)]
+        np.testing.assert_array_equal(together[:, places], alone[:, :, at].T)
 
 
 @pytest.mark.parametrize("name", ["IQ4_XS", "Q8_0"])

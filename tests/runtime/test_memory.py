@@ -14,6 +14,7 @@ import pytest
 import bridge
 from bridge.runtime.bench import random_tensor
 from bridge.runtime.cpu import prepared
+from bridge.runtime.decoder_config import Heads
 from bridge.runtime.kv_cache import KVCache
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.system import targets
@@ -25,11 +26,13 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="no other system tell
 @linux
 @pytest.mark.parametrize("kind", ["f16", "q8_0", "f32"])
 def test_a_first_token_takes_little_of_a_long_context(kind: str) -> None:
-    config: Any = SimpleNamespace(layers=8, kv_heads=4, head_dim=64, latent=None)
+    heads, stored = Heads(4, 64, 64), {layer: layer for layer in range(8)}
+    config: Any = SimpleNamespace(stored=stored, heads_of=lambda _: heads, latent=None, recurrent=None)
     before = resident()
     cache = KVCache(config, 1 << 14, kind)
-    cache.keys[:, :, 0] = 1
-    cache.values[:, :, :, 0] = 1
+    for keys, values in zip(cache.keys, cache.values, strict=True):
+        keys[:, 0] = 1
+        values[:, :, 0] = 1
     assert resident() - before < cache.nbytes / 16
 
 

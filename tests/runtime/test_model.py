@@ -104,7 +104,7 @@ def test_a_table_of_calls_computes_what_matrix_by_matrix_does(embedding: str, tm
     prepared, plain = (bridge.Model.load(path, precision="f32", context=32) for _ in range(2))
     tokens = prepared.tokenizer.encode(PROMPT)
     prepared.prepare()
-    plain._decoder._builder.add_full_program = lambda buffers: None
+    plain._decoder._builder.table = lambda buffers: None
     rows = [np.stack([m._decoder.next_scores(t).copy() for t in tokens]) for m in (prepared, plain)]
     assert (prepared._decoder._steps[1].scores.size > 0) == (embedding in BLOCKS)
     np.testing.assert_allclose(rows[0], rows[1], rtol=1e-3, atol=1e-3)

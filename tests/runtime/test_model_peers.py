@@ -29,10 +29,12 @@ torch = pytest.importorskip("torch")
 
 WINDOWS, WINDOW = 3, 256
 LEFT_TO_LLAMA_CPP = {
-    "nemotron-h", "nemotron-h-moe", "mistral4", "llama4", "phimoe", "gemma3n", "gemma4", "gemma4-dense", "gemma4-moe",
+    "gemma3n", "falcon-h1", "apertus", "jamba", "mamba2", "deepseek3.2", "glm5",
 }  # fmt: skip
 LIMITS = {
     "deepseek2-lite": (1e-3, 1e-3, 1e-3), "deepseek3": (1e-6, 1e-6, 1e-5), "glm4-moe-lite": (1e-6, 1e-6, 1e-5),
+    "mistral4": (1e-6, 1e-6, 1e-5), "gemma4": (1e-6, 1e-6, 1e-5),
+    "phimoe": (math.inf, 1e-8, 1e-5),  # llama.cpp computes something else
 }  # fmt: skip
 CHECKPOINTS = [name for name in checkpoint_names() if "-ct-" not in name]
 SOME = [
@@ -99,7 +101,7 @@ def test_a_familys_graph_is_that_of_llama_cpp_and_of_transformers(name: str, tmp
 
     path, peer = made("F32")
     floats = bridge.Model.load(path, precision="f32", kv="f32", context=LENGTH).logits(tokens)
-    # the matrix that makes keys of latents is F16, which llama.cpp multiplies with F16; 27 layers carry that far
+    # the matrices that make keys of latents, or inputs of layers, are F16; 27 layers carry that far
     of_peer, of_floats, of_steps = LIMITS.get(name, (1e-6, 1e-8, 1e-5))
     assert mean_kl(peer, floats) < of_peer
     few = FEWER.get(name, LENGTH)
@@ -108,8 +110,9 @@ def test_a_familys_graph_is_that_of_llama_cpp_and_of_transformers(name: str, tmp
     model = bridge.Model.load(path, kv="f32", context=LENGTH)
     prompt = model.logits(tokens)
     losses = [-log_softmax(rows[:-1])[np.arange(LENGTH - 1), tokens[1:]].mean() for rows in (prompt, peer)]
-    far = 1e-2 if model.config.recurrent is None else 0.1  # weights of no training carry rounding far, states farther
-    assert losses[0] == pytest.approx(losses[1], abs=far)
+    # weights of no training carry rounding far, states and Gemma's experts farther
+    far = 1e-2 if model.config.recurrent is None and name != "gemma4-moe" else 0.1
+    assert math.isinf(of_peer) or losses[0] == pytest.approx(losses[1], abs=far)
     decoder = model._decoder
     decoder.prepare()
     decoder.cache.length = 0

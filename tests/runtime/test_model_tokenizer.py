@@ -8,11 +8,16 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
+import tokenizers
+from gguf.gguf_writer import GGUFValue
 
 import bridge
 from bridge.errors import BridgeError
+from bridge.models.tokenizer_json import tokenizer_files
 from bridge.runtime.tokenizer import Tokenizer
+from scripts.peers.gguf_file import rewrite
 from scripts.peers.llama_cpp import LlamaCpp
 from tests.models.test_pretokenizer import RULES, tokenizer_json
 from tests.models.test_pretokenizer import TEXTS as CUT_TEXTS
@@ -47,6 +52,36 @@ def test_words_are_cut_as_in_llama_cpp(name: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
     _, path = vocab_gguf(tmp_path, len(data["model"]["vocab"]))
     same_as_llama_cpp(path, [*CUT_TEXTS, "a<|endoftext|>b <|endoftext|>\n"])
+
+
+def test_characters_are_merged_line_by_line_as_in_llama_cpps_gemma4(tmp_path: Path) -> None:
+    data = tokenizer_json(*RULES["gpt-2"])
+    (tmp_path / "tokenizer.json").write_text(json.dumps(data))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    roles = ["<pad>", "<eos>", "<bos>", "<unk>", "<turn|>"]
+    made = ["▁▁", "▁a", "ab", "▁ab", "\n\n", "\n\n\n", "é", "<b>"]
+    tokens = [*roles, *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abc<>\n.", *made]
+    merges = ["▁ ▁", "▁ a", "a b", "▁a b", "\n \n"]
+    size = max(len(tokens), len(data["model"]["vocab"]))
+    tokens += [f"<unused{i}>" for i in range(size - len(tokens))]
+    kinds = [6 if re.fullmatch("<0x..>", text) else 3 if text in roles else 1 for text in tokens]
+    kinds[tokens.index("<b>")] = 4
+    text, number = gguf.GGUFValueType.STRING, gguf.GGUFValueType.INT32
+    changes = {
+        "model": GGUFValue("gemma4", text), "add_bos_token": GGUFValue(False, gguf.GGUFValueType.BOOL),
+        "tokens": GGUFValue(tokens, gguf.GGUFValueType.ARRAY, text),
+        "token_type": GGUFValue(kinds, gguf.GGUFValueType.ARRAY, number),
+        "merges": GGUFValue(merges, gguf.GGUFValueType.ARRAY, text),
+        **{f"{role}_token_id": GGUFValue(i, gguf.GGUFValueType.UINT32) for i, role in enumerate(
+            ("padding", "eos", "bos", "unknown"))},
+    }  # fmt: skip
+    _, path = vocab_gguf(tmp_path, size)
+    keys = {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
+    rewrite(path, tmp_path / "gemma4.gguf", lambda tensor: tensor.tensor_type.name, lambda *_: None, keys)
+    texts = ["", " ab  ab", "a\nb\n\nc", "\n\n\n", "\n" * 7, "é日 <b>ab</b>.", "<turn|>a", " a b c\n ab"]
+    tokenizer = same_as_llama_cpp(tmp_path / "gemma4.gguf", texts)
+    assert tokenizer.add_bos
+    assert {tokens[token] for token in tokenizer.stops} == {"<eos>", "<turn|>"}
 
 
 def test_a_file_that_names_no_rules_is_cut_by_llama_cpps_default_ones(tmp_path: Path) -> None:
@@ -91,6 +126,49 @@ def test_sentencepiece_ids_are_those_of_llama_cpp(prefix: bool, sentencepiece_mo
     monkey.cutter._words = False  # type: ignore[attr-defined]
     for text in texts:
         assert monkey.encode(text) == tokenizer.encode(text)
+
+
+def gemma4_tokenizer(folder: Path) -> None:
+    """A tokenizer.json of Gemma 4's kind with few tokens."""
+    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+    made = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    made.normalizer = normalizers.Replace(" ", "\u2581")
+    made.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|\n+"), "isolated")
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<turn|>", "<|tool_call>", *(f"<0x{n:02X}>" for n in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=special, limit_alphabet=60, show_progress=False)
+    made.train_from_iterator(8 * TEXTS, trainer)
+    data = json.loads(made.to_str())
+    data["added_tokens"] = data["added_tokens"][:6]
+    data["pre_tokenizer"] = {
+        "type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False
+    }  # fmt: skip
+    roles = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    (folder / "tokenizer_config.json").write_text(json.dumps(roles))
+
+
+def test_gemma_4s_characters_are_joined_by_rank_as_in_llama_cpp(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from tests.support.family_models import new_model
+
+    new_model("gemma4", eos_token_id=1).save_pretrained(tmp_path)
+    gemma4_tokenizer(tmp_path)
+    bridge.convert(tmp_path, tmp_path / "m.gguf", type="F16")
+    texts = [text for text in TEXTS if text] + [
+        "a\n\n\nb  c\n",
+        "one<turn|>two <|tool_call>",
+        "\x00\x7f \u00e9\U0001f600",
+        "x" * 99,
+    ]
+    tokenizer = same_as_llama_cpp(tmp_path / "m.gguf", texts)
+    metadata = bridge.open_gguf(tmp_path / "m.gguf").metadata
+    assert (metadata["tokenizer.ggml.model"], tokenizer.add_bos, tokenizer.stops) == ("gemma4", True, {1, 4})
+    files = tokenizer_files(metadata)
+    fast = tokenizers.Tokenizer.from_str(files["tokenizer.json"])
+    for text in texts:
+        assert fast.encode(text).ids == tokenizer.encode(text)
+        assert fast.decode(fast.encode(text).ids, skip_special_tokens=False).removeprefix("<bos>") == text
 
 
 def test_a_text_without_bos_in_the_vocabulary_has_none(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from tests.support.family_models import copy_tokenizer, new_model, randomized
 
 torch = pytest.importorskip("torch")
 
-FAMILIES = ["lfm2", "lfm2-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next", "granite-4"]
+FAMILIES = ["lfm2", "lfm2-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next", "granite-4", "nemotron-h", "nemotron-h-moe"]
 TOKENS = np.random.default_rng(1).integers(0, 2048, 48).tolist()
 GREEDY: dict[str, Any] = {"temperature": 0}
 
@@ -68,7 +68,7 @@ def test_a_family_gives_the_logits_of_transformers_however_its_tokens_are_read(
     assert mean_kl(expected, np.array([decoder.next_scores(token).copy() for token in TOKENS])) < 1e-9
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen3.5"])
+@pytest.mark.parametrize("name", ["lfm2", "qwen3.5", "nemotron-h"])
 def test_a_prompt_is_read_again_from_the_last_copy_that_fits(
     name: str, made: Callable[[str], Made], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,7 +114,7 @@ def test_copies_are_few_and_spread_over_the_prompt() -> None:
     assert state.nbytes == (1 + COPIES) * 2 * 16 * 4
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen3.5"])
+@pytest.mark.parametrize("name", ["lfm2", "qwen3.5", "nemotron-h-moe"])
 def test_sequences_made_together_are_those_made_alone(name: str, made: Callable[[str], Made]) -> None:
     model = loaded(made(name)[0])
     shared = "What is that to me? " * 3
@@ -206,16 +206,16 @@ SHAPES = {
 }
 
 
-class _Cache:
+class Cache:
     """As much of a cache as the buffers ask for."""
 
     def __init__(self, c: RecurrentConfig):
         self.state = RecurrentState(c)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_arithmetic_is_that_of_the_formulas_and_the_copy_that_of_its_token(shape: str) -> None:
-    c, rng, n = SHAPES[shape], np.random.default_rng(3), 11
+def random_layer(c: RecurrentConfig, n: int) -> tuple[Recurrent, list[np.ndarray]]:
+    """A layer, and what its input matrices give for n tokens."""
+    rng = np.random.default_rng(3)
 
     def draw(*size: int) -> np.ndarray:
         return rng.normal(size=size).astype(np.float32)
@@ -224,7 +224,13 @@ def test_the_arithmetic_is_that_of_the_formulas_and_the_copy_that_of_its_token(s
         (), draw(c.kernel, c.channels), draw(c.channels) if c.kind == MAMBA else None, -np.exp(draw(c.heads)),
         draw(c.heads), draw(c.heads), draw(c.values if c.kind == MAMBA else c.value_dim),
     )  # fmt: skip
-    inputs = [draw(n, rows) for rows in c.inputs.values()]
+    return layer, [draw(n, rows) for rows in c.inputs.values()]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_arithmetic_is_that_of_the_formulas_and_the_copy_that_of_its_token(shape: str) -> None:
+    c, n = SHAPES[shape], 11
+    layer, inputs = random_layer(c, n)
     expected = plain_layer(c, layer, inputs, 1e-5)
 
     def run(cache: Any, first: int, stop: int) -> np.ndarray:
@@ -238,7 +244,7 @@ def test_the_arithmetic_is_that_of_the_formulas_and_the_copy_that_of_its_token(s
         cache.state.append(stop - first)
         return buffers.out.copy()
 
-    cache: Any = _Cache(c)
+    cache: Any = Cache(c)
     np.testing.assert_allclose(run(cache, 0, n), expected, rtol=1e-4, atol=1e-5)
     cache.state.cut(n - 1)  # the copy
     np.testing.assert_allclose(run(cache, n - 1, n), expected[-1:], rtol=1e-4, atol=1e-5)

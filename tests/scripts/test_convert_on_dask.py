@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -35,7 +33,7 @@ def test_a_killed_workers_shards_are_made_by_the_other(tmp_path: Path) -> None:
     assert first.startswith("wrote "), process.communicate()[1]
     workers = [p for p in psutil.Process(process.pid).children(recursive=True) if is_worker(p)]
     assert len(workers) == 2
-    os.kill(workers[0].pid, signal.SIGKILL)
+    workers[0].kill()
     rest, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, errors
     assert len((first + rest).splitlines()) == len(whole) > 5

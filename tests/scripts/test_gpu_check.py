@@ -90,6 +90,17 @@ def test_a_bar_is_missed_by_what_is_slow_and_by_what_has_failed(job: str, change
     assert sum(row.measured == "not measured" for row in table if row.bar) == (len(missed) if change is None else 0)
 
 
+def test_numbers_of_tokens_for_which_int8_takes_less_time_are_in_the_table() -> None:
+    found = {
+        "int8_16": 1e-5, "halves_16": 2e-5, "bfloat16_16": 4e-5,
+        "int8_512": 3e-5, "halves_512": 2e-5, "bfloat16_512": 1e-5,
+    }  # fmt: skip
+    table = report.rows({f"time/mma_int8/{jobs.OTHERS[-1]}/Q4_K": found})
+    (row,) = [row for row in table if row.what == "Q4_K as int8 on tensor cores, 14336x4096"]
+    assert row[1:4] == ("", "faster than halves for 16 tokens", None)
+    assert row.detail == "16 tokens 10 us, halves 20, torch bf16 40; 512 tokens 30 us, halves 20, torch bf16 10"
+
+
 # what a process does with the jobs "dies", "hangs" and others; two cases come first in "dies, wrong" and "hangs, wrong"
 PROCESS = """
 import sys, time
@@ -182,13 +193,14 @@ def test_all_of_it_runs_and_ends_in_the_table(
     assert found["wrong"] == []
     assert code == 0
     assert list(found["correctness"]) == jobs.CORRECT
-    assert len(jobs.CORRECT) == 5 + len(products.TRIED) + 2 * 14 + 11 + 5 + 6
+    assert len(jobs.CORRECT) == 5 + len(products.TRIED) + 2 * 14 + 11 + 5 + 6 + 7
     assert "4 of 4 greedy tokens are the CPU's" in found["correctness"]["correct/model"]["notes"]
     assert all(result["wrong"] == [] for result in found["correctness"].values())
     assert found["times"]["time/product/8x512/Q4_K"].keys() == {"nbytes", "int8", "int8_4", "int8_8", "f32"}
     assert len(found["times"]["time/configurations/8x512/Q6_K/4"]["tried"]) == 2
     assert found["times"]["time/decode"]["file"] > 0
     assert found["times"]["time/tokens/8x512/Q8_0"].keys() == {"cores_16", "torch_16", "cores_64", "torch_64"}
+    assert len(found["times"]["time/mma_int8/6x256/Q2_K"]) == 3 * len(timing.INT8)
     assert len([row for row in found["table"] if row["bar"]]) == 13
     assert all(row["met"] in (True, None) and row["measured"] != "not measured" for row in found["table"])
     printed = capsys.readouterr().out.split("\n| what | bar | measured | met | in detail |\n")
@@ -206,7 +218,7 @@ def test_what_is_wrong_or_fails_is_reported_and_the_rest_goes_on(
     monkeypatch.setitem(jobs._KNOWN["time"], "torch_product", broken)
     with small_check() as computed:
         kept = ("correct/products/Q6_K/f32", "correct/products/Q4_0/int8", "correct/configurations/Q6_K",
-                "correct/tokens/Q6_K")  # fmt: skip
+                "correct/tokens/Q6_K", "correct/mma_int8/Q6_K")  # fmt: skip
         monkeypatch.setattr(jobs, "CORRECT", list(kept))
         monkeypatch.setattr(jobs, "TIMES", [job for job in jobs.TIMES if "/8x512" in job or "reading" in job][:5])
         computed.wrong = {"Q6_K"}
@@ -216,12 +228,13 @@ def test_what_is_wrong_or_fails_is_reported_and_the_rest_goes_on(
     assert len(found["correctness"]["correct/products/Q6_K/f32"]["wrong"]) > 5
     assert any(line.startswith("Q6_K, 4 columns, MatvecShape(") for line in found["wrong"])
     assert len(found["correctness"]["correct/tokens/Q6_K"]["wrong"]) == 4
+    assert len(found["correctness"]["correct/mma_int8/Q6_K"]["wrong"]) == 1 + 5 + 2
     assert "time/torch_product/8x512: exit code 1: RuntimeError('CUDA error: out of memory')" in found["wrong"]
     assert "failed" not in found["times"]["time/product/8x512/Q4_K"]
     out = capsys.readouterr().out
     assert "FAILED time/torch_product/8x512: exit code 1" in out
     assert "| Q4_K against torch's f16 | >= 3.0x | not measured | no | 8x512 |" in out
-    assert "1 of 4 right." in out
+    assert "1 of 5 right." in out
 
 
 def test_nothing_is_tried_where_not_even_one_product_works_and_the_json_says_so(
@@ -343,6 +356,31 @@ def test_a_folder_that_cannot_be_written_to_is_said_before_anything_runs(
     with small_check():
         assert check.main(["--json", str(tmp_path / "missing" / "out.json")]) == 2
     assert capsys.readouterr().err.startswith("no check: [Errno 2] No such file")
+
+
+def test_kernels_that_other_versions_have_compiled_are_refused_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would be compiled again, for the better part of an hour."""
+    from bridge.cuda import compiler
+
+    ran: list[Any] = []
+    monkeypatch.setattr(check.gpu_check, "check", lambda *given: ran.append(given) or 0)
+    monkeypatch.setenv("NUMBA_CACHE_DIR", "set by the script")
+    other = tmp_path / "cubins" / "9.0-of-others"
+    other.mkdir(parents=True)
+    with small_check():
+        assert check.main(["--kernels", str(tmp_path)]) == 2
+        assert not ran
+        said = capsys.readouterr().err
+        assert said.startswith(f"no check: {tmp_path} has no kernels for compute capability 9.0 that the versions of ")
+        assert said.endswith(" here have made; compile them with the same, or leave --kernels out\n")
+        own = compiler.folder((9, 0))
+        assert own is not None
+        own.mkdir()
+        (own / "digest").touch()
+        assert check.main(["--kernels", str(tmp_path)]) == 0
+    assert ran
 
 
 def test_what_is_not_installed_or_cannot_be_used_is_said(

@@ -119,5 +119,5 @@ def running(path: Path) -> Iterator[Server]:
     server = Server(path, "--context", "500")
     yield server
     code, said = server.stop()
-    assert code == 0
+    assert code == (0 if os.name == "posix" else 1)  # Windows ends a process without asking it
     assert "Traceback" not in said

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from bridge.runtime.model import Model
-from tests.conftest import PATIENCE
+from tests.conftest import PATIENCE, posix
 from tests.serve.conftest import Server
 
 Start = Callable[..., Server]
@@ -115,6 +115,7 @@ def test_clients_that_are_killed_give_their_places_back(running: Server) -> None
     ).is_success
 
 
+@posix
 @pytest.mark.parametrize(
     ("sign", "grace", "ends"),
     [

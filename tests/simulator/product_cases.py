@@ -532,7 +532,7 @@ def test_tensor_cores_multiply_bytes():
         np.testing.assert_array_equal(out[place : place + 32], np.stack(wanted, 1) + start)
 
 
-@pytest.mark.parametrize("name", ["Q4_K", *(pytest.param(name, marks=on_request) for name in ("Q6_K", "Q8_0"))])
+@pytest.mark.parametrize("name", ["Q4_K", "Q2_K", *(pytest.param(name, marks=on_request) for name in ("Q6_K", "Q8_0"))])
 def test_products_of_bytes_on_tensor_cores_equal_float64(name):
     """5 of 16 rows, 9 tokens, of 16, and two steps, of which Q8_0 has one unit in the last."""
     columns = 160 if name == "Q8_0" else 256

@@ -222,7 +222,7 @@ def write_model(
 
 def save_sharded(folder: Path, tensors: dict[str, np.ndarray], shards: int = 1) -> None:
     """model.safetensors, or several of them with their index."""
-    tensors = {name: np.ascontiguousarray(values) for name, values in tensors.items()}
+    tensors = {name: np.asarray(values, order="C") for name, values in tensors.items()}
     if shards == 1:
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
         return

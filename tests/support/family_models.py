@@ -34,6 +34,12 @@ GEMMA4: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }  # fmt: skip
 
+LATENT: dict[str, Any] = {
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1,
+    "num_key_value_heads": 4, "index_n_heads": 2, "index_head_dim": 64, "index_topk": 256,
+}  # fmt: skip
+
 NEMOTRON: dict[str, Any] = {
     "head_dim": 16, "ssm_state_size": 16, "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2,
 }  # fmt: skip
@@ -147,6 +153,23 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron-h-moe": ("NemotronHConfig", {**NEMOTRON, "layers_block_type": ["mamba", "moe", "attention", "moe"],
         "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
         "moe_shared_expert_intermediate_size": 24}),
+    "apertus": ("ApertusConfig", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 12000000.0, "factor": 8.0,
+        "original_max_position_embeddings": 64, "low_freq_factor": 1.0, "high_freq_factor": 4.0}}),
+    "mamba2": ("Mamba2Config", {"num_heads": 4, "head_dim": 16, "state_size": 16, "n_groups": 2, "expand": 2,
+        "intermediate_size": None, "tie_word_embeddings": True}),
+    "jamba": ("JambaConfig", {"num_hidden_layers": 4, "attn_layer_period": 4, "attn_layer_offset": 2, "num_experts": 4,
+        "num_experts_per_tok": 2, "mamba_d_state": 8, "mamba_dt_rank": 4}),
+    "falcon-h1": ("FalconH1Config", {"head_dim": 16, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16,
+        "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_rms_norm": True, "mamba_norm_before_gate": False,
+        "embedding_multiplier": 5.65, "lm_head_multiplier": 0.0195, "mlp_multipliers": [0.88, 0.31],
+        "key_multiplier": 0.39, "attention_in_multiplier": 1.25, "attention_out_multiplier": 0.94,
+        "ssm_in_multiplier": 1.26, "ssm_out_multiplier": 0.24, "ssm_multipliers": [0.35, 0.25, 0.18, 0.5, 0.35]}),
+    "glm5": ("GlmMoeDsaConfig", {**LATENT, "num_hidden_layers": 4, "rope_parameters": {"rope_type": "default",
+        "rope_theta": 1000000.0}}),
+    "deepseek3.2": ("DeepseekV32Config", {**LATENT, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1,
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
+            "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
+            "mscale_all_dim": 1.0}}),
     "gpt-oss": ("GptOssConfig", {"head_dim": 16, "num_hidden_layers": 3, "num_local_experts": 3,
         "num_experts_per_tok": 2, "sliding_window": 32, "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0,
             "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0}}),
@@ -183,10 +206,10 @@ TEMPLATES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_key_value_heads": 2, "tie_word_embeddings": False}),
         ("olmoe", "OlmoeConfig", {"intermediate_size": 64, "num_key_value_heads": 4, "num_experts": 3,
             "num_experts_per_tok": 2, "tie_word_embeddings": False}),
-        ("falcon-h1", "FalconH1Config", {"num_key_value_heads": 2, "head_dim": 16, "mamba_d_ssm": 64,
+        ("falcon-h1-by-template", "FalconH1Config", {"num_key_value_heads": 2, "head_dim": 16, "mamba_d_ssm": 64,
             "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 32, "mamba_n_groups": 1}),
-        ("mamba2", "Mamba2Config", {"intermediate_size": 128, "num_heads": 8, "head_dim": 16, "state_size": 32,
-            "n_groups": 1, "expand": 2}),
+        ("mamba2-by-template", "Mamba2Config", {"intermediate_size": 128, "num_heads": 8, "head_dim": 16,
+            "state_size": 32, "n_groups": 1, "expand": 2}),
     )
 }  # fmt: skip
 
@@ -203,6 +226,9 @@ def new_model(name: str, **fields: Any) -> Any:
     auto = transformers.AutoModelForImageTextToText if parts else transformers.AutoModelForCausalLM
     model = auto.from_config(config, dtype=torch.float32, attn_implementation="eager")
     config.architectures = [type(model).__name__]
+    for module in model.modules():
+        if hasattr(module, "time_step_limit"):  # Nemotron-H's is 0.001 in transformers; llama.cpp has no such limit
+            module.time_step_limit = (0.0, float("inf"))
     return model.eval()
 
 

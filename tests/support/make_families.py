@@ -127,9 +127,8 @@ def main(llama_cpp: Path, names: list[str]) -> None:
                 continue
             reader = gguf.GGUFReader(out)
             arch = reader.fields["general.architecture"].contents()
-            keys = {
-                k: plain(f.contents()) for k, f in reader.fields.items() if k.startswith((f"{arch}.", "tokenizer."))
-            }
+            own = (f"{arch}.", "tokenizer.", "xielu.")
+            keys = {k: plain(f.contents()) for k, f in reader.fields.items() if k.startswith(own)}
             del keys["tokenizer.ggml.pre"]
             tensors = {
                 t.name: [[int(n) for n in reversed(t.shape)], checksum(np.array(t.data).reshape(-1))]

@@ -20,7 +20,7 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from tests.support.family_models import DELTA, MROPE, copy_tokenizer, wrapped
+from tests.support.family_models import DELTA, GEMMA4, MROPE, copy_tokenizer, wrapped
 from tests.support.make_families import ROOT, plain, values_of
 
 GOLDENS = ROOT / "tests/data/towers"
@@ -32,6 +32,9 @@ SIGLIP = {
     "patch_size": 14,
 }  # fmt: skip
 PIXTRAL = {**SIGLIP, "model_type": "pixtral", "head_dim": 32, "rope_theta": 10000.0}
+GEMMA4_SEEN = wrapped("gemma4_text", {"model_type": "gemma4_vision", "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32,
+    "position_embedding_size": 64}, **GEMMA4)  # fmt: skip
 
 # name -> (config class of transformers, its fields)
 TOWERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -45,6 +48,10 @@ TOWERS: dict[str, tuple[str, dict[str, Any]]] = {
         **DELTA)),
     "gemma3": ("Gemma3Config", {**wrapped("gemma3_text", {**SIGLIP, "model_type": "siglip_vision_model"}, head_dim=16,
         query_pre_attn_scalar=16, sliding_window=32, num_hidden_layers=7), "mm_tokens_per_image": 4}),
+    "gemma4": ("Gemma4Config", {**GEMMA4_SEEN, "vision_config": {**GEMMA4_SEEN["vision_config"], "standardize": True}}),
+    "gemma4-audio": ("Gemma4Config", {**GEMMA4_SEEN, "vision_config": {**GEMMA4_SEEN["vision_config"],
+        "use_clipped_linears": True}, "audio_config": {"hidden_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "output_proj_dims": 48, "subsampling_conv_channels": [128, 4]}}),
     "mistral3": ("Mistral3Config", {**wrapped("mistral", PIXTRAL, head_dim=16), "spatial_merge_size": 2}),
     "pixtral": ("LlavaConfig", {**wrapped("mistral", PIXTRAL, head_dim=16, architectures=["MistralForCausalLM"]),
         "vision_feature_layer": -1, "vision_feature_select_strategy": "full"}),

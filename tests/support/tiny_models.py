@@ -72,7 +72,7 @@ def dequantized(folder: Path, model_folder: Path, stored: dict[str, Quantized]) 
     weights = {name: values.astype(np.float16).astype(np.float32) for name, values in load_floats(folder).items()}
     weights |= {f"{name}.weight": q.dequantize() for name, q in stored.items()}
     save_file(
-        {n: np.ascontiguousarray(w, np.float32) for n, w in weights.items()},
+        {n: np.asarray(w, np.float32, order="C") for n, w in weights.items()},
         folder / "model.safetensors",
         {"format": "pt"},
     )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
+import ctypes
 import mmap
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +19,7 @@ import yaml
 import bridge
 from bridge.errors import BridgeError
 from bridge.runtime import QuantTensor
-from bridge.system import folder_locks
+from bridge.system import files, folder_locks, free_memory, malloc, pages
 from tests.conftest import CHECKPOINT, ROOT, posix
 
 WITHOUT = "import sys; sys.modules.update(dict.fromkeys(('fcntl', 'pty', 'termios', 'resource', 'readline')))\n"
@@ -69,6 +72,87 @@ def test_without_locks_nothing_is_removed(tmp_path: Path, monkeypatch: pytest.Mo
     with folder_locks.temporary_beside(tmp_path / "out") as folder:
         assert folder.is_dir()
     assert [f.name for f in tmp_path.iterdir()] == [left.name]
+
+
+def test_a_file_that_is_open_elsewhere_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "m.gguf"
+    bridge.convert(CHECKPOINT, path)
+    before, replace = path.read_bytes(), os.replace
+
+    def denied(made: Path, target: Path) -> None:
+        if target == path:
+            raise PermissionError(13, "Access is denied")
+        replace(made, target)
+
+    monkeypatch.setattr(os, "replace", denied)
+    with pytest.raises(BridgeError, match=r"m\.gguf: cannot be replaced \(Access is denied\); close what has it open"):
+        bridge.convert(CHECKPOINT, path, type="Q8_0", force=True)
+    assert path.read_bytes() == before
+    assert [f.name for f in tmp_path.iterdir()] == ["m.gguf"]
+
+
+def test_folders_that_cannot_be_opened_are_not_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*_: object) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "open", denied)
+    files.sync_folder(tmp_path)
+
+
+def test_memory_is_not_known_where_no_file_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: object, **__: object) -> str:
+        raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr(Path, "read_text", missing)
+    assert free_memory.free_memory() is None
+    assert free_memory.resident() > 0
+
+
+@pytest.mark.parametrize("problem", [TypeError, OSError, AttributeError])
+def test_a_c_library_without_thresholds_is_left_alone(
+    problem: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def library(name: object) -> None:
+        asked.append(name)
+        raise problem
+
+    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
+    monkeypatch.setattr(ctypes, "CDLL", library)
+    malloc.return_freed_memory()
+    assert asked == [None]
+
+
+def test_large_arrays_are_numpys_where_pages_have_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MADV_NOHUGEPAGE", "MAP_PRIVATE", "MAP_ANONYMOUS"):
+        monkeypatch.delattr(mmap, name, raising=False)
+    memory = pages.zeros_filled_later((2, 3 << 20), np.uint8)
+    assert memory.shape == (2, 3 << 20)
+    assert memory.flags.writeable
+    assert not memory[:, ::4096].any()
+
+
+# names and paths that POSIX or Linux alone has, and what says that a test needs them
+LACKING = {"fork", "mkfifo", "SIGKILL", "SIGHUP", "SIGBUS", "getrusage", "setrlimit", "openpty", "flock"}
+PATHS = ("/dev/zero", "/proc/self")
+GUARDS = re.compile(r"posix|linux|skipif|needs_terminal|importorskip|sys\.platform|hasattr|resource\.")
+
+
+def test_tests_say_what_other_systems_lack() -> None:
+    unguarded = []
+    for file in (ROOT / "tests").rglob("test_*.py"):
+        text = file.read_text(encoding="utf-8")
+        if file == Path(__file__) or re.search("^(pytestmark|pytest.importorskip)", text, re.M):
+            continue
+        for part in ast.parse(text).body:
+            if not isinstance(part, ast.FunctionDef) or not part.name.startswith("test_"):
+                continue
+            used = {node.attr for node in ast.walk(part) if isinstance(node, ast.Attribute)} & LACKING
+            used |= {path for path in PATHS if path in ast.unparse(part)}
+            if used and not GUARDS.search(ast.unparse(part)):
+                unguarded.append((file.name, part.name, used))
+    assert not unguarded
 
 
 def test_a_folder_is_no_file_where_opening_one_is_denied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

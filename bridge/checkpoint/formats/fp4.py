@@ -16,6 +16,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
+from bridge.checkpoint.decoded import DecodedTensor, distortion_of
 from bridge.checkpoint.files.dtypes import as_float32
 from bridge.checkpoint.files.store import TensorInfo
 from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, module_info
@@ -66,6 +67,14 @@ class Fp4Tensor(CodedTensor):
         weights *= self.scale_values(rows)[:, self.groups()]
         weights *= np.float32(self.tensor_scale)
         return weights
+
+    def scaled(self, factor: np.ndarray) -> CodedTensor:
+        weights = self.dequantize() * factor[:, None]
+        noise = self.noise() * float(np.square(factor, dtype=np.float64).mean())
+        return DecodedTensor(
+            self.name, 4, weights, distortion_of(noise, weights), f"{self.kind} codes of multiplied rows",
+            bias=self.bias, notes=self.notes,
+        )  # fmt: skip
 
     def noise(self) -> float:
         """The checkpoint's own expected quantization noise, summed over all weights."""

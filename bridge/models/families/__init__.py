@@ -1,10 +1,12 @@
 """The known families. Where an architecture's name stands for several, the first that is chosen."""
 
+from bridge.models.families.apertus import APERTUS
 from bridge.models.families.bitnet import BITNET
 from bridge.models.families.command_r import COMMAND_R
-from bridge.models.families.deepseek import DEEPSEEK2, GLM4_MOE_LITE
+from bridge.models.families.deepseek import DEEPSEEK2, DEEPSEEK32, GLM4_MOE_LITE, GLM5
 from bridge.models.families.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
 from bridge.models.families.exaone4 import EXAONE4
+from bridge.models.families.falcon_h1 import FALCON_H1
 from bridge.models.families.gemma import GEMMA2, GEMMA3
 from bridge.models.families.gemma3n import GEMMA3N
 from bridge.models.families.gemma4 import GEMMA4
@@ -14,9 +16,11 @@ from bridge.models.families.gpt_oss import GPT_OSS
 from bridge.models.families.granite import GRANITE, GRANITE_MOE
 from bridge.models.families.granite_hybrid import GRANITE_HYBRID
 from bridge.models.families.hunyuan import HUNYUAN
+from bridge.models.families.jamba import JAMBA
 from bridge.models.families.lfm2 import LFM2, LFM2_MOE
 from bridge.models.families.llama import LLAMA
 from bridge.models.families.llama4 import LLAMA4
+from bridge.models.families.mamba2 import MAMBA2
 from bridge.models.families.minimax_m2 import MINIMAX_M2
 from bridge.models.families.mistral import MISTRAL, MIXTRAL
 from bridge.models.families.mistral3 import MISTRAL3
@@ -40,6 +44,5 @@ ALL = (
     QWEN3_VL, QWEN3_VL_MOE, QWEN3_NEXT, SMOLLM3, GRANITE, PHI3, GEMMA2, GEMMA3, GEMMA3N, GEMMA4, GLM4, GLM4_MOE,
     OLMO2, COMMAND_R, STARCODER2, GPT2, DEEPSEEK2, GPT_OSS, BITNET, QWEN3_5, QWEN3_5_MOE, SEED_OSS, OLMO3, EXAONE4,
     ERNIE4_5, ERNIE4_5_MOE, GRANITE_MOE, LFM2, LFM2_MOE, HUNYUAN, MINIMAX_M2, GLM4_MOE_LITE, GLM4V_MOE,
-    GRANITE_HYBRID,
-    NEMOTRON_H_MOE, NEMOTRON_H,
+    GRANITE_HYBRID, NEMOTRON_H_MOE, NEMOTRON_H, MAMBA2, JAMBA, FALCON_H1, DEEPSEEK32, GLM5, APERTUS,
 )  # fmt: skip

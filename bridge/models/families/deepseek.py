@@ -1,8 +1,11 @@
-"""DeepSeek V2, V3, R1 and Kimi K2, K2.5: attention on a latent vector, many small experts and shared ones.
+"""DeepSeek V2 to V3.2, R1, Kimi K2, K2.5 and GLM-5: attention on a latent vector, many small experts and shared ones.
 
 kv_b_proj makes each head's keys (without position) and values from the latent vector. llama.cpp multiplies q by the
 first and the attended latent vectors by the second, so GGUF separates them, one matrix per head. The one for the keys
 is transposed: no codes can be carried, and it becomes F16. The codes of the one for the values are carried.
+
+DeepSeek V3.2 and GLM-5 attend to the tokens that a smaller attention chooses, the indexer. Layers of GLM-5.2 without
+one use the choice of the layer before.
 """
 
 from dataclasses import replace
@@ -12,7 +15,7 @@ import numpy as np
 
 from bridge.errors import BridgeError
 from bridge.models.arguments import Arguments
-from bridge.models.family import EXPERTS, SILU, Family, Row, decoder, gated_mlp, leading, sparse
+from bridge.models.family import EXPERTS, SILU, Family, Row, decoder, gated_mlp, leading, required, sparse
 from bridge.models.model_config import Config
 from bridge.models.outline import Part
 from bridge.models.prediction import prediction
@@ -127,4 +130,51 @@ GLM4_MOE_LITE = replace(
     predicts="carried",
     model_type="glm4_moe_lite",
     keys={**DEEPSEEK2.keys, "first_k_dense_replace": 1, "rms_norm_eps": 1e-5},
+)
+
+
+def _indexed_sizes(config: Config, args: Arguments) -> dict[str, int]:
+    heads, size = config.side("index_n_heads"), config.side("index_head_dim")
+    return {**_sizes(config, args), "index_heads": heads, "index_head": size, "index_q": heads * size}
+
+
+def _indexed(config: Config, args: Arguments) -> dict[str, Any]:
+    kinds = config.get("indexer_types")
+    return {
+        **latent(config, args),
+        "attention.indexer.head_count": args.more["index_heads"],
+        "attention.indexer.key_length": args.more["index_head"],
+        "attention.indexer.top_k": config.integer("index_topk"),
+        "attention.indexer.types": [kind == "full" for kind in kinds] if kinds else None,
+    }
+
+
+_INDEXER = (
+    Row("self_attn.indexer.k_norm", "index_head", bias=required),
+    Row("self_attn.indexer.weights_proj", "index_heads hidden"),
+    Row("self_attn.indexer.wk", "index_head hidden"),
+    Row("self_attn.indexer.wq_b", "index_q q_lora"),
+)
+
+DEEPSEEK32 = replace(
+    DEEPSEEK2,
+    titles=("DeepSeek V3.2",),
+    arch="deepseek32",
+    named_as="glm-dsa",
+    architectures=("DeepseekV32ForCausalLM",),
+    model_type="deepseek_v32",
+    keys={**DEEPSEEK2.keys, "first_k_dense_replace": 3},
+    sizes=_indexed_sizes,
+    metadata=_indexed,
+    table=latent_table(*EXPERTS, indexer=_INDEXER),
+)
+
+GLM5 = replace(
+    DEEPSEEK32,
+    titles=("GLM-5",),
+    arch="glm-dsa",
+    architectures=("GlmMoeDsaForCausalLM",),
+    model_type="glm_moe_dsa",
+    keys={**DEEPSEEK32.keys, "rms_norm_eps": 1e-5},
+    table=latent_table(*EXPERTS, indexer=tuple(replace(row, optional=True) for row in _INDEXER)),
 )

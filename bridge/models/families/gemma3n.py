@@ -99,7 +99,6 @@ GEMMA3N = Family(
     sizes=_sizes,
     metadata=_metadata,
     wrapped=True,
-    reversible=False,
     table=_everywhere(
         decoder(
             *NORMS,

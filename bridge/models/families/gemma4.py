@@ -146,8 +146,9 @@ GEMMA4 = Family(
     names={"hidden_act": "hidden_activation"},
     sizes=_sizes,
     metadata=_metadata,
+    tokenizer="gemma4",
     wrapped=True,
-    reversible=False,
+    own=".experts.",
     table=decoder(
         *NORMS,
         *_attention("q", "kv", "head", lambda kind: kind != _GLOBAL),

@@ -54,6 +54,7 @@ GPT_OSS = Family(
         Expected("swiglu_alpha", (1.702,), NO_OTHER), Expected("swiglu_limit", (7.0,), NO_OTHER),
     ),
     metadata=_metadata,
+    own=f"{_EXPERTS}.",
     table=decoder(
         Row("input_layernorm", "hidden"),
         *attention(bias=required, o_bias=required),

@@ -77,6 +77,7 @@ GRANITE_MOE = replace(
     architectures=("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"),
     model_type="granitemoe",
     keys={**LLAMA.keys, "num_experts": None},
+    own="_linear.weight",
     sizes=_shared,
     metadata=with_shared,
     table=decoder(

@@ -56,7 +56,7 @@ LLAMA4 = Family(
     sizes=_sizes,
     metadata=_metadata,
     wrapped=True,
-    reversible=False,
+    own="feed_forward.experts.",
     table=decoder(
         Row("input_layernorm", "hidden"),
         *attention(bias=configured, o_bias=configured),

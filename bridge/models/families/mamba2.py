@@ -1,4 +1,4 @@
-"""Mamba-2's layers, of a family of their own and of the hybrids.
+"""Mamba-2: its layers, which the hybrids have too, and the models that have nothing else.
 
 llama.cpp has one more dimension in A and D, and the norm's groups are rows of a matrix.
 """
@@ -6,8 +6,10 @@ llama.cpp has one more dimension in A and D, and the norm's groups are rows of a
 from collections.abc import Callable
 from typing import Any
 
+from bridge.errors import BridgeError
 from bridge.models.arguments import Arguments
-from bridge.models.family import Row, required
+from bridge.models.family import NO_OTHER, SILU, Expected, Family, Row, decoder, required
+from bridge.models.model_config import Config
 from bridge.models.outline import Part
 
 CONTEXT = 2**20  # nothing depends on positions, so there is no length of training to keep to
@@ -17,7 +19,7 @@ def mamba2_sizes(heads: int, inner: int, groups: int, state: int, kernel: int) -
     """The names that `mamba2` uses; `inner` elements in `heads` heads and `groups` groups."""
     return {
         "ssm_heads": heads, "ssm_inner": inner, "state": state, "groups": groups, "group": inner // groups,
-        "kernel": kernel, "one": 1, "convolved": inner + 2 * groups * state,
+        "kernel": kernel, "one": 1, "states": groups * state, "convolved": inner + 2 * groups * state,
     }  # fmt: skip
 
 
@@ -41,7 +43,7 @@ def mamba2(module: str, layers: Callable[[Arguments, int], bool] | None = None) 
         return Row(f"{module}.{part}", shape, layers=layers, **more)
 
     return (
-        row("in_proj", "ssm_inner+convolved+ssm_heads hidden"),
+        row("in_proj", "ssm_inner+ssm_inner+states+states+ssm_heads hidden"),
         row("conv1d", "convolved kernel", bias=required, floats="F32", change="squeezed"),
         row("dt_bias", "ssm_heads", exact=True, name="ssm_dt.bias"),
         row("A_log", "ssm_heads one", exact=True, name="ssm_a", floats="F32", parts=_vector("ssm_heads", "-exp")),
@@ -49,3 +51,42 @@ def mamba2(module: str, layers: Callable[[Arguments, int], bool] | None = None) 
         row("norm", "groups group", floats="F32", parts=_vector("ssm_inner")),
         row("out_proj", "hidden ssm_inner"),
     )
+
+
+def _sizes(config: Config, args: Arguments) -> dict[str, int]:
+    heads, groups = config.side("num_heads"), config.side("n_groups", 1)
+    inner, state = config.integer("expand", 2) * args.hidden, config.side("state_size", 128)
+    if inner != heads * args.head_dim or inner % groups:
+        split = f"{heads} heads of {args.head_dim} and {groups} groups"
+        raise BridgeError(f"{config.path}: {inner} elements of a layer cannot be {split}")
+    return mamba2_sizes(heads, inner, groups, state, config.side("conv_kernel", 4))
+
+
+def _metadata(_config: Config, args: Arguments) -> dict[str, Any]:
+    attention = ("head_count_kv", "key_length", "value_length")
+    none = {"feed_forward_length": 0, "attention.head_count": 0, **{f"attention.{key}": None for key in attention}}
+    return {**mamba2_keys(args), **none}
+
+
+MAMBA2 = Family(
+    titles=("Mamba-2",),
+    arch="mamba2",
+    architectures=("Mamba2ForCausalLM",),
+    model_type="mamba2",
+    keys={
+        "num_attention_heads": 1, "inner_per_hidden": 2, "head_dim": 64, "max_position_embeddings": CONTEXT,
+        "rms_norm_eps": 1e-5,
+    },
+    expects=(SILU, Expected("use_bias", (False,), NO_OTHER), Expected("use_conv_bias", (True,), NO_OTHER)),
+    names={"rms_norm_eps": "layer_norm_epsilon"},
+    sizes=_sizes,
+    metadata=_metadata,
+    rotary=False,
+    table=decoder(
+        Row("norm", "hidden"),
+        *mamba2("mixer"),
+        first=(Row("backbone.embeddings", "vocab hidden"),),
+        norm=Row("backbone.norm_f", "hidden"),
+        block="backbone.layers",
+    ),
+)  # fmt: skip

@@ -22,6 +22,7 @@ MINIMAX_M2 = Family(
     keys={"head_dim": 128, "rope_theta": 5000000.0, "partial_rotary_factor": 1.0, "num_experts": None},
     expects=(SILU, Expected("scoring_func", ("sigmoid",), NO_OTHER)),
     metadata=_router,
+    own="block_sparse_moe",
     table=decoder(
         Row("input_layernorm", "hidden"),
         *attention(Row("self_attn.q_norm", "q"), Row("self_attn.k_norm", "kv")),

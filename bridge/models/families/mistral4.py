@@ -28,9 +28,9 @@ MISTRAL4 = replace(
     architectures=("Mistral3ForConditionalGeneration", "Mistral4ForCausalLM"),
     model_type="mistral4",
     keys={**DEEPSEEK2.keys, "partial_rotary_factor": 1.0},
-    chosen=lambda config: (config.get("text_config") or {}).get("model_type", "mistral4") == "mistral4",
+    chosen=lambda config: (config.get("text_config") or config.values).get("model_type", "mistral4") == "mistral4",
     metadata=_metadata,
     predicts=None,
-    reversible=False,
+    own="mlp.experts.",
     table=latent_table(Row("mlp.gate", "experts hidden", floats="F32"), *experts_with_gate_up("mlp.experts")),
 )

@@ -88,7 +88,6 @@ NEMOTRON_H = Family(
     layer_norm=True,
     rotary=False,
     predicts="dropped",
-    reversible=False,
     table=_table("network", *_network("mixer", "inner")),
 )  # fmt: skip
 

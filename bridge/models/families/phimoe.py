@@ -22,7 +22,7 @@ PHIMOE = replace(
     model_type="phimoe",
     keys={**PHI3.keys, "num_experts": None, "rope_theta": 1000000.0},
     notes=_notes,
-    reversible=False,
+    own="block_sparse_moe",
     table=decoder(
         Row("input_layernorm", "hidden", bias=required),
         *attention(bias=required, o_bias=required),

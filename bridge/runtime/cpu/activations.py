@@ -16,10 +16,11 @@ the other sign stop at 127. (ggml maps it onto +-127, in steps 0.8% coarser, and
 
 The float record holds x itself, then the float32 sums over sub-blocks.
 
-Records of `columns` tokens lie side by side for each block: [tokens/columns, blocks, columns, record]. Paired ones, for
-targets that multiply two columns at once, lie together, two by two: 8 bytes of the first's q, 8 of the second's, and
-so on, then the rest of the first's record, then of the second's. Wide ones, for unpacked.py, have q as int16, of every
-four columns 0, 2, 1 and 3, and no sums.
+Records of `columns` tokens are one for each block, [tokens/columns, blocks, columns * record]: q of one token after
+another, then the other fields, 4 bytes of each token in turn, or 8 of int8 sums, so that a vector brings a field of
+several tokens. Paired ones, for targets that multiply two columns at once, have q of two tokens together: 8 bytes of
+the first's, 8 of the second's, and so on. Wide ones, for unpacked.py, have q as int16, of every four columns 0, 2, 1
+and 3, and no sums.
 """
 
 from functools import cache
@@ -56,6 +57,14 @@ class Record(NamedTuple):
     low_at: int  # where e is; meaningless for types without one
     nbytes: int
 
+    def together(self, columns: int, at: int, c: int, unit: int = 4) -> int:
+        """Where byte `at` of token c's record is, behind its values, in that of `columns` tokens.
+
+        `unit`: bytes of a token that lie together.
+        """
+        whole, part = divmod(at - self.sums_at, unit)
+        return self.sums_at * columns + (whole * columns + c) * unit + part
+
 
 def record_of(block: BlockType, form: str = PLAIN) -> Record:
     """The integer record of a type."""
@@ -73,10 +82,12 @@ def float_record(block: BlockType) -> int:
     return 4 * (block.size + block.size // block.sum_span)
 
 
-def _round32(v: Any, sub: int, factor: int | None, form: str, x: Any, q: Any, d_at: Any, sums_at: Any) -> None:
+def _round32(
+    v: Any, sub: int, factor: int | None, form: str, x: Any, q: Any, d_at: Any, sums_at: Any, apart: Any
+) -> None:
     """Write the code that rounds 32 values at x to int8 at q, their step to d_at, their sums to sums_at.
 
-    In paired records, after 8 values come 8 of another column; wide ones have no sums.
+    Sums are `apart` bytes apart. In paired records, after 8 values come 8 of another column; wide ones have no sums.
 
     `factor` times the sums of `sub` values each, as int32; with factor None, d times the sums, as float32.
     Floats as integers are ordered by magnitude, NaN above infinity: a block with either gets d = NaN.
@@ -127,7 +138,7 @@ def _round32(v: Any, sub: int, factor: int | None, form: str, x: Any, q: Any, d_
         lanes = ir.Constant(ir.VectorType(_I32, sub), [ir.Constant(_I32, sub * j + i) for i in range(sub)])
         part = b.shuffle_vector(codes, ir.Constant(integers, ir.Undefined), lanes)
         total = v.call(f"llvm.vector.reduce.add.v{sub}i32", _I32, part)
-        place = b.add(sums_at, ir.Constant(_I64, 4 * j))
+        place = b.add(sums_at, b.mul(apart, ir.Constant(_I64, j)))
         if factor is None:
             b.store(b.fmul(b.sitofp(total, _F32), step), b.inttoptr(place, _F32.as_pointer()))
         else:
@@ -148,12 +159,12 @@ def round32_twin(x: np.ndarray, sub: int) -> tuple[np.ndarray, np.float32, np.nd
 
 def _round32_intrinsic(sub: int, factor: int | None, form: str) -> Any:
     @intrinsic
-    def round32(typingctx, x, q, d_at, sums_at):
+    def round32(typingctx, x, q, d_at, sums_at, apart):
         def emit(context, builder, signature, arguments):
             _round32(Emitter(builder, None), sub, factor, form, *arguments)
             return context.get_dummy_value()
 
-        return types.void(types.int64, types.int64, types.int64, types.int64), emit
+        return types.void(*[types.int64] * 5), emit
 
     return round32
 
@@ -166,32 +177,33 @@ def _quantize(x, out, count, columns, _0, _1, _2, first, last):
     blocks = count // size
     source = x + 4 * count * first
     scaled = space()
-    per_group = 4 * (_GROUP // sub)
+    wanted = mins and subs > 1  # the sums come last, in int8
+    step = 2 * _GROUP if paired or wide else _GROUP
     for t in range(first, last):
-        at = out + (t // columns * blocks * columns + t % columns) * record
-        values_at = at
-        step = 2 * _GROUP if paired or wide else _GROUP
-        if paired:
-            second = t % columns % 2
-            values_at = at - second * (record - 8)
-            at += size - second * size
+        c = t % columns
+        at = out + t // columns * blocks * columns * record
+        values_at = at + (c // 2 * 2 * size + c % 2 * 8 if paired else c * sums_at)
+        at += columns * sums_at  # the fields of all columns
         for _ in range(blocks):
-            sums = scaled if mins and subs > 1 else at + sums_at
+            sums = scaled if wanted else at + 4 * c
+            apart = 4 if wanted else 4 * columns
             for g in range(size // _GROUP):
-                round32(source, values_at + g * step, at + d_at + 4 * g, sums + g * per_group)
+                place = at + columns * (d_at - sums_at + 4 * g) + 4 * c
+                round32(source, values_at + g * step, place, sums + g * (_GROUP // sub) * apart, apart)
                 source += 4 * _GROUP
-            if mins and subs > 1:
+            if wanted:
                 values = floats(scaled, subs)
                 largest = np.float32(0)
                 for j in range(subs):
                     largest = max(largest, abs(values[j]))
                 inverse = _LOW / largest if largest > np.float32(1e-30) else np.float32(0)
-                floats(at + record - 4, np.int64(1))[0] = largest / _LOW
-                low = array_at(at + sums_at, 2 * subs, np.int8)
+                floats(at + columns * (record - sums_at - 4) + 4 * c, np.int64(1))[0] = largest / _LOW
+                low = array_at(at, 2 * subs * columns, np.int8)
                 for j in range(subs):
                     whole = np.int32(np.rint(values[j] * inverse))
-                    low[j] = whole >> 7
-                    low[subs + j] = whole & 127
+                    place = (j // 8 * columns + c) * 8 + j % 8
+                    low[place] = whole >> 7
+                    low[subs * columns + place] = whole & 127
             at += columns * record
             values_at += columns * record
 

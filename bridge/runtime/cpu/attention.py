@@ -28,11 +28,11 @@ from bridge.runtime.cpu.decoder_ops import exp, square_sum
 from bridge.system.jit import inner, specialize
 from bridge.system.memory import array_at, c_function, floats, from_half, panel, to_half
 
-# words of a layer's block; addresses first. Biases, head norms, sinks, temperatures, the cap on scores and the window
-# may be 0; PRODUCTS and PLAIN are latent_attention.py's
+# words of a layer's block; addresses first. Biases, head norms, sinks, temperatures, the cap on scores, the window and
+# the chunk may be 0, and K: then there are no keys to store. PRODUCTS and PLAIN are latent_attention.py's
 (Q, K, V, Q_BIAS, K_BIAS, V_BIAS, Q_NORM, K_NORM, COS, SIN, KEYS, VALUES, KEY_SCALES, VALUE_SCALES, START, OUT,
  SINKS, TEMPERATURES, HEADS, KV_HEADS, HEAD_DIM, ROTATED, NEIGHBOURS, NORM_LAST, CONTEXT, TOKENS, EPS, SCALE, CAP,
- WINDOW, PRODUCTS, PLAIN, WORDS) = range(33)  # fmt: skip
+ WINDOW, CHUNK, PRODUCTS, PLAIN, WORDS) = range(34)  # fmt: skip
 
 LANES = 16
 ROWS = 8
@@ -110,7 +110,7 @@ def _store(blocks, count, _0, _1, _2, _3, _4, first, last):
             q = floats(p[Q] + 4 * d * (t * heads + h), d)
             bias = p[Q_BIAS] + 4 * d * h if p[Q_BIAS] else 0
             _turn(q, bias, p[Q_NORM], cos, sin, d, p[ROTATED], p[NEIGHBOURS], p[NORM_LAST], eps)
-        for h in range(kv_heads):
+        for h in range(kv_heads if p[K] else 0):
             k = floats(p[K] + 4 * d * (t * kv_heads + h), d)
             v = floats(p[V] + 4 * d * (t * kv_heads + h), d)
             bias = p[K_BIAS] + 4 * d * h if p[K_BIAS] else 0
@@ -179,6 +179,14 @@ def softmax(scores, low, visible, cap, sink):
     return top, total
 
 
+@inner
+def _first_seen(p, position):
+    """The first position that a token attends to: of its window, its chunk, or of all."""
+    if p[CHUNK]:
+        return position // p[CHUNK] * p[CHUNK]
+    return max(0, position + 1 - p[WINDOW]) if p[WINDOW] else 0
+
+
 def _attend(blocks, count, spans, parts, sums, most, _0, first, last):
     """out = softmax(scale q k^T) v for items first..last: row groups of `count` blocks, for one span after another.
 
@@ -221,13 +229,12 @@ def _attend(blocks, count, spans, parts, sums, most, _0, first, last):
         b = item % (count * groups) // groups
         p = array_at(blocks + 8 * WORDS * b, WORDS, np.int64)
         start = array_at(p[START], 1, np.int64)[0]
-        window = p[WINDOW] if p[WINDOW] else start + tokens
         h = item % groups // per_head
         row0 = item % per_head * ROWS
         rows = min(ROWS, tokens * shared - row0)
         begin = span * width
         end = min(start + (row0 + rows - 1) // shared + 1, begin + width)
-        outside = parted and begin > 0 and begin + width <= start + 1 - window
+        outside = parted and begin > 0 and begin + width <= _first_seen(p, start)
         if begin >= end or outside:  # a sequence that is shorter than others, or a span before its window
             for r in range(rows):
                 own = floats(sums + 8 * ((b * heads + h * shared + row0 + r) * most + span), np.int64(2))
@@ -259,7 +266,7 @@ def _attend(blocks, count, spans, parts, sums, most, _0, first, last):
             _panel(rows, a, 4 * d, rows16, stride, d, s + 4 * (LANES * g - begin), 4 * width)
         for r in range(rows):
             seen = start + (row0 + r) // shared + 1
-            low = min(max(0, seen - window - begin), columns)
+            low = min(max(0, _first_seen(p, seen - 1) - begin), columns)
             scores = floats(s + 4 * width * r, columns)
             sink = np.float32(-np.inf)
             if p[SINKS] and begin == 0:

@@ -107,17 +107,20 @@ def _swiglu(gate, up, inner, _0, _1, _2, _3, first, last):
             g[i] = g[i] * u[i] / (np.float32(1.0) + exp(-g[i]))
 
 
-def _geglu(gate, up, inner, _0, _1, _2, _3, first, last):
-    """gate = gelu(gate) * up in place, with x / (1 + exp(-2 sqrt(2/pi) (x + 0.044715 x^3))): gelu's tanh form."""
+def _geglu(gate, up, inner, stride, _0, _1, _2, first, last):
+    """gate = gelu(gate) * up in place, with x / (1 + exp(-2 sqrt(2/pi) (x + 0.044715 x^3))): gelu's tanh form.
+
+    stride: bytes from a row of up to the next; 0: they follow one another
+    """
     for t in range(first, last):
         g = floats(gate + 4 * inner * t, inner)
-        u = floats(up + 4 * inner * t, inner)
+        u = floats(up + (stride if stride else 4 * inner) * t, inner)
         for i in range(inner):
             bent = g[i] * (np.float32(1.0) + np.float32(0.044715) * g[i] * g[i])
             g[i] = g[i] * u[i] / (np.float32(1.0) + exp(np.float32(-1.5957691216) * bent))
 
 
-def _gelu(x, inner, _0, _1, _2, _3, _4, first, last):
+def _gelu(x, _0, inner, _1, _2, _3, _4, first, last):
     """x = gelu(x) in place, as in `_geglu`."""
     for t in range(first, last):
         g = floats(x + 4 * inner * t, inner)
@@ -134,6 +137,15 @@ def _reglu2(gate, up, inner, _0, _1, _2, _3, first, last):
         for i in range(inner):
             positive = max(g[i], np.float32(0.0))
             g[i] = positive * positive * u[i]
+
+
+def _relu2(x, _0, inner, _1, _2, _3, _4, first, last):
+    """x = relu(x)^2 in place."""
+    for t in range(first, last):
+        g = floats(x + 4 * inner * t, inner)
+        for i in range(inner):
+            positive = max(g[i], np.float32(0.0))
+            g[i] = positive * positive
 
 
 def _scale(x, count, factor, _0, _1, _2, _3, first, last):
@@ -187,10 +199,15 @@ def function(name: str) -> Any:
     """One of the functions named below as a numba CFunc, whose `.address` is callable."""
     functions = {
         "norm": _norm, "layer_norm": _layer_norm, "swiglu": _swiglu, "geglu": _geglu, "gelu": _gelu,
-        "reglu2": _reglu2, "scale": _scale, "add": _add, "add_rows": _add_rows,
+        "reglu2": _reglu2, "relu2": _relu2, "scale": _scale, "add": _add, "add_rows": _add_rows,
         "split_gate": _split_gate, "gate_heads": _gate_heads,
     }  # fmt: skip
     return c_function(functions[name])
+
+
+def activation(name: str, gated: bool) -> Any:
+    """The CFunc (x, factors, width) of silu, gelu or relu2; where it is not gated there are no factors."""
+    return function({"silu": "swiglu", "gelu": "geglu", "relu2": "reglu2"}[name] if gated else name)
 
 
 @cache

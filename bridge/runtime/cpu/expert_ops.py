@@ -12,7 +12,8 @@ from bridge.system.memory import array_at, c_function, floats
 
 # words of a layer's block: addresses, then numbers. Biases may be 0
 (LOGITS, CHOSEN, WEIGHTS, FIRST, SECOND, TABLE, FACTORS, ROUTER_BIAS, CHOICE_BIAS, GATE_BIAS, UP_BIAS, DOWN_BIAS,
- EXPERTS, USED, SIGMOID, NORMALIZED, GROUPS, GROUPS_USED, SCALE, WORDS) = range(20)  # fmt: skip
+ EXPERTS, USED, SIGMOID, NORMALIZED, GROUPS, GROUPS_USED, SCALE, MIXER, PRODUCTS, BEFORE,
+ WORDS) = range(23)  # fmt: skip
 
 LIMIT, SLOPE = np.float32(7.0), np.float32(1.702)  # of gpt-oss's gate
 
@@ -21,12 +22,13 @@ def _choose(block, _0, _1, _2, _3, _4, _5, first, last):
     """For tokens first..last the experts to use, and their weights; experts.py has the formulas.
 
     block  LOGITS float32 [tokens, experts]; CHOSEN int64 [tokens, used]; WEIGHTS float32 of that shape; FIRST and
-           SECOND the fields of products [tokens * used, 2] and [tokens * used], of which the first two are set;
+           SECOND the fields of products [tokens * used, PRODUCTS] and [tokens * used], of which the first two are set;
            TABLE int64 [experts, 3, 2]: kernel and weights of gate, up and down; biases float32 [experts]
     """
     words = array_at(block, WORDS, np.int64)
     experts, used, sigmoid, groups = words[EXPERTS], words[USED], words[SIGMOID], words[GROUPS]
     scale = np.float32(array_at(block, WORDS, np.float64)[SCALE])
+    mixer = np.float32(array_at(block, WORDS, np.float64)[MIXER])
     places = array_at(words[TABLE], (experts, 3, 2), np.int64)
     choice = np.empty(experts, np.float32)
     for t in range(first, last):
@@ -37,6 +39,10 @@ def _choose(block, _0, _1, _2, _3, _4, _5, first, last):
             bias = floats(words[ROUTER_BIAS], experts)
             for e in range(experts):
                 p[e] += bias[e]
+        if mixer > 0:
+            _choose_in_turn(p, choice, chosen, weights, mixer)
+            _place(words, places, chosen, t * used)
+            continue
         top = p[0]
         for e in range(1, experts):
             top = max(top, p[e])
@@ -65,11 +71,39 @@ def _choose(block, _0, _1, _2, _3, _4, _5, first, last):
         for j in range(used):
             e = chosen[j]
             weights[j] = scale * (p[e] / total if words[NORMALIZED] else p[e])
-            pair = array_at(words[FIRST] + 16 * FIELDS * (t * used + j), (2, FIELDS), np.int64)
-            pair[0, :2] = places[e, 0]
-            pair[1, :2] = places[e, 1]
-            one = array_at(words[SECOND] + 8 * FIELDS * (t * used + j), FIELDS, np.int64)
-            one[:2] = places[e, 2]
+        _place(words, places, chosen, t * used)
+
+
+@inner
+def _place(words, places, chosen, row):
+    """The chosen experts' kernels and weights go into the products from number `row` on."""
+    each = words[PRODUCTS]
+    for j in range(chosen.size):
+        made = array_at(words[FIRST] + 8 * FIELDS * each * (row + j), (each, FIELDS), np.int64)
+        for i in range(each):
+            made[i, :2] = places[chosen[j], i]
+        one = array_at(words[SECOND] + 8 * FIELDS * (row + j), FIELDS, np.int64)
+        one[:2] = places[chosen[j], 2]
+
+
+@inner
+def _choose_in_turn(logits, left, chosen, weights, mixer):
+    """Phi-MoE's experts and weights, see experts.py; `left` is memory for as many numbers as logits."""
+    for e in range(logits.size):
+        left[e] = logits[e]
+    for j in range(chosen.size):
+        best = 0
+        for e in range(1, logits.size):
+            if left[e] > left[best]:
+                best = e
+        top = left[best]
+        total = np.float32(0)
+        for e in range(logits.size):
+            if top - logits[e] <= mixer * max(abs(logits[e]), top) and left[e] > -np.inf:
+                total += exp(left[e] - top)
+        left[best] = -np.inf
+        chosen[j] = best
+        weights[j] = np.float32(1) / total
 
 
 @inner
@@ -105,6 +139,27 @@ def _gated(block, gate, up, inner, _0, _1, _2, first, last):
             g[i] = g[i] * u[i] / (np.float32(1.0) + exp(-g[i]))
 
 
+def _gated_gelu(block, gate, up, inner, _0, _1, _2, first, last):
+    """gate = gelu(gate) * up, otherwise as `_gated`; its tanh form, as in decoder_ops.py."""
+    for j in range(first, last):
+        _bias_row(block, j, gate, up, inner)
+        g = floats(gate + 4 * inner * j, inner)
+        u = floats(up + 4 * inner * j, inner)
+        for i in range(inner):
+            bent = g[i] * (np.float32(1.0) + np.float32(0.044715) * g[i] * g[i])
+            g[i] = g[i] * u[i] / (np.float32(1.0) + exp(np.float32(-1.5957691216) * bent))
+
+
+def _relu2(block, gate, up, inner, _0, _1, _2, first, last):
+    """gate = relu(gate)^2, otherwise as `_gated`; there is no up."""
+    for j in range(first, last):
+        _bias_row(block, j, gate, up, inner)
+        g = floats(gate + 4 * inner * j, inner)
+        for i in range(inner):
+            positive = max(g[i], np.float32(0.0))
+            g[i] = positive * positive
+
+
 def _clamped(block, gate, up, inner, _0, _1, _2, first, last):
     """gate = min(gate, 7) sigmoid(1.702 min(gate, 7)) (clip(up, -7, 7) + 1), gpt-oss's; otherwise as `_gated`."""
     for j in range(first, last):
@@ -119,23 +174,33 @@ def _clamped(block, gate, up, inner, _0, _1, _2, first, last):
 
 @inner
 def _bias_row(block, j, gate, up, inner):
-    """Row j of gate and up times the factors of its expert, plus its biases."""
+    """Row j of gate and up times the factors of its expert, plus its biases.
+
+    up may be 0. BEFORE: times the expert's weight too, which then weighs what it reads, not what it makes.
+    """
     words = array_at(block, WORDS, np.int64)
     e = array_at(words[CHOSEN] + 8 * j, 1, np.int64)[0]
     own = floats(words[FACTORS] + 12 * e, 3)
     scale_g, scale_u = own[0], own[1]
+    if words[BEFORE]:
+        share = floats(words[WEIGHTS] + 4 * j, 1)[0]
+        scale_g *= share
+        scale_u *= share
     g = floats(gate + 4 * inner * j, inner)
-    u = floats(up + 4 * inner * j, inner)
+    u = floats((up if up else gate) + 4 * inner * j, inner if up else 0)
     if scale_g != np.float32(1) or scale_u != np.float32(1):
         for i in range(inner):
             g[i] *= scale_g
+        for i in range(u.size):
             u[i] *= scale_u
     if words[GATE_BIAS]:
         b = floats(words[GATE_BIAS] + 4 * inner * e, inner)
-        c = floats(words[UP_BIAS] + 4 * inner * e, inner)
         for i in range(inner):
             g[i] += b[i]
-            u[i] += c[i]
+    if words[UP_BIAS]:
+        b = floats(words[UP_BIAS] + 4 * inner * e, inner)
+        for i in range(inner):
+            u[i] += b[i]
 
 
 def _mixed(block, down, used, hidden, y, _0, _1, first, last):
@@ -147,7 +212,7 @@ def _mixed(block, down, used, hidden, y, _0, _1, first, last):
             out[i] = 0
         for j in range(t * used, (t + 1) * used):
             e = array_at(words[CHOSEN] + 8 * j, 1, np.int64)[0]
-            share = floats(words[WEIGHTS] + 4 * j, 1)[0]
+            share = np.float32(1) if words[BEFORE] else floats(words[WEIGHTS] + 4 * j, 1)[0]
             weight = share * floats(words[FACTORS] + 12 * e, 3)[2]
             part = floats(down + 4 * hidden * j, hidden)
             for i in range(hidden):
@@ -177,8 +242,9 @@ def _add_weighed(x, gate, added, y, hidden, _0, _1, first, last):
 
 @cache
 def function(name: str) -> Any:
-    """choose, gated, clamped, mixed or add_weighed as a numba CFunc, whose `.address` is callable."""
+    """One of the functions named below as a numba CFunc, whose `.address` is callable."""
     functions = {
-        "choose": _choose, "gated": _gated, "clamped": _clamped, "mixed": _mixed, "add_weighed": _add_weighed,
+        "choose": _choose, "silu": _gated, "gelu": _gated_gelu, "relu2": _relu2, "clamped": _clamped, "mixed": _mixed,
+        "add_weighed": _add_weighed,
     }  # fmt: skip
     return c_function(functions[name])

@@ -19,7 +19,8 @@ prefetch 0.5, one distance of 4 KB 0.7 to 0.8, 2 and 8 KB 0.85 to 1.0. Zen 4, Q4
 the first level has few misses in flight there; to the second level 2 and 8 KB 0.65, 2, 4 and 8 KB 0.83 to 0.9, 4, 8
 and 16 KB 0.95 to 1.0, with two threads too (a prefetch that finds no room is dropped, and the next distance makes up
 for it). Four distances gain nothing from memory. In the cache three cost a quarter to a third, so there are
-kernels without any (`near`), for weights that are known to be there.
+kernels without any (`near`), for weights that are known to be there. On Arm, where nothing was measured, nothing is
+prefetched: CPUs follow the two streams of a row group by themselves, and ggml leaves it to them.
 """
 
 from collections.abc import Callable
@@ -47,7 +48,6 @@ columns = lanes = record = block_bytes = halves_bytes = 0
 # by LLVM's name of the host: bytes ahead, and the level of cache that lines are brought to
 _AHEAD = {"znver5": ((2048, 8192), 1)}
 _AHEAD_ELSEWHERE = ((4096, 8192, 16384), 2)
-_AHEAD_ON_ARM = ((4096,), 2)  # not measured: a prefetch is an instruction more for 64 bytes of weights
 _TILE = 1 << 18  # bytes
 _SIGNATURE = types.void(*[types.int64] * 9)
 _MadeOf = tuple[ModuleType, int, vectors.Body, bool]  # what `vectors.intrinsics` takes first
@@ -103,10 +103,11 @@ def kernel(name: str, target: str, width: int, integer: bool, near: bool = False
     """
     if integer and unpacked.unpacks(READ[name], targets.module(target), width):
         return unpacked.kernel(name, target, width)
+    if near and targets.module(target).LANES == 4:  # nothing is prefetched anyhow
+        return kernel(name, target, width, integer)
     sizes, made_of = _scope(name, target, width, integer)
     suffix = f"{name}_{target}_{width}_{'int8' if integer else 'f32'}{'_near' * near}"
-    elsewhere = _AHEAD_ON_ARM if made_of[0].LANES == 4 else _AHEAD_ELSEWHERE
-    ahead, level = ((), 1) if near else _AHEAD.get(get_host_cpu_name(), elsewhere)
+    ahead, level = ((), 1) if near or made_of[0].LANES == 4 else _AHEAD.get(get_host_cpu_name(), _AHEAD_ELSEWHERE)
     clone = _copy({**sizes, **vectors.intrinsics(*made_of, ahead, level)}, f"rows_{suffix}")
     return numba.cfunc(_SIGNATURE, cache=True, error_model="numpy")(clone)
 

@@ -37,21 +37,9 @@ def emit_dots(v, parts, words, x, places, bits):
         first, second = words[k](), words[at[place + 4]]()
         rows = [v.builder.bitcast(v.zipped(first, second, half), _I8) for half in (0, 1)]
         for c in range(0, len(parts), 2):
-            values = v.builder.bitcast(_eights(v, x, places[c][k], places[c + 1][k]), _I8)
+            values = v.builder.load(v.pointer(x, places[c][k], _I8), align=4)  # of the next column too
             for half in (0, 1):
                 parts[c + half] = v.call(
                     "llvm.aarch64.neon.smmla.v4i32.v16i8", v.ints, parts[c + half], rows[half], values
                 )
     return parts
-
-
-def _eights(v, x, first, second):
-    """8 bytes at x + first and 8 at x + second, in a vector."""
-    if second == first + 8:
-        return v.builder.load(v.pointer(x, first, v.ints), align=4)
-    long = ir.IntType(64)
-    found = ir.Constant(ir.VectorType(long, 2), ir.Undefined)
-    for i, place in enumerate((first, second)):
-        value = v.builder.load(v.pointer(x, place, long), align=4)
-        found = v.builder.insert_element(found, value, ir.Constant(ir.IntType(32), i))
-    return found

@@ -28,16 +28,9 @@ def emit_dots(v, parts, words, x, places, bits):
     for k, word in enumerate(words):
         codes = v.builder.bitcast(word(), _I8)
         for c in range(len(parts)):
-            values = v.builder.bitcast(_lane(v, x, places[c][k]), _I8)
+            values = v.builder.bitcast(v.word_of_quad(x, places[c][k], v.ints), _I8)
             parts[c] = v.call("llvm.aarch64.neon.sdot.v4i32.v16i8", v.ints, parts[c], codes, values)
     return parts
-
-
-def _lane(v, x, place):
-    """The word at x + place in all lanes, from a vector of the four around it: sdot takes one lane of a register."""
-    quad = v.builder.load(v.pointer(x, place // 16 * 16, v.ints), align=4)
-    lanes = ir.Constant(v.ints, [place // 4 % 4] * LANES)
-    return v.builder.shuffle_vector(quad, ir.Constant(v.ints, ir.Undefined), lanes)
 
 
 def twin_dots(part, codes, quads, bits):

@@ -20,29 +20,52 @@ activations.py. Sums over 32 columns are exact in int32; above them float32 roun
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from bridge.blocks import BlockType
 from bridge.runtime.cpu.activations import Record, float_record, record_of
 from bridge.runtime.cpu.layout import GROUP, InterleavedLayout, Piece, pieces
-from bridge.runtime.cpu.vectors import LookedUp
+from bridge.runtime.cpu.vectors import LookedUp, Places
 
 
-def words(v: Any, base: Any, at: int, bits: int, count: int) -> list[Callable[[], Any]]:
-    """`count` words of `bits` bits a code from the vectors at base + at, each a function that emits its code.
+@dataclass(frozen=True)
+class Word:
+    """A word of codes in the vectors at base + at: a function that emits its code.
 
-    Called where a word is used: an early result occupies a register, and registers are scarce.
+    Called where it is used: an early result occupies a register, and registers are scarce.
     """
 
-    def word(parts: tuple[Piece, ...]) -> Any:
+    v: Any
+    base: Any
+    at: int
+    pieces: tuple[Piece, ...]
+
+    def __call__(self) -> Any:
         result = None
-        for vector, place, low, width in parts:
-            part = v.field(v.load(base, at + 4 * v.lanes * vector), place, low, width)
-            result = part if result is None else v.or_(result, part)
+        for piece in self.pieces:
+            part = self._field(piece)
+            result = part if result is None else self.v.or_(result, part)
         return result
 
-    return [partial(word, parts) for parts in pieces(bits, count)]
+    @property
+    def place(self) -> int:
+        """The bit from which the codes lie whole in bytes whose highest bit is not theirs; otherwise 0."""
+        (_, place, _, width), *more = self.pieces
+        return 0 if more or place + width == 8 else place
+
+    def in_place(self) -> Any:
+        """The codes, times 2^place."""
+        return self._field(self.pieces[0]._replace(low=self.place))
+
+    def _field(self, piece: Piece) -> Any:
+        return self.v.field(self.v.load(self.base, self.at + 4 * self.v.lanes * piece.vector), *piece[1:])
+
+
+def words(v: Any, base: Any, at: int, bits: int, count: int) -> list[Any]:
+    """`count` words of `bits` bits a code from the vectors at base + at."""
+    return [Word(v, base, at, parts) for parts in pieces(bits, count)]
 
 
 def _identity(value: Any) -> Any:
@@ -54,16 +77,22 @@ def _paired(bits: int, count: int) -> list[int]:
     return sorted(range(count), key=lambda i: (pieces(bits, GROUP)[i][0].vector, i))
 
 
-def scale_code(v: Any, scales: list[Any], j: int, bits: int, signed: bool, odd: bool = False) -> Any:
-    """Scale code j as int32; odd: twice it and 1."""
+def scale_words(v: Any, layout: InterleavedLayout, weights: Any) -> list[Callable[[], Any]]:
+    """The words of a block's scale codes, of some types twice the code and 1, then those of its min codes."""
+
+    def odd(word: Callable[[], Any]) -> Any:
+        return v.or_(v.shl(word(), 1), v.splat(0x01010101))
+
+    found = words(v, weights, 0, layout.scale_bits, layout.scale_words)
+    return [partial(odd, word) for word in found] if layout.block.odd_scales else found
+
+
+def scale_code(v: Any, scales: list[Any], j: int, layout: InterleavedLayout) -> Any:
+    """Code j of the words as int32."""
     word = scales[j // 4]()
-    place = 8 * (j % 4)
-    if signed:
-        return v.ashr(v.shl(word, 32 - bits - place), 32 - bits)
-    if not odd:
-        return v.and_(v.shr(word, place), (1 << bits) - 1)
-    doubled = v.and_(v.shr(word, place - 1) if place else v.shl(word, 1), (2 << bits) - 2)
-    return v.or_(doubled, v.splat(1))
+    if j < layout.block.subs and layout.block.scale_lo < 0:
+        return v.ashr(v.shl(word, 32 - layout.scale_bits - 8 * (j % 4)), 32 - layout.scale_bits)
+    return v.byte(word, j % 4)
 
 
 def codes_of_group(
@@ -95,23 +124,31 @@ def _signed(v: Any, block: BlockType) -> bool:
     return block.value_bits == 8 and v.signed_dots
 
 
+def _dots(v: Any, parts: list[Any], words: list[Any], x: Any, places: list[list[int]], bits: int) -> list[Any]:
+    """`v.dots`. Of one column, words that are not at the bottom of their bytes are multiplied where they are, if there
+    are several: one shift of their sum is cheaper than one of each."""
+    high = [word.place if isinstance(word, Word) and v.signed_dots and len(parts) == 1 else 0 for word in words]
+    for place in sorted({place for place in high if place and high.count(place) > 1}):
+        own = [k for k, other in enumerate(high) if other == place]
+        found = v.dots([v.zero()], [words[k].in_place for k in own], x, [[places[0][k] for k in own]], bits)
+        parts = [v.add(parts[0], v.ashr(found[0], place))]
+        rest = [k for k in range(len(words)) if k not in own]
+        words, high = [words[k] for k in rest], [high[k] for k in rest]
+        places = [[places[0][k] for k in rest]]
+    return v.dots(parts, words, x, places, bits)
+
+
 def value_at(v: Any, record: Record, c: int, at: int) -> int:
     """Where byte `at` of column c's int8 values is in the records of all columns, see activations.py."""
     if not v.paired:
-        return record.nbytes * c + at
-    return record.nbytes * (c & ~1) + at // 8 * 16 + 8 * (c & 1) + at % 8
+        return record.sums_at * c + at
+    return record.sums_at * (c & ~1) + at // 8 * 16 + 8 * (c & 1) + at % 8
 
 
-def field_at(v: Any, record: Record, c: int, at: int) -> int:
-    """Where what follows the values in column c's record is, `at` bytes from its begin."""
-    if not v.paired:
-        return record.nbytes * c + at
-    return record.nbytes * (c & ~1) + record.sums_at + (record.nbytes - record.sums_at) * (c & 1) + at
-
-
-def fields_at(v: Any, record: Record, columns: range, at: int) -> list[int]:
-    """`field_at` of all columns."""
-    return [field_at(v, record, c, at) for c in columns]
+def fields_at(record: Record, columns: range, at: int) -> Places:
+    """Where what follows the values in the columns' records is, `at` bytes from the begin of each."""
+    places = [record.together(len(columns), at, c) for c in columns]
+    return Places(places, record.nbytes * len(columns))
 
 
 def k_block(v: Any, layout: InterleavedLayout, totals: list[Any], weights: Any, halves: Any, x: Any) -> list[Any]:
@@ -119,14 +156,16 @@ def k_block(v: Any, layout: InterleavedLayout, totals: list[Any], weights: Any, 
     block = layout.block
     record = record_of(block)
     columns = range(len(totals))
-    signed = block.scale_lo < 0
-    scales = words(v, weights, 0, layout.scale_bits, layout.scale_words)
+    scales = scale_words(v, layout, weights)
     if len(totals) == 1:  # registers to spare
         scales = [partial(_identity, word()) for word in scales]
     per_group = 32 // block.sub
     sums: list[Any] = [None for _ in columns]
+    in_turn = (
+        v.lanes == 4
+    )  # on Arm, LLVM would move loads and sums of all groups past one another and spill most of them
     for group in range(block.size // 32):
-        if len(totals) > 1:
+        if len(totals) > 1 or in_turn:
             v.barrier()
         codes = codes_of_group(v, layout, weights, group, _signed(v, block))
         inner: list[Any] = [None for _ in columns]
@@ -136,28 +175,31 @@ def k_block(v: Any, layout: InterleavedLayout, totals: list[Any], weights: Any, 
             chosen = [codes[i * block.sub // 4 + k] for k in order]
             places = [[value_at(v, record, c, block.sub * j + 4 * k) for k in order] for c in columns]
             if block.lift and not _signed(v, block):
-                sums_at = fields_at(v, record, columns, record.sums_at + 4 * j)
+                sums_at = fields_at(record, columns, record.sums_at + 4 * j)
                 parts = [v.of_column(x, sums_at, c) for c in columns]
             else:
                 parts = [v.zero() for _ in columns]
-            parts = v.dots(parts, chosen, x, places, block.value_bits)
-            scale = scale_code(v, scales, j, layout.scale_bits, signed, block.odd_scales)
+            parts = _dots(v, parts, chosen, x, places, block.value_bits)
+            scale = scale_code(v, scales, j, layout)
             for c in columns:
                 product = v.mul(parts[c], v.of_rows(scale, c))
                 inner[c] = product if inner[c] is None else v.add(inner[c], product)
-        d_at = fields_at(v, record, columns, record.d_at + 4 * group)
+        d_at = fields_at(record, columns, record.d_at + 4 * group)
         for c in columns:
             dx = v.of_column_float(x, d_at, c)
             value = v.to_float(inner[c])
             sums[c] = v.fmul(value, dx) if sums[c] is None else v.fma(value, dx, sums[c])
+            if in_turn:
+                sums[c] = v.in_order(sums[c])
     d = d_of_block(v, layout, halves)
     totals = [v.fma(sums[c], v.of_rows(d, c), totals[c]) for c in columns]
     if block.has_min:
         mins = scales[block.subs // 4 :]
         dmin = v.fneg(v.load_half(halves, 2 * v.lanes))
-        low_at = fields_at(v, record, columns, record.low_at)
+        low_at = fields_at(record, columns, record.low_at)
         for together in v.column_groups(len(totals)):
-            places = [[field_at(v, record, c, record.sums_at + 4 * k) for k in range(2 * len(mins))] for c in together]
+            words_at = [record.sums_at + 4 * k for k in range(2 * len(mins))]
+            places = [[record.together(len(columns), at, c, 8) for at in words_at] for c in together]
             high, low = (
                 v.dots([v.zero() for _ in together], mins, x, [row[part] for row in places], layout.scale_bits)
                 for part in (slice(len(mins)), slice(len(mins), None))
@@ -180,14 +222,14 @@ def plain_block(v: Any, layout: InterleavedLayout, totals: list[Any], weights: A
         group, first = j * block.sum_span // 32, j * block.sum_span % 32 // 4
         codes = codes_of_group(v, layout, weights, group, _signed(v, block))
         if block.lift and not _signed(v, block):
-            sums_at = fields_at(v, record, columns, record.sums_at + 4 * j)
+            sums_at = fields_at(record, columns, record.sums_at + 4 * j)
             parts = [v.of_column(x, sums_at, c) for c in columns]
         else:
             parts = [v.zero() for _ in columns]
         places = [[value_at(v, record, c, block.sum_span * j + 4 * k) for k in order] for c in columns]
-        parts = v.dots(parts, [codes[first + k] for k in order], x, places, block.value_bits)
+        parts = _dots(v, parts, [codes[first + k] for k in order], x, places, block.value_bits)
         scale = _scale(v, layout, halves, j * block.sum_span // block.sub)
-        d_at, s_at = (fields_at(v, record, columns, at) for at in (record.d_at + 4 * group, record.sums_at))
+        d_at, s_at = (fields_at(record, columns, at) for at in (record.d_at + 4 * group, record.sums_at))
         for c in columns:
             dx = v.of_column_float(x, d_at, c)
             totals[c] = v.fma(v.to_float(parts[c]), v.fmul(v.of_rows(scale, c), dx), totals[c])
@@ -202,7 +244,7 @@ def float_block(v: Any, layout: InterleavedLayout, totals: list[Any], weights: A
     block = layout.block
     columns = range(len(totals))
     record = float_record(block)
-    scales = words(v, weights, 0, layout.scale_bits, layout.scale_words) if block.is_k else []
+    scales = scale_words(v, layout, weights) if block.is_k else []
     per_group = 32 // block.sum_span
     d = d_of_block(v, layout, halves) if not block.scales else None
     dmin = v.load_half(halves, 2 * v.lanes) if block.has_min else None
@@ -221,14 +263,12 @@ def float_block(v: Any, layout: InterleavedLayout, totals: list[Any], weights: A
                         parts[c] = v.fma(value, v.broadcast_float(x, at), parts[c])
             scale = d if d is not None else _scale(v, layout, halves, j)
             if block.is_k:
-                code = scale_code(v, scales, j, layout.scale_bits, block.scale_lo < 0, block.odd_scales)
-                scale = v.fmul(d, v.to_float(code))
+                scale = v.fmul(d, v.to_float(scale_code(v, scales, j, layout)))
             totals = [v.fma(parts[c], scale, totals[c]) for c in columns]
             if dmin is not None:
                 low = dmin
                 if block.is_k:
-                    mn = scale_code(v, scales, block.subs + j, layout.scale_bits, signed=False)
-                    low = v.fneg(v.fmul(dmin, v.to_float(mn)))
+                    low = v.fneg(v.fmul(dmin, v.to_float(scale_code(v, scales, block.subs + j, layout))))
                 for c in columns:
                     s = v.broadcast_float(x, record * c + 4 * (block.size + j))
                     totals[c] = v.fma(low, s, totals[c])

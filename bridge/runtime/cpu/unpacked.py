@@ -7,7 +7,7 @@ so that up to four tokens are multiplied by the kernels of interleaved.py.
 
     unpacked block    int16 (value - zero) * sc of a word's codes 0 and 2 of each row, then of its codes 1 and 3,
                       word after word
-    wide record       of a token and block, see activations.py: int16 q in the same order, then d float32 [size/32]
+    wide record       see activations.py: of a token and block, int16 q in the same order and d float32 [size/32]
 
 The kernel is a C function as those of interleaved.py. A tile of tokens, whose records stay in the second-level cache,
 passes over a row group block by block; sums are kept in y.
@@ -25,7 +25,7 @@ from bridge.blocks.read import READ
 from bridge.runtime.cpu import vectors
 from bridge.runtime.cpu.activations import WIDE, record_of
 from bridge.runtime.cpu.layout import InterleavedLayout
-from bridge.runtime.cpu.superblock import codes_of_group, d_of_block, scale_code, words
+from bridge.runtime.cpu.superblock import codes_of_group, d_of_block, scale_code, scale_words
 from bridge.system import targets
 from bridge.system.memory import c_function, stack
 
@@ -55,7 +55,7 @@ def unpacks(block: BlockType, target: ModuleType, width: int) -> bool:
 def unpack_block(v: Any, layout: InterleavedLayout, weights: Any, space: Any) -> None:
     """Write the unpacked form of one block, see above, to `space`."""
     block = layout.block
-    scales = words(v, weights, 0, layout.scale_bits, layout.scale_words) if block.is_k else []
+    scales = scale_words(v, layout, weights) if block.is_k else []
     for group in range(block.size // 32):
         v.barrier()
         codes = codes_of_group(v, layout, weights, group, False)
@@ -63,8 +63,7 @@ def unpack_block(v: Any, layout: InterleavedLayout, weights: Any, space: Any) ->
             factor = None
             if block.is_k:
                 j = (32 * group + 4 * k) // block.sub
-                signed = block.scale_lo < 0
-                factor = v.doubled_short(scale_code(v, scales, j, layout.scale_bits, signed, block.odd_scales))
+                factor = v.doubled_short(scale_code(v, scales, j, layout))
             for half, value in enumerate(v.shorts(code(), block.lift)):
                 product = value if factor is None else v.mul_shorts(value, factor)
                 v.store_vector(product, space, 4 * v.lanes * (16 * group + 2 * k + half))
@@ -82,10 +81,10 @@ def multiply_block(v: Any, layout: InterleavedLayout, totals: list[Any], space: 
         for k in range(16):
             weights = v.load(space, 4 * v.lanes * (16 * group + k))
             for c in columns:
-                at = record.nbytes * c + 4 * (16 * group + k)
+                at = record.sums_at * c + 4 * (16 * group + k)
                 parts[c] = v.in_order(v.add(parts[c], v.madd_shorts(weights, v.broadcast(x, at))))
         for c in columns:
-            dx = v.broadcast_float(x, record.nbytes * c + record.d_at + 4 * group)
+            dx = v.broadcast_float(x, record.together(len(totals), record.d_at + 4 * group, c))
             value = v.to_float(parts[c])
             sums[c] = v.fmul(value, dx) if sums[c] is None else v.fma(value, dx, sums[c])
     d = d_of_block(v, layout, halves)

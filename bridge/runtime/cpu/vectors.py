@@ -11,7 +11,7 @@ import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -53,6 +53,13 @@ class LookedUp:
     def nibble(self, right: int) -> Any:
         """Four bits of each entry, by a look-up of their own, which is cheaper than to shift and mask."""
         return self.v.look_up(self.code(), tuple(entry >> right & 15 for entry in self.table))
+
+
+class Places(NamedTuple):
+    """Where a field of each column's record is, and where the records end, in bytes."""
+
+    at: list[int]
+    end: int
 
 
 class Emitter:
@@ -112,17 +119,36 @@ class Emitter:
     def broadcast_float(self, base: ir.Value, at: int) -> ir.Value:
         return self._spread(self.builder.load(self.pointer(base, at, _F32), align=4), self.floats)
 
-    def of_column(self, base: ir.Value, places: list[int], c: int) -> ir.Value:
-        """The int32 at base + places[c] in all lanes of column c; see `paired`."""
-        if not self.paired:
-            return self.broadcast(base, places[c])
-        return self._both(base, places[c & ~1 : (c & ~1) + 2], _I32, self.ints)
+    def of_column(self, base: ir.Value, places: Places, c: int) -> ir.Value:
+        """The int32 at base + places.at[c] in all lanes of column c; see `paired`."""
+        return self._of_column(base, places, c, self.ints)
 
-    def of_column_float(self, base: ir.Value, places: list[int], c: int) -> ir.Value:
+    def of_column_float(self, base: ir.Value, places: Places, c: int) -> ir.Value:
         """As `of_column`, of a float32."""
-        if not self.paired:
-            return self.broadcast_float(base, places[c])
-        return self._both(base, places[c & ~1 : (c & ~1) + 2], _F32, self.floats)
+        return self._of_column(base, places, c, self.floats)
+
+    def _of_column(self, base: ir.Value, places: Places, c: int, kind: ir.VectorType) -> ir.Value:
+        at = places.at[c]
+        if self.paired:  # this column's word and the other's, which follow one another
+            pair = self.builder.load(self.pointer(base, places.at[c & ~1], _I64), align=4)
+            return self.builder.bitcast(self._spread(pair, ir.VectorType(_I64, 2)), kind)
+        if self.lanes == 4 and at // 16 * 16 + 16 <= places.end:  # neighbours share a load
+            return self.word_of_quad(base, at, kind)
+        return self._spread(self.builder.load(self.pointer(base, at, kind.element), align=4), kind)
+
+    def word_of_quad(self, base: ir.Value, at: int, kind: ir.VectorType) -> ir.Value:
+        """The word at base + at in all of four lanes, from a vector of those around it: Arm multiplies by a lane."""
+        quad = self.builder.load(self.pointer(base, at // 16 * 16, kind), align=4)
+        return self._shuffled(quad, ir.Constant(kind, ir.Undefined), (at // 4 % 4,) * 4)
+
+    def byte(self, word: ir.Value, i: int) -> ir.Value:
+        """Byte i of each word, as int32."""
+        if self.lanes == 4 and i in (1, 2):  # one instruction instead of two
+            table = [4 * lane + i if k == 0 else 255 for lane in range(4) for k in range(4)]  # 255: zero
+            octets = self.builder.bitcast(word, self.bytes)
+            found = self.target.emit_look_up(self, octets, ir.Constant(self.bytes, table))
+            return self.builder.bitcast(found, self.ints)
+        return self.and_(self.shr(word, 8 * i), 255)
 
     def column_groups(self, count: int) -> list[list[int]]:
         """The columns whose products are taken together where that saves nothing."""
@@ -188,7 +214,7 @@ class Emitter:
     def in_order(self, value: ir.Value) -> ir.Value:
         """The value. LLVM keeps the order of such values; else it may multiply column by column and spill the words."""
         kind = ir.FunctionType(value.type, [value.type])
-        return self.builder.asm(kind, "", "=x,0", [value], True)
+        return self.builder.asm(kind, "", "=w,0" if self.lanes == 4 else "=x,0", [value], True)
 
     # int32 lanes
 
@@ -300,17 +326,9 @@ class Emitter:
     def _shuffled(self, a: ir.Value, b: ir.Value, order: tuple[int, ...]) -> ir.Value:
         return self.builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, len(order)), order))
 
-    def _both(self, base: ir.Value, places: list[int], item: ir.Type, kind: ir.VectorType) -> ir.Value:
-        """Two scalars in turn."""
-        found = ir.Constant(kind, ir.Undefined)
-        for i, place in enumerate(places):
-            value = self.builder.load(self.pointer(base, place, item), align=4)
-            found = self.builder.insert_element(found, value, ir.Constant(_I32, i))
-        return self._shuffled(found, ir.Constant(kind, ir.Undefined), (0, 1, 0, 1))
-
     def _spread(self, scalar: ir.Value, kind: ir.VectorType) -> ir.Value:
         first = self.builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(_I32, 0))
-        zeros = ir.Constant(ir.VectorType(_I32, self.lanes), [0] * self.lanes)
+        zeros = ir.Constant(ir.VectorType(_I32, kind.count), [0] * kind.count)
         return self.builder.shuffle_vector(first, ir.Constant(kind, ir.Undefined), zeros)
 
 
@@ -416,14 +434,17 @@ class Twin:
     def in_order(self, value: np.ndarray) -> np.ndarray:
         return value
 
-    def of_column(self, base: int, places: list[int], c: int) -> np.ndarray:
+    def byte(self, word: np.ndarray, i: int) -> np.ndarray:
+        return self.and_(self.shr(word, 8 * i), 255)
+
+    def of_column(self, base: int, places: Places, c: int) -> np.ndarray:
         return self._both(base, places, c, np.int32)
 
-    def of_column_float(self, base: int, places: list[int], c: int) -> np.ndarray:
+    def of_column_float(self, base: int, places: Places, c: int) -> np.ndarray:
         return self._both(base, places, c, np.float32)
 
-    def _both(self, base: int, places: list[int], c: int, dtype: Any) -> np.ndarray:
-        own = places[c & ~1 : (c & ~1) + 2] if self.paired else [places[c]]
+    def _both(self, base: int, places: Places, c: int, dtype: Any) -> np.ndarray:
+        own = places.at[c & ~1 : (c & ~1) + 2] if self.paired else [places.at[c]]
         return np.tile(np.concatenate([self.read(base + at, dtype, 1) for at in own]), self.lanes // len(own))
 
     def column_groups(self, count: int) -> list[list[int]]:

@@ -1,8 +1,9 @@
 """Text to token ids and back, from a GGUF's metadata alone, as llama.cpp does it.
 
-    tokenizer.ggml.model  "gpt2": byte-level BPE (`bpe.py`); "llama": SentencePiece's joining by score (`spm.py`)
+    tokenizer.ggml.model  "gpt2": byte-level BPE; "gemma4": BPE on characters (both `bpe.py`)
+                          "llama": SentencePiece's joining by score (`spm.py`)
 
-Both are wrapped in the same way: control and user-defined tokens are matched in the raw text first, the
+All are wrapped in the same way: control and user-defined tokens are matched in the raw text first, the
 longest at each place, and only what lies between them is cut and merged; BOS and EOS go around a text where
 the file asks for them.
 """
@@ -48,6 +49,7 @@ class Tokenizer:
         self.bos = _role_token(metadata, "bos", count)
         self.eos = _role_token(metadata, "eos", count)
         add_bos = metadata.get("tokenizer.ggml.add_bos_token", self.cutter.add_bos)
+        add_bos = add_bos or metadata.get("tokenizer.ggml.model") == "gemma4"  # some of its files say no
         self.add_bos = bool(add_bos) and self.bos is not None
         self.add_eos = bool(metadata.get("tokenizer.ggml.add_eos_token", False)) and self.eos is not None
         self.stops = stop_tokens(metadata)
@@ -142,12 +144,16 @@ class Tokenizer:
             return ByteLevel(
                 self.tokens, _items(metadata, "merges", str), metadata.get("tokenizer.ggml.pre", "default")
             )
+        if model == "gemma4":
+            from bridge.runtime.tokenizer.bpe import CharacterLevel
+
+            return CharacterLevel(self.tokens, _items(metadata, "merges", str))
         if model == "llama":
             scores = _items(metadata, "scores", float, len(self.tokens)) or [0.0] * len(self.tokens)
             prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
             unknown = _role_token(metadata, "unknown", len(self.tokens))
             return SentencePiece(self.tokens, self.types, scores, unknown, prefix)
-        raise BridgeError(f"tokenizer.ggml.model is {model!r}; must be gpt2 (byte-level BPE) or llama")
+        raise BridgeError(f"tokenizer.ggml.model is {model!r}; must be gpt2 (byte-level BPE), llama or gemma4")
 
     def _pattern(self, kinds: set[int]) -> tuple[re.Pattern[str] | None, dict[str, int]]:
         index = {self.tokens[i]: i for i, kind in enumerate(self.types) if kind in kinds and self.tokens[i]}
@@ -159,7 +165,8 @@ def stop_tokens(metadata: Mapping[str, Any]) -> frozenset[int]:
     """The ids that end a reply: those of such roles, and tokens of known names. BridgeError: there are no tokens."""
     tokens = _tokens(metadata)
     named = {_role_token(metadata, role, len(tokens)) for role in ("eos", "eot", "eom")}
-    return frozenset(t for t in named if t is not None) | {i for i, text in enumerate(tokens) if text in KNOWN_ENDS}
+    ends = KNOWN_ENDS - {"</s>"} if metadata.get("tokenizer.ggml.model") == "gemma4" else KNOWN_ENDS  # HTML's there
+    return frozenset(t for t in named if t is not None) | {i for i, text in enumerate(tokens) if text in ends}
 
 
 def _tokens(metadata: Mapping[str, Any]) -> list[str]:

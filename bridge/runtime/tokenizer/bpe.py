@@ -1,10 +1,12 @@
-"""Byte-level BPE through the `tokenizers` library, set up from tokenizer.ggml.pre and the merges."""
+"""BPE by merges, by the `tokenizers` library: on bytes, cut by the rules of tokenizer.ggml.pre, or on characters."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bridge.errors import BridgeError
 from bridge.gguf_file.pretokenizers import BYTES, DIGIT_RUN, GPT2_BYTES, ONE_DIGIT, Step, byte_of, rules_of
+from bridge.runtime.tokenizer.spm import SPACE
 
 
 class ByteLevel:
@@ -26,15 +28,7 @@ class ByteLevel:
             )
         steps, ignore_merges, self.add_bos = rules
         vocab = {text: token for token, text in enumerate(tokens)}
-        pairs = []
-        for merge in merges:
-            at = merge.find(" ", 1)
-            pair = merge[:at], merge[at + 1 :]
-            if at > 0 and pair[0] in vocab and pair[1] in vocab and pair[0] + pair[1] in vocab:
-                pairs.append(pair)
-        if not pairs:
-            raise BridgeError("tokenizer.ggml.merges is missing from the GGUF or empty; convert the model again")
-        self.tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=ignore_merges))
+        self.tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=_pairs(merges, vocab), ignore_merges=ignore_merges))
         self.tokenizer.pre_tokenizer = pre_tokenizer(steps)
 
     def encode(self, text: str, after_special: bool) -> list[int]:
@@ -45,6 +39,48 @@ class ByteLevel:
         if all(c in table for c in text):
             return bytes(table[c] for c in text)
         return text.encode("utf-8")
+
+
+class CharacterLevel:
+    """A Cutter for tokenizer.ggml.model gemma4: spaces are U+2581, words are lines and what lies between them, and a
+    character without a token becomes its bytes' tokens, <0x0A>. A run of newlines that is a token is that token.
+
+    tokenizer  of the `tokenizers` library, which does it
+    """
+
+    add_bos, add_eos = True, False
+
+    def __init__(self, tokens: Sequence[str], merges: Sequence[str]):
+        from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
+
+        self._vocab = {text: token for token, text in enumerate(tokens)}
+        pairs = _pairs(merges, self._vocab)
+        self.tokenizer = Tokenizer(models.BPE(vocab=self._vocab, merges=pairs, byte_fallback=True))
+        self.tokenizer.normalizer = normalizers.Replace(" ", SPACE)
+        self.tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|\n+"), "isolated")
+
+    def encode(self, text: str, after_special: bool) -> list[int]:
+        ids: list[int] = []
+        for part in re.findall("\n+|[^\n]+", text):
+            known = self._vocab.get(part) if part[0] == "\n" else None
+            ids += self.tokenizer.encode(part, add_special_tokens=False).ids if known is None else [known]
+        return ids
+
+    def piece(self, text: str) -> bytes:
+        return text.replace(SPACE, " ").encode("utf-8")
+
+
+def _pairs(merges: Sequence[str], vocab: Mapping[str, int]) -> list[tuple[str, str]]:
+    """The merges that make a token of two; BridgeError if there is none."""
+    pairs = []
+    for merge in merges:
+        at = merge.find(" ", 1)
+        pair = merge[:at], merge[at + 1 :]
+        if at > 0 and pair[0] in vocab and pair[1] in vocab and pair[0] + pair[1] in vocab:
+            pairs.append(pair)
+    if not pairs:
+        raise BridgeError("tokenizer.ggml.merges is missing from the GGUF or empty; convert the model again")
+    return pairs
 
 
 def pre_tokenizer(steps: Sequence[Step]) -> Any:

@@ -61,7 +61,7 @@ class Products:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """In place of the kernels' results."""
-        from bridge.cuda import decoder, dequantize, halves, matmul, matvec, mma, mma_int8, token_records
+        from bridge.cuda import bench, decoder, dequantize, halves, matmul, matvec, mma, mma_int8, token_records
         from bridge.cuda import products as stacks
         from bridge.cuda.activations import Records
         from bridge.cuda.fused import FusedOnDevice
@@ -189,7 +189,7 @@ class Products:
                 (matvec, "launch", multiplied), (matvec, "launch_silu", gated),
                 (halves, "_launch", scaled), (mma, "launch", of_tokens), (dequantize, "tile", tiled),
                 (dequantize, "rows", chosen), (decoder, "rows", chosen), (mma_int8, "launch", of_records),
-                *((owner, "recorded", recorded) for owner in (matmul, stacks, decoder)),
+                *((owner, "recorded", recorded) for owner in (matmul, stacks, decoder, bench, tokens)),
                 (decoder, "attend", attended),
             ):  # fmt: skip
                 stack.enter_context(mock.patch.object(owner, name, own))
@@ -267,13 +267,13 @@ def small_check(right: bool = True) -> Iterator[Products]:
             (products, "SHAPES", [(1, 256), (3, 512)]), (products, "SMALL_BLOCKS", [(5, 32)]),
             (products, "EPILOGUES", (10, 256)), (products, "COLUMNS", (1, 5)),
             (products, "THREADS", 2), (products, "PRODUCTS", 2),
-            (tokens, "SHAPES", [(3, 512)]), (tokens, "SMALL_BLOCKS", [(5, 32)]), (tokens, "TOKENS", (9,)),
-            (tokens, "EPILOGUES", (10, 256)),
+            (tokens, "SHAPES", [(3, 512)]), (tokens, "SMALL_BLOCKS", [(5, 32)]), (tokens, "EPILOGUES", (10, 256)),
+            (tokens, "TOKENS", (9,)), (tokens, "INT8", (9,)),
             (linears, "SHAPE", (10, 256)), (linears, "MANY", (13, 5)),
             (trellis, "SHAPE", (128, 128)), (trellis, "TOKENS", (1, 9)), (trellis, "BITS", (1, 3)),
             (model, "CONTEXT", 64), (model, "PROMPTS", (20, 5, 1)), (model, "STEPPED", 3), (model, "MADE", 4),
             (timing, "DECODED", 2), (timing, "CONTEXT", 64), (timing, "PROMPTS", (4, 12)),
-            (timing, "BATCHES", (13,)),
+            (timing, "BATCHES", (13,)), (timing, "INT8", (9, 65)),
             (synthetic.SyntheticFile, "HIDDEN", 256), (synthetic.SyntheticFile, "INNER", 512),
             (synthetic.SyntheticFile, "HEADS", 4), (synthetic.SyntheticFile, "KV_HEADS", 2),
             (synthetic.SyntheticFile, "LAYERS", 2), (synthetic.SyntheticFile, "VOCAB", 96),

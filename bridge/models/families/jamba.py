@@ -1,0 +1,86 @@
+"""Jamba: most layers are Mamba's, with norms of their own, a few have attention without rotation; some have experts."""
+
+from dataclasses import replace
+from typing import Any
+
+from bridge.models.arguments import Arguments
+from bridge.models.family import NO_OTHER, SILU, Expected, Family, Row, attention, decoder, gated_mlp, required
+from bridge.models.model_config import Config
+
+
+def _sizes(config: Config, args: Arguments) -> dict[str, int]:
+    rank = config.get("mamba_dt_rank", "auto")
+    return {
+        "ssm_inner": 2 * args.hidden, "state": config.side("mamba_d_state", 16),
+        "kernel": config.side("mamba_d_conv", 4),
+        "dt_rank": -(-args.hidden // 16) if rank == "auto" else config.side("mamba_dt_rank"),
+        "attention_period": config.integer("attn_layer_period", 8),
+        "attention_first": config.count("attn_layer_offset", 4),
+        "experts_period": config.integer("expert_layer_period", 2),
+        "experts_first": config.count("expert_layer_offset", 1),
+    }  # fmt: skip
+
+
+def _attends(args: Arguments, layer: int) -> bool:
+    return layer % args.more["attention_period"] == args.more["attention_first"]
+
+
+def _mixes(args: Arguments, layer: int) -> bool:
+    return not _attends(args, layer)
+
+
+def _chooses(args: Arguments, layer: int) -> bool:
+    """Whether a layer has experts."""
+    return args.experts > 1 and layer % args.more["experts_period"] == args.more["experts_first"]
+
+
+def _dense(args: Arguments, layer: int) -> bool:
+    return not _chooses(args, layer)
+
+
+def _metadata(_config: Config, args: Arguments) -> dict[str, Any]:
+    m = args.more
+    return {
+        "attention.head_count_kv": [args.kv_heads if _attends(args, layer) else 0 for layer in range(args.layers)],
+        "ssm.conv_kernel": m["kernel"], "ssm.state_size": m["state"], "ssm.inner_size": m["ssm_inner"],
+        "ssm.time_step_rank": m["dt_rank"],
+    }  # fmt: skip
+
+
+def _mamba(part: str, shape: str, **more: Any) -> Row:
+    return Row(f"mamba.{part}", shape, layers=_mixes, **more)
+
+
+JAMBA = Family(
+    titles=("Jamba",),
+    arch="jamba",
+    architectures=("JambaForCausalLM",),
+    model_type="jamba",
+    keys={"num_experts": 16},
+    expects=(
+        SILU, Expected("mamba_proj_bias", (False,), NO_OTHER), Expected("mamba_conv_bias", (True,), NO_OTHER),
+        Expected("mamba_expand", (2,), NO_OTHER),
+    ),
+    sizes=_sizes,
+    metadata=_metadata,
+    rotary=False,
+    table=decoder(
+        Row("input_layernorm", "hidden"),
+        _mamba("in_proj", "ssm_inner+ssm_inner hidden"),
+        _mamba("conv1d", "ssm_inner kernel", bias=required, floats="F32", change="squeezed"),
+        _mamba("x_proj", "dt_rank+state+state ssm_inner"),
+        _mamba("dt_layernorm", "dt_rank"),
+        _mamba("b_layernorm", "state"),
+        _mamba("c_layernorm", "state"),
+        _mamba("dt_proj", "ssm_inner dt_rank", bias=required),
+        _mamba("A_log", "ssm_inner state", exact=True, name="ssm_a", floats="F32", change="-exp"),
+        _mamba("D", "ssm_inner", exact=True, name="ssm_d"),
+        _mamba("out_proj", "hidden ssm_inner"),
+        *(replace(row, layers=_attends) for row in attention()),
+        Row("pre_ff_layernorm", "hidden"),
+        *(replace(row, layers=_dense) for row in gated_mlp("feed_forward", "inner")),
+        Row("feed_forward.router", "experts hidden", floats="F32", layers=_chooses),
+        *(replace(row, layers=_chooses) for row in gated_mlp("feed_forward.experts.*", "expert")),
+        norm=Row("model.final_layernorm", "hidden"),
+    ),
+)  # fmt: skip

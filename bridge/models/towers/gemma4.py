@@ -1,0 +1,125 @@
+"""Gemma 4's towers: patches of images with learned positions of two axes, and a Conformer of sound where it has one.
+
+Linear layers may clip what they take and give: four numbers each, which llama.cpp has beside the matrix.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from bridge.errors import BridgeError
+from bridge.models.model_config import Config
+from bridge.models.tower import Row, Sound, Tower, Vision
+
+_LAYER = "vision_tower.encoder.layers.{}"
+_HEARD = "audio_tower.layers.{}"
+_BEFORE = "audio_tower.subsample_conv_projection"
+_USUAL_SCALE = 3  # patches a side that are averaged
+_MEL_BINS = 128
+_BASE = 100.0  # of rotary positions
+
+
+def _seen(vision: Vision) -> dict[str, Any]:
+    tower = vision.tower
+    rope = tower.get("rope_parameters") or {}
+    if rope.get("rope_theta", _BASE) != _BASE:
+        raise BridgeError(f"{tower.path}: rope_theta is {rope['rope_theta']}; llama.cpp has {_BASE} in this tower")
+    scale = tower.integer("pooling_kernel_size", _USUAL_SCALE)
+    keys = {
+        "vision.image_size": 224,  # images keep their own
+        "vision.attention.layer_norm_epsilon": tower.number("layer_norm_eps", 1e-6),
+    }
+    return keys if scale == _USUAL_SCALE else {**keys, "vision.projector.scale_factor": scale}
+
+
+def _heard(sound: Config) -> dict[str, Any]:
+    width = sound.integer("hidden_size")
+    return {
+        "embedding_length": width,
+        "feed_forward_length": 4 * width,
+        "num_mel_bins": sound.integer("input_feat_size", _MEL_BINS),
+        "attention.layer_norm_epsilon": sound.number("layer_norm_eps", 1e-6),
+    }
+
+
+def _clipped(source: str, name: str) -> Sequence[Row]:
+    limits = ("input_min", "input_max", "output_min", "output_max")
+    return (
+        Row(f"{source}.linear", f"{name}.weight", also=(source,)),
+        *(Row(f"{source}.{limit}", f"{name}.{limit}", exact=True, optional=True, change="scalar") for limit in limits),
+    )
+
+
+GEMMA4 = Tower(
+    architectures=("Gemma4ForConditionalGeneration",),
+    projector="gemma4v",
+    metadata=_seen,
+    table=(
+        Row("vision_tower.patch_embedder.input_proj", "v.patch_embd.weight", kind="patches", change="patches"),
+        Row(
+            "vision_tower.patch_embedder.position_embedding_table", "v.position_embd.weight", kind="F32", exact=True
+        ),
+        Row(f"{_LAYER}.input_layernorm", "v.blk.{}.ln1.weight"),
+        *(
+            row
+            for part, name in (("q_proj", "q"), ("k_proj", "k"), ("v_proj", "v"), ("o_proj", "out"))
+            for row in _clipped(f"{_LAYER}.self_attn.{part}", f"v.blk.{{}}.attn_{name}")
+        ),
+        Row(f"{_LAYER}.self_attn.q_norm", "v.blk.{}.attn_q_norm.weight"),
+        Row(f"{_LAYER}.self_attn.k_norm", "v.blk.{}.attn_k_norm.weight"),
+        Row(f"{_LAYER}.post_attention_layernorm", "v.blk.{}.attn_post_norm.weight"),
+        Row(f"{_LAYER}.pre_feedforward_layernorm", "v.blk.{}.ln2.weight"),
+        *(
+            row
+            for part in ("gate", "up", "down")
+            for row in _clipped(f"{_LAYER}.mlp.{part}_proj", f"v.blk.{{}}.ffn_{part}")
+        ),
+        Row(f"{_LAYER}.post_feedforward_layernorm", "v.blk.{}.ffn_post_norm.weight"),
+        Row("vision_tower.std_bias", "v.std_bias", exact=True, optional=True),
+        Row("vision_tower.std_scale", "v.std_scale", exact=True, optional=True),
+        Row("embed_vision.embedding_projection", "mm.input_projection.weight"),
+    ),
+    sound=Sound(
+        projector="gemma4a",
+        metadata=_heard,
+        table=(
+            *(
+                row
+                for i in (0, 1)
+                for row in (
+                    Row(f"{_BEFORE}.layer{i}.conv", f"a.conv1d.{i}.weight", kind="F32"),
+                    Row(f"{_BEFORE}.layer{i}.norm", f"a.conv1d.{i}.norm.weight"),
+                )
+            ),
+            Row(f"{_BEFORE}.input_proj_linear", "a.input_projection.weight", kind="F32"),
+            *(
+                row
+                for block, end in (("feed_forward1", ""), ("feed_forward2", "_1"))
+                for row in (
+                    Row(f"{_HEARD}.{block}.pre_layer_norm", f"a.blk.{{}}.ffn_norm{end}.weight"),
+                    *_clipped(f"{_HEARD}.{block}.ffw_layer_1", f"a.blk.{{}}.ffn_up{end}"),
+                    *_clipped(f"{_HEARD}.{block}.ffw_layer_2", f"a.blk.{{}}.ffn_down{end}"),
+                    Row(f"{_HEARD}.{block}.post_layer_norm", f"a.blk.{{}}.ffn_post_norm{end}.weight"),
+                )
+            ),
+            Row(f"{_HEARD}.norm_pre_attn", "a.blk.{}.attn_pre_norm.weight"),
+            *(
+                row
+                for part, name in (("q_proj", "q"), ("k_proj", "k"), ("v_proj", "v"), ("post", "out"))
+                for row in _clipped(f"{_HEARD}.self_attn.{part}", f"a.blk.{{}}.attn_{name}")
+            ),
+            Row(f"{_HEARD}.self_attn.relative_k_proj", "a.blk.{}.attn_k_rel.weight"),
+            Row(
+                f"{_HEARD}.self_attn.per_dim_scale", "a.blk.{}.per_dim_scale.weight", exact=True, change="softplus"
+            ),
+            Row(f"{_HEARD}.norm_post_attn", "a.blk.{}.attn_post_norm.weight"),
+            Row(f"{_HEARD}.lconv1d.pre_layer_norm", "a.blk.{}.conv_norm.weight"),
+            *_clipped(f"{_HEARD}.lconv1d.linear_start", "a.blk.{}.conv_pw1"),
+            Row(f"{_HEARD}.lconv1d.depthwise_conv1d", "a.blk.{}.conv_dw.weight", kind="F32", change="squeezed"),
+            Row(f"{_HEARD}.lconv1d.conv_norm", "a.blk.{}.norm_conv.weight"),
+            *_clipped(f"{_HEARD}.lconv1d.linear_end", "a.blk.{}.conv_pw2"),
+            Row(f"{_HEARD}.norm_out", "a.blk.{}.ln2.weight"),
+            Row("audio_tower.output_proj", "a.pre_encode.out.weight", bias=True),
+            Row("embed_audio.embedding_projection", "mm.a.input_projection.weight"),
+        ),
+    ),
+)  # fmt: skip

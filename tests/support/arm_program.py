@@ -1,0 +1,129 @@
+"""A table of calls (program.py) run as AArch64 machine code under qemu, beside this machine.
+
+Numba's code of the calls' functions is compiled again, for AArch64; what they point to is copied to a file, with
+addresses moved to where the program under qemu maps it.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import llvmlite.binding as llvm
+import numpy as np
+from numba.core import caching
+
+from bridge.runtime.cpu.program import ITEMS, Program
+from scripts.arm import emit
+
+PLACE = 1 << 36  # where everything is under qemu
+MAIN = """
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+/* Numba's runtime: arrays that functions make for themselves, never freed */
+void *NRT_MemInfo_alloc_aligned(size_t size, unsigned align) {
+    void **info = calloc(6, sizeof *info);
+    info[3] = aligned_alloc(64, (size + 64) / 64 * 64);
+    info[4] = (void *)size;
+    return info;
+}
+void *NRT_MemInfo_alloc_safe_aligned(size_t size, unsigned align) { return NRT_MemInfo_alloc_aligned(size, align); }
+void NRT_incref(void *info) {}
+void NRT_decref(void *info) {}
+DECLARATIONS
+int main(int count, char **names) {
+    FILE *file = fopen(names[1], "rb");
+    char *all = mmap((void *)PLACEL, SIZE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+    if (all != (char *)PLACEL || !file || fread(all, 1, SIZE, file) != SIZE) return 1;
+    CALLS
+    return fwrite(all, 1, SIZE, stdout) != SIZE;
+}
+"""
+
+
+def compiled_anew(monkeypatch: Any, *made: Any) -> None:
+    """Have functions compiled anew, as those from Numba's cache have no LLVM code; `made`: their cached makers."""
+    monkeypatch.setattr(caching.FunctionCache, "load_overload", lambda *_: None)
+    for maker in made:
+        maker.cache_clear()
+
+
+def object_file(function: Any) -> bytes:
+    """A CFunc for AArch64; Numba's counting of references, which is x86's code, is left to MAIN."""
+    code = function._library.get_llvm_str()
+    code = re.sub(r"(?s)define[^\n]*@NRT_(in|de)cref\(.*?\n}\n", "", code)
+    code = re.sub(r"(?m)^(declare .*@llvm\.x86.*|target datalayout.*)$", "", code)
+    code = re.sub("target triple = .*", 'target triple = "aarch64-linux-gnu"', code)
+    code += "".join(f"declare void @{name}(ptr)\n" for name in ("NRT_incref", "NRT_decref") if f"@{name}(" in code)
+    machine = emit._processor().create_target_machine(cpu="neoverse-n1", features=emit.FEATURES["neon"], opt=3)
+    return bytes(machine.emit_object(llvm.parse_assembly(code)))
+
+
+def arrays_below(thing: Any, seen: set[int]) -> Iterator[np.ndarray]:
+    """The memory of all arrays that an object's attributes and items lead to."""
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, np.ndarray):
+        if isinstance(thing.base, np.ndarray):
+            yield from arrays_below(thing.base, seen)
+        else:
+            yield thing
+        return
+    items = list(thing.values() if isinstance(thing, dict) else thing if isinstance(thing, (list, tuple)) else ())
+    if type(thing).__module__.startswith(("bridge.", "tests.")):
+        items += getattr(thing, "__dict__", {}).values()
+    for item in items:
+        yield from arrays_below(item, seen)
+
+
+def run_on_arm(program: Program, folder: Path, *roots: Any) -> None:
+    """Make the program's calls under qemu: the arrays that it and `roots` lead to are then as if it had run here."""
+    arrays = [a for a in arrays_below([*roots, program._rows, program._kept], set()) if a.nbytes]
+    starts = np.array([a.ctypes.data for a in arrays], np.int64)
+    ends = starts + [a.nbytes for a in arrays]
+    sizes = np.array([-(-a.nbytes // 64) * 64 for a in arrays])
+    places = PLACE + np.concatenate([[0], np.cumsum(sizes)[:-1]])
+
+    def moved(words: np.ndarray) -> np.ndarray:
+        out = words.copy()
+        for start, end, place in zip(starts, ends, places, strict=True):
+            inside = (words >= start) & (words < end)
+            out[inside] += place - start
+        return out
+
+    image = np.zeros(sizes.sum(), np.uint8)
+    for array, place in zip(arrays, places - PLACE, strict=True):
+        flat = array.reshape(-1)
+        raw = (moved(flat) if array.dtype == np.int64 else flat).view(np.uint8)
+        image[place : place + array.nbytes] = raw
+    rows = [[row[0] if hasattr(row[0], "address") else row[0](), *row[1:]] for row in program._rows if row[ITEMS]]
+    functions = {function.native_name: function for function, *_ in rows}
+    names = {name: f"f{i}" for i, name in enumerate(functions)}
+    calls = []
+    for function, *words in rows:
+        given = ", ".join(f"{word}L" for word in moved(np.array(words[:7], np.int64)))
+        calls.append(f"{names[function.native_name]}({given}, 0, {words[ITEMS - 1]});")
+    declared = [f'void {short}({", ".join(["long"] * 9)}) __asm__("{name}");' for name, short in names.items()]
+    text = MAIN.replace("DECLARATIONS", "\n".join(declared)).replace("CALLS", "\n    ".join(calls))
+    (folder / "main.c").write_text(text.replace("PLACE", str(PLACE)).replace("SIZE", str(image.size)))
+    for name, short in names.items():
+        (folder / f"{short}.o").write_bytes(object_file(functions[name]))
+    image.tofile(folder / "image")
+    command = [
+        "aarch64-linux-gnu-gcc",
+        "-O1",
+        "-static",
+        "-Wl,--unresolved-symbols=ignore-all,--allow-multiple-definition",
+    ]
+    objects = [f"{short}.o" for short in names.values()]
+    subprocess.run([*command, "main.c", *objects, "-lm", "-o", "program"], cwd=folder, check=True)
+    run = ["qemu-aarch64-static", "-cpu", "max", str(folder / "program"), "image"]
+    found = np.frombuffer(subprocess.run(run, cwd=folder, check=True, capture_output=True).stdout, np.uint8)
+    for array, place in zip(arrays, places - PLACE, strict=True):
+        if array.flags.writeable and array.dtype != np.int64:
+            array.reshape(-1).view(np.uint8)[:] = found[place : place + array.nbytes]
