@@ -166,7 +166,7 @@ def numbers_of_gguf(metadata: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """The tensors of a checkpoint that are numbers in a GGUF's metadata, float32, by name."""
     arch = metadata.get("general.architecture")
     return {
-        name.format(layer): np.float32(value).reshape(shape)
+        name.format(layer): np.full(shape, value, np.float32)
         for family in ALL
         if family.arch == arch
         for key, (name, shape) in family.numbers.items()

@@ -174,18 +174,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_experts_per_tok": 2, "sliding_window": 32, "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0,
             "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0}}),
 }  # fmt: skip
-# whose GGUFs cannot become checkpoints again
-ONE_WAY = {
-    "nemotron-h",
-    "nemotron-h-moe",
-    "mistral4",
-    "llama4",
-    "phimoe",
-    "gemma3n",
-    "gemma4",
-    "gemma4-dense",
-    "gemma4-moe",
-}
 # what transformers names otherwise than the published config.json
 PUBLISHED_AS: dict[str, dict[str, str]] = {
     "phimoe": {"PhimoeForCausalLM": "PhiMoEForCausalLM"},
