@@ -28,7 +28,7 @@ def fill_table(family: Family, args: Arguments, names: Mapping[str, Sequence[int
     filled = _Filled(family, args, names)
     for repeated, group in groupby(family.table, lambda row: "{}" in row.source):
         rows = [row for row in group if row.when(args)]
-        for layer in range(args.layers if repeated else 1):
+        for layer in range(args.layers + args.predicting if repeated else 1):
             for row in rows:
                 if row.layers is None or row.layers(args, layer):
                     filled.add(row, layer)
@@ -48,7 +48,7 @@ def all_names(family: Family, args: Arguments) -> list[str]:
     for row in family.table:
         if not row.when(args) or (row.unless and family.own):
             continue
-        for layer in range(args.layers if "{}" in row.source else 1):
+        for layer in range(args.layers + args.predicting if "{}" in row.source else 1):
             if row.layers is None or row.layers(args, layer):
                 own = (name for name in row.also if family.own and family.own in name)
                 source = next(own, row.source).format(layer)
@@ -114,7 +114,8 @@ class _Filled:
         self.family, self.args, self.sizes, self.names = family, args, args.sizes, frozenset(names)
         arch = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[family.named_as or family.arch]
         layers = {found[1] for name in self.names if (found := _LAYER.search(name))}
-        self.map = gguf.get_tensor_name_map(arch, min(args.layers, len(layers)))  # others are found to be missing
+        count = min(args.layers + args.predicting, len(layers))  # others are found to be missing
+        self.map = gguf.get_tensor_name_map(arch, count)
         self.tensors: list[OutlineTensor] = []
         self.folds: list[Fold] = []
         self.modules: dict[str, list[str]] = {}
