@@ -2,17 +2,15 @@
 
     python scripts/bench_export.py [--gguf FILE --config DIR] [--rounds 3]
 
-The GGUF is synthetic unless one is given: a Llama of random blocks, 0.35 GB. Exports and copies take turns. A copy
-reads the file and writes and syncs its bytes again; an export does so with the checkpoint. Both are processes of their
-own whose imports are not counted, nor a first export, which loads the kernels; the page cache is warm. Speeds are bytes
-of the GGUF a second, by wall time and by CPU time of all threads. Memory is the largest resident set (ru_maxrss), which
-counts mapped pages, less that of the same process before the first export.
+The GGUF is synthetic unless one is given: a Llama of random blocks, 0.35 GB. Each row is of one process, in which
+exports and copies take turns after a first export, which loads the kernels; it is printed once it is measured. A copy
+reads the file and writes and syncs its bytes again; an export does so with the checkpoint. The page cache is warm.
+Speeds are bytes of the GGUF a second, by wall time and by CPU time of all threads. Memory is the largest resident set
+(ru_maxrss), which counts mapped pages, less that of the process before the first export.
 """
 
 import argparse
 import json
-import shutil
-import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -25,48 +23,54 @@ from bridge.runtime.bench import random_tensor
 
 HIDDEN, INNER, HEADS, KV_HEADS, VOCAB = 2048, 5632, 32, 4, 4096
 BYTES = 350_000_000
-EXACT = (
-    ("Q4_0", "gptq_v2"), ("Q4_0", "compressed-tensors"), ("Q4_0", "mlx"), ("Q4_0", "awq"), ("Q4_0", "hqq"),
-    ("Q8_0", "gptq_v2"), ("Q8_0", "compressed-tensors"), ("Q8_0", "mlx"), ("Q8_0", "hqq"),
-    ("Q4_1", "mlx"), ("Q5_0", "mlx"), ("Q5_1", "mlx"), ("Q4_K", "mlx"), ("Q4_K", "floats"),
-    ("MXFP4", "compressed-tensors"), ("MXFP4", "mlx"), ("NVFP4", "modelopt"), ("NVFP4", "compressed-tensors"),
+CASES = (
+    *((type, format) for type in ("Q4_0", "Q8_0") for format in ("compressed-tensors", "gptq", "gptq_v2", "mlx")),
+    *(("MXFP4", format) for format in ("compressed-tensors", "mlx")),
+    *(("NVFP4", format) for format in ("compressed-tensors", "modelopt", "mlx")),
+    *((type, "mlx") for type in ("Q4_1", "Q5_0", "Q5_1", "Q4_K")),
+    *((type, "hqq") for type in ("Q4_0", "Q8_0")),
+    ("Q4_0", "awq"), ("Q4_K", "floats"),
 )  # fmt: skip
 
-EXPORT = """
-import json, resource, sys, time
-from pathlib import Path
-import bridge
+TURNS = """
+import json, os, resource, shutil, sys, time
 from bridge.conversion.export import export
-from bridge.encode.block_bytes import unpack_fields
+source, folder, format, config, rounds = sys.argv[1:]
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-before = peak()
-export(sys.argv[1], sys.argv[2], sys.argv[3], config=sys.argv[4])
-wall, cpu = time.perf_counter(), time.process_time()
-done = export(sys.argv[1], sys.argv[2], sys.argv[3], config=sys.argv[4], force=True)
-wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-hows = sorted({t.how for t in done.tensors if ".layers." in t.name and t.name.endswith("proj.weight")})
-print(json.dumps({"wall": wall, "cpu": cpu, "peak": (peak() - before) * 1024, "how": ", ".join(hows)}))
-"""
 
-COPY = """
-import json, os, sys, time
-wall, cpu = time.perf_counter(), time.process_time()
-with open(sys.argv[1], "rb") as source, open(sys.argv[2], "wb") as target:
-    while piece := source.read(16 << 20):
-        target.write(piece)
-    target.flush()
-    os.fsync(target.fileno())
-print(json.dumps({"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}))
+def copy():
+    with open(source, "rb") as file, open(folder + "/copy", "wb") as target:
+        while piece := file.read(1 << 20):
+            target.write(piece)
+        target.flush()
+        os.fsync(target.fileno())
+    os.unlink(folder + "/copy")
+
+def exported():
+    done = export(source, folder + "/out", format, config=config)
+    shutil.rmtree(folder + "/out")
+    return done
+
+def timed(run):
+    wall, cpu = time.perf_counter(), time.process_time()
+    run()
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+before = peak()
+hows = sorted({t.how for t in exported().tensors if ".layers." in t.name and t.name.endswith("proj.weight")})
+found = [(timed(copy), timed(exported)) for _ in range(int(rounds))]
+print(json.dumps({"how": ", ".join(hows), "peak": (peak() - before) * 1024, "turns": found}))
 """
 
 
 def main() -> None:
     options = parse()
     print(f"Machine: {machine()}.\n")
-    print(head("GGUF", "format", "layers", "of copying, wall", "of copying, CPU", "wall, s", "copy, s", "memory, MB"))
+    columns = "of copying, wall", "of copying, CPU", "wall, s", "CPU, s", "copy's CPU, s", "memory, MB"
+    print(head("GGUF", "format", "layers", *columns), flush=True)
     with tempfile.TemporaryDirectory(prefix="gguf-bridge-export-") as scratch:
         made = ""
-        for type, format in EXACT:
+        for type, format in CASES:
             if options.only in (None, format) and options.type in (None, type):
                 path, config = options.gguf, options.config
                 if path is None:
@@ -93,27 +97,11 @@ def parse() -> argparse.Namespace:
 
 def measure(path: Path, config: Path, format: str, rounds: int) -> list[str]:
     """The cells of a row."""
-    exports, copies = [], []
     with tempfile.TemporaryDirectory(prefix="gguf-bridge-export-") as scratch:
-        for i in range(rounds + 1):  # the first compiles
-            out, copy = Path(scratch) / f"out-{i}", Path(scratch) / "copy.gguf"
-            copies.append(json.loads(output_of(sys.executable, "-c", COPY, path, copy)))
-            exports.append(json.loads(output_of(sys.executable, "-c", EXPORT, path, out, format, config)))
-            copy.unlink()
-            shutil.rmtree(out)
-    wall, cpu, copied, copied_cpu = (
-        statistics.median(run[key] for run in runs[1:])
-        for runs, key in ((exports, "wall"), (exports, "cpu"), (copies, "wall"), (copies, "cpu"))
-    )
-    peak = max(run["peak"] for run in exports[1:]) / 1e6
-    return [
-        exports[0]["how"],
-        f"{copied / wall:.2f}",
-        f"{copied_cpu / cpu:.2f}",
-        f"{wall:.2f}",
-        f"{copied:.2f}",
-        f"{peak:.0f}",
-    ]
+        found = json.loads(output_of(sys.executable, "-c", TURNS, path, scratch, format, config, rounds))
+    (copied, copied_cpu), (wall, cpu) = np.median(found["turns"], 0)
+    seconds = (f"{value:.2f}" for value in (wall, cpu, copied_cpu))
+    return [found["how"], f"{copied / wall:.2f}", f"{copied_cpu / cpu:.2f}", *seconds, f"{found['peak'] / 1e6:.0f}"]
 
 
 def write(path: Path, type: str, nbytes: int) -> None:

@@ -60,7 +60,7 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "hidden_size": 1536, "intermediate_size": 512, "shared_intermediate_size": 1024, "num_local_experts": 64,
         "num_experts_per_tok": 6, "num_attention_heads": 12, "num_key_value_heads": 4, "num_hidden_layers": 4,
         "layer_types": ["mamba", "mamba", "attention", "mamba"], "mamba_n_heads": 48, "mamba_d_head": 64,
-        "mamba_d_state": 128, "mamba_n_groups": 1, "position_embedding_type": "rope"}),
+        "mamba_d_state": 128, "mamba_n_groups": 1}),
     "gpt-oss": ("gpt-oss 20B", "GptOssConfig", {
         "hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 32, "num_experts_per_tok": 4,
         "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_hidden_layers": 2}),

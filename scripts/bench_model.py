@@ -4,6 +4,7 @@
     python scripts/bench_model.py --gguf model.gguf
     python scripts/bench_model.py --experts                  a synthetic mixture of 64 experts, 8 of them used
     python scripts/bench_model.py --together                 2, 4 and 8 sequences at once, compared with one
+    python scripts/bench_model.py --draft                    replies with guessed tokens, compared with those without
     python scripts/bench_model.py --conversation             the tokens that a second turn reads
     python scripts/bench_model.py --perplexity CHECKPOINT... --text wiki.txt
 
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from benchlib import ROOT, head, line, machine, output_of, parser
+from benchlib.drafts import print_drafts
 from benchlib.speeds import BEGIN, both_sides, llama_bench, turn
 
 TOGETHER = """
@@ -57,6 +59,8 @@ def main() -> None:
         path = options.gguf or synthetic(Path(scratch), options.experts)
         if options.together:
             print_together(path, options.threads, options.turns)
+        elif options.draft:
+            print_drafts(path, options.draft, options.text, options.threads, options.rounds)
         elif options.conversation:
             print_conversation(path)
         else:
@@ -66,12 +70,16 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     threads = {"nargs": "+", "default": [1, 2]}
     windows = {"default": 64}
-    common = ("--peer-python", "--threads", "--turns", "--text", "--windows")
+    common = ("--peer-python", "--threads", "--turns", "--rounds", "--text", "--windows")
     options = parser(__doc__, *common, threads=threads, windows=windows)
     options.add_argument("--gguf", type=Path, metavar="FILE", help="default: a synthetic 1B GPTQ 4-bit g128, converted")
     options.add_argument("--peer-bench", default="", metavar="COMMAND", help="the llama-bench of a fork of llama.cpp")
     options.add_argument("--experts", action="store_true", help="use a synthetic mixture of 64 experts")
     options.add_argument("--together", action="store_true", help="measure several sequences at once")
+    options.add_argument(
+        "--draft", nargs="?", const="ngram", choices=("ngram", "mtp"),
+        help="measure guessed tokens (default: ngram); with --text, on what the model replies to pieces of it",
+    )  # fmt: skip
     options.add_argument("--conversation", action="store_true", help="count the tokens that a second turn reads")
     options.add_argument("--perplexity", type=Path, nargs="+", metavar="DIR", help="measure perplexity of checkpoints")
     found = options.parse_args()

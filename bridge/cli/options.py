@@ -124,7 +124,7 @@ def budget(a: argparse.Namespace, progress: Progress | None) -> Budget | None:
 def add_output(p: argparse.ArgumentParser) -> None:
     """What is written, and by how many threads."""
     output = p.add_argument_group("output")
-    add_options(output, ConvertOptions, ["mmproj_type", "split_max_size", "modelfile", "force", "threads"])
+    add_options(output, ConvertOptions, ["mmproj_type", "no_mtp", "split_max_size", "modelfile", "force", "threads"])
     add_no_mmproj(output)
     add_report(output)
 

@@ -14,7 +14,7 @@ from bridge.errors import BridgeError
 from bridge.gguf_file.reader import LOADS
 from bridge.runtime.sampling import Sampling
 from bridge.system import compiling
-from bridge.system.files import expect_name
+from bridge.system.files import read_text
 from bridge.system.text import tell
 
 
@@ -81,6 +81,11 @@ def add_sampling(p: argparse.ArgumentParser) -> None:
         "--schema", type=Path, metavar="FILE.json", help="JSON schema that the reply fits (the extra: schema)"
     )
     grammar.add_argument("--regex", metavar="REGEX", help="regular expression that the whole reply matches")
+    p.add_argument(
+        "--draft", metavar="ngram|mtp|FILE.gguf",
+        help="what guesses tokens, for the same reply sooner: ngram (what followed the last tokens before), mtp (the "
+        "file's own layer for that), or a smaller model of the same vocabulary",
+    )  # fmt: skip
     add_options(p, Sampling)
 
 
@@ -134,17 +139,17 @@ def _named_value(text: str) -> tuple[str, Any]:
 
 def reply_options(a: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `Model.generate` after the prompt."""
-    grammar = {"schema": a.schema and _text_of(a.schema), "regex": a.regex}
-    return {"max_tokens": a.max_tokens, "stop": a.stop, **grammar, **given(a, Sampling)}
+    grammar = {"schema": a.schema and read_text(a.schema), "regex": a.regex}
+    return {"max_tokens": a.max_tokens, "stop": a.stop, "draft": _draft(a), **grammar, **given(a, Sampling)}
 
 
-def _text_of(path: Path) -> str:
-    """A file's text; BridgeError where it cannot be read."""
-    expect_name(path)
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as problem:
-        raise BridgeError(f"{path}: {getattr(problem, 'strerror', None) or 'not UTF-8'}") from problem
+def _draft(a: argparse.Namespace) -> Any:
+    """What guesses tokens: a name, a model that is loaded, or None."""
+    if a.draft is None:
+        return None
+    from bridge.runtime.speculation import NAMES
+
+    return a.draft if a.draft in NAMES else load(a, Path(a.draft), a.context)
 
 
 def model_parser(commands: Any, name: str, help: str, handler: Any) -> argparse.ArgumentParser:
@@ -255,9 +260,10 @@ def speeds(model: Any) -> str:
     """The speeds of the last reply."""
     t = model.timing
     kept = f" ({t.kept_tokens} of them kept)" if t.kept_tokens else ""
+    guesses = f"; {t.speculation.accepted} of {t.speculation.drafted} guesses right" if t.speculation else ""
     return (
         f"prompt: {t.prompt_tokens} tokens{kept}, {_speed(t.prompt_tokens - t.kept_tokens, t.prompt_seconds)}; "
-        f"generation: {t.tokens} tokens, {_speed(t.tokens, t.seconds)}"
+        f"generation: {t.tokens} tokens, {_speed(t.tokens, t.seconds)}{guesses}"
     )
 
 
@@ -274,7 +280,7 @@ def perplexity(a: argparse.Namespace) -> int:
     from bridge.runtime import perplexity as measure
     from bridge.system.progress import Bar
 
-    text = _text_of(a.file)
+    text = read_text(a.file)
     context = a.context or a.length
     model = load(a, a.gguf, context, a.lora)
     reference = load(a, a.reference, context) if a.reference else None

@@ -49,6 +49,10 @@ def add_parser(commands: Any) -> None:
         "--pooling", choices=POOLINGS, default="mean",
         help="what the vectors of /v1/embeddings are made of: the mean of all tokens, or the last (default: mean)",
     )  # fmt: skip
+    p.add_argument(
+        "--draft", choices=("ngram",),
+        help="guess tokens, while 4 replies or fewer are made at once: what followed the last tokens before",
+    )  # fmt: skip
     p.add_argument("--lora", type=Path, metavar="ADAPTER.gguf", help="adapter that convert-lora wrote")
     add_loading(p)
     add_options(p.add_argument_group("sampling, where a request does not say"), Sampling, _SAMPLING)
@@ -78,7 +82,7 @@ def run(a: argparse.Namespace) -> int:
                       BridgeWarning, stacklevel=1)  # fmt: skip
     with bound(a.host, a.port) as listening, load(a, gguf_of(a), a.context, a.lora) as model:
         model.prepare()
-        limits = Limits(a.sequences, a.waiting, a.body << 20, key, local, a.pooling, sampling)
+        limits = Limits(a.sequences, a.waiting, a.body << 20, key, local, a.pooling, sampling, a.draft)
         serve(model, listening, limits, a.grace)
     tell("stopped")
     return 0

@@ -18,6 +18,11 @@ def add_parser(commands: Any) -> None:
     add_options(p, PlanOptions, ["config"])
     p.add_argument("--template", metavar="MODEL.gguf", help="the template that the GGUF was made with, if any")
     p.add_argument(
+        "--mtp-text", type=Path, metavar="FILE",
+        help="also try the layer that predicts a token further (MTP) on a text: how many tokens it guesses as the "
+        "model chooses them",
+    )  # fmt: skip
+    p.add_argument(
         "--max-share",
         type=float,
         metavar="X",
@@ -46,6 +51,7 @@ def run(a: argparse.Namespace) -> int:
             a.checkpoint,
             config=getattr(a, "config", None),
             template=a.template,
+            mtp_text=a.mtp_text,
             progress=bar,
             save_as=a.report,
         )

@@ -22,10 +22,13 @@ from bridge.models.outline import Outline, OutlineTensor, Part
 _ROWS = 1024  # of a matrix that are compared at a time
 
 
-def outline_of(ckpt: Checkpoint, pre: str | None = None, template: str | Path | None = None) -> Outline:
+def outline_of(
+    ckpt: Checkpoint, pre: str | None = None, template: str | Path | None = None, no_mtp: bool = False
+) -> Outline:
     """A checkpoint's outline, by its family or a template; a GGUF's own.
 
-    pre  overrides the recognition of the pre-tokenizer
+    pre     overrides the recognition of the pre-tokenizer
+    no_mtp  whether layers that predict further tokens are left out
 
     Raises BridgeError where the family is unknown, the checkpoint incomplete, or a bias has no place in llama.cpp.
     """
@@ -43,7 +46,7 @@ def outline_of(ckpt: Checkpoint, pre: str | None = None, template: str | Path | 
         shapes = {name: info.shape for name, info in ckpt.tensors.items()}
         shapes |= {f"{module}.weight": info.shape for module, info in ckpt.modules.items()}
         config, notes = _mended(ckpt)
-        outline = describe_model(config, ckpt.home, shapes, pre)
+        outline = describe_model(config, ckpt.home, shapes, pre, no_mtp)
         outline.notes += notes
     for key, names in outline.numbers.items():
         outline.metadata[key] = GGUFValue([_number(ckpt, name) for name in names], GGUFValueType.ARRAY)

@@ -22,12 +22,16 @@ from bridge.blocks import TYPES, BlockType
 from bridge.checkpoint.formats.fp4 import GROUPS, Fp4Tensor
 from bridge.checkpoint.grouped import GroupedTensor, PackedTensor
 from bridge.encode.block_bytes import unpack_fields
-from bridge.encode.block_words import gather_halves, halves_at, pack_words
+from bridge.encode.block_words import Room, gather_halves, halves_at, pack_words
 
 _WHOLE = 0.2  # zero points of a carried tensor are nearer to whole numbers
 _NO_SIGN, _INFINITE = np.uint16(0x7FFF), 0x7C00  # of the bits of a half
 _GREATEST = 0x5FFF  # 65504 / 128
 _SIZES = (4096, 2048, 1024, 512, 256, 128, 64, 32, 16)
+
+
+class NotPlain(Exception):
+    """Blocks whose codes and scales are not the format's, in a layer whose first rows are."""
 
 
 def codes_of(
@@ -84,7 +88,9 @@ def fp4_scales(type: str, raw: np.ndarray) -> np.ndarray | None:
     if type not in GROUPS:
         return None
     block = TYPES[type]
-    heads = raw.reshape(len(raw), -1, block.nbytes)[:, :, : block.size // block.sub].reshape(len(raw), -1)
+    count = block.size // block.sub  # of a block, which begins with them
+    heads = raw.view(f"u{count}").reshape(len(raw), -1, block.nbytes // count)[:, :, 0]
+    heads = np.ascontiguousarray(heads).view(np.uint8)
     if type == "MXFP4":
         return None if (heads == 255).any() else heads
     heads = heads & 127  # the sign is ignored, and NaN is read as 0
@@ -98,43 +104,64 @@ def is_plain(type: str, raw: np.ndarray) -> bool:
     block = TYPES.get(type)
     if block is None or block.is_k or block.values:
         return False
-    scales = halves_at(block, raw, block.d_at) & _NO_SIGN
+    offsets = halves_at(block, raw, block.dmin_at) if block.has_min else None
+    return _are_plain(halves_at(block, raw, block.d_at), offsets)
+
+
+def _are_plain(scales: np.ndarray, offsets: np.ndarray | None) -> bool:
+    """`is_plain` of the bits of all scales and offsets, uint16 of any strides."""
+    scales = scales & _NO_SIGN
     if scales.max(initial=0) > _GREATEST:
         return False
-    if not block.has_min:
+    if offsets is None:
         return True
-    offsets = halves_at(block, raw, block.dmin_at) & _NO_SIGN
+    offsets = offsets & _NO_SIGN
     return bool(offsets.max(initial=0) < _INFINITE and ((scales != 0) | (offsets == 0)).all())
 
 
 def packed_of(
-    name: str, type: str, pieces: Iterable[np.ndarray], shape: tuple[int, int], scale: float, transposed: bool
+    name: str,
+    type: str,
+    pieces: Iterable[np.ndarray],
+    shape: tuple[int, int],
+    scale: float,
+    transposed: bool,
+    room: Room,
 ) -> PackedTensor:
-    """Blocks of TYPES_IN_WORDS that `is_plain`, or with `fp4_scales`, without a byte per code.
+    """Blocks of TYPES_IN_WORDS that `is_plain`, or with `fp4_scales`, without a byte per code. Raises NotPlain for
+    others.
 
     pieces      uint8 [rows, row bytes]: runs of rows that are `shape`, [out, in], together
     scale       of the whole tensor
     transposed  as GPTQ stores it
+    room        for its arrays
     """
     block, (out, columns) = TYPES[type], shape
     bits, groups = (block.levels - 1).bit_length(), columns // block.sub
     fp4, row = type in GROUPS, 0
 
-    def empty(width: int, dtype: DTypeLike) -> np.ndarray:
+    def empty(part: str, width: int, dtype: DTypeLike) -> np.ndarray:
         """[out, width], a view of its transpose if that is wanted."""
-        return np.empty((width, out), dtype).T if transposed else np.empty((out, width), dtype)
+        return room.empty(part, (width, out), dtype).T if transposed else room.empty(part, (out, width), dtype)
 
-    words, scales = empty(columns * bits // 32, np.uint32), empty(groups, np.uint8 if fp4 else np.float16)
-    biases = empty(groups, np.float16) if block.has_min else None
+    words = empty("words", columns * bits // 32, np.uint32)
+    scales = empty("scales", groups, np.uint8 if fp4 else np.float16)
+    biases = empty("biases", groups, np.float16) if block.has_min else None
     for raw in pieces:
         rows = slice(row, row := row + len(raw))
         pack_words(block, raw, words[rows])
         if fp4:
-            scales[rows] = fp4_scales(type, raw)
-        else:
-            gather_halves(block, raw, block.d_at, scales[rows])
+            found = fp4_scales(type, raw)
+            if found is None:
+                raise NotPlain
+            scales[rows] = found
+            continue
+        gather_halves(block, raw, block.d_at, scales[rows])
         if biases is not None:
             gather_halves(block, raw, block.dmin_at, biases[rows])
+        offsets = None if biases is None else biases[rows].view(np.uint16)
+        if not _are_plain(scales[rows].view(np.uint16), offsets):
+            raise NotPlain
     kind, zero = (type, 0) if fp4 else ("int", block.zero)
     return PackedTensor(name, bits, words, scales, block.sub, zero, biases, kind, scale)
 

@@ -3,8 +3,9 @@
     bridge.export("model.gguf", "folder", "gptq_v2")
 
 Names and row orders are the family's (`gguf_source`), codes and groups come from the blocks (`codes_of_blocks`), and
-the folder is written as `quantize --format` writes one. Layers are read twice, first for the headers, of most types a
-part of the rows: none stays in memory.
+the folder is written as `quantize --format` writes one. No layer stays in memory: the headers tell bits and groups, for
+which layers are read once before. Of layers whose first rows are packed as they are, the others are taken to be, and
+all is written again if they are not.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -34,6 +36,7 @@ from bridge.checkpoint.formats.layouts import (
 )
 from bridge.checkpoint.grouped import GroupedTensor, PackedTensor
 from bridge.conversion.codes_of_blocks import (
+    NotPlain,
     codes_of,
     fp4_of,
     fp4_scales,
@@ -45,7 +48,7 @@ from bridge.conversion.codes_of_blocks import (
 )
 from bridge.conversion.gguf_config import checked_source, write_config
 from bridge.conversion.gguf_source import Assembled, GgufSource, Place
-from bridge.encode.block_words import TYPES_IN_WORDS
+from bridge.encode.block_words import TILE, TYPES_IN_WORDS, Room
 from bridge.encode.limits import REQUANTIZED_LIMIT
 from bridge.errors import BridgeError, parameter
 from bridge.gguf_file.reader import StoredModel, read_gguf
@@ -171,7 +174,11 @@ def export(
             source = checked_source(gguf, home, dtype, quantized)
         else:
             source = GgufSource(gguf, expanded(config), dtype, quantized)
-        done = _write(gguf, source, expanded(out), format, bits, force, progress)
+        request = gguf, source, expanded(out), format, bits, force, progress
+        try:
+            done = _write(*request, first_rows_tell=True)
+        except NotPlain:
+            done = _write(*request, first_rows_tell=False)
     done.seconds = time.perf_counter() - started
     return done
 
@@ -198,8 +205,9 @@ def _write(
     bits: int | None,
     force: bool,
     progress: Progress | None,
+    first_rows_tell: bool,
 ) -> Exported:
-    """Write the folder; `seconds` is left to the caller."""
+    """Write the folder; `seconds` is left to the caller. Raises NotPlain if first rows do not tell what others are."""
     check_folder(source, path, force, gguf.files)
     reports: dict[str, ExportedTensor] = {}
     forms: dict[str, _Form] = {}
@@ -210,7 +218,7 @@ def _write(
         if format == "floats" or not _LAYER.fullmatch(place.stored.name):
             continue
         if isinstance(place, Place) and len(place.part.shape) == 2:
-            form = _form(place, format, bits)
+            form = _form(place, format, bits, first_rows_tell)
             if form is not None:
                 forms[place.part.module] = form
                 whole[place.part.module] = place
@@ -241,15 +249,15 @@ def _layers(
 ) -> Iterator[tuple[str, GroupedTensor | PackedTensor, ExportedTensor]]:
     """Layers and what became of them; while one is written, the next is made."""
 
-    def made(module: str, form: _Form) -> tuple[str, GroupedTensor | PackedTensor, ExportedTensor]:
+    def made(module: str, form: _Form, room: Room) -> tuple[str, GroupedTensor | PackedTensor, ExportedTensor]:
         place = places[module]
-        tensor = _tensor(place, format, form)
+        tensor = _tensor(place, format, form, room)
         return module, tensor, _report(place, tensor, form, format)
 
     with ThreadPoolExecutor(1) as thread:
         ahead: Future[tuple[str, GroupedTensor | PackedTensor, ExportedTensor]] | None = None
-        for module, form in forms.items():
-            following = thread.submit(made, module, form)
+        for (module, form), room in zip(forms.items(), cycle((Room(), Room()))):
+            following = thread.submit(made, module, form, room)
             if ahead is not None:
                 yield ahead.result()
             ahead = following
@@ -257,8 +265,12 @@ def _layers(
             yield ahead.result()
 
 
-def _form(place: Place, format: str, bits: int | None) -> _Form | None:
-    """What a layer becomes in a format; None if it stays in floats. `bits`: those that it is rounded to, if it is."""
+def _form(place: Place, format: str, bits: int | None, first_rows_tell: bool) -> _Form | None:
+    """What a layer becomes in a format; None if it stays in floats.
+
+    bits             those that it is rounded to, if it is
+    first_rows_tell  whether its blocks are packed as they are
+    """
     type, shape = place.stored.type, (place.part.shape[0], place.part.shape[1])
     if place.part.change is not None or type in FLOATS:
         return None
@@ -268,11 +280,14 @@ def _form(place: Place, format: str, bits: int | None) -> _Form | None:
     if (
         first is not None
         and fp4_obstacle(format, first) is None
-        and all(fp4_scales(type, place.raw(rows, ordered=False)) is not None for rows in _runs(shape))
+        and (
+            first_rows_tell
+            or all(fp4_scales(type, place.raw(rows, ordered=False)) is not None for rows in _runs(shape))
+        )
     ):
         return _Form(EXACT, Groups(4, first.group_size, True, first.kind), packed=True)
     for offsets in (False, True) if format in _OFFSET_SIZES else (False,):
-        found = _coded_form(place, format, offsets)
+        found = _coded_form(place, format, offsets, first_rows_tell)
         if found is not None:
             break
     else:
@@ -280,17 +295,22 @@ def _form(place: Place, format: str, bits: int | None) -> _Form | None:
     return None if found is None or refusal(format, found.groups, shape) else found
 
 
-def _coded_form(place: Place, format: str, offsets: bool) -> _Form | None:
+def _coded_form(place: Place, format: str, offsets: bool, first_rows_tell: bool) -> _Form | None:
     """Bits and groups of a layer that keeps its codes; None where the format does not hold them.
 
-    Of a plain type, some rows tell both mostly, and the others are only looked through for scales that do not fit.
+    Of a plain type, some rows tell both mostly; the others are only looked through for scales that do not fit, or not
+    at all with `first_rows_tell`.
     """
     type, shape = place.stored.type, (place.part.shape[0], place.part.shape[1])
     block, width, size, middle, plain = TYPES.get(type), 0, shape[1], True, True
     if block is None:
         return None
-    most = next((n for n in BITS[format] if n >= (block.levels - 1).bit_length()), 0)
-    for rows in _runs(shape, first=64):
+    own = (block.levels - 1).bit_length(), block.sub
+    in_words = type in TYPES_IN_WORDS and format in _IN_WORDS
+    most = next((n for n in BITS[format] if n >= own[0]), 0)
+    for rows in _runs(shape, first=16):
+        if rows.start and plain and in_words and first_rows_tell and (width, size) == own:
+            break
         raw = place.raw(rows, ordered=False)
         plain &= is_plain(type, raw)
         if (width, size) == (most, block.sub) and plain:
@@ -300,8 +320,7 @@ def _coded_form(place: Place, format: str, offsets: bool) -> _Form | None:
             return None
         width, size = max(width, tensor.bits), min(size, tensor.group_size)
         middle &= bool((tensor.zeros == 1 << (tensor.bits - 1)).all())
-    packed = plain and (width, size) == ((block.levels - 1).bit_length(), block.sub)
-    packed &= type in TYPES_IN_WORDS and format in _IN_WORDS
+    packed = plain and in_words and (width, size) == own
     return _Form(EXACT, _groups(width, size, middle, shape, format), offsets, packed)
 
 
@@ -359,7 +378,7 @@ def _groups(bits: int, size: int, middle: bool, shape: tuple[int, int], format: 
     return Groups(bits, -1 if whole else size, format == "compressed-tensors" and middle)
 
 
-def _tensor(place: Place, format: str, form: _Form) -> GroupedTensor | PackedTensor:
+def _tensor(place: Place, format: str, form: _Form, room: Room) -> GroupedTensor | PackedTensor:
     """A layer in the form that was found."""
     module, shape = place.part.module, (place.part.shape[0], place.part.shape[1])
     if form.how == ROUNDED:
@@ -370,7 +389,7 @@ def _tensor(place: Place, format: str, form: _Form) -> GroupedTensor | PackedTen
         return replace(parts[0], codes=codes, scales=scales, zeros=zeros)
     if form.packed:
         pieces = (place.raw(rows) for rows in _runs(shape)) if place.part.rows is None else (place.raw(),)
-        return packed_of(module, place.stored.type, pieces, shape, place.scale, format.startswith("gptq"))
+        return packed_of(module, place.stored.type, pieces, shape, place.scale, format.startswith("gptq"), room)
     found = _coded(module, place.stored.type, place.raw(), format, (form.groups.bits,), form.offsets)
     assert found is not None  # `_form` looked through all rows
     return found
@@ -412,8 +431,8 @@ def _held(tensor: GroupedTensor, format: str, rows: slice) -> np.ndarray:
 
 
 def _runs(shape: tuple[int, int], first: int | None = None) -> Iterator[slice]:
-    """Slices of rows of about a million values that cover a matrix; `first`: rows of the first."""
-    step, start = max(1, _AT_ONCE // shape[1]), 0
+    """Slices of rows of about a million values that cover a matrix, whole tiles; `first`: rows of the first."""
+    step, start = max(TILE, _AT_ONCE // shape[1] // TILE * TILE), 0
     while start < shape[0]:
         stop = min(start + (min(first, step) if first and start == 0 else step), shape[0])
         yield slice(start, stop)

@@ -53,6 +53,7 @@ class PlanOptions(Recipe):
         "it is left out",
         choices=(*MMPROJ_TYPES, "none"),
     )
+    no_mtp: bool = option(False, "leave out the layers that predict further tokens at once (MTP)")
     split_max_size: int | None = option(
         None, "write shards of at most this size, such as 4G or 500M", metavar="SIZE", parse=size
     )

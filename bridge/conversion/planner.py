@@ -56,7 +56,7 @@ def make_plan(
 
     calibrated  whether floats and codes that cannot be carried will be quantized with a text
     """
-    outline = outline_of(ckpt, options.pre, options.template)
+    outline = outline_of(ckpt, options.pre, options.template, options.no_mtp)
     tower = tower_outline(ckpt, options.mmproj_type) if options.mmproj_type != "none" else None
     importance.check(outline.tensors)
     planner = Planner(ckpt, options, importance, outline, calibrated)

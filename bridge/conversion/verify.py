@@ -35,11 +35,14 @@ from bridge.errors import BridgeError
 from bridge.gguf_file.reader import StoredTensor, read_gguf
 from bridge.models.outline import OutlineTensor
 from bridge.runtime.cpu import dequantize
+from bridge.system.files import read_text
 from bridge.system.options import checked
 from bridge.system.outputs import Taken
 from bridge.system.progress import Progress
 from bridge.system.row_threads import chunks
 from bridge.system.text import percent
+
+_WINDOW = 256  # tokens of a text that are read together
 
 if TYPE_CHECKING:
     from bridge.checkpoint.grouped import CodedTensor
@@ -52,24 +55,29 @@ def verify(
     *,
     config: str | Path | None = None,
     template: str | Path | None = None,
+    mtp_text: str | Path | None = None,
     progress: Progress | None = None,
     save_as: Path | None = None,
 ) -> Report:
     """Compare every tensor of a GGUF (its first shard, if split) with the checkpoint's; `config` as for `convert`.
 
     template  the one that the GGUF was made with, if it was
+    mtp_text  a text file on which the layer that predicts a token further (MTP) is tried; a note says how it did
     progress  called with the bytes of the checkpoint that are compared, of how many, and the tensor
     save_as   where the caller will save the Report; checked before anything is compared
 
     Returns a Report with the same figures as `convert`'s, measured from the file; `failures` judges it.
-    Raises BridgeError where the two do not hold the same tensors.
+    Raises BridgeError where the two do not hold the same tensors, or where `mtp_text` cannot be tried.
     """
     started = time.perf_counter()
+    tried = [] if mtp_text is None else [_tried_prediction(gguf_path, Path(mtp_text))]
     file = read_gguf(gguf_path)
     with open_source(checkpoint, config, needs_config=template is None) as ckpt:
         if save_as is not None:
             check_report(save_as, with_checkpoint(Taken().and_files([*file.files, *files_of(template)]), ckpt))
-        tensors = outline_of(ckpt, "default", template).tensors  # any pre-tokenizer will do: only tensors are compared
+        no_mtp = not file.metadata.get(f"{file.metadata.get('general.architecture')}.nextn_predict_layers")
+        # any pre-tokenizer will do: only tensors are compared
+        tensors = outline_of(ckpt, "default", template, no_mtp).tensors
         reader = PartReader(ckpt)
         scales = {f"{t.name.removesuffix('.weight')}.{key}" for t in tensors for key in ("scale", "input_scale")}
         _same_names(str(gguf_path), str(checkpoint), {t.name for t in tensors}, set(file.tensors) - scales)
@@ -83,7 +91,7 @@ def verify(
             done += reader.nbytes(tensor)
             if progress:
                 progress(done, total, tensor.name)
-    notes = [note for t in reports for note in t.notes]
+    notes = [*tried, *(note for t in reports for note in t.notes)]
     seconds = time.perf_counter() - started
     return Report(str(checkpoint), ckpt.format, file.files, reports, ckpt.nbytes, seconds, notes, home=ckpt.home)
 
@@ -112,6 +120,24 @@ def failures(report: Report, max_share: float | None = None, max_nmse: float = F
         elif not t.has_codes and not f.nmse <= max_nmse:
             lines.append(f"{t.name}: NMSE {f.nmse:.2g} against the checkpoint's floats; allowed {max_nmse:.2g}")
     return lines
+
+
+def _tried_prediction(gguf_path: str | Path, text: Path) -> str:
+    """How many tokens the layer that predicts a token further would have guessed, in a sentence."""
+    from bridge.runtime.model import Model
+    from bridge.runtime.perplexity import cut_windows
+    from bridge.runtime.prediction import agreement
+
+    with Model.load(gguf_path) as model:
+        head = model.prediction_head()
+        windows = cut_windows(model, read_text(text), min(_WINDOW, model.context), None)
+        with model.taken() as decoder:
+            counts = [agreement(decoder, head, tokens) for tokens in windows]
+    right, of = map(sum, zip(*counts, strict=True))
+    return (
+        f"{text}: the layer that predicts a token further (MTP) guesses {right} of {of} tokens ({percent(right / of)}) "
+        "as the model chooses them"
+    )
 
 
 def _same_names(path: str, checkpoint: str, expected: set[str], stored: set[str]) -> None:

@@ -3,22 +3,25 @@
     words   consecutive codes of a row, the first in the low bits: n * bits / 32 uint32 for n columns
     halves  at a byte of each block, such as d
 
-Both are [rows, n], or transposed, as GPTQ stores them. Sixteen rows are read at a time: what is written transposed then
-fills cache lines. Of 4-bit types, `run` bytes of a block hold the codes of `run` columns in their low nibbles, and of
-the next `run` columns in their high ones; eight of them are one uint64.
+Both are [rows, n], or transposed, as GPTQ stores them: then a tile of 128 rows is read at a time, and what is written
+fills whole cache lines, of arrays that begin with one (`Room`). Of 4-bit types, `run` bytes of a block hold the codes
+of `run` columns in their low nibbles, and of the next `run` columns in their high ones; eight of them are one uint64.
 """
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from bridge.blocks import BlockType
 from bridge.checkpoint.formats.packing import joined
 from bridge.system.jit import inlined, kernel, specialize
 
-_TILE = 16  # rows
+TILE = 128  # rows that are written transposed
+_LINE = 64  # bytes
 
 
 class _Codes(NamedTuple):
@@ -34,17 +37,36 @@ TYPES_IN_WORDS = ("Q8_0", *_NIBBLES)
 
 # set per type by `specialize`
 store: Any = None
-first_byte = half = words = 0
+first_byte = half = words = tile_rows = 0
+
+
+class Room:
+    """Memory of one layer after another: an array is valid until the next of that name.
+
+    Packing into new pages takes up to twice as long, and into arrays that begin within a cache line, transposed, too.
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[str, np.ndarray] = {}
+
+    def empty(self, name: str, shape: tuple[int, int], dtype: DTypeLike) -> np.ndarray:
+        """As `np.empty`."""
+        nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+        memory = self._memory.get(name)
+        if memory is None or len(memory) < nbytes + _LINE:
+            memory = self._memory[name] = np.empty(nbytes + _LINE, np.uint8)
+        start = -memory.ctypes.data % _LINE
+        return memory[start : start + nbytes].view(dtype).reshape(shape)
 
 
 def pack_words(block: BlockType, raw: np.ndarray, out: np.ndarray) -> None:
     """Blocks uint8 [rows, row bytes] of TYPES_IN_WORDS -> out uint32 [rows, words], any view of an array."""
-    _packer(block.name)(raw.reshape(len(raw), -1, block.nbytes), out)
+    _packer(block.name, _is_transposed(out))(raw.reshape(len(raw), -1, block.nbytes), out)
 
 
 def gather_halves(block: BlockType, raw: np.ndarray, at: int, out: np.ndarray) -> None:
     """The halves at an even byte of every block -> out float16 [rows, blocks], any view of an array."""
-    _gather(halves_at(block, raw, at), out.view(np.uint16))
+    _gather(halves_at(block, raw, at), out.view(np.uint16), TILE if _is_transposed(out) else 16)
 
 
 def halves_at(block: BlockType, raw: np.ndarray, at: int) -> np.ndarray:
@@ -54,10 +76,10 @@ def halves_at(block: BlockType, raw: np.ndarray, at: int) -> np.ndarray:
 
 def _pack_nibbles(raw, out):
     """raw uint8 [rows, blocks, bytes] -> out uint32 [rows, words], or its transpose."""
-    eights, tile = np.zeros((words // 2, _TILE), np.uint64), np.empty((words, _TILE), np.uint32)
+    eights, tile = np.zeros((words // 2, tile_rows), np.uint64), np.empty((words, tile_rows), np.uint32)
     low = np.uint64(0x0F0F0F0F0F0F0F0F)
-    for first in range(0, raw.shape[0], _TILE):
-        count = min(_TILE, raw.shape[0] - first)
+    for first in range(0, raw.shape[0], tile_rows):
+        count = min(tile_rows, raw.shape[0] - first)
         for b in range(raw.shape[1]):
             for j in range(count):
                 block = raw[first + j, b]
@@ -65,7 +87,7 @@ def _pack_nibbles(raw, out):
                     eights[i, j] = _eight(block, first_byte + 8 * i)
             for i in range(words // 2):
                 at = i // half * half + i
-                for j in range(_TILE):
+                for j in range(tile_rows):
                     tile[at, j] = np.uint32(joined(eights[i, j] & low, 4))
                     tile[at + half, j] = np.uint32(joined(eights[i, j] >> np.uint64(4) & low, 4))
             store(tile, count, first, b * words, out)
@@ -73,10 +95,10 @@ def _pack_nibbles(raw, out):
 
 def _pack_bytes(raw, out):
     """Like `_pack_nibbles`, of Q8_0's codes, whose top bits are flipped."""
-    tile = np.empty((words, _TILE), np.uint32)
+    tile = np.empty((words, tile_rows), np.uint32)
     flipped = np.uint64(0x8080808080808080)
-    for first in range(0, raw.shape[0], _TILE):
-        count = min(_TILE, raw.shape[0] - first)
+    for first in range(0, raw.shape[0], tile_rows):
+        count = min(tile_rows, raw.shape[0] - first)
         for b in range(raw.shape[1]):
             for j in range(count):
                 block = raw[first + j, b]
@@ -88,9 +110,9 @@ def _pack_bytes(raw, out):
 
 
 def _store_tile(tile, count, row, word, out):
-    if count == _TILE:  # which is known: vectors
+    if count == tile_rows:  # which is known: vectors
         for i in range(words):
-            for j in range(_TILE):
+            for j in range(tile_rows):
                 out[row + j, word + i] = tile[i, j]
     else:
         for i in range(words):
@@ -114,24 +136,26 @@ def _eight(raw, at):
 
 
 @kernel
-def _gather(halves, out):
+def _gather(halves, out, tile):
     """halves uint16 [rows, blocks] of any strides -> out uint16, the same or its transpose."""
-    for first in range(0, halves.shape[0], _TILE):
+    for first in range(0, halves.shape[0], tile):
         for b in range(halves.shape[1]):
-            for row in range(first, min(first + _TILE, halves.shape[0])):
+            for row in range(first, min(first + tile, halves.shape[0])):
                 out[row, b] = halves[row, b]
 
 
-def _storer(words: int) -> Any:
-    return specialize(_store_tile, str(words), inlined, words=words)
+def _is_transposed(out: np.ndarray) -> bool:
+    return out.strides[0] < out.strides[1]
 
 
 @cache
-def _packer(name: str) -> Callable[..., None]:
-    if name == "Q8_0":
-        return specialize(_pack_bytes, name, first_byte=2, words=8, store=_storer(8))  # type: ignore[no-any-return]
-    codes = _NIBBLES[name]
-    words = (codes.nbytes - codes.first) // 4
+def _packer(name: str, transposed: bool) -> Callable[..., None]:
+    codes = _NIBBLES.get(name, _Codes(34, 2, 0))
+    rows = TILE if transposed else 16 if codes.run else 1  # measured; nibbles are whole vectors of rows
+    settings = {"words": (codes.nbytes - codes.first) // 4, "tile_rows": rows}
+    label = f"{name}x{rows}"
+    store = specialize(_store_tile, label, inlined, **settings)
     return specialize(  # type: ignore[no-any-return]
-        _pack_nibbles, name, first_byte=codes.first, half=codes.run // 8, words=words, store=_storer(words)
-    )
+        _pack_nibbles if codes.run else _pack_bytes,
+        label, store=store, first_byte=codes.first, half=codes.run // 8, **settings,
+    )  # fmt: skip

@@ -25,9 +25,10 @@ from bridge.models.gguf_tokenizer import read_tokenizer
 from bridge.models.gguf_values import typed
 from bridge.models.model_config import Config
 from bridge.models.outline import Outline, OutlineTensor
+from bridge.models.prediction import left_out, predicting_in, with_prediction, without_prediction
 from bridge.models.provenance import read_provenance
 from bridge.models.table import fill_table, turned_back
-from bridge.models.wrapper import ANY_TEXT, left_out, renamed, text_config, text_names, without_prediction
+from bridge.models.wrapper import ANY_TEXT, renamed, text_config, text_names
 from bridge.system.files import read_json
 
 __all__ = ["architecture", "describe_model", "numbers_of_gguf", "tensors_of_gguf"]
@@ -40,7 +41,11 @@ def architecture(folder: Path) -> str:
 
 
 def describe_model(
-    config: dict[str, Any], folder: Path, names: Mapping[str, Sequence[int]] | Collection[str], pre: str | None = None
+    config: dict[str, Any],
+    folder: Path,
+    names: Mapping[str, Sequence[int]] | Collection[str],
+    pre: str | None = None,
+    no_mtp: bool = False,
 ) -> Outline:
     """The outline of the GGUF that a checkpoint becomes.
 
@@ -50,6 +55,7 @@ def describe_model(
             a quantized module is listed by its weight too. If it maps to shapes, no count of the
             config may exceed them
     pre     overrides the recognition of tokenizer.ggml.pre
+    no_mtp  whether layers that predict further tokens are left out, where llama.cpp has a place for them
 
     Raises:
         BridgeError: the architecture, a rule of the config or the tokenizer is unknown; a key or a
@@ -59,20 +65,24 @@ def describe_model(
     family = _family(Config(config, folder / "config.json"))
     own, others = text_names(names) if family.wrapped else ({name: name for name in names}, [])
     more: list[str] = []
-    if family.predicts:
-        own, more = without_prediction(own, config.get("num_hidden_layers"))
+    inner = text_config(config) if family.wrapped else config
+    layers, extra = inner.get("num_hidden_layers"), 0
+    if family.predicts is not None and isinstance(layers, int):
+        if family.predicts == "carried" and not no_mtp:
+            own, extra = with_prediction(own, layers)
+        else:
+            own, more = without_prediction(own, layers)
     if family.prefix:
         known = (family.prefix, HEAD.source)
         own = {name if name.startswith(known) else family.prefix + name: stored for name, stored in own.items()}
     sides = {name: max(names[name], default=0) for name in own.values()} if isinstance(names, Mapping) else {}
     longest = max(sides.items(), key=lambda side: side[1], default=None)
-    inner = text_config(config) if family.wrapped else config
     values = Config(inner, folder / "config.json", longest, family.names, len(own))
     for expected in family.expects:
         default = family.keys.get(expected.key, expected.values[0])
         unless = f" without {parameter('template')}, a GGUF of the same model" if expected.by_template else ""
         values.expect(expected.key, expected.values, expected.why, default, unless)
-    args = read_arguments(values, family.keys)
+    args = replace(read_arguments(values, family.keys), predicting=extra)
     try:
         args = _with_own(args, family, values)
         more_keys = family.metadata(values, args) if family.metadata is not None else {}
@@ -137,6 +147,8 @@ def tensors_of_gguf(
     longest = max(((name, max(shape)) for name, shape in stored.items()), key=lambda side: side[1])
     values = Config(config, path, longest, family.names, len(stored))
     args = read_arguments(values, family.keys)
+    if family.predicts == "carried":
+        args = replace(args, predicting=predicting_in(stored, args.layers))
     args = _with_own(args, family, values)
     outline = turned_back(family, args, stored, quantized)
     found, known = [], {tensor.name for tensor in outline.tensors}
@@ -158,7 +170,7 @@ def numbers_of_gguf(metadata: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """The tensors of a checkpoint that are numbers in a GGUF's metadata, float32, by name."""
     arch = metadata.get("general.architecture")
     return {
-        name.format(layer): np.float32(value).reshape(shape)
+        name.format(layer): np.full(shape, value, np.float32)
         for family in ALL
         if family.arch == arch
         for key, (name, shape) in family.numbers.items()

@@ -29,6 +29,7 @@ class Arguments:
     qk_norm                whether heads of q and k are normalized, if models of a family differ
     leading                layers before the first that has experts
     kinds                  each layer's kind, as config.json's layer_types names it, in families with several
+    predicting             layers after these that predict further tokens, see `prediction`
     more                   sizes that only one family has
     factors                what the rows of a linear layer are multiplied by: its name in the table -> one for each size
                            of its rows ("q+kv+kv": three), for models whose graph multiplies where llama.cpp's does not
@@ -57,6 +58,7 @@ class Arguments:
     qk_norm: bool = False
     leading: int = 0
     kinds: tuple[str, ...] = ()
+    predicting: int = 0
     more: Mapping[str, int] = field(default_factory=dict)
     factors: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
@@ -84,7 +86,9 @@ class Arguments:
         """The keys that several architectures have. `layer_norm`, `rotary`: as in `Family`."""
         writer.add_context_length(self.context)
         writer.add_embedding_length(self.hidden)
-        writer.add_block_count(self.layers)
+        writer.add_block_count(self.layers + self.predicting)
+        if self.predicting:
+            writer.add_nextn_predict_layers(self.predicting)
         writer.add_feed_forward_length(self.inner)
         writer.add_head_count(self.heads)
         writer.add_head_count_kv(self.kv_heads)

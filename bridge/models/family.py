@@ -123,7 +123,8 @@ class Family:
     layer_norm     whether its norms are layer norms, not RMS norms
     rotary         whether positions are rotations of q and k
     wrapped        whether the language model may be a part of a larger one, see `wrapper`
-    predicts       whether there may be extra layers, or mtp.*, that predict further tokens at once
+    predicts       what becomes of extra layers, or mtp.*, that predict further tokens at once: "carried", or "dropped"
+                   where llama.cpp's converter drops them; None: there are none; see `prediction`
     prefix         the start of all names in the table, which some checkpoints omit
     chosen         whether it is the one for a config.json, where an architecture's name stands for several families
     tokenizer      tokenizer.ggml.model of a tokenizer.json with byte fallback
@@ -147,7 +148,7 @@ class Family:
     layer_norm: bool = False
     rotary: bool = True
     wrapped: bool = False
-    predicts: bool = False
+    predicts: str | None = None
     prefix: str = ""
     chosen: Callable[[Config], bool] = lambda _config: True
     tokenizer: str = "llama"

@@ -90,6 +90,8 @@ def config_of_gguf(metadata: Mapping[str, Any], names: Collection[str]) -> dict[
             if get(name) is not None:
                 values[key] = get(name)
     named = {family.names.get(key, key): value for key, value in values.items()}
+    if predicting := needed("block_count") - gguf_layers(metadata):
+        named["num_nextn_predict_layers"] = predicting
     own = {**named, **MORE[arch](get, names, values)} if arch in MORE else named
     model_type = own.pop("model_type", family.model_type)
     ids = {f"{role}_token_id": metadata.get(f"tokenizer.ggml.{key}_token_id") for role, key in _ROLES.items()}

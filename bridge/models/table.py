@@ -57,7 +57,7 @@ def _all_names(family: Family, args: Arguments, own: str) -> dict[str, bool]:
     for row in family.table:
         if not row.when(args):
             continue
-        for layer in range(args.layers if "{}" in row.source else 1):
+        for layer in range(args.layers + args.predicting if "{}" in row.source else 1):
             if row.layers is None or row.layers(args, layer):
                 source = next((name for name in row.also if own and own in name), row.source).format(layer)
                 stacked = "*" in row.source and "*" not in source
@@ -116,7 +116,8 @@ class _Filled:
         self.family, self.args, self.sizes, self.names = family, args, args.sizes, frozenset(names)
         arch = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[family.named_as or family.arch]
         layers = {found[1] for name in self.names if (found := _LAYER.search(name))}
-        self.map = gguf.get_tensor_name_map(arch, min(args.layers, len(layers)))  # others are found to be missing
+        count = min(args.layers + args.predicting, len(layers))  # others are found to be missing
+        self.map = gguf.get_tensor_name_map(arch, count)
         self.tensors: list[OutlineTensor] = []
         self.folds: list[Fold] = []
         self.modules: dict[str, list[str]] = {}
@@ -132,7 +133,7 @@ class _Filled:
         """Add every row of the table; BridgeError as for `add`."""
         for repeated, group in groupby(self.family.table, lambda row: "{}" in row.source):
             rows = [row for row in group if row.when(self.args)]
-            for layer in range(self.args.layers if repeated else 1):
+            for layer in range(self.args.layers + self.args.predicting if repeated else 1):
                 for row in rows:
                     if row.layers is None or row.layers(self.args, layer):
                         self.add(row, layer)

@@ -5,7 +5,6 @@ language_model.*          its tensors, see `bridge.checkpoint.language_model`
 visual.*, vision_tower.*  other parts: llama.cpp has them in a separate file, see `bridge.models.mmproj`
 """
 
-import re
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -16,7 +15,6 @@ from bridge.models.tower import TOWER_NAME
 
 # architectures of several parts whose language model may be of any family
 ANY_TEXT = frozenset({"InternVLChatModel", "InternVLForConditionalGeneration", "LlavaForConditionalGeneration"})
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -57,22 +55,3 @@ def renamed(outline: Outline, names: dict[str, str]) -> None:
     outline.unused = [names.get(name, name) for name in outline.unused]
     outline.zero_only = [names.get(name, name) for name in outline.zero_only]
     outline.optional = frozenset(names.get(name, name) for name in outline.optional)
-
-
-def without_prediction(names: dict[str, str], layers: Any) -> tuple[dict[str, str], list[str]]:
-    """Names without the layers that predict further tokens at once, and the names of those layers."""
-
-    def predicts(name: str) -> bool:
-        found = _LAYER.match(name)
-        return name.startswith(("mtp.", "model.mtp_")) or (
-            found is not None and isinstance(layers, int) and int(found[1]) >= layers
-        )
-
-    return {n: stored for n, stored in names.items() if not predicts(n)}, [n for n in names if predicts(n)]
-
-
-def left_out(prediction: list[str]) -> list[str]:
-    """A note for the report about the layers that are not converted."""
-    if not prediction:
-        return []
-    return [f"{len(prediction)} tensors that predict further tokens at once (MTP) are dropped: they affect only speed"]

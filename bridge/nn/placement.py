@@ -35,6 +35,8 @@ from bridge.runtime import GGUFFile, QuantTensor, open_gguf
 from bridge.system.options import checked
 
 _LAYER = re.compile(r"\.(\d+)\.")
+# whose modules use weights otherwise than in products
+NOT_PACKED = frozenset({"falcon-h1"})
 _EXPERTS = ("ffn_gate_up_exps", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 
 
@@ -139,7 +141,7 @@ class Placement:
             bias = self._floats.pop(f"{path}.bias", None)
             self._modules[path] = self._packed(path, found, None if bias is None else _joined(bias))
         for layer, stack in stacks.items():
-            if layer not in experts:
+            if layer not in experts or {*stack} != {*_EXPERTS}:
                 raise BridgeError(
                     f"{self.file.path}: {self.kind} of this transformers has layer {layer}'s experts in a way that is "
                     "unknown here; bridge.Model runs the file"
@@ -151,6 +153,11 @@ class Placement:
         """The pieces of every tensor of a checkpoint, and each layer's stacks of experts."""
         metadata = self.file.metadata
         family = family_of_gguf(metadata)
+        if family.arch in NOT_PACKED:
+            raise BridgeError(
+                f"{self.file.path}: {self.kind} is not run on packed weights; `gguf-bridge export` makes a checkpoint "
+                "of the GGUF, for transformers"
+            )
         layers = gguf_layers(metadata)
         inner = self.model.config.get_text_config().to_dict()  # type: ignore[operator, union-attr]
         config = {key: value for key, value in inner.items() if key != "quantization_config"}

@@ -8,6 +8,7 @@
 
 A decode step reads every weight once, however many tokens it computes: the kernels of 4 and 8 columns multiply a word
 of weights with as many vectors while it is in a register. So a step takes a token of each sequence through the layers.
+With `draft`, the columns of the kernels that sequences leave free are for tokens that are guessed (`speculation.py`).
 Prompts are read between the steps, in parts, so that a long one delays the others by no more than `PART` tokens at a
 time; prompts that are read at once take turns. A context that becomes free keeps what it holds: a prompt takes over,
 or copies, the keys and values of the longest prefix that any context holds, also of prompts still being read.
@@ -15,19 +16,21 @@ or copies, the keys and values of the longest prefix that any context holds, als
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any, Self
 
 import numpy as np
 
-from bridge.errors import BridgeError
-from bridge.runtime.decoder import BATCH
+from bridge.errors import BridgeError, parameter
+from bridge.runtime.decoder import BATCH, WIDEST
 from bridge.runtime.generation import Reply, ScoredToken, stop_texts
 from bridge.runtime.kv_cache import KVCache
 from bridge.runtime.sampling import Sampler
+from bridge.runtime.speculation import NgramDrafter, Speculation
 from bridge.runtime.tokenizer import Tokenizer, common_prefix
 from bridge.system.options import check_integer
 
-MAX_BATCH = 8  # sequences in a step: columns of the widest kernel
+MAX_BATCH = WIDEST  # sequences in a step
 PART = 128  # tokens of prompts that are read between two steps
 
 # called with the position of the first of some tokens of a prompt, and their normalized states float32 [n, hidden]
@@ -50,6 +53,7 @@ class Generation:
         self.made = 0
         self.respell = False
         self.max_tokens, self.sampler, self.reader = max_tokens, sampler, reader
+        self.speculation: Speculation | None = None
         self._reply = reply
 
     @property
@@ -66,13 +70,16 @@ class Generation:
         """The text that came since the last call; with `logprobs`, its tokens and their probabilities too."""
         return self._reply.take()
 
-    def draw(self, logits: np.ndarray, room: bool) -> None:
-        """Add the next token, for float32 [vocab]; `room`: whether the context can take it."""
+    def draw(self, logits: np.ndarray, room: bool) -> bool:
+        """Add the next token, for float32 [vocab]; `room`: whether the context can take it.
+
+        Returns whether it is the token that was guessed, and another may be drawn.
+        """
         try:
             token = self.sampler(logits)
         except BridgeError as problem:
             self.end("error", problem)
-            return
+            return False
         self.made += 1
         self.last = token
         more = self._reply.add(token, self.sampler.probabilities)
@@ -80,6 +87,12 @@ class Generation:
             self.end("stop")
         elif self.made >= self.max_tokens or not room:
             self.end("length")
+        right = self.speculation is not None and self.speculation.drew(token)
+        return right and self.finish is None
+
+    def guesses(self, most: int) -> list[int]:
+        """Up to so many tokens that may follow the last one drawn."""
+        return [] if self.speculation is None else self.speculation.guesses(most)
 
     def end(self, finish: str, error: BridgeError | None = None) -> None:
         """Nothing follows."""
@@ -106,8 +119,12 @@ class Batch:
         lock: Any,
         start: Callable[[Any, int, Sampler], tuple[list[int], Sampler]],
         sequences: int,
+        draft: str | None = None,
     ):
         check_integer("sequences", sequences, 1, MAX_BATCH)
+        if draft not in (None, "ngram"):
+            raise BridgeError(f"unknown {parameter('draft')} {draft!r}: several sequences at once take ngram alone")
+        self._draft = draft
         self.steps = 0  # passes over the weights for a token of each
         self.step_tokens = 0  # tokens that these made
         self.prompt_tokens = 0  # tokens of prompts that were read
@@ -181,6 +198,8 @@ class Batch:
         ids, sampler = self._start(prompt, max_tokens, sampler)
         generation = Generation(ids, max_tokens, sampler, Reply(self._tokenizer, stop_texts(stop)), reader)
         generation.respell = conversation
+        if self._draft is not None:
+            generation.speculation = Speculation(NgramDrafter(), ids)
         if max_tokens or reader:
             self._waiting.append(generation)
         else:
@@ -224,12 +243,24 @@ class Batch:
     def _step(self, decoder: Any) -> list[Generation]:
         slots = self._running
         generations = [slot.generation for slot in slots if slot.generation is not None]
-        rows = decoder.step([slot.cache for slot in slots], [generation.last for generation in generations])
+        share = MAX_BATCH // len(slots) - 1  # columns for guesses of each
+        parts = [
+            [generation.last, *generation.guesses(min(share, decoder.room(slot.cache) - 1))]
+            for slot, generation in zip(slots, generations, strict=True)
+        ]
+        caches = [slot.cache for slot, part in zip(slots, parts, strict=True) for _ in part]
+        before = [slot.cache.length for slot in slots]
+        rows = iter(decoder.step(caches, [token for part in parts for token in part]))
         self.steps += 1
-        self.step_tokens += len(slots)
         self._budget = PART
-        for slot, generation, row in zip(slots, generations, rows, strict=True):
-            generation.draw(row, slot.cache.length < slot.cache.context)
+        for slot, generation, part, length in zip(slots, generations, parts, before, strict=True):
+            going = True
+            for row in islice(rows, len(part)):
+                if going:
+                    length += 1
+                    going = generation.draw(row, length < slot.cache.context)
+                    self.step_tokens += 1
+            slot.cache.length = length
         return generations
 
     def _read(self, decoder: Any, slot: _Slot) -> list[Generation]:

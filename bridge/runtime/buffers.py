@@ -107,6 +107,8 @@ class DecodeBuffers:
         """Set the tokens and their positions."""
         self.tokens[:] = tokens
         self.starts[:] = [cache.length for cache in self.caches]
+        if self.steps:  # a cache that is there several times takes tokens that follow one another
+            self.starts += [self.caches[:i].count(cache) for i, cache in enumerate(self.caches)]
         if self.recurrent is not None:
             self.recurrent.begin(self.caches)
         spans = -(-(int(self.starts.max()) + 1) // attn.SPAN) if self.steps else 1

@@ -34,6 +34,7 @@ import numpy as np
 from bridge.blocks.read import READ
 from bridge.errors import BridgeError, parameter
 from bridge.runtime.buffers import DecodeBuffers, Positions
+from bridge.runtime.cpu.attention import SPAN
 from bridge.runtime.decoder_config import DecoderConfig
 from bridge.runtime.kv_cache import KVCache
 from bridge.runtime.quant_tensor import QuantTensor
@@ -41,10 +42,11 @@ from bridge.runtime.reader import GGUFFile
 from bridge.runtime.sampling import Sampler, drawn_on_host
 from bridge.runtime.tables import ProgramBuilder
 from bridge.runtime.tokenizer import common_prefix
-from bridge.runtime.weights import read_weights
+from bridge.runtime.weights import Weights, read_weights
 from bridge.system import compiling
 
 BATCH = 512  # tokens that pass through the layers together
+WIDEST = 8  # tokens in a step: columns of the widest kernel
 _SHARE = 0.1  # of the time that tokens take, for repacking
 _LEAST = 0.5  # seconds that tokens must have taken before anything is repacked
 _PARTS = 8  # at most one part in so many of the weights is repacked before a batch
@@ -55,7 +57,7 @@ class Decoder:
 
     def __init__(self, file: GGUFFile, config: DecoderConfig, context: int, kv: str, precision: str):
         self.config, self.precision = config, precision
-        weights = read_weights(file, config, whole=True)  # checks what the cache takes memory for
+        weights = self._weights_of(file)  # checks what the cache takes memory for
         if weights.positions is not None and context > config.context:
             raise BridgeError(
                 f"{parameter('context', context)}: must be at most {config.context}, the positions that {file.path} has"
@@ -81,6 +83,10 @@ class Decoder:
         self._nbytes = sum(m.nbytes for m in self._matrices)
         self._computing = 0.0  # seconds that tokens have taken so far
         self.preparing = 0.0  # seconds that repacking has taken so far
+        self.followed = np.zeros((0, config.hidden), np.float32)  # normalized states of the last tokens that followed
+
+    def _weights_of(self, file: GGUFFile) -> Weights:
+        return read_weights(file, self.config, whole=True)
 
     def begin(self) -> None:
         """Get ready for tokens: nothing to do."""
@@ -107,8 +113,8 @@ class Decoder:
     def _repack(self, matrix: QuantTensor) -> None:
         if not matrix.prepared:
             matrix.prepare(release=True)
-            for buffers in self._steps.values():
-                buffers.refresh(matrix)
+        for buffers in self._steps.values():  # another decoder of the same file may have prepared it
+            buffers.refresh(matrix)
 
     def run(self, tokens: Sequence[int], keep: int = 1, cache: KVCache | None = None) -> np.ndarray:
         """Append tokens to the cache; the last `keep` of their normalized hidden states, float32 [keep, hidden].
@@ -168,6 +174,27 @@ class Decoder:
         buffers = self._buffers_for(caches, len(tokens))
         hidden = self._through(buffers, tokens)
         return self._finished(buffers.scores) if buffers.scores.size else self.logits(hidden)
+
+    def follow(self, tokens: Sequence[int]) -> np.ndarray:
+        """Append up to `room` tokens to the decoder's own cache: float32 [n, vocab] of what follows each of them.
+
+        Each is computed as by a step of its own, to the last bit, where `multiplied_one_by_one` finds nothing.
+        """
+        buffers = self._buffers_for([self.cache] * len(tokens), len(tokens))
+        self.followed = self._through(buffers, tokens).copy()
+        if buffers.scores.size:
+            return self._finished(buffers.scores.copy())
+        # together, some types have other sums
+        return np.concatenate([self.logits(row) for row in self.followed[:, None]])
+
+    def room(self, cache: KVCache | None = None) -> int:
+        """The most tokens that a step takes into one context; the first span ends a step, because one is not merged."""
+        cache = cache or self.cache
+        return min(WIDEST, cache.context - cache.length, SPAN - cache.length if cache.length < SPAN else WIDEST)
+
+    def multiplied_one_by_one(self) -> QuantTensor | None:
+        """A matrix that has no kernel for several tokens whose sums are those of one, if there is one."""
+        return self._builder.unfit(WIDEST)
 
     def _buffers_for(self, caches: Sequence[KVCache], n: int) -> DecodeBuffers:
         """Buffers and tables for n tokens; those of steps are kept, and the last ones of a prompt."""

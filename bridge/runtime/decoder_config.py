@@ -110,6 +110,7 @@ class DecoderConfig:
     relu2: bool = False  # relu squared in place of silu
     recurrent: RecurrentConfig | None = None  # the layers with a state, where there are some
     inners: tuple[int, ...] = ()  # of each layer, if not all are alike; 0: it has no network
+    predicting: int = 0  # layers after the others, each of which predicts one token further: see prediction.py
 
     @property
     def plain(self) -> bool:
@@ -252,13 +253,14 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
         return kind(value)
 
     experts = get("expert_count", int) if metadata.get(f"{arch}.expert_count") else 0
-    layers = get("block_count", int) - int(metadata.get(f"{arch}.nextn_predict_layers", 0))
+    predicting = int(metadata.get(f"{arch}.nextn_predict_layers", 0))
+    layers = get("block_count", int) - predicting
     if (arch, layers) == ("exaone4", _EXAONE4_WINDOWS[0]):
         graph = _EXAONE4_WINDOWS[1]
     heads, hidden = get("attention.head_count", int), get("embedding_length", int)
     inner, inners = _inner_sizes(metadata, arch, layers, get, path)
-    networks = tuple(graph.alone and size > 0 for size in inners) if inners else (False,) * layers
-    recurrent = read_recurrent(metadata, arch, networks, get, path)
+    networks = {layer for layer, size in enumerate(inners) if size} if graph.alone else set()
+    recurrent = read_recurrent(metadata, arch, layers, networks, get, path)
     windows = _named_windows(metadata, arch, layers, path) if graph.named_windows else ()
     kv_heads, local_kv = _kv_heads(metadata, arch, heads, windows, path)
     head_dim = get("attention.key_length", int, max(1, hidden // heads))
@@ -326,6 +328,7 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
     return DecoderConfig(
         arch=arch,
         layers=layers,
+        predicting=predicting,
         hidden=hidden,
         inner=inner if leading or inners or graph.beside or arch == "llama4" or not experts else expert_inner,
         heads=heads,

@@ -14,6 +14,7 @@ at once, each in a thread of its own. Tokens with which the call before began as
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -28,9 +29,21 @@ from bridge.runtime.decoder import Decoder
 from bridge.runtime.decoder_config import DecoderConfig, read_config
 from bridge.runtime.generation import ScoredToken, scored, stop_texts, until
 from bridge.runtime.lora import add_adapter
+from bridge.runtime.prediction import PredictionHead
 from bridge.runtime.reader import GGUFFile, open_gguf
 from bridge.runtime.sampling import Sampler
 from bridge.runtime.scoring import Pooler, TokenScorer
+from bridge.runtime.speculation import (
+    Drafter,
+    HeadDrafter,
+    ModelDrafter,
+    NgramDrafter,
+    Speculation,
+    check_decoder,
+    check_draft_model,
+    check_name,
+    drawn_with,
+)
 from bridge.runtime.tokenizer import Tokenizer
 from bridge.system import compiling
 from bridge.system.devices import choose, cpu_note, cuda
@@ -51,6 +64,7 @@ class Timing:
     prompt_seconds: float = 0.0
     tokens: int = 0
     seconds: float = 0.0
+    speculation: Speculation | None = None  # tokens that were guessed, and those that were right
 
 
 class Model:
@@ -71,6 +85,7 @@ class Model:
         self._file = file
         self._lock = ForkLock()  # held while something is computed
         self._turn = 0  # number of the last call: it has the context
+        self._head: PredictionHead | None = None
         self._decoder = self._decoder_on(device, file, kv, precision)
         if len(self.tokenizer) > self._decoder.vocab:
             raise BridgeError(
@@ -166,7 +181,7 @@ class Model:
         with self._lock:
             self._turn += 1
             self._file.close()
-            self._decoder = _Closed(self.path)
+            self._decoder, self._head = _Closed(self.path), None
 
     @property
     def name(self) -> str:
@@ -189,6 +204,8 @@ class Model:
         """Repack the weights now rather than with the first token, or on a GPU upload and compile; returns self."""
         with self._lock:
             self._decoder.prepare()
+            if self._head is not None:
+                self._head.prepare()
         return self
 
     def logits(self, tokens: Sequence[int], last: int | None = None) -> np.ndarray:
@@ -196,10 +213,8 @@ class Model:
         ids = self._checked(tokens)
         if last is not None:
             check_integer("last", last, 1)
-        with self._lock:
-            self._turn += 1
-            self._decoder.begin()
-            return self._decoder.scores(ids, len(ids) if last is None else min(last, len(ids)))
+        with self.taken() as decoder:
+            return decoder.scores(ids, len(ids) if last is None else min(last, len(ids)))
 
     def loglikelihood(self, context: str, continuation: str) -> tuple[float, bool]:
         """The log-probability that a continuation follows a context, and whether it is the most likely one.
@@ -226,10 +241,8 @@ class Model:
             raise BridgeError("the context and its continuations must have tokens of their own")
         for tokens in continuations:
             self._checked([*context, *tokens[:-1]])
-        with self._lock:
-            self._turn += 1
-            self._decoder.begin()
-            return continuation_scores(self._decoder, list(context), [list(c) for c in continuations])
+        with self.taken() as decoder:
+            return continuation_scores(decoder, list(context), [list(c) for c in continuations])
 
     def logprobs(self, text: str | Sequence[int], top: int = 0) -> list[ScoredToken]:
         """The log-probability of each token of a text, given those before it, and of the `top` most likely ones.
@@ -238,11 +251,9 @@ class Model:
         """
         check_integer("top", top, 0)
         ids = self._checked(self.tokenizer.encode(text) if isinstance(text, str) else text)
-        with self._lock:
-            self._turn += 1
-            self._decoder.begin()
+        with self.taken() as decoder:
             scorer = self.token_scorer(ids, top)
-            scorer(0, self._decoder.states(ids, len(ids)))
+            scorer(0, decoder.states(ids, len(ids)))
         return scorer.tokens
 
     def token_scorer(self, tokens: Sequence[int], top: int) -> TokenScorer:
@@ -262,20 +273,27 @@ class Model:
         vectors = []
         for tokens in ids:
             pooler = Pooler(pooling)
-            with self._lock:
-                self._turn += 1
-                self._decoder.begin()
-                pooler(0, self._decoder.states(tokens, len(tokens)))
+            with self.taken() as decoder:
+                pooler(0, decoder.states(tokens, len(tokens)))
             vectors.append(pooler.vector(normalize))
         return np.array(vectors, np.float32).reshape(len(vectors), self.config.hidden)
 
     def generate(
-        self, prompt: str | Sequence[int], max_tokens: int = 256, stop: str | Sequence[str] | None = (), **sampling: Any
+        self,
+        prompt: str | Sequence[int],
+        max_tokens: int = 256,
+        stop: str | Sequence[str] | None = (),
+        draft: "str | Model | None" = None,
+        **sampling: Any,
     ) -> Iterator[str]:
         """Continue a text, piece by piece as tokens come; pieces are whole characters.
 
         prompt    a text (BOS is added where the file asks for it) or token ids
         stop      texts that end the reply and are not part of it, besides the model's own end tokens
+        draft     what guesses tokens, which are then checked several at a time: the reply is the same, and comes sooner
+                  where guesses are right. "ngram": what followed the last tokens when they last came; "mtp": what the
+                  file's own layer for that predicts; or another Model of the same vocabulary, whose context is taken.
+                  On the CPU alone; see `bridge.runtime.speculation`
         sampling  fields of `bridge.runtime.sampling.Sampling`: temperature (0: always the most likely token), top_k,
                   top_p, min_p, seed, repeat_penalty, repeat_last_n, logit_bias ({token id: number added to its logit});
                   and `schema`, a JSON schema (a dict or its text) that the reply fits, or `regex`, an expression that
@@ -283,12 +301,14 @@ class Model:
 
         Raises BridgeError, before anything is computed, if the prompt does not fit.
         """
-        tokens = self._started(prompt, max_tokens, Sampler.of(self.tokenizer, **sampling))
+        tokens = self._started(prompt, max_tokens, Sampler.of(self.tokenizer, **sampling), draft)
         return until(self.tokenizer.stream(tokens), stop_texts(stop))
 
-    def generate_tokens(self, prompt: str | Sequence[int], max_tokens: int = 256, **sampling: Any) -> Iterator[int]:
+    def generate_tokens(
+        self, prompt: str | Sequence[int], max_tokens: int = 256, draft: "str | Model | None" = None, **sampling: Any
+    ) -> Iterator[int]:
         """As `generate`, in token ids; without the end token."""
-        return self._started(prompt, max_tokens, Sampler.of(self.tokenizer, **sampling))
+        return self._started(prompt, max_tokens, Sampler.of(self.tokenizer, **sampling), draft)
 
     def generate_scored(
         self,
@@ -296,6 +316,7 @@ class Model:
         max_tokens: int = 256,
         logprobs: int = 0,
         stop: str | Sequence[str] | None = (),
+        draft: "str | Model | None" = None,
         **sampling: Any,
     ) -> Iterator[ScoredToken]:
         """As `generate`, token by token with the log-probability of each, and of the `logprobs` most likely ones.
@@ -303,7 +324,7 @@ class Model:
         They are the model's own, before biases, penalties, temperature and what else the sampler does.
         """
         sampler = Sampler.of(self.tokenizer, logprobs, **sampling)
-        return scored(self.tokenizer, self._started(prompt, max_tokens, sampler), sampler, stop_texts(stop))
+        return scored(self.tokenizer, self._started(prompt, max_tokens, sampler, draft), sampler, stop_texts(stop))
 
     def generate_batch(
         self,
@@ -343,10 +364,11 @@ class Model:
                 raise generation.error
         return [generation.text for generation in generations]
 
-    def batch(self, sequences: int = MAX_BATCH) -> Batch:
+    def batch(self, sequences: int = MAX_BATCH, draft: str | None = None) -> Batch:
         """Several sequences that are made together, and may be added and cancelled at any time; see `Batch`.
 
         sequences  contexts, at most 8; further sequences wait until one is free
+        draft      "ngram": guess tokens as in `generate`, while no more than 4 sequences are made at once
 
         The model's own context stays as it is; each of these takes as much memory. On the CPU alone.
         """
@@ -355,7 +377,9 @@ class Model:
             raise BridgeError(
                 f"device {self.device}: several sequences at once only run on the CPU; generate one after another"
             )
-        return Batch(lambda: self._decoder, self.tokenizer, self._lock, self._start, sequences)
+        if draft is not None:
+            check_decoder(self._decoder, self.device)
+        return Batch(lambda: self._decoder, self.tokenizer, self._lock, self._start, sequences, draft)
 
     def _run(self, batch: Batch, prompt_tokens: int) -> None:
         """Advance a batch to its end, and time it."""
@@ -440,10 +464,12 @@ class Model:
             raise BridgeError(f"token {bad}: the vocabulary has {self._decoder.vocab} tokens")
         return ids
 
-    def _started(self, prompt: str | Sequence[int], max_tokens: int, sampler: Sampler) -> Iterator[int]:
+    def _started(
+        self, prompt: str | Sequence[int], max_tokens: int, sampler: Sampler, draft: Any = None
+    ) -> Iterator[int]:
         """The reply in token ids; errors in the call are raised now, everything else happens later."""
         ids, sampler = self._start(prompt, max_tokens, sampler)
-        return self._tokens(ids, max_tokens, sampler)
+        return self._tokens(ids, max_tokens, sampler, self._drafter(draft))
 
     def _start(self, prompt: str | Sequence[int], max_tokens: int, sampler: Sampler) -> tuple[list[int], Sampler]:
         """The prompt in token ids, and the sampler that has seen them; BridgeError for invalid arguments."""
@@ -452,15 +478,46 @@ class Model:
         sampler.see(ids)
         return ids, sampler
 
-    def _tokens(self, ids: list[int], max_tokens: int, sampler: Sampler) -> Iterator[int]:
-        timing = self.timing = Timing(prompt_tokens=len(ids))
+    @contextmanager
+    def taken(self) -> Iterator[Any]:
+        """The decoder, while no other call uses it; a generation that has not ended has lost its context."""
         with self._lock:
             self._turn += 1
+            self._decoder.begin()
+            yield self._decoder
+
+    def _drafter(self, draft: Any) -> Drafter | None:
+        """What guesses tokens for this model; BridgeError where nothing can, or the sums would be others."""
+        if draft is None:
+            return None
+        check_decoder(self._decoder, self.device)
+        if isinstance(draft, Model):
+            check_draft_model(self, draft)
+            return ModelDrafter(draft)
+        check_name(draft)
+        return NgramDrafter() if draft == "ngram" else HeadDrafter(self.prediction_head())
+
+    def prediction_head(self) -> PredictionHead:
+        """The layer that predicts a token further (MTP), on the CPU; BridgeError where the file has none."""
+        with self._lock:
+            if self._head is None:
+                own = self._decoder
+                self._head = PredictionHead(self._file, self.config, self.context, own.cache.kind, own.precision)
+            return self._head
+
+    def _tokens(
+        self, ids: list[int], max_tokens: int, sampler: Sampler, drafter: Drafter | None = None
+    ) -> Iterator[int]:
+        timing = self.timing = Timing(prompt_tokens=len(ids))
+        with self.taken() as decoder:
             turn = self._turn
-            decoder = self._decoder
-            decoder.begin()
             kept = timing.kept_tokens = decoder.kept(ids[:-1])
-            drawn = decoder.draw(ids, sampler, kept)
+            if drafter is None:
+                drawn = decoder.draw(ids, sampler, kept)
+            else:
+                kept = timing.kept_tokens = drafter.begin(ids, kept)
+                timing.speculation = Speculation(drafter, ids)
+                drawn = drawn_with(timing.speculation, decoder, ids, sampler, kept)
         begun = compiling.clock() - decoder.preparing
         for made, token in enumerate(islice(self._in_turn(drawn, turn), min(max_tokens, self.context))):
             now = compiling.clock() - decoder.preparing

@@ -9,7 +9,7 @@ The other layers of these models have attention; in Nemotron-H, where each layer
 cpu/recurrent_ops.py for what the layers compute.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,19 +62,19 @@ class RecurrentConfig:
 
 
 def read_recurrent(
-    metadata: Mapping[str, Any], arch: str, networks: tuple[bool, ...], get: Get, path: Path
+    metadata: Mapping[str, Any], arch: str, layers: int, networks: Set[int], get: Get, path: Path
 ) -> RecurrentConfig | None:
     """The layers with a state of an architecture that has some; else None.
 
-    networks  of each layer whether it is a network alone
+    networks  the layers that are a network alone
 
     Raises BridgeError where a key is missing or sizes do not divide.
     """
     kind = _KINDS.get(arch)
     if kind is None:
         return None
-    found = _layers_with_state(metadata, arch, kind, len(networks), path)
-    recurrent = tuple(state and not network for state, network in zip(found, networks, strict=True))
+    found = _layers_with_state(metadata, arch, kind, layers, path)
+    recurrent = tuple(state and layer not in networks for layer, state in enumerate(found))
     if kind == CONVOLUTION:
         return RecurrentConfig(kind, recurrent, get("shortconv.l_cache", int), get("embedding_length", int))
     heads, groups = get("ssm.time_step_rank", int), get("ssm.group_count", int)

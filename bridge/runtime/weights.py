@@ -1,7 +1,7 @@
 """The tensors that a decoder runs on, found in a GGUF and checked against its metadata. Matrices stay in the file."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -174,6 +174,12 @@ def read_weights(file: GGUFFile, config: DecoderConfig, whole: bool = False) -> 
         raise BridgeError(f"{file.path}: {kind} runs on the CPU alone (device cpu)")
     if not whole and any(tensor.change is not None for tensor in file.values()):
         raise BridgeError(f"{file.path}: a model with an adapter (LoRA) runs on the CPU alone (device cpu)")
+    shared = read_shared(file, config)
+    return replace(shared, layers=[_LayerReader(file, config, i).layer() for i in range(config.layers)])
+
+
+def read_shared(file: GGUFFile, config: DecoderConfig) -> Weights:
+    """What belongs to no layer; `layers` is empty."""
     embedding = file["token_embd.weight"]
     vocab = embedding.shape[0]
     _expect(embedding, vocab, config.hidden)
@@ -188,7 +194,7 @@ def read_weights(file: GGUFFile, config: DecoderConfig, whole: bool = False) -> 
         positions = _expect(file["position_embd.weight"], config.context, config.hidden).dequantize()
     return Weights(
         embedding=embedding,
-        layers=[_LayerReader(file, config, i).layer() for i in range(config.layers)],
+        layers=[],
         output_norm=_vector(file, _output_norm(config), config.hidden, True) / np.float32(config.logit_scale),
         output=output,
         rope_factors=factors["freqs"] if factors["factors_short"] is None else factors["factors_short"],
@@ -197,6 +203,46 @@ def read_weights(file: GGUFFile, config: DecoderConfig, whole: bool = False) -> 
         output_bias=_vector(file, "output.bias", vocab),
         inputs=_inputs(file, config, vocab) if config.each_input else None,
         positions=positions,
+    )
+
+
+@dataclass
+class Prediction:
+    """The layer that predicts a token further, as a decoder of one layer, and what makes its input."""
+
+    config: DecoderConfig
+    weights: Weights
+    embedding_norm: np.ndarray
+    state_norm: np.ndarray
+    joined: QuantTensor  # [hidden, 2 hidden]
+
+
+def read_prediction(file: GGUFFile, config: DecoderConfig) -> Prediction:
+    """The first layer after the others; without embeddings, norm or head of its own it shares the model's.
+
+    Raises BridgeError where the file has none, or a tensor of it is missing.
+    """
+    name = f"blk.{config.layers}.nextn"
+    if not config.predicting or f"{name}.eh_proj.weight" not in file:
+        raise BridgeError(f"{file.path}: has no layer that predicts a further token (MTP)")
+    whole = read_shared(file, config)
+    attending = replace(config, layers=config.layers + 1, recurrent=None, inners=())
+    hidden, vocab = config.hidden, whole.embedding.shape[0]
+    embedding = file.tensors.get(f"{name}.embed_tokens.weight", whole.embedding)
+    output = file.tensors.get(f"{name}.shared_head_head.weight", whole.output)
+    norm = _vector(file, f"{name}.shared_head_norm.weight", hidden)
+    return Prediction(
+        config=replace(attending, layers=1, leading=0),
+        weights=replace(
+            whole,
+            embedding=_expect(embedding, vocab, hidden),
+            layers=[_LayerReader(file, attending, config.layers).layer()],
+            output_norm=whole.output_norm if norm is None else norm,
+            output=_expect(output, vocab, hidden),
+        ),
+        embedding_norm=_vector(file, f"{name}.enorm.weight", hidden, True),
+        state_norm=_vector(file, f"{name}.hnorm.weight", hidden, True),
+        joined=_expect(file[f"{name}.eh_proj.weight"], hidden, 2 * hidden),
     )
 
 

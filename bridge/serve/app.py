@@ -43,6 +43,7 @@ class Limits:
     local      whether only names of this machine are taken as its host: no page elsewhere can then ask it by another
     pooling    of /v1/embeddings: "mean" or "last"
     sampling   defaults of requests
+    draft      what guesses tokens: "ngram" or None
     """
 
     sequences: int = 8
@@ -52,6 +53,7 @@ class Limits:
     local: bool = True
     pooling: str = "mean"
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    draft: str | None = None
 
 
 def make_app(model: Model, limits: Limits, engine: Engine) -> Starlette:

@@ -80,11 +80,12 @@ class Engine:
 
     sequences  made at the same time
     waiting    further ones that may wait
+    draft      what guesses tokens, see `Model.batch`
     """
 
-    def __init__(self, model: Model, sequences: int, waiting: int):
+    def __init__(self, model: Model, sequences: int, waiting: int, draft: str | None = None):
         self.model = model
-        self.batch = model.batch(sequences)
+        self.batch = model.batch(sequences, draft)
         self.most = sequences + waiting
         self.open: set[Stream] = set()
         self.stopping = False

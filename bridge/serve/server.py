@@ -38,7 +38,7 @@ def bound(host: str, port: int) -> socket.socket:
 
 def serve(model: Model, listening: socket.socket, limits: Limits, grace: float) -> None:
     """Answer requests until a signal comes; `grace` as above."""
-    engine = Engine(model, limits.sequences, limits.waiting)
+    engine = Engine(model, limits.sequences, limits.waiting, limits.draft)
     if model.chat_template is not None:
         keep_renderer()
     config = uvicorn.Config(

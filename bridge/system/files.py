@@ -122,6 +122,15 @@ def disk_errors(path: Path, what: str, instead: str) -> Iterator[None]:
         ) from problem
 
 
+def read_text(path: Path) -> str:
+    """A file's text; BridgeError where it cannot be read."""
+    expect_name(path)
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise BridgeError(f"{path}: {getattr(problem, 'strerror', None) or 'not UTF-8'}") from problem
+
+
 def write_text(path: Path, text: str) -> None:
     """`write_bytes` of a text, in UTF-8."""
     write_bytes(path, text.encode("utf-8"))

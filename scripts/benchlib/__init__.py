@@ -4,6 +4,7 @@
 for bridge and scripts.peers. Tests import `scripts.benchlib`.
 
     divergence  a float model, its texts, and how far other weights are from it
+    drafts      replies with guessed tokens, compared with those without
     formats     one model as a GGUF in every format
     groups      GPTQ and AWQ on groups, compared with llm-compressor
     speeds      processes of both runtimes that take turns on a file

@@ -3,7 +3,7 @@
     python scripts/peers/chat_templates.py llama.cpp/models/templates
 
 Prints a line for each template: how many of the conversations transformers renders, how many of these are the same
-here, and how many are rendered here alone.
+here, and how many are rendered here alone; and why a template does not become a Modelfile's, where it does not.
 """
 
 import sys
@@ -13,6 +13,8 @@ from typing import Any
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from bridge.gguf_file.chat_template import TemplateFailed, render_chats
+from bridge.models.chat import NotUnderstood, take_apart
+from bridge.models.modelfile import go_template
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 SYSTEM = {"role": "system", "content": "Be <brief> & kind."}
@@ -43,8 +45,19 @@ def by_transformers(template: str) -> list[str | None]:
     return texts
 
 
+def in_modelfile(template: str) -> bool:
+    """Whether it can be put into Ollama's language; prints why not."""
+    try:
+        go_template(take_apart(template, *TOKENS.values(), strip_bos=True))
+    except NotUnderstood as reason:
+        print(f"    no Modelfile: {reason}"[:160])
+        return False
+    return True
+
+
 def main() -> int:
-    total = dict.fromkeys(("templates", "all the same", "rendered by transformers", "the same", "only here"), 0)
+    counted = ("templates", "all the same", "rendered by transformers", "the same", "only here", "in a Modelfile")
+    total = dict.fromkeys(counted, 0)
     for file in sorted(Path(sys.argv[1]).glob("*.jinja")):
         template = file.read_text(encoding="utf-8")
         expected = by_transformers(template)
@@ -54,7 +67,8 @@ def main() -> int:
         same = sum(mine == theirs for mine, theirs in pairs)
         alone = sum(theirs is None and not isinstance(mine, TemplateFailed) for mine, theirs in pairs)
         print(f"{file.name}: {rendered} by transformers, {same} of them the same, {alone} only here")
-        for name, number in zip(total, (1, same == rendered, rendered, same, alone), strict=True):
+        found = (1, same == rendered, rendered, same, alone, in_modelfile(template))
+        for name, number in zip(total, found, strict=True):
             total[name] += number
         for mine, theirs in pairs:
             if theirs is not None and mine != theirs:

@@ -128,7 +128,8 @@ def test_ctrl_c_leaves_finished_layers_and_nothing_else(
     left = {path.name for path in tmp_path.rglob("*")}
     assert not any("unfinished" in name or name.startswith(".") for name in left)
     files = (".safetensors", ".scales", ".gradients")
-    assert left <= {"out.layers", "job.json", "inputs.json"} | {n for n in left if n.endswith(files)}
+    records = {"job.json", "inputs.json", "gradients.json"}
+    assert left <= {"out.layers", *records} | {n for n in left if n.endswith(files)}
     assert any(name.endswith(".safetensors") for name in left) == stored
     assert layers.exists() >= stored
     assert main(command) == 0

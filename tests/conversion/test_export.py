@@ -17,8 +17,9 @@ from bridge.checkpoint.formats.fp4 import unpacked
 from bridge.checkpoint.formats.fp4_layouts import FP4_LAYOUTS, fp4_obstacle
 from bridge.checkpoint.formats.layouts import LAYOUTS
 from bridge.checkpoint.grouped import GroupedTensor
-from bridge.conversion.codes_of_blocks import codes_of, fp4_of, is_plain, packed_of
+from bridge.conversion.codes_of_blocks import NotPlain, codes_of, fp4_of, is_plain, packed_of
 from bridge.encode.block_bytes import unpack_fields
+from bridge.encode.block_words import Room
 from bridge.errors import BridgeError
 from bridge.gguf_file.reader import read_gguf
 from scripts.peers.predictions import mean_kl
@@ -70,7 +71,7 @@ def test_shared_checkpoints_come_back_with_the_same_codes(name, format, converte
 @pytest.mark.parametrize(
     ("type", "format"),
     [
-        *((type, format) for type in ("Q4_0", "Q8_0") for format in ("gptq_v2", "compressed-tensors", "mlx")),
+        *((type, format) for type in ("Q4_0", "Q8_0") for format in ("gptq", "gptq_v2", "compressed-tensors", "mlx")),
         ("Q4_1", "mlx"),
         ("Q5_0", "mlx"),
         ("Q5_1", "mlx"),
@@ -100,14 +101,14 @@ def test_plain_blocks_go_to_a_checkpoint_and_back_bit_for_bit(type, format, tmp_
 )
 def test_blocks_that_are_packed_directly_are_packed_as_their_codes_are(type: str, format: str) -> None:
     block, rng = TYPES[type], np.random.default_rng(7)
-    raw = rng.integers(0, 256, (64, 2, block.nbytes), dtype=np.uint8)
+    raw = rng.integers(0, 256, (288, 2, block.nbytes), dtype=np.uint8)
     for at in (block.d_at, block.dmin_at) if block.has_min else (block.d_at,):
-        raw[:, :, at : at + 2] = (rng.standard_normal((64, 2, 1)) + 0.01).astype(np.float16).view(np.uint8)
-    raw = raw.reshape(64, -1)
+        raw[:, :, at : at + 2] = (rng.standard_normal((288, 2, 1)) + 0.01).astype(np.float16).view(np.uint8)
+    raw = raw.reshape(288, -1)
     assert is_plain(type, raw)
     codes = codes_of("layer", type, raw, ((block.levels - 1).bit_length(),), block.has_min)
-    packed = packed_of("layer", type, (raw[:40], raw[40:]), (64, 64), 1.0, format.startswith("gptq"))
-    assert packed.shape == (64, 64)
+    packed = packed_of("layer", type, (raw[:128], raw[128:]), (288, 64), 1.0, format.startswith("gptq"), Room())
+    assert packed.shape == (288, 64)
     expected, found = LAYOUTS[format].pack(codes), LAYOUTS[format].pack(packed)
     if format == "compressed-tensors":
         expected.pop("weight_zero_point")  # symmetric layers have none
@@ -123,6 +124,33 @@ def test_blocks_with_a_great_or_infinite_half_are_not_plain(at: int, bits: int, 
     assert is_plain(type, raw)
     raw[1, at : at + 2] = bits & 255, bits >> 8
     assert not is_plain(type, raw)
+
+
+def test_a_layer_whose_first_rows_alone_are_plain_is_written_as_its_rows_are(tmp_path: Path) -> None:
+    """A scale of infinity in the last row: the layer cannot be packed, and what was begun is written again."""
+    path = native("Q8_0", tmp_path)
+    tensor = read_gguf(path).tensors["blk.0.ffn_down.weight"]
+    data = bytearray(path.read_bytes())
+    at = tensor.start + tensor.raw.size - TYPES["Q8_0"].nbytes
+    data[at : at + 2] = np.float16(1000).tobytes()  # 128 times it is infinite
+    (tmp_path / "odd.gguf").write_bytes(data)
+    before, found = sorted(tmp_path.iterdir()), {}
+    for name in ("native", "odd"):
+        done = bridge.export(tmp_path / f"{name}.gguf", tmp_path / name, "mlx", config=CHECKPOINT)
+        found[name] = {t.name: t.how for t in done.tensors}
+    assert set(found["native"].values()) == {"exact", "floats"}
+    changed = {name for name, how in found["odd"].items() if how != found["native"][name]}
+    assert changed == {"model.layers.0.mlp.down_proj.weight"}
+    assert sorted(tmp_path.iterdir()) == sorted([*before, tmp_path / "native", tmp_path / "odd"])
+
+
+def test_packing_ends_at_rows_that_are_not_plain() -> None:
+    for type, start in (("Q4_0", 0x7C00), ("MXFP4", 0xFF)):
+        raw = np.zeros((4, TYPES[type].nbytes), np.uint8)
+        packed_of("layer", type, (raw,), (4, 32), 1.0, False, Room())
+        raw[3, :2] = start & 255, start >> 8
+        with pytest.raises(NotPlain):
+            packed_of("layer", type, (raw,), (4, 32), 1.0, False, Room())
 
 
 def test_a_block_with_an_offset_alone_is_not_plain() -> None:
@@ -360,6 +388,27 @@ def test_an_unfinished_or_unfitting_export_leaves_nothing(tmp_path) -> None:
     with pytest.raises(BridgeError, match="exists"):
         bridge.export(tmp_path / "m.gguf", out, config=CHECKPOINT)
     assert [path.name for path in out.iterdir()] == ["mine.txt"]
+
+
+def _raise(problem: BaseException) -> None:
+    raise problem
+
+
+@pytest.mark.parametrize("problem", [KeyboardInterrupt(), OSError(28, "No space left on device")], ids=["^C", "full"])
+def test_an_interrupted_export_leaves_what_was_there_and_nothing_else(
+    problem: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, out = tmp_path / "m.gguf", tmp_path / "new"
+    bridge.convert(CHECKPOINT, path)
+    for where in ("conversion.export._report", "quantize.checkpoint_writer.sync"):
+        monkeypatch.setattr(f"bridge.{where}", lambda *_: _raise(problem))
+        with pytest.raises((KeyboardInterrupt, OSError, BridgeError)) as caught:
+            bridge.export(path, out, "gptq_v2", config=CHECKPOINT)
+        monkeypatch.undo()
+        assert [file.name for file in tmp_path.iterdir()] == ["m.gguf"], where
+    if isinstance(problem, OSError):
+        assert "No space left" in str(caught.value)
+        assert caught.type is BridgeError
 
 
 def test_config_and_tokenizer_come_from_the_metadata(tmp_path) -> None:

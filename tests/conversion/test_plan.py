@@ -16,10 +16,12 @@ from safetensors.numpy import load_file, save_file
 import bridge
 from bridge.cli import main
 from bridge.conversion.converter import plan_checkpoint
-from bridge.conversion.plan_reader import load_plan
+from bridge.conversion.plan_file import _Orders, _part_entry
+from bridge.conversion.plan_reader import _part, _Wrong, load_plan
 from bridge.conversion.report import CARRIED, REQUANTIZED
 from bridge.conversion.verify import failures
 from bridge.errors import BridgeError
+from bridge.models.outline import Part
 from scripts.peers.llama_cpp import LlamaCpp
 from tests.conftest import CHECKPOINT, checkpoint_names, shared
 from tests.support.encode import write_gptq
@@ -291,3 +293,12 @@ def test_a_head_that_llama_cpp_does_not_have_is_refused(tmp_path: Path) -> None:
     model = save_model(tmp_path / "Small", "Gemma2Config", num_hidden_layers=1, tie_word_embeddings=False)
     with pytest.raises(BridgeError, match=r"lm_head: llama.cpp has no such tensor in this architecture"):
         plan_checkpoint(model)
+
+
+def test_factors_of_rows_come_back_from_a_plans_file() -> None:
+    part = Part("a.weight", (3, 4), factor=np.array([0.5, 1, 1.25], np.float32))
+    entry = json.loads(json.dumps(_part_entry(part, _Orders())))
+    assert np.array_equal(_part(entry, []).factor, part.factor)
+    for wrong in ([0.5, 1], [0.5, 1, float("nan")], [0.5, 1, -1], "x"):
+        with pytest.raises(_Wrong, match=r"factor of a\.weight is .*, not 3 positive numbers"):
+            _part(entry | {"factor": wrong}, [])

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 from bridge.cuda.attention_shape import shape, spans, supported
 from bridge.cuda.device import available
@@ -192,6 +195,26 @@ def test_prepare_compiles_what_generating_launches(tmp_path: Path, monkeypatch: 
             assert len(list(islice(decoder.draw(range(length), Sampler(how)), 2))) == 2
     assert {kernel.name for kernel in launched} <= {kernel.name for kernel in compiled}
     assert len({kernel.name for kernel in launched}) > 12
+
+
+def test_logits_of_many_positions_are_on_the_device_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from bridge.cuda.decoder import Decoder
+
+    monkeypatch.setattr("bridge.cuda.decoder._SCORED", 8)
+    parts: list[int] = []
+
+    def multiply(states: Any) -> Any:
+        parts.append(len(states))
+        return torch.arange(5) + states[:, :1]
+
+    decoder: Any = object.__new__(Decoder)
+    decoder.cache, decoder._active = SimpleNamespace(length=0), nullcontext
+    decoder._prompt = lambda tokens, keep: torch.arange(keep)[:, None].repeat(1, 4)
+    decoder.weights = SimpleNamespace(output=SimpleNamespace(multiply=multiply))
+    found = decoder.scores(list(range(20)), 20)
+    assert parts == [7, 7, 6]
+    np.testing.assert_array_equal(found, np.arange(20)[:, None] + np.arange(5))
 
 
 def test_spans_follow_the_multiprocessors_and_end_with_the_context() -> None:

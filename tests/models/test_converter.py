@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 
 import bridge
 from bridge.conversion.verify import verify
+from bridge.errors import BridgeError
 from bridge.models import describe_model
 from scripts.peers.llama_cpp import LlamaCpp
 from scripts.peers.predictions import mean_kl
@@ -117,7 +118,7 @@ def test_older_configs_and_names_give_the_same_file(name: str, tmp_path: Path) -
 
     def made(config: dict[str, Any], names: dict[str, list[int]]) -> tuple[dict[str, Any], list[Any]]:
         outline = describe_model(
-            config, write_checkpoint({**golden, "checkpoint": {}}, tmp_path / str(len(names))), names
+            config, write_checkpoint({**golden, "checkpoint": {}}, tmp_path / str(len(names))), names, no_mtp=True
         )
         keys = {key: entry.value for key, entry in outline.metadata.items() if key.startswith(golden["arch"])}
         return keys, [(t.name, t.shape, t.fixed_type, [p.shape for p in t.parts]) for t in outline.tensors]
@@ -259,6 +260,25 @@ def test_gemma_3ns_tokens_without_an_input_of_their_own_have_that_of_the_first(t
     stored = values_of(name, (2000, golden["checkpoint"][name][1]))
     tensors = {t.name: t.data for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
     assert np.array_equal(tensors["per_layer_token_embd.weight"], np.concatenate([stored, *48 * [stored[:1]]]))
+
+
+def test_a_number_of_an_activation_that_is_none_is_refused(tmp_path: Path) -> None:
+    golden = json.loads((GOLDENS / "apertus.json").read_text())
+    golden["checkpoint"]["model.layers.1.mlp.act_fn.beta"] = [2]
+    with pytest.raises(BridgeError, match=r"model\.layers\.1\.mlp\.act_fn\.beta: is \[.*must be one number"):
+        bridge.convert(write_checkpoint(golden, tmp_path / "model"), tmp_path / "m.gguf")
+
+
+def test_tied_embeddings_that_are_multiplied_otherwise_than_the_head_are_stored_twice(tmp_path: Path) -> None:
+    golden = json.loads((GOLDENS / "falcon-h1.json").read_text())
+    golden["config"]["tie_word_embeddings"] = True
+    del golden["checkpoint"]["lm_head.weight"]
+    checkpoint = write_checkpoint(golden, tmp_path / "model")
+    bridge.convert(checkpoint, tmp_path / "m.gguf", tensor_types=[(".*", "F32")])
+    tensors = {t.name: t.data for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+    stored = values_of("model.embed_tokens.weight", tensors["output.weight"].shape)
+    for name, factor in (("token_embd.weight", "embedding_multiplier"), ("output.weight", "lm_head_multiplier")):
+        assert np.array_equal(tensors[name], stored * np.float32(golden["config"][factor]))
 
 
 def _floats(tensor: gguf.ReaderTensor) -> np.ndarray:

@@ -99,6 +99,19 @@ def test_every_matrix_stays_packed_and_is_the_checkpoints(name: str, tmp_path: P
     assert compared > 4
 
 
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("falcon-h1", "is not run on packed weights; `gguf-bridge export`"),
+    ],
+)
+def test_a_family_that_is_not_run_on_packed_weights_is_refused_in_a_sentence(
+    name: str, why: str, tmp_path: Path
+) -> None:
+    with pytest.raises(BridgeError, match=why):
+        bridge.nn.load(made(name, tmp_path, "F32")[1])
+
+
 @pytest.mark.parametrize("kind", ["LlamaConfig", "Qwen3Config", "MixtralConfig"])
 def test_the_tokens_are_those_of_the_dequantized_model(kind: str, tmp_path: Path) -> None:
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2} if kind == "MixtralConfig" else {"head_dim": 64}

@@ -80,6 +80,16 @@ def test_tokens_one_by_one_in_several_contexts_get_what_a_prompt_gives(name: str
     assert mean_kl(np.array(expected), both) < 1e-7
 
 
+@pytest.mark.parametrize("name", ["gpt-oss", "glm4-moe", "deepseek3", "command-r"])
+def test_guessed_tokens_are_computed_as_each_alone_is(name: str, tmp_path: Path) -> None:
+    """To the last bit: experts, latent keys and values, sinks and windows."""
+    decoder = bridge.Model.load(converted(name, tmp_path)[1], context=64)._decoder
+    assert decoder.multiplied_one_by_one() is None
+    other = decoder.new_cache()
+    alone = [decoder.step([other], [token])[0].copy() for token in TOKENS[:14]]
+    np.testing.assert_array_equal(np.concatenate([decoder.follow(TOKENS[:8]), decoder.follow(TOKENS[8:14])]), alone)
+
+
 def test_a_latent_cache_holds_a_row_a_token(tmp_path: Path) -> None:
     cache = bridge.Model.load(converted("deepseek3", tmp_path)[1], context=64)._decoder.cache
     assert cache.nbytes == 2 * 64 * (32 + 16) * 2  # layers, tokens, latent vector and rotated part, halves

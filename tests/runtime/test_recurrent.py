@@ -17,6 +17,7 @@ from bridge.runtime.model import Model
 from bridge.runtime.recurrent import RecurrentBuffers
 from bridge.runtime.recurrent_config import CONVOLUTION, DELTA, MAMBA, RecurrentConfig
 from bridge.runtime.recurrent_state import COPIES, RecurrentState
+from bridge.runtime.speculation import check_draft_model
 from bridge.runtime.weights import Recurrent
 from scripts.peers.predictions import mean_kl
 from tests.support.family_models import copy_tokenizer, new_model, randomized
@@ -247,3 +248,14 @@ def test_the_arithmetic_is_that_of_the_formulas_and_the_copy_that_of_its_token(s
     np.testing.assert_allclose(run(cache, 0, n), expected, rtol=1e-4, atol=1e-5)
     cache.state.cut(n - 1)  # the copy
     np.testing.assert_allclose(run(cache, n - 1, n), expected[-1:], rtol=1e-4, atol=1e-5)
+
+
+def test_guessed_tokens_are_refused_where_they_cannot_be_forgotten(made: Callable[[str], Made]) -> None:
+    """By the model that checks them, and by one that guesses."""
+    model = loaded(made("lfm2")[0])
+    with pytest.raises(BridgeError, match="lfm2: layers with a state cannot forget wrong guesses; leave draft out"):
+        model.generate("KING", draft="ngram")
+    with pytest.raises(BridgeError, match="layers with a state cannot forget wrong guesses"):
+        model.batch(draft="ngram")
+    with pytest.raises(BridgeError, match=r"draft: lfm2 has layers with a state, .* choose another model"):
+        check_draft_model(loaded(made("lfm2")[0]), model)

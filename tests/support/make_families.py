@@ -50,8 +50,36 @@ def checksum(values: np.ndarray) -> int:
     return zlib.crc32(np.clip(whole, -_LARGEST, _LARGEST).astype("<i8").tobytes())
 
 
+# models with a layer that predicts a further token, which transformers drops -> how its config counts such layers
+PREDICTING = {
+    "glm4-moe": "num_nextn_predict_layers", "glm4-moe-lite": "num_nextn_predict_layers", "qwen3-next": None,
+    "qwen3.5": "mtp_num_hidden_layers", "qwen3.5-moe": "mtp_num_hidden_layers",
+}  # fmt: skip
+MTP = "-mtp"  # at the end of their goldens' names
+
+
+def add_prediction(name: str, folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+    """A layer more, of the last one's shapes, named as the family's checkpoints do."""
+    config = json.loads((folder / "config.json").read_text())
+    if (key := PREDICTING[name]) is not None:
+        config[key] = 1
+        (folder / "config.json").write_text(json.dumps(config))
+    layers, hidden, vocab = config["num_hidden_layers"], config["hidden_size"], config["vocab_size"]
+    last, qwen = f"model.layers.{layers - 1}.", name.startswith("qwen")
+    before = "mtp.layers.0." if qwen else f"model.layers.{layers}."
+    shapes |= {before + key.removeprefix(last): shape for key, shape in shapes.items() if key.startswith(last)}
+    if qwen:
+        shapes |= {"mtp.fc.weight": (hidden, 2 * hidden)}
+        shapes |= {f"mtp.{norm}.weight": (hidden,) for norm in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
+        return
+    shapes |= {f"{before}eh_proj.weight": (hidden, 2 * hidden), f"{before}shared_head.head.weight": (vocab, hidden)}
+    shapes |= {f"{before}embed_tokens.weight": (vocab, hidden)}
+    shapes |= {f"{before}{norm}.weight": (hidden,) for norm in ("enorm", "hnorm", "shared_head.norm")}
+
+
 def save_checkpoint(name: str, folder: Path) -> dict[str, tuple[int, ...]]:
     """A checkpoint of a family's names and shapes with made-up values; returns the shapes."""
+    name, with_mtp = name.removesuffix(MTP), name.endswith(MTP)
     new_model(name).save_pretrained(folder, save_original_format=True)
     text = (folder / "config.json").read_text()
     for own, published in PUBLISHED_AS.get(name, {}).items():
@@ -62,6 +90,8 @@ def save_checkpoint(name: str, folder: Path) -> dict[str, tuple[int, ...]]:
     for key, shape in shapes.items():
         if name == "qwen3-vl-moe" and ".mlp.experts." in key:  # so it is published; transformers keeps it otherwise
             shapes[key] = (shape[0], shape[2], shape[1])
+    if with_mtp:
+        add_prediction(name, folder, shapes)
     made = coarse_values_of if name in TEMPLATES else values_of
     save_file({key: made(key, shape) for key, shape in shapes.items()}, folder / "model.safetensors", {"format": "pt"})
     copy_tokenizer(folder, 320 if name in TEMPLATES else None)
@@ -83,12 +113,12 @@ def main(llama_cpp: Path, names: list[str]) -> None:
 
     TextModel.get_vocab_base_pre = lambda self, tokenizer: "llama-bpe"
     GOLDENS.mkdir(exist_ok=True)
-    for name in names or (MODELS | TEMPLATES).keys() - UNKNOWN:
+    for name in names or [*((MODELS | TEMPLATES).keys() - UNKNOWN), *(f"{name}{MTP}" for name in PREDICTING)]:
         with tempfile.TemporaryDirectory() as where, torch.inference_mode():
             folder, out = Path(where) / "model", Path(where) / "out.gguf"
             shapes = save_checkpoint(name, folder)
             kind = get_model_class(get_model_architecture(ModelBase.load_hparams(folder, False), ModelType.TEXT))
-            kind.no_mtp = True  # layers that predict further tokens at once
+            kind.no_mtp = not name.endswith(MTP)  # layers that predict further tokens at once
             kind.set_vocab = TextModel._set_vocab_gpt2  # what the tokenizer is, whatever the family usually has
             floats = gguf.LlamaFileType.MOSTLY_F16 if name in TEMPLATES else gguf.LlamaFileType.ALL_F32
             kind(folder, floats, out).write()

@@ -18,6 +18,7 @@ from bridge.models.arguments import Arguments
 from bridge.models.family import EXPERTS, SILU, Family, Row, decoder, gated_mlp, leading, required, sparse
 from bridge.models.model_config import Config
 from bridge.models.outline import Part
+from bridge.models.prediction import prediction
 from bridge.models.rope import rope_rules, yarn_betas
 
 
@@ -100,6 +101,7 @@ def latent_table(*experts: Row, indexer: tuple[Row, ...] = ()) -> tuple[Row, ...
                 ),
                 *gated_mlp("mlp.shared_experts", "shared"),
             ),
+            *prediction(),
     )  # fmt: skip
 
 
@@ -116,7 +118,7 @@ DEEPSEEK2 = Family(
     sizes=_sizes,
     metadata=latent,
     wrapped=True,
-    predicts=True,
+    predicts="dropped",
     table=latent_table(*EXPERTS),
 )  # fmt: skip
 
@@ -125,6 +127,7 @@ GLM4_MOE_LITE = replace(
     DEEPSEEK2,
     titles=("GLM-4.7 Flash",),
     architectures=("Glm4MoeLiteForCausalLM",),
+    predicts="carried",
     model_type="glm4_moe_lite",
     keys={**DEEPSEEK2.keys, "first_k_dense_replace": 1, "rms_norm_eps": 1e-5},
 )

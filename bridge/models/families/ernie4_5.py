@@ -72,7 +72,7 @@ ERNIE4_5_MOE = replace(
     expects=(*ERNIE4_5.expects, Expected("moe_layer_interval", (1,), _UNKNOWN)),
     sizes=_shared,
     metadata=_router,
-    predicts=True,
+    predicts="dropped",
     table=decoder(
         *_ATTENTION,
         *leading(*gated_mlp("mlp", "inner")),

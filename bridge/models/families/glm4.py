@@ -23,6 +23,7 @@ from bridge.models.family import (
     sparse,
 )  # fmt: skip
 from bridge.models.model_config import Config
+from bridge.models.prediction import prediction
 
 GLM4 = Family(
     titles=("GLM-4-0414",),
@@ -70,7 +71,7 @@ GLM4_MOE = Family(
     names={"num_experts": "n_routed_experts"},
     sizes=_sizes,
     metadata=_router,
-    predicts=True,
+    predicts="carried",
     table=decoder(
         Row("input_layernorm", "hidden"),
         *attention(
@@ -85,6 +86,7 @@ GLM4_MOE = Family(
             Row("mlp.gate.e_score_correction_bias", "experts", exact=True, name="exp_probs_b.bias"),
             *gated_mlp("mlp.shared_experts", "shared"),
         ),
+        *prediction(),
     ),
 )  # fmt: skip
 

@@ -30,7 +30,7 @@ MISTRAL4 = replace(
     keys={**DEEPSEEK2.keys, "partial_rotary_factor": 1.0},
     chosen=lambda config: (config.get("text_config") or config.values).get("model_type", "mistral4") == "mistral4",
     metadata=_metadata,
-    predicts=False,
+    predicts=None,
     own="mlp.experts.",
     table=latent_table(Row("mlp.gate", "experts hidden", floats="F32"), *experts_with_gate_up("mlp.experts")),
 )

@@ -87,7 +87,7 @@ NEMOTRON_H = Family(
     metadata=_metadata,
     layer_norm=True,
     rotary=False,
-    predicts=True,
+    predicts="dropped",
     table=_table("network", *_network("mixer", "inner")),
 )  # fmt: skip
 

@@ -23,6 +23,7 @@ from bridge.models.families.qwen_vl import rope_sections
 from bridge.models.family import EXPERTS, NO_BIASES, NORM, SILU, Row, decoder, gated_mlp
 from bridge.models.model_config import Config
 from bridge.models.outline import Part
+from bridge.models.prediction import prediction
 
 
 def _metadata(config: Config, args: Arguments) -> dict[str, Any]:
@@ -91,7 +92,7 @@ QWEN3_5 = replace(
     sizes=_sizes,
     metadata=_metadata,
     wrapped=True,
-    table=decoder(*_ATTENTION, *gated_mlp("mlp", "inner"), norm=_NORM),
+    table=decoder(*_ATTENTION, *gated_mlp("mlp", "inner"), *prediction("+1"), norm=_NORM),
 )
 
 QWEN3_5_MOE = replace(
@@ -101,5 +102,5 @@ QWEN3_5_MOE = replace(
     architectures=("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM"),
     model_type="qwen3_5_moe",
     keys={**QWEN3_5.keys, **dict.fromkeys(_EXPERT_KEYS)},
-    table=decoder(*_ATTENTION, *EXPERTS, *SHARED, norm=_NORM),
+    table=decoder(*_ATTENTION, *EXPERTS, *SHARED, *prediction("+1"), norm=_NORM),
 )

@@ -12,6 +12,7 @@ from bridge.models.arguments import Arguments
 from bridge.models.family import ALL_SPARSE, EXPERTS, NO_BIASES, NORM, SILU, Expected, Family, Row, decoder, gated_mlp
 from bridge.models.model_config import Config
 from bridge.models.outline import Part
+from bridge.models.prediction import prediction, predicts
 
 
 def delta_sizes(config: Config, args: Arguments) -> dict[str, int]:
@@ -25,7 +26,7 @@ def delta_sizes(config: Config, args: Arguments) -> dict[str, int]:
 
 
 def _linear(args: Arguments, layer: int) -> bool:
-    return (layer + 1) % args.more["interval"] != 0
+    return (layer + 1) % args.more["interval"] != 0 and not predicts(args, layer)
 
 
 def _full(args: Arguments, layer: int) -> bool:
@@ -58,7 +59,7 @@ def delta_metadata(config: Config, args: Arguments) -> dict[str, Any]:
     return {
         "ssm.conv_kernel": m["kernel"], "ssm.state_size": m["k_dim"], "ssm.group_count": m["k_heads"],
         "ssm.time_step_rank": m["v_heads"], "ssm.inner_size": m["values"], "full_attention_interval": m["interval"],
-        "attention.recurrent_layers": [_linear(args, layer) for layer in range(args.layers)],
+        "attention.recurrent_layers": [_linear(args, layer) for layer in range(args.layers + args.predicting)],
     }  # fmt: skip
 
 
@@ -97,7 +98,7 @@ QWEN3_NEXT = Family(
     ),
     sizes=delta_sizes,
     metadata=delta_metadata,
-    predicts=True,
+    predicts="carried",
     table=decoder(
         Row("input_layernorm", "hidden", change="+1"),
         *FULL,
@@ -112,6 +113,7 @@ QWEN3_NEXT = Family(
         Row("post_attention_layernorm", "hidden", change="+1"),
         *EXPERTS,
         *SHARED,
+        *prediction("+1"),
         norm=Row(NORM.source, "hidden", change="+1"),
     ),
 )  # fmt: skip

@@ -1,0 +1,96 @@
+"""The layer that predicts a token further than the model does (MTP, "nextn"): DeepSeek-AI 2024, arXiv:2412.19437.
+
+    x  = W_eh [norm(embedding of token i + 1), norm(state of token i)]        the model's normalized state
+    h' = norm(layer(x))                                                       attention to such pairs before
+    logits of token i + 2 = W_output h'
+
+A pair has the place of its state's token in a cache of the layer's own. `HeadDrafter` guesses tokens with it,
+`agreement` says how many it would have guessed.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from bridge.runtime.buffers import DecodeBuffers
+from bridge.runtime.decoder import BATCH, Decoder
+from bridge.runtime.decoder_config import DecoderConfig
+from bridge.runtime.reader import GGUFFile
+from bridge.runtime.tokenizer import common_prefix
+from bridge.runtime.weights import Weights, read_prediction
+
+
+class PredictionHead(Decoder):
+    """The layer as a decoder of one layer, whose cache holds pairs.
+
+    pairs  those of the text; the cache may hold further ones, made of guesses
+    """
+
+    def __init__(self, file: GGUFFile, config: DecoderConfig, context: int, kv: str, precision: str):
+        found = self._found = read_prediction(file, config)
+        super().__init__(file, found.config, context, kv, precision)
+        self._matrices.insert(0, found.joined)
+        self._unread = np.zeros((0, config.hidden), np.float32)  # states for the next pairs
+        self._first: list[int] = []  # the token whose state is in the first pair
+        self.pairs = 0
+
+    def _weights_of(self, file: GGUFFile) -> Weights:
+        return self._found.weights
+
+    def start(self, tokens: Sequence[int], kept: int) -> int:
+        """Keep the pairs of the first tokens of another text, at most `kept` of them; how many there are."""
+        self.pairs = min(kept, max(0, common_prefix(self._first + self.cache.tokens[: self.pairs], tokens) - 1))
+        self._first = list(tokens[:1])
+        return self.pairs
+
+    def read(self, states: np.ndarray, tokens: Sequence[int]) -> tuple[np.ndarray, int]:
+        """The text's next pairs: states float32 [n, hidden], and the token after each.
+
+        Returns h' float32 [1, hidden] of the last, and the token that is most likely then.
+        """
+        self.cache.length = self.pairs
+        self.pairs += len(tokens)
+        return self._read(states, tokens)
+
+    def read_guess(self, state: np.ndarray, token: int) -> tuple[np.ndarray, int]:
+        """As `read`, for h' in place of a state and a token that was guessed; the next `read` forgets the pair."""
+        return self._read(state, [token])
+
+    def guesses(self, states: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
+        """As `read`: int [n], the most likely token after each pair."""
+        self.pairs += len(tokens)
+        self._unread = states
+        return self.logits(self.run(tokens, len(tokens))).argmax(1)
+
+    def _read(self, states: np.ndarray, tokens: Sequence[int]) -> tuple[np.ndarray, int]:
+        self._unread = states
+        if len(tokens) > self.room():
+            state = self.run(tokens)
+            return state, int(self.logits(state)[0].argmax())
+        rows = self.follow(tokens)
+        return self.followed[-1:], int(rows[-1].argmax())
+
+    def _embed(self, buffers: DecodeBuffers) -> None:
+        super()._embed(buffers)
+        states, self._unread = self._unread[: buffers.n], self._unread[buffers.n :]
+        found, eps = self._found, self.config.norm_eps
+        both = _normed(buffers.x, found.embedding_norm, eps), _normed(states, found.state_norm, eps)
+        found.joined.matmul(np.concatenate(both, axis=1), buffers.x, self.precision)
+
+
+def _normed(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    return (x / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + np.float32(eps)) * weight).astype(np.float32)
+
+
+def agreement(decoder: Decoder, head: PredictionHead, tokens: Sequence[int]) -> tuple[int, int]:
+    """How many tokens the layer guesses as the model chooses them, and of how many.
+
+    At each place of a text, given what the text has up to there: the most likely token of both.
+    """
+    states = decoder.states(tokens, len(tokens))
+    head.cache.length = head.start((), 0)
+    right = 0
+    for at in range(0, len(tokens) - 1, BATCH):
+        guessed = head.guesses(states[at : at + BATCH], tokens[at + 1 : at + 1 + BATCH])
+        right += int((guessed == decoder.logits(states[at + 1 : at + 1 + BATCH]).argmax(1)).sum())
+    return right, len(tokens) - 1

@@ -1,0 +1,95 @@
+"""Layers that predict further tokens: carried with their codes, or left out, and no other tensor differs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import bridge
+from bridge.cli import main
+from bridge.conversion.verify import failures, verify
+from bridge.errors import BridgeError
+from bridge.gguf_file.reader import read_gguf
+from bridge.runtime.perplexity import cut_windows
+from bridge.runtime.prediction import agreement
+from scripts.peers.llama_cpp import LlamaCpp
+from tests.support.encode import write_gptq
+from tests.support.predicting_models import save_predicting
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+TOKENS = np.random.default_rng(1).integers(0, 2048, 24).tolist()
+NEXTN = {"eh_proj", "enorm", "hnorm", "shared_head_norm"}
+
+
+@pytest.mark.parametrize("name", ["glm4-moe", "glm4-moe-lite", "qwen3.5"])
+def test_a_layer_that_predicts_is_carried_with_its_codes_or_left_out(name: str, tmp_path: Path) -> None:
+    write_gptq(tmp_path / "gptq", save_predicting(name, tmp_path / "float"), group_size=32)
+    files, logits = [tmp_path / "with.gguf", tmp_path / "without.gguf"], []
+    reports = [
+        bridge.convert(tmp_path / "gptq", file, type="exact", no_mtp=no_mtp)
+        for file, no_mtp in zip(files, (False, True), strict=True)
+    ]
+    for file in files:
+        assert failures(verify(file, tmp_path / "gptq")) == []
+        with LlamaCpp(file) as loaded:
+            logits.append(loaded.logits(TOKENS))
+        logits.append(bridge.Model.load(file).logits(TOKENS))
+    with_it, without = map(read_gguf, files)
+    arch = with_it.metadata["general.architecture"]
+    layer = without.metadata[f"{arch}.block_count"]
+    assert (with_it.metadata[f"{arch}.block_count"], with_it.metadata[f"{arch}.nextn_predict_layers"]) == (layer + 1, 1)
+    assert f"{arch}.nextn_predict_layers" not in without.metadata
+    own = with_it.tensors.keys() - without.tensors.keys()
+    assert {n.split(".")[3] for n in own if ".nextn." in n} >= NEXTN
+    assert {n.split(".")[1] for n in own} == {str(layer)}
+    carried = {t.kind for t in reports[0].tensors if t.name in own and t.outcome == "codes carried"}
+    assert carried >= {"attn_output"} | ({"ffn_down"} if name == "qwen3.5" else {"ffn_down_exps", "ffn_down_shexp"})
+    assert any("predict further tokens at once (MTP) are dropped" in note for note in reports[1].notes)
+    np.testing.assert_array_equal(logits[0], logits[2])  # neither program runs the layer with the others
+    np.testing.assert_array_equal(logits[1], logits[3])
+
+
+def test_a_gguf_with_a_layer_that_predicts_becomes_a_checkpoint_again(tmp_path: Path) -> None:
+    write_gptq(tmp_path / "gptq", save_predicting("glm4-moe", tmp_path / "float"), group_size=32)
+    bridge.convert(tmp_path / "gptq", tmp_path / "m.gguf", type="exact")
+    bridge.export(tmp_path / "m.gguf", tmp_path / "back", "gptq")
+    bridge.convert(tmp_path / "back", tmp_path / "again.gguf", type="exact")
+    assert failures(verify(tmp_path / "again.gguf", tmp_path / "gptq")) == []
+    assert failures(verify(tmp_path / "again.gguf", tmp_path / "m.gguf")) == []
+
+
+def test_a_layer_that_predicts_with_a_tensor_missing_is_refused(tmp_path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    from tests.support.encode import load_floats
+
+    folder = save_predicting("glm4-moe", tmp_path / "float")
+    weights = load_floats(folder)
+    del weights["model.layers.3.eh_proj.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(BridgeError, match=r"model\.layers\.3\.eh_proj"):
+        bridge.convert(folder, tmp_path / "m.gguf")
+    assert main(["convert", str(folder), str(tmp_path / "m.gguf"), "--no-mtp"]) == 0
+
+
+def test_verify_says_how_many_tokens_of_a_text_the_layer_guesses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, file, text = save_predicting("glm4-moe", tmp_path / "float"), tmp_path / "m.gguf", tmp_path / "text.txt"
+    bridge.convert(folder, file, tensor_types=[(".*", "Q8_0")])
+    text.write_text("KING RICHARD: what is that to me, and what is that to thee? " * 30)
+    with bridge.Model.load(file) as model:
+        windows = cut_windows(model, text.read_text(), 256, None)
+        with model.taken() as decoder:
+            counts = np.sum([agreement(decoder, model.prediction_head(), tokens) for tokens in windows], axis=0)
+    assert main(["verify", str(file), str(folder), "--mtp-text", str(text)]) == 0
+    assert f"guesses {counts[0]} of {counts[1]} tokens (" in capsys.readouterr().out
+    with pytest.raises(BridgeError, match=r"short\.txt: No such file"):
+        verify(file, folder, mtp_text=tmp_path / "short.txt")
+    text.write_text("too short")
+    with pytest.raises(BridgeError, match="0 windows of 256"):
+        verify(file, folder, mtp_text=text)
