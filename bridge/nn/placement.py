@@ -141,7 +141,7 @@ class Placement:
             bias = self._floats.pop(f"{path}.bias", None)
             self._modules[path] = self._packed(path, found, None if bias is None else _joined(bias))
         for layer, stack in stacks.items():
-            if layer not in experts or {*stack} != {*_EXPERTS}:
+            if layer not in experts:
                 raise BridgeError(
                     f"{self.file.path}: {self.kind} of this transformers has layer {layer}'s experts in a way that is "
                     "unknown here; bridge.Model runs the file"

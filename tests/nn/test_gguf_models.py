@@ -37,7 +37,7 @@ def made(name: str, folder: Path, type: str, **fields: Any) -> tuple[Any, Path]:
     for parameter in model.parameters():  # some matrices are F16 in every GGUF
         parameter.data = parameter.data.half().float()
     model.save_pretrained(folder / "model", save_original_format=True)
-    model = type(model).from_pretrained(folder / "model", dtype=torch.float32, attn_implementation="eager").eval()
+    model = model.__class__.from_pretrained(folder / "model", dtype=torch.float32, attn_implementation="eager").eval()
     path = folder / "model.gguf"
     bridge.convert(copy_tokenizer(folder / "model"), path, tensor_types=[(".*", type)], mmproj_type="none")
     return model, path
