@@ -47,7 +47,7 @@ from bridge.conversion.codes_of_blocks import (
     rounded,
 )
 from bridge.conversion.gguf_config import checked_source, write_config
-from bridge.conversion.gguf_source import GgufSource, Place
+from bridge.conversion.gguf_source import Assembled, GgufSource, Place
 from bridge.encode.block_words import TILE, TYPES_IN_WORDS, Room
 from bridge.encode.limits import REQUANTIZED_LIMIT
 from bridge.errors import BridgeError, parameter
@@ -166,13 +166,14 @@ def export(
     gguf = read_gguf(expanded(model))
     if dtype is None:
         dtype = "BF16" if format != "mlx" and any(t.type == "BF16" for t in gguf.tensors.values()) else "F16"
+    quantized = format != "floats"
     with ExitStack() as stack:
         if config is None:
             home = Path(stack.enter_context(TemporaryDirectory()))
             write_config(gguf, home)
-            source = checked_source(gguf, home, dtype)
+            source = checked_source(gguf, home, dtype, quantized)
         else:
-            source = GgufSource(gguf, expanded(config), dtype)
+            source = GgufSource(gguf, expanded(config), dtype, quantized)
         request = gguf, source, expanded(out), format, bits, force, progress
         try:
             done = _write(*request, first_rows_tell=True)
@@ -209,14 +210,20 @@ def _write(
     """Write the folder; `seconds` is left to the caller. Raises NotPlain if first rows do not tell what others are."""
     check_folder(source, path, force, gguf.files)
     reports: dict[str, ExportedTensor] = {}
-    reports |= {name: ExportedTensor(name, found.type, AS_FLOATS) for name, found in source.joined.items()}
     forms: dict[str, _Form] = {}
+    whole: dict[str, Place] = {}
+    stacks = 0
     for name, place in source.places.items():
         reports[name] = ExportedTensor(name, place.stored.type, AS_FLOATS)
-        if format != "floats" and _LAYER.fullmatch(place.stored.name) and len(place.part.shape) == 2:
+        if format == "floats" or not _LAYER.fullmatch(place.stored.name):
+            continue
+        if isinstance(place, Place) and len(place.part.shape) == 2:
             form = _form(place, format, bits, first_rows_tell)
             if form is not None:
                 forms[place.part.module] = form
+                whole[place.part.module] = place
+        elif isinstance(place, Assembled) and place.places[0].part.matrix is not None:
+            stacks += 1
     layers = {module: form.groups for module, form in forms.items()}
     if format != "floats" and not layers:
         raise BridgeError(f"{gguf.files[0]}: has no layer that {format} holds; choose {parameter('format', 'floats')}")
@@ -226,22 +233,24 @@ def _write(
     with CheckpointWriter(
         source, path, format if layers else "gptq_v2", layers, force=force, progress=progress
     ) as writer:
-        for module, tensor, report in _layers(source, forms, format):
+        for module, tensor, report in _layers(whole, forms, format):
             writer.add(tensor)
             reports[f"{module}.weight"] = report
         written = writer.finish()
     rest = sum(t.how == ROUNDED for t in reports.values())
     notes = [f"{rest} layers have no codes that {format} holds: rounded"] if rest else []
+    if stacks:
+        notes.append(f"{stacks} stacks of experts are floats: checkpoints of this architecture have them as one tensor")
     return Exported(written.out, format, list(reports.values()), written.nbytes, 0.0, notes)
 
 
 def _layers(
-    source: GgufSource, forms: dict[str, _Form], format: str
+    places: dict[str, Place], forms: dict[str, _Form], format: str
 ) -> Iterator[tuple[str, GroupedTensor | PackedTensor, ExportedTensor]]:
     """Layers and what became of them; while one is written, the next is made."""
 
     def made(module: str, form: _Form, room: Room) -> tuple[str, GroupedTensor | PackedTensor, ExportedTensor]:
-        place = source.places[f"{module}.weight"]
+        place = places[module]
         tensor = _tensor(place, format, form, room)
         return module, tensor, _report(place, tensor, form, format)
 
@@ -365,7 +374,7 @@ def _rounded(name: str, weights: np.ndarray, bits: int, format: str) -> GroupedT
 
 def _groups(bits: int, size: int, middle: bool, shape: tuple[int, int], format: str) -> Groups:
     """How a format describes a layer; `middle`: all zero points are the middle of the codes."""
-    whole = size == shape[1] and format not in _OFFSET_SIZES
+    whole = 32 < size == shape[1] and format not in _OFFSET_SIZES  # rows of 32 are groups as other layers have
     return Groups(bits, -1 if whole else size, format == "compressed-tensors" and middle)
 
 

@@ -6,6 +6,7 @@ model in transformers: for that, tensors have the names and rows of the family's
 are made of the metadata (`gguf_config`).
 """
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from bridge.checkpoint.files.hub import kind_of, open_by_name
 from bridge.checkpoint.files.store import Store, TensorInfo
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.conversion.gguf_config import checked_source, write_config
-from bridge.conversion.gguf_source import GgufSource, Place
+from bridge.conversion.gguf_source import Assembled, GgufSource, Place
 from bridge.errors import BridgeError, parameter
 from bridge.gguf_file.reader import StoredModel, StoredTensor, read_gguf
 from bridge.models.outline import Outline, OutlineTensor, Part
@@ -41,27 +42,19 @@ class _Stored(TensorInfo):
 class _GgufStore(Store):
     """The tensors of a GGUF, by the names of a checkpoint."""
 
-    def __init__(self, model: StoredModel, places: dict[str, Place]) -> None:
+    def __init__(self, model: StoredModel, places: Mapping[str, Place | Assembled]) -> None:
         super().__init__([])
         self.files = model.files
         self.places = places
         for name, place in places.items():
-            shape = place.part.shape[::-1] if place.part.change == "conv1d" else place.part.shape
-            if place.part.matrix is not None:
-                shape = place.stored.shape
-            nbytes = place.stored.raw.size // (1 if place.part.matrix is not None else len(place.tensor.parts))
-            self.tensors[name] = _Stored(name, place.stored.type, shape, nbytes, place.stored.file)
+            self.tensors[name] = _Stored(name, place.stored.type, place.shape, place.nbytes, place.stored.file)
 
     def read_float(self, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
         """float32; of a stack of matrices, `rows` are matrices."""
-        place, shape = self.places[name], self.tensors[name].shape
+        place = self.places[name]
         if place.stored.type not in (*READ, *FLOATS):
             raise BridgeError(f"{place.stored.file}: {name} is {place.stored.type}, which is not read")
-        if place.part.matrix is None:
-            return place.floats(slice(*(rows or (None,))))
-        first, stop = rows or (0, shape[0])
-        values = [Place(place.tensor, place.part, place.stored, i).floats() for i in range(first, stop)]
-        return np.stack(values) if values else np.empty((0, *shape[1:]), np.float32)
+        return place.floats(slice(*(rows or (None,))))
 
 
 class GgufCheckpoint(Checkpoint):
@@ -75,7 +68,7 @@ class GgufCheckpoint(Checkpoint):
     def __init__(
         self,
         model: StoredModel,
-        places: dict[str, Place],
+        places: Mapping[str, Place | Assembled],
         tensors: list[OutlineTensor],
         home: Path,
         config: dict[str, Any],
@@ -136,14 +129,16 @@ def open_source(
 
 def _by_itself(model: StoredModel, home: Path, stack: ExitStack) -> GgufCheckpoint:
     """A GGUF under its own names."""
-    places, tensors = {}, []
+    places: dict[str, Place | Assembled] = {}
+    tensors = []
     for stored in model.tensors.values():
         fixed = _fixed_type(model, stored)
         parts: tuple[Part, ...] = (Part(stored.name, stored.shape),)
         if fixed is None and len(stored.shape) == 3:
             parts = tuple(Part(stored.name, stored.shape[1:], matrix=i) for i in range(stored.shape[0]))
         tensors.append(OutlineTensor(stored.name, stored.shape, parts, fixed_type=fixed))
-        places[stored.name] = Place(tensors[-1], parts[0], stored, 0)
+        found = tuple(Place(tensors[-1], part, stored, i) for i, part in enumerate(parts))
+        places[stored.name] = found[0] if parts[0].matrix is None else Assembled(found)
     return GgufCheckpoint(model, places, tensors, home, {}, stack.pop_all())
 
 
@@ -152,14 +147,13 @@ def _by_family(model: StoredModel, home: Path, make: bool, stack: ExitStack) -> 
     if make:
         write_config(model, home)
     source = checked_source(model, home, "F32") if make else GgufSource(model, home, "F32")
-    if source.joined or source.numbers:
-        name = next(iter([*source.joined, *source.numbers]))
-        raise BridgeError(f"{model.files[0]}: {name} has no tensor of its own in the GGUF; convert the original model")
-    by_name = {place.tensor.name: place.tensor for place in source.places.values()}
+    if source.numbers:
+        name = next(iter(source.numbers))
+        raise BridgeError(f"{model.files[0]}: {name} is a key of the GGUF, not a tensor; convert the original model")
     tensors = []
     for stored in model.tensors.values():
-        if stored.name in by_name:
-            tensor = by_name[stored.name]
+        if stored.name in source.used:
+            tensor = source.used[stored.name]
             kept = tensor.fixed_type is not None or _fixed_type(model, stored) is not None
             tensors.append(replace(tensor, fixed_type=stored.type if kept else None))
         else:  # made from the config

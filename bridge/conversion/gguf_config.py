@@ -45,15 +45,15 @@ def write_config(model: StoredModel, folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
 
 
-def checked_source(model: StoredModel, folder: Path, dtype: str) -> GgufSource:
-    """The GGUF with the files that `write_config` made in a folder.
+def checked_source(model: StoredModel, folder: Path, dtype: str, quantized: bool = False) -> GgufSource:
+    """The GGUF with the files that `write_config` made in a folder; see `GgufSource`.
 
     Raises BridgeError unless a checkpoint with this config and tokenizer has the GGUF's metadata.
     """
     file, arch = model.files[0], str(model.metadata.get("general.architecture"))
     pre = model.metadata.get("tokenizer.ggml.pre")
     try:
-        source = GgufSource(model, folder, dtype, made=True)
+        source = GgufSource(model, folder, dtype, quantized, made=True)
         shapes = {name: info.shape for name, info in source.tensors.items()}
         made = describe_model(source.config, folder, shapes, str(pre) if pre is not None else None).metadata
     except BridgeError as problem:
@@ -86,7 +86,7 @@ def _short(value: Any) -> str:
 
 def _same(first: Any, second: Any) -> bool:
     if isinstance(first, float) and isinstance(second, int | float):
-        return abs(first - second) <= 1e-6 * abs(first)
+        return first == second or abs(first - second) <= 1e-6 * abs(first)
     if isinstance(first, list | tuple) and isinstance(second, list | tuple):
         return len(first) == len(second) and all(map(_same, first, second))
     return bool(first == second)

@@ -1,11 +1,13 @@
 """A GGUF as the float model of a checkpoint: its tensors under their old names, with rows in their old order.
 
 Names and orders are those of the family's table (`bridge.models.tensors_of_gguf`), read from the GGUF to the
-checkpoint. A tensor is dequantized when it is read, and nothing stays in memory.
+checkpoint. A tensor is dequantized when it is read, and nothing stays in memory. One that a GGUF has in several, or in
+another shape, is put together of its parts.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from bridge.gguf_file.reader import StoredModel, StoredTensor
 from bridge.models import numbers_of_gguf, tensors_of_gguf
 from bridge.models.gguf_config import family_of_gguf
 from bridge.models.outline import OutlineTensor, Part
-from bridge.models.restored import restored, shape_of
+from bridge.models.restored import restored, rows_of, shape_of
 from bridge.runtime.cpu.dequantize import FLOATS
 from bridge.runtime.cpu.dequantize import rows as dequantized
 from bridge.system.files import files_below, read_json
@@ -30,8 +32,6 @@ _QUANT_CONFIGS = (
     "quantize_config.json", "quant_config.json", "quantization_config.json", "hf_quant_config.json",
     "model.safetensors.index.json",
 )  # fmt: skip
-# vectors that checkpoints have as matrices of one row
-_ROWS = ("mlp.shared_expert_gate.weight",)
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +46,16 @@ class Place:
     stored: StoredTensor
     matrix: int
     scale: float = 1.0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the checkpoint's tensor."""
+        return self.part.shape[::-1] if self.part.change == "conv1d" else self.part.shape
+
+    @property
+    def nbytes(self) -> int:
+        """What the GGUF stores of it."""
+        return self.stored.raw.size // len(self.tensor.parts)
 
     @property
     def height(self) -> int:
@@ -65,10 +75,6 @@ class Place:
         raw = self.stored.read(start * size, (start + self.height) * size).reshape(-1, size)
         return raw[np.argsort(self.part.rows)[first:stop]]
 
-    def values(self) -> np.ndarray:
-        """Its values, float32 in the part's shape, as the GGUF has them."""
-        return dequantized(self.stored.type, self.raw(ordered=False)).reshape(self.part.shape) * np.float32(self.scale)
-
     def floats(self, rows: slice = slice(None)) -> np.ndarray:
         """Its values, float32, as the checkpoint had them; `rows`: of these, a run."""
         matrix = len(self.part.shape) > 1 and self.part.change != "conv1d"
@@ -84,40 +90,79 @@ class Place:
             values = values - 1
         return np.ascontiguousarray(values.T)[rows] if self.part.change == "conv1d" else values[rows]
 
+    def values(self, rows: slice = slice(None)) -> np.ndarray:
+        """float32 as the GGUF has them, in the part's shape but for `rows`, a run of them."""
+        values = dequantized(self.stored.type, self.raw(rows, ordered=False)) * np.float32(self.scale)
+        return values.reshape(-1, *self.part.shape[1:])
+
 
 @dataclass(frozen=True, eq=False)
-class Joined:
-    """A checkpoint's tensor that is put together again from several places, or whose values were changed."""
+class Assembled:
+    """A checkpoint's tensor that is put together of several places, or has another shape than its place: floats."""
 
-    pieces: tuple[Place, ...]
-    shape: tuple[int, ...]
+    places: tuple[Place, ...]
 
     @property
-    def type(self) -> str:
-        return self.pieces[0].stored.type
+    def stored(self) -> StoredTensor:
+        """The first tensor of the GGUF that it is in."""
+        return self.places[0].stored
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return shape_of([place.part for place in self.places])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(place.nbytes for place in self.places)
 
     def floats(self, rows: slice = slice(None)) -> np.ndarray:
-        """Its values, float32, as the checkpoint had them; `rows`: of these, a run."""
-        return restored([(place.part, place.values()) for place in self.pieces], self.shape)[rows]
+        """Its values, float32; `rows`: a run of these, or of the matrices of a stack. No others are read."""
+        first, stop, _ = rows.indices(self.shape[0])
+        if any(place.part.matrix is None and not _by_rows(place.part) for place in self.places):
+            pieces = [(place.part, place.values()) for place in self.places]
+            return restored(pieces, self.shape)[rows]
+        found = [piece for place in self.places for piece in _run_of(place, first, stop)]
+        return restored(found, (stop - first, *self.shape[1:]))
+
+
+def _by_rows(part: Part) -> bool:
+    """Whether a row of the checkpoint's tensor is a row of the GGUF's."""
+    return len(part.shape) == 2 and part.columns is None and part.factor is None and part.change in (None, "+1")
+
+
+def _run_of(place: Place, first: int, stop: int) -> Iterator[tuple[Part, np.ndarray]]:
+    """What a place has of a run of rows or matrices of the checkpoint's tensor, counted from the first of them."""
+    part = place.part
+    if part.matrix is not None:
+        if first <= part.matrix < stop:
+            yield replace(part, matrix=part.matrix - first), place.values()
+        return
+    rows = rows_of(part)
+    at = np.flatnonzero((rows >= first) & (rows < stop))
+    at = at[np.sort(np.unique(rows[at], return_index=True)[1])]  # rows beyond a vocabulary repeat others
+    if at.size:
+        values = place.values(slice(int(at.min()), int(at.max()) + 1))[at - at.min()]
+        yield replace(part, shape=values.shape, rows=rows[at] - first, stored=None), values
 
 
 class GgufSource:
     """What `CheckpointWriter` reads of a float model, from a GGUF.
 
-    model   the opened GGUF
-    home    the folder with config.json and tokenizer
-    made    whether these were made of the GGUF's metadata
-    numbers checkpoint's name -> value, of tensors that are numbers in the GGUF's metadata
-    dtype   of all floats in the checkpoint: F16, BF16 or F32
-    places  checkpoint's name -> `Place`, of tensors whose blocks are in the GGUF as they are
-    joined  checkpoint's name -> `Joined`, of all others
+    model      the opened GGUF
+    home       the folder with config.json and tokenizer
+    dtype      of all floats in the checkpoint: F16, BF16 or F32
+    quantized  whether layers will be, as `tensors_of_gguf` has it
+    made       whether config and tokenizer were made of the GGUF's metadata
+    numbers    checkpoint's name -> value, of tensors that are numbers in the GGUF's metadata
+    places     checkpoint's name -> `Place` or `Assembled`
+    used       the GGUF's name -> what the family's table says of it
 
     Raises BridgeError if config and GGUF are not of the same model.
     """
 
     format = "GGUF"
 
-    def __init__(self, model: StoredModel, home: Path, dtype: str, made: bool = False) -> None:
+    def __init__(self, model: StoredModel, home: Path, dtype: str, quantized: bool = False, made: bool = False) -> None:
         self.path = self.home = home
         config = read_json(home / "config.json")
         self.config: dict[str, Any] = {
@@ -128,28 +173,25 @@ class GgufSource:
         # what is not copied: weights, what describes them, and what is not a checkpoint's
         self.files = [f for f in files_below(home) if f.name in _QUANT_CONFIGS or not _copied(f, home)]
         arch = str(model.metadata.get("general.architecture"))
-        named = config
-        if made:  # of the language model alone, where the GGUF's architecture is that of a model with images
-            named = {**config, "architectures": [family_of_gguf(model.metadata).architectures[0]]}
-        self.numbers = numbers_of_gguf(model.metadata)
-        pieces: dict[str, list[Place]] = {}
+        self.used: dict[str, OutlineTensor] = {}
+        found: dict[str, list[Place]] = {}
         shapes = {name: tensor.shape for name, tensor in model.tensors.items()}
-        for tensor in tensors_of_gguf(named, home, shapes, arch):
+        family = family_of_gguf(model.metadata) if made else None  # of a model with images, maybe
+        for tensor in tensors_of_gguf(config, home, shapes, arch, family, quantized):
             if tensor.origin == "checkpoint":
+                self.used[tensor.name] = tensor
                 stored = model.tensors[tensor.name]
                 scales = model.scales_of(stored)
                 for i, part in enumerate(tensor.parts):
                     scale = 1.0 if scales is None else float(scales[i if scales.size > 1 else 0])
-                    pieces.setdefault(part.source, []).append(Place(tensor, part, stored, i, scale))
-        self.places = {name: found[0] for name, found in pieces.items() if len(found) == 1 and _whole(found[0].part)}
-        self.joined = {
-            name: Joined(tuple(found), shape_of([place.part for place in found]))
-            for name, found in pieces.items()
-            if name not in self.places
+                    found.setdefault(part.source, []).append(Place(tensor, part, stored, i, scale))
+        self.places: dict[str, Place | Assembled] = {
+            name: places[0] if _is_whole(places) else Assembled(tuple(places)) for name, places in found.items()
         }
-        self.tensors = {name: self._info(name, found, dtype) for name, found in pieces.items()}
+        self.tensors = {name: self._info(name, place, dtype) for name, place in self.places.items()}
+        self.numbers = numbers_of_gguf(model.metadata)
         for name, value in self.numbers.items():
-            self.tensors[name] = TensorInfo(name, dtype, value.shape, NUMPY[dtype].itemsize, self.path)
+            self.tensors[name] = TensorInfo(name, dtype, value.shape, value.size * NUMPY[dtype].itemsize, self.path)
 
     @property
     def store(self) -> "GgufSource":
@@ -157,35 +199,27 @@ class GgufSource:
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
         """A tensor's values in the dtype of the new checkpoint. Raises BridgeError if F16 cannot hold one."""
-        dtype, shape, run = self.tensors[name].dtype, self.tensors[name].shape, slice(*(rows or (None,)))
+        dtype, run = self.tensors[name].dtype, slice(*(rows or (None,)))
         if name in self.numbers:
-            return from_float32(self.numbers[name].reshape(-1), dtype, name).reshape(shape)
-        if name in self.joined:
-            return from_float32(self.joined[name].floats(run), dtype, name)
+            value = self.numbers[name]
+            return from_float32(value.reshape(-1), dtype, name).reshape(value.shape)
         place = self.places[name]
-        if place.stored.type == dtype and place.part.change is None and len(place.part.shape) > 1:
+        whole = isinstance(place, Place) and place.part.change is None and len(place.part.shape) > 1
+        if isinstance(place, Place) and whole and place.stored.type == dtype:
             return place.raw(run).view(NUMPY[dtype])
-        if name.endswith(_ROWS):
-            return from_float32(place.floats().reshape(shape)[run], dtype, name)
         return from_float32(place.floats(run), dtype, name)
 
-    def _info(self, name: str, pieces: list[Place], dtype: str) -> TensorInfo:
-        for place in pieces:
-            if place.stored.type not in (*READ, *FLOATS):
-                raise BridgeError(f"{place.stored.name}: is {place.stored.type}, which is not read")
-        if name in self.joined:
-            shape = self.joined[name].shape
-        else:
-            part = pieces[0].part
-            shape = part.shape[::-1] if part.change == "conv1d" else part.shape
-            shape = (1, *shape) if name.endswith(_ROWS) else shape
-        return TensorInfo(name, dtype, shape, math.prod(shape) * NUMPY[dtype].itemsize, self.path)
+    def _info(self, name: str, place: Place | Assembled, dtype: str) -> TensorInfo:
+        if place.stored.type not in (*READ, *FLOATS):
+            raise BridgeError(f"{place.stored.name}: is {place.stored.type}, which is not read")
+        return TensorInfo(name, dtype, place.shape, math.prod(place.shape) * NUMPY[dtype].itemsize, self.path)
 
 
-def _whole(part: Part) -> bool:
-    """Whether a GGUF has all rows of a part's source, in some order, as it was or with one added."""
-    picked = part.columns is not None or part.matrix is not None or part.stored is not None
-    return not picked and part.factor is None and part.change in (None, "+1", "conv1d")
+def _is_whole(places: list[Place]) -> bool:
+    """Whether a tensor of the GGUF, or a matrix of one, is the checkpoint's: its blocks need no floats in between."""
+    part = places[0].part
+    picked = not all(x is None for x in (part.columns, part.matrix, part.stored, part.factor))
+    return len(places) == 1 and not picked and part.change in (None, "+1", "conv1d")
 
 
 def _copied(file: Path, home: Path) -> bool:

@@ -27,7 +27,7 @@ from bridge.models.model_config import Config
 from bridge.models.outline import Outline, OutlineTensor
 from bridge.models.prediction import left_out, predicting_in, with_prediction, without_prediction
 from bridge.models.provenance import read_provenance
-from bridge.models.table import all_names, fill_table, optional_names
+from bridge.models.table import fill_table, turned_back
 from bridge.models.wrapper import ANY_TEXT, renamed, text_config, text_names
 from bridge.system.files import read_json
 
@@ -121,18 +121,25 @@ def describe_model(
 
 
 def tensors_of_gguf(
-    config: dict[str, Any], folder: Path, stored: Mapping[str, Sequence[int]], arch: str
+    config: dict[str, Any],
+    folder: Path,
+    stored: Mapping[str, Sequence[int]],
+    arch: str,
+    family: Family | None = None,
+    quantized: bool = False,
 ) -> list[OutlineTensor]:
     """How the tensors of a GGUF are made from a checkpoint's: what its family's table says, read the other way.
 
-    config  the parsed config.json of `folder`
-    stored  the GGUF's tensors: name -> shape; those that scale tensors of NVFP4 are left to the caller
-    arch    its general.architecture
+    config     the parsed config.json of `folder`
+    stored     the GGUF's tensors: name -> shape; those that scale tensors of NVFP4 are left to the caller
+    arch       its general.architecture
+    family     None: the one that the config names
+    quantized  whether the checkpoint will be, see `turned_back`
 
     Raises BridgeError for an architecture that is unknown or not the GGUF's, and for tensors that do not match.
     """
     path = Path(folder) / "config.json"
-    family = _family(Config(config, path))
+    family = family or _family(Config(config, path))
     if family.arch != arch:
         raise BridgeError(f"{path}: is of a {family.arch} model, but the GGUF's architecture is {arch}")
     if family.wrapped and "text_config" in config:
@@ -143,18 +150,15 @@ def tensors_of_gguf(
     if family.predicts == "carried":
         args = replace(args, predicting=predicting_in(stored, args.layers))
     args = _with_own(args, family, values)
-    outline = fill_table(family, args, dict.fromkeys(all_names(family, args), ()))
+    outline = turned_back(family, args, stored, quantized)
     found, known = [], {tensor.name for tensor in outline.tensors}
-    not_needed = optional_names(family, args)
     for tensor in outline.tensors:
         if tensor.name in stored:
             if tuple(stored[tensor.name]) != tensor.shape:
                 shapes = f"{list(stored[tensor.name])}, but the config requires {list(tensor.shape)}"
                 raise BridgeError(f"{tensor.name}: is {shapes}; config.json belongs to another model")
             found.append(tensor)
-        elif tensor.origin != "config" and not (
-            any(part.source in outline.optional or part.source in not_needed for part in tensor.parts)
-        ):
+        elif tensor.origin != "config" and not any(part.source in outline.optional for part in tensor.parts):
             raise BridgeError(f"{tensor.name}: is missing from the GGUF; {path} belongs to another model")
     scales = {f"{tensor.name.removesuffix('.weight')}.{key}" for tensor in found for key in ("scale", "input_scale")}
     if unknown := sorted(stored.keys() - known - scales):

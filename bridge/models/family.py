@@ -128,7 +128,8 @@ class Family:
     prefix         the start of all names in the table, which some checkpoints omit
     chosen         whether it is the one for a config.json, where an architecture's name stands for several families
     tokenizer      tokenizer.ggml.model of a tokenizer.json with byte fallback
-    own            a part of the names that its checkpoints have, where the table knows several
+    own            a part of the names that its checkpoints have where the table knows several, for the way back
+    apart          whether the experts that its float checkpoints have in stacks are modules in quantized ones
     """
 
     titles: tuple[str, ...]
@@ -152,6 +153,7 @@ class Family:
     chosen: Callable[[Config], bool] = lambda _config: True
     tokenizer: str = "llama"
     own: str = ""
+    apart: bool = False
     named_as: str = ""
 
 
@@ -236,7 +238,13 @@ def experts_with_gate_up(module: str) -> tuple[Row, ...]:
     stack = f"{module}.gate_up_proj"
     return (
         Row(f"{module}.*.gate_up_proj", "expert+expert hidden", (stack,), optional=True),
-        Row(f"{module}.*.gate_proj", "expert hidden", name="ffn_gate_exps.weight", unless=stack),
-        Row(f"{module}.*.up_proj", "expert hidden", name="ffn_up_exps.weight", unless=stack),
+        Row(
+            f"{module}.*.gate_proj",
+            "expert hidden",
+            (f"{stack}[0/2]",),
+            name="ffn_gate_exps.weight",
+            unless=stack,
+        ),
+        Row(f"{module}.*.up_proj", "expert hidden", (f"{stack}[1/2]",), name="ffn_up_exps.weight", unless=stack),
         Row(f"{module}.*.down_proj", "hidden expert", (f"{module}.down_proj",)),
     )

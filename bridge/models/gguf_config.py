@@ -9,6 +9,7 @@ Vision models give the config of their language model, by the name that transfor
 
 import math
 from collections.abc import Collection, Mapping
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -17,14 +18,13 @@ from bridge.errors import BridgeError
 from bridge.models.families import ALL
 from bridge.models.family import Family
 from bridge.models.gguf_config_keys import ABSENT, KINDS, MORE, Keys
-from bridge.models.rope import llama3_factors
+from bridge.models.rope import NOT_ROTATED, llama3_factors
 
 # tensors that divide the frequencies of rotary embeddings, without their ".weight"
 ROPE_FACTORS = "rope_freqs", "rope_factors_long", "rope_factors_short"
 
-_LLAMA3 = 1.0, 4.0  # low_freq_factor and high_freq_factor of all of its models
+_LLAMA3 = (1.0, 4.0), (1.0, 1.0)  # low_freq_factor and high_freq_factor of all of its models, and of Llama 4's
 _LLAMA3_CONTEXT = 8192
-_ENDLESS = 1e29  # a divisor of frequencies that leaves no rotation
 
 
 def family_of_gguf(metadata: Mapping[str, Any]) -> Family:
@@ -115,10 +115,10 @@ def add_rope_factors(config: dict[str, Any], factors: Mapping[str, np.ndarray]) 
 
     factors  a GGUF's rope_freqs, or rope_factors_long and rope_factors_short, by those names; float32 [rotated / 2]
 
-    Raises BridgeError for factors that llama3's rule does not give.
+    Raises BridgeError for factors that neither llama3's rule nor the proportional one gives.
     """
     rules = config.get("rope_parameters", {})
-    rules = rules.get("full_attention", rules)
+    rules = rules.get("full_attention", rules)  # in layers with a window, pairs have no divisors
     if "rope_factors_long" in factors:
         rules |= {
             "rope_type": "longrope",
@@ -131,19 +131,20 @@ def add_rope_factors(config: dict[str, Any], factors: Mapping[str, np.ndarray]) 
     stored = factors["rope_freqs"]
     if np.all(stored == 1):
         return
-    if np.all((stored == 1) | (stored > _ENDLESS)):
-        rules |= {"rope_type": "proportional", "partial_rotary_factor": float(np.mean(stored == 1))}
+    rotated = int(np.count_nonzero(stored == 1))
+    if np.all(stored[rotated:] >= NOT_ROTATED):
+        rules |= {"rope_type": "proportional", "partial_rotary_factor": rotated / len(stored)}
         return
     factor, base = float(stored.max()), float(rules["rope_theta"])
     # where no divisor is between the two, several contexts give the same
-    for context in (_LLAMA3_CONTEXT, *(1 << n for n in range(4, 24))):
-        found = llama3_factors(base, 2 * len(stored), factor, *_LLAMA3, context)
+    contexts = (_LLAMA3_CONTEXT, *(1 << n for n in range(4, 24)))
+    for (low, high), context in product(_LLAMA3, contexts):
+        found = llama3_factors(base, 2 * len(stored), factor, low, high, context)
         if np.allclose(found, stored, rtol=1e-5):
-            low, high = _LLAMA3
             rules |= {"rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high}
             rules["original_max_position_embeddings"] = context
             return
-    raise BridgeError("rope_freqs.weight: is not of llama3's rule with factors 1 and 4, which no config expresses")
+    raise BridgeError("rope_freqs.weight: is neither of llama3's rule nor proportional, which no config expresses")
 
 
 def _largest(value: Any) -> int:

@@ -317,8 +317,12 @@ def _llama4(get: Keys, names: Collection[str], values: dict[str, Any]) -> dict[s
 
 
 def _phimoe(get: Keys, names: Collection[str], values: dict[str, Any]) -> dict[str, Any]:
+    own = _phi3(get, names, values)
+    rules = own["rope_parameters"]
+    if "rope_factors_long.weight" in names:  # what others call attention_factor
+        rules |= dict.fromkeys(("short_mscale", "long_mscale"), rules.get("attention_factor", 1.0))
     return {
-        **_phi3(get, names, values), "num_local_experts": values["num_experts"], "num_experts": ABSENT,
+        **own, "num_local_experts": values["num_experts"], "num_experts": ABSENT,
         "moe_intermediate_size": ABSENT, "attention_bias": True, "lm_head_bias": True, "class": "PhimoeForCausalLM",
     }  # fmt: skip
 

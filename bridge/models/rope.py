@@ -27,7 +27,7 @@ import numpy as np
 from bridge.errors import BridgeError, parameter
 from bridge.models.model_config import Config, positive
 
-_NOT_ROTATED = 1e30  # a divisor that leaves no angle
+NOT_ROTATED = 1e30  # a divisor that leaves no angle
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,9 +121,9 @@ def _llama3_factors(config: Config, rules: dict[str, Any], base: float, rotated:
     """float32 [rotated / 2]: 1 for short wavelengths, `factor` for long ones, smooth between."""
     factor = rope_number(config, rules, "factor")
     low, high = rope_number(config, rules, "low_freq_factor"), rope_number(config, rules, "high_freq_factor")
-    if not low < high:
+    if low > high:
         raise BridgeError(
-            f"{config.path}: the rope parameters' low_freq_factor {low:g} must be below high_freq_factor {high:g}"
+            f"{config.path}: the rope parameters' low_freq_factor {low:g} must not be above high_freq_factor {high:g}"
         )
     return llama3_factors(base, rotated, factor, low, high, _tokens(config, rules, None))
 
@@ -132,7 +132,8 @@ def llama3_factors(base: float, rotated: int, factor: float, low: float, high: f
     """float32 [rotated / 2]: the divisor of each frequency by llama3's rule."""
     wavelength = 2 * math.pi * base ** (np.arange(0, rotated, 2) / rotated)
     # share of the trained frequency: 0 for wavelengths above context / low, 1 below context / high
-    trained = np.clip((context / wavelength - low) / (high - low), 0.0, 1.0)
+    turns = context / wavelength
+    trained = np.clip((turns - low) / (high - low), 0.0, 1.0) if low < high else (turns >= low).astype(float)
     return (1.0 / ((1.0 - trained) / factor + trained)).astype(np.float32)
 
 
@@ -154,7 +155,7 @@ def _proportional(config: Config, rules: dict[str, Any], base: float) -> Rope:
         raise BridgeError(f"{config.path}: proportional rope with factor {rules['factor']!r}; llama.cpp has none")
     head, _ = global_layers(config)
     rotated = int(head * rope_number(config, rules, "partial_rotary_factor", 1.0) / 2)
-    factors = np.where(np.arange(head // 2) < rotated, 1.0, _NOT_ROTATED).astype(np.float32)
+    factors = np.where(np.arange(head // 2) < rotated, 1.0, NOT_ROTATED).astype(np.float32)
     return Rope(base, factors={"rope_freqs": factors})
 
 
@@ -173,6 +174,11 @@ def _longrope(config: Config, rules: dict[str, Any], base: float, rotated: int) 
     size = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 and original > 1 else 1.0
     if rules.get("attention_factor") is not None:
         size = rope_number(config, rules, "attention_factor")
+    elif rules.get("long_mscale") is not None:  # Phi-3.5-MoE's name of it
+        size = rope_number(config, rules, "long_mscale")
+        if rope_number(config, rules, "short_mscale", size) != size:
+            factors_of = f"short_mscale {rules['short_mscale']} and long_mscale {size:g}"
+            raise BridgeError(f"{config.path}: longrope with {factors_of}; llama.cpp has one factor for both")
     return Rope(base, "longrope", original_context=original, attention_factor=size, factors=factors)
 
 

@@ -1,7 +1,7 @@
 """A family's table of tensors, filled in for one checkpoint."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain, groupby
 from typing import NamedTuple, Self
 
@@ -26,50 +26,48 @@ def fill_table(family: Family, args: Arguments, names: Mapping[str, Sequence[int
         BridgeError: a tensor is missing, or is unknown to the family.
     """
     filled = _Filled(family, args, names)
-    for repeated, group in groupby(family.table, lambda row: "{}" in row.source):
-        rows = [row for row in group if row.when(args)]
-        for layer in range(args.layers + args.predicting if repeated else 1):
-            for row in rows:
-                if row.layers is None or row.layers(args, layer):
-                    filled.add(row, layer)
-    outline = Outline({}, filled.tensors, filled.folds, optional=frozenset(filled.optional))
-    outline.numbers = filled.numbers()
-    outline.tensors += [
-        OutlineTensor(f"{name}.weight", factors.shape, data=factors, origin="config", fixed_type="F32")
-        for name, factors in args.rope.factors.items()
-    ]
+    filled.add_all()
+    outline = filled.outline()
     outline.unused, outline.zero_only = filled.leftovers()
     return outline
 
 
-def all_names(family: Family, args: Arguments) -> list[str]:
-    """Every tensor that a checkpoint of the family may have, under the family's own names or else the table's first."""
-    names = [name.format(layer) for name, _ in family.numbers.values() for layer in range(args.layers)]
+def turned_back(family: Family, args: Arguments, stored: Collection[str], quantized: bool = False) -> Outline:
+    """The tensors of a GGUF, and what they are in a checkpoint: `fill_table` with all names that one may have.
+
+    stored     the GGUF's tensors, which tell which of a table's alternatives they are
+    quantized  whether the checkpoint will be, in which some families' experts have other names
+
+    Raises BridgeError where these leave a tensor of the checkpoint without values.
+    """
+    needed = _all_names(family, args, "" if quantized and family.apart else family.own)
+    filled = _Filled(family, args, dict.fromkeys(needed, ()), stored)
+    filled.add_all()
+    if lost := sorted(name for name in needed.keys() - filled.used if needed[name]):
+        raise BridgeError(f"{lost[0]}: no tensor of the GGUF has its values; config.json belongs to another model")
+    return filled.outline()
+
+
+def _all_names(family: Family, args: Arguments, own: str) -> dict[str, bool]:
+    """Every tensor that a checkpoint of the family may have, and whether it must have it.
+
+    Names are those with `own` in them, or else the table's first.
+    """
+    names = {name.format(layer): False for name, _ in family.numbers.values() for layer in range(args.layers)}
     for row in family.table:
-        if not row.when(args) or (row.unless and family.own):
+        if not row.when(args):
             continue
         for layer in range(args.layers + args.predicting if "{}" in row.source else 1):
             if row.layers is None or row.layers(args, layer):
-                own = (name for name in row.also if family.own and family.own in name)
-                source = next(own, row.source).format(layer)
-                if "*" in row.source and "*" not in source:
-                    names.append(_Stack.of(source, (0, 0)).name)
-                    continue
-                if row.parts is not None:
-                    name = source if row.exact else f"{source}.weight"
-                    names += [part.source for part in row.parts(args, name)]
-                    continue
+                source = next((name for name in row.also if own and own in name), row.source).format(layer)
+                stacked = "*" in row.source and "*" not in source
                 for expert in range(args.sizes["experts"]) if "*" in source else [0]:
                     name = source.replace("*", str(expert))
-                    names.append(name if row.exact else f"{name}.weight")
-                    names += [f"{name}.bias"] if row.bias is not None else []
-    return list(dict.fromkeys(names))
-
-
-def optional_names(family: Family, args: Arguments) -> set[str]:
-    """Those of all names that a checkpoint may lack."""
-    rows = [row for row in family.table if row.optional]
-    return {row.source.format(i) + ("" if row.exact else ".weight") for row in rows for i in range(args.layers)}
+                    whole = source.partition("[")[0].rstrip("^") if stacked else name if row.exact else f"{name}.weight"
+                    names[whole] = names.get(whole, False) or not row.optional
+                    if row.bias is not None:
+                        names.setdefault(f"{name}.bias", False)
+    return names
 
 
 class _Stack(NamedTuple):
@@ -105,12 +103,16 @@ class _Stack(NamedTuple):
 class _Filled:
     """The rows filled in so far, and the names in the checkpoint that they use.
 
+    names     the checkpoint's tensors and their shapes, () where these are not known
+    stored    the GGUF's tensors, where it is there and the names are of a checkpoint to be made
     modules   linear layers in the checkpoint, several for experts, by the table's name
     optional  biases that the checkpoint has and need not have
     """
 
-    def __init__(self, family: Family, args: Arguments, names: Mapping[str, Sequence[int]]) -> None:
-        self.shapes = names
+    def __init__(
+        self, family: Family, args: Arguments, names: Mapping[str, Sequence[int]], stored: Collection[str] | None = None
+    ) -> None:
+        self.shapes, self.stored = names, stored
         self.family, self.args, self.sizes, self.names = family, args, args.sizes, frozenset(names)
         arch = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[family.named_as or family.arch]
         layers = {found[1] for name in self.names if (found := _LAYER.search(name))}
@@ -127,18 +129,40 @@ class _Filled:
         saved = next((name for name in tied if f"{name}.weight" in self.names), embeddings)
         self.saved_as = dict.fromkeys(tied, saved)
 
+    def add_all(self) -> None:
+        """Add every row of the table; BridgeError as for `add`."""
+        for repeated, group in groupby(self.family.table, lambda row: "{}" in row.source):
+            rows = [row for row in group if row.when(self.args)]
+            for layer in range(self.args.layers + self.args.predicting if repeated else 1):
+                for row in rows:
+                    if row.layers is None or row.layers(self.args, layer):
+                        self.add(row, layer)
+
+    def outline(self) -> Outline:
+        """What has been added, tensors that are made from the config, and those that are numbers in the GGUF."""
+        made = [
+            OutlineTensor(f"{name}.weight", factors.shape, data=factors, origin="config", fixed_type="F32")
+            for name, factors in self.args.rope.factors.items()
+        ]
+        outline = Outline({}, [*self.tensors, *made], self.folds, optional=frozenset(self.optional))
+        outline.numbers = self.numbers()
+        return outline
+
     def add(self, row: Row, layer: int) -> None:
         """Add the tensor of a row in one layer, and its bias; BridgeError if it is not in the checkpoint."""
         source, shape = row.source.format(layer), self._shape(row)
         parts = self._parts(row, layer, shape)
-        if row.optional and parts[0].source not in self.names:
+        if self.stored is None and row.optional and parts[0].source not in self.names:
             return
-        if row.unless and row.unless.format(layer) in self.names:
+        if self.stored is None and row.unless and row.unless.format(layer) in self.names:
             return
-        self._use(parts[0].source)  # before the name is looked up: gguf's map ends with the checkpoint's last layer
+        if self.stored is None:  # before the name is looked up: gguf's map ends with the checkpoint's last layer
+            self._use(parts[0].source)
         matrix = len(shape) > 1 and not row.floats
         block = f"blk.{layer}." if "{}" in row.source else ""
         name = f"{block}{row.name}" if row.name else self._name(source, "weight")
+        if self.stored is not None and (row.optional or row.unless) and name not in self.stored:
+            return
         self._plan(name, (len(parts), *shape) if "*" in source else shape, parts, row.floats if not matrix else None)
         if matrix and parts[0].matrix is None:
             modules = self.modules[source] = [part.module for part in parts]
@@ -222,7 +246,7 @@ class _Filled:
 
     def _use(self, source: str) -> None:
         """Note that a tensor of the checkpoint is used; BridgeError if it is missing."""
-        if source not in self.names:
+        if source not in self.names and self.stored is None:
             alike = next((name for name in sorted(self.names) if name.endswith(source.removeprefix("model."))), None)
             if alike is not None:
                 raise BridgeError(

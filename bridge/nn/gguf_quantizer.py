@@ -25,8 +25,8 @@ from bridge.gguf_file.reader import shards
 from bridge.models.families import ALL
 from bridge.models.gguf_config import add_rope_factors, config_of_gguf
 from bridge.nn.decoder_cache import attach
-from bridge.nn.hf_model import set_ends
-from bridge.nn.placement import NOT_PACKED, Placement, rope_factors
+from bridge.nn.hf_model import know_all_models, set_ends
+from bridge.nn.placement import Placement, rope_factors
 from bridge.nn.preparation import prepare
 from bridge.runtime import GGUFFile, open_gguf
 from bridge.runtime.tokenizer.bpe import pre_tokenizer
@@ -40,7 +40,7 @@ except ImportError as problem:
         "this version of transformers has no quantizer of GGUF files; pip install -U transformers"
     ) from problem
 
-_ARCHITECTURES = {family.arch for family in ALL} - NOT_PACKED
+_ARCHITECTURES = {family.arch for family in ALL}
 
 
 class PackedConfig(GgufConfig):
@@ -164,6 +164,7 @@ def register_gguf() -> None:
     if AUTO_QUANTIZER_MAPPING.get("gguf") is PackedQuantizer:
         return
     AUTO_QUANTIZER_MAPPING["gguf"] = PackedQuantizer
+    know_all_models()
     gguf_config_mapping.GGUF_CONFIG_ARCHS.update(dict.fromkeys(_ARCHITECTURES, config_of_gguf))
     builders = gguf_tokenizer_mapping.GGUF_TOKENIZER_TYPES
     builders["gpt2"] = partial(_byte_level, builders["gpt2"])

@@ -55,6 +55,7 @@ def load(
             raise BridgeError(f"{source}: not a transformers config: {' '.join(str(problem).split())[:200]}") from None
     if getattr(config, "quantization_config", None) is not None:
         config = type(config).from_dict({k: v for k, v in config.to_dict().items() if k != "quantization_config"})
+    know_all_models()
     try:
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False).to(dtype)
@@ -63,8 +64,8 @@ def load(
             f"{source or type(config).__name__}: transformers cannot build the model without running code from "
             f"elsewhere ({' '.join(str(problem).split())[:200]}); use a model that it includes"
         ) from None
-    replace_linears(model, file, precision, prepare=device == "cpu")
     _make_buffers(model)
+    replace_linears(model, file, precision, prepare=device == "cpu")
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_meta:
             raise BridgeError(
@@ -80,6 +81,15 @@ def load(
         return prepare(moved, dtype)
     attach(moved, file, precision)
     return moved
+
+
+def know_all_models() -> None:
+    """Let AutoModelForCausalLM find Mistral 4's language model, which transformers (5.23) has but does not list."""
+    import transformers
+
+    if hasattr(transformers, "Mistral4ForCausalLM"):
+        auto = transformers.AutoModelForCausalLM
+        auto.register(transformers.Mistral4Config, transformers.Mistral4ForCausalLM, exist_ok=True)
 
 
 def set_ends(model: Any, file: GGUFFile) -> None:
@@ -99,9 +109,19 @@ def _own_config(file: GGUFFile) -> Any:
 
 
 def _make_buffers(model: nn.Module) -> None:
-    """The angles of rotary embeddings and factors of embeddings, which are in no file but follow from the config."""
+    """The angles of rotary embeddings and factors of embeddings, which are in no file but follow from the config.
+
+    The weights are still on the meta device, where `_init_weights` leaves them.
+    """
     for name, module in list(model.named_modules()):
-        if any(buffer.is_meta for buffer in module.buffers(recurse=False)) and hasattr(module, "config"):
+        made = {key: buffer for key, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
+        made = {key: buffer for key, buffer in made.items() if key in module._non_persistent_buffers_set}
+        if made and hasattr(module, "config") and next(module.parameters(), None) is None:
             model.set_submodule(name, type(module)(config=module.config))
         elif hasattr(module, "scalar_embed_scale") and hasattr(module, "embed_scale"):
             module.embed_scale = torch.tensor(module.scalar_embed_scale)
+        elif made:
+            for key, buffer in made.items():
+                setattr(module, key, torch.full_like(buffer, torch.nan, device="cpu"))
+            owner: Any = module if hasattr(module, "_init_weights") else model
+            owner._init_weights(module)

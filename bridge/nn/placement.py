@@ -29,15 +29,13 @@ from bridge.models.gguf_config import ROPE_FACTORS, family_of_gguf, gguf_layers
 from bridge.models.outline import OutlineTensor, Part
 from bridge.models.restored import restored, rows_of
 from bridge.nn.preparation import prepare as prepare_all
-from bridge.nn.quant_experts import Activation, ClampedSwiglu, ExpertStack, Gated, QuantExperts
+from bridge.nn.quant_experts import ClampedSwiglu, ExpertStack, Fused, Gated, QuantExperts, WeightedExperts
 from bridge.nn.quant_linear import JoinedLinear, Placed, QuantEmbedding, QuantLinear
 from bridge.runtime import GGUFFile, QuantTensor, open_gguf
 from bridge.system.options import checked
 
 _LAYER = re.compile(r"\.(\d+)\.")
-# whose modules use weights otherwise than in products, or experts in another way
-NOT_PACKED = frozenset({"falcon-h1", "gemma3n", "llama4", "mistral4"})
-_EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
+_EXPERTS = ("ffn_gate_up_exps", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,8 +94,8 @@ class Placement:
     def floats(self) -> dict[str, torch.Tensor]:
         """Name of the parameter -> float32 values in its shape."""
         found = self._floats.items()
-        made = {name: torch.from_numpy(_restored(pieces, self._shapes[name])) for name, pieces in found}
-        return made | {name: torch.tensor(value) for name, value in self._numbers.items()}
+        made = {name: torch.from_numpy(_values(pieces, self._shapes[name])) for name, pieces in found}
+        return made | {name: torch.from_numpy(value.copy()) for name, value in self._numbers.items()}
 
     def _check(self) -> None:
         """Every parameter has its values in the file."""
@@ -124,7 +122,7 @@ class Placement:
     def _read(self) -> None:
         pieces, stacks = self._tensors()
         names = _names(self.model)
-        where = {source: self._place(names(source)) for source in pieces}
+        where = {source: self._place(name) for source in pieces if not self._ignores(name := names(source))}
         experts = self._expert_modules() if stacks else {}
         packed: dict[str, list[Piece]] = {}
         for source, (path, leaf) in where.items():
@@ -141,27 +139,21 @@ class Placement:
             bias = self._floats.pop(f"{path}.bias", None)
             self._modules[path] = self._packed(path, found, None if bias is None else _joined(bias))
         for layer, stack in stacks.items():
-            if layer not in experts or {*stack} != {*_EXPERTS}:
+            if layer not in experts:
                 raise BridgeError(
                     f"{self.file.path}: {self.kind} of this transformers has layer {layer}'s experts in a way that is "
                     "unknown here; bridge.Model runs the file"
                 )
-            self._modules[experts[layer]] = self._experts(experts[layer], [stack[part] for part in _EXPERTS])
+            self._modules[experts[layer]] = self._experts(experts[layer], stack)
         self._check()
 
     def _tensors(self) -> tuple[dict[str, list[Piece]], dict[int, dict[str, QuantTensor]]]:
         """The pieces of every tensor of a checkpoint, and each layer's stacks of experts."""
         metadata = self.file.metadata
         family = family_of_gguf(metadata)
-        if family.arch in NOT_PACKED:
-            raise BridgeError(
-                f"{self.file.path}: {self.kind} is not run on packed weights; `gguf-bridge export` makes a checkpoint "
-                "of the GGUF, for transformers"
-            )
         layers = gguf_layers(metadata)
         inner = self.model.config.get_text_config().to_dict()  # type: ignore[operator, union-attr]
         config = {key: value for key, value in inner.items() if key != "quantization_config"}
-        config["architectures"] = [family.architectures[0]]
         shapes = {name: tensor.shape for name, tensor in self.file.items() if _within(name, layers)}
         if config.get("num_hidden_layers", layers) > layers:
             raise BridgeError(
@@ -169,7 +161,7 @@ class Placement:
             )
         pieces: dict[str, list[Piece]] = {}
         stacks: dict[int, dict[str, QuantTensor]] = {}
-        for tensor in tensors_of_gguf(config, Path(self.kind), shapes, family.arch):
+        for tensor in tensors_of_gguf(config, Path(self.kind), shapes, family.arch, family):
             if tensor.origin != "checkpoint":
                 continue
             stored = self.file[tensor.name]
@@ -179,6 +171,13 @@ class Placement:
             for i, part in enumerate(tensor.parts):
                 pieces.setdefault(part.source, []).append(Piece(stored, part, i, len(tensor.parts)))
         return pieces, stacks
+
+    def _ignores(self, name: str) -> bool:
+        """Whether the model has no use for a tensor that its checkpoints have, such as keys that a layer borrows."""
+        if name in self._shapes:
+            return False
+        found = (getattr(module, "_keys_to_ignore_on_load_unexpected", None) for module in self.model.modules())
+        return any(re.search(pattern, name) for patterns in found for pattern in patterns or ())
 
     def _place(self, name: str) -> tuple[str, str]:
         path, _, leaf = name.rpartition(".")
@@ -196,9 +195,9 @@ class Placement:
     def _expert_modules(self) -> dict[int, str]:
         found = {}
         for name, module in self.model.named_modules():
-            stacked = [getattr(module, part, None) for part in ("gate_up_proj", "down_proj")]
+            down = getattr(module, "down_proj", None)
             layer = _LAYER.search(name)
-            if layer and all(isinstance(p, nn.Parameter) and p.ndim == 3 for p in stacked):
+            if layer and isinstance(down, nn.Parameter) and down.ndim == 3:
                 found[int(layer[1])] = name
         return found
 
@@ -226,22 +225,28 @@ class Placement:
         order = np.argsort(np.concatenate([rows_of(piece.part) for piece in pieces]))
         return lambda: JoinedLinear([QuantLinear(_matrix(p), precision=self.precision) for p in pieces], order)
 
-    def _experts(self, path: str, stacks: list[QuantTensor]) -> Callable[[], nn.Module]:
+    def _experts(self, path: str, stacks: dict[str, QuantTensor]) -> Callable[[], nn.Module]:
+        """The stacks of a layer by their names: gate, up and down, or gate and up in one, or no gate."""
         module: Any = self.model.get_submodule(path)
         found = {part: self._floats.pop(f"{path}.{part}_bias", None) for part in ("gate_up_proj", "down_proj")}
         given = {
-            part: torch.from_numpy(_restored(pieces, self._shapes[f"{path}.{part}_bias"]))
+            part: torch.from_numpy(_values(pieces, self._shapes[f"{path}.{part}_bias"]))
             for part, pieces in found.items()
             if pieces is not None
         }
-        clamped = all(hasattr(module, name) for name in ("alpha", "limit"))
-        activation: Activation = ClampedSwiglu(module.alpha, module.limit) if clamped else Gated(module.act_fn)
+        parts = [stacks[part] for part in _EXPERTS if part in stacks]
+        if all(hasattr(module, name) for name in ("alpha", "limit")):
+            activation: Any = ClampedSwiglu(module.alpha, module.limit)
+        elif len(parts) == 3:
+            activation = Gated(module.act_fn)
+        else:
+            activation = Fused(Gated(module.act_fn)) if "ffn_gate_up_exps" in stacks else module.act_fn
         biases = None
         if len(given) == 2:  # gpt-oss, whose gate and up alternate
             both = given["gate_up_proj"]
             biases = both[:, ::2].contiguous(), both[:, 1::2].contiguous(), given["down_proj"]
-        gate, up, down = stacks
-        return lambda: QuantExperts(ExpertStack.of(gate, up, down, activation, biases), self.precision)
+        kind = WeightedExperts if type(module).__name__ == "Llama4TextExperts" else QuantExperts
+        return lambda: kind(ExpertStack.of(parts, activation, biases), self.precision)
 
 
 def rope_factors(file: GGUFFile) -> dict[str, np.ndarray]:
@@ -289,13 +294,13 @@ def _matrix(piece: Piece) -> QuantTensor:
     return piece.matrix
 
 
-def _joined(pieces: list[Piece]) -> np.ndarray:
-    return _restored(pieces, (sum(piece.part.shape[0] for piece in pieces),))
-
-
-def _restored(pieces: list[Piece], shape: tuple[int, ...]) -> np.ndarray:
+def _values(pieces: list[Piece], shape: tuple[int, ...]) -> np.ndarray:
     """float32 of a parameter's shape: rows and columns where they were before the conversion."""
     return restored([(piece.part, piece.values()) for piece in pieces], shape)
+
+
+def _joined(pieces: list[Piece]) -> np.ndarray:
+    return _values(pieces, (sum(piece.part.shape[0] for piece in pieces),))
 
 
 def _names(model: nn.Module) -> Callable[[str], str]:

@@ -5,7 +5,7 @@
 The tokens that chose the same expert go through it together. Routers and shared experts are the model's own modules.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
@@ -14,7 +14,7 @@ from bridge.nn.quant_linear import Placed
 from bridge.nn.torch_ops import experts, multiply_on
 from bridge.runtime import QuantTensor
 
-Activation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Activation = Callable[..., torch.Tensor]  # of what the matrices before the last give
 
 
 class Gated:
@@ -25,6 +25,16 @@ class Gated:
 
     def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return self.function(gate) * up
+
+
+class Fused:
+    """An activation of gate and up on the halves of what one matrix gives."""
+
+    def __init__(self, activation: Activation):
+        self.activation = activation
+
+    def __call__(self, both: torch.Tensor) -> torch.Tensor:
+        return self.activation(*both.chunk(2, -1))
 
 
 class ClampedSwiglu:
@@ -39,25 +49,23 @@ class ClampedSwiglu:
 
 
 class ExpertStack:
-    """Gate, up and down of each expert, as tensors that multiply on one device.
+    """The matrices of each expert, as tensors that multiply on one device.
 
-    networks    QuantTensors, or CudaTensors
-    biases      of gate, up and down, float32 [experts, out] each, where the model has them
+    networks    QuantTensors, or CudaTensors: gate, up and down; both in one, and down; or up and down
+    activation  of what all but the last give
+    biases      of the matrices, float32 [experts, out] each, where the model has them
     """
 
     def __init__(
-        self, networks: list[tuple[Any, Any, Any]], activation: Activation,
-        biases: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
-    ):  # fmt: skip
+        self, networks: list[tuple[Any, ...]], activation: Activation, biases: tuple[torch.Tensor, ...] | None = None
+    ):
         self.networks, self.activation, self.biases = networks, activation, biases
         self.device = getattr(networks[0][0], "device", "cpu")
 
     @classmethod
-    def of(
-        cls, gate: QuantTensor, up: QuantTensor, down: QuantTensor, activation: Activation, biases: Any = None
-    ) -> Self:
-        """Made of three stacks [experts, out, in]."""
-        networks = [(gate[e], up[e], down[e]) for e in range(gate.shape[0])]
+    def of(cls, stacks: Sequence[QuantTensor], activation: Activation, biases: Any = None) -> Self:
+        """Made of stacks [experts, out, in], of the last matrix at last."""
+        networks = [tuple(stack[e] for stack in stacks) for e in range(stacks[0].shape[0])]
         return cls(networks, activation, biases)
 
     @property
@@ -66,7 +74,7 @@ class ExpertStack:
 
     @property
     def type(self) -> str:
-        """Block types of gate, up and down."""
+        """Block types of the matrices."""
         return ", ".join(dict.fromkeys(matrix.type for matrix in self.networks[0]))
 
     def prepare(self, release: bool = False) -> Self:
@@ -94,7 +102,7 @@ class ExpertStack:
             return self.origin
         networks = [tuple(matrix.to(device) for matrix in network) for network in self.networks]
         biases = None if self.biases is None else tuple(bias.to(device) for bias in self.biases)
-        moved = ExpertStack(networks, self.activation, biases)  # type: ignore[arg-type]
+        moved = ExpertStack(networks, self.activation, biases)
         moved.origin = self
         return moved
 
@@ -114,11 +122,11 @@ class ExpertStack:
         return y
 
     def _network(self, expert: int, x: torch.Tensor, precision: str) -> torch.Tensor:
-        gate, up, down = (
+        *inner, down = (
             lambda x, matrix=matrix, part=part: self._affine(matrix, x, part, expert, precision)
             for part, matrix in enumerate(self.networks[expert])
         )
-        y: torch.Tensor = down(self.activation(gate(x), up(x)))
+        y: torch.Tensor = down(self.activation(*(matrix(x) for matrix in inner)))
         return y
 
     def _affine(self, matrix: Any, x: torch.Tensor, part: int, expert: int, precision: str) -> torch.Tensor:
@@ -140,3 +148,14 @@ class QuantExperts(Placed):
 
     def extra_repr(self) -> str:
         return f"{self.num_experts} experts, types={self.tensor.type}"
+
+
+class WeightedExperts(QuantExperts):
+    """Llama 4's: each expert is given every token, times the router's weight, which is 0 where it was not chosen."""
+
+    def forward(self, hidden_states: torch.Tensor, top_k_index: Any = None, top_k_weights: Any = None) -> torch.Tensor:
+        """hidden_states [experts * tokens, hidden], expert after expert -> as hidden_states."""
+        count = len(hidden_states) // self.num_experts
+        own = torch.arange(self.num_experts, device=hidden_states.device).repeat_interleave(count)
+        chosen = torch.where(hidden_states.any(-1), own, self.num_experts)  # zeros give zeros: no product is needed
+        return super().forward(hidden_states, chosen[:, None], hidden_states.new_ones(len(chosen), 1))

@@ -146,6 +146,11 @@ class QuantEmbedding(Placed):
         self.num_embeddings, self.embedding_dim = tensor.shape
         self.dtype, self.scale = dtype, scale
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """Empty; models ask it for the device."""
+        return self.place
+
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """ids [...] -> [..., hidden]"""
         found: Any = rows(ids.reshape(-1), self.number, self.embedding_dim)

@@ -1,5 +1,6 @@
 """The labels of a quantized checkpoint: what config.json says about its layers, in the words of each format."""
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -116,7 +117,7 @@ def _compressed_labels(layers: Mapping[str, Groups], floats: Iterable[str]) -> d
         "config_groups": {
             f"group_{i}": {
                 "format": formats[groups],
-                "targets": names if len(schemes) > 1 else ["Linear"],
+                "targets": [*map(_target, names)] if len(schemes) > 1 else ["Linear"],
                 "weights": {
                     "num_bits": groups.bits,
                     "type": "int" if groups.kind == "int" else "float",
@@ -131,5 +132,19 @@ def _compressed_labels(layers: Mapping[str, Groups], floats: Iterable[str]) -> d
             }
             for i, (groups, names) in enumerate(schemes.items())
         },
-        "ignore": [*floats, *(["lm_head"] if "lm_head" not in layers else [])],
+        "ignore": [*map(_target, floats), *(["lm_head"] if "lm_head" not in layers else [])],
     }
+
+
+def _target(name: str) -> str:
+    """A layer's name; a pattern of both where transformers' modules have other names than checkpoints."""
+    pattern = re.escape(name)
+    for ours, both in _RENAMED.items():
+        pattern = pattern.replace(re.escape(ours), both)
+    return name if pattern == re.escape(name) else f"re:{pattern}$"
+
+
+_RENAMED = {
+    "backbone.": r"(backbone|model)\.",  # Nemotron-H
+    "block_sparse_moe.gate": r"(block_sparse_moe\.gate|mlp\.(gate|router))",
+}

@@ -351,11 +351,11 @@ class CheckpointWriter:
         return {"model.safetensors.index.json": {"metadata": {"total_size": self._nbytes}, "weight_map": weight_map}}
 
     def _left(self) -> list[str]:
-        """Modules of blocks whose matrices stay floats, which a reader would expect to be quantized."""
+        """Modules whose matrices stay floats, which a reader would expect to be quantized: not embeddings and head."""
         names = [
             n.removesuffix(".weight") for n, i in self._floats.items() if n.endswith(".weight") and len(i.shape) == 2
         ]
-        return [name for name in names if _BLOCK.match(name)]
+        return [name for name in names if _BLOCK.match(name) or "proj" in name]
 
 
 def write_checkpoint(

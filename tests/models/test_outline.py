@@ -272,8 +272,8 @@ def test_a_broken_model_card_is_reported_and_left_out(folder: Path, tmp_path: Pa
         ({"rope_theta": 1e300}, r"rope_theta is 1e\+300, must be a positive number"),
         ({"rope_scaling": YARN | {"original_max_position_embeddings": 0.5}}, r"is 0.5, must be a count of tokens"),
         (
-            {"rope_scaling": LLAMA3 | {"low_freq_factor": 4}},
-            r"low_freq_factor 4 must be below high_freq_factor 4",
+            {"rope_scaling": LLAMA3 | {"low_freq_factor": 5}},
+            r"low_freq_factor 5 must not be above high_freq_factor 4",
         ),
         ({"architectures": "BloomForCausalLM"}, r"unknown architecture BloomForCausalLM; "),
         ({"rope_scaling": {"type": "linear"}}, r"the rope parameters' factor is None"),

@@ -45,6 +45,7 @@ GPT_OSS = Family(
     arch="gpt-oss",
     architectures=("GptOssForCausalLM",),
     model_type="gpt_oss",
+    own=_EXPERTS,
     keys={
         "num_experts": None, "attention_bias": True, "head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 150000.0,
         "truncate": False,
@@ -54,7 +55,6 @@ GPT_OSS = Family(
         Expected("swiglu_alpha", (1.702,), NO_OTHER), Expected("swiglu_limit", (7.0,), NO_OTHER),
     ),
     metadata=_metadata,
-    own=f"{_EXPERTS}.",
     table=decoder(
         Row("input_layernorm", "hidden"),
         *attention(bias=required, o_bias=required),

@@ -56,7 +56,8 @@ LLAMA4 = Family(
     sizes=_sizes,
     metadata=_metadata,
     wrapped=True,
-    own="feed_forward.experts.",
+    own=_EXPERTS,
+    apart=True,
     table=decoder(
         Row("input_layernorm", "hidden"),
         *attention(bias=configured, o_bias=configured),

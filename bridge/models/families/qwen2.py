@@ -49,7 +49,7 @@ QWEN2_MOE = Family(
     table=decoder(
         *_ATTENTION,
         *EXPERTS,
-        Row("mlp.shared_expert_gate", "hidden"),  # a matrix of one row
+        Row("mlp.shared_expert_gate", "hidden", change="squeezed"),  # a matrix of one row
         *gated_mlp("mlp.shared_expert", "shared"),
         head=Row("lm_head", "vocab hidden"),  # llama.cpp's graph needs one even if the embeddings are tied
     ),

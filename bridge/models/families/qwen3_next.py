@@ -79,7 +79,7 @@ FULL = (
     full_row("k_norm", "head", change="+1"),
     full_row("o_proj", "hidden q"),
 )
-SHARED = (Row("mlp.shared_expert_gate", "hidden"), *gated_mlp("mlp.shared_expert", "shared"))
+SHARED = (Row("mlp.shared_expert_gate", "hidden", change="squeezed"), *gated_mlp("mlp.shared_expert", "shared"))
 
 QWEN3_NEXT = Family(
     titles=("Qwen3-Next",),
