@@ -53,7 +53,7 @@ class PredictionHead(Decoder):
         return self._read(states, tokens)
 
     def read_guess(self, state: np.ndarray, token: int) -> tuple[np.ndarray, int]:
-        """As `read_pairs`, for h' in place of a state and a token that was guessed; the next call of it forgets the pair."""
+        """As `read_pairs`, for h' in place of a state, and a guessed token; the next call of it forgets the pair."""
         return self._read(state, [token])
 
     def guesses(self, states: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
