@@ -152,7 +152,7 @@ def _is_transposed(out: np.ndarray) -> bool:
 def _packer(name: str, transposed: bool) -> Callable[..., None]:
     codes = _NIBBLES.get(name, _Codes(34, 2, 0))
     rows = TILE if transposed else 16 if codes.run else 1  # measured; nibbles are whole vectors of rows
-    settings = {"words": (codes.nbytes - codes.first) // 4, "tile_rows": rows}
+    settings: dict[str, Any] = {"words": (codes.nbytes - codes.first) // 4, "tile_rows": rows}
     label = f"{name}x{rows}"
     store = specialize(_store_tile, label, inlined, **settings)
     return specialize(  # type: ignore[no-any-return]

@@ -43,7 +43,7 @@ class PredictionHead(Decoder):
         self._first = list(tokens[:1])
         return self.pairs
 
-    def read(self, states: np.ndarray, tokens: Sequence[int]) -> tuple[np.ndarray, int]:
+    def read_pairs(self, states: np.ndarray, tokens: Sequence[int]) -> tuple[np.ndarray, int]:
         """The text's next pairs: states float32 [n, hidden], and the token after each.
 
         Returns h' float32 [1, hidden] of the last, and the token that is most likely then.
@@ -53,11 +53,11 @@ class PredictionHead(Decoder):
         return self._read(states, tokens)
 
     def read_guess(self, state: np.ndarray, token: int) -> tuple[np.ndarray, int]:
-        """As `read`, for h' in place of a state and a token that was guessed; the next `read` forgets the pair."""
+        """As `read_pairs`, for h' in place of a state, and a guessed token; the next call of it forgets the pair."""
         return self._read(state, [token])
 
     def guesses(self, states: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
-        """As `read`: int [n], the most likely token after each pair."""
+        """As `read_pairs`: int [n], the most likely token after each pair."""
         self.pairs += len(tokens)
         self._unread = states
         return self.logits(self.run(tokens, len(tokens))).argmax(1)

@@ -126,7 +126,7 @@ class HeadDrafter(Drafter):
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
         """See `Drafter`."""
         head, new = self._head, len(tokens) - 1 - self._head.pairs
-        state, guess = head.read(self._states[:new], tokens[-new:])
+        state, guess = head.read_pairs(self._states[:new], tokens[-new:])
         self._states = self._states[new:]
         found = [guess]
         while len(found) < min(most, head.cache.context - len(tokens) + 1):

@@ -73,7 +73,7 @@ def test_the_layer_computes_what_transformers_layer_does(folder: Path) -> None:
     assert (head.guesses(states, TOKENS[1:]) == logits.argmax(1)).all()
     head.start((), 0)
     for start, stop in ((0, 20), (20, 23), (23, 24), (24, 39)):
-        state, guess = head.read(states[start:stop], TOKENS[start + 1 : stop + 1])
+        state, guess = head.read_pairs(states[start:stop], TOKENS[start + 1 : stop + 1])
         np.testing.assert_allclose(state[0], expected[stop - 1], atol=2e-4)
         assert guess == logits[stop - 1].argmax()
         head.read_guess(state, guess)  # is forgotten
@@ -160,7 +160,7 @@ def test_of_a_model_with_a_state_the_layer_is_tried_alone(tmp_path: Path) -> Non
         y = layer(x[None], attention_mask=mask, position_embeddings=place)
         expected = rms(y[0], 1 + weights["mtp.norm.weight"], eps).numpy()
     head = model.prediction_head()
-    state, _ = head.read(states[:-1], TOKENS[1:])
+    state, _ = head.read_pairs(states[:-1], TOKENS[1:])
     np.testing.assert_allclose(state[0], expected[-1], atol=2e-4)
     assert agreement(model._decoder, head, TOKENS)[1] == 39
 

@@ -193,7 +193,7 @@ def _items(metadata: Mapping[str, Any], key: str, kind: type, count: int | None 
     return items
 
 
-def common_prefix(read: Sequence[int], tokens: Sequence[int]) -> int:
-    """The number of leading tokens that two sequences share."""
+def common_prefix(read: Sequence[object], tokens: Sequence[object]) -> int:
+    """The number of leading tokens, as ids or texts, that two sequences share."""
     alike = (a == b for a, b in zip(read, tokens, strict=False))
     return next((n for n, same in enumerate(alike) if not same), min(len(read), len(tokens)))
