@@ -40,7 +40,7 @@ except ImportError as problem:
         "this version of transformers has no quantizer of GGUF files; pip install -U transformers"
     ) from problem
 
-_ARCHITECTURES = {family.arch for family in ALL}
+_ARCHITECTURES = {family.arch for family in ALL} - NOT_PACKED
 
 
 class PackedConfig(GgufConfig):

@@ -153,6 +153,11 @@ class Placement:
         """The pieces of every tensor of a checkpoint, and each layer's stacks of experts."""
         metadata = self.file.metadata
         family = family_of_gguf(metadata)
+        if family.arch in NOT_PACKED:
+            raise BridgeError(
+                f"{self.file.path}: {self.kind} is not run on packed weights; `gguf-bridge export` makes a checkpoint "
+                "of the GGUF, for transformers"
+            )
         layers = gguf_layers(metadata)
         inner = self.model.config.get_text_config().to_dict()  # type: ignore[operator, union-attr]
         config = {key: value for key, value in inner.items() if key != "quantization_config"}
