@@ -83,9 +83,9 @@ def test_verify_says_how_many_tokens_of_a_text_the_layer_guesses(
     bridge.convert(folder, file, tensor_types=[(".*", "Q8_0")])
     text.write_text("KING RICHARD: what is that to me, and what is that to thee? " * 30)
     with bridge.Model.load(file) as model:
-        windows = cut_windows(model, text.read_text(), 256, None)
+        windows, head = cut_windows(model, text.read_text(), 256, None), model.prediction_head()
         with model.taken() as decoder:
-            counts = np.sum([agreement(decoder, model.prediction_head(), tokens) for tokens in windows], axis=0)
+            counts = np.sum([agreement(decoder, head, tokens) for tokens in windows], axis=0)
     assert main(["verify", str(file), str(folder), "--mtp-text", str(text)]) == 0
     assert f"guesses {counts[0]} of {counts[1]} tokens (" in capsys.readouterr().out
     with pytest.raises(BridgeError, match=r"short\.txt: No such file"):
