@@ -128,9 +128,10 @@ def _tried_prediction(gguf_path: str | Path, text: Path) -> str:
     from bridge.runtime.perplexity import cut_windows
     from bridge.runtime.prediction import agreement
 
+    content = read_text(text)
     with Model.load(gguf_path) as model:
         head = model.prediction_head()
-        windows = cut_windows(model, read_text(text), min(_WINDOW, model.context), None)
+        windows = cut_windows(model, content, min(_WINDOW, model.context), None)
         with model.taken() as decoder:
             counts = [agreement(decoder, head, tokens) for tokens in windows]
     right, of = map(sum, zip(*counts, strict=True))

@@ -26,7 +26,7 @@ from bridge.models.families import ALL
 from bridge.models.gguf_config import add_rope_factors, config_of_gguf
 from bridge.nn.decoder_cache import attach
 from bridge.nn.hf_model import know_all_models, set_ends
-from bridge.nn.placement import NOT_PACKED, Placement, rope_factors
+from bridge.nn.placement import Placement, rope_factors
 from bridge.nn.preparation import prepare
 from bridge.runtime import GGUFFile, open_gguf
 from bridge.runtime.tokenizer.bpe import pre_tokenizer
@@ -40,7 +40,7 @@ except ImportError as problem:
         "this version of transformers has no quantizer of GGUF files; pip install -U transformers"
     ) from problem
 
-_ARCHITECTURES = {family.arch for family in ALL} - NOT_PACKED
+_ARCHITECTURES = {family.arch for family in ALL}
 
 
 class PackedConfig(GgufConfig):

@@ -113,6 +113,7 @@ def _make_buffers(model: nn.Module) -> None:
 
     The weights are still on the meta device, where `_init_weights` leaves them.
     """
+    waiting: list[tuple[nn.Module, str, torch.Tensor]] = []
     for name, module in list(model.named_modules()):
         made = {key: buffer for key, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
         made = {key: buffer for key, buffer in made.items() if key in module._non_persistent_buffers_set}
@@ -123,8 +124,19 @@ def _make_buffers(model: nn.Module) -> None:
         elif made:
             for key, buffer in made.items():
                 setattr(module, key, torch.full_like(buffer, torch.nan, device="cpu"))
-            owner: Any = module if hasattr(module, "_init_weights") else model
-            owner._init_weights(module)
-            for key, buffer in made.items():
-                if torch.isnan(getattr(module, key)).any():  # transformers did not make it: `load` refuses the model
-                    setattr(module, key, buffer)
+            waiting += [(module, key, buffer) for key, buffer in made.items()]
+    own = {module for module, _, _ in waiting}
+    for module in own:
+        owner: Any = module if hasattr(module, "_init_weights") else model
+        owner._init_weights(module)
+    if any(_is_unmade(module, key) for module, key, _ in waiting):  # a model may make those of all its layers
+        for inner in model.modules():
+            if hasattr(inner, "_init_weights") and inner not in own:
+                inner._init_weights(inner)
+    for module, key, buffer in waiting:
+        if _is_unmade(module, key):  # `load` refuses the model
+            setattr(module, key, buffer)
+
+
+def _is_unmade(module: nn.Module, key: str) -> bool:
+    return bool(torch.isnan(getattr(module, key)).any())

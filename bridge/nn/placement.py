@@ -35,8 +35,6 @@ from bridge.runtime import GGUFFile, QuantTensor, open_gguf
 from bridge.system.options import checked
 
 _LAYER = re.compile(r"\.(\d+)\.")
-# whose modules use weights otherwise than in products
-NOT_PACKED = frozenset({"falcon-h1"})
 _EXPERTS = ("ffn_gate_up_exps", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 
 
@@ -153,11 +151,6 @@ class Placement:
         """The pieces of every tensor of a checkpoint, and each layer's stacks of experts."""
         metadata = self.file.metadata
         family = family_of_gguf(metadata)
-        if family.arch in NOT_PACKED:
-            raise BridgeError(
-                f"{self.file.path}: {self.kind} is not run on packed weights; `gguf-bridge export` makes a checkpoint "
-                "of the GGUF, for transformers"
-            )
         layers = gguf_layers(metadata)
         inner = self.model.config.get_text_config().to_dict()  # type: ignore[operator, union-attr]
         config = {key: value for key, value in inner.items() if key != "quantization_config"}

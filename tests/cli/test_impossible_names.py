@@ -60,6 +60,7 @@ verify checkpoint       GGUF @
 verify --config         GGUF MODEL --config @
 verify --template       GGUF MODEL --template @
 verify --report         GGUF MODEL --report @
+verify --mtp-text       GGUF MODEL --mtp-text @
 inspect path            @
 inspect --config        MODEL --config @
 repack source           @ out

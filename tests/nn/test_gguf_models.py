@@ -28,7 +28,7 @@ TOKENS = torch.from_numpy(np.random.default_rng(1).integers(0, 300, (1, 40)))  #
 UNSAID: dict[str, dict[str, Any]] = {
     "gpt-oss": {"rope_parameters": {**MODELS["gpt-oss"][1]["rope_parameters"], "truncate": False}},
 }
-PACKED = [name for name in MODELS if name != "falcon-h1"]  # whose factors are a buffer that no file has
+STORED = [name for name in MODELS if name != "falcon-h1"]  # whose GGUF has its weights times factors
 PLAIN = ["smollm3", "granite-moe-shared", "qwen3.5"]  # others are of `make test-all`
 
 
@@ -62,7 +62,7 @@ def exact(folder: Path) -> Any:
     return model
 
 
-@pytest.mark.parametrize("name", [n if n in PLAIN else pytest.param(n, marks=pytest.mark.exhaustive) for n in PACKED])
+@pytest.mark.parametrize("name", [n if n in PLAIN else pytest.param(n, marks=pytest.mark.exhaustive) for n in MODELS])
 def test_a_family_computes_what_its_checkpoint_does(name: str, tmp_path: Path) -> None:
     """Of floats, so that nothing but the config, the places and the orders decides."""
     model, path = made(name, tmp_path, "F32")
@@ -71,7 +71,7 @@ def test_a_family_computes_what_its_checkpoint_does(name: str, tmp_path: Path) -
     assert (found - expected).norm() < 1e-4 * expected.norm()
 
 
-@pytest.mark.parametrize("name", [n if n in PLAIN else pytest.param(n, marks=pytest.mark.exhaustive) for n in PACKED])
+@pytest.mark.parametrize("name", [n if n in PLAIN else pytest.param(n, marks=pytest.mark.exhaustive) for n in STORED])
 def test_every_matrix_stays_packed_and_is_the_checkpoints(name: str, tmp_path: Path) -> None:
     model, path = made(name, tmp_path, "Q8_0")
     packed = bridge.nn.load(path, precision="f32")
@@ -97,19 +97,6 @@ def test_every_matrix_stays_packed_and_is_the_checkpoints(name: str, tmp_path: P
         assert (found - weights).norm() < 0.01 * weights.norm(), name
         compared += 1
     assert compared > 4
-
-
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("falcon-h1", "is not run on packed weights; `gguf-bridge export`"),
-    ],
-)
-def test_a_family_that_is_not_run_on_packed_weights_is_refused_in_a_sentence(
-    name: str, why: str, tmp_path: Path
-) -> None:
-    with pytest.raises(BridgeError, match=why):
-        bridge.nn.load(made(name, tmp_path, "F32")[1])
 
 
 @pytest.mark.parametrize("kind", ["LlamaConfig", "Qwen3Config", "MixtralConfig"])
