@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from bridge.checkpoint.grouped import CodedTensor
     from bridge.conversion.plan import PlannedTensor
 
-_OF_CODES = (None, "transposed", "conv1d")  # what can be done to codes, too
+_OF_CODES = (None, "transposed", "conv1d", "squeezed")  # what can be done to codes, too
 _ELEMENTWISE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "+1": lambda values: values + np.float32(1),
     "-exp": lambda values: -np.exp(values),
@@ -61,7 +61,7 @@ class PartReader:
 
     def coded(self, part: Part) -> bool:
         """Whether the part is codes; otherwise it is floats, or made floats by its change."""
-        return part.change in (None, "conv1d") and self._module(part)
+        return part.change in (None, "conv1d", "squeezed") and self._module(part)
 
     def _module(self, part: Part) -> bool:
         """Whether the checkpoint has the part's source as a quantized module."""
