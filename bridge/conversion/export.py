@@ -398,8 +398,8 @@ def _tensor(place: Place, format: str, form: _Form, room: Room) -> GroupedTensor
 def _report(place: Place, tensor: GroupedTensor | PackedTensor, form: _Form, format: str) -> ExportedTensor:
     """What became of a layer. Blocks that are written as they are need not be compared."""
     type, groups, how = place.stored.type, form.groups, form.how
-    block, error, signal, share = TYPES[type], 0.0, 0.0, None
-    if isinstance(tensor, GroupedTensor) and (how == ROUNDED or block.is_k or (block.has_min and format != "mlx")):
+    error, signal, share = 0.0, 0.0, None
+    if isinstance(tensor, GroupedTensor) and (how == ROUNDED or _is_changed(type, format)):
         for rows in _runs((place.part.shape[0], place.part.shape[1])):
             weights = place.floats(rows)
             error += float(np.square(_held(tensor, format, rows) - weights, dtype=np.float64).sum())
@@ -416,6 +416,11 @@ def _report(place: Place, tensor: GroupedTensor | PackedTensor, form: _Form, for
         error / signal if signal else 0.0,
         share,
     )
+
+
+def _is_changed(type: str, format: str) -> bool:
+    """Whether a format rounds the scales or offsets of a type whose codes it holds."""
+    return TYPES[type].is_k or (TYPES[type].has_min and format != "mlx")
 
 
 def _held(tensor: GroupedTensor, format: str, rows: slice) -> np.ndarray:

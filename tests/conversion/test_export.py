@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import gguf
@@ -23,7 +25,7 @@ from bridge.encode.block_words import Room
 from bridge.errors import BridgeError
 from bridge.gguf_file.reader import read_gguf
 from scripts.peers.predictions import mean_kl
-from tests.conftest import CHECKPOINT, shared
+from tests.conftest import CHECKPOINT, ROOT, shared
 
 
 def same_codes(first, second) -> None:
@@ -72,8 +74,10 @@ def test_shared_checkpoints_come_back_with_the_same_codes(name, format, converte
     ("type", "format"),
     [
         *((type, format) for type in ("Q4_0", "Q8_0") for format in ("gptq", "gptq_v2", "compressed-tensors", "mlx")),
+        ("Q4_0", "awq"),
         ("Q4_1", "mlx"),
         ("Q5_0", "mlx"),
+        ("Q5_0", "gptq_p"),
         ("Q5_1", "mlx"),
         ("Q4_0", "hqq"),
         ("Q8_0", "hqq"),
@@ -409,6 +413,32 @@ def test_an_interrupted_export_leaves_what_was_there_and_nothing_else(
     if isinstance(problem, OSError):
         assert "No space left" in str(caught.value)
         assert caught.type is BridgeError
+
+
+@pytest.mark.exhaustive
+def test_what_a_killed_export_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    path, out = tmp_path / "m.gguf", tmp_path / "new"
+    bridge.convert(CHECKPOINT, path)
+    code = "import os, sys, bridge; os.fsync = lambda _: os.kill(os.getpid(), 9)\n"
+    code += "bridge.export(sys.argv[1], sys.argv[2], 'gptq_v2', config=sys.argv[3])"
+    killed = subprocess.run([sys.executable, "-c", code, str(path), str(out), str(CHECKPOINT)], cwd=ROOT)
+    assert killed.returncode == -9
+    left = {file.name for file in tmp_path.iterdir()} - {"m.gguf"}
+    assert len(left) == 1
+    assert "new" not in left
+    bridge.export(path, out, "gptq_v2", config=CHECKPOINT)
+    assert {file.name for file in tmp_path.iterdir()} == {"m.gguf", "new"}
+
+
+@pytest.mark.parametrize("type", ["IQ4_NL", "IQ4_XS", "TQ2_0"])
+def test_types_with_codebooks_become_8_bits_with_the_error_stated(type: str, tmp_path: Path) -> None:
+    """Their values are not evenly spaced, but ternary ones are, and have a zero point of their own."""
+    done = bridge.export(native(type, tmp_path), tmp_path / "new", "gptq_v2", config=CHECKPOINT)
+    layers = [t for t in done.tensors if t.type == type]
+    assert layers
+    assert {(t.how, t.bits) for t in layers} <= {("rounded", 8), ("all codes", 2), ("exact", 2)}
+    assert all(t.nmse < 1e-4 for t in layers)
+    assert all(t.nmse > 0 for t in layers if t.how == "rounded")
 
 
 def test_config_and_tokenizer_come_from_the_metadata(tmp_path) -> None:
