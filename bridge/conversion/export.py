@@ -226,7 +226,12 @@ def _write(
             stacks += 1
     layers = {module: form.groups for module, form in forms.items()}
     if format != "floats" and not layers:
-        raise BridgeError(f"{gguf.files[0]}: has no layer that {format} holds; choose {parameter('format', 'floats')}")
+        rounding = (
+            f", or {parameter('bits', max(BITS[format]))}, which rounds them" if BITS[format] and not bits else ""
+        )
+        raise BridgeError(
+            f"{gguf.files[0]}: has no layer that {format} holds; choose {parameter('format', 'floats')}{rounding}"
+        )
     if format == "awq" and len(set(layers.values())) > 1:
         sizes = " and ".join(sorted({str(groups.group_size) for groups in layers.values()}))
         raise BridgeError(f"{gguf.files[0]}: has groups of {sizes}, but AWQ has one size for all; choose gptq_v2")
