@@ -278,7 +278,7 @@ def test_sums_of_many_halves_on_a_gpu_are_not_rounded_to_halves() -> None:
         y = tensor.to("cuda:0").matmul(x.to("cuda:0")).cpu()
     expected = x.double() @ torch.from_numpy(weights).T
     assert expected.abs().max() > 65504
-    torch.testing.assert_close(y.double(), expected, rtol=1e-3, atol=100)
+    torch.testing.assert_close(y.double(), expected, rtol=1e-2, atol=100)  # activations have 8 bits
 
 
 def test_the_gradient_of_halves_is_of_halves() -> None:

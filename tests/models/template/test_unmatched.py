@@ -197,8 +197,8 @@ def test_a_language_model_that_only_a_template_serves_is_told_so(tmp_path):
     shutil.copytree(CHECKPOINT, tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     inside = {**config, "architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3"}
-    inside["text_config"] = {**config, "model_type": "mistral4"}
+    inside["text_config"] = {**config, "model_type": "mistral5"}
     (tmp_path / "model" / "config.json").write_text(json.dumps(inside))
-    said = r"model_type is 'mistral4'; this language model is not in the table: only 'mistral'.* without template"
+    said = r"model_type is 'mistral5'; this language model is not in the table: only 'mistral'.* without template"
     with pytest.raises(BridgeError, match=said):
         bridge.convert(tmp_path / "model", tmp_path / "m.gguf")
