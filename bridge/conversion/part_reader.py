@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from bridge.checkpoint.grouped import CodedTensor
     from bridge.conversion.plan import PlannedTensor
 
-_OF_CODES = (None, "transposed", "conv1d", "squeezed")  # what can be done to codes, too
+_OF_CODES = (None, "transposed", "conv1d")  # what can be done to codes, too
 _ELEMENTWISE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "+1": lambda values: values + np.float32(1),
     "-exp": lambda values: -np.exp(values),
@@ -49,7 +49,8 @@ class PartReader:
     def _check_part(self, part: Part) -> None:
         if part.source not in self.ckpt.tensors and not self._module(part):
             raise BridgeError(f"{self.ckpt.path}: has no {part.source}; the plan is of another checkpoint")
-        if self._module(part) and (part.matrix is not None or part.change not in _OF_CODES):
+        vector = part.change == "squeezed" and len(part.shape) == 1
+        if self._module(part) and (part.matrix is not None or not (vector or part.change in _OF_CODES)):
             how = f"matrix {part.matrix}" if part.change is None else repr(part.change)
             raise BridgeError(f"{part.source}: is quantized, it has no {how}; the plan is of another checkpoint")
         if part.matrix is not None and part.matrix >= self.ckpt.tensors[part.source].shape[0]:
