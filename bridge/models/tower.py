@@ -198,11 +198,9 @@ class _Filled:
         self.used.add(short)
         source = self.own[short]
         shape = tuple(self.names[source])
-        if change in FRAMES:
-            if len(shape) != 5 or shape[2] != len(FRAMES):
-                raise BridgeError(f"{source}: has shape {list(shape)}, must be filters of two frames; {_way_out()}")
-            shape = (*shape[:2], *shape[3:])
-        elif change is not None:
+        if change in FRAMES and (len(shape) != 5 or shape[2] != len(FRAMES)):
+            raise BridgeError(f"{source}: has shape {list(shape)}, must be filters of two frames; {_way_out()}")
+        if change is not None:
             shape = changed_shape(change, shape)
         rows, stored = None, None
         if share is not None:
