@@ -138,8 +138,6 @@ class DecodeBuffers:
                 (attn.KEY_SCALES, cache.key_scales), (attn.VALUE_SCALES, cache.value_scales),
             ):  # fmt: skip
                 self.block[layer, index, word] = address(arrays[place])
-        if self.recurrent is not None:
-            self.recurrent.store_in(index, cache)
 
     def fill_blocks(self, c: DecoderConfig, layers: Sequence[Layer], positions: Positions) -> None:
         """attention.py's block of every layer with attention, and cache."""

@@ -69,7 +69,7 @@ class KVCache:
         return count if self.state is None else self.state.reach(count)
 
     def come_back_to(self, count: int) -> None:
-        """Let `length` be set to `count` once tokens beyond it have been read."""
+        """Let `length` be set to `count` once tokens beyond it have been read; at least the present length."""
         if self.state is not None:
             self.state.wanted = count
 

@@ -515,7 +515,8 @@ class Model:
             if drafter is None:
                 drawn = decoder.draw(ids, sampler, kept)
             else:
-                kept = timing.kept_tokens = drafter.begin(ids, kept)
+                reached = decoder.cache.reach(drafter.begin(ids, kept))
+                kept = timing.kept_tokens = drafter.begin(ids, reached)
                 timing.speculation = Speculation(drafter, ids)
                 drawn = drawn_with(timing.speculation, decoder, ids, sampler, kept)
         begun = compiling.clock() - decoder.preparing

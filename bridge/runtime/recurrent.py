@@ -12,6 +12,8 @@ after which y is multiplied by the layer's output matrix, as attention's result 
 """
 
 from collections.abc import Sequence
+from functools import partial
+from itertools import groupby
 
 import numpy as np
 
@@ -20,31 +22,47 @@ from bridge.runtime.cpu.program import Program, address, bits, buffer
 from bridge.runtime.kv_cache import KVCache
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.recurrent_config import CONVOLUTION, DELTA, MAMBA1, RecurrentConfig
+from bridge.runtime.recurrent_state import Memory, RecurrentState
 from bridge.runtime.steps import Steps
 from bridge.runtime.weights import Recurrent
 
 _FLOAT = 4  # bytes
 
 
+class _Rows:
+    """What a layer makes of n tokens before it changes its state."""
+
+    def __init__(self, c: RecurrentConfig, n: int, out: np.ndarray):
+        self.inputs = [buffer(n, rows) for rows in c.inputs.values()]
+        self.mixed = buffer(n, c.channels) if c.heads else out
+        self.gates = buffer(n, c.rank or 2 * c.heads)
+        self.keys = np.zeros((c.groups, n, 2, c.key_dim), np.float32)  # and queries, the queries first
+        self.low, self.rates = buffer(n, c.rank and c.rank + 2 * c.key_dim), buffer(n, c.rank and c.values)  # Mamba's
+
+
 class RecurrentBuffers:
-    """The buffers that all layers with a state share for n tokens, and a block of arguments for each layer and cache.
+    """The buffers of the layers with a state for n tokens, and a block of arguments for each layer and cache.
 
     layers  of each layer with a state
-    caches  one for tokens that follow one another, or n: a token of each
+    caches  one for tokens that follow one another, or n for a step: a token of each. A cache that is there several
+            times takes tokens that follow one another too, and can go back to any of them: each layer has rows of its
+            own for that, which are otherwise one for all
     """
 
     def __init__(self, c: RecurrentConfig, layers: Sequence[Recurrent], n: int, caches: Sequence[KVCache], eps: float):
         self.config, self.n, self.count = c, n, len(caches)
-        self.inputs = [buffer(n, rows) for rows in c.inputs.values()]
-        self.mixed = buffer(n, c.channels)
-        self.out = buffer(n, c.values) if c.heads else self.mixed
-        self.gates = buffer(n, c.rank or 2 * c.heads)
-        self.low, self.rates = buffer(n, c.rank and c.rank + 2 * c.key_dim), buffer(n, c.rank and c.values)  # Mamba's
-        self.keys = np.zeros((c.groups, n, 2, c.key_dim), np.float32)  # and queries, the queries first
+        self.out = buffer(n, c.values)
+        several = self._steps and n > 1
+        rows = [_Rows(c, n, self.out) for _ in range(len(layers) if several else 1)]
+        self.rows = rows if several else rows * len(layers)
         self.block = np.zeros((len(layers), len(caches), ops.WORDS), np.int64)
+        self._undoable: list[RecurrentState] = []  # that may go back into the last step
+        self._redoing: dict[int, Program] = {}
         self._fill(layers, eps)
-        for index, cache in enumerate(caches):
-            self.store_in(index, cache)
+
+    @property
+    def _steps(self) -> bool:
+        return self.n == self.count
 
     def _fill(self, layers: Sequence[Recurrent], eps: float) -> None:
         """The arguments that stay."""
@@ -52,7 +70,7 @@ class RecurrentBuffers:
         keys = c.groups * c.key_dim
         q, k, v = (0, keys, 2 * keys) if c.kind == DELTA else (c.values + keys, c.values, 0)
         words = {
-            ops.TOKENS: self.n // self.count, ops.CHANNELS: c.channels, ops.KERNEL: c.kernel,
+            ops.CHANNELS: c.channels, ops.KERNEL: c.kernel,
             ops.SILU: int(c.kind != CONVOLUTION), ops.HEADS: c.heads, ops.GROUPS: c.groups, ops.KEY_DIM: c.key_dim,
             ops.VALUE_DIM: c.value_dim, ops.Q_AT: _FLOAT * q, ops.K_AT: _FLOAT * k, ops.V_AT: _FLOAT * v,
             ops.DELTA: int(c.kind == DELTA), ops.TILED: int(c.tiled), ops.EPS: bits(eps),
@@ -61,7 +79,7 @@ class RecurrentBuffers:
         }  # fmt: skip
         for word, value in words.items():
             self.block[:, :, word] = value
-        for block, layer in zip(self.block, layers, strict=True):
+        for block, layer, rows in zip(self.block, layers, self.rows, strict=True):
             arrays = {
                 ops.WEIGHT: layer.convolution, ops.BIAS: layer.convolution_bias, ops.DECAY: layer.decay,
                 ops.DT_BIAS: layer.dt_bias, ops.SKIP: layer.skip, ops.NORM: layer.norm,
@@ -70,8 +88,13 @@ class RecurrentBuffers:
                 arrays |= dict(zip((ops.NORM, ops.K_NORM, ops.Q_NORM), layer.norms, strict=True))
             for word, array in arrays.items():
                 block[:, word] = address(array)
-        first, *others = self.inputs
-        places = {ops.MIXED: self.mixed, ops.OUT: self.out, ops.GATES: self.gates, ops.IN: first}
+            self._fill_rows(block, rows)
+
+    def _fill_rows(self, block: np.ndarray, rows: _Rows) -> None:
+        """Where a layer's rows are, for each cache."""
+        c = self.config
+        first, *others = rows.inputs
+        places = {ops.MIXED: rows.mixed, ops.OUT: self.out, ops.GATES: rows.gates, ops.IN: first}
         starts = {}
         if c.kind == CONVOLUTION:
             starts[ops.IN] = 2 * c.channels
@@ -79,77 +102,94 @@ class RecurrentBuffers:
             places |= {ops.Z: others[0], ops.B: others[1], ops.A: others[-1]}
             starts[ops.A] = c.heads // c.groups if c.joined else 0
         elif c.kind == MAMBA1:
-            places |= {ops.Z: first, ops.B: self.low, ops.A: self.rates}
+            places |= {ops.Z: first, ops.B: rows.low, ops.A: rows.rates}
             starts |= {ops.Z: c.values}
         else:
             places |= {ops.Z: first, ops.A: first}
             starts |= {ops.IN: c.values, ops.A: c.values + c.channels}
         for word, array in places.items():
-            self.block[:, :, word] = address(array) + _FLOAT * starts.get(word, 0)
-            self.block[:, :, word] += array.strides[0] * np.arange(self.count)
-        self.block[:, :, ops.KEYS] = address(self.keys) + self.keys.strides[1] * np.arange(self.count)
-        self.block[:, :, ops.KEYS_STRIDE] = self.keys.strides[0]
+            block[:, word] = address(array) + _FLOAT * starts.get(word, 0)
+            block[:, word] += array.strides[0] * np.arange(self.count)
+        block[:, ops.KEYS] = address(rows.keys) + rows.keys.strides[1] * np.arange(self.count)
+        block[:, ops.KEYS_STRIDE] = rows.keys.strides[0]
         for stride, word in ((ops.IN_STRIDE, ops.IN), (ops.Z_STRIDE, ops.Z), (ops.GATE_STRIDE, ops.A)):
-            self.block[:, :, stride] = places[word].strides[0] if word in places else 0
-
-    def store_in(self, index: int, cache: KVCache) -> None:
-        """Let the tokens of sequence `index` change the state of a cache."""
-        assert cache.state is not None
-        memory = cache.state.now
-        layers = np.arange(len(self.block))
-        self.block[:, index, ops.TAIL] = address(memory.tails) + memory.tails.strides[0] * layers
-        self.block[:, index, ops.STATE] = address(memory.heads) + memory.heads.strides[0] * layers
+            block[:, stride] = places[word].strides[0] if word in places else 0
 
     def begin(self, caches: Sequence[KVCache]) -> None:
-        """Let the states leave the copies that their caches expect."""
-        layers = np.arange(len(self.block))
-        for index, cache in enumerate(caches):
-            assert cache.state is not None
-            after, memory = cache.state.expect(self.n // self.count)
-            self.block[:, index, ops.COPY_AFTER] = after
-            if memory is not None:
-                self.block[:, index, ops.TAIL_COPY] = address(memory.tails) + memory.tails.strides[0] * layers
-                self.block[:, index, ops.STATE_COPY] = address(memory.heads) + memory.heads.strides[0] * layers
+        """Let the tokens change the states of their caches, and leave the copies that these expect."""
+        for state in self._undoable:
+            state.settle()
+        self._undoable.clear()
+        self.block[:, :, ops.TOKENS] = 0
+        at = 0
+        for _, same in groupby(caches, key=id):
+            first, *others = same
+            assert first.state is not None
+            tokens = 1 + len(others) if self._steps else self.n
+            passage = first.state.begin(tokens, partial(self._redo, at) if self._steps else None)
+            self.block[:, at, ops.TOKENS], self.block[:, at, ops.COPY_AFTER] = tokens, passage.after
+            self._point(at, (ops.TAIL, ops.STATE), passage.source)
+            self._point(at, (ops.TAIL_OUT, ops.STATE_OUT), passage.target)
+            if passage.copy is not None:
+                self._point(at, (ops.TAIL_COPY, ops.STATE_COPY), passage.copy)
+            if tokens > 1 and self._steps:
+                self._undoable.append(first.state)
+            at += 1 + len(others)
 
-    def products(self, layer: Recurrent) -> list[tuple[QuantTensor, np.ndarray]]:
+    def _point(self, index: int, words: tuple[int, int], memory: Memory) -> None:
+        """Let a sequence's words of all layers name their parts of a state."""
+        layers = np.arange(len(self.block))
+        for word, array in zip(words, (memory.tails, memory.heads), strict=True):
+            self.block[:, index, word] = address(array) + array.strides[0] * layers
+
+    def _redo(self, index: int, tokens: int) -> None:
+        """Change the state again by the first tokens of a sequence of the last step, from what it was before."""
+        self.block[:, index, ops.TOKENS], self.block[:, index, ops.COPY_AFTER] = tokens, 0
+        if index not in self._redoing:
+            self._redoing[index] = Program()
+            for block in self.block[:, index]:
+                self._change(self._redoing[index], address(block), 1)
+        self._redoing[index].run()
+
+    def _change(self, program: Program, block: int, count: int) -> None:
+        """The state after the tokens, from their rows, and what the layer makes of it."""
+        c = self.config
+        several = self.n > 1
+        program.add(ops.function("keep_tail"), block, items=count, shared=several)
+        if c.heads:
+            parts = -(-c.value_dim // (ops.LANES * ops.BLOCKS_AT_ONCE))
+            change = ops.function("scan" if c.kind == MAMBA1 else "recur")
+            program.add(change, block, count, parts, items=c.heads * parts * count, shared=True)
+
+    def products(self, place: int, layer: Recurrent) -> list[tuple[QuantTensor, np.ndarray]]:
         """The matrices that read a layer's input, and where their results go."""
-        return list(zip(layer.inputs, self.inputs, strict=True))
+        return list(zip(layer.inputs, self.rows[place].inputs, strict=True))
 
     def add(self, steps: Steps, layer: Recurrent, place: int) -> None:
         """`out`, from the inputs' products, in layer number `place` of those with a state."""
-        c, program, several = self.config, steps.program, self.n > 1
+        c, program, rows, several = self.config, steps.program, self.rows[place], self.n > 1
         block = address(self.block[place])
 
         def per_token(name: str) -> None:
-            program.add(ops.function(name), block, self.count, items=self.n, shared=several)
+            steps.program.add(ops.function(name), block, self.count, items=self.n, shared=several)
 
         if c.kind == CONVOLUTION:
-            self._multiply(program, self.inputs[0][:, 2 * c.channels :], self.inputs[0])
+            self._multiply(program, rows.inputs[0][:, 2 * c.channels :], rows.inputs[0])
         parts = -(-c.channels // ops.CHANNELS_AT_ONCE)
         items = parts * (self.count if self.count > 1 else -(-self.n // ops.TOKENS_AT_ONCE))
         program.add(ops.function("convolve"), block, self.count, parts, items=items, shared=several)
-        program.add(ops.function("keep_tail"), block, items=self.count, shared=several)
-        if c.kind == CONVOLUTION:
-            self._multiply(program, self.mixed, self.inputs[0][:, c.channels :])
-            return
         if c.kind == MAMBA1:
-            self._add_scan(steps, layer, place)
-            return
-        per_token("gates")
-        parts = -(-c.value_dim // (ops.LANES * ops.BLOCKS_AT_ONCE))
-        items = c.heads * parts * self.count
-        program.add(ops.function("recur"), block, self.count, parts, items=items, shared=True)
-        per_token("gated_norm" if c.kind == DELTA else "norm_of_gated")
-
-    def _add_scan(self, steps: Steps, layer: Recurrent, place: int) -> None:
-        into, out = layer.second
-        block = address(self.block[place])
-        steps.products(self.mixed, [(into, self.low)])
-        split = ops.function("split_steps")
-        steps.program.add(split, block, self.count, items=self.n, shared=self.n > 1)
-        steps.products(self.gates, [(out, self.rates)])
-        parts = -(-self.config.value_dim // (ops.LANES * ops.BLOCKS_AT_ONCE))
-        steps.program.add(ops.function("scan"), block, self.count, parts, items=parts * self.count, shared=True)
+            into, out = layer.second
+            steps.products(rows.mixed, [(into, rows.low)])
+            per_token("split_steps")
+            steps.products(rows.gates, [(out, rows.rates)])
+        elif c.kind != CONVOLUTION:
+            per_token("gates")
+        self._change(steps.program, block, self.count)
+        if c.kind == CONVOLUTION:
+            self._multiply(program, rows.mixed, rows.inputs[0][:, c.channels :])
+        elif c.kind != MAMBA1:
+            per_token("gated_norm" if c.kind == DELTA else "norm_of_gated")
 
     def _multiply(self, program: Program, x: np.ndarray, y: np.ndarray) -> None:
         arguments = address(x), x.strides[0], address(y), y.strides[0], self.config.channels

@@ -3,7 +3,8 @@
     last token, guess, guess, guess  ->  one step of the decoder  ->  four rows of logits
 
 The sampler draws from the rows in turn, as it would without guesses. As long as it draws what was guessed, the next
-row is already there; at the first other token the rest is dropped, and its keys and values are cut off. So the reply is
+row is already there; at the first other token the rest is dropped, and its keys and values are cut off; a state is
+computed again from before the step (recurrent_state.py), which takes no matrix. So the reply is
 the one without guesses, token for token, whatever the sampler does, if a step computes each of its tokens as a step of
 that token alone does: `Decoder.follow` sees to it, `check_decoder` refuses a model for which it cannot.
 
@@ -92,10 +93,11 @@ class ModelDrafter(Drafter):
             most = min(most, decoder.cache.context - len(tokens) + 1)
             if most < 1:
                 return []
-            decoder.cache.length = common_prefix(decoder.read, tokens[:-1])
+            decoder.cache.length = decoder.kept(tokens[:-1])
             unread = list(tokens[decoder.cache.length :])
             follow = len(unread) <= decoder.room()
             row = decoder.follow(unread)[-1] if follow else decoder.logits(decoder.run(unread))[0]
+            decoder.cache.come_back_to(decoder.cache.length)
             found = [int(row.argmax())]
             while len(found) < most:
                 found.append(int(decoder.next_scores(found[-1]).argmax()))
@@ -209,10 +211,6 @@ def check_decoder(decoder: Any, device: str) -> None:
     """Raise BridgeError where several tokens in a step do not become what each would alone, or cost as much."""
     if not isinstance(decoder, Decoder):
         raise BridgeError(f"device {device}: {parameter('draft')} runs on the CPU alone; leave it out, or choose cpu")
-    if decoder.config.recurrent is not None:
-        raise BridgeError(
-            f"{decoder.config.arch}: layers with a state cannot forget wrong guesses; leave {parameter('draft')} out"
-        )
     if (matrix := decoder.multiplied_one_by_one()) is not None:
         raise BridgeError(
             f"{matrix.name}: {matrix.type} {list(matrix.shape)} has no kernel for several tokens with the sums of one: "
@@ -232,11 +230,6 @@ def check_draft_model(model: Any, draft: Any) -> None:
         raise BridgeError(f"{parameter('draft')}: a model cannot guess for itself; choose a smaller one")
     if not isinstance(draft._decoder, Decoder):
         raise BridgeError(f"{parameter('draft')}: the model is on device {draft.device}; load it with device cpu")
-    if draft.config.recurrent is not None:
-        raise BridgeError(
-            f"{parameter('draft')}: {draft.config.arch} has layers with a state, which cannot forget wrong guesses; "
-            "choose another model"
-        )
     check_same_vocabulary(model.tokenizer, draft.tokenizer)
 
 

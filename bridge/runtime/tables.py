@@ -185,8 +185,9 @@ class ProgramBuilder:
         """delta = what attention makes of xn, what a layer with a state does, or the sum of the two."""
         layer, made = self.layers[index], buffers.delta
         if buffers.recurrent is not None and self.config.recurrent and layer.recurrent is not None:
-            steps.products(buffers.xn, buffers.recurrent.products(layer.recurrent))
-            buffers.recurrent.add(steps, layer.recurrent, self.config.recurrent.place(index))
+            place = self.config.recurrent.place(index)
+            steps.products(buffers.xn, buffers.recurrent.products(place, layer.recurrent))
+            buffers.recurrent.add(steps, layer.recurrent, place)
             steps.products(buffers.recurrent.out, [(layer.recurrent.out, buffers.delta)])
             made = buffers.attention
         if layer.o is not None:

@@ -36,7 +36,7 @@ def test_a_layer_with_a_state_computes_its_formulas(
     cache: Any = Cache(c)
     buffers, program = RecurrentBuffers(c, [layer], n, [cache], 1e-5), Program()
     buffers.add(SimpleNamespace(program=program), layer, 0)
-    for own, values in zip(buffers.inputs, inputs, strict=True):
+    for own, values in zip(buffers.rows[0].inputs, inputs, strict=True):
         own[:] = values
     buffers.begin([cache])
     run_on_arm(program, tmp_path, buffers, layer, cache)

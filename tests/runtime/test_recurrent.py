@@ -18,7 +18,6 @@ from bridge.runtime.model import Model
 from bridge.runtime.recurrent import RecurrentBuffers
 from bridge.runtime.recurrent_config import CONVOLUTION, DELTA, MAMBA, RecurrentConfig
 from bridge.runtime.recurrent_state import COPIES, RecurrentState
-from bridge.runtime.speculation import check_draft_model
 from bridge.runtime.weights import Recurrent
 from scripts.peers.predictions import mean_kl
 from tests.support.family_models import copy_tokenizer, new_model, randomized
@@ -110,7 +109,7 @@ def test_a_state_goes_back_only_to_where_it_was_copied(made: Callable[[str], Mad
 def test_copies_are_few_and_spread_over_the_prompt() -> None:
     state = RecurrentState(RecurrentConfig(CONVOLUTION, (True,), 3, 16))
     for _ in range(16):
-        state.expect(16)
+        state.begin(16)
         state.append(16)
     assert len(state.copies) == COPIES
     assert max(np.diff([0, *sorted(state.copies)])) <= 128
@@ -241,7 +240,7 @@ def test_the_arithmetic_is_that_of_the_formulas_and_the_copy_that_of_its_token(s
         buffers = RecurrentBuffers(c, [layer], stop - first, [cache], 1e-5)
         program = Program()
         buffers.add(SimpleNamespace(program=program), layer, 0)
-        for own, values in zip(buffers.inputs, inputs, strict=True):
+        for own, values in zip(buffers.rows[0].inputs, inputs, strict=True):
             own[:] = values[first:stop]
         buffers.begin([cache])
         program.run()
@@ -254,12 +253,86 @@ def test_the_arithmetic_is_that_of_the_formulas_and_the_copy_that_of_its_token(s
     np.testing.assert_allclose(run(cache, n - 1, n), expected[-1:], rtol=1e-4, atol=1e-5)
 
 
-def test_guessed_tokens_are_refused_where_they_cannot_be_forgotten(made: Callable[[str], Made]) -> None:
-    """By the model that checks them, and by one that guesses."""
-    model = loaded(made("lfm2")[0])
-    with pytest.raises(BridgeError, match="lfm2: layers with a state cannot forget wrong guesses; leave draft out"):
-        model.generate("KING", draft="ngram")
-    with pytest.raises(BridgeError, match="layers with a state cannot forget wrong guesses"):
-        model.batch(draft="ngram")
-    with pytest.raises(BridgeError, match=r"draft: lfm2 has layers with a state, .* choose another model"):
-        check_draft_model(loaded(made("lfm2")[0]), model)
+# guessed tokens
+
+# sizes of which all matrices are multiplied in blocks, by row groups
+GUESSING: dict[str, dict[str, Any]] = {
+    "lfm2": {"intermediate_size": 96}, "qwen3.5": {"linear_num_value_heads": 16},
+    "qwen3-next": {"linear_num_value_heads": 16, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+    "granite-4": {"mamba_n_heads": 16, "mamba_d_head": 4, "shared_intermediate_size": 64},
+    "nemotron-h": {"mamba_num_heads": 16, "mamba_head_dim": 4},
+    "falcon-h1": {"mamba_n_heads": 16, "mamba_d_head": 4}, "mamba2": {"num_heads": 16, "head_dim": 4},
+    "jamba": {"mamba_dt_rank": 32, "mamba_d_state": 16},
+}  # fmt: skip
+REPEATED: dict[str, Any] = {"temperature": 0, "logit_bias": dict.fromkeys(TOKENS[:4], 30.0)}  # few tokens are drawn
+
+
+@pytest.fixture(scope="module")
+def guessing(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A family's small model in blocks of 8 bits."""
+    found: dict[str, Path] = {}
+
+    def make(name: str) -> Path:
+        if name not in found:
+            folder = tmp_path_factory.mktemp(name)
+            randomized(new_model(name, **GUESSING[name])).save_pretrained(folder / "model", save_original_format=True)
+            found[name] = folder / "m.gguf"
+            bridge.convert(copy_tokenizer(folder / "model"), found[name], tensor_types=[(".*", "Q8_0")])
+        return found[name]
+
+    return make
+
+
+@pytest.mark.parametrize("name", GUESSING)
+def test_a_step_of_guesses_can_go_back_to_any_of_them(name: str, guessing: Callable[[str], Path]) -> None:
+    """What follows is then computed as without the others, to the last bit; also in a context that takes it over."""
+    decoder = loaded(guessing(name), precision="int8")._decoder
+    assert decoder.multiplied_one_by_one() is None
+    own, other = decoder.cache, decoder.new_cache()
+    for cache in (own, other):
+        decoder.run(TOKENS[:5], cache=cache)
+    alone = [decoder.step([other], [token])[0].copy() for token in TOKENS[5:21]]
+    np.testing.assert_array_equal(decoder.follow(TOKENS[5:13]), alone[:8])
+    own.length = 7
+    assert [own.reach(count) for count in (4, 5, 6, 7)] == [4, 5, 6, 7]
+    other.copy_prefix(own, 6)
+    own.length = 9  # as the guesses are drawn one by one
+    np.testing.assert_array_equal(decoder.follow([*TOKENS[9:13], 7, 8, 9])[:4], alone[4:8])
+    own.length = 13
+    np.testing.assert_array_equal(decoder.step([own], TOKENS[13:14])[0], alone[8])
+    rows = decoder.step([other, other, other, own, own], [*TOKENS[6:9], *TOKENS[14:16]])
+    np.testing.assert_array_equal(rows, [*alone[1:4], *alone[9:11]])
+    other.length, own.length = 8, 14
+    rows = decoder.step([other, own], [TOKENS[8], TOKENS[14]])
+    np.testing.assert_array_equal(rows, [alone[3], alone[9]])
+
+
+@pytest.mark.parametrize("name", GUESSING)
+def test_the_reply_of_a_model_with_states_is_the_one_without_guesses(
+    name: str, guessing: Callable[[str], Path]
+) -> None:
+    """Whether n-grams guess or a model that has states too; the next prompt then takes over what was drawn."""
+    model, other = (loaded(guessing(name), precision="int8") for _ in range(2))
+    text = [*TOKENS[:12], *TOKENS[:12], *TOKENS[:7]]
+    for draft, options in (("ngram", REPEATED), (other, GREEDY)):
+        plain = list(model.generate_tokens(text, 30, **options))
+        assert list(model.generate_tokens(text, 30, draft=draft, **options)) == plain
+        speculation = model.timing.speculation
+        assert speculation is not None
+        assert speculation.drafted
+    assert speculation.accepted > 0.8 * speculation.drafted  # the same weights
+    again = [*text, *plain[:20], 7]
+    expected = list(other.generate_tokens(again, 6, **GREEDY))
+    assert list(model.generate_tokens(again, 6, draft="ngram", **GREEDY)) == expected
+
+
+def test_sequences_of_a_model_with_states_guess_in_free_columns(guessing: Callable[[str], Path]) -> None:
+    model = loaded(guessing("qwen3.5"), precision="int8")
+    prompts = [[*TOKENS[:9], *TOKENS[:9], *TOKENS[:4]], TOKENS[20:30], [*TOKENS[30:36], *TOKENS[30:36]]]
+    plain = [list(model.generate_tokens(prompt, 20, **REPEATED)) for prompt in prompts]
+    with model.batch(2, draft="ngram") as batch:
+        generations = [batch.add(prompt, 20, **REPEATED) for prompt in prompts]
+        for _ in batch:
+            pass
+    assert [generation.tokens for generation in generations] == plain
+    assert any(generation.speculation.drafted for generation in generations)

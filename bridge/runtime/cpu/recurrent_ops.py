@@ -16,8 +16,9 @@ model of half a billion weights, and less in larger ones.
 
 S is read once: out = a S^T q + (q . k) u.
 
-A layer's arguments are a block of int64 words, named below: one for the tokens of a batch, or one for each of several
-sequences, with a single token each.
+A layer's arguments are a block of int64 words, named below: one for the tokens of a batch, or one for each token of a
+step. There the first token of a sequence has a block for all of its tokens, and the others' have none for what goes
+from token to token.
 """
 
 from functools import cache
@@ -34,7 +35,8 @@ from bridge.system.jit import inner
 from bridge.system.memory import LANES, array_at, array_on_stack, c_function, floats
 
 # words of a layer's block. Addresses; biases and what a kind of layer does not have may be 0
-(IN, MIXED, Z, B, A, GATES, KEYS, OUT, TAIL, TAIL_COPY, STATE, STATE_COPY, WEIGHT, BIAS, DECAY, DT_BIAS, SKIP, NORM,
+(IN, MIXED, Z, B, A, GATES, KEYS, OUT, TAIL, TAIL_OUT, TAIL_COPY, STATE, STATE_OUT, STATE_COPY,
+ WEIGHT, BIAS, DECAY, DT_BIAS, SKIP, NORM,
  # bytes from one token to the next, of what is read
  IN_STRIDE, Z_STRIDE, GATE_STRIDE,
  # bytes from one group's keys to the next
@@ -45,7 +47,7 @@ from bridge.system.memory import LANES, array_at, array_on_stack, c_function, fl
  DELTA, TILED, RUN, EPS,
  # Mamba's, see `_split_steps`
  RANK, K_NORM, Q_NORM,
- WORDS) = range(42)  # fmt: skip
+ WORDS) = range(44)  # fmt: skip
 
 CHANNELS_AT_ONCE = 512
 TOKENS_AT_ONCE = 16  # whose keys and queries, 1 KB each for heads of 128, stay in the first cache with 16 columns
@@ -129,7 +131,7 @@ def write(typingctx, state, kept, k, u, count):
 
 @inner
 def _block_of(blocks, item, count):
-    """The block of an item, and its token: the items are sequences, of which there are `count`, or one's tokens."""
+    """The block of an item, and its token: there are `count` blocks, one for each item, or one for all."""
     if count > 1:
         return blocks + 8 * WORDS * item, 0
     return blocks, item
@@ -147,7 +149,7 @@ def _multiply(x, x_stride, y, y_stride, size, _0, _1, first, last):
 def _convolve(blocks, count, parts, _0, _1, _2, _3, first, last):
     """MIXED [tokens, channels] from IN and TAIL, for items of 16 tokens and 512 channels.
 
-    There are `parts` items of channels for each item of tokens; `count` sequences have one of these each.
+    There are `parts` items of channels for each item of tokens; `count` blocks have one of these each.
     """
     for item in range(first, last):
         block, t0 = _block_of(blocks, item // parts, count)
@@ -179,12 +181,13 @@ def _convolve(blocks, count, parts, _0, _1, _2, _3, first, last):
 
 
 def _keep_tail(blocks, _0, _1, _2, _3, _4, _5, first, last):
-    """TAIL, and where there is one TAIL_COPY, from IN, for sequences first..last, when all is convolved."""
+    """TAIL_OUT, and where there is one TAIL_COPY, from TAIL and IN, for blocks first..last, when all is convolved."""
     for item in range(first, last):
         p = array_at(blocks + 8 * WORDS * item, WORDS, np.int64)
         if p[COPY_AFTER]:
             _tail_at(p, p[TAIL_COPY], p[COPY_AFTER])
-        _tail_at(p, p[TAIL], p[TOKENS])
+        if p[TOKENS]:
+            _tail_at(p, p[TAIL_OUT], p[TOKENS])
 
 
 @inner
@@ -247,9 +250,9 @@ def _copied(x, y, length, normalized):
 
 
 def _recur(blocks, count, parts, _0, _1, _2, _3, first, last):
-    """OUT [tokens, heads, value_dim] from MIXED, KEYS, GATES and STATE, for items of 64 columns of a head.
+    """OUT [tokens, heads, value_dim] from MIXED, KEYS, GATES and STATE, for items of 64 columns of a head; STATE_OUT.
 
-    There are heads * `parts` items for each of `count` sequences.
+    There are heads * `parts` items for each of `count` blocks.
     """
     for item in range(first, last):
         heads = array_at(blocks, WORDS, np.int64)[HEADS]
@@ -272,7 +275,9 @@ def _recur_columns(p, h, columns, j, first, last):
     size = min(LANES, width - LANES * j)
     group = h % p[GROUPS] if p[TILED] else h // (heads // p[GROUPS])
     offset = 4 * LANES * d * (h * columns + j)
-    state = p[STATE] + offset
+    state = p[STATE_OUT] + offset
+    if first == 0 and p[STATE_OUT] != p[STATE]:
+        _move(p[STATE] + offset, state, LANES * d)
     for i in range(LANES):
         u[i] = 0
     for t in range(first, last):
@@ -290,10 +295,15 @@ def _recur_columns(p, h, columns, j, first, last):
             out[i] = kept * of_q[i] + both * u[i]
         write(state, kept, k, u.ctypes.data, d)
         if t + 1 == p[COPY_AFTER]:
-            copy = floats(p[STATE_COPY] + offset, LANES * d)
-            now = floats(state, LANES * d)
-            for i in range(LANES * d):
-                copy[i] = now[i]
+            _move(state, p[STATE_COPY] + offset, LANES * d)
+
+
+@inner
+def _move(source, target, count):
+    """`count` float32 from one address to another."""
+    values, copy = floats(source, count), floats(target, count)
+    for i in range(count):
+        copy[i] = values[i]
 
 
 def _split_steps(blocks, count, _0, _1, _2, _3, _4, first, last):
@@ -335,7 +345,10 @@ def _scan_columns(p, j):
     y = array_on_stack(16, np.float32)
     d, width = p[KEY_DIM], p[VALUE_DIM]
     size, at = min(LANES, width - LANES * j), 4 * LANES * j
-    state = floats(p[STATE] + at * d, LANES * d)
+    place = p[STATE_OUT] + at * d
+    if p[TOKENS] and p[STATE_OUT] != p[STATE]:
+        _move(p[STATE] + at * d, place, LANES * d)
+    state = floats(place, LANES * d)
     decay = floats(p[DECAY] + at * d, LANES * d)
     bias, skip = floats(p[DT_BIAS] + at, size), floats(p[SKIP] + at, size)
     for i in range(LANES):
@@ -360,9 +373,7 @@ def _scan_columns(p, j):
         for i in range(size):
             out[i] = (y[i] + skip[i] * x[i]) * z[i] / (np.float32(1) + exp(-z[i]))
         if t + 1 == p[COPY_AFTER]:
-            copy = floats(p[STATE_COPY] + at * d, LANES * d)
-            for i in range(LANES * d):
-                copy[i] = state[i]
+            _move(place, p[STATE_COPY] + at * d, LANES * d)
 
 
 def _gated_norm(blocks, count, _0, _1, _2, _3, _4, first, last):
