@@ -4,10 +4,11 @@
     python scripts/bench_families.py lfm2 gemma4 --turns 5
 
 Each model has the layers of a published one, fewer of them, with random weights in Q4_K (Q8_0 and MXFP4 where a row is
-no multiple of 256). The peer is the llama.cpp of the tests' xllamacpp wheel, which on x86 is built for AVX2. Ours and theirs take turns, one process per turn with one thread, and the times are
-those that the processor spent on it, so that other load on the machine matters little. Every process makes 32 tokens
-one by one after 8, with our weights all repacked, and reads 256 from an empty context. The table shows the medians of
-the turns, and the median ratio of a turn of ours to the following turn of theirs.
+no multiple of 256). The peer is the llama.cpp of the tests' xllamacpp wheel, which on x86 is built for AVX2. Ours and
+theirs take turns, one process per turn with one thread, and the times are those that the processor spent on it, so that
+other load on the machine matters little. Every process makes 32 tokens one by one after 8, with our weights all
+repacked, and reads 256 from an empty context. The table shows the medians of the turns, and the median ratio of a turn
+of ours to the following turn of theirs.
 """
 
 import argparse
