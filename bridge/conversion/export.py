@@ -144,8 +144,9 @@ def export(
               a mixture are floats in MLX, which mlx-lm stacks itself
     bits      of layers that are rounded; None: the least of the format's that add under 15% of the type's own noise, 8
               where that is not known
-    config    folder with config.json and tokenizer of the model, which are copied; None: transformers makes them of
-              the GGUF's metadata, see `gguf_config`
+    config    folder with config.json and tokenizer of the model, which are copied; None: they are made of the GGUF's
+              metadata, see `gguf_config`. If it is of a model of several parts, the checkpoint is too: the language
+              model from the GGUF, the others (vision towers) from the folder's weights, or missing if it has none
     dtype     of floats: "F16", "BF16" or "F32"; None: BF16 if the GGUF has tensors of that type, else F16. In MLX F16,
               as its scales are
     force     replace an existing checkpoint
@@ -243,7 +244,9 @@ def _write(
             reports[f"{module}.weight"] = report
         written = writer.finish()
     rest = sum(t.how == ROUNDED for t in reports.values())
-    notes = [f"{rest} layers have no codes that {format} holds: rounded"] if rest else []
+    notes = [*source.notes]
+    if rest:
+        notes.append(f"{rest} layers have no codes that {format} holds: rounded")
     if stacks:
         notes.append(f"{stacks} stacks of experts are floats: checkpoints of this architecture have them as one tensor")
     return Exported(written.out, format, list(reports.values()), written.nbytes, 0.0, notes)

@@ -38,6 +38,7 @@ from bridge.system.text import percent, size_text, summarise_notes
 
 _CHUNK = 8 << 20  # bytes of floats copied at a time
 _BLOCK = re.compile(r"(.*?\.)?\d+\.")  # model.layers.0. of a layer's name
+_TOWERS = frozenset({"vision_config", "audio_config"})  # keys of the config of a model of several parts
 
 
 class Floats(Protocol):
@@ -336,7 +337,12 @@ class CheckpointWriter:
         if not self._layers:
             return {"config.json": self._ckpt.config, **self._index()}
         labels = labels_of(
-            self._format, self._layers, self._left(), asymmetric=self._asymmetric, scattered=self._scattered
+            self._format,
+            self._layers,
+            self._left(),
+            asymmetric=self._asymmetric,
+            scattered=self._scattered,
+            towers=self._has_towers(),
         )
         configs: dict[str, Any] = {"config.json": {**self._ckpt.config, **labels}}
         if self._format.startswith("gptq"):
@@ -355,7 +361,11 @@ class CheckpointWriter:
         names = [
             n.removesuffix(".weight") for n, i in self._floats.items() if n.endswith(".weight") and len(i.shape) == 2
         ]
-        return [name for name in names if _BLOCK.match(name) or "proj" in name]
+        return [n for n in names if n != "lm_head" and (self._has_towers() or _BLOCK.match(n) or "proj" in n)]
+
+    def _has_towers(self) -> bool:
+        """Whether the model has other parts than a language model."""
+        return not _TOWERS.isdisjoint(self._ckpt.config)
 
 
 def write_checkpoint(
