@@ -74,8 +74,12 @@ class Place:
         start = self.matrix * self.height
         if not ordered or self.part.rows is None or len(self.part.shape) == 1:
             return self.stored.read((start + first) * size, (start + stop) * size).reshape(-1, size)
-        raw = self.stored.read(start * size, (start + self.height) * size).reshape(-1, size)
-        return raw[np.argsort(self.part.rows)[first:stop]]
+        picked = np.argsort(self.part.rows)[first:stop]
+        if not picked.size:
+            return np.empty((0, size), np.uint8)
+        least, most = int(picked.min()), int(picked.max())
+        raw = self.stored.read((start + least) * size, (start + most + 1) * size).reshape(-1, size)
+        return raw[picked - least]
 
     def floats(self, rows: slice = slice(None)) -> np.ndarray:
         """Its values, float32, as the checkpoint had them; `rows`: of these, a run."""

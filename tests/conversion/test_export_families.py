@@ -43,6 +43,18 @@ def gguf_of(name: str, folder: Path, type: str, **fields: Any) -> Path:
     return path
 
 
+def wide_experts(name: str, size: int) -> dict[str, Any]:
+    """Fields that give a model experts of whole blocks; another size than the hidden one, where stacks are turned."""
+    fields = MODELS[name][1]
+    if "text_config" in fields:
+        return {"text_config": fields["text_config"] | wide_fields(fields["text_config"], size)}
+    return wide_fields(fields, size)
+
+
+def wide_fields(fields: dict[str, Any], size: int) -> dict[str, Any]:
+    return {"moe_intermediate_size": size} if "moe_intermediate_size" in fields else {}
+
+
 def logits(model: Any) -> Any:
     with torch.no_grad():
         return model(TOKENS).logits
@@ -65,11 +77,11 @@ def test_floats_have_the_logits_of_the_checkpoint_that_the_gguf_came_from(name: 
     assert (logits(loaded(tmp_path / "new")) - expected).norm() < 1e-4 * expected.norm()
 
 
-@pytest.mark.parametrize("name", families("gpt2", "falcon-h1"))  # Conv1D stays floats; not run packed
+# Conv1D stays floats, as Mamba's projections do; Falcon-H1 has weights that its factors multiply
+@pytest.mark.parametrize("name", families("gpt2", "falcon-h1", "mamba2"))
 def test_layers_with_codes_have_the_logits_of_the_gguf(name: str, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
-    experts = {"moe_intermediate_size": 32} if "moe_intermediate_size" in MODELS[name][1] else {}
-    path = gguf_of(name, tmp_path, "Q8_0", **experts)
+    path = gguf_of(name, tmp_path, "Q8_0", **wide_experts(name, 32))
     done = bridge.export(path, tmp_path / "new", "compressed-tensors", dtype="F32")
     assert {tensor.how for tensor in done.tensors if tensor.bits} == {"exact"}
     expected = logits(bridge.nn.load(path, precision="f32"))
@@ -91,9 +103,7 @@ def test_with_the_config_of_a_whole_model_the_checkpoint_is_of_that(
     name: str, format: str, tower: bool, tmp_path: Path
 ) -> None:
     """Its tower comes from the config's folder, or is missing, and a note says so."""
-    text = MODELS[name][1]["text_config"]
-    wide = {"text_config": {**text, "moe_intermediate_size": 64}} if "moe_intermediate_size" in text else {}
-    path = gguf_of(name, tmp_path, "F32" if format == "floats" else "Q8_0", **wide)
+    path = gguf_of(name, tmp_path, "F32" if format == "floats" else "Q8_0", **wide_experts(name, 64))
     expected = logits(loaded(tmp_path / "model") if format == "floats" else bridge.nn.load(path, precision="f32"))
     if not tower:
         (tmp_path / "model/model.safetensors").unlink()
@@ -110,10 +120,16 @@ def test_with_the_config_of_a_whole_model_the_checkpoint_is_of_that(
 
 
 @pytest.mark.exhaustive
+def test_a_model_without_layers_of_codes_is_refused(tmp_path: Path) -> None:
+    path = gguf_of("mamba2", tmp_path, "Q8_0")
+    with pytest.raises(BridgeError, match="has no layer that compressed-tensors holds; choose format='floats'"):
+        bridge.export(path, tmp_path / "new", "compressed-tensors")
+
+
+@pytest.mark.exhaustive
 def test_experts_of_a_whole_model_are_stacks_as_floats_and_modules_with_codes(tmp_path: Path) -> None:
     """vLLM reads both of Qwen3-VL-MoE, transformers the stacks."""
-    text = {**MODELS["qwen3-vl-moe"][1]["text_config"], "moe_intermediate_size": 64}
-    path = gguf_of("qwen3-vl-moe", tmp_path, "Q8_0", text_config=text)
+    path = gguf_of("qwen3-vl-moe", tmp_path, "Q8_0", **wide_experts("qwen3-vl-moe", 64))
     experts = "model.language_model.layers.0.mlp.experts"
     for format, name in (("floats", f"{experts}.gate_up_proj"), ("gptq", f"{experts}.0.gate_proj.qweight")):
         bridge.export(path, tmp_path / format, format, config=tmp_path / "model")
