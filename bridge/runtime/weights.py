@@ -260,6 +260,10 @@ def read_shared(file: GGUFFile, config: DecoderConfig) -> Weights:
     )
 
 
+# two layers in one, with a layer norm at the end
+_OTHER_PREDICTION = {"nemotron_h_moe"}
+
+
 @dataclass
 class Prediction:
     """The layer that predicts a token further, as a decoder of one layer, and what makes its input."""
@@ -279,6 +283,9 @@ def read_prediction(file: GGUFFile, config: DecoderConfig) -> Prediction:
     name = f"blk.{config.layers}.nextn"
     if not config.predicting or f"{name}.eh_proj.weight" not in file:
         raise BridgeError(f"{file.path}: has no layer that predicts a further token (MTP)")
+    if config.arch in _OTHER_PREDICTION:
+        problem = f"the layer of {config.arch} that predicts a further token (MTP) cannot run here"
+        raise BridgeError(f"{file.path}: {problem}; llama.cpp can run it")
     whole = read_shared(file, config)
     attending = replace(config, layers=config.layers + 1, recurrent=None, inners=())
     hidden, vocab = config.hidden, whole.embedding.shape[0]
