@@ -91,7 +91,8 @@ ARCHITECTURES = {
     "command-r": Graph(neighbours=True, layer_norm=True, parallel=True),
     "starcoder2": Graph(layer_norm=True, gated=False, gelu=True),
     "gpt2": Graph(layer_norm=True, gated=False, gelu=True, unrotated_every=1),  # positions are embedded
-    "deepseek2": Graph(neighbours=True), "mistral4": Graph(neighbours=True),
+    "deepseek2": Graph(neighbours=True), "deepseek32": Graph(neighbours=True), "glm-dsa": Graph(neighbours=True),
+    "mistral4": Graph(neighbours=True),
     "lfm2": Graph(normed=True), "lfm2moe": Graph(normed=True), "granitehybrid": Graph(neighbours=True),
     "falcon-h1": Graph(side_by_side=True), "mamba2": Graph(alone=True),
     "jamba": Graph(unrotated_every=1),

@@ -58,6 +58,11 @@ class Decoder:
     def __init__(self, file: GGUFFile, config: DecoderConfig, context: int, kv: str, precision: str):
         self.config, self.precision = config, precision
         weights = self._weights_of(file)  # checks what the cache takes memory for
+        if config.chosen and context > config.chosen:
+            raise BridgeError(
+                f"{parameter('context', context)}: must be at most {config.chosen}; beyond, {config.arch} chooses the "
+                "tokens to attend to, which cannot run here; llama.cpp can run it"
+            )
         if weights.positions is not None and context > config.context:
             raise BridgeError(
                 f"{parameter('context', context)}: must be at most {config.context}, the positions that {file.path} has"

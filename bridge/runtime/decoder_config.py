@@ -18,12 +18,13 @@ from bridge.runtime.recurrent_config import MAMBA, RecurrentConfig, read_recurre
 _EXAONE4_WINDOWS = 64, replace(ARCHITECTURES["exaone4"], full_every=4, one_rotation=True, unrotated_every=4)
 _LARGEST = {"gemma2": 46, "gemma3": 62}  # layers of the 27 B models, whose scores are scaled by the hidden size's share
 _WINDOWS = {"gemma2": 4096, "exaone4": 4096, "llama4": 8192}  # if no key says so
-_LATENT = {"deepseek2", "mistral4"}
+_LATENT = {"deepseek2", "deepseek32", "glm-dsa", "mistral4"}
 _UNSCALED = {"gemma3n", "gemma4"}  # scores
-_COUNT_SHARED = {"glm4moe": 0, "deepseek2": 0, "mistral4": 0, "llama4": 1}  # the shared expert is so many times as wide
+# the shared expert is so many times as wide
+_COUNT_SHARED = {"glm4moe": 0, "deepseek2": 0, "deepseek32": 0, "glm-dsa": 0, "mistral4": 0, "llama4": 1}
 # weights of the experts used do not sum to one, if no key says so
-_UNNORMALIZED = {"qwen2moe", "glm4moe", "deepseek2", "mistral4", "llama4", "nemotron_h_moe", "jamba"}
-_SIGMOID = {"glm4moe", "minimax-m2", "nemotron_h_moe", "llama4"}  # routers, if no key says so
+_UNNORMALIZED = {*_LATENT, "qwen2moe", "glm4moe", "llama4", "nemotron_h_moe", "jamba"}
+_SIGMOID = {"deepseek32", "glm-dsa", "glm4moe", "minimax-m2", "nemotron_h_moe", "llama4"}  # routers, if no key says so
 _MAVERICK = 128  # experts of the Llama 4 that does not normalize q and k
 _LLAMA4_TEMPERATURE = 0.1, 8192, 1  # factor, length and offset, see `temperatures`
 _MIXER = 0.02  # of Phi-3.5-MoE, twice its router_jitter_noise
@@ -78,7 +79,7 @@ class DecoderConfig:
     kv_heads: int
     head_dim: int
     rotated: int  # elements of a head that are rotated, the first ones
-    context: int  # tokens it was trained for
+    context: int  # tokens it was trained for, or that it can run with
     norm_eps: float
     attention_scale: float
     graph: Graph
@@ -115,6 +116,7 @@ class DecoderConfig:
     xielu: tuple[tuple[float, ...], ...] = ()  # of each layer, see decoder_ops.py
     recurrent: RecurrentConfig | None = None  # the layers with a state, where there are some
     inners: tuple[int, ...] = ()  # of each layer, if not all are alike; 0: it has no network
+    chosen: int = 0  # tokens that an indexer chooses to attend to; up to so many all are attended to
     predicting: int = 0  # layers after the others, each of which predicts one token further: see prediction.py
 
     @property
@@ -323,7 +325,8 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
         scale = (1 + growth) ** 2 / (latent.plain + rotated) ** 0.5
     cap = 50.0 if arch == "gemma2" else 0.0  # llama.cpp's defaults
     caps_logits = arch == "gemma2" or (graph.scaled and f"{arch}.final_logit_softcapping" in metadata)
-    context = get("context_length", int)
+    context, indexer = get("context_length", int), f"{arch}.attention.indexer.top_k"
+    chosen = get("attention.indexer.top_k", int) if indexer in metadata else 0
     expert_inner = get("expert_feed_forward_length", int, inner) if experts else 0
     leading, shared_inner = int(metadata.get(f"{arch}.leading_dense_block_count", 0)), 0
     if experts and (arch == "qwen2moe" or f"{arch}.expert_shared_feed_forward_length" in metadata):
@@ -347,7 +350,8 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
         kv_heads=kv_heads,
         head_dim=head_dim,
         rotated=rotated,
-        context=context,
+        context=min(context, chosen) if chosen else context,
+        chosen=chosen,
         norm_eps=get(f"attention.layer_norm_{rms}epsilon", float),
         attention_scale=scale,
         graph=graph,

@@ -227,6 +227,14 @@ def test_more_positions_than_are_embedded_are_refused(tmp_path: Path) -> None:
         bridge.Model.load(path, context=641)
 
 
+def test_a_context_in_which_tokens_are_chosen_is_refused(tmp_path: Path) -> None:
+    """By DeepSeek V3.2's indexer: it takes all as long as there are no more than it chooses."""
+    path = converted("deepseek3.2", tmp_path, index_topk=40)[1]
+    assert bridge.Model.load(path).context == 40
+    with pytest.raises(BridgeError, match="context=41: must be at most 40; beyond, deepseek32 chooses the tokens"):
+        bridge.Model.load(path, context=41)
+
+
 def test_heads_with_norms_of_their_own_are_refused(tmp_path: Path) -> None:
     path = converted("command-r", tmp_path, use_qk_norm=True, num_hidden_layers=64)[1]
     with pytest.raises(BridgeError, match=r"blk.0.attn_q_norm.weight: heads normalized by a norm of their own"):

@@ -29,12 +29,11 @@ from tests.support.random_blocks import random_matrix
 torch = pytest.importorskip("torch")
 
 WINDOWS, WINDOW = 3, 256
-LEFT_TO_LLAMA_CPP = {
-    "deepseek3.2", "glm5",
-}  # fmt: skip
+LEFT_TO_LLAMA_CPP = {"nemotron-3-super"}
 LIMITS = {
     "deepseek2-lite": (1e-3, 1e-3, 1e-3), "deepseek3": (1e-6, 1e-6, 1e-5), "glm4-moe-lite": (1e-6, 1e-6, 1e-5),
-    "mistral4": (1e-6, 1e-6, 1e-5), "gemma4": (1e-6, 1e-6, 1e-5), "gemma3n": (1e-6, 1e-6, 1e-5),
+    "mistral4": (1e-6, 1e-6, 1e-5), "deepseek3.2": (1e-6, 1e-6, 1e-5), "glm5": (1e-6, 1e-6, 1e-5),
+    "gemma4": (1e-6, 1e-6, 1e-5), "gemma3n": (1e-6, 1e-6, 1e-5),
     "phimoe": (math.inf, 1e-8, 1e-5),  # llama.cpp computes something else
 }  # fmt: skip
 CHECKPOINTS = [name for name in checkpoint_names() if "-ct-" not in name]
@@ -111,8 +110,8 @@ def test_a_familys_graph_is_that_of_llama_cpp_and_of_transformers(name: str, tmp
     model = bridge.Model.load(path, kv="f32", context=LENGTH)
     prompt = model.logits(tokens)
     losses = [-log_softmax(rows[:-1])[np.arange(LENGTH - 1), tokens[1:]].mean() for rows in (prompt, peer)]
-    # weights of no training carry rounding far, states and Gemma's experts farther
-    far = 1e-2 if model.config.recurrent is None and name != "gemma4-moe" else 0.1
+    # weights of no training carry rounding far, states and some experts farther
+    far = 1e-2 if model.config.recurrent is None and name not in ("gemma4-moe", "deepseek3.2") else 0.1
     assert math.isinf(of_peer) or losses[0] == pytest.approx(losses[1], abs=far)
     decoder = model._decoder
     decoder.prepare()

@@ -18,6 +18,7 @@ from tests.support.predicting_models import save_predicting
 
 pytest.importorskip("torch")
 
+HEADS = {"qwen3.5": {"linear_num_value_heads": 16}}  # of states, as many as a kernel has lanes
 TOKENS = np.random.default_rng(1).integers(0, 2048, 40).tolist()
 
 
@@ -80,11 +81,11 @@ def test_the_layer_computes_what_transformers_layer_does(folder: Path) -> None:
 
 
 @repacked
-@pytest.mark.parametrize("name", ["glm4-moe", "glm4-moe-lite"])
+@pytest.mark.parametrize("name", ["glm4-moe", "glm4-moe-lite", "qwen3.5"])
 @pytest.mark.parametrize("kv", ["f16", "q8_0"])
 def test_the_reply_is_the_one_without_guesses(name: str, kv: str, folder: Path, tmp_path: Path) -> None:
     if name != "glm4-moe":
-        folder = save_predicting(name, tmp_path / "model")
+        folder = save_predicting(name, tmp_path / "model", **HEADS.get(name, {}))
     model = bridge.Model.load(converted(folder, "Q8_0"), context=64, kv=kv)
     for prompt in (TOKENS[:20], TOKENS[:25], [*TOKENS[:10], *TOKENS[30:]]):
         plain = list(model.generate_tokens(prompt, 40, temperature=0))
