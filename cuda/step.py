@@ -34,8 +34,8 @@ from bridge.cuda.norm import norm_kernel, norm_threads
 from bridge.cuda.products import Call, Gated, Stack, Vector, device_bytes
 
 from bridge.runtime.decoder_config import DecoderConfig
+from bridge.runtime.layers import Layer, Weights
 from bridge.runtime.sampling import Sampler
-from bridge.runtime.weights import Layer, Weights
 
 
 def matrix_bytes(w: Weights, precision: str) -> int:

@@ -165,7 +165,7 @@ def print_memory(path: Path, peak: int) -> None:
     if not peak:
         return
     import bridge
-    from bridge.runtime.decoder_config import read_config
+    from bridge.runtime.config_reader import read_config
     from bridge.runtime.kv_cache import KVCache
 
     with bridge.open_gguf(path) as file:

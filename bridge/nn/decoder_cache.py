@@ -25,8 +25,9 @@ from bridge.nn.quant_experts import ExpertStack
 from bridge.nn.quant_linear import Placed
 from bridge.runtime import GGUFFile
 from bridge.runtime.batch import MAX_BATCH
+from bridge.runtime.config_reader import read_config
 from bridge.runtime.decoder import Decoder
-from bridge.runtime.decoder_config import DecoderConfig, read_config
+from bridge.runtime.decoder_config import DecoderConfig
 from bridge.runtime.kv_cache import KVCache
 
 _SHORTEST = 4096  # tokens that a cache holds at least; memory is taken as it fills

@@ -13,11 +13,11 @@ from bridge.runtime.cpu.program import Program, address, bits, buffer
 from bridge.runtime.decoder_config import DecoderConfig, Heads
 from bridge.runtime.kv_cache import KVCache
 from bridge.runtime.latent import LatentBuffers
+from bridge.runtime.layers import Layer
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.recurrent import RecurrentBuffers
 from bridge.runtime.steps import MIN_VALUES_TO_SHARE, Parts, Table
 from bridge.runtime.streams import StreamBuffers
-from bridge.runtime.weights import Layer
 
 
 class Positions(NamedTuple):

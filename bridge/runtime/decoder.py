@@ -37,12 +37,13 @@ from bridge.runtime.buffers import DecodeBuffers, Positions
 from bridge.runtime.cpu.attention import SPAN
 from bridge.runtime.decoder_config import DecoderConfig
 from bridge.runtime.kv_cache import KVCache
+from bridge.runtime.layers import Weights
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.reader import GGUFFile
 from bridge.runtime.sampling import Sampler, drawn_on_host
 from bridge.runtime.tables import ProgramBuilder
 from bridge.runtime.tokenizer import common_prefix
-from bridge.runtime.weights import Weights, read_weights
+from bridge.runtime.weights import read_weights
 from bridge.system import compiling
 
 BATCH = 512  # tokens that pass through the layers together

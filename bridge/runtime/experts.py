@@ -34,8 +34,8 @@ from bridge.runtime.cpu import activations, decoder_ops, expert_ops
 from bridge.runtime.cpu.floats import rows_function
 from bridge.runtime.cpu.program import KernelSlots, Program, add_products, address, bits, buffer, product
 from bridge.runtime.decoder_config import DecoderConfig, Routing
+from bridge.runtime.layers import Experts, Network
 from bridge.runtime.quant_tensor import QuantTensor
-from bridge.runtime.weights import Experts, Network
 from bridge.system.pool import MIN_BYTES_TO_SHARE
 
 MIN_VALUES_TO_SHARE = 1 << 15  # values that a call reads before it is worth waking other threads

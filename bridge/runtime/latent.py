@@ -1,7 +1,7 @@
 """Attention on latent vectors as rows of a table of calls; cpu/latent_attention.py has the formulas.
 
 Between the products that make queries and latent vectors and the one of `attn_output`, each head has two matrices of
-its own, for keys and for values: stacks of floats (`weights.py` unpacks those of blocks).
+its own, for keys and for values: stacks of floats (`layer_reader.py` unpacks those of blocks).
 """
 
 import numpy as np
@@ -11,8 +11,8 @@ from bridge.runtime.cpu import latent_attention
 from bridge.runtime.cpu.floats import SIZES
 from bridge.runtime.cpu.program import Program, address, buffer
 from bridge.runtime.decoder_config import DecoderConfig
+from bridge.runtime.layers import Layer
 from bridge.runtime.quant_tensor import QuantTensor
-from bridge.runtime.weights import Layer
 from bridge.system.pool import MIN_BYTES_TO_SHARE
 
 

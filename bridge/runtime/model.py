@@ -24,9 +24,10 @@ import numpy as np
 
 from bridge.errors import BridgeError, parameter
 from bridge.runtime.batch import MAX_BATCH, Batch
+from bridge.runtime.config_reader import read_config
 from bridge.runtime.continuations import continuation_scores
 from bridge.runtime.decoder import Decoder
-from bridge.runtime.decoder_config import DecoderConfig, read_config
+from bridge.runtime.decoder_config import DecoderConfig
 from bridge.runtime.generation import ScoredToken, scored, stop_texts, until
 from bridge.runtime.lora import add_adapter
 from bridge.runtime.prediction import PredictionHead

@@ -9,15 +9,66 @@ A pair has the place of its state's token in a cache of the layer's own. `HeadDr
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from bridge.errors import BridgeError
 from bridge.runtime.buffers import DecodeBuffers
 from bridge.runtime.decoder import BATCH, Decoder
 from bridge.runtime.decoder_config import DecoderConfig
+from bridge.runtime.layer_reader import LayerReader, expect, vector
+from bridge.runtime.layers import Weights
+from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.reader import GGUFFile
 from bridge.runtime.tokenizer import common_prefix
-from bridge.runtime.weights import Weights, read_prediction
+from bridge.runtime.weights import read_shared
+
+# two layers in one, with a layer norm at the end
+_OTHER_PREDICTION = {"nemotron_h_moe"}
+
+
+@dataclass
+class Prediction:
+    """The layer that predicts a token further, as a decoder of one layer, and what makes its input."""
+
+    config: DecoderConfig
+    weights: Weights
+    embedding_norm: np.ndarray
+    state_norm: np.ndarray
+    joined: QuantTensor  # [hidden, 2 hidden]
+
+
+def read_prediction(file: GGUFFile, config: DecoderConfig) -> Prediction:
+    """The first layer after the others; without embeddings, norm or head of its own it shares the model's.
+
+    Raises BridgeError where the file has none, or a tensor of it is missing.
+    """
+    name = f"blk.{config.layers}.nextn"
+    if not config.predicting or f"{name}.eh_proj.weight" not in file:
+        raise BridgeError(f"{file.path}: has no layer that predicts a further token (MTP)")
+    if config.arch in _OTHER_PREDICTION:
+        problem = f"the layer of {config.arch} that predicts a further token (MTP) cannot run here"
+        raise BridgeError(f"{file.path}: {problem}; llama.cpp can run it")
+    whole = read_shared(file, config)
+    attending = replace(config, layers=config.layers + 1, recurrent=None, inners=())
+    hidden, vocab = config.hidden, whole.embedding.shape[0]
+    embedding = file.tensors.get(f"{name}.embed_tokens.weight", whole.embedding)
+    output = file.tensors.get(f"{name}.shared_head_head.weight", whole.output)
+    norm = vector(file, f"{name}.shared_head_norm.weight", hidden)
+    return Prediction(
+        config=replace(attending, layers=1, leading=0),
+        weights=replace(
+            whole,
+            embedding=expect(embedding, vocab, hidden),
+            layers=[LayerReader(file, attending, config.layers).layer()],
+            output_norm=whole.output_norm if norm is None else norm,
+            output=expect(output, vocab, hidden),
+        ),
+        embedding_norm=vector(file, f"{name}.enorm.weight", hidden, True),
+        state_norm=vector(file, f"{name}.hnorm.weight", hidden, True),
+        joined=expect(file[f"{name}.eh_proj.weight"], hidden, 2 * hidden),
+    )
 
 
 class PredictionHead(Decoder):

@@ -17,8 +17,8 @@ from bridge.runtime.cpu.floats import SIZES, rows_function
 from bridge.runtime.cpu.program import FIELDS, KernelSlots, Program, add_products, address, bits, product
 from bridge.runtime.decoder_config import DecoderConfig
 from bridge.runtime.experts import ExpertTables, mix
+from bridge.runtime.layers import Experts
 from bridge.runtime.quant_tensor import QuantTensor
-from bridge.runtime.weights import Experts
 from bridge.system.pool import MIN_BYTES_TO_SHARE
 
 MIN_VALUES_TO_SHARE = 1 << 16  # values that a call reads before it is worth waking other threads

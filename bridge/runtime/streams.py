@@ -10,8 +10,8 @@ import numpy as np
 
 from bridge.runtime.cpu import decoder_ops, stream_ops
 from bridge.runtime.cpu.program import Program, address, bits, buffer
+from bridge.runtime.layers import LayerStreams, Streams
 from bridge.runtime.steps import Steps
-from bridge.runtime.weights import LayerStreams, Streams
 
 
 class StreamBuffers:

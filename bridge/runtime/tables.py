@@ -16,9 +16,9 @@ from bridge.runtime.cpu.floats import SIZES
 from bridge.runtime.cpu.program import Program, address, bits, buffer
 from bridge.runtime.decoder_config import DecoderConfig
 from bridge.runtime.kv_cache import KVCache
+from bridge.runtime.layers import Beside, Experts, Inputs, Laurel, Weights
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.steps import MIN_VALUES_TO_SHARE, Parts, Products, Steps, Table
-from bridge.runtime.weights import Beside, Experts, Inputs, Laurel, Weights
 
 
 class ProgramBuilder:

@@ -14,7 +14,7 @@ from bridge.cuda.decoder import Decoder
 from bridge.cuda.device import require
 
 from bridge.runtime.bench import random_tensor
-from bridge.runtime.decoder_config import read_config
+from bridge.runtime.config_reader import read_config
 from bridge.runtime.sampling import Sampler, Sampling
 from gpu_checks import mmvq
 from gpu_checks.synthetic import SyntheticFile

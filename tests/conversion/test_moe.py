@@ -18,8 +18,9 @@ from bridge.conversion.recipe import BLOCKS, Recipe, TensorPlace
 from bridge.conversion.verify import failures, verify
 from bridge.encode.round_rows import quantize_rows
 from bridge.errors import BridgeError
+from bridge.runtime.config_reader import read_config
 from bridge.runtime.decoder import Decoder
-from bridge.runtime.decoder_config import Routing, read_config
+from bridge.runtime.decoder_config import Routing
 from bridge.runtime.experts import route
 from bridge.runtime.weights import read_weights
 from scripts.peers.llama_cpp import LlamaCpp

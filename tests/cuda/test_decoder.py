@@ -101,7 +101,7 @@ def test_a_step_of_an_8b_model_is_at_most_170_launches(tmp_path: Path, monkeypat
     from bridge.cuda.decoder import Decoder
     from bridge.cuda.launch import Kernel
 
-    from bridge.runtime.decoder_config import read_config
+    from bridge.runtime.config_reader import read_config
 
     file = bridge.open_gguf(write_decoder(tmp_path / "8b.gguf", layers=32, types={"output": "Q8_0"}))
     mixed = bridge.open_gguf(write_decoder(tmp_path / "mixed.gguf", layers=32, types={"attn_v": "Q8_0"}))
@@ -133,7 +133,7 @@ def test_a_layer_of_a_prompt_of_16_tokens_is_8_launches_of_ours_and_few_of_torch
     from bridge.cuda.launch import Kernel
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from bridge.runtime.decoder_config import read_config
+    from bridge.runtime.config_reader import read_config
 
     class Work(TorchDispatchMode):
         """Operations that take a launch on a GPU: neither views nor new memory."""
@@ -173,7 +173,7 @@ def test_prepare_compiles_what_generating_launches(tmp_path: Path, monkeypatch: 
     from bridge.cuda.decoder import Decoder
     from bridge.cuda.launch import Kernel
 
-    from bridge.runtime.decoder_config import read_config
+    from bridge.runtime.config_reader import read_config
     from bridge.runtime.sampling import Sampler, Sampling
 
     file = bridge.open_gguf(

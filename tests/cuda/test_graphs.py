@@ -12,7 +12,7 @@ import torch
 
 from bridge.blocks import BLOCKS
 from bridge.runtime import QuantTensor
-from bridge.runtime.decoder_config import read_config
+from bridge.runtime.config_reader import read_config
 from bridge.runtime.reader import open_gguf
 from bridge.runtime.sampling import Sampler, Sampling
 from tests.support import ptx

@@ -11,8 +11,9 @@ import pytest
 
 import bridge
 from bridge.errors import BridgeError
-from bridge.runtime import decoder_config
-from bridge.runtime.decoder_config import Routing, read_config
+from bridge.runtime import config_reader
+from bridge.runtime.config_reader import read_config
+from bridge.runtime.decoder_config import Routing
 from bridge.runtime.experts import route
 from bridge.runtime.weights import read_weights
 from scripts.peers.llama_cpp import LlamaCpp
@@ -139,8 +140,8 @@ def test_llama_4_attends_to_chunks_and_weighs_what_it_does_not_rotate(tmp_path: 
     published = config | {"attention_chunk_size": 8192, "floor_scale": 8192}
     (tmp_path / "model/config.json").write_text(json.dumps(published), encoding="utf-8")
     bridge.convert(copy_tokenizer(tmp_path / "model"), tmp_path / "m.gguf", tensor_types=[(".*", "F32")])
-    monkeypatch.setitem(decoder_config._WINDOWS, "llama4", 16)
-    monkeypatch.setattr(decoder_config, "_LLAMA4_TEMPERATURE", (0.1, 16, 1))
+    monkeypatch.setitem(config_reader._WINDOWS, "llama4", 16)
+    monkeypatch.setattr(config_reader, "_LLAMA4_TEMPERATURE", (0.1, 16, 1))
     decoder = bridge.Model.load(tmp_path / "m.gguf", precision="f32", kv="f32", context=320)._decoder
     expected = reference_logits(reference, TOKENS[:300])
     assert mean_kl(expected, decoder.scores(TOKENS[:300], 300)) < 1e-8

@@ -13,8 +13,8 @@ import pytest
 import bridge
 from bridge.cli import main
 from bridge.errors import BridgeError
+from bridge.runtime.config_reader import read_config
 from bridge.runtime.decoder import Decoder
-from bridge.runtime.decoder_config import read_config
 from bridge.runtime.lora import add_adapter
 from bridge.runtime.reader import open_gguf
 from bridge.runtime.weights import read_weights

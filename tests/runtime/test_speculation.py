@@ -13,8 +13,8 @@ import pytest
 import bridge
 from bridge.cli import main
 from bridge.errors import BridgeError
+from bridge.runtime.config_reader import read_config
 from bridge.runtime.decoder import WIDEST, Decoder
-from bridge.runtime.decoder_config import read_config
 from bridge.runtime.model import Model
 from bridge.runtime.reader import open_gguf
 from bridge.runtime.speculation import Drafter, NgramDrafter, Speculation, check_decoder

@@ -20,8 +20,8 @@ from bridge.cuda.kv_cache import KVForm
 from bridge.cuda.norm import norm_kernel, norm_threads, silu_grid, silu_kernel
 
 from bridge.errors import BridgeError
+from bridge.runtime.config_reader import read_config
 from bridge.runtime.decoder import Decoder as CpuDecoder
-from bridge.runtime.decoder_config import read_config
 from bridge.runtime.reader import open_gguf
 from bridge.runtime.sampling import Sampler, Sampling
 from tests.support.simulator import on_host
