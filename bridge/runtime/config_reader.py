@@ -70,25 +70,10 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
         rotated = 0  # llama.cpp's sign for it
     if kv_heads and heads % kv_heads:
         raise BridgeError(f"{path}: {heads} heads cannot share {kv_heads} key-value heads; convert the model again")
-    latent = None
-    if arch in _LATENT:
-        query_rank = get("attention.q_lora_rank", int) if f"{arch}.attention.q_lora_rank" in metadata else 0
-        plain = get("attention.key_length_mla", int) - rotated
-        latent = Latent(get("attention.kv_lora_rank", int), query_rank, plain, get("attention.value_length_mla", int))
-        if latent.rank % 16 or latent.rank + rotated != head_dim or plain < 1:
-            raise BridgeError(
-                f"{path}: a latent vector of {latent.rank} elements, with {rotated} rotated ones in keys of {head_dim} "
-                "cannot run here; must be a multiple of 16, and together the keys"
-            )
+    latent = _read_latent(metadata, arch, head_dim, rotated, get, path) if arch in _LATENT else None
     local_heads = None
     if f"{arch}.attention.key_length_swa" in metadata:
-        local_dim = get("attention.key_length_swa", int)
-        local_heads = Heads(local_kv, local_dim, get("rope.dimension_count_swa", int, local_dim))
-        if get("attention.value_length_swa", int, local_dim) != local_dim or heads % local_kv:
-            raise BridgeError(
-                f"{path}: {local_kv} heads of {local_dim} elements for keys of layers with a window, and others for "
-                f"values or {heads} of queries cannot run here; convert the model again"
-            )
+        local_heads = _read_local_heads(local_kv, heads, get, path)
     values = head_dim if latent is None else latent.rank
     same = not heads or get("attention.value_length", int, values) == values
     if not same or head_dim % 2 or rotated % 2 or rotated > head_dim:
@@ -177,6 +162,31 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
         inners=inners,
         recurrent=recurrent,
     )
+
+
+def _read_latent(
+    metadata: Mapping[str, Any], arch: str, head_dim: int, rotated: int, get: Callable[..., Any], path: Path
+) -> Latent:
+    query_rank = get("attention.q_lora_rank", int) if f"{arch}.attention.q_lora_rank" in metadata else 0
+    plain = get("attention.key_length_mla", int) - rotated
+    latent = Latent(get("attention.kv_lora_rank", int), query_rank, plain, get("attention.value_length_mla", int))
+    if latent.rank % 16 or latent.rank + rotated != head_dim or plain < 1:
+        raise BridgeError(
+            f"{path}: a latent vector of {latent.rank} elements, with {rotated} rotated ones in keys of {head_dim} "
+            "cannot run here; must be a multiple of 16, and together the keys"
+        )
+    return latent
+
+
+def _read_local_heads(kv_heads: int, heads: int, get: Callable[..., Any], path: Path) -> Heads:
+    """Those of layers with a window, where they have sizes of their own."""
+    dim = get("attention.key_length_swa", int)
+    if get("attention.value_length_swa", int, dim) != dim or heads % kv_heads:
+        raise BridgeError(
+            f"{path}: {kv_heads} heads of {dim} elements for keys of layers with a window, and others for values or "
+            f"{heads} of queries cannot run here; convert the model again"
+        )
+    return Heads(kv_heads, dim, get("rope.dimension_count_swa", int, dim))
 
 
 def _inner_sizes(

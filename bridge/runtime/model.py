@@ -24,6 +24,7 @@ import numpy as np
 
 from bridge.errors import BridgeError, parameter
 from bridge.runtime.batch import MAX_BATCH, Batch
+from bridge.runtime.chat import ChatTemplate
 from bridge.runtime.config_reader import read_config
 from bridge.runtime.continuations import continuation_scores
 from bridge.runtime.decoder import Decoder
@@ -34,17 +35,7 @@ from bridge.runtime.prediction import PredictionHead
 from bridge.runtime.reader import GGUFFile, open_gguf
 from bridge.runtime.sampling import Sampler
 from bridge.runtime.scoring import Pooler, TokenScorer
-from bridge.runtime.speculation import (
-    Drafter,
-    HeadDrafter,
-    ModelDrafter,
-    NgramDrafter,
-    Speculation,
-    check_decoder,
-    check_draft_model,
-    check_name,
-    drawn_with,
-)
+from bridge.runtime.speculation import Drafter, Speculation, check_decoder, drafter_for, drawn_with
 from bridge.runtime.tokenizer import Tokenizer
 from bridge.system import compiling
 from bridge.system.devices import choose, cpu_note, cuda
@@ -84,6 +75,7 @@ class Model:
         self.tokenizer = Tokenizer(file.metadata)
         self.timing = Timing()
         self._file = file
+        self._template = ChatTemplate(file.metadata, file.path)
         self._lock = ForkLock()  # held while something is computed
         self._turn = 0  # number of the last call: it has the context
         self._head: PredictionHead | None = None
@@ -192,14 +184,12 @@ class Model:
     @property
     def chat_template(self) -> str | None:
         """The file's own chat template, in jinja."""
-        template = self._file.metadata.get("tokenizer.chat_template")
-        return template if isinstance(template, str) else None
+        return self._template.text
 
     @property
     def takes_tools(self) -> bool:
         """Whether the file has a chat template with tools."""
-        for_tools = self._file.metadata.get("tokenizer.chat_template.tool_use")
-        return isinstance(for_tools, str) or "tools" in (self.chat_template or "")
+        return self._template.takes_tools
 
     def prepare(self) -> Self:
         """Repack the weights now rather than with the first token, or on a GPU upload and compile; returns self."""
@@ -423,25 +413,7 @@ class Model:
                           OpenAI API), "enable_thinking" and what else the template asks for. Tools take the file's
                           template for them where it has one
         """
-        from bridge.gguf_file.chat_template import TemplateFailed, check_template_options, render_chats
-
-        plain = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
-        if not plain or not all(isinstance(message, Mapping) for message in messages):
-            raise BridgeError('the messages of a chat must be a list: [{"role": "user", "content": "..."}, ...]')
-        extra = check_template_options({} if template_options is None else template_options)
-        for_tools = self._file.metadata.get("tokenizer.chat_template.tool_use") if extra.get("tools") else None
-        template = for_tools if isinstance(for_tools, str) else self.chat_template
-        if template is None:
-            raise BridgeError(
-                f"{self.path}: the file has no chat template; give the whole prompt as a text, to `gguf-bridge run -p` "
-                "without --chat or to Model.generate"
-            )
-        bos, eos = self.tokenizer.text(self.tokenizer.bos), self.tokenizer.text(self.tokenizer.eos)
-        tokens = {"bos_token": bos, "eos_token": eos}
-        (text,) = render_chats(template, [(messages, True)], tokens, options=extra)
-        if isinstance(text, TemplateFailed):
-            raise BridgeError(f"{self.path}: the chat template cannot be used: {text}") from text
-        return self.tokenizer.encode(text, add_special=not (bos and text.startswith(bos)))
+        return self._template.tokens(self.tokenizer, messages, template_options)
 
     def _checked(self, tokens: Sequence[int], max_tokens: int = 0) -> list[int]:
         check_integer("max_tokens", max_tokens, 0)
@@ -470,7 +442,7 @@ class Model:
     ) -> Iterator[int]:
         """The reply in token ids; errors in the call are raised now, everything else happens later."""
         ids, sampler = self._start(prompt, max_tokens, sampler)
-        return self._tokens(ids, max_tokens, sampler, self._drafter(draft))
+        return self._tokens(ids, max_tokens, sampler, None if draft is None else drafter_for(self, draft))
 
     def _start(self, prompt: str | Sequence[int], max_tokens: int, sampler: Sampler) -> tuple[list[int], Sampler]:
         """The prompt in token ids, and the sampler that has seen them; BridgeError for invalid arguments."""
@@ -486,17 +458,6 @@ class Model:
             self._turn += 1
             self._decoder.begin()
             yield self._decoder
-
-    def _drafter(self, draft: Any) -> Drafter | None:
-        """What guesses tokens for this model; BridgeError where nothing can, or the sums would be others."""
-        if draft is None:
-            return None
-        check_decoder(self._decoder, self.device)
-        if isinstance(draft, Model):
-            check_draft_model(self, draft)
-            return ModelDrafter(draft)
-        check_name(draft)
-        return NgramDrafter() if draft == "ngram" else HeadDrafter(self.prediction_head())
 
     def prediction_head(self) -> PredictionHead:
         """The layer that predicts a token further (MTP), on the CPU; BridgeError where the file has none."""

@@ -207,6 +207,16 @@ def drawn_with(
         speculation.drafter.read(at, decoder.followed)
 
 
+def drafter_for(model: Any, draft: Any) -> Drafter:
+    """What guesses tokens for a `Model`; BridgeError where nothing can, or the sums would be others."""
+    check_decoder(model._decoder, model.device)
+    if hasattr(draft, "prediction_head"):  # another `Model`
+        check_draft_model(model, draft)
+        return ModelDrafter(draft)
+    check_name(draft)
+    return NgramDrafter() if draft == "ngram" else HeadDrafter(model.prediction_head())
+
+
 def check_decoder(decoder: Any, device: str) -> None:
     """Raise BridgeError where several tokens in a step do not become what each would alone, or cost as much."""
     if not isinstance(decoder, Decoder):

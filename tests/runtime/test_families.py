@@ -157,6 +157,26 @@ def test_layers_that_share_keys_and_values_have_one_place_for_them(tmp_path: Pat
     assert model._decoder.cache.nbytes == 2 * 64 * 2 * (16 + 32) * 2  # keys and values, tokens, heads, elements, halves
 
 
+@pytest.mark.exhaustive
+def test_the_last_layers_of_gemma_3n_use_the_keys_of_earlier_ones(tmp_path: Path) -> None:
+    """The sharp thresholds of its networks amplify what rounding differs."""
+    fields = {
+        "num_hidden_layers": 22, "num_kv_shared_layers": 2, "layer_types": 11 * ["sliding_attention", "full_attention"],
+        "activation_sparsity_pattern": 10 * [0.95] + 12 * [0.0], "intermediate_size": 4096,
+    }  # fmt: skip
+    reference, path = converted("gemma3n", tmp_path, "F32", **fields)
+    model = bridge.Model.load(path, precision="f32", kv="f32", context=96)
+    assert [model.config.stored[layer] for layer in (18, 19, 20, 21)] == [18, 19, 18, 19]
+    assert mean_kl(reference_logits(reference, TOKENS[:64]), model.logits(TOKENS[:64])) < 3e-3
+
+
+def test_numbers_that_a_layers_activation_lacks_are_refused() -> None:
+    golden = json.loads((GOLDENS / "apertus.json").read_text())
+    keys = {"general.architecture": "apertus", **golden["keys"], "xielu.beta": [0.5]}
+    with pytest.raises(BridgeError, match=r"m.gguf: xielu.beta is \[0.5\]; must be 2 numbers; convert the model again"):
+        read_config(keys, Path("m.gguf"))
+
+
 def test_phi_moes_experts_are_chosen_one_after_another() -> None:
     """As transformers' sparsemixer does: each weighed among those near it that are left."""
     from transformers.models.phimoe.modeling_phimoe import sparsemixer
@@ -202,6 +222,9 @@ def test_exaone_4_of_64_layers_has_windows_whose_layers_alone_are_rotated(tmp_pa
             "must say of each of . layers whether",
         ),
         ("gemma4", {"attention.value_length_swa": 8}, "keys of layers with a window, and others for values"),
+        ("gemma3n", {"altup.num_inputs": 2}, "2 streams of activations .* must be 4, and the first"),
+        ("jamba", {"ssm.state_size": None}, "ssm.state_size is missing; convert"),
+        ("falcon-h1", {"ssm.group_count": 3}, "64 values in 4 heads that share 3 groups cannot run here"),
     ],
 )
 def test_metadata_that_cannot_run_is_refused(name: str, changes: dict[str, Any], problem: str) -> None:

@@ -71,6 +71,15 @@ def test_a_family_gives_the_logits_of_transformers_however_its_tokens_are_read(
     assert mean_kl(expected, np.array([decoder.next_scores(token).copy() for token in TOKENS])) < 1e-9
 
 
+def test_a_falcon_h1_may_have_no_norm_in_its_mamba_layers(tmp_path: Path) -> None:
+    reference = randomized(new_model("falcon-h1", mamba_rms_norm=False))
+    reference.save_pretrained(tmp_path / "model", save_original_format=True)
+    bridge.convert(copy_tokenizer(tmp_path / "model"), tmp_path / "m.gguf", tensor_types=[(".*", "F32")])
+    with torch.no_grad():
+        expected = reference(torch.tensor([TOKENS])).logits[0].numpy()
+    assert mean_kl(expected, loaded(tmp_path / "m.gguf").logits(TOKENS)) < 1e-9
+
+
 @pytest.mark.parametrize("name", ["lfm2", "qwen3.5", "nemotron-h", "jamba"])
 def test_a_prompt_is_read_again_from_the_last_copy_that_fits(
     name: str, made: Callable[[str], Made], monkeypatch: pytest.MonkeyPatch
@@ -336,3 +345,13 @@ def test_sequences_of_a_model_with_states_guess_in_free_columns(guessing: Callab
             pass
     assert [generation.tokens for generation in generations] == plain
     assert any(generation.speculation.drafted for generation in generations)
+
+
+@pytest.mark.parametrize("kv", ["f16", "q8_0"])
+def test_attention_beside_a_state_has_keys_of_every_kind(kv: str, guessing: Callable[[str], Path]) -> None:
+    decoder = loaded(guessing("falcon-h1"), kv=kv)._decoder
+    expected = decoder.scores(TOKENS, len(TOKENS))
+    decoder.cache.length = 0
+    found = np.array([decoder.next_scores(token).copy() for token in TOKENS])
+    assert decoder._steps[1].full_program is not None
+    assert mean_kl(expected, found) < 1e-7
