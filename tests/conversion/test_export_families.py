@@ -12,6 +12,7 @@ import bridge
 from bridge.errors import BridgeError
 from bridge.models.families import ALL
 from bridge.models.gguf_config import family_of_gguf
+from tests.support.encode import load_floats
 from tests.support.family_models import MODELS, copy_tokenizer, new_model, randomized
 
 torch = pytest.importorskip("torch")
@@ -55,7 +56,7 @@ def loaded(folder: Path) -> Any:
     return model.eval()
 
 
-@pytest.mark.parametrize("name", families())
+@pytest.mark.parametrize("name", families("minimax-m3"))  # transformers has no names of its language model alone
 def test_floats_have_the_logits_of_the_checkpoint_that_the_gguf_came_from(name: str, tmp_path: Path) -> None:
     path = gguf_of(name, tmp_path, "F32")
     bridge.export(path, tmp_path / "new", dtype="F32")
@@ -63,7 +64,7 @@ def test_floats_have_the_logits_of_the_checkpoint_that_the_gguf_came_from(name: 
     assert (logits(loaded(tmp_path / "new")) - expected).norm() < 1e-4 * expected.norm()
 
 
-@pytest.mark.parametrize("name", families("gpt2", "falcon-h1"))  # Conv1D stays floats; not run packed
+@pytest.mark.parametrize("name", families("gpt2", "falcon-h1", "minimax-m3"))  # Conv1D stays floats; not run packed
 def test_layers_with_codes_have_the_logits_of_the_gguf(name: str, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     experts = {"moe_intermediate_size": 32} if "moe_intermediate_size" in MODELS[name][1] else {}
@@ -73,6 +74,15 @@ def test_layers_with_codes_have_the_logits_of_the_gguf(name: str, tmp_path: Path
     expected = logits(bridge.nn.load(path, precision="f32"))
     halves = any(".experts." in tensor.name for tensor in done.tensors if tensor.bits)  # transformers makes them so
     assert (logits(loaded(tmp_path / "new")) - expected).norm() < (5e-3 if halves else 1e-4) * expected.norm()
+
+
+def test_a_language_model_gets_its_published_names_and_values_back(tmp_path: Path) -> None:
+    bridge.export(gguf_of("minimax-m3", tmp_path, "F32"), tmp_path / "new", dtype="F32")
+    stored, back = load_floats(tmp_path / "model"), load_floats(tmp_path / "new")
+    prefix = "language_model."
+    own = {name.removeprefix(prefix): values for name, values in stored.items() if name.startswith(prefix)}
+    assert back.keys() == own.keys()
+    assert max(np.abs(back[name] - own[name]).max() for name in own) < 1e-6
 
 
 def test_every_family_has_a_way_back() -> None:
