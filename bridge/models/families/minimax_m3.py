@@ -1,4 +1,4 @@
-"""MiniMax M3: dense layers, then layers with experts and a shared one, which attend to the blocks that an indexer chooses.
+"""MiniMax M3: dense layers, then layers with experts and a shared one that attend to blocks chosen by an indexer.
 
 Gates and values are clamped as in gpt-oss. A bias is added to the router's sigmoid to choose experts, but not to weight
 them. All norms are stored minus one.
