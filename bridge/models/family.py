@@ -131,6 +131,7 @@ class Family:
     chosen         whether it is the one for a config.json, where an architecture's name stands for several families
     tokenizer      tokenizer.ggml.model of a tokenizer.json with byte fallback
     own            a part of the names that its checkpoints have where the table knows several, for the way back
+    whole_own      `own` in a model of several parts, whose experts are `apart`
     apart          whether the experts that its float checkpoints have in stacks are modules in quantized ones
     """
 
@@ -156,6 +157,7 @@ class Family:
     chosen: Callable[[Config], bool] = lambda _config: True
     tokenizer: str = "llama"
     own: str = ""
+    whole_own: str = ""
     apart: bool = False
     named_as: str = ""
 

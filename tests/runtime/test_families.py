@@ -60,6 +60,8 @@ def converted(name: str, folder: Path, type: str = "Q8_0", **fields: Any) -> tup
         ("gemma4", "f32"),
         ("gemma4-dense", "q8_0"),
         ("gemma4-moe", "f16"),
+        ("gemma3n", "f32"),
+        ("apertus", "f16"),
         ("llama4", "f32"),
         ("phimoe", "f32"),
     ],
