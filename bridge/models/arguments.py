@@ -151,6 +151,8 @@ def read_arguments(config: Config, keys: Mapping[str, Any]) -> Arguments:
     if "partial_rotary_factor" in keys:
         partial = keys["partial_rotary_factor"] if partial is None else partial
         rotated = int(head_dim * _share(config, partial))
+        if "rotary_dim" in keys:
+            rotated = config.integer("rotary_dim", rotated)
     elif partial not in (None, 1.0):
         raise BridgeError(f"{config.path}: partial_rotary_factor is {partial}; llama.cpp rotates whole heads here")
     expert_inner, shared_inner = count("moe_intermediate_size"), count("shared_expert_intermediate_size")

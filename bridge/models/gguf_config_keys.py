@@ -200,6 +200,22 @@ def _minimax(get: Keys, names: Collection[str], values: dict[str, Any]) -> dict[
     }  # fmt: skip
 
 
+def _minimax_m3(get: Keys, names: Collection[str], values: dict[str, Any]) -> dict[str, Any]:
+    layers, dense, shared = values["num_hidden_layers"], get("leading_dense_block_count", 0), get("expert_shared_count")
+    return {
+        "num_local_experts": values["num_experts"], "num_experts": ABSENT, "first_k_dense_replace": ABSENT,
+        "rotary_dim": get("rope.dimension_count", values["head_dim"]), "scoring_func": "sigmoid",
+        "shared_intermediate_size": shared * get("expert_feed_forward_length"), "n_shared_experts": shared,
+        "routed_scaling_factor": get("expert_weights_scale", 1.0),
+        "index_n_heads": get("attention.indexer.head_count"), "index_head_dim": get("attention.indexer.key_length"),
+        "index_block_size": get("attention.indexer.block_size"), "index_topk_blocks": get("attention.indexer.top_k"),
+        "index_local_blocks": get("attention.indexer.local_blocks"),
+        "mlp_layer_types": dense * ["dense"] + (layers - dense) * ["sparse"],
+        "layer_types": dense * ["full_attention"] + (layers - dense) * ["minimax_m3_sparse"],
+        "class": "MiniMaxM3SparseForCausalLM",
+    }  # fmt: skip
+
+
 def _lfm2(get: Keys, names: Collection[str], values: dict[str, Any]) -> dict[str, Any]:
     kinds = ["full_attention" if count else "conv" for count in get("attention.head_count_kv")]
     return {"conv_L_cache": get("shortconv.l_cache"), "layer_types": kinds, "block_auto_adjust_ff_dim": False}
@@ -397,7 +413,8 @@ MORE: dict[str, Callable[[Keys, Collection[str], dict[str, Any]], dict[str, Any]
     "granitehybrid": _granite_hybrid, "phi3": _phi3, "gemma2": _gemma2, "gemma3": _gemma3, "glm4": _attention_bias,
     "glm4moe": _glm4_moe, "olmo2": _olmo, "exaone4": _windowed, "command-r": _command_r, "starcoder2": _starcoder2,
     "gpt2": _gpt2, "bitnet": _bitnet, "seed_oss": _seed_oss, "ernie4_5-moe": _ernie_moe, "hunyuan-dense": _hunyuan,
-    "minimax-m2": _minimax, "lfm2": _lfm2, "lfm2moe": _lfm2_moe, "gpt-oss": _gpt_oss, "deepseek2": _deepseek,
+    "minimax-m2": _minimax, "minimax-m3": _minimax_m3,
+    "lfm2": _lfm2, "lfm2moe": _lfm2_moe, "gpt-oss": _gpt_oss, "deepseek2": _deepseek,
     "deepseek32": _indexed, "glm-dsa": _indexed, "mistral4": _mistral4, "llama4": _llama4, "phimoe": _phimoe,
     "nemotron_h": _nemotron, "nemotron_h_moe": _nemotron, "gemma3n": _gemma3n, "gemma4": _gemma4, "mamba2": _mamba2,
     "jamba": _jamba, "falcon-h1": _falcon_h1, "apertus": lambda _get, _names, _values: {"hidden_act": "xielu"},

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from bridge.errors import BridgeError, parameter
-from bridge.gguf_file.rope_rows import interleaved_rows
 from bridge.models.model_config import Config
 from bridge.models.outline import FRAMES, OutlineTensor, Part, changed_shape
 
@@ -27,8 +26,8 @@ _BLOCK = 32  # weights in a block of Q8_0
 
 # the tensors of towers and of what projects their output, with the whole model's "model." before or without
 TOWER_NAME = re.compile(
-    r"(?:model\.)?((?:visual|vision_tower|vision_model|multi_modal_projector|mlp1|patch_merger|mm_projector"
-    r"|audio_tower|embed_vision|embed_audio)\..+)"
+    r"(?:model\.)?((?:visual|vision_tower|vision_model|multi_modal_projector|mlp1|patch_merger|patch_merge_mlp"
+    r"|mm_projector|audio_tower|embed_vision|embed_audio)\..+)"
 )
 
 
@@ -62,7 +61,7 @@ class Row:
     bias         whether it has one; None: used if present
     kind         "matrix"; "patches": filters of patches, F16 in a file of F16 and F32 in others; or a type
     share        (which, of how many) parts of the source's rows, where it holds q, k and v; `also` has one of them
-    interleaved  whether llama.cpp rotates neighbouring rows of a head: see `interleaved_rows`
+    order        the rows of q and k as llama.cpp has them: (heads, elements of a head) -> rows of the source
     change       see `outline.Part`
     layers       the layers that have it, as (number in the checkpoint, number in the GGUF); None: all
     exact        the source is the tensor's whole name, without ".weight"
@@ -75,7 +74,7 @@ class Row:
     bias: bool | None = False
     kind: str = "matrix"
     share: tuple[int, int] | None = None
-    interleaved: bool = False
+    order: Callable[[int, int], np.ndarray] | None = None
     change: str | None = None
     layers: Callable[[Config], Sequence[tuple[int, int]]] | None = None
     exact: bool = False
@@ -207,9 +206,9 @@ class _Filled:
             which, of = share
             stored, shape = shape, (shape[0] // of, *shape[1:])
             rows = which * shape[0] + np.arange(shape[0])
-        elif row.interleaved:
+        elif row.order is not None:
             heads = self.vision.tower.side("num_attention_heads")
-            rows = interleaved_rows(heads, shape[0] // heads)
+            rows = row.order(heads, shape[0] // heads)
         part = Part(source, shape, rows, stored=stored, change=change)
         self.tensors.append(OutlineTensor(name, shape, (part,), fixed_type=self._type(row.kind, shape)))
 

@@ -17,7 +17,7 @@ from bridge.models.tower import TOWER_NAME
 ANY_TEXT = frozenset({"InternVLChatModel", "InternVLForConditionalGeneration", "LlavaForConditionalGeneration"})
 _PARTS = frozenset({"text_config", "llm_config", "vision_config", "audio_config"})
 # those whose language model and tower are not inside one `model`
-_APART = frozenset({"InternVLChatModel", "Llama4ForConditionalGeneration"})
+_APART = frozenset({"InternVLChatModel", "Llama4ForConditionalGeneration", "MiniMaxM3SparseForConditionalGeneration"})
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,6 @@ import numpy as np
 from scripts.peers import ggml
 
 _GGML_TYPE_F32 = 0
-_NO_FLASH_ATTENTION = 0
 _log_tail: list[str] = []  # llama.cpp's messages since the last load began
 
 
@@ -100,6 +99,7 @@ class LlamaCpp:
                 remains of a difference to a float model lies in the weights and the activations
     n_batch     tokens that are computed together; default: as many as the context holds
     lora        an adapter's GGUF
+    flash       flash attention with float_kv too: where it is sparse, llama.cpp computes it so alone
     """
 
     def __init__(
@@ -110,6 +110,7 @@ class LlamaCpp:
         float_kv: bool = True,
         n_batch: int | None = None,
         lora: str | Path | None = None,
+        flash: bool = False,
     ) -> None:
         self._lib = lib = _library()
         self._model = self._context = None
@@ -118,7 +119,8 @@ class LlamaCpp:
         if not self._model:
             raise RuntimeError(f"llama.cpp cannot load {path}: {_complaint()}")
         self._vocab = lib.llama_model_get_vocab(self._model)
-        self._context = lib.llama_init_from_model(self._model, _context_params(lib, n_ctx, float_kv, n_batch or n_ctx))
+        params = _context_params(lib, n_ctx, float_kv, n_batch or n_ctx, flash)
+        self._context = lib.llama_init_from_model(self._model, params)
         if not self._context:
             self.close()
             raise RuntimeError(f"llama.cpp cannot run {path}: {_complaint()}")
@@ -233,7 +235,7 @@ class LlamaCpp:
         return np.ctypeslib.as_array(rows, (len(tokens) if every else 1, self.vocab_size)).copy()
 
 
-def _context_params(lib: Any, n_ctx: int, float_kv: bool, n_batch: int) -> _Params:
+def _context_params(lib: Any, n_ctx: int, float_kv: bool, n_batch: int, flash: bool) -> _Params:
     params = lib.llama_context_default_params()
     for word, (field, default) in _CONTEXT_WORDS.items():
         if params.words[word] != default:
@@ -243,7 +245,7 @@ def _context_params(lib: Any, n_ctx: int, float_kv: bool, n_batch: int) -> _Para
     # one decode call takes all tokens of a batch, and yields logits for all of them
     params.words[0], params.words[1], params.words[2] = n_ctx, n_batch, n_batch
     if float_kv:
-        params.words[13] = _NO_FLASH_ATTENTION
+        params.words[13] = int(flash)
         params.words[26] = params.words[27] = _GGML_TYPE_F32
     return params
 

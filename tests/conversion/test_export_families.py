@@ -14,6 +14,7 @@ from bridge.errors import BridgeError
 from bridge.models.families import ALL
 from bridge.models.gguf_config import family_of_gguf
 from bridge.models.tower import TOWER_NAME
+from tests.support.encode import load_floats
 from tests.support.family_models import MODELS, copy_tokenizer, new_model, randomized
 
 torch = pytest.importorskip("torch")
@@ -69,7 +70,7 @@ def loaded(folder: Path) -> Any:
     return model.eval()
 
 
-@pytest.mark.parametrize("name", families())
+@pytest.mark.parametrize("name", families("minimax-m3"))  # transformers has no names of its language model alone
 def test_floats_have_the_logits_of_the_checkpoint_that_the_gguf_came_from(name: str, tmp_path: Path) -> None:
     path = gguf_of(name, tmp_path, "F32")
     bridge.export(path, tmp_path / "new", dtype="F32")
@@ -78,7 +79,7 @@ def test_floats_have_the_logits_of_the_checkpoint_that_the_gguf_came_from(name: 
 
 
 # Conv1D stays floats, as Mamba's projections do; Falcon-H1 has weights that its factors multiply
-@pytest.mark.parametrize("name", families("gpt2", "falcon-h1", "mamba2"))
+@pytest.mark.parametrize("name", families("gpt2", "falcon-h1", "mamba2", "minimax-m3"))
 def test_layers_with_codes_have_the_logits_of_the_gguf(name: str, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     path = gguf_of(name, tmp_path, "Q8_0", **wide_experts(name, 32))
@@ -89,10 +90,22 @@ def test_layers_with_codes_have_the_logits_of_the_gguf(name: str, tmp_path: Path
     assert (logits(loaded(tmp_path / "new")) - expected).norm() < (5e-3 if halves else 1e-4) * expected.norm()
 
 
+def test_a_language_model_gets_its_published_names_and_values_back(tmp_path: Path) -> None:
+    bridge.export(gguf_of("minimax-m3", tmp_path, "F32"), tmp_path / "new", dtype="F32")
+    stored, back = load_floats(tmp_path / "model"), load_floats(tmp_path / "new")
+    prefix = "language_model."
+    own = {name.removeprefix(prefix): values for name, values in stored.items() if name.startswith(prefix)}
+    assert back.keys() == own.keys()
+    assert max(np.abs(back[name] - own[name]).max() for name in own) < 1e-6
+
+
 def whole_models() -> list[Any]:
     """The models of several parts, in both formats; with their weights, or their config alone."""
     names = [name for name, (_, fields) in MODELS.items() if "text_config" in fields]
-    formats = {name: ("floats", "compressed-tensors") for name in names} | {"qwen3-vl-moe": ("floats",)}
+    formats = {name: ("floats", "compressed-tensors") for name in names} | {
+        "qwen3-vl-moe": ("floats",),
+        "minimax-m3": ("floats",),
+    }
     cases = [(name, format, tower) for name in names for format in formats[name] for tower in (True, False)]
     plain = [("mistral3", "floats", False)]
     return [case if case in plain else pytest.param(*case, marks=pytest.mark.exhaustive) for case in cases]

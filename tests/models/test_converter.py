@@ -81,6 +81,19 @@ def old_gemma3(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, "layer_types": None, "sliding_window_pattern": 6}
 
 
+def as_saved_by_transformers(config: dict[str, Any]) -> dict[str, Any]:
+    """MiniMax M3's, whose published keys transformers renames."""
+    text = dict(config["text_config"])
+    sparse = text.pop("sparse_attention_config")
+    names = {
+        "index_n_heads": "sparse_num_index_heads", "index_head_dim": "sparse_index_dim",
+        "index_block_size": "sparse_block_size", "index_topk_blocks": "sparse_topk_blocks",
+        "index_local_blocks": "sparse_local_block",
+    }  # fmt: skip
+    text |= {key: sparse[published] for key, published in names.items()}
+    return {**config, "text_config": text | {"moe_layer_freq": None, "hidden_act": "silu"}}
+
+
 # what repositories have of before transformers 5: config.json, and the beginnings of names
 PUBLISHED: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], tuple[tuple[str, str], ...]]] = {
     "qwen2.5-vl": (
@@ -107,6 +120,8 @@ PUBLISHED: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], tuple[tup
     "nemotron-h-moe": (
         lambda config: {**config, "layers_block_type": None, "hybrid_override_pattern": "ME*E"}, ()
     ),
+    "minimax-m2": (lambda config: {**config, "rope_parameters": None, "rope_theta": 5000000.0}, ()),
+    "minimax-m3": (as_saved_by_transformers, (("language_model.model.", "model.language_model."),)),
     "glm4-moe": (lambda config: {**config, "num_nextn_predict_layers": 1}, ()),
 }  # fmt: skip
 
@@ -150,7 +165,8 @@ QUANTIZED: dict[str, tuple[bool, dict[str, int]]] = {
     "ernie4.5-moe": (False, {"moe_intermediate_size": 32, "intermediate_size": 128}),
     "lfm2-moe": (False, {"moe_intermediate_size": 32}), "granite-moe-shared": (False, {}),
     "glm4-moe-lite": (False, {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16, "moe_intermediate_size": 32}),
-    "minimax-m2": (False, {}), "granite-4": (False, {}), "gemma4": (False, {"hidden_size_per_layer_input": 32}),
+    "minimax-m2": (False, {}), "minimax-m3": (False, {}),
+    "granite-4": (False, {}), "gemma4": (False, {"hidden_size_per_layer_input": 32}),
     "gemma4-dense": (True, {}), "llama4": (False, {"intermediate_size": 64}),
     "phimoe": (False, {}), "nemotron-h": (False, {"intermediate_size": 96}),
     "nemotron-h-moe": (False, {"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32}),

@@ -111,6 +111,8 @@ def test_the_docs_list_every_family_and_tell_where_it_runs() -> None:
         ("ernie4.5-moe", {"moe_layer_end_index": 1}, "experts in the last layer too"),
         ("ernie4.5-moe", {"moe_layer_interval": 2}, "moe_layer_interval is 2"),
         ("minimax-m2", {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
+        ("minimax-m3", {"moe_layer_freq": [0, 1, 0, 1]}, "has experts in all layers after the first that has some"),
+        ("minimax-m3", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0"),
         ("granite-4", {"mamba_n_heads": 5}, "64 elements of a Mamba layer in 5 heads"),
         ("granite-4", {"position_embedding_type": "rope"}, "position_embedding_type is 'rope'"),
         ("granite-4", {"layer_types": ["mamba", "mlp", "mamba"]}, "no tensor of a granitehybrid model"),
@@ -128,5 +130,7 @@ def test_a_config_that_llama_cpp_cannot_express_is_refused(
     name: str, change: dict[str, Any], problem: str, tmp_path: Path
 ) -> None:
     golden = json.loads((GOLDENS / f"{name}.json").read_text())
+    config = golden["config"]
+    config.get("text_config", config).update(change)
     with pytest.raises(BridgeError, match=problem):
-        describe_model(golden["config"] | change, tmp_path, golden["checkpoint"])
+        describe_model(config, tmp_path, golden["checkpoint"])

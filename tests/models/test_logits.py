@@ -23,6 +23,7 @@ transformers = pytest.importorskip("transformers")
 LENGTH = 96  # positions compared; over the original contexts of the scaled models below
 
 FEWER = {"phi3": 60}  # llama.cpp applies no window there
+SPARSE = {"minimax-m3"}  # 3 blocks of 32 tokens, of which a token attends to 2
 LIMITS = {"deepseek2-lite": 1e-3}  # 27 layers with k_b in F16
 LITE = {"num_hidden_layers": 27}  # llama.cpp knows DeepSeek V2 Lite by its layers
 FIELDS = {
@@ -156,7 +157,7 @@ def divergence_of(name: str, fields: dict, folder: Path) -> float:
         copy_tokenizer(folder / "model"), folder / "m.gguf", tensor_types=[(".*", "F32")], mmproj_type="none"
     )
     tokens = np.random.default_rng(1).integers(0, 2048, FEWER.get(name, LENGTH)).tolist()
-    with LlamaCpp(folder / "m.gguf", n_ctx=256) as loaded:
+    with LlamaCpp(folder / "m.gguf", n_ctx=256, flash=name in SPARSE) as loaded:
         logits = loaded.logits(tokens)
     return divergence(reference_logits(model, tokens), logits)
 

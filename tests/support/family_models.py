@@ -34,6 +34,14 @@ GEMMA4: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }  # fmt: skip
 
+M3: dict[str, Any] = {
+    "num_hidden_layers": 4, "head_dim": 16, "rotary_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "dense_intermediate_size": 64, "intermediate_size": 32, "shared_intermediate_size": 32, "index_n_heads": 2,
+    "index_head_dim": 16, "index_block_size": 32, "index_topk_blocks": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+    "layer_types": ["full_attention", *3 * ["minimax_m3_sparse"]], "mlp_layer_types": ["dense", *3 * ["sparse"]],
+}  # fmt: skip
+
 LATENT: dict[str, Any] = {
     "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12,
     "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1,
@@ -127,6 +135,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}}),
     "minimax-m2": ("MiniMaxM2Config", {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 4,
         "num_experts_per_tok": 2, "intermediate_size": 32}),
+    "minimax-m3": ("MiniMaxM3VLConfig", {"projector_hidden_size": 16, **wrapped("minimax_m3_vl_text",
+        {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}, **M3)}),
     "gemma4": ("Gemma4TextConfig", {**GEMMA4, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 2048,
         "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "per_layer_config": {
             str(layer): {"head_dim": 32} for layer in (1, 3)}}),
@@ -180,6 +190,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 # what transformers names otherwise than the published config.json
 PUBLISHED_AS: dict[str, dict[str, str]] = {
     "phimoe": {"PhimoeForCausalLM": "PhiMoEForCausalLM"},
+    "minimax-m3": {
+        '"silu"': '"swigluoai"',
+        '"index_head_dim": 16,': "",
+        '"index_block_size": 32,': "",
+        '"index_topk_blocks": 2,': "",
+        '"index_local_blocks": 1,': "",
+        '"index_n_heads": 2,': '"sparse_attention_config": {"sparse_num_index_heads": 2, "sparse_index_dim": 16, '
+        '"sparse_block_size": 32, "sparse_topk_blocks": 2, "sparse_local_block": 1}, "moe_layer_freq": [0, 1, 1, 1], '
+        '"n_shared_experts": 1, "scoring_func": "sigmoid",',
+    },
     "granite-4": {'"linear_attention"': '"mamba"', '"full_attention"': '"attention"'},
 }
 

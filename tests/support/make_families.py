@@ -30,6 +30,9 @@ _LARGEST = 2.0**62  # a checksum of integers
 # under names of transformers that the converter does not know; with transformers 5 it takes each Nemotron-H for a MoE
 UNKNOWN = {"bitnet", "nemotron-h"}
 
+# whose config.json the converter reads by transformers 5, which drops keys that it needs
+UNREADABLE = {"minimax-m3"}
+
 
 def values_of(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """float32 of small multiples of 1/64, other ones for each name: sums with small numbers are exact."""
@@ -131,6 +134,10 @@ def main(llama_cpp: Path, names: list[str]) -> None:
         with tempfile.TemporaryDirectory() as where, torch.inference_mode():
             folder, out = Path(where) / "model", Path(where) / "out.gguf"
             shapes = save_checkpoint(name, folder)
+            if name in UNREADABLE:
+                config = json.loads((folder / "config.json").read_text())
+                config |= config.get("text_config", {})
+                ModelBase.load_hparams = staticmethod(lambda *_, config=config: dict(config))
             kind = get_model_class(get_model_architecture(ModelBase.load_hparams(folder, False), ModelType.TEXT))
             kind.no_mtp = not name.endswith(MTP)  # layers that predict further tokens at once
             kind.set_vocab = TextModel._set_vocab_gpt2  # what the tokenizer is, whatever the family usually has

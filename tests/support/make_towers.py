@@ -20,7 +20,7 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from tests.support.family_models import DELTA, GEMMA4, MROPE, copy_tokenizer, wrapped
+from tests.support.family_models import DELTA, GEMMA4, M3, MROPE, copy_tokenizer, wrapped
 from tests.support.make_families import ROOT, plain, values_of
 
 GOLDENS = ROOT / "tests/data/towers"
@@ -55,6 +55,8 @@ TOWERS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral3": ("Mistral3Config", {**wrapped("mistral", PIXTRAL, head_dim=16), "spatial_merge_size": 2}),
     "pixtral": ("LlavaConfig", {**wrapped("mistral", PIXTRAL, head_dim=16, architectures=["MistralForCausalLM"]),
         "vision_feature_layer": -1, "vision_feature_select_strategy": "full"}),
+    "minimax-m3": ("MiniMaxM3VLConfig", {**wrapped("minimax_m3_vl_text", {"hidden_size": 160, "intermediate_size": 96,
+        "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 56}, **M3), "projector_hidden_size": 64}),
     "internvl": ("InternVLConfig", {**wrapped("qwen2", {**SIGLIP, "image_size": [56, 56], "patch_size": [14, 14],
         "architectures": ["InternVisionModel"]}, architectures=["Qwen2ForCausalLM"]), "downsample_ratio": 0.5}),
     "internvl-chat": ("InternVLConfig", {**wrapped("qwen2", {**SIGLIP, "architectures": ["InternVisionModel"],

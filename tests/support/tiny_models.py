@@ -83,6 +83,8 @@ def dequantized(folder: Path, model_folder: Path, stored: dict[str, Quantized]) 
 
 def predict(folder: Path, tokens: list[int]) -> np.ndarray:
     """float32 [tokens, vocab]: the logits of transformers."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    images = "text_config" in json.loads((folder / "config.json").read_text())
+    auto = transformers.AutoModelForImageTextToText if images else transformers.AutoModelForCausalLM
+    model = auto.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
         return model(torch.tensor([tokens])).logits[0].float().numpy()

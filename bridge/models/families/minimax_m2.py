@@ -19,7 +19,9 @@ MINIMAX_M2 = Family(
     arch="minimax-m2",
     architectures=("MiniMaxM2ForCausalLM",),
     model_type="minimax_m2",
-    keys={"head_dim": 128, "rope_theta": 5000000.0, "partial_rotary_factor": 1.0, "num_experts": None},
+    keys={
+        "head_dim": 128, "rope_theta": 5000000.0, "partial_rotary_factor": 1.0, "rotary_dim": None, "num_experts": None,
+    },
     expects=(SILU, Expected("scoring_func", ("sigmoid",), NO_OTHER)),
     metadata=_router,
     own="block_sparse_moe",

@@ -10,6 +10,7 @@ import numpy as np
 
 from bridge.checkpoint.language_model import TEXT_PREFIXES
 from bridge.errors import BridgeError
+from bridge.gguf_file.rope_rows import interleaved_rows
 from bridge.models.outline import OutlineTensor, Part
 from bridge.models.tower import Row, Tower, Vision
 from bridge.system.files import read_json
@@ -51,8 +52,8 @@ PIXTRAL = Tower(
         Row("vision_tower.patch_conv", "v.patch_embd.weight", kind="patches"),
         Row("vision_tower.ln_pre", "v.pre_ln.weight"),
         Row(f"{_LAYER}.attention_norm", "v.blk.{}.ln1.weight"),
-        Row(f"{_LAYER}.attention.q_proj", "v.blk.{}.attn_q.weight", interleaved=True),
-        Row(f"{_LAYER}.attention.k_proj", "v.blk.{}.attn_k.weight", interleaved=True),
+        Row(f"{_LAYER}.attention.q_proj", "v.blk.{}.attn_q.weight", order=interleaved_rows),
+        Row(f"{_LAYER}.attention.k_proj", "v.blk.{}.attn_k.weight", order=interleaved_rows),
         Row(f"{_LAYER}.attention.v_proj", "v.blk.{}.attn_v.weight"),
         Row(f"{_LAYER}.attention.o_proj", "v.blk.{}.attn_out.weight"),
         Row(f"{_LAYER}.ffn_norm", "v.blk.{}.ln2.weight"),

@@ -1,0 +1,100 @@
+"""MiniMax M3: dense layers, then layers with experts and a shared one that attend to blocks chosen by an indexer.
+
+Gates and values are clamped as in gpt-oss. A bias is added to the router's sigmoid to choose experts, but not to weight
+them. All norms are stored minus one.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from bridge.errors import BridgeError
+from bridge.models.arguments import Arguments
+from bridge.models.family import EXPERTS, NO_OTHER, NORM, Expected, Family, Row, attention, decoder, gated_mlp
+from bridge.models.model_config import Config
+
+
+def _sizes(config: Config, args: Arguments) -> dict[str, int]:
+    """With config.json's keys as they are published, or as transformers saves them."""
+    published = config.get("sparse_attention_config", {})
+    heads = config.side("index_n_heads", published.get("sparse_num_index_heads"))
+    size = config.side("index_head_dim", published.get("sparse_index_dim"))
+    kinds = config.get("moe_layer_freq", [kind == "sparse" for kind in config.get("mlp_layer_types", ())])
+    dense = next((layer for layer, kind in enumerate(kinds) if kind), len(kinds))
+    if kinds and [bool(kind) for kind in kinds] != [layer >= dense for layer in range(args.layers)]:
+        raise BridgeError(f"{config.path}: llama.cpp has experts in all layers after the first that has some, not here")
+    return {
+        "dense": dense, "shared": config.side("shared_intermediate_size", args.expert_inner),
+        "index_heads": heads, "index_head": size, "index_q": heads * size,
+        "block": config.integer("index_block_size", published.get("sparse_block_size")),
+        "blocks": config.integer("index_topk_blocks", published.get("sparse_topk_blocks")),
+        "local": config.count("index_local_blocks", published.get("sparse_local_block", 1)),
+    }  # fmt: skip
+
+
+def _metadata(config: Config, args: Arguments) -> dict[str, Any]:
+    m = args.more
+    return {
+        "leading_dense_block_count": m["dense"], "expert_gating_func": 2,  # sigmoid
+        "expert_shared_count": config.integer("n_shared_experts", 1), "expert_weights_norm": True,
+        "expert_weights_scale": config.number("routed_scaling_factor", 2.0),
+        "attention.indexer.head_count": m["index_heads"], "attention.indexer.key_length": m["index_head"],
+        "attention.indexer.block_size": m["block"], "attention.indexer.top_k": m["blocks"],
+        "attention.indexer.local_blocks": m["local"],
+    }  # fmt: skip
+
+
+def _dense(args: Arguments, layer: int) -> bool:
+    return layer < args.more["dense"]
+
+
+def _sparse(args: Arguments, layer: int) -> bool:
+    return not _dense(args, layer)
+
+
+def _index(part: str, shape: str, **more: Any) -> Row:
+    own, name = f"self_attn.index_{part}", f"indexer.{part}.weight"
+    return Row(own, shape, (f"self_attn.indexer.{part}",), name=name, floats="F32", layers=_sparse, **more)
+
+
+MINIMAX_M3 = Family(
+    titles=("MiniMax M3",),
+    arch="minimax-m3",
+    named_as="glm4moe",
+    architectures=("MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3SparseForCausalLM", "MiniMaxM3VLForCausalLM"),
+    model_type="minimax_m3_vl_text",
+    keys={
+        "head_dim": 128, "rope_theta": 5000000.0, "partial_rotary_factor": 1.0, "rotary_dim": None, "num_experts": None,
+        "moe_intermediate_size": None,
+    },
+    expects=(
+        Expected("hidden_act", ("swigluoai", "silu"), NO_OTHER), Expected("scoring_func", ("sigmoid",), NO_OTHER),
+        Expected("swiglu_alpha", (1.702,), NO_OTHER), Expected("swiglu_limit", (7.0,), NO_OTHER),
+        Expected("use_gemma_norm", (True,), NO_OTHER), Expected("qk_norm_type", ("per_head",), NO_OTHER),
+    ),
+    names={"intermediate_size": "dense_intermediate_size", "moe_intermediate_size": "intermediate_size"},
+    sizes=_sizes,
+    metadata=_metadata,
+    wrapped=True,
+    predicts="dropped",
+    own="block_sparse_moe",
+    table=decoder(
+        Row("input_layernorm", "hidden", change="+1"),
+        *attention(Row("self_attn.q_norm", "head", change="+1"), Row("self_attn.k_norm", "head", change="+1")),
+        _index("q_proj", "index_q hidden"),
+        _index("k_proj", "index_head hidden"),
+        _index("q_norm", "index_head", change="+1"),
+        _index("k_norm", "index_head", change="+1"),
+        Row("post_attention_layernorm", "hidden", name="ffn_norm.weight", change="+1"),
+        *(replace(row, layers=_dense) for row in gated_mlp("mlp", "inner")),
+        *(replace(row, layers=_sparse) for row in EXPERTS),
+        Row(
+            "block_sparse_moe.e_score_correction_bias", "experts", ("mlp.gate.e_score_correction_bias",), exact=True,
+            name="exp_probs_b.bias", layers=_sparse,
+        ),
+        *(
+            replace(row, also=(row.source.replace("mlp", "block_sparse_moe"),), layers=_sparse)
+            for row in gated_mlp("mlp.shared_experts", "shared")
+        ),
+        norm=Row(NORM.source, "hidden", change="+1"),
+    ),
+)  # fmt: skip
