@@ -41,9 +41,8 @@ if TYPE_CHECKING:
 
     from bridge.quantize.float_model import FloatModel
 
-_GROUPS = 32  # maximum number of groups of tensors whose estimates are checked
+_GROUPS = 32  # maximum number of groups of tensors that are measured by themselves
 _CURVE = 13  # points
-_WINDOW = 256  # tokens of a trial's sequences
 _BATCHES = 4  # at least, of which `Divergence.measure_few` takes one
 
 
@@ -212,36 +211,37 @@ class _Search:
             layers.measure(passes, tokens)
             divergence = Divergence(passes, layers.squares.get, folder, embedding_and_head, settings.memory)
 
-            def trial_of(taken: np.ndarray) -> Trial:
+            def trial_of(taken: np.ndarray, scales: np.ndarray) -> Trial:
                 trial = {}
-                for item, option in zip(self.items, taken.tolist(), strict=True):
+                for item, option, by in zip(self.items, taken.tolist(), scales.tolist(), strict=True):
                     for part in item.tensor.parts:
                         if option != FLOAT:
                             type = item.types[option]
-                            trial[part.module] = Rounded(type, layers.costs[part.module][type].error_ratio, item.scale)
+                            ratio = by * layers.costs[part.module][type].error_ratio
+                            trial[part.module] = Rounded(type, ratio, item.scale)
                 return trial
 
-            def measure(taken: np.ndarray, as_new_base: bool) -> float:
+            def measure(taken: np.ndarray, scales: np.ndarray, as_new_base: bool) -> float:
                 if not as_new_base:
                     self._step("trial models")
-                return divergence.measure(trial_of(taken), as_new_base)
+                return divergence.measure(trial_of(taken, scales), as_new_base)
 
             def measure_alone(taken: np.ndarray) -> float:
                 self._step("trial models")
-                return divergence.measure_few(trial_of(taken))
+                return divergence.measure_few(trial_of(taken, np.ones(len(taken))))
 
-            losses = [
+            self.losses = [
                 np.array([sum(layers.costs[p.module][t].loss for p in item.tensor.parts) for t in item.types])
                 for item in items
             ]
             sizes = [item.sizes for item in items]
-            self.found = search(sizes, losses, limit, measure, measure_alone, self.groups, budget.swaps)
+            self.found = search(sizes, self.losses, limit, measure, measure_alone, self.groups, budget.swaps)
 
     def types(self) -> dict[str, tuple[str, str]]:
         """The type of each tensor, and why."""
         return {
             item.tensor.name: (item.types[t], f"size budget: adds {own[t]:.1e} nats a token")
-            for item, own, t in zip(self.items, self.found.losses, self.found.taken, strict=True)
+            for item, own, t in zip(self.items, self.losses, self.found.taken, strict=True)
         }
 
     def note(self) -> str:
@@ -268,19 +268,21 @@ class _Search:
         least, most = (sum(int(f(s)) for s in sizes) for f in (np.min, np.max))
         limits = np.linspace(least, most, _CURVE).astype(np.int64)
         points = []
-        for taken in (self.found.taken, *(allocate(sizes, self.found.losses, limit) for limit in limits.tolist())):
+        for taken in (self.found.taken, *(allocate(sizes, self.losses, limit) for limit in limits.tolist())):
             size = sum(int(s[t]) for s, t in zip(sizes, taken, strict=True))
-            loss = sum(float(x[t]) for x, t in zip(self.found.losses, taken, strict=True))
+            loss = sum(float(x[t]) for x, t in zip(self.losses, taken, strict=True))
             points.append((fixed + size, loss))
         return sorted(set(points))
 
 
 def _probe(tokens: torch.Tensor, count: int) -> torch.Tensor:
-    """Windows of the text for trial models, int64 [windows, at most 256 tokens], evenly spaced, of `count` tokens.
+    """Windows of the text for trial models, int64 [windows, length], evenly spaced, of `count` tokens.
 
-    If all sequences start with the same token, which is BOS, so do the windows.
+    They are as long as the sequences, unless there would be fewer than `_BATCHES`: errors of q and k are felt more at
+    later positions. In a small Llama they cost 2 to 3.5 times as much with 512 tokens as with 256. If all sequences
+    start with the same token, which is BOS, so do the windows.
     """
-    length = min(_WINDOW, tokens.shape[1])
+    length = min(max(1, count // _BATCHES), tokens.shape[1])
     windows = tokens[:, : tokens.shape[1] // length * length].reshape(-1, length)
     chosen = np.linspace(0, len(windows) - 1, min(len(windows), max(1, count // length))).round()
     windows = windows[chosen.astype(np.int64)]
@@ -290,7 +292,7 @@ def _probe(tokens: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _groups(tensors: Sequence[PlannedTensor]) -> list[list[int]]:
-    """Tensors whose estimates are corrected together: single ones, or those of a kind in a range of layers."""
+    """Tensors that are measured together: single ones, or those of a kind in a range of layers."""
     if len(tensors) <= _GROUPS:
         return [[i] for i in range(len(tensors))]
     kinds = {t.kind for t in tensors}
