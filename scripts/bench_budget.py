@@ -137,7 +137,7 @@ def parse() -> argparse.Namespace:
         "--presets", nargs="*", default=SIZES, metavar="NAME", help=f"whose bytes ours have; default: {' '.join(SIZES)}"
     )
     options.add_argument("--one-type", action="store_true", help="also make files of one type each")
-    options.add_argument("--swaps", type=int, default=24, metavar="N", help="swaps in a search; default: %(default)s")
+    options.add_argument("--swaps", type=int, default=0, metavar="N", help="swaps in a search; default: %(default)s")
     options.add_argument(
         "--sweeps", type=int, default=2, metavar="N", help="sweeps of refinement in ours; default: %(default)s"
     )

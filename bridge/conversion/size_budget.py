@@ -1,12 +1,12 @@
 """A size budget: the type of each tensor of a plan chosen so that the file fits its bytes and the model loses least.
 
 What a tensor loses in each type is estimated from a text (`quantize.budget.sensitivity`), the types are allocated
-under the exact limit and judged by the KL divergence that trial models measure (`quantize.budget.search`). Tensors
-that keep their codes, norms, and tensors with a type from the user stay as planned, and count with their bytes.
+under the exact limit, and trial models measure the KL divergence, and swaps of types (`quantize.budget.search`).
+Tensors that keep their codes, norms, and tensors with a type from the user stay as planned, and count with their bytes.
 
 Cost: a pass of the text for the Hessians (quantizing takes four to six), for each layer and type that of quantizing 32
-rows, a pass of 4096 tokens there and back, and for each of about 40 trial models one of these tokens, or a quarter of
-them for single layers, through half the layers, on average.
+rows, a pass of 4096 tokens there and back, one of these through a trial model, and at most 32 of a quarter of them
+through half the layers, on average; with swaps, a pass of all 4096 for each.
 """
 
 from __future__ import annotations
@@ -247,10 +247,10 @@ class _Search:
     def note(self) -> str:
         """What was measured, for people."""
         found = self.found
-        text = (
-            f"KL divergence about {found.measured[-1]:.1e} nats a token ({found.measured[0]:.1e} before {found.trials} "
-            f"trial models on {self.probe.numel()} tokens"
-        )
+        text = f"KL divergence about {found.measured[-1]:.1e} nats a token ("
+        if len(found.measured) > 1:
+            text += f"{found.measured[0]:.1e} before swaps; "
+        text += f"{found.trials} trial models on {self.probe.numel()} tokens"
         if len(self.groups) > 1:
             text += f"; rank correlation of estimated and measured losses {found.agreement():.2f}"
         return f"{text})"
@@ -279,7 +279,7 @@ def _probe(tokens: torch.Tensor, count: int) -> torch.Tensor:
     """Windows of the text for trial models, int64 [windows, length], evenly spaced, of `count` tokens.
 
     They are as long as the sequences, unless there would be fewer than `_BATCHES`: errors of q and k are felt more at
-    later positions. In a small Llama they cost 2 to 3.5 times as much with 512 tokens as with 256. If all sequences
+    later positions. In a small Llama they cost up to 2.9 times as much with 512 tokens as with 256. If all sequences
     start with the same token, which is BOS, so do the windows.
     """
     length = min(max(1, count // _BATCHES), tokens.shape[1])
