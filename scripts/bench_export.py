@@ -5,8 +5,8 @@
 The GGUF is synthetic unless one is given: a Llama of random blocks, 0.35 GB. Each row is of one process, in which
 exports and copies take turns after a first export, which loads the kernels; it is printed once it is measured. A copy
 reads the file and writes and syncs its bytes again; an export does so with the checkpoint. The page cache is warm.
-Speeds are bytes of the GGUF a second, by wall time and by CPU time of all threads. Memory is the largest resident set
-(ru_maxrss), which counts mapped pages, less that of the process before the first export.
+Speeds are bytes of the GGUF a second, by wall time and by CPU time of all threads. Memory is the largest resident set,
+which counts mapped pages, less that of the process before the first export.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from benchlib import head, line, machine, output_of, parser
 
 from bridge.runtime.bench import random_tensor
 
-HIDDEN, INNER, HEADS, KV_HEADS, VOCAB = 2048, 5632, 32, 4, 4096
+HIDDEN, INNER, HEADS, KV_HEADS, VOCAB = 2048, 5632, 32, 4, 4096  # HIDDEN and INNER unless --sizes are given
 BYTES = 350_000_000
 CASES = (
     *((type, format) for type in ("Q4_0", "Q8_0") for format in ("compressed-tensors", "gptq", "gptq_v2", "mlx")),
@@ -36,7 +36,13 @@ TURNS = """
 import json, os, resource, shutil, sys, time
 from bridge.conversion.export import export
 source, folder, format, config, rounds = sys.argv[1:]
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+def peak():  # KB; ru_maxrss of Linux counts the process that started this one
+    try:
+        with open("/proc/self/status") as file:
+            return next(int(row.split()[1]) for row in file if row.startswith("VmHWM"))
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 def copy():
     with open(source, "rb") as file, open(folder + "/copy", "wb") as target:
@@ -76,7 +82,7 @@ def main() -> None:
                 if path is None:
                     path, config = Path(scratch) / "model.gguf", Path(scratch) / "config"
                     if made != type:
-                        write(path, type, options.bytes)
+                        write(path, type, options.bytes, *options.sizes)
                         made = type
                 line(
                     type if options.gguf is None else path.name, format, *measure(path, config, format, options.rounds)
@@ -90,6 +96,10 @@ def parse() -> argparse.Namespace:
     options.add_argument(
         "--bytes", type=int, default=BYTES, metavar="N", help="of the synthetic one; default: %(default)s"
     )
+    options.add_argument(
+        "--sizes", type=int, nargs=2, default=(HIDDEN, INNER), metavar="N",
+        help="hidden and intermediate size of the synthetic one; 8192 28672 are those of Llama 70B"
+    )  # fmt: skip
     options.add_argument("--type", help="of the synthetic one: only this")
     options.add_argument("--only", metavar="FORMAT", help="only this format")
     return options.parse_args()
@@ -104,26 +114,26 @@ def measure(path: Path, config: Path, format: str, rounds: int) -> list[str]:
     return [found["how"], f"{copied / wall:.2f}", f"{copied_cpu / cpu:.2f}", *seconds, f"{found['peak'] / 1e6:.0f}"]
 
 
-def write(path: Path, type: str, nbytes: int) -> None:
+def write(path: Path, type: str, nbytes: int, hidden: int, inner: int) -> None:
     """A Llama of random blocks of a type; the embeddings, which are also the head, are F16."""
-    kv = HIDDEN // HEADS * KV_HEADS
+    kv = hidden // HEADS * KV_HEADS
     shapes = {
-        "attn_q": (HIDDEN, HIDDEN), "attn_k": (kv, HIDDEN), "attn_v": (kv, HIDDEN), "attn_output": (HIDDEN, HIDDEN),
-        "ffn_gate": (INNER, HIDDEN), "ffn_up": (INNER, HIDDEN), "ffn_down": (HIDDEN, INNER),
+        "attn_q": (hidden, hidden), "attn_k": (kv, hidden), "attn_v": (kv, hidden), "attn_output": (hidden, hidden),
+        "ffn_gate": (inner, hidden), "ffn_up": (inner, hidden), "ffn_down": (hidden, inner),
     }  # fmt: skip
     made = {shape: random_tensor(type, *shape).raw for shape in set(shapes.values())}
     layers = max(1, nbytes // sum(made[shape].size for shape in shapes.values()))
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_block_count(layers)
     writer.add_context_length(2048)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(INNER)
+    writer.add_embedding_length(hidden)
+    writer.add_feed_forward_length(inner)
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(KV_HEADS)
-    writer.add_rope_dimension_count(HIDDEN // HEADS)
+    writer.add_rope_dimension_count(hidden // HEADS)
     writer.add_layer_norm_rms_eps(1e-5)
-    norm = np.ones(HIDDEN, np.float32)
-    writer.add_tensor("token_embd.weight", np.zeros((VOCAB, HIDDEN), np.float16))
+    norm = np.ones(hidden, np.float32)
+    writer.add_tensor("token_embd.weight", np.zeros((VOCAB, hidden), np.float16))
     writer.add_tensor("output_norm.weight", norm)
     for i in range(layers):
         for name in ("attn_norm", "ffn_norm"):
@@ -136,8 +146,8 @@ def write(path: Path, type: str, nbytes: int) -> None:
     writer.write_tensors_to_file()
     writer.close()
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN, "vocab_size": VOCAB,
-        "intermediate_size": INNER, "num_hidden_layers": layers, "num_attention_heads": HEADS, "rms_norm_eps": 1e-5,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden, "vocab_size": VOCAB,
+        "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": HEADS, "rms_norm_eps": 1e-5,
         "num_key_value_heads": KV_HEADS, "max_position_embeddings": 2048, "tie_word_embeddings": True,
     }  # fmt: skip
     folder = path.parent / "config"

@@ -38,8 +38,8 @@ def add_parser(commands: Any) -> None:
         "--config",
         metavar="DIR",
         type=Path,
-        help="folder with config.json and tokenizer of the model, which are copied (default: transformers makes them "
-        "of the GGUF's metadata, for architectures that it knows)",
+        help="folder with config.json and tokenizer of the model, which are copied, as are the weights of a vision "
+        "tower that it holds (default: both are made of the GGUF's metadata, for architectures that are known)",
     )
     p.add_argument(
         "--dtype",

@@ -2,7 +2,8 @@
 
 Names and orders are those of the family's table (`bridge.models.tensors_of_gguf`), read from the GGUF to the
 checkpoint. A tensor is dequantized when it is read, and nothing stays in memory. One that a GGUF has in several, or in
-another shape, is put together of its parts.
+another shape, is put together of its parts. With the config of a model of several parts, the others (vision towers)
+come from the config's folder, if it has weights.
 """
 
 import math
@@ -15,15 +16,16 @@ import numpy as np
 
 from bridge.blocks.read import READ
 from bridge.checkpoint.files.dtypes import NUMPY, from_float32
-from bridge.checkpoint.files.store import TensorInfo
-from bridge.checkpoint.files.weight_files import belongs
+from bridge.checkpoint.files.store import Store, TensorInfo
+from bridge.checkpoint.files.weight_files import belongs, open_store
 from bridge.checkpoint.labels.quant_config import QuantConfig
-from bridge.errors import BridgeError
+from bridge.errors import BridgeError, parameter
 from bridge.gguf_file.reader import StoredModel, StoredTensor
 from bridge.models import numbers_of_gguf, tensors_of_gguf
 from bridge.models.gguf_config import family_of_gguf
 from bridge.models.outline import OutlineTensor, Part
 from bridge.models.restored import restored, rows_of, shape_of
+from bridge.models.wrapper import has_parts, text_names, whole_name
 from bridge.runtime.cpu.dequantize import FLOATS
 from bridge.runtime.cpu.dequantize import rows as dequantized
 from bridge.system.files import files_below, read_json
@@ -72,8 +74,12 @@ class Place:
         start = self.matrix * self.height
         if not ordered or self.part.rows is None or len(self.part.shape) == 1:
             return self.stored.read((start + first) * size, (start + stop) * size).reshape(-1, size)
-        raw = self.stored.read(start * size, (start + self.height) * size).reshape(-1, size)
-        return raw[np.argsort(self.part.rows)[first:stop]]
+        picked = np.argsort(self.part.rows)[first:stop]
+        if not picked.size:
+            return np.empty((0, size), np.uint8)
+        least, most = int(picked.min()), int(picked.max())
+        raw = self.stored.read((start + least) * size, (start + most + 1) * size).reshape(-1, size)
+        return raw[picked - least]
 
     def floats(self, rows: slice = slice(None)) -> np.ndarray:
         """Its values, float32, as the checkpoint had them; `rows`: of these, a run."""
@@ -156,6 +162,7 @@ class GgufSource:
     numbers    checkpoint's name -> value, of tensors that are numbers in the GGUF's metadata
     places     checkpoint's name -> `Place` or `Assembled`
     used       the GGUF's name -> what the family's table says of it
+    notes      what becomes of the other parts of a model of several
 
     Raises BridgeError if config and GGUF are not of the same model.
     """
@@ -192,6 +199,26 @@ class GgufSource:
         self.numbers = numbers_of_gguf(model.metadata)
         for name, value in self.numbers.items():
             self.tensors[name] = TensorInfo(name, dtype, value.shape, value.size * NUMPY[dtype].itemsize, self.path)
+        self.notes: list[str] = []
+        self._others: dict[str, tuple[Store, str]] = {}
+        if has_parts(config):
+            self._add_others(config)
+
+    def _add_others(self, config: dict[str, Any]) -> None:
+        """The floats of the model's other parts, in the dtypes of the config's folder."""
+        store = open_store(self.home) if any(self.home.glob("*.safetensors")) else Store([])
+        for name in text_names(store.tensors)[1]:
+            info = replace(store.tensors[name], name=whole_name(name, config))
+            if info.dtype not in NUMPY or not info.floating:
+                raise BridgeError(f"{info.file}: {name} is {info.dtype}; take the float model's config and weights")
+            self.tensors[info.name] = info
+            self._others[info.name] = store, name
+        self.notes.append(
+            f"{len(self._others)} tensors of other parts than the language model come from {self.home}"
+            if self._others
+            else "the GGUF has the language model alone: tensors of other parts, such as a vision tower, are missing; "
+            f"{parameter('config')} of a folder with the original weights adds them"
+        )
 
     @property
     def store(self) -> "GgufSource":
@@ -199,6 +226,9 @@ class GgufSource:
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
         """A tensor's values in the dtype of the new checkpoint. Raises BridgeError if F16 cannot hold one."""
+        if name in self._others:
+            store, stored = self._others[name]
+            return store.read(stored, rows)
         dtype, run = self.tensors[name].dtype, slice(*(rows or (None,)))
         if name in self.numbers:
             value = self.numbers[name]

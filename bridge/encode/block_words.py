@@ -61,7 +61,11 @@ class Room:
 
 def pack_words(block: BlockType, raw: np.ndarray, out: np.ndarray) -> None:
     """Blocks uint8 [rows, row bytes] of TYPES_IN_WORDS -> out uint32 [rows, words], any view of an array."""
-    _packer(block.name, _is_transposed(out))(raw.reshape(len(raw), -1, block.nbytes), out)
+    pack, rows = _packer(block.name, _is_transposed(out)), len(raw)
+    if block.name in _NIBBLES and out.flags.c_contiguous:  # each block as a row: what is read at once lies together
+        rows = raw.size // block.nbytes
+        out = out.reshape(rows, -1)
+    pack(raw.reshape(rows, -1, block.nbytes), out)
 
 
 def gather_halves(block: BlockType, raw: np.ndarray, at: int, out: np.ndarray) -> None:
@@ -151,7 +155,7 @@ def _is_transposed(out: np.ndarray) -> bool:
 @cache
 def _packer(name: str, transposed: bool) -> Callable[..., None]:
     codes = _NIBBLES.get(name, _Codes(34, 2, 0))
-    rows = TILE if transposed else 16 if codes.run else 1  # measured; nibbles are whole vectors of rows
+    rows = TILE if transposed else 16 if codes.run else 1  # measured; nibbles are vectors of rows
     settings: dict[str, Any] = {"words": (codes.nbytes - codes.first) // 4, "tile_rows": rows}
     label = f"{name}x{rows}"
     store = specialize(_store_tile, label, inlined, **settings)

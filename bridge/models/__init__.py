@@ -18,17 +18,17 @@ import gguf
 import numpy as np
 
 from bridge.errors import BridgeError, parameter
-from bridge.models.arguments import Arguments, read_arguments
+from bridge.models.arguments import Arguments, listed_layers, read_arguments
 from bridge.models.families import ALL
 from bridge.models.family import HEAD, Family
 from bridge.models.gguf_tokenizer import read_tokenizer
 from bridge.models.gguf_values import typed
 from bridge.models.model_config import Config
 from bridge.models.outline import Outline, OutlineTensor
-from bridge.models.prediction import left_out, predicting_in, with_prediction, without_prediction
+from bridge.models.prediction import apart_again, left_out, predicting_in, with_prediction, without_prediction
 from bridge.models.provenance import read_provenance
 from bridge.models.table import fill_table, turned_back
-from bridge.models.wrapper import ANY_TEXT, renamed, text_config, text_names
+from bridge.models.wrapper import ANY_TEXT, has_parts, renamed, text_config, text_names, whole_name
 from bridge.system.files import read_json
 
 __all__ = ["architecture", "describe_model", "numbers_of_gguf", "tensors_of_gguf"]
@@ -66,10 +66,11 @@ def describe_model(
     own, others = text_names(names) if family.wrapped else ({name: name for name in names}, [])
     more: list[str] = []
     inner = text_config(config) if family.wrapped else config
-    layers, extra = inner.get("num_hidden_layers"), 0
+    listed = listed_layers(Config(inner, folder / "config.json", names=family.names))
+    layers, extra = inner.get("num_hidden_layers", len(listed or ()) or None), 0
     if family.predicts is not None and isinstance(layers, int):
         if family.predicts == "carried" and not no_mtp:
-            own, extra = with_prediction(own, layers)
+            own, extra = with_prediction(own, layers, family.mtp, family.block)
         else:
             own, more = without_prediction(own, layers)
     if family.prefix:
@@ -136,21 +137,25 @@ def tensors_of_gguf(
     family     None: the one that the config names
     quantized  whether the checkpoint will be, see `turned_back`
 
+    With the config of a model of several parts, of which the GGUF has the language model, names are the whole model's.
+
     Raises BridgeError for an architecture that is unknown or not the GGUF's, and for tensors that do not match.
     """
     path = Path(folder) / "config.json"
-    family = family or _family(Config(config, path))
-    if family.arch != arch:
-        raise BridgeError(f"{path}: is of a {family.arch} model, but the GGUF's architecture is {arch}")
-    if family.wrapped and "text_config" in config:
-        raise BridgeError(f"{path}: is a model of several parts, of which the GGUF has one; give the language model's")
+    family = family or _family_of(arch, Config(config, path))
     longest = max(((name, max(shape)) for name, shape in stored.items()), key=lambda side: side[1])
-    values = Config(config, path, longest, family.names, len(stored))
+    whole = family.wrapped and has_parts(config)
+    if whole and family.whole_own:
+        family = replace(family, own=family.whole_own, apart=True)
+    values = Config(text_config(config) if whole else config, path, longest, family.names, len(stored))
     args = read_arguments(values, family.keys)
     if family.predicts == "carried":
         args = replace(args, predicting=predicting_in(stored, args.layers))
     args = _with_own(args, family, values)
     outline = turned_back(family, args, stored, quantized)
+    sources = {part.source for tensor in outline.tensors for part in tensor.parts}
+    names = {name: apart_again(name, args.layers, family.mtp) for name in sources}
+    renamed(outline, {name: whole_name(own, config) if whole else own for name, own in names.items()})
     found, known = [], {tensor.name for tensor in outline.tensors}
     for tensor in outline.tensors:
         if tensor.name in stored:
@@ -192,6 +197,18 @@ def _family(config: Config) -> Family:
     if isinstance(architectures, list) and isinstance(inner, dict) and not ANY_TEXT.isdisjoint(map(str, architectures)):
         return replace(_named(Config(inner, config.path)), wrapped=True)
     return _named(config)
+
+
+def _family_of(arch: str, config: Config) -> Family:
+    """The family of a config, or of the language model inside, whose architecture in GGUF must be `arch`."""
+    family = _family(config)
+    inner = config.get("text_config")
+    if family.arch != arch and isinstance(inner, dict):  # Mistral Small 3.1 was converted as a Llama
+        found = [own for own in ALL if own.arch == arch and own.model_type == inner.get("model_type")]
+        family = replace(found[0], wrapped=True) if found else family
+    if family.arch != arch:
+        raise BridgeError(f"{config.path}: is of a {family.arch} model, but the GGUF's architecture is {arch}")
+    return family
 
 
 def _named(config: Config) -> Family:

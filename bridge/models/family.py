@@ -125,10 +125,13 @@ class Family:
     wrapped        whether the language model may be a part of a larger one, see `wrapper`
     predicts       what becomes of extra layers, or mtp.*, that predict further tokens at once: "carried", or "dropped"
                    where llama.cpp's converter drops them; None: there are none; see `prediction`
+    mtp            modules after mtp. -> what they are called in a layer, where checkpoints have mtp.*; all others are
+                   called the same
     prefix         the start of all names in the table, which some checkpoints omit
     chosen         whether it is the one for a config.json, where an architecture's name stands for several families
     tokenizer      tokenizer.ggml.model of a tokenizer.json with byte fallback
     own            a part of the names that its checkpoints have where the table knows several, for the way back
+    whole_own      `own` in a model of several parts, whose experts are `apart`
     apart          whether the experts that its float checkpoints have in stacks are modules in quantized ones
     """
 
@@ -149,12 +152,19 @@ class Family:
     rotary: bool = True
     wrapped: bool = False
     predicts: str | None = None
+    mtp: Mapping[str, str] = field(default_factory=dict)
     prefix: str = ""
     chosen: Callable[[Config], bool] = lambda _config: True
     tokenizer: str = "llama"
     own: str = ""
+    whole_own: str = ""
     apart: bool = False
     named_as: str = ""
+
+    @property
+    def block(self) -> str:
+        """What the numbers of layers follow in the table, "model.layers"."""
+        return next(row.source.partition(".{}.")[0] for row in self.table if "{}" in row.source)
 
 
 EMBEDDINGS = Row("model.embed_tokens", "vocab hidden")

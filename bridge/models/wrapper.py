@@ -15,6 +15,9 @@ from bridge.models.tower import TOWER_NAME
 
 # architectures of several parts whose language model may be of any family
 ANY_TEXT = frozenset({"InternVLChatModel", "InternVLForConditionalGeneration", "LlavaForConditionalGeneration"})
+_PARTS = frozenset({"text_config", "llm_config", "vision_config", "audio_config"})
+# those whose language model and tower are not inside one `model`
+_APART = frozenset({"InternVLChatModel", "Llama4ForConditionalGeneration"})
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -24,6 +27,21 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
         return config
     outer = ("architectures", "tie_word_embeddings")  # the whole model's values apply
     return {**config, **{key: value for key, value in text.items() if key not in outer or key not in config}}
+
+
+def has_parts(config: dict[str, Any]) -> bool:
+    """Whether a config is of a model of several parts; older ones have no text_config."""
+    return not _PARTS.isdisjoint(config)
+
+
+def whole_name(name: str, config: dict[str, Any]) -> str:
+    """What transformers calls a tensor of a language model, or of a tower, in the model that has both."""
+    tower = TOWER_NAME.match(name)
+    if not _APART.isdisjoint(config.get("architectures") or ()):
+        return tower[1] if tower else f"language_model.{name}"
+    if tower:
+        return f"model.{tower[1]}"
+    return f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name
 
 
 def text_names(names: Iterable[str]) -> tuple[dict[str, str], list[str]]:

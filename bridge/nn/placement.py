@@ -35,6 +35,7 @@ from bridge.runtime import GGUFFile, QuantTensor, open_gguf
 from bridge.system.options import checked
 
 _LAYER = re.compile(r"\.(\d+)\.")
+_READ_AS_FLOATS = "dt_proj"  # a linear layer whose weights Jamba multiplies with itself
 _EXPERTS = ("ffn_gate_up_exps", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 
 
@@ -126,7 +127,11 @@ class Placement:
         experts = self._expert_modules() if stacks else {}
         packed: dict[str, list[Piece]] = {}
         for source, (path, leaf) in where.items():
-            if leaf == "weight" and _packs(self.model.get_submodule(path), pieces[source]):
+            if (
+                leaf == "weight"
+                and not path.endswith(_READ_AS_FLOATS)
+                and _packs(self.model.get_submodule(path), pieces[source])
+            ):
                 packed[path] = pieces[source]
             else:
                 self._floats[f"{path}.{leaf}"] = pieces[source]

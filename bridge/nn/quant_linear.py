@@ -71,6 +71,7 @@ class QuantLinear(Placed):
     precision  "f32", or "int8" to round x to 8 bits in blocks, as ggml does
     """
 
+    weight: torch.Tensor  # without values: models ask for its dtype
     bias: Any
 
     def __init__(
@@ -80,6 +81,7 @@ class QuantLinear(Placed):
         check_matrix(tensor)
         super().__init__(tensor)
         self.out_features, self.in_features = tensor.shape
+        self.weight = torch.empty(tensor.shape, device="meta")
         self.precision = precision
         place = self.place.device
         self.register_buffer("bias", None if bias is None else bias.to(place, torch.float32), persistent=False)

@@ -29,7 +29,13 @@ class Groups(NamedTuple):
 
 
 def labels_of(
-    format: str, layers: Mapping[str, Groups], floats: list[str], *, asymmetric: bool, scattered: bool
+    format: str,
+    layers: Mapping[str, Groups],
+    floats: list[str],
+    *,
+    asymmetric: bool,
+    scattered: bool,
+    towers: bool = False,
 ) -> dict[str, Any]:
     """The keys of config.json that describe quantized layers.
 
@@ -37,6 +43,7 @@ def labels_of(
     floats      matrices of blocks that are not quantized, which a reader would expect to be
     asymmetric  whether a layer has zero points other than the middle
     scattered   whether a layer has act-order
+    towers      whether the model has other parts than a language model, though their tensors may be missing
 
     Raises BridgeError for AWQ layers of different group sizes.
     """
@@ -46,7 +53,7 @@ def labels_of(
         said = {**_mlx_mode(usual), **own}
         return {"quantization": said, "quantization_config": said}
     if format == "compressed-tensors":
-        return {"quantization_config": _compressed_labels(layers, floats)}
+        return {"quantization_config": _compressed_labels(layers, [*floats, *([_TOWERS] if towers else [])])}
     if format == "hqq":
         params = {"nbits": usual.bits, "group_size": usual.group_size, "axis": 1, "view_as_float": False}
         settings = {"weight_quant_params": params}
@@ -138,12 +145,15 @@ def _compressed_labels(layers: Mapping[str, Groups], floats: Iterable[str]) -> d
 
 def _target(name: str) -> str:
     """A layer's name; a pattern of both where transformers' modules have other names than checkpoints."""
+    if name == _TOWERS:
+        return name
     pattern = re.escape(name)
     for ours, both in _RENAMED.items():
         pattern = pattern.replace(re.escape(ours), both)
     return name if pattern == re.escape(name) else f"re:{pattern}$"
 
 
+_TOWERS = r"re:.*(visual|vision_tower|vision_model|multi_modal_projector|audio_tower|embed_vision|embed_audio)\."
 _RENAMED = {
     "backbone.": r"(backbone|model)\.",  # Nemotron-H
     "block_sparse_moe.gate": r"(block_sparse_moe\.gate|mlp\.(gate|router))",

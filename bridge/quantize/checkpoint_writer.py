@@ -38,6 +38,7 @@ from bridge.system.text import percent, size_text, summarise_notes
 
 _CHUNK = 8 << 20  # bytes of floats copied at a time
 _BLOCK = re.compile(r"(.*?\.)?\d+\.")  # model.layers.0. of a layer's name
+_TOWERS = frozenset({"vision_config", "audio_config"})  # keys of the config of a model of several parts
 
 
 class Floats(Protocol):
@@ -188,17 +189,22 @@ class CheckpointWriter:
     def __exit__(self, *_: object) -> None:
         self._folder.__exit__()
 
-    def add(self, tensor: GroupedTensor | Fp4Tensor | PackedTensor) -> None:
-        """Write one layer. Raises BridgeError if it is not as announced, or the format cannot hold it."""
+    def add(self, tensor: GroupedTensor | Fp4Tensor | PackedTensor, first: int | None = None) -> None:
+        """Write one layer, or its rows from `first` on. Raises BridgeError if it is not as announced, or the format
+        cannot hold it.
+
+        first  of rows that fill whole words, one run after another; HQQ with less than 5 bits takes whole layers only
+        """
         name = tensor.name
         if name not in self._todo:
             raise BridgeError(f"{name}: is not a layer to be quantized, or was added twice")
         layout = _layout_of(self._format, self._layers[name])
         bits, size, symmetric, kind = self._layers[name]
-        count, columns = tensor.scales.shape[1], self._shapes[name][1]
+        out, columns = self._shapes[name]
+        begin, rows, count = first or 0, out if first is None else len(tensor.scales), tensor.scales.shape[1]
         groups = -(-columns // size) if size > 0 else 1
-        found = "int" if isinstance(tensor, GroupedTensor) else tensor.kind
-        if (found, tensor.bits, tensor.shape, count) != (kind, bits, self._shapes[name], groups):
+        own = "int" if isinstance(tensor, GroupedTensor) else tensor.kind
+        if (own, tensor.bits, tensor.shape, count) != (kind, bits, (rows, columns), groups):
             raise BridgeError(
                 f"{name}: is {list(tensor.shape)} of {tensor.bits} bits in {count} groups per row; "
                 f"announced was {list(self._shapes[name])} of {bits} bits in groups of {size}"
@@ -213,10 +219,13 @@ class CheckpointWriter:
                 raise BridgeError(f"{name}: was announced as symmetric, but has zero points")
             self._asymmetric |= asymmetric
             self._scattered |= not tensor.sequential
+        shapes = layout.shapes(bits, size, (out, columns))
         for part, values in layout.pack(tensor).items():
             if f"{name}.{part}" in self._places:
-                self._write(f"{name}.{part}", [values])
-        self._todo.remove(name)
+                found = np.array((out, columns), values.dtype) if part == layout.shaped else values
+                self._write_rows(f"{name}.{part}", found, shapes[part][1], begin, out)
+        if begin + rows == out:
+            self._todo.remove(name)
 
     def finish(self, floats: Mapping[str, np.ndarray] | None = None) -> Written:
         """Write everything else, sync, and rename into place.
@@ -307,19 +316,35 @@ class CheckpointWriter:
                 out.write(head)
                 out.truncate(self._files[file])
 
-    def _write(self, name: str, pieces: Iterable[np.ndarray]) -> None:
-        """Write the bytes of a tensor, piece by piece."""
+    def _write(self, name: str, pieces: Iterable[np.ndarray], at: int = 0, step: int = 0) -> None:
+        """Write the bytes of a tensor, piece by piece.
+
+        at    byte of the first
+        step  bytes from one to the next; 0: there are none in between
+        """
         file, start = self._places[name]
 
         def write() -> None:
             with open(self._folder.folder / file, "rb+") as out:
-                out.seek(start)
-                for piece in pieces:
+                out.seek(start + at)
+                for i, piece in enumerate(pieces):
+                    if step:
+                        out.seek(start + at + i * step)
                     out.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
                     self._done += piece.nbytes
                     self._tick(self._done, self._nbytes, name)
 
         self._folder.guard(write, name)
+
+    def _write_rows(self, name: str, values: np.ndarray, shape: tuple[int, ...], first: int, out: int) -> None:
+        """Write what a tensor of this shape has of the rows from `first` on of a layer of `out` rows."""
+        if values.shape == shape:
+            if first == 0:
+                self._write(name, [values])
+        elif values.shape[1:] == shape[1:]:
+            self._write(name, [values], first * shape[0] // out * (values.nbytes // len(values)))
+        else:  # rows of the layer are columns of it
+            self._write(name, values, first * shape[1] // out * values.itemsize, shape[1] * values.itemsize)
 
     def _copied(self, info: TensorInfo) -> Iterable[np.ndarray]:
         """A float tensor as it is stored, in slices of rows."""
@@ -336,7 +361,12 @@ class CheckpointWriter:
         if not self._layers:
             return {"config.json": self._ckpt.config, **self._index()}
         labels = labels_of(
-            self._format, self._layers, self._left(), asymmetric=self._asymmetric, scattered=self._scattered
+            self._format,
+            self._layers,
+            self._left(),
+            asymmetric=self._asymmetric,
+            scattered=self._scattered,
+            towers=self._has_towers(),
         )
         configs: dict[str, Any] = {"config.json": {**self._ckpt.config, **labels}}
         if self._format.startswith("gptq"):
@@ -355,7 +385,11 @@ class CheckpointWriter:
         names = [
             n.removesuffix(".weight") for n, i in self._floats.items() if n.endswith(".weight") and len(i.shape) == 2
         ]
-        return [name for name in names if _BLOCK.match(name) or "proj" in name]
+        return [n for n in names if n != "lm_head" and (self._has_towers() or _BLOCK.match(n) or "proj" in n)]
+
+    def _has_towers(self) -> bool:
+        """Whether the model has other parts than a language model."""
+        return not _TOWERS.isdisjoint(self._ckpt.config)
 
 
 def write_checkpoint(

@@ -404,7 +404,7 @@ def test_an_interrupted_export_leaves_what_was_there_and_nothing_else(
 ) -> None:
     path, out = tmp_path / "m.gguf", tmp_path / "new"
     bridge.convert(CHECKPOINT, path)
-    for where in ("conversion.export._report", "quantize.checkpoint_writer.sync"):
+    for where in ("conversion.export.lost", "quantize.checkpoint_writer.sync"):
         monkeypatch.setattr(f"bridge.{where}", lambda *_: _raise(problem))
         with pytest.raises((KeyboardInterrupt, OSError, BridgeError)) as caught:
             bridge.export(path, out, "gptq_v2", config=CHECKPOINT)
@@ -505,3 +505,28 @@ def test_exported_floats_have_the_logits_of_the_gguf(name, own, converted, tmp_p
         bridge.export(tmp_path / "m.gguf", tmp_path / "new", config=source, dtype="F32")
         expected = predict(source, tokens)
     assert mean_kl(expected, predict(tmp_path / "new", tokens)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("type", "format"),
+    [
+        *(("Q4_0", format) for format in ("gptq", "gptq_p", "awq", "compressed-tensors", "mlx")),
+        *((type, format) for type in ("Q8_0", "Q4_K") for format in ("gptq_v2", "hqq")),
+        ("Q6_K", "compressed-tensors"),
+    ],
+)
+def test_a_layer_is_written_in_pieces_as_it_is_at_once(type: str, format: str, tmp_path: Path, monkeypatch) -> None:
+    """Layers of up to 768 rows, and pieces of 128."""
+    path = native(type, tmp_path)
+    expected = bridge.export(path, tmp_path / "whole", format, config=CHECKPOINT)
+    for limit in ("_WORDS_AT_ONCE", "_TRANSPOSED_AT_ONCE", "_CODES_AT_ONCE"):
+        monkeypatch.setattr(f"bridge.conversion.layer_forms.{limit}", 1)
+    done = bridge.export(path, tmp_path / "pieces", format, config=CHECKPOINT)
+    assert any(t.bits for t in done.tensors)
+    assert [(t.name, t.how, t.bits, t.group_size) for t in done.tensors] == [
+        (t.name, t.how, t.bits, t.group_size) for t in expected.tensors
+    ]
+    for one, other in zip(expected.tensors, done.tensors, strict=True):
+        assert other.nmse == pytest.approx(one.nmse, rel=1e-6)
+    first, second = (tmp_path / name / "model.safetensors" for name in ("whole", "pieces"))
+    assert first.read_bytes() == second.read_bytes()

@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import bridge
 from bridge.errors import BridgeError
 from bridge.models.families import ALL
 from bridge.models.gguf_config import family_of_gguf
+from bridge.models.tower import TOWER_NAME
 from tests.support.family_models import MODELS, copy_tokenizer, new_model, randomized
 
 torch = pytest.importorskip("torch")
@@ -41,6 +43,18 @@ def gguf_of(name: str, folder: Path, type: str, **fields: Any) -> Path:
     return path
 
 
+def wide_experts(name: str, size: int) -> dict[str, Any]:
+    """Fields that give a model experts of whole blocks; another size than the hidden one, where stacks are turned."""
+    fields = MODELS[name][1]
+    if "text_config" in fields:
+        return {"text_config": fields["text_config"] | wide_fields(fields["text_config"], size)}
+    return wide_fields(fields, size)
+
+
+def wide_fields(fields: dict[str, Any], size: int) -> dict[str, Any]:
+    return {"moe_intermediate_size": size} if "moe_intermediate_size" in fields else {}
+
+
 def logits(model: Any) -> Any:
     with torch.no_grad():
         return model(TOKENS).logits
@@ -63,16 +77,72 @@ def test_floats_have_the_logits_of_the_checkpoint_that_the_gguf_came_from(name: 
     assert (logits(loaded(tmp_path / "new")) - expected).norm() < 1e-4 * expected.norm()
 
 
-@pytest.mark.parametrize("name", families("gpt2", "falcon-h1"))  # Conv1D stays floats; not run packed
+# Conv1D stays floats, as Mamba's projections do; Falcon-H1 has weights that its factors multiply
+@pytest.mark.parametrize("name", families("gpt2", "falcon-h1", "mamba2"))
 def test_layers_with_codes_have_the_logits_of_the_gguf(name: str, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
-    experts = {"moe_intermediate_size": 32} if "moe_intermediate_size" in MODELS[name][1] else {}
-    path = gguf_of(name, tmp_path, "Q8_0", **experts)
+    path = gguf_of(name, tmp_path, "Q8_0", **wide_experts(name, 32))
     done = bridge.export(path, tmp_path / "new", "compressed-tensors", dtype="F32")
     assert {tensor.how for tensor in done.tensors if tensor.bits} == {"exact"}
     expected = logits(bridge.nn.load(path, precision="f32"))
     halves = any(".experts." in tensor.name for tensor in done.tensors if tensor.bits)  # transformers makes them so
     assert (logits(loaded(tmp_path / "new")) - expected).norm() < (5e-3 if halves else 1e-4) * expected.norm()
+
+
+def whole_models() -> list[Any]:
+    """The models of several parts, in both formats; with their weights, or their config alone."""
+    names = [name for name, (_, fields) in MODELS.items() if "text_config" in fields]
+    formats = {name: ("floats", "compressed-tensors") for name in names} | {"qwen3-vl-moe": ("floats",)}
+    cases = [(name, format, tower) for name in names for format in formats[name] for tower in (True, False)]
+    plain = [("mistral3", "floats", False)]
+    return [case if case in plain else pytest.param(*case, marks=pytest.mark.exhaustive) for case in cases]
+
+
+@pytest.mark.parametrize(("name", "format", "tower"), whole_models())
+def test_with_the_config_of_a_whole_model_the_checkpoint_is_of_that(
+    name: str, format: str, tower: bool, tmp_path: Path
+) -> None:
+    """Its tower comes from the config's folder, or is missing, and a note says so."""
+    path = gguf_of(name, tmp_path, "F32" if format == "floats" else "Q8_0", **wide_experts(name, 64))
+    expected = logits(loaded(tmp_path / "model") if format == "floats" else bridge.nn.load(path, precision="f32"))
+    if not tower:
+        (tmp_path / "model/model.safetensors").unlink()
+    done = bridge.export(path, tmp_path / "new", format, config=tmp_path / "model", dtype="F32")
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "new")
+    how = {"dtype": torch.float32, "attn_implementation": "eager", "output_loading_info": True}
+    model, told = getattr(transformers, config.architectures[0]).from_pretrained(tmp_path / "new", **how)
+    assert not told["unexpected_keys"]
+    assert not told["mismatched_keys"]
+    assert all(TOWER_NAME.match(key) for key in told["missing_keys"])
+    assert bool(told["missing_keys"]) == (not tower)
+    assert any(("come from" if tower else "are missing") in note for note in done.notes)
+    assert (logits(model.eval()) - expected).norm() < 1e-3 * expected.norm()
+
+
+@pytest.mark.exhaustive
+def test_a_model_without_layers_of_codes_is_refused(tmp_path: Path) -> None:
+    path = gguf_of("mamba2", tmp_path, "Q8_0")
+    with pytest.raises(BridgeError, match="has no layer that compressed-tensors holds; choose format='floats'"):
+        bridge.export(path, tmp_path / "new", "compressed-tensors")
+
+
+@pytest.mark.exhaustive
+def test_experts_of_a_whole_model_are_stacks_as_floats_and_modules_with_codes(tmp_path: Path) -> None:
+    """vLLM reads both of Qwen3-VL-MoE, transformers the stacks."""
+    path = gguf_of("qwen3-vl-moe", tmp_path, "Q8_0", **wide_experts("qwen3-vl-moe", 64))
+    experts = "model.language_model.layers.0.mlp.experts"
+    for format, name in (("floats", f"{experts}.gate_up_proj"), ("gptq", f"{experts}.0.gate_proj.qweight")):
+        bridge.export(path, tmp_path / format, format, config=tmp_path / "model")
+        with bridge.open_checkpoint(tmp_path / format) as made:
+            assert name in made.store.tensors
+
+
+def test_a_tower_that_is_not_of_floats_is_refused(tmp_path: Path) -> None:
+    path = gguf_of("mistral3", tmp_path, "F32")
+    codes = np.zeros((2, 2), np.uint8)
+    save_file({"vision_tower.patch_conv.weight": codes}, tmp_path / "model/model.safetensors")
+    with pytest.raises(BridgeError, match=r"patch_conv\.weight is U8; take the float model's config and weights"):
+        bridge.export(path, tmp_path / "new", config=tmp_path / "model")
 
 
 def test_every_family_has_a_way_back() -> None:

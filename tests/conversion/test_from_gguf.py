@@ -136,16 +136,16 @@ def test_a_gguf_is_read_as_the_checkpoint_that_it_was_made_of(source, tmp_path) 
     assert not home.exists()
 
 
-def calibrated_alike(model, path, config, folder, text) -> None:
+def calibrated_alike(model, path, config, folder, text, type="Q4_K") -> None:
     """A checkpoint and its GGUF of F32, quantized with the same text, are the same."""
     calibrate = bridge.Calibration(text, samples=8, length=32, method="gptq")
     found = []
     for source, given in ((model, None), (path, config)):
         out = folder / f"{source.name}.out"
-        bridge.convert(source, out, type="Q4_K", calibrate=calibrate, config=given)
+        bridge.convert(source, out, type=type, calibrate=calibrate, config=given, mmproj_type="none")
         found.append(read_gguf(out).tensors)
     assert found[0].keys() == found[1].keys()
-    assert any(t.type == "Q4_K" for t in found[0].values())
+    assert any(t.type == type for t in found[0].values())
     for name, tensor in found[0].items():
         assert np.array_equal(tensor.raw, found[1][name].raw), name
 
@@ -172,6 +172,17 @@ def test_rows_that_the_gguf_has_in_another_order_are_calibrated_in_the_checkpoin
     np.save(tmp_path / "tokens.npy", np.random.default_rng(1).integers(0, 320, (8, 32)))
     bridge.convert(model, tmp_path / "m.gguf", type="F32")
     calibrated_alike(model, tmp_path / "m.gguf", model, tmp_path, tmp_path / "tokens.npy")
+
+
+@pytest.mark.exhaustive
+def test_a_language_model_is_calibrated_with_the_config_of_the_whole_model(tmp_path) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    from tests.conversion.test_export_families import gguf_of
+
+    path = gguf_of("mistral3", tmp_path, "F32")
+    np.save(tmp_path / "tokens.npy", np.random.default_rng(1).integers(0, 320, (8, 32)))
+    calibrated_alike(tmp_path / "model", path, tmp_path / "model", tmp_path, tmp_path / "tokens.npy", "Q8_0")
 
 
 def test_a_gguf_that_was_made_of_another_is_verified_against_it(source, tmp_path) -> None:

@@ -51,6 +51,7 @@ class PackedLayout:
     shapes   (bits, group size, (out, in)) -> its tensors' dtypes and shapes
     pack     module -> its tensors
     zeros    the tensor that a symmetric module lacks, if there is one
+    shaped   the tensor that holds a module's shape, if there is one
     """
 
     name: str
@@ -58,6 +59,7 @@ class PackedLayout:
     shapes: Callable[[int, int, tuple[int, int]], Shapes]
     pack: Callable[[Any], Parts]
     zeros: str = ""
+    shaped: str = ""
 
 
 def check(tensor: GroupedTensor, layout: PackedLayout) -> np.ndarray:
@@ -321,8 +323,8 @@ LAYOUTS = {
     },
     "awq": PackedLayout("awq", _awq_refusal, _awq_shapes, _awq),
     "compressed-tensors": PackedLayout(
-        "compressed-tensors", _compressed_refusal, _compressed_shapes, _compressed, zeros="weight_zero_point"
+        "compressed-tensors", _compressed_refusal, _compressed_shapes, _compressed, "weight_zero_point", "weight_shape"
     ),
-    "hqq": PackedLayout("hqq", _hqq_refusal, _hqq_shapes, _hqq),
+    "hqq": PackedLayout("hqq", _hqq_refusal, _hqq_shapes, _hqq, shaped="shape"),
     "mlx": PackedLayout("mlx", _mlx_refusal, _mlx_shapes, _mlx),
 }

@@ -58,5 +58,6 @@ QWEN3_VL_MOE = replace(
     metadata=_deepstack,
     wrapped=True,
     # the published files have each expert's matrices transposed
+    whole_own="^",
     table=tuple(replace(row, also=(f"{row.also[-1]}^",)) if "*" in row.source else row for row in QWEN3_MOE.table),
 )

@@ -1,0 +1,268 @@
+"""What a layer of a GGUF becomes in a checkpoint's format, and its codes, some rows at a time.
+
+    form = form_of(place, "mlx", None, first_rows_tell=True)     None: it stays in floats
+    for rows in slices(place.shape, "mlx", form):
+        tensor = codes_at(place, "mlx", form, rows, room)
+        error += lost(place, "mlx", form, tensor, rows)
+
+Bits and groups are those of the blocks if the format holds them (`codes_of_blocks`), else of rounding to nearest.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from bridge.blocks import TYPES
+from bridge.checkpoint.formats.fp4_layouts import fp4_obstacle
+from bridge.checkpoint.formats.layouts import (
+    GPTQ_BITS,
+    HQQ_BITS,
+    HQQ_SIZES,
+    MLX_BITS,
+    MLX_SIZES,
+    PLANAR_BITS,
+    mlx_biases,
+)
+from bridge.checkpoint.grouped import GroupedTensor, PackedTensor
+from bridge.conversion.codes_of_blocks import (
+    codes_of,
+    fp4_of,
+    fp4_scales,
+    is_plain,
+    own_noise,
+    packed_of,
+    regrouped,
+    rounded,
+)
+from bridge.conversion.gguf_source import Place
+from bridge.encode.block_words import TILE, TYPES_IN_WORDS, Room
+from bridge.encode.limits import REQUANTIZED_LIMIT
+from bridge.quantize.checkpoint_writer import Groups, refusal
+from bridge.runtime.cpu.dequantize import FLOATS
+
+BITS: dict[str, tuple[int, ...]] = {
+    "gptq": GPTQ_BITS, "gptq_v2": GPTQ_BITS, "gptq_p": PLANAR_BITS, "awq": (4,), "compressed-tensors": (4, 8),
+    "mlx": MLX_BITS, "hqq": HQQ_BITS, "modelopt": (),
+}  # fmt: skip
+EXACT, ALL_CODES, ROUNDED, AS_FLOATS = "exact", "all codes", "rounded", "floats"
+_OFFSET_SIZES = {"mlx": MLX_SIZES, "hqq": HQQ_SIZES}  # formats with any zero points, and their group sizes
+_IN_WORDS = ("gptq", "gptq_v2", "gptq_p", "compressed-tensors", "mlx")  # formats that pack consecutive codes
+_AT_ONCE = 1 << 20  # values of a layer that are rounded or compared
+# what is written at once: bytes of words, which stay in a core's cache unless rows are their columns; codes of a byte
+_WORDS_AT_ONCE, _TRANSPOSED_AT_ONCE, _CODES_AT_ONCE = 4 << 20, 32 << 20, 4 << 20
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a layer is written, which its data tells: what becomes of it, and how the format describes it.
+
+    how      EXACT, ROUNDED, or ALL_CODES, which only its error tells from EXACT
+    offsets  zero points are not whole numbers
+    packed   codes and scales of the blocks are the format's, see `packed_of`
+    """
+
+    how: str
+    groups: Groups
+    offsets: bool = False
+    packed: bool = False
+
+
+def form_of(place: Place, format: str, bits: int | None, first_rows_tell: bool) -> Form | None:
+    """What a layer becomes in a format; None if it stays in floats.
+
+    bits             those that it is rounded to, if it is
+    first_rows_tell  whether its blocks are packed as they are
+    """
+    type, shape = place.stored.type, (place.part.shape[0], place.part.shape[1])
+    if place.part.change is not None or type in FLOATS:
+        return None
+    if format == "mlx" and len(place.tensor.parts) > 1:
+        return None
+    first = fp4_of(place.part.module, type, place.raw(slice(1), ordered=False), place.scale)
+    if (
+        first is not None
+        and fp4_obstacle(format, first) is None
+        and (
+            first_rows_tell
+            or all(fp4_scales(type, place.raw(rows, ordered=False)) is not None for rows in _runs(shape))
+        )
+    ):
+        return Form(EXACT, Groups(4, first.group_size, True, first.kind), packed=True)
+    for offsets in (False, True) if format in _OFFSET_SIZES else (False,):
+        found = _coded_form(place, format, offsets, first_rows_tell)
+        if found is not None:
+            break
+    else:
+        found = _rounded_form(place, format, bits)
+    return None if found is None or refusal(format, found.groups, shape) else found
+
+
+def _coded_form(place: Place, format: str, offsets: bool, first_rows_tell: bool) -> Form | None:
+    """Bits and groups of a layer that keeps its codes; None where the format does not hold them.
+
+    Of a plain type, some rows tell both mostly; the others are only looked through for scales that do not fit, or not
+    at all with `first_rows_tell`.
+    """
+    type, shape = place.stored.type, (place.part.shape[0], place.part.shape[1])
+    block, width, size, middle, plain = TYPES.get(type), 0, shape[1], True, True
+    if block is None:
+        return None
+    own = (block.levels - 1).bit_length(), block.sub
+    in_words = type in TYPES_IN_WORDS and format in _IN_WORDS
+    most = next((n for n in BITS[format] if n >= own[0]), 0)
+    for rows in _runs(shape, first=16):
+        if rows.start and plain and in_words and first_rows_tell and (width, size) == own:
+            break
+        raw = place.raw(rows, ordered=False)
+        plain &= is_plain(type, raw)
+        if (width, size) == (most, block.sub) and plain:
+            continue
+        tensor = _coded("", type, raw, format, BITS[format], offsets)
+        if tensor is None:
+            return None
+        width, size = max(width, tensor.bits), min(size, tensor.group_size)
+        middle &= bool((tensor.zeros == 1 << (tensor.bits - 1)).all())
+    packed = plain and in_words and (width, size) == own
+    return Form(EXACT, _groups(width, size, middle, shape, format), offsets, packed)
+
+
+def _coded(
+    name: str, type: str, raw: np.ndarray, format: str, bits: tuple[int, ...], offsets: bool
+) -> GroupedTensor | None:
+    """The codes of blocks in groups that a format has; None where it does not hold them."""
+    tensor = codes_of(name, type, raw, bits, offsets)
+    if tensor is not None and format in _OFFSET_SIZES:
+        tensor = regrouped(tensor, _OFFSET_SIZES[format])
+        if tensor is not None and not np.isfinite(mlx_biases(tensor)).all():
+            return None
+    if tensor is None or not np.isfinite(tensor.scales).all() or (format == "gptq" and (tensor.zeros == 0).any()):
+        return None
+    return tensor
+
+
+def _rounded_form(place: Place, format: str, bits: int | None) -> Form | None:
+    """Bits of a layer that is rounded to nearest; None where the format has too few, or groups of 32 do not fit."""
+    shape = place.part.shape[0], place.part.shape[1]
+    if shape[1] % 32:
+        return None
+    noise = noise_of(place)
+    limit = REQUANTIZED_LIMIT * noise if noise is not None and bits is None else np.inf
+    for width in BITS[format] if bits is None else (bits,):
+        if bits is None and width < 8 and noise is None:
+            continue
+        error, finite = 0.0, True
+        for rows in _runs(shape):
+            weights = place.floats(rows)
+            found = _rounded(place.part.module, weights, width, format)
+            finite &= bool(np.isfinite(found.scales).all())
+            error += float(np.square(found.dequantize() - weights, dtype=np.float64).sum())
+            if width < 8 and not error <= limit:
+                break
+        if finite and (width == 8 or error <= limit):
+            return Form(ROUNDED, _groups(width, 32, _is_symmetric(width, format), shape, format))
+    return None
+
+
+def _is_symmetric(bits: int, format: str) -> bool:
+    """Whether layers are rounded around the middle: below 8 bits they have zero points, but for compressed-tensors,
+    which transformers does not load with them."""
+    return bits == 8 or format == "compressed-tensors"
+
+
+def _rounded(name: str, weights: np.ndarray, bits: int, format: str) -> GroupedTensor:
+    """Weights rounded to nearest, in groups of 32."""
+    return rounded(name, weights, bits, _is_symmetric(bits, format), least=format == "gptq")
+
+
+def _groups(bits: int, size: int, middle: bool, shape: tuple[int, int], format: str) -> Groups:
+    """How a format describes a layer; `middle`: all zero points are the middle of the codes."""
+    whole = 32 < size == shape[1] and format not in _OFFSET_SIZES  # rows of 32 are groups as other layers have
+    return Groups(bits, -1 if whole else size, format == "compressed-tensors" and middle)
+
+
+def slices(shape: tuple[int, ...], format: str, form: Form) -> Iterator[slice]:
+    """Runs of rows that cover a layer, each as much as is packed at once."""
+    bits = form.groups.bits
+    if format == "hqq" and bits < 5:  # a word has codes of rows that are far apart
+        return iter([slice(0, shape[0])])
+    if not form.packed:
+        return _runs(shape, _CODES_AT_ONCE)
+    return _runs(shape, (_TRANSPOSED_AT_ONCE if _is_transposed(format) else _WORDS_AT_ONCE) * 8 // bits)
+
+
+def codes_at(place: Place, format: str, form: Form, rows: slice, room: Room) -> GroupedTensor | PackedTensor:
+    """Rows of a layer in the form that was found. Raises NotPlain where first rows did not tell it."""
+    module, type, shape = place.part.module, place.stored.type, (rows.stop - rows.start, place.part.shape[1])
+    if form.how == ROUNDED:
+        parts = [_rounded(module, place.floats(run), form.groups.bits, format) for run in _runs_of(rows, shape[1])]
+        codes, scales, zeros = (
+            np.concatenate(x) for x in zip(*((p.codes, p.scales, p.zeros) for p in parts), strict=True)
+        )
+        return replace(parts[0], codes=codes, scales=scales, zeros=zeros)
+    if form.packed:
+        pieces = (place.raw(run) for run in _runs_of(rows, shape[1]))
+        return packed_of(module, type, pieces, shape, place.scale, _is_transposed(format), room)
+    found = _coded(module, type, place.raw(rows), format, (form.groups.bits,), form.offsets)
+    assert found is not None  # `form_of` looked through all rows
+    size = form.groups.group_size if form.groups.group_size > 0 else shape[1]
+    if found.group_size != size:  # these rows are more alike than all are
+        found = regrouped(found, (size,))
+        assert found is not None
+    return found
+
+
+def lost(
+    place: Place, format: str, form: Form, tensor: GroupedTensor | PackedTensor, rows: slice
+) -> tuple[float, float]:
+    """The squared error of rows as a format has them, and their squared weights; 0 where they are the blocks'."""
+    error, signal = 0.0, 0.0
+    if isinstance(tensor, GroupedTensor) and (form.how == ROUNDED or _is_changed(place.stored.type, format)):
+        for run in _runs_of(rows, place.part.shape[1]):
+            weights = place.floats(run)
+            held = _held(tensor, format, slice(run.start - rows.start, run.stop - rows.start))
+            error += float(np.square(held - weights, dtype=np.float64).sum())
+            signal += float(np.square(weights, dtype=np.float64).sum())
+    return error, signal
+
+
+def _is_transposed(format: str) -> bool:
+    return format.startswith("gptq")
+
+
+def noise_of(place: Place) -> float | None:
+    """The noise of a layer's type by itself, see `own_noise`."""
+    found = [own_noise(place.stored.type, place.raw(rows, ordered=False)) for rows in _runs(place.part.shape)]
+    return None if found[0] is None else sum(n for n in found if n is not None)
+
+
+def _is_changed(type: str, format: str) -> bool:
+    """Whether a format rounds the scales or offsets of a type whose codes it holds."""
+    return TYPES[type].is_k or (TYPES[type].has_min and format != "mlx")
+
+
+def _held(tensor: GroupedTensor, format: str, rows: slice) -> np.ndarray:
+    """float32 of some rows of a layer as the checkpoint has it."""
+    if format not in _OFFSET_SIZES:
+        return tensor.dequantize(rows)
+    scales = tensor.scales[rows].astype(np.float32)
+    codes, scales = tensor.codes[rows], np.repeat(scales, tensor.group_size, 1)
+    if format == "mlx":
+        return codes * scales + np.repeat(mlx_biases(tensor)[rows].astype(np.float32), tensor.group_size, 1)
+    zeros = tensor.zeros[rows].astype(np.float16).astype(np.float32)
+    return (codes - np.repeat(zeros, tensor.group_size, 1)) * scales
+
+
+def _runs_of(rows: slice, columns: int) -> Iterator[slice]:
+    """The runs of some rows."""
+    for run in _runs((rows.stop - rows.start, columns)):
+        yield slice(rows.start + run.start, rows.start + run.stop)
+
+
+def _runs(shape: tuple[int, ...], at_once: int = _AT_ONCE, first: int | None = None) -> Iterator[slice]:
+    """Slices of rows of about `at_once` values that cover a matrix, whole tiles; `first`: rows of the first."""
+    step, start = max(TILE, at_once // shape[1] // TILE * TILE), 0
+    while start < shape[0]:
+        stop = min(start + (min(first, step) if first and start == 0 else step), shape[0])
+        yield slice(start, stop)
+        start = stop
