@@ -9,7 +9,7 @@ there are also files of ours of one type (embeddings and layers in it, the head 
 their loss is interpolated between the two neighbouring types, the logarithm of KL against size.
 
 The measure is the mean Kullback-Leibler divergence from the float model over windows of the test text, of all the
-weights in the file, in float32 arithmetic. Files are kept in --folder and reused.
+weights in the file, in float32 arithmetic, with its standard error over windows. Files are kept in --folder and reused.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 from benchlib import head, line, machine, parser
-from benchlib.divergence import FloatModel
+from benchlib.divergence import Divergence, FloatModel
 
 from bridge.blocks.read import WRITTEN
 from bridge.conversion.converter import convert, plan_checkpoint
@@ -46,7 +46,7 @@ class Bench(FloatModel):
     def __init__(self, options: argparse.Namespace, files: Path) -> None:
         super().__init__(options)
         self.files = files
-        self.settings = Calibration(options.calibrate, options.samples, options.length)
+        self.settings = Calibration(options.calibrate, options.samples, options.length, sweeps=options.sweeps)
         self._rounded: dict[tuple[str, str], np.ndarray] = {}  # by weights and type: presets have many in common
 
         self.imatrix = files / f"{self.folder.name}.imatrix.gguf"
@@ -57,14 +57,14 @@ class Bench(FloatModel):
                 found[t.name] = squares[None], np.array([self.calibration.size])
         write_imatrix(self.imatrix, found, options.length, [options.calibrate.name])
 
-    def preset(self, name: str) -> tuple[int, float]:
+    def preset(self, name: str) -> tuple[int, Divergence]:
         """Size and KL divergence of llama.cpp's file."""
         plan = plan_checkpoint(self.folder, type=name, imatrix=self.imatrix)
         weights = dict(self.weights)
         for t in plan.tensors:
             if t.type in WRITTEN:
                 weights[str(t.source)] = self._by_ggml(str(t.source), t.type)
-        return file_bytes(plan), self.divergence(weights).mean
+        return file_bytes(plan), self.divergence(weights)
 
     def _by_ggml(self, key: str, type: str) -> np.ndarray:
         """Float32 weights that ggml's quantizer has rounded."""
@@ -73,7 +73,7 @@ class Bench(FloatModel):
             self._rounded[key, type] = dequantize.rows(type, blocks)
         return self._rounded[key, type]
 
-    def made(self, name: str, **options: Any) -> tuple[int, float, str]:
+    def made(self, name: str, **options: Any) -> tuple[int, Divergence, str]:
         """Size and KL divergence of one of our files, and the seconds that making it took."""
         path = self.files / f"{self.folder.name}-{name}.gguf"
         seconds = ""
@@ -82,7 +82,7 @@ class Bench(FloatModel):
             report = convert(self.folder, path, calibrate=self.settings, **options)
             seconds = f"{time.perf_counter() - begun:.0f}"
             print(*(note for note in report.notes if note.startswith("size budget")), sep="\n", file=sys.stderr)
-        return path.stat().st_size, self.divergence(gguf_weights(path)).mean, seconds
+        return path.stat().st_size, self.divergence(gguf_weights(path)), seconds
 
 
 def main() -> None:
@@ -93,17 +93,17 @@ def main() -> None:
         presets = {name: bench.preset(name) for name in PRESETS if name not in _TERNARY}
         print(head("llama.cpp's preset", "bytes", "KL"))
         for name, (size, loss) in sorted(presets.items(), key=lambda p: p[1][0]):
-            line(name, size, f"{loss:.3e}")
+            line(name, size, loss)
         uniform = one_type(bench, max(presets[name][0] for name in options.presets)) if options.one_type else []
         columns = "bytes of", "bytes", "KL", "bytes left", "over that preset", "over the best of no more bytes"
         print(f"\n{head(*columns, 'the best', 'over one type, interpolated', 'seconds')}")
         for name in options.presets:
             size, theirs = presets[name]
-            best = min((n for n in presets if presets[n][0] <= size), key=lambda n: presets[n][1])
+            best = min((n for n in presets if presets[n][0] <= size), key=lambda n: presets[n][1].mean)
             own_size, own, seconds = bench.made(f"{size}", budget=Budget(size, swaps=options.swaps))
-            alike = f"{own / interpolated(uniform, size):.3f}" if uniform else ""
-            ratios = f"{own / theirs:.3f}", f"{own / presets[best][1]:.3f}"
-            line(name, size, f"{own:.3e}", size - own_size, *ratios, best, alike, seconds)
+            alike = f"{own.mean / interpolated(uniform, size):.3f}" if uniform else ""
+            ratios = own.over(theirs), own.over(presets[best][1])
+            line(name, size, own, size - own_size, *ratios, best, alike, seconds)
 
 
 def one_type(bench: Bench, largest: int) -> list[tuple[int, float]]:
@@ -115,8 +115,8 @@ def one_type(bench: Bench, largest: int) -> list[tuple[int, float]]:
             break
         types = {"tensor_types": [(r"^(blk|token_embd)\b", type)], "output_type": "Q6_K"}
         size, loss, seconds = bench.made(f"all-{type}", **types)
-        found.append((size, loss))
-        line(type, size, f"{loss:.3e}", seconds)
+        found.append((size, loss.mean))
+        line(type, size, loss, seconds)
     return found
 
 
@@ -137,7 +137,10 @@ def parse() -> argparse.Namespace:
         "--presets", nargs="*", default=SIZES, metavar="NAME", help=f"whose bytes ours have; default: {' '.join(SIZES)}"
     )
     options.add_argument("--one-type", action="store_true", help="also make files of one type each")
-    options.add_argument("--swaps", type=int, default=24, metavar="N", help="swaps in a search; default: %(default)s")
+    options.add_argument("--swaps", type=int, default=0, metavar="N", help="swaps in a search; default: %(default)s")
+    options.add_argument(
+        "--sweeps", type=int, default=2, metavar="N", help="sweeps of refinement in ours; default: %(default)s"
+    )
     options.add_argument("--folder", type=Path, metavar="DIR", help="where to keep the files")
     return options.parse_args()
 

@@ -117,7 +117,7 @@ class Budget:
         metavar="X",
         parse=float,
     )
-    swaps: int = option(24, "maximum number of trial models used to improve the allocation", metavar="N", parse=count)
+    swaps: int = option(0, "maximum number of swaps of types that trial models judge", metavar="N", parse=count)
     requantize: bool = option(False, "choose types for tensors that could keep their codes too, where that pays")
     plan_out: Path | None = option(
         None, "write the plan found, with the curve of KL divergence against size", metavar="PLAN.json", parse=Path

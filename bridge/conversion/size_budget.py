@@ -1,12 +1,12 @@
 """A size budget: the type of each tensor of a plan chosen so that the file fits its bytes and the model loses least.
 
 What a tensor loses in each type is estimated from a text (`quantize.budget.sensitivity`), the types are allocated
-under the exact limit and judged by the KL divergence that trial models measure (`quantize.budget.search`). Tensors
-that keep their codes, norms, and tensors with a type from the user stay as planned, and count with their bytes.
+under the exact limit, and trial models measure the KL divergence, and swaps of types (`quantize.budget.search`).
+Tensors that keep their codes, norms, and tensors with a type from the user stay as planned, and count with their bytes.
 
 Cost: a pass of the text for the Hessians (quantizing takes four to six), for each layer and type that of quantizing 32
-rows, a pass of 4096 tokens there and back, and for each of about 40 trial models one of these tokens, or a quarter of
-them for single layers, through half the layers, on average.
+rows, a pass of 4096 tokens there and back, one of these through a trial model, and at most 32 of a quarter of them
+through half the layers, on average; with swaps, a pass of all 4096 for each.
 """
 
 from __future__ import annotations
@@ -41,9 +41,8 @@ if TYPE_CHECKING:
 
     from bridge.quantize.float_model import FloatModel
 
-_GROUPS = 32  # maximum number of groups of tensors whose estimates are checked
+_GROUPS = 32  # maximum number of groups of tensors that are measured by themselves
 _CURVE = 13  # points
-_WINDOW = 256  # tokens of a trial's sequences
 _BATCHES = 4  # at least, of which `Divergence.measure_few` takes one
 
 
@@ -212,45 +211,46 @@ class _Search:
             layers.measure(passes, tokens)
             divergence = Divergence(passes, layers.squares.get, folder, embedding_and_head, settings.memory)
 
-            def trial_of(taken: np.ndarray) -> Trial:
+            def trial_of(taken: np.ndarray, scales: np.ndarray) -> Trial:
                 trial = {}
-                for item, option in zip(self.items, taken.tolist(), strict=True):
+                for item, option, by in zip(self.items, taken.tolist(), scales.tolist(), strict=True):
                     for part in item.tensor.parts:
                         if option != FLOAT:
                             type = item.types[option]
-                            trial[part.module] = Rounded(type, layers.costs[part.module][type].error_ratio, item.scale)
+                            ratio = by * layers.costs[part.module][type].error_ratio
+                            trial[part.module] = Rounded(type, ratio, item.scale)
                 return trial
 
-            def measure(taken: np.ndarray, as_new_base: bool) -> float:
+            def measure(taken: np.ndarray, scales: np.ndarray, as_new_base: bool) -> float:
                 if not as_new_base:
                     self._step("trial models")
-                return divergence.measure(trial_of(taken), as_new_base)
+                return divergence.measure(trial_of(taken, scales), as_new_base)
 
             def measure_alone(taken: np.ndarray) -> float:
                 self._step("trial models")
-                return divergence.measure_few(trial_of(taken))
+                return divergence.measure_few(trial_of(taken, np.ones(len(taken))))
 
-            losses = [
+            self.losses = [
                 np.array([sum(layers.costs[p.module][t].loss for p in item.tensor.parts) for t in item.types])
                 for item in items
             ]
             sizes = [item.sizes for item in items]
-            self.found = search(sizes, losses, limit, measure, measure_alone, self.groups, budget.swaps)
+            self.found = search(sizes, self.losses, limit, measure, measure_alone, self.groups, budget.swaps)
 
     def types(self) -> dict[str, tuple[str, str]]:
         """The type of each tensor, and why."""
         return {
             item.tensor.name: (item.types[t], f"size budget: adds {own[t]:.1e} nats a token")
-            for item, own, t in zip(self.items, self.found.losses, self.found.taken, strict=True)
+            for item, own, t in zip(self.items, self.losses, self.found.taken, strict=True)
         }
 
     def note(self) -> str:
         """What was measured, for people."""
         found = self.found
-        text = (
-            f"KL divergence about {found.measured[-1]:.1e} nats a token ({found.measured[0]:.1e} before {found.trials} "
-            f"trial models on {self.probe.numel()} tokens"
-        )
+        text = f"KL divergence about {found.measured[-1]:.1e} nats a token ("
+        if len(found.measured) > 1:
+            text += f"{found.measured[0]:.1e} before swaps; "
+        text += f"{found.trials} trial models on {self.probe.numel()} tokens"
         if len(self.groups) > 1:
             text += f"; rank correlation of estimated and measured losses {found.agreement():.2f}"
         return f"{text})"
@@ -268,19 +268,21 @@ class _Search:
         least, most = (sum(int(f(s)) for s in sizes) for f in (np.min, np.max))
         limits = np.linspace(least, most, _CURVE).astype(np.int64)
         points = []
-        for taken in (self.found.taken, *(allocate(sizes, self.found.losses, limit) for limit in limits.tolist())):
+        for taken in (self.found.taken, *(allocate(sizes, self.losses, limit) for limit in limits.tolist())):
             size = sum(int(s[t]) for s, t in zip(sizes, taken, strict=True))
-            loss = sum(float(x[t]) for x, t in zip(self.found.losses, taken, strict=True))
+            loss = sum(float(x[t]) for x, t in zip(self.losses, taken, strict=True))
             points.append((fixed + size, loss))
         return sorted(set(points))
 
 
 def _probe(tokens: torch.Tensor, count: int) -> torch.Tensor:
-    """Windows of the text for trial models, int64 [windows, at most 256 tokens], evenly spaced, of `count` tokens.
+    """Windows of the text for trial models, int64 [windows, length], evenly spaced, of `count` tokens.
 
-    If all sequences start with the same token, which is BOS, so do the windows.
+    They are as long as the sequences, unless there would be fewer than `_BATCHES`: errors of q and k are felt more at
+    later positions. In a small Llama they cost up to 2.9 times as much with 512 tokens as with 256. If all sequences
+    start with the same token, which is BOS, so do the windows.
     """
-    length = min(_WINDOW, tokens.shape[1])
+    length = min(max(1, count // _BATCHES), tokens.shape[1])
     windows = tokens[:, : tokens.shape[1] // length * length].reshape(-1, length)
     chosen = np.linspace(0, len(windows) - 1, min(len(windows), max(1, count // length))).round()
     windows = windows[chosen.astype(np.int64)]
@@ -290,7 +292,7 @@ def _probe(tokens: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _groups(tensors: Sequence[PlannedTensor]) -> list[list[int]]:
-    """Tensors whose estimates are corrected together: single ones, or those of a kind in a range of layers."""
+    """Tensors that are measured together: single ones, or those of a kind in a range of layers."""
     if len(tensors) <= _GROUPS:
         return [[i] for i in range(len(tensors))]
     kinds = {t.kind for t in tensors}

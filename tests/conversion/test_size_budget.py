@@ -354,24 +354,50 @@ def test_swaps_never_raise_what_is_measured_and_find_what_estimates_cannot_know(
     losses = [rng.uniform(0.5, 2) * np.array([16.0, 6, 2, 0.3]) for _ in sizes]
     tried = []
 
-    def measure(taken: np.ndarray, keep: bool) -> float:
-        own = [0.0 if t == FLOAT else float(x[t]) for x, t in zip(losses, taken, strict=True)]
+    def measure(taken: np.ndarray, scales: np.ndarray, keep: bool) -> float:
+        own = [0.0 if t == FLOAT else float(x[t]) * s for x, t, s in zip(losses, taken, scales, strict=True)]
         tried.append(taken.copy())
         return sum(own) + 10 * min(own[0], own[1])
 
     limit = 21
 
     def measure_alone(taken: np.ndarray) -> float:
-        return measure(taken, False)
+        return measure(taken, np.ones(6), False)
 
     plain = search(sizes, losses, limit, measure, measure_alone, [], 0)
     found = search(sizes, losses, limit, measure, measure_alone, [[i] for i in range(6)], 12)
     assert found.measured == sorted(found.measured, reverse=True)
     assert found.measured[0] == plain.measured[0]
     assert found.measured[-1] < 0.8 * plain.measured[-1]
-    assert measure(found.taken, False) == found.measured[-1]
+    assert measure(found.taken, found.scales, False) == found.measured[-1]
     whole = [t for t in tried if FLOAT not in t]
     assert all(sum(int(s[o]) for s, o in zip(sizes, t, strict=True)) <= limit for t in whole)
+
+
+def test_estimates_allocate_and_scale_the_errors_of_trials() -> None:
+    """A trial that feels one tensor too little does not take bits from it."""
+    sizes, losses = [np.array([2, 3, 4])] * 3, [np.array([9.0, 3, 1])] * 3
+    felt = np.array([1.0, 0.5, 1])
+
+    def measure(taken: np.ndarray, scales: np.ndarray, keep: bool) -> float:
+        return sum(float(x[t]) * by for x, t, by in zip(losses, taken, felt * scales, strict=True) if t != FLOAT)
+
+    found = search(sizes, losses, 9, measure, lambda taken: measure(taken, np.ones(3), False), [[0], [1], [2]], 6)
+    assert found.taken.tolist() == [1, 1, 1]
+    assert found.scales.tolist() == [1, 2, 1]
+    assert found.measured == [9]
+    assert found.estimated.tolist() == [3, 3, 3]
+    assert found.alone.tolist() == [3, 1.5, 3]
+
+
+def test_trials_have_windows_as_long_as_the_sequences() -> None:
+    """Errors of q and k are felt more at later positions; four windows are the least that a quarter is taken of."""
+    from bridge.conversion.size_budget import _probe
+
+    tokens = torch.arange(1, 1 + 16 * 512).reshape(16, 512)
+    assert _probe(tokens, 4096).tolist() == tokens[[0, 2, 4, 6, 9, 11, 13, 15]].tolist()
+    assert _probe(tokens.reshape(4, 2048), 4096).shape == (4, 1024)
+    assert _probe(tokens[:2, :32], 4096).shape == (2, 32)
 
 
 def test_codes_that_are_carried_keep_their_type_and_count_with_their_bytes(tokens: Path, tmp_path: Path) -> None:
