@@ -50,7 +50,7 @@ _OFFSET_SIZES = {"mlx": MLX_SIZES, "hqq": HQQ_SIZES}  # formats with any zero po
 _IN_WORDS = ("gptq", "gptq_v2", "gptq_p", "compressed-tensors", "mlx")  # formats that pack consecutive codes
 _AT_ONCE = 1 << 20  # values of a layer that are rounded or compared
 # what is written at once: bytes of words, which stay in a core's cache unless rows are their columns; codes of a byte
-_WORDS_AT_ONCE, _TRANSPOSED_AT_ONCE, _CODES_AT_ONCE = 4 << 20, 32 << 20, 4 << 20
+_WORDS_AT_ONCE, _TRANSPOSED_AT_ONCE, _CODES_AT_ONCE = 1 << 20, 32 << 20, 4 << 20
 
 
 @dataclass(frozen=True)
