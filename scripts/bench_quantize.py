@@ -13,6 +13,8 @@ gptq-gguf-toolkit. Types of 4-bit floats are compared with rounding to nearest: 
 --auto-round adds auto-round's GGUF (its linears only), and --groups compares GPTQ and AWQ on groups with
 llm-compressor; each runs in a Python that has it.
 
+--ik-llama adds a table of the types of ik_llama.cpp, given its shared library and the same imatrix.
+
 --steps adds a line for each step: weighted scales, columns by falling diag H, refinement, targets from the float
 model's inputs (gptaq), what the loss feels of a layer's outputs (two-sided). The last two are there in any case.
 """
@@ -34,6 +36,7 @@ from bridge.quantize import Method, superblocks
 from bridge.quantize.grids.superblock import SuperblockGrid
 from scripts.peers import auto_round_gguf, ggml, nvfp4, reference
 from scripts.peers.gguf_file import Blocks, gguf_weights
+from scripts.peers.ik_llama_cpp import IkLlamaCpp
 
 
 class Unweighted(SuperblockGrid):
@@ -97,6 +100,8 @@ def main() -> None:
     if options.json:
         record = {"model": options.model.name, "machine": machine(), "bits_of": "linears", "formats": points}
         options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    if options.ik_llama:
+        print_ik_llama(float_model, options.ik_llama)
     if options.groups:
         print_groups(float_model, outputs, options.groups)
 
@@ -113,6 +118,21 @@ def peer_blocks(float_model: FloatModel, name: str) -> dict[str, Blocks]:
     return made
 
 
+def print_ik_llama(float_model: FloatModel, library: Path) -> None:
+    """A table of ik_llama.cpp's own types."""
+    peer = IkLlamaCpp(library)
+    texts = [test.stem for test in float_model.tests]
+    print("\n" + head("type of ik_llama.cpp", "bits", *texts))
+    linears = reference.linears(float_model.weights)
+    for name in peer.types:
+        weights, nbytes = dict(float_model.weights), 0
+        for key in linears:
+            weights[key], size = peer.rounded(weights[key], name, float_model.importance[key])
+            nbytes += size
+        bits = 8 * nbytes / sum(weights[key].size for key in linears)
+        line(name, f"{bits:.2f}", *float_model.divergence(weights).by_text())
+
+
 def parse() -> argparse.Namespace:
     required = {"required": True}
     common = ("model", "--calibrate", "--test", "--samples", "--length", "--windows", "--threads", "--json")
@@ -124,6 +144,7 @@ def parse() -> argparse.Namespace:
     options.add_argument("--steps", action="store_true", help="print a line for each step")
     options.add_argument("--last-step", action="store_true", help="leave all steps but the last out")
     options.add_argument("--llama-cpp", action="store_true", help="also run every result in llama.cpp")
+    options.add_argument("--ik-llama", type=Path, metavar="LIBGGML", help="the shared library of ik_llama.cpp")
     options.add_argument("--groups", type=Path, metavar="PYTHON", help="a Python that has llm-compressor")
     options.add_argument("--auto-round", type=Path, metavar="PYTHON", help="a Python that has auto-round")
     return options.parse_args()

@@ -212,7 +212,7 @@ def test_the_table_of_fidelity_is_of_the_figures_that_the_picture_shows():
 
 
 def test_the_table_of_quantizing_is_of_the_figures_that_the_picture_shows():
-    shown = {row[0]: (float(row[1]), float(row[2])) for row in cells("quantize.md", "| | ggml with imatrix")}
+    shown = {row[0]: (float(row[2]), float(row[3])) for row in cells("quantize.md", "| type | bits | ggml, imatrix")}
     formats = measured("quantize")["formats"]
     theirs, ours = (
         {row["name"]: row["kl"] for row in formats if row["maker"].startswith(maker)} for maker in ("llama", "gguf")

@@ -18,14 +18,14 @@ import gguf
 import numpy as np
 
 from bridge.errors import BridgeError, parameter
-from bridge.models.arguments import Arguments, read_arguments
+from bridge.models.arguments import Arguments, listed_layers, read_arguments
 from bridge.models.families import ALL
 from bridge.models.family import HEAD, Family
 from bridge.models.gguf_tokenizer import read_tokenizer
 from bridge.models.gguf_values import typed
 from bridge.models.model_config import Config
 from bridge.models.outline import Outline, OutlineTensor
-from bridge.models.prediction import left_out, predicting_in, with_prediction, without_prediction
+from bridge.models.prediction import apart_again, left_out, predicting_in, with_prediction, without_prediction
 from bridge.models.provenance import read_provenance
 from bridge.models.table import fill_table, turned_back
 from bridge.models.wrapper import ANY_TEXT, has_parts, renamed, text_config, text_names, whole_name
@@ -66,10 +66,11 @@ def describe_model(
     own, others = text_names(names) if family.wrapped else ({name: name for name in names}, [])
     more: list[str] = []
     inner = text_config(config) if family.wrapped else config
-    layers, extra = inner.get("num_hidden_layers"), 0
+    listed = listed_layers(Config(inner, folder / "config.json", names=family.names))
+    layers, extra = inner.get("num_hidden_layers", len(listed or ()) or None), 0
     if family.predicts is not None and isinstance(layers, int):
         if family.predicts == "carried" and not no_mtp:
-            own, extra = with_prediction(own, layers)
+            own, extra = with_prediction(own, layers, family.mtp, family.block)
         else:
             own, more = without_prediction(own, layers)
     if family.prefix:
@@ -152,9 +153,9 @@ def tensors_of_gguf(
         args = replace(args, predicting=predicting_in(stored, args.layers))
     args = _with_own(args, family, values)
     outline = turned_back(family, args, stored, quantized)
-    if whole:
-        sources = (part.source for tensor in outline.tensors for part in tensor.parts)
-        renamed(outline, {name: whole_name(name, config) for name in sources})
+    sources = {part.source for tensor in outline.tensors for part in tensor.parts}
+    names = {name: apart_again(name, args.layers, family.mtp) for name in sources}
+    renamed(outline, {name: whole_name(own, config) if whole else own for name, own in names.items()})
     found, known = [], {tensor.name for tensor in outline.tensors}
     for tensor in outline.tensors:
         if tensor.name in stored:

@@ -160,7 +160,7 @@ def read_arguments(config: Config, keys: Mapping[str, Any]) -> Arguments:
     usual_width = shared_inner or expert_inner or keys.get("inner_per_hidden", 0) * hidden or None
     inner, layers = (
         width("intermediate_size", usual_width),
-        config.repeats("num_hidden_layers", len(_listed(config) or ()) or None),
+        config.repeats("num_hidden_layers", len(listed_layers(config) or ()) or None),
     )
     return Arguments(
         hidden, inner, layers, heads, kv_heads, head_dim,
@@ -185,14 +185,14 @@ def _leading(config: Config, default: int | None) -> int:
     return config.integer(key, default) if default is not None and config.get(key, default) != 0 else 0
 
 
-def _listed(config: Config) -> list[Any] | None:
+def listed_layers(config: Config) -> list[Any] | None:
     """The kinds of a config.json's layers, as a list or a letter for each; they may stand in for their number."""
     kinds = config.get("layer_types", config.get("hybrid_override_pattern"))
     return list(kinds) if isinstance(kinds, (list, str)) else None
 
 
 def _kinds(config: Config, layers: int) -> tuple[str, ...]:
-    kinds = _listed(config)
+    kinds = listed_layers(config)
     if kinds is None or len(kinds) != layers or not all(isinstance(kind, str) for kind in kinds):
         raise BridgeError(f"{config.path}: layer_types is {kinds!r:.80}, must name the kind of each of {layers} layers")
     return tuple(kinds)

@@ -125,6 +125,8 @@ class Family:
     wrapped        whether the language model may be a part of a larger one, see `wrapper`
     predicts       what becomes of extra layers, or mtp.*, that predict further tokens at once: "carried", or "dropped"
                    where llama.cpp's converter drops them; None: there are none; see `prediction`
+    mtp            modules after mtp. -> what they are called in a layer, where checkpoints have mtp.*; all others are
+                   called the same
     prefix         the start of all names in the table, which some checkpoints omit
     chosen         whether it is the one for a config.json, where an architecture's name stands for several families
     tokenizer      tokenizer.ggml.model of a tokenizer.json with byte fallback
@@ -150,6 +152,7 @@ class Family:
     rotary: bool = True
     wrapped: bool = False
     predicts: str | None = None
+    mtp: Mapping[str, str] = field(default_factory=dict)
     prefix: str = ""
     chosen: Callable[[Config], bool] = lambda _config: True
     tokenizer: str = "llama"
@@ -157,6 +160,11 @@ class Family:
     whole_own: str = ""
     apart: bool = False
     named_as: str = ""
+
+    @property
+    def block(self) -> str:
+        """What the numbers of layers follow in the table, "model.layers"."""
+        return next(row.source.partition(".{}.")[0] for row in self.table if "{}" in row.source)
 
 
 EMBEDDINGS = Row("model.embed_tokens", "vocab hidden")

@@ -333,7 +333,8 @@ def _nemotron(get: Keys, names: Collection[str], values: dict[str, Any]) -> dict
     pairs = zip(get("attention.head_count_kv"), get("feed_forward_length"), strict=True)
     kinds = ["attention" if count else network if width else "mamba" for count, width in pairs]
     own: dict[str, Any] = {
-        "layers_block_type": kinds, "mamba_num_heads": heads, "mamba_head_dim": inner // heads,
+        "layers_block_type": kinds[: values["num_hidden_layers"]],  # what predicts further tokens is none of them
+        "mamba_num_heads": heads, "mamba_head_dim": inner // heads,
         "n_groups": get("ssm.group_count"), "ssm_state_size": get("ssm.state_size"),
         "conv_kernel": get("ssm.conv_kernel"),
     }  # fmt: skip
@@ -341,7 +342,7 @@ def _nemotron(get: Keys, names: Collection[str], values: dict[str, Any]) -> dict
         own |= {
             "n_shared_experts": get("expert_shared_count", 1), "norm_topk_prob": bool(get("expert_weights_norm", True)),
             "routed_scaling_factor": get("expert_weights_scale", 1.0), "n_group": get("expert_group_count", 1),
-            "topk_group": get("expert_group_used_count", 1),
+            "topk_group": get("expert_group_used_count", 1), "moe_latent_size": get("moe_latent_size"),
         }  # fmt: skip
     return own
 

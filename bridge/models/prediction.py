@@ -7,22 +7,17 @@ number in ARCH.nextn_predict_layers. What is no other layer has is blk.N.nextn.*
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from bridge.models.arguments import Arguments
 from bridge.models.family import Row
 
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_LAYER = re.compile(r"(?:model|backbone)\.layers\.(?P<layer>\d+)\.(?P<rest>.*)")
 _BLOCK = re.compile(r"blk\.(\d+)\.")
-_APART = re.compile(r"(?:model\.)?mtp\.(?:layers\.(?P<layer>\d+)\.)?(?P<rest>.*)")
-# names of Qwen's that belong to no layer -> what they are called in one
-_OF_A_LAYER = {
-    "fc.weight": "eh_proj.weight",
-    "pre_fc_norm_embedding.weight": "enorm.weight",
-    "pre_fc_norm_hidden.weight": "hnorm.weight",
-    "norm.weight": "shared_head.norm.weight",
-}
+_APART = re.compile(r"(?:model\.)?mtp\.(?P<all>(?:layers\.(?P<layer>\d+)\.)?(?P<rest>.*))")
+# Qwen's modules of mtp.* that belong to no layer there
+QWENS = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm"}
 
 
 def predicts(args: Arguments, layer: int) -> bool:
@@ -44,11 +39,28 @@ def prediction(norms: str | None = None) -> tuple[Row, ...]:
     return tuple(replace(r, name=f"nextn.{r.source.replace('.', '_')}.weight", layers=predicts) for r in rows)
 
 
-def with_prediction(names: dict[str, str], layers: int) -> tuple[dict[str, str], int]:
-    """Names (-> the checkpoint's) with those of mtp.* as layers after the others, and the number of such layers."""
-    own = {_numbered(name, layers): stored for name, stored in names.items()}
-    found = [int(layer[1]) for name in own if (layer := _LAYER.match(name))]
+def with_prediction(
+    names: dict[str, str], layers: int, mtp: Mapping[str, str], block: str
+) -> tuple[dict[str, str], int]:
+    """Names (-> the checkpoint's) with those of mtp.* as layers after the others, and the number of such layers.
+
+    mtp    as `Family.mtp`
+    block  what the numbers of layers follow in the family's table, "model.layers"
+    """
+    own = {_numbered(name, layers, mtp, block): stored for name, stored in names.items()}
+    found = [int(layer["layer"]) for name in own if (layer := _LAYER.match(name))]
     return own, max(0, max(found, default=-1) + 1 - layers)
+
+
+def apart_again(name: str, layers: int, mtp: Mapping[str, str]) -> str:
+    """A name that `with_prediction` returns as a checkpoint has it; without `mtp` it is the same."""
+    found = _LAYER.fullmatch(name)
+    if not mtp or found is None or (layer := int(found["layer"]) - layers) < 0:
+        return name
+    for stored, module in mtp.items():
+        if found["rest"].startswith(f"{module}."):
+            return f"mtp.{stored}{found['rest'].removeprefix(module)}"
+    return f"mtp.layers.{layer}.{found['rest']}"
 
 
 def without_prediction(names: dict[str, str], layers: int) -> tuple[dict[str, str], list[str]]:
@@ -56,7 +68,7 @@ def without_prediction(names: dict[str, str], layers: int) -> tuple[dict[str, st
 
     def one_of_them(name: str) -> bool:
         found = _LAYER.match(name)
-        return name.startswith(("mtp.", "model.mtp")) or (found is not None and int(found[1]) >= layers)
+        return name.startswith(("mtp.", "model.mtp")) or (found is not None and int(found["layer"]) >= layers)
 
     return {n: stored for n, stored in names.items() if not one_of_them(n)}, [n for n in names if one_of_them(n)]
 
@@ -73,10 +85,11 @@ def left_out(names: Collection[str]) -> list[str]:
     return [f"{len(names)} tensors that predict further tokens at once (MTP) are dropped: they affect only speed"]
 
 
-def _numbered(name: str, layers: int) -> str:
+def _numbered(name: str, layers: int, mtp: Mapping[str, str], block: str) -> str:
     apart = _APART.fullmatch(name)
     if apart is None:
         return name
-    if apart["layer"] is not None:
-        return f"model.layers.{layers + int(apart['layer'])}.{apart['rest']}"
-    return f"model.layers.{layers}.{_OF_A_LAYER.get(apart['rest'], apart['rest'])}"
+    for stored, module in mtp.items():
+        if apart["all"].startswith(f"{stored}."):
+            return f"{block}.{layers}.{module}{apart['all'].removeprefix(stored)}"
+    return f"{block}.{layers + int(apart['layer'] or 0)}.{apart['rest']}"

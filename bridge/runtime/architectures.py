@@ -21,6 +21,7 @@ class Graph:
     clamped          gpt-oss's form of silu and of what it multiplies, see cpu/expert_ops.py
     scaled           embeddings are multiplied by the root of their width
     alone            each layer is attention, or what takes its place, or a network: not both
+    side_by_side     layers with a state have attention as well, which reads the same; what both make is added
     unrotated_every  every n-th layer rotates nothing; 0: all rotate
     full_every       every n-th layer attends to everything, the others to a window; 0: all to everything
     named_windows    the metadata names the layers with a window
@@ -47,6 +48,7 @@ class Graph:
     clamped: bool = False
     scaled: bool = False
     alone: bool = False
+    side_by_side: bool = False
     unrotated_every: int = 0
     full_every: int = 0
     named_windows: bool = False
@@ -73,6 +75,7 @@ ARCHITECTURES = {
     "gemma4": Graph(
         normed=True, post_norm=True, gelu=True, scaled=True, values_normed=True, beside=True, named_windows=True
     ),
+    "gemma3n": Graph(normed=True, post_norm=True, gelu=True, scaled=True, values_normed=True, named_windows=True),
     "gpt-oss": Graph(late_norm=True, clamped=True, full_every=2, one_rotation=True, sinks=True),
     "glm4moe": Graph(late_norm=True),  # normed in GLM-4.5 and later large ones, not in Air
     "exaone4": Graph(normed=True, pre_norm=False, post_norm=True),
@@ -90,6 +93,9 @@ ARCHITECTURES = {
     "gpt2": Graph(layer_norm=True, gated=False, gelu=True, unrotated_every=1),  # positions are embedded
     "deepseek2": Graph(neighbours=True), "mistral4": Graph(neighbours=True),
     "lfm2": Graph(normed=True), "lfm2moe": Graph(normed=True), "granitehybrid": Graph(neighbours=True),
+    "falcon-h1": Graph(side_by_side=True), "mamba2": Graph(alone=True),
+    "jamba": Graph(unrotated_every=1),
+    "apertus": Graph(normed=True, gated=False),
     "nemotron_h": _NEMOTRON_H, "nemotron_h_moe": _NEMOTRON_H,
     "qwen35": _DELTA, "qwen35moe": _DELTA, "qwen3next": _DELTA,
 }  # fmt: skip

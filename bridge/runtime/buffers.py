@@ -16,6 +16,7 @@ from bridge.runtime.latent import LatentBuffers
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.recurrent import RecurrentBuffers
 from bridge.runtime.steps import MIN_VALUES_TO_SHARE, Parts, Table
+from bridge.runtime.streams import StreamBuffers
 from bridge.runtime.weights import Layer
 
 
@@ -56,19 +57,27 @@ class DecodeBuffers:
         self.n = n
         self.caches = list(caches)
         self.x, self.xn, self.delta = (buffer(n, c.hidden) for _ in range(3))
-        kinds = {own: HeadBuffers(c, own, n) for own in {c.heads_of(i) for i in range(c.layers)}}
-        self.heads = [kinds[c.heads_of(i)] for i in range(c.layers)]
+        kinds = {own: HeadBuffers(c, own, n) for own in {c.heads_of(i) for i in c.attending}}
+        self.heads = {i: kinds[c.heads_of(i)] for i in c.attending}
+        self.attention = buffer(n, c.hidden if c.graph.side_by_side else 0)  # what it adds to that of a state
         self.latent = LatentBuffers(c, n) if c.latent else None
         widths = {width: (buffer(n, width), buffer(n, width)) for width in {c.inner_of(i) for i in range(c.layers)}}
         self.gated = [widths[c.inner_of(i)] for i in range(c.layers)]  # gate and up
         self.beside = [buffer(n, c.hidden) for _ in range(3 if c.experts and c.graph.beside else 0)]
         self.inputs, self.projected = (buffer(n, c.layers * c.each_input) for _ in range(2))  # layer by layer
         self.input = buffer(n, c.each_input)
+        self.streams: StreamBuffers | None = None
+        streams = [layer.streams for layer in layers if layer.streams is not None]
+        if streams:
+            self.streams = StreamBuffers(streams, self.x, self.xn, c.norm_eps)
+        ranks = {layer.laurel.left.shape[0] for layer in layers if layer.laurel is not None}
+        self.low_rank = {rank: buffer(n, rank) for rank in ranks}
+        self.laurel = buffer(n, c.hidden if ranks else 0)
         self.tokens = np.zeros(n, np.int64)
         self.starts = np.zeros(len(caches), np.int64)
         self.spans = np.ones(1, np.int64)
         most = -(-caches[0].rows // attn.SPAN) if self.steps else 1
-        widest = max(own.dim for own in kinds)
+        widest = max((own.dim for own in kinds), default=0)
         self.parts = np.zeros((len(caches), c.heads, most, widest), np.float32)
         self.sums = np.zeros((len(caches), c.heads, most, 2), np.float32)
         self.block = np.zeros((c.layers, len(caches), attn.WORDS), np.int64)
@@ -96,12 +105,6 @@ class DecodeBuffers:
         """Use the present engine of a matrix."""
         if isinstance(self.way, Table):
             self.way.slots.refresh(matrix)
-
-    def mixed(self, index: int, layer: Layer) -> np.ndarray:
-        """What the output matrix of attention, or of what takes its place, is multiplied by."""
-        if self.recurrent is not None and layer.recurrent is not None:
-            return self.recurrent.out
-        return self.heads[index].attended
 
     def begin(self, tokens: Sequence[int]) -> None:
         """Set the tokens and their positions."""
@@ -139,8 +142,9 @@ class DecodeBuffers:
             self.recurrent.store_in(index, cache)
 
     def fill_blocks(self, c: DecoderConfig, layers: Sequence[Layer], positions: Positions) -> None:
-        """attention.py's block of every layer and cache."""
-        for i, layer in enumerate(layers):
+        """attention.py's block of every layer with attention, and cache."""
+        for i in self.heads:
+            layer = layers[i]
             cos, sin = positions.local_angles if c.windowed(i) else positions.angles
             own = c.heads_of(i)
             by_head = is_by_head(own, layer.q_norm)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from bridge.errors import BridgeError
 from bridge.runtime.architectures import ARCHITECTURES, Graph
+from bridge.runtime.cpu.stream_ops import STREAMS
 from bridge.runtime.recurrent_config import MAMBA, RecurrentConfig, read_recurrent
 
 # EXAONE 4's model of 64 layers, which llama.cpp knows by these: layers with a window alone are rotated
@@ -17,10 +19,10 @@ _EXAONE4_WINDOWS = 64, replace(ARCHITECTURES["exaone4"], full_every=4, one_rotat
 _LARGEST = {"gemma2": 46, "gemma3": 62}  # layers of the 27 B models, whose scores are scaled by the hidden size's share
 _WINDOWS = {"gemma2": 4096, "exaone4": 4096, "llama4": 8192}  # if no key says so
 _LATENT = {"deepseek2", "mistral4"}
-_UNSCALED = {"gemma4"}  # scores
+_UNSCALED = {"gemma3n", "gemma4"}  # scores
 _COUNT_SHARED = {"glm4moe": 0, "deepseek2": 0, "mistral4": 0, "llama4": 1}  # the shared expert is so many times as wide
 # weights of the experts used do not sum to one, if no key says so
-_UNNORMALIZED = {"qwen2moe", "glm4moe", "deepseek2", "mistral4", "llama4", "nemotron_h_moe"}
+_UNNORMALIZED = {"qwen2moe", "glm4moe", "deepseek2", "mistral4", "llama4", "nemotron_h_moe", "jamba"}
 _SIGMOID = {"glm4moe", "minimax-m2", "nemotron_h_moe", "llama4"}  # routers, if no key says so
 _MAVERICK = 128  # experts of the Llama 4 that does not normalize q and k
 _LLAMA4_TEMPERATURE = 0.1, 8192, 1  # factor, length and offset, see `temperatures`
@@ -107,7 +109,10 @@ class DecoderConfig:
     temperature_length: int = 1
     temperature_offset: int = 0
     each_input: int = 0  # elements of what each layer gets of a token's own; 0: they get nothing
+    streams: int = 0  # of activations, if there are several: see cpu/stream_ops.py
+    sparsity: tuple[float, ...] = ()  # of each layer: deviations above the mean that its gate's values are cut at
     relu2: bool = False  # relu squared in place of silu
+    xielu: tuple[tuple[float, ...], ...] = ()  # of each layer, see decoder_ops.py
     recurrent: RecurrentConfig | None = None  # the layers with a state, where there are some
     inners: tuple[int, ...] = ()  # of each layer, if not all are alike; 0: it has no network
     predicting: int = 0  # layers after the others, each of which predicts one token further: see prediction.py
@@ -123,7 +128,10 @@ class DecoderConfig:
     @property
     def attending(self) -> list[int]:
         """The layers with attention."""
-        return [i for i in range(self.layers) if self.mixes(i) and not (self.recurrent and self.recurrent.layers[i])]
+        layers = [i for i in range(self.layers) if self.mixes(i)]
+        if self.recurrent is None or self.graph.side_by_side:
+            return layers
+        return [i for i in layers if not self.recurrent.layers[i]]
 
     @property
     def stored(self) -> dict[int, int]:
@@ -257,17 +265,20 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
     layers = get("block_count", int) - predicting
     if (arch, layers) == ("exaone4", _EXAONE4_WINDOWS[0]):
         graph = _EXAONE4_WINDOWS[1]
-    heads, hidden = get("attention.head_count", int), get("embedding_length", int)
+    hidden = get("embedding_length", int)
     inner, inners = _inner_sizes(metadata, arch, layers, get, path)
     networks = {layer for layer, size in enumerate(inners) if size} if graph.alone else set()
     recurrent = read_recurrent(metadata, arch, layers, networks, get, path)
     windows = _named_windows(metadata, arch, layers, path) if graph.named_windows else ()
-    kv_heads, local_kv = _kv_heads(metadata, arch, heads, windows, path)
-    head_dim = get("attention.key_length", int, max(1, hidden // heads))
-    rotated = get("rope.dimension_count", int, head_dim)
+    heads = kv_heads = local_kv = head_dim = rotated = 0
+    if recurrent is None or graph.side_by_side or not all(recurrent.layers):
+        heads = get("attention.head_count", int)
+        kv_heads, local_kv = _kv_heads(metadata, arch, heads, windows, path)
+        head_dim = get("attention.key_length", int, max(1, hidden // heads))
+        rotated = get("rope.dimension_count", int, head_dim)
     if recurrent is not None and recurrent.kind == MAMBA and metadata.get(f"{arch}.rope.scaling.finetuned") is False:
         rotated = 0  # llama.cpp's sign for it
-    if heads % kv_heads:
+    if kv_heads and heads % kv_heads:
         raise BridgeError(f"{path}: {heads} heads cannot share {kv_heads} key-value heads; convert the model again")
     latent = None
     if arch in _LATENT:
@@ -289,7 +300,8 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
                 f"values or {heads} of queries cannot run here; convert the model again"
             )
     values = head_dim if latent is None else latent.rank
-    if get("attention.value_length", int, values) != values or head_dim % 2 or rotated % 2 or rotated > head_dim:
+    same = not heads or get("attention.value_length", int, values) == values
+    if not same or head_dim % 2 or rotated % 2 or rotated > head_dim:
         raise BridgeError(
             f"{path}: heads of {head_dim} for keys, {metadata.get(f'{arch}.attention.value_length')} for values with "
             f"{rotated} rotated cannot run here; keys and values must have the same even size"
@@ -301,7 +313,7 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
         raise BridgeError(f"{path}: unknown rope scaling {scaling!r}: must be none, linear or yarn")
     window = int(metadata.get(f"{arch}.attention.sliding_window", _WINDOWS.get(arch, 0)))
     base = get("rope.freq_base", float, 10000.0)
-    share = hidden // heads if _LARGEST.get(arch) == layers else head_dim
+    share = hidden // heads if _LARGEST.get(arch) == layers else head_dim or 1
     scale = get("attention.scale", float, 1.0 if arch in _UNSCALED else share**-0.5)
     size = get("rope.scaling.attn_factor", float, 1.0)
     growth = float(metadata.get(f"{arch}.rope.scaling.yarn_log_multiplier", 0.0)) * math.log(factor)
@@ -348,7 +360,7 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
         latent=latent,
         experts=experts,
         leading=leading,
-        expert_every=get("interleave_moe_layer_step", int, 1),
+        expert_every=2 if arch == "jamba" else get("interleave_moe_layer_step", int, 1),
         expert_inner=expert_inner,
         shared_inner=shared_inner,
         routing=_read_routing(metadata, get, path, experts) if experts else Routing(),
@@ -366,6 +378,9 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
         temperature_length=length or original,
         temperature_offset=offset,
         each_input=int(metadata.get(f"{arch}.embedding_length_per_layer_input", 0)),
+        streams=_read_streams(metadata, arch, path) if arch == "gemma3n" else 0,
+        sparsity=tuple(metadata.get(f"{arch}.activation_sparsity_scale", ())),
+        xielu=_read_xielu(metadata, layers, path) if arch == "apertus" else (),
         relu2=graph.alone or metadata.get("bitnet.hidden_activation") == "relu2",
         inners=inners,
         recurrent=recurrent,
@@ -377,6 +392,8 @@ def _inner_sizes(
 ) -> tuple[int, tuple[int, ...]]:
     """Elements between the matrices of a network: the most, and those of each layer where they differ."""
     found = metadata.get(f"{arch}.feed_forward_length")
+    if found == 0 and ARCHITECTURES[arch].alone:
+        return 0, ()
     if not isinstance(found, list):
         return get("feed_forward_length", int), ()
     sizes = tuple(int(size) for size in found[:layers])
@@ -386,6 +403,33 @@ def _inner_sizes(
             "model again"
         )
     return max(sizes), sizes if len({*sizes}) > 1 else ()
+
+
+def _read_streams(metadata: Mapping[str, Any], arch: str, path: Path) -> int:
+    """How many streams of activations there are; BridgeError for others than cpu/stream_ops.py knows."""
+    count, active = metadata.get(f"{arch}.altup.num_inputs"), metadata.get(f"{arch}.altup.active_idx", 0)
+    if (count, active) != (STREAMS, 0):
+        raise BridgeError(
+            f"{path}: {count} streams of activations (altup.num_inputs), of which layers read number {active}, cannot "
+            f"run here; must be {STREAMS}, and the first"
+        )
+    return STREAMS
+
+
+def _read_xielu(metadata: Mapping[str, Any], layers: int, path: Path) -> tuple[tuple[float, ...], ...]:
+    """Of each layer alpha_n, alpha_p, beta and eps, as cpu/decoder_ops.py takes them: the checkpoint's are bent."""
+    numbers = []
+    for key in ("xielu.alpha_n", "xielu.alpha_p", "xielu.beta", "xielu.eps"):
+        found = metadata.get(key)
+        found = [found] * layers if isinstance(found, float) else found
+        if not isinstance(found, list) or len(found) < layers or not all(isinstance(one, float) for one in found):
+            raise BridgeError(f"{path}: {key} is {found!r:.80}; must be {layers} numbers; convert the model again")
+        numbers.append(found[:layers])
+    softplus = partial(np.logaddexp, 0.0)
+    return tuple(
+        (float(beta + softplus(alpha_n)), float(softplus(alpha_p)), beta, eps)
+        for alpha_n, alpha_p, beta, eps in zip(*numbers, strict=True)
+    )
 
 
 def _named_windows(metadata: Mapping[str, Any], arch: str, layers: int, path: Path) -> tuple[bool, ...]:
@@ -425,6 +469,8 @@ def _read_routing(metadata: Mapping[str, Any], get: Callable[..., Any], path: Pa
         raise BridgeError(f"{path}: expert_gating_func is {gating!r}, which cannot run here; llama.cpp can run it")
     if arch != "llama4" and metadata.get(f"{arch}.interleave_moe_layer_step", 1) != 1:
         raise BridgeError(f"{path}: experts in some layers alone cannot run here; llama.cpp can run it")
+    if metadata.get(f"{arch}.moe_latent_size"):
+        raise BridgeError(f"{path}: experts on a shorter vector (moe_latent_size) cannot run here; llama.cpp runs it")
     groups = int(metadata.get(f"{arch}.expert_group_count", 0)) or 1
     groups_used = int(metadata.get(f"{arch}.expert_group_used_count", 0)) or groups
     if experts % groups or groups_used > groups or used > experts // groups * groups_used:

@@ -5,6 +5,8 @@
                           y = norm(recur(q, k, v)) * silu(z)
     Mamba-2               z, (v, k, q), dt = W_in x^, the middle convolved
                           y = norm((recur(q, k, v) + D v) * silu(z))
+    Mamba                 x, z = W_in x^, x convolved      dt, k, q = norms of W_x x
+                          y = (scan(q, k, x, W_dt dt) + D x) * silu(z)
 
 after which y is multiplied by the layer's output matrix, as attention's result is.
 """
@@ -17,7 +19,8 @@ from bridge.runtime.cpu import recurrent_ops as ops
 from bridge.runtime.cpu.program import Program, address, bits, buffer
 from bridge.runtime.kv_cache import KVCache
 from bridge.runtime.quant_tensor import QuantTensor
-from bridge.runtime.recurrent_config import CONVOLUTION, DELTA, RecurrentConfig
+from bridge.runtime.recurrent_config import CONVOLUTION, DELTA, MAMBA1, RecurrentConfig
+from bridge.runtime.steps import Steps
 from bridge.runtime.weights import Recurrent
 
 _FLOAT = 4  # bytes
@@ -35,7 +38,8 @@ class RecurrentBuffers:
         self.inputs = [buffer(n, rows) for rows in c.inputs.values()]
         self.mixed = buffer(n, c.channels)
         self.out = buffer(n, c.values) if c.heads else self.mixed
-        self.gates = np.zeros((n, c.heads, 2), np.float32)
+        self.gates = buffer(n, c.rank or 2 * c.heads)
+        self.low, self.rates = buffer(n, c.rank and c.rank + 2 * c.key_dim), buffer(n, c.rank and c.values)  # Mamba's
         self.keys = np.zeros((c.groups, n, 2, c.key_dim), np.float32)  # and queries, the queries first
         self.block = np.zeros((len(layers), len(caches), ops.WORDS), np.int64)
         self._fill(layers, eps)
@@ -52,6 +56,7 @@ class RecurrentBuffers:
             ops.SILU: int(c.kind != CONVOLUTION), ops.HEADS: c.heads, ops.GROUPS: c.groups, ops.KEY_DIM: c.key_dim,
             ops.VALUE_DIM: c.value_dim, ops.Q_AT: _FLOAT * q, ops.K_AT: _FLOAT * k, ops.V_AT: _FLOAT * v,
             ops.DELTA: int(c.kind == DELTA), ops.TILED: int(c.tiled), ops.EPS: bits(eps),
+            ops.RANK: c.rank,
             ops.RUN: c.heads // c.groups if c.joined else c.heads,
         }  # fmt: skip
         for word, value in words.items():
@@ -61,16 +66,21 @@ class RecurrentBuffers:
                 ops.WEIGHT: layer.convolution, ops.BIAS: layer.convolution_bias, ops.DECAY: layer.decay,
                 ops.DT_BIAS: layer.dt_bias, ops.SKIP: layer.skip, ops.NORM: layer.norm,
             }  # fmt: skip
+            if c.kind == MAMBA1:
+                arrays |= dict(zip((ops.NORM, ops.K_NORM, ops.Q_NORM), layer.norms, strict=True))
             for word, array in arrays.items():
                 block[:, word] = address(array)
         first, *others = self.inputs
-        places = {ops.MIXED: self.mixed, ops.OUT: self.out, ops.GATES: self.gates.reshape(self.n, -1), ops.IN: first}
+        places = {ops.MIXED: self.mixed, ops.OUT: self.out, ops.GATES: self.gates, ops.IN: first}
         starts = {}
         if c.kind == CONVOLUTION:
             starts[ops.IN] = 2 * c.channels
         elif c.kind == DELTA:
             places |= {ops.Z: others[0], ops.B: others[1], ops.A: others[-1]}
             starts[ops.A] = c.heads // c.groups if c.joined else 0
+        elif c.kind == MAMBA1:
+            places |= {ops.Z: first, ops.B: self.low, ops.A: self.rates}
+            starts |= {ops.Z: c.values}
         else:
             places |= {ops.Z: first, ops.A: first}
             starts |= {ops.IN: c.values, ops.A: c.values + c.channels}
@@ -105,9 +115,9 @@ class RecurrentBuffers:
         """The matrices that read a layer's input, and where their results go."""
         return list(zip(layer.inputs, self.inputs, strict=True))
 
-    def add(self, program: Program, place: int) -> None:
+    def add(self, steps: Steps, layer: Recurrent, place: int) -> None:
         """`out`, from the inputs' products, in layer number `place` of those with a state."""
-        c, several = self.config, self.n > 1
+        c, program, several = self.config, steps.program, self.n > 1
         block = address(self.block[place])
 
         def per_token(name: str) -> None:
@@ -122,11 +132,24 @@ class RecurrentBuffers:
         if c.kind == CONVOLUTION:
             self._multiply(program, self.mixed, self.inputs[0][:, c.channels :])
             return
+        if c.kind == MAMBA1:
+            self._add_scan(steps, layer, place)
+            return
         per_token("gates")
         parts = -(-c.value_dim // (ops.LANES * ops.BLOCKS_AT_ONCE))
         items = c.heads * parts * self.count
         program.add(ops.function("recur"), block, self.count, parts, items=items, shared=True)
         per_token("gated_norm" if c.kind == DELTA else "norm_of_gated")
+
+    def _add_scan(self, steps: Steps, layer: Recurrent, place: int) -> None:
+        into, out = layer.second
+        block = address(self.block[place])
+        steps.products(self.mixed, [(into, self.low)])
+        split = ops.function("split_steps")
+        steps.program.add(split, block, self.count, items=self.n, shared=self.n > 1)
+        steps.products(self.gates, [(out, self.rates)])
+        parts = -(-self.config.value_dim // (ops.LANES * ops.BLOCKS_AT_ONCE))
+        steps.program.add(ops.function("scan"), block, self.count, parts, items=parts * self.count, shared=True)
 
     def _multiply(self, program: Program, x: np.ndarray, y: np.ndarray) -> None:
         arguments = address(x), x.strides[0], address(y), y.strides[0], self.config.channels

@@ -3,10 +3,13 @@
     lfm2, lfm2moe                  a short convolution between two gates; the state is what it still looks back at
     qwen3next, qwen35, qwen35moe   a gated delta net: a convolution, and for each head a matrix that it edits
     granitehybrid, nemotron_h,     Mamba-2: the same, but the matrix is only added to
-    nemotron_h_moe
+    nemotron_h_moe, falcon-h1,
+    mamba2
+    jamba                          Mamba: each value has a state of its own, a vector, and its own steps
 
-The other layers of these models have attention; in Nemotron-H, where each layer is one thing, or a network. See
-cpu/recurrent_ops.py for what the layers compute.
+The other layers of these models have attention; in Nemotron-H, where each layer is one thing, or a network. All layers
+of Mamba-2 have a state, and all of Falcon-H1, which have attention as well. See cpu/recurrent_ops.py for what the
+layers compute.
 """
 
 from collections.abc import Callable, Mapping, Set
@@ -16,11 +19,13 @@ from typing import Any
 
 from bridge.errors import BridgeError
 
-CONVOLUTION, DELTA, MAMBA = "convolution", "delta", "mamba"
+CONVOLUTION, DELTA, MAMBA, MAMBA1 = "convolution", "delta", "mamba", "mamba-1"
 _KINDS = {
     "lfm2": CONVOLUTION, "lfm2moe": CONVOLUTION, "qwen3next": DELTA, "qwen35": DELTA, "qwen35moe": DELTA,
-    "granitehybrid": MAMBA, "nemotron_h": MAMBA, "nemotron_h_moe": MAMBA,
+    "granitehybrid": MAMBA, "nemotron_h": MAMBA, "nemotron_h_moe": MAMBA, "falcon-h1": MAMBA, "mamba2": MAMBA,
+    "jamba": MAMBA1,
 }  # fmt: skip
+_EVERYWHERE = {"falcon-h1", "mamba2"}  # layers with a state
 _INTERVAL = 4  # of the layers with full attention, where a delta net's metadata does not say
 
 Get = Callable[..., Any]  # reads a key of the architecture: its name, kind and default
@@ -39,6 +44,7 @@ class RecurrentConfig:
     key_dim: int = 0  # rows of a state
     value_dim: int = 0  # its columns
     tiled: bool = False  # state h has the keys of head h modulo `groups`, rather than of head h * groups / heads
+    rank: int = 0  # of the vector that Mamba's steps are made of
     joined: bool = False  # a delta net's beta and alpha come of one matrix, group by group
 
     @property
@@ -51,14 +57,16 @@ class RecurrentConfig:
         """The matrices that a layer's input is multiplied by, and their rows."""
         if self.kind == CONVOLUTION:
             return {"shortconv.in_proj": 3 * self.channels}
+        if self.kind == MAMBA1:
+            return {"ssm_in": 2 * self.values}
         if self.kind == MAMBA:
             return {"ssm_in": self.values + self.channels + self.heads}
         gates = {"ssm_ba": 2 * self.heads} if self.joined else {"ssm_beta": self.heads, "ssm_alpha": self.heads}
         return {"attn_qkv": self.channels, "attn_gate": self.values, **gates}
 
     def place(self, layer: int) -> int:
-        """The number of a layer among those of its own kind: with a state or with attention."""
-        return sum(kind == self.layers[layer] for kind in self.layers[:layer])
+        """The number of a layer with a state among these."""
+        return sum(self.layers[:layer])
 
 
 def read_recurrent(
@@ -77,15 +85,18 @@ def read_recurrent(
     recurrent = tuple(state and layer not in networks for layer, state in enumerate(found))
     if kind == CONVOLUTION:
         return RecurrentConfig(kind, recurrent, get("shortconv.l_cache", int), get("embedding_length", int))
+    inner, key_dim, kernel = (get(f"ssm.{key}", int) for key in ("inner_size", "state_size", "conv_kernel"))
+    if kind == MAMBA1:
+        rank = get("ssm.time_step_rank", int)
+        return RecurrentConfig(kind, recurrent, kernel, inner, 1, 1, key_dim, inner, rank=rank)
     heads, groups = get("ssm.time_step_rank", int), get("ssm.group_count", int)
-    inner, key_dim = get("ssm.inner_size", int), get("ssm.state_size", int)
     if inner % heads or heads % groups or inner % groups:
         raise BridgeError(
             f"{path}: {inner} values in {heads} heads that share {groups} groups cannot run here; convert the model "
             "again"
         )
     return RecurrentConfig(
-        kind, recurrent, get("ssm.conv_kernel", int), inner + 2 * groups * key_dim, heads, groups, key_dim,
+        kind, recurrent, kernel, inner + 2 * groups * key_dim, heads, groups, key_dim,
         inner // heads, tiled=arch in ("qwen35", "qwen35moe"), joined=arch == "qwen3next",
     )  # fmt: skip
 
@@ -93,7 +104,9 @@ def read_recurrent(
 def _layers_with_state(metadata: Mapping[str, Any], arch: str, kind: str, layers: int, path: Path) -> tuple[bool, ...]:
     """Those without key-value heads; of a delta net those that the metadata names, or all but every n-th."""
     found = metadata.get(f"{arch}.attention.recurrent_layers")
-    if kind != DELTA:
+    if arch in _EVERYWHERE:
+        found = [True] * layers
+    elif kind != DELTA:
         heads = metadata.get(f"{arch}.attention.head_count_kv")
         found = [count == 0 for count in heads] if isinstance(heads, list) else None
         if found is None:

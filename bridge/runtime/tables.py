@@ -1,5 +1,6 @@
 """The way of tokens through a decoder's layers, written once, for both forms of steps (steps.py)."""
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from bridge.runtime.decoder_config import DecoderConfig
 from bridge.runtime.kv_cache import KVCache
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.steps import MIN_VALUES_TO_SHARE, Parts, Products, Steps, Table
-from bridge.runtime.weights import Beside, Experts, Inputs, Weights
+from bridge.runtime.weights import Beside, Experts, Inputs, Laurel, Weights
 
 
 class ProgramBuilder:
@@ -68,8 +69,7 @@ class ProgramBuilder:
         from bridge.runtime.cpu.products import Interleaved
 
         matrices = [m for layer in self.layers for m in layer.matrices]
-        if self.weights.inputs is not None and self.weights.inputs.project.type not in SIZES:
-            matrices.append(self.weights.inputs.project)
+        matrices += (m for m in self.weights.floating if m.type not in SIZES)
         several = n > 1 or self.config.experts > 0  # rows of y, into which the one before must not reach
         for matrix in matrices:
             engine: Any = matrix._get_engine()
@@ -83,19 +83,28 @@ class ProgramBuilder:
         """From the tokens' embeddings, `buffers.x`, to their normalized hidden states, `buffers.xn`."""
         if self.weights.inputs is not None:
             self._make_inputs(steps, buffers, self.weights.inputs)
+        if self.weights.streams is not None and buffers.streams is not None:
+            buffers.streams.begin(steps, self.weights.streams)
         added: np.ndarray | None = None  # to x, with the next norm
         for index, layer in enumerate(self.layers):
+            if buffers.streams is not None:
+                buffers.streams.predict(steps.program, index)
             self._norm(steps.program, buffers, added, layer.attn_norm, layer.attn_norm_bias)
-            if layer.o is not None:
+            if layer.mixes:
                 self._mix(steps, buffers, index)
-            if layer.o is not None and layer.down is not None:
+            if layer.mixes and layer.down is not None:
                 if self.config.graph.parallel:
                     self._add(steps.program, buffers.x, buffers.delta)
+                elif layer.laurel is not None:
+                    self._add_laurel(steps, buffers, layer.laurel)
+                    self._norm(steps.program, buffers, None, layer.ffn_norm)
                 else:
                     self._norm(steps.program, buffers, buffers.delta, layer.ffn_norm, layer.ffn_norm_bias)
             if layer.down is not None:
                 self._feed(steps, buffers, index)
             added = self._finish(steps, buffers, index)
+        if self.weights.streams is not None and buffers.streams is not None:
+            buffers.streams.end(steps, self.weights.streams)
         self._norm(steps.program, buffers, added, self.weights.output_norm, self.weights.output_norm_bias)
 
     def look_up(self, buffers: DecodeBuffers) -> None:
@@ -144,28 +153,49 @@ class ProgramBuilder:
         if layer.input is None and layer.scale == 1:
             return buffers.delta
         self._add(steps.program, buffers.x, buffers.delta)
+        state = buffers.x
+        if buffers.streams is not None:
+            buffers.streams.correct(steps.program, index)
+            state = buffers.xn
         if layer.input is not None:
-            steps.products(buffers.x, [(layer.input.gate, buffers.input)])
+            steps.products(state, [(layer.input.gate, buffers.input)])
             own = buffers.inputs[:, index * c.each_input :]
             arguments = address(buffers.input), address(own), c.each_input, own.strides[0]
             steps.program.add(ops.function("geglu"), *arguments, items=buffers.n, shared=buffers.n > 1)
             steps.products(buffers.input, [(layer.input.project, buffers.delta)])
             self._normalize(steps.program, buffers.delta, layer.input.norm)
-            self._add(steps.program, buffers.x, buffers.delta)
+            if buffers.streams is not None:
+                buffers.streams.add(steps.program, buffers.delta)
+            else:
+                self._add(steps.program, buffers.x, buffers.delta)
         self._scale(steps.program, buffers.x, layer.scale)
         return None
 
+    def _add_laurel(self, steps: Steps, buffers: DecodeBuffers, laurel: Laurel) -> None:
+        """x = (x + attention's result + xn + what two matrices of low rank make of xn) / sqrt(2)."""
+        low = buffers.low_rank[laurel.left.shape[0]]
+        steps.products(buffers.xn, [(laurel.left, low)])
+        steps.products(low, [(laurel.right, buffers.laurel)])
+        self._normalize(steps.program, buffers.laurel, laurel.norm)
+        for part in (buffers.delta, buffers.xn, buffers.laurel):
+            self._add(steps.program, buffers.x, part)
+        self._scale(steps.program, buffers.x, 0.5**0.5)
+
     def _mix(self, steps: Steps, buffers: DecodeBuffers, index: int) -> None:
-        """delta = what attention makes of xn, or what takes its place in a layer with a state."""
-        layer = self.layers[index]
+        """delta = what attention makes of xn, what a layer with a state does, or the sum of the two."""
+        layer, made = self.layers[index], buffers.delta
         if buffers.recurrent is not None and self.config.recurrent and layer.recurrent is not None:
             steps.products(buffers.xn, buffers.recurrent.products(layer.recurrent))
-            buffers.recurrent.add(steps.program, self.config.recurrent.place(index))
-        else:
+            buffers.recurrent.add(steps, layer.recurrent, self.config.recurrent.place(index))
+            steps.products(buffers.recurrent.out, [(layer.recurrent.out, buffers.delta)])
+            made = buffers.attention
+        if layer.o is not None:
             self._queries(steps, buffers, index)
             self._attend(steps.program, buffers, index)
-        steps.products(buffers.mixed(index, layer), [(layer.o, buffers.delta)])
-        self._bias(steps.program, layer.o_bias, buffers.delta)
+            steps.products(buffers.heads[index].attended, [(layer.o, made)])
+            self._bias(steps.program, layer.o_bias, made)
+            if made is not buffers.delta:
+                self._add(steps.program, buffers.delta, made)
         self._normalize(steps.program, buffers.delta, layer.attn_post_norm)
 
     def _queries(self, steps: Steps, buffers: DecodeBuffers, index: int) -> None:
@@ -223,7 +253,10 @@ class ProgramBuilder:
             steps.products(buffers.xn, [(layer.gate, gate), (layer.up, up)])
             self._bias(steps.program, layer.gate_bias, gate)
             self._bias(steps.program, layer.up_bias, up)
-            self._activate(steps.program, gate, up if layer.up is not None else None)
+            if self.config.sparsity and math.isfinite(self.config.sparsity[index]):
+                cut = address(gate), gate.shape[1], bits(self.config.sparsity[index])
+                steps.program.add(ops.function("sparsify"), *cut, items=len(gate), shared=len(gate) > 1)
+            self._activate(steps.program, index, gate, up if layer.up is not None else None)
             self._normalize(steps.program, gate, layer.ffn_sub_norm)
             steps.products(gate, [(layer.down, buffers.delta)])
         if layer.experts is not None and layer.beside is not None:
@@ -241,10 +274,15 @@ class ProgramBuilder:
         self._normalize(steps.program, made, beside.after)
         self._add(steps.program, buffers.delta, made)
 
-    def _activate(self, program: Program, gate: np.ndarray, up: np.ndarray | None) -> None:
+    def _activate(self, program: Program, index: int, gate: np.ndarray, up: np.ndarray | None) -> None:
         """gate = activation(gate), times up where there is one."""
-        function = ops.activation(self.config.activation, up is not None)
-        arguments = address(gate), address(up), gate.shape[1]
+        arguments: tuple[int, ...]
+        if self.config.xielu:
+            function = ops.function("xielu")
+            arguments = address(gate), gate.shape[1], *map(bits, self.config.xielu[index])
+        else:
+            function = ops.activation(self.config.activation, up is not None)
+            arguments = address(gate), address(up), gate.shape[1]
         program.add(function, *arguments, items=len(gate), shared=len(gate) > 1)
 
     def _norm(

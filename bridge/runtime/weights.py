@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 
 from bridge.errors import BridgeError
+from bridge.runtime.cpu.recurrent_ops import LANES
 from bridge.runtime.decoder_config import DecoderConfig, Latent
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.reader import GGUFFile
-from bridge.runtime.recurrent_config import CONVOLUTION, MAMBA, RecurrentConfig
+from bridge.runtime.recurrent_config import CONVOLUTION, MAMBA, MAMBA1, RecurrentConfig
 
 _NORMED_TOGETHER = {"olmo2", "minimax-m2"}  # heads of q, and of k: one norm for all
 
@@ -67,22 +68,56 @@ class Inputs:
 
 
 @dataclass
+class Streams:
+    """What several streams of activations are made of, each [hidden, hidden], and what brings them together again."""
+
+    begin: list[QuantTensor]
+    end: list[QuantTensor]
+
+
+@dataclass
+class LayerStreams:
+    """How a layer predicts and corrects four streams; float32 each, see cpu/stream_ops.py."""
+
+    router: np.ndarray  # [4, hidden]
+    router_norm: np.ndarray  # [hidden]
+    predict: np.ndarray  # [16, 4]
+    correct: np.ndarray  # [4, 4]
+    scale: np.ndarray  # [hidden]
+
+
+@dataclass
+class Laurel:
+    """What a layer adds to attention's result: x + norm * rms(right (left x)), of low rank."""
+
+    left: QuantTensor
+    right: QuantTensor
+    norm: np.ndarray
+
+
+@dataclass
 class Recurrent:
     """What a layer with a state has in place of q, k and v; vectors as float32, None where its kind has none.
 
     inputs       as `RecurrentConfig.inputs` names them
+    out          the output matrix
     convolution  [kernel, channels], the newest token's last
-    decay        negative: -exp(A_log)
-    skip         Mamba-2's D
+    decay        negative: -exp(A_log); Mamba's as its states are, [values / 16, key_dim, 16]
+    skip         D of Mamba and Mamba-2
+    second       Mamba's matrices that make steps, keys and queries of what is convolved, and steps of a shorter vector
+    norms        of that vector, and of keys and queries
     """
 
     inputs: tuple[QuantTensor, ...]
+    out: QuantTensor
     convolution: np.ndarray
     convolution_bias: np.ndarray | None = None
     decay: np.ndarray | None = None
     dt_bias: np.ndarray | None = None
     skip: np.ndarray | None = None
     norm: np.ndarray | None = None
+    second: tuple[QuantTensor, ...] = ()
+    norms: tuple[np.ndarray, ...] = ()
 
 
 @dataclass
@@ -92,7 +127,7 @@ class Layer:
     With experts alone, `down` is the stack [experts, out, in] of theirs. A network without a gate has its first matrix
     as `gate`, and no `up`. A layer may lack attention (`o` is None) or a network (`down` is None).
     With latent attention q reads the state or what `q_a` makes of it, k makes the latent vector and the rotated part of
-    the keys, and there is no v. With a state, `recurrent` is in place of q, k and v.
+    the keys, and there is no v. A layer with a state has `recurrent`, in place of attention or beside it.
 
     latent_k, latent_v  of each head, [heads, rank, plain] and [heads, value, rank], floats: cpu/latent_attention.py
     sinks               float32 [heads], scores of no position
@@ -132,12 +167,21 @@ class Layer:
     beside: Beside | None = None
     recurrent: Recurrent | None = None
     input: LayerInput | None = None
+    streams: LayerStreams | None = None
+    laurel: Laurel | None = None
     scale: float = 1.0  # that the state is multiplied by in the end
+
+    @property
+    def mixes(self) -> bool:
+        """Whether there is attention, or what takes its place."""
+        return self.o is not None or self.recurrent is not None
 
     @property
     def matrices(self) -> tuple[QuantTensor, ...]:
         """All of them, with those of each expert."""
-        own = [self.q_a, self.q, self.k, self.v, *(self.recurrent.inputs if self.recurrent else ()), self.o]
+        own = [self.q_a, self.q, self.k, self.v, self.o]
+        if self.recurrent is not None:
+            own += (*self.recurrent.inputs, *self.recurrent.second, self.recurrent.out)
         if self.input is not None:
             own += self.input.gate, self.input.project
         if self.experts is None or self.beside is not None:
@@ -161,7 +205,16 @@ class Weights:
     output_norm_bias: np.ndarray | None = None
     output_bias: np.ndarray | None = None
     inputs: Inputs | None = None  # of the layers
+    streams: Streams | None = None
     positions: np.ndarray | None = None  # float32 [context, hidden], added to the embeddings
+
+    @property
+    def floating(self) -> list[QuantTensor]:
+        """Matrices beside those of `Layer.matrices`, which most files have as floats."""
+        found = [] if self.inputs is None else [self.inputs.project]
+        if self.streams is not None:
+            found += self.streams.begin + self.streams.end
+        return found + [m for layer in self.layers if layer.laurel for m in (layer.laurel.left, layer.laurel.right)]
 
 
 def read_weights(file: GGUFFile, config: DecoderConfig, whole: bool = False) -> Weights:
@@ -202,8 +255,13 @@ def read_shared(file: GGUFFile, config: DecoderConfig) -> Weights:
         output_norm_bias=_vector(file, "output_norm.bias", config.hidden),
         output_bias=_vector(file, "output.bias", vocab),
         inputs=_inputs(file, config, vocab) if config.each_input else None,
+        streams=_streams(file, config) if config.streams else None,
         positions=positions,
     )
+
+
+# two layers in one, with a layer norm at the end
+_OTHER_PREDICTION = {"nemotron_h_moe"}
 
 
 @dataclass
@@ -225,6 +283,9 @@ def read_prediction(file: GGUFFile, config: DecoderConfig) -> Prediction:
     name = f"blk.{config.layers}.nextn"
     if not config.predicting or f"{name}.eh_proj.weight" not in file:
         raise BridgeError(f"{file.path}: has no layer that predicts a further token (MTP)")
+    if config.arch in _OTHER_PREDICTION:
+        problem = f"the layer of {config.arch} that predicts a further token (MTP) cannot run here"
+        raise BridgeError(f"{file.path}: {problem}; llama.cpp can run it")
     whole = read_shared(file, config)
     attending = replace(config, layers=config.layers + 1, recurrent=None, inners=())
     hidden, vocab = config.hidden, whole.embedding.shape[0]
@@ -255,6 +316,12 @@ def _inputs(file: GGUFFile, c: DecoderConfig, vocab: int) -> Inputs:
     )
 
 
+def _streams(file: GGUFFile, c: DecoderConfig) -> Streams:
+    names, others = ("altup_proj.weight", "altup_unembd_proj.weight"), c.streams - 1
+    begin, end = (_expect(file[name], others, c.hidden, c.hidden) for name in names)
+    return Streams([begin[i] for i in range(others)], [end[i] for i in range(others)])
+
+
 def _output_norm(c: DecoderConfig) -> str:
     return "token_embd_norm.weight" if c.arch in ("lfm2", "lfm2moe") else "output_norm.weight"
 
@@ -278,14 +345,17 @@ class _LayerReader:
                 self._matrix("inp_gate", c.each_input, c.hidden), self._matrix("proj", c.hidden, c.each_input),
                 self._vector("post_norm.weight", c.hidden, True),
             )  # fmt: skip
+        if c.streams:
+            network |= self._layer_streams()
         if self._has("layer_output_scale.weight"):
             network["scale"] = float(self._vector("layer_output_scale.weight", 1)[0])
         norm, bias = ("post_attention_norm" if graph.late_norm else "ffn_norm"), graph.layer_norm
+        norm_weight = norm if self._has(norm) else f"{norm}.weight"  # Falcon-H1's has no suffix
         return Layer(
             attn_norm=self._norm("attn_norm.weight", graph.pre_norm),
             attn_norm_bias=self._vector("attn_norm.bias", c.hidden) if bias else None,
             o_bias=self._vector("attn_output.bias", c.hidden),
-            ffn_norm=self._norm(f"{norm}.weight", graph.pre_norm and not graph.parallel and not graph.alone),
+            ffn_norm=self._norm(norm_weight, graph.pre_norm and not graph.parallel and not graph.alone),
             ffn_norm_bias=self._vector(f"{norm}.bias", c.hidden) if bias else None,
             attn_post_norm=self._norm("post_attention_norm.weight", graph.post_norm),
             ffn_post_norm=self._norm("post_ffw_norm.weight", graph.post_norm),
@@ -296,29 +366,66 @@ class _LayerReader:
             **network,
         )
 
+    def _layer_streams(self) -> dict[str, Any]:
+        """The parts of AltUp and LAuReL."""
+        c, count = self.config, self.config.streams
+
+        def floats(part: str, rows: int, columns: int) -> np.ndarray:
+            return self._matrix(f"altup_{part}", rows, columns).dequantize()
+
+        rank = self.file[self._name("laurel_l.weight")].shape[0]
+        left, right = self._matrix("laurel_l", rank, c.hidden), self._matrix("laurel_r", c.hidden, rank)
+        return {
+            "streams": LayerStreams(
+                floats("router", count, c.hidden), self._vector("altup_router_norm.weight", c.hidden, True),
+                floats("predict_coef", count**2, count), floats("correct_coef", count, count),
+                self._vector("altup_correct_scale.weight", c.hidden, True),
+            ),
+            "laurel": Laurel(left, right, self._vector("laurel_post_norm.weight", c.hidden, True)),
+        }  # fmt: skip
+
     def _mixing(self) -> dict[str, Any]:
         """Attention, or what takes its place, with its output matrix."""
         c = self.config
+        found: dict[str, Any] = {}
         if c.recurrent is not None and c.recurrent.layers[self.index]:
-            return self._recurrent(c.recurrent)
-        found = self._attention() if c.latent is None else self._latent(c.latent)
-        _, attended = c.widths(c.heads_of(self.index))
-        return {"o": self._matrix("attn_output", c.hidden, attended), **found}
+            found["recurrent"] = self._recurrent(c.recurrent)
+        if self.index in c.attending:
+            _, attended = c.widths(c.heads_of(self.index))
+            found["o"] = self._matrix("attn_output", c.hidden, attended)
+            found |= self._attention() if c.latent is None else self._latent(c.latent)
+        return found
 
-    def _recurrent(self, c: RecurrentConfig) -> dict[str, Any]:
+    def _recurrent(self, c: RecurrentConfig) -> Recurrent:
         hidden, alone = self.config.hidden, c.kind == CONVOLUTION
         inputs = tuple(self._matrix(part, rows, hidden) for part, rows in c.inputs.items())
         kernel = self._matrix("shortconv.conv" if alone else "ssm_conv1d", c.channels, c.kernel).dequantize()
-        layer = Recurrent(inputs, np.ascontiguousarray(kernel.T))
-        if not alone:
+        out = self._matrix("shortconv.out_proj" if alone else "ssm_out", hidden, c.values)
+        layer = Recurrent(inputs, out, np.ascontiguousarray(kernel.T))
+        if c.kind == MAMBA1:
+            self._read_mamba1(layer, c)
+        elif not alone:
             layer.decay, layer.dt_bias = self._folded("ssm_a", c.heads), self._folded("ssm_dt.bias", c.heads)
-            layer.norm = self._folded("ssm_norm.weight", c.values if c.kind == MAMBA else c.value_dim)
+            if self.config.arch != "falcon-h1" or self._has("ssm_norm.weight"):
+                layer.norm = self._folded("ssm_norm.weight", c.values if c.kind == MAMBA else c.value_dim)
         if c.kind == MAMBA:
             layer.skip, layer.convolution_bias = (
                 self._folded("ssm_d", c.heads),
                 self._folded("ssm_conv1d.bias", c.channels),
             )
-        return {"o": self._matrix("shortconv.out_proj" if alone else "ssm_out", hidden, c.values), "recurrent": layer}
+        return layer
+
+    def _read_mamba1(self, layer: Recurrent, c: RecurrentConfig) -> None:
+        decay = np.zeros((-(-c.values // LANES) * LANES, c.key_dim), np.float32)
+        decay[: c.values] = _expect(self.file[self._name("ssm_a")], c.values, c.key_dim).dequantize()
+        layer.decay = np.ascontiguousarray(decay.reshape(-1, LANES, c.key_dim).transpose(0, 2, 1))
+        layer.convolution_bias = self._vector("ssm_conv1d.bias", c.channels, True)
+        layer.dt_bias, layer.skip = self._vector("ssm_dt.bias", c.values, True), self._vector("ssm_d", c.values, True)
+        layer.second = (
+            self._matrix("ssm_x", c.rank + 2 * c.key_dim, c.values), self._matrix("ssm_dt", c.values, c.rank)
+        )  # fmt: skip
+        sizes = {"dt": c.rank, "b": c.key_dim, "c": c.key_dim}
+        layer.norms = tuple(self._vector(f"ssm_{part}_norm.weight", size, True) for part, size in sizes.items())
 
     def _folded(self, part: str, size: int) -> np.ndarray:
         """A vector, which llama.cpp has as a matrix in Mamba-2."""

@@ -12,7 +12,7 @@ import numpy as np
 from bridge.blocks.ggml import GGMLQuantizationType
 
 
-class _InitParams(ctypes.Structure):
+class InitParams(ctypes.Structure):
     """struct ggml_init_params"""
 
     _fields_ = (("mem_size", c_size_t), ("mem_buffer", c_void_p), ("no_alloc", c_bool))
@@ -29,7 +29,7 @@ class _TypeTraits(ctypes.Structure):
 
 # name -> result, arguments
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
-    "ggml_init": (c_void_p, [_InitParams]),
+    "ggml_init": (c_void_p, [InitParams]),
     "ggml_free": (None, [c_void_p]),
     "ggml_quantize_init": (None, [c_int]),
     "ggml_row_size": (c_size_t, [c_int, c_int64]),
@@ -57,7 +57,7 @@ def library() -> Any:
     """The loaded library with the signatures used here; its half-precision tables are filled."""
     lib = ctypes.CDLL(str(wheel()))
     declare(lib, _SIGNATURES)
-    lib.ggml_free(lib.ggml_init(_InitParams(1 << 16, None, False)))
+    lib.ggml_free(lib.ggml_init(InitParams(1 << 16, None, False)))
     return lib
 
 

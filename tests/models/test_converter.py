@@ -154,6 +154,9 @@ QUANTIZED: dict[str, tuple[bool, dict[str, int]]] = {
     "gemma4-dense": (True, {}), "llama4": (False, {"intermediate_size": 64}),
     "phimoe": (False, {}), "nemotron-h": (False, {"intermediate_size": 96}),
     "nemotron-h-moe": (False, {"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32}),
+    "nemotron-3-super": (
+        False, {"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32, "moe_latent_size": 32}
+    ),
     "gemma3n": (False, {"intermediate_size": 4096}), "mamba2": (False, {}), "jamba": (False, {"mamba_dt_rank": 32}),
     "falcon-h1": (True, {}), "apertus": (True, {}),
     "glm5": (False, {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16, "moe_intermediate_size": 32}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ def test_a_layer_with_a_state_computes_its_formulas(
     layer, inputs = random_layer(c, n)
     cache: Any = Cache(c)
     buffers, program = RecurrentBuffers(c, [layer], n, [cache], 1e-5), Program()
-    buffers.add(program, 0)
+    buffers.add(SimpleNamespace(program=program), layer, 0)
     for own, values in zip(buffers.inputs, inputs, strict=True):
         own[:] = values
     buffers.begin([cache])

@@ -60,6 +60,8 @@ def converted(name: str, folder: Path, type: str = "Q8_0", **fields: Any) -> tup
         ("gemma4", "f32"),
         ("gemma4-dense", "q8_0"),
         ("gemma4-moe", "f16"),
+        ("gemma3n", "f32"),
+        ("apertus", "f16"),
         ("llama4", "f32"),
         ("phimoe", "f32"),
     ],
@@ -185,6 +187,7 @@ def test_exaone_4_of_64_layers_has_windows_whose_layers_alone_are_rotated(tmp_pa
         ("glm4-moe", {"expert_gating_func": 4}, "expert_gating_func is 4, which cannot run here"),
         ("glm4-moe", {"expert_group_count": 3}, "2 of 4 experts in 1 of 3 groups; convert the model again"),
         ("ernie4.5-moe", {"interleave_moe_layer_step": 2}, "experts in some layers alone cannot run here"),
+        ("nemotron-h-moe", {"moe_latent_size": 16}, "experts on a shorter vector .moe_latent_size. cannot run here"),
         (
             "deepseek3",
             {"attention.kv_lora_rank": 24},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,10 @@ from tests.support.family_models import copy_tokenizer, new_model, randomized
 
 torch = pytest.importorskip("torch")
 
-FAMILIES = ["lfm2", "lfm2-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next", "granite-4", "nemotron-h", "nemotron-h-moe"]
+FAMILIES = [
+    "lfm2", "lfm2-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next", "granite-4", "nemotron-h", "nemotron-h-moe",
+    "falcon-h1", "mamba2", "jamba",
+]  # fmt: skip
 TOKENS = np.random.default_rng(1).integers(0, 2048, 48).tolist()
 GREEDY: dict[str, Any] = {"temperature": 0}
 
@@ -68,7 +72,7 @@ def test_a_family_gives_the_logits_of_transformers_however_its_tokens_are_read(
     assert mean_kl(expected, np.array([decoder.next_scores(token).copy() for token in TOKENS])) < 1e-9
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen3.5", "nemotron-h"])
+@pytest.mark.parametrize("name", ["lfm2", "qwen3.5", "nemotron-h", "jamba"])
 def test_a_prompt_is_read_again_from_the_last_copy_that_fits(
     name: str, made: Callable[[str], Made], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,7 +118,7 @@ def test_copies_are_few_and_spread_over_the_prompt() -> None:
     assert state.nbytes == (1 + COPIES) * 2 * 16 * 4
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen3.5", "nemotron-h-moe"])
+@pytest.mark.parametrize("name", ["lfm2", "qwen3.5", "nemotron-h-moe", "falcon-h1"])
 def test_sequences_made_together_are_those_made_alone(name: str, made: Callable[[str], Made]) -> None:
     model = loaded(made(name)[0])
     shared = "What is that to me? " * 3
@@ -221,7 +225,7 @@ def random_layer(c: RecurrentConfig, n: int) -> tuple[Recurrent, list[np.ndarray
         return rng.normal(size=size).astype(np.float32)
 
     layer = Recurrent(
-        (), draw(c.kernel, c.channels), draw(c.channels) if c.kind == MAMBA else None, -np.exp(draw(c.heads)),
+        (), None, draw(c.kernel, c.channels), draw(c.channels) if c.kind == MAMBA else None, -np.exp(draw(c.heads)),
         draw(c.heads), draw(c.heads), draw(c.values if c.kind == MAMBA else c.value_dim),
     )  # fmt: skip
     return layer, [draw(n, rows) for rows in c.inputs.values()]
@@ -236,7 +240,7 @@ def test_the_arithmetic_is_that_of_the_formulas_and_the_copy_that_of_its_token(s
     def run(cache: Any, first: int, stop: int) -> np.ndarray:
         buffers = RecurrentBuffers(c, [layer], stop - first, [cache], 1e-5)
         program = Program()
-        buffers.add(program, 0)
+        buffers.add(SimpleNamespace(program=program), layer, 0)
         for own, values in zip(buffers.inputs, inputs, strict=True):
             own[:] = values[first:stop]
         buffers.begin([cache])

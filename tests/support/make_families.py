@@ -54,6 +54,7 @@ def checksum(values: np.ndarray) -> int:
 PREDICTING = {
     "glm4-moe": "num_nextn_predict_layers", "glm4-moe-lite": "num_nextn_predict_layers", "qwen3-next": None,
     "qwen3.5": "mtp_num_hidden_layers", "qwen3.5-moe": "mtp_num_hidden_layers",
+    **dict.fromkeys(("glm5", "deepseek3.2", "nemotron-h-moe", "nemotron-3-super"), "num_nextn_predict_layers"),
 }  # fmt: skip
 MTP = "-mtp"  # at the end of their goldens' names
 
@@ -64,7 +65,11 @@ def add_prediction(name: str, folder: Path, shapes: dict[str, tuple[int, ...]]) 
     if (key := PREDICTING[name]) is not None:
         config[key] = 1
         (folder / "config.json").write_text(json.dumps(config))
-    layers, hidden, vocab = config["num_hidden_layers"], config["hidden_size"], config["vocab_size"]
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    if name.startswith("nemotron"):
+        add_nemotrons(shapes, hidden)
+        return
+    layers = config["num_hidden_layers"]
     last, qwen = f"model.layers.{layers - 1}.", name.startswith("qwen")
     before = "mtp.layers.0." if qwen else f"model.layers.{layers}."
     shapes |= {before + key.removeprefix(last): shape for key, shape in shapes.items() if key.startswith(last)}
@@ -75,6 +80,15 @@ def add_prediction(name: str, folder: Path, shapes: dict[str, tuple[int, ...]]) 
     shapes |= {f"{before}eh_proj.weight": (hidden, 2 * hidden), f"{before}shared_head.head.weight": (vocab, hidden)}
     shapes |= {f"{before}embed_tokens.weight": (vocab, hidden)}
     shapes |= {f"{before}{norm}.weight": (hidden,) for norm in ("enorm", "hnorm", "shared_head.norm")}
+
+
+def add_nemotrons(shapes: dict[str, tuple[int, ...]], hidden: int) -> None:
+    """mtp.layers.0 like the third layer, which has attention, and mtp.layers.1 like the fourth, which has experts."""
+    for layer, of in enumerate(("backbone.layers.2.", "backbone.layers.3.")):
+        own = {key.removeprefix(of): shape for key, shape in shapes.items() if key.startswith(of)}
+        shapes |= {f"mtp.layers.{layer}.{key}": shape for key, shape in own.items()}
+    shapes |= {f"mtp.layers.0.{norm}.weight": (hidden,) for norm in ("enorm", "hnorm")}
+    shapes |= {"mtp.layers.0.eh_proj.weight": (hidden, 2 * hidden), "mtp.layers.1.final_layernorm.weight": (hidden,)}
 
 
 def save_checkpoint(name: str, folder: Path) -> dict[str, tuple[int, ...]]:

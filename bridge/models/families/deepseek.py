@@ -162,6 +162,7 @@ DEEPSEEK32 = replace(
     arch="deepseek32",
     named_as="glm-dsa",
     architectures=("DeepseekV32ForCausalLM",),
+    predicts="carried",
     model_type="deepseek_v32",
     keys={**DEEPSEEK2.keys, "first_k_dense_replace": 3},
     sizes=_indexed_sizes,

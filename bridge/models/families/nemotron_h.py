@@ -1,6 +1,8 @@
-"""Nemotron-H and Nemotron 3 Nano: every layer is one thing: Mamba-2, attention without rotation, a network or experts.
+"""Nemotron-H and Nemotron 3: every layer is one thing: Mamba-2, attention without rotation, a network or experts.
 
 Networks are down(relu(up(x))^2). A bias is added to the router's sigmoid to choose experts, but not to weight them.
+The experts of larger models work on a shorter vector, which a matrix before and one after them make. What predicts a
+token further is a layer with attention and one with experts, which are one block in GGUF.
 """
 
 from collections.abc import Callable
@@ -11,6 +13,7 @@ from bridge.models.arguments import Arguments
 from bridge.models.families.mamba2 import mamba2, mamba2_keys, mamba2_sizes
 from bridge.models.family import NO_BIASES, NO_OTHER, Expected, Family, Row, decoder
 from bridge.models.model_config import Config
+from bridge.models.prediction import prediction, predicts
 
 _KINDS = {
     "mamba": ("mamba", "linear_attention", "M"), "attention": ("attention", "full_attention", "*"),
@@ -18,24 +21,39 @@ _KINDS = {
 }  # fmt: skip
 
 
+_MTP = {
+    "layers.1.norm": "post_attention_layernorm", "layers.1.final_layernorm": "shared_head.norm",
+    **{f"layers.1.{name}": name for name in ("mixer.gate", "mixer.experts", "mixer.shared_experts")},
+    **{f"layers.1.{name}": name for name in ("mixer.fc1_latent_proj", "mixer.fc2_latent_proj")},
+}  # fmt: skip
+
+
 def _is(kind: str) -> Callable[[Arguments, int], bool]:
-    return lambda args, layer: args.kinds[layer] in _KINDS[kind]
+    def has(args: Arguments, layer: int) -> bool:
+        return kind in ("attention", "experts") if predicts(args, layer) else args.kinds[layer] in _KINDS[kind]
+
+    return has
 
 
 def _sizes(config: Config, args: Arguments) -> dict[str, int]:
     heads, groups = config.side("mamba_num_heads"), config.side("n_groups")
     inner = heads * config.side("mamba_head_dim")
     config.within_sides("mamba_num_heads times mamba_head_dim", inner)
-    return mamba2_sizes(heads, inner, groups, config.side("ssm_state_size"), config.side("conv_kernel"))
+    latent = config.side("moe_latent_size") if config.get("moe_latent_size") else 0
+    return {
+        **mamba2_sizes(heads, inner, groups, config.side("ssm_state_size"), config.side("conv_kernel")),
+        "latent": latent, "routed": latent or args.hidden,
+    }  # fmt: skip
 
 
 def _metadata(config: Config, args: Arguments) -> dict[str, Any]:
     width = args.expert_inner or args.inner
     network, attention = _is("experts" if args.experts else "network"), _is("attention")
+    blocks = range(args.layers + args.predicting)
     return {
         **mamba2_keys(args),
-        "feed_forward_length": [width if network(args, i) else 0 for i in range(args.layers)],
-        "attention.head_count_kv": [args.kv_heads if attention(args, i) else 0 for i in range(args.layers)],
+        "feed_forward_length": [width if network(args, i) else 0 for i in blocks],
+        "attention.head_count_kv": [args.kv_heads if attention(args, i) else 0 for i in blocks],
         "rope.dimension_count": args.hidden // args.heads, "rope.scaling.finetuned": False,
     }  # fmt: skip
 
@@ -48,12 +66,17 @@ def _router(config: Config, args: Arguments) -> dict[str, Any]:
         "expert_weights_scale": config.number("routed_scaling_factor", 1.0),
         "expert_group_count": config.integer("n_group", 1),
         "expert_group_used_count": config.integer("topk_group", 1),
+        "moe_latent_size": args.more["latent"] or None,
     }
 
 
-def _network(module: str, inner: str) -> tuple[Row, ...]:
+def _network(module: str, inner: str, outer: str = "hidden") -> tuple[Row, ...]:
     up = f"{module}.up_proj"
-    return Row(up, f"{inner} hidden"), Row(f"{module}.down_proj", f"hidden {inner}", columns_of=(up,))
+    return Row(up, f"{inner} {outer}"), Row(f"{module}.down_proj", f"{outer} {inner}", columns_of=(up,))
+
+
+def _latent(source: str, shape: str, name: str) -> Row:
+    return Row(f"mixer.{source}", shape, name=f"ffn_latent_{name}.weight", when=lambda args: bool(args.more["latent"]))
 
 
 def _table(kind: str, *rows: Row) -> tuple[Row, ...]:
@@ -64,7 +87,9 @@ def _table(kind: str, *rows: Row) -> tuple[Row, ...]:
             Row(f"mixer.{part}_proj", shape, layers=_is("attention"), interleaved=part in "qk")
             for part, shape in (("q", "q hidden"), ("k", "kv hidden"), ("v", "kv hidden"), ("o", "hidden q"))
         ),
+        Row("post_attention_layernorm", "hidden", name="post_attention_norm.weight", layers=predicts),
         *(replace(row, layers=_is(kind)) for row in rows),
+        *prediction(),
         first=(Row("backbone.embeddings", "vocab hidden"),),
         norm=Row("backbone.norm_f", "hidden"),
         block="backbone.layers",
@@ -93,7 +118,7 @@ NEMOTRON_H = Family(
 
 NEMOTRON_H_MOE = replace(
     NEMOTRON_H,
-    titles=("Nemotron 3 (without latent experts)",),
+    titles=("Nemotron 3¹⁶",),
     arch="nemotron_h_moe",
     chosen=lambda config: not {*_KINDS["experts"]}.isdisjoint(
         config.get("layers_block_type", config.get("hybrid_override_pattern", ()))
@@ -101,20 +126,23 @@ NEMOTRON_H_MOE = replace(
     keys={
         **NEMOTRON_H.keys, "num_experts": None, "moe_intermediate_size": None, "shared_expert_intermediate_size": None,
     },
-    expects=(*NEMOTRON_H.expects, Expected("moe_latent_size", (None,), NO_OTHER)),
     names={
         **NEMOTRON_H.names, "num_experts": "n_routed_experts",
         "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
     },
     metadata=_router,
+    predicts="carried",
+    mtp=_MTP,
     table=_table(
         "experts",
         Row("mixer.gate", "experts hidden", floats="F32"),
         Row("mixer.gate.e_score_correction_bias", "experts", exact=True, name="exp_probs_b.bias"),
+        _latent("fc1_latent_proj", "latent hidden", "down"),
         *(
             replace(row, name=f"ffn_{part}_exps.weight")
-            for row, part in zip(_network("mixer.experts.*", "expert"), ("up", "down"), strict=True)
+            for row, part in zip(_network("mixer.experts.*", "expert", "routed"), ("up", "down"), strict=True)
         ),
+        _latent("fc2_latent_proj", "hidden latent", "up"),
         *_network("mixer.shared_experts", "shared"),
     ),
 )  # fmt: skip

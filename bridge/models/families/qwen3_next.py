@@ -12,7 +12,7 @@ from bridge.models.arguments import Arguments
 from bridge.models.family import ALL_SPARSE, EXPERTS, NO_BIASES, NORM, SILU, Expected, Family, Row, decoder, gated_mlp
 from bridge.models.model_config import Config
 from bridge.models.outline import Part
-from bridge.models.prediction import prediction, predicts
+from bridge.models.prediction import QWENS, prediction, predicts
 
 
 def delta_sizes(config: Config, args: Arguments) -> dict[str, int]:
@@ -99,6 +99,7 @@ QWEN3_NEXT = Family(
     sizes=delta_sizes,
     metadata=delta_metadata,
     predicts="carried",
+    mtp=QWENS,
     table=decoder(
         Row("input_layernorm", "hidden", change="+1"),
         *FULL,

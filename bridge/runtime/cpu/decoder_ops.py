@@ -148,6 +148,42 @@ def _relu2(x, _0, inner, _1, _2, _3, _4, first, last):
             g[i] = positive * positive
 
 
+def _xielu(x, inner, alpha_n, alpha_p, beta, eps, _0, first, last):
+    """x = alpha_p x^2 + beta x in place, or alpha_n (e^min(x, eps) - 1 - x) + beta x where x is not above 0.
+
+    Huang and Schlag 2025, arXiv:2411.13010. alpha_n, ...: the bits of float64.
+    """
+    below = np.float32(np.int64(alpha_n).view(np.float64))
+    above = np.float32(np.int64(alpha_p).view(np.float64))
+    share = np.float32(np.int64(beta).view(np.float64))
+    most = np.float32(np.int64(eps).view(np.float64))
+    for t in range(first, last):
+        values = floats(x + 4 * inner * t, inner)
+        for i in range(inner):
+            v = values[i]
+            bent = above * v * v
+            if v <= np.float32(0.0):
+                bent = below * (np.float32(np.expm1(np.float64(min(v, most)))) - v)
+            values[i] = bent + share * v
+
+
+def _sparsify(x, inner, deviations, _0, _1, _2, _3, first, last):
+    """x[t] = max(0, x[t] - c) in place, c so many deviations above the mean. deviations: the bits of a float64."""
+    share = np.int64(deviations).view(np.float64)
+    for t in range(first, last):
+        values = floats(x + 4 * inner * t, inner)
+        total = 0.0
+        for i in range(inner):
+            total += values[i]
+        mean = total / inner
+        squares = 0.0
+        for i in range(inner):
+            squares += (values[i] - mean) ** 2
+        least = np.float32(mean + share * np.sqrt(squares / inner))
+        for i in range(inner):
+            values[i] = max(np.float32(0.0), values[i] - least)
+
+
 def _scale(x, count, factor, _0, _1, _2, _3, first, last):
     """x *= factor, float32 [tokens, count]. factor: the bits of a float64."""
     share = np.float32(np.int64(factor).view(np.float64))
@@ -199,7 +235,8 @@ def function(name: str) -> Any:
     """One of the functions named below as a numba CFunc, whose `.address` is callable."""
     functions = {
         "norm": _norm, "layer_norm": _layer_norm, "swiglu": _swiglu, "geglu": _geglu, "gelu": _gelu,
-        "reglu2": _reglu2, "relu2": _relu2, "scale": _scale, "add": _add, "add_rows": _add_rows,
+        "reglu2": _reglu2, "relu2": _relu2, "xielu": _xielu, "sparsify": _sparsify,
+        "scale": _scale, "add": _add, "add_rows": _add_rows,
         "split_gate": _split_gate, "gate_heads": _gate_heads,
     }  # fmt: skip
     return c_function(functions[name])

@@ -7,6 +7,9 @@
                u = dt v in Mamba-2 (Dao and Gu 2024, arXiv:2405.21060); in the gated delta net (Yang et al. 2024,
                arXiv:2412.06464) u = beta (v - a S^T k): what the state does not say of k already
 
+    scan       Mamba (Gu and Dao 2023, arXiv:2312.00752): as Mamba-2 with heads of one value, but each row of a state
+               has a measure of its own
+
 A state's columns do not depend on each other. So a call takes 16 of them through some tokens of a batch: 8 KB for heads
 of 128, which stay in the first cache. Token by token that takes 0.3 us for 16 columns: a sixth of a prompt's time in a
 model of half a billion weights, and less in larger ones.
@@ -40,7 +43,9 @@ from bridge.system.memory import LANES, array_at, array_on_stack, c_function, fl
  TOKENS, COPY_AFTER, CHANNELS, KERNEL, SILU, HEADS, GROUPS, KEY_DIM, VALUE_DIM, Q_AT, K_AT, V_AT,
  # kinds: see `_gates` and `_recur`
  DELTA, TILED, RUN, EPS,
- WORDS) = range(39)  # fmt: skip
+ # Mamba's, see `_split_steps`
+ RANK, K_NORM, Q_NORM,
+ WORDS) = range(42)  # fmt: skip
 
 CHANNELS_AT_ONCE = 512
 TOKENS_AT_ONCE = 16  # whose keys and queries, 1 KB each for heads of 128, stay in the first cache with 16 columns
@@ -291,6 +296,75 @@ def _recur_columns(p, h, columns, j, first, last):
                 copy[i] = now[i]
 
 
+def _split_steps(blocks, count, _0, _1, _2, _3, _4, first, last):
+    """GATES [tokens, rank] and KEYS of B [tokens, rank + 2 key_dim]: steps, keys and queries, normalized."""
+    for item in range(first, last):
+        block, t = _block_of(blocks, item, count)
+        p = array_at(block, WORDS, np.int64)
+        eps = array_at(block, WORDS, np.float64)[EPS]
+        rank, d = p[RANK], p[KEY_DIM]
+        row = p[B] + 4 * (rank + 2 * d) * t
+        keys = p[KEYS] + 8 * d * t
+        _normed(floats(row, rank), floats(p[NORM], rank), eps, floats(p[GATES] + 4 * rank * t, rank))
+        _normed(floats(row + 4 * rank, d), floats(p[K_NORM], d), eps, floats(keys + 4 * d, d))
+        _normed(floats(row + 4 * (rank + d), d), floats(p[Q_NORM], d), eps, floats(keys, d))
+
+
+@inner
+def _normed(x, weight, eps, y):
+    size = np.float32(1.0 / np.sqrt(square_sum(x) / x.size + eps))
+    for i in range(x.size):
+        y[i] = x[i] * size * weight[i]
+
+
+def _scan(blocks, count, parts, _0, _1, _2, _3, first, last):
+    """OUT [tokens, values] = (S q + D x) silu(z), with x in MIXED and steps in A; items and states as `_recur` has."""
+    for item in range(first, last):
+        p = array_at(blocks + 8 * WORDS * (item // parts), WORDS, np.int64)
+        columns = (p[VALUE_DIM] + LANES - 1) // LANES
+        start = item % parts * BLOCKS_AT_ONCE
+        for j in range(start, min(columns, start + BLOCKS_AT_ONCE)):
+            _scan_columns(p, j)
+
+
+@inner
+def _scan_columns(p, j):
+    """All tokens in block j."""
+    step = array_on_stack(16, np.float32)
+    u = array_on_stack(16, np.float32)
+    y = array_on_stack(16, np.float32)
+    d, width = p[KEY_DIM], p[VALUE_DIM]
+    size, at = min(LANES, width - LANES * j), 4 * LANES * j
+    state = floats(p[STATE] + at * d, LANES * d)
+    decay = floats(p[DECAY] + at * d, LANES * d)
+    bias, skip = floats(p[DT_BIAS] + at, size), floats(p[SKIP] + at, size)
+    for i in range(LANES):
+        step[i], u[i] = 0, 0
+    for t in range(p[TOKENS]):
+        steps = floats(p[A] + 4 * width * t + at, size)
+        x = floats(p[MIXED] + 4 * width * t + at, size)
+        q = floats(p[KEYS] + 8 * d * t, d)
+        k = floats(p[KEYS] + 8 * d * t + 4 * d, d)
+        for i in range(size):
+            step[i] = _softplus(steps[i] + bias[i])
+            u[i] = step[i] * x[i]
+        for i in range(LANES):
+            y[i] = 0
+        for r in range(d):
+            row, kept = state[LANES * r : LANES * (r + 1)], decay[LANES * r : LANES * (r + 1)]
+            for i in range(LANES):
+                row[i] = exp(step[i] * kept[i]) * row[i] + k[r] * u[i]
+                y[i] += q[r] * row[i]
+        z = floats(p[Z] + p[Z_STRIDE] * t + at, size)
+        out = floats(p[OUT] + 4 * width * t + at, size)
+        for i in range(size):
+            out[i] = (y[i] + skip[i] * x[i]) * z[i] / (np.float32(1) + exp(-z[i]))
+        if t + 1 == p[COPY_AFTER]:
+            copy = floats(p[STATE_COPY] + at * d, LANES * d)
+            for i in range(LANES * d):
+                copy[i] = state[i]
+
+
 def _gated_norm(blocks, count, _0, _1, _2, _3, _4, first, last):
     """The delta net's end: each head of OUT normalized, weighted, times silu(z)."""
     for item in range(first, last):
@@ -308,7 +382,7 @@ def _gated_norm(blocks, count, _0, _1, _2, _3, _4, first, last):
 
 
 def _norm_of_gated(blocks, count, _0, _1, _2, _3, _4, first, last):
-    """Mamba-2's end: OUT plus its input times SKIP, times silu(z), normalized by groups, weighted."""
+    """Mamba-2's end: OUT plus its input times SKIP, times silu(z), normalized by groups if there is a NORM."""
     for item in range(first, last):
         block, t = _block_of(blocks, item, count)
         p = array_at(block, WORDS, np.int64)
@@ -324,7 +398,7 @@ def _norm_of_gated(blocks, count, _0, _1, _2, _3, _4, first, last):
             for i in range(d):
                 y[i] = (y[i] + share * x[i]) * z[i] / (np.float32(1) + exp(-z[i]))
         width = heads * d // p[GROUPS]
-        for g in range(p[GROUPS]):
+        for g in range(p[GROUPS] if p[NORM] else 0):
             y = floats(out + 4 * width * g, width)
             weight = floats(p[NORM] + 4 * width * g, width)
             size = np.float32(1.0 / np.sqrt(square_sum(y) / width + eps))
@@ -337,6 +411,6 @@ def function(name: str) -> Any:
     """One of the functions named below as a numba CFunc, whose `.address` is callable."""
     functions = {
         "multiply": _multiply, "convolve": _convolve, "keep_tail": _keep_tail, "gates": _gates, "recur": _recur,
-        "gated_norm": _gated_norm, "norm_of_gated": _norm_of_gated,
+        "split_steps": _split_steps, "scan": _scan, "gated_norm": _gated_norm, "norm_of_gated": _norm_of_gated,
     }  # fmt: skip
     return c_function(functions[name])
