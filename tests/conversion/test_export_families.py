@@ -55,7 +55,7 @@ def wide_experts(name: str, size: int) -> dict[str, Any]:
 
 
 def wide_fields(fields: dict[str, Any], size: int) -> dict[str, Any]:
-    return {"moe_intermediate_size": size} if "moe_intermediate_size" in fields else {}
+    return {key: size for key in ("moe_intermediate_size", "moe_latent_size") if key in fields}
 
 
 def logits(model: Any) -> Any:
