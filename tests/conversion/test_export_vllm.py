@@ -13,10 +13,10 @@ from tests.conftest import ROOT, shared
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
-@pytest.mark.parametrize("type", ["Q4_0", "Q8_0"])
-def test_vllm_computes_what_the_gguf_says(type: str) -> None:
+def test_vllm_computes_what_the_gguf_says() -> None:
+    """Of 4 bits; its CPUs have no kernel for 8."""
     model, text = shared("models/tiny-qwen3"), shared("text/wiki_test.txt")
-    command = [sys.executable, "scripts/check_exports.py", model, "--text", text, "--only", "vllm", "--type", type]
+    command = [sys.executable, "scripts/check_exports.py", model, "--text", text, "--only", "vllm", "--type", "Q4_0"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     rows = [row.strip("| ").split(" | ") for row in done.stdout.splitlines() if row.startswith("| vllm")]
     assert rows
