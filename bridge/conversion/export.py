@@ -206,9 +206,9 @@ def _write(
         source, path, format if layers else "gptq_v2", layers, force=force, progress=progress
     ) as writer:
         sums = dict.fromkeys(forms, (0.0, 0.0))
-        for module, first, tensor, found in _layers(whole, forms, format):
+        for first, tensor, (error, signal) in _layers(whole, forms, format):
             writer.add(tensor, first)
-            sums[module] = sums[module][0] + found[0], sums[module][1] + found[1]
+            sums[tensor.name] = sums[tensor.name][0] + error, sums[tensor.name][1] + signal
         for module, form in forms.items():
             reports[f"{module}.weight"] = _report(whole[module], form, *sums[module])
         written = writer.finish()
@@ -223,21 +223,21 @@ def _write(
 
 def _layers(
     places: dict[str, Place], forms: dict[str, Form], format: str
-) -> Iterator[tuple[str, int, GroupedTensor | PackedTensor, tuple[float, float]]]:
-    """Rows of layers: the layer, the first row, codes, and `lost`. While some are written, the next are made."""
+) -> Iterator[tuple[int, GroupedTensor | PackedTensor, tuple[float, float]]]:
+    """Rows of layers: how many came before, codes, and `lost`. While some are written, the next are made."""
 
     def made(
-        module: str, rows: slice, room: Room
-    ) -> tuple[str, int, GroupedTensor | PackedTensor, tuple[float, float]]:
+        module: str, runs: tuple[slice, ...], room: Room
+    ) -> tuple[int, GroupedTensor | PackedTensor, tuple[float, float]]:
         place, form = places[module], forms[module]
-        tensor = codes_at(place, format, form, rows, room)
-        return module, rows.start, tensor, lost(place, format, form, tensor, rows)
+        tensor = codes_at(place, format, form, runs, room)
+        return runs[0].start * len(runs), tensor, lost(place, format, form, tensor, runs)
 
-    work = ((name, rows) for name, form in forms.items() for rows in slices(places[name].part.shape, format, form))
+    work = ((name, runs) for name, form in forms.items() for runs in slices(places[name].part.shape, format, form))
     with ThreadPoolExecutor(1) as thread:
-        ahead: Future[tuple[str, int, GroupedTensor | PackedTensor, tuple[float, float]]] | None = None
-        for (module, rows), room in zip(work, cycle((Room(), Room()))):
-            following = thread.submit(made, module, rows, room)
+        ahead: Future[tuple[int, GroupedTensor | PackedTensor, tuple[float, float]]] | None = None
+        for (module, runs), room in zip(work, cycle((Room(), Room()))):
+            following = thread.submit(made, module, runs, room)
             if ahead is not None:
                 yield ahead.result()
             ahead = following

@@ -133,7 +133,7 @@ class Assembled:
 
 def _by_rows(part: Part) -> bool:
     """Whether a row of the checkpoint's tensor is a row of the GGUF's."""
-    return len(part.shape) == 2 and part.columns is None and part.factor is None and part.change in (None, "+1")
+    return len(part.shape) == 2 and part.factor is None and part.change in (None, "+1")
 
 
 def _run_of(place: Place, first: int, stop: int) -> Iterator[tuple[Part, np.ndarray]]:

@@ -1,9 +1,9 @@
 """What a layer of a GGUF becomes in a checkpoint's format, and its codes, some rows at a time.
 
     form = form_of(place, "mlx", None, first_rows_tell=True)     None: it stays in floats
-    for rows in slices(place.shape, "mlx", form):
-        tensor = codes_at(place, "mlx", form, rows, room)
-        error += lost(place, "mlx", form, tensor, rows)
+    for runs in slices(place.shape, "mlx", form):
+        tensor = codes_at(place, "mlx", form, runs, room)
+        error, signal = lost(place, "mlx", form, tensor, runs)
 
 Bits and groups are those of the blocks if the format holds them (`codes_of_blocks`), else of rounding to nearest.
 """
@@ -19,6 +19,7 @@ from bridge.checkpoint.formats.layouts import (
     GPTQ_BITS,
     HQQ_BITS,
     HQQ_SIZES,
+    LAYOUTS,
     MLX_BITS,
     MLX_SIZES,
     PLANAR_BITS,
@@ -50,7 +51,7 @@ _OFFSET_SIZES = {"mlx": MLX_SIZES, "hqq": HQQ_SIZES}  # formats with any zero po
 _IN_WORDS = ("gptq", "gptq_v2", "gptq_p", "compressed-tensors", "mlx")  # formats that pack consecutive codes
 _AT_ONCE = 1 << 20  # values of a layer that are rounded or compared
 # what is written at once: bytes of words, which stay in a core's cache unless rows are their columns; codes of a byte
-_WORDS_AT_ONCE, _TRANSPOSED_AT_ONCE, _CODES_AT_ONCE = 4 << 20, 32 << 20, 4 << 20
+_WORDS_AT_ONCE, _TRANSPOSED_AT_ONCE, _CODES_AT_ONCE = 1 << 20, 32 << 20, 4 << 20
 
 
 @dataclass(frozen=True)
@@ -181,46 +182,59 @@ def _groups(bits: int, size: int, middle: bool, shape: tuple[int, int], format: 
     return Groups(bits, -1 if whole else size, format == "compressed-tensors" and middle)
 
 
-def slices(shape: tuple[int, ...], format: str, form: Form) -> Iterator[slice]:
-    """Runs of rows that cover a layer, each as much as is packed at once."""
-    bits = form.groups.bits
-    if format == "hqq" and bits < 5:  # a word has codes of rows that are far apart
-        return iter([slice(0, shape[0])])
-    if not form.packed:
-        return _runs(shape, _CODES_AT_ONCE)
-    return _runs(shape, (_TRANSPOSED_AT_ONCE if _is_transposed(format) else _WORDS_AT_ONCE) * 8 // bits)
-
-
-def codes_at(place: Place, format: str, form: Form, rows: slice, room: Room) -> GroupedTensor | PackedTensor:
-    """Rows of a layer in the form that was found. Raises NotPlain where first rows did not tell it."""
-    module, type, shape = place.part.module, place.stored.type, (rows.stop - rows.start, place.part.shape[1])
-    if form.how == ROUNDED:
-        parts = [_rounded(module, place.floats(run), form.groups.bits, format) for run in _runs_of(rows, shape[1])]
-        codes, scales, zeros = (
-            np.concatenate(x) for x in zip(*((p.codes, p.scales, p.zeros) for p in parts), strict=True)
-        )
-        return replace(parts[0], codes=codes, scales=scales, zeros=zeros)
+def slices(shape: tuple[int, ...], format: str, form: Form) -> Iterator[tuple[slice, ...]]:
+    """The rows of a layer that are packed at once: a run, or one of each part that a word has codes of."""
+    bits, at_once = form.groups.bits, _CODES_AT_ONCE
     if form.packed:
-        pieces = (place.raw(run) for run in _runs_of(rows, shape[1]))
-        return packed_of(module, type, pieces, shape, place.scale, _is_transposed(format), room)
-    found = _coded(module, type, place.raw(rows), format, (form.groups.bits,), form.offsets)
+        at_once = (_TRANSPOSED_AT_ONCE if _is_transposed(format) else _WORDS_AT_ONCE) * 8 // bits
+    lanes = 1 if format == "modelopt" else LAYOUTS[format].lanes(bits)
+    if shape[0] % lanes:
+        return iter([(slice(0, shape[0]),)])
+    height = shape[0] // lanes
+    runs = _runs((height, shape[1]), at_once // lanes)
+    return (tuple(slice(i * height + run.start, i * height + run.stop) for i in range(lanes)) for run in runs)
+
+
+def codes_at(
+    place: Place, format: str, form: Form, runs: tuple[slice, ...], room: Room
+) -> GroupedTensor | PackedTensor:
+    """Rows of a layer in the form that was found. Raises NotPlain where first rows did not tell it."""
+    if form.packed:
+        (rows,), columns = runs, place.part.shape[1]
+        pieces, shape = (place.raw(run) for run in _runs_of(rows, columns)), (rows.stop - rows.start, columns)
+        return packed_of(place.part.module, place.stored.type, pieces, shape, place.scale, _is_transposed(format), room)
+    parts = [part for rows in runs for part in _grouped(place, format, form, rows)]
+    if len(parts) == 1:
+        return parts[0]
+    codes, scales, zeros = (np.concatenate(x) for x in zip(*((p.codes, p.scales, p.zeros) for p in parts), strict=True))
+    return replace(parts[0], codes=codes, scales=scales, zeros=zeros)
+
+
+def _grouped(place: Place, format: str, form: Form, rows: slice) -> Iterator[GroupedTensor]:
+    """The codes of a run of rows, in one piece or several."""
+    module, columns, groups = place.part.module, place.part.shape[1], form.groups
+    if form.how == ROUNDED:
+        for run in _runs_of(rows, columns):
+            yield _rounded(module, place.floats(run), groups.bits, format)
+        return
+    found = _coded(module, place.stored.type, place.raw(rows), format, (groups.bits,), form.offsets)
     assert found is not None  # `form_of` looked through all rows
-    size = form.groups.group_size if form.groups.group_size > 0 else shape[1]
+    size = groups.group_size if groups.group_size > 0 else columns
     if found.group_size != size:  # these rows are more alike than all are
         found = regrouped(found, (size,))
         assert found is not None
-    return found
+    yield found
 
 
 def lost(
-    place: Place, format: str, form: Form, tensor: GroupedTensor | PackedTensor, rows: slice
+    place: Place, format: str, form: Form, tensor: GroupedTensor | PackedTensor, runs: tuple[slice, ...]
 ) -> tuple[float, float]:
     """The squared error of rows as a format has them, and their squared weights; 0 where they are the blocks'."""
-    error, signal = 0.0, 0.0
+    error, signal, at = 0.0, 0.0, 0
     if isinstance(tensor, GroupedTensor) and (form.how == ROUNDED or _is_changed(place.stored.type, format)):
-        for run in _runs_of(rows, place.part.shape[1]):
+        for run in (run for rows in runs for run in _runs_of(rows, place.part.shape[1])):
             weights = place.floats(run)
-            held = _held(tensor, format, slice(run.start - rows.start, run.stop - rows.start))
+            held = _held(tensor, format, slice(at, at := at + len(weights)))
             error += float(np.square(held - weights, dtype=np.float64).sum())
             signal += float(np.square(weights, dtype=np.float64).sum())
     return error, signal

@@ -193,7 +193,8 @@ class CheckpointWriter:
         """Write one layer, or its rows from `first` on. Raises BridgeError if it is not as announced, or the format
         cannot hold it.
 
-        first  of rows that fill whole words, one run after another; HQQ with less than 5 bits takes whole layers only
+        first  of rows that fill whole words, one run after another. Where words have codes of several parts of a layer
+               (HQQ), rows are as many of each part, and `first` counts those before
         """
         name = tensor.name
         if name not in self._todo:
@@ -219,11 +220,14 @@ class CheckpointWriter:
                 raise BridgeError(f"{name}: was announced as symmetric, but has zero points")
             self._asymmetric |= asymmetric
             self._scattered |= not tensor.sequential
-        shapes = layout.shapes(bits, size, (out, columns))
+        shapes, lanes = layout.shapes(bits, size, (out, columns)), layout.lanes(bits)
         for part, values in layout.pack(tensor).items():
             if f"{name}.{part}" in self._places:
                 found = np.array((out, columns), values.dtype) if part == layout.shaped else values
-                self._write_rows(f"{name}.{part}", found, shapes[part][1], begin, out)
+                whole = shapes[part][1]
+                if rows < out and lanes > 1 and len(found) == rows * count:  # of groups, row by row
+                    found, whole = found.reshape(lanes, -1), (lanes, math.prod(whole) // lanes)
+                self._write_rows(f"{name}.{part}", found, whole, begin, out)
         if begin + rows == out:
             self._todo.remove(name)
 

@@ -512,6 +512,8 @@ def test_exported_floats_have_the_logits_of_the_gguf(name, own, converted, tmp_p
     [
         *(("Q4_0", format) for format in ("gptq", "gptq_p", "awq", "compressed-tensors", "mlx")),
         *((type, format) for type in ("Q8_0", "Q4_K") for format in ("gptq_v2", "hqq")),
+        ("Q2_K", "hqq"),
+        ("Q3_K", "hqq"),
         ("Q6_K", "compressed-tensors"),
     ],
 )

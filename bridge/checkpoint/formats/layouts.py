@@ -52,6 +52,7 @@ class PackedLayout:
     pack     module -> its tensors
     zeros    the tensor that a symmetric module lacks, if there is one
     shaped   the tensor that holds a module's shape, if there is one
+    lanes    bits -> into how many parts of rows a word looks: with 2, it has codes of a row of each half
     """
 
     name: str
@@ -60,6 +61,7 @@ class PackedLayout:
     pack: Callable[[Any], Parts]
     zeros: str = ""
     shaped: str = ""
+    lanes: Callable[[int], int] = lambda _bits: 1
 
 
 def check(tensor: GroupedTensor, layout: PackedLayout) -> np.ndarray:
@@ -325,6 +327,8 @@ LAYOUTS = {
     "compressed-tensors": PackedLayout(
         "compressed-tensors", _compressed_refusal, _compressed_shapes, _compressed, "weight_zero_point", "weight_shape"
     ),
-    "hqq": PackedLayout("hqq", _hqq_refusal, _hqq_shapes, _hqq, shaped="shape"),
+    "hqq": PackedLayout(
+        "hqq", _hqq_refusal, _hqq_shapes, _hqq, shaped="shape", lanes=lambda bits: _hqq_packing(bits)[0]
+    ),
     "mlx": PackedLayout("mlx", _mlx_refusal, _mlx_shapes, _mlx),
 }
