@@ -76,6 +76,10 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "tie_word_embeddings": True, "final_logit_softcapping": 30.0,
         "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 2,
         "per_layer_config": {"4": {"head_dim": 512}, "9": {"head_dim": 512}}}),
+    "falcon-h1": ("Falcon-H1 1.5B", "FalconH1Config", {
+        "hidden_size": 2048, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "head_dim": 128, "num_hidden_layers": 5, "mamba_d_ssm": 3072, "mamba_n_heads": 48, "mamba_d_head": 64,
+        "mamba_d_state": 256, "mamba_n_groups": 1}),
     "nemotron-h": ("Nemotron-H 4B", "NemotronHConfig", {
         "hidden_size": 3072, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8,
         "head_dim": 128, "ssm_state_size": 128, "mamba_num_heads": 112, "mamba_head_dim": 64, "n_groups": 8,

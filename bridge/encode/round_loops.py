@@ -11,7 +11,6 @@ vectorizing it. Kernels that use these pass them through `specialize`, with `sub
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -253,6 +252,6 @@ def rows_quantizer(
         scope[f.__name__] = specialize(f, kind.name, compile, **scope)
     for stage in stages:
         scope[stage.__name__[1:]] = scope["block"] = specialize(stage, suffix, **scope)
-    scope["workspace"] = specialize(workspace, suffix, partial(inlined, counted=True), **scope)
-    scope["search"] = specialize(search, suffix, inlined, **scope)
+    for name, function in (("workspace", workspace), ("search", search)):
+        scope[name] = specialize(function, suffix, inlined, **scope)
     return specialize(_rows, suffix, **scope, write=scope[loops[-1].__name__])

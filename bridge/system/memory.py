@@ -5,7 +5,7 @@ that a whole token is computed by one table of calls (see program.py).
 """
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numba
@@ -100,7 +100,7 @@ def array_on_stack(typingctx, length, dtype):
     return kind(length, dtype), emit
 
 
-@partial(inner, counted=True)
+@inner
 def floats(address, count):
     """float32 [count] at an address."""
     return array_at(address, count, np.float32)

@@ -28,7 +28,7 @@ from bridge.blocks.read import WRITTEN
 from bridge.encode.nearest_points import looker, snapper
 from bridge.encode.round_points import EVEN, codebook
 from bridge.system.half import round_half
-from bridge.system.jit import inlined, inner, specialize
+from bridge.system.jit import inlined, specialize, uncounted
 
 _ZERO = np.float32(0)
 _ONE = np.float32(1)
@@ -424,9 +424,9 @@ def rounding(name: str) -> Rounding:
     }  # fmt: skip
     constants["scale_of"] = specialize(_scale_of, name, inlined, **constants)
     constants["variant_of"] = specialize(_variant_of, name, inlined, **constants)
-    constants["round_unit"] = specialize(function, name, inner, **constants, **search)
-    constants["round_sub"] = specialize(_round_sub, name, inner, **constants)
-    constants["try_scales"] = specialize(_try_scales, name, inner, **constants)
+    constants["round_unit"] = specialize(function, name, uncounted, **constants, **search)
+    constants["round_sub"] = specialize(_round_sub, name, uncounted, **constants)
+    constants["try_scales"] = specialize(_try_scales, name, uncounted, **constants)
 
     def buffers() -> Any:
         own = tuple(np.zeros(8, np.float32) for _ in range(2)), tuple(np.zeros(8, np.float32) for _ in range(3))
