@@ -6,8 +6,9 @@
 
 Names, row orders and changes of values are those of the family's table (`bridge.models`), read from the GGUF to the
 checkpoint; transformers' own conversions tell how a checkpoint's names differ from a model's. Linears, embeddings and
-experts stay packed. What is F32 in the file, or cannot be restored without rounding again (DeepSeek's kv_b_proj, whose
-one half is transposed), becomes an ordinary parameter.
+experts stay packed. What is F32 in the file, what transformers keeps in float32 (the weights of DeepSeek's indexer), or
+cannot be restored without rounding again (DeepSeek's kv_b_proj, whose one half is transposed), becomes an ordinary
+parameter.
 """
 
 import re
@@ -125,11 +126,13 @@ class Placement:
         names = _names(self.model)
         where = {source: self._place(name) for source in pieces if not self._ignores(name := names(source))}
         experts = self._expert_modules() if stacks else {}
+        stays_float = float32_names(self.model)
         packed: dict[str, list[Piece]] = {}
         for source, (path, leaf) in where.items():
             if (
                 leaf == "weight"
                 and not path.endswith(_READ_AS_FLOATS)
+                and not stays_float(f"{path}.{leaf}")
                 and _packs(self.model.get_submodule(path), pieces[source])
             ):
                 packed[path] = pieces[source]
@@ -257,6 +260,13 @@ class Placement:
 def rope_factors(file: GGUFFile) -> dict[str, np.ndarray]:
     """The tensors that divide the frequencies of rotary embeddings, as `add_rope_factors` takes them."""
     return {name: file[f"{name}.weight"].dequantize() for name in ROPE_FACTORS if f"{name}.weight" in file}
+
+
+def float32_names(model: nn.Module) -> Callable[[str], bool]:
+    """Whether transformers keeps a tensor of this name in float32 where the rest of the model is in halves."""
+    lists = "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"
+    patterns = [p for module in model.modules() for each in lists for p in getattr(module, each, None) or ()]
+    return lambda name: any(re.search(pattern, name) for pattern in patterns)
 
 
 def untie(model: nn.Module, modules: Iterable[str]) -> None:

@@ -100,6 +100,28 @@ def test_every_matrix_stays_packed_and_is_the_checkpoints(name: str, tmp_path: P
     assert compared > 4
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("deepseek3.2", torch.float16), pytest.param("ernie4.5-moe", torch.bfloat16, marks=pytest.mark.exhaustive)],
+)
+def test_what_transformers_keeps_in_float32_is_not_rounded(name: str, dtype: Any, tmp_path: Path) -> None:
+    """Neither to blocks nor to halves: the weights of an indexer, and what routers choose experts by."""
+    model, path = made(name, tmp_path, "Q8_0")
+    whole = bridge.nn.load(path).state_dict()
+    how = bridge.transformers.PackedConfig("f32")
+    packed = bridge.nn.load(path, dtype=dtype)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file=path.name, quantization_config=how, dtype=dtype
+    )
+    floats = model.__class__.from_pretrained(tmp_path / "model", dtype=dtype).state_dict()
+    kept = [key for key, values in floats.items() if values.dtype == torch.float32]
+    assert kept
+    for found in (packed.state_dict(), theirs.state_dict()):
+        for key in kept:
+            torch.testing.assert_close(found[key], whole[key], rtol=0, atol=0)
+    assert torch.isfinite(logits(packed)).all()
+
+
 @pytest.mark.parametrize("kind", ["LlamaConfig", "Qwen3Config", "MixtralConfig"])
 def test_the_tokens_are_those_of_the_dequantized_model(kind: str, tmp_path: Path) -> None:
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2} if kind == "MixtralConfig" else {"head_dim": 64}
