@@ -16,7 +16,7 @@ import gguf
 import numpy as np
 
 from scripts.peers import ggml
-from scripts.peers.ggml import _InitParams
+from scripts.peers.ggml import InitParams
 
 
 class _Plan(ctypes.Structure):
@@ -41,7 +41,7 @@ _SIGNATURES: tuple[tuple[Any, list[Any], str], ...] = (
     (None, [_Log, c_void_p], "ggml_log_set"),
     (None, [c_void_p] * 2 + [c_size_t] * 2, "ggml_backend_tensor_set"),
     (c_void_p, [], "ggml_backend_cpu_reg ggml_backend_cpu_buffer_type"),
-    (c_void_p, [_InitParams], "ggml_init"),
+    (c_void_p, [InitParams], "ggml_init"),
     (c_void_p, [c_void_p], "ggml_get_data ggml_new_graph ggml_threadpool_new ggml_backend_buffer_get_base"),
     (c_void_p, [c_void_p] * 2, "ggml_backend_alloc_ctx_tensors_from_buft"),
     (c_void_p, [c_void_p] * 3, "ggml_mul_mat"),
@@ -125,7 +125,7 @@ class Matrix:
 
     def _lay_out(self, place: int, kind: int, raw: np.ndarray, columns: int, tokens: int) -> tuple[int, int]:
         """x and y = W x, with W in a buffer of the type `place`; W is not filled yet."""
-        self.context = self.lib.init(_InitParams(1 << 20, None, True))  # holds the tensors, not their data
+        self.context = self.lib.init(InitParams(1 << 20, None, True))  # holds the tensors, not their data
         self.weights = self.lib.new_tensor_2d(self.context, kind, columns, raw.shape[0])
         x = self.lib.new_tensor_2d(self.context, int(gguf.GGMLQuantizationType.F32), columns, tokens)
         y = self.lib.mul_mat(self.context, self.weights, x)
