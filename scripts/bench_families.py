@@ -2,6 +2,7 @@
 
     python scripts/bench_families.py                       all of the shapes below
     python scripts/bench_families.py lfm2 gemma4 --turns 5
+    python scripts/bench_families.py lfm2 --draft         replies with guessed tokens, compared with those without
 
 Each model has the layers of a published one, fewer of them, with random weights in Q4_K (Q8_0 and MXFP4 where a row is
 no multiple of 256). The peer is the llama.cpp of the tests' xllamacpp wheel, which on x86 is built for AVX2. Ours and
@@ -22,6 +23,7 @@ from typing import Any
 import gguf
 import numpy as np
 from benchlib import ROOT, head, line, machine, parser
+from benchlib.drafts import print_drafts
 from benchlib.speeds import OURS, WHEEL, turn
 
 BEGIN = """
@@ -93,10 +95,15 @@ def main() -> None:
     options = parse()
     print(f"Machine: {machine()}.\n")
     sides = {"ours": BEGIN + OURS + REPORT, "theirs": BEGIN + WHEEL + REPORT}
-    print(head("layers of", "what", "gguf-bridge", "llama.cpp", "ratio"), flush=True)
+    if not options.draft:
+        print(head("layers of", "what", "gguf-bridge", "llama.cpp", "ratio"), flush=True)
     for family in options.families or SHAPES:
         with tempfile.TemporaryDirectory(prefix="gguf-bridge-bench-") as scratch:
             path = made(family, Path(scratch))
+            if options.draft:
+                print(f"\nLayers of {SHAPES[family][0]}:\n")
+                print_drafts(path, "ngram", None, [1], options.turns)
+                continue
             turn(sys.executable, sides["ours"], path, 1)  # compile what is not compiled yet; fill the page cache
             found = [[turn(sys.executable, code, path, 1) for code in sides.values()] for _ in range(options.turns)]
         for what in ("decode", "prompt"):
@@ -107,6 +114,7 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     options = parser(__doc__, "--turns")
+    options.add_argument("--draft", action="store_true", help="measure guessed tokens (ngram), as bench_model.py does")
     options.add_argument("families", nargs="*", metavar="FAMILY", help=f"of {', '.join(SHAPES)}; default: all")
     return options.parse_args()
 

@@ -85,9 +85,19 @@ def load(
 
 
 def know_all_models() -> None:
-    """Let AutoModelForCausalLM find Mistral 4's language model, which transformers (5.23) has but does not list."""
+    """Tell transformers (5.23) what it has but does not list.
+
+    Mistral 4's language model for AutoModelForCausalLM; and the names of the tensors of MiniMax M3's, which are those
+    of the whole model without the prefixes of its parts.
+    """
     import transformers
 
+    if hasattr(transformers, "MiniMaxM3VLForCausalLM"):
+        from transformers import conversion_mapping as names
+
+        whole = names.get_checkpoint_conversion_mapping("minimax_m3_vl") or []
+        inner = [entry for entry in whole if not entry.source_patterns[0].startswith("^")]
+        names.register_checkpoint_conversion_mapping("MiniMaxM3VLForCausalLM", inner, overwrite=True)
     if hasattr(transformers, "Mistral4ForCausalLM"):
         auto = transformers.AutoModelForCausalLM
         auto.register(transformers.Mistral4Config, transformers.Mistral4ForCausalLM, exist_ok=True)

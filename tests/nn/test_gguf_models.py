@@ -22,14 +22,14 @@ transformers = pytest.importorskip("transformers", minversion="5.23")
 
 import bridge.transformers  # noqa: E402
 from bridge.nn import QuantEmbedding, QuantExperts, QuantLinear  # noqa: E402
+from bridge.nn.quant_linear import JoinedLinear  # noqa: E402
 
 TOKENS = torch.from_numpy(np.random.default_rng(1).integers(0, 300, (1, 40)))  # more than any window of these
 # what no key of a GGUF tells, as the published models have it
 UNSAID: dict[str, dict[str, Any]] = {
     "gpt-oss": {"rope_parameters": {**MODELS["gpt-oss"][1]["rope_parameters"], "truncate": False}},
 }
-NAMED = [name for name in MODELS if name != "minimax-m3"]  # no names of its language model alone in transformers
-STORED = [name for name in NAMED if name != "falcon-h1"]  # whose GGUF has its weights times factors
+STORED = [name for name in MODELS if name != "falcon-h1"]  # whose GGUF has its weights times factors
 PLAIN = ["smollm3", "granite-moe-shared", "qwen3.5"]  # others are of `make test-all`
 
 
@@ -63,7 +63,7 @@ def exact(folder: Path) -> Any:
     return model
 
 
-@pytest.mark.parametrize("name", [n if n in PLAIN else pytest.param(n, marks=pytest.mark.exhaustive) for n in NAMED])
+@pytest.mark.parametrize("name", [n if n in PLAIN else pytest.param(n, marks=pytest.mark.exhaustive) for n in MODELS])
 def test_a_family_computes_what_its_checkpoint_does(name: str, tmp_path: Path) -> None:
     """Of floats, so that nothing but the config, the places and the orders decides."""
     model, path = made(name, tmp_path, "F32")
@@ -83,7 +83,7 @@ def test_every_matrix_stays_packed_and_is_the_checkpoints(name: str, tmp_path: P
     torch.testing.assert_close(logits(theirs), logits(packed), rtol=1e-4, atol=1e-4)
     compared = 0
     for name, module in packed.named_modules():
-        if not isinstance(module, QuantLinear | QuantEmbedding) or ".parts." in name:
+        if not isinstance(module, QuantLinear | JoinedLinear | QuantEmbedding) or ".parts." in name:
             continue
         old = next((m for n, m in model.named_modules() if n.replace("model.language_model.", "model.") == name), None)
         if old is None or not hasattr(old, "weight"):
