@@ -51,6 +51,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(ROOT))))
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Names what failed at once: a run that is cut short ends without a summary."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\nFAILED {report.nodeid}: {report.longreprtext[-500:]}", file=sys.stderr)
+
+
 def shared(relative: str) -> Path:
     """A path under the shared folder; skips the test where it does not exist."""
     path = SHARED / relative

@@ -26,6 +26,7 @@ _COUNT_SHARED = {"glm4moe": 0, "deepseek2": 0, "deepseek32": 0, "glm-dsa": 0, "m
 # weights of the experts used do not sum to one, if no key says so
 _UNNORMALIZED = {*_LATENT, "qwen2moe", "glm4moe", "llama4", "nemotron_h_moe", "jamba"}
 _SIGMOID = {"deepseek32", "glm-dsa", "glm4moe", "minimax-m2", "nemotron_h_moe", "llama4"}  # routers, if no key says so
+_MOST_BLOCKS = 512  # as in llama.cpp
 _MAVERICK = 128  # experts of the Llama 4 that does not normalize q and k
 _LLAMA4_TEMPERATURE = 0.1, 8192, 1  # factor, length and offset, see `temperatures`
 _MIXER = 0.02  # of Phi-3.5-MoE, twice its router_jitter_noise
@@ -52,7 +53,10 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
 
     experts = get("expert_count", int) if metadata.get(f"{arch}.expert_count") else 0
     predicting = int(metadata.get(f"{arch}.nextn_predict_layers", 0))
-    layers = get("block_count", int) - predicting
+    blocks = get("block_count", int)
+    if blocks > _MOST_BLOCKS:
+        raise BridgeError(f"{path}: {arch}.block_count is {blocks}; must be at most {_MOST_BLOCKS}")
+    layers = blocks - predicting
     if (arch, layers) == ("exaone4", _EXAONE4_WINDOWS[0]):
         graph = _EXAONE4_WINDOWS[1]
     hidden = get("embedding_length", int)

@@ -1,6 +1,6 @@
 """The quantizers of ik_llama.cpp, for types of its own that llama.cpp does not read, through its shared library.
 
-cmake -B build -DBUILD_SHARED_LIBS=ON -DGGML_IQK_FLASH_ATTENTION=OFF && cmake --build build --target ggml
+cmake -B build -DBUILD_SHARED_LIBS=ON && cmake --build build --target ggml
 """
 
 import ctypes

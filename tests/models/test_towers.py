@@ -42,10 +42,11 @@ def golden_of(name: str) -> dict[str, Any]:
     return dict(json.loads((GOLDENS / f"{name}.json").read_text()))
 
 
-def write_checkpoint(golden: dict[str, Any], folder: Path) -> Path:
+def write_checkpoint(golden: dict[str, Any], folder: Path, scale: float = 1) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(golden["config"]))
-    save_file({n: values_of(n, tuple(s)) for n, s in golden["checkpoint"].items()}, folder / "model.safetensors")
+    values = {n: np.asarray(values_of(n, tuple(s)) * scale, np.float32) for n, s in golden["checkpoint"].items()}
+    save_file(values, folder / "model.safetensors")
     return add_processor(folder)
 
 
@@ -96,9 +97,9 @@ def test_what_scales_sound_is_the_softplus_that_pytorch_rounds_otherwise(tmp_pat
         np.testing.assert_array_max_ulp(tensors[f"a.blk.{layer}.per_dim_scale.weight"], expected, 2)
 
 
-def converted(name: str, folder: Path, **options: Any) -> Path:
+def converted(name: str, folder: Path, scale: float = 1, **options: Any) -> Path:
     """The GGUF of a golden's checkpoint."""
-    bridge.convert(write_checkpoint(golden_of(name), folder / name), folder / "m.gguf", **options)
+    bridge.convert(write_checkpoint(golden_of(name), folder / name, scale), folder / "m.gguf", **options)
     return folder / "m.gguf"
 
 
@@ -107,8 +108,8 @@ def test_llama_cpp_makes_embeddings_of_an_image_with_it(name: str, tmp_path: Pat
     pytest.importorskip("xllamacpp")
     from scripts.peers.mtmd import image_embeddings
 
-    # values of random towers come near the largest of F16, to which llama.cpp rounds what F16 matrices multiply
-    model = converted(name, tmp_path, tensor_types=[(".*", "F32")], mmproj_type="F32")
+    # with larger weights values pass the largest of F16, to which llama.cpp's attention rounds keys and values
+    model = converted(name, tmp_path, 0.25, tensor_types=[(".*", "F32")], mmproj_type="F32")
     image = np.random.default_rng(0).integers(0, 255, (56, 56, 3), dtype=np.uint8)
     width = 32 * (1 + len(golden_of(name)["config"]["vision_config"].get("deepstack_visual_indexes") or []))
     seen = image_embeddings(model, tmp_path / "mmproj-m.gguf", image, width)

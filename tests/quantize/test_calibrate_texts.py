@@ -121,7 +121,7 @@ def test_windows_start_with_bos_if_the_tokenizer_puts_it_before_a_text_as_perple
     assert tokens.tolist() == cut_windows(measured, TEXT, 32, 5)
     assert (read_tokens(text, with_bos, 9, 32, seed=3)[:, 0] == bos).all()
     probe = _probe(read_tokens(text, with_bos, 3, 300), 10**6)
-    assert probe.shape == (3, 256)
+    assert probe.shape == (3, 300)
     assert (_probe(read_tokens(text, with_bos, 3, 600), 10**6)[:, 0] == bos).all()
 
 
