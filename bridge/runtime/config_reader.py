@@ -52,6 +52,8 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
         return kind(value)
 
     experts = get("expert_count", int) if metadata.get(f"{arch}.expert_count") else 0
+    if (arch, experts) == ("jamba", 1):  # Jamba Reasoning 3B: plain networks
+        experts = 0
     predicting = int(metadata.get(f"{arch}.nextn_predict_layers", 0))
     blocks = get("block_count", int)
     if blocks > _MOST_BLOCKS:

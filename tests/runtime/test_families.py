@@ -181,6 +181,13 @@ def test_numbers_that_a_layers_activation_lacks_are_refused() -> None:
         read_config(keys, Path("m.gguf"))
 
 
+def test_a_jamba_of_one_expert_has_plain_networks(tmp_path: Path) -> None:
+    reference, path = converted("jamba", tmp_path, "F32", num_experts=1, num_experts_per_tok=1)
+    model = bridge.Model.load(path, precision="f32", kv="f32")
+    assert not model.config.experts
+    assert mean_kl(reference_logits(reference, TOKENS[:24]), model.logits(TOKENS[:24])) < 1e-8
+
+
 def test_phi_moes_experts_are_chosen_one_after_another() -> None:
     """As transformers' sparsemixer does: each weighed among those near it that are left."""
     from transformers.models.phimoe.modeling_phimoe import sparsemixer
