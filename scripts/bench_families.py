@@ -2,6 +2,7 @@
 
     python scripts/bench_families.py                       all of the shapes below
     python scripts/bench_families.py lfm2 gemma4 --turns 5
+    python scripts/bench_families.py lfm2 --draft         replies with guessed tokens, compared with those without
 
 Each model has the layers of a published one, fewer of them, with random weights in Q4_K (Q8_0 and MXFP4 where a row is
 no multiple of 256). The peer is the llama.cpp of the tests' xllamacpp wheel, which on x86 is built for AVX2. Ours and
@@ -22,6 +23,7 @@ from typing import Any
 import gguf
 import numpy as np
 from benchlib import ROOT, head, line, machine, parser
+from benchlib.drafts import print_drafts
 from benchlib.speeds import OURS, WHEEL, turn
 
 BEGIN = """
@@ -80,6 +82,19 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "hidden_size": 2048, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 2,
         "head_dim": 128, "num_hidden_layers": 5, "mamba_d_ssm": 3072, "mamba_n_heads": 48, "mamba_d_head": 64,
         "mamba_d_state": 256, "mamba_n_groups": 1}),
+    "mamba2": ("Mamba-Codestral 7B", "Mamba2Config", {
+        "hidden_size": 4096, "num_heads": 128, "head_dim": 64, "state_size": 128, "n_groups": 8,
+        "num_hidden_layers": 3}),
+    "jamba": ("Jamba Reasoning 3B", "JambaConfig", {
+        "hidden_size": 2560, "intermediate_size": 8192, "num_attention_heads": 20, "num_key_value_heads": 1,
+        "num_hidden_layers": 4, "attn_layer_period": 4, "attn_layer_offset": 2, "num_experts": 1,
+        "num_experts_per_tok": 1, "mamba_d_state": 16, "mamba_dt_rank": 160}),
+    "gemma3n": ("Gemma 3n E2B", "Gemma3nTextConfig", {
+        "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "head_dim": 256, "num_hidden_layers": 5, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 32768, "laurel_rank": 64, "sliding_window": 512, "tie_word_embeddings": True,
+        "layer_types": ["sliding_attention"] * 4 + ["full_attention"],
+        "activation_sparsity_pattern": [0.95] * 2 + [0.0] * 3}),
     "nemotron-h": ("Nemotron-H 4B", "NemotronHConfig", {
         "hidden_size": 3072, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8,
         "head_dim": 128, "ssm_state_size": 128, "mamba_num_heads": 112, "mamba_head_dim": 64, "n_groups": 8,
@@ -93,10 +108,15 @@ def main() -> None:
     options = parse()
     print(f"Machine: {machine()}.\n")
     sides = {"ours": BEGIN + OURS + REPORT, "theirs": BEGIN + WHEEL + REPORT}
-    print(head("layers of", "what", "gguf-bridge", "llama.cpp", "ratio"), flush=True)
+    if not options.draft:
+        print(head("layers of", "what", "gguf-bridge", "llama.cpp", "ratio"), flush=True)
     for family in options.families or SHAPES:
         with tempfile.TemporaryDirectory(prefix="gguf-bridge-bench-") as scratch:
             path = made(family, Path(scratch))
+            if options.draft:
+                print(f"\nLayers of {SHAPES[family][0]}:\n")
+                print_drafts(path, "ngram", None, [1], options.turns)
+                continue
             turn(sys.executable, sides["ours"], path, 1)  # compile what is not compiled yet; fill the page cache
             found = [[turn(sys.executable, code, path, 1) for code in sides.values()] for _ in range(options.turns)]
         for what in ("decode", "prompt"):
@@ -107,6 +127,7 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     options = parser(__doc__, "--turns")
+    options.add_argument("--draft", action="store_true", help="measure guessed tokens (ngram), as bench_model.py does")
     options.add_argument("families", nargs="*", metavar="FAMILY", help=f"of {', '.join(SHAPES)}; default: all")
     return options.parse_args()
 

@@ -15,7 +15,7 @@ from torch import nn
 from bridge.errors import BridgeError
 from bridge.models.gguf_config import add_rope_factors, config_of_gguf
 from bridge.nn.decoder_cache import attach
-from bridge.nn.placement import replace_linears, rope_factors
+from bridge.nn.placement import float32_names, replace_linears, rope_factors
 from bridge.nn.preparation import prepare
 from bridge.runtime import GGUFFile, open_gguf
 from bridge.runtime.tokenizer import stop_tokens
@@ -32,7 +32,7 @@ def load(
     model_id_or_config  a repository on the Hub, a folder with config.json, or a transformers config; or the GGUF
                         itself, whose metadata is made a config
     precision           of activations in products: see QuantLinear
-    dtype               of everything between the products
+    dtype               of everything between the products, but for what transformers keeps in float32
     device              "cpu", "cuda", "cuda:1" ...; for a GPU, kernels are compiled
 
     Raises:
@@ -59,6 +59,7 @@ def load(
     try:
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False).to(dtype)
+        _keep_float32(model)
     except ValueError as problem:  # not one that transformers includes; code of a repository is never run
         raise BridgeError(
             f"{source or type(config).__name__}: transformers cannot build the model without running code from "
@@ -84,12 +85,30 @@ def load(
 
 
 def know_all_models() -> None:
-    """Let AutoModelForCausalLM find Mistral 4's language model, which transformers (5.23) has but does not list."""
+    """Tell transformers (5.23) what it has but does not list.
+
+    Mistral 4's language model for AutoModelForCausalLM; and the names of the tensors of MiniMax M3's, which are those
+    of the whole model without the prefixes of its parts.
+    """
     import transformers
 
+    if hasattr(transformers, "MiniMaxM3VLForCausalLM"):
+        from transformers import conversion_mapping as names
+
+        whole = names.get_checkpoint_conversion_mapping("minimax_m3_vl") or []
+        inner = [entry for entry in whole if not entry.source_patterns[0].startswith("^")]
+        names.register_checkpoint_conversion_mapping("MiniMaxM3VLForCausalLM", inner, overwrite=True)
     if hasattr(transformers, "Mistral4ForCausalLM"):
         auto = transformers.AutoModelForCausalLM
         auto.register(transformers.Mistral4Config, transformers.Mistral4ForCausalLM, exist_ok=True)
+
+
+def _keep_float32(model: nn.Module) -> None:
+    """Make those weights float32 again that transformers keeps so, such as biases that choose experts."""
+    kept = float32_names(model)
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if kept(name) and tensor.is_floating_point():
+            tensor.data = tensor.data.float()
 
 
 def set_ends(model: Any, file: GGUFFile) -> None:

@@ -6,14 +6,15 @@
 
 Names, row orders and changes of values are those of the family's table (`bridge.models`), read from the GGUF to the
 checkpoint; transformers' own conversions tell how a checkpoint's names differ from a model's. Linears, embeddings and
-experts stay packed. What is F32 in the file, or cannot be restored without rounding again (DeepSeek's kv_b_proj, whose
-one half is transposed), becomes an ordinary parameter.
+experts stay packed. What is F32 in the file, what transformers keeps in float32 (the weights of DeepSeek's indexer), or
+cannot be restored without rounding again (DeepSeek's kv_b_proj, whose one half is transposed), becomes an ordinary
+parameter.
 """
 
 import re
 from collections.abc import Callable, Iterable
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -123,18 +124,24 @@ class Placement:
     def _read(self) -> None:
         pieces, stacks = self._tensors()
         names = _names(self.model)
-        where = {source: self._place(name) for source in pieces if not self._ignores(name := names(source))}
+        placed: dict[tuple[str, str], list[Piece]] = {}
+        for source, found in pieces.items():
+            if not self._ignores(name := names(source)):
+                place = self._place(name)
+                placed[place] = _followed(placed.get(place, []), found)
         experts = self._expert_modules() if stacks else {}
+        stays_float = float32_names(self.model)
         packed: dict[str, list[Piece]] = {}
-        for source, (path, leaf) in where.items():
+        for (path, leaf), found in placed.items():
             if (
                 leaf == "weight"
                 and not path.endswith(_READ_AS_FLOATS)
-                and _packs(self.model.get_submodule(path), pieces[source])
+                and not stays_float(f"{path}.{leaf}")
+                and _packs(self.model.get_submodule(path), found)
             ):
-                packed[path] = pieces[source]
+                packed[path] = found
             else:
-                self._floats[f"{path}.{leaf}"] = pieces[source]
+                self._floats[f"{path}.{leaf}"] = found
         head = self._head()
         if head is not None and head not in packed and f"{head}.weight" not in self._floats:
             shared = next((found for path, found in packed.items() if self._is_embedding(path)), None)
@@ -240,8 +247,9 @@ class Placement:
             if pieces is not None
         }
         parts = [stacks[part] for part in _EXPERTS if part in stacks]
-        if all(hasattr(module, name) for name in ("alpha", "limit")):
-            activation: Any = ClampedSwiglu(module.alpha, module.limit)
+        alpha = getattr(module, "alpha", getattr(module, "swiglu_alpha", None))
+        if alpha is not None and hasattr(module, "limit"):
+            activation: Any = ClampedSwiglu(alpha, module.limit)
         elif len(parts) == 3:
             activation = Gated(module.act_fn)
         else:
@@ -257,6 +265,13 @@ class Placement:
 def rope_factors(file: GGUFFile) -> dict[str, np.ndarray]:
     """The tensors that divide the frequencies of rotary embeddings, as `add_rope_factors` takes them."""
     return {name: file[f"{name}.weight"].dequantize() for name in ROPE_FACTORS if f"{name}.weight" in file}
+
+
+def float32_names(model: nn.Module) -> Callable[[str], bool]:
+    """Whether transformers keeps a tensor of this name in float32 where the rest of the model is in halves."""
+    lists = "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"
+    patterns = [p for module in model.modules() for each in lists for p in getattr(module, each, None) or ()]
+    return lambda name: any(re.search(pattern, name) for pattern in patterns)
 
 
 def untie(model: nn.Module, modules: Iterable[str]) -> None:
@@ -292,6 +307,14 @@ def _packs(module: nn.Module, pieces: list[Piece]) -> bool:
         and (len(pieces) == 1 or piece.part.columns is None)
         for piece in pieces
     )  # fmt: skip
+
+
+def _followed(first: list[Piece], others: list[Piece]) -> list[Piece]:
+    """The pieces of a tensor that a model has in one with another, whose rows come first: MiniMax M3's gate and up."""
+    if not first:
+        return others
+    begin = 1 + max(int(rows_of(piece.part).max()) for piece in first)
+    return first + [replace(p, part=replace(p.part, rows=begin + rows_of(p.part))) for p in others]
 
 
 def _matrix(piece: Piece) -> QuantTensor:

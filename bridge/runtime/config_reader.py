@@ -52,6 +52,8 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
         return kind(value)
 
     experts = get("expert_count", int) if metadata.get(f"{arch}.expert_count") else 0
+    if (arch, experts) == ("jamba", 1):  # Jamba Reasoning 3B: plain networks
+        experts = 0
     predicting = int(metadata.get(f"{arch}.nextn_predict_layers", 0))
     blocks = get("block_count", int)
     if blocks > _MOST_BLOCKS:
@@ -143,6 +145,7 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
         leading=leading,
         expert_every=2 if arch == "jamba" else get("interleave_moe_layer_step", int, 1),
         expert_inner=expert_inner,
+        expert_latent=int(metadata.get(f"{arch}.moe_latent_size", 0)),
         shared_inner=shared_inner,
         routing=_read_routing(metadata, get, path, experts) if experts else Routing(),
         embedding_scale=get("embedding_scale", float, float(np.float32(hidden**0.5)) if graph.scaled else 1.0),
@@ -275,8 +278,6 @@ def _read_routing(metadata: Mapping[str, Any], get: Callable[..., Any], path: Pa
         raise BridgeError(f"{path}: expert_gating_func is {gating!r}, which cannot run here; llama.cpp can run it")
     if arch != "llama4" and metadata.get(f"{arch}.interleave_moe_layer_step", 1) != 1:
         raise BridgeError(f"{path}: experts in some layers alone cannot run here; llama.cpp can run it")
-    if metadata.get(f"{arch}.moe_latent_size"):
-        raise BridgeError(f"{path}: experts on a shorter vector (moe_latent_size) cannot run here; llama.cpp runs it")
     groups = int(metadata.get(f"{arch}.expert_group_count", 0)) or 1
     groups_used = int(metadata.get(f"{arch}.expert_group_used_count", 0)) or groups
     if experts % groups or groups_used > groups or used > experts // groups * groups_used:

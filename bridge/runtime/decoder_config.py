@@ -72,6 +72,7 @@ class DecoderConfig:
     leading: int = 0  # layers before the first one with experts
     expert_every: int = 1  # every so many layers have some
     expert_inner: int = 0  # of each expert
+    expert_latent: int = 0  # elements of the shorter vector that experts read and make; 0: they do so with the state
     shared_inner: int = 0  # of the expert that all tokens pass through; 0 where there is none
     routing: Routing = Routing()
     embedding_scale: float = 1.0  # what embeddings are multiplied by
@@ -157,6 +158,11 @@ class DecoderConfig:
         """Whether a layer's network is a mixture of experts."""
         some = self.experts > 0 and layer >= self.leading and (layer + 1) % self.expert_every == 0
         return some and self.feeds(layer)
+
+    @property
+    def expert_outer(self) -> int:
+        """Elements that each expert reads, and that it makes."""
+        return self.expert_latent or self.hidden
 
     @property
     def activation(self) -> str:

@@ -6,10 +6,11 @@
     y = y + the shared expert's network, times sigmoid(g x) in Qwen2
 
 `Routing` says which. Llama 4 multiplies what an expert reads by w_e, not what it makes; Nemotron-H's have no gate, but
-relu(W_up,e x)^2. Where experts are in groups, the k largest are those of the best groups: by their largest expert,
-or of sigmoids by the sum of their two largest. gpt-oss has biases everywhere, and clamps what it multiplies. Phi-MoE
-(SparseMixer, Liu et al. 2023, arXiv:2310.00811) chooses one after another: w is softmax over those logits l of the
-experts left for which l_max - l <= m max(|l|, l_max).
+relu(W_up,e x)^2, and in Nemotron 3 Super they read W_shorten x, and y is W_lengthen times their sum. Where experts are
+in groups, the k largest are those of the best groups: by their largest expert, or of sigmoids by the sum of their two
+largest. gpt-oss has biases everywhere, and clamps what it multiplies. Phi-MoE (SparseMixer, Liu et al. 2023,
+arXiv:2310.00811) chooses one after another: w is softmax over those logits l of the experts left for which
+l_max - l <= m max(|l|, l_max).
 
 The tokens of a batch that chose the same expert go through it together.
 
@@ -51,6 +52,7 @@ def mix(
         logits += experts.router_bias
     chosen, weights = route(logits, config.routing, experts.choice_bias)
     act = _ACTIVATIONS[config.activation]
+    given, x = x, x if experts.shorten is None else experts.shorten.matmul(x, precision=precision)
     y = np.zeros_like(x)
     for expert in np.unique(chosen):
         tokens, place = np.nonzero(chosen == expert)
@@ -60,9 +62,11 @@ def mix(
             y[tokens] += _network(experts.networks[expert], share * x[tokens], precision, act, biases)
         else:
             y[tokens] += share * _network(experts.networks[expert], x[tokens], precision, act, biases)
+    if experts.lengthen is not None:
+        y = experts.lengthen.matmul(y, precision=precision)
     if experts.shared is not None:
-        made = _network(experts.shared, x, precision, act)
-        y += made if experts.shared_gate is None else _sigmoid(x @ experts.shared_gate)[:, None] * made
+        made = _network(experts.shared, given, precision, act)
+        y += made if experts.shared_gate is None else _sigmoid(given @ experts.shared_gate)[:, None] * made
     return y
 
 
@@ -160,7 +164,8 @@ class ExpertTables:
         self.chosen = np.zeros(chosen, np.int64)
         self.weights = np.zeros(chosen, np.float32)
         self.gate, self.up = (buffer(chosen, config.expert_inner) for _ in range(2))
-        self.down = buffer(chosen, config.hidden)
+        self.down = buffer(chosen, config.expert_outer)
+        self.short = [buffer(n, config.expert_latent) for _ in range(2)]  # what experts read, and their sum
         self.shared = [buffer(n, width) for width in (config.shared_inner, config.shared_inner, config.hidden)]
 
     def add(
@@ -173,6 +178,10 @@ class ExpertTables:
             rows_function("F32"), address(router), address(read), address(self.logits), c.hidden, 4 * c.hidden, n,
             4 * c.experts, items=c.experts, shared=router.nbytes >= MIN_BYTES_TO_SHARE,
         )  # fmt: skip
+        given, made = x, y
+        if experts.shorten is not None:
+            x, made = self.short
+            self._products(program, given, [(experts.shorten, x)])
         gate, up, down = (matrix and matrix._get_engine() for matrix in experts.networks[0])  # all are alike
         table = np.zeros((c.experts, 3, 2), np.int64)
         for network, row in zip(experts.networks, table, strict=True):
@@ -208,11 +217,13 @@ class ExpertTables:
         }  # fmt: skip
         for word, array in arrays.items():
             block[word] = address(array)
-        mixed = address(block), address(self.down), how.used, c.hidden, address(y)
+        mixed = address(block), address(self.down), how.used, c.expert_outer, address(made)
         program.add(expert_ops.function("mixed"), *mixed, items=n, shared=n > 1)
         program.keep(experts, table, factors, block, gate, up, down)
+        if experts.lengthen is not None:
+            self._products(program, made, [(experts.lengthen, y)])
         if experts.shared is not None:
-            self._add_shared(program, experts, x, y)
+            self._add_shared(program, experts, given, y)
 
     def _several(
         self, program: Program, x: np.ndarray, engines: list[Any], ys: list[np.ndarray], used: int

@@ -200,7 +200,7 @@ class LayerReader:
 
     def _sparse(self) -> dict[str, Any]:
         c = self.config
-        down = self._stack("down", c.hidden, c.expert_inner)
+        down = self._stack("down", c.expert_outer, c.expert_inner)
         if self._has("ffn_down_exps.scale"):
             down.factors = self._vector("ffn_down_exps.scale", c.experts, True)
         experts = Experts(
@@ -222,6 +222,9 @@ class LayerReader:
             last = self._matrix("ffn_down_shexp", c.hidden, c.shared_inner)
             experts.shared = (first, None, last) if gated is None else (gated, first, last)
             experts.shared_gate = self._vector("ffn_gate_inp_shexp.weight", c.hidden, c.arch == "qwen2moe")
+        if c.expert_latent:
+            experts.shorten = self._matrix("ffn_latent_down", c.expert_latent, c.hidden)
+            experts.lengthen = self._matrix("ffn_latent_up", c.hidden, c.expert_latent)
         return {"down": down, "experts": experts}
 
     def _stack(self, name: str, rows: int, columns: int) -> QuantTensor:
@@ -229,14 +232,14 @@ class LayerReader:
 
     def _first_of_experts(self) -> list[tuple[QuantTensor, QuantTensor | None]]:
         """Gate and up of each expert, as in `Network`."""
-        c, inner = self.config, self.config.expert_inner
+        c, inner, outer = self.config, self.config.expert_inner, self.config.expert_outer
         if self._has("ffn_gate_up_exps.weight"):  # in one matrix
-            wholes = map(self._stack("gate_up", 2 * inner, c.hidden).__getitem__, range(c.experts))
+            wholes = map(self._stack("gate_up", 2 * inner, outer).__getitem__, range(c.experts))
             return [(whole.slice_rows(0, inner), whole.slice_rows(inner, 2 * inner)) for whole in wholes]
-        up = self._stack("up", inner, c.hidden)
+        up = self._stack("up", inner, outer)
         if not c.graph.gated:
             return [(up[e], None) for e in range(c.experts)]
-        gate = self._stack("gate", inner, c.hidden)
+        gate = self._stack("gate", inner, outer)
         return [(gate[e], up[e]) for e in range(c.experts)]
 
     def _floats(self, part: str, *shape: int) -> QuantTensor:

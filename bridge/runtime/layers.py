@@ -19,6 +19,8 @@ class Experts:
     choice_bias  to what experts are chosen by, but not to their weights
     shared       gate, up and down of the expert that all tokens pass through, and
     shared_gate  float32 [hidden], whose sigmoid weighs it; None: it is added as it is
+    shorten      [latent, hidden], which makes the shorter vector that experts other than the shared one read, and
+    lengthen     [hidden, latent], which reads the sum of what they make of it
     """
 
     router: np.ndarray
@@ -28,6 +30,8 @@ class Experts:
     choice_bias: np.ndarray | None = None
     shared: Network | None = None
     shared_gate: np.ndarray | None = None
+    shorten: QuantTensor | None = None
+    lengthen: QuantTensor | None = None
 
 
 @dataclass
@@ -178,7 +182,7 @@ class Layer:
             own += self.gate, self.up, self.down
         if self.experts is not None:
             own += (matrix for network in self.experts.networks for matrix in network)
-            own += self.experts.shared or ()
+            own += self.experts.shorten, self.experts.lengthen, *(self.experts.shared or ())
         return tuple(matrix for matrix in own if matrix is not None)
 
 

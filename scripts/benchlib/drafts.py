@@ -13,6 +13,7 @@ import numpy as np
 
 import bridge
 from bridge.runtime.sampling import Sampler, Sampling
+from bridge.runtime.speculation import drafter_for
 
 from . import head, line
 
@@ -84,7 +85,8 @@ def print_drafts(path: Path, draft: str, text: Path | None, threads: list[int], 
 
 def _timed(model: Any, prompt: list[int], reply: list[int], draft: Any) -> tuple[float, float]:
     """Seconds of the wall clock and of the CPU for a reply, its first token and the prompt not counted."""
-    tokens = model._tokens(prompt, len(reply), Replay(reply), model._drafter(draft))
+    drafter = None if draft is None else drafter_for(model, draft)
+    tokens = model._tokens(prompt, len(reply), Replay(reply), drafter)
     next(tokens)
     wall, cpu = time.perf_counter(), time.process_time()
     assert list(tokens) == reply[1:]

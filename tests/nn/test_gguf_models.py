@@ -22,14 +22,14 @@ transformers = pytest.importorskip("transformers", minversion="5.23")
 
 import bridge.transformers  # noqa: E402
 from bridge.nn import QuantEmbedding, QuantExperts, QuantLinear  # noqa: E402
+from bridge.nn.quant_linear import JoinedLinear  # noqa: E402
 
 TOKENS = torch.from_numpy(np.random.default_rng(1).integers(0, 300, (1, 40)))  # more than any window of these
 # what no key of a GGUF tells, as the published models have it
 UNSAID: dict[str, dict[str, Any]] = {
     "gpt-oss": {"rope_parameters": {**MODELS["gpt-oss"][1]["rope_parameters"], "truncate": False}},
 }
-NAMED = [name for name in MODELS if name != "minimax-m3"]  # no names of its language model alone in transformers
-STORED = [name for name in NAMED if name != "falcon-h1"]  # whose GGUF has its weights times factors
+STORED = [name for name in MODELS if name != "falcon-h1"]  # whose GGUF has its weights times factors
 PLAIN = ["smollm3", "granite-moe-shared", "qwen3.5"]  # others are of `make test-all`
 
 
@@ -63,7 +63,7 @@ def exact(folder: Path) -> Any:
     return model
 
 
-@pytest.mark.parametrize("name", [n if n in PLAIN else pytest.param(n, marks=pytest.mark.exhaustive) for n in NAMED])
+@pytest.mark.parametrize("name", [n if n in PLAIN else pytest.param(n, marks=pytest.mark.exhaustive) for n in MODELS])
 def test_a_family_computes_what_its_checkpoint_does(name: str, tmp_path: Path) -> None:
     """Of floats, so that nothing but the config, the places and the orders decides."""
     model, path = made(name, tmp_path, "F32")
@@ -83,7 +83,7 @@ def test_every_matrix_stays_packed_and_is_the_checkpoints(name: str, tmp_path: P
     torch.testing.assert_close(logits(theirs), logits(packed), rtol=1e-4, atol=1e-4)
     compared = 0
     for name, module in packed.named_modules():
-        if not isinstance(module, QuantLinear | QuantEmbedding) or ".parts." in name:
+        if not isinstance(module, QuantLinear | JoinedLinear | QuantEmbedding) or ".parts." in name:
             continue
         old = next((m for n, m in model.named_modules() if n.replace("model.language_model.", "model.") == name), None)
         if old is None or not hasattr(old, "weight"):
@@ -98,6 +98,28 @@ def test_every_matrix_stays_packed_and_is_the_checkpoints(name: str, tmp_path: P
         assert (found - weights).norm() < 0.01 * weights.norm(), name
         compared += 1
     assert compared > 4
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("deepseek3.2", torch.float16), pytest.param("ernie4.5-moe", torch.bfloat16, marks=pytest.mark.exhaustive)],
+)
+def test_what_transformers_keeps_in_float32_is_not_rounded(name: str, dtype: Any, tmp_path: Path) -> None:
+    """Neither to blocks nor to halves: the weights of an indexer, and what routers choose experts by."""
+    model, path = made(name, tmp_path, "Q8_0")
+    whole = bridge.nn.load(path).state_dict()
+    how = bridge.transformers.PackedConfig("f32")
+    packed = bridge.nn.load(path, dtype=dtype)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file=path.name, quantization_config=how, dtype=dtype
+    )
+    floats = model.__class__.from_pretrained(tmp_path / "model", dtype=dtype).state_dict()
+    kept = [key for key, values in floats.items() if values.dtype == torch.float32]
+    assert kept
+    for found in (packed.state_dict(), theirs.state_dict()):
+        for key in kept:
+            torch.testing.assert_close(found[key], whole[key], rtol=0, atol=0)
+    assert torch.isfinite(logits(packed)).all()
 
 
 @pytest.mark.parametrize("kind", ["LlamaConfig", "Qwen3Config", "MixtralConfig"])

@@ -33,6 +33,10 @@ FIELDS: dict[str, dict[str, Any]] = {
     "glm4-moe": {"moe_intermediate_size": 32}, "deepseek3": LATENT, "glm4-moe-lite": LATENT,
     "gpt2": {"n_positions": 640}, "llama4": {"intermediate_size": 64}, "gemma4-moe": {"moe_intermediate_size": 32},
     "gemma4": {"hidden_size_per_layer_input": 32},
+    "nemotron-3-super": {
+        "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32, "moe_latent_size": 32,
+        "mamba_num_heads": 16, "mamba_head_dim": 4,
+    },
 }  # fmt: skip
 LONG = 600  # tokens: more than two spans of attention
 TOKENS = np.random.default_rng(3).integers(0, 2048, LONG + 4).tolist()
@@ -177,6 +181,13 @@ def test_numbers_that_a_layers_activation_lacks_are_refused() -> None:
         read_config(keys, Path("m.gguf"))
 
 
+def test_a_jamba_of_one_expert_has_plain_networks(tmp_path: Path) -> None:
+    reference, path = converted("jamba", tmp_path, "F32", num_experts=1, num_experts_per_tok=1)
+    model = bridge.Model.load(path, precision="f32", kv="f32")
+    assert not model.config.experts
+    assert mean_kl(reference_logits(reference, TOKENS[:24]), model.logits(TOKENS[:24])) < 1e-8
+
+
 def test_phi_moes_experts_are_chosen_one_after_another() -> None:
     """As transformers' sparsemixer does: each weighed among those near it that are left."""
     from transformers.models.phimoe.modeling_phimoe import sparsemixer
@@ -208,7 +219,6 @@ def test_exaone_4_of_64_layers_has_windows_whose_layers_alone_are_rotated(tmp_pa
         ("glm4-moe", {"expert_gating_func": 4}, "expert_gating_func is 4, which cannot run here"),
         ("glm4-moe", {"expert_group_count": 3}, "2 of 4 experts in 1 of 3 groups; convert the model again"),
         ("ernie4.5-moe", {"interleave_moe_layer_step": 2}, "experts in some layers alone cannot run here"),
-        ("nemotron-h-moe", {"moe_latent_size": 16}, "experts on a shorter vector .moe_latent_size. cannot run here"),
         (
             "deepseek3",
             {"attention.kv_lora_rank": 24},
@@ -243,6 +253,15 @@ def test_a_gpu_refuses_what_runs_on_the_cpu_alone(name: str, kind: str, tmp_path
     file = bridge.open_gguf(converted(name, tmp_path)[1])
     with pytest.raises(BridgeError, match=f"{kind}.* runs on the CPU alone"):
         read_weights(file, read_config(file.metadata, file.path))
+
+
+def test_a_shorter_vector_for_experts_is_that_of_the_metadata(tmp_path: Path) -> None:
+    file = bridge.open_gguf(converted("nemotron-3-super", tmp_path)[1])
+    metadata = {**file.metadata, "nemotron_h_moe.moe_latent_size": 48}
+    with pytest.raises(
+        BridgeError, match=r"blk.1.ffn_down_exps.weight: shape \[4, 32, 32\], the metadata says \[4, 48"
+    ):
+        read_weights(file, read_config(metadata, file.path), whole=True)
 
 
 def test_more_positions_than_are_embedded_are_refused(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from tests.support.random_blocks import random_matrix
 torch = pytest.importorskip("torch")
 
 WINDOWS, WINDOW = 3, 256
-LEFT_TO_LLAMA_CPP = {"minimax-m3", "nemotron-3-super"}
+LEFT_TO_LLAMA_CPP = {"minimax-m3"}
 LIMITS = {
     "deepseek2-lite": (1e-3, 1e-3, 1e-3), "deepseek3": (1e-6, 1e-6, 1e-5), "glm4-moe-lite": (1e-6, 1e-6, 1e-5),
     "mistral4": (1e-6, 1e-6, 1e-5), "deepseek3.2": (1e-6, 1e-6, 1e-5), "glm5": (1e-6, 1e-6, 1e-5),

@@ -26,7 +26,7 @@ torch = pytest.importorskip("torch")
 
 FAMILIES = [
     "lfm2", "lfm2-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next", "granite-4", "nemotron-h", "nemotron-h-moe",
-    "falcon-h1", "mamba2", "jamba",
+    "nemotron-3-super", "falcon-h1", "mamba2", "jamba",
 ]  # fmt: skip
 TOKENS = np.random.default_rng(1).integers(0, 2048, 48).tolist()
 GREEDY: dict[str, Any] = {"temperature": 0}
@@ -270,6 +270,10 @@ GUESSING: dict[str, dict[str, Any]] = {
     "qwen3-next": {"linear_num_value_heads": 16, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
     "granite-4": {"mamba_n_heads": 16, "mamba_d_head": 4, "shared_intermediate_size": 64},
     "nemotron-h": {"mamba_num_heads": 16, "mamba_head_dim": 4},
+    "nemotron-3-super": {
+        "mamba_num_heads": 16, "mamba_head_dim": 4, "moe_intermediate_size": 32, "moe_latent_size": 32,
+        "moe_shared_expert_intermediate_size": 32,
+    },
     "falcon-h1": {"mamba_n_heads": 16, "mamba_d_head": 4}, "mamba2": {"num_heads": 16, "head_dim": 4},
     "jamba": {"mamba_dt_rank": 32, "mamba_d_state": 16},
 }  # fmt: skip
@@ -290,6 +294,14 @@ def guessing(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return found[name]
 
     return make
+
+
+@pytest.mark.parametrize("name", GUESSING)
+def test_a_table_of_calls_gives_what_a_prompt_gives(name: str, guessing: Callable[[str], Path]) -> None:
+    decoder, other = (loaded(guessing(name))._decoder for _ in range(2))
+    alone = [decoder.step([decoder.cache], [token])[0].copy() for token in TOKENS]
+    assert decoder._steps[1].full_program is not None
+    assert mean_kl(other.scores(TOKENS, len(TOKENS)), np.array(alone)) < 1e-7
 
 
 @pytest.mark.parametrize("name", GUESSING)

@@ -118,7 +118,7 @@ NEMOTRON_H = Family(
 
 NEMOTRON_H_MOE = replace(
     NEMOTRON_H,
-    titles=("Nemotron 3¹⁶",),
+    titles=("Nemotron 3",),
     arch="nemotron_h_moe",
     chosen=lambda config: not {*_KINDS["experts"]}.isdisjoint(
         config.get("layers_block_type", config.get("hybrid_override_pattern", ()))
