@@ -325,16 +325,16 @@ def kernel(type: str, n: int, shape: MatvecShape, exact: bool, epilogue: str, de
     expanded = expanded_product(type, n, shape, exact, epilogue, dependent, unused)
     more = ", float32[::1], float32, int32[::1], float32[::1], float32[::1], uint8[::1]" if fused else ""
     signature = f"void(uint8[::1], int64, uint8[::1], float32[:,::1], float32[::1], int64, int64{more})"
-    return Kernel(expanded, signature, registers_of(type, n, shape), dependent=dependent)
+    return Kernel(expanded, signature, registers_of(type, n, shape, exact), dependent=dependent)
 
 
-def registers_of(type: str, n: int, shape: MatvecShape) -> int:
+def registers_of(type: str, n: int, shape: MatvecShape, exact: bool = False) -> int:
     """Registers that a thread of a kernel may have."""
     found = _registers(shape.rows, shape.units)
     if found == _MORE_REGISTERS and functions(type).layout.loads > _LOADS:
         found = _MOST_REGISTERS
     if n > COLUMNS_OF_A_LANE and functions(type).layout.fields:  # constants of tables stay in registers
-        found += 8
+        found += 16 if exact else 8
     return found
 
 
