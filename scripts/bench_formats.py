@@ -77,7 +77,9 @@ class Rows:
         timed = {name: given[name] for name in ("speed_of", "turns", "threads")}
         work.mkdir(parents=True, exist_ok=True)
         self.file = work / "rows.json"
-        self.known = json.loads(self.file.read_text()) if self.file.exists() else {"settings": settings, "rows": {}}
+        self.known: dict[str, Any] = {"settings": settings, "rows": {}}
+        if self.file.exists():
+            self.known = json.loads(self.file.read_text())
         if self.known["settings"] != settings:
             raise SystemExit(f"{work}: holds rows of other settings ({self.known['settings']}); give another --work")
         if options.turns and self.known.get("timed") != timed:

@@ -109,7 +109,7 @@ def write_index(folder: Path) -> None:
     """The index of all files."""
     from safetensors import safe_open
 
-    index = {}
+    index: dict[str, str] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as stored:
             index |= dict.fromkeys(stored.keys(), file.name)

@@ -1,6 +1,7 @@
 """One model as a GGUF in every format, and how close each is to the F16 file."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +40,13 @@ class Formats:
         """Every row: who makes it, and what writes its file."""
         rows: dict[str, tuple[str, Make]] = {"F16": ("float", self._f16)}
         for name in PRESETS:
-            rows[name] = (LLAMA_CPP, lambda out, name=name: self._preset(name, out))
+            rows[name] = (LLAMA_CPP, partial(self._preset, name))
         carried = "GPTQ and AWQ, carried"
         rows["GPTQ 4-bit g128"] = (carried, lambda out: self._groups(out, "gptq_v2"))
         rows["GPTQ 4-bit g128, act-order"] = (carried, lambda out: self._groups(out, "gptq_v2", act_order="free"))
         rows["AWQ 4-bit g128"] = (carried, lambda out: self._groups(out, "awq", method="awq"))
         for name in GRIDS:
-            rows[f"{name}, GPTQ on the grid"] = (OWN, lambda out, name=name: self._grid(name, out))
+            rows[f"{name}, GPTQ on the grid"] = (OWN, partial(self._grid, name))
         rows[f"size budget, {BITS} bits a weight"] = (OWN, self._budget)
         return rows
 

@@ -48,7 +48,7 @@ def by_transformers(template: str) -> list[str | None]:
 def in_modelfile(template: str) -> bool:
     """Whether it can be put into Ollama's language; prints why not."""
     try:
-        go_template(take_apart(template, *TOKENS.values(), strip_bos=True))
+        go_template(take_apart(template, TOKENS["bos_token"], TOKENS["eos_token"], strip_bos=True))
     except NotUnderstood as reason:
         print(f"    no Modelfile: {reason}"[:160])
         return False

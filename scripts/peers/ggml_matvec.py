@@ -142,7 +142,7 @@ class Matrix:
 
     def _floats(self, tensor: int, shape: tuple[int, int]) -> np.ndarray:
         buffer = (ctypes.c_float * (shape[0] * shape[1])).from_address(self.lib.get_data(tensor))
-        return np.frombuffer(buffer, np.float32).reshape(shape)
+        return np.ctypeslib.as_array(buffer).reshape(shape)
 
     def run(self) -> None:
         """y = W x, with x taken from `self.x`."""

@@ -4,6 +4,7 @@ types."""
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -20,8 +21,8 @@ def gguf_weights(path: str | Path) -> dict[str, np.ndarray]:
     The scale of a whole NVFP4 tensor, which is a tensor of its own, is multiplied in.
     """
     reader = gguf.GGUFReader(str(path))
-    arch = reader.get_field("general.architecture").contents()
-    names = _hugging_face_names(arch, reader.get_field(f"{arch}.block_count").contents())
+    arch = value(reader, "general.architecture")
+    names = _hugging_face_names(arch, value(reader, f"{arch}.block_count"))
     heads = _permuted_heads(reader, arch)
     weights = {}
     factors = {t.name.removesuffix(".scale"): t.data[0] for t in reader.tensors if t.name.endswith(".scale")}
@@ -63,8 +64,8 @@ class Blocks:
 def replace_blocks(source: Path, out: Path, blocks: Mapping[str, Blocks]) -> None:
     """Rewrite a GGUF with matrices, by their Hugging Face names, in other blocks."""
     reader = gguf.GGUFReader(str(source))
-    arch = reader.get_field("general.architecture").contents()
-    names = _hugging_face_names(arch, reader.get_field(f"{arch}.block_count").contents())
+    arch = value(reader, "general.architecture")
+    names = _hugging_face_names(arch, value(reader, f"{arch}.block_count"))
     heads = _permuted_heads(reader, arch)
     found = {f"{base}.weight": blocks[key] for base, name in names.items() if (key := f"{name}.weight") in blocks}
 
@@ -85,12 +86,19 @@ def permute(rows: np.ndarray, heads: int) -> np.ndarray:
     return rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
+def value(reader: gguf.GGUFReader, key: str) -> Any:
+    """Of a key that a file must have."""
+    field = reader.get_field(key)
+    assert field is not None, f"{key} is missing"
+    return field.contents()
+
+
 def _permuted_heads(reader: gguf.GGUFReader, arch: str) -> dict[str, int]:
     """The projections whose rows llama.cpp permutes, and their number of heads."""
     if arch != "llama":
         return {}
     count = {"q_proj": "head_count", "k_proj": "head_count_kv"}
-    return {name: reader.get_field(f"{arch}.attention.{key}").contents() for name, key in count.items()}
+    return {name: value(reader, f"{arch}.attention.{key}") for name, key in count.items()}
 
 
 def _hugging_face_names(arch: str, layers: int) -> dict[str, str]:

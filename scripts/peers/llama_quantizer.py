@@ -19,7 +19,7 @@ from gguf.gguf_writer import GGUFValue
 from bridge.conversion.recipe import Recipe, TensorPlace
 from bridge.gguf_file.imatrix import read_imatrix
 from scripts.peers import ggml
-from scripts.peers.gguf_file import rewrite
+from scripts.peers.gguf_file import rewrite, value
 
 _ROWS = 512  # of a matrix, quantized together
 
@@ -63,7 +63,7 @@ def _places(reader: gguf.GGUFReader) -> dict[str, TensorPlace]:
         field = reader.get_field(f"{arch}.{key}")
         return int(np.max(field.contents())) if field is not None else 0
 
-    arch = reader.get_field("general.architecture").contents()
+    arch = value(reader, "general.architecture")
     heads, kv_heads = number("attention.head_count"), number("attention.head_count_kv")
     names = {tensor.name for tensor in reader.tensors}
     places = {}
