@@ -14,11 +14,14 @@ export PYTHONDONTWRITEBYTECODE =
 demo: $(VENV)/.demo
 	$(BIN)/python scripts/demo.py
 
+# a run whose worker died would wait for its tests for ever: it ends instead
+PYTEST = $(BIN)/python -m pytest -n auto --dist loadgroup --max-worker-restart 0
+
 test: $(VENV)/.$(EXTRAS) lint
-	$(BIN)/python -m pytest -n auto --dist loadgroup
+	$(PYTEST)
 
 test-all: $(VENV)/.$(EXTRAS) lint
-	$(BIN)/python -m pytest -n auto --dist loadgroup -m ""
+	$(PYTEST) -m ""
 
 test-arm: $(VENV)/.$(EXTRAS)
 	sh scripts/arm/test.sh $(BIN)/python
