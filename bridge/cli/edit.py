@@ -30,7 +30,8 @@ def add_parser(commands: Any) -> None:
         metavar="KEY=VALUE",
         type=entry,
         dest="metadata",
-        help="set a key to a value of its type, or of the one that llama.cpp reads it as; may be repeated",
+        help="set a key to a value of its type, or of the one that llama.cpp reads it as, lists as JSON; may be "
+        "repeated",
     )
     p.add_argument("--chat-template", type=Path, metavar="FILE", help="file with the chat template (Jinja)")
     p.add_argument(
@@ -41,6 +42,7 @@ def add_parser(commands: Any) -> None:
         type=entry,
         help="rename a key or a tensor; may be repeated",
     )
+    p.add_argument("--remove", action="append", default=[], metavar="KEY", help="remove a key; may be repeated")
     p.add_argument("--force", action="store_true", help="replace a file that exists")
 
 
@@ -48,6 +50,9 @@ def run(a: argparse.Namespace) -> int:
     """Edit, and print what has changed."""
     from bridge.conversion.edit import edit
 
-    done = edit(a.model, a.out, metadata=a.metadata, chat_template=a.chat_template, rename=a.rename, force=a.force)
+    done = edit(
+        a.model, a.out,
+        metadata=a.metadata, chat_template=a.chat_template, rename=a.rename, remove=a.remove, force=a.force,
+    )  # fmt: skip
     print(done.summary())
     return 0

@@ -8,11 +8,12 @@ from bridge.cli.options import command
 
 _HELP = "write a GGUF as a checkpoint: GPTQ, AWQ, compressed-tensors, MLX, HQQ, ModelOpt or floats"
 _DESCRIPTION = """\
-Write a GGUF as a checkpoint folder, with rows and names as transformers has them. Q4_0,
-Q8_0 and K-quants that were made from an integer checkpoint keep their codes, MLX and
-HQQ keep those of Q4_1, Q5_1 and all Q4_K and Q5_K too, and compressed-tensors, MLX and
-ModelOpt have 4-bit floats (MXFP4, NVFP4). Other layers are rounded, or become floats
-where the format has too few bits. A table tells which.
+Write a GGUF as a checkpoint folder, with rows and names as transformers has them. Types
+without offsets (Q4_0, Q8_0, Q6_K, IQ4_XS) and K-quants that were made from an integer
+checkpoint keep their codes where the format has enough bits, MLX and HQQ keep those of
+Q4_1, Q5_1 and all Q4_K and Q5_K too, and compressed-tensors, MLX and ModelOpt have 4-bit
+floats (MXFP4, NVFP4). Other layers are rounded, or become floats where the format has too
+few bits. A table tells which.
 """
 
 
@@ -32,7 +33,8 @@ def add_parser(commands: Any) -> None:
         "--bits",
         type=int,
         metavar="N",
-        help="bits of layers that are rounded (default: the least that add under 15%% of the type's own noise)",
+        help="bits of a layer at most: if its codes take more, or if it is of floats, it is rounded to N (default: "
+        "those that its codes take, or else the least that add under 15%% of the type's own noise)",
     )
     p.add_argument(
         "--config",

@@ -1,11 +1,14 @@
 """Blocks back to codes in groups: what a checkpoint of integer codes holds of a GGUF's tensor.
 
     Q4_0, Q8_0            the codes, groups of 32, zero points of 8 and 128; the scales are halves: bit for bit
-    Q3_K, Q6_K, Q5_0      the codes less their zero, in 3, 4 or 8 bits
+    Q3_K, Q6_K, Q5_0      the codes less their zero, in 3, 4 or 8 bits; of TQ1_0 and TQ2_0 in 2
+    IQ types, Q1_0        the values of codes, which are whole numbers of 5 bits in IQ1 and IQ3_S, 7 in IQ2 and IQ3_XXS,
+                          and 8 in IQ4
     Q2_K, Q4_K, Q5_K      the codes, if all zero points min / scale are near whole numbers: `convert` makes such files
                           of integer checkpoints. Native K-quants have zero points anywhere
     Q4_1, Q5_1, Q4_K, ... the codes, with any offset, in formats that have one per group (MLX)
-    MXFP4, NVFP4          4-bit floats with their scales, in formats that have them: bit for bit
+    MXFP4, NVFP4          4-bit floats with their scales, in formats that have them: bit for bit; else their values,
+                          doubled, of 5 bits
     everything else       rounded to as few bits as add little to the type's own noise, in groups of 32
 
 Neighbouring sub-blocks with the same scale and zero point were one group: the largest size for which that holds in all
@@ -19,9 +22,10 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from bridge.blocks import TYPES, BlockType
+from bridge.blocks.read import READ
 from bridge.checkpoint.formats.fp4 import GROUPS, Fp4Tensor
 from bridge.checkpoint.grouped import GroupedTensor, PackedTensor
-from bridge.encode.block_bytes import unpack_fields
+from bridge.encode.block_bytes import unpack_fields, unpack_halves, unpack_scales
 from bridge.encode.block_words import Room, gather_halves, halves_at, pack_words
 
 _WHOLE = 0.2  # zero points of a carried tensor are nearer to whole numbers
@@ -35,23 +39,25 @@ class NotPlain(Exception):
 
 
 def codes_of(
-    name: str, type: str, raw: np.ndarray, bits: tuple[int, ...], offsets: bool = False
+    name: str, type: str, raw: np.ndarray, bits: tuple[int, ...], offsets: bool = False, scale: float = 1.0
 ) -> GroupedTensor | None:
     """The codes of blocks uint8 [out, row bytes], with as few of these bits as hold them; None where there are none.
 
     offsets  zero points need not be whole numbers: scale * zero point is a half
+    scale    of the whole tensor
 
     Scales are rounded to halves: one rounding of d * sc, and with `offsets` one of dmin * mn.
     """
-    block = TYPES.get(type)
-    if block is None or block.values or (block.has_min and not block.is_k and not offsets):
+    block = READ.get(type)
+    if block is None or (block.has_min and not block.is_k and not offsets):
         return None
     q, sc, mn = unpack_fields(block, raw)
-    scales = np.repeat(_halves(block, raw, block.d_at), block.subs, 1)
-    if block.is_k:
-        scales = scales * sc
+    scales = unpack_scales(block, raw, sc)
+    if scale != 1:
+        scales = scales * np.float32(scale)
     if block.has_min:
-        mins = np.repeat(_halves(block, raw, block.dmin_at), block.subs, 1) * (mn if block.is_k else np.float32(-1))
+        mins = np.repeat(unpack_halves(block, raw, block.dmin_at), block.subs, 1)
+        mins = mins * (mn if block.is_k else np.float32(-1))
         if offsets:
             return _with_offsets(name, block, q, scales, mins, bits)
         found = _affine(block, q, scales, mins)
@@ -67,7 +73,8 @@ def codes_of(
     if negative is not None:  # the mirrored codes of a block with a negative d
         codes = np.where(negative, block.levels - 1 - codes, codes)
         scales = np.abs(scales)
-    scales = scales.astype(np.float16).astype(np.float32)
+    with np.errstate(over="ignore"):
+        scales = scales.astype(np.float16).astype(np.float32)
     return _grouped(name, width, codes, scales, zeros, block.sub)
 
 
@@ -197,19 +204,12 @@ def rounded(name: str, weights: np.ndarray, bits: int = 8, symmetric: bool = Tru
 def own_noise(type: str, raw: np.ndarray) -> float | None:
     """The quantization noise that a type has by itself, s^2 / 12 a weight, summed over blocks uint8 [out, row bytes];
     None for types whose values are not evenly spaced."""
-    block = TYPES.get(type)
+    block = READ.get(type)
     if block is None or block.values:
         return None
-    scales = np.repeat(_halves(block, raw, block.d_at), block.subs, 1)
-    if block.is_k:
-        scales = scales * unpack_fields(block, raw)[1]
+    sc = unpack_fields(block, raw)[1] if block.is_k else np.empty(0, np.int8)
+    scales = unpack_scales(block, raw, sc)
     return float(np.square(scales, dtype=np.float64).sum()) * block.sub / 12
-
-
-def _halves(block: BlockType, raw: np.ndarray, at: int) -> np.ndarray:
-    """float32 [rows, blocks]: the halves at a byte of every block."""
-    bytes_ = raw.reshape(len(raw), -1, block.nbytes)[:, :, at : at + 2]
-    return np.ascontiguousarray(bytes_).view("<f2")[..., 0].astype(np.float32)
 
 
 def _by_column(values: np.ndarray, sub: int) -> np.ndarray | None:
@@ -264,12 +264,14 @@ def _scaled(
     block: BlockType, q: np.ndarray, scales: np.ndarray, bits: tuple[int, ...]
 ) -> tuple[np.ndarray, np.ndarray, int] | None:
     """Codes around the middle of as few bits as hold them, that middle as zero points, and the bits."""
-    least, greatest = int(q.min(initial=block.zero)) - block.zero, int(q.max(initial=block.zero)) - block.zero
+    values = np.asarray(block.values, np.int8)[q] if block.values else q
+    zero = 0 if block.values else block.zero
+    least, greatest = int(values.min(initial=zero)) - zero, int(values.max(initial=zero)) - zero
     width = next((n for n in bits if least >= -(1 << (n - 1)) and greatest < 1 << (n - 1)), None)
     if width is None:
         return None
     middle = 1 << (width - 1)
-    codes = q if middle == block.zero else q + np.uint8((middle - block.zero) % 256)  # which wraps
+    codes = q if middle == zero else values.view(np.uint8) + np.uint8((middle - zero) % 256)  # which wraps
     return codes, np.full_like(scales, middle), width
 
 

@@ -28,6 +28,7 @@ from bridge.system.options import checked, is_key
 from bridge.system.outputs import Taken, check_outputs
 
 _CHAT_TEMPLATE = "tokenizer.chat_template"
+_OF_THE_FILE = ("general.architecture", "general.alignment", "split.")
 _NAME_BYTES = 63  # that llama.cpp has for a tensor's name
 _AT_ONCE = 16 << 20  # bytes that are copied
 
@@ -53,6 +54,7 @@ def edit(
     metadata: Mapping[str, Any] | Sequence[tuple[str, Any]] = (),
     chat_template: str | Path | None = None,
     rename: Mapping[str, str] | Sequence[tuple[str, str]] = (),
+    remove: Sequence[str] = (),
     force: bool = False,
 ) -> Edited:
     """Change keys and names of a GGUF.
@@ -62,6 +64,7 @@ def edit(
     metadata       values by key: of the type that the key has, or that llama.cpp reads it as
     chat_template  a file with the chat template
     rename         keys or tensors: old name -> new name
+    remove         keys
     force          replace a file `out` that exists
 
     Raises BridgeError for a damaged file, a value of another type, a name that is not there or taken, and where the new
@@ -77,12 +80,12 @@ def edit(
     names = dict(rename)
     if wrong := next((key for key, _ in given if not is_key(key)), None):
         raise BridgeError(f"{parameter('metadata')} {wrong!r}: is no key; one has letters, digits, '_', '.' and '-'")
-    if not given and not names:
+    if not given and not names and not remove:
         raise BridgeError(f"{path}: nothing to change; give {parameter('metadata')}, a chat template or new names")
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             stored, tensors = read_header(data, path)
-            head, changes = _head(path, data[:8], stored, tensors, given, names)
+            head, changes = _head(path, data[:8], stored, tensors, given, names, remove)
             start = stored.data_start
             alignment = int(stored.get(gguf.Keys.General.ALIGNMENT, gguf.GGUF_DEFAULT_ALIGNMENT))
     except FileNotFoundError:
@@ -116,12 +119,20 @@ def _head(
     tensors: list[TensorEntry],
     given: list[tuple[str, Any]],
     names: dict[str, str],
+    removed: Sequence[str],
 ) -> tuple[bytes, list[str]]:
     """Everything before the data, without padding, and what has changed."""
     writer = gguf.GGUFWriter(None, "")
     old = {key: _value(stored, key) for key in stored}
-    values = with_given(old, given)
+    for key in removed:
+        if key not in old or key in dict(given):
+            why = "is given a value too" if key in old else f"is no key of {path}; `gguf-bridge inspect` lists them"
+            raise BridgeError(f"{parameter('remove', key)}: {why}")
+        if key.startswith(_OF_THE_FILE):
+            raise BridgeError(f"{parameter('remove', key)}: {key} describes the file; it cannot be removed")
+    values = {key: value for key, value in with_given(old, given).items() if key not in removed}
     changes = [f"{key}: {_short(old.get(key))} -> {_short(values[key])}" for key, _ in given]
+    changes += [f"{key}: {_short(old[key])} is removed" for key in removed]
     taken = {*values, *(tensor.name for tensor in tensors)}
     for name, new in names.items():
         if name not in taken:
@@ -129,7 +140,7 @@ def _head(
         if new in taken or not new.isprintable() or not 0 < len(new.encode()) <= _NAME_BYTES:
             why = "is taken" if new in taken else f"must be printable, of 1 to {_NAME_BYTES} bytes"
             raise BridgeError(f"{parameter('rename', (name, new))}: {new!r} {why}")
-        if name in values and name.startswith(("general.architecture", "general.alignment", "split.")):
+        if name in values and name.startswith(_OF_THE_FILE):
             raise BridgeError(f"{parameter('rename', (name, new))}: {name} describes the file; it cannot be renamed")
         taken = taken - {name} | {new}
         changes.append(f"{name} is now {new}")

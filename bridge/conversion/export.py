@@ -33,6 +33,7 @@ from bridge.conversion.layer_forms import (
     ROUNDED,
     Form,
     codes_at,
+    common_size,
     form_of,
     lost,
     noise_of,
@@ -122,7 +123,8 @@ def export(
               (NVFP4). The layers of the decoder's blocks keep their codes where the format holds them, see
               `codes_of_blocks`; the others are rounded, or floats where the format has too few bits. The experts of
               a mixture are floats in MLX, which mlx-lm stacks itself
-    bits      of layers that are rounded; None: the least of the format's that add under 15% of the type's own noise, 8
+    bits      that layers have at most: those whose codes take more, and floats, are rounded to them; None: layers have
+              those that their codes take, or are rounded to the least that add under 15% of the type's own noise, or 8
               where that is not known
     config    folder with config.json and tokenizer of the model, which are copied; None: they are made of the GGUF's
               metadata, see `gguf_config`. If it is of a model of several parts, the checkpoint is too: the language
@@ -179,7 +181,7 @@ def _write(
     reports: dict[str, ExportedTensor] = {}
     forms: dict[str, Form] = {}
     whole: dict[str, Place] = {}
-    stacks = 0
+    stacks = experts = 0
     for name, place in source.places.items():
         reports[name] = ExportedTensor(name, place.stored.type, AS_FLOATS)
         if format == "floats" or not _LAYER.fullmatch(place.stored.name):
@@ -189,8 +191,12 @@ def _write(
             if form is not None:
                 forms[place.part.module] = form
                 whole[place.part.module] = place
+            experts += format == "mlx" and form is None and len(place.tensor.parts) > 1
         elif isinstance(place, Assembled) and place.places[0].part.matrix is not None:
             stacks += 1
+    own_sizes = {form.groups.group_size for form in forms.values()}
+    if format == "awq":
+        forms = common_size(forms, whole)
     layers = {module: form.groups for module, form in forms.items()}
     if format != "floats" and not layers:
         rounding = (
@@ -199,9 +205,6 @@ def _write(
         raise BridgeError(
             f"{gguf.files[0]}: has no layer that {format} holds; choose {parameter('format', 'floats')}{rounding}"
         )
-    if format == "awq" and len(set(layers.values())) > 1:
-        sizes = " and ".join(sorted({str(groups.group_size) for groups in layers.values()}))
-        raise BridgeError(f"{gguf.files[0]}: has groups of {sizes}, but AWQ has one size for all; choose gptq_v2")
     with CheckpointWriter(
         source, path, format if layers else "gptq_v2", layers, force=force, progress=progress
     ) as writer:
@@ -215,7 +218,12 @@ def _write(
     rest = sum(t.how == ROUNDED for t in reports.values())
     notes = [*source.notes]
     if rest:
-        notes.append(f"{rest} layers have no codes that {format} holds: rounded")
+        notes.append(f"{rest} layers have no codes that {format} holds{f' in {bits} bits' if bits else ''}: rounded")
+    if format == "awq" and len(own_sizes) > 1:
+        size = next(iter(layers.values())).group_size
+        notes.append(f"all layers have groups of {size}, since AWQ has one size: scales of larger groups are repeated")
+    if experts:
+        notes.append(f"{experts} matrices of experts are floats: mlx-lm stacks only those when it loads a checkpoint")
     if stacks:
         notes.append(f"{stacks} stacks of experts are floats: checkpoints of this architecture have them as one tensor")
     return Exported(written.out, format, list(reports.values()), written.nbytes, 0.0, notes)

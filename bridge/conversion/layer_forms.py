@@ -8,12 +8,13 @@
 Bits and groups are those of the blocks if the format holds them (`codes_of_blocks`), else of rounding to nearest.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from bridge.blocks import TYPES
+from bridge.blocks.read import READ
 from bridge.checkpoint.formats.fp4_layouts import fp4_obstacle
 from bridge.checkpoint.formats.layouts import (
     GPTQ_BITS,
@@ -72,17 +73,21 @@ class Form:
 def form_of(place: Place, format: str, bits: int | None, first_rows_tell: bool) -> Form | None:
     """What a layer becomes in a format; None if it stays in floats.
 
-    bits             those that it is rounded to, if it is
+    bits             that it has at most: it is rounded to them if its codes take more, or if it is of floats; None:
+                     those that its codes take, or that add little noise
     first_rows_tell  whether its blocks are packed as they are
     """
     type, shape = place.stored.type, (place.part.shape[0], place.part.shape[1])
-    if place.part.change is not None or type in FLOATS:
+    fixed = place.tensor.fixed_type is not None
+    if place.part.change is not None or (type in FLOATS and (bits is None or fixed)):
         return None
     if format == "mlx" and len(place.tensor.parts) > 1:
         return None
     first = fp4_of(place.part.module, type, place.raw(slice(1), ordered=False), place.scale)
+    known = tuple(n for n in BITS[format] if bits is None or n <= bits)
     if (
         first is not None
+        and (bits is None or bits >= 4)
         and fp4_obstacle(format, first) is None
         and (
             first_rows_tell
@@ -91,7 +96,7 @@ def form_of(place: Place, format: str, bits: int | None, first_rows_tell: bool) 
     ):
         return Form(EXACT, Groups(4, first.group_size, True, first.kind), packed=True)
     for offsets in (False, True) if format in _OFFSET_SIZES else (False,):
-        found = _coded_form(place, format, offsets, first_rows_tell)
+        found = _coded_form(place, format, known, offsets, first_rows_tell)
         if found is not None:
             break
     else:
@@ -99,19 +104,28 @@ def form_of(place: Place, format: str, bits: int | None, first_rows_tell: bool) 
     return None if found is None or refusal(format, found.groups, shape) else found
 
 
-def _coded_form(place: Place, format: str, offsets: bool, first_rows_tell: bool) -> Form | None:
-    """Bits and groups of a layer that keeps its codes; None where the format does not hold them.
+def common_size(forms: Mapping[str, Form], places: Mapping[str, Place]) -> dict[str, Form]:
+    """The forms with the largest group size that divides those of all; scales of larger groups are repeated."""
+    if len({form.groups.group_size for form in forms.values()}) <= 1:
+        return dict(forms)
+    columns = {module: places[module].part.shape[1] for module in forms}
+    size = math.gcd(*(max(form.groups.group_size, 0) or columns[module] for module, form in forms.items()))
+    return {module: replace(form, groups=form.groups._replace(group_size=size)) for module, form in forms.items()}
+
+
+def _coded_form(place: Place, format: str, bits: tuple[int, ...], offsets: bool, first_rows_tell: bool) -> Form | None:
+    """Bits and groups of a layer that keeps its codes; None where the format does not hold them in any of `bits`.
 
     Of a plain type, some rows tell both mostly; the others are only looked through for scales that do not fit, or not
     at all with `first_rows_tell`.
     """
     type, shape = place.stored.type, (place.part.shape[0], place.part.shape[1])
-    block, width, size, middle, plain = TYPES.get(type), 0, shape[1], True, True
+    block, width, size, middle, plain = READ.get(type), 0, shape[1], True, True
     if block is None:
         return None
     own = (block.levels - 1).bit_length(), block.sub
     in_words = type in TYPES_IN_WORDS and format in _IN_WORDS
-    most = next((n for n in BITS[format] if n >= own[0]), 0)
+    most = next((n for n in bits if n >= own[0]), 0)
     for rows in _runs(shape, first=16):
         if rows.start and plain and in_words and first_rows_tell and (width, size) == own:
             break
@@ -119,7 +133,7 @@ def _coded_form(place: Place, format: str, offsets: bool, first_rows_tell: bool)
         plain &= is_plain(type, raw)
         if (width, size) == (most, block.sub) and plain:
             continue
-        tensor = _coded("", type, raw, format, BITS[format], offsets)
+        tensor = _coded(place, raw, format, bits, offsets)
         if tensor is None:
             return None
         width, size = max(width, tensor.bits), min(size, tensor.group_size)
@@ -128,11 +142,9 @@ def _coded_form(place: Place, format: str, offsets: bool, first_rows_tell: bool)
     return Form(EXACT, _groups(width, size, middle, shape, format), offsets, packed)
 
 
-def _coded(
-    name: str, type: str, raw: np.ndarray, format: str, bits: tuple[int, ...], offsets: bool
-) -> GroupedTensor | None:
-    """The codes of blocks in groups that a format has; None where it does not hold them."""
-    tensor = codes_of(name, type, raw, bits, offsets)
+def _coded(place: Place, raw: np.ndarray, format: str, bits: tuple[int, ...], offsets: bool) -> GroupedTensor | None:
+    """The codes of blocks of a layer in groups that a format has; None where it does not hold them."""
+    tensor = codes_of(place.part.module, place.stored.type, raw, bits, offsets, place.scale)
     if tensor is not None and format in _OFFSET_SIZES:
         tensor = regrouped(tensor, _OFFSET_SIZES[format])
         if tensor is not None and not np.isfinite(mlx_biases(tensor)).all():
@@ -215,15 +227,19 @@ def _grouped(place: Place, format: str, form: Form, rows: slice) -> Iterator[Gro
     module, columns, groups = place.part.module, place.part.shape[1], form.groups
     if form.how == ROUNDED:
         for run in _runs_of(rows, columns):
-            yield _rounded(module, place.floats(run), groups.bits, format)
+            yield _in_groups(_rounded(module, place.floats(run), groups.bits, format), groups.group_size)
         return
-    found = _coded(module, place.stored.type, place.raw(rows), format, (groups.bits,), form.offsets)
+    found = _coded(place, place.raw(rows), format, (groups.bits,), form.offsets)
     assert found is not None  # `form_of` looked through all rows
-    size = groups.group_size if groups.group_size > 0 else columns
-    if found.group_size != size:  # these rows are more alike than all are
-        found = regrouped(found, (size,))
-        assert found is not None
-    yield found
+    yield _in_groups(found, groups.group_size)
+
+
+def _in_groups(tensor: GroupedTensor, size: int) -> GroupedTensor:
+    """The tensor in groups of a size, -1 for whole rows: some rows may be more alike than all of a layer are."""
+    size = size if size > 0 else tensor.shape[1]
+    found = tensor if tensor.group_size == size else regrouped(tensor, (size,))
+    assert found is not None
+    return found
 
 
 def lost(
@@ -251,8 +267,9 @@ def noise_of(place: Place) -> float | None:
 
 
 def _is_changed(type: str, format: str) -> bool:
-    """Whether a format rounds the scales or offsets of a type whose codes it holds."""
-    return TYPES[type].is_k or (TYPES[type].has_min and format != "mlx")
+    """Whether a format may round the scales or offsets of a type whose codes it holds."""
+    block = READ[type]
+    return block.is_k or bool(block.scales) or (block.has_min and format != "mlx")
 
 
 def _held(tensor: GroupedTensor, format: str, rows: slice) -> np.ndarray:

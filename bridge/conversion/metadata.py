@@ -16,6 +16,7 @@ _FIXED = ("general.architecture", "general.alignment", "general.file_type", "gen
 _TEXTS, _NUMBERS = "general.", "general.sampling."
 # the types that llama.cpp reads keys as
 _KNOWN = (
+    (r"general\.(tags|languages|datasets)", GGUFValueType.ARRAY),
     (r"tokenizer\.(chat_template.*|ggml\.(model|pre))|.*\.rope\.scaling\.type", GGUFValueType.STRING),
     (r"tokenizer\.ggml\.\w+_token_id", GGUFValueType.UINT32),
     (
@@ -40,8 +41,8 @@ def with_given(metadata: Mapping[str, GGUFValue], given: Sequence[tuple[str, Any
     """The metadata with (key, value) pairs set.
 
     A value gets the type that its key has, and the value of a new key the type that llama.cpp reads. Values of other
-    new keys keep their own; a text that says true, false or a number is one, except under general., where names,
-    versions and licenses are texts. A list is given as one, or as JSON.
+    new keys keep their own; a text that says true, false, a number or a list is one, except under general., where
+    names, versions and licenses are texts, and tags, languages and datasets lists. A list is given as one, or as JSON.
 
     Raises BridgeError for a key that describes the file itself, a value of another type, and a token that is none.
     """
@@ -52,7 +53,7 @@ def with_given(metadata: Mapping[str, GGUFValue], given: Sequence[tuple[str, Any
         kind = found[key].type if key in found else _known(key)
         try:
             if kind == GGUFValueType.ARRAY:
-                found[key] = _list(value, found[key])
+                found[key] = _list(value, found[key].sub_type if key in found else GGUFValueType.STRING)
             else:
                 found[key] = _of_type(value, kind) if kind is not None else _of_new_key(key, value)
         except (ValueError, OverflowError):
@@ -64,18 +65,21 @@ def with_given(metadata: Mapping[str, GGUFValue], given: Sequence[tuple[str, Any
     return found
 
 
-_NAMES = {None: "text, a number, true or false", GGUFValueType.ARRAY: "a list like the one there is"}
+_NAMES = {
+    None: "text, a number, true, false or a list of one kind of these",
+    GGUFValueType.ARRAY: "a list like the one there is, or of texts",
+}
 
 
 def _known(key: str) -> GGUFValueType | None:
     return next((kind for pattern, kind in _KNOWN if re.fullmatch(pattern, key)), None)
 
 
-def _list(value: Any, old: GGUFValue) -> GGUFValue:
+def _list(value: Any, kind: GGUFValueType | None) -> GGUFValue:
     items = json.loads(value) if isinstance(value, str) else value
-    if not isinstance(items, list) or not items or old.sub_type is None:
+    if not isinstance(items, list) or not items or kind is None:
         raise ValueError
-    return GGUFValue([_of_type(item, old.sub_type).value for item in items], old.type, old.sub_type)
+    return GGUFValue([_of_type(item, kind).value for item in items], GGUFValueType.ARRAY, kind)
 
 
 def _of_new_key(key: str, value: Any) -> GGUFValue:
@@ -84,7 +88,13 @@ def _of_new_key(key: str, value: Any) -> GGUFValue:
             read = json.loads(value)
         except ValueError:
             read = value
-        value = read if isinstance(read, bool | int | float) else value
+        value = read if isinstance(read, bool | int | float | list) else value
+    if isinstance(value, list):
+        kinds = {_of_new_key(key, item).type for item in value}
+        signed = kinds == {GGUFValueType.UINT32, GGUFValueType.INT32}
+        if (len(kinds) != 1 and not signed) or GGUFValueType.ARRAY in kinds:
+            raise ValueError
+        return _list(value, GGUFValueType.INT32 if signed else kinds.pop())
     for python, kind in ((str, GGUFValueType.STRING), (bool, GGUFValueType.BOOL), (float, GGUFValueType.FLOAT32)):
         if isinstance(value, python):
             return _of_type(value, kind)

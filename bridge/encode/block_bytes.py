@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from bridge.blocks import BlockType
-from bridge.blocks.read import WRITTEN
+from bridge.blocks.read import READ, WRITTEN
 from bridge.system.half import half_bits
 from bridge.system.jit import from_plain, inlined, specialize
 
@@ -55,7 +55,7 @@ def _unpack_rows(raw, q, sc, mn):
 
 @cache
 def _unpacker(name: str) -> Callable[..., None]:
-    block = WRITTEN[name]
+    block = READ[name]
     return specialize(
         _unpack_rows,
         name,
@@ -78,6 +78,29 @@ def unpack_fields(block: BlockType, raw: np.ndarray) -> tuple[np.ndarray, np.nda
     sc, mn = np.ones((rows, n * block.subs), np.int8), np.zeros((rows, n * block.subs), np.uint8)
     _unpacker(block.name)(raw, q, sc, mn)
     return q, sc, mn
+
+
+def unpack_scales(block: BlockType, raw: np.ndarray, sc: np.ndarray) -> np.ndarray:
+    """The scales float32 [rows, in / sub] in blocks uint8 [rows, row bytes], whose field sc is given: what multiplies
+    q - zero, or the value of q."""
+    if block.scales:
+        return np.asarray(block.scales, np.float32)[sc.view(np.uint8)]
+    if block.d_nibbles:
+        nibbles = raw.reshape(len(raw), -1, block.nbytes)[:, :, list(block.d_nibbles)] >> 4
+        bits = sum(nibbles[:, :, i].astype(np.uint16) << np.uint16(4 * i) for i in range(4))
+        d = np.asarray(bits, np.uint16).view(np.float16).astype(np.float32)
+    else:
+        d = unpack_halves(block, raw, block.d_at)
+    scales = np.repeat(d, block.subs, 1)
+    if block.is_k:
+        scales = scales * (2 * sc.astype(np.float32) + 1 if block.odd_scales else sc)
+    return scales * np.float32(block.unit) if block.unit != 1 else scales
+
+
+def unpack_halves(block: BlockType, raw: np.ndarray, at: int) -> np.ndarray:
+    """float32 [rows, blocks]: the halves at a byte of every block."""
+    bytes_ = raw.reshape(len(raw), -1, block.nbytes)[:, :, at : at + 2]
+    return np.ascontiguousarray(bytes_).view("<f2")[..., 0].astype(np.float32)
 
 
 def row_bytes(block: BlockType, columns: int) -> int:

@@ -81,12 +81,25 @@ def test_new_keys_get_the_types_that_llama_cpp_reads(path, tmp_path) -> None:
         "tokenizer.ggml.add_bos_token": "true",
         "llama.rope.scaling.type": "linear",
         "general.languages": '["fr"]',
+        "general.tags": '["chat"]',
+        "llama.attention.sliding_window_pattern": "[true, false]",
+        "llama.layers": "[1, -1]",
     }
     bridge.edit(path, tmp_path / "new.gguf", metadata=given)
     new = read_gguf(tmp_path / "new.gguf").metadata
     kinds = [gguf.GGUFValueType(new.kind(key)[0]).name for key in given]
-    assert kinds == ["FLOAT32", "UINT32", "BOOL", "STRING", "ARRAY"]
-    assert new["general.languages"] == ["fr"]
+    assert kinds == ["FLOAT32", "UINT32", "BOOL", "STRING", "ARRAY", "ARRAY", "ARRAY", "ARRAY"]
+    kinds = [gguf.GGUFValueType(new.kind(key)[1]).name for key in list(given)[4:]]
+    assert kinds == ["STRING", "STRING", "BOOL", "INT32"]
+    assert [list(new[key]) for key in list(given)[4:]] == [["fr"], ["chat"], [True, False], [1, -1]]
+
+
+def test_keys_are_removed(path, tmp_path) -> None:
+    done = bridge.edit(path, tmp_path / "new.gguf", remove=["general.languages"])
+    old, new = read_gguf(path).metadata, read_gguf(tmp_path / "new.gguf").metadata
+    assert dict(new) == {key: value for key, value in old.items() if key != "general.languages"}
+    assert "general.languages: ['en', 'de'] is removed" in done.summary()
+    same_weights(path, tmp_path / "new.gguf")
 
 
 @pytest.mark.parametrize(
@@ -102,6 +115,10 @@ def test_new_keys_get_the_types_that_llama_cpp_reads(path, tmp_path) -> None:
         ({"rename": {"token_embd.weight": "blk.0.attn_q.weight"}}, "is taken"),
         ({"rename": {"token_embd.weight": "x" * 64}}, "of 1 to 63 bytes"),
         ({"rename": {"general.architecture": "b"}}, "cannot be renamed"),
+        ({"metadata": {"llama.new": '[1, "a"]'}}, "a list of one kind"),
+        ({"remove": ["nothing"]}, "is no key of"),
+        ({"remove": ["general.architecture"]}, "cannot be removed"),
+        ({"remove": ["general.name"], "metadata": {"general.name": "x"}}, "is given a value too"),
         ({"chat_template": "nowhere.jinja"}, "no such file"),
         ({}, "nothing to change"),
     ],
@@ -130,10 +147,24 @@ def test_the_source_and_other_files_are_not_overwritten(path, tmp_path) -> None:
 def test_the_command_line_edits(path, tmp_path, capsys) -> None:
     new = tmp_path / "new.gguf"
     assert (
-        main(["edit", str(path), "--set", "general.name=A = B", "--rename", "llama.context_length=x", "-o", str(new)])
+        main(
+            [
+                "edit",
+                str(path),
+                "--set",
+                "general.name=A = B",
+                "--rename",
+                "llama.context_length=x",
+                "-o",
+                str(new),
+                "--remove",
+                "general.languages",
+            ]
+        )
         == 0
     )
     assert f"wrote {new}" in capsys.readouterr().out
     assert read_gguf(new).metadata["general.name"] == "A = B"
+    assert "general.languages" not in read_gguf(new).metadata
     assert main(["edit", str(path), "--set", "llama.context_length=x"]) == 2
     assert "--metadata llama.context_length=x: must be uint32" in capsys.readouterr().err

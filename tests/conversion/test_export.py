@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 
 import bridge
 from bridge.blocks import TYPES
+from bridge.blocks.read import READ
 from bridge.checkpoint.formats.fp4 import unpacked
 from bridge.checkpoint.formats.fp4_layouts import FP4_LAYOUTS, fp4_obstacle
 from bridge.checkpoint.formats.layouts import LAYOUTS
@@ -24,6 +25,8 @@ from bridge.encode.block_bytes import unpack_fields
 from bridge.encode.block_words import Room
 from bridge.errors import BridgeError
 from bridge.gguf_file.reader import read_gguf
+from bridge.runtime.bench import random_tensor
+from bridge.runtime.cpu.dequantize import rows
 from scripts.peers.predictions import mean_kl
 from tests.conftest import CHECKPOINT, ROOT, shared
 
@@ -430,21 +433,87 @@ def test_what_a_killed_export_left_is_removed_by_the_next(tmp_path: Path) -> Non
     assert {file.name for file in tmp_path.iterdir()} == {"m.gguf", "new"}
 
 
-@pytest.mark.parametrize("type", ["IQ4_NL", "IQ4_XS", "TQ2_0"])
-def test_types_with_codebooks_become_8_bits_with_the_error_stated(type: str, tmp_path: Path) -> None:
-    """Their values are not evenly spaced, but ternary ones are, and have a zero point of their own."""
-    done = bridge.export(native(type, tmp_path), tmp_path / "new", "gptq_v2", config=CHECKPOINT)
-    layers = [t for t in done.tensors if t.type == type]
+@pytest.mark.parametrize(
+    ("type", "format", "how", "bits"),
+    [
+        ("IQ4_NL", "gptq_v2", "exact", 8),
+        ("IQ4_XS", "mlx", "all codes", 8),
+        ("IQ3_S", "gptq_p", "all codes", 5),
+        ("TQ2_0", "gptq", "exact", 2),
+        ("TQ1_0", "awq", "exact", 4),
+        ("Q2_0", "gptq_v2", "exact", 3),
+    ],
+)
+def test_codebooks_and_ternary_types_keep_their_values(
+    type: str, format: str, how: str, bits: int, tmp_path: Path
+) -> None:
+    path = native(type, tmp_path)
+    done = bridge.export(path, tmp_path / "new", format, config=CHECKPOINT)
+    layers = [t for t in done.tensors if t.type == type and t.name.endswith("proj.weight")]
     assert layers
-    assert {(t.how, t.bits) for t in layers} <= {("rounded", 8), ("all codes", 2), ("exact", 2)}
-    assert all(t.nmse < 1e-4 for t in layers)
-    assert all(t.nmse > 0 for t in layers if t.how == "rounded")
+    assert {(t.how, t.bits) for t in layers} == {(how, bits)}
+    tensor = read_gguf(path).tensors["blk.0.ffn_down.weight"]
+    assert tensor.type == type
+    with bridge.open_checkpoint(tmp_path / "new") as new:
+        held = new.reader.read("model.layers.0.mlp.down_proj").dequantize()
+    expected = rows(type, tensor.raw.reshape(tensor.shape[0], -1))
+    assert np.square(held - expected).sum() <= (0 if how == "exact" else 1e-6) * np.square(expected).sum()
+
+
+@pytest.mark.parametrize("type", sorted(name for name, block in READ.items() if block.values))
+def test_codes_of_tables_are_their_values(type: str) -> None:
+    block, scale = READ[type], 0.75
+    raw = random_tensor(type, 8, 512).raw.reshape(8, -1)
+    if type == "MXFP4":
+        raw = raw.copy()
+        raw.reshape(-1, block.nbytes)[:, 0] = np.random.default_rng(0).integers(116, 130, raw.size // block.nbytes)
+    tensor = codes_of("layer", type, raw, (2, 3, 4, 5, 6, 7, 8), scale=scale)
+    assert tensor is not None
+    assert tensor.bits == {"Q1_0": 2, "IQ1": 5, "IQ2": 7, "IQ3_X": 7, "IQ3_S": 5, "IQ4": 8}.get(
+        next((key for key in ("Q1_0", "IQ1", "IQ2", "IQ3_X", "IQ3_S", "IQ4") if type.startswith(key)), ""), 5
+    )
+    expected = rows(type, raw) * np.float32(scale)
+    assert np.square(tensor.dequantize() - expected).sum() < 1e-6 * np.square(expected).sum()
+
+
+@pytest.mark.parametrize(("type", "format"), [("F16", "gptq"), ("Q6_K", "gptq_v2"), ("Q8_0", "awq"), ("MXFP4", "mlx")])
+def test_layers_have_the_bits_asked_for_at_most(type: str, format: str, tmp_path: Path) -> None:
+    if type == "MXFP4":
+        path, config, bits = tmp_path / "m.gguf", shared("more/llama-ct-mxfp4a16"), 3
+        bridge.convert(config, path, type="exact")
+    else:
+        path, config, bits = native(type, tmp_path), CHECKPOINT, 4
+    done = bridge.export(path, tmp_path / "new", format, bits=bits, config=config)
+    layers = [t for t in done.tensors if t.type == type and ".layers." in t.name]
+    assert layers
+    assert {(t.how, t.bits) for t in layers} == {("rounded", bits)}
+    assert all(0 < t.nmse < 0.1 for t in layers)
+
+
+def test_awq_has_one_group_size_into_which_larger_groups_are_cut(tmp_path: Path) -> None:
+    bridge.convert(
+        native("F32", tmp_path), tmp_path / "mixed.gguf", tensor_types=[("ffn_down", "Q3_K"), ("blk", "Q4_0")]
+    )
+    done = bridge.export(tmp_path / "mixed.gguf", tmp_path / "new", "awq", config=CHECKPOINT)
+    layers = {t.name: t for t in done.tensors if t.bits}
+    assert {(t.type, t.how, t.bits, t.group_size) for t in layers.values()} == {
+        ("Q4_0", "exact", 4, 16),
+        ("Q3_K", "all codes", 4, 16),
+    }
+    assert any("groups of 16, since AWQ has one size" in note for note in done.notes)
+    gguf_tensors = read_gguf(tmp_path / "mixed.gguf").tensors
+    with bridge.open_checkpoint(tmp_path / "new") as new:
+        for name, part in (("mlp.up_proj", "ffn_up"), ("mlp.down_proj", "ffn_down")):
+            stored = gguf_tensors[f"blk.0.{part}.weight"]
+            expected = rows(stored.type, stored.raw.reshape(stored.shape[0], -1))
+            held = new.reader.read(f"model.layers.0.{name}").dequantize()
+            assert np.square(held - expected).sum() < 1e-6 * np.square(expected).sum()
 
 
 def test_config_and_tokenizer_come_from_the_metadata(tmp_path) -> None:
     transformers = pytest.importorskip("transformers")
-    bridge.convert(CHECKPOINT, tmp_path / "m.gguf")
-    bridge.export(tmp_path / "m.gguf", tmp_path / "new", "gptq_v2")
+    bridge.convert(CHECKPOINT, tmp_path / "mixed.gguf")
+    bridge.export(tmp_path / "mixed.gguf", tmp_path / "new", "gptq_v2")
     same_codes(CHECKPOINT, tmp_path / "new")
     old, new = (transformers.AutoTokenizer.from_pretrained(folder) for folder in (CHECKPOINT, tmp_path / "new"))
     text = "Hello, World! 123  été\n\n日本 <|endoftext|>"
@@ -499,10 +568,10 @@ def test_exported_floats_have_the_logits_of_the_gguf(name, own, converted, tmp_p
             expected = model.eval()(torch.tensor([tokens])).logits[0].numpy()
     else:
         source = save_model(tmp_path / "mixtral", "MixtralConfig", num_local_experts=8, num_experts_per_tok=2)
-        bridge.convert(source, tmp_path / "m.gguf", tensor_types=[(".*", "F32")])
+        bridge.convert(source, tmp_path / "mixed.gguf", tensor_types=[(".*", "F32")])
         with pytest.raises(BridgeError, match="config"):
-            bridge.export(tmp_path / "m.gguf", tmp_path / "new")
-        bridge.export(tmp_path / "m.gguf", tmp_path / "new", config=source, dtype="F32")
+            bridge.export(tmp_path / "mixed.gguf", tmp_path / "new")
+        bridge.export(tmp_path / "mixed.gguf", tmp_path / "new", config=source, dtype="F32")
         expected = predict(source, tokens)
     assert mean_kl(expected, predict(tmp_path / "new", tokens)) < 1e-5
 
