@@ -492,7 +492,7 @@ def test_layers_have_the_bits_asked_for_at_most(type: str, format: str, tmp_path
 
 def test_awq_has_one_group_size_into_which_larger_groups_are_cut(tmp_path: Path) -> None:
     bridge.convert(
-        native("F32", tmp_path), tmp_path / "mixed.gguf", tensor_types=[("ffn_down", "Q3_K"), ("blk", "Q4_0")]
+        native("F32", tmp_path), tmp_path / "mixed.gguf", tensor_types=[("blk", "Q4_0"), ("ffn_down", "Q3_K")]
     )
     done = bridge.export(tmp_path / "mixed.gguf", tmp_path / "new", "awq", config=CHECKPOINT)
     layers = {t.name: t for t in done.tensors if t.bits}
@@ -512,8 +512,8 @@ def test_awq_has_one_group_size_into_which_larger_groups_are_cut(tmp_path: Path)
 
 def test_config_and_tokenizer_come_from_the_metadata(tmp_path) -> None:
     transformers = pytest.importorskip("transformers")
-    bridge.convert(CHECKPOINT, tmp_path / "mixed.gguf")
-    bridge.export(tmp_path / "mixed.gguf", tmp_path / "new", "gptq_v2")
+    bridge.convert(CHECKPOINT, tmp_path / "m.gguf")
+    bridge.export(tmp_path / "m.gguf", tmp_path / "new", "gptq_v2")
     same_codes(CHECKPOINT, tmp_path / "new")
     old, new = (transformers.AutoTokenizer.from_pretrained(folder) for folder in (CHECKPOINT, tmp_path / "new"))
     text = "Hello, World! 123  été\n\n日本 <|endoftext|>"
@@ -568,10 +568,10 @@ def test_exported_floats_have_the_logits_of_the_gguf(name, own, converted, tmp_p
             expected = model.eval()(torch.tensor([tokens])).logits[0].numpy()
     else:
         source = save_model(tmp_path / "mixtral", "MixtralConfig", num_local_experts=8, num_experts_per_tok=2)
-        bridge.convert(source, tmp_path / "mixed.gguf", tensor_types=[(".*", "F32")])
+        bridge.convert(source, tmp_path / "m.gguf", tensor_types=[(".*", "F32")])
         with pytest.raises(BridgeError, match="config"):
-            bridge.export(tmp_path / "mixed.gguf", tmp_path / "new")
-        bridge.export(tmp_path / "mixed.gguf", tmp_path / "new", config=source, dtype="F32")
+            bridge.export(tmp_path / "m.gguf", tmp_path / "new")
+        bridge.export(tmp_path / "m.gguf", tmp_path / "new", config=source, dtype="F32")
         expected = predict(source, tokens)
     assert mean_kl(expected, predict(tmp_path / "new", tokens)) < 1e-5
 
