@@ -56,7 +56,7 @@ class CudaTrellisLayer:
 
     def rows(self, indices: Any) -> np.ndarray:
         """float32 [n, in] on the CPU: rows of W."""
-        return self._source.rows(indices)
+        return self._source.rows(indices.cpu() if is_torch(indices) else indices)
 
     def matvec(self, x: Any, precision: str = "f32") -> Any:
         """W x of x [in]; otherwise as `matmul`."""

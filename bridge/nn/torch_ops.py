@@ -13,7 +13,6 @@ from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -78,7 +77,7 @@ def product_gradient(y: Tensor, tensor: int, columns: int) -> Tensor:
     x = y.new_zeros((len(y), columns))
     step = max(1, _TILE // columns)
     for first in range(0, y.shape[1], step):
-        indices = np.arange(first, min(first + step, y.shape[1]))
+        indices = torch.arange(first, min(first + step, y.shape[1]), device=y.device)
         x += y[:, first : first + step] @ torch.as_tensor(matrix.rows(indices)).to(y.device)
     return x
 
@@ -124,9 +123,13 @@ def _(ids: Tensor, tensor: int, columns: int) -> Tensor:
     return ids.new_empty((ids.shape[0], columns), dtype=torch.float32)
 
 
-@torch.library.custom_op("gguf_bridge::experts", mutates_args=())
+# the host reads which experts were chosen: torch's compiler must not capture that in a CUDA graph
+_NOT_CAPTURED = {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch.Tag, "cudagraph_unsafe") else {}
+
+
+@torch.library.custom_op("gguf_bridge::experts", mutates_args=(), **_NOT_CAPTURED)
 def experts(x: Tensor, chosen: Tensor, weights: Tensor, stack: int, precision: str) -> Tensor:
-    """x [n, hidden]; chosen, of integers, and weights [n, used]. Without a gradient."""
+    """x [n, hidden]; chosen, of integers, and weights [n, used]. Without a gradient. Waits for a GPU."""
     y: Tensor = _known[stack].mix(x, chosen, weights, precision)
     return y
 

@@ -126,6 +126,7 @@ class ProgramBuilder:
                     place = address(buffers.tokens[t:]), address(rows[t:]), rows.shape[1]
                     program.add(function, address(table.raw), row_bytes, *place, items=1)
                 program.keep(table.raw)
+                self._scale(program, rows, table.factor)
         self._scale(program, buffers.x, self.config.embedding_scale)
         if self.weights.positions is not None:
             self._add_positions(program, buffers, self.weights.positions)

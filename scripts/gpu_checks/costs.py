@@ -17,7 +17,7 @@ _FIELDS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "clocks_t
 
 
 def launches() -> dict[str, Any]:
-    """Seconds of host time for a product of one tensor, for one of torch's, and for a replay of a graph of both."""
+    """Seconds of host time for a product of one tensor, and for one of torch's."""
     place = torch_device(require("cuda"))
     moved = random_tensor("Q4_K", *SMALL).to("cuda")
     x, out = torch.randn(SMALL[1], device=place), torch.empty(SMALL[0], device=place)

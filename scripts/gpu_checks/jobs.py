@@ -35,7 +35,7 @@ CORRECT += [f"correct/products/{type}/{precision}" for precision in ("int8", "f3
 CORRECT += ["correct/copies", "correct/second", "correct/load", *(f"correct/linears/{type}" for type in LINEARS)]
 CORRECT += [f"correct/trellis/{mode}" for mode in trellis.WAYS]
 
-# in what time is left, under compute-sanitizer
+# under compute-sanitizer, in the last minute
 SANITIZED = ["correct/products/Q4_K/int8", "correct/tokens/Q4_K", "correct/mma_int8/Q4_K", "correct/model"]
 
 # jobs with a bar first

@@ -65,9 +65,14 @@ def in_turn(jobs: Sequence[str], until: float, show: Note) -> dict[str, Result]:
     return _results(jobs, until, show, 1)
 
 
+def sanitizer() -> str | None:
+    """NVIDIA's compute-sanitizer; None where it is not installed."""
+    return shutil.which("compute-sanitizer")
+
+
 def sanitized(jobs: Sequence[str], until: float, show: Note) -> None:
-    """Jobs as in_turn, each in a process under NVIDIA's compute-sanitizer; none where that is not installed."""
-    tool = shutil.which("compute-sanitizer")
+    """Jobs as in_turn, each in a process under compute-sanitizer; none where that is not installed."""
+    tool = sanitizer()
     for job in jobs if tool else []:
         left = until - time.monotonic()
         show(job, _sanitized(str(tool), job, left) if left > _SHORTEST else {"late": LATE})

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from bridge.blocks import TYPES
-from bridge.nn import QuantLinear
+from bridge.nn import QuantExperts, QuantLinear
+from bridge.nn.quant_experts import ExpertStack, Gated
 from bridge.trellis import BitshiftCodebook
 from bridge.trellis.gemm import layer_of
 from tests.support.encode_trellis import Coding, plain_tensors
@@ -33,6 +34,27 @@ def trellis() -> Any:
     tensors, _ = plain_tensors("m", (32, 64), Coding("1mad"))
     words, su, sv = (tensors[f"m.{part}"] for part in ("trellis", "SU", "SV"))
     return layer_of(words, BitshiftCodebook(), 16, 16, 32.0, su, sv)
+
+
+def stack() -> ExpertStack:
+    networks = [tuple(random_matrix(TYPES["Q4_0"], 64, 64, seed=3 * e + part)[0] for part in range(3)) for e in (0, 1)]
+    return ExpertStack(networks, Gated(torch.nn.functional.silu), tuple(torch.ones(2, 64) for _ in range(3)))
+
+
+def test_a_layer_of_experts_on_a_gpu_is_copied_and_saved_for_any_device() -> None:
+    here = QuantExperts(stack())
+    with disguised_gpu():
+        moved = QuantExperts(stack()).to("cuda:0")
+        again = copy.deepcopy(moved)
+        for one, other in zip(again.tensor.networks, moved.tensor.networks, strict=True):
+            assert all(a is b for a, b in zip(one, other, strict=True))
+        assert str(again.place.device) == again.tensor.device == "cuda:0"
+        state = moved.__getstate__()
+    state["_buffers"] = here._buffers  # as torch.load(map_location="cpu") makes them
+    loaded = QuantExperts.__new__(QuantExperts)
+    loaded.__setstate__(pickle.loads(pickle.dumps(state)))
+    given = torch.ones(1, 64), torch.tensor([[1]]), torch.tensor([[0.5]])
+    torch.testing.assert_close(loaded(*given), here(*given))
 
 
 @pytest.mark.parametrize("make", [quantized, trellis])

@@ -217,6 +217,36 @@ def test_logits_of_many_positions_are_on_the_device_a_part_at_a_time(monkeypatch
     np.testing.assert_array_equal(found, np.arange(20)[:, None] + np.arange(5))
 
 
+def test_a_long_prompt_takes_hardly_more_memory_than_a_part_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What torch allocates besides weights and cache; most of it grows with the tokens of a part."""
+    import torch
+    from bridge.cuda.decoder import Decoder
+    from bridge.cuda.launch import Kernel
+
+    from bridge.runtime.config_reader import read_config
+
+    def most(tokens: int) -> int:
+        decoder.cache.length = 0
+        with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
+            decoder._prompt([0] * tokens, 1)
+        events = (event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]")
+        return int(np.cumsum([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]).max())
+
+    monkeypatch.setattr("bridge.cuda.decoder.BATCH", 64)
+    monkeypatch.setattr("torch.empty", torch.zeros)  # no kernel runs: numbers must still be finite
+    path = write_decoder(tmp_path / "tiny.gguf", hidden=256, inner=1024, types={"": "Q4_0"})
+    file = bridge.open_gguf(path)
+    with pretended_gpu(), monkeypatch.context() as patch:
+        patch.setattr(Kernel, "run", lambda *given: None)
+        decoder = Decoder(file, read_config(file.metadata, file.path), 512, "f16", "int8", "cuda")
+        decoder.prepare()
+        part, long = most(64), most(512)
+    assert part > 64 * 4 * 3 * 1024  # gate, up and what is made of them
+    assert long < 1.3 * part
+
+
 def test_spans_follow_the_multiprocessors_and_end_with_the_context() -> None:
     assert spans(132, 8, 8192) == 33  # of a KV head: two blocks for each multiprocessor
     assert spans(132, 8, 131072) == 33

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from bridge.blocks import BLOCKS
+from bridge.errors import BridgeError
 from bridge.runtime import QuantTensor
 from bridge.runtime.config_reader import read_config
 from bridge.runtime.reader import open_gguf
@@ -72,6 +73,21 @@ def test_captured_steps_make_the_tokens_that_launches_make(
     assert len(gpu.dependent) > 100
 
 
+@pytest.mark.parametrize(
+    "how", [Sampling(0), Sampling(0.9, 3, seed=1), Sampling(0, repeat_penalty=2.0)], ids=["greedy", "drawn", "on host"]
+)
+def test_a_captured_step_whose_logits_are_not_finite_is_an_error(how: Sampling, gpu: Any, tmp_path: Path) -> None:
+    device = decoder(tmp_path)
+    output = device.weights.output.parts[0][1].weight
+    stream = device.draw(list(range(5)), Sampler(how))
+    next(stream)
+    output[7] = float("nan")
+    with pytest.raises(BridgeError, match="for the next token: the file is damaged"):
+        list(stream)
+    output[7] = 0
+    assert len(list(device.draw(list(range(9)), Sampler(how)))) == 3
+
+
 def test_a_capture_changes_nothing_and_its_replay_reads_what_is_there_then(gpu: Any, tmp_path: Path) -> None:
     from bridge.cuda.launch import Graph
 
@@ -123,6 +139,22 @@ def test_look_ups_of_rows_can_be_captured_and_rows_that_are_not_there_are_nan(ty
     graph.replay()
     torch.testing.assert_close(found[0], torch.from_numpy(wanted[2]))
     assert found.isnan().all(-1).tolist() == [False, True, True, True]
+
+
+def test_a_gradient_of_a_tensor_s_input_can_be_captured_once_it_has_run(gpu: Any) -> None:
+    """Its look-ups of rows took numbers from the host."""
+    from bridge.nn.torch_ops import number_of, product_gradient
+
+    tensor, weights = random_matrix(BLOCKS["Q4_0"], 4, 96)
+    moved, y = tensor.to("cuda"), torch.zeros(2, 4)
+    backward, number = product_gradient._init_fn, number_of(moved)
+    backward(y, number, 96)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = backward(y, number, 96)
+    y.copy_(torch.tensor([[1.0, -2, 3, 0.5], [0, 1, 0, 0]]))
+    graph.replay()
+    torch.testing.assert_close(found, (y.double() @ torch.from_numpy(weights)).float())
 
 
 def _halves(rows: int, columns: int) -> QuantTensor:

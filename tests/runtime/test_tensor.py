@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -18,9 +19,13 @@ from bridge.blocks.read import READ
 from bridge.errors import BridgeError
 from bridge.runtime import QuantTensor
 from bridge.runtime.bench import tensors_to_time
+from bridge.runtime.config_reader import read_config
+from bridge.runtime.decoder import Decoder
+from bridge.runtime.reader import open_gguf
 from bridge.system import targets
 from scripts.peers import ggml
 from tests.support.random_blocks import random_matrix
+from tests.support.tiny_gguf import write_decoder
 
 ROWS, COLUMNS = 40, 512
 
@@ -196,6 +201,20 @@ def test_the_factor_of_a_tensor_is_that_of_its_rows():
     np.testing.assert_array_equal(part.matvec(x, precision="f32"), tensor.matvec(x, precision="f32")[1:3])
 
 
+def test_a_model_s_embeddings_have_the_factor_of_their_tensor(tmp_path: Path) -> None:
+    """NVFP4, beside the same embeddings as floats; tokens one by one, and a prompt."""
+    file = open_gguf(write_decoder(tmp_path / "tiny.gguf", hidden=64, types={"": "F16", "token_embd": "NVFP4"}))
+    codes, config = file["token_embd.weight"], read_config(file.metadata, file.path)
+    floats = QuantTensor(codes.name, "F32", codes.shape, codes.dequantize().reshape(-1).view(np.uint8))
+    found = []
+    for embedding in (codes, floats):
+        file.tensors[codes.name] = embedding
+        decoder = Decoder(file, config, 16, "f32", "f32")
+        found.append([decoder.scores([3, 7, 2], 3), decoder.logits(decoder.run([5]))])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("type", ["F32", "F16", "BF16"])
 def test_float_tensors_multiply(type, weights, x):
     kind = gguf.GGMLQuantizationType[type]
@@ -288,6 +307,9 @@ CHOICE = """
 import numpy as np
 from bridge.runtime import QuantTensor
 from bridge.runtime.bench import tensors_to_time
+from bridge.runtime.config_reader import read_config
+from bridge.runtime.decoder import Decoder
+from bridge.runtime.reader import open_gguf
 w = QuantTensor("w", "Q8_0", (1, 32), np.zeros(34, np.uint8)).prepare()
 print(w.kernel.split("/")[0])
 """

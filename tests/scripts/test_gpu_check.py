@@ -168,6 +168,29 @@ def test_errors_that_compute_sanitizer_finds_are_failures(tmp_path: Path, monkey
     assert "illegal address" in found["dies"]["failed"]
 
 
+@pytest.mark.parametrize("installed", [True, False])
+def test_times_leave_compute_sanitizer_a_minute_where_it_is_installed(
+    installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    until: list[float] = []
+
+    def noted(wanted: Any, end: float, show: Any) -> dict[str, Any]:
+        until.append(end)
+        return {name: {"wrong": []} for name in wanted}
+
+    monkeypatch.setattr(check.gpu_check, "missing", lambda: None)
+    monkeypatch.setattr(check.gpu_check, "machine", lambda: "a GPU")
+    monkeypatch.setattr(runner, "at_once", lambda *_: {})
+    monkeypatch.setattr(runner, "in_turn", noted)
+    monkeypatch.setattr(runner, "sanitizer", lambda: "/a/compute-sanitizer" if installed else None)
+    monkeypatch.setattr(runner, "sanitized", noted)
+    monkeypatch.setattr(jobs, "TIMES", [])
+    ran(tmp_path)
+    first, times, sanitized = until
+    assert sanitized == first
+    assert sanitized - times == pytest.approx(check.gpu_check.FOR_SANITIZER if installed else 0)
+
+
 def ran(tmp_path: Path, *options: str) -> tuple[int, dict[str, Any]]:
     code = check.main(["--json", str(tmp_path / "out.json"), *options])
     return code, json.loads((tmp_path / "out.json").read_text())
@@ -200,7 +223,8 @@ def test_all_of_it_runs_and_ends_in_the_table(
     assert len(found["times"]["time/configurations/8x512/Q6_K/4"]["tried"]) == 2
     assert found["times"]["time/decode"]["file"] > 0
     assert found["times"]["time/tokens/8x512/Q8_0"].keys() == {"cores_16", "torch_16", "cores_64", "torch_64"}
-    assert len(found["times"]["time/mma_int8/6x256/Q2_K"]) == 3 * len(timing.INT8)
+    ways = {f"{way}_{n}" for way in ("int8", "halves", "bfloat16") for n in (9, 65)}
+    assert found["times"]["time/mma_int8/6x256/Q2_K"].keys() == ways
     assert len([row for row in found["table"] if row["bar"]]) == 13
     assert all(row["met"] in (True, None) and row["measured"] != "not measured" for row in found["table"])
     printed = capsys.readouterr().out.split("\n| what | bar | measured | met | in detail |\n")
