@@ -11,6 +11,7 @@ Only vectors of 8 floats of LLVM's own are used, which every target has, whole o
 AVX2.
 """
 
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -38,10 +39,8 @@ def lists(points: np.ndarray, cells: np.ndarray) -> np.ndarray:
     return found
 
 
-def snapper(sub: int, width: int, bounds: tuple[float, ...], shift: float = 0.0) -> Any:
+def snapper(sub: int, width: int, bounds: tuple[float, ...]) -> Any:
     """The intrinsic `snap` for sub-blocks of `sub` weights, points of `width` coordinates and cells between bounds.
-
-    shift is added to all coordinates.
 
     snap(t, w, a, inverse, near, numbers, values, found) -> sums of w r^2, w v^2, w r v
 
@@ -59,10 +58,36 @@ def snapper(sub: int, width: int, bounds: tuple[float, ...], shift: float = 0.0)
 
             places = {"t": data(0), "w": data(1), "near": data(4), "numbers": data(5), "values": data(6)}
             emit = _Emitter(builder, places, splat(builder, arguments[2]), splat(builder, arguments[3]), data(7))
-            return context.make_tuple(builder, signature.return_type, emit.sums(sub, width, bounds, shift))
+            return context.make_tuple(builder, signature.return_type, emit.sums(sub, width, bounds))
 
         f32 = types.float32
         return UniTuple(f32, 3)(t, w, f32, f32, near, numbers, values, found), codegen
+
+    return intrinsic(snap)
+
+
+def shifted_snapper(sub: int, shared: int, bounds: tuple[float, ...]) -> Any:
+    """The intrinsic `snap` for points of 8 coordinates, to all of which the better of 1 and -1 is added, `shared` weights at
+    a time.
+
+    snap(t, w, a, inverse, near, numbers, values, found, negative) -> sums of w r^2, w v^2, w r v
+
+    As `snapper`'s; v has the shift in it, and negative, int64 [sub / shared], gets 1 where that is -1.
+    """
+
+    def snap(typingctx, t, w, a, inverse, near, numbers, values, found, negative):
+        def codegen(context, builder: ir.IRBuilder, signature, arguments):
+            def data(i):
+                array = context.make_array(signature.args[i])(context, builder, arguments[i])
+                return builder.ptrtoint(array.data, _I64)
+
+            names = {"t": 0, "w": 1, "near": 4, "numbers": 5, "values": 6, "negative": 8}
+            places = {name: data(i) for name, i in names.items()}
+            emit = _Emitter(builder, places, splat(builder, arguments[2]), splat(builder, arguments[3]), data(7))
+            return context.make_tuple(builder, signature.return_type, emit.shifted_sums(sub, shared, bounds))
+
+        f32 = types.float32
+        return UniTuple(f32, 3)(t, w, f32, f32, near, numbers, values, found, negative), codegen
 
     return intrinsic(snap)
 
@@ -125,15 +150,19 @@ class _Emitter:
         declared = self.builder.module.declare_intrinsic(f"llvm.vector.reduce.{name}.{suffix}", fnty=function)
         return self.builder.call(declared, [*start, vector], fastmath=flags)
 
-    def sums(self, sub: int, width: int, bounds: tuple[float, ...], shift: float) -> list[ir.Value]:
-        """The three sums. Step by step for all weights at once, since each step waits for memory in turn."""
+    def store(self, place: ir.Value, at: int, number: ir.Value) -> None:
+        """Write an int64 as item `at` of an array."""
         b = self.builder
-        vectors = [
-            [self.load(name, ir.Constant(_I64, 4 * at), _FLOATS, 4) for name in ("t", "w")]
-            for at in range(0, sub, NEAR)
-        ]
-        moved = ir.Constant(_FLOATS, [shift] * NEAR)
-        ratios = [b.fsub(b.fmul(t, self.inverse), moved) for t, _ in vectors]
+        b.store(number, b.inttoptr(b.add(place, ir.Constant(_I64, 8 * at)), _I64.as_pointer()), align=8)
+
+    def inputs(self, sub: int) -> tuple[list[ir.Value], list[ir.Value]]:
+        """The weights of a sub-block, and their importance."""
+        at = [ir.Constant(_I64, 4 * i) for i in range(0, sub, NEAR)]
+        return [self.load("t", i, _FLOATS, 4) for i in at], [self.load("w", i, _FLOATS, 4) for i in at]
+
+    def nearest(self, ratios: list[ir.Value], weights: list[ir.Value], width: int, bounds: Any) -> list[ir.Value]:
+        """The nearest points' numbers. Step by step for all ratios at once, since each step waits for memory in turn."""
+        b = self.builder
         cells = [cell for y in ratios for cell in self.cells(y, width, bounds)]
         twice = [b.fadd(y, y) for y in ratios]
         errors = [ir.Constant(_FLOATS, [0.0] * NEAR)] * len(cells)
@@ -141,20 +170,60 @@ class _Emitter:
         for i in range(width):
             for p, start in enumerate(starts):
                 vector, lane = divmod(width * p + i, NEAR)
-                y, w = _lane(b, twice[vector], lane), _lane(b, vectors[vector][1], lane)
+                y, w = _lane(b, twice[vector], lane), _lane(b, weights[vector], lane)
                 v = b.sitofp(self.load("near", b.add(start, ir.Constant(_I64, NEAR * i)), _BYTES, 1), _FLOATS)
                 errors[p] = b.fadd(errors[p], b.fmul(w, b.fmul(v, b.fsub(v, y))))
-        numbers = [self.number(cell, error) for cell, error in zip(cells, errors, strict=True)]
+        return [self.number(cell, error) for cell, error in zip(cells, errors, strict=True)]
+
+    def squares(self, t: ir.Value, w: ir.Value, v: ir.Value) -> list[ir.Value]:
+        """w r^2, w v^2 and w r v of 8 weights."""
+        b = self.builder
+        r = b.fsub(t, b.fmul(self.a, v))
+        wv, wr = b.fmul(w, v), b.fmul(w, r)
+        return [b.fmul(f, g) for f, g in zip((wr, wv, wr), (r, v, v), strict=True)]
+
+    def sum(self, vectors: Any) -> ir.Value:
+        """The sum of some vectors, lane by lane."""
+        return reduce(self.builder.fadd, vectors)
+
+    def total(self, vector: ir.Value) -> ir.Value:
+        """The sum of a vector's lanes."""
+        return self.reduce("fadd", vector, ir.Constant(_F32, 0.0), flags=("reassoc",))
+
+    def sums(self, sub: int, width: int, bounds: tuple[float, ...]) -> list[ir.Value]:
+        """The three sums of `snapper`."""
+        b = self.builder
+        ts, ws = self.inputs(sub)
+        numbers = self.nearest([b.fmul(t, self.inverse) for t in ts], ws, width, bounds)
         for p, number in enumerate(numbers):
-            b.store(number, b.inttoptr(b.add(self.found, ir.Constant(_I64, 8 * p)), _I64.as_pointer()), align=8)
-        zero = ir.Constant(_FLOATS, [0.0] * NEAR)
-        found = [zero, zero, zero]
-        for n, (t, w) in enumerate(vectors):
-            v = b.fadd(self.point(numbers[n * NEAR // width : (n + 1) * NEAR // width], width), moved)
-            r = b.fsub(t, b.fmul(self.a, v))
-            wv, wr = b.fmul(w, v), b.fmul(w, r)
-            found = [b.fadd(s, b.fmul(f, g)) for s, f, g in zip(found, (wr, wv, wr), (r, v, v), strict=True)]
-        return [self.reduce("fadd", s, ir.Constant(_F32, 0.0), flags=("reassoc",)) for s in found]
+            self.store(self.found, p, number)
+        each = NEAR // width
+        points = [self.point(numbers[n * each : (n + 1) * each], width) for n in range(len(ts))]
+        return [self.total(self.sum(part)) for part in zip(*map(self.squares, ts, ws, points), strict=True)]
+
+    def shifted_sums(self, sub: int, shared: int, bounds: tuple[float, ...]) -> list[ir.Value]:
+        """The three sums of `shifted_snapper`."""
+        b = self.builder
+        ts, ws = self.inputs(sub)
+        n, each = len(ts), shared // NEAR
+        shifts = [ir.Constant(_FLOATS, [shift] * NEAR) for shift in (1.0, -1.0)]
+        scaled = [b.fmul(t, self.inverse) for t in ts]
+        numbers = self.nearest([b.fsub(y, shift) for shift in shifts for y in scaled], 2 * ws, NEAR, bounds)
+        moved = [b.fadd(self.point([number], NEAR), shifts[p // n]) for p, number in enumerate(numbers)]
+        parts = list(map(self.squares, 2 * ts, 2 * ws, moved))
+        errors, others = [], []
+        for g in range(n // each):
+            plus, minus = (
+                [self.sum(x) for x in zip(*parts[at : at + each], strict=True)] for at in (g * each, n + g * each)
+            )
+            above, below = self.total(plus[0]), self.total(minus[0])
+            negative = b.fcmp_ordered("<", below, above)
+            errors.append(b.select(negative, below, above))
+            others.append([b.select(negative, x, y) for x, y in zip(minus[1:], plus[1:], strict=True)])
+            self.store(self.places["negative"], g, b.zext(negative, _I64))
+            for p in range(g * each, (g + 1) * each):
+                self.store(self.found, p, b.select(negative, numbers[n + p], numbers[p]))
+        return [self.sum(errors), *(self.total(self.sum(x)) for x in zip(*others, strict=True))]
 
     def look(self, shift: ir.Value, bounds: tuple[float, ...]) -> ir.Value:
         """The cost of the best point near the target; writes the point, and the next target over it."""

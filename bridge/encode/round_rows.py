@@ -6,8 +6,8 @@ core, from float32 to bytes, in millions of weights a second: Q8_0 300, Q4_0 and
 Q3_K 7, Q2_K, Q4_1 and Q5_1 6.
 
 The search is in `round_affine` (Q2_K, Q4_K, Q5_K), `round_scaled` (Q3_K, Q6_K) and `round_plain`; for types whose codes
-are looked up in `round_values`, with the loops of `round_table` (IQ4), `round_points` (IQ2, IQ3), `round_shifted` (IQ1)
-and `round_ternary`.
+are looked up in `round_values`, with the loops of `round_table` (IQ4), `round_points` (IQ2, IQ3) and `round_shifted`
+(IQ1). `round_ternary` goes its own way.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from bridge.encode.round_points import points_quantizer
 from bridge.encode.round_scaled import scaled_quantizer
 from bridge.encode.round_shifted import shifted_quantizer
 from bridge.encode.round_table import table_quantizer
-from bridge.encode.round_ternary import ternary_quantizer
+from bridge.encode.round_ternary import TERNARY, ternary_quantizer
 from bridge.errors import BridgeError
 
 _CHUNK = 1 << 18  # weights whose fields are held unpacked at a time
@@ -67,21 +67,12 @@ def quantize_rows(
     weights = _weights(importance, columns)
     x = np.ascontiguousarray(x, np.float32).reshape(rows, columns // block.sub, block.sub)
     scaled = weights.reshape(-1, block.sub)
-    quantize = quantizer_of(block)
-    pack = packer(block.name)
     data = np.empty((rows, row_bytes(block, columns)), np.uint8) if out is None else out
     sums = np.zeros((rows, 3))
-    step = min(rows, max(1, _CHUNK // max(columns, 1)))
-    blocks = columns // block.size
-    q = np.empty((step, columns // block.sub, block.sub), np.uint8)
-    sc = np.ones((step, columns // block.sub), np.int8)
-    mn = np.zeros((step, columns // block.sub), np.uint8)
-    d = np.zeros((step, blocks), np.float32)
-    dmin = np.zeros((step, blocks), np.float32)
-    for at in range(0, rows, max(step, 1)):
-        n = min(step, rows - at)
-        quantize(x[at : at + n], scaled, q[:n], sc[:n], mn[:n], d[:n], dmin[:n], sums[at : at + n])
-        pack(q[:n].reshape(n, columns), sc[:n], mn[:n], d[:n], dmin[:n], data[at : at + n])
+    if block.name in TERNARY:
+        ternary_quantizer(block.name)(x, scaled, data.reshape(-1, block.nbytes), sums)
+    else:
+        _quantize_fields(x, block, scaled, data, sums)
     if not np.isfinite(sums).all():
         row = int(np.argmax(~np.isfinite(sums).all(axis=1)))
         raise BridgeError(
@@ -90,12 +81,28 @@ def quantize_rows(
     return QuantizedRows(data, sums[:, 0].copy(), float(sums[:, 1].sum()), float(sums[:, 2].sum()) * _mean(importance))
 
 
+def _quantize_fields(x: np.ndarray, block: BlockType, weights: np.ndarray, data: np.ndarray, sums: np.ndarray) -> None:
+    """Search fields of blocks, a chunk of rows at a time, and pack them into data; x [rows, sub-blocks, sub]."""
+    quantize, pack = quantizer_of(block), packer(block.name)
+    rows, subs = x.shape[:2]
+    columns = subs * block.sub
+    step = min(rows, max(1, _CHUNK // max(columns, 1)))
+    blocks = columns // block.size
+    q = np.empty((step, subs, block.sub), np.uint8)
+    sc = np.ones((step, subs), np.int8)
+    mn = np.zeros((step, subs), np.uint8)
+    d = np.zeros((step, blocks), np.float32)
+    dmin = np.zeros((step, blocks), np.float32)
+    for at in range(0, rows, max(step, 1)):
+        n = min(step, rows - at)
+        quantize(x[at : at + n], weights, q[:n], sc[:n], mn[:n], d[:n], dmin[:n], sums[at : at + n])
+        pack(q[:n].reshape(n, columns), sc[:n], mn[:n], d[:n], dmin[:n], data[at : at + n])
+
+
 def quantizer_of(block: BlockType) -> Callable[..., None]:
-    """The compiled search of a type, see `round_loops.rows_quantizer`."""
+    """The compiled search of a type, but for ternary ones, see `round_loops.rows_quantizer`."""
     name = block.name
     if name in ROUNDED:
-        if block.zero:
-            return ternary_quantizer(name)
         if name.startswith("IQ1"):
             return shifted_quantizer(name)
         return points_quantizer(name) if block.numbered else table_quantizer(name)

@@ -12,7 +12,7 @@ import numpy as np
 
 from bridge.blocks.iq1_s import POINTS
 from bridge.blocks.read import WRITTEN
-from bridge.encode.nearest_points import lists, snapper
+from bridge.encode.nearest_points import lists, shifted_snapper
 from bridge.encode.round_loops import add
 from bridge.encode.round_points import reach
 from bridge.encode.round_values import values_quantizer
@@ -27,60 +27,57 @@ _SETTINGS: dict[str, Any] = {"first": 10.0, "step": 1.0, "starts": 1, "refits": 
 # set per type by `specialize`
 sub = subs = shared = 0
 near = numbers = values = levels_of = np.zeros(1)
-above: Any = None
-below: Any = None
+snap: Any = None
 
 
 def fit(x, w, a, inside):
-    """The error of a scale, and of its values v and residuals r: sums of w v^2, w r v. The shifts are kept."""
-    found, negative, near, numbers, values = inside
+    """The error of a scale, and of its values v and residuals r: sums of w v^2, w r v.
+
+    Points and shifts are kept in turn for the sub-blocks of a block: at the end, those of the last scale of each.
+    """
+    found, negative, near, numbers, values, turn = inside
+    j = turn[0]
+    turn[0] = (j + 1) % subs
     inverse = _ONE / a if a != _ZERO else _ZERO
-    e = _ZERO
-    svv = _ZERO
-    srv = _ZERO
-    for g in range(sub // shared):
-        at = g * shared
-        t, weights = x[at : at + shared], w[at : at + shared]
-        e1, svv1, srv1 = above(t, weights, a, inverse, near, numbers, values, found[g, 0])
-        e2, svv2, srv2 = below(t, weights, a, inverse, near, numbers, values, found[g, 1])
-        negative[g] = e2 < e1
-        e += e2 if e2 < e1 else e1
-        svv += svv2 if e2 < e1 else svv1
-        srv += srv2 if e2 < e1 else srv1
-    return e, svv, srv
+    return snap(x, w, a, inverse, near, numbers, values, found[j], negative[j])
 
 
 def shifted_write(x, w, a, b, codes, scratch):
-    """Write the codes; the plain error, sum of x^2 and weighted error."""
-    inside = scratch[3]
-    found, negative, _, _, values = inside
-    fit(x, w, a, inside)
+    """Write the codes that `fit` found last; the plain error, sum of x^2 and weighted error."""
+    found, negative, _, _, values, turn = scratch[3]
+    j = turn[0]
+    turn[0] = (j + 1) % subs
     error = _ZERO
     signal = _ZERO
     weighted = _ZERO
-    for g in range(sub // shared):
-        minus = 1 if negative[g] else 0
+    for p in range(sub // 8):
+        minus = negative[j, 8 * p // shared]
         shift = np.float32(1 - 2 * minus)
-        for p in range(shared // 8):
-            number = found[g, minus, p]
-            for i in range(8):
-                at = g * shared + 8 * p + i
-                codes[at] = levels_of[number, i] + np.uint8(3 * minus)
-                r = x[at] - a * (values[number, i] + shift)
-                error = add(error, r * r)
-                signal = add(signal, x[at] * x[at])
-                weighted = add(weighted, w[at] * r * r)
+        number = found[j, p]
+        for i in range(8):
+            at = 8 * p + i
+            codes[at] = levels_of[number, i] + np.uint8(3 * minus)
+            r = x[at] - a * (values[number, i] + shift)
+            error = add(error, r * r)
+            signal = add(signal, x[at] * x[at])
+            weighted = add(weighted, w[at] * r * r)
     return error, signal, weighted
 
 
 def _workspace():
-    """scales, trial, codes; and the points' numbers for either shift, the shifts and the tables."""
-    groups = sub // shared
+    """scales, trial, codes; and the points' numbers, the shifts, the tables and whose turn it is."""
     return (
         np.zeros((2, 3, subs), np.float32),
         np.zeros(subs, np.int32),
         np.zeros(subs, np.int32),
-        (np.zeros((groups, 2, shared // 8), np.int64), np.zeros(groups, np.bool_), near, numbers, values),
+        (
+            np.zeros((subs, sub // 8), np.int64),
+            np.zeros((subs, sub // shared), np.int64),
+            near,
+            numbers,
+            values,
+            np.zeros(1, np.int64),
+        ),
     )
 
 
@@ -97,8 +94,7 @@ def shifted_quantizer(name: str) -> Callable[..., None]:
         "numbers": numbers,
         "values": points,
         "levels_of": POINTS,
-        "above": snapper(_SHARED[name], 8, bounds, 1.0),
-        "below": snapper(_SHARED[name], 8, bounds, -1.0),
+        "snap": shifted_snapper(WRITTEN[name].sub, _SHARED[name], bounds),
     }
     loops = reach, fit, shifted_write
     return values_quantizer(WRITTEN[name], loops, _SETTINGS | constants, _workspace)
