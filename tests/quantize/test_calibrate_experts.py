@@ -15,6 +15,7 @@ from bridge.checkpoint import open_checkpoint
 from bridge.quantize import FloatModel, Method, groups, quantize_block, quantize_model, stages
 from bridge.quantize.block_inputs import BlockInputs
 from bridge.quantize.experts import SeparateExperts, lend, merged, restore_experts, split_experts
+from bridge.quantize.forward_passes import Passes
 from bridge.quantize.hessian import Hessian
 from tests.support.tiny_models import save_model
 
@@ -123,6 +124,30 @@ def test_an_experts_hessians_are_of_the_tokens_that_reach_it_in_both_models(fold
         h = seen[f"model.layers.0.mlp.experts.{number}.up_proj"]
         torch.testing.assert_close(h.matrix, 2 / len(x) * x.T @ x, rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(h.cross, 2 / len(x) * (x_float - x).T @ x, rtol=1e-3, atol=1e-3)
+
+
+def test_what_the_loss_feels_of_an_expert_is_of_the_tokens_that_reach_it_by_their_weights(folder: Path) -> None:
+    """A of down_proj: each token's gradient at the experts' sum, times the weight that it gives to this expert."""
+    model, calls = in_memory(folder), []
+    experts = model.model.layers[0].mlp.experts
+
+    def keep(_module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        output.retain_grad()
+        calls.append((*args[1:], output))
+
+    experts.register_forward_hook(keep)
+    scores = model(TOKENS).logits.log_softmax(-1).flatten(0, 1)
+    drawn = torch.multinomial(scores.detach().exp(), 1, generator=torch.Generator().manual_seed(0))
+    scores.gather(1, drawn).sum().backward()
+    chosen, weights, output = calls[0]
+    with torch.no_grad():
+        found = dict(Passes(FloatModel(open_checkpoint(folder)), TOKENS, len(TOKENS)).output_products(2048))
+    for number in range(5):
+        own = (weights.detach() * (chosen == number)).sum(1, keepdim=True) * output.grad
+        expected = own.T @ own / TOKENS.numel()
+        of = f"mlp.experts.{number}.down_proj", f"block_sparse_moe.experts.{number}.w2"
+        (a,) = (found[f"model.layers.0.{name}"] for name in of if f"model.layers.0.{name}" in found)
+        torch.testing.assert_close(a[0], expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
 
 
 def test_experts_whose_hessians_do_not_fit_in_memory_together_are_gathered_one_after_the_other(

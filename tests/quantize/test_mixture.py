@@ -13,7 +13,7 @@ import torch
 import bridge
 from bridge.conversion.calibrate_plan import calibrating
 from bridge.errors import BridgeError, BridgeWarning
-from bridge.quantize import default_text, mixture, quantize_model
+from bridge.quantize import Method, default_text, mixture, quantize_model, superblocks
 from bridge.quantize.float_model import FloatModel
 from bridge.quantize.hessian import Hessian, _lost, damp, shrinkage_of, shrunk
 from bridge.quantize.mixture import calibration_sequences
@@ -21,6 +21,7 @@ from bridge.quantize.own_samples import fits_in_memory, own_samples
 from bridge.quantize.settings import Calibration
 from bridge.quantize.sources import Source, divided, sources_of
 from bridge.quantize.texts import load_tokenizer
+from bridge.quantize.walk import LayerInput
 from tests.conftest import CHECKPOINT
 from tests.support.tiny_models import save_model
 
@@ -263,6 +264,26 @@ def test_one_column_of_a_million_times_the_power_leaves_the_damping_of_the_other
         added.append(float((damped - hessian.matrix).diagonal()[0]))
     assert added[0] == pytest.approx(0.02, rel=0.1)
     assert added[1] < 6 * added[0]  # 4,000 times by the mean
+
+
+def test_one_column_of_a_million_times_the_power_leaves_the_error_on_other_tokens() -> None:
+    """Damped by the mean, this layer has 5.6 times the error."""
+    random = torch.Generator().manual_seed(3)
+    falling = torch.arange(1, 257).float() ** -0.7
+    mix = torch.randn(256, 256, generator=random) * falling @ torch.randn(256, 256, generator=random) / 16
+    inputs = torch.randn(6000, 256, generator=random) @ mix
+    weight = torch.randn(32, 256, generator=random)
+    others = torch.arange(256) != 9
+
+    def error(strength: float) -> float:
+        seen = inputs[:4000].clone()
+        seen[:, 9] *= strength
+        hessian = Hessian("layer", 256)
+        hessian.add(seen)
+        lost = weight - Method(superblocks("Q4_K"), alpha=0).layer(LayerInput("layer", weight, hessian))[0]
+        return float((lost[:, others] @ inputs[4000:, others].T).square().sum())
+
+    assert error(1000) < 1.1 * error(1)
 
 
 def test_quantize_without_a_text_takes_the_default_mixture(
