@@ -242,9 +242,9 @@ def _seconds(job: Job) -> float:
         share = min(1.0, chosen / len(experts)) if experts else 1.0
         total += 2 * weights * share * (sizes.count * sizes.copies + 4 * sizes.felt) / fast
         for n in {n for _, n in shapes.values()}:
-            rows = [rows for rows, columns in shapes.values() if columns == n]
-            inputs = -(-len(rows) // 2)
-            cross = sum(rows) if takes_products(rows, n, at_hand=False) else n
+            outputs = [rows for rows, columns in shapes.values() if columns == n]
+            inputs = -(-len(outputs) // 2)
+            cross = sum(outputs) if takes_products(outputs, n, at_hand=False) else n
             gathered = sizes.count * n * (n + 2 * cross * job.cross) * share
             total += inputs * (gathered + 4 * n**3) / exact
         total += sizes.felt * sum(2 * rows * min(rows, ROWS) for rows, _ in shapes.values()) * share / exact
