@@ -4,9 +4,9 @@
 
 CPU seconds of the process, with kernels compiled beforehand, also as a multiple of the first type's. The error is
 tr(E H E^T) over tr(W H W^T), also as a share of what the nearest codes leave, with scales in the metric of H's diagonal
-(4-bit floats: as ggml and ModelOpt round). The second line is the first type with gptaq's target: with the cross term
-of the inputs, and an eighth of the tokens held back, as in a model. GPTQModel (4 bits, groups of 128) runs in a Python
-that has it.
+(4-bit floats: as ggml and ModelOpt round). The second line is the first type with gptaq's target: with the products of
+the float outputs, as a layer has them that shares its inputs with no other, and an eighth of the tokens held back.
+GPTQModel (4 bits, groups of 128) runs in a Python that has it.
 """
 
 import argparse
@@ -67,7 +67,8 @@ def seconds(type: str, weight: torch.Tensor, matrix: torch.Tensor, cross: bool =
     if cross:
         random = torch.Generator().manual_seed(0)
         x = gptqmodel_layer.inputs(columns, random)
-        hessian.add(x, x + 0.1 * torch.randn(len(x), 64, generator=random) @ torch.randn(64, columns, generator=random))
+        x_float = x + 0.1 * torch.randn(len(x), 64, generator=random) @ torch.randn(64, columns, generator=random)
+        hessian.add(x, outputs={"layer": x_float @ weight.T})
         _ = hessian.matrix
     else:
         hessian.matrix, hessian.tokens = matrix.clone(), 2 * columns

@@ -4,13 +4,16 @@ The error of quantized weights W' on the calibration text is  tr(E H E^T) / 2  w
 kept as a running mean in float32: a batch of m tokens after n others moves it by m / (n + m) of the difference. Its
 upper half is accumulated and mirrored, since a BLAS need not return a symmetric x^T x.
 
-GPTAQ (arXiv 2504.02692) also needs the cross term  C = 2/n sum (x_float - x) x^T: how the inputs, which come from
-quantized layers, differ from the float model's. An eighth of the tokens is held back to show how much of that is
-chance: their H and C are also kept separately (`alpha_of`). Held-back tokens come in short spans, since neighbours'
-inputs are alike, spread over the positions of all sequences; or they are whole sequences of other kinds of text than
-the rest (`mixture`). `shrinkage_of` chooses on them too.
+GPTAQ (`target`) also needs to know how the inputs, which come from quantized layers, differ from the float model's:
+the cross term  C = 2/n sum (x_float - x) x^T,  or of the layer W the products  R = 2/n sum W x_float x^T,  which give
+W C = R - W H. An eighth of the tokens is held back to show how much of that is chance: their H and C are also kept
+separately. Held-back tokens come in short spans, since neighbours' inputs are alike, spread over the positions of all
+sequences; or they are whole sequences of other kinds of text than the rest (`mixture`). `shrinkage_of` chooses on them
+too.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,14 +30,23 @@ _ROWS = 128  # of H that are accumulated together, from the diagonal on
 _OUTLIER = 1000  # times the median power
 _SHRINKAGES = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7)  # that are tried, until one is worse
 _COLUMNS = 2048  # of which a shrinkage is found
-_ALPHA_ROWS = 128  # of which alpha is found
+_SOME_ROWS = 128  # of a layer, of which the products with held-back inputs are kept
 LEAST_DAMPING = 1e-6  # if a damping of 0 is not enough
 MOST_DAMPING = 1.0  # times the mean of diag H; beyond it, little of the Hessian is left
+
+
+@dataclass
+class FloatProducts:
+    """R of a layer, over all tokens, float32 [rows, columns]; `held`: of those held back, of `some_rows`."""
+
+    whole: torch.Tensor
+    held: torch.Tensor
 
 
 class Hessian:
     """H of one layer, float32 [columns, columns], accumulated batch by batch; with float inputs also `cross`.
 
+    products   of the layers, by name, whose float outputs were given; of these there is no `cross`
     held       the Hessian of the tokens held back: whole batches of them, or with float inputs spans (`held_back`)
     shrinkage  of H in its factors, see `shrunk`; None: `shrinkage_of` has not been asked
     first      how many tokens of the text come before these: where the spans that are held back start
@@ -47,6 +59,7 @@ class Hessian:
         self.first = first
         self.tokens = 0
         self.borrowed_tokens = 0  # included in `tokens`, see `experts`
+        self.products: dict[str, FloatProducts] = {}
         self.held: Hessian | None = None
         self.shrinkage: float | None = None
         self._matrix = torch.zeros(columns, columns, device=device)
@@ -81,10 +94,17 @@ class Hessian:
         self._merge()
         self._cross = values
 
-    def add(self, x: torch.Tensor, x_float: torch.Tensor | None = None, held: bool | None = None) -> None:
+    def add(
+        self,
+        x: torch.Tensor,
+        x_float: torch.Tensor | None = None,
+        held: bool | None = None,
+        outputs: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
         """Add tokens: x [tokens, columns] of the quantized model, x_float of the float model.
 
-        held  whether all of them are held back; None: with float inputs, spans of them are
+        held     whether all of them are held back; None: with float inputs or outputs, spans of them are
+        outputs  in place of x_float: W x_float [tokens, rows] of layers, by name, without biases
 
         Raises BridgeError if an activation is NaN or infinite.
         """
@@ -92,7 +112,7 @@ class Hessian:
         x = x.reshape(-1, x.shape[-1]).to(device, torch.float32)
         self._part()
         x_float = None if x_float is None else x_float.reshape(x.shape).to(x)
-        if x_float is None and held is None:
+        if x_float is None and held is None and not outputs:
             self._add(x, None, self.tokens)
         else:
             if self.held is None:
@@ -100,11 +120,31 @@ class Hessian:
             those = held_back(self.first + self.tokens, len(x)) if held is None else torch.full((len(x),), held)
             those, before = those.to(device), self.tokens - self.held.tokens
             own, others = self.held, ~those
+            self._multiply(outputs or {}, x, those)
             own._add(x[those], None if x_float is None else x_float[those], own.tokens)
             own.tokens += int(those.sum())
             own._merged = False
             self._add(x[others], None if x_float is None else x_float[others], before)
         self.tokens += len(x)
+
+    def _multiply(self, outputs: Mapping[str, torch.Tensor], x: torch.Tensor, those: torch.Tensor) -> None:
+        """Add tokens to the products; `those` are held back."""
+        assert self.held is not None
+        for name, y in outputs.items():
+            y = y.reshape(len(x), -1).to(x)
+            some = y[:, some_rows(y.shape[1])]
+            if name not in self.products:
+                self.products[name] = FloatProducts(
+                    x.new_zeros(y.shape[1], x.shape[1]), x.new_zeros(some.shape[1], x.shape[1])
+                )
+            sums = self.products[name]
+            for total, left, right, before in (
+                (sums.whole, y, x, self.tokens),
+                (sums.held, some[those], x[those], self.held.tokens),
+            ):
+                if len(left):
+                    share = len(left) / (before + len(left))
+                    total.addmm_(left.T, right, beta=1 - share, alpha=2 * share / len(left))
 
     def _add(self, x: torch.Tensor, x_float: torch.Tensor | None, before: int) -> None:
         """Add tokens to the upper half of H, and to C; `before`: how many are in them."""
@@ -162,6 +202,11 @@ class Hessian:
             if other._cross is not None:
                 self._cross = torch.zeros_like(self._matrix) if self._cross is None else self._cross
                 self._cross.lerp_(other._cross, rest / whole)
+        for name, sums in other.products.items():
+            own = self.products.setdefault(name, FloatProducts(*map(torch.zeros_like, (sums.whole, sums.held))))
+            own.whole.lerp_(sums.whole, other.tokens / (self.tokens + other.tokens))
+            if theirs is not None and theirs.tokens:
+                own.held.lerp_(sums.held, theirs.tokens / (theirs.tokens + (held.tokens if held else 0)))
         if theirs is not None:
             self.held = held or Hessian(self.name, len(self._matrix), self._matrix.device)
             self.held.include(theirs)
@@ -229,6 +274,11 @@ def held_back(first: int, count: int) -> torch.Tensor:
     return (spans.double() * _GOLDEN) % 1 >= 1 - 1 / _HELD_BACK
 
 
+def some_rows(rows: int) -> slice:
+    """The rows of a layer of which `FloatProducts.held` is kept."""
+    return slice(None, None, max(1, rows // _SOME_ROWS))
+
+
 def damp(hessian: torch.Tensor, damping: float) -> None:
     """H + damping * mean(diag H) * I, in place.
 
@@ -236,90 +286,18 @@ def damp(hessian: torch.Tensor, damping: float) -> None:
     would otherwise damp all others until nothing of how they correlate is left. Without damping, dead columns, whose
     input is always 0, get the least that keeps H invertible.
     """
-    diagonal = hessian.diagonal()
+    hessian.diagonal().copy_(damped_diagonal(hessian, damping))
+
+
+def damped_diagonal(hessian: torch.Tensor, damping: float) -> torch.Tensor:
+    """The diagonal that `damp` gives H."""
+    diagonal = hessian.diagonal().clone()
     alive = diagonal[diagonal > 0]
     most = _OUTLIER * float(alive.median()) if len(alive) else 0.0
     mean = float(diagonal.clamp(max=most).mean())
     diagonal += damping * mean
     diagonal[diagonal == 0] = LEAST_DAMPING * mean or 1.0
-
-
-def target_of(
-    weight: torch.Tensor,
-    hessian: Hessian,
-    damping: float,
-    alpha: float,
-    last: bool,
-    order: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The weights that GPTAQ quantizes instead of W: `retarget` with the alpha of `alpha_of`, at most `alpha`.
-
-    last   no other layer needs C and the held-back tokens' Hessian: their memory is freed
-    order  of the columns in the factor of H that the solver will use, which is shared
-    """
-    held = hessian.held
-    if hessian.cross is None or held is None or held.cross is None:
-        return weight
-    alpha = min(alpha, alpha_of(weight, hessian, damping, keep=not last))
-    if last:
-        held.cross = hessian.held = None
-    product = weight @ hessian.cross.to(weight) if alpha else weight
-    del held
-    if last:
-        hessian.cross = None
-    if not alpha:
-        return weight
-    found = hessian.factor(damping, order)
-    return weight if found is None or found[1] != damping else retarget(weight, found[0], product, alpha, order)
-
-
-def retarget(
-    weight: torch.Tensor,
-    factor: torch.Tensor,
-    product: torch.Tensor,
-    alpha: float,
-    order: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The weights that, on the quantized model's inputs, come closest to the float outputs: W + alpha W C H^-1.
-
-    factor   U, H^-1 = U^T U, its columns in `order`; None: unchanged
-    product  W C
-
-    GPTAQ's objective in closed form: for alpha 1, sum |W x_float - W' x|^2 is  tr(E H E^T) of E = W* - W' plus a
-    constant. So any method that minimizes the error under H minimizes this one too.
-    """
-    product = product if order is None else product[:, order]
-    factor = factor.to(product)
-    half = torch.empty_like(product)
-    for t in tiles(len(factor)):
-        torch.mm(product[:, t.start :], factor[t, t.start :].T, out=half[:, t])
-    moved = torch.empty_like(product)
-    for t in tiles(len(factor)):
-        torch.mm(half[:, : t.stop], factor[: t.stop, t], out=moved[:, t])
-    if order is not None:
-        moved = moved[:, torch.argsort(order)]
-    return moved.mul_(alpha).add_(weight)
-
-
-def alpha_of(weight: torch.Tensor, hessian: Hessian, damping: float, keep: bool = True) -> float:
-    """The alpha of `retarget`, 0..1, with the least error on the held-back tokens, by a sample of the rows.
-
-    keep  the factor of the other tokens' H, for the next layer with the same inputs
-
-    With D from all other tokens, the error sum |W x_float - W' x|^2 of W' = W + alpha D on the held-back ones is a
-    parabola,  alpha^2 tr(D H D^T) - 2 alpha tr(D (W C)^T)  plus a constant, with their H and C.
-    """
-    held, lower = hessian.held, hessian.rest_factor(damping, keep)
-    if held is None or lower is None or hessian.cross is None or held.cross is None:
-        return 0.0
-    some = weight[:: max(1, len(weight) // _ALPHA_ROWS)]
-    share = held.tokens / hessian.tokens
-    expected = some @ held.cross.to(some)
-    of_rest = (some @ hessian.cross.to(some)).sub_(expected, alpha=share).div_(1 - share)
-    d = torch.cholesky_solve(of_rest.T, lower.to(some)).T
-    gain = float((d * expected).sum(dtype=torch.float64))
-    cost = float((d @ held.matrix.to(d)).mul_(d).sum(dtype=torch.float64))
-    return min(max(gain / cost, 0.0), 1.0) if cost > 0 else 0.0
+    return diagonal
 
 
 def shrinkage_of(hessian: Hessian, damping: float) -> float:

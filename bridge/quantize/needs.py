@@ -22,6 +22,7 @@ from bridge.quantize.experts import expert_of
 from bridge.quantize.float_model import FloatModel
 from bridge.quantize.forward_passes import LOGITS, TOKENS_FELT, sequences_at_once
 from bridge.quantize.stages import HESSIANS
+from bridge.quantize.target import takes_products
 from bridge.quantize.two_sided import ROWS
 from bridge.system.cpus import usable_cpus
 from bridge.system.free_memory import free_memory, resident
@@ -137,7 +138,7 @@ class _Sizes:
 
     @property
     def matrices(self) -> int:
-        """How many are gathered: H, with float inputs C, each of all tokens and of those held back."""
+        """How many are gathered at most: H, with float inputs C, each of all tokens and of those held back."""
         return 4 if self.job.cross else 1 + self.job.held
 
     def activations(self) -> int:
@@ -194,11 +195,18 @@ class _Sizes:
         return self.batch * n * max(3 * self.item + 4 * self.job.cross, added)
 
     def _solved(self, rows: int, n: int) -> int:
-        """H and C are gathered; then alpha is found, with a factor of the other tokens' H; then H alone is used."""
+        """H and C are gathered; then alpha is found, with a factor of the other tokens' H; then H alone is used.
+
+        In place of C it may be the products of the layer's outputs, of as many rows as it has. Where it shares its
+        inputs with others, or its outputs are not at hand, these may be C after all if it has over half as many rows
+        as columns.
+        """
         square, weights = 4 * n * n, 4 * rows * n
-        several = 2 + (self.matrices > 1) + self.job.two_sided
-        alpha = 5 * square + 2 * weights if self.job.cross else 0
-        return max(self.matrices * square + self._gathered(n), alpha, several * square + _WORKING * weights)
+        gathered, several = self.matrices * square, 2 + (self.matrices > 1)  # H, its factor, and H shrunk
+        if self.job.cross and takes_products([rows], n, at_hand=False):
+            gathered = 2 * square + weights
+        alpha = gathered + square + 2 * weights if self.job.cross else 0
+        return max(gathered + self._gathered(n), alpha, several * square + _WORKING * weights)
 
     def outside_blocks(self) -> dict[str, tuple[int, int]]:
         """(rows, columns) of the embeddings and the head by their names in the checkpoint, one where they are tied."""
@@ -234,8 +242,10 @@ def _seconds(job: Job) -> float:
         share = min(1.0, chosen / len(experts)) if experts else 1.0
         total += 2 * weights * share * (sizes.count * sizes.copies + 4 * sizes.felt) / fast
         for n in {n for _, n in shapes.values()}:
-            inputs = -(-sum(columns == n for _, columns in shapes.values()) // 2)
-            gathered = sizes.count * n * n * (3 if job.cross else 1) * share
+            outputs = [rows for rows, columns in shapes.values() if columns == n]
+            inputs = -(-len(outputs) // 2)
+            cross = sum(outputs) if takes_products(outputs, n, at_hand=False) else n
+            gathered = sizes.count * n * (n + 2 * cross * job.cross) * share
             total += inputs * (gathered + 4 * n**3) / exact
         total += sizes.felt * sum(2 * rows * min(rows, ROWS) for rows, _ in shapes.values()) * share / exact
     each = (_ROUNDED + _REFINED * job.sweeps) / usable_cpus()

@@ -62,11 +62,24 @@ class Replay:
 
     def keep(self, layer: str, x: torch.Tensor) -> None:
         """Keep a layer's inputs if a module returns its outputs, and if there is room."""
-        if any(end.layer == layer for end in self.ends.values()):
+        if self.returns(layer):
             if layer in self.inputs:
                 self.inputs.pop(layer).drop()
             if self.batch.shelf is None or self.batch.shelf.has_room(x.nbytes):
                 self.inputs[layer] = self.batch.keep(x)
+
+    def output(self, layer: str) -> torch.Tensor | None:
+        """A layer's output, of its inputs if these are kept; None: neither is."""
+        if layer in self.inputs:
+            found: torch.Tensor = self.block.get_submodule(layer)(self.inputs[layer].value())
+            self.inputs.pop(layer).drop()
+            self.outputs[layer] = self.batch.keep(found)
+            return found
+        return self.outputs[layer].value() if layer in self.outputs else None
+
+    def returns(self, layer: str) -> bool:
+        """Whether a module returns this layer's output."""
+        return any(end.layer == layer for end in self.ends.values())
 
     def clear(self) -> None:
         """Free everything."""
@@ -77,10 +90,6 @@ class Replay:
 
     def _output(self, end: End) -> Any:
         def forward(*_args: Any, **_kwargs: Any) -> Any:
-            if end.layer not in self.outputs:
-                found = self.block.get_submodule(end.layer)(self.inputs[end.layer].value())
-                self.inputs.pop(end.layer).drop()
-                self.outputs[end.layer] = self.batch.keep(found)
-            return as_returned(self.outputs[end.layer].value(), end.items)
+            return as_returned(self.output(end.layer), end.items)
 
         return forward

@@ -34,6 +34,7 @@ from bridge.quantize.experts import is_short, lend, merged, restore_experts, spl
 from bridge.quantize.hessian import Hessian
 from bridge.quantize.replay import Replay
 from bridge.quantize.stages import Stage, find_stages, mixture_of, stage_inputs
+from bridge.quantize.target import takes_products
 
 
 @dataclass(frozen=True)
@@ -369,6 +370,7 @@ def gather(
         own = layers[group[0]]
         hessians[key] = Hessian(group[0], matrix_shape(own)[1], next(own.parameters()).device, first)
     mixture = mixture_of(replays[0].block, stage, layers)
+    products = _with_products(stage, originals, floats)
     for i, replay in enumerate(replays):
         seen = stage_inputs(stage, layers, replay)
         twins: dict[str, torch.Tensor] = {}
@@ -376,8 +378,37 @@ def gather(
         if floats and (mixture or not stage.experts):
             twins = stage_inputs(stage, originals, floats[i], mixture.routing if mixture else None)
         for key, x in seen.items():
-            hessians[key].add(x, twins.pop(key, None), replay.batch.held)
+            x_float, outputs = twins.pop(key, None), None
+            if key in products and x_float is not None:
+                outputs = {n: _float_output(originals[n], floats[i], x_float) for n in stage.groups[key]}
+                x_float = None
+            hessians[key].add(x, x_float, replay.batch.held, outputs)
     return hessians
+
+
+def _with_products(stage: Stage, originals: Mapping[str, nn.Module], floats: Sequence[Replay]) -> set[str]:
+    """The groups whose float outputs are gathered in place of the cross term."""
+    if not floats or stage.experts:
+        return set()
+    names = {module: name for name, module in floats[0].block.named_modules()}
+    found = set()
+    for key, group in stage.groups.items():
+        modules = [originals[n] for n in group]
+        (*_, columns), rows = matrix_shape(modules[0]), [matrix_shape(m)[0] for m in modules]
+        at_hand = all(floats[0].returns(names[m]) for m in modules)
+        if takes_products(rows, columns, at_hand) and not any(isinstance(m, nn.Conv2d) for m in modules):
+            found.add(key)
+    return found
+
+
+def _float_output(layer: nn.Module, replay: Replay, x: torch.Tensor) -> torch.Tensor:
+    """A layer's output, without its bias, for inputs x that its block's replay has just passed."""
+    name = next(n for n, module in replay.block.named_modules() if module is layer)
+    found = replay.output(name)
+    if found is None:
+        found = layer(x.to(layer.weight.dtype))
+    bias = getattr(layer, "bias", None)
+    return found if bias is None else found - bias
 
 
 def gather_together(stage: Stage, layers: Mapping[str, nn.Module], replays: Sequence[Replay]) -> Hessian:

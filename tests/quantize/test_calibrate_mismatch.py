@@ -7,8 +7,9 @@ import torch
 
 from bridge.errors import BridgeError
 from bridge.quantize import hessian as hessian_module
-from bridge.quantize.hessian import Hessian, alpha_of, held_back, retarget, target_of
+from bridge.quantize.hessian import Hessian, held_back
 from bridge.quantize.method import Method, groups
+from bridge.quantize.target import alpha_of, retarget, target_of
 from bridge.quantize.walk import LayerInput
 
 COLUMNS = 24
@@ -27,7 +28,7 @@ def gathered(tokens: int, kind: str) -> tuple[Hessian, torch.Tensor, list[tuple[
 
 
 def best_alpha(weight: torch.Tensor, hessian: Hessian) -> float:
-    return alpha_of(weight, hessian, 0.01)
+    return alpha_of("layer", weight, hessian, 0.01)
 
 
 @pytest.mark.parametrize(("kind", "tokens"), [("lasting", 512), ("chance", 512), ("chance", 2048)])
@@ -77,7 +78,7 @@ def test_a_hessian_that_is_not_positive_definite_makes_nothing_good() -> None:
     for useless in (-torch.eye(COLUMNS), torch.full((COLUMNS, COLUMNS), float("nan"))):
         hessian, weight, _ = gathered(512, "lasting")
         hessian.matrix = useless
-        torch.testing.assert_close(target_of(weight, hessian, 0.01, 1.0, last=True), weight, rtol=0, atol=0)
+        torch.testing.assert_close(target_of("layer", weight, hessian, 0.01, 1.0, last=True), weight, rtol=0, atol=0)
 
 
 def test_layers_that_share_inputs_share_the_factors_and_get_the_targets_that_each_gets_alone(
@@ -85,18 +86,42 @@ def test_layers_that_share_inputs_share_the_factors_and_get_the_targets_that_eac
 ) -> None:
     order = torch.randperm(COLUMNS, generator=torch.Generator().manual_seed(1))
     weights = [gathered(512, "lasting")[1] * scale for scale in (1, 2, 3)]
-    alone = [target_of(w, gathered(512, "lasting")[0], 0.01, 1.0, last=True) for w in weights]
+    alone = [target_of("layer", w, gathered(512, "lasting")[0], 0.01, 1.0, last=True) for w in weights]
     calls: list[int] = []
     damped_factor = hessian_module.damped_factor
     monkeypatch.setattr(hessian_module, "damped_factor", lambda *args: calls.append(1) or damped_factor(*args))
     shared = gathered(512, "lasting")[0]
     for i, (weight, expected) in enumerate(zip(weights, alone, strict=True)):
-        found = target_of(weight, shared, 0.01, 1.0, last=i == 2, order=order)
+        found = target_of("layer", weight, shared, 0.01, 1.0, last=i == 2, order=order)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         assert (found - weight).abs().max() > 0.01
     assert shared.factor(0.01, order) is not None
     assert len(calls) == 1
     assert shared.cross is None
+
+
+@pytest.mark.parametrize("shrinkage", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_the_target_from_a_layers_float_outputs_is_that_of_the_cross_term(shrinkage: float, ordered: bool) -> None:
+    batches = gathered(512, "lasting")[2]
+    weight = torch.randn(300, COLUMNS)  # every other row is kept of the held-back tokens
+    expected, found = Hessian("layer", COLUMNS), Hessian("layer", COLUMNS)
+    for x, x_float in batches:
+        for inputs in (x, x_float):
+            inputs[:, 3] *= 100  # most of W H cancels
+        expected.add(x, x_float)
+        found.add(x, outputs={"layer": x_float @ weight.T})
+    assert found.cross is None
+    expected.shrinkage = found.shrinkage = shrinkage
+    alphas = [alpha_of("layer", weight, hessian, 0.01) for hessian in (expected, found)]
+    assert alphas[0] > 0.1
+    assert alphas[1] == pytest.approx(alphas[0], rel=1e-3)
+    order = torch.randperm(COLUMNS) if ordered else None
+    targets = [target_of("layer", weight, hessian, 0.01, 1.0, last=True, order=order) for hessian in (expected, found)]
+    assert (targets[0] - weight).abs().max() > 0.1
+    torch.testing.assert_close(targets[1], targets[0], rtol=1e-3, atol=1e-3)
+    assert not found.products
+    assert found.held is None
 
 
 def test_tokens_that_are_added_after_h_was_asked_for_count_as_if_it_had_not_been() -> None:

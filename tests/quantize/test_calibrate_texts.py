@@ -13,9 +13,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from bridge.conversion import calibrate_plan
 from bridge.conversion.size_budget import _probe
 from bridge.errors import BridgeError
-from bridge.quantize import texts
+from bridge.quantize import mixture, texts
+from bridge.quantize.settings import Calibration
 from bridge.quantize.texts import bos_of, load_tokenizer, read_tokens
 from bridge.runtime.perplexity import cut_windows
 from scripts.peers.reference import windows
@@ -225,3 +227,22 @@ def test_a_folder_without_a_tokenizer_says_so(tmp_path: Path) -> None:
     with pytest.raises(BridgeError, match="its tokenizer cannot be loaded") as caught:
         load_tokenizer(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("columns", "length", "sequences"),
+    [(12288, 2048, 48), (28672, 2048, 112), (256, 2048, 32), (256, 256, 128), (12288, 300, 328)],
+)
+def test_eight_tokens_are_taken_for_each_input_of_the_widest_layer_but_no_fewer_than_the_least(
+    columns: int, length: int, sequences: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def taken(_sources: Any, _tokenizer: Any, samples: int, own_length: int, *_: Any) -> Any:
+        return SimpleNamespace(tokens=torch.zeros(samples, own_length, dtype=torch.int64))
+
+    monkeypatch.setattr(mixture, "calibration_sequences", taken)
+    shapes = {"down": (128, columns), "up": (columns, 128), "other": (8, 1 << 20)}
+    model: Any = SimpleNamespace(
+        ckpt=SimpleNamespace(config={}), linears=lambda: shapes, head=lambda: ("head", (1000, 128))
+    )
+    found = calibrate_plan.calibrating(model, Calibration("tokens.npy", length=length), {"down", "up"})
+    assert found.tokens.shape == (sequences, length)

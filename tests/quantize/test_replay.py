@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from bridge.quantize import activations, quantize_model, walk
+from bridge.quantize.hessian import Hessian
 
 TOKENS = torch.randint(0, 64, (6, 12), generator=torch.Generator().manual_seed(3))
 SHAPE = {
@@ -31,7 +32,15 @@ def model_of(kind: str) -> Any:
 
 
 def rounded(layer: Any) -> tuple[torch.Tensor, Any]:
-    return (layer.weight * 8).round() / 8, layer.hessian
+    return (layer.weight * 8).round() / 8, (layer.weight, layer.hessian)
+
+
+def mismatch(name: str, weight: torch.Tensor, hessian: Hessian) -> torch.Tensor | None:
+    """W C of a layer, however it was gathered."""
+    if name in hessian.products:
+        assert hessian.cross is None
+        return hessian.products[name].whole - weight @ hessian.matrix
+    return None if hessian.cross is None else weight @ hessian.cross
 
 
 @pytest.mark.parametrize("feed", ["quantized", "float"])
@@ -44,18 +53,22 @@ def test_the_hessians_are_those_of_passes_from_the_beginning(
     monkeypatch.setattr(walk, "find_stages", lambda *args: (find_stages(*args)[0], {}))
     expected = dict(quantize_model(model_of(kind), TOKENS, rounded, batch=4, cross=True, feed=feed))
     assert list(found) == list(expected)
-    for name, hessian in expected.items():
-        torch.testing.assert_close(found[name].matrix, hessian.matrix, rtol=1e-6, atol=1e-6)
-        if hessian.cross is not None:
-            torch.testing.assert_close(found[name].cross, hessian.cross, rtol=1e-5, atol=1e-6)
+    products = set()
+    for name, (weight, hessian) in expected.items():
+        torch.testing.assert_close(found[name][1].matrix, hessian.matrix, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(mismatch(name, *found[name]), mismatch(name, weight, hessian), rtol=1e-4, atol=1e-5)
+        products |= {name.rpartition(".")[2]} if name in found[name][1].products else set()
+    assert products == {
+        "llama": {"o_proj", "down_proj"}, "experts": {"o_proj"}, "side by side": {"dense", "dense_4h_to_h"},
+    }[kind]  # fmt: skip
 
 
 def test_without_free_memory_modules_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     found = dict(quantize_model(model_of("llama"), TOKENS, rounded, batch=4, cross=True))
     monkeypatch.setattr(activations, "free_memory", lambda: 1)
     expected = dict(quantize_model(model_of("llama"), TOKENS, rounded, batch=4, cross=True))
-    for name, hessian in expected.items():
-        torch.testing.assert_close(found[name].matrix, hessian.matrix, rtol=1e-6, atol=1e-6)
+    for name, (_, hessian) in expected.items():
+        torch.testing.assert_close(found[name][1].matrix, hessian.matrix, rtol=1e-6, atol=1e-6)
 
 
 def test_each_layer_multiplies_each_token_once_in_the_quantized_and_the_float_block(

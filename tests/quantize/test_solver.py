@@ -16,9 +16,10 @@ from bridge.quantize.gptq_solver import dequantize, error, grouped_act_order, ro
 from bridge.quantize.grids.group import GroupGrid
 from bridge.quantize.grids.superblock import SuperblockGrid
 from bridge.quantize.grids.try_lines import line_search
-from bridge.quantize.hessian import Hessian, damp, held_back, inverse_factor, retarget
+from bridge.quantize.hessian import Hessian, damp, held_back, inverse_factor
 from bridge.quantize.method import Method, superblocks
 from bridge.quantize.refine import refine
+from bridge.quantize.target import retarget
 from bridge.quantize.walk import LayerInput
 from bridge.runtime.cpu.dequantize import rows as dequantize_blocks
 from bridge.system.jit import kernel

@@ -15,7 +15,7 @@ import torch
 from bridge.conversion.converter import convert
 from bridge.quantize import spread
 from bridge.quantize import spread_tasks as tasks
-from bridge.quantize.hessian import Hessian
+from bridge.quantize.hessian import Hessian, held_back
 from bridge.quantize.settings import Calibration
 from bridge.quantize.spread import Here, Spread
 from tests.support.tiny_models import save_model
@@ -32,7 +32,8 @@ def state_of(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: state_of(own) for key, own in value.items()}
     if isinstance(value, Hessian):
-        matrices = [m.numpy().tobytes() for m in (value._matrix, value._cross) if m is not None]
+        products = (m for sums in value.products.values() for m in (sums.whole, sums.held))
+        matrices = [m.numpy().tobytes() for m in (value._matrix, value._cross, *products) if m is not None]
         return value.tokens, value.shrinkage, value._merged, matrices, state_of(value.held)
     return sorted(value.store.layers) if isinstance(value, tasks.SpreadJob) else None
 
@@ -119,16 +120,30 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, tokens: Path) -> None
     assert cluster.names.count("advanced") == 2  # of the last block alone
 
 
-def test_hessians_of_parts_add_up(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_outputs", [False, True])
+def test_hessians_of_parts_add_up(by_outputs: bool) -> None:
     torch.manual_seed(0)
     x = torch.randn(700, 64)
     twin = x + 0.1 * torch.randn(700, 64)
-    whole, one, other = Hessian("h", 64), Hessian("h", 64), Hessian("h", 64, first=300)
-    whole.add(x, twin)
-    one.add(x[:300], twin[:300])
-    other.add(x[300:], twin[300:])
+    outputs = twin @ torch.randn(300, 64).T
+
+    def gathered(span: slice, first: int = 0) -> Hessian:
+        hessian = Hessian("h", 64, first=first)
+        if by_outputs:
+            hessian.add(x[span], outputs={"h": outputs[span]})
+        else:
+            hessian.add(x[span], twin[span])
+        return hessian
+
+    whole, one, other = gathered(slice(None)), gathered(slice(0, 300)), gathered(slice(300, 700), 300)
     one.include(pickle.loads(pickle.dumps(other)))
     assert (one.tokens, one.held.tokens) == (whole.tokens, whole.held.tokens)
     for found, expected in ((one, whole), (one.held, whole.held)):
         torch.testing.assert_close(found.matrix, expected.matrix)
-        torch.testing.assert_close(found.cross, expected.cross)
+        if not by_outputs:
+            torch.testing.assert_close(found.cross, expected.cross)
+    if by_outputs:
+        held = held_back(0, 700)
+        some = outputs[held][:, ::2]  # 150 rows of 300
+        torch.testing.assert_close(one.products["h"].whole, 2 / 700 * outputs.T @ x, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(one.products["h"].held, 2 / len(some) * some.T @ x[held], rtol=1e-4, atol=1e-4)
