@@ -195,6 +195,10 @@ def _hunyuan(get: Keys, names: Collection[str], values: dict[str, Any]) -> dict[
     return {"rope_parameters": {"rope_type": "default", "rope_theta": get("rope.freq_base", 10000.0)}}
 
 
+def _hunyuan_moe(get: Keys, names: Collection[str], values: dict[str, Any]) -> dict[str, Any]:
+    return {**_hunyuan(get, names, values), "shared_expert_intermediate_size": ABSENT}
+
+
 def _minimax(get: Keys, names: Collection[str], values: dict[str, Any]) -> dict[str, Any]:
     return {
         "num_local_experts": values["num_experts"], "num_experts": ABSENT, "moe_intermediate_size": ABSENT,
@@ -436,6 +440,7 @@ MORE: dict[str, Callable[[Keys, Collection[str], dict[str, Any]], dict[str, Any]
     "granitehybrid": _granite_hybrid, "phi3": _phi3, "gemma2": _gemma2, "gemma3": _gemma3, "glm4": _attention_bias,
     "glm4moe": _glm4_moe, "olmo2": _olmo, "exaone4": _windowed, "command-r": _command_r, "starcoder2": _starcoder2,
     "gpt2": _gpt2, "bitnet": _bitnet, "seed_oss": _seed_oss, "ernie4_5-moe": _ernie_moe, "hunyuan-dense": _hunyuan,
+    "hunyuan-moe": _hunyuan_moe,
     "minimax-m2": _minimax, "minimax-m3": _minimax_m3,
     "lfm2": _lfm2, "lfm2moe": _lfm2_moe, "gpt-oss": _gpt_oss, "deepseek2": _deepseek,
     "deepseek32": _indexed, "deepseek4": _deepseek4, "glm-dsa": _indexed, "mistral4": _mistral4, "llama4": _llama4,
