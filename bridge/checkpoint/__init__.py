@@ -34,6 +34,7 @@ from bridge.trellis.layer import TrellisLayer
 __all__ = ["Checkpoint", "CodedTensor", "GroupedTensor", "ModuleInfo", "QuantConfig", "TensorInfo", "open_checkpoint"]
 
 _CODES = ("qweight", "weight_packed")  # names of codes that may lack a config
+_TABLES = ("tid2eid",)  # integers that are read as they are: the experts of a token
 
 
 class Checkpoint:
@@ -46,7 +47,8 @@ class Checkpoint:
     format    gptq, gptq_v2, gptq_p, awq-gemm, awq-gemv, awq-gemv_fast, marlin, mlx, hqq,
               compressed-tensors ..., FP8, BitNet, QTIP ..., EXL3, or float
     modules   the linear layers that are stored as codes, by Hugging Face name, without ".weight"
-    tensors   the floating-point tensors by full name, including biases of quantized modules and 8-bit floats
+    tensors   the floating-point tensors by full name, including biases of quantized modules and 8-bit floats; and
+              tables of integers, which are read as floats
     files     the files that hold them
     nbytes    of all tensors
     notes     contradictions between labels and data that concern the whole checkpoint
@@ -76,7 +78,7 @@ class Checkpoint:
                 pass
             elif self.reader and part in ACTIVATIONS:
                 left_out.add(part)
-            elif info.floating:
+            elif info.floating or part in _TABLES:
                 self.tensors[name] = info
             elif not (self.reader and part in self.reader.settings):
                 unknown.append(name)
@@ -161,6 +163,8 @@ class Checkpoint:
         if name in self.merged:
             return self.merged[name](rows)
         scaled = self._floats.get(name)
+        if not self.tensors[name].floating:
+            return self.store.read(name, rows).astype(np.float32)
         return scaled.read(self.store, rows) if scaled else self.store.read_float(name, rows)
 
     def stored_as(self, name: str) -> str:

@@ -242,6 +242,8 @@ class GgufSource:
     def _info(self, name: str, place: Place | Assembled, dtype: str) -> TensorInfo:
         if place.stored.type not in (*READ, *FLOATS):
             raise BridgeError(f"{place.stored.name}: is {place.stored.type}, which is not read")
+        if place.stored.type == "I32":  # a table of integers, as transformers keeps it
+            dtype = "I64"
         return TensorInfo(name, dtype, place.shape, math.prod(place.shape) * NUMPY[dtype].itemsize, self.path)
 
 

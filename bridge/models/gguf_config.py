@@ -73,7 +73,7 @@ def config_of_gguf(metadata: Mapping[str, Any], names: Collection[str]) -> dict[
     values: dict[str, Any] = {
         "vocab_size": vocab,
         "hidden_size": hidden,
-        "intermediate_size": _largest(needed("feed_forward_length")),
+        "intermediate_size": _largest(get("feed_forward_length", get("expert_feed_forward_length", 0))),
         "num_hidden_layers": gguf_layers(metadata),
         "num_attention_heads": heads,
         "num_key_value_heads": _largest(kv_heads),

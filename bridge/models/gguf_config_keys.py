@@ -3,6 +3,9 @@
 from collections.abc import Callable, Collection
 from typing import Any
 
+from bridge.models.families.deepseek4 import KINDS as COMPRESSED
+from bridge.models.families.deepseek4 import RATIOS
+
 ABSENT: Any = object()  # for a key that the config must not have
 
 Keys = Callable[..., Any]  # (name without the architecture's, default) -> value
@@ -192,6 +195,10 @@ def _hunyuan(get: Keys, names: Collection[str], values: dict[str, Any]) -> dict[
     return {"rope_parameters": {"rope_type": "default", "rope_theta": get("rope.freq_base", 10000.0)}}
 
 
+def _hunyuan_moe(get: Keys, names: Collection[str], values: dict[str, Any]) -> dict[str, Any]:
+    return {**_hunyuan(get, names, values), "shared_expert_intermediate_size": ABSENT}
+
+
 def _minimax(get: Keys, names: Collection[str], values: dict[str, Any]) -> dict[str, Any]:
     return {
         "num_local_experts": values["num_experts"], "num_experts": ABSENT, "moe_intermediate_size": ABSENT,
@@ -314,6 +321,26 @@ def _indexed(get: Keys, names: Collection[str], values: dict[str, Any]) -> dict[
     }  # fmt: skip
 
 
+def _deepseek4(get: Keys, names: Collection[str], values: dict[str, Any]) -> dict[str, Any]:
+    layers, hashed, rules = values["num_hidden_layers"], get("hash_layer_count"), values["rope_parameters"]
+    kinds, base = dict(zip(RATIOS, COMPRESSED, strict=True)), get("attention.compress_rope_freq_base")
+    share = {"partial_rotary_factor": rules.get("partial_rotary_factor", 1.0)}
+    main = {"rope_type": "default", "rope_theta": rules["rope_theta"], **share}
+    ones = {"attention_factor": 1.0} if rules["rope_type"] == "yarn" else {}
+    return {
+        "layer_types": [kinds[ratio] for ratio in get("attention.compress_ratios")[:layers]],
+        "mlp_layer_types": hashed * ["hash_moe"] + (layers - hashed) * ["moe"], **share,
+        "rope_parameters": {"main": main, "compress": {**rules, **share, **ones, "rope_theta": base}},
+        "rope_theta": rules["rope_theta"], "compress_rope_theta": base, "q_lora_rank": get("attention.q_lora_rank"),
+        "sliding_window": get("attention.sliding_window"), "swiglu_limit": get("swiglu_clamp_exp")[0],
+        "n_shared_experts": get("expert_shared_count"), "routed_scaling_factor": get("expert_weights_scale"),
+        "index_n_heads": get("attention.indexer.head_count"), "index_head_dim": get("attention.indexer.key_length"),
+        "index_topk": get("attention.indexer.top_k"), "o_groups": get("attention.output_group_count"),
+        "o_lora_rank": get("attention.output_lora_rank"), "hc_mult": get("hyper_connection.count"),
+        "hc_sinkhorn_iters": get("hyper_connection.sinkhorn_iterations"), "hc_eps": get("hyper_connection.epsilon"),
+    }  # fmt: skip
+
+
 def _mistral4(get: Keys, names: Collection[str], values: dict[str, Any]) -> dict[str, Any]:
     own = _deepseek(get, names, values)
     rules, beta = own["rope_parameters"], get("attention.temperature_scale")
@@ -413,11 +440,13 @@ MORE: dict[str, Callable[[Keys, Collection[str], dict[str, Any]], dict[str, Any]
     "granitehybrid": _granite_hybrid, "phi3": _phi3, "gemma2": _gemma2, "gemma3": _gemma3, "glm4": _attention_bias,
     "glm4moe": _glm4_moe, "olmo2": _olmo, "exaone4": _windowed, "command-r": _command_r, "starcoder2": _starcoder2,
     "gpt2": _gpt2, "bitnet": _bitnet, "seed_oss": _seed_oss, "ernie4_5-moe": _ernie_moe, "hunyuan-dense": _hunyuan,
+    "hunyuan-moe": _hunyuan_moe,
     "minimax-m2": _minimax, "minimax-m3": _minimax_m3,
     "lfm2": _lfm2, "lfm2moe": _lfm2_moe, "gpt-oss": _gpt_oss, "deepseek2": _deepseek,
-    "deepseek32": _indexed, "glm-dsa": _indexed, "mistral4": _mistral4, "llama4": _llama4, "phimoe": _phimoe,
-    "nemotron_h": _nemotron, "nemotron_h_moe": _nemotron, "gemma3n": _gemma3n, "gemma4": _gemma4, "mamba2": _mamba2,
-    "jamba": _jamba, "falcon-h1": _falcon_h1, "apertus": lambda _get, _names, _values: {"hidden_act": "xielu"},
+    "deepseek32": _indexed, "deepseek4": _deepseek4, "glm-dsa": _indexed, "mistral4": _mistral4, "llama4": _llama4,
+    "phimoe": _phimoe, "nemotron_h": _nemotron, "nemotron_h_moe": _nemotron, "gemma3n": _gemma3n, "gemma4": _gemma4,
+    "mamba2": _mamba2, "jamba": _jamba, "falcon-h1": _falcon_h1,
+    "apertus": lambda _get, _names, _values: {"hidden_act": "xielu"},
 }  # fmt: skip
 
 # which of an architecture's families a GGUF is of: key of its metadata -> model_type

@@ -63,6 +63,8 @@ def rope_rules(config: Config) -> dict[str, Any]:
         raise BridgeError(
             f"{config.path}: {key} is {rules!r:.80}, must be an object; take the config.json of the original model"
         )
+    if isinstance(rules.get("compress"), dict):  # DeepSeek V4's: scaling is for compressed tokens alone
+        return {**rules["compress"], "rope_theta": rules["main"]["rope_theta"]}
     return rules
 
 

@@ -36,7 +36,8 @@ from bridge.runtime import GGUFFile, QuantTensor, open_gguf
 from bridge.system.options import checked
 
 _LAYER = re.compile(r"\.(\d+)\.")
-_READ_AS_FLOATS = "dt_proj"  # a linear layer whose weights Jamba multiplies with itself
+# linear layers whose weights Jamba and DeepSeek V4 multiply with themselves
+_READ_AS_FLOATS = "dt_proj", "o_a_proj"
 _EXPERTS = ("ffn_gate_up_exps", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 
 
@@ -251,7 +252,7 @@ class Placement:
         if alpha is not None and hasattr(module, "limit"):
             activation: Any = ClampedSwiglu(alpha, module.limit)
         elif len(parts) == 3:
-            activation = Gated(module.act_fn)
+            activation = Gated(module.act_fn, getattr(module, "limit", None))
         else:
             activation = Fused(Gated(module.act_fn)) if "ffn_gate_up_exps" in stacks else module.act_fn
         biases = None

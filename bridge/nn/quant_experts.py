@@ -18,12 +18,14 @@ Activation = Callable[..., torch.Tensor]  # of what the matrices before the last
 
 
 class Gated:
-    """act(gate) * up."""
+    """act(gate) * up; with a limit, gate is at most that, and up between minus and plus the limit."""
 
-    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]):
-        self.function = function
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor], limit: float | None = None):
+        self.function, self.limit = function, limit
 
     def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         return self.function(gate) * up
 
 

@@ -81,7 +81,7 @@ ARCHITECTURES = {
     "exaone4": Graph(normed=True, pre_norm=False, post_norm=True),
     "seed_oss": Graph(late_norm=True),
     "ernie4_5": Graph(neighbours=True), "ernie4_5-moe": Graph(neighbours=True), "granitemoe": Graph(neighbours=True),
-    "hunyuan-dense": Graph(normed=True, norms_rotated=True),
+    "hunyuan-dense": Graph(normed=True, norms_rotated=True), "hunyuan-moe": Graph(normed=True, norms_rotated=True),
     "minimax-m2": Graph(normed=True),
     "llama4": Graph(
         neighbours=True, norms_rotated=True, unit_norms=True, unrotated_every=4, full_every=4, chunked=True,

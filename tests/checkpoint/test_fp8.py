@@ -11,6 +11,7 @@ import torch
 import bridge
 from bridge.checkpoint import open_checkpoint
 from bridge.checkpoint.files.dtypes import as_float32
+from bridge.checkpoint.formats.fp4 import E2M1
 from bridge.cli.describe import describe
 from bridge.conversion.verify import failures, verify
 from scripts.peers.gguf_file import gguf_weights
@@ -93,6 +94,27 @@ def test_scales_may_be_powers_of_two_in_a_byte(tmp_path):
         plain = torch.from_numpy(tensors[WEIGHT]).view(torch.float8_e4m3fn).double().numpy()
         assert np.array_equal(checkpoint.read_float(WEIGHT), plain * each)
         assert list(checkpoint.tensors) == [WEIGHT]
+
+
+def test_deepseek_v4_has_8_bit_floats_and_4_bit_experts_under_the_same_names(tmp_path):
+    tensors, _ = float8_tensors(NAME, weights(), (128, 128), "scale")
+    exponents = np.array([[120, 121], [119, 127]], np.uint8)
+    tensors[f"{NAME}.scale"] = exponents
+    packed = np.random.default_rng(1).integers(0, 256, (8, 32), np.uint8)
+    tensors |= {"experts.0.w1.weight": packed.view(np.int8), "experts.0.w1.scale": np.full((8, 2), 126, np.uint8)}
+    tensors["norm.scale"] = np.ones(4, np.float32)
+    folder = write(tmp_path, tensors, FP8)
+    for name in (NAME, "experts.0.w1"):
+        edit_raw(folder / "model.safetensors", lambda raw, name=name: raw[f"{name}.scale"][0].update(dtype="F8_E8M0"))
+    each = np.ldexp(1.0, exponents.astype(int) - 127).repeat(128, 0).repeat(128, 1)[:200]
+    with open_checkpoint(folder) as checkpoint:
+        plain = torch.from_numpy(tensors[WEIGHT]).view(torch.float8_e4m3fn).double().numpy()
+        assert np.array_equal(checkpoint.read_float(WEIGHT), plain * each)
+        assert {*checkpoint.modules} == {"experts.0.w1"}
+        found = checkpoint.read_module("experts.0.w1")
+        assert np.array_equal(found.codes, np.stack([packed & 15, packed >> 4], -1).reshape(8, 64))
+        assert np.array_equal(found.dequantize(), E2M1[found.codes] / 2)
+        assert checkpoint.read_float("norm.scale").tolist() == [1, 1, 1, 1]
 
 
 def test_experts_of_fbgemm_have_a_scale_for_each_output_feature(tmp_path):

@@ -25,7 +25,7 @@ from scripts.peers.predictions import mean_kl
 from tests.support.encode import load_floats, write_gptq
 from tests.support.encode_compressed import write_experts
 from tests.support.family_models import copy_tokenizer, new_model, randomized
-from tests.support.make_families import GOLDENS, checksum, plain, values_of
+from tests.support.make_families import GOLDENS, checksum, plain, stored_values_of, values_of
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -44,7 +44,7 @@ TOKENS = np.random.default_rng(1).integers(0, 2048, 48).tolist()
 def write_checkpoint(golden: dict, folder: Path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(golden["config"]))
-    weights = {name: values_of(name, tuple(shape)) for name, shape in golden["checkpoint"].items()}
+    weights = {name: stored_values_of(name, tuple(shape)) for name, shape in golden["checkpoint"].items()}
     save_file(weights, folder / "model.safetensors")
     return copy_tokenizer(folder)
 
@@ -53,7 +53,8 @@ def write_checkpoint(golden: dict, folder: Path) -> Path:
 def test_a_familys_gguf_is_what_llama_cpps_converter_makes_of_it(name: str, tmp_path: Path) -> None:
     golden = json.loads((GOLDENS / f"{name}.json").read_text())
     checkpoint = write_checkpoint(golden, tmp_path / name)
-    bridge.convert(checkpoint, tmp_path / "m.gguf", tensor_types=[(".*", "F32")], mmproj_type="none")
+    types = [("_exps", "MXFP4")] if "quantization_config" in golden["config"] else []
+    bridge.convert(checkpoint, tmp_path / "m.gguf", tensor_types=[(".*", "F32"), *types], mmproj_type="none")
     reader = gguf.GGUFReader(tmp_path / "m.gguf")
     arch = reader.fields["general.architecture"].contents()
     assert arch == golden["arch"]
@@ -94,6 +95,17 @@ def as_saved_by_transformers(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, "text_config": text | {"moe_layer_freq": None, "hidden_act": "silu"}}
 
 
+def deepseek4_of_transformers(config: dict[str, Any]) -> dict[str, Any]:
+    rules = {"rope_type": "yarn", **config["rope_scaling"], "rope_theta": config["compress_rope_theta"]}
+    main = {"rope_type": "default", "rope_theta": config["rope_theta"]}
+    kinds = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
+    return {
+        **config, "rope_scaling": None, "rope_parameters": {"main": main, "compress": rules}, "compress_ratios": None,
+        "layer_types": [kinds[ratio] for ratio in config["compress_ratios"]], "num_hash_layers": None,
+        "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+    }  # fmt: skip
+
+
 # what repositories have of before transformers 5: config.json, and the beginnings of names
 PUBLISHED: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], tuple[tuple[str, str], ...]]] = {
     "qwen2.5-vl": (
@@ -123,6 +135,10 @@ PUBLISHED: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], tuple[tup
     "minimax-m2": (lambda config: {**config, "rope_parameters": None, "rope_theta": 5000000.0}, ()),
     "minimax-m3": (as_saved_by_transformers, (("language_model.model.", "model.language_model."),)),
     "glm4-moe": (lambda config: {**config, "num_nextn_predict_layers": 1}, ()),
+    "deepseek4": (
+        deepseek4_of_transformers,
+        (("layers.", "model.layers."), ("embed.", "model.embed_tokens."), ("hc_head_", "model.hc_head.hc_")),
+    ),
 }  # fmt: skip
 
 
@@ -138,12 +154,14 @@ def test_older_configs_and_names_give_the_same_file(name: str, tmp_path: Path) -
         keys = {key: entry.value for key, entry in outline.metadata.items() if key.startswith(golden["arch"])}
         return keys, [(t.name, t.shape, t.fixed_type, [p.shape for p in t.parts]) for t in outline.tensors]
 
-    names = golden["checkpoint"]
+    names = {key: shape for key, shape in golden["checkpoint"].items() if not key.endswith(".scale")}
     older: dict[str, list[int]] = {"rotary_emb.inv_freq": [2]}
     if name == "glm4-moe":
         older |= {"model.layers.3.eh_proj.weight": [1, 1]}  # a layer that predicts a second token
     if name.endswith("Kimi K2.5"):
         older |= {"mm_projector.proj.0.weight": [1, 1], "vision_tower.patch_embed.proj.weight": [1, 1]}
+    if name == "deepseek4":
+        older |= {"mtp.0.e_proj.weight": [1, 1]}
     for key, shape in names.items():
         old, new = next((pair for pair in renamed if key.startswith(pair[0])), ("", ""))
         older[new + key.removeprefix(old)] = shape
@@ -165,7 +183,7 @@ QUANTIZED: dict[str, tuple[bool, dict[str, int]]] = {
     "ernie4.5-moe": (False, {"moe_intermediate_size": 32, "intermediate_size": 128}),
     "lfm2-moe": (False, {"moe_intermediate_size": 32}), "granite-moe-shared": (False, {}),
     "glm4-moe-lite": (False, {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16, "moe_intermediate_size": 32}),
-    "minimax-m2": (False, {}), "minimax-m3": (False, {}),
+    "hunyuan-moe": (False, {}), "minimax-m2": (False, {}), "minimax-m3": (False, {}),
     "granite-4": (False, {}), "gemma4": (False, {"hidden_size_per_layer_input": 32}),
     "gemma4-dense": (True, {}), "llama4": (False, {"intermediate_size": 64}),
     "phimoe": (False, {}), "nemotron-h": (False, {"intermediate_size": 96}),
@@ -174,7 +192,7 @@ QUANTIZED: dict[str, tuple[bool, dict[str, int]]] = {
         False, {"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32, "moe_latent_size": 32}
     ),
     "gemma3n": (False, {"intermediate_size": 4096}), "mamba2": (False, {}), "jamba": (False, {"mamba_dt_rank": 32}),
-    "falcon-h1": (True, {}), "apertus": (True, {}),
+    "falcon-h1": (True, {}), "apertus": (True, {}), "deepseek4": (False, {}),
     "glm5": (False, {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16, "moe_intermediate_size": 32}),
     "deepseek3.2": (False, {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16, "moe_intermediate_size": 32}),
 }  # fmt: skip

@@ -19,7 +19,7 @@ from scripts.peers.llama_cpp import LlamaCpp
 from scripts.peers.predictions import log_softmax, mean_kl
 from scripts.peers.reference import hf_model, logits
 from tests.conftest import ROOT, checkpoint_names, shared
-from tests.models.test_logits import COMMON, FEWER, LENGTH, MODELS, random_model, reference_logits
+from tests.models.test_logits import COMMON, OWN_LENGTH, LENGTH, MODELS, random_model, reference_logits
 from tests.models.test_logits import FIELDS as OF_LOGITS
 from tests.support.family_models import MODELS as FAMILIES
 from tests.support.family_models import copy_tokenizer, new_model, randomized
@@ -29,7 +29,7 @@ from tests.support.random_blocks import random_matrix
 torch = pytest.importorskip("torch")
 
 WINDOWS, WINDOW = 3, 256
-LEFT_TO_LLAMA_CPP = {"minimax-m3"}
+LEFT_TO_LLAMA_CPP = {"minimax-m3", "deepseek4"}
 LIMITS = {
     "deepseek2-lite": (1e-3, 1e-3, 1e-3), "deepseek3": (1e-6, 1e-6, 1e-5), "glm4-moe-lite": (1e-6, 1e-6, 1e-5),
     "mistral4": (1e-6, 1e-6, 1e-5), "deepseek3.2": (1e-6, 1e-6, 1e-5), "glm5": (1e-6, 1e-6, 1e-5),
@@ -104,7 +104,7 @@ def test_a_familys_graph_is_that_of_llama_cpp_and_of_transformers(name: str, tmp
     # the matrices that make keys of latents, or inputs of layers, are F16; 27 layers carry that far
     of_peer, of_floats, of_steps = LIMITS.get(name, (1e-6, 1e-8, 1e-5))
     assert mean_kl(peer, floats) < of_peer
-    few = FEWER.get(name, LENGTH)
+    few = OWN_LENGTH.get(name, LENGTH)
     assert mean_kl(reference_logits(reference, tokens[:few]), floats[:few]) < of_floats
     path, peer = made("Q8_0")
     model = bridge.Model.load(path, kv="f32", context=LENGTH)

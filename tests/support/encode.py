@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 
 PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
 LINEAR = re.compile(
-    r".*\.((q|k|v|o|in|out|gate|up|down|qkv|gate_up|q_a|q_b|kv_b)_proj|kv_a_proj_with_mqa|w[123]|c_attn|c_fc|c_proj"
+    r".*\.((q|k|v|o|in|out|gate|up|down|qkv|gate_up|q_a|q_b|kv_b)_proj|kv_a_proj_with_mqa|w([123]|q_a|q_b|kv|o_a|o_b)|c_attn|c_fc|c_proj"
     r"|query_key_value|dense(_h_to_4h|_4h_to_h)?)$"
 )
 
@@ -40,7 +40,7 @@ class Quantized:
 
 
 def load_floats(folder: Path) -> dict[str, np.ndarray]:
-    """The tensors of a folder's model.safetensors as float32 (F16, BF16 and F32)."""
+    """The tensors of a folder's model.safetensors: floats as float32 (F16, BF16 and F32), integers as they are."""
     data = (folder / "model.safetensors").read_bytes()
     start = 8 + int.from_bytes(data[:8], "little")
     tensors = {}
@@ -51,10 +51,17 @@ def load_floats(folder: Path) -> dict[str, np.ndarray]:
         raw = data[start + first : start + stop]
         if entry["dtype"] == "BF16":
             values = (np.frombuffer(raw, np.uint16).astype(np.uint32) << 16).view(np.float32)
+        elif entry["dtype"] == "I64":
+            values = np.frombuffer(raw, np.int64)
         else:
             values = np.frombuffer(raw, {"F16": np.float16, "F32": np.float32}[entry["dtype"]]).astype(np.float32)
         tensors[name] = values.reshape(entry["shape"])
     return tensors
+
+
+def halves(values: np.ndarray) -> np.ndarray:
+    """Floats as float16, integers as they are."""
+    return values if values.dtype.kind == "i" else values.astype(np.float16)
 
 
 def quantize(weight: np.ndarray, bits: int, group_size: int, sym: bool, desc_act: bool = False) -> Quantized:
@@ -209,7 +216,7 @@ def write_model(
     for name, weight in load_floats(model_folder).items():
         module = name.removesuffix(".weight")
         new = quantized(module, weight) if name.endswith(".weight") and weight.ndim == 2 else None
-        tensors |= new if new is not None else {name: weight.astype(np.float16)}
+        tensors |= new if new is not None else {name: halves(weight)}
     for source in model_folder.iterdir():
         if source.is_file() and source.suffix != ".safetensors" and source.name != "config.json":
             shutil.copyfile(source, folder / source.name)

@@ -48,6 +48,16 @@ LATENT: dict[str, Any] = {
     "num_key_value_heads": 4, "index_n_heads": 2, "index_head_dim": 64, "index_topk": 256,
 }  # fmt: skip
 
+V4: dict[str, Any] = {
+    "num_hidden_layers": 4, "head_dim": 32, "num_key_value_heads": 1, "q_lora_rank": 32, "moe_intermediate_size": 32,
+    "intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "num_hash_layers": 1,
+    "qk_rope_head_dim": 8, "o_groups": 2, "o_lora_rank": 16, "index_n_heads": 16, "index_head_dim": 64,
+    "index_topk": 8, "sliding_window": 32, "swiglu_limit": 1.0, "layer_types": ["sliding_attention",
+        "compressed_sparse_attention", "heavily_compressed_attention", "compressed_sparse_attention"],
+    "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
+        "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0},
+}  # fmt: skip
+
 NEMOTRON: dict[str, Any] = {
     "head_dim": 16, "ssm_state_size": 16, "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2,
 }  # fmt: skip
@@ -133,6 +143,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "hunyuan": ("HunYuanDenseV1Config", {"head_dim": 16, "max_position_embeddings": 32768,
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0,
             "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}}),
+    "hunyuan-moe": ("HunYuanMoEV1Config", {"head_dim": 16, "num_experts": 4, "moe_topk": [2, 2],
+        "moe_intermediate_size": [64, 64], "num_shared_expert": [1, 1]}),
     "minimax-m2": ("MiniMaxM2Config", {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 4,
         "num_experts_per_tok": 2, "intermediate_size": 32}),
     "minimax-m3": ("MiniMaxM3VLConfig", {"projector_hidden_size": 16, **wrapped("minimax_m3_vl_text",
@@ -183,6 +195,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
             "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
             "mscale_all_dim": 1.0}}),
+    "deepseek4": ("DeepseekV4Config", V4),
     "gpt-oss": ("GptOssConfig", {"head_dim": 16, "num_hidden_layers": 3, "num_local_experts": 3,
         "num_experts_per_tok": 2, "sliding_window": 32, "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0,
             "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0}}),
@@ -255,6 +268,10 @@ def randomized(model: Any, seed: int = 7) -> Any:
                 parameter.copy_(0.3 * noise + parameter)
             else:
                 parameter.copy_((4 if name.endswith("gate.weight") else 1) * noise / parameter.shape[-1] ** 0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("tid2eid"):  # DeepSeek V4's experts of a token
+                experts = model.config.num_local_experts
+                buffer.copy_(torch.rand(len(buffer), experts, generator=generator).argsort(-1)[:, : buffer.shape[1]])
     return model
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import lzma
+import re
 import sys
 import tempfile
 import zlib
@@ -26,6 +27,7 @@ from tests.support.family_models import MODELS, PUBLISHED_AS, TEMPLATES, copy_to
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDENS = ROOT / "tests/data/converter"
+DEEPSEEK4S_EXPERT = re.compile(r"ffn\.experts\.\d+\.w[123]\.weight$")
 _LARGEST = 2.0**62  # a checksum of integers
 # under names of transformers that the converter does not know; with transformers 5 it takes each Nemotron-H for a MoE
 UNKNOWN = {"bitnet", "nemotron-h"}
@@ -38,6 +40,18 @@ def values_of(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """float32 of small multiples of 1/64, other ones for each name: sums with small numbers are exact."""
     numbers = np.arange(np.prod(shape), dtype=np.int64) * 7919 + zlib.crc32(name.encode())
     return ((numbers % 251 - 125) / 64).astype(np.float32).reshape(shape)
+
+
+def stored_values_of(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """`values_of`; of DeepSeek V4 also its experts of 4-bit floats and its table of experts."""
+    numbers = np.arange(np.prod(shape), dtype=np.int64) * 7919 + zlib.crc32(name.encode())
+    if name.endswith("tid2eid"):
+        return (numbers % 4).reshape(shape)
+    if name.endswith(".scale"):
+        return (120 + numbers % 8).astype(np.uint8).reshape(shape)
+    if DEEPSEEK4S_EXPERT.search(name):
+        return (numbers % 251).astype(np.uint8).view(np.int8).reshape(shape)
+    return values_of(name, shape)
 
 
 def coarse_values_of(name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -94,6 +108,30 @@ def add_nemotrons(shapes: dict[str, tuple[int, ...]], hidden: int) -> None:
     shapes |= {"mtp.layers.0.eh_proj.weight": (hidden, 2 * hidden), "mtp.layers.1.final_layernorm.weight": (hidden,)}
 
 
+def as_deepseek4(folder: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """DeepSeek V4 with the keys and names of its repository, and experts of 4-bit floats with their scales."""
+    config = json.loads((folder / "config.json").read_text())
+    rules = config.pop("rope_parameters")["compress"]
+    kinds = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+    config["compress_ratios"] = [kinds[kind] for kind in config.pop("layer_types")]
+    config["num_hash_layers"] = config.pop("mlp_layer_types").count("hash_moe")
+    names = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
+    config["rope_scaling"] = {"type": "yarn", **{name: rules[name] for name in names}}
+    block = {"weight_block_size": [128, 128], "scale_fmt": "ue8m0", "fmt": "e4m3"}
+    config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic", **block}
+    for key in ("compress_rates", "partial_rotary_factor"):
+        del config[key]
+    (folder / "config.json").write_text(json.dumps(config))
+    found: dict[str, tuple[int, ...]] = {}
+    for key, shape in shapes.items():
+        own = key.removeprefix("model.").replace("attn.norm.", "attn.kv_norm.").replace("hc_head.hc_", "hc_head_")
+        own = own.replace("embed_tokens.", "embed.")
+        found[own] = shape
+        if DEEPSEEK4S_EXPERT.search(own):
+            found |= {own: (shape[0], shape[1] // 2), own.replace(".weight", ".scale"): (shape[0], shape[1] // 32)}
+    return found
+
+
 def save_checkpoint(name: str, folder: Path) -> dict[str, tuple[int, ...]]:
     """A checkpoint of a family's names and shapes with made-up values; returns the shapes."""
     name, with_mtp = name.removesuffix(MTP), name.endswith(MTP)
@@ -109,7 +147,9 @@ def save_checkpoint(name: str, folder: Path) -> dict[str, tuple[int, ...]]:
             shapes[key] = (shape[0], shape[2], shape[1])
     if with_mtp:
         add_prediction(name, folder, shapes)
-    made = coarse_values_of if name in TEMPLATES else values_of
+    if name == "deepseek4":
+        shapes = as_deepseek4(folder, shapes)
+    made = coarse_values_of if name in TEMPLATES else stored_values_of
     save_file({key: made(key, shape) for key, shape in shapes.items()}, folder / "model.safetensors", {"format": "pt"})
     copy_tokenizer(folder, 320 if name in TEMPLATES else None)
     return shapes
@@ -151,6 +191,8 @@ def main(llama_cpp: Path, names: list[str]) -> None:
             own = (f"{arch}.", "tokenizer.", "xielu.")
             keys = {k: plain(f.contents()) for k, f in reader.fields.items() if k.startswith(own)}
             del keys["tokenizer.ggml.pre"]
+            if name == "deepseek4":  # a text of the converter's own, for checkpoints have none
+                del keys["tokenizer.chat_template"]
             tensors = {
                 t.name: [[int(n) for n in reversed(t.shape)], checksum(np.array(t.data).reshape(-1))]
                 for t in reader.tensors

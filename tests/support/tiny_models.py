@@ -14,7 +14,7 @@ import transformers
 from safetensors.numpy import save_file
 
 from tests.conftest import CHECKPOINT
-from tests.support.encode import Quantized, load_floats
+from tests.support.encode import Quantized, halves, load_floats
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 320,
@@ -69,10 +69,10 @@ def save_model(
 def dequantized(folder: Path, model_folder: Path, stored: dict[str, Quantized]) -> Path:
     """The float model of `model_folder` with what a quantized checkpoint of it holds, float32."""
     shutil.copytree(model_folder, folder)
-    weights = {name: values.astype(np.float16).astype(np.float32) for name, values in load_floats(folder).items()}
+    weights: dict[str, np.ndarray] = {name: halves(values) for name, values in load_floats(folder).items()}
     weights |= {f"{name}.weight": q.dequantize() for name, q in stored.items()}
     save_file(
-        {n: np.asarray(w, np.float32, order="C") for n, w in weights.items()},
+        {n: np.asarray(w, w.dtype if w.dtype.kind == "i" else np.float32, order="C") for n, w in weights.items()},
         folder / "model.safetensors",
         {"format": "pt"},
     )

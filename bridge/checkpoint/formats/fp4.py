@@ -85,7 +85,7 @@ class Fp4Tensor(CodedTensor):
 class Fp4Parts(NamedTuple):
     """A format's names for the tensors of a module, and how to read them.
 
-    codes       uint8 [out, in/2]
+    codes       uint8 or int8 [out, in/2]
     scales      [out, G]: F8_E4M3 of NVFP4, bytes of MXFP4
     whole       the scale of the whole tensor, which MXFP4 lacks
     reciprocal  whether that scale and the activations' divide
@@ -109,7 +109,7 @@ class Fp4Parts(NamedTuple):
             raise contradiction(name, tensors)
         out, columns = codes.shape[0], 2 * codes.shape[1]
         single = (t for part, t in tensors.items() if part in (self.whole, *INPUTS))
-        fits = codes.dtype == "U8" and scales.shape == (out, columns / GROUPS[kind])
+        fits = codes.dtype in ("U8", "I8") and scales.shape == (out, columns / GROUPS[kind])
         if not fits or not all(t.floating and math.prod(t.shape) == 1 for t in single):
             raise contradiction(name, tensors)
         return module_info(name, tensors, 4, GROUPS[kind], (out, columns))
@@ -118,7 +118,7 @@ class Fp4Parts(NamedTuple):
         """A module, or some of its rows without its bias."""
         name = info.name
         kind = _KINDS[info.tensors[self.scales].dtype]
-        codes = unpacked(reader.part(name, self.codes, rows))
+        codes = unpacked(reader.part(name, self.codes, rows).view(np.uint8))
         scales = checked_scales(kind, reader.part(name, self.scales, rows), info.tensors[self.scales])
         whole, bias = self.tensor_scales(reader, info)["scale"], reader.bias(name, rows)
         return Fp4Tensor(name, kind, codes, scales, info.group_size, whole, bias=bias)

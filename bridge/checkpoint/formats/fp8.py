@@ -8,10 +8,13 @@
 
     W[o, k] = scale[o // r, k // c] * weight[o, k]
 
+    weight, scale     the same in DeepSeek V4, whose experts are 4-bit floats (MXFP4, see `fp4`): uint8 or int8
+                      [out, in/2] with F8_E8M0 [out, in/32]
+
     gate_up_proj, down_proj               F8 [experts, in, out]          FBGEMM's experts of Llama 4
     gate_up_proj_scale, down_proj_scale   float [experts, 1, out], [experts, out, 1]
 
-These are not codes: steps between 8-bit floats grow with the value, so no block type holds them as they are. The labels
+8-bit floats are not codes: steps between them grow with the value, so no block type holds them as they are. The labels
 fp8 (DeepSeek, Qwen: blocks of 128 x 128) and fbgemm_fp8 mean only these; modelopt and compressed-tensors have other
 formats too.
 """
@@ -24,8 +27,9 @@ from typing import ClassVar
 import numpy as np
 
 from bridge.checkpoint.files.store import Store, TensorInfo
+from bridge.checkpoint.formats.fp4 import Fp4Parts
 from bridge.checkpoint.formats.module_reader import FloatWeight, ModuleInfo, Reader, contradiction, finite_scales
-from bridge.checkpoint.grouped import fit_group_size
+from bridge.checkpoint.grouped import CodedTensor, fit_group_size
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
 
@@ -138,12 +142,15 @@ class ExpertFloats(FloatWeight):
 
 _STACKS = ("gate_up_proj", "down_proj")  # of experts
 _STACK, _STACK_SCALE = "experts", "experts_scale"  # parts of the modules that these are
+_FP4 = Fp4Parts("weight", "scale", "", reciprocal=False)
 
 
 class Fp8Reader(Reader):
     """Reads checkpoints whose linear layers are 8-bit floats."""
 
-    parts: ClassVar[tuple[str, ...]] = ("weight", "weight_scale", "weight_scale_inv", "bias", _STACK, _STACK_SCALE)
+    parts: ClassVar[tuple[str, ...]] = (
+        "weight", "weight_scale", "weight_scale_inv", "scale", "bias", _STACK, _STACK_SCALE,
+    )  # fmt: skip
     plain: ClassVar = frozenset({"weight", "bias"})
 
     @staticmethod
@@ -155,7 +162,8 @@ class Fp8Reader(Reader):
 
     def is_plain(self, tensors: dict[str, TensorInfo]) -> bool:
         stack = tensors.get(_STACK)
-        return super().is_plain(tensors) or (stack is not None and stack.dtype not in FLOAT8)
+        own = super().is_plain(tensors) or tensors.keys() == {"scale"}
+        return own or (stack is not None and stack.dtype not in FLOAT8)
 
     @classmethod
     def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
@@ -168,7 +176,7 @@ class Fp8Reader(Reader):
     def required_parts(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
         if _STACK in tensors or _STACK_SCALE in tensors:
             return _STACK_SCALE, _STACK
-        return "weight_scale_inv" if "weight_scale_inv" in tensors else "weight_scale", "weight"
+        return next((part for part in ("weight_scale_inv", "scale") if part in tensors), "weight_scale"), "weight"
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo | FloatWeight:
         if (stack := tensors.get(_STACK)) is not None:
@@ -178,6 +186,8 @@ class Fp8Reader(Reader):
                 raise contradiction(name, tensors)
             return ExpertFloats(stack, scale)
         weight = tensors["weight"]
+        if "scale" in tensors and weight.dtype in ("I8", "U8"):
+            return _FP4.describe(name, tensors)
         if weight.dtype not in FLOAT8:
             raise BridgeError(
                 f"{weight.file}: {name} has scales but its weight is {weight.dtype}, not 8-bit floats; "
@@ -185,3 +195,6 @@ class Fp8Reader(Reader):
             )
         block = read_block(self.quant.raw.get("weight_block_size"))
         return scaled_floats(name, tensors, self.required_parts(tensors)[0], block or BLOCK)
+
+    def read(self, name: str, rows: np.ndarray | None = None) -> CodedTensor:
+        return _FP4.read(self, self.modules[name], rows)

@@ -4,6 +4,7 @@ from bridge.models.families.apertus import APERTUS
 from bridge.models.families.bitnet import BITNET
 from bridge.models.families.command_r import COMMAND_R
 from bridge.models.families.deepseek import DEEPSEEK2, DEEPSEEK32, GLM4_MOE_LITE, GLM5
+from bridge.models.families.deepseek4 import DEEPSEEK4
 from bridge.models.families.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
 from bridge.models.families.exaone4 import EXAONE4
 from bridge.models.families.falcon_h1 import FALCON_H1
@@ -15,7 +16,7 @@ from bridge.models.families.gpt2 import GPT2
 from bridge.models.families.gpt_oss import GPT_OSS
 from bridge.models.families.granite import GRANITE, GRANITE_MOE
 from bridge.models.families.granite_hybrid import GRANITE_HYBRID
-from bridge.models.families.hunyuan import HUNYUAN
+from bridge.models.families.hunyuan import HUNYUAN, HUNYUAN_MOE
 from bridge.models.families.jamba import JAMBA
 from bridge.models.families.lfm2 import LFM2, LFM2_MOE
 from bridge.models.families.llama import LLAMA
@@ -44,6 +45,7 @@ ALL = (
     LLAMA, LLAMA4, MISTRAL, MIXTRAL, MISTRAL4, MISTRAL3, PHIMOE, QWEN2, QWEN2_MOE, QWEN2_VL, QWEN3, QWEN3_MOE,
     QWEN3_VL, QWEN3_VL_MOE, QWEN3_NEXT, SMOLLM3, GRANITE, PHI3, GEMMA2, GEMMA3, GEMMA3N, GEMMA4, GLM4, GLM4_MOE,
     OLMO2, COMMAND_R, STARCODER2, GPT2, DEEPSEEK2, GPT_OSS, BITNET, QWEN3_5, QWEN3_5_MOE, SEED_OSS, OLMO3, EXAONE4,
-    ERNIE4_5, ERNIE4_5_MOE, GRANITE_MOE, LFM2, LFM2_MOE, HUNYUAN, MINIMAX_M2, MINIMAX_M3, GLM4_MOE_LITE, GLM4V_MOE,
+    ERNIE4_5, ERNIE4_5_MOE, GRANITE_MOE, LFM2, LFM2_MOE, HUNYUAN, HUNYUAN_MOE, MINIMAX_M2, MINIMAX_M3, GLM4_MOE_LITE, GLM4V_MOE,
     GRANITE_HYBRID, NEMOTRON_H_MOE, NEMOTRON_H, MAMBA2, JAMBA, FALCON_H1, DEEPSEEK32, GLM5, APERTUS,
+    DEEPSEEK4,
 )  # fmt: skip

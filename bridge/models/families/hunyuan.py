@@ -1,12 +1,15 @@
-"""Hunyuan dense: Llama's decoder rotated by halves, with heads of q and k normalized after that.
+"""Hunyuan, dense and MoE: Llama's decoder rotated by halves, with heads of q and k normalized after that.
+
+Layers of the MoE also have an expert that all tokens share, as wide as the others.
 
 The rope type is called dynamic, but its alpha is fixed: it makes theta larger, for contexts of 256 Ki tokens.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from bridge.models.arguments import Arguments
-from bridge.models.family import NO_BIASES, SILU, Family, Row, attention, decoder, gated_mlp
+from bridge.models.family import EXPERTS, NO_BIASES, SILU, Family, Row, attention, decoder, gated_mlp
 from bridge.models.model_config import Config
 from bridge.models.rope import rope_number, rope_rules
 
@@ -25,6 +28,19 @@ def _stretched(config: Config, args: Arguments) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _shared(config: Config, args: Arguments) -> dict[str, Any]:
+    return {
+        **_stretched(config, args), "expert_shared_feed_forward_length": args.inner, "expert_weights_norm": True,
+        "expert_shared_count": config.integer("num_shared_expert", 1),
+    }  # fmt: skip
+
+
+_ATTENTION = (
+    Row("input_layernorm", "hidden"),
+    *attention(Row("self_attn.query_layernorm", "head"), Row("self_attn.key_layernorm", "head")),
+    Row("post_attention_layernorm", "hidden"),
+)
+
 HUNYUAN = Family(
     titles=("Hunyuan (dense)",),
     arch="hunyuan-dense",
@@ -33,10 +49,22 @@ HUNYUAN = Family(
     keys={"rms_norm_eps": 1e-5},
     expects=(SILU, NO_BIASES),
     metadata=_stretched,
+    table=decoder(*_ATTENTION, *gated_mlp("mlp", "inner")),
+)
+
+HUNYUAN_MOE = replace(
+    HUNYUAN,
+    titles=("Hunyuan MoE",),
+    arch="hunyuan-moe",
+    architectures=("HunYuanMoEV1ForCausalLM",),
+    model_type="hunyuan_v1_moe",
+    keys={**HUNYUAN.keys, "num_experts": None, "moe_intermediate_size": None},
+    names={"num_experts_per_tok": "moe_topk", "moe_intermediate_size": "intermediate_size"},
+    metadata=_shared,
     table=decoder(
-        Row("input_layernorm", "hidden"),
-        *attention(Row("self_attn.query_layernorm", "head"), Row("self_attn.key_layernorm", "head")),
-        Row("post_attention_layernorm", "hidden"),
-        *gated_mlp("mlp", "inner"),
+        *_ATTENTION,
+        replace(EXPERTS[0], source="mlp.gate.wg", also=()),
+        *EXPERTS[1:],
+        *gated_mlp("mlp.shared_mlp", "inner"),
     ),
 )

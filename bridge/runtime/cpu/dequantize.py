@@ -5,7 +5,7 @@ import numpy as np
 from bridge.blocks.read import READ
 from bridge.errors import BridgeError
 
-FLOATS = ("F32", "F16", "BF16", "F64")
+FLOATS = ("F32", "F16", "BF16", "F64", "I32")  # and a table of integers
 
 
 def rows(type: str, raw: np.ndarray) -> np.ndarray:
@@ -21,7 +21,9 @@ def rows(type: str, raw: np.ndarray) -> np.ndarray:
     if type == "BF16":
         return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     if type in FLOATS:
-        return raw.view({"F32": np.float32, "F16": np.float16, "F64": np.float64}[type]).astype(np.float32)
+        return raw.view({"F32": np.float32, "F16": np.float16, "F64": np.float64, "I32": np.int32}[type]).astype(
+            np.float32
+        )
     import gguf
 
     kind = gguf.GGMLQuantizationType[type]

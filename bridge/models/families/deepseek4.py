@@ -1,0 +1,201 @@
+"""DeepSeek V4: several residual streams, attention on a window and on compressed tokens, experts by a hash at first.
+
+A layer's streams are mixed by matrices that each token makes (hc_*). Keys are values, one head of them; every 4 or 128
+tokens become one (compressor), of which a smaller attention chooses those that are attended to where it is 4 (indexer).
+The first layers take the experts that a table lists for the token (tid2eid), the others those of their router.
+
+Names are those of transformers' modules; the published ones, layers.0.attn.wq_a, follow. transformers saves the latter
+with "model." before, and kv_norm as norm.
+"""
+
+from typing import Any
+
+from bridge.errors import BridgeError
+from bridge.models.arguments import Arguments
+from bridge.models.family import NO_OTHER, SILU, Expected, Family, Row, decoder
+from bridge.models.model_config import Config
+from bridge.models.rope import yarn_betas
+
+RATIOS = (0, 4, 128)  # tokens that become one; 0: none do
+_, _SPARSE, _HEAVY = RATIOS
+KINDS = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
+
+
+def _sizes(config: Config, args: Arguments) -> dict[str, int]:
+    streams, groups = config.side("hc_mult", 4), config.side("o_groups", 8)
+    heads, size = config.side("index_n_heads", 64), config.side("index_head_dim", 128)
+    attended = args.heads * args.head_dim
+    return {
+        "hashed": _hashed(config, args), "chosen": args.experts_used, "q_lora": config.side("q_lora_rank", 1024),
+        "grouped": attended // groups, "o_lora": groups * config.side("o_lora_rank", 1024),
+        "shared": args.expert_inner * config.integer("n_shared_experts", 1),
+        "index_heads": heads, "index_head": size, "index_q": heads * size,
+        "streams": streams, "mixes": (2 + streams) * streams, "all": streams * args.hidden, "one": 1, "three": 3,
+        "four": _SPARSE, "many": _HEAVY,
+        **{f"ratio.{layer}": ratio for layer, ratio in enumerate(_ratios(config, args))},
+    }  # fmt: skip
+
+
+def _hashed(config: Config, args: Arguments) -> int:
+    """The number of layers whose experts a table lists, the first ones."""
+    kinds = config.get("mlp_layer_types")
+    if kinds is None:
+        return config.count("num_hash_layers", min(3, args.layers))
+    count = sum(kind == "hash_moe" for kind in kinds)
+    if list(kinds) != count * ["hash_moe"] + (args.layers - count) * ["moe"]:
+        raise BridgeError(
+            f"{config.path}: mlp_layer_types is {kinds!r:.80}; llama.cpp has hash_moe in first layers only"
+        )
+    return count
+
+
+def _ratios(config: Config, args: Arguments) -> list[int]:
+    """How many tokens become one, by layer."""
+    listed = config.get("compress_ratios")
+    if listed is None:
+        listed = [dict(zip(KINDS, RATIOS, strict=True))[kind] for kind in config.get("layer_types") or ()]
+    if len(listed) < args.layers or not {*listed} <= {*RATIOS}:
+        raise BridgeError(f"{config.path}: compresses {listed!r:.80} tokens to one, must be 0, 4 or 128 in every layer")
+    return [int(ratio) for ratio in listed]
+
+
+def _metadata(config: Config, args: Arguments) -> dict[str, Any]:
+    m, limit = args.more, config.number("swiglu_limit", 10.0)
+    return {
+        "feed_forward_length": None, "rope.scaling.attn_factor": None, **yarn_betas(config, args.rope),
+        "rope.dimension_count": config.integer("qk_rope_head_dim", args.rotated),
+        "attention.q_lora_rank": m["q_lora"], "attention.sliding_window": config.integer("sliding_window", 128),
+        "expert_shared_count": config.integer("n_shared_experts", 1), "expert_gating_func": 4,  # sqrt(softplus)
+        "expert_weights_scale": config.number("routed_scaling_factor", 1.5), "expert_weights_norm": True,
+        "swiglu_clamp_exp": args.layers * [limit], "swiglu_clamp_shexp": args.layers * [limit],
+        "attention.indexer.head_count": m["index_heads"], "attention.indexer.key_length": m["index_head"],
+        "attention.indexer.top_k": config.integer("index_topk", 512),
+        "attention.output_group_count": config.integer("o_groups", 8),
+        "attention.output_lora_rank": config.integer("o_lora_rank", 1024),
+        "attention.compress_ratios": _ratios(config, args),
+        "attention.compress_rope_freq_base": config.number("compress_rope_theta", 160000.0),
+        "hyper_connection.count": m["streams"],
+        "hyper_connection.sinkhorn_iterations": config.integer("hc_sinkhorn_iters", 20),
+        "hyper_connection.epsilon": config.number("hc_eps", 1e-6),
+        "hash_layer_count": m["hashed"], "embedding_length_out": m["all"],
+    }  # fmt: skip
+
+
+def _hash(args: Arguments, layer: int) -> bool:
+    return layer < args.more["hashed"]
+
+
+def _routed(args: Arguments, layer: int) -> bool:
+    return not _hash(args, layer)
+
+
+def _indexed(args: Arguments, layer: int) -> bool:
+    return args.more[f"ratio.{layer}"] == _SPARSE
+
+
+def _named(name: str, shape: str, own: str, *also: str, **more: Any) -> Row:
+    return Row(own, shape, also, name=f"{name}.weight", **more)
+
+
+def _compressor(name: str, own: str, published: str, size: str, ratio: int) -> tuple[Row, ...]:
+    """What makes one of `ratio` tokens; of 4, two that overlap."""
+    twice, tokens = (f"{size}+{size}", "four") if ratio == _SPARSE else (size, "many")
+
+    def row(kind: str, shape: str, module: str, stored: str, **more: Any) -> Row:
+        more["layers"] = lambda args, layer: args.more[f"ratio.{layer}"] == ratio
+        return _named(f"{name}_{kind}", shape, f"self_attn.{own}.{module}", f"attn.{published}.{stored}", **more)
+
+    return (
+        row("kv", f"{twice} hidden", "kv_proj", "wkv"), row("gate", f"{twice} hidden", "gate_proj", "wgate"),
+        row("ape", f"{tokens} {twice}", "position_bias", "ape", exact=True, floats="F32"),
+        row("norm", size, "kv_norm", "norm"),
+    )  # fmt: skip
+
+
+def _streams(part: str) -> tuple[Row, ...]:
+    """What mixes the streams before and after a layer's attention, or its experts."""
+    shapes = {"fn": "mixes all", "base": "mixes", "scale": "three"}
+    return tuple(
+        _named(f"hc_{part}_{own}", shape, f"{part}_hc.{own}", f"hc_{part}_{own}", exact=True, floats="F32")
+        for own, shape in shapes.items()
+    )
+
+
+def _expert(kind: str, shape: str, own: str, published: str, stack: str) -> tuple[Row, ...]:
+    """A matrix of every expert, and the shared ones'."""
+    experts, shared = f"mlp.experts.*.{published}", shape.replace("expert", "shared")
+    return (
+        _named(f"ffn_{kind}_exps", shape, experts, experts.replace("mlp", "ffn"), f"mlp.experts.{stack}"),
+        _named(f"ffn_{kind}_shexp", shared, f"mlp.shared_experts.{own}", f"ffn.shared_experts.{published}"),
+    )
+
+
+DEEPSEEK4 = Family(
+    titles=("DeepSeek V4",),
+    arch="deepseek4",
+    named_as="deepseek2",
+    architectures=("DeepseekV4ForCausalLM",),
+    model_type="deepseek_v4",
+    keys={
+        "head_dim": 512, "num_key_value_heads": 1, "num_experts": None, "moe_intermediate_size": None,
+        "partial_rotary_factor": 1.0,
+    },
+    expects=(
+        SILU, Expected("scoring_func", ("sqrtsoftplus",), NO_OTHER), Expected("norm_topk_prob", (True,), NO_OTHER),
+        Expected("hc_mult", (4,), NO_OTHER), Expected("num_key_value_heads", (1,), NO_OTHER),
+        Expected("tie_word_embeddings", (False,), NO_OTHER),
+    ),
+    names={"num_experts": "n_routed_experts"},
+    sizes=_sizes,
+    metadata=_metadata,
+    predicts="dropped",
+    prefix="model.",
+    table=(
+        *decoder(
+            _named("attn_norm", "hidden", "input_layernorm", "attn_norm"),
+            _named("attn_sinks", "heads", "self_attn.sinks", "attn.attn_sink", exact=True),
+            _named("attn_q_a", "q_lora hidden", "self_attn.q_a_proj", "attn.wq_a"),
+            _named("attn_q_a_norm", "q_lora", "self_attn.q_a_norm", "attn.q_norm"),
+            _named("attn_q_b", "q q_lora", "self_attn.q_b_proj", "attn.wq_b"),
+            _named("attn_kv", "head hidden", "self_attn.kv_proj", "attn.wkv"),
+            _named("attn_kv_a_norm", "head", "self_attn.kv_norm", "attn.kv_norm", "attn.norm"),
+            _named("attn_output_a", "o_lora grouped", "self_attn.o_a_proj", "attn.wo_a"),
+            _named("attn_output_b", "hidden o_lora", "self_attn.o_b_proj", "attn.wo_b"),
+            *_compressor("attn_compressor", "compressor", "compressor", "head", _SPARSE),
+            *_compressor("attn_compressor", "compressor", "compressor", "head", _HEAVY),
+            _named(
+                "indexer.proj", "index_heads hidden", "self_attn.compressor.indexer.scorer.weights_proj",
+                "attn.indexer.weights_proj", layers=_indexed,
+            ),
+            _named(
+                "indexer.attn_q_b", "index_q q_lora", "self_attn.compressor.indexer.q_b_proj", "attn.indexer.wq_b",
+                layers=_indexed,
+            ),
+            *_compressor("indexer_compressor", "compressor.indexer", "indexer.compressor", "index_head", _SPARSE),
+            *_streams("attn"),
+            *_streams("ffn"),
+            _named("ffn_norm", "hidden", "post_attention_layernorm", "ffn_norm"),
+            _named("ffn_gate_inp", "experts hidden", "mlp.gate", "ffn.gate", floats="F32"),
+            _named(
+                "ffn_gate_tid2eid", "vocab chosen", "mlp.gate.tid2eid", "ffn.gate.tid2eid", exact=True, floats="I32",
+                layers=_hash,
+            ),
+            Row(
+                "mlp.gate.e_score_correction_bias", "experts", ("ffn.gate.bias",), exact=True,
+                name="exp_probs_b.bias", layers=_routed,
+            ),
+            *_expert("gate", "expert hidden", "gate_proj", "w1", "gate_up_proj[0/2]"),
+            *_expert("up", "expert hidden", "up_proj", "w3", "gate_up_proj[1/2]"),
+            *_expert("down", "hidden expert", "down_proj", "w2", "down_proj"),
+            first=(_named("token_embd", "vocab hidden", "model.embed_tokens", "model.embed"),),
+            norm=_named("output_norm", "hidden", "model.norm"),
+            head=_named("output", "vocab hidden", "lm_head", "model.head"),
+        ),
+        *(
+            _named(
+                f"output_hc_{own}", shape, f"model.hc_head.hc_{own}", f"model.hc_head_{own}", exact=True, floats="F32"
+            )
+            for own, shape in (("fn", "streams all"), ("base", "streams"), ("scale", "one"))
+        ),
+    ),
+)  # fmt: skip
