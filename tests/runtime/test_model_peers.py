@@ -21,15 +21,15 @@ from scripts.peers.reference import hf_model, logits
 from tests.conftest import ROOT, checkpoint_names, shared
 from tests.models.test_logits import COMMON, FEWER, LENGTH, MODELS, random_model, reference_logits
 from tests.models.test_logits import FIELDS as OF_LOGITS
+from tests.support.family_models import ALL_BLOCKS, copy_tokenizer, new_model, randomized
 from tests.support.family_models import MODELS as FAMILIES
-from tests.support.family_models import copy_tokenizer, new_model, randomized
 from tests.support.float_gguf import outline_of, write_gguf
 from tests.support.random_blocks import random_matrix
 
 torch = pytest.importorskip("torch")
 
 WINDOWS, WINDOW = 3, 256
-LEFT_TO_LLAMA_CPP = {"minimax-m3"}
+FIELDS = OF_LOGITS | {"minimax-m3": ALL_BLOCKS}
 LIMITS = {
     "deepseek2-lite": (1e-3, 1e-3, 1e-3), "deepseek3": (1e-6, 1e-6, 1e-5), "glm4-moe-lite": (1e-6, 1e-6, 1e-5),
     "mistral4": (1e-6, 1e-6, 1e-5), "deepseek3.2": (1e-6, 1e-6, 1e-5), "glm5": (1e-6, 1e-6, 1e-5),
@@ -85,10 +85,10 @@ def test_every_variant_of_the_decoder_gives_the_logits_of_transformers(name: str
     assert mean_kl(expected[:8], np.array(single)) < 1e-9
 
 
-@pytest.mark.parametrize("name", sorted({*FAMILIES} - LEFT_TO_LLAMA_CPP))
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_familys_graph_is_that_of_llama_cpp_and_of_transformers(name: str, tmp_path: Path) -> None:
     """The same predictions on floats; on blocks token by token what a prompt gives, and llama.cpp's perplexity."""
-    reference = randomized(new_model(name, **OF_LOGITS.get(name, {})))
+    reference = randomized(new_model(name, **FIELDS.get(name, {})))
     reference.save_pretrained(tmp_path / "model", save_original_format=True)
     copy_tokenizer(tmp_path / "model")
     tokens = np.random.default_rng(1).integers(0, 2048, LENGTH).tolist()
