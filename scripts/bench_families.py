@@ -5,11 +5,11 @@
     python scripts/bench_families.py lfm2 --draft         replies with guessed tokens, compared with those without
 
 Each model has the layers of a published one, fewer of them, with random weights in Q4_K (Q8_0 and MXFP4 where a row is
-no multiple of 256). The peer is the llama.cpp of the tests' xllamacpp wheel, which on x86 is built for AVX2. Ours and
-theirs take turns, one process per turn with one thread, and the times are those that the processor spent on it, so that
-other load on the machine matters little. Every process makes 32 tokens one by one after 8, with our weights all
-repacked, and reads 256 from an empty context. The table shows the medians of the turns, and the median ratio of a turn
-of ours to the following turn of theirs.
+no multiple of 256); mixtures whose layers are large have fewer experts. The peer is the llama.cpp of the tests'
+xllamacpp wheel, which on x86 is built for AVX2. Ours and theirs take turns, one process per turn with one thread, and
+the times are those that the processor spent on it, so that other load on the machine matters little. Every process
+makes 32 tokens one by one after 8, with our weights all repacked, and reads 256 from an empty context. The table shows
+the medians of the turns, and the median ratio of a turn of ours to the following turn of theirs.
 """
 
 import argparse
@@ -99,6 +99,41 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "hidden_size": 3072, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8,
         "head_dim": 128, "ssm_state_size": 128, "mamba_num_heads": 112, "mamba_head_dim": 64, "n_groups": 8,
         "layers_block_type": ["mamba", "mlp", "mamba", "mlp", "attention", "mlp"]}),
+    "deepseek3": ("DeepSeek V3 (8 experts)", "DeepseekV3Config", {
+        "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 8,
+        "num_experts_per_tok": 8, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "num_attention_heads": 128,
+        "num_key_value_heads": 128, "num_hidden_layers": 1, "q_lora_rank": 1536, "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "first_k_dense_replace": 0}),
+    "glm4-moe": ("GLM-4.5 Air (16 experts)", "Glm4MoeConfig", {
+        "hidden_size": 4096, "intermediate_size": 10944, "moe_intermediate_size": 1408, "n_routed_experts": 16,
+        "num_experts_per_tok": 8, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "num_attention_heads": 96,
+        "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 2, "attention_bias": True,
+        "first_k_dense_replace": 1}),
+    "qwen3-next": ("Qwen3-Next 80B (32 experts)", "Qwen3NextConfig", {
+        "hidden_size": 2048, "intermediate_size": 5120, "num_attention_heads": 16, "num_key_value_heads": 2,
+        "head_dim": 256, "num_hidden_layers": 4, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "num_experts": 32, "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}),
+    "apertus": ("Apertus 8B", "ApertusConfig", {
+        "hidden_size": 4096, "intermediate_size": 21504, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "num_hidden_layers": 2}),
+    "llama4": ("Llama 4 Scout (2 experts)", "Llama4TextConfig", {
+        "hidden_size": 5120, "intermediate_size": 8192, "intermediate_size_mlp": 16384, "num_local_experts": 2,
+        "num_experts_per_tok": 1, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128,
+        "num_hidden_layers": 2, "interleave_moe_layer_step": 1}),
+    "minimax-m2": ("MiniMax M2 (16 experts)", "MiniMaxM2Config", {
+        "hidden_size": 3072, "intermediate_size": 1536, "num_local_experts": 16, "num_experts_per_tok": 8,
+        "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128, "rotary_dim": 64,
+        "num_hidden_layers": 2}),
+    "phimoe": ("Phi-3.5-MoE (4 experts)", "PhimoeConfig", {
+        "hidden_size": 4096, "intermediate_size": 6400, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 2, "attention_bias": True,
+        "lm_head_bias": True, "sliding_window": None}),
+    "mistral4": ("Mistral Small 4 (16 experts)", "Mistral4Config", {
+        "hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 2048, "n_routed_experts": 16,
+        "num_experts_per_tok": 4, "n_shared_experts": 1, "num_attention_heads": 32, "num_key_value_heads": 32,
+        "num_hidden_layers": 2, "q_lora_rank": 1024, "kv_lora_rank": 256, "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 64, "v_head_dim": 128, "first_k_dense_replace": 0}),
 }  # fmt: skip
 _KEPT = ("per_layer_model_proj", "attn_k_b", "attn_v_b", "ffn_gate_inp")  # floats in published files
 _DRAWN = 512  # rows of a matrix; the others repeat them

@@ -55,6 +55,7 @@ class Checkpoint:
     reader    the format's reader; None if all tensors are floats
     store     the stored tensors
     merged    the tensors that an adapter has changed, see `merge.merge`: what reads their rows
+    moved     the modules of which it moves zero points alone
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Checkpoint:
                 raise self._unlabelled(info)
         self._lattices: dict[str, Lattice] = {}
         self.merged: dict[str, Callable[[tuple[int, int] | None], np.ndarray]] = {}
+        self.moved: dict[str, Callable[[np.ndarray | None], CodedTensor]] = {}
         self.tensors |= {name: scaled.weight for name, scaled in self._floats.items()}
         self.notes = [*quant.notes, *store.notes, *(self.reader.notes if self.reader else [])]
         if quant.method is not None and not quant.labelled:
@@ -148,6 +150,8 @@ class Checkpoint:
         Raises KeyError for a name that is not in `modules`, BridgeError for damaged data.
         """
         self.modules[name]
+        if name in self.moved:
+            return self.moved[name](rows)
         if name in self._lattices:
             found = self._lattices[name].read(self.store, name, rows)
             assert found is not None  # the whole matrix was checked when it was taken

@@ -8,6 +8,7 @@ adapter_model.safetensors   base_model.model.<module>.lora_A.weight [r, in], .lo
 
 W' = W + scale * B A        scale = alpha / r, or alpha / sqrt(r) with rsLoRA (arXiv:2312.03732)
 DoRA: row j of W' is multiplied by magnitude[j] / |row j|    (arXiv:2402.09353)
+QA-LoRA: A is [r, in / n] and reads the means of n columns times in / n    (arXiv:2309.14717, as PEFT has it)
 """
 
 import math
@@ -33,7 +34,6 @@ _PARTS = re.compile(
 _REFUSED = (
     ("target_parameters", "it changes parameters that are not linear layers"),
     ("layer_replication", "its model has other layers than the base model"),
-    ("use_qalora", "its matrices act on means of groups of columns"),
     ("alora_invocation_tokens", "it is switched on by tokens of the prompt (activated LoRA)"),
     ("trainable_token_indices", "it replaces single rows of the embeddings"),
     ("arrow_config", "it routes between several adapters"),
@@ -46,12 +46,14 @@ class LowRank:
     """A change scale * b a to a matrix [out, in]: a float32 [r, in], b float32 [out, r].
 
     magnitude  DoRA's length of each row, float32 [out]
+    alike      so many consecutive columns of a are the same (QA-LoRA)
     """
 
     a: np.ndarray
     b: np.ndarray
     scale: float
     magnitude: np.ndarray | None = None
+    alike: int = 1
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -196,10 +198,23 @@ def _change(module: str, parts: dict[str, np.ndarray], config: dict[str, Any], r
         )
     if magnitude is None and config.get("use_dora"):
         raise BridgeError(f"{file}: {module} has no lora_magnitude_vector, but use_dora is set; it is incomplete")
+    alike = 1
     if embedded:
         a, b = b.T, a.T
+    elif config.get("use_qalora"):
+        alike = _group_size(config, file)
+        a = np.repeat(a * np.float32(a.shape[1] / alike), alike, axis=1)
     flat = None if magnitude is None else magnitude.reshape(-1)
-    return LowRank(np.ascontiguousarray(a), np.ascontiguousarray(b), alpha / (math.sqrt(rank) if rs else rank), flat)
+    scale = alpha / (math.sqrt(rank) if rs else rank)
+    return LowRank(np.ascontiguousarray(a), np.ascontiguousarray(b), scale, flat, alike)
+
+
+def _group_size(config: dict[str, Any], file: Path) -> int:
+    """The columns whose mean QA-LoRA reads."""
+    size = config.get("qalora_group_size")
+    if not isinstance(size, int) or size < 1:
+        raise BridgeError(f"{file.parent / _CONFIG}: qalora_group_size is {size!r}, must be a positive integer")
+    return size
 
 
 def _by_pattern(patterns: dict[str, Any], module: str, default: float) -> Any:

@@ -1,7 +1,8 @@
 """Merges a PEFT adapter into an opened checkpoint: what it changes is read as floats, W + scale * B A.
 
 Codes have no room for the change, so a module of codes becomes a tensor of floats, its dequantized weights with the
-change. Nothing is kept: rows are computed whenever they are read. Other modules stay as they are.
+change. A change that is the same for all columns of a group (QA-LoRA) moves zero points alone: codes stay. Nothing is
+kept: rows are computed whenever they are read. Other modules stay as they are.
 """
 
 from copy import copy
@@ -12,6 +13,7 @@ import numpy as np
 from bridge.checkpoint import Checkpoint
 from bridge.checkpoint.adapter import Adapter, LowRank
 from bridge.checkpoint.files.store import TensorInfo
+from bridge.checkpoint.grouped import GroupedTensor
 from bridge.errors import BridgeError
 
 
@@ -42,6 +44,33 @@ class MergedTensor:
         return values
 
 
+@dataclass(frozen=True, eq=False)
+class MovedZeros:
+    """A module of `base` whose zero points a change moves: s (q - z) + c = s (q - (z - c / s))."""
+
+    base: Checkpoint
+    name: str
+    change: LowRank
+
+    def read(self, rows: np.ndarray | None) -> GroupedTensor:
+        """The module, or some of its rows."""
+        t = self.base.read_module(self.name, rows)
+        assert isinstance(t, GroupedTensor)  # see `_moves_zeros`
+        b = self.change.b if rows is None else self.change.b[rows]
+        moved = np.float32(self.change.scale) * (b @ self.change.a[:, :: t.group_size])
+        if not t.scales[moved != 0].all():
+            raise BridgeError(f"{self.name}: has a group whose scale is 0, which no zero point moves; merge with PEFT")
+        return replace(t, zeros=t.zeros - np.divide(moved, t.scales, out=np.zeros_like(moved), where=moved != 0))
+
+
+def _moves_zeros(base: Checkpoint, name: str, change: LowRank) -> bool:
+    """Whether a change is the same for all columns of each group of a module's codes."""
+    if name not in base.modules or base.group_order(name) is not None:
+        return False
+    one = base.read_module(name, np.arange(1))
+    return isinstance(one, GroupedTensor) and one.sequential and change.alike % one.group_size == 0
+
+
 def merge(ckpt: Checkpoint, adapter: Adapter) -> None:
     """Let a checkpoint read as its model with an adapter, and note what that costs.
 
@@ -57,7 +86,7 @@ def merge(ckpt: Checkpoint, adapter: Adapter) -> None:
     if ckpt.reader is not None:
         ckpt.reader.folding = False  # the adapter's changes are of the weights as they are stored
     base = copy(ckpt)
-    ckpt.merged = {}  # not the base's
+    ckpt.merged, ckpt.moved = {}, {}  # not the base's
     stored = {f"{name}.weight": module.shape for name, module in base.modules.items()}
     shapes = {**stored, **{name: info.shape for name, info in base.tensors.items()}}
     found = adapter.of(set(shapes))
@@ -72,7 +101,11 @@ def merge(ckpt: Checkpoint, adapter: Adapter) -> None:
             raise refused(name, f"is of shape {list(shape)}, the base checkpoint has {list(shapes[name])}")
         if tied and name.endswith("embed_tokens.weight"):
             raise refused(name, "is also the head of the base model")
-        ckpt.merged[name] = MergedTensor(base, name, saved, change).read
+        own = name.removesuffix(".weight")
+        if change is not None and saved is None and _moves_zeros(base, own, change):
+            ckpt.moved[own] = MovedZeros(base, own, change).read
+        else:
+            ckpt.merged[name] = MergedTensor(base, name, saved, change).read
     ckpt.modules = {name: module for name, module in base.modules.items() if f"{name}.weight" not in ckpt.merged}
     ckpt.tensors = dict(base.tensors)
     for name in ckpt.merged:
@@ -83,7 +116,9 @@ def merge(ckpt: Checkpoint, adapter: Adapter) -> None:
             ckpt.tensors[name] = TensorInfo(name, "F32", module.shape, module.nbytes, module.file)
     ckpt.files = [*base.files, *adapter.files]
     coded = len(base.modules) - len(ckpt.modules)
-    note = f"tensors merged with the adapter {adapter.path.name}: {len(ckpt.merged)}"
+    note = f"tensors merged with the adapter {adapter.path.name}: {len(ckpt.merged) + len(ckpt.moved)}"
+    if ckpt.moved:
+        note += f"; of {len(ckpt.moved)} only zero points move, their codes are carried"
     if coded:
         note += f"; {coded} of them were codes and are requantized, the report has their errors"
     ckpt.notes = [*ckpt.notes, note]

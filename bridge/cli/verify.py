@@ -23,6 +23,10 @@ def add_parser(commands: Any) -> None:
         "model chooses them",
     )  # fmt: skip
     p.add_argument(
+        "--mmproj", type=Path, metavar="FILE",
+        help="the file of the vision tower, which is compared too (default: the one that convert wrote beside it)",
+    )  # fmt: skip
+    p.add_argument(
         "--max-share",
         type=float,
         metavar="X",
@@ -52,6 +56,7 @@ def run(a: argparse.Namespace) -> int:
             config=getattr(a, "config", None),
             template=a.template,
             mtp_text=a.mtp_text,
+            mmproj=a.mmproj,
             progress=bar,
             save_as=a.report,
         )

@@ -12,8 +12,8 @@ from bridge.models.outline import Outline
 
 
 def mmproj_path(gguf: Path) -> Path:
-    """The vision tower's file beside a language model's, with llama.cpp's prefix."""
-    return gguf.with_name(f"mmproj-{gguf.name}")
+    """The vision tower's file beside a language model's or one of its shards, with llama.cpp's prefix."""
+    return gguf.with_name("mmproj-" + re.sub(r"-\d{5}-of-\d{5}(?=\.gguf$)", "", gguf.name))
 
 
 def tower_outline(ckpt: Checkpoint, type: str) -> Outline | None:

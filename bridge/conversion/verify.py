@@ -16,8 +16,10 @@ import gguf
 import numpy as np
 
 from bridge.blocks.read import WRITTEN
+from bridge.checkpoint import Checkpoint
 from bridge.conversion.checkpoint_outline import outline_of
 from bridge.conversion.gguf_checkpoint import open_source
+from bridge.conversion.mmproj import mmproj_path, tower_outline
 from bridge.conversion.part_reader import PartReader
 from bridge.conversion.paths import files_of, with_checkpoint
 from bridge.conversion.report import (
@@ -32,7 +34,7 @@ from bridge.conversion.report import (
 )
 from bridge.encode.limits import FLOAT_LIMIT, REQUANTIZED_LIMIT
 from bridge.errors import BridgeError
-from bridge.gguf_file.reader import StoredTensor, read_gguf
+from bridge.gguf_file.reader import StoredModel, StoredTensor, read_gguf
 from bridge.models.outline import OutlineTensor
 from bridge.runtime.cpu import dequantize
 from bridge.system.files import read_text
@@ -56,6 +58,7 @@ def verify(
     config: str | Path | None = None,
     template: str | Path | None = None,
     mtp_text: str | Path | None = None,
+    mmproj: str | Path | None = None,
     progress: Progress | None = None,
     save_as: Path | None = None,
 ) -> Report:
@@ -63,6 +66,8 @@ def verify(
 
     template  the one that the GGUF was made with, if it was
     mtp_text  a text file on which the layer that predicts a token further (MTP) is tried; a note says how it did
+    mmproj    the file of the vision tower, which is compared too; None: the one that `convert` wrote beside the GGUF,
+              if it is there
     progress  called with the bytes of the checkpoint that are compared, of how many, and the tensor
     save_as   where the caller will save the Report; checked before anything is compared
 
@@ -81,19 +86,24 @@ def verify(
         reader = PartReader(ckpt)
         scales = {f"{t.name.removesuffix('.weight')}.{key}" for t in tensors for key in ("scale", "input_scale")}
         _same_names(str(gguf_path), str(checkpoint), {t.name for t in tensors}, set(file.tensors) - scales)
+        pairs = [(tensor, file) for tensor in tensors]
+        files = list(file.files)
+        if (tower := _tower(ckpt, Path(gguf_path), mmproj)) is not None:
+            pairs += [(tensor, tower[1]) for tensor in tower[0]]
+            files += tower[1].files
         reports = []
-        done, total = 0, sum(reader.nbytes(t) for t in tensors)
+        done, total = 0, sum(reader.nbytes(tensor) for tensor, _ in pairs)
         if progress:
             progress(0, total, "")
-        for tensor in tensors:
-            stored = file.tensors[tensor.name]
-            reports.append(_compare(reader, tensor, _Stored(stored, file.scales_of(stored))))
+        for tensor, own in pairs:
+            stored = own.tensors[tensor.name]
+            reports.append(_compare(reader, tensor, _Stored(stored, own.scales_of(stored))))
             done += reader.nbytes(tensor)
             if progress:
                 progress(done, total, tensor.name)
     notes = [*tried, *(note for t in reports for note in t.notes)]
     seconds = time.perf_counter() - started
-    return Report(str(checkpoint), ckpt.format, file.files, reports, ckpt.nbytes, seconds, notes, home=ckpt.home)
+    return Report(str(checkpoint), ckpt.format, files, reports, ckpt.nbytes, seconds, notes, home=ckpt.home)
 
 
 def failures(report: Report, max_share: float | None = None, max_nmse: float = FLOAT_LIMIT) -> list[str]:
@@ -139,6 +149,21 @@ def _tried_prediction(gguf_path: str | Path, text: Path) -> str:
         f"{text}: the layer that predicts a token further (MTP) guesses {right} of {of} tokens ({percent(right / of)}) "
         "as the model chooses them"
     )
+
+
+def _tower(
+    ckpt: Checkpoint, gguf_path: Path, mmproj: str | Path | None
+) -> tuple[list[OutlineTensor], StoredModel] | None:
+    """The tensors of the vision tower and the file that holds them; None where there is no such file."""
+    path = Path(mmproj) if mmproj is not None else mmproj_path(gguf_path)
+    if mmproj is None and not path.exists():
+        return None
+    outline = tower_outline(ckpt, "F16")  # names and shapes are those of all types
+    if outline is None:
+        raise BridgeError(f"{path}: is a vision tower's, and {ckpt.path} has none that is known")
+    file = read_gguf(path)
+    _same_names(str(path), str(ckpt.path), {tensor.name for tensor in outline.tensors}, set(file.tensors))
+    return outline.tensors, file
 
 
 def _same_names(path: str, checkpoint: str, expected: set[str], stored: set[str]) -> None:
@@ -251,8 +276,9 @@ def _float_pairs(reader: PartReader, tensor: OutlineTensor, stored: _Stored) -> 
         return
     for part in tensor.parts:
         for x in reader.floats(part):
-            yield x, stored.values(start, start + len(x))
-            start += len(x)
+            rows = x.reshape(-1, x.shape[-1])  # those of filters too
+            yield rows, stored.values(start, start + len(rows))
+            start += len(rows)
 
 
 def _sums(pairs: Iterator[tuple[np.ndarray, np.ndarray]]) -> tuple[float, float]:

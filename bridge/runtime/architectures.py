@@ -18,7 +18,7 @@ class Graph:
     parallel         the network reads what attention read
     gated            the network has a gate
     gelu             gelu (its tanh form) in place of silu
-    clamped          gpt-oss's form of silu and of what it multiplies, see cpu/expert_ops.py
+    clamped          gpt-oss's form of silu and of what it multiplies, see cpu/decoder_ops.py
     scaled           embeddings are multiplied by the root of their width
     alone            each layer is attention, or what takes its place, or a network: not both
     side_by_side     layers with a state have attention as well, which reads the same; what both make is added
@@ -82,7 +82,7 @@ ARCHITECTURES = {
     "seed_oss": Graph(late_norm=True),
     "ernie4_5": Graph(neighbours=True), "ernie4_5-moe": Graph(neighbours=True), "granitemoe": Graph(neighbours=True),
     "hunyuan-dense": Graph(normed=True, norms_rotated=True), "hunyuan-moe": Graph(normed=True, norms_rotated=True),
-    "minimax-m2": Graph(normed=True),
+    "minimax-m2": Graph(normed=True), "minimax-m3": Graph(normed=True, clamped=True),
     "llama4": Graph(
         neighbours=True, norms_rotated=True, unit_norms=True, unrotated_every=4, full_every=4, chunked=True,
         one_rotation=True,

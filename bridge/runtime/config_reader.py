@@ -22,7 +22,7 @@ _WINDOWS = {"gemma2": 4096, "exaone4": 4096, "llama4": 8192}  # if no key says s
 _LATENT = {"deepseek2", "deepseek32", "glm-dsa", "mistral4"}
 _UNSCALED = {"gemma3n", "gemma4"}  # scores
 # the shared expert is so many times as wide
-_COUNT_SHARED = {"glm4moe": 0, "deepseek2": 0, "deepseek32": 0, "glm-dsa": 0, "mistral4": 0, "llama4": 1}
+_COUNT_SHARED = {**dict.fromkeys((*_LATENT, "glm4moe", "minimax-m3"), 0), "llama4": 1}
 # weights of the experts used do not sum to one, if no key says so
 _UNNORMALIZED = {*_LATENT, "qwen2moe", "glm4moe", "llama4", "nemotron_h_moe", "jamba"}
 _SIGMOID = {"deepseek32", "glm-dsa", "glm4moe", "minimax-m2", "nemotron_h_moe", "llama4"}  # routers, if no key says so
@@ -106,6 +106,7 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
     caps_logits = arch == "gemma2" or (graph.scaled and f"{arch}.final_logit_softcapping" in metadata)
     context, indexer = get("context_length", int), f"{arch}.attention.indexer.top_k"
     chosen = get("attention.indexer.top_k", int) if indexer in metadata else 0
+    chosen *= get("attention.indexer.block_size", int, 1)  # MiniMax M3's chooses blocks
     expert_inner = get("expert_feed_forward_length", int, inner) if experts else 0
     leading, shared_inner = int(metadata.get(f"{arch}.leading_dense_block_count", 0)), 0
     if experts and (arch == "qwen2moe" or f"{arch}.expert_shared_feed_forward_length" in metadata):

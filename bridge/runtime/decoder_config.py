@@ -166,7 +166,7 @@ class DecoderConfig:
 
     @property
     def activation(self) -> str:
-        """What networks bend values by: silu, gelu, relu2 or, of experts alone, clamped."""
+        """What networks bend values by: silu, gelu, relu2 or clamped."""
         return "clamped" if self.graph.clamped else "gelu" if self.graph.gelu else "relu2" if self.relu2 else "silu"
 
     def windowed(self, layer: int) -> bool:

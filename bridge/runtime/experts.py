@@ -138,9 +138,10 @@ def _relu2(gate: np.ndarray, _: None) -> np.ndarray:
 
 
 def _clamped(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    """The twin of expert_ops.py's."""
-    x = np.minimum(gate, expert_ops.LIMIT)
-    return x * _sigmoid(expert_ops.SLOPE * x) * (np.clip(up, -expert_ops.LIMIT, expert_ops.LIMIT) + np.float32(1))
+    """The twin of decoder_ops.py's `clamp`."""
+    limit, slope = decoder_ops.LIMIT, decoder_ops.SLOPE
+    x = np.minimum(gate, limit)
+    return x * _sigmoid(slope * x) * (np.clip(up, -limit, limit) + np.float32(1))
 
 
 def _sigmoid(x: np.ndarray) -> np.ndarray:

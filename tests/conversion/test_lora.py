@@ -147,6 +147,17 @@ def test_a_matrix_that_was_trained_whole_is_a_change_of_full_rank(tmp_path: Path
     np.testing.assert_allclose(own + alpha / len(a) * (b @ a), new, atol=1e-5)
 
 
+def test_qa_lora_reads_means_of_groups_of_columns(tmp_path: Path) -> None:
+    """As PEFT computes it: the means times their number."""
+    tensors = low_rank({Q: (256, 4)})
+    found, alpha = converted(tmp_path, tensors, use_qalora=True, qalora_group_size=64)
+    x = np.random.default_rng(0).normal(size=256).astype(np.float32)
+    a, b = found["blk.0.attn_q.weight.lora_a"], found["blk.0.attn_q.weight.lora_b"]
+    read = 4 * x.reshape(4, 64).mean(1)
+    expected = 8 / 4 * tensors[f"{Q}.lora_B.weight"] @ (tensors[f"{Q}.lora_A.weight"] @ read)
+    np.testing.assert_allclose(alpha / 4 * b @ (a @ x), expected, rtol=1e-4, atol=1e-5)
+
+
 EMBEDDINGS = "model.embed_tokens"
 REFUSED: dict[str, tuple[Arrays, dict[str, object], str]] = {
     "the shape of another base": (low_rank({Q: (256, 128)}), {}, r"q_proj is a change of shape \[256, 128\], .*has"),
@@ -173,7 +184,7 @@ REFUSED: dict[str, tuple[Arrays, dict[str, object], str]] = {
     "a pattern that is none": (low_rank(SHAPES), {"alpha_pattern": {"(": 1}}, "is not a pattern"),
     "patterns that are a list": (low_rank(SHAPES), {"rank_pattern": [1]}, "must map patterns"),
     "a changed base": (low_rank(SHAPES), {"init_lora_weights": "pissa"}, "it changed the base model's weights too"),
-    "QA-LoRA": (low_rank(SHAPES), {"use_qalora": True}, "means of groups"),
+    "QA-LoRA without its groups": (low_rank(SHAPES), {"use_qalora": True}, "qalora_group_size is None, must be"),
     "an unknown tensor": ({f"{Q}.lora_C.weight": np.ones(4, np.float32)}, {}, "not a tensor of a LoRA"),
     "NaN": ({f"{Q}.weight": np.full((256, 256), np.nan, np.float32)}, {}, "NaN"),
 }  # fmt: skip

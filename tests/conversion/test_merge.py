@@ -90,6 +90,24 @@ def test_dora_changes_the_length_of_rows(tmp_path: Path) -> None:
     np.testing.assert_allclose(tensors_of(tmp_path / "out.gguf")["blk.1.ffn_gate.weight"], expected, atol=1e-5)
 
 
+def test_qa_lora_moves_zero_points_and_keeps_codes(tmp_path: Path) -> None:
+    """A change that is the same for all columns of a group of 128 needs no new codes; others do."""
+    tensors = low_rank({Q: (256, 2), GATE: (len(own(GATE)), 2)})
+    before = bridge.convert(CHECKPOINT, tmp_path / "base.gguf")
+    for size, outcome in ((128, "codes carried"), (64, "from float")):
+        stored = {n: np.repeat(t, 128 // size, 1) if "lora_A" in n else t for n, t in tensors.items()}
+        adapter = write_adapter(tmp_path / f"{size}", stored, use_qalora=True, qalora_group_size=size)
+        report = bridge.convert(CHECKPOINT, tmp_path / f"{size}.gguf", merge=adapter)
+        touched = {t.name: t for t in report.tensors if t.name in ("blk.0.attn_q.weight", "blk.1.ffn_gate.weight")}
+        assert {t.outcome for t in touched.values()} == {outcome}
+        assert any("of 2 only zero points move" in note for note in report.notes) == (size == 128)
+        read = np.repeat(stored[f"{Q}.lora_A.weight"], size, 1) * (256 / size / size)
+        expected = own(Q) + 2 * stored[f"{Q}.lora_B.weight"] @ read
+        found = tensors_of(tmp_path / f"{size}.gguf")["blk.0.attn_q.weight"]
+        assert np.square(found - expected).sum() < 1e-4 * np.square(expected).sum()
+    assert {t.type for t in before.tensors if t.name in touched} == {"Q4_K"}
+
+
 REFUSED = {
     "another shape": (low_rank({Q: (256, 128)}), {}, r"q_proj\.weight is of shape \[256, 128\], the base checkpoint"),
     "a layer that is missing": (low_rank({"model.layers.9.self_attn.q_proj": (256, 256)}), {}, "changes model.layers"),

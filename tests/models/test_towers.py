@@ -21,6 +21,7 @@ from bridge.cli import main
 from bridge.conversion.converter import plan_checkpoint
 from bridge.errors import BridgeError
 from bridge.models.towers import ALL
+from tests.conftest import CHECKPOINT
 from tests.support.encode import write_gptq
 from tests.support.family_models import randomized
 from tests.support.make_families import plain, values_of
@@ -200,6 +201,30 @@ def test_a_plan_holds_the_towers_type_and_the_first_shard_writes_it(tmp_path: Pa
         assert (tmp_path / "mmproj-m.gguf").exists() == (shard == (1, 2))
     _, tensors = contents(tmp_path / "mmproj-m.gguf")
     assert tensors["v.blk.0.ffn_up.weight"][1] == "Q8_0"
+
+
+def test_verify_compares_the_tower_that_lies_beside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside a model of several shards too, and a file that is named."""
+    folder = write_checkpoint(golden_of("gemma3"), tmp_path / "gemma3")
+    bridge.convert(folder, tmp_path / "m.gguf", split_max_size=100_000, mmproj_type="Q8_0")
+    first = next(tmp_path.glob("m-00001-*.gguf"))
+    names = {t.name for t in bridge.verify(first, folder).tensors}
+    assert {"blk.0.attn_q.weight", "v.blk.0.attn_q.weight"} <= names
+    tower = (tmp_path / "mmproj-m.gguf").rename(tmp_path / "moved.gguf")
+    assert "v.blk.0.attn_q.weight" not in {t.name for t in bridge.verify(first, folder).tensors}
+    damaged = next(t for t in gguf.GGUFReader(tower).tensors if t.name == "v.blk.0.ffn_up.weight")
+    with tower.open("r+b") as file:
+        file.seek(int(damaged.data_offset))
+        file.write(bytes(200))
+    assert main(["verify", str(first), str(folder), "--mmproj", str(tower)]) == 1
+    assert "FAILED v.blk.0.ffn_up.weight" in capsys.readouterr().out
+    with pytest.raises(BridgeError, match=r"moved.gguf: is a vision tower's, and .* has none that is known"):
+        bridge.verify(converted_text(tmp_path), CHECKPOINT, mmproj=tower)
+
+
+def converted_text(folder: Path) -> Path:
+    bridge.convert(CHECKPOINT, folder / "text.gguf")
+    return folder / "text.gguf"
 
 
 def test_every_tower_has_a_golden() -> None:

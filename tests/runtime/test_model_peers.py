@@ -19,17 +19,18 @@ from scripts.peers.llama_cpp import LlamaCpp
 from scripts.peers.predictions import log_softmax, mean_kl
 from scripts.peers.reference import hf_model, logits
 from tests.conftest import ROOT, checkpoint_names, shared
-from tests.models.test_logits import COMMON, OWN_LENGTH, LENGTH, MODELS, random_model, reference_logits
+from tests.models.test_logits import COMMON, LENGTH, MODELS, OWN_LENGTH, random_model, reference_logits
 from tests.models.test_logits import FIELDS as OF_LOGITS
+from tests.support.family_models import ALL_BLOCKS, copy_tokenizer, new_model, randomized
 from tests.support.family_models import MODELS as FAMILIES
-from tests.support.family_models import copy_tokenizer, new_model, randomized
 from tests.support.float_gguf import outline_of, write_gguf
 from tests.support.random_blocks import random_matrix
 
 torch = pytest.importorskip("torch")
 
 WINDOWS, WINDOW = 3, 256
-LEFT_TO_LLAMA_CPP = {"minimax-m3", "deepseek4"}
+LEFT_TO_LLAMA_CPP = {"deepseek4"}
+FIELDS = OF_LOGITS | {"minimax-m3": ALL_BLOCKS}
 LIMITS = {
     "deepseek2-lite": (1e-3, 1e-3, 1e-3), "deepseek3": (1e-6, 1e-6, 1e-5), "glm4-moe-lite": (1e-6, 1e-6, 1e-5),
     "mistral4": (1e-6, 1e-6, 1e-5), "deepseek3.2": (1e-6, 1e-6, 1e-5), "glm5": (1e-6, 1e-6, 1e-5),
@@ -88,7 +89,7 @@ def test_every_variant_of_the_decoder_gives_the_logits_of_transformers(name: str
 @pytest.mark.parametrize("name", sorted({*FAMILIES} - LEFT_TO_LLAMA_CPP))
 def test_a_familys_graph_is_that_of_llama_cpp_and_of_transformers(name: str, tmp_path: Path) -> None:
     """The same predictions on floats; on blocks token by token what a prompt gives, and llama.cpp's perplexity."""
-    reference = randomized(new_model(name, **OF_LOGITS.get(name, {})))
+    reference = randomized(new_model(name, **FIELDS.get(name, {})))
     reference.save_pretrained(tmp_path / "model", save_original_format=True)
     copy_tokenizer(tmp_path / "model")
     tokens = np.random.default_rng(1).integers(0, 2048, LENGTH).tolist()

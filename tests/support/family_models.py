@@ -200,6 +200,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_experts_per_tok": 2, "sliding_window": 32, "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0,
             "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0}}),
 }  # fmt: skip
+# a MiniMax M3 that attends to all of 96 tokens, as it does where an indexer chooses no fewer
+ALL_BLOCKS = {"text_config": MODELS["minimax-m3"][1]["text_config"] | {"index_topk_blocks": 3}}
 # what transformers names otherwise than the published config.json
 PUBLISHED_AS: dict[str, dict[str, str]] = {
     "phimoe": {"PhimoeForCausalLM": "PhiMoEForCausalLM"},

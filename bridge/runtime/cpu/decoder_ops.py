@@ -13,6 +13,8 @@ from bridge.runtime.cpu import rowmajor
 from bridge.system.jit import inner
 from bridge.system.memory import array_at, c_function, floats
 
+LIMIT, SLOPE = np.float32(7.0), np.float32(1.702)  # of gpt-oss's gate
+
 unpack: Any = None  # set by `look_up_function`
 
 
@@ -148,6 +150,22 @@ def _relu2(x, _0, inner, _1, _2, _3, _4, first, last):
             g[i] = positive * positive
 
 
+def _clamped(gate, up, inner, _0, _1, _2, _3, first, last):
+    """gate = `clamp` of gate and up in place."""
+    for t in range(first, last):
+        g = floats(gate + 4 * inner * t, inner)
+        u = floats(up + 4 * inner * t, inner)
+        for i in range(inner):
+            g[i] = clamp(g[i], u[i])
+
+
+@inner
+def clamp(gate, up):
+    """min(gate, 7) sigmoid(1.702 min(gate, 7)) (clip(up, -7, 7) + 1), of gpt-oss."""
+    x = min(gate, LIMIT)
+    return x * (min(max(up, -LIMIT), LIMIT) + np.float32(1.0)) / (np.float32(1.0) + exp(-SLOPE * x))
+
+
 def _xielu(x, inner, alpha_n, alpha_p, beta, eps, _0, first, last):
     """x = alpha_p x^2 + beta x in place, or alpha_n (e^min(x, eps) - 1 - x) + beta x where x is not above 0.
 
@@ -235,7 +253,7 @@ def function(name: str) -> Any:
     """One of the functions named below as a numba CFunc, whose `.address` is callable."""
     functions = {
         "norm": _norm, "layer_norm": _layer_norm, "swiglu": _swiglu, "geglu": _geglu, "gelu": _gelu,
-        "reglu2": _reglu2, "relu2": _relu2, "xielu": _xielu, "sparsify": _sparsify,
+        "reglu2": _reglu2, "relu2": _relu2, "clamped": _clamped, "xielu": _xielu, "sparsify": _sparsify,
         "scale": _scale, "add": _add, "add_rows": _add_rows,
         "split_gate": _split_gate, "gate_heads": _gate_heads,
     }  # fmt: skip
@@ -243,8 +261,8 @@ def function(name: str) -> Any:
 
 
 def activation(name: str, gated: bool) -> Any:
-    """The CFunc (x, factors, width) of silu, gelu or relu2; where it is not gated there are no factors."""
-    return function({"silu": "swiglu", "gelu": "geglu", "relu2": "reglu2"}[name] if gated else name)
+    """The CFunc (x, factors, width) of silu, gelu, relu2 or clamped; where it is not gated there are no factors."""
+    return function({"silu": "swiglu", "gelu": "geglu", "relu2": "reglu2"}.get(name, name) if gated else name)
 
 
 @cache

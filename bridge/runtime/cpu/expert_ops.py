@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from bridge.runtime.cpu.decoder_ops import exp
+from bridge.runtime.cpu.decoder_ops import clamp, exp
 from bridge.runtime.cpu.program import FIELDS
 from bridge.system.jit import inner
 from bridge.system.memory import array_at, c_function, floats
@@ -14,8 +14,6 @@ from bridge.system.memory import array_at, c_function, floats
 (LOGITS, CHOSEN, WEIGHTS, FIRST, SECOND, TABLE, FACTORS, ROUTER_BIAS, CHOICE_BIAS, GATE_BIAS, UP_BIAS, DOWN_BIAS,
  EXPERTS, USED, SIGMOID, NORMALIZED, GROUPS, GROUPS_USED, SCALE, MIXER, PRODUCTS, BEFORE,
  WORDS) = range(23)  # fmt: skip
-
-LIMIT, SLOPE = np.float32(7.0), np.float32(1.702)  # of gpt-oss's gate
 
 
 def _choose(block, _0, _1, _2, _3, _4, _5, first, last):
@@ -161,15 +159,13 @@ def _relu2(block, gate, up, inner, _0, _1, _2, first, last):
 
 
 def _clamped(block, gate, up, inner, _0, _1, _2, first, last):
-    """gate = min(gate, 7) sigmoid(1.702 min(gate, 7)) (clip(up, -7, 7) + 1), gpt-oss's; otherwise as `_gated`."""
+    """gate = `clamp` of gate and up, otherwise as `_gated`."""
     for j in range(first, last):
         _bias_row(block, j, gate, up, inner)
         g = floats(gate + 4 * inner * j, inner)
         u = floats(up + 4 * inner * j, inner)
         for i in range(inner):
-            x = min(g[i], LIMIT)
-            y = min(max(u[i], -LIMIT), LIMIT) + np.float32(1.0)
-            g[i] = x * y / (np.float32(1.0) + exp(-SLOPE * x))
+            g[i] = clamp(g[i], u[i])
 
 
 @inner
