@@ -33,7 +33,7 @@ from bridge.system.files import files_below, read_json, write_text
 from bridge.system.folder_locks import lock_shared, remove_if_unlocked
 from bridge.system.progress import Progress
 from bridge.system.row_threads import thread_limit
-from bridge.system.text import percent, size_text, tell
+from bridge.system.text import compile_text, percent, size_text, tell
 
 try:
     import fcntl
@@ -106,7 +106,8 @@ def _convert(home: Path, path: Path, config: str | Path | None, progress: Progre
     report = convert(home, path, config=config, progress=progress, force=True, mmproj_type="none")
     total = report.total()
     kept = f"{percent(total.kept / total.weights, 4)} of its codes kept, " if total else ""
-    tell(f"{kept}{size_text(report.output_bytes)} in {report.seconds:.1f} s")
+    took = f"{report.seconds - report.compile_seconds:.1f} s{compile_text(report.compile_seconds)}"
+    tell(f"{kept}{size_text(report.output_bytes)} in {took}")
 
 
 def _files(home: Path, config: Path | None) -> dict[str, Path]:

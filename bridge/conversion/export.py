@@ -11,7 +11,6 @@ to be, and all is written again if they are not.
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -43,10 +42,11 @@ from bridge.encode.block_words import Room
 from bridge.errors import BridgeError, parameter
 from bridge.gguf_file.reader import StoredModel, read_gguf
 from bridge.quantize.checkpoint_writer import CheckpointWriter
+from bridge.system import compiling
 from bridge.system.files import expanded
 from bridge.system.options import checked
 from bridge.system.progress import Progress
-from bridge.system.text import align, percent, size_text
+from bridge.system.text import align, compile_text, percent, size_text
 
 FORMATS = ("floats", "gptq", "gptq_v2", "gptq_p", "awq", "compressed-tensors", "mlx", "hqq", "modelopt")
 DTYPES = ("F16", "BF16", "F32")
@@ -75,7 +75,7 @@ class ExportedTensor:
 
 @dataclass
 class Exported:
-    """A report. `seconds` is all of the time that it took, `nbytes` the size of the new tensors."""
+    """A report. `seconds` leaves out the `compile_seconds` of kernels, `nbytes` is the size of the new tensors."""
 
     out: Path
     format: str
@@ -83,6 +83,7 @@ class Exported:
     nbytes: int
     seconds: float
     notes: list[str] = field(default_factory=list)
+    compile_seconds: float = 0.0
 
     def summary(self) -> str:
         """A row for each type and what became of it."""
@@ -99,7 +100,8 @@ class Exported:
             rows.append((str(len(members)), str(type), form, str(how), error, percent(max(shares)) if shares else ""))
         lines = align(rows, (False, True, True, True, False, False))
         lines += [f"note: {note}" for note in self.notes]
-        return "\n".join([*lines, f"{size_text(self.nbytes)} in {self.seconds:.1f} s", f"wrote {self.out}"])
+        took = f"{self.seconds:.1f} s{compile_text(self.compile_seconds)}"
+        return "\n".join([*lines, f"{size_text(self.nbytes)} in {took}", f"wrote {self.out}"])
 
 
 @checked
@@ -138,7 +140,7 @@ def export(
     transformers does not convert, a tensor that cannot be separated from others again, and a value that the dtype
     cannot hold.
     """
-    started = time.perf_counter()
+    started, compiled = compiling.clock(), compiling.seconds()
     if format not in FORMATS:
         raise BridgeError(f"unknown {parameter('format', format)}: choose {', '.join(FORMATS)}")
     if bits is not None and bits not in BITS.get(format, ()):
@@ -162,7 +164,7 @@ def export(
             done = _write(*request, first_rows_tell=True)
         except NotPlain:
             done = _write(*request, first_rows_tell=False)
-    done.seconds = time.perf_counter() - started
+    done.seconds, done.compile_seconds = compiling.clock() - started, compiling.seconds() - compiled
     return done
 
 
@@ -176,7 +178,7 @@ def _write(
     progress: Progress | None,
     first_rows_tell: bool,
 ) -> Exported:
-    """Write the folder; `seconds` is left to the caller. Raises NotPlain if first rows do not tell what others are."""
+    """Write the folder; the times are left to the caller. Raises NotPlain if first rows do not tell what others are."""
     check_folder(source, path, force, gguf.files)
     reports: dict[str, ExportedTensor] = {}
     forms: dict[str, Form] = {}

@@ -15,7 +15,7 @@ from bridge.encode.limits import FLOAT_LIMIT, REQUANTIZED_LIMIT
 from bridge.errors import BridgeError, parameter
 from bridge.system.files import write_text
 from bridge.system.outputs import NOTHING, Taken, check_outputs
-from bridge.system.text import align, percent, size_text, summarise_notes
+from bridge.system.text import align, compile_text, percent, size_text, summarise_notes
 
 if TYPE_CHECKING:
     from bridge.encode.carry import Fidelity
@@ -238,8 +238,7 @@ class Report:
         if done == _WROTE:
             seconds = max(self.seconds - self.compile_seconds, 1e-9)
             sizes += f" in {seconds:.1f} s ({size_text(size_in / seconds)}/s)"
-            if self.compile_seconds >= 0.5:
-                sizes += f", and {self.compile_seconds:.1f} s to compile kernels, once on this machine"
+            sizes += compile_text(self.compile_seconds)
         lines.append(sizes)
         lines += [f"{done} {path}" for path in self.outputs]
         return lines

@@ -59,6 +59,11 @@ def size_text(n: float) -> str:
     return f"{n / 1e9:.2f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"
 
 
+def compile_text(seconds: float) -> str:
+    """What follows a time that leaves out these seconds, which compiling kernels took; nothing where they are few."""
+    return f", and {seconds:.1f} s to compile kernels, once on this machine" if seconds >= 0.5 else ""
+
+
 def duration_text(seconds: float) -> str:
     """Seconds, minutes or hours, as exact as an estimate is: "40 s", "12 min", "3 h", "1.5 h"."""
     if seconds < 90:
