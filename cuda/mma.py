@@ -37,7 +37,7 @@ the L1 cache for the next steps.
 """
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,6 +50,7 @@ from bridge.cuda.intrinsics import (
     copies_end,
     copies_wait,
     copy_16,
+    device_function,
     mad,
     mma_bf16,
     mma_f16,
@@ -74,6 +75,7 @@ from bridge.errors import BridgeError
 TILES = WARPS = 0
 ORDER = (0, 2, 1, 3)
 RAGGED = PARTIAL = SCALED = BIAS = ACCUMULATE = NUMBERED = False
+put: Any = None
 load: Any = None
 decode: Any = None
 line: Any = None
@@ -145,7 +147,7 @@ def _product(weights, room_16, x, scale, y, bias, rows, units, tokens, per):
     for r in unroll(2):
         held[r] = load(weights, room_16, min(mad(end, 8 * r, at), last))
         ahead[r] = held[r]
-    place = or_(mad(g, 16, t), shl(bits(g, 0, 1), 2))
+    x_at = or_(mad(g, 16, t), shl(bits(g, 0, 1), 2))
     buffer = int32(0)
     free = int32(2 * TILES * 128)
     codes = registers()
@@ -180,7 +182,7 @@ def _product(weights, room_16, x, scale, y, bias, rows, units, tokens, per):
                     quad = lifted[2 * ORDER[j] + i](codes[r], lines[r])
                     a[i, r] = pack(quad[0], quad[1])
                     a[i, 2 + r] = pack(quad[2], quad[3])
-            here = mad(xor(place, 4 * ORDER[j]), 1, buffer)
+            here = mad(xor(x_at, 4 * ORDER[j]), 1, buffer)
             for m in unroll(TILES):
                 b = shared_16_further(tile, here, 128 * m)
                 total[m] = mma(total[m], a[0, 0], a[0, 1], a[0, 2], a[0, 3], b[0], b[1])
@@ -195,17 +197,19 @@ def _product(weights, room_16, x, scale, y, bias, rows, units, tokens, per):
             row = mad(first, 1, 8 * (k // 2))
             token = mad(t, 2, 8 * m + k % 2)
             if row < int32(rows) and token < int32(tokens):
-                value = total[m][k]
-                if SCALED:
-                    value *= scale[token]
-                if BIAS:
-                    value += bias[row]
-                at = token
-                if PARTIAL:
-                    at = mad(part, int32(tokens), token)
-                if ACCUMULATE:
-                    value += y[at, row]
-                y[at, row] = value
+                at = mad(part, int32(tokens), token) if PARTIAL else token
+                put(y, at, row, total[m][k], bias, scale, token)
+
+
+def _put(y, at, row, value, bias, scale, token):
+    """Store the sum of a row and a token in y[at, row], after the epilogue."""
+    if SCALED:
+        value *= scale[token]
+    if BIAS:
+        value += bias[row]
+    if ACCUMULATE:
+        value += y[at, row]
+    y[at, row] = value
 
 
 def _combine(part, scale, bias, y, rows, tokens, parts):
@@ -216,13 +220,7 @@ def _combine(part, scale, bias, y, rows, tokens, parts):
         value = part[token, row]
         for p in range(1, parts):
             value += part[mad(int32(p), int32(tokens), token), row]
-        if SCALED:
-            value *= scale[token]
-        if BIAS:
-            value += bias[row]
-        if ACCUMULATE:
-            value += y[token, row]
-        y[token, row] = value
+        put(y, token, row, value, bias, scale, token)
 
 
 def takes(matrix: DeviceMatrix | FloatMatrix, n: int) -> bool:
@@ -270,7 +268,7 @@ def kernel(type: str, kind: str, tiles: int, warps: int, ragged: bool, epilogue:
     formulas = functions(type)
     expanded = expand(
         _product, f"mma_{type}_{kind}_{tiles}_{warps}{'_ragged' * ragged}{epilogue and '_'}{epilogue}",
-        TILES=tiles, WARPS=warps, RAGGED=ragged, **_epilogue(epilogue), load=formulas.load_rows,
+        TILES=tiles, WARPS=warps, RAGGED=ragged, **epilogue_of(epilogue), load=formulas.load_rows,
         NUMBERED=formulas.decode is not None, decode=formulas.decode, line=formulas.line_exact,
         lifted=formulas.lifted_exact, mma=mma_f16 if kind == "f16" else mma_bf16,
         pack=pack_f16 if kind == "f16" else pack_bf16,
@@ -285,12 +283,15 @@ def combiner(epilogue: str) -> Any:
     """The kernel that adds up parts; `epilogue` names "scaled", "bias" and "accumulate"."""
     from bridge.cuda.launch import Kernel
 
-    expanded = expand(_combine, epilogue or "plain", **_epilogue(epilogue))
+    expanded = expand(_combine, epilogue or "plain", **epilogue_of(epilogue))
     return Kernel(expanded, "void(float32[:,::1], float32[::1], float32[::1], float32[:,::1], int64, int64, int64)")
 
 
-def _epilogue(names: str) -> dict[str, bool]:
-    return {name.upper(): name in names for name in ("partial", "scaled", "bias", "accumulate")}
+@cache
+def epilogue_of(names: str, without: tuple[str, ...] = ()) -> dict[str, Any]:
+    """What a kernel's end needs by these names: constants, and `put`, without some of its parameters."""
+    given = {name.upper(): name in names for name in ("partial", "scaled", "bias", "accumulate")}
+    return given | {"put": device_function(expand(_put, names or "plain", without, **given))}
 
 
 def launch(

@@ -77,7 +77,7 @@ from bridge.cuda.intrinsics import (
 )
 from bridge.cuda.matrix import DeviceMatrix
 from bridge.cuda.mma import TOKENS as _MMA_TOKENS
-from bridge.cuda.mma import MMAShape, choose_shape, launch_parts
+from bridge.cuda.mma import MMAShape, choose_shape, epilogue_of, launch_parts
 from bridge.cuda.superblock import functions
 from bridge.cuda.token_records import CHUNK, TILE, TokenRecords
 from bridge.cuda.unroll import expand, registers, unroll
@@ -88,7 +88,8 @@ from bridge.errors import BridgeError
 
 # set per kernel by `expand`
 TILES = WARPS = AREA = 0
-WIDE = MINS = LESS = FOLDED = PARTIAL = BIAS = ACCUMULATE = False
+WIDE = MINS = LESS = FOLDED = PARTIAL = False
+put: Any = None
 load: Any = None
 unpack: Any = None
 signed: Any = ()
@@ -134,11 +135,11 @@ def _product(weights, room_16, x, y, bias, rows, units, tokens, steps, per):
             total[m, k] = float32(0)
     tile = cuda.shared.array(2 * TILES * _PIECES, np.complex128)  # 16 bytes each
     area = cuda.shared.array(WARPS * AREA, np.complex128)
-    own = mad(warp, AREA, 0)
-    put_at = mad(t, _UNIT, mad(g, 4, own))
-    factors_at = mad(lane, 1, mad(own, 1, 4 * _UNIT))
-    place = mad(own, 1, lane)
-    pair = mad(g, 4, mad(own, 1, 4 * _UNIT))
+    area_at = mad(warp, AREA, 0)
+    put_at = mad(t, _UNIT, mad(g, 4, area_at))
+    factors_at = mad(lane, 1, mad(area_at, 1, 4 * _UNIT))
+    words_at = mad(area_at, 1, lane)
+    pair = mad(g, 4, mad(area_at, 1, 4 * _UNIT))
     thread = mad(warp, 32, lane)
     source = mad(mad(block_x(), int32(steps), step), TILES * _PIECES, thread)
     for k in unroll((TILES * _PIECES + 32 * WARPS - 1) // (32 * WARPS)):
@@ -196,7 +197,7 @@ def _product(weights, room_16, x, y, bias, rows, units, tokens, steps, per):
             own_factors = shared_16_further(area, pair, u)
             d0 = bits_float(own_factors[0])
             d1 = bits_float(own_factors[2])
-            a = shared_16_further(area, place, _UNIT * u)
+            a = shared_16_further(area, words_at, _UNIT * u)
             if FOLDED:
                 mins = shared_16_further(area, pair, 32 + u)
             if not WIDE:
@@ -236,15 +237,8 @@ def _product(weights, room_16, x, y, bias, rows, units, tokens, steps, per):
             row = mad(first, 1, 8 * (k // 2))
             token = mad(block_x(), 8 * TILES, mad(t, 2, 8 * m + k % 2))
             if row < int32(rows) and token < int32(tokens):
-                value = total[m, k]
-                if BIAS:
-                    value += bias[row]
-                at = token
-                if PARTIAL:
-                    at = mad(part, int32(tokens), token)
-                if ACCUMULATE:
-                    value += y[at, row]
-                y[at, row] = value
+                at = mad(part, int32(tokens), token) if PARTIAL else token
+                put(y, at, row, total[m, k], bias)
 
 
 @recipe
@@ -256,7 +250,7 @@ def kernel(type: str, tiles: int, warps: int, epilogue: str) -> Any:
     from bridge.cuda.launch import Kernel
 
     formulas, block = functions(type), WRITTEN[type]
-    given = {name.upper(): name in epilogue for name in ("partial", "bias", "accumulate")}
+    given = epilogue_of(epilogue, without=("scale", "token"))
     folded = type in _FOLDED
     expanded = expand(
         _product, f"int8_{type}_{tiles}_{warps}{epilogue and '_'}{epilogue}", TILES=tiles, WARPS=warps, **given,

@@ -168,6 +168,14 @@ def test_what_is_no_model_or_of_another_is_refused(path: Path, tmp_path: Path) -
 # on a GPU
 
 
+@pytest.mark.skipif(not hasattr(torch.Tag, "cudagraph_unsafe"), reason="this torch captures whatever it compiles")
+def test_layers_of_experts_are_not_captured_and_linears_are() -> None:
+    """The host reads which experts were chosen, which a capture refuses."""
+    own = torch.ops.gguf_bridge
+    unsafe = [torch.Tag.cudagraph_unsafe in op.default.tags for op in (own.experts, own.product, own.rows)]
+    assert unsafe == [True, False, False]
+
+
 def test_shapes_and_devices_are_known_without_a_gpu() -> None:
     """As a compiler sees them: torch's fake tensors, which have a device and no memory."""
     layer = bridge.nn.QuantLinear(random_matrix(TYPES["Q4_0"], 6, 64)[0])
