@@ -67,8 +67,7 @@ def snapper(sub: int, width: int, bounds: tuple[float, ...]) -> Any:
 
 
 def shifted_snapper(sub: int, shared: int, bounds: tuple[float, ...]) -> Any:
-    """The intrinsic `snap` for points of 8 coordinates, to all of which the better of 1 and -1 is added, `shared` weights at
-    a time.
+    """The intrinsic `snap` for points of 8 coordinates shifted by the better of 1 and -1, `shared` weights together.
 
     snap(t, w, a, inverse, near, numbers, values, found, negative) -> sums of w r^2, w v^2, w r v
 
@@ -161,7 +160,7 @@ class _Emitter:
         return [self.load("t", i, _FLOATS, 4) for i in at], [self.load("w", i, _FLOATS, 4) for i in at]
 
     def nearest(self, ratios: list[ir.Value], weights: list[ir.Value], width: int, bounds: Any) -> list[ir.Value]:
-        """The nearest points' numbers. Step by step for all ratios at once, since each step waits for memory in turn."""
+        """The nearest points' numbers, step by step for all ratios at once: each step waits for memory in turn."""
         b = self.builder
         cells = [cell for y in ratios for cell in self.cells(y, width, bounds)]
         twice = [b.fadd(y, y) for y in ratios]
