@@ -10,7 +10,7 @@ Read tests/support/textbook_gptq.py first, GPTQ in one page; the solver must agr
     settings, texts                    the options; a text becomes tokens
     float_model, block_inputs          the model, one block in memory at a time, and what its blocks are called with
     walk, stages, experts              block by block, stage by stage: the inputs of each layer
-    hessian                            H of these inputs
+    hessian, target                    H of these inputs; what is quantized in place of W
     method, gptq_solver, refine, awq   a layer's weights and H -> codes
     two_sided, embeddings              the same, with the gradients of the layer's outputs; the embeddings
     grids/                             the values that codes may have: groups, GGUF blocks
