@@ -94,7 +94,7 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "head_dim": 256, "num_hidden_layers": 5, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 256,
         "vocab_size_per_layer_input": 32768, "laurel_rank": 64, "sliding_window": 512, "tie_word_embeddings": True,
         "layer_types": ["sliding_attention"] * 4 + ["full_attention"],
-        "activation_sparsity_pattern": [0.95] * 2 + [0.0] * 3}),
+        "activation_sparsity_pattern": [0.95] * 5}),
     "nemotron-h": ("Nemotron-H 4B", "NemotronHConfig", {
         "hidden_size": 3072, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8,
         "head_dim": 128, "ssm_state_size": 128, "mamba_num_heads": 112, "mamba_head_dim": 64, "n_groups": 8,
