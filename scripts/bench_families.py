@@ -117,10 +117,6 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "apertus": ("Apertus 8B", "ApertusConfig", {
         "hidden_size": 4096, "intermediate_size": 21504, "num_attention_heads": 32, "num_key_value_heads": 8,
         "num_hidden_layers": 2}),
-    "llama4": ("Llama 4 Scout (2 experts)", "Llama4TextConfig", {
-        "hidden_size": 5120, "intermediate_size": 8192, "intermediate_size_mlp": 16384, "num_local_experts": 2,
-        "num_experts_per_tok": 1, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128,
-        "num_hidden_layers": 2, "interleave_moe_layer_step": 1}),
     "minimax-m2": ("MiniMax M2 (16 experts)", "MiniMaxM2Config", {
         "hidden_size": 3072, "intermediate_size": 1536, "num_local_experts": 16, "num_experts_per_tok": 8,
         "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128, "rotary_dim": 64,
