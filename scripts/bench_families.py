@@ -125,11 +125,6 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "hidden_size": 4096, "intermediate_size": 6400, "num_local_experts": 4, "num_experts_per_tok": 2,
         "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 2, "attention_bias": True,
         "lm_head_bias": True, "sliding_window": None}),
-    "mistral4": ("Mistral Small 4 (16 experts)", "Mistral4Config", {
-        "hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 2048, "n_routed_experts": 16,
-        "num_experts_per_tok": 4, "n_shared_experts": 1, "num_attention_heads": 32, "num_key_value_heads": 32,
-        "num_hidden_layers": 2, "q_lora_rank": 1024, "kv_lora_rank": 256, "qk_nope_head_dim": 64,
-        "qk_rope_head_dim": 64, "v_head_dim": 128, "first_k_dense_replace": 0}),
 }  # fmt: skip
 _KEPT = ("per_layer_model_proj", "attn_k_b", "attn_v_b", "ffn_gate_inp")  # floats in published files
 _DRAWN = 512  # rows of a matrix; the others repeat them
