@@ -94,7 +94,7 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "head_dim": 256, "num_hidden_layers": 5, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 256,
         "vocab_size_per_layer_input": 32768, "laurel_rank": 64, "sliding_window": 512, "tie_word_embeddings": True,
         "layer_types": ["sliding_attention"] * 4 + ["full_attention"],
-        "activation_sparsity_pattern": [0.95] * 2 + [0.0] * 3}),
+        "activation_sparsity_pattern": [0.95] * 5}),
     "nemotron-h": ("Nemotron-H 4B", "NemotronHConfig", {
         "hidden_size": 3072, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8,
         "head_dim": 128, "ssm_state_size": 128, "mamba_num_heads": 112, "mamba_head_dim": 64, "n_groups": 8,
@@ -117,10 +117,6 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "apertus": ("Apertus 8B", "ApertusConfig", {
         "hidden_size": 4096, "intermediate_size": 21504, "num_attention_heads": 32, "num_key_value_heads": 8,
         "num_hidden_layers": 2}),
-    "llama4": ("Llama 4 Scout (2 experts)", "Llama4TextConfig", {
-        "hidden_size": 5120, "intermediate_size": 8192, "intermediate_size_mlp": 16384, "num_local_experts": 2,
-        "num_experts_per_tok": 1, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128,
-        "num_hidden_layers": 2, "interleave_moe_layer_step": 1}),
     "minimax-m2": ("MiniMax M2 (16 experts)", "MiniMaxM2Config", {
         "hidden_size": 3072, "intermediate_size": 1536, "num_local_experts": 16, "num_experts_per_tok": 8,
         "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128, "rotary_dim": 64,
@@ -129,11 +125,6 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "hidden_size": 4096, "intermediate_size": 6400, "num_local_experts": 4, "num_experts_per_tok": 2,
         "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 2, "attention_bias": True,
         "lm_head_bias": True, "sliding_window": None}),
-    "mistral4": ("Mistral Small 4 (16 experts)", "Mistral4Config", {
-        "hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 2048, "n_routed_experts": 16,
-        "num_experts_per_tok": 4, "n_shared_experts": 1, "num_attention_heads": 32, "num_key_value_heads": 32,
-        "num_hidden_layers": 2, "q_lora_rank": 1024, "kv_lora_rank": 256, "qk_nope_head_dim": 64,
-        "qk_rope_head_dim": 64, "v_head_dim": 128, "first_k_dense_replace": 0}),
 }  # fmt: skip
 _KEPT = ("per_layer_model_proj", "attn_k_b", "attn_v_b", "ffn_gate_inp")  # floats in published files
 _DRAWN = 512  # rows of a matrix; the others repeat them

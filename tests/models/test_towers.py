@@ -233,7 +233,7 @@ def test_every_tower_has_a_golden() -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["gemma3", "pixtral", "minimax-m3"])
+@pytest.mark.parametrize("name", ["gemma3", "pixtral", "minimax-m3", "glm4v-moe"])
 def test_llama_cpps_embeddings_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
@@ -243,12 +243,13 @@ def test_llama_cpps_embeddings_are_those_of_transformers(name: str, tmp_path: Pa
     model = randomized(new_model(name))
     save_checkpoint(name, tmp_path / name, model)
     bridge.convert(tmp_path / name, tmp_path / "m.gguf", tensor_types=[(".*", "F32")], mmproj_type="F32")
-    side = 84 if name == "minimax-m3" else 56  # llama.cpp enlarges smaller ones for M3
+    merged = name in ("minimax-m3", "glm4v-moe")
+    side = 84 if merged else 56  # llama.cpp enlarges smaller ones for these
     image = np.random.default_rng(0).integers(0, 255, (side, side, 3), dtype=np.uint8)
     pixels = (image / 255 - PROCESSOR["image_mean"]) / PROCESSOR["image_std"]
     pixels = torch.tensor(pixels.transpose(2, 0, 1)[None], dtype=torch.float32)
     sizes = {"image_sizes": torch.tensor([[56, 56]])} if name == "pixtral" else {}
-    if name == "minimax-m3":  # two frames of a patch; four patches, which are merged, after each other
+    if merged:  # two frames of a patch; four patches, which are merged, after each other
         pixels = pixels.reshape(3, 3, 2, 14, 3, 2, 14).permute(1, 4, 2, 5, 0, 3, 6).unsqueeze(5)
         pixels = pixels.expand(-1, -1, -1, -1, -1, 2, -1, -1).reshape(36, -1)
         sizes = {"image_grid_thw": torch.tensor([[1, 6, 6]])}

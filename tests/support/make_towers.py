@@ -57,7 +57,7 @@ TOWERS: dict[str, tuple[str, dict[str, Any]]] = {
         "vision_feature_layer": -1, "vision_feature_select_strategy": "full"}),
     "minimax-m3": ("MiniMaxM3VLConfig", {**wrapped("minimax_m3_vl_text", {"hidden_size": 160, "intermediate_size": 96,
         "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 56}, **M3), "projector_hidden_size": 64}),
-    "glm4v-moe": ("Glm4vMoeConfig", wrapped("glm4v_moe_text", {**QWEN, "image_size": 56}, head_dim=8,
+    "glm4v-moe": ("Glm4vMoeConfig", wrapped("glm4v_moe_text", {**QWEN, "image_size": 84}, head_dim=8,
         attention_bias=True, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, n_group=1,
         topk_group=1, rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0],
             "partial_rotary_factor": 0.5})),
