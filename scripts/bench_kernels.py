@@ -3,9 +3,10 @@
     python scripts/bench_kernels.py                                   the K-quants and IQ4_XS
     BRIDGE_CPU=avx2 NUMBA_CPU_NAME=znver3 NUMBA_CPU_FEATURES=+avx2,+fma,+f16c,+bmi2 python scripts/bench_kernels.py Q4_K
 
-Instructions are those of the kernel's longest straight run, which is a block of all rows of a row group times as many
-values of each column, for 1000 products of a weight and a value. Prefetches count. Speeds are those of the fastest of
-many calls, so that other load on the machine hardly matters. One column is measured with prefetches, as from memory.
+Instructions are those of the kernel's longest straight run, which is a block of all rows of one row group (of two, if
+the kernel unpacks them first) times as many values of each column, for 1000 products of a weight and a value.
+Prefetches count, unpacking does not. Speeds are those of the fastest of many calls, so that other load on the machine
+hardly matters. One column is measured with prefetches, as from memory.
 Everything is compiled anew, in some seconds a kernel.
 """
 
@@ -31,7 +32,7 @@ def measure(type: str, width: int, rounds: int) -> tuple[float, float]:
     """Instructions for 1000 products, and products a nanosecond."""
     from bridge.blocks.read import READ
     from bridge.runtime.bench import random_tensor
-    from bridge.runtime.cpu import activations, interleaved
+    from bridge.runtime.cpu import activations, interleaved, unpacked
     from bridge.runtime.cpu.prepared import Prepared
     from bridge.system import targets
 
@@ -49,7 +50,11 @@ def measure(type: str, width: int, rounds: int) -> tuple[float, float]:
         call(engine.address, records.ctypes.data, y.ctypes.data, *sizes)
         times.append(time.perf_counter_ns() - start)
     count = instructions(kernel._library.get_asm_str())
-    return 1000 * count / (engine.lanes * block.size * width), y.size * COLUMNS / min(times)
+    module = targets.module(engine.target)
+    rows = engine.lanes
+    if unpacked.unpacks(module, width):
+        rows *= unpacked.UnpackedLayout(block, engine.lanes).groups
+    return 1000 * count / (rows * block.size * width), y.size * COLUMNS / min(times)
 
 
 def main() -> None:
@@ -59,14 +64,12 @@ def main() -> None:
     arguments = options.parse_args()
     with tempfile.TemporaryDirectory() as cache:
         os.environ["NUMBA_CACHE_DIR"] = cache  # assembly is at hand of what is compiled here
-        from bridge.blocks.read import READ
-        from bridge.runtime.cpu.unpacked import widths
         from bridge.system import targets
 
         print(f"Machine: {machine()}.\n")
         print(head("type", "columns", "instructions for 1000 products", "products a nanosecond"))
         for type in arguments.types:
-            for width in widths(READ[type], targets.module(targets.chosen())):
+            for width in targets.module(targets.chosen()).WIDTHS:
                 count, speed = measure(type, width, arguments.rounds)
                 line(type, width, f"{count:.0f}", f"{speed:.1f}")
 

@@ -99,9 +99,9 @@ class Table:
             turns = -(-n // columns)
             widths.append(columns)
             form = engine.form(columns, integer)
-            kind = activations.record_kind(matrix.type, integer, form)
+            kind = activations.record_kind(matrix.type, integer)
             if kind not in records:
-                size = activations.record_bytes(matrix.type, x.shape[1], integer, form)
+                size = activations.record_bytes(matrix.type, x.shape[1], integer)
                 records[kind] = np.zeros(turns * columns * size, np.uint8)
                 arguments = address(x), address(records[kind]), x.shape[1], columns
                 program.add(

@@ -213,23 +213,26 @@ def test_a_field_of_several_tokens_lies_together(name, form):
         np.testing.assert_array_equal(together[:, places], alone[:, :, at].T)
 
 
-@pytest.mark.parametrize("name", ["IQ4_XS", "Q8_0"])
-def test_weights_of_8_bits_unpacked_to_int16_are_exact(name):
-    """Two turns of eight columns, over two blocks: sums are kept in y from one block to the next."""
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "IQ4_XS", "Q4_1", "NVFP4", "Q8_0"])
+def test_unpacked_blocks_give_the_same_sums_as_the_repacked_form(name):
+    """An odd number of row groups, two turns of columns, two blocks: each turn's sums are kept from block to block."""
     block, module = READ[name], targets.module("avx2")
-    width = unpacked.widths(block, module)[-1]
-    assert unpacked.unpacks(block, module, width)
-    columns = block.size * 2
-    tensor, weights = random_matrix(block, module.LANES, columns)
-    form = layout.InterleavedLayout(block, module.LANES)
-    memory = np.zeros(form.stride(2), np.uint8)
-    repacked_into(memory, tensor.raw.reshape(module.LANES, -1), block, form)
-    x = np.random.default_rng(5).standard_normal((2 * width, columns)).astype(np.float32)
-    records = activations.records(x, block, width, form=activations.WIDE)
-    y = np.full((2 * width, module.LANES), np.nan, np.float32)
-    sizes = 2, memory.size, 2, 4 * module.LANES, 0, 1
-    interleaved.twin(name, "avx2", width, True)(memory.ctypes.data, records.ctypes.data, y.ctypes.data, *sizes)
-    close(y, rounded(x), weights, block)
+    lanes, groups = module.LANES, 3
+    columns, rows = block.size * 2, groups * lanes
+    assert unpacked.unpacks(module, 2)
+    tensor, _ = random_matrix(block, rows, columns)
+    form = layout.InterleavedLayout(block, lanes)
+    memory = np.zeros(groups * form.stride(2), np.uint8)
+    repacked_into(memory, tensor.raw.reshape(rows, -1), block, form)
+    x = np.random.default_rng(5).standard_normal((4, columns)).astype(np.float32)
+    sums = []
+    for width in (1, 2):
+        records = activations.records(x, block, width)
+        y = np.full((4, rows), np.nan, np.float32)
+        sizes = 2, form.stride(2), 4 // width, 4 * rows, 0, groups
+        interleaved.twin(name, "avx2", width, True)(memory.ctypes.data, records.ctypes.data, y.ctypes.data, *sizes)
+        sums.append(y)
+    np.testing.assert_array_equal(*sums)
 
 
 @pytest.mark.parametrize(

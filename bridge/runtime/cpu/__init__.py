@@ -7,5 +7,5 @@ activations.py    x rounded to int8 blocks, as ggml does it
 superblock.py     the arithmetic of one block of the repacked form, written once for all targets
 vectors.py        vector code for numba through llvmlite; intrinsics_*.py: what a target adds
 interleaved.py    the kernels made of these three
-unpacked.py       kernels of AVX2 that unpack weights of 8 bits before many tokens pass over them
+unpacked.py       kernels of AVX2 for several tokens, which unpack a block before all of them pass over it
 """

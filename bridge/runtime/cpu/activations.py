@@ -19,8 +19,7 @@ The float record holds x itself, then the float32 sums over sub-blocks.
 Records of `columns` tokens are one for each block, [tokens/columns, blocks, columns * record]: q of one token after
 another, then the other fields, 4 bytes of each token in turn, or 8 of int8 sums, so that a vector brings a field of
 several tokens. Paired ones, for targets that multiply two columns at once, have q of two tokens together: 8 bytes of
-the first's, 8 of the second's, and so on. Wide ones, for unpacked.py, have q as int16, of every four columns 0, 2, 1
-and 3, and no sums.
+the first's, 8 of the second's, and so on.
 """
 
 from functools import cache
@@ -38,11 +37,11 @@ from bridge.system.memory import array_at, c_function, floats, stack
 
 # set per type by `quantize_function`
 size = subs = sub = record = sums_at = d_at = 0
-mins = paired = wide = False
+mins = paired = False
 round32: Any = None
 space: Any = None
 
-PLAIN, PAIRED, WIDE = "", "paired", "wide"  # forms of integer records
+PLAIN, PAIRED = "", "paired"  # forms of integer records
 _GROUP = 32  # columns that share a d
 _TINY = 0x03800000  # bits of 2^-120: 128 / it is still finite
 _I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -66,11 +65,8 @@ class Record(NamedTuple):
         return self.sums_at * columns + (whole * columns + c) * unit + part
 
 
-def record_of(block: BlockType, form: str = PLAIN) -> Record:
+def record_of(block: BlockType) -> Record:
     """The integer record of a type."""
-    if form == WIDE:
-        end = 2 * block.size + 4 * (block.size // _GROUP)
-        return Record(2 * block.size, 2 * block.size, end, end)
     sums = 2 * block.subs if block.is_k and block.has_min else 4 * (block.size // block.sum_span)
     d_at = block.size + sums
     low_at = d_at + 4 * (block.size // _GROUP)
@@ -87,7 +83,7 @@ def _round32(
 ) -> None:
     """Write the code that rounds 32 values at x to int8 at q, their step to d_at, their sums to sums_at.
 
-    Sums are `apart` bytes apart. In paired records, after 8 values come 8 of another column; wide ones have no sums.
+    Sums are `apart` bytes apart. In paired records, after 8 values come 8 of another column.
 
     `factor` times the sums of `sub` values each, as int32; with factor None, d times the sums, as float32.
     Floats as integers are ordered by magnitude, NaN above infinity: a block with either gets d = NaN.
@@ -121,12 +117,7 @@ def _round32(
     codes = b.fptosi(rounded, integers)
     byte_vector = ir.VectorType(ir.IntType(8), _GROUP)
     octets = b.trunc(codes, byte_vector)
-    if form == WIDE:
-        shorts = b.trunc(codes, ir.VectorType(ir.IntType(16), _GROUP))
-        order = ir.Constant(integers, [4 * i + k for i in range(_GROUP // 4) for k in (0, 2, 1, 3)])
-        shorts = b.shuffle_vector(shorts, ir.Constant(shorts.type, ir.Undefined), order)
-        b.store(shorts, b.inttoptr(q, shorts.type.as_pointer()), align=4)
-    elif form == PAIRED:
+    if form == PAIRED:
         longs = b.bitcast(octets, ir.VectorType(_I64, _GROUP // 8))
         for i in range(_GROUP // 8):
             place = b.inttoptr(b.add(q, ir.Constant(_I64, 16 * i)), _I64.as_pointer())
@@ -134,7 +125,7 @@ def _round32(
     else:
         b.store(octets, b.inttoptr(q, byte_vector.as_pointer()), align=4)
     b.store(step, b.inttoptr(d_at, _F32.as_pointer()))
-    for j in range(_GROUP // sub if form != WIDE else 0):
+    for j in range(_GROUP // sub):
         lanes = ir.Constant(ir.VectorType(_I32, sub), [ir.Constant(_I32, sub * j + i) for i in range(sub)])
         part = b.shuffle_vector(codes, ir.Constant(integers, ir.Undefined), lanes)
         total = v.call(f"llvm.vector.reduce.add.v{sub}i32", _I32, part)
@@ -178,7 +169,7 @@ def _quantize(x, out, count, columns, _0, _1, _2, first, last):
     source = x + 4 * count * first
     scaled = space()
     wanted = mins and subs > 1  # the sums come last, in int8
-    step = 2 * _GROUP if paired or wide else _GROUP
+    step = 2 * _GROUP if paired else _GROUP
     for t in range(first, last):
         c = t % columns
         at = out + t // columns * blocks * columns * record
@@ -225,18 +216,16 @@ def _copy(x, out, count, columns, _0, _1, _2, first, last):
             at += columns * record
 
 
-def record_kind(type: str, integer: bool, form: str = PLAIN) -> tuple[Any, ...]:
+def record_kind(type: str, integer: bool) -> tuple[Any, ...]:
     """The kind of a type's records: tensors of the same kind share them."""
     block = READ[type]
-    if form == WIDE:
-        return block.size, WIDE
     return block.size, block.sum_span, block.lift, block.has_min, integer
 
 
-def record_bytes(type: str, columns: int, integer: bool, form: str = PLAIN) -> int:
+def record_bytes(type: str, columns: int, integer: bool) -> int:
     """Bytes of the records of `columns` values."""
     block = READ[type]
-    return columns // block.size * (record_of(block, form).nbytes if integer else float_record(block))
+    return columns // block.size * (record_of(block).nbytes if integer else float_record(block))
 
 
 @cache
@@ -246,14 +235,14 @@ def quantize_function(type: str, integer: bool, form: str = PLAIN) -> Any:
     block = READ[type]
     span = block.sum_span
     sizes = {"size": block.size, "sub": span, "subs": block.size // span}
-    sizes["record"] = record_bytes(type, block.size, integer, form)
-    kind = "_".join(str(part) if part == WIDE else str(int(part)) for part in record_kind(type, integer, form))
+    sizes["record"] = record_bytes(type, block.size, integer)
+    kind = "_".join(str(int(part)) for part in record_kind(type, integer))
     if not integer:
         return c_function(_copy, kind, **sizes)
-    made = record_of(block, form)
+    made = record_of(block)
     round32 = _round32_intrinsic(span, None if block.has_min else -block.lift, form)
     kind += "_paired" * (form == PAIRED)
-    places: dict[str, Any] = {"paired": form == PAIRED, "wide": form == WIDE, "mins": block.has_min}
+    places: dict[str, Any] = {"paired": form == PAIRED, "mins": block.has_min}
     places |= {"sums_at": made.sums_at, "d_at": made.d_at}
     return c_function(_quantize, kind, round32=round32, space=stack(4 * sizes["subs"]), **sizes, **places)
 
@@ -261,7 +250,7 @@ def quantize_function(type: str, integer: bool, form: str = PLAIN) -> Any:
 def records(x: np.ndarray, block: BlockType, columns: int = 1, integer: bool = True, form: str = PLAIN) -> np.ndarray:
     """The records of x float32 [tokens, in], contiguous, as uint8; zeros pad tokens to a multiple of `columns`."""
     padded = -(-x.shape[0] // columns) * columns
-    out = np.zeros(padded * record_bytes(block.name, x.shape[1], integer, form), np.uint8)
+    out = np.zeros(padded * record_bytes(block.name, x.shape[1], integer), np.uint8)
     make = quantize_function(block.name, integer, form).ctypes
     make(x.ctypes.data, out.ctypes.data, x.shape[1], columns, 0, 0, 0, 0, x.shape[0])
     return out

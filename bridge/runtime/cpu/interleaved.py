@@ -101,13 +101,14 @@ def kernel(name: str, target: str, width: int, integer: bool, near: bool = False
 
     `near`: for weights that are in the cache; nothing is prefetched.
     """
-    if integer and unpacked.unpacks(READ[name], targets.module(target), width):
-        return unpacked.kernel(name, target, width)
-    if near and targets.module(target).LANES == 4:  # nothing is prefetched anyhow
+    module = targets.module(target)
+    ahead, level = ((), 1) if near or module.LANES == 4 else _AHEAD.get(get_host_cpu_name(), _AHEAD_ELSEWHERE)
+    if integer and unpacked.unpacks(module, width):
+        return unpacked.kernel(name, target, width, ahead, level)
+    if near and module.LANES == 4:  # nothing is prefetched anyhow
         return kernel(name, target, width, integer)
     sizes, made_of = _scope(name, target, width, integer)
     suffix = f"{name}_{target}_{width}_{'int8' if integer else 'f32'}{'_near' * near}"
-    ahead, level = ((), 1) if near or made_of[0].LANES == 4 else _AHEAD.get(get_host_cpu_name(), _AHEAD_ELSEWHERE)
     clone = _copy({**sizes, **vectors.intrinsics(*made_of, ahead, level)}, f"rows_{suffix}")
     return numba.cfunc(_SIGNATURE, cache=True, error_model="numpy")(clone)
 
@@ -120,7 +121,7 @@ def block_by_block(name: str, target: str, integer: bool) -> dict[str, Any]:
 
 def twin(name: str, target: str, width: int, integer: bool) -> Callable[..., None]:
     """The same kernel as plain Python over numpy: it runs, slowly, where the target does not."""
-    if integer and unpacked.unpacks(READ[name], targets.module(target), width):
+    if integer and unpacked.unpacks(targets.module(target), width):
         return unpacked.twin(name, target, width)
     sizes, made_of = _scope(name, target, width, integer)
     return _copy({**sizes, **vectors.twins(*made_of)}, f"twin_{name}")

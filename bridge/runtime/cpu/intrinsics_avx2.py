@@ -7,7 +7,7 @@ bits, 4 of 5, 2 of 6. Codes of 8 bits would saturate: their high and low nibbles
 import numpy as np
 from llvmlite import ir
 
-from bridge.runtime.cpu.vectors import LookedUp
+from bridge.runtime.cpu.vectors import nibble
 
 NAME = "avx2"
 LANES = 8
@@ -16,7 +16,9 @@ FEATURES = ("avx2", "f16c", "fma")
 BYTE_SHIFTS = False
 PAIRED = False
 SIGNED_DOTS = False
-UNPACKED_WIDTH = 8  # columns of the kernels that make weights of 8 bits int16 first, see unpacked.py; 0: none
+UNPACKS = True  # whether kernels of several columns unpack blocks first, see unpacked.py
+
+_MULTIPLY, _WIDEN = "llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd"
 
 
 def emit_look_up(v, table, codes):
@@ -24,40 +26,40 @@ def emit_look_up(v, table, codes):
 
 
 def emit_dots(v, parts, words, x, places, bits):
-    return pmaddubsw(v, "llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd", parts, words, x, places, bits)
+    return tile(v, _MULTIPLY, _WIDEN, [parts], [words], x, places, bits)[0]
 
 
-def emit_madd(v, a, b):
-    return v.call("llvm.x86.avx2.pmadd.wd", v.ints, a, b)
+def emit_tile(v, parts, words, x, places, bits, scales):
+    return tile(v, _MULTIPLY, _WIDEN, parts, words, x, places, bits, scales)
 
 
-def pmaddubsw(v, multiply, widen, parts, words, x, places, bits) -> list[ir.Value]:
-    """The two instructions of a vector width, `multiply` and `widen`, on whatever lanes v has."""
-    parts = list(parts)
+def tile(v, multiply, widen, parts, words, x, places, bits, scales=None) -> list[list[ir.Value]]:
+    """`Emitter.tile_dots` by the two instructions of a vector width, on whatever lanes v has."""
+    parts = [list(row) for row in parts]
     shorts = ir.VectorType(ir.IntType(16), 2 * v.lanes)
     rights = (0, 4) if bits == 8 else (0,)
     together = _together(4 if bits == 8 else bits)
-    ordered = len(parts) > 1 and v.lanes == LANES  # AVX-512 has registers for all words
-    for start in range(0, len(words), together):
-        pairs: dict[tuple[int, int], ir.Value] = {}
-        for k, word in enumerate(words[start : start + together], start):
-            digits = {right: _nibble(v, word, right) for right in rights} if bits == 8 else {0: word()}
-            for c in range(len(parts)):
+    ordered = len(parts[0]) > 1 and v.lanes == LANES  # AVX-512 has registers for all words
+    count = len(words[0])
+    for start in range(0, count, together):
+        pairs: dict[tuple[int, int, int], ir.Value] = {}
+        for k in range(start, min(start + together, count)):
+            digits = {
+                (r, right): nibble(v, row[k], right) if bits == 8 else row[k]()
+                for r, row in enumerate(words)
+                for right in rights
+            }
+            for c in range(len(parts[0])):
                 values = v.builder.bitcast(v.broadcast(x, places[c][k]), v.bytes)
-                for right, digit in digits.items():
+                for (r, right), digit in digits.items():
                     pair = v.call(multiply, shorts, v.builder.bitcast(digit, v.bytes), values)
-                    pair = v.builder.add(pairs[c, right], pair) if (c, right) in pairs else pair
-                    pairs[c, right] = v.in_order(pair) if ordered else pair
-        for (c, right), pair in pairs.items():
-            factors = ir.Constant(shorts, [1 << right] * (2 * v.lanes))
-            parts[c] = v.add(parts[c], v.call(widen, v.ints, pair, factors))
+                    pair = v.builder.add(pairs[c, r, right], pair) if (c, r, right) in pairs else pair
+                    pairs[c, r, right] = v.in_order(pair) if ordered else pair
+        for (c, r, right), pair in pairs.items():
+            left = ir.Constant(shorts, [right if scales else 1 << right] * (2 * v.lanes))
+            factors = left if not scales else v.builder.shl(scales[r], left) if right else scales[r]
+            parts[r][c] = v.add(parts[r][c], v.call(widen, v.ints, pair, factors))
     return parts
-
-
-def _nibble(v, word, right):
-    if isinstance(word, LookedUp):
-        return word.nibble(right)
-    return v.and_(v.shr(word(), right), 0x0F0F0F0F)
 
 
 def _together(bits):

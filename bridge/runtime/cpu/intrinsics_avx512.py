@@ -10,7 +10,7 @@ FEATURES = ("avx512f", "avx512bw", "avx512vl", "avx512vnni", "f16c", "fma")
 BYTE_SHIFTS = False
 PAIRED = False
 SIGNED_DOTS = False  # 8-bit codes are multiplied unsigned; the record's sums take the zero point off
-UNPACKED_WIDTH = 0
+UNPACKS = False
 
 _INSTRUCTION = "llvm.x86.avx512.vpdpbusd.512"
 

@@ -10,10 +10,10 @@ FEATURES = ("avx2", "avxvnni", "f16c", "fma")
 BYTE_SHIFTS = False
 PAIRED = False
 SIGNED_DOTS = False
-UNPACKED_WIDTH = 0
+UNPACKS = False
 
 __all__ = [
-    "BYTE_SHIFTS", "FEATURES", "LANES", "NAME", "PAIRED", "SIGNED_DOTS", "UNPACKED_WIDTH", "WIDTHS",
+    "BYTE_SHIFTS", "FEATURES", "LANES", "NAME", "PAIRED", "SIGNED_DOTS", "UNPACKS", "WIDTHS",
     "emit_dots", "emit_look_up", "twin_dots",
 ]  # fmt: skip
 

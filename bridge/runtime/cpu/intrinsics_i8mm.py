@@ -17,10 +17,10 @@ FEATURES = (*neon.FEATURES, "i8mm")
 BYTE_SHIFTS = True
 PAIRED = True
 SIGNED_DOTS = True
-UNPACKED_WIDTH = 0
+UNPACKS = False
 
 __all__ = [
-    "BYTE_SHIFTS", "FEATURES", "LANES", "NAME", "PAIRED", "SIGNED_DOTS", "UNPACKED_WIDTH", "WIDTHS",
+    "BYTE_SHIFTS", "FEATURES", "LANES", "NAME", "PAIRED", "SIGNED_DOTS", "UNPACKS", "WIDTHS",
     "emit_dots", "emit_look_up", "twin_dots",
 ]  # fmt: skip
 

@@ -14,7 +14,7 @@ FEATURES = ("neon", "dotprod")
 BYTE_SHIFTS = True
 PAIRED = False
 SIGNED_DOTS = True
-UNPACKED_WIDTH = 0
+UNPACKS = False
 
 _I8 = ir.VectorType(ir.IntType(8), 4 * LANES)
 

@@ -8,10 +8,9 @@ from itertools import count
 import numpy as np
 
 from bridge.blocks.read import READ
-from bridge.runtime.cpu.activations import PAIRED, PLAIN, WIDE, quantize_function, record_bytes
+from bridge.runtime.cpu.activations import PAIRED, PLAIN, quantize_function, record_bytes
 from bridge.runtime.cpu.layout import InterleavedLayout
 from bridge.runtime.cpu.portable import Dequantizing, RawMatrix
-from bridge.runtime.cpu.unpacked import unpacks, widths
 from bridge.system import targets
 from bridge.system.jit import kernel
 from bridge.system.memory import floats
@@ -61,7 +60,7 @@ class Interleaved:
         self.matrix = matrix
         self.block = block
         self.target = target
-        self.widths = widths(block, module)
+        self.widths: tuple[int, ...] = module.WIDTHS
         self.lanes: int = module.LANES
         self.layout = InterleavedLayout(block, self.lanes)
         rows, columns = matrix.shape
@@ -102,10 +101,7 @@ class Interleaved:
 
     def form(self, columns: int, integer: bool) -> str:
         """The form of the records that the kernel of so many columns reads, see activations.py."""
-        module = targets.module(self.target)
-        if not integer or columns == 1:
-            return PLAIN
-        return PAIRED if module.PAIRED else WIDE if unpacks(self.block, module, columns) else PLAIN
+        return PAIRED if integer and columns > 1 and targets.module(self.target).PAIRED else PLAIN
 
     def _width(self, tokens: int) -> int:
         return next((width for width in self.widths if width >= tokens), self.widths[-1])
@@ -117,7 +113,7 @@ class Interleaved:
         plan = self._plans.get((columns, integer, near))
         if plan is None:
             form = self.form(columns, integer)
-            record = record_bytes(self.block.name, self.matrix.shape[1], integer, form)
+            record = record_bytes(self.block.name, self.matrix.shape[1], integer)
             quantize = quantize_function(self.block.name, integer, form).address
             plan = (record, quantize, *self.kernel(columns, integer, near))
             self._plans[columns, integer, near] = plan

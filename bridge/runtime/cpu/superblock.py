@@ -107,8 +107,8 @@ def codes_of_group(
     return [LookedUp(v, code, table) for code in codes]
 
 
-def _scale(v: Any, layout: InterleavedLayout, halves: Any, j: int) -> Any:
-    """The scale of sub-block j of a type with one level of scales."""
+def scale_of_sub(v: Any, layout: InterleavedLayout, halves: Any, j: int) -> Any:
+    """The scale of sub-block j of a type with one level of scales, and d of others."""
     if not layout.block.scales:
         return d_of_block(v, layout, halves)
     return (v.load_e8m0 if layout.block.subs == 1 else v.load_ue4m3)(halves, v.lanes * j)
@@ -194,20 +194,28 @@ def k_block(v: Any, layout: InterleavedLayout, totals: list[Any], weights: Any, 
     d = d_of_block(v, layout, halves)
     totals = [v.fma(sums[c], v.of_rows(d, c), totals[c]) for c in columns]
     if block.has_min:
-        mins = scales[block.subs // 4 :]
         dmin = v.fneg(v.load_half(halves, 2 * v.lanes))
-        low_at = fields_at(record, columns, record.low_at)
-        for together in v.column_groups(len(totals)):
-            words_at = [record.sums_at + 4 * k for k in range(2 * len(mins))]
-            places = [[record.together(len(columns), at, c, 8) for at in words_at] for c in together]
-            high, low = (
-                v.dots([v.zero() for _ in together], mins, x, [row[part] for row in places], layout.scale_bits)
-                for part in (slice(len(mins)), slice(len(mins), None))
-            )
-            for i, c in enumerate(together):
-                value = v.to_float(v.add(low[i], v.shl(high[i], 7)))
-                e = v.of_column_float(x, low_at, c)
-                totals[c] = v.fma(value, v.fmul(v.of_rows(dmin, c), e), totals[c])
+        return plus_mins(v, block, totals, scales[block.subs // 4 :], layout.scale_bits, dmin, x)
+    return totals
+
+
+def plus_mins(v: Any, block: BlockType, totals: list[Any], mins: list[Any], bits: int, dmin: Any, x: Any) -> list[Any]:
+    """totals + dmin times the sums of x times mn, whose words of codes of `bits` bits are `mins`."""
+    record = record_of(block)
+    columns = range(len(totals))
+    totals = list(totals)
+    low_at = fields_at(record, columns, record.low_at)
+    for together in v.column_groups(len(totals)):
+        words_at = [record.sums_at + 4 * k for k in range(2 * len(mins))]
+        places = [[record.together(len(columns), at, c, 8) for at in words_at] for c in together]
+        high, low = (
+            v.dots([v.zero() for _ in together], mins, x, [row[part] for row in places], bits)
+            for part in (slice(len(mins)), slice(len(mins), None))
+        )
+        for i, c in enumerate(together):
+            value = v.to_float(v.add(low[i], v.shl(high[i], 7)))
+            e = v.of_column_float(x, low_at, c)
+            totals[c] = v.fma(value, v.fmul(v.of_rows(dmin, c), e), totals[c])
     return totals
 
 
@@ -228,7 +236,7 @@ def plain_block(v: Any, layout: InterleavedLayout, totals: list[Any], weights: A
             parts = [v.zero() for _ in columns]
         places = [[value_at(v, record, c, block.sum_span * j + 4 * k) for k in order] for c in columns]
         parts = _dots(v, parts, [codes[first + k] for k in order], x, places, block.value_bits)
-        scale = _scale(v, layout, halves, j * block.sum_span // block.sub)
+        scale = scale_of_sub(v, layout, halves, j * block.sum_span // block.sub)
         d_at, s_at = (fields_at(record, columns, at) for at in (record.d_at + 4 * group, record.sums_at))
         for c in columns:
             dx = v.of_column_float(x, d_at, c)
@@ -261,7 +269,7 @@ def float_block(v: Any, layout: InterleavedLayout, totals: list[Any], weights: A
                     for c in columns:
                         at = record * c + 4 * (block.sum_span * j + 4 * k + byte)
                         parts[c] = v.fma(value, v.broadcast_float(x, at), parts[c])
-            scale = d if d is not None else _scale(v, layout, halves, j)
+            scale = d if d is not None else scale_of_sub(v, layout, halves, j)
             if block.is_k:
                 scale = v.fmul(d, v.to_float(scale_code(v, scales, j, layout)))
             totals = [v.fma(parts[c], scale, totals[c]) for c in columns]

@@ -1,19 +1,21 @@
-"""Kernels that unpack a block to int16 before many tokens pass over it: AVX2's, for values of 8 bits.
+"""Kernels of several columns that unpack a block before all tokens pass over it: AVX2's.
 
-AVX2 has no product of int8 that neither saturates nor takes 8 bits in two halves. As int16, weights that carry the
-scale of their sub-block take the fewest instructions: for 32 products of a column two broadcasts, two pmaddwd and two
-additions, no zero point, and after 32 columns no scale but that of x. Unpacking takes as long as two tokens' products,
-so that up to four tokens are multiplied by the kernels of interleaved.py.
+Shifts, masks and tables are then paid once for all tokens, and the 16 registers hold what a tile of 16 rows and four
+columns takes: a broadcast of x serves two groups of rows. On a Zen 4 two loads a cycle are the limit otherwise, and
+those of an unpacked block and of x meet in the banks of the first-level cache.
 
-    unpacked block    int16 (value - zero) * sc of a word's codes 0 and 2 of each row, then of its codes 1 and 3,
-                      word after word
-    wide record       see activations.py: of a token and block, int16 q in the same order and d float32 [size/32]
+    unpacked block   vectors, one lane a row:
+        codes        uint8 [size/4] words, or their values if the type has a table; of 8 bits, a vector of their low
+                     nibbles and one of the high ones, since AVX2 has no product of int8 that does not saturate
+        K-quants     sc twice as int16 [subs], sc as int32 [subs] if there is a zero point, words of mn [subs/4]
+        then         d float32, or the scales [subs] of a type of scale bytes; -dmin of K-quants, dmin
 
 The kernel is a C function as those of interleaved.py. A tile of tokens, whose records stay in the second-level cache,
-passes over a row group block by block; sums are kept in y.
+passes over the row groups block by block.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
 from types import FunctionType, ModuleType
 from typing import Any
@@ -23,9 +25,17 @@ import numpy as np
 from bridge.blocks import BlockType
 from bridge.blocks.read import READ
 from bridge.runtime.cpu import vectors
-from bridge.runtime.cpu.activations import WIDE, record_of
+from bridge.runtime.cpu.activations import record_of
 from bridge.runtime.cpu.layout import InterleavedLayout
-from bridge.runtime.cpu.superblock import codes_of_group, d_of_block, scale_code, scale_words
+from bridge.runtime.cpu.superblock import (
+    codes_of_group,
+    fields_at,
+    plus_mins,
+    scale_code,
+    scale_of_sub,
+    scale_words,
+    value_at,
+)
 from bridge.system import targets
 from bridge.system.memory import c_function, stack
 
@@ -34,113 +44,256 @@ zeros: Any = None
 load: Any = None
 accumulate: Any = None
 store: Any = None
+load_group: Any = None
+store_group: Any = None
 unpack: Any = None
 space: Any = None
-columns = lanes = record = block_bytes = halves_bytes = 0
+sums: Any = None
+columns = lanes = record = block_bytes = halves_bytes = unpacked_bytes = groups = 0
 
 _TILE = 1 << 18  # bytes of records
+_TURNS = 32  # groups of `columns` tokens in a tile at most
 
 
-def widths(block: BlockType, target: ModuleType) -> tuple[int, ...]:
-    """Columns of x that a type's kernels take at once."""
-    unpacked = target.UNPACKED_WIDTH and block.value_bits == 8 and not block.has_min and not block.scales
-    return (*target.WIDTHS, target.UNPACKED_WIDTH) if unpacked else target.WIDTHS
+@dataclass(frozen=True)
+class UnpackedLayout:
+    """Where the parts of an unpacked block are, in bytes, see the head of this module."""
+
+    block: BlockType
+    lanes: int
+
+    @property
+    def groups(self) -> int:
+        """Row groups that are multiplied by the same broadcasts: a tile has at most eight sums in int16."""
+        return 1 if self.block.value_bits == 8 else 2
+
+    @property
+    def vector(self) -> int:
+        return 4 * self.lanes
+
+    @property
+    def digits(self) -> int:
+        """Vectors of a word."""
+        return 2 if self.block.value_bits == 8 else 1
+
+    @property
+    def scales_at(self) -> int:
+        return self.block.size // 4 * self.digits * self.vector
+
+    @property
+    def factors_at(self) -> int:
+        """Where sc is as int32."""
+        return self.scales_at + self.block.is_k * self.block.subs * self.vector
+
+    @property
+    def mins_at(self) -> int:
+        return self.factors_at + (self.block.is_k and self.block.lift > 0) * self.block.subs * self.vector
+
+    @property
+    def d_at(self) -> int:
+        return self.mins_at + (self.block.is_k and self.block.has_min) * self.block.subs // 4 * self.vector
+
+    @property
+    def dmin_at(self) -> int:
+        return self.d_at + (self.block.subs if self.block.scales else 1) * self.vector
+
+    @property
+    def nbytes(self) -> int:
+        return self.dmin_at + self.vector
+
+    def words(self, v: Any, space: Any, r: int, group: int) -> list[Callable[[], Any]]:
+        """The words of 32 columns of row group r."""
+        places = [r * self.nbytes + (8 * group + k) * self.digits * self.vector for k in range(8)]
+        return [vectors.Nibbles(v, space, at) if self.digits == 2 else partial(v.load, space, at) for at in places]
 
 
-def unpacks(block: BlockType, target: ModuleType, width: int) -> bool:
-    """Whether the kernel for so many columns of x unpacks a type's blocks first, and reads wide records."""
-    return width not in target.WIDTHS and width in widths(block, target)
+def unpacks(target: ModuleType, width: int) -> bool:
+    """Whether the kernel for so many columns of x unpacks blocks first."""
+    return target.UNPACKS and width > 1
 
 
-def unpack_block(v: Any, layout: InterleavedLayout, weights: Any, space: Any) -> None:
-    """Write the unpacked form of one block, see above, to `space`."""
-    block = layout.block
-    scales = scale_words(v, layout, weights) if block.is_k else []
+def unpack_block(v: Any, layout: InterleavedLayout, weights: Any, halves: Any, space: Any) -> None:
+    """Write the unpacked form of one block to `space`."""
+    block, own = layout.block, UnpackedLayout(layout.block, v.lanes)
     for group in range(block.size // 32):
         v.barrier()
-        codes = codes_of_group(v, layout, weights, group, False)
-        for k, code in enumerate(codes):
-            factor = None
-            if block.is_k:
-                j = (32 * group + 4 * k) // block.sub
-                factor = v.doubled_short(scale_code(v, scales, j, layout))
-            for half, value in enumerate(v.shorts(code(), block.lift)):
-                product = value if factor is None else v.mul_shorts(value, factor)
-                v.store_vector(product, space, 4 * v.lanes * (16 * group + 2 * k + half))
+        for k, code in enumerate(codes_of_group(v, layout, weights, group, False)):
+            at = (8 * group + k) * own.digits * own.vector
+            for i in range(own.digits):
+                digit = vectors.nibble(v, code, 4 * i) if own.digits == 2 else code()
+                v.store_vector(digit, space, at + i * own.vector)
+    if block.is_k:
+        scales = scale_words(v, layout, weights)
+        for j in range(block.subs):
+            code = scale_code(v, scales, j, layout)
+            v.store_vector(v.doubled_short(code), space, own.scales_at + j * own.vector)
+            if block.lift:
+                v.store_vector(code, space, own.factors_at + j * own.vector)
+        for i, word in enumerate(scales[block.subs // 4 :]):
+            v.store_vector(word(), space, own.mins_at + i * own.vector)
+    for j in range(block.subs if block.scales else 1):
+        v.store_vector(scale_of_sub(v, layout, halves, j), space, own.d_at + j * own.vector)
+    if block.has_min:
+        dmin = v.load_half(halves, 2 * v.lanes)
+        v.store_vector(v.fneg(dmin) if block.is_k else dmin, space, own.dmin_at)
 
 
-def multiply_block(v: Any, layout: InterleavedLayout, totals: list[Any], space: Any, halves: Any, x: Any) -> list[Any]:
-    """totals + an unpacked block times as many values of each column of x."""
-    block = layout.block
-    record = record_of(block, WIDE)
-    columns = range(len(totals))
-    sums: list[Any] = [None for _ in columns]
+def multiply_block(v: Any, block: BlockType, totals: list[Any], space: Any, x: Any) -> list[Any]:
+    """totals + unpacked blocks, one of each row group, times as many values of each column of x: totals are those of
+    all columns of one group of rows, then of the next."""
+    own = UnpackedLayout(block, v.lanes)
+    width = len(totals) // own.groups
+    rows = [totals[r * width : (r + 1) * width] for r in range(own.groups)]
+    multiply = _multiply_k if block.is_k else _multiply_plain
+    return [total for row in multiply(v, own, rows, space, x) for total in row]
+
+
+def _multiply_k(v: Any, own: UnpackedLayout, totals: list[list[Any]], space: Any, x: Any) -> list[list[Any]]:
+    """As superblock.k_block."""
+    block = own.block
+    record = record_of(block)
+    groups, columns = range(own.groups), range(len(totals[0]))
+    places = [[value_at(v, record, c, 4 * k) for k in range(block.size // 4)] for c in columns]
+    words_of_sub = block.sub // 4
+    sums: list[list[Any]] = [[None for _ in columns] for _ in groups]
     for group in range(block.size // 32):
         v.barrier()
-        parts = [v.zero() for _ in columns]
-        for k in range(16):
-            weights = v.load(space, 4 * v.lanes * (16 * group + k))
-            for c in columns:
-                at = record.sums_at * c + 4 * (16 * group + k)
-                parts[c] = v.in_order(v.add(parts[c], v.madd_shorts(weights, v.broadcast(x, at))))
+        words = [own.words(v, space, r, group) for r in groups]
+        inner = [[v.zero() for _ in columns] for _ in groups]
+        for j in range(group * 32 // block.sub, (group + 1) * 32 // block.sub):
+            first = j * words_of_sub
+            part = slice(first % 8, first % 8 + words_of_sub)
+            at = own.scales_at + j * own.vector
+            scales = [v.load_shorts(space, r * own.nbytes + at) for r in groups]
+            values = [row[first : first + words_of_sub] for row in places]
+            inner = v.tile_dots(inner, [row[part] for row in words], x, values, block.value_bits, scales)
+            if block.lift:
+                sums_at = fields_at(record, columns, record.sums_at + 4 * j)
+                for c in columns:
+                    s = v.of_column(x, sums_at, c)
+                    for r in groups:
+                        factor = v.load(space, r * own.nbytes + own.factors_at + j * own.vector)
+                        inner[r][c] = v.add(inner[r][c], v.mul(factor, s))
+        d_at = fields_at(record, columns, record.d_at + 4 * group)
         for c in columns:
-            dx = v.broadcast_float(x, record.together(len(totals), record.d_at + 4 * group, c))
-            value = v.to_float(parts[c])
-            sums[c] = v.fmul(value, dx) if sums[c] is None else v.fma(value, dx, sums[c])
-    d = d_of_block(v, layout, halves)
-    return [v.fma(sums[c], d, totals[c]) for c in columns]
+            dx = v.of_column_float(x, d_at, c)
+            for r in groups:
+                value = v.to_float(inner[r][c])
+                sums[r][c] = v.fmul(value, dx) if sums[r][c] is None else v.fma(value, dx, sums[r][c])
+    for r in groups:
+        v.barrier()
+        d = v.load_floats(space, r * own.nbytes + own.d_at)
+        totals[r] = [v.fma(sums[r][c], d, totals[r][c]) for c in columns]
+        if block.has_min:
+            at = r * own.nbytes + own.mins_at
+            mins = [partial(v.load, space, at + i * own.vector) for i in range(block.subs // 4)]
+            dmin = v.load_floats(space, r * own.nbytes + own.dmin_at)
+            bits = InterleavedLayout(block, v.lanes).scale_bits
+            totals[r] = plus_mins(v, block, totals[r], mins, bits, dmin, x)
+    return totals
+
+
+def _multiply_plain(v: Any, own: UnpackedLayout, totals: list[list[Any]], space: Any, x: Any) -> list[list[Any]]:
+    """As superblock.plain_block."""
+    block = own.block
+    record = record_of(block)
+    groups, columns = range(own.groups), range(len(totals[0]))
+    span = block.sum_span
+    totals = [list(row) for row in totals]
+    for j in range(block.size // span):
+        v.barrier()
+        group, first = j * span // 32, j * span % 32 // 4
+        words = [own.words(v, space, r, group)[first : first + span // 4] for r in groups]
+        places = [[value_at(v, record, c, span * j + 4 * k) for k in range(span // 4)] for c in columns]
+        parts = [[v.zero() for _ in columns] for _ in groups]
+        if block.lift:
+            sums_at = fields_at(record, columns, record.sums_at + 4 * j)
+            starts = [v.of_column(x, sums_at, c) for c in columns]
+            parts = [starts for _ in groups]
+        parts = v.tile_dots(parts, words, x, places, block.value_bits, None)
+        d_at, s_at = (fields_at(record, columns, at) for at in (record.d_at + 4 * group, record.sums_at))
+        at = own.d_at + (j * span // block.sub * own.vector if block.scales else 0)
+        for c in columns:
+            dx = v.of_column_float(x, d_at, c)
+            for r in groups:
+                scale = v.load_floats(space, r * own.nbytes + at)
+                totals[r][c] = v.fma(v.to_float(parts[r][c]), v.fmul(scale, dx), totals[r][c])
+                if block.has_min:
+                    dmin = v.load_floats(space, r * own.nbytes + own.dmin_at)
+                    totals[r][c] = v.fma(dmin, v.of_column_float(x, s_at, c), totals[r][c])
+    return totals
 
 
 def _rows(weights, x, y, blocks, stride, tokens, y_stride, first, last):
     codes_from = (blocks * halves_bytes + 63) // 64 * 64
     unpacked = space()
-    tile = max(4, _TILE // (blocks * columns * record))
+    totals_at = sums()
+    turn = groups * columns * lanes
+    tile = min(_TURNS, max(4, _TILE // (blocks * columns * record)))
     for start in range(0, tokens, tile):
-        for group in range(first, last):
-            halves = weights + group * stride
-            codes = halves + codes_from
+        count = min(start + tile, tokens) - start
+        for group in range(first, last, groups):
             for b in range(blocks):
-                unpack(codes, unpacked)
+                for r in range(groups):  # the last one twice if there is no other
+                    halves = weights + min(group + r, last - 1) * stride
+                    codes = halves + codes_from + b * block_bytes
+                    unpack(codes, halves + b * halves_bytes, unpacked + r * unpacked_bytes)
                 values = x + (start * blocks + b) * columns * record
-                at = y + start * columns * y_stride + group * lanes * 4
-                for _ in range(start, min(start + tile, tokens)):
-                    totals = load(at, y_stride) if b else zeros()
-                    store(accumulate(totals, unpacked, halves, values), at, y_stride)
+                for t in range(count):
+                    at = totals_at + 4 * turn * t
+                    totals = load(at, 4 * lanes) if b else zeros()
+                    store(accumulate(totals, unpacked, unpacked, values), at, 4 * lanes)
                     values += blocks * columns * record
-                    at += columns * y_stride
-                codes += block_bytes
-                halves += halves_bytes
+            for r in range(min(groups, last - group)):
+                for t in range(count):
+                    part = load_group(totals_at + 4 * (turn * t + r * columns * lanes), 4 * lanes)
+                    store_group(part, y + (start + t) * columns * y_stride + 4 * (group + r) * lanes, y_stride)
 
 
 def _scope(name: str, target: str, width: int) -> tuple[dict[str, int], ModuleType, vectors.Body, vectors.Routine]:
     """The sizes that a kernel is specialized with, and what its vector functions are made of."""
     block, module = READ[name], targets.module(target)
-    layout = InterleavedLayout(block, module.LANES)
+    layout, own = InterleavedLayout(block, module.LANES), UnpackedLayout(block, module.LANES)
 
-    def multiply(v: Any, totals: list[Any], weights: Any, halves: Any, x: Any) -> list[Any]:
-        return multiply_block(v, layout, totals, weights, halves, x)
+    def multiply(v: Any, totals: list[Any], space: Any, _: Any, x: Any) -> list[Any]:
+        return multiply_block(v, block, totals, space, x)
 
-    def unpack(v: Any, weights: Any, space: Any) -> None:
-        unpack_block(v, layout, weights, space)
+    def unpack(v: Any, weights: Any, halves: Any, space: Any) -> None:
+        unpack_block(v, layout, weights, halves, space)
 
-    sizes = {"columns": width, "lanes": module.LANES, "record": record_of(block, WIDE).nbytes}
-    sizes |= {"block_bytes": layout.block_bytes, "halves_bytes": layout.halves_bytes}
+    sizes = {"columns": width, "lanes": module.LANES, "record": record_of(block).nbytes, "groups": own.groups}
+    sizes |= {"block_bytes": layout.block_bytes, "halves_bytes": layout.halves_bytes, "unpacked_bytes": own.nbytes}
     return sizes, module, multiply, unpack
 
 
+def _memory(sizes: dict[str, int]) -> dict[str, int]:
+    """Bytes that a kernel needs."""
+    turn = 4 * sizes["groups"] * sizes["columns"] * sizes["lanes"]
+    return {"space": sizes["groups"] * sizes["unpacked_bytes"], "sums": _TURNS * turn}
+
+
+def _of_a_group(functions: dict[str, Any]) -> dict[str, Any]:
+    """Those of the functions of one group of rows that a kernel needs."""
+    return {"load_group": functions["load"], "store_group": functions["store"]}
+
+
 @cache
-def kernel(name: str, target: str, width: int) -> Any:
+def kernel(name: str, target: str, width: int, ahead: tuple[int, ...], level: int) -> Any:
     """The compiled kernel of a type for `width` columns: a numba CFunc, whose `.address` is callable."""
     sizes, module, multiply, unpack = _scope(name, target, width)
-    made = {"unpack": vectors.routine(module, unpack), "space": stack(2 * module.LANES * READ[name].size)}
-    made |= vectors.intrinsics(module, width, multiply)
-    return c_function(_rows, f"{name}_{target}_{width}", **sizes, **made)
+    made = {part: stack(nbytes) for part, nbytes in _memory(sizes).items()}
+    made |= {"unpack": vectors.routine(module, unpack, ahead, level)}
+    made |= vectors.intrinsics(module, sizes["groups"] * width, multiply)
+    made |= _of_a_group(vectors.intrinsics(module, width, multiply))
+    return c_function(_rows, f"{name}_{target}_{width}{'_near' * (not ahead)}", **sizes, **made)
 
 
 def twin(name: str, target: str, width: int) -> Callable[..., None]:
     """The same kernel as plain Python over numpy."""
     sizes, module, multiply, unpack = _scope(name, target, width)
-    memory = np.zeros(2 * module.LANES * READ[name].size, np.uint8)
-    made = {"unpack": partial(unpack, vectors.Twin(module)), "space": lambda: memory.ctypes.data}
-    made |= vectors.twins(module, width, multiply)
+    memory = {part: np.zeros(nbytes, np.uint8) for part, nbytes in _memory(sizes).items()}
+    made: dict[str, Any] = {part: partial(int, array.ctypes.data) for part, array in memory.items()}
+    made |= {"unpack": partial(unpack, vectors.Twin(module)), "memory": memory}
+    made |= vectors.twins(module, sizes["groups"] * width, multiply)
+    made |= _of_a_group(vectors.twins(module, width, multiply))
     return FunctionType(_rows.__code__, {**_rows.__globals__, **sizes, **made}, f"twin_{name}")

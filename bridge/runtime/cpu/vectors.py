@@ -55,6 +55,28 @@ class LookedUp:
         return self.v.look_up(self.code(), tuple(entry >> right & 15 for entry in self.table))
 
 
+@dataclass(frozen=True)
+class Nibbles:
+    """A word of codes of 8 bits whose low nibbles are at base + at, and whose high ones are in the vector after it."""
+
+    v: Any
+    base: Any
+    at: int
+
+    def __call__(self) -> Any:
+        return self.v.or_(self.nibble(0), self.v.shl(self.nibble(4), 4))
+
+    def nibble(self, right: int) -> Any:
+        return self.v.load(self.base, self.at + (4 * self.v.lanes if right else 0))
+
+
+def nibble(v: Any, word: Callable[[], Any], right: int) -> Any:
+    """Four bits of each byte of a word, from bit `right` on."""
+    if isinstance(word, LookedUp | Nibbles):
+        return word.nibble(right)
+    return v.and_(v.shr(word(), right), 0x0F0F0F0F)
+
+
 class Places(NamedTuple):
     """Where a field of each column's record is, and where the records end, in bytes."""
 
@@ -272,26 +294,23 @@ class Emitter:
         """
         return self.target.emit_dots(self, parts, words, x, places, bits)
 
-    # int16, two a lane
+    def tile_dots(
+        self, parts: list[list], words: list[list], x: ir.Value, places: list[list[int]], bits: int, scales: list | None
+    ) -> list[list]:
+        """As `dots`, parts[r][c] and words[r][k] of several groups of rows, which the same values are multiplied by.
 
-    def shorts(self, word: ir.Value, lift: int) -> tuple[ir.Value, ir.Value]:
-        """The bytes 0 and 2 of each word, and its bytes 1 and 3, less `lift`."""
-        pairs = self.builder.bitcast(word, self._shorts)
-        parts = self.and_(word, 0x00FF00FF), self.builder.lshr(pairs, self._same_shorts(8))
-        bits = [self.builder.bitcast(part, self._shorts) for part in parts]
-        low, high = (self.builder.sub(part, self._same_shorts(lift)) if lift else part for part in bits)
-        return low, high
+        scales: int16 of each group of rows that its sums are multiplied by, see `doubled_short`.
+        """
+        return self.target.emit_tile(self, parts, words, x, places, bits, scales)
+
+    # int16, two a lane
 
     def doubled_short(self, value: ir.Value) -> ir.Value:
         """The lower half of each int32 in both halves."""
-        return self.builder.bitcast(self.or_(self.and_(value, 0xFFFF), self.shl(value, 16)), self._shorts)
+        return self.or_(self.and_(value, 0xFFFF), self.shl(value, 16))
 
-    def mul_shorts(self, a: ir.Value, b: ir.Value) -> ir.Value:
-        return self.builder.mul(a, b)
-
-    def madd_shorts(self, a: ir.Value, b: ir.Value) -> ir.Value:
-        """The sum of both products of each lane, of vectors of int32 that hold int16."""
-        return self.target.emit_madd(self, self.builder.bitcast(a, self._shorts), self.builder.bitcast(b, self._shorts))
+    def load_shorts(self, base: ir.Value, at: int) -> ir.Value:
+        return self.builder.bitcast(self.load(base, at), self._shorts)
 
     def store_vector(self, value: ir.Value, base: ir.Value, at: int) -> None:
         self.builder.store(value, self.pointer(base, at, value.type), align=4 * self.lanes)
@@ -300,10 +319,10 @@ class Emitter:
     def _shorts(self) -> ir.VectorType:
         return ir.VectorType(_I16, 2 * self.lanes)
 
-    def _same_shorts(self, value: int) -> ir.Constant:
-        return ir.Constant(self._shorts, [value] * (2 * self.lanes))
-
     # float32 lanes
+
+    def load_floats(self, base: ir.Value, at: int) -> ir.Value:
+        return self.builder.load(self.pointer(base, at, self.floats), align=4 * self.lanes)
 
     def zero_float(self) -> ir.Value:
         return ir.Constant(self.floats, [0.0] * self.lanes)
@@ -414,19 +433,20 @@ class Twin:
         pairs = [np.stack(columns[c : c + 2], 1).reshape(2, -1) for c in range(0, len(columns), 2)]
         return [half for pair in pairs for half in pair]
 
-    def shorts(self, word: np.ndarray, lift: int) -> tuple[np.ndarray, np.ndarray]:
-        octets = np.ascontiguousarray(word).view(np.uint8).astype(np.int16) - np.int16(lift)
-        return np.ascontiguousarray(octets[::2]), np.ascontiguousarray(octets[1::2])
+    def tile_dots(
+        self, parts: list, words: list, x: int, places: list[list[int]], bits: int, scales: list | None
+    ) -> list:
+        sums = [self.dots([self.zero() for _ in places], row, x, places, bits) for row in words]
+        if scales:
+            sums = [[total * scale[::2] for total in row] for row, scale in zip(sums, scales, strict=True)]
+        pairs = zip(parts, sums, strict=True)
+        return [[part + total for part, total in zip(*row, strict=True)] for row in pairs]
 
     def doubled_short(self, value: np.ndarray) -> np.ndarray:
         return np.repeat(value.astype(np.int16), 2)
 
-    def mul_shorts(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        return a * b
-
-    def madd_shorts(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        products = a.view(np.int16).astype(np.int32) * b.view(np.int16)
-        return products.reshape(-1, 2).sum(1, dtype=np.int32)
+    def load_shorts(self, base: int, at: int) -> np.ndarray:
+        return self.read(base + at, np.int16, 2 * self.lanes)
 
     def store_vector(self, value: np.ndarray, base: int, at: int) -> None:
         ctypes.memmove(base + at, value.tobytes(), value.nbytes)
@@ -452,6 +472,9 @@ class Twin:
 
     def of_rows(self, value: np.ndarray, c: int) -> np.ndarray:
         return np.repeat(value, 2).reshape(2, -1)[c & 1] if self.paired else value
+
+    def load_floats(self, base: int, at: int) -> np.ndarray:
+        return self.read(base + at, np.float32, self.lanes)
 
     def zero_float(self) -> np.ndarray:
         return np.zeros(self.lanes, np.float32)
@@ -479,7 +502,7 @@ def column_groups(paired: bool, count: int) -> list[list[int]]:
 
 
 Body = Callable[[Any, list[Any], Any, Any, Any], list[Any]]
-Routine = Callable[[Any, Any, Any], None]
+Routine = Callable[[Any, Any, Any, Any], None]
 
 
 def intrinsics(
@@ -530,16 +553,16 @@ def intrinsics(
     return {"zeros": zeros, "load": load, "accumulate": accumulate, "store": store}
 
 
-def routine(target: ModuleType, body: Routine) -> Any:
-    """The function of two addresses that `body` emits."""
+def routine(target: ModuleType, body: Routine, ahead: tuple[int, ...] = (), level: int = 1) -> Any:
+    """The function of three addresses that `body` emits."""
 
     @intrinsic
-    def run(typingctx, source, out):
+    def run(typingctx, weights, halves, out):
         def emit(context, builder, signature, arguments):
-            body(Emitter(builder, target), *arguments)
+            body(Emitter(builder, target, False, ahead, level), *arguments)
             return context.get_dummy_value()
 
-        return types.void(types.int64, types.int64), emit
+        return types.void(types.int64, types.int64, types.int64), emit
 
     return run
 
