@@ -19,7 +19,7 @@ from scripts.peers.llama_cpp import LlamaCpp
 from scripts.peers.predictions import log_softmax, mean_kl
 from scripts.peers.reference import hf_model, logits
 from tests.conftest import ROOT, checkpoint_names, shared
-from tests.models.test_logits import COMMON, OWN_LENGTH, LENGTH, MODELS, random_model, reference_logits
+from tests.models.test_logits import COMMON, LENGTH, MODELS, OWN_LENGTH, random_model, reference_logits
 from tests.models.test_logits import FIELDS as OF_LOGITS
 from tests.support.family_models import MODELS as FAMILIES
 from tests.support.family_models import copy_tokenizer, new_model, randomized
