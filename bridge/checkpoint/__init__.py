@@ -167,7 +167,7 @@ class Checkpoint:
         if name in self.merged:
             return self.merged[name](rows)
         scaled = self._floats.get(name)
-        if not self.tensors[name].floating:
+        if name.endswith(_TABLES) and not self.store.tensors[name].floating:
             return self.store.read(name, rows).astype(np.float32)
         return scaled.read(self.store, rows) if scaled else self.store.read_float(name, rows)
 

@@ -152,8 +152,15 @@ def _glm4_moe(get: Keys, names: Collection[str], values: dict[str, Any]) -> dict
         "n_shared_experts": get("expert_shared_count", 1), "n_group": get("expert_group_count", 1),
         "topk_group": get("expert_group_used_count", 1), "norm_topk_prob": bool(get("expert_weights_norm", True)),
         "routed_scaling_factor": get("expert_weights_scale", 1.0),
+        "first_k_dense_replace": get("leading_dense_block_count", 0),
+        "rope_parameters": {"partial_rotary_factor": 1.0, **values["rope_parameters"]},
         "model_type": "glm4_moe", "class": "Glm4MoeForCausalLM",
     }  # fmt: skip
+
+
+def _dots1(get: Keys, names: Collection[str], values: dict[str, Any]) -> dict[str, Any]:
+    own = {**_glm4_moe(get, names, values), "use_qk_norm": ABSENT, "rope_parameters": values["rope_parameters"]}
+    return {**own, "model_type": "dots1", "class": "Dots1ForCausalLM"}
 
 
 def _windowed(get: Keys, names: Collection[str], values: dict[str, Any]) -> dict[str, Any]:
@@ -440,7 +447,7 @@ MORE: dict[str, Callable[[Keys, Collection[str], dict[str, Any]], dict[str, Any]
     "granitehybrid": _granite_hybrid, "phi3": _phi3, "gemma2": _gemma2, "gemma3": _gemma3, "glm4": _attention_bias,
     "glm4moe": _glm4_moe, "olmo2": _olmo, "exaone4": _windowed, "command-r": _command_r, "starcoder2": _starcoder2,
     "gpt2": _gpt2, "bitnet": _bitnet, "seed_oss": _seed_oss, "ernie4_5-moe": _ernie_moe, "hunyuan-dense": _hunyuan,
-    "hunyuan-moe": _hunyuan_moe,
+    "hunyuan-moe": _hunyuan_moe, "dots1": _dots1,
     "minimax-m2": _minimax, "minimax-m3": _minimax_m3,
     "lfm2": _lfm2, "lfm2moe": _lfm2_moe, "gpt-oss": _gpt_oss, "deepseek2": _deepseek,
     "deepseek32": _indexed, "deepseek4": _deepseek4, "glm-dsa": _indexed, "mistral4": _mistral4, "llama4": _llama4,

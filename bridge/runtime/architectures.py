@@ -82,7 +82,7 @@ ARCHITECTURES = {
     "seed_oss": Graph(late_norm=True),
     "ernie4_5": Graph(neighbours=True), "ernie4_5-moe": Graph(neighbours=True), "granitemoe": Graph(neighbours=True),
     "hunyuan-dense": Graph(normed=True, norms_rotated=True), "hunyuan-moe": Graph(normed=True, norms_rotated=True),
-    "minimax-m2": Graph(normed=True), "minimax-m3": Graph(normed=True, clamped=True),
+    "minimax-m2": Graph(normed=True), "minimax-m3": Graph(normed=True, clamped=True), "dots1": Graph(normed=True),
     "llama4": Graph(
         neighbours=True, norms_rotated=True, unit_norms=True, unrotated_every=4, full_every=4, chunked=True,
         one_rotation=True,

@@ -22,9 +22,9 @@ _WINDOWS = {"gemma2": 4096, "exaone4": 4096, "llama4": 8192}  # if no key says s
 _LATENT = {"deepseek2", "deepseek32", "glm-dsa", "mistral4"}
 _UNSCALED = {"gemma3n", "gemma4"}  # scores
 # the shared expert is so many times as wide
-_COUNT_SHARED = {**dict.fromkeys((*_LATENT, "glm4moe", "minimax-m3"), 0), "llama4": 1}
+_COUNT_SHARED = {**dict.fromkeys((*_LATENT, "glm4moe", "dots1", "minimax-m3"), 0), "llama4": 1}
 # weights of the experts used do not sum to one, if no key says so
-_UNNORMALIZED = {*_LATENT, "qwen2moe", "glm4moe", "llama4", "nemotron_h_moe", "jamba"}
+_UNNORMALIZED = {*_LATENT, "qwen2moe", "glm4moe", "dots1", "llama4", "nemotron_h_moe", "jamba"}
 _SIGMOID = {"deepseek32", "glm-dsa", "glm4moe", "minimax-m2", "nemotron_h_moe", "llama4"}  # routers, if no key says so
 _MOST_BLOCKS = 512  # as in llama.cpp
 _MAVERICK = 128  # experts of the Llama 4 that does not normalize q and k

@@ -116,6 +116,7 @@ def test_the_docs_list_every_family_and_tell_where_it_runs() -> None:
         ("deepseek4", {"compress_ratios": [0, 4, 8, 4]}, "must be 0, 4 or 128 in every layer"),
         ("deepseek4", {"mlp_layer_types": ["moe", "hash_moe", "moe", "moe"]}, "hash_moe in first layers only"),
         ("deepseek4", {"hc_mult": 2}, "hc_mult is 2"),
+        ("dots1", {"num_key_value_heads": 2}, "num_key_value_heads is 2"),
         ("granite-4", {"mamba_n_heads": 5}, "64 elements of a Mamba layer in 5 heads"),
         ("granite-4", {"position_embedding_type": "rope"}, "position_embedding_type is 'rope'"),
         ("granite-4", {"layer_types": ["mamba", "mlp", "mamba"]}, "no tensor of a granitehybrid model"),

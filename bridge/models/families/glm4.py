@@ -1,16 +1,18 @@
 """GLM-4-0414: norms before and after attention and network, half of each head rotated, gate and up in one matrix.
 
 GLM-4.5 and its successors are mixtures of experts with a shared one; a bias is added to the router's sigmoid to choose
-experts, but not to weight them.
+experts, but not to weight them. Solar Open and dots.llm1 are such, too.
 """
 
 from dataclasses import replace
 from typing import Any
 
+from bridge.errors import BridgeError
 from bridge.models.arguments import Arguments
 from bridge.models.families.qwen_vl import rope_sections
 from bridge.models.family import (
     EXPERTS,
+    NO_BIASES,
     SILU,
     Expected,
     Family,
@@ -58,6 +60,14 @@ def _router(config: Config, _args: Arguments) -> dict[str, Any]:
     }
 
 
+def _dots1(config: Config, args: Arguments) -> dict[str, Any]:
+    if args.kv_heads != args.heads:
+        raise BridgeError(
+            f"{config.path}: num_key_value_heads is {args.kv_heads}; llama.cpp has {args.heads}, all heads"
+        )
+    return {**_router(config, args), "expert_weights_norm": bool(config.get("norm_topk_prob", False))}
+
+
 GLM4_MOE = Family(
     titles=("GLM-4.5 to 4.7",),
     arch="glm4moe",
@@ -89,6 +99,34 @@ GLM4_MOE = Family(
         *prediction(),
     ),
 )  # fmt: skip
+
+
+SOLAR_OPEN = replace(
+    GLM4_MOE,
+    titles=("Solar Open",),
+    architectures=("SolarOpenForCausalLM",),
+    model_type="solar_open",
+    keys={
+        **GLM4_MOE.keys,
+        "partial_rotary_factor": 1.0,
+        "first_k_dense_replace": 0,
+        "head_dim": 128,
+        "rope_theta": 1000000.0,
+    },
+    predicts=None,
+)
+
+DOTS1 = replace(
+    GLM4_MOE,
+    titles=("dots.llm1",),
+    arch="dots1",
+    architectures=("Dots1ForCausalLM",),
+    model_type="dots1",
+    keys={"use_qk_norm": True, "num_experts": None, "moe_intermediate_size": 1408, "first_k_dense_replace": 0},
+    expects=(*GLM4_MOE.expects, NO_BIASES),
+    metadata=_dots1,
+    predicts=None,
+)
 
 
 def _vision_router(config: Config, args: Arguments) -> dict[str, Any]:
