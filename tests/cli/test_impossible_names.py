@@ -61,6 +61,7 @@ verify --config         GGUF MODEL --config @
 verify --template       GGUF MODEL --template @
 verify --report         GGUF MODEL --report @
 verify --mtp-text       GGUF MODEL --mtp-text @
+verify --mmproj         GGUF MODEL --mmproj @
 inspect path            @
 inspect --config        MODEL --config @
 repack source           @ out
