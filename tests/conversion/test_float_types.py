@@ -111,7 +111,7 @@ def test_metadata_that_is_given_is_in_the_file(floats: Path, tmp_path: Path) -> 
     ({"llama.context_length": "long"}, "must be uint32"),
     ({"llama.context_length": -1}, "must be uint32"),
     ({"general.name": 3}, "must be string"),
-    ({"x": None}, "must be text, a number, true or false"),
+    ({"x": None}, "must be text, a number, true, false or a list of one kind of these"),
     ({"x": 1 << 40}, "must be"),
     ({"two words": 1}, "must be a key and its value"),
     (["abc"], "must be a key and its value"),
