@@ -396,7 +396,7 @@ def _with_products(stage: Stage, originals: Mapping[str, nn.Module], floats: Seq
         modules = [originals[n] for n in group]
         (*_, columns), rows = matrix_shape(modules[0]), [matrix_shape(m)[0] for m in modules]
         at_hand = all(floats[0].returns(names[m]) for m in modules)
-        if takes_products(rows, columns, at_hand) and not any(isinstance(m, nn.Conv2d) for m in modules):
+        if takes_products(rows, columns, at_hand) and all(type(m).forward is nn.Linear.forward for m in modules):
             found.add(key)
     return found
 

@@ -47,7 +47,7 @@ def stored_values_of(name: str, shape: tuple[int, ...]) -> np.ndarray:
     numbers = np.arange(np.prod(shape), dtype=np.int64) * 7919 + zlib.crc32(name.encode())
     if name.endswith("tid2eid"):
         return (numbers % 4).reshape(shape)
-    if name.endswith(".scale"):
+    if name.endswith(".scale") and DEEPSEEK4S_EXPERT.search(f"{name.removesuffix('scale')}weight"):
         return (120 + numbers % 8).astype(np.uint8).reshape(shape)
     if DEEPSEEK4S_EXPERT.search(name):
         return (numbers % 251).astype(np.uint8).view(np.int8).reshape(shape)
