@@ -22,6 +22,7 @@ from tempfile import TemporaryDirectory
 from bridge.checkpoint.files.folder import check_folder
 from bridge.checkpoint.grouped import GroupedTensor, PackedTensor
 from bridge.conversion.codes_of_blocks import NotPlain
+from bridge.conversion.expert_stacks import in_stacks
 from bridge.conversion.gguf_config import checked_source, write_config
 from bridge.conversion.gguf_source import Assembled, GgufSource, Place
 from bridge.conversion.layer_forms import (
@@ -38,6 +39,7 @@ from bridge.conversion.layer_forms import (
     noise_of,
     slices,
 )
+from bridge.conversion.mlx_config import mlx_config
 from bridge.encode.block_words import Room
 from bridge.errors import BridgeError, parameter
 from bridge.gguf_file.reader import StoredModel, read_gguf
@@ -124,7 +126,7 @@ def export(
               "compressed-tensors" (pack-quantized, MXFP4, NVFP4), "mlx" (affine, mxfp4, nvfp4), "hqq" or "modelopt"
               (NVFP4). The layers of the decoder's blocks keep their codes where the format holds them, see
               `codes_of_blocks`; the others are rounded, or floats where the format has too few bits. The experts of
-              a mixture are floats in MLX, which mlx-lm stacks itself
+              a mixture are stacks in MLX, or floats in families whose stacks mlx-lm does not name, see `mlx_experts`
     bits      that layers have at most: those whose codes take more, and floats, are rounded to them; None: layers have
               those that their codes take, or are rounded to the least that add under 15% of the type's own noise, or 8
               where that is not known
@@ -181,21 +183,23 @@ def _write(
     """Write the folder; the times are left to the caller. Raises NotPlain if first rows do not tell what others are."""
     check_folder(source, path, force, gguf.files)
     reports: dict[str, ExportedTensor] = {}
-    forms: dict[str, Form] = {}
+    own_forms: dict[str, Form | None] = {}
     whole: dict[str, Place] = {}
-    stacks = experts = 0
+    float_stacks = 0
     for name, place in source.places.items():
         reports[name] = ExportedTensor(name, place.stored.type, AS_FLOATS)
         if format == "floats" or not _LAYER.fullmatch(place.stored.name):
             continue
         if isinstance(place, Place) and len(place.part.shape) == 2:
-            form = form_of(place, format, bits, first_rows_tell)
-            if form is not None:
-                forms[place.part.module] = form
-                whole[place.part.module] = place
-            experts += format == "mlx" and form is None and len(place.tensor.parts) > 1
+            own_forms[place.part.module] = form_of(place, format, bits, first_rows_tell)
+            whole[place.part.module] = place
         elif isinstance(place, Assembled) and place.places[0].part.matrix is not None:
-            stacks += 1
+            float_stacks += 1
+    forms = {module: form for module, form in own_forms.items() if form is not None}
+    stacks: dict[str, tuple[str, int]] = {}
+    if format == "mlx":
+        source.config = mlx_config(source.config)
+        forms, stacks = in_stacks(str(source.config.get("model_type")), own_forms)
     own_sizes = {form.groups.group_size for form in forms.values()}
     if format == "awq":
         forms = common_size(forms, whole)
@@ -208,7 +212,7 @@ def _write(
             f"{gguf.files[0]}: has no layer that {format} holds; choose {parameter('format', 'floats')}{rounding}"
         )
     with CheckpointWriter(
-        source, path, format if layers else "gptq_v2", layers, force=force, progress=progress
+        source, path, format if layers else "gptq_v2", layers, stacks=stacks, force=force, progress=progress
     ) as writer:
         sums = dict.fromkeys(forms, (0.0, 0.0))
         for first, tensor, (error, signal) in _layers(whole, forms, format):
@@ -224,10 +228,13 @@ def _write(
     if format == "awq" and len(own_sizes) > 1:
         size = next(iter(layers.values())).group_size
         notes.append(f"all layers have groups of {size}, since AWQ has one size: scales of larger groups are repeated")
-    if experts:
-        notes.append(f"{experts} matrices of experts are floats: mlx-lm stacks only those when it loads a checkpoint")
-    if stacks:
-        notes.append(f"{stacks} stacks of experts are floats: checkpoints of this architecture have them as one tensor")
+    experts = 0 if stacks else sum(".experts." in module for module in own_forms)
+    if format == "mlx" and experts:
+        notes.append(f"{experts} matrices of experts are floats: mlx-lm has no stacks of codes that hold all of them")
+    if float_stacks:
+        notes.append(
+            f"{float_stacks} stacks of experts are floats: checkpoints of this architecture have them as one tensor"
+        )
     return Exported(written.out, format, list(reports.values()), written.nbytes, 0.0, notes)
 
 

@@ -81,8 +81,6 @@ def form_of(place: Place, format: str, bits: int | None, first_rows_tell: bool) 
     fixed = place.tensor.fixed_type is not None
     if place.part.change is not None or (type in FLOATS and (bits is None or fixed)):
         return None
-    if format == "mlx" and len(place.tensor.parts) > 1:
-        return None
     first = fp4_of(place.part.module, type, place.raw(slice(1), ordered=False), place.scale)
     known = tuple(n for n in BITS[format] if bits is None or n <= bits)
     if (

@@ -13,6 +13,7 @@ in any order: none stays in memory. Floats keep their dtypes; tied embeddings, t
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -141,6 +142,7 @@ class CheckpointWriter:
     format      gptq (v1), gptq_v2, awq, compressed-tensors or mlx; modelopt has layers of NVFP4 only
     layers      the layers to be quantized, by their names in the checkpoint, without ".weight"
     transposed  layers whose weight is stored as [in, out] (Conv1D of transformers)
+    stacks      layer -> the tensor of three dimensions that it is in, and which matrix of it; all have the same form
     clamp       v1: raise zero points of 0 to 1, with their codes
     shard_size  bytes per file
     force       replace an existing checkpoint
@@ -158,6 +160,7 @@ class CheckpointWriter:
         layers: Mapping[str, Groups],
         *,
         transposed: Collection[str] = (),
+        stacks: Mapping[str, tuple[str, int]] | None = None,
         clamp: bool = False,
         shard_size: int = 5_000_000_000,
         force: bool = False,
@@ -171,6 +174,7 @@ class CheckpointWriter:
         self._ckpt, self._layers, self._clamp = ckpt, dict(layers), clamp
         self._format, self._tick = format, progress or (lambda *_: None)
         self._shapes = {name: self._shape(name, name in transposed) for name in layers}
+        self._stacks = dict(stacks or {})
         self._todo = set(layers)
         self._asymmetric = self._scattered = False
         self._raised = (0, 0)
@@ -279,6 +283,8 @@ class CheckpointWriter:
 
     def _plan(self, shard_size: int) -> None:
         """Assign all tensors to files and positions."""
+        heights = Counter(stack for stack, _ in self._stacks.values())
+        within: dict[str, tuple[str, int]] = {}  # a layer's part -> the stack's, and where in it
         shards: list[dict[str, tuple[str, tuple[int, ...], int]]] = [{}]
         self._floats: dict[str, TensorInfo] = {}
         room = shard_size
@@ -291,8 +297,14 @@ class CheckpointWriter:
                 shapes = layout.shapes(bits, size, self._shapes[module])
                 if symmetric:
                     shapes.pop(layout.zeros, None)
+                stack, matrix = self._stacks.get(module, (module, 0))
                 for part, (dtype, shape) in shapes.items():
-                    entries[f"{module}.{part}"] = (dtype, shape, math.prod(shape) * NUMPY[dtype].itemsize)
+                    nbytes = math.prod(shape) * NUMPY[dtype].itemsize
+                    if module in self._stacks:
+                        within[f"{module}.{part}"] = f"{stack}.{part}", matrix * nbytes
+                        shape, nbytes = (heights[stack], *shape), heights[stack] * nbytes
+                    if matrix == 0:
+                        entries[f"{stack}.{part}"] = (dtype, shape, nbytes)
             else:
                 self._floats[name] = info
                 entries[name] = (info.dtype, info.shape, info.nbytes)
@@ -312,6 +324,10 @@ class CheckpointWriter:
             self._heads[file], starts = header_of(ordered)
             self._files[file] = len(self._heads[file]) + sum(entry[2] for entry in shard.values())
             self._places |= {name: (file, start) for name, start in starts.items()}
+        self._file_of = {name: file for name, (file, _) in self._places.items()}
+        for name, (stack, at) in within.items():
+            file, start = self._places[stack]
+            self._places[name] = file, start + at
         self._nbytes = sum(entry[2] for shard in shards for entry in shard.values())
 
     def _write_heads(self) -> None:
@@ -366,7 +382,7 @@ class CheckpointWriter:
             return {"config.json": self._ckpt.config, **self._index()}
         labels = labels_of(
             self._format,
-            self._layers,
+            {self._stacks.get(name, (name, 0))[0]: groups for name, groups in self._layers.items()},
             self._left(),
             asymmetric=self._asymmetric,
             scattered=self._scattered,
@@ -381,7 +397,7 @@ class CheckpointWriter:
         """The index of several files, by its name."""
         if len(self._files) < 2:
             return {}
-        weight_map = {name: self._places[name][0] for name in sorted(self._places)}
+        weight_map = dict(sorted(self._file_of.items()))
         return {"model.safetensors.index.json": {"metadata": {"total_size": self._nbytes}, "weight_map": weight_map}}
 
     def _left(self) -> list[str]:

@@ -13,7 +13,7 @@ The modes of floats have no biases. mxfp8 is read like other 8-bit floats (see `
     nvfp4    as mxfp4                                               [out, in/16] F8_E4M3
 
 A mixture's experts are stacked, switch_mlp.gate_proj.weight [experts, out, in*b/32] and so on: they become modules
-of their own, experts.E.gate_proj.
+of their own, experts.E.gate_proj (see `mlx_experts`).
 
 config.json has quantization {group_size, bits, mode} and in the same table, by module, false or {group_size, bits};
 null means mlx's own defaults, 64 and 4.
@@ -29,6 +29,7 @@ from bridge.checkpoint.files.dtypes import as_float32
 from bridge.checkpoint.files.store import Store, TensorInfo
 from bridge.checkpoint.formats.fp4 import GROUPS, Fp4Tensor, checked_scales, unpacked
 from bridge.checkpoint.formats.fp8 import ScaledFloats
+from bridge.checkpoint.formats.mlx_experts import expert_of
 from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, finite_scales
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig, whole_number
@@ -89,7 +90,7 @@ class MlxReader(Reader):
             if len(info.tensors["weight"].shape) == 3:
                 del self.modules[stack]
                 for i in range(count):
-                    name = stack.replace(".switch_mlp.", f".experts.{i}.")
+                    name = expert_of(stack, i)
                     self._expert[name] = stack, i
                     self.modules[name] = replace(info, name=name, nbytes=info.nbytes // count)
         for stack, scaled in list(self.floats.items()):
@@ -97,7 +98,7 @@ class MlxReader(Reader):
                 del self.floats[stack]
                 count, *shape = scaled.weight.shape
                 for i in range(count):
-                    name = stack.replace(".switch_mlp.", f".experts.{i}.")
+                    name = expert_of(stack, i)
                     weight = replace(scaled.weight, name=name, shape=tuple(shape), nbytes=scaled.weight.nbytes // count)
                     self.floats[name] = replace(scaled, weight=weight, at=i)
 
