@@ -194,7 +194,7 @@ def _groups(bits: int, size: int, middle: bool, shape: tuple[int, int], format: 
 
 def slices(shape: tuple[int, ...], format: str, form: Form) -> Iterator[tuple[slice, ...]]:
     """The rows of a layer that are packed at once: a run, or one of each part that a word has codes of."""
-    bits, at_once = form.groups.bits, _CODES_AT_ONCE
+    bits, at_once = form.groups.bits, _CODES_AT_ONCE * (4 if _is_transposed(format) else 1)
     if form.packed:
         at_once = (_TRANSPOSED_AT_ONCE if _is_transposed(format) else _WORDS_AT_ONCE) * 8 // bits
     lanes = 1 if format == "modelopt" else LAYOUTS[format].lanes(bits)
@@ -255,7 +255,7 @@ def lost(
 
 
 def _is_transposed(format: str) -> bool:
-    return format.startswith("gptq")
+    return format == "awq" or format.startswith("gptq")
 
 
 def noise_of(place: Place) -> float | None:
