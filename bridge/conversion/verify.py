@@ -159,9 +159,9 @@ def _tower(
     if mmproj is None and not path.exists():
         return None
     outline = tower_outline(ckpt, "F16")  # names and shapes are those of all types
-    if outline is None and mmproj is None:
-        return None
     if outline is None:
+        if mmproj is None:
+            return None
         raise BridgeError(f"{path}: is a vision tower's, and {ckpt.path} has none that is known")
     file = read_gguf(path)
     _same_names(str(path), str(ckpt.path), {tensor.name for tensor in outline.tensors}, set(file.tensors))

@@ -380,30 +380,31 @@ def gather(
         for key, x in seen.items():
             x_float, outputs = twins.pop(key, None), None
             if key in products and x_float is not None:
-                outputs = {n: _float_output(originals[n], floats[i], x_float) for n in stage.groups[key]}
+                outputs = {n: _float_output(originals[n], own, floats[i], x_float) for n, own in products[key].items()}
                 x_float = None
             hessians[key].add(x, x_float, replay.batch.held, outputs)
     return hessians
 
 
-def _with_products(stage: Stage, originals: Mapping[str, nn.Module], floats: Sequence[Replay]) -> set[str]:
-    """The groups whose float outputs are gathered in place of the cross term."""
+def _with_products(
+    stage: Stage, originals: Mapping[str, nn.Module], floats: Sequence[Replay]
+) -> dict[str, dict[str, str]]:
+    """The groups whose float outputs are gathered in place of the cross term, with their layers' names in the block."""
     if not floats or stage.experts:
-        return set()
+        return {}
     names = {module: name for name, module in floats[0].block.named_modules()}
-    found = set()
+    found = {}
     for key, group in stage.groups.items():
         modules = [originals[n] for n in group]
         (*_, columns), rows = matrix_shape(modules[0]), [matrix_shape(m)[0] for m in modules]
         at_hand = all(floats[0].returns(names[m]) for m in modules)
         if takes_products(rows, columns, at_hand) and all(type(m).forward is nn.Linear.forward for m in modules):
-            found.add(key)
+            found[key] = {n: names[originals[n]] for n in group}
     return found
 
 
-def _float_output(layer: nn.Module, replay: Replay, x: torch.Tensor) -> torch.Tensor:
-    """A layer's output, without its bias, for inputs x that its block's replay has just passed."""
-    name = next(n for n, module in replay.block.named_modules() if module is layer)
+def _float_output(layer: nn.Module, name: str, replay: Replay, x: torch.Tensor) -> torch.Tensor:
+    """The output of a block's layer, without its bias, for inputs x that the replay has just passed."""
     found = replay.output(name)
     if found is None:
         found = layer(x.to(layer.weight.dtype))
