@@ -110,6 +110,7 @@ def walk_layers(
             hessians=room.hessians,
             resume=KeptInputs(layers.folder, layers.job) if prepare is None else None,  # which every block has to see
             prepare=prepare,
+            embeddings=layers.values_by_rows(embeddings),
             head=True,
             head_spans=spans,
         )

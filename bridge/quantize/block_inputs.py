@@ -132,6 +132,33 @@ def first_inputs(
     return found
 
 
+def embedded(model: nn.Module, blocks: Sequence[nn.Module], tokens: torch.Tensor) -> torch.Tensor:
+    """The first block's input [sequences, length, hidden]; no block runs, and none needs its weights."""
+    found: list[torch.Tensor] = []
+
+    def note(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found.append(args[0] if args else kwargs["hidden_states"])
+        raise StopForward
+
+    hook = blocks[0].register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        with suppress(StopForward):
+            device = next(p.device for p in model.parameters() if p.device.type != "meta")
+            model(tokens.to(device), use_cache=False)
+    finally:
+        hook.remove()
+    return found[0]
+
+
+def set_embeddings(model: Any, values: Iterable[torch.Tensor]) -> bool:
+    """Replace the embeddings by float [rows, hidden], some rows after the others; False if there are none."""
+    weight, at = model.get_input_embeddings().weight.data, 0
+    for rows in values:
+        weight[at : at + len(rows)] = rows.to(weight)
+        at += len(rows)
+    return at > 0
+
+
 def after_blocks(
     model: Any, blocks: Sequence[nn.Module], tokens: torch.Tensor, x: torch.Tensor, items: int | None
 ) -> Any:

@@ -19,6 +19,7 @@ from bridge.quantize.block_inputs import (
     BlockInputs,
     after_blocks,
     as_weight,
+    embedded,
     first_inputs,
     first_of,
     head_hessian,
@@ -109,7 +110,7 @@ class Passes:
 
     def embedded(self) -> list[torch.Tensor]:
         """The first block's inputs, from the present embeddings."""
-        return [f.value() for f in self._first_inputs()]
+        return [embedded(self.model.model, self.model.blocks, batch) for batch in self.batches]
 
     def _first_inputs(self) -> list[BlockInputs]:
         self.model.load(0)

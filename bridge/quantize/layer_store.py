@@ -12,7 +12,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -280,6 +280,22 @@ class LayerStore:
         """A finished layer's weights float32 [rows, columns]; None for other layers."""
         layer = self.layers.get(name)
         return None if layer is None else torch.from_numpy(layer.values())
+
+    def values_by_rows(self, name: str) -> Iterator[torch.Tensor]:
+        """The same, some rows after the others: those of one file at a time. Nothing for other layers.
+
+        Rows that another process has saved count too.
+        """
+        found = self.apart()
+        if name in self.layers:
+            found.add(self.layers[name])
+        else:
+            for file in sorted(self.folder.glob(f"{_file(self.folder, name, None).stem}*.safetensors")):
+                if (layer := self._read(file)) is not None:
+                    found.add(layer)
+        if name in found.layers:
+            for file in found.layers[name].files:
+                yield torch.from_numpy(replace(found.layers[name], files=(file,)).values())
 
     def save(
         self,

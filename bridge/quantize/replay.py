@@ -26,10 +26,12 @@ class End:
     """The layer whose output a module returns, both by their names in the block.
 
     items  the module returns a tuple of so many items, the output first, the others None; None: the output alone
+    added  the module called before, also by its name, to whose input the output is added, and nothing else; "": none
     """
 
     layer: str
     items: int | None
+    added: str = ""
 
 
 @dataclass

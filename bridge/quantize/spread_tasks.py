@@ -20,8 +20,17 @@ import torch
 from torch import nn
 
 from bridge.checkpoint import Checkpoint
-from bridge.quantize.activations import Shelf
-from bridge.quantize.block_inputs import BlockInputs, first_inputs, first_of, head_hessian, is_layer, matrix
+from bridge.quantize.activations import Kept, Shelf
+from bridge.quantize.block_inputs import (
+    BlockInputs,
+    embedded,
+    first_inputs,
+    first_of,
+    head_hessian,
+    is_layer,
+    matrix,
+    set_embeddings,
+)  # fmt: skip
 from bridge.quantize.embeddings import embeddings_hessian
 from bridge.quantize.experts import is_short, lend, merged
 from bridge.quantize.float_model import FloatModel
@@ -86,6 +95,7 @@ class _Worker:
         self.batches, self.shelf = job.batches(), Shelf(job.offload)
         self.before = [0, *accumulate(part.numel() for part in self.batches)]  # tokens of the text
         self._first: dict[int, BlockInputs] = {}
+        self._embedded: dict[int, Kept] = {}  # with quantized embeddings, where there are any
         self._block: int | None = None
         self._applied: set[str] = set()
         self._passes: dict[int, tuple[Replay, Replay | None]] = {}
@@ -137,6 +147,10 @@ class _Worker:
         try:
             tokens = [self.batches[number] for number in missing]
             found = first_inputs(self.model.model, self.model.blocks, tokens, self.shelf)
+            values = self.job.store.values_by_rows(self.model.embedding_and_head()[0])
+            if self.job.feed == "quantized" and set_embeddings(self.model.model, values):
+                for number, part, own in zip(missing, tokens, found, strict=True):
+                    self._embedded[number] = own.keep(embedded(self.model.model, self.model.blocks, part))
         finally:
             self.model.drop(0)
             self.model.drop(None)
@@ -148,7 +162,10 @@ class _Worker:
     def inputs(self, block: int, number: int, floats: bool = False) -> BlockInputs:
         """A batch's inputs of a block."""
         first = self._first[number]
-        x = self.job.kept().read(block, number, floats).to(first.value()) if block else first.value()
+        if block:
+            x = self.job.kept().read(block, number, floats).to(first.value())
+        else:
+            x = first.value() if floats or number not in self._embedded else self._embedded[number].value()
         own = replace(first, x=first.keep(x))
         if block < len(self.model.blocks):
             own.select_block(block)

@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from bridge.quantize.block_inputs import BlockInputs, StopForward, matrix_shape, vectors
+from bridge.quantize.block_inputs import BlockInputs, StopForward, first_of, matrix_shape, vectors
 from bridge.quantize.experts import SeparateExperts, expert_of
 from bridge.quantize.replay import End, Replay
 
@@ -60,6 +60,13 @@ def find_stages(
     ends: dict[str, End] = {}
     last: list[Any] = [None, None]  # the layer that was called last, and its output
     inside = {module: name for name, module in block.named_modules()}
+    calls: list[tuple[str, torch.Tensor]] = []  # modules and their inputs, where these are like the block's
+    outputs: dict[str, tuple[int, torch.Tensor]] = {}  # by module of `ends`: how many calls came before, and its output
+    shape: list[Any] = [None]
+
+    def called(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if args and isinstance(args[0], torch.Tensor) and args[0].shape == shape[0]:
+            calls.append((inside[module], args[0]))
 
     def note(name: str) -> Any:
         def hook(_module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -79,6 +86,7 @@ def find_stages(
         items = output if isinstance(output, tuple) else (output,)
         if items and items[0] is last[1] and last[1] is not None and not any(x is not None for x in items[1:]):
             ends[inside[module]] = End(last[0], len(items) if isinstance(output, tuple) else None)
+            outputs[inside[module]] = len(calls), items[0]
 
     own = set(layers.values())
     patterns = {_pattern(name) for name in layers}
@@ -88,13 +96,28 @@ def find_stages(
         for module in inside:
             if module is not block:
                 stack.callback(module.register_forward_hook(returned).remove)
+                stack.callback(module.register_forward_pre_hook(called).remove)
         for batch in batches:
-            batch.run(block)
+            calls.clear()
+            outputs.clear()
+            shape[0] = getattr(batch.value(), "shape", None)
+            calls.append(("", first_of(batch.run(block))))
+            for name, (before, output) in outputs.items():
+                ends[name] = replace(ends[name], added=_added(calls[:before], calls[before][1], output, ends))
             if {_pattern(name) for name in seen} == patterns:
                 break
             seen.update(dict.fromkeys(seen))  # another batch has other inputs
     stages = _in_stages([*order, *((name, None) for name in layers if name not in seen)], not again)
     return stages, {} if again else _of_all_experts(ends, inside.values())
+
+
+def _added(before: Sequence[tuple[str, torch.Tensor]], sum_: Any, output: torch.Tensor, ends: Iterable[str]) -> str:
+    """`End.added`: of the modules called before an output, with their inputs, the last whose input it makes the sum."""
+    for name, x in reversed(before):
+        again = not any(f"{name}.".startswith(f"{end}.") for end in ends)  # those inside are not called in each pass
+        if again and x.shape == output.shape and isinstance(sum_, torch.Tensor) and torch.equal(x + output, sum_):
+            return name
+    return ""
 
 
 def _of_all_experts(ends: Mapping[str, End], modules: Iterable[str]) -> dict[str, End]:
@@ -129,13 +152,18 @@ def _in_stages(order: Sequence[tuple[str, str | None]], once: bool) -> list[Stag
 
 
 def stage_inputs(
-    stage: Stage, layers: Mapping[str, nn.Module], replay: Replay, routed: Any = None
+    stage: Stage,
+    layers: Mapping[str, nn.Module],
+    replay: Replay,
+    routed: Any = None,
+    residuals: dict[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
     """The inputs [tokens, columns] of each group of a stage in one call of the block; no key if no token reaches it.
 
     layers  of the replay's block
     routed  the `routing` of another pass, whose tokens the experts get; None: the router chooses, and the inputs are
             kept for the passes after this one
+    residuals  gets what the layers' outputs are added to (`End.added`), by the names that `layers` has
     """
     seen: dict[str, list[torch.Tensor]] = {}
     names = {module: name for name, module in replay.block.named_modules()}
@@ -151,10 +179,23 @@ def stage_inputs(
 
         return hook
 
+    def added(name: str) -> Any:
+        def hook(_module: nn.Module, args: tuple[Any, ...]) -> None:
+            assert residuals is not None
+            residuals[name] = args[0]
+
+        return hook
+
     def stop(*_: Any) -> None:
         raise StopForward
 
     with ExitStack() as stack:
+        if residuals is not None:
+            of = {names[layers[name]]: name for group in stage.groups.values() for name in group}
+            for end in replay.ends.values():
+                if end.layer in of and end.added:
+                    module = replay.block.get_submodule(end.added)
+                    stack.callback(module.register_forward_pre_hook(added(of[end.layer])).remove)
         for key, group in stage.groups.items():
             stack.callback(layers[group[0]].register_forward_pre_hook(note(key)).remove)
         mixture = mixture_of(replay.block, stage, layers)

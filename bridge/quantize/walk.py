@@ -22,12 +22,14 @@ from bridge.errors import BridgeError, parameter
 from bridge.quantize.activations import Resumption, Shelf
 from bridge.quantize.block_inputs import (
     BlockInputs,
+    embedded,
     first_inputs,
     head_hessian,
     head_of,
     is_layer,
     matrix,
     matrix_shape,
+    set_embeddings,
     set_matrix,
 )  # fmt: skip
 from bridge.quantize.experts import is_short, lend, merged, restore_experts, split_experts
@@ -144,6 +146,7 @@ def quantize_model(
     hessians: int | None = None,
     resume: Resumption | None = None,
     prepare: Prepare | None = None,
+    embeddings: Iterable[torch.Tensor] = (),
     head: bool = False,
     head_spans: Spans = lambda name, rows, columns: [slice(0, rows)],
 ) -> Iterator[tuple[str, Any]]:
@@ -165,6 +168,7 @@ def quantize_model(
     hessians  bytes of experts' Hessians that are gathered in one pass; None: 2 GB
     resume   where the inputs of the next block are kept, to start at it in another run; the layers before are `known`
     prepare  called before a block's layers are quantized; may change its weights, but not what it computes
+    embeddings  the quantized ones, float [rows, hidden], some rows after the others; none: they are the float model's
     head     quantize the output head too, unless it is tied to the embeddings
     head_spans  (name, rows, columns) of the head -> the rows that are quantized at a time. It is the largest matrix: as
              a whole it takes several times its size in memory. No spans: it is not quantized
@@ -180,14 +184,17 @@ def quantize_model(
         source.load(0)
         try:
             batches = first_inputs(source.model, source.blocks, parts, shelf)
+            if held:
+                for i, b in enumerate(batches):
+                    b.held = i >= -(-(len(tokens) - held) // batch)
+            apart = cross and feed == "quantized"  # else the float model's inputs are the blocks' own
+            float_batches = [b.copy() for b in batches] if apart else None
+            if feed == "quantized" and set_embeddings(source.model, embeddings):
+                for b, part in zip(batches, parts, strict=True):
+                    b.advance(embedded(source.model, source.blocks, part))
         finally:
             source.drop(0)
             source.drop(None)
-        if held:
-            for i, b in enumerate(batches):
-                b.held = i >= -(-(len(tokens) - held) // batch)
-        apart = cross and feed == "quantized"  # else the float model's inputs are the blocks' own
-        float_batches = [b.copy() for b in batches] if apart else None
         start = _resumed(resume, batches, float_batches)
         for i, block in list(enumerate(source.blocks))[start:until]:
             source.load(i)
@@ -372,15 +379,19 @@ def gather(
     mixture = mixture_of(replays[0].block, stage, layers)
     products = _with_products(stage, originals, floats)
     for i, replay in enumerate(replays):
-        seen = stage_inputs(stage, layers, replay)
+        added: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = {}, {}
+        seen = stage_inputs(stage, layers, replay, residuals=added[0] if products else None)
         twins: dict[str, torch.Tensor] = {}
         # experts that are separate modules in the model itself may see other tokens in the float model: no cross term
         if floats and (mixture or not stage.experts):
-            twins = stage_inputs(stage, originals, floats[i], mixture.routing if mixture else None)
+            routed = mixture.routing if mixture else None
+            twins = stage_inputs(stage, originals, floats[i], routed, added[1] if products else None)
         for key, x in seen.items():
             x_float, outputs = twins.pop(key, None), None
             if key in products and x_float is not None:
                 outputs = {n: _float_output(originals[n], own, floats[i], x_float) for n, own in products[key].items()}
+                for n in added[0].keys() & added[1].keys():
+                    outputs[n] = outputs[n].float() + (added[1][n] - added[0][n]).reshape(outputs[n].shape)
                 x_float = None
             hessians[key].add(x, x_float, replay.batch.held, outputs)
     return hessians

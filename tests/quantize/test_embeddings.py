@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from bridge.checkpoint import open_checkpoint
 from bridge.conversion.converter import convert
 from bridge.conversion.report import CALIBRATED, FLOAT
+from bridge.quantize import quantize_model
 from bridge.quantize.activations import Shelf
 from bridge.quantize.embeddings import embeddings_hessian, embeddings_matrix
 from bridge.quantize.float_model import FloatModel
@@ -35,6 +38,25 @@ def test_one_matrix_weighs_errors_as_both_uses_of_tied_embeddings_feel_them() ->
     hessian = embeddings_hessian("embeddings", embeddings_matrix(products.float(), (inputs, occurs / 3)), 100)
     found = (e @ hessian.matrix.double() * e).sum(1) @ occurs / 4
     assert float(found) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_the_quantized_model_starts_at_quantized_embeddings_and_the_float_model_at_its_own() -> None:
+    torch.manual_seed(0)
+    shape: Any = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, vocab_size=64)).eval()
+    tokens = torch.randint(0, 64, (6, 12))
+    weight, norm = model.model.embed_tokens.weight.data.clone(), model.model.layers[0].input_layernorm
+    values = (weight * 32).round() / 32
+    for layer in quantize_model(
+        model, tokens, lambda layer: (layer.weight, layer.hessian), cross=True, embeddings=[values[:40], values[40:]]
+    ):
+        name, hessian = layer
+        if name.endswith("q_proj"):
+            x, x_float = (norm(v[tokens.flatten()]) for v in (values, weight))
+            torch.testing.assert_close(hessian.matrix, 2 / len(x) * x.T @ x, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(hessian.cross, 2 / len(x) * (x_float - x).T @ x, rtol=1e-3, atol=1e-5)
+            return
+    raise AssertionError
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -9,8 +9,13 @@ import pytest
 import torch
 import transformers
 
-from bridge.quantize import activations, quantize_model, walk
+from bridge.quantize import activations, quantize_model
+from bridge.quantize.activations import Shelf
+from bridge.quantize.block_inputs import first_inputs, is_layer
+from bridge.quantize.experts import split_experts
 from bridge.quantize.hessian import Hessian
+from bridge.quantize.replay import Replay
+from bridge.quantize.stages import find_stages
 
 TOKENS = torch.randint(0, 64, (6, 12), generator=torch.Generator().manual_seed(3))
 SHAPE = {
@@ -21,6 +26,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "experts": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "side by side": ("GPTNeoX", {"use_parallel_residual": True}),
+    "norms after": ("Gemma2", {"head_dim": 16}),
 }
 
 
@@ -49,8 +55,7 @@ def test_the_hessians_are_those_of_passes_from_the_beginning(
     kind: str, feed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = dict(quantize_model(model_of(kind), TOKENS, rounded, batch=4, cross=True, feed=feed))
-    find_stages = walk.find_stages
-    monkeypatch.setattr(walk, "find_stages", lambda *args: (find_stages(*args)[0], {}))
+    monkeypatch.setattr(Replay, "keep", lambda *args: None)
     expected = dict(quantize_model(model_of(kind), TOKENS, rounded, batch=4, cross=True, feed=feed))
     assert list(found) == list(expected)
     products = set()
@@ -60,7 +65,42 @@ def test_the_hessians_are_those_of_passes_from_the_beginning(
         products |= {name.rpartition(".")[2]} if name in found[name][1].products else set()
     assert products == {
         "llama": {"o_proj", "down_proj"}, "experts": {"o_proj"}, "side by side": {"dense", "dense_4h_to_h"},
+        "norms after": {"down_proj"},
     }[kind]  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_an_output_is_added_to_is_found_where_it_is_added_to_nothing_else(kind: str) -> None:
+    model = model_of(kind)
+    blocks = list(model.base_model.layers)
+    batches = first_inputs(model, blocks, [TOKENS], Shelf(None))
+    batches[0].select_block(0)
+    split_experts(blocks[0])
+    _, ends = find_stages(blocks[0], {n: m for n, m in blocks[0].named_modules() if is_layer(m)}, batches)
+    attention = {"self_attn": "input_layernorm"}
+    assert {name: end.added for name, end in ends.items() if end.added} == {
+        "llama": attention | {"mlp": "post_attention_layernorm"}, "experts": attention,
+    }.get(kind, {})  # fmt: skip
+
+
+def test_o_and_down_are_to_make_good_what_was_lost_of_what_they_are_added_to() -> None:
+    """R = 2/n sum (W x_float + h_float - h) x^T, h what the output is added to."""
+    model, original = model_of("llama"), model_of("llama")
+    found = dict(quantize_model(model, TOKENS, rounded, batch=4, cross=True))
+    seen: dict[tuple[str, bool], torch.Tensor] = {}
+    for quantized, own in ((True, model), (False, original)):
+        for n, m in own.named_modules():
+            if n.endswith(("o_proj", "down_proj", "layernorm")):
+                m.register_forward_pre_hook(lambda _, a, key=(n, quantized): seen.update({key: a[0].flatten(0, 1)}))
+        with torch.no_grad():
+            own(TOKENS)
+    for n, norm in (("self_attn.o_proj", "input_layernorm"), ("mlp.down_proj", "post_attention_layernorm")):
+        name, norm = f"model.layers.1.{n}", f"model.layers.1.{norm}"
+        weight, hessian = found[name]
+        x, h = seen[name, True], seen[norm, True]
+        wanted = seen[name, False] @ weight.T + seen[norm, False] - h
+        torch.testing.assert_close(hessian.products[name].whole, 2 / len(x) * wanted.T @ x, rtol=1e-3, atol=1e-4)
 
 
 def test_without_free_memory_modules_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
