@@ -112,8 +112,8 @@ def find_stages(
 
 
 def _added(before: Sequence[tuple[str, torch.Tensor]], sum_: Any, output: torch.Tensor, ends: Iterable[str]) -> str:
-    """`End.added`: of the modules called before an output, with their inputs, the last whose input it makes the sum."""
-    for name, x in reversed(before):
+    """`End.added`: of the modules called before an output, with their inputs, one whose last input it makes the sum."""
+    for name, x in reversed(dict(before).items()):
         again = not any(f"{name}.".startswith(f"{end}.") for end in ends)  # those inside are not called in each pass
         if again and x.shape == output.shape and isinstance(sum_, torch.Tensor) and torch.equal(x + output, sum_):
             return name

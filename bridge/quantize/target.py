@@ -10,8 +10,8 @@ C takes 2 n^2 operations a token for n inputs. A layer of m <= n outputs needs W
 the float model computes anyway, R = 2/n sum W x_float x^T takes 2 m n: W C = R - W H. R is rounded to float32, so W C
 has an error of 1e-7 R, where n tokens leave chance of 1 / sqrt(n) of it.
 
-If a layer's output is added to the residual h, and to nothing else (`replay.End`), the sums h + W x_float are what has to
-come close:  R = 2/n sum (W x_float + h_float - h) x^T,  so that the layer also makes good what h has lost before it.
+If a layer's output is added to the residual h, and to nothing else (`replay.End`), their sum is what has to come close:
+R = 2/n sum (W x_float + h_float - h) x^T,  so that the layer also makes up for what h has lost before it.
 """
 
 from collections.abc import Sequence
