@@ -278,6 +278,11 @@ class Emitter:
     def add(self, a: ir.Value, b: ir.Value) -> ir.Value:
         return self.builder.add(a, b)
 
+    def sub_bytes(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        """Byte by byte."""
+        difference = self.builder.sub(*(self.builder.bitcast(value, self.bytes) for value in (a, b)))
+        return self.builder.bitcast(difference, self.ints)
+
     def mul(self, a: ir.Value, b: ir.Value) -> ir.Value:
         return self.builder.mul(a, b)
 
@@ -295,13 +300,22 @@ class Emitter:
         return self.target.emit_dots(self, parts, words, x, places, bits)
 
     def tile_dots(
-        self, parts: list[list], words: list[list], x: ir.Value, places: list[list[int]], bits: int, scales: list | None
+        self,
+        parts: list[list],
+        words: list[list],
+        x: ir.Value | None,
+        places: list[list[int]],
+        bits: int,
+        scales: list | None,
+        magnitude: int = 0,
     ) -> list[list]:
         """As `dots`, parts[r][c] and words[r][k] of several groups of rows, which the same values are multiplied by.
 
-        scales: int16 of each group of rows that its sums are multiplied by, see `doubled_short`.
+        x          None: all values are 1
+        scales     int16 of each group of rows that its sums are multiplied by, see `doubled_short`
+        magnitude  of signed codes, at most, or of their digits where bits is 8; then values are uint8. 0: unsigned ones
         """
-        return self.target.emit_tile(self, parts, words, x, places, bits, scales)
+        return self.target.emit_tile(self, parts, words, x, places, bits, scales, magnitude)
 
     # int16, two a lane
 
@@ -417,10 +431,13 @@ class Twin:
     def add(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return a + b
 
+    def sub_bytes(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return (a.view(np.uint8) - b.view(np.uint8)).view(np.int32)
+
     def mul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return a * b
 
-    def dots(self, parts: list, words: list, x: int, places: list[list[int]], bits: int) -> list:
+    def dots(self, parts: list, words: list, x: Any, places: list[list[int]], bits: int) -> list:
         quads = [[self.read(x + place, np.int8, 4) for place in row] for row in places]
         codes = [np.ascontiguousarray(word()).view(np.uint8).reshape(-1, 4) for word in words]
         if self.paired:
@@ -434,13 +451,36 @@ class Twin:
         return [half for pair in pairs for half in pair]
 
     def tile_dots(
-        self, parts: list, words: list, x: int, places: list[list[int]], bits: int, scales: list | None
+        self,
+        parts: list,
+        words: list,
+        x: int | None,
+        places: list[list[int]],
+        bits: int,
+        scales: list | None,
+        magnitude: int = 0,
     ) -> list:
-        sums = [self.dots([self.zero() for _ in places], row, x, places, bits) for row in words]
+        if magnitude:
+            sums = [self._signed_dots(row, x, places, bits, magnitude) for row in words]
+        else:
+            sums = [self.dots([self.zero() for _ in places], row, x, places, bits) for row in words]
         if scales:
             sums = [[total * scale[::2] for total in row] for row, scale in zip(sums, scales, strict=True)]
         pairs = zip(parts, sums, strict=True)
         return [[part + total for part, total in zip(*row, strict=True)] for row in pairs]
+
+    def _signed_dots(self, words: list, x: int | None, places: list[list[int]], bits: int, magnitude: int) -> list:
+        sums = [self.zero() for _ in places]
+        for right in (0, 4) if bits == 8 else (0,):
+            found = [nibble(self, word, right) if bits == 8 else word() for word in words]
+            digits = [np.ascontiguousarray(digit).view(np.int8).reshape(-1, 4) for digit in found]
+            for c, row in enumerate(places):
+                if x is None:
+                    sums[c] += sum(digit.sum(1, dtype=np.int32) for digit in digits) << right
+                else:
+                    quads = [self.read(x + place, np.uint8, 4) for place in row]
+                    sums[c] += self.target.twin_signed(self.zero(), digits, quads, magnitude) << right
+        return sums
 
     def doubled_short(self, value: np.ndarray) -> np.ndarray:
         return np.repeat(value.astype(np.int16), 2)
