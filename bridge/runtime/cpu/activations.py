@@ -81,9 +81,10 @@ def float_record(block: BlockType) -> int:
 def _round32(
     v: Any, sub: int, factor: int | None, form: str, x: Any, q: Any, d_at: Any, sums_at: Any, apart: Any
 ) -> None:
-    """Write the code that rounds 32 values at x to int8 at q, or to uint8 of the unsigned form, their step to d_at, their sums to sums_at.
+    """Write the code that rounds 32 values at x to int8 at q, their step to d_at, their sums to sums_at.
 
-    Sums are `apart` bytes apart. In paired records, after 8 values come 8 of another column.
+    Sums are `apart` bytes apart. In paired records, after 8 values come 8 of another column; in unsigned ones values
+    are higher by 128.
 
     `factor` times the sums of `sub` values each, as int32; with factor None, d times the sums, as float32.
     Floats as integers are ordered by magnitude, NaN above infinity: a block with either gets d = NaN.
