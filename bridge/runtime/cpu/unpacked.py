@@ -284,9 +284,11 @@ def _rows(weights, x, y, blocks, stride, tokens, y_stride, first, last):
         for begin in range(0, blocks, reach):
             end = min(begin + reach, blocks)
             for group in range(first, last, groups):
-                for r in range(min(groups, last - group) if begin else 0):
-                    for t in range(count):
-                        part = load_group(y + (start + t) * columns * y_stride + 4 * (group + r) * lanes, y_stride)
+                own = min(groups, last - group)
+                out = y + start * columns * y_stride + 4 * group * lanes
+                for t in range(count if begin else 0):
+                    for r in range(own):
+                        part = load_group(out + t * columns * y_stride + 4 * r * lanes, y_stride)
                         store_group(part, totals_at + 4 * (turn * t + r * columns * lanes), 4 * lanes)
                 for b in range(begin, end):
                     for r in range(groups):  # the last one twice if there is no other
@@ -299,10 +301,10 @@ def _rows(weights, x, y, blocks, stride, tokens, y_stride, first, last):
                         totals = load(at, 4 * lanes) if b else zeros()
                         store(accumulate(totals, unpacked, unpacked, values), at, 4 * lanes)
                         values += blocks * columns * record
-                for r in range(min(groups, last - group)):
-                    for t in range(count):
+                for t in range(count):
+                    for r in range(own):
                         part = load_group(totals_at + 4 * (turn * t + r * columns * lanes), 4 * lanes)
-                        store_group(part, y + (start + t) * columns * y_stride + 4 * (group + r) * lanes, y_stride)
+                        store_group(part, out + t * columns * y_stride + 4 * r * lanes, y_stride)
 
 
 def _scope(name: str, target: str, width: int) -> tuple[dict[str, int], ModuleType, vectors.Body, vectors.Routine]:
