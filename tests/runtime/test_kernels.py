@@ -187,8 +187,8 @@ def test_every_target_in_python(block, target):
     memory = np.zeros(stride, np.uint8)
     raw = tensor.raw.reshape(lanes, -1)
     repacked_into(memory, raw, block, form)
-    x = np.random.default_rng(4).standard_normal((2, columns)).astype(np.float32)
-    for tokens in (1, 2):
+    x = np.random.default_rng(4).standard_normal((4, columns)).astype(np.float32)
+    for tokens in (1, 2, 4) if module.UNPACKS else (1, 2):
         kind = interleaved.form(block.name, target, tokens, True)
         records = activations.records(x[:tokens], block, columns=tokens, form=kind)
         y = np.zeros((tokens, lanes), np.float32)
@@ -233,20 +233,21 @@ def test_unpacked_blocks_give_the_same_sums_as_the_repacked_form(name, tile, mon
     block, module = READ[name], targets.module("avx2")
     lanes, groups = module.LANES, 3
     columns, rows = block.size * 2, groups * lanes
-    assert unpacked.unpacks(module, 2)
+    assert unpacked.unpacks(module, 4)
     tensor, _ = random_matrix(block, rows, columns)
     form = layout.InterleavedLayout(block, lanes)
     memory = np.zeros(groups * form.stride(2), np.uint8)
     repacked_into(memory, tensor.raw.reshape(rows, -1), block, form)
-    x = np.random.default_rng(5).standard_normal((4, columns)).astype(np.float32)
+    x = np.random.default_rng(5).standard_normal((8, columns)).astype(np.float32)
     sums = []
-    for width in (1, 2):
+    for width in (1, 2, 4):
         records = activations.records(x, block, width, form=interleaved.form(name, "avx2", width, True))
-        y = np.full((4, rows), np.nan, np.float32)
-        sizes = 2, form.stride(2), 4 // width, 4 * rows, 0, groups
+        y = np.full((8, rows), np.nan, np.float32)
+        sizes = 2, form.stride(2), 8 // width, 4 * rows, 0, groups
         interleaved.twin(name, "avx2", width, True)(memory.ctypes.data, records.ctypes.data, y.ctypes.data, *sizes)
         sums.append(y)
-    np.testing.assert_array_equal(*sums)
+    for other in sums[1:]:
+        np.testing.assert_array_equal(other, sums[0])
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from bridge.runtime.cpu.vectors import nibble
 
 NAME = "avx2"
 LANES = 8
-WIDTHS = (1, 4)  # columns of x at once, as the registers allow
+WIDTHS = (1, 2, 4)  # columns of x at once, as the registers allow
 FEATURES = ("avx2", "f16c", "fma")
 BYTE_SHIFTS = False
 PAIRED = False

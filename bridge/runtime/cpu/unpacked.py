@@ -1,4 +1,4 @@
-"""Kernels of several columns that unpack a block before all tokens pass over it: AVX2's.
+"""Kernels of four columns that unpack a block before all tokens pass over it: AVX2's.
 
 Shifts, masks and tables are then paid once for all tokens, and the 16 registers hold what a tile of 16 rows and four
 columns takes: a broadcast of x serves two groups of rows. On a Zen 4 two loads a cycle are the limit otherwise, and
@@ -134,8 +134,8 @@ class UnpackedLayout:
 
 
 def unpacks(target: ModuleType, width: int) -> bool:
-    """Whether the kernel for so many columns of x unpacks blocks first."""
-    return target.UNPACKS and width > 1
+    """Whether the kernel for so many columns of x unpacks blocks first: for two, that takes longer than it saves."""
+    return target.UNPACKS and width > 2
 
 
 def form(block: BlockType) -> str:
