@@ -19,7 +19,8 @@ from bridge.blocks.read import READ
 from bridge.errors import BridgeError
 from bridge.runtime import QuantTensor
 from bridge.runtime.bench import put_d
-from bridge.runtime.cpu import activations, interleaved, layout, repack, superblock, unpacked, vectors
+from bridge.runtime.cpu import activations, interleaved, layout, repack, superblock, unpacked
+from bridge.runtime.cpu.emitter import Emitter
 from bridge.runtime.cpu.portable import RowMajor
 from bridge.runtime.cpu.prepared import Prepared
 from bridge.system import pool, row_threads, targets
@@ -276,7 +277,7 @@ def test_every_target_compiles_to_its_instruction(block, target, triple, feature
     code.triple = triple
     function = ir.Function(code, ir.FunctionType(ir.VoidType(), [words] * 4), "block")
     paired = module.PAIRED
-    emitter = vectors.Emitter(ir.IRBuilder(function.append_basic_block()), module, paired, ahead=(2048,))
+    emitter = Emitter(ir.IRBuilder(function.append_basic_block()), module, paired, ahead=(2048,))
     body = superblock.k_block if block.is_k else superblock.plain_block
     form = layout.InterleavedLayout(block, module.LANES)
     weights, halves, x, y = function.args

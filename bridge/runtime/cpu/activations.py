@@ -32,7 +32,7 @@ from numba.extending import intrinsic
 
 from bridge.blocks import BlockType
 from bridge.blocks.read import READ
-from bridge.runtime.cpu.vectors import Emitter
+from bridge.runtime.cpu.emitter import Emitter
 from bridge.system.memory import array_at, c_function, floats, stack
 
 # set per type by `quantize_function`

@@ -10,7 +10,7 @@ unsigned there, x + 128, and codes are signed. What 128 adds is known when a blo
 import numpy as np
 from llvmlite import ir
 
-from bridge.runtime.cpu.vectors import nibble
+from bridge.runtime.cpu.operands import nibble
 
 NAME = "avx2"
 LANES = 8

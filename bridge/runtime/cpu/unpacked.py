@@ -30,6 +30,7 @@ from bridge.blocks.read import READ
 from bridge.runtime.cpu import vectors
 from bridge.runtime.cpu.activations import PLAIN, UNSIGNED, record_of
 from bridge.runtime.cpu.layout import InterleavedLayout
+from bridge.runtime.cpu.operands import LookedUp, Nibbles
 from bridge.runtime.cpu.superblock import (
     codes_of_group,
     fields_at,
@@ -39,6 +40,7 @@ from bridge.runtime.cpu.superblock import (
     scale_words,
     value_at,
 )
+from bridge.runtime.cpu.twin import Twin
 from bridge.system import targets
 from bridge.system.memory import c_function, stack
 
@@ -130,7 +132,7 @@ class UnpackedLayout:
     def words(self, v: Any, space: Any, r: int, words: range) -> list[Callable[[], Any]]:
         """Words of row group r."""
         places = [r * self.nbytes + k * self.digits * self.vector for k in words]
-        return [vectors.Nibbles(v, space, at) if self.digits == 2 else partial(v.load, space, at) for at in places]
+        return [Nibbles(v, space, at) if self.digits == 2 else partial(v.load, space, at) for at in places]
 
 
 def unpacks(target: ModuleType, width: int) -> bool:
@@ -184,7 +186,7 @@ def _signed(v: Any, block: BlockType, word: Callable[[], Any]) -> tuple[Any, ...
     """A word of codes or values as int8; if they have 8 bits, their low and high digits too."""
     if block.value_bits < 8:
         return (v.sub_bytes(word(), v.splat(0x01010101 * block.lift)),)
-    if isinstance(word, vectors.LookedUp):
+    if isinstance(word, LookedUp):
         code = word.code()
         low = tuple((value + 8) % 16 - 8 for value in block.values)
         high = tuple((value - digit) // 16 for value, digit in zip(block.values, low, strict=True))
@@ -350,7 +352,7 @@ def twin(name: str, target: str, width: int) -> Callable[..., None]:
     sizes, module, multiply, unpack = _scope(name, target, width)
     memory = {part: np.zeros(nbytes, np.uint8) for part, nbytes in _memory(sizes).items()}
     made: dict[str, Any] = {part: partial(int, array.ctypes.data) for part, array in memory.items()}
-    made |= {"unpack": partial(unpack, vectors.Twin(module)), "memory": memory}
+    made |= {"unpack": partial(unpack, Twin(module)), "memory": memory}
     made |= vectors.twins(module, sizes["groups"] * width, multiply)
     made |= _of_a_group(vectors.twins(module, width, multiply))
     return FunctionType(_rows.__code__, {**_rows.__globals__, **sizes, **made}, f"twin_{name}")
