@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from bridge.blocks.base import BlockType
 
 _HELP = "compile the kernels that a model needs on this CPU, so that its first run does not wait for them"
-_WIDTHS = 3, 9  # tokens of prompts that take kernels of all widths
+_WIDTHS = 2, 3, 9  # tokens of prompts that take kernels of all widths
 
 
 def add_parser(commands: Any) -> None:

@@ -12,9 +12,9 @@ from llvmlite import ir
 
 from bridge.blocks.read import READ
 from bridge.runtime.cpu.activations import float_record, record_of
+from bridge.runtime.cpu.emitter import Emitter
 from bridge.runtime.cpu.interleaved import arithmetic
 from bridge.runtime.cpu.layout import InterleavedLayout
-from bridge.runtime.cpu.vectors import Emitter
 from bridge.system import targets
 
 FEATURES = {"neon": "+neon,+dotprod", "i8mm": "+neon,+dotprod,+i8mm"}

@@ -19,7 +19,8 @@ from bridge.blocks.read import READ
 from bridge.errors import BridgeError
 from bridge.runtime import QuantTensor
 from bridge.runtime.bench import put_d
-from bridge.runtime.cpu import activations, interleaved, layout, repack, superblock, unpacked, vectors
+from bridge.runtime.cpu import activations, interleaved, layout, repack, superblock, unpacked
+from bridge.runtime.cpu.emitter import Emitter
 from bridge.runtime.cpu.portable import RowMajor
 from bridge.runtime.cpu.prepared import Prepared
 from bridge.system import pool, row_threads, targets
@@ -187,9 +188,9 @@ def test_every_target_in_python(block, target):
     memory = np.zeros(stride, np.uint8)
     raw = tensor.raw.reshape(lanes, -1)
     repacked_into(memory, raw, block, form)
-    x = np.random.default_rng(4).standard_normal((2, columns)).astype(np.float32)
-    for tokens in (1, 2):
-        kind = activations.PAIRED if module.PAIRED and tokens > 1 else activations.PLAIN
+    x = np.random.default_rng(4).standard_normal((4, columns)).astype(np.float32)
+    for tokens in (1, 2, 4) if module.UNPACKS else (1, 2):
+        kind = interleaved.form(block.name, target, tokens, True)
         records = activations.records(x[:tokens], block, columns=tokens, form=kind)
         y = np.zeros((tokens, lanes), np.float32)
         kernel = interleaved.twin(block.name, target, tokens, True)
@@ -197,7 +198,7 @@ def test_every_target_in_python(block, target):
         close(y, rounded(x[:tokens]), weights, block)
 
 
-@pytest.mark.parametrize("form", [activations.PLAIN, activations.PAIRED])
+@pytest.mark.parametrize("form", [activations.PLAIN, activations.PAIRED, activations.UNSIGNED])
 @pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q4_1"])
 def test_a_field_of_several_tokens_lies_together(name, form):
     block = READ[name]
@@ -213,26 +214,41 @@ def test_a_field_of_several_tokens_lies_together(name, form):
         np.testing.assert_array_equal(together[:, places], alone[:, :, at].T)
 
 
-@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "IQ4_XS", "Q4_1", "NVFP4", "Q8_0"])
-def test_unpacked_blocks_give_the_same_sums_as_the_repacked_form(name):
-    """An odd number of row groups, two turns of columns, two blocks: each turn's sums are kept from block to block."""
+def test_unsigned_records_have_values_that_are_higher_by_128():
+    block = READ["Q6_K"]
+    record = activations.record_of(block)
+    x = np.random.default_rng(6).standard_normal((4, 2 * block.size)).astype(np.float32)
+    plain, unsigned = (
+        activations.records(x, block, 4, form=form).reshape(2, 4 * record.nbytes)[:, : 4 * block.size]
+        for form in (activations.PLAIN, activations.UNSIGNED)
+    )
+    np.testing.assert_array_equal(unsigned, plain.view(np.int8).astype(np.int16) + 128)
+
+
+@pytest.mark.parametrize("tile", [1, 1 << 20])
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "IQ4_XS", "Q4_1", "NVFP4", "Q8_0", "IQ2_XS"])
+def test_unpacked_blocks_give_the_same_sums_as_the_repacked_form(name, tile, monkeypatch):
+    """An odd number of row groups, two turns of columns, two blocks: each turn's sums are kept from block to block, in
+    y if there is one block in a tile."""
+    monkeypatch.setattr(unpacked, "_TILE", tile)
     block, module = READ[name], targets.module("avx2")
     lanes, groups = module.LANES, 3
     columns, rows = block.size * 2, groups * lanes
-    assert unpacked.unpacks(module, 2)
+    assert unpacked.unpacks(module, 4)
     tensor, _ = random_matrix(block, rows, columns)
     form = layout.InterleavedLayout(block, lanes)
     memory = np.zeros(groups * form.stride(2), np.uint8)
     repacked_into(memory, tensor.raw.reshape(rows, -1), block, form)
-    x = np.random.default_rng(5).standard_normal((4, columns)).astype(np.float32)
+    x = np.random.default_rng(5).standard_normal((8, columns)).astype(np.float32)
     sums = []
-    for width in (1, 2):
-        records = activations.records(x, block, width)
-        y = np.full((4, rows), np.nan, np.float32)
-        sizes = 2, form.stride(2), 4 // width, 4 * rows, 0, groups
+    for width in (1, 2, 4):
+        records = activations.records(x, block, width, form=interleaved.form(name, "avx2", width, True))
+        y = np.full((8, rows), np.nan, np.float32)
+        sizes = 2, form.stride(2), 8 // width, 4 * rows, 0, groups
         interleaved.twin(name, "avx2", width, True)(memory.ctypes.data, records.ctypes.data, y.ctypes.data, *sizes)
         sums.append(y)
-    np.testing.assert_array_equal(*sums)
+    for other in sums[1:]:
+        np.testing.assert_array_equal(other, sums[0])
 
 
 @pytest.mark.parametrize(
@@ -261,7 +277,7 @@ def test_every_target_compiles_to_its_instruction(block, target, triple, feature
     code.triple = triple
     function = ir.Function(code, ir.FunctionType(ir.VoidType(), [words] * 4), "block")
     paired = module.PAIRED
-    emitter = vectors.Emitter(ir.IRBuilder(function.append_basic_block()), module, paired, ahead=(2048,))
+    emitter = Emitter(ir.IRBuilder(function.append_basic_block()), module, paired, ahead=(2048,))
     body = superblock.k_block if block.is_k else superblock.plain_block
     form = layout.InterleavedLayout(block, module.LANES)
     weights, halves, x, y = function.args

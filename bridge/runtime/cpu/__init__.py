@@ -5,7 +5,8 @@ rowmajor.py       straight from the file's blocks: portable, needs no preparatio
 layout.py         the repacked form: 16 (8, 4) rows interleaved, codes and scales as dense bit-planes
 activations.py    x rounded to int8 blocks, as ggml does it
 superblock.py     the arithmetic of one block of the repacked form, written once for all targets
-vectors.py        vector code for numba through llvmlite; intrinsics_*.py: what a target adds
+emitter.py        vector instructions by llvmlite, twin.py the same in numpy; intrinsics_*.py: what a target adds
+vectors.py        numba's intrinsics made of them
 interleaved.py    the kernels made of these three
 unpacked.py       kernels of AVX2 for several tokens, which unpack a block before all of them pass over it
 """

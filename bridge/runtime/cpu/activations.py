@@ -19,7 +19,7 @@ The float record holds x itself, then the float32 sums over sub-blocks.
 Records of `columns` tokens are one for each block, [tokens/columns, blocks, columns * record]: q of one token after
 another, then the other fields, 4 bytes of each token in turn, or 8 of int8 sums, so that a vector brings a field of
 several tokens. Paired ones, for targets that multiply two columns at once, have q of two tokens together: 8 bytes of
-the first's, 8 of the second's, and so on.
+the first's, 8 of the second's, and so on. Unsigned ones have q + 128, for kernels whose codes are signed.
 """
 
 from functools import cache
@@ -32,7 +32,7 @@ from numba.extending import intrinsic
 
 from bridge.blocks import BlockType
 from bridge.blocks.read import READ
-from bridge.runtime.cpu.vectors import Emitter
+from bridge.runtime.cpu.emitter import Emitter
 from bridge.system.memory import array_at, c_function, floats, stack
 
 # set per type by `quantize_function`
@@ -41,7 +41,7 @@ mins = paired = False
 round32: Any = None
 space: Any = None
 
-PLAIN, PAIRED = "", "paired"  # forms of integer records
+PLAIN, PAIRED, UNSIGNED = "", "paired", "unsigned"  # forms of integer records
 _GROUP = 32  # columns that share a d
 _TINY = 0x03800000  # bits of 2^-120: 128 / it is still finite
 _I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -83,7 +83,8 @@ def _round32(
 ) -> None:
     """Write the code that rounds 32 values at x to int8 at q, their step to d_at, their sums to sums_at.
 
-    Sums are `apart` bytes apart. In paired records, after 8 values come 8 of another column.
+    Sums are `apart` bytes apart. In paired records, after 8 values come 8 of another column; in unsigned ones values
+    are higher by 128.
 
     `factor` times the sums of `sub` values each, as int32; with factor None, d times the sums, as float32.
     Floats as integers are ordered by magnitude, NaN above infinity: a block with either gets d = NaN.
@@ -117,6 +118,8 @@ def _round32(
     codes = b.fptosi(rounded, integers)
     byte_vector = ir.VectorType(ir.IntType(8), _GROUP)
     octets = b.trunc(codes, byte_vector)
+    if form == UNSIGNED:
+        octets = b.xor(octets, ir.Constant(byte_vector, [ir.Constant(ir.IntType(8), 128)] * _GROUP))
     if form == PAIRED:
         longs = b.bitcast(octets, ir.VectorType(_I64, _GROUP // 8))
         for i in range(_GROUP // 8):
@@ -241,7 +244,7 @@ def quantize_function(type: str, integer: bool, form: str = PLAIN) -> Any:
         return c_function(_copy, kind, **sizes)
     made = record_of(block)
     round32 = _round32_intrinsic(span, None if block.has_min else -block.lift, form)
-    kind += "_paired" * (form == PAIRED)
+    kind += f"_{form}" if form else ""
     places: dict[str, Any] = {"paired": form == PAIRED, "mins": block.has_min}
     places |= {"sums_at": made.sums_at, "d_at": made.d_at}
     return c_function(_quantize, kind, round32=round32, space=stack(4 * sizes["subs"]), **sizes, **places)

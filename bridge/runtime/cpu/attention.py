@@ -152,6 +152,24 @@ def _store(blocks, count, _0, _1, _2, _3, _4, first, last):
                     values32[value + i // LANES * context * LANES + i % LANES] = v[i]
 
 
+@partial(inner, fastmath={"nnan", "nsz"})  # NaN, which the sum of exp shows, need not be found here
+def _top(x):
+    """The largest value."""
+    top = x[0]
+    for i in range(1, x.size):
+        top = max(top, x[i])
+    return top
+
+
+@partial(inner, fastmath={"reassoc"})
+def _total(x):
+    """The sum, in float64."""
+    total = 0.0
+    for i in range(x.size):
+        total += np.float64(x[i])
+    return total
+
+
 @inner
 def softmax(scores, low, visible, cap, sink):
     """exp(s - max) over the scores low..visible, zero over the others; max and the sum.
@@ -168,15 +186,12 @@ def softmax(scores, low, visible, cap, sink):
     if cap > 0:
         for i in range(low, visible):
             scores[i] = cap - 2 * cap / (exp(np.float32(2) * scores[i] / cap) + np.float32(1.0))
-    top = max(sink, scores[low])
-    for i in range(low + 1, visible):
-        top = max(top, scores[i])
-    for i in range(low, visible):
-        scores[i] = exp(scores[i] - top)
+    seen = scores[low:visible]
+    top = max(sink, _top(seen))
+    for i in range(seen.size):
+        seen[i] = exp(seen[i] - top)
     total = np.float64(exp(sink - top)) if sink > -np.inf else 0.0
-    for i in range(low, visible):
-        total += scores[i]
-    return top, total
+    return top, total + _total(seen)
 
 
 @inner

@@ -34,7 +34,7 @@ from numba.core import types
 
 from bridge.blocks.read import READ
 from bridge.runtime.cpu import unpacked, vectors
-from bridge.runtime.cpu.activations import float_record, record_of
+from bridge.runtime.cpu.activations import PAIRED, PLAIN, float_record, record_of
 from bridge.runtime.cpu.layout import InterleavedLayout
 from bridge.runtime.cpu.superblock import arithmetic
 from bridge.system import targets
@@ -111,6 +111,16 @@ def kernel(name: str, target: str, width: int, integer: bool, near: bool = False
     suffix = f"{name}_{target}_{width}_{'int8' if integer else 'f32'}{'_near' * near}"
     clone = _copy({**sizes, **vectors.intrinsics(*made_of, ahead, level)}, f"rows_{suffix}")
     return numba.cfunc(_SIGNATURE, cache=True, error_model="numpy")(clone)
+
+
+def form(name: str, target: str, width: int, integer: bool) -> str:
+    """The form of the records that `kernel` reads, see activations.py."""
+    module = targets.module(target)
+    if not integer or width == 1:
+        return PLAIN
+    if unpacked.unpacks(module, width):
+        return unpacked.form(READ[name])
+    return PAIRED if module.PAIRED else PLAIN
 
 
 def block_by_block(name: str, target: str, integer: bool) -> dict[str, Any]:

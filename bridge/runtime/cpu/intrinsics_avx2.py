@@ -2,16 +2,19 @@
 
 A pair reaches 2 * 128 * (2^bits - 1), so some words are added as int16 before pmaddwd widens them: 8 of 4
 bits, 4 of 5, 2 of 6. Codes of 8 bits would saturate: their high and low nibbles are multiplied apart.
+
+Kernels that unpack blocks first (unpacked.py) turn the operands around where codes have a zero point: values of x are
+unsigned there, x + 128, and codes are signed. What 128 adds is known when a block is unpacked.
 """
 
 import numpy as np
 from llvmlite import ir
 
-from bridge.runtime.cpu.vectors import nibble
+from bridge.runtime.cpu.operands import nibble
 
 NAME = "avx2"
 LANES = 8
-WIDTHS = (1, 4)  # columns of x at once, as the registers allow
+WIDTHS = (1, 2, 4)  # columns of x at once, as the registers allow
 FEATURES = ("avx2", "f16c", "fma")
 BYTE_SHIFTS = False
 PAIRED = False
@@ -29,18 +32,18 @@ def emit_dots(v, parts, words, x, places, bits):
     return tile(v, _MULTIPLY, _WIDEN, [parts], [words], x, places, bits)[0]
 
 
-def emit_tile(v, parts, words, x, places, bits, scales):
-    return tile(v, _MULTIPLY, _WIDEN, parts, words, x, places, bits, scales)
+def emit_tile(v, parts, words, x, places, bits, scales, magnitude):
+    return tile(v, _MULTIPLY, _WIDEN, parts, words, x, places, bits, scales, magnitude)
 
 
-def tile(v, multiply, widen, parts, words, x, places, bits, scales=None) -> list[list[ir.Value]]:
+def tile(v, multiply, widen, parts, words, x, places, bits, scales=None, magnitude=0) -> list[list[ir.Value]]:
     """`Emitter.tile_dots` by the two instructions of a vector width, on whatever lanes v has."""
     parts = [list(row) for row in parts]
     shorts = ir.VectorType(ir.IntType(16), 2 * v.lanes)
     rights = (0, 4) if bits == 8 else (0,)
-    together = _together(4 if bits == 8 else bits)
-    ordered = len(parts[0]) > 1 and v.lanes == LANES  # AVX-512 has registers for all words
     count = len(words[0])
+    together = count if x is None else _together(bits, magnitude)
+    ordered = len(parts[0]) > 1 and v.lanes == LANES  # AVX-512 has registers for all words
     for start in range(0, count, together):
         pairs: dict[tuple[int, int, int], ir.Value] = {}
         for k in range(start, min(start + together, count)):
@@ -50,9 +53,11 @@ def tile(v, multiply, widen, parts, words, x, places, bits, scales=None) -> list
                 for right in rights
             }
             for c in range(len(parts[0])):
-                values = v.builder.bitcast(v.broadcast(x, places[c][k]), v.bytes)
+                spread = v.splat(0x01010101) if x is None else v.broadcast(x, places[c][k])
+                values = v.builder.bitcast(spread, v.bytes)
                 for (r, right), digit in digits.items():
-                    pair = v.call(multiply, shorts, v.builder.bitcast(digit, v.bytes), values)
+                    operands = v.builder.bitcast(digit, v.bytes), values
+                    pair = v.call(multiply, shorts, *(reversed(operands) if magnitude else operands))
                     pair = v.builder.add(pairs[c, r, right], pair) if (c, r, right) in pairs else pair
                     pairs[c, r, right] = v.in_order(pair) if ordered else pair
         for (c, r, right), pair in pairs.items():
@@ -62,21 +67,32 @@ def tile(v, multiply, widen, parts, words, x, places, bits, scales=None) -> list
     return parts
 
 
-def _together(bits):
+def _together(bits, magnitude=0):
     """Words whose pairs of products can be added in int16."""
-    return 32768 // (2 * 128 * ((1 << bits) - 1))
+    if magnitude:
+        return 32767 // (2 * 255 * magnitude)
+    return 32768 // (2 * 128 * ((1 << (4 if bits == 8 else bits)) - 1))
 
 
 def twin_dots(part, codes, quads, bits):
     if bits == 8:
         high = twin_dots(part * 0, [code >> 4 for code in codes], quads, 4)
         return twin_dots(part, [code & 15 for code in codes], quads, 4) + (high << 4)
+    return twin_digits(part, codes, quads, _together(bits))
+
+
+def twin_digits(part, digits, quads, together):
+    """part + the products of digits [lanes, 4] and values [4] of each word."""
     total = part.astype(np.int32)
-    together = _together(bits)
-    for start in range(0, len(codes), together):
+    for start in range(0, len(digits), together):
         pairs = np.zeros((len(part), 2), np.int16)
-        for code, quad in list(zip(codes, quads, strict=True))[start : start + together]:
-            products = (code.astype(np.int32) * quad).reshape(len(part), 2, 2).sum(2)
+        for digit, quad in list(zip(digits, quads, strict=True))[start : start + together]:
+            products = (digit.astype(np.int32) * quad).reshape(len(part), 2, 2).sum(2)
             pairs += np.clip(products, -32768, 32767).astype(np.int16)
         total += pairs.astype(np.int32).sum(1)
     return total
+
+
+def twin_signed(part, words, quads, magnitude):
+    """part + the products of signed digits, those of each word and unsigned values."""
+    return twin_digits(part, words, quads, _together(8, magnitude))

@@ -51,7 +51,7 @@ from bridge.runtime.cpu.attention import (
 )
 from bridge.runtime.cpu.floats import dot_function
 from bridge.system.jit import inner
-from bridge.system.memory import array_at, c_function, floats, from_half, panel, to_half
+from bridge.system.memory import array_at, c_function, floats, from_half, panel, rows_together, to_half
 
 _F32, _F16, _I64 = ir.FloatType(), ir.HalfType(), ir.IntType(64)
 
@@ -81,26 +81,27 @@ def _dots_of(rows: int, halves: bool) -> Any:
                 f"llvm.vector.reduce.fadd.v{LANES}f32", fnty=ir.FunctionType(_F32, [_F32, vector])
             )
             zero = ir.Constant(vector, [0.0] * LANES)
-            totals = [cgutils.alloca_once(builder, vector) for _ in range(rows)]
-            starts = [builder.add(a, builder.mul(a_stride, _I64(r))) for r in range(rows)]
-            places = [builder.add(c, builder.mul(c_stride, _I64(r))) for r in range(rows)]
             chunks = builder.udiv(b_stride, _I64(LANES * nbytes))
-            with cgutils.for_range(builder, count) as position:
-                row = builder.add(b, builder.mul(b_stride, position.index))
-                for total in totals:
-                    builder.store(zero, total)
-                with cgutils.for_range(builder, chunks) as loop:
-                    at = builder.add(row, builder.mul(loop.index, _I64(LANES * nbytes)))
-                    values = builder.load(builder.inttoptr(at, stored.as_pointer()), align=nbytes)
-                    values = builder.fpext(values, vector) if halves else values
-                    for start, total in zip(starts, totals, strict=True):
-                        at = builder.add(start, builder.mul(loop.index, _I64(4 * LANES)))
-                        own = builder.load(builder.inttoptr(at, vector.as_pointer()), align=4)
-                        builder.store(builder.call(fma, [own, values, builder.load(total)]), total)
-                for place, total in zip(places, totals, strict=True):
-                    at = builder.inttoptr(builder.add(place, builder.shl(position.index, _I64(2))), _F32.as_pointer())
-                    dot = builder.call(reduce, [_F32(0.0), builder.load(total)], fastmath=("reassoc",))
-                    builder.store(dot, at, align=4)
+            for own in rows_together(rows):
+                totals = [cgutils.alloca_once(builder, vector) for _ in own]
+                starts = [builder.add(a, builder.mul(a_stride, _I64(r))) for r in own]
+                places = [builder.add(c, builder.mul(c_stride, _I64(r))) for r in own]
+                with cgutils.for_range(builder, count) as position:
+                    row = builder.add(b, builder.mul(b_stride, position.index))
+                    for total in totals:
+                        builder.store(zero, total)
+                    with cgutils.for_range(builder, chunks) as loop:
+                        at = builder.add(row, builder.mul(loop.index, _I64(LANES * nbytes)))
+                        values = builder.load(builder.inttoptr(at, stored.as_pointer()), align=nbytes)
+                        values = builder.fpext(values, vector) if halves else values
+                        for start, total in zip(starts, totals, strict=True):
+                            at = builder.add(start, builder.mul(loop.index, _I64(4 * LANES)))
+                            factors = builder.load(builder.inttoptr(at, vector.as_pointer()), align=4)
+                            builder.store(builder.call(fma, [factors, values, builder.load(total)]), total)
+                    for place, total in zip(places, totals, strict=True):
+                        at = builder.add(place, builder.shl(position.index, _I64(2)))
+                        dot = builder.call(reduce, [_F32(0.0), builder.load(total)], fastmath=("reassoc",))
+                        builder.store(dot, builder.inttoptr(at, _F32.as_pointer()), align=4)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 7), emit

@@ -8,7 +8,8 @@ from itertools import count
 import numpy as np
 
 from bridge.blocks.read import READ
-from bridge.runtime.cpu.activations import PAIRED, PLAIN, quantize_function, record_bytes
+from bridge.runtime.cpu import interleaved
+from bridge.runtime.cpu.activations import quantize_function, record_bytes
 from bridge.runtime.cpu.layout import InterleavedLayout
 from bridge.runtime.cpu.portable import Dequantizing, RawMatrix
 from bridge.system import targets
@@ -101,7 +102,7 @@ class Interleaved:
 
     def form(self, columns: int, integer: bool) -> str:
         """The form of the records that the kernel of so many columns reads, see activations.py."""
-        return PAIRED if integer and columns > 1 and targets.module(self.target).PAIRED else PLAIN
+        return interleaved.form(self.block.name, self.target, columns, integer)
 
     def _width(self, tokens: int) -> int:
         return next((width for width in self.widths if width >= tokens), self.widths[-1])

@@ -1,7 +1,7 @@
 """The arithmetic of one block of the repacked form (see layout.py), written once.
 
 The functions here do not compute: called with an `Emitter` they write the LLVM code of one block, unrolled,
-for a target's vector width and a number of columns of x (tokens); called with `vectors.Twin` the same lines
+for a target's vector width and a number of columns of x (tokens); called with a `Twin` the same lines
 run on numpy arrays, which is how a target is tested where it cannot run. `v` is either of them.
 
 Vectors are of int32 or float32, one lane a row. `totals` is one float vector per column.
@@ -27,7 +27,7 @@ from typing import Any
 from bridge.blocks import BlockType
 from bridge.runtime.cpu.activations import Record, float_record, record_of
 from bridge.runtime.cpu.layout import GROUP, InterleavedLayout, Piece, pieces
-from bridge.runtime.cpu.vectors import LookedUp, Places
+from bridge.runtime.cpu.operands import LookedUp, Places
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,20 @@
-"""Kernels of several columns that unpack a block before all tokens pass over it: AVX2's.
+"""Kernels of four columns that unpack a block before all tokens pass over it: AVX2's.
 
 Shifts, masks and tables are then paid once for all tokens, and the 16 registers hold what a tile of 16 rows and four
 columns takes: a broadcast of x serves two groups of rows. On a Zen 4 two loads a cycle are the limit otherwise, and
 those of an unpacked block and of x meet in the banks of the first-level cache.
 
     unpacked block   vectors, one lane a row:
-        codes        uint8 [size/4] words, or their values if the type has a table; of 8 bits, a vector of their low
-                     nibbles and one of the high ones, since AVX2 has no product of int8 that does not saturate
-        K-quants     sc twice as int16 [subs], sc as int32 [subs] if there is a zero point, words of mn [subs/4]
+        codes        uint8 [size/4] words, or their values if the type has a table, less the zero point as int8; of 8
+                     bits, a vector of low digits and one of high ones, v = 16 high + low, both -8..8, since AVX2 has
+                     no product of int8 that does not saturate
+        K-quants     sc twice as int16 [subs], words of mn [subs/4]
+        starts       int32 [size/32], of types with one level of scales [size/sum_span], where there is a zero point:
+                     where sums start, -128 times the sums of the codes (times sc), as values of x are x + 128
         then         d float32, or the scales [subs] of a type of scale bytes; -dmin of K-quants, dmin
 
-The kernel is a C function as those of interleaved.py. A tile of tokens, whose records stay in the second-level cache,
-passes over the row groups block by block.
+The kernel is a C function as those of interleaved.py. A tile of tokens and blocks, whose records stay in the
+second-level cache, passes over the row groups block by block; from one range of blocks to the next, sums are in y.
 """
 
 from collections.abc import Callable
@@ -25,8 +28,9 @@ import numpy as np
 from bridge.blocks import BlockType
 from bridge.blocks.read import READ
 from bridge.runtime.cpu import vectors
-from bridge.runtime.cpu.activations import record_of
+from bridge.runtime.cpu.activations import PLAIN, UNSIGNED, record_of
 from bridge.runtime.cpu.layout import InterleavedLayout
+from bridge.runtime.cpu.operands import LookedUp, Nibbles
 from bridge.runtime.cpu.superblock import (
     codes_of_group,
     fields_at,
@@ -36,6 +40,7 @@ from bridge.runtime.cpu.superblock import (
     scale_words,
     value_at,
 )
+from bridge.runtime.cpu.twin import Twin
 from bridge.system import targets
 from bridge.system.memory import c_function, stack
 
@@ -51,7 +56,7 @@ space: Any = None
 sums: Any = None
 columns = lanes = record = block_bytes = halves_bytes = unpacked_bytes = groups = 0
 
-_TILE = 1 << 18  # bytes of records
+_TILE = 5 << 16  # bytes of records: 8 blocks of a K-quant for 128 tokens
 _TURNS = 32  # groups of `columns` tokens in a tile at most
 
 
@@ -81,17 +86,30 @@ class UnpackedLayout:
         return self.block.size // 4 * self.digits * self.vector
 
     @property
-    def factors_at(self) -> int:
-        """Where sc is as int32."""
+    def mins_at(self) -> int:
         return self.scales_at + self.block.is_k * self.block.subs * self.vector
 
     @property
-    def mins_at(self) -> int:
-        return self.factors_at + (self.block.is_k and self.block.lift > 0) * self.block.subs * self.vector
+    def starts_at(self) -> int:
+        return self.mins_at + (self.block.is_k and self.block.has_min) * self.block.subs // 4 * self.vector
+
+    @property
+    def sums(self) -> int:
+        """Sums of int32 in a block, each of which has a start."""
+        return self.block.size // (32 if self.block.is_k else self.block.sum_span)
+
+    @property
+    def magnitude(self) -> int:
+        """Of signed codes, at most, or of their digits; 0: codes are unsigned."""
+        block = self.block
+        if block.value_bits == 8:
+            return 8
+        numbers = block.values or (-block.zero, block.levels - 1 - block.zero)
+        return max(map(abs, numbers)) if block.lift else 0
 
     @property
     def d_at(self) -> int:
-        return self.mins_at + (self.block.is_k and self.block.has_min) * self.block.subs // 4 * self.vector
+        return self.starts_at + (self.block.lift > 0) * self.sums * self.vector
 
     @property
     def dmin_at(self) -> int:
@@ -101,41 +119,82 @@ class UnpackedLayout:
     def nbytes(self) -> int:
         return self.dmin_at + self.vector
 
-    def words(self, v: Any, space: Any, r: int, group: int) -> list[Callable[[], Any]]:
-        """The words of 32 columns of row group r."""
-        places = [r * self.nbytes + (8 * group + k) * self.digits * self.vector for k in range(8)]
-        return [vectors.Nibbles(v, space, at) if self.digits == 2 else partial(v.load, space, at) for at in places]
+    def parts(self, i: int) -> list[tuple[range, int]]:
+        """The words of sum i that have one scale, and where that is as int16."""
+        block = self.block
+        if not block.is_k:
+            words = block.sum_span // 4
+            return [(range(i * words, (i + 1) * words), -1)]
+        words = block.sub // 4
+        subs = range(8 * i // words, 8 * (i + 1) // words)
+        return [(range(j * words, (j + 1) * words), self.scales_at + j * self.vector) for j in subs]
+
+    def words(self, v: Any, space: Any, r: int, words: range) -> list[Callable[[], Any]]:
+        """Words of row group r."""
+        places = [r * self.nbytes + k * self.digits * self.vector for k in words]
+        return [Nibbles(v, space, at) if self.digits == 2 else partial(v.load, space, at) for at in places]
 
 
 def unpacks(target: ModuleType, width: int) -> bool:
-    """Whether the kernel for so many columns of x unpacks blocks first."""
-    return target.UNPACKS and width > 1
+    """Whether the kernel for so many columns of x unpacks blocks first: for two, that takes longer than it saves."""
+    return target.UNPACKS and width > 2
+
+
+def form(block: BlockType) -> str:
+    """The form of the records that these kernels read, see activations.py."""
+    return UNSIGNED if block.lift else PLAIN
 
 
 def unpack_block(v: Any, layout: InterleavedLayout, weights: Any, halves: Any, space: Any) -> None:
     """Write the unpacked form of one block to `space`."""
     block, own = layout.block, UnpackedLayout(layout.block, v.lanes)
-    for group in range(block.size // 32):
-        v.barrier()
-        for k, code in enumerate(codes_of_group(v, layout, weights, group, False)):
-            at = (8 * group + k) * own.digits * own.vector
-            for i in range(own.digits):
-                digit = vectors.nibble(v, code, 4 * i) if own.digits == 2 else code()
-                v.store_vector(digit, space, at + i * own.vector)
     if block.is_k:
-        scales = scale_words(v, layout, weights)
+        words = scale_words(v, layout, weights)
         for j in range(block.subs):
-            code = scale_code(v, scales, j, layout)
+            code = scale_code(v, words, j, layout)
             v.store_vector(v.doubled_short(code), space, own.scales_at + j * own.vector)
-            if block.lift:
-                v.store_vector(code, space, own.factors_at + j * own.vector)
-        for i, word in enumerate(scales[block.subs // 4 :]):
+        for i, word in enumerate(words[block.subs // 4 :]):
             v.store_vector(word(), space, own.mins_at + i * own.vector)
+    codes = [code for group in range(block.size // 32) for code in codes_of_group(v, layout, weights, group, False)]
+    for i in range(own.sums):
+        v.barrier()
+        total = [[v.zero()]]
+        for part, at in own.parts(i):
+            values = []
+            for k in part:
+                value, *digits = _signed(v, block, codes[k]) if block.lift else (codes[k](),)
+                values.append(partial(_identity, value))
+                for digit_at, digit in enumerate(digits or [value]):
+                    v.store_vector(digit, space, (k * own.digits + digit_at) * own.vector)
+            if block.lift:
+                scales = [v.load_shorts(space, at)] if block.is_k else None
+                total = v.tile_dots(total, [values], None, [[0] * len(values)], 7, scales, 128)
+        if block.lift:
+            v.store_vector(v.mul(total[0][0], v.splat(-128)), space, own.starts_at + i * own.vector)
     for j in range(block.subs if block.scales else 1):
         v.store_vector(scale_of_sub(v, layout, halves, j), space, own.d_at + j * own.vector)
     if block.has_min:
         dmin = v.load_half(halves, 2 * v.lanes)
         v.store_vector(v.fneg(dmin) if block.is_k else dmin, space, own.dmin_at)
+
+
+def _identity(value: Any) -> Any:
+    return value
+
+
+def _signed(v: Any, block: BlockType, word: Callable[[], Any]) -> tuple[Any, ...]:
+    """A word of codes or values as int8; if they have 8 bits, their low and high digits too."""
+    if block.value_bits < 8:
+        return (v.sub_bytes(word(), v.splat(0x01010101 * block.lift)),)
+    if isinstance(word, LookedUp):
+        code = word.code()
+        low = tuple((value + 8) % 16 - 8 for value in block.values)
+        high = tuple((value - digit) // 16 for value, digit in zip(block.values, low, strict=True))
+        return tuple(v.look_up(code, tuple(entry & 255 for entry in table)) for table in (block.values, low, high))
+    code, sign = word(), v.splat(-0x7F7F7F80)  # 0x80 in each byte
+    low = v.sub_bytes(v.and_(code, 0x0F0F0F0F), v.shl(v.and_(code, 0x08080808), 1))
+    high = v.add(v.and_(v.shr(code, 4), 0x0F0F0F0F), v.and_(v.shr(code, 3), 0x01010101))
+    return v.sub_bytes(code, sign), low, v.sub_bytes(high, v.splat(0x08080808))
 
 
 def multiply_block(v: Any, block: BlockType, totals: list[Any], space: Any, x: Any) -> list[Any]:
@@ -148,32 +207,30 @@ def multiply_block(v: Any, block: BlockType, totals: list[Any], space: Any, x: A
     return [total for row in multiply(v, own, rows, space, x) for total in row]
 
 
+def _sum(v: Any, own: UnpackedLayout, i: int, columns: range, space: Any, x: Any) -> list[list[Any]]:
+    """Sum i in int32 of each row group and column, times sc where there are two levels of scales."""
+    block, record, groups = own.block, record_of(own.block), range(own.groups)
+    starts = [
+        v.load(space, r * own.nbytes + own.starts_at + i * own.vector) if block.lift else v.zero() for r in groups
+    ]
+    found = [[start for _ in columns] for start in starts]
+    for part, at in own.parts(i):
+        scales = [v.load_shorts(space, r * own.nbytes + at) for r in groups] if block.is_k else None
+        places = [[value_at(v, record, c, 4 * k) for k in part] for c in columns]
+        words = [own.words(v, space, r, part) for r in groups]
+        found = v.tile_dots(found, words, x, places, block.value_bits, scales, own.magnitude)
+    return found
+
+
 def _multiply_k(v: Any, own: UnpackedLayout, totals: list[list[Any]], space: Any, x: Any) -> list[list[Any]]:
     """As superblock.k_block."""
     block = own.block
     record = record_of(block)
     groups, columns = range(own.groups), range(len(totals[0]))
-    places = [[value_at(v, record, c, 4 * k) for k in range(block.size // 4)] for c in columns]
-    words_of_sub = block.sub // 4
     sums: list[list[Any]] = [[None for _ in columns] for _ in groups]
-    for group in range(block.size // 32):
+    for group in range(own.sums):
         v.barrier()
-        words = [own.words(v, space, r, group) for r in groups]
-        inner = [[v.zero() for _ in columns] for _ in groups]
-        for j in range(group * 32 // block.sub, (group + 1) * 32 // block.sub):
-            first = j * words_of_sub
-            part = slice(first % 8, first % 8 + words_of_sub)
-            at = own.scales_at + j * own.vector
-            scales = [v.load_shorts(space, r * own.nbytes + at) for r in groups]
-            values = [row[first : first + words_of_sub] for row in places]
-            inner = v.tile_dots(inner, [row[part] for row in words], x, values, block.value_bits, scales)
-            if block.lift:
-                sums_at = fields_at(record, columns, record.sums_at + 4 * j)
-                for c in columns:
-                    s = v.of_column(x, sums_at, c)
-                    for r in groups:
-                        factor = v.load(space, r * own.nbytes + own.factors_at + j * own.vector)
-                        inner[r][c] = v.add(inner[r][c], v.mul(factor, s))
+        inner = _sum(v, own, group, columns, space, x)
         d_at = fields_at(record, columns, record.d_at + 4 * group)
         for c in columns:
             dx = v.of_column_float(x, d_at, c)
@@ -200,18 +257,10 @@ def _multiply_plain(v: Any, own: UnpackedLayout, totals: list[list[Any]], space:
     groups, columns = range(own.groups), range(len(totals[0]))
     span = block.sum_span
     totals = [list(row) for row in totals]
-    for j in range(block.size // span):
+    for j in range(own.sums):
         v.barrier()
-        group, first = j * span // 32, j * span % 32 // 4
-        words = [own.words(v, space, r, group)[first : first + span // 4] for r in groups]
-        places = [[value_at(v, record, c, span * j + 4 * k) for k in range(span // 4)] for c in columns]
-        parts = [[v.zero() for _ in columns] for _ in groups]
-        if block.lift:
-            sums_at = fields_at(record, columns, record.sums_at + 4 * j)
-            starts = [v.of_column(x, sums_at, c) for c in columns]
-            parts = [starts for _ in groups]
-        parts = v.tile_dots(parts, words, x, places, block.value_bits, None)
-        d_at, s_at = (fields_at(record, columns, at) for at in (record.d_at + 4 * group, record.sums_at))
+        parts = _sum(v, own, j, columns, space, x)
+        d_at, s_at = (fields_at(record, columns, at) for at in (record.d_at + 4 * (j * span // 32), record.sums_at))
         at = own.d_at + (j * span // block.sub * own.vector if block.scales else 0)
         for c in columns:
             dx = v.of_column_float(x, d_at, c)
@@ -229,25 +278,35 @@ def _rows(weights, x, y, blocks, stride, tokens, y_stride, first, last):
     unpacked = space()
     totals_at = sums()
     turn = groups * columns * lanes
-    tile = min(_TURNS, max(4, _TILE // (blocks * columns * record)))
-    for start in range(0, tokens, tile):
-        count = min(start + tile, tokens) - start
-        for group in range(first, last, groups):
-            for b in range(blocks):
-                for r in range(groups):  # the last one twice if there is no other
-                    halves = weights + min(group + r, last - 1) * stride
-                    codes = halves + codes_from + b * block_bytes
-                    unpack(codes, halves + b * halves_bytes, unpacked + r * unpacked_bytes)
-                values = x + (start * blocks + b) * columns * record
+    together = min(_TURNS, tokens)
+    ranges = -(-blocks * together * columns * record // _TILE)
+    reach = -(-blocks // ranges)
+    for start in range(0, tokens, together):
+        count = min(start + together, tokens) - start
+        for begin in range(0, blocks, reach):
+            end = min(begin + reach, blocks)
+            for group in range(first, last, groups):
+                own = min(groups, last - group)
+                out = y + start * columns * y_stride + 4 * group * lanes
+                for t in range(count if begin else 0):
+                    for r in range(own):
+                        part = load_group(out + t * columns * y_stride + 4 * r * lanes, y_stride)
+                        store_group(part, totals_at + 4 * (turn * t + r * columns * lanes), 4 * lanes)
+                for b in range(begin, end):
+                    for r in range(groups):  # the last one twice if there is no other
+                        halves = weights + min(group + r, last - 1) * stride
+                        codes = halves + codes_from + b * block_bytes
+                        unpack(codes, halves + b * halves_bytes, unpacked + r * unpacked_bytes)
+                    values = x + (start * blocks + b) * columns * record
+                    for t in range(count):
+                        at = totals_at + 4 * turn * t
+                        totals = load(at, 4 * lanes) if b else zeros()
+                        store(accumulate(totals, unpacked, unpacked, values), at, 4 * lanes)
+                        values += blocks * columns * record
                 for t in range(count):
-                    at = totals_at + 4 * turn * t
-                    totals = load(at, 4 * lanes) if b else zeros()
-                    store(accumulate(totals, unpacked, unpacked, values), at, 4 * lanes)
-                    values += blocks * columns * record
-            for r in range(min(groups, last - group)):
-                for t in range(count):
-                    part = load_group(totals_at + 4 * (turn * t + r * columns * lanes), 4 * lanes)
-                    store_group(part, y + (start + t) * columns * y_stride + 4 * (group + r) * lanes, y_stride)
+                    for r in range(own):
+                        part = load_group(totals_at + 4 * (turn * t + r * columns * lanes), 4 * lanes)
+                        store_group(part, out + t * columns * y_stride + 4 * r * lanes, y_stride)
 
 
 def _scope(name: str, target: str, width: int) -> tuple[dict[str, int], ModuleType, vectors.Body, vectors.Routine]:
@@ -293,7 +352,7 @@ def twin(name: str, target: str, width: int) -> Callable[..., None]:
     sizes, module, multiply, unpack = _scope(name, target, width)
     memory = {part: np.zeros(nbytes, np.uint8) for part, nbytes in _memory(sizes).items()}
     made: dict[str, Any] = {part: partial(int, array.ctypes.data) for part, array in memory.items()}
-    made |= {"unpack": partial(unpack, vectors.Twin(module)), "memory": memory}
+    made |= {"unpack": partial(unpack, Twin(module)), "memory": memory}
     made |= vectors.twins(module, sizes["groups"] * width, multiply)
     made |= _of_a_group(vectors.twins(module, width, multiply))
     return FunctionType(_rows.__code__, {**_rows.__globals__, **sizes, **made}, f"twin_{name}")

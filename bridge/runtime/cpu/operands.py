@@ -1,0 +1,56 @@
+"""What emitter.py and twin.py share: words of codes, which are made where they are used, and places in records."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+
+@dataclass(frozen=True)
+class LookedUp:
+    """A word of a table's entries: a function that emits it, as other words are."""
+
+    v: Any
+    code: Callable[[], Any]
+    table: tuple[int, ...]
+
+    def __call__(self) -> Any:
+        return self.v.look_up(self.code(), self.table)
+
+    def nibble(self, right: int) -> Any:
+        """Four bits of each entry, by a look-up of their own, which is cheaper than to shift and mask."""
+        return self.v.look_up(self.code(), tuple(entry >> right & 15 for entry in self.table))
+
+
+@dataclass(frozen=True)
+class Nibbles:
+    """A word of codes of 8 bits whose low nibbles are at base + at, and whose high ones are in the vector after it."""
+
+    v: Any
+    base: Any
+    at: int
+
+    def __call__(self) -> Any:
+        return self.v.or_(self.nibble(0), self.v.shl(self.nibble(4), 4))
+
+    def nibble(self, right: int) -> Any:
+        return self.v.load(self.base, self.at + (4 * self.v.lanes if right else 0))
+
+
+def nibble(v: Any, word: Callable[[], Any], right: int) -> Any:
+    """Four bits of each byte of a word, from bit `right` on."""
+    if isinstance(word, LookedUp | Nibbles):
+        return word.nibble(right)
+    return v.and_(v.shr(word(), right), 0x0F0F0F0F)
+
+
+class Places(NamedTuple):
+    """Where a field of each column's record is, and where the records end, in bytes."""
+
+    at: list[int]
+    end: int
+
+
+def column_groups(paired: bool, count: int) -> list[list[int]]:
+    """Columns one by one, or in pairs."""
+    step = 2 if paired else 1
+    return [list(range(c, c + step)) for c in range(0, count, step)]
