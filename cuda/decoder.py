@@ -254,7 +254,7 @@ class Decoder:
         """A part of `_prompt`; hidden states, f32 [n, hidden], not normalized."""
         start = self.cache.length
         n, x, exact = len(tokens), self._embeddings(tokens), self.precision == "f32"
-        angles, mask = (self.weights.cos, self.weights.sin), mask_from(start, n, x.device)
+        angles, mask = (self.weights.cos, self.weights.sin), mask_from(start, n, exact, x.device)
         for i, layer in enumerate(self.weights.layers):
             qkv = layer.qkv.multiply(self._normed(x, layer.attn_norm, layer.qkv))
             norms, cache = (layer.q_norm, layer.k_norm), (self.cache.form, self.cache.keys[i], self.cache.values[i])

@@ -247,6 +247,57 @@ def test_a_long_prompt_takes_hardly_more_memory_than_a_part_of_it(
     assert long < 1.3 * part
 
 
+@pytest.mark.parametrize(("kind", "copies"), [("f16", 0), ("q8_0", 1)])
+def test_keys_and_values_of_a_prompt_are_not_repeated_for_the_query_heads_that_share_them(
+    kind: str, copies: int
+) -> None:
+    """After other tokens; `copies`: what is made of keys and values besides steps, as q8_0 becomes halves."""
+    import torch
+    from bridge.cuda.prompt_attention import attend, mask_from
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    if (reason := unavailable()) is not None:
+        pytest.skip(reason)
+    heads, kv, head_dim, start, n = 8, 2, 32, 200, 3
+    made: dict[int, int] = {}
+
+    class Memory(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = function(*args, **kwargs or {})
+            for part in found if isinstance(found, tuple) else (found,):
+                if isinstance(part, torch.Tensor):
+                    memory = part.untyped_storage()
+                    made[memory.data_ptr()] = max(memory.nbytes(), made.get(memory.data_ptr(), 0))
+            return found
+
+    rng = torch.Generator().manual_seed(0)
+    form = KVForm(kind, head_dim)
+    cache = [torch.zeros(form.words(kv * 256), dtype=torch.int32) for _ in range(2)]
+    for part in cache:
+        form.store(part, 0, torch.randn((start, kv, head_dim), generator=rng))
+    qkv = torch.randn((n, (heads + 2 * kv) * head_dim), generator=rng)
+    cos, sin = torch.ones((256, head_dim // 2)), torch.zeros((256, head_dim // 2))
+    config: Any = SimpleNamespace(
+        heads=heads, kv_heads=kv, head_dim=head_dim, rotated=head_dim, graph=SimpleNamespace(neighbours=False),
+        norm_eps=1e-6, attention_scale=0.2,
+    )  # fmt: skip
+    with pretended_gpu() as gpu:
+        mask = mask_from(start, n, False, "cpu")
+        before = {x.untyped_storage().data_ptr() for x in (*cache, mask, qkv, cos, sin)}
+        with Memory():
+            given = qkv, (None, None), (cos, sin), (form, *cache), start, mask, False
+            y = attend(config, *given, SimpleNamespace(stream=lambda: 0))
+    assert gpu.names == [f"_prepare_{head_dim}_4_{head_dim}_000_{kind}"]
+    keys, values = (form.load(part, start + n, kv, torch.float64).repeat_interleave(4, 0) for part in cache)
+    scores = qkv[:, : heads * head_dim].reshape(n, heads, head_dim).transpose(0, 1).double() @ keys.mT * 0.2
+    later = torch.arange(start + n) > start + torch.arange(n)[:, None]
+    expected = scores.masked_fill(later, -torch.inf).softmax(-1) @ values
+    torch.testing.assert_close(y.double().reshape(n, heads, -1).transpose(0, 1), expected, rtol=0, atol=3e-3)
+    once = 2 * kv * (start + n) * head_dim * 2
+    small = 4 * 2 * n * heads * head_dim + once // 8  # queries, results, steps
+    assert sum(nbytes for place, nbytes in made.items() if place not in before) <= copies * once + small
+
+
 def test_spans_follow_the_multiprocessors_and_end_with_the_context() -> None:
     assert spans(132, 8, 8192) == 33  # of a KV head: two blocks for each multiprocessor
     assert spans(132, 8, 131072) == 33
