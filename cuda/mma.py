@@ -214,8 +214,8 @@ def _put(y, at, row, value, bias, scale, token):
 
 def _combine(part, scale, bias, y, rows, tokens, parts):
     """Add up all parts, then apply the epilogue."""
-    row = int32(cuda.grid(1))
-    token = block_y()
+    token = block_x()  # a grid has more than 65,535 blocks in this direction alone
+    row = mad(block_y(), _THREADS, thread_x())
     if row < int32(rows):
         value = part[token, row]
         for p in range(1, parts):
@@ -350,5 +350,5 @@ def launch_parts(
         return multiply(epilogue, out, scales, biases)
     sums = devices.view(torch.empty((parts * n, rows), device=y.device))
     multiply("partial", sums, scales, biases)
-    grid = -(-rows // _THREADS), n
+    grid = n, -(-rows // _THREADS)
     combiner(epilogue).launch(grid, _THREADS, stream, sums, scales, biases, out, rows, n, parts)

@@ -198,13 +198,15 @@ def test_the_number_of_tokens_the_precision_and_the_gpu_choose_the_way(n, precis
         assert wrong < 0.02 * (x.double() @ torch.from_numpy(weights).T).norm()
 
 
-def test_a_view_that_begins_between_16_bytes_is_multiplied_too():
+@pytest.mark.parametrize("kind", [torch.float16, torch.float32])
+@pytest.mark.parametrize("n", [9, 70])
+def test_a_view_that_begins_between_16_bytes_is_multiplied_too(n, kind):
     with pretended_gpu():
-        tensor, weights = random_matrix(BLOCKS["Q4_K"], 16, 256)
-        x = values(10, 256).reshape(-1)[3 : 3 + 9 * 256].view(9, 256)
+        tensor, weights = random_matrix(BLOCKS["Q4_1"], 16, 256)  # which has no way of bytes
+        x = values(n + 1, 256, kind).reshape(-1)[3 : 3 + n * 256].view(n, 256)
         y = tensor.to("cuda").matmul(x).double()
         wanted = x.double() @ torch.from_numpy(weights).T
-        assert (y - wanted).norm() < 1e-3 * wanted.norm()
+        assert (y - wanted).norm() < 2e-3 * wanted.norm()
 
 
 @pytest.mark.parametrize("n", [3, pytest.param(12, marks=pytest.mark.exhaustive), 70])
