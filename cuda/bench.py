@@ -149,7 +149,7 @@ class Bench:
         return self._copies[number]
 
     def product(self, n: int = 1, precision: str = "int8", shape: Any = None) -> float:
-        """Seconds of a product with n columns; `shape`: another matvec.MatvecShape than the table's."""
+        """Seconds of a product with n columns; `shape`: another MatvecShape than the table's."""
         import torch
 
         m = self.matrix

@@ -16,6 +16,7 @@ import pytest
 from bridge.cuda.attention_shape import shape, spans, supported
 from bridge.cuda.device import available
 from bridge.cuda.kv_cache import KVForm
+from bridge.cuda.matvec_shape import MatvecShape
 
 import bridge
 from bridge.blocks import TYPES
@@ -331,14 +332,14 @@ def test_a_kernel_that_does_not_wait_or_takes_for_constant_what_others_make_is_f
 ) -> None:
     """Kernels of the decoder with what keeps them apart left out."""
     import numpy as np
-    from bridge.cuda import matvec
+    from bridge.cuda import matvec, matvec_kernel
     from bridge.cuda.activations import Records, quantizer
     from bridge.cuda.launch import Kernel
     from bridge.cuda.matrix import DeviceMatrix
 
     if (reason := unavailable()) is not None:
         pytest.skip(reason)
-    x, shape = np.ones((1, 64), np.float32), matvec.MatvecShape(2, 1, 1, 4)
+    x, shape = np.ones((1, 64), np.float32), MatvecShape(2, 1, 1, 4)
     plain = quantizer("f32", True)
     with pretended_gpu(overlapping=True):
         hasty = Kernel(plain.function, plain.signature, dependent=True)
@@ -355,8 +356,8 @@ def test_a_kernel_that_does_not_wait_or_takes_for_constant_what_others_make_is_f
             return gpu.dependent
 
     assert len(step()) == 2
-    monkeypatch.setattr(matvec, "load_16f", matvec.cached_16f)
-    monkeypatch.setattr(matvec, "kernel", matvec.kernel.__wrapped__)
+    monkeypatch.setattr(matvec_kernel, "load_16f", matvec_kernel.cached_16f)
+    monkeypatch.setattr(matvec, "kernel", matvec_kernel.kernel.__wrapped__)
     with pytest.raises(GpuError, match="4096 bytes that a launch stored are read past the coherent cache by another"):
         step()
 
@@ -371,7 +372,7 @@ def kernels(dependent: bool = False) -> dict[str, Any]:
         attention,
         bench,
         dequantize,
-        matvec,
+        matvec_kernel,
         matvec_pair,
         norm,
         prompt_attention,
@@ -383,10 +384,10 @@ def kernels(dependent: bool = False) -> dict[str, Any]:
         return attention.kernel(*given, dependent, (8, 0) if cores else (7, 5))
 
     def product(type: str, exact: bool, epilogue: str) -> Any:
-        return matvec.kernel(type, 1, matvec.MatvecShape(2, 1 if exact else 2, 1, 4), exact, epilogue, dependent)
+        return matvec_kernel.kernel(type, 1, MatvecShape(2, 1 if exact else 2, 1, 4), exact, epilogue, dependent)
 
     def pair(*types: str) -> Any:
-        shapes = matvec.MatvecShape(2, 2, 1, 4), matvec.MatvecShape(2, 2, 4, 4)  # 5120 rows and 1024
+        shapes = MatvecShape(2, 2, 1, 4), MatvecShape(2, 2, 4, 4)  # 5120 rows and 1024
         return matvec_pair.kernel(types, shapes, False, "bias_normed", dependent)
 
     return {
