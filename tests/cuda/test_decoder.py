@@ -453,6 +453,7 @@ ALIKE |= {
         pytest.param((10, 0), {False, True}, id="10.0", marks=pytest.mark.exhaustive),
         pytest.param((12, 0), {False, True}, id="12.0", marks=pytest.mark.exhaustive),
         pytest.param((8, 9), {False, True}, id="8.9", marks=pytest.mark.exhaustive),
+        pytest.param((8, 0), {False, True}, id="8.0", marks=pytest.mark.exhaustive),
         pytest.param((7, 5), {False, True}, id="7.5", marks=pytest.mark.exhaustive),
     ],
 )

@@ -157,7 +157,7 @@ def test_no_kernel_of_64_tokens_spills_or_needs_more_than_128_registers(block, c
 def test_no_other_kernel_spills(block, kind, epilogue):
     for tiles, warps in ((2, 8), (6, 8), (8, 8), (8, 1)):
         kernel = mma.kernel(block.name, kind, tiles, warps, not block.is_k, epilogue)
-        for capability in ((8, 0), (9, 0)):
+        for capability in ((8, 0), (8, 9), (9, 0), (12, 0)):
             found = ptx.assembled(ptx.ptx_of(kernel, mma.OLDEST), capability, kernel.registers)
             assert (found.stack, found.spills) == (0, 0), (tiles, warps, capability)
 

@@ -30,7 +30,7 @@ from bridge.cuda.activations import Records
 from bridge.cuda.matrix import DeviceMatrix
 from bridge.cuda.matvec_shape import MatvecShape
 
-CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0)]
+CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (12, 0)]
 compiler = pytest.mark.skipif(ptx.unavailable() is not None, reason=str(ptx.unavailable()))
 
 
