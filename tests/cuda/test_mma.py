@@ -14,6 +14,7 @@ from bridge.blocks.read import WRITTEN
 from bridge.errors import BridgeError
 from tests.support import ptx
 from tests.support.gpu.device import pretended_gpu
+from tests.support.gpu.disguise import disguised_gpu
 from tests.support.random_blocks import random_matrix
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
@@ -223,6 +224,17 @@ def test_a_product_adds_a_bias_to_columns_of_a_wider_result_and_leaves_the_other
     wanted = x.double() @ torch.from_numpy(weights).T + bias + 5 * accumulate
     assert (wide[:, 3:9] - wanted).norm() < 0.02 * wanted.norm()
     assert (wide[:, [0, 1, 2, 9, 10]] == 5).all()
+
+
+def test_torch_s_sums_of_halves_are_float32_and_scaled_once():
+    from bridge.cuda.halves import halved
+    from bridge.cuda.matmul import product
+
+    with disguised_gpu():
+        weight = torch.full((4, 1024), 100.0, dtype=torch.float16, device="cuda")
+        x = torch.full((2, 1024), 3e4, device="cuda")  # as halves 8, times which the sums are 819,200
+        y = product(weight, halved(x, devices.require("cuda")))
+    assert (y.held / 1024 - 3e6).abs().max() < 1
 
 
 def test_blocks_fill_the_device_and_warps_have_rows():
