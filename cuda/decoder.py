@@ -54,6 +54,7 @@ class Decoder:
         _check_shape(config, file, kv)
         self.cache = KVCache(config, context, kv)
         self._in_file: Any = read_weights(file, config)
+        self._stream: Any = None  # of torch, where the last work was queued
         self.vocab = self._in_file.embedding.shape[0]
         self.nbytes = matrix_bytes(self._in_file, precision) + self.cache.nbytes  # of weights and cache
         with self._active():
@@ -279,7 +280,10 @@ class Decoder:
 
     @contextmanager
     def _active(self) -> Iterator[None]:
-        """Work on the device in this thread; running out of its memory becomes a one-line error."""
+        """Work on the device in this thread, after all that was queued on another stream.
+
+        Running out of the device's memory becomes a one-line error.
+        """
         import torch
 
         if devices.torch_device(self.device) == "cpu":
@@ -287,6 +291,11 @@ class Decoder:
             return
         try:
             with self.device.active(), torch.cuda.device(self.device.index):
+                stream = torch.cuda.current_stream()
+                if stream != self._stream:  # the last step may still run on the other one
+                    if self._stream is not None:
+                        stream.wait_stream(self._stream)
+                    self._stream = stream
                 yield
         except torch.cuda.OutOfMemoryError as problem:
             raise self.device.too_little(self.nbytes + _WORK, "the model") from problem

@@ -96,9 +96,9 @@ def _product(weights, room_16, x, y, bias, rows, units, sums, eps, counters, gai
     block = sub(block_x(), int32(skipped)) if SECOND else block_x()
     start = mad(block, WARPS // SPLIT * ROWS, mad(bits(warp, SPLIT_LOG, 31), ROWS, 0))
     end = int32(units)
-    place = bits(lane, 0, LANES - 1)
+    lane_unit = bits(lane, 0, LANES - 1)
     # the last warps repeat rows of others rather than go beyond the end, and do not store them
-    base = mad(min(start, int32(rows - ROWS)), end, place)
+    base = mad(min(start, int32(rows - ROWS)), end, lane_unit)
     total = registers()
     for r in unroll(ROWS):
         for c in unroll(TOKENS):
@@ -132,14 +132,14 @@ def _product(weights, room_16, x, y, bias, rows, units, sums, eps, counters, gai
             tile = int32(bits(begin, 5, 0x07FFFFFF) + u)
             if LANES == 16:
                 tile = bits(int32(begin + 16 * u), 5, 0x07FFFFFF)
-                place = int32(bits(int32(begin + 16 * u), 0, 16) + bits(lane, 0, 15))
+                lane_unit = int32(bits(int32(begin + 16 * u), 0, 16) + bits(lane, 0, 15))
                 first = mad(bits(lane, 4, 1), TOKENS, 0)
             for r in unroll(ROWS):
-                codes[r] = decode(weights, room_16, table, held[u, r], place) if NUMBERED else held[u, r]
+                codes[r] = decode(weights, room_16, table, held[u, r], lane_unit) if NUMBERED else held[u, r]
             if EXACT:
                 for r in unroll(ROWS):
-                    unit[r] = line(codes[r], place)
-                at = mad(tile, FLOAT_TILE // 16, place)
+                    unit[r] = line(codes[r], lane_unit)
+                at = mad(tile, FLOAT_TILE // 16, lane_unit)
                 if LANES == 16:
                     at = mad(first, FLOAT_RECORD // 16, at)
                 for k in unroll(8):  # words that share a factor follow one another
@@ -152,11 +152,11 @@ def _product(weights, room_16, x, y, bias, rows, units, sums, eps, counters, gai
                                 total[r, c] += weight[r][j] * quad[j]
             else:
                 for r in unroll(ROWS):
-                    unit[r] = unpack(codes[r], place)
-                at = mad(tile, TILE // 16, place)
+                    unit[r] = unpack(codes[r], lane_unit)
+                at = mad(tile, TILE // 16, lane_unit)
                 if LANES == 16:
                     at = mad(first, RECORD // 16, at)
-                step = int32(at + at - place)
+                step = int32(at + at - lane_unit)
                 for c in unroll(TOKENS):
                     low = cached_16(x, at + c * (RECORD // 16))
                     high = cached_16(x, at + (c * (RECORD // 16) + 32))

@@ -91,7 +91,6 @@ MAX_REGISTERS = 128  # so that 16 warps find room on a multiprocessor
 _ALL_REGISTERS = 255  # where rows are too few for that, and a warp copies more of x
 TYPES = (*ROUNDED, "Q2_K", "Q3_K", "Q4_K", "Q4_0", "Q4_1", "Q5_K", "Q5_0", "Q5_1", "Q6_K", "Q8_0")
 
-_BUFFERS = 3
 _TILE = 8  # tokens of mma.sync
 _ROWS = 16  # rows of a warp
 _UNITS = 4  # units of a step

@@ -299,6 +299,26 @@ def test_keys_and_values_of_a_prompt_are_not_repeated_for_the_query_heads_that_s
     assert sum(nbytes for place, nbytes in made.items() if place not in before) <= copies * once + small
 
 
+def test_work_on_another_stream_waits_for_what_is_queued_on_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reply that nobody reads to its end leaves a step on its way, which writes to the cache."""
+    from bridge.cuda.decoder import Decoder
+
+    class Stream:
+        def wait_stream(self, other: Any) -> None:
+            waited.append((self, other))
+
+    one, other, waited = Stream(), Stream(), []
+    monkeypatch.setattr("torch.cuda.device", lambda index: nullcontext())
+    decoder: Any = object.__new__(Decoder)
+    decoder.device, decoder._stream = SimpleNamespace(index=0, active=nullcontext), None
+    monkeypatch.setattr("bridge.cuda.device.torch_device", lambda device: "cuda:0")
+    for stream in (one, one, other, other, one):
+        monkeypatch.setattr("torch.cuda.current_stream", lambda stream=stream: stream)
+        with decoder._active():
+            pass
+    assert waited == [(other, one), (one, other)]
+
+
 def test_spans_follow_the_multiprocessors_and_end_with_the_context() -> None:
     assert spans(132, 8, 8192) == 33  # of a KV head: two blocks for each multiprocessor
     assert spans(132, 8, 131072) == 33
