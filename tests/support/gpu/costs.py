@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import math
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,9 +21,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bridge
+from bridge.blocks import TYPES
 from bridge.runtime.config_reader import read_config
+from tests.support.cuda_driver import H200, pretended_driver
 from tests.support.gpu.device import pretended_gpu
 from tests.support.ptx import machine_code, ptx_of
+from tests.support.random_blocks import random_matrix
 from tests.support.sass import mma_loop
 from tests.support.tiny_gguf import write_decoder
 
@@ -95,7 +100,35 @@ def prompt_layer(n: int) -> tuple[int, int, int]:
     return c - a, d - b, _WIDTH * ((most - more) - (two - one)) // 32
 
 
+def host_seconds() -> tuple[float, float]:
+    """CPU time of a launch, and of a product with one token that has run before: two launches. The driver and what
+    cuda.core does itself are stand-ins that do nothing."""
+    from bridge.cuda.device import Device
+    from bridge.cuda.norm import silu_kernel
+    from bridge.cuda.tensor import CudaTensor
+
+    def least(call: Callable[[], object]) -> float:
+        call()
+        times = []
+        for _ in range(9):
+            begun = time.process_time()
+            for _ in range(1000):
+                call()
+            times.append((time.process_time() - begun) / 1000)
+        return min(times)
+
+    with tempfile.TemporaryDirectory() as folder, pretended_driver(Path(folder)) as driver:
+        tensor = CudaTensor(random_matrix(TYPES["Q4_0"], 6, 64)[0], Device(0, *H200))
+        x, records, kernel = torch.zeros(64), torch.zeros(2048, dtype=torch.uint8), silu_kernel.__wrapped__(False)
+        y = tensor.matvec(x)
+        driver.queue = lambda *given: None
+        launch = least(lambda: kernel.launch(1, 32, 0, x, y, records, 32))
+        return launch, least(lambda: tensor.matvec(x, out=y))
+
+
 def main() -> None:
+    launch, product = host_seconds()
+    print(f"a launch takes the host {1e6 * launch:.1f} us, a product of two {1e6 * product:.1f} us")
     for kind in KINDS:
         for group in GROUPS:
             print(f"attention, {kind}, {group} query heads a key: {attention_loop(kind, group)} instructions a tile")
