@@ -42,8 +42,8 @@ from numba import cuda
 POSITION, TOKEN, STEP, STATE = 0, 1, 2, 4  # words of `state`, and its size
 
 # set by `kernel`: the least positions of a span; query heads of a block, with those repeated, and their size; positions
-# of a tile; threads; query heads of a thread
-SPAN = HEADS = PADDED = HEAD_DIM = TILE = BLOCK = WARPS = SHARE = 0
+# of a tile; threads
+SPAN = HEADS = PADDED = HEAD_DIM = TILE = BLOCK = WARPS = 0
 TILE_WORDS = SCORE_WORDS = WEIGHT_WORDS = QUERY_WORDS = 0  # of shared memory
 SUBSETS = MERGERS = SUMS = 0  # pieces of the weighted sums; those of a thread
 RECORDS = RECORD_ROUNDS = 0

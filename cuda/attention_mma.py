@@ -15,9 +15,10 @@ positions: column 2g + i is column g of product i.
 
 In shared memory
 
-    queries  halves [2, heads, 8 * pitch]      pitch as that of a tile of keys
+    queries  words of two halves [heads, 4 * query_pitch]: each is followed by what it leaves out, so that the four
+             words of an A lie together; so are
+    weights  [8, rows + 16]                    of heads that there are not: zeros
     scores   f32 [heads, rows]
-    weights  halves [2, 8, rows + 8]           of heads that there are not: zeros
 """
 
 import math
@@ -51,7 +52,7 @@ from bridge.cuda.unroll import expand, gathered, registers, unroll
 
 # set by `functions`; see attention_shape.py
 HEADS = HEAD_DIM = TILE = BLOCK = WARPS = HEAD_ROUNDS = 0
-UNITS = PITCH = SUBSETS = SUMS = 0
+UNITS = PITCH = QUERY_PITCH = SUBSETS = SUMS = 0
 WEIGHTS = 0  # words from one head's weights to the next
 QUARTERS = SCORE_ROUNDS = 0  # fours of quads of a row
 GROUPS = ROUNDS = STEPS = 0  # 16 columns each; of a warp; 16 positions each, of a subset
@@ -68,9 +69,9 @@ def _split(vector, queries):
         one = bits_float(shared_4(vector, int32(2 * i)))
         other = bits_float(shared_4(vector, int32(2 * i + 1)))
         near = pack_f16(one, other)
-        at = mad(head, 4 * PITCH - HEAD_DIM // 2, int32(i))
+        at = mad(head, 4 * QUERY_PITCH - HEAD_DIM, int32(2 * i))
         put_4(queries, at, near)
-        put_4(queries, int32(at + HEADS * 4 * PITCH), pack_f16(one - low_half(near), other - high_half(near)))
+        put_4(queries, int32(at + 1), pack_f16(one - low_half(near), other - high_half(near)))
 
 
 def _score(tile, queries, scores, count):
@@ -82,14 +83,14 @@ def _score(tile, queries, scores, count):
     for r in unroll(SCORE_ROUNDS):
         first = min(int32((warp + r * WARPS) * 8), int32(TILE - 8))
         key_at = mad(int32(first + g), PITCH, t)
-        query_at = mad(min(g, int32(HEADS - 1)), PITCH, t)
+        query_at = mad(min(g, int32(HEADS - 1)), QUERY_PITCH, int32(2 * t))
         c = (float32(0), float32(0), float32(0), float32(0))
         for j in unroll(QUARTERS):
             key = shared_16(tile, int32(key_at + 4 * j))
-            near = shared_16(queries, int32(query_at + 4 * j))
-            rest = shared_16(queries, int32(query_at + (4 * j + HEADS * PITCH)))
-            c = mma_f16(c, near[0], rest[0], near[1], rest[1], key[0], key[1])
-            c = mma_f16(c, near[2], rest[2], near[3], rest[3], key[2], key[3])
+            even = shared_16(queries, int32(query_at + 8 * j))
+            odd = shared_16(queries, int32(query_at + (8 * j + 1)))
+            c = mma_f16(c, even[0], even[1], even[2], even[3], key[0], key[1])
+            c = mma_f16(c, odd[0], odd[1], odd[2], odd[3], key[2], key[3])
         if g < HEADS:
             at = mad(g, TILE, int32(first + 2 * t))
             put_4(scores, at, float_bits(c[0] + c[2]))
@@ -110,7 +111,7 @@ def _weigh(scores, weights, highest, total, shrink, count, scale):
         if head < HEADS:  # spare warps read nothing that others store
             before = bits_float(shared_4(highest, head))
             for i in unroll(2):
-                if 2 * lane + i < count:
+                if int32(2 * lane + i) < count:
                     score[i] = bits_float(shared_4(scores, mad(head, TILE, int32(2 * lane + i)))) * scale
                 high = max(high, score[i])
         high = max(before, warp_max(high))
@@ -127,11 +128,12 @@ def _weigh(scores, weights, highest, total, shrink, count, scale):
 
 
 def _put_weights(weights, head, lane, one, other):
-    """Store the weights of positions 2 * lane and the next."""
+    """Store the weights of positions 2 * lane and the next: of 16, words t and t + 4 lie together."""
     near = pack_f16(one, other)
-    at = mad(head, WEIGHTS, lane)
+    at = mad(bits(lane, 3, 3), 16, mad(bits(lane, 0, 3), 4, int32(2 * bits(lane, 2, 1))))
+    at = mad(head, WEIGHTS, at)
     put_4(weights, at, near)
-    put_4(weights, int32(at + 8 * WEIGHTS), pack_f16(one - low_half(near), other - high_half(near)))
+    put_4(weights, int32(at + 1), pack_f16(one - low_half(near), other - high_half(near)))
 
 
 def _add(tile, weights, shrink, count, sums):
@@ -154,20 +156,17 @@ def _add(tile, weights, shrink, count, sums):
                 sums[8 * r + 4 * i + 2] * factor,
                 sums[8 * r + 4 * i + 3] * factor,
             )
-        weight_at = mad(g, WEIGHTS, mad(subset, 8 * STEPS, t))
+        weight_at = mad(g, WEIGHTS // 4, mad(subset, 4 * STEPS, t))
         value_at = mad(mad(subset, 8 * STEPS, t), 8 * PITCH, mad(group, 8, g))
         for s in unroll(STEPS):
-            near = shared_4(weights, int32(weight_at + 8 * s))
-            rest = shared_4(weights, int32(weight_at + (8 * s + 8 * WEIGHTS)))
-            near_8 = shared_4(weights, int32(weight_at + (8 * s + 4)))
-            rest_8 = shared_4(weights, int32(weight_at + (8 * s + 4 + 8 * WEIGHTS)))
+            w = shared_16(weights, int32(weight_at + 4 * s))
             one = shared_4(tile, int32(value_at + 64 * s * PITCH))
             other = shared_4(tile, int32(value_at + (64 * s + 4) * PITCH))
             one_8 = shared_4(tile, int32(value_at + (64 * s + 32) * PITCH))
             other_8 = shared_4(tile, int32(value_at + (64 * s + 36) * PITCH))
             for i in unroll(2):
                 halves = 0x5410 + 0x2222 * i
-                c[i] = mma_f16(c[i], near, rest, near_8, rest_8, prmt(one, other, halves), prmt(one_8, other_8, halves))
+                c[i] = mma_f16(c[i], w[0], w[1], w[2], w[3], prmt(one, other, halves), prmt(one_8, other_8, halves))
         for i in unroll(2):
             for k in unroll(4):
                 sum[8 * r + 4 * i + k] = c[i][k]
@@ -205,7 +204,8 @@ def functions(s: AttentionShape) -> dict[str, Any]:
         "GROUPS": s.column_groups,
         "ROUNDS": s.sums // 8,
         "STEPS": s.rows // (16 * s.subsets),
-        "WEIGHTS": s.rows // 2 + 4,
+        "QUERY_PITCH": s.query_pitch,
+        "WEIGHTS": s.rows + 16,
     }
     name = f"mma_{s.form.head_dim}_{s.group}_{s.rows}_{s.threads}"
     if s.form.kind == "q8_0":

@@ -14,7 +14,7 @@ positions t, t + 4, t + 8 and t + 12; their weights lie together.
 
 In shared memory
 
-    queries  halves [2, heads, 8 * query_pitch]
+    queries  as there
     weights  f32 [8, rows + 16]                   of heads that there are not: zeros
 """
 
@@ -30,6 +30,7 @@ from bridge.cuda.intrinsics import (
     device_function,
     float_bits,
     high_half,
+    kept,
     low_half,
     mad,
     mma_f16,
@@ -37,7 +38,9 @@ from bridge.cuda.intrinsics import (
     prmt,
     put_4,
     shared_4,
+    shared_4_further,
     shared_16,
+    shl,
     sub_f16,
     thread_x,
     xor,
@@ -50,6 +53,7 @@ HEADS = HEAD_DIM = TILE = BLOCK = WARPS = 0
 PITCH = QUERY_PITCH = SUBSETS = SUMS = 0
 BLOCKS = SCORE_ROUNDS = 0  # of 32 columns; of 8 positions of a warp
 GROUPS = ROUNDS = STEPS = WEIGHTS = 0  # see attention_mma.py
+STEP_WORDS = STEPS_AT = 0  # of a position; where they begin in a tile
 step_of: Any = None
 halves: Any = None
 float32 = np.float32
@@ -58,9 +62,9 @@ _IN_1024 = 0x64646464  # upper bytes of halves from 1024 on, whose lower byte co
 _ZERO = 0x64806480  # two halves: 1024 + 128
 
 
-def _halves(codes, lower, upper):
-    """Two of four codes plus 128, chosen by their places, as halves."""
-    return sub_f16(prmt(codes, _IN_1024, 0x4040 + lower + 256 * upper), _ZERO)
+def _halves(codes, in_1024, lower, upper):
+    """Two of four codes plus 128, chosen by their places, as halves; `in_1024` is _IN_1024."""
+    return sub_f16(prmt(codes, in_1024, 0x4040 + lower + 256 * upper), _ZERO)
 
 
 def _split(vector, queries):
@@ -72,9 +76,9 @@ def _split(vector, queries):
         near = pack_f16(one, other)
         pair = int32(i % (HEAD_DIM // 2))  # of 16 in 32 columns: half, t, place
         at = mad(bits(pair, 4, 0xFF), 16, mad(bits(pair, 1, 3), 4, mad(bits(pair, 3, 1), 2, bits(pair, 0, 1))))
-        at = mad(head, 4 * QUERY_PITCH, at)
+        at = mad(head, 4 * QUERY_PITCH, int32(2 * at))
         put_4(queries, at, near)
-        put_4(queries, int32(at + HEADS * 4 * QUERY_PITCH), pack_f16(one - low_half(near), other - high_half(near)))
+        put_4(queries, int32(at + 1), pack_f16(one - low_half(near), other - high_half(near)))
 
 
 def _score(tile, queries, scores, count):
@@ -83,21 +87,24 @@ def _score(tile, queries, scores, count):
     warp = bits(thread_x(), 5, BLOCK // 32 - 1)
     t = bits(lane, 0, 3)
     g = bits(lane, 2, 7)
+    in_1024 = kept(_IN_1024)
     for r in unroll(SCORE_ROUNDS):
         first = min(int32((warp + r * WARPS) * 8), int32(TILE - 8))
         key_at = mad(int32(first + g), 4 * PITCH, t)
-        query_at = mad(min(g, int32(HEADS - 1)), QUERY_PITCH, t)
+        query_at = mad(min(g, int32(HEADS - 1)), QUERY_PITCH, int32(2 * t))
         position = mad(t, 2, first)
         one = float32(0)
         other = float32(0)
         for b in unroll(BLOCKS):
             lower = xor(shared_4(tile, int32(key_at + 8 * b)), SIGN_BITS)
             upper = xor(shared_4(tile, int32(key_at + (8 * b + 4))), SIGN_BITS)
-            near = shared_16(queries, int32(query_at + 4 * b))
-            rest = shared_16(queries, int32(query_at + (4 * b + HEADS * QUERY_PITCH)))
+            even = shared_16(queries, int32(query_at + 8 * b))
+            odd = shared_16(queries, int32(query_at + (8 * b + 1)))
+            key = halves(lower, in_1024, 0, 1), halves(lower, in_1024, 2, 3)
+            more = halves(upper, in_1024, 0, 1), halves(upper, in_1024, 2, 3)
             c = (float32(0), float32(0), float32(0), float32(0))
-            c = mma_f16(c, near[0], rest[0], near[1], rest[1], halves(lower, 0, 1), halves(lower, 2, 3))
-            c = mma_f16(c, near[2], rest[2], near[3], rest[3], halves(upper, 0, 1), halves(upper, 2, 3))
+            c = mma_f16(c, even[0], even[1], even[2], even[3], key[0], key[1])
+            c = mma_f16(c, odd[0], odd[1], odd[2], odd[3], more[0], more[1])
             one += (c[0] + c[2]) * step_of(tile, position, b)
             other += (c[1] + c[3]) * step_of(tile, int32(position + 1), b)
         if g < HEADS:
@@ -122,6 +129,7 @@ def _add(tile, weights, shrink, count, sums):
     g = bits(lane, 2, 7)
     factor = bits_float(shared_4(shrink, min(g, int32(HEADS - 1))))
     columns = mad(bits(g, 0, 1), 0x2222, 0x5410)  # two bytes of each of two words
+    in_1024 = kept(_IN_1024)
     c = registers()
     x = registers()
     word = registers()
@@ -140,11 +148,13 @@ def _add(tile, weights, shrink, count, sums):
         weight_at = mad(g, WEIGHTS // 4, mad(subset, 4 * STEPS, t))
         position = mad(subset, 16 * STEPS, t)
         value_at = mad(position, 4 * PITCH, mad(group, 4, bits(g, 1, 3)))
+        step_at = mad(position, STEP_WORDS, mad(bits(group, 2, 0xFF), 1, STEPS_AT))
+        odd_block = shl(bits(group, 1, 1), 4)
         for s in unroll(STEPS):
             w = shared_16(weights, int32(weight_at + 4 * s))
             for k in unroll(4):
-                step = step_of(tile, int32(position + (16 * s + 4 * k)), bits(group, 1, 0xFF))
-                x[k] = bits_float(w[k]) * step
+                step = shared_4_further(tile, step_at, (16 * s + 4 * k) * STEP_WORDS)
+                x[k] = bits_float(w[k]) * low_half(bits(step, odd_block, 0xFFFF))
                 word[k] = shared_4(tile, int32(value_at + (16 * s + 4 * k) * 4 * PITCH))
             near = pack_f16(x[0], x[1])
             rest = pack_f16(x[0] - low_half(near), x[1] - high_half(near))
@@ -153,7 +163,8 @@ def _add(tile, weights, shrink, count, sums):
             codes = xor(prmt(word[0], word[1], columns), SIGN_BITS)
             codes_8 = xor(prmt(word[2], word[3], columns), SIGN_BITS)
             for i in unroll(2):
-                c[i] = mma_f16(c[i], near, rest, near_8, rest_8, halves(codes, i, i + 2), halves(codes_8, i, i + 2))
+                first = halves(codes, in_1024, i, i + 2)
+                c[i] = mma_f16(c[i], near, rest, near_8, rest_8, first, halves(codes_8, in_1024, i, i + 2))
         for i in unroll(2):
             for k in unroll(4):
                 sum[8 * r + 4 * i + k] = c[i][k]
@@ -171,6 +182,7 @@ def functions(s: AttentionShape) -> dict[str, Any]:
         "ROUNDS": s.sums // 8,
         "STEPS": s.rows // (16 * s.subsets),
         "WEIGHTS": s.rows + 16,
+        "STEPS_AT": s.steps_at,
         "step_of": kv_functions(s)["step_of"],
         "halves": device_function(_halves),
     }

@@ -122,6 +122,11 @@ class AttentionShape:
         return max(self.rows * (4 * self.pitch + self.form.step_words), sums)
 
     @property
+    def steps_at(self) -> int:
+        """Where the steps of a tile's rows begin, in words."""
+        return 4 * self.rows * self.pitch
+
+    @property
     def part_words(self) -> int:
         """Words of the slices' scores: [slices, chunks * share, rows]."""
         return self.slices * self.chunks * self.share * self.rows
@@ -131,18 +136,18 @@ class AttentionShape:
         """Words of a tile's weights: 4 for each chunk, [rows, chunks, 4]; on tensor cores see there."""
         if not self.cores:
             return self.rows * self.chunks * 4
-        return 8 * (self.rows + (16 if self.form.kind == "q8_0" else 8))
+        return 8 * (self.rows + 16)
 
     @property
     def query_pitch(self) -> int:
-        """Quads from one query, as halves, to the next: for q8_0, 4 lanes that read 64 bytes use the banks between."""
-        own = self.form.head_dim // 8
-        return own + (4 - own) % 8 if self.form.kind == "q8_0" else self.pitch
+        """Quads from one query, as halves with what these leave out, to the next: odd, so that 8 lanes that read every
+        second quad of two queries use different banks."""
+        return self.form.head_dim // 4 + 1
 
     @property
     def query_words(self) -> int:
-        """Words of the queries as halves, and of what these leave out: [2, group, 4 * query_pitch]."""
-        return 8 * self.group * self.query_pitch if self.cores else 0
+        """Words of the queries: [group, 4 * query_pitch]."""
+        return 4 * self.group * self.query_pitch if self.cores else 0
 
     @property
     def constants(self) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from bridge.cuda.kv_tile import functions as kv_functions
 from bridge.cuda.unroll import expand, gathered, registers, unroll
 
 # set by `functions`; see attention_shape.py
-HEAD_DIM = PADDED = TILE = BLOCK = WARPS = 0  # PADDED: heads, with those repeated
+PADDED = TILE = BLOCK = WARPS = 0  # PADDED: heads, with those repeated
 SHARE = CHUNKS = UNITS = SUBSETS = SETS = SLICES = 0
 SLICE = QUADS = FOURS = 0  # quads (16 bytes) of a slice and of a row; groups of four numbers of a quad
 SCORE_ROUNDS = HEAD_ROUNDS = 0

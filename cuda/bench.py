@@ -78,8 +78,8 @@ def seconds_from_memory(make: Callable[[int], Callable[[], object]], nbytes: int
 
     cache = getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "L2_cache_size", 64 << 20)
     copies = max(2, -(-_CACHES * cache // nbytes))
-    own = [make(i) for i in range(copies)]
-    return seconds([own[i % copies] for i in range(max(launches, copies))])
+    each = [make(i) for i in range(copies)]
+    return seconds([each[i % copies] for i in range(max(launches, copies))])
 
 
 # reading
@@ -149,7 +149,7 @@ class Bench:
         return self._copies[number]
 
     def product(self, n: int = 1, precision: str = "int8", shape: Any = None) -> float:
-        """Seconds of a product with n columns; `shape`: another matvec.MatvecShape than the table's."""
+        """Seconds of a product with n columns; `shape`: another MatvecShape than the table's."""
         import torch
 
         m = self.matrix
@@ -235,8 +235,8 @@ def bench(
         bandwidth = read_bandwidth(found)
         lines = [f"{found.name}, {found}"]
         for done, tensor in enumerate(tensors, 1):
-            own = Bench(tensor, found)
-            lines.append(str(Line(tensor, own.product(), own.matrix.nbytes, bandwidth)))
+            timed = Bench(tensor, found)
+            lines.append(str(Line(tensor, timed.product(), timed.matrix.nbytes, bandwidth)))
             if progress:
                 progress(done, len(tensors), f"{tensor.type} {'x'.join(map(str, tensor.shape))}")
     return lines

@@ -163,10 +163,10 @@ def _entry_text(source: Source) -> tuple[str, str]:
     """Its text, and its signature: of an array the address, then the sizes if there are two."""
     taken, types, given = [], [], []
     for i, (element, dimensions) in enumerate(parameters(source.signature)):
-        own = [f"p{i}", f"rows{i}", f"columns{i}"] if dimensions > 1 else [f"p{i}"]
-        taken += own
-        types += ["uint64", "int64", "int64"][: len(own)] if dimensions else [element]
-        given.append(f"{element}_{dimensions}({', '.join(own)})" if dimensions else own[0])
+        names = [f"p{i}", f"rows{i}", f"columns{i}"] if dimensions > 1 else [f"p{i}"]
+        taken += names
+        types += ["uint64", "int64", "int64"][: len(names)] if dimensions else [element]
+        given.append(f"{element}_{dimensions}({', '.join(names)})" if dimensions else names[0])
     text = f"def {source.name}({', '.join(taken)}):\n    kernel({', '.join(given)})\n"
     return text, f"void({', '.join(types)})"
 
@@ -176,9 +176,9 @@ def _entry_text(source: Source) -> tuple[str, str]:
 
 def folder(capability: Capability) -> Path | None:
     """Where machine code is kept that the installed versions have compiled; None where it cannot be."""
-    own = os.environ.get("NUMBA_CACHE_DIR")
+    given = os.environ.get("NUMBA_CACHE_DIR")
     try:
-        every = (Path(own) if own else cache_folder()) / "cubins"
+        every = (Path(given) if given else cache_folder()) / "cubins"
     except BridgeError:
         return None
     return every / f"{capability[0]}.{capability[1]}-{_versions()}"
@@ -221,20 +221,19 @@ def _versions() -> str:
 
 def digest(source: Source) -> str:
     """A digest of what a kernel's machine code is made from, but for compiler and intrinsics."""
-    own = source.signature, str(source.registers), *_entry_text(source)
-    text = "\n".join([*own, *_content(source.function, set())])
+    text = "\n".join([source.signature, str(source.registers), *_entry_text(source), *_content(source.function, set())])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _content(function: Callable[..., Any], seen: set[str]) -> Iterator[str]:
     """A function's instructions and constants, then those of the functions that it calls."""
-    own = function.__code__
-    text = f"{function.__name__}{own.co_varnames}{own.co_names}{own.co_consts!r}{own.co_code.hex()}"
+    body = function.__code__
+    text = f"{function.__name__}{body.co_varnames}{body.co_names}{body.co_consts!r}{body.co_code.hex()}"
     yield text
     if text in seen:
         return
     seen.add(text)
-    for name in sorted({i.argval for i in dis.get_instructions(own) if i.opname == "LOAD_GLOBAL"}):
+    for name in sorted({i.argval for i in dis.get_instructions(body) if i.opname == "LOAD_GLOBAL"}):
         value = function.__globals__.get(name)
         called = getattr(value, "py_func", value)
         if isinstance(called, types.FunctionType):

@@ -54,6 +54,7 @@ class Decoder:
         _check_shape(config, file, kv)
         self.cache = KVCache(config, context, kv)
         self._in_file: Any = read_weights(file, config)
+        self._stream: Any = None  # of torch, where the last work was queued
         self.vocab = self._in_file.embedding.shape[0]
         self.nbytes = matrix_bytes(self._in_file, precision) + self.cache.nbytes  # of weights and cache
         with self._active():
@@ -254,7 +255,7 @@ class Decoder:
         """A part of `_prompt`; hidden states, f32 [n, hidden], not normalized."""
         start = self.cache.length
         n, x, exact = len(tokens), self._embeddings(tokens), self.precision == "f32"
-        angles, mask = (self.weights.cos, self.weights.sin), mask_from(start, n, x.device)
+        angles, mask = (self.weights.cos, self.weights.sin), mask_from(start, n, exact, x.device)
         for i, layer in enumerate(self.weights.layers):
             qkv = layer.qkv.multiply(self._normed(x, layer.attn_norm, layer.qkv))
             norms, cache = (layer.q_norm, layer.k_norm), (self.cache.form, self.cache.keys[i], self.cache.values[i])
@@ -279,7 +280,10 @@ class Decoder:
 
     @contextmanager
     def _active(self) -> Iterator[None]:
-        """Work on the device in this thread; running out of its memory becomes a one-line error."""
+        """Work on the device in this thread, after all that was queued on another stream.
+
+        Running out of the device's memory becomes a one-line error.
+        """
         import torch
 
         if devices.torch_device(self.device) == "cpu":
@@ -287,6 +291,11 @@ class Decoder:
             return
         try:
             with self.device.active(), torch.cuda.device(self.device.index):
+                stream = torch.cuda.current_stream()
+                if stream != self._stream:  # the last step may still run on the other one
+                    if self._stream is not None:
+                        stream.wait_stream(self._stream)
+                    self._stream = stream
                 yield
         except torch.cuda.OutOfMemoryError as problem:
             raise self.device.too_little(self.nbytes + _WORK, "the model") from problem

@@ -65,9 +65,9 @@ def _dequantize(weights, room_16, first, chosen, out, count, units):
         launches_wait()
     number = cuda.grid(1)
     if number < count * units:
-        place = int32(number // units)
-        unit = int32(number - place * units)
-        row = int32(chosen[place] if CHOSEN else first + place)
+        out_row = int32(number // units)
+        unit = int32(number - out_row * units)
+        row = int32(chosen[out_row] if CHOSEN else first + out_row)
         held = load(weights, room_16, mad(row, int32(units), unit))
         word = registers()
         value = registers()

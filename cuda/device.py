@@ -186,10 +186,10 @@ class _Active:
         self._index = index
 
     def __enter__(self) -> None:
-        driver, own = _bindings(), _context(self._index)
-        self._pushed = int(checked(driver.cuCtxGetCurrent())) != int(own)  # none is current in a new thread
+        driver, primary = _bindings(), _context(self._index)
+        self._pushed = int(checked(driver.cuCtxGetCurrent())) != int(primary)  # none is current in a new thread
         if self._pushed:
-            checked(driver.cuCtxPushCurrent(own))
+            checked(driver.cuCtxPushCurrent(primary))
 
     def __exit__(self, *_: object) -> None:
         if self._pushed:

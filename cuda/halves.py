@@ -107,8 +107,8 @@ def kernel(way: str) -> Kernel:
 
 
 def halved(x: Any, device: Device) -> Halves:
-    """x f32 [n, columns], contiguous."""
-    return _launch("plain", x, x.shape[1], device)
+    """x f32 [n, columns], contiguous; it is copied if it begins between 8 bytes, as a view into another tensor may."""
+    return _launch("plain", x.clone() if x.data_ptr() % 8 else x, x.shape[1], device)
 
 
 def normed(x: Any, weight: Any, eps: float, device: Device) -> Halves:

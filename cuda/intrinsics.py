@@ -419,6 +419,7 @@ if not SIMULATED:
     prefetch_2, prefetch_1 = _prefetch(1, 2), _prefetch(1, 1)
     shared_16, shared_8, shared_4 = _shared(4), _shared(2), _shared(1)
     shared_16_further, shared_8_further = _shared(4, further=True), _shared(2, further=True)
+    shared_4_further = _shared(1, further=True)
     put_16, put_4 = _put(4), _put(1)
     put_16_further = _put(4, further=True)
     store_4 = _store(_i, 32)

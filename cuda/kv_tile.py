@@ -59,8 +59,8 @@ def _fetch(cache, row, stop, rows):
     for k in unroll(LOADS):
         quad[k] = load_16(cache, min(int32(first + k * BLOCK), last))
     if KIND == "q8_0":
-        step = int32(row * STEP_WORDS // 4 + min(thread, int32(STEP_QUADS - 1)))
-        last = int32((stop * STEP_WORDS - 1) // 4)
+        step = int32(bits(mad(row, STEP_WORDS, 0), 2, 0x3FFFFFFF) + min(thread, int32(STEP_QUADS - 1)))
+        last = bits(mad(stop, STEP_WORDS, -1), 2, 0x3FFFFFFF)
         quad[LOADS] = load_16(cache, mad(rows, QUADS, min(step, last)))
     return gathered(quad, HELD)
 
@@ -141,7 +141,7 @@ def functions(shape: AttentionShape) -> dict[str, Any]:
         "STEP_QUADS": shape.rows * form.step_words // 4,
         "LOADS": loads,
         "HELD": loads + (form.kind == "q8_0"),
-        "STEPS": 4 * shape.rows * shape.pitch,
+        "STEPS": shape.steps_at,
     }
     name = f"{form.kind}_{form.head_dim}_{shape.rows}_{threads}"
     given["step_of"] = device_function(expand(_step, name, **given))

@@ -142,13 +142,23 @@ def by_torch(
         y.add_(bias) if accumulate else y.copy_(bias)
         accumulate = True
     if isinstance(matrix, FloatMatrix) and matrix.weight.dtype == kind:
-        found = product(matrix.weight, x)
-        y.add_(found) if accumulate else y.copy_(found)
-        return
+        return _multiply(matrix.weight, x, y, accumulate)
     step = max(1, min(matrix.rows, _TILE // matrix.columns))
     weights = torch.empty((step, matrix.columns), dtype=kind, device=y.device)
     for first in range(0, matrix.rows, step):
         count = min(step, matrix.rows - first)
         dequantize.tile(matrix, first, count, weights[:count], stream)
-        found, part = product(weights[:count], x), y[:, first : first + count]
-        part.add_(found) if accumulate else part.copy_(found)
+        _multiply(weights[:count], x, y[:, first : first + count], accumulate)
+
+
+def _multiply(weight: Any, x: Any, y: Any, accumulate: bool) -> None:
+    """y = or += `product`, whose sums are scaled on their way there."""
+    import torch
+
+    if not isinstance(x, Halves):
+        found = product(weight, x)
+        y.add_(found) if accumulate else y.copy_(found)
+    elif accumulate:
+        y.addcmul_(_sums(x.values, weight), x.scale[:, None])
+    else:
+        torch.mul(_sums(x.values, weight), x.scale[:, None], out=y)

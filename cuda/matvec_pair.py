@@ -14,7 +14,9 @@ from bridge.cuda.activations import Records
 from bridge.cuda.compiler import recipe
 from bridge.cuda.intrinsics import block_x, device_function
 from bridge.cuda.matrix import DeviceMatrix
-from bridge.cuda.matvec import MatvecShape, Normed
+from bridge.cuda.matvec import Normed
+from bridge.cuda.matvec_kernel import expanded_product
+from bridge.cuda.matvec_shape import MatvecShape, registers_of
 from bridge.cuda.unroll import expand
 
 # set by `kernel`
@@ -42,14 +44,14 @@ def kernel(
 
     unused = ("counters", "gain", "squares", "made")
     one, other = (
-        device_function(matvec.expanded_product(type, 1, shape, exact, epilogue, dependent, without), True)
+        device_function(expanded_product(type, 1, shape, exact, epilogue, dependent, without), True)
         for type, shape, without in zip(types, shapes, ((*unused, "skipped"), unused), strict=True)
     )
     name = "_".join([*types, *("".join(map(str, shape)) for shape in shapes), "f32" if exact else "int8"])
     name += f"_{epilogue}" * bool(epilogue) + "_dependent" * dependent
     matrix = "uint8[::1], int64, float32[:,::1], float32[::1], int64"
     signature = f"void({matrix}, {matrix}, uint8[::1], int64, float32[::1], float32, int64)"
-    registers = max(matvec.registers_of(type, 1, shape) for type, shape in zip(types, shapes, strict=True))
+    registers = max(registers_of(type, 1, shape) for type, shape in zip(types, shapes, strict=True))
     return Kernel(expand(_both, name, first=one, second=other), signature, registers, dependent=dependent)
 
 

@@ -91,7 +91,6 @@ MAX_REGISTERS = 128  # so that 16 warps find room on a multiprocessor
 _ALL_REGISTERS = 255  # where rows are too few for that, and a warp copies more of x
 TYPES = (*ROUNDED, "Q2_K", "Q3_K", "Q4_K", "Q4_0", "Q4_1", "Q5_K", "Q5_0", "Q5_1", "Q6_K", "Q8_0")
 
-_BUFFERS = 3
 _TILE = 8  # tokens of mma.sync
 _ROWS = 16  # rows of a warp
 _UNITS = 4  # units of a step
@@ -214,8 +213,8 @@ def _put(y, at, row, value, bias, scale, token):
 
 def _combine(part, scale, bias, y, rows, tokens, parts):
     """Add up all parts, then apply the epilogue."""
-    row = int32(cuda.grid(1))
-    token = block_y()
+    token = block_x()  # a grid has more than 65,535 blocks in this direction alone
+    row = mad(block_y(), _THREADS, thread_x())
     if row < int32(rows):
         value = part[token, row]
         for p in range(1, parts):
@@ -350,5 +349,5 @@ def launch_parts(
         return multiply(epilogue, out, scales, biases)
     sums = devices.view(torch.empty((parts * n, rows), device=y.device))
     multiply("partial", sums, scales, biases)
-    grid = -(-rows // _THREADS), n
+    grid = n, -(-rows // _THREADS)
     combiner(epilogue).launch(grid, _THREADS, stream, sums, scales, biases, out, rows, n, parts)

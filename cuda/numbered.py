@@ -19,10 +19,10 @@ IQ1, IQ2 and IQ3 number the points of a codebook, of 8 coordinates (IQ3: 4). A u
 
 The codebook follows the last array: of each point the levels of its coordinates, a nibble each in four bytes, 1 to 8 KB
 in all. So four (eight) weights are one look-up, and a word of nibbles is what tables.py looks up in turn; a sign is the
-nibble's highest bit, or the third where six values are all. matvec.py copies the codebook to shared memory: 32 lanes
-look up in as many clocks as most of them meet in one of 32 banks, 3.5 for random points, and an address is one number
-of 32 bits. The L1 cache, from which dequantize.py and mma.py look up (a block of theirs has too few weights for a
-copy, or no room), needs one more instruction for an address, and its clocks grow with the lines of 128 bytes that a
+nibble's highest bit, or the third where six values are all. matvec_kernel.py copies the codebook to shared memory: 32
+lanes look up in as many clocks as most of them meet in one of 32 banks, 3.5 for random points, and an address is one
+number of 32 bits. The L1 cache, from which dequantize.py and mma.py look up (a block of theirs has too few weights for
+a copy, or no room), needs one more instruction for an address, and its clocks grow with the lines of 128 bytes that a
 look-up touches. Constant memory would serve one lane after the other.
 
 TQ1_0 has five codes, of base 3, in a byte, as in GGUF: byte i of a unit's word is columns i, 4 + i .. 16 + i. Columns

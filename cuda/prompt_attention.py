@@ -4,8 +4,13 @@
     queries  halves or f32 [heads, n, head_dim], normalized where the model does, and rotated
 
 A block serves a token and a key-value head, as those of attention.py do; blockIdx is (kv head, token).
+
+For torch, a key-value head is a sequence of a batch, with the query heads that share it; its keys and values are the
+same memory for all of these, and for f16 the cache itself. 32,768 positions of Llama 3 8B are 134 MB a layer. Repeated
+for every query head they would be 537 MB more, written and read.
 """
 
+import math
 from typing import Any
 
 import numpy as np
@@ -38,10 +43,10 @@ def _prepare(qkv, q_norm, k_norm, cos, sin, keys, values, queries, rows, start, 
     kv_heads = int32(cuda.gridDim.x)
     tokens = int32(cuda.gridDim.y)
     position = int32(start + token)
-    own = qkv[token]
+    row = qkv[token]
     vector = cuda.shared.array((PADDED + 1) * HEAD_DIM, float32, ALIGNED)
-    turn(vector, own, q_norm, k_norm, cos, sin, kv_head, kv_heads, position, PADDED + 1, eps)
-    keep(vector, own, keys, values, kv_head, kv_heads, rows, position)
+    turn(vector, row, q_norm, k_norm, cos, sin, kv_head, kv_heads, position, PADDED + 1, eps)
+    keep(vector, row, keys, values, kv_head, kv_heads, rows, position)
     for i in range(thread, HEADS * HEAD_DIM, THREADS):
         head = i // HEAD_DIM
         at = ((kv_head * HEADS + head) * tokens + token) * HEAD_DIM + i % HEAD_DIM
@@ -80,28 +85,40 @@ def attend(
     """
     import torch
 
-    n, (form, keys, values) = qkv.shape[0], cache
-    normed, dtype = norms[0] is not None, torch.float32 if exact else torch.float16
-    queries = torch.empty((c.heads, n, c.head_dim), dtype=dtype, device=qkv.device)
-    own = kernel(c.head_dim, c.heads // c.kv_heads, c.rotated, c.graph.neighbours, normed, exact, form.kind)
+    n, group, (form, keys, values) = qkv.shape[0], c.heads // c.kv_heads, cache
+    normed, dtype = norms[0] is not None, _dtype(exact)
+    queries = torch.empty((c.kv_heads, group, n, c.head_dim), dtype=dtype, device=qkv.device)
+    prepare = kernel(c.head_dim, group, c.rotated, c.graph.neighbours, normed, exact, form.kind)
     cos, sin = (part.reshape(-1) for part in angles)
     given = [qkv, *(norm if normed else cos for norm in norms), cos, sin, keys, values, queries.reshape(-1)]
     numbers = np.int32(form.rows(keys, c.kv_heads)), np.int32(start), np.float32(c.norm_eps)
-    own.launch((c.kv_heads, n), PREPARE_THREADS, device.stream(), *map(view, given), *numbers)
-    stored = [_shared(form.load(part, start + n, c.kv_heads, dtype), c.heads // c.kv_heads) for part in (keys, values)]
+    prepare.launch((c.kv_heads, n), PREPARE_THREADS, device.stream(), *map(view, given), *numbers)
+    stored = (form.load(part, start + n, c.kv_heads, dtype)[:, None] for part in (keys, values))
     result = torch.nn.functional.scaled_dot_product_attention(
-        queries[None], *stored, mask, is_causal=mask is None, scale=c.attention_scale
-    )
-    return result[0].transpose(0, 1).reshape(n, -1)
+        queries, *(part.expand(-1, group, -1, -1) for part in stored), mask, is_causal=mask is None,
+        scale=c.attention_scale,
+    )  # fmt: skip
+    return result.permute(2, 0, 1, 3).reshape(n, -1)
 
 
-def mask_from(start: int, n: int, place: Any) -> Any:
-    """Which positions n tokens from `start` on attend to, bool [n, start + n]; None if torch's own causal mask does."""
+def mask_from(start: int, n: int, exact: bool, place: Any) -> Any:
+    """What is added to the scores of n tokens from `start` on, of the queries' type, [n, start + n]: 0, or minus
+    infinity where positions are later. None if torch's own causal mask does.
+
+    Made once for all layers: of a mask of bool torch would make this in each. Rows begin at whole 16 bytes, as torch's
+    kernels want them.
+    """
     import torch
 
-    return torch.ones((n, start + n), dtype=torch.bool, device=place).tril(start) if start else None
+    if not start:
+        return None
+    count = start + n
+    later = torch.full((n, -(-count // 8) * 8), -math.inf, dtype=_dtype(exact), device=place).triu_(start + 1)
+    return later[:, :count]
 
 
-def _shared(part: Any, group: int) -> Any:
-    """[kv_heads, n, head_dim] -> [1, heads, n, head_dim]: repeated for every query head that shares it."""
-    return part.repeat_interleave(group, dim=0)[None]
+def _dtype(exact: bool) -> Any:
+    """The type of queries, keys and values."""
+    import torch
+
+    return torch.float32 if exact else torch.float16

@@ -15,11 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from bridge.cuda import dequantize, matvec
+from bridge.cuda import dequantize
 from bridge.cuda import device as devices
 from bridge.cuda.activations import COLUMNS
 from bridge.cuda.matmul import Multiplier
 from bridge.cuda.matrix import KINDS, DeviceMatrix, FloatMatrix
+from bridge.cuda.matvec_shape import choose_shape
 
 from bridge.errors import BridgeError
 from bridge.runtime.quant_tensor import QuantTensor
@@ -64,7 +65,7 @@ class CudaTensor(Product):
         """The kernel of a product with one vector, for instance "cuda/q4_k, 2 rows a warp"."""
         if isinstance(self.matrix, FloatMatrix):
             return f"{self.matrix.weight.dtype} product"
-        shape = matvec.choose_shape(self.matrix, 1)
+        shape = choose_shape(self.matrix, 1)
         shared = f", {shape.split} warps a row" if shape.split > 1 else ""
         return f"cuda/{self.type.lower()}, {shape.rows} rows a warp{shared}"
 

@@ -90,7 +90,7 @@ def _value_at(x, token, columns, i):
 def _record(x, weight, records, tokens, columns, tiles, steps, eps):
     lane = thread_x()
     warp = thread_y()
-    token = block_y()
+    token = block_x()  # a grid has more than 65,535 blocks in this direction alone
     inverse = float32(1)
     if NORM:
         sums = cuda.shared.array(_WARPS, np.float32)
@@ -114,7 +114,7 @@ def _record(x, weight, records, tokens, columns, tiles, steps, eps):
     # byte 4 w + j of a block is byte j of word w: words go to places 0, 2, 4, 6, 1, 3, 5, 7
     place = or_(or_(shl(bits(lane, 2, 3), 3), shl(bits(lane, 4, 1), 2)), bits(lane, 0, 3))
     for k in range(_TURNS):
-        block = mad(block_x(), _WARPS * _TURNS, mad(int32(k), _WARPS, warp))
+        block = mad(block_y(), _WARPS * _TURNS, mad(int32(k), _WARPS, warp))
         if block < int32(steps) * 4:
             value = float32(0)
             i = mad(block, 32, lane)
@@ -161,7 +161,7 @@ def recorded(
     nbytes = tokens // TILE * made.steps * CHUNK
     made = made._replace(buffer=torch.empty(nbytes, dtype=torch.uint8, device=x.device))
     kernel(way, found).launch(
-        (-(-made.steps * BLOCKS // (_WARPS * _TURNS)), tokens),
+        (tokens, -(-made.steps * BLOCKS // (_WARPS * _TURNS))),
         (32, _WARPS),
         device.stream(),
         view(x.reshape(-1)),

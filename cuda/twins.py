@@ -207,6 +207,10 @@ def shared_8_further(array, index, more):
     return shared_8(array, int(index) + int(more))
 
 
+def shared_4_further(array, index, more):
+    return shared_4(array, index + more)
+
+
 def put_16_further(array, index, more, words):
     put_16(array, int(index) + int(more), words)
 

@@ -23,7 +23,8 @@ def main() -> int:
         sys.modules[f"numba.cuda.{part}"] = getattr(cuda, part)
     tools.get_gpu_compute_capability = lambda *given: CAPABILITY
 
-    from bridge.cuda import activations, attention, halves, matvec, norm, sampling
+    from bridge.cuda import activations, attention, halves, matvec_kernel, norm, sampling
+    from bridge.cuda.matvec_shape import MatvecShape
 
     kernels = {
         "draw": sampling.draw_kernel(sampling.DRAW_THREADS),
@@ -32,7 +33,7 @@ def main() -> int:
         "silu": norm.silu_kernel(False),
         "records": activations.quantizer("f32", False),
         "halves": halves.kernel("plain"),
-        "product": matvec.kernel("Q4_K", 1, matvec.MatvecShape(2, 1, 1, 4), False, ""),
+        "product": matvec_kernel.kernel("Q4_K", 1, MatvecShape(2, 1, 1, 4), False, ""),
         "attention": attention.kernel(128, 4, 128, True, False, False),
     }
     compiled = set()

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from bridge.cuda import bench, dequantize, matvec
+from bridge.cuda import bench, dequantize, matvec, matvec_shape
 from bridge.cuda.activations import Records
 from bridge.cuda.device import require, torch_device, view
 from bridge.cuda.matrix import DeviceMatrix
@@ -201,7 +201,7 @@ def check_configurations(type: str) -> dict[str, Any]:
         x = np.random.default_rng(3).standard_normal((n, columns)).astype(np.float32)
         records = Records(columns, n, device).quantize(torch.from_numpy(x).to(place), n, device.stream())
         expected = taken(x, "int8") @ weights.T
-        for shape in matvec.shapes_to_try(uploaded, n):
+        for shape in matvec_shape.shapes_to_try(uploaded, n):
             y = torch.full((n, rows), float("nan"), device=place)
             matvec.launch(uploaded, records, view(y), n, device.stream(), shape=shape)
             judge(f"{type}, {n} columns, {shape}", y, expected, 1e-5)

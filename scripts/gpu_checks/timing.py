@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import torch
-from bridge.cuda import bench, matvec, mma
+from bridge.cuda import bench, matvec_shape, mma
 from bridge.cuda.bench import Bench, read_bandwidth
 from bridge.cuda.decoder import Decoder
 from bridge.cuda.device import require
@@ -82,7 +82,7 @@ def prompt(shape: str, type: str) -> dict[str, Any]:
 def configurations(shape: str, type: str, columns: str) -> dict[str, Any]:
     """Seconds of every way to share the work; the first is the one in use."""
     own, n = _bench(shape, type), int(columns)
-    tried = matvec.shapes_to_try(own.matrix, n)
+    tried = matvec_shape.shapes_to_try(own.matrix, n)
     return {"tried": [[list(chosen), own.product(n, shape=chosen)] for chosen in tried]}
 
 

@@ -61,6 +61,8 @@ def check(type: str) -> dict[str, Any]:
     mma.launch(matrix, x, y, device.stream())
     rounded = torch.from_numpy(weights).float().bfloat16().double().numpy()
     judge(f"{type} in bfloat16", y, exact @ rounded.T, 8 * _LIMIT)
+    x = torch.randn(33 * columns + 1, device=place)[1:].view(33, columns)  # begins between 8 bytes
+    judge(f"{type}, a view of floats", tensor.to(device).matmul(x), x.double().cpu().numpy() @ weights.T, _ROUNDED)
     return {"wrong": judge.wrong, "notes": f"largest relative error {judge.worst:.1e}"}
 
 

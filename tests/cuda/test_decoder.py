@@ -16,6 +16,7 @@ import pytest
 from bridge.cuda.attention_shape import shape, spans, supported
 from bridge.cuda.device import available
 from bridge.cuda.kv_cache import KVForm
+from bridge.cuda.matvec_shape import MatvecShape
 
 import bridge
 from bridge.blocks import TYPES
@@ -247,6 +248,77 @@ def test_a_long_prompt_takes_hardly_more_memory_than_a_part_of_it(
     assert long < 1.3 * part
 
 
+@pytest.mark.parametrize(("kind", "copies"), [("f16", 0), ("q8_0", 1)])
+def test_keys_and_values_of_a_prompt_are_not_repeated_for_the_query_heads_that_share_them(
+    kind: str, copies: int
+) -> None:
+    """After other tokens; `copies`: what is made of keys and values besides steps, as q8_0 becomes halves."""
+    import torch
+    from bridge.cuda.prompt_attention import attend, mask_from
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    if (reason := unavailable()) is not None:
+        pytest.skip(reason)
+    heads, kv, head_dim, start, n = 8, 2, 32, 200, 3
+    made: dict[int, int] = {}
+
+    class Memory(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = function(*args, **kwargs or {})
+            for part in found if isinstance(found, tuple) else (found,):
+                if isinstance(part, torch.Tensor):
+                    memory = part.untyped_storage()
+                    made[memory.data_ptr()] = max(memory.nbytes(), made.get(memory.data_ptr(), 0))
+            return found
+
+    rng = torch.Generator().manual_seed(0)
+    form = KVForm(kind, head_dim)
+    cache = [torch.zeros(form.words(kv * 256), dtype=torch.int32) for _ in range(2)]
+    for part in cache:
+        form.store(part, 0, torch.randn((start, kv, head_dim), generator=rng))
+    qkv = torch.randn((n, (heads + 2 * kv) * head_dim), generator=rng)
+    cos, sin = torch.ones((256, head_dim // 2)), torch.zeros((256, head_dim // 2))
+    config: Any = SimpleNamespace(
+        heads=heads, kv_heads=kv, head_dim=head_dim, rotated=head_dim, graph=SimpleNamespace(neighbours=False),
+        norm_eps=1e-6, attention_scale=0.2,
+    )  # fmt: skip
+    with pretended_gpu() as gpu:
+        mask = mask_from(start, n, False, "cpu")
+        before = {x.untyped_storage().data_ptr() for x in (*cache, mask, qkv, cos, sin)}
+        with Memory():
+            given = qkv, (None, None), (cos, sin), (form, *cache), start, mask, False
+            y = attend(config, *given, SimpleNamespace(stream=lambda: 0))
+    assert gpu.names == [f"_prepare_{head_dim}_4_{head_dim}_000_{kind}"]
+    keys, values = (form.load(part, start + n, kv, torch.float64).repeat_interleave(4, 0) for part in cache)
+    scores = qkv[:, : heads * head_dim].reshape(n, heads, head_dim).transpose(0, 1).double() @ keys.mT * 0.2
+    later = torch.arange(start + n) > start + torch.arange(n)[:, None]
+    expected = scores.masked_fill(later, -torch.inf).softmax(-1) @ values
+    torch.testing.assert_close(y.double().reshape(n, heads, -1).transpose(0, 1), expected, rtol=0, atol=3e-3)
+    once = 2 * kv * (start + n) * head_dim * 2
+    small = 4 * 2 * n * heads * head_dim + once // 8  # queries, results, steps
+    assert sum(nbytes for place, nbytes in made.items() if place not in before) <= copies * once + small
+
+
+def test_work_on_another_stream_waits_for_what_is_queued_on_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reply that nobody reads to its end leaves a step on its way, which writes to the cache."""
+    from bridge.cuda.decoder import Decoder
+
+    class Stream:
+        def wait_stream(self, other: Any) -> None:
+            waited.append((self, other))
+
+    one, other, waited = Stream(), Stream(), []
+    monkeypatch.setattr("torch.cuda.device", lambda index: nullcontext())
+    decoder: Any = object.__new__(Decoder)
+    decoder.device, decoder._stream = SimpleNamespace(index=0, active=nullcontext), None
+    monkeypatch.setattr("bridge.cuda.device.torch_device", lambda device: "cuda:0")
+    for stream in (one, one, other, other, one):
+        monkeypatch.setattr("torch.cuda.current_stream", lambda stream=stream: stream)
+        with decoder._active():
+            pass
+    assert waited == [(other, one), (one, other)]
+
+
 def test_spans_follow_the_multiprocessors_and_end_with_the_context() -> None:
     assert spans(132, 8, 8192) == 33  # of a KV head: two blocks for each multiprocessor
     assert spans(132, 8, 131072) == 33
@@ -280,14 +352,14 @@ def test_a_kernel_that_does_not_wait_or_takes_for_constant_what_others_make_is_f
 ) -> None:
     """Kernels of the decoder with what keeps them apart left out."""
     import numpy as np
-    from bridge.cuda import matvec
+    from bridge.cuda import matvec, matvec_kernel
     from bridge.cuda.activations import Records, quantizer
     from bridge.cuda.launch import Kernel
     from bridge.cuda.matrix import DeviceMatrix
 
     if (reason := unavailable()) is not None:
         pytest.skip(reason)
-    x, shape = np.ones((1, 64), np.float32), matvec.MatvecShape(2, 1, 1, 4)
+    x, shape = np.ones((1, 64), np.float32), MatvecShape(2, 1, 1, 4)
     plain = quantizer("f32", True)
     with pretended_gpu(overlapping=True):
         hasty = Kernel(plain.function, plain.signature, dependent=True)
@@ -304,8 +376,8 @@ def test_a_kernel_that_does_not_wait_or_takes_for_constant_what_others_make_is_f
             return gpu.dependent
 
     assert len(step()) == 2
-    monkeypatch.setattr(matvec, "load_16f", matvec.cached_16f)
-    monkeypatch.setattr(matvec, "kernel", matvec.kernel.__wrapped__)
+    monkeypatch.setattr(matvec_kernel, "load_16f", matvec_kernel.cached_16f)
+    monkeypatch.setattr(matvec, "kernel", matvec_kernel.kernel.__wrapped__)
     with pytest.raises(GpuError, match="4096 bytes that a launch stored are read past the coherent cache by another"):
         step()
 
@@ -320,7 +392,7 @@ def kernels(dependent: bool = False) -> dict[str, Any]:
         attention,
         bench,
         dequantize,
-        matvec,
+        matvec_kernel,
         matvec_pair,
         norm,
         prompt_attention,
@@ -332,10 +404,10 @@ def kernels(dependent: bool = False) -> dict[str, Any]:
         return attention.kernel(*given, dependent, (8, 0) if cores else (7, 5))
 
     def product(type: str, exact: bool, epilogue: str) -> Any:
-        return matvec.kernel(type, 1, matvec.MatvecShape(2, 1 if exact else 2, 1, 4), exact, epilogue, dependent)
+        return matvec_kernel.kernel(type, 1, MatvecShape(2, 1 if exact else 2, 1, 4), exact, epilogue, dependent)
 
     def pair(*types: str) -> Any:
-        shapes = matvec.MatvecShape(2, 2, 1, 4), matvec.MatvecShape(2, 2, 4, 4)  # 5120 rows and 1024
+        shapes = MatvecShape(2, 2, 1, 4), MatvecShape(2, 2, 4, 4)  # 5120 rows and 1024
         return matvec_pair.kernel(types, shapes, False, "bias_normed", dependent)
 
     return {
@@ -401,6 +473,7 @@ ALIKE |= {
         pytest.param((10, 0), {False, True}, id="10.0", marks=pytest.mark.exhaustive),
         pytest.param((12, 0), {False, True}, id="12.0", marks=pytest.mark.exhaustive),
         pytest.param((8, 9), {False, True}, id="8.9", marks=pytest.mark.exhaustive),
+        pytest.param((8, 0), {False, True}, id="8.0", marks=pytest.mark.exhaustive),
         pytest.param((7, 5), {False, True}, id="7.5", marks=pytest.mark.exhaustive),
     ],
 )

@@ -61,14 +61,15 @@ def test_a_kernel_is_compiled_once_for_all_processes_and_launched_with_the_numbe
 def test_machine_code_is_found_by_what_it_is_made_from_and_not_where_it_is_damaged(
     driver: Driver, tmp_path: Path
 ) -> None:
-    from bridge.cuda import activations, dequantize, matvec, mma, norm
+    from bridge.cuda import activations, dequantize, matvec_kernel, mma, norm
     from bridge.cuda.launch import Kernel
+    from bridge.cuda.matvec_shape import MatvecShape
 
     kernels = [norm.norm_kernel.__wrapped__(hidden, exact) for hidden in (64, 96) for exact in (False, True)]
     kernels += [activations.quantizer.__wrapped__(kind, False) for kind in ("f32", "f16", "bf16")]
     kernels += [dequantize.kernel.__wrapped__(type, "f16", False) for type in ("Q4_K", "Q6_K", "Q8_0")]
-    shape = matvec.MatvecShape(2, 1, 1, 4)
-    kernels += [matvec.kernel.__wrapped__("Q4_K", 1, shape, exact, "", dependent) for exact in (False, True)
+    shape = MatvecShape(2, 1, 1, 4)
+    kernels += [matvec_kernel.kernel.__wrapped__("Q4_K", 1, shape, exact, "", dependent) for exact in (False, True)
                 for dependent in (False, True)]  # fmt: skip
     kernels += [mma.kernel.__wrapped__("Q4_K", kind, 2, 4, False, "") for kind in ("f16", "bf16")]
     kernel = kernels[0]
@@ -139,7 +140,18 @@ def test_kernels_are_compiled_by_several_processes_and_none_of_them_again(
 
 
 def test_another_process_makes_a_kernel_by_its_function_and_arguments() -> None:
-    from bridge.cuda import activations, attention, dequantize, fused, matvec, mma, norm, prompt_attention, sampling
+    from bridge.cuda import (
+        activations,
+        attention,
+        dequantize,
+        fused,
+        matvec_kernel,
+        mma,
+        norm,
+        prompt_attention,
+        sampling,
+    )
+    from bridge.cuda.matvec_shape import MatvecShape
 
     from bridge.trellis import BitshiftCodebook
     from bridge.trellis.vector import Code
@@ -148,7 +160,7 @@ def test_another_process_makes_a_kernel_by_its_function_and_arguments() -> None:
     for kernel in (
         activations.quantizer("f32", False), attention.kernel(64, 1, 64, True, False, False, "f16"),
         prompt_attention.kernel(64, 1, 64, True, False, False, "f16"),
-        dequantize.kernel("Q4_0", "f16", False), matvec.kernel("Q4_0", 1, matvec.MatvecShape(2, 1, 1, 4), False, ""),
+        dequantize.kernel("Q4_0", "f16", False), matvec_kernel.kernel("Q4_0", 1, MatvecShape(2, 1, 1, 4), False, ""),
         fused.kernel(Code.of(BitshiftCodebook(), 2, "cuda"), (0, 0, 1, 1, 0, 0, 1, 1), columns, 32, 1, 4),
         mma.kernel("Q4_0", "f16", 2, 4, False, ""), mma.combiner(""), norm.norm_kernel(64, False),
         norm.silu_kernel(False), sampling.greedy_kernel(32), sampling.draw_kernel(32),
@@ -268,7 +280,8 @@ def test_launches_overlap_where_gpu_and_driver_can_and_nobody_says_no(
 
 
 def test_arguments_are_addresses_rows_and_their_distance_and_numbers_of_their_type(driver: Driver) -> None:
-    from bridge.cuda.matvec import MatvecShape, kernel
+    from bridge.cuda.matvec_kernel import kernel
+    from bridge.cuda.matvec_shape import MatvecShape
     from bridge.cuda.sampling import draw_kernel
 
     product = kernel.__wrapped__("Q4_0", 3, MatvecShape(2, 1, 1, 4), False, "")

@@ -22,6 +22,7 @@ pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 from bridge.cuda import device as devices
 from bridge.cuda import halves, mma_int8, token_records
 from bridge.cuda.layout import DeviceLayout
+from bridge.cuda.matmul import Multiplier
 from bridge.cuda.matrix import DeviceMatrix
 from bridge.cuda.mma import MMAShape
 from bridge.cuda.token_records import TokenRecords, recorded
@@ -195,6 +196,17 @@ def test_the_counts_in_the_docs_are_those_that_choose():
         found = [mma_int8.clocks(name, (9, 0), n) for n in tokens]
         cells = [f"{here:,.0f} / {there:,.0f} = {here / there:.2f}" for _, here, there in found]
         assert f"| {name} | {found[0][0]:.0f} | {' | '.join(cells)} |" in text
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_there_may_be_more_tokens_than_a_grid_has_blocks_in_its_second_direction(monkeypatch, parts):
+    with pretended_gpu(capability=(8, 9)) as gpu:
+        monkeypatch.setattr(gpu, "run", lambda kernel, *given: gpu.names.append(kernel.name))  # computes nothing
+        monkeypatch.setattr(mma_int8, "choose_shape", lambda *given: MMAShape(1, parts))
+        matrix = DeviceMatrix.upload(random_matrix(TYPES["Q4_K"], 16, 256)[0], "cuda")
+        x = torch.zeros((65537, 256), dtype=torch.float16)
+        Multiplier(matrix.device, "int8").multiply(matrix, x, torch.empty((65537, 16)))
+    assert [name.split("_")[1] for name in gpu.names] == ["record", "product", *["combine"] * (parts > 1)]
 
 
 def test_tiles_of_a_group_fit_the_tokens():

@@ -24,18 +24,18 @@ from tests.support.sass import weight_loads
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 
-from bridge.cuda import activations, dequantize, launch, layout, matvec, tensor
+from bridge.cuda import activations, dequantize, launch, layout, matvec, matvec_kernel, matvec_shape, tensor
 from bridge.cuda import device as devices
 from bridge.cuda.activations import Records
 from bridge.cuda.matrix import DeviceMatrix
-from bridge.cuda.matvec import MatvecShape
+from bridge.cuda.matvec_shape import MatvecShape
 
-CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0)]
+CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (12, 0)]
 compiler = pytest.mark.skipif(ptx.unavailable() is not None, reason=str(ptx.unavailable()))
 
 
 def ptx_of(type: str, n: int, shape: MatvecShape, exact: bool, epilogue: str = "") -> str:
-    return ptx.ptx_of(matvec.kernel(type, n, shape, exact, epilogue), (7, 5))
+    return ptx.ptx_of(matvec_kernel.kernel(type, n, shape, exact, epilogue), (7, 5))
 
 
 def inner_loop(code: str) -> str:
@@ -108,7 +108,7 @@ def test_the_inner_loop_has_wide_loads_and_byte_products_and_no_long_multiplicat
 @COMPILED
 def test_no_kernel_spills_or_needs_more_registers_than_it_may_have(block, kinds, capabilities):
     for kind in kinds:
-        kernel = matvec.kernel(block.name, *kind)
+        kernel = matvec_kernel.kernel(block.name, *kind)
         for capability in capabilities:
             made = ptx.assembled(ptx_of(block.name, *kind), capability, kernel.registers)
             assert (made.stack, made.spills) == (0, 0), f"{block}, {kind}, {capability}: {made.stack}, {made.spills}"
@@ -128,7 +128,7 @@ def test_no_kernel_spills_or_needs_more_registers_than_it_may_have(block, kinds,
 )
 def test_all_loads_of_two_units_are_issued_before_arithmetic_needs_the_first(name, capabilities):
     """In machine code: the compiler delays loads where registers are scarce, and half of them were not in flight."""
-    kernel = matvec.kernel(name, *KINDS[1])
+    kernel = matvec_kernel.kernel(name, *KINDS[1])
     for capability in capabilities:
         before, every = weight_loads(ptx.machine_code(ptx_of(name, *KINDS[1]), capability, kernel.registers))
         assert before == every >= 8, (name, capability, before, every)
@@ -185,9 +185,9 @@ def test_what_surrounds_products_compiles_as_well():
     kernels += [dequantize.kernel("Q6_K", "f16", False), dequantize.kernel("Q3_K", "bf16", False)]
     kernels += [
         dequantize.kernel("Q4_K", "f32", True),
-        matvec.kernel("Q4_K", 1, MatvecShape(2, 2, 1, 4), False, "silu"),
-        matvec.kernel("Q4_K", 1, MatvecShape(2, 2, 1, 4), False, "silu_normed_recorded"),
-        matvec.kernel("Q4_K", 1, MatvecShape(2, 2, 2, 4), False, "bias_accumulate_recorded_gain"),
+        matvec_kernel.kernel("Q4_K", 1, MatvecShape(2, 2, 1, 4), False, "silu"),
+        matvec_kernel.kernel("Q4_K", 1, MatvecShape(2, 2, 1, 4), False, "silu_normed_recorded"),
+        matvec_kernel.kernel("Q4_K", 1, MatvecShape(2, 2, 2, 4), False, "bias_accumulate_recorded_gain"),
     ]
     for kernel in kernels:
         code = ptx.ptx_of(kernel, (7, 5))
@@ -207,7 +207,9 @@ def test_what_surrounds_products_compiles_as_well():
 def test_no_product_of_a_decoder_s_step_spills(block, dependent):
     for exact in (False, True):
         for split, epilogue in ((1, "normed"), (2, "bias_accumulate_recorded_gain"), (1, "silu_normed_recorded")):
-            kernel = matvec.kernel(block.name, 1, MatvecShape(2, 2 - exact, split, 4), exact, epilogue, dependent)
+            kernel = matvec_kernel.kernel(
+                block.name, 1, MatvecShape(2, 2 - exact, split, 4), exact, epilogue, dependent
+            )
             code = ptx.ptx_of(kernel, kernel.oldest)
             for capability in ((9, 0), (10, 0), (12, 0)) if dependent else CAPABILITIES:
                 made = ptx.assembled(code, capability, kernel.registers)
@@ -250,9 +252,9 @@ def test_rows_are_shared_where_there_are_few_and_units_doubled_where_there_are_m
 
     def shape(rows: int, columns: int, n: int = 1) -> MatvecShape:
         matrix: Any = SimpleNamespace(rows=rows, units=columns // 32, device=gpu)
-        chosen = matvec.choose_shape(matrix, n)
-        assert matvec.shapes_to_try(matrix, n)[0] == chosen
-        assert len(set(matvec.shapes_to_try(matrix, n))) == len(matvec.shapes_to_try(matrix, n))
+        chosen = matvec_shape.choose_shape(matrix, n)
+        assert matvec_shape.shapes_to_try(matrix, n)[0] == chosen
+        assert len(set(matvec_shape.shapes_to_try(matrix, n))) == len(matvec_shape.shapes_to_try(matrix, n))
         return chosen
 
     assert shape(8192, 28672) == MatvecShape(2, 2, 1, 4)
@@ -340,7 +342,7 @@ def test_a_first_compilation_while_a_graph_is_captured_is_refused(monkeypatch):
     monkeypatch.setattr(devices, "context", lambda: 0)
     monkeypatch.setattr(devices, "current", lambda: devices.Device(0, "NVIDIA H200", (9, 0), 132))
     monkeypatch.setattr(devices, "capturing", lambda stream: True)
-    kernel = matvec.kernel("Q4_0", 1, MatvecShape(1, 1, 1, 1), False, "")
+    kernel = matvec_kernel.kernel("Q4_0", 1, MatvecShape(1, 1, 1, 1), False, "")
     with pytest.raises(BridgeError, match="is not compiled yet and the stream is being captured; run the product once"):
         kernel.warm()
 

@@ -5,7 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from bridge.cuda import activations, bench, dequantize, halves, matmul, matvec, matvec_pair, mma, mma_int8, products
+from bridge.cuda import (
+    activations,
+    bench,
+    dequantize,
+    halves,
+    matmul,
+    matvec,
+    matvec_kernel,
+    matvec_pair,
+    mma,
+    mma_int8,
+    products,
+)
 from bridge.cuda import device as devices
 from bridge.cuda.activations import Records
 from bridge.cuda.intrinsics import (
@@ -42,7 +54,7 @@ from bridge.cuda.intrinsics import (
 )
 from bridge.cuda.launch import Kernel
 from bridge.cuda.matrix import DeviceMatrix
-from bridge.cuda.matvec import MatvecShape
+from bridge.cuda.matvec_shape import MatvecShape
 from bridge.cuda.token_records import recorded
 from numba import cuda
 
@@ -197,7 +209,7 @@ def test_a_product_makes_the_records_of_the_next_one_and_is_normalized_after_it(
         scaled = y * gain if precision == "f32" else rounded(y * gain)
         assert_product(z * np.sqrt((y.astype(np.float64) ** 2).mean() + 0.25), scaled, then_weights)
     with pytest.raises(BridgeError, match=r"Q4_0: 2 columns, .* and records of 32 rows do not go"):
-        matvec.kernel("Q4_0", 2, shape, False, "recorded")
+        matvec_kernel.kernel("Q4_0", 2, shape, False, "recorded")
 
 
 @pytest.mark.parametrize("precision", ["int8", pytest.param("f32", marks=on_request)])

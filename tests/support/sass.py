@@ -1,8 +1,9 @@
-"""Loads in machine code, from its bits: which of a kernel's are issued before what they bring is needed.
+"""Machine code, from its bits: which loads are issued before what they bring is needed; how long a loop is.
 
 From compute capability 7.0 on an instruction has 16 bytes. Bits 0 to 8 are the operation, 9 to 11 say whether its
 second operand is a register, 16 to 23 are the register of the result, 24 to 31, 32 to 39 and 64 to 71 those of the
-operands. Loads have their width in bits 73 to 75, and in 84 to 86 whether the L1 cache keeps what they bring.
+operands. Loads have their width in bits 73 to 75, and in 84 to 86 whether the L1 cache keeps what they bring. A branch
+goes, from the next instruction, as many times 4 bytes further as bits 16 to 23 say, and 256 times those from 34 on.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import struct
 
 _LOAD, _NOT_KEPT, _WIDTHS = 0x181, 5, {4: 1, 5: 2, 6: 4}
 _LOGIC, _PERMUTE, _SHIFT, _DOT = 0x012, 0x016, 0x019, 0x026
+_BRANCH, _MMA = 0x147, 0x03C
 _REGISTER = 1
 _PROGRAM, _EXECUTABLE = 1, 4  # a section's type and one of its flags
 
@@ -42,3 +44,18 @@ def weight_loads(cubin: bytes) -> tuple[int, int]:
                 operands.add(word >> 32 & 0xFF)
             needed |= bool(operands & loaded)
     return before, every
+
+
+def mma_loop(cubin: bytes) -> int:
+    """Instructions of the innermost loop that has products of halves on tensor cores."""
+    code = _code(cubin)
+    cores = [at for at, word in enumerate(code) if word & 0x1FF == _MMA]
+    lengths = []
+    for at, word in enumerate(code):
+        if word & 0x1FF == _BRANCH:
+            upper = word >> 34 & 0x3FFFFFFF
+            further = ((upper - (1 << 30) if upper >> 29 else upper) << 8) + (word >> 16 & 0xFF)
+            first = at + 1 + further // 4
+            if any(first <= core <= at for core in cores):
+                lengths.append(at + 1 - first)
+    return min(lengths)

@@ -240,9 +240,9 @@ def small_check(right: bool = True) -> Iterator[Products]:
 
     Models are the CPU's in disguise, or where not `right`, those of bridge.cuda, whose steps then do nothing.
     """
-    from bridge.cuda import bench, matvec
+    from bridge.cuda import bench, matvec_shape
 
-    every, load = matvec.shapes_to_try, bridge.Model.load
+    every, load = matvec_shape.shapes_to_try, bridge.Model.load
     computed = Products()
 
     def loaded(path: Any, device: str = "cpu", **options: Any) -> Any:
@@ -278,7 +278,7 @@ def small_check(right: bool = True) -> Iterator[Products]:
             (synthetic.SyntheticFile, "HEADS", 4), (synthetic.SyntheticFile, "KV_HEADS", 2),
             (synthetic.SyntheticFile, "LAYERS", 2), (synthetic.SyntheticFile, "VOCAB", 96),
             (bench, "LARGE", (8, 512)), (bench, "_READ", 1 << 23), (bench, "_WARM", 0), (bench, "ROUNDS", 1),
-            (bench, "LAUNCHES", 2), (matvec, "shapes_to_try", lambda *given: every(*given)[:2]),
+            (bench, "LAUNCHES", 2), (matvec_shape, "shapes_to_try", lambda *given: every(*given)[:2]),
             (bridge.Model, "load", loaded), (device.Launches, "run", _only_checked),
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(owner, name, value))

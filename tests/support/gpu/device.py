@@ -18,6 +18,7 @@ from tests.support.gpu.machine import program
 from tests.support.gpu.memory import GpuError, Memory
 from tests.support.ptx import ptx_of
 
+_MOST_BLOCKS = 2**31 - 1, 65535, 65535  # of a grid, in each direction
 _NUMBERS = {"int32": np.int32, "float32": np.float32, "int64": int, "float64": float}
 
 
@@ -99,6 +100,9 @@ def pretended_gpu(
     known: set[Any] = set()
 
     def launched(self: Any, grid: Any, block: Any, stream: Any, *arguments: Any) -> None:
+        for size, most in zip(grid if isinstance(grid, tuple) else (grid,), _MOST_BLOCKS, strict=False):
+            if not 1 <= size <= most:
+                raise GpuError(f"{self.name}: a grid of {grid}; must be 1 to {_MOST_BLOCKS}")
         streams.launched(self, known, lambda: launches.run(self, grid, block, arguments))
 
     def opened(index: int) -> Any:

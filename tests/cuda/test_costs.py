@@ -1,0 +1,41 @@
+"""The counts of docs/speed.md are those of the code."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.support import ptx
+from tests.support.gpu import costs
+
+pytestmark = pytest.mark.skipif(ptx.unavailable() is not None, reason=str(ptx.unavailable()))
+
+
+def in_the_docs(what: str) -> str:
+    """The last cell of a row."""
+    found = re.search(rf"\| {re.escape(what)}.*\| (.+?) \|\n", (ROOT / "docs" / "speed.md").read_text())
+    assert found is not None, what
+    return found[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "group"),
+    [
+        pytest.param(kind, group, marks=[] if (kind, group) == ("q8_0", 4) else [pytest.mark.exhaustive])
+        for kind in costs.KINDS
+        for group in costs.GROUPS
+    ],
+)
+def test_instructions_of_attention(kind: str, group: int) -> None:
+    row = f"attention of a token, {kind}, {group} query heads a key: instructions a tile"
+    assert in_the_docs(row) == str(costs.attention_loop(kind, group))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("n", costs.LENGTHS)
+def test_launches_and_bytes_of_prompts(n: int) -> None:
+    ours, torchs, nbytes = costs.prompt_layer(n)
+    row = f"a prompt of {n} tokens: our launches, torch's, MB a token"
+    assert in_the_docs(row) == f"{ours}, {torchs}, {nbytes / 1e6:.2f}"

@@ -1,0 +1,141 @@
+"""What steps and prompts on a GPU cost by count, without one: instructions, launches, bytes. For docs/speed.md.
+
+    python -m tests.support.gpu.costs
+
+Instructions are those of a loop in machine code for 9.0, of a warp. Launches and bytes are those of a decoder that runs
+here with kernels that do nothing; bytes are what torch's operations and our kernels are given and return, each array
+once for each of them, weights left out.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import bridge
+from bridge.blocks import TYPES
+from bridge.runtime.config_reader import read_config
+from tests.support.cuda_driver import H200, pretended_driver
+from tests.support.gpu.device import pretended_gpu
+from tests.support.ptx import machine_code, ptx_of
+from tests.support.random_blocks import random_matrix
+from tests.support.sass import mma_loop
+from tests.support.tiny_gguf import write_decoder
+
+KINDS, GROUPS = ("f16", "q8_0"), (4, 8)
+LENGTHS = 32, 96, 160  # halves on tensor cores, int8 on them, torch
+_WIDTH = 4  # times as wide as the model that runs here is one of 8B
+_NO_WORK = ("aten::zeros", "aten::empty", "aten::empty.memory_format", "aten::scalar_tensor")
+
+
+def attention_loop(kind: str, group: int) -> int:
+    """Instructions for a tile of 64 positions, heads of 128: `group` query heads share a key."""
+    from bridge.cuda import attention
+
+    kernel = attention.kernel(128, group, 128, True, False, False, kind, False, (9, 0))
+    return mma_loop(machine_code(ptx_of(kernel, (9, 0)), (9, 0), kernel.registers))
+
+
+def _nbytes(x: torch.Tensor) -> int:
+    """Of what differs in memory: a tensor that is expanded has the same for all."""
+    return x.itemsize * math.prod(size for size, step in zip(x.shape, x.stride(), strict=True) if step)
+
+
+class _Work(TorchDispatchMode):
+    """Operations that take a launch on a GPU, neither views nor new memory, and their bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = self.nbytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **kwargs or {})
+        schema = function._schema
+        changes = any(a.alias_info and a.alias_info.is_write for a in schema.arguments)
+        if (changes or not any(r.alias_info for r in schema.returns)) and schema.name not in _NO_WORK:
+            self.count += 1
+            parts = torch.utils._pytree.tree_flatten((args, kwargs, result))[0]
+            self.nbytes += sum(_nbytes(part) for part in parts if isinstance(part, torch.Tensor))
+        return result
+
+
+def prompt(n: int, layers: int, folder: Path) -> tuple[int, int, int]:
+    """Launches of ours, operations of torch, and bytes for a prompt of n tokens."""
+    from bridge.cuda.decoder import Decoder
+    from bridge.cuda.launch import Kernel
+
+    shape = {"hidden": 4096 // _WIDTH, "inner": 14336 // _WIDTH, "heads": 32 // _WIDTH, "kv_heads": 8 // _WIDTH}
+    path = write_decoder(folder / f"{layers}.gguf", layers=layers, types={"": "Q4_0"}, head_dim=128, **shape)
+    file = bridge.open_gguf(path)
+    ours: list[int] = []
+
+    def noted(kernel: Any, grid: Any, block: Any, stream: Any, *arguments: Any) -> None:
+        ours.append(sum(argument.nbytes for argument in arguments if hasattr(argument, "shape")))
+
+    with (
+        pretended_gpu(), mock.patch.object(torch, "empty", torch.zeros),  # numbers must still be finite
+        mock.patch.object(Kernel, "run" if hasattr(Kernel, "run") else "launch", noted),
+    ):  # fmt: skip
+        decoder = Decoder(file, read_config(file.metadata, file.path), 256, "f16", "int8", "cuda")
+        decoder.prepare()
+        ours.clear()
+        with _Work() as work:
+            decoder._batch(list(range(n)))
+    return len(ours), work.count, sum(ours) + work.nbytes
+
+
+def prompt_layer(n: int) -> tuple[int, int, int]:
+    """Of a layer of a model of 8B: launches, operations, and bytes of a token, by the difference to 32 tokens more."""
+    with tempfile.TemporaryDirectory() as folder:
+        (a, b, one), (c, d, two) = (prompt(n, layers, Path(folder)) for layers in (1, 2))
+        more, most = (prompt(n + 32, layers, Path(folder))[2] for layers in (1, 2))
+    return c - a, d - b, _WIDTH * ((most - more) - (two - one)) // 32
+
+
+def host_seconds() -> tuple[float, float]:
+    """CPU time of a launch, and of a product with one token that has run before: two launches. The driver and what
+    cuda.core does itself are stand-ins that do nothing."""
+    from bridge.cuda.device import Device
+    from bridge.cuda.norm import silu_kernel
+    from bridge.cuda.tensor import CudaTensor
+
+    def least(call: Callable[[], object]) -> float:
+        call()
+        times = []
+        for _ in range(9):
+            begun = time.process_time()
+            for _ in range(1000):
+                call()
+            times.append((time.process_time() - begun) / 1000)
+        return min(times)
+
+    with tempfile.TemporaryDirectory() as folder, pretended_driver(Path(folder)) as driver:
+        tensor = CudaTensor(random_matrix(TYPES["Q4_0"], 6, 64)[0], Device(0, *H200))
+        x, records, kernel = torch.zeros(64), torch.zeros(2048, dtype=torch.uint8), silu_kernel.__wrapped__(False)
+        y = tensor.matvec(x)
+        driver.queue = lambda *given: None
+        launch = least(lambda: kernel.launch(1, 32, 0, x, y, records, 32))
+        return launch, least(lambda: tensor.matvec(x, out=y))
+
+
+def main() -> None:
+    launch, product = host_seconds()
+    print(f"a launch takes the host {1e6 * launch:.1f} us, a product of two {1e6 * product:.1f} us")
+    for kind in KINDS:
+        for group in GROUPS:
+            print(f"attention, {kind}, {group} query heads a key: {attention_loop(kind, group)} instructions a tile")
+    for n in LENGTHS:
+        ours, torchs, nbytes = prompt_layer(n)
+        print(f"prompt of {n} tokens: {ours} launches, {torchs} operations of torch, {nbytes / 1e6:.2f} MB a token")
+
+
+if __name__ == "__main__":
+    main()
