@@ -22,7 +22,7 @@ from bridge.encode.round_rows import quantize_rows
 from bridge.quantize import Method, superblocks
 from bridge.quantize.gptq_solver import error
 from bridge.quantize.hessian import Hessian
-from bridge.quantize.walk import LayerInput
+from bridge.quantize.quantizer import LayerInput
 from scripts.peers import ggml, gptqmodel_layer, nvfp4
 from scripts.peers.gguf_file import Blocks
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from bridge.quantize.layer_store import LayerStore, StoredLayer
     from bridge.quantize.method import Method
     from bridge.quantize.mixture import Calibrating
-    from bridge.quantize.walk import LayerInput, Prepare
+    from bridge.quantize.quantizer import LayerInput, Prepare
 
 _LENGTH = 2048  # tokens in a sequence
 _TOKENS_PER_COLUMN = 4  # of the widest input, at least
@@ -206,7 +206,7 @@ def with_length(ckpt: Checkpoint, settings: Calibration) -> tuple[Calibration, l
     Raises BridgeError if the model has fewer positions than were asked for.
     """
     from bridge.quantize.float_model import positions
-    from bridge.quantize.walk import check_length
+    from bridge.quantize.streamed_model import check_length
 
     if settings.method == "rtn":
         return settings, []
@@ -336,7 +336,7 @@ def _round_to_nearest(
     import torch
 
     from bridge.quantize.hessian import Hessian
-    from bridge.quantize.walk import LayerInput
+    from bridge.quantize.quantizer import LayerInput
 
     for name in sorted(names):
         coded = name in ckpt.modules

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from bridge.quantize.layer_store import LayerStore, StoredLayer
     from bridge.quantize.mixture import Calibrating
     from bridge.quantize.needs import Needs
-    from bridge.quantize.walk import LayerInput, Prepare
+    from bridge.quantize.quantizer import LayerInput, Prepare
 
 _TOKENS_AT_ONCE = 4096
 _WEIGHTS_AT_ONCE = 1 << 26  # of the output head: quantizing takes eight times their 256 MB

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from bridge.quantize.budget.sensitivity import Cost, Rounding
     from bridge.quantize.forward_passes import Passes
     from bridge.quantize.hessian import Hessian
-    from bridge.quantize.walk import LayerInput
+    from bridge.quantize.quantizer import LayerInput
 
 _TOKENS_AT_ONCE = 4096
 
@@ -144,7 +144,7 @@ class LayerCosts:
         calibrated  whether it is rounded with H at all
         """
         from bridge.quantize import superblocks
-        from bridge.quantize.walk import LayerInput
+        from bridge.quantize.quantizer import LayerInput
 
         name = hessian.name
         blocks = BLOCKS | CALIBRATED if calibrated else {}

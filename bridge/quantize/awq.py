@@ -32,9 +32,9 @@ from bridge.quantize.gptq_solver import dequantize, error, round_to_nearest
 from bridge.quantize.hessian import Hessian
 from bridge.quantize.layer_store import file_of, read_tensors, write_tensors
 from bridge.quantize.method import Method, Quantized
+from bridge.quantize.quantizer import LayerInput
 from bridge.quantize.replay import Replay
 from bridge.quantize.stages import find_stages, stage_inputs
-from bridge.quantize.walk import LayerInput
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]  # float [rows, columns] -> rounded
 

@@ -12,7 +12,7 @@ import torch
 from bridge.quantize.block_inputs import matrix_shape
 from bridge.quantize.float_model import FloatModel
 from bridge.quantize.hessian import Hessian
-from bridge.quantize.walk import LayerInput, Quantizer, Spans
+from bridge.quantize.quantizer import LayerInput, Quantizer, Spans
 
 
 def embeddings_matrix(products: torch.Tensor, as_head: tuple[Hessian, torch.Tensor] | None = None) -> torch.Tensor:

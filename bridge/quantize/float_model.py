@@ -25,7 +25,7 @@ from bridge.checkpoint.language_model import TEXT_PREFIXES
 from bridge.errors import BridgeError
 from bridge.quantize.block_inputs import head_of, is_layer, matrix_shape, set_matrix
 from bridge.quantize.experts import halves, split_experts
-from bridge.quantize.walk import decoder_blocks, positions_of
+from bridge.quantize.streamed_model import decoder_blocks, positions_of
 from bridge.system.row_threads import chunks
 
 _MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}

@@ -29,10 +29,11 @@ from bridge.quantize.grids.codebook import CodebookGrid
 from bridge.quantize.grids.group import GroupGrid
 from bridge.quantize.grids.superblock import SuperblockGrid
 from bridge.quantize.hessian import damp, damped_diagonal, shrinkage_of, shrunk
+from bridge.quantize.quantizer import LayerInput
 from bridge.quantize.refine import metrics_of, refine, spans_of
 from bridge.quantize.target import target_of
 from bridge.quantize.two_sided import RowSolver, round_two_sided
-from bridge.quantize.walk import LayerInput, quantize_block
+from bridge.quantize.walk import quantize_block
 from bridge.system import compiling
 from bridge.system.options import checked
 

@@ -34,13 +34,16 @@ from bridge.quantize.block_inputs import (
 from bridge.quantize.embeddings import embeddings_hessian
 from bridge.quantize.experts import is_short, lend, merged
 from bridge.quantize.float_model import FloatModel
+from bridge.quantize.float_twin import float_twin, replace_layer
 from bridge.quantize.forward_passes import output_hessians
 from bridge.quantize.hessian import Hessian
 from bridge.quantize.kept_inputs import KeptInputs
 from bridge.quantize.layer_store import LayerStore, StoredLayer
+from bridge.quantize.quantizer import LayerInput
 from bridge.quantize.replay import End, Replay
+from bridge.quantize.stage_hessians import gather, gather_together
 from bridge.quantize.stages import Stage, find_stages
-from bridge.quantize.walk import LayerInput, float_twin, gather, gather_together, in_batches, replace_layer
+from bridge.quantize.walk import in_batches
 from bridge.system.folder_locks import temporary_beside
 
 Done = Mapping[str, StoredLayer]

@@ -9,11 +9,9 @@ Memory: one block's weights (twice if float inputs are needed too), its Hessians
 or be read block by block from a checkpoint (`float_model`).
 """
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,105 +23,18 @@ from bridge.quantize.block_inputs import (
     embedded,
     first_inputs,
     head_hessian,
-    head_of,
     is_layer,
     matrix,
-    matrix_shape,
     set_embeddings,
-    set_matrix,
 )  # fmt: skip
-from bridge.quantize.experts import is_short, lend, merged, restore_experts, split_experts
+from bridge.quantize.experts import is_short, lend, merged
+from bridge.quantize.float_twin import float_twin, replace_layer
 from bridge.quantize.hessian import Hessian
+from bridge.quantize.quantizer import Known, LayerInput, Outputs, Prepare, Quantizer, Spans
 from bridge.quantize.replay import Replay
-from bridge.quantize.stages import Stage, find_stages, mixture_of, stage_inputs
-from bridge.quantize.target import takes_products
-
-
-@dataclass(frozen=True)
-class LayerInput:
-    """What a quantizer gets: one layer, not yet quantized."""
-
-    name: str
-    weight: torch.Tensor  # float32 [out, columns], the float model's
-    hessian: Hessian
-    outputs: torch.Tensor | None = None  # A of `two_sided.round_two_sided`, [blocks, n, n]
-    last: bool = False  # no other layer has this Hessian, and no later rows
-    rows: tuple[int, int, int] | None = None  # first, end and number of all: a part of the output head
-
-
-# a layer -> its quantized weights as floats [out, columns], and anything that the caller wants to have of it
-Quantizer = Callable[[LayerInput], tuple[torch.Tensor, Any]]
-Known = Callable[[str], torch.Tensor | None]
-Outputs = Callable[[str], torch.Tensor | None]
-Spans = Callable[[str, int, int], Iterable[slice]]
-# (block, its layers, its inputs, name in the block -> name in the checkpoint); may change floats in place
-Prepare = Callable[[nn.Module, Mapping[str, nn.Module], Sequence[BlockInputs], Callable[[str], str]], None]
-
-
-class StreamedModel(Protocol):
-    """A model whose weights are loaded when they are needed.
-
-    model, prefix, blocks   a `transformers` decoder, the name of its list of blocks, and the list
-    """
-
-    @property
-    def model(self) -> nn.Module: ...
-    @property
-    def prefix(self) -> str: ...
-    @property
-    def blocks(self) -> Sequence[nn.Module]: ...
-
-    def load(self, block: int | None) -> None:
-        """Load a block's weights; None: those of everything outside the blocks except the head."""
-
-    def drop(self, block: int | None) -> None:
-        """Free what `load` has loaded."""
-
-    def untied_head(self) -> tuple[str, tuple[int, int]] | None:
-        """The output head's name and (out, columns); None if it is tied to the embeddings."""
-
-    def head_rows(self, rows: slice) -> torch.Tensor:
-        """Some rows of the output head's weights, float32 [rows, columns], a copy."""
-
-    def set_head_rows(self, rows: slice, values: torch.Tensor) -> None:
-        """Replace them."""
-
-    def name(self, layer: str) -> str:
-        """A layer's name in the checkpoint, given its name in the model."""
-
-
-class InMemory:
-    """A model that is completely in memory; its experts are split while their block is calibrated."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.prefix, blocks = decoder_blocks(model)
-        self.blocks: Sequence[nn.Module] = list(blocks)
-        self._split: list[tuple[nn.Module, str, nn.Module]] = []
-
-    def load(self, block: int | None) -> None:
-        if block is not None:
-            self._split = split_experts(self.blocks[block])
-
-    def drop(self, block: int | None) -> None:
-        restore_experts(self._split)
-        self._split = []
-
-    def untied_head(self) -> tuple[str, tuple[int, int]] | None:
-        name, head = head_of(self.model)
-        tied = head.weight is self.model.get_input_embeddings().weight  # type: ignore[operator]
-        return None if tied else (name, matrix_shape(head))
-
-    def head_rows(self, rows: slice) -> torch.Tensor:
-        _, head = head_of(self.model)
-        return head.weight.data[rows].to(torch.float32, copy=True)  # type: ignore[index, union-attr]
-
-    def set_head_rows(self, rows: slice, values: torch.Tensor) -> None:
-        _, head = head_of(self.model)
-        head.weight.data[rows] = values.to(head.weight.data)  # type: ignore[index, union-attr, operator]
-
-    def name(self, layer: str) -> str:
-        return layer
+from bridge.quantize.stage_hessians import gather, gather_together
+from bridge.quantize.stages import find_stages
+from bridge.quantize.streamed_model import InMemory, StreamedModel, check_length, positions_of, text_config
 
 
 @torch.no_grad()
@@ -176,7 +87,7 @@ def quantize_model(
     if feed not in ("quantized", "float"):
         raise BridgeError(f"unknown {parameter('feed')} {feed!r}: choose quantized or float")
     source: StreamedModel = InMemory(model) if isinstance(model, nn.Module) else model
-    check_length(tokens.shape[1], positions_of(_text_config(source.model)))
+    check_length(tokens.shape[1], positions_of(text_config(source.model)))
     source.model.eval()
     parts = in_batches(tokens, batch, held)
     with Shelf(offload, memory, dtype) as shelf:
@@ -215,11 +126,8 @@ def quantize_model(
                     for r in replays:
                         r.clear()
                     replays = [] if floats else [Replay(original, b) for b in batches]
-                for r in (*replays, *floats):
-                    output = r.run()
-                    r.clear()
-                    r.batch.advance(output)
-                    del output
+                _advance((*replays, *floats))
+                del original, replays, floats  # the float block's memory
                 if resume is not None:
                     _keep(resume, i + 1, batches, float_batches, dtype)
             finally:
@@ -244,6 +152,15 @@ def _resumed(
             for number, batch in enumerate(own):
                 batch.advance(resume.read(start, number, floats).to(batch.value()))
     return start
+
+
+def _advance(replays: Sequence[Replay]) -> None:
+    """Make the block's outputs the batches' inputs."""
+    for replay in replays:
+        output = replay.run()
+        replay.clear()
+        replay.batch.advance(output)
+        del output
 
 
 def _keep(
@@ -321,14 +238,6 @@ def _quantize_layers(
                 hessians.pop(key, None)
 
 
-def replace_layer(layer: nn.Module, values: torch.Tensor, original: nn.Module | None) -> None:
-    """Set a layer's quantized weights; the same layer of the float block, which shared them, gets a copy first."""
-    if original is not None:
-        weight: torch.Tensor = original.weight  # type: ignore[assignment]
-        original.weight = nn.Parameter(weight.detach().clone(), requires_grad=False)
-    set_matrix(layer, values)
-
-
 def _quantize_head(
     source: StreamedModel,
     tokens: Sequence[torch.Tensor],
@@ -361,110 +270,3 @@ def _quantize_head(
         del values
         yield name, kept
         del kept
-
-
-def gather(
-    stage: Stage,
-    layers: Mapping[str, nn.Module],
-    replays: Sequence[Replay],
-    originals: Mapping[str, nn.Module],
-    floats: Sequence[Replay],
-    first: int = 0,
-) -> dict[str, Hessian]:
-    """The Hessian of each group of a stage; `first`: how many tokens of the text come before these passes'."""
-    hessians = {}
-    for key, group in stage.groups.items():
-        own = layers[group[0]]
-        hessians[key] = Hessian(group[0], matrix_shape(own)[1], next(own.parameters()).device, first)
-    mixture = mixture_of(replays[0].block, stage, layers)
-    products = _with_products(stage, originals, floats)
-    for i, replay in enumerate(replays):
-        added: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = {}, {}
-        seen = stage_inputs(stage, layers, replay, residuals=added[0] if products else None)
-        twins: dict[str, torch.Tensor] = {}
-        # experts that are separate modules in the model itself may see other tokens in the float model: no cross term
-        if floats and (mixture or not stage.experts):
-            routed = mixture.routing if mixture else None
-            twins = stage_inputs(stage, originals, floats[i], routed, added[1] if products else None)
-        for key, x in seen.items():
-            x_float, outputs = twins.pop(key, None), None
-            if key in products and x_float is not None:
-                outputs = {n: _float_output(originals[n], own, floats[i], x_float) for n, own in products[key].items()}
-                for n in added[0].keys() & added[1].keys():
-                    outputs[n] = outputs[n].float() + (added[1][n] - added[0][n]).reshape(outputs[n].shape)
-                x_float = None
-            hessians[key].add(x, x_float, replay.batch.held, outputs)
-    return hessians
-
-
-def _with_products(
-    stage: Stage, originals: Mapping[str, nn.Module], floats: Sequence[Replay]
-) -> dict[str, dict[str, str]]:
-    """The groups whose float outputs are gathered in place of the cross term, with their layers' names in the block."""
-    if not floats or stage.experts:
-        return {}
-    names = {module: name for name, module in floats[0].block.named_modules()}
-    found = {}
-    for key, group in stage.groups.items():
-        modules = [originals[n] for n in group]
-        (*_, columns), rows = matrix_shape(modules[0]), [matrix_shape(m)[0] for m in modules]
-        at_hand = all(floats[0].returns(names[m]) for m in modules)
-        if takes_products(rows, columns, at_hand) and all(type(m).forward is nn.Linear.forward for m in modules):
-            found[key] = {n: names[originals[n]] for n in group}
-    return found
-
-
-def _float_output(layer: nn.Module, name: str, replay: Replay, x: torch.Tensor) -> torch.Tensor:
-    """The output of a block's layer, without its bias, for inputs x that the replay has just passed."""
-    found = replay.output(name)
-    if found is None:
-        found = layer(x.to(layer.weight.dtype))
-    bias = getattr(layer, "bias", None)
-    return found if bias is None else found - bias
-
-
-def gather_together(stage: Stage, layers: Mapping[str, nn.Module], replays: Sequence[Replay]) -> Hessian:
-    """One Hessian of the inputs of all groups of a stage."""
-    first = layers[next(iter(stage.groups.values()))[0]]
-    hessian = Hessian("all experts", matrix_shape(first)[1], next(first.parameters()).device)
-    for replay in replays:
-        for x in stage_inputs(stage, layers, replay).values():
-            hessian.add(x)
-    return hessian
-
-
-def float_twin(block: nn.Module) -> nn.Module:
-    """A copy of a block that shares its tensors until `replace_layer` changes them."""
-    return copy.deepcopy(block, {id(t): t for t in (*block.parameters(), *block.buffers())})
-
-
-def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The name and the list of a `transformers` model's decoder blocks. Raises BridgeError if there is none."""
-    count = getattr(_text_config(model), "num_hidden_layers", None)
-    lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count}
-    if not lists:
-        raise BridgeError(f"{type(model).__name__}: no list of {count} decoder layers found; use bridge.quantize.gptq")
-    embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
-    inside = next(n for n, m in model.named_modules() if m is embeddings).rpartition(".")[0]
-    # a model that sees may have as many layers for images
-    return next(((n, m) for n, m in lists.items() if n.startswith(f"{inside}.")), next(iter(lists.items())))
-
-
-def positions_of(config: Any) -> int | None:
-    """The most tokens that a model of this `transformers` config takes at once; None where there is no limit."""
-    return getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)  # the latter: MPT
-
-
-def check_length(length: int, positions: int | None) -> None:
-    """BridgeError where sequences are longer than the model has positions; None: it has no limit."""
-    if positions is not None and length > positions:
-        raise BridgeError(
-            f"calibration sequences have {length} tokens, but the model has {positions} positions; "
-            f"use shorter ones: {parameter('length', positions)}"
-        )
-
-
-def _text_config(model: nn.Module) -> Any:
-    """The config of a model, or of the language model in one of several parts."""
-    config: Any = getattr(model, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config

@@ -20,7 +20,7 @@ from bridge.quantize import FloatModel, quantize_model
 from bridge.quantize.experts import split_experts
 from bridge.quantize.forward_passes import Passes
 from bridge.quantize.settings import Calibration
-from bridge.quantize.walk import decoder_blocks
+from bridge.quantize.streamed_model import decoder_blocks
 from tests.support.tiny_models import SHAPE, save_model
 
 TOKENS = torch.randint(0, 320, (3, 24), generator=torch.Generator().manual_seed(3))

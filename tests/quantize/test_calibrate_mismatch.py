@@ -9,8 +9,8 @@ from bridge.errors import BridgeError
 from bridge.quantize import hessian as hessian_module
 from bridge.quantize.hessian import Hessian, held_back
 from bridge.quantize.method import Method, groups
+from bridge.quantize.quantizer import LayerInput
 from bridge.quantize.target import alpha_of, retarget, target_of
-from bridge.quantize.walk import LayerInput
 
 COLUMNS = 24
 

@@ -18,8 +18,8 @@ from bridge.quantize.grids.codebook import CodebookGrid
 from bridge.quantize.grids.codebook_rounding import rounding, values_of_codes
 from bridge.quantize.hessian import Hessian, damp, inverse_factor
 from bridge.quantize.method import Method, superblocks
+from bridge.quantize.quantizer import LayerInput
 from bridge.quantize.refine import refine
-from bridge.quantize.walk import LayerInput
 from bridge.runtime.cpu.dequantize import rows as dequantize_blocks
 from bridge.system.jit import kernel
 from scripts.peers import ggml, nvfp4

@@ -63,9 +63,9 @@ class Live(TorchDispatchMode):
         self.now -= size
 
 
-def decoder(inner: int) -> Any:
+def decoder(inner: int, blocks: int = 1) -> Any:
     config = transformers.LlamaConfig(
-        hidden_size=HIDDEN, intermediate_size=inner, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
+        hidden_size=HIDDEN, intermediate_size=inner, num_hidden_layers=blocks, num_attention_heads=2, vocab_size=64
     )
     torch.manual_seed(0)
     return transformers.LlamaForCausalLM(config).eval()
@@ -86,6 +86,28 @@ def test_calibrating_a_layer_takes_its_weights_four_times_and_its_hessian_three_
         assert calibrate(model) == 7
     assert live.now < weights / 4
     assert weights + live.most < 1.2 * (4 * weights + 3 * 4 * INNER**2 + activations)
+
+
+def test_no_float_block_stays_while_the_next_one_or_the_head_is_quantized() -> None:
+    def held(blocks: int) -> list[int]:
+        """Bytes that are held when a block's first layer is quantized, and the head."""
+        found: list[int] = []
+        with Live() as live:
+
+            def quantizer(layer: Any) -> tuple[torch.Tensor, None]:
+                if "q_proj" in layer.name or layer.name == "lm_head":
+                    found.append(live.now)
+                return layer.weight, None
+
+            model = decoder(INNER, blocks)
+            found.append(live.now)
+            for _ in quantize_model(model, torch.randint(0, 64, (2, TOKENS // 2)), quantizer, cross=True, head=True):
+                pass
+        return [size - found[0] for size in found[1:]]
+
+    first, second, head = held(2)
+    block = 4 * (4 * HIDDEN**2 + 3 * HIDDEN * INNER)
+    assert max(second, head) < first + block / 4
 
 
 def test_a_head_in_spans_of_rows_takes_the_memory_of_a_span() -> None:

@@ -18,10 +18,10 @@ from bridge.quantize.float_model import FloatModel
 from bridge.quantize.hessian import Hessian, _lost, damp, shrinkage_of, shrunk
 from bridge.quantize.mixture import calibration_sequences
 from bridge.quantize.own_samples import fits_in_memory, own_samples
+from bridge.quantize.quantizer import LayerInput
 from bridge.quantize.settings import Calibration
 from bridge.quantize.sources import Source, divided, sources_of
 from bridge.quantize.texts import load_tokenizer
-from bridge.quantize.walk import LayerInput
 from tests.conftest import CHECKPOINT
 from tests.support.tiny_models import save_model
 

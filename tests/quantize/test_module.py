@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from bridge.errors import BridgeError
 from bridge.quantize import Method, gptq, groups, quantize_model, superblocks
 from bridge.quantize.hessian import Hessian
-from bridge.quantize.walk import LayerInput
+from bridge.quantize.quantizer import LayerInput
 from bridge.runtime.cpu.dequantize import rows as dequantize_blocks
 
 

@@ -18,9 +18,9 @@ from bridge.quantize.grids.superblock import SuperblockGrid
 from bridge.quantize.grids.try_lines import line_search
 from bridge.quantize.hessian import Hessian, damp, held_back, inverse_factor
 from bridge.quantize.method import Method, superblocks
+from bridge.quantize.quantizer import LayerInput
 from bridge.quantize.refine import refine
 from bridge.quantize.target import retarget
-from bridge.quantize.walk import LayerInput
 from bridge.runtime.cpu.dequantize import rows as dequantize_blocks
 from bridge.system.jit import kernel
 from tests.support import textbook_gptq

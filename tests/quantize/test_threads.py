@@ -8,7 +8,7 @@ import torch
 
 from bridge.quantize import Method, superblocks
 from bridge.quantize.hessian import Hessian
-from bridge.quantize.walk import LayerInput
+from bridge.quantize.quantizer import LayerInput
 from bridge.system import row_threads
 
 

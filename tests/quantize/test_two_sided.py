@@ -14,7 +14,7 @@ from bridge.quantize.budget.sensitivity import Felt, layer_costs
 from bridge.quantize.gptq_solver import dequantize
 from bridge.quantize.grids.superblock import SuperblockGrid
 from bridge.quantize.hessian import Hessian, damp
-from bridge.quantize.walk import LayerInput
+from bridge.quantize.quantizer import LayerInput
 
 
 def correlated(seed: int, size: int, tokens: int) -> torch.Tensor:

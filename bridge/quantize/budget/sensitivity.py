@@ -31,7 +31,7 @@ from bridge.encode.block_bytes import row_bytes
 from bridge.encode.round_rows import quantize_rows
 from bridge.quantize.hessian import Hessian
 from bridge.quantize.method import Method, superblocks
-from bridge.quantize.walk import LayerInput
+from bridge.quantize.quantizer import LayerInput
 from bridge.runtime.cpu import dequantize
 from bridge.system.row_threads import over_rows, tiles
 

@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any, ClassVar, Self
 
 import numpy as np
+import torch
 
 from bridge.blocks import BlockType
 from bridge.encode.block_bytes import packer, row_bytes
@@ -129,7 +130,8 @@ class SuperblockGrid:
             tries = tries[:1]
         hessian, sums, order = metric.hessian, metric.sums, metric.order
         push, inverse = metric.push, metric.inverse
-        hw = run_values(self, run, codes) @ hessian
+        # by PyTorch: NumPy's BLAS has threads of its own, which spin beside those that work on rows
+        hw = torch.mm(torch.from_numpy(run_values(self, run, codes)), torch.from_numpy(hessian)).numpy()
         with self._fields(run) as (sc, mn, d, dmin):
             over_rows(
                 self.rows,

@@ -1,0 +1,32 @@
+"""What a quantizer gets of a layer, and what calibration asks its caller for."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from bridge.quantize.block_inputs import BlockInputs
+from bridge.quantize.hessian import Hessian
+
+
+@dataclass(frozen=True)
+class LayerInput:
+    """What a quantizer gets: one layer, not yet quantized."""
+
+    name: str
+    weight: torch.Tensor  # float32 [out, columns], the float model's
+    hessian: Hessian
+    outputs: torch.Tensor | None = None  # A of `two_sided.round_two_sided`, [blocks, n, n]
+    last: bool = False  # no other layer has this Hessian, and no later rows
+    rows: tuple[int, int, int] | None = None  # first, end and number of all: a part of the output head
+
+
+# a layer -> its quantized weights as floats [out, columns], and anything that the caller wants to have of it
+Quantizer = Callable[[LayerInput], tuple[torch.Tensor, Any]]
+Known = Callable[[str], torch.Tensor | None]
+Outputs = Callable[[str], torch.Tensor | None]
+Spans = Callable[[str, int, int], Iterable[slice]]
+# (block, its layers, its inputs, name in the block -> name in the checkpoint); may change floats in place
+Prepare = Callable[[nn.Module, Mapping[str, nn.Module], Sequence[BlockInputs], Callable[[str], str]], None]

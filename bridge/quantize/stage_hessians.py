@@ -1,0 +1,82 @@
+"""The Hessians of a stage's layers, gathered in one pass of each batch through the block and its float twin."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from bridge.quantize.block_inputs import matrix_shape
+from bridge.quantize.hessian import Hessian
+from bridge.quantize.replay import Replay
+from bridge.quantize.stages import Stage, mixture_of, stage_inputs
+from bridge.quantize.target import takes_products
+
+
+def gather(
+    stage: Stage,
+    layers: Mapping[str, nn.Module],
+    replays: Sequence[Replay],
+    originals: Mapping[str, nn.Module],
+    floats: Sequence[Replay],
+    first: int = 0,
+) -> dict[str, Hessian]:
+    """The Hessian of each group of a stage; `first`: how many tokens of the text come before these passes'."""
+    hessians = {}
+    for key, group in stage.groups.items():
+        own = layers[group[0]]
+        hessians[key] = Hessian(group[0], matrix_shape(own)[1], next(own.parameters()).device, first)
+    mixture = mixture_of(replays[0].block, stage, layers)
+    products = _with_products(stage, originals, floats)
+    for i, replay in enumerate(replays):
+        added: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = {}, {}
+        seen = stage_inputs(stage, layers, replay, residuals=added[0] if products else None)
+        twins: dict[str, torch.Tensor] = {}
+        # experts that are separate modules in the model itself may see other tokens in the float model: no cross term
+        if floats and (mixture or not stage.experts):
+            routed = mixture.routing if mixture else None
+            twins = stage_inputs(stage, originals, floats[i], routed, added[1] if products else None)
+        for key, x in seen.items():
+            x_float, outputs = twins.pop(key, None), None
+            if key in products and x_float is not None:
+                outputs = {n: _float_output(originals[n], own, floats[i], x_float) for n, own in products[key].items()}
+                for n in added[0].keys() & added[1].keys():
+                    outputs[n] = outputs[n].float() + (added[1][n] - added[0][n]).reshape(outputs[n].shape)
+                x_float = None
+            hessians[key].add(x, x_float, replay.batch.held, outputs)
+    return hessians
+
+
+def _with_products(
+    stage: Stage, originals: Mapping[str, nn.Module], floats: Sequence[Replay]
+) -> dict[str, dict[str, str]]:
+    """The groups whose float outputs are gathered in place of the cross term, with their layers' names in the block."""
+    if not floats or stage.experts:
+        return {}
+    names = {module: name for name, module in floats[0].block.named_modules()}
+    found = {}
+    for key, group in stage.groups.items():
+        modules = [originals[n] for n in group]
+        (*_, columns), rows = matrix_shape(modules[0]), [matrix_shape(m)[0] for m in modules]
+        at_hand = all(floats[0].returns(names[m]) for m in modules)
+        if takes_products(rows, columns, at_hand) and all(type(m).forward is nn.Linear.forward for m in modules):
+            found[key] = {n: names[originals[n]] for n in group}
+    return found
+
+
+def _float_output(layer: nn.Module, name: str, replay: Replay, x: torch.Tensor) -> torch.Tensor:
+    """The output of a block's layer, without its bias, for inputs x that the replay has just passed."""
+    found = replay.output(name)
+    if found is None:
+        found = layer(x.to(layer.weight.dtype))
+    bias = getattr(layer, "bias", None)
+    return found if bias is None else found - bias
+
+
+def gather_together(stage: Stage, layers: Mapping[str, nn.Module], replays: Sequence[Replay]) -> Hessian:
+    """One Hessian of the inputs of all groups of a stage."""
+    first = layers[next(iter(stage.groups.values()))[0]]
+    hessian = Hessian("all experts", matrix_shape(first)[1], next(first.parameters()).device)
+    for replay in replays:
+        for x in stage_inputs(stage, layers, replay).values():
+            hessian.add(x)
+    return hessian
