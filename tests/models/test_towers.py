@@ -104,6 +104,14 @@ def converted(name: str, folder: Path, scale: float = 1, **options: Any) -> Path
     return folder / "m.gguf"
 
 
+def patches(name: str, embeddings: np.ndarray) -> np.ndarray:
+    """The embeddings of 56 x 56 pixels without [IMG_BREAK], which ends a row of 4 patches of Pixtral's.
+
+    llama.cpp adds that to 0 times memory that it has not written to, which may be NaN.
+    """
+    return np.delete(embeddings, [4, 9, 14], axis=0) if name == "pixtral" else embeddings
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_llama_cpp_makes_embeddings_of_an_image_with_it(name: str, tmp_path: Path) -> None:
     pytest.importorskip("xllamacpp")
@@ -113,7 +121,7 @@ def test_llama_cpp_makes_embeddings_of_an_image_with_it(name: str, tmp_path: Pat
     model = converted(name, tmp_path, 0.25, tensor_types=[(".*", "F32")], mmproj_type="F32")
     image = np.random.default_rng(0).integers(0, 255, (56, 56, 3), dtype=np.uint8)
     width = 32 * (1 + len(golden_of(name)["config"]["vision_config"].get("deepstack_visual_indexes") or []))
-    seen = image_embeddings(model, tmp_path / "mmproj-m.gguf", image, width)
+    seen = patches(name, image_embeddings(model, tmp_path / "mmproj-m.gguf", image, width))
     assert len(seen) >= 4
     assert np.isfinite(seen).all()
     assert np.ptp(seen, axis=0).max() > 0.1  # patches differ
@@ -257,8 +265,7 @@ def test_llama_cpps_embeddings_are_those_of_transformers(name: str, tmp_path: Pa
         expected = model.model.get_image_features(pixel_values=pixels, **sizes).pooler_output
     expected = torch.cat(list(expected)).reshape(-1, 32).numpy()
     seen = image_embeddings(tmp_path / "m.gguf", tmp_path / "mmproj-m.gguf", image, 32)
-    if name == "pixtral":  # a row of 4 patches ends with [IMG_BREAK]
-        seen = np.delete(seen, [4, 9, 14], axis=0)
+    seen = patches(name, seen)
     assert np.abs(seen - expected).max() < 2e-3 * np.abs(expected).max()
 
 
