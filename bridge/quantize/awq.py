@@ -171,7 +171,8 @@ class Awq:
                 hessian = Hessian(names[0], linears[0].in_features, linears[0].weight.device)
                 size = torch.zeros(len(hessian.matrix), dtype=torch.float64)
                 for batch in batches:
-                    for x in stage_inputs(stage, layers, Replay(block, batch)).get(key, torch.empty(0)).split(1 << 16):
+                    inputs, _ = stage_inputs(stage, layers, Replay(block, batch))
+                    for x in inputs.get(key, torch.empty(0)).split(1 << 16):
                         hessian.add(x)
                         size += x.abs().double().sum(0).cpu()
                 weights = [linear.weight.data.float() for linear in linears]

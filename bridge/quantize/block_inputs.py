@@ -8,7 +8,7 @@ can be quantized is seen as a matrix [out, columns] and its inputs as vectors [t
     torch.nn.Conv2d       weight [out, in * kernel], inputs are the patches under the kernel; one group
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -134,17 +134,22 @@ def first_inputs(
 
 def embedded(model: nn.Module, blocks: Sequence[nn.Module], tokens: torch.Tensor) -> torch.Tensor:
     """The first block's input [sequences, length, hidden]; no block runs, and none needs its weights."""
+    device = next(p.device for p in model.parameters() if p.device.type != "meta")
+    return _input_of(blocks[0], lambda: model(tokens.to(device), use_cache=False))
+
+
+def _input_of(module: nn.Module, forward: Callable[[], Any]) -> torch.Tensor:
+    """What a forward pass calls this module with. The module does not run, and the pass ends there."""
     found: list[torch.Tensor] = []
 
     def note(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         found.append(args[0] if args else kwargs["hidden_states"])
         raise StopForward
 
-    hook = blocks[0].register_forward_pre_hook(note, with_kwargs=True)
+    hook = module.register_forward_pre_hook(note, with_kwargs=True)
     try:
         with suppress(StopForward):
-            device = next(p.device for p in model.parameters() if p.device.type != "meta")
-            model(tokens.to(device), use_cache=False)
+            forward()
     finally:
         hook.remove()
     return found[0]
@@ -255,35 +260,14 @@ def head_hessian(
     name, head = head_of(model)
     hessian: Hessian | None = None
     floats = None if float_outputs is None else iter(float_outputs)
+
+    def inputs(tokens: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return _input_of(head, lambda: after_blocks(model, blocks, tokens, x, items))
+
     for tokens, x in zip(batches, outputs, strict=True):
-        own = _head_inputs(model, blocks, head, tokens, x, items)
+        own = inputs(tokens, x)
         if hessian is None:
             hessian = Hessian(name, own.shape[-1], own.device, first)
-        twin = None if floats is None else _head_inputs(model, blocks, head, tokens, next(floats), items)
-        hessian.add(own, twin)
+        hessian.add(own, None if floats is None else inputs(tokens, next(floats)))
     assert hessian is not None
     return hessian
-
-
-def _head_inputs(
-    model: nn.Module,
-    blocks: Sequence[nn.Module],
-    head: nn.Module,
-    tokens: torch.Tensor,
-    x: torch.Tensor,
-    items: int | None,
-) -> torch.Tensor:
-    """The head's input [sequences, length, hidden]; the head does not run."""
-    seen: list[torch.Tensor] = []
-
-    def note(_module: nn.Module, args: tuple[torch.Tensor]) -> None:
-        seen.append(args[0])
-        raise StopForward
-
-    hook = head.register_forward_pre_hook(note)
-    try:
-        with suppress(StopForward):
-            after_blocks(model, blocks, tokens, x, items)
-    finally:
-        hook.remove()
-    return seen[0]

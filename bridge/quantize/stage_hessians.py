@@ -28,19 +28,19 @@ def gather(
     mixture = mixture_of(replays[0].block, stage, layers)
     products = _with_products(stage, originals, floats)
     for i, replay in enumerate(replays):
-        added: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = {}, {}
-        seen = stage_inputs(stage, layers, replay, residuals=added[0] if products else None)
+        seen, residuals = stage_inputs(stage, layers, replay, residuals=bool(products))
         twins: dict[str, torch.Tensor] = {}
         # experts that are separate modules in the model itself may see other tokens in the float model: no cross term
         if floats and (mixture or not stage.experts):
             routed = mixture.routing if mixture else None
-            twins = stage_inputs(stage, originals, floats[i], routed, added[1] if products else None)
+            twins, float_residuals = stage_inputs(stage, originals, floats[i], routed, bool(products))
         for key, x in seen.items():
             x_float, outputs = twins.pop(key, None), None
             if key in products and x_float is not None:
                 outputs = {n: _float_output(originals[n], own, floats[i], x_float) for n, own in products[key].items()}
-                for n in added[0].keys() & added[1].keys():
-                    outputs[n] = outputs[n].float() + (added[1][n] - added[0][n]).reshape(outputs[n].shape)
+                for n in residuals.keys() & float_residuals.keys():
+                    lost = float_residuals[n] - residuals[n]
+                    outputs[n] = outputs[n].float() + lost.reshape(outputs[n].shape)
                 x_float = None
             hessians[key].add(x, x_float, replay.batch.held, outputs)
     return hessians
@@ -77,6 +77,6 @@ def gather_together(stage: Stage, layers: Mapping[str, nn.Module], replays: Sequ
     first = layers[next(iter(stage.groups.values()))[0]]
     hessian = Hessian("all experts", matrix_shape(first)[1], next(first.parameters()).device)
     for replay in replays:
-        for x in stage_inputs(stage, layers, replay).values():
+        for x in stage_inputs(stage, layers, replay)[0].values():
             hessian.add(x)
     return hessian

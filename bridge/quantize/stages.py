@@ -156,16 +156,18 @@ def stage_inputs(
     layers: Mapping[str, nn.Module],
     replay: Replay,
     routed: Any = None,
-    residuals: dict[str, torch.Tensor] | None = None,
-) -> dict[str, torch.Tensor]:
+    residuals: bool = False,
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The inputs [tokens, columns] of each group of a stage in one call of the block; no key if no token reaches it.
+
+    With `residuals`, also what the layers' outputs are added to (`End.added`), by the names that `layers` has.
 
     layers  of the replay's block
     routed  the `routing` of another pass, whose tokens the experts get; None: the router chooses, and the inputs are
             kept for the passes after this one
-    residuals  gets what the layers' outputs are added to (`End.added`), by the names that `layers` has
     """
     seen: dict[str, list[torch.Tensor]] = {}
+    added: dict[str, torch.Tensor] = {}
     names = {module: name for name, module in replay.block.named_modules()}
 
     def note(key: str) -> Any:
@@ -179,10 +181,9 @@ def stage_inputs(
 
         return hook
 
-    def added(name: str) -> Any:
+    def note_residual(name: str) -> Any:
         def hook(_module: nn.Module, args: tuple[Any, ...]) -> None:
-            assert residuals is not None
-            residuals[name] = args[0]
+            added[name] = args[0]
 
         return hook
 
@@ -190,12 +191,12 @@ def stage_inputs(
         raise StopForward
 
     with ExitStack() as stack:
-        if residuals is not None:
+        if residuals:
             of = {names[layers[name]]: name for group in stage.groups.values() for name in group}
             for end in replay.ends.values():
                 if end.layer in of and end.added:
                     module = replay.block.get_submodule(end.added)
-                    stack.callback(module.register_forward_pre_hook(added(of[end.layer])).remove)
+                    stack.callback(module.register_forward_pre_hook(note_residual(of[end.layer])).remove)
         for key, group in stage.groups.items():
             stack.callback(layers[group[0]].register_forward_pre_hook(note(key)).remove)
         mixture = mixture_of(replay.block, stage, layers)
@@ -205,7 +206,7 @@ def stage_inputs(
             stack.callback(mixture.register_forward_hook(stop).remove)
         with suppress(StopForward):
             replay.run({names[layers[name]] for group in stage.groups.values() for name in group})
-    return {key: torch.cat(found) for key, found in seen.items()}
+    return {key: torch.cat(found) for key, found in seen.items()}, added
 
 
 def mixture_of(block: nn.Module, stage: Stage, layers: Mapping[str, nn.Module]) -> SeparateExperts | None:
