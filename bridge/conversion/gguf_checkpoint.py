@@ -26,7 +26,7 @@ from bridge.errors import BridgeError, parameter
 from bridge.gguf_file.reader import StoredModel, StoredTensor, read_gguf
 from bridge.models.outline import Outline, OutlineTensor, Part
 from bridge.models.template import copied_metadata, quantizable, stop_texts
-from bridge.runtime.cpu.dequantize import FLOATS
+from bridge.runtime.cpu.dequantize import UNQUANTIZED
 from bridge.system.files import expanded
 
 
@@ -52,7 +52,7 @@ class _GgufStore(Store):
     def read_float(self, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
         """float32; of a stack of matrices, `rows` are matrices."""
         place = self.places[name]
-        if place.stored.type not in (*READ, *FLOATS):
+        if place.stored.type not in (*READ, *UNQUANTIZED):
             raise BridgeError(f"{place.stored.file}: {name} is {place.stored.type}, which is not read")
         return place.floats(slice(*(rows or (None,))))
 
@@ -83,7 +83,7 @@ class GgufCheckpoint(Checkpoint):
     @property
     def quantized(self) -> bool:
         """Whether it has tensors in block types."""
-        return any(tensor.type not in FLOATS for tensor in self._model.tensors.values())
+        return any(tensor.type not in UNQUANTIZED for tensor in self._model.tensors.values())
 
     def copied(self, name: str, type: str, shape: tuple[int, ...]) -> np.ndarray:
         """uint8: a tensor's bytes, by its GGUF name. Raises BridgeError if it is of another type or shape."""

@@ -26,7 +26,7 @@ from bridge.models.gguf_config import family_of_gguf
 from bridge.models.outline import OutlineTensor, Part
 from bridge.models.restored import restored, rows_of, shape_of
 from bridge.models.wrapper import has_parts, text_names, whole_name
-from bridge.runtime.cpu.dequantize import FLOATS
+from bridge.runtime.cpu.dequantize import UNQUANTIZED
 from bridge.runtime.cpu.dequantize import rows as dequantized
 from bridge.system.files import files_below, read_json
 
@@ -240,7 +240,7 @@ class GgufSource:
         return from_float32(place.floats(run), dtype, name)
 
     def _info(self, name: str, place: Place | Assembled, dtype: str) -> TensorInfo:
-        if place.stored.type not in (*READ, *FLOATS):
+        if place.stored.type not in (*READ, *UNQUANTIZED):
             raise BridgeError(f"{place.stored.name}: is {place.stored.type}, which is not read")
         if place.stored.type == "I32":  # a table of integers, as transformers keeps it
             dtype = "I64"

@@ -41,7 +41,7 @@ from bridge.conversion.gguf_source import Place
 from bridge.encode.block_words import TILE, TYPES_IN_WORDS, Room
 from bridge.encode.limits import REQUANTIZED_LIMIT
 from bridge.quantize.checkpoint_writer import Groups, refusal
-from bridge.runtime.cpu.dequantize import FLOATS
+from bridge.runtime.cpu.dequantize import UNQUANTIZED
 
 BITS: dict[str, tuple[int, ...]] = {
     "gptq": GPTQ_BITS, "gptq_v2": GPTQ_BITS, "gptq_p": PLANAR_BITS, "awq": (4,), "compressed-tensors": (4, 8),
@@ -79,7 +79,7 @@ def form_of(place: Place, format: str, bits: int | None, first_rows_tell: bool) 
     """
     type, shape = place.stored.type, (place.part.shape[0], place.part.shape[1])
     fixed = place.tensor.fixed_type is not None
-    if place.part.change is not None or (type in FLOATS and (bits is None or fixed)):
+    if place.part.change is not None or (type in UNQUANTIZED and (bits is None or fixed)):
         return None
     first = fp4_of(place.part.module, type, place.raw(slice(1), ordered=False), place.scale)
     known = tuple(n for n in BITS[format] if bits is None or n <= bits)

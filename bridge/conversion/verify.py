@@ -187,7 +187,7 @@ class _Stored:
     def __init__(self, tensor: StoredTensor, scales: np.ndarray | None) -> None:
         self.type, self.shape, self.raw = tensor.type, tensor.shape, tensor.raw
         self.vector = len(tensor.shape) == 1
-        rows = math.prod(tensor.shape if self.vector and tensor.type in dequantize.FLOATS else tensor.shape[:-1])
+        rows = math.prod(tensor.shape if self.vector and tensor.type in dequantize.UNQUANTIZED else tensor.shape[:-1])
         self.rows = tensor.raw.reshape(rows, -1)
         values = np.ones(1, np.float32) if scales is None else scales
         self.factors = np.repeat(values, rows // len(values))[:, None] if len(values) > 1 else values

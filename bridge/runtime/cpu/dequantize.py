@@ -5,7 +5,7 @@ import numpy as np
 from bridge.blocks.read import READ
 from bridge.errors import BridgeError
 
-FLOATS = ("F32", "F16", "BF16", "F64", "I32")  # and a table of integers
+UNQUANTIZED = ("F32", "F16", "BF16", "F64", "I32")  # a number for each weight
 
 
 def rows(type: str, raw: np.ndarray) -> np.ndarray:
@@ -20,7 +20,7 @@ def rows(type: str, raw: np.ndarray) -> np.ndarray:
         return out
     if type == "BF16":
         return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    if type in FLOATS:
+    if type in UNQUANTIZED:
         return raw.view({"F32": np.float32, "F16": np.float16, "F64": np.float64, "I32": np.int32}[type]).astype(
             np.float32
         )

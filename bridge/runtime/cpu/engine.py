@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import cache
 
 from bridge.blocks.read import READ
-from bridge.runtime.cpu.dequantize import FLOATS
+from bridge.runtime.cpu.dequantize import UNQUANTIZED
 from bridge.runtime.cpu.floats import SIZES, FloatRows
 from bridge.runtime.cpu.portable import Dequantizing, Engine, RawMatrix, RowMajor
 from bridge.runtime.cpu.prepared import Prepared
@@ -20,7 +20,7 @@ def unprepared(matrix: RawMatrix) -> Engine:
         return RowMajor(matrix) if target == targets.PORTABLE else Tiled(matrix, target)
     if matrix.type in SIZES:
         return FloatRows(matrix)
-    if matrix.type not in FLOATS:
+    if matrix.type not in UNQUANTIZED:
         _warn_of_slowness(matrix.type)
     return Dequantizing(matrix)
 
