@@ -1,73 +1,30 @@
 """Quantizes the layers of a plan with a calibration text, where codes cannot be carried or came as floats.
 
-Each of these layers is quantized to the type that the plan has for it, with the Hessian of its inputs
-(`bridge.quantize`), in the model's own order. `executor` writes the finished blocks.
+Each of these layers is quantized to the type that the plan has for it; `executor` writes the finished blocks.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import warnings
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, fields, replace
-from functools import cache, partial
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-import bridge
 from bridge.blocks import Q8_0, TYPES
-from bridge.blocks.read import CALIBRATED, WRITTEN
+from bridge.blocks.read import CALIBRATED
 from bridge.checkpoint import Checkpoint
-from bridge.conversion.calibration_walk import needs, rows_at_once, spread_layers, walk_layers
+from bridge.conversion.calibrate_layers import LayerTarget, quantize_layers
 from bridge.conversion.matrix_scales import rounded_scale
 from bridge.conversion.part_reader import PartReader
 from bridge.conversion.plan import How, Plan, PlannedTensor
-from bridge.errors import BridgeError, BridgeWarning, parameter
+from bridge.errors import BridgeError, parameter
 from bridge.models.outline import Part
-from bridge.models.wrapper import text_config
 from bridge.quantize.settings import Calibration
-from bridge.system.free_memory import free_memory
-from bridge.system.row_threads import slices
-from bridge.system.text import percent
 
 if TYPE_CHECKING:
-    import torch
-
-    from bridge.quantize.awq import Awq
-    from bridge.quantize.float_model import FloatModel
-    from bridge.quantize.layer_store import LayerStore, StoredLayer
-    from bridge.quantize.method import Method
-    from bridge.quantize.mixture import Calibrating
-    from bridge.quantize.quantizer import LayerInput, Prepare
-
-_LENGTH = 2048  # tokens in a sequence
-_TOKENS_PER_COLUMN = 4  # of the widest input, at least
-_TOKENS_WANTED = 8  # for each column of it
-_SEQUENCES, _TOKENS = 128, 1 << 16  # the least that are taken without `samples`, the smaller of the two
-# options on which no layer depends
-_ELSEWHERE = {"text", "blocks", "memory", "offload", "imatrix_out", "progress", "say", "spread"}
-
-
-@dataclass(frozen=True)
-class LayerTarget:
-    """What a layer is quantized to.
-
-    grid     its name in the job's record, "Q4_K"
-    method   what quantizes it
-    columns  int [columns], their order in the GGUF; None: the checkpoint's
-    """
-
-    grid: str
-    method: Method | Awq
-    columns: np.ndarray | None = None
-
-    @property
-    def bits(self) -> float:
-        """Of a weight, about."""
-        return WRITTEN[self.grid].bpw if self.grid in WRITTEN else float(self.grid.split()[0])
+    from bridge.quantize.layer_store import LayerStore
 
 
 def mark_calibrated(plan: Plan, reader: PartReader, method: str) -> Plan:
@@ -104,251 +61,6 @@ def _with_how(plan: Plan, change: Callable[[PlannedTensor, Part, How], How]) -> 
         for t in plan.tensors
     ]
     return replace(plan, tensors=tensors)
-
-
-def quantize_layers(
-    ckpt: Checkpoint,
-    settings: Calibration,
-    targets: dict[str, LayerTarget],
-    folder: Path,
-    force: bool,
-    prepare: Prepare | None = None,
-) -> tuple[LayerStore, list[str]]:
-    """Quantize layers of a checkpoint one after the other; those that are stored already are not made again.
-
-    targets  by module
-    folder   where finished layers are stored
-    force    whether layers of another run may be replaced there
-    prepare  see `quantize_model`
-
-    Returns the stored layers, of `settings.blocks` alone where these are given, and notes. Raises BridgeError as
-    `read_tokens` and `quantize_model` do.
-    """
-    import torch
-
-    from bridge.quantize.block_log import BlockLog
-    from bridge.quantize.float_model import FloatModel, arithmetic
-    from bridge.quantize.layer_store import LayerStore
-
-    model = found = room = log = None
-    dtype = torch.float32
-    if settings.method != "rtn":
-        if settings.method != "awq":  # its scales are multiplied into weights and norms, which are stored
-            dtype = arithmetic(ckpt, settings.device)
-        model = FloatModel(ckpt, dtype, settings.device)
-        found = calibrating(model, settings, targets)
-    job = _job(ckpt, settings, targets, found, dtype)
-    until = None
-    if model is not None and settings.blocks is not None:
-        targets, until = _of_part(model, targets, settings.blocks)
-    if model is not None and found is not None:
-        room = needs(model, settings, found, {name: target.bits for name, target in targets.items()})
-    layers = LayerStore(folder, job, force, settings.blocks)
-    if model is not None and found is not None and room is not None:
-        blocks, weights = _blocks(model, targets)
-        log = BlockLog(blocks, weights, found.tokens.numel(), layers.layers, settings.say)
-        layers.blocks = log.records
-        if settings.say:
-            settings.say(str(room))
-
-    def finished(layer: StoredLayer) -> None:
-        if log is not None:
-            log.layer(layer.name)
-        if settings.progress:
-            rows = "rows {} to {} of {} ".format(*layer.rows) if layer.rows else ""
-            settings.progress(len(layers.layers), len(targets), f"{layer.name} {rows}error {layer.error:.2e}")
-
-    def quantizer(layer: LayerInput) -> tuple[torch.Tensor, None]:
-        values, stored = _quantized(targets, layers, layer)
-        finished(stored)
-        return values, None
-
-    if settings.progress:
-        settings.progress(len(layers.layers), len(targets), "")
-    try:
-        if model is None or found is None or room is None:
-            _round_to_nearest(ckpt, targets, quantizer, layers)
-        elif settings.spread is not None:
-            quantize = partial(_stored, targets, layers)
-            spread_layers(model, settings, found, targets, quantize, finished, layers, until)
-        else:
-            walk_layers(model, settings, found, room, targets, quantizer, layers, prepare, until)
-    except BaseException as stop:
-        layers.remove_if_empty()
-        if isinstance(stop, KeyboardInterrupt) and layers.folder.exists():
-            stored = f"{len(layers.layers)} of {len(targets)} layers are stored in {layers.folder}"
-            stop.args = (f"stopped; {stored}: the same command continues from there",)
-        raise
-    missed = sorted(targets.keys() - layers.layers.keys())
-    notes = list(layers.notes)
-    if settings.blocks is not None:
-        notes.append(_part_note(settings.blocks, layers))
-    notes += [_lost_note(layers.layers, settings)] if found is not None and layers.layers else []
-    notes += [f"{name}: not seen among the model's layers; rounded to nearest instead" for name in missed]
-    return layers, notes + [note for layer in layers.layers.values() if (note := _damping_note(layer, settings))]
-
-
-def _blocks(model: FloatModel, targets: Collection[str]) -> tuple[list[list[str]], dict[str, int]]:
-    """The layers to be quantized, block by block, the embeddings with the first and the output head last; and how many
-    weights each has."""
-    embeddings, head = model.embedding_and_head()
-    shape = model.head()[1]
-    shapes = {embeddings: shape, **model.linears(), head: shape}
-    weights = {name: rows * columns for name, (rows, columns) in shapes.items() if name in targets}
-    blocks = [[name for name in model.layers_of(i) if name in weights] for i in range(len(model.blocks))]
-    blocks[0] = [embeddings] * (embeddings in weights) + blocks[0]
-    return blocks + [[head]] * (head in weights and head != embeddings), weights
-
-
-def with_length(ckpt: Checkpoint, settings: Calibration) -> tuple[Calibration, list[str]]:
-    """The settings with the number of tokens in a sequence, where it was not given, and notes.
-
-    Raises BridgeError if the model has fewer positions than were asked for.
-    """
-    from bridge.quantize.float_model import positions
-    from bridge.quantize.streamed_model import check_length
-
-    if settings.method == "rtn":
-        return settings, []
-    most = positions(ckpt)
-    if settings.length is not None:
-        check_length(settings.length, most)
-        return settings, []
-    if most is None or most >= _LENGTH:
-        return replace(settings, length=_LENGTH), []
-    return replace(settings, length=most), [
-        f"calibration sequences have {most} tokens instead of {_LENGTH}, as many as the model has positions"
-    ]
-
-
-def calibrating(model: FloatModel, settings: Calibration, layers: Collection[str]) -> Calibrating:
-    """The sequences to calibrate on; a BridgeWarning where they are few for the inputs of these layers.
-
-    Raises BridgeError as `calibration_sequences` does.
-    """
-    from bridge.quantize.mixture import calibration_sequences
-    from bridge.quantize.texts import TOKEN_FILES, load_tokenizer
-
-    ckpt = model.ckpt
-    assert settings.length is not None  # by with_length
-    if settings.text is None:
-        given = parameter("method", settings.method)
-        raise BridgeError(f"{given}: needs a calibration text; only rtn does without")
-    texts = [source for source in settings.sources if source.file is None or source.file.suffix not in TOKEN_FILES]
-    tokenizer = load_tokenizer(ckpt.home) if texts else None
-    columns = {name: shape[1] for name, shape in [*model.linears().items(), model.head()] if name in layers}
-    widest = max(columns, key=columns.__getitem__, default=None)
-    samples = settings.samples
-    if samples is None:
-        enough = _TOKENS_WANTED * columns[widest] if widest is not None else 0
-        samples = max(-(-enough // settings.length), min(_SEQUENCES, -(-_TOKENS // settings.length)))
-    found = calibration_sequences(
-        settings.sources,
-        tokenizer,
-        samples,
-        settings.length,
-        settings.seed,
-        text_config(ckpt.config).get("vocab_size"),
-        lambda count, length: _own_samples(model, tokenizer, settings, count, length),
-    )
-    tokens = found.tokens
-    if widest is not None and tokens.numel() < (enough := _TOKENS_PER_COLUMN * columns[widest]):
-        ways = ["a longer text"] if len(tokens) < samples else []
-        if samples * settings.length < enough:
-            ways.append(parameter("samples", -(-enough // settings.length)))
-        warnings.warn(
-            f"{tokens.numel()} calibration tokens are few for the {columns[widest]} inputs of {widest}, whose codes "
-            f"may suit this text alone; give at least {enough} tokens: {' and '.join(ways)}",
-            BridgeWarning,
-            stacklevel=2,
-        )
-    return found
-
-
-def _own_samples(
-    model: FloatModel, tokenizer: Any, settings: Calibration, count: int, length: int
-) -> torch.Tensor | None:
-    """The model's own samples int64 [count, length]; None, and a BridgeWarning, where it cannot give any."""
-    from bridge.quantize.default_text import openings
-    from bridge.quantize.own_samples import fits_in_memory, own_samples
-
-    def said(done: int, total: int) -> None:
-        if settings.progress:
-            settings.progress(0, 1, f"own samples: {done} of {total} tokens")
-
-    samples = None
-    why = "its weights do not fit in memory"
-    if fits_in_memory(model, free_memory()):
-        why = "transformers keeps no cache for it"
-        end = model.model.config.get_text_config().eos_token_id
-        ends = {tokenizer.eos_token_id, *(end if isinstance(end, list) else [end])} - {None}
-        samples = own_samples(model, openings(tokenizer), sorted(ends), count, length, settings.seed or 0, said)
-    if samples is None:
-        warnings.warn(
-            f"{model.ckpt.path}: {why}, so it is calibrated without samples of its own, on the shipped texts alone",
-            BridgeWarning,
-            stacklevel=2,
-        )
-    return samples
-
-
-def _quantized(
-    targets: dict[str, LayerTarget], layers: LayerStore, layer: LayerInput
-) -> tuple[torch.Tensor, StoredLayer]:
-    """Quantize a layer and store it: its dequantized weights, and where it is."""
-    target = targets[layer.name]
-    values, quantized = target.method.layer(layer, target.columns)
-    weight, squares = layer.weight.cpu().numpy(), layer.hessian.mean_squares()
-    return values, layers.save(quantized, weight, squares, layer.hessian.tokens, layer.rows)
-
-
-def _stored(targets: dict[str, LayerTarget], layers: LayerStore, layer: LayerInput) -> StoredLayer:
-    return _quantized(targets, layers.apart(), layer)[1]
-
-
-def _of_part(
-    model: FloatModel, targets: dict[str, LayerTarget], part: tuple[int, int]
-) -> tuple[dict[str, LayerTarget], int | None]:
-    """The layers in part I of N of the model's blocks, the first with the embeddings, the last with the output head,
-    and the number of blocks up to its end; None: all."""
-    number, count = part
-    if count > len(model.blocks):
-        raise BridgeError(f"{parameter('blocks', part)}: the model has {len(model.blocks)} blocks")
-    blocks = slices(len(model.blocks), count)[number - 1]
-    untied = model.untied_head()
-    outside = {model.embedding_and_head()[0]} if number == 1 else set()
-    outside |= {untied[0]} if untied is not None and number == count else set()
-    own = model.linears(blocks).keys() | outside
-    return {name: target for name, target in targets.items() if name in own}, None if number == count else blocks.stop
-
-
-def _part_note(part: tuple[int, int], layers: LayerStore) -> str:
-    return (
-        f"{len(layers.layers)} layers, part {part[0]} of {part[1]}, are stored in {layers.folder}: when all parts are, "
-        f"next to each other, the same command without {parameter('blocks')} writes the file"
-    )
-
-
-def _round_to_nearest(
-    ckpt: Checkpoint, names: Iterable[str], quantizer: Callable[[LayerInput], object], layers: LayerStore
-) -> None:
-    """Without a text: every layer by itself."""
-    import torch
-
-    from bridge.quantize.hessian import Hessian
-    from bridge.quantize.quantizer import LayerInput
-
-    for name in sorted(names):
-        coded = name in ckpt.modules
-        count, columns = ckpt.modules[name].shape if coded else ckpt.tensors[f"{name}.weight"].shape
-        hessian = Hessian(name, columns)
-        for rows in layers.missing(name, count, rows_at_once(columns)):
-            if coded:
-                weight = ckpt.read_module(name, np.arange(rows.start, rows.stop)).dequantize()
-            else:
-                weight = ckpt.read_float(f"{name}.weight", (rows.start, rows.stop))
-            part = None if len(weight) == count else (rows.start, rows.stop, count)
-            quantizer(LayerInput(name, torch.from_numpy(weight), hessian, rows=part))
 
 
 def quantize_planned(
@@ -400,55 +112,3 @@ def _write_imatrix(plan: Plan, kept: LayerStore, settings: Calibration) -> None:
     assert settings.imatrix_out is not None
     assert settings.length is not None
     write_imatrix(settings.imatrix_out, found, settings.length, [str(source) for source in settings.sources])
-
-
-def _job(
-    ckpt: Checkpoint,
-    settings: Calibration,
-    targets: dict[str, LayerTarget],
-    found: Calibrating | None,
-    dtype: torch.dtype,
-) -> dict[str, Any]:
-    """What the layers depend on."""
-    options = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name not in _ELSEWHERE}
-    if settings.spread is not None and settings.spread.parts > 1:
-        options["parts"] = settings.spread.parts  # of the sums
-    files = [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in ckpt.files]
-    said = [[name, w.grid, None if w.columns is None else w.columns.tolist()] for name, w in sorted(targets.items())]
-    return {
-        "by": bridge.__version__,
-        "solver": _solver(),
-        "arithmetic": str(dtype),
-        "checkpoint": str(ckpt.path.resolve()),
-        "files": files,
-        "options": options,
-        "tokens": None if found is None else hashlib.sha256(found.read.numpy().tobytes()).hexdigest(),
-        "own samples": None if found is None else found.drawn,  # rounding may change which tokens are drawn
-        "layers": hashlib.sha256(json.dumps(said).encode()).hexdigest(),
-    }
-
-
-@cache
-def _solver() -> str:
-    """The version of what quantizes layers: the digest of its sources."""
-    folder = Path(bridge.__file__).parent / "quantize"
-    sources = sorted(folder.rglob("*.py"))
-    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
-
-
-def _lost_note(layers: dict[str, StoredLayer], settings: Calibration) -> str:
-    worst = max(layers.values(), key=lambda layer: layer.error)
-    mean = sum(layer.error for layer in layers.values()) / len(layers)
-    tokens = max(layer.tokens for layer in layers.values())
-    return (
-        f"{len(layers)} layers calibrated on {tokens} tokens of {' and '.join(map(str, settings.sources))}: "
-        f"their outputs lost {percent(mean)} of their power on average, {percent(worst.error)} at most ({worst.name})"
-    )
-
-
-def _damping_note(layer: StoredLayer, settings: Calibration) -> str | None:
-    if settings.method in ("rtn", "awq") or layer.damping == settings.damping:
-        return None
-    if layer.damping == float("inf"):
-        return f"{layer.name}: no damping makes its Hessian positive definite; rounded to nearest"
-    return f"{layer.name}: its Hessian took a damping of {layer.damping:g} instead of {settings.damping:g}"

@@ -15,7 +15,8 @@ from typing import Any
 from bridge.checkpoint import Checkpoint
 from bridge.checkpoint.adapter import read_adapter
 from bridge.checkpoint.merge import merge
-from bridge.conversion.calibrate_plan import quantize_planned, with_length
+from bridge.conversion.calibrate_plan import quantize_planned
+from bridge.conversion.calibration_text import with_length
 from bridge.conversion.executor import Executor
 from bridge.conversion.gguf_checkpoint import open_source
 from bridge.conversion.gguf_writer import GGUFOutput

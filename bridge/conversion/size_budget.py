@@ -22,7 +22,7 @@ import numpy as np
 
 from bridge.blocks import FP4
 from bridge.blocks.read import CALIBRATED, WRITTEN
-from bridge.conversion.calibrate_plan import calibrating
+from bridge.conversion.calibration_text import calibrating
 from bridge.conversion.gguf_writer import added_bytes, file_bytes, padded
 from bridge.conversion.layer_costs import LayerCosts
 from bridge.conversion.matrix_scales import rounded_scale, with_scales

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from bridge.checkpoint.files.dtypes import torch_dtype
 from bridge.checkpoint.files.folder import check_folder
 from bridge.checkpoint.files.hub import model_name, open_by_name
-from bridge.conversion.calibrate_plan import LayerTarget, quantize_layers, with_length
+from bridge.conversion.calibrate_layers import LayerTarget, quantize_layers
+from bridge.conversion.calibration_text import with_length
 from bridge.conversion.paths import files_of, layers_of
 from bridge.errors import BridgeError
 from bridge.quantize.settings import Calibration

@@ -172,7 +172,7 @@ def test_the_command_line_warns_before_it_calibrates(short_model, text, tmp_path
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("bridge.conversion.calibrate_plan.walk_layers", stop)
+    monkeypatch.setattr("bridge.conversion.calibrate_layers.walk_layers", stop)
     assert main(["quantize", str(short_model), str(tmp_path / "o"), "--calibrate", str(text), "--samples", "1"]) == 130
     assert capsys.readouterr().err.startswith("warning: 128 calibration tokens are few for the 256 inputs")
 

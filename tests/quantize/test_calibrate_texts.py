@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from bridge.conversion import calibrate_plan
+from bridge.conversion import calibration_text
 from bridge.conversion.size_budget import _probe
 from bridge.errors import BridgeError
 from bridge.quantize import mixture, texts
@@ -244,5 +244,5 @@ def test_eight_tokens_are_taken_for_each_input_of_the_widest_layer_but_no_fewer_
     model: Any = SimpleNamespace(
         ckpt=SimpleNamespace(config={}), linears=lambda: shapes, head=lambda: ("head", (1000, 128))
     )
-    found = calibrate_plan.calibrating(model, Calibration("tokens.npy", length=length), {"down", "up"})
+    found = calibration_text.calibrating(model, Calibration("tokens.npy", length=length), {"down", "up"})
     assert found.tokens.shape == (sequences, length)

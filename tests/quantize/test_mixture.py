@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import bridge
-from bridge.conversion.calibrate_plan import calibrating
+from bridge.conversion.calibration_text import calibrating
 from bridge.errors import BridgeError, BridgeWarning
 from bridge.quantize import Method, default_text, mixture, quantize_model, superblocks
 from bridge.quantize.float_model import FloatModel
@@ -197,7 +197,7 @@ def test_own_samples_follow_openings_and_the_models_own_prediction(model: Path) 
 def test_without_memory_for_the_model_the_shipped_texts_alone_are_taken(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bridge.conversion.calibrate_plan.free_memory", lambda: 1000)
+    monkeypatch.setattr("bridge.conversion.calibration_text.free_memory", lambda: 1000)
     with (
         bridge.open_checkpoint(model) as ckpt,
         pytest.warns(BridgeWarning, match="its weights do not fit in memory, so it is calibrated without samples"),

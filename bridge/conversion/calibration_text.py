@@ -1,0 +1,117 @@
+"""The tokens that layers are calibrated on: how many, how long their sequences are, and the model's own samples."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from bridge.checkpoint import Checkpoint
+from bridge.errors import BridgeError, BridgeWarning, parameter
+from bridge.models.wrapper import text_config
+from bridge.quantize.settings import Calibration
+from bridge.system.free_memory import free_memory
+
+if TYPE_CHECKING:
+    import torch
+
+    from bridge.quantize.float_model import FloatModel
+    from bridge.quantize.mixture import Calibrating
+
+_LENGTH = 2048  # tokens in a sequence
+_TOKENS_PER_COLUMN = 4  # of the widest input, at least
+_TOKENS_WANTED = 8  # for each column of it
+_SEQUENCES, _TOKENS = 128, 1 << 16  # the least that are taken without `samples`, the smaller of the two
+
+
+def with_length(ckpt: Checkpoint, settings: Calibration) -> tuple[Calibration, list[str]]:
+    """The settings with the number of tokens in a sequence, where it was not given, and notes.
+
+    Raises BridgeError if the model has fewer positions than were asked for.
+    """
+    from bridge.quantize.float_model import positions
+    from bridge.quantize.streamed_model import check_length
+
+    if settings.method == "rtn":
+        return settings, []
+    most = positions(ckpt)
+    if settings.length is not None:
+        check_length(settings.length, most)
+        return settings, []
+    if most is None or most >= _LENGTH:
+        return replace(settings, length=_LENGTH), []
+    return replace(settings, length=most), [
+        f"calibration sequences have {most} tokens instead of {_LENGTH}, as many as the model has positions"
+    ]
+
+
+def calibrating(model: FloatModel, settings: Calibration, layers: Collection[str]) -> Calibrating:
+    """The sequences to calibrate on; a BridgeWarning where they are few for the inputs of these layers.
+
+    Raises BridgeError as `calibration_sequences` does.
+    """
+    from bridge.quantize.mixture import calibration_sequences
+    from bridge.quantize.texts import TOKEN_FILES, load_tokenizer
+
+    ckpt = model.ckpt
+    assert settings.length is not None  # by with_length
+    if settings.text is None:
+        given = parameter("method", settings.method)
+        raise BridgeError(f"{given}: needs a calibration text; only rtn does without")
+    texts = [source for source in settings.sources if source.file is None or source.file.suffix not in TOKEN_FILES]
+    tokenizer = load_tokenizer(ckpt.home) if texts else None
+    columns = {name: shape[1] for name, shape in [*model.linears().items(), model.head()] if name in layers}
+    widest = max(columns, key=columns.__getitem__, default=None)
+    samples = settings.samples
+    if samples is None:
+        enough = _TOKENS_WANTED * columns[widest] if widest is not None else 0
+        samples = max(-(-enough // settings.length), min(_SEQUENCES, -(-_TOKENS // settings.length)))
+    found = calibration_sequences(
+        settings.sources,
+        tokenizer,
+        samples,
+        settings.length,
+        settings.seed,
+        text_config(ckpt.config).get("vocab_size"),
+        lambda count, length: _own_samples(model, tokenizer, settings, count, length),
+    )
+    tokens = found.tokens
+    if widest is not None and tokens.numel() < (enough := _TOKENS_PER_COLUMN * columns[widest]):
+        ways = ["a longer text"] if len(tokens) < samples else []
+        if samples * settings.length < enough:
+            ways.append(parameter("samples", -(-enough // settings.length)))
+        warnings.warn(
+            f"{tokens.numel()} calibration tokens are few for the {columns[widest]} inputs of {widest}, whose codes "
+            f"may suit this text alone; give at least {enough} tokens: {' and '.join(ways)}",
+            BridgeWarning,
+            stacklevel=2,
+        )
+    return found
+
+
+def _own_samples(
+    model: FloatModel, tokenizer: Any, settings: Calibration, count: int, length: int
+) -> torch.Tensor | None:
+    """The model's own samples int64 [count, length]; None, and a BridgeWarning, where it cannot give any."""
+    from bridge.quantize.default_text import openings
+    from bridge.quantize.own_samples import fits_in_memory, own_samples
+
+    def said(done: int, total: int) -> None:
+        if settings.progress:
+            settings.progress(0, 1, f"own samples: {done} of {total} tokens")
+
+    samples = None
+    why = "its weights do not fit in memory"
+    if fits_in_memory(model, free_memory()):
+        why = "transformers keeps no cache for it"
+        end = model.model.config.get_text_config().eos_token_id
+        ends = {tokenizer.eos_token_id, *(end if isinstance(end, list) else [end])} - {None}
+        samples = own_samples(model, openings(tokenizer), sorted(ends), count, length, settings.seed or 0, said)
+    if samples is None:
+        warnings.warn(
+            f"{model.ckpt.path}: {why}, so it is calibrated without samples of its own, on the shipped texts alone",
+            BridgeWarning,
+            stacklevel=2,
+        )
+    return samples
