@@ -98,9 +98,9 @@ def calibration(
     if "text" not in values and values.get("method") != "rtn":
         asked = as_flag(next(iter(values)))
         raise BridgeError(f"{asked} is for calibration: give the text, --calibrate FILE, or --calibrate default")
-    from bridge.system.malloc import return_freed_memory
+    from bridge.system.malloc import tune_malloc
 
-    return_freed_memory()
+    tune_malloc()
     spread = getattr(a, "spread", None)
     return Calibration(**{"text": None, **values}, progress=progress, say=say, spread=spread)
 

@@ -5,9 +5,6 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from itertools import pairwise
-
-import numpy as np
 
 from bridge.errors import BridgeError
 from bridge.system.cpus import usable_cpus
@@ -18,8 +15,8 @@ _CHUNK_VALUES = 1 << 22
 
 def slices(rows: int, count: int) -> list[slice]:
     """At most `count` slices of about equal length that cover 0..rows, one at least."""
-    cuts = np.linspace(0, rows, max(1, min(count, rows)) + 1).astype(int)
-    return [slice(int(a), int(b)) for a, b in pairwise(cuts)]
+    count = max(1, min(count, rows))
+    return [slice(rows * i // count, rows * (i + 1) // count) for i in range(count)]
 
 
 def over_rows(rows: int, work: Callable[[slice], object], least: int = 1) -> None:

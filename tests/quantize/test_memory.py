@@ -173,11 +173,11 @@ def resident():
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 calibration(argparse.Namespace(text="text.txt"), None)
-np.ones(24 << 20, np.uint8)  # freed: glibc's own threshold rises
+np.ones(31 << 20, np.uint8)  # freed: glibc's own threshold rises
 begin = resident()
 kept = []
 for _ in range(16):
-    kept += [np.ones(4 << 20, np.uint8), np.ones(1 << 18, np.uint8)]  # a matrix, and what stands above it on the heap
+    kept += [np.ones(16 << 20, np.uint8), np.ones(1 << 18, np.uint8)]  # a matrix, and what stands above it on the heap
 held = resident() - begin
 kept = kept[1::2]
 print(held >> 20, resident() - begin >> 20)
