@@ -15,7 +15,8 @@ from bridge.encode.round_rows import quantize_rows
 from bridge.errors import BridgeError
 from bridge.quantize.gptq_solver import Solution, dequantize, error, grouped_act_order, row_errors, solve
 from bridge.quantize.grids.codebook import CodebookGrid
-from bridge.quantize.grids.codebook_rounding import rounding, values_of_codes
+from bridge.quantize.grids.codebook_rounding import rounding
+from bridge.quantize.grids.codebook_units import values_of_codes
 from bridge.quantize.hessian import Hessian, damp, inverse_factor
 from bridge.quantize.method import Method, superblocks
 from bridge.quantize.quantizer import LayerInput
@@ -57,8 +58,8 @@ def nearest_values(weight: torch.Tensor, hessian: torch.Tensor, type: str) -> np
 
 @pytest.mark.parametrize("type", TYPES)
 def test_a_unit_costs_its_residual_in_the_metric_and_keeps_the_parity_of_signs(type: str) -> None:
-    found = rounding(type)
-    unit, search = found.unit, found.search
+    units = rounding(type).units
+    unit, search = units.unit, units.function
     even = type in ("IQ2_XXS", "IQ2_XS", "IQ3_XXS")
     rng = np.random.default_rng(1)
 
@@ -66,7 +67,7 @@ def test_a_unit_costs_its_residual_in_the_metric_and_keeps_the_parity_of_signs(t
     def run(w, a, m, variant, q, scratch):  # type: ignore[no-untyped-def]
         return search(w, a, m, variant, q, scratch)
 
-    scratch = found.buffers()[0]
+    scratch = units.scratch()
     for _ in range(100):
         root = rng.normal(size=(unit, unit)).astype(np.float32)
         m = root @ root.T + np.eye(unit, dtype=np.float32) * np.float32(0.1)

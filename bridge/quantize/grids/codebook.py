@@ -21,7 +21,8 @@ from bridge.blocks import BlockType
 from bridge.encode.block_bytes import packer, row_bytes
 from bridge.encode.round_rows import quantizer_of
 from bridge.errors import BridgeError
-from bridge.quantize.grids.codebook_rounding import Rounding, rounding, scale_range, values_of_codes
+from bridge.quantize.grids.codebook_rounding import Rounding, rounding, scale_range
+from bridge.quantize.grids.codebook_units import values_of_codes
 from bridge.quantize.hessian import damped_factor, inverse_factor
 from bridge.system.row_threads import over_rows
 
@@ -74,7 +75,7 @@ class CodebookGrid:
             raise BridgeError(
                 f"rows of {self.columns} weights do not fill {self.block} blocks of {self.block.size}; use another type"
             )
-        self.fit_columns, self.sub, self.unit = self.block.size, self.block.sub, self._rounding.unit
+        self.fit_columns, self.sub, self.unit = self.block.size, self.block.sub, self._rounding.units.unit
         values = values_of_codes(self.block)
         self.low, self.high = min(values), max(values)
         lines = (self.rows, self.columns // self.sub)

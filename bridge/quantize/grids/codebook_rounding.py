@@ -1,19 +1,14 @@
 """Kernels that round sub-blocks of a row onto a table of values or a codebook, in a full metric.
 
-A *unit* is what is rounded at once: one column for tables (IQ4, FP4), a point of 4 columns (IQ3_S), or the 8 columns
-that share a parity of signs or a point of 8 (the others). With H^-1 = U^T U, columns in the order in which they are
+Units (`codebook_units`) are rounded one after the other. With H^-1 = U^T U, columns in the order in which they are
 rounded, a unit's residual r costs
 
     r M r^T,  M = D D^T,  D the inverse of U's block of the unit
 
 and moves later columns by  -e U,  e = r D, so that what it costs is the sum of e^2.
 
-Within a unit, the nearest point in M's diagonal is found by `nearest_points`; then signs are flipped wherever that is
-cheaper in all of M, in pairs where their number is kept even. Points without stored signs (IQ1) are compared in all of
-M: those near the unit's cell, and near where that leads. What a sub-block has besides its scale, a mirrored table or a
-shift of 32 weights, is its *variant*: 0 or 1.
-
-    a scale is tried by rounding the whole sub-block at it, errors fed forward (`try_scales`)
+What a sub-block has besides its scale, a mirrored table or a shift of 32 weights, is its *variant*: 0 or 1. A scale is
+tried by rounding the whole sub-block at it, errors fed forward (`_try_scales`).
 """
 
 from collections.abc import Callable
@@ -25,36 +20,28 @@ import numpy as np
 
 from bridge.blocks import BlockType
 from bridge.blocks.read import WRITTEN
-from bridge.encode.nearest_points import looker, snapper
-from bridge.encode.round_points import EVEN, codebook
+from bridge.quantize.grids.codebook_units import UnitRounding, unit_rounding
 from bridge.system.half import round_half
 from bridge.system.jit import inlined, specialize, uncounted
 
 _ZERO = np.float32(0)
 _ONE = np.float32(1)
 _INFINITY = np.float32(np.inf)
-_TINY = np.float32(1e-37)  # a zero whose sign matters
-_FLIPS = 3  # at most, of signs or pairs of them
-_CELLS = 3  # whose points are compared, at most
 _STEP = np.float32(0.03)  # between tries of a scale that is a float
 _LARGEST = np.float32(65504)
 _GAIN = np.float32(0.9999)  # a change is made only if its cost is below this share of the old one
 _DESCENTS = 4  # passes over the units of a run at most
 
 # set per type by `specialize`
-sub = subs = unit = width = scale_lo = scale_hi = odd = variants = nothing = 0
-least = most = 0
+sub = subs = unit = scale_lo = scale_hi = odd = variants = nothing = 0
 share = _ONE
-even = coded = fixed = mirrored = shifted = False
+coded = fixed = mirrored = shifted = False
 scales = np.zeros(1, np.float32)
-snap: Any = None
-look: Any = None
 round_unit: Any = None
 round_sub: Any = None
 scale_of: Any = None
 variant_of: Any = None
 try_scales: Any = None
-refit_run: Any = None
 
 
 def _scale_of(d, sc):
@@ -66,102 +53,6 @@ def _scale_of(d, sc):
 def _variant_of(q):
     """The variant of a sub-block that has a value q: values are 1 above a multiple of 8, or below."""
     return 1 if shifted and np.int64(q) & 7 == 7 else 0
-
-
-def _round_value(w, a, m, variant, q, scratch):
-    """The value of the table nearest to w [1] over a; returns what it costs. Tables are listed in halves."""
-    nearest = scratch[0]
-    y = w[0] / a if a != _ZERO else _ZERO
-    half = np.int64(np.floor(min(max(y + y, np.float32(least)), np.float32(most))))
-    q[0] = nearest[half - least]
-    r = w[0] - a * q[0]
-    return r * r * m[0, 0]
-
-
-def _round_shifted(w, a, m, variant, q, scratch):
-    """The value of a ternary point with its shift near w [8] over a, in the metric m [8, 8]; returns what it costs.
-
-    Of the points that `nearest_points` lists for a cell, the one that costs least is taken, and then the same is done
-    for the cell that its gradient leads to, while that helps. Where a shift is the unit's own, both are tried.
-    """
-    near, numbers, values, t, point = scratch
-    inverse = _ONE / a if a != _ZERO else _ZERO
-    best = _INFINITY
-    for negative in range(2):
-        if shifted and negative != variant:
-            continue
-        shift = np.float32(-2 * negative)
-        least = _INFINITY
-        for i in range(8):
-            t[i] = w[i] * inverse - shift
-        for _ in range(_CELLS):
-            cost = look(t, w, a, inverse, shift, m, near, numbers, values, point)
-            if not cost < least:
-                break
-            least = cost
-            if cost < best:
-                best = cost
-                for i in range(8):
-                    q[i] = point[i] + shift
-    return best
-
-
-def _round_point(w, a, m, variant, q, scratch):
-    """The value of points near w [unit] over a, in the metric m [unit, unit]; returns what they cost."""
-    near, numbers, values, t, v, found, r, g, by = scratch
-    inverse = _ONE / a if a != _ZERO else _ZERO
-    minuses = 0
-    cheapest = 0
-    lowest = _INFINITY
-    for i in range(unit):
-        t[i] = abs(w[i])
-        v[i] = m[i, i]
-        minuses += 1 if w[i] < _ZERO else 0
-        cost = v[i] * t[i]
-        if cost < lowest:
-            lowest, cheapest = cost, i
-    if even and minuses & 1:
-        t[cheapest] = -max(t[cheapest], _TINY)
-    snap(t, v, a, inverse, near, numbers, values, found)
-    for i in range(unit):
-        size = values[found[i // width], i % width]
-        q[i] = -size if (w[i] < _ZERO) != (t[i] < _ZERO) else size
-        r[i] = w[i] - a * q[i]
-    for i in range(unit):
-        g[i] = _ZERO
-    for k in range(unit):
-        for i in range(unit):
-            g[i] += r[k] * m[k, i]
-    for _ in range(_FLIPS):
-        best = _ZERO
-        first = 0
-        second = 0
-        for i in range(unit):
-            by[i] = np.float32(2) * a * q[i]  # of the residual
-            v[i] = by[i] * (np.float32(2) * g[i] + by[i] * m[i, i])
-        for i in range(unit):
-            if even:
-                for k in range(i):
-                    cost = v[i] + v[k] + np.float32(2) * by[i] * by[k] * m[i, k]
-                    if cost < best:
-                        best, first, second = cost, i, k
-            elif v[i] < best:
-                best, first, second = v[i], i, i
-        if best == _ZERO:
-            break
-        for i in range(unit):
-            g[i] += by[first] * m[first, i]
-            if second != first:
-                g[i] += by[second] * m[second, i]
-        r[first] += by[first]
-        q[first] = -q[first]
-        if second != first:
-            r[second] += by[second]
-            q[second] = -q[second]
-    total = _ZERO
-    for i in range(unit):
-        total += r[i] * g[i]
-    return total
 
 
 def _round_sub(w, factor, metric, inverse, a, variant, bound, q, e, scratch):
@@ -378,16 +269,14 @@ def _refit_run(
 class Rounding:
     """The compiled kernels of a type.
 
-    unit      columns that are rounded at once
+    units     how its units are rounded
     run       `_round_run`; refit: `_refit_run`
-    search    `_round_value`, `_round_point` or `_round_shifted`, for kernels
     buffers   makes what a thread writes to: their argument `buffers`
     """
 
-    unit: int
+    units: UnitRounding
     run: Callable[..., None]
     refit: Callable[..., None]
-    search: Any
     buffers: Callable[[], Any]
 
 
@@ -395,55 +284,28 @@ class Rounding:
 def rounding(name: str) -> Rounding:
     """The kernels of a type by its name."""
     block = WRITTEN[name]
-    points = block.numbered and not name.startswith("IQ1")
-    search: dict[str, Any]
-    if points:
-        parts = codebook(name)
-        width = parts.values.shape[1]
-        unit = 8 if name in EVEN else width
-        tables: Any = (parts.near, parts.numbers, parts.values)
-        function = _round_point
-        search = {"snap": snapper(8, width, parts.bounds), "width": width, "even": name in EVEN}
-    elif block.numbered:
-        parts, unit = codebook(name), 8
-        tables = (parts.near, parts.numbers, parts.values)
-        function = _round_shifted
-        search = {"look": looker(parts.bounds)}
-    else:
-        unit, tables = 1, (_nearest_table(block),)
-        function = _round_value
-        search = {"least": 2 * min(values_of_codes(block)), "most": 2 * max(values_of_codes(block))}
-    coded, (scale_lo, scale_hi) = block.subs > 1 or bool(block.scales), scale_range(block)
     shifted = name == "IQ1_S"  # 32 weights, a sub-block
+    units = unit_rounding(name, shifted)
+    unit = units.unit
+    coded, (scale_lo, scale_hi) = block.subs > 1 or bool(block.scales), scale_range(block)
     mirrored = unit == 1 and not block.scales and (not coded or scale_lo < 0)
     constants: dict[str, Any] = {
         "sub": block.sub, "subs": block.subs, "unit": unit, "odd": 2 if block.odd_scales else 1, "coded": coded,
         "scale_lo": scale_lo, "scale_hi": scale_hi, "share": np.float32(block.unit), "fixed": bool(block.scales),
         "scales": np.array(block.scales or [0], np.float32), "mirrored": mirrored, "shifted": shifted,
-        "variants": 2 if mirrored or shifted else 1, "nothing": 1 if block.numbered and not points else 0,
+        "variants": 2 if mirrored or shifted else 1, "nothing": 1 if name.startswith("IQ1") else 0,
+        "round_unit": units.function,
     }  # fmt: skip
     constants["scale_of"] = specialize(_scale_of, name, inlined, **constants)
     constants["variant_of"] = specialize(_variant_of, name, inlined, **constants)
-    constants["round_unit"] = specialize(function, name, uncounted, **constants, **search)
     constants["round_sub"] = specialize(_round_sub, name, uncounted, **constants)
     constants["try_scales"] = specialize(_try_scales, name, uncounted, **constants)
 
     def buffers() -> Any:
-        own = tuple(np.zeros(8, np.float32) for _ in range(2)), tuple(np.zeros(8, np.float32) for _ in range(3))
-        scratch = tables
-        if points:
-            scratch = (*tables, *own[0], np.zeros(8, np.int64), *own[1])
-        elif block.numbered:
-            scratch = (*tables, *own[0])
-        return scratch, np.zeros((6, block.sub), np.float32), np.zeros(block.sub, np.float32)
+        return units.scratch(), np.zeros((6, block.sub), np.float32), np.zeros(block.sub, np.float32)
 
     run, refit = (specialize(function, name, **constants) for function in (_round_run, _refit_run))
-    return Rounding(unit, run, refit, constants["round_unit"], buffers)
-
-
-def values_of_codes(block: BlockType) -> tuple[int, ...]:
-    """The value of each code: that of its table, or the code counted from the type's zero."""
-    return block.values or tuple(q - block.zero for q in range(block.levels))
+    return Rounding(units, run, refit, buffers)
 
 
 def scale_range(block: BlockType) -> tuple[int, int]:
@@ -451,10 +313,3 @@ def scale_range(block: BlockType) -> tuple[int, int]:
     if block.scales:
         return (0 if block.scales[0] else 1), block.no_scale - 1
     return block.scale_lo, block.scale_hi
-
-
-def _nearest_table(block: BlockType) -> np.ndarray:
-    """float32: the nearest value to each half interval, from the least value's on; middles of values are halves."""
-    values = np.unique(values_of_codes(block))
-    halves = np.arange(2 * values[0], 2 * values[-1] + 1) / 2 + 0.25
-    return values[np.abs(halves[:, None] - values).argmin(1)].astype(np.float32)
