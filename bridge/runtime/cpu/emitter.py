@@ -41,6 +41,7 @@ class Emitter:
         self.target = target
         self.lanes: int = target.LANES
         self.signed_dots: bool = target.SIGNED_DOTS
+        self.index_bits: int = target.INDEX_BITS
         self.ints = ir.VectorType(_I32, self.lanes)
         self.floats = ir.VectorType(_F32, self.lanes)
         self.bytes = ir.VectorType(_I8, 4 * self.lanes)
@@ -95,10 +96,10 @@ class Emitter:
 
     def byte(self, word: ir.Value, i: int) -> ir.Value:
         """Byte i of each word, as int32."""
-        if self.lanes == 4 and i in (1, 2):  # one instruction instead of two
-            table = [4 * lane + i if k == 0 else 255 for lane in range(4) for k in range(4)]  # 255: zero
+        if i in (1, 2):  # one instruction instead of two
+            quad = [4 * lane + i if k == 0 else 255 for lane in range(4) for k in range(4)]  # 255: zero
             octets = self.builder.bitcast(word, self.bytes)
-            found = self.target.emit_look_up(self, octets, ir.Constant(self.bytes, table))
+            found = self.target.emit_look_up(self, octets, ir.Constant(self.bytes, quad * (self.lanes // 4)))
             return self.builder.bitcast(found, self.ints)
         return self.and_(self.shr(word, 8 * i), 255)
 
@@ -221,6 +222,17 @@ class Emitter:
         entries = ir.Constant(self.bytes, [*table, *[0] * (16 - len(table))] * (4 * self.lanes // 16))
         found = self.target.emit_look_up(self, entries, self.builder.bitcast(word, self.bytes))
         return self.builder.bitcast(found, self.ints)
+
+    def permute(self, indices: ir.Value, table: tuple[int, ...]) -> ir.Value:
+        """The table's entry for the low `index_bits` bits of each byte."""
+        entries = ir.Constant(self.bytes, table)
+        found = self.target.emit_permute(self, entries, self.builder.bitcast(indices, self.bytes))
+        return self.builder.bitcast(found, self.ints)
+
+    def blend(self, a: ir.Value, b: ir.Value, bits: int) -> ir.Value:
+        """The `bits` of each byte of a, the others of b."""
+        mask = 0x01010101 * bits
+        return self.or_(self.and_(a, mask), self.and_(b, ~mask & 0xFFFFFFFF))
 
     def dots(self, parts: list, words: list, x: ir.Value, places: list[list[int]], bits: int) -> list:
         """parts[c] + sum over k of words[k] . the 4 int8 at x + places[c][k], in every lane; codes of `bits` bits.

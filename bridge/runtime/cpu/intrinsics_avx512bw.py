@@ -14,9 +14,10 @@ BYTE_SHIFTS = False
 PAIRED = False
 SIGNED_DOTS = False
 UNPACKS = False
+INDEX_BITS = 0
 
 __all__ = [
-    "BYTE_SHIFTS", "FEATURES", "LANES", "NAME", "PAIRED", "SIGNED_DOTS", "UNPACKS", "WIDTHS",
+    "BYTE_SHIFTS", "FEATURES", "INDEX_BITS", "LANES", "NAME", "PAIRED", "SIGNED_DOTS", "UNPACKS", "WIDTHS",
     "emit_dots", "emit_look_up", "twin_dots",
 ]  # fmt: skip
 

@@ -27,7 +27,7 @@ from typing import Any
 from bridge.blocks import BlockType
 from bridge.runtime.cpu.activations import Record, float_record, record_of
 from bridge.runtime.cpu.layout import GROUP, InterleavedLayout, Piece, pieces
-from bridge.runtime.cpu.operands import LookedUp, Places
+from bridge.runtime.cpu.operands import LookedUp, Permuted, Places
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,28 @@ class Word:
         """The codes, times 2^place."""
         return self._field(self.pieces[0]._replace(low=self.place))
 
+    def loose(self, bits: int) -> tuple[Any, list[int]]:
+        """A word whose codes are among the low `bits` bits of each byte, and the places of theirs, lowest first.
+
+        The other bits are anything. Pieces move by even numbers of bits, so that words share what was moved.
+        """
+        value: Any = None
+        places: list[int] = []
+        for piece in self.pieces:
+            lowest = max(0, piece.place + piece.width - bits + 1) // 2 * 2
+            own = range(piece.place - lowest, piece.place - lowest + piece.width)
+            while set(own) & set(places):
+                lowest, own = lowest + 2, range(own.start - 2, own.stop - 2)
+            moved = self.v.shr(self._load(piece), lowest)
+            value = moved if value is None else self.v.blend(moved, value, sum(1 << place for place in own))
+            places += own
+        return value, places
+
+    def _load(self, piece: Piece) -> Any:
+        return self.v.load(self.base, self.at + 4 * self.v.lanes * piece.vector)
+
     def _field(self, piece: Piece) -> Any:
-        return self.v.field(self.v.load(self.base, self.at + 4 * self.v.lanes * piece.vector), *piece[1:])
+        return self.v.field(self._load(piece), *piece[1:])
 
 
 def words(v: Any, base: Any, at: int, bits: int, count: int) -> list[Any]:
@@ -104,7 +124,7 @@ def codes_of_group(
     if not block.values:
         return codes
     table = tuple((value + block.lift) ^ (128 if signed else 0) for value in block.values)
-    return [LookedUp(v, code, table) for code in codes]
+    return [(Permuted if v.index_bits else LookedUp)(v, code, table) for code in codes]
 
 
 def scale_of_sub(v: Any, layout: InterleavedLayout, halves: Any, j: int) -> Any:

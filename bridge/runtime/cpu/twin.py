@@ -17,6 +17,7 @@ class Twin:
         self.paired = paired
         self.lanes: int = target.LANES
         self.signed_dots: bool = target.SIGNED_DOTS
+        self.index_bits: int = target.INDEX_BITS
 
     def read(self, address: int, dtype: Any, count: int) -> np.ndarray:
         return np.frombuffer(ctypes.string_at(address, np.dtype(dtype).itemsize * count), dtype)
@@ -43,6 +44,13 @@ class Twin:
 
     def look_up(self, word: np.ndarray, table: tuple[int, ...]) -> np.ndarray:
         return np.array(table, np.uint8)[np.ascontiguousarray(word).view(np.uint8)].view(np.int32)
+
+    def permute(self, indices: np.ndarray, table: tuple[int, ...]) -> np.ndarray:
+        return self.look_up(indices & self.splat(0x01010101 * (len(table) - 1)), table)
+
+    def blend(self, a: np.ndarray, b: np.ndarray, bits: int) -> np.ndarray:
+        mask = self.splat(0x01010101 * bits)
+        return a & mask | b & ~mask
 
     def barrier(self) -> None:
         pass
