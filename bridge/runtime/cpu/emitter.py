@@ -42,6 +42,7 @@ class Emitter:
         self.lanes: int = target.LANES
         self.signed_dots: bool = target.SIGNED_DOTS
         self.index_bits: int = target.INDEX_BITS
+        self.fuses_scales: bool = target.FUSES_SCALES
         self.ints = ir.VectorType(_I32, self.lanes)
         self.floats = ir.VectorType(_F32, self.lanes)
         self.bytes = ir.VectorType(_I8, 4 * self.lanes)
@@ -102,6 +103,13 @@ class Emitter:
             found = self.target.emit_look_up(self, octets, ir.Constant(self.bytes, quad * (self.lanes // 4)))
             return self.builder.bitcast(found, self.ints)
         return self.and_(self.shr(word, 8 * i), 255)
+
+    def short_of_byte(self, word: ir.Value, i: int) -> ir.Value:
+        """Byte i of each word in both of its halves, as int16."""
+        quad = [4 * lane + i if k % 2 == 0 else 255 for lane in range(4) for k in range(4)]  # 255: zero
+        octets = self.builder.bitcast(word, self.bytes)
+        found = self.target.emit_look_up(self, octets, ir.Constant(self.bytes, quad * (self.lanes // 4)))
+        return self.builder.bitcast(found, self._shorts)
 
     def column_groups(self, count: int) -> list[list[int]]:
         """The columns whose products are taken together where that saves nothing."""

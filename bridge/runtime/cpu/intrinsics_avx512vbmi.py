@@ -14,11 +14,12 @@ BYTE_SHIFTS = False
 PAIRED = False
 SIGNED_DOTS = False
 UNPACKS = False
+FUSES_SCALES = False
 INDEX_BITS = 6
 
 __all__ = [
-    "BYTE_SHIFTS", "FEATURES", "INDEX_BITS", "LANES", "NAME", "PAIRED", "SIGNED_DOTS", "UNPACKS", "WIDTHS",
-    "emit_dots", "emit_look_up", "emit_permute", "twin_dots",
+    "BYTE_SHIFTS", "FEATURES", "FUSES_SCALES", "INDEX_BITS", "LANES", "NAME", "PAIRED", "SIGNED_DOTS", "UNPACKS",
+    "WIDTHS", "emit_dots", "emit_look_up", "emit_permute", "twin_dots",
 ]  # fmt: skip
 
 

@@ -180,6 +180,7 @@ def k_block(v: Any, layout: InterleavedLayout, totals: list[Any], weights: Any, 
     if len(totals) == 1:  # registers to spare
         scales = [partial(_identity, word()) for word in scales]
     per_group = 32 // block.sub
+    fused = v.fuses_scales and not block.lift  # where sums start at -zero*s_j, that would be multiplied apart
     sums: list[Any] = [None for _ in columns]
     in_turn = (
         v.lanes == 4
@@ -199,6 +200,10 @@ def k_block(v: Any, layout: InterleavedLayout, totals: list[Any], weights: Any, 
                 parts = [v.of_column(x, sums_at, c) for c in columns]
             else:
                 parts = [v.zero() for _ in columns]
+            if fused:
+                scale = v.short_of_byte(scales[j // 4](), j % 4)
+                inner = v.tile_dots([inner if i else parts], [chosen], x, places, block.value_bits, [scale])[0]
+                continue
             parts = _dots(v, parts, chosen, x, places, block.value_bits)
             scale = scale_code(v, scales, j, layout)
             for c in columns:
