@@ -192,6 +192,9 @@ class Emitter:
         """`width` bits of each byte, from bit `place` on, moved to bit `low`; zeros elsewhere."""
         if width == 8:
             return value
+        if place and place + width <= self.index_bits:  # one instruction instead of two
+            found = (i >> place & ((1 << width) - 1) for i in range(1 << self.index_bits))
+            return self.permute(value, tuple(part << low for part in found))
         right = place - low
         if self.target.BYTE_SHIFTS and low == 0 and place + width == 8:  # nothing is left to mask
             moved = self.builder.lshr(
@@ -239,8 +242,7 @@ class Emitter:
 
     def blend(self, a: ir.Value, b: ir.Value, bits: int) -> ir.Value:
         """The `bits` of each byte of a, the others of b."""
-        mask = 0x01010101 * bits
-        return self.or_(self.and_(a, mask), self.and_(b, ~mask & 0xFFFFFFFF))
+        return self.target.emit_blend(self, a, b, self.splat(0x01010101 * bits))
 
     def dots(self, parts: list, words: list, x: ir.Value, places: list[list[int]], bits: int) -> list:
         """parts[c] + sum over k of words[k] . the 4 int8 at x + places[c][k], in every lane; codes of `bits` bits.

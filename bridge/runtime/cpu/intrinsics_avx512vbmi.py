@@ -4,6 +4,8 @@ It reads the low six bits of each byte and takes no notice of the others, so tha
 down where they lie in those six bits: the table holds an entry for every value of the bits around them.
 """
 
+from llvmlite import ir
+
 from bridge.runtime.cpu.intrinsics_avx512 import emit_dots, emit_look_up, twin_dots
 
 NAME = "avx512vbmi"
@@ -19,8 +21,15 @@ INDEX_BITS = 6
 
 __all__ = [
     "BYTE_SHIFTS", "FEATURES", "FUSES_SCALES", "INDEX_BITS", "LANES", "NAME", "PAIRED", "SIGNED_DOTS", "UNPACKS",
-    "WIDTHS", "emit_dots", "emit_look_up", "emit_permute", "twin_dots",
+    "WIDTHS", "emit_blend", "emit_dots", "emit_look_up", "emit_permute", "twin_dots",
 ]  # fmt: skip
+
+_A_WHERE_C_ELSE_B = 0xE4  # vpternlogd's truth table
+
+
+def emit_blend(v, a, b, mask):
+    table = ir.Constant(ir.IntType(32), _A_WHERE_C_ELSE_B)
+    return v.call("llvm.x86.avx512.pternlog.d.512", v.ints, a, b, mask, table)
 
 
 def emit_permute(v, table, indices):

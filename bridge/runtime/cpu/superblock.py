@@ -67,11 +67,11 @@ class Word:
         value: Any = None
         places: list[int] = []
         for piece in self.pieces:
-            lowest = max(0, piece.place + piece.width - bits + 1) // 2 * 2
-            own = range(piece.place - lowest, piece.place - lowest + piece.width)
+            right = max(0, piece.place + piece.width - bits + 1) // 2 * 2
+            own = range(piece.place - right, piece.place - right + piece.width)
             while set(own) & set(places):
-                lowest, own = lowest + 2, range(own.start - 2, own.stop - 2)
-            moved = self.v.shr(self._load(piece), lowest)
+                right, own = right + 2, range(own.start - 2, own.stop - 2)
+            moved = self.v.shr(self._load(piece), right)
             value = moved if value is None else self.v.blend(moved, value, sum(1 << place for place in own))
             places += own
         return value, places
