@@ -20,7 +20,7 @@ the first level has few misses in flight there; to the second level 2 and 8 KB 0
 and 16 KB 0.95 to 1.0, with two threads too (a prefetch that finds no room is dropped, and the next distance makes up
 for it). Four distances gain nothing from memory. In the cache three cost a quarter to a third, so there are
 kernels without any (`near`), for weights that are known to be there. Where arithmetic takes longer than reading (AVX2,
-types of fewer than 4 bits a weight), 6 and 12 KB are 1 to 5% faster than three, but 3% slower for Q4_K. On Arm, where
+types of fewer than 4.5 bits a weight), 6 and 12 KB are 1 to 6% faster than three, but 3% slower for Q4_K. On Arm, where
 nothing was measured, nothing is prefetched: CPUs follow the two streams of a row group by themselves, and ggml leaves
 it to them.
 """
@@ -105,7 +105,7 @@ def kernel(name: str, target: str, width: int, integer: bool, near: bool = False
     `near`: for weights that are in the cache; nothing is prefetched.
     """
     module = targets.module(target)
-    bound = target == "avx2" and width == 1 and READ[name].bpw < 4
+    bound = target == "avx2" and width == 1 and READ[name].bpw < 4.5
     elsewhere = _AHEAD_OF_ARITHMETIC if bound else _AHEAD_ELSEWHERE
     ahead, level = ((), 1) if near or module.LANES == 4 else _AHEAD.get(get_host_cpu_name(), elsewhere)
     if integer and unpacked.unpacks(module, width):
