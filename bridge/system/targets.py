@@ -1,9 +1,9 @@
 """Which instruction set the kernels use: chosen when the program runs, from the CPU's features.
 
-BRIDGE_CPU=avx512, avxvnni, avx512bw, avx2, i8mm, neon or portable overrides the choice, downwards only: an instruction
-that the CPU lacks ends the process, so asking for one is an error. NUMBA_CPU_NAME and NUMBA_CPU_FEATURES count as
-the CPU's description where they are set, since numba compiles for them. What LLVM does not see of an Arm CPU (on
-macOS and under qemu, for instance) comes from the system: see arm.py.
+BRIDGE_CPU=avx512vbmi, avx512, avxvnni, avx512bw, avx2, i8mm, neon or portable overrides the choice, downwards only: an
+instruction that the CPU lacks ends the process, so asking for one is an error. NUMBA_CPU_NAME and NUMBA_CPU_FEATURES
+count as the CPU's description where they are set, since numba compiles for them. What LLVM does not see of an Arm CPU
+(on macOS and under qemu, for instance) comes from the system: see arm.py.
 """
 
 import importlib
@@ -14,7 +14,7 @@ from types import ModuleType
 from bridge.errors import BridgeError
 from bridge.system import arm
 
-_ORDER = ("avx512", "avxvnni", "avx512bw", "avx2", "i8mm", "neon")
+_ORDER = ("avx512vbmi", "avx512", "avxvnni", "avx512bw", "avx2", "i8mm", "neon")
 PORTABLE = "portable"
 
 

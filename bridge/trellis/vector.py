@@ -29,7 +29,7 @@ _I8, _I16, I32, I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 _F32, _F16 = ir.FloatType(), ir.HalfType()
 INTS, FLOATS = ir.VectorType(I32, LANES), ir.VectorType(_F32, LANES)
 WORDS = ir.VectorType(_I16, LANES)
-_CONVERTING = ("avx512", "avxvnni", "avx512bw", "avx2", "neon")  # targets whose CPUs convert halves
+_CONVERTING = ("avx512vbmi", "avx512", "avxvnni", "avx512bw", "avx2", "neon")  # targets whose CPUs convert halves
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Lanes:
     def byte_sums(self, z: ir.Value) -> ir.Value:
         """The sum of each lane's four bytes, int32."""
         b = self.builder
-        if self.code.target == "avx512":
+        if self.code.target in ("avx512vbmi", "avx512"):
             flat = b.bitcast(z, ir.VectorType(_I8, 4 * LANES))
             ones = self.splat(1, ir.VectorType(_I8, 4 * LANES))
             return self.call("llvm.x86.avx512.vpdpbusd.512", INTS, self.splat(0), flat, ones)

@@ -175,7 +175,7 @@ def test_every_target_of_this_machine(block, rows, target):
     close(run(engine, x[:1], rows), rounded(x[:1]), weights, block)
 
 
-@pytest.mark.parametrize("target", ["avx512", "avxvnni", "avx512bw", "avx2", "i8mm", "neon"])
+@pytest.mark.parametrize("target", ["avx512vbmi", "avx512", "avxvnni", "avx512bw", "avx2", "i8mm", "neon"])
 @SOME
 def test_every_target_in_python(block, target):
     """The twin runs the kernel's own lines on numpy arrays, also where the target does not exist."""
@@ -260,6 +260,12 @@ def test_unpacked_blocks_give_the_same_sums_as_the_repacked_form(name, tile, mon
         ("avxvnni", "x86_64-linux-gnu", "+avx2,+fma,+f16c,+avxvnni", "vpdpbusd"),
         ("avx512bw", "x86_64-linux-gnu", "+avx512f,+avx512bw,+avx512vl,+f16c,+fma", "vpmaddubsw"),
         ("avx512", "x86_64-linux-gnu", "+avx512f,+avx512bw,+avx512vl,+avx512vnni,+f16c,+fma", "vpdpbusd"),
+        (
+            "avx512vbmi",
+            "x86_64-linux-gnu",
+            "+avx512f,+avx512bw,+avx512vl,+avx512vnni,+avx512vbmi,+f16c,+fma",
+            "vpdpbusd",
+        ),
     ],
 )
 @ALL

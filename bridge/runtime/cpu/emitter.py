@@ -41,6 +41,8 @@ class Emitter:
         self.target = target
         self.lanes: int = target.LANES
         self.signed_dots: bool = target.SIGNED_DOTS
+        self.index_bits: int = target.INDEX_BITS
+        self.fuses_scales: bool = target.FUSES_SCALES
         self.ints = ir.VectorType(_I32, self.lanes)
         self.floats = ir.VectorType(_F32, self.lanes)
         self.bytes = ir.VectorType(_I8, 4 * self.lanes)
@@ -95,12 +97,19 @@ class Emitter:
 
     def byte(self, word: ir.Value, i: int) -> ir.Value:
         """Byte i of each word, as int32."""
-        if self.lanes == 4 and i in (1, 2):  # one instruction instead of two
-            table = [4 * lane + i if k == 0 else 255 for lane in range(4) for k in range(4)]  # 255: zero
+        if i in (1, 2):  # one instruction instead of two
+            quad = [4 * lane + i if k == 0 else 255 for lane in range(4) for k in range(4)]  # 255: zero
             octets = self.builder.bitcast(word, self.bytes)
-            found = self.target.emit_look_up(self, octets, ir.Constant(self.bytes, table))
+            found = self.target.emit_look_up(self, octets, ir.Constant(self.bytes, quad * (self.lanes // 4)))
             return self.builder.bitcast(found, self.ints)
         return self.and_(self.shr(word, 8 * i), 255)
+
+    def short_of_byte(self, word: ir.Value, i: int) -> ir.Value:
+        """Byte i of each word in both of its halves, as int16."""
+        quad = [4 * lane + i if k % 2 == 0 else 255 for lane in range(4) for k in range(4)]  # 255: zero
+        octets = self.builder.bitcast(word, self.bytes)
+        found = self.target.emit_look_up(self, octets, ir.Constant(self.bytes, quad * (self.lanes // 4)))
+        return self.builder.bitcast(found, self._shorts)
 
     def column_groups(self, count: int) -> list[list[int]]:
         """The columns whose products are taken together where that saves nothing."""
@@ -183,6 +192,9 @@ class Emitter:
         """`width` bits of each byte, from bit `place` on, moved to bit `low`; zeros elsewhere."""
         if width == 8:
             return value
+        if place and place + width <= self.index_bits:  # one instruction instead of two
+            found = (i >> place & ((1 << width) - 1) for i in range(1 << self.index_bits))
+            return self.permute(value, tuple(part << low for part in found))
         right = place - low
         if self.target.BYTE_SHIFTS and low == 0 and place + width == 8:  # nothing is left to mask
             moved = self.builder.lshr(
@@ -221,6 +233,16 @@ class Emitter:
         entries = ir.Constant(self.bytes, [*table, *[0] * (16 - len(table))] * (4 * self.lanes // 16))
         found = self.target.emit_look_up(self, entries, self.builder.bitcast(word, self.bytes))
         return self.builder.bitcast(found, self.ints)
+
+    def permute(self, indices: ir.Value, table: tuple[int, ...]) -> ir.Value:
+        """The table's entry for the low `index_bits` bits of each byte."""
+        entries = ir.Constant(self.bytes, table)
+        found = self.target.emit_permute(self, entries, self.builder.bitcast(indices, self.bytes))
+        return self.builder.bitcast(found, self.ints)
+
+    def blend(self, a: ir.Value, b: ir.Value, bits: int) -> ir.Value:
+        """The `bits` of each byte of a, the others of b."""
+        return self.target.emit_blend(self, a, b, self.splat(0x01010101 * bits))
 
     def dots(self, parts: list, words: list, x: ir.Value, places: list[list[int]], bits: int) -> list:
         """parts[c] + sum over k of words[k] . the 4 int8 at x + places[c][k], in every lane; codes of `bits` bits.

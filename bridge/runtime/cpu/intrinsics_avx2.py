@@ -20,6 +20,8 @@ BYTE_SHIFTS = False
 PAIRED = False
 SIGNED_DOTS = False
 UNPACKS = True  # whether kernels of several columns unpack blocks first, see unpacked.py
+FUSES_SCALES = True  # whether the instruction that widens sums of int16 multiplies them too
+INDEX_BITS = 0  # of a look-up that takes no notice of a byte's other bits; 0: there is none
 
 _MULTIPLY, _WIDEN = "llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd"
 

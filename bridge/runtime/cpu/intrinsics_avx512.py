@@ -11,6 +11,8 @@ BYTE_SHIFTS = False
 PAIRED = False
 SIGNED_DOTS = False  # 8-bit codes are multiplied unsigned; the record's sums take the zero point off
 UNPACKS = False
+FUSES_SCALES = False
+INDEX_BITS = 0
 
 _INSTRUCTION = "llvm.x86.avx512.vpdpbusd.512"
 

@@ -14,10 +14,12 @@ BYTE_SHIFTS = False
 PAIRED = False
 SIGNED_DOTS = False
 UNPACKS = False
+FUSES_SCALES = True
+INDEX_BITS = 0
 
 __all__ = [
-    "BYTE_SHIFTS", "FEATURES", "LANES", "NAME", "PAIRED", "SIGNED_DOTS", "UNPACKS", "WIDTHS",
-    "emit_dots", "emit_look_up", "twin_dots",
+    "BYTE_SHIFTS", "FEATURES", "FUSES_SCALES", "INDEX_BITS", "LANES", "NAME", "PAIRED", "SIGNED_DOTS", "UNPACKS",
+    "WIDTHS", "emit_dots", "emit_look_up", "emit_tile", "twin_dots",
 ]  # fmt: skip
 
 _MULTIPLY, _WIDEN = "llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512"
@@ -25,3 +27,7 @@ _MULTIPLY, _WIDEN = "llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.
 
 def emit_dots(v, parts, words, x, places, bits):
     return tile(v, _MULTIPLY, _WIDEN, [parts], [words], x, places, bits)[0]
+
+
+def emit_tile(v, parts, words, x, places, bits, scales, magnitude):
+    return tile(v, _MULTIPLY, _WIDEN, parts, words, x, places, bits, scales, magnitude)

@@ -11,10 +11,12 @@ BYTE_SHIFTS = False
 PAIRED = False
 SIGNED_DOTS = False
 UNPACKS = False
+FUSES_SCALES = False
+INDEX_BITS = 0
 
 __all__ = [
-    "BYTE_SHIFTS", "FEATURES", "LANES", "NAME", "PAIRED", "SIGNED_DOTS", "UNPACKS", "WIDTHS",
-    "emit_dots", "emit_look_up", "twin_dots",
+    "BYTE_SHIFTS", "FEATURES", "FUSES_SCALES", "INDEX_BITS", "LANES", "NAME", "PAIRED", "SIGNED_DOTS", "UNPACKS",
+    "WIDTHS", "emit_dots", "emit_look_up", "twin_dots",
 ]  # fmt: skip
 
 _INSTRUCTION = "llvm.x86.avx512.vpdpbusd.256"

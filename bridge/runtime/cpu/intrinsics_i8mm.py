@@ -18,10 +18,12 @@ BYTE_SHIFTS = True
 PAIRED = True
 SIGNED_DOTS = True
 UNPACKS = False
+FUSES_SCALES = False
+INDEX_BITS = 0
 
 __all__ = [
-    "BYTE_SHIFTS", "FEATURES", "LANES", "NAME", "PAIRED", "SIGNED_DOTS", "UNPACKS", "WIDTHS",
-    "emit_dots", "emit_look_up", "twin_dots",
+    "BYTE_SHIFTS", "FEATURES", "FUSES_SCALES", "INDEX_BITS", "LANES", "NAME", "PAIRED", "SIGNED_DOTS", "UNPACKS",
+    "WIDTHS", "emit_dots", "emit_look_up", "twin_dots",
 ]  # fmt: skip
 
 _I8 = ir.VectorType(ir.IntType(8), 4 * LANES)

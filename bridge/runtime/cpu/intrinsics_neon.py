@@ -15,6 +15,8 @@ BYTE_SHIFTS = True
 PAIRED = False
 SIGNED_DOTS = True
 UNPACKS = False
+FUSES_SCALES = False
+INDEX_BITS = 0
 
 _I8 = ir.VectorType(ir.IntType(8), 4 * LANES)
 

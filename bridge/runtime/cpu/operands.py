@@ -22,6 +22,23 @@ class LookedUp:
 
 
 @dataclass(frozen=True)
+class Permuted:
+    """The same by a look-up that takes no notice of bits that are not the code's."""
+
+    v: Any
+    code: Any
+    table: tuple[int, ...]
+
+    def __call__(self) -> Any:
+        indices, places = self.code.loose(self.v.index_bits)
+        numbers = (
+            sum((i >> place & 1) << bit for bit, place in enumerate(places)) for i in range(1 << self.v.index_bits)
+        )
+        entries = (*self.table, *[0] * ((1 << len(places)) - len(self.table)))
+        return self.v.permute(indices, tuple(entries[number] for number in numbers))
+
+
+@dataclass(frozen=True)
 class Nibbles:
     """A word of codes of 8 bits whose low nibbles are at base + at, and whose high ones are in the vector after it."""
 

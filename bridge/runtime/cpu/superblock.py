@@ -27,7 +27,7 @@ from typing import Any
 from bridge.blocks import BlockType
 from bridge.runtime.cpu.activations import Record, float_record, record_of
 from bridge.runtime.cpu.layout import GROUP, InterleavedLayout, Piece, pieces
-from bridge.runtime.cpu.operands import LookedUp, Places
+from bridge.runtime.cpu.operands import LookedUp, Permuted, Places
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,28 @@ class Word:
         """The codes, times 2^place."""
         return self._field(self.pieces[0]._replace(low=self.place))
 
+    def loose(self, bits: int) -> tuple[Any, list[int]]:
+        """A word whose codes are among the low `bits` bits of each byte, and the places of theirs, lowest first.
+
+        The other bits are anything. Pieces move by even numbers of bits, so that words share what was moved.
+        """
+        value: Any = None
+        places: list[int] = []
+        for piece in self.pieces:
+            right = max(0, piece.place + piece.width - bits + 1) // 2 * 2
+            own = range(piece.place - right, piece.place - right + piece.width)
+            while set(own) & set(places):
+                right, own = right + 2, range(own.start - 2, own.stop - 2)
+            moved = self.v.shr(self._load(piece), right)
+            value = moved if value is None else self.v.blend(moved, value, sum(1 << place for place in own))
+            places += own
+        return value, places
+
+    def _load(self, piece: Piece) -> Any:
+        return self.v.load(self.base, self.at + 4 * self.v.lanes * piece.vector)
+
     def _field(self, piece: Piece) -> Any:
-        return self.v.field(self.v.load(self.base, self.at + 4 * self.v.lanes * piece.vector), *piece[1:])
+        return self.v.field(self._load(piece), *piece[1:])
 
 
 def words(v: Any, base: Any, at: int, bits: int, count: int) -> list[Any]:
@@ -104,7 +124,7 @@ def codes_of_group(
     if not block.values:
         return codes
     table = tuple((value + block.lift) ^ (128 if signed else 0) for value in block.values)
-    return [LookedUp(v, code, table) for code in codes]
+    return [(Permuted if v.index_bits else LookedUp)(v, code, table) for code in codes]
 
 
 def scale_of_sub(v: Any, layout: InterleavedLayout, halves: Any, j: int) -> Any:
@@ -160,6 +180,7 @@ def k_block(v: Any, layout: InterleavedLayout, totals: list[Any], weights: Any, 
     if len(totals) == 1:  # registers to spare
         scales = [partial(_identity, word()) for word in scales]
     per_group = 32 // block.sub
+    fused = v.fuses_scales and not block.lift  # where sums start at -zero*s_j, that would be multiplied apart
     sums: list[Any] = [None for _ in columns]
     in_turn = (
         v.lanes == 4
@@ -179,6 +200,10 @@ def k_block(v: Any, layout: InterleavedLayout, totals: list[Any], weights: Any, 
                 parts = [v.of_column(x, sums_at, c) for c in columns]
             else:
                 parts = [v.zero() for _ in columns]
+            if fused:
+                scale = v.short_of_byte(scales[j // 4](), j % 4)
+                inner = v.tile_dots([inner if i else parts], [chosen], x, places, block.value_bits, [scale])[0]
+                continue
             parts = _dots(v, parts, chosen, x, places, block.value_bits)
             scale = scale_code(v, scales, j, layout)
             for c in columns:

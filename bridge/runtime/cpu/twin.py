@@ -17,6 +17,8 @@ class Twin:
         self.paired = paired
         self.lanes: int = target.LANES
         self.signed_dots: bool = target.SIGNED_DOTS
+        self.index_bits: int = target.INDEX_BITS
+        self.fuses_scales: bool = target.FUSES_SCALES
 
     def read(self, address: int, dtype: Any, count: int) -> np.ndarray:
         return np.frombuffer(ctypes.string_at(address, np.dtype(dtype).itemsize * count), dtype)
@@ -43,6 +45,13 @@ class Twin:
 
     def look_up(self, word: np.ndarray, table: tuple[int, ...]) -> np.ndarray:
         return np.array(table, np.uint8)[np.ascontiguousarray(word).view(np.uint8)].view(np.int32)
+
+    def permute(self, indices: np.ndarray, table: tuple[int, ...]) -> np.ndarray:
+        return self.look_up(indices & self.splat(0x01010101 * (len(table) - 1)), table)
+
+    def blend(self, a: np.ndarray, b: np.ndarray, bits: int) -> np.ndarray:
+        mask = self.splat(0x01010101 * bits)
+        return a & mask | b & ~mask
 
     def barrier(self) -> None:
         pass
@@ -150,6 +159,9 @@ class Twin:
     def _both(self, base: int, places: Places, c: int, dtype: Any) -> np.ndarray:
         own = places.at[c & ~1 : (c & ~1) + 2] if self.paired else [places.at[c]]
         return np.tile(np.concatenate([self.read(base + at, dtype, 1) for at in own]), self.lanes // len(own))
+
+    def short_of_byte(self, word: np.ndarray, i: int) -> np.ndarray:
+        return self.doubled_short(self.byte(word, i))
 
     def column_groups(self, count: int) -> list[list[int]]:
         return column_groups(self.paired, count)
