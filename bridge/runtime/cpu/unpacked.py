@@ -20,6 +20,7 @@ second-level cache, passes over the row groups block by block; from one range of
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
+from math import gcd
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -29,6 +30,7 @@ from bridge.blocks import BlockType
 from bridge.blocks.read import READ
 from bridge.runtime.cpu import vectors
 from bridge.runtime.cpu.activations import PLAIN, UNSIGNED, record_of
+from bridge.runtime.cpu.intrinsics_avx2 import words_together
 from bridge.runtime.cpu.layout import InterleavedLayout
 from bridge.runtime.cpu.operands import LookedUp, Nibbles
 from bridge.runtime.cpu.superblock import (
@@ -95,8 +97,13 @@ class UnpackedLayout:
 
     @property
     def sums(self) -> int:
-        """Sums of int32 in a block, each of which has a start."""
+        """Sums of int32 in a block."""
         return self.block.size // (32 if self.block.is_k else self.block.sum_span)
+
+    @property
+    def step(self) -> int:
+        """What values are multiples of; they are divided by it, and d is multiplied."""
+        return gcd(*self.block.values) if self.block.value_bits < 8 and self.block.values else 1
 
     @property
     def magnitude(self) -> int:
@@ -105,11 +112,26 @@ class UnpackedLayout:
         if block.value_bits == 8:
             return 8
         numbers = block.values or (-block.zero, block.levels - 1 - block.zero)
-        return max(map(abs, numbers)) if block.lift else 0
+        return max(map(abs, numbers)) // self.step if block.lift else 0
+
+    @property
+    def started(self) -> int:
+        """Words whose products are summed in int16 from a start of their own; 0: starts are those of int32 sums."""
+        if not self.block.lift or self.block.value_bits == 8:
+            return 0
+        scaled = self.block.sum_span // 4
+        lone, started = (min(scaled, words_together(7, self.magnitude, own)) for own in (False, True))
+        return started if -(-scaled // started) < -(-scaled // lone) else 0
+
+    @property
+    def starts(self) -> int:
+        if not self.block.lift:
+            return 0
+        return self.block.size // 4 // self.started if self.started else self.sums
 
     @property
     def d_at(self) -> int:
-        return self.starts_at + (self.block.lift > 0) * self.sums * self.vector
+        return self.starts_at + self.starts * self.vector
 
     @property
     def dmin_at(self) -> int:
@@ -133,6 +155,11 @@ class UnpackedLayout:
         """Words of row group r."""
         places = [r * self.nbytes + k * self.digits * self.vector for k in words]
         return [Nibbles(v, space, at) if self.digits == 2 else partial(v.load, space, at) for at in places]
+
+    def starts_of(self, v: Any, space: Any, r: int, words: range) -> list[Callable[[], Any]]:
+        """Where the sums of words of row group r start."""
+        at = r * self.nbytes + self.starts_at
+        return [partial(v.load_shorts, space, at + k // self.started * self.vector) for k in words[:: self.started]]
 
 
 def unpacks(target: ModuleType, width: int) -> bool:
@@ -160,19 +187,24 @@ def unpack_block(v: Any, layout: InterleavedLayout, weights: Any, halves: Any, s
         v.barrier()
         total = [[v.zero()]]
         for part, at in own.parts(i):
-            values = []
+            values: list[Any] = []
             for k in part:
-                value, *digits = _signed(v, block, codes[k]) if block.lift else (codes[k](),)
+                value, *digits = _signed(v, own, codes[k]) if block.lift else (codes[k](),)
                 values.append(partial(_identity, value))
                 for digit_at, digit in enumerate(digits or [value]):
                     v.store_vector(digit, space, (k * own.digits + digit_at) * own.vector)
-            if block.lift:
+            for first in range(0, len(values), own.started) if own.started else ():
+                start = v.start_of(values[first : first + own.started])
+                v.store_vector(start, space, own.starts_at + (part[first] // own.started) * own.vector)
+            if block.lift and not own.started:
                 scales = [v.load_shorts(space, at)] if block.is_k else None
                 total = v.tile_dots(total, [values], None, [[0] * len(values)], 7, scales, 128)
-        if block.lift:
+        if block.lift and not own.started:
             v.store_vector(v.mul(total[0][0], v.splat(-128)), space, own.starts_at + i * own.vector)
     for j in range(block.subs if block.scales else 1):
-        v.store_vector(scale_of_sub(v, layout, halves, j), space, own.d_at + j * own.vector)
+        scale = scale_of_sub(v, layout, halves, j)
+        scale = scale if own.step == 1 else v.fmul(scale, v.splat_float(own.step))
+        v.store_vector(scale, space, own.d_at + j * own.vector)
     if block.has_min:
         dmin = v.load_half(halves, 2 * v.lanes)
         v.store_vector(v.fneg(dmin) if block.is_k else dmin, space, own.dmin_at)
@@ -182,8 +214,11 @@ def _identity(value: Any) -> Any:
     return value
 
 
-def _signed(v: Any, block: BlockType, word: Callable[[], Any]) -> tuple[Any, ...]:
+def _signed(v: Any, own: UnpackedLayout, word: Callable[[], Any]) -> tuple[Any, ...]:
     """A word of codes or values as int8; if they have 8 bits, their low and high digits too."""
+    block = own.block
+    if block.value_bits < 8 and isinstance(word, LookedUp):
+        return (v.look_up(word.code(), tuple(value // own.step & 255 for value in block.values)),)
     if block.value_bits < 8:
         return (v.sub_bytes(word(), v.splat(0x01010101 * block.lift)),)
     if isinstance(word, LookedUp):
@@ -211,14 +246,16 @@ def _sum(v: Any, own: UnpackedLayout, i: int, columns: range, space: Any, x: Any
     """Sum i in int32 of each row group and column, times sc where there are two levels of scales."""
     block, record, groups = own.block, record_of(own.block), range(own.groups)
     starts = [
-        v.load(space, r * own.nbytes + own.starts_at + i * own.vector) if block.lift else v.zero() for r in groups
+        v.load(space, r * own.nbytes + own.starts_at + i * own.vector) if block.lift and not own.started else v.zero()
+        for r in groups
     ]
     found = [[start for _ in columns] for start in starts]
     for part, at in own.parts(i):
         scales = [v.load_shorts(space, r * own.nbytes + at) for r in groups] if block.is_k else None
         places = [[value_at(v, record, c, 4 * k) for k in part] for c in columns]
         words = [own.words(v, space, r, part) for r in groups]
-        found = v.tile_dots(found, words, x, places, block.value_bits, scales, own.magnitude)
+        shorts = [own.starts_of(v, space, r, part) for r in groups] if own.started else None
+        found = v.tile_dots(found, words, x, places, block.value_bits, scales, own.magnitude, shorts)
     return found
 
 
