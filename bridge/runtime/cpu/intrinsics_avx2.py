@@ -45,6 +45,22 @@ def emit_start(v, words):
     return total
 
 
+def emit_large(v, parts, words, x, places, scales):
+    """Signs of x move to the codes, so that a pair of products has 14 bits with any values."""
+    parts = [list(row) for row in parts]
+    shorts = ir.VectorType(ir.IntType(16), 2 * v.lanes)
+    for k in range(len(words[0])):
+        codes = [v.builder.bitcast(row[k](), v.bytes) for row in words]
+        for c in range(len(parts[0])):
+            values = v.builder.bitcast(v.sub_bytes(v.broadcast(x, places[c][k]), v.splat(-0x7F7F7F80)), v.bytes)
+            sizes = v.call("llvm.abs.v32i8", v.bytes, values, ir.Constant(ir.IntType(1), 0))
+            for r, code in enumerate(codes):
+                pair = v.call(_MULTIPLY, shorts, sizes, v.call("llvm.x86.avx2.psign.b", v.bytes, code, values))
+                factors = scales[r] if scales else ir.Constant(shorts, [1] * (2 * v.lanes))
+                parts[r][c] = v.in_order(v.add(parts[r][c], v.call(_WIDEN, v.ints, pair, factors)))
+    return parts
+
+
 def tile(
     v, multiply, widen, parts, words, x, places, bits, scales=None, magnitude=0, starts=None
 ) -> list[list[ir.Value]]:
@@ -53,7 +69,8 @@ def tile(
     shorts = ir.VectorType(ir.IntType(16), 2 * v.lanes)
     rights = (0, 4) if bits == 8 else (0,)
     count = len(words[0])
-    together = count if x is None else words_together(bits, magnitude, starts is not None)
+    together = count if x is None else words_together(bits, magnitude)
+    together = -(-count // len(starts[0])) if starts else together
     ordered = len(parts[0]) > 1 and v.lanes == LANES  # AVX-512 has registers for all words
     pairs: dict[tuple[int, int, int], ir.Value] = {}
     for k in range(count):
@@ -97,16 +114,21 @@ def twin_dots(part, codes, quads, bits):
     return twin_digits(part, codes, quads, words_together(bits))
 
 
-def twin_digits(part, digits, quads, together):
+def twin_digits(part, digits, quads, together, starts=None):
     """part + the products of digits [lanes, 4] and values [4] of each word."""
     total = part.astype(np.int32)
     for start in range(0, len(digits), together):
-        pairs = np.zeros((len(part), 2), np.int16)
+        pairs = starts[start // together].reshape(-1, 2).copy() if starts else np.zeros((len(part), 2), np.int16)
         for digit, quad in list(zip(digits, quads, strict=True))[start : start + together]:
             products = (digit.astype(np.int32) * quad).reshape(len(part), 2, 2).sum(2)
             pairs += np.clip(products, -32768, 32767).astype(np.int16)
         total += pairs.astype(np.int32).sum(1)
     return total
+
+
+def twin_started(part, words, quads, starts):
+    """part + the products of signed codes and values less 128, from starts int16 [2 * lanes] of each group of words."""
+    return twin_digits(part, words, quads, -(-len(words) // len(starts)), starts)
 
 
 def twin_signed(part, words, quads, magnitude):

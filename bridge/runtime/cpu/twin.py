@@ -1,6 +1,7 @@
 """The instructions of emitter.py on numpy arrays: how kernels of a target are tested where it cannot run."""
 
 import ctypes
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -103,15 +104,37 @@ class Twin:
         bits: int,
         scales: list | None,
         magnitude: int = 0,
+        starts: list[list] | None = None,
     ) -> list:
-        if magnitude:
+        if starts:
+            sums = [self._started_dots(row, x, places, own) for row, own in zip(words, starts, strict=True)]
+        elif magnitude:
             sums = [self._signed_dots(row, x, places, bits, magnitude) for row in words]
         else:
             sums = [self.dots([self.zero() for _ in places], row, x, places, bits) for row in words]
+        return self._plus_scaled(parts, sums, scales)
+
+    def _plus_scaled(self, parts: list, sums: list, scales: list | None) -> list:
         if scales:
             sums = [[total * scale[::2] for total in row] for row, scale in zip(sums, scales, strict=True)]
         pairs = zip(parts, sums, strict=True)
         return [[part + total for part, total in zip(*row, strict=True)] for row in pairs]
+
+    def large_dots(self, parts: list, words: list, x: int, places: list[list[int]], scales: list | None) -> list:
+        quads = [[self.read(x + place, np.uint8, 4).astype(np.int32) - 128 for place in row] for row in places]
+        codes = [[word().view(np.int8).reshape(-1, 4).astype(np.int32) for word in row] for row in words]
+        sums = [[sum(c @ quad for c, quad in zip(own, row, strict=True)) for row in quads] for own in codes]
+        return self._plus_scaled(parts, sums, scales)
+
+    def _started_dots(self, words: list, x: int, places: list[list[int]], starts: list) -> list:
+        digits = [np.ascontiguousarray(word()).view(np.int8).reshape(-1, 4) for word in words]
+        quads = [[self.read(x + place, np.uint8, 4) for place in row] for row in places]
+        begins = [start() for start in starts]
+        return [self.target.twin_started(self.zero(), digits, row, begins) for row in quads]
+
+    def start_of(self, words: list) -> np.ndarray:
+        pairs = sum(word().view(np.int8).reshape(-1, 2).sum(1, dtype=np.int16) for word in words)
+        return pairs * np.int16(-128)
 
     def _signed_dots(self, words: list, x: int | None, places: list[list[int]], bits: int, magnitude: int) -> list:
         sums = [self.zero() for _ in places]
@@ -125,6 +148,15 @@ class Twin:
                     quads = [self.read(x + place, np.uint8, 4) for place in row]
                     sums[c] += self.target.twin_signed(self.zero(), digits, quads, magnitude) << right
         return sums
+
+    def largest(self, base: int, at: int, count: int) -> int:
+        return int(self.read(base + at, np.int32, count).max())
+
+    def exceeds(self, number: int, limit: int) -> bool:
+        return number > limit
+
+    def choose(self, condition: bool, rarely: Callable[[], list], mostly: Callable[[], list]) -> list:
+        return rarely() if condition else mostly()
 
     def doubled_short(self, value: np.ndarray) -> np.ndarray:
         return np.repeat(value.astype(np.int16), 2)

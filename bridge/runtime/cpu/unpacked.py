@@ -29,7 +29,7 @@ import numpy as np
 from bridge.blocks import BlockType
 from bridge.blocks.read import READ
 from bridge.runtime.cpu import vectors
-from bridge.runtime.cpu.activations import PLAIN, UNSIGNED, record_of
+from bridge.runtime.cpu.activations import PLAIN, SIZED, UNSIGNED, record_of
 from bridge.runtime.cpu.intrinsics_avx2 import words_together
 from bridge.runtime.cpu.layout import InterleavedLayout
 from bridge.runtime.cpu.operands import LookedUp, Nibbles
@@ -120,8 +120,15 @@ class UnpackedLayout:
         if not self.block.lift or self.block.value_bits == 8:
             return 0
         scaled = self.block.sum_span // 4
-        lone, started = (min(scaled, words_together(7, self.magnitude, own)) for own in (False, True))
+        lone = min(scaled, words_together(7, self.magnitude))
+        started = min(scaled, max(SIZED, words_together(7, self.magnitude, started=True)))
         return started if -(-scaled // started) < -(-scaled // lone) else 0
+
+    @property
+    def limit(self) -> int:
+        """What the sizes of records must not exceed, as sums of int16 would overflow; 0: they never do."""
+        overflows = self.started > words_together(7, self.magnitude, started=True) if self.started else False
+        return 32767 // self.magnitude if overflows else 0
 
     @property
     def starts(self) -> int:
@@ -237,13 +244,24 @@ def multiply_block(v: Any, block: BlockType, totals: list[Any], space: Any, x: A
     all columns of one group of rows, then of the next."""
     own = UnpackedLayout(block, v.lanes)
     width = len(totals) // own.groups
-    rows = [totals[r * width : (r + 1) * width] for r in range(own.groups)]
     multiply = _multiply_k if block.is_k else _multiply_plain
-    return [total for row in multiply(v, own, rows, space, x) for total in row]
+
+    def product(large: bool) -> list[Any]:
+        rows = [totals[r * width : (r + 1) * width] for r in range(own.groups)]
+        return [total for row in multiply(v, own, rows, space, x, large) for total in row]
+
+    if not own.limit:
+        return product(False)
+    record = record_of(block)
+    largest = v.largest(x, record.sums_at * width, (record.d_at - record.sums_at) // 4 * width)
+    return v.choose(v.exceeds(largest, own.limit), partial(product, True), partial(product, False))
 
 
-def _sum(v: Any, own: UnpackedLayout, i: int, columns: range, space: Any, x: Any) -> list[list[Any]]:
-    """Sum i in int32 of each row group and column, times sc where there are two levels of scales."""
+def _sum(v: Any, own: UnpackedLayout, i: int, columns: range, space: Any, x: Any, large: bool) -> list[list[Any]]:
+    """Sum i in int32 of each row group and column, times sc where there are two levels of scales.
+
+    `large`: sums of int16 may overflow.
+    """
     block, record, groups = own.block, record_of(own.block), range(own.groups)
     starts = [
         v.load(space, r * own.nbytes + own.starts_at + i * own.vector) if block.lift and not own.started else v.zero()
@@ -254,12 +272,17 @@ def _sum(v: Any, own: UnpackedLayout, i: int, columns: range, space: Any, x: Any
         scales = [v.load_shorts(space, r * own.nbytes + at) for r in groups] if block.is_k else None
         places = [[value_at(v, record, c, 4 * k) for k in part] for c in columns]
         words = [own.words(v, space, r, part) for r in groups]
+        if large:
+            found = v.large_dots(found, words, x, places, scales)
+            continue
         shorts = [own.starts_of(v, space, r, part) for r in groups] if own.started else None
         found = v.tile_dots(found, words, x, places, block.value_bits, scales, own.magnitude, shorts)
     return found
 
 
-def _multiply_k(v: Any, own: UnpackedLayout, totals: list[list[Any]], space: Any, x: Any) -> list[list[Any]]:
+def _multiply_k(
+    v: Any, own: UnpackedLayout, totals: list[list[Any]], space: Any, x: Any, large: bool
+) -> list[list[Any]]:
     """As superblock.k_block."""
     block = own.block
     record = record_of(block)
@@ -267,7 +290,7 @@ def _multiply_k(v: Any, own: UnpackedLayout, totals: list[list[Any]], space: Any
     sums: list[list[Any]] = [[None for _ in columns] for _ in groups]
     for group in range(own.sums):
         v.barrier()
-        inner = _sum(v, own, group, columns, space, x)
+        inner = _sum(v, own, group, columns, space, x, large)
         d_at = fields_at(record, columns, record.d_at + 4 * group)
         for c in columns:
             dx = v.of_column_float(x, d_at, c)
@@ -287,7 +310,9 @@ def _multiply_k(v: Any, own: UnpackedLayout, totals: list[list[Any]], space: Any
     return totals
 
 
-def _multiply_plain(v: Any, own: UnpackedLayout, totals: list[list[Any]], space: Any, x: Any) -> list[list[Any]]:
+def _multiply_plain(
+    v: Any, own: UnpackedLayout, totals: list[list[Any]], space: Any, x: Any, large: bool
+) -> list[list[Any]]:
     """As superblock.plain_block."""
     block = own.block
     record = record_of(block)
@@ -296,7 +321,7 @@ def _multiply_plain(v: Any, own: UnpackedLayout, totals: list[list[Any]], space:
     totals = [list(row) for row in totals]
     for j in range(own.sums):
         v.barrier()
-        parts = _sum(v, own, j, columns, space, x)
+        parts = _sum(v, own, j, columns, space, x, large)
         d_at, s_at = (fields_at(record, columns, at) for at in (record.d_at + 4 * (j * span // 32), record.sums_at))
         at = own.d_at + (j * span // block.sub * own.vector if block.scales else 0)
         for c in columns:
