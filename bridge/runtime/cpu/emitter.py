@@ -246,6 +246,7 @@ class Emitter:
         x          None: all values are 1
         scales     int16 of each group of rows that its sums are multiplied by, see `doubled_short`
         magnitude  of signed codes, at most, or of their digits where bits is 8; then values are uint8. 0: unsigned ones
+        starts     functions that emit int16 of each group of rows, where sums of as many words each start
         """
         return self.target.emit_tile(self, parts, words, x, places, bits, scales, magnitude, starts)
 
@@ -295,9 +296,9 @@ class Emitter:
                     values = function()
                     found.append((values, self.builder.block))
         chosen = []
-        for values in zip(*(values for values, _ in found), strict=True):
-            chosen.append(self.builder.phi(values[0].type))
-            for value, (_, block) in zip(values, found, strict=True):
+        for pair in zip(*(values for values, _ in found), strict=True):
+            chosen.append(self.builder.phi(pair[0].type))
+            for value, (_, block) in zip(pair, found, strict=True):
                 chosen[-1].add_incoming(value, block)
         return chosen
 

@@ -4,7 +4,7 @@ A pair reaches 2 * 128 * (2^bits - 1), so some words are added as int16 before p
 bits, 4 of 5, 2 of 6. Codes of 8 bits would saturate: their high and low nibbles are multiplied apart.
 
 Kernels that unpack blocks first (unpacked.py) turn the operands around where codes have a zero point: values of x are
-unsigned there, x + 128, and codes are signed. What 128 adds is known when a block is unpacked.
+unsigned there, x + 128, and codes are signed. What 128 adds is known when a block is unpacked, and sums start there.
 """
 
 import numpy as np
@@ -69,8 +69,7 @@ def tile(
     shorts = ir.VectorType(ir.IntType(16), 2 * v.lanes)
     rights = (0, 4) if bits == 8 else (0,)
     count = len(words[0])
-    together = count if x is None else words_together(bits, magnitude)
-    together = -(-count // len(starts[0])) if starts else together
+    together = count // len(starts[0]) if starts else count if x is None else words_together(bits, magnitude)
     ordered = len(parts[0]) > 1 and v.lanes == LANES  # AVX-512 has registers for all words
     pairs: dict[tuple[int, int, int], ir.Value] = {}
     for k in range(count):
@@ -96,7 +95,7 @@ def tile(
                 left = ir.Constant(shorts, [right if scales else 1 << right] * (2 * v.lanes))
                 factors = left if not scales else v.builder.shl(scales[r], left) if right else scales[r]
                 total = v.add(parts[r][c], v.call(widen, v.ints, pairs.pop((c, r, right)), factors))
-                parts[r][c] = v.in_order(total) if ordered else total
+                parts[r][c] = v.in_order(total) if ordered and len(words) > 1 else total
     return parts
 
 
@@ -128,7 +127,7 @@ def twin_digits(part, digits, quads, together, starts=None):
 
 def twin_started(part, words, quads, starts):
     """part + the products of signed codes and values less 128, from starts int16 [2 * lanes] of each group of words."""
-    return twin_digits(part, words, quads, -(-len(words) // len(starts)), starts)
+    return twin_digits(part, words, quads, len(words) // len(starts), starts)
 
 
 def twin_signed(part, words, quads, magnitude):

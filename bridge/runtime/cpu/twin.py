@@ -106,7 +106,7 @@ class Twin:
         magnitude: int = 0,
         starts: list[list] | None = None,
     ) -> list:
-        if starts:
+        if starts and x is not None:
             sums = [self._started_dots(row, x, places, own) for row, own in zip(words, starts, strict=True)]
         elif magnitude:
             sums = [self._signed_dots(row, x, places, bits, magnitude) for row in words]
