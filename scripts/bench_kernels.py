@@ -3,9 +3,8 @@
     python scripts/bench_kernels.py                                   the K-quants and IQ4_XS
     BRIDGE_CPU=avx2 NUMBA_CPU_NAME=znver3 NUMBA_CPU_FEATURES=+avx2,+fma,+f16c,+bmi2 python scripts/bench_kernels.py Q4_K
 
-Instructions are those of the kernel's longest straight run (but for the one of large values of x, see unpacked.py),
-which is a block of all rows of one row group (of two, if the kernel unpacks them first) times as many values of each
-column, for 1000 products of a weight and a value.
+Instructions are those of the kernel's longest straight run, which is a block of all rows of one row group (of two, if
+the kernel unpacks them first) times as many values of each column, for 1000 products of a weight and a value.
 Prefetches count, unpacking does not. Speeds are those of the fastest of many calls, so that other load on the machine
 hardly matters. One column is measured with prefetches, as from memory.
 Everything is compiled anew, in some seconds a kernel.
@@ -23,10 +22,10 @@ from benchlib import head, line, machine, parser
 ROWS, COLUMNS, TURNS = 256, 2048, 8  # of the matrix; the kernel's columns are taken so many times
 
 
-def instructions(assembly: str, rank: int) -> int:
-    """Of the longest run without a label, or one that has `rank` longer ones."""
+def instructions(assembly: str) -> int:
+    """Of the longest run without a label."""
     runs = re.split(r"^\S+:", assembly, flags=re.M)
-    return sorted(len(re.findall(r"^\t(?![.#j])\S", run, flags=re.M)) for run in runs)[-1 - rank]
+    return max(len(re.findall(r"^\t(?![.#j])\S", run, flags=re.M)) for run in runs)
 
 
 def measure(type: str, width: int, rounds: int) -> tuple[float, float]:
@@ -35,7 +34,6 @@ def measure(type: str, width: int, rounds: int) -> tuple[float, float]:
     from bridge.runtime.bench import random_tensor
     from bridge.runtime.cpu import activations, interleaved, unpacked
     from bridge.runtime.cpu.prepared import Prepared
-    from bridge.runtime.cpu.unpacked_layout import UnpackedLayout
     from bridge.system import targets
 
     block = READ[type]
@@ -51,13 +49,11 @@ def measure(type: str, width: int, rounds: int) -> tuple[float, float]:
         start = time.perf_counter_ns()
         call(engine.address, records.ctypes.data, y.ctypes.data, *sizes)
         times.append(time.perf_counter_ns() - start)
+    count = instructions(kernel._library.get_asm_str())
     module = targets.module(engine.target)
-    rows, rank = engine.lanes, 0
+    rows = engine.lanes
     if unpacked.unpacks(module, width):
-        layout = UnpackedLayout(block, engine.lanes)
-        rows *= layout.groups
-        rank = int(layout.limit > 0)
-    count = instructions(kernel._library.get_asm_str(), rank)
+        rows *= unpacked.UnpackedLayout(block, engine.lanes).groups
     return 1000 * count / (rows * block.size * width), y.size * COLUMNS / min(times)
 
 

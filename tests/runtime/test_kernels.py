@@ -204,8 +204,7 @@ def test_a_field_of_several_tokens_lies_together(name, form):
     block = READ[name]
     record = activations.record_of(block)
     x = np.random.default_rng(6).standard_normal((4, 2 * block.size)).astype(np.float32)
-    own = form if form == activations.UNSIGNED else activations.PLAIN
-    alone = activations.records(x, block, form=own).reshape(4, 2, record.nbytes)
+    alone = activations.records(x, block).reshape(4, 2, record.nbytes)
     together = activations.records(x, block, 4, form=form).reshape(2, 4 * record.nbytes)
     units = dict.fromkeys(range(record.sums_at, record.d_at), 8 if block.is_k and block.has_min else 4)
     units |= dict.fromkeys(range(record.d_at, record.nbytes), 4)
@@ -224,16 +223,6 @@ def test_unsigned_records_have_values_that_are_higher_by_128():
         for form in (activations.PLAIN, activations.UNSIGNED)
     )
     np.testing.assert_array_equal(unsigned, plain.view(np.int8).astype(np.int16) + 128)
-
-
-def test_unsigned_records_have_the_largest_sizes_of_16_values():
-    block = READ["IQ2_XXS"]  # sums of 32
-    record = activations.record_of(block)
-    x = np.random.default_rng(6).standard_normal((1, block.size)).astype(np.float32)
-    plain, unsigned = (activations.records(x, block, form=form) for form in (activations.PLAIN, activations.UNSIGNED))
-    magnitudes = np.abs(plain[: block.size].view(np.int8).astype(np.int32)).reshape(8, 2, 4, 2, 2)
-    sizes = magnitudes.sum((2, 4)).max((1, 2))  # of the first and the last two of four values
-    np.testing.assert_array_equal(unsigned[record.sums_at : record.d_at].view(np.int32), sizes)
 
 
 @pytest.mark.parametrize("tile", [1, 1 << 20])
@@ -264,14 +253,12 @@ def test_unpacked_blocks_give_the_same_sums_as_the_repacked_form(name, tile, mon
 
 @pytest.mark.skipif("avx2" not in HERE, reason="needs AVX2")
 @pytest.mark.parametrize(
-    "name", ["Q6_K", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("IQ2_S", "IQ2_XXS", "IQ3_S"))]
+    "name", ["IQ2_XS", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("IQ2_XXS", "IQ3_XXS", "IQ3_S"))]
 )
 def test_sums_of_the_largest_values_do_not_overflow(name):
     """Values of one magnitude, with the signs of a row's weights."""
     block = READ[name]
     tensor, _ = random_matrix(block, 16, 512)
-    if name == "Q6_K":  # codes of -32, so that eight products reach 32768
-        tensor.raw.reshape(-1, block.nbytes)[:, :192] = 0
     x = np.sign(tensor.dequantize()[:4])
     engine = Prepared(tensor, "avx2")
     one = np.concatenate([run(engine, row[None], 16) for row in x])

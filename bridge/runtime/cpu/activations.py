@@ -19,9 +19,7 @@ The float record holds x itself, then the float32 sums over sub-blocks.
 Records of `columns` tokens are one for each block, [tokens/columns, blocks, columns * record]: q of one token after
 another, then the other fields, 4 bytes of each token in turn, or 8 of int8 sums, so that a vector brings a field of
 several tokens. Paired ones, for targets that multiply two columns at once, have q of two tokens together: 8 bytes of
-the first's, 8 of the second's, and so on. Unsigned ones have q + 128, for kernels whose codes are signed, and in place
-of s_j the largest of the sums of |q| that each half of a word has in any 16 values of the sub-block: kernels add such
-products in int16.
+the first's, 8 of the second's, and so on. Unsigned ones have q + 128, for kernels whose codes are signed.
 """
 
 from functools import cache
@@ -43,7 +41,6 @@ mins = paired = False
 round32: Any = None
 space: Any = None
 
-SIZED = 4  # words whose sizes unsigned records have
 PLAIN, PAIRED, UNSIGNED = "", "paired", "unsigned"  # forms of integer records
 _GROUP = 32  # columns that share a d
 _TINY = 0x03800000  # bits of 2^-120: 128 / it is still finite
@@ -132,10 +129,6 @@ def _round32(
         b.store(octets, b.inttoptr(q, byte_vector.as_pointer()), align=4)
     b.store(step, b.inttoptr(d_at, _F32.as_pointer()))
     for j in range(_GROUP // sub):
-        if form == UNSIGNED and factor is not None:
-            place = b.inttoptr(b.add(sums_at, b.mul(apart, ir.Constant(_I64, j))), _I32.as_pointer())
-            b.store(_size(v, codes, range(sub * j, sub * (j + 1))), place)
-            continue
         lanes = ir.Constant(ir.VectorType(_I32, sub), [ir.Constant(_I32, sub * j + i) for i in range(sub)])
         part = b.shuffle_vector(codes, ir.Constant(integers, ir.Undefined), lanes)
         total = v.call(f"llvm.vector.reduce.add.v{sub}i32", _I32, part)
@@ -144,21 +137,6 @@ def _round32(
             b.store(b.fmul(b.sitofp(total, _F32), step), b.inttoptr(place, _F32.as_pointer()))
         else:
             b.store(b.mul(total, ir.Constant(_I32, factor)), b.inttoptr(place, _I32.as_pointer()))
-
-
-def _size(v: Any, codes: Any, columns: range) -> Any:
-    """The largest sum of magnitudes of 16 values in one half of words, see the head of this module."""
-    b, kind = v.builder, ir.VectorType(_I32, 2 * SIZED)
-    magnitudes = v.call("llvm.abs.v32i32", codes.type, codes, ir.Constant(ir.IntType(1), 0))
-    largest = None
-    for first in range(columns.start, columns.stop, 4 * SIZED):
-        for half in (0, 2):
-            lanes = [ir.Constant(_I32, first + half + 4 * (i // 2) + i % 2) for i in range(2 * SIZED)]
-            part = b.shuffle_vector(magnitudes, ir.Constant(codes.type, ir.Undefined), ir.Constant(kind, lanes))
-            total = v.call(f"llvm.vector.reduce.add.v{2 * SIZED}i32", _I32, part)
-            larger = largest is not None and v.call("llvm.smax.i32", _I32, largest, total)
-            largest = larger or total
-    return largest
 
 
 def round32_twin(x: np.ndarray, sub: int) -> tuple[np.ndarray, np.float32, np.ndarray]:

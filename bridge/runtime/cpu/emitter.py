@@ -3,7 +3,6 @@
 What differs between targets is the dot product: see the intrinsics_*.py modules.
 """
 
-from collections.abc import Callable
 from types import ModuleType
 
 from llvmlite import ir
@@ -250,12 +249,6 @@ class Emitter:
         """
         return self.target.emit_tile(self, parts, words, x, places, bits, scales, magnitude, starts)
 
-    def large_dots(
-        self, parts: list[list], words: list[list], x: ir.Value, places: list[list[int]], scales: list | None
-    ) -> list[list]:
-        """As `tile_dots` with signed codes below 8 bits and no starts, of any values."""
-        return self.target.emit_large(self, parts, words, x, places, scales)
-
     # int16, two a lane
 
     def start_of(self, words: list) -> ir.Value:
@@ -275,32 +268,6 @@ class Emitter:
     @property
     def _shorts(self) -> ir.VectorType:
         return ir.VectorType(_I16, 2 * self.lanes)
-
-    # branches
-
-    def largest(self, base: ir.Value, at: int, count: int) -> ir.Value:
-        """The largest of `count` int32 at base + at."""
-        kind = ir.VectorType(_I32, count)
-        numbers = self.builder.load(self.pointer(base, at, kind), align=4)
-        return self.call(f"llvm.vector.reduce.smax.v{count}i32", _I32, numbers)
-
-    def exceeds(self, number: ir.Value, limit: int) -> ir.Value:
-        return self.builder.icmp_signed(">", number, ir.Constant(_I32, limit))
-
-    def choose(self, condition: ir.Value, rarely: Callable[[], list], mostly: Callable[[], list]) -> list:
-        """What one of two functions returns; only its code runs."""
-        found = []
-        with self.builder.if_else(condition, likely=False) as branches:
-            for branch, function in zip(branches, (rarely, mostly), strict=True):
-                with branch:
-                    values = function()
-                    found.append((values, self.builder.block))
-        chosen = []
-        for pair in zip(*(values for values, _ in found), strict=True):
-            chosen.append(self.builder.phi(pair[0].type))
-            for value, (_, block) in zip(pair, found, strict=True):
-                chosen[-1].add_incoming(value, block)
-        return chosen
 
     # float32 lanes
 

@@ -45,22 +45,6 @@ def emit_start(v, words):
     return total
 
 
-def emit_large(v, parts, words, x, places, scales):
-    """Signs of x move to the codes, so that a pair of products has 14 bits with any values."""
-    parts = [list(row) for row in parts]
-    shorts = ir.VectorType(ir.IntType(16), 2 * v.lanes)
-    for k in range(len(words[0])):
-        codes = [v.builder.bitcast(row[k](), v.bytes) for row in words]
-        for c in range(len(parts[0])):
-            values = v.builder.bitcast(v.sub_bytes(v.broadcast(x, places[c][k]), v.splat(-0x7F7F7F80)), v.bytes)
-            sizes = v.call("llvm.abs.v32i8", v.bytes, values, ir.Constant(ir.IntType(1), 0))
-            for r, code in enumerate(codes):
-                pair = v.call(_MULTIPLY, shorts, sizes, v.call("llvm.x86.avx2.psign.b", v.bytes, code, values))
-                factors = scales[r] if scales else ir.Constant(shorts, [1] * (2 * v.lanes))
-                parts[r][c] = v.in_order(v.add(parts[r][c], v.call(_WIDEN, v.ints, pair, factors)))
-    return parts
-
-
 def tile(
     v, multiply, widen, parts, words, x, places, bits, scales=None, magnitude=0, starts=None
 ) -> list[list[ir.Value]]:

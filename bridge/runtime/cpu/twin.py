@@ -1,7 +1,6 @@
 """The instructions of emitter.py on numpy arrays: how kernels of a target are tested where it cannot run."""
 
 import ctypes
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -112,19 +111,10 @@ class Twin:
             sums = [self._signed_dots(row, x, places, bits, magnitude) for row in words]
         else:
             sums = [self.dots([self.zero() for _ in places], row, x, places, bits) for row in words]
-        return self._plus_scaled(parts, sums, scales)
-
-    def _plus_scaled(self, parts: list, sums: list, scales: list | None) -> list:
         if scales:
             sums = [[total * scale[::2] for total in row] for row, scale in zip(sums, scales, strict=True)]
         pairs = zip(parts, sums, strict=True)
         return [[part + total for part, total in zip(*row, strict=True)] for row in pairs]
-
-    def large_dots(self, parts: list, words: list, x: int, places: list[list[int]], scales: list | None) -> list:
-        quads = [[self.read(x + place, np.uint8, 4).astype(np.int32) - 128 for place in row] for row in places]
-        codes = [[word().view(np.int8).reshape(-1, 4).astype(np.int32) for word in row] for row in words]
-        sums = [[sum(c @ quad for c, quad in zip(own, row, strict=True)) for row in quads] for own in codes]
-        return self._plus_scaled(parts, sums, scales)
 
     def _started_dots(self, words: list, x: int, places: list[list[int]], starts: list) -> list:
         digits = [np.ascontiguousarray(word()).view(np.int8).reshape(-1, 4) for word in words]
@@ -148,15 +138,6 @@ class Twin:
                     quads = [self.read(x + place, np.uint8, 4) for place in row]
                     sums[c] += self.target.twin_signed(self.zero(), digits, quads, magnitude) << right
         return sums
-
-    def largest(self, base: int, at: int, count: int) -> int:
-        return int(self.read(base + at, np.int32, count).max())
-
-    def exceeds(self, number: int, limit: int) -> bool:
-        return number > limit
-
-    def choose(self, condition: bool, rarely: Callable[[], list], mostly: Callable[[], list]) -> list:
-        return rarely() if condition else mostly()
 
     def doubled_short(self, value: np.ndarray) -> np.ndarray:
         return np.repeat(value.astype(np.int16), 2)

@@ -4,8 +4,7 @@ Shifts, masks and tables are then paid once for all tokens, and the 16 registers
 columns takes: a broadcast of x serves two groups of rows. On a Zen 4 two loads a cycle are the limit otherwise, and
 those of an unpacked block and of x meet in the banks of the first-level cache.
 
-The form of an unpacked block is in unpacked_layout.py. Where four words of products may overflow int16, which they do
-with large values of x alone, the records tell (activations.py), and a slower body multiplies those four columns.
+The form of an unpacked block is in unpacked_layout.py.
 
 The kernel is a C function as those of interleaved.py. A tile of tokens and blocks, whose records stay in the
 second-level cache, passes over the row groups block by block; from one range of blocks to the next, sums are in y.
@@ -129,24 +128,13 @@ def multiply_block(v: Any, block: BlockType, totals: list[Any], space: Any, x: A
     all columns of one group of rows, then of the next."""
     own = UnpackedLayout(block, v.lanes)
     width = len(totals) // own.groups
+    rows = [totals[r * width : (r + 1) * width] for r in range(own.groups)]
     multiply = _multiply_k if block.is_k else _multiply_plain
-
-    def product(large: bool) -> list[Any]:
-        rows = [totals[r * width : (r + 1) * width] for r in range(own.groups)]
-        return [total for row in multiply(v, own, rows, space, x, large) for total in row]
-
-    if not own.limit:
-        return product(False)
-    record = record_of(block)
-    largest = v.largest(x, record.sums_at * width, (record.d_at - record.sums_at) // 4 * width)
-    return v.choose(v.exceeds(largest, own.limit), partial(product, True), partial(product, False))
+    return [total for row in multiply(v, own, rows, space, x) for total in row]
 
 
-def _sum(v: Any, own: UnpackedLayout, i: int, columns: range, space: Any, x: Any, large: bool) -> list[list[Any]]:
-    """Sum i in int32 of each row group and column, times sc where there are two levels of scales.
-
-    `large`: sums of int16 may overflow.
-    """
+def _sum(v: Any, own: UnpackedLayout, i: int, columns: range, space: Any, x: Any) -> list[list[Any]]:
+    """Sum i in int32 of each row group and column, times sc where there are two levels of scales."""
     block, record, groups = own.block, record_of(own.block), range(own.groups)
     starts = [
         v.load(space, r * own.nbytes + own.starts_at + i * own.vector) if block.lift and not own.started else v.zero()
@@ -157,17 +145,12 @@ def _sum(v: Any, own: UnpackedLayout, i: int, columns: range, space: Any, x: Any
         scales = [v.load_shorts(space, r * own.nbytes + at) for r in groups] if block.is_k else None
         places = [[value_at(v, record, c, 4 * k) for k in part] for c in columns]
         words = [own.words(v, space, r, part) for r in groups]
-        if large:
-            found = v.large_dots(found, words, x, places, scales)
-            continue
         shorts = [own.starts_of(v, space, r, part) for r in groups] if own.started else None
         found = v.tile_dots(found, words, x, places, block.value_bits, scales, own.magnitude, shorts)
     return found
 
 
-def _multiply_k(
-    v: Any, own: UnpackedLayout, totals: list[list[Any]], space: Any, x: Any, large: bool
-) -> list[list[Any]]:
+def _multiply_k(v: Any, own: UnpackedLayout, totals: list[list[Any]], space: Any, x: Any) -> list[list[Any]]:
     """As superblock.k_block."""
     block = own.block
     record = record_of(block)
@@ -175,7 +158,7 @@ def _multiply_k(
     sums: list[list[Any]] = [[None for _ in columns] for _ in groups]
     for group in range(own.sums):
         v.barrier()
-        inner = _sum(v, own, group, columns, space, x, large)
+        inner = _sum(v, own, group, columns, space, x)
         d_at = fields_at(record, columns, record.d_at + 4 * group)
         for c in columns:
             dx = v.of_column_float(x, d_at, c)
@@ -195,9 +178,7 @@ def _multiply_k(
     return totals
 
 
-def _multiply_plain(
-    v: Any, own: UnpackedLayout, totals: list[list[Any]], space: Any, x: Any, large: bool
-) -> list[list[Any]]:
+def _multiply_plain(v: Any, own: UnpackedLayout, totals: list[list[Any]], space: Any, x: Any) -> list[list[Any]]:
     """As superblock.plain_block."""
     block = own.block
     record = record_of(block)
@@ -206,7 +187,7 @@ def _multiply_plain(
     totals = [list(row) for row in totals]
     for j in range(own.sums):
         v.barrier()
-        parts = _sum(v, own, j, columns, space, x, large)
+        parts = _sum(v, own, j, columns, space, x)
         d_at, s_at = (fields_at(record, columns, at) for at in (record.d_at + 4 * (j * span // 32), record.sums_at))
         at = own.d_at + (j * span // block.sub * own.vector if block.scales else 0)
         for c in columns:

@@ -21,7 +21,6 @@ from math import gcd
 from typing import Any
 
 from bridge.blocks import BlockType
-from bridge.runtime.cpu.activations import SIZED
 from bridge.runtime.cpu.intrinsics_avx2 import words_together
 from bridge.runtime.cpu.operands import Nibbles
 
@@ -88,15 +87,9 @@ class UnpackedLayout:
             return 0
         scaled = self.block.sum_span // 4
         lone = min(scaled, words_together(7, self.magnitude))
-        most = min(scaled, max(SIZED, words_together(7, self.magnitude, started=True)))
+        most = min(scaled, words_together(7, self.magnitude, started=True))
         started = 1 << (most.bit_length() - 1)
         return started if scaled // started < -(-scaled // lone) else 0
-
-    @property
-    def limit(self) -> int:
-        """The largest size in a record (activations.py) with which sums of int16 cannot overflow; 0: they never do."""
-        safe = not self.started or self.started <= words_together(7, self.magnitude, started=True)
-        return 0 if safe else 32767 // self.magnitude
 
     @property
     def starts(self) -> int:
