@@ -226,7 +226,7 @@ def test_unsigned_records_have_values_that_are_higher_by_128():
 
 
 @pytest.mark.parametrize("tile", [1, 1 << 20])
-@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "IQ4_XS", "Q4_1", "NVFP4", "Q8_0", "IQ2_XS"])
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "IQ4_XS", "Q4_1", "NVFP4", "Q8_0", "IQ2_XS", "IQ3_XXS", "MXFP4"])
 def test_unpacked_blocks_give_the_same_sums_as_the_repacked_form(name, tile, monkeypatch):
     """An odd number of row groups, two turns of columns, two blocks: each turn's sums are kept from block to block, in
     y if there is one block in a tile."""
@@ -249,6 +249,20 @@ def test_unpacked_blocks_give_the_same_sums_as_the_repacked_form(name, tile, mon
         sums.append(y)
     for other in sums[1:]:
         np.testing.assert_array_equal(other, sums[0])
+
+
+@pytest.mark.skipif("avx2" not in HERE, reason="needs AVX2")
+@pytest.mark.parametrize(
+    "name", ["IQ2_XS", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("IQ2_XXS", "IQ3_XXS", "IQ3_S"))]
+)
+def test_sums_of_the_largest_values_do_not_overflow(name):
+    """Values of one magnitude, with the signs of a row's weights."""
+    block = READ[name]
+    tensor, _ = random_matrix(block, 16, 512)
+    x = np.sign(tensor.dequantize()[:4])
+    engine = Prepared(tensor, "avx2")
+    one = np.concatenate([run(engine, row[None], 16) for row in x])
+    np.testing.assert_array_equal(run(engine, x, 16), one)
 
 
 @pytest.mark.parametrize(

@@ -260,16 +260,22 @@ class Emitter:
         bits: int,
         scales: list | None,
         magnitude: int = 0,
+        starts: list[list] | None = None,
     ) -> list[list]:
         """As `dots`, parts[r][c] and words[r][k] of several groups of rows, which the same values are multiplied by.
 
         x          None: all values are 1
         scales     int16 of each group of rows that its sums are multiplied by, see `doubled_short`
         magnitude  of signed codes, at most, or of their digits where bits is 8; then values are uint8. 0: unsigned ones
+        starts     functions that emit int16 of each group of rows, where sums of as many words each start
         """
-        return self.target.emit_tile(self, parts, words, x, places, bits, scales, magnitude)
+        return self.target.emit_tile(self, parts, words, x, places, bits, scales, magnitude, starts)
 
     # int16, two a lane
+
+    def start_of(self, words: list) -> ir.Value:
+        """-128 times the sums of the signed bytes of words, two sums a lane."""
+        return self.target.emit_start(self, words)
 
     def doubled_short(self, value: ir.Value) -> ir.Value:
         """The lower half of each int32 in both halves."""

@@ -4,7 +4,7 @@ A pair reaches 2 * 128 * (2^bits - 1), so some words are added as int16 before p
 bits, 4 of 5, 2 of 6. Codes of 8 bits would saturate: their high and low nibbles are multiplied apart.
 
 Kernels that unpack blocks first (unpacked.py) turn the operands around where codes have a zero point: values of x are
-unsigned there, x + 128, and codes are signed. What 128 adds is known when a block is unpacked.
+unsigned there, x + 128, and codes are signed. What 128 adds is known when a block is unpacked, and sums start there.
 """
 
 import numpy as np
@@ -34,45 +34,61 @@ def emit_dots(v, parts, words, x, places, bits):
     return tile(v, _MULTIPLY, _WIDEN, [parts], [words], x, places, bits)[0]
 
 
-def emit_tile(v, parts, words, x, places, bits, scales, magnitude):
-    return tile(v, _MULTIPLY, _WIDEN, parts, words, x, places, bits, scales, magnitude)
+def emit_tile(v, parts, words, x, places, bits, scales, magnitude, starts):
+    return tile(v, _MULTIPLY, _WIDEN, parts, words, x, places, bits, scales, magnitude, starts)
 
 
-def tile(v, multiply, widen, parts, words, x, places, bits, scales=None, magnitude=0) -> list[list[ir.Value]]:
+def emit_start(v, words):
+    shorts = ir.VectorType(ir.IntType(16), 2 * v.lanes)
+    total = ir.Constant(shorts, [0] * (2 * v.lanes))
+    for word in words:
+        halves = v.builder.bitcast(v.splat(-0x7F7F7F80), v.bytes)  # 128 in each byte
+        total = v.builder.sub(total, v.call(_MULTIPLY, shorts, halves, v.builder.bitcast(word(), v.bytes)))
+    return total
+
+
+def tile(
+    v, multiply, widen, parts, words, x, places, bits, scales=None, magnitude=0, starts=None
+) -> list[list[ir.Value]]:
     """`Emitter.tile_dots` by the two instructions of a vector width, on whatever lanes v has."""
     parts = [list(row) for row in parts]
     shorts = ir.VectorType(ir.IntType(16), 2 * v.lanes)
     rights = (0, 4) if bits == 8 else (0,)
     count = len(words[0])
-    together = count if x is None else _together(bits, magnitude)
+    together = count // len(starts[0]) if starts else count if x is None else words_together(bits, magnitude)
     ordered = len(parts[0]) > 1 and v.lanes == LANES  # AVX-512 has registers for all words
-    for start in range(0, count, together):
-        pairs: dict[tuple[int, int, int], ir.Value] = {}
-        for k in range(start, min(start + together, count)):
-            digits = {
-                (r, right): nibble(v, row[k], right) if bits == 8 else row[k]()
-                for r, row in enumerate(words)
-                for right in rights
-            }
-            for c in range(len(parts[0])):
-                spread = v.splat(0x01010101) if x is None else v.broadcast(x, places[c][k])
-                values = v.builder.bitcast(spread, v.bytes)
-                for (r, right), digit in digits.items():
-                    operands = v.builder.bitcast(digit, v.bytes), values
-                    pair = v.call(multiply, shorts, *(reversed(operands) if magnitude else operands))
-                    pair = v.builder.add(pairs[c, r, right], pair) if (c, r, right) in pairs else pair
-                    pairs[c, r, right] = v.in_order(pair) if ordered else pair
-        for (c, r, right), pair in pairs.items():
-            left = ir.Constant(shorts, [right if scales else 1 << right] * (2 * v.lanes))
-            factors = left if not scales else v.builder.shl(scales[r], left) if right else scales[r]
-            parts[r][c] = v.add(parts[r][c], v.call(widen, v.ints, pair, factors))
+    pairs: dict[tuple[int, int, int], ir.Value] = {}
+    for k in range(count):
+        digits = {
+            (r, right): nibble(v, row[k], right) if bits == 8 else row[k]()
+            for r, row in enumerate(words)
+            for right in rights
+        }
+        if starts and k % together == 0:
+            begin = [row[k // together]() for row in starts]
+            pairs = {(c, r, 0): begin[r] for c in range(len(parts[0])) for r in range(len(words))}
+        last = k + 1 == count or (k + 1) % together == 0
+        for c in range(len(parts[0])):
+            spread = v.splat(0x01010101) if x is None else v.broadcast(x, places[c][k])
+            values = v.builder.bitcast(spread, v.bytes)
+            for (r, right), digit in digits.items():
+                operands = v.builder.bitcast(digit, v.bytes), values
+                pair = v.call(multiply, shorts, *(reversed(operands) if magnitude else operands))
+                pair = v.builder.add(pairs[c, r, right], pair) if (c, r, right) in pairs else pair
+                pairs[c, r, right] = v.in_order(pair) if ordered else pair
+                if not last:
+                    continue
+                left = ir.Constant(shorts, [right if scales else 1 << right] * (2 * v.lanes))
+                factors = left if not scales else v.builder.shl(scales[r], left) if right else scales[r]
+                total = v.add(parts[r][c], v.call(widen, v.ints, pairs.pop((c, r, right)), factors))
+                parts[r][c] = v.in_order(total) if ordered and len(words) > 1 else total
     return parts
 
 
-def _together(bits, magnitude=0):
-    """Words whose pairs of products can be added in int16."""
+def words_together(bits, magnitude=0, started=False):
+    """Words whose pairs of products can be added in int16; `started`: from -128 times their codes."""
     if magnitude:
-        return 32767 // (2 * 255 * magnitude)
+        return 32767 // (2 * (128 if started else 255) * magnitude)
     return 32768 // (2 * 128 * ((1 << (4 if bits == 8 else bits)) - 1))
 
 
@@ -80,14 +96,14 @@ def twin_dots(part, codes, quads, bits):
     if bits == 8:
         high = twin_dots(part * 0, [code >> 4 for code in codes], quads, 4)
         return twin_dots(part, [code & 15 for code in codes], quads, 4) + (high << 4)
-    return twin_digits(part, codes, quads, _together(bits))
+    return twin_digits(part, codes, quads, words_together(bits))
 
 
-def twin_digits(part, digits, quads, together):
+def twin_digits(part, digits, quads, together, starts=None):
     """part + the products of digits [lanes, 4] and values [4] of each word."""
     total = part.astype(np.int32)
     for start in range(0, len(digits), together):
-        pairs = np.zeros((len(part), 2), np.int16)
+        pairs = starts[start // together].reshape(-1, 2).copy() if starts else np.zeros((len(part), 2), np.int16)
         for digit, quad in list(zip(digits, quads, strict=True))[start : start + together]:
             products = (digit.astype(np.int32) * quad).reshape(len(part), 2, 2).sum(2)
             pairs += np.clip(products, -32768, 32767).astype(np.int16)
@@ -95,6 +111,11 @@ def twin_digits(part, digits, quads, together):
     return total
 
 
+def twin_started(part, words, quads, starts):
+    """part + the products of signed codes and values less 128, from starts int16 [2 * lanes] of each group of words."""
+    return twin_digits(part, words, quads, len(words) // len(starts), starts)
+
+
 def twin_signed(part, words, quads, magnitude):
     """part + the products of signed digits, those of each word and unsigned values."""
-    return twin_digits(part, words, quads, _together(8, magnitude))
+    return twin_digits(part, words, quads, words_together(8, magnitude))

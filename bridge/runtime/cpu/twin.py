@@ -112,8 +112,11 @@ class Twin:
         bits: int,
         scales: list | None,
         magnitude: int = 0,
+        starts: list[list] | None = None,
     ) -> list:
-        if magnitude:
+        if starts and x is not None:
+            sums = [self._started_dots(row, x, places, own) for row, own in zip(words, starts, strict=True)]
+        elif magnitude:
             sums = [self._signed_dots(row, x, places, bits, magnitude) for row in words]
         else:
             sums = [self.dots([self.zero() for _ in places], row, x, places, bits) for row in words]
@@ -121,6 +124,16 @@ class Twin:
             sums = [[total * scale[::2] for total in row] for row, scale in zip(sums, scales, strict=True)]
         pairs = zip(parts, sums, strict=True)
         return [[part + total for part, total in zip(*row, strict=True)] for row in pairs]
+
+    def _started_dots(self, words: list, x: int, places: list[list[int]], starts: list) -> list:
+        digits = [np.ascontiguousarray(word()).view(np.int8).reshape(-1, 4) for word in words]
+        quads = [[self.read(x + place, np.uint8, 4) for place in row] for row in places]
+        begins = [start() for start in starts]
+        return [self.target.twin_started(self.zero(), digits, row, begins) for row in quads]
+
+    def start_of(self, words: list) -> np.ndarray:
+        pairs = sum(word().view(np.int8).reshape(-1, 2).sum(1, dtype=np.int16) for word in words)
+        return pairs * np.int16(-128)
 
     def _signed_dots(self, words: list, x: int | None, places: list[list[int]], bits: int, magnitude: int) -> list:
         sums = [self.zero() for _ in places]

@@ -4,21 +4,13 @@ Shifts, masks and tables are then paid once for all tokens, and the 16 registers
 columns takes: a broadcast of x serves two groups of rows. On a Zen 4 two loads a cycle are the limit otherwise, and
 those of an unpacked block and of x meet in the banks of the first-level cache.
 
-    unpacked block   vectors, one lane a row:
-        codes        uint8 [size/4] words, or their values if the type has a table, less the zero point as int8; of 8
-                     bits, a vector of low digits and one of high ones, v = 16 high + low, both -8..8, since AVX2 has
-                     no product of int8 that does not saturate
-        K-quants     sc twice as int16 [subs], words of mn [subs/4]
-        starts       int32 [size/32], of types with one level of scales [size/sum_span], where there is a zero point:
-                     where sums start, -128 times the sums of the codes (times sc), as values of x are x + 128
-        then         d float32, or the scales [subs] of a type of scale bytes; -dmin of K-quants, dmin
+The form of an unpacked block is in unpacked_layout.py.
 
 The kernel is a C function as those of interleaved.py. A tile of tokens and blocks, whose records stay in the
 second-level cache, passes over the row groups block by block; from one range of blocks to the next, sums are in y.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, partial
 from types import FunctionType, ModuleType
 from typing import Any
@@ -30,7 +22,7 @@ from bridge.blocks.read import READ
 from bridge.runtime.cpu import vectors
 from bridge.runtime.cpu.activations import PLAIN, UNSIGNED, record_of
 from bridge.runtime.cpu.layout import InterleavedLayout
-from bridge.runtime.cpu.operands import LookedUp, Nibbles
+from bridge.runtime.cpu.operands import LookedUp
 from bridge.runtime.cpu.superblock import (
     codes_of_group,
     fields_at,
@@ -41,6 +33,7 @@ from bridge.runtime.cpu.superblock import (
     value_at,
 )
 from bridge.runtime.cpu.twin import Twin
+from bridge.runtime.cpu.unpacked_layout import UnpackedLayout
 from bridge.system import targets
 from bridge.system.memory import c_function, stack
 
@@ -58,81 +51,6 @@ columns = lanes = record = block_bytes = halves_bytes = unpacked_bytes = groups 
 
 _TILE = 5 << 16  # bytes of records: 8 blocks of a K-quant for 128 tokens
 _TURNS = 32  # groups of `columns` tokens in a tile at most
-
-
-@dataclass(frozen=True)
-class UnpackedLayout:
-    """Where the parts of an unpacked block are, in bytes, see the head of this module."""
-
-    block: BlockType
-    lanes: int
-
-    @property
-    def groups(self) -> int:
-        """Row groups that are multiplied by the same broadcasts: a tile has at most eight sums in int16."""
-        return 1 if self.block.value_bits == 8 else 2
-
-    @property
-    def vector(self) -> int:
-        return 4 * self.lanes
-
-    @property
-    def digits(self) -> int:
-        """Vectors of a word."""
-        return 2 if self.block.value_bits == 8 else 1
-
-    @property
-    def scales_at(self) -> int:
-        return self.block.size // 4 * self.digits * self.vector
-
-    @property
-    def mins_at(self) -> int:
-        return self.scales_at + self.block.is_k * self.block.subs * self.vector
-
-    @property
-    def starts_at(self) -> int:
-        return self.mins_at + (self.block.is_k and self.block.has_min) * self.block.subs // 4 * self.vector
-
-    @property
-    def sums(self) -> int:
-        """Sums of int32 in a block, each of which has a start."""
-        return self.block.size // (32 if self.block.is_k else self.block.sum_span)
-
-    @property
-    def magnitude(self) -> int:
-        """Of signed codes, at most, or of their digits; 0: codes are unsigned."""
-        block = self.block
-        if block.value_bits == 8:
-            return 8
-        numbers = block.values or (-block.zero, block.levels - 1 - block.zero)
-        return max(map(abs, numbers)) if block.lift else 0
-
-    @property
-    def d_at(self) -> int:
-        return self.starts_at + (self.block.lift > 0) * self.sums * self.vector
-
-    @property
-    def dmin_at(self) -> int:
-        return self.d_at + (self.block.subs if self.block.scales else 1) * self.vector
-
-    @property
-    def nbytes(self) -> int:
-        return self.dmin_at + self.vector
-
-    def parts(self, i: int) -> list[tuple[range, int]]:
-        """The words of sum i that have one scale, and where that is as int16."""
-        block = self.block
-        if not block.is_k:
-            words = block.sum_span // 4
-            return [(range(i * words, (i + 1) * words), -1)]
-        words = block.sub // 4
-        subs = range(8 * i // words, 8 * (i + 1) // words)
-        return [(range(j * words, (j + 1) * words), self.scales_at + j * self.vector) for j in subs]
-
-    def words(self, v: Any, space: Any, r: int, words: range) -> list[Callable[[], Any]]:
-        """Words of row group r."""
-        places = [r * self.nbytes + k * self.digits * self.vector for k in words]
-        return [Nibbles(v, space, at) if self.digits == 2 else partial(v.load, space, at) for at in places]
 
 
 def unpacks(target: ModuleType, width: int) -> bool:
@@ -160,19 +78,24 @@ def unpack_block(v: Any, layout: InterleavedLayout, weights: Any, halves: Any, s
         v.barrier()
         total = [[v.zero()]]
         for part, at in own.parts(i):
-            values = []
+            values: list[Any] = []
             for k in part:
-                value, *digits = _signed(v, block, codes[k]) if block.lift else (codes[k](),)
+                value, *digits = _signed(v, own, codes[k]) if block.lift else (codes[k](),)
                 values.append(partial(_identity, value))
                 for digit_at, digit in enumerate(digits or [value]):
                     v.store_vector(digit, space, (k * own.digits + digit_at) * own.vector)
-            if block.lift:
+            for first in range(0, len(values), own.started) if own.started else ():
+                start = v.start_of(values[first : first + own.started])
+                v.store_vector(start, space, own.starts_at + (part[first] // own.started) * own.vector)
+            if block.lift and not own.started:
                 scales = [v.load_shorts(space, at)] if block.is_k else None
                 total = v.tile_dots(total, [values], None, [[0] * len(values)], 7, scales, 128)
-        if block.lift:
+        if block.lift and not own.started:
             v.store_vector(v.mul(total[0][0], v.splat(-128)), space, own.starts_at + i * own.vector)
     for j in range(block.subs if block.scales else 1):
-        v.store_vector(scale_of_sub(v, layout, halves, j), space, own.d_at + j * own.vector)
+        scale = scale_of_sub(v, layout, halves, j)
+        scale = scale if own.step == 1 else v.fmul(scale, v.splat_float(own.step))
+        v.store_vector(scale, space, own.d_at + j * own.vector)
     if block.has_min:
         dmin = v.load_half(halves, 2 * v.lanes)
         v.store_vector(v.fneg(dmin) if block.is_k else dmin, space, own.dmin_at)
@@ -182,8 +105,11 @@ def _identity(value: Any) -> Any:
     return value
 
 
-def _signed(v: Any, block: BlockType, word: Callable[[], Any]) -> tuple[Any, ...]:
+def _signed(v: Any, own: UnpackedLayout, word: Callable[[], Any]) -> tuple[Any, ...]:
     """A word of codes or values as int8; if they have 8 bits, their low and high digits too."""
+    block = own.block
+    if block.value_bits < 8 and isinstance(word, LookedUp):
+        return (v.look_up(word.code(), tuple(value // own.step & 255 for value in block.values)),)
     if block.value_bits < 8:
         return (v.sub_bytes(word(), v.splat(0x01010101 * block.lift)),)
     if isinstance(word, LookedUp):
@@ -211,14 +137,16 @@ def _sum(v: Any, own: UnpackedLayout, i: int, columns: range, space: Any, x: Any
     """Sum i in int32 of each row group and column, times sc where there are two levels of scales."""
     block, record, groups = own.block, record_of(own.block), range(own.groups)
     starts = [
-        v.load(space, r * own.nbytes + own.starts_at + i * own.vector) if block.lift else v.zero() for r in groups
+        v.load(space, r * own.nbytes + own.starts_at + i * own.vector) if block.lift and not own.started else v.zero()
+        for r in groups
     ]
     found = [[start for _ in columns] for start in starts]
     for part, at in own.parts(i):
         scales = [v.load_shorts(space, r * own.nbytes + at) for r in groups] if block.is_k else None
         places = [[value_at(v, record, c, 4 * k) for k in part] for c in columns]
         words = [own.words(v, space, r, part) for r in groups]
-        found = v.tile_dots(found, words, x, places, block.value_bits, scales, own.magnitude)
+        shorts = [own.starts_of(v, space, r, part) for r in groups] if own.started else None
+        found = v.tile_dots(found, words, x, places, block.value_bits, scales, own.magnitude, shorts)
     return found
 
 
