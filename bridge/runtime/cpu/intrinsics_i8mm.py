@@ -17,10 +17,11 @@ FEATURES = (*neon.FEATURES, "i8mm")
 BYTE_SHIFTS = True
 PAIRED = True
 SIGNED_DOTS = True
+ROW_BITS = 0
 UNPACKS = False
 
 __all__ = [
-    "BYTE_SHIFTS", "FEATURES", "LANES", "NAME", "PAIRED", "SIGNED_DOTS", "UNPACKS", "WIDTHS",
+    "BYTE_SHIFTS", "FEATURES", "LANES", "NAME", "PAIRED", "ROW_BITS", "SIGNED_DOTS", "UNPACKS", "WIDTHS",
     "emit_dots", "emit_look_up", "twin_dots",
 ]  # fmt: skip
 
