@@ -117,17 +117,17 @@ def test_a_product_is_the_same_with_weights_from_the_cache(block):
     ids=str,
 )
 def test_the_file_s_rows_have_the_products_of_repacked_ones_to_the_last_bit(block, target):
-    """Random codes and x, then the largest codes of all times -128, where sums of int16 are largest."""
+    """Random codes and x, then the largest and smallest codes of all times -128, where sums of int16 are largest."""
     tensor, _ = random_matrix(block, 35, 512)
-    largest = np.full((35, tensor.raw.size // 35), 255, np.uint8)
-    for blocks in np.split(largest, 512 // block.size, 1):
+    ends = [np.full((35, tensor.raw.size // 35), byte, np.uint8) for byte in (0, 255)]
+    for blocks in (part for end in ends for part in np.split(end, 512 // block.size, 1)):
         if block.scales:
             blocks[:, : block.subs] = 100
         else:
             put_d(block, blocks, np.full(35, 0.5, np.float16))
         put_dmin(block, blocks, np.zeros(35, np.float16))
     x = np.random.default_rng(14).standard_normal((1, 512)).astype(np.float32)
-    for raw, values in ((tensor.raw, x), (largest, np.ones_like(x)), (largest, -np.ones_like(x))):
+    for raw, values in ((tensor.raw, x), *((end, sign * np.ones_like(x)) for end in ends for sign in (1, -1))):
         matrix = QuantTensor("w", block.name, (35, 512), raw.reshape(-1))
         y = run(Tiled(matrix, target), values, 35)
         np.testing.assert_array_equal(y, run(Prepared(matrix, target), values, 35))

@@ -97,6 +97,11 @@ class FileBlock:
         self._loaded = self._fetched = 0
         self._sums: dict[int, ir.Value] = {}
 
+    @property
+    def signed(self) -> bool:
+        block = self._layout.block
+        return block.value_bits == 8 and bool(block.values) and hasattr(self._v.target, "emit_signed_row_dots")
+
     def scale_words(self) -> list[Callable[[], ir.Value]]:
         made = [assembled(self._columns, word) for word in _scale_words(self._layout.block.name, self._layout.lanes)]
         return [partial(_identity, value) for value in made]
@@ -153,11 +158,16 @@ class FileBlock:
             made = partial(code, self._sixteens[piece], i)
             if not block.values:
                 return made
-            return LookedUp(v, made, tuple(value + block.lift for value in block.values))
+            return LookedUp(
+                v, made, tuple(value & 255 if self.signed else value + block.lift for value in block.values)
+            )
 
         rows = [[[word(piece, i) for piece in self._pieces(j)] for i in range(4)] for j in sums]
         places = [[_STEP * piece for piece in self._pieces(j)] for j in sums]
-        found = v.target.emit_row_dots(v, rows, x, places, block.value_bits)
+        if self.signed:
+            found = v.target.emit_signed_row_dots(v, rows, x, places)
+        else:
+            found = v.target.emit_row_dots(v, rows, x, places, block.value_bits)
         self._sums.update(zip(sums, found, strict=True))
 
 

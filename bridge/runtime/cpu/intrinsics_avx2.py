@@ -115,6 +115,25 @@ def row_dots(v, multiply, widen, rows, x, places, bits) -> list[ir.Value]:
     return sums
 
 
+def emit_signed_row_dots(v, rows, x, places):
+    """As `row_dots`, of words of -127..127: the values' magnitudes, up to 128, times codes with the values' signs."""
+    shorts = ir.VectorType(ir.IntType(16), 2 * v.lanes)
+    one = ir.Constant(shorts, [1] * (2 * v.lanes))
+    values = [[v.builder.bitcast(v.broadcast_sixteen(x, at), v.bytes) for at in row] for row in places]
+    sizes = [
+        [v.call("llvm.abs.v32i8", v.bytes, value, ir.Constant(ir.IntType(1), 0)) for value in row] for row in values
+    ]
+    four: list[list[ir.Value]] = [[] for _ in rows]
+    for i in range(4):
+        for s, words in enumerate(rows):
+            parts = []
+            for word, value, size in zip(words[i], values[s], sizes[s], strict=True):
+                code = v.call("llvm.x86.avx2.psign.b", v.bytes, v.builder.bitcast(word(), v.bytes), value)
+                parts.append(v.call(_WIDEN, v.ints, v.call(_MULTIPLY, shorts, size, code), one))
+            four[s].append(v.in_order(_total(v, parts)))
+    return [v.interleaved_sum(v.interleaved_sum(a, b, 1), v.interleaved_sum(c, d, 1), 2) for a, b, c, d in four]
+
+
 def _total(v, parts):
     total = parts[0]
     for part in parts[1:]:

@@ -159,6 +159,11 @@ class Repacked:
     layout: InterleavedLayout
     weights: Any
 
+    @property
+    def signed(self) -> bool:
+        """Whether `dots` are of codes less the zero point, which is taken off otherwise."""
+        return _signed(self.v, self.layout.block)
+
     def scale_words(self) -> list[Callable[[], Any]]:
         return scale_words(self.v, self.layout, self.weights)
 
@@ -167,7 +172,7 @@ class Repacked:
         v, layout, block = self.v, self.layout, self.layout.block
         span = block.sum_span
         first = span * j % 32 // 4
-        codes = codes_of_group(v, layout, self.weights, span * j // 32, _signed(v, block))
+        codes = codes_of_group(v, layout, self.weights, span * j // 32, self.signed)
         order = _paired(layout.code_bits, span // 4)
         places = [[value_at(v, record_of(block), c, span * j + 4 * k) for k in order] for c in range(len(parts))]
         return _dots(v, parts, [codes[first + k] for k in order], x, places, block.value_bits)
@@ -198,7 +203,7 @@ def k_block(
         inner: list[Any] = [None for _ in columns]
         for i in range(per_group):
             j = group * per_group + i
-            if block.lift and not _signed(v, block):
+            if block.lift and not source.signed:
                 sums_at = fields_at(record, columns, record.sums_at + 4 * j)
                 parts = [v.of_column(x, sums_at, c) for c in columns]
             else:
@@ -254,7 +259,7 @@ def plain_block(
     totals = list(totals)
     for j in range(block.size // block.sum_span):
         group = j * block.sum_span // 32
-        if block.lift and not _signed(v, block):
+        if block.lift and not source.signed:
             sums_at = fields_at(record, columns, record.sums_at + 4 * j)
             parts = [v.of_column(x, sums_at, c) for c in columns]
         else:
