@@ -319,6 +319,24 @@ def test_every_target_compiles_to_its_instruction(block, target, triple, feature
     assert "\tbl\t" not in assembly
 
 
+def test_the_file_s_rows_have_a_kernel_for_avxvnni():
+    """No CPU of the tests has it: its kernel is AVX2's, but for the sums of mins."""
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    code = ir.Module()
+    code.triple = "x86_64-linux-gnu"
+    function = ir.Function(code, ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 7), "block")
+    emitter = Emitter(ir.IRBuilder(function.append_basic_block()), targets.module("avxvnni"), level=2)
+    total = filerows.add_block(emitter, BLOCKS["Q4_K"], emitter.zero_float(), *function.args[:6])
+    emitter.store_all([total], function.args[6], ir.IntType(64)(0))
+    emitter.builder.ret_void()
+    processor = llvm.Target.from_triple(code.triple).create_target_machine(features="+avx2,+fma,+f16c,+avxvnni")
+    assembly = processor.emit_assembly(llvm.parse_assembly(str(code)))
+    assert assembly.count("vpmaddubsw") == 64
+    assert "vpdpbusd" in assembly
+    assert "\tcall" not in assembly
+
+
 @pytest.mark.parametrize("lanes", [4, 8, 16])
 @pytest.mark.parametrize("block", READ.values(), ids=str)
 def test_the_repacked_form_has_the_bytes_of_the_file(block, lanes):

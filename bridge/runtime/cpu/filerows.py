@@ -175,6 +175,18 @@ def _identity(value: ir.Value) -> ir.Value:
     return value
 
 
+def add_block(v: Emitter, block: BlockType, total: ir.Value, *addresses: ir.Value) -> ir.Value:
+    """total + one block of some rows times as many values of x, for the addresses that `accumulator` names."""
+    source, row_bytes, halves, x, bad, ahead = addresses
+    builder, layout = v.builder, InterleavedLayout(block, v.lanes)
+    columns = block_columns(builder, source, row_bytes, v.lanes, block.nbytes)
+    flags = builder.inttoptr(bad, ir.IntType(64).as_pointer())
+    builder.store(builder.or_(builder.load(flags), store_halves(columns, block, 0, halves)), flags)
+    multiply = k_block if block.is_k else plain_block
+    (total,) = multiply(v, layout, [total], None, halves, x, FileBlock(v, layout, columns, ahead))
+    return total
+
+
 def accumulator(name: str, target: ModuleType) -> Any:
     """accumulate(totals, source, row_bytes, halves, x, bad, ahead): totals + one block of some rows.
 
@@ -183,24 +195,14 @@ def accumulator(name: str, target: ModuleType) -> Any:
     bad     the int64 there gets bit r where one of row r is not finite
     ahead   from there on, as many lines as the rows' blocks have are prefetched
     """
-    block = READ[name]
-    layout = InterleavedLayout(block, target.LANES)
     kind = Totals(1, target.LANES)
-    multiply = k_block if block.is_k else plain_block
-    word = ir.IntType(64)
 
     @intrinsic
     def accumulate(typingctx, totals, source, row_bytes, halves, x, bad, ahead):
         def emit(context, builder, signature, arguments):
-            packed, source, row_bytes, halves, x, bad, ahead = arguments
+            packed, *addresses = arguments
             v = Emitter(builder, target, level=2)
-            columns = block_columns(builder, source, row_bytes, target.LANES, block.nbytes)
-            rows = FileBlock(v, layout, columns, ahead)
-            flags = builder.inttoptr(bad, word.as_pointer())
-            found = store_halves(columns, block, 0, halves)
-            builder.store(builder.or_(builder.load(flags), found), flags)
-            total = builder.extract_value(packed, 0)
-            (total,) = multiply(v, layout, [total], None, halves, x, rows)
+            total = add_block(v, READ[name], builder.extract_value(packed, 0), *addresses)
             return builder.insert_value(packed, total, 0)
 
         return kind(kind, *[types.int64] * 6), emit

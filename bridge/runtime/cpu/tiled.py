@@ -1,8 +1,9 @@
 """A tensor that is not prepared: its blocks are repacked as they are needed, into the core's cache.
 
-With one vector, a block is multiplied right after it is repacked, so that memory is read all the time; repacking takes
-about twice as long as the product itself. With many, a tile of row groups is repacked before all of them pass over it,
-and repacking hardly counts. No memory is taken but a tile a thread.
+With one vector, a block is multiplied as it is where filerows.py has a kernel for that; else right after it is
+repacked, so that memory is read all the time, and repacking takes as long as the product itself. With many, a tile of
+row groups is repacked before all of them pass over it, and repacking hardly counts. No memory is taken but a tile a
+thread.
 """
 
 from functools import cache
