@@ -1,7 +1,7 @@
 """A tensor of a GGUF: bytes in the mapped file, and what can be done with them without unpacking it all.
 
-Before `prepare()` a product repacks the file's own blocks on the way, tile by tile; after it, there is a repacked
-copy of the same size for this machine's fastest kernel. Nothing else is copied.
+Before `prepare()` a product reads the file's own blocks, or repacks them on the way, tile by tile; after it, there is a
+repacked copy of the same size for this machine's fastest kernel. Nothing else is copied.
 """
 
 from __future__ import annotations

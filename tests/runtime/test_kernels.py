@@ -18,11 +18,12 @@ from bridge.blocks import BLOCKS, TYPES, BlockType
 from bridge.blocks.read import READ
 from bridge.errors import BridgeError
 from bridge.runtime import QuantTensor
-from bridge.runtime.bench import put_d
-from bridge.runtime.cpu import activations, interleaved, layout, repack, superblock, unpacked
+from bridge.runtime.bench import put_d, put_dmin
+from bridge.runtime.cpu import activations, filerows, interleaved, layout, repack, superblock, unpacked
 from bridge.runtime.cpu.emitter import Emitter
 from bridge.runtime.cpu.portable import RowMajor
 from bridge.runtime.cpu.prepared import Prepared
+from bridge.runtime.cpu.tiled import Tiled
 from bridge.system import pool, row_threads, targets
 from bridge.system.row_threads import over_rows
 from scripts.peers import ggml_matvec
@@ -103,6 +104,33 @@ def test_a_product_is_the_same_with_weights_from_the_cache(block):
     first = tensor.matvec(x)
     np.testing.assert_array_equal(tensor.matvec(x), first)
     assert {near for _, _, near in tensor._engine._plans} == {False, True}
+
+
+@pytest.mark.parametrize("target", HERE)
+@pytest.mark.parametrize(
+    "block",
+    [
+        pytest.param(block, marks=[] if name in ("Q4_K", "Q6_K", "IQ4_XS", "MXFP4") else [pytest.mark.exhaustive])
+        for name, block in READ.items()
+        if filerows.sixteens(name)
+    ],
+    ids=str,
+)
+def test_the_file_s_rows_have_the_products_of_repacked_ones_to_the_last_bit(block, target):
+    """Random codes and x, then the largest and smallest codes of all times -128, where sums of int16 are largest."""
+    tensor, _ = random_matrix(block, 35, 512)
+    ends = [np.full((35, tensor.raw.size // 35), byte, np.uint8) for byte in (0, 255)]
+    for blocks in (part for end in ends for part in np.split(end, 512 // block.size, 1)):
+        if block.scales:
+            blocks[:, : block.subs] = 100
+        else:
+            put_d(block, blocks, np.full(35, 0.5, np.float16))
+        put_dmin(block, blocks, np.zeros(35, np.float16))
+    x = np.random.default_rng(14).standard_normal((1, 512)).astype(np.float32)
+    for raw, values in ((tensor.raw, x), *((end, sign * np.ones_like(x)) for end in ends for sign in (1, -1))):
+        matrix = QuantTensor("w", block.name, (35, 512), raw.reshape(-1))
+        y = run(Tiled(matrix, target), values, 35)
+        np.testing.assert_array_equal(y, run(Prepared(matrix, target), values, 35))
 
 
 def repacked_into(memory, raw, block, form):
@@ -309,6 +337,24 @@ def test_every_target_compiles_to_its_instruction(block, target, triple, feature
     assert "prefetch" in assembly or "prfm" in assembly
     assert "\tcall" not in assembly  # of a library, for what the target lacks
     assert "\tbl\t" not in assembly
+
+
+def test_the_file_s_rows_have_a_kernel_for_avxvnni():
+    """No CPU of the tests has it: its kernel is AVX2's, but for the sums of mins."""
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    code = ir.Module()
+    code.triple = "x86_64-linux-gnu"
+    function = ir.Function(code, ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 7), "block")
+    emitter = Emitter(ir.IRBuilder(function.append_basic_block()), targets.module("avxvnni"), level=2)
+    total = filerows.add_block(emitter, BLOCKS["Q4_K"], emitter.zero_float(), *function.args[:6])
+    emitter.store_all([total], function.args[6], ir.IntType(64)(0))
+    emitter.builder.ret_void()
+    processor = llvm.Target.from_triple(code.triple).create_target_machine(features="+avx2,+fma,+f16c,+avxvnni")
+    assembly = processor.emit_assembly(llvm.parse_assembly(str(code)))
+    assert assembly.count("vpmaddubsw") == 64
+    assert "vpdpbusd" in assembly
+    assert "\tcall" not in assembly
 
 
 @pytest.mark.parametrize("lanes", [4, 8, 16])

@@ -8,5 +8,7 @@ superblock.py     the arithmetic of one block of the repacked form, written once
 emitter.py        vector instructions by llvmlite, twin.py the same in numpy; intrinsics_*.py: what a target adds
 vectors.py        numba's intrinsics made of them
 interleaved.py    the kernels made of these three
+columns.py        which bits of the file's blocks those of a vector are, and how they get there
+filerows.py       kernels of one vector and the file's own rows
 unpacked.py       kernels of AVX2 for several tokens, which unpack a block before all of them pass over it
 """

@@ -70,6 +70,28 @@ class Emitter:
     def broadcast(self, base: ir.Value, at: int) -> ir.Value:
         return self._spread(self.builder.load(self.pointer(base, at, _I32), align=4), self.ints)
 
+    def broadcast_sixteen(self, base: ir.Value, at: int) -> ir.Value:
+        """16 bytes again and again."""
+        quad = ir.VectorType(_I32, 4)
+        loaded = self.builder.load(self.pointer(base, at, quad), align=4)
+        return self._shuffled(loaded, ir.Constant(quad, ir.Undefined), (0, 1, 2, 3) * (self.lanes // 4))
+
+    def interleaved_sum(self, a: ir.Value, b: ir.Value, words: int) -> ir.Value:
+        """In every 16 bytes, one half of a and of b, in turn `words` of 4 bytes of each, plus the other half."""
+        kind = a.type
+        a, b = (self.builder.bitcast(value, self.ints) for value in (a, b))
+        parts = []
+        for half in (0, 2):
+            order = [
+                source + at + half + run + i
+                for at in range(0, self.lanes, 4)
+                for run in range(0, 2, words)
+                for source in (0, self.lanes)
+                for i in range(words)
+            ]
+            parts.append(self.builder.bitcast(self._shuffled(a, b, tuple(order)), kind))
+        return self.builder.add(*parts)
+
     def broadcast_float(self, base: ir.Value, at: int) -> ir.Value:
         return self._spread(self.builder.load(self.pointer(base, at, _F32), align=4), self.floats)
 

@@ -19,6 +19,7 @@ FEATURES = ("avx2", "f16c", "fma")
 BYTE_SHIFTS = False
 PAIRED = False
 SIGNED_DOTS = False
+ROW_BITS = 8  # of codes that `emit_row_dots` is faster for than repacking on the way
 UNPACKS = True  # whether kernels of several columns unpack blocks first, see unpacked.py
 FUSES_SCALES = True  # whether the instruction that widens sums of int16 multiplies them too
 INDEX_BITS = 0  # of a look-up that takes no notice of a byte's other bits; 0: there is none
@@ -83,6 +84,79 @@ def tile(
                 total = v.add(parts[r][c], v.call(widen, v.ints, pairs.pop((c, r, right)), factors))
                 parts[r][c] = v.in_order(total) if ordered and len(words) > 1 else total
     return parts
+
+
+def emit_row_dots(v, rows, x, places, bits):
+    return row_dots(v, _MULTIPLY, _WIDEN, rows, x, places, bits)
+
+
+def row_dots(v, multiply, widen, rows, x, places, bits) -> list[ir.Value]:
+    """Sums s: in each lane the codes of a row times values, see filerows.py.
+
+    rows    [s][i][k]: word k of the rows i, i + 4 and so on, 16 codes each; a function that emits it
+    places  [s][k]: where the 16 values are that it is multiplied with, from x on
+    """
+    shorts = ir.VectorType(ir.IntType(16), 2 * v.lanes)
+    rights = (0, 4) if bits == 8 else (0,)
+    most = words_together(bits)
+    values = [[v.builder.bitcast(v.broadcast_sixteen(x, at), v.bytes) for at in row] for row in places]
+
+    def pairs(words, quads, right):
+        total = None
+        for word, quad in zip(words, quads, strict=True):
+            digit = nibble(v, word, right) if bits == 8 else word()
+            pair = v.call(multiply, shorts, v.builder.bitcast(digit, v.bytes), quad)
+            total = pair if total is None else v.builder.add(total, pair)
+        return v.in_order(total)
+
+    def widened(pair, right):
+        return v.call(widen, v.ints, pair, ir.Constant(shorts, [1 << right] * (2 * v.lanes)))
+
+    def one(s, i):
+        return [pairs(rows[s][i], values[s], right) for right in rights]
+
+    count = len(places[0])  # pairs that are added so far
+    halves: list[list[list[ir.Value]]] = [[] for _ in rows]
+    for i in (0, 2):
+        found = [[one(s, k) for s in range(len(rows))] for k in (i, i + 1)]
+        for s in range(len(rows)):
+            a, b = found[0][s], found[1][s]
+            halves[s].append([v.interleaved_sum(p, q, 1) for p, q in zip(a, b, strict=True)])
+    sums = []
+    for low, high in halves:
+        if 4 * count <= most:
+            parts = [widened(v.interleaved_sum(p, q, 2), right) for p, q, right in zip(low, high, rights, strict=True)]
+        else:
+            wide = [[widened(p, right) for p, right in zip(half, rights, strict=True)] for half in (low, high)]
+            parts = [v.interleaved_sum(*(_total(v, half) for half in wide), 2)]
+        sums.append(_total(v, parts))
+    return sums
+
+
+def emit_signed_row_dots(v, rows, x, places):
+    """As `row_dots`, of words of -127..127: the values' magnitudes, up to 128, times codes with the values' signs."""
+    shorts = ir.VectorType(ir.IntType(16), 2 * v.lanes)
+    one = ir.Constant(shorts, [1] * (2 * v.lanes))
+    values = [[v.builder.bitcast(v.broadcast_sixteen(x, at), v.bytes) for at in row] for row in places]
+    sizes = [
+        [v.call("llvm.abs.v32i8", v.bytes, value, ir.Constant(ir.IntType(1), 0)) for value in row] for row in values
+    ]
+    four: list[list[ir.Value]] = [[] for _ in rows]
+    for i in range(4):
+        for s, words in enumerate(rows):
+            parts = []
+            for word, value, size in zip(words[i], values[s], sizes[s], strict=True):
+                code = v.call("llvm.x86.avx2.psign.b", v.bytes, v.builder.bitcast(word(), v.bytes), value)
+                parts.append(v.call(_WIDEN, v.ints, v.call(_MULTIPLY, shorts, size, code), one))
+            four[s].append(v.in_order(_total(v, parts)))
+    return [v.interleaved_sum(v.interleaved_sum(a, b, 1), v.interleaved_sum(c, d, 1), 2) for a, b, c, d in four]
+
+
+def _total(v, parts):
+    total = parts[0]
+    for part in parts[1:]:
+        total = v.add(total, part)
+    return total
 
 
 def words_together(bits, magnitude=0, started=False):

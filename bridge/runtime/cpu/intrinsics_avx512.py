@@ -3,6 +3,8 @@
 import numpy as np
 from llvmlite import ir
 
+from bridge.runtime.cpu.intrinsics_avx2 import row_dots
+
 NAME = "avx512"
 LANES = 16
 WIDTHS = (1, 4, 8)  # columns of x at once, as the registers allow
@@ -11,6 +13,7 @@ BYTE_SHIFTS = False
 PAIRED = False
 SIGNED_DOTS = False  # 8-bit codes are multiplied unsigned; the record's sums take the zero point off
 UNPACKS = False
+ROW_BITS = 7  # of codes that `emit_row_dots` is faster for than repacking on the way
 FUSES_SCALES = False
 INDEX_BITS = 0
 
@@ -33,6 +36,11 @@ def vpdpbusd(v, instruction, parts, words, x, places) -> list[ir.Value]:
         for c in range(len(parts)):
             parts[c] = v.call(instruction, v.ints, parts[c], code, v.broadcast(x, places[c][k]))
     return parts
+
+
+def emit_row_dots(v, rows, x, places, bits):
+    """Without VNNI: sums of int16 are interleaved in fewer instructions."""
+    return row_dots(v, "llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512", rows, x, places, bits)
 
 
 def twin_dots(part, codes, quads, bits):

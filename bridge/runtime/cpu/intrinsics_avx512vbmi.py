@@ -6,7 +6,7 @@ down where they lie in those six bits: the table holds an entry for every value 
 
 from llvmlite import ir
 
-from bridge.runtime.cpu.intrinsics_avx512 import emit_dots, emit_look_up, twin_dots
+from bridge.runtime.cpu.intrinsics_avx512 import emit_dots, emit_look_up, emit_row_dots, twin_dots
 
 NAME = "avx512vbmi"
 LANES = 16
@@ -16,12 +16,13 @@ BYTE_SHIFTS = False
 PAIRED = False
 SIGNED_DOTS = False
 UNPACKS = False
+ROW_BITS = 7
 FUSES_SCALES = False
 INDEX_BITS = 6
 
 __all__ = [
-    "BYTE_SHIFTS", "FEATURES", "FUSES_SCALES", "INDEX_BITS", "LANES", "NAME", "PAIRED", "SIGNED_DOTS", "UNPACKS",
-    "WIDTHS", "emit_blend", "emit_dots", "emit_look_up", "emit_permute", "twin_dots",
+    "BYTE_SHIFTS", "FEATURES", "FUSES_SCALES", "INDEX_BITS", "LANES", "NAME", "PAIRED", "ROW_BITS", "SIGNED_DOTS",
+    "UNPACKS", "WIDTHS", "emit_blend", "emit_dots", "emit_look_up", "emit_permute", "emit_row_dots", "twin_dots",
 ]  # fmt: skip
 
 _A_WHERE_C_ELSE_B = 0xE4  # vpternlogd's truth table

@@ -1,6 +1,6 @@
 """AVX2 with AVX-VNNI (Alder Lake and later, Zen 5): vpdpbusd on 8 lanes."""
 
-from bridge.runtime.cpu.intrinsics_avx2 import emit_look_up
+from bridge.runtime.cpu.intrinsics_avx2 import emit_look_up, emit_row_dots
 from bridge.runtime.cpu.intrinsics_avx512 import twin_dots, vpdpbusd
 
 NAME = "avxvnni"
@@ -10,13 +10,14 @@ FEATURES = ("avx2", "avxvnni", "f16c", "fma")
 BYTE_SHIFTS = False
 PAIRED = False
 SIGNED_DOTS = False
+ROW_BITS = 7
 UNPACKS = False
 FUSES_SCALES = False
 INDEX_BITS = 0
 
 __all__ = [
-    "BYTE_SHIFTS", "FEATURES", "FUSES_SCALES", "INDEX_BITS", "LANES", "NAME", "PAIRED", "SIGNED_DOTS", "UNPACKS",
-    "WIDTHS", "emit_dots", "emit_look_up", "twin_dots",
+    "BYTE_SHIFTS", "FEATURES", "FUSES_SCALES", "INDEX_BITS", "LANES", "NAME", "PAIRED", "ROW_BITS", "SIGNED_DOTS",
+    "UNPACKS", "WIDTHS", "emit_dots", "emit_look_up", "emit_row_dots", "twin_dots",
 ]  # fmt: skip
 
 _INSTRUCTION = "llvm.x86.avx512.vpdpbusd.256"

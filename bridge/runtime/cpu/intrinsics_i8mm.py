@@ -17,13 +17,14 @@ FEATURES = (*neon.FEATURES, "i8mm")
 BYTE_SHIFTS = True
 PAIRED = True
 SIGNED_DOTS = True
+ROW_BITS = 0
 UNPACKS = False
 FUSES_SCALES = False
 INDEX_BITS = 0
 
 __all__ = [
-    "BYTE_SHIFTS", "FEATURES", "FUSES_SCALES", "INDEX_BITS", "LANES", "NAME", "PAIRED", "SIGNED_DOTS", "UNPACKS",
-    "WIDTHS", "emit_dots", "emit_look_up", "twin_dots",
+    "BYTE_SHIFTS", "FEATURES", "FUSES_SCALES", "INDEX_BITS", "LANES", "NAME", "PAIRED", "ROW_BITS", "SIGNED_DOTS",
+    "UNPACKS", "WIDTHS", "emit_dots", "emit_look_up", "twin_dots",
 ]  # fmt: skip
 
 _I8 = ir.VectorType(ir.IntType(8), 4 * LANES)

@@ -14,6 +14,7 @@ FEATURES = ("neon", "dotprod")
 BYTE_SHIFTS = True
 PAIRED = False
 SIGNED_DOTS = True
+ROW_BITS = 0
 UNPACKS = False
 FUSES_SCALES = False
 INDEX_BITS = 0

@@ -1,14 +1,12 @@
 """The file's blocks -> the repacked form (layout.py), a row group's rows side by side in vector registers.
 
-Repacking only moves bits: each bit of a repacked word is one bit of the file's block, or its complement. Which
-one is found by calling `InterleavedLayout.words` on a few well-chosen blocks, so that no type is described twice.
-Bits that move the same way are moved together: a word is an or of a few words of the file, shifted and masked.
+Repacking only moves bits: each bit of a repacked word is one bit of the file's block, or its complement, see
+columns.py.
 The types whose codes are numbered are repacked by recode.py.
 """
 
-from collections.abc import Iterable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -16,14 +14,14 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from bridge.blocks.read import READ
+from bridge.runtime.cpu.columns import Word, assembled, block_columns, store_halves, words_of
 from bridge.runtime.cpu.layout import InterleavedLayout
 from bridge.runtime.cpu.recode import recoder
 from bridge.system.jit import inner
 from bridge.system.memory import array_at, c_function
 from bridge.system.pool import write
 
-_I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-_WORD = 32  # bits
+_I8, _I32, _I64 = (ir.IntType(bits) for bits in (8, 32, 64))
 _LINE = 64  # bytes of a cache line
 
 # set per type and lanes by `c_function`
@@ -32,125 +30,10 @@ fetch: Any = None
 lanes = nbytes = halves_bytes = block_bytes = 0
 
 
-class Move(NamedTuple):
-    """Bits of a word: the file's four bytes from `offset` on, shifted left (right, where negative), then masked."""
-
-    offset: int
-    shift: int
-    mask: int
-
-
-class Word(NamedTuple):
-    """A repacked word: the or of moves, some bits of it flipped."""
-
-    moves: tuple[Move, ...]
-    flipped: int
-
-
 @cache
 def words(name: str, lanes: int) -> tuple[Word, ...]:
     """Where the words of a repacked block come from."""
-    block = READ[name]
-    layout = InterleavedLayout(block, lanes)
-
-    def repacked(bits: np.ndarray) -> np.ndarray:
-        found = layout.words(np.packbits(bits, bitorder="little"))
-        return np.unpackbits(found.view(np.uint8), bitorder="little")
-
-    numbers = np.arange(8 * block.nbytes)
-    flipped = repacked(numbers < 0)
-    depends = repacked(numbers >= 0) ^ flipped
-    source = np.zeros(flipped.size, np.int64)
-    for digit in range(int(numbers[-1]).bit_length()):
-        source |= (repacked(numbers >> digit & 1 == 1) ^ flipped).astype(np.int64) << digit
-    constants = np.packbits(flipped, bitorder="little").view(np.uint32)
-    return tuple(
-        Word(_moves(source[at : at + _WORD], depends[at : at + _WORD], block.nbytes), int(constants[at // _WORD]))
-        for at in range(0, flipped.size, _WORD)
-    )
-
-
-def _moves(source: np.ndarray, depends: np.ndarray, nbytes: int) -> tuple[Move, ...]:
-    """The fewest moves for the bits of a word whose sources are known."""
-    moves = []
-    left = {place: int(source[place]) for place in range(_WORD) if depends[place]}
-    while left:
-        first = min(left, key=lambda place: left[place])
-        offset = min(left[first] // 8, nbytes - 4)
-        shift = first - (left[first] - 8 * offset)
-        mask = 0
-        for place in list(left):
-            at = place - shift
-            if 0 <= at < _WORD and left[place] == 8 * offset + at:
-                mask |= 1 << place
-                del left[place]
-        moves.append(Move(offset, shift, mask))
-    return tuple(moves)
-
-
-class _Columns:
-    """Four bytes from an offset in each of some rows, side by side in a vector.
-
-    Rows are loaded 16 bytes at a time. Four vectors of rows side by side hold matrices of 4 x 4 words, which two steps
-    of interleaving turn over: a third of the instructions that loading word by word takes.
-    """
-
-    def __init__(self, builder: ir.IRBuilder, rows: list[ir.Value], nbytes: int):
-        self._builder, self._rows, self._nbytes = builder, rows, nbytes
-        self._known: dict[int, ir.Value] = {}
-
-    def load(self, offset: int) -> ir.Value:
-        """int32 [rows] from an offset of at most nbytes - 4."""
-        if offset not in self._known:
-            first = min(offset % 4 + (offset - offset % 4) // 16 * 16, self._nbytes - 16)
-            first -= (first - offset) % 4
-            if first < 0:
-                return self._one_by_one(offset)
-            for i, column in enumerate(self._turned(first)):
-                self._known[first + 4 * i] = column
-        return self._known[offset]
-
-    def _turned(self, offset: int) -> list[ir.Value]:
-        """The columns of four words from an offset on."""
-        low, high = (0, 1), (2, 3)
-        a, b, c, d = (self._side_by_side(offset, i) for i in range(4))
-        pairs = [(self._interleaved(a, b, half, 1), self._interleaved(c, d, half, 1)) for half in (low, high)]
-        return [self._interleaved(*pair, half, 2) for pair in pairs for half in ((0,), (1,))]
-
-    def _side_by_side(self, offset: int, i: int) -> ir.Value:
-        """16 bytes of the rows i, i + 4, i + 8 and so on."""
-        parts = []
-        for row in self._rows[i::4]:
-            place = self._builder.add(row, _I64(offset))
-            kind = ir.VectorType(_I32, 4).as_pointer()
-            parts.append(self._builder.load(self._builder.inttoptr(place, kind), align=1))
-        while len(parts) > 1:
-            count = 2 * parts[0].type.count
-            parts = [self._shuffled(parts[k], parts[k + 1], range(count)) for k in range(0, len(parts), 2)]
-        return parts[0]
-
-    def _interleaved(self, a: ir.Value, b: ir.Value, chosen: tuple[int, ...], size: int) -> ir.Value:
-        """In every four words, runs of `size` of a and b in turn: those whose numbers are chosen."""
-        count = a.type.count
-        order = [
-            source + at + run * size + i
-            for at in range(0, count, 4)
-            for run in chosen
-            for source in (0, count)
-            for i in range(size)
-        ]
-        return self._shuffled(a, b, order)
-
-    def _shuffled(self, a: ir.Value, b: ir.Value, order: Iterable[int]) -> ir.Value:
-        places = list(order)
-        return self._builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, len(places)), places))
-
-    def _one_by_one(self, offset: int) -> ir.Value:
-        result: ir.Value = ir.Constant(ir.VectorType(_I32, len(self._rows)), ir.Undefined)
-        for r, row in enumerate(self._rows):
-            place = self._builder.inttoptr(self._builder.add(row, _I64(offset)), _I32.as_pointer())
-            result = self._builder.insert_element(result, self._builder.load(place, align=1), _I32(r))
-        return result
+    return words_of(InterleavedLayout(READ[name], lanes).words, READ[name].nbytes)
 
 
 def _mover(name: str, lanes: int) -> Any:
@@ -162,55 +45,18 @@ def _mover(name: str, lanes: int) -> Any:
     """
     block = READ[name]
     vector = ir.VectorType(_I32, lanes)
-    shorts = ir.VectorType(_I16, lanes)
-    octets = ir.VectorType(_I8, lanes)
 
     @intrinsic
     def move(typingctx, source, row_bytes, halves, codes):
         def emit(context, builder, signature, arguments):
             source, row_bytes, halves, codes = arguments
-            # of every four rows one address, to which others add a register: 16 addresses would not stay in registers
-            fours = [builder.add(source, builder.mul(row_bytes, _I64(r))) for r in range(0, lanes, 4)]
-            steps = [builder.mul(row_bytes, _I64(r)) for r in range(4)]
-            rows = [builder.add(fours[r // 4], steps[r % 4]) for r in range(lanes)]
-            columns = _Columns(builder, rows, block.nbytes)
+            columns = block_columns(builder, source, row_bytes, lanes, block.nbytes)
             aligned = words(name, lanes)[0].moves[0].offset % 4  # where most words begin
-
-            def same(kind: ir.VectorType, value: int) -> ir.Constant:
-                return ir.Constant(kind, [value] * lanes)
-
-            def load(offset: int, kind: ir.VectorType) -> ir.Value:
-                if kind == vector:
-                    return columns.load(offset)
-                at = offset - (offset - aligned) % 4
-                if at < 0 or at + 4 > block.nbytes or offset + kind.element.width // 8 > at + 4:
-                    at = min(offset, block.nbytes - 4)
-                return builder.trunc(builder.lshr(columns.load(at), same(vector, 8 * (offset - at))), kind)
-
-            bad: ir.Value = ir.Constant(ir.VectorType(ir.IntType(1), lanes), [0] * lanes)
-            for j in range(block.subs if block.scales else 0):
-                scale = load(j, octets)
-                place = builder.add(halves, _I64(lanes * j))
-                builder.store(scale, builder.inttoptr(place, octets.as_pointer()), align=1)
-                nan = same(octets, block.no_scale)
-                bad = builder.or_(bad, builder.icmp_unsigned("==", builder.and_(scale, nan), nan))
-            for i, offset in enumerate([] if block.scales else [block.d_at] + [block.dmin_at] * block.has_min):
-                half = load(offset, shorts)
-                place = builder.add(halves, _I64(2 * lanes * i))
-                builder.store(half, builder.inttoptr(place, shorts.as_pointer()), align=2)
-                exponent = builder.and_(half, same(shorts, 0x7C00))
-                bad = builder.or_(bad, builder.icmp_unsigned("==", exponent, same(shorts, 0x7C00)))
+            bad = store_halves(columns, block, aligned, halves)
             for i, word in enumerate(words(name, lanes)):
-                value: ir.Value = same(vector, word.flipped)
-                for j, (offset, shift, mask) in enumerate(word.moves):
-                    part = load(offset, vector)
-                    if shift:
-                        part = (builder.shl if shift > 0 else builder.lshr)(part, same(vector, abs(shift)))
-                    part = builder.and_(part, same(vector, mask))
-                    value = builder.xor(part, value) if j or word.flipped else part
                 place = builder.add(codes, _I64(4 * lanes * i))
-                builder.store(value, builder.inttoptr(place, vector.as_pointer()), align=4)
-            return builder.zext(builder.bitcast(bad, ir.IntType(lanes)), _I64)
+                builder.store(assembled(columns, word), builder.inttoptr(place, vector.as_pointer()), align=4)
+            return bad
 
         return types.int64(types.int64, types.int64, types.int64, types.int64), emit
 

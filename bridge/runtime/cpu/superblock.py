@@ -171,16 +171,59 @@ def fields_at(record: Record, columns: range, at: int) -> Places:
     return Places(places, record.nbytes * len(columns))
 
 
-def k_block(v: Any, layout: InterleavedLayout, totals: list[Any], weights: Any, halves: Any, x: Any) -> list[Any]:
-    """totals + one superblock, of 256 columns and two levels of scales, times as many values of each column of x."""
+@dataclass(frozen=True)
+class Repacked:
+    """Where a block's codes and scale codes come from: the repacked form at `weights`."""
+
+    v: Any
+    layout: InterleavedLayout
+    weights: Any
+
+    @property
+    def signed(self) -> bool:
+        """Whether `dots` are of codes less the zero point, which is taken off otherwise."""
+        return _signed(self.v, self.layout.block)
+
+    def scale_words(self) -> list[Callable[[], Any]]:
+        return scale_words(self.v, self.layout, self.weights)
+
+    @property
+    def fuses_scales(self) -> bool:
+        """Whether `dots` multiplies by scales; it cannot where sums start at -zero * s_j."""
+        return self.v.fuses_scales and not self.layout.block.lift
+
+    def dots(self, parts: list[Any], j: int, x: Any, scale: Any = None) -> list[Any]:
+        """parts + the codes of columns that share a sum, the j-th ones, times as many values of each column of x.
+
+        scale  what these products are multiplied by, as int16 in both halves of a word
+        """
+        v, layout, block = self.v, self.layout, self.layout.block
+        span = block.sum_span
+        first = span * j % 32 // 4
+        codes = codes_of_group(v, layout, self.weights, span * j // 32, self.signed)
+        order = _paired(layout.code_bits, span // 4)
+        places = [[value_at(v, record_of(block), c, span * j + 4 * k) for k in order] for c in range(len(parts))]
+        chosen = [codes[first + k] for k in order]
+        if scale is not None:
+            return v.tile_dots([parts], [chosen], x, places, block.value_bits, [scale])[0]
+        return _dots(v, parts, chosen, x, places, block.value_bits)
+
+
+def k_block(
+    v: Any, layout: InterleavedLayout, totals: list[Any], weights: Any, halves: Any, x: Any, source: Any = None
+) -> list[Any]:
+    """totals + one superblock, of 256 columns and two levels of scales, times as many values of each column of x.
+
+    `source`: as `Repacked`, which is taken where it is None.
+    """
     block = layout.block
     record = record_of(block)
     columns = range(len(totals))
-    scales = scale_words(v, layout, weights)
+    source = source or Repacked(v, layout, weights)
+    scales = source.scale_words()
     if len(totals) == 1:  # registers to spare
         scales = [partial(_identity, word()) for word in scales]
     per_group = 32 // block.sub
-    fused = v.fuses_scales and not block.lift  # where sums start at -zero*s_j, that would be multiplied apart
     sums: list[Any] = [None for _ in columns]
     in_turn = (
         v.lanes == 4
@@ -188,23 +231,18 @@ def k_block(v: Any, layout: InterleavedLayout, totals: list[Any], weights: Any, 
     for group in range(block.size // 32):
         if len(totals) > 1 or in_turn:
             v.barrier()
-        codes = codes_of_group(v, layout, weights, group, _signed(v, block))
         inner: list[Any] = [None for _ in columns]
         for i in range(per_group):
             j = group * per_group + i
-            order = _paired(layout.code_bits, block.sub // 4)
-            chosen = [codes[i * block.sub // 4 + k] for k in order]
-            places = [[value_at(v, record, c, block.sub * j + 4 * k) for k in order] for c in columns]
-            if block.lift and not _signed(v, block):
+            if block.lift and not source.signed:
                 sums_at = fields_at(record, columns, record.sums_at + 4 * j)
                 parts = [v.of_column(x, sums_at, c) for c in columns]
             else:
                 parts = [v.zero() for _ in columns]
-            if fused:
-                scale = v.short_of_byte(scales[j // 4](), j % 4)
-                inner = v.tile_dots([inner if i else parts], [chosen], x, places, block.value_bits, [scale])[0]
+            if source.fuses_scales:
+                inner = source.dots(inner if i else parts, j, x, v.short_of_byte(scales[j // 4](), j % 4))
                 continue
-            parts = _dots(v, parts, chosen, x, places, block.value_bits)
+            parts = source.dots(parts, j, x)
             scale = scale_code(v, scales, j, layout)
             for c in columns:
                 product = v.mul(parts[c], v.of_rows(scale, c))
@@ -244,23 +282,23 @@ def plus_mins(v: Any, block: BlockType, totals: list[Any], mins: list[Any], bits
     return totals
 
 
-def plain_block(v: Any, layout: InterleavedLayout, totals: list[Any], weights: Any, halves: Any, x: Any) -> list[Any]:
-    """totals + one block of a type with one level of scales times as many values of each column of x."""
+def plain_block(
+    v: Any, layout: InterleavedLayout, totals: list[Any], weights: Any, halves: Any, x: Any, source: Any = None
+) -> list[Any]:
+    """totals + one block of a type with one level of scales times as many values of each column of x; see `k_block`."""
     block = layout.block
     record = record_of(block)
     columns = range(len(totals))
-    order = _paired(layout.code_bits, block.sum_span // 4)
+    source = source or Repacked(v, layout, weights)
     totals = list(totals)
     for j in range(block.size // block.sum_span):
-        group, first = j * block.sum_span // 32, j * block.sum_span % 32 // 4
-        codes = codes_of_group(v, layout, weights, group, _signed(v, block))
-        if block.lift and not _signed(v, block):
+        group = j * block.sum_span // 32
+        if block.lift and not source.signed:
             sums_at = fields_at(record, columns, record.sums_at + 4 * j)
             parts = [v.of_column(x, sums_at, c) for c in columns]
         else:
             parts = [v.zero() for _ in columns]
-        places = [[value_at(v, record, c, block.sum_span * j + 4 * k) for k in order] for c in columns]
-        parts = _dots(v, parts, [codes[first + k] for k in order], x, places, block.value_bits)
+        parts = source.dots(parts, j, x)
         scale = scale_of_sub(v, layout, halves, j * block.sum_span // block.sub)
         d_at, s_at = (fields_at(record, columns, at) for at in (record.d_at + 4 * group, record.sums_at))
         for c in columns:

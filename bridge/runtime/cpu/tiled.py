@@ -1,8 +1,9 @@
 """A tensor that is not prepared: its blocks are repacked as they are needed, into the core's cache.
 
-With one vector, a block is multiplied right after it is repacked, so that memory is read all the time; repacking takes
-about twice as long as the product itself. With many, a tile of row groups is repacked before all of them pass over it,
-and repacking hardly counts. No memory is taken but a tile a thread.
+With one vector, a block is multiplied as it is where filerows.py has a kernel for that; else right after it is
+repacked, so that memory is read all the time, and repacking takes as long as the product itself. With many, a tile of
+row groups is repacked before all of them pass over it, and repacking hardly counts. No memory is taken but a tile a
+thread.
 """
 
 from functools import cache
@@ -11,15 +12,16 @@ from typing import Any
 import numpy as np
 
 from bridge.errors import BridgeError
-from bridge.runtime.cpu import interleaved
+from bridge.runtime.cpu import filerows, interleaved
 from bridge.runtime.cpu.portable import RawMatrix
 from bridge.runtime.cpu.products import Interleaved
 from bridge.runtime.cpu.repack import first_bad, group_start, moves, repacker
-from bridge.system import pool
+from bridge.system import pool, targets
 from bridge.system.memory import array_at, c_function, stack
 
 _TILE = 1 << 17  # bytes
 _LINE = 64
+_AHEAD = 8192  # bytes beyond the next row group: its last rows are needed as early as its first
 
 # words of the block that a kernel gets in place of the weights' address
 _RAW, _ROWS, _ROW_BYTES, _CODES_FROM, _KERNEL, _TILED, _REPACK, _BAD, _WORDS = range(9)
@@ -76,6 +78,33 @@ def _blocks(block, x, y, blocks, stride, tokens, y_stride, first, last):
     spare[0] = 0  # as above
 
 
+def _rows(block, x, y, blocks, stride, tokens, y_stride, first, last):
+    """As `_blocks`, of a type whose blocks are multiplied as they are."""
+    fields = array_at(block, _WORDS, np.int64)
+    if tokens != 1:
+        pool.call(fields[_TILED], block, x, y, blocks, stride, tokens, y_stride, first, last)
+        return
+    rows, row_bytes = fields[_ROWS], fields[_ROW_BYTES]
+    spare = np.empty(lanes * row_bytes if last * lanes > rows else 1, np.uint8)
+    halves = space()
+    flags = halves + (halves_bytes + _LINE - 1) // _LINE * _LINE
+    for group in range(first, last):
+        start = group_start(fields[_RAW], rows, row_bytes, group, lanes, np.int64(spare.ctypes.data))
+        totals = zeros()
+        ahead = start + lanes * row_bytes + _AHEAD
+        bad = array_at(flags, 1, np.int64)
+        bad[0] = 0
+        values = x
+        for b in range(blocks):
+            totals = accumulate(totals, start + b * nbytes, row_bytes, halves, values, flags, ahead)
+            ahead += lanes * nbytes
+            values += record
+        store(totals, y + group * lanes * 4, y_stride)
+        if bad[0]:
+            fields[_BAD] = first_bad(bad[0], group, lanes)
+    spare[0] = 0  # as above
+
+
 @cache
 def _tile_function() -> Any:
     return c_function(_tiles)
@@ -85,7 +114,10 @@ def _tile_function() -> Any:
 def _block_function(name: str, target: str, lanes: int, integer: bool) -> Any:
     scope = {**interleaved.block_by_block(name, target, integer), **moves(name, lanes)}
     del scope["columns"]
-    scope["space"] = stack(scope["block_bytes"] + _LINE + scope["halves_bytes"])
+    scope["space"] = stack(scope["block_bytes"] + 2 * _LINE + scope["halves_bytes"])
+    if integer and filerows.fits(name, targets.module(target)):
+        scope["accumulate"] = filerows.accumulator(name, targets.module(target))
+        return c_function(_rows, f"{name}_{target}", **scope)
     return c_function(_blocks, f"{name}_{target}_{'int8' if integer else 'f32'}", **scope)
 
 
