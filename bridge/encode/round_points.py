@@ -28,9 +28,9 @@ _INFINITY = np.float32(np.inf)
 _TINY = np.float32(1e-37)  # a zero whose sign matters
 
 _SETTINGS: dict[str, dict[str, Any]] = {
-    "IQ3_S": {"first": 8.0, "step": 1.5, "starts": 4, "refits": 0, "tries": 20, "rounds": 1},
-    "IQ3_XXS": {"first": 31.0, "step": 5.0, "starts": 5, "refits": 0, "tries": 20, "rounds": 2},
-    "IQ2_S": {"first": 32.5, "step": 6.0, "starts": 2, "refits": 0, "tries": 20, "rounds": 1, "look": 1},
+    "IQ3_S": {"first": 8.0, "step": 1.5, "starts": 4, "refits": 0, "tries": 32, "rounds": 1},
+    "IQ3_XXS": {"first": 31.0, "step": 5.0, "starts": 5, "refits": 0, "tries": 32, "rounds": 2},
+    "IQ2_S": {"first": 32.5, "step": 6.0, "starts": 2, "refits": 0, "tries": 32, "rounds": 1, "look": 1},
     "IQ2_XS": {"first": 27.0, "step": 2.5, "starts": 8, "refits": 1, "tries": 32, "rounds": 2},
     "IQ2_XXS": {"first": 28.0, "step": 3.5, "starts": 5, "refits": 0, "tries": 32, "rounds": 2},
 }
@@ -38,7 +38,7 @@ EVEN = ("IQ2_XXS", "IQ2_XS", "IQ3_XXS")  # types whose signs have an even number
 _EMPHATIC = ("IQ2_XXS", "IQ2_XS", "IQ2_S")  # types that are searched with errors of large weights costing more
 
 # set per type by `specialize`
-sub = subs = width = levels = 0
+sub = subs = width = levels = tries = 0
 even = emphatic = False
 near = numbers = values = codes_of = np.zeros(1)
 snap: Any = None
@@ -90,7 +90,7 @@ def fit(t, w, a, inside):
 
 def points_write(x, w, a, b, codes, scratch):
     """Write the codes; the plain error, sum of x^2 and weighted error."""
-    inside = scratch[3]
+    inside = scratch[-1]
     t, v, found, _, _, values = inside
     fold(x, w, t[0], v[0])
     fit(t[0], v[0], a, inside)
@@ -110,9 +110,10 @@ def points_write(x, w, a, b, codes, scratch):
 
 
 def _workspace():
-    """scales, trial, codes; and the folded weights, points' numbers and tables."""
+    """scales, tries, trial, codes; and the folded weights, points' numbers and tables."""
     return (
         np.zeros((2, 3, subs), np.float32),
+        (np.zeros(tries, np.float32), np.zeros(tries, np.float32), np.zeros(tries, np.float32)),
         np.zeros(subs, np.int32),
         np.zeros(subs, np.int32),
         (
@@ -127,11 +128,11 @@ def _workspace():
 
 
 def _search(x, w, row, at, scratch, sc, mn):
-    scales, trial, codes, inside = scratch
+    scales, tried, trial, codes, inside = scratch
     t, v = inside[0], inside[1]
     for j in range(subs):
         fold(x[row, at + j], w[at + j], t[j], v[j])
-    d = block(t, v, scales, trial, codes, inside)
+    d = block(t, v, scales, tried, trial, codes, inside)
     for j in range(subs):
         sc[row, at + j] = codes[j]
     return d, _ZERO

@@ -25,7 +25,7 @@ _SHARED = {"IQ1_S": 32, "IQ1_M": 8}  # weights of one shift
 _SETTINGS: dict[str, Any] = {"first": 10.0, "step": 1.0, "starts": 1, "refits": 0, "tries": 16, "rounds": 1, "look": 1}
 
 # set per type by `specialize`
-sub = subs = shared = 0
+sub = subs = shared = tries = 0
 near = numbers = values = levels_of = np.zeros(1)
 snap: Any = None
 
@@ -44,7 +44,7 @@ def fit(x, w, a, inside):
 
 def shifted_write(x, w, a, b, codes, scratch):
     """Write the codes that `fit` found last; the plain error, sum of x^2 and weighted error."""
-    found, negative, _, _, values, turn = scratch[3]
+    found, negative, _, _, values, turn = scratch[-1]
     j = turn[0]
     turn[0] = (j + 1) % subs
     error = _ZERO
@@ -65,9 +65,10 @@ def shifted_write(x, w, a, b, codes, scratch):
 
 
 def _workspace():
-    """scales, trial, codes; and the points' numbers, the shifts, the tables and whose turn it is."""
+    """scales, tries, trial, codes; and the points' numbers, the shifts, the tables and whose turn it is."""
     return (
         np.zeros((2, 3, subs), np.float32),
+        (np.zeros(tries, np.float32), np.zeros(tries, np.float32), np.zeros(tries, np.float32)),
         np.zeros(subs, np.int32),
         np.zeros(subs, np.int32),
         (

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from bridge.blocks import BlockType
-from bridge.encode.round_loops import add, extremes, rows_quantizer
+from bridge.encode.round_loops import add, extremes, greater, lesser, rows_quantizer
 from bridge.system.half import round_half
 from bridge.system.jit import inlined
 
@@ -37,6 +37,7 @@ low = high = first = step = unit = _ZERO
 fit: Any = None
 factor: Any = None
 nearest: Any = None
+expected: Any = None
 scale: Any = None
 grid: Any = None
 sweep: Any = None
@@ -57,6 +58,13 @@ def reach(x, w):
     """What is tried in parts as a scale: the weight that is clipped first, for a positive scale and a negative one."""
     bottom, peak = extremes(x)
     return max(peak, bottom / low * high), -max(-peak / low * high, -bottom)
+
+
+def _expected(a, error, curve, d, inverse):
+    """The error of the scale code whose product with d is nearest to the scale a, which has this error."""
+    code = lesser(greater(np.rint(nearest(a * inverse)), np.float32(scale_lo)), np.float32(scale_hi))
+    off = d * unit * (code * np.float32(odd) + np.float32(odd - 1)) - a
+    return error + curve * off * off
 
 
 def _scale(x, w, scales, j, scratch):
@@ -82,8 +90,8 @@ def _scale(x, w, scales, j, scratch):
                 break
 
 
-def _grid(scales):
-    """The d, a half, of the least expected error."""
+def _grid(scales, tried):
+    """The d, a half, of the least expected error; all tries at once, as vectors."""
     signed = _ZERO
     for j in range(subs):
         for negative in range(signs):
@@ -91,27 +99,26 @@ def _grid(scales):
             if better and abs(scales[negative, _SCALE, j]) > abs(signed):
                 signed = scales[negative, _SCALE, j]
     top = factor(scale_lo if signs == 2 else scale_hi)
+    d, inverse, errors = tried
+    for k in range(tries):
+        part = np.float32(k // signs) / np.float32(tries // signs)
+        half = round_half(signed / top * (_MOST - _SPREAD * part))
+        if half == _ZERO and signed != _ZERO:
+            half = _LEAST
+        d[k] = -half if k % signs else half
+        inverse[k] = _ONE / d[k] if d[k] != _ZERO else _ZERO
+        errors[k] = _ZERO
+    last = signs - 1
+    for j in range(subs):
+        a0, e0, c0 = scales[0, _SCALE, j], scales[0, _ERROR, j], scales[0, _CURVE, j]
+        a1, e1, c1 = scales[last, _SCALE, j], scales[last, _ERROR, j], scales[last, _CURVE, j]
+        for k in range(tries):
+            errors[k] += lesser(expected(a0, e0, c0, d[k], inverse[k]), expected(a1, e1, c1, d[k], inverse[k]))
     best = _INFINITY
     best_d = _ZERO
     for k in range(tries):
-        part = np.float32(k // signs) / np.float32(tries // signs)
-        d = round_half(signed / top * (_MOST - _SPREAD * part))
-        if d == _ZERO and signed != _ZERO:
-            d = _LEAST
-        if k % signs:
-            d = -d
-        inverse = _ONE / d if d != _ZERO else _ZERO
-        e = _ZERO
-        for j in range(subs):
-            least = _INFINITY
-            for negative in range(signs):
-                a = scales[negative, _SCALE, j]
-                code = min(max(np.rint(nearest(a * inverse)), np.float32(scale_lo)), np.float32(scale_hi))
-                off = d * unit * (code * np.float32(odd) + np.float32(odd - 1)) - a
-                least = min(least, scales[negative, _ERROR, j] + scales[negative, _CURVE, j] * off * off)
-            e = add(e, least)
-        if e < best:
-            best, best_d = e, d
+        if errors[k] < best:
+            best, best_d = errors[k], d[k]
     return best_d
 
 
@@ -138,14 +145,14 @@ def _sweep(x, w, d, scales, sc, scratch):
     return total, round_half(d + gradient / curve) if curve > 0 else d
 
 
-def _block(x, w, scales, trial, sc, scratch):
+def _block(x, w, scales, tried, trial, sc, scratch):
     """Search one superblock: x, w float32 [subs, sub] -> d, and codes into sc int32 [subs]."""
     for j in range(subs):
         scale(x[j], w[j], scales, j, scratch)
         sc[j] = 0
     best = np.inf
     best_d = _ZERO
-    d = grid(scales)
+    d = grid(scales, tried)
     for _ in range(rounds):
         total, after = sweep(x, w, d, scales, trial, scratch)
         if total < best:
@@ -158,7 +165,7 @@ def _block(x, w, scales, trial, sc, scratch):
     return best_d
 
 
-def _single(x, w, scales, trial, sc, scratch):
+def _single(x, w, scales, tried, trial, sc, scratch):
     """The best half d of one block without sub-blocks, x and w float32 [1, sub]."""
     scale(x[0], w[0], scales, 0, scratch)
     best = _INFINITY
@@ -177,9 +184,10 @@ def _single(x, w, scales, trial, sc, scratch):
 
 
 def _workspace():
-    """scales, trial and codes of one superblock, and what `fit` writes to: nothing."""
+    """scales, tries of d, trial and codes of one superblock, and what `fit` writes to: nothing."""
     return (
         np.zeros((2, 3, subs), np.float32),
+        (np.zeros(tries, np.float32), np.zeros(tries, np.float32), np.zeros(tries, np.float32)),
         np.zeros(subs, np.int32),
         np.zeros(subs, np.int32),
         (),
@@ -187,8 +195,8 @@ def _workspace():
 
 
 def _search(x, w, row, at, scratch, sc, mn):
-    scales, trial, codes, values = scratch
-    d = block(x[row, at : at + subs], w[at : at + subs], scales, trial, codes, values)
+    scales, tried, trial, codes, values = scratch
+    d = block(x[row, at : at + subs], w[at : at + subs], scales, tried, trial, codes, values)
     for j in range(subs):
         sc[row, at + j] = codes[j]
     return d, _ZERO
@@ -206,6 +214,6 @@ def values_quantizer(
     loops     `reach`, `fit`, what these use, and last what writes the codes
     settings  of the search and of the loops
     """
-    stages = (_factor, _nearest, _scale, _grid, _sweep, _block) if kind.is_k else (_scale, _single)
+    stages = (_factor, _nearest, _expected, _scale, _grid, _sweep, _block) if kind.is_k else (_scale, _single)
     settings = {"look": 2, "signs": 2 if kind.scale_lo < 0 or not kind.is_k else 1} | settings
     return rows_quantizer(kind, kind.name, loops, stages, workspace, search, settings, inlined)
