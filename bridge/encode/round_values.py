@@ -8,6 +8,11 @@ The search is leaner than that of K-quants, because the nearest values cost more
     sweep   per sub-block: the best of the one or two codes about its scale, by its error; then d by least squares, and
             perhaps again
 
+At 1 to 3 bits, the least weighted error is not what a model needs. It shrinks all weights by that error, and errors
+along the weights cost more than others, because inputs are correlated along them: so d is lifted at the end. And the
+few columns that have most of the importance get all the precision, which other texts than the imatrix' do not reward:
+so the search weighs errors with the root of the importance. `quantize` wants neither, since it knows the inputs.
+
 What the nearest values are is up to `fit` and `write`, which `round_table` has for tables and `round_points` for
 codebooks.
 """
@@ -29,10 +34,13 @@ _INFINITY = np.float32(np.inf)
 
 # rows of the array `scales` [2, 3, subs], float32, for either sign: the scale, its error, and sum w v^2
 _SCALE, _ERROR, _CURVE = 0, 1, 2
+LIFTED = ("IQ3_XXS", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ1_S", "IQ1_M")  # types that are weighed and lifted so
+_LIFT = np.float32(0.8)  # the part of the shrinking, which is the error over the weights' own squares
 _MOST, _SPREAD = np.float32(1.35), np.float32(0.7)  # the tries of d: the first, times the plain choice; their range
 
 # set per type by `specialize`
 sub = subs = scale_lo = scale_hi = starts = refits = tries = rounds = look = signs = odd = 0
+lifted = False
 low = high = first = step = unit = _ZERO
 fit: Any = None
 factor: Any = None
@@ -41,6 +49,7 @@ expected: Any = None
 scale: Any = None
 grid: Any = None
 sweep: Any = None
+lift: Any = None
 block: Any = None
 
 
@@ -145,8 +154,17 @@ def _sweep(x, w, d, scales, sc, scratch):
     return total, round_half(d + gradient / curve) if curve > 0 else d
 
 
+def _lift(x, w, d, error):
+    """d made larger by a part of what it shrinks weights: as if the product of weights and errors cost more."""
+    signal = _ZERO
+    for j in range(subs):
+        for i in range(sub):
+            signal = add(signal, w[j, i] * x[j, i] * x[j, i])
+    return round_half(d * (_ONE + _LIFT * np.float32(error) / signal)) if signal > _ZERO else d
+
+
 def _block(x, w, scales, tried, trial, sc, scratch):
-    """Search one superblock: x, w float32 [subs, sub] -> d, and codes into sc int32 [subs]."""
+    """Search one superblock: x, w float32 [subs, sub] -> d, d as it is stored, and codes into sc int32 [subs]."""
     for j in range(subs):
         scale(x[j], w[j], scales, j, scratch)
         sc[j] = 0
@@ -162,11 +180,11 @@ def _block(x, w, scales, tried, trial, sc, scratch):
         if after == d:
             break
         d = after
-    return best_d
+    return best_d, lift(x, w, best_d, best) if lifted else best_d
 
 
 def _single(x, w, scales, tried, trial, sc, scratch):
-    """The best half d of one block without sub-blocks, x and w float32 [1, sub]."""
+    """The best half d of one block without sub-blocks, twice; x and w float32 [1, sub]."""
     scale(x[0], w[0], scales, 0, scratch)
     best = _INFINITY
     best_d = _ZERO
@@ -180,7 +198,7 @@ def _single(x, w, scales, tried, trial, sc, scratch):
             if after == d:
                 break
             d = after
-    return best_d
+    return best_d, best_d
 
 
 def _workspace():
@@ -196,7 +214,7 @@ def _workspace():
 
 def _search(x, w, row, at, scratch, sc, mn):
     scales, tried, trial, codes, values = scratch
-    d = block(x[row, at : at + subs], w[at : at + subs], scales, tried, trial, codes, values)
+    _, d = block(x[row, at : at + subs], w[at : at + subs], scales, tried, trial, codes, values)
     for j in range(subs):
         sc[row, at + j] = codes[j]
     return d, _ZERO
@@ -214,6 +232,7 @@ def values_quantizer(
     loops     `reach`, `fit`, what these use, and last what writes the codes
     settings  of the search and of the loops
     """
-    stages = (_factor, _nearest, _expected, _scale, _grid, _sweep, _block) if kind.is_k else (_scale, _single)
+    stages = (_factor, _nearest, _expected, _scale, _grid, _sweep, _lift, _block) if kind.is_k else (_scale, _single)
     settings = {"look": 2, "signs": 2 if kind.scale_lo < 0 or not kind.is_k else 1} | settings
-    return rows_quantizer(kind, kind.name, loops, stages, workspace, search, settings, inlined)
+    suffix = kind.name + "_lifted" * settings.get("lifted", False)
+    return rows_quantizer(kind, suffix, loops, stages, workspace, search, settings, inlined)
