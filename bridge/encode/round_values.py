@@ -34,14 +34,14 @@ _INFINITY = np.float32(np.inf)
 
 # rows of the array `scales` [2, 3, subs], float32, for either sign: the scale, its error, and sum w v^2
 _SCALE, _ERROR, _CURVE = 0, 1, 2
-LIFTED = ("IQ3_XXS", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ1_S", "IQ1_M")  # types that are weighed and lifted so
-_LIFT = np.float32(0.8)  # the part of the shrinking, which is the error over the weights' own squares
+# types that are weighed and lifted so: the part of the shrinking, which is the error over the weights' own squares
+LIFTED = {"IQ3_XXS": 0.8, "IQ2_XXS": 0.8, "IQ2_XS": 0.8, "IQ2_S": 0.8, "IQ1_S": 0.8, "IQ1_M": 0.7}
 _MOST, _SPREAD = np.float32(1.35), np.float32(0.7)  # the tries of d: the first, times the plain choice; their range
 
 # set per type by `specialize`
 sub = subs = scale_lo = scale_hi = starts = refits = tries = rounds = look = signs = odd = 0
 lifted = False
-low = high = first = step = unit = _ZERO
+low = high = first = step = unit = part = _ZERO
 fit: Any = None
 factor: Any = None
 nearest: Any = None
@@ -160,7 +160,7 @@ def _lift(x, w, d, error):
     for j in range(subs):
         for i in range(sub):
             signal = add(signal, w[j, i] * x[j, i] * x[j, i])
-    return round_half(d * (_ONE + _LIFT * np.float32(error) / signal)) if signal > _ZERO else d
+    return round_half(d * (_ONE + part * np.float32(error) / signal)) if signal > _ZERO else d
 
 
 def _block(x, w, scales, tried, trial, sc, scratch):
@@ -233,6 +233,7 @@ def values_quantizer(
     settings  of the search and of the loops
     """
     stages = (_factor, _nearest, _expected, _scale, _grid, _sweep, _lift, _block) if kind.is_k else (_scale, _single)
-    settings = {"look": 2, "signs": 2 if kind.scale_lo < 0 or not kind.is_k else 1} | settings
+    signs = 2 if kind.scale_lo < 0 or not kind.is_k else 1
+    settings = {"look": 2, "signs": signs, "part": LIFTED.get(kind.name, 0.0)} | settings
     suffix = kind.name + "_lifted" * settings.get("lifted", False)
     return rows_quantizer(kind, suffix, loops, stages, workspace, search, settings, inlined)
