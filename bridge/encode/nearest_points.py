@@ -23,6 +23,8 @@ from numba.extending import intrinsic
 NEAR = 8
 _I1, _I8, _I16, _I32, _I64, _F32 = (*(ir.IntType(n) for n in (1, 8, 16, 32, 64)), ir.FloatType())
 _BYTES, _INTS, _FLOATS = (ir.VectorType(kind, NEAR) for kind in (_I8, _I32, _F32))
+_INTS_OF_TWO, _FLOATS_OF_TWO = (ir.VectorType(kind, 2 * NEAR) for kind in (_I32, _F32))
+_FUSED = ("contract",)
 
 
 def lists(points: np.ndarray, cells: np.ndarray) -> np.ndarray:
@@ -163,16 +165,58 @@ class _Emitter:
         """The nearest points' numbers, step by step for all ratios at once: each step waits for memory in turn."""
         b = self.builder
         cells = [cell for y in ratios for cell in self.cells(y, width, bounds)]
-        twice = [b.fadd(y, y) for y in ratios]
+        twice = self.twice(ratios, weights)
         errors = [ir.Constant(_FLOATS, [0.0] * NEAR)] * len(cells)
         starts = [b.mul(cell, ir.Constant(_I64, NEAR * width)) for cell in cells]
         for i in range(width):
             for p, start in enumerate(starts):
                 vector, lane = divmod(width * p + i, NEAR)
-                y, w = _lane(b, twice[vector], lane), _lane(b, weights[vector], lane)
-                v = b.sitofp(self.load("near", b.add(start, ir.Constant(_I64, NEAR * i)), _BYTES, 1), _FLOATS)
-                errors[p] = b.fadd(errors[p], b.fmul(w, b.fmul(v, b.fsub(v, y))))
-        return [self.number(cell, error) for cell, error in zip(cells, errors, strict=True)]
+                p2, w = _lane(b, twice[vector], lane), _lane(b, weights[vector], lane)
+                v = b.sitofp(self.near(start, i), _FLOATS)
+                errors[p] = self.fma(v, b.fsub(b.fmul(w, v, flags=_FUSED), p2, flags=_FUSED), errors[p])
+        return [self.number(cell, error, self.least(error)) for cell, error in zip(cells, errors, strict=True)]
+
+    def shifted_errors(
+        self, ratios: list[ir.Value], weights: list[ir.Value], bounds: Any
+    ) -> tuple[list[list[ir.Value]], list[list[ir.Value]]]:
+        """Cells and near points' errors for the shifts 1 and -1 of each vector of ratios, less sum w (y - shift)^2.
+
+        Both shifts are one vector: they have the weights in common.
+        """
+        b = self.builder
+        shifts = [ir.Constant(_FLOATS, [shift] * NEAR) for shift in (1.0, -1.0)]
+        cells = [[self.cells(b.fsub(y, shift), NEAR, bounds)[0] for shift in shifts] for y in ratios]
+        starts = [[b.mul(cell, ir.Constant(_I64, NEAR * NEAR)) for cell in pair] for pair in cells]
+        twice = self.twice(ratios, weights)
+        both = ir.Constant(_INTS_OF_TWO, list(range(2 * NEAR)))
+        moves = ir.Constant(_FLOATS_OF_TWO, [2.0] * NEAR + [-2.0] * NEAR)
+        errors = [ir.Constant(_FLOATS_OF_TWO, [0.0] * 2 * NEAR)] * len(ratios)
+        for i in range(NEAR):
+            lane = ir.Constant(_INTS_OF_TWO, [i] * 2 * NEAR)
+            for n, pair in enumerate(starts):
+                p2, w = (b.shuffle_vector(x[n], x[n], lane) for x in (twice, weights))
+                v = b.sitofp(b.shuffle_vector(*(self.near(start, i) for start in pair), both), _FLOATS_OF_TWO)
+                slope = b.fsub(b.fmul(w, b.fadd(v, moves), flags=_FUSED), p2, flags=_FUSED)
+                errors[n] = self.fma(v, slope, errors[n])
+        halves = [ir.Constant(_INTS, list(range(first, first + NEAR))) for first in (0, NEAR)]
+        return cells, [[b.shuffle_vector(error, error, half) for half in halves] for error in errors]
+
+    def near(self, start: ir.Value, i: int) -> ir.Value:
+        """Coordinate i of a cell's points, int8."""
+        return self.load("near", self.builder.add(start, ir.Constant(_I64, NEAR * i)), _BYTES, 1)
+
+    def twice(self, ratios: list[ir.Value], weights: list[ir.Value]) -> list[ir.Value]:
+        """2 w y"""
+        b = self.builder
+        return [b.fmul(w, b.fadd(y, y)) for y, w in zip(ratios, weights, strict=True)]
+
+    def fma(self, x: ir.Value, y: ir.Value, total: ir.Value) -> ir.Value:
+        """total + x * y, rounded once where the target can."""
+        return self.builder.fadd(total, self.builder.fmul(x, y, flags=_FUSED), flags=_FUSED)
+
+    def least(self, errors: ir.Value) -> ir.Value:
+        """The least of some numbers."""
+        return self.reduce("fmin", errors, flags=("nnan",))
 
     def squares(self, t: ir.Value, w: ir.Value, v: ir.Value) -> list[ir.Value]:
         """w r^2, w v^2 and w r v of 8 weights."""
@@ -204,25 +248,25 @@ class _Emitter:
         """The three sums of `shifted_snapper`."""
         b = self.builder
         ts, ws = self.inputs(sub)
-        n, each = len(ts), shared // NEAR
-        shifts = [ir.Constant(_FLOATS, [shift] * NEAR) for shift in (1.0, -1.0)]
-        scaled = [b.fmul(t, self.inverse) for t in ts]
-        numbers = self.nearest([b.fsub(y, shift) for shift in shifts for y in scaled], 2 * ws, NEAR, bounds)
-        moved = [b.fadd(self.point([number], NEAR), shifts[p // n]) for p, number in enumerate(numbers)]
-        parts = list(map(self.squares, 2 * ts, 2 * ws, moved))
-        errors, others = [], []
-        for g in range(n // each):
-            plus, minus = (
-                [self.sum(x) for x in zip(*parts[at : at + each], strict=True)] for at in (g * each, n + g * each)
-            )
-            above, below = self.total(plus[0]), self.total(minus[0])
-            negative = b.fcmp_ordered("<", below, above)
-            errors.append(b.select(negative, below, above))
-            others.append([b.select(negative, x, y) for x, y in zip(minus[1:], plus[1:], strict=True)])
+        ratios = [b.fmul(t, self.inverse) for t in ts]
+        cells, errors = self.shifted_errors(ratios, ws, bounds)
+        leasts = [[self.least(error) for error in pair] for pair in errors]
+        each = shared // NEAR
+        parts = []
+        for g in range(sub // shared):
+            group = range(g * each, (g + 1) * each)
+            # sum w (y - 1)^2 is less than sum w (y + 1)^2 by 4 sum w y
+            sides = [b.fadd(ratios[p], ratios[p]) for p in group]
+            four = self.total(self.sum(self.twice(sides, [ws[p] for p in group])))
+            above, below = (reduce(b.fadd, [leasts[p][k] for p in group]) for k in range(2))
+            negative = b.fcmp_ordered("<", below, b.fsub(above, four))
             self.store(self.places["negative"], g, b.zext(negative, _I64))
-            for p in range(g * each, (g + 1) * each):
-                self.store(self.found, p, b.select(negative, numbers[n + p], numbers[p]))
-        return [self.sum(errors), *(self.total(self.sum(x)) for x in zip(*others, strict=True))]
+            shift = splat(b, b.select(negative, ir.Constant(_F32, -1.0), ir.Constant(_F32, 1.0)))
+            for p in group:
+                number = self.number(*(b.select(negative, *pair[::-1]) for pair in (cells[p], errors[p], leasts[p])))
+                self.store(self.found, p, number)
+                parts.append(self.squares(ts[p], ws[p], b.fadd(self.point([number], NEAR), shift)))
+        return [self.total(self.sum(part)) for part in zip(*parts, strict=True)]
 
     def look(self, shift: ir.Value, bounds: tuple[float, ...]) -> ir.Value:
         """The cost of the best point near the target; writes the point, and the next target over it."""
@@ -242,8 +286,7 @@ class _Emitter:
         start = b.mul(cell, ir.Constant(_I64, NEAR * NEAR))
         residuals, cost = [], None
         for i in range(NEAR):
-            near = self.load("near", b.add(start, ir.Constant(_I64, NEAR * i)), _BYTES, 1)
-            v = b.fmul(self.a, b.fadd(b.sitofp(near, _FLOATS), shift))
+            v = b.fmul(self.a, b.fadd(b.sitofp(self.near(start, i), _FLOATS), shift))
             residuals.append(b.fsub(splat(b, column("w", i)), v))
             along = None
             for k in range(i):
@@ -251,7 +294,7 @@ class _Emitter:
             along = along and b.fadd(along, along)
             along = multiplied(residuals[i], splat(b, column("m", (NEAR + 1) * i)), along)
             cost = multiplied(residuals[i], along, cost)
-        point = self.point([self.number(cell, cost)], NEAR)
+        point = self.point([self.number(cell, cost, self.least(cost))], NEAR)
         weights = self.load("w", ir.Constant(_I64, 0), _FLOATS, 4)
         residual = b.fsub(weights, b.fmul(self.a, b.fadd(point, shift)))
         slope, diagonal = None, ir.Constant(_FLOATS, ir.Undefined)
@@ -262,7 +305,7 @@ class _Emitter:
             diagonal = b.insert_element(diagonal, column("m", (NEAR + 1) * k), lane)
         store("point", point)
         store("t", b.fadd(point, b.fdiv(b.fmul(slope, self.inverse), diagonal)))
-        return self.reduce("fmin", cost, flags=("nnan",))
+        return self.least(cost)
 
     def cells(self, y: ir.Value, width: int, bounds: tuple[float, ...]) -> list[ir.Value]:
         """int64, for each point that a vector of ratios has room for: its cell, the levels as digits."""
@@ -277,10 +320,9 @@ class _Emitter:
         parts = [ir.Constant(lanes, list(range(first, first + width))) for first in range(0, NEAR, width)]
         return [b.zext(self.reduce("add", b.shuffle_vector(digits, digits, part)), _I64) for part in parts]
 
-    def number(self, cell: ir.Value, errors: ir.Value) -> ir.Value:
+    def number(self, cell: ir.Value, errors: ir.Value, least: ir.Value) -> ir.Value:
         """int64, of a cell's point of least error."""
         b = self.builder
-        least = self.reduce("fmin", errors, flags=("nnan",))
         same = b.bitcast(b.fcmp_ordered("==", errors, splat(b, least)), ir.IntType(NEAR))
         first = b.cttz(b.zext(same, _I32), ir.Constant(_I1, 0))
         first = b.and_(first, ir.Constant(_I32, NEAR - 1))  # not a number is equal to none

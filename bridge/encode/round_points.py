@@ -3,9 +3,6 @@
 The signs are stored apart, so the point nearest to |w| is looked for, by `nearest_points`. Where only seven signs of
 eight are stored, an odd number of minuses is mended at the weight where that costs least.
 
-At 2 bits, the least error comes from scales that shrink all weights, from which a model suffers more than the error
-tells: there, an error costs more the larger the weight is among those of its sub-block.
-
 Searches of scales are `round_values`'.
 """
 
@@ -28,32 +25,26 @@ _INFINITY = np.float32(np.inf)
 _TINY = np.float32(1e-37)  # a zero whose sign matters
 
 _SETTINGS: dict[str, dict[str, Any]] = {
-    "IQ3_S": {"first": 8.0, "step": 1.5, "starts": 4, "refits": 0, "tries": 20, "rounds": 1},
-    "IQ3_XXS": {"first": 31.0, "step": 5.0, "starts": 5, "refits": 0, "tries": 20, "rounds": 2},
-    "IQ2_S": {"first": 32.5, "step": 6.0, "starts": 2, "refits": 0, "tries": 20, "rounds": 1, "look": 1},
+    "IQ3_S": {"first": 8.0, "step": 1.5, "starts": 4, "refits": 0, "tries": 32, "rounds": 1},
+    "IQ3_XXS": {"first": 31.0, "step": 5.0, "starts": 5, "refits": 0, "tries": 32, "rounds": 2},
+    "IQ2_S": {"first": 32.5, "step": 6.0, "starts": 2, "refits": 0, "tries": 32, "rounds": 1, "look": 1},
     "IQ2_XS": {"first": 27.0, "step": 2.5, "starts": 8, "refits": 1, "tries": 32, "rounds": 2},
     "IQ2_XXS": {"first": 28.0, "step": 3.5, "starts": 5, "refits": 0, "tries": 32, "rounds": 2},
 }
 EVEN = ("IQ2_XXS", "IQ2_XS", "IQ3_XXS")  # types whose signs have an even number of minuses
-_EMPHATIC = ("IQ2_XXS", "IQ2_XS", "IQ2_S")  # types that are searched with errors of large weights costing more
 
 # set per type by `specialize`
-sub = subs = width = levels = 0
-even = emphatic = False
+sub = subs = width = levels = tries = 0
+even = lifted = False
 near = numbers = values = codes_of = np.zeros(1)
 snap: Any = None
 block: Any = None
 
 
-def fold(x, w, t, v):
-    """|x| into t, but less than 0 where the sign differs from x's; what errors cost into v."""
-    squares = _ZERO
-    for i in range(sub):
-        squares = add(squares, x[i] * x[i])
-    inverse = np.float32(sub) / squares if squares > _ZERO else _ZERO
+def fold(x, w, t):
+    """|x| into t, but less than 0 where the sign differs from x's."""
     for i in range(sub):
         t[i] = abs(x[i])
-        v[i] = w[i] * np.sqrt(_ONE + x[i] * x[i] * inverse) if emphatic else w[i]
     if even:
         for at in range(0, sub, 8):
             minuses = 0
@@ -61,7 +52,7 @@ def fold(x, w, t, v):
             cheapest = at
             for i in range(at, at + 8):
                 minuses += 1 if x[i] < _ZERO else 0
-                cost = v[i] * t[i]
+                cost = w[i] * t[i]
                 if cost < least:
                     least, cheapest = cost, i
             if minuses & 1:
@@ -84,16 +75,16 @@ def reach(x, w):
 def fit(t, w, a, inside):
     """The error of a scale, and of its values v and residuals r: sums of w v^2, w r v."""
     inverse = _ONE / a if a != _ZERO else _ZERO
-    _, _, found, near, numbers, values = inside
+    _, found, near, numbers, values, _ = inside
     return snap(t, w, a, inverse, near, numbers, values, found)
 
 
 def points_write(x, w, a, b, codes, scratch):
     """Write the codes; the plain error, sum of x^2 and weighted error."""
-    inside = scratch[3]
-    t, v, found, _, _, values = inside
-    fold(x, w, t[0], v[0])
-    fit(t[0], v[0], a, inside)
+    inside = scratch[-1]
+    t, found, _, _, values, searched = inside
+    fold(x, w, t[0])
+    fit(t[0], w, a * searched[0], inside)
     error = _ZERO
     signal = _ZERO
     weighted = _ZERO
@@ -105,33 +96,35 @@ def points_write(x, w, a, b, codes, scratch):
             r = t[0, at] - a * values[found[p], i]
             error = add(error, r * r)
             signal = add(signal, x[at] * x[at])
-            weighted = add(weighted, w[at] * r * r)
+            weighted = add(weighted, (w[at] * w[at] if lifted else w[at]) * r * r)
     return error, signal, weighted
 
 
 def _workspace():
-    """scales, trial, codes; and the folded weights, points' numbers and tables."""
+    """scales, tries, trial, codes; the folded weights, points' numbers and tables, and what d was over what it is."""
     return (
         np.zeros((2, 3, subs), np.float32),
+        (np.zeros(tries, np.float32), np.zeros(tries, np.float32), np.zeros(tries, np.float32)),
         np.zeros(subs, np.int32),
         np.zeros(subs, np.int32),
         (
-            np.zeros((subs, sub), np.float32),
             np.zeros((subs, sub), np.float32),
             np.zeros(sub // width, np.int64),
             near,
             numbers,
             values,
+            np.ones(1, np.float32),
         ),
     )
 
 
 def _search(x, w, row, at, scratch, sc, mn):
-    scales, trial, codes, inside = scratch
-    t, v = inside[0], inside[1]
+    scales, tried, trial, codes, inside = scratch
+    t, searched = inside[0], inside[-1]
     for j in range(subs):
-        fold(x[row, at + j], w[at + j], t[j], v[j])
-    d = block(t, v, scales, trial, codes, inside)
+        fold(x[row, at + j], w[at + j], t[j])
+    before, d = block(t, w[at : at + subs], scales, tried, trial, codes, inside)
+    searched[0] = before / d if d != _ZERO else _ONE
     for j in range(subs):
         sc[row, at + j] = codes[j]
     return d, _ZERO
@@ -168,15 +161,18 @@ def codebook(name: str) -> Codebook:
 
 
 @cache
-def points_quantizer(name: str) -> Callable[..., None]:
-    """The compiled loop over rows of a type of IQ2 or IQ3, see `rows_quantizer`."""
+def points_quantizer(name: str, lifted: bool) -> Callable[..., None]:
+    """The compiled loop over rows of a type of IQ2 or IQ3, see `rows_quantizer`.
+
+    lifted  whether d is, and weights' importance is given by its root, see `round_values`
+    """
     kind, parts = WRITTEN[name], codebook(name)
     width = parts.values.shape[1]
     constants = {
         "width": width,
         "levels": len(parts.bounds) + 1,
         "even": name in EVEN,
-        "emphatic": name in _EMPHATIC,
+        "lifted": lifted,
         "near": parts.near,
         "numbers": parts.numbers,
         "values": parts.values,

@@ -1,7 +1,8 @@
 """Float weights to the bytes of a GGUF type: embeddings, output heads, and layers whose codes cannot be carried.
 
 Minimizes  sum importance * (w - w')^2  per block, where w' are the weights that the stored block dequantizes to. The
-error of ggml's own quantizer was never below this one's, and is 6 to 33% larger on models' weights. Speed on one Zen 5
+error of ggml's own quantizer was not below this one's, and is 6 to 33% larger on models' weights (of types with lifted
+scales, see `round_values`, 1 to 10%). Speed on one Zen 5
 core, from float32 to bytes, in millions of weights a second: Q8_0 300, Q4_0 and Q5_0 20, Q6_K 12, Q4_K and Q5_K 10,
 Q3_K 7, Q2_K, Q4_1 and Q5_1 6.
 
@@ -24,6 +25,7 @@ from bridge.encode.round_scaled import scaled_quantizer
 from bridge.encode.round_shifted import shifted_quantizer
 from bridge.encode.round_table import table_quantizer
 from bridge.encode.round_ternary import TERNARY, ternary_quantizer
+from bridge.encode.round_values import LIFTED
 from bridge.errors import BridgeError
 
 _CHUNK = 1 << 18  # weights whose fields are held unpacked at a time
@@ -66,7 +68,7 @@ def quantize_rows(
         raise BridgeError(f"{block.name} only takes the 4-bit floats of a checkpoint; choose another type")
     weights = _weights(importance, columns)
     x = np.ascontiguousarray(x, np.float32).reshape(rows, columns // block.sub, block.sub)
-    scaled = weights.reshape(-1, block.sub)
+    scaled = (np.sqrt(weights) if block.name in LIFTED else weights).reshape(-1, block.sub)
     data = np.empty((rows, row_bytes(block, columns)), np.uint8) if out is None else out
     sums = np.zeros((rows, 3))
     if block.name in TERNARY:
@@ -83,7 +85,7 @@ def quantize_rows(
 
 def _quantize_fields(x: np.ndarray, block: BlockType, weights: np.ndarray, data: np.ndarray, sums: np.ndarray) -> None:
     """Search fields of blocks, a chunk of rows at a time, and pack them into data; x [rows, sub-blocks, sub]."""
-    quantize, pack = quantizer_of(block), packer(block.name)
+    quantize, pack = quantizer_of(block, block.name in LIFTED), packer(block.name)
     rows, subs = x.shape[:2]
     columns = subs * block.sub
     step = min(rows, max(1, _CHUNK // max(columns, 1)))
@@ -99,13 +101,16 @@ def _quantize_fields(x: np.ndarray, block: BlockType, weights: np.ndarray, data:
         pack(q[:n].reshape(n, columns), sc[:n], mn[:n], d[:n], dmin[:n], data[at : at + n])
 
 
-def quantizer_of(block: BlockType) -> Callable[..., None]:
-    """The compiled search of a type, but for ternary ones, see `round_loops.rows_quantizer`."""
+def quantizer_of(block: BlockType, lifted: bool = False) -> Callable[..., None]:
+    """The compiled search of a type, but for ternary ones, see `round_loops.rows_quantizer`.
+
+    lifted  whether a codebook's scales are, see `round_values`; then its `w` is the root of the importance
+    """
     name = block.name
     if name in ROUNDED:
         if name.startswith("IQ1"):
-            return shifted_quantizer(name)
-        return points_quantizer(name) if block.numbered else table_quantizer(name)
+            return shifted_quantizer(name, lifted)
+        return points_quantizer(name, lifted) if block.numbered else table_quantizer(name)
     if block.is_k:
         return affine_quantizer(name) if block.has_min else scaled_quantizer(name)
     return plain_quantizer(name)

@@ -25,7 +25,8 @@ _SHARED = {"IQ1_S": 32, "IQ1_M": 8}  # weights of one shift
 _SETTINGS: dict[str, Any] = {"first": 10.0, "step": 1.0, "starts": 1, "refits": 0, "tries": 16, "rounds": 1, "look": 1}
 
 # set per type by `specialize`
-sub = subs = shared = 0
+sub = subs = shared = tries = 0
+lifted = False
 near = numbers = values = levels_of = np.zeros(1)
 snap: Any = None
 
@@ -44,7 +45,7 @@ def fit(x, w, a, inside):
 
 def shifted_write(x, w, a, b, codes, scratch):
     """Write the codes that `fit` found last; the plain error, sum of x^2 and weighted error."""
-    found, negative, _, _, values, turn = scratch[3]
+    found, negative, _, _, values, turn = scratch[-1]
     j = turn[0]
     turn[0] = (j + 1) % subs
     error = _ZERO
@@ -60,14 +61,15 @@ def shifted_write(x, w, a, b, codes, scratch):
             r = x[at] - a * (values[number, i] + shift)
             error = add(error, r * r)
             signal = add(signal, x[at] * x[at])
-            weighted = add(weighted, w[at] * r * r)
+            weighted = add(weighted, (w[at] * w[at] if lifted else w[at]) * r * r)
     return error, signal, weighted
 
 
 def _workspace():
-    """scales, trial, codes; and the points' numbers, the shifts, the tables and whose turn it is."""
+    """scales, tries, trial, codes; and the points' numbers, the shifts, the tables and whose turn it is."""
     return (
         np.zeros((2, 3, subs), np.float32),
+        (np.zeros(tries, np.float32), np.zeros(tries, np.float32), np.zeros(tries, np.float32)),
         np.zeros(subs, np.int32),
         np.zeros(subs, np.int32),
         (
@@ -82,14 +84,15 @@ def _workspace():
 
 
 @cache
-def shifted_quantizer(name: str) -> Callable[..., None]:
-    """The compiled loop over rows of IQ1_S or IQ1_M, see `rows_quantizer`."""
+def shifted_quantizer(name: str, lifted: bool) -> Callable[..., None]:
+    """The compiled loop over rows of IQ1_S or IQ1_M, see `rows_quantizer` and `points_quantizer`."""
     points = _STEP * (POINTS.astype(np.float32) - 1)
     cells = _STEP * (np.arange(3**8)[:, None] // 3 ** np.arange(7, -1, -1) % 3 - 1).astype(np.float32)
     numbers = lists(points, cells)
     bounds = (-_STEP / 2, _STEP / 2)
     constants = {
         "shared": _SHARED[name],
+        "lifted": lifted,
         "near": np.ascontiguousarray(points[numbers].transpose(0, 2, 1)).astype(np.int8),
         "numbers": numbers,
         "values": points,

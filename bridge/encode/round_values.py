@@ -8,6 +8,11 @@ The search is leaner than that of K-quants, because the nearest values cost more
     sweep   per sub-block: the best of the one or two codes about its scale, by its error; then d by least squares, and
             perhaps again
 
+At 1 to 3 bits, the least weighted error is not what a model needs. It shrinks all weights by that error, and errors
+along the weights cost more than others, because inputs are correlated along them: so d is lifted at the end. And the
+few columns that have most of the importance get all the precision, which other texts than the imatrix' do not reward:
+so the search weighs errors with the root of the importance. `quantize` wants neither, since it knows the inputs.
+
 What the nearest values are is up to `fit` and `write`, which `round_table` has for tables and `round_points` for
 codebooks.
 """
@@ -18,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from bridge.blocks import BlockType
-from bridge.encode.round_loops import add, extremes, rows_quantizer
+from bridge.encode.round_loops import add, extremes, greater, lesser, rows_quantizer
 from bridge.system.half import round_half
 from bridge.system.jit import inlined
 
@@ -29,17 +34,22 @@ _INFINITY = np.float32(np.inf)
 
 # rows of the array `scales` [2, 3, subs], float32, for either sign: the scale, its error, and sum w v^2
 _SCALE, _ERROR, _CURVE = 0, 1, 2
+# types that are weighed and lifted so: the part of the shrinking, which is the error over the weights' own squares
+LIFTED = {"IQ3_XXS": 0.8, "IQ2_XXS": 0.8, "IQ2_XS": 0.8, "IQ2_S": 0.8, "IQ1_S": 0.8, "IQ1_M": 0.7}
 _MOST, _SPREAD = np.float32(1.35), np.float32(0.7)  # the tries of d: the first, times the plain choice; their range
 
 # set per type by `specialize`
 sub = subs = scale_lo = scale_hi = starts = refits = tries = rounds = look = signs = odd = 0
-low = high = first = step = unit = _ZERO
+lifted = False
+low = high = first = step = unit = part = _ZERO
 fit: Any = None
 factor: Any = None
 nearest: Any = None
+expected: Any = None
 scale: Any = None
 grid: Any = None
 sweep: Any = None
+lift: Any = None
 block: Any = None
 
 
@@ -57,6 +67,13 @@ def reach(x, w):
     """What is tried in parts as a scale: the weight that is clipped first, for a positive scale and a negative one."""
     bottom, peak = extremes(x)
     return max(peak, bottom / low * high), -max(-peak / low * high, -bottom)
+
+
+def _expected(a, error, curve, d, inverse):
+    """The error of the scale code whose product with d is nearest to the scale a, which has this error."""
+    code = lesser(greater(np.rint(nearest(a * inverse)), np.float32(scale_lo)), np.float32(scale_hi))
+    off = d * unit * (code * np.float32(odd) + np.float32(odd - 1)) - a
+    return error + curve * off * off
 
 
 def _scale(x, w, scales, j, scratch):
@@ -82,8 +99,8 @@ def _scale(x, w, scales, j, scratch):
                 break
 
 
-def _grid(scales):
-    """The d, a half, of the least expected error."""
+def _grid(scales, tried):
+    """The d, a half, of the least expected error; all tries at once, as vectors."""
     signed = _ZERO
     for j in range(subs):
         for negative in range(signs):
@@ -91,27 +108,26 @@ def _grid(scales):
             if better and abs(scales[negative, _SCALE, j]) > abs(signed):
                 signed = scales[negative, _SCALE, j]
     top = factor(scale_lo if signs == 2 else scale_hi)
+    d, inverse, errors = tried
+    for k in range(tries):
+        part = np.float32(k // signs) / np.float32(tries // signs)
+        half = round_half(signed / top * (_MOST - _SPREAD * part))
+        if half == _ZERO and signed != _ZERO:
+            half = _LEAST
+        d[k] = -half if k % signs else half
+        inverse[k] = _ONE / d[k] if d[k] != _ZERO else _ZERO
+        errors[k] = _ZERO
+    last = signs - 1
+    for j in range(subs):
+        a0, e0, c0 = scales[0, _SCALE, j], scales[0, _ERROR, j], scales[0, _CURVE, j]
+        a1, e1, c1 = scales[last, _SCALE, j], scales[last, _ERROR, j], scales[last, _CURVE, j]
+        for k in range(tries):
+            errors[k] += lesser(expected(a0, e0, c0, d[k], inverse[k]), expected(a1, e1, c1, d[k], inverse[k]))
     best = _INFINITY
     best_d = _ZERO
     for k in range(tries):
-        part = np.float32(k // signs) / np.float32(tries // signs)
-        d = round_half(signed / top * (_MOST - _SPREAD * part))
-        if d == _ZERO and signed != _ZERO:
-            d = _LEAST
-        if k % signs:
-            d = -d
-        inverse = _ONE / d if d != _ZERO else _ZERO
-        e = _ZERO
-        for j in range(subs):
-            least = _INFINITY
-            for negative in range(signs):
-                a = scales[negative, _SCALE, j]
-                code = min(max(np.rint(nearest(a * inverse)), np.float32(scale_lo)), np.float32(scale_hi))
-                off = d * unit * (code * np.float32(odd) + np.float32(odd - 1)) - a
-                least = min(least, scales[negative, _ERROR, j] + scales[negative, _CURVE, j] * off * off)
-            e = add(e, least)
-        if e < best:
-            best, best_d = e, d
+        if errors[k] < best:
+            best, best_d = errors[k], d[k]
     return best_d
 
 
@@ -138,14 +154,23 @@ def _sweep(x, w, d, scales, sc, scratch):
     return total, round_half(d + gradient / curve) if curve > 0 else d
 
 
-def _block(x, w, scales, trial, sc, scratch):
-    """Search one superblock: x, w float32 [subs, sub] -> d, and codes into sc int32 [subs]."""
+def _lift(x, w, d, error):
+    """d made larger by a part of what it shrinks weights: as if the product of weights and errors cost more."""
+    signal = _ZERO
+    for j in range(subs):
+        for i in range(sub):
+            signal = add(signal, w[j, i] * x[j, i] * x[j, i])
+    return round_half(d * (_ONE + part * np.float32(error) / signal)) if signal > _ZERO else d
+
+
+def _block(x, w, scales, tried, trial, sc, scratch):
+    """Search one superblock: x, w float32 [subs, sub] -> d, d as it is stored, and codes into sc int32 [subs]."""
     for j in range(subs):
         scale(x[j], w[j], scales, j, scratch)
         sc[j] = 0
     best = np.inf
     best_d = _ZERO
-    d = grid(scales)
+    d = grid(scales, tried)
     for _ in range(rounds):
         total, after = sweep(x, w, d, scales, trial, scratch)
         if total < best:
@@ -155,11 +180,11 @@ def _block(x, w, scales, trial, sc, scratch):
         if after == d:
             break
         d = after
-    return best_d
+    return best_d, lift(x, w, best_d, best) if lifted else best_d
 
 
-def _single(x, w, scales, trial, sc, scratch):
-    """The best half d of one block without sub-blocks, x and w float32 [1, sub]."""
+def _single(x, w, scales, tried, trial, sc, scratch):
+    """The best half d of one block without sub-blocks, twice; x and w float32 [1, sub]."""
     scale(x[0], w[0], scales, 0, scratch)
     best = _INFINITY
     best_d = _ZERO
@@ -173,13 +198,14 @@ def _single(x, w, scales, trial, sc, scratch):
             if after == d:
                 break
             d = after
-    return best_d
+    return best_d, best_d
 
 
 def _workspace():
-    """scales, trial and codes of one superblock, and what `fit` writes to: nothing."""
+    """scales, tries of d, trial and codes of one superblock, and what `fit` writes to: nothing."""
     return (
         np.zeros((2, 3, subs), np.float32),
+        (np.zeros(tries, np.float32), np.zeros(tries, np.float32), np.zeros(tries, np.float32)),
         np.zeros(subs, np.int32),
         np.zeros(subs, np.int32),
         (),
@@ -187,8 +213,8 @@ def _workspace():
 
 
 def _search(x, w, row, at, scratch, sc, mn):
-    scales, trial, codes, values = scratch
-    d = block(x[row, at : at + subs], w[at : at + subs], scales, trial, codes, values)
+    scales, tried, trial, codes, values = scratch
+    _, d = block(x[row, at : at + subs], w[at : at + subs], scales, tried, trial, codes, values)
     for j in range(subs):
         sc[row, at + j] = codes[j]
     return d, _ZERO
@@ -206,6 +232,8 @@ def values_quantizer(
     loops     `reach`, `fit`, what these use, and last what writes the codes
     settings  of the search and of the loops
     """
-    stages = (_factor, _nearest, _scale, _grid, _sweep, _block) if kind.is_k else (_scale, _single)
-    settings = {"look": 2, "signs": 2 if kind.scale_lo < 0 or not kind.is_k else 1} | settings
-    return rows_quantizer(kind, kind.name, loops, stages, workspace, search, settings, inlined)
+    stages = (_factor, _nearest, _expected, _scale, _grid, _sweep, _lift, _block) if kind.is_k else (_scale, _single)
+    signs = 2 if kind.scale_lo < 0 or not kind.is_k else 1
+    settings = {"look": 2, "signs": signs, "part": LIFTED.get(kind.name, 0.0)} | settings
+    suffix = kind.name + "_lifted" * settings.get("lifted", False)
+    return rows_quantizer(kind, suffix, loops, stages, workspace, search, settings, inlined)
