@@ -49,7 +49,7 @@ from bridge.system import compiling
 BATCH = 512  # tokens that pass through the layers together
 WIDEST = 8  # tokens in a step: columns of the widest kernel
 _SHARE = 0.1  # of the time that tokens take, for repacking
-_LEAST = 0.5  # seconds that tokens must have taken before anything is repacked
+_FIRST = 64  # passes before anything is repacked: a short reply would not gain what that takes
 _PARTS = 8  # at most one part in so many of the weights is repacked before a batch
 
 
@@ -88,6 +88,7 @@ class Decoder:
         self._prepared = 0  # number of these matrices that are repacked
         self._nbytes = sum(m.nbytes for m in self._matrices)
         self._computing = 0.0  # seconds that tokens have taken so far
+        self._passes = 0  # through the layers so far
         self.preparing = 0.0  # seconds that repacking has taken so far
         self.followed = np.zeros((0, config.hidden), np.float32)  # normalized states of the last tokens that followed
 
@@ -220,7 +221,7 @@ class Decoder:
         for matrix in self._numbered:
             self._repack(matrix)
         self._numbered = []
-        if self._computing >= _LEAST:
+        if self._passes >= _FIRST:
             self._prepare(self._nbytes / _PARTS, _SHARE * self._computing)
         start = compiling.clock()
         buffers.begin(tokens)
@@ -232,6 +233,7 @@ class Decoder:
         for cache, part in zip(buffers.caches, parts, strict=True):
             cache.append(part)
         self._computing += compiling.clock() - start
+        self._passes += 1
         return buffers.xn
 
     def _embed(self, buffers: DecodeBuffers) -> None:

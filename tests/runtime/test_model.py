@@ -114,7 +114,7 @@ def test_a_table_of_calls_computes_what_matrix_by_matrix_does(embedding: str, tm
 @pytest.mark.parametrize("share", [0.0, 1e9])
 def test_weights_are_repacked_between_tokens_for_a_share_of_their_time(share: float, path: Path, monkeypatch) -> None:
     monkeypatch.setattr("bridge.runtime.decoder._SHARE", share)
-    monkeypatch.setattr("bridge.runtime.decoder._LEAST", 0)
+    monkeypatch.setattr("bridge.runtime.decoder._FIRST", 0)
     model = bridge.Model.load(path, context=64)
     matrices = model._decoder._matrices
     model.logits(model.tokenizer.encode(TEXT)[:20])
@@ -130,6 +130,16 @@ def test_weights_are_repacked_between_tokens_for_a_share_of_their_time(share: fl
         assert 0 < counts[0] < len(matrices)
         assert made == list(bridge.Model.load(path, context=64).prepare().generate_tokens(PROMPT, 12, temperature=0))
         assert model._decoder.preparing > 0
+
+
+def test_a_short_reply_repacks_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bridge.runtime.decoder._SHARE", 1e9)
+    model = bridge.Model.load(path, context=128)
+    counts = []
+    for _ in model.generate_tokens(PROMPT, 70, temperature=0):
+        counts.append(sum(matrix.prepared for matrix in model._decoder._matrices))
+    assert not any(counts[:60])
+    assert counts[-1]
 
 
 def test_q8_0_keys_and_values_cost_little(path: Path) -> None:
