@@ -330,6 +330,7 @@ def test_a_target_that_does_not_run_here_is_refused(monkeypatch):
 
 
 def test_numba_s_cpu_settings_count_as_the_cpu(monkeypatch):
+    monkeypatch.delenv("NUMBA_CPU_FEATURES", raising=False)
     monkeypatch.setenv("NUMBA_CPU_NAME", "generic")
     targets.host_features.cache_clear()
     try:
