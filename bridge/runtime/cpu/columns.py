@@ -12,6 +12,7 @@ import numpy as np
 from llvmlite import ir
 
 from bridge.blocks import BlockType
+from bridge.runtime.cpu.operands import interleaving
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _WORD = 32  # bits
@@ -118,15 +119,7 @@ class Columns:
 
     def _interleaved(self, a: ir.Value, b: ir.Value, chosen: tuple[int, ...], size: int) -> ir.Value:
         """In every four words, runs of `size` of a and b in turn: those whose numbers are chosen."""
-        count = a.type.count
-        order = [
-            source + at + run * size + i
-            for at in range(0, count, 4)
-            for run in chosen
-            for source in (0, count)
-            for i in range(size)
-        ]
-        return self._shuffled(a, b, order)
+        return self._shuffled(a, b, interleaving(a.type.count, chosen, size))
 
     def _shuffled(self, a: ir.Value, b: ir.Value, order: Iterable[int]) -> ir.Value:
         places = list(order)

@@ -7,7 +7,7 @@ from types import ModuleType
 
 from llvmlite import ir
 
-from bridge.runtime.cpu.operands import Places, column_groups
+from bridge.runtime.cpu.operands import Places, column_groups, interleaving
 
 _I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 _F32 = ir.FloatType()
@@ -81,14 +81,8 @@ class Emitter:
         kind = a.type
         a, b = (self.builder.bitcast(value, self.ints) for value in (a, b))
         parts = []
-        for half in (0, 2):
-            order = [
-                source + at + half + run + i
-                for at in range(0, self.lanes, 4)
-                for run in range(0, 2, words)
-                for source in (0, self.lanes)
-                for i in range(words)
-            ]
+        for first in (0, 2):
+            order = interleaving(self.lanes, range(first // words, (first + 2) // words), words)
             parts.append(self.builder.bitcast(self._shuffled(a, b, tuple(order)), kind))
         return self.builder.add(*parts)
 
@@ -120,18 +114,18 @@ class Emitter:
     def byte(self, word: ir.Value, i: int) -> ir.Value:
         """Byte i of each word, as int32."""
         if i in (1, 2):  # one instruction instead of two
-            quad = [4 * lane + i if k == 0 else 255 for lane in range(4) for k in range(4)]  # 255: zero
-            octets = self.builder.bitcast(word, self.bytes)
-            found = self.target.emit_look_up(self, octets, ir.Constant(self.bytes, quad * (self.lanes // 4)))
-            return self.builder.bitcast(found, self.ints)
+            return self.builder.bitcast(self._bytes_of_words(word, (i, None, None, None)), self.ints)
         return self.and_(self.shr(word, 8 * i), 255)
 
     def short_of_byte(self, word: ir.Value, i: int) -> ir.Value:
         """Byte i of each word in both of its halves, as int16."""
-        quad = [4 * lane + i if k % 2 == 0 else 255 for lane in range(4) for k in range(4)]  # 255: zero
+        return self.builder.bitcast(self._bytes_of_words(word, (i, None, i, None)), self._shorts)
+
+    def _bytes_of_words(self, word: ir.Value, chosen: tuple[int | None, ...]) -> ir.Value:
+        """Four bytes for each word, which are the chosen ones of it; None: zero."""
+        quad = [255 if k is None else 4 * lane + k for lane in range(4) for k in chosen]  # from 128 on: zero
         octets = self.builder.bitcast(word, self.bytes)
-        found = self.target.emit_look_up(self, octets, ir.Constant(self.bytes, quad * (self.lanes // 4)))
-        return self.builder.bitcast(found, self._shorts)
+        return self.target.emit_look_up(self, octets, ir.Constant(self.bytes, quad * (self.lanes // 4)))
 
     def column_groups(self, count: int) -> list[list[int]]:
         """The columns whose products are taken together where that saves nothing."""

@@ -24,7 +24,7 @@ from bridge.blocks.read import READ
 from bridge.runtime.cpu.columns import Columns, Move, Word, assembled, block_columns, sources, store_halves, words_of
 from bridge.runtime.cpu.emitter import Emitter
 from bridge.runtime.cpu.layout import InterleavedLayout
-from bridge.runtime.cpu.operands import LookedUp
+from bridge.runtime.cpu.operands import LookedUp, given
 from bridge.runtime.cpu.superblock import k_block, plain_block
 from bridge.runtime.cpu.vectors import Totals
 
@@ -106,7 +106,7 @@ class FileBlock:
 
     def scale_words(self) -> list[Callable[[], ir.Value]]:
         made = [assembled(self._columns, word) for word in _scale_words(self._layout.block.name, self._layout.lanes)]
-        return [partial(_identity, value) for value in made]
+        return [given(value) for value in made]
 
     def dots(self, parts: list[ir.Value], j: int, x: ir.Value) -> list[ir.Value]:
         if j not in self._sums:
@@ -171,10 +171,6 @@ class FileBlock:
         else:
             found = v.target.emit_row_dots(v, rows, x, places, block.value_bits)
         self._sums.update(zip(sums, found, strict=True))
-
-
-def _identity(value: ir.Value) -> ir.Value:
-    return value
 
 
 def add_block(v: Emitter, block: BlockType, total: ir.Value, *addresses: ir.Value) -> ir.Value:

@@ -1,6 +1,6 @@
 """What emitter.py and twin.py share: words of codes, which are made where they are used, and places in records."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -65,6 +65,25 @@ class Places(NamedTuple):
 
     at: list[int]
     end: int
+
+
+def given(value: Any) -> Callable[[], Any]:
+    """A word that is at hand already, as a function like the others."""
+    return lambda: value
+
+
+def interleaving(words: int, chosen: Iterable[int], size: int) -> list[int]:
+    """The places, in two vectors of so many words side by side, of runs of `size` words of each in turn.
+
+    chosen  the numbers of the runs that are taken from every four words
+    """
+    return [
+        source + at + run * size + i
+        for at in range(0, words, 4)
+        for run in chosen
+        for source in (0, words)
+        for i in range(size)
+    ]
 
 
 def column_groups(paired: bool, count: int) -> list[list[int]]:

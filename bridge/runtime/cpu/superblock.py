@@ -27,7 +27,7 @@ from typing import Any
 from bridge.blocks import BlockType
 from bridge.runtime.cpu.activations import Record, float_record, record_of
 from bridge.runtime.cpu.layout import GROUP, InterleavedLayout, Piece, pieces
-from bridge.runtime.cpu.operands import LookedUp, Permuted, Places
+from bridge.runtime.cpu.operands import LookedUp, Permuted, Places, given
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,6 @@ class Word:
 def words(v: Any, base: Any, at: int, bits: int, count: int) -> list[Any]:
     """`count` words of `bits` bits a code from the vectors at base + at."""
     return [Word(v, base, at, parts) for parts in pieces(bits, count)]
-
-
-def _identity(value: Any) -> Any:
-    return value
 
 
 def _paired(bits: int, count: int) -> list[int]:
@@ -222,7 +218,7 @@ def k_block(
     source = source or Repacked(v, layout, weights)
     scales = source.scale_words()
     if len(totals) == 1:  # registers to spare
-        scales = [partial(_identity, word()) for word in scales]
+        scales = [given(word()) for word in scales]
     per_group = 32 // block.sub
     sums: list[Any] = [None for _ in columns]
     in_turn = (

@@ -22,7 +22,7 @@ from bridge.blocks.read import READ
 from bridge.runtime.cpu import vectors
 from bridge.runtime.cpu.activations import PLAIN, UNSIGNED, record_of
 from bridge.runtime.cpu.layout import InterleavedLayout
-from bridge.runtime.cpu.operands import LookedUp
+from bridge.runtime.cpu.operands import LookedUp, given
 from bridge.runtime.cpu.superblock import (
     codes_of_group,
     fields_at,
@@ -81,7 +81,7 @@ def unpack_block(v: Any, layout: InterleavedLayout, weights: Any, halves: Any, s
             values: list[Any] = []
             for k in part:
                 value, *digits = _signed(v, own, codes[k]) if block.lift else (codes[k](),)
-                values.append(partial(_identity, value))
+                values.append(given(value))
                 for digit_at, digit in enumerate(digits or [value]):
                     v.store_vector(digit, space, (k * own.digits + digit_at) * own.vector)
             for first in range(0, len(values), own.started) if own.started else ():
@@ -99,10 +99,6 @@ def unpack_block(v: Any, layout: InterleavedLayout, weights: Any, halves: Any, s
     if block.has_min:
         dmin = v.load_half(halves, 2 * v.lanes)
         v.store_vector(v.fneg(dmin) if block.is_k else dmin, space, own.dmin_at)
-
-
-def _identity(value: Any) -> Any:
-    return value
 
 
 def _signed(v: Any, own: UnpackedLayout, word: Callable[[], Any]) -> tuple[Any, ...]:
