@@ -2,11 +2,15 @@
 
     function -> PTX -> machine code         numba-cuda, then nvJitLink: 1 to 10 s
 
-It is kept in files under a digest of what it is made from: the function's own code, its constants and the functions
-that it calls, the source of the intrinsics, and the compiler's version. So a kernel is compiled once on a machine, or
-on another one beforehand, and edits elsewhere do not matter. compile_pool.py compiles many at once.
+It is kept in files under a digest of its source: the expanded function with its constants, the functions that it calls,
+and the intrinsics. So a kernel is compiled once on a machine, and edits elsewhere do not matter. A kept kernel needs no
+compiler. compile_pool.py compiles many at once.
 
     ~/.cache/gguf-bridge/cubins/CAPABILITY-VERSIONS/DIGEST      name of the kernel, digest and bytes of its code
+    $BRIDGE_KERNELS/CAPABILITY/DIGEST                           the same, compiled elsewhere; looked up first
+
+VERSIONS are those of the packages that compile. A folder that BRIDGE_KERNELS names is used wherever the sources are the
+same, whichever Python and toolkit compiled it (`keep` writes it).
 
 Numba passes an array as seven or more numbers, in an order that it documents nowhere. So what is compiled is a function
 that takes the address of an array, of one with two dimensions also its sizes, and calls the kernel with arrays made of
@@ -17,13 +21,14 @@ import ctypes
 import dis
 import hashlib
 import importlib
+import importlib.metadata
 import os
 import re
-import sys
+import shutil
 import threading
 import types
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache, wraps
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +36,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from bridge.cuda import intrinsics
+from bridge.cuda.unroll import source_of
 
 from bridge.errors import BridgeError
 from bridge.system.cache import cache_folder
@@ -39,6 +45,11 @@ from bridge.system.files import write_bytes
 Capability = tuple[int, int]
 
 _C_NAMES = {"float32": "float", "float64": "double"}
+# what compiles: of these, a CUDA 12 or CUDA 13 install has some
+_PACKAGES = ("numba", "numba-cuda", "cuda-bindings", "nvidia-nvvm", "nvidia-nvjitlink", "nvidia-cuda-nvcc-cu12",
+             "nvidia-nvjitlink-cu12")  # fmt: skip
+# what linker and driver say of PTX or machine code that another version has made
+_OF_VERSIONS = re.compile(r"\bversion|IR_VERSION|UNSUPPORTED_PTX|INVALID_(PTX|IMAGE|SOURCE)|NO_BINARY", re.IGNORECASE)
 _lock = threading.RLock()  # held while numba takes one capability for that of the current GPU
 
 
@@ -96,31 +107,36 @@ def scalar(element: str) -> Any:
 
 def code(source: Source, capability: Capability) -> Code:
     """A kernel's machine code, from its file or compiled. Raises BridgeError where Numba passes arguments otherwise."""
-    found = known(source, capability)
-    if found is None:
-        found = source.codes[capability] = _compiled(source, capability)
-        if (path := _path(source, capability)) is not None:
-            _store(path, found)
-    return found
+    return known(source, capability) or compiled(source, capability)
 
 
 def known(source: Source, capability: Capability) -> Code | None:
     """A kernel's machine code if it has been compiled, by this process or another one."""
     if capability not in source.codes:
-        path = _path(source, capability)
-        stored = None if path is None else _stored(path)
-        if stored is None:
+        name = digest(source)
+        stored = (_stored(folder / name) for folder in _folders(capability))
+        if (found := next(filter(None, stored), None)) is None:
             return None
-        source.codes[capability] = stored
+        source.codes[capability] = found
     return source.codes[capability]
+
+
+def compiled(source: Source, capability: Capability) -> Code:
+    """A kernel's machine code, compiled now and kept for the next time; raises as `code` does."""
+    found = source.codes[capability] = _compiled(source, capability)
+    if (own := folder(capability)) is not None:
+        with suppress(OSError, BridgeError):  # a home that is full or cannot be written to: compiled again next time
+            _store(own / digest(source), found)
+    return found
 
 
 def ptx_of(source: Source, capability: Capability) -> str:
     """A kernel as PTX."""
+    _find_toolkit()
     import numba.cuda.dispatcher as dispatcher
     from numba import cuda
 
-    with _lock:
+    with _lock, _names_of_numpy():
         before: Any = dispatcher.get_current_device
         # device functions are compiled for the current GPU, and asking for it would start CUDA
         dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=capability)
@@ -130,6 +146,64 @@ def ptx_of(source: Source, capability: Capability) -> str:
         finally:
             dispatcher.get_current_device = before
     return ptx if isinstance(ptx, str) else ptx.decode()
+
+
+@contextmanager
+def _names_of_numpy() -> Iterator[None]:
+    """Names that numpy 2.5 no longer has and numba-cuda 0.30 evaluates when it compiles its first kernel."""
+    if hasattr(np, "row_stack"):
+        yield
+        return
+    np.row_stack = np.vstack  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del np.row_stack  # type: ignore[attr-defined]
+
+
+def toolkit() -> tuple[int, int]:
+    """The version of the CUDA toolkit that compiles; raises what numba-cuda does where there is none.
+
+    torch brings all of a toolkit but libNVVM.
+    """
+    _find_toolkit()
+    from numba.cuda.cudadrv.nvvm import NVVM
+    from numba.cuda.cudadrv.runtime import get_version
+
+    NVVM()
+    return tuple(get_version())[:2]  # type: ignore[return-value]
+
+
+@cache
+def _find_toolkit() -> None:
+    """Name the toolkit that nvcc belongs to, unless one is named. NVIDIA's packages look there last, and do so once."""
+    nvcc = shutil.which("nvcc")
+    if nvcc and not (os.environ.get("CUDA_PATH") or os.environ.get("CUDA_HOME")):
+        root = Path(nvcc).resolve().parents[1]
+        if (root / "nvvm").is_dir():
+            os.environ["CUDA_HOME"] = str(root)
+
+
+def failure(problem: Exception, step: str) -> str:
+    """What went wrong in a step of compiling or loading, in a line; with the way out where that is known."""
+    from cuda.pathfinder import DynamicLibNotFoundError
+    from numba.cuda.cudadrv.error import NvvmSupportError
+
+    words = " ".join(str(problem).split())[:400]
+    line = f"{type(problem).__name__}: {words or 'no reason given'} ({step})"
+    if isinstance(problem, NvvmSupportError | DynamicLibNotFoundError):
+        return f"{line}; there is no CUDA compiler: pip install numba-cuda[cu13], or [cu12] for a driver of CUDA 12"
+    if of_versions(problem):
+        return (
+            f"{line}; the CUDA packages must be of one version, no newer than the driver's: "
+            "pip install numba-cuda[cu13], or [cu12]"
+        )
+    return line
+
+
+def of_versions(problem: Exception) -> bool:
+    """Whether an error says that versions of compiler, linker and driver do not fit."""
+    return _OF_VERSIONS.search(str(problem)) is not None
 
 
 def _compiled(source: Source, capability: Capability) -> Code:
@@ -181,13 +255,38 @@ def folder(capability: Capability) -> Path | None:
         every = (Path(given) if given else cache_folder()) / "cubins"
     except BridgeError:
         return None
-    return every / f"{capability[0]}.{capability[1]}-{_versions()}"
+    return every / f"{_name(capability)}-{_versions()}"
 
 
-def _path(source: Source, capability: Capability) -> Path | None:
-    """Where a kernel's machine code is kept; None where there is no folder for it."""
-    found = folder(capability)
-    return None if found is None else found / digest(source)
+def elsewhere(capability: Capability) -> Path | None:
+    """Where machine code is that was compiled elsewhere; None where BRIDGE_KERNELS names no folder."""
+    given = os.environ.get("BRIDGE_KERNELS")
+    return Path(given) / _name(capability) if given else None
+
+
+def count_elsewhere(capability: Capability) -> int:
+    """How many kernels are there."""
+    found = elsewhere(capability)
+    return 0 if found is None else len(list(found.glob("*")))
+
+
+def keep(source: Source, capability: Capability, given: Path) -> None:
+    """Store a kernel's machine code in a folder for BRIDGE_KERNELS. Raises as `code` does, and OSError."""
+    _store(given / _name(capability) / digest(source), code(source, capability))
+
+
+def any_kept() -> bool:
+    """Whether there are kernels that need no compiler."""
+    folders = _folders((0, 0))
+    return any(any(place.parent.glob(f"{place.name.replace('0.0', '*', 1)}/*")) for place in folders)
+
+
+def _folders(capability: Capability) -> list[Path]:
+    return [found for found in (elsewhere(capability), folder(capability)) if found is not None]
+
+
+def _name(capability: Capability) -> str:
+    return f"{capability[0]}.{capability[1]}"
 
 
 def _stored(path: Path) -> Code | None:
@@ -200,39 +299,40 @@ def _stored(path: Path) -> Code | None:
 
 
 def _store(path: Path, made: Code) -> None:
-    with suppress(OSError, BridgeError):  # a home that is full or cannot be written to: compiled again next time
-        path.parent.mkdir(parents=True, exist_ok=True)
-        head = f"{made.entry} {hashlib.sha256(made.cubin).hexdigest()}\n"
-        write_bytes(path, head.encode() + made.cubin)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    head = f"{made.entry} {hashlib.sha256(made.cubin).hexdigest()}\n"
+    write_bytes(path, head.encode() + made.cubin)
 
 
 @cache
 def _versions() -> str:
-    """A digest of what compiles, and of the intrinsics."""
-    import numba
-    import numba_cuda
-    from cuda.bindings import nvjitlink
-    from numba.cuda.cudadrv.nvvm import NVVM
-
-    parts = [sys.version_info[:2], numba.__version__, numba_cuda.__version__, nvjitlink.version(), NVVM().get_version()]
-    source = Path(intrinsics.__file__).read_bytes()
-    return hashlib.sha256(repr(parts).encode() + source).hexdigest()[:12]
+    """A digest of the versions of what compiles, as installed: no library is loaded for it."""
+    parts = []
+    for name in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            parts.append((name, importlib.metadata.version(name)))
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
 
 
 def digest(source: Source) -> str:
-    """A digest of what a kernel's machine code is made from, but for compiler and intrinsics."""
-    text = "\n".join([source.signature, str(source.registers), *_entry_text(source), *_content(source.function, set())])
+    """A digest of what a kernel's machine code is made from, but for the compiler: the same for every Python."""
+    parts = [source.signature, str(source.registers), *_entry_text(source), *_content(source.function, set())]
+    text = "\n".join([*parts, _intrinsics_source()])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _content(function: Callable[..., Any], seen: set[str]) -> Iterator[str]:
-    """A function's instructions and constants, then those of the functions that it calls."""
-    body = function.__code__
-    text = f"{function.__name__}{body.co_varnames}{body.co_names}{body.co_consts!r}{body.co_code.hex()}"
-    yield text
-    if text in seen:
+@cache
+def _intrinsics_source() -> str:
+    return Path(intrinsics.__file__).read_text("utf-8")
+
+
+def _content(function: Callable[..., Any], seen: set[Any]) -> Iterator[str]:
+    """A function's source, then the constants that it names, and the functions that it calls."""
+    yield _source_of(function)
+    if function in seen:
         return
-    seen.add(text)
+    seen.add(function)
+    body = function.__code__
     for name in sorted({i.argval for i in dis.get_instructions(body) if i.opname == "LOAD_GLOBAL"}):
         value = function.__globals__.get(name)
         called = getattr(value, "py_func", value)
@@ -243,9 +343,18 @@ def _content(function: Callable[..., Any], seen: set[str]) -> Iterator[str]:
             yield f"{name} {_named(value)}"
 
 
+@cache
+def _source_of(function: Callable[..., Any]) -> str:
+    return source_of(function)
+
+
 def _named(value: Any) -> str:
     """A constant's value, or the name of a type, module, builtin or intrinsic."""
-    if value is None or isinstance(value, bool | int | float | str | tuple | np.generic):
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_named, value))})"
+    if isinstance(value, np.generic):  # whose repr is another one in numpy 2
+        return f"{value.dtype}({value.item()!r})"
+    if value is None or isinstance(value, bool | int | float | str):
         return repr(value)
     if isinstance(value, type | types.ModuleType):
         return value.__name__

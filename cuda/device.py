@@ -43,20 +43,12 @@ def _missing() -> str | None:
 def _driver() -> Any:
     """numba-cuda's driver, initialized."""
     from numba.cuda.cudadrv.driver import driver
+    from numba.cuda.cudadrv.error import CudaSupportError
 
     driver.ensure_initialized()
     if driver.initialization_error:
-        raise RuntimeError(driver.initialization_error)
+        raise CudaSupportError(driver.initialization_error)
     return driver
-
-
-def _toolkit() -> tuple[int, int]:
-    """The version of the CUDA compiler that numba-cuda found. torch brings all of it but libNVVM."""
-    from numba.cuda.cudadrv.nvvm import NVVM
-    from numba.cuda.cudadrv.runtime import get_version
-
-    NVVM()
-    return tuple(get_version())[:2]  # type: ignore[return-value]
 
 
 def available() -> str | None:
@@ -67,22 +59,34 @@ def available() -> str | None:
     try:
         driver = _driver()
     except Exception as problem:
-        words = " ".join(str(problem).split()).removesuffix(":").strip()
-        return f"no NVIDIA driver can be used ({words or type(problem).__name__}); install one, or use the CPU"
+        return _without_driver(problem)
+    from bridge.cuda import compiler
+
     try:
-        toolkit = _toolkit()
+        toolkit = compiler.toolkit()
     except Exception as problem:
-        words = " ".join(str(problem).split())
-        return f"no CUDA compiler was found ({words}); pip install numba-cuda[cu12], or [cu13]"
-    version = tuple(driver.get_version())[:2]
-    if version[0] < toolkit[0]:
-        return (
-            f"the NVIDIA driver knows CUDA {version[0]}.{version[1]}, older than the toolkit, "
-            f"{toolkit[0]}.{toolkit[1]}; update the driver, or pip install numba-cuda[cu{version[0]}]"
-        )
+        if not compiler.any_kept():
+            return compiler.failure(problem, "looking for the CUDA compiler")
+    else:
+        version = tuple(driver.get_version())[:2]
+        if version[0] < toolkit[0]:
+            return (
+                f"the NVIDIA driver knows CUDA {version[0]}.{version[1]}, older than the toolkit, "
+                f"{toolkit[0]}.{toolkit[1]}; update the driver, or pip install numba-cuda[cu{version[0]}]"
+            )
     if driver.get_device_count() == 0:
         return "the NVIDIA driver sees no GPU"
     return None
+
+
+def _without_driver(problem: Exception) -> str:
+    """Why the driver cannot be used, in a line."""
+    words = " ".join(str(problem).split()).removesuffix(":").strip()
+    if "driver library cannot be found" in words:  # numba-cuda's words where no file has its name
+        return "no NVIDIA driver was found; install one, or use the CPU"
+    if "CUDA_ERROR_NO_DEVICE" in words:
+        return "the NVIDIA driver sees no GPU"
+    return f"{type(problem).__name__}: {words or 'no reason given'} (starting the NVIDIA driver)"
 
 
 @dataclass(frozen=True)

@@ -105,16 +105,23 @@ class Kernel(compiler.Source):
             raise BridgeError(
                 f"{self.name} is not compiled yet and the stream is being captured; run the product once first"
             )
+        kept, place = compiler.known(self, device.capability), "{}.{}".format(*device.capability)
+        loading = step = f"loading {self.name}, compiled for {place}"
         try:
-            return _loaded(compiler.code(self, device.capability))
+            if kept is not None:
+                try:
+                    return _loaded(kept)
+                except Exception as problem:
+                    if not compiler.of_versions(problem):
+                        raise
+            step = f"compiling {self.name} for {place}"  # also what another toolkit has made and the driver refuses
+            made = compiler.compiled(self, device.capability)
+            step = loading
+            return _loaded(made)
         except BridgeError:
             raise
         except Exception as problem:
-            words = " ".join(str(problem).split())[:400]
-            raise BridgeError(
-                f"{self.name} cannot be compiled and loaded: {type(problem).__name__}: {words}; the CUDA packages "
-                "must be of one version, no newer than the driver's: pip install numba-cuda[cu13], or [cu12]"
-            ) from problem
+            raise BridgeError(compiler.failure(problem, step)) from problem
 
     def bind(self, grid: Any, block: Any, stream: int, *arguments: Any) -> Launch:
         """Pack the arguments for the current device, not the simulator's; raises as `warm` does."""

@@ -128,28 +128,45 @@ def expand(function: Callable[..., Any], suffix: str, without: tuple[str, ...] =
     tells profilers and errors what it is.
     """
     assert isinstance(function, types.FunctionType)
-    lines, first = inspect.getsourcelines(function)
-    tree = ast.parse(textwrap.dedent("".join(lines)))
-    ast.increment_lineno(tree, first - 1)
-    definition = tree.body[0]
-    assert isinstance(definition, ast.FunctionDef)
+    definition = _definition(function)
     module = {**function.__globals__, **scope}
     definition.args.args = [argument for argument in definition.args.args if argument.arg not in without]
     given = {argument.arg for argument in definition.args.args}
     constants = {name: value for name, value in module.items() if name not in given}
     expander = _Expander(constants)
     definition.name = f"{function.__name__}_{suffix}"
-    definition.decorator_list = []
-    definition.returns = None
-    for argument in definition.args.args:
-        argument.annotation = None
-    definition.body = expander._block(definition.body[ast.get_docstring(definition) is not None :])
-    code = compile(ast.fix_missing_locations(tree), inspect.getsourcefile(function) or "", "exec")
+    definition.body = expander._block(definition.body)
+    tree = ast.fix_missing_locations(ast.Module([definition], []))
+    code = compile(tree, inspect.getsourcefile(function) or "", "exec")
     (body,) = [c for c in code.co_consts if isinstance(c, types.CodeType)]
     expanded = types.FunctionType(body, module | expander.functions, definition.name)
     expanded.__module__ = function.__module__
     expanded.__qualname__ = definition.name
+    expanded.source = ast.unparse(definition)  # type: ignore[attr-defined]
     return expanded
+
+
+def source_of(function: Any) -> str:
+    """The source of a function, or of what `expand` made of it, without docstring, annotations and comments.
+
+    It is the same for every version of Python, other than bytecode.
+    """
+    return function.source if hasattr(function, "source") else ast.unparse(_definition(function))
+
+
+def _definition(function: types.FunctionType) -> ast.FunctionDef:
+    """The syntax tree of a function as it was written, without decorators, docstring and annotations."""
+    lines, first = inspect.getsourcelines(function)
+    tree = ast.parse(textwrap.dedent("".join(lines)))
+    ast.increment_lineno(tree, first - 1)
+    definition = tree.body[0]
+    assert isinstance(definition, ast.FunctionDef)
+    definition.body = definition.body[ast.get_docstring(definition) is not None :]
+    definition.decorator_list = []
+    definition.returns = None
+    for argument in definition.args.args:
+        argument.annotation = None
+    return definition
 
 
 def unroll(*bounds: int) -> range:

@@ -6,8 +6,11 @@ Only the driver is a stand-in: code is made for compute capability 9.0 as on an 
 from __future__ import annotations
 
 import ctypes
+import os
 import pickle
 import re
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,13 +22,14 @@ import pytest
 import torch
 
 from bridge.errors import BridgeError
-from tests.conftest import ROOT
+from tests.conftest import PATIENCE, ROOT
 from tests.support import ptx
 from tests.support.cuda_driver import Driver
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 
 from bridge.cuda import compiler
+from bridge.cuda.unroll import registers, unroll
 
 pytestmark = pytest.mark.skipif(ptx.unavailable() is not None, reason=str(ptx.unavailable()))
 
@@ -92,6 +96,161 @@ def test_machine_code_is_found_by_what_it_is_made_from_and_not_where_it_is_damag
     assert stored(kernel, (7, 5))
 
 
+def test_what_a_kernel_is_kept_under_is_source_and_the_same_for_every_python() -> None:
+    from bridge.cuda.unroll import expand
+
+    expanded = expand(_sums, "3", COUNT=3, SCALE=np.float32(0.5), PAIR=(1, 2.5))
+    assert list(compiler._content(expanded, set())) == [
+        "def _sums_3(x, out):\n"
+        "    total_0 = x[0] * SCALE\n"
+        "    total_1 = x[1] * SCALE\n"
+        "    total_2 = x[2] * SCALE\n"
+        "    out[0] = _added(total_0, total_1) + total_2 * 2.5",
+        "SCALE float32(0.5)",
+        "_added None",
+        "def _added(a, b):\n    return a + b",
+    ]  # fmt: skip
+
+
+def _sums(x: Any, out: Any) -> None:
+    """Its comments and its annotations are not part of it."""
+    total = registers()
+    for k in unroll(COUNT):  # noqa: F821
+        total[k] = x[k] * SCALE  # noqa: F821
+    out[0] = _added(total[0], total[1]) + total[2] * PAIR[1]  # type: ignore[name-defined]  # noqa: F821
+
+
+def _added(a: Any, b: Any) -> Any:
+    # a comment
+    return a + b
+
+
+def test_kernels_compiled_elsewhere_fit_whatever_compiled_them_and_need_no_compiler(
+    driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bridge.cuda.norm import silu_kernel
+    from cuda.bindings import nvjitlink
+    from numba.cuda.cudadrv import nvvm
+
+    kernel, other = silu_kernel(False), silu_kernel(True)
+    elsewhere = tmp_path / "elsewhere"
+    kernel.codes.clear()
+    compiler.keep(kernel, (9, 0), elsewhere)
+    made = kernel.codes.pop((9, 0))
+
+    def none(*given: Any) -> Any:
+        raise nvvm.NvvmSupportError("libNVVM cannot be found")
+
+    monkeypatch.setattr(nvvm, "NVVM", none)
+    monkeypatch.setattr(nvjitlink, "version", none)
+    monkeypatch.setattr(compiler, "ptx_of", none)
+    compiler._versions.cache_clear()
+    assert compiler.known(kernel, (9, 0)) == made  # from its own folder
+    assert compiler.any_kept()
+    kernel.codes.clear()
+    monkeypatch.setattr(compiler, "_versions", lambda: "of others")
+    assert compiler.known(kernel, (9, 0)) is None
+    assert not compiler.any_kept()
+    said = (
+        r"^NvvmSupportError: libNVVM cannot be found \(compiling _silu\S* for 9\.0\); there is no CUDA compiler: pip "
+    )
+    with pytest.raises(BridgeError, match=said):
+        kernel.warm()
+    monkeypatch.setenv("BRIDGE_KERNELS", str(elsewhere))
+    assert compiler.any_kept()
+    kernel.warm()
+    assert driver.codes == [made.cubin]
+    other.codes.clear()
+    assert compiler.known(other, (9, 0)) is None  # it is not there: it would be compiled
+    assert compiler.known(kernel, (8, 0)) is None
+    assert (compiler.count_elsewhere((9, 0)), compiler.count_elsewhere((8, 0))) == (1, 0)
+    kernel.codes.clear()
+
+
+@pytest.mark.parametrize("refusal", ["CUDA_ERROR_INVALID_IMAGE: device kernel image is invalid", "an illegal address"])
+def test_kept_code_that_the_driver_refuses_is_compiled_again(
+    refusal: str, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bridge.cuda import launch
+    from bridge.cuda.norm import norm_kernel
+
+    kernel = norm_kernel.__wrapped__(512, False)
+    kept = compiler.Code("entry", b"of another toolkit")
+    kernel.codes[9, 0] = kept
+
+    def load(code: Any) -> str:
+        if code == kept:
+            raise RuntimeError(refusal)
+        return driver.loaded(code)
+
+    monkeypatch.setattr(launch, "_loaded", load)
+    if "INVALID_IMAGE" in refusal:
+        kernel.warm()
+        assert driver.codes[0].startswith(b"\x7fELF")
+    else:  # which compiling would not mend
+        with pytest.raises(
+            BridgeError, match=r"^RuntimeError: an illegal address \(loading _norm\S*, compiled for 9\.0\)$"
+        ):
+            kernel.warm()
+
+
+COMPILES = """
+import numpy as np
+if hasattr(np, "row_stack"):
+    del np.row_stack  # as numpy 2.5 has done
+"""
+
+
+def test_numba_cuda_compiles_with_a_numpy_that_has_no_row_stack(tmp_path: Path) -> None:
+    """In the process that asks and in those that it starts."""
+    (tmp_path / "sitecustomize.py").write_text(COMPILES)
+    program = """
+import numpy as np
+from bridge.cuda import compile_pool, compiler, norm
+assert not hasattr(np, "row_stack")
+process = compile_pool._Process()
+for made in (process.code(norm.silu_kernel(False), (9, 0)), compiler.compiled(norm.silu_kernel(True), (9, 0))):
+    assert made.cubin[:4] == b"\\x7fELF", made
+process.end()
+assert not hasattr(np, "row_stack")
+"""
+    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    environment = {**os.environ, "PYTHONPATH": paths, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, cwd=ROOT, timeout=PATIENCE
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_the_toolkit_that_nvcc_belongs_to_is_named_unless_another_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "cuda-13.0"
+    (root / "bin").mkdir(parents=True)
+    nvcc = root / "bin" / "nvcc"
+    nvcc.touch(0o755)
+    links = tmp_path / "bin"
+    links.mkdir()
+    (links / "nvcc").symlink_to(nvcc)
+    monkeypatch.setenv("PATH", str(links))
+
+    def named(**given: str) -> str | None:
+        for name in ("CUDA_HOME", "CUDA_PATH"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in given.items():
+            monkeypatch.setenv(name, value)
+        compiler._find_toolkit.__wrapped__()
+        return os.environ.get("CUDA_HOME")
+
+    assert named() is None  # a compiler without libNVVM
+    (root / "nvvm").mkdir()
+    assert named() == str(root)
+    assert named(CUDA_HOME="/of/the/user") == "/of/the/user"
+    assert named(CUDA_PATH="/of/the/user") is None
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert named() is None
+
+
 def test_kernels_are_compiled_by_several_processes_and_none_of_them_again(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,7 +271,7 @@ def test_kernels_are_compiled_by_several_processes_and_none_of_them_again(
         def code(self, source: Any, capability: Any) -> Any:
             self.given.append(source)
             both.wait(10)
-            return None if source is quantizer("f16", True) else compiler.Code(source.name, b"code")
+            return "no memory" if source is quantizer("f16", True) else compiler.Code(source.name, b"code")
 
         def end(self) -> None:
             self.ended = True
@@ -124,7 +283,8 @@ def test_kernels_are_compiled_by_several_processes_and_none_of_them_again(
     monkeypatch.setattr(compile_pool, "_Process", Process)
     for kernel in kernels:
         kernel.codes.clear()
-    compile_pool.compile_all(kernels, (7, 5), lambda *given: told.append(given))
+    failed = compile_pool.compile_all(kernels, (7, 5), lambda *given: told.append(given))
+    assert failed == {quantizer("f16", True): "no memory"}
     assert sorted(done for done, _, _ in told) == [1, 2, 3, 4]
     assert {name for _, _, name in told} == {kernel.name for kernel in kernels}
     assert [len(process.given) for process in Process.made] == [2, 2]
@@ -168,6 +328,45 @@ def test_another_process_makes_a_kernel_by_its_function_and_arguments() -> None:
         assert pickle.loads(pickle.dumps(kernel)) is kernel
 
 
+def test_why_a_process_could_not_compile_a_kernel_is_told_and_the_next_one_is_compiled(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bridge.cuda import compile_pool
+    from bridge.cuda.norm import silu_kernel
+
+    kernel = silu_kernel(False)
+    process = compile_pool._Process()
+    try:
+        reason = process.code(kernel, (1, 0))
+        assert isinstance(reason, str)
+        assert re.match(r"\w+: .*\(compiling _silu\S*\)", reason)
+        process._process.kill()
+        process._process.wait()
+        assert isinstance(process.code(kernel, (7, 5)), compiler.Code)
+        process._process.kill()
+        process._process.wait()
+        monkeypatch.setattr(process._process, "poll", lambda: None)  # as if it ended while it compiles
+        assert re.fullmatch(r"the process that compiled _silu\S* ended with exit code -?\d+",
+                            str(process.code(kernel, (7, 5))))  # fmt: skip
+    finally:
+        process.end()
+
+
+def test_why_kernels_failed_is_told_where_this_process_compiles_them_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bridge.cuda import compile_pool
+    from bridge.cuda.norm import silu_kernel
+
+    def refuse(*given: Any) -> Any:
+        raise OSError("no memory")
+
+    monkeypatch.setattr(compile_pool, "usable_cpus", lambda: 1)
+    monkeypatch.setattr(compiler, "known", lambda *given: None)
+    monkeypatch.setattr(compiler, "code", refuse)
+    failed = compile_pool.compile_all([silu_kernel(False)], (7, 5), lambda *given: None)
+    assert list(failed) == [silu_kernel(False)]
+    assert re.fullmatch(r"OSError: no memory \(compiling _silu\S*\)", failed[silu_kernel(False)])
+
+
 @pytest.mark.exhaustive
 def test_a_process_compiles_a_kernel_that_another_one_describes(driver: Driver) -> None:
     from bridge.cuda import compile_pool
@@ -177,7 +376,6 @@ def test_a_process_compiles_a_kernel_that_another_one_describes(driver: Driver) 
     process = compile_pool._Process()
     try:
         made = process.code(kernel, (7, 5))
-        assert process.code(kernel, (1, 0)) is None
     finally:
         process.end()
     assert made.cubin.startswith(b"\x7fELF")

@@ -25,6 +25,7 @@ from tests.support.sass import weight_loads
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 
 from bridge.cuda import activations, dequantize, launch, layout, matvec, matvec_kernel, matvec_shape, tensor
+from bridge.cuda import compiler as compilers
 from bridge.cuda import device as devices
 from bridge.cuda.activations import Records
 from bridge.cuda.matrix import DeviceMatrix
@@ -287,24 +288,45 @@ def small() -> QuantTensor:
 
 
 def test_no_driver_is_said_in_one_line(small, monkeypatch):
-    def missing():
-        raise ImportError("CUDA driver library cannot be found.\nEnsure that one is installed\n:")
+    from numba.cuda.cudadrv import driver
 
-    monkeypatch.setattr(devices, "_driver", missing)
-    with pytest.raises(BridgeError, match=r"device 'cuda': no NVIDIA driver .*\(CUDA driver library cannot be") as e:
+    monkeypatch.setattr(driver.driver, "is_initialized", True)
+    monkeypatch.setattr(driver.driver, "initialization_error", driver.DRIVER_NOT_FOUND_MSG)
+    with pytest.raises(BridgeError, match=r"^device 'cuda': no NVIDIA driver was found; install one, or use the CPU$"):
         small.to("cuda")
-    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("problem", "said"),
+    [
+        (AttributeError("module 'numpy' has no attribute\n'row_stack'"),
+         "AttributeError: module 'numpy' has no attribute 'row_stack' (starting the NVIDIA driver)"),
+        (RuntimeError("Call to cuInit results in CUDA_ERROR_SYSTEM_DRIVER_MISMATCH (803)"),
+         "RuntimeError: Call to cuInit results in CUDA_ERROR_SYSTEM_DRIVER_MISMATCH (803) "
+         "(starting the NVIDIA driver)"),
+        (RuntimeError("Call to cuInit results in CUDA_ERROR_NO_DEVICE (100)"), "the NVIDIA driver sees no GPU"),
+        (RuntimeError(), "RuntimeError: no reason given (starting the NVIDIA driver)"),
+    ],
+)  # fmt: skip
+def test_a_driver_that_cannot_be_started_is_not_called_missing(problem, said, small, monkeypatch):
+    def start():
+        raise problem
+
+    monkeypatch.setattr(devices, "_driver", start)
+    with pytest.raises(BridgeError) as e:
+        small.to("cuda")
+    assert str(e.value) == f"device 'cuda': {said}"
 
 
 def test_a_driver_older_than_the_toolkit_is_said(small, monkeypatch):
     monkeypatch.setattr(devices, "_driver", lambda: FakeDriver((12, 8)))
-    monkeypatch.setattr(devices, "_toolkit", lambda: (13, 4))
+    monkeypatch.setattr(compilers, "toolkit", lambda: (13, 4))
     with pytest.raises(BridgeError, match=r"knows CUDA 12.8, older than the toolkit, 13.4; .*numba-cuda\[cu12\]"):
         small.to("cuda")
 
 
 def test_missing_gpus_devices_and_packages_are_said(small, monkeypatch):
-    monkeypatch.setattr(devices, "_toolkit", lambda: (13, 4))
+    monkeypatch.setattr(compilers, "toolkit", lambda: (13, 4))
     monkeypatch.setattr(devices, "_driver", lambda: FakeDriver(devices=0))
     with pytest.raises(BridgeError, match="the NVIDIA driver sees no GPU"):
         small.to("cuda")
@@ -347,19 +369,35 @@ def test_a_first_compilation_while_a_graph_is_captured_is_refused(monkeypatch):
         kernel.warm()
 
 
-def test_a_compiler_that_fails_is_one_line(monkeypatch):
-    from bridge.cuda import compiler
+VERSIONS = (
+    "; the CUDA packages must be of one version, no newer than the driver's: pip install numba-cuda[cu13], or [cu12]"
+)
+
+
+@pytest.mark.parametrize(
+    ("problem", "said"),
+    [
+        (RuntimeError("NVJITLINK_ERROR:\nPTX version 9.4 is not known"),
+         f"RuntimeError: NVJITLINK_ERROR: PTX version 9.4 is not known (compiling _reads for 9.0){VERSIONS}"),
+        (AttributeError("module 'numpy' has no attribute 'row_stack'"),
+         "AttributeError: module 'numpy' has no attribute 'row_stack' (compiling _reads for 9.0)"),
+        (OSError("an unexpected conversion"), "OSError: an unexpected conversion (compiling _reads for 9.0)"),
+    ],
+)  # fmt: skip
+def test_a_compiler_that_fails_is_one_line_with_the_exception_first(problem, said, monkeypatch):
+    """Versions are mentioned only where the exception does."""
 
     def refuse(*source: Any) -> Any:
-        raise RuntimeError("NVJITLINK_ERROR_PTX_COMPILE:\nPTX version 9.4 is not known")
+        raise problem
 
     monkeypatch.setattr(devices, "context", lambda: 0)
     monkeypatch.setattr(devices, "current", lambda: devices.Device(0, "NVIDIA H200", (9, 0), 132))
-    monkeypatch.setattr(compiler, "code", refuse)
+    monkeypatch.setattr(compilers, "known", lambda *source: None)
+    monkeypatch.setattr(compilers, "compiled", refuse)
     monkeypatch.setattr(devices, "capturing", lambda stream: False)
-    with pytest.raises(BridgeError, match=r"_reads cannot be compiled .*9\.4 is not known; the CUDA packages") as e:
+    with pytest.raises(BridgeError) as e:
         launch.Kernel(SimpleNamespace(__name__="_reads"), "void()").warm()  # type: ignore[arg-type]
-    assert "\n" not in str(e.value)
+    assert str(e.value) == said
 
 
 def test_a_gpu_that_is_too_old_is_refused_and_auto_takes_the_cpu(monkeypatch):
@@ -368,7 +406,7 @@ def test_a_gpu_that_is_too_old_is_refused_and_auto_takes_the_cpu(monkeypatch):
     from bridge.system.devices import choose
 
     old = SimpleNamespace(compute_capability=(6, 1), name="GeForce GTX 1080")
-    monkeypatch.setattr(devices, "_toolkit", lambda: (12, 9))
+    monkeypatch.setattr(compilers, "toolkit", lambda: (12, 9))
     monkeypatch.setattr(devices, "_driver", FakeDriver)
     monkeypatch.setattr(cuda, "gpus", [old])
     with pytest.raises(
@@ -390,8 +428,15 @@ def test_a_compiler_without_its_library_is_said(small, monkeypatch):
 
     monkeypatch.setattr(devices, "_driver", FakeDriver)
     monkeypatch.setattr(nvvm, "NVVM", missing)
-    with pytest.raises(BridgeError, match=r"no CUDA compiler was found \(libNVVM cannot be found.*numba-cuda\[cu12\]"):
+    monkeypatch.setattr(compilers, "any_kept", lambda: False)
+    with pytest.raises(BridgeError) as e:
         small.to("cuda")
+    assert str(e.value) == (
+        "device 'cuda': NvvmSupportError: libNVVM cannot be found. conda install cuda-nvcc (looking for the CUDA "
+        "compiler); there is no CUDA compiler: pip install numba-cuda[cu13], or [cu12] for a driver of CUDA 12"
+    )
+    monkeypatch.setattr(compilers, "any_kept", lambda: True)  # kept kernels need none
+    assert devices.available() is None
 
 
 def test_a_tensor_whose_strides_a_kernel_would_not_see_is_refused():

@@ -382,29 +382,21 @@ def test_a_folder_that_cannot_be_written_to_is_said_before_anything_runs(
     assert capsys.readouterr().err.startswith("no check: [Errno 2] No such file")
 
 
-def test_kernels_that_other_versions_have_compiled_are_refused_before_anything_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("count", [0, 2])
+def test_carried_kernels_are_counted_and_what_is_missing_does_not_end_the_check(
+    count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They would be compiled again, for the better part of an hour."""
-    from bridge.cuda import compiler
-
     ran: list[Any] = []
     monkeypatch.setattr(check.gpu_check, "check", lambda *given: ran.append(given) or 0)
-    monkeypatch.setenv("NUMBA_CACHE_DIR", "set by the script")
-    other = tmp_path / "cubins" / "9.0-of-others"
-    other.mkdir(parents=True)
+    monkeypatch.setenv("BRIDGE_KERNELS", "set by the script")
+    for number in range(count):
+        (tmp_path / "9.0").mkdir(exist_ok=True)
+        (tmp_path / "9.0" / f"digest{number}").touch()
     with small_check():
-        assert check.main(["--kernels", str(tmp_path)]) == 2
-        assert not ran
-        said = capsys.readouterr().err
-        assert said.startswith(f"no check: {tmp_path} has no kernels for compute capability 9.0 that the versions of ")
-        assert said.endswith(" here have made; compile them with the same, or leave --kernels out\n")
-        own = compiler.folder((9, 0))
-        assert own is not None
-        own.mkdir()
-        (own / "digest").touch()
         assert check.main(["--kernels", str(tmp_path)]) == 0
     assert ran
+    said = f"{tmp_path}: {count} kernels for compute capability 9.0; others are compiled here\n"
+    assert capsys.readouterr().out == said
 
 
 def test_what_is_not_installed_or_cannot_be_used_is_said(
@@ -478,18 +470,53 @@ def test_kernels_that_jobs_launch_are_found_without_a_gpu_and_can_be_compiled_ah
 
     for name, value in (("SHAPES", [(3, 512)]), ("SMALL_BLOCKS", []), ("COLUMNS", (1, 5)), ("EPILOGUES", (10, 256))):
         monkeypatch.setattr(products, name, value)
-    found = carried.kernels(["correct/one", "correct/products/Q6_K/int8", "time/launches"], (8, 9))
+    found, early = carried.kernels(["correct/one", "correct/products/Q6_K/int8", "time/launches"], (8, 9))
+    assert not early
     names = {kernel.name for kernel in found}
     assert {"_product_Q4_0_1_f32_2_1_1_4", "_quantize_bf16_int8", "_product_Q6_K_8_int8_2_1_1_4"} <= names
     assert not any("Q4_K" in name for name in names)  # what has no kernels to check is left out
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(carried, "kernels", lambda *given: found[:1])
-    said = carried.compile_into(tmp_path, (8, 9), ["correct/one"])
-    assert re.fullmatch(rf"1 of 1 kernels for 8\.9, 0\.\d MB, in {tmp_path}", said)
-    if ptx.unavailable() is None:
-        found[0].codes.clear()
-        assert compiler.known(found[0], (8, 9)) is not None  # from the folder
-        assert compiler.known(found[0], (9, 0)) is None or (9, 0) in found[0].codes
+    if ptx.unavailable() is not None:
+        return
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "own"))
+    monkeypatch.setenv("BRIDGE_KERNELS", "set by compile_into")
+    monkeypatch.setattr(carried, "kernels", lambda *given: (found[:1], []))
+    folder = tmp_path / "carried"
+    line, wrong = carried.compile_into(folder, (8, 9), ["correct/one"])
+    assert re.fullmatch(rf"1 of 1 kernels for 8\.9, 0\.\d MB, in {folder}", line)
+    assert not wrong
+    found[0].codes.clear()
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "another"))
+    assert compiler.known(found[0], (8, 9)) is not None  # from the folder
+    assert compiler.known(found[0], (9, 0)) is None or (9, 0) in found[0].codes
+
+
+def test_what_cannot_be_carried_is_said_with_the_first_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bridge.cuda import compiler
+    from bridge.cuda.norm import silu_kernel
+
+    from tests.support.gpu import carried
+
+    def refuse(*given: Any) -> Any:
+        raise AttributeError("module 'numpy' has no attribute 'row_stack'")
+
+    def ends(job: str) -> Any:
+        raise RuntimeError("no GPU")
+
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "own"))
+    monkeypatch.setenv("BRIDGE_KERNELS", "set by compile_into")
+    monkeypatch.setattr("sys.argv", ["carried", "8.9", str(tmp_path / "carried")])
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "ptx_of", refuse)
+        patch.setattr(carried, "kernels", lambda *given: ([silu_kernel(False)], []))
+        silu_kernel(False).codes.clear()
+        assert carried.main() == 1
+    out, err = capsys.readouterr()
+    assert out.startswith("0 of 1 kernels for 8.9, 0.0 MB")
+    assert "1 failed, the first: AttributeError: module 'numpy' has no attribute 'row_stack' (compiling _silu_" in err
+    monkeypatch.setattr(carried.jobs, "run", ends)
+    assert carried.kernels(["correct/one"], (8, 9)) == ([], ["correct/one ended early: RuntimeError: no GPU"])
 
 
 def test_what_compiles_llama_cpps_product_names_its_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,9 @@
     python scripts/gpu_check.py --kernels build/kernels             there
 
 All jobs run here on a GPU of which this folder pretends that it is there, and each kernel is noted instead of launched:
-results are anything, weights are zeros, and models have fewer layers, but kernels are those of the check. What a
-compiled kernel is kept under depends on its code, the compilers' versions and Python's: both machines need the same.
+results are anything, weights are zeros, and models have fewer layers, but kernels are those of the check. They fit
+wherever the sources are the same; a toolkit no newer than the driver's there is safest. The exit code is 1 if a job
+ended early or a kernel could not be compiled.
 """
 
 from __future__ import annotations
@@ -39,9 +40,12 @@ MULTIPROCESSORS = 132
 _WITHOUT = ("correct/mmvq", "time/torch_product", "time/launches", "time/clocks", "time/upload")  # none of their own
 
 
-def kernels(names: Sequence[str], capability: tuple[int, int], multiprocessors: int = MULTIPROCESSORS) -> list[Any]:
-    """Those that jobs of these names launch on a GPU of that capability and size; why a job ended early is printed."""
+def kernels(
+    names: Sequence[str], capability: tuple[int, int], multiprocessors: int = MULTIPROCESSORS
+) -> tuple[list[Any], list[str]]:
+    """Those that jobs of these names launch on a GPU of that capability and size; and why jobs ended early."""
     noted: dict[Any, None] = {}
+    early = []
 
     def zeros(type: str, rows: int, columns: int) -> tuple[Any, np.ndarray]:
         return random_tensor(type, rows, columns), np.zeros((rows, columns))
@@ -64,25 +68,30 @@ def kernels(names: Sequence[str], capability: tuple[int, int], multiprocessors: 
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(np.errstate(all="ignore"))
+        # with it, torch's compiler would look for a GPU
+        stack.enter_context(mock.patch.dict(sys.modules, {"triton": None}))
         stack.enter_context(pretended_gpu(multiprocessors, graphs=True, capability=capability, overlapping=True))
         for job in names:
             if not job.startswith(_WITHOUT):
                 try:
                     jobs.run(job)
                 except Exception as problem:
-                    print(f"{job}: ended by {problem!r}", file=sys.stderr)
-    return [kernel for kernel in noted if kernel.recipe is not None]
+                    early.append(f"{job} ended early: {type(problem).__name__}: {problem}")
+    return [kernel for kernel in noted if kernel.recipe is not None], early
 
 
-def compile_into(folder: Path, capability: tuple[int, int], names: Sequence[str]) -> str:
-    """Compile the kernels of jobs into a folder; what was done, in a line."""
-    os.environ["NUMBA_CACHE_DIR"] = str(folder.resolve())
-    found = kernels(names, capability)
+def compile_into(folder: Path, capability: tuple[int, int], names: Sequence[str]) -> tuple[str, list[str]]:
+    """Compile the kernels of jobs into a folder; what was done, in a line, and what went wrong."""
+    found, wrong = kernels(names, capability)
+    os.environ["BRIDGE_KERNELS"] = str(folder.resolve())
     with Bar("compiling for the GPU", unit=" kernels") as bar:
-        compile_all(found, capability, bar)
+        wrong += compile_all(found, capability, bar).values()
     made = [kernel for kernel in found if compiler.known(kernel, capability) is not None]
+    for kernel in made:
+        compiler.keep(kernel, capability, folder)
     size = sum(len(kernel.codes[capability].cubin) for kernel in made)
-    return f"{len(made)} of {len(found)} kernels for {capability[0]}.{capability[1]}, {size / 1e6:.1f} MB, in {folder}"
+    line = f"{len(made)} of {len(found)} kernels for {capability[0]}.{capability[1]}, {size / 1e6:.1f} MB, in {folder}"
+    return line, wrong
 
 
 def _capability(text: str) -> tuple[int, int]:
@@ -92,13 +101,17 @@ def _capability(text: str) -> tuple[int, int]:
     return major, minor
 
 
-def main() -> None:
+def main() -> int:
     options = argparse.ArgumentParser(description="Compile the kernels of scripts/gpu_check.py for a GPU.")
     options.add_argument("capability", type=_capability, help="the GPU's compute capability, for instance 9.0")
     options.add_argument("folder", type=Path, help="for the kernels; gpu_check.py takes it as --kernels")
     a = options.parse_args()
-    print(compile_into(a.folder, a.capability, [jobs.FIRST, *jobs.CORRECT, *jobs.TIMES]))
+    line, wrong = compile_into(a.folder, a.capability, [jobs.FIRST, *jobs.CORRECT, *jobs.TIMES])
+    print(line)
+    for reason in wrong[:1]:
+        print(f"{len(wrong)} failed, the first: {reason}", file=sys.stderr)
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
