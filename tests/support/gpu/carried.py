@@ -29,10 +29,9 @@ from bridge.cuda.compile_pool import compile_all
 from bridge.runtime import QuantTensor
 from bridge.runtime.bench import random_tensor
 from bridge.system.progress import Bar
-from tests.conftest import ROOT
 from tests.support.gpu.device import Launches, pretended_gpu
 
-sys.path.append(str(ROOT / "scripts"))
+sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts"))
 
 from gpu_checks import contexts, jobs, linears, model, products, synthetic, timing, tokens, torchs
 
