@@ -98,7 +98,8 @@ def check(out: Path, begun: float, seconds: float) -> int:
         if out.exists():
             expect_regular(out)
         save()
-        lines.touch()
+        with open(lines, "ab"):
+            pass
     except (OSError, BridgeError) as problem:
         print(f"no check: {problem}", file=sys.stderr)
         return 2
