@@ -14,7 +14,18 @@ columns against dequantizing first, prompts against torch's products of halves a
 tokens of a synthetic 8B model in Q4_K, with both ways of launching, and in llama.cpp's Q4_K_M, what a launch costs,
 uploads, clocks, and other launch configurations. Where nvcc is installed and a checkout of llama.cpp is given, its own
 products of a vector are compiled and timed beside ours. Where compute-sanitizer is installed, some checks run again
-under it in the last minute. The table comes last. Jobs for which no time is left are listed as not run.
+under it in the time that is left. The table comes last. Jobs for which no time is left are listed as not run.
+
+A job that neither ends nor reports a case for some 40 seconds has failed (runner.py has the limits): its process is
+killed, and a new one goes on. If three in a row do so while times are measured, and one product no longer works either,
+the rest is not run.
+
+Two files are written, into $OUT where that is set and --json is not given, otherwise into the working directory:
+
+    gpu_check.jsonl  a line of JSON for each case and for each job that has ended, appended at once: what was known
+                     when a run was cut short is there. {"machine": ...} begins a run; "cases" counts those of a job
+    gpu_check.json   everything with the table, at the end; --json gives it another name, and both another folder
+
 Compiling all kernels takes the better part of an hour of CPU time: tests/support/gpu/carried.py does it on a machine
 without a GPU, for a compute capability; what it lacks is compiled here. The exit code is 1 if a
 result is wrong or below its bar, or if a check or a bar was not run; 2 if nothing can be checked.
@@ -33,11 +44,14 @@ from benchlib import parser
 
 BUDGET = 465.0  # seconds, after which only the table is printed
 FOR_CORRECTNESS = 0.6  # at most this share of it
-FOR_SANITIZER = 60.0  # seconds at the end, where compute-sanitizer is installed
+LINES = "gpu_check.jsonl"
+HELP = f"write the results to this file, and each as soon as it is known to {LINES} in the same folder"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parser(__doc__, "--json", json={"default": Path("gpu_check.json")})
+    options = parser(
+        __doc__, "--json", json={"default": Path(os.environ.get("OUT", ""), "gpu_check.json"), "help": HELP}
+    )
     options.add_argument("--seconds", type=float, default=BUDGET, help="limit for the whole run; default: %(default)s")
     options.add_argument("--kernels", type=Path, metavar="DIR", help="a folder of kernels compiled elsewhere")
     options.add_argument("--llama-cpp", type=Path, metavar="DIR", help="a checkout of llama.cpp, to be timed too")
@@ -62,47 +76,71 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def check(out: Path, begun: float, seconds: float) -> int:
-    """All jobs, the table, and the JSON, written anew after each job; `begun` is a time.monotonic()."""
+    """All jobs, each result appended to LINES beside `out`, the table, and `out` with everything.
+
+    begun    a time.monotonic()
+    seconds  from then until only the table is printed
+    """
     from gpu_checks import jobs, report, runner
 
+    from bridge.errors import BridgeError
+    from bridge.system.files import expect_regular, write_text
+
     found: dict[str, Any] = {"machine": machine(), "correctness": {}, "times": {}, "sanitized": {}}
-    print(found["machine"], flush=True)
+    lines = out.with_name(LINES)
 
-    def show(job: str, result: dict[str, Any]) -> None:
-        print(report.shown(job, result), flush=True)
-        found["times" if job.startswith("time/") else "correctness"][job] = result
-        save()  # what is known if this run is cut short
-
-    def save(**more: Any) -> None:
-        found.update(seconds=time.monotonic() - begun, **more)
-        out.write_text(json.dumps(found, indent=1))
+    def save() -> None:
+        found["seconds"] = time.monotonic() - begun
+        write_text(out, json.dumps(found, indent=1))
 
     try:
+        if out.exists():
+            expect_regular(out)
         save()
-    except OSError as problem:
+        with open(lines, "ab"):
+            pass
+    except (OSError, BridgeError) as problem:
         print(f"no check: {problem}", file=sys.stderr)
         return 2
-    first = runner.in_turn([jobs.FIRST], begun + seconds, show)[jobs.FIRST]
+
+    def append(**line: Any) -> None:
+        try:
+            with open(lines, "ab", buffering=0) as file:
+                file.write(f"{json.dumps({'seconds': round(time.monotonic() - begun, 2)} | line)}\n".encode())
+        except OSError as problem:  # the run goes on, and prints its results
+            print(f"{lines}: cannot be written ({problem.strerror})", file=sys.stderr, flush=True)
+
+    def case(job: str, cases: int, wrong: str) -> None:
+        append(job=job, cases=cases, **({"wrong": wrong} if wrong else {}))
+
+    def show(job: str, result: dict[str, Any], part: str = "") -> None:
+        print(report.shown(job, result), flush=True)
+        found[part or ("times" if job.startswith("time/") else "correctness")][job] = result
+        append(job=job, result=result)
+
+    print(found["machine"], flush=True)
+    append(machine=found["machine"])
+    first = runner.in_turn([jobs.FIRST], begun + seconds, show, case)[jobs.FIRST]
     if "late" not in first and first.get("wrong", True):
-        print("no more is checked, as not even one product works", flush=True)
-        return 1
-    save(correctness=runner.at_once(jobs.CORRECT, begun + FOR_CORRECTNESS * seconds, show))
-    kept = min(FOR_SANITIZER, seconds / 4) if runner.sanitizer() else 0.0
-    save(times=runner.in_turn(jobs.TIMES, begun + seconds - kept, show))
-
-    def show_sanitized(job: str, result: dict[str, Any]) -> None:
-        print(report.shown(f"sanitized {job}", result), flush=True)
-        found["sanitized"][f"sanitized {job}"] = result
         save()
-
-    runner.sanitized(jobs.SANITIZED, begun + seconds, show_sanitized)
+        print(first.get("stderr", ""), end="")
+        reason = first.get("failed") or "; ".join(first["wrong"])
+        print(f"no more is checked, as not even one product works: {reason}", flush=True)
+        return 1
+    found["correctness"] = runner.at_once(jobs.CORRECT, begun + FOR_CORRECTNESS * seconds, show, case)
+    found["times"] = runner.in_turn(jobs.TIMES, begun + seconds, show, case, jobs.FIRST)
+    if not any(result.get("late") == runner.HANGS for result in found["times"].values()):
+        runner.sanitized(
+            jobs.SANITIZED, begun + seconds, lambda job, result: show(f"sanitized {job}", result, "sanitized")
+        )
     everything = found["correctness"] | found["times"] | found["sanitized"]
     wrong = [line for result in everything.values() for line in result.get("wrong", [])]
     wrong += [f"{job}: {result['failed']}" for job, result in everything.items() if "failed" in result]
     late = [job for job, result in everything.items() if "late" in result]
     table = report.rows(found["times"])
-    save(wrong=wrong, not_run=late, table=[row._asdict() for row in table])
+    found.update(seconds=time.monotonic() - begun, wrong=wrong, not_run=late, table=[row._asdict() for row in table])
     print(report.printed(found, table, wrong), flush=True)
+    save()
     complete = not found["correctness"].keys() & set(late) and all(row.met for row in table if row.bar)
     return 0 if complete and not wrong else 1
 

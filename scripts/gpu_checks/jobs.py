@@ -20,6 +20,8 @@ CACHES = ("f16", "q8_0", "f32")
 LENGTHS = tuple(map(str, contexts.LENGTHS))
 MIXTURE = "Q4_K_M"
 PROMPTED = ("Q4_K", "Q6_K")
+MANY = (OTHERS[-1], SMALL)  # gate and down of an 8B model, multiplied with many tokens
+BARRED = TYPES[:8]  # have a bar, see report.py
 UPLOADED = ("Q4_K", "Q6_K")
 
 FIRST = "correct/one"  # a product, and if that is wrong nothing else is tried
@@ -35,21 +37,24 @@ CORRECT += [f"correct/products/{type}/{precision}" for precision in ("int8", "f3
 CORRECT += ["correct/copies", "correct/second", "correct/load", *(f"correct/linears/{type}" for type in LINEARS)]
 CORRECT += [f"correct/trellis/{mode}" for mode in trellis.WAYS]
 
-# under compute-sanitizer, in the last minute
+# under compute-sanitizer, in the time that is left
 SANITIZED = ["correct/products/Q4_K/int8", "correct/tokens/Q4_K", "correct/mma_int8/Q4_K", "correct/model"]
 
-# jobs with a bar first
-TIMES = ["time/reading", f"time/torch_product/{LARGE}", f"time/torch_product/{SMALL}"]
-TIMES += [f"time/product/{LARGE}/{type}" for type in TYPES] + [f"time/product/{SMALL}/Q4_K", "time/decode"]
-TIMES += [f"time/tokens/{LARGE}/{type}" for type in TOKENS]
-TIMES += [f"time/mma_int8/{OTHERS[-1]}/Q4_K"]
-TIMES += [f"time/decode/{MIXTURE}", "time/launches", "time/clocks", *(f"time/upload/{type}" for type in UPLOADED)]
-TIMES += [f"time/attention/{length}/{kind}" for length in LENGTHS for kind in CACHES]
-TIMES += [f"time/prompt/{OTHERS[-1]}/{type}" for type in PROMPTED]
-TIMES += [f"time/mma_int8/{OTHERS[-1]}/{type}" for type in mma_int8.TYPES if type != "Q4_K"]
-TIMES += [f"time/{job}" for shape in OTHERS for job in (f"product/{shape}/Q4_K", f"torch_product/{shape}")]
-TIMES += [f"time/product/{shape}/{type}" for shape in OTHERS for type in ("Q6_K", "Q8_0")]
-TIMES += [f"time/product/{SMALL}/{type}" for type in TYPES if type != "Q4_K"]
+# what has a bar, or is part of one
+TIMES = ["time/reading", f"time/torch_product/{LARGE}", *(f"time/product/{LARGE}/{type}" for type in BARRED)]
+TIMES += [f"time/product/{SMALL}/Q4_K", "time/decode", *(f"time/tokens/{LARGE}/{type}" for type in TOKENS)]
+# what docs/speed.md has only by a model
+TIMES += [f"time/mma_int8/{shape}/{type}" for type in mma_int8.TYPES for shape in MANY]
+TIMES += ["time/launches", "time/clocks", *(f"time/attention/{n}/{kind}" for n in LENGTHS for kind in CACHES)]
+# the other matrices of an 8B model, and its prompts
+TIMES += [f"time/prompt/{shape}/{type}" for type in PROMPTED for shape in MANY] + [f"time/decode/{MIXTURE}"]
+TIMES += [f"time/product/{shape}/{type}" for shape in OTHERS for type in ("Q4_K", "Q6_K", "Q8_0")]
+TIMES += [f"time/product/{SMALL}/{type}" for type in ("Q6_K", "Q8_0")]
+TIMES += [f"time/torch_product/{shape}" for shape in (*OTHERS, SMALL)]
+# the other types, and what is of use to choose by
+TIMES += [f"time/product/{LARGE}/{type}" for type in TYPES if type not in BARRED]
+TIMES += [f"time/upload/{type}" for type in UPLOADED]
+TIMES += [f"time/product/{SMALL}/{type}" for type in TYPES if type not in ("Q4_K", "Q6_K", "Q8_0")]
 TIMES += [
     f"time/configurations/{shape}/{type}/{n}"
     for type, columns in products.TRIED.items()

@@ -31,7 +31,7 @@ def check(type: str) -> dict[str, Any]:
     for precision, limit in _LIMITS.items():
         layer = QuantLinear(tensor, torch.from_numpy(bias), order, precision).to(place)
         if (there := getattr(layer.tensor, "device", "cpu")) != place:
-            judge.wrong.append(f"QuantLinear of {type}: its tensor is on {there}")
+            judge.fail(f"QuantLinear of {type}: its tensor is on {there}")
         torch._dynamo.reset()
         compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=False)
         for shape in ((), FEW, MANY):
@@ -47,7 +47,7 @@ def check(type: str) -> dict[str, Any]:
                 judge(f"{what}, its gradient", given.grad, out.double().cpu().numpy() @ ordered, 1e-5)
         half = layer(x.half())
         if half.dtype != torch.float16:
-            judge.wrong.append(f"QuantLinear of {type}: {half.dtype} of float16")
+            judge.fail(f"QuantLinear of {type}: {half.dtype} of float16")
         judge(f"QuantLinear of {type}, float16, {precision}", half.detach(), exact, 0.02)
     return {"wrong": judge.wrong, "notes": f"largest relative error of floats {judge.worst:.1e}"}
 
@@ -66,7 +66,7 @@ def check_load() -> dict[str, Any]:
         moved = model.to(place)
         places = {str(t.device) for t in (*moved.parameters(), *moved.buffers())}
         if places != {place}:
-            judge.wrong.append(f"bridge.nn.load: parts of the model are on {', '.join(sorted(places))}")
+            judge.fail(f"bridge.nn.load: parts of the model are on {', '.join(sorted(places))}")
         judge("bridge.nn.load, logits", moved(tokens.to(place)).logits, expected, _LOGITS)
         torch._dynamo.reset()
         graph = torch.compile(lambda given: moved(given, use_cache=False).logits, backend="aot_eager", dynamic=False)

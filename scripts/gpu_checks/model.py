@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 import bridge
+from gpu_checks import runner
 from gpu_checks.products import difference
 
 CHECKPOINT = Path(__file__).resolve().parents[2] / "tests" / "data" / "qwen3-gptq-4bit-g128-sym"
@@ -40,11 +41,15 @@ def _check(path: Path, precision: str) -> tuple[list[str], str]:
     gpu = bridge.Model.load(path, precision=precision, context=CONTEXT, device="cuda").prepare()
     tokens = cpu.tokenizer.encode("The history of the city is long, and nobody knows all of it. " * 12)[: max(PROMPTS)]
 
+    def case(right: bool, what: str) -> None:
+        line = "" if right else f"model, {precision}, {what}"
+        wrong.extend([line] * bool(line))
+        runner.case(line)
+
     def judge(what: str, one: np.ndarray, other: np.ndarray) -> None:
         error = difference(one, other)
         notes.append(f"{precision} {what} {error:.1e}")
-        if not error < LIMITS[precision]:
-            wrong.append(f"model, {precision}, {what}: error {error:.2e}")
+        case(error < LIMITS[precision], f"{what}: error {error:.2e}")
 
     for count in PROMPTS:
         judge(f"prompt of {count}", gpu.logits(tokens[:count]), cpu.logits(tokens[:count]))
@@ -62,8 +67,7 @@ def _check(path: Path, precision: str) -> tuple[list[str], str]:
     for how in WAYS:
         captured = made(True, **how)
         for name, again in (("launches", made(False, **how)), ("the same steps again", made(True, **how))):
-            if captured != again:
-                wrong.append(f"model, {precision}, {how}: captured steps make other tokens than {name}")
+            case(captured == again, f"{how}: captured steps make other tokens than {name}")
     greedy = made(True, temperature=0)
     if own.dependent:
         overlapping = [made(True, **how) for how in WAYS]
@@ -71,11 +75,11 @@ def _check(path: Path, precision: str) -> tuple[list[str], str]:
         own.build()
         for how, found in zip(WAYS, overlapping, strict=True):
             for graphs in (True, False):
-                if found != made(graphs, **how):
-                    wrong.append(f"model, {precision}, {how}: launches that overlap make other tokens than others")
+                same = found == made(graphs, **how)
+                case(same, f"{how}: launches that overlap make other tokens than others")
     else:
         notes.append("launches do not overlap here")
     expected = islice(cpu.generate_tokens(prompt, MADE, temperature=0), len(greedy))
-    same = sum(a == b for a, b in zip(greedy, expected, strict=False))
-    notes.append(f"{same} of {len(greedy)} greedy tokens are the CPU's")
+    equal = sum(a == b for a, b in zip(greedy, expected, strict=False))
+    notes.append(f"{equal} of {len(greedy)} greedy tokens are the CPU's")
     return wrong, "; ".join(notes)

@@ -55,8 +55,14 @@ class Judge:
         error = difference(found.double().cpu().numpy(), expected)
         if limit <= 1e-4:  # halves aside
             self.worst = max(self.worst, error)
-        wrong = "" if error < limit else f"{what}: error {error:.2e}"  # NaN is wrong too
-        self.wrong += [wrong] * bool(wrong)
+        if error < limit:  # NaN is wrong too
+            runner.case()
+        else:
+            self.fail(f"{what}: error {error:.2e}")
+
+    def fail(self, wrong: str) -> None:
+        """Note a wrong case."""
+        self.wrong.append(wrong)
         runner.case(wrong)
 
 
@@ -86,7 +92,7 @@ def _products(judge: Judge, type: str, precision: str, shape: tuple[int, int], d
         what = f"{type} {rows}x{columns}, {n} columns, {precision}"
         judge(what, y[:n], taken(x, precision) @ weights.T, 1e-5)
         if not bool(y[n].isnan().all()):
-            judge.wrong.append(f"{what}: written beyond the end")
+            judge.fail(f"{what}: written beyond the end")
 
 
 def _epilogues(judge: Judge, type: str, precision: str, device: Any) -> None:

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from bridge.cuda import mma_int8
 
-from gpu_checks.jobs import CACHES, LARGE, LENGTHS, MIXTURE, OTHERS, PROMPTED, SMALL, TOKENS, TYPES
+from gpu_checks.jobs import CACHES, LARGE, LENGTHS, MANY, MIXTURE, OTHERS, PROMPTED, SMALL, TOKENS, TYPES
 
 OF_READING = {"Q4_K": 85, "Q6_K": 85, "Q8_0": 85, "Q4_0": 85, "Q2_K": 75, "Q3_K": 75, "Q5_K": 75, "Q4_1": 75}  # %
 OF_READING_SMALL = 60  # %, Q4_K
@@ -36,8 +36,8 @@ def rows(times: dict[str, dict[str, Any]]) -> list[Row]:
     others += [(type, shape) for shape in OTHERS for type in ("Q4_K", "Q6_K", "Q8_0")]
     barred = [*((type, LARGE) for type in OF_READING), ("Q4_K", SMALL)]
     table += [_share(times, type, shape, None) for type, shape in others if (type, shape) not in barred]
-    table += [_decode(times, MIXTURE), *(_prompt(times, type) for type in PROMPTED)]
-    table += [_int8(times, type) for type in mma_int8.TYPES]
+    table += [_decode(times, MIXTURE), *(_prompt(times, type, shape) for type in PROMPTED for shape in MANY)]
+    table += [_int8(times, type, shape) for type in mma_int8.TYPES for shape in MANY]
     return table + [_attention(times, length, kind) for length in LENGTHS for kind in CACHES]
 
 
@@ -124,9 +124,9 @@ def _tokens(times: dict[str, dict[str, Any]]) -> Row:
     return Row(what, wanted, f"{worst:.2f}x", worst >= TIMES_DEQUANTIZED, detail)
 
 
-def _prompt(times: dict[str, dict[str, Any]], type: str) -> Row:
+def _prompt(times: dict[str, dict[str, Any]], type: str, shape: str) -> Row:
     """The time of torch's f16 product over ours, for the most tokens."""
-    what, needed = f"prompts in {type} against torch's f16, {OTHERS[-1]}", [f"prompt/{OTHERS[-1]}/{type}"]
+    what, needed = f"prompts in {type} against torch's f16, {shape}", [f"prompt/{shape}/{type}"]
     (time,) = _measured(times, *needed)
     if time is None:
         return _without(times, needed, what, "")
@@ -139,9 +139,9 @@ def _prompt(times: dict[str, dict[str, Any]], type: str) -> Row:
     return Row(what, "", f"{time[f'float16_{counts[-1]}'] / time[f'own_{counts[-1]}']:.2f}x", None, detail)
 
 
-def _int8(times: dict[str, dict[str, Any]], type: str) -> Row:
+def _int8(times: dict[str, dict[str, Any]], type: str, shape: str) -> Row:
     """Numbers of tokens for which int8 takes the least time of our ways."""
-    what, needed = f"{type} as int8 on tensor cores, {OTHERS[-1]}", [f"mma_int8/{OTHERS[-1]}/{type}"]
+    what, needed = f"{type} as int8 on tensor cores, {shape}", [f"mma_int8/{shape}/{type}"]
     (time,) = _measured(times, *needed)
     if time is None:
         return _without(times, needed, what, "")
@@ -178,7 +178,7 @@ def _decode(times: dict[str, dict[str, Any]], preset: str = "") -> Row:
 def shown(job: str, result: dict[str, Any]) -> str:
     """A line for a job that has ended."""
     if "failed" in result or "late" in result:
-        words = f"FAILED {result['failed']}" if "failed" in result else f"not run: {result['late']}"
+        words = f"FAILED {result['failed']}" if "failed" in result else f"no result: {result['late']}"
         words += f", after {result['cases']} cases" if "cases" in result else ""
         words = "; ".join([words, *result.get("wrong", [])])
     elif "wrong" in result:
@@ -202,8 +202,10 @@ def printed(found: dict[str, Any], table: list[Row], wrong: list[str]) -> str:
     right = sum(not (job.get("wrong") or "failed" in job or "late" in job) for job in checks)
     lines = ["", f"{found['machine']}. {found['seconds']:.0f} s in all; {right} of {len(checks)} right."]
     lines += [f"FAILED {line}" for line in wrong]
-    if found["not_run"]:
-        lines.append(f"Not run, for lack of time: {', '.join(found['not_run'])}.")
+    everything = found["correctness"] | found["times"] | found["sanitized"]
+    for reason in dict.fromkeys(everything[job]["late"] for job in found["not_run"]):
+        late = [job for job in found["not_run"] if everything[job]["late"] == reason]
+        lines.append(f"No result, as {reason}: {', '.join(late)}.")
     if (reading := found["times"].get("time/reading", {}).get("bandwidth")) is not None:
         lines.append(f"Read bandwidth in the same run: {reading / 1e9:.0f} GB/s.")
     lines += ["", "| what | bar | measured | met | in detail |", "|---|---|---|---|---|"]

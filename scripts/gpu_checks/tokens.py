@@ -43,7 +43,7 @@ def check(type: str) -> dict[str, Any]:
             what = f"{type} {rows}x{columns}, {n} tokens"
             judge(what, y[:n], exact @ halves.T, _LIMIT)
             if not bool(y[n].isnan().all()):
-                judge.wrong.append(f"{what}: written beyond the end")
+                judge.fail(f"{what}: written beyond the end")
     rows, columns = EPILOGUES
     tensor, weights = random_matrix(type, rows, columns)
     matrix, halves = DeviceMatrix.upload(tensor, device), weights.astype(np.float16).astype(np.float64)
@@ -85,7 +85,7 @@ def check_int8(type: str) -> dict[str, Any]:
             what = f"{type} {rows}x{columns}, {n} tokens of int8"
             judge(what, y[:n], taken(x.cpu().numpy(), "int8") @ weights.T, 1e-5)
             if not bool(y[n].isnan().all()):
-                judge.wrong.append(f"{what}: written beyond the end")
+                judge.fail(f"{what}: written beyond the end")
     rows, columns = EPILOGUES
     tensor, weights = random_matrix(type, rows, columns)
     matrix, weight = DeviceMatrix.upload(tensor, device), values(columns)

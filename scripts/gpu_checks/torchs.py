@@ -71,7 +71,7 @@ def check_copies() -> dict[str, Any]:
     for name, other in copies.items():
         judge(f"QuantLinear after {name}", other(x).detach(), expected, _LIMITS["f32"])
         if (there := getattr(other.tensor, "device", "cpu")) != str(x.device):
-            judge.wrong.append(f"QuantLinear after {name}: its tensor is on {there}")
+            judge.fail(f"QuantLinear after {name}: its tensor is on {there}")
     return {"wrong": judge.wrong, "notes": f"largest relative error {judge.worst:.1e}"}
 
 
@@ -104,7 +104,7 @@ def check_second() -> dict[str, Any]:
             judge(f"cuda:1, {n} tokens", moved.matmul(x, precision="f32"), expected, _LIMITS["f32"])
     taken = free - torch.cuda.mem_get_info(0)[0]
     if taken > _OTHER_CONTEXT:
-        judge.wrong.append(f"products on cuda:1 took {taken >> 20} MB of cuda:0")
+        judge.fail(f"products on cuda:1 took {taken >> 20} MB of cuda:0")
     return {"wrong": judge.wrong, "notes": f"largest relative error {judge.worst:.1e}"}
 
 

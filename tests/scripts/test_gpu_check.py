@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import queue
 import re
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 
-from tests.conftest import PATIENCE
+from tests.conftest import PATIENCE, ROOT
 from tests.support import ptx
 from tests.support.gpu import check
 from tests.support.gpu.check import contexts, jobs, products, report, runner, small_check, timing, torchs
@@ -90,6 +96,26 @@ def test_a_bar_is_missed_by_what_is_slow_and_by_what_has_failed(job: str, change
     assert sum(row.measured == "not measured" for row in table if row.bar) == (len(missed) if change is None else 0)
 
 
+def test_jobs_of_bars_are_timed_first() -> None:
+    times = measured()
+    needed = [job for job in times if any(not row.met for row in report.rows(times | {job: {"failed": ""}}) if row.bar)]
+    assert len(needed) == 15
+    assert set(jobs.TIMES[: len(needed)]) == set(needed)
+
+
+def test_both_shapes_of_a_feed_forward_layer_are_timed_as_prompts_and_are_in_the_table() -> None:
+    times = {}
+    for n, shape in enumerate(("14336x4096", "4096x14336"), 1):
+        assert {f"time/prompt/{shape}/Q6_K", f"time/mma_int8/{shape}/Q2_K"} <= set(jobs.TIMES)
+        times[f"time/prompt/{shape}/Q6_K"] = {"own_512": 1e-4, "float16_512": n * 1e-4, "bfloat16_512": 1e-4}
+        times[f"time/mma_int8/{shape}/Q2_K"] = {"int8_16": n * 1e-5, "halves_16": 1.5e-5, "bfloat16_16": 1e-5}
+    found = {row.what: row.measured for row in report.rows(times)}
+    assert [found[f"prompts in Q6_K against torch's f16, {shape}"] for shape in jobs.MANY] == ["1.00x", "2.00x"]
+    assert [found[f"Q2_K as int8 on tensor cores, {shape}"] for shape in jobs.MANY] == [
+        "faster than halves for 16 tokens", "faster than halves for no tokens"
+    ]  # fmt: skip
+
+
 def test_numbers_of_tokens_for_which_int8_takes_less_time_are_in_the_table() -> None:
     found = {
         "int8_16": 1e-5, "halves_16": 2e-5, "bfloat16_16": 4e-5,
@@ -101,53 +127,175 @@ def test_numbers_of_tokens_for_which_int8_takes_less_time_are_in_the_table() -> 
     assert row.detail == "16 tokens 10 us, halves 20, torch bf16 40; 512 tokens 30 us, halves 20, torch bf16 10"
 
 
-# what a process does with the jobs "dies", "hangs" and others; two cases come first in "dies, wrong" and "hangs, wrong"
+# what a process does with the jobs "dies", "hangs", "right" and others; two cases come first in "dies, wrong" and
+# "hangs, wrong"
 PROCESS = """
-import sys, time
+import os, sys, time
 for job in map(str.strip, sys.stdin):
     print("a library says something", end="")
     if job.endswith("wrong"):
         print('\\nCASE ""\\nlibrary\\nCASE "y: error 1"', flush=True)
     if job in ("dies", "dies, wrong"):
         sys.exit("Traceback\\nCudaError: an illegal address")
-    if job in ("hangs", "hangs, wrong"):
+    if job.startswith("hangs"):
+        print("a warning", file=sys.stderr, flush=True)
         time.sleep(600)
-    print(f'\\nRESULT ["{job}", {{"seconds": 1}}]', flush=True)
+    result = '{"wrong": []}' if job == "right" else f'{{"seconds": 1, "process": {os.getpid()}}}'
+    print(f'\\nRESULT ["{job}", {result}]', flush=True)
 """
+# a job that fails as jobs do
+FAILS = """
+import sys
+sys.path.insert(0, "scripts")
+from gpu_checks import runner
+def known(job):
+    runner.case()
+    try:
+        raise KeyError("a handle")
+    except KeyError:
+        raise RuntimeError("CUDA error: " + "no kernel image " * 200)
+runner.work(known)
+"""
+
+
+def ignored(job: str, result: Any) -> None:
+    pass
 
 
 @pytest.fixture
 def processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits are ample, and those of "hangs/..." short."""
     monkeypatch.setattr(runner, "COMMAND", [sys.executable, "-c", PROCESS])
     monkeypatch.setattr(runner, "_SHORTEST", 0.0)
+    monkeypatch.setattr(runner, "FIRST_LIMIT", PATIENCE)
+    monkeypatch.setattr(runner, "LIMIT", PATIENCE)
+    monkeypatch.setattr(runner, "LIMITS", {f"hangs/{n}": 0.2 for n in range(4)})
 
 
 @pytest.mark.usefixtures("processes")
-def test_a_process_that_dies_takes_one_job_with_it_and_no_time_ends_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_dies_takes_one_job_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = []
     found = runner.in_turn(["one", "dies", "two"], time.monotonic() + PATIENCE, lambda job, result: shown.append(job))
     assert shown == ["one", "dies", "two"]
-    assert found["one"] == found["two"] == {"seconds": 1}
-    assert found["dies"] == {"failed": "exit code 1: Traceback CudaError: an illegal address"}
-    found = runner.in_turn(["one", "hangs", "two"], time.monotonic() + 8, lambda job, result: None)
-    assert found == {"one": {"seconds": 1}, "hangs": {"late": runner.CUT}, "two": {"late": runner.LATE}}
+    assert found["one"]["process"] != found["two"]["process"]
+    assert found["dies"]["failed"] == "exit code 1: Traceback CudaError: an illegal address"
     monkeypatch.setattr(runner, "PROCESSES", 2)
     many = ["dies", *map(str, range(20)), "dies too"]
     found = runner.at_once(many, time.monotonic() + PATIENCE, lambda job, result: shown.append(job))
     assert list(found) == many
     assert sorted(shown[3:]) == sorted(many)
-    assert [job for job, result in found.items() if result != {"seconds": 1}] == ["dies"]
+    assert [job for job, result in found.items() if "seconds" not in result] == ["dies"]
     assert "illegal address" in found["dies"]["failed"]
 
 
 @pytest.mark.usefixtures("processes")
-def test_cases_before_a_job_was_cut_or_has_failed_are_reported() -> None:
-    known = {"cases": 2, "wrong": ["y: error 1"]}
-    found = runner.in_turn(["dies, wrong", "hangs, wrong"], time.monotonic() + 4, lambda job, result: None)
-    assert "illegal address" in found["dies, wrong"].pop("failed")
-    assert found == {"dies, wrong": known, "hangs, wrong": {"late": runner.CUT} | known}
-    line = "not run: no end in time, after 2 cases; y: error 1"
-    assert report.shown("hangs, wrong", found["hangs, wrong"]).endswith(line)
+def test_no_time_cuts_a_job_and_leaves_the_rest_unbegun() -> None:
+    found = runner.in_turn(["hangs", "two"], time.monotonic() + 1, ignored)
+    assert found == {"hangs": {"late": runner.CUT}, "two": {"late": runner.LATE}}
+
+
+@pytest.mark.usefixtures("processes")
+@pytest.mark.parametrize("run", [runner.in_turn, runner.at_once])
+def test_a_job_at_its_limit_is_killed_and_a_new_process_goes_on(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "PROCESSES", 1)
+    monkeypatch.setattr(runner, "LIMIT", 0.5)
+    found = run(["one", "hangs", "two"], time.monotonic() + PATIENCE, ignored)
+    first, second = found["one"]["process"], found["two"]["process"]
+    assert first != second
+    assert found["hangs"] == {"failed": "not finished within 0.5 s", "limit": 0.5, "stderr": "a warning\n"}
+    with pytest.raises(ProcessLookupError):
+        os.kill(first, 0)
+    assert report.shown("hangs", found["hangs"]).endswith(" FAILED not finished within 0.5 s")
+
+
+@pytest.mark.usefixtures("processes")
+def test_a_processs_first_job_and_those_of_the_table_have_limits_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "FIRST_LIMIT", 0.3)
+    found = runner.in_turn(["hangs", "hangs/1/Q4_K"], time.monotonic() + PATIENCE, ignored)
+    assert [result["limit"] for result in found.values()] == [0.3, 0.2]
+
+
+def test_limits_are_those_of_jobs_that_exist() -> None:
+    assert runner.FIRST_LIMIT > runner.LIMIT
+    assert set(runner.LIMITS) <= {"/".join(job.split("/")[:2]) for job in (*jobs.CORRECT, *jobs.TIMES)}
+    assert runner._limit("time/decode/Q4_K_M", False) == runner.LIMITS["time/decode"]
+
+
+@pytest.mark.usefixtures("processes")
+def test_after_three_limits_in_a_row_one_product_decides_whether_the_rest_is_run() -> None:
+    shown: list[str] = []
+    wanted = ["hangs/1", "hangs/2", "hangs/3", "one", "two"]
+    for probe, expected in (("right", {"seconds": 1}), ("hangs/1", {"late": runner.HANGS})):
+        found = runner.in_turn(
+            wanted, time.monotonic() + PATIENCE, lambda job, result: shown.append(job), runner._unheard, probe
+        )
+        assert found["one"].items() >= expected.items() <= found["two"].items()
+        assert list(found) == wanted
+    assert shown == [*wanted[:3], "right, again", *wanted[3:], *wanted[:3], "hangs/1, again", *wanted[3:]]
+    shown.clear()
+    between = ["hangs/1", "hangs/2", "one", "hangs/3"]
+    found = runner.in_turn(
+        [*between, "two"], time.monotonic() + PATIENCE, lambda job, result: shown.append(job), runner._unheard, "right"
+    )
+    assert shown == [*between, "two"]
+
+
+class Lines:
+    """A process's lines, each the given number of seconds after the one before."""
+
+    def __init__(self, *lines: tuple[float, str]) -> None:
+        self.lines, self.now = list(lines), 0.0
+
+    def get(self, timeout: float) -> str:
+        after, line = self.lines[0]
+        self.now += min(after, timeout)
+        if after > timeout:
+            raise queue.Empty
+        del self.lines[0]
+        return line
+
+
+@pytest.mark.parametrize(
+    ("limit", "until", "end"),
+    [
+        (4, 100, {"failed": "not finished within 4 s of its last case", "limit": 4}),
+        (4, 12.5, {"late": runner.CUT}),
+        (8, 100, {"seconds": 1}),
+    ],
+)
+def test_each_case_begins_the_limit_anew_and_cases_are_reported(
+    limit: float, until: float, end: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = Lines((3, 'CASE ""\n'), (3, 'CASE "y: error 1"\n'), (3, 'CASE ""\n'), (7, 'RESULT ["a", {"seconds": 1}]\n'))
+    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: lines.now))
+    heard: list[Any] = []
+    process: Any = SimpleNamespace(stdin=io.StringIO())
+    found = runner._result(process, lines, "a", limit, until, lambda *case: heard.append(case))  # type: ignore[arg-type]
+    assert process.stdin.getvalue() == "a\n"
+    assert found == (end if "seconds" in end else end | {"cases": 3, "wrong": ["y: error 1"]})
+    assert heard == [("a", 1, ""), ("a", 2, "y: error 1"), ("a", 3, "")]
+    if "late" in found:
+        line = "no result: time was up before its end, after 3 cases; y: error 1"
+        assert report.shown("a", found).endswith(line)
+
+
+@pytest.mark.usefixtures("processes")
+def test_cases_before_a_process_died_are_reported() -> None:
+    found = runner.in_turn(["dies, wrong"], time.monotonic() + PATIENCE, ignored)["dies, wrong"]
+    assert "illegal address" in found["failed"]
+    assert (found["cases"], found["wrong"]) == (2, ["y: error 1"])
+
+
+@pytest.mark.usefixtures("processes")
+def test_an_exception_is_named_first_and_its_traceback_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "COMMAND", [sys.executable, "-c", FAILS])
+    found = runner.in_turn(["a", "b"], time.monotonic() + PATIENCE, ignored)
+    for result in found.values():  # each in a process of its own
+        assert result["failed"].startswith("RuntimeError: CUDA error: no kernel image ")
+        assert len(result["failed"]) == 1500
+        assert result["cases"] == 1
+        assert result["stderr"].startswith("Traceback (most recent call last):")
+        assert "KeyError: 'a handle'" in result["stderr"]
 
 
 @pytest.mark.usefixtures("processes")
@@ -155,7 +303,8 @@ def test_errors_that_compute_sanitizer_finds_are_failures(tmp_path: Path, monkey
     """Here a program of that name, which finds one where the job is "two"."""
     tool = tmp_path / "compute-sanitizer"
     tool.write_text(
-        '#!/bin/sh\nread job\nshift\necho "$job" | "$@"\n[ "$job" != two ] || { echo "===== Invalid read"; exit 9; }\n'
+        '#!/bin/sh\nread job\nshift\necho "$job" | "$@" || exit\n'
+        '[ "$job" != two ] || { echo "===== Invalid read"; exit 9; }\n'
     )
     tool.chmod(0o755)
     found: dict[str, Any] = {}
@@ -163,32 +312,35 @@ def test_errors_that_compute_sanitizer_finds_are_failures(tmp_path: Path, monkey
     assert not found  # it is not installed
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     runner.sanitized(["one", "two", "dies"], time.monotonic() + PATIENCE, found.__setitem__)
-    assert found["one"] == {"seconds": 1}
+    assert found["one"]["seconds"] == 1
     assert found["two"] == {"failed": "exit code 9: Invalid read"}
     assert "illegal address" in found["dies"]["failed"]
+    monkeypatch.setattr(runner, "COMMAND", [sys.executable, "-c", FAILS])
+    runner.sanitized(["fails"], time.monotonic() + PATIENCE, found.__setitem__)
+    assert found["fails"]["failed"].startswith("exit code 1: RuntimeError: CUDA error: no kernel image ")
+    runner.sanitized(["late"], time.monotonic(), found.__setitem__)
+    assert found["late"] == {"late": runner.LATE}
 
 
-@pytest.mark.parametrize("installed", [True, False])
-def test_times_leave_compute_sanitizer_a_minute_where_it_is_installed(
-    installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("hangs", [True, False])
+def test_compute_sanitizer_comes_last_and_gets_the_time_that_is_left(
+    hangs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     until: list[float] = []
 
-    def noted(wanted: Any, end: float, show: Any) -> dict[str, Any]:
+    def noted(wanted: Any, end: float, *_: Any) -> dict[str, Any]:
         until.append(end)
-        return {name: {"wrong": []} for name in wanted}
+        return {name: {"late": runner.HANGS} if name == "time/reading" and hangs else {"wrong": []} for name in wanted}
 
     monkeypatch.setattr(check.gpu_check, "missing", lambda: None)
     monkeypatch.setattr(check.gpu_check, "machine", lambda: "a GPU")
     monkeypatch.setattr(runner, "at_once", lambda *_: {})
     monkeypatch.setattr(runner, "in_turn", noted)
-    monkeypatch.setattr(runner, "sanitizer", lambda: "/a/compute-sanitizer" if installed else None)
+    monkeypatch.setattr(runner, "sanitizer", lambda: "/a/compute-sanitizer")
     monkeypatch.setattr(runner, "sanitized", noted)
-    monkeypatch.setattr(jobs, "TIMES", [])
+    monkeypatch.setattr(jobs, "TIMES", ["time/reading"])
     ran(tmp_path)
-    first, times, sanitized = until
-    assert sanitized == first
-    assert sanitized - times == pytest.approx(check.gpu_check.FOR_SANITIZER if installed else 0)
+    assert until == [until[0]] * (2 if hangs else 3)
 
 
 def ran(tmp_path: Path, *options: str) -> tuple[int, dict[str, Any]]:
@@ -253,10 +405,10 @@ def test_what_is_wrong_or_fails_is_reported_and_the_rest_goes_on(
     assert any(line.startswith("Q6_K, 4 columns, MatvecShape(") for line in found["wrong"])
     assert len(found["correctness"]["correct/tokens/Q6_K"]["wrong"]) == 5
     assert len(found["correctness"]["correct/mma_int8/Q6_K"]["wrong"]) == 1 + 5 + 2
-    assert "time/torch_product/8x512: exit code 1: RuntimeError('CUDA error: out of memory')" in found["wrong"]
+    assert "time/torch_product/8x512: RuntimeError: CUDA error: out of memory" in found["wrong"]
     assert "failed" not in found["times"]["time/product/8x512/Q4_K"]
     out = capsys.readouterr().out
-    assert "FAILED time/torch_product/8x512: exit code 1" in out
+    assert "FAILED time/torch_product/8x512: RuntimeError" in out
     assert "| Q4_K against torch's f16 | >= 3.0x | not measured | no | 8x512 |" in out
     assert "1 of 5 right." in out
 
@@ -270,10 +422,103 @@ def test_nothing_is_tried_where_not_even_one_product_works_and_the_json_says_so(
     assert code == 1
     assert list(found["correctness"]) == [jobs.FIRST]
     assert "one product: error" in found["correctness"][jobs.FIRST]["wrong"][0]
-    assert capsys.readouterr().out.endswith("no more is checked, as not even one product works\n")
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("no more is checked, as not even one product works: one product: error ")
 
 
-def test_what_is_known_is_in_the_json_after_each_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("processes")
+def test_where_the_first_product_fails_all_that_its_process_said_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "COMMAND", [sys.executable, "-c", FAILS])
+    monkeypatch.setattr(check.gpu_check, "missing", lambda: None)
+    monkeypatch.setattr(check.gpu_check, "machine", lambda: "a GPU")
+    code, found = ran(tmp_path)
+    assert code == 1
+    assert list(found["correctness"]) == [jobs.FIRST]
+    lines = capsys.readouterr().out.splitlines()
+    assert re.match(r"correct/one +FAILED RuntimeError: CUDA error: no kernel image ", lines[1])
+    assert lines[2] == "Traceback (most recent call last):"
+    assert "KeyError: 'a handle'" in lines
+    assert lines[-1].startswith("no more is checked, as not even one product works: RuntimeError: CUDA error: no ")
+
+
+# the whole check, of two jobs of PROCESS
+CHECK = """
+import sys, time
+from pathlib import Path
+from tests.support.gpu.check import gpu_check, jobs, runner
+runner.COMMAND = [sys.executable, "-c", sys.argv[1]]
+jobs.FIRST, jobs.CORRECT, jobs.TIMES = "right", ["one", "hangs, wrong"], []
+gpu_check.machine = lambda: "a GPU"
+gpu_check.check(Path(sys.argv[2]), time.monotonic(), 600)
+"""
+
+
+def known(path: Path) -> list[dict[str, Any]]:
+    """The lines of gpu_check.jsonl, without their times."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert all(line.pop("seconds") >= 0 for line in lines)
+    return lines
+
+
+def test_what_was_known_when_all_was_killed_is_in_lines_of_json(tmp_path: Path) -> None:
+    path = tmp_path / "gpu_check.jsonl"
+    command = [sys.executable, "-c", CHECK, PROCESS, str(tmp_path / "out.json")]
+    with subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL) as started:
+        end = time.monotonic() + PATIENCE
+        while not (path.exists() and "y: error 1" in path.read_text() and '"one"' in path.read_text()):
+            assert time.monotonic() < end
+            assert started.poll() is None
+            time.sleep(0.1)
+        os.killpg(started.pid, signal.SIGKILL)
+    machine, *lines = known(path)
+    assert machine == {"machine": "a GPU"}
+    assert lines[0] == {"job": "right", "result": {"wrong": []}}
+    assert [line["result"]["seconds"] for line in lines if line["job"] == "one"] == [1]
+    assert [line for line in lines if line["job"] == "hangs, wrong"] == [
+        {"job": "hangs, wrong", "cases": 1},
+        {"job": "hangs, wrong", "cases": 2, "wrong": "y: error 1"},
+    ]
+    assert json.loads((tmp_path / "out.json").read_text())["machine"] == "a GPU"
+
+
+def test_both_files_are_written_to_out_or_beside_the_one_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check.gpu_check, "missing", lambda: None)
+    monkeypatch.setattr(check.gpu_check, "machine", lambda: "a GPU")
+    names = [("out", "gpu_check.json"), ("named", "mine.json"), (".", "gpu_check.json")]
+    for folder, _ in names:
+        (tmp_path / folder).mkdir(exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    for options in ([], [], ["--json", "named/mine.json"]):
+        assert check.main(["--seconds", "0", *options]) == 1
+    monkeypatch.delenv("OUT")
+    assert check.main(["--seconds", "0"]) == 1
+    for folder, name in names:
+        assert {path.name for path in (tmp_path / folder).glob("*.json*")} == {name, "gpu_check.jsonl"}
+    lines = known(tmp_path / "out" / "gpu_check.jsonl")
+    each = [{"machine": "a GPU"}]
+    each += [{"job": job, "result": {"late": runner.LATE}} for job in (jobs.FIRST, *jobs.CORRECT, *jobs.TIMES)]
+    assert [line for line in lines if not line.get("job", "").startswith("sanitized")] == each * 2  # runs are appended
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_a_full_disk_does_not_end_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check.gpu_check, "missing", lambda: None)
+    monkeypatch.setattr(check.gpu_check, "machine", lambda: "a GPU")
+    (tmp_path / "gpu_check.jsonl").symlink_to("/dev/full")
+    assert ran(tmp_path, "--seconds", "0")[1]["not_run"][0] == jobs.CORRECT[0]
+    said = capsys.readouterr()
+    assert f"{tmp_path}/gpu_check.jsonl: cannot be written (No space left on device)\n" in said.err
+    assert "| what | bar | measured | met | in detail |" in said.out
+
+
+def test_each_job_is_in_the_lines_of_json_as_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def killed(job: str) -> Any:
         if job == "second":
             raise KeyboardInterrupt
@@ -283,8 +528,8 @@ def test_what_is_known_is_in_the_json_after_each_job(tmp_path: Path, monkeypatch
     monkeypatch.setattr(jobs, "CORRECT", ["first", "second"])
     with small_check(), pytest.raises(KeyboardInterrupt):
         check.main(["--json", str(tmp_path / "out.json")])
-    known = json.loads((tmp_path / "out.json").read_text())
-    assert known["correctness"] == {job: {"wrong": [], "notes": "fine"} for job in (jobs.FIRST, "first")}
+    fine = [{"job": job, "result": {"wrong": [], "notes": "fine"}} for job in (jobs.FIRST, "first")]
+    assert known(tmp_path / "gpu_check.jsonl")[1:] == fine
 
 
 def test_wrong_products_of_modules_and_of_trellis_codes_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,7 +591,7 @@ def test_without_time_nothing_is_begun_and_the_table_is_printed_all_the_same(
     assert [row["measured"] for row in found["table"]] == ["not run"] * len(found["table"])
     out = capsys.readouterr().out
     assert out.count("| not run |  |") == len(found["table"])
-    assert f"0 of {len(jobs.CORRECT)} right.\nNot run, for lack of time: correct/mmvq, " in out
+    assert f"0 of {len(jobs.CORRECT)} right.\nNo result, as no time was left: correct/mmvq, " in out
     assert "FAILED" not in out
 
 
@@ -370,16 +615,21 @@ def test_what_was_not_run_is_no_failure_and_counts_where_it_has_a_bar_or_is_a_ch
     assert (found_code, found["wrong"], found["not_run"]) == (code, [], [late])
     assert {row["met"] for row in found["table"] if row["bar"]} == ({True, None} if job == "time/decode" else {True})
     out = capsys.readouterr().out
-    assert f"{2 - (job is None)} of 2 right.\nNot run, for lack of time: {late}." in out
+    assert f"{2 - (job is None)} of 2 right.\nNo result, as no time was left: {late}." in out
 
 
-def test_a_folder_that_cannot_be_written_to_is_said_before_anything_runs(
+def test_a_file_that_cannot_be_written_is_said_before_anything_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jobs, "run", lambda job: pytest.fail(job))
     with small_check():
-        assert check.main(["--json", str(tmp_path / "missing" / "out.json")]) == 2
-    assert capsys.readouterr().err.startswith("no check: [Errno 2] No such file")
+        (tmp_path / "file").touch()
+        assert check.main(["--json", str(tmp_path / "file" / "out.json")]) == 2
+        assert capsys.readouterr().err.startswith(f"no check: {tmp_path}/file/out.json: cannot be written (")
+        assert check.main(["--json", os.devnull]) == 2
+        assert capsys.readouterr().err.startswith(f"no check: {os.devnull}: is not a regular file; ")
+        (tmp_path / "gpu_check.jsonl").mkdir()
+        assert check.main(["--json", str(tmp_path / "out.json")]) == 2
 
 
 @pytest.mark.parametrize("count", [0, 2])
