@@ -2,9 +2,10 @@
 
     python scripts/gpu_check.py [--json gpu_check.json] [--kernels build/kernels] [--llama-cpp DIR]
 
-One product comes first: without it, nothing else is tried. Then comes correctness, in several processes at once, which
-also compiles the kernels that are timed later: products of all types against float64 (1 to 8 columns, rounded
-activations and floats, 9 to 64 columns on tensor cores, odd shapes, outputs poisoned before and guarded behind),
+One product comes first, beside a check of each kind: without it, nothing else is tried. Then comes correctness, in
+several processes at once, which also compiles the kernels that are timed later: products of all types against float64
+(1 to 8 columns, rounded activations and floats, 9 to 64 columns on tensor cores, odd shapes, outputs poisoned before
+and guarded behind),
 epilogues, dequantization, the tensors' Python methods, QuantLinear with its gradient and compiled, products in many
 threads and streams, attention over 8,192 and 32,768 positions, captured graphs, copies, torch's own compiler, a second
 GPU if there is one, trellis codes, and the model in tests/data against the CPU runtime and in transformers: captured
@@ -43,6 +44,7 @@ from typing import Any
 from benchlib import parser
 
 BUDGET = 465.0  # seconds, after which only the table is printed
+FOR_FIRST = 100.0  # at most, for what comes first
 FOR_CORRECTNESS = 0.6  # at most this share of it
 LINES = "gpu_check.jsonl"
 HELP = f"write the results to this file, and each as soon as it is known to {LINES} in the same folder"
@@ -120,14 +122,17 @@ def check(out: Path, begun: float, seconds: float) -> int:
 
     print(found["machine"], flush=True)
     append(machine=found["machine"])
-    first = runner.in_turn([jobs.FIRST], begun + seconds, show, case)[jobs.FIRST]
+    early = runner.at_once([jobs.FIRST, *jobs.EARLY], begun + min(seconds, FOR_FIRST), show, case)
+    first = early.pop(jobs.FIRST)
     if "late" not in first and first.get("wrong", True):
         save()
         print(first.get("stderr", ""), end="")
         reason = first.get("failed") or "; ".join(first["wrong"])
         print(f"no more is checked, as not even one product works: {reason}", flush=True)
         return 1
-    found["correctness"] = runner.at_once(jobs.CORRECT, begun + FOR_CORRECTNESS * seconds, show, case)
+    known = {job: result for job, result in early.items() if "late" not in result}
+    others = [job for job in jobs.CORRECT if job not in known]
+    found["correctness"] = known | runner.at_once(others, begun + FOR_CORRECTNESS * seconds, show, case)
     found["times"] = runner.in_turn(jobs.TIMES, begun + seconds, show, case, jobs.FIRST)
     if not any(result.get("late") == runner.HANGS for result in found["times"].values()):
         runner.sanitized(

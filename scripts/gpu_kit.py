@@ -85,7 +85,7 @@ def prepare(capability: tuple[int, ...], cuda: tuple[int, ...], llama_cpp: Path 
     jobs = carried.jobs
     kernels = FOLDER / "kernels"
     major, minor = capability
-    line, wrong = carried.compile_into(kernels, (major, minor), [*jobs.CORRECT, *jobs.TIMES])
+    line, wrong = carried.compile_into(kernels, (major, minor), jobs.EVERY)
     print(line)
     for reason in wrong[:1]:
         print(f"{len(wrong)} failed, the first: {reason}", file=sys.stderr)

@@ -25,6 +25,9 @@ BARRED = TYPES[:8]  # have a bar, see report.py
 UPLOADED = ("Q4_K", "Q6_K")
 
 FIRST = "correct/one"  # a product, and if that is wrong nothing else is tried
+# one of each kind, tried at the same time: a run that ends there has said what else is wrong
+EARLY = ["correct/products/Q4_K/int8", "correct/graphs", "correct/attention/f16", "correct/mma_int8/Q4_K",
+         "correct/tokens/Q4_K"]  # fmt: skip
 
 # the longest first
 CORRECT = ["correct/mmvq", "correct/model", "correct/inductor", "correct/tensors", "correct/threads", "correct/graphs"]
@@ -61,6 +64,8 @@ TIMES += [
     for shape in (LARGE, SMALL)
     for n in columns
 ]
+
+EVERY = [FIRST, *CORRECT, *TIMES]
 
 _KNOWN = {
     "correct": {

@@ -334,13 +334,13 @@ def test_compute_sanitizer_comes_last_and_gets_the_time_that_is_left(
 
     monkeypatch.setattr(check.gpu_check, "missing", lambda: None)
     monkeypatch.setattr(check.gpu_check, "machine", lambda: "a GPU")
-    monkeypatch.setattr(runner, "at_once", lambda *_: {})
+    monkeypatch.setattr(runner, "at_once", lambda *_: {jobs.FIRST: {"wrong": []}})
     monkeypatch.setattr(runner, "in_turn", noted)
     monkeypatch.setattr(runner, "sanitizer", lambda: "/a/compute-sanitizer")
     monkeypatch.setattr(runner, "sanitized", noted)
     monkeypatch.setattr(jobs, "TIMES", ["time/reading"])
     ran(tmp_path)
-    assert until == [until[0]] * (2 if hangs else 3)
+    assert until == [until[0]] * (1 if hangs else 2)
 
 
 def ran(tmp_path: Path, *options: str) -> tuple[int, dict[str, Any]]:
@@ -441,6 +441,29 @@ def test_where_the_first_product_fails_all_that_its_process_said_is_printed(
     assert lines[2] == "Traceback (most recent call last):"
     assert "KeyError: 'a handle'" in lines
     assert lines[-1].startswith("no more is checked, as not even one product works: RuntimeError: CUDA error: no ")
+
+
+@pytest.mark.usefixtures("processes")
+@pytest.mark.parametrize("first", ["right", "dies"])
+def test_a_check_of_each_kind_is_tried_beside_the_first_product_and_not_again(
+    first: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check.gpu_check, "missing", lambda: None)
+    monkeypatch.setattr(check.gpu_check, "machine", lambda: "a GPU")
+    for name, value in (("FIRST", first), ("EARLY", ["dies, wrong", "two"]), ("TIMES", []), ("SANITIZED", [])):
+        monkeypatch.setattr(jobs, name, value)
+    monkeypatch.setattr(jobs, "CORRECT", ["three", "two", "dies, wrong"])
+    code, found = ran(tmp_path)
+    begun = [line["job"] for line in known(tmp_path / "gpu_check.jsonl") if "result" in line]
+    out = capsys.readouterr().out
+    assert code == 1
+    assert "y: error 1" in out
+    if first == "dies":
+        assert sorted(begun) == ["dies", "dies, wrong", "two"]
+        assert "no more is checked, as not even one product works: exit code 1: Traceback" in out
+    else:
+        assert (sorted(begun), begun[-1]) == (["dies, wrong", "right", "three", "two"], "three")
+        assert set(found["correctness"]) == {"three", "two", "dies, wrong"}
 
 
 # the whole check, of two jobs of PROCESS
@@ -608,9 +631,9 @@ def test_what_was_not_run_is_no_failure_and_counts_where_it_has_a_bar_or_is_a_ch
             results[late] = {"late": runner.LATE}
     monkeypatch.setattr(check.gpu_check, "missing", lambda: None)
     monkeypatch.setattr(check.gpu_check, "machine", lambda: "a GPU")
-    monkeypatch.setattr(runner, "at_once", lambda *_: checks)
     first = {jobs.FIRST: {"wrong": [], "notes": ""}}
-    monkeypatch.setattr(runner, "in_turn", lambda wanted, *_: first if wanted == [jobs.FIRST] else times)
+    monkeypatch.setattr(runner, "at_once", lambda wanted, *_: first if wanted == [jobs.FIRST] else checks)
+    monkeypatch.setattr(runner, "in_turn", lambda *_: times)
     found_code, found = ran(tmp_path)
     assert (found_code, found["wrong"], found["not_run"]) == (code, [], [late])
     assert {row["met"] for row in found["table"] if row["bar"]} == ({True, None} if job == "time/decode" else {True})

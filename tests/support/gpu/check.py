@@ -43,8 +43,9 @@ from gpu_checks import (
 
 _SPARED = {*ROUNDED} - {"IQ2_XS"}  # types whose jobs would be one like the other here, where nothing is computed
 jobs.TYPES = report.TYPES = tuple(name for name in jobs.TYPES if name not in _SPARED)
-# what needs kernels that compute, or a real stream, is in tests/scripts/test_gpu_check.py by itself
+# in tests/scripts/test_gpu_check.py by themselves: what needs kernels that compute, or a real stream, and what comes early
 _COMPUTED = {"correct/graphs", *(job for job in jobs.CORRECT if job.startswith("correct/attention/"))}
+jobs.EARLY = []
 for _jobs in (jobs.CORRECT, jobs.TIMES):
     _jobs[:] = [job for job in _jobs if not _SPARED & {*job.split("/")} and job not in _COMPUTED]
 
