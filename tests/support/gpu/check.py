@@ -43,7 +43,7 @@ from gpu_checks import (
 
 _SPARED = {*ROUNDED} - {"IQ2_XS"}  # types whose jobs would be one like the other here, where nothing is computed
 jobs.TYPES = report.TYPES = tuple(name for name in jobs.TYPES if name not in _SPARED)
-# in tests/scripts/test_gpu_check.py by themselves: what needs kernels that compute, or a real stream, and what comes early
+# in tests/scripts/test_gpu_check.py by themselves: what comes early, or needs kernels that compute or a real stream
 _COMPUTED = {"correct/graphs", *(job for job in jobs.CORRECT if job.startswith("correct/attention/"))}
 jobs.EARLY = []
 for _jobs in (jobs.CORRECT, jobs.TIMES):
