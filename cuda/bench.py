@@ -43,7 +43,7 @@ LOADS = 8
 int32 = np.int32
 
 
-def seconds(launches: Sequence[Callable[[], object]], rounds: int = ROUNDS) -> float:
+def seconds(launches: Sequence[Callable[[], object]]) -> float:
     """Seconds of one launch: `launches` are captured in a graph, one after the other, and replayed."""
     import torch
 
@@ -62,7 +62,7 @@ def seconds(launches: Sequence[Callable[[], object]], rounds: int = ROUNDS) -> f
         graph.replay()
         torch.cuda.synchronize()
     times = []
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         graph.replay()
@@ -72,14 +72,14 @@ def seconds(launches: Sequence[Callable[[], object]], rounds: int = ROUNDS) -> f
     return statistics.median(times)
 
 
-def seconds_from_memory(make: Callable[[int], Callable[[], object]], nbytes: int, launches: int = LAUNCHES) -> float:
+def seconds_from_memory(make: Callable[[int], Callable[[], object]], nbytes: int) -> float:
     """Seconds of a launch that reads `nbytes`: make(i) is the launch on copy i."""
     import torch
 
     cache = getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "L2_cache_size", 64 << 20)
     copies = max(2, -(-_CACHES * cache // nbytes))
     each = [make(i) for i in range(copies)]
-    return seconds([each[i % copies] for i in range(max(launches, copies))])
+    return seconds([each[i % copies] for i in range(max(LAUNCHES, copies))])
 
 
 # reading

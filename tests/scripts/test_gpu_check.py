@@ -705,6 +705,17 @@ def test_bench_times_a_type_or_the_matrices_of_a_file_on_a_gpu(tmp_path: Path) -
             bench("Q9_K", device="cuda")
 
 
+def test_times_are_of_as_many_launches_as_the_module_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """carried.py lowers the number; with that of a GPU it would multiply on the CPU for hours."""
+    from bridge.cuda import bench
+
+    launched: list[int] = []
+    with small_check():
+        monkeypatch.setattr(bench, "LAUNCHES", 3)
+        bench.seconds_from_memory(lambda i: lambda: launched.append(i), 1 << 40)
+    assert launched == [0, 1, 0] * 2  # once before they are captured
+
+
 def test_shapes_and_model_are_those_of_the_bars() -> None:
     from bridge.cuda import bench
 
