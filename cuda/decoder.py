@@ -54,7 +54,7 @@ class Decoder:
         _check_shape(config, file, kv)
         self.cache = KVCache(config, context, kv)
         self._in_file: Any = read_weights(file, config)
-        self._stream: Any = None  # of torch, where the last work was queued
+        self._stream: Any = None  # of torch, where all work is queued and all memory allocated
         self.vocab = self._in_file.embedding.shape[0]
         self.nbytes = matrix_bytes(self._in_file, precision) + self.cache.nbytes  # of weights and cache
         with self._active():
@@ -280,9 +280,10 @@ class Decoder:
 
     @contextmanager
     def _active(self) -> Iterator[None]:
-        """Work on the device in this thread, after all that was queued on another stream.
+        """Work on the device in this thread, on the stream that was current the first time.
 
-        Running out of the device's memory becomes a one-line error.
+        So all work is in order, and torch frees memory there after it, a step that nobody reads included. Running out of
+        the device's memory becomes a one-line error.
         """
         import torch
 
@@ -291,12 +292,9 @@ class Decoder:
             return
         try:
             with self.device.active(), torch.cuda.device(self.device.index):
-                stream = torch.cuda.current_stream()
-                if stream != self._stream:  # the last step may still run on the other one
-                    if self._stream is not None:
-                        stream.wait_stream(self._stream)
-                    self._stream = stream
-                yield
+                self._stream = self._stream or torch.cuda.current_stream()
+                with torch.cuda.stream(self._stream):
+                    yield
         except torch.cuda.OutOfMemoryError as problem:
             raise self.device.too_little(self.nbytes + _WORK, "the model") from problem
 

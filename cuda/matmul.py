@@ -36,9 +36,10 @@ class Multiplier:
 
         y float32 [n, rows], whose rows may be apart; bias float32 [rows] or None.
         """
-        n, stream = y.shape[0], self.device.stream()
+        n = y.shape[0]
         if not n:
             return
+        stream = matrix.memory.stream()
         if isinstance(matrix, DeviceMatrix) and not isinstance(x, Halves | TokenRecords):
             form, exact = self.form([matrix], n), devices.kind(x) == "f32"
             # up to 64 tokens of 16 bits are multiplied as they are, without a launch before
