@@ -107,7 +107,9 @@ def test_an_upload_of_floats_ends_with_copies_from_the_host_which_torch_waits_fo
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             schema = function._schema
             on_gpu = [isinstance(part, OnCuda) for part in args]
-            if any(on_gpu) and not any(result.alias_info and not result.alias_info.is_write for result in schema.returns):
+            if any(on_gpu) and not any(
+                result.alias_info and not result.alias_info.is_write for result in schema.returns
+            ):
                 rounds = function is torch.ops.aten.copy_.default and args[0].dtype != args[1].dtype
                 queued.append(f"{schema.name}{' of the host' * (on_gpu == [True, False])}{', rounded' * rounds}")
             return function(*args, **kwargs or {})
