@@ -168,8 +168,8 @@ class AttentionShape:
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory: for the above, the queries and the key, the state of each head, the number of spans and
-        last_block's flag."""
+        """Bytes of shared memory: for the above, the queries and the key, the state of each head, the number of spans,
+        and last_block's flag."""
         heads = self.chunks * self.share
         words = self.tile_words + self.part_words + self.weight_words + self.query_words
         words += (heads + 1) * self.form.head_dim

@@ -287,8 +287,8 @@ class Decoder:
     def _active(self) -> Iterator[None]:
         """Work on the device in this thread, on the stream that was current the first time.
 
-        So all work is in order, and torch frees memory there after it, a step that nobody reads included. Running out of
-        the device's memory becomes a one-line error.
+        So all work is in order, and torch frees memory there after it, a step that nobody reads included. Running out
+        of the device's memory becomes a one-line error.
         """
         import torch
 
@@ -308,8 +308,8 @@ class Decoder:
 def token_bytes(c: DecoderConfig, context: int, precision: str) -> int:
     """Bytes that a token of a batch takes at most.
 
-    For gate and up f32, as torch's product and as the sum, and for what is made of them; for hidden states, queries, keys
-    and values, and what their products read and give; for the mask.
+    For gate and up f32, as torch's product and as the sum, and for what is made of them; for hidden states, queries,
+    keys and values, and what their products read and give; for the mask.
     """
     qkv = (c.heads + 2 * c.kv_heads) * c.head_dim
     return 4 * (6 * c.inner + 4 * (c.hidden + qkv)) + context * (4 if precision == "f32" else 2)

@@ -180,8 +180,8 @@ class Device:
 class Memory:
     """Tensors in device memory that work on any stream reads, and that may be freed while it is queued.
 
-    torch gives freed memory to the next tensor of the stream on which it was allocated. It waits for other streams that it
-    knows to use the memory, and remembers them until then: so each is told to it once.
+    torch gives freed memory to the next tensor of the stream on which it was allocated. It waits for other streams that
+    it knows to use the memory, and remembers them until then: so each is told to it once.
     """
 
     def __init__(self, device: Device, *tensors: Any):

@@ -19,7 +19,6 @@ from tests.support.encode_trellis import Coding, plain_tensors
 from tests.support.gpu.disguise import OnCuda, disguised_gpu
 from tests.support.random_blocks import random_matrix
 
-
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
