@@ -67,7 +67,9 @@ class _Expander(ast.NodeTransformer):
         if isinstance(node.func, ast.Name) and node.func.id == "gathered":
             family, count = node.args
             assert isinstance(family, ast.Name)
-            names = [ast.Name(f"{family.id}_{i}", ast.Load()) for i in range(ast.literal_eval(self.visit(count)))]
+            names: list[ast.expr] = [
+                ast.Name(f"{family.id}_{i}", ast.Load()) for i in range(ast.literal_eval(self.visit(count)))
+            ]
             parts = [ast.Tuple(names[i : i + _DISPLAY], ast.Load()) for i in range(0, len(names), _DISPLAY)]
             whole: ast.expr = parts[0]
             for part in parts[1:]:
