@@ -23,6 +23,7 @@ SPAN = 64  # positions of a span, at least
 BLOCKS = 2  # per multiprocessor: they have 32 KB in flight; more blocks would only take longer to merge
 _SHARE = 4  # query heads of a thread, at most: 16 sums in registers
 _CORES = (8, 0)  # compute capability of mma.sync's m16n8k16
+_SUMS = 4  # registers for each sum of a thread on tensor cores, at least: with fewer, some are spilled
 _SHARED = 48 << 10  # bytes of shared memory that a kernel may declare
 _WARP = 32
 
@@ -167,20 +168,23 @@ class AttentionShape:
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory: for the above, the queries and the key, and the state of each head."""
+        """Bytes of shared memory: for the above, the queries and the key, the state of each head, the number of spans,
+        and last_block's flag."""
         heads = self.chunks * self.share
         words = self.tile_words + self.part_words + self.weight_words + self.query_words
         words += (heads + 1) * self.form.head_dim
-        return 4 * (words + 3 * heads + 1)
+        return 4 * (words + 3 * heads + 2)
 
 
 @cache
 def _fitting(form: KVForm, group: int, cores: bool = False) -> AttentionShape | None:
-    """The shape with the largest tile; None if a block has too few threads or too little shared memory."""
+    """The shape with the largest tile; None if a block has too few threads or too little shared memory, or on tensor
+    cores too few registers."""
     rows = min(ROWS, _power(LOADS * THREADS // (form.row_words // 4)))
     while rows >= (16 if cores else 4):  # a tile's steps fill whole 16 bytes
         found = AttentionShape(form, group, rows, cores)
-        if found.threads <= 1024 and found.shared <= _SHARED:
+        spilled = cores and _SUMS * found.sums > found.registers
+        if found.threads <= 1024 and found.shared <= _SHARED and not spilled:
             return found
         rows //= 2
     return None

@@ -37,9 +37,9 @@ from bridge.runtime.tokenizer import common_prefix
 from bridge.runtime.weights import read_weights
 from bridge.system.progress import Bar
 
-BATCH = 512  # tokens of a prompt that pass through the layers together
-_WORK = 400 << 20  # bytes that prompts and graphs need besides weights and cache
-_SCORED = 512  # positions whose logits are on the device at once
+BATCHES = 2048, 1024, 512  # tokens of a prompt that pass through the layers together: as many as memory suffices for
+_WORK = 400 << 20  # bytes that prompts, in the smallest batches, and graphs need besides weights and cache
+_SCORED = 256  # positions whose logits are on the device at once
 _GRAPHS = 4  # ways of sampling whose graphs are kept
 _ON_HOST = 0  # the way of sampling that leaves the logits to the host; others are counts of candidates, None greedy
 
@@ -54,11 +54,16 @@ class Decoder:
         _check_shape(config, file, kv)
         self.cache = KVCache(config, context, kv)
         self._in_file: Any = read_weights(file, config)
-        self._stream: Any = None  # of torch, where the last work was queued
+        self._stream: Any = None  # of torch, where all work is queued and all memory allocated
         self.vocab = self._in_file.embedding.shape[0]
         self.nbytes = matrix_bytes(self._in_file, precision) + self.cache.nbytes  # of weights and cache
         with self._active():
             self.device.check_memory(self.nbytes + _WORK, f"{file.path} with a context of {context}")
+            free = self.device.free() - self.nbytes
+        *larger, self.batch = BATCHES
+        for batch in reversed(larger):
+            if work_bytes(config, context, batch, precision) <= free:
+                self.batch = batch
         self.graphs = devices.captures()  # False: every launch by itself
         self.dependent = devices.overlaps(self.device)  # launches begin early; read by `build`
         self.preparing = 0.0  # unlike on the CPU, nothing is repacked between tokens
@@ -249,7 +254,7 @@ class Decoder:
         import torch
 
         norm, eps = self.weights.output_norm, self.config.norm_eps
-        return torch.cat([rms(states, norm, eps) for states in last_states(self._batch, tokens, BATCH, keep)])
+        return torch.cat([rms(states, norm, eps) for states in last_states(self._batch, tokens, self.batch, keep)])
 
     def _batch(self, tokens: Sequence[int]) -> Any:
         """A part of `_prompt`; hidden states, f32 [n, hidden], not normalized."""
@@ -280,9 +285,10 @@ class Decoder:
 
     @contextmanager
     def _active(self) -> Iterator[None]:
-        """Work on the device in this thread, after all that was queued on another stream.
+        """Work on the device in this thread, on the stream that was current the first time.
 
-        Running out of the device's memory becomes a one-line error.
+        So all work is in order, and torch frees memory there after it, a step that nobody reads included. Running out
+        of the device's memory becomes a one-line error.
         """
         import torch
 
@@ -291,14 +297,27 @@ class Decoder:
             return
         try:
             with self.device.active(), torch.cuda.device(self.device.index):
-                stream = torch.cuda.current_stream()
-                if stream != self._stream:  # the last step may still run on the other one
-                    if self._stream is not None:
-                        stream.wait_stream(self._stream)
-                    self._stream = stream
-                yield
+                self._stream = self._stream or torch.cuda.current_stream()
+                with torch.cuda.stream(self._stream):
+                    yield
         except torch.cuda.OutOfMemoryError as problem:
-            raise self.device.too_little(self.nbytes + _WORK, "the model") from problem
+            work = work_bytes(self.config, self.cache.context, self.batch, self.precision)
+            raise self.device.too_little(self.nbytes + work, "the model") from problem
+
+
+def token_bytes(c: DecoderConfig, context: int, precision: str) -> int:
+    """Bytes that a token of a batch takes at most.
+
+    For gate and up f32, as torch's product and as the sum, and for what is made of them; for hidden states, queries,
+    keys and values, and what their products read and give; for the mask.
+    """
+    qkv = (c.heads + 2 * c.kv_heads) * c.head_dim
+    return 4 * (6 * c.inner + 4 * (c.hidden + qkv)) + context * (4 if precision == "f32" else 2)
+
+
+def work_bytes(c: DecoderConfig, context: int, batch: int, precision: str) -> int:
+    """Bytes that prompts in batches of so many tokens, and graphs, need besides weights and cache."""
+    return _WORK + (batch - BATCHES[-1]) * token_bytes(c, context, precision)
 
 
 def _check_shape(c: DecoderConfig, file: GGUFFile, kv: str) -> None:

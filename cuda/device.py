@@ -181,6 +181,36 @@ class Device:
         return int(torch.cuda.current_stream(self.index).cuda_stream)
 
 
+class Memory:
+    """Tensors in device memory that work on any stream reads, and that may be freed while it is queued.
+
+    torch gives freed memory to the next tensor of the stream on which it was allocated. It waits for other streams that
+    it knows to use the memory, and remembers them until then: so each is told to it once.
+    """
+
+    def __init__(self, device: Device, *tensors: Any):
+        self._device, self.tensors = device, tensors
+        self._streams: set[int] = set()  # told, by their handles
+
+    def stream(self) -> int:
+        """The handle of torch's current stream, which is going to read the memory.
+
+        torch forgets streams that it is told while a graph is captured. So none is then: as for all that a graph reads,
+        the memory must be kept until its last replay has ended.
+        """
+        if _simulated():
+            return 0
+        import torch
+
+        current = torch.cuda.current_stream(self._device.index)
+        handle = int(current.cuda_stream)
+        if handle not in self._streams and not capturing(handle):
+            for tensor in self.tensors:
+                tensor.record_stream(current)
+            self._streams.add(handle)
+        return handle
+
+
 class _Active:
     """Makes a device's own context, that of torch and of the CUDA runtime, the thread's current one."""
 

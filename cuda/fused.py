@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from bridge.cuda.compiler import recipe
-from bridge.cuda.device import Device, view
+from bridge.cuda.device import Device, Memory, view
 from bridge.cuda.halves import halved
 from bridge.cuda.intrinsics import (
     SIGN_BITS,
@@ -221,6 +221,7 @@ class FusedOnDevice:
             device.upload(np.ascontiguousarray(array).reshape(-1))
             for array in (words, table, self.lanes.bases, self.lanes.members, positions.astype(np.int32))
         )
+        self.memory = Memory(device, self.words, self.table, self.bases, self.members, self.places)
 
     def run(self, x: Any, y: Any, split: int = 4, halves: bool = False) -> None:
         """Queue y [tokens, rows] = x [tokens, in] What^T, without `Code.unit`; both float32 on the device.
@@ -233,7 +234,7 @@ class FusedOnDevice:
             part, out = x[first : first + _MOST], y[first : first + _MOST]
             made = kernel(self.code, self.lanes.sums, self.lanes.columns, self.count, len(part), split)
             made.launch(
-                self.rows, (32, split), self.device.stream(), self.words, self.table, view(part), view(out),
+                self.rows, (32, split), self.memory.stream(), self.words, self.table, view(part), view(out),
                 self.bases, self.members, self.columns,
             )  # fmt: skip
 
@@ -250,7 +251,7 @@ class FusedOnDevice:
             words = self.words[first * self.columns * self.count : (first + count) * self.columns * self.count]
             out = weights.view(torch.int16) if halves else weights
             made.launch(
-                count, (32, split), self.device.stream(), words, self.table, self.places, view(out.reshape(-1)),
+                count, (32, split), self.memory.stream(), words, self.table, self.places, view(out.reshape(-1)),
                 self.columns,
             )  # fmt: skip
             y[:, 16 * first : 16 * (first + count)] = product(weights[: 16 * count], given)

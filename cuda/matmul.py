@@ -17,7 +17,7 @@ from bridge.cuda.matrix import DeviceMatrix, FloatMatrix
 from bridge.cuda.token_records import TokenRecords, recorded
 
 LENGTHS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 65, 128, 1024)  # numbers of tokens that take different kernels
-_TILE = 1 << 25  # weights dequantized at a time: 64 MB of halves
+_TILE = 1 << 26  # weights dequantized at a time, at most: 128 MB of halves
 
 
 class Multiplier:
@@ -36,9 +36,10 @@ class Multiplier:
 
         y float32 [n, rows], whose rows may be apart; bias float32 [rows] or None.
         """
-        n, stream = y.shape[0], self.device.stream()
+        n = y.shape[0]
         if not n:
             return
+        stream = matrix.memory.stream()
         if isinstance(matrix, DeviceMatrix) and not isinstance(x, Halves | TokenRecords):
             form, exact = self.form([matrix], n), devices.kind(x) == "f32"
             # up to 64 tokens of 16 bits are multiplied as they are, without a launch before
@@ -143,12 +144,19 @@ def by_torch(
         accumulate = True
     if isinstance(matrix, FloatMatrix) and matrix.weight.dtype == kind:
         return _multiply(matrix.weight, x, y, accumulate)
-    step = max(1, min(matrix.rows, _TILE // matrix.columns))
+    step = tile_rows(matrix.rows, matrix.columns)
     weights = torch.empty((step, matrix.columns), dtype=kind, device=y.device)
     for first in range(0, matrix.rows, step):
         count = min(step, matrix.rows - first)
         dequantize.tile(matrix, first, count, weights[:count], stream)
         _multiply(weights[:count], x, y[:, first : first + count], accumulate)
+
+
+def tile_rows(rows: int, columns: int) -> int:
+    """Rows of a matrix that are dequantized at a time: parts alike in size, of whole 128 as torch's own tiles."""
+    most = max(1, _TILE // columns)
+    parts = -(-rows // most)
+    return min(rows, most, -(-rows // (128 * parts)) * 128)
 
 
 def _multiply(weight: Any, x: Any, y: Any, accumulate: bool) -> None:

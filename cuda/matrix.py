@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import numpy as np
 from bridge.cuda import device as devices
-from bridge.cuda.device import Device, torch_device
+from bridge.cuda.device import Device, Memory, torch_device
 from bridge.cuda.layout import UNIT, DeviceLayout, repacker
 
 from bridge.blocks.read import WRITTEN
@@ -35,6 +35,7 @@ class DeviceMatrix:
         self.rows = rows
         self.columns = columns
         self.buffer = buffer
+        self.memory = Memory(device, buffer)
         self.device = device
         self.layout = DeviceLayout(WRITTEN[type])
         self.units = columns // UNIT
@@ -139,10 +140,12 @@ class FloatMatrix:
         dtype = getattr(torch, kind_of(tensor.type, precision))
         device.check_memory(self.rows * self.columns * dtype.itemsize, tensor.name)
         self.weight = torch.empty(tensor.shape, dtype=dtype, device=torch_device(device))
+        self.memory = Memory(device, self.weight)
         step = max(1, _FLOATS // self.columns)
         for first in range(0, self.rows, step):
             part = torch.from_numpy(tensor.rows(np.arange(first, min(first + step, self.rows))))
-            self.weight[first : first + step] = part.to(self.weight.device)
+            # rounded here: a copy from the host has arrived when it returns, what the GPU rounds would be queued
+            self.weight[first : first + step].copy_(part.to(dtype))
 
     @property
     def nbytes(self) -> int:

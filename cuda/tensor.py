@@ -3,7 +3,8 @@
     w = f["blk.0.ffn_down.weight"].to("cuda")
     y = w.matvec(x)                                 x a torch tensor on the device, y too, nothing is copied
 
-Products are queued on torch's current stream and can be captured in a CUDA graph, once they have run before. Up to 8
+Products are queued on torch's current stream, whichever it is; the tensor may be dropped while they run. They can be
+captured in a CUDA graph, once they have run before; the graph's replays need the tensor. Up to 8
 columns of x the weights stay quantized; up to 64 they become halves in the registers of tensor cores; for more, rows
 become f16 or bf16 tiles for torch's matrix product (matmul.py).
 F32, F16 and BF16 tensors stay as they are, and torch multiplies with them. Threads and streams may share a tensor: what
@@ -159,7 +160,7 @@ class CudaTensor(Product):
         ):
             return None
         with self.matrix.device.active():
-            bound(torch.cuda.current_stream(place).cuda_stream, x.data_ptr(), out.data_ptr(), *moved)
+            bound(self.matrix.memory.stream(), x.data_ptr(), out.data_ptr(), *moved)
         return out
 
     def _fits(self, bias: Any) -> bool:
@@ -206,7 +207,7 @@ class CudaTensor(Product):
         if devices.kind(out) is None:
             raise BridgeError(f"{self.name}: dtype {kind}; must be float32, float16 or bfloat16")
         with self.matrix.device.active():
-            dequantize.tile(self.matrix, 0, self.shape[0], out, self.matrix.device.stream())
+            dequantize.tile(self.matrix, 0, self.shape[0], out, self.matrix.memory.stream())
         return out
 
     def rows(self, indices: Any) -> Any:
@@ -228,7 +229,7 @@ class CudaTensor(Product):
         chosen = chosen.to(torch.int32).contiguous()
         out = torch.empty((len(chosen), self.shape[1]), device=place)
         with self.matrix.device.active():
-            dequantize.rows(self.matrix, chosen, out, len(chosen), self.matrix.device.stream())
+            dequantize.rows(self.matrix, chosen, out, len(chosen), self.matrix.memory.stream())
         return out if missing is None else out.masked_fill_(missing[:, None], float("nan"))
 
 

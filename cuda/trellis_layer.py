@@ -38,6 +38,7 @@ class CudaTrellisLayer:
         place = devices.torch_device(self._device)
         self._su = torch.from_numpy(layer.su).to(place)
         self._sv = torch.from_numpy(layer.sv * np.float32(code.unit)).to(place)
+        self._fused.memory.tensors += self._su, self._sv
 
     @property
     def device(self) -> str:

@@ -21,6 +21,8 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+_DISPLAY = 30  # of a longer tuple CPython makes a list first, which Numba refuses
+
 
 class _Expander(ast.NodeTransformer):
     """Rewrites one function, given the values of names."""
@@ -65,8 +67,14 @@ class _Expander(ast.NodeTransformer):
         if isinstance(node.func, ast.Name) and node.func.id == "gathered":
             family, count = node.args
             assert isinstance(family, ast.Name)
-            names = [f"{family.id}_{i}" for i in range(ast.literal_eval(self.visit(count)))]
-            return ast.copy_location(ast.Tuple([ast.Name(name, ast.Load()) for name in names], ast.Load()), node)
+            names: list[ast.expr] = [
+                ast.Name(f"{family.id}_{i}", ast.Load()) for i in range(ast.literal_eval(self.visit(count)))
+            ]
+            parts = [ast.Tuple(names[i : i + _DISPLAY], ast.Load()) for i in range(0, len(names), _DISPLAY)]
+            whole: ast.expr = parts[0]
+            for part in parts[1:]:
+                whole = ast.BinOp(whole, ast.Add(), part)
+            return ast.copy_location(whole, node)
         return self.generic_visit(node)  # type: ignore[return-value]
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.expr:

@@ -33,6 +33,11 @@ def test_instructions_of_attention(kind: str, group: int) -> None:
     assert in_the_docs(row) == str(costs.attention_loop(kind, group))
 
 
+def test_products_of_prompts_modelled() -> None:
+    docs = (ROOT / "docs" / "speed.md").read_text()
+    assert [row for row in costs.prompt_rows() if row not in docs] == []
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("n", costs.LENGTHS)
 def test_launches_and_bytes_of_prompts(n: int) -> None:

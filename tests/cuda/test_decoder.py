@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from bridge.errors import BridgeError
 from tests.conftest import ROOT
 from tests.support.gpu.device import pretended_gpu
 from tests.support.gpu.memory import GpuError
+from tests.support.gpu.parse import parse
 from tests.support.ptx import assembled, ptx_of, unavailable
 from tests.support.random_blocks import random_matrix
 from tests.support.tiny_gguf import write_decoder
@@ -223,7 +225,7 @@ def test_a_long_prompt_takes_hardly_more_memory_than_a_part_of_it(
 ) -> None:
     """What torch allocates besides weights and cache; most of it grows with the tokens of a part."""
     import torch
-    from bridge.cuda.decoder import Decoder
+    from bridge.cuda.decoder import Decoder, token_bytes
     from bridge.cuda.launch import Kernel
 
     from bridge.runtime.config_reader import read_config
@@ -235,7 +237,7 @@ def test_a_long_prompt_takes_hardly_more_memory_than_a_part_of_it(
         events = (event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]")
         return int(np.cumsum([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]).max())
 
-    monkeypatch.setattr("bridge.cuda.decoder.BATCH", 64)
+    monkeypatch.setattr("bridge.cuda.decoder.BATCHES", (64,))
     monkeypatch.setattr("torch.empty", torch.zeros)  # no kernel runs: numbers must still be finite
     path = write_decoder(tmp_path / "tiny.gguf", hidden=256, inner=1024, types={"": "Q4_0"})
     file = bridge.open_gguf(path)
@@ -244,8 +246,36 @@ def test_a_long_prompt_takes_hardly_more_memory_than_a_part_of_it(
         decoder = Decoder(file, read_config(file.metadata, file.path), 512, "f16", "int8", "cuda")
         decoder.prepare()
         part, long = most(64), most(512)
+        decoder.batch = 512
+        whole = most(512)
     assert part > 64 * 4 * 3 * 1024  # gate, up and what is made of them
     assert long < 1.3 * part
+    counted = token_bytes(decoder.config, 512, "int8")
+    assert counted / 3 < (whole - part) / (512 - 64) < counted
+
+
+@pytest.mark.parametrize(
+    ("spare", "batch"),
+    [(0, 512), (1024 * 512 - 1, 512), (1024 * 512, 1024), (1024 * 1536 - 1, 1024), (1024 * 1536, 2048)],
+)
+def test_prompts_go_through_in_batches_that_memory_suffices_for(
+    spare: int, batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`spare`: bytes beyond what batches of 512 need, at 1024 a token."""
+    from bridge.cuda.decoder import _WORK, Decoder
+
+    from bridge.runtime.config_reader import read_config
+
+    file = bridge.open_gguf(write_decoder(tmp_path / "tiny.gguf"))
+    monkeypatch.setattr("bridge.cuda.decoder.token_bytes", lambda *given: 1024)
+    given = file, read_config(file.metadata, file.path), 64, "f16", "int8", "cuda"
+    with pretended_gpu():
+        needed = Decoder(*given).nbytes + _WORK
+        monkeypatch.setattr("bridge.cuda.device.Device.free", lambda device: needed + spare)
+        assert Decoder(*given).batch == batch
+        monkeypatch.setattr("bridge.cuda.device.Device.free", lambda device: needed - 1)
+        with pytest.raises(BridgeError, match="are free"):
+            Decoder(*given)
 
 
 @pytest.mark.parametrize(("kind", "copies"), [("f16", 0), ("q8_0", 1)])
@@ -299,15 +329,19 @@ def test_keys_and_values_of_a_prompt_are_not_repeated_for_the_query_heads_that_s
     assert sum(nbytes for place, nbytes in made.items() if place not in before) <= copies * once + small
 
 
-def test_work_on_another_stream_waits_for_what_is_queued_on_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reply that nobody reads to its end leaves a step on its way, which writes to the cache."""
+def test_a_decoder_works_on_one_stream_whichever_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reply that nobody reads to its end leaves a step on its way, which writes to the cache, maybe a freed one."""
     from bridge.cuda.decoder import Decoder
 
-    class Stream:
-        def wait_stream(self, other: Any) -> None:
-            waited.append((self, other))
+    one, other, chosen = object(), object(), []
 
-    one, other, waited = Stream(), Stream(), []
+    @contextmanager
+    def current(stream: Any) -> Iterator[None]:
+        chosen.append(stream)
+        yield
+        chosen.append(None)
+
+    monkeypatch.setattr("torch.cuda.stream", current)
     monkeypatch.setattr("torch.cuda.device", lambda index: nullcontext())
     decoder: Any = object.__new__(Decoder)
     decoder.device, decoder._stream = SimpleNamespace(index=0, active=nullcontext), None
@@ -315,8 +349,8 @@ def test_work_on_another_stream_waits_for_what_is_queued_on_the_last_one(monkeyp
     for stream in (one, one, other, other, one):
         monkeypatch.setattr("torch.cuda.current_stream", lambda stream=stream: stream)
         with decoder._active():
-            pass
-    assert waited == [(other, one), (one, other)]
+            assert chosen.pop() is one
+        assert chosen.pop() is None
 
 
 def test_spans_follow_the_multiprocessors_and_end_with_the_context() -> None:
@@ -342,6 +376,40 @@ def test_every_known_shape_of_heads_has_a_block_whose_shared_memory_a_kernel_may
         assert cores.shared <= 48 << 10
     assert not supported(128, 33, kind)
     assert not supported(2048, 4, kind)
+
+
+@pytest.mark.parametrize("kind", ["f16", "q8_0", "f32"])
+def test_every_supported_head_has_a_block_that_a_gpu_takes(kind: str) -> None:
+    """Threads, registers and shared memory of a block; on tensor cores as many registers as sums need unspilled."""
+    cores = set()
+    for head_dim in range(16, 2049, 16):
+        for group in range(1, 33):
+            if not supported(head_dim, group, kind):
+                continue
+            found = shape(KVForm(kind, head_dim), group, (9, 0))
+            assert found.threads <= 1024
+            assert found.registers * found.threads <= 64 << 10
+            assert found.shared <= 48 << 10
+            if found.cores:
+                cores.add((head_dim, group))
+                assert 4 * found.sums <= found.registers
+            else:
+                assert found.sums <= 16
+    assert ((512, 4) in cores) == (kind != "f32")
+    assert not any(head_dim > 512 for head_dim, _ in cores)
+
+
+@pytest.mark.xdist_group("attention")
+@pytest.mark.parametrize(
+    "name", ["llama 3, tensor cores", "llama 3, q8_0, tensor cores", "llama 3", "heads of 512, tensor cores"]
+)
+def test_shared_memory_of_a_shape_is_what_its_kernel_declares(name: str) -> None:
+    if (reason := unavailable()) is not None:
+        pytest.skip(reason)
+    form = KVForm("q8_0" if "q8_0" in name else "f16", 512 if "512" in name else 128)
+    expected = shape(form, 4, (8, 0) if "tensor cores" in name else (7, 5)).shared
+    declared = parse(ptx_of(kernels(dependent=True)[name], (9, 0))).shared
+    assert sum(nbytes for _, nbytes, _ in declared) == expected
 
 
 # --- launches that begin while the one before them ends ---
@@ -423,6 +491,8 @@ def kernels(dependent: bool = False) -> dict[str, Any]:
         "llama 3, tensor cores": attend(128, 4, 128, True, False, False, cores=True),
         "heads of 64, tensor cores": attend(64, 8, 64, True, False, False, cores=True),
         "heads of 256, tensor cores": attend(256, 2, 256, False, True, False, cores=True),
+        "heads of 512, tensor cores": attend(512, 4, 512, False, True, False, cores=True),
+        "heads of 512, q8_0, tensor cores": attend(512, 4, 512, False, True, False, "q8_0", cores=True),
         "llama 3, q8_0, tensor cores": attend(128, 4, 128, True, False, False, "q8_0", cores=True),
         "heads of 64, q8_0, tensor cores": attend(64, 8, 64, True, False, False, "q8_0", cores=True),
         "heads of 256, q8_0, tensor cores": attend(256, 2, 256, False, True, False, "q8_0", cores=True),
@@ -456,6 +526,7 @@ ALIKE |= {
     "q, k in IQ3_XXS, v in Q4_K",
     "heads of 64, q8_0, tensor cores",
     "heads of 256, q8_0, tensor cores",
+    "heads of 512, q8_0, tensor cores",
     "prompts, q8_0",
     "llama 3, f32",
     "qwen2, q8_0",

@@ -477,3 +477,20 @@ def test_the_package_and_its_gpu_part_import_from_anywhere(tmp_path):
         check=True,
     )
     assert done.stdout.strip() == str(ROOT / "cuda" / "device.py")
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "tiles"),
+    [
+        (6144, 4096, [6144]),
+        (4096, 14336, [4096]),
+        (28672, 4096, [14336] * 2),
+        (128256, 4096, [16128] * 7 + [15360]),
+        (5, 1 << 27, [1] * 5),
+    ],
+)
+def test_rows_are_dequantized_in_tiles_alike_in_size(rows: int, columns: int, tiles: list[int]) -> None:
+    from bridge.cuda.matmul import tile_rows
+
+    step = tile_rows(rows, columns)
+    assert [min(step, rows - first) for first in range(0, rows, step)] == tiles

@@ -104,8 +104,12 @@ def attention_reference(
             []
             if SIMULATED
             else [
-                pytest.param(8, 2, 128, 128, True, False, 1087, kind, marks=pytest.mark.xdist_group("attention"))
-                for kind in ("f16", "q8_0")
+                *(
+                    pytest.param(8, 2, 128, 128, True, False, 1087, kind, marks=pytest.mark.xdist_group("attention"))
+                    for kind in ("f16", "q8_0")
+                ),
+                (4, 1, 512, 512, False, True, 40, "f16"),
+                pytest.param(4, 1, 512, 512, False, True, 40, "q8_0", marks=pytest.mark.exhaustive),
             ]
         ),
     ],
@@ -389,9 +393,14 @@ def test_int8_records_cost_what_they_cost_on_the_cpu(tmp_path: Path) -> None:
 
 def test_a_long_prompt_goes_through_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, device = pair(tmp_path, "f32", types={"": "F16", "attn_output": "Q4_1"})
-    monkeypatch.setattr("bridge.cuda.decoder.BATCH", 9)
-    prompt = list(range(20))
-    np.testing.assert_allclose(device.scores(prompt, 13), cpu.scores(prompt, 13), rtol=1e-3, atol=1e-3)
+    prompt, caches = list(range(20)), []
+    for batch in (9, 20):
+        monkeypatch.setattr(device, "batch", batch)
+        np.testing.assert_allclose(device.scores(prompt, 13), cpu.scores(prompt, 13), rtol=1e-3, atol=1e-3)
+        form, heads = device.cache.form, device.config.kv_heads
+        parts = [*device.cache.keys, *device.cache.values]
+        caches.append([form.load(part, len(prompt), heads, torch.float32).clone() for part in parts])
+    torch.testing.assert_close(*caches, rtol=1e-3, atol=1e-3)
 
 
 def test_what_is_drawn_is_what_the_cpu_draws_until_the_context_is_full(tmp_path: Path) -> None:

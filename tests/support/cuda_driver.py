@@ -27,6 +27,7 @@ class Driver:
         self.launches: list[tuple[Any, ...]] = []
         self.queue: Any = self.note
         self.made: set[int] = set()  # contexts, by the number of the GPU
+        self.recorded: list[tuple[int, int]] = []  # (address, stream) of record_stream
         self._stacks = threading.local()
         self.stack.append(0)
 
@@ -81,7 +82,7 @@ class Driver:
 def pretended_driver(cache: Path) -> Iterator[Driver]:
     """H200s for bridge.cuda.launch, on which nothing runs; torch's tensors on the CPU pass for those on them."""
     from bridge.cuda import device as devices
-    from bridge.cuda import launch
+    from bridge.cuda import launch, matrix
     from cuda.bindings import driver
 
     made = Driver()
@@ -94,6 +95,11 @@ def pretended_driver(cache: Path) -> Iterator[Driver]:
         mock.patch.object(devices, "capturing", return_value=False),
         mock.patch.object(devices, "check_torch"),
         mock.patch.object(devices, "torch_device", return_value="cpu"),
+        mock.patch.object(matrix, "torch_device", return_value="cpu"),
+        mock.patch.object(torch.cuda, "mem_get_info", return_value=(1 << 40, 1 << 40)),
+        mock.patch.object(
+            torch.Tensor, "record_stream", lambda x, stream: made.recorded.append((x.data_ptr(), stream.cuda_stream))
+        ),
         mock.patch.object(torch.cuda, "current_stream", return_value=SimpleNamespace(cuda_stream=0)),
         mock.patch.dict("os.environ", {"NUMBA_CACHE_DIR": str(cache)}),
     ]

@@ -32,6 +32,9 @@ from tests.support.tiny_gguf import write_decoder
 
 KINDS, GROUPS = ("f16", "q8_0"), (4, 8)
 LENGTHS = 32, 96, 160  # halves on tensor cores, int8 on them, torch
+PROMPTS = 512, 2048
+_LAYERS, _MATRICES = 32, ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))  # of Llama 3 8B
+_MULTIPROCESSORS, _FLOPS, _MEMORY = 132, 989e12, 3.35e12  # of an H100; f16, bytes a second
 _WIDTH = 4  # times as wide as the model that runs here is one of 8B
 _NO_WORK = ("aten::zeros", "aten::empty", "aten::empty.memory_format", "aten::scalar_tensor")
 
@@ -100,6 +103,43 @@ def prompt_layer(n: int) -> tuple[int, int, int]:
     return c - a, d - b, _WIDTH * ((most - more) - (two - one)) // 32
 
 
+def prompt_products(n: int, batch: int, tile: int | None = None) -> tuple[int, int, float]:
+    """Of a prompt of n tokens in batches, for torch's products of a model of 8B in Q4_K on an H100: dequantized tiles,
+    the percentage of multiprocessors that the products keep busy, and milliseconds. **A model**: a multiprocessor
+    computes 256 x 128 sums at a time, at its peak; memory is written and read at its peak. Attention and what is made
+    of activations are left out.
+
+    `tile`: weights in a tile, whose rows then are as many as fit, not alike in size.
+    """
+    from bridge.cuda.matmul import tile_rows
+
+    tiles, used, waves, seconds = 0, 0, 0, 0.0
+    for first in range(0, n, batch):
+        for rows, columns in _MATRICES:
+            step = min(rows, tile // columns) if tile else tile_rows(rows, columns)
+            for begin in range(0, rows, step):
+                count = min(step, rows - begin)
+                blocks = -(-count // 256) * -(-min(batch, n - first) // 128)
+                turns = -(-blocks // _MULTIPROCESSORS)
+                tiles, used, waves = tiles + 1, used + blocks * columns, waves + turns * columns
+                seconds += turns * 2 * 256 * 128 * columns / (_FLOPS / _MULTIPROCESSORS)
+                seconds += count * columns * (4.5 / 8 + 2 + 2) / _MEMORY
+    return _LAYERS * tiles, round(100 * used / (waves * _MULTIPROCESSORS)), 1000 * _LAYERS * seconds
+
+
+def prompt_rows() -> list[str]:
+    """The rows of docs/speed.md, before batches and tiles became larger, and now."""
+    from bridge.cuda.decoder import BATCHES
+
+    found = []
+    for n in PROMPTS:
+        before, now = prompt_products(n, 512, 1 << 25), prompt_products(n, BATCHES[0])
+        what = f"a prompt of {n:,} tokens, modelled: dequantized tiles, busy multiprocessors, torch's products"
+        cells = (f"{tiles:,}, {busy}%, {ms:.1f} ms" for tiles, busy, ms in (before, now))
+        found.append(f"| {what} | {' | '.join(cells)} |")
+    return found
+
+
 def host_seconds() -> tuple[float, float]:
     """CPU time of a launch, and of a product with one token that has run before: two launches. The driver and what
     cuda.core does itself are stand-ins that do nothing."""
@@ -135,6 +175,7 @@ def main() -> None:
     for n in LENGTHS:
         ours, torchs, nbytes = prompt_layer(n)
         print(f"prompt of {n} tokens: {ours} launches, {torchs} operations of torch, {nbytes / 1e6:.2f} MB a token")
+    print(*prompt_rows(), sep="\n")
 
 
 if __name__ == "__main__":
