@@ -135,8 +135,16 @@ CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice
 
 CUresult cuGetErrorName(CUresult error, const char **name) {
     static __thread char text[64];
-    snprintf(text, sizeof text, "error %d of the stand-in for the driver", error);
     *name = text;
+    switch (error) {
+#define NAME(e) case e: *name = #e; break;
+        NAME(CUDA_SUCCESS) NAME(CUDA_ERROR_INVALID_VALUE) NAME(CUDA_ERROR_OUT_OF_MEMORY) NAME(CUDA_ERROR_INVALID_DEVICE)
+        NAME(CUDA_ERROR_INVALID_CONTEXT) NAME(CUDA_ERROR_INVALID_HANDLE) NAME(CUDA_ERROR_NOT_FOUND)
+        NAME(CUDA_ERROR_NOT_SUPPORTED) NAME(CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES) NAME(CUDA_ERROR_CAPTURED_EVENT)
+        NAME(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED) NAME(CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
+        NAME(CUDA_ERROR_STREAM_CAPTURE_UNMATCHED)
+    default: snprintf(text, sizeof text, "CUDA error %d", error);
+    }
     return CUDA_SUCCESS;
 }
 
@@ -655,9 +663,12 @@ static void move(const Rows *rows) {
 }
 
 static void fill(const Rows *rows) {
-    for (size_t row = 0; row < rows->height; row++)
-        for (size_t i = 0; i < rows->width; i++)
-            memcpy(rows->to + row * rows->to_pitch + i * rows->element, &rows->value, rows->element);
+    for (size_t row = 0; row < rows->height; row++) {
+        char *to = rows->to + row * rows->to_pitch;
+        if (rows->element == 1) memset(to, (int)rows->value, rows->width);
+        else
+            for (size_t i = 0; i < rows->width; i++) memcpy(to + i * rows->element, &rows->value, rows->element);
+    }
 }
 
 static void run(const Node *node) {
@@ -823,6 +834,20 @@ CUresult cuLibraryLoadData(CUlibrary *library, const void *code, CUjit_option *j
 CUresult cuLibraryUnload(CUlibrary library) { CALL; return CUDA_SUCCESS; }
 CUresult cuLibraryGetKernel(CUkernel *kernel, CUlibrary library, const char *name) { return find(kernel, library, name); }
 CUresult cuModuleLoadData(CUmodule *module, const void *code) { return load((Library **)module, code); }
+
+CUresult cuModuleLoad(CUmodule *module, const char *path) {
+    FILE *file = fopen(path, "rb");
+    if (!file) return CUDA_ERROR_FILE_NOT_FOUND;
+    fseek(file, 0, SEEK_END);
+    long size = ftell(file);
+    char *code = calloc(1, size + 1);
+    rewind(file);
+    CUresult result = fread(code, size, 1, file) == 1 ? cuModuleLoadData(module, code) : CUDA_ERROR_INVALID_VALUE;
+    fclose(file);
+    free(code);
+    return result;
+}
+
 CUresult cuModuleUnload(CUmodule module) { CALL; return CUDA_SUCCESS; }
 CUresult cuFuncSetCacheConfig(CUfunction function, CUfunc_cache config) { CALL; return CUDA_SUCCESS; }
 

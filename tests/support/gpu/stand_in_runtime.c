@@ -6,10 +6,8 @@
 
    stand_in.py compiles it. */
 
-#define CUDA_ENABLE_DEPRECATED
 #include <cuda.h>
 #include <cuda_runtime_api.h>
-#include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -25,12 +23,9 @@ static cudaError_t noted(CUresult result) {
 
 /* The primary context is made, and current in this thread, as soon as something needs it. */
 static cudaError_t ready(void) {
-    static __thread bool done;
     CUcontext context;
     cuCtxGetCurrent(&context);
     if (context) return cudaSuccess;
-    if (!done) cuDevicePrimaryCtxRetain(&context, 0);
-    done = true;
     cuDevicePrimaryCtxRetain(&context, 0);
     return noted(cuCtxSetCurrent(context));
 }
@@ -356,6 +351,10 @@ PRODUCT(cublasSdot_v2)
 PRODUCT(cublasDotEx)
 PRODUCT(cublasGemmStridedBatchedEx)
 PRODUCT(cublasSgemmStridedBatched)
+PRODUCT(cublasDgemm_v2)
+PRODUCT(cublasDgemv_v2)
+PRODUCT(cublasDdot_v2)
+PRODUCT(cublasDgemmStridedBatched)
 
 /* cuBLAS' other interface: an algorithm is chosen first. */
 typedef struct {
