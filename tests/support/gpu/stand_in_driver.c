@@ -803,7 +803,7 @@ static void read_cubin(Library *library, const char *code) {
             if (!strncmp(name, ".nv.info.", 9) && !strcmp(name + 9, kernel->name))
                 read_attributes(kernel, (const void *)(code + section->sh_offset), section->sh_size);
             if (!strncmp(name, ".nv.shared.", 11) && !strcmp(name + 11, kernel->name))
-                kernel->static_shared = (int)section->sh_size;
+                kernel->static_shared = (int)section->sh_size - SHARED_OF_SYSTEM; /* which the section has first */
         }
 }
 
@@ -904,7 +904,8 @@ static CUresult beyond_limits(const CUlaunchConfig *config, const Kernel *kernel
     bool fits = threads && threads <= (uint64_t)kernel->most_threads && config->blockDimZ <= 64;
     fits &= config->gridDimX && config->gridDimY && config->gridDimZ;
     fits &= config->gridDimX <= INT32_MAX && config->gridDimY <= 65535 && config->gridDimZ <= 65535;
-    fits &= shared <= kernel->dynamic_shared && (shared + kernel->static_shared <= SHARED || kernel->dynamic_shared > SHARED);
+    int most = kernel->dynamic_shared > SHARED ? SHARED_ON_REQUEST : SHARED;
+    fits &= shared <= kernel->dynamic_shared && shared + kernel->static_shared <= most;
     if (!fits) return CUDA_ERROR_INVALID_VALUE;
     return registers_of_block(kernel, (int)threads) > REGISTERS ? CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES : CUDA_SUCCESS;
 }
