@@ -10,7 +10,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -103,7 +102,9 @@ def child(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], lis
     """What the process has seen, the launches in the driver's log, and that log."""
     folder = tmp_path_factory.mktemp("driver")
     variables = stand_in.environment(folder) | {"STAND_IN_LOG": "1", "NUMBA_CACHE_DIR": str(folder / "kernels")}
-    done = subprocess.run([sys.executable, "-c", CHILD], cwd=ROOT, env=os.environ | variables, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD], cwd=ROOT, env=os.environ | variables, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line.removeprefix("stand-in: ") for line in done.stderr.splitlines() if line.startswith("stand-in: ")]
     launches = [_launch(line) for line in lines if line.startswith("launch ")]
@@ -166,7 +167,7 @@ def test_memory_is_taken_from_that_of_the_device(child: Any) -> None:
 
 
 def test_a_capture_is_seen_and_its_copies_are_made_by_replays(child: Any) -> None:
-    seen, launches, _ = child
+    seen, _, _ = child
     assert seen["capturing"] is True
     assert "the stream is being captured" in seen["not loaded"]
     assert seen["allocation"] == "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from tests.support.gpu import stand_in
@@ -29,7 +30,9 @@ _SYSTEM = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command's exit code."""
-    parser = argparse.ArgumentParser(description="run a command as on a machine with a GPU: a copy, nothing else, stand-ins")
+    parser = argparse.ArgumentParser(
+        description="run a command as on a machine with a GPU: a copy, nothing else, stand-ins"
+    )
     parser.add_argument("--python", required=True, help="the interpreter with the packages of that machine")
     parser.add_argument("--site", type=Path, help="a folder of more packages")
     parser.add_argument("--carry", action="append", default=[], metavar="FOLDER", help="an ignored folder to copy too")
@@ -102,10 +105,8 @@ def run(command: Sequence[str], folder: Path, variables: dict[str, str], seconds
     except subprocess.TimeoutExpired:
         return TIME_WAS_UP
     finally:
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(started.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         started.wait()
 
 

@@ -23,8 +23,14 @@ _TRITON = "triton/backends/nvidia/include"
 @cache
 def _packages(python: str) -> list[Path]:
     """The folders in which an interpreter has its packages."""
-    command = [python, "-c", "import sysconfig; print(*{sysconfig.get_path(k) for k in ('purelib', 'platlib')}, sep='\\n')"]
-    return [Path(line) for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")]
+    command = [
+        python,
+        "-c",
+        "import sysconfig; print(*{sysconfig.get_path(k) for k in ('purelib', 'platlib')}, sep='\\n')",
+    ]
+    return [
+        Path(line) for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")
+    ]
 
 
 def _headers(python: str, folder: str, header: str) -> Path | None:

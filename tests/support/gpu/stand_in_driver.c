@@ -12,7 +12,7 @@
    stand_in.py compiles it. STAND_IN_LOG=1 lists all calls on stderr, and with the launch of a kernel that was loaded as
    a cubin its arguments, in hexadecimal:
 
-     stand-in: launch NAME grid 1 1 1 block 1024 1 1 shared 0 stream (nil) attribute 6=1 arguments 7f06ac000000 3727c5ac */
+     stand-in: launch NAME grid 1 1 1 block 64 1 1 shared 0 stream (nil) attribute 6=1 arguments 7f06ac000000 1000 */
 
 #define _GNU_SOURCE
 #include <cuda.h>
@@ -344,7 +344,13 @@ CUresult cuStreamSynchronize(CUstream handle) {
 
 CUresult cuStreamQuery(CUstream handle) { return cuStreamSynchronize(handle); }
 CUresult cuCtxSynchronize(void) { CALL; NEEDS_CONTEXT; NEEDS_NO_CAPTURE; return CUDA_SUCCESS; }
-CUresult cuStreamGetDevice(CUstream handle, CUdevice *device) { CALL; STREAM(handle); *device = 0; return CUDA_SUCCESS; }
+
+CUresult cuStreamGetDevice(CUstream handle, CUdevice *device) {
+    CALL;
+    STREAM(handle);
+    *device = 0;
+    return CUDA_SUCCESS;
+}
 
 CUresult cuStreamGetPriority(CUstream handle, int *priority) {
     CALL;
@@ -723,7 +729,8 @@ CUresult cuMemcpy2DAsync(const CUDA_MEMCPY2D *given, CUstream stream) {
     return queue(stream, (Node){CU_GRAPH_NODE_TYPE_MEMCPY, rows});
 }
 
-CUresult cuMemsetD2D8Async(CUdeviceptr to, size_t pitch, unsigned char value, size_t width, size_t height, CUstream stream) {
+CUresult cuMemsetD2D8Async(CUdeviceptr to, size_t pitch, unsigned char value, size_t width, size_t height,
+                           CUstream stream) {
     CALL;
     return queue(stream, (Node){CU_GRAPH_NODE_TYPE_MEMSET, {(char *)to, NULL, pitch, 0, width, height, value, 1}});
 }
@@ -764,7 +771,7 @@ static Kernel *add_kernel(Library *library, const char *name) {
     return library->kernels = kernel;
 }
 
-/* A section .nv.info of a kernel: entries of a format, an attribute, and two bytes of a value or of a value's length. */
+/* A section .nv.info of a kernel: entries of a format, an attribute, and two bytes of a value, or of its length. */
 static void read_attributes(Kernel *kernel, const uint8_t *data, size_t size) {
     enum { OF_LENGTH = 4, PARAMETER = 0x17, THREADS = 0x05 };
     for (size_t at = 0; at + 4 <= size;) {
@@ -772,7 +779,7 @@ static void read_attributes(Kernel *kernel, const uint8_t *data, size_t size) {
         uint32_t packed, threads[3];
         const uint8_t *value = data + at + 4;
         memcpy(&length, data + at + 2, 2);
-        if (data[at] == OF_LENGTH && data[at + 1] == PARAMETER) { /* index, number, offset, and from bit 18 on the size */
+        if (data[at] == OF_LENGTH && data[at + 1] == PARAMETER) { /* index, number, offset; from bit 18 on the size */
             memcpy(&number, value + 4, 2);
             memcpy(&offset, value + 6, 2);
             memcpy(&packed, value + 8, 4);
@@ -825,14 +832,18 @@ static CUresult find(Kernel **kernel, Library *library, const char *name) {
     return *kernel ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
 }
 
-CUresult cuLibraryLoadData(CUlibrary *library, const void *code, CUjit_option *jit, void **jit_values, unsigned jit_count,
-                           CUlibraryOption *options, void **values, unsigned count) {
+CUresult cuLibraryLoadData(CUlibrary *library, const void *code, CUjit_option *jit, void **jit_values,
+                           unsigned jit_count, CUlibraryOption *options, void **values, unsigned count) {
     return load(library, code);
 }
 
 /* A kernel and a function, and a library and a module, are the same here. */
 CUresult cuLibraryUnload(CUlibrary library) { CALL; return CUDA_SUCCESS; }
-CUresult cuLibraryGetKernel(CUkernel *kernel, CUlibrary library, const char *name) { return find(kernel, library, name); }
+
+CUresult cuLibraryGetKernel(CUkernel *kernel, CUlibrary library, const char *name) {
+    return find(kernel, library, name);
+}
+
 CUresult cuModuleLoadData(CUmodule *module, const void *code) { return load((Library **)module, code); }
 
 CUresult cuModuleLoad(CUmodule *module, const char *path) {
@@ -912,8 +923,8 @@ static CUresult beyond_limits(const CUlaunchConfig *config, const Kernel *kernel
 
 static void say_launch(const CUlaunchConfig *config, const Kernel *kernel, void **arguments, void **extra) {
     char line[4096];
-    int end = snprintf(line, sizeof line, "launch %.500s grid %u %u %u block %u %u %u shared %u stream %p", kernel->name,
-                       config->gridDimX, config->gridDimY, config->gridDimZ, config->blockDimX, config->blockDimY,
+    int end = snprintf(line, sizeof line, "launch %.500s grid %u %u %u block %u %u %u shared %u stream %p",
+                       kernel->name, config->gridDimX, config->gridDimY, config->gridDimZ, config->blockDimX, config->blockDimY,
                        config->blockDimZ, config->sharedMemBytes, config->hStream);
     for (unsigned i = 0; i < config->numAttrs && end < 2000; i++)
         end += snprintf(line + end, 100, " attribute %d=%u", config->attrs[i].id, *(unsigned *)&config->attrs[i].value);

@@ -41,7 +41,11 @@ cudaError_t cudaRuntimeGetVersion(int *version) { *version = CUDART_VERSION; ret
 cudaError_t cudaGetDeviceCount(int *count) { return noted(cuDeviceGetCount(count)); }
 cudaError_t cudaGetDevice(int *device) { *device = 0; return cudaSuccess; }
 cudaError_t cudaDeviceSynchronize(void) { DO(cuCtxSynchronize()); }
-cudaError_t cudaDeviceGetPCIBusId(char *id, int length, int device) { return noted(cuDeviceGetPCIBusId(id, length, device)); }
+
+cudaError_t cudaDeviceGetPCIBusId(char *id, int length, int device) {
+    return noted(cuDeviceGetPCIBusId(id, length, device));
+}
+
 cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer) { *can = 0; return cudaSuccess; }
 
 const char *cudaGetErrorName(cudaError_t error) {
@@ -62,7 +66,9 @@ cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, in
     return noted(cuDeviceGetAttribute(value, (CUdevice_attribute)attribute, device));
 }
 
-cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { DO(cuCtxGetStreamPriorityRange(least, greatest)); }
+cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
+    DO(cuCtxGetStreamPriorityRange(least, greatest));
+}
 
 static int attribute(CUdevice_attribute attribute) {
     int value;
@@ -114,7 +120,11 @@ cudaError_t cudaMalloc(void **address, size_t size) { DO(cuMemAlloc((CUdeviceptr
 cudaError_t cudaFree(void *address) { DO(cuMemFree(ADDRESS(address))); }
 cudaError_t cudaHostAlloc(void **address, size_t size, unsigned flags) { DO(cuMemHostAlloc(address, size, flags)); }
 cudaError_t cudaFreeHost(void *address) { DO(cuMemFreeHost(address)); }
-cudaError_t cudaHostRegister(void *address, size_t size, unsigned flags) { DO(cuMemHostRegister(address, size, flags)); }
+
+cudaError_t cudaHostRegister(void *address, size_t size, unsigned flags) {
+    DO(cuMemHostRegister(address, size, flags));
+}
+
 cudaError_t cudaHostUnregister(void *address) { DO(cuMemHostUnregister(address)); }
 cudaError_t cudaMemGetInfo(size_t *unused, size_t *total) { DO(cuMemGetInfo(unused, total)); }
 
@@ -126,8 +136,8 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, enum cudaMe
     DO(cuMemcpyAsync(ADDRESS(to), ADDRESS(from), size, stream));
 }
 
-cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height,
-                              enum cudaMemcpyKind kind, cudaStream_t stream) {
+cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,
+                              size_t height, enum cudaMemcpyKind kind, cudaStream_t stream) {
     CUDA_MEMCPY2D rows = {.srcMemoryType = CU_MEMORYTYPE_UNIFIED, .srcDevice = ADDRESS(from), .srcPitch = from_pitch,
                           .dstMemoryType = CU_MEMORYTYPE_UNIFIED, .dstDevice = ADDRESS(to), .dstPitch = to_pitch,
                           .WidthInBytes = width, .Height = height};
@@ -157,7 +167,8 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *found, const 
 /* A variable of the device is the host's of that name. */
 cudaError_t cudaGetSymbolAddress(void **address, const void *symbol) { *address = (void *)symbol; return cudaSuccess; }
 
-cudaError_t cudaMemcpyToSymbol(const void *symbol, const void *from, size_t size, size_t offset, enum cudaMemcpyKind kind) {
+cudaError_t cudaMemcpyToSymbol(const void *symbol, const void *from, size_t size, size_t offset,
+                               enum cudaMemcpyKind kind) {
     DO(cuMemcpy(ADDRESS(symbol) + offset, ADDRESS(from), size));
 }
 
@@ -259,11 +270,14 @@ cudaError_t __cudaGetKernel(cudaKernel_t *kernel, const void *host) {
     return cudaSuccess;
 }
 
-static cudaError_t launched(const void *host, dim3 grid, dim3 block, void **arguments, size_t shared, cudaStream_t stream) {
-    DO(cuLaunchKernel(kernel_of(host), grid.x, grid.y, grid.z, block.x, block.y, block.z, shared, stream, arguments, NULL));
+static cudaError_t launched(const void *host, dim3 grid, dim3 block, void **arguments, size_t shared,
+                            cudaStream_t stream) {
+    CUfunction kernel = kernel_of(host);
+    DO(cuLaunchKernel(kernel, grid.x, grid.y, grid.z, block.x, block.y, block.z, shared, stream, arguments, NULL));
 }
 
-cudaError_t cudaLaunchKernel(const void *host, dim3 grid, dim3 block, void **arguments, size_t shared, cudaStream_t stream) {
+cudaError_t cudaLaunchKernel(const void *host, dim3 grid, dim3 block, void **arguments, size_t shared,
+                             cudaStream_t stream) {
     return launched(host, grid, block, arguments, shared, stream);
 }
 
@@ -372,7 +386,8 @@ int cublasLtMatmulAlgoGetHeuristic(Handle *handle, void *product, void *a, void 
     return 0;
 }
 
-int cublasLtMatmul(Handle *handle, void *product, void *alpha, void *a, void *of_a, void *b, void *of_b, void *beta, void *c,
-                   void *of_c, void *d, void *of_d, void *algorithm, void *workspace, size_t size, cudaStream_t stream) {
+int cublasLtMatmul(Handle *handle, void *product, void *alpha, void *a, void *of_a, void *b, void *of_b, void *beta,
+                   void *c, void *of_c, void *d, void *of_d, void *algorithm, void *workspace, size_t size,
+                   cudaStream_t stream) {
     return launched(cublasLtMatmul, (dim3){1, 1, 1}, (dim3){128, 1, 1}, NULL, 0, stream);
 }
