@@ -11,7 +11,12 @@
     machine.py         a launch: who runs when
     device.py          `bridge.cuda` and torch.cuda on top of it
 
-It supports the instructions of our kernels and names any other. Its source is NVIDIA's PTX ISA. Memory is
+What runs on a GPU's driver rather than as PTX, PyTorch's CUDA build for instance, meets a stand-in for that library:
+
+    stand_in.py        stand_in_driver.c and stand_in_runtime.c, compiled: memory and copies work, kernels do nothing
+    rehearsal.py       a command for a machine with a GPU, run on them in a copy of the tracked files
+
+The machine supports the instructions of our kernels and names any other. Its source is NVIDIA's PTX ISA. Memory is
 sequentially consistent here, and warps run in lockstep wherever they can; what a GPU would not promise is refused:
 races between barriers, and what blocks read of each other without release and acquire.
 """
