@@ -67,6 +67,7 @@ def kernels(
             (products, "THREADS", 1), (products, "PRODUCTS", 1), (model, "STEPPED", 2), (model, "MADE", 2),
             (bench, "_READ", 1 << 25), (bench, "seconds", once), (bench, "seconds_from_memory", of_one_copy),
             (contexts, "seconds_from_memory", of_one_copy),
+            (torch.accelerator, "is_available", lambda: False),
             (bench, "torch_product", lambda *given: 0.0), (contexts, "_torch", lambda *given: 0.0),
             (matmul, "_sums", lambda x, weight: torch.zeros((len(x), len(weight)))),
             (contexts, "LENGTHS", contexts.LENGTHS[:1]),
@@ -75,7 +76,7 @@ def kernels(
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(np.errstate(all="ignore"))
-        # with it, torch's compiler would look for a GPU
+        # with it, or with its own accelerator, torch's compiler would look for a GPU
         stack.enter_context(mock.patch.dict(sys.modules, {"triton": None}))
         stack.enter_context(pretended_gpu(multiprocessors, graphs=True, capability=capability, overlapping=True))
         for job in names:
