@@ -139,7 +139,7 @@ class ExpertStack:
         y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         given = x if x.is_cuda else x.float()
         one = len(x) == 1
-        for expert in chosen[0].tolist() if one else chosen.unique().tolist():
+        for expert in dict.fromkeys((chosen[0] if one else chosen.unique()).cpu().tolist()):
             if expert >= len(self.networks):  # of another process
                 continue
             tokens, places = (chosen == expert).nonzero(as_tuple=True)
@@ -186,7 +186,10 @@ class StackOnDevice(ExpertStack):
             self.stacks = [cuda("experts").ExpertMatrices(list(zip(*group, strict=True)), device) for group in groups]
             networks = [tuple(stack[e] for stack in self.stacks) for e in range(len(networks))]
         else:
-            networks, activation = [tuple(m.to(name) for m in network) for network in origin.networks], origin.activation
+            networks, activation = (
+                [tuple(m.to(name) for m in network) for network in origin.networks],
+                origin.activation,
+            )
         super().__init__(networks, activation, biases)
         self.device = name
 
