@@ -61,7 +61,7 @@ class ExpertMatrix(DeviceMatrix):
 
 
 class ExpertMatrices:
-    """A matrix of each expert, `count` of them, in `buffer`, uint8 [count, distance]; matrices[i] is an ExpertMatrix."""
+    """A matrix of each of `count` experts, in `buffer`, uint8 [count, distance]; matrices[i] is an ExpertMatrix."""
 
     def __init__(self, experts: Sequence[Sequence[QuantTensor]], device: Device):
         """Upload them. An expert's tensors are one matrix, their rows in turn; all experts must be alike (`alike`).

@@ -267,7 +267,8 @@ def kernel(type: str, n: int, shape: MatvecShape, exact: bool, epilogue: str, de
     """The kernel of a type for 1, 2, up to 4 or up to 8 columns (n): y's are stored, what lies beyond counts nothing.
 
     `epilogue` is "", or names: "bias" and "accumulate", or "silu"; for one column also "normed", and "recorded" or
-    "recorded_gain", or, without these and "accumulate", "chosen". A `dependent` one (launch.py) fetches the first weights into the L2 cache while it waits.
+    "recorded_gain", or "chosen", alone or with "bias" or "silu". A `dependent` one (launch.py) fetches the first
+    weights into the L2 cache while it waits.
     """
     from bridge.cuda.launch import Kernel
 
@@ -303,7 +304,8 @@ def expanded_product(
         LANES=32 if n <= COLUMNS_OF_A_LANE else 16, LANES_LOG=5 if n <= COLUMNS_OF_A_LANE else 4,
         ROWS=shape.rows, UNITS=shape.units, SPLIT=shape.split, SPLIT_LOG=shape.split.bit_length() - 1,
         WARPS=shape.warps, EXACT=exact, ACCUMULATE="accumulate" in epilogue, BIAS="bias" in epilogue,
-        SILU="silu" in epilogue, CHOSEN="chosen" in epilogue, FACTORED=formulas.layout.factored, load=formulas.load, prefetch=formulas.prefetch,
+        SILU="silu" in epilogue, CHOSEN="chosen" in epilogue, FACTORED=formulas.layout.factored, load=formulas.load,
+        prefetch=formulas.prefetch,
         BOOK=0 if formulas.layout.book is None else len(formulas.layout.book.table), TABLE_AT=formulas.table_at,
         NUMBERED=formulas.decode is not None, decode=formulas.decode_shared, unpack=formulas.unpack,
         integer=formulas.integer, line=formulas.line, lifted=formulas.lifted,

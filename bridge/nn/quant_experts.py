@@ -143,11 +143,12 @@ class ExpertStack:
             if expert >= len(self.networks):  # of another process
                 continue
             tokens, places = (chosen == expert).nonzero(as_tuple=True)
-            out = self._network(expert, given if one else given[tokens], precision)
+            out = self.network(expert, given if one else given[tokens], precision)
             y.index_add_(0, tokens, out * weights[tokens, places, None].float())
         return y
 
-    def _network(self, expert: int, x: torch.Tensor, precision: str) -> torch.Tensor:
+    def network(self, expert: int, x: torch.Tensor, precision: str) -> torch.Tensor:
+        """What one expert makes of x [n, hidden]: float32 [n, hidden]."""
         *inner, down = (
             lambda x, matrix=matrix, part=part: self._affine(matrix, x, part, expert, precision)
             for part, matrix in enumerate(self.networks[expert])

@@ -10,7 +10,7 @@ import torch
 
 from bridge.blocks import TYPES
 from bridge.errors import BridgeError
-from bridge.nn import QuantExperts
+from bridge.nn import QuantExperts, prepare
 from bridge.nn.quant_experts import ClampedSwiglu, ExpertStack, Fused, Gated, WeightedExperts
 from bridge.runtime import QuantTensor
 from tests.support import ptx
@@ -175,3 +175,22 @@ def test_the_operator_that_may_be_captured_is_that_of_few_tokens(monkeypatch: py
         for n in (3, 4):
             layer(*(part.to("cuda:0") for part in routed(n, 2)))
     assert taken == ["experts", "few_experts", "experts"]
+
+
+def test_preparing_a_model_compiles_what_its_experts_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bridge.cuda import first_products
+    from bridge.cuda.launch import Kernel
+
+    compiled: list[Any] = []
+    launched: list[str] = []
+    monkeypatch.setattr(first_products, "compile_all", lambda kernels, *given: compiled.extend(kernels))
+    layers = QuantExperts(stack("Q4_0 Q4_0 Q4_0", SILU)), QuantExperts(stack("Q4_0 Q4_0 F16", SILU))
+    with disguised_gpu(), monkeypatch.context() as patch:
+        model = torch.nn.ModuleList([torch.nn.LayerNorm(4), *layers]).to("cuda:0").half()
+        patch.setattr(Kernel, "run", lambda self, *given: launched.append(self.name))
+        prepare(model)
+        assert not launched
+        for n in (1, 3, 5, 7, 40, 90):
+            model[1](*(part.to("cuda:0") for part in (routed(n, 2)[0].half(), *routed(n, 2)[1:])))
+    assert len(set(launched)) > 8
+    assert set(launched) <= {kernel.name for kernel in compiled}
