@@ -84,6 +84,11 @@ class ExpertMatrices:
     def __getitem__(self, expert: int) -> ExpertMatrix:
         return self._matrices[expert]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes in device memory."""
+        return int(self.buffer.nbytes)
+
     def takes(self, pairs: int) -> bool:
         """Whether so many pairs of a token and an expert are multiplied at once; see above."""
         return 1 <= pairs <= self.count
