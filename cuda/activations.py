@@ -8,7 +8,8 @@ bytes. A tile has room for 8 columns of x (tokens). The bytes of a column are
             1024..1279   step d, float32; the sums of
                          q[0..15] and of q[16..31], int16
 
-so all columns are at constant distances. x = d * q: d maps the value of largest magnitude onto
+so all columns are at constant distances; each further eight have tiles of their own, after all those of the first eight
+(only experts.py takes so many). x = d * q: d maps the value of largest magnitude onto
 -128, whatever its sign, and values of the other sign stop at 127, as in bridge/runtime/cpu/activations.py. A
 block with NaN or infinity gets d = NaN. A product with one token reads 40 bytes for 32 columns, from the L1 cache.
 
@@ -130,7 +131,7 @@ def _quantize(x, groups, room, records):
             value = bits_float(shl(x[token, group * 32 + lane], 16))
         else:
             value = low_half(x[token, group * 32 + lane])
-    put(value, group, token, records)
+    put(value, group + token // COLUMNS * room, token % COLUMNS, records)
 
 
 @recipe
@@ -147,14 +148,16 @@ def quantizer(kind: str, exact: bool, dependent: bool = False) -> Any:
 class Records:
     """Device memory for the records of up to `max_n` tokens of `columns` values, and how it is filled.
 
+    A product with a matrix takes up to COLUMNS of them, one with matrices of experts any number.
+
     `clear`: it is zeros at first, which whatever fills it other than by `quantize` needs.
     """
 
     def __init__(
         self, columns: int, max_n: int, device: Any = None, precision: str = "int8", clear: bool = True
     ):  # fmt: skip
-        if columns % 32 or not 1 <= max_n <= COLUMNS:
-            raise BridgeError(f"records of {max_n} x {columns} values: must be 1 to {COLUMNS} times a multiple of 32")
+        if columns % 32 or max_n < 1:
+            raise BridgeError(f"records of {max_n} x {columns} values: must be 1 or more times a multiple of 32")
         from bridge.cuda import device as devices
 
         self.columns = columns
@@ -162,7 +165,7 @@ class Records:
         self.exact = precision == "f32"
         self.device = devices.require(device)
         self.tiles = -(-columns // 1024) + BEYOND
-        nbytes = self.tiles * (FLOAT_TILE if self.exact else TILE)
+        nbytes = -(-max_n // COLUMNS) * self.tiles * (FLOAT_TILE if self.exact else TILE)
         self.buffer = self.device.upload(np.zeros(nbytes, np.uint8)) if clear else self.device.empty(nbytes)
 
     def quantize(self, x: Any, n: int, stream: Any = 0, dependent: bool = False) -> Records:

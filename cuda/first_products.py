@@ -13,11 +13,14 @@ from bridge.cuda.tensor import CudaTensor
 from bridge.system.progress import Bar
 
 
-def compile_products(products: Iterable[tuple[Any, str, bool]], looked_up: Iterable[CudaTensor], dtype: Any) -> None:
-    """Compile what `products` of any number of tokens of a torch dtype launch, and look-ups of rows.
+def compile_products(
+    products: Iterable[tuple[Any, str, bool]], looked_up: Iterable[CudaTensor], dtype: Any,
+    experts: Iterable[tuple[Any, str]] = (),
+) -> None:  # fmt: skip
+    """Compile what `products` of any number of tokens of a torch dtype launch, look-ups of rows, and layers of experts.
 
-    A product is a CudaTensor or a CudaTrellisLayer, the precision of x, and whether a bias is added. Those that have
-    been compiled before, on this machine, take no time.
+    A product is a CudaTensor or a CudaTrellisLayer, the precision of x, and whether a bias is added; experts are those
+    of bridge.nn and the precision. Those that have been compiled before, on this machine, take no time.
     """
     kernels: dict[str, dict[Kernel, None]] = {}  # by the device
     seen = set()
@@ -30,6 +33,8 @@ def compile_products(products: Iterable[tuple[Any, str, bool]], looked_up: Itera
         with devices.require(tensor.device).active(), noted() as found:
             tensor.rows([0])
         kernels.setdefault(tensor.device, {}).update(dict.fromkeys(found))
+    for stack, precision in experts:
+        kernels.setdefault(stack.device, {}).update(dict.fromkeys(_of_experts(stack, precision, dtype)))
     for name, wanted in kernels.items():
         with Bar("compiling for the GPU", unit=" kernels") as bar:
             compile_all(wanted, devices.require(name).capability, bar)
@@ -48,4 +53,20 @@ def _of_products(tensor: Any, precision: str, biased: bool, dtype: Any) -> list[
             elif isinstance(tensor.matrix, DeviceMatrix):  # others are torch's
                 y, bias = (torch.zeros(shape, device=place) for shape in ((n, rows), rows))
                 Multiplier(device, precision).multiply(tensor.matrix, x, y, bias if biased else None)
+    return found
+
+
+def _of_experts(stack: Any, precision: str, dtype: Any) -> list[Kernel]:
+    import torch
+
+    device = devices.require(stack.device)
+    place = devices.torch_device(device)
+    pairs = [n for n in (1 << i for i in range(16)) if stack.takes(n)]  # none where each expert is a tensor by itself
+    with device.active(), noted() as found:
+        for n in LENGTHS if pairs else ():
+            x = torch.zeros((n, stack.networks[0][0].columns), dtype=dtype, device=place)
+            stack.network(0, x, precision)
+        for n in pairs:  # which share the work in different ways
+            chosen = torch.zeros((1, n), dtype=torch.int64, device=place)
+            stack.mix(x[:1], chosen, chosen.to(dtype), precision)
     return found

@@ -51,39 +51,11 @@ class DeviceMatrix:
         """
         tensors = [tensors] if isinstance(tensors, QuantTensor) else list(tensors)
         found = devices.require(device)
-        first = tensors[0]
-        for tensor in tensors:
-            check_matrix(tensor)
-            if tensor.type not in WRITTEN:
-                raise BridgeError(
-                    f"{tensor.name}: no CUDA kernel for {tensor.type}; there is one for {', '.join(WRITTEN)}"
-                )
-            if (tensor.type, tensor.shape[1]) != (first.type, first.shape[1]):
-                raise BridgeError(
-                    f"{tensor.name}: {tensor.type} of {tensor.shape[1]} columns cannot be combined with {first.name}, "
-                    f"{first.type} of {first.shape[1]}"
-                )
-            if interleave and tensor.shape[0] != first.shape[0]:
-                raise BridgeError(f"{tensor.name}: {tensor.shape[0]} rows cannot alternate with {first.shape[0]}")
-        rows, columns = sum(tensor.shape[0] for tensor in tensors), first.shape[1]
-        layout = DeviceLayout(WRITTEN[first.type])
-        room = layout.room(rows, columns)
-        if layout.nbytes(rows, columns) >= layout.largest:
-            raise BridgeError(f"{first.name}: {rows} rows of {columns} are too many for one matrix on a GPU")
-        what = " + ".join(tensor.name for tensor in tensors)
-        host = np.zeros(layout.nbytes(rows, columns), np.uint8)
-        start = 0
-        for number, tensor in enumerate(tensors):
-            first_row, step = (number, len(tensors)) if interleave else (start, 1)
-            _repack(tensor, host, room, first_row, step)
-            if layout.factored:
-                _factors(tensor, host[layout.factors_at(room) :].view(np.float32), first_row, step)
-            start += tensor.shape[0]
-        if layout.book:
-            table = layout.book.table.view(np.uint8)
-            host[layout.factors_at(room) :][: len(table)] = table
-        names = [tensor.name for tensor in tensors]
-        return cls(names, first.type, rows, columns, found.upload(host, what), found)
+        rows, columns = combined_shape(tensors, interleave)
+        names, type = [tensor.name for tensor in tensors], tensors[0].type
+        host = np.zeros(DeviceLayout(WRITTEN[type]).nbytes(rows, columns), np.uint8)
+        repack(tensors, host, interleave)
+        return cls(names, type, rows, columns, found.upload(host, " + ".join(names)), found)
 
     @property
     def bpw(self) -> float:
@@ -98,14 +70,54 @@ class DeviceMatrix:
         return f"DeviceMatrix({self.name!r}, {self.type}, {[self.rows, self.columns]}, {self.device})"
 
 
+def combined_shape(tensors: Sequence[QuantTensor], interleave: bool = False) -> tuple[int, int]:
+    """Rows and columns of the tensors as one matrix. Raises BridgeError where they cannot be one on a GPU."""
+    first = tensors[0]
+    for tensor in tensors:
+        check_matrix(tensor)
+        if tensor.type not in WRITTEN:
+            raise BridgeError(f"{tensor.name}: no CUDA kernel for {tensor.type}; there is one for {', '.join(WRITTEN)}")
+        if (tensor.type, tensor.shape[1]) != (first.type, first.shape[1]):
+            raise BridgeError(
+                f"{tensor.name}: {tensor.type} of {tensor.shape[1]} columns cannot be combined with {first.name}, "
+                f"{first.type} of {first.shape[1]}"
+            )
+        if interleave and tensor.shape[0] != first.shape[0]:
+            raise BridgeError(f"{tensor.name}: {tensor.shape[0]} rows cannot alternate with {first.shape[0]}")
+    rows, columns = sum(tensor.shape[0] for tensor in tensors), first.shape[1]
+    layout = DeviceLayout(WRITTEN[first.type])
+    if layout.nbytes(rows, columns) >= layout.largest:
+        raise BridgeError(f"{first.name}: {rows} rows of {columns} are too many for one matrix on a GPU")
+    return rows, columns
+
+
+def repack(tensors: Sequence[QuantTensor], host: np.ndarray, interleave: bool = False) -> None:
+    """Write a matrix of the tensors to host, uint8 of its layout's size and zeros before.
+
+    Raises BridgeError where a scale is not finite.
+    """
+    rows, columns = combined_shape(tensors, interleave)
+    layout = DeviceLayout(WRITTEN[tensors[0].type])
+    room, start = layout.room(rows, columns), 0
+    for number, tensor in enumerate(tensors):
+        first_row, step = (number, len(tensors)) if interleave else (start, 1)
+        _repack(tensor, host, room, first_row, step)
+        if layout.factored:
+            _factors(tensor, host[layout.factors_at(room) :].view(np.float32), first_row, step)
+        start += tensor.shape[0]
+    if layout.book:
+        table = layout.book.table.view(np.uint8)
+        host[layout.factors_at(room) :][: len(table)] = table
+
+
 def _repack(tensor: QuantTensor, host: np.ndarray, room: int, first: int, step: int) -> None:
     """Rows of the tensor become rows first, first + step, ... of the matrix."""
     raw = tensor.raw.reshape(tensor.shape[0], -1)
-    repack = repacker(tensor.type)
+    pack = repacker(tensor.type)
     height = max(1, _PART // raw.shape[1])
 
     def part(start: int) -> int:
-        bad = repack(raw[start : start + height], first + start * step, step, host, room)
+        bad = pack(raw[start : start + height], first + start * step, step, host, room)
         return bad if bad < 0 else start + bad
 
     threads = min(usable_cpus(), 16)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from bridge.cuda.activations import Records
+from bridge.cuda.activations import COLUMNS, Records
 from bridge.cuda.matrix import DeviceMatrix
 from bridge.cuda.matvec_kernel import kernel
 from bridge.cuda.matvec_shape import MatvecShape, choose_shape
@@ -89,15 +89,18 @@ def launch_silu(
 
 def check_columns(matrix: DeviceMatrix, records: Records, n: int) -> None:
     """Raises BridgeError where a matrix cannot multiply n columns of the records."""
-    if records.columns != matrix.columns or not 1 <= n <= records.max_n:
+    most = min(records.max_n, COLUMNS)
+    if records.columns != matrix.columns or not 1 <= n <= most:
         raise BridgeError(
-            f"{matrix.name}: {n} columns of {records.columns} values; must be 1 to {records.max_n} of {matrix.columns}"
+            f"{matrix.name}: {n} columns of {records.columns} values; must be 1 to {most} of {matrix.columns}"
         )
 
 
-def work_of(matrix: DeviceMatrix, n: int, exact: bool, shape: MatvecShape | None = None) -> tuple[MatvecShape, int]:
-    """How a product with n columns is shared, and its blocks."""
-    shape = shape or choose_shape(matrix, n, exact)
+def work_of(
+    matrix: DeviceMatrix, n: int, exact: bool, shape: MatvecShape | None = None, products: int = 1
+) -> tuple[MatvecShape, int]:
+    """How a product with n columns is shared, one of so many in a launch, and its blocks."""
+    shape = shape or choose_shape(matrix, n, exact, products)
     if shape.rows > matrix.rows:
         shape = shape._replace(rows=1)
     sets = -(-matrix.rows // shape.rows)

@@ -34,6 +34,10 @@ Types with a table or a codebook, for one column; shared memory is L1's, and loo
 
 So those with codebooks take up to twice as long as their bytes where a multiprocessor reads 19 bytes a clock, and wait
 for memory where it reads less than 10, as those of most GPUs do (an RTX 4090's reads 3, an A100's 10).
+
+With CHOSEN the matrices of a layer's experts lie one after the other, and the grid has two more dimensions, for the
+experts of a token and for columns of x: see experts.py. A block finds its expert's number in memory, and otherwise does
+what it does for one matrix and one column.
 """
 
 from __future__ import annotations
@@ -42,12 +46,14 @@ import math
 from typing import Any
 
 import numpy as np
-from bridge.cuda.activations import FLOAT_RECORD, FLOAT_TILE, RECORD, TILE, store, store_exact
+from bridge.cuda.activations import BEYOND, FLOAT_RECORD, FLOAT_TILE, RECORD, TILE, store, store_exact
 from bridge.cuda.compiler import recipe
 from bridge.cuda.intrinsics import (
     bits,
     bits_float,
     block_x,
+    block_y,
+    block_z,
     cached_4_further,
     cached_8,
     cached_16,
@@ -74,7 +80,7 @@ from bridge.errors import BridgeError
 
 # set per kernel by `expand`
 ROWS = UNITS = SPLIT = SPLIT_LOG = WARPS = COLUMNS = TOKENS = LANES = LANES_LOG = 0
-EXACT = ACCUMULATE = BIAS = SILU = FACTORED = NORMED = RECORDED = GAIN = DEPENDENT = NUMBERED = SECOND = False
+EXACT = ACCUMULATE = BIAS = SILU = FACTORED = NORMED = RECORDED = GAIN = DEPENDENT = NUMBERED = SECOND = CHOSEN = False
 MADE = 0  # values that a thread block computes
 BOOK = TABLE_AT = 0  # points of a codebook, and where it is
 load: Any = None
@@ -90,12 +96,23 @@ int32 = np.int32
 float32 = np.float32
 
 
-def _product(weights, room_16, x, y, bias, rows, units, sums, eps, counters, gain, squares, made, skipped):
+def _product(
+    experts, weights, room_16, x, y, bias, rows, units, sums, eps, counters, gain, squares, made, skipped, chosen, used
+):
     lane = thread_x()
     warp = thread_y()
     block = sub(block_x(), int32(skipped)) if SECOND else block_x()
     start = mad(block, WARPS // SPLIT * ROWS, mad(bits(warp, SPLIT_LOG, 31), ROWS, 0))
     end = int32(units)
+    if CHOSEN:
+        expert = chosen[mad(block_z(), int32(used), block_y())]
+        if expert < 0 or expert >= experts.shape[0]:  # of another process: sums of no units
+            expert = 0
+            end = int32(0)
+        weights = experts[expert]
+        tiles = int32(bits(int32(units + 31), 5, 0x07FFFFFF) + BEYOND)  # of eight columns of x
+        first_16 = mad(bits(block_z(), 3, 0x1FFFFFFF), mad(tiles, (FLOAT_TILE if EXACT else TILE) // 16, 0), 0)
+        first_16 = mad(bits(block_z(), 0, 7), (FLOAT_RECORD if EXACT else RECORD) // 16, first_16)
     lane_unit = bits(lane, 0, LANES - 1)
     # the last warps repeat rows of others rather than go beyond the end, and do not store them
     base = mad(min(start, int32(rows - ROWS)), end, lane_unit)
@@ -142,6 +159,8 @@ def _product(weights, room_16, x, y, bias, rows, units, sums, eps, counters, gai
                 at = mad(tile, FLOAT_TILE // 16, lane_unit)
                 if LANES == 16:
                     at = mad(first, FLOAT_RECORD // 16, at)
+                if CHOSEN:
+                    at = int32(at + first_16)
                 for k in unroll(8):  # words that share a factor follow one another
                     for r in unroll(ROWS):
                         weight[r] = lifted[k // 2 + k % 2 * 4](codes[r], unit[r])
@@ -156,6 +175,8 @@ def _product(weights, room_16, x, y, bias, rows, units, sums, eps, counters, gai
                 at = mad(tile, TILE // 16, lane_unit)
                 if LANES == 16:
                     at = mad(first, RECORD // 16, at)
+                if CHOSEN:
+                    at = int32(at + first_16)
                 step = int32(at + at - lane_unit)
                 for c in unroll(TOKENS):
                     low = cached_16(x, at + c * (RECORD // 16))
@@ -204,6 +225,9 @@ def _product(weights, room_16, x, y, bias, rows, units, sums, eps, counters, gai
                 weight[r] = factor(weights, room_16, int32(start + r))
                 for c in unroll(TOKENS):
                     total[r, c] *= weight[r]
+        if CHOSEN:
+            first = mad(block_z(), int32(used), block_y())
+            expert = chosen[first]
         for r in unroll(ROWS):
             if int32(start + r) >= first_row:
                 for c in unroll(TOKENS):
@@ -214,7 +238,10 @@ def _product(weights, room_16, x, y, bias, rows, units, sums, eps, counters, gai
                                 gate = total[r - 1, c]
                                 y[first + c, (start + r) >> 1] = gate / (float32(1) + math.exp(-gate)) * value
                         else:
-                            if BIAS:
+                            if BIAS and CHOSEN:
+                                if expert >= 0 and expert < experts.shape[0]:
+                                    value += bias[expert * rows + start + r]
+                            elif BIAS:
                                 value += bias[start + r]
                             if ACCUMULATE:
                                 value += y[first + c, start + r]
@@ -231,24 +258,32 @@ def _product(weights, room_16, x, y, bias, rows, units, sums, eps, counters, gai
             put(value, group, 0, made)
 
 
+_FUSED = "sums", "eps", "counters", "gain", "squares", "made"  # parameters of a product with the steps around it
+OF_EXPERTS = "experts", "chosen", "used"
+
+
 @recipe
 def kernel(type: str, n: int, shape: MatvecShape, exact: bool, epilogue: str, dependent: bool = False) -> Any:
     """The kernel of a type for 1, 2, up to 4 or up to 8 columns (n): y's are stored, what lies beyond counts nothing.
 
     `epilogue` is "", or names: "bias" and "accumulate", or "silu"; for one column also "normed", and "recorded" or
-    "recorded_gain". A `dependent` one (launch.py) fetches the first weights into the L2 cache while it waits.
+    "recorded_gain", or "chosen", alone or with "bias" or "silu". A `dependent` one (launch.py) fetches the first
+    weights into the L2 cache while it waits.
     """
     from bridge.cuda.launch import Kernel
 
-    if epilogue == "silu" and shape.rows % 2:
+    if "silu" in epilogue and shape.rows % 2:
         raise BridgeError(f"{type}: {shape} separates gate from up, whose rows alternate; rows must be 2 or 4")
     fused = "normed" in epilogue or "recorded" in epilogue
     if fused and (n > 1 or (32 << ("silu" in epilogue)) % (shape.warps // shape.split * shape.rows)):
         raise BridgeError(f"{type}: {n} columns, {shape} and records of 32 rows do not go together")
-    unused = ("skipped",) if fused else ("sums", "eps", "counters", "gain", "squares", "made", "skipped")
+    chosen = "chosen" in epilogue
+    unused = ("skipped", *(() if fused else _FUSED), *(("weights",) if chosen else OF_EXPERTS))
     expanded = expanded_product(type, n, shape, exact, epilogue, dependent, unused)
     more = ", float32[::1], float32, int32[::1], float32[::1], float32[::1], uint8[::1]" if fused else ""
-    signature = f"void(uint8[::1], int64, uint8[::1], float32[:,::1], float32[::1], int64, int64{more})"
+    more += ", int64[::1], int64" * chosen
+    weights = "uint8[:,::1]" if chosen else "uint8[::1]"
+    signature = f"void({weights}, int64, uint8[::1], float32[:,::1], float32[::1], int64, int64{more})"
     return Kernel(expanded, signature, registers_of(type, n, shape, exact), dependent=dependent)
 
 
@@ -269,7 +304,8 @@ def expanded_product(
         LANES=32 if n <= COLUMNS_OF_A_LANE else 16, LANES_LOG=5 if n <= COLUMNS_OF_A_LANE else 4,
         ROWS=shape.rows, UNITS=shape.units, SPLIT=shape.split, SPLIT_LOG=shape.split.bit_length() - 1,
         WARPS=shape.warps, EXACT=exact, ACCUMULATE="accumulate" in epilogue, BIAS="bias" in epilogue,
-        SILU="silu" in epilogue, FACTORED=formulas.layout.factored, load=formulas.load, prefetch=formulas.prefetch,
+        SILU="silu" in epilogue, CHOSEN="chosen" in epilogue, FACTORED=formulas.layout.factored, load=formulas.load,
+        prefetch=formulas.prefetch,
         BOOK=0 if formulas.layout.book is None else len(formulas.layout.book.table), TABLE_AT=formulas.table_at,
         NUMBERED=formulas.decode is not None, decode=formulas.decode_shared, unpack=formulas.unpack,
         integer=formulas.integer, line=formulas.line, lifted=formulas.lifted,

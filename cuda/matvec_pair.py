@@ -15,7 +15,7 @@ from bridge.cuda.compiler import recipe
 from bridge.cuda.intrinsics import block_x, device_function
 from bridge.cuda.matrix import DeviceMatrix
 from bridge.cuda.matvec import Normed
-from bridge.cuda.matvec_kernel import expanded_product
+from bridge.cuda.matvec_kernel import OF_EXPERTS, expanded_product
 from bridge.cuda.matvec_shape import MatvecShape, registers_of
 from bridge.cuda.unroll import expand
 
@@ -42,7 +42,7 @@ def kernel(
     """The kernel of two types for one column; `epilogue` names "bias" and "normed"."""
     from bridge.cuda.launch import Kernel
 
-    unused = ("counters", "gain", "squares", "made")
+    unused = ("counters", "gain", "squares", "made", *OF_EXPERTS)
     one, other = (
         device_function(expanded_product(type, 1, shape, exact, epilogue, dependent, without), True)
         for type, shape, without in zip(types, shapes, ((*unused, "skipped"), unused), strict=True)

@@ -39,15 +39,14 @@ class MatvecShape(NamedTuple):
     warps: int
 
 
-def choose_shape(matrix: DeviceMatrix, n: int, exact: bool = False) -> MatvecShape:
-    """The shape that products of n columns use; see above."""
+def choose_shape(matrix: DeviceMatrix, n: int, exact: bool = False, products: int = 1) -> MatvecShape:
+    """The shape that products of n columns use, of which a launch makes so many; see above."""
     rows = 2
     units = 2 if n == 1 and not exact and matrix.units % 64 == 0 and matrix.units >= 256 else 1
     wanted = _MULTIPROCESSOR // (32 * _registers(rows, units)) * matrix.device.multiprocessors
     split = 1
-    while (
-        split < _most_split(n) and matrix.rows // rows * split < wanted * 3 // 4 and matrix.units >= 64 * units * split
-    ):
+    pairs = matrix.rows // rows * products
+    while split < _most_split(n) and pairs * split < wanted * 3 // 4 and matrix.units >= 64 * units * split:
         split *= 2
     return MatvecShape(rows, units, split, 4)
 

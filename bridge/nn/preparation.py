@@ -34,5 +34,6 @@ def prepare(model: nn.Module, dtype: Any = None) -> nn.Module:
             [(m.tensor, m.precision, m.adds_bias) for m in there if isinstance(m, QuantLinear)],
             [m.tensor for m in there if isinstance(m, QuantEmbedding)],
             given,
+            [(m.tensor, m.precision) for m in there if isinstance(m, QuantExperts)],
         )
     return model

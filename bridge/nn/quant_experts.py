@@ -2,17 +2,21 @@
 
     y = sum over the chosen of  weight * (W_down act(W_gate x, W_up x))
 
-The tokens that chose the same expert go through it together. Routers and shared experts are the model's own modules.
+The tokens that chose the same expert go through it together. On a GPU few tokens go through all their experts at once:
+see cuda/experts.py. Routers and shared experts are the model's own modules.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Self
 
 import torch
 
+from bridge.errors import BridgeError
 from bridge.nn.quant_linear import Placed
-from bridge.nn.torch_ops import experts, multiply_on
+from bridge.nn.torch_ops import experts, few_experts, multiply_on
 from bridge.runtime import QuantTensor
+from bridge.system.devices import cuda
 
 Activation = Callable[..., torch.Tensor]  # of what the matrices before the last give
 
@@ -22,6 +26,12 @@ class Gated:
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor], limit: float | None = None):
         self.function, self.limit = function, limit
+
+    @property
+    def is_swiglu(self) -> bool:
+        """Whether it is silu(gate) * up, with which a product on a GPU can end."""
+        name = getattr(self.function, "__name__", type(self.function).__name__)
+        return self.limit is None and name in ("silu", "SiLU", "SiLUActivation")
 
     def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         if self.limit is not None:
@@ -39,6 +49,16 @@ class Fused:
         return self.activation(*both.chunk(2, -1))
 
 
+class InTurn:
+    """An activation of gate and up on what one matrix gives in which their rows alternate."""
+
+    def __init__(self, activation: Activation):
+        self.activation = activation
+
+    def __call__(self, both: torch.Tensor) -> torch.Tensor:
+        return self.activation(both[:, ::2], both[:, 1::2])
+
+
 class ClampedSwiglu:
     """gpt-oss': (up + 1) * gate * sigmoid(alpha * gate), gate up to the limit, up between minus and plus the limit."""
 
@@ -53,7 +73,7 @@ class ClampedSwiglu:
 class ExpertStack:
     """The matrices of each expert, as tensors that multiply on one device.
 
-    networks    QuantTensors, or CudaTensors: gate, up and down; both in one, and down; or up and down
+    networks    QuantTensors, or what multiplies on a GPU: gate, up and down; both in one, and down; or up and down
     activation  of what all but the last give
     biases      of the matrices, float32 [experts, out] each, where the model has them
     """
@@ -102,28 +122,33 @@ class ExpertStack:
             return self
         if str(device) == "cpu":
             return self.origin
-        networks = [tuple(matrix.to(device) for matrix in network) for network in self.networks]
-        biases = None if self.biases is None else tuple(bias.to(device) for bias in self.biases)
-        moved = ExpertStack(networks, self.activation, biases)
-        moved.origin = self
+        moved: ExpertStack = _moved().get(self, device)
         return moved
 
     origin: "ExpertStack"
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self  # nothing changes the weights, so copies share them
+
+    def takes(self, pairs: int) -> bool:
+        """Whether so many pairs of a token and an expert go through all experts at once, and the host reads nothing."""
+        return False
 
     def mix(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, precision: str) -> torch.Tensor:
         """x [n, hidden]; chosen, of integers, and weights [n, used]: float32 [n, hidden]."""
         y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         given = x if x.is_cuda else x.float()
         one = len(x) == 1
-        for expert in chosen[0].tolist() if one else chosen.unique().tolist():
+        for expert in dict.fromkeys((chosen[0] if one else chosen.unique()).cpu().tolist()):
             if expert >= len(self.networks):  # of another process
                 continue
             tokens, places = (chosen == expert).nonzero(as_tuple=True)
-            out = self._network(expert, given if one else given[tokens], precision)
+            out = self.network(expert, given if one else given[tokens], precision)
             y.index_add_(0, tokens, out * weights[tokens, places, None].float())
         return y
 
-    def _network(self, expert: int, x: torch.Tensor, precision: str) -> torch.Tensor:
+    def network(self, expert: int, x: torch.Tensor, precision: str) -> torch.Tensor:
+        """What one expert makes of x [n, hidden]: float32 [n, hidden]."""
         *inner, down = (
             lambda x, matrix=matrix, part=part: self._affine(matrix, x, part, expert, precision)
             for part, matrix in enumerate(self.networks[expert])
@@ -133,6 +158,74 @@ class ExpertStack:
 
     def _affine(self, matrix: Any, x: torch.Tensor, part: int, expert: int, precision: str) -> torch.Tensor:
         return multiply_on(matrix, x, precision, None if self.biases is None else self.biases[part][expert])
+
+
+class StackOnDevice(ExpertStack):
+    """The stack on a GPU; one that is there already is shared, see `devices.Moved`.
+
+    stacks  ExpertMatrices: gate and up with their rows in turn, and down; or each matrix's, where there is no gate or
+            its type is another; None where a kernel cannot find the experts by number, and each is by itself
+    """
+
+    def __init__(self, origin: ExpertStack, device: Any):
+        self.origin, name = origin, str(device)
+        networks, activation = origin.networks, origin.activation
+        biases = None if origin.biases is None else tuple(bias.to(name) for bias in origin.biases)
+        if isinstance(activation, Fused) and biases is None:
+            networks, activation = [_halved(*network) for network in networks], activation.activation
+        parts = list(zip(*networks, strict=True))
+        self.stacks: list[Any] | None = None
+        self.swiglu = False
+        if all(map(cuda("experts").alike, parts)):
+            groups = [[part] for part in parts]
+            if len(parts) == 3 and parts[0][0].type == parts[1][0].type:
+                groups = [parts[:2], parts[2:]]
+                self.swiglu = biases is None and isinstance(activation, Gated) and activation.is_swiglu
+                activation = InTurn(activation)
+                if biases is not None:
+                    biases = torch.stack(biases[:2], -1).flatten(1), biases[2]
+            self.stacks = [cuda("experts").ExpertMatrices(list(zip(*group, strict=True)), device) for group in groups]
+            networks = [tuple(stack[e] for stack in self.stacks) for e in range(len(networks))]
+        else:
+            networks, activation = (
+                [tuple(m.to(name) for m in network) for network in origin.networks],
+                origin.activation,
+            )
+        super().__init__(networks, activation, biases)
+        self.device = name
+
+    def takes(self, pairs: int) -> bool:
+        return self.stacks is not None and bool(self.stacks[-1].takes(pairs))
+
+    def mix(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, precision: str) -> torch.Tensor:
+        """As on the CPU. Raises BridgeError where x is elsewhere."""
+        if str(x.device) != (wanted := cuda("device").torch_device(self.device)):
+            raise BridgeError(f"{self.networks[0][0].name}: x is on {x.device}, the experts on {wanted}")
+        if self.stacks is None or not self.takes(chosen.numel()):
+            return super().mix(x, chosen, weights, precision)
+        *inner, down = self.stacks
+        *inner_biases, down_bias = [None] * len(self.stacks) if self.biases is None else self.biases
+        numbers, records = chosen.to(torch.int64).reshape(-1), inner[0].records(x, precision)
+        if self.swiglu:
+            y = inner[0].multiply(records, numbers, silu=True)
+        else:
+            y = self.activation(
+                *(m.multiply(records, numbers, bias) for m, bias in zip(inner, inner_biases, strict=True))
+            )
+        y = down.multiply(down.records(y, precision), numbers, down_bias)
+        return (y.view(*chosen.shape, -1) * weights.float()[..., None]).sum(1)
+
+
+def _halved(both: QuantTensor, down: QuantTensor) -> tuple[QuantTensor, ...]:
+    """Gate, up and down of an expert whose gate and up are the halves of one matrix."""
+    rows = both.shape[0]
+    return both.slice_rows(0, rows // 2), both.slice_rows(rows // 2, rows), down
+
+
+@cache
+def _moved() -> Any:
+    """Stacks on GPUs, by those that they came from."""
+    return cuda("device").Moved(StackOnDevice)
 
 
 class QuantExperts(Placed):
@@ -145,7 +238,8 @@ class QuantExperts(Placed):
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: Any = None, top_k_weights: Any = None) -> torch.Tensor:
         """hidden_states [tokens, hidden], top_k_index and top_k_weights [tokens, used] -> as hidden_states."""
-        y: Any = experts(hidden_states.contiguous(), top_k_index, top_k_weights, self.number, self.precision)
+        operator = few_experts if self.tensor.takes(top_k_index.numel()) else experts
+        y: Any = operator(hidden_states.contiguous(), top_k_index, top_k_weights, self.number, self.precision)
         return y.to(hidden_states.dtype)
 
     def extra_repr(self) -> str:

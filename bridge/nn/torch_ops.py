@@ -4,6 +4,7 @@
     gguf_bridge::product_gradient(y, tensor, columns)        y W of y [n, rows], the gradient of x: float32 [n, columns]
     gguf_bridge::rows(ids, tensor, columns)                  rows of W: float32 [n, columns]
     gguf_bridge::experts(x, chosen, weights, stack, precision)   what a layer's experts add: float32, as x
+    gguf_bridge::few_experts(...)                            the same of few tokens on a GPU
 
 A quantized tensor is not torch's: operators take its number, and a size of the result, for when only shapes are
 computed. They run where the tensor is, on the CPU or a GPU.
@@ -134,6 +135,14 @@ def experts(x: Tensor, chosen: Tensor, weights: Tensor, stack: int, precision: s
     return y
 
 
+@torch.library.custom_op("gguf_bridge::few_experts", mutates_args=())
+def few_experts(x: Tensor, chosen: Tensor, weights: Tensor, stack: int, precision: str) -> Tensor:
+    """The same where the stack `takes` the pairs: it waits for nothing, and can be captured."""
+    y: Tensor = _known[stack].mix(x, chosen, weights, precision)
+    return y
+
+
+@few_experts.register_fake
 @experts.register_fake
 def _(x: Tensor, chosen: Tensor, weights: Tensor, stack: int, precision: str) -> Tensor:
     return x.new_empty(x.shape, dtype=torch.float32)

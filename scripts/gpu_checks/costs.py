@@ -12,6 +12,7 @@ from bridge.cuda.device import require, torch_device
 from bridge.runtime.bench import random_tensor
 
 CALLS = 2000
+QUEUED = 200  # of them, before the queue is emptied
 SMALL = (64, 256)  # a product that takes the GPU less than the host
 _FIELDS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "clocks_throttle_reasons.active")
 
@@ -33,14 +34,14 @@ def _seconds(call: Any) -> float:
     for _ in range(3):
         call()
     total = 0.0
-    for _ in range(max(1, CALLS // 200)):
+    for _ in range(max(1, CALLS // QUEUED)):
         torch.cuda.synchronize()
         begun = time.perf_counter()
-        for _ in range(200):
+        for _ in range(QUEUED):
             call()
         total += time.perf_counter() - begun
     torch.cuda.synchronize()
-    return total / (200 * max(1, CALLS // 200))
+    return total / (QUEUED * max(1, CALLS // QUEUED))
 
 
 def upload(type: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from bridge.cuda import mma_int8
 from bridge.cuda.device import require
 
 from bridge.blocks import ROUNDED
-from gpu_checks import contexts, costs, linears, mmvq, model, products, timing, tokens, torchs, trellis
+from gpu_checks import contexts, costs, experts, linears, mmvq, model, products, timing, tokens, torchs, trellis
 
 LARGE, SMALL = "8192x28672", "4096x14336"
 OTHERS = ("4096x4096", "1024x4096", "14336x4096")  # q, k and gate of an 8B model
@@ -16,6 +16,7 @@ TYPES = ("Q4_K", "Q6_K", "Q8_0", "Q4_0", "Q2_K", "Q3_K", "Q5_K", "Q4_1", "Q5_0",
 OTHERWISE = ("MXFP4", "NVFP4", "Q2_0")  # not on tensor cores
 TOKENS = ("Q4_K", "Q6_K", "Q8_0")  # timed with many tokens
 LINEARS = ("Q4_K", "Q8_0")
+EXPERTS = ("Q4_K", "Q6_K")
 CACHES = ("f16", "q8_0", "f32")
 LENGTHS = tuple(map(str, contexts.LENGTHS))
 MIXTURE = "Q4_K_M"
@@ -38,7 +39,7 @@ CORRECT += [f"correct/mma_int8/{type}" for type in mma_int8.TYPES]
 CORRECT += [f"correct/products/{type}/{precision}" for precision in ("int8", "f32") for type in TYPES]
 
 CORRECT += ["correct/copies", "correct/second", "correct/load", *(f"correct/linears/{type}" for type in LINEARS)]
-CORRECT += [f"correct/trellis/{mode}" for mode in trellis.WAYS]
+CORRECT += [f"correct/trellis/{mode}" for mode in trellis.WAYS] + [f"correct/experts/{type}" for type in EXPERTS]
 
 # under compute-sanitizer, in the time that is left
 SANITIZED = ["correct/products/Q4_K/int8", "correct/tokens/Q4_K", "correct/mma_int8/Q4_K", "correct/model"]
@@ -49,6 +50,7 @@ TIMES += [f"time/product/{SMALL}/Q4_K", "time/decode", *(f"time/tokens/{LARGE}/{
 # what docs/speed.md has only by a model
 TIMES += [f"time/mma_int8/{shape}/{type}" for type in mma_int8.TYPES for shape in MANY]
 TIMES += ["time/launches", "time/clocks", *(f"time/attention/{n}/{kind}" for n in LENGTHS for kind in CACHES)]
+TIMES += [f"time/experts/{type}" for type in EXPERTS]
 # the other matrices of an 8B model, and its prompts
 TIMES += [f"time/prompt/{shape}/{type}" for type in PROMPTED for shape in MANY] + [f"time/decode/{MIXTURE}"]
 TIMES += [f"time/product/{shape}/{type}" for shape in OTHERS for type in ("Q4_K", "Q6_K", "Q8_0")]
@@ -74,6 +76,7 @@ _KNOWN = {
         "tokens": tokens.check,
         "mma_int8": tokens.check_int8,
         "linears": linears.check,
+        "experts": experts.check,
         "load": linears.check_load,
         "trellis": trellis.check,
         "tensors": products.check_tensors,
@@ -96,6 +99,7 @@ _KNOWN = {
         "configurations": timing.configurations,
         "prompt": timing.prompt,
         "attention": contexts.time,
+        "experts": experts.time,
         "launches": costs.launches,
         "upload": costs.upload,
         "clocks": costs.clocks,

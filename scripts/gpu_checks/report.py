@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from bridge.cuda import mma_int8
 
-from gpu_checks.jobs import CACHES, LARGE, LENGTHS, MANY, MIXTURE, OTHERS, PROMPTED, SMALL, TOKENS, TYPES
+from gpu_checks.jobs import CACHES, EXPERTS, LARGE, LENGTHS, MANY, MIXTURE, OTHERS, PROMPTED, SMALL, TOKENS, TYPES
 
 OF_READING = {"Q4_K": 85, "Q6_K": 85, "Q8_0": 85, "Q4_0": 85, "Q2_K": 75, "Q3_K": 75, "Q5_K": 75, "Q4_1": 75}  # %
 OF_READING_SMALL = 60  # %, Q4_K
@@ -38,6 +38,7 @@ def rows(times: dict[str, dict[str, Any]]) -> list[Row]:
     table += [_share(times, type, shape, None) for type, shape in others if (type, shape) not in barred]
     table += [_decode(times, MIXTURE), *(_prompt(times, type, shape) for type in PROMPTED for shape in MANY)]
     table += [_int8(times, type, shape) for type in mma_int8.TYPES for shape in MANY]
+    table += [_experts(times, type) for type in EXPERTS]
     return table + [_attention(times, length, kind) for length in LENGTHS for kind in CACHES]
 
 
@@ -81,6 +82,18 @@ def _attention(times: dict[str, dict[str, Any]], length: str, kind: str) -> Row:
     detail = f"{1e6 * time['seconds']:.1f} us a layer"
     if "torch" in time:
         detail += f"; torch's, without rotation and storing, {1e6 * time['torch']:.1f} us"
+    return Row(what, "", f"{share:.1f}% of reading", None, detail)
+
+
+def _experts(times: dict[str, dict[str, Any]], type: str) -> Row:
+    """Bytes of the chosen experts a second, as a share of plain reading."""
+    what, needed = f"8 of 128 experts of {type}, 2048 x 768", [f"experts/{type}", "reading"]
+    time, reading = _measured(times, *needed)
+    if time is None or reading is None:
+        return _without(times, needed, what, "")
+    share = 100 * time["nbytes"] / time["seconds"] / reading["bandwidth"]
+    detail = f"{1e6 * time['seconds']:.1f} us a layer; the host launches it in {1e6 * time['host']:.1f} us"
+    detail += f", expert by expert in {1e6 * time['host, expert by expert']:.1f}"
     return Row(what, "", f"{share:.1f}% of reading", None, detail)
 
 

@@ -189,6 +189,8 @@ def test_what_surrounds_products_compiles_as_well():
         matvec_kernel.kernel("Q4_K", 1, MatvecShape(2, 2, 1, 4), False, "silu"),
         matvec_kernel.kernel("Q4_K", 1, MatvecShape(2, 2, 1, 4), False, "silu_normed_recorded"),
         matvec_kernel.kernel("Q4_K", 1, MatvecShape(2, 2, 2, 4), False, "bias_accumulate_recorded_gain"),
+        matvec_kernel.kernel("Q4_K", 1, MatvecShape(2, 1, 2, 4), False, "silu_chosen"),
+        matvec_kernel.kernel("Q4_K", 1, MatvecShape(2, 1, 1, 4), True, "bias_chosen"),
     ]
     for kernel in kernels:
         code = ptx.ptx_of(kernel, (7, 5))
@@ -199,6 +201,21 @@ def test_what_surrounds_products_compiles_as_well():
         assert code.count("atom.release.gpu") == code.count("fence.acq_rel.gpu") == ("recorded" in kernel.name)
         if "normed" in kernel.name:  # sums of squares are needed last, and asked for before the weights
             assert code.index("ld.global.v4.f32") < code.index("no_allocate")
+
+
+@compiler
+@pytest.mark.exhaustive
+@ALL
+def test_no_product_with_chosen_experts_spills(block):
+    for exact in (False, True):
+        for units, split, epilogue in ((1, 1, "chosen"), (1, 4, "silu_chosen"), (2, 2, "bias_chosen")):
+            kernel = matvec_kernel.kernel(
+                block.name, 1, MatvecShape(2, units - exact * (units - 1), split, 4), exact, epilogue
+            )
+            code = ptx.ptx_of(kernel, (7, 5))
+            for capability in CAPABILITIES:
+                made = ptx.assembled(code, capability, kernel.registers)
+                assert (made.stack, made.spills) == (0, 0), (kernel.name, capability)
 
 
 @compiler

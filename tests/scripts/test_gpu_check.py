@@ -577,6 +577,21 @@ def test_wrong_products_of_modules_and_of_trellis_codes_are_reported(monkeypatch
     assert not any("gradient" in line for line in wrong)
 
 
+@pytest.mark.skipif(ptx.unavailable() is not None, reason=str(ptx.unavailable()))
+def test_layers_of_experts_are_checked_at_once_captured_and_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpu_checks import experts
+
+    exact = experts.Layer.exact
+    for name, value in (("CHECKED", (3, 64, 32)), ("USED", 2), ("TOKENS", (1, 2))):
+        monkeypatch.setattr(experts, name, value)
+    with pretended_gpu(graphs=True) as launches:
+        assert experts.check("Q4_0")["wrong"] == []
+        assert sum("silu_chosen" in name for name in launches.names) == 2 + 1 + 2
+        monkeypatch.setattr(experts.Layer, "exact", lambda *given: 1.1 * exact(*given))
+        wrong = experts.check("Q4_0")["wrong"]
+    assert len(wrong) == 2 * 2 + 2
+
+
 def test_a_model_is_compared_with_the_cpus_in_prompts_and_in_steps() -> None:
     """Prompts are products and torch's work, and right here; steps have kernels of their own, which do nothing."""
     with small_check(right=False):

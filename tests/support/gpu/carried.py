@@ -33,7 +33,7 @@ from tests.support.gpu.device import Launches, pretended_gpu
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts"))
 
-from gpu_checks import contexts, jobs, linears, model, products, synthetic, timing, tokens, torchs
+from gpu_checks import contexts, costs, jobs, linears, model, products, synthetic, timing, tokens, torchs
 
 MULTIPROCESSORS = 132
 _WITHOUT = ("correct/mmvq", "time/torch_product", "time/launches", "time/clocks", "time/upload")  # none of their own
@@ -70,7 +70,7 @@ def kernels(
             (torch.accelerator, "is_available", lambda: False),
             (bench, "torch_product", lambda *given: 0.0), (contexts, "_torch", lambda *given: 0.0),
             (matmul, "_sums", lambda x, weight: torch.zeros((len(x), len(weight)))),
-            (contexts, "LENGTHS", contexts.LENGTHS[:1]),
+            (contexts, "LENGTHS", contexts.LENGTHS[:1]), (costs, "CALLS", 1), (costs, "QUEUED", 1),
             (timing, "BATCHES", (65,)), (timing, "DECODED", 2), (timing, "PROMPTS", (16, 65)),
             (synthetic.SyntheticFile, "LAYERS", 4), (decoder, "LENGTHS", (65,)),
         ):  # fmt: skip

@@ -28,6 +28,7 @@ import gpu_check
 from gpu_checks import (
     contexts,
     costs,
+    experts,
     jobs,
     linears,
     model,
@@ -44,7 +45,7 @@ from gpu_checks import (
 _SPARED = {*ROUNDED} - {"IQ2_XS"}  # types whose jobs would be one like the other here, where nothing is computed
 jobs.TYPES = report.TYPES = tuple(name for name in jobs.TYPES if name not in _SPARED)
 # in tests/scripts/test_gpu_check.py by themselves: what comes early, or needs kernels that compute or a real stream
-_COMPUTED = {"correct/graphs", *(job for job in jobs.CORRECT if job.startswith("correct/attention/"))}
+_COMPUTED = {"correct/graphs", *(j for j in jobs.CORRECT if j.startswith(("correct/attention/", "correct/experts/")))}
 jobs.EARLY = []
 for _jobs in (jobs.CORRECT, jobs.TIMES):
     _jobs[:] = [job for job in _jobs if not _SPARED & {*job.split("/")} and job not in _COMPUTED]
@@ -259,7 +260,7 @@ def small_check(right: bool = True) -> Iterator[Products]:
             (jobs, "TIMES", names), (report, "LARGE", large), (report, "SMALL", small),
             (report, "OTHERS", others), (report, "LENGTHS", lengths), (report, "MANY", (others[-1], small)),
             (contexts, "HEADS", 4), (contexts, "KV_HEADS", 2), (contexts, "HEAD_DIM", 32),
-            (costs, "CALLS", 4), (costs, "SMALL", (4, 256)), (costs, "LARGE", (8, 512)),
+            (costs, "CALLS", 4), (costs, "QUEUED", 2), (costs, "SMALL", (4, 256)), (costs, "LARGE", (8, 512)),
             (torchs, "SHAPE", (10, 256)),
             (products, "SHAPES", [(1, 256), (3, 512)]), (products, "SMALL_BLOCKS", [(5, 32)]),
             (products, "EPILOGUES", (10, 256)), (products, "COLUMNS", (1, 5)),
@@ -267,6 +268,7 @@ def small_check(right: bool = True) -> Iterator[Products]:
             (tokens, "SHAPES", [(3, 512)]), (tokens, "SMALL_BLOCKS", [(5, 32)]), (tokens, "EPILOGUES", (10, 256)),
             (tokens, "TOKENS", (9,)), (tokens, "INT8", (9,)),
             (linears, "SHAPE", (10, 256)), (linears, "MANY", (13, 5)),
+            (experts, "TIMED", (4, 256, 256)), (experts, "USED", 2),
             (trellis, "SHAPE", (128, 128)), (trellis, "TOKENS", (1, 9)), (trellis, "BITS", (1, 3)),
             (model, "CONTEXT", 64), (model, "PROMPTS", (20, 5, 1)), (model, "STEPPED", 3), (model, "MADE", 4),
             (timing, "DECODED", 2), (timing, "CONTEXT", 64), (timing, "PROMPTS", (4, 12)),
