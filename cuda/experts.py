@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from bridge.cuda import device as devices
 from bridge.cuda.activations import Records
-from bridge.cuda.device import Device
+from bridge.cuda.device import Device, Memory
 from bridge.cuda.layout import DeviceLayout
 from bridge.cuda.matmul import Multiplier
 from bridge.cuda.matrix import DeviceMatrix, combined_shape, repack
@@ -76,6 +76,7 @@ class ExpertMatrices:
         for number, tensors in enumerate(experts):
             repack(tensors, host[number], interleave=True)
         self.buffer = device.upload(host, f"{experts[0][0].name} and those of all experts")
+        self.memory = Memory(device, self.buffer)
         self._matrices = [
             ExpertMatrix([t.name for t in tensors], self.type, self.rows, self.columns, self.buffer[number], device)
             for number, tensors in enumerate(experts)
@@ -97,7 +98,7 @@ class ExpertMatrices:
         """x [n, columns] of a float type on the device, as `multiply` takes it; one launch."""
         with self.device.active():
             records = Records(self.columns, len(x), self.device, precision, clear=False)
-            return records.quantize(x.contiguous(), len(x), self.device.stream())
+            return records.quantize(x.contiguous(), len(x), self.memory.stream())
 
     def multiply(self, records: Records, chosen: Any, bias: Any = None, silu: bool = False) -> Any:
         """The products of n columns with the experts that each chose: float32 [pairs, rows]; one launch.
@@ -111,7 +112,7 @@ class ExpertMatrices:
         y = torch.empty((len(chosen), self.rows // (2 if silu else 1)), dtype=torch.float32, device=chosen.device)
         offset = None if bias is None else devices.view(bias.view(-1))
         with self.device.active():
-            launch(self, records, devices.view(y), devices.view(chosen), self.device.stream(), offset, silu)
+            launch(self, records, devices.view(y), devices.view(chosen), self.memory.stream(), offset, silu)
         return y
 
 

@@ -193,6 +193,7 @@ class StackOnDevice(ExpertStack):
             )
         super().__init__(networks, activation, biases)
         self.device = name
+        self._biases = cuda("device").Memory(device, *(biases or ()))
 
     def takes(self, pairs: int) -> bool:
         return self.stacks is not None and bool(self.stacks[-1].takes(pairs))
@@ -201,6 +202,7 @@ class StackOnDevice(ExpertStack):
         """As on the CPU. Raises BridgeError where x is elsewhere."""
         if str(x.device) != (wanted := cuda("device").torch_device(self.device)):
             raise BridgeError(f"{self.networks[0][0].name}: x is on {x.device}, the experts on {wanted}")
+        self._biases.stream()
         if self.stacks is None or not self.takes(chosen.numel()):
             return super().mix(x, chosen, weights, precision)
         *inner, down = self.stacks

@@ -79,6 +79,17 @@ def test_torch_is_told_once_of_each_stream_that_uses_weights(make: Any, use: str
     assert sorted(driver.recorded) == sorted((part.data_ptr(), stream) for part in held for stream in (7, 11))
 
 
+def test_torch_is_told_of_each_stream_that_uses_the_weights_of_experts(driver: Driver) -> None:
+    from bridge.cuda import device as devices
+    from bridge.cuda.experts import ExpertMatrices
+
+    stack = ExpertMatrices([[random_matrix(TYPES["Q4_0"], 6, 64, e)[0]] for e in range(2)], devices.Device(0, *H200))
+    for stream in (7, 11, 7):
+        with mock.patch.object(torch.cuda, "current_stream", return_value=SimpleNamespace(cuda_stream=stream)):
+            stack.multiply(stack.records(torch.ones(1, 64), "int8"), torch.tensor([1]))
+    assert driver.recorded == [(stack.buffer.data_ptr(), stream) for stream in (7, 11)]
+
+
 def test_a_stream_that_is_captured_is_told_of_once_it_runs(driver: Driver) -> None:
     """torch forgets what it is told during a capture."""
     from bridge.cuda import device as devices
