@@ -88,9 +88,11 @@ def test_another_python_is_the_newest_one_that_runs(running: str, tmp_path: Path
         "older": tmp_path / "versions" / f"{second}.0" / "bin" / "python",
     }
     order = [*programs, "none"]
-    for name, program in programs.items():
+    statuses = {tmp_path / f"python{version}": 1 for version in SUPPORTED}  # those of this machine are not found
+    statuses |= {program: int(order.index(name) < order.index(running)) for name, program in programs.items()}
+    for program, status in statuses.items():
         program.parent.mkdir(parents=True, exist_ok=True)
-        program.write_text(f"#!/bin/sh\nexit {int(order.index(name) < order.index(running))}\n")
+        program.write_text(f"#!/bin/sh\nexit {status}\n")
         program.chmod(0o755)
     (tmp_path / "python3").symlink_to(sys.executable)
     environment = {"PATH": f"{tmp_path}{os.pathsep}{os.defpath}", "PYENV_ROOT": str(tmp_path)}
