@@ -40,12 +40,13 @@ def test_each_python_gets_one_version_of_a_package_and_a_numpy_that_numba_allows
     assert numpy in ours & numbas
 
 
-def test_the_oldest_python_is_what_is_checked_and_the_newest_is_promised_to_nobody() -> None:
-    oldest = SUPPORTED[0]
+def test_sources_are_checked_for_the_oldest_python_and_the_docs_name_it_and_the_newest() -> None:
+    oldest, newest = SUPPORTED[0], SUPPORTED[-1]
     assert PROJECT["project"]["requires-python"] == f">={oldest}"  # no upper bound: what is newer may work
     assert PROJECT["tool"]["mypy"]["python_version"] == oldest
     assert PROJECT["tool"]["ruff"]["target-version"] == f"py{oldest.replace('.', '')}"
-    assert f"with Python {oldest} to {SUPPORTED[-1]}:" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"with Python {oldest} to {newest}:" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"Python {oldest} to {newest} " in (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda file: file.stem)
