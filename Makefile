@@ -9,7 +9,7 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-comp
 # what is imported is compiled once, and not again in every process that tests start
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test test-all test-arm lint bench docs pictures clean
+.PHONY: demo test test-all test-python test-arm lint bench docs pictures clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python scripts/demo.py
@@ -22,6 +22,21 @@ test: $(VENV)/.$(EXTRAS) lint
 
 test-all: $(VENV)/.$(EXTRAS) lint
 	$(PYTEST) -m ""
+
+# make test-python PYTHON=python3.13 VENV=.venv-3.13: what a newer Python or numpy breaks first, on few kernels each
+SHORT = tests/test_pythons.py tests/cuda/test_launch.py \
+	tests/cuda/test_products.py::test_all_loads_of_two_units_are_issued_before_arithmetic_needs_the_first \
+	"tests/cuda/test_products.py::test_compiled_kernels_multiply_as_float64_does_and_stay_inside_their_arrays[Q4_K]" \
+	tests/cli/test_convert.py::test_the_table_says_what_became_of_each_kind_of_tensor \
+	tests/cli/test_convert.py::test_exact_is_bit_exact \
+	tests/cli/test_run.py::test_the_command_line_samples_as_python_does \
+	tests/runtime/test_model.py::test_greedy_text_is_llama_cpps \
+	tests/serve/test_endpoints.py::test_a_completion_is_the_models \
+	tests/cli/test_quantize.py::test_the_command_line_quantizes_to_gguf_and_says_what_it_did \
+	tests/cli/test_quantize.py::test_codes_that_fit_are_carried_beside_layers_that_are_calibrated
+
+test-python: $(VENV)/.$(EXTRAS)
+	$(PYTEST) $(SHORT)
 
 test-arm: $(VENV)/.$(EXTRAS)
 	sh scripts/arm/test.sh $(BIN)/python
