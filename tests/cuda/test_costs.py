@@ -38,6 +38,11 @@ def test_products_of_prompts_modelled() -> None:
     assert [row for row in costs.prompt_rows() if row not in docs] == []
 
 
+def test_launches_of_a_layer_of_experts() -> None:
+    row = "a token in a layer of experts of `bridge.nn`, 8 of them chosen: our launches, torch's"
+    assert in_the_docs(row) == "{}, {}".format(*costs.experts_layer(at_once=True))
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("n", costs.LENGTHS)
 def test_launches_and_bytes_of_prompts(n: int) -> None:

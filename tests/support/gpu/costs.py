@@ -140,6 +140,26 @@ def prompt_rows() -> list[str]:
     return found
 
 
+def experts_layer(at_once: bool) -> tuple[int, int]:
+    """Launches of ours and operations of torch for a token in a layer of experts of bridge.nn, of which it chose 8."""
+    from bridge.cuda.launch import Kernel
+
+    from bridge.nn.quant_experts import ExpertStack, Gated
+
+    networks = [tuple(random_matrix(TYPES["Q4_0"], 32, 32, 3 * e + i)[0] for i in range(3)) for e in range(8)]
+    ours: list[str] = []
+    with (
+        pretended_gpu(), mock.patch.object(Kernel, "run", lambda kernel, *given: ours.append(kernel.name)),
+    ):  # fmt: skip
+        swiglu = Gated(torch.nn.functional.silu)
+        stack = ExpertStack(networks, swiglu)
+        moved = stack.to("cuda") if at_once else ExpertStack([tuple(m.to("cuda") for m in n) for n in networks], swiglu)
+        given = torch.zeros(1, 32), torch.arange(8)[None], torch.ones(1, 8)
+        with _Work() as work:
+            moved.mix(*given, "int8")
+    return len(ours), work.count
+
+
 def host_seconds() -> tuple[float, float]:
     """CPU time of a launch, and of a product with one token that has run before: two launches. The driver and what
     cuda.core does itself are stand-ins that do nothing."""
@@ -172,6 +192,9 @@ def main() -> None:
     for kind in KINDS:
         for group in GROUPS:
             print(f"attention, {kind}, {group} query heads a key: {attention_loop(kind, group)} instructions a tile")
+    for at_once in (False, True):
+        ours, torchs = experts_layer(at_once)
+        print(f"a token in a layer of 8 experts, {at_once=}: {ours} launches, {torchs} operations of torch")
     for n in LENGTHS:
         ours, torchs, nbytes = prompt_layer(n)
         print(f"prompt of {n} tokens: {ours} launches, {torchs} operations of torch, {nbytes / 1e6:.2f} MB a token")
