@@ -18,6 +18,7 @@ compiled there are in the folder $OUT if that is set, otherwise in the current o
 """
 
 import argparse
+import importlib
 import importlib.metadata
 import json
 import lzma
@@ -73,8 +74,7 @@ def prepare(capability: tuple[int, ...], cuda: tuple[int, ...], llama_cpp: Path 
     from bridge.cuda import compiler
     from cuda.bindings import nvjitlink
 
-    from tests.support.gpu import carried
-
+    carried = importlib.import_module("tests.support.gpu.carried")
     compilers = {"libNVVM and NVRTC": compiler.toolkit(), "nvJitLink": tuple(nvjitlink.version())}
     for name, version in compilers.items():
         if version[:2] > cuda:

@@ -34,7 +34,7 @@ class Layer:
             tuple(t.slice_rows(f, f + rows) for (t, _), f, rows in zip(made, starts, sizes, strict=True))
             for starts in first
         ]
-        self.stack = ExpertStack(networks, Gated(torch.nn.functional.silu)).to(require("cuda"))
+        self.stack: Any = ExpertStack(networks, Gated(torch.nn.functional.silu)).to(require("cuda"))
 
     def exact(self, x: np.ndarray, chosen: np.ndarray, weights: np.ndarray) -> np.ndarray:
         """What experts add, in float64; a number that is no expert's adds nothing."""
