@@ -34,7 +34,7 @@ class Layer:
             tuple(t.slice_rows(f, f + rows) for (t, _), f, rows in zip(made, starts, sizes, strict=True))
             for starts in first
         ]
-        self.stack = ExpertStack(networks, Gated(torch.nn.functional.silu)).to(require("cuda"))
+        self.stack: Any = ExpertStack(networks, Gated(torch.nn.functional.silu)).to(require("cuda"))
 
     def exact(self, x: np.ndarray, chosen: np.ndarray, weights: np.ndarray) -> np.ndarray:
         """What experts add, in float64; a number that is no expert's adds nothing."""
@@ -60,7 +60,7 @@ def check(type: str) -> dict[str, Any]:
         for n in TOKENS:
             given = routed(n)
             wide = n * USED > count and precision == "f32"  # torch's products of many tokens may be TF32
-            y = layer.stack.mix(*(torch.from_numpy(part).to(place) for part in given), precision)
+            y = layer.stack.mix(*[torch.from_numpy(part).to(place) for part in given], precision)
             judge(f"experts of {type}, {n} tokens, {precision}", y, layer.exact(*given), 2e-3 if wide else limit)
     held = [torch.from_numpy(part).to(place) for part in routed(1)]
     y = torch.zeros((1, hidden), device=place)
