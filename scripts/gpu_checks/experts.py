@@ -60,7 +60,7 @@ def check(type: str) -> dict[str, Any]:
         for n in TOKENS:
             given = routed(n)
             wide = n * USED > count and precision == "f32"  # torch's products of many tokens may be TF32
-            y = layer.stack.mix(*(torch.from_numpy(part).to(place) for part in given), precision)
+            y = layer.stack.mix(*[torch.from_numpy(part).to(place) for part in given], precision)
             judge(f"experts of {type}, {n} tokens, {precision}", y, layer.exact(*given), 2e-3 if wide else limit)
     held = [torch.from_numpy(part).to(place) for part in routed(1)]
     y = torch.zeros((1, hidden), device=place)
