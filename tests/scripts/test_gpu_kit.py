@@ -39,7 +39,13 @@ def kit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             wheel.writestr("gguf_of_the_kit.py", "")
 
     monkeypatch.setattr(gpu_kit, "FOLDER", tmp_path / ".gpu")
+
+    def compile(capability: Any, folder: Path) -> int:
+        monkeypatch.setattr(sys, "argv", ["carried", "9.0", str(folder)])
+        return carried.main()
+
     monkeypatch.setattr(gpu_kit, "_download", download)
+    monkeypatch.setattr(gpu_kit, "_compile", compile)
     monkeypatch.setattr(carried, "kernels", lambda *given: ([silu_kernel(False)], []))
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("BRIDGE_KERNELS", "set by prepare")
