@@ -79,6 +79,7 @@ class _Process:
     def code(self, source: Source, capability: Capability) -> compiler.Code | str:
         """Machine code; where that failed, why, in a line."""
         if self._process.poll() is not None:
+            self.end()
             self._process = self._started()
         assert self._process.stdin is not None
         assert self._process.stdout is not None
