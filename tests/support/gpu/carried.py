@@ -15,8 +15,8 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -77,7 +77,7 @@ def kernels(
             stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(np.errstate(all="ignore"))
         # with it, or with its own accelerator, torch's compiler would look for a GPU
-        stack.enter_context(mock.patch.dict(sys.modules, {"triton": None}))
+        stack.enter_context(_missing("triton"))
         stack.enter_context(pretended_gpu(multiprocessors, graphs=True, capability=capability, overlapping=True))
         for job in names:
             if not job.startswith(_WITHOUT):
@@ -86,6 +86,18 @@ def kernels(
                 except Exception as problem:
                     early.append(f"{job} ended early: {type(problem).__name__}: {problem}")
     return [kernel for kernel in noted if kernel.recipe is not None], early
+
+
+@contextmanager
+def _missing(name: str) -> Iterator[None]:
+    """A package cannot be imported; what is imported meanwhile stays."""
+    there = {name: sys.modules[name]} if name in sys.modules else {}
+    sys.modules[name] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+        sys.modules.update(there)
 
 
 def compile_into(folder: Path, capability: tuple[int, int], names: Sequence[str]) -> tuple[str, list[str]]:
