@@ -57,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("--seconds", type=float, default=BUDGET, help="limit for the whole run; default: %(default)s")
     options.add_argument("--kernels", type=Path, metavar="DIR", help="a folder of kernels compiled elsewhere")
     options.add_argument("--llama-cpp", type=Path, metavar="DIR", help="a checkout of llama.cpp, to be timed too")
+    options.add_argument("--anyway", action="store_true", help="go on where not even one product works: a rehearsal")
     options.add_argument("--jobs", action="store_true", help=argparse.SUPPRESS)
     begun = time.monotonic()
     a = options.parse_args(arguments)
@@ -74,14 +75,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if a.kernels is not None:
         print(carried(a.kernels), flush=True)
-    return check(a.json, begun, a.seconds)
+    return check(a.json, begun, a.seconds, a.anyway)
 
 
-def check(out: Path, begun: float, seconds: float) -> int:
+def check(out: Path, begun: float, seconds: float, anyway: bool = False) -> int:
     """All jobs, each result appended to LINES beside `out`, the table, and `out` with everything.
 
     begun    a time.monotonic()
     seconds  from then until only the table is printed
+    anyway   go on where not even one product works
     """
     from gpu_checks import jobs, report, runner
 
@@ -124,7 +126,7 @@ def check(out: Path, begun: float, seconds: float) -> int:
     append(machine=found["machine"])
     early = runner.at_once([jobs.FIRST, *jobs.EARLY], begun + min(seconds, FOR_FIRST), show, case)
     first = early.pop(jobs.FIRST)
-    if "late" not in first and first.get("wrong", True):
+    if "late" not in first and first.get("wrong", True) and not anyway:
         save()
         print(first.get("stderr", ""), end="")
         reason = first.get("failed") or "; ".join(first["wrong"])

@@ -55,8 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     making.add_argument("--llama-cpp", type=Path, metavar="DIR", help="a checkout of llama.cpp, to be timed too")
     running = verbs.add_parser("run", help="check and measure with .gpu/, on the machine with the GPU")
     running.add_argument("--seconds", type=float, default=SECONDS, help="limit for the run; default: %(default)s")
+    running.add_argument("--anyway", action="store_true", help="go on where not even one product works: a rehearsal")
     a = options.parse_args(arguments)
-    return run(a.seconds) if a.verb == "run" else prepare(_version(a.capability), _version(a.cuda), a.llama_cpp)
+    return (
+        run(a.seconds, a.anyway) if a.verb == "run" else prepare(_version(a.capability), _version(a.cuda), a.llama_cpp)
+    )
 
 
 def _version(text: str) -> tuple[int, ...]:
@@ -164,7 +167,7 @@ def _size(path: Path) -> int:
 # there
 
 
-def run(seconds: float) -> int:
+def run(seconds: float, anyway: bool = False) -> int:
     """Unpack the kit, take what the machine lacks, and run the check; its exit code."""
     begun = time.monotonic()
     out = Path(os.environ.get("OUT") or ".").resolve()
@@ -180,6 +183,7 @@ def run(seconds: float) -> int:
         left = seconds - (time.monotonic() - begun)
         command = [sys.executable, str(ROOT / "scripts" / "gpu_check.py"), "--json", str(out / "gpu_check.json"),
                    "--seconds", f"{left:.0f}", "--kernels", environment["BRIDGE_KERNELS"]]  # fmt: skip
+        command += ["--anyway"] * anyway
         if (FOLDER / "llama.cpp").is_dir():
             command += ["--llama-cpp", str(FOLDER / "llama.cpp")]
         check = subprocess.Popen(
