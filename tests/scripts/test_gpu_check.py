@@ -444,25 +444,26 @@ def test_where_the_first_product_fails_all_that_its_process_said_is_printed(
 
 
 @pytest.mark.usefixtures("processes")
-@pytest.mark.parametrize("first", ["right", "dies"])
+@pytest.mark.parametrize(("first", "options"), [("right", ()), ("dies", ()), ("dies", ("--anyway",))])
 def test_a_check_of_each_kind_is_tried_beside_the_first_product_and_not_again(
-    first: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    first: str, options: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     monkeypatch.setattr(check.gpu_check, "missing", lambda: None)
     monkeypatch.setattr(check.gpu_check, "machine", lambda: "a GPU")
     for name, value in (("FIRST", first), ("EARLY", ["dies, wrong", "two"]), ("TIMES", []), ("SANITIZED", [])):
         monkeypatch.setattr(jobs, name, value)
     monkeypatch.setattr(jobs, "CORRECT", ["three", "two", "dies, wrong"])
-    code, found = ran(tmp_path)
+    code, found = ran(tmp_path, *options)
     begun = [line["job"] for line in known(tmp_path / "gpu_check.jsonl") if "result" in line]
     out = capsys.readouterr().out
     assert code == 1
     assert "y: error 1" in out
-    if first == "dies":
+    if first == "dies" and not options:
         assert sorted(begun) == ["dies", "dies, wrong", "two"]
         assert "no more is checked, as not even one product works: exit code 1: Traceback" in out
     else:
-        assert (sorted(begun), begun[-1]) == (["dies, wrong", "right", "three", "two"], "three")
+        assert (sorted(begun), begun[-1]) == (sorted(["dies, wrong", first, "three", "two"]), "three")
         assert set(found["correctness"]) == {"three", "two", "dies, wrong"}
 
 
