@@ -276,9 +276,11 @@ def keep(source: Source, capability: Capability, given: Path) -> None:
 
 
 def any_kept() -> bool:
-    """Whether there are kernels that need no compiler."""
-    folders = _folders((0, 0))
-    return any(any(place.parent.glob(f"{place.name.replace('0.0', '*', 1)}/*")) for place in folders)
+    """Whether there are kernels that need no compiler, for any compute capability."""
+    given, own = os.environ.get("BRIDGE_KERNELS"), folder((0, 0))
+    if given and any(Path(given).glob("*/*")):
+        return True
+    return own is not None and any(own.parent.glob(f"*-{_versions()}/*"))
 
 
 def _folders(capability: Capability) -> list[Path]:
@@ -328,7 +330,7 @@ def _intrinsics_source() -> str:
 
 def _content(function: Callable[..., Any], seen: set[Any]) -> Iterator[str]:
     """A function's source, then the constants that it names, and the functions that it calls."""
-    yield _source_of(function)
+    yield source_of(function)
     if function in seen:
         return
     seen.add(function)
@@ -341,11 +343,6 @@ def _content(function: Callable[..., Any], seen: set[Any]) -> Iterator[str]:
             yield from _content(called, seen)
         else:
             yield f"{name} {_named(value)}"
-
-
-@cache
-def _source_of(function: Callable[..., Any]) -> str:
-    return source_of(function)
 
 
 def _named(value: Any) -> str:

@@ -19,6 +19,7 @@ import pickle
 import textwrap
 import types
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 _DISPLAY = 30  # of a longer tuple CPython makes a list first, which Numba refuses
@@ -154,6 +155,7 @@ def expand(function: Callable[..., Any], suffix: str, without: tuple[str, ...] =
     return expanded
 
 
+@cache
 def source_of(function: Any) -> str:
     """The source of a function, or of what `expand` made of it, without docstring, annotations and comments.
 

@@ -57,9 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     running.add_argument("--seconds", type=float, default=SECONDS, help="limit for the run; default: %(default)s")
     running.add_argument("--anyway", action="store_true", help="go on where not even one product works: a rehearsal")
     a = options.parse_args(arguments)
-    return (
-        run(a.seconds, a.anyway) if a.verb == "run" else prepare(_version(a.capability), _version(a.cuda), a.llama_cpp)
-    )
+    if a.verb == "run":
+        return run(a.seconds, a.anyway)
+    return prepare(_version(a.capability), _version(a.cuda), a.llama_cpp)
 
 
 def _version(text: str) -> tuple[int, ...]:
