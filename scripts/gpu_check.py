@@ -1,6 +1,7 @@
 """Check and measure everything on a machine with an NVIDIA GPU, in one run of at most 8 minutes.
 
     python scripts/gpu_check.py [--json gpu_check.json] [--kernels build/kernels] [--llama-cpp DIR]
+    python scripts/gpu_check.py --after gpu_check.jsonl         what an earlier run there did not end, or found wrong
 
 One product comes first, beside a check of each kind: without it, nothing else is tried. Then comes correctness, in
 several processes at once, which also compiles the kernels that are timed later: products of all types against float64
@@ -37,7 +38,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("--seconds", type=float, default=BUDGET, help="limit for the whole run; default: %(default)s")
     options.add_argument("--kernels", type=Path, metavar="DIR", help="a folder of kernels compiled elsewhere")
     options.add_argument("--llama-cpp", type=Path, metavar="DIR", help="a checkout of llama.cpp, to be timed too")
+    options.add_argument(
+        "--after", type=Path, metavar="FILE", help=f"{LINES} of an earlier run: what was right is kept"
+    )
     options.add_argument("--anyway", action="store_true", help="go on where not even one product works: a rehearsal")
     options.add_argument("--jobs", action="store_true", help=argparse.SUPPRESS)
     begun = time.monotonic()
@@ -75,15 +79,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if a.kernels is not None:
         print(carried(a.kernels), flush=True)
-    return check(a.json, begun, a.seconds, a.anyway)
+    try:
+        before = {} if a.after is None else went_well(a.after.read_text(), machine())
+    except (OSError, ValueError) as problem:
+        print(f"no check: --after {a.after}: {problem}", file=sys.stderr)
+        return 2
+    return check(a.json, begun, a.seconds, a.anyway, before)
 
 
-def check(out: Path, begun: float, seconds: float, anyway: bool = False) -> int:
+def went_well(lines: str, on: str) -> dict[str, dict[str, Any]]:
+    """The results of an earlier run's LINES that are neither wrong nor missing, if it was on such a machine."""
+    said = [json.loads(line) for line in lines.splitlines()]
+    if any(line.get("machine", on) != on for line in said):
+        return {}
+    results = {line["job"]: line["result"] for line in said if "result" in line}
+    return {job: result for job, result in results.items() if not result.keys() & {"failed", "late"}
+            and not result.get("wrong")}  # fmt: skip
+
+
+def check(
+    out: Path, begun: float, seconds: float, anyway: bool = False, before: Mapping[str, dict[str, Any]] | None = None
+) -> int:
     """All jobs, each result appended to LINES beside `out`, the table, and `out` with everything.
 
     begun    a time.monotonic()
     seconds  from then until only the table is printed
     anyway   go on where not even one product works
+    before   results that are taken over; what comes first is run all the same
     """
     from gpu_checks import jobs, report, runner
 
@@ -133,9 +155,13 @@ def check(out: Path, begun: float, seconds: float, anyway: bool = False) -> int:
         print(f"no more is checked, as not even one product works: {reason}", flush=True)
         return 1
     known = {job: result for job, result in early.items() if "late" not in result}
+    kept = before or {}
+    known = {job: kept[job] for job in jobs.CORRECT if job in kept} | known
+    timed = {job: kept[job] for job in jobs.TIMES if job in kept}
     others = [job for job in jobs.CORRECT if job not in known]
     found["correctness"] = known | runner.at_once(others, begun + FOR_CORRECTNESS * seconds, show, case)
-    found["times"] = runner.in_turn(jobs.TIMES, begun + seconds, show, case, jobs.FIRST)
+    others = [job for job in jobs.TIMES if job not in timed]
+    found["times"] = timed | runner.in_turn(others, begun + seconds, show, case, jobs.FIRST)
     if not any(result.get("late") == runner.HANGS for result in found["times"].values()):
         runner.sanitized(
             jobs.SANITIZED, begun + seconds, lambda job, result: show(f"sanitized {job}", result, "sanitized")

@@ -56,9 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     running = verbs.add_parser("run", help="check and measure with .gpu/, on the machine with the GPU")
     running.add_argument("--seconds", type=float, default=SECONDS, help="limit for the run; default: %(default)s")
     running.add_argument("--anyway", action="store_true", help="go on where not even one product works: a rehearsal")
+    running.add_argument("--after", type=Path, metavar="FILE", help="gpu_check.jsonl of an earlier run, see there")
     a = options.parse_args(arguments)
     if a.verb == "run":
-        return run(a.seconds, a.anyway)
+        return run(a.seconds, a.anyway, a.after)
     return prepare(_version(a.capability), _version(a.cuda), a.llama_cpp)
 
 
@@ -167,7 +168,7 @@ def _size(path: Path) -> int:
 # there
 
 
-def run(seconds: float, anyway: bool = False) -> int:
+def run(seconds: float, anyway: bool = False, after: Path | None = None) -> int:
     """Unpack the kit, take what the machine lacks, and run the check; its exit code."""
     begun = time.monotonic()
     out = Path(os.environ.get("OUT") or ".").resolve()
@@ -184,6 +185,8 @@ def run(seconds: float, anyway: bool = False) -> int:
         command = [sys.executable, str(ROOT / "scripts" / "gpu_check.py"), "--json", str(out / "gpu_check.json"),
                    "--seconds", f"{left:.0f}", "--kernels", environment["BRIDGE_KERNELS"]]  # fmt: skip
         command += ["--anyway"] * anyway
+        if after is not None:
+            command += ["--after", str(after.resolve())]
         if (FOLDER / "llama.cpp").is_dir():
             command += ["--llama-cpp", str(FOLDER / "llama.cpp")]
         check = subprocess.Popen(
