@@ -36,6 +36,17 @@ class Multiplier:
 
         y float32 [n, rows], whose rows may be apart; bias float32 [rows] or None.
         """
+        self._multiply(matrix, x, y, bias, accumulate, True)
+
+    def sums(self, matrix: DeviceMatrix, x: Any, y: Any) -> Any:
+        """As `multiply`, but where x is Halves and torch multiplies, the rows of y are not scaled yet: their scale, f32
+        [n], is returned; otherwise None."""
+        if not isinstance(x, Halves) or (self.precision == "int8" and mma.takes(matrix, y.shape[0])):
+            return self._multiply(matrix, x, y, None, False, True)
+        self._multiply(matrix, x, y, None, False, False)
+        return x.scale
+
+    def _multiply(self, matrix: Any, x: Any, y: Any, bias: Any, accumulate: bool, scaled: bool) -> None:
         n = y.shape[0]
         if not n:
             return
@@ -52,7 +63,7 @@ class Multiplier:
             return mma_int8.launch(matrix, x, y, stream, accumulate, bias)
         floats = n > COLUMNS and not (self.precision == "int8" and mma.takes(matrix, n))
         if isinstance(matrix, FloatMatrix) or floats:
-            by_torch(matrix, x, y, self._kind(matrix, x), stream, bias, accumulate)
+            by_torch(matrix, x, y, self._kind(matrix, x), stream, bias, accumulate, scaled)
         elif n > COLUMNS:
             values, scale = x if isinstance(x, Halves) else (x.contiguous(), None)
             if values.data_ptr() % 16:  # a view into another tensor
@@ -133,23 +144,23 @@ def _keeps_sums(weight: Any) -> bool:
 
 def by_torch(
     matrix: DeviceMatrix | FloatMatrix, x: Any, y: Any, kind: Any, stream: Any, bias: Any = None,
-    accumulate: bool = False,
+    accumulate: bool = False, scaled: bool = True,
 ) -> None:  # fmt: skip
     """Queue y = or += x W^T + bias for any number of tokens: weights become a torch dtype, tile by tile, and torch
-    multiplies."""
+    multiplies. Sums of Halves that are not `scaled` are left to the caller."""
     import torch
 
     if bias is not None:
         y.add_(bias) if accumulate else y.copy_(bias)
         accumulate = True
     if isinstance(matrix, FloatMatrix) and matrix.weight.dtype == kind:
-        return _multiply(matrix.weight, x, y, accumulate)
+        return _multiply(matrix.weight, x, y, accumulate, scaled)
     step = tile_rows(matrix.rows, matrix.columns)
     weights = torch.empty((step, matrix.columns), dtype=kind, device=y.device)
     for first in range(0, matrix.rows, step):
         count = min(step, matrix.rows - first)
         dequantize.tile(matrix, first, count, weights[:count], stream)
-        _multiply(weights[:count], x, y[:, first : first + count], accumulate)
+        _multiply(weights[:count], x, y[:, first : first + count], accumulate, scaled)
 
 
 def tile_rows(rows: int, columns: int) -> int:
@@ -159,13 +170,19 @@ def tile_rows(rows: int, columns: int) -> int:
     return min(rows, most, -(-rows // (128 * parts)) * 128)
 
 
-def _multiply(weight: Any, x: Any, y: Any, accumulate: bool) -> None:
+def _multiply(weight: Any, x: Any, y: Any, accumulate: bool, scaled: bool) -> None:
     """y = or += `product`, whose sums are scaled on their way there."""
     import torch
 
-    if not isinstance(x, Halves):
+    values = x.values if isinstance(x, Halves) else x
+    plain = not scaled or (not isinstance(x, Halves) and values.dtype == weight.dtype)  # the sums are the product
+    if plain and not accumulate and values.dtype != torch.float32 and _keeps_sums(weight):
+        torch.mm(values, weight.T, out_dtype=torch.float32, out=y)
+    elif not isinstance(x, Halves):
         found = product(weight, x)
         y.add_(found) if accumulate else y.copy_(found)
+    elif not scaled:
+        y.copy_(_sums(x.values, weight))
     elif accumulate:
         y.addcmul_(_sums(x.values, weight), x.scale[:, None])
     else:

@@ -97,10 +97,11 @@ def check_columns(matrix: DeviceMatrix, records: Records, n: int) -> None:
 
 
 def work_of(
-    matrix: DeviceMatrix, n: int, exact: bool, shape: MatvecShape | None = None, products: int = 1
-) -> tuple[MatvecShape, int]:
+    matrix: DeviceMatrix, n: int, exact: bool, shape: MatvecShape | None = None, products: int = 1,
+    recorded: bool = False,
+) -> tuple[MatvecShape, int]:  # fmt: skip
     """How a product with n columns is shared, one of so many in a launch, and its blocks."""
-    shape = shape or choose_shape(matrix, n, exact, products)
+    shape = shape or choose_shape(matrix, n, exact, products, recorded)
     if shape.rows > matrix.rows:
         shape = shape._replace(rows=1)
     sets = -(-matrix.rows // shape.rows)
@@ -112,7 +113,7 @@ def _launch(
 ) -> tuple[Any, ...]:
     """A kernel, and the arguments of its `launch`."""
     check_columns(matrix, records, n)
-    shape, grid = work_of(matrix, n, records.exact, shape)
+    shape, grid = work_of(matrix, n, records.exact, shape, recorded=recorded is not None)
     more: tuple[Any, ...] = ()
     if normed is not None or recorded is not None:
         names = [epilogue] * bool(epilogue) + ["normed"] * (normed is not None)

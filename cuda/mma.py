@@ -130,15 +130,17 @@ def _product(weights, room_16, x, scale, y, bias, rows, units, tokens, per):
     piece = bits(lane, 2, 3)
     token = mad(warp, 2, bits(lane, 4, 1))
     target = mad(token, 16, or_(u, shl(xor(piece, bits(token, 0, 1)), 2)))
-    source = mad(token, mad(end, 4, 0), piece)
-    end_of_x = int32(tokens * end * 4 - 1)
+    last_token = int32(
+        tokens - 1
+    )  # is repeated, where it is: lanes that all read one address would wait for each other
     for b in unroll(2):
         if int32(step + b) < stop:
             unit = mad(int32(step + b), 4, u)
             if RAGGED:
                 unit = min(unit, int32(end - 1))
             for k in unroll(TILES * 4 // WARPS):
-                origin = min(mad(end, 8 * WARPS * k, mad(unit, 4, source)), end_of_x)
+                taken = min(int32(token + 2 * WARPS * k), last_token)
+                origin = mad(taken, mad(end, 4, 0), mad(unit, 4, piece))
                 copy_16(tile, target + (b * TILES * 128 + k * WARPS * 32), x, origin)
         copies_end()
     held = registers()
@@ -163,7 +165,8 @@ def _product(weights, room_16, x, scale, y, bias, rows, units, tokens, per):
             if RAGGED:
                 unit = min(unit, int32(end - 1))
             for k in unroll(TILES * 4 // WARPS):
-                origin = min(mad(end, 8 * WARPS * k, mad(unit, 4, source)), end_of_x)
+                taken = min(int32(token + 2 * WARPS * k), last_token)
+                origin = mad(taken, mad(end, 4, 0), mad(unit, 4, piece))
                 copy_16(tile, mad(target, 1, free) + k * WARPS * 32, x, origin)
         copies_end()
         for r in unroll(2):
@@ -194,10 +197,10 @@ def _product(weights, room_16, x, scale, y, bias, rows, units, tokens, per):
     for m in unroll(TILES):
         for k in unroll(4):
             row = mad(first, 1, 8 * (k // 2))
-            token = mad(t, 2, 8 * m + k % 2)
-            if row < int32(rows) and token < int32(tokens):
-                at = mad(part, int32(tokens), token) if PARTIAL else token
-                put(y, at, row, total[m][k], bias, scale, token)
+            made = mad(t, 2, 8 * m + k % 2)
+            if row < int32(rows) and made < int32(tokens):
+                at = mad(part, int32(tokens), made) if PARTIAL else made
+                put(y, at, row, total[m][k], bias, scale, made)
 
 
 def _put(y, at, row, value, bias, scale, token):

@@ -203,15 +203,15 @@ class Gated:
         """x f32 [n, columns], or in its form, -> [n, inner] in the form that `then` multiplies."""
         import torch
 
-        if self.fused:
-            both = _empty(x, 2 * self.inner)
+        both = _empty(x, 2 * self.inner) if self.fused else self.stack.multiply(x)
+        form, device, scale = then.form(len(both)), self.multiplier.device, None
+        if self.fused and form == "halves":
+            scale = self.multiplier.sums(self.matrix, x, both)
+        elif self.fused:
             self.multiplier.multiply(self.matrix, x, both)
-        else:
-            both = self.stack.multiply(x)
-        form, device = then.form(len(both)), self.multiplier.device
         if form == "int8":
             return recorded(both, tiles_of(len(both)), device, "gate_in_turn" if self.fused else "gate")
         if form == "halves":
-            return gated(both, self.fused, device)
+            return gated(both, self.fused, device, scale)
         gate, up = (both[:, ::2], both[:, 1::2]) if self.fused else both.chunk(2, dim=1)
         return torch.nn.functional.silu(gate).mul_(up)

@@ -7,8 +7,8 @@ group has of a step lies in one piece, tile by tile, so that it is copied to sha
     1024..1279    64 bytes a block,  8 a token: the step d, and d times the sum of the codes, float32
 
 Tokens and blocks that do not exist, up to a whole group and step, are zeros. A warp makes a block at a time. Values
-are x, x / sqrt(mean(x^2) + eps) * weight ("norm": each block of threads sums up its token's squares) or what `_two` of
-halves.py says of a gate.
+are x, x / sqrt(mean(x^2) + eps) * weight ("norm": each block of threads sums up its token's squares) or what `_four`
+of halves.py says of a gate.
 """
 
 import math

@@ -62,6 +62,7 @@ def _check(path: Path, precision: str) -> tuple[list[str], str]:
 
     def made(graphs: bool, **how: Any) -> list[int]:
         own.graphs = graphs
+        own.cache.length = 0  # what is kept of a longer prompt was rounded otherwise
         return list(gpu.generate_tokens(prompt, min(MADE, CONTEXT - len(prompt)), **how))
 
     for how in WAYS:

@@ -19,7 +19,7 @@ from tests.support.random_blocks import random_matrix
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 
-from bridge.cuda import dequantize, launch, mma
+from bridge.cuda import dequantize, halves, launch, matmul, mma
 from bridge.cuda import device as devices
 from bridge.cuda.matrix import DeviceMatrix
 from bridge.cuda.mma import MMAShape
@@ -226,14 +226,50 @@ def test_a_product_adds_a_bias_to_columns_of_a_wider_result_and_leaves_the_other
     assert (wide[:, [0, 1, 2, 9, 10]] == 5).all()
 
 
+@pytest.mark.parametrize("way", ["plain", "norm", "gate", "gate_in_turn", "gate_in_turn_scaled"])
+@pytest.mark.parametrize("columns", [32, 2336])  # less than a turn of a block, and more than one
+def test_halves_are_those_that_torch_makes(way, columns):
+    given = torch.tensor([2.0, 1e-3, 0.5]) if way.endswith("_scaled") else None
+    way = way.removesuffix("_scaled")
+    x = torch.from_numpy(np.random.default_rng(3).standard_normal((3, columns * (1 + way.startswith("gate")))))
+    x = (x * torch.tensor([[1e-3], [1.0], [3e4]])).float()
+    weight = torch.linspace(0.5, 2, columns) if way == "norm" else None
+    with pretended_gpu():
+        device = devices.require("cuda")
+        if way == "plain":
+            made = halves.halved(x, device)
+        elif way == "norm":
+            made = halves.normed(x, weight, 1e-5, device)
+        else:
+            made = halves.gated(x, way == "gate_in_turn", device, given)
+    exact = halves.floats_by_torch(way, (x if given is None else x * given[:, None]).double(), weight, 1e-5)
+    found = made.values.double() * made.scale[:, None].double()
+    assert made.values.abs().amax(1).allclose(torch.tensor(halves.LARGEST).half(), rtol=1e-3)
+    assert (found - exact).abs().amax(1).div(exact.abs().amax(1)).max() < 6e-4
+
+
+def test_sums_that_are_not_scaled_are_with_their_scale_the_products():
+    with pretended_gpu():
+        device = devices.require("cuda")
+        tensor, _ = random_matrix(BLOCKS["Q4_K"], 32, 256)
+        matrix = DeviceMatrix.upload(tensor, "cuda")
+        multiplier = matmul.Multiplier(device, "int8")
+        for n, scaled in ((20, True), (200, False)):
+            x = halves.halved(torch.randn(n, 256), device)
+            y, sums = torch.full((2, n, 32), float("nan"))
+            multiplier.multiply(matrix, x, y)
+            scale = multiplier.sums(matrix, x, sums)
+            assert (scale is None) == scaled
+            assert (sums if scale is None else sums * scale[:, None]).allclose(y, rtol=1e-6)
+
+
 def test_torch_s_sums_of_halves_are_float32_and_scaled_once():
-    from bridge.cuda.halves import halved
     from bridge.cuda.matmul import product
 
     with disguised_gpu():
         weight = torch.full((4, 1024), 100.0, dtype=torch.float16, device="cuda")
         x = torch.full((2, 1024), 3e4, device="cuda")  # as halves 8, times which the sums are 819,200
-        y = product(weight, halved(x, devices.require("cuda")))
+        y = product(weight, halves.halved(x, devices.require("cuda")))
     assert (y.held / 1024 - 3e6).abs().max() < 1
 
 

@@ -155,7 +155,7 @@ def test_the_loop_has_products_and_wide_loads():
 @pytest.mark.parametrize(
     ("n", "kind", "capability", "wanted"),
     [
-        (9, torch.float32, (9, 0), ["_record_plain_f32", "_product_int8_Q4_K_2_1"]),
+        (9, torch.float32, (9, 0), ["_halve_plain", "_product_mma_Q4_K_f16_2_1"]),
         (20, torch.float16, (9, 0), ["_product_mma_Q4_K_f16_4_1"]),  # without a launch for x
         (65, torch.bfloat16, (9, 0), ["_record_plain_bf16", "_product_int8_Q4_K_6_1"]),
     ],
@@ -170,21 +170,17 @@ def test_the_number_of_tokens_and_the_gpu_choose_the_way(n, kind, capability, wa
     assert (y.double() - exact).norm() < 0.02 * exact.norm()
 
 
-def test_it_is_chosen_where_it_takes_less_time_by_count():
+def test_it_is_chosen_where_it_takes_less_time_as_measured_or_by_count():
     def chosen(name: str, capability: tuple[int, int]) -> list[int]:
         layout = DeviceLayout(TYPES[name])
         gpu = SimpleNamespace(capability=capability)
         matrix: Any = SimpleNamespace(type=name, layout=layout, device=gpu)
-        return [n for n in (9, 16, 24, 32, 64, 65, 128, 256, 2048) if mma_int8.takes(matrix, n)]
+        return [n for n in (9, 16, 24, 32, 64, 65, 96, 97, 128, 256, 2048) if mma_int8.takes(matrix, n)]
 
-    assert chosen("Q4_K", (9, 0)) == [9, 16, 24, 65, 128]
-    assert chosen("Q4_K", (8, 0)) == [65, 128]
-    assert chosen("Q4_K", (8, 9)) == chosen("Q4_K", (12, 0)) == [65, 128, 256, 2048]
-    assert chosen("Q8_0", (9, 0)) == [65, 128]
-    assert chosen("Q5_K", (9, 0)) == [9, 16, 24, 65, 128]
-    assert chosen("Q4_0", (9, 0)) == [9, 16, 65, 128]
-    assert chosen("Q2_K", (9, 0)) == [9, 16, 65]
-    assert chosen("Q3_K", (9, 0)) == [65]
+    for name in mma_int8.TYPES:
+        assert chosen(name, (9, 0)) == [65, 96]  # as measured
+    assert chosen("Q4_K", (8, 0)) == [65, 96, 97, 128]
+    assert chosen("Q4_K", (8, 9)) == chosen("Q4_K", (12, 0)) == [65, 96, 97, 128, 256, 2048]
     assert chosen("Q2_K", (8, 0)) == []  # two conversions a product
     assert chosen("Q4_K", (7, 5)) == chosen("Q4_K", (10, 0)) == chosen("Q4_1", (9, 0)) == []
 

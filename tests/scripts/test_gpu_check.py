@@ -473,23 +473,28 @@ def test_what_went_well_in_an_earlier_run_on_such_a_machine_is_kept_and_the_rest
 ) -> None:
     monkeypatch.setattr(check.gpu_check, "missing", lambda: None)
     monkeypatch.setattr(check.gpu_check, "machine", lambda: "a GPU")
-    for name, value in (("FIRST", "right"), ("EARLY", []), ("TIMES", ["time", "late"]), ("SANITIZED", [])):
+    for name, value in (("FIRST", "right"), ("EARLY", []), ("TIMES", ["time", "late"]), ("SANITIZED", ["one"])):
         monkeypatch.setattr(jobs, name, value)
     monkeypatch.setattr(jobs, "CORRECT", ["one", "wrong before", "failed before"])
+    sanitized: list[str] = []
+    monkeypatch.setattr(runner, "sanitized", lambda names, until, show: sanitized.extend(names))
     results = {"one": {"wrong": []}, "wrong before": {"wrong": ["x: error 1"]}, "failed before": {"failed": "why"},
-               "time": {"seconds": 2}, "late": {"late": runner.LATE}}  # fmt: skip
+               "time": {"seconds": 2}, "late": {"late": runner.LATE}, "sanitized one": {"wrong": []}}  # fmt: skip
     said: list[dict[str, Any]] = [{"machine": "a GPU"}, {"job": "one", "cases": 1}]
     said += [{"job": job, "result": result} for job, result in results.items()]
-    for on, kept in (("a GPU", {"one", "time"}), ("another GPU", set())):
+    for on, kept in (("a GPU", {"one", "time", "sanitized one"}), ("another GPU", set())):
         said[0]["machine"] = on
+        sanitized.clear()
         before = tmp_path / "before.jsonl"
         before.write_text("".join(f"{json.dumps(line)}\n" for line in said))
         (tmp_path / "gpu_check.jsonl").unlink(missing_ok=True)
         _, found = ran(tmp_path, "--after", str(before))
         begun = {line["job"] for line in known(tmp_path / "gpu_check.jsonl") if "result" in line}
-        assert begun == {"right", *results} - kept
-        assert set(found["correctness"] | found["times"]) == set(results)
-        assert all(found["correctness" if job == "one" else "times"][job] == results[job] for job in kept)
+        assert begun == {"right", *results} - kept - {"sanitized one"}
+        assert sanitized == ([] if kept else ["one"])
+        everything = found["correctness"] | found["times"] | found["sanitized"]
+        assert set(everything) | {"sanitized one"} == set(results)
+        assert all(everything[job] == results[job] for job in kept)
     before.write_text("no lines of a run")
     capsys.readouterr()
     assert check.main(["--after", str(before)]) == 2
