@@ -98,10 +98,10 @@ def check_columns(matrix: DeviceMatrix, records: Records, n: int) -> None:
 
 def work_of(
     matrix: DeviceMatrix, n: int, exact: bool, shape: MatvecShape | None = None, products: int = 1,
-    recorded: bool = False,
+    alone: bool = True,
 ) -> tuple[MatvecShape, int]:  # fmt: skip
-    """How a product with n columns is shared, one of so many in a launch, and its blocks."""
-    shape = shape or choose_shape(matrix, n, exact, products, recorded)
+    """How a product with n columns, one of so many in a launch, is shared, see choose_shape; and its blocks."""
+    shape = shape or choose_shape(matrix, n, exact, products, alone)
     if shape.rows > matrix.rows:
         shape = shape._replace(rows=1)
     sets = -(-matrix.rows // shape.rows)
@@ -113,9 +113,10 @@ def _launch(
 ) -> tuple[Any, ...]:
     """A kernel, and the arguments of its `launch`."""
     check_columns(matrix, records, n)
-    shape, grid = work_of(matrix, n, records.exact, shape, recorded=recorded is not None)
+    alone = normed is None and recorded is None
+    shape, grid = work_of(matrix, n, records.exact, shape, alone=alone)
     more: tuple[Any, ...] = ()
-    if normed is not None or recorded is not None:
+    if not alone:
         names = [epilogue] * bool(epilogue) + ["normed"] * (normed is not None)
         placeholder = matrix.device.placeholder()
         more = (placeholder, np.float32(0)) if normed is None else (normed.sums, np.float32(normed.eps))

@@ -66,7 +66,9 @@ def launch(
     one, other = matrices
     for matrix in matrices:
         matvec.check_columns(matrix, records, 1)
-    (shape, blocks), (other_shape, others) = (matvec.work_of(matrix, 1, records.exact) for matrix in matrices)
+    (shape, blocks), (other_shape, others) = (
+        matvec.work_of(matrix, 1, records.exact, alone=False) for matrix in matrices
+    )
     none = one.device.placeholder()
     biases = (none, none) if bias is None else bias
     epilogue = "_".join(["bias"] * (bias is not None) + ["normed"] * (normed is not None))

@@ -39,16 +39,16 @@ multiplied:
     Q2_K  16      35    84     100            61   128     100           224   224     224
     Q2_K  96      35   368     467            61   768     806           224   368    2955
 
-An H100 was measured, 14336 x 4096 in us; with one group of tokens less than counted separates the two, and with three
-int8 is behind:
+An H100 was measured, 14336 x 4096 in us:
 
     tokens      16           24           96           128          512          2048
-    Q4_K      32 / 30      37 / 38      83 / 105    134 / 106    399 / 167    1444 / 481
-    Q6_K      36 / 33      42 / 43     100 / 110    146 / 112    470 / 174    1670 / 482
+    Q4_K      32 / 30      37 / 67      84 / 101    139 / 102    412 / 146    1465 / 427
+    Q6_K      36 / 35      42 / 72     100 / 106    149 / 106    474 / 159    1684 / 421
 
-So `takes` says 65 to 96 tokens of all types there. Elsewhere it says where there is less to do by count, by at least
-5%: on an A100, which makes 16 conversions a clock, for 65 to some 200 tokens, but not of Q2_K; and for all from 65 on
-where memory is slow.
+Both take longer than counted. As halves 24 tokens take longer than 32, 38 us: lanes of tokens that do not exist read
+the last one's values and wait for each other. So `takes` says 17 to 24 and 65 to 96 tokens of all types there.
+Elsewhere it says where there is less to do by count, by at least 5%: on an A100 (16 conversions a clock) for 65 to some
+200 tokens, but not of Q2_K; and for all from 65 on where memory is slow.
 """
 
 from functools import lru_cache
@@ -111,7 +111,7 @@ _UNIT = 33  # pieces of a unit of 16 rows
 _TILES = 6  # of a group, at most: with more, 8.0 has too few registers
 _ISSUES = 4  # instructions of a warp a clock
 # numbers of tokens for which int8 took less time than halves, of all types
-_MEASURED = {(9, 0): range(_MMA_TOKENS + 1, 2 * _TILES * TILE + 1)}
+_MEASURED = {(9, 0): (*range(17, 3 * TILE + 1), *range(_MMA_TOKENS + 1, 2 * _TILES * TILE + 1))}
 # of a multiprocessor a clock: bytes of memory and multiply-adds of halves, both four fifths of the peak; conversions
 _RATES = {(8, 0): (11, 870, 16), (9, 0): (19, 1500, 64)}
 _NARROW = (3, 230, 64)  # 8.6, 8.9 and 12.0, within a third
@@ -277,7 +277,7 @@ def tiles_of(n: int) -> int:
 
 
 def takes(matrix: DeviceMatrix, n: int) -> bool:
-    """Whether a product of n tokens takes less time here than as halves, measured or counted for the matrix's device."""
+    """Whether a product of n tokens takes less time here than as halves, as measured or counted for the device."""
     capability = matrix.device.capability
     if capability in _MEASURED:
         return matrix.type in TYPES and n in _MEASURED[capability]

@@ -268,19 +268,21 @@ def test_four_kernels_serve_one_to_eight_columns(monkeypatch):
 def test_rows_are_shared_where_they_are_few_or_long_and_units_doubled_where_there_are_many(block):
     gpu = devices.Device(0, "NVIDIA H200", (9, 0), 132)
 
-    def shape(rows: int, columns: int, n: int = 1, recorded: bool = False) -> MatvecShape:
-        matrix: Any = SimpleNamespace(rows=rows, units=columns // 32, device=gpu)
-        if recorded:
-            return matvec_shape.choose_shape(matrix, n, recorded=True)
-        chosen = matvec_shape.choose_shape(matrix, n)
-        assert matvec_shape.shapes_to_try(matrix, n)[0] == chosen
-        assert len(set(matvec_shape.shapes_to_try(matrix, n))) == len(matvec_shape.shapes_to_try(matrix, n))
+    def shape(rows: int, columns: int, n: int = 1, bpw: float = 4.5, **options: Any) -> MatvecShape:
+        nbytes = int(rows * columns * bpw) // 8
+        matrix: Any = SimpleNamespace(rows=rows, units=columns // 32, device=gpu, nbytes=nbytes)
+        chosen = matvec_shape.choose_shape(matrix, n, **options)
+        if not options:
+            assert matvec_shape.shapes_to_try(matrix, n)[0] == chosen
+            assert len(set(matvec_shape.shapes_to_try(matrix, n))) == len(matvec_shape.shapes_to_try(matrix, n))
         return chosen
 
-    assert shape(8192, 28672) == shape(4096, 14336, recorded=True) == MatvecShape(2, 2, 4, 4)
+    assert shape(8192, 28672) == shape(4096, 14336) == MatvecShape(2, 2, 4, 4)
+    assert shape(4096, 14336, bpw=2.625).split == 2  # too little for each of four
     assert shape(8192, 28672, 2) == MatvecShape(2, 1, 2, 4)
-    assert shape(14336, 4096) == MatvecShape(2, 1, 4, 4)
-    assert [shape(rows, 4096, recorded=True).split for rows in (28672, 4096, 1024)] == [1, 2, 4]
+    assert shape(8192, 28672, alone=False) == MatvecShape(2, 2, 1, 4)  # in a decoder's step
+    assert shape(4096, 14336, alone=False).split == 2
+    assert [shape(rows, 4096).split for rows in (28672, 4096, 1024)] == [1, 2, 4]
     assert shape(14336, 4096, 8) == MatvecShape(2, 1, 1, 4)
     assert shape(4096, 4096, 8) == MatvecShape(2, 1, 2, 4)
 

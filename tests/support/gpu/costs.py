@@ -31,7 +31,7 @@ from tests.support.sass import mma_loop
 from tests.support.tiny_gguf import write_decoder
 
 KINDS, GROUPS = ("f16", "q8_0"), (4, 8)
-LENGTHS = 32, 96, 160  # halves on tensor cores, int8 on them, torch
+LENGTHS = (32, 160)  # of prompts, in tokens: as halves, and by torch
 PROMPTS = 512, 2048
 _LAYERS, _MATRICES = 32, ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))  # of Llama 3 8B
 _MULTIPROCESSORS, _FLOPS, _MEMORY = 132, 989e12, 3.35e12  # of an H100; f16, bytes a second
