@@ -186,7 +186,7 @@ def test_prepare_compiles_what_generating_launches(tmp_path: Path, monkeypatch: 
     with pretended_gpu(), monkeypatch.context() as patch:
         patch.setattr("bridge.cuda.device.packs", lambda: True)
         patch.setattr("bridge.cuda.decoder.compile_all", lambda kernels, capability, progress: compiled.extend(kernels))
-        patch.setattr("bridge.cuda.decoder.LENGTHS", (1, 4, 16, 65))
+        patch.setattr("bridge.cuda.decoder.LENGTHS", (1, 4, 16, 65, 128))
         launched: list[Any] = []
         patch.setattr(Kernel, "run", lambda self, *given: launched.append(self))
         patch.setattr("torch.empty", torch.zeros)  # no kernel runs: logits must still be finite

@@ -108,8 +108,10 @@ def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return part.held if isinstance(part, OnCuda) else part
 
     bare_args, bare_kwargs = tree_map(bare, (args, kwargs))
-    if function is torch.ops.aten.mm.dtype:  # which torch has for GPUs alone
+    if function in (torch.ops.aten.mm.dtype, torch.ops.aten.mm.dtype_out):  # which torch has for GPUs alone
         result = bare_args[0].to(bare_args[2]) @ bare_args[1].to(bare_args[2])
+        if "out" in bare_kwargs:
+            result = bare_kwargs["out"].copy_(result)
     else:
         result = function(*bare_args, **bare_kwargs)
     own = {id(bare(t)): t for t in tensors}
