@@ -10,7 +10,7 @@ notation of `tokenizers`:
     punctuation Punctuation(Contiguous)
 
 For some names llama.cpp cuts otherwise than the tokenizer.json of the models that have them: it tells upper from lower
-case in ASCII alone or not at all, and some of its letters have no combining marks. Those have both rules.
+case in ASCII alone or not at all, and it ends some words at combining marks. Those names have both rules here.
 """
 
 from functools import cache
