@@ -1,18 +1,20 @@
 """The meaning of llama.cpp's names of pre-tokenizers, for the converter and the runtime.
 
-A byte-level BPE first cuts a text into words, and merges only within them. tokenizer.ggml.pre names the
-cutting rules, which are compiled into llama.cpp; here they are in the notation of `tokenizers`:
+A BPE first cuts a text into words, and merges only within them. tokenizer.ggml.pre names the cutting rules, which are
+compiled into llama.cpp (src/llama-vocab.cpp, and src/unicode.cpp for those it cuts by hand); here they are in the
+notation of `tokenizers`:
 
     split       Split(regex, Isolated)
     digits      Digits: one by one, or as a run
     bytes       ByteLevel; "regex" applies GPT-2's own regex too
     punctuation Punctuation(Contiguous)
 
-Several names have the same cutting rules and differ in ignore_merges: whether a word that is itself a
-token is used as a whole before any merge is tried.
+For some names llama.cpp cuts otherwise than the tokenizer.json of the models that have them: it tells upper from lower
+case in ASCII alone or not at all, and it ends some words at combining marks. Those names have both rules here.
 """
 
 from functools import cache
+from typing import NamedTuple
 
 Step = tuple[str, str]
 
@@ -24,95 +26,214 @@ KNOWN_ENDS = {
 }  # fmt: skip
 
 # the building blocks of the regexes
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+CONTRACTIONS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _PUNCTUATION = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
-_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_LINES = r"\s*[\r\n]+"
+_SPACES = rf"{_LINES}|\s+(?!\S)|\s+"
 _CJK, _KANA = "\u4e00-\u9fa5", "\u3040-\u309f\u30a0-\u30ff"
 _DEEPSEEK_CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+# where a rule names no category, llama.cpp finds no white space beyond ASCII in a range of characters
+_DEEPSEEK_VISIBLE = f"[{_DEEPSEEK_CJK[:-1]}&&\\S]+"
+# the blocks that llama.cpp takes for Han
+_HAN = (
+    "\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\U00020000-\U0002a6df\U0002a700-\U0002b73f\U0002b740-\U0002b81f"
+    "\U0002b820-\U0002ceaf\U0002ceb0-\U0002ebef\U0002f800-\U0002fa1f"
+)
+
+# classes of letters as (those of an upper-case part, those of a lower-case part)
+_CASES = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_ASCII_CASES = r"[\p{L}&&[^a-z]]", r"[\p{L}&&[^A-Z]]"
+_ASCII_CASES_OR_MARKS = r"[[\p{L}\p{M}]&&[^a-z]]", r"[[\p{L}\p{M}]&&[^A-Z]]"
+_NOT_HAN = tuple(rf"{case[:-1]}&&[^\p{{Han}}]]" for case in _CASES)
 
 
-def _cl100k(digits: str) -> str:
-    return rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}|{_PUNCTUATION}|{_SPACES}"
+def _cl100k(digits: str, contractions: str = f"{CONTRACTIONS}|", spaces: str = _SPACES) -> str:
+    return rf"{contractions}[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}|{_PUNCTUATION}|{spaces}"
 
 
-def _o200k(contractions: str, digits: str) -> str:
-    words = (rf"{_UPPER}*{_LOWER}+", rf"{_UPPER}+{_LOWER}*")
-    cased = "|".join(rf"[^\r\n\p{{L}}\p{{N}}]?{word}{contractions}" for word in words)
-    return rf"{cased}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+def _cased(cases: tuple[str, ...], contractions: str) -> str:
+    upper, lower = cases
+    words = (f"{upper}*{lower}+", f"{upper}+{lower}*")
+    return "|".join(rf"[^\r\n\p{{L}}\p{{N}}]?{word}{contractions}" for word in words)
+
+
+def _o200k(words: str, digits: str) -> str:
+    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
 
 
 _QWEN35 = (
-    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
     rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
 )
-_DEEPSEEK_V3 = (
-    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
-    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
+_DEEPSEEK_WORDS = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+"""
 )
-_SEED_CODER = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"
+_DEEPSEEK_V3 = rf"{_DEEPSEEK_WORDS}[\r\n]*|{_SPACES}"
+_SPARK = rf"{_DEEPSEEK_WORDS}|[\r\n]|\s+(?!\S)|\s+"
+_SEED_CODER = rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"
 _BAILING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+_EXAONE_MOE = (
+    rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+_JAIS2_SPACES = "|".join(
+    [_LINES, *(rf"\s{{{n}}}(?!\S)" for n in (512, 256, 128, 64, 32, 16, 8, 4)), r"\s{1,2}(?!\S)|\s{1}"]
+)
+_K2_HORIZON = (
+    rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}|\p{{M}}|\u200C|\u200D)+|\p{{N}}{{1,3}}|{_PUNCTUATION}|{_SPACES}"
+)
+_YOUTU = (
+    f"[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f"
+    f"\ufe30-\ufe4f]+|[\u3105-\u312f]+|[{_CJK}{_KANA}]+"
+)
+_AFMOE = (
+    "[\u4e00-\u9fff\u3400-\u4dbf\u8c48-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0e7f"
+    "\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+"
+)
+_BLOOM = " ?[^(\\s|[.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c])]+"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 BYTES = ("bytes", "plain")
 GPT2_BYTES = ("bytes", "regex")
 ONE_DIGIT, DIGIT_RUN = ("digits", "one"), ("digits", "run")
 
 
-def _split(regex: str) -> Step:
-    return ("split", regex)
+def _split(*regexes: str) -> tuple[Step, ...]:
+    return tuple(("split", regex) for regex in regexes)
 
 
-# rules -> (name if ignore_merges is false, name if it is true); None: llama.cpp has no such pair
-NAMES: dict[tuple[Step, ...], tuple[str | None, str | None]] = {
-    (_split(_cl100k(r"\p{N}{1,3}")), BYTES): ("smaug-bpe", "llama-bpe"),
-    (_split(_cl100k(r"\p{N}")), BYTES): ("qwen2", None),
-    (_split(_QWEN35), BYTES): ("qwen35", None),
-    (_split(_o200k("", r"\p{N}")), BYTES): (None, "tekken"),
-    (_split(_o200k(f"{_CONTRACTIONS}?", r"\p{N}{1,3}")), BYTES): ("gpt-4o", None),
-    (_split(_SEED_CODER), BYTES): ("seed-coder", None),
-    (_split(_BAILING), BYTES): ("bailingmoe", None),
-    (_split(r"\p{N}{1,3}"), _split(f"[{_CJK}{_KANA}]+"), _split(_DEEPSEEK_V3), BYTES): ("deepseek-v3", None),
-    (_split(r"\p{N}{1,3}"), _split(_cl100k(r"\p{N}+")), BYTES): (None, "minicpm5"),
-    (*map(_split, (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_CJK)), ONE_DIGIT, BYTES): ("deepseek-coder", None),
-    (GPT2_BYTES,): ("gpt-2", None),
-    (ONE_DIGIT, GPT2_BYTES): ("smollm", None),
-    (("punctuation", "contiguous"), GPT2_BYTES, DIGIT_RUN, _split("[0-9][0-9][0-9]")): ("falcon", None),
-}
+def _bytes(*regexes: str) -> tuple[Step, ...]:
+    return (*_split(*regexes), BYTES)
 
+
+# groups of three digits, counted from the end of a run
+_THREES = r"\d{1,3}(?=(?:\d{3})*\b)"
+_AFMOE_THREES = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
+# the same in llama.cpp, which leaves the first group with what lies before it; in time linear in the run
+_TEXT_AND_THREES = (
+    r"[^\p{N}]+\p{N}*|\p{N}+", r"\A[^\p{N}]*+(?:\p{N}{1,2}(?=(?:\p{N}{3})*+\z)|\p{N}{3})|\p{N}{3}"
+)  # fmt: skip
+_SUPERBPE_THREES = r"(?=(\d{3})+(?!\d))"
+_FIRST_OF_THREES = r"[0-9]{1,2}(?=(?:[0-9]{3})*+(?![0-9]))"
+_OTHERS = rf"(?:[^0-9]+(?:{_FIRST_OF_THREES})?)"
+_ASCII_THREES = rf"(?:\A{_FIRST_OF_THREES}|[0-9]{{3}}){_OTHERS}*|{_OTHERS}+"
+
+_DEEPSEEK_CODER = _split(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+")
+_DEEPSEEK_MARKS = "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
 # DeepSeek's second rule spells out a table of letters; its ends and its neighbours are enough to recognize it
-DEEPSEEK_LLM = (
-    _split(r"[\r\n]"),
-    ("split", "letters"),
-    _split("\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"),
-    _split(r"\s+$"),
-    _split(_DEEPSEEK_CJK),
+DEEPSEEK_LLM = (*_split(r"[\r\n]"), ("split", "letters"), *_split(_DEEPSEEK_MARKS, r"\s+$", _DEEPSEEK_CJK))
+# that table: the letters that have a case, without these blocks
+_CASED = (
+    "\\s?[[\\p{Lu}\\p{Ll}\\p{Lt}]&&[^\u0560-\u0588\u10c6-\u10ff\u1c80-\u1c8f\u2d00-\u2d2f\ua78f-\ua7ff\uab30-\uab6f"
+    "\U00010530-\U0010ffff]]+"
 )
+_CHAMELEON = ("<sentinel:[0-9]+>", "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z", r"([\t\n]|    |  )")
 
-# llama.cpp's rules if a file names none (as files of 2023), or "default"
-_DEFAULT = (
-    _split(r"[\p{P}\$\+<=>\^~\|]+"),
-    _split(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"),
-    DIGIT_RUN,
-    _split("[0-9][0-9][0-9]"),
-    BYTES,
-)
 
-# deepseek-llm's spelled-out table: the letters that have a case
-_CASED = r"\s?[\p{Lu}\p{Ll}\p{Lt}]+"
+class Rules(NamedTuple):
+    """What a tokenizer.ggml.pre means.
 
-# other names of the same rules in llama.cpp
-_ALIASES = {
-    "llama-bpe": ("llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"),
-    "gpt-2": ("phi-2", "jina-es", "jina-de", "jina-v2-es", "jina-v2-de", "gigachat", "a.x-4.0", "mellum",
-              "modern-bert", "roberta-bpe", "exaone4", "mpt", "olmo", "jais", "trillion", "granite-docling"),
-    "smollm": ("codeshell", "starcoder", "refact", "command-r", "exaone", "minerva-7b"),
-    "qwen2": ("deepseek-r1-qwen", "kormo", "stablelm2", "megrez"),
-    "gpt-4o": ("llama4", "kanana2"),
-    "deepseek-v3": ("hunyuan-dense", "joyai-llm"),
-    "bailingmoe": ("bailingmoe2", "llada-moe"),
-}  # fmt: skip
-# names that imply a BOS unless tokenizer.ggml.add_bos_token is set
-_WITH_BOS = {"llama-bpe", "tekken"}
+    steps          how llama.cpp cuts a text into words
+    published      how the tokenizer.json of such models cuts it, where that differs
+    ignore_merges  a word that is itself a token is used as a whole before any merge is tried; of characters, only a
+                   run of newlines
+    add_bos        the default of tokenizer.ggml.add_bos_token
+    force_bos      BOS whatever the file says
+    byte_level     words are bytes, not characters with U+2581 for a space
+    """
+
+    steps: tuple[Step, ...]
+    published: tuple[Step, ...] = ()
+    ignore_merges: bool = False
+    add_bos: bool = False
+    force_bos: bool = False
+    byte_level: bool = True
+
+    @property
+    def of_tokenizer_json(self) -> tuple[Step, ...]:
+        """How the models' own tokenizer.json cuts a text."""
+        return self.published or self.steps
+
+
+_LLAMA3 = _bytes(_cl100k(r"\p{N}{1,3}"))
+_LINES_APART = r"[^\n]+|[\n]+"
+_CASED_AND = _cased(_CASES, f"{CONTRACTIONS}?")
+_GPT4O = _o200k(_CASED_AND, r"\p{N}{1,3}")
+_ASCII_CASED_AND = _cased(_ASCII_CASES, f"{CONTRACTIONS}?")
+_ASCII_CASED_OR_MARKS_AND = _cased(_ASCII_CASES_OR_MARKS, f"{CONTRACTIONS}?")
+_UNCASED_AND = rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+{CONTRACTIONS}?"
+_KIMI_WORDS = rf"[{_HAN}]+|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}&&[^{_HAN}]]+{CONTRACTIONS}?"
+_KIMI_CASED_WORDS = rf"[\p{{Han}}]+|{_cased(_NOT_HAN, f'{CONTRACTIONS}?')}"
+_KIMI_REST = rf"\p{{N}}{{1,3}}|{_PUNCTUATION}|{_SPACES}"
+
+# names that mean the same -> what; the first of them is the one that the converter writes
+_TABLE = {
+    "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano": Rules(
+        _LLAMA3, ignore_merges=True, add_bos=True
+    ),
+    "glm4 glm5": Rules(_LLAMA3, ignore_merges=True),
+    "smaug-bpe dbrx chatglm-bpe": Rules(_LLAMA3),
+    "jais-2": Rules(_bytes(_cl100k(r"\p{N}{1,3}", spaces=_JAIS2_SPACES))),
+    "minicpm5": Rules(_bytes(r"\p{N}{1,3}", _cl100k(r"\p{N}+")), ignore_merges=True),
+    "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2": Rules(_bytes(_cl100k(r"\p{N}"))),
+    "ufakzeka": Rules(_bytes(_cl100k(r"\p{N}", contractions=""))),
+    "laguna": Rules(_bytes(_LINES_APART, _cl100k(r"\p{N}"))),
+    "qwen35": Rules(_bytes(_QWEN35)),
+    "k2-horizon": Rules(_bytes(_K2_HORIZON)),
+    "gpt-4o llama4 kanana2 talkie minimax-m2": Rules(
+        _bytes(_o200k(_ASCII_CASED_AND, r"\p{N}{1,3}")), published=_bytes(_GPT4O)
+    ),
+    "granite-embed-multi-97m": Rules(_bytes(_o200k(_ASCII_CASED_OR_MARKS_AND, r"\p{N}{1,3}")), ignore_merges=True),
+    "tekken": Rules(
+        _bytes(_o200k(_cased(_ASCII_CASES, ""), r"\p{N}")),
+        published=_bytes(_o200k(_cased(_CASES, ""), r"\p{N}")),
+        ignore_merges=True,
+        add_bos=True,
+    ),
+    "tiny_aya cohere2moe": Rules(
+        _bytes(*_TEXT_AND_THREES, _o200k(_UNCASED_AND, r"\p{N}{1,3}")), published=_bytes(_THREES, _GPT4O)
+    ),
+    "youtu": Rules(
+        _bytes(_YOUTU, _o200k(_UNCASED_AND, r"\p{N}")),
+        published=_bytes(_YOUTU, _o200k(_CASED_AND, r"\p{N}")),
+        ignore_merges=True,
+    ),
+    "kimi-k2": Rules(_bytes(f"{_KIMI_WORDS}|{_KIMI_REST}"), published=_bytes(f"{_KIMI_CASED_WORDS}|{_KIMI_REST}")),
+    "seed-coder": Rules(_bytes(_SEED_CODER)),
+    "bailingmoe bailingmoe2 llada-moe": Rules(_bytes(_BAILING)),
+    "exaone-moe": Rules(_bytes(_EXAONE_MOE)),
+    "deepseek-v3 hunyuan-dense joyai-llm hy_v4": Rules(_bytes(r"\p{N}{1,3}", f"[{_CJK}{_KANA}]+", _DEEPSEEK_V3)),
+    "spark2_5": Rules(_bytes(r"\p{N}{1,3}", f"[{_CJK}{_KANA}]+", _SPARK, r"\p{N}")),
+    "afmoe": Rules(
+        _bytes(*_TEXT_AND_THREES, _AFMOE, _DEEPSEEK_V3), published=_bytes(_AFMOE_THREES, _AFMOE, _DEEPSEEK_V3)
+    ),
+    "deepseek-coder": Rules(
+        (*_DEEPSEEK_CODER, *_split(_DEEPSEEK_VISIBLE), ONE_DIGIT, BYTES),
+        published=(*_DEEPSEEK_CODER, *_split(_DEEPSEEK_CJK), ONE_DIGIT, BYTES),
+    ),
+    "deepseek-llm": Rules(
+        _bytes(r"[\r\n]", _CASED, _DEEPSEEK_MARKS.replace("\u3000", "\u3001"), r"\s+$", _DEEPSEEK_VISIBLE, r"\p{N}+"),
+        published=(*_split(r"[\r\n]", _CASED, _DEEPSEEK_MARKS, r"\s+$", _DEEPSEEK_CJK), DIGIT_RUN, BYTES),
+    ),
+    "gpt-2 phi-2 jina-es jina-de jina-v2-es jina-v2-de jina-v1-en jina-v2-code roberta-bpe gigachat a.x-4.0 mellum "
+    "modern-bert exaone4 mpt olmo jais trillion granite-docling": Rules((GPT2_BYTES,)),
+    "smollm codeshell starcoder refact command-r exaone minerva-7b mellum2": Rules((ONE_DIGIT, GPT2_BYTES)),
+    "bloom poro-chat gpt3-finnish": Rules(_bytes(_BLOOM)),
+    "viking": Rules((*_split(_BLOOM), ONE_DIGIT, BYTES)),
+    "superbpe": Rules(_bytes(r"\p{N}+", _ASCII_THREES), published=_bytes(r"\p{N}+", _SUPERBPE_THREES)),
+    "chameleon": Rules((*_split(*_CHAMELEON), ONE_DIGIT, *_split(r"[\p{P}!-/:-@\[-`{-~]"), GPT2_BYTES), add_bos=True),
+    "falcon": Rules(
+        _bytes(r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"),
+        published=(("punctuation", "contiguous"), GPT2_BYTES, DIGIT_RUN, *_split("[0-9][0-9][0-9]")),
+    ),
+    # also of a file that names none, as those of 2023
+    "default": Rules(_bytes(r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+    "gemma4 granite-embed-multi-311m": Rules(
+        _split(_LINES_APART), ignore_merges=True, add_bos=True, force_bos=True, byte_level=False
+    ),
+    "sarvam-moe": Rules(_split(_LINES_APART), byte_level=False),
+}
+RULES: dict[str, Rules] = {name: rules for names, rules in _TABLE.items() for name in names.split()}
 
 
 @cache
@@ -121,17 +242,3 @@ def byte_of() -> dict[str, int]:
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
-
-
-def rules_of(pre: str) -> tuple[tuple[Step, ...], bool, bool] | None:
-    """The meaning of a tokenizer.ggml.pre: cutting rules, ignore_merges, default of add_bos. None: an unknown name."""
-    name = next((own for own, others in _ALIASES.items() if pre in others), pre)
-    if name == "default":
-        return _DEFAULT, False, False
-    if name == "deepseek-llm":
-        steps = tuple(("split", _CASED) if rule[1] == "letters" else rule for rule in DEEPSEEK_LLM)
-        return (*steps, DIGIT_RUN, BYTES), False, False
-    for steps, (plain, whole) in NAMES.items():
-        if name in (plain, whole):
-            return steps, name == whole, name in _WITH_BOS
-    return None

@@ -13,7 +13,7 @@ from gguf import TokenType
 
 from bridge.errors import BridgeError, parameter
 from bridge.gguf_file.chat_template import TemplateFailed, render_chats
-from bridge.gguf_file.pretokenizers import rules_of
+from bridge.gguf_file.pretokenizers import RULES
 from bridge.models.bpe_vocabulary import byte_level_vocabulary, is_byte_level
 from bridge.models.model_config import Config
 from bridge.models.sentencepiece import vocabulary_by_merges, vocabulary_of_json, vocabulary_of_model
@@ -77,7 +77,7 @@ def _read(
         )
     if pre is not None:
         vocabulary.pre = pre
-        if rules_of(pre) is None:
+        if pre not in RULES:
             vocabulary.notes.append(f"{parameter('pre', pre)}: unknown name, which llama.cpp may refuse")
     if vocabulary.model == "llama" and isinstance(settings.get("add_prefix_space"), bool):
         vocabulary.add_space_prefix = settings["add_prefix_space"]

@@ -11,10 +11,22 @@ a working model of lower quality. So the rules themselves are compared, in one n
 
 import json
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 from bridge.errors import BridgeError, parameter
-from bridge.gguf_file.pretokenizers import BYTES, DEEPSEEK_LLM, DIGIT_RUN, GPT2_BYTES, NAMES, ONE_DIGIT, Step
+from bridge.gguf_file.pretokenizers import (
+    BYTES,
+    CONTRACTIONS,
+    DEEPSEEK_LLM,
+    DIGIT_RUN,
+    GPT2_BYTES,
+    ONE_DIGIT,
+    RULES,
+    Step,
+)
+
+_ANY_CASE = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"  # the usual spelling of CONTRACTIONS
 
 
 def recognize(pre_tokenizer: dict[str, Any] | None, ignore_merges: bool, vocab: Iterable[str]) -> tuple[str, list[str]]:
@@ -28,13 +40,13 @@ def recognize(pre_tokenizer: dict[str, Any] | None, ignore_merges: bool, vocab: 
         BridgeError: the rules are unknown; the message shows them and names `pre`.
     """
     steps = tuple(_steps(pre_tokenizer))
-    plain, whole = NAMES.get(steps, (None, None))
-    if plain is None and whole is None and _is_deepseek_llm(steps, vocab):
-        plain = "deepseek-llm"
-    name = whole if ignore_merges else plain
+    known = tuple((kind, rule.replace(_ANY_CASE, CONTRACTIONS)) for kind, rule in steps)
+    if _is_deepseek_llm(steps, vocab):
+        known = RULES["deepseek-llm"].of_tokenizer_json
+    name, other = (_names().get((known, merges)) for merges in (ignore_merges, not ignore_merges))
     if name is not None:
         return name, []
-    if other := plain or whole:
+    if other is not None:
         return other, [
             f"the tokenizer's ignore_merges is {str(ignore_merges).lower()}, which llama.cpp does not offer with "
             f"its pre-tokenizer {other!r}: rare words may be split differently"
@@ -44,6 +56,13 @@ def recognize(pre_tokenizer: dict[str, Any] | None, ignore_merges: bool, vocab: 
         f"tokenizer.json: unknown pre-tokenizer rules: {shown}; give {parameter('pre', 'NAME')}, "
         "the name that llama.cpp's converter uses for this tokenizer"
     )
+
+
+@cache
+def _names() -> dict[tuple[tuple[Step, ...], bool], str]:
+    """Rules and ignore_merges -> the first name that has them."""
+    of_names = ((name, rules) for name, rules in reversed(RULES.items()) if rules.byte_level)
+    return {(rules.of_tokenizer_json, rules.ignore_merges): name for name, rules in of_names}
 
 
 def _is_deepseek_llm(steps: tuple[Step, ...], vocab: Iterable[str]) -> bool:
@@ -68,9 +87,8 @@ def _steps(node: dict[str, Any] | None) -> Iterable[Step]:
     elif kind == "Split":
         pattern = node.get("pattern", {})
         isolated = (node.get("behavior"), bool(node.get("invert"))) in (("Isolated", False), ("Removed", True))
-        regex = (
-            pattern.get("Regex", str(pattern)).replace("\r", r"\r").replace("\n", r"\n")
-        )  # one spelling of line ends
+        # one spelling of line ends
+        regex = pattern.get("Regex", str(pattern)).replace("\r", r"\r").replace("\n", r"\n")
         yield ("split" if isolated and "Regex" in pattern else "other", regex)
     elif kind == "ByteLevel" and not node.get("add_prefix_space"):
         yield GPT2_BYTES if node.get("use_regex", True) else BYTES

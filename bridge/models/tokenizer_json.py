@@ -1,6 +1,6 @@
 """tokenizer.json and tokenizer_config.json of a GGUF's vocabulary: the inverse of `gguf_tokenizer`.
 
-    gpt2    byte-level BPE, cut by the rules that tokenizer.ggml.pre names
+    gpt2    BPE, cut by the rules that tokenizer.ggml.pre names as the models' own tokenizer.json has them
     gemma4  BPE on characters, with byte fallback
     llama   SentencePiece's: BPE with byte fallback, whose merges are all pairs that make a token, by the token's score
 
@@ -15,7 +15,7 @@ from gguf import TokenType
 
 from bridge.models.sentencepiece import SPACE
 from bridge.runtime.tokenizer import Tokenizer
-from bridge.runtime.tokenizer.bpe import ByteLevel, CharacterLevel
+from bridge.runtime.tokenizer.bpe import ByteLevel, CharacterLevel, pre_tokenizer
 
 _ROLES = {
     "bos_token": "bos",
@@ -64,6 +64,7 @@ def _fast(metadata: Mapping[str, Any], own: Tokenizer) -> str:
     cutter = own.cutter
     if isinstance(cutter, ByteLevel):
         fast = cutter.tokenizer
+        fast.pre_tokenizer = pre_tokenizer(cutter.rules.of_tokenizer_json)
         fast.decoder = decoders.ByteLevel()
     elif isinstance(cutter, CharacterLevel):
         fast = cutter.tokenizer

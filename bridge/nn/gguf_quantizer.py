@@ -20,7 +20,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import GgufConfig
 
 from bridge.errors import BridgeError
-from bridge.gguf_file.pretokenizers import rules_of
+from bridge.gguf_file.pretokenizers import RULES
 from bridge.gguf_file.reader import shards
 from bridge.models.families import ALL
 from bridge.models.gguf_config import add_rope_factors, config_of_gguf
@@ -152,10 +152,10 @@ def save(model: Any, file: Path, save_directory: str | Path, **options: Any) -> 
 def _byte_level(original: Any, tokenizer: dict[str, Any]) -> Any:
     """transformers' tokenizer with the cutting rules that tokenizer.ggml.pre names."""
     made = original(tokenizer)
-    rules = rules_of(str(tokenizer.get("pre_tokenizer_type")))
-    if rules is not None:
-        made.backend_tokenizer.pre_tokenizer = pre_tokenizer(rules[0])
-        made.backend_tokenizer.model.ignore_merges = rules[1]
+    rules = RULES.get(str(tokenizer.get("pre_tokenizer_type")))
+    if rules is not None and rules.byte_level:
+        made.backend_tokenizer.pre_tokenizer = pre_tokenizer(rules.of_tokenizer_json)
+        made.backend_tokenizer.model.ignore_merges = rules.ignore_merges
     return made
 
 

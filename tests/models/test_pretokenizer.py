@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from bridge.errors import BridgeError, spelled
+from bridge.gguf_file import pretokenizers
 from bridge.models.pretokenizer import recognize
+from bridge.runtime.tokenizer.bpe import pre_tokenizer
 from scripts.peers.llama_cpp import LlamaCpp
 from tests.support.tiny_vocab import vocab_gguf, vocabulary
 from tests.support.tokenizers_by_hand import GPT4O
@@ -50,6 +52,22 @@ SEED = (
     "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1}"
     "| ?[^\\s\\p{L}\\p{N}\r\n]+|\\s*[\r\n]+|\\s+(?!\\S)|\\s+"
 )
+CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+)
+KIMI = (rf"[\p{{Han}}]+|{CASED}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+").replace(
+    r"\p{M}]", r"\p{M}&&[^\p{Han}]]"
+)
+EXAONE_MOE = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+JAIS2 = LLAMA3[: -len(r"|\s+(?!\S)|\s+")] + (
+    r"|\s{512}(?!\S)|\s{256}(?!\S)|\s{128}(?!\S)|\s{64}(?!\S)|\s{32}(?!\S)|\s{16}(?!\S)|\s{8}(?!\S)|\s{4}(?!\S)"
+    r"|\s{1,2}(?!\S)|\s{1}"
+)
+BLOOM = " ?[^(\\s|[.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c])]+"
 BAILING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 DEEPSEEK_LETTERS = (
@@ -105,6 +123,14 @@ RULES: dict[str, tuple[list[dict[str, Any]], bool]] = {
         False,
     ),
     "minicpm5": ([split("\\p{N}{1,3}"), split(LLAMA3.replace("{1,3}", "+")), byte_level()], True),
+    "kimi-k2": ([split(KIMI), byte_level()], False),
+    "exaone-moe": ([split(EXAONE_MOE), byte_level()], False),
+    "jais-2": ([split(JAIS2), byte_level()], False),
+    "tiny_aya": ([split(r"\d{1,3}(?=(?:\d{3})*\b)"), split(GPT4O), byte_level()], False),
+    "superbpe": ([split(r"\p{N}+"), split(r"(?=(\d{3})+(?!\d))"), byte_level()], False),
+    "bloom": ([split(BLOOM), byte_level()], False),
+    "viking": ([split(BLOOM), DIGITS, byte_level()], False),
+    "laguna": ([split("[^\n]+|[\n]+"), split(QWEN2), byte_level()], False),
 }
 TEXTS = [
     "Hello world, it's 1234567 o'clock; don't say 3.14 or WE'LL see 12 345.",
@@ -151,6 +177,17 @@ def test_recognized_rules_cut_text_in_llama_cpp_as_in_tokenizers(name: str, tmp_
     with LlamaCpp(path) as loaded:
         for text in TEXTS:
             assert loaded.tokenize(text) == reference.encode(text).ids, text
+
+
+@pytest.mark.parametrize("name", [name for name, rules in pretokenizers.RULES.items() if rules.byte_level])
+def test_the_rules_that_a_name_gives_a_tokenizer_json_are_recognized(name: str) -> None:
+    rules = pretokenizers.RULES[name]
+    fast = tokenizers.Tokenizer(tokenizers.models.BPE())
+    fast.pre_tokenizer = pre_tokenizer(rules.of_tokenizer_json)
+    found, notes = recognize(json.loads(fast.to_str())["pre_tokenizer"], rules.ignore_merges, [])
+    same = pretokenizers.RULES[found]
+    assert (same.of_tokenizer_json, same.ignore_merges) == (rules.of_tokenizer_json, rules.ignore_merges)
+    assert notes == []
 
 
 def test_removed_and_inverted_is_the_same_split_as_isolated() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import shutil
 from pathlib import Path
@@ -15,6 +16,8 @@ from gguf.gguf_writer import GGUFValue
 
 import bridge
 from bridge.errors import BridgeError
+from bridge.gguf_file import pretokenizers
+from bridge.models.outline import Outline
 from bridge.models.tokenizer_json import tokenizer_files
 from bridge.runtime.tokenizer import Tokenizer
 from scripts.peers.gguf_file import rewrite
@@ -28,7 +31,7 @@ from tests.models.test_tokenizer import (
     save,
     sentencepiece_model,  # noqa: F401  (a fixture)
 )
-from tests.support.tiny_vocab import vocab_gguf
+from tests.support.tiny_vocab import vocab_gguf, write_vocab
 
 
 def same_as_llama_cpp(path: Path, texts: list[str]) -> Tokenizer:
@@ -54,7 +57,79 @@ def test_words_are_cut_as_in_llama_cpp(name: str, tmp_path: Path) -> None:
     same_as_llama_cpp(path, [*CUT_TEXTS, "a<|endoftext|>b <|endoftext|>\n"])
 
 
-def test_characters_are_merged_line_by_line_as_in_llama_cpps_gemma4(tmp_path: Path) -> None:
+LETTERS = """a Z Hello WORLD camelCase HTTPServer 's 'S 'RE 've 'll don't ' " ` 1 12 123 1234 12345 1234567 3.14 1,000
+$ + = < ^ ~ | _ -- -> != // /* # @ && ( ) [] {} \\ ? !!! ... . , ; :: IMGIMGABZ <sentinel:12>"""
+OTHERS = r"""\u2019s \u0663 \u0663\u0664\u0665\u0666 \u0967\u0968\u0969 \u2167 \xbd \xb2 \xe9 \xdc \xf1 \u017f \u0130
+\u01c5 \u02b0 \xaa e\u0301 \u0301\u0301 \u65e5\u672c\u8a9e \u6f22\u5b57\u304b\u306a \u30ab\u30bf\u30fc \u3105\u3106
+\ud55c\uad6d\uc5b4 \u3131 \u3400 \U00020000 \uf900 \uff76 \uff21 \uff11 \u3001 \u3002 \uff0c \uff01 \u300c \u2026
+\u2014 \u201c \uff5e \u0e44\u0e17\u0e22 \u0e17\u0e35\u0e48\u0e19\u0e35\u0e48 \u0ea5\u0eb2\u0ea7
+\u1781\u17d2\u1798\u17c2\u179a \u1019\u103c\u1014\u103a \u0939\u093f\u0928\u094d\u0926\u0940
+\u09ac\u09be\u0982\u09b2\u09be \u0627\u0644\u0639\u0631\u0628\u064a\u0629 \u0645\u064e\u0631\u0652\u062d\u064e \u0640
+\u060c \u06d4 \u0964 \u05e9\u05b8\u05c1 \u0645\u06cc\u200c\u062e
+\u041f\u0440\u0438\u0432\u0435\u0442\u041c\u0438\u0440 \u0395\u03bb\u03b7 \u10e5\u10d0 \u13a0 \u0540\u0561 \U0001d4b3
+\U00010400 \U0001f642 \U0001f44d\U0001f3fd \U0001f468\u200d\U0001f469 1\ufe0f\u20e3 \u20ac \xa9 \xb0 \ue000 \ufeff
+\ufffd"""
+ATOMS = LETTERS.split() + OTHERS.encode().decode("unicode_escape").split()
+SPACES = [
+    " ",
+    "  ",
+    5 * " ",
+    "\t",
+    "\n",
+    "\n\n",
+    "\r\n",
+    "\r",
+    " \n ",
+    "\xa0",
+    "\u3000",
+    "\u2028",
+    "\x85",
+    "\v",
+    "\x1c",
+]
+
+
+def random_texts(seed: int, count: int, length: int) -> list[str]:
+    choose = random.Random(seed)
+    return ["".join(choose.choice(choose.choice((ATOMS, ATOMS, SPACES))) for _ in range(length)) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def crossing(tmp_path_factory: pytest.TempPathFactory) -> Outline:
+    """A byte-level vocabulary whose merges cross the borders of every rule."""
+    folder = tmp_path_factory.mktemp("crossing")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=2500, special_tokens=["<|endoftext|>"], show_progress=False, max_token_length=16,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    made.train_from_iterator([*random_texts(1, 2000, 3), *CUT_TEXTS], trainer)
+    (folder / "tokenizer.json").write_text(made.to_str())
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    return vocab_gguf(folder, made.get_vocab_size(), pre="gpt-2")[0]
+
+
+@pytest.mark.parametrize("name", [name for name, rules in pretokenizers.RULES.items() if rules.byte_level])
+def test_every_name_of_rules_cuts_random_texts_as_in_llama_cpp(name: str, crossing: Outline, tmp_path: Path) -> None:
+    crossing.metadata["tokenizer.ggml.pre"] = GGUFValue(name, gguf.GGUFValueType.STRING)
+    path = write_vocab(crossing, tmp_path / "m.gguf")
+    tokenizer = Tokenizer(bridge.open_gguf(path).metadata)
+    rules = pretokenizers.RULES
+    if name == next(first for first in rules if rules[first] is rules[name]):
+        texts = [*random_texts(3, 2, 400), *random_texts(4, 10, 3)]
+    else:  # another name of rules that are tested
+        texts = random_texts(2, 1, 200)
+    with LlamaCpp(path) as other:
+        for text in texts:
+            assert tokenizer.encode(text) == other.tokenize(text, add_special=True), text
+
+
+@pytest.mark.parametrize(
+    ("model", "pre"),
+    [("gemma4", ""), ("gpt2", "gemma4"), ("gpt2", "granite-embed-multi-311m"), ("gpt2", "sarvam-moe")],
+)
+def test_characters_are_merged_line_by_line_as_in_llama_cpp(model: str, pre: str, tmp_path: Path) -> None:
     data = tokenizer_json(*RULES["gpt-2"])
     (tmp_path / "tokenizer.json").write_text(json.dumps(data))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
@@ -68,7 +143,8 @@ def test_characters_are_merged_line_by_line_as_in_llama_cpps_gemma4(tmp_path: Pa
     kinds[tokens.index("<b>")] = 4
     text, number = gguf.GGUFValueType.STRING, gguf.GGUFValueType.INT32
     changes = {
-        "model": GGUFValue("gemma4", text), "add_bos_token": GGUFValue(False, gguf.GGUFValueType.BOOL),
+        "model": GGUFValue(model, text), "pre": GGUFValue(pre, text),
+        "add_bos_token": GGUFValue(False, gguf.GGUFValueType.BOOL),
         "tokens": GGUFValue(tokens, gguf.GGUFValueType.ARRAY, text),
         "token_type": GGUFValue(kinds, gguf.GGUFValueType.ARRAY, number),
         "merges": GGUFValue(merges, gguf.GGUFValueType.ARRAY, text),
@@ -79,8 +155,10 @@ def test_characters_are_merged_line_by_line_as_in_llama_cpps_gemma4(tmp_path: Pa
     keys = {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
     rewrite(path, tmp_path / "gemma4.gguf", lambda tensor: tensor.tensor_type.name, lambda *_: None, keys)
     texts = ["", " ab  ab", "a\nb\n\nc", "\n\n\n", "\n" * 7, "é日 <b>ab</b>.", "<turn|>a", " a b c\n ab"]
+    if pre == "sarvam-moe":  # llama.cpp ends the process there
+        texts = [text for text in texts if "\n\n" not in text]
     tokenizer = same_as_llama_cpp(tmp_path / "gemma4.gguf", texts)
-    assert tokenizer.add_bos
+    assert tokenizer.add_bos == (pre != "sarvam-moe")
     assert {tokens[token] for token in tokenizer.stops} == {"<eos>", "<turn|>"}
 
 

@@ -47,8 +47,13 @@ def vocab_gguf(folder: Path, vocab_size: int, pre: str | None = None, **config: 
     """The outline of a folder that holds a tokenizer, and a GGUF that llama.cpp loads."""
     write_config(folder, vocab_size=vocab_size, **config)
     outline = outline_of(folder, NAMES, pre=pre)
+    return outline, write_vocab(outline, folder / "vocab.gguf")
+
+
+def write_vocab(outline: Outline, path: Path) -> Path:
+    """An outline's GGUF, its weights zeros."""
     zeros = {part.source: np.zeros(part.shape, np.float32) for tensor in outline.tensors for part in tensor.parts}
-    return outline, write_gguf(outline, zeros, folder / "vocab.gguf")
+    return write_gguf(outline, zeros, path)
 
 
 def vocabulary(outline: Outline) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Text to token ids and back, from a GGUF's metadata alone, as llama.cpp does it.
 
-    tokenizer.ggml.model  "gpt2": byte-level BPE; "gemma4": BPE on characters (both `bpe.py`)
+    tokenizer.ggml.model  "gpt2": BPE by merges; "gemma4": the same, cut as tokenizer.ggml.pre gemma4 (both `bpe.py`)
                           "llama": SentencePiece's joining by score (`spm.py`)
 
 All are wrapped in the same way: control and user-defined tokens are matched in the raw text first, the
@@ -29,6 +29,7 @@ class Cutter(Protocol):
 
     add_bos: bool  # the default, for a file that does not say
     add_eos: bool
+    force_bos: bool  # BOS whatever the file says
 
     def encode(self, text: str, after_special: bool) -> list[int]:
         """ids of text without special tokens; `after_special`: it stands first, or after one."""
@@ -49,7 +50,7 @@ class Tokenizer:
         self.bos = _role_token(metadata, "bos", count)
         self.eos = _role_token(metadata, "eos", count)
         add_bos = metadata.get("tokenizer.ggml.add_bos_token", self.cutter.add_bos)
-        add_bos = add_bos or metadata.get("tokenizer.ggml.model") == "gemma4"  # some of its files say no
+        add_bos = add_bos or self.cutter.force_bos
         self.add_bos = bool(add_bos) and self.bos is not None
         self.add_eos = bool(metadata.get("tokenizer.ggml.add_eos_token", False)) and self.eos is not None
         self.stops = stop_tokens(metadata)
@@ -138,22 +139,17 @@ class Tokenizer:
 
     def _cutter(self, metadata: Mapping[str, Any]) -> Cutter:
         model = metadata.get("tokenizer.ggml.model")
-        if model == "gpt2":
-            from bridge.runtime.tokenizer.bpe import ByteLevel
+        if model in ("gpt2", "gemma4"):
+            from bridge.runtime.tokenizer.bpe import cutter_of
 
-            return ByteLevel(
-                self.tokens, _items(metadata, "merges", str), metadata.get("tokenizer.ggml.pre", "default")
-            )
-        if model == "gemma4":
-            from bridge.runtime.tokenizer.bpe import CharacterLevel
-
-            return CharacterLevel(self.tokens, _items(metadata, "merges", str))
+            pre = "gemma4" if model == "gemma4" else metadata.get("tokenizer.ggml.pre") or "default"
+            return cutter_of(self.tokens, _items(metadata, "merges", str), pre)
         if model == "llama":
             scores = _items(metadata, "scores", float, len(self.tokens)) or [0.0] * len(self.tokens)
             prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
             unknown = _role_token(metadata, "unknown", len(self.tokens))
             return SentencePiece(self.tokens, self.types, scores, unknown, prefix)
-        raise BridgeError(f"tokenizer.ggml.model is {model!r}; must be gpt2 (byte-level BPE), llama or gemma4")
+        raise BridgeError(f"tokenizer.ggml.model is {model!r}; must be gpt2 (BPE by merges), llama or gemma4")
 
     def _pattern(self, kinds: set[int]) -> tuple[re.Pattern[str] | None, dict[str, int]]:
         index = {self.tokens[i]: i for i, kind in enumerate(self.types) if kind in kinds and self.tokens[i]}

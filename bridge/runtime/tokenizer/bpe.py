@@ -1,35 +1,41 @@
-"""BPE by merges, by the `tokenizers` library: on bytes, cut by the rules of tokenizer.ggml.pre, or on characters."""
+"""BPE by merges, by the `tokenizers` library: on bytes or on characters, cut by the rules of tokenizer.ggml.pre."""
 
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bridge.errors import BridgeError
-from bridge.gguf_file.pretokenizers import BYTES, DIGIT_RUN, GPT2_BYTES, ONE_DIGIT, Step, byte_of, rules_of
+from bridge.gguf_file.pretokenizers import BYTES, DIGIT_RUN, GPT2_BYTES, ONE_DIGIT, RULES, Rules, Step, byte_of
 from bridge.runtime.tokenizer.spm import SPACE
 
 
+def cutter_of(tokens: Sequence[str], merges: Sequence[str], pre: Any) -> "ByteLevel | CharacterLevel":
+    """What cuts by a tokenizer.ggml.pre; BridgeError if the name is unknown."""
+    if pre not in RULES:
+        raise BridgeError(
+            f"tokenizer.ggml.pre is {pre!r}, whose rules for cutting words are unknown here; the tokens of a text "
+            "cannot be told, logits() of token ids can be computed"
+        )
+    rules = RULES[pre]
+    return (ByteLevel if rules.byte_level else CharacterLevel)(tokens, merges, rules)
+
+
 class ByteLevel:
-    """A Cutter (see `__init__.py`) for tokenizer.ggml.model gpt2; `pre` names its rules for cutting words.
+    """A Cutter (see `__init__.py`) of words of bytes, by the rules that a tokenizer.ggml.pre names.
 
     tokenizer  of the `tokenizers` library, which does it
     """
 
     add_eos = False
 
-    def __init__(self, tokens: Sequence[str], merges: Sequence[str], pre: Any):
+    def __init__(self, tokens: Sequence[str], merges: Sequence[str], rules: Rules):
         from tokenizers import Tokenizer, models
 
-        rules = rules_of(pre) if isinstance(pre, str) else None
-        if rules is None:
-            raise BridgeError(
-                f"tokenizer.ggml.pre is {pre!r}, whose rules for cutting words are unknown here; the tokens of a text "
-                "cannot be told, logits() of token ids can be computed"
-            )
-        steps, ignore_merges, self.add_bos = rules
+        self.rules, self.add_bos, self.force_bos = rules, rules.add_bos, rules.force_bos
         vocab = {text: token for token, text in enumerate(tokens)}
-        self.tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=_pairs(merges, vocab), ignore_merges=ignore_merges))
-        self.tokenizer.pre_tokenizer = pre_tokenizer(steps)
+        model = models.BPE(vocab=vocab, merges=_pairs(merges, vocab), ignore_merges=rules.ignore_merges)
+        self.tokenizer = Tokenizer(model)
+        self.tokenizer.pre_tokenizer = pre_tokenizer(rules.steps)
 
     def encode(self, text: str, after_special: bool) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
@@ -42,27 +48,28 @@ class ByteLevel:
 
 
 class CharacterLevel:
-    """A Cutter for tokenizer.ggml.model gemma4: spaces are U+2581, words are lines and what lies between them, and a
-    character without a token becomes its bytes' tokens, <0x0A>. A run of newlines that is a token is that token.
+    """A Cutter of words of characters: spaces are U+2581, words are lines and what lies between them, and a character
+    without a token becomes its bytes' tokens, <0x0A>.
 
     tokenizer  of the `tokenizers` library, which does it
     """
 
-    add_bos, add_eos = True, False
+    add_eos = False
 
-    def __init__(self, tokens: Sequence[str], merges: Sequence[str]):
-        from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
+    def __init__(self, tokens: Sequence[str], merges: Sequence[str], rules: Rules):
+        from tokenizers import Tokenizer, models, normalizers
 
+        self.rules, self.add_bos, self.force_bos = rules, rules.add_bos, rules.force_bos
         self._vocab = {text: token for token, text in enumerate(tokens)}
         pairs = _pairs(merges, self._vocab)
         self.tokenizer = Tokenizer(models.BPE(vocab=self._vocab, merges=pairs, byte_fallback=True))
         self.tokenizer.normalizer = normalizers.Replace(" ", SPACE)
-        self.tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|\n+"), "isolated")
+        self.tokenizer.pre_tokenizer = pre_tokenizer(rules.steps)
 
     def encode(self, text: str, after_special: bool) -> list[int]:
         ids: list[int] = []
         for part in re.findall("\n+|[^\n]+", text):
-            known = self._vocab.get(part) if part[0] == "\n" else None
+            known = self._vocab.get(part) if self.rules.ignore_merges and part[0] == "\n" else None
             ids += self.tokenizer.encode(part, add_special_tokens=False).ids if known is None else [known]
         return ids
 

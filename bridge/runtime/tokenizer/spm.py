@@ -21,7 +21,7 @@ _UNKNOWN, _BYTE = 2, 6
 class SentencePiece:
     """A Cutter (see `__init__.py`) for tokenizer.ggml.model llama."""
 
-    add_bos, add_eos = True, False
+    add_bos, add_eos, force_bos = True, False, False
 
     def __init__(
         self, tokens: Sequence[str], types: Sequence[int], scores: Sequence[float], unknown: int | None, prefix: bool
