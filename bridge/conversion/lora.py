@@ -24,7 +24,7 @@ from bridge.conversion.part_reader import PartReader
 from bridge.conversion.paths import with_checkpoint
 from bridge.errors import BridgeError
 from bridge.models.outline import OutlineTensor, Part, tied
-from bridge.system.files import disk_errors, sync_folder
+from bridge.system.files import disk_errors, put_in_place, sync_folder
 from bridge.system.folder_locks import temporary_beside
 from bridge.system.options import checked
 from bridge.system.outputs import NOTHING, check_outputs
@@ -176,7 +176,7 @@ class _Pairs:
 
 def _write(path: Path, arch: Any, alpha: float, pairs: dict[str, Pair]) -> None:
     """The adapter's GGUF, which appears whole or not at all."""
-    with temporary_beside(path) as folder, disk_errors(path, "the adapter", "output"):
+    with disk_errors(path, "the adapter", "output"), temporary_beside(path) as folder:
         writer = gguf.GGUFWriter(folder / path.name, arch)
         writer.add_type(gguf.GGUFType.ADAPTER)
         writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
@@ -188,5 +188,5 @@ def _write(path: Path, arch: Any, alpha: float, pairs: dict[str, Pair]) -> None:
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        (folder / path.name).replace(path)
+        put_in_place(folder / path.name, path)
         sync_folder(path.parent)
