@@ -10,6 +10,7 @@ order is also of the columns of down's a. Stacks of experts have a third dimensi
 alpha_pattern) are multiplied into b. A matrix that replaces the base's is a change of full rank.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -135,15 +136,17 @@ class _Pairs:
             raise self._refused(part.source, "is not a plain matrix of the GGUF")
         if change is not None and change.magnitude is not None:
             raise self._refused(part.module, "has rows of changed length (DoRA)")
-        if saved is not None:
-            change = self._replaced(part, saved, change)
-        assert change is not None
         shape = part.stored or part.shape
-        if change.shape != shape:
+        if change is not None and change.shape != shape:
             raise BridgeError(
                 f"{self._adapter.path}: {part.module} is a change of shape {list(change.shape)}, the base checkpoint "
                 f"has {list(shape)}; give the base model that the adapter was trained on"
             )
+        if change is not None:
+            change = replace(change, a=np.repeat(change.a, change.alike, axis=1), alike=1)
+        if saved is not None:
+            change = self._replaced(part, saved, change)
+        assert change is not None
         rows, columns = self._ckpt.refit(part.module)
         a, b = (
             change.a if columns is None else change.a * columns,

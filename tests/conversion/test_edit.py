@@ -74,7 +74,7 @@ def test_the_old_file_is_whole_until_the_new_one_is(length, path, tmp_path, monk
 
 def test_no_file_is_changed_without_being_asked_for(path, tmp_path) -> None:
     before, new = path.read_bytes(), {"general.name": "Other"}
-    with pytest.raises(BridgeError, match="nothing says which file to write; give out for a new file, or in_place=True"):
+    with pytest.raises(BridgeError, match=r"nothing says .*; give out for a new file, or in_place=True"):
         bridge.edit(path, metadata=new)
     with pytest.raises(BridgeError, match="nothing says which file to write"):
         bridge.edit(path, metadata=new, force=True)
