@@ -101,10 +101,10 @@ def edit(
                 )
             source.seek(stored.data_start)
             with disk_errors(target, "the file", "output"), temporary_beside(target) as folder:
-                with open(folder / target.name, "xb") as new:
-                    new.write(head + bytes(-len(head) % alignment))
-                    shutil.copyfileobj(source, new, _AT_ONCE)
-                    sync(new)
+                with open(folder / target.name, "xb") as made:
+                    made.write(head + bytes(-len(head) % alignment))
+                    shutil.copyfileobj(source, made, _AT_ONCE)
+                    sync(made)
                 if in_place:
                     shutil.copymode(path, folder / target.name)
                 data.close()  # Windows replaces no file that is mapped
