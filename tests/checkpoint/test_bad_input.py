@@ -253,6 +253,9 @@ def test_a_missing_shard_and_a_shard_without_what_the_index_promises(tmp_path):
     assert "lacks extra.weight" in refusal(tmp_path)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
     assert "named by model.safetensors.index.json but missing" in refusal(tmp_path)
+    content["weight_map"]["extra.weight"] = "a" * 5000
+    index.write_text(json.dumps(content))
+    assert "aaa: named by model.safetensors.index.json but missing" in refusal(tmp_path)
     index.unlink()
     assert "model-00002-of-00002.safetensors: missing, though" in refusal(tmp_path)
 
