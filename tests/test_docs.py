@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 
 import bridge
-from bridge.cli import _parser, main, warmup
+from bridge.cli import main, warmup
+from bridge.cli.program import _parser
 from tests.conftest import CHECKPOINT, PATIENCE, ROOT
 from tests.support.adapters import low_rank, write_adapter
 from tests.support.command_line import edit_json

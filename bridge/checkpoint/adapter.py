@@ -23,6 +23,7 @@ from bridge.checkpoint.files.store import Store
 from bridge.checkpoint.language_model import TEXT_PREFIXES
 from bridge.errors import BridgeError
 from bridge.system.files import expanded, read_json
+from bridge.system.patterns import matched, pattern_problem
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -38,15 +39,17 @@ _REFUSED = (
     ("trainable_token_indices", "it replaces single rows of the embeddings"),
     ("arrow_config", "it routes between several adapters"),
 )
+_LEAST, _MOST = 1e-6, 1 << 31  # of ranks, alphas and group sizes
+_LARGEST = 1e30  # of a change, far from what float32 holds
 _OTHER_BASES = ("pissa", "olora", "corda")
 
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """A change scale * b a to a matrix [out, in]: a float32 [r, in], b float32 [out, r].
+    """A change scale * b a to a matrix [out, in]: a float32 [r, in / alike], b float32 [out, r].
 
     magnitude  DoRA's length of each row, float32 [out]
-    alike      so many consecutive columns of a are the same (QA-LoRA)
+    alike      each column of a is for so many consecutive columns of the matrix (QA-LoRA)
     """
 
     a: np.ndarray
@@ -58,7 +61,12 @@ class LowRank:
     @property
     def shape(self) -> tuple[int, int]:
         """Of the matrix."""
-        return self.b.shape[0], self.a.shape[1]
+        return self.b.shape[0], self.a.shape[1] * self.alike
+
+    def rows(self, chosen: slice | np.ndarray, each: int = 1) -> np.ndarray:
+        """float32 scale * b a of some rows, of every `each`-th column; `each` divides `alike`."""
+        product = np.float32(self.scale) * (self.b[chosen] @ self.a)
+        return product if self.alike == each else np.repeat(product, self.alike // each, axis=1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,16 +158,22 @@ def _check(config: dict[str, Any], folder: Path) -> None:
     file = folder / _CONFIG
     if config.get("peft_type") != "LORA":
         raise BridgeError(f"{file}: peft_type is {config.get('peft_type')!r}; only LORA can be read")
-    for key in ("r", "lora_alpha"):
-        value = config.get(key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1 << 31:
-            raise BridgeError(f"{file}: {key} is {value!r}, must be a positive number")
-    for key in ("rank_pattern", "alpha_pattern"):
-        patterns = config.get(key) or {}
-        if not isinstance(patterns, dict) or not all(
-            isinstance(value, int | float) and value > 0 for value in patterns.values()
-        ):
-            raise BridgeError(f"{file}: {key} is {patterns!r:.80}, must map patterns to positive numbers")
+    for key, per_module in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
+        patterns = config.get(per_module) or {}
+        if not isinstance(patterns, dict):
+            raise BridgeError(
+                f"{file}: {per_module} is {patterns!r:.80}, must map patterns to numbers; correct the file"
+            )
+        for name, value in ((key, config.get(key)), *((f"{per_module} {p!r:.80}", v) for p, v in patterns.items())):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not _LEAST <= value < _MOST:
+                raise BridgeError(
+                    f"{file}: {name} is {value!r:.80}, must be a number from {_LEAST:g} to 2^31; correct the file"
+                )
+        for pattern in patterns:
+            if problem := pattern_problem(pattern):
+                raise BridgeError(
+                    f"{file}: {per_module} {pattern!r:.80} is not a regular expression: {problem}; correct the file"
+                )
     for key, why in _REFUSED:
         if config.get(key):
             raise BridgeError(f"{file}: {key} is set: {why}; merge it into its base model with PEFT")
@@ -185,12 +199,12 @@ def _change(module: str, parts: dict[str, np.ndarray], config: dict[str, Any], r
             "[r, in] and [out, r] of a linear layer"
         )
     rank = int(a.shape[0])
-    expected = _by_pattern(config.get("rank_pattern") or {}, module, config["r"])
+    expected = _by_pattern(config, "rank_pattern", module, config["r"], file)
     if rank != expected:
         raise BridgeError(
             f"{file}: {module} has rank {rank}, adapter_config.json says {expected}; it is of another one"
         )
-    alpha = _by_pattern(config.get("alpha_pattern") or {}, module, config["lora_alpha"])
+    alpha = _by_pattern(config, "alpha_pattern", module, config["lora_alpha"], file)
     magnitude = parts.get("lora_magnitude_vector")
     if magnitude is not None and (embedded or magnitude.size != b.shape[0]):
         raise BridgeError(
@@ -203,26 +217,33 @@ def _change(module: str, parts: dict[str, np.ndarray], config: dict[str, Any], r
         a, b = b.T, a.T
     elif config.get("use_qalora"):
         alike = _group_size(config, file)
-        a = np.repeat(a * np.float32(a.shape[1] / alike), alike, axis=1)
+        a = a * np.float32(a.shape[1] / alike)
     flat = None if magnitude is None else magnitude.reshape(-1)
     scale = alpha / (math.sqrt(rank) if rs else rank)
+    most_a, most_b = (float(np.abs(matrix).max(initial=0)) for matrix in (a, b))
+    if scale * rank * max(most_a, 1) * most_b > _LARGEST:
+        raise BridgeError(
+            f"{file}: {module} has values of up to {most_a:.1e} and {most_b:.1e} in its two matrices, which the scale "
+            f"{scale:.1e} of adapter_config.json could bring beyond {_LARGEST:g}; lora_alpha, alpha_pattern or the "
+            "weights are damaged"
+        )
     return LowRank(np.ascontiguousarray(a), np.ascontiguousarray(b), scale, flat, alike)
 
 
 def _group_size(config: dict[str, Any], file: Path) -> int:
     """The columns whose mean QA-LoRA reads."""
     size = config.get("qalora_group_size")
-    if not isinstance(size, int) or size < 1:
-        raise BridgeError(f"{file.parent / _CONFIG}: qalora_group_size is {size!r}, must be a positive integer")
+    if type(size) is not int or not 0 < size < _MOST:
+        raise BridgeError(
+            f"{file.parent / _CONFIG}: qalora_group_size is {size!r:.80}, must be an integer above 0 and below 2^31; "
+            "correct the file"
+        )
     return size
 
 
-def _by_pattern(patterns: dict[str, Any], module: str, default: float) -> Any:
+def _by_pattern(config: dict[str, Any], key: str, module: str, default: float, file: Path) -> Any:
     """The value of the first pattern that a module's name ends with, as PEFT compares them."""
-    for pattern, value in patterns.items():
-        try:
-            if re.fullmatch(rf"(.*\.)?({pattern})", module):
-                return value
-        except re.error:
-            raise BridgeError(f"adapter_config.json: {pattern!r} is not a pattern; take the original file") from None
-    return default
+    source = f"{file.parent / _CONFIG}: {key}"
+    patterns = (config.get(key) or {}).items()
+    fitting = (value for pattern, value in patterns if matched("fullmatch", rf"(.*\.)?({pattern})", module, source))
+    return next(fitting, default)

@@ -37,7 +37,7 @@ class MergedTensor:
         else:
             values = self.base.read_float(self.name, rows)
         if self.change is not None:
-            values = values + np.float32(self.change.scale) * (self.change.b[part] @ self.change.a)
+            values = values + self.change.rows(part)
             if self.change.magnitude is not None:
                 length = np.linalg.norm(values, axis=1)
                 values *= (self.change.magnitude[part] / np.where(length > 0, length, 1))[:, None]
@@ -56,8 +56,7 @@ class MovedZeros:
         """The module, or some of its rows."""
         t = self.base.read_module(self.name, rows)
         assert isinstance(t, GroupedTensor)  # see `_moves_zeros`
-        b = self.change.b if rows is None else self.change.b[rows]
-        moved = np.float32(self.change.scale) * (b @ self.change.a[:, :: t.group_size])
+        moved = self.change.rows(slice(None) if rows is None else rows, t.group_size)
         if not t.scales[moved != 0].all():
             raise BridgeError(f"{self.name}: has a group whose scale is 0, which no zero point moves; merge with PEFT")
         return replace(t, zeros=t.zeros - np.divide(moved, t.scales, out=np.zeros_like(moved), where=moved != 0))

@@ -10,8 +10,8 @@ from bridge.system.options import entry
 _HELP = "change a GGUF's metadata, chat template and names"
 _DESCRIPTION = """\
 Change keys of a GGUF's metadata, its chat template, and the names of keys and tensors;
-the weights stay as they are. Without --out, the file itself is changed, which is possible
-where the metadata keeps its size; with it, a new file is written.
+the weights stay as they are. --out writes a new file. --in-place writes one too, which takes
+MODEL's name once it is whole; links and files with several names are refused.
 """
 
 
@@ -19,9 +19,8 @@ def add_parser(commands: Any) -> None:
     """Add the command to argparse's sub-parsers."""
     p = command(commands, "edit", _HELP, run, _DESCRIPTION)
     p.add_argument("model", help="the GGUF; of several shards, the first has all keys")
-    p.add_argument(
-        "-o", "--out", type=Path, metavar="OUT.gguf", help="the file to write (default: change MODEL itself)"
-    )
+    p.add_argument("-o", "--out", type=Path, metavar="OUT.gguf", help="the file to write")
+    p.add_argument("--in-place", action="store_true", help="replace MODEL itself, in the place of --out")
     p.add_argument(
         "--set",
         "--metadata",
@@ -53,6 +52,7 @@ def run(a: argparse.Namespace) -> int:
     done = edit(
         a.model, a.out,
         metadata=a.metadata, chat_template=a.chat_template, rename=a.rename, remove=a.remove, force=a.force,
+        in_place=a.in_place,
     )  # fmt: skip
     print(done.summary())
     return 0

@@ -2,11 +2,12 @@
 
     bridge.edit("model.gguf", metadata={"general.name": "New"}, chat_template="template.jinja", out="new.gguf")
 
-Only what precedes the data is made anew. If it takes as many bytes as before, up to padding, it is written over the old
-one; otherwise a new file is needed, whose data is copied.
+Only what precedes the data is made anew; the data is copied. In place means that the new file takes the old one's name
+once it is whole: whoever has the old one open keeps it, and a crash leaves one of the two.
 """
 
 import mmap
+import os
 import shutil
 import struct
 from collections.abc import Mapping, Sequence
@@ -22,10 +23,10 @@ from bridge.checkpoint.files.folder import sync
 from bridge.conversion.metadata import with_given
 from bridge.errors import BridgeError, parameter
 from bridge.gguf_file.header import Metadata, TensorEntry, read_header
-from bridge.system.files import disk_errors, expanded, missing, sync_folder
+from bridge.system.files import disk_errors, expanded, missing, put_in_place, sync_folder
 from bridge.system.folder_locks import temporary_beside
 from bridge.system.options import checked, is_key
-from bridge.system.outputs import Taken, check_outputs
+from bridge.system.outputs import NOTHING, Taken, check_outputs
 
 _CHAT_TEMPLATE = "tokenizer.chat_template"
 _OF_THE_FILE = ("general.architecture", "general.alignment", "split.")
@@ -56,24 +57,29 @@ def edit(
     rename: Mapping[str, str] | Sequence[tuple[str, str]] = (),
     remove: Sequence[str] = (),
     force: bool = False,
+    in_place: bool = False,
 ) -> Edited:
     """Change keys and names of a GGUF.
 
     model          the GGUF; of several shards the one that has the key or tensor, keys being in the first
-    out            the file to write; None: `model` itself is changed, if its head keeps its size
+    out            the file to write
     metadata       values by key: of the type that the key has, or that llama.cpp reads it as
     chat_template  a file with the chat template
     rename         keys or tensors: old name -> new name
     remove         keys
     force          replace a file `out` that exists
+    in_place       replace `model` itself, in the place of `out`; the disk must hold both meanwhile
 
-    Raises BridgeError for a damaged file, a value of another type, a name that is not there or taken, and where the new
-    head does not fit without `out`.
+    Raises BridgeError for a damaged file, a value of another type, a name that is not there or taken, and in place for
+    a link or a file with several names (hard links).
     """
     path = expanded(model)
+    if (out is None) != in_place:
+        new, own = parameter("out"), parameter("in_place", True)
+        problem = f"{new} and {own} exclude each other" if in_place else "nothing says which file to write"
+        raise BridgeError(f"{path}: {problem}; give {new} for a new file, or {own} to replace this one")
     target = path if out is None else expanded(out)
-    if out is not None:
-        check_outputs([target], force, Taken((path,)))
+    check_outputs([target], force or in_place, NOTHING if in_place else Taken((path,)))
     given = list(metadata.items() if isinstance(metadata, Mapping) else metadata)
     if chat_template is not None:
         given.append((_CHAT_TEMPLATE, _text(expanded(chat_template))))
@@ -83,33 +89,33 @@ def edit(
     if not given and not names and not remove:
         raise BridgeError(f"{path}: nothing to change; give {parameter('metadata')}, a chat template or new names")
     try:
-        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        with open(path, "rb") as source, mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ) as data:
             stored, tensors = read_header(data, path)
             head, changes = _head(path, data[:8], stored, tensors, given, names, remove)
-            start = stored.data_start
             alignment = int(stored.get(gguf.Keys.General.ALIGNMENT, gguf.GGUF_DEFAULT_ALIGNMENT))
+            info = os.fstat(source.fileno())
+            if in_place and info.st_nlink > 1:
+                raise BridgeError(
+                    f"{path}: has {info.st_nlink} names (hard links), of which the others would keep the old file; "
+                    f"give {parameter('out')} for a new one"
+                )
+            source.seek(stored.data_start)
+            with disk_errors(target, "the file", "output"), temporary_beside(target) as folder:
+                with open(folder / target.name, "xb") as made:
+                    made.write(head + bytes(-len(head) % alignment))
+                    shutil.copyfileobj(source, made, _AT_ONCE)
+                    sync(made)
+                if in_place:
+                    shutil.copymode(path, folder / target.name)
+                data.close()  # Windows replaces no file that is mapped
+                source.close()
+                put_in_place(folder / target.name, target)
     except FileNotFoundError:
         raise missing(path) from None
     except (OSError, ValueError) as problem:
         raise BridgeError(f"{path}: cannot be read ({getattr(problem, 'strerror', None) or problem})") from problem
-    head += bytes(-len(head) % alignment)
-    if out is None:
-        if len(head) != start:
-            grown = f"its head would take {len(head)} bytes instead of {start}"
-            raise BridgeError(f"{path}: cannot be changed in place, {grown}; give {parameter('out')} for a new file")
-        with disk_errors(path, "metadata", "file"), open(path, "r+b") as own:
-            own.write(head)
-            sync(own)
-        return Edited(path, changes, True)
-    with temporary_beside(target) as folder, disk_errors(target, "tensors", "output"):
-        with open(path, "rb") as source, open(folder / target.name, "xb") as new:
-            new.write(head)
-            source.seek(start)
-            shutil.copyfileobj(source, new, _AT_ONCE)
-            sync(new)
-        (folder / target.name).replace(target)
     sync_folder(target.parent)
-    return Edited(target, changes, False)
+    return Edited(target, changes, in_place)
 
 
 def _head(

@@ -10,6 +10,7 @@ order is also of the columns of down's a. Stacks of experts have a third dimensi
 alpha_pattern) are multiplied into b. A matrix that replaces the base's is a change of full rank.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from bridge.conversion.part_reader import PartReader
 from bridge.conversion.paths import with_checkpoint
 from bridge.errors import BridgeError
 from bridge.models.outline import OutlineTensor, Part, tied
-from bridge.system.files import disk_errors, sync_folder
+from bridge.system.files import disk_errors, put_in_place, sync_folder
 from bridge.system.folder_locks import temporary_beside
 from bridge.system.options import checked
 from bridge.system.outputs import NOTHING, check_outputs
@@ -135,15 +136,17 @@ class _Pairs:
             raise self._refused(part.source, "is not a plain matrix of the GGUF")
         if change is not None and change.magnitude is not None:
             raise self._refused(part.module, "has rows of changed length (DoRA)")
-        if saved is not None:
-            change = self._replaced(part, saved, change)
-        assert change is not None
         shape = part.stored or part.shape
-        if change.shape != shape:
+        if change is not None and change.shape != shape:
             raise BridgeError(
                 f"{self._adapter.path}: {part.module} is a change of shape {list(change.shape)}, the base checkpoint "
                 f"has {list(shape)}; give the base model that the adapter was trained on"
             )
+        if change is not None:
+            change = replace(change, a=np.repeat(change.a, change.alike, axis=1), alike=1)
+        if saved is not None:
+            change = self._replaced(part, saved, change)
+        assert change is not None
         rows, columns = self._ckpt.refit(part.module)
         a, b = (
             change.a if columns is None else change.a * columns,
@@ -176,7 +179,7 @@ class _Pairs:
 
 def _write(path: Path, arch: Any, alpha: float, pairs: dict[str, Pair]) -> None:
     """The adapter's GGUF, which appears whole or not at all."""
-    with temporary_beside(path) as folder, disk_errors(path, "the adapter", "output"):
+    with disk_errors(path, "the adapter", "output"), temporary_beside(path) as folder:
         writer = gguf.GGUFWriter(folder / path.name, arch)
         writer.add_type(gguf.GGUFType.ADAPTER)
         writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
@@ -188,5 +191,5 @@ def _write(path: Path, arch: Any, alpha: float, pairs: dict[str, Pair]) -> None:
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        (folder / path.name).replace(path)
+        put_in_place(folder / path.name, path)
         sync_folder(path.parent)

@@ -20,6 +20,7 @@ from bridge.blocks import BLOCKS, FP4, ROUNDED, TYPES
 from bridge.encode.limits import CARRIED_LIMIT, REQUANTIZED_LIMIT
 from bridge.errors import BridgeError, parameter
 from bridge.system.options import check_types, option, pair
+from bridge.system.patterns import matched, pattern_problem
 
 MMPROJ_TYPES = ("F16", "BF16", "F32", "Q8_0")  # of the matrices of a vision tower
 FLOAT_TYPES = ("F32", "F16", "BF16")
@@ -160,11 +161,9 @@ class Recipe:
             if not isinstance(each, tuple | list) or [type(text) for text in each] != [str, str]:
                 raise BridgeError(f"{parameter('tensor_types')} {each!r}: must be a regular expression and a type")
         for pattern, name in pairs:
-            try:
-                re.compile(pattern)
-            except re.error as problem:
+            if problem := pattern_problem(pattern):
                 given = parameter("tensor_types", (pattern, name))
-                raise BridgeError(f"{given}: is not a regular expression: {problem}") from None
+                raise BridgeError(f"{given}: is not a regular expression: {problem}")
             checked.append((pattern, _tensor_type(name)))
         object.__setattr__(self, "tensor_types", tuple(checked))
         if self.target is not None and not re.fullmatch(_TARGET, self.target):
@@ -178,8 +177,8 @@ class Recipe:
     def check(self, names: Sequence[str]) -> None:
         """BridgeError where a tensor_types pattern matches none of the tensors that can be quantized, `names`."""
         for pattern, name in self.tensor_types:
-            if not any(re.search(pattern, n) for n in names):
-                given = parameter("tensor_types", (pattern, name))
+            given = parameter("tensor_types", (pattern, name))
+            if not any(matched("search", pattern, n, given) for n in names):
                 raise BridgeError(f"{given}: matches no tensor that can be quantized; they have names like {names[0]}")
 
     @property
@@ -231,7 +230,7 @@ class Recipe:
     def explicit(self, name: str, kind: str, tied: bool) -> str | None:
         """The type that an option for single tensors gives a tensor, if one does; `tied`: it is the head too."""
         for pattern, type in reversed(self.tensor_types):
-            if re.search(pattern, name):
+            if matched("search", pattern, name, parameter("tensor_types")):
                 return type
         if kind == "output" or (tied and self.output_type):  # as llama.cpp: the head's type comes first
             return self.output_type

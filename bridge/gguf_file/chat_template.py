@@ -104,7 +104,7 @@ def check_template_options(options: Any) -> dict[str, Any]:
 
 def thinking_switches(template: str) -> dict[str, Any]:
     """The template's own switches for thinking, set so that the reply comes without: {"enable_thinking": False}."""
-    code = " ".join(re.findall(r"\{[{%].*?[}%]\}", template, re.DOTALL))
+    code = " ".join(re.findall(r"\{[{%].*?(?:[}%]\}|\Z)", template, re.DOTALL))  # one pass, closed or not
     return {name: off for name, off in NO_THINKING.items() if re.search(rf"(?<![\w.'\"]){name}(?![\w'\"])", code)}
 
 

@@ -8,6 +8,7 @@ what is in use, and nothing is removed.
 import glob
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -53,7 +54,8 @@ def temporary_beside(path: Path) -> Iterator[Path]:
     """A new folder next to `path` for what will be renamed to it; removed at the end.
 
     Those of processes that were killed while they wrote to the same path are removed first. Missing folders above
-    `path` are made, and stay only if something was written into them. Raises OSError where no folder can be made there.
+    `path` are made, and stay only if something was written into them. A KeyboardInterrupt without words gets some: that
+    nothing is left of what was being written. Raises OSError where no folder can be made there.
     """
 
     def make() -> Path:
@@ -68,6 +70,9 @@ def temporary_beside(path: Path) -> Iterator[Path]:
     try:
         yield folder
     finally:
+        stop = sys.exc_info()[1]  # also where an __exit__ that an interrupt calls closes this
+        if isinstance(stop, KeyboardInterrupt) and not stop.args:
+            stop.args = ("stopped; nothing half-written was left behind",)
         shutil.rmtree(folder, ignore_errors=True)
         if handle is not None:
             os.close(handle)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import bridge
-from bridge.cli import _parser, main
+from bridge.cli import main
+from bridge.cli.program import _parser
 from bridge.errors import BridgeError
 from bridge.runtime.bench import tensors_to_time
 from tests.conftest import CHECKPOINT

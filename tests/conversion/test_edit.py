@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
+
 import gguf
 import numpy as np
 import pytest
@@ -34,25 +38,69 @@ def same_weights(first, second, names=None) -> None:
         assert np.array_equal(tensor.raw, b[(names or {}).get(name, name)].raw), name
 
 
-def test_values_of_the_same_length_are_changed_in_place(path, tmp_path) -> None:
-    (tmp_path / "before.gguf").write_bytes(path.read_bytes())
-    inode = path.stat().st_ino
-    done = bridge.edit(path, metadata={"general.name": "Other", "llama.context_length": "4096"})
-    assert done.in_place
-    assert "general.name: 'First' -> 'Other'" in done.summary()
-    assert (path.stat().st_ino, path.stat().st_size) == (inode, (tmp_path / "before.gguf").stat().st_size)
-    new = read_gguf(path).metadata
-    assert (new["general.name"], new["llama.context_length"]) == ("Other", 4096)
-    same_weights(tmp_path / "before.gguf", path)
-
-
-def test_a_longer_head_needs_a_new_file_and_gets_one(path, tmp_path) -> None:
+def test_in_place_the_new_file_takes_the_name_of_the_old_one(path, tmp_path) -> None:
     before = path.read_bytes()
+    (tmp_path / "before.gguf").write_bytes(before)
+    path.chmod(0o600)
+    with open(path, "rb") as opened:
+        done = bridge.edit(path, metadata={"general.name": "Other" * 99, "llama.context_length": "4096"}, in_place=True)
+        assert done.in_place
+        assert f"changed {path}" in done.summary()
+        if sys.platform != "win32":  # which replaces no open file
+            assert opened.read() == before
+            assert path.stat().st_mode & 0o777 == 0o600
+    new = read_gguf(path).metadata
+    assert (new["general.name"], new["llama.context_length"]) == ("Other" * 99, 4096)
+    same_weights(tmp_path / "before.gguf", path)
+    assert {file.name for file in tmp_path.iterdir()} == {"m.gguf", "before.gguf"}
+
+
+@pytest.mark.parametrize("length", [5, 5000])
+def test_the_old_file_is_whole_until_the_new_one_is(length, path, tmp_path, monkeypatch) -> None:
+    """Whenever the process is killed."""
+    before, copy = path.read_bytes(), shutil.copyfileobj
+
+    def interrupted(source, new, *size) -> None:
+        copy(source, new, *size)
+        assert path.read_bytes() == before
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shutil.copyfileobj", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        bridge.edit(path, metadata={"general.name": "x" * length}, in_place=True)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["m.gguf"]
+
+
+def test_no_file_is_changed_without_being_asked_for(path, tmp_path) -> None:
+    before, new = path.read_bytes(), {"general.name": "Other"}
+    with pytest.raises(BridgeError, match=r"nothing says .*; give out for a new file, or in_place=True"):
+        bridge.edit(path, metadata=new)
+    with pytest.raises(BridgeError, match="nothing says which file to write"):
+        bridge.edit(path, metadata=new, force=True)
+    with pytest.raises(BridgeError, match="exclude each other"):
+        bridge.edit(path, tmp_path / "new.gguf", metadata=new, in_place=True)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["m.gguf"]
+
+
+def test_in_place_a_file_that_has_other_names_is_refused(path, tmp_path) -> None:
+    before, link, second = path.read_bytes(), tmp_path / "link.gguf", tmp_path / "second.gguf"
+    link.symlink_to(path)
+    with pytest.raises(BridgeError, match="links are neither followed nor replaced"):
+        bridge.edit(link, metadata={"general.name": "Other"}, in_place=True)
+    os.link(path, second)
+    with pytest.raises(BridgeError, match="has 2 names"):
+        bridge.edit(path, metadata={"general.name": "Other"}, in_place=True)
+    assert path.read_bytes() == second.read_bytes() == before
+    assert link.is_symlink()
+    second.unlink()
+    assert bridge.edit(path, metadata={"general.name": "Other"}, in_place=True).in_place
+
+
+def test_a_longer_head_is_written_to_a_new_file(path, tmp_path) -> None:
     template = tmp_path / "chat.jinja"
     template.write_text("{{ messages }}" * 50)
-    with pytest.raises(BridgeError, match=r"cannot be changed in place.*out"):
-        bridge.edit(path, chat_template=template)
-    assert path.read_bytes() == before
     done = bridge.edit(path, tmp_path / "new.gguf", chat_template=template)
     assert not done.in_place
     old, new = read_gguf(path).metadata, read_gguf(tmp_path / "new.gguf").metadata
@@ -127,7 +175,7 @@ def test_what_cannot_be_changed_is_said_and_nothing_is(asked, message, path, tmp
     before = path.read_bytes()
     for out in (None, tmp_path / "new.gguf"):
         with pytest.raises(BridgeError, match=message):
-            bridge.edit(path, out, **asked)
+            bridge.edit(path, out, **asked, in_place=out is None)
     assert [file.name for file in tmp_path.iterdir()] == ["m.gguf"]
     assert path.read_bytes() == before
 
@@ -139,9 +187,9 @@ def test_the_source_and_other_files_are_not_overwritten(path, tmp_path) -> None:
     with pytest.raises(BridgeError):
         bridge.edit(path, path, metadata={"general.name": "Other"}, force=True)
     with pytest.raises(BridgeError, match="damaged or truncated"):
-        bridge.edit(tmp_path / "new.gguf", metadata={"general.name": "Other"})
+        bridge.edit(tmp_path / "new.gguf", metadata={"general.name": "Other"}, in_place=True)
     with pytest.raises(BridgeError, match="no such file"):
-        bridge.edit(tmp_path / "nowhere.gguf", metadata={"general.name": "Other"})
+        bridge.edit(tmp_path / "nowhere.gguf", metadata={"general.name": "Other"}, in_place=True)
 
 
 def test_the_command_line_edits(path, tmp_path, capsys) -> None:
@@ -166,5 +214,9 @@ def test_the_command_line_edits(path, tmp_path, capsys) -> None:
     assert f"wrote {new}" in capsys.readouterr().out
     assert read_gguf(new).metadata["general.name"] == "A = B"
     assert "general.languages" not in read_gguf(new).metadata
-    assert main(["edit", str(path), "--set", "llama.context_length=x"]) == 2
+    assert main(["edit", str(path), "--set", "general.name=B"]) == 2
+    assert "give --out for a new file, or --in-place to replace this one" in capsys.readouterr().err
+    assert main(["edit", str(path), "--set", "general.name=B", "--in-place"]) == 0
+    assert read_gguf(path).metadata["general.name"] == "B"
+    assert main(["edit", str(path), "--set", "llama.context_length=x", "--in-place"]) == 2
     assert "--metadata llama.context_length=x: must be uint32" in capsys.readouterr().err

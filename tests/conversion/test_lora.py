@@ -180,8 +180,23 @@ REFUSED: dict[str, tuple[Arrays, dict[str, object], str]] = {
     "another tied head": ({"lm_head.weight": np.ones((2048, 256), np.float32)}, {}, "lm_head.weight has no tensor"),
     "added tokens": ({f"{EMBEDDINGS}.weight": np.ones((2050, 256), np.float32)}, {}, "tokens were added"),
     "another method": (low_rank(SHAPES), {"peft_type": "IA3"}, "peft_type is 'IA3'"),
-    "no alpha": (low_rank(SHAPES), {"lora_alpha": None}, "lora_alpha is None, must be a positive number"),
-    "a pattern that is none": (low_rank(SHAPES), {"alpha_pattern": {"(": 1}}, "is not a pattern"),
+    "no alpha": (low_rank(SHAPES), {"lora_alpha": None}, "lora_alpha is None, must be a number from"),
+    "an infinite alpha": (low_rank(SHAPES), {"lora_alpha": float("inf")}, "lora_alpha is inf, must be a number from"),
+    "a pattern that is none": (low_rank(SHAPES), {"alpha_pattern": {"(": 1}}, "is not a regular expression"),
+    "an alpha beyond float32": (low_rank(SHAPES), {"alpha_pattern": {"q_proj": 1e300}}, "'q_proj' is 1e.300, must be"),
+    "a rank of 401 digits": (low_rank(SHAPES), {"rank_pattern": {"q_proj": 10**400}}, "must be a number from"),
+    "an alpha that is true": (low_rank(SHAPES), {"alpha_pattern": {"q_proj": True}}, "'q_proj' is True, must be"),
+    "matrices that overflow": (
+        {f"{Q}.lora_A.weight": np.full((4, 256), 1e20, "f4"), f"{Q}.lora_B.weight": np.full((256, 4), 1e20, "f4")},
+        {},
+        r"q_proj has values of up to 1.0e.20 and 1.0e.20",
+    ),
+    "QA-LoRA of 10^9 columns": (
+        low_rank(SHAPES), {"use_qalora": True, "qalora_group_size": 10**9}, r"a change of shape \[256, 256000000000\]"
+    ),
+    "a saved matrix with a change of another shape": (
+        {f"{Q}.weight": np.ones((256, 256), "f4"), **low_rank({Q: (256, 128)})}, {}, r"change of shape \[256, 128\]"
+    ),
     "patterns that are a list": (low_rank(SHAPES), {"rank_pattern": [1]}, "must map patterns"),
     "a changed base": (low_rank(SHAPES), {"init_lora_weights": "pissa"}, "it changed the base model's weights too"),
     "QA-LoRA without its groups": (low_rank(SHAPES), {"use_qalora": True}, "qalora_group_size is None, must be"),

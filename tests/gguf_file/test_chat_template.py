@@ -92,7 +92,9 @@ def test_options_that_are_none_are_refused(options: Any, why: str) -> None:
         ("{% if not thinking is defined %}{% set thinking = false %}{% endif %}", {"thinking": False}),
         ("{{ m.thinking }}{{ m['thinking'] }} thinking", {}),
         ("{%- if thinking_budget == 0 %}x{% endif %}", {"thinking_budget": 0}),
+        ("{{" * 1_000_000, {}),  # none of which ends
     ],
+    ids=range(5),
 )
 def test_the_switches_for_thinking_are_the_variables_that_a_template_asks_for(
     template: str, switches: dict[str, Any]

@@ -22,8 +22,9 @@ import numpy as np
 from bridge.checkpoint.files.store import Store, TensorInfo
 from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, module_info
 from bridge.checkpoint.grouped import GroupedTensor
-from bridge.checkpoint.labels.quant_config import QuantConfig, compiles
+from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
+from bridge.system.patterns import matched
 
 _LINEAR_CLASSES, _MODES = ("bitlinear", "autobitlinear"), ("offline", "online")
 _IN_LAYER = re.compile(r"\.\d+\.")
@@ -69,9 +70,8 @@ class BitnetReader(Reader):
         """Whether the config leaves a layer out: by the beginning of its name or a regular expression for it, up to a
         dot, or by its end."""
         at_dot = r"(?:(?<=\.)|(?=\.|$))"
-        return any(
-            name.endswith(kept) or (not compiles(kept) and re.match(f"(?:{kept}){at_dot}", name)) for kept in self._kept
-        )
+        source = self.quant.source
+        return any(name.endswith(k) or matched("match", f"(?:{k}){at_dot}", name, source) for k in self._kept)
 
     def required_parts(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
         return self.required[self._online and "weight_scale" not in tensors :]

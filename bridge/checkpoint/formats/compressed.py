@@ -75,8 +75,9 @@ class CompressedReader(Reader):
         return bool(self._schemes)
 
     def claimed(self, module: str) -> bool:
-        named = any(matches(module, scheme.targets) for scheme in self._schemes)
-        return named and not matches(module, self._ignored)  # which must list every linear layer that is not quantized
+        source = self.quant.source
+        named = any(matches(module, scheme.targets, source) for scheme in self._schemes)
+        return named and not matches(module, self._ignored, source)  # which must list every linear layer of floats
 
     def required_parts(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
         if "weight" in tensors or _is_fp4(tensors):
@@ -84,7 +85,7 @@ class CompressedReader(Reader):
         return "weight_scale", "weight_packed", "weight_shape"
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo | ScaledFloats:
-        scheme = scheme_of(name, self._schemes)
+        scheme = scheme_of(name, self._schemes, self.quant.source)
         weight, scale = tensors.get("weight_packed") or tensors["weight"], tensors["weight_scale"]
         if scheme is None:
             raise BridgeError(
@@ -156,7 +157,7 @@ class CompressedReader(Reader):
     def read(self, name: str, rows: np.ndarray | None = None) -> CodedTensor:
         info = self.modules[name]
         found: CodedTensor = FP4.read(self, info, rows) if _is_fp4(info.tensors) else self._read(name, rows)
-        if matches(name, self._ignored):
+        if matches(name, self._ignored, self.quant.source):
             note = f"{name}: ignore says it is not quantized, but it is; read as it is stored"
             found = replace(found, notes=(note, *found.notes))  # type: ignore[type-var]
         return found
@@ -185,7 +186,7 @@ class CompressedReader(Reader):
         return self._groups(name)[1] if self.modules[name].stores_g_idx else None
 
     def _scheme(self, name: str) -> Scheme:
-        scheme = scheme_of(name, self._schemes)
+        scheme = scheme_of(name, self._schemes, self.quant.source)
         assert scheme is not None  # describe saw to it
         return scheme
 

@@ -14,7 +14,6 @@ found in the module's name. Learned from transformers' integrations/gemma_quant.
 blocks of the tests.
 """
 
-import re
 from dataclasses import replace
 from typing import ClassVar
 
@@ -23,8 +22,9 @@ import numpy as np
 from bridge.checkpoint.files.store import TensorInfo
 from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, module_info
 from bridge.checkpoint.grouped import GroupedTensor
-from bridge.checkpoint.labels.quant_config import QuantConfig, compiles, whole_number
+from bridge.checkpoint.labels.quant_config import QuantConfig, whole_number
 from bridge.errors import BridgeError
+from bridge.system.patterns import matched, pattern_problem
 
 _WEIGHT, _EMBEDDING = ("weight", "weight_scale"), ("embedding_quantized", "embedding_scale")
 
@@ -38,7 +38,7 @@ class GemmaReader(Reader):
     @classmethod
     def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
         bits, rules = quant.raw.get("num_bits", 4), quant.raw.get("module_quant_configs") or {}
-        if not isinstance(rules, dict) or any(compiles(r) or not isinstance(c, dict) for r, c in rules.items()):
+        if not isinstance(rules, dict) or any(pattern_problem(r) or not isinstance(c, dict) for r, c in rules.items()):
             raise BridgeError(f"{quant.source}: module_quant_configs is not a table of patterns; correct the file")
         widths = {whole_number(n) for n in (bits, *(change.get("num_bits", bits) for change in rules.values()))}
         if not widths <= {2, 4, 8}:
@@ -51,7 +51,8 @@ class GemmaReader(Reader):
 
     def claimed_bits(self, module: str) -> int:
         rules = self.quant.raw.get("module_quant_configs") or {}
-        found: dict[str, object] = next((change for pattern, change in rules.items() if re.search(pattern, module)), {})
+        asked = (change for rule, change in rules.items() if matched("search", rule, module, self.quant.source))
+        found: dict[str, object] = next(asked, {})
         return whole_number(found.get("num_bits")) or self.quant.bits
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:

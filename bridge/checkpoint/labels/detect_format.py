@@ -44,9 +44,10 @@ from bridge.checkpoint.formats.sinq import SinqReader
 from bridge.checkpoint.formats.spqr import SpqrReader
 from bridge.checkpoint.formats.torchao import TorchaoReader
 from bridge.checkpoint.formats.vptq import VptqReader
-from bridge.checkpoint.labels.quant_config import QuantConfig, compiles, whole_number
+from bridge.checkpoint.labels.quant_config import QuantConfig, whole_number
 from bridge.errors import BridgeError
 from bridge.system.files import read_json
+from bridge.system.patterns import pattern_problem
 
 # quant_method -> its reader; auto-round packs as one of them
 READERS: dict[str, type[Reader]] = {
@@ -221,5 +222,5 @@ def _unread_patterns(quant: QuantConfig) -> Iterator[str]:
             if not isinstance(change, dict) and not (key == "dynamic" and (change is False or pattern[:2] == "-:")):
                 raise BridgeError(f"{quant.source}: {key} {pattern!r} is {change!r}, not a table; correct the file")
             by_name = key == "dynamic" and pattern[:2] in ("-:", "+:")
-            if problem := compiles(pattern[2:] if by_name else pattern):
+            if problem := pattern_problem(pattern[2:] if by_name else pattern):
                 yield f"{key} has the pattern {pattern!r:.80}, which cannot be read ({problem}) and is ignored"

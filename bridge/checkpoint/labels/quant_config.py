@@ -4,7 +4,7 @@ Readers trust the tensors over the claims, and note where they disagree.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -12,6 +12,7 @@ from typing import Any, Self
 import bridge
 from bridge.checkpoint.formats.zeros import OWN_BITS_SINCE
 from bridge.errors import BridgeError
+from bridge.system.patterns import matched
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class QuantConfig:
         """
         ordered = sorted(self.dynamic.items(), key=lambda item: not item[0].startswith("-:"))
         for pattern, change in ordered:
-            if not _found(re.match, pattern[2:] if pattern[:2] in ("-:", "+:") else pattern, name):
+            if not matched("match", pattern[2:] if pattern[:2] in ("-:", "+:") else pattern, name, self.source):
                 continue
             if pattern.startswith("-:") or change is False:
                 return None
@@ -64,7 +65,7 @@ class QuantConfig:
         if name in extra:
             return self._with(extra[name])
         for pattern, change in extra.items():
-            if change and _found(re.search, pattern, name):
+            if change and matched("search", pattern, name, self.source):
                 return self._with(change)
         return self
 
@@ -166,19 +167,6 @@ def whole_number(value: object) -> int | None:
     if isinstance(value, float) and value.is_integer():
         return int(value)
     return value if type(value) is int else None
-
-
-def compiles(pattern: str) -> str | None:
-    """Why Python cannot compile a pattern as a regular expression; None if it can."""
-    try:
-        re.compile(pattern)
-    except (re.error, OverflowError, RecursionError) as problem:
-        return str(problem)
-    return None
-
-
-def _found(find: Callable[[str, str], object], pattern: str, name: str) -> bool:
-    return compiles(pattern) is None and find(pattern, name) is not None
 
 
 def bits_said(quant: QuantConfig) -> tuple[str, ...]:

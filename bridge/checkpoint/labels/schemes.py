@@ -16,11 +16,13 @@ expressions the first in alphabetical order applies, as in the compressed-tensor
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from bridge.checkpoint.formats.fp8 import read_block
-from bridge.checkpoint.labels.quant_config import QuantConfig, compiles, whole_number
+from bridge.checkpoint.labels.quant_config import QuantConfig, whole_number
 from bridge.errors import BridgeError
+from bridge.system.patterns import matched, pattern_problem
 
 FORMATS = (
     "pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "nvfp4-pack-quantized",
@@ -60,24 +62,25 @@ class Scheme:
         return f"{self.bits} bits, {where}, {'symmetric' if self.sym else 'asymmetric'}{order}"
 
 
-def matches(name: str, targets: Sequence[str]) -> bool:
-    """Whether a target is the module's name, its class, or an expression that matches it."""
-    return any(_rank(name, target) is not None for target in targets)
+def matches(name: str, targets: Sequence[str], source: Path | None) -> bool:
+    """Whether a target of a config, `source`, is the module's name, its class, or an expression that matches it."""
+    return any(_rank(name, target, source) is not None for target in targets)
 
 
-def scheme_of(name: str, schemes: Sequence[Scheme]) -> Scheme | None:
-    """The scheme that applies to a module; if no target matches it, the only scheme."""
-    ranked = [(r, i) for i, scheme in enumerate(schemes) for t in scheme.targets if (r := _rank(name, t)) is not None]
+def scheme_of(name: str, schemes: Sequence[Scheme], source: Path | None) -> Scheme | None:
+    """The scheme of a config, `source`, that applies to a module; if no target matches it, the only scheme."""
+    targets = [(target, i) for i, scheme in enumerate(schemes) for target in scheme.targets]
+    ranked = [(rank, i) for target, i in targets if (rank := _rank(name, target, source)) is not None]
     if ranked:
         return schemes[min(ranked)[1]]
     return schemes[0] if len(schemes) == 1 else None
 
 
-def _rank(name: str, target: str) -> tuple[int, str] | None:
+def _rank(name: str, target: str, source: Path | None) -> tuple[int, str] | None:
     if target == name:
         return 0, target
     if target.startswith("re:"):
-        return (1, target) if re.match(target[3:], name) else None
+        return (1, target) if matched("match", target[3:], name, source) else None
     if target == ("Embedding" if _EMBEDDING.match(name) else "Linear"):
         return 2, target
     return None
@@ -107,7 +110,7 @@ def read_schemes(quant: QuantConfig) -> list[Scheme]:
             schemes.append(_scheme(quant, key, group, weights, default))
     patterns = [t for s in schemes for t in s.targets] + ignored(quant)
     for target in patterns:
-        if target.startswith("re:") and (problem := compiles(target[3:])):
+        if target.startswith("re:") and (problem := pattern_problem(target[3:])):
             raise BridgeError(f"{source}: has the invalid pattern {target!r} ({problem}); correct the file")
     return schemes
 

@@ -1,0 +1,57 @@
+"""Regular expressions that come out of files: compared with names within a limit of time and of memory.
+
+Python's `re` backtracks without end on some ("(a|a)*$") and holds everything up meanwhile. The `regex` package takes
+the same syntax and stops after a time; it unrolls counted repeats, so these are limited before.
+"""
+
+import math
+import re
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from bridge.errors import BridgeError
+
+SECONDS = 1.0  # for one comparison; usual ones take microseconds
+_MAX_UNROLLED = 1_000_000  # characters of a pattern whose counted repeats are written out
+_COUNT = re.compile(r"\{([0-9]+)")
+
+
+def pattern_problem(pattern: str) -> str | None:
+    """Why a pattern cannot be used as a regular expression; None if it can."""
+    found = _compiled(pattern)
+    return found if isinstance(found, str) else None
+
+
+def matched(how: Literal["match", "search", "fullmatch"], pattern: str, name: str, source: Path | str | None) -> bool:
+    """Whether a pattern is found in a name as `re` finds it: at its start, anywhere, or as all of it.
+
+    A pattern that has a `pattern_problem` matches nothing. Raises BridgeError, which names the pattern and its `source`
+    (a file or an argument), where the comparison takes longer than SECONDS.
+    """
+    compiled = _compiled(pattern)
+    if isinstance(compiled, str):
+        return False
+    find: Callable[..., Any] = getattr(compiled, how)
+    try:
+        return find(name, timeout=SECONDS) is not None
+    except TimeoutError:
+        raise BridgeError(
+            f"{source}: comparing the pattern {pattern!r:.80} with {name!r:.80} takes more than {SECONDS:g} s; "
+            "simplify the pattern"
+        ) from None
+
+
+@lru_cache(maxsize=1 << 16)
+def _compiled(pattern: str) -> Any:
+    """regex's Pattern, or why there is none."""
+    import regex  # when a pattern is there: most files have none
+
+    unrolled = len(pattern) * math.prod(max(int(n[:9]), 1) for n in _COUNT.findall(pattern))
+    if unrolled > _MAX_UNROLLED:
+        return f"its counted repeats unroll to {unrolled:.1e} characters, the limit is {_MAX_UNROLLED:.0e}"
+    try:
+        return regex.compile(pattern)
+    except (regex.error, OverflowError, RecursionError) as problem:
+        return str(problem)
