@@ -20,7 +20,7 @@ from bridge.checkpoint.files.store import Store, TensorInfo
 from bridge.checkpoint.files.weight_files import config_folder, open_store
 from bridge.checkpoint.formats.fp8 import FLOAT8
 from bridge.checkpoint.formats.lattice import Lattice, find_lattice
-from bridge.checkpoint.formats.module_reader import ACTIVATIONS, ModuleInfo, Reader, in_words
+from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, in_words, scales_activations
 from bridge.checkpoint.formats.trellis_coded import TrellisReader
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
 from bridge.checkpoint.labels.detect_format import READERS, read_quant_config
@@ -77,7 +77,7 @@ class Checkpoint:
             part = name.rpartition(".")[2]
             if name in owned:
                 pass
-            elif self.reader and part in ACTIVATIONS:
+            elif scales_activations(name):
                 left_out.add(part)
             elif info.floating or part in _TABLES:
                 self.tensors[name] = info
