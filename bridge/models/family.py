@@ -44,8 +44,8 @@ class Row:
     shape        names of `Arguments.sizes`, "q hidden" or "hidden"; with + for rows of several, "q+kv+kv hidden"
     also         other names of the source. For experts, a name without * is one 3-D tensor that has them all: with
                  [0/2] they are the first half of its matrices' rows, with [0::2] every second row; ^ means that these
-                 are transposed in the file if the shapes do not tell. gate_proj and up_proj of an expert may be halves of
-                 its gate_up_proj without being listed here
+                 are transposed in the file if the shapes do not tell. An expert's gate_proj and up_proj may be halves
+                 of its gate_up_proj without being listed
     bias         None: llama.cpp's graph has none, it must be zero; else whether it must be present
     interleaved  for q and k if GGUF rotates neighbouring rows of a head: see `interleaved_rows`
     apart        the modules that have its rows where the source is missing, one for each size of its rows: EXL3 stores

@@ -158,7 +158,7 @@ def unpacked(packed: np.ndarray) -> np.ndarray:
 
 def checked_scales(kind: str, bits: np.ndarray, info: TensorInfo) -> np.ndarray:
     """The stored scales. Raises BridgeError if one is negative or NaN."""
-    bad = bits == 255 if kind == "MXFP4" else bits >= 127
+    bad = bits == 255 if kind.startswith("MXFP") else bits >= 127
     if bad.any():
         raise BridgeError(
             f"{info.file}: {np.count_nonzero(bad)} of {bits.size} values of {info.name} are NaN or negative; "

@@ -24,7 +24,7 @@ from bridge.errors import BridgeError
 
 FORMATS = (
     "pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "nvfp4-pack-quantized",
-    "mxfp4-pack-quantized", "mxfp8-quantized", "dense", "mixed-precision",
+    "mxfp4-pack-quantized", "mxfp6-pack-quantized", "mxfp8-quantized", "dense", "mixed-precision",
 )  # fmt: skip
 STRATEGIES = ("tensor", "channel", "group", "tensor_group", "block")
 _FOLDED = ("weight_input", "weight_output")  # locations of rotations that are folded into the weights
@@ -124,10 +124,10 @@ def _scheme(quant: QuantConfig, key: str, group: dict[str, Any], weights: dict[s
     kind, size = str(weights.get("type") or "int").lower(), whole_number(weights.get("group_size"))
     said = weights.get("num_bits", 8)
     bits = whole_number(said)
-    if bits is None or bits not in {"int": range(2, 9), "float": (4, 8)}.get(kind, ()):
+    if bits is None or bits not in {"int": range(2, 9), "float": (4, 6, 8)}.get(kind, ()):
         raise BridgeError(
             f"{where}: num_bits {said!r} of type {kind!r} is not supported (integers of 2 to 8 bits and floats of "
-            "4 and 8 bits are); convert the unquantized model instead"
+            "4, 6 and 8 bits are); convert the unquantized model instead"
         )
     inferred = "channel" if size == -1 else "group" if (size or 0) > 0 else "tensor"
     strategy = str(weights.get("strategy") or inferred).lower()
