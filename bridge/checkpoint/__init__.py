@@ -12,7 +12,7 @@ for each, repack/ rewrites GPTQ's zero points. `files.hub` also downloads from t
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -56,7 +56,10 @@ class Checkpoint:
     store     the stored tensors
     merged    the tensors that an adapter has changed, see `merge.merge`: what reads their rows
     moved     the modules of which it moves zero points alone
+    unties    whether a head that is tied to the embeddings can become a matrix of its own
     """
+
+    unties: ClassVar[bool] = True
 
     def __init__(
         self, path: Path, config: dict[str, Any], quant: QuantConfig, store: Store, home: Path | None = None

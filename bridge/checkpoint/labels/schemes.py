@@ -28,7 +28,7 @@ FORMATS = (
 )  # fmt: skip
 STRATEGIES = ("tensor", "channel", "group", "tensor_group", "block")
 _FOLDED = ("weight_input", "weight_output")  # locations of rotations that are folded into the weights
-_EMBEDDING = re.compile(r"(.*\.)?(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings)$")
+EMBEDDING = re.compile(r"(.*\.)?(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings)$")
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def _rank(name: str, target: str) -> tuple[int, str] | None:
         return 0, target
     if target.startswith("re:"):
         return (1, target) if re.match(target[3:], name) else None
-    if target == ("Embedding" if _EMBEDDING.match(name) else "Linear"):
+    if target == ("Embedding" if EMBEDDING.match(name) else "Linear"):
         return 2, target
     return None
 
