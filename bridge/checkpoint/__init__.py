@@ -12,7 +12,7 @@ for each, repack/ rewrites GPTQ's zero points. `files.hub` also downloads from t
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from bridge.checkpoint.files.store import Store, TensorInfo
 from bridge.checkpoint.files.weight_files import config_folder, open_store
 from bridge.checkpoint.formats.fp8 import FLOAT8
 from bridge.checkpoint.formats.lattice import Lattice, find_lattice
-from bridge.checkpoint.formats.module_reader import ACTIVATIONS, ModuleInfo, Reader, in_words
+from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, in_words, scales_activations
 from bridge.checkpoint.formats.trellis_coded import TrellisReader
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
 from bridge.checkpoint.labels.detect_format import READERS, read_quant_config
@@ -56,7 +56,10 @@ class Checkpoint:
     store     the stored tensors
     merged    the tensors that an adapter has changed, see `merge.merge`: what reads their rows
     moved     the modules of which it moves zero points alone
+    unties    whether a head that is tied to the embeddings can become a matrix of its own
     """
+
+    unties: ClassVar[bool] = True
 
     def __init__(
         self, path: Path, config: dict[str, Any], quant: QuantConfig, store: Store, home: Path | None = None
@@ -77,7 +80,7 @@ class Checkpoint:
             part = name.rpartition(".")[2]
             if name in owned:
                 pass
-            elif self.reader and part in ACTIVATIONS:
+            elif scales_activations(name):
                 left_out.add(part)
             elif info.floating or part in _TABLES:
                 self.tensors[name] = info

@@ -27,6 +27,7 @@ from bridge.system.patterns import matched, pattern_problem
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+HEAD = "lm_head.weight"
 _PARTS = re.compile(
     r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
     r"(\.default)?(\.weight)?"
@@ -77,6 +78,7 @@ class Adapter:
     changes  module -> its change
     saved    full name of a tensor -> the values that replace it, float32
     turned   fan_in_fan_out: the base model's weights are stored transposed
+    tying    ensure_weight_tying: a head that is tied to the embeddings stays tied to them
 
     Names are the checkpoint's where `of` returned it, else the adapter's own, without "base_model.model.".
     """
@@ -86,6 +88,7 @@ class Adapter:
     changes: dict[str, LowRank]
     saved: dict[str, np.ndarray]
     turned: bool = False
+    tying: bool = False
 
     @property
     def files(self) -> list[Path]:
@@ -103,15 +106,15 @@ class Adapter:
             for each in (_short(name), _short(name).partition(".")[2]):
                 if each in short:
                     return short[each]
+            if _short(name) == HEAD:  # tied to the embeddings, it is not in the checkpoint
+                return HEAD
             raise BridgeError(
                 f"{self.path}: changes {what}, which the base checkpoint does not have; give the base model that the "
                 "adapter was trained on"
             )
 
         changes = {found(f"{m}.weight", m).removesuffix(".weight"): change for m, change in self.changes.items()}
-        # a head that is tied to the embeddings is saved without being in the checkpoint
-        saved = {name if name == "lm_head.weight" and name not in short else found(name, name): values
-                 for name, values in self.saved.items()}  # fmt: skip
+        saved = {found(name, name): values for name, values in self.saved.items()}
         return replace(self, changes=changes, saved=saved)
 
 
@@ -150,7 +153,8 @@ def read_adapter(path: str | Path) -> Adapter:
     rs = config.get("use_rslora") is True
     changes = {module: _change(module, own, config, rs, file) for module, own in parts.items()}
     alpha = config["lora_alpha"] * (math.sqrt(config["r"]) if rs else 1.0)
-    return Adapter(folder, alpha, changes, saved, config.get("fan_in_fan_out") is True)
+    flags = (config.get(key) is True for key in ("fan_in_fan_out", "ensure_weight_tying"))
+    return Adapter(folder, alpha, changes, saved, *flags)
 
 
 def _check(config: dict[str, Any], folder: Path) -> None:

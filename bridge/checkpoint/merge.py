@@ -3,44 +3,63 @@
 Codes have no room for the change, so a module of codes becomes a tensor of floats, its dequantized weights with the
 change. A change that is the same for all columns of a group (QA-LoRA) moves zero points alone: codes stay. Nothing is
 kept: rows are computed whenever they are read. Other modules stay as they are.
+
+A head that is tied to the embeddings is not in the checkpoint. PEFT trains an adapter of one of them with the other as
+it was, so they are untied: the merged model has both, unless ensure_weight_tying says that they stay one matrix.
+
+Layers of Conv1D (GPT-2, fan_in_fan_out) are stored [in, out] as floats, their changes are [out, in]: shapes tell, and
+for square matrices those of the other layers.
 """
 
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from bridge.checkpoint import Checkpoint
-from bridge.checkpoint.adapter import Adapter, LowRank
+from bridge.checkpoint.adapter import HEAD, Adapter, LowRank
 from bridge.checkpoint.files.store import TensorInfo
 from bridge.checkpoint.grouped import GroupedTensor
+from bridge.checkpoint.labels.schemes import EMBEDDING
 from bridge.errors import BridgeError
+
+_CONV1D = tuple(f".{part}.weight" for part in ("c_attn", "c_proj", "c_fc"))
 
 
 @dataclass(frozen=True, eq=False)
 class MergedTensor:
-    """A tensor of `base`, or the values that replace it, with a change of its rows."""
+    """A tensor of `base`, or the values that replace it, with a change; `turned`: it is stored [in, out]."""
 
     base: Checkpoint
     name: str
     saved: np.ndarray | None
     change: LowRank | None
+    turned: bool = False
 
     def read(self, rows: tuple[int, int] | None) -> np.ndarray:
         """float32 of the tensor, or of its rows start..stop."""
         part = slice(None) if rows is None else slice(*rows)
+        if self.turned:  # DoRA's lengths are of whole columns
+            return np.ascontiguousarray(self._changed(self._stored(None).T, slice(None)).T[part])
+        return self._changed(self._stored(rows), part)
+
+    def _stored(self, rows: tuple[int, int] | None) -> np.ndarray:
         module = self.name.removesuffix(".weight")
         if self.saved is not None:
-            values = self.saved[part].copy()
-        elif module in self.base.modules:
-            values = self.base.read_module(module, None if rows is None else np.arange(*rows)).dequantize()
-        else:
-            values = self.base.read_float(self.name, rows)
-        if self.change is not None:
-            values = values + self.change.rows(part)
-            if self.change.magnitude is not None:
-                length = np.linalg.norm(values, axis=1)
-                values *= (self.change.magnitude[part] / np.where(length > 0, length, 1))[:, None]
+            return self.saved[slice(*(rows or (None,)))].copy()
+        if module in self.base.modules:
+            return self.base.read_module(module, None if rows is None else np.arange(*rows)).dequantize()
+        return self.base.read_float(self.name, rows)
+
+    def _changed(self, values: np.ndarray, part: slice) -> np.ndarray:
+        """float32: some rows of the matrix [out, in], with their change."""
+        if self.change is None:
+            return values
+        values = values + self.change.rows(part)
+        if self.change.magnitude is not None:
+            length = np.linalg.norm(values, axis=1)
+            values *= (self.change.magnitude[part] / np.where(length > 0, length, 1))[:, None]
         return values
 
 
@@ -73,15 +92,13 @@ def _moves_zeros(base: Checkpoint, name: str, change: LowRank) -> bool:
 def merge(ckpt: Checkpoint, adapter: Adapter) -> None:
     """Let a checkpoint read as its model with an adapter, and note what that costs.
 
-    Raises BridgeError for an adapter of another model, and for what has no one meaning here: added tokens, embeddings
-    that are also the head, and layers whose weights are stored transposed.
+    Raises BridgeError for an adapter of another model, for added tokens, and for a GGUF whose head would have to become
+    a matrix of its own.
     """
 
     def refused(name: str, why: str) -> BridgeError:
         return BridgeError(f"{adapter.path}: {name} {why}; merge it with PEFT, and convert the result")
 
-    if adapter.turned:
-        raise refused("fan_in_fan_out", "is set: weights are stored transposed")
     if ckpt.reader is not None:
         ckpt.reader.folding = False  # the adapter's changes are of the weights as they are stored
     base = copy(ckpt)
@@ -90,28 +107,37 @@ def merge(ckpt: Checkpoint, adapter: Adapter) -> None:
     shapes = {**stored, **{name: info.shape for name, info in base.tensors.items()}}
     found = adapter.of(set(shapes))
     changes = {f"{module}.weight": change for module, change in found.changes.items()}
-    tied = not any(name.endswith("lm_head.weight") for name in shapes) and base.config.get("tie_word_embeddings", True)
-    for name in {**changes, **found.saved}:
-        change, saved = changes.get(name), found.saved.get(name)
+    saved = dict(found.saved)
+    embeddings = _tied_embeddings(base, shapes)
+    untied = embeddings is not None and _untie(embeddings, changes, saved, adapter.tying)
+    names = {name: name for name in (*changes, *saved)}  # and of which tensor the base's values are
+    if embeddings is not None and untied:
+        if not ckpt.unties:
+            raise refused(embeddings, "is also the head of the base model")
+        shapes[HEAD] = shapes[embeddings]
+        names[HEAD] = embeddings
+        ckpt.config = {**base.config, "tie_word_embeddings": False}
+    turned = _turned(base, changes, adapter.turned)
+    for name, source in names.items():
+        change, values = changes.get(name), saved.get(name)
         if name not in shapes:
             raise refused(name, "is not in the base checkpoint")
-        shape = change.shape if change is not None else saved.shape if saved is not None else ()
-        if shape != shapes[name] or (saved is not None and saved.shape != shape):
-            raise refused(name, f"is of shape {list(shape)}, the base checkpoint has {list(shapes[name])}")
-        if tied and name.endswith("embed_tokens.weight"):
-            raise refused(name, "is also the head of the base model")
+        given = [] if change is None else [change.shape[::-1] if name in turned else change.shape]
+        for shape in [*given, *([] if values is None else [values.shape])]:
+            if shape != shapes[name]:
+                raise refused(name, f"is of shape {list(shape)}, the base checkpoint has {list(shapes[name])}")
         own = name.removesuffix(".weight")
-        if change is not None and saved is None and _moves_zeros(base, own, change):
+        if change is not None and values is None and _moves_zeros(base, own, change):
             ckpt.moved[own] = MovedZeros(base, own, change).read
         else:
-            ckpt.merged[name] = MergedTensor(base, name, saved, change).read
+            ckpt.merged[name] = MergedTensor(base, source, values, change, name in turned).read
     ckpt.modules = {name: module for name, module in base.modules.items() if f"{name}.weight" not in ckpt.merged}
     ckpt.tensors = dict(base.tensors)
     for name in ckpt.merged:
-        if name in base.tensors:
-            ckpt.tensors[name] = replace(base.tensors[name], dtype="F32")
+        if (source := names[name]) in base.tensors:
+            ckpt.tensors[name] = replace(base.tensors[source], name=name, dtype="F32")
         else:
-            module = base.modules[name.removesuffix(".weight")]
+            module = base.modules[source.removesuffix(".weight")]
             ckpt.tensors[name] = TensorInfo(name, "F32", module.shape, module.nbytes, module.file)
     ckpt.files = [*base.files, *adapter.files]
     coded = len(base.modules) - len(ckpt.modules)
@@ -120,4 +146,39 @@ def merge(ckpt: Checkpoint, adapter: Adapter) -> None:
         note += f"; of {len(ckpt.moved)} only zero points move, their codes are carried"
     if coded:
         note += f"; {coded} of them were codes and are requantized, the report has their errors"
+    if untied:
+        note += "; the head, which was tied to the embeddings, is a matrix of its own"
     ckpt.notes = [*ckpt.notes, note]
+
+
+def _tied_embeddings(base: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+    """The embeddings of a model whose head is tied to them; None for others."""
+    if any(name.endswith(HEAD) for name in shapes) or not base.config.get("tie_word_embeddings", True):
+        return None
+    return next((name for name in shapes if EMBEDDING.fullmatch(name.removesuffix(".weight"))), None)
+
+
+def _untie(embeddings: str, changes: dict[str, LowRank], saved: dict[str, np.ndarray], tying: bool) -> bool:
+    """Whether the head becomes a matrix of its own; where it stays tied, what is said of it is of the embeddings."""
+    if {embeddings, HEAD}.isdisjoint((*changes, *saved)):
+        return False
+    both = embeddings in saved and HEAD in saved and {embeddings, HEAD}.isdisjoint(changes)
+    if not tying and not (both and np.array_equal(saved[embeddings], saved[HEAD])):
+        return True
+    if (change := changes.pop(HEAD, None)) is not None:
+        changes.setdefault(embeddings, change)
+    if (values := saved.pop(HEAD, None)) is not None:
+        saved.setdefault(embeddings, values)
+    return False
+
+
+def _turned(base: Checkpoint, changes: Mapping[str, LowRank], said: bool) -> set[str]:
+    """The tensors that are stored [in, out]; `said`: fan_in_fan_out, which is one value for layers of both kinds."""
+    floats = {name: base.tensors[name].shape for name in changes if name in base.tensors}
+    floats = {n: s for n, s in floats.items() if n != HEAD and not EMBEDDING.fullmatch(n.removesuffix(".weight"))}
+    if not said and not any(name.endswith(_CONV1D) for name in floats):
+        return set()
+    straight = {name for name, shape in floats.items() if shape == changes[name].shape}
+    other = {name for name, shape in floats.items() if shape == changes[name].shape[::-1]}
+    square = straight & other
+    return other if other - square or (said and not straight - square) else set()

@@ -112,7 +112,7 @@ def _weight(ckpt: Checkpoint, name: str) -> _Weight | None:
 def _folded(ckpt: Checkpoint, outline: Outline) -> list[OutlineTensor]:
     """The tensors with act-order undone where it can be: a consumer's columns and its producers' rows permuted."""
     widths = {part.module: part.shape[-1] for t in outline.tensors for part in t.parts}
-    heights = {part.module: part.shape[0] for t in outline.tensors for part in t.parts}
+    heights = {part.module: (part.stored or part.shape)[0] for t in outline.tensors for part in t.parts}
     rows: dict[str, np.ndarray] = {}
     columns: dict[str, np.ndarray] = {}
     for fold in outline.folds:

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -64,6 +64,8 @@ class GgufCheckpoint(Checkpoint):
     home         folder with config.json and tokenizer; empty where nothing needs them
     temporaries  closed with it
     """
+
+    unties: ClassVar = False  # its outline has one matrix
 
     def __init__(
         self,

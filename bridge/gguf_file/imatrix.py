@@ -7,6 +7,14 @@ A GGUF file of `general.type` "imatrix" holds, for each weight tensor `name` (as
     name.counts    [experts, 1]    tokens seen
 
 The importance is their quotient; it is 1 for an expert that saw no token.
+
+Files of before July 2025, imatrix.dat, are a list of entries, all numbers little-endian:
+
+    int32 count, then for each: int32 length, name; int32 calls; int32 n, float32 [n] sums over calls
+    int32 chunks; int32 length, name of the text          where the file does not end before
+
+The importance is sums / calls, or the sums themselves where calls is 0. Experts follow one another in an entry, and one
+that saw no token has zeros, which count as 1 too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,10 +38,7 @@ def read_imatrix(path: str | Path) -> dict[str, np.ndarray]:
     path = Path(path)
     expect_name(path)
     if _is_legacy(path):
-        raise BridgeError(
-            f"{path}: an imatrix in the old binary format; convert it with "
-            f"llama-imatrix --in-file {path.name} -o {path.stem}.gguf --output-format gguf"
-        )
+        return _read_legacy(path)
     file = read_gguf(path)
     kind = file.metadata.get("general.type", "model")
     if kind != "imatrix":
@@ -94,6 +99,9 @@ def for_tensor(imatrix: dict[str, np.ndarray], name: str, columns: int, experts:
     if found is None:
         return None
     expected = (experts, columns) if experts > 1 else (columns,)
+    if experts > 1 and found.shape == (experts * columns,):  # a file of the old format does not say how many
+        found = found.reshape(expected)
+        found = np.where(found.any(axis=1, keepdims=True), found, np.float32(1))
     if found.shape != expected:
         have, need = ("x".join(map(str, shape)) for shape in (found.shape, expected))
         raise BridgeError(
@@ -127,3 +135,36 @@ def _is_legacy(path: Path) -> bool:
         return False
     entries, length = np.frombuffer(head.ljust(8, b"\0"), "<i4")
     return (path.suffix == ".dat" and head[:4] != b"GGUF") or (0 < entries < 100_000 and 0 < length < 256)
+
+
+def _read_legacy(path: Path) -> dict[str, np.ndarray]:
+    """`read_imatrix` of the old format; experts are not told apart. Raises BridgeError if it is damaged."""
+    found: dict[str, np.ndarray] = {}
+    with path.open("rb") as file:
+        size = path.stat().st_size
+
+        def numbers(count: int, dtype: str) -> np.ndarray:
+            if not 0 <= count <= (size - file.tell()) // 4:
+                raise BridgeError(
+                    f"{path}: entry {len(found) + 1} ends beyond the file's {size} bytes; it is damaged, or not an "
+                    "imatrix: make the imatrix again"
+                )
+            return np.frombuffer(file.read(4 * count), dtype)
+
+        def number() -> int:
+            return int(numbers(1, "<i4")[0])
+
+        for _ in range(number()):
+            length = number()
+            name = file.read(length if 0 < length < 1 << 16 else 0).decode("utf-8", "replace")
+            calls = number()
+            sums = numbers(number(), "<f4").astype(np.float32)
+            if not name or not len(sums) or not (np.isfinite(sums).all() and (sums >= 0).all() and calls >= 0):
+                raise BridgeError(
+                    f"{path}: entry {len(found) + 1}, {name!r:.80}, has no name or no values, or holds NaN, infinity "
+                    "or negative ones; make the imatrix again"
+                )
+            found[name] = sums / np.float32(calls or 1)
+    if not found:
+        raise BridgeError(f"{path}: an imatrix of no tensors; make the imatrix again")
+    return found

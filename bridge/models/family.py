@@ -44,7 +44,8 @@ class Row:
     shape        names of `Arguments.sizes`, "q hidden" or "hidden"; with + for rows of several, "q+kv+kv hidden"
     also         other names of the source. For experts, a name without * is one 3-D tensor that has them all: with
                  [0/2] they are the first half of its matrices' rows, with [0::2] every second row; ^ means that these
-                 are transposed in the file if the shapes do not tell
+                 are transposed in the file if the shapes do not tell. An expert's gate_proj and up_proj may be halves
+                 of its gate_up_proj without being listed
     bias         None: llama.cpp's graph has none, it must be zero; else whether it must be present
     interleaved  for q and k if GGUF rotates neighbouring rows of a head: see `interleaved_rows`
     apart        the modules that have its rows where the source is missing, one for each size of its rows: EXL3 stores
@@ -54,7 +55,7 @@ class Row:
     when         whether it is in the GGUF
     layers       whether a layer of this number has it; None: every layer does
     optional     whether the checkpoint may lack it
-    unless       it is left out where the checkpoint has this tensor, whose whole name follows the layer's
+    unless       it is left out where the checkpoint has one of these tensors, whose whole names follow the layer's
     exact        the source is the tensor's whole name, without ".weight"
     name         in the GGUF, after "blk.0." in a layer, if it is not the name of gguf's map with ".weight"
     change       how its values are changed, see `Part`
@@ -72,7 +73,7 @@ class Row:
     when: Rule = required
     layers: Callable[[Arguments, int], bool] | None = None
     optional: bool = False
-    unless: str | None = None
+    unless: tuple[str, ...] = ()
     exact: bool = False
     name: str | None = None
     change: str | None = None
@@ -183,7 +184,7 @@ def decoder(
     layers = (
         replace(
             row, source=named(row.source)[0], also=named(*row.also), apart=named(*row.apart),
-            columns_of=named(*row.columns_of), unless=named(row.unless)[0] if row.unless else None,
+            columns_of=named(*row.columns_of), unless=named(*row.unless),
         )
         for row in rows
     )  # fmt: skip
@@ -244,8 +245,9 @@ EXPERTS = (
 
 
 def experts_with_gate_up(module: str) -> tuple[Row, ...]:
-    """Experts whose gate and up are one stack in GGUF too; two stacks where the checkpoint has each in modules."""
+    """Experts whose gate and up are one stack in GGUF too; two stacks where each expert has two modules for them."""
     stack = f"{module}.gate_up_proj"
+    both = (stack, f"{module}.0.gate_up_proj.weight")
     return (
         Row(f"{module}.*.gate_up_proj", "expert+expert hidden", (stack,), optional=True),
         Row(
@@ -253,8 +255,8 @@ def experts_with_gate_up(module: str) -> tuple[Row, ...]:
             "expert hidden",
             (f"{stack}[0/2]",),
             name="ffn_gate_exps.weight",
-            unless=stack,
+            unless=both,
         ),
-        Row(f"{module}.*.up_proj", "expert hidden", (f"{stack}[1/2]",), name="ffn_up_exps.weight", unless=stack),
+        Row(f"{module}.*.up_proj", "expert hidden", (f"{stack}[1/2]",), name="ffn_up_exps.weight", unless=both),
         Row(f"{module}.*.down_proj", "hidden expert", (f"{module}.down_proj",)),
     )

@@ -70,8 +70,15 @@ def _all_names(family: Family, args: Arguments, own: str) -> dict[str, bool]:
     return names
 
 
+def _fused(source: str) -> tuple[str, ...]:
+    """What an expert's gate_proj or up_proj is in checkpoints that have both in one matrix, gate first."""
+    expert, _, name = source.rpartition(".")
+    half = {"gate_proj": "[0/2]", "up_proj": "[1/2]"}.get(name)
+    return (f"{expert}.gate_up_proj{half}",) if half else ()
+
+
 class _Stack(NamedTuple):
-    """A 3-D tensor of experts' matrices, as a `Row` names it.
+    """Experts' matrices, in a 3-D tensor or with * for the number of each, as a `Row` names them.
 
     rows    of its matrices that are meant; None: all
     whole   the shape of a matrix
@@ -154,7 +161,7 @@ class _Filled:
         parts = self._parts(row, layer, shape)
         if self.stored is None and row.optional and parts[0].source not in self.names:
             return
-        if self.stored is None and row.unless and row.unless.format(layer) in self.names:
+        if self.stored is None and any(name.format(layer) in self.names for name in row.unless):
             return
         if self.stored is None:  # before the name is looked up: gguf's map ends with the checkpoint's last layer
             self._use(parts[0].source)
@@ -191,7 +198,7 @@ class _Filled:
         """The parts of a tensor, from the first of its sources that the checkpoint has."""
         sources = [source.format(layer) for source in (row.source, *row.also)]
         if "*" in row.source:
-            for source in sources:
+            for source in (*sources, *_fused(sources[0])):
                 parts = self._experts(source, layer, shape)
                 if any(part.source in self.names for part in parts):
                     return parts
@@ -219,14 +226,15 @@ class _Filled:
     def _experts(self, source: str, layer: int, shape: tuple[int, ...]) -> tuple[Part, ...]:
         """One matrix of every expert, for each way in which a `Row` can name them."""
         count = self.sizes["experts"]
-        if "*" in source:
-            return tuple(Part(f"{source.replace('*', str(expert))}.weight", shape) for expert in range(count))
         stack = _Stack.of(source, shape)
+        stored = None if stack.rows is None else stack.whole
+        if "*" in source:
+            names = (f"{stack.name.replace('*', str(expert))}.weight" for expert in range(count))
+            return tuple(Part(name, shape, stack.rows, stored=stored) for name in names)
         turned = stack.turned_in(self.shapes)
         if turned is None:  # a square matrix does not tell, but the others of its experts may
             turned = next((t for s in self._stacks(layer) if (t := s.turned_in(self.shapes)) is not None), stack.turned)
         change = "transposed" if turned else None
-        stored = None if stack.rows is None else stack.whole
         return tuple(
             Part(stack.name, shape, stack.rows, matrix=expert, stored=stored, change=change) for expert in range(count)
         )

@@ -10,7 +10,7 @@ import pytest
 from bridge.checkpoint import open_checkpoint
 from bridge.errors import BridgeError
 from tests.support.encode import Quantized, quantize, write_folder
-from tests.support.encode_compressed import config, int_tensors, packed_tensors, scheme
+from tests.support.encode_compressed import MXFP6, config, int_tensors, mxfp6_tensors, packed_tensors, scheme
 from tests.support.refusal import refusal
 
 NAME = "model.layers.0.mlp.up_proj"
@@ -331,11 +331,11 @@ def test_a_g_idx_out_of_range_or_too_short(tmp_path, change, said):
         (config(scheme(1)), "num_bits 1 of type 'int' is not supported"),
         (config(scheme(16)), "num_bits 16"),
         (config(scheme(True)), "num_bits True"),
-        (config(scheme(6, type="float")), "num_bits 6 of type 'float'"),
+        (config(scheme(5, type="float")), "num_bits 5 of type 'float'"),
         (config(scheme(8, type="complex")), "type 'complex'"),
         (config(scheme(), form="nvfp6-pack-quantized"), "format 'nvfp6-pack-quantized' is not supported"),
-        (config(scheme(), form="mxfp6-pack-quantized"), "quantize to pack-quantized (W4A16)"),
-        (config(scheme(format="mxfp6-pack-quantized"), form="mixed-precision"), "'mxfp6-pack-quantized'"),
+        (config(scheme(), form="mxfp5-pack-quantized"), "quantize to pack-quantized (W4A16)"),
+        (config(scheme(format="mxfp5-pack-quantized"), form="mixed-precision"), "'mxfp5-pack-quantized'"),
         (config(scheme(), form="marlin-24"), "'marlin-24'"),
         (config(scheme(), form="sparse-24-bitmask"), "'sparse-24-bitmask'"),
         (config(scheme(), sparsity_config={"format": "sparse-bitmask"}), "sparsity format 'sparse-bitmask'"),
@@ -380,3 +380,48 @@ def test_packed_weights_without_a_config_ask_for_it(tmp_path):
     q = quantize(weights(), 4, 128, sym=True)
     with pytest.raises(BridgeError, match=r"weight_packed is quantized, but .* has no quantization_config"):
         open_checkpoint(write_folder(tmp_path, packed_tensors(NAME, q, 4), None))
+
+
+def mxfp6_module() -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """A module [24, 96] of random 6-bit floats, with all 64 of them, and its weights."""
+    random = np.random.default_rng(3)
+    codes = np.concatenate([np.arange(64), random.integers(0, 64, 24 * 96 - 64)]).reshape(24, 96)
+    return mxfp6_tensors(NAME, codes, random.integers(117, 122, (24, 3), np.uint8))
+
+
+def test_floats_of_6_bits_are_read_as_codes_of_8(tmp_path):
+    tensors, meant = mxfp6_module()
+    tensor = read(tmp_path, tensors, MXFP6)
+    assert np.array_equal(tensor.dequantize(), meant)
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.settings() == "6 bits, groups of 32"
+        rows = np.array([23, 0, 7])
+        assert np.array_equal(checkpoint.read_module(NAME, rows).dequantize(), meant[rows])
+
+
+def test_floats_of_6_bits_are_those_that_compressed_tensors_unpacks(tmp_path):
+    helpers = pytest.importorskip("compressed_tensors.compressors.mxfp6.helpers")
+    torch = pytest.importorskip("torch")
+    tensors, meant = mxfp6_module()
+    packed = torch.from_numpy(tensors[f"{NAME}.weight_packed"])
+    values = helpers.unpack_fp6_from_uint8(packed, 24, 96, torch.float32)
+    scales = np.ldexp(1.0, tensors[f"{NAME}.weight_scale"].astype(int) - 127).repeat(32, 1)
+    assert np.array_equal(values.numpy() * scales, meant)
+    assert np.array_equal(helpers.pack_fp6_to_uint8(values)[1:], packed[1:])  # the first row has a zero with a sign
+    assert np.array_equal(read(tmp_path, tensors, MXFP6).dequantize(), meant)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: t.pop(f"{NAME}.weight_scale"), "has weight_packed but no weight_scale"),
+        (lambda t: t[f"{NAME}.weight_scale"].__setitem__((1, 1), 255), "1 of 72 values of"),
+        (lambda t: t.update({f"{NAME}.weight_packed": np.zeros((24, 48), np.uint8)}), "contradict each other"),
+        (lambda t: t.update({f"{NAME}.weight_scale": np.ones((24, 3), np.float16)}), "contradict each other"),
+        (lambda t: t.update({f"{NAME}.bias": np.zeros(23, np.float16)}), "contradict each other"),
+    ],
+)
+def test_damaged_floats_of_6_bits_are_named_in_one_line(tmp_path, change, said):
+    tensors, _ = mxfp6_module()
+    change(tensors)
+    assert said in refusal(write_folder(tmp_path, tensors, MXFP6))

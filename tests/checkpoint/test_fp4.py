@@ -148,7 +148,6 @@ def part(tensors, name):
         (lambda t: part(t, "weight_scale_2").fill(np.inf), "weight_scale_2 is inf, not a scale"),
         (lambda t: part(t, "weight_scale_2").fill(0), "weight_scale_2 is 0, not a scale"),
         (lambda t: part(t, "weight_scale_2").fill(-1), "weight_scale_2 is -1, not a scale"),
-        (lambda t: part(t, "input_scale").fill(np.nan), "input_scale is nan, not a scale"),
         (lambda t: t.update({f"{NAME}.weight_scale_2": np.ones(24, np.float32)}), "contradict each other"),
         (lambda t: t.update({f"{NAME}.weight": part(t, "weight")[:, :-1].copy()}), "contradict each other"),
         (lambda t: t.update({f"{NAME}.weight": part(t, "weight")[:5].copy()}), "contradict each other"),
@@ -160,6 +159,22 @@ def part(tensors, name):
 )
 def test_damage_is_named_in_one_line(tmp_path, change, said):
     assert said in refusal(folder_of(tmp_path, "modelopt", edited(change)))
+
+
+@pytest.mark.parametrize("value", [0.0, np.nan, np.inf, -1.0])
+@pytest.mark.parametrize("tool", ["modelopt", "ct-nvfp4"])
+def test_a_scale_of_activations_that_is_none_is_noted_and_left_out(tmp_path, tool, value):
+    """That of an expert that saw no token is 0; the weights do not depend on it."""
+    name, tensors, meant = "input_scale", *fp4.modelopt_tensors(NAME, weights())
+    if tool == "ct-nvfp4":
+        name, (tensors, meant) = "input_global_scale", fp4.compressed_tensors(NAME, weights())
+    tensors[f"{NAME}.{name}"] = np.full(1, value, np.float32)
+    with open_checkpoint(folder_of(tmp_path, tool, tensors)) as checkpoint:
+        assert checkpoint.tensor_scales(NAME).keys() == {"scale"}
+        t = checkpoint.read_module(NAME)
+        np.testing.assert_array_equal(t.dequantize(), meant)
+        (note,) = t.notes
+        assert note.startswith(f"{NAME}: {name} is {value:g}, no scale of activations")
 
 
 @pytest.mark.parametrize(

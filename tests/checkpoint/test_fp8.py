@@ -12,8 +12,10 @@ import bridge
 from bridge.checkpoint import open_checkpoint
 from bridge.checkpoint.files.dtypes import as_float32
 from bridge.checkpoint.formats.fp4 import E2M1
+from bridge.checkpoint.formats.module_reader import scales_activations
 from bridge.cli.describe import describe
 from bridge.conversion.verify import failures, verify
+from bridge.models.families import ALL
 from scripts.peers.gguf_file import gguf_weights
 from tests.support.encode import load_floats, write_folder
 from tests.support.encode_compressed import config, float8_tensors, save_float8, scheme, write_float8
@@ -134,6 +136,84 @@ def test_experts_of_fbgemm_have_a_scale_for_each_output_feature(tmp_path):
             assert np.array_equal(checkpoint.read_float(name), values)
             assert np.array_equal(checkpoint.read_float(name, (1, 2)), values[1:2])
             assert checkpoint.stored_as(name) == "F8_E4M3, one scale an output feature"
+
+
+@pytest.mark.parametrize(
+    ("suffix", "shape", "words"),
+    [
+        ("_scale_inv", (), "one scale"),
+        ("_scale_inv", (3,), "one scale an expert"),
+        ("_scale_inv", (3, 1, 1), "one scale an expert"),
+        ("_scale_inv", (3, 2, 2), "blocks of 32x32"),
+        ("_weight_scale_inv", (3, 64, 1), "blocks of 1x64"),
+        ("_weight_scale", (), "one scale"),
+        ("_scale", (3, 64, 1), "one scale an output feature"),
+    ],
+)
+def test_stacks_of_experts_have_one_scale_one_an_expert_or_one_a_block(tmp_path, suffix, shape, words):
+    """Mistral Small 4 has one an expert, beside a scale of activations; a square stack tells nothing by its shape."""
+    random = np.random.default_rng(0)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    codes, scales = random.integers(0, 0x70, (3, 64, 64), dtype=np.uint8), random.uniform(0.5, 1, shape)
+    tensors = {name: codes, f"{name}{suffix}": scales.astype(np.float32)}
+    tensors[f"{name}_activation_scale"] = np.ones(3, np.float32)
+    method = "modelopt" if suffix == "_weight_scale" else "fp8"
+    folder = write_folder(tmp_path, tensors, {"quant_method": method, "weight_block_size": [32, 32]})
+    edit_raw(folder / "model.safetensors", lambda raw: raw[name][0].update(dtype="F8_E4M3"))
+    grid = scales.astype(np.float32)
+    if suffix == "_scale":
+        grid = grid.reshape(3, 1, 64)
+    elif grid.size <= 3:
+        grid = grid.reshape(-1, 1, 1)
+    elif grid.shape[1] == 2:
+        grid = grid.repeat(32, 1).repeat(32, 2)
+    with open_checkpoint(folder) as checkpoint:
+        assert {*checkpoint.tensors} == {name}
+        assert np.array_equal(checkpoint.read_float(name), as_float32(codes, "F8_E4M3") * grid)
+        assert np.array_equal(checkpoint.read_float(name, (1, 3)), checkpoint.read_float(name)[1:])
+        assert checkpoint.stored_as(name) == f"F8_E4M3, {words}"
+
+
+@pytest.mark.parametrize("shape", [(2,), (3, 2), (2, 1, 1), (3, 5, 5)])
+def test_scales_that_do_not_fit_a_stack_of_experts_are_refused(tmp_path, shape):
+    name = "model.layers.0.mlp.experts.down_proj"
+    tensors = {name: np.zeros((3, 64, 64), np.uint8), f"{name}_scale_inv": np.ones(shape, np.float32)}
+    folder = write_folder(tmp_path, tensors, {"quant_method": "fp8"})
+    edit_raw(folder / "model.safetensors", lambda raw: raw[name][0].update(dtype="F8_E4M3"))
+    assert "contradict each other" in refusal(folder)
+
+
+ACTIVATIONS = (
+    "activation_scale", "act_scale", "input_scale", "output_scale", "input_scale_ub", "input_zero_point", "k_scale",
+    "output_zero_point", "v_scale", "kv_scale", "q_scale", "prob_scale", "kv_cache_scale", "k_cache_scale",
+    "kv_cache_scaling_factor", "activation_scaling_factor", "input_global_scale", "act_global_scale", "k_zero_point",
+    "gate_up_proj_activation_scale", "down_proj_input_scale", "w2_input_scale", "attn.k_scale", "attn.prob_scale",
+    "attn.prob_output_scale", "k_fake_quantizer.qscale_act", "qscale_act", "input_quantizer._amax", "scale_input",
+    "k_bmm_quantizer._amax", "input_quantizer.scale", "act_quantizer.zero_point", "activation_post_process.scale",
+    "input_activation_scale", "key_scale", "value_scale", "cachek_matmul.activation_scale", "qk_scale",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_scales_of_activations_and_caches_are_left_out_whatever_they_are_called(tmp_path, quantized):
+    tensors = good() if quantized else {WEIGHT: weights()}
+    more = {f"model.layers.0.self_attn.{part}": np.float32([0.02]) for part in ACTIVATIONS}
+    with open_checkpoint(write(tmp_path, tensors | more, FP8 if quantized else None)) as checkpoint:
+        assert list(checkpoint.tensors) == [WEIGHT]
+        (note,) = checkpoint.notes
+        assert "scales of activations and of the key-value cache are not needed: _amax, act_global_scale" in note
+
+
+@pytest.mark.parametrize("name", ["weight_scale", "pre_quant_scale", "weight_quantizer._amax", "scale", "act.scales"])
+def test_scales_of_weights_are_not_taken_for_those_of_activations(name):
+    assert not scales_activations(f"model.layers.0.mlp.up_proj.{name}")
+
+
+def test_no_tensor_of_a_model_is_taken_for_a_scale_of_activations():
+    rows = [row for family in ALL for row in family.table]
+    names = {name for row in rows for name in (row.source, *row.also, *row.apart)}
+    assert len(names) > 200
+    assert not [name for name in names if scales_activations(name)]
 
 
 def test_8_bit_floats_in_a_bin_file(tmp_path):

@@ -126,6 +126,49 @@ def test_settings_of_single_modules_count_before_the_defaults(tmp_path):
         assert {name for name in "abcdefg" if checkpoint.reader.claimed(name)} == set("bcef")
 
 
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
+
+
+@pytest.mark.parametrize("sizes", [SIZES, {"text_config": SIZES}])
+def test_widths_that_only_a_sidecar_names_follow_from_the_shapes_and_the_models_sizes(tmp_path, sizes):
+    """As JANG has them: o_proj's 4 bits in groups of 32 look like 2 in groups of 64, v_proj's 8 by 64 do not like 4."""
+    mixture = {"q_proj": (256, 4, 64), "o_proj": (256, 4, 32), "up_proj": (256, 2, 64), "v_proj": (256, 8, 64),
+               "down_proj": (512, 2, 64), "gate_proj": (256, 8, 32)}  # fmt: skip
+    tensors, meant = {}, {}
+    for part, (columns, bits, size) in mixture.items():
+        name = f"model.layers.0.mlp.{part}"
+        own, meant[name] = mlx_tensors(name, weights(8, columns), bits, size)
+        tensors |= own
+    folder_of(tmp_path, tensors, {"bits": 4, "group_size": 64})
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | sizes))
+    with open_checkpoint(tmp_path) as checkpoint:
+        for name, values in meant.items():
+            columns, bits, size = mixture[name.rpartition(".")[2]]
+            info = checkpoint.modules[name]
+            assert (info.shape[1], info.bits, info.group_size) == (columns, bits, size)
+            assert np.allclose(checkpoint.read_module(name).dequantize(), values, rtol=0, atol=1e-7)
+        assert f"2 modules have 2 bits in groups of 64, which {path} does not say" in "\n".join(checkpoint.notes)
+
+
+def test_a_label_that_fits_all_modules_is_believed_whatever_the_models_sizes(tmp_path):
+    name = "model.layers.0.mlp.down_proj"
+    tensors, values = mlx_tensors(name, weights(8, 1024), 4, 64)  # twice as wide as intermediate_size
+    folder_of(tmp_path, tensors, {"bits": 4, "group_size": 64})
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | SIZES))
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert np.allclose(checkpoint.read_module(name).dequantize(), values, rtol=0, atol=1e-7)
+        assert not checkpoint.notes
+
+
+def test_jangtqs_codes_are_named(tmp_path):
+    tensors = mlx_tensors(NAME, weights(), 4, 64)[0] | {"a.tq_packed": np.zeros((8, 16), np.uint32)}
+    assert "a.tq_packed holds JANGTQ's codebook codes" in refusal(
+        folder_of(tmp_path, tensors, {"bits": 4, "group_size": 64})
+    )
+
+
 def test_numbers_may_be_written_as_texts_or_floats(tmp_path):
     tensors, values = mlx_tensors(NAME, weights(), 4, 32)
     said = {"bits": "8", "group_size": 64.0, NAME: {"bits": 4.0, "group_size": "32"}}
@@ -170,7 +213,7 @@ def damaged(change):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda t, q: q.update(bits=8), "are not 8 bits in groups of 64"),
+        (lambda t, q: q.update(bits=8, group_size=16), "are not 8 bits in groups of 16"),
         (lambda t, q: q.update(group_size=32), "are not 4 bits in groups of 32"),
         (lambda t, q: q.update({NAME: {"bits": 3, "group_size": 64}}), "are not 3 bits in groups of 64"),
         (lambda t, q: q.update({NAME: {"bits": "four"}}), "has bits 'four'"),

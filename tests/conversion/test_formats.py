@@ -62,6 +62,7 @@ FORMATS: dict[str, tuple[Callable[[Path, Path], dict[str, np.ndarray]], str, flo
         "compressed-tensors pack-quantized, 6 bits",
     ),
     "ct-int8": (compressed.write_int8, "Q8_0", 0, "compressed-tensors int-quantized, 8 bits, one group a row"),
+    "ct-mxfp6": (compressed.write_mxfp6, "Q8_0", 0, "compressed-tensors mxfp6-pack-quantized, 6-bit floats, groups of"),
     "ct-mixed": (compressed.write_mixed, "Q4_K", 4e-6, "compressed-tensors pack-quantized and int-quantized, (4 bits"),
     "mlx-4bit-g64": (lambda to, model: write.write_mlx(to, model, 4, 64), "Q4_K", 1.5e-5, "MLX, affine, 4 bits"),
     "mlx-mixed": (

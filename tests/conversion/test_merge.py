@@ -14,6 +14,7 @@ from bridge.errors import BridgeError
 from tests.conftest import CHECKPOINT
 from tests.support.adapters import Arrays, low_rank, write_adapter
 from tests.support.encode import write_gptq
+from tests.support.tiny_models import save_model
 
 Q, GATE = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.gate_proj"
 NORM, EMBEDDINGS = "model.norm.weight", "model.embed_tokens"
@@ -108,12 +109,99 @@ def test_qa_lora_moves_zero_points_and_keeps_codes(tmp_path: Path) -> None:
     assert {t.type for t in before.tensors if t.name in touched} == {"Q4_K"}
 
 
+def head_and_embeddings(path: Path) -> tuple[np.ndarray, np.ndarray | None]:
+    """A GGUF's embeddings and the head of its own, if it has one."""
+    found = tensors_of(path)
+    return found["token_embd.weight"], found.get("output.weight")
+
+
+TIED = {  # what an adapter of a model with tied embeddings W holds: tensors, config -> embeddings, head
+    "LoRA on the embeddings": (["E"], {}, ("W + E", "W")),
+    "LoRA on the head": (["H"], {}, ("W", "W + H")),
+    "LoRA on both": (["E", "H"], {}, ("W + E", "W + H")),
+    "a saved head": (["head"], {}, ("W", "head")),
+    "saved embeddings": (["embeddings"], {}, ("embeddings", "W")),
+    "LoRA on the embeddings, tied": (["E"], {"ensure_weight_tying": True}, ("W + E", None)),
+    "LoRA on the head, tied": (["H"], {"ensure_weight_tying": True}, ("W + H", None)),
+    "both saved, alike": (["embeddings", "same head"], {}, ("embeddings", None)),
+    "both saved": (["embeddings", "head"], {}, ("embeddings", "head")),
+}
+
+
+@pytest.mark.parametrize("case", TIED)
+def test_tied_embeddings_are_untied_where_peft_has_two_matrices(case: str, tmp_path: Path) -> None:
+    given, config, meant = TIED[case]
+    with bridge.open_checkpoint(CHECKPOINT) as checkpoint:
+        w = checkpoint.read_float(f"{EMBEDDINGS}.weight")
+    rng = np.random.default_rng(5)
+    new = {"embeddings": w + rng.normal(0, 0.1, w.shape), "head": w + rng.normal(0, 0.1, w.shape)}
+    e, h = low_rank({"x": w.shape}, seed=1), low_rank({"x": w.shape}, seed=2)  # type: ignore[dict-item]
+    parts = {
+        "E": {
+            f"{EMBEDDINGS}.lora_embedding_A": e["x.lora_B.weight"].T,
+            f"{EMBEDDINGS}.lora_embedding_B": e["x.lora_A.weight"].T,
+        },
+        "H": {f"lm_head.{name[2:]}": values for name, values in h.items()},
+        "embeddings": {f"{EMBEDDINGS}.weight": new["embeddings"].astype(np.float32)},
+        "head": {"lm_head.weight": new["head"].astype(np.float32)},
+        "same head": {"lm_head.weight": new["embeddings"].astype(np.float32)},
+    }
+    tensors = {name: values for one in given for name, values in parts[one].items()}
+    adapter = write_adapter(tmp_path / "adapter", tensors, **config)
+    report = bridge.convert(CHECKPOINT, tmp_path / "out.gguf", merge=adapter, type="F32")
+    values = {
+        "W": w,
+        "W + E": w + 2 * e["x.lora_B.weight"] @ e["x.lora_A.weight"],
+        "W + H": w + 2 * h["x.lora_B.weight"] @ h["x.lora_A.weight"],
+        **new,
+    }
+    for found, expected in zip(head_and_embeddings(tmp_path / "out.gguf"), meant, strict=True):
+        assert (found is None) == (expected is None)
+        if found is not None and expected is not None:
+            np.testing.assert_allclose(found, values[expected], atol=1e-5)
+    assert any("is a matrix of its own" in note for note in report.notes) == (meant[1] is not None)
+
+
+def test_a_gguf_with_tied_embeddings_is_not_untied(tmp_path: Path) -> None:
+    bridge.convert(CHECKPOINT, tmp_path / "base.gguf")
+    adapter = write_adapter(tmp_path / "adapter", low_rank({"lm_head": (2048, 256)}))
+    with pytest.raises(BridgeError, match="is also the head of the base model"):
+        bridge.convert(tmp_path / "base.gguf", tmp_path / "out.gguf", merge=adapter)
+
+
+@pytest.mark.parametrize("flag", [True, False])  # PEFT saves that of the last layer that it made
+@pytest.mark.parametrize("targets", [["attn.c_attn", "attn.c_proj"], ["attn.c_proj"], ["mlp.c_proj", "mlp.c_fc"]])
+def test_layers_of_gpt_2_are_stored_with_inputs_first(flag: bool, targets: list[str], tmp_path: Path) -> None:
+    """c_proj of the attention is square: others tell which way it is, or the flag if there are none."""
+    if targets == ["attn.c_proj"] and not flag:
+        pytest.skip("nothing tells")
+    model = save_model(tmp_path / "model", "GPT2Config", num_hidden_layers=1)
+    with bridge.open_checkpoint(model) as checkpoint:
+        stored = {
+            name.removesuffix(".weight"): checkpoint.read_float(name)
+            for name in checkpoint.tensors
+            if name.endswith(tuple(f"{target}.weight" for target in targets))
+        }
+    tensors = low_rank({name: values.shape[::-1] for name, values in stored.items()})  # type: ignore[misc]
+    adapter = write_adapter(tmp_path / "adapter", tensors, fan_in_fan_out=flag)
+    bridge.convert(model, tmp_path / "out.gguf", merge=adapter, type="F32")
+    found = tensors_of(tmp_path / "out.gguf")
+    gguf_names = {
+        "attn.c_attn": "attn_qkv",
+        "attn.c_proj": "attn_output",
+        "mlp.c_proj": "ffn_down",
+        "mlp.c_fc": "ffn_up",
+    }
+    for name, values in stored.items():
+        change = 2 * tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"]
+        own = gguf_names[".".join(name.split(".")[-2:])]
+        np.testing.assert_allclose(found[f"blk.0.{own}.weight"], values.T + change, atol=1e-5)
+
+
 REFUSED = {
     "another shape": (low_rank({Q: (256, 128)}), {}, r"q_proj\.weight is of shape \[256, 128\], the base checkpoint"),
     "a layer that is missing": (low_rank({"model.layers.9.self_attn.q_proj": (256, 256)}), {}, "changes model.layers"),
-    "tied embeddings": (low_rank({EMBEDDINGS: (2048, 256)}), {}, "is also the head of the base model"),
     "added tokens": ({f"{EMBEDDINGS}.weight": np.ones((2050, 256), np.float32)}, {}, r"is of shape \[2050, 256\]"),
-    "transposed weights": (low_rank({Q: (256, 256)}), {"fan_in_fan_out": True}, "stored transposed"),
 }
 
 

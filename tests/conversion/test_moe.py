@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import bridge
 from bridge.cli.describe import describe
@@ -85,6 +87,12 @@ def checkpoint(model: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
         return folder, model(kind), write_gptq(folder, model(kind), **options)
 
     return make
+
+
+def copied(folder: Path, to: Path) -> Path:
+    """A copy of a checkpoint."""
+    shutil.copytree(folder, to)
+    return to
 
 
 def stacked(path: Path) -> dict[str, Any]:
@@ -210,6 +218,37 @@ def test_act_order_of_each_experts_down_is_folded_into_its_own_gate_and_up(check
         q = stored[MIXTRAL.format(0, expert, "w2")]
         np.testing.assert_allclose(down[expert], q.dequantize()[:, np.argsort(q.group, kind="stable")], atol=1e-3)
     assert not np.array_equal(stored[MIXTRAL.format(0, 0, "w2")].group, stored[MIXTRAL.format(0, 5, "w2")].group)
+
+
+@pytest.mark.parametrize("desc_act", [False, True])
+def test_experts_whose_gate_and_up_are_one_matrix_become_what_they_are_apart(desc_act, checkpoint, tmp_path):
+    """mlp.experts.3.gate_up_proj, as codes; or as floats beside a down whose act-order is folded into both halves."""
+    source, _, stored = checkpoint("mixtral", desc_act=desc_act, sym=not desc_act)
+    apart = copied(source, tmp_path / "apart")
+    tensors = load_file(apart / "model.safetensors")
+    experts = [MIXTRAL.format(layer, expert, "") for layer in range(2) for expert in range(8)]
+    if desc_act:  # both halves of a matrix have one order, so these are no longer codes
+        for module in (f"{expert}{part}" for expert in experts for part in ("w1", "w3")):
+            for part in ("qweight", "qzeros", "scales", "g_idx"):
+                del tensors[f"{module}.{part}"]
+            tensors[f"{module}.weight"] = stored[module].dequantize().astype(np.float16)
+        save_file(tensors, apart / "model.safetensors", {"format": "pt"})
+    fused = copied(apart, tmp_path / "fused")
+    for expert in experts:
+        for part, axis in (("weight", 0),) if desc_act else (("qweight", 1), ("qzeros", 1), ("scales", 1)):
+            halves = [tensors.pop(f"{expert}{half}.{part}") for half in ("w1", "w3")]
+            tensors[f"{expert}gate_up_proj.{part}"] = np.concatenate(halves, axis)
+        if not desc_act:
+            tensors[f"{expert}gate_up_proj.g_idx"] = tensors.pop(f"{expert}w1.g_idx")
+            del tensors[f"{expert}w3.g_idx"]
+    named = {n.replace("block_sparse_moe", "mlp").replace(".w2.", ".down_proj."): v for n, v in tensors.items()}
+    save_file(named, fused / "model.safetensors", {"format": "pt"})
+    for folder in (apart, fused):
+        bridge.convert(folder, folder / "m.gguf")
+    one, other = stacked(apart / "m.gguf"), stacked(fused / "m.gguf")
+    assert {name: t.tensor_type for name, t in one.items()} == {name: t.tensor_type for name, t in other.items()}
+    assert all(np.array_equal(one[name].data, other[name].data) for name in one)
+    assert failures(verify(fused / "m.gguf", fused)) == []
 
 
 def _bytes(path: Path, name: str) -> tuple[np.ndarray, gguf.GGMLQuantizationType]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 import tracemalloc
 from typing import Any
@@ -87,14 +88,47 @@ def test_a_model_is_not_an_imatrix(tmp_path):
         read_imatrix(write(tmp_path / "m.gguf", {"t": [1, 1]}, kind="model"))
 
 
-def test_the_old_binary_format_is_refused_with_the_way_to_convert_it(tmp_path):
-    for name in ("old.dat", "old.imatrix"):
-        path = tmp_path / name
-        path.write_bytes(np.array([224, 20], "<i4").tobytes() + b"blk.0.ffn_down.weigh" + bytes(64))
-        with pytest.raises(
-            BridgeError, match=r"llama-imatrix --in-file old\.(dat|imatrix) -o old\.gguf --output-format gguf"
-        ):
-            read_imatrix(path)
+def old_format(entries: dict[str, tuple[int, Any]], end: bytes = struct.pack("<ii", 10, 5) + b"a.txt") -> bytes:
+    """imatrix.dat: name -> calls, sums."""
+    parts = [struct.pack("<i", len(entries))]
+    for name, (calls, sums) in entries.items():
+        own = np.asarray(sums, "<f4")
+        parts += [struct.pack("<i", len(name)), name.encode(), struct.pack("<ii", calls, len(own)), own.tobytes()]
+    return b"".join([*parts, end])
+
+
+@pytest.mark.parametrize("end", [b"", struct.pack("<i", 10), struct.pack("<ii", 10, 5) + b"a.txt"])
+@pytest.mark.parametrize("name", ["old.dat", "old.imatrix"])
+def test_the_old_binary_format_is_read(tmp_path, name, end):
+    (tmp_path / name).write_bytes(old_format({"t": (2, [2, 4, 6]), "u": (0, [5, 7]), "e": (2, [2, 4, 0, 0])}, end))
+    found = read_imatrix(tmp_path / name)
+    assert {key: values.tolist() for key, values in found.items()} == {"t": [1, 2, 3], "u": [5, 7], "e": [1, 2, 0, 0]}
+    experts = for_tensor(found, "e", 2, experts=2)
+    assert experts is not None
+    assert experts.tolist() == [[1, 2], [1, 1]]  # of an expert that saw no token
+    with pytest.raises(BridgeError, match="belongs to another model"):
+        for_tensor(found, "e", 2, experts=3)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (old_format({"t": (2, [2, 4, 6])}, b"")[:-3], "entry 1 ends beyond the file's 26 bytes"),
+        (old_format({"t": (2, [2, 4, 6])}, b"")[:10], "entry 1 ends beyond"),
+        (struct.pack("<ii", 1, 1) + b"t" + struct.pack("<ii", 1, 1 << 30), "entry 1 ends beyond"),
+        (struct.pack("<ii", 1, 1) + b"t" + struct.pack("<ii", 1, -1), "entry 1 ends beyond"),
+        (struct.pack("<ii", 1, -5) + bytes(64), "has no name or no values"),
+        (old_format({"t": (1, [])}), "has no name or no values"),
+        (old_format({"t": (1, [1]), "u": (1, [np.nan])}), "entry 2, 'u', has no name or no values, or holds NaN"),
+        (old_format({"t": (1, [-1])}), "or negative ones"),
+        (old_format({"t": (-1, [1])}), "or negative ones"),
+        (struct.pack("<i", 0), "an imatrix of no tensors"),
+    ],
+)
+def test_a_damaged_file_of_the_old_format_is_named(tmp_path, data, said):
+    (tmp_path / "old.dat").write_bytes(data)
+    with pytest.raises(BridgeError, match=re.escape(said)):
+        read_imatrix(tmp_path / "old.dat")
 
 
 def test_files_that_are_missing_cut_short_or_something_else_are_refused(tmp_path):

@@ -52,6 +52,24 @@ def test_square_experts_are_read_in_the_order_that_the_others_of_their_layer_tel
     assert error(made["blk.0.ffn_down_exps.weight"], down) < 1e-4
 
 
+def test_a_gate_up_proj_of_each_expert_is_the_stack_that_llama_cpp_has_of_both(tmp_path):
+    """Gemma 4: ffn_gate_up_exps, and neither ffn_gate_exps nor ffn_up_exps beside it."""
+    folder = tmp_path / "m"
+    randomized(new_model("gemma4-moe")).save_pretrained(folder)
+    copy_tokenizer(folder)
+    bridge.convert(folder, tmp_path / "stacks.gguf", type="F16")
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))]:
+        experts, _, part = name.rpartition(".")
+        tensors |= {f"{experts}.{i}.{part}.weight": matrix.copy() for i, matrix in enumerate(tensors.pop(name))}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    bridge.convert(folder, tmp_path / "each.gguf", type="F16")
+    one, other = stored(tmp_path / "stacks.gguf"), stored(tmp_path / "each.gguf")
+    assert "blk.0.ffn_gate_up_exps.weight" in one
+    assert one.keys() == other.keys()
+    assert all(np.array_equal(one[name], other[name]) for name in one)
+
+
 @pytest.mark.parametrize(
     ("kind", "fields", "made_of"),
     [

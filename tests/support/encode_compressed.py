@@ -226,3 +226,35 @@ def write_float8(
     stored = _write(folder, model_folder, said, module)
     save_float8(folder)
     return stored
+
+
+MXFP6 = config(scheme(6, "group", 32, type="float"), form="mxfp6-pack-quantized")
+
+
+def e2m3(codes: np.ndarray) -> np.ndarray:
+    """The floats of 6-bit codes: sign, two bits of exponent, three of mantissa."""
+    exponent, mantissa = codes >> 3 & 3, (codes & 7) / 8
+    sizes = np.where(exponent == 0, mantissa, 2.0 ** (exponent.astype(int) - 1) * (1 + mantissa))
+    return np.where(codes & 32, -sizes, sizes)
+
+
+def mxfp6_tensors(name: str, codes: np.ndarray, exponents: np.ndarray) -> tuple[Arrays, np.ndarray]:
+    """mxfp6-pack-quantized: codes 0..63 [out, in] and bytes of F8_E8M0 [out, in / 32]; and the weights."""
+    bits = (codes[..., None] >> np.arange(6) & 1).astype(np.uint8).reshape(len(codes), -1)
+    tensors = {f"{name}.weight_packed": np.packbits(bits, axis=1, bitorder="little"), f"{name}.weight_scale": exponents}
+    return tensors, (e2m3(codes) * np.ldexp(1.0, exponents.astype(int) - 127).repeat(32, 1)).astype(np.float32)
+
+
+def write_mxfp6(folder: Path, model_folder: Path) -> Arrays:
+    """A model of 6-bit floats."""
+    floats = e2m3(np.arange(64))
+    order = np.argsort(floats, kind="stable")
+    middles = (floats[order][1:] + floats[order][:-1]) / 2
+
+    def module(name: str, weight: np.ndarray) -> tuple[Arrays, np.ndarray]:
+        groups = weight.astype(np.float64).reshape(len(weight), -1, 32)
+        exponents = np.floor(np.log2(np.abs(groups).max(2))).astype(int) - 2
+        codes = order[np.searchsorted(middles, groups / np.exp2(exponents)[..., None])].reshape(weight.shape)
+        return mxfp6_tensors(name, codes, (exponents + 127).astype(np.uint8))
+
+    return _write(folder, model_folder, MXFP6, module)

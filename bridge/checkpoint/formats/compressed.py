@@ -4,6 +4,8 @@ weight_packed      int32 [out, w]    codes + 2**(b-1), along the rows of the wei
                                      (w = ceil(in*b / 32)) or, for 3, 5, 6, 7 bits before May 2026,
                                      32 // b to a word (w = ceil(in / (32 // b)))
                    uint8 [out, in/2] 4-bit floats (nvfp4-pack-quantized, mxfp4-pack-quantized): see `fp4`
+                   uint8 [out, 3 in/4]  6-bit floats (mxfp6-pack-quantized): four codes in three bytes, a stream of 6
+                                     bits, the first code in the lowest ones; weight_scale uint8 [out, in/32]
 weight_shape       int [2]           out, in; only with integer codes in weight_packed
 weight             int8 [out, in]    signed codes, the least -2**(b-1) (int-quantized, naive-quantized)
                    F8_E4M3           8-bit floats, which are not codes: see `fp8`; mxfp8-quantized: scales are bytes
@@ -14,6 +16,11 @@ weight_global_scale  float32 [1]     nvfp4-pack-quantized; a divisor, as is inpu
 bias               float [out]       optional
 
 W[o, k] = scale * (code - zero point), both signed; here 2**(b-1) is added to both
+
+Floats of 6 bits are E2M3: a sign, the code's highest bit; two bits of exponent; three of mantissa. Their magnitudes are
+m/8 (exponent 0) and 2**(e-1) * (1 + m/8), at most 7.5: whole eighths. Their scales are F8_E8M0, 2**(byte - 127). So a
+module is read as codes of 8 bits, eight times the float plus 128, whose scales are an eighth of the stored ones: Q8_0
+holds all of it. Learned from compressed-tensors 0.20 (compressors/mxfp6, mx_utils.py).
 """
 
 import math
@@ -22,20 +29,24 @@ from typing import ClassVar
 
 import numpy as np
 
+from bridge.checkpoint.files.dtypes import as_float32
 from bridge.checkpoint.files.store import Store, TensorInfo
-from bridge.checkpoint.formats.fp4 import Fp4Parts
+from bridge.checkpoint.formats.fp4 import Fp4Parts, checked_scales
 from bridge.checkpoint.formats.fp8 import BLOCK, FLOAT8, ScaledFloats, block_of, scaled_floats, spread
-from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction
+from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, module_info
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor, column_group_size
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.checkpoint.labels.schemes import Scheme, ignored, matches, read_schemes, scheme_of
 from bridge.errors import BridgeError
 
+_E2M3 = np.array([m if e == 0 else (8 + m) << (e - 1) for e in range(4) for m in range(8)], np.uint8)  # in eighths
+_EIGHTHS = np.concatenate([128 + _E2M3, 128 - _E2M3])  # of a code, plus 128
+_MX_GROUP = 32
 FP4 = Fp4Parts("weight_packed", "weight_scale", "weight_global_scale", reciprocal=True)
 
 
 class CompressedReader(Reader):
-    """Reads pack-, int-, naive- and float-quantized, nvfp4- and mxfp4-pack-quantized checkpoints, and mixtures."""
+    """Reads integers and floats of all formats that `schemes` lists, and mixtures of them."""
 
     parts: ClassVar = (
         "weight_packed", "weight", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "bias",
@@ -80,7 +91,7 @@ class CompressedReader(Reader):
         return named and not matches(module, self._ignored, source)  # which must list every linear layer of floats
 
     def required_parts(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
-        if "weight" in tensors or _is_fp4(tensors):
+        if "weight" in tensors or _packs_floats(tensors):
             return "weight_scale", "weight" if "weight" in tensors else "weight_packed"
         return "weight_scale", "weight_packed", "weight_shape"
 
@@ -92,7 +103,9 @@ class CompressedReader(Reader):
                 f"{weight.file}: {name} is quantized, but no target in {self.quant.source} matches it; "
                 "download config.json again"
             )
-        if _is_fp4(tensors):
+        if _packs_floats(tensors) and scheme.bits == 6:
+            return _describe_fp6(name, tensors)
+        if _packs_floats(tensors):
             return FP4.describe(name, tensors)
         if weight.dtype in FLOAT8:
             if "weight_zero_point" in tensors:
@@ -156,7 +169,10 @@ class CompressedReader(Reader):
 
     def read(self, name: str, rows: np.ndarray | None = None) -> CodedTensor:
         info = self.modules[name]
-        found: CodedTensor = FP4.read(self, info, rows) if _is_fp4(info.tensors) else self._read(name, rows)
+        if not _packs_floats(info.tensors):
+            found: CodedTensor = self._read(name, rows)
+        else:
+            found = self._read_fp6(info, rows) if info.bits == 6 else FP4.read(self, info, rows)
         if matches(name, self._ignored, self.quant.source):
             note = f"{name}: ignore says it is not quantized, but it is; read as it is stored"
             found = replace(found, notes=(note, *found.notes))  # type: ignore[type-var]
@@ -164,7 +180,17 @@ class CompressedReader(Reader):
 
     def tensor_scales(self, name: str) -> dict[str, float]:
         info = self.modules[name]
-        return FP4.tensor_scales(self, info) if _is_fp4(info.tensors) else {}
+        return FP4.tensor_scales(self, info) if _packs_floats(info.tensors) and info.bits == 4 else {}
+
+    def _read_fp6(self, info: ModuleInfo, rows: np.ndarray | None) -> GroupedTensor:
+        from bridge.checkpoint.formats.bits import unpack_rows
+
+        packed, scale = self.part(info.name, "weight_packed", rows), info.tensors["weight_scale"]
+        codes = _EIGHTHS[unpack_rows(packed.view(np.uint32), 6, info.shape[1])]
+        exponents = checked_scales("MXFP6", self.part(info.name, "weight_scale", rows).view(np.uint8), scale)
+        scales = as_float32(exponents, "F8_E8M0") / np.float32(8)
+        zeros = np.full_like(scales, 128)
+        return GroupedTensor(info.name, 8, codes, scales, zeros, _MX_GROUP, bias=self.bias(info.name, rows))
 
     def _read(self, name: str, rows: np.ndarray | None) -> GroupedTensor:
         info, scheme = self.modules[name], self._scheme(name)
@@ -236,8 +262,18 @@ class CompressedReader(Reader):
         return np.ascontiguousarray(_unpack(zeros.T, bits, info.shape[0], by_words).T).astype(np.float32)
 
 
-def _is_fp4(tensors: dict[str, TensorInfo]) -> bool:
-    """Whether these are 4-bit floats: codes of integers are packed in words."""
+def _describe_fp6(name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
+    """A module of 6-bit floats. Raises BridgeError if its shapes do not fit together."""
+    codes, scale = tensors["weight_packed"], tensors["weight_scale"]
+    out, columns = codes.shape[0], scale.shape[-1] * _MX_GROUP if scale.shape else 0
+    fits = scale.dtype in ("U8", "F8_E8M0") and scale.shape == (out, columns // _MX_GROUP)
+    if not fits or codes.shape != (out, columns * 3 // 4) or 0 in codes.shape or "weight_zero_point" in tensors:
+        raise contradiction(name, tensors)
+    return module_info(name, tensors, 6, _MX_GROUP, (out, columns))
+
+
+def _packs_floats(tensors: dict[str, TensorInfo]) -> bool:
+    """Whether these are floats of 4 or 6 bits: codes of integers are packed in words."""
     return "weight_packed" in tensors and tensors["weight_packed"].dtype == "U8"
 
 

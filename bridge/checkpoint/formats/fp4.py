@@ -120,19 +120,32 @@ class Fp4Parts(NamedTuple):
         kind = _KINDS[info.tensors[self.scales].dtype]
         codes = unpacked(reader.part(name, self.codes, rows).view(np.uint8))
         scales = checked_scales(kind, reader.part(name, self.scales, rows), info.tensors[self.scales])
-        whole, bias = self.tensor_scales(reader, info)["scale"], reader.bias(name, rows)
-        return Fp4Tensor(name, kind, codes, scales, info.group_size, whole, bias=bias)
+        factors, bias = self.tensor_scales(reader, info), reader.bias(name, rows)
+        unusable = [part for part in INPUTS if part in info.tensors] if "input_scale" not in factors else []
+        notes = tuple(
+            f"{name}: {part} is {_number(reader, info.tensors[part]):g}, no scale of activations, as of an expert that "
+            "calibration never reached; left out: the weights do not depend on it"
+            for part in unusable
+        )
+        return Fp4Tensor(name, kind, codes, scales, info.group_size, factors["scale"], bias=bias, notes=notes)
 
     def tensor_scales(self, reader: Reader, module: ModuleInfo) -> dict[str, float]:
-        """The scale of a module's whole weight, and that of its activations where there is one."""
+        """The scale of a module's whole weight, and that of its activations where there is one that is positive."""
         found = {"scale": 1.0}
         for part, key in ((self.whole, "scale"), *((part, "input_scale") for part in INPUTS)):
             if (info := module.tensors.get(part)) is not None:
-                value = reader.store.read_float(info.name).reshape(-1)[0]
-                if not (np.isfinite(value) and value > 0):
+                value = _number(reader, info)
+                usable = bool(np.isfinite(value) and value > 0)
+                if not usable and key == "scale":
                     raise BridgeError(f"{info.file}: {info.name} is {value:g}, not a scale; quantize the model again")
-                found[key] = float(np.float32(1) / value if self.reciprocal else value)
+                if usable:
+                    found[key] = float(np.float32(1) / value if self.reciprocal else value)
         return found
+
+
+def _number(reader: Reader, info: TensorInfo) -> np.float32:
+    """A stored tensor of one value."""
+    return reader.store.read_float(info.name).reshape(-1)[0]  # type: ignore[no-any-return]
 
 
 def unpacked(packed: np.ndarray) -> np.ndarray:
@@ -145,7 +158,7 @@ def unpacked(packed: np.ndarray) -> np.ndarray:
 
 def checked_scales(kind: str, bits: np.ndarray, info: TensorInfo) -> np.ndarray:
     """The stored scales. Raises BridgeError if one is negative or NaN."""
-    bad = bits == 255 if kind == "MXFP4" else bits >= 127
+    bad = bits == 255 if kind.startswith("MXFP") else bits >= 127
     if bad.any():
         raise BridgeError(
             f"{info.file}: {np.count_nonzero(bad)} of {bits.size} values of {info.name} are NaN or negative; "

@@ -11,8 +11,14 @@
     weight, scale     the same in DeepSeek V4, whose experts are 4-bit floats (MXFP4, see `fp4`): uint8 or int8
                       [out, in/2] with F8_E8M0 [out, in/32]
 
-    gate_up_proj, down_proj               F8 [experts, in, out]          FBGEMM's experts of Llama 4
-    gate_up_proj_scale, down_proj_scale   float [experts, 1, out], [experts, out, 1]
+Experts in stacks:
+
+    gate_up_proj, down_proj   F8 [experts, rows, columns]
+    gate_up_proj_scale        float [experts, 1, out] or [experts, out, 1]: one an output feature, the stack's columns
+                              (FBGEMM's experts of Llama 4)
+                              float [], [1], [experts], [experts, 1, 1]: one, one an expert
+    gate_up_proj_scale_inv    the same, or one a block, float [experts, rows/r, columns/c] (Mistral Small 4)
+    gate_up_proj_weight_scale, gate_up_proj_weight_scale_inv   other names of both
 
 8-bit floats are not codes: steps between them grow with the value, so no block type holds them as they are. The labels
 fp8 (DeepSeek, Qwen: blocks of 128 x 128) and fbgemm_fp8 mean only these; modelopt and compressed-tensors have other
@@ -130,18 +136,49 @@ def read_block(value: object) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class ExpertFloats(FloatWeight):
-    """Experts' matrices of 8-bit floats [experts, in, out]."""
+    """Experts' matrices of 8-bit floats [experts, rows, columns]; `block`: (rows, columns) that share a scale."""
+
+    block: tuple[int, int]
 
     def __str__(self) -> str:
-        return f"{self.weight.dtype}, one scale an output feature"
+        (_, high, wide), (rows, columns) = self.weight.shape, self.block
+        if columns >= wide and rows >= high:
+            each = "one scale an expert" if math.prod(self.scale.shape) > 1 else "one scale"
+        elif rows >= high and columns == 1:
+            each = "one scale an output feature"
+        else:
+            each = f"blocks of {rows}x{columns}"
+        return f"{self.weight.dtype}, {each}"
 
     def read(self, store: Store, rows: tuple[int, int] | None = None) -> np.ndarray:
-        scale = finite_scales(store, self.scale.name, rows)
-        return store.read_float(self.weight.name, rows) * scale.reshape(len(scale), 1, -1)
+        experts = store.read_float(self.weight.name, rows)
+        _, high, wide = self.weight.shape
+        scales = finite_scales(store, self.scale.name).reshape(-1, -(-high // self.block[0]), -(-wide // self.block[1]))
+        if len(scales) > 1:
+            scales = scales[slice(*(rows or (None,)))]
+        for i, matrix in enumerate(experts):  # the scale of every weight would take as much memory again
+            scale = spread(scales[i % len(scales)], high, self.block[0])
+            matrix *= np.repeat(scale, self.block[1], axis=1)[:, :wide]
+        return experts
 
 
-_STACKS = ("gate_up_proj", "down_proj")  # of experts
-_STACK, _STACK_SCALE = "experts", "experts_scale"  # parts of the modules that these are
+def expert_floats(name: str, tensors: dict[str, TensorInfo], block: tuple[int, int]) -> ExpertFloats:
+    """A stack of experts with its scales; `block` is the config's. Raises BridgeError where the shapes do not fit."""
+    stack, scale = tensors[STACK], tensors[STACK_SCALE]
+    if len(stack.shape) != 3 or 0 in stack.shape or not scale.floating:
+        raise contradiction(name, tensors)
+    count, high, wide = stack.shape
+    if not scale.name.endswith("_inv") and scale.shape in ((count, 1, wide), (count, wide, 1)):
+        return ExpertFloats(stack, scale, (high, 1))
+    each = scale.shape[1:] if scale.shape[:1] == (count,) else scale.shape
+    shared = block_of((high, wide), each, block)
+    if shared is None or (len(scale.shape) != 3 and math.prod(each) != 1):
+        raise contradiction(name, tensors)
+    return ExpertFloats(stack, scale, shared)
+
+
+_STACKED = re.compile(r"(?P<stack>.+\.(?:gate_up_proj|down_proj))(?P<scale>(?:_weight)?_scale(?:_inv)?)?")  # experts
+STACK, STACK_SCALE = "experts", "experts_scale"  # parts of the modules that these are
 _FP4 = Fp4Parts("weight", "scale", "", reciprocal=False)
 
 
@@ -149,19 +186,18 @@ class Fp8Reader(Reader):
     """Reads checkpoints whose linear layers are 8-bit floats."""
 
     parts: ClassVar[tuple[str, ...]] = (
-        "weight", "weight_scale", "weight_scale_inv", "scale", "bias", _STACK, _STACK_SCALE,
+        "weight", "weight_scale", "weight_scale_inv", "scale", "bias", STACK, STACK_SCALE,
     )  # fmt: skip
     plain: ClassVar = frozenset({"weight", "bias"})
 
     @staticmethod
     def split(name: str) -> tuple[str, str]:
-        stack = name.removesuffix("_scale")
-        if stack.endswith(_STACKS):
-            return stack, _STACK if stack == name else _STACK_SCALE
+        if (found := _STACKED.fullmatch(name)) is not None:
+            return found["stack"], STACK_SCALE if found["scale"] else STACK
         return Reader.split(name)
 
     def is_plain(self, tensors: dict[str, TensorInfo]) -> bool:
-        stack = tensors.get(_STACK)
+        stack = tensors.get(STACK)
         own = super().is_plain(tensors) or tensors.keys() == {"scale"}
         return own or (stack is not None and stack.dtype not in FLOAT8)
 
@@ -174,17 +210,14 @@ class Fp8Reader(Reader):
         )
 
     def required_parts(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
-        if _STACK in tensors or _STACK_SCALE in tensors:
-            return _STACK_SCALE, _STACK
+        if STACK in tensors or STACK_SCALE in tensors:
+            return STACK_SCALE, STACK
         return next((part for part in ("weight_scale_inv", "scale") if part in tensors), "weight_scale"), "weight"
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo | FloatWeight:
-        if (stack := tensors.get(_STACK)) is not None:
-            scale = tensors[_STACK_SCALE]
-            count = stack.shape[0], stack.shape[-1]
-            if len(stack.shape) != 3 or scale.shape not in ((count[0], 1, count[1]), (*count, 1)) or not scale.floating:
-                raise contradiction(name, tensors)
-            return ExpertFloats(stack, scale)
+        block = read_block(self.quant.raw.get("weight_block_size")) or BLOCK
+        if STACK in tensors:
+            return expert_floats(name, tensors, block)
         weight = tensors["weight"]
         if "scale" in tensors and weight.dtype in ("I8", "U8"):
             return _FP4.describe(name, tensors)
@@ -193,8 +226,7 @@ class Fp8Reader(Reader):
                 f"{weight.file}: {name} has scales but its weight is {weight.dtype}, not 8-bit floats; "
                 "the checkpoint is not of the format that its config names"
             )
-        block = read_block(self.quant.raw.get("weight_block_size"))
-        return scaled_floats(name, tensors, self.required_parts(tensors)[0], block or BLOCK)
+        return scaled_floats(name, tensors, self.required_parts(tensors)[0], block)
 
     def read(self, name: str, rows: np.ndarray | None = None) -> CodedTensor:
         return _FP4.read(self, self.modules[name], rows)

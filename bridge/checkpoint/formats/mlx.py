@@ -16,10 +16,13 @@ A mixture's experts are stacked, switch_mlp.gate_proj.weight [experts, out, in*b
 of their own, experts.E.gate_proj (see `mlx_experts`).
 
 config.json has quantization {group_size, bits, mode} and in the same table, by module, false or {group_size, bits};
-null means mlx's own defaults, 64 and 4.
+null means mlx's own defaults, 64 and 4. Tools that mix widths (JANG) may name them in a file of their own. A module's
+shapes give bits * group size: where config.json contradicts that for any module, the model's sizes, as config.json has
+them, decide between 4 bits in groups of 64 and 8 bits in groups of 32.
 The zero point is -b/s. mlx chooses b as s times an integer, then rounds both: -b/s is near that integer.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -30,13 +33,30 @@ from bridge.checkpoint.files.store import Store, TensorInfo
 from bridge.checkpoint.formats.fp4 import GROUPS, Fp4Tensor, checked_scales, unpacked
 from bridge.checkpoint.formats.fp8 import ScaledFloats
 from bridge.checkpoint.formats.mlx_experts import expert_of
-from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, finite_scales
+from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, finite_scales, modules_with
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig, whole_number
 from bridge.errors import BridgeError
 
 _MODES = ("affine", "mxfp8", "mxfp4", "nvfp4")
 _FAR = 1 << 12  # a zero point so far away belongs to a constant group: mlx's smallest scale is 1e-7
+_AFFINE = tuple((bits, size) for size in (64, 32, 128) for bits in (4, 8, 2, 3, 5, 6))  # mlx has no others
+# modules by the last part of their names -> what config.json says of the width of their input, in one layer or another
+_INPUTS = {
+    **dict.fromkeys(
+        (
+            "q_proj", "k_proj", "v_proj", "qkv_proj", "q_a_proj", "kv_a_proj_with_mqa", "gate_proj", "up_proj",
+            "gate_up_proj", "gate", "shared_expert_gate", "in_proj_qkvz", "in_proj_qkv", "in_proj_z", "in_proj_ba",
+            "in_proj_a", "in_proj_b", "embed_tokens", "lm_head",
+        ),
+        ("hidden_size",),
+    ),
+    "down_proj": ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"),
+    "o_proj": tuple(f"num_attention_heads {each}" for each in ("head_dim", "global_head_dim", "v_head_dim")),
+    "out_proj": ("linear_num_value_heads linear_value_head_dim",),
+    "q_b_proj": ("q_lora_rank",),
+    "kv_b_proj": ("kv_lora_rank",),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -84,7 +104,20 @@ class MlxReader(Reader):
 
     def __init__(self, *args: Any) -> None:
         self._expert: dict[str, tuple[str, int]] = {}  # module -> the stack that it is in, and where
-        super().__init__(*args)
+        self._otherwise: list[tuple[int, int]] = []  # bits and group size of modules for which the config has others
+        store, quant = args
+        if (coded := next((i for n, i in store.tensors.items() if n.endswith(".tq_packed")), None)) is not None:
+            raise BridgeError(
+                f"{coded.file}: {coded.name} holds JANGTQ's codebook codes (tq_packed, tq_norms, tq_bits), which are "
+                "not supported; use a checkpoint of the same model in another format"
+            )
+        self._contradicted = _contradicted(store, quant)
+        super().__init__(store, quant)
+        self.notes += modules_with(
+            f"{bits} bits in groups of {size}, which {quant.source} does not say; read as the shapes and the model's "
+            "sizes tell"
+            for bits, size in self._otherwise
+        )
         for stack, info in list(self.modules.items()):
             count = info.tensors["weight"].shape[0]
             if len(info.tensors["weight"].shape) == 3:
@@ -125,16 +158,11 @@ class MlxReader(Reader):
             weight.dtype == "U32" and scales.floating and biases.floating
         ):
             raise contradiction(name, tensors)
-        (*rows, words), groups = weight.shape, scales.shape[-1]
-        out = rows[-1]
-        bits, size = self._claims(name)
+        *rows, _ = weight.shape
+        out, groups = rows[-1], scales.shape[-1]
         if scales.shape != (*rows, groups) or biases.shape != scales.shape:
             raise contradiction(name, tensors)
-        if words * 32 != groups * size * bits or not 2 <= bits <= 8:
-            raise BridgeError(
-                f"{weight.file}: {name} has {words} words and {groups} groups a row, which are not {bits} bits in "
-                f"groups of {size} as {self.quant.source} says; take config and weights of the same model"
-            )
+        bits, size = self._bits_and_size(name, weight, groups)
         if "bias" in tensors and tensors["bias"].shape != tuple(rows):
             raise contradiction(name, tensors)
         nbytes = sum(t.nbytes for t in tensors.values())
@@ -163,17 +191,25 @@ class MlxReader(Reader):
         nbytes = sum(t.nbytes for t in tensors.values())
         return ModuleInfo(name, 4, GROUPS[mode.upper()], (rows[-1], 8 * words), nbytes, tensors)
 
-    def _claims(self, name: str) -> tuple[int, int]:
-        """(bits, group size) of a module, which shapes do not determine: 4 bits by 64 look like 8 by 32."""
-        own = self.quant.raw.get(name)
-        own = own if isinstance(own, dict) else {"bits": self.quant.bits, "group_size": self.quant.group_size}
-        said = tuple(default if own.get(k) is None else own[k] for k, default in (("bits", 4), ("group_size", 64)))
-        bits, size = map(whole_number, said)
-        if bits is None or size is None:
+    def _bits_and_size(self, name: str, weight: TensorInfo, groups: int) -> tuple[int, int]:
+        """(bits, group size) of a module: the config's, unless that is contradicted anywhere and does not fit here."""
+        words, claimed = weight.shape[-1], _claims(self.quant, name)
+        fits = [own for own in dict.fromkeys((claimed, *_AFFINE)) if words * 32 == groups * own[0] * own[1]]
+        fits = [own for own in fits if 2 <= own[0] <= 8]
+        if self._contradicted:
+            widths = _input_widths(self.quant.model, name)
+            fits = [own for own in fits if groups * own[1] in widths] or fits
+        if claimed not in fits and len(fits) != 1:
+            may_be = " or ".join(f"{bits} bits in groups of {size}" for bits, size in fits) or "no widths that MLX has"
             raise BridgeError(
-                f"{self.quant.source}: {name} has bits {said[0]!r}, group_size {said[1]!r}; correct the file"
+                f"{weight.file}: {name} has {words} words and {groups} groups a row, which are not {claimed[0]} bits "
+                f"in groups of {claimed[1]} as {self.quant.source} says, but {may_be}; take config and weights of the "
+                "same model"
             )
-        return bits, size
+        found = claimed if claimed in fits else fits[0]
+        if found != claimed:
+            self._otherwise.append(found)
+        return found
 
     def tensor_scales(self, name: str) -> dict[str, float]:
         return {"scale": 1.0} if _is_mx(self.modules[name].tensors) else {}
@@ -211,6 +247,37 @@ class MlxReader(Reader):
         if not np.isfinite(zeros).all():
             raise BridgeError(f"{info.file}: {name} has biases far too large for its scales; the checkpoint is damaged")
         return GroupedTensor(name, info.bits, codes, scales, zeros, info.group_size, bias=bias, notes=tuple(notes))
+
+
+def _claims(quant: QuantConfig, name: str) -> tuple[int, int]:
+    """(bits, group size) of a module, which shapes do not determine: 4 bits by 64 look like 8 by 32."""
+    own = quant.raw.get(name)
+    own = own if isinstance(own, dict) else {"bits": quant.bits, "group_size": quant.group_size}
+    said = tuple(default if own.get(k) is None else own[k] for k, default in (("bits", 4), ("group_size", 64)))
+    bits, size = map(whole_number, said)
+    if bits is None or size is None:
+        raise BridgeError(f"{quant.source}: {name} has bits {said[0]!r}, group_size {said[1]!r}; correct the file")
+    return bits, size
+
+
+def _contradicted(store: Store, quant: QuantConfig) -> bool:
+    """Whether the shapes of any module of affine codes contradict the bits and group size that the config says."""
+    for name, scales in store.tensors.items():
+        module, _, part = name.rpartition(".")
+        weight = store.tensors.get(f"{module}.weight")
+        if part == "scales" and scales.floating and scales.shape and weight is not None and weight.shape:
+            bits, size = _claims(quant, module)
+            if weight.shape[-1] * 32 != scales.shape[-1] * size * bits:
+                return True
+    return False
+
+
+def _input_widths(model: dict[str, Any], name: str) -> set[int]:
+    """What config.json says of the width of a module's input, in any layer; nothing for modules of other names."""
+    sizes = {key: whole_number(value) or 0 for key, value in model.items()}
+    sizes.setdefault("head_dim", sizes.get("hidden_size", 0) // max(1, sizes.get("num_attention_heads", 1)))
+    products = _INPUTS.get(name.rpartition(".")[2], ())
+    return {math.prod(sizes.get(key, 0) for key in product.split()) for product in products} - {0}
 
 
 def _is_mx(tensors: dict[str, TensorInfo]) -> bool:

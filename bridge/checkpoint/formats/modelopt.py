@@ -25,7 +25,7 @@ import numpy as np
 from bridge.checkpoint.files.store import Store, TensorInfo
 from bridge.checkpoint.formats.compressed import FP4
 from bridge.checkpoint.formats.fp4 import INPUTS, Fp4Parts
-from bridge.checkpoint.formats.fp8 import Fp8Reader, block_of, spread
+from bridge.checkpoint.formats.fp8 import STACK, STACK_SCALE, Fp8Reader, block_of, spread
 from bridge.checkpoint.formats.module_reader import (
     FloatWeight,
     ModuleInfo,
@@ -69,7 +69,7 @@ class ModelOptReader(Fp8Reader):
 
     parts: ClassVar[tuple[str, ...]] = (
         "weight", "weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale",
-        "pre_quant_scale", "bias", *INPUTS,
+        "pre_quant_scale", "bias", *INPUTS, STACK, STACK_SCALE,
     )  # fmt: skip
     plain: ClassVar = frozenset({"weight", "bias", *INPUTS})
 
@@ -132,6 +132,8 @@ class ModelOptReader(Fp8Reader):
         return found
 
     def _describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo | FloatWeight:
+        if STACK in tensors:
+            return super().describe(name, tensors)
         if _integers(tensors):
             return self._describe_integers(name, tensors)
         if "weight_packed" in tensors or tensors["weight"].dtype == "U8":

@@ -17,12 +17,31 @@ from bridge.checkpoint.grouped import CodedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
 
-# scales and zero points of activations and of the key-value cache: a GGUF does not need them
-ACTIVATIONS = frozenset(
-    f"{what}_{part}"
-    for what in ("input", "output", "q", "k", "v", "kv", "prob")
-    for part in ("scale", "zero_point", "global_scale", "scale_ub", "activation_scale", "cache_scale")
-)
+# words in the names of scales of activations and of the key-value cache: of what, which number, what may be added
+_ACTIVATIONS = frozenset({
+    "act", "activation", "activations", "input", "inputs", "in", "output", "out", "q", "k", "v", "o", "kv", "qk", "p",
+    "prob", "probs", "softmax", "key", "value", "query", "cache",
+})  # fmt: skip
+_NUMBERS = frozenset({"scale", "scales", "qscale", "descale", "scaling", "zero", "zp", "azp", "amax"})
+_ADDED = frozenset({
+    "point", "points", "factor", "global", "inv", "ub", "rcp", "static", "float", "tensor", "token", "per", "1", "2",
+    "proj", "gate", "up", "down", "qkv", "attn", "mlp", "experts", "w1", "w2", "w3", "w13", "bmm", "matmul",
+})  # fmt: skip
+_QUANTIZERS = frozenset({"quantizer", "fake", "quant", "post", "process", "observer"})  # of modules that hold scales
+
+
+def scales_activations(name: str) -> bool:
+    """Whether a tensor of this name is a scale or zero point of activations or of the key-value cache.
+
+    A GGUF does not need them, whichever tool wrote them: input_scale, activation_scale, k_scale, kv_cache_scale,
+    gate_up_proj_activation_scale, k_fake_quantizer.qscale_act, input_quantizer._amax, ... Names with any other word
+    (weight_scale, pre_quant_scale, correct_output_scale) are not theirs.
+    """
+    module, part = name.split(".")[-2:] if "." in name else ("", name)
+    words, owner = ({*text.lower().split("_")} - {""} for text in (part, module))
+    if owner & _QUANTIZERS:
+        words |= owner - _QUANTIZERS
+    return bool(words & _ACTIVATIONS and words & _NUMBERS) and words <= _ACTIVATIONS | _NUMBERS | _ADDED
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ class QuantoReader(Reader):
 
     def _shape(self, name: str, tensors: dict[str, TensorInfo], count: int, size: int) -> tuple[int, int]:
         """(out, in) of a weight of `count` groups of `size`."""
-        last, hidden = name.rpartition(".")[2], whole_number(self.quant.raw.get("hidden_size"))
+        last, hidden = name.rpartition(".")[2], whole_number(self.quant.model.get("hidden_size"))
         if "bias" in tensors:
             out = math.prod(tensors["bias"].shape)
         elif size % 32 or size > 128:

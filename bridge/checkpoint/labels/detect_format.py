@@ -151,8 +151,6 @@ def read_quant_config(folder: Path, config: dict[str, Any]) -> QuantConfig:
             f"{source}: rotation {rotation!r} needs a Hadamard transform at run time, which GGUF lacks; "
             "use a checkpoint quantized without rotation"
         )
-    if method == "quanto":
-        raw["hidden_size"] = next((n for part in _parts(config) if (n := part.get("hidden_size"))), None)
     meta = raw.get("meta")
     writers = [meta.get(key) if isinstance(meta, dict) else None for key in ("quantizer", "packer")]
     quantizer, packer = (tuple(map(str, w if isinstance(w, list) else [w] if w else [])) for w in writers)
@@ -164,6 +162,7 @@ def read_quant_config(folder: Path, config: dict[str, Any]) -> QuantConfig:
         sym=bool(raw.get("sym", not raw.get("zero_point", method == "awq"))),
         desc_act=bool(raw.get("desc_act", False)),
         dynamic=dynamic if isinstance(dynamic, dict) else {},
+        model=next((part for part in _parts(config) if part.get("hidden_size")), {}),
     )  # fmt: skip
     result = replace(result, notes=tuple(_unread_patterns(result)))
     result = READERS[method].complete(result, label)

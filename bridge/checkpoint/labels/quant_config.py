@@ -30,6 +30,7 @@ class QuantConfig:
     dynamic            GPTQModel's per-module overrides: {regex: False or {bits: ..}}
     quantizer          the program that wrote it, e.g. ("gptqmodel:7.6.0",)
     packer             the program that rewrote its zero points, e.g. ("gguf-bridge:0.1.0",); see bridge.repack
+    model              config.json, or its part of the language model: sizes that some shapes do not tell
     notes              which of its entries were ignored, in words
     """
 
@@ -47,6 +48,7 @@ class QuantConfig:
     packer: tuple[str, ...] = ()
     raw: dict[str, Any] = field(default_factory=dict)
     source: Path | None = None
+    model: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     def for_module(self, name: str) -> Self | None:

@@ -26,11 +26,11 @@ from bridge.system.patterns import matched, pattern_problem
 
 FORMATS = (
     "pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "nvfp4-pack-quantized",
-    "mxfp4-pack-quantized", "mxfp8-quantized", "dense", "mixed-precision",
+    "mxfp4-pack-quantized", "mxfp6-pack-quantized", "mxfp8-quantized", "dense", "mixed-precision",
 )  # fmt: skip
 STRATEGIES = ("tensor", "channel", "group", "tensor_group", "block")
 _FOLDED = ("weight_input", "weight_output")  # locations of rotations that are folded into the weights
-_EMBEDDING = re.compile(r"(.*\.)?(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings)$")
+EMBEDDING = re.compile(r"(.*\.)?(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings)$")
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def _rank(name: str, target: str, source: Path | None) -> tuple[int, str] | None
         return 0, target
     if target.startswith("re:"):
         return (1, target) if matched("match", target[3:], name, source) else None
-    if target == ("Embedding" if _EMBEDDING.match(name) else "Linear"):
+    if target == ("Embedding" if EMBEDDING.match(name) else "Linear"):
         return 2, target
     return None
 
@@ -127,10 +127,10 @@ def _scheme(quant: QuantConfig, key: str, group: dict[str, Any], weights: dict[s
     kind, size = str(weights.get("type") or "int").lower(), whole_number(weights.get("group_size"))
     said = weights.get("num_bits", 8)
     bits = whole_number(said)
-    if bits is None or bits not in {"int": range(2, 9), "float": (4, 8)}.get(kind, ()):
+    if bits is None or bits not in {"int": range(2, 9), "float": (4, 6, 8)}.get(kind, ()):
         raise BridgeError(
             f"{where}: num_bits {said!r} of type {kind!r} is not supported (integers of 2 to 8 bits and floats of "
-            "4 and 8 bits are); convert the unquantized model instead"
+            "4, 6 and 8 bits are); convert the unquantized model instead"
         )
     inferred = "channel" if size == -1 else "group" if (size or 0) > 0 else "tensor"
     strategy = str(weights.get("strategy") or inferred).lower()
