@@ -55,6 +55,27 @@ def test_bytes_that_are_stored_as_another_dtype_are_the_same_bytes(tmp_path):
         assert np.array_equal(checkpoint.read_module(NAME).dequantize()[0], 2 * np.tile(LEVELS, 4))
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        label(load_in_4bit=False, load_in_8bit=True),
+        label(bnb_4bit_quant_type="fp4"),
+        {"quant_method": "gptq", "bits": 8, "group_size": 64},
+        None,
+    ],
+)
+def test_a_label_that_the_quant_state_contradicts_is_overruled(tmp_path, said):
+    with open_checkpoint(write(tmp_path / "right", by_hand())) as checkpoint:
+        meant = checkpoint.read_module(NAME).dequantize()
+    tensors = {f"{NAME}.{part}": values for part, values in by_hand().items()}
+    with open_checkpoint(write_folder(tmp_path / "wrong", tensors, said)) as checkpoint:
+        assert np.array_equal(checkpoint.read_module(NAME).dequantize(), meant)
+        assert checkpoint.modules[NAME].bits == 4
+        gptq = "config.json says gptq, but model.layers.0.mlp.down_proj.weight.quant_state.bitsandbytes__nf4 is"
+        assert (gptq in "".join(checkpoint.notes)) == (said is not None and said["quant_method"] == "gptq")
+        assert ("no config describes" in "".join(checkpoint.notes)) == (said is None)
+
+
 def test_blocks_may_cross_the_ends_of_rows(tmp_path):
     tensors = by_hand() | {STATE: text(shape=[4, 32])}
     with open_checkpoint(write(tmp_path, tensors)) as checkpoint:

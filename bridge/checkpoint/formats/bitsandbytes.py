@@ -46,7 +46,7 @@ from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig, whole_number
 from bridge.errors import BridgeError
 
-_STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
+STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
 _INT8_SCALE = np.float32(1 / 127)
 _CHUNK = 1 << 22  # weights decoded together
 
@@ -66,7 +66,7 @@ class BitsAndBytesReader(Reader):
     """Reads NF4, FP4 and LLM.int8."""
 
     parts: ClassVar = (
-        "weight", "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map", *_STATES,
+        "weight", "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map", *STATES,
         "SCB", "weight_format", "bias",
     )  # fmt: skip
 
@@ -93,11 +93,11 @@ class BitsAndBytesReader(Reader):
         return {"weight", "bias"}.issuperset(tensors) and (weight is None or weight.floating)
 
     def required_parts(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
-        if self.quant.bits == 8 or "SCB" in tensors:
+        state = next((part for part in STATES if part in tensors), None)
+        if "SCB" in tensors or (self.quant.bits == 8 and state is None):
             return "SCB", "weight"
-        state = next((part for part in _STATES if part in tensors), _STATES[0])
         nested = ("weight.nested_absmax", "weight.nested_quant_map") if "weight.nested_absmax" in tensors else ()
-        return state, "weight", "weight.absmax", "weight.quant_map", *nested
+        return state or STATES[0], "weight", "weight.absmax", "weight.quant_map", *nested
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
         if "SCB" in tensors:

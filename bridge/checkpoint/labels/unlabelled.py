@@ -1,4 +1,4 @@
-"""Recognizes the format of a checkpoint by its tensors, if its configs do not mention quantization."""
+"""Recognizes the format of a checkpoint by its tensors, if its configs do not mention quantization, or are wrong."""
 
 from collections import Counter
 from dataclasses import replace
@@ -6,6 +6,7 @@ from typing import Any
 
 from bridge.checkpoint.files.store import Store
 from bridge.checkpoint.formats.awq import AwqReader
+from bridge.checkpoint.formats.bitsandbytes import STATES, BitsAndBytesReader
 from bridge.checkpoint.formats.exl3 import Exl3Reader
 from bridge.checkpoint.formats.hqq import HqqReader
 from bridge.checkpoint.formats.legacy import BITS, FloatZerosReader
@@ -17,8 +18,12 @@ from bridge.errors import BridgeError
 def recognise(store: Store, quant: QuantConfig, config: dict[str, Any]) -> QuantConfig:
     """`quant`, or the tensors' format if `quant` names none: HQQ, llm-awq, EXL3, float zero points or GPTQ.
 
-    `config` is config.json. Raises BridgeError if the tensors fit two formats at once.
+    bitsandbytes' 4 bits are read whatever `quant` names: their quant_state says all. `config` is config.json. Raises
+    BridgeError if the tensors fit two formats at once.
     """
+    states = [name for name in store.tensors if name.endswith(STATES)]
+    if states and quant.method != "bitsandbytes":
+        return _bitsandbytes(quant, states[0])
     if quant.method is None:
         parts = {name.rpartition(".")[2] for name in store.tensors}
         if "W_q" in parts:
@@ -54,6 +59,16 @@ def recognise(store: Store, quant: QuantConfig, config: dict[str, Any]) -> Quant
         size = quant.group_size if quant.labelled else -1 if shape[-1:] == (1,) else 128
         return FloatZerosReader.complete(replace(quant, method="gptq-float-zeros", bits=bits, group_size=size), "")
     return quant if quant.labelled else _from_shapes(store, modules) or quant
+
+
+def _bitsandbytes(quant: QuantConfig, state: str) -> QuantConfig:
+    """The config of bitsandbytes' 4 bits, of which `state` is a quant_state, in place of another or of none."""
+    said = QuantConfig(method="bitsandbytes", raw={"bnb_4bit_quant_type": state[-3:]}, source=quant.source)
+    right = BitsAndBytesReader.complete(said, "")
+    if not quant.labelled:
+        return replace(right, raw={})
+    note = f"{quant.source} says {quant.method}, but {state} is bitsandbytes'; read as {right.title}"
+    return replace(right, notes=(*quant.notes, note))
 
 
 def _bits_of_width(store: Store, modules: list[str], config: dict[str, Any]) -> int | None:
