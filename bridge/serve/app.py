@@ -5,11 +5,11 @@ import hmac
 import html
 import ipaddress
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -191,7 +191,7 @@ class _Server:
         for first in range(0, len(jobs), size):
             streams = self.engine.submit(jobs[first : first + size])
             try:
-                await _while_there(request, asyncio.gather(*map(_all, streams)))
+                await _while_there(request, _together(map(_all, streams)))
             finally:
                 self.engine.release(streams)
         found = [pooler.vector(normalize=True) for pooler in poolers]
@@ -204,7 +204,7 @@ class _Server:
             await self._read(request, data)
             self.engine.check_room()
             work = self.engine.aside(lambda awaited: make(asked.json_of(data), awaited))
-            return cast(T, await _while_there(request, asyncio.ensure_future(work)))
+            return await _while_there(request, work)
         finally:
             self._held -= len(data)
 
@@ -213,13 +213,16 @@ class _Server:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # what a page elsewhere could send without asking is none
             raise BadRequest("the Content-Type must be application/json", status=415)
+        too_large = BadRequest(f"the body is larger than {self.limits.body} bytes", status=413)
+        if int(request.headers.get("content-length", 0)) > self.limits.body:
+            raise too_large
         try:
             async with asyncio.timeout(_BODY_SECONDS):
                 async for part in request.stream():
                     data += part
                     self._held += len(part)
                     if len(data) > self.limits.body:
-                        raise BadRequest(f"the body is larger than {self.limits.body} bytes", status=413)
+                        raise too_large
                     if self._held > self.limits.body * _BODIES:
                         raise Refused(f"{self._held} bytes of requests are being read. Try later")
         except TimeoutError:
@@ -236,7 +239,7 @@ class _Server:
         if want.stream:
             return _Events(self._events(answer, want, made, streams), lambda: self.engine.release(streams))
         try:
-            updates = await _while_there(request, asyncio.gather(*(self._timed(stream) for stream in streams)))
+            updates = await _while_there(request, _together(map(self._timed, streams)))
         finally:
             self.engine.release(streams)
         choices = []
@@ -321,14 +324,24 @@ async def _all(stream: Stream, first_token: Callable[[float], None] | None = Non
     return "".join(texts), tokens, finish
 
 
-async def _while_there(request: Request, work: Any) -> Any:
-    """The result of a future, which is cancelled when the client goes; ClientDisconnect then."""
+async def _together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results; where one fails, the others are cancelled."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _while_there(request: Request, coroutine: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine, which is cancelled when the client goes; ClientDisconnect then."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    watch = asyncio.ensure_future(gone())
+    work, watch = asyncio.ensure_future(coroutine), asyncio.ensure_future(gone())
     try:
         await asyncio.wait([work, watch], return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
@@ -355,7 +368,7 @@ class _Events(Response):
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             with suppress(ClientDisconnect, OSError):
-                await _while_there(Request(scope, receive), asyncio.ensure_future(self._pass_on(send)))
+                await _while_there(Request(scope, receive), self._pass_on(send))
         finally:
             self._release()
 

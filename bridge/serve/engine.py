@@ -1,16 +1,16 @@
 """One thread that owns the model and makes all sequences together, and the asyncio side that waits for them.
 
-Requests are prepared in two threads of their own. Nothing waits for a thread whose result nobody wants any more: not
-the client, not the end of the process. The engine's thread alone touches the `Batch`: what the event loop wants (a sequence more, one less) goes through a list that
-the thread looks at between steps. What a step made goes back in one call of the loop.
+That thread alone touches the `Batch`: what the event loop wants (a sequence more, one less) goes through a list that
+the thread looks at between steps. What a step made goes back in one call of the loop. Requests are prepared in up to
+two other threads. Nothing waits for a thread whose result nobody wants any more, the end of the process neither.
 """
 
 import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,7 +19,6 @@ from bridge.runtime.batch import Generation, Reader
 from bridge.runtime.generation import ScoredToken
 from bridge.runtime.model import Model
 from bridge.runtime.sampling import Sampler
-
 
 _PREPARED = 2  # requests at a time
 _LAST_STEP = 2  # seconds that the end waits for the step that is being computed

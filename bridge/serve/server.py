@@ -143,8 +143,8 @@ class _Connection(H11Protocol):
         """As JSON; after a response to what came before, only the end."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = to_json(problem(msg, "invalid_request_error"))
-            headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
-            response = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
+            headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+            response = h11.Response(status_code=400, headers=list(headers.items()), reason=b"Bad Request")
             for event in (response, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
