@@ -23,7 +23,11 @@ class ChatTemplate:
         return self._for_tools is not None or "tools" in (self.text or "")
 
     def tokens(
-        self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any] | None,
+        most: int | None,
     ) -> list[int]:
         """See `Model.chat_tokens`."""
         from bridge.gguf_file.chat_template import TemplateFailed, check_template_options, render_chats
@@ -42,4 +46,5 @@ class ChatTemplate:
         (text,) = render_chats(template, [(messages, True)], {"bos_token": bos, "eos_token": eos}, options=extra)
         if isinstance(text, TemplateFailed):
             raise BridgeError(f"{self._path}: the chat template cannot be used: {text}") from text
-        return tokenizer.encode(text, add_special=not (bos and text.startswith(bos)))
+        special = not (bos and text.startswith(bos))
+        return tokenizer.encode(text, special) if most is None else tokenizer.encode_within(text, most, special)

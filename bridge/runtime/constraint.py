@@ -5,10 +5,11 @@ tens of microseconds. The logits of all others become -inf, so that whatever the
 allows nothing more, the reply is complete without an end token.
 """
 
+import copy
 import json
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -54,6 +55,12 @@ class Constraint:
             raise self._failed(str(problem)) from problem
         if self._matcher.is_error():
             raise self._failed(self._matcher.get_error())
+
+    def copy(self) -> Self:
+        """What may follow the same tokens, for a reply of its own; the grammar is compiled once for all."""
+        other = copy.copy(self)
+        other._matcher = self._matcher.deep_copy()
+        return other
 
     @property
     def complete(self) -> bool:

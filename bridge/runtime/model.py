@@ -405,15 +405,19 @@ class Model:
         return self.generate(tokens, max_tokens, **options)
 
     def chat_tokens(
-        self, messages: Sequence[Mapping[str, Any]], template_options: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template_options: Mapping[str, Any] | None = None,
+        most: int | None = None,
     ) -> list[int]:
         """A conversation as token ids, up to where the reply begins.
 
         template_options  further variables of the chat template: "tools" and "documents" (lists of objects, as in the
                           OpenAI API), "enable_thinking" and what else the template asks for. Tools take the file's
                           template for them where it has one
+        most              of a conversation of more tokens than that, a beginning that is longer is enough
         """
-        return self._template.tokens(self.tokenizer, messages, template_options)
+        return self._template.tokens(self.tokenizer, messages, template_options, most)
 
     def _checked(self, tokens: Sequence[int], max_tokens: int = 0) -> list[int]:
         check_integer("max_tokens", max_tokens, 0)

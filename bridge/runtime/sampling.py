@@ -5,6 +5,7 @@ likely; of these the fewest whose probabilities sum to top_p; of these the ones 
 first; then the temperature, then the draw.
 """
 
+import copy
 import math
 import re
 from argparse import ArgumentTypeError
@@ -139,6 +140,14 @@ class Sampler:
         how = Sampling(**sampling)
         free = schema is None and regex is None
         return cls(how, logprobs, None if free else Constraint(tokenizer, schema, regex))
+
+    def copy(self, seed: int | None) -> Self:
+        """This sampler as it is now, with a seed of its own, for another reply to the same request."""
+        other = copy.copy(self)
+        other._random = np.random.default_rng(seed)
+        other._seen = self._seen.copy()
+        other._constraint = None if self._constraint is None else self._constraint.copy()
+        return other
 
     @property
     def plain(self) -> bool:

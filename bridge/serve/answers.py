@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from bridge.errors import shortened
 from bridge.runtime.generation import ScoredToken
 from bridge.runtime.tokenizer import Tokenizer
 
@@ -127,9 +128,14 @@ def vectors(found: Sequence[np.ndarray], model: str, tokens: int, in_base64: boo
     }  # fmt: skip
 
 
+def to_json(data: Any) -> bytes:
+    """JSON in UTF-8; a lone surrogate, which UTF-8 does not have, as JSON's escape."""
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
+
+
 def event(data: dict[str, Any]) -> bytes:
     """A server-sent event."""
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + to_json(data) + b"\n\n"
 
 
 DONE = b"data: [DONE]\n\n"
@@ -137,4 +143,5 @@ DONE = b"data: [DONE]\n\n"
 
 def problem(message: str, kind: str, field: str | None = None, code: str | None = None) -> dict[str, Any]:
     """An error as OpenAI's clients read it."""
-    return {"error": {"message": message, "type": kind, "param": field, "code": code}}
+    field = None if field is None else shortened(field)
+    return {"error": {"message": shortened(message), "type": kind, "param": field, "code": code}}

@@ -3,33 +3,38 @@
 import asyncio
 import hmac
 import html
-import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+import ipaddress
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from bridge.errors import BridgeError
 from bridge.runtime.model import Model
 from bridge.serve import asked
-from bridge.serve.answers import DONE, Answer, event, problem, usage, vectors
+from bridge.serve.answers import DONE, Answer, event, problem, to_json, usage, vectors
 from bridge.serve.asked import Asked, BadRequest, Wanted
 from bridge.serve.engine import Engine, Refused, Stream, Update
 from bridge.serve.metrics import Metrics
 
 _BODY_SECONDS = 30  # within which a client must have sent its request
-_LOCAL = {"127.0.0.1", "localhost", "[::1]", "::1"}
-_PAGE_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
+_BODIES = 16  # of the largest size that are held at a time
+_PAGE_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 
 _KINDS = {400: "invalid_request_error", 500: "server_error", 503: "service_unavailable"}  # of errors
 
 _Send = Callable[[Any], Awaitable[None]]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,11 @@ def make_app(model: Model, limits: Limits, engine: Engine) -> Starlette:
         message = f"{request.method} {request.url.path}: this server has {', '.join(route.path for route in routes)}"
         return _failed(error.status_code, message, "invalid_request_error")
 
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers={404: not_found, 405: not_found})
+    async def unforeseen(request: Request, error: Exception) -> Response:
+        return _failed(500, f"the server failed: {type(error).__name__}", "server_error")
+
+    handlers: dict[Any, Any] = {404: not_found, 405: not_found, Exception: unforeseen}
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
 
 
 class _Server:
@@ -89,8 +98,9 @@ class _Server:
 
     def __init__(self, model: Model, limits: Limits, engine: Engine):
         self.model, self.limits, self.engine = model, limits, engine
-        self.name = model.path.stem
+        self.name = os.fsencode(model.path.stem).decode("utf-8", "replace")
         self._metrics = Metrics()
+        self._held = 0  # bytes of bodies
         page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
         self._page = page.replace("MODEL_NAME", html.escape(self.name))
 
@@ -99,12 +109,14 @@ class _Server:
 
         async def endpoint(request: Request) -> Response:
             try:
-                if self.limits.local and _host(request) not in _LOCAL:
+                if self.limits.local and not _is_local(request.headers.get("host", "")):
                     raise BadRequest("the Host is not this machine; start the server with --host to be asked by others",
                                      status=403)  # fmt: skip
                 response = await answer(request)
             except BadRequest as error:
                 response = _failed(error.status, str(error), "invalid_request_error", error.field, error.code)
+                if error.status == 401:
+                    response.headers["WWW-Authenticate"] = "Bearer"
             except BridgeError as error:
                 response = _failed(400, str(error), "invalid_request_error")
             except Refused as error:
@@ -125,8 +137,9 @@ class _Server:
 
         async def checked(request: Request) -> Response:
             if self.limits.key is not None:
-                given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
-                if not hmac.compare_digest(given, self.limits.key.encode()):
+                scheme, _, given = request.headers.get("authorization", "").partition(" ")
+                same = hmac.compare_digest(given.strip().encode("latin-1"), os.fsencode(self.limits.key))
+                if scheme.lower() != "bearer" or not same:
                     raise BadRequest("the API key is missing or wrong; send it as Authorization: Bearer KEY",
                                      code="invalid_api_key", status=401)  # fmt: skip
             return await answer(request)
@@ -140,7 +153,7 @@ class _Server:
     async def health(self, request: Request) -> Response:
         """Whether requests are taken."""
         stopping = self.engine.stopping
-        return JSONResponse({"status": "stopping" if stopping else "ok"}, 503 if stopping else 200)
+        return _Json({"status": "stopping" if stopping else "ok"}, 503 if stopping else 200)
 
     async def metrics(self, request: Request) -> Response:
         """Counts for Prometheus."""
@@ -153,85 +166,93 @@ class _Server:
 
     async def models(self, request: Request) -> Response:
         """The one model."""
-        return JSONResponse({"object": "list", "data": [self._described()]})
+        return _Json({"object": "list", "data": [self._described()]})
 
     async def model_named(self, request: Request) -> Response:
         """The same by its name."""
         asked.check_model(asked.Fields({"model": request.path_params["name"]}), self.name)
-        return JSONResponse(self._described())
+        return _Json(self._described())
 
     async def completions(self, request: Request) -> Response:
         """A text's continuation."""
-        body = await self._body(request)
-        want = asked.completion(body, self.model, self.name, self.limits.sampling)
-        return await self._reply(request, want, "text_completion")
+        return await self._reply(request, asked.completion, "text_completion")
 
     async def chats(self, request: Request) -> Response:
         """The reply in a conversation."""
-        body = await self._body(request)
-        want = asked.chat(body, self.model, self.name, self.limits.sampling)
-        return await self._reply(request, want, "chat.completion")
+        return await self._reply(request, asked.chat, "chat.completion")
 
     async def embeddings(self, request: Request) -> Response:
         """A vector for each text."""
-        body = await self._body(request)
-        jobs, poolers, in_base64 = await asyncio.to_thread(
-            asked.embeddings, body, self.model, self.name, self.limits.pooling
+        jobs, poolers, in_base64 = await self._prepared(
+            request,
+            lambda body, awaited: asked.embeddings(body, self.model, self.name, self.limits.pooling, awaited),
         )
         size = self.limits.sequences
         for first in range(0, len(jobs), size):
             streams = self.engine.submit(jobs[first : first + size])
             try:
-                await _while_there(request, asyncio.gather(*map(_all, streams)))
+                await _while_there(request, _together(map(_all, streams)))
             finally:
                 self.engine.release(streams)
-        found = await asyncio.to_thread(lambda: [pooler.vector(normalize=True) for pooler in poolers])
-        return JSONResponse(vectors(found, self.name, sum(len(job.prompt) for job in jobs), in_base64))
+        found = [pooler.vector(normalize=True) for pooler in poolers]
+        return _Json(vectors(found, self.name, sum(len(job.prompt) for job in jobs), in_base64))
 
-    async def _body(self, request: Request) -> Any:
-        """The JSON of a request, of which no more is read than the limit."""
+    async def _prepared(self, request: Request, make: Callable[[Any, Callable[[], bool]], T]) -> T:
+        """What `make` makes of a request's JSON while the client is there, see `Engine.aside`."""
+        data = bytearray()
+        try:
+            await self._read(request, data)
+            self.engine.check_room()
+            work = self.engine.aside(lambda awaited: make(asked.json_of(data), awaited))
+            return await _while_there(request, work)
+        finally:
+            self._held -= len(data)
+
+    async def _read(self, request: Request, data: bytearray) -> None:
+        """Add the body of a request to `data`, no more than the limit."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # what a page elsewhere could send without asking is none
             raise BadRequest("the Content-Type must be application/json", status=415)
-        data = bytearray()
+        too_large = BadRequest(f"the body is larger than {self.limits.body} bytes", status=413)
+        if int(request.headers.get("content-length", 0)) > self.limits.body:
+            raise too_large
         try:
             async with asyncio.timeout(_BODY_SECONDS):
                 async for part in request.stream():
                     data += part
+                    self._held += len(part)
                     if len(data) > self.limits.body:
-                        raise BadRequest(f"the body is larger than {self.limits.body} bytes", status=413)
+                        raise too_large
+                    if self._held > self.limits.body * _BODIES:
+                        raise Refused(f"{self._held} bytes of requests are being read. Try later")
         except TimeoutError:
             raise BadRequest(f"the body did not come within {_BODY_SECONDS} seconds", status=408) from None
-        try:
-            return json.loads(data.decode("utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise BadRequest(f"the body is not JSON: {error}") from None
 
-    async def _reply(self, request: Request, want: Asked, kind: str) -> Response:
-        if self.engine.stopping:
-            raise Refused("the server is stopping; ask another one, or later", stopping=True)
-        made = await asyncio.to_thread(asked.wanted, want, self.model)
-        if len(made.jobs) > self.engine.most:
-            raise BadRequest(f"{len(made.jobs)} replies are asked for; the most is {self.engine.most}", "n")
+    async def _reply(self, request: Request, read: Callable[..., Asked], kind: str) -> Response:
+        def make(body: Any, awaited: Callable[[], bool]) -> tuple[Asked, Wanted]:
+            want = read(body, self.model, self.name, self.limits.sampling)
+            return want, asked.wanted(want, self.model, self.engine.most, awaited)
+
+        want, made = await self._prepared(request, make)
         answer = Answer(kind, self.name, self.model.tokenizer)
         streams = self.engine.submit(made.jobs)
         if want.stream:
             return _Events(self._events(answer, want, made, streams), lambda: self.engine.release(streams))
         try:
-            updates = await _while_there(request, asyncio.gather(*(self._timed(stream) for stream in streams)))
+            updates = await _while_there(request, _together(map(self._timed, streams)))
         finally:
             self.engine.release(streams)
         choices = []
         for index, (text, tokens, finish) in enumerate(updates):
-            job, scorer = made.jobs[index], made.scorers[index] if made.scorers else None
             echoed = None
             if want.echo:
-                whole = want.prompts[index // want.n]
-                first = job.prompt[0]
+                number, generation = index // want.n, streams[index].generation
+                assert generation is not None
+                whole = want.prompts[number]
                 said = whole if isinstance(whole, str) else self.model.tokenizer.decode(whole)
-                echoed = said, scorer.tokens if scorer else (), first
+                echoed = said, made.scorers[number].tokens if made.scorers else (), generation.prompt[0]
             choices.append(answer.choice(index, text, None if want.logprobs is None else tokens, finish, echoed))
-        return JSONResponse(answer.whole(choices, _usage(made, streams)))
+        return _Json(answer.whole(choices, _usage(made, streams)))
 
     async def _timed(self, stream: Stream) -> tuple[str, list[Any], str]:
         """All of a reply; when it began is noted."""
@@ -303,14 +324,24 @@ async def _all(stream: Stream, first_token: Callable[[float], None] | None = Non
     return "".join(texts), tokens, finish
 
 
-async def _while_there(request: Request, work: Any) -> Any:
-    """The result of a future, which is cancelled when the client goes; ClientDisconnect then."""
+async def _together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results; where one fails, the others are cancelled."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _while_there(request: Request, coroutine: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine, which is cancelled when the client goes; ClientDisconnect then."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    watch = asyncio.ensure_future(gone())
+    work, watch = asyncio.ensure_future(coroutine), asyncio.ensure_future(gone())
     try:
         await asyncio.wait([work, watch], return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
@@ -337,7 +368,7 @@ class _Events(Response):
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             with suppress(ClientDisconnect, OSError):
-                await _while_there(Request(scope, receive), asyncio.ensure_future(self._pass_on(send)))
+                await _while_there(Request(scope, receive), self._pass_on(send))
         finally:
             self._release()
 
@@ -347,10 +378,20 @@ class _Events(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _failed(status: int, message: str, kind: str, field: str | None = None, code: str | None = None) -> JSONResponse:
-    return JSONResponse(problem(message, kind, field, code), status)
+class _Json(Response):
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return to_json(content)
 
 
-def _host(request: Request) -> str:
-    host = request.headers.get("host", "")
-    return host if host.endswith("]") else host.rpartition(":")[0] if ":" in host else host
+def _failed(status: int, message: str, kind: str, field: str | None = None, code: str | None = None) -> Response:
+    return _Json(problem(message, kind, field, code), status)
+
+
+def _is_local(host: str) -> bool:
+    """Whether a Host header, with or without a port, names this machine by an address, or as localhost."""
+    name = host if host.endswith("]") else host.rpartition(":")[0] if ":" in host else host
+    with suppress(ValueError):
+        return ipaddress.ip_address(name.removeprefix("[").removesuffix("]")).is_loopback
+    return name.lower() == "localhost"

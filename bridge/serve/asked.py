@@ -1,6 +1,11 @@
-"""A request's JSON as what to generate. Every field is used, or known to change nothing, or refused by its name."""
+"""A request's JSON as what to generate. Every field is used, or known to change nothing, or refused by its name.
 
-from collections.abc import Mapping, Sequence
+What a request multiplies is counted before it is made, and a text is looked at only as far as a context could hold it.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +21,7 @@ MOST_TOP = 20  # most likely tokens that are listed
 _COMPLETION_TOKENS = 16  # of /v1/completions, where the request does not say
 _NUMBERS = ("temperature", "top_p", "min_p", "repeat_penalty")
 _INTEGERS = ("top_k", "repeat_last_n")
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -25,6 +31,14 @@ class BadRequest(Exception):
     def __init__(self, message: str, field: str | None = None, code: str | None = None, status: int = 400):
         super().__init__(message)
         self.field, self.code, self.status = field, code, status
+
+
+def json_of(data: bytes | bytearray) -> Any:
+    """The JSON of a request's body."""
+    try:
+        return json.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the body is not JSON: {error}") from None
 
 
 class Fields:
@@ -96,10 +110,9 @@ def _common(fields: Fields, model: Model, name: str, defaults: Mapping[str, Any]
             sampling[key] = value
     biases = fields.take("logit_bias", dict, "an object of token ids and numbers", {})
     if biases:
-        try:
-            sampling["logit_bias"] = {int(token): bias for token, bias in biases.items()}
-        except ValueError:
-            raise BadRequest("logit_bias must be an object of token ids and numbers", "logit_bias") from None
+        if not all(map(_TOKEN_ID.fullmatch, biases)):
+            raise BadRequest("logit_bias must be an object of token ids and numbers", "logit_bias")
+        sampling["logit_bias"] = {int(token): bias for token, bias in biases.items()}
     stop = fields.take("stop", (str, list), "a text or a list of texts", [])
     stop = [stop] if isinstance(stop, str) else stop
     if len(stop) > MOST_STOPS or not all(isinstance(text, str) for text in stop):
@@ -263,44 +276,62 @@ class Wanted:
 
     jobs: list[Job]
     prompts: list[list[int]]
-    scorers: list[TokenScorer]  # of prompts, with echo and logprobs; for each job
+    scorers: list[TokenScorer]  # of prompts, with echo and logprobs
 
 
-def wanted(asked: Asked, model: Model) -> Wanted:
-    """The jobs of a request for text; takes milliseconds, for the chat template and the grammar.
+def wanted(asked: Asked, model: Model, most: int, awaited: Callable[[], bool]) -> Wanted:
+    """The jobs of a request for text, at most so many; takes milliseconds, for the chat template and the grammar.
+
+    awaited  whether somebody still waits for them: nothing more is made where not
 
     Raises BadRequest where a prompt does not fit, and BridgeError where the sampler or the template refuses.
     """
-    if asked.messages:
-        prompts = [model.chat_tokens(asked.messages, asked.variables)]
-    else:
-        prompts = [model.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in asked.prompts]
-    made = Wanted([], prompts, [])
-    for ids in prompts:
-        check_length(ids, model)
-        room = model.context - len(ids) + 1
-        most = room if asked.max_tokens is None else asked.max_tokens
+    replies = max(1, len(asked.prompts)) * asked.n
+    if replies > most:
+        raise BadRequest(
+            f"{replies} replies are asked for; the most is {most}", "n" if asked.n > 1 else "prompt"
+        )  # fmt: skip
+    sampler = Sampler.of(model.tokenizer, asked.logprobs, **asked.grammar, **{**asked.sampling, "seed": asked.seed})
+    made = Wanted([], [], [])
+    for prompt in [None] if asked.messages else asked.prompts:
+        if not awaited():
+            break
+        if prompt is None:
+            ids = model.chat_tokens(asked.messages, asked.variables, model.context)
+            _check_length(ids, model)
+        else:
+            ids = _ids_of(prompt, model)
+        made.prompts.append(ids)
+        max_tokens = model.context - len(ids) + 1 if asked.max_tokens is None else asked.max_tokens
+        reader = model.token_scorer(ids, asked.logprobs) if asked.echo and asked.logprobs is not None else None
+        if reader is not None:
+            made.scorers.append(reader)
         for number in range(asked.n):
-            seed = None if asked.seed is None else asked.seed + number
-            sampler = Sampler.of(model.tokenizer, asked.logprobs, **asked.grammar, **{**asked.sampling, "seed": seed})
-            reader = None
-            if asked.echo and asked.logprobs is not None:
-                reader = model.token_scorer(ids, asked.logprobs)
-                made.scorers.append(reader)
-            made.jobs.append(Job(sampler, ids, most, asked.stop, bool(asked.messages), reader))
+            own = sampler.copy(None if asked.seed is None else asked.seed + number)
+            made.jobs.append(Job(own, ids, max_tokens, asked.stop, bool(asked.messages), None if number else reader))
     return made
 
 
-def check_length(ids: Sequence[int], model: Model) -> None:
-    """Raise BadRequest unless the context holds so many tokens."""
-    if len(ids) > model.context:
-        raise BadRequest(
-            f"the prompt has {len(ids)} tokens; the context holds {model.context}", "prompt", "context_length_exceeded"
-        )
+def _ids_of(prompt: Any, model: Model) -> list[int]:
+    """The token ids of a text, or these ids; BadRequest unless the context holds them."""
+    ids = model.tokenizer.encode_within(prompt, model.context) if isinstance(prompt, str) else prompt
+    _check_length(ids, model)
+    return list(ids)
 
 
-def embeddings(body: Any, model: Model, name: str, pooling: str) -> tuple[list[Job], list[Pooler], bool]:
-    """The body of /v1/embeddings: jobs, what makes a vector of each, and whether vectors are wanted in base64."""
+def _check_length(ids: Sequence[int], model: Model) -> None:
+    if len(ids) > model.context:  # of a text that is much longer, not all were counted
+        raise BadRequest(f"the prompt has at least {len(ids)} tokens; the context holds {model.context}", "prompt",
+                         "context_length_exceeded")  # fmt: skip
+
+
+def embeddings(
+    body: Any, model: Model, name: str, pooling: str, awaited: Callable[[], bool]
+) -> tuple[list[Job], list[Pooler], bool]:
+    """The body of /v1/embeddings: jobs, what makes a vector of each, and whether vectors are wanted in base64.
+
+    awaited  as in `wanted`
+    """
     fields = Fields(body)
     check_model(fields, name)
     texts = _prompts("input", fields.take("input", (str, list), _PROMPT))
@@ -315,8 +346,9 @@ def embeddings(body: Any, model: Model, name: str, pooling: str) -> tuple[list[J
     fields.end()
     jobs, poolers = [], []
     for text in texts:
-        ids = model.tokenizer.encode(text) if isinstance(text, str) else list(text)
-        check_length(ids, model)
+        if not awaited():
+            break
+        ids = _ids_of(text, model)
         poolers.append(Pooler(pooling))
         jobs.append(Job(Sampler.of(model.tokenizer), ids, 0, [], reader=poolers[-1]))
     return jobs, poolers, form == "base64"

@@ -1,21 +1,29 @@
 """One thread that owns the model and makes all sequences together, and the asyncio side that waits for them.
 
-The thread alone touches the `Batch`: what the event loop wants (a sequence more, one less) goes through a list that
-the thread looks at between steps. What a step made goes back in one call of the loop.
+That thread alone touches the `Batch`: what the event loop wants (a sequence more, one less) goes through a list that
+the thread looks at between steps. What a step made goes back in one call of the loop. Requests are prepared in up to
+two other threads. Nothing waits for a thread whose result nobody wants any more, the end of the process neither.
 """
 
 import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, TypeVar
 
 from bridge.errors import BridgeError
 from bridge.runtime.batch import Generation, Reader
 from bridge.runtime.generation import ScoredToken
 from bridge.runtime.model import Model
 from bridge.runtime.sampling import Sampler
+
+_PREPARED = 2  # requests at a time
+_LAST_STEP = 2  # seconds that the end waits for the step that is being computed
+
+T = TypeVar("T")
 
 
 class Refused(Exception):
@@ -98,6 +106,8 @@ class Engine:
         self._over = False
         self.loop: asyncio.AbstractEventLoop | None = None  # where streams are read
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._preparing: set[threading.Thread] = set()
+        self._places = asyncio.Semaphore(_PREPARED)
 
     def start(self) -> None:
         """Begin; called in the event loop."""
@@ -105,20 +115,63 @@ class Engine:
         self._thread.start()
 
     async def stop(self) -> None:
-        """End what is left, and the thread."""
+        """End what is left, and the thread, if it can end soon."""
         self.stopping = True
         self.end_all()
         with self._wake:
             self._over = True
             self._wake.notify()
-        await asyncio.to_thread(self._thread.join)
+        late = time.monotonic() + _LAST_STEP
+        while self._thread.is_alive() and time.monotonic() < late:
+            await asyncio.sleep(0.01)
+
+    @property
+    def computing(self) -> bool:
+        """Whether a thread still runs, after `stop`."""
+        return self._thread.is_alive() or bool(self._preparing)
+
+    async def aside(self, work: Callable[[Callable[[], bool]], T]) -> T:
+        """The result of `work` in a thread; it gets a function that says whether somebody still waits for the result.
+
+        No more than two run at a time, counted until they end, whoever waits for them.
+        """
+        await self._places.acquire()
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[T] = loop.create_future()
+
+        def report(put: Callable[[T], None] | Callable[[BaseException], None], outcome: Any) -> None:
+            self._preparing.discard(thread)
+            self._places.release()
+            if not result.done():
+                put(outcome)
+
+        def run() -> None:
+            try:
+                outcome: Any = result.set_result, work(lambda: not result.cancelled())
+            except BaseException as problem:
+                outcome = result.set_exception, problem
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(report, *outcome)
+
+        thread = threading.Thread(target=run, name="prepare", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the machine has no thread left
+            self._places.release()
+            raise
+        self._preparing.add(thread)
+        return await result
+
+    def check_room(self, replies: int = 1) -> None:
+        """Raise Refused where so many more replies cannot even wait."""
+        if self.stopping:
+            raise Refused("the server is stopping; ask another one, or later", stopping=True)
+        if len(self.open) + replies > self.most:
+            raise Refused(f"{len(self.open)} replies are being made or waited for; the most is {self.most}. Try later")
 
     def submit(self, jobs: list[Job]) -> list[Stream]:
         """Queue sequences; each stream must be given to `release`. Raises Refused where too many wait already."""
-        if self.stopping:
-            raise Refused("the server is stopping; ask another one, or later", stopping=True)
-        if len(self.open) + len(jobs) > self.most:
-            raise Refused(f"{len(self.open)} replies are being made or waited for; the most is {self.most}. Try later")
+        self.check_room(len(jobs))
         streams = [Stream() for _ in jobs]
         self.open.update(streams)
         for stream, job in zip(streams, jobs, strict=True):

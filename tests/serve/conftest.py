@@ -68,10 +68,11 @@ def client(model: Model) -> Iterator[TestClient]:
 
 
 class Server:
-    """`gguf-bridge serve` in a process of its own."""
+    """`gguf-bridge serve` in a process of its own, which executes `before` first."""
 
-    def __init__(self, path: Path, *options: str):
-        command = [sys.executable, "-m", "bridge.cli", "serve", str(path), "--port", "0", *options]
+    def __init__(self, path: Path, *options: str, before: str = "pass"):
+        code = f"import sys; from bridge.cli import main; {before}; sys.exit(main(sys.argv[1:]))"
+        command = [sys.executable, "-c", code, "serve", str(path), "--port", "0", *options]
         self.process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=os.environ.copy())
         timer = threading.Timer(PATIENCE, self.process.kill)
         timer.start()
@@ -99,11 +100,11 @@ class Server:
 
 @pytest.fixture
 def start(path: Path) -> Iterator[Callable[..., Server]]:
-    """start(*options): a server, which is killed at the end."""
+    """start(*options, before="code"): a server, which is killed at the end."""
     servers: list[Server] = []
 
-    def started(*options: str) -> Server:
-        servers.append(Server(path, *options))
+    def started(*options: str, before: str = "pass") -> Server:
+        servers.append(Server(path, *options, before=before))
         return servers[-1]
 
     yield started

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
+import re
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +16,15 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
+from bridge.errors import BridgeError
 from bridge.gguf_file import chat_template
 from bridge.runtime.decoder import Decoder
 from bridge.runtime.model import Model
+from bridge.runtime.tokenizer import Tokenizer
+from bridge.serve import app, asked
 from bridge.serve.app import Limits, make_app
 from bridge.serve.engine import Engine, Stream
+from tests.conftest import PATIENCE
 from tests.serve.conftest import client_of
 
 GREEDY: dict[str, Any] = {"temperature": 0}
@@ -206,7 +215,8 @@ def test_the_page_is_one_file_that_asks_no_other_server(client: Any) -> None:
     assert answer.status_code == 200
     assert "<title>small</title>" in answer.text
     assert "http" not in answer.text.replace("http-equiv", "")
-    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    for rule in ("default-src", "frame-ancestors", "base-uri", "form-action"):  # three that have no default
+        assert f"{rule} 'none'" in answer.headers["content-security-policy"]
 
 
 def test_the_page_shows_a_models_name_as_text(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,10 +246,15 @@ COMPLETIONS, CHATS, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1
         (COMPLETIONS, {"prompt": "a", "max_tokens": 1e9}, "max_tokens", "must be an integer"),
         (COMPLETIONS, {"prompt": "a", "n": 17}, "n", "between 1 and 16"),
         (COMPLETIONS, {"prompt": ["a"] * 10, "n": 16}, "n", "160 replies are asked for"),
+        (COMPLETIONS, {"prompt": ["a"] * 300}, "prompt", "300 replies are asked for; the most is 72"),
         (COMPLETIONS, {"prompt": "a", "temperature": "hot"}, "temperature", "must be a number"),
         (COMPLETIONS, {"prompt": "a", "temperature": -1}, None, "temperature -1: must be at least 0"),
         (COMPLETIONS, {"prompt": "a", "top_p": 0}, None, "top_p 0: must be above 0"),
         (COMPLETIONS, {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "token ids and numbers"),
+        (COMPLETIONS, {"prompt": "a", "logit_bias": {"1_0": 1}}, "logit_bias", "token ids and numbers"),
+        (COMPLETIONS, {"prompt": "a", "logit_bias": {"\u0663": 1}}, "logit_bias", "token ids and numbers"),
+        (COMPLETIONS, {"prompt": "a", "logit_bias": {" 5": 1}}, "logit_bias", "token ids and numbers"),
+        (COMPLETIONS, {"prompt": "a", "logit_bias": {"1" * 5000: 1}}, "logit_bias", "token ids and numbers"),
         (COMPLETIONS, {"prompt": "a", "logit_bias": {"1": "x"}}, None, "logit_bias"),
         (COMPLETIONS, {"prompt": "a", "logit_bias": {"999999": 1}}, None, "logit_bias of token 999999"),
         (COMPLETIONS, {"prompt": "a", "stop": 3}, "stop", "stop must be"),
@@ -250,6 +265,7 @@ COMPLETIONS, CHATS, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1
         (COMPLETIONS, {"prompt": "a", "frequency_penalty": 1}, "frequency_penalty", "not supported"),
         (COMPLETIONS, {"prompt": "a", "echo": True, "stream": True}, "echo", "not supported in a stream"),
         (COMPLETIONS, {"prompt": "a", "nonsense": 1}, "nonsense", "nonsense is not supported; leave it out"),
+        (COMPLETIONS, {"prompt": "a", "\ud800": 1}, "\ud800", "\ud800 is not supported; leave it out"),
         (COMPLETIONS, {"prompt": "a", "model": "gpt"}, "model", "the model 'gpt' is not served"),
         (COMPLETIONS, {"prompt": "a", "stream_options": {"x": 1}}, "stream_options.x", "not supported"),
         (COMPLETIONS, [], None, "the body must be a JSON object"),
@@ -269,6 +285,8 @@ COMPLETIONS, CHATS, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1
         (EMBEDDINGS, {"input": "a", "encoding_format": "int8"}, "encoding_format", "float or base64"),
         (EMBEDDINGS, {"input": "a", "dimensions": 3}, "dimensions", "not supported"),
         (EMBEDDINGS, {"input": "a", "pooling": "max"}, None, "choose mean or last"),
+        (EMBEDDINGS, {"input": "a", "pooling": "\ud800"}, None, "choose mean or last"),
+        (EMBEDDINGS, {"input": "word " * 800}, "prompt", "the context holds 500"),
     ],
 )
 def test_what_makes_no_sense_is_refused(url: str, body: Any, field: Any, message: str, client: Any) -> None:
@@ -299,6 +317,59 @@ def test_bodies_that_are_no_requests_are_refused(
     assert message in answer.json()["error"]["message"]
 
 
+def test_a_body_without_a_length_is_read_no_further_than_the_limit(model: Model, monkeypatch: Any) -> None:
+    headers = {"Content-Type": "application/json"}
+    with client_of(model, body=1 << 20) as client:
+        answer = client.post("/v1/completions", content=iter([b" " * 600_000] * 2), headers=headers)
+        assert answer.status_code == 413
+        with monkeypatch.context() as patch:
+            patch.setattr(app, "_BODIES", 0)  # others have sent that much
+            assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 429
+        assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+def test_replies_are_counted_before_anything_is_made_for_them(client: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(asked.Sampler, "of", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: 1 / 0)
+    answer = client.post("/v1/completions", json={"prompt": ["a"] * 100_000, "n": 16})
+    assert "1600000 replies are asked for; the most is 72" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("url", ["/v1/completions", "/v1/chat/completions", "/v1/embeddings"])
+def test_a_text_is_tokenized_no_further_than_a_context_could_hold_it(url: str, client: Any, monkeypatch: Any) -> None:
+    characters: list[int] = []
+    encode = Tokenizer.encode
+
+    def counted(tokenizer: Tokenizer, text: str, *options: bool) -> list[int]:
+        characters.append(len(text))
+        return encode(tokenizer, text, *options)
+
+    monkeypatch.setattr(Tokenizer, "encode", counted)
+    text = "1234567890" * 50_000
+    body = {"messages": [{"role": "user", "content": text}]} if "chat" in url else {"prompt": text}
+    answer = client.post(url, json={"input": text} if "embeddings" in url else body)
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert characters == [1 << 14]
+
+
+def test_all_replies_to_a_request_share_a_compiled_schema_and_a_scored_prompt(client: Any, monkeypatch: Any) -> None:
+    llguidance = pytest.importorskip("llguidance")
+    compiled, scored = list[Any](), list[Any]()
+    grammar, scorer = llguidance.LLMatcher.grammar_from_regex, Model.token_scorer
+    counted = staticmethod(lambda regex: compiled.append(regex) or grammar(regex))
+    monkeypatch.setattr(llguidance.LLMatcher, "grammar_from_regex", counted)
+    found = completion(
+        client, prompt=["a", "b"], n=8, seed=1, temperature=1, response_format={"type": "regex", "regex": "(yes|no)*"}
+    )
+    assert all(re.fullmatch("(yes|no)*(y|ye|n)?", choice["text"]) for choice in found["choices"])  # the last is cut
+    assert len({choice["text"] for choice in found["choices"]}) > 1
+    assert len(compiled) == 1
+    monkeypatch.setattr(Model, "token_scorer", lambda *given: scored.append(1) or scorer(*given))
+    both = completion(client, prompt=["The history", "KING"], n=3, echo=True, logprobs=1, max_tokens=2)["choices"]
+    assert len(scored) == 2
+    assert all(both[i]["logprobs"] == both[i + 1]["logprobs"] for i in (0, 1, 3, 4))
+
+
 def test_other_paths_and_methods_are_named(client: Any) -> None:
     assert client.get("/v1/completions").status_code == 405
     answer = client.get("/v1/nothing")
@@ -308,12 +379,17 @@ def test_other_paths_and_methods_are_named(client: Any) -> None:
 
 def test_a_key_is_asked_for(model: Model) -> None:
     with client_of(model, key="secret") as client:
-        for headers in ({}, {"Authorization": "Bearer no"}, {"Authorization": "secretly"}):
+        for headers in (
+            {}, {"Authorization": "Bearer no"}, {"Authorization": "secretly"}, {"Authorization": "secret"},
+            {"Authorization": "Basic secret"}, {"Authorization": "Bearer"},
+        ):  # fmt: skip
             answer = client.post("/v1/completions", json={"prompt": "a"}, headers=headers)
             assert answer.status_code == 401
             assert answer.json()["error"]["code"] == "invalid_api_key"
-        good = {"Authorization": "Bearer secret"}
-        assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers=good).status_code == 200
+            assert answer.headers["WWW-Authenticate"] == "Bearer"
+        for scheme in ("Bearer", "bearer", "BEARER "):
+            good = {"Authorization": f"{scheme} secret"}
+            assert client.get("/v1/models", headers=good).status_code == 200
         assert client.get("/metrics").status_code == 401
         assert client.get("/health").status_code == client.get("/").status_code == 200
 
@@ -347,12 +423,67 @@ def test_a_model_that_fails_fails_its_replies_and_not_the_server(model: Model, m
         assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
 
 
+def test_an_error_that_nobody_foresaw_is_json(model: Model, monkeypatch: Any) -> None:
+    monkeypatch.setattr(asked, "completion", lambda *_: 1 / 0)
+    server = make_app(model, Limits(), Engine(model, 1, 1))
+    with TestClient(server, base_url="http://127.0.0.1", raise_server_exceptions=False) as client:
+        answer = client.post("/v1/completions", json={"prompt": "a"})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
+    assert "ZeroDivisionError" in answer.json()["error"]["message"]
+
+
+def test_work_that_nobody_waits_for_is_told_so_and_holds_its_place(model: Model) -> None:
+    async def two_that_are_left_and_a_third() -> list[str]:
+        engine, noted, end = Engine(model, 1, 1), list[str](), threading.Event()
+
+        def until_left(awaited: Callable[[], bool]) -> None:
+            while awaited():
+                time.sleep(0.001)
+            noted.append("left")
+            end.wait(PATIENCE)
+
+        first = [asyncio.create_task(engine.aside(until_left)) for _ in range(2)]
+        third = asyncio.create_task(engine.aside(lambda awaited: noted.append(f"third {awaited()}")))
+        await asyncio.sleep(0.01)
+        for task in first:
+            task.cancel()
+        await asyncio.wait(first)
+        while noted != ["left", "left"]:
+            await asyncio.sleep(0.001)
+        assert not third.done()
+        assert engine.computing
+        end.set()
+        await third
+        assert not engine.computing
+        return noted
+
+    assert asyncio.run(two_that_are_left_and_a_third()) == ["left", "left", "third True"]
+
+
+def test_a_reply_that_fails_leaves_no_others_waiting(model: Model, monkeypatch: Any) -> None:
+    with client_of(model) as client, monkeypatch.context() as patch:
+        patch.setattr(asked.Sampler, "__call__", lambda *_: (_ for _ in ()).throw(BridgeError("no token fits")))
+        answer = client.post("/v1/completions", json={"prompt": "a", "n": 8, "logprobs": 1})
+        assert (answer.status_code, answer.json()["error"]["message"]) == (400, "no token fits")
+        assert client.portal is not None
+        names = [task.get_coro().__name__ for task in client.portal.call(lambda: list(asyncio.all_tasks()))]
+        assert "_timed" not in names
+
+
+def test_echo_of_no_tokens_has_the_token_that_begins_texts(client: Any, model: Model, monkeypatch: Any) -> None:
+    monkeypatch.setattr(model.tokenizer, "bos", 1)
+    assert completion(client, prompt=[[]], echo=True, logprobs=1, max_tokens=1)["choices"][0]["text"]
+
+
 def test_a_page_elsewhere_cannot_ask_by_a_name_of_its_own(model: Model, client: Any) -> None:
     """A name that its owner points at 127.0.0.1 comes in the Host header."""
     answer = client.get("/v1/models", headers={"Host": "evil.example:8080"})
     assert answer.status_code == 403
     assert client.get("/v1/models", headers={"Host": "localhost:8080"}).status_code == 200
-    assert client.get("/v1/models", headers={"Host": "[::1]:8080"}).status_code == 200
+    for host in ("[::1]:8080", "LocalHost:8080", "LOCALHOST", "127.0.0.2:1", "[::1]"):
+        assert client.get("/v1/models", headers={"Host": host}).status_code == 200
+    for host in ("127.0.0.1.evil.example", "192.168.0.1", "localhost:80:90", "", "[localhost.evil.example]"):
+        assert client.get("/v1/models", headers={"Host": host}).status_code == 403
     with client_of(model, local=False) as other:
         assert other.get("/v1/models", headers={"Host": "server.example"}).status_code == 200
 

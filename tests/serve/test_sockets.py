@@ -11,12 +11,14 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import httpx
 import pytest
 
 from bridge.runtime.model import Model
+from bridge.serve.server import bound
 from tests.conftest import PATIENCE, posix
 from tests.serve.conftest import Server
 
@@ -172,3 +174,74 @@ def test_a_command_line_that_makes_no_sense_is_refused(path: Any, running: Serve
     ):
         assert main(["serve", str(path), *options]) == 2
         assert message in capfd.readouterr().err
+
+
+def sent(server: Server, data: bytes) -> socket.socket:
+    """A connection on which these bytes were sent."""
+    made = socket.create_connection((server.host, server.port), timeout=PATIENCE)
+    made.sendall(data)
+    return made
+
+
+HEADERS = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+@posix
+def test_clients_that_send_no_request_and_read_no_answer_have_limits(start: Start) -> None:
+    """Of at most 6 connections (4 replies, 2 others), the oldest without a request gives way, and all have a second."""
+    server = start("--sequences", "2", "--waiting", "2", "--grace", "300", before=(
+        "from bridge.serve import server; server._HEADER_SECONDS = 1; server._OTHERS = 2"
+    ))  # fmt: skip
+    slow = []
+    for _ in range(10):
+        slow += [sent(server, HEADERS + b"X-a: ") for _ in range(4)]
+        assert httpx.get(f"{server.url}/health", timeout=PATIENCE).json() == {"status": "ok"}
+    refused = sent(server, HEADERS.replace(b"json", b"text") + b"Content-Length: 1000\r\n\r\n{")  # answered at once
+    assert refused.recv(1 << 16).startswith(b"HTTP/1.1 415 ")
+    begun = time.monotonic()
+    for connection in (*slow, refused):
+        with suppress(OSError):  # its end may have been seen by now
+            while time.monotonic() < begun + PATIENCE:
+                connection.sendall(b"a")  # never silent, and never a request
+                time.sleep(0.01)
+    assert time.monotonic() < begun + PATIENCE
+    late = sent(server, HEADERS + b"Content-Length: 1000\r\n\r\n{")
+    assert httpx.get(f"{server.url}/health", timeout=PATIENCE).is_success  # and that one is being read
+    code, said = server.stop()
+    assert late.recv(1) == b""
+    assert (code, said.splitlines()[1:]) == (0, ["stopped"])
+    assert time.monotonic() < begun + PATIENCE
+
+
+@posix
+def test_the_end_waits_for_no_work_that_nobody_wants(start: Start) -> None:
+    server = start("--grace", "0", before=(
+        "import time; from bridge.serve import asked; asked.wanted = lambda *_: time.sleep(100_000)"
+    ))  # fmt: skip
+    connections = [sent(server, HEADERS + b'Content-Length: 14\r\n\r\n{"prompt":"a"}') for _ in range(8)]
+    for connection in connections[:4]:
+        connection.close()
+    assert httpx.get(f"{server.url}/health", timeout=PATIENCE).is_success
+    code, said = server.stop()
+    assert (code, said.splitlines()[1:]) == (0, ["stopped"])
+
+
+def test_what_is_no_http_is_answered_with_json(running: Server) -> None:
+    for data in (b"GET /health\r\n\r\n", HEADERS + b"Transfer-Encoding: chunked\r\n\r\nZZ\r\n"):
+        with sent(running, data) as connection:
+            answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
+    refused = HEADERS.replace(b"json", b"text") + b"Transfer-Encoding: chunked\r\n\r\n"
+    with sent(running, refused) as connection:
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 415 ")
+        connection.sendall(b"ZZ\r\n")
+        assert connection.recv(1) == b""
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="Linux alone has the option")
+def test_the_system_ends_connections_whose_client_takes_nothing() -> None:
+    with bound("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()):
+        accepted, _ = listening.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000

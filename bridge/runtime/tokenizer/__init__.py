@@ -120,6 +120,19 @@ class Tokenizer:
         end = max(both)
         return [*earlier[: alike + ends[1][end]], *tokens[alike + ends[0][end] :]]
 
+    def encode_within(self, text: str, most: int, add_special: bool = True) -> list[int]:
+        """`encode`; of a text that has far more than `most` tokens, the ids of a beginning that is longer than that.
+
+        So a text of any length takes time and memory for a multiple of `most` tokens. A beginning counts only from
+        twice as many tokens: the word that it ends in may have more than in the whole text.
+        """
+        size = max(8 * most, 1 << 14)  # characters: few texts have more in a token
+        while size < len(text):
+            if len(ids := self.encode(text[:size], add_special)) > 2 * most:
+                return ids
+            size *= 2
+        return self.encode(text, add_special)
+
     def stream(self, tokens: Iterable[int], special: bool = False) -> Iterator[str]:
         """The text of token ids as they come, whole characters only: one string, perhaps empty, for each token."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")

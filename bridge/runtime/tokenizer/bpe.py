@@ -8,6 +8,8 @@ from bridge.errors import BridgeError
 from bridge.gguf_file.pretokenizers import BYTES, DIGIT_RUN, GPT2_BYTES, ONE_DIGIT, RULES, Rules, Step, byte_of
 from bridge.runtime.tokenizer.spm import SPACE
 
+_LONG = 1 << 12  # characters that are encoded without Python's lock, which costs more for short texts
+
 
 def cutter_of(tokens: Sequence[str], merges: Sequence[str], pre: Any) -> "ByteLevel | CharacterLevel":
     """What cuts by a tokenizer.ggml.pre; BridgeError if the name is unknown."""
@@ -38,7 +40,9 @@ class ByteLevel:
         self.tokenizer.pre_tokenizer = pre_tokenizer(rules.steps)
 
     def encode(self, text: str, after_special: bool) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        if len(text) < _LONG:
+            return self.tokenizer.encode(text, add_special_tokens=False).ids
+        return self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def piece(self, text: str) -> bytes:
         table = byte_of()
