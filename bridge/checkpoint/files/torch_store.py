@@ -41,6 +41,10 @@ class HeldStore(Store):
                     self._data[str(name)] = tensor
             self._add(found)
 
+    def rename(self, names: Mapping[str, str]) -> None:
+        super().rename(names)
+        self._data = {name: self._data[stored] for stored, name in names.items()}
+
     def _fetch(self, info: TensorInfo, dtype: np.dtype, shape: tuple[int, ...], first: int, stop: int) -> np.ndarray:
         tensor = self._data[info.name].detach()
         if info.shape:

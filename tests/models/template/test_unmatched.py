@@ -187,8 +187,12 @@ def test_pre_and_template_exclude_each_other(tmp_path):
 def test_an_unknown_architecture_is_told_of_the_template(tmp_path):
     shutil.copytree(CHECKPOINT, tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"architectures": ["OlmoForCausalLM"]}))
-    with pytest.raises(BridgeError, match=r"unknown architecture OlmoForCausalLM; .* or template='model-f16.gguf'"):
+    (tmp_path / "model" / "config.json").write_text(
+        json.dumps(config | {"architectures": ["OlmoForCausalLM"], "model_type": "olmo"})
+    )
+    with pytest.raises(
+        BridgeError, match=r"unknown architecture OlmoForCausalLM and model_type olmo; .* or template='model-f16.gguf'"
+    ):
         bridge.convert(tmp_path / "model", tmp_path / "m.gguf")
 
 
