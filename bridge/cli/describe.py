@@ -159,7 +159,7 @@ def plan_table(plan: Plan) -> list[str]:
     lines += ["", f"{plan.arch}: {weights / 1e6:.1f} M weights, {size_text(nbytes)}, {8 * nbytes / weights:.2f} bpw"]
     if (count := len(shards_of(plan))) > 1:
         lines.append(f"{count} shards; one alone: gguf-bridge convert --plan PLAN.json out.gguf --shard 1/{count}")
-    return lines
+    return [*lines, *(f"note: {note}" for note in summarise_notes(plan.notes))]
 
 
 def _describe_gguf(path: Path) -> list[str]:
