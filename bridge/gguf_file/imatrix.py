@@ -16,7 +16,7 @@ import numpy as np
 
 from bridge.errors import BridgeError
 from bridge.gguf_file.reader import read_gguf
-from bridge.system.files import expect_name, put_in_place
+from bridge.system.files import expect_name, put_in_place, refuse_pointer
 from bridge.system.folder_locks import temporary_beside
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
@@ -29,6 +29,8 @@ def read_imatrix(path: str | Path) -> dict[str, np.ndarray]:
     """
     path = Path(path)
     expect_name(path)
+    if path.is_file():
+        refuse_pointer(path)
     if _is_legacy(path):
         raise BridgeError(
             f"{path}: an imatrix in the old binary format; convert it with "
