@@ -98,9 +98,7 @@ def for_tensor(imatrix: dict[str, np.ndarray], name: str, columns: int, experts:
     expected = (experts, columns) if experts > 1 else (columns,)
     if found.shape != expected:
         have, need = ("x".join(map(str, shape)) for shape in (found.shape, expected))
-        raise BridgeError(
-            f"{name}: the imatrix has {have} columns, the tensor {need}; the imatrix belongs to another model"
-        )
+        raise BridgeError(f"{name}: the imatrix has {have} columns, the tensor {need}; make it with this model")
     return found
 
 

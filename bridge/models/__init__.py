@@ -161,14 +161,21 @@ def tensors_of_gguf(
     for tensor in outline.tensors:
         if tensor.name in stored:
             if tuple(stored[tensor.name]) != tensor.shape:
-                shapes = f"{list(stored[tensor.name])}, but the config requires {list(tensor.shape)}"
-                raise BridgeError(f"{tensor.name}: is {shapes}; config.json belongs to another model")
+                raise BridgeError(
+                    f"{tensor.name}: is {list(stored[tensor.name])} in the GGUF, but {list(tensor.shape)} by {path}; "
+                    "correct its sizes, or give the config.json of the GGUF's own model"
+                )
             found.append(tensor)
         elif tensor.origin != "config" and not any(part.source in outline.optional for part in tensor.parts):
-            raise BridgeError(f"{tensor.name}: is missing from the GGUF; {path} belongs to another model")
+            raise BridgeError(
+                f"{tensor.name}: is missing from the GGUF, but a model of {path} has it; give the config.json of the "
+                "GGUF's own model"
+            )
     scales = {f"{tensor.name.removesuffix('.weight')}.{key}" for tensor in found for key in ("scale", "input_scale")}
     if unknown := sorted(stored.keys() - known - scales):
-        raise BridgeError(f"{unknown[0]}: {path} has no place for it; config.json belongs to another model")
+        raise BridgeError(
+            f"{unknown[0]}: the GGUF has it, a model of {path} does not; give the config.json of the GGUF's own model"
+        )
     return found
 
 
@@ -192,11 +199,12 @@ def _with_own(args: Arguments, family: Family, values: Config) -> Arguments:
 
 
 def _with_prefix(own: dict[str, str], family: Family) -> tuple[dict[str, str], list[str]]:
-    """Names (-> the checkpoint's) with the start that the table's have, where none has it, and a note."""
+    """Names (-> the checkpoint's) with the start that the table's have, where none has it (in a bare family, each that
+    lacks it), and a note."""
     prefix = f"{family.block.rpartition('.')[0]}."
-    if not own or any(name.startswith(prefix) for name in own):
+    if not family.bare and any(name.startswith(prefix) for name in own):
         return own, []
-    known = (f"{HEAD.source}.", "mtp.")
+    known = (prefix, f"{HEAD.source}.", "mtp.")
     named = {name if name.startswith(known) else prefix + name: stored for name, stored in own.items()}
     first = next((name for name in own if not name.startswith(known)), None)
     if family.bare or first is None:

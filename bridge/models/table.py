@@ -44,7 +44,7 @@ def turned_back(family: Family, args: Arguments, stored: Collection[str], quanti
     filled = _Filled(family, args, dict.fromkeys(needed, ()), stored)
     filled.add_all()
     if lost := sorted(name for name in needed.keys() - filled.used if needed[name]):
-        raise BridgeError(f"{lost[0]}: no tensor of the GGUF has its values; config.json belongs to another model")
+        raise BridgeError(f"{lost[0]}: no tensor of the GGUF has its values, but config.json requires it")
     return filled.outline()
 
 
@@ -295,10 +295,8 @@ class _Filled:
         layer = _LAYER.search(name)
         if layer is not None and int(layer[1]) >= self.args.layers + self.args.predicting:
             return BridgeError(f"{fact}; config.json's number of layers must be {int(layer[1]) + 1} or more to have it")
-        others = sum(not _BUFFERS.match(own) for own in self.names - self.used) - 1
-        more = f" (nor of {others} others)" if others else ""
         return BridgeError(
-            f"{fact}{more}; the most alike that it has is {_alike(name, self.used)}. llama.cpp's {self.family.arch} "
+            f"{fact}; the most alike that it has is {_alike(name, self.used)}. llama.cpp's {self.family.arch} "
             "would compute without it"
         )
 
