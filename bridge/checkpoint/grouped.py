@@ -95,7 +95,7 @@ class CodedTensor:
         if self.shape[0] < out or self.shape[1] < columns:
             raise BridgeError(
                 f"{self.name}: is {list(self.shape)} but the config requires {[out, columns]}; "
-                "config.json belongs to another model"
+                "correct config.json's sizes"
             )
         order = self.group_of_column
         groups = self.scales.shape[1] if order is not None else -(-columns // self.group_size)

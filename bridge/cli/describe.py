@@ -20,8 +20,9 @@ from bridge.conversion.options import PlanOptions
 from bridge.conversion.part_reader import PartReader
 from bridge.conversion.plan import Plan, PlannedTensor
 from bridge.errors import BridgeError, shortened
-from bridge.gguf_file.reader import StoredTensor, read_gguf
+from bridge.gguf_file.reader import StoredModel, StoredTensor, read_gguf
 from bridge.models.outline import number
+from bridge.system.files import refuse_pointer
 from bridge.system.text import align, size_text, summarise_notes
 
 
@@ -32,6 +33,7 @@ def describe(path: str | Path, config: str | Path | None = None, template: str |
     """
     kind = kind_of(path, config)
     if kind == "part":
+        refuse_pointer(Path(path))
         raise BridgeError(f"{path}: is one file of a checkpoint; give the folder that it is in")
     if kind == "gguf":
         if template is not None:
@@ -159,13 +161,12 @@ def plan_table(plan: Plan) -> list[str]:
     lines += ["", f"{plan.arch}: {weights / 1e6:.1f} M weights, {size_text(nbytes)}, {8 * nbytes / weights:.2f} bpw"]
     if (count := len(shards_of(plan))) > 1:
         lines.append(f"{count} shards; one alone: gguf-bridge convert --plan PLAN.json out.gguf --shard 1/{count}")
-    return lines
+    return [*lines, *(f"note: {note}" for note in summarise_notes(plan.notes))]
 
 
 def _describe_gguf(path: Path) -> list[str]:
     file = read_gguf(path)
-    value, arch = file.metadata.get, file.metadata.get("general.architecture")
-    tokens = value("tokenizer.ggml.tokens")
+    value = file.metadata.get
     size = sum(f.stat().st_size for f in file.files)
     types: dict[str, list[StoredTensor]] = {"": list(file.tensors.values())}
     for tensor in types[""]:
@@ -181,10 +182,21 @@ def _describe_gguf(path: Path) -> list[str]:
     return [
         f"{path}: {size_text(size)} in {len(file.files)} file{'s' * (len(file.files) != 1)}",
         f"name            {value('general.name')}",
-        f"architecture    {arch}, {value(f'{arch}.block_count')} layers, context {value(f'{arch}.context_length')}",
-        f"tokenizer       {value('tokenizer.ggml.model')}, pre {value('tokenizer.ggml.pre')}, "
-        f"{len(tokens) if isinstance(tokens, list) else 0} tokens",
+        *_model_lines(file),
         f"weights         {weights / 1e6:.1f} M in {count} tensors, {8 * nbytes / max(weights, 1):.2f} bpw",
         "",
         *align(rows, left=(True, False, False, False, False)),
+    ]
+
+
+def _model_lines(file: StoredModel) -> list[str]:
+    """Architecture and tokenizer of a model; of a GGUF of another kind, what it is."""
+    value, arch = file.metadata.get, file.metadata.get("general.architecture")
+    if (kind := value("general.type", "model")) != "model":
+        return [f"kind            {kind}, not a model" + (f"; of architecture {arch}" if arch else "")]
+    tokens = value("tokenizer.ggml.tokens")
+    return [
+        f"architecture    {arch}, {value(f'{arch}.block_count')} layers, context {value(f'{arch}.context_length')}",
+        f"tokenizer       {value('tokenizer.ggml.model')}, pre {value('tokenizer.ggml.pre')}, "
+        f"{len(tokens) if isinstance(tokens, list) else 0} tokens",
     ]

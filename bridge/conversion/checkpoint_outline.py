@@ -4,7 +4,8 @@ Biases that are all zeros are left out, act-order is undone where rows elsewhere
 that is stored with values of its own is not tied to the embeddings, whatever the config says.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from bridge.errors import BridgeError
 from bridge.models.outline import Outline, OutlineTensor, Part
 
 _ROWS = 1024  # of a matrix that are compared at a time
+_EMBEDDINGS = re.compile(r"(\w+\.)?(embed_tokens|wte|embeddings)\.weight")  # of tokens, by their usual names
 
 
 def outline_of(
@@ -45,8 +47,8 @@ def outline_of(
 
         shapes = {name: info.shape for name, info in ckpt.tensors.items()}
         shapes |= {f"{module}.weight": info.shape for module, info in ckpt.modules.items()}
-        config, notes = _mended(ckpt)
-        outline = describe_model(config, ckpt.home, shapes, pre, no_mtp)
+        ckpt.config, notes = _mended(ckpt)  # calibration builds the model from it, too
+        outline = describe_model(ckpt.config, ckpt.home, shapes, pre, no_mtp)
         outline.notes += notes
     for key, names in outline.numbers.items():
         outline.metadata[key] = GGUFValue([_number(ckpt, name) for name in names], GGUFValueType.ARRAY)
@@ -70,25 +72,55 @@ def _number(ckpt: Checkpoint, name: str) -> float:
 
 
 def _mended(ckpt: Checkpoint) -> tuple[dict[str, Any], list[str]]:
-    """config.json and notes: a head that differs from the embeddings is not tied to them, whatever the config says.
+    """config.json with what the tensors contradict put right, and notes: the vocabulary's size, and whether a head is
+    tied to the embeddings."""
+    from bridge.models.wrapper import text_names
+
+    text, _ = text_names([*ckpt.tensors, *(f"{module}.weight" for module in ckpt.modules)])
+    config, notes = _with_rows(ckpt, ckpt.config, text)
+    untied = _untied(ckpt, config, text)
+    return ({**config, "tie_word_embeddings": False}, [*notes, *untied]) if untied else (config, notes)
+
+
+def _with_rows(ckpt: Checkpoint, config: dict[str, Any], text: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
+    """The config with as many tokens as the embeddings have rows, where these are more and not only padding: rows of
+    zeros that have no token."""
+    from bridge.models.gguf_tokenizer import highest_token
+    from bridge.models.wrapper import text_config, with_text
+
+    stored = next((name for own, name in text.items() if _EMBEDDINGS.fullmatch(own)), None)
+    embedding = _weight(ckpt, stored.removesuffix(".weight")) if stored is not None else None
+    size = text_config(config).get("vocab_size")
+    if embedding is None or type(size) is not int or not 0 < size < (rows := embedding.shape[0]):
+        return config, []
+    head = _weight(ckpt, text["lm_head.weight"].removesuffix(".weight")) if "lm_head.weight" in text else None
+    if head is not None and head.shape[0] < rows:
+        return config, []
+    tokens = highest_token(ckpt.home) + 1
+    spans = range(size, rows, _ROWS)
+    if tokens <= size and not any(embedding.rows(start, min(start + _ROWS, rows)).any() for start in spans):
+        return config, []
+    has = f"the tokenizer has {tokens} tokens and the embedding" if tokens else "the embedding has"
+    note = f"config.json says vocab_size {size}, but {has} {rows} rows ({stored}): {rows} is used"
+    return with_text(config, vocab_size=rows), [note]
+
+
+def _untied(ckpt: Checkpoint, config: dict[str, Any], text: Mapping[str, str]) -> list[str]:
+    """A note where a head that config.json ties to the embeddings has other values.
 
     Values are compared over the rows and columns that both have; further ones are padding.
     """
-    from bridge.models.wrapper import text_names
-
-    tied = ckpt.config.get("tie_word_embeddings")
-    text, _ = text_names([*ckpt.tensors, *(f"{module}.weight" for module in ckpt.modules)])
+    tied = config.get("tie_word_embeddings")
     stored = (text.get(f"{name}.weight", "").removesuffix(".weight") for name in ("lm_head", "model.embed_tokens"))
     head, embedding = (_weight(ckpt, name) if tied and name else None for name in stored)
     if head is None or embedding is None:
-        return ckpt.config, []
+        return []
     rows, columns = map(min, zip(head.shape, embedding.shape, strict=True))
     for start in range(0, rows, _ROWS):
         stop = min(start + _ROWS, rows)
         if not np.array_equal(head.rows(start, stop)[:, :columns], embedding.rows(start, stop)[:, :columns]):
-            note = "config.json ties lm_head to the embeddings, but it is stored with other values; it is kept"
-            return {**ckpt.config, "tie_word_embeddings": False}, [note]
-    return ckpt.config, []
+            return ["config.json ties lm_head to the embeddings, but it is stored with other values; it is kept"]
+    return []
 
 
 class _Weight(NamedTuple):

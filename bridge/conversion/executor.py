@@ -32,6 +32,7 @@ from bridge.conversion.report import (
     TensorReport,
     carried_outcome,
     lost_codes,
+    zero_notes,
 )
 from bridge.encode.block_bytes import row_bytes
 from bridge.encode.carry import Fidelity
@@ -112,6 +113,7 @@ class Executor:
         if len(tensor.parts) > 1 or tensor.how == ("rounded",):
             data = np.empty((rows, row_bytes(block, tensor.shape[-1])), np.uint8)
         coded = floats = Fidelity(0, 0.0, 0.0, 0.0, 0)
+        zeros = 0  # parts whose weights are all zero
         exact = set(WRITTEN)  # the types that would hold every part bit for bit
         reasons: list[str] = []
         notes: list[str] = []
@@ -121,17 +123,21 @@ class Executor:
             if how == "rounded":
                 assert data is not None
                 count = part.shape[0] if len(part.shape) > 1 else 1
-                floats += self._rounded(part, block, importance, data[at : at + count])
+                rounded = self._rounded(part, block, importance, data[at : at + count])
+                floats += rounded
+                zeros += rounded.signal == 0
                 at += count
                 continue
             if how == "calibrated":
                 made, fidelity = self._calibrated(part)
                 coded += fidelity
+                zeros += fidelity.signal == 0
             else:
                 t = self.reader.grouped(part)
                 mapped, reason = carry_or_requantize(t, block, importance, how == "carried")
                 made = mapped.data
                 coded += mapped.fidelity
+                zeros += mapped.fidelity.signal == 0
                 reasons.append(reason)
                 notes += t.notes
                 free = exact_type(t) if exact else None
@@ -143,10 +149,11 @@ class Executor:
                 at += len(made)
         assert data is not None
         hows = set(tensor.how)
+        notes += zero_notes(tensor, zeros)
         if hows == {"calibrated"}:
-            return data, Outcome(CALIBRATED, coded)
+            return data, Outcome(CALIBRATED, coded, notes)
         if hows == {"rounded"}:
-            return data, Outcome(FLOAT, floats, stored=self.reader.stored_as(tensor.parts[0]))
+            return data, Outcome(FLOAT, floats, notes, stored=self.reader.stored_as(tensor.parts[0]))
         notes += lost_codes(tensor.name, reasons, coded)
         smaller = next(iter(exact), None) if coded.error else None
         if "rounded" in hows:
@@ -185,9 +192,12 @@ class Executor:
         coded: Fidelity | None = None
         stored: str | None = None
         notes: list[str] = []
+        zeros = 0
         for part, how in zip(tensor.parts, tensor.how, strict=True):
             if how == "as it came":
-                chunks += [from_float32(x, tensor.type, tensor.name) for x in self.reader.floats(part)]
+                own = [from_float32(x, tensor.type, tensor.name) for x in self.reader.floats(part)]
+                zeros += not any(chunk.any() for chunk in own)
+                chunks += own
                 stored = self.reader.stored_as(part)
                 continue
             t = self.reader.grouped(part)
@@ -197,10 +207,12 @@ class Executor:
             signal = float(np.square(exact, dtype=np.float64).sum())
             found = Fidelity(exact.size, error, signal, t.noise(), 0)
             coded = found if coded is None else coded + found
+            zeros += signal == 0
             notes += t.notes
         data = np.concatenate(chunks).reshape(tensor.shape)
+        notes += zero_notes(tensor, zeros)
         if coded is None:
-            return data, Outcome(AS_IS, stored=stored)
+            return data, Outcome(AS_IS, notes=notes, stored=stored)
         if coded.error:
             notes += lost_codes(tensor.name, [f"stored as {tensor.type}"], coded)
         return data, Outcome(REQUANTIZED, coded, notes, stored)

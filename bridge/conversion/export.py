@@ -42,7 +42,7 @@ from bridge.conversion.layer_forms import (
 from bridge.conversion.mlx_config import mlx_config
 from bridge.encode.block_words import Room
 from bridge.errors import BridgeError, parameter
-from bridge.gguf_file.reader import StoredModel, read_gguf
+from bridge.gguf_file.reader import StoredModel, expect_model, read_gguf
 from bridge.quantize.checkpoint_writer import CheckpointWriter
 from bridge.system import compiling
 from bridge.system.files import expanded
@@ -151,6 +151,7 @@ def export(
     if dtype not in (None, *DTYPES):
         raise BridgeError(f"unknown {parameter('dtype', dtype)}: choose {', '.join(DTYPES)}")
     gguf = read_gguf(expanded(model))
+    expect_model(gguf.metadata, gguf.files[0])
     if dtype is None:
         dtype = "BF16" if format != "mlx" and any(t.type == "BF16" for t in gguf.tensors.values()) else "F16"
     quantized = format != "floats"

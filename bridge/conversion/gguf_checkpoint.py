@@ -23,7 +23,7 @@ from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.conversion.gguf_config import checked_source, write_config
 from bridge.conversion.gguf_source import Assembled, GgufSource, Place
 from bridge.errors import BridgeError, parameter
-from bridge.gguf_file.reader import StoredModel, StoredTensor, read_gguf
+from bridge.gguf_file.reader import StoredModel, StoredTensor, expect_model, read_gguf
 from bridge.models.outline import Outline, OutlineTensor, Part
 from bridge.models.template import copied_metadata, quantizable, stop_texts
 from bridge.runtime.cpu.dequantize import UNQUANTIZED
@@ -119,8 +119,7 @@ def open_source(
     if not needs_config:
         raise BridgeError(f"{source}: is a GGUF and keeps its names and metadata; leave out {parameter('template')}")
     model = read_gguf(expanded(source))
-    if not isinstance(model.metadata.get("general.architecture"), str):
-        raise BridgeError(f"{source}: general.architecture is missing; this is not a model")
+    expect_model(model.metadata, model.files[0])
     with ExitStack() as stack:
         home = Path(stack.enter_context(TemporaryDirectory())) if config is None or not by_family else expanded(config)
         ckpt = _by_family(model, home, config is None, stack) if by_family else _by_itself(model, home, stack)

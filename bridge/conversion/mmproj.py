@@ -1,6 +1,7 @@
 """The vision tower of a checkpoint: the file mmproj-MODEL.gguf beside the language model."""
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,6 +39,11 @@ def tower_notes(others: Sequence[str], tower: Outline | None, type: str | None) 
         notes = [
             f"the {what}, {len(tower.tensors)} tensors, {are} written beside the language model as mmproj-*.gguf "
             f"({type}): llama.cpp and Ollama take both"
+        ]
+        short = Counter(t.shape[-1] for t in tower.tensors if type == "Q8_0" and t.fixed_type == "F16")
+        notes += [
+            f"Q8_0 needs rows of a multiple of 32: {count} tensors of the mmproj have {columns} and became F16"
+            for columns, count in short.items()
         ]
         if tower.unused:
             notes.append(f"not needed in the mmproj and left out: {', '.join(tower.unused)}")

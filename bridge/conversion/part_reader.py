@@ -13,6 +13,7 @@ import numpy as np
 from bridge.checkpoint import Checkpoint
 from bridge.conversion.gguf_checkpoint import GgufCheckpoint
 from bridge.errors import BridgeError
+from bridge.models.model_config import sizes_of
 from bridge.models.outline import FRAMES, ModelTensor, Part, changed_shape
 from bridge.system.row_threads import chunks
 
@@ -59,6 +60,9 @@ class PartReader:
         expected = part.stored or part.shape
         if len(shape) != len(expected) or any(a < b for a, b in zip(shape, expected, strict=True)):
             raise self._other_shape(part)
+        if not self._module(part) and any(a > b for a, b in zip(shape, expected, strict=True)):
+            for _ in self.floats(part):  # what is more must be zeros
+                pass
 
     def coded(self, part: Part) -> bool:
         """Whether the part is codes; otherwise it is floats, or made floats by its change."""
@@ -213,7 +217,17 @@ class PartReader:
 
     def _other_shape(self, part: Part) -> BridgeError:
         shape, file = self._stored(part)
-        return BridgeError(
-            f"{file}: {part.source} has shape {list(shape)}, not {list(part.shape)}; the weights are not of "
-            "the model that config.json, the template or the plan describes"
-        )
+        expected = list(part.stored or part.shape)
+        why = self._change(shape, expected) or "config.json, the template or the plan does not describe these weights"
+        return BridgeError(f"{file}: {part.source} has shape {list(shape)}, not {expected}; {why}")
+
+    def _change(self, shape: Sequence[int], expected: Sequence[int]) -> str:
+        """Which numbers of config.json a part's shape contradicts; "" where none is known."""
+        said = []
+        for stored, wanted in zip(shape, expected, strict=False):
+            names = sizes_of(self.ckpt.config, wanted) if stored != wanted else []
+            if len(names) == 1:
+                said.append(f"config.json says {names[0]}; if the weights are right, it must be {stored}")
+            elif names:
+                said.append(f"{wanted} in config.json is {' or '.join(names)}; the weights have {stored}")
+        return ". ".join(said)

@@ -5,6 +5,7 @@ Whoever wants to know what happens to a tensor reads `how`.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -12,6 +13,7 @@ from typing import Literal
 from gguf.gguf_writer import GGUFValue
 
 from bridge.blocks.ggml import GGML_QUANT_SIZES, GGMLQuantizationType
+from bridge.conversion.recipe import Unmet
 from bridge.models.outline import ModelTensor, tied
 
 How = Literal["carried", "requantized", "calibrated", "rounded", "as it came"]
@@ -33,6 +35,7 @@ class PlannedTensor(ModelTensor):
     how          of each part
     reason       why that type: text for people, which nothing reads
     limit        the most of the checkpoint's own noise that it may add; None: whatever it adds
+    unmet        the type that was asked for where it is another one, and why
     quantizable  whether a type was chosen for it; norms, biases, routers and a template's tensors have one type only
     """
 
@@ -41,12 +44,25 @@ class PlannedTensor(ModelTensor):
     reason: str = ""
     limit: float | None = None
     quantizable: bool = True
+    unmet: Unmet | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes in the GGUF."""
         size, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[self.type]]
         return math.prod(self.shape) // size * nbytes
+
+
+def unmet_notes(tensors: Sequence[PlannedTensor]) -> list[str]:
+    """Where tensors do not become the type that was asked for: a note for each reason and type, with the count."""
+    counts = Counter((t.unmet, t.type) for t in tensors if t.unmet is not None)
+    notes = []
+    for (unmet, type), count in counts.items():
+        tensors_have = f"{count} tensor{'s' * (count != 1)}"
+        if unmet.columns is not None:
+            tensors_have += f" {'has' if count == 1 else 'have'} {unmet.columns} and"
+        notes.append(f"{unmet.why}: {tensors_have} became {type}")
+    return notes
 
 
 def main_type(tensors: Sequence[PlannedTensor]) -> str:

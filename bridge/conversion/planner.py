@@ -28,8 +28,8 @@ from bridge.conversion.metadata import with_given
 from bridge.conversion.mmproj import tower_notes, tower_outline
 from bridge.conversion.options import PlanOptions
 from bridge.conversion.part_reader import PartReader
-from bridge.conversion.plan import How, Plan, PlannedTensor, main_type
-from bridge.conversion.recipe import FLOAT_TYPES, NEED_IMATRIX, PRESETS, Q2_0_SINCE, Recipe, TensorPlace
+from bridge.conversion.plan import How, Plan, PlannedTensor, main_type, unmet_notes
+from bridge.conversion.recipe import FLOAT_TYPES, NEED_IMATRIX, PRESETS, Q2_0_SINCE, Recipe, TensorPlace, Unmet
 from bridge.encode.carry import Fidelity, obstacle
 from bridge.encode.type_choice import Choice, carries, choose, must_carry
 from bridge.errors import BridgeError, parameter
@@ -66,7 +66,12 @@ def make_plan(
     metadata["general.quantization_version"] = GGUFValue(GGML_QUANT_VERSION, GGUFValueType.UINT32)
     metadata["general.file_type"] = GGUFValue(_file_type(options, tensors), GGUFValueType.UINT32)
     asked = None if options.mmproj_type == "none" else options.mmproj_type
-    notes = [*ckpt.notes, *tower_notes(outline.others, tower, asked), *outline.notes]
+    notes = [*ckpt.notes, *tower_notes(outline.others, tower, asked), *outline.notes, *unmet_notes(tensors)]
+    if options.output_type and options.token_embd_type and tied(outline.tensors):
+        notes.append(
+            f"the embeddings are the output head too: {parameter('output_type')} decides on them, as in llama.cpp, and "
+            f"{parameter('token_embd_type')} is not used"
+        )
     if any(t.type == "Q2_0" for t in tensors) and options.uses_q2_0 is None:
         notes.append(f"llama.cpp has Q2_0 since build {Q2_0_SINCE} (July 2026): earlier ones cannot load this file")
     hows = {how for t in tensors for how in t.how}
@@ -174,11 +179,11 @@ class Planner:
         """The tensor with its type."""
         if tensor.fixed_type is not None:
             return self._with(tensor, Choice(tensor.fixed_type, _reason(tensor)), quantizable=False)
-        return self._with(tensor, self._choice(tensor, whole=False))
+        return self._with(tensor, *self._choice(tensor, whole=False))
 
     def chosen_again(self, tensor: PlannedTensor) -> PlannedTensor:
         """The tensor with a type chosen on all its rows: the one that sampled rows suggested did not hold."""
-        return self._with(tensor, self._choice(tensor, whole=True))
+        return self._with(tensor, *self._choice(tensor, whole=True))
 
     def with_type(self, tensor: PlannedTensor, type: str, reason: str, limit: float | None = None) -> PlannedTensor:
         """The tensor in another type."""
@@ -214,12 +219,14 @@ class Planner:
             self.importance.of(tensor, number),
         )
 
-    def _with(self, tensor: ModelTensor, choice: Choice, quantizable: bool = True) -> PlannedTensor:
+    def _with(
+        self, tensor: ModelTensor, choice: Choice, unmet: Unmet | None = None, quantizable: bool = True
+    ) -> PlannedTensor:
         how = tuple(self._how(tensor, i, choice) for i in range(len(tensor.parts)))
         self._check(tensor, choice.type, how)
         return PlannedTensor(
             tensor.name, tensor.shape, tensor.parts, tensor.data, tensor.origin, type=choice.type, how=how,
-            reason=choice.reason, limit=choice.limit, quantizable=quantizable,
+            reason=choice.reason, limit=choice.limit, quantizable=quantizable, unmet=unmet,
         )  # fmt: skip
 
     def _check(self, tensor: ModelTensor, type: str, how: Sequence[How]) -> None:
@@ -266,8 +273,8 @@ class Planner:
             return ("rounded",) if block and type != self.reader.stored_as(part) else ("as it came",)
         return ("carried", "requantized") if block else ("requantized",)
 
-    def _choice(self, tensor: ModelTensor, whole: bool) -> Choice:
-        """The type of a tensor; `whole`: judged by all rows."""
+    def _choice(self, tensor: ModelTensor, whole: bool) -> tuple[Choice, Unmet | None]:
+        """The type of a tensor, and see `PlannedTensor.unmet`; `whole`: judged by all rows."""
         place = self._place(tensor)
         coded = [part for part in tensor.parts if self.reader.coded(part)]
         if not coded:
@@ -275,11 +282,12 @@ class Planner:
             if self._keeps_types and self.options.explicit(place.name, place.kind, place.tied) is None:
                 if tensor.parts[0].source in self.ckpt.merged:
                     own = self.ckpt.store.tensors[tensor.parts[0].source].dtype
-                    return Choice(own if own in (*WRITTEN, *FLOAT_TYPES) else "Q8_0", "merged with the adapter")
-                return Choice(stored, "as it is")
+                    merged = own if own in (*WRITTEN, *FLOAT_TYPES) else "Q8_0"
+                    return Choice(merged, "merged with the adapter"), None
+                return Choice(stored, "as it is"), None
             imatrix = bool(self.importance.by_name)
             wanted = self.options.wanted(place, as_codes=False, calibrated=self.calibrated, imatrix=imatrix)
-            return Choice(str(wanted.type), "came as floats")
+            return Choice(str(wanted.type), "came as floats"), wanted.unmet
         samples: list[tuple[CodedTensor, np.ndarray | None]] = []
         wanted = self.options.wanted(place, as_codes=True)
         if wanted.mode != "forced" or self.options.actorder_type:
@@ -287,14 +295,16 @@ class Planner:
             wanted = self.options.wanted(place, as_codes=True, act_order=any(not t.sequential for t, _ in samples))
         asked = WRITTEN.get(str(wanted.type))
         if wanted.mode == "forced" and asked is None:
-            return Choice(str(wanted.type), "as floats")
+            return Choice(str(wanted.type), "as floats"), wanted.unmet
 
         def read_parts(sampled: bool) -> Iterator[tuple[CodedTensor, np.ndarray | None]]:
             return iter(samples) if sampled and not whole else self._read_parts(tensor, sampled=False)
 
         if asked is not None and wanted.mode == "forced" and asked.name in FP4:
             self._check_fp4(tensor, asked.name, [t for t, _ in samples or self._read_parts(tensor, sampled=True)])
-        return choose(wanted.mode, asked, read_parts, tensor.shape[-1], self._extra_types(tensor, wanted.mode))
+        choice = choose(wanted.mode, asked, read_parts, tensor.shape[-1], self._extra_types(tensor, wanted.mode))
+        smaller = wanted.unmet is not None and WRITTEN[choice.type].bpw <= WRITTEN[wanted.unmet.type].bpw
+        return choice, None if smaller else wanted.unmet
 
     def _read_parts(self, tensor: ModelTensor, sampled: bool) -> Iterator[tuple[CodedTensor, np.ndarray | None]]:
         """A tensor's parts that are codes, with the importance of their columns; or some rows of some of them."""

@@ -13,8 +13,8 @@ Explicit options for single tensors win over `--type`, the most specific first: 
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 from bridge.blocks import BLOCKS, FP4, ROUNDED, TYPES
 from bridge.encode.limits import CARRIED_LIMIT, REQUANTIZED_LIMIT
@@ -92,12 +92,24 @@ class TensorPlace:
         return self.n_layers == 80 and (self.arch == "qwen2" or (self.arch == "llama" and self.gqa > 1))
 
 
+class Unmet(NamedTuple):
+    """A type that was asked for, and why a tensor does not become it; `columns`: of its rows, where these are why."""
+
+    type: str
+    why: str
+    columns: int | None = None
+
+
 @dataclass(frozen=True)
 class Wanted:
-    """The type asked for: `type` is None for auto and exact, else a block or float type's name."""
+    """The type asked for: `type` is None for auto and exact, else a block or float type's name.
+
+    unmet  why it is not the one that the user named, for people: see `PlannedTensor.unmet`
+    """
 
     mode: Mode
     type: str | None = None
+    unmet: Unmet | None = None
 
 
 @dataclass(frozen=True)
@@ -211,21 +223,29 @@ class Recipe:
         if explicit is None and act_order:
             explicit = self.actorder_type
         if explicit is not None:
-            return Wanted("forced", for_rows(explicit, place.columns))
+            return _fitted("forced", explicit, place)
         if self.type in FLOAT_TYPES:
             return Wanted("forced", self.type)
         if as_codes and for_rows("Q8_0", place.columns) == "F16":  # rows that no block type holds; F32 is exact
-            return Wanted("forced", "F32" if self.type == "exact" else "F16")
+            asked = self.type if self.type in _SIZES else "Q8_0"
+            return Wanted("forced", "F32" if self.type == "exact" else "F16", _short_rows(asked, place))
         kept = self.type in FP4 and not as_codes and not (calibrated and place.layer is not None)
         if self.type in ("auto", "exact") or kept:
-            return Wanted(self.type) if as_codes else Wanted("forced", for_rows("Q8_0", place.columns))  # type: ignore[arg-type]
+            if as_codes:
+                return Wanted(self.type)  # type: ignore[arg-type]
+            found = _fitted("forced", "Q8_0", place)
+            why = f"floats are rounded to {self.type} in layers, with a calibration text"
+            return replace(found, unmet=Unmet(self.type, why)) if kept else found
         if as_codes and self.type in _SIZES:
-            return Wanted("forced", for_rows(self.type, place.columns))
+            return _fitted("forced", self.type, place)
         name = _mixture(self.type, place, imatrix) if self.type in PRESETS else self.type
         is_head = place.kind == "output" or place.tied
-        if calibrated and is_head and not as_codes and BLOCKS.get(name, BLOCKS["Q6_K"]).bpw < BLOCKS["Q6_K"].bpw:
-            name = "Q6_K"
-        return Wanted("at_most" if as_codes else "forced", for_rows(name, place.columns))
+        raised = calibrated and is_head and not as_codes and BLOCKS.get(name, BLOCKS["Q6_K"]).bpw < BLOCKS["Q6_K"].bpw
+        found = _fitted("at_most" if as_codes else "forced", "Q6_K" if raised else name, place)
+        if raised and self.type not in PRESETS and found.unmet is None:
+            why = "with a calibration text, the output head has the bits of Q6_K or more, as in llama.cpp's presets"
+            return replace(found, unmet=Unmet(name, why))
+        return found
 
     def explicit(self, name: str, kind: str, tied: bool) -> str | None:
         """The type that an option for single tensors gives a tensor, if one does; `tied`: it is the head too."""
@@ -235,6 +255,16 @@ class Recipe:
         if kind == "output" or (tied and self.output_type):  # as llama.cpp: the head's type comes first
             return self.output_type
         return self.token_embd_type if kind == "token_embd" else None
+
+
+def _fitted(mode: Mode, name: str, place: TensorPlace) -> Wanted:
+    """A type, or what llama.cpp puts in its place for these rows."""
+    type = for_rows(name, place.columns)
+    return Wanted(mode, type, None if type == name else _short_rows(name, place))
+
+
+def _short_rows(name: str, place: TensorPlace) -> Unmet:
+    return Unmet(name, f"{name} needs rows of a multiple of {_SIZES[name]}", place.columns)
 
 
 def for_rows(name: str, columns: int) -> str:

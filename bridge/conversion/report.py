@@ -104,6 +104,14 @@ def lost_codes(tensor: str, reasons: Sequence[str], fidelity: Fidelity) -> list[
     return [f"{tensor}: {f'{count}{of}' if of else ''}{kept}, {reason}; {adds}" for reason, count in counts.items()]
 
 
+def zero_notes(tensor: ModelTensor, zeros: int) -> list[str]:
+    """A note where all weights of a matrix are zero; `zeros`: the number of a tensor's parts that are so."""
+    if not zeros or len(tensor.shape) < 2 or not tensor.name.endswith(".weight"):
+        return []
+    which = f"{zeros} of its {len(tensor.parts)} matrices are" if len(tensor.parts) > 1 else "is"
+    return [f"{tensor.name}: {which} all zeros in the checkpoint; where the model should have values, save it again"]
+
+
 def beyond_auto(report: TensorReport) -> str | None:
     """A note on a tensor that no type holds as well as type auto promises; None where one does."""
     f = report.fidelity

@@ -34,7 +34,7 @@ from bridge.conversion.report import (
 )
 from bridge.encode.limits import FLOAT_LIMIT, REQUANTIZED_LIMIT
 from bridge.errors import BridgeError
-from bridge.gguf_file.reader import StoredModel, StoredTensor, read_gguf
+from bridge.gguf_file.reader import StoredModel, StoredTensor, expect_model, read_gguf
 from bridge.models.outline import OutlineTensor
 from bridge.runtime.cpu import dequantize
 from bridge.system.files import read_text
@@ -77,6 +77,7 @@ def verify(
     started = time.perf_counter()
     tried = [] if mtp_text is None else [_tried_prediction(gguf_path, Path(mtp_text))]
     file = read_gguf(gguf_path)
+    expect_model(file.metadata, file.files[0])
     with open_source(checkpoint, config, needs_config=template is None) as ckpt:
         if save_as is not None:
             check_report(save_as, with_checkpoint(Taken().and_files([*file.files, *files_of(template)]), ckpt))

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bridge.errors import BridgeError
+from bridge.system.files import HEAD, kind_of_contents
 
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -185,11 +186,18 @@ class _Cursor:
         return values
 
 
+def not_a_gguf(head: bytes, path: Path) -> BridgeError:
+    """The refusal of a file whose first bytes are no GGUF's."""
+    if (known := kind_of_contents(head)) is not None:
+        return BridgeError(f"{path}: {known}")
+    return BridgeError(f"{path}: not a GGUF file (it starts with the bytes {head[:4].hex(' ')})")
+
+
 def read_header(data: mmap.mmap | bytes, path: Path) -> tuple[Metadata, list[TensorEntry]]:
     """The metadata and the tensors of a mapped GGUF file. Raises BridgeError for anything inconsistent."""
     cursor = _Cursor(data, path)
     if data[:4] != b"GGUF":
-        raise BridgeError(f"{path}: not a GGUF file (it starts with the bytes {bytes(data[:4]).hex(' ')})")
+        raise not_a_gguf(bytes(data[:HEAD]), path)
     cursor.check_room(0, 24)
     version, n_tensors, n_pairs = struct.unpack_from("<IQQ", data, 4)
     if version not in (2, 3):

@@ -24,7 +24,7 @@ import numpy as np
 
 from bridge.errors import BridgeError
 from bridge.gguf_file.reader import read_gguf
-from bridge.system.files import expect_name, put_in_place
+from bridge.system.files import expect_name, put_in_place, refuse_pointer
 from bridge.system.folder_locks import temporary_beside
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
@@ -37,6 +37,8 @@ def read_imatrix(path: str | Path) -> dict[str, np.ndarray]:
     """
     path = Path(path)
     expect_name(path)
+    if path.is_file():
+        refuse_pointer(path)
     if _is_legacy(path):
         return _read_legacy(path)
     file = read_gguf(path)
@@ -104,9 +106,7 @@ def for_tensor(imatrix: dict[str, np.ndarray], name: str, columns: int, experts:
         found = np.where(found.any(axis=1, keepdims=True), found, np.float32(1))
     if found.shape != expected:
         have, need = ("x".join(map(str, shape)) for shape in (found.shape, expected))
-        raise BridgeError(
-            f"{name}: the imatrix has {have} columns, the tensor {need}; the imatrix belongs to another model"
-        )
+        raise BridgeError(f"{name}: the imatrix has {have} columns, the tensor {need}; make it with this model")
     return found
 
 

@@ -10,14 +10,16 @@ of a kernel: no check can prevent it, and no error can be raised there. `load="m
 import mmap
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from bridge.errors import BridgeError, parameter
 from bridge.gguf_file.header import Metadata, read_header
-from bridge.system.files import missing
+from bridge.system.files import HEAD, kind_of_contents, missing
 
 LOADS = ("mmap", "memory")
 
@@ -101,6 +103,22 @@ def read_gguf(path: str | Path, load: str = "mmap") -> StoredModel:
     return StoredModel(files, metadata, tensors)
 
 
+def expect_model(metadata: Mapping[str, Any], path: Path) -> None:
+    """BridgeError where a GGUF is something else than a language model: an adapter, an importance matrix, a tower."""
+    kind, arch = metadata.get("general.type", "model"), metadata.get("general.architecture")
+    if kind == "adapter":
+        what = "is an adapter (LoRA), not a model; give its model, and the adapter to `gguf-bridge run --lora`"
+    elif kind == "imatrix":
+        what = f"is an importance matrix, not a model; {parameter('imatrix')} takes it"
+    elif kind == "mmproj" or arch == "clip":
+        what = "is a tower for images or sound (mmproj), not a language model; give the GGUF that it belongs to"
+    elif not isinstance(arch, str):
+        what = "general.architecture is missing; this is not a model"
+    else:
+        return
+    raise BridgeError(f"{path}: {what}")
+
+
 def shards(path: Path) -> list[Path]:
     """The files of a GGUF, in order; `path` is the only one or any shard. BridgeError if one is missing."""
     match = re.fullmatch(r"(.*)-\d{5}-of-(?!0{5})(\d{5})\.gguf", path.name)
@@ -128,7 +146,9 @@ def _open(path: Path, load: str) -> mmap.mmap | bytes:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size < 24:
-                raise BridgeError(f"{path}: not a GGUF file (shorter than a header)")
+                head = file.read(HEAD)
+                known = kind_of_contents(head) if head[:4] != b"GGUF" else None
+                raise BridgeError(f"{path}: {known or 'not a GGUF file (shorter than a header)'}")
             if load == "memory":
                 return file.read()
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

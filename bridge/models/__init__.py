@@ -37,7 +37,7 @@ __all__ = ["architecture", "describe_model", "numbers_of_gguf", "tensors_of_gguf
 def architecture(folder: Path) -> str:
     """The GGUF architecture of a folder's config.json: "qwen3". Raises BridgeError if it is unknown."""
     path = Path(folder) / "config.json"
-    return _family(Config(read_json(path), path)).arch
+    return _family(Config(read_json(path), path))[0].arch
 
 
 def describe_model(
@@ -62,10 +62,13 @@ def describe_model(
             tensor is missing; the family has no such tensor.
     """
     folder = Path(folder)
-    family = _family(Config(config, folder / "config.json"))
+    family, note = _family(Config(config, folder / "config.json"))
     own, others = text_names(names) if family.wrapped else ({name: name for name in names}, [])
     more: list[str] = []
     inner = text_config(config) if family.wrapped else config
+    own, names_note = _with_prefix(own, family)
+    if headless := _headless(own, family, inner):
+        inner = {**inner, "tie_word_embeddings": True}
     listed = listed_layers(Config(inner, folder / "config.json", names=family.names))
     layers, extra = inner.get("num_hidden_layers", len(listed or ()) or None), 0
     if family.predicts is not None and isinstance(layers, int):
@@ -73,9 +76,6 @@ def describe_model(
             own, extra = with_prediction(own, layers, family.mtp, family.block)
         else:
             own, more = without_prediction(own, layers)
-    if family.prefix:
-        known = (family.prefix, HEAD.source)
-        own = {name if name.startswith(known) else family.prefix + name: stored for name, stored in own.items()}
     sides = {name: max(names[name], default=0) for name in own.values()} if isinstance(names, Mapping) else {}
     longest = max(sides.items(), key=lambda side: side[1], default=None)
     values = Config(inner, folder / "config.json", longest, family.names, len(own))
@@ -117,7 +117,8 @@ def describe_model(
     outline.others = others
     outline.stop = [tokenizer.tokens[token] for token in tokenizer.stop_ids]
     own_notes = family.notes(values) if family.notes is not None else []
-    outline.notes = [*left_out(more), *args.notes, *own_notes, *tokenizer.notes, *notes]
+    outline.notes = [*note, *names_note, *headless]
+    outline.notes += [*left_out(more), *args.notes, *own_notes, *tokenizer.notes, *notes]
     return outline
 
 
@@ -160,14 +161,21 @@ def tensors_of_gguf(
     for tensor in outline.tensors:
         if tensor.name in stored:
             if tuple(stored[tensor.name]) != tensor.shape:
-                shapes = f"{list(stored[tensor.name])}, but the config requires {list(tensor.shape)}"
-                raise BridgeError(f"{tensor.name}: is {shapes}; config.json belongs to another model")
+                raise BridgeError(
+                    f"{tensor.name}: is {list(stored[tensor.name])} in the GGUF, but {list(tensor.shape)} by {path}; "
+                    "correct its sizes, or give the config.json of the GGUF's own model"
+                )
             found.append(tensor)
         elif tensor.origin != "config" and not any(part.source in outline.optional for part in tensor.parts):
-            raise BridgeError(f"{tensor.name}: is missing from the GGUF; {path} belongs to another model")
+            raise BridgeError(
+                f"{tensor.name}: is missing from the GGUF, but a model of {path} has it; give the config.json of the "
+                "GGUF's own model"
+            )
     scales = {f"{tensor.name.removesuffix('.weight')}.{key}" for tensor in found for key in ("scale", "input_scale")}
     if unknown := sorted(stored.keys() - known - scales):
-        raise BridgeError(f"{unknown[0]}: {path} has no place for it; config.json belongs to another model")
+        raise BridgeError(
+            f"{unknown[0]}: the GGUF has it, a model of {path} does not; give the config.json of the GGUF's own model"
+        )
     return found
 
 
@@ -190,18 +198,45 @@ def _with_own(args: Arguments, family: Family, values: Config) -> Arguments:
     return args if family.factors is None else replace(args, factors=family.factors(values, args))
 
 
-def _family(config: Config) -> Family:
-    """The family of a model, or of the language model in one that may have any."""
+def _with_prefix(own: dict[str, str], family: Family) -> tuple[dict[str, str], list[str]]:
+    """Names (-> the checkpoint's) with the start that the table's have, where none has it (in a bare family, each that
+    lacks it), and a note."""
+    prefix = f"{family.block.rpartition('.')[0]}."
+    if not family.bare and any(name.startswith(prefix) for name in own):
+        return own, []
+    known = (prefix, f"{HEAD.source}.", "mtp.")
+    named = {name if name.startswith(known) else prefix + name: stored for name, stored in own.items()}
+    first = next((name for name in own if not name.startswith(known)), None)
+    if family.bare or first is None:
+        return named, []
+    return named, [f"the names of tensors lack {prefix!r}: {first} is read as {prefix}{first}"]
+
+
+def _headless(own: Collection[str], family: Family, config: dict[str, Any]) -> list[str]:
+    """A note where the checkpoint is of a class of transformers without a head, LlamaModel, and has none."""
+    architectures = config.get("architectures")
+    names = list(map(str, architectures)) if isinstance(architectures, list) else []
+    named = bool(names) and all(name.endswith("Model") for name in names)
+    tied = config.get("tie_word_embeddings", family.keys.get("tie_word_embeddings", False))
+    if not named or tied or HEAD not in family.table or any(name.startswith(f"{HEAD.source}.") for name in own):
+        return []
+    return [f"{names[0]} has no output head: the embeddings take its place, as in llama.cpp"]
+
+
+def _family(config: Config) -> tuple[Family, list[str]]:
+    """The family of a model, or of the language model in one that may have any, and a note where `architectures` is
+    not among its names."""
     architectures = config.get("architectures")
     inner = config.get("text_config", config.get("llm_config"))
     if isinstance(architectures, list) and isinstance(inner, dict) and not ANY_TEXT.isdisjoint(map(str, architectures)):
-        return replace(_named(Config(inner, config.path)), wrapped=True)
+        family, note = _named(Config(inner, config.path))
+        return replace(family, wrapped=True), note
     return _named(config)
 
 
 def _family_of(arch: str, config: Config) -> Family:
     """The family of a config, or of the language model inside, whose architecture in GGUF must be `arch`."""
-    family = _family(config)
+    family, _ = _family(config)
     inner = config.get("text_config")
     if family.arch != arch and isinstance(inner, dict):  # Mistral Small 3.1 was converted as a Llama
         found = [own for own in ALL if own.arch == arch and own.model_type == inner.get("model_type")]
@@ -211,7 +246,8 @@ def _family_of(arch: str, config: Config) -> Family:
     return family
 
 
-def _named(config: Config) -> Family:
+def _named(config: Config) -> tuple[Family, list[str]]:
+    """The family that `architectures` names, or else model_type; with a note in the second case."""
     architectures, model_type = config.get("architectures") or [], config.get("model_type", "")
     architectures = architectures if isinstance(architectures, list) else [architectures]
     if not all(isinstance(name, str) for name in [*architectures, model_type]):
@@ -219,17 +255,21 @@ def _named(config: Config) -> Family:
             f"{config.path}: architectures is {architectures!r:.80} and model_type {model_type!r:.80}, must be "
             "names; take the config.json of the original model"
         )
-    names = architectures or [model_type]
+    names = [name for name in (*architectures, model_type) if name]
     for name in names:
         for family in ALL:
             if name in (*family.architectures, family.model_type) and family.chosen(config):
-                return family
-    if not any(names):
+                if architectures and name == model_type:
+                    unknown = ", ".join(architectures)
+                    return family, [f"unknown architecture {unknown}: the model is read as its model_type, {name}"]
+                return family, []
+    if not names:
         raise BridgeError(f"{config.path}: has neither 'architectures' nor 'model_type'; one is needed")
     known = ", ".join(dict.fromkeys(family.arch for family in ALL))
     tool = "llama.cpp's `python convert_hf_to_gguf.py MODEL --outtype f16 --outfile model-f16.gguf`"
+    unknown = " and model_type ".join(filter(None, (", ".join(architectures), model_type)))
     raise BridgeError(
-        f"{config.path}: unknown architecture {', '.join(names)}; known are {known}. Any other needs a GGUF of the "
-        f"same model, of any type: one from the Hub, {parameter('template', 'OWNER/MODEL-GGUF')}, or "
+        f"{config.path}: unknown architecture {unknown}; known are {known}. Any other needs a "
+        f"GGUF of the same model, of any type: one from the Hub, {parameter('template', 'OWNER/MODEL-GGUF')}, or "
         f"{parameter('template', 'model-f16.gguf')} made by {tool} from the unquantized model"
     )

@@ -128,7 +128,7 @@ class Family:
                    where llama.cpp's converter drops them; None: there are none; see `prediction`
     mtp            modules after mtp. -> what they are called in a layer, where checkpoints have mtp.*; all others are
                    called the same
-    prefix         the start of all names in the table, which some checkpoints omit
+    bare           whether checkpoints are published without the start of the table's names, "transformer." of GPT-2
     chosen         whether it is the one for a config.json, where an architecture's name stands for several families
     tokenizer      tokenizer.ggml.model of a tokenizer.json with byte fallback
     own            a part of the names that its checkpoints have where the table knows several, for the way back
@@ -154,7 +154,7 @@ class Family:
     wrapped: bool = False
     predicts: str | None = None
     mtp: Mapping[str, str] = field(default_factory=dict)
-    prefix: str = ""
+    bare: bool = False
     chosen: Callable[[Config], bool] = lambda _config: True
     tokenizer: str = "llama"
     own: str = ""

@@ -116,6 +116,17 @@ def _added_tokens(folder: Path, settings: Mapping[str, Any], data: Mapping[str, 
     return sorted(found.values(), key=lambda token: token.id)
 
 
+def highest_token(folder: Path) -> int:
+    """The highest id that a directory's tokenizer.json and added tokens have; -1 where no such file is readable."""
+    try:
+        settings = read_json(folder / "tokenizer_config.json", optional=True)
+        data = read_json(folder / "tokenizer.json", optional=True)
+        ids = [token.id for token in _added_tokens(folder, settings, data)]
+        return max([*ids, *(data.get("model") or {}).get("vocab", {}).values()], default=-1)
+    except (AttributeError, TypeError, ValueError):  # `read_tokenizer` reports what is wrong
+        return -1
+
+
 def _rows(vocabulary: Vocabulary, size: int) -> tuple[list[str], list[int], list[float] | None, list[str]]:
     """Lists by id: gaps and the tail are filled with unused tokens, ids beyond the embedding are dropped."""
     entries, notes = vocabulary.entries, []

@@ -1,5 +1,6 @@
 """config.json as a mapping whose errors name the key."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -7,6 +8,7 @@ from typing import Any, TypeGuard
 
 from bridge.errors import BridgeError
 
+_SIZE = re.compile(r"\w*_(size|dim|rank)(_per_layer_input)?|n_embd|n_inner|d_model|d_ff")  # keys of tensors' sides
 _LARGEST = 2.0**127  # GGUF has numbers as float32
 
 
@@ -67,7 +69,7 @@ class Config:
         if self.tensors is not None and count > self.tensors:
             raise BridgeError(
                 f"{self.path}: {self.names.get(key, key)} is {count}, but the checkpoint has {self.tensors} tensors in "
-                "all; config and weights are not of the same model"
+                "all; correct the key"
             )
         return count
 
@@ -76,8 +78,8 @@ class Config:
         if self.longest is not None and count > self.longest[1]:
             name, length = self.longest
             raise BridgeError(
-                f"{self.path}: {what} is {count}, but the longest side of any tensor is {length} ({name}); config and "
-                "weights are not of the same model"
+                f"{self.path}: {what} is {count}, but the longest side of any tensor is {length} ({name}); correct the "
+                "key"
             )
         return count
 
@@ -100,3 +102,21 @@ class Config:
 def positive(value: Any) -> TypeGuard[float]:
     """Whether a value of config.json is a positive number that GGUF can hold."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < _LARGEST
+
+
+def sizes_of(config: Mapping[str, Any], size: int) -> list[str]:
+    """What in a config.json is of this size, with it: "vocab_size 352", "num_attention_heads times head_dim 512"."""
+    inner = config.get("text_config", config.get("llm_config"))
+    values = {**config, **(inner if isinstance(inner, dict) else {})}
+    numbers = {key: value for key, value in values.items() if type(value) is int and value > 0}
+    found = [f"{key} {size}" for key, value in numbers.items() if value == size and _SIZE.fullmatch(key)]
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        heads = numbers.get(key)
+        head_dim = numbers.get("head_dim")
+        if heads is not None and head_dim is not None and heads * head_dim == size:
+            found.append(f"{key} {heads} times head_dim {head_dim}")
+        elif key == "num_key_value_heads" and heads is not None and head_dim is None:
+            width, all_heads = numbers.get("hidden_size", 0), numbers.get("num_attention_heads", 1)
+            if width // all_heads * heads == size:
+                found.append(f"{key} {heads} of heads of {width // all_heads}")
+    return found

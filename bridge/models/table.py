@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import chain, groupby
+from itertools import chain, groupby, takewhile
 from typing import NamedTuple, Self
 
 import gguf
@@ -44,7 +44,7 @@ def turned_back(family: Family, args: Arguments, stored: Collection[str], quanti
     filled = _Filled(family, args, dict.fromkeys(needed, ()), stored)
     filled.add_all()
     if lost := sorted(name for name in needed.keys() - filled.used if needed[name]):
-        raise BridgeError(f"{lost[0]}: no tensor of the GGUF has its values; config.json belongs to another model")
+        raise BridgeError(f"{lost[0]}: no tensor of the GGUF has its values, but config.json requires it")
     return filled.outline()
 
 
@@ -191,7 +191,7 @@ class _Filled:
             return f"{self.map[source.replace('.*', '')]}.{suffix}"
         except KeyError:
             raise BridgeError(
-                f"{source}: llama.cpp has no such tensor in this architecture; the model is of another kind"
+                f"{source}: gguf's names of {self.family.arch} have no place for it; a newer gguf package may"
             ) from None
 
     def _parts(self, row: Row, layer: int, shape: tuple[int, ...]) -> tuple[Part, ...]:
@@ -255,15 +255,26 @@ class _Filled:
     def _use(self, source: str) -> None:
         """Note that a tensor of the checkpoint is used; BridgeError if it is missing."""
         if source not in self.names and self.stored is None:
-            alike = next((name for name in sorted(self.names) if name.endswith(source.removeprefix("model."))), None)
-            if alike is not None:
-                raise BridgeError(
-                    f"{source} is missing from the checkpoint, which has {alike}; it is not the kind of model that its "
-                    "config.json names, or a larger one: take the checkpoint of the language model"
-                )
-            tied = ", or config.json should say tie_word_embeddings: true" if source == f"{HEAD.source}.weight" else ""
-            raise BridgeError(f"{source} is missing from the checkpoint; a shard may not have been downloaded{tied}")
+            raise BridgeError(f"{source} is missing from the checkpoint; {self._why_missing(source)}")
         self.used.add(source)
+
+    def _why_missing(self, source: str) -> str:
+        """What the checkpoint has in the place of a tensor: other layers, or the name that is most alike."""
+        if source == f"{HEAD.source}.weight":
+            return "if the embeddings are the head too, config.json must say tie_word_embeddings: true"
+        layers = sorted({int(found[1]) for name in self.names if (found := _LAYER.search(name))})
+        own = _LAYER.search(source)
+        if own is not None and layers and int(own[1]) not in layers:
+            has = f"config.json says {self.args.layers} layers, the checkpoint has tensors of {len(layers)}"
+            if layers == list(range(len(layers))):
+                return f"{has}; if these are all, config.json must say {len(layers)}"
+            return f"{has}, numbered {layers[0]} to {layers[-1]}"
+        unknown = {name for name in self.names - self.used if not _BUFFERS.match(name)}
+        unknown -= _all_names(self.family, self.args, "").keys()
+        model = f"{self.family.arch} model"
+        if not unknown:
+            return f"a {model} of this config.json has it, and no name in the checkpoint is unknown in such a model"
+        return f"the most alike of the names there that no {model} has ({len(unknown)}) is {_alike(source, unknown)}"
 
     def numbers(self) -> dict[str, list[str]]:
         """The names of the tensors of one number that a key lists."""
@@ -283,8 +294,26 @@ class _Filled:
             elif name == f"{HEAD.source}.weight":
                 unused.append(name)  # a copy of tied embeddings
             elif not _BUFFERS.match(name):
-                raise BridgeError(
-                    f"{name}: no tensor of a {self.family.arch} model of {self.args.layers} layers has this name; "
-                    "the checkpoint is of another architecture than its config.json says"
-                )
+                raise self._unknown(name)
         return unused, zero_only
+
+    def _unknown(self, name: str) -> BridgeError:
+        """The refusal of a tensor that has no place in the GGUF."""
+        fact = f"{name}: no tensor of a {self.family.arch} model of {self.args.layers} layers has this name"
+        layer = _LAYER.search(name)
+        if layer is not None and int(layer[1]) >= self.args.layers + self.args.predicting:
+            return BridgeError(f"{fact}; config.json's number of layers must be {int(layer[1]) + 1} or more to have it")
+        return BridgeError(
+            f"{fact}; the most alike that it has is {_alike(name, self.used)}. llama.cpp's {self.family.arch} "
+            "would compute without it"
+        )
+
+
+def _alike(name: str, names: Collection[str]) -> str:
+    """The name with the longest start and end in common with another one."""
+
+    def in_common(other: str) -> tuple[int, str]:
+        pairs = zip(name, other, strict=False), zip(reversed(name), reversed(other), strict=False)
+        return sum(len(list(takewhile(lambda pair: pair[0] == pair[1], run))) for run in pairs), other
+
+    return max(names, key=in_common, default="none")

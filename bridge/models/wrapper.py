@@ -29,6 +29,14 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, **{key: value for key, value in text.items() if key not in outer or key not in config}}
 
 
+def with_text(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """A config with other values where `text_config` finds these keys."""
+    for key in ("text_config", "llm_config"):
+        if isinstance(text := config.get(key), dict):
+            return {**config, key: {**text, **changes}}
+    return {**config, **changes}
+
+
 def has_parts(config: dict[str, Any]) -> bool:
     """Whether a config is of a model of several parts; older ones have no text_config."""
     return not _PARTS.isdisjoint(config)

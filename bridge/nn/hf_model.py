@@ -70,7 +70,7 @@ def load(
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_meta:
             raise BridgeError(
-                f"{name}: {type(model).__name__} has it, but the GGUF does not; it belongs to another model"
+                f"{name}: {type(model).__name__} has it, but the GGUF does not; give the config of the GGUF's own model"
             )
     if own is not None:
         set_ends(model, own)

@@ -105,7 +105,9 @@ class Placement:
         for name, _ in self.model.named_parameters():
             path = name.rpartition(".")[0]
             if name not in (*self._floats, *self._numbers) and path not in self._modules and path != self._head():
-                raise BridgeError(f"{name}: {self.kind} has it, but the GGUF does not; it belongs to another model")
+                raise BridgeError(
+                    f"{name}: {self.kind} has it, but the GGUF does not; give the config of the GGUF's own model"
+                )
 
     def reserve(self) -> None:
         """Put `Reserved` where packed modules will be, and untie what is tied to their weights."""
@@ -170,7 +172,8 @@ class Placement:
         shapes = {name: tensor.shape for name, tensor in self.file.items() if _within(name, layers)}
         if config.get("num_hidden_layers", layers) > layers:
             raise BridgeError(
-                f"{self.file.path}: has {layers} layers, fewer than the model; it belongs to another model"
+                f"{self.file.path}: has {layers} layers, the model's config {config['num_hidden_layers']}; correct "
+                "num_hidden_layers, or give the GGUF of that model"
             )
         pieces: dict[str, list[Piece]] = {}
         stacks: dict[int, dict[str, QuantTensor]] = {}
@@ -195,7 +198,9 @@ class Placement:
     def _place(self, name: str) -> tuple[str, str]:
         path, _, leaf = name.rpartition(".")
         if name not in self._shapes and name.removesuffix(".weight") != self._head():
-            raise BridgeError(f"{self.kind} has no {name}; the GGUF is of another architecture")
+            raise BridgeError(
+                f"{name}: {self.file.path} has it, but {self.kind} does not; give the config of the GGUF's own model"
+            )
         return path, leaf
 
     def _head(self) -> str | None:
@@ -225,7 +230,7 @@ class Placement:
         if shape != (rows, pieces[0].part.shape[1]):
             raise BridgeError(
                 f"{path}: shape {list(shape)}, {pieces[0].tensor.name} of the GGUF has "
-                f"{[rows, pieces[0].part.shape[1]]}; the GGUF belongs to another model"
+                f"{[rows, pieces[0].part.shape[1]]}; give the config of the GGUF's own model"
             )
         if isinstance(module, nn.Embedding):
             scale = getattr(module, "scalar_embed_scale", 1.0)

@@ -35,8 +35,9 @@ def replace_trellis(model: nn.Module, checkpoint: str | Path | Checkpoint, devic
             stored = checkpoint.read_float(name)
             if name not in parameters or parameters[name].shape != stored.shape:
                 raise BridgeError(
-                    f"{name}: is {list(stored.shape)} in {checkpoint.path}, but not in {type(model).__name__}; "
-                    "the checkpoint is of another model"
+                    f"{name}: is {list(stored.shape)} in {checkpoint.path}, but "
+                    f"{list(parameters[name].shape) if name in parameters else 'missing'} in {type(model).__name__}; "
+                    "make the model from the checkpoint's own config"
                 )
             parameters[name].copy_(torch.from_numpy(stored))
     return model
@@ -52,7 +53,8 @@ def place_layers(model: nn.Module, checkpoint: Checkpoint, device: str | None = 
             old = model.get_submodule(name)
         except AttributeError:
             raise BridgeError(
-                f"{type(model).__name__} has no {name}; the checkpoint is of another architecture"
+                f"{name}: {checkpoint.path} has it, but {type(model).__name__} does not; make the model from the "
+                "checkpoint's own config"
             ) from None
         parent, _, child = name.rpartition(".")
         shape = int(old.out_features), int(old.in_features)  # type: ignore[arg-type]
@@ -70,7 +72,7 @@ def trellis_linear(
     if any(not 0 <= a - b < _PADDED for a, b in zip(layer.shape, shape, strict=True)):
         raise BridgeError(
             f"{name}: is {list(layer.shape)} in {source}, {list(shape)} in the model; "
-            "the checkpoint is of another model"
+            "make the model from the checkpoint's own config"
         )
     layer = layer.cropped(*shape)
     placed = layer if device is None else layer.prepare() if device == "cpu" else layer.to(device)

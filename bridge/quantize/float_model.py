@@ -200,7 +200,7 @@ class FloatModel:
         if stored is None:
             raise BridgeError(
                 f"{self.ckpt.path}: has no {name}, a part of transformers' {type(self.model).__name__}; "
-                "is the checkpoint complete?"
+                "which calibration needs"
             )
         return stored
 
@@ -250,8 +250,7 @@ class FloatModel:
     def _expect(self, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
         if found != wanted:
             raise BridgeError(
-                f"{self.ckpt.path}: {name} is {list(found)}, but {list(wanted)} by config.json; "
-                "use the config.json that belongs to these weights"
+                f"{self.ckpt.path}: {name} is {list(found)}, but {list(wanted)} by config.json; correct its sizes"
             )
 
 

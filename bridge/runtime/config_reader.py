@@ -4,12 +4,14 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bridge.errors import BridgeError
+from bridge.gguf_file.reader import expect_model
 from bridge.runtime.architectures import ARCHITECTURES
 from bridge.runtime.cpu.stream_ops import STREAMS
 from bridge.runtime.decoder_config import DecoderConfig, Heads, Latent, Routing
@@ -33,12 +35,23 @@ _MIXER = 0.02  # of Phi-3.5-MoE, twice its router_jitter_noise
 _GATINGS = {1: False, 2: True, 3: False}  # expert_gating_func -> whether it is a sigmoid
 
 
+def _elsewhere(arch: Any) -> str:
+    """Whether llama.cpp knows an architecture, as far as gguf does."""
+    from gguf.constants import MODEL_ARCH_NAMES
+
+    if arch in MODEL_ARCH_NAMES.values():
+        return "; llama.cpp has it"
+    return f", and is not among those of llama.cpp that gguf {version('gguf')} lists"
+
+
 def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
     """The decoder of a GGUF; BridgeError where a key is missing, of the wrong kind, or a rule unknown."""
     arch = metadata.get("general.architecture")
+    expect_model(metadata, path)
     if arch not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise BridgeError(f"{path}: architecture {arch!r} cannot run here; llama.cpp can run it. Known: {known}")
+        raise BridgeError(
+            f"{path}: architecture {arch!r} cannot run here{_elsewhere(arch)}. Known: {', '.join(ARCHITECTURES)}"
+        )
     graph = ARCHITECTURES[arch]
 
     def get(key: str, kind: type, default: Any = None) -> Any:

@@ -88,6 +88,5 @@ def _check_place(file: GGUFFile, adapter: GGUFFile, tensor: QuantTensor) -> None
 
 def _of_another(file: GGUFFile, adapter: GGUFFile, why: str) -> BridgeError:
     return BridgeError(
-        f"{adapter.path}: is an adapter of another model than {file.path}: {why}; give the GGUF that convert made of "
-        "its base"
+        f"{adapter.path}: does not fit {file.path}: {why}; give the GGUF of the model that the adapter was trained on"
     )

@@ -15,7 +15,11 @@ from bridge.errors import BridgeError
 from bridge.system.folder_locks import temporary_beside
 
 MAX_SMALL = 100_000_000  # bytes; the safetensors library's limit for a header. Vocabularies have up to 40 MB
+HEAD = 256  # bytes of a file that tell what it is
 _POINTER = b"version https://git-lfs.github.com/spec/"
+TORCH_STARTS = (b"PK\3\4", b"\x80\2")  # a zip archive, a pickle
+# llama.cpp's formats until August 2023: the number that they begin with, little-endian
+OLD_GGML = {b"lmgg": "ggml", b"fmgg": "ggmf", b"tjgg": "ggjt", b"algg": "ggla"}
 
 
 def expanded(path: str | Path) -> Path:
@@ -46,11 +50,52 @@ def expect_regular(file: Path) -> None:
 
 
 def refuse_pointer(file: Path) -> None:
-    """BridgeError where a file is not a regular one, or a Git LFS pointer, which a clone without git-lfs has."""
+    """BridgeError where a file is not a regular one, or came in place of the file itself: a Git LFS pointer, which a
+    clone without git-lfs has, or an HTML page, which a download that was refused leaves."""
     expect_regular(file)
+    head = _head(file)
+    if head.startswith(_POINTER) or _is_page(head):
+        raise BridgeError(f"{file}: {kind_of_contents(head)}")
+
+
+def kind_of_contents(head: bytes) -> str | None:
+    """What a file is whose first bytes are these, and the way out, for messages; None: nothing that is known here."""
+    if head.startswith(_POINTER):
+        return "is a Git LFS pointer, not the file itself; run `git lfs pull` in its folder"
+    if _is_page(head):
+        return (
+            "is an HTML page, not the file itself; download it again: a gated model needs `hf auth login`, and the "
+            "address of a file has /resolve/ where that of its page has /blob/"
+        )
+    if head[:4] in OLD_GGML:
+        return (
+            f"is a GGML file ({OLD_GGML[head[:4]]}), llama.cpp's format before GGUF (August 2023), which is no longer "
+            "read; look for the model as GGUF, or convert the original checkpoint"
+        )
+    if head[:4] == b"GGUF":
+        return "is a GGUF; give it a name that ends in .gguf"
+    if head[8:10] == b'{"' and int.from_bytes(head[:8], "little") <= MAX_SMALL:
+        return "is a safetensors file, not a GGUF; give the folder of the checkpoint that it belongs to"
+    if head.startswith(TORCH_STARTS):
+        return "is a file of torch or a zip archive, not a GGUF file; give the folder of the checkpoint, or unpack it"
+    return None
+
+
+def _is_page(head: bytes) -> bool:
+    return head.lstrip(b"\xef\xbb\xbf \t\r\n").lower().startswith((b"<!doctype html", b"<html"))
+
+
+def _head(file: Path) -> bytes:
     with open(file, "rb") as stream:
-        if stream.read(len(_POINTER)) == _POINTER:
-            raise BridgeError(f"{file}: is a Git LFS pointer, not the file itself; run `git lfs pull` in its folder")
+        return stream.read(HEAD)
+
+
+def first_bytes(file: Path) -> bytes:
+    """The bytes by which `kind_of_contents` knows a file; none where it cannot be read."""
+    try:
+        return _head(file)
+    except OSError:
+        return b""
 
 
 def files_below(folder: Path) -> Iterator[Path]:

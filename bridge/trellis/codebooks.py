@@ -164,7 +164,7 @@ class BitshiftCodebook:
         if words.dtype.itemsize != 2 or words.ndim != 2 or words.shape[1] * 16 != weights * self.K:
             raise self._error(
                 f"trellis is {words.dtype} {list(words.shape)}, {self.K} bits of {weights} weights are 16-bit words "
-                f"[tiles, {weights * self.K / 16:g}]; the sizes belong to another model"
+                f"[tiles, {weights * self.K / 16:g}]; take config.json and weights of one checkpoint"
             )
         return states_of(words.view(np.uint16), self.K * self.V, self.L)
 

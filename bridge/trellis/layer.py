@@ -86,7 +86,7 @@ class TrellisLayer:
         """The same layer without padding beyond its true shape. Raises BridgeError where it is smaller than that."""
         if out > len(self.sv) or columns > len(self.su):
             raise BridgeError(
-                f"{self.name}: is {list(self.shape)}, smaller than {[out, columns]}; it belongs to another model"
+                f"{self.name}: is {list(self.shape)}, smaller than {[out, columns]}; correct config.json's sizes"
             )
         return replace(self, shape=(out, columns))
 

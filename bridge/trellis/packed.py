@@ -20,7 +20,7 @@ def bits_of(name: str, numel: int, out: int, columns: int, tile: tuple[int, int]
     if td_x < 1 or td_y < 1 or out % td_x or columns % td_y or td_y % values:
         raise BridgeError(
             f"{name}: a matrix of {out} x {columns} does not consist of tiles of {td_x} x {td_y} with V = {values}; "
-            "the config is another model's"
+            "take config.json and weights of one checkpoint"
         )
     bits, rest = divmod(16 * numel, out * columns)
     if rest or not 1 <= bits <= 8 or td_x * td_y * bits % 16:
@@ -105,7 +105,7 @@ def plain_layer(
     if wanted is None or list(states.shape) != wanted:
         raise BridgeError(
             f"{name}: trellis is {list(states.shape)}, blocks of {td_x} x {td_y} with V = {book.V} over "
-            f"{columns} x {out} are {wanted or 'not whole'}; the sizes belong to another model"
+            f"{columns} x {out} are {wanted or 'not whole'}; take config.json and weights of one checkpoint"
         )
     if states.size and not 0 <= (worst := int(states.min() if states.min() < 0 else states.max())) < 2**book.L:
         raise BridgeError(

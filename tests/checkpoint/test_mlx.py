@@ -232,7 +232,7 @@ def damaged(change):
         (lambda t, q: t[f"{NAME}.scales"].__setitem__((1, 1), np.nan), "1 of 32 values of model.layers.0.mlp.up_proj"),
         (lambda t, q: t[f"{NAME}.biases"].__setitem__((1, 1), np.inf), ".biases are NaN or infinite"),
         (lambda t, q: t.update({f"{NAME}.scales": np.full((8, 4), 1e-44, np.float32)}), "far too large for its scales"),
-        (lambda t, q: q.update(desc_act=False), "method '(none)' is not supported"),
+        (lambda t, q: q.update(desc_act=False), "without quant_method; add it"),
     ],
 )
 def test_damage_is_named_in_one_line(tmp_path, change, said):

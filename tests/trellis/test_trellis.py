@@ -121,7 +121,7 @@ def test_a_path_comes_back_from_its_bits(k, v, bits, seed):
 
 
 def test_words_of_another_size_are_refused():
-    with pytest.raises(BridgeError, match="sizes belong to another model"):
+    with pytest.raises(BridgeError, match=r"take config\.json and weights of one checkpoint"):
         BitshiftCodebook().unpack_trellis(np.zeros((2, 31), np.int16), 256)
 
 

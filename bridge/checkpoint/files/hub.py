@@ -8,7 +8,7 @@ from typing import Any, Literal
 from bridge.checkpoint import Checkpoint, open_checkpoint
 from bridge.checkpoint.files.weight_files import WEIGHTS, checkpoint_files
 from bridge.errors import BridgeError, parameter
-from bridge.system.files import expanded, missing
+from bridge.system.files import OLD_GGML, expanded, first_bytes, missing, refuse_pointer
 from bridge.system.text import size_text, tell
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")  # @: a branch, tag or commit
@@ -28,11 +28,13 @@ def kind_of(
 
     checkpoint  a folder; a .pt file, or any file of weights if `config` is the folder that has its config.json
     part        another file of a checkpoint: weights, JSON
-    gguf        any other file, whatever its ending, and a .gguf that does not exist
+    gguf        any other file, whatever its ending; a .gguf that does not exist; weights that begin like a GGUF or GGML
     hub         a Hub id, org/name or org/name@branch
     none        none of these
     """
     path = expanded(argument)
+    if path.is_file() and path.suffix in WEIGHTS and first_bytes(path)[:4] in (b"GGUF", *OLD_GGML):
+        return "gguf"
     if path.is_dir() or (path.is_file() and path.suffix in (WEIGHTS if config is not None else (".pt",))):
         return "checkpoint"
     if path.is_file() and path.suffix in (".json", *WEIGHTS):
@@ -70,6 +72,8 @@ def resolve(checkpoint: str | Path, config: str | Path | None = None) -> Path:
         return path
     if path.suffix == ".gguf" and path.is_file():
         raise BridgeError(f"{checkpoint}: is a GGUF, not a checkpoint; `gguf-bridge export` makes one of it")
+    if path.is_file():
+        refuse_pointer(path)
     if path.exists():
         raise BridgeError(f"{checkpoint}: is a file; give the folder that holds config.json and the weights")
     if path.suffix in _FILES:

@@ -10,15 +10,21 @@ read into new buffers: a memory map would count towards the peak of resident mem
 
 import json
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from bridge.checkpoint.files.dtypes import NUMPY, OTHER_BITS, as_float32
 from bridge.errors import BridgeError
-from bridge.system.files import MAX_SMALL, refuse_pointer
+from bridge.system.files import MAX_SMALL, first_bytes, kind_of_contents, refuse_pointer
+
+# what training tools put around a module, and into its tensors' names: torch.compile, FSDP, PEFT
+_WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|base_layer)\.")
+_PREFIXES = ("module.", "base_model.model.")  # of all names: DataParallel's, PEFT's
+_ADAPTER = re.compile(r"\.(?:lora_(?:[AB]|embedding_[AB]|magnitude_vector)|modules_to_save)(?:\.|$)")
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,40 @@ class Store:
                     "remove the file that is not part of the checkpoint, or give the one file that is"
                 )
             self.tensors[name] = info
+
+    def unwrap(self) -> None:
+        """Give tensors the names of the model's own modules, with a note, where a training tool's wrappers are in them.
+
+        Raises BridgeError where an adapter's weights lie beside those that they change.
+        """
+        names = {name: _WRAPPERS.sub("", name) for name in self.tensors}
+        while shared := _shared_prefix(names.values()):
+            names = {stored: name.removeprefix(shared) for stored, name in names.items()}
+        changed = [(stored, name) for stored, name in names.items() if stored != name]
+        if not changed:
+            return
+        if adapter := next((name for name in self.tensors if _ADAPTER.search(name)), None):
+            raise BridgeError(
+                f"{self.tensors[adapter].file}: {adapter} belongs to an adapter that is not merged into the weights "
+                "beside it; save the model after PEFT's merge_and_unload()"
+            )
+        self.rename(names)
+        stored, name = changed[0]
+        self.notes.append(
+            f"{len(changed)} names of tensors have a training tool's prefixes: {stored} is read as {name}"
+        )
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Give the tensors other names: stored -> new. Raises BridgeError where two get the same."""
+        renamed: dict[str, TensorInfo] = {}
+        for stored, name in names.items():
+            if name in renamed:
+                raise BridgeError(
+                    f"{self.tensors[stored].file}: holds both {stored} and {renamed[name].name}; "
+                    f"remove the one that is not {name}"
+                )
+            renamed[name] = self.tensors[stored]
+        self.tensors = {name: replace(info, name=name) for name, info in renamed.items()}
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
         """The stored elements, or only rows start..stop; bf16 and 8-bit floats as their bits. Thread-safe.
@@ -110,6 +150,18 @@ class Store:
         """Release open resources."""
 
 
+def _shared_prefix(names: Collection[str]) -> str | None:
+    """What all names start with and no model has; None where there is nothing of that kind."""
+    for prefix in _PREFIXES:
+        if names and all(name.startswith(prefix) for name in names):
+            return prefix
+    # a trainer's own attribute: model.model.layers..., model.lm_head.weight
+    inner = [name.removeprefix("model.") for name in names if name.startswith("model.")]
+    if len(inner) == len(names) and any(name.startswith("model.layers.") for name in inner):
+        return "model."
+    return None
+
+
 def read_header(file: Path) -> dict[str, TensorInfo]:
     """The tensors of one safetensors file. Raises BridgeError unless each lies within it and fits its shape."""
 
@@ -122,6 +174,8 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         with open(file, "rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             if size < 8 or length > min(MAX_SMALL, size - 8):
+                if (other := kind_of_contents(first_bytes(file))) is not None:
+                    raise BridgeError(f"{file}: is not safetensors: it {other}")
                 raise damaged("not a complete safetensors file (its header does not fit)")
             text = stream.read(length)
     except OSError as problem:

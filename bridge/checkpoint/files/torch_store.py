@@ -13,7 +13,7 @@ import numpy as np
 from bridge.checkpoint.files.dtypes import TORCH, torch_dtype
 from bridge.checkpoint.files.store import Store, TensorInfo
 from bridge.errors import BridgeError
-from bridge.system.files import refuse_pointer
+from bridge.system.files import TORCH_STARTS, first_bytes, kind_of_contents, refuse_pointer
 
 
 class HeldStore(Store):
@@ -40,6 +40,10 @@ class HeldStore(Store):
                     found[str(name)] = TensorInfo(str(name), dtype, tuple(tensor.shape), tensor.nbytes, file)
                     self._data[str(name)] = tensor
             self._add(found)
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        super().rename(names)
+        self._data = {name: self._data[stored] for stored, name in names.items()}
 
     def _fetch(self, info: TensorInfo, dtype: np.dtype, shape: tuple[int, ...], first: int, stop: int) -> np.ndarray:
         tensor = self._data[info.name].detach()
@@ -88,6 +92,9 @@ def _load(torch: Any, file: Path) -> dict[str, Any]:
 
     try:
         refuse_pointer(file)
+        head = first_bytes(file)
+        if not head.startswith(TORCH_STARTS) and (other := kind_of_contents(head)) is not None:
+            raise BridgeError(f"{file}: is not a file of torch: it {other}")
         try:
             state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError:  # torch's layout before 1.6 cannot be mapped

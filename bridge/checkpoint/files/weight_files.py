@@ -53,9 +53,16 @@ def open_store(path: Path, stem: str | None = None) -> Store:
     """The weights of a checkpoint folder: safetensors before .bin before .pt, an index before single files.
 
     `path` may also be the one file that holds them all. `stem` is the file's name without its ending, if
-    the config gives one (AutoGPTQ's model_file_base_name). Raises BridgeError if files are missing,
-    damaged or outside the folder.
+    the config gives one (AutoGPTQ's model_file_base_name). Names are those that `Store.unwrap` gives. Raises
+    BridgeError if files are missing, damaged or outside the folder, and as `Store.unwrap` does.
     """
+    store = _opened(path, stem)
+    store.unwrap()
+    return store
+
+
+def _opened(path: Path, stem: str | None) -> Store:
+    """`open_store`, names as they are stored."""
     if path.is_file():
         shard = _RUN.fullmatch(path.name)
         if shard and int(shard[3]) > 1:

@@ -85,6 +85,7 @@ READERS: dict[str, type[Reader]] = {
 }
 # methods of transformers that are not read: why, and what to do
 REFUSED = {"gguf": "the weights are those of a GGUF file; give that file in place of this folder"}
+_NONE = "(none)"  # no method is named
 _METHOD_KEYS = ("quant_method", "quantization_method", "method")  # the second is SINQ's
 NAMES = tuple(sorted({*READERS, "auto-round"} - {"gptq-float-zeros"}))
 
@@ -126,13 +127,19 @@ def read_quant_config(folder: Path, config: dict[str, Any]) -> QuantConfig:
         raw = {"quant_method": "modelopt", **said}
     if raw.get("load_in_4bit") or raw.get("load_in_8bit"):  # transformers before 4.32 wrote no quant_method
         raw.setdefault("quant_method", "bitsandbytes")
-    method = str(next((raw[key] for key in _METHOD_KEYS if raw.get(key)), "(none)")).lower()
+    method = str(next((raw[key] for key in _METHOD_KEYS if raw.get(key)), _NONE)).lower()
     label = str(raw.get("checkpoint_format") or raw.get("format") or "").lower()
     auto_round = method in ("auto-round", "auto_round", "intel/auto-round")
     if auto_round:
         method, label = _auto_round(source, raw)
     if method in REFUSED:
         raise BridgeError(f"{source}: {REFUSED[method]}")
+    if method == _NONE:
+        keys = ", ".join(map(str, raw))
+        raise BridgeError(
+            f"{source}: describes a quantization ({keys:.80}) without quant_method; add it ({', '.join(NAMES)}), or "
+            "remove the description where the tensors are floats"
+        )
     if method not in NAMES:
         raise BridgeError(
             f"{source}: quantization method {method!r} is not supported (supported: {', '.join(NAMES)}); "

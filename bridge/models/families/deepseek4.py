@@ -149,7 +149,7 @@ DEEPSEEK4 = Family(
     sizes=_sizes,
     metadata=_metadata,
     predicts="dropped",
-    prefix="model.",
+    bare=True,
     table=(
         *decoder(
             _named("attn_norm", "hidden", "input_layernorm", "attn_norm"),

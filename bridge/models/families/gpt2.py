@@ -31,7 +31,7 @@ GPT2 = Family(
     sizes=_sizes,
     layer_norm=True,
     rotary=False,
-    prefix="transformer.",
+    bare=True,
     table=decoder(
         Row("ln_1", "hidden", bias=required),
         _conv1d("attn.c_attn", "q+kv+kv hidden"),

@@ -215,7 +215,7 @@ class Matrices:
             if candidate.shape[0] < wanted[0] or candidate.shape[1:] != wanted[1:]:
                 raise BridgeError(
                     f"{self.file.path}: token_embd.weight is {list(wanted)}, but {candidate.source} "
-                    f"{list(candidate.shape)}; the template has another model or vocabulary"
+                    f"{list(candidate.shape)}; give a template with the checkpoint's vocabulary"
                 )
 
     def _check_modules(self) -> None:
@@ -228,7 +228,7 @@ class Matrices:
             first = next((r for r in self.reasons.values()), f"{lost[0].source} is not in it")
             raise BridgeError(
                 f"{self.file.path}: {len(lost)} of {len(wanted)} matrices of {self.ckpt.path} are not in this template "
-                f"({first}); it is of another model"
+                f"({first}); give a GGUF of the same model"
             )
         for candidate in lost:
             if candidate.module is not None and candidate.name is not None and candidate.name not in self.file:

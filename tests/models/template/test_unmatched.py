@@ -114,7 +114,9 @@ def test_another_models_template_is_refused(model, tmp_path):
     other = model("LlamaConfig", seed=8)
     template = write_template(tmp_path / "t.gguf", other, "llama", interleave(4, 2), **LLAMA)
     write_gptq(tmp_path / "gptq", floats)
-    with pytest.raises(BridgeError, match=r"14 of 14 matrices of .* are not in this template .* of another model$"):
+    with pytest.raises(
+        BridgeError, match=r"14 of 14 matrices of .* are not in this template .* give a GGUF of the same model$"
+    ):
         bridge.convert(tmp_path / "gptq", tmp_path / "m.gguf", template=template)
     assert not (tmp_path / "m.gguf").exists()
 
@@ -187,8 +189,12 @@ def test_pre_and_template_exclude_each_other(tmp_path):
 def test_an_unknown_architecture_is_told_of_the_template(tmp_path):
     shutil.copytree(CHECKPOINT, tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"architectures": ["OlmoForCausalLM"]}))
-    with pytest.raises(BridgeError, match=r"unknown architecture OlmoForCausalLM; .* or template='model-f16.gguf'"):
+    (tmp_path / "model" / "config.json").write_text(
+        json.dumps(config | {"architectures": ["OlmoForCausalLM"], "model_type": "olmo"})
+    )
+    with pytest.raises(
+        BridgeError, match=r"unknown architecture OlmoForCausalLM and model_type olmo; .* or template='model-f16.gguf'"
+    ):
         bridge.convert(tmp_path / "model", tmp_path / "m.gguf")
 
 
