@@ -28,6 +28,9 @@ CONFIG: dict[str, Any] = {
     "num_key_value_heads": 1, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "vocab_size": 2048,
 }  # fmt: skip
 _NAME = re.compile(r"\b(?:model|lm_head)\.[\w.]*(?:weight|bias|inv_freq|experts\.[a-z]\w+)\b")
+FULL = {"rope_type": "default", "rope_theta": 500000.0}
+LOCAL_LINEAR = {"full_attention": FULL, "sliding_attention": FULL | {"rope_type": "linear", "factor": 8.0}}
+TWO_BASES = {"full_attention": FULL, "sliding_attention": FULL | {"rope_theta": 10000.0}}
 CASES = [
     (title, json.loads(config), lines)
     for title, config, *lines in (
@@ -101,7 +104,17 @@ def test_the_docs_list_every_family_and_tell_where_it_runs() -> None:
 @pytest.mark.parametrize(
     ("name", "change", "problem"),
     [
-        ("exaone4", {"sliding_window": 32}, "only in EXAONE 4's model of 64 layers"),
+        (
+            "exaone4",
+            {"sliding_window": 32},
+            "sliding_window is 32 with 2 layers; llama.cpp has a window in EXAONE 4's model of",
+        ),
+        ("gemma3", {"rope_parameters": LOCAL_LINEAR}, "rope of type 'linear' in layers with a window; llama.cpp has"),
+        (
+            "olmo3",
+            {"rope_parameters": TWO_BASES},
+            "rotate by rope_theta 10000, the others by 500000; llama.cpp",
+        ),
         ("olmo3", {"layer_types": ["full_attention"]}, "must be full or sliding, for every layer"),
         ("qwen3.5", {"linear_num_key_heads": 3}, "4 value heads cannot share 3 key heads"),
         ("ministral3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "reads Ministral 3 with yarn"),
