@@ -27,7 +27,7 @@ CONFIG: dict[str, Any] = {
     "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 1, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "vocab_size": 2048,
 }  # fmt: skip
-_NAME = re.compile(r"\b(?:model|lm_head)\.[\w.]*(?:weight|bias|inv_freq|experts\.[a-z]\w+)\b")
+_NAME = re.compile(r"\b(?:model|lm_head)\.[\w.]*(?:weight|bias|inv_freq|layer_scalar|experts\.[a-z]\w+)\b")
 FULL = {"rope_type": "default", "rope_theta": 500000.0}
 LOCAL_LINEAR = {"full_attention": FULL, "sliding_attention": FULL | {"rope_type": "linear", "factor": 8.0}}
 TWO_BASES = {"full_attention": FULL, "sliding_attention": FULL | {"rope_theta": 10000.0}}
@@ -137,6 +137,8 @@ def test_the_docs_list_every_family_and_tell_where_it_runs() -> None:
         ("gemma3n", {"activation_sparsity_pattern": 4 * [0.0]}, "activation_sparsity_pattern is"),
         ("gemma3n", {"laurel_rank": 32}, "laurel_rank is 32"),
         ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
+        ("gemma4", {"per_layer_config": {"1": {"head_dim": 32}}}, "must have the same for every layer with full"),
+        ("gemma4", {"per_layer_config": [32]}, r"per_layer_config is \[32\], must be an object"),
         ("llama4", {"use_qk_norm": False}, "use_qk_norm is False; llama.cpp has True for 4 experts"),
         ("llama4", {"no_rope_layers": [1, 1, 1, 1]}, "no_rope_layers is"),
         ("llama4", {"attention_chunk_size": 1024}, "attention_chunk_size is 1024"),

@@ -166,3 +166,11 @@ GEMMA4 = Family(
         first=(EMBEDDINGS, *INPUTS),
     ),
 )  # fmt: skip
+
+# its images and sounds are embedded without towers
+GEMMA4_UNIFIED = replace(
+    GEMMA4,
+    titles=("Gemma 4 12B",),
+    architectures=("Gemma4UnifiedForConditionalGeneration", "Gemma4UnifiedForCausalLM"),
+    model_type="gemma4_unified_text",
+)
