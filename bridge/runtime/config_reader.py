@@ -22,10 +22,14 @@ _UNSCALED = {"gemma3n", "gemma4"}  # scores
 _COUNT_SHARED = {**dict.fromkeys((*_LATENT, "glm4moe", "dots1", "minimax-m3"), 0), "llama4": 1}
 # weights of the experts used do not sum to one, if no key says so
 _UNNORMALIZED = {*_LATENT, "qwen2moe", "glm4moe", "dots1", "llama4", "nemotron_h_moe", "jamba"}
-_SIGMOID = {"deepseek32", "glm-dsa", "glm4moe", "minimax-m2", "nemotron_h_moe", "llama4"}  # routers, if no key says so
+# routers, if no key says so; llama.cpp wants the key of some, which in transformers have a sigmoid
+_SIGMOID = {
+    "deepseek32", "dots1", "glm-dsa", "glm4moe", "lfm2moe", "llama4", "minimax-m2", "minimax-m3", "nemotron_h_moe",
+}  # fmt: skip
 _MOST_BLOCKS = 512  # as in llama.cpp
 _MAVERICK = 128  # experts of the Llama 4 that does not normalize q and k
 _LLAMA4_TEMPERATURE = 0.1, 8192, 1  # factor, length and offset, see `temperatures`
+_FLASH_VOCABULARY = 154880
 _MIXER = 0.02  # of Phi-3.5-MoE, twice its router_jitter_noise
 _GATINGS = {1: False, 2: True, 3: False}  # expert_gating_func -> whether it is a sigmoid
 
@@ -267,7 +271,8 @@ def _read_routing(metadata: Mapping[str, Any], get: Callable[..., Any], path: Pa
         raise BridgeError(f"{path}: {used} of {experts} experts are used; convert the model again")
     gating = metadata.get(f"{arch}.expert_gating_func") or 0
     # GLM-4.7-Flash, whose first files lack the key
-    flash = arch == "deepseek2" and metadata.get("deepseek2.vocab_size") == 154880
+    vocab = metadata.get(f"{arch}.vocab_size") or len(metadata.get("tokenizer.ggml.tokens", ()))
+    flash = arch == "deepseek2" and vocab == _FLASH_VOCABULARY
     if gating and gating not in _GATINGS:
         raise BridgeError(f"{path}: expert_gating_func is {gating!r}, which cannot run here; llama.cpp can run it")
     if arch != "llama4" and metadata.get(f"{arch}.interleave_moe_layer_step", 1) != 1:

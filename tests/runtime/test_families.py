@@ -227,6 +227,8 @@ YARN = DEFAULT | {"rope_type": "yarn", "factor": 8.0, "original_max_position_emb
         ("gpt-oss", {"layer_types": [FULL, LOCAL, LOCAL, FULL]}),
         ("gpt-oss", {"layer_types": [LOCAL] * 4}),
         ("llama4", {"rope_parameters": LLAMA3}),
+        ("gemma4-dense", {"per_layer_config": {}, "attention_k_eq_v": False}),
+        ("gemma4-dense", {"per_layer_config": {"1": {"num_key_value_heads": 1}, "3": {"num_key_value_heads": 1}}}),
     ],
 )
 def test_layers_with_a_window_are_those_of_the_checkpoint(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
@@ -286,6 +288,28 @@ def test_without_a_base_for_layers_with_a_window_it_is_llama_cpps(name: str, bas
     keys = {"general.architecture": arch, **golden["keys"], f"{arch}.rope.freq_base": 5e5}
     keys.pop(f"{arch}.rope.freq_base_swa", None)
     assert read_config(keys, Path("m.gguf")).local_base == base
+
+
+@pytest.mark.parametrize(
+    ("name", "sigmoid"),
+    [
+        ("dots1", True), ("glm4-moe", True), ("solar-open", True), ("glm4-moe-lite", False), ("deepseek2-lite", False),
+        ("deepseek3.2", True), ("glm5", True), ("minimax-m2", True), ("minimax-m3", True), ("lfm2-moe", True),
+        ("nemotron-h-moe", True), ("llama4", True), ("ernie4.5-moe", False), ("gpt-oss", False), ("phimoe", False),
+        ("mistral4", False), ("gemma4-moe", False), ("jamba", False), ("hunyuan-moe", False), ("granite-moe", False),
+        ("qwen3.5-moe", False), ("qwen3-next", False),
+    ],
+)  # fmt: skip
+def test_a_router_without_a_gating_key_is_that_of_transformers(name: str, sigmoid: bool) -> None:
+    """GLM-4.7 Flash alone, of DeepSeek V2's architecture, is known by its vocabulary."""
+    golden = json.loads((GOLDENS / f"{name}.json").read_text())
+    arch = golden["arch"]
+    keys = {"general.architecture": arch, **golden["keys"]}
+    keys.pop(f"{arch}.expert_gating_func", None)
+    assert read_config(keys, Path("m.gguf")).routing.sigmoid == sigmoid
+    if name == "glm4-moe-lite":
+        keys.pop("deepseek2.vocab_size", None)
+        assert read_config(keys | {"tokenizer.ggml.tokens": range(154880)}, Path("m.gguf")).routing.sigmoid
 
 
 def test_exaone_4_of_64_layers_has_windows_whose_layers_alone_are_rotated(tmp_path: Path) -> None:
