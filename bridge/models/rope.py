@@ -157,8 +157,8 @@ def global_layers(config: Config) -> tuple[int, int]:
     own = entries[0] if entries else {}
     if any(entry != own for entry in entries) or len(layers) > len(entries):
         raise BridgeError(
-            f"{config.path}: per_layer_config is {layers!r:.80}, must have the same for every layer with full attention, "
-            "and for no other; llama.cpp has two kinds of layers"
+            f"{config.path}: per_layer_config is {layers!r:.80}, must have the same for every layer with full "
+            "attention, and for no other; llama.cpp has two kinds of layers"
         )
     head = own.get("head_dim", config.integer("head_dim", 256))
     return config.within_sides("head_dim of full attention", head), own.get("num_key_value_heads", kv_heads)
