@@ -20,6 +20,7 @@ from bridge.conversion.options import PlanOptions
 from bridge.conversion.part_reader import PartReader
 from bridge.conversion.plan import Plan, PlannedTensor
 from bridge.errors import BridgeError, shortened
+from bridge.gguf_file.header import rotation_keys
 from bridge.gguf_file.reader import StoredModel, StoredTensor, read_gguf
 from bridge.models.outline import number
 from bridge.system.files import refuse_pointer
@@ -165,7 +166,7 @@ def plan_table(plan: Plan) -> list[str]:
 
 
 def _describe_gguf(path: Path) -> list[str]:
-    file = read_gguf(path)
+    file = read_gguf(path, rotated=True)
     value = file.metadata.get
     size = sum(f.stat().st_size for f in file.files)
     types: dict[str, list[StoredTensor]] = {"": list(file.tensors.values())}
@@ -179,6 +180,7 @@ def _describe_gguf(path: Path) -> list[str]:
     rows: list[tuple[str, ...]] = [("type", "tensors", "weights (M)", "bytes (MB)", "bpw")]
     for name, (n, w, b) in sorted(sums.items(), key=lambda item: -item[1][2]):
         rows.append((name, str(n), f"{w / 1e6:.2f}", f"{b / 1e6:.2f}", f"{8 * b / w:.2f}"))
+    rotated = rotation_keys(file.metadata)
     return [
         f"{path}: {size_text(size)} in {len(file.files)} file{'s' * (len(file.files) != 1)}",
         f"name            {value('general.name')}",
@@ -186,6 +188,7 @@ def _describe_gguf(path: Path) -> list[str]:
         f"weights         {weights / 1e6:.1f} M in {count} tensors, {8 * nbytes / max(weights, 1):.2f} bpw",
         "",
         *align(rows, left=(True, False, False, False, False)),
+        *(f"note: {key} declares weights in a rotated basis; no other command reads this file" for key in rotated[:1]),
     ]
 
 

@@ -30,7 +30,7 @@ from bridge.conversion.plan_file import save_plan, save_tensor_types
 from bridge.conversion.plan_reader import load_plan
 from bridge.conversion.planner import Planner, holds, make_plan, plan_tower
 from bridge.conversion.recipe import PRESETS
-from bridge.conversion.report import Report, TensorReport, beyond_auto, check_report
+from bridge.conversion.report import Report, TensorReport, beyond_auto, check_report, far_off
 from bridge.conversion.size_budget import within_budget
 from bridge.errors import BridgeError
 from bridge.system import compiling
@@ -167,8 +167,8 @@ def convert_as(
     if not chooses:
         planned = {t.name: t for t in whole.tensors}
         notes += [note for t in results if (note := _beyond_plan(planned[t.name], t))]
-    elif options.promises_closeness:
-        notes += [note for t in results if (note := beyond_auto(t))]
+    promised = chooses and options.promises_closeness
+    notes += [note for t in results if (note := far_off(t, promised))]
     seconds, compiled = time.perf_counter() - started, compiling.seconds() - compiled
     results += seen
     blocks = layers.blocks if layers else []
@@ -202,6 +202,11 @@ def _written(
     for tensor, result in zip(output.tensors, executor.results(output.tensors), strict=True):
         if planner is not None and not holds(tensor, result.report.fidelity):
             tensor = planner.chosen_again(tensor)
+            result = executor.make(tensor)
+        if planner is not None and beyond_auto(result.report) and planner.chooses(tensor):
+            tensor = planner.with_type(
+                tensor, "BF16", f"values beyond what {tensor.type}'s half-precision scales reach"
+            )
             result = executor.make(tensor)
         output.write(result.data, tensor)
         yield result.report

@@ -22,7 +22,7 @@ from gguf.gguf_writer import GGUFValue
 from bridge.checkpoint.files.folder import sync
 from bridge.conversion.metadata import with_given
 from bridge.errors import BridgeError, parameter
-from bridge.gguf_file.header import Metadata, TensorEntry, read_header
+from bridge.gguf_file.header import Metadata, TensorEntry, check_basis, read_header
 from bridge.system.files import disk_errors, expanded, missing, put_in_place, sync_folder
 from bridge.system.folder_locks import temporary_beside
 from bridge.system.options import checked, is_key
@@ -91,6 +91,7 @@ def edit(
     try:
         with open(path, "rb") as source, mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ) as data:
             stored, tensors = read_header(data, path)
+            check_basis(stored, path)
             head, changes = _head(path, data[:8], stored, tensors, given, names, remove)
             alignment = int(stored.get(gguf.Keys.General.ALIGNMENT, gguf.GGUF_DEFAULT_ALIGNMENT))
             info = os.fstat(source.fileno())

@@ -36,8 +36,10 @@ from bridge.conversion.report import (
 )
 from bridge.encode.block_bytes import row_bytes
 from bridge.encode.carry import Fidelity
+from bridge.encode.limits import FLOAT_LIMIT
 from bridge.encode.round_rows import quantize_rows
 from bridge.encode.type_choice import carry_or_requantize, exact_type
+from bridge.errors import parameter
 from bridge.models.outline import Part
 from bridge.system.cpus import usable_cpus
 from bridge.system.row_threads import slices
@@ -45,6 +47,7 @@ from bridge.system.row_threads import slices
 if TYPE_CHECKING:
     from bridge.quantize.layer_store import StoredLayer
 
+_SAMPLED = 1 << 14  # values of floats that are looked at before all are
 _IN_FLIGHT = 1 << 29  # bytes of the checkpoint that are worked on at a time; one tensor may be larger
 
 
@@ -192,12 +195,15 @@ class Executor:
         coded: Fidelity | None = None
         stored: str | None = None
         notes: list[str] = []
-        zeros = 0
+        zeros, small = 0, Fidelity(0, 0.0, 0.0, 0.0, 0)
         for part, how in zip(tensor.parts, tensor.how, strict=True):
             if how == "as it came":
-                own = [from_float32(x, tensor.type, tensor.name) for x in self.reader.floats(part)]
-                zeros += not any(chunk.any() for chunk in own)
-                chunks += own
+                empty = True
+                for x in self.reader.floats(part):
+                    chunks.append(from_float32(x, tensor.type, tensor.name))
+                    small += _underflow(x, chunks[-1]) if tensor.type == "F16" else Fidelity(0, 0.0, 0.0, 0.0, 0)
+                    empty = empty and not chunks[-1].any()
+                zeros += empty
                 stored = self.reader.stored_as(part)
                 continue
             t = self.reader.grouped(part)
@@ -211,8 +217,23 @@ class Executor:
             notes += t.notes
         data = np.concatenate(chunks).reshape(tensor.shape)
         notes += zero_notes(tensor, zeros)
+        if small.nmse > FLOAT_LIMIT:
+            notes.append(
+                f"{tensor.name}: {small.weights} of its values are below half precision's range, and far off in F16 "
+                f"(NMSE {small.nmse:.2g}); keep it with {parameter('tensor_types')} REGEX=BF16"
+            )
         if coded is None:
             return data, Outcome(AS_IS, notes=notes, stored=stored)
         if coded.error:
             notes += lost_codes(tensor.name, [f"stored as {tensor.type}"], coded)
         return data, Outcome(REQUANTIZED, coded, notes, stored)
+
+
+def _underflow(x: np.ndarray, halves: np.ndarray) -> Fidelity:
+    """How close halves are to float32 values of about their least normal number or less; nothing for other values."""
+    some = x.reshape(-1)[:: max(1, x.size // _SAMPLED)]
+    if not some.any() or np.abs(some).max() >= np.finfo(np.float16).tiny:
+        return Fidelity(0, 0.0, 0.0, 0.0, 0)
+    wide = x.astype(np.float64)
+    error = float(np.square(as_float32(halves, "F16") - wide).sum())
+    return Fidelity(x.size, error, float(np.square(wide).sum()), 0.0, 0)

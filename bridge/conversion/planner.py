@@ -202,6 +202,12 @@ class Planner:
         self._check(tensor, tensor.type, tensor.how)
         return tensor
 
+    def chooses(self, tensor: PlannedTensor) -> bool:
+        """Whether the tensor's type was chosen by the error it adds, and not by the user or the model's family."""
+        place = self._place(tensor)
+        asked = self.options.explicit(place.name, place.kind, place.tied) or self.options.actorder_type
+        return tensor.quantizable and self.options.type in ("auto", "exact") and asked is None
+
     def retyped(self, plan: Plan, types: Mapping[str, tuple[str, str]]) -> Plan:
         """The plan with other types for some tensors: by name, the type and the reason."""
         tensors = [self.with_type(t, *types[t.name]) if t.name in types else t for t in plan.tensors]

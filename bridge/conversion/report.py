@@ -112,15 +112,18 @@ def zero_notes(tensor: ModelTensor, zeros: int) -> list[str]:
     return [f"{tensor.name}: {which} all zeros in the checkpoint; where the model should have values, save it again"]
 
 
-def beyond_auto(report: TensorReport) -> str | None:
-    """A note on a tensor that no type holds as well as type auto promises; None where one does."""
+def beyond_auto(report: TensorReport) -> bool:
+    """Whether a tensor is not as close as type auto promises: its scales are out of half precision's range."""
     f = report.fidelity
-    if (
-        f is None
-        or report.outcome == CALIBRATED
-        or f.nmse <= FLOAT_LIMIT
-        or (report.has_codes and f.share <= REQUANTIZED_LIMIT)
-    ):
+    if f is None or report.outcome == CALIBRATED or f.nmse <= FLOAT_LIMIT:
+        return False
+    return not report.has_codes or f.share > REQUANTIZED_LIMIT
+
+
+def far_off(report: TensorReport, promised: bool) -> str | None:
+    """A note on a tensor that a type does not reach; None for others. `promised`: whether types are chosen by error."""
+    f = report.fidelity
+    if f is None or not (f.nmse > _LOST or (promised and beyond_auto(report))):
         return None
     return (
         f"{report.name}: is far off (NMSE {f.nmse:.2g}): its values are beyond what {report.type}'s half-precision "
@@ -128,6 +131,7 @@ def beyond_auto(report: TensorReport) -> str | None:
     )
 
 
+_LOST = 0.9  # NMSE: more than any type's rounding costs
 _WROTE = "wrote"
 
 

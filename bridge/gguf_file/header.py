@@ -193,6 +193,26 @@ def not_a_gguf(head: bytes, path: Path) -> BridgeError:
     return BridgeError(f"{path}: not a GGUF file (it starts with the bytes {head[:4].hex(' ')})")
 
 
+def rotation_keys(metadata: Metadata) -> list[str]:
+    """The keys that declare weights in a rotated basis, for instance prism.hadamard.block_size.
+
+    What such weights multiply has to be transformed first, by a blockwise Walsh-Hadamard matrix (PrismML's fork of
+    llama.cpp; pull request 121 there describes the keys). Without it they give nothing of use.
+    """
+    return [key for key in metadata if "hadamard" in key.lower()]
+
+
+def check_basis(metadata: Metadata, path: Path) -> None:
+    """BridgeError where metadata declares weights in a rotated basis."""
+    if keys := rotation_keys(metadata):
+        more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+        raise BridgeError(
+            f"{path}: its metadata has {keys[0]}{more}: such keys declare weights in a rotated basis, whose products "
+            "need a Hadamard transform that is not implemented here; take a GGUF without such keys, or run this one "
+            "with a runtime that knows them, such as PrismML's fork of llama.cpp"
+        )
+
+
 def read_header(data: mmap.mmap | bytes, path: Path) -> tuple[Metadata, list[TensorEntry]]:
     """The metadata and the tensors of a mapped GGUF file. Raises BridgeError for anything inconsistent."""
     cursor = _Cursor(data, path)

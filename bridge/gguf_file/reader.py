@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from bridge.errors import BridgeError, parameter
-from bridge.gguf_file.header import Metadata, read_header
+from bridge.gguf_file.header import Metadata, check_basis, read_header
 from bridge.system.files import HEAD, kind_of_contents, missing
 
 LOADS = ("mmap", "memory")
@@ -80,10 +80,11 @@ class StoredModel:
         return scale.raw.view(np.float32)
 
 
-def read_gguf(path: str | Path, load: str = "mmap") -> StoredModel:
+def read_gguf(path: str | Path, load: str = "mmap", rotated: bool = False) -> StoredModel:
     """Open a GGUF file, or all shards of one, any of which may be named.
 
-    load  "mmap" maps the files; "memory" reads them, for files that others may truncate or overwrite meanwhile
+    load     "mmap" maps the files; "memory" reads them, for files that others may truncate or overwrite meanwhile
+    rotated  whether its weights may be in a rotated basis: for a caller that only lists them
 
     Raises BridgeError if a file is missing, truncated, damaged or of an unknown version.
     """
@@ -92,6 +93,9 @@ def read_gguf(path: str | Path, load: str = "mmap") -> StoredModel:
     files = shards(Path(path))
     headers = [_read(file, load) for file in files]
     metadata = headers[0][0]
+    if not rotated:
+        for file, (own, _) in zip(files, headers, strict=True):
+            check_basis(own, file)
     if len(files) == 1 and (metadata.get("split.count") or 1) != 1:
         raise BridgeError(f"{path}: one of {metadata['split.count']} shards, but its name does not say which")
     tensors: dict[str, StoredTensor] = {}

@@ -5,6 +5,7 @@ from typing import Any
 
 from bridge.models.families.deepseek4 import KINDS as COMPRESSED
 from bridge.models.families.deepseek4 import RATIOS
+from bridge.runtime.architectures import read_windows
 
 ABSENT: Any = object()  # for a key that the config must not have
 
@@ -123,16 +124,18 @@ def _gemma2(get: Keys, names: Collection[str], values: dict[str, Any]) -> dict[s
         "query_pre_attn_scalar": _width(values) if by_width else values["head_dim"],
         "attn_logit_softcapping": get("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": get("final_logit_softcapping", 30.0),
-        "sliding_window": get("attention.sliding_window", 4096), "hidden_activation": "gelu_pytorch_tanh",
+        **_windowed("gemma2", get, values), "hidden_activation": "gelu_pytorch_tanh",
     }  # fmt: skip
 
 
 def _gemma3(get: Keys, names: Collection[str], values: dict[str, Any]) -> dict[str, Any]:
     by_width = values["num_hidden_layers"] == 62
     local = {"rope_type": "default", "rope_theta": get("rope.freq_base_swa", 10000.0)}
+    windows = _windowed("gemma3", get, values)
+    windows["sliding_window"] = windows["sliding_window"] or values["max_position_embeddings"]  # it must be a number
     return {
         "query_pre_attn_scalar": _width(values) if by_width else values["head_dim"],
-        "sliding_window": get("attention.sliding_window", 4096), "hidden_activation": "gelu_pytorch_tanh",
+        **windows, "hidden_activation": "gelu_pytorch_tanh",
         "rope_parameters": {"full_attention": values["rope_parameters"], "sliding_attention": local},
         "model_type": "gemma3_text", "class": "Gemma3ForCausalLM",
     }  # fmt: skip
@@ -163,18 +166,26 @@ def _dots1(get: Keys, names: Collection[str], values: dict[str, Any]) -> dict[st
     return {**own, "model_type": "dots1", "class": "Dots1ForCausalLM"}
 
 
-def _windowed(get: Keys, names: Collection[str], values: dict[str, Any]) -> dict[str, Any]:
-    """Layer by layer, or all but every fourth; OLMo 2 and the smaller EXAONE 4 have no window."""
-    window, layers = get("attention.sliding_window"), values["num_hidden_layers"]
-    pattern = get("attention.sliding_window_pattern")
-    if not isinstance(pattern, list):
-        pattern = [(i + 1) % (pattern or 4) != 0 for i in range(layers)]
-    kinds = [f"{'sliding' if window and local else 'full'}_attention" for local in pattern]
-    return {"sliding_window": window, "layer_types": kinds}
+def _windowed(arch: str, get: Keys, values: dict[str, Any]) -> dict[str, Any]:
+    """The window and the layers that have it; None and full attention where none has."""
+    tokens, windows = read_windows(arch, get, values["num_hidden_layers"])
+    kinds = [f"{'sliding' if local else 'full'}_attention" for local in windows or values["num_hidden_layers"] * (0,)]
+    return {"sliding_window": tokens or None, "layer_types": kinds}
 
 
 def _olmo(get: Keys, names: Collection[str], values: dict[str, Any]) -> dict[str, Any]:
-    return _windowed(get, names, values) if get("attention.sliding_window") else {}
+    if not get("attention.sliding_window"):
+        return {}
+    rules = values["rope_parameters"]
+    local = {"rope_type": "default", "rope_theta": rules["rope_theta"]}
+    return {
+        **_windowed("olmo2", get, values),
+        "rope_parameters": {"full_attention": rules, "sliding_attention": local},
+    }
+
+
+def _exaone4(get: Keys, names: Collection[str], values: dict[str, Any]) -> dict[str, Any]:
+    return _windowed("exaone4", get, values)
 
 
 def _command_r(get: Keys, names: Collection[str], values: dict[str, Any]) -> dict[str, Any]:
@@ -241,14 +252,13 @@ def _lfm2_moe(get: Keys, names: Collection[str], values: dict[str, Any]) -> dict
 
 
 def _gpt_oss(get: Keys, names: Collection[str], values: dict[str, Any]) -> dict[str, Any]:
-    kinds = [f"{('full', 'sliding')[i % 2 == 0]}_attention" for i in range(values["num_hidden_layers"])]
     rules = dict(values["rope_parameters"])
     if rules["rope_type"] == "yarn":
         rules["truncate"] = False
     return {
         "num_local_experts": values["num_experts"], "num_experts": ABSENT, "moe_intermediate_size": ABSENT,
         "intermediate_size": get("expert_feed_forward_length", values["intermediate_size"]),
-        "sliding_window": get("attention.sliding_window", 128), "layer_types": kinds, "rope_parameters": rules,
+        **_windowed("gpt-oss", get, values), "rope_parameters": rules,
     }  # fmt: skip
 
 
@@ -271,10 +281,6 @@ def _deepseek(get: Keys, names: Collection[str], values: dict[str, Any]) -> dict
         "scoring_func": "sigmoid" if sigmoid else "softmax", "n_group": get("expert_group_count"),
         "topk_group": get("expert_group_used_count"), "topk_method": ABSENT if sigmoid else "greedy",
     }  # fmt: skip
-
-
-def _kinds(get: Keys, local: str, others: str) -> list[str]:
-    return [local if window else others for window in get("attention.sliding_window_pattern")]
 
 
 def _period(layers: list[int], count: int) -> tuple[int, int]:
@@ -397,13 +403,12 @@ def _nemotron(get: Keys, names: Collection[str], values: dict[str, Any]) -> dict
     return own
 
 
-def _inputs(get: Keys, values: dict[str, Any]) -> dict[str, Any]:
+def _inputs(arch: str, get: Keys, values: dict[str, Any]) -> dict[str, Any]:
     """What Gemma 3n and 4 have alike."""
     width = get("embedding_length_per_layer_input", 0)
     local = {"rope_type": "default", "rope_theta": get("rope.freq_base_swa", 10000.0)}
     return {
-        "layer_types": _kinds(get, "sliding_attention", "full_attention"),
-        "sliding_window": get("attention.sliding_window"),
+        **_windowed(arch, get, values),
         "num_kv_shared_layers": get("attention.shared_kv_layers", 0), "hidden_size_per_layer_input": width,
         "vocab_size_per_layer_input": values["vocab_size"], "final_logit_softcapping": get("final_logit_softcapping"),
         "hidden_activation": "gelu_pytorch_tanh",
@@ -414,21 +419,22 @@ def _inputs(get: Keys, values: dict[str, Any]) -> dict[str, Any]:
 def _gemma3n(get: Keys, names: Collection[str], values: dict[str, Any]) -> dict[str, Any]:
     sparse = [0.95 if scale > 0 else 0.0 for scale in get("activation_sparsity_scale")]
     return {
-        **_inputs(get, values), "activation_sparsity_pattern": sparse, "laurel_rank": 64,
+        **_inputs("gemma3n", get, values), "activation_sparsity_pattern": sparse, "laurel_rank": 64,
         "model_type": "gemma3n_text", "class": "Gemma3nForCausalLM",
     }  # fmt: skip
 
 
 def _gemma4(get: Keys, names: Collection[str], values: dict[str, Any]) -> dict[str, Any]:
-    windows, layers = get("attention.sliding_window_pattern"), range(values["num_hidden_layers"])
+    own = _inputs("gemma4", get, values)
+    full = [kind == "full_attention" for kind in own["layer_types"]]
     counts, widths = get("attention.head_count_kv"), get("feed_forward_length")
-    counts = counts if isinstance(counts, list) else len(windows) * [counts]
+    counts = counts if isinstance(counts, list) else len(full) * [counts]
     local, everywhere = (
-        next((n for n, w in zip(counts, windows, strict=True) if w == kind), counts[0]) for kind in (True, False)
+        next((n for n, f in zip(counts, full, strict=False) if f == kind), counts[0]) for kind in (False, True)
     )
-    last = next((i for i in layers if not windows[i] and f"blk.{i}.attn_k.weight" in names), None)
-    own: dict[str, Any] = {
-        **_inputs(get, values), "head_dim": get("attention.key_length_swa"),
+    last = next((i for i, f in enumerate(full) if f and f"blk.{i}.attn_k.weight" in names), None)
+    own = {
+        **own, "head_dim": get("attention.key_length_swa"),
         "global_head_dim": get("attention.key_length"), "num_key_value_heads": local,
         "num_global_key_value_heads": everywhere,
         "attention_k_eq_v": last is not None and f"blk.{last}.attn_v.weight" not in names,
@@ -445,7 +451,7 @@ MORE: dict[str, Callable[[Keys, Collection[str], dict[str, Any]], dict[str, Any]
     "qwen3": _qwen3, "qwen3vl": _qwen3, "qwen3moe": _qwen3_moe, "qwen3vlmoe": _qwen3_moe, "qwen3next": _delta,
     "qwen35": _qwen3_5, "qwen35moe": _qwen3_5, "granite": _granite, "granitemoe": _granite,
     "granitehybrid": _granite_hybrid, "phi3": _phi3, "gemma2": _gemma2, "gemma3": _gemma3, "glm4": _attention_bias,
-    "glm4moe": _glm4_moe, "olmo2": _olmo, "exaone4": _windowed, "command-r": _command_r, "starcoder2": _starcoder2,
+    "glm4moe": _glm4_moe, "olmo2": _olmo, "exaone4": _exaone4, "command-r": _command_r, "starcoder2": _starcoder2,
     "gpt2": _gpt2, "bitnet": _bitnet, "seed_oss": _seed_oss, "ernie4_5-moe": _ernie_moe, "hunyuan-dense": _hunyuan,
     "hunyuan-moe": _hunyuan_moe, "dots1": _dots1,
     "minimax-m2": _minimax, "minimax-m3": _minimax_m3,

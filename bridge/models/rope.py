@@ -140,15 +140,28 @@ def llama3_factors(base: float, rotated: int, factor: float, low: float, high: f
 
 
 def global_layers(config: Config) -> tuple[int, int]:
-    """Elements of a head and key-value heads in layers with full attention, where layers differ (Gemma 4)."""
-    kinds = config.get("layer_types") or []
-    layers = config.get("per_layer_config") or {}  # transformers 5; before, two keys
-    entry: dict[str, Any] = next((layers[key] for key in layers if kinds[int(key)] == "full_attention"), {})
-    others = config.integer("num_key_value_heads")
-    if config.get("attention_k_eq_v"):
-        others = config.integer("num_global_key_value_heads", others)
-    head = entry.get("head_dim") or config.integer("global_head_dim", 512)
-    return config.within_sides("head_dim of full attention", head), entry.get("num_key_value_heads", others)
+    """Elements of a head and key-value heads in layers with full attention, where layers may differ (Gemma 4).
+
+    per_layer_config of transformers 5 has what differs from the other layers, and is empty where nothing does. Configs
+    without it have two keys.
+    """
+    kv_heads, layers = config.integer("num_key_value_heads"), config.get("per_layer_config")
+    if layers is None:
+        if config.get("attention_k_eq_v"):
+            kv_heads = config.integer("num_global_key_value_heads", kv_heads)
+        return config.within_sides("head_dim of full attention", config.integer("global_head_dim", 512)), kv_heads
+    if not isinstance(layers, dict):
+        raise BridgeError(f"{config.path}: per_layer_config is {layers!r:.80}, must be an object")
+    kinds = enumerate(config.get("layer_types") or ())
+    entries = [layers.get(str(layer), {}) for layer, kind in kinds if kind == "full_attention"]
+    own = entries[0] if entries else {}
+    if any(entry != own for entry in entries) or len(layers) > len(entries):
+        raise BridgeError(
+            f"{config.path}: per_layer_config is {layers!r:.80}, must have the same for every layer with full "
+            "attention, and for no other; llama.cpp has two kinds of layers"
+        )
+    head = own.get("head_dim", config.integer("head_dim", 256))
+    return config.within_sides("head_dim of full attention", head), own.get("num_key_value_heads", kv_heads)
 
 
 def _proportional(config: Config, rules: dict[str, Any], base: float) -> Rope:

@@ -12,25 +12,26 @@ import numpy as np
 
 from bridge.errors import BridgeError
 from bridge.gguf_file.reader import expect_model
-from bridge.runtime.architectures import ARCHITECTURES
+from bridge.runtime.architectures import ARCHITECTURES, read_windows
 from bridge.runtime.cpu.stream_ops import STREAMS
 from bridge.runtime.decoder_config import DecoderConfig, Heads, Latent, Routing
 from bridge.runtime.recurrent_config import MAMBA, read_recurrent
 
-# EXAONE 4's model of 64 layers, which llama.cpp knows by these: layers with a window alone are rotated
-_EXAONE4_WINDOWS = 64, replace(ARCHITECTURES["exaone4"], full_every=4, one_rotation=True, unrotated_every=4)
 _LARGEST = {"gemma2": 46, "gemma3": 62}  # layers of the 27 B models, whose scores are scaled by the hidden size's share
-_WINDOWS = {"gemma2": 4096, "exaone4": 4096, "llama4": 8192}  # if no key says so
 _LATENT = {"deepseek2", "deepseek32", "glm-dsa", "mistral4"}
 _UNSCALED = {"gemma3n", "gemma4"}  # scores
 # the shared expert is so many times as wide
 _COUNT_SHARED = {**dict.fromkeys((*_LATENT, "glm4moe", "dots1", "minimax-m3"), 0), "llama4": 1}
 # weights of the experts used do not sum to one, if no key says so
 _UNNORMALIZED = {*_LATENT, "qwen2moe", "glm4moe", "dots1", "llama4", "nemotron_h_moe", "jamba"}
-_SIGMOID = {"deepseek32", "glm-dsa", "glm4moe", "minimax-m2", "nemotron_h_moe", "llama4"}  # routers, if no key says so
+# routers, if no key says so; llama.cpp wants the key of some, which in transformers have a sigmoid
+_SIGMOID = {
+    "deepseek32", "dots1", "glm-dsa", "glm4moe", "lfm2moe", "llama4", "minimax-m2", "minimax-m3", "nemotron_h_moe",
+}  # fmt: skip
 _MOST_BLOCKS = 512  # as in llama.cpp
 _MAVERICK = 128  # experts of the Llama 4 that does not normalize q and k
 _LLAMA4_TEMPERATURE = 0.1, 8192, 1  # factor, length and offset, see `temperatures`
+_FLASH_VOCABULARY = 154880
 _MIXER = 0.02  # of Phi-3.5-MoE, twice its router_jitter_noise
 _GATINGS = {1: False, 2: True, 3: False}  # expert_gating_func -> whether it is a sigmoid
 
@@ -72,13 +73,14 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
     if blocks > _MOST_BLOCKS:
         raise BridgeError(f"{path}: {arch}.block_count is {blocks}; must be at most {_MOST_BLOCKS}")
     layers = blocks - predicting
-    if (arch, layers) == ("exaone4", _EXAONE4_WINDOWS[0]):
-        graph = _EXAONE4_WINDOWS[1]
     hidden = get("embedding_length", int)
     inner, inners = _inner_sizes(metadata, arch, layers, get, path)
     networks = {layer for layer, size in enumerate(inners) if size} if graph.alone else set()
     recurrent = read_recurrent(metadata, arch, layers, networks, get, path)
-    windows = _named_windows(metadata, arch, layers, path) if graph.named_windows else ()
+    try:
+        window, windows = read_windows(arch, lambda key: metadata.get(f"{arch}.{key}"), layers)
+    except BridgeError as problem:
+        raise BridgeError(f"{path}: {problem}") from None
     heads = kv_heads = local_kv = head_dim = rotated = 0
     if recurrent is None or graph.side_by_side or not all(recurrent.layers):
         heads = get("attention.head_count", int)
@@ -105,8 +107,10 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
         scaling, factor = "linear", get("rope.scale_linear", float)
     if scaling not in ("none", "linear", "yarn"):
         raise BridgeError(f"{path}: unknown rope scaling {scaling!r}: must be none, linear or yarn")
-    window = int(metadata.get(f"{arch}.attention.sliding_window", _WINDOWS.get(arch, 0)))
     base = get("rope.freq_base", float, 10000.0)
+    local_base = base
+    if graph.windows is not None and graph.windows.base is not None:
+        local_base = get("rope.freq_base_swa", float, graph.windows.base or base)
     share = hidden // heads if _LARGEST.get(arch) == layers else head_dim or 1
     scale = get("attention.scale", float, 1.0 if arch in _UNSCALED else share**-0.5)
     size = get("rope.scaling.attn_factor", float, 1.0)
@@ -129,8 +133,11 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
     temperature, length, offset = float(metadata.get(f"{arch}.attention.temperature_scale", 0.0)), 0, 0
     original = get("rope.scaling.original_context_length", int, context)
     if arch == "llama4":
-        temperature, length, offset = _LLAMA4_TEMPERATURE
         graph = replace(graph, unit_norms=experts != _MAVERICK)
+        if windows:
+            temperature, length, offset = _LLAMA4_TEMPERATURE
+        else:  # MobileLLM-R1's, whose window is 0: all layers are rotated
+            graph = replace(graph, unrotated_every=0)
     logit_scale = get("logit_scale", float, 1.0)
     rms = "" if f"{arch}.attention.layer_norm_epsilon" in metadata else "rms_"
     return DecoderConfig(
@@ -167,11 +174,11 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
         logit_scale=1 / logit_scale if arch == "command-r" else logit_scale,
         score_cap=get("attn_logit_softcapping", float, cap) if cap else 0.0,
         logit_cap=get("final_logit_softcapping", float, 30.0) if caps_logits else 0.0,
-        window=window if graph.full_every or windows else 0,
+        window=window,
         windows=windows,
         local_heads=local_heads,
         shared_kv=int(metadata.get(f"{arch}.attention.shared_kv_layers", 0)),
-        local_base=get("rope.freq_base_swa", float, base if arch == "gemma2" else 10000.0),
+        local_base=local_base,
         temperature=temperature,
         temperature_length=length or original,
         temperature_offset=offset,
@@ -255,16 +262,6 @@ def _read_xielu(metadata: Mapping[str, Any], layers: int, path: Path) -> tuple[t
     )
 
 
-def _named_windows(metadata: Mapping[str, Any], arch: str, layers: int, path: Path) -> tuple[bool, ...]:
-    found = metadata.get(f"{arch}.attention.sliding_window_pattern")
-    if not isinstance(found, list) or len(found) < layers:
-        raise BridgeError(
-            f"{path}: {arch}.attention.sliding_window_pattern is {found!r}; must say of each of {layers} layers "
-            "whether it has a window; convert the model again"
-        )
-    return tuple(bool(one) for one in found[:layers])
-
-
 def _kv_heads(
     metadata: Mapping[str, Any], arch: str, heads: int, windows: tuple[bool, ...], path: Path
 ) -> tuple[int, int]:
@@ -272,8 +269,8 @@ def _kv_heads(
     count = metadata.get(f"{arch}.attention.head_count_kv", heads)
     each = count if isinstance(count, list) else [count] * max(1, len(windows))
     pairs = list(zip(each, windows or (False,) * len(each), strict=False))
-    counts = {one for one, window in pairs if not window} - {0}
-    local = {one for one, window in pairs if window} or set(counts)
+    counts, local = ({one for one, window in pairs if window == kind} - {0} for kind in (False, True))
+    counts, local = set(counts or local), set(local or counts)
     if len(counts) != 1 or len(local) != 1 or not all(isinstance(one, int) and one > 0 for one in counts | local):
         raise BridgeError(f"{path}: {arch}.attention.head_count_kv is {count!r}; attention must be alike in all layers")
     return counts.pop(), local.pop()
@@ -287,7 +284,8 @@ def _read_routing(metadata: Mapping[str, Any], get: Callable[..., Any], path: Pa
         raise BridgeError(f"{path}: {used} of {experts} experts are used; convert the model again")
     gating = metadata.get(f"{arch}.expert_gating_func") or 0
     # GLM-4.7-Flash, whose first files lack the key
-    flash = arch == "deepseek2" and metadata.get("deepseek2.vocab_size") == 154880
+    vocab = metadata.get(f"{arch}.vocab_size") or len(metadata.get("tokenizer.ggml.tokens", ()))
+    flash = arch == "deepseek2" and vocab == _FLASH_VOCABULARY
     if gating and gating not in _GATINGS:
         raise BridgeError(f"{path}: expert_gating_func is {gating!r}, which cannot run here; llama.cpp can run it")
     if arch != "llama4" and metadata.get(f"{arch}.interleave_moe_layer_step", 1) != 1:

@@ -78,7 +78,7 @@ class Decoder:
         if weights.long_factors is not None and context > config.rope_original_context:
             factors = weights.long_factors
         angles = config.angles(self.cache.rows, factors)
-        local = config.local().angles(self.cache.rows, None) if config.window else angles
+        local = config.local_angles(self.cache.rows, factors) if config.windows else angles
         positions = Positions(angles, local, config.temperatures(self.cache.rows))
         self._builder = ProgramBuilder(config, weights, precision, positions)
         self._steps: dict[int, DecodeBuffers] = {}  # of a token of each of so many contexts

@@ -1,7 +1,7 @@
 """A decoder's shape, its rotary embedding, what its layers are."""
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 
@@ -82,7 +82,7 @@ class DecoderConfig:
     logit_cap: float = 0.0  # the same for logits
     window: int = 0  # tokens that the layers with a window attend to
     local_base: float = 10000.0  # of their rotary embedding
-    windows: tuple[bool, ...] = ()  # whether a layer has a window, where the graph does not say
+    windows: tuple[bool, ...] = ()  # whether a layer has a window; none has one: ()
     local_heads: Heads | None = None  # of the layers with a window, if they differ
     shared_kv: int = 0  # the last layers, which use the keys and values of earlier ones
     temperature: float = 0.0  # scores are multiplied by 1 + this ln(1 + (position + offset) // length)
@@ -171,24 +171,25 @@ class DecoderConfig:
 
     def windowed(self, layer: int) -> bool:
         """Whether a layer attends to a window alone."""
-        if self.windows:
-            return self.windows[layer]
-        return self.window > 0 and self.graph.full_every > 0 and (layer + 1) % self.graph.full_every != 0
+        return layer < len(self.windows) and self.windows[layer]
 
     def rotates(self, layer: int) -> bool:
         """Whether a layer's q and k are rotated."""
+        if self.windows and self.graph.windows is not None and self.graph.windows.alone_rotated:
+            return self.windowed(layer)
         return not self.graph.unrotated_every or (layer + 1) % self.graph.unrotated_every != 0
 
     def tempered(self, layer: int) -> bool:
         """Whether a layer's scores have a temperature: in Llama 4 where nothing is rotated."""
         return not self.graph.chunked or not self.rotates(layer)
 
-    def local(self) -> Self:
-        """With the rotary embedding of the layers with a window."""
-        if self.graph.one_rotation:
-            return self
+    def local_angles(self, context: int, factors: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+        """`angles` of the layers with a window."""
         rotated = self.rotated if self.local_heads is None else self.local_heads.rotated
-        return replace(self, rope_base=self.local_base, rope_scaling="none", rope_factor=1.0, rotated=rotated)
+        own = replace(self, rope_base=self.local_base, rotated=rotated)
+        if self.graph.windows is not None and not self.graph.windows.scaled:
+            own, factors = replace(own, rope_scaling="none", rope_attention_factor=1.0), None
+        return own.angles(context, factors)
 
     def angles(self, context: int, factors: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         """cos and sin of the rotary angles, each float32 [context, rotated / 2], times the attention factor.

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+import bridge
 from bridge.cli import main
 from tests.conftest import PATIENCE, linux
 from tests.support.command_line import GATE, bridge_process, edit_json, one_line
@@ -113,16 +114,36 @@ def test_floats_that_are_no_numbers(model, convert, name):
 def test_values_that_no_block_type_reaches_are_said_to_be_lost(model, tmp_path, capsys):
     def scale(tensors: Raw) -> None:
         entry, data = tensors[f"{GATE}.scales"]
-        tiny = np.frombuffer(data, np.float16).astype(np.float32) * np.float32(1e-6)
+        tiny = np.frombuffer(data, np.float16).astype(np.float32) * np.float32(1e-8)
         tensors[f"{GATE}.scales"] = entry | {"dtype": "F32"}, tiny.tobytes()
 
     edit_raw(model / "model.safetensors", scale)
     command = ["convert", str(model), str(tmp_path / "out.gguf")]
-    assert main(command) == 0
-    assert "note: blk.2.ffn_gate.weight: is far off (NMSE " in capsys.readouterr().out
-    assert main([*command, "--force", "--tensor-type", "blk.2.ffn_gate=BF16"]) == 0
+    for type in ("Q8_0", "Q4_K", "F16"):
+        assert main([*command, "--force", "--tensor-type", f"blk.2.ffn_gate={type}"]) == 0
+        assert "note: blk.2.ffn_gate.weight: is far off (NMSE " in capsys.readouterr().out
+    assert main([*command, "--force"]) == 0  # type auto takes BF16
     assert "far off" not in capsys.readouterr().out
+    assert bridge.open_gguf(tmp_path / "out.gguf")["blk.2.ffn_gate.weight"].type == "BF16"
     assert main(["verify", str(tmp_path / "out.gguf"), str(model)]) == 0
+
+
+def test_floats_too_small_for_any_block_type_stay_floats(model, tmp_path, capsys):
+    name = "model.embed_tokens.weight"
+
+    def scale(tensors: Raw) -> None:
+        entry, data = tensors[name]
+        tiny = (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32) * np.float32(1e-8)
+        tensors[name] = entry, (tiny.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+
+    edit_raw(model / "model.safetensors", scale)
+    command = ["convert", str(model), str(tmp_path / "out.gguf"), "--force"]
+    assert main(command) == 0
+    assert "far off" not in capsys.readouterr().out
+    assert bridge.open_gguf(tmp_path / "out.gguf")["token_embd.weight"].type == "BF16"
+    assert main([*command, "--token-embd-type", "F16"]) == 0
+    assert "token_embd.weight: " in (out := capsys.readouterr().out)
+    assert "below half precision's range, and far off in F16 (NMSE 1)" in out
 
 
 def test_a_tensor_that_is_not_there(model, convert):

@@ -27,7 +27,10 @@ CONFIG: dict[str, Any] = {
     "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 1, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "vocab_size": 2048,
 }  # fmt: skip
-_NAME = re.compile(r"\b(?:model|lm_head)\.[\w.]*(?:weight|bias|inv_freq|experts\.[a-z]\w+)\b")
+_NAME = re.compile(r"\b(?:model|lm_head)\.[\w.]*(?:weight|bias|inv_freq|layer_scalar|experts\.[a-z]\w+)\b")
+FULL = {"rope_type": "default", "rope_theta": 500000.0}
+LOCAL_LINEAR = {"full_attention": FULL, "sliding_attention": FULL | {"rope_type": "linear", "factor": 8.0}}
+TWO_BASES = {"full_attention": FULL, "sliding_attention": FULL | {"rope_theta": 10000.0}}
 CASES = [
     (title, json.loads(config), lines)
     for title, config, *lines in (
@@ -101,7 +104,17 @@ def test_the_docs_list_every_family_and_tell_where_it_runs() -> None:
 @pytest.mark.parametrize(
     ("name", "change", "problem"),
     [
-        ("exaone4", {"sliding_window": 32}, "only in EXAONE 4's model of 64 layers"),
+        (
+            "exaone4",
+            {"sliding_window": 32},
+            "sliding_window is 32 with 2 layers; llama.cpp has a window in EXAONE 4's model of",
+        ),
+        ("gemma3", {"rope_parameters": LOCAL_LINEAR}, "rope of type 'linear' in layers with a window; llama.cpp has"),
+        (
+            "olmo3",
+            {"rope_parameters": TWO_BASES},
+            "rotate by rope_theta 10000, the others by 500000; llama.cpp",
+        ),
         ("olmo3", {"layer_types": ["full_attention"]}, "must be full or sliding, for every layer"),
         ("qwen3.5", {"linear_num_key_heads": 3}, "4 value heads cannot share 3 key heads"),
         ("ministral3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "reads Ministral 3 with yarn"),
@@ -124,6 +137,8 @@ def test_the_docs_list_every_family_and_tell_where_it_runs() -> None:
         ("gemma3n", {"activation_sparsity_pattern": 4 * [0.0]}, "activation_sparsity_pattern is"),
         ("gemma3n", {"laurel_rank": 32}, "laurel_rank is 32"),
         ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
+        ("gemma4", {"per_layer_config": {"1": {"head_dim": 32}}}, "must have the same for every layer with full"),
+        ("gemma4", {"per_layer_config": [32]}, r"per_layer_config is \[32\], must be an object"),
         ("llama4", {"use_qk_norm": False}, "use_qk_norm is False; llama.cpp has True for 4 experts"),
         ("llama4", {"no_rope_layers": [1, 1, 1, 1]}, "no_rope_layers is"),
         ("llama4", {"attention_chunk_size": 1024}, "attention_chunk_size is 1024"),

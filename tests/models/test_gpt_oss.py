@@ -113,7 +113,7 @@ def test_that_llama_cpp_rounds_the_ends_of_yarns_ramp_is_said(tmp_path: Path) ->
         ({"swiglu_limit": 5.0}, "swiglu_limit is 5.0; llama.cpp's graph for this architecture has no other"),
         ({"swiglu_alpha": 1.0}, "swiglu_alpha is 1.0; llama.cpp's graph"),
         ({"attention_bias": False}, "attention_bias is False; llama.cpp's graph"),
-        ({"layer_types": ["full_attention"] * 3}, "llama.cpp gives every second layer a window, from the first on"),
+        ({"layer_types": ["full_attention"] * 2}, "layer_types is .*, must be full or sliding, for every layer"),
         ({"sliding_window": 0}, "sliding_window is 0, must be a positive integer"),
         ({"num_experts_per_tok": 4}, "num_experts_per_tok is 4, but there are 3 experts"),
         ({"rope_parameters": YARN | {"beta_fast": 16.0}}, "yarn with beta_fast 16"),

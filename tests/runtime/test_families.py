@@ -11,7 +11,9 @@ import pytest
 
 import bridge
 from bridge.errors import BridgeError
+from bridge.models.gguf_config import config_of_gguf
 from bridge.runtime import config_reader
+from bridge.runtime.architectures import read_windows
 from bridge.runtime.config_reader import read_config
 from bridge.runtime.decoder_config import Routing
 from bridge.runtime.experts import route
@@ -143,8 +145,10 @@ def test_llama_4_attends_to_chunks_and_weighs_what_it_does_not_rotate(tmp_path: 
     config = json.loads((tmp_path / "model/config.json").read_text(encoding="utf-8"))
     published = config | {"attention_chunk_size": 8192, "floor_scale": 8192}
     (tmp_path / "model/config.json").write_text(json.dumps(published), encoding="utf-8")
-    bridge.convert(copy_tokenizer(tmp_path / "model"), tmp_path / "m.gguf", tensor_types=[(".*", "F32")])
-    monkeypatch.setitem(config_reader._WINDOWS, "llama4", 16)
+    bridge.convert(
+        copy_tokenizer(tmp_path / "model"), tmp_path / "m.gguf", tensor_types=[(".*", "F32")],
+        metadata={"llama4.attention.sliding_window": 16},
+    )  # fmt: skip
     monkeypatch.setattr(config_reader, "_LLAMA4_TEMPERATURE", (0.1, 16, 1))
     decoder = bridge.Model.load(tmp_path / "m.gguf", precision="f32", kv="f32", context=320)._decoder
     expected = reference_logits(reference, TOKENS[:300])
@@ -200,12 +204,119 @@ def test_phi_moes_experts_are_chosen_one_after_another() -> None:
     assert (found[1] < 0.99).any()
 
 
+LOCAL, FULL = "sliding_attention", "full_attention"
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 1e6, "factor": 8.0, "original_max_position_embeddings": 16,
+    "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+}  # fmt: skip
+DEFAULT = {"rope_type": "default", "rope_theta": 5e5}
+YARN = DEFAULT | {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "attention_factor": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("olmo3", {"layer_types": [LOCAL, FULL] * 2}),
+        ("olmo3", {"rope_parameters": {FULL: YARN, LOCAL: DEFAULT}}),
+        ("olmo3", {"layer_types": [FULL] * 4}),
+        ("gemma2", {"layer_types": [FULL, LOCAL, LOCAL, FULL]}),
+        ("gemma2", {"layer_types": [FULL] * 4}),
+        ("gemma2", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
+        ("gemma3", {"layer_types": [LOCAL, FULL] * 2}),
+        ("gemma3", {"layer_types": [FULL] * 4}),
+        ("gpt-oss", {"layer_types": [FULL, LOCAL, LOCAL, FULL]}),
+        ("gpt-oss", {"layer_types": [LOCAL] * 4}),
+        ("llama4", {"rope_parameters": LLAMA3}),
+        ("gemma4-dense", {"per_layer_config": {}, "attention_k_eq_v": False}),
+        ("gemma4-dense", {"per_layer_config": {"1": {"num_key_value_heads": 1}, "3": {"num_key_value_heads": 1}}}),
+    ],
+)
+def test_layers_with_a_window_are_those_of_the_checkpoint(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    """Here, in llama.cpp, and in what is exported, over more tokens than the window has."""
+    own = {} if name == "llama4" else {"sliding_window": 8}
+    reference, path = converted(name, tmp_path, "F32", num_hidden_layers=4, **own, **fields)
+    expected = reference_logits(reference, TOKENS[:32])
+    assert mean_kl(expected, bridge.Model.load(path, precision="f32", kv="f32").logits(TOKENS[:32])) < 1e-10
+    with LlamaCpp(path, n_ctx=64) as peer:
+        assert mean_kl(expected, peer.logits(TOKENS[:32])) < 1e-6
+    config = config_of_gguf(bridge.open_gguf(path).metadata, bridge.open_gguf(path))
+    assert config.get("layer_types", [FULL] * 4 if name == "olmo3" else reference.config.layer_types) == (
+        [LOCAL, FULL] * 2 if name == "gemma2" and fields.get("layer_types") == [FULL] * 4
+        else reference.config.layer_types
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arch", "keys", "expected"),
+    [
+        ("gemma3", {"sliding_window": 8, "sliding_window_pattern": 2}, [1, 0, 1, 0]),
+        ("gemma3", {"sliding_window": 8, "sliding_window_pattern": 0}, [1, 1, 1, 1]),
+        ("gemma3", {"sliding_window": 8, "sliding_window_pattern": [0, 1, 0, 1, 0]}, [0, 1, 0, 1]),
+        ("gemma3", {"sliding_window_pattern": 2}, []),
+        ("gemma3n", {"sliding_window": 8}, [1, 1, 1, 1]),
+        ("gemma2", {}, [1, 0, 1, 0]),
+        ("exaone4", {"sliding_window": 8, "sliding_window_pattern": 2}, []),
+        ("lfm2", {"sliding_window": 8}, [1, 1, 1, 1]),
+        ("llama4", {"sliding_window": 0}, []),
+        ("llama", {"sliding_window": 8}, []),
+        ("gpt-oss", {}, "gpt-oss.attention.sliding_window is None; must be a number of tokens"),
+        ("gemma3", {"sliding_window": -8}, "gemma3.attention.sliding_window is -8; must be"),
+        ("gemma3", {"sliding_window": 8, "sliding_window_pattern": [1, 0]}, "whether it has a window, or be a period"),
+        ("gemma3", {"sliding_window": 8, "sliding_window_pattern": True}, "sliding_window_pattern is True"),
+        ("gemma4", {"sliding_window": 8, "sliding_window_pattern": 2}, "whether it has a window; convert"),
+    ],
+)
+def test_the_keys_of_windows_are_read_as_llama_cpp_reads_them(
+    arch: str, keys: dict[str, Any], expected: list[int] | str
+) -> None:
+    def read() -> tuple[int, tuple[bool, ...]]:
+        return read_windows(arch, lambda key: keys.get(key.removeprefix("attention.")), 4)
+
+    if isinstance(expected, str):
+        with pytest.raises(BridgeError, match=expected):
+            read()
+    else:
+        assert [int(one) for one in read()[1]] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "base"), [("olmo3", 5e5), ("gemma3", 1e4), ("gemma2", 5e5), ("gpt-oss", 5e5), ("llama4", 5e5)]
+)
+def test_without_a_base_for_layers_with_a_window_it_is_llama_cpps(name: str, base: float) -> None:
+    golden = json.loads((GOLDENS / f"{name}.json").read_text())
+    arch = golden["arch"]
+    keys = {"general.architecture": arch, **golden["keys"], f"{arch}.rope.freq_base": 5e5}
+    keys.pop(f"{arch}.rope.freq_base_swa", None)
+    assert read_config(keys, Path("m.gguf")).local_base == base
+
+
+@pytest.mark.parametrize(
+    ("name", "sigmoid"),
+    [
+        ("dots1", True), ("glm4-moe", True), ("solar-open", True), ("glm4-moe-lite", False), ("deepseek2-lite", False),
+        ("deepseek3.2", True), ("glm5", True), ("minimax-m2", True), ("minimax-m3", True), ("lfm2-moe", True),
+        ("nemotron-h-moe", True), ("llama4", True), ("ernie4.5-moe", False), ("gpt-oss", False), ("phimoe", False),
+        ("mistral4", False), ("gemma4-moe", False), ("jamba", False), ("hunyuan-moe", False), ("granite-moe", False),
+        ("qwen3.5-moe", False), ("qwen3-next", False),
+    ],
+)  # fmt: skip
+def test_a_router_without_a_gating_key_is_that_of_transformers(name: str, sigmoid: bool) -> None:
+    """GLM-4.7 Flash alone, of DeepSeek V2's architecture, is known by its vocabulary."""
+    golden = json.loads((GOLDENS / f"{name}.json").read_text())
+    arch = golden["arch"]
+    keys = {"general.architecture": arch, **golden["keys"]}
+    keys.pop(f"{arch}.expert_gating_func", None)
+    assert read_config(keys, Path("m.gguf")).routing.sigmoid == sigmoid
+    if name == "glm4-moe-lite":
+        keys.pop("deepseek2.vocab_size", None)
+        assert read_config(keys | {"tokenizer.ggml.tokens": range(154880)}, Path("m.gguf")).routing.sigmoid
+
+
 def test_exaone_4_of_64_layers_has_windows_whose_layers_alone_are_rotated(tmp_path: Path) -> None:
+    """Windows other than the default, and frequencies with divisors, as the published model has."""
     fields = {
-        "num_hidden_layers": 64,
-        "sliding_window": 8,
-        "layer_types": (3 * ["sliding_attention"] + ["full_attention"]) * 16,
-    }
+        "num_hidden_layers": 64, "sliding_window": 8, "layer_types": [LOCAL, FULL] * 32, "rope_parameters": LLAMA3,
+    }  # fmt: skip
     reference, path = converted("exaone4", tmp_path, "F32", **fields)
     logits = bridge.Model.load(path, precision="f32", kv="f32").logits(TOKENS[:24])
     assert mean_kl(reference_logits(reference, TOKENS[:24]), logits) < 1e-6

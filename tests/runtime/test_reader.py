@@ -16,8 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bridge
+from bridge.cli.describe import describe
 from bridge.errors import BridgeError
 from bridge.gguf_file.header import read_header
+from tests.conftest import CHECKPOINT
 
 PLACE = Path("x.gguf")
 
@@ -70,6 +72,37 @@ def test_metadata_and_tensors_are_those_of_gguf(file):
             np.testing.assert_array_equal(
                 tensor.dequantize(), gguf.quants.dequantize(theirs.data, theirs.tensor_type).reshape(tensor.shape)
             )
+
+
+def rotated(path: Path, **keys: int | str) -> Path:
+    """A GGUF that declares its weights to be in a rotated basis."""
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in keys.items():
+        name = f"prism.hadamard.{key}"
+        writer.add_string(name, value) if isinstance(value, str) else writer.add_uint32(name, value)
+    writer.add_tensor("blk.0.attn_q.weight", np.zeros((3, 32), np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_weights_in_a_rotated_basis_are_refused_by_all_that_would_use_them(tmp_path: Path) -> None:
+    """PrismML's keys: without the transform such weights give nothing of use, and no key but these says so."""
+    path = rotated(tmp_path / "x.gguf", version=1, block_size=256, sign_mode="identity")
+    said = r"x.gguf: its metadata has prism.hadamard.version and 2 more: .* a rotated basis, .* is not implemented here"
+    users = (
+        bridge.open_gguf, bridge.Model.load, lambda path: bridge.convert(path, tmp_path / "y.gguf"),
+        lambda path: bridge.export(path, tmp_path / "y"), lambda path: bridge.verify(path, CHECKPOINT),
+        lambda path: bridge.edit(path, remove=["prism.hadamard.version"]),
+    )  # fmt: skip
+    for use in users:
+        with pytest.raises(BridgeError, match=said):
+            use(path)
+    assert path.exists()
+    assert not [*tmp_path.glob("y*")]
+    assert "note: prism.hadamard.version declares weights in a rotated basis" in describe(path)
 
 
 def test_a_file_is_a_mapping_of_names_to_tensors(file):

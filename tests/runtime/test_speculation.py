@@ -120,7 +120,7 @@ def test_several_tokens_are_computed_as_each_alone_is(kv: str, precision: str, p
 def test_layers_with_a_window_compute_each_alone_too(path: Path) -> None:
     with open_gguf(path) as file:
         plain = bridge.Model.load(path).config
-        config = replace(plain, window=5, graph=replace(plain.graph, full_every=2))
+        config = replace(plain, window=5, windows=(True, False) * plain.layers)
         decoder = Decoder(file, config, 64, "f16", "int8")
         other = decoder.new_cache()
         rows = decoder.follow(list(range(8)))

@@ -7,18 +7,22 @@ from typing import Any
 
 from bridge.errors import BridgeError
 from bridge.models.arguments import Arguments
-from bridge.models.families.windows import window_layers
+from bridge.models.families.windows import window_keys, window_rule
 from bridge.models.family import NO_BIASES, SILU, Family, Row, attention, decoder, gated_mlp
 from bridge.models.model_config import Config
 
+_LAYERS = window_rule("exaone4").layers
+
 
 def _windows(config: Config, args: Arguments) -> dict[str, Any]:
-    keys = window_layers(config, args)
-    if keys and args.layers != 64:
+    keys, window = window_keys(config, args, "exaone4", named=True), config.get("sliding_window")
+    if bool(window) != (args.layers == _LAYERS):
         raise BridgeError(
-            f"{config.path}: sliding_window with {args.layers} layers; llama.cpp has a window only in EXAONE 4's model "
-            "of 64 layers"
+            f"{config.path}: sliding_window is {window} with {args.layers} layers; llama.cpp has a window in EXAONE "
+            f"4's model of {_LAYERS} layers alone, and always there"
         )
+    if window and "attention.sliding_window_pattern" not in keys:
+        raise BridgeError(f"{config.path}: sliding_window is {window}, and no layer has it; llama.cpp wants some")
     return keys
 
 

@@ -1,52 +1,41 @@
 """Gemma 2 and 3: norms around attention and network, stored minus one; layers that only attend to a window.
 
-Gemma 2 caps attention scores and logits by tanh, Gemma 3 normalizes q and k instead. Compiled into llama.cpp are the
-layers with full attention, every second or every sixth, and the scale of attention scores by the size of the model.
+Gemma 2 caps attention scores and logits by tanh, Gemma 3 normalizes q and k instead. llama.cpp derives the scale of
+attention scores from the size of the model, and gives every second or every sixth layer full attention by default.
 """
 
 from typing import Any
 
 from bridge.errors import BridgeError
 from bridge.models.arguments import Arguments
+from bridge.models.families.windows import local_base, window_keys
 from bridge.models.family import NO_BIASES, NO_OTHER, NORM, Expected, Family, Row, attention, decoder, gated_mlp
 from bridge.models.model_config import Config
-from bridge.models.rope import rope_number, rope_rules
 
 GELU = Expected("hidden_act", ("gelu_pytorch_tanh", "gelu_new"), NO_OTHER)
 _LARGEST = {"gemma2": 46, "gemma3": 62}  # layers of the 27 B models
 
 
-def _checked(config: Config, args: Arguments, arch: str, period: int) -> None:
-    """BridgeError if the scale of attention or the layers with a window are not llama.cpp's."""
+def _checked(config: Config, args: Arguments, arch: str) -> None:
+    """BridgeError if the scale of attention is not llama.cpp's."""
     scalar = config.number("query_pre_attn_scalar", 256)
     scale = args.hidden // args.heads if args.layers == _LARGEST[arch] else args.head_dim
     if scalar != scale:
         raise BridgeError(f"{config.path}: query_pre_attn_scalar is {scalar:g}; llama.cpp uses {scale} for this model")
-    types = config.get("layer_types")
-    if types is None:
-        period = config.integer("sliding_window_pattern", period)
-        types = [("full" if (i + 1) % period == 0 else "sliding") + "_attention" for i in range(args.layers)]
-    usual = {"gemma2": 2, "gemma3": 6}[arch]
-    if [kind == "sliding_attention" for kind in types] != [(i + 1) % usual != 0 for i in range(args.layers)]:
-        raise BridgeError(f"{config.path}: the layers with a window must be all but every {usual}th, as in llama.cpp")
 
 
 def _gemma2(config: Config, args: Arguments) -> dict[str, Any]:
-    _checked(config, args, "gemma2", 2)
+    _checked(config, args, "gemma2")
     return {
         "attn_logit_softcapping": config.number("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": config.number("final_logit_softcapping", 30.0),
-        "attention.sliding_window": config.integer("sliding_window", 4096),
+        **window_keys(config, args, "gemma2"),
     }
 
 
 def _gemma3(config: Config, args: Arguments) -> dict[str, Any]:
-    _checked(config, args, "gemma3", 6)
-    local = rope_rules(config).get("sliding_attention") or {}
-    return {
-        "attention.sliding_window": config.integer("sliding_window", 4096),
-        "rope.freq_base_swa": rope_number(config, local, "rope_theta", config.get("rope_local_base_freq", 10000.0)),
-    }
+    _checked(config, args, "gemma3")
+    return {**window_keys(config, args, "gemma3"), "rope.freq_base_swa": local_base(config)}
 
 
 def _norm(name: str, size: str = "hidden") -> Row:

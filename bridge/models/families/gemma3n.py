@@ -14,7 +14,8 @@ import numpy as np
 from bridge.errors import BridgeError
 from bridge.models.arguments import Arguments
 from bridge.models.families.gemma import GELU
-from bridge.models.families.gemma4 import INPUT_OF_LAYER, INPUTS, NORMS, layers_with_window, local_base
+from bridge.models.families.gemma4 import INPUT_OF_LAYER, INPUTS, NORMS, layers_with_window
+from bridge.models.families.windows import local_base
 from bridge.models.family import EMBEDDINGS, NO_BIASES, NO_OTHER, Expected, Family, Row, attention, decoder, gated_mlp
 from bridge.models.model_config import Config
 from bridge.models.outline import Part

@@ -10,6 +10,7 @@ from typing import Any
 
 from bridge.models.arguments import Arguments
 from bridge.models.families.gemma import GELU
+from bridge.models.families.windows import local_base
 from bridge.models.family import (
     EMBEDDINGS,
     NO_BIASES,
@@ -22,7 +23,7 @@ from bridge.models.family import (
     gated_mlp,
 )
 from bridge.models.model_config import Config
-from bridge.models.rope import global_layers, rope_number, rope_rules
+from bridge.models.rope import global_layers
 
 _GLOBAL = "full_attention"
 
@@ -45,11 +46,6 @@ def _sizes(config: Config, args: Arguments) -> dict[str, int]:
 
 def layers_with_window(args: Arguments) -> list[bool]:
     return [kind != _GLOBAL for kind in args.kinds]
-
-
-def local_base(config: Config) -> float:
-    """The base of rotation in layers with a window."""
-    return rope_number(config, rope_rules(config).get("sliding_attention") or {}, "rope_theta", 10000.0)
 
 
 def _metadata(config: Config, args: Arguments) -> dict[str, Any]:
@@ -170,3 +166,11 @@ GEMMA4 = Family(
         first=(EMBEDDINGS, *INPUTS),
     ),
 )  # fmt: skip
+
+# its images and sounds are embedded without towers
+GEMMA4_UNIFIED = replace(
+    GEMMA4,
+    titles=("Gemma 4 12B",),
+    architectures=("Gemma4UnifiedForConditionalGeneration", "Gemma4UnifiedForCausalLM"),
+    model_type="gemma4_unified_text",
+)

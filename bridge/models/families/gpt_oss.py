@@ -1,8 +1,8 @@
 """gpt-oss: experts with biases and a clamped SwiGLU, a learned sink for each head's scores.
 
-Every second layer, starting with the first, attends only to a window, which is compiled into llama.cpp. The experts'
-gate and up alternate row by row in one matrix; GGUF separates them. In the published MXFP4 files the reader does that,
-see `bridge.checkpoint.formats.fp4_experts`; as floats they are [experts, in, out].
+Every second layer of the published models, starting with the first, attends only to a window. The experts' gate and up
+alternate row by row in one matrix; GGUF separates them. In the published MXFP4 files the reader does that, see
+`bridge.checkpoint.formats.fp4_experts`; as floats they are [experts, in, out].
 """
 
 from collections.abc import Callable
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from bridge.models.arguments import Arguments
+from bridge.models.families.windows import window_keys
 from bridge.models.family import NO_OTHER, SILU, Expected, Family, Row, attention, decoder, required
 from bridge.models.model_config import Config
 from bridge.models.outline import Part
@@ -20,10 +21,8 @@ _EXPERTS = "mlp.experts"
 
 
 def _metadata(config: Config, args: Arguments) -> dict[str, Any]:
-    usual = [f"{('full', 'sliding')[layer % 2 == 0]}_attention" for layer in range(args.layers)]
-    config.expect("layer_types", (usual,), "llama.cpp gives every second layer a window, from the first on", usual)
     return {
-        "attention.sliding_window": config.integer("sliding_window", 128),
+        **window_keys(config, args, "gpt-oss"),
         "expert_feed_forward_length": args.inner,
         **yarn_betas(config, args.rope),
     }

@@ -3,14 +3,21 @@
 from dataclasses import replace
 from typing import Any
 
+from bridge.errors import BridgeError
 from bridge.models.arguments import Arguments
 from bridge.models.families.olmo2 import OLMO2
-from bridge.models.families.windows import window_layers
+from bridge.models.families.windows import local_base, window_keys
 from bridge.models.model_config import Config
 
 
 def _windows(config: Config, args: Arguments) -> dict[str, Any]:
-    return {**window_layers(config, args), "rope.freq_base_swa": args.rope.base}
+    base = local_base(config, args.rope.base)
+    if base != args.rope.base:
+        raise BridgeError(
+            f"{config.path}: layers with a window rotate by rope_theta {base:g}, the others by {args.rope.base:g}; "
+            "llama.cpp has one for both in OLMo 3"
+        )
+    return {**window_keys(config, args, "olmo2", named=True), "rope.freq_base_swa": base}
 
 
 OLMO3 = replace(

@@ -1,36 +1,69 @@
-"""Layers that attend only to a window, of a layout that GGUF writes down layer by layer."""
+"""Layers that attend only to a window: which a config.json names, and how GGUF has them."""
 
 from typing import Any
 
 from bridge.errors import BridgeError
 from bridge.models.arguments import Arguments
 from bridge.models.model_config import Config
+from bridge.models.rope import rope_number, rope_rules
+from bridge.runtime.architectures import ARCHITECTURES, Windows
 
 
-def window_layers(config: Config, args: Arguments) -> dict[str, Any]:
-    """The keys of the window and of the layers that have it: by default all but every fourth; none without a window.
+def window_rule(arch: str) -> Windows:
+    """llama.cpp's rule for an architecture that has windows."""
+    rule = ARCHITECTURES[arch].windows
+    assert rule is not None
+    return rule
+
+
+def window_layers(config: Config, layers: int, period: int) -> tuple[bool, ...]:
+    """Whether each layer has a window: by layer_types, or by sliding_window_pattern, whose default is a period.
 
     Raises:
         BridgeError: layer_types is not one known type for each layer.
     """
-    if not config.get("sliding_window"):
-        return {}
-    types = config.get("layer_types") or _by_pattern(config, args.layers)
-    if len(types) != args.layers or not {*types} <= {*_TYPES.values()}:
+    types = config.get("layer_types") or _by_pattern(config, layers, period)
+    if len(types) != layers or not {*types} <= {*_TYPES.values()}:
         raise BridgeError(f"{config.path}: layer_types is {types!r:.80}, must be full or sliding, for every layer")
-    return {
-        "attention.sliding_window": config.integer("sliding_window"),
-        "attention.sliding_window_pattern": [kind == _WINDOWED for kind in types],
-    }
+    return tuple(kind == _WINDOWED for kind in types)
 
 
-def _by_pattern(config: Config, layers: int) -> list[str | None]:
+def _by_pattern(config: Config, layers: int, period: int) -> list[str | None]:
     pattern = config.get("sliding_window_pattern")
     if isinstance(pattern, str) and pattern:  # "LLLG": local and global layers
         return [_TYPES.get(pattern[layer % len(pattern)]) for layer in range(layers)]
-    period = config.integer("sliding_window_pattern", 4)
+    period = config.integer("sliding_window_pattern", period)
     return ["full_attention" if (layer + 1) % period == 0 else _WINDOWED for layer in range(layers)]
 
 
+def window_keys(config: Config, args: Arguments, arch: str, named: bool = False) -> dict[str, Any]:
+    """The keys of the window and of the layers that have it; these only where llama.cpp takes others for granted.
+
+    named  of a family whose models may have no window; the layers are always named, as llama.cpp's converter does
+
+    Where no layer has the window its key is left out, or it is as long as the context if llama.cpp wants one always.
+    """
+    if named and not config.get("sliding_window"):
+        return {}
+    rule = window_rule(arch)
+    windows = window_layers(config, args.layers, rule.period or 1)
+    if not any(windows):
+        return {"attention.sliding_window": args.context} if rule.tokens != 0 else {}
+    keys: dict[str, Any] = {"attention.sliding_window": config.integer("sliding_window", _TOKENS.get(arch))}
+    if named or windows != rule.by_default(args.layers):
+        keys["attention.sliding_window_pattern"] = list(windows)
+    return keys
+
+
+def local_base(config: Config, default: float = 10000.0) -> float:
+    """The base of rotation in layers with a window; BridgeError where they scale it, which llama.cpp does not do."""
+    rules = rope_rules(config).get("sliding_attention") or {}
+    kind = rules.get("rope_type") or "default"
+    if kind != "default":
+        raise BridgeError(f"{config.path}: rope of type {kind!r} in layers with a window; llama.cpp has default there")
+    return rope_number(config, rules, "rope_theta", config.get("rope_local_base_freq", default))
+
+
+_TOKENS = {"gemma2": 4096, "gemma3": 4096, "gpt-oss": 128}  # of the window, if a config does not say so
 _WINDOWED = "sliding_attention"
 _TYPES = {"L": _WINDOWED, "G": "full_attention"}
