@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bridge.blocks.read import READ
+from bridge.checkpoint.files.dtypes import not_finite
 from bridge.checkpoint.formats.fp4_layouts import fp4_obstacle
 from bridge.checkpoint.formats.layouts import (
     GPTQ_BITS,
@@ -35,11 +36,11 @@ from bridge.conversion.codes_of_blocks import (
     own_noise,
     packed_of,
     regrouped,
-    rounded,
 )
 from bridge.conversion.gguf_source import Place
 from bridge.encode.block_words import TILE, TYPES_IN_WORDS, Room
 from bridge.encode.limits import REQUANTIZED_LIMIT
+from bridge.encode.round_groups import round_to_groups
 from bridge.quantize.checkpoint_writer import Groups, refusal
 from bridge.runtime.cpu.dequantize import UNQUANTIZED
 
@@ -162,11 +163,15 @@ def _rounded_form(place: Place, format: str, bits: int | None) -> Form | None:
     for width in BITS[format] if bits is None else (bits,):
         if bits is None and width < 8 and noise is None:
             continue
-        error, finite = 0.0, True
+        error, finite = 0.0, False
         for rows in _runs(shape):
             weights = place.floats(rows)
+            if not np.isfinite(weights).all():
+                raise not_finite(place.stored.file, place.part.source)
             found = _rounded(place.part.module, weights, width, format)
-            finite &= bool(np.isfinite(found.scales).all())
+            finite = bool(np.isfinite(found.scales).all())
+            if not finite:
+                break
             error += float(np.square(found.dequantize() - weights, dtype=np.float64).sum())
             if width < 8 and not error <= limit:
                 break
@@ -183,7 +188,7 @@ def _is_symmetric(bits: int, format: str) -> bool:
 
 def _rounded(name: str, weights: np.ndarray, bits: int, format: str) -> GroupedTensor:
     """Weights rounded to nearest, in groups of 32."""
-    return rounded(name, weights, bits, _is_symmetric(bits, format), least=format == "gptq")
+    return round_to_groups(name, weights, bits, _is_symmetric(bits, format), least=format == "gptq")
 
 
 def _groups(bits: int, size: int, middle: bool, shape: tuple[int, int], format: str) -> Groups:

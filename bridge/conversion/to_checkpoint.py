@@ -65,7 +65,7 @@ def quantize_checkpoint(
         check_folder(ckpt, path, force, files_of(*calibrate.files))
         calibrate, length_notes = with_length(ckpt, calibrate)
         grid = f"{bits} bits, groups of {group_size}, {'symmetric' if symmetric else 'asymmetric'}"
-        method = calibrate.quantizer(groups(bits, group_size, symmetric))
+        method = calibrate.quantizer(groups(bits, group_size, symmetric, shrink=calibrate.method == "rtn"))
         awq = Awq(method, stored=_norms(ckpt), folder=layers_of(path)) if calibrate.method == "awq" else None
         shapes = _linears(ckpt)
         whys = {

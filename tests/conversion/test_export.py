@@ -29,6 +29,7 @@ from bridge.runtime.bench import random_tensor
 from bridge.runtime.cpu.dequantize import rows
 from scripts.peers.predictions import mean_kl
 from tests.conftest import CHECKPOINT, ROOT, shared
+from tests.support.tiny_gguf import write_decoder
 
 
 def same_codes(first, second) -> None:
@@ -149,6 +150,38 @@ def test_a_layer_whose_first_rows_alone_are_plain_is_written_as_its_rows_are(tmp
     changed = {name for name, how in found["odd"].items() if how != found["native"][name]}
     assert changed == {"model.layers.0.mlp.down_proj.weight"}
     assert sorted(tmp_path.iterdir()) == sorted([*before, tmp_path / "native", tmp_path / "odd"])
+
+
+def damaged(folder: Path, type: str, bits: int, at: int) -> Path:
+    """A GGUF of this type in whose last block of a layer, or last float, two bytes are these bits."""
+    path = write_decoder(folder / "damaged.gguf", types={"": type}, hidden=256, inner=256, heads=8)
+    tensor = read_gguf(path).tensors["blk.0.ffn_down.weight"]
+    data = bytearray(path.read_bytes())
+    start = tensor.start + tensor.raw.size - (READ[type].nbytes if type in READ else 4) + at
+    data[start : start + 2] = bits.to_bytes(2, "little")
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("type", "bits", "at"), [
+    ("Q4_0", 0x7E00, 0), ("Q4_1", 0xFC00, 2), ("IQ4_XS", 0x7C00, 0), ("F32", 0x7F80, 2), ("BF16", 0xFF80, 2),
+    ("F16", 0x7C00, 0), ("MXFP4", 0x11FF, 0),
+])  # fmt: skip
+def test_what_is_not_finite_is_neither_exported_nor_copied(type: str, bits: int, at: int, tmp_path: Path) -> None:
+    path = damaged(tmp_path, type, bits, at)
+    config = {"architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 256, "head_dim": 32}
+    config |= {"num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 1, "vocab_size": 32}
+    config |= {"model_type": "llama", "rms_norm_eps": 1e-5, "max_position_embeddings": 128}
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home/config.json").write_text(json.dumps(config))
+    message = r"damaged.gguf: .*(ffn_down|down_proj).weight holds NaN or infinite values; the file is damaged"
+    for format, dtype in (("floats", "BF16"), ("floats", "F32"), ("floats", "F16"), ("gptq_v2", "BF16")):
+        if type not in ("MXFP4", "IQ4_XS") and (format == "floats" or type in READ):
+            with pytest.raises(BridgeError, match=message):
+                bridge.export(path, tmp_path / "new", format, config=tmp_path / "home", dtype=dtype)
+    with pytest.raises(BridgeError, match=message):
+        bridge.convert(path, tmp_path / "copy.gguf", type=type)
 
 
 def test_packing_ends_at_rows_that_are_not_plain() -> None:
