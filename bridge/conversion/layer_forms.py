@@ -48,7 +48,7 @@ BITS: dict[str, tuple[int, ...]] = {
     "gptq": GPTQ_BITS, "gptq_v2": GPTQ_BITS, "gptq_p": PLANAR_BITS, "awq": (4,), "compressed-tensors": (4, 8),
     "mlx": MLX_BITS, "hqq": HQQ_BITS, "modelopt": (),
 }  # fmt: skip
-EXACT, ALL_CODES, ROUNDED, AS_FLOATS = "exact", "all codes", "rounded", "floats"
+EXACT, ALL_CODES, ROUNDED, CALIBRATED, AS_FLOATS = "exact", "all codes", "rounded", "calibrated", "floats"
 _OFFSET_SIZES = {"mlx": MLX_SIZES, "hqq": HQQ_SIZES}  # formats with any zero points, and their group sizes
 _IN_WORDS = ("gptq", "gptq_v2", "gptq_p", "compressed-tensors", "mlx")  # formats that pack consecutive codes
 _AT_ONCE = 1 << 20  # values of a layer that are rounded or compared
@@ -60,7 +60,7 @@ _WORDS_AT_ONCE, _TRANSPOSED_AT_ONCE, _CODES_AT_ONCE = 1 << 20, 32 << 20, 4 << 20
 class Form:
     """How a layer is written, which its data tells: what becomes of it, and how the format describes it.
 
-    how      EXACT, ROUNDED, or ALL_CODES, which only its error tells from EXACT
+    how      EXACT, CALIBRATED, ROUNDED, or ALL_CODES, which only its error tells from EXACT
     offsets  zero points are not whole numbers
     packed   codes and scales of the blocks are the format's, see `packed_of`
     """
@@ -176,11 +176,11 @@ def _rounded_form(place: Place, format: str, bits: int | None) -> Form | None:
             if width < 8 and not error <= limit:
                 break
         if finite and (width == 8 or error <= limit):
-            return Form(ROUNDED, _groups(width, 32, _is_symmetric(width, format), shape, format))
+            return Form(ROUNDED, _groups(width, 32, is_symmetric(width, format), shape, format))
     return None
 
 
-def _is_symmetric(bits: int, format: str) -> bool:
+def is_symmetric(bits: int, format: str) -> bool:
     """Whether layers are rounded around the middle: below 8 bits they have zero points, but for compressed-tensors,
     which transformers does not load with them."""
     return bits == 8 or format == "compressed-tensors"
@@ -188,7 +188,7 @@ def _is_symmetric(bits: int, format: str) -> bool:
 
 def _rounded(name: str, weights: np.ndarray, bits: int, format: str) -> GroupedTensor:
     """Weights rounded to nearest, in groups of 32."""
-    return round_to_groups(name, weights, bits, _is_symmetric(bits, format), least=format == "gptq")
+    return round_to_groups(name, weights, bits, is_symmetric(bits, format), least=format == "gptq")
 
 
 def _groups(bits: int, size: int, middle: bool, shape: tuple[int, int], format: str) -> Groups:
@@ -250,7 +250,8 @@ def lost(
 ) -> tuple[float, float]:
     """The squared error of rows as a format has them, and their squared weights; 0 where they are the blocks'."""
     error, signal, at = 0.0, 0.0, 0
-    if isinstance(tensor, GroupedTensor) and (form.how == ROUNDED or _is_changed(place.stored.type, format)):
+    carried = form.how not in (ROUNDED, CALIBRATED)
+    if isinstance(tensor, GroupedTensor) and not (carried and not _is_changed(place.stored.type, format)):
         for run in (run for rows in runs for run in _runs_of(rows, place.part.shape[1])):
             weights = place.floats(run)
             held = _held(tensor, format, slice(at, at := at + len(weights)))

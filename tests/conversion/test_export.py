@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -21,10 +22,11 @@ from bridge.checkpoint.formats.fp4_layouts import FP4_LAYOUTS, fp4_obstacle
 from bridge.checkpoint.formats.layouts import LAYOUTS
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.conversion.codes_of_blocks import NotPlain, codes_of, fp4_of, is_plain, packed_of
+from bridge.conversion.gguf_config import write_config
 from bridge.encode.block_bytes import unpack_fields
 from bridge.encode.block_words import Room
 from bridge.errors import BridgeError
-from bridge.gguf_file.reader import read_gguf
+from bridge.gguf_file.reader import StoredModel, read_gguf
 from bridge.runtime.bench import random_tensor
 from bridge.runtime.cpu.dequantize import rows
 from scripts.peers.predictions import mean_kl
@@ -317,6 +319,14 @@ def test_types_with_groups_that_mlx_lacks_are_rounded(tmp_path) -> None:
     assert {(t.how, t.bits) for t in done.tensors if t.bits} == {("rounded", 8)}
 
 
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The GGUF of an integer checkpoint."""
+    path = tmp_path_factory.mktemp("source") / "model.gguf"
+    bridge.convert(CHECKPOINT, path)
+    return path
+
+
 def native(type: str, folder: Path) -> Path:
     """A GGUF whose K-quants have zero points anywhere."""
     bridge.convert(CHECKPOINT, folder / "m.gguf")
@@ -557,6 +567,28 @@ def test_config_and_tokenizer_come_from_the_metadata(tmp_path) -> None:
     assert {key for key in first if key.startswith(("qwen3.", "tokenizer."))} <= set(second)
     ends = json.loads((tmp_path / "new/generation_config.json").read_text())
     assert ends["eos_token_id"] == first["tokenizer.ggml.eos_token_id"]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("key", "value"), [
+    *(("attention.key_length", value) for value in (0, -1, "x", [], float("nan"), 2**63)),
+    *(("block_count", value) for value in (0, 513, "x", None)),
+    *(("nextn_predict_layers", value) for value in (2, -1, "x")),
+    *(("attention.head_count", value) for value in ("x", [4], 2**31)),
+    *((key, 0) for key in ("embedding_length", "context_length", "rope.freq_base")),
+    ("rope.dimension_count", []), ("attention.layer_norm_rms_epsilon", float("inf")), ("feed_forward_length", []),
+    ("rope.scaling", {"type": "yarn", "factor": 0.0}), ("rope.scaling", {"type": "yarn"}),
+    ("expert_count", 2**31),
+])  # fmt: skip
+def test_numbers_that_no_model_has_are_refused_by_name(key: str, value: Any, source: Path, tmp_path: Path) -> None:
+    model = read_gguf(source)
+    arch = model.metadata["general.architecture"]
+    changed = (
+        {f"{arch}.{key}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {f"{arch}.{key}": value}
+    )
+    metadata: Any = {k: v for k, v in {**model.metadata, **changed}.items() if v is not None}
+    with pytest.raises(BridgeError, match=r"model\.gguf: .*; --?config|model\.gguf: .*; config="):
+        write_config(StoredModel(model.files, metadata, model.tensors), tmp_path)
 
 
 def test_metadata_without_a_config_names_the_way_out(tmp_path) -> None:
