@@ -166,6 +166,8 @@ def export(
         raise BridgeError(f"{parameter('bits', bits)}: {format} has {known or 'no codes that are rounded to'}")
     if dtype not in (None, *DTYPES):
         raise BridgeError(f"unknown {parameter('dtype', dtype)}: choose {', '.join(DTYPES)}")
+    if calibrate is not None and format == "floats":
+        raise BridgeError(f"{parameter('calibrate')}: floats are not rounded; choose another {parameter('format')}")
     gguf = read_gguf(expanded(model))
     if dtype is None:
         dtype = "BF16" if format != "mlx" and any(t.type == "BF16" for t in gguf.tensors.values()) else "F16"
