@@ -330,7 +330,7 @@ def _layers(
 def _report(place: Place, form: Form, error: float, signal: float) -> ExportedTensor:
     """What became of a layer. Blocks that are written as they are need not be compared."""
     groups, how = form.groups, form.how
-    noise = noise_of(place) if how in (ROUNDED, CALIBRATED) else None
+    noise = noise_of(place) if how == ROUNDED else None  # calibrated weights move on purpose
     return ExportedTensor(
         f"{place.part.module}.weight",
         place.stored.type,

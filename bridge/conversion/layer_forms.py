@@ -119,9 +119,10 @@ def _coded_form(place: Place, format: str, bits: tuple[int, ...], offsets: bool,
     at all with `first_rows_tell`.
     """
     type, shape = place.stored.type, (place.part.shape[0], place.part.shape[1])
-    block, width, size, middle, plain = READ.get(type), 0, shape[1], True, True
+    block, width, size, middle = READ.get(type), 0, shape[1], True
     if block is None:
         return None
+    plain = offsets or not block.has_min  # whether offsets are whole is for all rows to tell
     own = (block.levels - 1).bit_length(), block.sub
     in_words = type in TYPES_IN_WORDS and format in _IN_WORDS
     most = next((n for n in bits if n >= own[0]), 0)

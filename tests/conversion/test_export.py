@@ -314,6 +314,23 @@ def test_packed_zero_points_are_those_of_the_compressed_tensors_package() -> Non
         assert np.array_equal(packed["weight_zero_point"], theirs)
 
 
+@pytest.mark.parametrize("type", ["Q4_1", "Q5_1"])
+def test_offsets_that_are_whole_multiples_of_the_scale_are_zero_points(type: str) -> None:
+    block, rng = TYPES[type], np.random.default_rng(3)
+    raw = rng.integers(0, 256, (64, 4, block.nbytes), dtype=np.uint8)
+    d = rng.uniform(0.01, 0.1, (64, 4, 1)).astype(np.float16)
+    zeros = rng.integers(0, block.levels, (64, 4, 1))
+    raw[:, :, block.d_at : block.d_at + 2] = d.view(np.uint8)
+    raw[:, :, block.dmin_at : block.dmin_at + 2] = (-d.astype(np.float32) * zeros).astype(np.float16).view(np.uint8)
+    tensor = codes_of("layer", type, raw.reshape(64, -1), (4, 8))
+    assert tensor is not None
+    assert (tensor.bits, tensor.group_size) == (4 if type == "Q4_1" else 8, 32)
+    assert np.array_equal(tensor.zeros, zeros[:, :, 0])
+    assert np.allclose(tensor.dequantize(), rows(type, raw.reshape(64, -1)), atol=2e-3)
+    raw[63, 3, block.dmin_at : block.dmin_at + 2] = (-d[63, 3] * np.float16(2.5)).view(np.uint8)
+    assert codes_of("layer", type, raw.reshape(64, -1), (4, 8)) is None
+
+
 def test_types_with_groups_that_mlx_lacks_are_rounded(tmp_path) -> None:
     done = bridge.export(native("Q6_K", tmp_path), tmp_path / "new", "mlx", config=CHECKPOINT)
     assert {(t.how, t.bits) for t in done.tensors if t.bits} == {("rounded", 8)}

@@ -66,8 +66,8 @@ def test_layers_that_a_format_does_not_hold_are_calibrated(
 
 def test_what_cannot_be_calibrated_is_said(model: Path, tokens: Path, tmp_path: Path) -> None:
     def refused(match: str, format: str = "awq", bits: int | None = 4, **options: object) -> None:
+        settings = Calibration(tokens, length=32, **options)  # type: ignore[arg-type]
         with pytest.raises(BridgeError, match=match):
-            settings = Calibration(tokens, length=32, **options)  # type: ignore[arg-type]
             bridge.export(model, tmp_path / "new", format, bits=bits, config=model.parent, calibrate=settings)
         assert not any(tmp_path.iterdir())
 
