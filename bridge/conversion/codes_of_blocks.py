@@ -4,8 +4,8 @@
     Q3_K, Q6_K, Q5_0      the codes less their zero, in 3, 4 or 8 bits; of TQ1_0 and TQ2_0 in 2
     IQ types, Q1_0        the values of codes, which are whole numbers of 5 bits in IQ1 and IQ3_S, 7 in IQ2 and IQ3_XXS,
                           and 8 in IQ4
-    Q2_K, Q4_K, Q5_K, Q4_1, Q5_1   the codes, if all zero points min / scale are near whole numbers: `convert` makes such
-                          files of integer checkpoints. Native files have zero points anywhere
+    Q2_K, Q4_K, Q5_K,     the codes, if all zero points min / scale are near whole numbers: `convert` makes such files
+    Q4_1, Q5_1            of integer checkpoints. Native files have zero points anywhere
     Q4_1, Q5_1, Q4_K, ... the codes, with any offset, in formats that have one per group (MLX)
     MXFP4, NVFP4          4-bit floats with their scales, in formats that have them: bit for bit; else their values,
                           doubled, of 5 bits

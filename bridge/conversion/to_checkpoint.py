@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from bridge.checkpoint import Checkpoint
     from bridge.quantize.checkpoint_writer import Written
     from bridge.quantize.layer_store import LayerStore
+    from bridge.quantize.method import Method
 
 _ROUTERS = ("gate", "router", "shared_expert_gate")  # small, and what they choose is all or nothing
 
@@ -61,17 +62,12 @@ def quantize_checkpoint(
     from bridge.quantize.awq import Awq
     from bridge.quantize.checkpoint_writer import Written, refusal, write_checkpoint
 
-    awq: Awq | None = None
-
     path = Path(out) if out is not None else Path(f"{model_name(str(checkpoint))}-{format}-{bits}bit")
     with open_by_name(checkpoint, config) as ckpt:
         check_folder(ckpt, path, force, files_of(*calibrate.files))
         calibrate, length_notes = with_length(ckpt, calibrate)
-        target = _target(Groups(bits, group_size), symmetric, calibrate)
-        grid = target.grid
-        if calibrate.method == "awq":
-            awq = Awq(target.method, stored=_norms(ckpt), folder=layers_of(path))
-            target = LayerTarget(grid, awq)
+        grid, method = _rounding(Groups(bits, group_size), symmetric, calibrate)
+        awq = Awq(method, stored=_norms(ckpt), folder=layers_of(path)) if calibrate.method == "awq" else None
         shapes = _linears(ckpt)
         whys = {
             name: refusal(format, Groups(bits, group_size), shape)
@@ -79,7 +75,7 @@ def quantize_checkpoint(
             else "it is part of a tensor of all experts"
             for name, shape in shapes.items()
         }
-        targets = {name: target for name, why in whys.items() if why is None}
+        targets = {name: LayerTarget(grid, awq or method) for name, why in whys.items() if why is None}
         if not targets:
             raise BridgeError(
                 f"{ckpt.path}: no layer can be {format} with {grid}: {next(iter(whys.values()), 'no layers')}"
@@ -131,18 +127,18 @@ def calibrate_groups(
     if calibrate.blocks is not None:
         raise BridgeError(f"{parameter('blocks', calibrate.blocks)}: an export calibrates all blocks in one run")
     calibrate, notes = with_length(ckpt, calibrate)
-    targets = {name: _target(groups, name in symmetric, calibrate) for name, groups in layers.items()}
+    targets = {name: LayerTarget(*_rounding(groups, name in symmetric, calibrate)) for name, groups in layers.items()}
     kept, more = quantize_layers(ckpt, calibrate, targets, layers_of(path), force)
     return kept, [*notes, *more]
 
 
-def _target(layer: Groups, symmetric: bool, calibrate: Calibration) -> LayerTarget:
-    """A layer that is quantized to groups."""
+def _rounding(layer: Groups, symmetric: bool, calibrate: Calibration) -> tuple[str, Method]:
+    """The name of a layer's grid, and what quantizes it to that."""
     from bridge.quantize import groups
 
     bits, size = layer.bits, layer.group_size
-    method = calibrate.quantizer(groups(bits, size, symmetric, shrink=calibrate.method == "rtn"))
-    return LayerTarget(f"{bits} bits, groups of {size}, {'symmetric' if symmetric else 'asymmetric'}", method)
+    grid = groups(bits, size, symmetric, shrink=calibrate.method == "rtn")
+    return f"{bits} bits, groups of {size}, {'symmetric' if symmetric else 'asymmetric'}", calibrate.quantizer(grid)
 
 
 def _norms(ckpt: Checkpoint) -> torch.dtype:
