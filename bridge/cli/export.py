@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from bridge.cli.options import command
+from bridge.cli.options import add_calibration, calibration, command
 
 _HELP = "write a GGUF as a checkpoint: GPTQ, AWQ, compressed-tensors, MLX, HQQ, ModelOpt or floats"
 _DESCRIPTION = """\
@@ -12,8 +12,8 @@ Write a GGUF as a checkpoint folder, with rows and names as transformers has the
 without offsets (Q4_0, Q8_0, Q6_K, IQ4_XS) and K-quants that were made from an integer
 checkpoint keep their codes where the format has enough bits, MLX and HQQ keep those of
 Q4_1, Q5_1 and all Q4_K and Q5_K too, and compressed-tensors, MLX and ModelOpt have 4-bit
-floats (MXFP4, NVFP4). Other layers are rounded, or become floats where the format has too
-few bits. A table tells which.
+floats (MXFP4, NVFP4). Other layers are rounded, with --calibrate by GPTQ on a text, or become
+floats where the format has too few bits. A table tells which.
 """
 
 
@@ -49,6 +49,7 @@ def add_parser(commands: Any) -> None:
         help="type of all floats (default: BF16 if the GGUF has tensors of that type, else F16)",
     )
     p.add_argument("--force", action="store_true", help="replace a checkpoint folder that exists")
+    add_calibration(p)
 
 
 def run(a: argparse.Namespace) -> int:
@@ -56,9 +57,17 @@ def run(a: argparse.Namespace) -> int:
     from bridge.conversion.export import export
     from bridge.system.progress import Bar
 
-    with Bar("exporting") as bar:
+    with Bar("quantizing", unit=" layers") as layers, Bar("exporting") as bar:
         done = export(
-            a.model, a.out, a.format, bits=a.bits, config=a.config, dtype=a.dtype, force=a.force, progress=bar
+            a.model,
+            a.out,
+            a.format,
+            bits=a.bits,
+            config=a.config,
+            dtype=a.dtype,
+            calibrate=calibration(a, layers, layers.say),
+            force=a.force,
+            progress=bar,
         )
     print(done.summary())
     return 0

@@ -13,8 +13,6 @@ from bridge.errors import BridgeError
 from bridge.quantize.sources import DEFAULT
 from bridge.system.progress import Bar
 
-_DEFAULT_TYPE = "Q4_K"
-
 
 def add_parser(commands: Any) -> None:
     """Add the command to argparse's sub-parsers."""
@@ -33,7 +31,7 @@ def add_parser(commands: Any) -> None:
         default=argparse.SUPPRESS,
         metavar="TYPE",
         help="a block type or a llama.cpp preset for the layers, or F16, BF16 or F32, which need no text "
-        f"(default: {_DEFAULT_TYPE}, without --size or --bpw)",
+        "(default: Q4_K, without --size or --bpw; of a checkpoint with codes, those that hold them)",
     )
     add_options(types, ConvertOptions, [name for name in convert.TYPES if name != "type"])
     add_options(p.add_argument_group("model"), ConvertOptions, convert.MODEL)
@@ -53,12 +51,9 @@ def run(a: argparse.Namespace) -> int:
     floats = getattr(a, "type", "").upper() in FLOAT_TYPES and a.format is None
     if not floats and not hasattr(a, "text") and getattr(a, "method", None) != "rtn":
         a.text = [DEFAULT]
-    asked = budget(a, None)
     if a.format is None:
-        if not hasattr(a, "type") and asked is None:
-            a.type = _DEFAULT_TYPE
         return convert.run(a)
-    if asked is not None:
+    if budget(a, None) is not None:
         raise BridgeError("--size and --bpw choose among GGUF types; a checkpoint's groups are all alike, see --bits")
     from bridge.conversion.to_checkpoint import quantize_checkpoint
 

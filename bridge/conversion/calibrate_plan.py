@@ -84,7 +84,10 @@ def quantize_planned(
         return plan, None, []
     if not targets:
         given = parameter("calibrate")
-        raise BridgeError(f"{ckpt.path}: every layer keeps its codes in these types; convert it without {given}")
+        raise BridgeError(
+            f"{ckpt.path}: every layer keeps its codes in these types; convert it without {given}, or give a smaller "
+            f"{parameter('type')}"
+        )
     layers, notes = quantize_layers(ckpt, settings, targets, folder, force)
     if settings.imatrix_out is not None and settings.blocks is None:
         _write_imatrix(marked, layers, settings)

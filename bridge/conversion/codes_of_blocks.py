@@ -4,8 +4,8 @@
     Q3_K, Q6_K, Q5_0      the codes less their zero, in 3, 4 or 8 bits; of TQ1_0 and TQ2_0 in 2
     IQ types, Q1_0        the values of codes, which are whole numbers of 5 bits in IQ1 and IQ3_S, 7 in IQ2 and IQ3_XXS,
                           and 8 in IQ4
-    Q2_K, Q4_K, Q5_K      the codes, if all zero points min / scale are near whole numbers: `convert` makes such files
-                          of integer checkpoints. Native K-quants have zero points anywhere
+    Q2_K, Q4_K, Q5_K,     the codes, if all zero points min / scale are near whole numbers: `convert` makes such files
+    Q4_1, Q5_1            of integer checkpoints. Native files have zero points anywhere
     Q4_1, Q5_1, Q4_K, ... the codes, with any offset, in formats that have one per group (MLX)
     MXFP4, NVFP4          4-bit floats with their scales, in formats that have them: bit for bit; else their values,
                           doubled, of 5 bits
@@ -49,15 +49,18 @@ def codes_of(
     Scales are rounded to halves: one rounding of d * sc, and with `offsets` one of dmin * mn.
     """
     block = READ.get(type)
-    if block is None or (block.has_min and not block.is_k and not offsets):
+    if block is None:
         return None
     q, sc, mn = unpack_fields(block, raw)
-    scales = unpack_scales(block, raw, sc)
-    if scale != 1:
-        scales = scales * np.float32(scale)
+    with np.errstate(invalid="ignore"):  # what is not finite is no code
+        scales = unpack_scales(block, raw, sc) * np.float32(scale)
+        mins = np.zeros_like(scales)
+        if block.has_min:
+            mins = np.repeat(unpack_halves(block, raw, block.dmin_at), block.subs, 1)
+            mins *= mn if block.is_k else np.float32(-1)
+    if not (np.isfinite(scales).all() and np.isfinite(mins).all()):
+        return None
     if block.has_min:
-        mins = np.repeat(unpack_halves(block, raw, block.dmin_at), block.subs, 1)
-        mins = mins * (mn if block.is_k else np.float32(-1))
         if offsets:
             return _with_offsets(name, block, q, scales, mins, bits)
         found = _affine(block, q, scales, mins)
@@ -181,24 +184,6 @@ def regrouped(tensor: GroupedTensor, sizes: tuple[int, ...]) -> GroupedTensor | 
     step = tensor.group_size // size
     scales, zeros = (np.repeat(x, step, 1) for x in (tensor.scales, tensor.zeros))
     return replace(tensor, scales=scales, zeros=zeros, group_size=size)
-
-
-def rounded(name: str, weights: np.ndarray, bits: int = 8, symmetric: bool = True, least: int = 0) -> GroupedTensor:
-    """Weights float32 [out, in] rounded to nearest in groups of 32 columns, which divide them.
-
-    symmetric  the zero point is the middle; else it is chosen, from `least` on
-    """
-    groups = weights.reshape(len(weights), -1, 32)
-    top, middle = (1 << bits) - 1, 1 << (bits - 1)
-    if symmetric:
-        scales = np.abs(groups).max(-1) / (middle - 1)
-    else:
-        scales = (np.maximum(groups.max(-1), 0) - np.minimum(groups.min(-1), 0)) / top
-    scales = scales.astype(np.float16).astype(np.float32)
-    steps = groups / np.where(scales == 0, 1, scales)[..., None]
-    zeros = np.full_like(scales, middle) if symmetric else np.rint(-steps.min(-1)).clip(least, top)
-    codes = (np.rint(steps) + zeros[..., None]).clip(0, top).astype(np.uint8).reshape(weights.shape)
-    return GroupedTensor(name, bits, codes, scales, zeros, 32)
 
 
 def own_noise(type: str, raw: np.ndarray) -> float | None:

@@ -112,6 +112,7 @@ def convert_as(
     ) as ckpt:
         if adapter is not None:
             merge(ckpt, adapter)
+        options = options.for_source(coded=bool(ckpt.modules))
         reads = with_checkpoint(reads, ckpt)
         check_all(path, reads)
         importance = Importance.read(imatrix, ckpt)

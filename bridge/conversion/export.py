@@ -11,44 +11,55 @@ to be, and all is written again if they are not.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import cycle
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from bridge.checkpoint.files.folder import check_folder
 from bridge.checkpoint.grouped import GroupedTensor, PackedTensor
 from bridge.conversion.codes_of_blocks import NotPlain
 from bridge.conversion.expert_stacks import in_stacks
+from bridge.conversion.gguf_checkpoint import open_source
 from bridge.conversion.gguf_config import checked_source, write_config
 from bridge.conversion.gguf_source import Assembled, GgufSource, Place
 from bridge.conversion.layer_forms import (
     ALL_CODES,
     AS_FLOATS,
     BITS,
+    CALIBRATED,
     EXACT,
     ROUNDED,
     Form,
     codes_at,
     common_size,
     form_of,
+    is_symmetric,
     lost,
     noise_of,
     slices,
 )
 from bridge.conversion.mlx_config import mlx_config
+from bridge.conversion.paths import files_of
+from bridge.conversion.to_checkpoint import calibrate_groups
 from bridge.encode.block_words import Room
 from bridge.errors import BridgeError, parameter
 from bridge.gguf_file.reader import StoredModel, expect_model, read_gguf
 from bridge.quantize.checkpoint_writer import CheckpointWriter
+from bridge.quantize.settings import Calibration
 from bridge.system import compiling
 from bridge.system.files import expanded
 from bridge.system.options import checked
 from bridge.system.progress import Progress
-from bridge.system.text import align, compile_text, percent, size_text
+from bridge.system.row_threads import thread_limit
+from bridge.system.text import align, compile_text, percent, size_text, summarise_notes
+
+if TYPE_CHECKING:
+    from bridge.quantize.layer_store import LayerStore
 
 FORMATS = ("floats", "gptq", "gptq_v2", "gptq_p", "awq", "compressed-tensors", "mlx", "hqq", "modelopt")
 DTYPES = ("F16", "BF16", "F32")
@@ -59,7 +70,7 @@ _LAYER = re.compile(r"blk\.\d+\.(attn|ffn)_(?!gate_inp)[a-z_]+\.weight")
 class ExportedTensor:
     """What became of a tensor.
 
-    how    EXACT, ALL_CODES (scales rounded), ROUNDED or AS_FLOATS
+    how    EXACT, ALL_CODES (scales rounded), ROUNDED, CALIBRATED or AS_FLOATS
     kind   of the codes: int, NVFP4 or MXFP4
     nmse   squared error over squared weights, of a quantized layer
     share  the error as a share of the type's own noise, where that is known
@@ -101,12 +112,13 @@ class Exported:
             shares = [t.share for t in members if t.share]
             rows.append((str(len(members)), str(type), form, str(how), error, percent(max(shares)) if shares else ""))
         lines = align(rows, (False, True, True, True, False, False))
-        lines += [f"note: {note}" for note in self.notes]
+        lines += [f"note: {note}" for note in summarise_notes(self.notes)]
         took = f"{self.seconds:.1f} s{compile_text(self.compile_seconds)}"
         return "\n".join([*lines, f"{size_text(self.nbytes)} in {took}", f"wrote {self.out}"])
 
 
 @checked
+@thread_limit()
 def export(
     model: str | Path,
     out: str | Path,
@@ -115,6 +127,7 @@ def export(
     bits: int | None = None,
     config: str | Path | None = None,
     dtype: str | None = None,
+    calibrate: Calibration | None = None,
     force: bool = False,
     progress: Progress | None = None,
 ) -> Exported:
@@ -135,8 +148,11 @@ def export(
               model from the GGUF, the others (vision towers) from the folder's weights, or missing if it has none
     dtype     of floats: "F16", "BF16" or "F32"; None: BF16 if the GGUF has tensors of that type, else F16. In MLX F16,
               as its scales are
+    calibrate  the text and the method that layers are quantized with which would else be rounded; their bits and groups
+              stay as they are without. Not awq, which scales norms too. Finished layers are stored in the folder
+              `<out>.layers` until all is written: a second run continues where an interrupted one stopped
     force     replace an existing checkpoint
-    progress  called with (bytes done, all bytes, tensor)
+    progress  called with (bytes done, all bytes, tensor); while layers are calibrated, that of `calibrate` is
 
     Raises BridgeError for a damaged GGUF, one whose architecture is unknown or not that of the config, metadata that
     transformers does not convert, a tensor that cannot be separated from others again, and a value that the dtype
@@ -150,6 +166,8 @@ def export(
         raise BridgeError(f"{parameter('bits', bits)}: {format} has {known or 'no codes that are rounded to'}")
     if dtype not in (None, *DTYPES):
         raise BridgeError(f"unknown {parameter('dtype', dtype)}: choose {', '.join(DTYPES)}")
+    if calibrate is not None and format == "floats":
+        raise BridgeError(f"{parameter('calibrate')}: floats are not rounded; choose another {parameter('format')}")
     gguf = read_gguf(expanded(model))
     expect_model(gguf.metadata, gguf.files[0])
     if dtype is None:
@@ -157,12 +175,13 @@ def export(
     quantized = format != "floats"
     with ExitStack() as stack:
         if config is None:
-            home = Path(stack.enter_context(TemporaryDirectory()))
-            write_config(gguf, home)
-            source = checked_source(gguf, home, dtype, quantized)
+            made = Path(stack.enter_context(TemporaryDirectory()))
+            write_config(gguf, made)
+            source = checked_source(gguf, made, dtype, quantized)
         else:
             source = GgufSource(gguf, expanded(config), dtype, quantized)
-        request = gguf, source, expanded(out), format, bits, force, progress
+        home = None if config is None else expanded(config)
+        request = gguf, source, expanded(out), format, bits, calibrate, home, force, progress
         try:
             done = _write(*request, first_rows_tell=True)
         except NotPlain:
@@ -177,12 +196,14 @@ def _write(
     path: Path,
     format: str,
     bits: int | None,
+    calibrate: Calibration | None,
+    home: Path | None,
     force: bool,
     progress: Progress | None,
     first_rows_tell: bool,
 ) -> Exported:
     """Write the folder; the times are left to the caller. Raises NotPlain if first rows do not tell what others are."""
-    check_folder(source, path, force, gguf.files)
+    check_folder(source, path, force, [*gguf.files, *files_of(*(calibrate.files if calibrate else []))])
     reports: dict[str, ExportedTensor] = {}
     own_forms: dict[str, Form | None] = {}
     whole: dict[str, Place] = {}
@@ -212,18 +233,37 @@ def _write(
         raise BridgeError(
             f"{gguf.files[0]}: has no layer that {format} holds; choose {parameter('format', 'floats')}{rounding}"
         )
+    notes = [*source.notes]
+    kept: LayerStore | None = None
+    if calibrate is not None:
+        kept, said = _calibrated(gguf, home, path, format, forms, calibrate, force)
+        forms = {m: replace(form, how=CALIBRATED) if m in kept.layers else form for m, form in forms.items()}
+        notes += said
     with CheckpointWriter(
-        source, path, format if layers else "gptq_v2", layers, stacks=stacks, force=force, progress=progress
+        source,
+        path,
+        format if layers else "gptq_v2",
+        layers,
+        stacks=stacks,
+        clamp=kept is not None,  # GPTQ v1: a calibrated zero point of 0
+        force=force,
+        progress=progress,
     ) as writer:
         sums = dict.fromkeys(forms, (0.0, 0.0))
-        for first, tensor, (error, signal) in _layers(whole, forms, format):
+        for module, layer in kept.layers.items() if kept is not None else ():
+            codes, every_row = layer.tensor(), (slice(0, whole[module].part.shape[0]),)
+            writer.add(codes)
+            sums[module] = lost(whole[module], format, forms[module], codes, every_row)
+        others = {module: form for module, form in forms.items() if form.how != CALIBRATED}
+        for first, tensor, (error, signal) in _layers(whole, others, format):
             writer.add(tensor, first)
             sums[tensor.name] = sums[tensor.name][0] + error, sums[tensor.name][1] + signal
         for module, form in forms.items():
             reports[f"{module}.weight"] = _report(whole[module], form, *sums[module])
         written = writer.finish()
+    if kept is not None:
+        kept.remove()
     rest = sum(t.how == ROUNDED for t in reports.values())
-    notes = [*source.notes]
     if rest:
         notes.append(f"{rest} layers have no codes that {format} holds{f' in {bits} bits' if bits else ''}: rounded")
     if format == "awq" and len(own_sizes) > 1:
@@ -237,6 +277,31 @@ def _write(
             f"{float_stacks} stacks of experts are floats: checkpoints of this architecture have them as one tensor"
         )
     return Exported(written.out, format, list(reports.values()), written.nbytes, 0.0, notes)
+
+
+def _calibrated(
+    gguf: StoredModel,
+    home: Path | None,
+    path: Path,
+    format: str,
+    forms: Mapping[str, Form],
+    calibrate: Calibration,
+    force: bool,
+) -> tuple[LayerStore, list[str]]:
+    """The layers that would be rounded, quantized with a text, and notes.
+
+    home  the folder of config and tokenizer; None: they are made of the metadata
+    """
+    layers = {module: form.groups for module, form in forms.items() if form.how == ROUNDED}
+    if not layers:
+        given = parameter("calibrate")
+        raise BridgeError(f"{gguf.files[0]}: {format} holds the codes of all its layers; export it without {given}")
+    if calibrate.act_order == "free" and not format.startswith("gptq"):
+        given = parameter("act_order", "free")
+        raise BridgeError(f"{given}: {format} has no column permutation; choose fixed, static or none")
+    symmetric = {module for module, groups in layers.items() if is_symmetric(groups.bits, format)}
+    with open_source(gguf.files[0], home, by_family=True) as ckpt:
+        return calibrate_groups(ckpt, layers, symmetric, calibrate, path, force)
 
 
 def _layers(
@@ -266,7 +331,7 @@ def _layers(
 def _report(place: Place, form: Form, error: float, signal: float) -> ExportedTensor:
     """What became of a layer. Blocks that are written as they are need not be compared."""
     groups, how = form.groups, form.how
-    noise = noise_of(place) if how == ROUNDED else None
+    noise = noise_of(place) if how == ROUNDED else None  # calibrated weights move on purpose
     return ExportedTensor(
         f"{place.part.module}.weight",
         place.stored.type,

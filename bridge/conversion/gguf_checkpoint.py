@@ -17,11 +17,13 @@ import numpy as np
 
 from bridge.blocks.read import READ
 from bridge.checkpoint import Checkpoint
+from bridge.checkpoint.files.dtypes import NUMPY, is_finite, not_finite
 from bridge.checkpoint.files.hub import kind_of, open_by_name
 from bridge.checkpoint.files.store import Store, TensorInfo
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.conversion.gguf_config import checked_source, write_config
 from bridge.conversion.gguf_source import Assembled, GgufSource, Place
+from bridge.encode.block_bytes import unpack_scales
 from bridge.errors import BridgeError, parameter
 from bridge.gguf_file.reader import StoredModel, StoredTensor, expect_model, read_gguf
 from bridge.models.outline import Outline, OutlineTensor, Part
@@ -88,11 +90,14 @@ class GgufCheckpoint(Checkpoint):
         return any(tensor.type not in UNQUANTIZED for tensor in self._model.tensors.values())
 
     def copied(self, name: str, type: str, shape: tuple[int, ...]) -> np.ndarray:
-        """uint8: a tensor's bytes, by its GGUF name. Raises BridgeError if it is of another type or shape."""
+        """uint8: a tensor's bytes, by its GGUF name. Raises BridgeError if its type or shape differs, or it has NaN."""
         stored = self._model.tensors.get(name)
         if stored is None or (stored.type, stored.shape) != (type, shape):
             raise BridgeError(f"{self.path}: has no {type} {name} of {list(shape)}; the plan is of another GGUF")
-        return stored.read(0, stored.raw.size)
+        data = stored.read(0, stored.raw.size)
+        if not _is_finite(type, data):
+            raise not_finite(stored.file, name)
+        return data
 
     def close(self) -> None:
         """Remove config and tokenizer if they were made."""
@@ -161,6 +166,26 @@ def _by_family(model: StoredModel, home: Path, make: bool, stack: ExitStack) -> 
             data = stored.read(0, stored.raw.size)
             tensors.append(OutlineTensor(stored.name, stored.shape, data=data, fixed_type=stored.type))
     return GgufCheckpoint(model, source.places, tensors, home, source.config, stack.pop_all())
+
+
+def _is_finite(type: str, raw: np.ndarray) -> bool:
+    """Whether all values of a type's bytes, uint8, are finite; of types that are not read, nothing is known.
+
+    Of blocks with halves, these alone are looked at; of MXFP4, the byte that stands for NaN. NVFP4 has none: see there.
+    """
+    if type in UNQUANTIZED:
+        return is_finite(raw.view(NUMPY[type]), type)
+    block = READ.get(type)
+    if block is None or (block.scales and block.subs > 1):
+        return True
+    blocks = raw.reshape(-1, block.nbytes)
+    if block.scales:
+        return not (blocks[:, 0] == block.no_scale).any()
+    if block.d_nibbles:
+        scales = unpack_scales(block, raw.reshape(1, -1), np.ones(len(blocks) * block.subs, np.int8))
+        return bool(np.isfinite(scales).all())
+    halves = (block.d_at, block.dmin_at) if block.has_min else (block.d_at,)
+    return all(bool((blocks[:, at + 1] & 0x7C != 0x7C).all()) for at in halves)  # exponents that are not all ones
 
 
 def _fixed_type(model: StoredModel, stored: StoredTensor) -> str | None:

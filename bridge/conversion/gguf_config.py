@@ -56,7 +56,7 @@ def checked_source(model: StoredModel, folder: Path, dtype: str, quantized: bool
         source = GgufSource(model, folder, dtype, quantized, made=True)
         shapes = {name: info.shape for name, info in source.tensors.items()}
         made = describe_model(source.config, folder, shapes, str(pre) if pre is not None else None).metadata
-    except BridgeError as problem:
+    except (BridgeError, TypeError, ValueError, LookupError, ArithmeticError) as problem:  # of values of a wrong kind
         raise _refused(file, f"the config made of its metadata is not read again ({problem})") from problem
     unscaled = model.metadata.get(f"{arch}.{_SCALING}type") == "none"
     prefix = f"{made['general.architecture'].value}."

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from bridge.blocks.read import READ
-from bridge.checkpoint.files.dtypes import NUMPY, from_float32
+from bridge.checkpoint.files.dtypes import NUMPY, from_float32, is_finite, not_finite
 from bridge.checkpoint.files.store import Store, TensorInfo
 from bridge.checkpoint.files.weight_files import belongs, open_store
 from bridge.checkpoint.labels.quant_config import QuantConfig
@@ -225,7 +225,7 @@ class GgufSource:
         return self
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
-        """A tensor's values in the dtype of the new checkpoint. Raises BridgeError if F16 cannot hold one."""
+        """A tensor's values in the dtype of the new checkpoint. Raises BridgeError if one is not finite, or in it."""
         if name in self._others:
             store, stored = self._others[name]
             return store.read(stored, rows)
@@ -236,8 +236,14 @@ class GgufSource:
         place = self.places[name]
         whole = isinstance(place, Place) and place.part.change is None and len(place.part.shape) > 1
         if isinstance(place, Place) and whole and place.stored.type == dtype:
-            return place.raw(run).view(NUMPY[dtype])
-        return from_float32(place.floats(run), dtype, name)
+            elements = place.raw(run).view(NUMPY[dtype])
+            if not is_finite(elements, dtype):
+                raise not_finite(place.stored.file, name)
+            return elements
+        values = place.floats(run)
+        if not np.isfinite(values).all():
+            raise not_finite(place.stored.file, name)
+        return from_float32(values, dtype, name)
 
     def _info(self, name: str, place: Place | Assembled, dtype: str) -> TensorInfo:
         if place.stored.type not in (*READ, *UNQUANTIZED):

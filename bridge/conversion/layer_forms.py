@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bridge.blocks.read import READ
+from bridge.checkpoint.files.dtypes import not_finite
 from bridge.checkpoint.formats.fp4_layouts import fp4_obstacle
 from bridge.checkpoint.formats.layouts import (
     GPTQ_BITS,
@@ -35,11 +36,11 @@ from bridge.conversion.codes_of_blocks import (
     own_noise,
     packed_of,
     regrouped,
-    rounded,
 )
 from bridge.conversion.gguf_source import Place
 from bridge.encode.block_words import TILE, TYPES_IN_WORDS, Room
 from bridge.encode.limits import REQUANTIZED_LIMIT
+from bridge.encode.round_groups import round_to_groups
 from bridge.quantize.checkpoint_writer import Groups, refusal
 from bridge.runtime.cpu.dequantize import UNQUANTIZED
 
@@ -47,7 +48,7 @@ BITS: dict[str, tuple[int, ...]] = {
     "gptq": GPTQ_BITS, "gptq_v2": GPTQ_BITS, "gptq_p": PLANAR_BITS, "awq": (4,), "compressed-tensors": (4, 8),
     "mlx": MLX_BITS, "hqq": HQQ_BITS, "modelopt": (),
 }  # fmt: skip
-EXACT, ALL_CODES, ROUNDED, AS_FLOATS = "exact", "all codes", "rounded", "floats"
+EXACT, ALL_CODES, ROUNDED, CALIBRATED, AS_FLOATS = "exact", "all codes", "rounded", "calibrated", "floats"
 _OFFSET_SIZES = {"mlx": MLX_SIZES, "hqq": HQQ_SIZES}  # formats with any zero points, and their group sizes
 _IN_WORDS = ("gptq", "gptq_v2", "gptq_p", "compressed-tensors", "mlx")  # formats that pack consecutive codes
 _AT_ONCE = 1 << 20  # values of a layer that are rounded or compared
@@ -59,7 +60,7 @@ _WORDS_AT_ONCE, _TRANSPOSED_AT_ONCE, _CODES_AT_ONCE = 1 << 20, 32 << 20, 4 << 20
 class Form:
     """How a layer is written, which its data tells: what becomes of it, and how the format describes it.
 
-    how      EXACT, ROUNDED, or ALL_CODES, which only its error tells from EXACT
+    how      EXACT, CALIBRATED, ROUNDED, or ALL_CODES, which only its error tells from EXACT
     offsets  zero points are not whole numbers
     packed   codes and scales of the blocks are the format's, see `packed_of`
     """
@@ -118,9 +119,10 @@ def _coded_form(place: Place, format: str, bits: tuple[int, ...], offsets: bool,
     at all with `first_rows_tell`.
     """
     type, shape = place.stored.type, (place.part.shape[0], place.part.shape[1])
-    block, width, size, middle, plain = READ.get(type), 0, shape[1], True, True
+    block, width, size, middle = READ.get(type), 0, shape[1], True
     if block is None:
         return None
+    plain = offsets or not block.has_min  # whether offsets are whole is for all rows to tell
     own = (block.levels - 1).bit_length(), block.sub
     in_words = type in TYPES_IN_WORDS and format in _IN_WORDS
     most = next((n for n in bits if n >= own[0]), 0)
@@ -162,20 +164,24 @@ def _rounded_form(place: Place, format: str, bits: int | None) -> Form | None:
     for width in BITS[format] if bits is None else (bits,):
         if bits is None and width < 8 and noise is None:
             continue
-        error, finite = 0.0, True
+        error, finite = 0.0, False
         for rows in _runs(shape):
             weights = place.floats(rows)
+            if not np.isfinite(weights).all():
+                raise not_finite(place.stored.file, place.part.source)
             found = _rounded(place.part.module, weights, width, format)
-            finite &= bool(np.isfinite(found.scales).all())
+            finite = bool(np.isfinite(found.scales).all())
+            if not finite:
+                break
             error += float(np.square(found.dequantize() - weights, dtype=np.float64).sum())
             if width < 8 and not error <= limit:
                 break
         if finite and (width == 8 or error <= limit):
-            return Form(ROUNDED, _groups(width, 32, _is_symmetric(width, format), shape, format))
+            return Form(ROUNDED, _groups(width, 32, is_symmetric(width, format), shape, format))
     return None
 
 
-def _is_symmetric(bits: int, format: str) -> bool:
+def is_symmetric(bits: int, format: str) -> bool:
     """Whether layers are rounded around the middle: below 8 bits they have zero points, but for compressed-tensors,
     which transformers does not load with them."""
     return bits == 8 or format == "compressed-tensors"
@@ -183,7 +189,7 @@ def _is_symmetric(bits: int, format: str) -> bool:
 
 def _rounded(name: str, weights: np.ndarray, bits: int, format: str) -> GroupedTensor:
     """Weights rounded to nearest, in groups of 32."""
-    return rounded(name, weights, bits, _is_symmetric(bits, format), least=format == "gptq")
+    return round_to_groups(name, weights, bits, is_symmetric(bits, format), least=format == "gptq")
 
 
 def _groups(bits: int, size: int, middle: bool, shape: tuple[int, int], format: str) -> Groups:
@@ -245,7 +251,8 @@ def lost(
 ) -> tuple[float, float]:
     """The squared error of rows as a format has them, and their squared weights; 0 where they are the blocks'."""
     error, signal, at = 0.0, 0.0, 0
-    if isinstance(tensor, GroupedTensor) and (form.how == ROUNDED or _is_changed(place.stored.type, format)):
+    carried = form.how not in (ROUNDED, CALIBRATED)
+    if isinstance(tensor, GroupedTensor) and not (carried and not _is_changed(place.stored.type, format)):
         for run in (run for rows in runs for run in _runs_of(rows, place.part.shape[1])):
             weights = place.floats(run)
             held = _held(tensor, format, slice(at, at := at + len(weights)))

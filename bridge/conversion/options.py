@@ -8,9 +8,9 @@ How layers are quantized with a text is `bridge.quantize.settings.Calibration`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from bridge.conversion.recipe import FLOAT_TYPES, MMPROJ_TYPES, Recipe
 from bridge.errors import BridgeError, parameter
@@ -192,6 +192,14 @@ class ConvertOptions(PlanOptions):
                 )
         if self.budget is not None:
             self._check_budget(self.budget)
+
+    def for_source(self, coded: bool) -> Self:
+        """The options for a source, with the type that `auto` is when floats alone are to be calibrated.
+
+        coded  whether it has codes, which `auto` carries
+        """
+        chosen = self.calibrate is None or self.budget is not None or self.plan is not None or self.type != "auto"
+        return self if chosen or coded else replace(self, type="Q4_K")
 
     def _check_budget(self, budget: Budget) -> None:
         asked = "size" if budget.size is not None else "bpw"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bridge.checkpoint import Checkpoint
+from bridge.checkpoint.files.dtypes import not_finite
 from bridge.conversion.gguf_checkpoint import GgufCheckpoint
 from bridge.errors import BridgeError
 from bridge.models.model_config import sizes_of
@@ -198,9 +199,7 @@ class PartReader:
             raise self._other_shape(part)
         if part.change != "scalar" and not np.isfinite(kept).all():
             _, file = self._stored(part)
-            raise BridgeError(
-                f"{file}: {part.source} holds NaN or infinite values; the checkpoint is damaged, download it again"
-            )
+            raise not_finite(file, part.source)
         return kept
 
     def _stored(self, part: Part) -> tuple[tuple[int, ...], Path]:

@@ -120,8 +120,9 @@ class Recipe:
         "auto",
         "auto: the smallest K-quant (Q8_0 for 8 bits) that carries the codes and adds under "
         f"{CARRIED_LIMIT:.0%} of the checkpoint's own quantization noise, or where no type does, the smallest that "
-        f"adds under {REQUANTIZED_LIMIT:.0%}, Q8_0 at worst; exact: the smallest bit-exact type, auto's where there is "
-        f"none; a block type ({', '.join(_SIZES)}); F16, BF16 or F32; or a llama.cpp preset (Q4_K_M, Q3_K_L, ...): its "
+        f"adds under {REQUANTIZED_LIMIT:.0%}, Q8_0 at worst; Q4_K where a text is given and all weights are floats; "
+        "exact: the smallest bit-exact type, auto's where there is none; a block type "
+        f"({', '.join(_SIZES)}); F16, BF16 or F32; or a llama.cpp preset (Q4_K_M, Q3_K_L, ...): its "
         "mixture for tensors that arrive as floats, and an upper bound for those that arrive as codes",
         metavar="TYPE",
     )

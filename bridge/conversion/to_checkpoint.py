@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,8 @@ from bridge.checkpoint.files.hub import model_name, open_by_name
 from bridge.conversion.calibrate_layers import LayerTarget, quantize_layers
 from bridge.conversion.calibration_text import with_length
 from bridge.conversion.paths import files_of, layers_of
-from bridge.errors import BridgeError
+from bridge.errors import BridgeError, parameter
+from bridge.quantize.checkpoint_labels import Groups
 from bridge.quantize.settings import Calibration
 from bridge.system.options import checked
 from bridge.system.row_threads import thread_limit
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
     from bridge.checkpoint import Checkpoint
     from bridge.quantize.checkpoint_writer import Written
+    from bridge.quantize.layer_store import LayerStore
+    from bridge.quantize.method import Method
 
 _ROUTERS = ("gate", "router", "shared_expert_gate")  # small, and what they choose is all or nothing
 
@@ -56,16 +59,14 @@ def quantize_checkpoint(
 
     Raises BridgeError for anything wrong with the input, and where the format cannot hold what is asked for.
     """
-    from bridge.quantize import groups
     from bridge.quantize.awq import Awq
-    from bridge.quantize.checkpoint_writer import Groups, Written, refusal, write_checkpoint
+    from bridge.quantize.checkpoint_writer import Written, refusal, write_checkpoint
 
     path = Path(out) if out is not None else Path(f"{model_name(str(checkpoint))}-{format}-{bits}bit")
     with open_by_name(checkpoint, config) as ckpt:
         check_folder(ckpt, path, force, files_of(*calibrate.files))
         calibrate, length_notes = with_length(ckpt, calibrate)
-        grid = f"{bits} bits, groups of {group_size}, {'symmetric' if symmetric else 'asymmetric'}"
-        method = calibrate.quantizer(groups(bits, group_size, symmetric))
+        grid, method = _rounding(Groups(bits, group_size), symmetric, calibrate)
         awq = Awq(method, stored=_norms(ckpt), folder=layers_of(path)) if calibrate.method == "awq" else None
         shapes = _linears(ckpt)
         whys = {
@@ -103,6 +104,41 @@ def quantize_checkpoint(
         kept.remove()
     written.notes += notes
     return written
+
+
+def calibrate_groups(
+    ckpt: Checkpoint,
+    layers: Mapping[str, Groups],
+    symmetric: Collection[str],
+    calibrate: Calibration,
+    path: Path,
+    force: bool,
+) -> tuple[LayerStore, list[str]]:
+    """Quantize layers of an opened checkpoint to groups; notes tell how.
+
+    symmetric  the layers whose zero points are the middle code
+    path       the folder that is made of them: finished layers are stored next to it
+
+    Raises BridgeError for a method that is more than codes, and as `quantize_layers` does.
+    """
+    if calibrate.method == "awq":
+        given = parameter("method", "awq")
+        raise BridgeError(f"{given}: changes norms too, which an export keeps; choose two-sided, gptaq, gptq or rtn")
+    if calibrate.blocks is not None:
+        raise BridgeError(f"{parameter('blocks', calibrate.blocks)}: an export calibrates all blocks in one run")
+    calibrate, notes = with_length(ckpt, calibrate)
+    targets = {name: LayerTarget(*_rounding(groups, name in symmetric, calibrate)) for name, groups in layers.items()}
+    kept, more = quantize_layers(ckpt, calibrate, targets, layers_of(path), force)
+    return kept, [*notes, *more]
+
+
+def _rounding(layer: Groups, symmetric: bool, calibrate: Calibration) -> tuple[str, Method]:
+    """The name of a layer's grid, and what quantizes it to that."""
+    from bridge.quantize import groups
+
+    bits, size = layer.bits, layer.group_size
+    grid = groups(bits, size, symmetric, shrink=calibrate.method == "rtn")
+    return f"{bits} bits, groups of {size}, {'symmetric' if symmetric else 'asymmetric'}", calibrate.quantizer(grid)
 
 
 def _norms(ckpt: Checkpoint) -> torch.dtype:

@@ -25,6 +25,11 @@ ROPE_FACTORS = "rope_freqs", "rope_factors_long", "rope_factors_short"
 
 _LLAMA3 = (1.0, 4.0), (1.0, 1.0)  # low_freq_factor and high_freq_factor of all of its models, and of Llama 4's
 _LLAMA3_CONTEXT = 8192
+_MOST_BLOCKS, _MOST = 512, 1 << 16  # blocks, as in llama.cpp; whatever else is counted
+_POSITIVE = (
+    "block_count", "embedding_length", "context_length", "attention.key_length", "attention.key_length_swa",
+    "ssm.time_step_rank", "full_attention_interval", "rope.freq_base", "rope.freq_base_swa", "rope.scaling.factor",
+)  # fmt: skip
 
 
 def family_of_gguf(metadata: Mapping[str, Any]) -> Family:
@@ -41,7 +46,33 @@ def family_of_gguf(metadata: Mapping[str, Any]) -> Family:
 def gguf_layers(metadata: Mapping[str, Any]) -> int:
     """The layers of a GGUF without those that predict further tokens."""
     arch = metadata["general.architecture"]
-    return int(metadata[f"{arch}.block_count"]) - int(metadata.get(f"{arch}.nextn_predict_layers", 0))
+    blocks, predicting = (
+        _checked(arch, key, metadata.get(f"{arch}.{key}", default))
+        for key, default in (("block_count", None), ("nextn_predict_layers", 0))
+    )
+    if not isinstance(blocks, int) or not isinstance(predicting, int) or predicting >= blocks:
+        raise BridgeError(
+            f"{arch}.block_count is {blocks} with {predicting} in nextn_predict_layers, which leave no layers; convert "
+            "the model again"
+        )
+    return blocks - predicting
+
+
+def _checked(arch: str, key: str, value: Any) -> Any:
+    """A value of the metadata, with whose numbers the config is computed: what divides is no 0, nothing is endless."""
+    value = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+    most = _MOST_BLOCKS if key == "block_count" else _MOST if key.endswith("_count") else 1 << 32
+    if key in _POSITIVE and not (value is None or isinstance(value, int | float)):
+        raise BridgeError(f"{arch}.{key} is {value!r:.60}; must be a number; convert the model again")
+    for number in value if isinstance(value, list) else [value]:
+        if number is None or isinstance(number, bool | str):
+            continue
+        if isinstance(number, float) and not math.isfinite(number):
+            raise BridgeError(f"{arch}.{key} is {number}; must be finite; convert the model again")
+        if number > most or (key in _POSITIVE and number <= 0) or (isinstance(number, int) and number < 0):
+            least = "above 0" if key in _POSITIVE else "at least 0"
+            raise BridgeError(f"{arch}.{key} is {number}; must be {least} and at most {most}; convert the model again")
+    return value
 
 
 def config_of_gguf(metadata: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
@@ -50,14 +81,23 @@ def config_of_gguf(metadata: Mapping[str, Any], names: Collection[str]) -> dict[
     metadata  as read; tokenizer.ggml.tokens may be their number
     names     of its tensors
 
-    Raises BridgeError for an architecture without a family, and where a key is missing.
+    Raises BridgeError for an architecture without a family, and where a key is missing or its value of the wrong kind.
     """
     family = family_of_gguf(metadata)
+    try:
+        return _config(family, metadata, names)
+    except (TypeError, ValueError, LookupError, ArithmeticError) as problem:  # of some 300 keys, lists and numbers
+        raise BridgeError(
+            f"a key of {family.arch}, or a token id, is missing from the metadata or has a value of the wrong kind "
+            f"({problem}); convert the model again"
+        ) from problem
+
+
+def _config(family: Family, metadata: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     arch = family.arch
 
     def get(key: str, default: Any = None) -> Any:
-        value = metadata.get(f"{arch}.{key}", default)
-        return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+        return _checked(arch, key, metadata.get(f"{arch}.{key}", default))
 
     def needed(key: str) -> Any:
         value = get(key)

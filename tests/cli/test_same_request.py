@@ -59,6 +59,29 @@ def test_a_calibrated_block_type_gives_the_same_file_head_and_all(
     assert types(mine)["blk.0.ffn_up.weight"] == "Q4_K"
 
 
+@pytest.mark.parametrize("command", ["quantize", "convert"])
+def test_floats_that_are_calibrated_have_the_same_type_by_default(
+    model: Path, tokens: Path, tmp_path: Path, command: str
+) -> None:
+    mine, theirs = tmp_path / "mine.gguf", tmp_path / "theirs.gguf"
+    assert main([command, str(model), str(mine), "--calibrate", str(tokens), "--method", "rtn"]) == 0
+    bridge.convert(model, theirs, calibrate=Calibration(tokens, method="rtn"))
+    assert mine.read_bytes() == theirs.read_bytes()
+    assert types(mine)["blk.0.ffn_up.weight"] == "Q4_K"
+
+
+@pytest.mark.parametrize("command", ["quantize", "convert"])
+def test_codes_are_carried_where_a_text_is_given_and_no_type(tokens: Path, tmp_path: Path, command: str) -> None:
+    """Of these layers, the text quantizes those whose type holds their codes no more."""
+    options = ["--calibrate", str(tokens), "--method", "rtn", "--tensor-type", "blk.0.ffn_up=Q3_K"]
+    assert main([command, str(CHECKPOINT), str(tmp_path / "mine.gguf"), *options]) == 0
+    settings = Calibration(tokens, method="rtn")
+    bridge.convert(CHECKPOINT, tmp_path / "theirs.gguf", calibrate=settings, tensor_types=[("blk.0.ffn_up", "Q3_K")])
+    bridge.convert(CHECKPOINT, tmp_path / "auto.gguf", tensor_types=[("blk.0.ffn_up", "Q3_K")])
+    assert (tmp_path / "mine.gguf").read_bytes() == (tmp_path / "theirs.gguf").read_bytes()
+    assert types(tmp_path / "mine.gguf") == types(tmp_path / "auto.gguf")
+
+
 @pytest.mark.parametrize(("flags", "options"), [
     ([], {}),
     (["--exact"], {"type": "exact"}),

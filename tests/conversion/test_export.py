@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -21,14 +22,16 @@ from bridge.checkpoint.formats.fp4_layouts import FP4_LAYOUTS, fp4_obstacle
 from bridge.checkpoint.formats.layouts import LAYOUTS
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.conversion.codes_of_blocks import NotPlain, codes_of, fp4_of, is_plain, packed_of
+from bridge.conversion.gguf_config import write_config
 from bridge.encode.block_bytes import unpack_fields
 from bridge.encode.block_words import Room
 from bridge.errors import BridgeError
-from bridge.gguf_file.reader import read_gguf
+from bridge.gguf_file.reader import StoredModel, read_gguf
 from bridge.runtime.bench import random_tensor
 from bridge.runtime.cpu.dequantize import rows
 from scripts.peers.predictions import mean_kl
 from tests.conftest import CHECKPOINT, ROOT, shared
+from tests.support.tiny_gguf import write_decoder
 
 
 def same_codes(first, second) -> None:
@@ -149,6 +152,38 @@ def test_a_layer_whose_first_rows_alone_are_plain_is_written_as_its_rows_are(tmp
     changed = {name for name, how in found["odd"].items() if how != found["native"][name]}
     assert changed == {"model.layers.0.mlp.down_proj.weight"}
     assert sorted(tmp_path.iterdir()) == sorted([*before, tmp_path / "native", tmp_path / "odd"])
+
+
+def damaged(folder: Path, type: str, bits: int, at: int) -> Path:
+    """A GGUF of this type in whose last block of a layer, or last float, two bytes are these bits."""
+    path = write_decoder(folder / "damaged.gguf", types={"": type}, hidden=256, inner=256, heads=8)
+    tensor = read_gguf(path).tensors["blk.0.ffn_down.weight"]
+    data = bytearray(path.read_bytes())
+    start = tensor.start + tensor.raw.size - (READ[type].nbytes if type in READ else 4) + at
+    data[start : start + 2] = bits.to_bytes(2, "little")
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("type", "bits", "at"), [
+    ("Q4_0", 0x7E00, 0), ("Q4_1", 0xFC00, 2), ("IQ4_XS", 0x7C00, 0), ("F32", 0x7F80, 2), ("BF16", 0xFF80, 2),
+    ("F16", 0x7C00, 0), ("MXFP4", 0x11FF, 0),
+])  # fmt: skip
+def test_what_is_not_finite_is_neither_exported_nor_copied(type: str, bits: int, at: int, tmp_path: Path) -> None:
+    path = damaged(tmp_path, type, bits, at)
+    config = {"architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 256, "head_dim": 32}
+    config |= {"num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 1, "vocab_size": 32}
+    config |= {"model_type": "llama", "rms_norm_eps": 1e-5, "max_position_embeddings": 128}
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home/config.json").write_text(json.dumps(config))
+    message = r"damaged.gguf: .*(ffn_down|down_proj).weight holds NaN or infinite values; the file is damaged"
+    for format, dtype in (("floats", "BF16"), ("floats", "F32"), ("floats", "F16"), ("gptq_v2", "BF16")):
+        if type not in ("MXFP4", "IQ4_XS") and (format == "floats" or type in READ):
+            with pytest.raises(BridgeError, match=message):
+                bridge.export(path, tmp_path / "new", format, config=tmp_path / "home", dtype=dtype)
+    with pytest.raises(BridgeError, match=message):
+        bridge.convert(path, tmp_path / "copy.gguf", type=type)
 
 
 def test_packing_ends_at_rows_that_are_not_plain() -> None:
@@ -279,9 +314,34 @@ def test_packed_zero_points_are_those_of_the_compressed_tensors_package() -> Non
         assert np.array_equal(packed["weight_zero_point"], theirs)
 
 
+@pytest.mark.parametrize("type", ["Q4_1", "Q5_1"])
+def test_offsets_that_are_whole_multiples_of_the_scale_are_zero_points(type: str) -> None:
+    block, rng = TYPES[type], np.random.default_rng(3)
+    raw = rng.integers(0, 256, (64, 4, block.nbytes), dtype=np.uint8)
+    d = rng.uniform(0.01, 0.1, (64, 4, 1)).astype(np.float16)
+    zeros = rng.integers(0, block.levels, (64, 4, 1))
+    raw[:, :, block.d_at : block.d_at + 2] = d.view(np.uint8)
+    raw[:, :, block.dmin_at : block.dmin_at + 2] = (-d.astype(np.float32) * zeros).astype(np.float16).view(np.uint8)
+    tensor = codes_of("layer", type, raw.reshape(64, -1), (4, 8))
+    assert tensor is not None
+    assert (tensor.bits, tensor.group_size) == (4 if type == "Q4_1" else 8, 32)
+    assert np.array_equal(tensor.zeros, zeros[:, :, 0])
+    assert np.allclose(tensor.dequantize(), rows(type, raw.reshape(64, -1)), atol=2e-3)
+    raw[63, 3, block.dmin_at : block.dmin_at + 2] = (-d[63, 3] * np.float16(2.5)).view(np.uint8)
+    assert codes_of("layer", type, raw.reshape(64, -1), (4, 8)) is None
+
+
 def test_types_with_groups_that_mlx_lacks_are_rounded(tmp_path) -> None:
     done = bridge.export(native("Q6_K", tmp_path), tmp_path / "new", "mlx", config=CHECKPOINT)
     assert {(t.how, t.bits) for t in done.tensors if t.bits} == {("rounded", 8)}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The GGUF of an integer checkpoint."""
+    path = tmp_path_factory.mktemp("source") / "model.gguf"
+    bridge.convert(CHECKPOINT, path)
+    return path
 
 
 def native(type: str, folder: Path) -> Path:
@@ -524,6 +584,26 @@ def test_config_and_tokenizer_come_from_the_metadata(tmp_path) -> None:
     assert {key for key in first if key.startswith(("qwen3.", "tokenizer."))} <= set(second)
     ends = json.loads((tmp_path / "new/generation_config.json").read_text())
     assert ends["eos_token_id"] == first["tokenizer.ggml.eos_token_id"]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("key", "value"), [
+    *(("attention.key_length", value) for value in (0, -1, "x", [], float("nan"), 2**63)),
+    *(("block_count", value) for value in (0, 513, "x", None)),
+    *(("nextn_predict_layers", value) for value in (512, -1, "x")),
+    *(("attention.head_count", value) for value in ("x", [4], 2**31)),
+    *((key, 0) for key in ("embedding_length", "context_length", "rope.freq_base")),
+    ("rope.dimension_count", []), ("attention.layer_norm_rms_epsilon", float("inf")), ("feed_forward_length", []),
+    ("rope.scaling", {"type": "yarn", "factor": 0.0}), ("rope.scaling", {"type": "yarn"}),
+    ("expert_count", 2**31),
+])  # fmt: skip
+def test_numbers_that_no_model_has_are_refused_by_name(key: str, value: Any, source: Path, tmp_path: Path) -> None:
+    model = read_gguf(source)
+    name = f"{model.metadata['general.architecture']}.{key}"
+    changed = {f"{name}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {name: value}
+    metadata: Any = {k: v for k, v in {**model.metadata, **changed}.items() if v is not None}
+    with pytest.raises(BridgeError, match=r"model\.gguf: .*; config='DIR' takes"):
+        write_config(StoredModel(model.files, metadata, model.tensors), tmp_path)
 
 
 def test_metadata_without_a_config_names_the_way_out(tmp_path) -> None:

@@ -10,6 +10,7 @@ F8_E8M0   eeeeeeee, a power of two: 2**(e - 127), 255 is NaN; scales only
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,6 +28,7 @@ _CODES = {
     "F64": "<f8",
 }  # fmt: skip
 NUMPY = {name: np.dtype(code) for name, code in _CODES.items()}
+_LARGEST = {"F16": "65504", "BF16": "3.39e38"}
 OTHER_BITS = {"C64": 64}  # sized, never read
 TORCH = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64", "F16": "float16",
@@ -56,16 +58,28 @@ def as_float32(raw: np.ndarray, dtype: str) -> np.ndarray:
 def from_float32(values: np.ndarray, dtype: str, tensor: str | None = None) -> np.ndarray:
     """float32 values as F16, BF16 (as bits) or F32 stores them, rounded to the nearest even.
 
-    Raises BridgeError if the tensor's name is given and a value becomes infinite in F16.
+    Raises BridgeError if the name of a tensor, whose values are finite, is given and one of them becomes infinite.
     """
-    if dtype != "BF16":
+    if dtype == "BF16":
+        bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+        data = ((bits + (0x7FFF + (bits >> 16 & 1))) >> 16).astype(np.uint16)
+    else:
         with np.errstate(over="ignore"):  # becomes infinite
             data = values.astype(NUMPY[dtype])
-        if tensor is not None and dtype == "F16" and not np.isfinite(data).all():
-            raise BridgeError(f"{tensor}: has values above 65504, the largest of F16; choose BF16 or F32 for it")
-        return data
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    return ((bits + (0x7FFF + (bits >> 16 & 1))) >> 16).astype(np.uint16)
+    if tensor is not None and dtype in _LARGEST and not is_finite(data, dtype):
+        most, instead = _LARGEST[dtype], "BF16 or F32" if dtype == "F16" else "F32"
+        raise BridgeError(f"{tensor}: has values above {most}, the largest of {dtype}; choose {instead} for it")
+    return data
+
+
+def is_finite(raw: np.ndarray, dtype: str) -> bool:
+    """Whether all stored elements of a dtype, BF16 as bits, are finite."""
+    return bool((raw & 0x7F80 != 0x7F80).all() if dtype == "BF16" else np.isfinite(raw).all())
+
+
+def not_finite(file: Path, tensor: str) -> BridgeError:
+    """Of a tensor that cannot be meant so."""
+    return BridgeError(f"{file}: {tensor} holds NaN or infinite values; the file is damaged, download it again")
 
 
 @cache

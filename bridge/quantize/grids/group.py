@@ -2,8 +2,8 @@
 
 Fitted as GPTQ does: from the least to the greatest weight, including 0; symmetric: zero in the middle. Ternary, as in
 the reference GPTQ's quantizer with maxq < 0: codes 0, 1, 2 are the least weight, 0 and the greatest, and a weight
-becomes one of the outer two if it is beyond half of it. `shrink` also tries narrower ranges and keeps the one with the
-least weighted squared error: with few codes, clipping outliers helps.
+becomes one of the outer two if it is beyond half of it. `shrink` takes the scale and zero point of the least weighted
+squared error instead (`round_groups`): what is rounded to nearest, without GPTQ, gains by it.
 """
 
 from dataclasses import dataclass, field
@@ -12,11 +12,10 @@ from typing import ClassVar, Self
 import numpy as np
 
 from bridge.checkpoint.grouped import GroupedTensor
+from bridge.encode.round_groups import fit_groups
 from bridge.errors import BridgeError
 from bridge.quantize.grids.line_refit import refit_lines
 from bridge.quantize.refine import Metric
-
-_SHRINKS = np.linspace(1.0, 0.4, 31)
 
 
 @dataclass
@@ -56,6 +55,11 @@ class GroupGrid:
 
     def fit(self, run: int, weights: np.ndarray, importance: np.ndarray, quick: bool = False) -> None:
         """Fit group `run` to weights [rows, n], n columns of importance [n]."""
+        if self.shrink and self.half and not self.ternary:
+            values = np.ascontiguousarray(weights, np.float32), np.ascontiguousarray(importance, np.float32)
+            self.scales[:, run], self.zeros[:, run] = fit_groups(*values, self.bits, self.symmetric)
+            self.set_lines(run)
+            return
         low = np.minimum(weights.min(axis=1), 0)
         high = np.maximum(weights.max(axis=1), 0)
         if self.symmetric:
@@ -67,20 +71,9 @@ class GroupGrid:
             self.a[:, run], self.c[:, run] = (x.astype(np.float16) if self.half else x for x in (high, low))
             self.scales[:, run], self.zeros[:, run] = self.a[:, run], 1
             return
-        best = np.full(self.rows, np.inf)
-        for share in _SHRINKS if self.shrink else _SHRINKS[:1]:
-            scale = self._stored((high - low) * share / self.high)
-            zero = np.full_like(scale, (self.high + 1) // 2) if self.symmetric else np.rint(-low * share / scale)
-            zero = np.clip(zero, self.low, self.high)
-            if self.shrink:
-                q = np.clip(np.rint(weights / scale[:, None] + zero[:, None]), self.low, self.high)
-                lost = ((scale[:, None] * (q - zero[:, None]) - weights) ** 2) @ importance
-            else:
-                lost = np.zeros(self.rows)
-            better = lost < best
-            best = np.where(better, lost, best)
-            self.scales[:, run] = np.where(better, scale, self.scales[:, run])
-            self.zeros[:, run] = np.where(better, zero, self.zeros[:, run])
+        scale = self._stored((high - low) / self.high)
+        zero = np.full_like(scale, (self.high + 1) // 2) if self.symmetric else np.rint(-low / scale)
+        self.scales[:, run], self.zeros[:, run] = scale, np.clip(zero, self.low, self.high)
         self.set_lines(run)
 
     def refit(self, run: int, codes: np.ndarray, g: np.ndarray, metric: Metric, sweep: int) -> None:
