@@ -9,7 +9,7 @@ from typing import Any
 
 from gguf import TokenType
 
-from bridge.gguf_file.pretokenizers import KNOWN_ENDS
+from bridge.gguf_file.special_tokens import special_tokens
 from bridge.models.model_config import Config
 from bridge.models.vocabulary import GGUFTokenizer
 from bridge.system.files import read_json
@@ -52,14 +52,28 @@ def add_special_tokens(
         if token < len(tokenizer.tokens) and token not in stops:
             stops.append(token)
     tokenizer.stop_ids = stops
-    # the metadata has room for two more ids; llama.cpp knows the usual texts without them
-    for token in stops[1:]:
-        if tokenizer.tokens[token] not in KNOWN_ENDS:
-            free = next((role for role in ("eot", "eom") if role not in tokenizer.ids), None)
-            if free is None:
-                tokenizer.notes.append(f"GGUF has no key left for {tokenizer.tokens[token]!r}, which also ends a reply")
-            else:
-                tokenizer.ids[free] = token
+    _mark_ends(tokenizer)
+
+
+def _mark_ends(tokenizer: GGUFTokenizer) -> None:
+    """Set the ids of eot and eom to ends of a reply that llama.cpp does not know by their texts, and the type of all
+    tokens that it takes for control tokens."""
+    types, ends = special_tokens(tokenizer.tokens, tokenizer.types, tokenizer.ids)
+    for token in tokenizer.stop_ids:
+        if token in ends:
+            continue
+        free = next((role for role in ("eot", "eom") if role not in tokenizer.ids), None)
+        if free is None:
+            tokenizer.notes.append(f"GGUF has no key left for {tokenizer.tokens[token]!r}, which also ends a reply")
+            continue
+        tokenizer.ids[free] = token
+        _, ends = special_tokens(tokenizer.tokens, tokenizer.types, tokenizer.ids)
+        if token not in ends:
+            del tokenizer.ids[free]
+            tokenizer.notes.append(f"llama.cpp does not end a reply at this vocabulary's {tokenizer.tokens[token]!r}")
+    for token, kind in enumerate(types):
+        if kind == TokenType.CONTROL:
+            tokenizer.types[token] = kind
 
 
 def _id_list(value: Any) -> list[int]:
