@@ -213,7 +213,7 @@ class _Server:
         made = await asyncio.to_thread(asked.wanted, want, self.model)
         if len(made.jobs) > self.engine.most:
             raise BadRequest(f"{len(made.jobs)} replies are asked for; the most is {self.engine.most}", "n")
-        answer = Answer(kind, self.name, self.model.tokenizer)
+        answer = Answer(kind, self.name, self.model.tokenizer, self.model.has_channels)
         streams = self.engine.submit(made.jobs)
         if want.stream:
             return _Events(self._events(answer, want, made, streams), lambda: self.engine.release(streams))
