@@ -3,17 +3,20 @@
 The tokenizer's files take precedence over config.json, whose ids are often not updated with the tokenizer.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gguf import TokenType
 
-from bridge.gguf_file.special_tokens import special_tokens
+from bridge.gguf_file.special_tokens import SPECIAL, special_tokens, stripping
 from bridge.models.model_config import Config
 from bridge.models.vocabulary import GGUFTokenizer
 from bridge.system.files import read_json
 
+_PHI_3 = re.compile("(phi)-?3", re.IGNORECASE)
+_PHI_3_TOKENS = {"</s>", "<unk>", "<s>", "<|endoftext|>"}  # without which llama.cpp loads no vocabulary of that name
 _ROLES = ("bos", "eos", "unk", "pad", "sep", "mask")
 
 
@@ -74,6 +77,33 @@ def _mark_ends(tokenizer: GGUFTokenizer) -> None:
     for token, kind in enumerate(types):
         if kind == TokenType.CONTROL:
             tokenizer.types[token] = kind
+
+
+def stripping_name(tokenizer: GGUFTokenizer, name: str, arch: str) -> tuple[str, list[str]]:
+    """general.name, spelled so that llama.cpp loads the vocabulary, and strips white space next to the special tokens
+    that the tokenizer strips it at; and notes where it does not."""
+    special = [token for token, kind in enumerate(tokenizer.types) if kind in SPECIAL]
+
+    def not_stripped(spelling: str) -> list[int]:
+        names = {"general.name": spelling, "tokenizer.ggml.pre": tokenizer.pre, "general.architecture": arch}
+        left, right = stripping(tokenizer.tokens, special, names)
+        return sorted(((tokenizer.lstrip - left) | (tokenizer.rstrip - right)) & set(special))
+
+    notes = []
+    best = _PHI_3.sub(r"\1 3", name)
+    if missing := sorted(_PHI_3_TOKENS - set(tokenizer.tokens)):
+        if best != name:
+            notes.append(
+                f"general.name is {best!r}: llama.cpp refuses {name!r} for a vocabulary without {missing[0]!r}"
+            )
+    else:
+        best = min(name, name.replace(" ", "-"), key=lambda spelling: len(not_stripped(spelling)))
+    if tokens := not_stripped(best):
+        notes.append(
+            f"the tokenizer strips white space next to {len(tokens)} special tokens such as "
+            f"{tokenizer.tokens[tokens[0]]!r}; llama.cpp does so after those of Phi-3, by general.name, and not here"
+        )
+    return best, notes
 
 
 def _id_list(value: Any) -> list[int]:

@@ -192,6 +192,37 @@ def test_ends_that_llama_cpp_knows_are_control_tokens_and_need_no_key(tmp_path: 
     assert 2050 not in ends
 
 
+@pytest.mark.parametrize(
+    ("folder", "others", "name"),
+    [("my-phi-3", True, "My-Phi-3"), ("fi-3", True, "Fi 3"), ("my-Phi3", False, "my-Phi 3")],
+)
+def test_a_models_name_is_one_by_which_llama_cpp_strips_white_space_or_loads(
+    folder: str, others: bool, name: str, tmp_path: Path
+) -> None:
+    (tmp_path / folder).mkdir()
+    data = copy_tokenizer("llama", tmp_path / folder)
+    more = {"single_word": False, "lstrip": False, "normalized": False, "special": True}
+    texts = ["<|end|>", "<|user|>", *(["<s>", "</s>", "<unk>", "<|endoftext|>"] if others else [])]
+    known = {token["content"] for token in data["added_tokens"]}
+    new = [text for text in texts if text not in known]
+    data["added_tokens"] += [
+        {"id": 2048 + i, "content": text, "rstrip": text in ("<|end|>", "<|user|>"), **more}
+        for i, text in enumerate(new)
+    ]
+    save(tmp_path / folder, data, eos_token="<|end|>")
+    outline, path = vocab_gguf(tmp_path / folder, 2048 + len(new), _name_or_path=None if others else f"me/{folder}")
+    fast = tokenizers.Tokenizer.from_str(json.dumps(data))
+    text = "<|user|>\nHi<|end|> \n<|user|> you"
+    with LlamaCpp(path) as loaded:
+        strips = loaded.tokenize(text) == fast.encode(text, add_special_tokens=False).ids
+    assert strips == (folder == "my-phi-3")
+    notes = [note for note in outline.notes if "strips white space next to 2 special tokens" in note]
+    assert len(notes) == (not strips)
+    refused = [note for note in outline.notes if "llama.cpp refuses 'my-Phi3' for a vocabulary without '</s>'" in note]
+    assert len(refused) == (not others)
+    assert outline.metadata["general.name"].value == name
+
+
 def test_an_ordinary_token_that_serves_as_padding_stays_ordinary(tmp_path: Path) -> None:
     data = copy_tokenizer("llama", tmp_path)
     save(tmp_path, data)
