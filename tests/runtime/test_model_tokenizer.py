@@ -234,7 +234,8 @@ def test_special_tokens_are_what_llama_cpp_takes_them_for(name: str, plain_vocab
     path = with_special_tokens(plain_vocabulary, types, tmp_path / "m.gguf")
     tokenizer = same_as_llama_cpp(path, texts_with(types))
     assert {tokenizer.text(token) for token in tokenizer.stops} == ends | {"<|endoftext|>"}
-    assert stop_tokens(bridge.open_gguf(path).metadata) == tokenizer.stops
+    stops = stop_tokens(bridge.open_gguf(path).metadata)
+    assert (stops[0], set(stops)) == (tokenizer.eos, tokenizer.stops)
     with LlamaCpp(path) as other:
         assert {t for t in range(len(tokenizer)) if other._lib.llama_vocab_is_eog(other._vocab, t)} == tokenizer.stops
     if name == "gpt-oss":

@@ -169,7 +169,7 @@ class Tokenizer:
         if model == "llama":
             scores = _items(metadata, "scores", float, len(self.tokens)) or [0.0] * len(self.tokens)
             prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-            unknown = role_token(metadata, "unknown", len(self.tokens))
+            unknown = role_token(metadata, "unknown", len(self.tokens)) or 0
             return SentencePiece(self.tokens, self.types, scores, unknown, prefix)
         raise BridgeError(f"tokenizer.ggml.model is {model!r}; must be gpt2 (byte-level BPE), llama or gemma4")
 
@@ -194,9 +194,11 @@ class Tokenizer:
                 yield piece
 
 
-def stop_tokens(metadata: Mapping[str, Any]) -> frozenset[int]:
-    """The ids that end a reply. Raises BridgeError if there are no tokens."""
-    return _types_and_ends(metadata, _tokens(metadata))[1]
+def stop_tokens(metadata: Mapping[str, Any]) -> list[int]:
+    """The ids that end a reply, that of the role eos first. Raises BridgeError if there are no tokens."""
+    tokens = _tokens(metadata)
+    eos = role_token(metadata, "eos", len(tokens))
+    return sorted(_types_and_ends(metadata, tokens)[1], key=lambda token: (token != eos, token))
 
 
 def _types_and_ends(metadata: Mapping[str, Any], tokens: list[str]) -> tuple[list[int], frozenset[int]]:
