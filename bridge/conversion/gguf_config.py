@@ -16,6 +16,7 @@ from bridge.gguf_file.reader import StoredModel
 from bridge.models import describe_model
 from bridge.models.gguf_config import ROPE_FACTORS, add_rope_factors, config_of_gguf
 from bridge.models.tokenizer_json import tokenizer_files
+from bridge.runtime.tokenizer import stop_tokens
 
 # keys that GGUFs of other programs have without need: they repeat what others say
 _REPEATED = ("vocab_size", "rope.dimension_count", "attention.key_length", "attention.value_length")
@@ -40,8 +41,9 @@ def write_config(model: StoredModel, folder: Path) -> None:
             (folder / name).write_text(text, encoding="utf-8")
     except BridgeError as problem:
         raise _refused(file, str(problem)) from problem
-    ends = {key: _plain(model.metadata.get(f"tokenizer.ggml.{key}")) for key in ("bos_token_id", "eos_token_id")}
-    generation = {key: value for key, value in ends.items() if value is not None}
+    tokens = {"bos_token_id": _plain(model.metadata.get("tokenizer.ggml.bos_token_id")),
+              "eos_token_id": stop_tokens(model.metadata) or None}  # fmt: skip
+    generation = {key: value for key, value in tokens.items() if value is not None}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
 
 

@@ -18,13 +18,6 @@ from typing import NamedTuple
 
 Step = tuple[str, str]
 
-# texts that llama.cpp recognizes as the end of a reply without being told
-KNOWN_ENDS = {
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>",
-    "<|end_of_text|>", "<end_of_utterance>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<eos>", "<turn|>",
-    "<|tool_response>",
-}  # fmt: skip
-
 # the building blocks of the regexes
 CONTRACTIONS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _PUNCTUATION = r" ?[^\s\p{L}\p{N}]+[\r\n]*"

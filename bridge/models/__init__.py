@@ -27,6 +27,7 @@ from bridge.models.model_config import Config
 from bridge.models.outline import Outline, OutlineTensor
 from bridge.models.prediction import apart_again, left_out, predicting_in, with_prediction, without_prediction
 from bridge.models.provenance import read_provenance
+from bridge.models.special_tokens import stripping_name
 from bridge.models.table import fill_table, turned_back
 from bridge.models.wrapper import ANY_TEXT, has_parts, renamed, text_config, text_names, whole_name
 from bridge.system.files import read_json
@@ -102,7 +103,7 @@ def describe_model(
     for tensor in outline.tensors:  # the writer counts parameters
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), 0)
     provenance, notes = read_provenance(values, folder, writer.get_total_parameter_count())
-
+    provenance.name, strip_notes = stripping_name(tokenizer, provenance.name or "", family.arch)
     writer.add_type(gguf.GGUFType.MODEL)
     provenance.set_gguf_meta_model(writer)
     args.add_metadata(writer, family.layer_norm, family.rotary)
@@ -118,7 +119,7 @@ def describe_model(
     outline.stop = [tokenizer.tokens[token] for token in tokenizer.stop_ids]
     own_notes = family.notes(values) if family.notes is not None else []
     outline.notes = [*note, *names_note, *headless]
-    outline.notes += [*left_out(more), *args.notes, *own_notes, *tokenizer.notes, *notes]
+    outline.notes += [*left_out(more), *args.notes, *own_notes, *tokenizer.notes, *strip_notes, *notes]
     return outline
 
 

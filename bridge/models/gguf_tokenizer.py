@@ -85,6 +85,8 @@ def _read(
     tokenizer = GGUFTokenizer(
         vocabulary.model, vocabulary.pre, tokens, types, scores, vocabulary.merges,
         add_space_prefix=vocabulary.add_space_prefix, chat_templates=read_chat_templates(folder, settings),
+        lstrip=frozenset(token.id for token in added if token.lstrip and token.id < len(tokens)),
+        rstrip=frozenset(token.id for token in added if token.rstrip and token.id < len(tokens)),
         notes=vocabulary.notes + notes,
     )  # fmt: skip
     # texts in GGUF are UTF-8; JSON can escape half a character, which is not
@@ -102,8 +104,8 @@ def _added_tokens(folder: Path, settings: Mapping[str, Any], data: Mapping[str, 
 
     def note(token: Any, content: Any, entry: Mapping[str, Any]) -> None:
         if isinstance(content, str) and str(token).isdecimal():
-            special, normalized = bool(entry.get("special", False)), bool(entry.get("normalized", False))
-            found.setdefault(int(token), Added(int(token), content, special, normalized))
+            flags = (bool(entry.get(name, False)) for name in ("special", "normalized", "lstrip", "rstrip"))
+            found.setdefault(int(token), Added(int(token), content, *flags))
 
     for entry in data.get("added_tokens") or []:
         note(entry.get("id"), entry.get("content"), entry)

@@ -35,7 +35,7 @@ SPACE = "\u2581"  # SentencePiece's spelling of a space
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>\Z")
 _UNIGRAM, _BPE = 1, 2
 # special tokens of Gemma 4 that a reply's reader wants to see
-_SEEN = {"<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>'}
+_SEEN = {"<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<tool_response|>", '<|"|>'}
 _UNSCORED = -1000.0  # what gguf's own reader of such files gives every token
 
 

@@ -3,17 +3,20 @@
 The tokenizer's files take precedence over config.json, whose ids are often not updated with the tokenizer.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gguf import TokenType
 
-from bridge.gguf_file.pretokenizers import KNOWN_ENDS
+from bridge.gguf_file.special_tokens import SPECIAL, special_tokens, stripping
 from bridge.models.model_config import Config
 from bridge.models.vocabulary import GGUFTokenizer
 from bridge.system.files import read_json
 
+_PHI_3 = re.compile("(phi)-?3", re.IGNORECASE)
+_PHI_3_TOKENS = {"</s>", "<unk>", "<s>", "<|endoftext|>"}  # without which llama.cpp loads no vocabulary of that name
 _ROLES = ("bos", "eos", "unk", "pad", "sep", "mask")
 
 
@@ -52,14 +55,55 @@ def add_special_tokens(
         if token < len(tokenizer.tokens) and token not in stops:
             stops.append(token)
     tokenizer.stop_ids = stops
-    # the metadata has room for two more ids; llama.cpp knows the usual texts without them
-    for token in stops[1:]:
-        if tokenizer.tokens[token] not in KNOWN_ENDS:
-            free = next((role for role in ("eot", "eom") if role not in tokenizer.ids), None)
-            if free is None:
-                tokenizer.notes.append(f"GGUF has no key left for {tokenizer.tokens[token]!r}, which also ends a reply")
-            else:
-                tokenizer.ids[free] = token
+    _mark_ends(tokenizer)
+
+
+def _mark_ends(tokenizer: GGUFTokenizer) -> None:
+    """Set the ids of eot and eom to ends of a reply that llama.cpp does not know by their texts, and the type of all
+    tokens that it takes for control tokens."""
+    types, ends = special_tokens(tokenizer.tokens, tokenizer.types, tokenizer.ids)
+    for token in tokenizer.stop_ids:
+        if token in ends:
+            continue
+        free = next((role for role in ("eot", "eom") if role not in tokenizer.ids), None)
+        if free is None:
+            tokenizer.notes.append(f"GGUF has no key left for {tokenizer.tokens[token]!r}, which also ends a reply")
+            continue
+        tokenizer.ids[free] = token
+        _, ends = special_tokens(tokenizer.tokens, tokenizer.types, tokenizer.ids)
+        if token not in ends:
+            del tokenizer.ids[free]
+            tokenizer.notes.append(f"llama.cpp does not end a reply at this vocabulary's {tokenizer.tokens[token]!r}")
+    for token, kind in enumerate(types):
+        if kind == TokenType.CONTROL:
+            tokenizer.types[token] = kind
+
+
+def stripping_name(tokenizer: GGUFTokenizer, name: str, arch: str) -> tuple[str, list[str]]:
+    """general.name, spelled so that llama.cpp loads the vocabulary, and strips white space next to the special tokens
+    that the tokenizer strips it at; and notes where it does not."""
+    special = [token for token, kind in enumerate(tokenizer.types) if kind in SPECIAL]
+
+    def not_stripped(spelling: str) -> list[int]:
+        names = {"general.name": spelling, "tokenizer.ggml.pre": tokenizer.pre, "general.architecture": arch}
+        left, right = stripping(tokenizer.tokens, special, names)
+        return sorted(((tokenizer.lstrip - left) | (tokenizer.rstrip - right)) & set(special))
+
+    notes = []
+    best = _PHI_3.sub(r"\1 3", name)
+    if missing := sorted(_PHI_3_TOKENS - set(tokenizer.tokens)):
+        if best != name:
+            notes.append(
+                f"general.name is {best!r}: llama.cpp refuses {name!r} for a vocabulary without {missing[0]!r}"
+            )
+    else:
+        best = min(name, name.replace(" ", "-"), key=lambda spelling: len(not_stripped(spelling)))
+    if tokens := not_stripped(best):
+        notes.append(
+            f"the tokenizer strips white space next to {len(tokens)} special tokens such as "
+            f"{tokenizer.tokens[tokens[0]]!r}; llama.cpp does so after those of Phi-3, by general.name, and not here"
+        )
+    return best, notes
 
 
 def _id_list(value: Any) -> list[int]:

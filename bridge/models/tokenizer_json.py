@@ -14,7 +14,7 @@ from typing import Any
 from gguf import TokenType
 
 from bridge.models.sentencepiece import SPACE
-from bridge.runtime.tokenizer import Tokenizer
+from bridge.runtime.tokenizer import Tokenizer, role_token
 from bridge.runtime.tokenizer.bpe import ByteLevel, CharacterLevel, pre_tokenizer
 
 _ROLES = {
@@ -32,7 +32,7 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
     """The two files' texts by name. Raises BridgeError if the vocabulary is of another kind, damaged, or cut by rules
     that are unknown."""
     own = Tokenizer(metadata)
-    texts = {key: own.text(_token(metadata, role, own)) for key, role in _ROLES.items()}
+    texts = {key: own.text(role_token(metadata, role, len(own))) for key, role in _ROLES.items()}
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -52,11 +52,6 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
     return {"tokenizer.json": _fast(metadata, own), "tokenizer_config.json": json.dumps(config, indent=2) + "\n"}
 
 
-def _token(metadata: Mapping[str, Any], role: str, own: Tokenizer) -> int | None:
-    token = metadata.get(f"tokenizer.ggml.{role}_token_id")
-    return token if isinstance(token, int) and 0 <= token < len(own) else None
-
-
 def _fast(metadata: Mapping[str, Any], own: Tokenizer) -> str:
     """tokenizer.json."""
     from tokenizers import AddedToken, decoders, processors
@@ -73,7 +68,8 @@ def _fast(metadata: Mapping[str, Any], own: Tokenizer) -> str:
         fast = _by_score(metadata, own)
     for token, kind in enumerate(own.types):
         if kind in _ADDED and own.text(token):
-            added = AddedToken(own.text(token), normalized=False, special=_ADDED[TokenType(kind)])
+            strip = {"lstrip": token in own.lstrip, "rstrip": token in own.rstrip}
+            added = AddedToken(own.text(token), normalized=False, special=_ADDED[TokenType(kind)], **strip)
             (fast.add_special_tokens if added.special else fast.add_tokens)([added])
     ends = [(own.bos, own.add_bos), (own.eos, own.add_eos)]
     first, last = (own.text(token) if asked else None for token, asked in ends)

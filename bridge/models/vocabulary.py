@@ -9,12 +9,18 @@ from gguf.gguf_writer import GGUFValue
 
 @dataclass(frozen=True)
 class Added:
-    """A token outside the merges; `normalized`: it is matched after the normalizer has run."""
+    """A token outside the merges.
+
+    normalized      it is matched after the normalizer has run
+    lstrip, rstrip  it takes the white space before or after it
+    """
 
     id: int
     content: str
     special: bool
     normalized: bool
+    lstrip: bool = False
+    rstrip: bool = False
 
 
 @dataclass
@@ -37,7 +43,10 @@ class Vocabulary:
 
 @dataclass
 class GGUFTokenizer:
-    """tokens, types, scores: one per row of the embedding; merges: "a b", by rank; ids: by role."""
+    """tokens, types, scores: one per row of the embedding; merges: "a b", by rank; ids: by role.
+
+    lstrip, rstrip  ids of the added tokens that take the white space before or after them, which GGUF has no key for
+    """
 
     model: str  # tokenizer.ggml.model: "gpt2" or "llama"
     pre: str  # tokenizer.ggml.pre
@@ -51,6 +60,8 @@ class GGUFTokenizer:
     add_eos: bool = False
     add_space_prefix: bool | None = None
     chat_templates: dict[str, str] = field(default_factory=dict)
+    lstrip: frozenset[int] = frozenset()
+    rstrip: frozenset[int] = frozenset()
     notes: list[str] = field(default_factory=list)
 
     def text(self, role: str) -> str:

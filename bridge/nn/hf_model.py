@@ -113,7 +113,7 @@ def _keep_float32(model: nn.Module) -> None:
 
 def set_ends(model: Any, file: GGUFFile) -> None:
     """Let replies end where the file's tokenizer says."""
-    model.generation_config.eos_token_id = sorted(stop_tokens(file.metadata)) or None
+    model.generation_config.eos_token_id = stop_tokens(file.metadata) or None
 
 
 def _own_config(file: GGUFFile) -> Any:

@@ -49,7 +49,7 @@ class Stopping:
         if found:
             self.ended, self.held = True, ""
             return text[: min(found)]
-        shown = len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
+        shown = len(text) - max((overlap(text, stop) for stop in self._stops), default=0)
         self.held = text[shown:]
         return text[:shown]
 
@@ -66,7 +66,7 @@ def until(pieces: Iterator[str], stops: list[str]) -> Iterator[str]:
         yield text.held
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Characters at the end of a text with which `stop` begins."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 

@@ -191,6 +191,11 @@ class Model:
         """Whether the file has a chat template with tools."""
         return self._template.takes_tools
 
+    @property
+    def has_channels(self) -> bool:
+        """Whether replies have channels, as gpt-oss's; see `runtime.chat.Channels`."""
+        return self._template.has_channels
+
     def prepare(self) -> Self:
         """Repack the weights now rather than with the first token, or on a GPU upload and compile; returns self."""
         with self._lock:

@@ -4,24 +4,30 @@ import base64
 import json
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from bridge.errors import shortened
+from bridge.runtime.chat import Channels
 from bridge.runtime.generation import ScoredToken
 from bridge.runtime.tokenizer import Tokenizer
 
 
 class Answer:
-    """The form of one request's answer; `kind`: "text_completion" or "chat.completion"."""
+    """The form of one request's answer; `kind`: "text_completion" or "chat.completion".
 
-    def __init__(self, kind: str, model: str, tokenizer: Tokenizer):
+    channels  whether replies in chats have channels: their reasoning is then `reasoning_content`
+    """
+
+    def __init__(self, kind: str, model: str, tokenizer: Tokenizer, channels: bool = False):
         self.kind, self.model, self._tokenizer = kind, model, tokenizer
         self.chat = kind == "chat.completion"
         self._id = f"{'chatcmpl' if self.chat else 'cmpl'}-{secrets.token_hex(12)}"
         self._created = int(time.time())
+        self._channels: defaultdict[int, Channels] | None = defaultdict(Channels) if channels else None  # of each reply
 
     def whole(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
         """The answer to a request that is not streamed."""
@@ -36,7 +42,7 @@ class Answer:
         echoed  the prompt's text, its tokens after the first, and the first one
         """
         if self.chat:
-            message = {"role": "assistant", "content": text, "refusal": None}
+            message = {"role": "assistant", "content": "", **self._said(index, text, True), "refusal": None}
             return {"index": index, "message": message, "logprobs": self._scored(tokens), "finish_reason": finish}
         if echoed is not None:
             text = echoed[0] + text
@@ -53,12 +59,17 @@ class Answer:
     ) -> dict[str, Any]:
         """An event with a part of a reply; `offset`: characters before it."""
         if self.chat:
-            delta = {"content": text} if text or finish is None else {}
+            delta = self._said(index, text, finish is not None) or ({"content": ""} if finish is None else {})
             return self._event(
                 {"index": index, "delta": delta, "logprobs": self._scored(tokens), "finish_reason": finish}
             )
         noted = None if tokens is None else self._lists(tokens, None, offset)
         return self._event({"index": index, "text": text, "logprobs": noted, "finish_reason": finish})
+
+    def _said(self, index: int, text: str, last: bool) -> dict[str, str]:
+        """The texts of a chat's message, or of a part of it, by field; empty ones are left out."""
+        reasoning, said = ("", text) if self._channels is None else self._channels[index].add(text, last)
+        return {name: value for name, value in (("reasoning_content", reasoning), ("content", said)) if value}
 
     def end(self, usage: dict[str, Any]) -> dict[str, Any]:
         """The event with the numbers of tokens."""

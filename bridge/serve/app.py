@@ -234,7 +234,7 @@ class _Server:
             return want, asked.wanted(want, self.model, self.engine.most, awaited)
 
         want, made = await self._prepared(request, make)
-        answer = Answer(kind, self.name, self.model.tokenizer)
+        answer = Answer(kind, self.name, self.model.tokenizer, self.model.has_channels)
         streams = self.engine.submit(made.jobs)
         if want.stream:
             return _Events(self._events(answer, want, made, streams), lambda: self.engine.release(streams))

@@ -572,7 +572,7 @@ def test_awq_has_one_group_size_into_which_larger_groups_are_cut(tmp_path: Path)
 
 def test_config_and_tokenizer_come_from_the_metadata(tmp_path) -> None:
     transformers = pytest.importorskip("transformers")
-    bridge.convert(CHECKPOINT, tmp_path / "m.gguf")
+    bridge.convert(CHECKPOINT, tmp_path / "m.gguf", metadata=[("tokenizer.ggml.eot_token_id", 5)])
     bridge.export(tmp_path / "m.gguf", tmp_path / "new", "gptq_v2")
     same_codes(CHECKPOINT, tmp_path / "new")
     old, new = (transformers.AutoTokenizer.from_pretrained(folder) for folder in (CHECKPOINT, tmp_path / "new"))
@@ -583,7 +583,8 @@ def test_config_and_tokenizer_come_from_the_metadata(tmp_path) -> None:
     first, second = (read_gguf(tmp_path / name).metadata for name in ("m.gguf", "again.gguf"))
     assert {key for key in first if key.startswith(("qwen3.", "tokenizer."))} <= set(second)
     ends = json.loads((tmp_path / "new/generation_config.json").read_text())
-    assert ends["eos_token_id"] == first["tokenizer.ggml.eos_token_id"]
+    assert ends["eos_token_id"] == [first["tokenizer.ggml.eos_token_id"], 5]
+    assert second["tokenizer.ggml.eot_token_id"] == 5
 
 
 @pytest.mark.filterwarnings("error")

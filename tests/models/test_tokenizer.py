@@ -170,6 +170,59 @@ def test_every_end_token_of_the_generation_config_stops_a_reply(tmp_path: Path) 
         ] == [True] * 4 + [False, False]
 
 
+def test_ends_that_llama_cpp_knows_are_control_tokens_and_need_no_key(tmp_path: Path) -> None:
+    data = copy_tokenizer("llama", tmp_path)
+    more = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    texts = ["<|return|>", "<|call|>", "<|end|>", "[EOS]", "<|fim_pad|>", "<tool_call>", "<|channel|>"]
+    data["added_tokens"] += [
+        {"id": 2048 + i, "content": text, "special": text in ("<|end|>", "<|channel|>"), **more}
+        for i, text in enumerate(texts)
+    ]
+    save(tmp_path, data, eos_token="<|return|>")
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2048, 2049, 2050, 2051]}))
+    outline, path = vocab_gguf(tmp_path, 2055)
+    made = vocabulary(outline)
+    assert made["token_type"][2048:] == [3, 3, 3, 3, 3, 4, 3]
+    assert made["eos_token_id"] == 2048
+    assert not {"eot_token_id", "eom_token_id"} & made.keys()
+    assert any("does not end a reply at this vocabulary's '<|end|>'" in note for note in outline.notes)
+    with LlamaCpp(path) as loaded:
+        ends = {t for t in range(2055) if loaded._lib.llama_vocab_is_eog(loaded._vocab, t)}
+    assert ends >= {2048, 2049, 2051, 2052}
+    assert 2050 not in ends
+
+
+@pytest.mark.parametrize(
+    ("folder", "others", "name"),
+    [("my-phi-3", True, "My-Phi-3"), ("fi-3", True, "Fi 3"), ("my-Phi3", False, "my-Phi 3")],
+)
+def test_a_models_name_is_one_by_which_llama_cpp_strips_white_space_or_loads(
+    folder: str, others: bool, name: str, tmp_path: Path
+) -> None:
+    (tmp_path / folder).mkdir()
+    data = copy_tokenizer("llama", tmp_path / folder)
+    more = {"single_word": False, "lstrip": False, "normalized": False, "special": True}
+    texts = ["<|end|>", "<|user|>", *(["<s>", "</s>", "<unk>", "<|endoftext|>"] if others else [])]
+    known = {token["content"] for token in data["added_tokens"]}
+    new = [text for text in texts if text not in known]
+    data["added_tokens"] += [
+        {"id": 2048 + i, "content": text, "rstrip": text in ("<|end|>", "<|user|>"), **more}
+        for i, text in enumerate(new)
+    ]
+    save(tmp_path / folder, data, eos_token="<|end|>")
+    outline, path = vocab_gguf(tmp_path / folder, 2048 + len(new), _name_or_path=None if others else f"me/{folder}")
+    fast = tokenizers.Tokenizer.from_str(json.dumps(data))
+    text = "<|user|>\nHi<|end|> \n<|user|> you"
+    with LlamaCpp(path) as loaded:
+        strips = loaded.tokenize(text) == fast.encode(text, add_special_tokens=False).ids
+    assert strips == (folder == "my-phi-3")
+    notes = [note for note in outline.notes if "strips white space next to 2 special tokens" in note]
+    assert len(notes) == (not strips)
+    refused = [note for note in outline.notes if "llama.cpp refuses 'my-Phi3' for a vocabulary without '</s>'" in note]
+    assert len(refused) == (not others)
+    assert outline.metadata["general.name"].value == name
+
+
 def test_an_ordinary_token_that_serves_as_padding_stays_ordinary(tmp_path: Path) -> None:
     data = copy_tokenizer("llama", tmp_path)
     save(tmp_path, data)

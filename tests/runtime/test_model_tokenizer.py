@@ -6,6 +6,7 @@ import json
 import random
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from bridge.errors import BridgeError
 from bridge.gguf_file import pretokenizers
 from bridge.models.outline import Outline
 from bridge.models.tokenizer_json import tokenizer_files
-from bridge.runtime.tokenizer import Tokenizer
+from bridge.runtime.tokenizer import Tokenizer, stop_tokens
 from scripts.peers.gguf_file import rewrite
 from scripts.peers.llama_cpp import LlamaCpp
 from tests.models.test_pretokenizer import RULES, tokenizer_json
@@ -249,6 +250,133 @@ def test_gemma_4s_characters_are_joined_by_rank_as_in_llama_cpp(tmp_path: Path) 
         assert fast.decode(fast.encode(text).ids, skip_special_tokens=False).removeprefix("<bos>") == text
 
 
+# special tokens of published models with the types that files give them, and those that end a reply
+VOCABULARIES = {
+    "gpt-oss": (
+        {"<|return|>": 3, "<|constrain|>": 3, "<|channel|>": 3, "<|start|>": 3, "<|end|>": 3, "<|message|>": 3,
+         "<|call|>": 3}, {"<|return|>", "<|call|>"}),
+    "solar-open": ({"<|flush|>": 3, "<|calls|>": 4, "<|end|>": 3, "<|begin|>": 4}, {"<|flush|>", "<|calls|>"}),
+    "without its own end": ({"<|return|>": 3, "<|end|>": 4, "<|message|>": 4}, {"<|return|>", "<|end|>"}),
+    "kimi": ({"[EOS]": 3, "[EOT]": 3, "[PAD]": 3, "[BOS]": 3}, {"[EOS]", "[EOT]", "[PAD]"}),
+    "minimax": ({"[e~[": 3, "]~b]": 3, "<think>": 4}, {"[e~["}),
+    "qwen": (
+        {"<|im_end|>": 3, "<|fim_prefix|>": 4, "<|fim_middle|>": 1, "<|fim_suffix|>": 4, "<|fim_pad|>": 4,
+         "<|repo_name|>": 4, "<|file_sep|>": 4, "<tool_call>": 4},
+        {"<|im_end|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"}),
+    "granite": ({"<fim_prefix>": 3, "<fim_pad>": 3, "<reponame>": 4, "<filename>": 4}, {"<fim_pad>", "<reponame>"}),
+    "html": ({"</s>": 4, "<s>": 4, "<end_of_turn>": 1, "<h1>": 4}, {"</s>", "<end_of_turn>"}),
+    "gemma4": ({"</s>": 4, "<|tool_response>": 4, "<turn|>": 3}, {"<|tool_response>", "<turn|>"}),
+    "overlaps": ({"<a": 4, "<ab": 4, "b>c": 4, "<<a>": 4, "<eos>": 4, "os>": 4, "s>": 3}, {"<eos>"}),
+    "deepseek": (
+        {"<\uff5cend\u2581of\u2581sentence\uff5c>": 4, "<\uff5cfim\u2581hole\uff5c>": 4, "<|EOT|>": 4},
+        {"<\uff5cend\u2581of\u2581sentence\uff5c>"}),
+}  # fmt: skip
+
+
+def with_special_tokens(source: Path, types: dict[str, int], out: Path, **keys: Any) -> Path:
+    """A vocabulary's GGUF with its last tokens replaced, and other values of some keys."""
+    metadata = bridge.open_gguf(source).metadata
+    tokens, kinds = (list(metadata[f"tokenizer.ggml.{key}"]) for key in ("tokens", "token_type"))
+    tokens[-len(types) :], kinds[-len(types) :] = types.keys(), types.values()
+    array, text, number = gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.STRING, gguf.GGUFValueType.INT32
+    changes = {
+        "tokenizer.ggml.tokens": GGUFValue(tokens, array, text),
+        "tokenizer.ggml.token_type": GGUFValue(kinds, array, number),
+        **{key: GGUFValue(v, text if isinstance(v, str) else gguf.GGUFValueType.UINT32) for key, v in keys.items()},
+    }
+    rewrite(source, out, lambda tensor: tensor.tensor_type.name, lambda *_: None, changes)
+    return out
+
+
+def texts_with(special: Iterable[str]) -> list[str]:
+    """Texts in which special tokens stand alone, next to one another, in words, and with white space around them."""
+    marks = list(special)
+    spaced = [f"a{white}{mark}{white}b" for mark in marks for white in ("", " ", "\n", "\r\n\t \v\f")]
+    parts = [half for mark in marks for half in (mark[:-1], mark[1:], f"{mark[:-1]} {mark[-1:]}")]
+    return ["".join(marks), "\n".join(marks), " x ".join(reversed(marks)), "<<ab>c><a>", "<eos>>", *spaced, *parts]
+
+
+@pytest.fixture(scope="module")
+def plain_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GGUF of byte-level BPE whose last eight tokens are padding."""
+    folder = tmp_path_factory.mktemp("plain")
+    data = tokenizer_json(*RULES["gpt-2"])
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    return vocab_gguf(folder, len(data["model"]["vocab"]) + 8)[1]
+
+
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_special_tokens_are_what_llama_cpp_takes_them_for(name: str, plain_vocabulary: Path, tmp_path: Path) -> None:
+    types, ends = VOCABULARIES[name]
+    path = with_special_tokens(plain_vocabulary, types, tmp_path / "m.gguf")
+    tokenizer = same_as_llama_cpp(path, texts_with(types))
+    assert {tokenizer.text(token) for token in tokenizer.stops} == ends | {"<|endoftext|>"}
+    stops = stop_tokens(bridge.open_gguf(path).metadata)
+    assert (stops[0], set(stops)) == (tokenizer.eos, tokenizer.stops)
+    with LlamaCpp(path) as other:
+        assert {t for t in range(len(tokenizer)) if other._lib.llama_vocab_is_eog(other._vocab, t)} == tokenizer.stops
+    if name == "gpt-oss":
+        reply = "<|channel|>analysis<|message|>Two.<|end|><|start|>assistant<|channel|>final<|message|>2"
+        assert tokenizer.decode(tokenizer.encode(reply + "<|return|>")) == reply
+
+
+def test_a_role_that_a_key_names_is_no_other_tokens(plain_vocabulary: Path, tmp_path: Path) -> None:
+    types = {"<|fim_pad|>": 4, "<|repo_name|>": 1, "<|end|>": 3, "<|return|>": 3, "<|call|>": 3}
+    first = len(bridge.open_gguf(plain_vocabulary).metadata["tokenizer.ggml.tokens"]) - len(types)
+    keys = {"fim_pad": 5, "fim_rep": 9, "eot": first + 2, "eom": 7}
+    path = with_special_tokens(
+        plain_vocabulary, types, tmp_path / "m.gguf", **{f"tokenizer.ggml.{k}_token_id": v for k, v in keys.items()}
+    )
+    tokenizer = same_as_llama_cpp(path, texts_with(types))
+    assert tokenizer.stops == {tokenizer.eos, 5, 7, 9, first + 3, first + 4}
+    with LlamaCpp(path) as other:
+        assert {t for t in range(len(tokenizer)) if other._lib.llama_vocab_is_eog(other._vocab, t)} == tokenizer.stops
+
+
+@pytest.mark.parametrize("model", ["Phi-3-mini-4k-instruct", "My PHI3", "Phi 3", "modern-bert", ""])
+def test_white_space_goes_with_special_tokens_in_models_of_llama_cpps_names(
+    model: str,
+    sentencepiece_model: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    shutil.copyfile(sentencepiece_model, tmp_path / "tokenizer.model")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(SPM_SETTINGS | {"add_bos_token": True}))
+    _, source = vocab_gguf(tmp_path, 1006)
+    types = {"<|user|>": 3, "<|assistant|>": 4, "<|end|>": 3, "<|endoftext|>": 3, "[MASK]": 3, "<tool>": 4}
+    path = with_special_tokens(source, types, tmp_path / "m.gguf", **{"general.name": model})
+    turn = "<|user|>\nHello<|end|>\n<|assistant|>\n"
+    tokenizer = same_as_llama_cpp(path, [*texts_with([*types, "</s>", "<s>"]), turn])
+    marks = [token for token in tokenizer.encode(turn) if token >= 1000]
+    assert (tokenizer.encode(turn)[-1] == marks[-1]) == (model in ("Phi-3-mini-4k-instruct", "My PHI3"))
+    fast = tokenizers.Tokenizer.from_str(tokenizer_files(bridge.open_gguf(path).metadata)["tokenizer.json"])
+    added = {token.content: token for token in fast.get_added_tokens_decoder().values()}
+    assert {text for text in types if added[text].rstrip} == {
+        text for text in types if tokenizer.rstrip and text != "<|endoftext|>"
+    }
+
+
+@pytest.mark.parametrize("keys", [{"tokenizer.ggml.pre": "jina-v2-de"}, {"general.name": "Modern-BERT"}])
+def test_a_mask_takes_the_white_space_before_it(keys: dict[str, str], plain_vocabulary: Path, tmp_path: Path) -> None:
+    types = {"<mask>": 3, "[MASK]": 4, "<other>": 3}
+    path = with_special_tokens(plain_vocabulary, types, tmp_path / "m.gguf", **keys)
+    tokenizer = same_as_llama_cpp(path, texts_with(types))
+    assert tokenizer.lstrip == {len(tokenizer) - 3 + ("general.name" in keys)}
+
+
+def test_a_sentencepiece_file_that_names_no_bos_and_eos_has_llama_cpps(
+    sentencepiece_model: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    shutil.copyfile(sentencepiece_model, tmp_path / "tokenizer.model")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(SPM_SETTINGS | {"add_bos_token": True}))
+    _, source = vocab_gguf(tmp_path, 1001)
+    keys = dict.fromkeys(("tokenizer.ggml.bos_token_id", "tokenizer.ggml.eos_token_id"), 1 << 20)
+    path = with_special_tokens(source, {"<end>": 3}, tmp_path / "m.gguf", **keys)
+    tokenizer = same_as_llama_cpp(path, ["one two"])
+    assert (tokenizer.bos, tokenizer.eos, tokenizer.stops) == (1, 2, {2})
+
+
 def test_a_text_without_bos_in_the_vocabulary_has_none(tmp_path: Path) -> None:
     data = copy_tokenizer("tiny-qwen3", tmp_path)
     save(tmp_path, data, add_bos_token=True)
@@ -295,7 +423,8 @@ def test_damaged_vocabularies_are_refused() -> None:
     ],
 )
 def test_damaged_sentencepiece_vocabularies_are_refused(change: dict[str, list], message: str) -> None:
-    good = {"model": "llama", "tokens": ["<unk>", "a", "ab", "<0x62>"], "token_type": [2, 1, 1, 6], "scores": [0.0] * 4}
+    good = {"model": "llama", "tokens": ["<unk>", "a", "ab", "<0x62>"], "token_type": [2, 1, 1, 6], "scores": [0.0] * 4,
+            "add_bos_token": False}  # fmt: skip
 
     def tokenizer(**values: Any) -> Tokenizer:
         return Tokenizer({f"tokenizer.ggml.{key}": value for key, value in (good | values).items()})

@@ -14,6 +14,7 @@ import pytest
 import bridge
 from bridge.cli import main
 from bridge.errors import BridgeError
+from bridge.runtime.chat import Channels, ChatTemplate
 from bridge.runtime.decoder import Decoder
 from bridge.runtime.generation import until
 from bridge.runtime.model import Model
@@ -307,6 +308,56 @@ def test_a_model_is_not_pickled(model: Model) -> None:
     for copying in (pickle.dumps, copy.deepcopy):
         with pytest.raises(BridgeError, match=r"cannot be pickled or copied.*load it in each process"):
             copying(model)
+
+
+# --- replies with channels ---
+
+CHANNELS = {
+    "<|channel|>analysis<|message|>Two.<|end|><|start|>assistant<|channel|>final<|message|>2": ("Two.", "2"),
+    "<|channel|>commentary<|message|>Let me see. <|end|><|start|>assistant<|channel|>analysis<|message|>Well":
+        ("Well", "Let me see. "),
+    "<|channel|>analysis<|message|>A<|end|><|start|>assistant to=functions.f<|channel|>commentary json<|message|>{}":
+        ("A", " to=functions.f<|channel|>commentary json<|message|>{}"),
+    "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}":
+        ("", "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}"),
+    "<|channel|>commentary to=assistant<|channel|>analysis<|message|>B<|end|>": ("B", ""),
+    "<|channel|>final <|constrain|>json<|message|>{}": ("", "{}"),
+    '{"a": "<|message|>"}': ("", '{"a": "<|message|>"}'),
+    " two <|start": ("", " two <|start"),
+    "<|channel|>analysis<|message|>C <|en": ("C <|en", ""),
+    "<|channel|>analysis<|message|>D<|end|><|start|>assistant<|channel|>fin": ("D", ""),
+    "": ("", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reply", CHANNELS)
+def test_a_reply_with_channels_is_reasoning_and_what_is_said(reply: str) -> None:
+    assert Channels().add(reply, last=True) == CHANNELS[reply]
+    for size in (1, 2, 7):
+        channels = Channels()
+        parts = [channels.add(reply[at : at + size]) for at in range(0, len(reply), size)]
+        parts.append(channels.add("", last=True))
+        assert tuple("".join(texts) for texts in zip(*parts, strict=True)) == CHANNELS[reply]
+
+
+def test_a_template_with_channels_gets_reasoning_by_its_own_name(model: Model) -> None:
+    text = (
+        "{% for m in messages %}{% if '<|channel|>' in (m.content or '') and m.role == 'assistant' %}"
+        "{{ raise_exception('marks') }}{% endif %}{{ m.role }} {{ m.thinking }} {{ m.content }}\n{% endfor %}"
+    )
+    template = ChatTemplate({"tokenizer.chat_template": text}, Path("m.gguf"))
+    assert template.has_channels
+    messages = [
+        {"role": "user", "content": "<|channel|>"},
+        {"role": "assistant", "content": next(iter(CHANNELS))},
+        {"role": "assistant", "content": "3", "reasoning_content": "Three."},
+        {"role": "assistant", "content": "", "reasoning_content": "Four.", "tool_calls": [{}]},
+        {"role": "assistant", "content": "5"},
+    ]
+    tokens = template.tokens(model.tokenizer, messages, None)
+    wanted = "user  <|channel|>\nassistant Two. 2\nassistant Three. 3\nassistant Four. \nassistant  5\n"
+    assert model.tokenizer.decode(tokens) == wanted
+    assert not ChatTemplate({"tokenizer.chat_template": "{{ messages }}"}, Path("m.gguf")).has_channels
 
 
 # --- the chat command ---

@@ -154,6 +154,24 @@ def test_the_second_turn_takes_over_the_first(client: Any) -> None:
     assert kept >= first["usage"]["total_tokens"] - 1
 
 
+def test_a_reply_with_channels_is_reasoning_and_content(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("llguidance")
+    reply = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes."
+    grammar = {"type": "regex", "regex": re.escape(reply)}
+    body = {"max_tokens": 200, "response_format": grammar, "n": 2}
+    assert {c["message"]["content"] for c in chat(client, **body)["choices"]} == {reply}
+    monkeypatch.setattr(Model, "has_channels", True)
+    for choice in chat(client, **body)["choices"]:
+        assert choice["message"] == {
+            "role": "assistant", "content": "Yes.", "reasoning_content": "Hm.", "refusal": None
+        }  # fmt: skip
+    found = events(client.post("/v1/chat/completions", json={"messages": SAY, "stream": True, **GREEDY, **body}).text)
+    for index in range(2):
+        deltas = [c["delta"] for event in found for c in event["choices"] if c["index"] == index]
+        assert "".join(delta.get("content", "") for delta in deltas) == "Yes."
+        assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Hm."
+
+
 def test_tools_reach_the_template(client: Any, reference: Model) -> None:
     tools = [{"type": "function", "function": {"name": "weather"}}]
     prompt = "tools: " + json.dumps(tools) + "\nuser: Speak.\nassistant: "

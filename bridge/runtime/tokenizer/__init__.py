@@ -4,23 +4,33 @@
                           "llama": SentencePiece's joining by score (`spm.py`)
 
 All are wrapped in the same way: control and user-defined tokens are matched in the raw text first, the
-longest at each place, and only what lies between them is cut and merged; BOS and EOS go around a text where
+longest before all others, and only what lies between them is cut and merged; BOS and EOS go around a text where
 the file asks for them.
 """
 
 import codecs
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, takewhile
+from itertools import accumulate, chain, takewhile
 from typing import Any, Protocol
 
 from bridge.errors import BridgeError
-from bridge.gguf_file.pretokenizers import KNOWN_ENDS
+from bridge.gguf_file.special_tokens import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    ROLES,
+    SPECIAL,
+    UNKNOWN,
+    USER_DEFINED,
+    special_tokens,
+    stripping,
+)
 from bridge.runtime.tokenizer.spm import SentencePiece, byte_of_token
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
-
-
+_DEFAULT_IDS = {"llama": {"bos": 1, "eos": 2, "unknown": 0}}  # by tokenizer.ggml.model, where no key names a token
+_OLDER_ROLES = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}
+_WHITE_SPACE = " \t\n\v\f\r"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -39,22 +49,32 @@ class Cutter(Protocol):
 
 
 class Tokenizer:
-    """`tokens` and `types` by id; ids by role (None where there is none); `stops`: the ids that end a reply; `cutter`:
-    what cuts ordinary text."""
+    """
+    tokens, types   by id; the types are those that llama.cpp takes them for, see `special_tokens`
+    bos, eos        ids, None where there is none
+    stops           the ids that end a reply
+    lstrip, rstrip  the ids that take the white space before or after them in a text
+    cutter          what cuts ordinary text
+    """
 
     def __init__(self, metadata: Mapping[str, Any]):
         self.tokens: list[str] = _tokens(metadata)
         count = len(self.tokens)
-        self.types: list[int] = _items(metadata, "token_type", int, count) or [NORMAL] * count
+        self.types, self.stops = _types_and_ends(metadata, self.tokens)
         self.cutter = self._cutter(metadata)
-        self.bos = _role_token(metadata, "bos", count)
-        self.eos = _role_token(metadata, "eos", count)
+        self.bos = role_token(metadata, "bos", count)
+        self.eos = role_token(metadata, "eos", count)
         add_bos = metadata.get("tokenizer.ggml.add_bos_token", self.cutter.add_bos)
         add_bos = add_bos or self.cutter.force_bos
         self.add_bos = bool(add_bos) and self.bos is not None
         self.add_eos = bool(metadata.get("tokenizer.ggml.add_eos_token", False)) and self.eos is not None
-        self.stops = stop_tokens(metadata)
-        self._special = {True: self._pattern({CONTROL, UNKNOWN, USER_DEFINED}), False: self._pattern({USER_DEFINED})}
+        special = [token for token, kind in enumerate(self.types) if kind in SPECIAL and self.tokens[token]]
+        self.lstrip, self.rstrip = stripping(self.tokens, special, metadata)
+        special.sort(key=lambda token: len(self.tokens[token].encode("utf-8", "surrogatepass")), reverse=True)
+        self._special = {
+            parse: [(self.tokens[token], token) for token in special if parse or self.types[token] == USER_DEFINED]
+            for parse in (False, True)
+        }  # longest first
         self._pieces: dict[int, bytes] = {}
 
     def __len__(self) -> int:
@@ -75,15 +95,13 @@ class Tokenizer:
         if not text.isascii() and (found := _SURROGATE.search(text)):
             raise BridgeError(f"the text is not UTF-8 at character {found.start()}; convert it first")
         ids = [self.bos] if add_special and self.add_bos and self.bos is not None else []
-        pattern, index = self._special[parse_special]
         after_special = True
-        for part in pattern.split(text) if pattern else [text]:
-            if part in index:
-                ids.append(index[part])
-                after_special = True
-            elif part:
+        for part in self._parts(text, parse_special):
+            if isinstance(part, int):
+                ids.append(part)
+            else:
                 ids += self.cutter.encode(part, after_special)
-                after_special = False
+            after_special = isinstance(part, int)
         if add_special and self.add_eos and self.eos is not None:
             ids.append(self.eos)
         return ids
@@ -160,22 +178,41 @@ class Tokenizer:
         if model == "llama":
             scores = _items(metadata, "scores", float, len(self.tokens)) or [0.0] * len(self.tokens)
             prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-            unknown = _role_token(metadata, "unknown", len(self.tokens))
+            unknown = role_token(metadata, "unknown", len(self.tokens)) or 0
             return SentencePiece(self.tokens, self.types, scores, unknown, prefix)
         raise BridgeError(f"tokenizer.ggml.model is {model!r}; must be gpt2 (BPE by merges), llama or gemma4")
 
-    def _pattern(self, kinds: set[int]) -> tuple[re.Pattern[str] | None, dict[str, int]]:
-        index = {self.tokens[i]: i for i, kind in enumerate(self.types) if kind in kinds and self.tokens[i]}
-        longest_first: Sequence[str] = sorted(index, key=len, reverse=True)
-        return (re.compile(f"({'|'.join(map(re.escape, longest_first))})") if index else None), index
+    def _parts(self, text: str, parse_special: bool) -> list[str | int]:
+        """Ordinary texts and special tokens in turn: the longest token is searched in all of the text first."""
+        parts: list[str | int] = [text] if text else []
+        for spelling, token in [pair for pair in self._special[parse_special] if pair[0] in text]:
+            cut = [[part] if isinstance(part, int) else self._cut(part, spelling, token) for part in parts]
+            parts = list(chain.from_iterable(cut))
+        return parts
+
+    def _cut(self, text: str, spelling: str, token: int) -> Iterator[str | int]:
+        """A text in parts, at a special token."""
+        pieces = text.split(spelling)
+        for number, piece in enumerate(pieces):
+            if number:
+                yield token
+                piece = piece.lstrip(_WHITE_SPACE) if token in self.rstrip else piece
+            if number + 1 < len(pieces) and token in self.lstrip:
+                piece = piece.rstrip(_WHITE_SPACE)
+            if piece:
+                yield piece
 
 
-def stop_tokens(metadata: Mapping[str, Any]) -> frozenset[int]:
-    """The ids that end a reply: those of such roles, and tokens of known names. BridgeError: there are no tokens."""
+def stop_tokens(metadata: Mapping[str, Any]) -> list[int]:
+    """The ids that end a reply, that of the role eos first. Raises BridgeError if there are no tokens."""
     tokens = _tokens(metadata)
-    named = {_role_token(metadata, role, len(tokens)) for role in ("eos", "eot", "eom")}
-    ends = KNOWN_ENDS - {"</s>"} if metadata.get("tokenizer.ggml.model") == "gemma4" else KNOWN_ENDS  # HTML's there
-    return frozenset(t for t in named if t is not None) | {i for i, text in enumerate(tokens) if text in ends}
+    eos = role_token(metadata, "eos", len(tokens))
+    return sorted(_types_and_ends(metadata, tokens)[1], key=lambda token: (token != eos, token))
+
+
+def _types_and_ends(metadata: Mapping[str, Any], tokens: list[str]) -> tuple[list[int], frozenset[int]]:
+    types = _items(metadata, "token_type", int, len(tokens)) or [NORMAL] * len(tokens)
+    return special_tokens(tokens, types, {role: role_token(metadata, role, len(tokens)) for role in ROLES})
 
 
 def _tokens(metadata: Mapping[str, Any]) -> list[str]:
@@ -185,10 +222,14 @@ def _tokens(metadata: Mapping[str, Any]) -> list[str]:
     return tokens
 
 
-def _role_token(metadata: Mapping[str, Any], role: str, tokens: int) -> int | None:
+def role_token(metadata: Mapping[str, Any], role: str, tokens: int) -> int | None:
     """The id of a role, where it is one of so many tokens."""
-    token = metadata.get(f"tokenizer.ggml.{role}_token_id")
-    return token if isinstance(token, int) and 0 <= token < tokens else None
+    default = _DEFAULT_IDS.get(str(metadata.get("tokenizer.ggml.model")), {}).get(role)
+    for name in (_OLDER_ROLES.get(role, role), role):
+        token = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        if isinstance(token, int) and 0 <= token < tokens:
+            return token
+    return default if default is not None and default < tokens else None
 
 
 def _items(metadata: Mapping[str, Any], key: str, kind: type, count: int | None = None) -> list[Any]:

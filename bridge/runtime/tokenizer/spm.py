@@ -15,7 +15,7 @@ from bridge.errors import BridgeError
 
 SPACE = "\u2581"
 _REMEMBERED = 1 << 16  # words
-_UNKNOWN, _BYTE = 2, 6
+_BYTE = 6
 
 
 class SentencePiece:
@@ -24,7 +24,7 @@ class SentencePiece:
     add_bos, add_eos, force_bos = True, False, False
 
     def __init__(
-        self, tokens: Sequence[str], types: Sequence[int], scores: Sequence[float], unknown: int | None, prefix: bool
+        self, tokens: Sequence[str], types: Sequence[int], scores: Sequence[float], unknown: int, prefix: bool
     ):
         self._tokens = {text: token for token, text in enumerate(tokens)}
         self._scores = {text: scores[token] for text, token in self._tokens.items()}
@@ -34,7 +34,7 @@ class SentencePiece:
                 if (byte := byte_of_token(text)) is None:
                     raise BridgeError(f"token {token} is a byte's, but is spelled {text!r}; convert the model again")
                 self._bytes[byte] = token
-        self._unknown = unknown if unknown is not None else next((i for i, t in enumerate(types) if t == _UNKNOWN), 0)
+        self._unknown = unknown
         self._prefix = prefix
         crossing = re.compile(f"[^{SPACE}]{SPACE}")
         self._words = not any(crossing.search(text) for text in tokens)
