@@ -203,7 +203,8 @@ def _with_prefix(own: dict[str, str], family: Family) -> tuple[dict[str, str], l
     """Names (-> the checkpoint's) with the start that the table's have, where none has it (in a bare family, each that
     lacks it), and a note."""
     prefix = f"{family.block.rpartition('.')[0]}."
-    if not family.bare and any(name.startswith(prefix) for name in own):
+    embeddings = f"{family.table[0].source.removeprefix(prefix)}.weight"
+    if not family.bare and (embeddings not in own or any(name.startswith(prefix) for name in own)):
         return own, []
     known = (prefix, f"{HEAD.source}.", "mtp.")
     named = {name if name.startswith(known) else prefix + name: stored for name, stored in own.items()}

@@ -218,8 +218,8 @@ def test_a_broken_model_card_is_reported_and_left_out(folder: Path, tmp_path: Pa
     ("config", "message"),
     [
         (
-            {"architectures": ["BloomForCausalLM"]},
-            r"unknown architecture BloomForCausalLM; known are llama, .* template='OWNER/MODEL-GGUF'",
+            {"architectures": ["BloomForCausalLM"], "model_type": "bloom"},
+            r"unknown architecture BloomForCausalLM and model_type bloom; known are llama, .* template='OWNER/MODEL-",
         ),
         (
             {"architectures": None, "model_type": None},
@@ -275,7 +275,7 @@ def test_a_broken_model_card_is_reported_and_left_out(folder: Path, tmp_path: Pa
             {"rope_scaling": LLAMA3 | {"low_freq_factor": 5}},
             r"low_freq_factor 5 must not be above high_freq_factor 4",
         ),
-        ({"architectures": "BloomForCausalLM"}, r"unknown architecture BloomForCausalLM; "),
+        ({"architectures": "BloomForCausalLM", "model_type": None}, r"unknown architecture BloomForCausalLM; "),
         ({"rope_scaling": {"type": "linear"}}, r"the rope parameters' factor is None"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, r"the rope parameters' low_freq_factor is None"),
         ({"rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": 64}}, r"yarn with beta_fast 64"),
@@ -323,7 +323,7 @@ def test_a_missing_bias_is_named(folder: Path) -> None:
 
 
 def test_a_missing_head_is_named_where_the_embeddings_are_not_tied(folder: Path) -> None:
-    with pytest.raises(BridgeError, match=r"^lm_head.weight is missing.*, or config.json should say tie_word_emb"):
+    with pytest.raises(BridgeError, match=r"^lm_head.weight is missing.*config\.json must say tie_word_emb"):
         describe(folder, tie_word_embeddings=False)
 
 
