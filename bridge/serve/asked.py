@@ -17,6 +17,7 @@ from bridge.serve.engine import Job
 MOST_CHOICES = 16  # n
 MOST_TEXTS = 256  # of a request for embeddings
 MOST_STOPS = 16
+LONGEST_STOP = 256  # characters: every token is compared with every beginning of a stop text
 MOST_TOP = 20  # most likely tokens that are listed
 _COMPLETION_TOKENS = 16  # of /v1/completions, where the request does not say
 _NUMBERS = ("temperature", "top_p", "min_p", "repeat_penalty")
@@ -115,8 +116,9 @@ def _common(fields: Fields, model: Model, name: str, defaults: Mapping[str, Any]
         sampling["logit_bias"] = {int(token): bias for token, bias in biases.items()}
     stop = fields.take("stop", (str, list), "a text or a list of texts", [])
     stop = [stop] if isinstance(stop, str) else stop
-    if len(stop) > MOST_STOPS or not all(isinstance(text, str) for text in stop):
-        raise BadRequest(f"stop must be a text or a list of at most {MOST_STOPS} texts", "stop")
+    if len(stop) > MOST_STOPS or not all(isinstance(text, str) and len(text) <= LONGEST_STOP for text in stop):
+        texts = f"a text or a list of at most {MOST_STOPS} texts, of at most {LONGEST_STOP} characters each"
+        raise BadRequest(f"stop must be {texts}", "stop")
     options = Fields(fields.take("stream_options", dict, "an object", {}), "stream_options")
     usage = options.take("include_usage", bool, "true or false", False)
     options.unchanged("include_obfuscation", False)

@@ -277,6 +277,7 @@ COMPLETIONS, CHATS, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1
         (COMPLETIONS, {"prompt": "a", "logit_bias": {"999999": 1}}, None, "logit_bias of token 999999"),
         (COMPLETIONS, {"prompt": "a", "stop": 3}, "stop", "stop must be"),
         (COMPLETIONS, {"prompt": "a", "stop": ["x"] * 17}, "stop", "at most 16"),
+        (COMPLETIONS, {"prompt": "a", "stop": ["x", "x" * 257]}, "stop", "at most 256 characters"),
         (COMPLETIONS, {"prompt": "a", "logprobs": 21}, "logprobs", "between 0 and 20"),
         (COMPLETIONS, {"prompt": "a", "best_of": 3}, "best_of", "best_of is not supported"),
         (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix", "suffix is not supported"),
@@ -368,6 +369,16 @@ def test_a_text_is_tokenized_no_further_than_a_context_could_hold_it(url: str, c
     answer = client.post(url, json={"input": text} if "embeddings" in url else body)
     assert answer.json()["error"]["code"] == "context_length_exceeded"
     assert characters == [1 << 14]
+
+
+def test_a_text_that_fits_is_encoded_whole_and_of_others_a_beginning_that_does_not(reference: Model) -> None:
+    tokenizer, text = reference.tokenizer, "The history of the city is long. \n" * 2000
+    ids = tokenizer.encode(text)
+    assert tokenizer.encode_within(text, len(ids)) == ids
+    assert tokenizer.encode_within(text, len(ids) - 1) == ids  # not far too long: all are counted
+    assert 2000 < len(tokenizer.encode_within(text, 1000)) < len(ids)
+    assert tokenizer.encode_within("x" * 10, 1) == tokenizer.encode("x" * 10)
+    assert ids == tokenizer.encode(text[: len(text) // 2000]) * 2000  # short texts are encoded in another way
 
 
 def test_all_replies_to_a_request_share_a_compiled_schema_and_a_scored_prompt(client: Any, monkeypatch: Any) -> None:
@@ -479,9 +490,18 @@ def test_work_that_nobody_waits_for_is_told_so_and_holds_its_place(model: Model)
 
 
 def test_a_reply_that_fails_leaves_no_others_waiting(model: Model, monkeypatch: Any) -> None:
-    with client_of(model) as client, monkeypatch.context() as patch:
-        patch.setattr(asked.Sampler, "__call__", lambda *_: (_ for _ in ()).throw(BridgeError("no token fits")))
-        answer = client.post("/v1/completions", json={"prompt": "a", "n": 8, "logprobs": 1})
+    draw, draws = asked.Sampler.__call__, list[int]()
+
+    def first_fails(sampler: Any, logits: np.ndarray) -> int:
+        draws.append(1)
+        if len(draws) == 1:
+            raise BridgeError("no token fits")
+        return draw(sampler, logits)
+
+    monkeypatch.setattr(asked.Sampler, "__call__", first_fails)
+    with client_of(model) as client:
+        body = {"prompt": "a", "n": 8, "logprobs": 1, "max_tokens": 400, "logit_bias": {"0": -100}}
+        answer = client.post("/v1/completions", json=body)
         assert (answer.status_code, answer.json()["error"]["message"]) == (400, "no token fits")
         assert client.portal is not None
         names = [task.get_coro().__name__ for task in client.portal.call(lambda: list(asyncio.all_tasks()))]
