@@ -153,7 +153,7 @@ class PartReader:
         if part.change is not None:
             whole = self._cropped(self._read_whole(part), part)
             if part.change in _ELEMENTWISE:
-                whole = _ELEMENTWISE[part.change](whole)
+                whole = self._elementwise(whole, part)
             yield whole if part.rows is None else whole[part.rows]
             return
         if part.matrix is not None or len(part.shape) == 1 or part.rows is not None:
@@ -189,6 +189,19 @@ class PartReader:
             turned = (stored[0][columns] if part.matrix is not None else stored[columns - rows[0]]).T
         turned = turned if part.rows is None else turned[part.rows]
         return self._cropped(turned, Part(part.source, part.shape))
+
+    def _elementwise(self, x: np.ndarray, part: Part) -> np.ndarray:
+        """The change of a part's values; BridgeError where one overflows."""
+        assert part.change is not None
+        with np.errstate(over="ignore"):
+            changed = _ELEMENTWISE[part.change](x)
+        if not np.isfinite(changed).all():
+            _, file = self._stored(part)
+            raise BridgeError(
+                f"{file}: {part.source} holds {x.max():.4g}, whose {part.change} is beyond float32; take another copy "
+                "of the checkpoint"
+            )
+        return changed
 
     def _cropped(self, x: np.ndarray, part: Part, start: int = 0) -> np.ndarray:
         """Finite rows of a float part from `start` on, without zero padding beyond the model's true shape."""

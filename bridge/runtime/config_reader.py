@@ -287,9 +287,10 @@ def _read_routing(metadata: Mapping[str, Any], get: Callable[..., Any], path: Pa
     vocab = metadata.get(f"{arch}.vocab_size") or len(metadata.get("tokenizer.ggml.tokens", ()))
     flash = arch == "deepseek2" and vocab == _FLASH_VOCABULARY
     if gating and gating not in _GATINGS:
-        raise BridgeError(f"{path}: expert_gating_func is {gating!r}, which cannot run here; llama.cpp can run it")
-    if arch != "llama4" and metadata.get(f"{arch}.interleave_moe_layer_step", 1) != 1:
-        raise BridgeError(f"{path}: experts in some layers alone cannot run here; llama.cpp can run it")
+        raise BridgeError(f"{path}: expert_gating_func is {gating!r}, which is unknown; known are {sorted(_GATINGS)}")
+    step = metadata.get(f"{arch}.interleave_moe_layer_step", 1)
+    if arch != "llama4" and step != 1:
+        raise BridgeError(f"{path}: interleave_moe_layer_step is {step}; {arch} runs here with 1 alone")
     groups = int(metadata.get(f"{arch}.expert_group_count", 0)) or 1
     groups_used = int(metadata.get(f"{arch}.expert_group_used_count", 0)) or groups
     if experts % groups or groups_used > groups or used > experts // groups * groups_used:

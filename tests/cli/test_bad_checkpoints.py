@@ -12,6 +12,7 @@ import bridge
 from bridge.cli import main
 from tests.conftest import PATIENCE, linux
 from tests.support.command_line import GATE, bridge_process, edit_json, one_line
+from tests.support.make_families import save_checkpoint
 from tests.support.raw import Raw, edit_raw
 
 
@@ -194,3 +195,17 @@ def test_a_pre_tokenizer_that_is_not_recognised_asks_for_pre(model, convert, tmp
     assert main(["inspect", str(model)]) == 0
     assert "convert would stop: " in capsys.readouterr().out
     assert main(["convert", str(model), str(tmp_path / "out.gguf"), "--pre", "qwen2"]) == 0
+
+
+def test_a_value_whose_exponential_is_beyond_float32_is_named(tmp_path, capsys):
+    save_checkpoint("mamba2", tmp_path / "model")
+    name = "backbone.layers.1.mixer.A_log"
+
+    def change(tensors: Raw) -> None:
+        entry, data = tensors[name]
+        tensors[name] = entry, np.full(len(data) // 4, 100, np.float32).tobytes()
+
+    edit_raw(tmp_path / "model/model.safetensors", change)
+    capsys.readouterr()
+    assert main(["convert", str(tmp_path / "model"), str(tmp_path / "out.gguf")]) == 2
+    assert f"model.safetensors: {name} holds 100, whose -exp is beyond float32" in one_line(capsys.readouterr().err)

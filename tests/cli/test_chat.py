@@ -159,7 +159,7 @@ def test_texts_that_look_like_options_and_abbreviations_are_left_to_argparse(ref
 
 def test_no_message_shows_pythons_bytes(refused: Callable[..., str], tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
-    file.write_bytes(b"PK\x03\x04" + bytes(100))
+    file.write_bytes(b"PX\x03\x04" + bytes(100))
     said = refused("inspect", file)
-    assert "it starts with the bytes 50 4b 03 04" in said
+    assert "it starts with the bytes 50 58 03 04" in said
     assert not re.search(r"\bb['\"]", said)

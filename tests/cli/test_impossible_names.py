@@ -72,6 +72,9 @@ repack --card-only      MODEL out --upload a/b --card-only @
 export model            @ out --config MODEL
 export out              GGUF @ --config MODEL
 export --config         GGUF out --config @
+export --calibrate      GGUF out --config MODEL --format gptq --bits 3 --calibrate @
+export --offload        GGUF out --config MODEL --format gptq --bits 3 --calibrate TEXT --offload @
+export --imatrix-out    GGUF out --config MODEL --format gptq --bits 3 --calibrate TEXT --imatrix-out @
 edit model              @ --set general.name=x
 edit --out              GGUF --set general.name=x --out @
 edit --chat-template    GGUF -o out.gguf --chat-template @
