@@ -23,7 +23,6 @@ from bridge.checkpoint.files.store import Store, TensorInfo
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.conversion.gguf_config import checked_source, write_config
 from bridge.conversion.gguf_source import Assembled, GgufSource, Place
-from bridge.encode.block_bytes import unpack_scales
 from bridge.errors import BridgeError, parameter
 from bridge.gguf_file.reader import StoredModel, StoredTensor, expect_model, read_gguf
 from bridge.models.outline import Outline, OutlineTensor, Part
@@ -182,6 +181,8 @@ def _is_finite(type: str, raw: np.ndarray) -> bool:
     if block.scales:
         return not (blocks[:, 0] == block.no_scale).any()
     if block.d_nibbles:
+        from bridge.encode.block_bytes import unpack_scales
+
         scales = unpack_scales(block, raw.reshape(1, -1), np.ones(len(blocks) * block.subs, np.int8))
         return bool(np.isfinite(scales).all())
     halves = (block.d_at, block.dmin_at) if block.has_min else (block.d_at,)

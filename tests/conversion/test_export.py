@@ -434,7 +434,7 @@ def test_an_unfinished_or_unfitting_export_leaves_nothing(tmp_path) -> None:
     other.mkdir()
     config = json.loads((CHECKPOINT / "config.json").read_text())
     for changes, message in (
-        ({"architectures": ["NobodyForCausalLM"]}, "unknown architecture"),
+        ({"architectures": ["NobodyForCausalLM"], "model_type": "nobody"}, "unknown architecture"),
         ({"architectures": ["LlamaForCausalLM"]}, "architecture is qwen3"),
         ({"num_hidden_layers": 1}, "has no place for it"),
         ({"intermediate_size": 32}, "config requires"),
