@@ -437,7 +437,7 @@ def test_an_unfinished_or_unfitting_export_leaves_nothing(tmp_path) -> None:
         ({"architectures": ["NobodyForCausalLM"], "model_type": "nobody"}, "unknown architecture"),
         ({"architectures": ["LlamaForCausalLM"]}, "architecture is qwen3"),
         ({"num_hidden_layers": 1}, "the GGUF has it, a model of"),
-        ({"intermediate_size": 32}, "config requires"),
+        ({"intermediate_size": 32}, r"but \[32, 256\] by"),
     ):
         (other / "config.json").write_text(json.dumps({**config, **changes}))
         with pytest.raises(BridgeError, match=message):
