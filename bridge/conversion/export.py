@@ -265,7 +265,9 @@ def _write(
         kept.remove()
     rest = sum(t.how == ROUNDED for t in reports.values())
     if rest:
-        notes.append(f"{rest} layers have no codes that {format} holds{f' in {bits} bits' if bits else ''}: rounded")
+        offer = "" if format == "awq" else f"; {parameter('calibrate')} quantizes such layers with a text"
+        within = f" in {bits} bits" if bits else ""
+        notes.append(f"{rest} layers have no codes that {format} holds{within}: rounded{offer}")
     if format == "awq" and len(own_sizes) > 1:
         size = next(iter(layers.values())).group_size
         notes.append(f"all layers have groups of {size}, since AWQ has one size: scales of larger groups are repeated")

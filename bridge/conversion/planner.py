@@ -206,7 +206,8 @@ class Planner:
         """Whether the tensor's type was chosen by the error it adds, and not by the user or the model's family."""
         place = self._place(tensor)
         asked = self.options.explicit(place.name, place.kind, place.tied) or self.options.actorder_type
-        return tensor.quantizable and self.options.type in ("auto", "exact") and asked is None
+        free = asked is None and not self._keeps_types
+        return tensor.quantizable and self.options.type in ("auto", "exact") and free
 
     def retyped(self, plan: Plan, types: Mapping[str, tuple[str, str]]) -> Plan:
         """The plan with other types for some tensors: by name, the type and the reason."""
