@@ -59,7 +59,7 @@ def gguf_layers(metadata: Mapping[str, Any]) -> int:
 
 
 def _checked(arch: str, key: str, value: Any) -> Any:
-    """A value of the metadata, with whose numbers the config is computed: what divides is no 0, nothing is endless."""
+    """A value of the metadata, with whose numbers the config is computed: what divides is no 0, no count is endless."""
     value = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
     most = _MOST_BLOCKS if key == "block_count" else _MOST if key.endswith("_count") else 1 << 32
     if key in _POSITIVE and not (value is None or isinstance(value, int | float)):
@@ -69,9 +69,10 @@ def _checked(arch: str, key: str, value: Any) -> Any:
             continue
         if isinstance(number, float) and not math.isfinite(number):
             raise BridgeError(f"{arch}.{key} is {number}; must be finite; convert the model again")
-        if number > most or (key in _POSITIVE and number <= 0) or (isinstance(number, int) and number < 0):
-            least = "above 0" if key in _POSITIVE else "at least 0"
-            raise BridgeError(f"{arch}.{key} is {number}; must be {least} and at most {most}; convert the model again")
+        counted = isinstance(number, int)
+        if (key in _POSITIVE and number <= 0) or (counted and not 0 <= number <= most):
+            must = ("above 0" if key in _POSITIVE else "at least 0") + (f" and at most {most}" if counted else "")
+            raise BridgeError(f"{arch}.{key} is {number}; must be {must}; convert the model again")
     return value
 
 
