@@ -53,6 +53,16 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
         raise BridgeError(
             f"{path}: architecture {arch!r} cannot run here{_elsewhere(arch)}. Known: {', '.join(ARCHITECTURES)}"
         )
+    try:
+        return _read(metadata, arch, path)
+    except (TypeError, ValueError, LookupError, ArithmeticError) as problem:  # of some 100 keys, lists and numbers
+        raise BridgeError(
+            f"{path}: a key of {arch} is missing or has a value of the wrong kind ({problem}); convert the model again"
+        ) from problem
+
+
+def _read(metadata: Mapping[str, Any], arch: str, path: Path) -> DecoderConfig:
+    """`read_config` of an architecture that runs; other errors than BridgeError are of values of the wrong kind."""
     graph = ARCHITECTURES[arch]
 
     def get(key: str, kind: type, default: Any = None) -> Any:
@@ -72,6 +82,10 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
     blocks = get("block_count", int)
     if blocks > _MOST_BLOCKS:
         raise BridgeError(f"{path}: {arch}.block_count is {blocks}; must be at most {_MOST_BLOCKS}")
+    if not 0 <= predicting < blocks:
+        raise BridgeError(
+            f"{path}: {arch}.nextn_predict_layers is {predicting} of {blocks} blocks; convert the model again"
+        )
     layers = blocks - predicting
     hidden = get("embedding_length", int)
     inner, inners = _inner_sizes(metadata, arch, layers, get, path)
