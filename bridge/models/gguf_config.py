@@ -19,13 +19,14 @@ from bridge.models.families import ALL
 from bridge.models.family import Family
 from bridge.models.gguf_config_keys import ABSENT, KINDS, MORE, Keys
 from bridge.models.rope import NOT_ROTATED, llama3_factors
+from bridge.runtime.architectures import MOST_BLOCKS
 
 # tensors that divide the frequencies of rotary embeddings, without their ".weight"
 ROPE_FACTORS = "rope_freqs", "rope_factors_long", "rope_factors_short"
 
 _LLAMA3 = (1.0, 4.0), (1.0, 1.0)  # low_freq_factor and high_freq_factor of all of its models, and of Llama 4's
 _LLAMA3_CONTEXT = 8192
-_MOST_BLOCKS, _MOST = 512, 1 << 16  # blocks, as in llama.cpp; whatever else is counted
+_MOST = 1 << 16  # of what is counted, but for blocks
 _POSITIVE = (
     "block_count", "embedding_length", "context_length", "attention.key_length", "attention.key_length_swa",
     "ssm.time_step_rank", "full_attention_interval", "rope.freq_base", "rope.freq_base_swa", "rope.scaling.factor",
@@ -59,9 +60,9 @@ def gguf_layers(metadata: Mapping[str, Any]) -> int:
 
 
 def _checked(arch: str, key: str, value: Any) -> Any:
-    """A value of the metadata, with whose numbers the config is computed: what divides is no 0, nothing is endless."""
+    """A value of the metadata, with whose numbers the config is computed: what divides is no 0, no count is endless."""
     value = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
-    most = _MOST_BLOCKS if key == "block_count" else _MOST if key.endswith("_count") else 1 << 32
+    most = MOST_BLOCKS if key == "block_count" else _MOST if key.endswith("_count") else 1 << 32
     if key in _POSITIVE and not (value is None or isinstance(value, int | float)):
         raise BridgeError(f"{arch}.{key} is {value!r:.60}; must be a number; convert the model again")
     for number in value if isinstance(value, list) else [value]:
@@ -69,9 +70,10 @@ def _checked(arch: str, key: str, value: Any) -> Any:
             continue
         if isinstance(number, float) and not math.isfinite(number):
             raise BridgeError(f"{arch}.{key} is {number}; must be finite; convert the model again")
-        if number > most or (key in _POSITIVE and number <= 0) or (isinstance(number, int) and number < 0):
-            least = "above 0" if key in _POSITIVE else "at least 0"
-            raise BridgeError(f"{arch}.{key} is {number}; must be {least} and at most {most}; convert the model again")
+        counted = isinstance(number, int)
+        if (key in _POSITIVE and number <= 0) or (counted and not 0 <= number <= most):
+            must = ("above 0" if key in _POSITIVE else "at least 0") + (f" and at most {most}" if counted else "")
+            raise BridgeError(f"{arch}.{key} is {number}; must be {must}; convert the model again")
     return value
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 from bridge.errors import BridgeError
 
+MOST_BLOCKS = 512  # as in llama.cpp
+
 
 @dataclass(frozen=True)
 class Windows:

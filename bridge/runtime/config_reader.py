@@ -12,7 +12,7 @@ import numpy as np
 
 from bridge.errors import BridgeError
 from bridge.gguf_file.reader import expect_model
-from bridge.runtime.architectures import ARCHITECTURES, read_windows
+from bridge.runtime.architectures import ARCHITECTURES, MOST_BLOCKS, read_windows
 from bridge.runtime.cpu.stream_ops import STREAMS
 from bridge.runtime.decoder_config import DecoderConfig, Heads, Latent, Routing
 from bridge.runtime.recurrent_config import MAMBA, read_recurrent
@@ -28,7 +28,6 @@ _UNNORMALIZED = {*_LATENT, "qwen2moe", "glm4moe", "dots1", "llama4", "nemotron_h
 _SIGMOID = {
     "deepseek32", "dots1", "glm-dsa", "glm4moe", "lfm2moe", "llama4", "minimax-m2", "minimax-m3", "nemotron_h_moe",
 }  # fmt: skip
-_MOST_BLOCKS = 512  # as in llama.cpp
 _MAVERICK = 128  # experts of the Llama 4 that does not normalize q and k
 _LLAMA4_TEMPERATURE = 0.1, 8192, 1  # factor, length and offset, see `temperatures`
 _FLASH_VOCABULARY = 154880
@@ -53,6 +52,16 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
         raise BridgeError(
             f"{path}: architecture {arch!r} cannot run here{_elsewhere(arch)}. Known: {', '.join(ARCHITECTURES)}"
         )
+    try:
+        return _read(metadata, arch, path)
+    except (TypeError, ValueError, LookupError, ArithmeticError) as problem:  # of some 100 keys, lists and numbers
+        raise BridgeError(
+            f"{path}: a key of {arch} is missing or has a value of the wrong kind ({problem}); convert the model again"
+        ) from problem
+
+
+def _read(metadata: Mapping[str, Any], arch: str, path: Path) -> DecoderConfig:
+    """`read_config` of an architecture that runs; other errors than BridgeError are of values of the wrong kind."""
     graph = ARCHITECTURES[arch]
 
     def get(key: str, kind: type, default: Any = None) -> Any:
@@ -70,8 +79,12 @@ def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
         experts = 0
     predicting = int(metadata.get(f"{arch}.nextn_predict_layers", 0))
     blocks = get("block_count", int)
-    if blocks > _MOST_BLOCKS:
-        raise BridgeError(f"{path}: {arch}.block_count is {blocks}; must be at most {_MOST_BLOCKS}")
+    if blocks > MOST_BLOCKS:
+        raise BridgeError(f"{path}: {arch}.block_count is {blocks}; must be at most {MOST_BLOCKS}")
+    if not 0 <= predicting < blocks:
+        raise BridgeError(
+            f"{path}: {arch}.nextn_predict_layers is {predicting} of {blocks} blocks; convert the model again"
+        )
     layers = blocks - predicting
     hidden = get("embedding_length", int)
     inner, inners = _inner_sizes(metadata, arch, layers, get, path)

@@ -74,11 +74,19 @@ def kind_of_contents(head: bytes) -> str | None:
         )
     if head[:4] == b"GGUF":
         return "is a GGUF; give it a name that ends in .gguf"
-    if head[8:10] == b'{"' and int.from_bytes(head[:8], "little") <= MAX_SMALL:
-        return "is a safetensors file, not a GGUF; give the folder of the checkpoint that it belongs to"
+    if is_safetensors(head):
+        return (
+            "is a safetensors file; give it a name that ends in .safetensors, and the folder of the checkpoint that "
+            "it belongs to"
+        )
     if head.startswith(TORCH_STARTS):
         return "is a file of torch or a zip archive, not a GGUF file; give the folder of the checkpoint, or unpack it"
     return None
+
+
+def is_safetensors(head: bytes) -> bool:
+    """Whether a file whose first bytes are these begins like safetensors: with a header's length and the header."""
+    return head[8:10] == b'{"' and int.from_bytes(head[:8], "little") <= MAX_SMALL
 
 
 def _is_page(head: bytes) -> bool:

@@ -607,6 +607,15 @@ def test_numbers_that_no_model_has_are_refused_by_name(key: str, value: Any, sou
         write_config(StoredModel(model.files, metadata, model.tensors), tmp_path)
 
 
+def test_a_base_of_rotation_is_a_number_of_any_size(source: Path, tmp_path: Path) -> None:
+    """Falcon-H1's is 1e11."""
+    model = read_gguf(source)
+    key = f"{model.metadata['general.architecture']}.rope.freq_base"
+    metadata: Any = {**model.metadata, key: 1e11}
+    write_config(StoredModel(model.files, metadata, model.tensors), tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["rope_parameters"]["rope_theta"] == 1e11
+
+
 def test_metadata_without_a_config_names_the_way_out(tmp_path) -> None:
     pytest.importorskip("transformers")
     scaled, unknown = tmp_path / "scaled.gguf", tmp_path / "unknown.gguf"

@@ -45,7 +45,7 @@ def test_every_command_says_what_a_file_is(tmp_path, capsys, said, name, command
     text.write_text("a text")
     more = {
         "run": ["-p", "x"], "convert": ["out.gguf"], "verify": [CHECKPOINT], "export": ["out", "--format", "gptq"],
-        "edit": ["--set", "general.name=x"], "perplexity": ["-f", text],
+        "edit": ["--in-place", "--set", "general.name=x"], "perplexity": ["-f", text],
     }  # fmt: skip
     options = more.get(command, [])
     assert main([command, str(file), *map(str, options)]) == 2
@@ -65,6 +65,7 @@ def test_a_checkpoints_file_that_is_a_pointer_or_a_page_is_named(tmp_path, name,
     ("name", "content", "said"),
     [
         ("model.safetensors", b"GGUF" + bytes(60), "is not safetensors: it is a GGUF"),
+        ("model.safetensors", struct.pack("<Q", 999) + SAFETENSORS[8:], "not a complete safetensors file"),
         ("pytorch_model.bin", SAFETENSORS, "is not a file of torch: it is a safetensors file"),
         ("pytorch_model.bin", b"GGUF" + bytes(60), "is not a file of torch: it is a GGUF"),
     ],

@@ -109,6 +109,11 @@ def test_the_docs_list_every_family_and_tell_where_it_runs() -> None:
             {"sliding_window": 32},
             "sliding_window is 32 with 2 layers; llama.cpp has a window in EXAONE 4's model of",
         ),
+        (
+            "gemma3",
+            {"architectures": ["Gemma3TextModel"], "use_bidirectional_attention": True},
+            "use_bidirectional_attention is True; llama.cpp's graph",
+        ),
         ("gemma3", {"rope_parameters": LOCAL_LINEAR}, "rope of type 'linear' in layers with a window; llama.cpp has"),
         (
             "olmo3",

@@ -402,6 +402,7 @@ def test_damaged_vocabularies_are_refused() -> None:
         ({"tokenizer.ggml.token_type": 3}, "token_type is not an array of int"),
         ({"tokenizer.ggml.merges": [1]}, "merges is not an array of str"),
         ({"tokenizer.ggml.pre": "klingon"}, "tokenizer.ggml.pre is 'klingon'"),
+        ({"tokenizer.ggml.pre": ["gpt-2"]}, r"tokenizer.ggml.pre is \['gpt-2'\]"),
     ):
         with pytest.raises(BridgeError, match=message):
             Tokenizer(good | change)

@@ -19,7 +19,7 @@ import numpy as np
 
 from bridge.checkpoint.files.dtypes import NUMPY, OTHER_BITS, as_float32
 from bridge.errors import BridgeError
-from bridge.system.files import MAX_SMALL, first_bytes, kind_of_contents, refuse_pointer
+from bridge.system.files import MAX_SMALL, first_bytes, is_safetensors, kind_of_contents, refuse_pointer
 
 # what training tools put around a module, and into its tensors' names: torch.compile, FSDP, PEFT
 _WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|base_layer)\.")
@@ -174,7 +174,8 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         with open(file, "rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             if size < 8 or length > min(MAX_SMALL, size - 8):
-                if (other := kind_of_contents(first_bytes(file))) is not None:
+                head = first_bytes(file)
+                if not is_safetensors(head) and (other := kind_of_contents(head)) is not None:
                     raise BridgeError(f"{file}: is not safetensors: it {other}")
                 raise damaged("not a complete safetensors file (its header does not fit)")
             text = stream.read(length)

@@ -79,6 +79,7 @@ GEMMA3 = Family(
     },
     expects=(
         *GEMMA2.expects,
+        Expected("use_bidirectional_attention", (False, None), NO_OTHER),  # EmbeddingGemma's
         Expected("attn_logit_softcapping", (None,), "llama.cpp's graph for this architecture has none"),
         Expected("final_logit_softcapping", (None,), "no published model of this architecture has it"),
     ),

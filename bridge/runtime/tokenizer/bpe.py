@@ -13,12 +13,12 @@ _LONG = 1 << 12  # characters that are encoded without Python's lock, which cost
 
 def cutter_of(tokens: Sequence[str], merges: Sequence[str], pre: Any) -> "ByteLevel | CharacterLevel":
     """What cuts by a tokenizer.ggml.pre; BridgeError if the name is unknown."""
-    if pre not in RULES:
+    rules = RULES.get(pre) if isinstance(pre, str) else None
+    if rules is None:
         raise BridgeError(
             f"tokenizer.ggml.pre is {pre!r}, whose rules for cutting words are unknown here; the tokens of a text "
             "cannot be told, logits() of token ids can be computed"
         )
-    rules = RULES[pre]
     return (ByteLevel if rules.byte_level else CharacterLevel)(tokens, merges, rules)
 
 

@@ -12,10 +12,10 @@ from heapq import heapify, heappop, heappush
 from itertools import chain
 
 from bridge.errors import BridgeError
+from bridge.gguf_file.special_tokens import BYTE
 
 SPACE = "\u2581"
 _REMEMBERED = 1 << 16  # words
-_BYTE = 6
 
 
 class SentencePiece:
@@ -30,7 +30,7 @@ class SentencePiece:
         self._scores = {text: scores[token] for text, token in self._tokens.items()}
         self._bytes = {}
         for token, (text, kind) in enumerate(zip(tokens, types, strict=True)):
-            if kind == _BYTE:
+            if kind == BYTE:
                 if (byte := byte_of_token(text)) is None:
                     raise BridgeError(f"token {token} is a byte's, but is spelled {text!r}; convert the model again")
                 self._bytes[byte] = token

@@ -1,0 +1,31 @@
+"""The numbers of a decoder, read from a GGUF's metadata."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bridge.errors import BridgeError
+from bridge.runtime.config_reader import read_config
+
+KEYS = {
+    "block_count": 2, "context_length": 64, "embedding_length": 64, "feed_forward_length": 64, "expert_count": 4,
+    "attention.head_count": 4, "attention.layer_norm_rms_epsilon": 1e-6, "expert_used_count": 2,
+}  # fmt: skip
+
+
+def read(**changes: Any) -> object:
+    metadata = {f"qwen3moe.{key}": value for key, value in KEYS.items()}
+    return read_config({"general.architecture": "qwen3moe", **metadata, **changes}, Path("model.gguf"))
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("tokenizer.ggml.tokens", 300), ("qwen3moe.attention.head_count_kv", [[1]]), ("qwen3moe.feed_forward_length", "x"),
+    ("qwen3moe.feed_forward_length", ["a", "b"]), ("qwen3moe.expert_gating_func", [1]),
+    ("qwen3moe.leading_dense_block_count", float("inf")), ("qwen3moe.nextn_predict_layers", -(10**9)),
+    ("qwen3moe.nextn_predict_layers", 2), ("qwen3moe.rope.freq_base", [1]),
+])  # fmt: skip
+def test_values_of_the_wrong_kind_are_refused(key: str, value: Any) -> None:
+    read()
+    with pytest.raises(BridgeError, match=r"model\.gguf: .*; convert the model again"):
+        read(**{key: value})
