@@ -9,6 +9,7 @@ to which all formats are converted. files/ finds and reads tensors, labels/ iden
 for each, repack/ rewrites GPTQ's zero points. `files.hub` also downloads from the Hub.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -80,7 +81,7 @@ class Checkpoint:
             part = name.rpartition(".")[2]
             if name in owned:
                 pass
-            elif scales_activations(name):
+            elif scales_activations(name) and (self.reader or math.prod(info.shape) == 1):
                 left_out.add(part)
             elif info.floating or part in _TABLES:
                 self.tensors[name] = info

@@ -96,7 +96,7 @@ def stripping_name(tokenizer: GGUFTokenizer, name: str, arch: str) -> tuple[str,
             notes.append(
                 f"general.name is {best!r}: llama.cpp refuses {name!r} for a vocabulary without {missing[0]!r}"
             )
-    else:
+    elif tokenizer.lstrip | tokenizer.rstrip:  # else no name by which llama.cpp strips
         best = min(name, name.replace(" ", "-"), key=lambda spelling: len(not_stripped(spelling)))
     if tokens := not_stripped(best):
         notes.append(

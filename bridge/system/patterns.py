@@ -4,7 +4,6 @@ Python's `re` backtracks without end on some ("(a|a)*$") and holds everything up
 the same syntax and stops after a time; it unrolls counted repeats, so these are limited before.
 """
 
-import math
 import re
 from collections.abc import Callable
 from functools import lru_cache
@@ -15,7 +14,8 @@ from bridge.errors import BridgeError
 
 SECONDS = 1.0  # for one comparison; usual ones take microseconds
 _MAX_UNROLLED = 1_000_000  # characters of a pattern whose counted repeats are written out
-_COUNT = re.compile(r"\{([0-9]+)")
+# an escaped character, a class of characters, a count, or any other character
+_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{([0-9]+)[0-9,]*\}|.", re.DOTALL)
 
 
 def pattern_problem(pattern: str) -> str | None:
@@ -48,10 +48,29 @@ def _compiled(pattern: str) -> Any:
     """regex's Pattern, or why there is none."""
     import regex  # when a pattern is there: most files have none
 
-    unrolled = len(pattern) * math.prod(max(int(n[:9]), 1) for n in _COUNT.findall(pattern))
+    unrolled = _unrolled(pattern)
     if unrolled > _MAX_UNROLLED:
         return f"its counted repeats unroll to {unrolled:.1e} characters, the limit is {_MAX_UNROLLED:.0e}"
     try:
         return regex.compile(pattern)
     except (regex.error, OverflowError, RecursionError) as problem:
         return str(problem)
+
+
+def _unrolled(pattern: str) -> int:
+    """Characters of a pattern whose counted repeats are written out, nested ones too."""
+    groups, last = [0], 0  # sizes of the groups that are open, and of the latest character or group
+    for part in _PARTS.finditer(pattern):
+        if part[1] is not None:
+            added = last * (max(int(part[1][:9]), 1) - 1)
+            groups[-1] += added
+            last += added
+        elif part[0] == "(":
+            groups.append(1)
+        elif part[0] == ")" and len(groups) > 1:
+            last = groups.pop()
+            groups[-1] += last
+        else:
+            last = 1
+            groups[-1] += 1
+    return sum(groups)

@@ -32,6 +32,10 @@ def test_patterns_are_found_as_by_re() -> None:
     assert matched("match", r"^(?!.*lm_head).*", name, None)
 
 
+def test_repeats_one_after_the_other_are_not_nested() -> None:
+    assert matched("fullmatch", r"\d{4}" * 8, "1234" * 8, None)
+
+
 @pytest.mark.parametrize("pattern", ["(", "*up", "a{99999999999}", "(" * 5000, "(?:(?:a{1000}){1000}){1000}"])
 def test_what_is_no_pattern_matches_nothing(pattern: str) -> None:
     assert pattern_problem(pattern)
