@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from bridge.checkpoint.files.store import Store
+from bridge.checkpoint.files.store import WRAPPERS, Store
 from bridge.checkpoint.language_model import TEXT_PREFIXES
 from bridge.errors import BridgeError
 from bridge.system.files import expanded, read_json
@@ -77,7 +77,7 @@ class Adapter:
     alpha    lora_alpha times what rsLoRA makes of it: scale * r of most layers
     changes  module -> its change
     saved    full name of a tensor -> the values that replace it, float32
-    turned   fan_in_fan_out: the base model's weights are stored transposed
+    turned   fan_in_fan_out: Conv1D's weights of the base model are stored transposed
     tying    ensure_weight_tying: a head that is tied to the embeddings stays tied to them
 
     Names are the checkpoint's where `of` returned it, else the adapter's own, without "base_model.model.".
@@ -138,7 +138,11 @@ def read_adapter(path: str | Path) -> Adapter:
     saved: dict[str, np.ndarray] = {}
     store = Store([file])
     for stored in store.tensors:
-        name, values = stored.removeprefix(_PREFIX), store.read_float(stored)
+        name = WRAPPERS.sub("", stored)
+        name = name.partition(_PREFIX)[2] or name
+        if ".original_module." in name:  # the base model's own values, beside those of modules_to_save
+            continue
+        values = store.read_float(stored)
         if not np.isfinite(values).all():
             raise BridgeError(f"{file}: {stored} holds NaN or infinite values; the adapter is damaged")
         if (part := _PARTS.fullmatch(name)) is not None:
@@ -146,7 +150,9 @@ def read_adapter(path: str | Path) -> Adapter:
         elif "lora_" in name or "token_adapter" in name or not name.endswith((".weight", ".bias")):
             raise BridgeError(f"{file}: {stored} is not a tensor of a LoRA that is known; merge the adapter with PEFT")
         else:
-            plain = re.sub(r"\.(modules_to_save(\.default)?|base_layer|original_module)\.", ".", name)
+            plain = re.sub(r"\.modules_to_save(\.default)?\.", ".", name)
+            if plain in saved:
+                raise BridgeError(f"{file}: holds {plain} under two names; save the adapter with `save_pretrained`")
             saved[plain] = values
     if not parts and not saved:
         raise BridgeError(f"{file}: holds no tensors; the adapter is incomplete")

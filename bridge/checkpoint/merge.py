@@ -7,8 +7,8 @@ kept: rows are computed whenever they are read. Other modules stay as they are.
 A head that is tied to the embeddings is not in the checkpoint. PEFT trains an adapter of one of them with the other as
 it was, so they are untied: the merged model has both, unless ensure_weight_tying says that they stay one matrix.
 
-Layers of Conv1D (GPT-2, fan_in_fan_out) are stored [in, out] as floats, their changes are [out, in]: shapes tell, and
-for square matrices those of the other layers.
+Layers of Conv1D (GPT-2) are stored [in, out] as floats, their changes are [out, in]: shapes tell, and for square
+matrices those of the other layers, or else fan_in_fan_out.
 """
 
 from collections.abc import Mapping
@@ -173,11 +173,9 @@ def _untie(embeddings: str, changes: dict[str, LowRank], saved: dict[str, np.nda
 
 
 def _turned(base: Checkpoint, changes: Mapping[str, LowRank], said: bool) -> set[str]:
-    """The tensors that are stored [in, out]; `said`: fan_in_fan_out, which is one value for layers of both kinds."""
-    floats = {name: base.tensors[name].shape for name in changes if name in base.tensors}
-    floats = {n: s for n, s in floats.items() if n != HEAD and not EMBEDDING.fullmatch(n.removesuffix(".weight"))}
-    if not said and not any(name.endswith(_CONV1D) for name in floats):
-        return set()
+    """The tensors that are stored [in, out]: Conv1D's alone. `said` is fan_in_fan_out, which PEFT passes over for
+    layers of other kinds, and which is one value for all; it decides where all matrices are square."""
+    floats = {name: base.tensors[name].shape for name in changes if name in base.tensors and name.endswith(_CONV1D)}
     straight = {name for name, shape in floats.items() if shape == changes[name].shape}
     other = {name for name, shape in floats.items() if shape == changes[name].shape[::-1]}
     square = straight & other

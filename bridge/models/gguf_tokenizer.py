@@ -20,7 +20,7 @@ from bridge.models.sentencepiece import vocabulary_by_merges, vocabulary_of_json
 from bridge.models.special_tokens import add_bos_and_eos, add_special_tokens, text_of
 from bridge.models.tiktoken import vocabulary_of_tiktoken
 from bridge.models.vocabulary import Added, GGUFTokenizer, Vocabulary
-from bridge.system.files import read_json
+from bridge.system.files import read_json, read_text, refuse_pointer
 
 _LEAST_SHARE = 0.9  # of the embedding's rows have a token: padding is a few thousand in a hundred thousand
 
@@ -164,13 +164,19 @@ def read_chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, 
     elif isinstance(value, dict):
         templates.update({name: text for name, text in value.items() if isinstance(text, str)})
     elif isinstance(value, list):
-        templates.update({entry["name"]: entry["template"] for entry in value if {"name", "template"} <= set(entry)})
+        entries = [(entry.get("name"), entry.get("template")) for entry in value if isinstance(entry, dict)]
+        templates.update({name: text for name, text in entries if isinstance(name, str) and isinstance(text, str)})
     if (file := folder / "chat_template.jinja").is_file():
-        templates["default"] = file.read_text(encoding="utf-8-sig")
+        templates["default"] = _template(file)
     for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
         if file.is_file():
-            templates[file.stem] = file.read_text(encoding="utf-8-sig")
+            templates[file.stem] = _template(file)
     return templates
+
+
+def _template(file: Path) -> str:
+    refuse_pointer(file)
+    return read_text(file).removeprefix("\ufeff")
 
 
 def check_chat_template(folder: Path, messages: Sequence[Mapping[str, str]]) -> None:

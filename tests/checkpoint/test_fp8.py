@@ -190,7 +190,7 @@ ACTIVATIONS = (
     "gate_up_proj_activation_scale", "down_proj_input_scale", "w2_input_scale", "attn.k_scale", "attn.prob_scale",
     "attn.prob_output_scale", "k_fake_quantizer.qscale_act", "qscale_act", "input_quantizer._amax", "scale_input",
     "k_bmm_quantizer._amax", "input_quantizer.scale", "act_quantizer.zero_point", "activation_post_process.scale",
-    "input_activation_scale", "key_scale", "value_scale", "cachek_matmul.activation_scale", "qk_scale",
+    "input_activation_scale", "key_scale", "value_scale", "cachek_matmul.activation_scale", "qk_scale", "k_cache.scale",
 )  # fmt: skip
 
 

@@ -7,8 +7,10 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import bridge
+from bridge.checkpoint.adapter import read_adapter
 from bridge.cli import main
 from bridge.errors import BridgeError
 from tests.conftest import CHECKPOINT
@@ -17,6 +19,7 @@ from tests.support.encode import write_gptq
 from tests.support.tiny_models import save_model
 
 Q, GATE = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.gate_proj"
+O_PROJ = "model.layers.0.self_attn.o_proj"
 NORM, EMBEDDINGS = "model.norm.weight", "model.embed_tokens"
 
 
@@ -196,6 +199,34 @@ def test_layers_of_gpt_2_are_stored_with_inputs_first(flag: bool, targets: list[
         change = 2 * tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"]
         own = gguf_names[".".join(name.split(".")[-2:])]
         np.testing.assert_allclose(found[f"blk.0.{own}.weight"], values.T + change, atol=1e-5)
+
+
+def test_fan_in_fan_out_turns_no_linear_layer(tmp_path: Path) -> None:
+    """PEFT sets it to False for torch.nn.Linear; a square matrix does not tell."""
+    tensors = low_rank({O_PROJ: own(O_PROJ).shape})  # type: ignore[dict-item]
+    adapter = write_adapter(tmp_path / "adapter", tensors, fan_in_fan_out=True)
+    bridge.convert(CHECKPOINT, tmp_path / "out.gguf", merge=adapter, tensor_types=[("blk.0.attn_output", "F32")])
+    np.testing.assert_allclose(
+        tensors_of(tmp_path / "out.gguf")["blk.0.attn_output.weight"], changed(tensors, O_PROJ), atol=1e-5
+    )
+
+
+def test_names_of_a_whole_state_dict_are_read(tmp_path: Path) -> None:
+    """torch.compile's wrapper; the base model's own values beside those of modules_to_save."""
+    tensors = low_rank({O_PROJ: own(O_PROJ).shape}) | {NORM: np.full(256, 1.5, np.float32)}  # type: ignore[dict-item]
+    folder = write_adapter(tmp_path / "adapter", tensors)
+    head, _, last = NORM.rpartition(".")
+    stored = {f"_orig_mod.base_model.model.{name}": values for name, values in tensors.items() if name != NORM}
+    stored[f"_orig_mod.base_model.model.{head}.modules_to_save.default.{last}"] = tensors[NORM]
+    stored[f"_orig_mod.base_model.model.{head}.original_module.{last}"] = np.ones(256, np.float32)
+    save_file(stored, folder / "adapter_model.safetensors")
+    adapter = read_adapter(folder)
+    assert list(adapter.changes) == [O_PROJ]
+    assert adapter.saved[NORM].tolist() == [1.5] * 256
+    stored[f"base_model.model.{NORM}"] = tensors[NORM]
+    save_file(stored, folder / "adapter_model.safetensors")
+    with pytest.raises(BridgeError, match=f"holds {NORM} under two names"):
+        read_adapter(folder)
 
 
 REFUSED = {

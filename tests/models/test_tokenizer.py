@@ -14,6 +14,7 @@ from gguf import GGUFReader, Keys, TokenType
 
 from bridge.errors import BridgeError
 from bridge.gguf_file.pretokenizers import byte_of
+from bridge.models.gguf_tokenizer import read_chat_templates
 from bridge.models.vocabulary import special_text
 from scripts.peers.llama_cpp import LlamaCpp
 from tests.conftest import CHECKPOINT
@@ -253,6 +254,26 @@ def test_chat_templates_are_found_wherever_transformers_puts_them(tmp_path: Path
     assert field(path, "tokenizer.chat_template.tool_use") == "{{ tool }}"
     (tmp_path / "chat_template.jinja").write_text("{{ file }}")
     assert field(vocab_gguf(tmp_path, 2048)[1], "tokenizer.chat_template") == "{{ file }}"
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "additional_chat_templates/tool_use.jinja"])
+@pytest.mark.parametrize(
+    ("content", "cause"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "Git LFS pointer"),
+        (b"{{ '\xff' }}", "not UTF-8"),
+    ],
+)
+def test_a_file_that_is_no_chat_template_is_refused(tmp_path: Path, name: str, content: bytes, cause: str) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(BridgeError, match=f"{Path(name).name}: .*{cause}"):
+        read_chat_templates(tmp_path, {})
+
+
+@pytest.mark.parametrize("value", [[5], [{"name": ["a"], "template": "x"}], [{"name": "a", "template": 3}], [None]])
+def test_entries_that_are_no_chat_templates_are_passed_over(tmp_path: Path, value: list[object]) -> None:
+    assert read_chat_templates(tmp_path, {"chat_template": value}) == {}
 
 
 def test_a_model_without_chat_template_has_none(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from bridge.errors import BridgeError
 from bridge.system.files import MAX_SMALL, first_bytes, is_safetensors, kind_of_contents, refuse_pointer
 
 # what training tools put around a module, and into its tensors' names: torch.compile, FSDP, PEFT
-_WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|base_layer)\.")
+WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|base_layer)\.")
 _PREFIXES = ("module.", "base_model.model.")  # of all names: DataParallel's, PEFT's
 _ADAPTER = re.compile(r"\.(?:lora_(?:[AB]|embedding_[AB]|magnitude_vector)|modules_to_save)(?:\.|$)")
 
@@ -67,7 +67,7 @@ class Store:
 
         Raises BridgeError where an adapter's weights lie beside those that they change.
         """
-        names = {name: _WRAPPERS.sub("", name) for name in self.tensors}
+        names = {name: WRAPPERS.sub("", name) for name in self.tensors}
         while shared := _shared_prefix(names.values()):
             names = {stored: name.removeprefix(shared) for stored, name in names.items()}
         changed = [(stored, name) for stored, name in names.items() if stored != name]

@@ -27,7 +27,8 @@ _ADDED = frozenset({
     "point", "points", "factor", "global", "inv", "ub", "rcp", "static", "float", "tensor", "token", "per", "1", "2",
     "proj", "gate", "up", "down", "qkv", "attn", "mlp", "experts", "w1", "w2", "w3", "w13", "bmm", "matmul",
 })  # fmt: skip
-_QUANTIZERS = frozenset({"quantizer", "fake", "quant", "post", "process", "observer"})  # of modules that hold scales
+# words in the names of modules that hold such scales: k_bmm_quantizer._amax, k_cache.scale
+_HOLDERS = frozenset({"quantizer", "fake", "quant", "post", "process", "observer", "cache"})
 
 
 def scales_activations(name: str) -> bool:
@@ -39,8 +40,8 @@ def scales_activations(name: str) -> bool:
     """
     module, part = name.split(".")[-2:] if "." in name else ("", name)
     words, owner = ({*text.lower().split("_")} - {""} for text in (part, module))
-    if owner & _QUANTIZERS:
-        words |= owner - _QUANTIZERS
+    if owner & _HOLDERS:
+        words |= owner - (_HOLDERS - _ACTIVATIONS)
     return bool(words & _ACTIVATIONS and words & _NUMBERS) and words <= _ACTIVATIONS | _NUMBERS | _ADDED
 
 
