@@ -40,7 +40,8 @@ def command(
 def add_options(to: Any, settings: type, names: Sequence[str] | None = None) -> None:
     """Add a flag to a parser or group for each field of a dataclass that `option` made, or for those in `names`.
 
-    A field whose default is () may be given several times; numbers are parsed as their default's type.
+    A field whose default is () may be given several times, and so may one that takes several values, which are added;
+    numbers are parsed as their default's type.
     """
     for f in fields(settings):
         flag: Flag | None = f.metadata.get("flag")
@@ -55,7 +56,7 @@ def add_options(to: Any, settings: type, names: Sequence[str] | None = None) -> 
         if f.default == ():
             how["action"] = "append"
         if flag.several:
-            how["nargs"] = "+"
+            how |= {"nargs": "+", "action": "extend"}
         shown = f"{f.default:g}" if isinstance(f.default, float) else str(f.default)
         unset = f.default in (None, MISSING, "", ()) or f.default is False
         default = flag.default if flag.default is not None else "" if unset else shown

@@ -281,7 +281,7 @@ def perplexity(a: argparse.Namespace) -> int:
     from bridge.system.progress import Bar
 
     text = read_text(a.file)
-    context = a.context or a.length
+    context = a.length if a.context is None else a.context
     model = load(a, a.gguf, context, a.lora)
     reference = load(a, a.reference, context) if a.reference else None
     with Bar("measuring", unit=" windows") as bar:
