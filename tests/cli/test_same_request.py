@@ -122,6 +122,15 @@ def test_texts_that_are_named_one_by_one_are_all_taken() -> None:
     assert asked.sources == Calibration(["a.txt", "b.txt:0.3", "default:0.2"]).sources
 
 
+@pytest.mark.parametrize("words", [
+    ["run", "m.gguf", "-p", "a", "--lora"], ["serve", "m.gguf", "--lora"], ["convert", "m", "--merge"],
+    ["convert", "m", "--imatrix"], ["quantize", "m", "--imatrix-out"],
+])  # fmt: skip
+def test_a_second_file_does_not_displace_the_first(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, "first", words[-1], "second"]) == 2
+    assert f"{words[-1]} is given twice, first and second; give one" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("options", "said"), [
     (["--type", "Q8_0"], "--type is for a GGUF; leave it out with --format gptq"),
     (["--name", "A"], "--name is for a GGUF"),
