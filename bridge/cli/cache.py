@@ -45,7 +45,8 @@ def run(a: argparse.Namespace) -> int:
     if a.clear == _ALL:
         chosen = [e for e in found if a.kernels or e.kind != "numba"]
     else:
-        chosen = [e for e in found if a.clear in (e.path.name, e.path.name.rpartition("-")[0])]
+        named = [e for e in found if a.clear in (e.path.name, e.path.name.rpartition("-")[0])]
+        chosen = named + [e for e in found if named and a.kernels and e.kind == "numba" and e not in named]
     if a.clear and not chosen:
         raise BridgeError(f"{a.clear}: no such entry in {cache_folder()}; `gguf-bridge cache` lists the entries")
     freed = 0

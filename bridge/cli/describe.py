@@ -19,7 +19,7 @@ from bridge.conversion.importance import Importance
 from bridge.conversion.options import PlanOptions
 from bridge.conversion.part_reader import PartReader
 from bridge.conversion.plan import Plan, PlannedTensor
-from bridge.errors import BridgeError, shortened
+from bridge.errors import BridgeError, parameter, shortened
 from bridge.gguf_file.header import rotation_keys
 from bridge.gguf_file.reader import StoredModel, StoredTensor, read_gguf
 from bridge.models.outline import number
@@ -37,8 +37,9 @@ def describe(path: str | Path, config: str | Path | None = None, template: str |
         refuse_pointer(Path(path))
         raise BridgeError(f"{path}: is one file of a checkpoint; give the folder that it is in")
     if kind == "gguf":
-        if template is not None:
-            raise BridgeError(f"{path}: is not a checkpoint; --template shows what a checkpoint would become")
+        for name, value in (("config", config), ("template", template)):
+            if value is not None:
+                raise BridgeError(f"{path}: is a GGUF; {parameter(name)} is for checkpoints")
         return "\n".join(map(shortened, _describe_gguf(Path(path))))
     with open_by_name(path, config, needs_config=template is None) as ckpt:
         return "\n".join(map(shortened, _describe_checkpoint(ckpt, template)))

@@ -37,10 +37,20 @@ def command(
     return parser
 
 
+class Once(argparse.Action):
+    """Store a file's name; BridgeError if the option was given before, since the first file would be ignored."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        if (first := getattr(namespace, self.dest, None)) is not None:
+            raise BridgeError(f"{option_string} is given twice, {first} and {values}; give one")
+        setattr(namespace, self.dest, values)
+
+
 def add_options(to: Any, settings: type, names: Sequence[str] | None = None) -> None:
     """Add a flag to a parser or group for each field of a dataclass that `option` made, or for those in `names`.
 
-    A field whose default is () may be given several times; numbers are parsed as their default's type.
+    A field whose default is () may be given several times, and so may one that takes several values, which are added; a
+    file is given once; numbers are parsed as their default's type.
     """
     for f in fields(settings):
         flag: Flag | None = f.metadata.get("flag")
@@ -52,10 +62,12 @@ def add_options(to: Any, settings: type, names: Sequence[str] | None = None) -> 
         else:
             number = type(f.default) if isinstance(f.default, int | float) else None
             how |= {"metavar": flag.metavar, "type": flag.parse or number or str, "choices": flag.choices}
+        if flag.parse is Path:
+            how["action"] = Once
         if f.default == ():
             how["action"] = "append"
         if flag.several:
-            how["nargs"] = "+"
+            how |= {"nargs": "+", "action": "extend"}
         shown = f"{f.default:g}" if isinstance(f.default, float) else str(f.default)
         unset = f.default in (None, MISSING, "", ()) or f.default is False
         default = flag.default if flag.default is not None else "" if unset else shown

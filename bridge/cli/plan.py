@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.cli.convert import add_plan_options, choices
-from bridge.cli.options import SOURCE, add_options, command
+from bridge.cli.options import SOURCE, add_no_mmproj, add_options, command
 from bridge.conversion.options import PlanOptions
 from bridge.system.progress import Bar
 
@@ -22,7 +22,9 @@ def add_parser(commands: Any) -> None:
         help="write the plan for `convert --plan`; types in it may be edited",
     )
     add_plan_options(p)
-    add_options(p.add_argument_group("output"), PlanOptions, ["split_max_size", "force", "threads"])
+    output = p.add_argument_group("output")
+    add_options(output, PlanOptions, ["mmproj_type", "no_mtp", "split_max_size", "force", "threads"])
+    add_no_mmproj(output)
 
 
 def run(a: argparse.Namespace) -> int:

@@ -4,7 +4,17 @@ import argparse
 from typing import Any
 
 from bridge.cli import convert
-from bridge.cli.options import add_budget, add_calibration, add_options, add_output, budget, calibration, command
+from bridge.cli.options import (
+    add_budget,
+    add_calibration,
+    add_options,
+    add_output,
+    as_flag,
+    budget,
+    calibration,
+    command,
+    given,
+)
 from bridge.cli.upload import Uploading, add_upload
 from bridge.conversion.options import ConvertOptions
 from bridge.conversion.recipe import FLOAT_TYPES
@@ -12,6 +22,8 @@ from bridge.conversion.report import check_report
 from bridge.errors import BridgeError
 from bridge.quantize.sources import DEFAULT
 from bridge.system.progress import Bar
+
+_GROUPS = ("bits", "group_size", "asymmetric", "clamp")  # of a checkpoint
 
 
 def add_parser(commands: Any) -> None:
@@ -37,11 +49,17 @@ def add_parser(commands: Any) -> None:
     add_options(p.add_argument_group("model"), ConvertOptions, convert.MODEL)
     groups = p.add_argument_group("a checkpoint instead of a GGUF")
     groups.add_argument("--format", choices=("gptq", "gptq_v2", "awq"), help="gptq is v1, awq AutoAWQ's gemm layout")
-    groups.add_argument("--bits", type=int, default=4, metavar="N", help="bits of a code (default: %(default)s)")
+    unset = argparse.SUPPRESS  # so that `run` sees what was asked for; the defaults are the function's
+    groups.add_argument("--bits", type=int, default=unset, metavar="N", help="bits of a code (default: 4)")
     groups.add_argument(
-        "--group-size", type=int, default=128, metavar="N", help="columns in a group, -1: all (default: %(default)s)"
+        "--group-size", type=int, default=unset, metavar="N", help="columns in a group, -1: all (default: 128)"
     )
-    groups.add_argument("--asymmetric", action="store_true", help="store a zero point for each group (awq: always)")
+    groups.add_argument(
+        "--asymmetric", action="store_true", default=unset, help="store a zero point for each group (awq: always)"
+    )
+    groups.add_argument(
+        "--clamp", action="store_true", default=unset, help="gptq: change zero points of 0, which v1 cannot hold, to 1"
+    )
     add_output(p)
     add_upload(p)
 
@@ -51,10 +69,16 @@ def run(a: argparse.Namespace) -> int:
     floats = getattr(a, "type", "").upper() in FLOAT_TYPES and a.format is None
     if not floats and not hasattr(a, "text") and getattr(a, "method", None) != "rtn":
         a.text = [DEFAULT]
+    groups = {name: getattr(a, name) for name in _GROUPS if hasattr(a, name)}
     if a.format is None:
+        if groups:
+            raise BridgeError(f"{as_flag(next(iter(groups)))} is for a checkpoint: give --format")
         return convert.run(a)
     if budget(a, None) is not None:
         raise BridgeError("--size and --bpw choose among GGUF types; a checkpoint's groups are all alike, see --bits")
+    of_gguf = given(a, ConvertOptions).keys() - {"config", "force"}
+    if of_gguf:
+        raise BridgeError(f"{as_flag(min(of_gguf))} is for a GGUF; leave it out with --format {a.format}")
     from bridge.conversion.to_checkpoint import quantize_checkpoint
 
     if a.report:
@@ -68,9 +92,8 @@ def run(a: argparse.Namespace) -> int:
             a.out,
             a.format,
             config=getattr(a, "config", None),
-            bits=a.bits,
-            group_size=a.group_size,
-            symmetric=not (a.asymmetric or a.format == "awq"),
+            symmetric=not groups.pop("asymmetric", False),
+            **groups,
             calibrate=settings,
             force=getattr(a, "force", False),
             progress=bar,

@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from bridge.cli.options import add_options, command, given
+from bridge.cli.options import Once, add_options, command, given
 from bridge.cli.terminal import StatusLine, generated
 from bridge.errors import BridgeError
 from bridge.gguf_file.reader import LOADS
@@ -157,6 +157,7 @@ def model_parser(commands: Any, name: str, help: str, handler: Any) -> argparse.
     add_loading(parser)
     parser.add_argument(
         "--lora",
+        action=Once,
         type=Path,
         metavar="ADAPTER.gguf",
         help="adapter that convert-lora wrote, added to the model's weights",
@@ -281,7 +282,7 @@ def perplexity(a: argparse.Namespace) -> int:
     from bridge.system.progress import Bar
 
     text = read_text(a.file)
-    context = a.context or a.length
+    context = a.length if a.context is None else a.context
     model = load(a, a.gguf, context, a.lora)
     reference = load(a, a.reference, context) if a.reference else None
     with Bar("measuring", unit=" windows") as bar:

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from bridge.cli.options import add_options, command, given
+from bridge.cli.options import Once, add_options, command, given
 from bridge.cli.run import add_loading, gguf_of, load, take_checkpoints
 from bridge.errors import BridgeError, BridgeWarning
 from bridge.runtime.sampling import Sampling
@@ -53,7 +53,7 @@ def add_parser(commands: Any) -> None:
         "--draft", choices=("ngram",),
         help="guess tokens, while 4 replies or fewer are made at once: what followed the last tokens before",
     )  # fmt: skip
-    p.add_argument("--lora", type=Path, metavar="ADAPTER.gguf", help="adapter that convert-lora wrote")
+    p.add_argument("--lora", action=Once, type=Path, metavar="ADAPTER.gguf", help="adapter that convert-lora wrote")
     add_loading(p)
     add_options(p.add_argument_group("sampling, where a request does not say"), Sampling, _SAMPLING)
 

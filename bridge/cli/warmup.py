@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bridge.cli.options import command
+from bridge.cli.options import as_flag, command
 from bridge.cli.run import add_loading, gguf_of, load
+from bridge.errors import BridgeError
 from bridge.system import compiling
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def run(a: argparse.Namespace) -> int:
     began = time.perf_counter()
     steps = compiling.steps()
     if a.model is None:
+        _check_unasked(a)
         from bridge.blocks.read import READ
 
         _types(READ)
@@ -43,6 +45,15 @@ def run(a: argparse.Namespace) -> int:
     done = f"compiled in {time.perf_counter() - began:.0f} s" if compiling.steps() > steps else "were compiled before"
     print(f"the kernels for this CPU {done}")
     return 0
+
+
+def _check_unasked(a: argparse.Namespace) -> None:
+    """BridgeError where an option was given that loads a model."""
+    loading = argparse.ArgumentParser()
+    add_loading(loading)
+    for name, default in {**vars(loading.parse_args([])), "config": None}.items():
+        if getattr(a, name) != default:
+            raise BridgeError(f"{as_flag(name)} is for a model: name one, or leave the option out")
 
 
 def _model(model: Any) -> None:

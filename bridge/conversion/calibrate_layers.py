@@ -65,13 +65,15 @@ def quantize_layers(
     folder: Path,
     force: bool,
     prepare: Prepare | None = None,
+    complete: bool = False,
 ) -> tuple[LayerStore, list[str]]:
     """Quantize layers of a checkpoint one after the other; those that are stored already are not made again.
 
-    targets  by module
-    folder   where finished layers are stored
-    force    whether layers of another run may be replaced there
-    prepare  see `quantize_model`
+    targets   by module
+    folder    where finished layers are stored
+    force     whether layers of another run may be replaced there
+    prepare   see `quantize_model`
+    complete  round the layers that the text does not reach to nearest; else they are not among those returned
 
     Returns the stored layers, of `settings.blocks` alone where these are given, and notes. Raises BridgeError as
     `read_tokens` and `quantize_model` do.
@@ -132,6 +134,8 @@ def quantize_layers(
             stop.args = (f"stopped; {stored}: the same command continues from there",)
         raise
     missed = sorted(targets.keys() - layers.layers.keys())
+    if complete:
+        _round_to_nearest(ckpt, missed, quantizer, layers)
     notes = list(layers.notes)
     if settings.blocks is not None:
         notes.append(_part_note(settings.blocks, layers))

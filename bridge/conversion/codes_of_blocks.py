@@ -5,7 +5,8 @@
     IQ types, Q1_0        the values of codes, which are whole numbers of 5 bits in IQ1 and IQ3_S, 7 in IQ2 and IQ3_XXS,
                           and 8 in IQ4
     Q2_K, Q4_K, Q5_K,     the codes, if all zero points min / scale are near whole numbers: `convert` makes such files
-    Q4_1, Q5_1            of integer checkpoints. Native files have zero points anywhere
+    Q4_1, Q5_1            of integer checkpoints. A zero point outside the codes' range is brought into it, and its
+                          group's codes with it, where they leave room. Native files have zero points anywhere
     Q4_1, Q5_1, Q4_K, ... the codes, with any offset, in formats that have one per group (MLX)
     MXFP4, NVFP4          4-bit floats with their scales, in formats that have them: bit for bit; else their values,
                           doubled, of 5 bits
@@ -72,9 +73,7 @@ def codes_of(
     width = next((n for n in bits if n >= width), 0)
     if not width:
         return None
-    negative = _by_column(scales < 0, block.sub) if block.has_min else None
-    if negative is not None:  # the mirrored codes of a block with a negative d
-        codes = np.where(negative, block.levels - 1 - codes, codes)
+    if block.has_min:
         scales = np.abs(scales)
     with np.errstate(over="ignore"):
         scales = scales.astype(np.float16).astype(np.float32)
@@ -232,7 +231,8 @@ def _grouped(name: str, bits: int, codes: np.ndarray, scales: np.ndarray, zeros:
 def _affine(
     block: BlockType, q: np.ndarray, scales: np.ndarray, mins: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, int] | None:
-    """Codes, whole zero points of all sub-blocks and the bits of the codes; None where zero points are not whole."""
+    """Codes for positive scales, whole zero points of all sub-blocks and the bits of both; None where zero points are
+    not whole, or where codes leave no room to bring them into these bits: code - zero stays the same."""
     top = block.levels - 1
     empty = scales == 0
     if (mins[empty] != 0).any():
@@ -240,9 +240,20 @@ def _affine(
     zeros = np.divide(mins, scales, out=np.zeros_like(mins), where=~empty)
     zeros = np.where(scales < 0, top - zeros, zeros)
     whole = np.rint(zeros)
-    if np.abs(zeros - whole).max(initial=0) > _WHOLE or whole.min(initial=0) < 0 or whole.max(initial=0) > top:
+    if np.abs(zeros - whole).max(initial=0) > _WHOLE:
         return None
-    return q, whole, top.bit_length()
+    codes = q
+    if (negative := _by_column(scales < 0, block.sub)) is not None:  # the mirrored codes of a block with a negative d
+        codes = np.where(negative, top - q, q)
+    inside = np.clip(whole, 0, top)
+    if (shifts := inside - whole).any():
+        if np.abs(shifts).max() > top:
+            return None
+        shifted = codes + np.repeat(shifts.astype(np.int16), block.sub, 1)
+        if shifted.min() < 0 or shifted.max() > top:
+            return None
+        codes = shifted.astype(np.uint8)
+    return codes, inside, top.bit_length()
 
 
 def _scaled(

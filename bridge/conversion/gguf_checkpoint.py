@@ -122,10 +122,12 @@ def open_source(
         return open_by_name(source, config, needs_config=needs_config, detect_lattice=detect_lattice)
     if not needs_config:
         raise BridgeError(f"{source}: is a GGUF and keeps its names and metadata; leave out {parameter('template')}")
+    if config is not None and not by_family:
+        raise BridgeError(f"{source}: is a GGUF and keeps its metadata and tokenizer; leave out {parameter('config')}")
     model = read_gguf(expanded(source))
     expect_model(model.metadata, model.files[0])
     with ExitStack() as stack:
-        home = Path(stack.enter_context(TemporaryDirectory())) if config is None or not by_family else expanded(config)
+        home = Path(stack.enter_context(TemporaryDirectory())) if config is None else expanded(config)
         ckpt = _by_family(model, home, config is None, stack) if by_family else _by_itself(model, home, stack)
     if detect_lattice:
         ckpt.take_lattices()

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from bridge.errors import BridgeError, parameter
 from bridge.runtime.model import Model as GGUFModel
 from bridge.system.progress import Progress
 
@@ -17,11 +18,15 @@ def gguf_of(
 
     config, progress, messages  as for `bridge.conversion.cache.converted`
     """
-    if str(model).endswith(".gguf"):
+    if str(model).endswith(".gguf") and config is None:
         return Path(model)  # without the time that it takes to import what follows
     from bridge.checkpoint.files.hub import kind_of
 
-    if kind_of(model, config) in ("gguf", "part"):
+    kind = kind_of(model, config)
+    if kind == "gguf" and config is not None:
+        given = parameter("config", config)
+        raise BridgeError(f"{model}: is a GGUF, which has its configuration and tokenizer in it; leave out {given}")
+    if kind in ("gguf", "part"):
         return Path(model)
     from bridge.conversion.cache import converted
     from bridge.runtime.architectures import ARCHITECTURES
@@ -31,8 +36,9 @@ def gguf_of(
 
 class Model(GGUFModel):
     """`bridge.runtime.model.Model`, which also loads a checkpoint (a folder, a Hub id, a .pt): it is converted into the
-    cache first. Raises BridgeError as `convert` does, too."""
+    cache first. `config` is the folder with the config.json and tokenizer of a bare .pt. Raises BridgeError as
+    `convert` does, too."""
 
     @staticmethod
-    def _gguf(path: str | Path) -> Path:
-        return gguf_of(path)
+    def _gguf(path: str | Path, config: str | Path | None) -> Path:
+        return gguf_of(path, config)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from bridge.quantize.layer_store import LayerStore
     from bridge.quantize.method import Method
 
+FORMATS = ("gptq", "gptq_v2", "awq")
 _ROUTERS = ("gate", "router", "shared_expert_gate")  # small, and what they choose is all or nothing
 
 
@@ -51,9 +52,10 @@ def quantize_checkpoint(
     out         the folder to write; default: the model's name and the format, in the current folder
     format      "gptq" (v1), "gptq_v2", or "awq" (gemm)
     group_size  columns in a group; -1: whole rows
+    symmetric   whether the middle code stands for 0; awq has a zero point for each group in any case
     calibrate   the text and the method. Finished layers are stored in the folder `<out>.layers` until all is written: a
                 second run continues where an interrupted one stopped
-    clamp       v1: make zero points of 0, which it cannot hold, into 1
+    clamp       gptq: make zero points of 0, which v1 cannot hold, into 1
     progress    called with the bytes written, of how many, and the tensor, after the layers are quantized; while they
                 are, that of `calibrate` is called
 
@@ -62,11 +64,16 @@ def quantize_checkpoint(
     from bridge.quantize.awq import Awq
     from bridge.quantize.checkpoint_writer import Written, refusal, write_checkpoint
 
+    if format not in FORMATS:
+        raise BridgeError(f"unknown {parameter('format', format)}: choose {', '.join(FORMATS)}")
+    if clamp and format != "gptq":
+        raise BridgeError(f"{format} holds every zero point; leave out {parameter('clamp', True)}, which is for gptq")
+    calibrate.check_checkpoint()
     path = Path(out) if out is not None else Path(f"{model_name(str(checkpoint))}-{format}-{bits}bit")
     with open_by_name(checkpoint, config) as ckpt:
         check_folder(ckpt, path, force, files_of(*calibrate.files))
         calibrate, length_notes = with_length(ckpt, calibrate)
-        grid, method = _rounding(Groups(bits, group_size), symmetric, calibrate)
+        grid, method = _rounding(Groups(bits, group_size), symmetric and format != "awq", calibrate)
         awq = Awq(method, stored=_norms(ckpt), folder=layers_of(path)) if calibrate.method == "awq" else None
         shapes = _linears(ckpt)
         whys = {
@@ -81,7 +88,7 @@ def quantize_checkpoint(
                 f"{ckpt.path}: no layer can be {format} with {grid}: {next(iter(whys.values()), 'no layers')}"
             )
         prepare = awq.prepare if awq else None
-        kept, notes = quantize_layers(ckpt, calibrate, targets, layers_of(path), force, prepare)
+        kept, notes = quantize_layers(ckpt, calibrate, targets, layers_of(path), force, prepare, complete=True)
         notes = [*length_notes, *notes]
         notes += [f"{name}: stays float: {why}" for name, why in whys.items() if why]
         if calibrate.blocks is not None:
@@ -124,6 +131,7 @@ def calibrate_groups(
     if calibrate.method == "awq":
         given = parameter("method", "awq")
         raise BridgeError(f"{given}: changes norms too, which an export keeps; choose two-sided, gptaq, gptq or rtn")
+    calibrate.check_checkpoint()
     if calibrate.blocks is not None:
         raise BridgeError(f"{parameter('blocks', calibrate.blocks)}: an export calibrates all blocks in one run")
     calibrate, notes = with_length(ckpt, calibrate)

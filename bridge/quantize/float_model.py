@@ -325,14 +325,16 @@ def _put(module: nn.Module, name: str, value: torch.Tensor) -> None:
 
 def _fill_buffers(model: Any, device: torch.device) -> None:
     """Fill buffers that no checkpoint stores (rotary frequencies) with the values that `transformers` computes."""
+    owners: dict[str, Any] = {}  # of each module, the innermost PreTrainedModel, whose attributes may be used
     for name, module in model.named_modules():
+        owners[name] = module if hasattr(module, "_init_weights") else owners[name.rpartition(".")[0]]
         own = [n for n in module._non_persistent_buffers_set if module._buffers[n] is not None]
         found = []
         for filler in (0, 1):  # what is computed does not depend on what was there
             for n in own:
                 module._buffers[n] = torch.full_like(module._buffers[n], filler, device=device)
             if own:
-                model._init_weights(module)
+                owners[name]._init_weights(module)
             found.append({n: module._buffers[n] for n in own})
         for n in own:
             if not torch.equal(found[0][n], found[1][n]):

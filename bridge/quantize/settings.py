@@ -134,6 +134,9 @@ class Calibration:
         if self.spread is not None and self.method in ("awq", "rtn"):
             given = parameter("method", self.method)
             raise BridgeError(f"{given}: several machines share the work of two-sided, gptaq and gptq only")
+        if self.imatrix_out is not None and self.method == "rtn":
+            given = parameter("imatrix_out", self.imatrix_out)
+            raise BridgeError(f"{given}: {parameter('method', 'rtn')} reads no text, so it has no importance matrix")
         if self.offload is not None and not os.path.isdir(self.offload):
             raise BridgeError(f"{self.offload}: no such folder; make it or give another one")
 
@@ -171,6 +174,14 @@ class Calibration:
         if self.act_order == "free":
             given = parameter("act_order", "free")
             raise BridgeError(f"{given}: a GGUF has no column permutation; choose fixed, static or none")
+
+    def check_checkpoint(self) -> None:
+        """BridgeError where layers cannot be quantized like this for a checkpoint."""
+        if self.imatrix_out is not None:
+            raise BridgeError(
+                f"{parameter('imatrix_out', self.imatrix_out)}: an importance matrix has the names of a GGUF's "
+                "tensors, so it is written with a GGUF only"
+            )
 
     @property
     def cross(self) -> bool:

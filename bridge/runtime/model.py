@@ -98,6 +98,7 @@ class Model:
         device: Any = "cpu",
         load: str = "mmap",
         lora: str | Path | None = None,
+        config: str | Path | None = None,
     ) -> Self:
         """Open a GGUF of an architecture that `architectures.ARCHITECTURES` names; on CUDA of Llama, Mistral and Qwen.
 
@@ -110,6 +111,7 @@ class Model:
         load       "mmap", or "memory" for a file that others may truncate or overwrite meanwhile; see `open_gguf`
         lora       the GGUF of an adapter that is added to the weights, as `convert_lora` and llama.cpp write it; on
                    the CPU, and not to experts or to embeddings that are also the head
+        config     of a checkpoint, which `bridge.Model` loads: see there
 
         Raises:
             BridgeError: no such file, a damaged one, an architecture or a tokenizer that is unknown here; a device
@@ -122,14 +124,16 @@ class Model:
             from bridge.system import pool
 
             pool.set_num_threads(threads)
-        file = open_gguf(cls._gguf(path), load)
+        file = open_gguf(cls._gguf(path, config), load)
         if lora is not None:
             add_adapter(file, open_gguf(lora, load))
         return cls(file, kv, context, precision, str(device))
 
     @staticmethod
-    def _gguf(path: str | Path) -> str | Path:
+    def _gguf(path: str | Path, config: str | Path | None) -> str | Path:
         """The GGUF to open for what `load` is given."""
+        if config is not None:
+            raise BridgeError(f"{path}: {parameter('config', config)} is for checkpoints, which bridge.Model loads")
         return path
 
     def _decoder_on(self, device: str, file: GGUFFile, kv: str, precision: str) -> Any:

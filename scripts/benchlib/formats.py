@@ -126,7 +126,7 @@ class Formats:
         with Bar(out.stem, unit=" layers") as bar:
             calibration = Calibration(**self._calibration, progress=bar, **more)  # type: ignore[arg-type]
             if not folder.exists():
-                quantize_checkpoint(self.model, folder, format, symmetric=format != "awq", calibrate=calibration)
+                quantize_checkpoint(self.model, folder, format, calibrate=calibration)
         bridge.convert(folder, out)
 
 

@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 import torch
 
+from bridge.checkpoint import open_checkpoint
 from bridge.cli import main
+from bridge.conversion import calibrate_layers
 from bridge.conversion.converter import convert
 from bridge.conversion.report import CALIBRATED, CARRIED, FLOAT
 from bridge.conversion.to_checkpoint import quantize_checkpoint
@@ -75,6 +77,27 @@ def logits_of(path: Path, folder: Path, tmp: Path, tokens: list[int]) -> np.ndar
             (tmp / file.name).write_bytes(file.read_bytes())
     save_file(weights, tmp / "model.safetensors", {"format": "pt"})
     return predict(tmp, tokens)
+
+
+@pytest.mark.parametrize("method", ["two-sided", "gptq"])
+def test_a_layer_that_the_text_does_not_reach_is_rounded_to_nearest(
+    model: Path, text: Path, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unreached = "model.layers.1.mlp.up_proj"
+    walk = calibrate_layers.walk_layers
+
+    def without(model: Any, settings: Any, found: Any, room: Any, targets: Any, *rest: Any) -> None:
+        walk(model, settings, found, room, {name: t for name, t in targets.items() if name != unreached}, *rest)
+
+    monkeypatch.setattr(calibrate_layers, "walk_layers", without)
+    done = quantize_checkpoint(
+        model, tmp_path / "out", "gptq_v2", group_size=32, calibrate=settings(text, samples=4, method=method)
+    )
+    assert done.modules == 14
+    assert f"{unreached}: not seen among the model's layers; rounded to nearest instead" in done.notes
+    with open_checkpoint(model) as floats, open_checkpoint(tmp_path / "out") as checkpoint:
+        weight, values = floats.read_float(f"{unreached}.weight"), checkpoint.read_module(unreached).dequantize()
+    assert np.square(values - weight).sum() < 0.02 * np.square(weight).sum()
 
 
 def test_a_calibrated_gguf_is_nearer_to_the_model_than_one_rounded_to_nearest(model, text, tmp_path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,11 @@ import pytest
 
 import bridge
 from bridge.cli import main
-from bridge.cli.options import as_flag
+from bridge.cli.options import as_flag, calibration
+from bridge.cli.program import _parser
+from bridge.conversion.converter import plan_checkpoint
 from bridge.conversion.options import Budget, ConvertOptions
+from bridge.conversion.to_checkpoint import quantize_checkpoint
 from bridge.errors import BridgeError, parameter, spelled
 from bridge.quantize.settings import Calibration
 from tests.conftest import CHECKPOINT
@@ -93,6 +97,88 @@ def test_the_same_options_give_the_same_file(flags: list[str], options: dict[str
     assert main(["convert", str(CHECKPOINT), str(tmp_path / "mine.gguf"), *flags]) == 0
     bridge.convert(CHECKPOINT, tmp_path / "theirs.gguf", **options)
     assert (tmp_path / "mine.gguf").read_bytes() == (tmp_path / "theirs.gguf").read_bytes()
+
+
+@pytest.mark.parametrize("format", ["gptq_v2", "awq"])
+def test_a_checkpoint_has_the_same_codes(model: Path, tokens: Path, tmp_path: Path, format: str) -> None:
+    options = ["--format", format, "--method", "rtn"]
+    assert main(["quantize", str(model), str(tmp_path / "mine"), *options]) == 0
+    quantize_checkpoint(model, tmp_path / "theirs", format, calibrate=Calibration(None, method="rtn"))
+    mine, theirs = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("mine", "theirs"))
+    assert mine == theirs
+
+
+def test_a_plan_may_leave_out_what_a_conversion_may(tmp_path: Path) -> None:
+    options = ["--no-mtp", "--no-mmproj", "--name", "A"]
+    assert main(["plan", str(CHECKPOINT), "--out", str(tmp_path / "mine.json"), *options]) == 0
+    plan_checkpoint(CHECKPOINT, out=tmp_path / "theirs.json", no_mtp=True, mmproj_type="none", name="A")
+    assert (tmp_path / "mine.json").read_bytes() == (tmp_path / "theirs.json").read_bytes()
+
+
+def test_texts_that_are_named_one_by_one_are_all_taken() -> None:
+    words = ["quantize", "model", "--calibrate", "a.txt", "b.txt:0.3", "--calibrate", "default:0.2"]
+    asked = calibration(_parser().parse_args(words), None)
+    assert asked is not None
+    assert asked.sources == Calibration(["a.txt", "b.txt:0.3", "default:0.2"]).sources
+
+
+@pytest.mark.parametrize("words", [
+    ["run", "m.gguf", "-p", "a", "--lora"], ["serve", "m.gguf", "--lora"], ["convert", "m", "--merge"],
+    ["convert", "m", "--imatrix"], ["quantize", "m", "--imatrix-out"],
+])  # fmt: skip
+def test_a_second_file_does_not_displace_the_first(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, "first", words[-1], "second"]) == 2
+    assert f"{words[-1]} is given twice, first and second; give one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    (["--type", "Q8_0"], "--type is for a GGUF; leave it out with --format gptq"),
+    (["--name", "A"], "--name is for a GGUF"),
+    (["--no-mmproj"], "--mmproj-type is for a GGUF"),
+    (["--split-max-size", "1G"], "--split-max-size is for a GGUF"),
+    (["--imatrix-out", "i.gguf", "--calibrate", "default"], "--imatrix-out i.gguf: an importance matrix"),
+    (["--imatrix-out", "i.gguf", "--method", "rtn"], "--method rtn reads no text"),
+])  # fmt: skip
+def test_a_checkpoint_takes_no_options_of_a_gguf(
+    options: list[str], said: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["quantize", str(model), str(tmp_path / "out"), "--format", "gptq", *options]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("option", ["--bits 3", "--group-size 64", "--asymmetric", "--clamp"])
+def test_a_gguf_takes_no_options_of_a_checkpoint(
+    option: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["quantize", str(model), str(tmp_path / "out.gguf"), "--method", "rtn", *option.split()]) == 2
+    assert f"{option.split()[0]} is for a checkpoint: give --format" in capsys.readouterr().err
+
+
+def test_only_v1_is_clamped(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(BridgeError, match="gptq_v2 holds every zero point; leave out clamp"):
+        quantize_checkpoint(model, tmp_path, "gptq_v2", calibrate=Calibration(None, method="rtn"), clamp=True)
+    with pytest.raises(BridgeError, match="unknown format='gguf': choose gptq, gptq_v2, awq"):
+        quantize_checkpoint(model, tmp_path, "gguf", calibrate=Calibration(None, method="rtn"))
+
+
+def test_a_gguf_takes_no_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = tmp_path / "made.gguf"
+    bridge.convert(CHECKPOINT, made)
+    config = ["--config", str(CHECKPOINT)]
+    for words in (["run", str(made), "-p", "a"], ["inspect", str(made)], ["convert", str(made), f"{made}2"],
+                  ["verify", str(made), str(made)], ["warmup", str(made)], ["warmup"]):  # fmt: skip
+        assert main([*words, *config]) == 2
+        assert "--config" in capsys.readouterr().err
+    with pytest.raises(BridgeError, match=r"is a GGUF.*leave out config"):
+        bridge.Model.load(made, config=CHECKPOINT)
+
+
+def test_python_loads_weights_whose_config_is_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    weights = shutil.copyfile(CHECKPOINT / "model.safetensors", tmp_path / "weights.safetensors")
+    with bridge.Model.load(weights, context=16, config=CHECKPOINT) as model:
+        assert len(model.tokenizer) > 0
 
 
 def test_errors_spell_an_argument_as_its_user_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

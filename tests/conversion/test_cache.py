@@ -138,6 +138,12 @@ def test_the_cache_is_listed_and_cleared_but_for_what_is_in_use(cache, model, re
     assert main(["cache", "--clear", "shakespeare-gptq"]) == 0
     assert not path.parent.exists()
     assert (cache / "numba" / "0123").exists()
+    converted(model)
+    release()
+    assert main(["cache", "--clear", "shakespeare-gptq", "--kernels"]) == 0
+    assert not (cache / "numba" / "0123").exists()
+    assert not path.parent.exists()
+    (cache / "numba" / "0123").mkdir(parents=True)
     assert main(["cache", "--clear", "--kernels"]) == 0
     assert list(cache.glob("*/*")) == []
     capsys.readouterr()

@@ -23,7 +23,7 @@ from bridge.checkpoint.formats.layouts import LAYOUTS
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.conversion.codes_of_blocks import NotPlain, codes_of, fp4_of, is_plain, packed_of
 from bridge.conversion.gguf_config import write_config
-from bridge.encode.block_bytes import unpack_fields
+from bridge.encode.block_bytes import packer, unpack_fields
 from bridge.encode.block_words import Room
 from bridge.errors import BridgeError
 from bridge.gguf_file.reader import StoredModel, read_gguf
@@ -329,6 +329,35 @@ def test_offsets_that_are_whole_multiples_of_the_scale_are_zero_points(type: str
     assert np.allclose(tensor.dequantize(), rows(type, raw.reshape(64, -1)), atol=2e-3)
     raw[63, 3, block.dmin_at : block.dmin_at + 2] = (-d[63, 3] * np.float16(2.5)).view(np.uint8)
     assert codes_of("layer", type, raw.reshape(64, -1), (4, 8)) is None
+
+
+@pytest.mark.parametrize("type", ["Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K"])
+def test_zero_points_out_of_range_are_brought_in_where_codes_leave_room(type: str) -> None:
+    """A group whose weights are all positive or all negative, also of a block with a negative scale."""
+    block, rng = TYPES[type], np.random.default_rng(5)
+    top, blocks = block.levels - 1, (16, 2)
+    beyond = rng.integers(0, 1 if type == "Q2_K" else 3, (*blocks, block.subs)) + 1  # steps out of range
+    above = rng.integers(0, 2, (*blocks, 1))  # K-quants have one sign of all offsets in a block
+    above[0, 0] = 1 if block.is_k else 0
+    zeros = np.where(above, top + beyond, -beyond)
+    least, greatest = np.where(above, beyond, 0), np.where(above, top, top - beyond)
+    q = rng.integers(least[..., None], greatest[..., None] + 1, (*zeros.shape, block.sub)).astype(np.uint8)
+    d = (rng.uniform(0.01, 0.1, blocks) * rng.choice([-1, 1], blocks)).astype(np.float16).astype(np.float32)
+    sc = np.full(zeros.shape, 3, np.int8)
+    mn = np.abs(zeros).astype(np.uint8)
+    dmin = (3 * d * np.sign(zeros[..., 0]) if block.is_k else -d * zeros[..., 0]).astype(np.float32)
+    raw = np.empty((16, 2 * block.nbytes), np.uint8)
+    packer(type)(q, sc, mn, d, dmin, raw)
+    tensor = codes_of("layer", type, raw, (2, 3, 4, 5, 8))
+    assert tensor is not None
+    assert tensor.bits == top.bit_length()
+    assert tensor.zeros.min() >= 0
+    assert tensor.zeros.max() <= top
+    steps = np.repeat(tensor.scales, tensor.group_size, 1)
+    assert (np.abs(tensor.dequantize() - rows(type, raw)) < 0.05 * steps).all()
+    q[0, 0, 0, 5] = 0 if above[0, 0] else top  # the one code that leaves none
+    packer(type)(q, sc, mn, d, dmin, raw)
+    assert codes_of("layer", type, raw, (2, 3, 4, 5, 8)) is None
 
 
 def test_types_with_groups_that_mlx_lacks_are_rounded(tmp_path) -> None:

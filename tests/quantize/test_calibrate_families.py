@@ -141,6 +141,20 @@ def test_of_a_model_of_several_parts_the_language_model_is_walked(tmp_path: Path
     assert all(hessian.tokens for hessian in found.values())
 
 
+def test_buffers_that_a_part_of_the_model_computes_from_its_own_attributes(tmp_path: Path) -> None:
+    """transformers 5.23 reads Gemma 3n's scales of per-layer inputs from the text model, not from the whole."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    folder = save_model(tmp_path / "model", "Gemma3nTextConfig", hidden_size=64, num_hidden_layers=4, head_dim=16,
+        num_kv_shared_layers=2, layer_types=kinds, hidden_size_per_layer_input=32, vocab_size_per_layer_input=320,
+        laurel_rank=8, activation_sparsity_pattern=[0.0] * 4)  # fmt: skip
+    with open_checkpoint(folder) as checkpoint, torch.no_grad():
+        model = FloatModel(checkpoint)
+        for block in (None, *range(4)):
+            model.load(block)
+        model.load_head()
+        torch.testing.assert_close(model.model(TOKENS).logits, in_memory(folder)(TOKENS).logits, rtol=1e-4, atol=1e-4)
+
+
 def test_a_model_of_several_parts_in_memory_is_walked_through_its_language_model(tmp_path: Path) -> None:
     folder = several_parts(tmp_path / "model", "qwen3-vl", tied=False)
     whole = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()

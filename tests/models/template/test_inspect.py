@@ -52,5 +52,5 @@ def test_inspect_says_which_matrices_would_stay_the_templates(model, tmp_path):
 
 def test_inspect_wants_a_checkpoint_beside_a_template(model, tmp_path):
     template = write_template(tmp_path / "t.gguf", model("LlamaConfig"), "llama", interleave(4, 2), **LLAMA)
-    with pytest.raises(BridgeError, match="is not a checkpoint; --template shows what a checkpoint would become"):
+    with pytest.raises(BridgeError, match="is a GGUF; template is for checkpoints"):
         describe(template, template=template)
