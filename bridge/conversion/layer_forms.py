@@ -94,7 +94,9 @@ def form_of(place: Place, format: str, bits: int | None, first_rows_tell: bool) 
         )
     ):
         return Form(EXACT, Groups(4, first.group_size, True, first.kind), packed=True)
-    for offsets in (False, True) if format in _OFFSET_SIZES else (False,):
+    block = READ.get(type)
+    halves = block is not None and block.has_min and not block.is_k  # offsets that the format has as they are
+    for offsets in (False,) if format not in _OFFSET_SIZES else (True,) if halves else (False, True):
         found = _coded_form(place, format, known, offsets, first_rows_tell)
         if found is not None:
             break

@@ -74,7 +74,6 @@ export out              GGUF @ --config MODEL
 export --config         GGUF out --config @
 export --calibrate      GGUF out --config MODEL --format gptq --bits 3 --calibrate @
 export --offload        GGUF out --config MODEL --format gptq --bits 3 --calibrate TEXT --offload @
-export --imatrix-out    GGUF out --config MODEL --format gptq --bits 3 --calibrate TEXT --imatrix-out @
 edit model              @ --set general.name=x
 edit --out              GGUF --set general.name=x --out @
 edit --chat-template    GGUF -o out.gguf --chat-template @
@@ -139,7 +138,8 @@ def test_the_table_has_every_argument_that_is_a_path():
         for action in parser._actions
         if action.type is Path or not action.option_strings or {"--template", "--calibrate"} & {*action.option_strings}
     }
-    assert found - {("inspect", "--template")} == {row[:2] for row in TABLE}
+    # the second is refused whatever its name is
+    assert found - {("inspect", "--template"), ("export", "--imatrix-out")} == {row[:2] for row in TABLE}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -133,6 +133,7 @@ def check_folder(ckpt: Source, path: Path, force: bool, reads: Iterable[Path] = 
         if target == source or source in target.parents or target in source.parents:
             raise BridgeError(f"{path}: overlaps the source {source}; give another folder to write")
     for file in reads:
+        expect_name(file)
         if target in file.resolve().parents:
             raise BridgeError(f"{path}: holds {file.name}, which this run reads; give another folder to write")
     if path.is_dir() and any(path.iterdir()):
