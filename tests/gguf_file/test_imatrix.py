@@ -106,7 +106,7 @@ def test_the_old_binary_format_is_read(tmp_path, name, end):
     experts = for_tensor(found, "e", 2, experts=2)
     assert experts is not None
     assert experts.tolist() == [[1, 2], [1, 1]]  # of an expert that saw no token
-    with pytest.raises(BridgeError, match="belongs to another model"):
+    with pytest.raises(BridgeError, match="make it with this model"):
         for_tensor(found, "e", 2, experts=3)
 
 
