@@ -484,6 +484,8 @@ def run(count: int, first: int, kinds: list[str]) -> int:
             if finding:
                 findings += 1
                 print(f"{number}: {said}\n    {finding}", flush=True)
+            if (number + 1 - first) % 100 == 0:
+                print(f"{number + 1 - first} of {count}", file=sys.stderr, flush=True)
     print(f"{count} mutations: {', '.join(f'{n} {end}' for end, n in ends.items())}; {findings} findings")
     return findings
 
