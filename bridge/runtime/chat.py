@@ -45,7 +45,7 @@ class ChatTemplate:
         tokenizer: Tokenizer,
         messages: Sequence[Mapping[str, Any]],
         options: Mapping[str, Any] | None,
-        most: int | None,
+        most: int | None = None,
     ) -> list[int]:
         """See `Model.chat_tokens`."""
         from bridge.gguf_file.chat_template import TemplateFailed, check_template_options, render_chats

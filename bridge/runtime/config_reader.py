@@ -1,7 +1,7 @@
 """What a decoder's GGUF metadata says."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -190,7 +190,7 @@ def _read(metadata: Mapping[str, Any], arch: str, path: Path) -> DecoderConfig:
         window=window,
         windows=windows,
         local_heads=local_heads,
-        shared_kv=int(metadata.get(f"{arch}.attention.shared_kv_layers", 0)),
+        shared_kv=_read_shared(metadata, arch, windows or (False,) * layers, path),
         local_base=local_base,
         temperature=temperature,
         temperature_length=length or original,
@@ -246,6 +246,19 @@ def _inner_sizes(
             "model again"
         )
     return max(sizes), sizes if len({*sizes}) > 1 else ()
+
+
+def _read_shared(metadata: Mapping[str, Any], arch: str, windows: Sequence[bool], path: Path) -> int:
+    """The number of the last layers that use the keys of the last one before them with a window, or without, as they
+    have; BridgeError if there is none."""
+    shared = metadata.get(f"{arch}.attention.shared_kv_layers", 0)
+    own = len(windows) - shared if isinstance(shared, int) and shared >= 0 else 0
+    if own < 1 or not {*windows[own:]} <= {*windows[:own]}:
+        raise BridgeError(
+            f"{path}: {arch}.attention.shared_kv_layers is {shared!r} of {len(windows)} layers, so that some have "
+            "no keys to use; convert the model again"
+        )
+    return shared
 
 
 def _read_streams(metadata: Mapping[str, Any], arch: str, path: Path) -> int:

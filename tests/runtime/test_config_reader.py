@@ -24,6 +24,8 @@ def read(**changes: Any) -> object:
     ("qwen3moe.feed_forward_length", ["a", "b"]), ("qwen3moe.expert_gating_func", [1]),
     ("qwen3moe.leading_dense_block_count", float("inf")), ("qwen3moe.nextn_predict_layers", -(10**9)),
     ("qwen3moe.nextn_predict_layers", 2), ("qwen3moe.rope.freq_base", [1]),
+    ("qwen3moe.attention.shared_kv_layers", 2), ("qwen3moe.attention.shared_kv_layers", 10**9),
+    ("qwen3moe.attention.shared_kv_layers", "x"),
 ])  # fmt: skip
 def test_values_of_the_wrong_kind_are_refused(key: str, value: Any) -> None:
     read()

@@ -95,7 +95,7 @@ def test_weights_in_a_rotated_basis_are_refused_by_all_that_would_use_them(tmp_p
     users = (
         bridge.open_gguf, bridge.Model.load, lambda path: bridge.convert(path, tmp_path / "y.gguf"),
         lambda path: bridge.export(path, tmp_path / "y"), lambda path: bridge.verify(path, CHECKPOINT),
-        lambda path: bridge.edit(path, remove=["prism.hadamard.version"]),
+        lambda path: bridge.edit(path, in_place=True, remove=["prism.hadamard.version"]),
     )  # fmt: skip
     for use in users:
         with pytest.raises(BridgeError, match=said):
