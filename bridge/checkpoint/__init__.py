@@ -161,7 +161,16 @@ class Checkpoint:
             assert found is not None  # the whole matrix was checked when it was taken
             return found
         assert self.reader is not None  # as there are modules
-        return self.reader.read(name, rows)
+        tensor = self.reader.read(name, rows)
+        if isinstance(tensor, GroupedTensor):
+            with np.errstate(over="ignore", invalid="ignore"):
+                largest = np.abs(tensor.scales) * (np.abs(tensor.zeros) + np.float32(2**tensor.bits))
+            if not np.isfinite(largest).all():
+                raise BridgeError(
+                    f"{self.modules[name].file}: {name}: its scales and zero points give weights that are NaN or "
+                    "infinite; take another copy of the checkpoint"
+                )
+        return tensor
 
     def read_float(self, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
         """A tensor as float32, or only its rows start..stop; other rows are not read. Thread-safe.

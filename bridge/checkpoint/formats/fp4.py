@@ -29,6 +29,7 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -
 _NOISE = np.tile(np.array([1 / 48, 1 / 48, 1 / 48, 1 / 48, 1 / 16, 1 / 12, 1 / 4, 1 / 3]), 2)
 GROUPS = {"NVFP4": 16, "MXFP4": 32}
 INPUTS = ("input_scale", "input_global_scale")  # of activations: a GGUF has a place for NVFP4's
+_LARGEST = np.float32(6 * 448)  # code times scale of NVFP4
 _KINDS = {"F8_E4M3": "NVFP4", "F8_E8M0": "MXFP4", "U8": "MXFP4"}  # by the dtype of their scales
 _SCALES = {"NVFP4": "F8_E4M3", "MXFP4": "F8_E8M0"}
 
@@ -135,11 +136,13 @@ class Fp4Parts(NamedTuple):
         for part, key in ((self.whole, "scale"), *((part, "input_scale") for part in INPUTS)):
             if (info := module.tensors.get(part)) is not None:
                 value = _number(reader, info)
-                usable = bool(np.isfinite(value) and value > 0)
+                with np.errstate(all="ignore"):
+                    factor = np.float32(1) / value if self.reciprocal else value
+                    usable = bool(np.isfinite(value) and value > 0 and np.isfinite(factor * _LARGEST))
                 if not usable and key == "scale":
                     raise BridgeError(f"{info.file}: {info.name} is {value:g}, not a scale; quantize the model again")
                 if usable:
-                    found[key] = float(np.float32(1) / value if self.reciprocal else value)
+                    found[key] = float(factor)
         return found
 
 
