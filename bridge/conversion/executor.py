@@ -201,7 +201,8 @@ class Executor:
                 empty = True
                 for x in self.reader.floats(part):
                     chunks.append(from_float32(x, tensor.type, tensor.name))
-                    small += _underflow(x, chunks[-1]) if tensor.type == "F16" else Fidelity(0, 0.0, 0.0, 0.0, 0)
+                    if tensor.type == "F16":
+                        small += _underflow(x, chunks[-1])
                     empty = empty and not chunks[-1].any()
                 zeros += empty
                 stored = self.reader.stored_as(part)

@@ -94,15 +94,22 @@ def form_of(place: Place, format: str, bits: int | None, first_rows_tell: bool) 
         )
     ):
         return Form(EXACT, Groups(4, first.group_size, True, first.kind), packed=True)
-    block = READ.get(type)
-    halves = block is not None and block.has_min and not block.is_k  # offsets that the format has as they are
-    for offsets in (False,) if format not in _OFFSET_SIZES else (True,) if halves else (False, True):
+    for offsets in _ways_of_offsets(type, format):
         found = _coded_form(place, format, known, offsets, first_rows_tell)
         if found is not None:
             break
     else:
         found = _rounded_form(place, format, bits)
     return None if found is None or refusal(format, found.groups, shape) else found
+
+
+def _ways_of_offsets(type: str, format: str) -> tuple[bool, ...]:
+    """`Form.offsets` in the order in which they are tried."""
+    if format not in _OFFSET_SIZES:
+        return (False,)
+    block = READ.get(type)
+    as_they_are = block is not None and block.has_min and not block.is_k  # halves, as the format has them
+    return (True,) if as_they_are else (False, True)
 
 
 def common_size(forms: Mapping[str, Form], places: Mapping[str, Place]) -> dict[str, Form]:

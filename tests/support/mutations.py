@@ -302,7 +302,7 @@ def damage_file(file: Path, rng: random.Random) -> str:
     elif action == "cut":
         file.write_bytes(data[: rng.randrange(len(data) + 1)])
     else:
-        file.write_bytes(data[:400] * 0 + damaged_bytes(data[:4000], rng) + data[4000:])
+        file.write_bytes(damaged_bytes(data[:4000], rng) + data[4000:])
     return f"{file.name}: {action}"
 
 

@@ -19,6 +19,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from bridge.checkpoint.files.dtypes import not_finite
 from bridge.checkpoint.files.store import Store, TensorInfo
 from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, module_info
 from bridge.checkpoint.grouped import GroupedTensor
@@ -128,7 +129,7 @@ class BitnetReader(Reader):
         """float32 of a weight that is stored as floats, or some of its rows."""
         weights = self.store.read_float(info.tensors["weight"].name)
         if not np.isfinite(weights).all():
-            raise BridgeError(f"{info.file}: {info.name} holds NaN or infinite values; the checkpoint is damaged")
+            raise not_finite(info.file, info.name)
         return weights if rows is None else weights[rows]
 
 
