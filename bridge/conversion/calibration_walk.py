@@ -46,9 +46,10 @@ def needs(model: FloatModel, settings: Calibration, found: Calibrating, bits: Ma
 
     sequences, length = found.tokens.shape
     columns = model.head()[1][1]
-    two_sided = settings.method == "two-sided"
+    felt, two_sided = settings.method != "awq", settings.method == "two-sided"
     at_once = _TOKENS_AT_ONCE, rows_at_once(columns)
-    job = Job(model, (sequences, length), bits, settings.cross, found.held > 0, two_sided, settings.sweeps, *at_once)
+    held = found.held > 0
+    job = Job(model, (sequences, length), bits, settings.cross, held, felt, two_sided, settings.sweeps, *at_once)
     return needs_of(job, settings.memory)
 
 
@@ -83,14 +84,15 @@ def walk_layers(
         dtype = torch.bfloat16 if model.stored_in_bfloat16 else None
         todo = set(targets) - layers.layers.keys()
         two_sided = settings.method == "two-sided" and bool(todo)
-        if two_sided and not layers.has_outputs(todo):
+        felt = settings.method != "awq" and bool(todo)
+        if felt and not layers.has_outputs(todo):
             with Shelf(folder, room.gradients, dtype) as shelf:
-                _keep_output_hessians(model, settings, found.tokens, todo, shelf, layers)
+                _keep_output_hessians(model, settings, found, todo, shelf, layers)
         spans = partial(_spans, layers)
         embeddings = model.embedding_and_head()[0]
         half = layers.outputs(embeddings) if two_sided and embeddings in todo else None
         if half is not None:
-            hessian = embeddings_hessian(embeddings, half[0], found.tokens.numel())
+            hessian = embeddings_hessian(embeddings, half.blocks[0], found.tokens.numel())
             quantize_embeddings(model, hessian, quantizer, spans)
         walk = quantize_model(
             model,
@@ -104,6 +106,7 @@ def walk_layers(
             wanted=set(targets).__contains__,
             known=layers.values,
             outputs=layers.outputs if two_sided else lambda name: None,
+            weights=layers.weights if felt else lambda names: None,
             offload=folder,
             memory=room.layers,
             dtype=dtype,
@@ -151,6 +154,7 @@ def spread_layers(
         dtype=model.dtype,
         kept_dtype=torch.bfloat16 if model.stored_in_bfloat16 else None,
         offload=settings.offload,
+        two_sided=settings.method == "two-sided",
     )
     if not set(targets) - layers.layers.keys():
         return
@@ -159,7 +163,6 @@ def spread_layers(
         settings.spread,
         model,
         partial(_spans, layers),
-        two_sided=settings.method == "two-sided",
         until=until,
         finished=finished,
     )
@@ -168,13 +171,14 @@ def spread_layers(
 def _keep_output_hessians(
     model: FloatModel,
     settings: Calibration,
-    tokens: torch.Tensor,
+    found: Calibrating,
     targets: Collection[str],
     shelf: Shelf,
     layers: LayerStore,
 ) -> None:
-    """Keep A of each layer, see `two_sided`, until it is finished."""
-    from bridge.quantize.forward_passes import output_hessians, tokens_felt
+    """Keep A of each layer, see `two_sided`, until it is finished, and the tokens' weights."""
+    from bridge.quantize.float_model import FloatModel, rough_arithmetic
+    from bridge.quantize.forward_passes import output_hessians
     from bridge.quantize.kept_inputs import KeptInputs
 
     def said(what: str) -> None:
@@ -184,10 +188,14 @@ def _keep_output_hessians(
     said("forward")
     missing = {name for name in targets if not layers.has_outputs([name])}
     resume = KeptInputs(layers.folder, layers.job, "gradients")
-    for name, outputs in output_hessians(model, tokens_felt(tokens), shelf, resume=resume):
+    products = settings.method == "two-sided"
+    model = FloatModel(model.ckpt, rough_arithmetic(model.device), model.device)
+    for name, outputs in output_hessians(
+        model, found.tokens, shelf, resume=resume, held=found.held_tokens(), norms=layers.save_norms, products=products
+    ):
         said(name)
         if name in missing:
-            layers.save_outputs(name, outputs)
+            layers.save_outputs(name, outputs if products else None)
             missing.remove(name)
         if not missing:
             break

@@ -29,6 +29,7 @@ class BlockInputs:
     items   blocks return a tuple of so many items, the next block's input first; None: that input alone
     calls   the other arguments for each block of a model: a later block may see another mask than the first
     shelf   where activations are while they are not needed; None: in memory
+    tokens  how many it has
     held    whether its tokens are held back; None: spans of them are, see `hessian`
     """
 
@@ -40,6 +41,7 @@ class BlockInputs:
     calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]] = ()
     shelf: Shelf | None = None
     held: bool | None = None
+    tokens: int = 0
 
     def run(self, block: nn.Module) -> Any:
         """Call the block."""
@@ -123,7 +125,7 @@ def first_inputs(
         for tokens in batches:
             with suppress(StopForward):
                 model(tokens.to(device), use_cache=False)
-            found.append(BlockInputs(None, items=items, calls=calls, shelf=shelf))
+            found.append(BlockInputs(None, items=items, calls=calls, shelf=shelf, tokens=tokens.numel()))
             found[-1].advance(first[0])
             calls, first = [], []
     finally:

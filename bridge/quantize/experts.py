@@ -35,6 +35,11 @@ def expert_of(name: str) -> tuple[str, str] | None:
     return (_EXPERT.sub("*", f".{name}", count=1)[1:], found[0]) if found else None
 
 
+def expert_pattern(name: str) -> str:
+    """A layer's name, an expert's number replaced by *."""
+    return (expert_of(name) or (name,))[0]
+
+
 def halves(both: Any, interleaved: bool) -> tuple[Any, Any]:
     """Gate and up, in two halves of the rows or in turn."""
     middle = len(both) // 2
@@ -102,6 +107,12 @@ class SeparateExperts(nn.Module):
             if len(token):
                 output[number, token] = expert(own[number, token])
         return output.view_as(x)
+
+    def tokens_of(self, expert: int) -> torch.Tensor:
+        """The numbers of the tokens that an expert got in the last call, int64 [tokens], in its inputs' order."""
+        assert self.routing is not None
+        chosen = self.routing[expert] if self.routing.dtype == torch.bool else (self.routing == expert).any(-1)
+        return chosen.nonzero()[:, 0]
 
     def _experts(self) -> Iterator[tuple[int, Any]]:
         return ((int(name), expert) for name, expert in self.named_children() if name.isdigit())
@@ -199,6 +210,11 @@ def merged(hessians: Sequence[Hessian]) -> Hessian:
     everyone.tokens = sum(h.tokens for h in hessians)
     for h in hessians:
         everyone.matrix.add_(h.matrix, alpha=h.tokens / max(everyone.tokens, 1))
+    if any(h.squares is not None for h in hessians):
+        shares = (h.tokens / max(everyone.tokens, 1) for h in hessians)
+        everyone.squares = sum(
+            torch.from_numpy(h.mean_squares()) * share for h, share in zip(hessians, shares, strict=True)
+        )
     return everyone
 
 
@@ -209,6 +225,8 @@ def lend(hessians: Sequence[Hessian], everyone: Hessian) -> None:
     """
     for h in filter(is_short, hessians if everyone.tokens else ()):
         wanted = len(h.matrix)
+        own, theirs = (torch.from_numpy(found.mean_squares()) for found in (h, everyone))
+        h.squares = theirs.lerp(own, h.tokens / wanted)
         h.matrix = everyone.matrix.lerp(h.matrix, h.tokens / wanted)
         h.borrowed_tokens, h.tokens = wanted - h.tokens, wanted
         h.cross = h.held = None

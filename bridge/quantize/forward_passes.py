@@ -27,15 +27,17 @@ from bridge.quantize.block_inputs import (
     is_layer,
 )
 from bridge.quantize.embeddings import embeddings_matrix
+from bridge.quantize.experts import SeparateExperts, expert_of, expert_pattern
 from bridge.quantize.float_model import FloatModel
-from bridge.quantize.hessian import Hessian
-from bridge.quantize.two_sided import ROWS
+from bridge.quantize.hessian import Hessian, held_back
+from bridge.quantize.two_sided import ROWS, OutputHessian, some_outputs
 
 # (a layer's name in the checkpoint, its module) -> other weights, float32 [out, columns]; None: its own
 OtherWeights = Callable[[str, nn.Module], torch.Tensor | None]
+# (`expert_pattern` of a layer's name, |g| of each token float32 [tokens])
+KeepNorms = Callable[[str, torch.Tensor], None]
 
 
-TOKENS_FELT = 1 << 15
 ALL = slice(None)
 LOGITS = 1 << 26  # at a time: several copies of them, 256 MB each, are alive in the backward pass
 
@@ -45,30 +47,35 @@ def sequences_at_once(model: FloatModel, length: int) -> int:
     return max(1, min(4096, max(1, LOGITS // model.vocabulary)) // length)
 
 
-def tokens_felt(tokens: torch.Tensor) -> torch.Tensor:
-    """The sequences whose gradients are taken: of more than 32,768 tokens, some."""
-    return tokens[:: -(-tokens.numel() // TOKENS_FELT)]
-
-
 def output_hessians(
-    model: FloatModel, tokens: torch.Tensor, shelf: Shelf, first: int = 0, resume: Resumption | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
+    model: FloatModel,
+    tokens: torch.Tensor,
+    shelf: Shelf,
+    first: int = 0,
+    resume: Resumption | None = None,
+    held: torch.Tensor | None = None,
+    norms: KeepNorms | None = None,
+    products: bool = True,
+) -> Iterator[tuple[str, OutputHessian]]:
     """A of each layer that tokens reach, last first, as `two_sided.round_two_sided` takes it; then `embeddings_matrix`.
 
-    tokens  int64 [sequences, length], those of `tokens_felt` or a part of them
-    shelf   for activations
-    first   the number of the first batch, of `sequences_at_once` each, among those of all parts
-    resume  where the gradients are kept at the inputs of the block that was finished last. Layers from this block on
-            were in an earlier run's answer
+    tokens    int64 [sequences, length], all or a part of them
+    shelf     for activations
+    first     the number of the first batch, of `sequences_at_once` each, among those of all parts
+    resume    where the gradients are kept at the inputs of the block that was finished last. Layers from this block on
+              were in an earlier run's answer
+    held      bool [tokens]: which are held back, see `OutputHessian`; None: spans of them
+    norms     is given those of the layers' gradients, see `Passes.output_products`
+    products  False: without A, which has no blocks then, and without the embeddings
     """
     with torch.no_grad():
-        passes = Passes(model, tokens, sequences_at_once(model, tokens.shape[1]), shelf, first)
+        passes = Passes(model, tokens, sequences_at_once(model, tokens.shape[1]), shelf, first, held)
         embeddings, head = model.embedding_and_head()
-        as_head = (passes.head_hessian(), passes.head_gradients()) if embeddings == head else None
-    for name, outputs in passes.output_products(ROWS, resume=resume):
+        as_head = (passes.head_hessian(), passes.head_gradients()) if products and embeddings == head else None
+    for name, outputs in passes.output_products(ROWS if products else 0, resume=resume, norms=norms):
         if name == embeddings:
-            yield name, embeddings_matrix(outputs[0], as_head)[None]
-        elif outputs.diagonal(dim1=1, dim2=2).any():
+            yield name, OutputHessian(embeddings_matrix(outputs.blocks[0], as_head)[None])
+        elif not products or outputs.blocks.diagonal(dim1=1, dim2=2).any():
             yield name, outputs
 
 
@@ -78,6 +85,7 @@ class Passes:
 
     shelf   for the activations between blocks; None: they stay in memory
     first   the number of the first batch, which decides what tokens are drawn
+    held    bool [tokens]: which are held back; None: spans of them
     calls   the blocks' arguments, for each batch
     inputs  [block][batch]: each block's inputs in the float model; after the last block, its outputs
     room    whether memory is left for a block that stays loaded, asked after each pass through one
@@ -90,6 +98,7 @@ class Passes:
     batch: int
     shelf: Shelf | None = None
     first: int = 0
+    held: torch.Tensor | None = None
     room: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
@@ -190,24 +199,23 @@ class Passes:
         return found
 
     def output_products(
-        self, rows: int, seed: int = 0, resume: Resumption | None = None
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """A of each layer, last first, then of the embeddings: the mean of g g^T, see `two_sided`.
+        self, rows: int, seed: int = 0, resume: Resumption | None = None, norms: KeepNorms | None = None
+    ) -> Iterator[tuple[str, OutputHessian]]:
+        """A of each layer, last first, then of the embeddings: the mean of g g^T / |g|, times the mean of |g|.
 
         g is the gradient of log p(token), token drawn from the model's own prediction, summed over a sequence's
-        positions; products are summed over the tokens that reach the layer and divided by all. So with errors e in the
-        outputs the mean KL divergence becomes  (g e)^2 / 2  (Fisher information).
+        positions; products are summed over the tokens that reach the layer and divided by all. With errors e in the
+        outputs the mean KL divergence becomes  (g e)^2 / 2  (Fisher information). One root of each token's |g|^2 is
+        left to H of the inputs, see `token_weights`.
 
-        Diagonal blocks of at most so many rows, float32 [blocks, rows, rows]; 0 beyond the last block's rows. Of the
-        embeddings, all of it: [1, hidden, hidden]. The embeddings and the head are freed before the first of them, and
-        each block's inputs after it if on a shelf. `resume` as in `output_hessians`.
+        Diagonal blocks of at most so many rows; 0 beyond the last block's rows. Of the embeddings, all of it. The
+        embeddings and the head are freed before the first of them, and each block's inputs after it if on a shelf.
+        `resume` as in `output_hessians`.
+
+        rows   0: none of these; no block for each layer, and nothing for the embeddings
+        norms  is given |g| of each token, once for the experts of a mixture: of g at the mixture's outputs. A layer
+               that is called with other vectors than one for each token has none
         """
-
-        def products(gradient: torch.Tensor) -> torch.Tensor:
-            size = min(rows, gradient.shape[1])
-            parts = nn.functional.pad(gradient.float(), (0, -gradient.shape[1] % size)).unflatten(1, (-1, size))
-            return torch.einsum("tbi,tbj->bij", parts, parts)
-
         done = resume.block(len(self.batches), False) if resume is not None else 0
         if resume is not None and done:
             gradients = [resume.read(done, batch, False) for batch in range(len(self.batches))]
@@ -221,33 +229,45 @@ class Passes:
                 for kept in self.inputs.pop():
                     kept.drop()
         for i in reversed(range(end)):
-            yield from self._backward(i, products, gradients, forget=self.shelf is not None)
+            yield from self._backward(i, rows, gradients, norms, forget=self.shelf is not None)
             if resume is not None and i:
                 for batch, gradient in enumerate(gradients):
                     resume.write(i, batch, False, gradient)
                 resume.finish(i)
-        hidden = gradients[0].shape[-1]
-        total = torch.zeros(hidden, hidden, device=self.model.device)
-        for gradient in gradients:
-            own = gradient.to(total).flatten(0, -2)
-            total.addmm_(own.T, own)
-        yield self.model.embedding_and_head()[0], total[None] / self.tokens.numel()
+        if rows:
+            felt = _Felt(gradients[0].shape[-1])  # no tokens of it are held back
+            for gradient in gradients:
+                felt.add(gradient.to(self.model.device).flatten(0, -2))
+            yield self.model.embedding_and_head()[0], felt.mean(self.tokens.numel())
 
     def _backward(
         self,
         number: int,
-        of: Callable[[torch.Tensor], torch.Tensor],
+        rows: int,
         gradients: list[torch.Tensor],
+        norms: KeepNorms | None,
         forget: bool = False,
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """By layer of a block, the mean over the tokens of what is made `of` gradients [tokens, out].
+    ) -> Iterator[tuple[str, OutputHessian]]:
+        """`output_products` of a block's layers.
 
         gradients  by batch, at the block's outputs; afterwards those at its inputs
         forget     free the block's inputs
         """
         self.model.load(number)
-        sums: dict[str, torch.Tensor] = {}
-        hooks = [module.register_forward_hook(_adding(name, sums, of)) for name, module in self.layers(number)]
+        felt: dict[str, _Felt] = {}
+        of_tokens: dict[str, _Felt] = {}  # by pattern
+        hooks = []
+        for name, module in self.layers(number):
+            felt[name] = _Felt(rows, None if expert_of(name) else self.held)
+            if not expert_of(name):
+                of_tokens[name] = felt[name]
+            hooks.append(module.register_forward_hook(_adding(felt[name])))
+        for module in self.model.blocks[number].modules():
+            if isinstance(module, SeparateExperts):
+                every = _Felt(0)
+                inside = set(module.modules())
+                of_tokens |= {expert_pattern(name): every for name, layer in self.layers(number) if layer in inside}
+                hooks.append(module.register_forward_hook(_adding(every)))
         try:
             for b, call in enumerate(self.calls):
                 x = _value(self.inputs[number][b]).detach().to(self.model.device).requires_grad_()
@@ -261,8 +281,11 @@ class Passes:
             for hook in hooks:
                 hook.remove()
             self.model.drop(number)
-        for name in list(sums):
-            yield name, sums.pop(name).div_(self.tokens.numel())
+        for name, own in of_tokens.items():
+            if norms is not None and own.tokens == self.tokens.numel():
+                norms(name, torch.cat(own.norms).cpu())
+        for name in [name for name, own in felt.items() if own.norms]:
+            yield name, felt.pop(name).mean(self.tokens.numel())
 
     @torch.no_grad()
     def head_gradients(self) -> torch.Tensor:
@@ -318,17 +341,62 @@ def _value(x: Any) -> torch.Tensor:
     return x.value() if isinstance(x, Kept) else x
 
 
-def _adding(
-    name: str, sums: dict[str, torch.Tensor], of: Callable[[torch.Tensor], torch.Tensor]
-) -> Callable[..., None]:
-    """A forward hook that adds what is made `of` the gradients of a layer's outputs to sums[name]."""
+class _Felt:
+    """What is gathered of the gradients at a layer's outputs.
 
-    def squares(gradient: torch.Tensor) -> None:
-        own = of(gradient.reshape(-1, gradient.shape[-1]))
-        sums[name] = sums[name] + own if name in sums else own
+    rows      of the products' blocks; 0: no products
+    held      bool [tokens]: which are held back; None: spans of those that are seen
+    norms     |g|, float32 [tokens] of each call
+    products  sums of g g^T / |g|, float32 [blocks, rows, rows]
+    """
+
+    def __init__(self, rows: int, held: torch.Tensor | None = None) -> None:
+        self.rows, self.held = rows, held
+        self.norms: list[torch.Tensor] = []
+        self.tokens = self.held_tokens = 0
+        self.products: torch.Tensor | None = None
+        self.held_products: torch.Tensor | None = None
+
+    def add(self, gradients: torch.Tensor) -> None:
+        """Add those of some tokens, [tokens, out]."""
+        gradients = gradients.float()
+        norms = torch.linalg.vector_norm(gradients, dim=1)
+        first, self.tokens = self.tokens, self.tokens + len(norms)
+        self.norms.append(norms)
+        if not self.rows:
+            return
+        size = min(self.rows, gradients.shape[1])
+        halved = gradients / norms.sqrt().clamp_min(torch.finfo(torch.float32).tiny)[:, None]
+        parts = nn.functional.pad(halved, (0, -gradients.shape[1] % size)).unflatten(1, (-1, size)).transpose(0, 1)
+        those = held_back(first, len(norms)) if self.held is None else self.held[first : self.tokens]
+        if self.products is None or self.held_products is None:
+            self.products = parts.new_zeros(len(parts), size, size)
+            some = parts[0, 0, some_outputs(size)]
+            self.held_products = parts.new_zeros(len(some), len(some))
+        self.products.baddbmm_(parts.mT, parts)
+        if len(those) == len(norms):
+            own = parts[0][those.to(parts.device)][:, some_outputs(size)]
+            self.held_products.addmm_(own.T, own)
+            self.held_tokens += len(own)
+
+    def mean(self, tokens: int) -> OutputHessian:
+        """A: the sum over so many tokens' products, times the mean norm."""
+        if self.products is None or self.held_products is None:
+            return OutputHessian(torch.empty(0))
+        norm = float(torch.cat(self.norms).sum(dtype=torch.float64)) / tokens
+        blocks = self.products.mul_(norm / tokens)
+        if not self.held_tokens:
+            return OutputHessian(blocks)
+        return OutputHessian(
+            blocks, self.held_products.mul_(norm / self.held_tokens), self.held_tokens / max(self.tokens, 1)
+        )
+
+
+def _adding(felt: _Felt) -> Callable[..., None]:
+    """A forward hook that adds the gradients of a module's outputs."""
 
     def hook(_module: nn.Module, _args: object, output: torch.Tensor) -> None:
         if output.requires_grad:
-            output.register_hook(squares)
+            output.register_hook(lambda gradient: felt.add(gradient.reshape(-1, gradient.shape[-1])))
 
     return hook

@@ -12,7 +12,7 @@ sequences; or they are whole sequences of other kinds of text than the rest (`mi
 too.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from bridge.system.row_threads import tiles
 _HELD_BACK = 8  # one span of so many
 _SPAN = 32  # tokens
 _GOLDEN = (5**0.5 - 1) / 2  # its multiples, modulo 1, are spread evenly and never repeat
+_HEAVIEST = 0.999  # tokens beyond this share of all, by |g|, count as the one there
 _TILE = 256
 _ROWS = 128  # of H that are accumulated together, from the diagonal on
 _OUTLIER = 1000  # times the median power
@@ -46,6 +47,7 @@ class FloatProducts:
 class Hessian:
     """H of one layer, float32 [columns, columns], accumulated batch by batch; with float inputs also `cross`.
 
+    squares    mean squares of the inputs float32 [columns], whatever the tokens' weights; None: without weights
     products   of the layers, by name, whose float outputs were given; of these there is no `cross`
     held       the Hessian of the tokens held back: whole batches of them, or with float inputs spans (`held_back`)
     shrinkage  of H in its factors, see `shrunk`; None: `shrinkage_of` has not been asked
@@ -59,6 +61,7 @@ class Hessian:
         self.first = first
         self.tokens = 0
         self.borrowed_tokens = 0  # included in `tokens`, see `experts`
+        self.squares: torch.Tensor | None = None
         self.products: dict[str, FloatProducts] = {}
         self.held: Hessian | None = None
         self.shrinkage: float | None = None
@@ -100,11 +103,13 @@ class Hessian:
         x_float: torch.Tensor | None = None,
         held: bool | None = None,
         outputs: Mapping[str, torch.Tensor] | None = None,
+        weights: torch.Tensor | None = None,
     ) -> None:
         """Add tokens: x [tokens, columns] of the quantized model, x_float of the float model.
 
         held     whether all of them are held back; None: with float inputs or outputs, spans of them are
         outputs  in place of x_float: W x_float [tokens, rows] of layers, by name, without biases
+        weights  how much each token counts, float [tokens], see `token_weights`; None: 1
 
         Raises BridgeError if an activation is NaN or infinite.
         """
@@ -112,6 +117,11 @@ class Hessian:
         x = x.reshape(-1, x.shape[-1]).to(device, torch.float32)
         self._part()
         x_float = None if x_float is None else x_float.reshape(x.shape).to(x)
+        if weights is not None:
+            self._add_squares(x)
+            roots = weights.to(x).sqrt()[:, None]
+            x, x_float = x * roots, None if x_float is None else x_float * roots
+            outputs = {name: y.reshape(len(x), -1).to(x) * roots for name, y in (outputs or {}).items()}
         if x_float is None and held is None and not outputs:
             self._add(x, None, self.tokens)
         else:
@@ -126,6 +136,11 @@ class Hessian:
             own._merged = False
             self._add(x[others], None if x_float is None else x_float[others], before)
         self.tokens += len(x)
+
+    def _add_squares(self, x: torch.Tensor) -> None:
+        own = x.square().mean(0)
+        share = len(x) / max(self.tokens + len(x), 1)
+        self.squares = own if self.squares is None else self.squares.lerp(own, share)
 
     def _multiply(self, outputs: Mapping[str, torch.Tensor], x: torch.Tensor, those: torch.Tensor) -> None:
         """Add tokens to the products; `those` are held back."""
@@ -202,6 +217,9 @@ class Hessian:
             if other._cross is not None:
                 self._cross = torch.zeros_like(self._matrix) if self._cross is None else self._cross
                 self._cross.lerp_(other._cross, rest / whole)
+        if other.squares is not None:
+            share = other.tokens / max(self.tokens + other.tokens, 1)
+            self.squares = other.squares if self.squares is None else self.squares.lerp(other.squares, share)
         for name, sums in other.products.items():
             own = self.products.setdefault(name, FloatProducts(*map(torch.zeros_like, (sums.whole, sums.held))))
             own.whole.lerp_(sums.whole, other.tokens / (self.tokens + other.tokens))
@@ -265,7 +283,26 @@ class Hessian:
 
     def mean_squares(self) -> np.ndarray:
         """float32 [columns]: the mean square of each input over the tokens."""
-        return (self.matrix.diagonal() / 2).cpu().numpy()
+        return (self.matrix.diagonal() / 2 if self.squares is None else self.squares).cpu().numpy()
+
+
+def token_weights(norms: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """How much each token counts in H of layers with the same inputs, float32 [tokens], 1 on average.
+
+    norms  |g| of each token, g the gradient of the loss at a layer's outputs, by layer; None: it is not known
+
+    An error e of a token's outputs costs (g e)^2, so g^2 ties what it costs to this token's inputs. Half of that,
+    |g|, weighs the inputs here, and half is left in A of the outputs (`two_sided`): with all of it here or there, a
+    handful of tokens would decide alone. The largest 0.1% count as the least of them.
+    """
+    found = []
+    for own in norms:
+        if own is None or not (mean := float(own.mean())) > 0:
+            return None
+        most = own.kthvalue(max(1, int(len(own) * _HEAVIEST))).values
+        capped = own.clamp(max=most)
+        found.append(capped / capped.mean() if mean > 0 and float(most) > 0 else torch.ones_like(own))
+    return torch.stack(found).mean(0) if found else None
 
 
 def held_back(first: int, count: int) -> torch.Tensor:
@@ -316,13 +353,19 @@ def shrinkage_of(hessian: Hessian, damping: float) -> float:
             some = slice(None, None, -(-len(hessian.matrix) // _COLUMNS))
             own = held.matrix[some, some]
             rest = torch.sub(hessian.matrix[some, some], own, alpha=share).div_(1 - share)
-            least = _lost(rest, own, 0.0, damping)
-            for shrinkage in _SHRINKAGES:
-                lost = _lost(rest, own, shrinkage, damping)
-                if not lost < least:
-                    break
-                least, hessian.shrinkage = lost, shrinkage
+            hessian.shrinkage = best_shrinkage(rest, own, damping)[0]
     return hessian.shrinkage
+
+
+def best_shrinkage(fitted: torch.Tensor, held: torch.Tensor, damping: float) -> tuple[float, float]:
+    """The shrinkage of a matrix with which `held`, of other tokens, loses least, and that loss; see `shrinkage_of`."""
+    best, least = 0.0, _lost(fitted, held, 0.0, damping)
+    for shrinkage in _SHRINKAGES:
+        lost = _lost(fitted, held, shrinkage, damping)
+        if not lost < least:
+            break
+        best, least = shrinkage, lost
+    return best, least
 
 
 def _lost(fitted: torch.Tensor, held: torch.Tensor, shrinkage: float, damping: float) -> float:
@@ -340,9 +383,9 @@ def _lost(fitted: torch.Tensor, held: torch.Tensor, shrinkage: float, damping: f
 
 
 def shrunk(hessian: torch.Tensor, shrinkage: float) -> torch.Tensor:
-    """A copy of H whose off-diagonals are 1 - shrinkage times as large."""
+    """A copy of H, or of several [.., n, n], whose off-diagonals are 1 - shrinkage times as large."""
     found = hessian * (1 - shrinkage)
-    found.diagonal().copy_(hessian.diagonal())
+    found.diagonal(dim1=-2, dim2=-1).copy_(hessian.diagonal(dim1=-2, dim2=-1))
     return found
 
 

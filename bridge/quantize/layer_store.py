@@ -26,9 +26,12 @@ from safetensors.numpy import save_file
 
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.errors import BridgeError, parameter
+from bridge.quantize.experts import expert_pattern
 from bridge.quantize.grids.codebook import CodebookGrid
 from bridge.quantize.grids.group import GroupGrid
+from bridge.quantize.hessian import token_weights
 from bridge.quantize.method import Quantized
+from bridge.quantize.two_sided import OutputHessian
 from bridge.system.files import read_json, write_text
 from bridge.system.row_threads import tiles
 
@@ -36,7 +39,7 @@ _JOB = "job.json"
 _PART = ".unfinished"
 _INPUTS = r"(inputs|gradients)-\d{5}-\d{5}(-float)?"  # `kept_inputs`
 _OWN = re.compile(  # the folder's files
-    rf"(job|inputs|gradients)\.json|([0-9a-f]{{24}}(-\d{{9}})?|{_INPUTS})\.(safetensors|scales|gradients|\d+\{_PART})"
+    rf"(job|inputs|gradients)\.json|([0-9a-f]{{24}}(-\d{{9}})?|{_INPUTS})\.(safetensors|scales|gradients|norms|\d+\{_PART})"
 )
 _DIGEST = "digest"
 
@@ -341,19 +344,38 @@ class LayerStore:
             self._outputs_file(done.name).unlink(missing_ok=True)
         return layer
 
-    def save_outputs(self, name: str, outputs: torch.Tensor | None, part: int | None = None) -> None:
-        """Keep A of a layer, float32 [blocks, n, n], until the layer is finished; None: there is none.
+    def save_outputs(self, name: str, outputs: OutputHessian | None, part: int | None = None) -> None:
+        """Keep A of a layer until the layer is finished; None: there is none.
 
         part  which part of the sequences it is of; None: of all
         """
-        values = np.empty(0, np.float32) if outputs is None else outputs.cpu().numpy()
-        write_tensors(self._outputs_file(name, part), name, {"outputs": values}, {"job": self.job})
+        values: dict[str, torch.Tensor] = {}
+        if outputs is not None:
+            values = {"outputs": outputs.blocks, "share": torch.tensor(outputs.share, dtype=torch.float64)}
+            values |= {} if outputs.held is None else {"held": outputs.held}
+        tensors = {key: value.cpu().numpy() for key, value in values.items()}
+        write_tensors(self._outputs_file(name, part), name, tensors, {"job": self.job})
 
-    def outputs(self, name: str, part: int | None = None) -> torch.Tensor | None:
+    def save_norms(self, name: str, norms: torch.Tensor, part: int | None = None) -> None:
+        """Keep |g| of a layer, float32 [tokens], see `Passes.output_products`; `part` as of `save_outputs`."""
+        write_tensors(self._norms_file(name, part), name, {"norms": norms.cpu().numpy()}, {"job": self.job})
+
+    def norms(self, name: str, part: int | None = None) -> torch.Tensor | None:
+        """|g| of a layer as `save_norms` has it; None: there is none."""
+        found = read_tensors(self._norms_file(expert_pattern(name), part))
+        return torch.from_numpy(found[0]["norms"]) if found and found[1]["job"] == self.job else None
+
+    def weights(self, names: Sequence[str]) -> torch.Tensor | None:
+        """How much each token counts in H of layers with the same inputs, float32 [tokens]; None: all alike."""
+        return token_weights([self.norms(name) for name in names])
+
+    def outputs(self, name: str, part: int | None = None) -> OutputHessian | None:
         """A of a layer as `save_outputs` has it; None: there is none."""
         found = read_tensors(self._outputs_file(name, part))
-        values = found[0]["outputs"] if found and found[1]["job"] == self.job else np.empty(0)
-        return torch.from_numpy(values) if values.size else None
+        if not found or found[1]["job"] != self.job or "outputs" not in found[0]:
+            return None
+        values = {key: torch.from_numpy(value) for key, value in found[0].items()}
+        return OutputHessian(values["outputs"], values.get("held"), float(values["share"]))
 
     def has_outputs(self, names: Collection[str]) -> bool:
         """Whether A of each of these layers that are not finished was kept, or that it has none."""
@@ -361,11 +383,15 @@ class LayerStore:
         return all((found := read_tensors(file)) is not None and found[1].get("job") == self.job for file in files)
 
     def drop_outputs(self, name: str, part: int) -> None:
-        """Remove A of a part of the sequences."""
+        """Remove A, and |g|, of a part of the sequences."""
         self._outputs_file(name, part).unlink(missing_ok=True)
+        self._norms_file(expert_pattern(name), part).unlink(missing_ok=True)
 
     def _outputs_file(self, name: str, part: int | None = None) -> Path:
         return file_of(self.folder, name, f"{'' if part is None else f'-{part:09}'}.gradients")
+
+    def _norms_file(self, name: str, part: int | None = None) -> Path:
+        return file_of(self.folder, name, f"{'' if part is None else f'-{part:09}'}.norms")
 
     def remove(self) -> None:
         """Remove the layers, once they are in the output, and the folder unless it holds anything else."""

@@ -32,7 +32,7 @@ from bridge.quantize.hessian import damp, damped_diagonal, shrinkage_of, shrunk
 from bridge.quantize.quantizer import LayerInput
 from bridge.quantize.refine import metrics_of, refine, spans_of
 from bridge.quantize.target import target_of
-from bridge.quantize.two_sided import RowSolver, round_two_sided
+from bridge.quantize.two_sided import OutputHessian, RowSolver, output_shrinkage, round_two_sided
 from bridge.quantize.walk import quantize_block
 from bridge.system import compiling
 from bridge.system.options import checked
@@ -193,14 +193,15 @@ class Method:
         self,
         target: torch.Tensor,
         hessian: torch.Tensor,
-        outputs: torch.Tensor | None,
+        outputs: OutputHessian | None,
         grid: Any,
         order: np.ndarray | None,
         fit: str,
         factor: Callable[[bool], tuple[torch.Tensor, float] | None],
     ) -> Solution | None:
-        """With A of the outputs too; None where there is none, or where no damping of H was enough."""
-        found = None if outputs is None else factor(True)
+        """With A of the outputs too; None where it does not help, or where no damping of H was enough."""
+        shrinkage = 1.0 if outputs is None else output_shrinkage(outputs)
+        found = factor(True) if shrinkage < 1 else None
         if outputs is None or found is None:
             return None
         sweeps = 0 if grid.ternary else self.sweeps
@@ -221,7 +222,8 @@ class Method:
             if sweeps:
                 refine(weight, hessian, own, codes, 1, metrics)  # a second sweep gains a tenth of a percent
 
-        codes = round_two_sided(target, outputs, grid, RowSolver(hessian, round_rows, refine_rows))
+        solver = RowSolver(hessian, round_rows, refine_rows)
+        codes = round_two_sided(target, outputs.blocks, grid, solver, shrinkage)
         hessian.diagonal().copy_(plain)
         return Solution(codes, found[1])
 

@@ -41,6 +41,11 @@ class Calibrating:
     drawn: int = 0
     held: int = 0
 
+    def held_tokens(self) -> torch.Tensor | None:
+        """Which of the tokens are held back, bool [tokens]; None: spans of all of them."""
+        sequences = torch.arange(len(self.tokens)) >= len(self.tokens) - self.held
+        return sequences.repeat_interleave(self.tokens.shape[1]) if self.held else None
+
     @property
     def read(self) -> torch.Tensor:
         """The sequences that are the same in every run: all but the model's own samples."""

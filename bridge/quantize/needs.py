@@ -20,7 +20,7 @@ from bridge.errors import BridgeError, parameter
 from bridge.quantize.block_inputs import head_of, is_layer, matrix_shape
 from bridge.quantize.experts import expert_of
 from bridge.quantize.float_model import FloatModel
-from bridge.quantize.forward_passes import LOGITS, TOKENS_FELT, sequences_at_once
+from bridge.quantize.forward_passes import LOGITS, sequences_at_once
 from bridge.quantize.stages import HESSIANS
 from bridge.quantize.target import takes_products
 from bridge.quantize.two_sided import ROWS
@@ -44,7 +44,8 @@ class Job:
     bits        of a weight, by layer, embeddings and head among them; other tensors count with their mean
     cross       the float model's inputs are gathered too
     held        whole sequences are held back
-    two_sided   gradients are gathered
+    felt        gradients are gathered
+    two_sided   and their products
     sweeps      of refinement
     batch       tokens that pass through a block together
     head_rows   of the output head, or the embeddings, that are quantized together
@@ -55,6 +56,7 @@ class Job:
     bits: Mapping[str, float]
     cross: bool
     held: bool
+    felt: bool
     two_sided: bool
     sweeps: int
     batch: int
@@ -122,7 +124,7 @@ class _Sizes:
         model = job.model
         self.count = job.tokens[0] * job.tokens[1]
         self.batch = min(self.count, max(1, job.batch // job.tokens[1]) * job.tokens[1])
-        self.felt = min(self.count, TOKENS_FELT) if job.two_sided else 0
+        self.felt = self.count if job.felt else 0
         self.item = model.dtype.itemsize
         self.kept = 2 if model.stored_in_bfloat16 else self.item  # of an activation
         self.copies = 1 + job.cross
@@ -159,13 +161,14 @@ class _Sizes:
         logits = min(together, max(1, LOGITS // vocabulary)) * vocabulary * 4
         head = self.outside * self.item + 4 * logits + self._of_embeddings()
         passes = together * (16 * self.hidden + (4 * self.item + 4 * (self.item < 4)) * self.widest)
-        block = max(self.blocks) * self.item + max(map(_output_bytes, self.shapes)) + passes
+        products = max(map(_output_bytes, self.shapes)) if self.job.two_sided else 0
+        block = max(self.blocks) * self.item + products + passes
         return max(head, block + self._of_embeddings()) + self.felt * self.hidden * self.item
 
     def _of_embeddings(self) -> int:
         """Half of their H, and where they are the head too, H of its inputs."""
         tied = self.job.model.untied_head() is None
-        return 4 * self.hidden**2 * (1 + tied) if self.felt else 0
+        return 4 * self.hidden**2 * (1 + tied) if self.job.two_sided else 0
 
     def embeddings(self) -> int:
         """There are no activations then."""
@@ -221,7 +224,8 @@ class _Sizes:
                 weights += rows * n
         whole = (self.outside + sum(self.blocks)) * bits / max(weights, 1)
         inputs = 2 * self.hidden * max(self.count * self.copies * self.kept, self.felt * self.item)  # or gradients
-        outputs = sum(map(_output_bytes, self.shapes)) + 4 * self.hidden**2 if self.felt else 0
+        outputs = sum(map(_output_bytes, self.shapes)) + 4 * self.hidden**2 if self.job.two_sided else 0
+        outputs += 4 * self.felt * sum(map(len, self.shapes))  # norms of the gradients
         return int((bits + whole) / 8) + inputs + outputs
 
 
@@ -247,7 +251,8 @@ def _seconds(job: Job) -> float:
             cross = sum(outputs) if takes_products(outputs, n, at_hand=False) else n
             gathered = sizes.count * n * (n + 2 * cross * job.cross) * share
             total += inputs * (gathered + 4 * n**3) / exact
-        total += sizes.felt * sum(2 * rows * min(rows, ROWS) for rows, _ in shapes.values()) * share / exact
+        if job.two_sided:
+            total += sizes.felt * sum(2 * rows * min(rows, ROWS) for rows, _ in shapes.values()) * share / exact
     each = (_ROUNDED + _REFINED * job.sweeps) / usable_cpus()
     products = 1 + 2 * job.sweeps + 4 * job.cross  # of rows and half of H: feedback; G of a sweep; W C and its H^-1
     for shapes, factor in ((job.model.linears(), 1 + (_TWO_SIDED - 1) * job.two_sided), (sizes.outside_blocks(), 1)):

@@ -16,9 +16,11 @@ from typing import Any, Protocol
 
 from bridge.quantize import spread_tasks as tasks
 from bridge.quantize.block_inputs import is_layer
+from bridge.quantize.experts import expert_pattern
 from bridge.quantize.float_model import FloatModel
-from bridge.quantize.forward_passes import sequences_at_once, tokens_felt
+from bridge.quantize.forward_passes import sequences_at_once
 from bridge.quantize.layer_store import StoredLayer
+from bridge.quantize.mixture import Calibrating
 from bridge.quantize.replay import End
 from bridge.quantize.spread_tasks import SpreadJob
 from bridge.quantize.stages import Stage
@@ -89,14 +91,15 @@ class _Walk:
         return parts[0]
 
     def outputs(self) -> None:
-        """Keep A of each layer that is not finished."""
+        """Keep A of each layer that is not finished, and the tokens' weights."""
         todo = self.job.names - self.store.layers.keys()
         if self.store.has_outputs(todo):
             return
-        tokens = tokens_felt(self.job.tokens)
+        tokens = self.job.tokens
         batch = sequences_at_once(self.model, tokens.shape[1])
         batches = slices(-(-len(tokens) // batch), self.spread.parts)
         cuts = [tokens[part.start * batch : part.stop * batch] for part in batches]
+        held = Calibrating(tokens, held=self.job.held).held_tokens()
         found = self.cluster.gather(
             [
                 self._submit(
@@ -104,6 +107,7 @@ class _Walk:
                     self.sent,
                     number,
                     cut,
+                    None if held is None else held.split([part.numel() for part in cuts])[number],
                     batches[number].start,
                     todo,
                     **self.spread.options(number),
@@ -113,6 +117,8 @@ class _Walk:
         )
         shares = [cut.numel() / tokens.numel() for cut in cuts]
         self.cluster.gather([self._submit(tasks.sum_outputs, self.sent, name, shares, found) for name in sorted(todo)])
+        patterns = sorted({expert_pattern(name) for name in todo})
+        self.cluster.gather([self._submit(tasks.join_norms, self.sent, name, len(cuts)) for name in patterns])
         for name in todo:
             for part in range(len(cuts)):
                 self.store.drop_outputs(name, part)
@@ -197,7 +203,6 @@ def quantize_spread(
     model: FloatModel,
     matrix_spans: Callable[[str, int, int], Sequence[slice]],
     *,
-    two_sided: bool = False,
     until: int | None = None,
     finished: Callable[[StoredLayer], None] = lambda layer: None,
 ) -> None:
@@ -205,14 +210,13 @@ def quantize_spread(
 
     model       the job's, of which nothing is loaded here
     matrix_spans   of the embeddings and the head, as `head_spans` of `quantize_model`; until: see there
-    two_sided   also gather A of the layers' outputs, and quantize the embeddings
 
     Raises BridgeError as `quantize_model` does.
     """
     walk = _Walk(job, spread, model, finished)
     try:
-        if two_sided:
-            walk.outputs()
+        walk.outputs()
+        if job.two_sided:
             walk.embeddings(matrix_spans)
         walk.blocks(until)
         if until is None:

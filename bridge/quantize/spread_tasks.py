@@ -33,7 +33,7 @@ from bridge.quantize.block_inputs import (
 )  # fmt: skip
 from bridge.quantize.embeddings import embeddings_hessian
 from bridge.quantize.experts import is_short, lend, merged
-from bridge.quantize.float_model import FloatModel
+from bridge.quantize.float_model import FloatModel, rough_arithmetic
 from bridge.quantize.float_twin import float_twin, replace_layer
 from bridge.quantize.forward_passes import output_hessians
 from bridge.quantize.hessian import Hessian
@@ -43,6 +43,7 @@ from bridge.quantize.quantizer import LayerInput
 from bridge.quantize.replay import End, Replay
 from bridge.quantize.stage_hessians import gather, gather_together
 from bridge.quantize.stages import Stage, find_stages
+from bridge.quantize.two_sided import summed
 from bridge.quantize.walk import in_batches
 from bridge.system.folder_locks import temporary_beside
 
@@ -59,6 +60,7 @@ class SpreadJob:
     tokens    int64 [sequences, length]
     batch     sequences in a forward pass; held, cross, feed   as of `quantize_model`
     names     the layers to quantize
+    two_sided  gather A of the layers' outputs, and quantize the embeddings
     dtype     of all arithmetic; kept_dtype: of the inputs of the present block in files, None: that of the arithmetic
     """
 
@@ -75,6 +77,7 @@ class SpreadJob:
     dtype: torch.dtype = torch.float32
     kept_dtype: torch.dtype | None = None
     offload: Any = None
+    two_sided: bool = False
 
     def batches(self) -> list[torch.Tensor]:
         """The sequences that pass together."""
@@ -232,7 +235,8 @@ def gathered(
         passes = worker.passes(block, numbers, stages[1])
         floats = [twin for _, twin in passes if twin is not None]
         own = [replay for replay, _ in passes]
-        return gather(stages[0], worker.layers, own, worker.originals, floats, worker.before[numbers[0]])
+        first = worker.before[numbers[0]]
+        return gather(stages[0], worker.layers, own, worker.originals, floats, first, job.store.weights)
 
 
 def of_all_experts(
@@ -339,12 +343,14 @@ def embedding_rows(job: SpreadJob, name: str, rows: tuple[int, int, int]) -> Sto
     half = job.store.outputs(name)
     assert half is not None
     with _at_work(job) as worker:
-        hessian = embeddings_hessian(name, half[0], job.tokens.numel())
+        hessian = embeddings_hessian(name, half.blocks[0], job.tokens.numel())
         return job.quantize(LayerInput(name, worker.model.embedding_rows(slice(*rows[:2])), hessian, rows=part))
 
 
-def part_outputs(job: SpreadJob, part: int, tokens: torch.Tensor, first: int, todo: frozenset[str]) -> frozenset[str]:
-    """Keep A of a part of the sequences, of each layer; returns those that have it."""
+def part_outputs(
+    job: SpreadJob, part: int, tokens: torch.Tensor, held: torch.Tensor | None, first: int, todo: frozenset[str]
+) -> frozenset[str]:
+    """Keep A and |g| of a part of the sequences, of each layer; returns those that have A."""
     found = set()
     with (
         _at_work(job) as worker,
@@ -353,8 +359,13 @@ def part_outputs(job: SpreadJob, part: int, tokens: torch.Tensor, first: int, to
         worker.leave()
         kept = Shelf(folder, None, job.kept_dtype)
         with torch.enable_grad(), kept:
-            for name, outputs in output_hessians(worker.model, tokens, kept, first):
-                if name in todo:
+            model = FloatModel(worker.model.ckpt, rough_arithmetic(job.device), job.device)
+            gathered = output_hessians(
+                model, tokens, kept, first, held=held, products=job.two_sided,
+                norms=lambda name, norms: job.store.save_norms(name, norms, part),
+            )  # fmt: skip
+            for name, outputs in gathered:
+                if name in todo and job.two_sided:
                     job.store.save_outputs(name, outputs, part)
                     found.add(name)
     return frozenset(found)
@@ -364,9 +375,12 @@ def sum_outputs(job: SpreadJob, name: str, shares: Sequence[float], found: Seque
     """Keep A of a layer, of all parts: the sum of `shares` of those that have it."""
     if job.store.has_outputs([name]):
         return
-    total = None
-    for part, share in enumerate(shares):
-        own = job.store.outputs(name, part) if name in found[part] else None
-        if own is not None:
-            total = own.mul_(share) if total is None else total.add_(own, alpha=share)
-    job.store.save_outputs(name, total)
+    own = [(job.store.outputs(name, part), share) for part, share in enumerate(shares) if name in found[part]]
+    job.store.save_outputs(name, summed([(outputs, share) for outputs, share in own if outputs is not None]))
+
+
+def join_norms(job: SpreadJob, name: str, parts: int) -> None:
+    """Keep |g| of all tokens of a layer, where each part of the sequences has it."""
+    found = [job.store.norms(name, part) for part in range(parts)]
+    if all(own is not None for own in found):
+        job.store.save_norms(name, torch.cat([own for own in found if own is not None]))

@@ -7,6 +7,7 @@ from torch import nn
 
 from bridge.quantize.block_inputs import matrix_shape
 from bridge.quantize.hessian import Hessian
+from bridge.quantize.quantizer import Weights
 from bridge.quantize.replay import Replay
 from bridge.quantize.stages import Stage, mixture_of, stage_inputs
 from bridge.quantize.target import takes_products
@@ -19,14 +20,20 @@ def gather(
     originals: Mapping[str, nn.Module],
     floats: Sequence[Replay],
     first: int = 0,
+    weights: Weights = lambda names: None,
 ) -> dict[str, Hessian]:
-    """The Hessian of each group of a stage; `first`: how many tokens of the text come before these passes'."""
+    """The Hessian of each group of a stage.
+
+    first    how many tokens of the text come before these passes'
+    weights  how much the text's tokens count in the Hessian of the layers of these names
+    """
     hessians = {}
     for key, group in stage.groups.items():
         own = layers[group[0]]
         hessians[key] = Hessian(group[0], matrix_shape(own)[1], next(own.parameters()).device, first)
     mixture = mixture_of(replays[0].block, stage, layers)
     products = _with_products(stage, originals, floats)
+    of_tokens = {key: weights(group) for key, group in stage.groups.items()}
     for i, replay in enumerate(replays):
         seen, residuals = stage_inputs(stage, layers, replay, residuals=bool(products))
         twins: dict[str, torch.Tensor] = {}
@@ -34,15 +41,24 @@ def gather(
         if floats and (mixture or not stage.experts):
             routed = mixture.routing if mixture else None
             twins, float_residuals = stage_inputs(stage, originals, floats[i], routed, bool(products))
+        count = replay.batch.tokens
         for key, x in seen.items():
-            x_float, outputs = twins.pop(key, None), None
+            x_float, outputs, own = twins.pop(key, None), None, of_tokens[key]
+            if own is not None:
+                own = own[first : first + count]
+                if mixture is not None:
+                    own = own[mixture.tokens_of(int(key)).cpu()]
+                own = own if len(own) == len(x) else None
             if key in products and x_float is not None:
-                outputs = {n: _float_output(originals[n], own, floats[i], x_float) for n, own in products[key].items()}
+                outputs = {
+                    n: _float_output(originals[n], inside, floats[i], x_float) for n, inside in products[key].items()
+                }
                 for n in residuals.keys() & float_residuals.keys():
                     lost = float_residuals[n] - residuals[n]
                     outputs[n] = outputs[n].float() + lost.reshape(outputs[n].shape)
                 x_float = None
-            hessians[key].add(x, x_float, replay.batch.held, outputs)
+            hessians[key].add(x, x_float, replay.batch.held, outputs, own)
+        first += count
     return hessians
 
 

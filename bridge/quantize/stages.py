@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from bridge.quantize.block_inputs import BlockInputs, StopForward, first_of, matrix_shape, vectors
-from bridge.quantize.experts import SeparateExperts, expert_of
+from bridge.quantize.experts import SeparateExperts, expert_of, expert_pattern
 from bridge.quantize.replay import End, Replay
 
 HESSIANS = 2 << 30  # bytes that are gathered in one pass, if nothing else is asked for
@@ -89,7 +89,7 @@ def find_stages(
             outputs[inside[module]] = len(calls), items[0]
 
     own = set(layers.values())
-    patterns = {_pattern(name) for name in layers}
+    patterns = {expert_pattern(name) for name in layers}
     with ExitStack() as stack:
         for name, module in layers.items():
             stack.callback(module.register_forward_pre_hook(note(name)).remove)
@@ -104,7 +104,7 @@ def find_stages(
             calls.append(("", first_of(batch.run(block))))
             for name, (before, output) in outputs.items():
                 ends[name] = replace(ends[name], added=_added(calls[:before], calls[before][1], output, ends))
-            if {_pattern(name) for name in seen} == patterns:
+            if {expert_pattern(name) for name in seen} == patterns:
                 break
             seen.update(dict.fromkeys(seen))  # another batch has other inputs
     stages = _in_stages([*order, *((name, None) for name in layers if name not in seen)], not again)
@@ -132,17 +132,12 @@ def _of_all_experts(ends: Mapping[str, End], modules: Iterable[str]) -> dict[str
     return found
 
 
-def _pattern(name: str) -> str:
-    """A layer's name, an expert's number replaced by *."""
-    return (expert_of(name) or (name,))[0]
-
-
 def _in_stages(order: Sequence[tuple[str, str | None]], once: bool) -> list[Stage]:
     stages: list[Stage] = []
     of: dict[str, Stage] = {}  # by the layer's name, an expert's number replaced by *
     for name, same in order:
         pattern, number = expert_of(name) or (name, "")
-        stage = of.get(pattern) or (of.get(_pattern(same)) if same else None)
+        stage = of.get(pattern) or (of.get(expert_pattern(same)) if same else None)
         if stage is None or stage.experts != bool(number):
             stage = Stage(experts=bool(number), once=once)
             stages.append(stage)

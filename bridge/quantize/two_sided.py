@@ -1,9 +1,14 @@
 """Two-sided rounding: what an error costs depends on the layer's inputs and on how the loss depends on its outputs.
 
-To second order, errors E = W - W' of a layer's weights raise the loss by  tr(A E H E^T) / 2  a token, with H of the
-inputs (`hessian`) and  A = mean g g^T,  [out, out], g the gradient of the log-likelihood with respect to the layer's
-outputs, of a token drawn from the model's own prediction (`forward_passes`). This is the Kronecker-factored
-Hessian of YAQA (Tseng et al. 2025, arXiv 2505.22988). With A = 1, rows do not matter to each other.
+To second order, errors E = W - W' of a layer's weights raise the loss by  mean (g^T E x)^2 / 2  a token, with its
+inputs x, and g the gradient of the log-likelihood with respect to the layer's outputs, of a token drawn from the
+model's own prediction (`forward_passes`). Here that is  tr(A E H E^T) / 2,  A [out, out] of g and H of x (`hessian`):
+the Kronecker-factored Hessian of YAQA (Tseng et al. 2025, arXiv 2505.22988). There A = mean g g^T and H = mean x x^T,
+as if g and x of a token had nothing to do with each other. But a few tokens hold most of mean |g|^2 in real models, the
+first of a sequence above all, and have inputs of their own. So half of each token's |g|^2 weighs its inputs
+(`token_weights`), and  A = mean g g^T / |g|  times mean |g|. With A = 1, rows do not matter to each other.
+
+How much of A off its diagonal is chance, or of one kind of text, tokens show that are held back: `output_shrinkage`.
 
 GPTQ moves the columns that are not rounded yet, to make up for the errors of those that are. The same is done here
 with rows, in parts r, by falling diagonal of A. The target of a part, among the rows that are left, is
@@ -17,7 +22,7 @@ A of many rows is large and takes long to gather: beyond `ROWS`, it is kept in b
 not matter to those of other blocks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,12 +30,57 @@ import numpy as np
 import torch
 
 from bridge.quantize.gptq_solver import dequantize
-from bridge.quantize.hessian import damp, inverse_factor
+from bridge.quantize.hessian import best_shrinkage, damp, inverse_factor, shrunk
 
 ROWS = 2048
+_HELD_ROWS = 1024  # of which the products of held-back tokens are kept
 _PART = 16  # rows that are rounded side by side
 _DAMPING = 0.05  # added to the diagonal of A, as a fraction of its mean
+_WORTH = 0.97  # of what rows lose that are rounded one by one, at most, if others are to make up for them
 _SWEEPS = 1  # over the parts; a second one gains a tenth of a percent
+
+
+@dataclass(frozen=True)
+class OutputHessian:
+    """A of a layer.
+
+    blocks     float32 [blocks, n, n]: those about its diagonal; the last one may have fewer rows than n
+    held       A of the tokens held back, float32 [m, m], of `some_outputs` of the first block; None: there are none
+    share      of all tokens that are held back
+    """
+
+    blocks: torch.Tensor
+    held: torch.Tensor | None = None
+    share: float = 0.0
+
+
+def summed(parts: Sequence[tuple[OutputHessian, float]]) -> OutputHessian | None:
+    """A of several parts of the tokens, with their shares of all; None: of no part."""
+    if not parts:
+        return None
+    blocks = sum(own.blocks * share for own, share in parts)
+    held = sum(own.held * (share * own.share) for own, share in parts if own.held is not None)
+    of_held = sum(own.share * share for own, share in parts)
+    return OutputHessian(blocks, held / of_held if of_held else None, of_held)  # type: ignore[arg-type, operator]
+
+
+def some_outputs(rows: int) -> slice:
+    """The rows of a block of A of which `OutputHessian.held` is kept."""
+    return slice(None, None, -(-rows // _HELD_ROWS))
+
+
+def output_shrinkage(outputs: OutputHessian) -> float:
+    """The share of A's off-diagonals to take away that serves the tokens held back best; 1: rows are independent.
+
+    As `hessian.shrinkage_of`: fitted to the other tokens, for independent rounding errors of equal power.
+    """
+    held, share = outputs.held, outputs.share
+    if held is None or not 0 < share < 1:
+        return 0.0
+    some = some_outputs(len(outputs.blocks[0]))
+    rest = torch.sub(outputs.blocks[0][some, some], held, alpha=share).div_(1 - share)
+    found, least = best_shrinkage(rest, held, _DAMPING)
+    return found if least < _WORTH * float(held.diagonal().sum()) else 1.0
 
 
 @dataclass(frozen=True)
@@ -47,16 +97,19 @@ class RowSolver:
     refine_rows: Callable[[torch.Tensor, Any, np.ndarray], None]
 
 
-def round_two_sided(weight: torch.Tensor, outputs: torch.Tensor, grid: Any, solver: RowSolver) -> np.ndarray:
+def round_two_sided(
+    weight: torch.Tensor, outputs: torch.Tensor, grid: Any, solver: RowSolver, shrinkage: float = 0.0
+) -> np.ndarray:
     """Codes int16 [rows, columns] of weight float [rows, columns], and the grid's parameters.
 
-    outputs  A, float [blocks, n, n]: those about its diagonal; the last one may have fewer rows than n
+    outputs    `OutputHessian.blocks`
+    shrinkage  of A, see `output_shrinkage`
     """
     codes = np.empty(weight.shape, np.int16)
     for i, block in enumerate(outputs):
         rows = np.arange(i * len(block), min((i + 1) * len(block), len(weight)))
         own, target = replace(grid, rows=len(rows)), weight[rows[0] : rows[-1] + 1]
-        among = block[: len(rows), : len(rows)].to(weight, copy=True)
+        among = shrunk(block[: len(rows), : len(rows)].to(weight), shrinkage)
         damp(among, _DAMPING)
         codes[rows] = _Block(target, among, own, solver).codes
         grid.copy_rows(rows, own, np.arange(len(rows)))

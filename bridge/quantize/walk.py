@@ -30,7 +30,7 @@ from bridge.quantize.block_inputs import (
 from bridge.quantize.experts import is_short, lend, merged
 from bridge.quantize.float_twin import float_twin, replace_layer
 from bridge.quantize.hessian import Hessian
-from bridge.quantize.quantizer import Known, LayerInput, Outputs, Prepare, Quantizer, Spans
+from bridge.quantize.quantizer import Known, LayerInput, Outputs, Prepare, Quantizer, Spans, Weights
 from bridge.quantize.replay import Replay
 from bridge.quantize.stage_hessians import gather, gather_together
 from bridge.quantize.stages import find_stages
@@ -51,6 +51,7 @@ def quantize_model(
     wanted: Callable[[str], bool] = lambda name: True,
     known: Known = lambda name: None,
     outputs: Outputs = lambda name: None,
+    weights: Weights = lambda names: None,
     offload: str | Path | None = None,
     memory: int | None = None,
     dtype: torch.dtype | None = None,
@@ -72,7 +73,8 @@ def quantize_model(
     held     how many of the last sequences are held back to choose settings on; 0: spans of all, see `hessian`
     wanted   whether to quantize the layer of this name
     known    weights [out, columns] of a layer that was quantized before; None: quantize it
-    outputs  A of a layer, float32 [blocks, n, n], see `two_sided.round_two_sided`; None: all outputs count the same
+    outputs  A of a layer; None: all outputs count the same
+    weights  how much each token counts in H of these layers, which have the same inputs, see `token_weights`
     offload  a folder for the activations that do not stay in memory
     memory   bytes of activations in memory; None: all of them, or, with a folder, none
     dtype    of these activations; None: that of the model's arithmetic
@@ -121,7 +123,9 @@ def quantize_model(
                 replays = [Replay(block, b) for b in batches]
                 twins = float_batches or (batches if cross else None)
                 floats = [Replay(original, b) for b in twins or ()] if original is not None else []
-                yield from _quantize_layers(layers, replays, quantizer, original, floats, known, outputs, hessians)
+                yield from _quantize_layers(
+                    layers, replays, quantizer, original, floats, known, outputs, weights, hessians
+                )
                 if feed == "float" and original is not None:
                     for r in replays:
                         r.clear()
@@ -197,6 +201,7 @@ def _quantize_layers(
     floats: Sequence[Replay] = (),
     known: Known = lambda name: None,
     outputs: Outputs = lambda name: None,
+    weights: Weights = lambda names: None,
     together: int | None = None,
 ) -> Iterator[tuple[str, Any]]:
     """original: the float block (`float_twin`); floats: its passes, with the float model's inputs."""
@@ -215,7 +220,9 @@ def _quantize_layers(
         everyone: Hessian | None = None  # of all the stage's experts
         for stage in whole.parts(layers, bool(floats), together):
             names = [n for group in stage.groups.values() for n in group]
-            hessians = {} if all(n in done for n in names) else gather(stage, layers, replays, originals, floats)
+            hessians = {}
+            if not all(n in done for n in names):
+                hessians = gather(stage, layers, replays, originals, floats, weights=weights)
             if stage.experts and any(map(is_short, hessians.values())):
                 own = list(hessians.values())
                 if everyone is None:

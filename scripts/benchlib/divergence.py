@@ -17,7 +17,7 @@ from bridge.quantize import quantize_model
 from bridge.quantize.activations import Shelf
 from bridge.quantize.default_text import openings
 from bridge.quantize.float_model import FloatModel as Streamed
-from bridge.quantize.forward_passes import output_hessians, tokens_felt
+from bridge.quantize.forward_passes import output_hessians
 from bridge.quantize.mixture import calibration_sequences
 from bridge.quantize.own_samples import own_samples
 from bridge.quantize.sources import sources_of
@@ -134,7 +134,7 @@ class FloatModel:
     def output_hessians(self) -> dict[str, torch.Tensor]:
         """A of each layer, see `bridge.quantize.two_sided`."""
         model = Streamed(open_checkpoint(self.folder))
-        return dict(output_hessians(model, tokens_felt(torch.from_numpy(self.calibration)), Shelf(None)))
+        return dict(output_hessians(model, torch.from_numpy(self.calibration), Shelf(None)))
 
     def by_peer(
         self, read: Callable[[Path], reference.Weights], python: Path, script: str | None, *options: object
