@@ -71,10 +71,10 @@ class LayerCosts:
         rows = {head: (predicted, predicted)}
         for name, products in passes.output_products(ROWS):
             if name != embeddings:
-                rows[name] = self._of_rows(products.blocks, passes.model.linears()[name][0])
+                rows[name] = self._of_rows(products.blocks * products.scale, passes.model.linears()[name][0])
             elif name in self.types:
                 passes.load_embedding_and_head()
-                self._measure_embeddings(passes, tokens, products.blocks[0], as_head)
+                self._measure_embeddings(passes, tokens, products.blocks[0] * products.scale, as_head)
                 self.step(name)
 
         def measure(layer: LayerInput) -> tuple[torch.Tensor, None]:

@@ -25,6 +25,7 @@ from bridge.quantize.block_inputs import (
     head_hessian,
     head_of,
     is_layer,
+    vectors,
 )
 from bridge.quantize.embeddings import embeddings_matrix
 from bridge.quantize.experts import SeparateExperts, expert_of, expert_pattern
@@ -74,7 +75,7 @@ def output_hessians(
         as_head = (passes.head_hessian(), passes.head_gradients()) if products and embeddings == head else None
     for name, outputs in passes.output_products(ROWS if products else 0, resume=resume, norms=norms):
         if name == embeddings:
-            yield name, OutputHessian(embeddings_matrix(outputs.blocks[0], as_head)[None])
+            yield name, OutputHessian(embeddings_matrix(outputs.blocks[0] * outputs.scale, as_head)[None])
         elif not products or outputs.blocks.diagonal(dim1=1, dim2=2).any():
             yield name, outputs
 
@@ -201,7 +202,7 @@ class Passes:
     def output_products(
         self, rows: int, seed: int = 0, resume: Resumption | None = None, norms: KeepNorms | None = None
     ) -> Iterator[tuple[str, OutputHessian]]:
-        """A of each layer, last first, then of the embeddings: the mean of g g^T / |g|, times the mean of |g|.
+        """A of each layer, last first, then of the embeddings: the mean of g g^T / |g|, times that of |g|.
 
         g is the gradient of log p(token), token drawn from the model's own prediction, summed over a sequence's
         positions; products are summed over the tokens that reach the layer and divided by all. With errors e in the
@@ -347,12 +348,14 @@ class _Felt:
     rows      of the products' blocks; 0: no products
     held      bool [tokens]: which are held back; None: spans of those that are seen
     norms     |g|, float32 [tokens] of each call
+    powers    |x|^2 of the inputs, likewise
     products  sums of g g^T / |g|, float32 [blocks, rows, rows]
     """
 
     def __init__(self, rows: int, held: torch.Tensor | None = None) -> None:
         self.rows, self.held = rows, held
         self.norms: list[torch.Tensor] = []
+        self.powers: list[torch.Tensor] = []
         self.tokens = self.held_tokens = 0
         self.products: torch.Tensor | None = None
         self.held_products: torch.Tensor | None = None
@@ -380,23 +383,27 @@ class _Felt:
             self.held_tokens += len(own)
 
     def mean(self, tokens: int) -> OutputHessian:
-        """A: the sum over so many tokens' products, times the mean norm."""
+        """A: the sum of the products over all tokens, of which there are so many, times the mean norm of those seen."""
         if self.products is None or self.held_products is None:
             return OutputHessian(torch.empty(0))
-        norm = float(torch.cat(self.norms).sum(dtype=torch.float64)) / tokens
+        norms = torch.cat(self.norms).double()
+        powers = torch.cat(self.powers).double() if self.powers else torch.ones_like(norms)
+        norm, power = float(norms.mean()), float(powers.mean())
+        scale = float((norms.square() * powers).mean()) / (norm**2 * power) if norm and power else 1.0
         blocks = self.products.mul_(norm / tokens)
         if not self.held_tokens:
-            return OutputHessian(blocks)
-        return OutputHessian(
-            blocks, self.held_products.mul_(norm / self.held_tokens), self.held_tokens / max(self.tokens, 1)
-        )
+            return OutputHessian(blocks, scale=scale)
+        held = self.held_products.mul_(norm * self.tokens / (tokens * self.held_tokens))
+        return OutputHessian(blocks, held, self.held_tokens / self.tokens, scale)
 
 
 def _adding(felt: _Felt) -> Callable[..., None]:
     """A forward hook that adds the gradients of a module's outputs."""
 
-    def hook(_module: nn.Module, _args: object, output: torch.Tensor) -> None:
+    def hook(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         if output.requires_grad:
+            if is_layer(module):
+                felt.powers.append(vectors(module, args[0].detach()).float().square().sum(1))
             output.register_hook(lambda gradient: felt.add(gradient.reshape(-1, gradient.shape[-1])))
 
     return hook

@@ -47,11 +47,14 @@ class OutputHessian:
     blocks     float32 [blocks, n, n]: those about its diagonal; the last one may have fewer rows than n
     held       A of the tokens held back, float32 [m, m], of `some_outputs` of the first block; None: there are none
     share      of all tokens that are held back
+    scale      mean |g|^2 |x|^2 over (mean |g|)^2 mean |x|^2: how many times as much errors cost as A and H without
+               weights say, which `budget` compares layers by
     """
 
     blocks: torch.Tensor
     held: torch.Tensor | None = None
     share: float = 0.0
+    scale: float = 1.0
 
 
 def summed(parts: Sequence[tuple[OutputHessian, float]]) -> OutputHessian | None:

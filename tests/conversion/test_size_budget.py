@@ -35,6 +35,7 @@ from bridge.quantize.budget.search import FLOAT, search
 from bridge.quantize.budget.sensitivity import Felt, layer_costs, nearest
 from bridge.quantize.float_model import FloatModel
 from bridge.quantize.forward_passes import Passes
+from bridge.quantize.hessian import held_back
 from bridge.quantize.settings import Calibration
 from tests.conftest import CHECKPOINT
 from tests.support.tiny_models import save_model
@@ -254,7 +255,8 @@ def test_gradients_are_those_of_the_whole_model(model: Path, passes: Passes) -> 
     passes.load_embedding_and_head()  # which were freed
     whole = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     layer = whole.model.layers[0].mlp.up_proj
-    products, of_embeddings = torch.zeros(256, 256), torch.zeros(256, 256)
+    of_up: list[torch.Tensor] = []
+    of_embeddings: list[torch.Tensor] = []
     for number, batch in enumerate(passes.batches):
         generator = torch.Generator().manual_seed(number)
         outputs: list[torch.Tensor] = []
@@ -266,19 +268,36 @@ def test_gradients_are_those_of_the_whole_model(model: Path, passes: Passes) -> 
         for handle in handles:
             handle.remove()
         drawn = torch.multinomial(scores.detach().exp(), 1, generator=generator)
-        for total, gradient in zip(
-            (of_embeddings, products), torch.autograd.grad(scores.gather(1, drawn).sum(), outputs), strict=True
+        for all_, gradient in zip(
+            (of_embeddings, of_up), torch.autograd.grad(scores.gather(1, drawn).sum(), outputs), strict=True
         ):
-            total += torch.einsum("sti,stj->ij", gradient, gradient)
-    expected = of_embeddings / passes.tokens.numel()
+            all_.append(gradient.flatten(0, 1))
+
+    def product(gradients: list[torch.Tensor]) -> torch.Tensor:
+        """Each token's root of |g|^2 is left to H."""
+        g = torch.cat(gradients)
+        norms = g.norm(dim=1)
+        return (g / norms.clamp_min(1e-30)[:, None]).T @ g / len(g) * norms.mean()
+
+    expected = product(of_embeddings)
     torch.testing.assert_close(
-        found["model.embed_tokens"][0], expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())
+        found["model.embed_tokens"].blocks[0], expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())
     )
-    blocks = dict(passes.output_products(100))["model.layers.0.mlp.up_proj"]  # of 100, 100 and 56 rows
+    norms: dict[str, torch.Tensor] = {}
+    gathered = dict(passes.output_products(100, norms=norms.__setitem__))["model.layers.0.mlp.up_proj"]
+    blocks = gathered.blocks  # of 100, 100 and 56 rows
+    torch.testing.assert_close(norms["model.layers.0.mlp.up_proj"], torch.cat(of_up).norm(dim=1), rtol=1e-3, atol=1e-9)
+    those = held_back(0, len(torch.cat(of_up)))
+    assert gathered.held is not None
+    assert gathered.share == pytest.approx(float(those.double().mean()))
+    own = torch.cat(of_up)[those][:, :100]
+    sizes = torch.cat(of_up).norm(dim=1)
+    own = (own / sizes[those].clamp_min(1e-30)[:, None]).T @ own / len(own) * sizes.mean()
+    torch.testing.assert_close(gathered.held, own, rtol=1e-3, atol=1e-3 * float(own.abs().max()))
     passes.load_embedding_and_head()  # which were freed
     for i, rows in enumerate((slice(0, 100), slice(100, 200), slice(200, 256))):
         n = rows.stop - rows.start
-        own = products[rows, rows] / passes.tokens.numel()
+        own = product(of_up)[rows, rows]
         torch.testing.assert_close(blocks[i, :n, :n], own, rtol=1e-3, atol=1e-3 * float(own.abs().max()))
         assert not blocks[i, n:].any()
     assert found.keys() == {"model.embed_tokens", *FloatModel(open_checkpoint(model)).linears()}
@@ -300,7 +319,7 @@ def test_estimates_are_near_to_what_a_trial_measures(name: str, passes: Passes, 
     elif name == "model.embed_tokens":
         weight = passes.model.model.get_input_embeddings().weight
         share = passes.tokens.flatten().bincount(minlength=len(weight)).double() / passes.tokens.numel()
-        felt = Felt(2 * products[name][0], share, share)
+        felt = Felt(2 * products[name].blocks[0] * products[name].scale, share, share)
     else:
         walk = quantize_model(
             passes.model, passes.tokens, lambda layer: (layer.weight, seen.update({layer.name: layer})),
@@ -309,7 +328,7 @@ def test_estimates_are_near_to_what_a_trial_measures(name: str, passes: Passes, 
         assert [n for n, _ in walk] == [name]
         passes.load_embedding_and_head()
         weight = seen[name].weight
-        squares = products[name][0].diagonal().double()
+        squares = products[name].blocks[0].diagonal().double()
         felt = Felt(seen[name].hessian.matrix, squares, squares)
     costs = layer_costs(weight, [felt], dict.fromkeys(types), samples=256)
     divergence = Divergence(passes, lambda name: None, tmp_path, passes.model.embedding_and_head())

@@ -66,7 +66,7 @@ def test_two_sided_embeddings_lose_less_where_gradients_are_than_rounded_ones(tm
     np.save(tokens, np.random.default_rng(0).integers(0, 300, (24, 32)))
     model = FloatModel(open_checkpoint(folder))
     found = dict(output_hessians(model, torch.from_numpy(np.load(tokens)), Shelf(None)))
-    half = found["model.embed_tokens"][0].double()
+    half = found["model.embed_tokens"].blocks[0].double()
     weight = model.embedding_rows(slice(0, model.vocabulary)).double()
     assert torch.equal(model.embedding_rows(slice(3, 5)).double(), weight[3:5])
     costs = {}

@@ -11,7 +11,7 @@ import pytest
 
 from bridge.conversion.converter import convert
 from bridge.errors import BridgeError
-from bridge.quantize import float_model, forward_passes
+from bridge.quantize import float_model
 from bridge.quantize.float_model import FloatModel
 from bridge.quantize.kept_inputs import KeptInputs
 from bridge.quantize.layer_store import read_tensors
@@ -98,22 +98,6 @@ def test_a_run_that_is_killed_among_its_gradients_goes_on_at_their_block(
     assert {text.split(".")[2] for text in said if text.startswith("gradients: model.layers")} == {"0"}
     assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "whole.gguf").read_bytes()
     assert not folder.exists()
-
-
-def test_of_a_long_text_some_sequences_give_gradients(
-    model: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    felt = []
-
-    def output_hessians(_model: FloatModel, tokens: Any, *_args: Any, **_options: Any) -> None:
-        felt.append(tokens)
-        raise Killed
-
-    monkeypatch.setattr(forward_passes, "TOKENS_FELT", 64)
-    monkeypatch.setattr(forward_passes, "output_hessians", output_hessians)
-    with pytest.raises(Killed):
-        quantized(model, tmp_path / "out.gguf")
-    assert felt[0].tolist() == np.load(model[1])[::2].tolist()
 
 
 def test_a_model_in_bfloat16_goes_on_in_it_but_not_on_a_cpu_that_does_not_multiply_it(
