@@ -34,7 +34,7 @@ _LEAST = np.float32(2.0**-24)  # the least positive half
 
 # Starts of the search: the widest weight at code  last code + first + step * k,  k < count
 _STARTS = {
-    "Q2_0": (-0.3, 0.06, 16), "Q4_0": (-1.0, 0.15, 16), "Q5_0": (-1.2, 0.12, 24), "Q4_1": (-1.0, 0.2, 12),
+    "Q2_0": (-3.2, 0.2, 18), "Q4_0": (-1.0, 0.15, 16), "Q5_0": (-1.2, 0.12, 24), "Q4_1": (-1.0, 0.2, 12),
     "Q5_1": (-1.2, 0.3, 12),
 }  # fmt: skip
 _SHIFTS, _SHIFT = 3, np.float32(0.35)  # starts of m, in steps of d

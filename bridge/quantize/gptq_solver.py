@@ -9,7 +9,7 @@ parameters are fitted together (a group, a superblock), and each run into sub-ru
     low, high          range of codes q
     a, c               float32 [rows, columns / sub], the lines; valid for runs that were fitted
     ternary            codes 0, 1, 2 mean c, 0, a: the line bends
-    vectors            codes are chosen together: the grid rounds whole runs (`VectorGrid`), c is 0
+    vectors            the grid rounds whole runs and chooses their lines meanwhile (`VectorGrid`)
     fit(run, weights, importance, quick)
     copy_rows(rows, source, source_rows)
 
@@ -302,9 +302,9 @@ class _State:
             run = int(columns[0]) // self.grid.fit_columns
             values = self.weight[:, begin:end][:, _back(columns)].cpu().numpy().astype(self.grid.a.dtype, copy=False)
             self.grid.fit(run, values, self.importance[run * self.grid.fit_columns :][: end - begin], self.quick)
-        if self.grid.vectors:
-            self.vectors(begin, end)
-            return
+            if self.grid.vectors:
+                self.vectors(begin, end)
+                return
         starts = list(range(begin, end, _LEAF))
         self.over(list(zip(starts, [*starts[1:], end], strict=True)), self.leaf)
 

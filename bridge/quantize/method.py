@@ -27,6 +27,7 @@ from bridge.quantize.gptq_solver import (
 )  # fmt: skip
 from bridge.quantize.grids.codebook import CodebookGrid
 from bridge.quantize.grids.group import GroupGrid
+from bridge.quantize.grids.plain import PlainGrid
 from bridge.quantize.grids.superblock import SuperblockGrid
 from bridge.quantize.hessian import damp, damped_diagonal, shrinkage_of, shrunk
 from bridge.quantize.quantizer import LayerInput
@@ -47,7 +48,7 @@ class Quantized:
     """A layer's codes on its grid, columns in the grid's layout."""
 
     name: str
-    grid: GroupGrid | SuperblockGrid | CodebookGrid
+    grid: GroupGrid | SuperblockGrid | PlainGrid | CodebookGrid
     codes: np.ndarray  # int16 [rows, columns]
     layout: np.ndarray | None  # int [columns], the columns in the grid's order; None: unchanged
     error: float  # tr(E H E^T) / tr(W H W^T), of a sample of rows
@@ -73,16 +74,19 @@ class Quantized:
         return self.grid.pack(self.codes)
 
 
-def superblocks(type: str, scale: float = 1.0) -> Callable[[int, int], SuperblockGrid | CodebookGrid]:
+def superblocks(type: str, scale: float = 1.0) -> Callable[[int, int], SuperblockGrid | PlainGrid | CodebookGrid]:
     """Grids of a GGUF type for (rows, columns).
 
     scale  of NVFP4, what multiplies the whole matrix, from a tensor of its own
     """
-    if type in CALIBRATED:
-        return lambda rows, columns: CodebookGrid(CALIBRATED[type], rows, columns, scale)
-    if type not in BLOCKS:
+    block = (BLOCKS | CALIBRATED).get(type)
+    if block is None:
         raise BridgeError(f"unknown type {type!r}: choose one of {', '.join(BLOCKS | CALIBRATED)}")
-    return lambda rows, columns: SuperblockGrid(BLOCKS[type], rows, columns)
+    if block.values or block.numbered:
+        return lambda rows, columns: CodebookGrid(block, rows, columns, scale)
+    if block.is_k:
+        return lambda rows, columns: SuperblockGrid(block, rows, columns)
+    return lambda rows, columns: PlainGrid(block, rows, columns)
 
 
 def groups(bits: int, group_size: int, symmetric: bool, shrink: bool = False) -> Callable[[int, int], GroupGrid]:
@@ -134,7 +138,7 @@ class Method:
             own = self.shrinkage
             layer.hessian.shrinkage = shrinkage_of(layer.hessian, self.damping) if own is None else own
         grid = self.grid(*weight.shape)
-        if grid.vectors and self.act_order == "static":
+        if isinstance(grid, CodebookGrid) and self.act_order == "static":
             given = parameter("act_order", "static")
             raise BridgeError(f"{given}: {grid.block} rounds columns that lie together; choose fixed or none")
         layout = columns_by_diagonal(hessian) if self.act_order == "free" else columns

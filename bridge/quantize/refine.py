@@ -2,7 +2,7 @@
 
 With G = (W - W') H, moving a row's weights by v changes its error by  v H v^T - 2 G v^T. So a move inside a run of
 columns needs only H's diagonal block and the run's columns of G: one matrix product before each run, with the errors
-at that time. In turn, for each run of columns (`Refinable.refit` and `_descent`):
+at that time. In turn, for each run of columns (`Refinable.refit` and `descend`):
 
     lines    each sub-run tries lines a * q + c near its own, each with codes found as GPTQ finds them, against the
              sub-run's block of H and the target that G implies: W' + G H^-1. Its error is the sum of squares of
@@ -70,7 +70,7 @@ def metrics_of(hessian: torch.Tensor, grid: Any) -> list[Any]:
     """The metric of each run: a `Metric`, or what a grid of vectors needs."""
     if grid.vectors:
         return [grid.metric(hessian[span, span]) for span in spans_of(len(hessian), grid)]
-    return [_metric(hessian[span, span], grid.sub) for span in spans_of(len(hessian), grid)]
+    return [metric_of(hessian[span, span], grid.sub) for span in spans_of(len(hessian), grid)]
 
 
 def refine(
@@ -97,12 +97,12 @@ def refine(
             own = np.ascontiguousarray(codes[:, span])
             grid.refit(run, own, part, metrics[run], sweep)
             if not grid.vectors:  # their units have moved already
-                _descent(grid, run, own, part, metrics[run])
+                descend(grid, run, own, part, metrics[run])
             codes[:, span] = own
             lost[:, span] = weight[:, span] - torch.from_numpy(run_values(grid, run, own)).to(weight)
 
 
-def _descent(grid: Grid, run: int, codes: np.ndarray, g: np.ndarray, metric: Metric) -> None:
+def descend(grid: Grid, run: int, codes: np.ndarray, g: np.ndarray, metric: Metric) -> None:
     """Coordinate descent and chains on the codes int16 [rows, n] of a run; updates g float32 [rows, n]."""
     a = _of_run(grid, run, grid.a)
     sub, low, high = grid.sub, grid.low, grid.high
@@ -124,7 +124,7 @@ def run_values(grid: Grid, run: int, codes: np.ndarray) -> np.ndarray:
     return values_of(codes, _of_run(grid, run, grid.a), _of_run(grid, run, grid.c), grid)
 
 
-def _metric(hessian: torch.Tensor, sub: int) -> Metric:
+def metric_of(hessian: torch.Tensor, sub: int) -> Metric:
     h = np.array(hessian.cpu().numpy(), np.float32, order="C")
     orders, pushes, inverses = [], [], []
     for at in range(0, len(h), sub):

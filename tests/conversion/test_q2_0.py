@@ -59,6 +59,16 @@ def test_floats_are_quantized_no_worse_than_by_ggml():
     assert ours.error < np.square(theirs - x).sum()
 
 
+def test_the_scales_of_floats_are_as_good_as_the_best_of_many():
+    x = np.random.default_rng(2).normal(0, 0.02, (64, Q2_0.size)).astype(np.float32)
+    widest = np.abs(x).max(1, keepdims=True)
+    least = np.full(len(x), np.inf)
+    for share in np.concatenate([np.linspace(-1.2, -0.2, 300), np.linspace(0.2, 1.2, 300)]):
+        d = (share * widest).astype(np.float16).astype(np.float32)
+        least = np.minimum(least, np.square(x - d * np.clip(np.rint(x / d), -1, 2)).sum(1))
+    assert quantize_rows(x, Q2_0).error < 1.002 * least.sum()
+
+
 @pytest.mark.parametrize("writer", ["gptq", "auto-round"])
 def test_exact_takes_it_and_llama_cpp_loads_it(tmp_path, small_model, writer):
     if writer == "gptq":

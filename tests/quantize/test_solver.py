@@ -25,7 +25,7 @@ from bridge.runtime.cpu.dequantize import rows as dequantize_blocks
 from bridge.system.jit import kernel
 from tests.support import textbook_gptq
 
-TYPES = ["Q2_K", "Q3_K", "Q4_K", "Q6_K", "Q4_1"]  # Q5_K is Q4_K with more codes; each compiles for seconds
+TYPES = ["Q2_K", "Q3_K", "Q4_K", "Q6_K"]  # Q5_K is Q4_K with more codes; each compiles for seconds
 
 
 def layer(seed: int, rows: int, columns: int, spread: float = 1.0, dtype: Any = torch.float32) -> tuple[Any, Any]:

@@ -1,5 +1,4 @@
-"""The grid of GGUF's types whose scales are chosen with the codes: tables of values (IQ4, FP4), codebooks (IQ3 to IQ1),
-Q4_0.
+"""The grid of GGUF's tables of values (IQ4, FP4) and codebooks (IQ3 to IQ1), whose scales are chosen with the codes.
 
     a * q,  a = unit * d * factor(sc)     q a value of the table, or a coordinate of a point
             a = d * scales[sc]            of FP4, where d is what multiplies the whole matrix

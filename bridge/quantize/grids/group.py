@@ -14,7 +14,7 @@ import numpy as np
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.encode.round_groups import fit_groups
 from bridge.errors import BridgeError
-from bridge.quantize.grids.line_refit import refit_lines
+from bridge.quantize.grids.group_refit import refit_group
 from bridge.quantize.refine import Metric
 
 
@@ -81,7 +81,7 @@ class GroupGrid:
         if not self.half:
             return
         scales, zeros = (np.ascontiguousarray(f[:, run], np.float32) for f in (self.scales, self.zeros))
-        refit_lines("symmetric" if self.symmetric else "asymmetric", codes, g, metric, scales, zeros, self)
+        refit_group(self.symmetric, codes, g, metric, scales, zeros, self)
         self.scales[:, run], self.zeros[:, run] = scales, zeros
         self.set_lines(run)
 

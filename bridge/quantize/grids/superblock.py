@@ -1,6 +1,6 @@
-"""The grid of GGUF's block types: d and dmin per block, sc and m per sub-block, fitted as floats are rounded.
+"""The grid of K-quants: d and dmin per block, sc and m per sub-block, fitted as floats are rounded.
 
-    affine types   a * q + c,  a = d * sc,  c = -dmin * mn     (Q4_1, Q5_1: a = d, c = m)
+    affine types   a * q + c,  a = d * sc,  c = -dmin * mn
     scaled types   a * q,      a = d * sc                      q counted from the type's zero
 
 The fit of a block weights a column by  h_j * sqrt(sigma^2 + w^2)  with h_j = diag H, as llama.cpp does with its
@@ -19,10 +19,8 @@ import torch
 from bridge.blocks import BlockType
 from bridge.encode.block_bytes import packer, row_bytes
 from bridge.encode.round_affine import affine_quantizer
-from bridge.encode.round_plain import plain_quantizer
 from bridge.encode.round_scaled import scaled_quantizer
 from bridge.errors import BridgeError
-from bridge.quantize.grids.line_refit import refit_lines
 from bridge.quantize.grids.superblock_refit import refitter
 from bridge.quantize.refine import Metric, run_values
 from bridge.system.jit import specialize
@@ -66,19 +64,18 @@ def _fit_rows(x, h, spread, q, sc, mn, d, dmin, sums):
 
 @cache
 def _fitter(block: BlockType, quick: bool) -> Callable[..., None]:
-    if not block.is_k:
-        rows = plain_quantizer(block.name)
-    elif block.has_min:
-        rows = affine_quantizer(block.name, quick)
-    else:
-        rows = scaled_quantizer(block.name)
-    name = f"{block.name}_quick" if quick else block.name
-    return specialize(_fit_rows, name, search=rows, subs=block.subs, sub=block.sub)
+    rows = affine_quantizer(block.name, quick) if block.has_min else scaled_quantizer(block.name)
+    return row_fitter(block, rows, "_quick" if quick else "")
+
+
+def row_fitter(block: BlockType, search: Callable[..., None], suffix: str = "") -> Callable[..., None]:
+    """The compiled `_fit_rows` of a type, whose blocks `search` rounds."""
+    return specialize(_fit_rows, f"{block.name}{suffix}", search=search, subs=block.subs, sub=block.sub)
 
 
 @dataclass
 class SuperblockGrid:
-    """Blocks of one GGUF type over [rows, columns]. Raises BridgeError if `columns` do not fill blocks."""
+    """Blocks of a K-quant over [rows, columns]. Raises BridgeError if `columns` do not fill blocks."""
 
     block: BlockType
     rows: int
@@ -111,7 +108,7 @@ class SuperblockGrid:
         q = np.empty((self.rows, self.block.subs, self.sub), np.uint8)
         sums = np.zeros((self.rows, 3))
         even = bool(h.max() <= _EVEN * h.mean())
-        fitter = _fitter(self.block, quick and even and self.block.is_k and self.block.has_min)
+        fitter = _fitter(self.block, quick and even and self.block.has_min)
         with self._fields(run) as (sc, mn, d, dmin):
             over_rows(
                 self.rows, lambda r: fitter(weights[r], h, self.spread, q[r], sc[r], mn[r], d[r], dmin[r], sums[r])
@@ -119,11 +116,6 @@ class SuperblockGrid:
 
     def refit(self, run: int, codes: np.ndarray, g: np.ndarray, metric: Metric, sweep: int) -> None:
         """Move d, dmin, sc and m of block `run`; see `refine.Refinable`."""
-        if not self.block.is_k:
-            kind = "plain with minimum" if self.block.has_min else "plain"
-            with self._fields(run) as (_, _, d, dmin):
-                refit_lines(kind, codes, g, metric, d[:, 0], dmin[:, 0], self)
-            return
         fitter = refitter(self.block)
         tries = np.array(_TRIES[sweep % len(_TRIES) if self.block.has_min else 0], np.float32)
         if sweep < _FIRST_SWEEPS:
@@ -165,8 +157,7 @@ class SuperblockGrid:
         self.a[:, of_run] = self.d[:, run : run + 1] * self.sc[:, of_run].astype(np.float32)
         if not self.block.has_min:
             return
-        dmin = self.dmin[:, run : run + 1]
-        self.c[:, of_run] = -(dmin * self.mn[:, of_run].astype(np.float32)) if self.block.is_k else dmin
+        self.c[:, of_run] = -(self.dmin[:, run : run + 1] * self.mn[:, of_run].astype(np.float32))
 
     def pack(self, codes: np.ndarray) -> np.ndarray:
         """The blocks, uint8 [rows, row bytes], of codes int16 [rows, columns] in low..high."""
