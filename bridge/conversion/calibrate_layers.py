@@ -140,6 +140,7 @@ def quantize_layers(
     if settings.blocks is not None:
         notes.append(_part_note(settings.blocks, layers))
     notes += [_lost_note(layers.layers, settings)] if found is not None and layers.layers else []
+    notes += _alone_notes(layers.layers)
     notes += [f"{name}: not seen among the model's layers; rounded to nearest instead" for name in missed]
     return layers, notes + [note for layer in layers.layers.values() if (note := _damping_note(layer, settings))]
 
@@ -257,6 +258,16 @@ def _lost_note(layers: dict[str, StoredLayer], settings: Calibration) -> str:
         f"{len(layers)} layers calibrated on {tokens} tokens of {' and '.join(map(str, settings.sources))}: "
         f"their outputs lost {percent(mean)} of their power on average, {percent(worst.error)} at most ({worst.name})"
     )
+
+
+def _alone_notes(layers: dict[str, StoredLayer]) -> list[str]:
+    names = sorted(name for name, layer in layers.items() if layer.alone)
+    if not names:
+        return []
+    return [
+        f"{len(names)} of {len(layers)} layers were rounded as with an importance matrix, which serves the tokens held "
+        f"back better: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+    ]
 
 
 def _damping_note(layer: StoredLayer, settings: Calibration) -> str | None:

@@ -26,8 +26,8 @@ class BlockLog:
     say      called with a line for each block
 
     records  by block: its number from 0, seconds, tokens a second, seconds left by estimate, and by layer its type,
-             error, error of rounding to nearest, damping, tokens and seconds. Times of blocks finished in an earlier
-             run are those of their layers alone
+             error, error of rounding to nearest, whether its weights were rounded alone, damping, tokens and seconds.
+             Times of blocks finished in an earlier run are those of their layers alone
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class BlockLog:
         layers = {name: self._layers[name] for name in names}
         told = {
             name: {
-                "type": own.type, "error": own.error, "nearest": own.nearest, "damping": own.damping,
-                "tokens": own.tokens, "seconds": round(own.seconds, 3),
+                "type": own.type, "error": own.error, "nearest": own.nearest, "alone": own.alone,
+                "damping": own.damping, "tokens": own.tokens, "seconds": round(own.seconds, 3),
             }
             for name, own in layers.items()
         }  # fmt: skip

@@ -57,6 +57,7 @@ class StoredLayer:
     seconds    that it took
     scale      what multiplies the values of its blocks
     rows       first, end and number of all, where the file has some rows of the layer
+    alone      whether each weight was rounded by itself, because that serves the tokens held back better
     """
 
     files: tuple[Path, ...]
@@ -69,6 +70,7 @@ class StoredLayer:
     seconds: float
     scale: float = 1.0
     rows: Sequence[int] | None = None
+    alone: bool = False
 
     def blocks(self) -> np.ndarray:
         """uint8 [rows, row bytes] of `type`, columns in the GGUF's order."""
@@ -335,7 +337,17 @@ class LayerStore:
         file = _file(self.folder, done.name, rows)
         scale = done.grid.scale if isinstance(done.grid, CodebookGrid) else 1.0
         layer = StoredLayer(
-            (file,), done.name, type_, done.error, done.damping, tokens, done.nearest, done.seconds, scale, rows
+            (file,),
+            done.name,
+            type_,
+            done.error,
+            done.damping,
+            tokens,
+            done.nearest,
+            done.seconds,
+            scale,
+            rows,
+            done.alone,
         )
         record = {key: value for key, value in asdict(layer).items() if key != "files"}
         write_tensors(file, done.name, tensors, {"layer": json.dumps(record), "job": self.job, **extra})

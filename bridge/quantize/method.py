@@ -32,7 +32,7 @@ from bridge.quantize.grids.superblock import SuperblockGrid
 from bridge.quantize.hessian import damp, damped_diagonal, shrinkage_of, shrunk
 from bridge.quantize.quantizer import LayerInput
 from bridge.quantize.refine import metrics_of, refine, spans_of
-from bridge.quantize.target import target_of
+from bridge.quantize.target import HeldError, target_of
 from bridge.quantize.two_sided import OutputHessian, RowSolver, output_shrinkage, round_two_sided
 from bridge.quantize.walk import quantize_block
 from bridge.system import compiling
@@ -55,6 +55,7 @@ class Quantized:
     damping: float  # infinity: no damping was enough, rounded to nearest
     seconds: float
     nearest: float = 0.0  # the error of the same rows, some of them, rounded to nearest
+    alone: bool = False  # each weight was rounded by itself, because that serves the tokens held back better
 
     def values(self) -> torch.Tensor:
         """The dequantized weights float32 [rows, columns], in the weight matrix's order of columns."""
@@ -152,6 +153,8 @@ class Method:
             order = grouped_act_order(hessian, grid.fit_columns, *parts)
         at = layout if order is None else order if layout is None else layout[order]
         whole_order = None if at is None else torch.from_numpy(at).to(weight.device)
+        held = layer.hessian.held
+        judge = HeldError(layer) if held is not None and held.tokens and self.damping < float("inf") else None
         target = weight
         if self.alpha:
             target = target_of(layer.name, weight, layer.hessian, self.damping, self.alpha, layer.last, whole_order)
@@ -179,6 +182,11 @@ class Method:
                 damp(hessian, solution.damping)
                 refine(target, hessian, grid, solution.codes, self.sweeps)
                 hessian.diagonal().copy_(diagonal)
+        alone = judge is not None and self._better_alone(judge, grid, solution.codes, layer, layout)
+        if alone:
+            grid, target = self.grid(*weight.shape), weight if layout is None else weight[:, layout]
+            codes = round_alone(target, grid, _importance(layer, layout))
+            solution = Solution(codes, solution.damping)
         some = slice(None, None, max(1, len(target) // _ROWS))
         own = target[some]
         lost = error(own, dequantize(np.ascontiguousarray(solution.codes[some]), grid, some), seen)
@@ -189,9 +197,22 @@ class Method:
         if solution.damping < float("inf"):
             few = own[:: max(1, len(own) // _NEAREST_ROWS)]
             power = error(few, torch.zeros(()).expand(few.shape), seen)
-            nearest = error(few, _nearest(few, self.grid(*few.shape)), seen) / power if power else 0.0
-        done = Quantized(layer.name, grid, solution.codes, layout, share, solution.damping, seconds, nearest)
+            alike = np.ones(few.shape[1], np.float32)
+            other = self.grid(*few.shape)
+            nearest = error(few, dequantize(round_alone(few, other, alike), other), seen) / power if power else 0.0
+        done = Quantized(layer.name, grid, solution.codes, layout, share, solution.damping, seconds, nearest, alone)
         return done.values().to(weight.device), done
+
+    def _better_alone(
+        self, judge: HeldError, grid: Any, codes: np.ndarray, layer: LayerInput, layout: np.ndarray | None
+    ) -> bool:
+        """Whether the held-back tokens lose less where each weight is rounded by itself, with an importance matrix."""
+        back = slice(None) if layout is None else np.argsort(layout)
+        own = dequantize(np.ascontiguousarray(codes[judge.rows]), grid, judge.rows)[:, back]
+        weight = judge.weight if layout is None else judge.weight[:, layout]
+        other = self.grid(*weight.shape)
+        alone = dequantize(round_alone(weight, other, _importance(layer, layout)), other)[:, back]
+        return judge.of(torch.from_numpy(alone)) < judge.of(torch.from_numpy(own))
 
     def _two_sided(
         self,
@@ -232,17 +253,25 @@ class Method:
         return Solution(codes, found[1])
 
 
-def _nearest(weight: torch.Tensor, grid: Any) -> np.ndarray:
-    """The values [rows, columns] of weights that are rounded to nearest on a new grid."""
-    alike = np.ones(weight.shape[1], np.float32)
+def round_alone(weight: torch.Tensor, grid: Any, importance: np.ndarray) -> np.ndarray:
+    """Codes int16 [rows, columns] of weights that are rounded to nearest on a new grid, as with an importance matrix.
+
+    importance  float32 [columns]: what a squared error costs in each
+    """
     if not grid.vectors:
-        return dequantize(round_to_nearest(weight, grid, alike), grid)
+        return round_to_nearest(weight, grid, importance)
     codes = np.empty(weight.shape, np.int16)
-    fit_all(weight, grid, alike)
+    fit_all(weight, grid, importance)
+    roots = torch.from_numpy(importance).clamp_min(torch.finfo(torch.float32).tiny).rsqrt()
     for run, span in enumerate(spans_of(weight.shape[1], grid)):
         part = weight[:, span].clone()
-        codes[:, span] = grid.round_run(run, part, np.arange(part.shape[1]), torch.eye(part.shape[1]))[0]
-    return dequantize(codes, grid)
+        codes[:, span] = grid.round_run(run, part, np.arange(part.shape[1]), torch.diag(roots[span]))[0]
+    return codes
+
+
+def _importance(layer: LayerInput, layout: np.ndarray | None) -> np.ndarray:
+    found = layer.hessian.mean_squares()
+    return found if layout is None else found[layout]
 
 
 def columns_by_diagonal(hessian: torch.Tensor) -> np.ndarray:

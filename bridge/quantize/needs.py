@@ -205,7 +205,8 @@ class _Sizes:
         as columns.
         """
         square, weights = 4 * n * n, 4 * rows * n
-        gathered, several = self.matrices * square, 2 + (self.matrices > 1)  # H, its factor, and H shrunk
+        # H and its factor; where tokens are held back, H shrunk, and theirs
+        gathered, several = self.matrices * square, 2 + 2 * (self.matrices > 1)
         if self.job.cross and takes_products([rows], n, at_hand=False):
             gathered = 2 * square + weights
         alpha = gathered + square + 2 * weights if self.job.cross else 0

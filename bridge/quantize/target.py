@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import torch
 
 from bridge.quantize.hessian import Hessian, damped_diagonal, some_rows
+from bridge.quantize.quantizer import LayerInput
 from bridge.system.row_threads import tiles
 
 
@@ -103,7 +104,8 @@ def alpha_of(name: str, weight: torch.Tensor, hessian: Hessian, damping: float, 
     parabola,  alpha^2 tr(D H D^T) - 2 alpha tr(D (W C)^T)  plus a constant, with their H and C.
     """
     held, sums = hessian.held, hessian.products.get(name)
-    if held is None or (sums is None and (hessian.cross is None or held.cross is None)):
+    expected = _expected(name, weight, hessian)
+    if held is None or expected is None:
         return 0.0
     lower = hessian.rest_factor(damping, keep)
     if lower is None:
@@ -111,12 +113,49 @@ def alpha_of(name: str, weight: torch.Tensor, hessian: Hessian, damping: float, 
     rows = some_rows(len(weight))
     some, share = weight[rows], held.tokens / hessian.tokens
     if sums is not None:
-        expected = sums.held.to(some) - some @ held.matrix.to(some)
         product = sums.whole[rows].to(some) - some @ hessian.matrix.to(some)
     else:
-        expected, product = (some @ own.cross.to(some) for own in (held, hessian))  # type: ignore[union-attr]
+        assert hessian.cross is not None
+        product = some @ hessian.cross.to(some)
     of_rest = product.sub_(expected, alpha=share).div_(1 - share)
     d = torch.cholesky_solve(of_rest.T, lower.to(some)).T
     gain = float((d * expected).sum(dtype=torch.float64))
     cost = float((d @ held.matrix.to(d)).mul_(d).sum(dtype=torch.float64))
     return min(max(gain / cost, 0.0), 1.0) if cost > 0 else 0.0
+
+
+def _expected(name: str, weight: torch.Tensor, hessian: Hessian) -> torch.Tensor | None:
+    """W C of `some_rows` over the held-back tokens, float [rows, columns]; None without them, or without float inputs."""
+    held, sums = hessian.held, hessian.products.get(name)
+    some = weight[some_rows(len(weight))]
+    if held is None:
+        return None
+    if sums is not None:
+        return sums.held.to(some) - some @ held.matrix.to(some)
+    return None if hessian.cross is None or held.cross is None else some @ held.cross.to(some)
+
+
+class HeldError:
+    """What weights lose on the tokens held back, by `some_rows`; made before `target_of` frees what it takes.
+
+    Up to a constant, sum |W x_float - W' x|^2 is  tr(D H D^T) - 2 tr(D (W C)^T),  D = W' - W, H and C of these tokens.
+
+    costs  of a squared error in each row's output, float [rows]; None: all alike
+    """
+
+    def __init__(self, layer: LayerInput) -> None:
+        held = layer.hessian.held
+        assert held is not None
+        self.rows = some_rows(len(layer.weight))
+        self.weight = layer.weight[self.rows]
+        self.hessian, self.expected = held.matrix, _expected(layer.name, layer.weight, layer.hessian)
+        self.costs: torch.Tensor | None = None
+        if layer.outputs is not None:
+            self.costs = layer.outputs.blocks.diagonal(dim1=1, dim2=2).flatten()[: len(layer.weight)][self.rows]
+
+    def of(self, values: torch.Tensor) -> float:
+        """That of weights W' float32 [rows, columns], which are those of `rows`."""
+        moved = values.to(self.weight) - self.weight
+        felt = moved @ self.hessian.to(moved)
+        lost = (felt if self.expected is None else felt - 2 * self.expected).mul_(moved).sum(1, dtype=torch.float64)
+        return float((lost if self.costs is None else lost * self.costs.to(lost)).sum())
