@@ -125,7 +125,7 @@ def alpha_of(name: str, weight: torch.Tensor, hessian: Hessian, damping: float, 
 
 
 def _expected(name: str, weight: torch.Tensor, hessian: Hessian) -> torch.Tensor | None:
-    """W C of `some_rows` over the held-back tokens, float [rows, columns]; None without them, or without float inputs."""
+    """W C of `some_rows` over the held-back tokens, float [rows, columns]; None without those or float inputs."""
     held, sums = hessian.held, hessian.products.get(name)
     some = weight[some_rows(len(weight))]
     if held is None:
