@@ -67,6 +67,7 @@ def job_of(model: FloatModel, sequences: int = 48, **options: Any) -> Job:
     settings: dict[str, Any] = {
         "cross": True,
         "held": False,
+        "felt": True,
         "two_sided": True,
         "sweeps": 2,
         "batch": 4096,
@@ -109,8 +110,8 @@ def test_activations_beyond_the_limit_go_to_disk_and_too_small_a_limit_is_refuse
         assert doubled.layers == 2 * whole.layers
         assert doubled.gradients == needs_of(replace(job, tokens=(16, 2048)), 1 << 40).gradients  # of 32,768 tokens
         monkeypatch.setattr(needs, "_rate", lambda dtype: 1e11)
-        one_sided = needs_of(replace(job, two_sided=False, cross=False), 1 << 40)
-        unrefined = needs_of(replace(job, two_sided=False, cross=False, sweeps=0), 1 << 40)
+        one_sided = needs_of(replace(job, felt=False, two_sided=False, cross=False), 1 << 40)
+        unrefined = needs_of(replace(job, felt=False, two_sided=False, cross=False, sweeps=0), 1 << 40)
         solved = one_sided.seconds - unrefined.seconds
         weights = sum(rows * n for rows, n in [*job.model.linears().values(), *2 * [job.model.head()[1]]])
         assert solved >= 2 * needs._REFINED * weights / usable_cpus()
