@@ -12,8 +12,10 @@ from typing import Literal
 
 from gguf.gguf_writer import GGUFValue
 
+from bridge.blocks import BLOCKS, NEWER, ROUNDED
 from bridge.blocks.ggml import GGML_QUANT_SIZES, GGMLQuantizationType
 from bridge.conversion.recipe import Unmet
+from bridge.errors import parameter
 from bridge.models.outline import ModelTensor, tied
 
 How = Literal["carried", "requantized", "calibrated", "rounded", "as it came"]
@@ -54,15 +56,39 @@ class PlannedTensor(ModelTensor):
 
 
 def unmet_notes(tensors: Sequence[PlannedTensor]) -> list[str]:
-    """Where tensors do not become the type that was asked for: a note for each reason and type, with the count."""
+    """Where tensors do not become the type that was asked for: a note for each reason and type, with the count.
+
+    Where their rows are the reason, also the bits, and which types of fewer bits these rows hold.
+    """
     counts = Counter((t.unmet, t.type) for t in tensors if t.unmet is not None)
-    notes = []
-    for (unmet, type), count in counts.items():
-        tensors_have = f"{count} tensor{'s' * (count != 1)}"
-        if unmet.columns is not None:
-            tensors_have += f" {'has' if count == 1 else 'have'} {unmet.columns} and"
-        notes.append(f"{unmet.why}: {tensors_have} became {type}")
+    notes, fewer = [], dict[int, str]()
+    for (unmet, type), count in counts.most_common():
+        became = f"{count} tensor{'s' * (count != 1)}"
+        if unmet.columns is None:
+            notes.append(f"{unmet.why}: {became} became {type}")
+            continue
+        became += f" {'has' if count == 1 else 'have'} {unmet.columns} and became {type}"
+        notes.append(f"{unmet.why}: {became} ({_bits(type):.2f} bits a weight, not {_bits(unmet.type):.2f})")
+        fewer.setdefault(unmet.columns, type)
+    for columns, type in fewer.items():
+        smaller = [name for name in (*BLOCKS, *NEWER, *ROUNDED) if _fits(name, columns) and _bits(name) < _bits(type)]
+        if smaller:
+            listed = ", ".join(f"{name} ({_bits(name):.2f} bits)" for name in sorted(smaller, key=_bits))
+            notes.append(
+                f"smaller than {type}, for rows of {columns}: {listed}; with {parameter('size')}, the best mixture of "
+                "that size"
+            )
     return notes
+
+
+def _bits(type: str) -> float:
+    """Bits per weight."""
+    size, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[type]]
+    return 8 * nbytes / size
+
+
+def _fits(type: str, columns: int) -> bool:
+    return columns % GGML_QUANT_SIZES[GGMLQuantizationType[type]][0] == 0
 
 
 def main_type(tensors: Sequence[PlannedTensor]) -> str:

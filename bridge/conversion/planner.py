@@ -72,8 +72,7 @@ def make_plan(
             f"the embeddings are the output head too: {parameter('output_type')} decides on them, as in llama.cpp, and "
             f"{parameter('token_embd_type')} is not used"
         )
-    if any(t.type == "Q2_0" for t in tensors) and options.uses_q2_0 is None:
-        notes.append(f"llama.cpp has Q2_0 since build {Q2_0_SINCE} (July 2026): earlier ones cannot load this file")
+    notes += newer_notes(tensors, options)
     hows = {how for t in tensors for how in t.how}
     if options.promises_closeness and not calibrated and "rounded" in hows and not hows & {"carried", "requantized"}:
         notes.append(
@@ -99,6 +98,13 @@ def make_plan(
         options.detect_lattice,
         None if tower is None else asked,
     )
+
+
+def newer_notes(tensors: Sequence[PlannedTensor], options: Recipe) -> list[str]:
+    """That earlier builds of llama.cpp cannot load the file, where that is so and no build was named."""
+    if options.uses_q2_0 is not None or all(t.type != "Q2_0" for t in tensors):
+        return []
+    return [f"llama.cpp has Q2_0 since build {Q2_0_SINCE} (July 2026): earlier ones cannot load this file"]
 
 
 def plan_tower(ckpt: Checkpoint, type: str, threads: int | None = None) -> Plan | None:

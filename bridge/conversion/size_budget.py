@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bridge.blocks import FP4
+from bridge.blocks import FP4, NEWER, BlockType
 from bridge.blocks.read import CALIBRATED, WRITTEN
 from bridge.conversion.calibration_text import calibrating
 from bridge.conversion.gguf_writer import added_bytes, file_bytes, padded
@@ -28,7 +28,7 @@ from bridge.conversion.layer_costs import LayerCosts
 from bridge.conversion.matrix_scales import rounded_scale, with_scales
 from bridge.conversion.options import Budget
 from bridge.conversion.plan import Plan, PlannedTensor
-from bridge.conversion.planner import Planner
+from bridge.conversion.planner import Planner, newer_notes
 from bridge.conversion.recipe import Recipe
 from bridge.errors import BridgeError, parameter
 from bridge.quantize.settings import Calibration
@@ -95,6 +95,7 @@ def within_budget(plan: Plan, planner: Planner, settings: Calibration, budget: B
     chosen.curve = search.curve(fixed)
     used = f"{size} of {limit} bytes" if limit - size else f"{size} bytes, all of them"
     chosen.notes = [*plan.notes, *(f"{t.name}: no layer that can be measured; stays {t.type}" for t in left)]
+    chosen.notes += [note for note in newer_notes(chosen.tensors, planner.options) if note not in chosen.notes]
     chosen.notes.append(f"size budget: {size_text(size)}, {used}; {search.note()}{_place(chosen.curve, size)}")
     return chosen
 
@@ -128,9 +129,10 @@ def _is_free(tensor: PlannedTensor, plan: Plan, recipe: Recipe, budget: Budget) 
 def _item(tensor: PlannedTensor, plan: Plan, planner: Planner, settings: Calibration) -> _Item:
     """With the types that the tensor's rows fill, and the 16-bit floats that it comes as or goes into, these last.
 
-    Of types with scales and codes to be chosen, those of small blocks are for rows that no superblocks fill: there,
-    K-quants of no more bytes lose less. 4-bit floats are for floats of layers and the head, and NVFP4 counts with the
-    scales of its matrices. Static act-order takes columns of codebooks apart.
+    Of types with scales and codes to be chosen, those of small blocks are for rows that no superblocks fill: in others,
+    K-quants of no more bytes lose less. Q2_0 is among them unless the file is for a llama.cpp without it. 4-bit floats
+    are for floats of layers and the head, and NVFP4 counts with the scales of its matrices. Static act-order takes
+    columns of codebooks apart.
     """
     from bridge.encode.type_choice import requantizers
 
@@ -140,14 +142,16 @@ def _item(tensor: PlannedTensor, plan: Plan, planner: Planner, settings: Calibra
     usual = requantizers(columns)
     size = max(block.size for block in usual)
     inside = tensor.layer is not None or tensor.kind == "output"
-    taken = FP4 if inside and not any(map(reader.coded, tensor.parts)) else {}
+    taken: dict[str, BlockType] = FP4 if inside and not any(map(reader.coded, tensor.parts)) else {}
+    if size < 256 and planner.options.uses_q2_0 is not False:
+        taken = taken | NEWER
     others = [
         block
         for block in CALIBRATED.values()
-        if columns % block.size == 0 and (block.name in taken if block.name in FP4 else block.size == size)
+        if columns % block.size == 0 and (block.name in taken or (block.size == size and block.name not in FP4))
     ]
     if settings.act_order == "static":
-        others = []
+        others = [block for block in others if not (block.values or block.numbered)]
     types = [block.name for block in sorted({*usual, *others}, key=lambda block: block.bpw)]
     types.append("BF16" if stored == {"BF16"} else "F16")
     scales = (

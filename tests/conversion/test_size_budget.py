@@ -37,6 +37,7 @@ from bridge.quantize.float_model import FloatModel
 from bridge.quantize.forward_passes import Passes
 from bridge.quantize.hessian import held_back
 from bridge.quantize.settings import Calibration
+from scripts.peers.llama_cpp import LlamaCpp
 from tests.conftest import CHECKPOINT
 from tests.support.tiny_models import save_model
 
@@ -130,6 +131,20 @@ def test_the_report_tells_what_a_smaller_and_a_larger_file_would_have(made: Path
     smaller, larger = re.findall(r"([\d.]+) MB would have about ([\d.e-]+)", note)
     assert float(smaller[1]) > float(larger[1])
     assert float(smaller[0]) * 1e6 < (made / "out.gguf").stat().st_size + 1e5
+
+
+def test_rows_that_no_superblock_fills_get_q2_0_unless_the_file_is_for_a_llama_cpp_without_it(
+    tokens: Path, tmp_path: Path
+) -> None:
+    small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = save_model(tmp_path / "model", "LlamaConfig", **small)
+    out, given = tmp_path / "out.gguf", settings(tokens)
+    report = convert(model, out, calibrate=given, budget=Budget(bpw=3.5, swaps=0), target="llama.cpp@11549")
+    assert "Q2_0" in {t.type for t in report.tensors}
+    with LlamaCpp(out, n_ctx=32) as loaded:
+        assert np.isfinite(loaded.logits([1, 2, 3])).all()
+    with pytest.raises(BridgeError, match="too small"):
+        convert(model, out, force=True, calibrate=given, budget=Budget(bpw=3.5, swaps=0), target="llama.cpp@9000")
 
 
 @pytest.mark.exhaustive

@@ -29,17 +29,26 @@ def notes(folder: Path, **options: object) -> list[str]:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"type": "Q4_K"}, ["Q4_K needs rows of a multiple of 256: 14 tensors have 96 and became Q5_0"]),
+        (
+            {"type": "Q4_K"},
+            ["Q4_K needs rows of a multiple of 256: 14 tensors have 96 and became Q5_0 (5.50 bits a weight, not 4.50)"],
+        ),
         ({"type": "Q8_0"}, []),
         (
             {"tensor_types": [("ffn_gate", "Q6_K"), ("ffn_down", "Q6_K")]},
-            ["Q6_K needs rows of a multiple of 256: 2 tensors have 96 and became Q8_0"],
+            ["Q6_K needs rows of a multiple of 256: 2 tensors have 96 and became Q8_0 (8.50 bits a weight, not 6.56)"],
         ),
         (
             {"token_embd_type": "IQ4_XS"},
-            ["IQ4_XS needs rows of a multiple of 256: 1 tensor has 96 and became IQ4_NL"],
+            [
+                "IQ4_XS needs rows of a multiple of 256: 1 tensor has 96 and became IQ4_NL "
+                "(4.50 bits a weight, not 4.25)"
+            ],
         ),
-        ({"output_type": "Q5_K"}, ["Q5_K needs rows of a multiple of 256: 1 tensor has 96 and became Q5_1"]),
+        (
+            {"output_type": "Q5_K"},
+            ["Q5_K needs rows of a multiple of 256: 1 tensor has 96 and became Q5_1 (6.00 bits a weight, not 5.50)"],
+        ),
         (
             {"type": "MXFP4"},
             ["floats are rounded to MXFP4 in layers, with a calibration text: 16 tensors became Q8_0"],
@@ -52,19 +61,37 @@ def test_a_type_that_the_rows_do_not_hold_is_said(folder, options, said):
 
 def test_a_preset_says_it_of_every_type_of_its_mixture(folder):
     found = notes(folder, type="Q3_K_M")
-    assert "Q3_K needs rows of a multiple of 256: 9 tensors have 96 and became Q4_0" in found
+    assert (
+        "Q3_K needs rows of a multiple of 256: 9 tensors have 96 and became Q4_0 (4.50 bits a weight, not 3.44)"
+        in found
+    )
     assert all("needs rows of a multiple of 256" in note for note in found)
 
 
+def test_types_of_fewer_bits_that_the_rows_hold_are_listed(folder):
+    found = plan_checkpoint(folder, type="Q4_K").notes
+    of_96 = "IQ4_NL (4.50 bits), Q4_1 (5.00 bits)"  # not Q2_0
+    assert (
+        f"smaller than Q5_0, for rows of 96: Q4_0 (4.50 bits), {of_96}; with size, the best mixture of that size"
+        in found
+    )
+    unmet = Unmet("Q2_K", "Q2_K needs rows of a multiple of 256", 576)
+    tensors = [PlannedTensor(f"blk.{i}.ffn_up.weight", (8, 576), type="Q4_0", unmet=unmet) for i in range(2)]
+    assert unmet_notes(tensors)[1].startswith("smaller than Q4_0, for rows of 576: Q2_0 (2.25 bits); with ")
+    assert not [note for note in plan_checkpoint(folder, type="Q2_K").notes if "smaller than" in note]
+
+
 def test_it_is_in_the_report_and_in_the_table_of_a_plan(folder, tmp_path):
-    said = "Q4_K needs rows of a multiple of 256: 14 tensors have 96 and became Q5_0"
+    said = "Q4_K needs rows of a multiple of 256: 14 tensors have 96 and became Q5_0 (5.50 bits a weight, not 4.50)"
     assert f"note: {said}" in bridge.convert(folder, tmp_path / "m.gguf", type="Q4_K").table()
     assert f"note: {said}" in plan_table(plan_checkpoint(folder, type="Q4_K"))
 
 
 def test_rows_that_no_block_type_holds_are_said_without_an_option(tmp_path):
     write_llama(tmp_path / "model", hidden_size=72, head_dim=18)
-    said = "note: Q8_0 needs rows of a multiple of 32: 14 tensors have 72 and became F16"
+    said = (
+        "note: Q8_0 needs rows of a multiple of 32: 14 tensors have 72 and became F16 (16.00 bits a weight, not 8.50)"
+    )
     assert said in describe(tmp_path / "model")
 
 
