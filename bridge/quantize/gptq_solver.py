@@ -34,7 +34,7 @@ from bridge.quantize.hessian import damped_factor
 from bridge.system.jit import inner, kernel
 from bridge.system.row_threads import over_rows, tiles
 
-_LEAF = 32  # columns that are rounded without a matrix product between them
+_LEAF = 256  # columns that are rounded without a matrix product between them
 _ROWS = 64  # that are worth a thread, where a row takes microseconds
 _SAMPLE = 128  # rows sampled to see whether rounding to nearest is ever better
 
@@ -375,12 +375,15 @@ def _leaf(weight, factor, shift, a, c, lines, low, high, ternary, codes, errors)
             codes[row, i] = np.int16(q)
             e = (w[i] - _value(q, slope, base, ternary)) / factor[i, i]
             errors[row, i] = e
-            for k in range(i + 1, n):
-                w[k] -= e * factor[i, k]
+            later = w[i + 1 :]  # loops from 0 on become vectors: no index can be negative
+            by = factor[i, i + 1 :]
+            for k in range(n - i - 1):
+                later[k] -= e * by[k]
             if len(shift):
                 value = w[i]
-                for k in range(i + 1, n):
-                    w[k] += value * shift[i, k]
+                by = shift[i, i + 1 :]
+                for k in range(n - i - 1):
+                    later[k] += value * by[k]
 
 
 @kernel

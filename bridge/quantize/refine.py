@@ -29,6 +29,7 @@ from bridge.quantize.hessian import damped_factor, inverse_factor
 from bridge.system.jit import inner, kernel
 from bridge.system.row_threads import over_rows, tiles
 
+_TOGETHER = 256  # columns whose moves reach those beyond them in one product
 _DESCENTS = 8  # passes of coordinate descent over a run at most
 _CHAIN = 4  # codes in a chain
 _START = np.float32(0.5)  # share of its cost that a chain's first move must bring
@@ -73,33 +74,67 @@ def metrics_of(hessian: torch.Tensor, grid: Any) -> list[Any]:
     return [metric_of(hessian[span, span], grid.sub) for span in spans_of(len(hessian), grid)]
 
 
-def refine(
-    weight: torch.Tensor,
-    hessian: torch.Tensor,
-    grid: Refinable,
-    codes: np.ndarray,
-    sweeps: int = 2,
-    metrics: list[Any] | None = None,
-) -> None:
+def refine(weight: torch.Tensor, hessian: torch.Tensor, grid: Refinable, codes: np.ndarray, sweeps: int = 2) -> None:
     """Move codes int16 [rows, columns] and the grid's parameters in place; tr(E H E^T) never rises.
 
     weight float [rows, columns], hessian float [columns, columns] positive definite
-    metrics  `metrics_of` H, where the caller has them
     """
-    lost = torch.empty_like(weight)  # W - W'
+    move_all(product(weight, hessian, grid, codes), hessian, grid, codes, sweeps, metrics_of(hessian, grid))
+
+
+def product(weight: torch.Tensor, hessian: torch.Tensor, grid: Grid, codes: np.ndarray) -> torch.Tensor:
+    """G = (W - W') H, float [rows, columns]."""
+    g = torch.empty_like(weight)
     for r in tiles(len(codes)):
-        lost[r] = weight[r] - torch.from_numpy(dequantize(codes[r], grid, r)).to(weight)
-    spans = spans_of(weight.shape[1], grid)
-    metrics = metrics or metrics_of(hessian, grid)
+        torch.mm(weight[r] - torch.from_numpy(dequantize(codes[r], grid, r)).to(weight), hessian, out=g[r])
+    return g
+
+
+def move_all(
+    g: torch.Tensor,
+    hessian: torch.Tensor,
+    grid: Refinable,
+    codes: np.ndarray,
+    sweeps: int,
+    metrics: list[Any],
+    keep: bool = False,
+) -> torch.Tensor:
+    """`refine` from G, `product`, which is overwritten, and returned unless it is not to be kept.
+
+    metrics  `metrics_of` H
+    keep     false: G is not needed afterwards
+    """
+    spans = spans_of(g.shape[1], grid)
+    together = max(1, _TOGETHER // grid.fit_columns)
     for sweep in range(sweeps):
-        for run, span in enumerate(spans):
-            part = np.array((lost @ hessian[:, span]).cpu().numpy(), np.float32, order="C")
-            own = np.ascontiguousarray(codes[:, span])
-            grid.refit(run, own, part, metrics[run], sweep)
-            if not grid.vectors:  # their units have moved already
-                descend(grid, run, own, part, metrics[run])
-            codes[:, span] = own
-            lost[:, span] = weight[:, span] - torch.from_numpy(run_values(grid, run, own)).to(weight)
+        for first in range(0, len(spans), together):
+            runs = range(first, min(first + together, len(spans)))
+            start, end = spans[first].start, spans[runs[-1]].stop
+            whole = g[:, start:end].to("cpu", torch.float32, copy=True)
+            moved = torch.empty_like(whole)
+            for run in runs:
+                span, own = spans[run], slice(spans[run].start - start, spans[run].stop - start)
+                moved[:, own] = torch.from_numpy(_visit(grid, run, span, codes, whole[:, own], metrics[run], sweep))
+                if run < runs[-1]:
+                    near = slice(spans[run].stop, end)
+                    whole[:, own.stop :].addmm_(moved[:, own], hessian[span, near].to(whole), alpha=-1)
+            rest = slice(0 if keep or sweep + 1 < sweeps else end, None)
+            g[:, rest].addmm_(moved.to(g), hessian[start:end, rest], alpha=-1)
+    return g
+
+
+def _visit(
+    grid: Refinable, run: int, span: slice, codes: np.ndarray, g: torch.Tensor, metric: Any, sweep: int
+) -> np.ndarray:
+    """Move a run; by how much its values have changed, float32 [rows, n]."""
+    own = np.ascontiguousarray(codes[:, span])
+    old = run_values(grid, run, own)
+    g = np.array(g.numpy(), order="C")
+    grid.refit(run, own, g, metric, sweep)
+    if not grid.vectors:  # their units have moved already
+        descend(grid, run, own, g, metric)
+    codes[:, span] = own
+    return run_values(grid, run, own) - old
 
 
 def descend(grid: Grid, run: int, codes: np.ndarray, g: np.ndarray, metric: Metric) -> None:

@@ -92,12 +92,12 @@ class RowSolver:
 
     hessian      H [columns, columns] of the inputs
     round_rows   (target of some rows, their grid) -> their codes
-    refine_rows  (target, grid, codes): moves codes that are there
+    refine_rows  (G of some rows' target, their grid, codes): moves codes that are there; -> G afterwards. G = E H
     """
 
     hessian: torch.Tensor
     round_rows: Callable[[torch.Tensor, Any], np.ndarray]
-    refine_rows: Callable[[torch.Tensor, Any, np.ndarray], None]
+    refine_rows: Callable[[torch.Tensor, Any, np.ndarray], torch.Tensor]
 
 
 def round_two_sided(
@@ -144,15 +144,17 @@ class _Block:
     def __init__(self, weight: torch.Tensor, outputs: torch.Tensor, grid: Any, solver: RowSolver) -> None:
         self.outputs, self.grid, self.solver = outputs, grid, solver
         self.codes = np.empty(weight.shape, np.int16)
-        self.lost = weight.clone()  # the targets of rows that are not rounded yet, then E of all
+        self.lost = weight.clone()  # the targets of rows that are not rounded yet, E of the others
         order = torch.argsort(outputs.diagonal(), descending=True)
         parts = [slice(at, min(at + _PART, len(order))) for at in range(0, len(order), _PART)]
         factor = inverse_factor(outputs[order[:, None], order])
         for part in parts:
             self._round(weight, order, part, factor)
+        g = self.lost @ solver.hessian
+        del self.lost
         for _ in range(_SWEEPS):
             for part in parts:
-                self._refine(order[part])
+                self._refine(order[part], g)
 
     def _round(self, weight: torch.Tensor, order: torch.Tensor, part: slice, factor: torch.Tensor | None) -> None:
         """Round the rows order[part], and shift the targets of those after them."""
@@ -167,21 +169,21 @@ class _Block:
             self.lost[later] -= factor[part, part.stop :].T @ moved
         self.lost[rows] = weight[rows] - values
 
-    def _refine(self, rows: torch.Tensor) -> None:
-        """Refine some rows against the errors of all, where the cost falls."""
+    def _refine(self, rows: torch.Tensor, g: torch.Tensor) -> None:
+        """Refine some rows against the errors of all, where the cost falls; g = E H of all."""
         at = rows.cpu().numpy()
-        felt = self.outputs[rows] @ self.lost
+        felt = self.outputs[rows] @ g
         among = self.outputs[rows[:, None], rows]
         own = replace(self.grid, rows=len(at))
         own.copy_rows(np.arange(len(at)), self.grid, at)
-        old = torch.from_numpy(dequantize(self.codes[at], own)).to(self.lost)
         found = self.codes[at]
-        self.solver.refine_rows(old + torch.linalg.solve(among, felt), own, found)
-        by = torch.from_numpy(dequantize(found, own)).to(self.lost) - old
-        cost = by @ self.solver.hessian
-        if float(((among @ by - 2 * felt) * cost).sum(dtype=torch.float64)) < 0:
+        old = torch.from_numpy(dequantize(found, own)).to(g)
+        before = torch.linalg.solve(among, felt)
+        cost = before - self.solver.refine_rows(before.clone(), own, found)  # (new - old) H
+        by = torch.from_numpy(dequantize(found, own)).to(g) - old
+        if float((by * (among @ cost - 2 * felt)).sum(dtype=torch.float64)) < 0:
             self._keep(at, own, found)
-            self.lost[rows] -= by
+            g[rows] -= cost
 
     def _keep(self, at: np.ndarray, own: Any, codes: np.ndarray) -> None:
         self.codes[at] = codes
