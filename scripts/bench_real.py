@@ -200,7 +200,9 @@ def print_details(rows: list[Row]) -> None:
         base = base_of(row, rows)
         for arithmetic, by_text in row.measured.items():
             for text, found in by_text.items():
-                ratio = "" if base in (None, row) else found.windows.over(base.measured[arithmetic][text].windows)
+                ratio = (
+                    "" if base is None or base is row else found.windows.over(base.measured[arithmetic][text].windows)
+                )
                 f = found.figures()
                 cells = f"{f['median']:.2e}", f"{f['p99']:.2e}", f"{f['same_top']:.1%}"
                 line(row.contender.format, row.contender.name, text, arithmetic, found.windows, ratio, *cells)

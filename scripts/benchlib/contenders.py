@@ -198,6 +198,7 @@ class Made:
         if not record.exists():
             before, after = contender.command
             command = [*before, str(self.path(contender)), *after]
+            print(f"{contender.format} {contender.name}: made ...", file=sys.stderr, flush=True)
             found, log = self._run(command, contender.stem)
             if found.pop("code"):
                 lines = [line for line in log.splitlines() if line.strip()]
