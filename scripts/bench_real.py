@@ -25,6 +25,7 @@ import hashlib
 import json
 import shlex
 import sys
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from benchlib.divergence import Divergence
 from benchlib.formats import summary
 from benchlib.real_models import PACKAGED, float_model
 from benchlib.real_texts import KINDS, text_of, windows_of
-from benchlib.token_kl import FloatReference, TokenKl
+from benchlib.token_kl import ARITHMETICS, FLOAT32, FloatReference, TokenKl
 
 import bridge
 from bridge.quantize.settings import METHODS, Calibration
@@ -52,13 +53,13 @@ class Row:
 
     def __init__(self, contender: Contender, made: Made, cost: dict[str, Any], measured: dict[str, dict[str, TokenKl]]):
         self.contender, self.cost = contender, cost
-        self.measured = measured  # "float32" or "llama.cpp" -> text -> divergences
+        self.measured = measured  # arithmetic -> text -> divergences
         size = summary(made.path(contender))
         self.bytes, self.bpw = size["bytes"], size["bpw"]
 
     def all_texts(self) -> Divergence:
         """The windows of all texts."""
-        return Divergence(np.concatenate([found.windows.windows for found in self.measured["float32"].values()]))
+        return Divergence(np.concatenate([found.windows.windows for found in self.measured[FLOAT32].values()]))
 
 
 def main() -> None:
@@ -92,11 +93,7 @@ def main() -> None:
         if isinstance(cost, str):
             failed[contender] = cost
             continue
-        measured = {
-            arithmetic: {text: divergences(made, contender, model, text, w, there) for text, w in windows.items()}
-            for arithmetic, there in (("float32", False), ("llama.cpp", True))
-            if options.llama_cpp or not there
-        }
+        measured = measure(made, contender, model, windows, ARITHMETICS if options.llama_cpp else (FLOAT32,))
         rows.append(Row(contender, made, cost, measured))
 
     print(f"Machine: {machine()}, {options.threads} threads.")
@@ -149,21 +146,24 @@ def windows_by_text(options: argparse.Namespace, floats: Path, packages: Path) -
     return found
 
 
-def divergences(
-    made: Made, contender: Contender, model: FloatReference, text: str, windows: np.ndarray, llama_cpp: bool
-) -> TokenKl:
-    """Those of a file on one text: as they were measured before, if both are the same."""
+def measure(
+    made: Made, contender: Contender, model: FloatReference, windows: dict[str, np.ndarray], arithmetics: Sequence[str]
+) -> dict[str, dict[str, TokenKl]]:
+    """Arithmetic -> text -> divergences of a file: as they were measured before, if file and text are the same."""
     file = made.path(contender)
-    stat = file.stat()
-    identity = f"{stat.st_size} {stat.st_mtime_ns} {hashlib.sha256(windows.tobytes()).hexdigest()}"
-    kept = made.folder / f"{contender.stem}.{text}{'.llama-cpp' if llama_cpp else ''}.npz"
-    if kept.exists():
-        with np.load(kept) as arrays:
-            if str(arrays["identity"]) == identity:
-                return TokenKl(arrays["kl"], arrays["same"])
-    print(f"{contender.format} {contender.name}: {text} ...", file=sys.stderr, flush=True)
-    found = model.divergences(file, windows, llama_cpp)
-    np.savez(kept, kl=found.kl, same=found.same, identity=np.array(identity))
+    found: dict[str, dict[str, TokenKl]] = {arithmetic: {} for arithmetic in arithmetics}
+    with model.beside(file, max(w.shape[1] for w in windows.values())) as beside:
+        for text, tokens in windows.items():
+            stored = {name: file.with_name(f"{file.stem}.{text}.{name}.npz") for name in arithmetics}
+            identity = f"{file.stat().st_mtime_ns} {hashlib.sha256(tokens.tobytes()).hexdigest()}"
+            known = {name: kl for name, path in stored.items() if (kl := TokenKl.load(path, identity)) is not None}
+            if missing := [name for name in arithmetics if name not in known]:
+                print(f"{contender.format} {contender.name}: {text} ...", file=sys.stderr, flush=True)
+                for name, kl in beside.compare(tokens, missing).items():
+                    kl.save(stored[name], identity)
+                    known[name] = kl
+            for name in arithmetics:
+                found[name][text] = known[name]
     return found
 
 
@@ -183,9 +183,9 @@ def print_summary(rows: list[Row], texts: list[str], failed: dict[Contender, str
         base = base_of(row, rows)
         cells = []
         for text in texts:
-            own = row.measured["float32"][text].windows
+            own = row.measured[FLOAT32][text].windows
             compared = base is not None and base is not row
-            cells.append(own.over(base.measured["float32"][text].windows) if compared else own)
+            cells.append(own.over(base.measured[FLOAT32][text].windows) if compared else own)
         took = f"{row.cost['cpu_seconds']:.0f}", f"{row.cost['peak_bytes'] / 1e6:.0f}"
         line(row.contender.format, row.contender.name, f"{row.bytes / 1e6:.1f}", f"{row.bpw:.2f}", *cells, *took)
     for contender, why in failed.items():

@@ -4,9 +4,12 @@ In float32, transformers runs the file's weights, all of them, dequantized; llam
 float model runs again for each file: kept, its logits would take 16 GB for five dozen windows of 262,144 tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import torch
@@ -17,6 +20,9 @@ from scripts.peers.llama_cpp import LlamaCpp
 from scripts.peers.predictions import token_kls
 
 from .divergence import Divergence
+
+FLOAT32, LLAMA_CPP = ARITHMETICS = "float32", "llama.cpp"
+Logits = Callable[[np.ndarray], np.ndarray]  # of a window int64 [length]: float32 [length, vocab]
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,18 @@ class TokenKl:
 
     kl: np.ndarray
     same: np.ndarray
+
+    def save(self, path: Path, identity: str) -> None:
+        """Write them, with what they are of."""
+        np.savez(path, kl=self.kl, same=self.same, identity=np.array(identity))
+
+    @classmethod
+    def load(cls, path: Path, identity: str) -> Self | None:
+        """Those of a file, if it is there and they are of the same."""
+        if not path.exists():
+            return None
+        with np.load(path) as arrays:
+            return cls(arrays["kl"], arrays["same"]) if str(arrays["identity"]) == identity else None
 
     @property
     def windows(self) -> Divergence:
@@ -50,7 +68,7 @@ class FloatReference:
 
     def __init__(self, folder: Path, threads: int) -> None:
         torch.set_num_threads(threads)
-        self.folder, self._threads = folder, threads
+        self.folder, self.threads = folder, threads
         self._floats = reference.hf_model(folder, reference.float_weights(folder))
 
     @torch.no_grad()
@@ -74,21 +92,53 @@ class FloatReference:
             hook.remove()
         return {key: (total / tokens.size).float().numpy() for key, total in sums.items()}
 
-    @torch.no_grad()
-    def divergences(self, file: Path, windows: np.ndarray, llama_cpp: bool = False) -> TokenKl:
-        """Of a GGUF on windows of a text, int64 [windows, length]; with `llama_cpp` there instead of in float32."""
-        if llama_cpp:
-            with LlamaCpp(file, n_ctx=windows.shape[1], n_threads=self._threads) as model:
-                return self._compare(windows, lambda window: model.logits(window.tolist()))
-        with open_source(file, config=self.folder, by_family=True) as opened:
-            other = reference.hf_model(self.folder, reference.checkpoint_weights(opened))
-        return self._compare(windows, lambda window: other(torch.from_numpy(window[None])).logits[0].numpy())
+    @contextmanager
+    def beside(self, file: Path, length: int) -> Iterator["Beside"]:
+        """A GGUF of the same model, for windows of at most `length` tokens."""
+        with ExitStack() as stack:
+            yield Beside(self, file, length, stack)
 
-    def _compare(self, windows: np.ndarray, logits: Callable[[np.ndarray], np.ndarray]) -> TokenKl:
-        kls, same = [], []
+    @torch.no_grad()
+    def logits(self, window: np.ndarray) -> np.ndarray:
+        """float32 [length, vocab] of a window int64 [length]."""
+        return _logits(self._floats, window)
+
+
+class Beside:
+    """A GGUF that is compared with the float model; it is read when it is first needed."""
+
+    def __init__(self, model: FloatReference, file: Path, length: int, stack: ExitStack) -> None:
+        self._model, self._file, self._length, self._stack = model, file, length, stack
+        self._opened: dict[str, Logits] = {}
+
+    @torch.no_grad()
+    def compare(self, windows: np.ndarray, arithmetics: Iterable[str]) -> dict[str, TokenKl]:
+        """In each of ARITHMETICS that is asked for, on windows of a text, int64 [windows, length]."""
+        kls: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {arithmetic: [] for arithmetic in arithmetics}
         for window in windows:
-            expected = self._floats(torch.from_numpy(window[None])).logits[0].numpy()
-            found = logits(window)
-            kls.append(token_kls(expected, found))
-            same.append(expected.argmax(-1) == found.argmax(-1))
-        return TokenKl(np.stack(kls), np.stack(same))
+            expected = self._model.logits(window)
+            for arithmetic, measured in kls.items():
+                found = self._in(arithmetic)(window)
+                measured.append((token_kls(expected, found), expected.argmax(-1) == found.argmax(-1)))
+        return {arithmetic: TokenKl(*map(np.stack, zip(*pairs, strict=True))) for arithmetic, pairs in kls.items()}
+
+    def _in(self, arithmetic: str) -> Logits:
+        if arithmetic not in self._opened:
+            self._opened[arithmetic] = self._llama_cpp() if arithmetic == LLAMA_CPP else self._float32()
+        return self._opened[arithmetic]
+
+    def _llama_cpp(self) -> Logits:
+        model = LlamaCpp(self._file, n_ctx=self._length, n_threads=self._model.threads)
+        self._stack.enter_context(model)
+        return lambda window: model.logits(window.tolist())
+
+    def _float32(self) -> Logits:
+        folder = self._model.folder
+        with open_source(self._file, config=folder, by_family=True) as opened:
+            model = reference.hf_model(folder, reference.checkpoint_weights(opened))
+        return partial(_logits, model)
+
+
+def _logits(model: torch.nn.Module, window: np.ndarray) -> np.ndarray:
+    found: np.ndarray = model(torch.from_numpy(window[None])).logits[0].numpy()
+    return found

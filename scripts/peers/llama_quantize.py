@@ -64,8 +64,10 @@ def libraries(folder: Path) -> Path:
         try:
             subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
             (packed,) = folder.glob(f"node-llama-cpp-{name}-{_VERSION}.tgz")
+            partial = unpacked.with_suffix(".partial")
             with tarfile.open(packed) as archive:
-                archive.extractall(unpacked, filter="data")
+                archive.extractall(partial, filter="data")
+            partial.rename(unpacked)
         except (OSError, subprocess.CalledProcessError, ValueError) as problem:
             said = getattr(problem, "stderr", "") or str(problem)
             raise RuntimeError(
