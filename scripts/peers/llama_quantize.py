@@ -64,7 +64,7 @@ def libraries(folder: Path) -> Path:
         try:
             subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
             (packed,) = folder.glob(f"node-llama-cpp-{name}-{_VERSION}.tgz")
-            partial = unpacked.with_suffix(".partial")
+            partial = folder / f"{unpacked.name}.partial"
             with tarfile.open(packed) as archive:
                 archive.extractall(partial, filter="data")
             partial.rename(unpacked)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import lzma
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 
 from tests.conftest import ROOT, shared
 from tests.scripts.test_scripts import first_layer
+
+LIBRARIES = os.environ.get("BRIDGE_NODE_LLAMA_CPP")
 
 
 def bench(model: Path, work: Path, *options: str) -> tuple[str, str]:
@@ -117,3 +122,25 @@ def test_windows_lie_over_a_whole_text(tmp_path: Path) -> None:
     assert text.endswith(tokenizer.decode(windows[-1]))
     with pytest.raises(ValueError, match="take 4000"):
         windows_of("short", tokenizer, 100, 40)
+
+
+def test_llama_quantize_writes_what_it_always_has_and_heeds_an_imatrix(tmp_path: Path) -> None:
+    from bridge.gguf_file.imatrix import write_imatrix
+    from scripts.peers import llama_quantize
+
+    if not LIBRARIES:
+        pytest.skip("set BRIDGE_NODE_LLAMA_CPP to the folder of libllama in npm's @node-llama-cpp package")
+    goldens = ROOT / "tests" / "data" / "converter"
+    for name in ("stablelm", "stablelm-Q4_K_M"):
+        (tmp_path / f"{name}.gguf").write_bytes(lzma.decompress((goldens / f"{name}.gguf.xz").read_bytes()))
+    source, golden = (gguf.GGUFReader(tmp_path / f"{name}.gguf") for name in ("stablelm", "stablelm-Q4_K_M"))
+    heavy = {"blk.0.ffn_down.weight", "blk.0.ffn_up.weight"}
+    columns = {t.name: int(t.shape[0]) for t in source.tensors if t.name in heavy}
+    squares = {name: (np.geomspace(1e-3, 1, n, dtype=np.float32)[None], np.array([64])) for name, n in columns.items()}
+    write_imatrix(tmp_path / "imatrix.gguf", squares, 64, ["none"])
+    for imatrix in (None, tmp_path / "imatrix.gguf"):
+        given = Path(LIBRARIES), tmp_path / "stablelm.gguf", tmp_path / "made.gguf", "Q4_K_M"
+        llama_quantize.quantize(*given, imatrix=imatrix)
+        made = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "made.gguf").tensors}
+        other = {t.name for t in golden.tensors if not np.array_equal(t.data, made[t.name].data)}
+        assert other == (heavy if imatrix else set())
