@@ -16,7 +16,8 @@ with the imatrix, of the same type; for a size, to the best such file of no more
 windows, of ratios over pairs of windows. CPU seconds and peak memory are those of the process that wrote the file.
 
 Files and measurements are kept in the work folder, so the same command continues where it was stopped, and a further
-contender or text adds to the table. --again NAME makes a contender's files again after the program has changed.
+contender or text adds to the table. --again NAME makes a contender's files again: after the program has changed, and
+for the CPU time without the compiling of kernels, which the first run on a machine does.
 `gguf-bridge plot` draws what --json writes: the mean over all texts.
 """
 
@@ -41,6 +42,7 @@ from benchlib.token_kl import ARITHMETICS, FLOAT32, FloatReference, TokenKl
 
 import bridge
 from bridge.quantize.settings import METHODS, Calibration
+from bridge.quantize.sources import DEFAULT
 from bridge.quantize.texts import load_tokenizer
 from scripts.peers.llama_quantize import libraries
 
@@ -248,7 +250,7 @@ def parse() -> argparse.Namespace:
     methods = [method for method in METHODS if method not in _NO_GGUF]
     options = parser(
         __doc__, "--calibrate", "--samples", "--length", "--windows", "--threads", "--json",
-        calibrate={"nargs": "+", "type": str, "default": ["default"], "help": "the texts, as `quantize` takes them"},
+        calibrate={"nargs": "+", "type": str, "default": [DEFAULT], "help": "the texts, as `quantize` takes them"},
         samples={"default": 16, "help": "calibration sequences; 0: as many as `quantize` takes"},
         length={"default": 512, "help": "tokens in a calibration sequence; 0: as many as `quantize` takes"},
         windows={"default": 12, "help": "windows of each text"},
@@ -278,7 +280,7 @@ def parse() -> argparse.Namespace:
     options.add_argument("--work", type=Path, default=work, metavar="DIR", help="what is kept; default: %(default)s")
     given = options.parse_args()
     given.work = given.work.resolve()
-    given.calibrate = [text if text == "default" else str(Path(text).resolve()) for text in given.calibrate]
+    given.calibrate = [t if t.partition(":")[0] == DEFAULT else str(Path(t).resolve()) for t in given.calibrate]
     return given
 
 

@@ -193,18 +193,20 @@ class Made:
         self._record(contender).unlink(missing_ok=True)
 
     def cost(self, contender: Contender) -> dict[str, Any] | str:
-        """What making its file took, which is made if it is not there: CPU seconds, peak bytes; or why it failed."""
+        """What making its file took, which is made if it is not there or the command has changed; or why it failed."""
+        before, after = contender.command
+        command = [*before, str(self.path(contender)), *after]
         record = self._record(contender)
-        if not record.exists():
-            before, after = contender.command
-            command = [*before, str(self.path(contender)), *after]
+        known = json.loads(record.read_text()) if record.exists() else {}
+        if known.get("command") != shlex.join(command):
             print(f"{contender.format} {contender.name}: made ...", file=sys.stderr, flush=True)
-            found, log = self._run(command, contender.stem)
-            if found.pop("code"):
+            cost, log = self._run(command, contender.stem)
+            if cost.pop("code"):
                 lines = [line for line in log.splitlines() if line.strip()]
                 return lines[-1][-200:] if lines else "no reason given"
-            record.write_text(json.dumps({**found, "command": shlex.join(command)}) + "\n")
-        return dict(json.loads(record.read_text()))
+            known = {**cost, "command": shlex.join(command)}
+            record.write_text(json.dumps(known) + "\n")
+        return {name: known[name] for name in ("cpu_seconds", "peak_bytes")}
 
     def _record(self, contender: Contender) -> Path:
         return self.folder / f"{contender.stem}.json"
