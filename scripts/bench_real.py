@@ -186,8 +186,7 @@ def print_summary(rows: list[Row], texts: list[str], failed: dict[Contender, str
         cells = []
         for text in texts:
             own = row.measured[FLOAT32][text].windows
-            compared = base is not None and base is not row
-            cells.append(own.over(base.measured[FLOAT32][text].windows) if compared else own)
+            cells.append(own if base is None or base is row else own.over(base.measured[FLOAT32][text].windows))
         took = f"{row.cost['cpu_seconds']:.0f}", f"{row.cost['peak_bytes'] / 1e6:.0f}"
         line(row.contender.format, row.contender.name, f"{row.bytes / 1e6:.1f}", f"{row.bpw:.2f}", *cells, *took)
     for contender, why in failed.items():
