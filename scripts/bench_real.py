@@ -11,9 +11,10 @@ work folder once. All contenders see the same tokens, those that `quantize` take
 the texts.
 
 The measure is the divergence of the whole file's predictions, embeddings and head included, from the float model's, in
-float32 arithmetic; with --llama-cpp in llama.cpp too, which rounds activations to 8 bits. A ratio is to llama-quantize
-with the imatrix, of the same type; for a size, to the best such file of no more bytes. ± is the standard error over
-windows, of ratios over pairs of windows. CPU seconds and peak memory are those of the process that wrote the file.
+float32 arithmetic; with --llama-cpp in llama.cpp too, which rounds activations to 8 bits. A ratio is to the file of
+--over (llama-quantize with the imatrix) of the same type; for a size, to its best file of no more bytes. ± is the
+standard error over windows, of ratios over pairs of windows. CPU seconds and peak memory are those of the process that
+wrote the file.
 
 Files and measurements are kept in the work folder, so the same command continues where it was stopped, and a further
 contender or text adds to the table. --again NAME makes a contender's files again: after the program has changed, and
@@ -58,10 +59,37 @@ class Row:
         self.measured = measured  # arithmetic -> text -> divergences
         size = summary(made.path(contender))
         self.bytes, self.bpw = size["bytes"], size["bpw"]
+        self.base: Row | None = None  # what it is compared with
 
     def all_texts(self) -> Divergence:
         """The windows of all texts."""
         return Divergence(np.concatenate([found.windows.windows for found in self.measured[FLOAT32].values()]))
+
+    def ratio(self, arithmetic: str, text: str) -> str:
+        """Over the file that it is compared with; empty without one."""
+        if self.base is None:
+            return ""
+        return self.measured[arithmetic][text].windows.over(self.base.measured[arithmetic][text].windows)
+
+    def figures(self) -> dict[str, Any]:
+        """Those that `gguf-bridge plot` draws, and all that was measured."""
+        total, contender = self.all_texts(), self.contender
+        return {
+            "name": contender.format, "maker": contender.maker, "bpw": self.bpw, "bytes": self.bytes,
+            "kl": total.mean, "kl_error": total.error, **self.cost,
+            "over": None if self.base is None else [self.base.contender.format, self.base.contender.name],
+            "texts": {
+                arithmetic: {text: self._figures(arithmetic, text) for text in by_text}
+                for arithmetic, by_text in self.measured.items()
+            },
+        }  # fmt: skip
+
+    def _figures(self, arithmetic: str, text: str) -> dict[str, float]:
+        found = self.measured[arithmetic][text]
+        if self.base is None:
+            return found.figures()
+        ratio, error = found.windows.ratio(self.base.measured[arithmetic][text].windows)
+        return found.figures() | {"ratio": ratio, "ratio_error": error}
 
 
 def main() -> None:
@@ -97,6 +125,7 @@ def main() -> None:
             continue
         measured = measure(made, contender, model, windows, ARITHMETICS if options.llama_cpp else (FLOAT32,))
         rows.append(Row(contender, made, cost, measured))
+    compare(rows, options.over)
 
     print(f"Machine: {machine()}, {options.threads} threads.")
     texts = " and ".join(Path(text).name for text in options.calibrate)
@@ -108,7 +137,7 @@ def main() -> None:
         record = {"model": name, "machine": machine(), "bits_of": "whole file", "calibrated": texts}
         record |= {
             "tokens": {**tokens.record, "digest": tokens.digest},
-            "formats": [figures(row, rows) for row in rows],
+            "formats": [row.figures() for row in rows],
         }
         options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
@@ -169,26 +198,27 @@ def measure(
     return found
 
 
-def base_of(row: Row, rows: list[Row]) -> Row | None:
-    """The file that a row is compared with: llama-quantize's with the imatrix, of its type or of no more bytes."""
-    peers = [other for other in rows if other.contender.name == WEIGHTED]
-    if row.contender.sized:
-        smaller = [other for other in peers if other.bytes <= row.bytes]
-        return min(smaller, key=lambda other: other.all_texts().mean, default=None)
-    return next((other for other in peers if other.contender.format == row.contender.format), None)
+def compare(rows: list[Row], name: str) -> None:
+    """Set what each row is compared with: the file of the contender of this name, of its type or of no more bytes."""
+    peers = [row for row in rows if row.contender.name == name]
+    for row in rows:
+        if row.contender.sized:
+            smaller = [peer for peer in peers if peer.bytes <= row.bytes]
+            row.base = min(smaller, key=lambda peer: peer.all_texts().mean, default=None)
+        elif row.contender.name != name:
+            row.base = next((peer for peer in peers if peer.contender.format == row.contender.format), None)
 
 
 def print_summary(rows: list[Row], texts: list[str], failed: dict[Contender, str]) -> None:
-    """A line for each file: KL divergences of those that others are compared with, ratios of these others."""
+    """A line for each file: ratios to the file that it is compared with, or KL divergences where there is none."""
     print(head("format", "made by", "MB", "bits", *texts, "CPU s", "memory, MB"))
     for row in rows:
-        base = base_of(row, rows)
-        cells = []
-        for text in texts:
-            own = row.measured[FLOAT32][text].windows
-            cells.append(own if base is None or base is row else own.over(base.measured[FLOAT32][text].windows))
+        name = row.contender.name
+        if row.contender.sized and row.base is not None:
+            name += f" (over {row.base.contender.format})"
+        cells = [row.ratio(FLOAT32, text) or found.windows for text, found in row.measured[FLOAT32].items()]
         took = f"{row.cost['cpu_seconds']:.0f}", f"{row.cost['peak_bytes'] / 1e6:.0f}"
-        line(row.contender.format, row.contender.name, f"{row.bytes / 1e6:.1f}", f"{row.bpw:.2f}", *cells, *took)
+        line(row.contender.format, name, f"{row.bytes / 1e6:.1f}", f"{row.bpw:.2f}", *cells, *took)
     for contender, why in failed.items():
         line(contender.format, contender.name, *[""] * 2, f"failed: {why}", *[""] * (len(texts) + 1))
 
@@ -198,37 +228,12 @@ def print_details(rows: list[Row]) -> None:
     columns = "format", "made by", "text", "in", "KL, nats a token", "ratio", "median", "99th percentile"
     print(f"\n{head(*columns, 'same top token')}")
     for row in rows:
-        base = base_of(row, rows)
         for arithmetic, by_text in row.measured.items():
             for text, found in by_text.items():
-                ratio = (
-                    "" if base is None or base is row else found.windows.over(base.measured[arithmetic][text].windows)
-                )
                 f = found.figures()
                 cells = f"{f['median']:.2e}", f"{f['p99']:.2e}", f"{f['same_top']:.1%}"
+                ratio = row.ratio(arithmetic, text)
                 line(row.contender.format, row.contender.name, text, arithmetic, found.windows, ratio, *cells)
-
-
-def figures(row: Row, rows: list[Row]) -> dict[str, Any]:
-    """A row for `gguf-bridge plot`, and all that was measured."""
-    total, base = row.all_texts(), base_of(row, rows)
-    return {
-        "name": row.contender.format, "maker": row.contender.maker, "bpw": row.bpw, "bytes": row.bytes,
-        "kl": total.mean, "kl_error": total.error, **row.cost,
-        "over": None if base is None else [base.contender.format, base.contender.name],
-        "texts": {
-            arithmetic: {text: figures_of(row, base, arithmetic, text) for text in by_text}
-            for arithmetic, by_text in row.measured.items()
-        },
-    }  # fmt: skip
-
-
-def figures_of(row: Row, base: Row | None, arithmetic: str, text: str) -> dict[str, float]:
-    found = row.measured[arithmetic][text]
-    if base is None:
-        return found.figures()
-    ratio, error = found.windows.ratio(base.measured[arithmetic][text].windows)
-    return found.figures() | {"ratio": ratio, "ratio_error": error}
 
 
 def named_file(text: str) -> tuple[str, Path]:
@@ -273,6 +278,12 @@ def parse() -> argparse.Namespace:
     options.add_argument("--llama-cpp", action="store_true", help="also measure every file in llama.cpp")
     options.add_argument("--llama-library", type=Path, metavar="DIR", help="node-llama-cpp's folder with libllama")
     options.add_argument("--no-llama-quantize", action="store_true", help="do without llama-quantize")
+    options.add_argument(
+        "--over",
+        default=WEIGHTED,
+        metavar="NAME",
+        help="the contender that others are compared with; default: %(default)s",
+    )
     options.add_argument("--only", nargs="+", metavar="NAME", help="only contenders of these names; * is any text")
     options.add_argument("--again", nargs="+", metavar="NAME", help="make the files of these contenders again")
     work = Path("bench-real")

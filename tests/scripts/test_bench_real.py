@@ -23,7 +23,15 @@ def bench(model: Path, work: Path, *options: str) -> tuple[str, str]:
     """What the script prints, and what it says while it works."""
     text = shared("text/shakespeare_val.txt")
     small = [f"--calibrate={text}", "--samples=6", "--length=64", "--windows=2", "--window=48", f"--work={work}"]
-    small += ["--no-llama-quantize", "--types=Q4_0", "--methods=gptq", "--kinds", "plays", "python"]
+    small += [
+        "--no-llama-quantize",
+        "--types=Q4_0",
+        "--methods=gptq",
+        "--over=convert --imatrix",
+        "--kinds",
+        "plays",
+        "python",
+    ]
     command = [sys.executable, str(ROOT / "scripts" / "bench_real.py"), str(model), *small, *options]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -41,8 +49,9 @@ def test_files_are_made_and_measured_once_and_drawn(tmp_path: Path) -> None:
     assert said.count(": plays ...") == 2
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if "Q4_0" in line]
     assert [row[1] for row in rows[:2]] == ["convert --imatrix", "quantize --method gptq"]
-    rounded, gptq = (float(row[4].split()[0]) for row in rows[:2])  # KL of the plays, which the model was trained on
-    assert 0 < gptq < rounded < 0.1
+    rounded, ratio = (float(row[4].split()[0]) for row in rows[:2])  # of the plays, which the model was trained on
+    assert 0 < rounded < 0.1
+    assert 0.1 < ratio < 1
     again, said = bench(model, tmp_path / "work", text, "--again", "convert*")
     assert said.count(": made ...") == 1
     assert said.count(": plays ...") == 1  # the same bytes, but a new file
@@ -58,6 +67,7 @@ def test_files_are_made_and_measured_once_and_drawn(tmp_path: Path) -> None:
     there, here = (by_arithmetic[name]["plays"] for name in ("llama.cpp", "float32"))
     assert here["kl"] == pytest.approx(there["kl"], rel=0.3)
     assert here["kl"] != there["kl"]
+    assert found["formats"][1]["texts"]["float32"]["plays"]["ratio"] == pytest.approx(ratio, abs=0.001)
     assert plot(record, tmp_path / "x.svg").exists()
 
 
