@@ -94,7 +94,7 @@ class Row:
 
 def main() -> None:
     options = parse()
-    name = Path(options.model).name
+    name = Path(options.model).resolve().name
     folder, packages = options.work / name, options.work / "packages"
     for path in (folder, packages):
         path.mkdir(parents=True, exist_ok=True)
@@ -143,9 +143,10 @@ def main() -> None:
 
 
 def key(options: argparse.Namespace) -> str:
-    """A folder's name for what is calibrated on."""
-    texts = "+".join(Path(text.rpartition("/")[2]).stem for text in options.calibrate)
-    digest = hashlib.sha256(repr((options.calibrate, options.seed)).encode()).hexdigest()[:8]
+    """A folder's name for what is calibrated on; another one once a file has changed."""
+    texts = "+".join(Path(text).stem for text in options.calibrate)
+    changed = [file.stat().st_mtime_ns for file in calibration(options).files]
+    digest = hashlib.sha256(repr((options.calibrate, changed, options.seed)).encode()).hexdigest()[:8]
     return f"{texts}-{options.samples}x{options.length}-{digest}"
 
 
@@ -291,6 +292,9 @@ def parse() -> argparse.Namespace:
     given = options.parse_args()
     given.work = given.work.resolve()
     given.calibrate = [t if t.partition(":")[0] == DEFAULT else str(Path(t).resolve()) for t in given.calibrate]
+    for file in calibration(given).files:
+        if not file.is_file():
+            options.error(f"--calibrate {file}: no such file")
     return given
 
 
