@@ -3,10 +3,13 @@
 `python scripts/x.py` puts scripts/ on the path, so scripts import `benchlib`; that puts the checkout on the path too,
 for bridge and scripts.peers. Tests import `scripts.benchlib`.
 
+    contenders  programs that make files of one model from the same tokens, and what each costs
     divergence  a float model, its texts, and how far other weights are from it
     drafts      replies with guessed tokens, compared with those without
     formats     one model as a GGUF in every format
     groups      GPTQ and AWQ on groups, compared with llm-compressor
+    real_models, real_texts   models and texts from package registries
+    token_kl    the divergence of a file token by token, in float32 and in llama.cpp
     speeds      processes of both runtimes that take turns on a file
 """
 

@@ -44,14 +44,24 @@ class Divergence:
     def mean(self) -> float:
         return float(self.windows.mean())
 
+    @property
+    def error(self) -> float:
+        """The standard error of the mean over windows."""
+        return _standard_error(self.windows)
+
     def __str__(self) -> str:
         """The mean and its standard error over windows."""
-        return f"{self.mean:.3e} ± {_standard_error(self.windows):.1e}"
+        return f"{self.mean:.3e} ± {self.error:.1e}"
 
     def over(self, other: "Divergence") -> str:
-        """The ratio of the means of the same windows, and its standard error."""
+        """The ratio of the means of the same windows, and its standard error, as text."""
+        ratio, error = self.ratio(other)
+        return f"{ratio:.3f} ± {error:.2g}"
+
+    def ratio(self, other: "Divergence") -> tuple[float, float]:
+        """The ratio of the means of the same windows, and its standard error: windows are compared in pairs."""
         ratio = self.mean / other.mean
-        return f"{ratio:.3f} ± {_standard_error(self.windows - ratio * other.windows) / other.mean:.2g}"
+        return ratio, _standard_error(self.windows - ratio * other.windows) / other.mean
 
 
 def _standard_error(values: np.ndarray) -> float:

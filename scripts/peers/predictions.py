@@ -14,12 +14,17 @@ def mean_kl(p: np.ndarray, q: np.ndarray) -> float:
 
 def window_kls(p: np.ndarray, q: np.ndarray) -> np.ndarray:
     """float64 [windows]: `mean_kl` of each window; p and q are logits [windows, length, vocab]."""
-    totals = np.zeros(len(p))
-    for i, (own, other) in enumerate(zip(p, q, strict=True)):
-        for start in range(0, len(own), 256):
-            log_p, log_q = (log_softmax(logits[start : start + 256]) for logits in (own, other))
-            totals[i] += (np.exp(log_p) * (log_p - log_q)).sum()
-    return totals / p.shape[1]
+    return np.array([token_kls(own, other).mean() for own, other in zip(p, q, strict=True)])
+
+
+def token_kls(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """float64 [length]: KL(p || q) at each position; p and q are logits [length, vocab]."""
+    kls = np.empty(len(p))
+    step = max(1, (1 << 22) // p.shape[-1])  # float64 copies of at most 32 MB
+    for start in range(0, len(p), step):
+        log_p, log_q = (log_softmax(logits[start : start + step]) for logits in (p, q))
+        kls[start : start + step] = (np.exp(log_p) * (log_p - log_q)).sum(-1)
+    return kls
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

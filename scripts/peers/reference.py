@@ -5,7 +5,7 @@ arithmetic and differ only in their weights.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ def float_weights(folder: Path) -> dict[str, np.ndarray]:
     return weights
 
 
-def linears(weights: Weights) -> list[str]:
+def linears(weights: Iterable[str]) -> list[str]:
     """The names of the decoder's linear layers, which GPTQ and AWQ quantize."""
     return [name for name in weights if name.endswith("_proj.weight")]
 
@@ -44,6 +44,8 @@ def hf_model(folder: Path, weights: Weights) -> torch.nn.Module:
 
     fields = json.loads((folder / "config.json").read_text())
     fields.pop("quantization_config", None)
+    if "lm_head.weight" in weights:
+        fields["tie_word_embeddings"] = False  # a head that is tied as floats may have codes of its own
     config = AutoConfig.for_model(**fields)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     state = {name: torch.from_numpy(np.ascontiguousarray(values, np.float32)) for name, values in weights.items()}

@@ -5,7 +5,8 @@ A JSON file goes in, a picture comes out. `plot` detects four kinds of files by 
 
     tensors      the report of `convert`, `quantize` or `verify` (--report): error, codes kept, bits, by layer and kind
     checkpoints  `scripts/fidelity.py` (--json): what converting adds to each checkpoint's own cost
-    formats      `scripts/bench_formats.py` or `bench_quantize.py` (--json): KL divergence against bits per weight
+    formats      `scripts/bench_formats.py`, `bench_quantize.py` or `bench_real.py` (--json): KL divergence against bits
+                 per weight
     products     `scripts/bench_matvec.py` (--json): GB/s of each type, compared with ggml and with plain reading
 
 matplotlib is an optional extra, `plot`, and is imported when a figure is drawn.

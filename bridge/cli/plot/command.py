@@ -10,9 +10,9 @@ _HELP = "draw a report, or a benchmark's figures"
 _DESCRIPTION = """\
 Draw what was measured: of a report (convert, quantize or verify --report) the
 error, the codes kept and the bits of each layer; of fidelity.py --json the
-cost of each conversion; of bench_formats.py and bench_quantize.py --json the KL
-divergence against size; of bench_matvec.py --json the speed compared with plain
-reading.
+cost of each conversion; of bench_formats.py, bench_quantize.py and
+bench_real.py --json the KL divergence against size; of bench_matvec.py --json
+the speed compared with plain reading.
 """
 
 

