@@ -95,6 +95,7 @@ def _own_samples(
 ) -> torch.Tensor | None:
     """The model's own samples int64 [count, length]; None, and a BridgeWarning, where it cannot give any."""
     from bridge.quantize.default_text import openings
+    from bridge.quantize.float_model import FloatModel, fast_arithmetic
     from bridge.quantize.own_samples import fits_in_memory, own_samples
 
     def said(done: int, total: int) -> None:
@@ -102,6 +103,7 @@ def _own_samples(
             settings.progress(0, 1, f"own samples: {done} of {total} tokens")
 
     samples = None
+    model = FloatModel(model.ckpt, fast_arithmetic(model.device), model.device)  # samples need no more precision
     why = "its weights do not fit in memory"
     if fits_in_memory(model, free_memory()):
         why = "transformers keeps no cache for it"
