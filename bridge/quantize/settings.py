@@ -22,7 +22,7 @@ from bridge.system.progress import Progress
 if TYPE_CHECKING:
     from bridge.quantize.method import Method
 
-METHODS = ("two-sided", "gptaq", "gptq", "awq", "rtn")
+METHODS = ("two-sided", "gptaq", "gptq", "imatrix", "awq", "rtn")
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Calibration:
             object.__setattr__(self, "device", _device(self.device))
         if self.blocks is not None:
             self._check_blocks(self.blocks)
-        if self.spread is not None and self.method in ("awq", "rtn"):
+        if self.spread is not None and self.method in ("imatrix", "awq", "rtn"):
             given = parameter("method", self.method)
             raise BridgeError(f"{given}: several machines share the work of two-sided, gptaq and gptq only")
         if self.imatrix_out is not None and self.method == "rtn":
@@ -149,7 +149,7 @@ class Calibration:
                 f"{given}: needs {parameter('feed', 'float')}; otherwise a block's inputs come from the quantized "
                 "blocks before it"
             )
-        if self.method in ("awq", "rtn"):
+        if self.method in ("imatrix", "awq", "rtn"):
             raise BridgeError(f"{given}: is for the methods two-sided, gptaq and gptq, not {self.method}")
 
     @property
@@ -177,6 +177,9 @@ class Calibration:
 
     def check_checkpoint(self) -> None:
         """BridgeError where layers cannot be quantized like this for a checkpoint."""
+        if self.method == "imatrix":
+            given = parameter("method", "imatrix")
+            raise BridgeError(f"{given}: rounds to GGUF's block types; choose gptq, awq or rtn for a checkpoint")
         if self.imatrix_out is not None:
             raise BridgeError(
                 f"{parameter('imatrix_out', self.imatrix_out)}: an importance matrix has the names of a GGUF's "
