@@ -215,7 +215,7 @@ class ConvertOptions(PlanOptions):
             )
         if self.calibrate is None or self.calibrate.text is None or self.calibrate.method in ("awq", "rtn"):
             raise BridgeError(
-                f"{parameter(asked)} is measured with a text and two-sided, gptaq or gptq: "
+                f"{parameter(asked)} is measured with a text and two-sided, gptaq, gptq or imatrix: "
                 f"give {parameter('calibrate')}"
             )
         if self.calibrate.blocks is not None:

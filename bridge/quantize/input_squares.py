@@ -85,7 +85,7 @@ class _Sum:
 
     def add(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
         x = vectors(self.module, args[0])
-        self.sum += x.float().square_().sum(0)
+        self.sum += x.float().square().sum(0)
         self.tokens += len(x)
 
     def mean(self, name: str) -> tuple[np.ndarray, int]:

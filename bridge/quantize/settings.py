@@ -42,20 +42,22 @@ class Calibration:
     )  # fmt: skip
     samples: int | None = option(
         None, "maximum number of calibration sequences", metavar="N", parse=positive,
-        says="as many as hold 8 tokens for each input of the widest layer; at least 128, or 65,536 tokens",
+        says="as many as hold 8 tokens for each input of the widest layer; at least 128, or 65,536 tokens; imatrix: "
+        "16,384 tokens",
     )  # fmt: skip
     length: int | None = option(
         None, "tokens in each sequence", flag="--sequence-length", metavar="N", parse=positive,
-        says="2048, or the model's positions where it has fewer",
+        says="2048, imatrix: 512, or the model's positions where it has fewer",
     )  # fmt: skip
     seed: int | None = option(
         None, "seed for choosing sequences at random", metavar="N", parse=int, says="the first sequences"
     )
     method: str = option(
         "two-sided",
-        "two-sided: gptaq that also weighs each layer's outputs by the gradient of the loss; gptaq: GPTQ that also "
-        "compensates for the error of earlier quantized layers, in under half the time; gptq; awq (checkpoints only); "
-        "rtn: round to nearest",
+        "from the least time to the most: rtn: round to nearest, without a text; imatrix: round with the mean squares "
+        "of each layer's inputs, from one forward pass (GGUF only); gptq: make up for each column's error in the "
+        "others; gptaq: for the error of earlier layers too; two-sided: also weigh each layer's outputs by the "
+        "gradient of the loss, in over twice gptaq's time. awq: activation-aware scales (checkpoints only)",
         metavar="NAME", choices=METHODS,
     )  # fmt: skip
     act_order: str = option(
