@@ -16,6 +16,7 @@ from bridge.blocks import Q8_0, TYPES
 from bridge.blocks.read import CALIBRATED
 from bridge.checkpoint import Checkpoint
 from bridge.conversion.calibrate_layers import LayerTarget, quantize_layers
+from bridge.conversion.importance import importance_of_tensors
 from bridge.conversion.matrix_scales import rounded_scale
 from bridge.conversion.part_reader import PartReader
 from bridge.conversion.plan import How, Plan, PlannedTensor
@@ -104,14 +105,8 @@ def _write_imatrix(plan: Plan, kept: LayerStore, settings: Calibration) -> None:
     """Write llama.cpp's importance matrix of the tensors whose parts were all calibrated."""
     from bridge.gguf_file.imatrix import write_imatrix
 
-    found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-    for tensor in plan.tensors:
-        layers = [layer for part in tensor.parts if (layer := kept.layers.get(part.layer or ""))]
-        if tensor.kind != "token_embd" and layers and len(layers) == len(tensor.parts):
-            rows = layers if len(tensor.shape) == 3 else layers[:1]  # parts of a fused matrix share their inputs
-            found[tensor.name] = (
-                np.stack([layer.importance() for layer in rows]), np.array([layer.tokens for layer in rows])
-            )  # fmt: skip
+    layers = {name: (layer.importance(), layer.tokens) for name, layer in kept.layers.items()}
+    found = importance_of_tensors(plan.tensors, layers)
     assert settings.imatrix_out is not None
     assert settings.length is not None
     write_imatrix(settings.imatrix_out, found, settings.length, [str(source) for source in settings.sources])

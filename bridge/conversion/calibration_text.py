@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from bridge.quantize.mixture import Calibrating
 
 _LENGTH = 2048  # tokens in a sequence
+_IMATRIX_LENGTH = 512  # the same for an importance matrix, as llama-imatrix has it
+_IMATRIX_TOKENS = 1 << 14  # means over tokens need fewer than Hessians
 _TOKENS_PER_COLUMN = 4  # of the widest input, at least
 _TOKENS_WANTED = 8  # for each column of it
 _SEQUENCES, _TOKENS = 128, 1 << 16  # the least that are taken without `samples`, the smaller of the two
@@ -39,10 +41,11 @@ def with_length(ckpt: Checkpoint, settings: Calibration) -> tuple[Calibration, l
     if settings.length is not None:
         check_length(settings.length, most)
         return settings, []
-    if most is None or most >= _LENGTH:
-        return replace(settings, length=_LENGTH), []
+    usual = _IMATRIX_LENGTH if settings.method == "imatrix" else _LENGTH
+    if most is None or most >= usual:
+        return replace(settings, length=usual), []
     return replace(settings, length=most), [
-        f"calibration sequences have {most} tokens instead of {_LENGTH}, as many as the model has positions"
+        f"calibration sequences have {most} tokens instead of {usual}, as many as the model has positions"
     ]
 
 
@@ -64,7 +67,9 @@ def calibrating(model: FloatModel, settings: Calibration, layers: Collection[str
     columns = {name: shape[1] for name, shape in [*model.linears().items(), model.head()] if name in layers}
     widest = max(columns, key=columns.__getitem__, default=None)
     samples = settings.samples
-    if samples is None:
+    if samples is None and settings.method == "imatrix":
+        samples = -(-_IMATRIX_TOKENS // settings.length)
+    elif samples is None:
         enough = _TOKENS_WANTED * columns[widest] if widest is not None else 0
         samples = max(-(-enough // settings.length), min(_SEQUENCES, -(-_TOKENS // settings.length)))
     found = calibration_sequences(
@@ -95,6 +100,7 @@ def _own_samples(
 ) -> torch.Tensor | None:
     """The model's own samples int64 [count, length]; None, and a BridgeWarning, where it cannot give any."""
     from bridge.quantize.default_text import openings
+    from bridge.quantize.float_model import FloatModel, fast_arithmetic
     from bridge.quantize.own_samples import fits_in_memory, own_samples
 
     def said(done: int, total: int) -> None:
@@ -102,6 +108,7 @@ def _own_samples(
             settings.progress(0, 1, f"own samples: {done} of {total} tokens")
 
     samples = None
+    model = FloatModel(model.ckpt, fast_arithmetic(model.device), model.device)  # samples need no more precision
     why = "its weights do not fit in memory"
     if fits_in_memory(model, free_memory()):
         why = "transformers keeps no cache for it"

@@ -177,7 +177,7 @@ def _keep_output_hessians(
     layers: LayerStore,
 ) -> None:
     """Keep A of each layer, see `two_sided`, until it is finished, and the tokens' weights."""
-    from bridge.quantize.float_model import FloatModel, rough_arithmetic
+    from bridge.quantize.float_model import FloatModel, fast_arithmetic
     from bridge.quantize.forward_passes import output_hessians
     from bridge.quantize.kept_inputs import KeptInputs
 
@@ -189,7 +189,7 @@ def _keep_output_hessians(
     missing = {name for name in targets if not layers.has_outputs([name])}
     resume = KeptInputs(layers.folder, layers.job, "gradients")
     products = settings.method == "two-sided"
-    model = FloatModel(model.ckpt, rough_arithmetic(model.device), model.device)
+    model = FloatModel(model.ckpt, fast_arithmetic(model.device), model.device)
     for name, outputs in output_hessians(
         model, found.tokens, shelf, resume=resume, held=found.held_tokens(), norms=layers.save_norms, products=products
     ):

@@ -17,11 +17,13 @@ from bridge.checkpoint.adapter import read_adapter
 from bridge.checkpoint.merge import merge
 from bridge.conversion.calibrate_plan import quantize_planned
 from bridge.conversion.calibration_text import with_length
+from bridge.conversion.checkpoint_outline import outline_of
 from bridge.conversion.executor import Executor
 from bridge.conversion.gguf_checkpoint import open_source
 from bridge.conversion.gguf_writer import GGUFOutput
 from bridge.conversion.importance import Importance
 from bridge.conversion.matrix_scales import with_scales
+from bridge.conversion.measure_importance import measured_importance
 from bridge.conversion.mmproj import mmproj_path
 from bridge.conversion.options import ConvertOptions, PlanOptions
 from bridge.conversion.paths import default_path, files_of, layers_of, other_outputs, with_checkpoint
@@ -117,7 +119,10 @@ def convert_as(
         check_all(path, reads)
         importance = Importance.read(imatrix, ckpt)
         calibrate, notes = with_length(ckpt, options.calibrate) if options.calibrate is not None else (None, [])
-        calibrated = calibrate is not None
+        if calibrate is not None and calibrate.method == "imatrix":
+            outline = given or outline_of(ckpt, options.pre, options.template, options.no_mtp)
+            importance = measured_importance(ckpt, outline.tensors, calibrate)
+        calibrated = calibrate is not None and calibrate.method != "imatrix"
         tower, beside = _tower(ckpt, options, given), list[Path]()
         if tower is not None and path is not None:
             beside = [mmproj_path(path)]
@@ -138,7 +143,7 @@ def convert_as(
                 save_plan(plan, str(checkpoint), options.budget.plan_out)
             if options.budget.tensor_types_out is not None:
                 save_tensor_types(plan, options.budget.tensor_types_out)
-        if calibrate is not None:
+        if calibrate is not None and calibrated:
             optional = options.budget is not None
             plan, layers, more = quantize_planned(
                 ckpt, plan, planner.reader, calibrate, layers_of(path), options.force, optional

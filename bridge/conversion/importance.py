@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,3 +54,26 @@ class Importance:
             importance = importance / np.square(factors)
         folded = tensor.parts[part].columns if tensor.parts[part].folded else None
         return importance if folded is None else importance[folded]
+
+
+def importance_of_tensors(
+    tensors: Sequence[ModelTensor], layers: Mapping[str, tuple[np.ndarray, int]]
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """What `write_imatrix` takes, of the tensors but the embeddings whose parts are all among the layers.
+
+    layers  by module: the mean square of each input, float32 [columns] in the checkpoint's order, and the tokens seen
+    """
+    found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    for tensor in tensors:
+        names = [part.layer or "" for part in tensor.parts]
+        if tensor.kind == "token_embd" or not names or any(name not in layers for name in names):
+            continue
+        rows = (
+            tensor.parts if len(tensor.shape) == 3 else tensor.parts[:1]
+        )  # parts of a fused matrix share their inputs
+        squares = []
+        for part in rows:
+            own = layers[part.layer or ""][0]
+            squares.append(own if part.columns is None or part.folded else own[part.columns])
+        found[tensor.name] = np.stack(squares), np.array([layers[part.layer or ""][1] for part in rows])
+    return found

@@ -147,7 +147,7 @@ class LayerCosts:
         from bridge.quantize.quantizer import LayerInput
 
         name = hessian.name
-        blocks = BLOCKS | CALIBRATED if calibrated else {}
+        blocks = BLOCKS | CALIBRATED if calibrated and self.settings.method != "imatrix" else {}
 
         def rounded(rows: torch.Tensor, type: str) -> torch.Tensor:
             method = self.settings.quantizer(superblocks(type, self.scales[name]))

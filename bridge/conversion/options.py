@@ -183,6 +183,9 @@ class ConvertOptions(PlanOptions):
                 )
         if self.calibrate is not None:
             self.calibrate.check_gguf()
+            if self.calibrate.method == "imatrix" and self.imatrix is not None:
+                both = f"{parameter('method', 'imatrix')} and {parameter('imatrix', self.imatrix)}"
+                raise BridgeError(f"{both}: the method measures a matrix of its own; leave out one of the two")
             if self.calibrate.spread is not None and (self.merge is not None or self.budget is not None):
                 given = parameter("merge" if self.merge is not None else "budget")
                 raise BridgeError(f"{given}: is for one machine; machines share the work on the result, or with a plan")
@@ -212,7 +215,7 @@ class ConvertOptions(PlanOptions):
             )
         if self.calibrate is None or self.calibrate.text is None or self.calibrate.method in ("awq", "rtn"):
             raise BridgeError(
-                f"{parameter(asked)} is measured with a text and two-sided, gptaq or gptq: "
+                f"{parameter(asked)} is measured with a text and two-sided, gptaq, gptq or imatrix: "
                 f"give {parameter('calibrate')}"
             )
         if self.calibrate.blocks is not None:

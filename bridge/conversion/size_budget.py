@@ -152,6 +152,8 @@ def _item(tensor: PlannedTensor, plan: Plan, planner: Planner, settings: Calibra
     ]
     if settings.act_order == "static":
         others = [block for block in others if not (block.values or block.numbered)]
+    if settings.method == "imatrix":
+        others = [block for block in others if block.name not in FP4]
     types = [block.name for block in sorted({*usual, *others}, key=lambda block: block.bpw)]
     types.append("BF16" if stored == {"BF16"} else "F16")
     scales = (

@@ -35,13 +35,16 @@ _OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bia
 def arithmetic(ckpt: Checkpoint, device: torch.device | str = "cpu") -> torch.dtype:
     """bfloat16 where all of a checkpoint's floats are in it and the CPU multiplies it; else float32."""
     exact = not ckpt.modules and all(t.dtype == "BF16" for t in ckpt.tensors.values())
-    return rough_arithmetic(device) if exact else torch.float32
+    return fast_arithmetic(device) if exact and torch.device(device).type == "cpu" else torch.float32
 
 
-def rough_arithmetic(device: torch.device | str = "cpu") -> torch.dtype:
-    """bfloat16 where the CPU multiplies it, for what needs no more of its 8 bits (gradients); else float32."""
-    fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if fast and torch.device(device).type == "cpu" else torch.float32
+def fast_arithmetic(device: torch.device | str = "cpu") -> torch.dtype:
+    """bfloat16 where the device multiplies it, for what needs no more than its 8 bits; else float32."""
+    if torch.device(device).type == "cpu":
+        fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    else:
+        fast = torch.cuda.is_bf16_supported()
+    return torch.bfloat16 if fast else torch.float32
 
 
 class FloatModel:

@@ -116,6 +116,27 @@ def needs_of(job: Job, memory: int | None = None) -> Needs:
     return Needs(own + peak, sizes.stored() + spilled, _seconds(job), gradients, layers, HESSIANS + more, own_and_free)
 
 
+def needs_of_pass(model: FloatModel, tokens: tuple[int, int], batch: int, memory: int | None = None) -> Needs:
+    """What a forward pass of (sequences, length) takes, so many sequences at a time, and rounding all weights after it.
+
+    Raises BridgeError as `needs_of` does.
+    """
+    sizes = _Sizes(Job(model, tokens, {}, False, False, False, 0, batch * tokens[1], 0))
+    own, free = resident() + _LATER, free_memory()
+    inside = max(max(sizes.blocks), sizes.outside) * sizes.item + sizes.batch * 4 * sizes.item * sizes.widest
+    limit = memory if memory is not None else own + int(_FREE * free) if free is not None else 1 << 60
+    if memory is not None and own + inside > memory:
+        least = size_text(own + inside)
+        raise BridgeError(
+            f"{parameter('memory', memory)}: too little; a pass of this model block by block takes {least}"
+        )
+    between = sizes.count * sizes.hidden * sizes.item
+    kept = min(max(0, limit - own - inside), between)
+    operations = 2 * sizes.count * sum(n * share for n, share in zip(sizes.blocks, _reached(sizes), strict=True))
+    seconds = operations / _rate(model.dtype) + _ROUNDED * (sum(sizes.blocks) + sizes.outside) / usable_cpus()
+    return Needs(own + inside + kept, between - kept, seconds, 0, kept, 0, None if free is None else own + free)
+
+
 class _Sizes:
     """Bytes of a job's parts."""
 
@@ -239,12 +260,8 @@ def _seconds(job: Job) -> float:
     """By operations in matrix products, and the solver's other work for each weight."""
     sizes = _Sizes(job)
     fast, exact = _rate(job.model.dtype), _rate(torch.float32)
-    config = job.model.model.config.get_text_config()
     total = 0.0
-    for weights, shapes in zip(sizes.blocks, sizes.shapes, strict=True):
-        experts = {number for name in shapes if (found := expert_of(f"{name}.")) for number in [found[1]]}
-        chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 1
-        share = min(1.0, chosen / len(experts)) if experts else 1.0
+    for weights, shapes, share in zip(sizes.blocks, sizes.shapes, _reached(sizes), strict=True):
         total += 2 * weights * share * (sizes.count * sizes.copies + 4 * sizes.felt) / fast
         for n in {n for _, n in shapes.values()}:
             outputs = [rows for rows, columns in shapes.values() if columns == n]
@@ -260,6 +277,14 @@ def _seconds(job: Job) -> float:
         for rows, n in (shape for name, shape in shapes.items() if name in job.bits):
             total += rows * n * (each + products * n / exact) * factor
     return total
+
+
+def _reached(sizes: _Sizes) -> list[float]:
+    """The share of each block's weights that a token reaches: of a mixture, that of the experts chosen."""
+    config = sizes.job.model.model.config.get_text_config()
+    chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 1
+    experts = [{found[1] for name in shapes if (found := expert_of(f"{name}."))} for shapes in sizes.shapes]
+    return [min(1.0, chosen / len(numbers)) if numbers else 1.0 for numbers in experts]
 
 
 def _rate(dtype: torch.dtype) -> float:

@@ -22,7 +22,7 @@ from bridge.system.progress import Progress
 if TYPE_CHECKING:
     from bridge.quantize.method import Method
 
-METHODS = ("two-sided", "gptaq", "gptq", "awq", "rtn")
+METHODS = ("two-sided", "gptaq", "gptq", "imatrix", "awq", "rtn")
 
 
 @dataclass(frozen=True)
@@ -42,20 +42,22 @@ class Calibration:
     )  # fmt: skip
     samples: int | None = option(
         None, "maximum number of calibration sequences", metavar="N", parse=positive,
-        says="as many as hold 8 tokens for each input of the widest layer; at least 128, or 65,536 tokens",
+        says="as many as hold 8 tokens for each input of the widest layer; at least 128, or 65,536 tokens; imatrix: "
+        "16,384 tokens",
     )  # fmt: skip
     length: int | None = option(
         None, "tokens in each sequence", flag="--sequence-length", metavar="N", parse=positive,
-        says="2048, or the model's positions where it has fewer",
+        says="2048, imatrix: 512, or the model's positions where it has fewer",
     )  # fmt: skip
     seed: int | None = option(
         None, "seed for choosing sequences at random", metavar="N", parse=int, says="the first sequences"
     )
     method: str = option(
         "two-sided",
-        "two-sided: gptaq that also weighs each layer's outputs by the gradient of the loss; gptaq: GPTQ that also "
-        "compensates for the error of earlier quantized layers, in under half the time; gptq; awq (checkpoints only); "
-        "rtn: round to nearest",
+        "from the least time to the most: rtn: round to nearest, without a text; imatrix: round with the mean squares "
+        "of each layer's inputs, from one forward pass (GGUF only); gptq: make up for each column's error in the "
+        "others; gptaq: for the error of earlier layers too; two-sided: also weigh each layer's outputs by the "
+        "gradient of the loss, in over twice gptaq's time. awq: activation-aware scales (checkpoints only)",
         metavar="NAME", choices=METHODS,
     )  # fmt: skip
     act_order: str = option(
@@ -131,7 +133,7 @@ class Calibration:
             object.__setattr__(self, "device", _device(self.device))
         if self.blocks is not None:
             self._check_blocks(self.blocks)
-        if self.spread is not None and self.method in ("awq", "rtn"):
+        if self.spread is not None and self.method in ("imatrix", "awq", "rtn"):
             given = parameter("method", self.method)
             raise BridgeError(f"{given}: several machines share the work of two-sided, gptaq and gptq only")
         if self.imatrix_out is not None and self.method == "rtn":
@@ -149,7 +151,7 @@ class Calibration:
                 f"{given}: needs {parameter('feed', 'float')}; otherwise a block's inputs come from the quantized "
                 "blocks before it"
             )
-        if self.method in ("awq", "rtn"):
+        if self.method in ("imatrix", "awq", "rtn"):
             raise BridgeError(f"{given}: is for the methods two-sided, gptaq and gptq, not {self.method}")
 
     @property
@@ -177,6 +179,9 @@ class Calibration:
 
     def check_checkpoint(self) -> None:
         """BridgeError where layers cannot be quantized like this for a checkpoint."""
+        if self.method == "imatrix":
+            given = parameter("method", "imatrix")
+            raise BridgeError(f"{given}: rounds to GGUF's block types; choose gptq, awq or rtn for a checkpoint")
         if self.imatrix_out is not None:
             raise BridgeError(
                 f"{parameter('imatrix_out', self.imatrix_out)}: an importance matrix has the names of a GGUF's "

@@ -33,7 +33,7 @@ from bridge.quantize.block_inputs import (
 )  # fmt: skip
 from bridge.quantize.embeddings import embeddings_hessian
 from bridge.quantize.experts import is_short, lend, merged
-from bridge.quantize.float_model import FloatModel, rough_arithmetic
+from bridge.quantize.float_model import FloatModel, fast_arithmetic
 from bridge.quantize.float_twin import float_twin, replace_layer
 from bridge.quantize.forward_passes import output_hessians
 from bridge.quantize.hessian import Hessian
@@ -359,7 +359,7 @@ def part_outputs(
         worker.leave()
         kept = Shelf(folder, None, job.kept_dtype)
         with torch.enable_grad(), kept:
-            model = FloatModel(worker.model.ckpt, rough_arithmetic(job.device), job.device)
+            model = FloatModel(worker.model.ckpt, fast_arithmetic(job.device), job.device)
             gathered = output_hessians(
                 model, tokens, kept, first, held=held, products=job.two_sided,
                 norms=lambda name, norms: job.store.save_norms(name, norms, part),

@@ -138,6 +138,7 @@ def test_a_second_file_does_not_displace_the_first(words: list[str], capsys: pyt
     (["--split-max-size", "1G"], "--split-max-size is for a GGUF"),
     (["--imatrix-out", "i.gguf", "--calibrate", "default"], "--imatrix-out i.gguf: an importance matrix"),
     (["--imatrix-out", "i.gguf", "--method", "rtn"], "--method rtn reads no text"),
+    (["--method", "imatrix"], "--method imatrix: rounds to GGUF's block types; choose gptq, awq or rtn"),
 ])  # fmt: skip
 def test_a_checkpoint_takes_no_options_of_a_gguf(
     options: list[str], said: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

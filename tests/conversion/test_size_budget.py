@@ -495,7 +495,7 @@ def test_codes_are_rounded_again_where_that_is_asked_for(tokens: Path, tmp_path:
         ),
         (["--size", "900K", "--split-max-size", "500K"], "--size is for one file: write the plan with --plan-out"),
         (["--size", "900K", "--format", "gptq"], "choose among GGUF types"),
-        (["--size", "900K", "--method", "rtn"], "measured with a text and two-sided, gptaq or gptq"),
+        (["--size", "900K", "--method", "rtn"], "measured with a text and two-sided, gptaq, gptq or imatrix"),
         (["--plan-out", "plan.json"], "--plan-out is for a size budget: give --size or --bpw"),
         (["--swaps", "0"], "--swaps is for a size budget"),
         (["--size", "4.2X"], "is not a size such as 4G or 500M"),
@@ -511,7 +511,9 @@ def test_a_budget_that_cannot_be_is_refused_in_one_line(options, message, model,
 
 
 def test_a_budget_wants_a_text_and_no_plan_of_its_types(model: Path, made: Path, tmp_path: Path) -> None:
-    with pytest.raises(BridgeError, match="size is measured with a text and two-sided, gptaq or gptq: give calibrate"):
+    with pytest.raises(
+        BridgeError, match="size is measured with a text and two-sided, gptaq, gptq or imatrix: give calibrate"
+    ):
         convert(model, tmp_path / "out.gguf", budget=Budget(900_000))
     with pytest.raises(BridgeError, match="a plan defines every type; give size without plan"):
         convert(plan=made / "plan.json", out=tmp_path / "out.gguf", budget=Budget(900_000))

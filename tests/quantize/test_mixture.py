@@ -194,6 +194,22 @@ def test_own_samples_follow_openings_and_the_models_own_prediction(model: Path) 
         assert abs(surprise - entropy) < 0.25
 
 
+def test_a_long_sequence_of_own_samples_is_several_rows_that_each_begin_with_an_opening(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bridge.quantize.own_samples._LENGTH", 8)
+    monkeypatch.setattr("bridge.quantize.own_samples._ROWS", 4)
+    told: list[tuple[int, int]] = []
+    with bridge.open_checkpoint(model) as ckpt:
+        options: Any = {"said": lambda *done: told.append(done)}
+        found = own_samples(FloatModel(ckpt), [[5], [6], [7]], [], 2, 20, **options)
+    assert found is not None
+    assert found.shape == (2, 20)
+    assert [row[at] for row in found.tolist() for at in (0, 7, 14)] == [5, 6, 7, 5, 6, 7]
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert told[-1] == (40, 40)
+
+
 def test_without_memory_for_the_model_the_shipped_texts_alone_are_taken(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
