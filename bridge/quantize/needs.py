@@ -121,7 +121,7 @@ def needs_of_pass(model: FloatModel, tokens: tuple[int, int], batch: int, memory
 
     Raises BridgeError as `needs_of` does.
     """
-    sizes = _Sizes(Job(model, tokens, {}, False, False, False, 0, batch * tokens[1], 0))
+    sizes = _Sizes(Job(model, tokens, {}, False, False, False, False, 0, batch * tokens[1], 0))
     own, free = resident() + _LATER, free_memory()
     inside = max(max(sizes.blocks), sizes.outside) * sizes.item + sizes.batch * 4 * sizes.item * sizes.widest
     limit = memory if memory is not None else own + int(_FREE * free) if free is not None else 1 << 60
