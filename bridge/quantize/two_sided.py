@@ -111,10 +111,11 @@ def round_two_sided(
     codes = np.empty(weight.shape, np.int16)
     for i, block in enumerate(outputs):
         rows = np.arange(i * len(block), min((i + 1) * len(block), len(weight)))
-        own, target = replace(grid, rows=len(rows)), weight[rows[0] : rows[-1] + 1]
         among = shrunk(block[: len(rows), : len(rows)].to(weight), shrinkage)
         damp(among, _DAMPING)
-        codes[rows] = _Block(target, among, own, solver).codes
+        order = torch.argsort(among.diagonal(), descending=True)
+        rows, own = rows[order.cpu().numpy()], replace(grid, rows=len(rows))
+        codes[rows] = _Block(weight[i * len(block) + order], among[order[:, None], order], own, solver).codes
         grid.copy_rows(rows, own, np.arange(len(rows)))
     return codes
 
@@ -139,52 +140,46 @@ def row_costs(outputs: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 class _Block:
-    """Rows that one block of A [rows, rows], damped, is of; made with their codes found."""
+    """Rows that one block of A [rows, rows], damped, is of, by falling diagonal; made with their codes found."""
 
     def __init__(self, weight: torch.Tensor, outputs: torch.Tensor, grid: Any, solver: RowSolver) -> None:
         self.outputs, self.grid, self.solver = outputs, grid, solver
         self.codes = np.empty(weight.shape, np.int16)
-        self.lost = weight.clone()  # the targets of rows that are not rounded yet, E of the others
-        order = torch.argsort(outputs.diagonal(), descending=True)
-        parts = [slice(at, min(at + _PART, len(order))) for at in range(0, len(order), _PART)]
-        factor = inverse_factor(outputs[order[:, None], order])
-        for part in parts:
-            self._round(weight, order, part, factor)
-        g = self.lost @ solver.hessian
-        del self.lost
+        parts = [slice(at, min(at + _PART, len(weight))) for at in range(0, len(weight), _PART)]
+        factor = inverse_factor(outputs.clone())
+        lost = weight.clone()  # the targets of rows that are not rounded yet, E of the others
+        for rows in parts:
+            self._round(weight, lost, rows, factor)
+        g = lost @ solver.hessian
+        del lost
         for _ in range(_SWEEPS):
-            for part in parts:
-                self._refine(order[part], g)
+            for rows in parts:
+                self._refine(rows, g)
 
-    def _round(self, weight: torch.Tensor, order: torch.Tensor, part: slice, factor: torch.Tensor | None) -> None:
-        """Round the rows order[part], and shift the targets of those after them."""
-        rows = order[part]
-        target, own = self.lost[rows], replace(self.grid, rows=len(rows))
+    def _round(self, weight: torch.Tensor, lost: torch.Tensor, rows: slice, factor: torch.Tensor | None) -> None:
+        """Round some rows, and shift the targets of those after them."""
+        target, own = lost[rows], replace(self.grid, rows=rows.stop - rows.start)
         found = self.solver.round_rows(target, own)
-        self._keep(rows.cpu().numpy(), own, found)
+        self._keep(rows, own, found)
         values = torch.from_numpy(dequantize(found, own)).to(weight)
         if factor is not None:
-            later = order[part.stop :]
-            moved = torch.linalg.solve_triangular(factor[part, part].T, target - values, upper=False)
-            self.lost[later] -= factor[part, part.stop :].T @ moved
-        self.lost[rows] = weight[rows] - values
+            moved = torch.linalg.solve_triangular(factor[rows, rows].T, target - values, upper=False)
+            lost[rows.stop :].addmm_(factor[rows, rows.stop :].T, moved, alpha=-1)
+        lost[rows] = weight[rows] - values
 
-    def _refine(self, rows: torch.Tensor, g: torch.Tensor) -> None:
+    def _refine(self, rows: slice, g: torch.Tensor) -> None:
         """Refine some rows against the errors of all, where the cost falls; g = E H of all."""
-        at = rows.cpu().numpy()
-        felt = self.outputs[rows] @ g
-        among = self.outputs[rows[:, None], rows]
-        own = replace(self.grid, rows=len(at))
-        own.copy_rows(np.arange(len(at)), self.grid, at)
-        found = self.codes[at]
+        felt, among = self.outputs[rows] @ g, self.outputs[rows, rows]
+        own, found = replace(self.grid, rows=len(felt)), self.codes[rows].copy()
+        own.copy_rows(np.arange(len(felt)), self.grid, np.arange(rows.start, rows.stop))
         old = torch.from_numpy(dequantize(found, own)).to(g)
         before = torch.linalg.solve(among, felt)
         cost = before - self.solver.refine_rows(before.clone(), own, found)  # (new - old) H
         by = torch.from_numpy(dequantize(found, own)).to(g) - old
         if float((by * (among @ cost - 2 * felt)).sum(dtype=torch.float64)) < 0:
-            self._keep(at, own, found)
+            self._keep(rows, own, found)
             g[rows] -= cost
 
-    def _keep(self, at: np.ndarray, own: Any, codes: np.ndarray) -> None:
-        self.codes[at] = codes
-        self.grid.copy_rows(at, own, np.arange(len(at)))
+    def _keep(self, rows: slice, own: Any, codes: np.ndarray) -> None:
+        self.codes[rows] = codes
+        self.grid.copy_rows(np.arange(rows.start, rows.stop), own, np.arange(len(codes)))
