@@ -153,8 +153,9 @@ class Method:
             order = grouped_act_order(hessian, grid.fit_columns, *parts)
         at = layout if order is None else order if layout is None else layout[order]
         whole_order = None if at is None else torch.from_numpy(at).to(weight.device)
-        held = layer.hessian.held
-        judge = HeldError(layer) if held is not None and held.tokens and self.damping < float("inf") else None
+        held, judge = layer.hessian.held, None
+        if held is not None and held.tokens and self.damping < float("inf"):
+            judge = HeldError(layer, self.alpha > 0)
         target = weight
         if self.alpha:
             target = target_of(layer.name, weight, layer.hessian, self.damping, self.alpha, layer.last, whole_order)

@@ -140,15 +140,17 @@ class HeldError:
 
     Up to a constant, sum |W x_float - W' x|^2 is  tr(D H D^T) - 2 tr(D (W C)^T),  D = W' - W, H and C of these tokens.
 
+    cross  whether C counts; else x_float = x
     costs  of a squared error in each row's output, float [rows]; None: all alike
     """
 
-    def __init__(self, layer: LayerInput) -> None:
+    def __init__(self, layer: LayerInput, cross: bool) -> None:
         held = layer.hessian.held
         assert held is not None
         self.rows = some_rows(len(layer.weight))
         self.weight = layer.weight[self.rows]
-        self.hessian, self.expected = held.matrix, _expected(layer.name, layer.weight, layer.hessian)
+        self.hessian = held.matrix
+        self.expected = _expected(layer.name, layer.weight, layer.hessian) if cross else None
         self.costs: torch.Tensor | None = None
         if layer.outputs is not None:
             self.costs = layer.outputs.blocks.diagonal(dim1=1, dim2=2).flatten()[: len(layer.weight)][self.rows]

@@ -7,8 +7,9 @@ import torch
 
 from bridge.errors import BridgeError
 from bridge.quantize import hessian as hessian_module
+from bridge.quantize.gptq_solver import dequantize
 from bridge.quantize.hessian import Hessian, held_back
-from bridge.quantize.method import Method, groups
+from bridge.quantize.method import Method, groups, round_alone, superblocks
 from bridge.quantize.quantizer import LayerInput
 from bridge.quantize.target import alpha_of, retarget, target_of
 
@@ -62,8 +63,8 @@ def test_a_mismatch_that_lasts_is_made_good_and_one_of_chance_is_not() -> None:
 
 def test_without_tokens_held_back_nothing_is_made_good() -> None:
     hessian, weight, _ = gathered(512, "lasting")
-    expected, _ = Method(groups(4, 8, False), sweeps=0, alpha=0).layer(LayerInput("layer", weight, hessian))
     hessian.held = None
+    expected, _ = Method(groups(4, 8, False), sweeps=0, alpha=0).layer(LayerInput("layer", weight, hessian))
     found, _ = Method(groups(4, 8, False), sweeps=0).layer(LayerInput("layer", weight, hessian))
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
@@ -135,3 +136,21 @@ def test_tokens_that_are_added_after_h_was_asked_for_count_as_if_it_had_not_been
     torch.testing.assert_close(found.cross, expected.cross, rtol=1e-4, atol=1e-5)
     x = torch.cat([batch[0] for batch in batches])
     torch.testing.assert_close(expected.matrix, 2 / 512 * x.T @ x, rtol=1e-4, atol=1e-5)
+
+
+def test_a_layer_that_serves_held_back_tokens_worse_than_rounded_alone_is_rounded_alone() -> None:
+    """Tokens held back whose inputs do not depend on each other: making up for errors in other columns adds to them."""
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(4096, 1, generator=random) + 0.05 * torch.randn(4096, 64, generator=random)
+    weight = torch.randn(12, 64, generator=random)
+    method = Method(superblocks("Q4_0"), shrinkage=0.0, alpha=0)
+    layers = []
+    for others in (torch.randn(1024, 64, generator=random), x[:1024]):
+        hessian = Hessian("layer", 64)
+        hessian.add(x, held=False)
+        hessian.add(others, held=True)
+        layers.append(method.layer(LayerInput("layer", weight, hessian))[1])
+        if len(layers) == 1:
+            codes = round_alone(weight, grid := superblocks("Q4_0")(12, 64), hessian.mean_squares())
+    assert [layer.alone for layer in layers] == [True, False]
+    assert (dequantize(layers[0].codes, layers[0].grid) == dequantize(codes, grid)).all()
