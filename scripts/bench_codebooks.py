@@ -114,9 +114,9 @@ class Trellis:
 
     def solve(self, weight: torch.Tensor, damped: torch.Tensor) -> torch.Tensor:
         """LDLQ: each column of tiles after the errors of those before have moved it."""
-        found = damped_factor(damped, 0.0)
-        assert found is not None
-        factor, work, values = found[0], weight.clone(), torch.empty_like(weight)
+        factorization = damped_factor(damped, 0.0)
+        assert factorization is not None
+        factor, work, values = factorization[0], weight.clone(), torch.empty_like(weight)
         for at in range(0, weight.shape[1], TILE):
             t = slice(at, at + TILE)
             values[:, t] = self.rounded(work[:, t])
@@ -185,7 +185,7 @@ def layers_of(options: argparse.Namespace) -> list[Layer]:
         for name, m in model.named_modules()
         if name.endswith(tuple(f"layers.{b}.mlp.down_proj" for b in options.blocks))
     }
-    found = []
+    by_text = []
     for source in (options.calibrate, *options.test):
         hessians = {name: Hessian(name, m.in_features) for name, m in linears.items()}
         hooks = [
@@ -197,10 +197,10 @@ def layers_of(options: argparse.Namespace) -> list[Layer]:
                 model.base_model(torch.from_numpy(sequence[None]))
         for hook in hooks:
             hook.remove()
-        found.append([h.matrix for h in hessians.values()])
+        by_text.append([h.matrix for h in hessians.values()])
     return [
         Layer(m.weight.detach(), hessian, held, options.rows)
-        for m, hessian, *held in zip(linears.values(), *found, strict=True)
+        for m, hessian, *held in zip(linears.values(), *by_text, strict=True)
     ]
 
 
@@ -283,7 +283,12 @@ def parse() -> argparse.Namespace:
     options.add_argument("--bits", type=int, default=3, metavar="K", help="of the trellis; default: %(default)s")
     options.add_argument("--state-bits", type=int, default=16, metavar="L", help="default: %(default)s")
     options.add_argument("--sweeps", type=int, default=2, metavar="N", help="of refinement; default: %(default)s")
-    return options.parse_args()
+    chosen = options.parse_args()
+    if chosen.model and not (chosen.calibrate and chosen.test):
+        options.error("a model needs --calibrate and --test: texts whose tokens give H")
+    if chosen.rows % 128:
+        options.error(f"--rows {chosen.rows}: must be a multiple of 128, the size of the Hadamard transforms")
+    return chosen
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ for bridge and scripts.peers. Tests import `scripts.benchlib`.
     formats     one model as a GGUF in every format
     groups      GPTQ and AWQ on groups, compared with llm-compressor
     speeds      processes of both runtimes that take turns on a file
+    viterbi     the search of trellis encoders, which tests use too
 """
 
 import argparse
