@@ -11,6 +11,7 @@ for bridge and scripts.peers. Tests import `scripts.benchlib`.
     real_models, real_texts   models and texts from package registries
     token_kl    the divergence of a file token by token, in float32 and in llama.cpp
     speeds      processes of both runtimes that take turns on a file
+    viterbi     the search of trellis encoders, which tests use too
 """
 
 import argparse

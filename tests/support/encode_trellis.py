@@ -1,7 +1,6 @@
 """Trellis-coded checkpoints for tests: packing code for QTIP and EXL3, independent of the readers.
 
-Codebooks are written with Python's integers, one state after another; `viterbi` searches the best tail-biting path, as
-Tseng et al. 2024 do it: freely on the sequence turned by half, then with the bits fixed that the ends share.
+Codebooks are written with Python's integers, one state after another.
 """
 
 from __future__ import annotations
@@ -11,16 +10,15 @@ import math
 import re
 import shutil
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
 
 from bridge.trellis.hadamard import had
+from scripts.benchlib.viterbi import viterbi
 from tests.support.encode import LINEAR, load_floats, save_sharded
 
 SCALE_OVERRIDE = 0.9  # the weights' rms over the codebook's, before the search
@@ -92,69 +90,7 @@ def gaussian_table(width: int, values: int, seed: int = 0) -> np.ndarray:
     return x.astype(np.float16).astype(np.float32)
 
 
-# the search
-
-
-@numba.njit(cache=True, nogil=True)
-def _search(sequence, table, step, bits, fixed, chosen):
-    """The cheapest path: states [n] of a sequence [n, V]; fixed >= 0: the bits that begin and end it alike."""
-    n, values = sequence.shape
-    count = 1 << bits
-    groups = count >> step
-    branches = 1 << step
-    cost = np.empty(count, np.float32)
-    best = np.empty(groups, np.float32)
-    back = np.empty((n, groups), np.uint8)
-    for y in range(count):
-        cost[y] = np.float32(0) if fixed < 0 or y >> step == fixed else np.float32(1e30)
-    for i in range(n):
-        if i > 0:
-            came = back[i]
-            for g in range(groups):
-                best[g] = cost[g]
-                came[g] = 0
-            for c in range(1, branches):
-                ends = cost[c * groups : (c + 1) * groups]
-                for g in range(groups):
-                    better = ends[g] < best[g]
-                    best[g] = ends[g] if better else best[g]
-                    came[g] = np.uint8(c) if better else came[g]
-            for g in range(groups):
-                for y in range(g << step, (g + 1) << step):
-                    cost[y] = best[g]
-        for v in range(values):
-            w = sequence[i, v]
-            column = table[v]
-            for y in range(count):
-                cost[y] += (w - column[y]) * (w - column[y])
-    state = 0
-    least = np.float32(np.inf)
-    for y in range(count):
-        if (fixed < 0 or (y & (groups - 1)) == fixed) and cost[y] < least:
-            least = cost[y]
-            state = y
-    for i in range(n - 1, -1, -1):
-        chosen[i] = state
-        state = (state >> step) + (np.int64(back[i, state >> step]) * groups if i > 0 else 0)
-
-
-def viterbi(sequences: np.ndarray, coding: Coding) -> np.ndarray:
-    """int32 [tiles, n]: the states that code float sequences [tiles, n, V] well, each path biting its tail."""
-    table = np.ascontiguousarray(coding.table().T)
-    states = np.empty(sequences.shape[:2], np.int32)
-    half = sequences.shape[1] // 2
-
-    def one(tile: int) -> None:
-        sequence = np.ascontiguousarray(sequences[tile], np.float32)
-        turned = np.ascontiguousarray(np.roll(sequence, half, 0))
-        path = np.empty(len(sequence), np.int32)
-        _search(turned, table, coding.step, coding.L, -1, path)
-        shared = int(path[half]) >> coding.step
-        _search(sequence, table, coding.step, coding.L, shared, states[tile])
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(one, range(len(sequences))))
-    return states
+# paths
 
 
 def random_states(tiles: int, n: int, coding: Coding, seed: int = 0) -> np.ndarray:
@@ -232,7 +168,7 @@ def sylvester(size: int) -> np.ndarray:
 def _searched(target: np.ndarray, coding: Coding, search: bool | None, seed: int) -> np.ndarray:
     sequences = target.reshape(-1, target.shape[-1] // coding.V, coding.V)
     if search:
-        return viterbi(sequences, coding).reshape(*target.shape[:2], -1)
+        return viterbi(sequences, coding.table(), coding.step).reshape(*target.shape[:2], -1)
     make = random_states if search is False else quiet_states
     return make(len(sequences), sequences.shape[1], coding, seed).reshape(*target.shape[:2], -1)
 

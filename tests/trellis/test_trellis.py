@@ -14,6 +14,7 @@ from bridge.trellis import BitshiftCodebook, bitshift_codebook, bitshift_gemm
 from bridge.trellis.gemm import layer_of
 from bridge.trellis.hadamard import ORDERS, Rotation, had
 from bridge.trellis.packed import exl3_layer, qtip_layer
+from scripts.benchlib.viterbi import viterbi
 from tests.support.encode_trellis import (
     Coding,
     exl3_tensors,
@@ -23,7 +24,6 @@ from tests.support.encode_trellis import (
     random_states,
     stream_bits,
     transform,
-    viterbi,
 )
 
 STATES = [0, 1, 2, 12345, 65535]
@@ -311,7 +311,7 @@ def test_products_of_what_does_not_fit_are_refused_in_one_line(change, said):
     assert "\n" not in str(caught.value)
 
 
-# the encoder of these tests
+# the search that encoders share
 
 
 def test_gaussian_weights_are_coded_as_well_as_a_trellis_of_1024_states_can():
@@ -319,7 +319,7 @@ def test_gaussian_weights_are_coded_as_well_as_a_trellis_of_1024_states_can():
     coding = Coding("1mad", L=10)
     table = coding.table().astype(float)
     x = np.random.default_rng(7).normal(size=(48, 256, 1)) * 0.9 * np.sqrt(np.square(table).mean())
-    states = viterbi(x, coding)
+    states = viterbi(x, coding.table(), coding.step)
     distortion = np.square(table[states] - x).mean() / np.square(x).mean()
     assert 0.07 < distortion < 0.085
     assert np.array_equal(states[:, :-1] & 255, states[:, 1:] >> 2)
