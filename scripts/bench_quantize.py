@@ -16,7 +16,8 @@ llm-compressor; each runs in a Python that has it.
 --ik-llama adds a table of the types of ik_llama.cpp, given its shared library and the same imatrix.
 
 --steps adds a line for each step: weighted scales, columns by falling diag H, refinement, targets from the float
-model's inputs (gptaq), what the loss feels of a layer's outputs (two-sided). The last two are there in any case.
+model's inputs, the tokens' weights (gptaq), what the loss feels of a layer's outputs (two-sided). The last three are
+there in any case.
 """
 
 import argparse
@@ -46,13 +47,14 @@ class Unweighted(SuperblockGrid):
         super().fit(run, weights, np.ones_like(importance))
 
 
-TWO_SIDED = "+ outputs"
+WEIGHTED, TWO_SIDED = "+ tokens' weights", "+ outputs"
 STEPS: list[tuple[str, dict[str, Any], bool]] = [
     ("GPTQ, scales unweighted", {"act_order": "none", "sweeps": 0}, False),
     ("GPTQ", {"act_order": "none", "sweeps": 0}, False),
     ("+ order", {"sweeps": 0}, False),
     ("+ refinement", {}, False),
     ("+ float inputs", {}, True),
+    (WEIGHTED, {}, True),
     (TWO_SIDED, {}, True),
 ]
 
@@ -65,7 +67,8 @@ def main() -> None:
     columns = ["type", "step", *text, "KL", "ggml, imatrix", "ratio", "seconds"]
     print(head(*columns, *(["KL in llama.cpp", "ggml there", "ratio there"] if options.llama_cpp else [])))
     points: list[dict[str, Any]] = []
-    outputs = float_model.output_hessians()
+    of_outputs, weights = float_model.gradients()
+    felt = {"outputs": of_outputs, "weights": weights}
     for name in options.types:
         scale = nvfp4.OWN_SCALE if name == "NVFP4" else 1.0
         made = peer_blocks(float_model, name)
@@ -74,14 +77,14 @@ def main() -> None:
         there = float_model.in_llama_cpp(made, options.threads) if options.llama_cpp else None
         bpw = WRITTEN[name].bpw
         points.append({"name": name, "maker": "llama.cpp's quantizer, imatrix", "bpw": bpw, "kl": peer.mean})
-        steps = STEPS if options.steps else STEPS[-1:] if options.last_step else [STEPS[0], *STEPS[-2:]]
+        steps = STEPS if options.steps else STEPS[-1:] if options.last_step else [STEPS[0], *STEPS[-3:]]
         if name not in BLOCKS or name in CALIBRATED:  # its scales are chosen while it is rounded
             steps = [step for step in steps if "unweighted" not in step[0]]
         for step, settings, cross in steps:
             grid = partial(Unweighted, BLOCKS[name], spread=False) if "unweighted" in step else superblocks(name, scale)
-            felt = {"outputs": outputs.get} if step == TWO_SIDED else {}
+            options_of_step = felt if step == TWO_SIDED else {"weights": weights} if step == WEIGHTED else {}
             blocks: dict[str, Blocks] = {}
-            own, seconds = float_model.quantized(Method(grid, **settings).layer, blocks, cross=cross, **felt)
+            own, seconds = float_model.quantized(Method(grid, **settings).layer, blocks, cross=cross, **options_of_step)
             more: list[Divergence] = []
             if there is not None:
                 here = float_model.in_llama_cpp(blocks, options.threads)
@@ -103,7 +106,7 @@ def main() -> None:
     if options.ik_llama:
         print_ik_llama(float_model, options.ik_llama)
     if options.groups:
-        print_groups(float_model, outputs, options.groups)
+        print_groups(float_model, felt, options.groups)
 
 
 def peer_blocks(float_model: FloatModel, name: str) -> dict[str, Blocks]:

@@ -16,10 +16,13 @@ from bridge.checkpoint import open_checkpoint
 from bridge.quantize import quantize_model
 from bridge.quantize.activations import Shelf
 from bridge.quantize.default_text import openings
+from bridge.quantize.experts import expert_pattern
 from bridge.quantize.float_model import FloatModel as Streamed
 from bridge.quantize.forward_passes import output_hessians
-from bridge.quantize.mixture import calibration_sequences
+from bridge.quantize.hessian import token_weights
+from bridge.quantize.mixture import Calibrating, calibration_sequences
 from bridge.quantize.own_samples import own_samples
+from bridge.quantize.quantizer import Outputs, Weights
 from bridge.quantize.sources import sources_of
 from scripts.peers import reference
 from scripts.peers.gguf_file import Blocks, replace_blocks
@@ -141,10 +144,13 @@ class FloatModel:
                 found = np.stack([model.logits(window.tolist()) for window in self._test])
         return Divergence(window_kls(self._expected, found), len(self.tests))
 
-    def output_hessians(self) -> dict[str, torch.Tensor]:
-        """A of each layer, see `bridge.quantize.two_sided`."""
-        model = Streamed(open_checkpoint(self.folder))
-        return dict(output_hessians(model, torch.from_numpy(self.calibration), Shelf(None)))
+    def gradients(self) -> tuple[Outputs, Weights]:
+        """A of each layer and how much the tokens count in its H, as `quantize_model` takes them."""
+        model, tokens = Streamed(open_checkpoint(self.folder)), torch.from_numpy(self.calibration)
+        held = Calibrating(tokens, held=self.held).held_tokens()
+        norms: dict[str, torch.Tensor] = {}
+        outputs = dict(output_hessians(model, tokens, Shelf(None), held=held, norms=norms.__setitem__))
+        return outputs.get, lambda names: token_weights([norms.get(expert_pattern(name)) for name in names])
 
     def by_peer(
         self, read: Callable[[Path], reference.Weights], python: Path, script: str | None, *options: object

@@ -22,8 +22,8 @@ TWO_SIDED = "two-sided"
 RTN: dict[str, Any] = {"act_order": "none", "damping": float("inf"), "sweeps": 0}
 
 
-def print_groups(float_model: FloatModel, outputs: dict[str, Any], python: Path) -> None:
-    """A markdown table; `python` has llm-compressor, `outputs` are what `FloatModel.output_hessians` returns."""
+def print_groups(float_model: FloatModel, felt: dict[str, Any], python: Path) -> None:
+    """A markdown table; `python` has llm-compressor, `felt` are the options of two-sided rounding."""
     print(f"\n{head('groups', 'KL', 'llm-compressor', 'ratio', 'seconds', 'its seconds')}")
     for method, bits, size, symmetric in ROWS:
         options = ["--method", method, "--bits", bits, "--group-size", size, *([] if symmetric else ["--asym"])]
@@ -32,7 +32,7 @@ def print_groups(float_model: FloatModel, outputs: dict[str, Any], python: Path)
         for name, how in own_ways(method, bits, size, symmetric).items():
             settings: dict[str, Any] = {"prepare": how.prepare} if isinstance(how, Awq) else {}
             if name == TWO_SIDED:
-                settings["outputs"] = outputs.get
+                settings |= felt
             own, seconds = float_model.quantized(how.layer, cross="GPTAQ" in name or name == TWO_SIDED, **settings)
             what = f"{name} {bits}-bit g{size} {'sym' if symmetric else 'asym'}"
             line(what, own, peer, own.over(peer), f"{seconds:.0f}", f"{theirs:.0f}")
