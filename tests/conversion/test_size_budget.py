@@ -98,7 +98,7 @@ def test_the_file_has_at_most_the_bytes_and_no_tensor_could_have_a_larger_type(m
     for t in tensors:
         if len(t.shape) == 2:
             sizes = sorted(b.nbytes * int(t.n_elements) // b.size for b in BLOCKS.values() if b.is_k)
-            larger += [n - int(t.n_bytes) for n in sizes if n > t.n_bytes]
+            larger += [n - int(t.n_bytes) for n in sizes if n > 1.1 * t.n_bytes]  # Q2_K is no better than IQ2_S
     assert limit - min(larger) < size <= limit
 
 
