@@ -131,7 +131,7 @@ def test_ctrl_c_leaves_finished_layers_and_nothing_else(
     assert said == "stopped" or "are stored in" in said or "nothing half-written" in said
     left = {path.name for path in tmp_path.rglob("*")}
     assert not any("unfinished" in name or name.startswith(".") for name in left)
-    files = (".safetensors", ".scales", ".gradients")
+    files = (".safetensors", ".scales", ".gradients", ".norms")
     records = {"job.json", "inputs.json", "gradients.json"}
     assert left <= {"out.layers", *records} | {n for n in left if n.endswith(files)}
     assert any(name.endswith(".safetensors") for name in left) == stored

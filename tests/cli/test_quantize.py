@@ -458,15 +458,8 @@ def test_without_torch_the_package_to_install_is_named(text, monkeypatch) -> Non
         Calibration(text)
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"method": "gptaq"}, r"\.self_attn\.\w+_proj: its inputs hold NaN or inf"),
-        ({"method": "two-sided"}, ": its outputs hold NaN or inf"),
-    ],
-    ids=["gptaq", "two-sided"],
-)
-def test_nan_in_activations_names_the_layer(model, text, tmp_path, options, named) -> None:
+@pytest.mark.parametrize("method", ["gptaq", "two-sided"])
+def test_nan_in_activations_names_the_block(model, text, tmp_path, method) -> None:
     from safetensors.torch import load_file, save_file
 
     broken = tmp_path / "broken"
@@ -476,5 +469,5 @@ def test_nan_in_activations_names_the_layer(model, text, tmp_path, options, name
     weights = load_file(broken / "model.safetensors")
     weights["model.layers.1.input_layernorm.weight"] = torch.full_like(weights["model.norm.weight"], 3e38)
     save_file(weights, broken / "model.safetensors", {"format": "pt"})
-    with pytest.raises(BridgeError, match=r"model\.layers\.1" + named):
-        convert(broken, tmp_path / "o.gguf", type="Q4_K", calibrate=settings(text, **options))
+    with pytest.raises(BridgeError, match=r"model\.layers\.1: its outputs hold NaN or inf"):
+        convert(broken, tmp_path / "o.gguf", type="Q4_K", calibrate=settings(text, method=method))
