@@ -30,7 +30,7 @@ def viterbi(sequences: np.ndarray, table: np.ndarray, step: int) -> np.ndarray:
     return states
 
 
-@numba.njit(cache=True, nogil=True)
+@numba.njit(nogil=True)  # not cached: a cached kernel imports its module by the name that compiled it, and there are two
 def _search(sequence, parts, fixed, path):
     """Write the cheapest path [n] of a sequence [n, V]; fixed >= 0: the L - step bits that begin and end it alike."""
     n = len(sequence)
