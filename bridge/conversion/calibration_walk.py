@@ -46,10 +46,9 @@ def needs(model: FloatModel, settings: Calibration, found: Calibrating, bits: Ma
 
     sequences, length = found.tokens.shape
     columns = model.head()[1][1]
-    felt, two_sided = settings.method != "awq", settings.method == "two-sided"
     at_once = _TOKENS_AT_ONCE, rows_at_once(columns)
-    held = found.held > 0
-    job = Job(model, (sequences, length), bits, settings.cross, held, felt, two_sided, settings.sweeps, *at_once)
+    gathered = settings.cross, found.held > 0, settings.felt, settings.two_sided
+    job = Job(model, (sequences, length), bits, *gathered, settings.sweeps, *at_once)
     return needs_of(job, settings.memory)
 
 
@@ -83,8 +82,8 @@ def walk_layers(
     with disk_errors(beside, "activations", "folder"), temporary_beside(beside) as folder:
         dtype = torch.bfloat16 if model.stored_in_bfloat16 else None
         todo = set(targets) - layers.layers.keys()
-        two_sided = settings.method == "two-sided" and bool(todo)
-        felt = settings.method != "awq" and bool(todo)
+        two_sided = settings.two_sided and bool(todo)
+        felt = settings.felt and bool(todo)
         if felt and not layers.has_outputs(todo):
             with Shelf(folder, room.gradients, dtype) as shelf:
                 _keep_output_hessians(model, settings, found, todo, shelf, layers)
@@ -154,7 +153,7 @@ def spread_layers(
         dtype=model.dtype,
         kept_dtype=torch.bfloat16 if model.stored_in_bfloat16 else None,
         offload=settings.offload,
-        two_sided=settings.method == "two-sided",
+        two_sided=settings.two_sided,
     )
     if not set(targets) - layers.layers.keys():
         return
@@ -188,7 +187,7 @@ def _keep_output_hessians(
     said("forward")
     missing = {name for name in targets if not layers.has_outputs([name])}
     resume = KeptInputs(layers.folder, layers.job, "gradients")
-    products = settings.method == "two-sided"
+    products = settings.two_sided
     model = FloatModel(model.ckpt, fast_arithmetic(model.device), model.device)
     for name, outputs in output_hessians(
         model, found.tokens, shelf, resume=resume, held=found.held_tokens(), norms=layers.save_norms, products=products

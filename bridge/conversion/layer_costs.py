@@ -91,16 +91,12 @@ class LayerCosts:
             pass
         passes.load_embedding_and_head()
 
-    @property
-    def _two_sided(self) -> bool:
-        return self.settings.method == "two-sided"
-
     def _of_rows(self, products: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """`Felt.squares` and `Felt.left` of a layer of so many rows, from A."""
         from bridge.quantize.two_sided import row_costs
 
         squares = products.diagonal(dim1=1, dim2=2).flatten()[:count].double()
-        return squares, row_costs(products, count) if self._two_sided and squares.any() else squares
+        return squares, row_costs(products, count) if self.settings.two_sided and squares.any() else squares
 
     def _measure_embeddings(
         self, passes: Passes, tokens: torch.Tensor, products: torch.Tensor, as_head: tuple[Hessian, torch.Tensor] | None
@@ -117,9 +113,11 @@ class LayerCosts:
         if as_head is not None:
             felt.append(Felt(as_head[0].matrix, as_head[1], as_head[1]))
         hessian = embeddings_hessian(name, embeddings_matrix(products, as_head), tokens.numel())
-        if self._two_sided:
+        if self.settings.two_sided:
             self.squares[name] = hessian.mean_squares()
-        self.costs[name] = layer_costs(weight, felt, self._methods(hessian, self._two_sided), self.squares.get(name))
+        self.costs[name] = layer_costs(
+            weight, felt, self._methods(hessian, self.settings.two_sided), self.squares.get(name)
+        )
 
     def _layer_costs(self, layer: LayerInput, rows: tuple[torch.Tensor, torch.Tensor] | None) -> dict[str, Cost]:
         """rows: `Felt.squares` and `Felt.left`."""

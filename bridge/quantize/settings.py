@@ -193,6 +193,16 @@ class Calibration:
         """Whether the float model's inputs are needed too."""
         return self.method in ("two-sided", "gptaq") and self.alpha != 0
 
+    @property
+    def two_sided(self) -> bool:
+        """Whether A of the layers' outputs is gathered, and the embeddings are quantized with theirs."""
+        return self.method == "two-sided"
+
+    @property
+    def felt(self) -> bool:
+        """Whether gradients are taken, by which tokens count in each layer's Hessian."""
+        return self.method in ("two-sided", "gptaq", "gptq")
+
     def quantizer(self, grid: Callable[[int, int], Any]) -> Method:
         """The method on a grid."""
         from bridge.quantize.method import Method
