@@ -223,7 +223,7 @@ def stages_of(job: SpreadJob, block: int, done: Done, numbers: Sequence[int]) ->
     with _at_work(job) as worker:
         worker.enter(block, done, numbers)
         batches = (worker.inputs(block, number) for number in numbers)
-        return find_stages(worker.model.blocks[block], worker.layers, batches)
+        return find_stages(worker.model.blocks[block], worker.layers, batches, job.store.weights)
 
 
 def gathered(

@@ -1,7 +1,7 @@
 """The stages of a block: layers whose inputs are known once all layers before them are quantized.
 
-Layers that are called with the same tensor one after the other (q, k and v; gate and up) share a stage and one
-Hessian. Experts of a mixture do not depend on each other: gate and up of all of them are one stage, down the next,
+Layers that are called with the same tensor one after the other (q, k and v; gate and up) share a stage, and one
+Hessian unless the text's tokens count otherwise for each (`apart`). Experts of a mixture do not depend on each other: gate and up of all of them are one stage, down the next,
 with a Hessian for each expert. Layers that no token of the text reaches come last.
 """
 
@@ -15,22 +15,37 @@ from torch import nn
 
 from bridge.quantize.block_inputs import BlockInputs, StopForward, first_of, matrix_shape, vectors
 from bridge.quantize.experts import SeparateExperts, expert_of, expert_pattern
+from bridge.quantize.quantizer import Weights
 from bridge.quantize.replay import End, Replay
 
 HESSIANS = 2 << 30  # bytes that are gathered in one pass, if nothing else is asked for
+_ALIKE = 0.8  # of two layers' token weights in common: they share a Hessian. q, k, v have 0.6 to 0.75, gate and up 0.9
 
 
 @dataclass
 class Stage:
-    """Names of layers, in groups that share an input.
+    """Names of layers, in groups that share a Hessian.
 
-    experts  the groups are experts of one mixture
+    experts  the groups are experts of one mixture; otherwise all of them have the same inputs
     once     each layer is called only once in a pass
     """
 
     groups: dict[str, list[str]] = field(default_factory=dict)
     experts: bool = False
     once: bool = True
+
+    def apart(self, weights: Weights) -> Self:
+        """The stage with a Hessian each for layers between which the text's tokens count otherwise."""
+        if self.experts:
+            return self
+        own = {name: weights([name]) for group in self.groups.values() for name in group}
+        cut: list[list[str]] = []
+        for name, counts in own.items():
+            alike = next((group for group in cut if _in_common(own[group[0]], counts) >= _ALIKE), None)
+            if alike is None:
+                cut.append(alike := [])
+            alike.append(name)
+        return replace(self, groups={str(number): group for number, group in enumerate(cut)})
 
     def parts(self, layers: Mapping[str, nn.Module], cross: bool, together: int | None = None) -> Iterator[Self]:
         """The stage, cut into parts whose Hessians take at most so many bytes together; None: `HESSIANS`."""
@@ -47,10 +62,20 @@ class Stage:
         yield part
 
 
+def _in_common(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
+    """The share that two layers' token weights, 1 on average, have in common; 1 where one of them is not known."""
+    return 1.0 if one is None or other is None else float(torch.minimum(one, other).mean())
+
+
 def find_stages(
-    block: nn.Module, layers: Mapping[str, nn.Module], batches: Iterable[BlockInputs]
+    block: nn.Module,
+    layers: Mapping[str, nn.Module],
+    batches: Iterable[BlockInputs],
+    weights: Weights = lambda names: None,
 ) -> tuple[list[Stage], dict[str, End]]:
     """The stages of these layers, in the order of their calls, and the block's modules that return a layer's output.
+
+    weights  how much each of the text's tokens counts in H of layers
 
     Batches are run until each layer was reached; of experts, any of a mixture.
     """
@@ -108,6 +133,7 @@ def find_stages(
                 break
             seen.update(dict.fromkeys(seen))  # another batch has other inputs
     stages = _in_stages([*order, *((name, None) for name in layers if name not in seen)], not again)
+    stages = [stage.apart(weights) for stage in stages]
     return stages, {} if again else _of_all_experts(ends, inside.values())
 
 
@@ -164,12 +190,13 @@ def stage_inputs(
     seen: dict[str, list[torch.Tensor]] = {}
     added: dict[str, torch.Tensor] = {}
     names = {module: name for name, module in replay.block.named_modules()}
+    inputs = [[key] for key in stage.groups] if stage.experts else [list(stage.groups)]  # groups that share theirs
 
-    def note(key: str) -> Any:
+    def note(keys: Sequence[str]) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-            seen.setdefault(key, []).append(vectors(module, args[0]).float())
+            seen.setdefault(keys[0], []).append(vectors(module, args[0]).float())
             if routed is None:
-                for name in stage.groups[key]:
+                for name in (name for key in keys for name in stage.groups[key]):
                     replay.keep(names[layers[name]], args[0])
             if stage.once and not stage.experts:
                 raise StopForward
@@ -192,8 +219,8 @@ def stage_inputs(
                 if end.layer in of and end.added:
                     module = replay.block.get_submodule(end.added)
                     stack.callback(module.register_forward_pre_hook(note_residual(of[end.layer])).remove)
-        for key, group in stage.groups.items():
-            stack.callback(layers[group[0]].register_forward_pre_hook(note(key)).remove)
+        for keys in inputs:
+            stack.callback(layers[stage.groups[keys[0]][0]].register_forward_pre_hook(note(keys)).remove)
         mixture = mixture_of(replay.block, stage, layers)
         if mixture is not None:
             mixture.imposed = routed
@@ -201,7 +228,8 @@ def stage_inputs(
             stack.callback(mixture.register_forward_hook(stop).remove)
         with suppress(StopForward):
             replay.run({names[layers[name]] for group in stage.groups.values() for name in group})
-    return {key: torch.cat(found) for key, found in seen.items()}, added
+    joined = {first: torch.cat(found) for first, found in seen.items()}
+    return {key: joined[keys[0]] for keys in inputs for key in keys if keys[0] in joined}, added
 
 
 def mixture_of(block: nn.Module, stage: Stage, layers: Mapping[str, nn.Module]) -> SeparateExperts | None:

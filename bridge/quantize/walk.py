@@ -213,7 +213,7 @@ def _quantize_layers(
         for n in layers:
             replace_layer(layers[n], done.pop(n), originals.get(n))
         return
-    stages, ends = find_stages(block, layers, batches)
+    stages, ends = find_stages(block, layers, batches, weights)
     for replay in (*replays, *floats):
         replay.ends = ends
     for whole in stages:
