@@ -107,7 +107,7 @@ def quantize_layers(
 
     def finished(layer: StoredLayer) -> None:
         if log is not None:
-            log.layer(layer.name)
+            log.layer(layer)
         if settings.progress:
             rows = "rows {} to {} of {} ".format(*layer.rows) if layer.rows else ""
             settings.progress(len(layers.layers), len(targets), f"{layer.name} {rows}error {layer.error:.2e}")

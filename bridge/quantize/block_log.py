@@ -3,7 +3,8 @@
     block 3 of 36: 412 s, 239 tokens a second; error 0.41 of rounding to nearest (q_proj 0.38, ..., down_proj 0.44);
     about 3.8 h left
 
-A block is finished when its last layer is; the passes to the next block's inputs count with the next one.
+A block is finished when its last layer is; the passes to the next block's inputs count with the next one. The clock
+starts with the first layer: what comes before it, as the gradients, comes once.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ _NAMED = 12  # layers of a block that are named; of experts, there may be hundre
 
 
 class BlockLog:
-    """Follows a run; made when it begins.
+    """Follows a run; made before its first layer.
 
     blocks   the names of the layers that are quantized, block by block; the output head is a block of its own
     weights  how many a layer has
@@ -42,14 +43,18 @@ class BlockLog:
         self._say = say or (lambda line: None)
         self._begun = self._since = compiling.clock()
         self._before = set(layers)
+        self._started = False  # with a layer
         self.records: list[dict[str, Any]] = []
         for number, names in enumerate(blocks):
             if names and self._before.issuperset(names):
                 self._record(number, names, sum(layers[name].seconds for name in names))
 
-    def layer(self, name: str) -> None:
+    def layer(self, layer: StoredLayer) -> None:
         """A layer, or some rows of it, is finished."""
-        number, names = next((i, own) for i, own in enumerate(self._blocks) if name in own)
+        if not self._started:
+            self._started = True
+            self._begun = self._since = compiling.clock() - layer.seconds
+        number, names = next((i, own) for i, own in enumerate(self._blocks) if layer.name in own)
         if all(own in self._layers for own in names):
             now = compiling.clock()
             self._record(number, names, now - self._since)

@@ -48,6 +48,16 @@ def sequences_at_once(model: FloatModel, length: int) -> int:
     return max(1, min(4096, max(1, LOGITS // model.vocabulary)) // length)
 
 
+def drawn(weights: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """A token of each row, int64 [rows, 1], drawn by these weights, float32 [rows, vocabulary], not all 0.
+
+    By one random number a row: torch.multinomial takes one for each word, which is most of a pass through a head.
+    """
+    up_to = weights.cumsum(-1)
+    points = torch.rand(len(weights), 1, generator=generator).to(up_to) * up_to[:, -1:]
+    return torch.searchsorted(up_to, points, right=True).clamp_(max=weights.shape[1] - 1)
+
+
 def output_hessians(
     model: FloatModel,
     tokens: torch.Tensor,
@@ -101,6 +111,8 @@ class Passes:
     first: int = 0
     held: torch.Tensor | None = None
     room: Callable[[], bool] = lambda: False
+    _gradients: list[torch.Tensor] | None = None  # at the last block's outputs, until `output_products` takes them
+    _predicted: torch.Tensor | None = None  # sum of p (1 - p) over the tokens, float64 [vocabulary]
 
     def __post_init__(self) -> None:
         self.batches = self.tokens.split(self.batch)
@@ -200,7 +212,7 @@ class Passes:
         return found
 
     def output_products(
-        self, rows: int, seed: int = 0, resume: Resumption | None = None, norms: KeepNorms | None = None
+        self, rows: int, resume: Resumption | None = None, norms: KeepNorms | None = None
     ) -> Iterator[tuple[str, OutputHessian]]:
         """A of each layer, last first, then of the embeddings: the mean of g g^T / |g|, times that of |g|.
 
@@ -221,7 +233,8 @@ class Passes:
         if resume is not None and done:
             gradients = [resume.read(done, batch, False) for batch in range(len(self.batches))]
         else:
-            gradients = self._last_gradients(seed)
+            gradients = self._gradients or self._last_gradients()
+        self._gradients = None
         self.model.drop(None)
         self.model.drop_head()
         end = done or len(self.model.blocks)
@@ -288,17 +301,12 @@ class Passes:
         for name in [name for name, own in felt.items() if own.norms]:
             yield name, felt.pop(name).mean(self.tokens.numel())
 
-    @torch.no_grad()
     def head_gradients(self) -> torch.Tensor:
         """The mean squared gradients of the output head's outputs, float64 [out]: of p (1 - p), without drawing."""
-        total = torch.zeros(self.model.vocabulary, dtype=torch.float64, device=self.model.device)
-        for batch, kept in enumerate(self.inputs[-1]):
-            x = _value(kept)
-            for positions in self._spans(x):
-                with self._positions(positions):
-                    p = self.logits(batch, x).softmax(-1)
-                total += (p - p.square()).sum((0, 1), dtype=torch.float64)
-        return total / self.tokens.numel()
+        if self._predicted is None:
+            self._gradients = self._last_gradients()
+        assert self._predicted is not None
+        return self._predicted / self.tokens.numel()
 
     @torch.no_grad()
     def head_hessian(self) -> Hessian:
@@ -306,18 +314,22 @@ class Passes:
         last = (_value(x).to(self.model.device) for x in self.inputs[-1])
         return head_hessian(self.model.model, self.model.blocks, self.batches, self.calls[0].items, last)
 
-    def _last_gradients(self, seed: int) -> list[torch.Tensor]:
-        """By batch, the gradients at the last block's outputs."""
-        generators = (torch.Generator().manual_seed(seed + self.first + b) for b in range(len(self.batches)))
+    def _last_gradients(self) -> list[torch.Tensor]:
+        """By batch, the gradients at the last block's outputs; sets what `head_gradients` returns."""
+        self._predicted = torch.zeros(self.model.vocabulary, dtype=torch.float64, device=self.model.device)
+        generators = (torch.Generator().manual_seed(self.first + b) for b in range(len(self.batches)))
         return [self._last_gradient(batch, generator) for batch, generator in enumerate(generators)]
 
     def _last_gradient(self, batch: int, generator: torch.Generator) -> torch.Tensor:
         x = _value(self.inputs[-1][batch]).detach().to(self.model.device).requires_grad_()
         for positions in self._spans(x):
             with torch.enable_grad(), self._positions(positions):
-                scores = self.logits(batch, x).log_softmax(-1).flatten(0, 1)
-                drawn = torch.multinomial(scores.detach().exp().cpu(), 1, generator=generator).to(scores.device)
-                scores.gather(1, drawn).sum().backward()
+                logits = self.logits(batch, x)
+            p = logits.detach().softmax(-1).flatten(0, 1)
+            self._predicted += p.sum(0) - p.square().sum(0)
+            chosen = drawn(p, generator)
+            of_logits = p.neg_().scatter_add_(1, chosen, torch.ones_like(chosen, dtype=p.dtype))
+            logits.backward(of_logits.view_as(logits))
         assert x.grad is not None
         return x.grad.cpu()
 

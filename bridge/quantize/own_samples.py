@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from bridge.quantize.float_model import FloatModel
+from bridge.quantize.forward_passes import drawn
 
 _ROWS = 128  # that go forward together
 _LENGTH = 256  # tokens in a row, at most
@@ -97,10 +98,11 @@ def _rows(
     given = [openings.take() for _ in range(rows)]
     cache = logits = None
     for at in range(length):
-        drawn = [0] * rows
+        chosen = [0] * rows
         if logits is not None:
-            drawn = _drawn(logits, generator)
-        for row, token in enumerate(drawn):
+            weights = logits.sub_(logits.amax(-1, keepdim=True)).exp_()
+            chosen = drawn(weights, generator)[:, 0].tolist()
+        for row, token in enumerate(chosen):
             if given[row]:
                 token = given[row].pop()
             elif token in ends:
@@ -114,13 +116,3 @@ def _rows(
         logits = out.logits[:, -1].float().cpu()
         tell(at + 1)
     return tokens
-
-
-def _drawn(logits: torch.Tensor, generator: torch.Generator) -> list[int]:
-    """A token of each row of float32 [rows, vocabulary], drawn by one random number a row; overwrites the logits.
-
-    torch.multinomial takes one for each token of the vocabulary, a third of all time.
-    """
-    up_to = logits.sub_(logits.amax(-1, keepdim=True)).exp_().cumsum_(-1)
-    points = torch.rand(len(logits), 1, generator=generator) * up_to[:, -1:]
-    return torch.searchsorted(up_to, points, right=True)[:, 0].clamp_(max=logits.shape[1] - 1).tolist()

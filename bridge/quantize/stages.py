@@ -1,8 +1,9 @@
 """The stages of a block: layers whose inputs are known once all layers before them are quantized.
 
 Layers that are called with the same tensor one after the other (q, k and v; gate and up) share a stage, and one
-Hessian unless the text's tokens count otherwise for each (`apart`). Experts of a mixture do not depend on each other: gate and up of all of them are one stage, down the next,
-with a Hessian for each expert. Layers that no token of the text reaches come last.
+Hessian unless the text's tokens count otherwise for each (`Stage.apart`). Experts of a mixture do not depend on each
+other: gate and up of all of them are one stage, down the next, with a Hessian for each expert. Layers that no token of
+the text reaches come last.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

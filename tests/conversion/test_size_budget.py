@@ -34,7 +34,7 @@ from bridge.quantize.budget.divergence import Divergence, Rounded
 from bridge.quantize.budget.search import FLOAT, search
 from bridge.quantize.budget.sensitivity import Felt, layer_costs, nearest
 from bridge.quantize.float_model import FloatModel
-from bridge.quantize.forward_passes import Passes
+from bridge.quantize.forward_passes import Passes, drawn
 from bridge.quantize.hessian import held_back
 from bridge.quantize.settings import Calibration
 from scripts.peers.llama_cpp import LlamaCpp
@@ -282,9 +282,9 @@ def test_gradients_are_those_of_the_whole_model(model: Path, passes: Passes) -> 
         scores = whole(batch).logits.float().log_softmax(-1).flatten(0, 1)
         for handle in handles:
             handle.remove()
-        drawn = torch.multinomial(scores.detach().exp(), 1, generator=generator)
+        chosen = drawn(scores.detach().exp(), generator)
         for all_, gradient in zip(
-            (of_embeddings, of_up), torch.autograd.grad(scores.gather(1, drawn).sum(), outputs), strict=True
+            (of_embeddings, of_up), torch.autograd.grad(scores.gather(1, chosen).sum(), outputs), strict=True
         ):
             all_.append(gradient.flatten(0, 1))
 

@@ -15,7 +15,7 @@ from bridge.checkpoint import open_checkpoint
 from bridge.quantize import FloatModel, Method, groups, quantize_block, quantize_model, stages
 from bridge.quantize.block_inputs import BlockInputs
 from bridge.quantize.experts import SeparateExperts, lend, merged, restore_experts, split_experts
-from bridge.quantize.forward_passes import Passes
+from bridge.quantize.forward_passes import Passes, drawn
 from bridge.quantize.hessian import Hessian
 from tests.support.tiny_models import save_model
 
@@ -137,8 +137,8 @@ def test_what_the_loss_feels_of_an_expert_is_of_the_tokens_that_reach_it_by_thei
 
     experts.register_forward_hook(keep)
     scores = model(TOKENS).logits.log_softmax(-1).flatten(0, 1)
-    drawn = torch.multinomial(scores.detach().exp(), 1, generator=torch.Generator().manual_seed(0))
-    scores.gather(1, drawn).sum().backward()
+    chosen_tokens = drawn(scores.detach().exp(), torch.Generator().manual_seed(0))
+    scores.gather(1, chosen_tokens).sum().backward()
     chosen, weights, output = calls[0]
     with torch.no_grad():
         found = dict(Passes(FloatModel(open_checkpoint(folder)), TOKENS, len(TOKENS)).output_products(2048))
