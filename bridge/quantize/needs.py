@@ -200,7 +200,8 @@ class _Sizes:
 
     def layers(self) -> int:
         """Without activations between blocks."""
-        largest = max((self._solved(*shape) for shapes in self.shapes for shape in shapes.values()), default=0)
+        each = ((shapes, shape) for shapes in self.shapes for shape in shapes.values())
+        largest = max((self._solved(*shape) + self._beside(shapes, shape[1]) for shapes, shape in each), default=0)
         largest += min(self.experts, HESSIANS)
         return max(self.blocks) * self.item * self.copies + largest
 
@@ -212,6 +213,15 @@ class _Sizes:
             return 0
         gathered = self.outside * self.item + 4 * self.matrices * n * n + self._gathered(n)
         return max(gathered, self._solved(min(rows, self.job.head_rows), n))
+
+    def hessians_beside(self, shapes: Mapping[str, tuple[int, int]], n: int) -> int:
+        """Of a block's layers of n columns, how many more than one may be gathered together: q, k and v have one each
+        where tokens count otherwise for them."""
+        own = sum(columns == n and not expert_of(f"{name}.") for name, (_, columns) in shapes.items())
+        return min(2, max(0, own - 1)) if self.job.felt else 0
+
+    def _beside(self, shapes: Mapping[str, tuple[int, int]], n: int) -> int:
+        return 4 * self.matrices * n * n * self.hessians_beside(shapes, n)
 
     def _gathered(self, n: int) -> int:
         """A batch's passes through a block, or its inputs of a layer while they are added to the Hessians."""
@@ -265,7 +275,7 @@ def _seconds(job: Job) -> float:
         total += 2 * weights * share * (sizes.count * sizes.copies + 4 * sizes.felt) / fast
         for n in {n for _, n in shapes.values()}:
             outputs = [rows for rows, columns in shapes.values() if columns == n]
-            inputs = -(-len(outputs) // 2)
+            inputs = -(-len(outputs) // 2) + sizes.hessians_beside(shapes, n)
             cross = sum(outputs) if takes_products(outputs, n, at_hand=False) else n
             gathered = sizes.count * n * (n + 2 * cross * job.cross) * share
             total += inputs * (gathered + 4 * n**3) / exact

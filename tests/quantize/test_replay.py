@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -101,6 +102,36 @@ def test_o_and_down_are_to_make_good_what_was_lost_of_what_they_are_added_to() -
         x, h = seen[name, True], seen[norm, True]
         wanted = seen[name, False] @ weight.T + seen[norm, False] - h
         torch.testing.assert_close(hessian.products[name].whole, 2 / len(x) * wanted.T @ x, rtol=1e-3, atol=1e-4)
+
+
+def test_layers_for_which_tokens_count_otherwise_have_hessians_of_their_own() -> None:
+    """H = 2/n sum w x x^T and W C = 2/n sum w W (x_float - x) x^T of v with its own w; q and k share theirs."""
+    model, original = model_of("llama"), model_of("llama")
+    generator = torch.Generator().manual_seed(4)
+    counts = {name: torch.rand(TOKENS.numel(), generator=generator).square() for name in ("v_proj", "others")}
+    counts = {name: own / own.mean() for name, own in counts.items()}
+
+    def weights(names: Sequence[str]) -> torch.Tensor:
+        return counts["v_proj" if names[0].endswith("v_proj") else "others"]
+
+    found = dict(quantize_model(model, TOKENS, rounded, batch=4, cross=True, weights=weights))
+    seen: dict[bool, torch.Tensor] = {}
+    for quantized, own in ((True, model), (False, original)):
+        layer = own.get_submodule("model.layers.1.self_attn.q_proj")
+        layer.register_forward_pre_hook(lambda _, a, key=quantized: seen.update({key: a[0].flatten(0, 1)}))
+        with torch.no_grad():
+            own(TOKENS)
+    x, x_float = seen[True], seen[False]
+    for name in ("q_proj", "k_proj", "v_proj"):
+        weight, hessian = found[f"model.layers.1.self_attn.{name}"]
+        w = weights([name])[:, None]
+        torch.testing.assert_close(hessian.matrix, 2 / len(x) * (w * x).T @ x, rtol=1e-4, atol=1e-5)
+        expected = 2 / len(x) * (w * (x_float - x) @ weight.T).T @ x
+        lost = mismatch(f"model.layers.1.self_attn.{name}", weight, hessian)
+        torch.testing.assert_close(lost, expected, rtol=1e-3, atol=1e-4)
+    of = {name: found[f"model.layers.1.{name}"][1] for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj")}
+    assert of["self_attn.q_proj"] is of["self_attn.k_proj"]
+    assert of["mlp.up_proj"] is found["model.layers.1.mlp.gate_proj"][1]
 
 
 def test_without_free_memory_modules_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
