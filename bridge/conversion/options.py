@@ -196,6 +196,11 @@ class ConvertOptions(PlanOptions):
         if self.budget is not None:
             self._check_budget(self.budget)
 
+    @property
+    def promises_closeness(self) -> bool:
+        """Whether every type is chosen by the error it adds: with a budget, a size chooses too."""
+        return self.budget is None and super().promises_closeness
+
     def for_source(self, coded: bool) -> Self:
         """The options for a source, with the type that `auto` is when floats alone are to be calibrated.
 

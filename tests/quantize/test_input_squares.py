@@ -12,9 +12,12 @@ from torch import nn
 
 import bridge
 from bridge.cli import main
+from bridge.conversion.importance import importance_of_tensors
+from bridge.conversion.options import Budget
 from bridge.errors import BridgeError
 from bridge.gguf_file.imatrix import read_imatrix
 from bridge.gguf_file.reader import read_gguf
+from bridge.models.outline import ModelTensor, Part
 from bridge.quantize.float_model import FloatModel
 from bridge.quantize.input_squares import mean_input_squares
 from bridge.quantize.settings import Calibration
@@ -116,6 +119,25 @@ def test_it_says_what_it_needs_and_leaves_no_file_without_imatrix_out(
     assert lines[0].startswith("importance of 1,536 tokens: needs ")
     assert calls == ["importance matrix"] * 2
     assert [file.name for file in tmp_path.iterdir()] == ["out.gguf"]
+
+
+def test_under_a_size_no_type_is_promised_before_it_is_chosen(model: Path, tokens: Path, tmp_path: Path) -> None:
+    settings = Calibration(tokens, method="imatrix", length=64)
+    report = bridge.convert(model, tmp_path / "out.gguf", calibrate=settings, budget=Budget(bpw=5.0))
+    assert any(note.startswith("size budget: ") for note in report.notes)
+    assert not any("become Q8_0" in note for note in report.notes)
+
+
+def test_an_imatrix_has_the_columns_in_the_order_of_the_gguf_except_where_that_undoes_act_order() -> None:
+    order, squares = np.array([2, 0, 1]), np.arange(3, dtype=np.float32)
+    names = {"moved": (order, False), "folded": (order, True), "as it is": (None, False)}
+    tensors = [
+        ModelTensor(f"blk.0.{name}.weight", (4, 3), parts=(Part(name, (4, 3), columns=columns, folded=folded),))
+        for name, (columns, folded) in names.items()
+    ]
+    found = importance_of_tensors(tensors, {tensor.parts[0].layer or "": (squares, 7) for tensor in tensors})
+    assert [found[f"blk.0.{name}.weight"][0].tolist() for name in names] == [[[2, 0, 1]], [[0, 1, 2]], [[0, 1, 2]]]
+    assert [found[f"blk.0.{name}.weight"][1].tolist() for name in names] == [[7]] * 3
 
 
 @pytest.mark.parametrize(("own", "others", "match"), [
