@@ -374,7 +374,7 @@ class _Felt:
 
     def add(self, gradients: torch.Tensor) -> None:
         """Add those of some tokens, [tokens, out]."""
-        gradients = gradients.float()
+        dtype, gradients = gradients.dtype, gradients.float()
         norms = torch.linalg.vector_norm(gradients, dim=1)
         first, self.tokens = self.tokens, self.tokens + len(norms)
         self.norms.append(norms)
@@ -382,16 +382,17 @@ class _Felt:
             return
         size = min(self.rows, gradients.shape[1])
         halved = gradients / norms.sqrt().clamp_min(torch.finfo(torch.float32).tiny)[:, None]
-        parts = nn.functional.pad(halved, (0, -gradients.shape[1] % size)).unflatten(1, (-1, size)).transpose(0, 1)
+        padded = nn.functional.pad(halved, (0, -gradients.shape[1] % size)).to(dtype)  # no more exact than they came
+        parts = padded.unflatten(1, (-1, size)).transpose(0, 1)
         those = held_back(first, len(norms)) if self.held is None else self.held[first : self.tokens]
         if self.products is None or self.held_products is None:
-            self.products = parts.new_zeros(len(parts), size, size)
+            self.products = gradients.new_zeros(len(parts), size, size)
             some = parts[0, 0, some_outputs(size)]
-            self.held_products = parts.new_zeros(len(some), len(some))
-        self.products.baddbmm_(parts.mT, parts)
+            self.held_products = gradients.new_zeros(len(some), len(some))
+        self.products += parts.mT @ parts
         if len(those) == len(norms):
             own = parts[0][those.to(parts.device)][:, some_outputs(size)]
-            self.held_products.addmm_(own.T, own)
+            self.held_products += own.T @ own
             self.held_tokens += len(own)
 
     def mean(self, tokens: int) -> OutputHessian:

@@ -14,6 +14,7 @@ too.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ _HEAVIEST = 0.999  # tokens beyond this share of all, by |g|, count as the one t
 _TILE = 256
 _ROWS = 128  # of H that are accumulated together, from the diagonal on
 _OUTLIER = 1000  # times the median power
-_SHRINKAGES = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7)  # that are tried, until one is worse
+_SHRINKAGES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
 _COLUMNS = 2048  # of which a shrinkage is found
 _SOME_ROWS = 128  # of a layer, of which the products with held-back inputs are kept
 LEAST_DAMPING = 1e-6  # if a damping of 0 is not enough
@@ -358,14 +359,19 @@ def shrinkage_of(hessian: Hessian, damping: float) -> float:
 
 
 def best_shrinkage(fitted: torch.Tensor, held: torch.Tensor, damping: float) -> tuple[float, float]:
-    """The shrinkage of a matrix with which `held`, of other tokens, loses least, and that loss; see `shrinkage_of`."""
-    best, least = 0.0, _lost(fitted, held, 0.0, damping)
-    for shrinkage in _SHRINKAGES:
-        lost = _lost(fitted, held, shrinkage, damping)
-        if not lost < least:
-            break
-        best, least = shrinkage, lost
-    return best, least
+    """The shrinkage of a matrix with which `held`, of other tokens, loses least, and that loss; see `shrinkage_of`.
+
+    The loss falls up to there and rises beyond it, so few of `_SHRINKAGES` are tried.
+    """
+    lost = cache(lambda i: _lost(fitted, held, _SHRINKAGES[i], damping))
+    first, last = 0, len(_SHRINKAGES) - 1
+    while first < last:
+        middle = (first + last) // 2
+        if lost(middle + 1) < lost(middle):
+            first = middle + 1
+        else:
+            last = middle
+    return _SHRINKAGES[first], lost(first)
 
 
 def _lost(fitted: torch.Tensor, held: torch.Tensor, shrinkage: float, damping: float) -> float:
