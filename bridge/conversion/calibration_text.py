@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from bridge.checkpoint import Checkpoint
 from bridge.errors import BridgeError, BridgeWarning, parameter
@@ -25,6 +26,9 @@ _IMATRIX_TOKENS = 1 << 14  # means over tokens need fewer than Hessians
 _TOKENS_PER_COLUMN = 4  # of the widest input, at least
 _TOKENS_WANTED = 8  # for each column of it
 _SEQUENCES, _TOKENS = 128, 1 << 16  # the least that are taken without `samples`, the smaller of the two
+
+# own samples by seed, count and length, those drawn last: with a size, they are asked for twice
+_drawn: WeakKeyDictionary[Checkpoint, dict[tuple[int | None, int, int], torch.Tensor]] = WeakKeyDictionary()
 
 
 def with_length(ckpt: Checkpoint, settings: Calibration) -> tuple[Calibration, list[str]]:
@@ -95,6 +99,12 @@ def calibrating(model: FloatModel, settings: Calibration, layers: Collection[str
     return found
 
 
+def enough_of(tokens: torch.Tensor, columns: int) -> torch.Tensor:
+    """Evenly spaced sequences of int64 [sequences, length], as many as hold the tokens wanted for so many inputs."""
+    count = min(len(tokens), -(-_TOKENS_WANTED * columns // tokens.shape[1]))
+    return tokens[[i * len(tokens) // count for i in range(count)]]
+
+
 def _own_samples(
     model: FloatModel, tokenizer: Any, settings: Calibration, count: int, length: int
 ) -> torch.Tensor | None:
@@ -107,7 +117,10 @@ def _own_samples(
         if settings.progress:
             settings.progress(0, 1, f"own samples: {done} of {total} tokens")
 
-    samples = None
+    key = settings.seed, count, length
+    samples = _drawn.get(model.ckpt, {}).get(key)
+    if samples is not None:
+        return samples
     model = FloatModel(model.ckpt, fast_arithmetic(model.device), model.device)  # samples need no more precision
     why = "its weights do not fit in memory"
     if fits_in_memory(model, free_memory()):
@@ -115,7 +128,9 @@ def _own_samples(
         end = model.model.config.get_text_config().eos_token_id
         ends = {tokenizer.eos_token_id, *(end if isinstance(end, list) else [end])} - {None}
         samples = own_samples(model, openings(tokenizer), sorted(ends), count, length, settings.seed or 0, said)
-    if samples is None:
+    if samples is not None:
+        _drawn[model.ckpt] = {key: samples}
+    else:
         warnings.warn(
             f"{model.ckpt.path}: {why}, so it is calibrated without samples of its own, on the shipped texts alone",
             BridgeWarning,

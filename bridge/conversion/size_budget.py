@@ -22,7 +22,7 @@ import numpy as np
 
 from bridge.blocks import FP4, NEWER, BlockType
 from bridge.blocks.read import CALIBRATED, WRITTEN
-from bridge.conversion.calibration_text import calibrating
+from bridge.conversion.calibration_text import calibrating, enough_of
 from bridge.conversion.gguf_writer import added_bytes, file_bytes, padded
 from bridge.conversion.layer_costs import LayerCosts
 from bridge.conversion.matrix_scales import rounded_scale, with_scales
@@ -200,6 +200,7 @@ class _Search:
             self.progress(0, self.steps, "")
         tokens = calibrating(model, settings, parts).tokens
         self.probe = _probe(tokens, budget.tokens)
+        tokens = enough_of(tokens, max(part.shape[-1] for part in parts.values()))  # for H of costs, by a few rows
         layers = LayerCosts(
             lambda module, type: planner.carries(*places[module], type),
             settings,

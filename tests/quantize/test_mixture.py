@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import bridge
-from bridge.conversion.calibration_text import calibrating
+from bridge.conversion.calibration_text import calibrating, enough_of
 from bridge.errors import BridgeError, BridgeWarning
 from bridge.quantize import Method, default_text, mixture, quantize_model, superblocks
 from bridge.quantize.float_model import FloatModel
@@ -300,6 +300,30 @@ def test_one_column_of_a_million_times_the_power_leaves_the_error_on_other_token
         return float((lost[:, others] @ inputs[4000:, others].T).square().sum())
 
     assert error(1000) < 1.1 * error(1)
+
+
+def test_for_a_size_the_models_own_samples_are_drawn_once(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bridge.cli import main
+
+    counts: list[int] = []
+
+    def counted(*given: Any) -> torch.Tensor | None:
+        counts.append(given[3])
+        return own_samples(*given)
+
+    monkeypatch.setattr(mixture, "MOST_SAMPLED", 64)
+    monkeypatch.setattr("bridge.quantize.own_samples.own_samples", counted)
+    command = ["quantize", str(model), str(tmp_path / "out.gguf"), "--bpw", "6"]
+    assert main([*command, "--samples", "12", "--sequence-length", "16", "--method", "gptq"]) == 0
+    assert len(counts) == 1
+
+
+def test_of_the_tokens_costs_take_as_many_as_a_layer_wants() -> None:
+    tokens = torch.arange(40).repeat_interleave(16).view(40, 16)
+    assert enough_of(tokens, 16)[:, 0].tolist() == [0, 5, 10, 15, 20, 25, 30, 35]  # 8 tokens for each of 16 inputs
+    assert torch.equal(enough_of(tokens, 1000), tokens)
 
 
 def test_quantize_without_a_text_takes_the_default_mixture(
