@@ -30,7 +30,10 @@ def gguf_weights(path: str | Path) -> dict[str, np.ndarray]:
         base, _, kind = tensor.name.rpartition(".")
         if base not in names or kind.endswith("scale"):
             continue  # rope_freqs: not a weight
-        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        try:
+            values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        except NotImplementedError:  # Q2_0
+            values = dequantize.rows(tensor.tensor_type.name, tensor.data)
         if base in factors:
             values *= factors[base]
         name = names[base]
