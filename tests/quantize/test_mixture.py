@@ -15,7 +15,7 @@ from bridge.conversion.calibration_text import calibrating, enough_of
 from bridge.errors import BridgeError, BridgeWarning
 from bridge.quantize import Method, default_text, mixture, quantize_model, superblocks
 from bridge.quantize.float_model import FloatModel
-from bridge.quantize.hessian import Hessian, _lost, damp, shrinkage_of, shrunk
+from bridge.quantize.hessian import Hessian, _lost, best_shrinkage, damp, shrinkage_of, shrunk
 from bridge.quantize.mixture import calibration_sequences
 from bridge.quantize.own_samples import fits_in_memory, own_samples
 from bridge.quantize.quantizer import LayerInput
@@ -262,6 +262,8 @@ def test_shrinkage_is_taken_where_it_serves_what_is_held_back() -> None:
     same.add(inputs[3000:], held=True)
     assert shrinkage_of(same, 0.01) == 0
     assert shrinkage_of(Hessian("layer", 8), 0.01) == 0
+    without = torch.tensor([[1.0, 1.2], [1.2, 1.0]])  # no factor before it is shrunk by more than 0.16
+    assert best_shrinkage(without, torch.eye(2), 0.01)[0] >= 0.2
     half = shrunk(few.matrix, 0.5)
     torch.testing.assert_close(half.diagonal(), few.matrix.diagonal())
     torch.testing.assert_close(half[0, 1:], few.matrix[0, 1:] / 2)
