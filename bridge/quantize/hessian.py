@@ -361,8 +361,8 @@ def shrinkage_of(hessian: Hessian, damping: float) -> float:
 def best_shrinkage(fitted: torch.Tensor, held: torch.Tensor, damping: float) -> tuple[float, float]:
     """The shrinkage of a matrix with which `held`, of other tokens, loses least, and that loss; see `shrinkage_of`.
 
-    The loss falls up to there and rises beyond it, so few of `_SHRINKAGES` are tried. It is infinite where the matrix has
-    no factor.
+    The loss falls up to there and rises beyond it, so few of `_SHRINKAGES` are tried. It is infinite where the matrix
+    has no factor.
     """
     lost = cache(lambda i: _lost(fitted, held, _SHRINKAGES[i], damping))
     first, last = 0, len(_SHRINKAGES) - 1
