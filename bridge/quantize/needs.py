@@ -217,8 +217,8 @@ class _Sizes:
     def hessians_beside(self, shapes: Mapping[str, tuple[int, int]], n: int) -> int:
         """Of a block's layers of n columns, how many more than one may be gathered together: q, k and v have one each
         where tokens count otherwise for them."""
-        own = sum(columns == n and not expert_of(f"{name}.") for name, (_, columns) in shapes.items())
-        return min(2, max(0, own - 1)) if self.job.felt else 0
+        layers = sum(columns == n and not expert_of(f"{name}.") for name, (_, columns) in shapes.items())
+        return min(2, max(0, layers - 1)) if self.job.felt else 0
 
     def _beside(self, shapes: Mapping[str, tuple[int, int]], n: int) -> int:
         return 4 * self.matrices * n * n * self.hessians_beside(shapes, n)

@@ -39,10 +39,10 @@ class Stage:
         """The stage with a Hessian each for layers between which the text's tokens count otherwise."""
         if self.experts:
             return self
-        own = {name: weights([name]) for group in self.groups.values() for name in group}
+        counts = {name: weights([name]) for group in self.groups.values() for name in group}
         cut: list[list[str]] = []
-        for name, counts in own.items():
-            alike = next((group for group in cut if _in_common(own[group[0]], counts) >= _ALIKE), None)
+        for name, of_tokens in counts.items():
+            alike = next((group for group in cut if _in_common(counts[group[0]], of_tokens) >= _ALIKE), None)
             if alike is None:
                 cut.append(alike := [])
             alike.append(name)
