@@ -63,6 +63,7 @@ class LayerCosts:
         tokens  int64 [sequences, length], all
         """
         from bridge.quantize import quantize_model
+        from bridge.quantize.float_model import FloatModel, fast_arithmetic
         from bridge.quantize.two_sided import ROWS
 
         embeddings, head = self.embedding_and_head
@@ -83,8 +84,10 @@ class LayerCosts:
             self.step(layer.name)
             return layer.weight, None
 
+        ckpt, device = passes.model.ckpt, passes.model.device
+        model = FloatModel(ckpt, fast_arithmetic(device), device)  # estimates need no more precision
         walk = quantize_model(
-            passes.model, tokens, measure, batch=max(1, _TOKENS_AT_ONCE // tokens.shape[1]),
+            model, tokens, measure, batch=max(1, _TOKENS_AT_ONCE // tokens.shape[1]),
             wanted=(self.types.keys() - {embeddings}).__contains__, offload=self.settings.offload, head=True,
         )  # fmt: skip
         for _ in walk:
