@@ -19,7 +19,7 @@ import torch
 from bridge.errors import BridgeError, parameter
 from bridge.quantize.block_inputs import head_of, is_layer, matrix_shape
 from bridge.quantize.experts import expert_of
-from bridge.quantize.float_model import FloatModel
+from bridge.quantize.float_model import FloatModel, fast_arithmetic
 from bridge.quantize.forward_passes import LOGITS, sequences_at_once
 from bridge.quantize.stages import HESSIANS
 from bridge.quantize.target import takes_products
@@ -32,7 +32,8 @@ _LATER = 200 << 20  # bytes: what is imported and compiled while it runs
 _FREE = 0.9  # share of the free memory that is taken where no limit is given
 _ROUNDED = 1.5e-7  # seconds of one core for a weight, without matrix products
 _REFINED = 1e-7  # for a sweep of refinement
-_TWO_SIDED = 1.8  # times as long
+_TWO_SIDED = 3.5  # times as long, as few rows go together
+_PREDICTED = 1.5e-8  # for a token's gradient at a word of the vocabulary, without matrix products
 _WORKING = 4  # copies of a layer's weights in the solver, float32
 
 
@@ -270,9 +271,11 @@ def _seconds(job: Job) -> float:
     """By operations in matrix products, and the solver's other work for each weight."""
     sizes = _Sizes(job)
     fast, exact = _rate(job.model.dtype), _rate(torch.float32)
-    total = 0.0
+    back = _rate(fast_arithmetic(job.model.device)) if job.felt else fast  # of the gradients
+    words = job.model.vocabulary
+    total = sizes.felt * words * (4 * sizes.hidden / back + _PREDICTED / usable_cpus())  # the head, there and back
     for weights, shapes, share in zip(sizes.blocks, sizes.shapes, _reached(sizes), strict=True):
-        total += 2 * weights * share * (sizes.count * sizes.copies + 4 * sizes.felt) / fast
+        total += 2 * weights * share * (sizes.count * sizes.copies / fast + 4 * sizes.felt / back)
         for n in {n for _, n in shapes.values()}:
             outputs = [rows for rows, columns in shapes.values() if columns == n]
             inputs = -(-len(outputs) // 2) + sizes.hessians_beside(shapes, n)
@@ -280,7 +283,7 @@ def _seconds(job: Job) -> float:
             gathered = sizes.count * n * (n + 2 * cross * job.cross) * share
             total += inputs * (gathered + 4 * n**3) / exact
         if job.two_sided:
-            total += sizes.felt * sum(2 * rows * min(rows, ROWS) for rows, _ in shapes.values()) * share / exact
+            total += sizes.felt * sum(2 * rows * min(rows, ROWS) for rows, _ in shapes.values()) * share / back
     each = (_ROUNDED + _REFINED * job.sweeps) / usable_cpus()
     products = 1 + 2 * job.sweeps + 4 * job.cross  # of rows and half of H: feedback; G of a sweep; W C and its H^-1
     for shapes, factor in ((job.model.linears(), 1 + (_TWO_SIDED - 1) * job.two_sided), (sizes.outside_blocks(), 1)):
