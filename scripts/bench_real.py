@@ -1,6 +1,7 @@
 """Compare quantizers on models that people use: KL divergence on several kinds of text; print markdown tables.
 
-    python scripts/bench_real.py smollm2 --calibrate default --types Q4_K_M Q2_K --sizes 80M
+    python scripts/bench_real.py smollm2 --calibrate default --types Q4_K_M Q2_K
+    python scripts/bench_real.py smollm2-dithered --types Q4_K_M Q2_K --sizes 80M
     python scripts/bench_real.py gemma3-270m --calibrate wiki.txt --methods gptq gptaq --llama-cpp
     python scripts/bench_real.py FOLDER --calibrate my.txt --text mine=other.txt --own "alpha 0=--alpha 0"
 
@@ -37,7 +38,7 @@ from benchlib import ROOT, head, line, machine, parser
 from benchlib.contenders import WEIGHTED, Contender, Made, Tokens, contenders_of, imatrix_of
 from benchlib.divergence import Divergence
 from benchlib.formats import summary
-from benchlib.real_models import PACKAGED, float_model
+from benchlib.real_models import DITHERED, PACKAGED, float_model
 from benchlib.real_texts import KINDS, text_of, windows_of
 from benchlib.token_kl import ARITHMETICS, FLOAT32, FloatReference, TokenKl
 
@@ -261,7 +262,9 @@ def parse() -> argparse.Namespace:
         windows={"default": 12, "help": "windows of each text"},
         threads={"default": 1},
     )  # fmt: skip
-    options.add_argument("model", metavar="MODEL", help=f"{', '.join(PACKAGED)}, or a float model's folder")
+    options.add_argument(
+        "model", metavar="MODEL", help=f"{', '.join([*PACKAGED, *DITHERED])}, or a float model's folder"
+    )
     options.add_argument("--seed", type=int, metavar="N", help="as `quantize` takes it")
     options.add_argument("--types", nargs="*", default=["Q4_K_M", "Q2_K"], metavar="TYPE", help="default: %(default)s")
     options.add_argument("--sizes", nargs="*", default=[], metavar="SIZE", help="of `quantize --size`, such as 80M")

