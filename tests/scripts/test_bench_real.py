@@ -134,6 +134,27 @@ def test_windows_lie_over_a_whole_text(tmp_path: Path) -> None:
         windows_of("short", tokenizer, 100, 40)
 
 
+def test_a_dithered_models_weights_leave_the_grid_by_half_a_step_at_most(tmp_path: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    from scripts.benchlib.real_models import float_model
+
+    dice = np.random.default_rng(1)
+    codes = dice.integers(0, 16, (64, 4, 32)).astype(np.float32)
+    codes[..., :2] = 0, 15  # as Q4_1 leaves them
+    steps = dice.uniform(0.01, 1, (64, 4, 1)).astype(np.float32)
+    matrix, norm = (codes * steps - 3 * steps).reshape(64, 128), np.ones(128, np.float32)
+    (tmp_path / "smollm2").mkdir()
+    save_file({"matrix": matrix, "norm": norm}, tmp_path / "smollm2" / "model.safetensors")
+
+    found = load_file(float_model("smollm2-dithered", tmp_path, tmp_path) / "model.safetensors")
+    moved = (found["matrix"] - matrix).reshape(codes.shape) / steps
+    assert np.abs(moved).max() <= 0.5001
+    assert np.isclose(moved.std(), 12**-0.5, rtol=0.02)
+    assert np.array_equal(found["norm"], norm)
+    assert np.array_equal(load_file(tmp_path / "smollm2" / "model.safetensors")["matrix"], matrix)
+
+
 def test_llama_quantize_writes_what_it_always_has_and_heeds_an_imatrix(tmp_path: Path) -> None:
     from bridge.gguf_file.imatrix import write_imatrix
     from scripts.peers import llama_quantize
