@@ -353,6 +353,25 @@ def test_estimates_are_near_to_what_a_trial_measures(name: str, passes: Passes, 
     assert measured["Q4_K"] < 0.5 * measured["Q3_K"]
 
 
+def test_an_input_a_million_times_as_large_does_not_hide_what_other_rows_lose() -> None:
+    """As in down projections of real models, whose first token has one such input, and one row that multiplies it."""
+    dice = torch.Generator().manual_seed(0)
+    weight = torch.randn(256, 128, generator=dice)
+    weight[:, 0] *= 1e-2
+    weight[7, 0] = 30
+    hessian = torch.eye(128)
+    hessian[0, 0] = 1e6
+    alike = torch.ones(256, dtype=torch.float64)
+    felt = Felt(hessian, alike, alike)
+
+    def rounded(rows: torch.Tensor, _type: str) -> torch.Tensor:
+        return torch.cat([rows[:, :1], rows[:, 1:] * 0.9], 1)  # exact where it is felt most, as by error feedback
+
+    found = layer_costs(weight, [felt], {"Q4_0": rounded})["Q4_0"].loss
+    lost = weight - rounded(weight, "Q4_0")
+    assert found == pytest.approx(float((lost @ hessian * lost).sum()) / 4, rel=0.1)
+
+
 def test_a_trial_that_begins_late_measures_the_same(passes: Passes, tmp_path: Path) -> None:
     up, down, embeddings = "model.layers.0.mlp.up_proj", "model.layers.1.mlp.down_proj", "model.embed_tokens"
     first = {up: Rounded("Q3_K"), down: Rounded("Q4_K", 0.3), embeddings: Rounded("Q4_K")}

@@ -9,8 +9,10 @@ If rows are rounded independently, only A's diagonal matters, and errors cost  s
 rounding lets later rows make up for earlier ones: then A_ii is replaced by `two_sided.row_costs`. For the embeddings,
 g of the first block's inputs is what x is of other layers, and a row costs as often as its token occurs.
 
-So a few rows give an estimate for all. They are drawn in proportion to their weight, A_ii sum_j H_jj w_ij^2, and
-rounded by the method that the layer will be rounded by. The ratio of its error to that of rounding to nearest is kept
+So a few rows give an estimate for all. They are drawn by what they weigh, half of it A_ii sum_j H_jj w_ij^2 and half
+A_ii sum_j w_ij^2, and rounded by the method that the layer will be rounded by. The second half is for layers some of
+whose inputs are a million times as large at a sequence's first token: the row that multiplies them has nearly all of
+the first weight, and says nothing about what other tokens lose by the other rows. The ratio of its error to that of rounding to nearest is kept
 too: a trial model (`divergence`) rounds to nearest and scales the error down.
 
 Cost: for each layer and type that of quantizing 32 rows, most of it the factorization of H.
@@ -122,16 +124,17 @@ def layer_costs(
     scale       of NVFP4, what multiplies the whole matrix
     """
     felt = [replace(f, squares=f.squares.to(weight.device), left=f.left.to(weight.device)) for f in felt]
-    signal = torch.zeros(len(weight), dtype=torch.float64, device=weight.device)
+    felt_most, alike = (torch.zeros(len(weight), dtype=torch.float64, device=weight.device) for _ in range(2))
     for f in felt:
         diagonal = f.hessian.diagonal().double()
-        signal += torch.cat([weight[r].double().square() @ diagonal for r in tiles(len(weight))]) * f.left
-    total = float(signal.sum())
-    if not total > 0:  # this layer does not affect the prediction on this text
+        felt_most += torch.cat([weight[r].double().square() @ diagonal for r in tiles(len(weight))]) * f.left
+        alike += torch.cat([weight[r].double().square().sum(1) for r in tiles(len(weight))]) * f.left
+    if not float(felt_most.sum()) > 0:  # this layer does not affect the prediction on this text
         return dict.fromkeys(methods, Cost(0.0))
-    rows, counts = draw(signal, samples)
+    likely = (felt_most / felt_most.sum() + alike / alike.sum()) / 2
+    rows, counts = draw(likely, samples)
     own = weight[rows]
-    share = counts / signal[rows] * (total / samples / 4)
+    share = counts / likely[rows] / (4 * samples)
     costs = {}
     for type, method in methods.items():
         errors = own - nearest(own, type, importance, scale)
