@@ -12,8 +12,8 @@ g of the first block's inputs is what x is of other layers, and a row costs as o
 So a few rows give an estimate for all. They are drawn by what they weigh, half of it A_ii sum_j H_jj w_ij^2 and half
 A_ii sum_j w_ij^2, and rounded by the method that the layer will be rounded by. The second half is for layers some of
 whose inputs are a million times as large at a sequence's first token: the row that multiplies them has nearly all of
-the first weight, and says nothing about what other tokens lose by the other rows. The ratio of its error to that of rounding to nearest is kept
-too: a trial model (`divergence`) rounds to nearest and scales the error down.
+the first weight, and says nothing about what other tokens lose by the other rows. The ratio of its error to that of
+rounding to nearest is kept too: a trial model (`divergence`) rounds to nearest and scales the error down.
 
 Cost: for each layer and type that of quantizing 32 rows, most of it the factorization of H.
 """
