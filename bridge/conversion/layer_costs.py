@@ -84,6 +84,8 @@ class LayerCosts:
             self.step(layer.name)
             return layer.weight, None
 
+        passes.model.drop(None)
+        passes.model.drop_head()
         ckpt, device = passes.model.ckpt, passes.model.device
         model = FloatModel(ckpt, fast_arithmetic(device), device)  # estimates need no more precision
         walk = quantize_model(
