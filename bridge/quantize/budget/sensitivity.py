@@ -124,14 +124,14 @@ def layer_costs(
     scale       of NVFP4, what multiplies the whole matrix
     """
     felt = [replace(f, squares=f.squares.to(weight.device), left=f.left.to(weight.device)) for f in felt]
-    felt_most, alike = (torch.zeros(len(weight), dtype=torch.float64, device=weight.device) for _ in range(2))
+    powers = torch.zeros(len(weight), 2, dtype=torch.float64, device=weight.device)  # of rows: by H, and without it
     for f in felt:
         diagonal = f.hessian.diagonal().double()
-        felt_most += torch.cat([weight[r].double().square() @ diagonal for r in tiles(len(weight))]) * f.left
-        alike += torch.cat([weight[r].double().square().sum(1) for r in tiles(len(weight))]) * f.left
-    if not float(felt_most.sum()) > 0:  # this layer does not affect the prediction on this text
+        each = torch.stack([diagonal, torch.ones_like(diagonal)], 1)
+        powers += torch.cat([weight[r].double().square() @ each for r in tiles(len(weight))]) * f.left[:, None]
+    if not float(powers[:, 0].sum()) > 0:  # this layer does not affect the prediction on this text
         return dict.fromkeys(methods, Cost(0.0))
-    likely = (felt_most / felt_most.sum() + alike / alike.sum()) / 2
+    likely = (powers / powers.sum(0)).mean(1)
     rows, counts = draw(likely, samples)
     own = weight[rows]
     share = counts / likely[rows] / (4 * samples)
