@@ -6,8 +6,8 @@
 
 Only GGUFs are there, so that the "float" model is the dequantized one: for a comparison of quantizers it is as good as
 the original, except for a type on whose grid the weights already lie. A budget for the whole file would choose that
-type, which loses nothing. So the dithered model is for budgets: its weights are anywhere where Q4_1 would have rounded
-them to the same codes, as the original's were.
+type, which loses nothing. So the dithered model is for budgets: its weights are about anywhere where Q4_1 would have
+rounded them to the same codes, as the original's were.
 """
 
 import shutil
