@@ -13,9 +13,9 @@ the texts.
 
 The measure is the divergence of the whole file's predictions, embeddings and head included, from the float model's, in
 float32 arithmetic; with --llama-cpp in llama.cpp too, which rounds activations to 8 bits. A ratio is to the file of
---over (llama-quantize with the imatrix) of the same type; for a size, to its best file of no more bytes. ± is the
-standard error over windows, of ratios over pairs of windows. CPU seconds and peak memory are those of the process that
-wrote the file.
+--over (llama-quantize with the imatrix) of the same type; for a size, to the best of its files that are within
+it. ± is the standard error over windows, of ratios over pairs of windows. CPU seconds and peak memory are those of the
+process that wrote the file.
 
 Files and measurements are kept in the work folder, so the same command continues where it was stopped, and a further
 contender or text adds to the table. --again NAME makes a contender's files again: after the program has changed, and
@@ -46,6 +46,7 @@ import bridge
 from bridge.quantize.settings import METHODS, Calibration
 from bridge.quantize.sources import DEFAULT
 from bridge.quantize.texts import load_tokenizer
+from bridge.system.options import size
 from scripts.peers.llama_quantize import libraries
 
 TEXTS = ROOT.parent / "shared" / "text"
@@ -201,12 +202,12 @@ def measure(
 
 
 def compare(rows: list[Row], name: str) -> None:
-    """Set what each row is compared with: the file of the contender of this name, of its type or of no more bytes."""
+    """Set what each row is compared with: the file of the contender of this name, of its type or within its size."""
     peers = [row for row in rows if row.contender.name == name]
     for row in rows:
         if row.contender.sized:
-            smaller = [peer for peer in peers if peer.bytes <= row.bytes]
-            row.base = min(smaller, key=lambda peer: peer.all_texts().mean, default=None)
+            within = [peer for peer in peers if peer.bytes <= size(row.contender.format)]
+            row.base = min(within, key=lambda peer: peer.all_texts().mean, default=None)
         elif row.contender.name != name:
             row.base = next((peer for peer in peers if peer.contender.format == row.contender.format), None)
 

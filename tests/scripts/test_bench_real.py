@@ -120,6 +120,33 @@ def test_figures_are_of_tokens_and_errors_of_windows() -> None:
     assert half.windows.ratio(TokenKl(kl, kl < 1).windows) == pytest.approx((0.5, 0))
 
 
+def test_a_size_is_compared_with_the_best_file_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))  # where it finds benchlib, run as a program
+    from scripts.bench_real import Row, compare
+    from scripts.benchlib.contenders import Contender
+    from scripts.benchlib.divergence import Divergence
+
+    def row(name: str, format: str, nbytes: int, kl: float, sized: bool = False) -> Row:
+        found = Row.__new__(Row)
+        found.contender, found.bytes, found.base = Contender(name, "", format, ([], []), sized), nbytes, None
+        found.all_texts = lambda: Divergence(np.array([kl]))  # type: ignore[method-assign]
+        return found
+
+    peers = [
+        row("peer", "Q2_K", 1000, 0.3), row("peer", "Q3_K", 1500, 0.1), row("peer", "IQ1_S", 800, 2.0),
+        row("peer", "Q4_0", 999, 0.4),
+    ]  # fmt: skip
+    exact, between, below = (
+        row("ours", size, nbytes, 0.2, True) for size, nbytes in (("1000", 990), ("1.4K", 1399), ("799", 799))
+    )
+    preset = row("ours", "Q3_K", 1500, 0.05)
+    compare([*peers, exact, between, below, preset], "peer")
+    assert exact.base is between.base is peers[0]  # although the file has 10 bytes fewer
+    assert below.base is None
+    assert preset.base is peers[1]
+    assert peers[0].base is None
+
+
 def test_windows_lie_over_a_whole_text(tmp_path: Path) -> None:
     from bridge.quantize.texts import load_tokenizer
     from scripts.benchlib.real_texts import text_of, windows_of
