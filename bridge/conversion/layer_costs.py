@@ -3,8 +3,7 @@
 A forward and backward pass of a few tokens finds how outputs affect the prediction (`Passes.output_products`),
 one of all tokens the layers' Hessians; with both, types are tried on some rows of each layer
 (`bridge.quantize.budget.sensitivity`). Memory holds one block, as when it is quantized, and of the few tokens what each
-block gets. On top of those passes come, for each layer and type, a factorization of its Hessian and 32 rows of its
-quantization.
+block gets. On top of those passes comes, for each layer and type, the quantization of 32 rows.
 """
 
 from __future__ import annotations

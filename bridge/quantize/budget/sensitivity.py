@@ -15,7 +15,8 @@ whose inputs are a million times as large at a sequence's first token: the row t
 the first weight, and says nothing about what other tokens lose by the other rows. The ratio of its error to that of
 rounding to nearest is kept too: a trial model (`divergence`) rounds to nearest and scales the error down.
 
-Cost: for each layer and type that of quantizing 32 rows, most of it the factorization of H.
+Cost: for each layer and type that of quantizing 32 rows; the factorization of H is shared by types with the same order
+of columns.
 """
 
 import math
