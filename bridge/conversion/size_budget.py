@@ -92,7 +92,7 @@ def within_budget(plan: Plan, planner: Planner, settings: Calibration, budget: B
     chosen = planner.retyped(plan, search.types())
     size = file_bytes(with_scales(ckpt, chosen))
     assert size <= limit
-    chosen.curve = search.curve(fixed)
+    chosen.curve = search.curve(fixed, size)
     used = f"{size} of {limit} bytes" if limit - size else f"{size} bytes, all of them"
     chosen.notes = [*plan.notes, *(f"{t.name}: no layer that can be measured; stays {t.type}" for t in left)]
     chosen.notes += [note for note in newer_notes(chosen.tensors, planner.options) if note not in chosen.notes]
@@ -254,7 +254,7 @@ class _Search:
     def note(self) -> str:
         """What was measured, for people."""
         found = self.found
-        text = f"KL divergence about {found.measured[-1]:.1e} nats a token ("
+        text = f"KL divergence about {found.measured[-1]:.1e} nats a token of the calibration's text ("
         if len(found.measured) > 1:
             text += f"{found.measured[0]:.1e} before swaps; "
         text += f"{found.trials} trial models on {self.probe.numel()} tokens"
@@ -267,19 +267,26 @@ class _Search:
         if self.progress:
             self.progress(self.done, self.steps, what)
 
-    def curve(self, fixed: int) -> list[tuple[int, float]]:
-        """Bytes of the file and estimated KL divergence: of this one, and the best from the smallest to the largest."""
+    def curve(self, fixed: int, own: int) -> list[tuple[int, float]]:
+        """Bytes of the file and estimated KL divergence: of this one, and the best from the smallest to the largest.
+
+        fixed  bytes that no type changes
+        own    of the file that is made: scales of NVFP4 are counted at their most before
+        """
         from bridge.quantize.budget.allocation import allocate
 
         sizes = [item.sizes for item in self.items]
         least, most = (sum(int(f(s)) for s in sizes) for f in (np.min, np.max))
         limits = np.linspace(least, most, _CURVE).astype(np.int64)
-        points = []
-        for taken in (self.found.taken, *(allocate(sizes, self.losses, limit) for limit in limits.tolist())):
-            size = sum(int(s[t]) for s, t in zip(sizes, taken, strict=True))
-            loss = sum(float(x[t]) for x, t in zip(self.losses, taken, strict=True))
-            points.append((fixed + size, loss))
-        return sorted(set(points))
+        points = {own: self._estimate(self.found.taken)}
+        for taken in (allocate(sizes, self.losses, limit) for limit in limits.tolist()):
+            if not np.array_equal(taken, self.found.taken):
+                size = fixed + sum(int(s[t]) for s, t in zip(sizes, taken, strict=True))
+                points.setdefault(size, self._estimate(taken))
+        return sorted(points.items())
+
+    def _estimate(self, taken: np.ndarray) -> float:
+        return sum(float(x[t]) for x, t in zip(self.losses, taken, strict=True))
 
 
 def _probe(tokens: torch.Tensor, count: int) -> torch.Tensor:

@@ -8,7 +8,8 @@ import re
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import gguf
 import numpy as np
@@ -31,7 +32,7 @@ from bridge.conversion.planner import Planner
 from bridge.conversion.report import CALIBRATED, CARRIED
 from bridge.errors import BridgeError
 from bridge.quantize.budget.divergence import Divergence, Rounded
-from bridge.quantize.budget.search import FLOAT, search
+from bridge.quantize.budget.search import FLOAT, SearchResult, search
 from bridge.quantize.budget.sensitivity import Felt, layer_costs, nearest
 from bridge.quantize.float_model import FloatModel
 from bridge.quantize.forward_passes import Passes, drawn
@@ -253,6 +254,21 @@ def test_nvfp4_counts_with_the_scale_of_its_matrix_and_not_for_embeddings(model:
         assert not {"NVFP4", "MXFP4"} & set(embeddings.types)
 
 
+def test_the_curve_has_the_file_once_with_the_bytes_that_it_gets() -> None:
+    from bridge.conversion.size_budget import _place, _Search
+
+    search, million = _Search.__new__(_Search), 10**6
+    search.items = [cast(Any, SimpleNamespace(sizes=np.array([10, 20, 40]) * million))] * 2
+    search.losses = [np.array([0.4, 0.1, 0.01])] * 2
+    search.found = SearchResult(np.array([1, 1]), np.ones(2))
+    own = 140 * million - 3232  # scales of NVFP4 took less than they were counted with
+    curve = search.curve(100 * million, own)
+    sizes = [120 * million, 130 * million, own, 160 * million, 180 * million]
+    assert curve == list(zip(sizes, map(pytest.approx, (0.8, 0.5, 0.2, 0.11, 0.02)), strict=True))
+    near = "130.0 MB would have about 5.0e-01 and 160.0 MB would have about 1.1e-01"
+    assert _place(curve, own) == f"; by the estimates, {near}"
+
+
 def test_trials_round_to_nvfp4_with_the_scale_of_the_matrix() -> None:
     weight = 0.002 * torch.randn(4, 256, generator=torch.Generator().manual_seed(0))
     without, scaled = (float((weight - nearest(weight, "NVFP4", scale=s)).square().sum()) for s in (1.0, 2**-8))
@@ -261,7 +277,7 @@ def test_trials_round_to_nvfp4_with_the_scale_of_the_matrix() -> None:
 
 def test_the_report_says_what_was_measured(made: Path) -> None:
     notes = json.loads((made / "report.json").read_text())["notes"]
-    assert any("KL divergence about" in note and "rank correlation" in note for note in notes)
+    assert any("nats a token of the calibration's text" in note and "rank correlation" in note for note in notes)
 
 
 def test_gradients_are_those_of_the_whole_model(model: Path, passes: Passes) -> None:
