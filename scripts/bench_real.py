@@ -47,6 +47,7 @@ from bridge.quantize.settings import METHODS, Calibration
 from bridge.quantize.sources import DEFAULT
 from bridge.quantize.texts import load_tokenizer
 from bridge.system.options import size
+from bridge.system.text import size_text
 from scripts.peers.llama_quantize import libraries
 
 TEXTS = ROOT.parent / "shared" / "text"
@@ -76,8 +77,9 @@ class Row:
     def figures(self) -> dict[str, Any]:
         """Those that `gguf-bridge plot` draws, and all that was measured."""
         total, contender = self.all_texts(), self.contender
+        name = size_text(self.bytes) if contender.sized else contender.format
         return {
-            "name": contender.format, "maker": contender.maker, "bpw": self.bpw, "bytes": self.bytes,
+            "name": name, "maker": contender.maker, "bpw": self.bpw, "bytes": self.bytes,
             "kl": total.mean, "kl_error": total.error, **self.cost,
             "over": None if self.base is None else [self.base.contender.format, self.base.contender.name],
             "texts": {

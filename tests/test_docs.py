@@ -223,6 +223,25 @@ def test_the_table_of_quantizing_is_of_the_figures_that_the_picture_shows():
     }
 
 
+def test_the_table_of_sizes_is_of_the_figures_that_the_picture_shows():
+    shown = {(row[0], row[1]): row[2:] for row in cells("quantize.md", "| SmolLM2 135M | MB |")}
+    compared = 0
+    for row in measured("sizes")["formats"]:
+        of_type, size = row["name"], f"{row['bytes'] / 1e6:.1f}"
+        if row["maker"] == "llama.cpp's quantizer, imatrix":
+            key = f"{of_type}, llama-quantize, imatrix: KL"
+        elif row["maker"].endswith("two-sided"):
+            key = f"`--type {of_type}`" if "_K" in of_type else "`--size`" if row["over"] else "`--size`: KL"
+        else:
+            continue
+        found = [
+            f"{text['ratio']:.3f}" if row["over"] else f"{text['kl']:.2e}" for text in row["texts"]["float32"].values()
+        ]
+        assert [cell.split(" ")[0] for cell in shown[key, size]] == [*found, f"{row['cpu_seconds']:.0f}"]
+        compared += 1
+    assert compared == 8
+
+
 def test_the_table_of_formats_is_of_the_figures_that_the_picture_shows():
     shown = {row[0]: row for row in cells("formats.md", "| format |")}
     formats = {row["name"]: row for row in measured("formats")["formats"]}
