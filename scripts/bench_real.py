@@ -13,9 +13,9 @@ the texts.
 
 The measure is the divergence of the whole file's predictions, embeddings and head included, from the float model's, in
 float32 arithmetic; with --llama-cpp in llama.cpp too, which rounds activations to 8 bits. A ratio is to the file of
---over (llama-quantize with the imatrix) of the same type; for a size, to the best of its files that are within
-it. ± is the standard error over windows, of ratios over pairs of windows. CPU seconds and peak memory are those of the
-process that wrote the file.
+--over (llama-quantize with the imatrix) of the same type; for a size, to the best of its files within it. ± is
+the standard error over windows, of ratios over pairs of windows. CPU seconds and peak memory are those of the process
+that wrote the file.
 
 Files and measurements are kept in the work folder, so the same command continues where it was stopped, and a further
 contender or text adds to the table. --again NAME makes a contender's files again: after the program has changed, and

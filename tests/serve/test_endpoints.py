@@ -486,6 +486,7 @@ def test_work_that_nobody_waits_for_is_told_so_and_holds_its_place(model: Model)
         async with asyncio.timeout(PATIENCE):  # one of those that were left may end after the third
             while engine.computing:
                 await asyncio.sleep(0.001)
+        assert not engine.computing
         return noted
 
     assert asyncio.run(two_that_are_left_and_a_third()) == ["left", "left", "third True"]
