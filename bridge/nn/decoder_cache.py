@@ -32,6 +32,8 @@ from bridge.runtime.kv_cache import KVCache
 
 _SHORTEST = 4096  # tokens that a cache holds at least; memory is taken as it fills
 _CAPTURING = "transformers.utils.output_capturing"  # hooks that stay once hidden states were asked for
+_CACHE = "cache" if hasattr(CausalLMOutputWithPast, "cache") else "past_key_values"  # 5.24 renamed it
+_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", _CACHE)  # of `forward`, in this order
 _MODULES_ONLY = ("labels", "inputs_embeds", "output_hidden_states", "output_attentions")
 
 
@@ -81,7 +83,7 @@ class DecoderCache(Cache):
             self.rows = [self.decoder.new_cache() for _ in ids]
             self.columns = np.zeros((len(ids), 0), bool)
         if len(ids) != len(self.rows):
-            raise BridgeError(f"input_ids has {len(ids)} rows, past_key_values {len(self.rows)}; must be as many")
+            raise BridgeError(f"input_ids has {len(ids)} rows, {_CACHE} {len(self.rows)}; must be as many")
         self._reserve(max(int(n) for n in (self.columns.sum(1) + mask.sum(1))))
         self.columns = np.concatenate([self.columns, mask], 1)
         with self.decoders.lock:
@@ -120,6 +122,10 @@ class DecoderCache(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return self.columns.shape[1] + query_length, 0
+
+    @property
+    def is_linear(self) -> list[bool]:
+        return [False]  # no recurrent state: `generate` gives the new tokens alone
 
     @property
     def batch_size(self) -> int:
@@ -204,32 +210,32 @@ def _prepare_cache(
     """transformers' `_prepare_cache_for_generation`: a `DecoderCache` where it would make a plain cache."""
     plain = config.cache_implementation in (None, "dynamic") and config.use_cache is not False
     shown = config.output_hidden_states or config.output_attentions
-    given = any(model_kwargs.get(name) is not None for name in ("past_key_values", "inputs_embeds"))
+    given = any(model_kwargs.get(name) is not None for name in (_CACHE, "past_key_values", "inputs_embeds"))
     if plain and not shown and not given and not torch.is_grad_enabled() and loaded.holds(model):
-        model_kwargs["past_key_values"] = DecoderCache(decoders, max_cache_length, model.dtype)
+        model_kwargs[_CACHE] = DecoderCache(decoders, max_cache_length, model.dtype)
         return None
     return original(config, model_kwargs, generation_mode, batch_size, max_cache_length)
 
 
-def _forward(
-    original: Any, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None,
-    past_key_values: Any = None, **options: Any,
-) -> Any:  # fmt: skip
+def _forward(original: Any, *positional: Any, **options: Any) -> Any:
     """A model's forward pass: tokens that come with a `DecoderCache` through its decoder, all others as they were."""
-    if not isinstance(past_key_values, DecoderCache):
-        return original(input_ids, attention_mask, position_ids, past_key_values, **options)
-    asked = [name for name in _MODULES_ONLY if options.get(name) not in (None, False)]
+    given = dict(zip(_ARGUMENTS, positional, strict=False)) | options
+    cache = given.get(_CACHE, given.get("past_key_values"))
+    if not isinstance(cache, DecoderCache):
+        return original(*positional, **options)
+    input_ids, attention_mask = given.get("input_ids"), given.get("attention_mask")
+    asked = [name for name in _MODULES_ONLY if given.get(name) not in (None, False)]
     if asked or input_ids is None or (attention_mask is not None and attention_mask.ndim != 2):
         raise BridgeError(
             f"{asked[0] if asked else 'attention_mask'} is not known to the cache that generate made; give "
-            "past_key_values=transformers.DynamicCache(config=model.config)"
+            f"{_CACHE}=transformers.DynamicCache(config=model.config)"
         )
     rows, n = input_ids.shape
     mask = np.ones((rows, n), bool) if attention_mask is None else attention_mask[:, -n:].numpy().astype(bool)
-    keep = options.get("logits_to_keep", 0)
+    keep = given.get("logits_to_keep", 0)
     picked = keep if isinstance(keep, torch.Tensor) else slice(None)
     count = n if isinstance(keep, torch.Tensor) or not keep else min(keep, n)
-    scores = past_key_values.logits(input_ids.numpy(), mask, count)
-    logits = torch.from_numpy(scores)[:, picked].to(past_key_values.dtype)
-    out = CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
-    return out if options.get("return_dict", True) is not False else out.to_tuple()
+    scores = cache.logits(input_ids.numpy(), mask, count)
+    logits = torch.from_numpy(scores)[:, picked].to(cache.dtype)
+    out = CausalLMOutputWithPast(logits=logits, **{_CACHE: cache})
+    return out if given.get("return_dict", True) is not False else out.to_tuple()

@@ -11,6 +11,7 @@ Costs a forward pass of the tokens, in products of 128 rows, and needs the whole
 """
 
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -97,6 +98,8 @@ def _rows(
     tokens = torch.empty(rows, length, dtype=torch.int64)
     given = [openings.take() for _ in range(rows)]
     cache = logits = None
+    renamed = "cache" in signature(network.forward).parameters  # since transformers 5.24
+    name = "cache" if renamed else "past_key_values"
     for at in range(length):
         chosen = [0] * rows
         if logits is not None:
@@ -109,8 +112,8 @@ def _rows(
                 given[row] = openings.take()
             tokens[row, at] = token
         device = network.get_input_embeddings().weight.device
-        out = network(input_ids=tokens[:, at : at + 1].to(device), past_key_values=cache, use_cache=True)
-        cache = getattr(out, "past_key_values", None)
+        out = network(input_ids=tokens[:, at : at + 1].to(device), use_cache=True, **{name: cache})
+        cache = getattr(out, name, None)
         if cache is None:
             return None
         logits = out.logits[:, -1].float().cpu()
