@@ -223,6 +223,30 @@ def test_the_table_of_quantizing_is_of_the_figures_that_the_picture_shows():
     }
 
 
+def divergences(row: dict) -> list[str]:
+    """A row of bench_real's JSON as the tables have it: what the file loses on each kind of text, and CPU seconds."""
+    texts = row["texts"]["float32"].values()
+    lost = [
+        f"{text['ratio']:.3f}" if row["over"] else f"{text['kl']:.2e}".replace("e-0", "e-").replace("e+00", "")
+        for text in texts
+    ]
+    return [*lost, f"{row['cpu_seconds']:.0f}"]
+
+
+@pytest.mark.parametrize(("model", "name", "rows"), [("SmolLM2 135M", "real", 8), ("Gemma 3 270M", "gemma", 4)])
+def test_the_tables_of_real_models_are_of_figures_that_were_measured(model, name, rows):
+    shown = {row[0]: row[1:] for row in cells("quantize.md", f"| {model} | WikiText |")}
+    compared = 0
+    for row in measured(name)["formats"]:
+        maker = row["maker"].removeprefix("gguf-bridge ").removeprefix("quantize ")
+        if maker == "llama.cpp's quantizer":
+            continue
+        contender = "llama-quantize, imatrix: KL" if maker == "llama.cpp's quantizer, imatrix" else f"`{maker}`"
+        assert [cell.split(" ")[0] for cell in shown[f"{row['name']}, {contender}"]] == divergences(row)
+        compared += 1
+    assert compared == rows
+
+
 def test_the_table_of_sizes_is_of_the_figures_that_the_picture_shows():
     shown = {(row[0], row[1]): row[2:] for row in cells("quantize.md", "| SmolLM2 135M | MB |")}
     compared = 0
@@ -234,10 +258,7 @@ def test_the_table_of_sizes_is_of_the_figures_that_the_picture_shows():
             key = f"`--type {of_type}`" if "_K" in of_type else "`--size`" if row["over"] else "`--size`: KL"
         else:
             continue
-        found = [
-            f"{text['ratio']:.3f}" if row["over"] else f"{text['kl']:.2e}" for text in row["texts"]["float32"].values()
-        ]
-        assert [cell.split(" ")[0] for cell in shown[key, size]] == [*found, f"{row['cpu_seconds']:.0f}"]
+        assert [cell.split(" ")[0] for cell in shown[key, size]] == divergences(row)
         compared += 1
     assert compared == 8
 
