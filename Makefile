@@ -53,8 +53,8 @@ docs: $(VENV)/.docs
 	$(BIN)/python -m mkdocs build --strict
 
 pictures: $(VENV)/.plot
-	for figures in docs/measured/*.json; do \
-		$(BIN)/gguf-bridge plot $$figures -o docs/pictures/$$(basename $$figures .json).svg --force || exit 1; \
+	for picture in docs/pictures/*.svg; do \
+		$(BIN)/gguf-bridge plot docs/measured/$$(basename $$picture .svg).json -o $$picture --force || exit 1; \
 	done
 
 $(VENV)/.venv:
