@@ -210,7 +210,7 @@ def _prepare_cache(
     """transformers' `_prepare_cache_for_generation`: a `DecoderCache` where it would make a plain cache."""
     plain = config.cache_implementation in (None, "dynamic") and config.use_cache is not False
     shown = config.output_hidden_states or config.output_attentions
-    given = any(model_kwargs.get(name) is not None for name in (_CACHE, "past_key_values", "inputs_embeds"))
+    given = any(model_kwargs.get(name) is not None for name in (_CACHE, "inputs_embeds"))
     if plain and not shown and not given and not torch.is_grad_enabled() and loaded.holds(model):
         model_kwargs[_CACHE] = DecoderCache(decoders, max_cache_length, model.dtype)
         return None
