@@ -34,6 +34,7 @@ _ROUNDED = 1.5e-7  # seconds of one core for a weight, without matrix products
 _REFINED = 1e-7  # for a sweep of refinement
 _TWO_SIDED = 3.5  # times as long, as few rows go together
 _PREDICTED = 1.5e-8  # for a token's gradient at a word of the vocabulary, without matrix products
+_ATTENTION = 1.5  # times as long as other products: PyTorch's kernel on CPUs, forward and backward
 _WORKING = 4  # copies of a layer's weights in the solver, float32
 
 
@@ -134,6 +135,7 @@ def needs_of_pass(model: FloatModel, tokens: tuple[int, int], batch: int, memory
     between = sizes.count * sizes.hidden * sizes.item
     kept = min(max(0, limit - own - inside), between)
     operations = 2 * sizes.count * sum(n * share for n, share in zip(sizes.blocks, _reached(sizes), strict=True))
+    operations += sizes.count * len(sizes.blocks) * sizes.attention()
     seconds = operations / _rate(model.dtype) + _ROUNDED * (sum(sizes.blocks) + sizes.outside) / usable_cpus()
     return Needs(own + inside + kept, between - kept, seconds, 0, kept, 0, None if free is None else own + free)
 
@@ -164,6 +166,16 @@ class _Sizes:
     def matrices(self) -> int:
         """How many are gathered at most: H, with float inputs C, each of all tokens and of those held back."""
         return 4 if self.job.cross else 1 + self.job.held
+
+    def attention(self) -> float:
+        """Operations of a token's scores and of its mean of values in a block, as if at the rate of the other products.
+
+        A token sees half of its sequence on average, as if no layer had a window.
+        """
+        config = self.job.model.model.config.get_text_config()
+        heads = getattr(config, "num_attention_heads", 0)
+        width = getattr(config, "head_dim", None) or self.hidden // max(heads, 1)
+        return _ATTENTION * 2 * self.job.tokens[1] * heads * width
 
     def activations(self) -> int:
         """Those between blocks, the outputs of attention, and the inputs of the widest layer."""
@@ -276,6 +288,7 @@ def _seconds(job: Job) -> float:
     total = sizes.felt * words * (4 * sizes.hidden / back + _PREDICTED / usable_cpus())  # the head, there and back
     for weights, shapes, share in zip(sizes.blocks, sizes.shapes, _reached(sizes), strict=True):
         total += 2 * weights * share * (sizes.count * sizes.copies / fast + 4 * sizes.felt / back)
+        total += sizes.attention() * (sizes.count * sizes.copies / fast + 4.5 * sizes.felt / back)
         for n in {n for _, n in shapes.values()}:
             outputs = [rows for rows, columns in shapes.values() if columns == n]
             inputs = -(-len(outputs) // 2) + sizes.hessians_beside(shapes, n)

@@ -116,6 +116,11 @@ def test_activations_beyond_the_limit_go_to_disk_and_too_small_a_limit_is_refuse
         weights = sum(rows * n for rows, n in [*job.model.linears().values(), *2 * [job.model.head()[1]]])
         assert solved >= 2 * needs._REFINED * weights / usable_cpus()
         assert needs_of(job, 1 << 40).seconds > one_sided.seconds > unrefined.seconds
+        longer = needs_of(replace(job, felt=False, two_sided=False, cross=False, tokens=(32, 4096)), 1 << 40)
+        rows, _ = next(shape for name, shape in job.model.linears().items() if "q_proj" in name)  # heads * head_dim
+        more_pairs = 64 * 2048 * 1024  # of tokens in a block; a score and a part of a mean take 4 * rows operations
+        expected = needs._ATTENTION * 2 * more_pairs * 4 * rows / 1e11
+        assert longer.seconds - one_sided.seconds == pytest.approx(expected)
         assert 2 * one_sided.layers == whole.layers
         assert one_sided.gradients == 0
         assert str(whole).endswith("on this machine")
