@@ -134,9 +134,8 @@ def needs_of_pass(model: FloatModel, tokens: tuple[int, int], batch: int, memory
         )
     between = sizes.count * sizes.hidden * sizes.item
     kept = min(max(0, limit - own - inside), between)
-    operations = 2 * sizes.count * sum(n * share for n, share in zip(sizes.blocks, _reached(sizes), strict=True))
-    operations += sizes.count * len(sizes.blocks) * sizes.attention()
-    seconds = operations / _rate(model.dtype) + _ROUNDED * (sum(sizes.blocks) + sizes.outside) / usable_cpus()
+    seconds = sizes.count * sum(_operations(sizes)) / _rate(model.dtype)
+    seconds += _ROUNDED * (sum(sizes.blocks) + sizes.outside) / usable_cpus()
     return Needs(own + inside + kept, between - kept, seconds, 0, kept, 0, None if free is None else own + free)
 
 
@@ -166,16 +165,6 @@ class _Sizes:
     def matrices(self) -> int:
         """How many are gathered at most: H, with float inputs C, each of all tokens and of those held back."""
         return 4 if self.job.cross else 1 + self.job.held
-
-    def attention(self) -> float:
-        """Operations of a token's scores and of its mean of values in a block, as if at the rate of the other products.
-
-        A token sees half of its sequence on average, as if no layer had a window.
-        """
-        config = self.job.model.model.config.get_text_config()
-        heads = getattr(config, "num_attention_heads", 0)
-        width = getattr(config, "head_dim", None) or self.hidden // max(heads, 1)
-        return _ATTENTION * 2 * self.job.tokens[1] * heads * width
 
     def activations(self) -> int:
         """Those between blocks, the outputs of attention, and the inputs of the widest layer."""
@@ -286,9 +275,8 @@ def _seconds(job: Job) -> float:
     back = _rate(fast_arithmetic(job.model.device)) if job.felt else fast  # of the gradients
     words = job.model.vocabulary
     total = sizes.felt * words * (4 * sizes.hidden / back + _PREDICTED / usable_cpus())  # the head, there and back
-    for weights, shapes, share in zip(sizes.blocks, sizes.shapes, _reached(sizes), strict=True):
-        total += 2 * weights * share * (sizes.count * sizes.copies / fast + 4 * sizes.felt / back)
-        total += sizes.attention() * (sizes.count * sizes.copies / fast + 4.5 * sizes.felt / back)
+    for operations, shapes, share in zip(_operations(sizes), sizes.shapes, _reached(sizes), strict=True):
+        total += operations * (sizes.count * sizes.copies / fast + 4 * sizes.felt / back)
         for n in {n for _, n in shapes.values()}:
             outputs = [rows for rows, columns in shapes.values() if columns == n]
             inputs = -(-len(outputs) // 2) + sizes.hessians_beside(shapes, n)
@@ -303,6 +291,18 @@ def _seconds(job: Job) -> float:
         for rows, n in (shape for name, shape in shapes.items() if name in job.bits):
             total += rows * n * (each + products * n / exact) * factor
     return total
+
+
+def _operations(sizes: _Sizes) -> list[float]:
+    """Of a token's forward pass through each block: its layers, and attention's as if at the rate of theirs.
+
+    A token sees half of its sequence on average, as if no layer had a window.
+    """
+    config = sizes.job.model.model.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None) or 0
+    width = getattr(config, "head_dim", None) or sizes.hidden // max(heads, 1)
+    attention = _ATTENTION * 2 * sizes.job.tokens[1] * heads * width
+    return [2 * n * share + attention for n, share in zip(sizes.blocks, _reached(sizes), strict=True)]
 
 
 def _reached(sizes: _Sizes) -> list[float]:
