@@ -7,13 +7,10 @@ Instructions are those of the kernel's longest straight run, which is a block of
 the kernel unpacks them first) times as many values of each column, for 1000 products of a weight and a value.
 Prefetches count, unpacking does not. Speeds are those of the fastest of many calls, so that other load on the machine
 hardly matters. One column is measured with prefetches, as from memory.
-Everything is compiled anew, in some seconds a kernel.
+Kernels are compiled once more for their assembly, in a second each.
 """
 
-import ctypes
-import os
 import re
-import tempfile
 import time
 
 import numpy as np
@@ -35,6 +32,8 @@ def measure(type: str, width: int, rounds: int) -> tuple[float, float]:
     from bridge.runtime.cpu import activations, interleaved, unpacked
     from bridge.runtime.cpu.prepared import Prepared
     from bridge.system import targets
+    from bridge.system.compiler import assembly
+    from bridge.system.machine import host
 
     block = READ[type]
     engine = Prepared(random_tensor(type, ROWS, COLUMNS), targets.chosen())
@@ -42,14 +41,13 @@ def measure(type: str, width: int, rounds: int) -> tuple[float, float]:
     records = activations.records(x, block, width, form=engine.form(width, True))
     y = np.zeros((TURNS * width, ROWS), np.float32)
     kernel = interleaved.kernel(type, engine.target, width, True)
-    call = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 9)(kernel.address)
     sizes = engine.blocks, engine.stride, TURNS, 4 * ROWS, 0, engine.groups
     times = []
     for _ in range(rounds):
         start = time.perf_counter_ns()
-        call(engine.address, records.ctypes.data, y.ctypes.data, *sizes)
+        kernel.ctypes(engine.address, records.ctypes.data, y.ctypes.data, *sizes)
         times.append(time.perf_counter_ns() - start)
-    count = instructions(kernel._library.get_asm_str())
+    count = instructions(assembly(kernel, host()))
     module = targets.module(engine.target)
     rows = engine.lanes
     if unpacked.unpacks(module, width):
@@ -62,16 +60,14 @@ def main() -> None:
     default = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"]
     options.add_argument("types", nargs="*", default=default, metavar="TYPE", help="by default K-quants and IQ4_XS")
     arguments = options.parse_args()
-    with tempfile.TemporaryDirectory() as cache:
-        os.environ["NUMBA_CACHE_DIR"] = cache  # assembly is at hand of what is compiled here
-        from bridge.system import targets
+    from bridge.system import targets
 
-        print(f"Machine: {machine()}.\n")
-        print(head("type", "columns", "instructions for 1000 products", "products a nanosecond"))
-        for type in arguments.types:
-            for width in targets.module(targets.chosen()).WIDTHS:
-                count, speed = measure(type, width, arguments.rounds)
-                line(type, width, f"{count:.0f}", f"{speed:.1f}")
+    print(f"Machine: {machine()}.\n")
+    print(head("type", "columns", "instructions for 1000 products", "products a nanosecond"))
+    for type in arguments.types:
+        for width in targets.module(targets.chosen()).WIDTHS:
+            count, speed = measure(type, width, arguments.rounds)
+            line(type, width, f"{count:.0f}", f"{speed:.1f}")
 
 
 if __name__ == "__main__":

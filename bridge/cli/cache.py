@@ -11,6 +11,7 @@ from bridge.system.text import align, size_text
 
 _HELP = "list or clear the cache: GGUFs that `run` made from checkpoints, compiled kernels"
 _ALL = ""
+_KERNELS = ("kernels", "numba")  # kinds of entries that are one line in the list
 
 
 def add_parser(commands: Any) -> None:
@@ -33,20 +34,20 @@ def run(a: argparse.Namespace) -> int:
     if a.kernels and a.clear is None:
         raise BridgeError("--kernels needs --clear")
     if a.clear is None:
-        rows = [
-            (e.kind, e.path.name, size_text(e.nbytes), time.strftime("%Y-%m-%d %H:%M", time.localtime(e.used)))
-            for e in found
-        ]
+        rows = [_row(e.kind, e.path.name, e.nbytes, e.used) for e in found if e.kind not in _KERNELS]
+        if kernels := [e for e in found if e.kind in _KERNELS]:
+            name = f"{len(kernels)} of this program's functions"
+            rows.append(_row("kernels", name, sum(e.nbytes for e in kernels), max(e.used for e in kernels)))
         if rows:
             lines = align([("kind", "name", "size", "last used"), *rows], (True, True, False, True))
             print("\n".join(lines))
         print(f"{size_text(sum(e.nbytes for e in found))} in {cache_folder()}")
         return 0
     if a.clear == _ALL:
-        chosen = [e for e in found if a.kernels or e.kind != "numba"]
+        chosen = [e for e in found if a.kernels or e.kind not in _KERNELS]
     else:
         named = [e for e in found if a.clear in (e.path.name, e.path.name.rpartition("-")[0])]
-        chosen = named + [e for e in found if named and a.kernels and e.kind == "numba" and e not in named]
+        chosen = named + [e for e in found if named and a.kernels and e.kind in _KERNELS and e not in named]
     if a.clear and not chosen:
         raise BridgeError(f"{a.clear}: no such entry in {cache_folder()}; `gguf-bridge cache` lists the entries")
     freed = 0
@@ -57,3 +58,8 @@ def run(a: argparse.Namespace) -> int:
             print(f"not removed: {entry.path.name}, a process is using it")
     print(f"removed {size_text(freed)} from {cache_folder()}")
     return 0
+
+
+def _row(kind: str, name: str, nbytes: int, used: float) -> tuple[str, ...]:
+    """A line of the list."""
+    return kind, name, size_text(nbytes), time.strftime("%Y-%m-%d %H:%M", time.localtime(used))

@@ -16,9 +16,8 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba.core import types
-from numba.core.types.containers import UniTuple
-from numba.extending import intrinsic
+
+from bridge.system.jit import intrinsic, types
 
 NEAR = 8
 _I1, _I8, _I16, _I32, _I64, _F32 = (*(ir.IntType(n) for n in (1, 8, 16, 32, 64)), ir.FloatType())
@@ -63,7 +62,7 @@ def snapper(sub: int, width: int, bounds: tuple[float, ...]) -> Any:
             return context.make_tuple(builder, signature.return_type, emit.sums(sub, width, bounds))
 
         f32 = types.float32
-        return UniTuple(f32, 3)(t, w, f32, f32, near, numbers, values, found), codegen
+        return types.UniTuple(f32, 3)(t, w, f32, f32, near, numbers, values, found), codegen
 
     return intrinsic(snap)
 
@@ -88,7 +87,7 @@ def shifted_snapper(sub: int, shared: int, bounds: tuple[float, ...]) -> Any:
             return context.make_tuple(builder, signature.return_type, emit.shifted_sums(sub, shared, bounds))
 
         f32 = types.float32
-        return UniTuple(f32, 3)(t, w, f32, f32, near, numbers, values, found, negative), codegen
+        return types.UniTuple(f32, 3)(t, w, f32, f32, near, numbers, values, found, negative), codegen
 
     return intrinsic(snap)
 

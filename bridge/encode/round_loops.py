@@ -15,11 +15,9 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba.core import types
-from numba.extending import intrinsic
 
 from bridge.blocks import BlockType
-from bridge.system.jit import inlined, kernel, specialize
+from bridge.system.jit import inlined, intrinsic, kernel, specialize, types
 
 _ZERO = np.float32(0)
 _ONE = np.float32(1)

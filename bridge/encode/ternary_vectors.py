@@ -8,9 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba.core import types
-from numba.core.types.containers import UniTuple
-from numba.extending import intrinsic
+
+from bridge.system.jit import intrinsic, types
 
 SIZE = 256
 _LANES = 16
@@ -20,7 +19,6 @@ _I8, _I32, _I64, _F32 = (*(ir.IntType(n) for n in (8, 32, 64)), ir.FloatType())
 _FLOATS, _INTS = (ir.VectorType(kind, _LANES) for kind in (_F32, _I32))
 _ZERO = ir.Constant(_FLOATS, [0.0] * _LANES)
 _FUSED = ("contract",)
-_intrinsic: Any = intrinsic  # mypy takes it for a function of its typing context
 
 
 class _Emitter:
@@ -79,7 +77,7 @@ class _Emitter:
         return self.context.make_tuple(self.builder, self.kind, totals)
 
 
-@_intrinsic
+@intrinsic
 def totals(typingctx, x):
     """x float32 [256] -> the sums of |x| and x^2, and the greatest |x|."""
 
@@ -93,10 +91,10 @@ def totals(typingctx, x):
 
         return emit.loop(3, body, "fadd", "fadd", "fmax")
 
-    return UniTuple(types.float32, 3)(x), codegen
+    return types.UniTuple(types.float32, 3)(x), codegen
 
 
-@_intrinsic
+@intrinsic
 def kept(typingctx, x, w, threshold):
     """x, w float32 [256] -> the sums of w |x| and w where |x| > threshold."""
 
@@ -111,10 +109,10 @@ def kept(typingctx, x, w, threshold):
 
         return emit.loop(2, body)
 
-    return UniTuple(types.float32, 2)(x, w, types.float32), codegen
+    return types.UniTuple(types.float32, 2)(x, w, types.float32), codegen
 
 
-@_intrinsic
+@intrinsic
 def residuals(typingctx, x, w, threshold, a, q):
     """The sums of r^2 and w r^2, r what is left of x float32 [256] at scale a; codes 0, 1, 2 into q uint8 [256]."""
 
@@ -143,7 +141,7 @@ def residuals(typingctx, x, w, threshold, a, q):
 
         return emit.loop(2, body)
 
-    return UniTuple(types.float32, 2)(x, w, types.float32, types.float32, q), codegen
+    return types.UniTuple(types.float32, 2)(x, w, types.float32, types.float32, q), codegen
 
 
 def _joined(builder: ir.IRBuilder, parts: list[ir.Value]) -> ir.Value:

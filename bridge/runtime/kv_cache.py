@@ -111,6 +111,6 @@ class KVCache:
 
 def _has_halves() -> bool:
     """Whether compiled code converts halves by itself; LLVM would call a function that may not be there."""
-    from bridge.system import targets
+    from bridge.system import machine
 
-    return platform.machine() not in ("x86_64", "AMD64") or "f16c" in targets.host_features()
+    return platform.machine() not in ("x86_64", "AMD64") or "f16c" in machine.features()

@@ -1,16 +1,18 @@
 """The cache folder: what is stored between runs, and how it is listed and removed.
 
     ~/.cache/gguf-bridge/            or $XDG_CACHE_HOME/gguf-bridge
-        numba/DIGEST/                compiled kernels (`jit`), in NUMBA_CACHE_DIR where that is set
+        kernels/NAME-DIGEST[.o]      compiled kernels (`kernel_cache`), in NUMBA_CACHE_DIR where that is set
+        numba/DIGEST/                those of versions before 0.3
         cubins/CAPABILITY-DIGEST/    machine code for GPUs (`bridge.cuda.compiler`); also below NUMBA_CACHE_DIR
         models/NAME-DIGEST/          GGUFs made from checkpoints for `run` (`bridge.conversion.cache`)
 
 An entry is a file or folder in one of these folders. A process that uses an entry locks its folder
-(`bridge.system.folder_locks`), and a locked entry is not removed.
+(`bridge.system.folder_locks`), and a locked entry is not removed; kernels are read at once, and need no lock.
 """
 
 import os
 import re
+import stat
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +21,12 @@ from bridge.errors import BridgeError
 from bridge.system.folder_locks import remove_if_unlocked
 
 # of entries; what else is there is not ours
-_NAMES = {"numba": r"[0-9a-f]+", "cubins": r"[0-9.]+-[0-9a-f]{12}", "models": r".+-[0-9a-f]{12}"}
+_NAMES = {
+    "kernels": r"[\w.]+-[0-9a-f]{16}(\.o)?",
+    "numba": r"[0-9a-f]+",
+    "cubins": r"[0-9.]+-[0-9a-f]{12}",
+    "models": r".+-[0-9a-f]{12}",
+}
 
 
 def cache_folder() -> Path:
@@ -34,7 +41,7 @@ def cache_folder() -> Path:
 class Entry:
     """An entry of the cache. `used` is the time of its last use, in seconds since 1970."""
 
-    kind: str  # "models", "numba" or "cubins"
+    kind: str  # a key of _NAMES
     path: Path
     nbytes: int
     used: float
@@ -42,23 +49,32 @@ class Entry:
 
 def entries() -> list[Entry]:
     """All entries, largest first."""
-    found = [_entry(path) for kind in _NAMES for path in paths(kind)]
+    found = [_entry(kind, path) for kind in _NAMES for path in paths(kind)]
     return sorted(found, key=lambda entry: (-entry.nbytes, entry.path))
 
 
-def paths(kind: str) -> list[Path]:
-    """The paths of all entries of a kind."""
-    return [path for path in cache_folder().glob(f"{kind}/*") if re.fullmatch(_NAMES[kind], path.name)]
+def paths(kind: str, folder: Path | None = None) -> list[Path]:
+    """The paths of all entries of a kind, in the cache folder or where they are kept instead."""
+    folder = folder or cache_folder() / kind
+    return [path for path in folder.glob("*") if re.fullmatch(_NAMES[kind], path.name)]
 
 
-def _entry(path: Path) -> Entry:
+def owned(status: os.stat_result) -> bool:
+    """Whether nobody but this user and root can have written a file, or can write into a folder of this status."""
+    if not hasattr(os, "geteuid"):  # Windows: a user's folders are the user's
+        return True
+    shared = status.st_mode & 0o022 and not (stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX)
+    return status.st_uid in (os.geteuid(), 0) and not shared
+
+
+def _entry(kind: str, path: Path) -> Entry:
     nbytes, used = 0, 0.0
     with suppress(OSError):  # removed by another process meanwhile
         used = path.stat().st_mtime
     for file in [path, *path.rglob("*")]:
         with suppress(OSError):
             nbytes += file.stat().st_size if file.is_file() else 0
-    return Entry(path.parent.name, path, nbytes, used)
+    return Entry(kind, path, nbytes, used)
 
 
 def remove(entry: Entry) -> bool:

@@ -12,48 +12,42 @@ from contextlib import contextmanager
 Told = Callable[[float, bool], None]  # seconds spent so far, and whether there is more to compile right now
 
 _lock = threading.Lock()
-_active = 0  # threads that compile or load a kernel, or wait for one that does; nested calls count again
+_active = 0  # kernels that are being compiled; those that one needs are compiled within it
 _began = 0.0
 _seconds = 0.0
 _steps = 0
 _told: Told | None = None
 
 
-def begin() -> None:
-    """A thread begins to compile a kernel or to load it from the cache."""
-    global _active, _began
+@contextmanager
+def kernel() -> Iterator[None]:
+    """A kernel is compiled meanwhile: it is not in the cache."""
+    global _active, _began, _seconds, _steps
     with _lock:
         if not _active:
             _began = time.perf_counter()
         _active += 1
-
-
-def end() -> None:
-    """That thread has its kernel."""
-    global _active, _seconds
-    with _lock:
-        _active = max(0, _active - 1)
-        if not _active:
-            _seconds += time.perf_counter() - _began
-    if not _active and _told is not None:
-        _told(_seconds, False)
-
-
-def step() -> None:
-    """One of the compiler's passes begins: this kernel is not in the cache."""
-    global _steps
-    _steps += 1
+        _steps += 1
     if _told is not None:
         _told(seconds(), True)
+    try:
+        yield
+    finally:
+        with _lock:
+            _active = max(0, _active - 1)
+            if not _active:
+                _seconds += time.perf_counter() - _began
+        if not _active and _told is not None:
+            _told(_seconds, False)
 
 
 def steps() -> int:
-    """The compiler's passes in this process so far; 0 where all kernels came from the cache."""
+    """The kernels that this process has compiled so far, those within kernels too; 0 where all came from the cache."""
     return _steps
 
 
 def seconds() -> float:
-    """Seconds that this process has spent on compiling and loading kernels."""
+    """Seconds that this process has spent on compiling kernels."""
     with _lock:
         return _seconds + (time.perf_counter() - _began if _active else 0.0)
 

@@ -1,167 +1,107 @@
-"""Numba, as this project uses it: compiled once per machine, cached, never holding the GIL.
+"""Functions that Numba compiles, as this project uses it: made here, compiled when they are first needed.
 
-Imported only by modules that hold kernels; `import bridge` and `--help` never come here, since
-numba alone takes most of a second to import.
+Decorating costs nothing, and Numba, which takes half a second to import, is loaded when something must be compiled:
+`bridge.system.compiler` does that. What was compiled before is found in the cache (`bridge.system.kernel_cache`): of C
+functions the object code, which `bridge.system.object_code` loads without Numba.
 
-The compile cache lives in a folder named after a digest of our own sources, because numba's cache
-does not notice edits in a file that a kernel merely calls into. It depends on what the sources say, not on where they
-are: a checkout and an installed copy share it. It is in the user's cache folder, or in NUMBA_CACHE_DIR where that is
-set. In the user's cache folder, caches of other sources are removed, but for those used last and those that a process
-holds.
+    kernel      for Python to call with arrays; kept in Numba's cache
+    inner       for other compiled functions alone; so are `uncounted` and `inlined`
+    c_function  a C function of nine int64: what a table of calls (program.py) and the threads of `pool` call
+    intrinsic   a function that emits LLVM's code, as numba.extending.intrinsic
+
+Modules with kernels take Numba's own modules from here too, as `types` and `cgutils`, for the same reason.
 """
 
-import hashlib
-import os
-import sys
-import tempfile
-import types
+import ctypes
+import importlib
+import types as python_types
 from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
-from typing import Any, Self
+from functools import cached_property
+from typing import Any
 
-import llvmlite.binding
-import numba
-import numpy as np
-from numba.core import event
-from numba.core.compiler_lock import global_compiler_lock
+from bridge.system import object_code
 
-import bridge
-from bridge.errors import BridgeError
-from bridge.system import compiling, targets
-from bridge.system.cache import cache_folder, paths
-from bridge.system.folder_locks import lock_shared, remove_if_unlocked
-from bridge.system.text import tell
-
-_CHOSEN = os.environ.get("NUMBA_CACHE_DIR")
-_KEPT_CACHES = 3  # caches of other checkouts or versions that are not removed
-
-if hasattr(os, "register_at_fork"):  # a fork waits for a thread that compiles: no one would finish it in the child
-    os.register_at_fork(
-        before=global_compiler_lock.acquire,
-        after_in_parent=global_compiler_lock.release,
-        after_in_child=global_compiler_lock.release,
-    )
+ARGUMENTS = 9  # int64, of a C function: seven, and the range that the call is for
 
 
-if _unseen := targets.unseen_features():
-    _seen = llvmlite.binding.get_host_cpu_features().flatten().split(",")
-    _told = [feature for feature in _seen if feature and feature[1:] not in _unseen]
-    numba.config.CPU_FEATURES = ",".join([*_told, *(f"+{name}" for name in _unseen)])  # type: ignore[attr-defined]
+class _Module:
+    """A module that is imported when something in it is asked for."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        value = getattr(importlib.import_module(self._name), attribute)
+        setattr(self, attribute, value)
+        return value
 
 
-class _Listener(event.Listener):
-    """Tells `compiling` what numba does."""
-
-    def on_start(self, event: Any) -> None:
-        if event.kind == _LOCK:
-            compiling.begin()
-        else:
-            compiling.step()
-
-    def on_end(self, event: Any) -> None:
-        if event.kind == _LOCK:
-            compiling.end()
+types: Any = _Module("numba.core.types")
+cgutils: Any = _Module("numba.core.cgutils")
+arrayobj: Any = _Module("numba.np.arrayobj")
 
 
-_LOCK, _PASS = "numba:compiler_lock", "numba:run_pass"  # held while a kernel is compiled or loaded; compiled only
-_listener = _Listener()
-for _kind in (_LOCK, _PASS):
-    event.register(_kind, _listener)
+class Deferred:
+    """What Numba makes of a function: `made`, as soon as it is asked for. Compiled code may name it as if it were that.
 
-
-def _folders() -> list[Path]:
-    """The packages that hold kernels."""
-    return [Path(bridge.__file__).parent, *(Path(folder) / "cuda" for folder in bridge.__path__)]
-
-
-def _cache_dir() -> Path:
-    """The compile cache of exactly these sources and this numba."""
-    made_by = sys.version, numba.__version__, llvmlite.__version__, np.__version__
-    digest = hashlib.sha256(repr(made_by).encode())
-    for folder in _folders():
-        for source in sorted(folder.rglob("*.py")):
-            digest.update(f"{source.relative_to(folder)}\n".encode() + source.read_bytes())
-    return (Path(_CHOSEN) if _CHOSEN else cache_folder() / "numba") / digest.hexdigest()[:16]
-
-
-class CacheLocator:
-    """Where numba caches a function of ours: named by its module's place in the package, not by the package's place.
-
-    Numba asks for the methods (NUMBA_CACHE_LOCATOR_CLASSES).
+    py_func  the function
+    options  of numba.njit or numba.extending.intrinsic
     """
 
-    folder: Path  # of the cache
+    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
+        self.py_func, self.options = function, options
+        self.__name__, self.__doc__ = function.__name__, function.__doc__
 
-    def __init__(self, path: Path, line: int) -> None:
-        self.path, self.line = path, line
+    @cached_property
+    def made(self) -> Any:
+        from bridge.system import compiler
 
-    @classmethod
-    def from_function(cls, function: Any, file: str) -> Self | None:
-        """None for functions that are not ours."""
-        source = Path(file)
-        for folder in _folders():
-            if source.is_relative_to(folder):
-                return cls(cls.folder / source.relative_to(folder).parent, function.__code__.co_firstlineno)
-        return None
-
-    def ensure_cache_path(self) -> None:
-        """Make the folder."""
-        self.path.mkdir(parents=True, exist_ok=True)
-
-    def get_cache_path(self) -> str:
-        """The folder."""
-        return str(self.path)
-
-    def get_source_stamp(self) -> str:
-        """The same for all: the cache is of these sources alone."""
-        return ""
-
-    def get_disambiguator(self) -> str:
-        """What tells functions of the same name apart."""
-        return str(self.line)
+        return compiler.made(self)
 
 
-def _made(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)  # several processes may come here at once
-    return folder
+class Compiled(Deferred):
+    """A function that Numba compiles for the types that it is called with."""
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.made(*arguments)
 
 
-def _prune(keep: Path) -> None:
-    """Drop compile caches of sources that have not been used for longest, but none that a process holds."""
-    with suppress(OSError):  # another process prunes as well
-        others = sorted((p for p in paths("numba") if p != keep), key=lambda p: p.stat().st_mtime)
-        for old in others[:-_KEPT_CACHES]:
-            remove_if_unlocked(old)
+class Intrinsic(Deferred):
+    """A function that emits LLVM's code where compiled code calls it."""
 
 
-try:
-    CacheLocator.folder = _cache_dir()
-    _new = not CacheLocator.folder.exists()
-    _, _held = lock_shared(lambda: _made(CacheLocator.folder))  # until the process ends
-    with suppress(OSError):  # a cache that came with the machine, read-only
-        os.utime(CacheLocator.folder)  # its last use
-    if _new and not _CHOSEN:
-        _prune(CacheLocator.folder)
-    numba.config.CACHE_DIR = str(CacheLocator.folder)  # type: ignore[attr-defined]  # for CUDA's kernels
-    _others = "UserProvidedCacheLocator,InTreeCacheLocator,UserWideCacheLocator,IPythonCacheLocator,ZipCacheLocator"
-    numba.config.CACHE_LOCATOR_CLASSES = f"{__name__}.CacheLocator,{_others}"  # type: ignore[attr-defined]
-except (OSError, BridgeError) as problem:  # a read-only home, or none
-    tell(f"compile cache: {problem}; every process compiles its kernels again")
-    _temporary = tempfile.TemporaryDirectory(prefix="gguf-bridge-")  # numba refuses to have none
-    numba.config.CACHE_DIR = _temporary.name  # type: ignore[attr-defined]
+class CFunction:
+    """A C function of nine int64 that returns nothing, made of a function of Python; it is called without the GIL.
+
+    It raises nothing, and allocates nothing but by `bridge.system.memory.allocate`: its object code knows nothing of
+    Python, and only the C library's functions.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str) -> None:
+        self.py_func, self.name = function, name
+
+    @cached_property
+    def address(self) -> int:
+        """Where its code is, in this process."""
+        return object_code.address_of(self)
+
+    @cached_property
+    def ctypes(self) -> Any:
+        """The function that Python calls with all nine arguments."""
+        return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * ARGUMENTS)(self.address)
+
+    def __call__(self, *arguments: int) -> None:
+        self.ctypes(*arguments, *[0] * (ARGUMENTS - len(arguments)))
 
 
 def kernel(function: Callable[..., Any]) -> Any:
     """Compile for speed: cached on disk, GIL released, division by zero as in IEEE 754."""
-    options: Any = {"no_cfunc_wrapper": True}  # a second way in, which takes time to compile
-    return numba.njit(cache=True, nogil=True, error_model="numpy", **options)(function)
+    return Compiled(function, cache=True, nogil=True, error_model="numpy", no_cfunc_wrapper=True)
 
 
 def inner(function: Callable[..., Any], fastmath: Any = False) -> Any:
     """Compile a function that only kernels call: no entry from Python, no cache entry of its own."""
-    options: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "fastmath": fastmath}
-    return numba.njit(nogil=True, error_model="numpy", **options)(function)
+    return Compiled(function, **_INNER, fastmath=fastmath)
 
 
 def uncounted(function: Callable[..., Any]) -> Any:
@@ -169,14 +109,34 @@ def uncounted(function: Callable[..., Any]) -> Any:
 
     References to arrays are counted otherwise, slices' too, atomically: a fifth of the time of such loops.
     """
-    options: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "_nrt": False}
-    return numba.njit(nogil=True, error_model="numpy", **options)(function)
+    return Compiled(function, **_INNER, _nrt=False)
 
 
 def inlined(function: Callable[..., Any]) -> Any:
     """Like `inner`, for what sits in the innermost loops: a call with ten arrays costs 50 ns otherwise."""
-    options: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "forceinline": True}
-    return numba.njit(nogil=True, error_model="numpy", **options)(function)
+    return Compiled(function, **_INNER, forceinline=True)
+
+
+_INNER: dict[str, Any] = {
+    "nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True
+}  # fmt: skip
+
+
+def intrinsic(function: Any = None, **options: Any) -> Any:
+    """As numba.extending.intrinsic, with or without options."""
+    if function is None:
+        return lambda function: Intrinsic(function, **options)
+    return Intrinsic(function, **options)
+
+
+def c_function(function: Callable[..., Any], suffix: str = "c", **scope: Any) -> CFunction:
+    """`function` of nine int64, some of its globals set (see `specialize`), as a C function.
+
+    Within its module the suffix says all of what it is specialized with: its code is kept under that name, and under
+    the digest of what its module imports.
+    """
+    clone = _copy(function, suffix, scope)
+    return CFunction(clone, f"{clone.__module__}.{clone.__qualname__}")
 
 
 def specialize(function: Callable[..., Any], suffix: str, compile: Callable[..., Any] = kernel, **scope: Any) -> Any:
@@ -190,17 +150,21 @@ def specialize(function: Callable[..., Any], suffix: str, compile: Callable[...,
     process: compiled functions in its cells hash differently, so that the disk cache misses. Type checkers see the
     placeholders, which are of the constants' types.
     """
-    assert isinstance(function, types.FunctionType)
+    return compile(_copy(function, suffix, scope))
+
+
+def _copy(function: Callable[..., Any], suffix: str, scope: dict[str, Any]) -> python_types.FunctionType:
+    assert isinstance(function, python_types.FunctionType)
     name = f"{function.__name__}_{suffix}"
-    clone = types.FunctionType(function.__code__, {**function.__globals__, **scope}, name, function.__defaults__)
+    clone = python_types.FunctionType(function.__code__, {**function.__globals__, **scope}, name, function.__defaults__)
     clone.__module__ = function.__module__
     clone.__qualname__ = name
-    return compile(clone)
+    return clone
 
 
 def from_plain(function: Callable[..., Any], compile: Callable[..., Any] = kernel) -> Any:
     """Compile a plain function of `bridge.blocks`, and the plain functions it calls."""
-    assert isinstance(function, types.FunctionType)
+    assert isinstance(function, python_types.FunctionType)
     callees = {name: function.__globals__.get(name) for name in function.__code__.co_names}
-    compiled = {name: from_plain(f, compile) for name, f in callees.items() if isinstance(f, types.FunctionType)}
+    compiled = {name: from_plain(f, compile) for name, f in callees.items() if isinstance(f, python_types.FunctionType)}
     return specialize(function, "compiled", compile, **compiled)

@@ -4,29 +4,23 @@ A decoder's kernels get addresses as the products do (see interleaved.py), and h
 that a whole token is computed by one table of calls (see program.py).
 """
 
-from collections.abc import Callable
+import ctypes
+import sys
 from functools import cache
 from typing import Any
 
-import numba
 import numpy as np
-from llvmlite import ir
-from numba.core import cgutils, types
-from numba.extending import intrinsic
-from numba.np import arrayobj
+from llvmlite import binding, ir
 
-from bridge.system import targets
-from bridge.system.jit import inner, specialize
+from bridge.system import machine
+from bridge.system.jit import arrayobj, cgutils, inner, intrinsic, types
 
-SIGNATURE = types.void(*[types.int64] * 9)  # seven arguments, and the range that the call is for
 LANES = 16  # floats of a vector here; LLVM splits it where registers are smaller
 
-_intrinsic: Any = intrinsic  # mypy takes it for a function of its typing context
-_literal_intrinsic: Any = intrinsic(prefer_literal=True)
 _F32, _F16, _I16, _I64 = ir.FloatType(), ir.HalfType(), ir.IntType(16), ir.IntType(64)
 
 
-@_intrinsic
+@intrinsic
 def to_half(typingctx, value):
     """float32 -> the bits of the nearest half."""
 
@@ -36,7 +30,7 @@ def to_half(typingctx, value):
     return types.uint16(types.float32), emit
 
 
-@_intrinsic
+@intrinsic
 def from_half(typingctx, bits):
     """The bits of a half -> float32."""
 
@@ -48,12 +42,13 @@ def from_half(typingctx, bits):
 
 @cache
 def stack(nbytes: int) -> Any:
-    """stack(): the address of so many bytes on the stack of the function that calls it."""
+    """stack(): the address of so many bytes on the stack of the function that calls it, of any contents."""
 
     @intrinsic
     def space(typingctx):
         def emit(context, builder, signature, arguments):
-            memory = cgutils.alloca_once(builder, ir.ArrayType(ir.IntType(8), nbytes))
+            with builder.goto_entry_block():  # cgutils.alloca_once stores zeros, 8 KB of which take LLVM seconds
+                memory = builder.alloca(ir.ArrayType(ir.IntType(8), nbytes))
             memory.align = 64
             return builder.ptrtoint(memory, _I64)
 
@@ -62,7 +57,7 @@ def stack(nbytes: int) -> Any:
     return space
 
 
-def _array(context: Any, builder: Any, kind: types.Array, memory: Any, shape: list[Any]) -> Any:
+def _array(context: Any, builder: Any, kind: Any, memory: Any, shape: list[Any]) -> Any:
     """An array that does not own its memory; numba.carray and numpy.empty are compiled for each kind of arguments."""
     array = arrayobj.make_array(kind)(context, builder)
     item = context.get_abi_sizeof(context.get_data_type(kind.dtype))
@@ -74,7 +69,7 @@ def _array(context: Any, builder: Any, kind: types.Array, memory: Any, shape: li
     return array._getvalue()
 
 
-@_intrinsic
+@intrinsic
 def array_at(typingctx, address, shape, dtype):
     """The array of this shape, an integer or a tuple, and dtype at an address."""
     dimensions = getattr(shape, "count", 0)  # of a tuple
@@ -84,11 +79,11 @@ def array_at(typingctx, address, shape, dtype):
         lengths = cgutils.unpack_tuple(builder, arguments[1]) if dimensions else [arguments[1]]
         return _array(context, builder, kind, builder.inttoptr(arguments[0], ir.IntType(8).as_pointer()), lengths)
 
-    integers = numba.types.UniTuple(types.int64, dimensions) if dimensions else types.int64
+    integers = types.UniTuple(types.int64, dimensions) if dimensions else types.int64
     return kind(types.int64, integers, dtype), emit
 
 
-@_literal_intrinsic
+@intrinsic(prefer_literal=True)
 def array_on_stack(typingctx, length, dtype):
     """An array of a length that is known when the function is compiled, on its stack."""
     kind = types.Array(dtype.dtype, 1, "C")
@@ -101,20 +96,43 @@ def array_on_stack(typingctx, length, dtype):
     return kind(length, dtype), emit
 
 
+def external(name: str, count: int) -> Any:
+    """A function of the C library, of `count` int64 or addresses, for compiled code; its result as int64."""
+
+    def declared() -> Any:
+        def emit(context, builder, signature, arguments):
+            kind = ir.FunctionType(_I64, [_I64] * count)
+            return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
+
+        return types.int64(*[types.int64] * count), emit
+
+    takes = (lambda typingctx: declared(), lambda typingctx, a: declared(), lambda typingctx, a, b: declared(),
+             lambda typingctx, a, b, c: declared(), lambda typingctx, a, b, c, d: declared())  # fmt: skip
+    return intrinsic(takes[count])
+
+
+allocate = external("malloc", 1)  # bytes -> the address of so many, of any contents, a multiple of 16
+free = external("free", 1)
+if sys.platform == "win32":
+    for _name in ("malloc", "free"):
+        binding.add_symbol(_name, ctypes.cast(getattr(ctypes.cdll.msvcrt, _name), ctypes.c_void_p).value)
+
+
+@inner
+def next_line(address):
+    """The first address from there on that begins a line of the cache."""
+    return (address + 63) // 64 * 64
+
+
 @inner
 def floats(address, count):
     """float32 [count] at an address."""
     return array_at(address, count, np.float32)
 
 
-def c_function(function: Callable[..., Any], suffix: str = "c", **scope: Any) -> Any:
-    """`function` of nine int64, some of its globals set, as a numba CFunc: its `.address` is callable."""
-    return numba.cfunc(SIGNATURE, cache=True, error_model="numpy")(specialize(function, suffix, **scope).py_func)
-
-
 def rows_together(rows: int) -> list[range]:
     """The rows of a product with `LANES` columns whose sums the registers hold: 16 and 32 narrower ones hold four."""
-    most = 8 if "avx512f" in targets.host_features() else 4
+    most = 8 if "avx512f" in machine.features() else 4
     return [range(first, min(first + most, rows)) for first in range(0, rows, most)]
 
 

@@ -16,22 +16,21 @@ import platform
 import re
 import threading
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba.core import types
-from numba.extending import intrinsic
 
 from bridge.errors import BridgeError
 from bridge.system.cpus import usable_cpus
 from bridge.system.fork_locks import ForkLock
-from bridge.system.jit import inner, kernel
+from bridge.system.jit import CFunction, c_function, inner, intrinsic, types
+from bridge.system.memory import array_at
 from bridge.system.options import check_integer
 from bridge.system.row_threads import thread_limit
 from bridge.system.waiting import give_way, initialize, lock, unlock, wait, wake
 
-_intrinsic: Any = intrinsic  # mypy takes it for a function of its typing context
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _NOTHING = ir.FunctionType(ir.VoidType(), [])
 
@@ -39,6 +38,7 @@ _NOTHING = ir.FunctionType(ir.VoidType(), [])
 _TICKET, _DONE, _SLEEPERS, _STOP = 0, 8, 16, 24
 _FUNCTION, _GROUPS, _CHUNK, _ARGUMENTS = 32, 33, 34, 35
 ARGUMENTS = 7  # int64 arguments of a kernel, before its first and last row group
+ITEMS, SHARED, WORDS = 8, 9, 10  # of a call in a table
 _MUTEX, _CONDITION = 48, 64  # 128 bytes each, more than any system's
 _WORDS = 80
 
@@ -54,7 +54,7 @@ def _word(builder: ir.IRBuilder, address: ir.Value, index: ir.Value) -> ir.Value
     return builder.gep(builder.inttoptr(address, _I64.as_pointer()), [index])
 
 
-@_intrinsic
+@intrinsic
 def read(typingctx, state, index):
     """Word `index` of the state, after everything that was written before it."""
 
@@ -64,7 +64,7 @@ def read(typingctx, state, index):
     return types.int64(types.int64, types.int64), emit
 
 
-@_intrinsic
+@intrinsic
 def write(typingctx, state, index, value):
     def emit(context, builder, signature, arguments):
         builder.store_atomic(arguments[2], _word(builder, *arguments[:2]), "seq_cst", 8)
@@ -73,7 +73,7 @@ def write(typingctx, state, index, value):
     return types.void(types.int64, types.int64, types.int64), emit
 
 
-@_intrinsic
+@intrinsic
 def add(typingctx, state, index, value):
     """Add to a word; returns what it was."""
 
@@ -83,7 +83,7 @@ def add(typingctx, state, index, value):
     return types.int64(types.int64, types.int64, types.int64), emit
 
 
-@_intrinsic
+@intrinsic
 def swap(typingctx, state, index, old, new):
     """Replace a word that is still `old`; returns whether it was."""
 
@@ -94,7 +94,7 @@ def swap(typingctx, state, index, old, new):
     return types.boolean(types.int64, types.int64, types.int64, types.int64), emit
 
 
-@_intrinsic
+@intrinsic
 def pause(typingctx):
     """Tell the core that this is a waiting loop."""
 
@@ -109,7 +109,7 @@ def pause(typingctx):
     return types.void(), emit
 
 
-@_intrinsic
+@intrinsic
 def call(typingctx, function, a, b, c, d, e, f, g, first, last):
     """Call the compiled kernel at an address."""
     integers = [types.int64] * (ARGUMENTS + 3)
@@ -149,8 +149,7 @@ def _take(state):
         add(state, _DONE, 1)
 
 
-@kernel
-def _serve(state):
+def _serve(state, _0, _1, _2, _3, _4, _5, _6, _7):
     """A worker's life."""
     spins = 0
     while read(state, _STOP) == 0:
@@ -179,7 +178,7 @@ def _wake_all(state):
         unlock(state + 8 * _MUTEX)
 
 
-@kernel
+@inner
 def run(state, threads, function, a, b, c, d, e, f, g, groups):
     """Call a kernel for row groups 0..groups-1; state 0, or one chunk, means: in this thread."""
     chunk = max(1, -(-groups // (threads * _PER_THREAD)))
@@ -221,7 +220,7 @@ class Pool:
         self.state = 0
         if threads > 1:
             self.state = -(-address // 64) * 64
-            initialize(self.state + 8 * _CONDITION, self.state + 8 * _MUTEX)
+            _state_functions()[0](self.state)
             try:
                 with thread_limit():
                     for number in range(threads - 1):
@@ -233,19 +232,28 @@ class Pool:
     def stop(self) -> None:
         """Let the workers end."""
         if self.state:
-            _stop(self.state)
+            _state_functions()[2](self.state)
 
 
 def _work(pool: Pool) -> None:
-    _serve(pool.state)  # `pool` keeps the shared memory alive
+    _state_functions()[1](pool.state)  # `pool` keeps the shared memory alive
 
 
-@kernel
-def _stop(state):
+def _begin(state, _0, _1, _2, _3, _4, _5, _6, _7):
+    initialize(state + 8 * _CONDITION, state + 8 * _MUTEX)
+
+
+def _stop(state, _0, _1, _2, _3, _4, _5, _6, _7):
     write(state, _STOP, 1)
     lock(state + 8 * _MUTEX)
     wake(state + 8 * _CONDITION)
     unlock(state + 8 * _MUTEX)
+
+
+@cache
+def _state_functions() -> tuple[CFunction, CFunction, CFunction]:
+    """Begin, serve and stop."""
+    return c_function(_begin), c_function(_serve), c_function(_stop)
 
 
 _pool: Pool | None = None
@@ -286,6 +294,35 @@ def get_pool() -> Pool:
             if (pool := _pool) is None:
                 _pool = pool = Pool(get_num_threads())
     return pool
+
+
+def _walk(state, threads, table, rows, _0, _1, _2, _3, _4):
+    """Make the calls of a table, int64 [rows, WORDS]."""
+    calls = array_at(table, (rows, WORDS), np.int64)
+    for i in range(rows):
+        e = calls[i]
+        own = state if e[SHARED] else 0
+        run(own, threads, e[0], e[1], e[2], e[3], e[4], e[5], e[6], e[7], e[ITEMS])
+
+
+@cache
+def _walker() -> CFunction:
+    return c_function(_walk)
+
+
+def make_calls(table: np.ndarray, worth: bool = True) -> None:
+    """Make the calls of int64 [rows, WORDS] one after another; `worth`: see `share`.
+
+    A row is a C function's address, its seven arguments, how many items its range covers, and whether threads share
+    them.
+    """
+    share(worth, _walker(), table.ctypes.data, len(table))
+
+
+def share_items(worth: bool, function: CFunction, *arguments: int, items: int) -> None:
+    """Call a C function with up to seven arguments for a number of items; see `share`."""
+    padding = [0] * (ARGUMENTS - len(arguments))
+    make_calls(np.array([[function.address, *arguments, *padding, items, 1]], np.int64), worth)
 
 
 def share(worth: bool, function: Callable[..., None], *arguments: Any) -> None:

@@ -8,13 +8,10 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba.core import cgutils, types
-from numba.extending import intrinsic
 
 from bridge.system import pool, targets
-from bridge.system.jit import kernel
-from bridge.system.memory import LANES, array_at, c_function
-from bridge.system.pool import run, share
+from bridge.system.jit import c_function, cgutils, intrinsic, types
+from bridge.system.memory import LANES, allocate, array_at, free, next_line
 from bridge.trellis.codebooks import BitshiftCodebook
 from bridge.trellis.streams import states_of
 from bridge.trellis.vector import I64, Code, Lanes
@@ -61,8 +58,10 @@ def _tiles(words, out, table, order, columns, sizes, _, first, last):
     count, height, width, groups, in_order = size[0], size[1], size[2], size[3], size[4]
     weights = height * width
     place = array_at(order, weights, np.int32)
-    ring = np.empty(count + 2 * 16, np.uint16)
-    values = np.empty(weights, np.float32)
+    memory = allocate(4 * weights + 2 * (count + 2 * 16) + 64)
+    values_at = next_line(memory)
+    ring_at = values_at + 4 * weights
+    values, ring = array_at(values_at, weights, np.float32), array_at(ring_at, count + 2 * 16, np.uint16)
     for row in range(first, last):
         stored = array_at(words + row * columns * count * 2, (columns, count), np.uint16)
         start = row * columns * height * width
@@ -72,7 +71,7 @@ def _tiles(words, out, table, order, columns, sizes, _, first, last):
                 ring[j] = stored[column, j]
             for j in range(17):
                 ring[count + j] = ring[j % count]
-            decode_states(ring.ctypes.data, table, values.ctypes.data, groups)
+            decode_states(ring_at, table, values_at, groups)
             base = column * width
             for r in range(height):  # row by row; if the tile is stored that way, whole vectors are copied
                 at = base + r * columns * width
@@ -82,11 +81,7 @@ def _tiles(words, out, table, order, columns, sizes, _, first, last):
                 else:
                     for c in range(width):
                         target[at + c] = values[place[r * width + c]]
-
-
-@kernel
-def _run(state, threads, function, words, out, table, order, columns, sizes, rows):
-    run(state, threads, function, words, out, table, order, columns, sizes, 0, rows)
+    free(memory)
 
 
 @cache
@@ -121,8 +116,8 @@ def decode(
     in_order = np.array_equal(order, np.arange(len(order)))
     sizes = np.array([count, height, width, states // LANES, in_order], np.int64)
     table = code.table(book)
-    share(
-        words.nbytes >= pool.MIN_BYTES_TO_SHARE, _run, _kernel(code).address, words.ctypes.data, out.ctypes.data,
-        table.ctypes.data, order.ctypes.data, columns, sizes.ctypes.data, rows,
+    pool.share_items(
+        words.nbytes >= pool.MIN_BYTES_TO_SHARE, _kernel(code), words.ctypes.data, out.ctypes.data, table.ctypes.data,
+        order.ctypes.data, columns, sizes.ctypes.data, items=rows,
     )  # fmt: skip
     return out

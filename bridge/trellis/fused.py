@@ -19,13 +19,10 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba.core import cgutils, types
-from numba.extending import intrinsic
 
 from bridge.system import pool
-from bridge.system.jit import kernel
-from bridge.system.memory import LANES, c_function, floats
-from bridge.system.pool import run, share
+from bridge.system.jit import c_function, cgutils, intrinsic, kernel, types
+from bridge.system.memory import LANES, allocate, floats, free, next_line
 from bridge.trellis.streams import TILE
 from bridge.trellis.vector import FLOATS, I64, Code, Lanes
 
@@ -123,7 +120,9 @@ def _multiply_tile(code: Code, units: Units, tokens: int, words: int) -> Any:
 
 def _groups(weights, x, y, columns, table, tokens, y_stride, first, last):
     """Groups first..last-1; tokens a multiple of `width`, columns of tiles."""
-    totals = np.empty(width * 256, np.float32)
+    memory = allocate(4 * width * 256 + 64)
+    totals_at = next_line(memory)
+    totals = floats(totals_at, width * 256)
     x_stride = columns * 64
     for group in range(first, last):
         for start in range(0, tokens, width):
@@ -132,7 +131,7 @@ def _groups(weights, x, y, columns, table, tokens, y_stride, first, last):
             at = weights + group * columns * tile_bytes
             values = x + start * x_stride
             for _ in range(columns):
-                multiply_tile(at, table, values, x_stride, totals.ctypes.data)
+                multiply_tile(at, table, values, x_stride, totals_at)
                 at += tile_bytes
                 values += 64
             for t in range(width):
@@ -140,6 +139,7 @@ def _groups(weights, x, y, columns, table, tokens, y_stride, first, last):
                 for lane in range(16):
                     for r in range(16):
                         out[lane * 16 + r] = totals[t * 256 + r * 16 + lane]
+    free(memory)
 
 
 @cache
@@ -147,14 +147,6 @@ def _kernel(code: Code, units: Units, tokens: int, words: int) -> Any:
     suffix = f"{code.suffix}_{units.count}{units.row_step}_{units.columns[1]}_{tokens}_{words}"
     scope = {"multiply_tile": _multiply_tile(code, units, tokens, words), "width": tokens}
     return c_function(_groups, f"fused_{suffix}", tile_bytes=words * 2 * LANES, **scope)
-
-
-@kernel
-def _run(state, threads, function, weights, x, y, columns, table, groups):
-    """y float32 [tokens, groups * 256] of x float32 [tokens, 16 * columns]."""
-    tokens = x.shape[0]
-    address = y.ctypes.data
-    run(state, threads, function, weights, x.ctypes.data, address, columns, table, tokens, 4 * y.shape[1], groups)
 
 
 @kernel
@@ -191,10 +183,9 @@ class Fused:
         if padded != tokens:
             x = np.concatenate([x, np.zeros((padded - tokens, x.shape[1]), np.float32)])
         y = np.empty((padded, self.groups * ROWS), np.float32)
-        function = _kernel(self.code, self.units, step, self.count)
         worth = self.prepared.nbytes * tokens >= pool.MIN_BYTES_TO_SHARE
-        share(
-            worth, _run, function.address, self.prepared.ctypes.data, x, y, self.columns, self.table.ctypes.data,
-            self.groups,
+        pool.share_items(
+            worth, _kernel(self.code, self.units, step, self.count), self.prepared.ctypes.data, x.ctypes.data,
+            y.ctypes.data, self.columns, self.table.ctypes.data, padded, 4 * y.shape[1], items=self.groups,
         )  # fmt: skip
         return y[:tokens]

@@ -23,6 +23,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import IO, Any
 
+from bridge.errors import BridgeError
+from bridge.system import kernel_cache
 from bridge.system.cpus import usable_cpus
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -269,8 +271,8 @@ def _result(
 
 def _environment() -> dict[str, str]:
     """Our environment, with a compile cache that all processes share, even without a home folder: one may be given."""
-    import numba
-
-    import bridge.system.jit  # noqa: F401  # chooses the folder
-
-    return {"NUMBA_CACHE_DIR": str(numba.config.CACHE_DIR)} | os.environ
+    try:
+        folder = kernel_cache.folder()
+    except BridgeError:  # no home folder
+        folder = Path(tempfile.mkdtemp(prefix="gguf-bridge-"))
+    return {"NUMBA_CACHE_DIR": str(folder)} | os.environ

@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 
 import bridge
-from bridge.runtime.cpu import attention, decoder_ops, expert_ops, latent_attention, recurrent_ops
 from bridge.runtime.cpu.program import Program
 from bridge.runtime.recurrent import RecurrentBuffers
 from tests.runtime.test_arm_code import TOOLS
 from tests.runtime.test_families import TOKENS, converted
 from tests.runtime.test_recurrent import SHAPES, Cache, plain_layer, random_layer
-from tests.support.arm_program import compiled_anew, run_on_arm
+from tests.support.arm_program import run_on_arm
 
 pytestmark = [
     pytest.mark.exhaustive,
@@ -27,10 +26,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_layer_with_a_state_computes_its_formulas(
-    shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiled_anew(monkeypatch, recurrent_ops.function)
+def test_a_layer_with_a_state_computes_its_formulas(shape: str, tmp_path: Path) -> None:
     c, n = SHAPES[shape], 11
     layer, inputs = random_layer(c, n)
     cache: Any = Cache(c)
@@ -50,10 +46,7 @@ def test_a_model_has_the_logits_of_this_machine(
     """Products alone are made here: attention on latent vectors and of heads, norms, rotations, experts' routers."""
     path = converted(name, tmp_path)[1]
     here, model = (bridge.Model.load(path, precision="f32", kv=kv, context=64) for _ in range(2))
-    modules = (attention, decoder_ops, expert_ops, latent_attention)
-    made = (maker for module in modules for maker in vars(module).values() if hasattr(maker, "cache_clear"))
     logits = here.logits(TOKENS[:20])
-    compiled_anew(monkeypatch, *made)
     folders = (tmp_path / str(i) for i in itertools.count())
 
     def run(program: Program) -> None:

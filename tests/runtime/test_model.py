@@ -549,9 +549,9 @@ def test_generating_text_needs_no_torch(path: Path) -> None:
 
 def test_a_cpu_without_halves_keeps_floats(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    monkeypatch.setattr("bridge.system.targets.host_features", lambda: frozenset())
+    monkeypatch.setattr("bridge.system.machine.features", lambda: frozenset())
     assert bridge.Model.load(path, context=16)._decoder.cache.kind == "f32"
-    monkeypatch.setattr("bridge.system.targets.host_features", lambda: frozenset({"f16c"}))
+    monkeypatch.setattr("bridge.system.machine.features", lambda: frozenset({"f16c"}))
     assert bridge.Model.load(path, context=16)._decoder.cache.kind == "f16"
 
 

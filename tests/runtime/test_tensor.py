@@ -22,7 +22,7 @@ from bridge.runtime.bench import tensors_to_time
 from bridge.runtime.config_reader import read_config
 from bridge.runtime.decoder import Decoder
 from bridge.runtime.reader import open_gguf
-from bridge.system import targets
+from bridge.system import machine, targets
 from scripts.peers import ggml
 from tests.support.random_blocks import random_matrix
 from tests.support.tiny_gguf import write_decoder
@@ -332,11 +332,11 @@ def test_a_target_that_does_not_run_here_is_refused(monkeypatch):
 def test_numba_s_cpu_settings_count_as_the_cpu(monkeypatch):
     monkeypatch.delenv("NUMBA_CPU_FEATURES", raising=False)
     monkeypatch.setenv("NUMBA_CPU_NAME", "generic")
-    targets.host_features.cache_clear()
+    machine.features.cache_clear()
     try:
         assert targets.available() == ["portable"]
         monkeypatch.setenv("NUMBA_CPU_FEATURES", "+avx2,+f16c,+fma,-avx512f")
-        targets.host_features.cache_clear()
+        machine.features.cache_clear()
         assert set(targets.available()) <= {"avx2", "portable"}
     finally:
-        targets.host_features.cache_clear()
+        machine.features.cache_clear()

@@ -1,22 +1,22 @@
 """A table of calls (program.py) run as AArch64 machine code under qemu, beside this machine.
 
-Numba's code of the calls' functions is compiled again, for AArch64; what they point to is copied to a file, with
+The calls' functions are compiled for AArch64; what they point to is copied to a file, with
 addresses moved to where the program under qemu maps it.
 """
 
 from __future__ import annotations
 
-import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import llvmlite.binding as llvm
 import numpy as np
-from numba.core import caching
 
 from bridge.runtime.cpu.program import ITEMS, Program
+from bridge.system import compiler
+from bridge.system.jit import CFunction
+from bridge.system.machine import Machine
 from scripts.arm import emit
 
 PLACE = 1 << 36  # where everything is under qemu
@@ -24,16 +24,6 @@ MAIN = """
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
-/* Numba's runtime: arrays that functions make for themselves, never freed */
-void *NRT_MemInfo_alloc_aligned(size_t size, unsigned align) {
-    void **info = calloc(6, sizeof *info);
-    info[3] = aligned_alloc(64, (size + 64) / 64 * 64);
-    info[4] = (void *)size;
-    return info;
-}
-void *NRT_MemInfo_alloc_safe_aligned(size_t size, unsigned align) { return NRT_MemInfo_alloc_aligned(size, align); }
-void NRT_incref(void *info) {}
-void NRT_decref(void *info) {}
 DECLARATIONS
 int main(int count, char **names) {
     FILE *file = fopen(names[1], "rb");
@@ -45,22 +35,9 @@ int main(int count, char **names) {
 """
 
 
-def compiled_anew(monkeypatch: Any, *made: Any) -> None:
-    """Have functions compiled anew, as those from Numba's cache have no LLVM code; `made`: their cached makers."""
-    monkeypatch.setattr(caching.FunctionCache, "load_overload", lambda *_: None)
-    for maker in made:
-        maker.cache_clear()
-
-
-def object_file(function: Any) -> bytes:
-    """A CFunc for AArch64; Numba's counting of references, which is x86's code, is left to MAIN."""
-    code = function._library.get_llvm_str()
-    code = re.sub(r"(?s)define[^\n]*@NRT_(in|de)cref\(.*?\n}\n", "", code)
-    code = re.sub(r"(?m)^(declare .*@llvm\.x86.*|target datalayout.*)$", "", code)
-    code = re.sub("target triple = .*", 'target triple = "aarch64-linux-gnu"', code)
-    code += "".join(f"declare void @{name}(ptr)\n" for name in ("NRT_incref", "NRT_decref") if f"@{name}(" in code)
-    machine = emit._processor().create_target_machine(cpu="neoverse-n1", features=emit.FEATURES["neon"], opt=3)
-    return bytes(machine.emit_object(llvm.parse_assembly(code)))
+def object_file(function: CFunction) -> bytes:
+    """A C function for AArch64."""
+    return compiler.object_code(function, Machine("aarch64-linux-gnu", "neoverse-n1", emit.FEATURES["neon"]))
 
 
 def arrays_below(thing: Any, seen: set[int]) -> Iterator[np.ndarray]:
@@ -101,25 +78,20 @@ def run_on_arm(program: Program, folder: Path, *roots: Any) -> None:
         flat = array.reshape(-1)
         raw = (moved(flat) if array.dtype == np.int64 else flat).view(np.uint8)
         image[place : place + array.nbytes] = raw
-    rows = [[row[0] if hasattr(row[0], "address") else row[0](), *row[1:]] for row in program._rows if row[ITEMS]]
-    functions = {function.native_name: function for function, *_ in rows}
+    rows = [[row[0] if isinstance(row[0], CFunction) else row[0](), *row[1:]] for row in program._rows if row[ITEMS]]
+    functions = {function.name: function for function, *_ in rows}
     names = {name: f"f{i}" for i, name in enumerate(functions)}
     calls = []
     for function, *words in rows:
         given = ", ".join(f"{word}L" for word in moved(np.array(words[:7], np.int64)))
-        calls.append(f"{names[function.native_name]}({given}, 0, {words[ITEMS - 1]});")
+        calls.append(f"{names[function.name]}({given}, 0, {words[ITEMS - 1]});")
     declared = [f'void {short}({", ".join(["long"] * 9)}) __asm__("{name}");' for name, short in names.items()]
     text = MAIN.replace("DECLARATIONS", "\n".join(declared)).replace("CALLS", "\n    ".join(calls))
     (folder / "main.c").write_text(text.replace("PLACE", str(PLACE)).replace("SIZE", str(image.size)))
     for name, short in names.items():
         (folder / f"{short}.o").write_bytes(object_file(functions[name]))
     image.tofile(folder / "image")
-    command = [
-        "aarch64-linux-gnu-gcc",
-        "-O1",
-        "-static",
-        "-Wl,--unresolved-symbols=ignore-all,--allow-multiple-definition",
-    ]
+    command = ["aarch64-linux-gnu-gcc", "-O1", "-static"]
     objects = [f"{short}.o" for short in names.values()]
     subprocess.run([*command, "main.c", *objects, "-lm", "-o", "program"], cwd=folder, check=True)
     run = ["qemu-aarch64-static", "-cpu", "max", str(folder / "program"), "image"]

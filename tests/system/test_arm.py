@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bridge.system import arm, cpus, targets
+from bridge.system import arm, cpus, machine, targets
 
 GRAVITON_2, GRAVITON_4 = (0xEFFFFFFF & ~(1 << 30), 0), (0xEFFFFFFF, 1 << 13 | 1)
 
@@ -46,15 +46,15 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         monkeypatch.setattr(platform, "machine", lambda: "arm64" if system == "darwin" else "aarch64")
         monkeypatch.setattr(sys, "platform", system)
         monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
-        monkeypatch.setattr(targets, "_seen_by_llvm", set)
+        monkeypatch.setattr(machine, "_seen_by_llvm", set)
         monkeypatch.setattr(subprocess, "Popen", None)
         arm.features.cache_clear()
-        targets.host_features.cache_clear()
+        machine.features.cache_clear()
 
     yield run
     monkeypatch.undo()
     arm.features.cache_clear()
-    targets.host_features.cache_clear()
+    machine.features.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_linux_tells_by_bits(pretend: Any, words: tuple[int, int], names: list[str]) -> None:
     pretend("linux", Library(dict(zip((16, 26), words, strict=True))))
     assert targets.available() == names
-    assert targets.unseen_features() == sorted(arm.features()) != []
+    assert machine.unseen_features() == sorted(arm.features()) != []
 
 
 M1 = {b"hw.optional.neon": 1, b"hw.optional.arm.FEAT_DotProd": 1, b"hw.optional.arm.FEAT_I8MM": 0}
@@ -83,7 +83,7 @@ def test_an_arm_cpu_that_windows_runs_on_is_what_llvm_sees(pretend: Any) -> None
 def test_a_users_description_of_the_cpu_is_left_alone(pretend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend("linux", Library(dict(zip((16, 26), GRAVITON_4, strict=True))))
     monkeypatch.setenv("NUMBA_CPU_FEATURES", "+neon,+dotprod")
-    assert targets.unseen_features() == []
+    assert machine.unseen_features() == []
     assert targets.available() == ["neon", "portable"]
 
 

@@ -30,7 +30,7 @@ def test_the_clock_stands_still_while_a_kernel_is_compiled() -> None:
     told = []
     started, clock, spent, steps = time.perf_counter(), compiling.clock(), compiling.seconds(), compiling.steps()
     with compiling.telling(lambda seconds, more: told.append((seconds, more))):
-        function.compile("int64(int64)")
+        function.made.compile("int64(int64)")
     assert compiling.steps() > steps
     assert 0 < compiling.seconds() - spent <= time.perf_counter() - started
     assert compiling.clock() - clock < time.perf_counter() - started

@@ -9,10 +9,8 @@ from functools import cache
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils, types
-from numba.extending import intrinsic
 
-from bridge.system.jit import inlined
+from bridge.system.jit import cgutils, inlined, intrinsic, types
 
 _F32 = ir.FloatType()
 _FUSED = ("contract", "nsz", "nnan")  # products may be fused with sums

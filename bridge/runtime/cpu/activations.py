@@ -27,13 +27,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba.core import types
-from numba.extending import intrinsic
 
 from bridge.blocks import BlockType
 from bridge.blocks.read import READ
 from bridge.runtime.cpu.emitter import Emitter
-from bridge.system.memory import array_at, c_function, floats, stack
+from bridge.system.jit import c_function, intrinsic, types
+from bridge.system.memory import array_at, floats, stack
 
 # set per type by `quantize_function`
 size = subs = sub = record = sums_at = d_at = 0

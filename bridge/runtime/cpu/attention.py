@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 
 from bridge.runtime.cpu.decoder_ops import exp, square_sum
-from bridge.system.jit import inner, specialize
-from bridge.system.memory import array_at, c_function, floats, from_half, panel, to_half
+from bridge.system.jit import c_function, inner, specialize
+from bridge.system.memory import allocate, array_at, floats, free, from_half, next_line, panel, to_half
 
 # words of a layer's block; addresses first. Biases, head norms, sinks, temperatures, the cap on scores, the window and
 # the chunk may be 0, and K: then there are no keys to store. PRODUCTS and PLAIN are latent_attention.py's
@@ -227,8 +227,8 @@ def _attend(blocks, count, spans, parts, sums, most, _0, first, last):
             width = max(width, (start + tokens + LANES - 1) // LANES * LANES)
     # sums of exp [ROWS] as float64, maxima [ROWS], q [ROWS, d], scores [ROWS, width], part [ROWS, LANES], a panel
     panel_size = max(d, width) * LANES if quantized else 0
-    memory = np.empty(12 * ROWS + 4 * (ROWS * (d + width + LANES) + panel_size), np.uint8)
-    first_byte = np.int64(memory.ctypes.data)
+    memory = allocate(12 * ROWS + 4 * (ROWS * (d + width + LANES) + panel_size) + 64)
+    first_byte = next_line(memory)
     totals = array_at(first_byte, ROWS, np.float64)
     tops = floats(first_byte + 8 * ROWS, np.int64(ROWS))
     a = first_byte + 12 * ROWS
@@ -313,7 +313,7 @@ def _attend(blocks, count, spans, parts, sums, most, _0, first, last):
                     inverse = np.float32(1.0 / totals[r])
                 for i in range(j * LANES, min(d, (j + 1) * LANES)):
                     out[i] = part[r * LANES + i - j * LANES] * inverse
-    memory[0] = 0  # numba frees an array after its last use, and taking its address is not a use
+    free(memory)
 
 
 def _merge(blocks, count, spans, parts, sums, most, _0, first, last):

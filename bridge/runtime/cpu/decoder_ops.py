@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from bridge.runtime.cpu import rowmajor
-from bridge.system.jit import inner
-from bridge.system.memory import array_at, c_function, floats
+from bridge.system.jit import c_function, inner
+from bridge.system.memory import array_at, floats
 
 LIMIT, SLOPE = np.float32(7.0), np.float32(1.702)  # of gpt-oss's gate
 
@@ -268,4 +268,4 @@ def activation(name: str, gated: bool) -> Any:
 @cache
 def look_up_function(type: str) -> Any:
     """The CFunc that unpacks one row of a table in a type."""
-    return c_function(_look_up, type, unpack=rowmajor.dequantize(type, inner))
+    return c_function(_look_up, type, unpack=rowmajor.dequantize(type))

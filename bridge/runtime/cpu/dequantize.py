@@ -12,11 +12,12 @@ def rows(type: str, raw: np.ndarray) -> np.ndarray:
     """raw uint8 [rows, row bytes] of a type -> float32 [rows, in]. Equals gguf.quants.dequantize bit for bit."""
     raw = np.ascontiguousarray(raw)
     if type in READ:
-        from bridge.runtime.cpu import rowmajor  # numba, which files of floats do without
+        from bridge.runtime.cpu import rowmajor  # llvmlite, which files of floats do without
 
         block = READ[type]
         out = np.empty((raw.shape[0], raw.shape[1] // block.nbytes * block.size), np.float32)
-        rowmajor.dequantize(type)(raw, out)
+        convert = rowmajor.rows_function(type).ctypes
+        convert(raw.ctypes.data, out.ctypes.data, raw.shape[1], out.shape[1], 0, 0, 0, 0, len(raw))
         return out
     if type == "BF16":
         return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)

@@ -7,8 +7,8 @@ import numpy as np
 
 from bridge.runtime.cpu.decoder_ops import clamp, exp
 from bridge.runtime.cpu.program import FIELDS
-from bridge.system.jit import inner
-from bridge.system.memory import array_at, c_function, floats
+from bridge.system.jit import c_function, inner
+from bridge.system.memory import allocate, array_at, floats, free
 
 # words of a layer's block: addresses, then numbers. Biases may be 0
 (LOGITS, CHOSEN, WEIGHTS, FIRST, SECOND, TABLE, FACTORS, ROUTER_BIAS, CHOICE_BIAS, GATE_BIAS, UP_BIAS, DOWN_BIAS,
@@ -28,7 +28,8 @@ def _choose(block, _0, _1, _2, _3, _4, _5, first, last):
     scale = np.float32(array_at(block, WORDS, np.float64)[SCALE])
     mixer = np.float32(array_at(block, WORDS, np.float64)[MIXER])
     places = array_at(words[TABLE], (experts, 3, 2), np.int64)
-    choice = np.empty(experts, np.float32)
+    memory = allocate(4 * (experts + groups))
+    choice, scores = floats(memory, experts), floats(memory + 4 * experts, groups)
     for t in range(first, last):
         p = floats(words[LOGITS] + 4 * experts * t, experts)
         chosen = array_at(words[CHOSEN] + 8 * used * t, used, np.int64)
@@ -56,7 +57,7 @@ def _choose(block, _0, _1, _2, _3, _4, _5, first, last):
             for e in range(experts):
                 choice[e] += bias[e]
         if groups > 1:
-            _leave_groups(choice, groups, words[GROUPS_USED], sigmoid)
+            _leave_groups(choice, scores, words[GROUPS_USED], sigmoid)
         total = np.float32(0)
         for j in range(used):
             best = 0
@@ -70,6 +71,7 @@ def _choose(block, _0, _1, _2, _3, _4, _5, first, last):
             e = chosen[j]
             weights[j] = scale * (p[e] / total if words[NORMALIZED] else p[e])
         _place(words, places, chosen, t * used)
+    free(memory)
 
 
 @inner
@@ -105,10 +107,13 @@ def _choose_in_turn(logits, left, chosen, weights, mixer):
 
 
 @inner
-def _leave_groups(choice, groups, used, sigmoid):
-    """-inf for the experts of all groups but the best: of the largest choice, or sum of the two largest."""
+def _leave_groups(choice, scores, used, sigmoid):
+    """-inf for the experts of all groups but the best: of the largest choice, or sum of the two largest.
+
+    scores  memory for a number for each group
+    """
+    groups = scores.size
     size = choice.size // groups
-    scores = np.empty(groups, np.float32)
     for g in range(groups):
         top = second = np.float32(-np.inf)
         for e in range(g * size, (g + 1) * size):

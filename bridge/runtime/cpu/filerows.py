@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba.core import types
-from numba.extending import intrinsic
 
 from bridge.blocks import BlockType
 from bridge.blocks.read import READ
@@ -26,7 +24,8 @@ from bridge.runtime.cpu.emitter import Emitter
 from bridge.runtime.cpu.layout import InterleavedLayout
 from bridge.runtime.cpu.operands import LookedUp, given
 from bridge.runtime.cpu.superblock import k_block, plain_block
-from bridge.runtime.cpu.vectors import Totals
+from bridge.runtime.cpu.vectors import totals_type
+from bridge.system.jit import intrinsic, types
 
 _STEP = 16  # bytes
 _LINE = 64
@@ -193,7 +192,6 @@ def accumulator(name: str, target: ModuleType) -> Any:
     bad     the int64 there gets bit r where one of row r is not finite
     ahead   from there on, as many lines as the rows' blocks have are prefetched
     """
-    kind = Totals(1, target.LANES)
 
     @intrinsic
     def accumulate(typingctx, totals, source, row_bytes, halves, x, bad, ahead):
@@ -203,6 +201,7 @@ def accumulator(name: str, target: ModuleType) -> Any:
             total = add_block(v, READ[name], builder.extract_value(packed, 0), *addresses)
             return builder.insert_value(packed, total, 0)
 
+        kind = totals_type(1, target.LANES)
         return kind(kind, *[types.int64] * 6), emit
 
     return accumulate

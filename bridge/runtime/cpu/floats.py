@@ -11,13 +11,11 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba.core import cgutils, types
-from numba.extending import intrinsic
 
 from bridge.runtime.cpu.portable import Dequantizing, RawMatrix
-from bridge.system.jit import kernel
-from bridge.system.memory import LANES, c_function, floats
-from bridge.system.pool import MIN_BYTES_TO_SHARE, run, share
+from bridge.system.jit import c_function, cgutils, intrinsic, types
+from bridge.system.memory import LANES, floats
+from bridge.system.pool import MIN_BYTES_TO_SHARE, share_items
 
 SIZES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes of a number
 _FEW = 4  # most tokens that are multiplied one after the other; more go through a dense product
@@ -101,13 +99,6 @@ def rows_function(kind: str) -> Any:
     return c_function(_rows, f"rows_{kind}", dot=dot_function(kind))
 
 
-@kernel
-def _product(state, threads, x, y, function, weights, stride):
-    """y float32 [tokens, rows] = x W^T, x float32 [tokens, in]."""
-    tokens, rows = y.shape
-    run(state, threads, function, weights, x.ctypes.data, y.ctypes.data, x.shape[1], stride, tokens, 4 * rows, rows)
-
-
 class FloatRows(Dequantizing):
     """The engine of a float matrix."""
 
@@ -118,7 +109,8 @@ class FloatRows(Dequantizing):
     def run(self, x: np.ndarray, y: np.ndarray, integer: bool) -> None:
         if x.shape[0] > _FEW:
             return super().run(x, y, integer)
-        weights, stride = self.raw.ctypes.data, self.raw.shape[1]
-        return share(
-            self.raw.nbytes >= MIN_BYTES_TO_SHARE, _product, x, y, rows_function(self.type).address, weights, stride
-        )
+        tokens, rows = y.shape
+        return share_items(
+            self.raw.nbytes >= MIN_BYTES_TO_SHARE, rows_function(self.type), self.raw.ctypes.data, x.ctypes.data,
+            y.ctypes.data, x.shape[1], self.raw.shape[1], tokens, 4 * rows, items=rows,
+        )  # fmt: skip

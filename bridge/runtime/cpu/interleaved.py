@@ -30,16 +30,13 @@ from functools import cache
 from types import FunctionType, ModuleType
 from typing import Any
 
-import numba
-from llvmlite.binding import get_host_cpu_name
-from numba.core import types
-
 from bridge.blocks.read import READ
 from bridge.runtime.cpu import unpacked, vectors
 from bridge.runtime.cpu.activations import PAIRED, PLAIN, float_record, record_of
 from bridge.runtime.cpu.layout import InterleavedLayout
 from bridge.runtime.cpu.superblock import arithmetic
-from bridge.system import targets
+from bridge.system import machine, targets
+from bridge.system.jit import c_function
 
 # set per kernel by `_scope`
 zeros: Any = None
@@ -52,7 +49,6 @@ _AHEAD = {"znver5": ((2048, 8192), 1)}
 _AHEAD_ELSEWHERE = ((4096, 8192, 16384), 2)
 _AHEAD_OF_ARITHMETIC = ((6144, 12288), 2)
 _TILE = 1 << 18  # bytes
-_SIGNATURE = types.void(*[types.int64] * 9)
 _MadeOf = tuple[ModuleType, int, vectors.Body, bool]  # what `vectors.intrinsics` takes first
 
 
@@ -90,14 +86,6 @@ def _scope(name: str, target: str, width: int, integer: bool) -> tuple[dict[str,
     return sizes, (module, width, body, module.PAIRED and width > 1 and integer)
 
 
-def _copy(scope: dict[str, Any], name: str) -> Any:
-    """`_rows` with its globals set; see bridge.system.jit.specialize."""
-    clone = FunctionType(_rows.__code__, {**_rows.__globals__, **scope}, name)
-    clone.__module__ = _rows.__module__
-    clone.__qualname__ = name
-    return clone
-
-
 @cache
 def kernel(name: str, target: str, width: int, integer: bool, near: bool = False) -> Any:
     """The compiled kernel of a type for `width` columns: a numba CFunc, whose `.address` is callable.
@@ -107,15 +95,14 @@ def kernel(name: str, target: str, width: int, integer: bool, near: bool = False
     module = targets.module(target)
     bound = target == "avx2" and width == 1 and READ[name].bpw < 4.5
     elsewhere = _AHEAD_OF_ARITHMETIC if bound else _AHEAD_ELSEWHERE
-    ahead, level = ((), 1) if near or module.LANES == 4 else _AHEAD.get(get_host_cpu_name(), elsewhere)
+    ahead, level = ((), 1) if near or module.LANES == 4 else _AHEAD.get(machine.host().cpu, elsewhere)
     if integer and unpacked.unpacks(module, width):
         return unpacked.kernel(name, target, width, ahead, level)
     if near and module.LANES == 4:  # nothing is prefetched anyhow
         return kernel(name, target, width, integer)
     sizes, made_of = _scope(name, target, width, integer)
     suffix = f"{name}_{target}_{width}_{'int8' if integer else 'f32'}{'_near' * near}"
-    clone = _copy({**sizes, **vectors.intrinsics(*made_of, ahead, level)}, f"rows_{suffix}")
-    return numba.cfunc(_SIGNATURE, cache=True, error_model="numpy")(clone)
+    return c_function(_rows, suffix, **sizes, **vectors.intrinsics(*made_of, ahead, level))
 
 
 def form(name: str, target: str, width: int, integer: bool) -> str:
@@ -139,4 +126,4 @@ def twin(name: str, target: str, width: int, integer: bool) -> Callable[..., Non
     if integer and unpacked.unpacks(targets.module(target), width):
         return unpacked.twin(name, target, width)
     sizes, made_of = _scope(name, target, width, integer)
-    return _copy({**sizes, **vectors.twins(*made_of)}, f"twin_{name}")
+    return FunctionType(_rows.__code__, {**_rows.__globals__, **sizes, **vectors.twins(*made_of)})

@@ -15,8 +15,6 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba.core import cgutils, types
-from numba.extending import intrinsic
 
 from bridge.runtime.cpu.attention import (
     BLOCK,
@@ -50,8 +48,8 @@ from bridge.runtime.cpu.attention import (
     softmax,
 )
 from bridge.runtime.cpu.floats import dot_function
-from bridge.system.jit import inner
-from bridge.system.memory import array_at, c_function, floats, from_half, panel, rows_together, to_half
+from bridge.system.jit import c_function, cgutils, inner, intrinsic, types
+from bridge.system.memory import allocate, array_at, floats, free, from_half, next_line, panel, rows_together, to_half
 
 _F32, _F16, _I64 = ir.FloatType(), ir.HalfType(), ir.IntType(64)
 
@@ -180,8 +178,8 @@ def _attend(blocks, count, spans, parts, sums, most, _0, first, last):
             reach = max(reach, (start + tokens + LANES - 1) // LANES * LANES)
     # sums of exp [ROWS] as float64, maxima [ROWS], q [ROWS, width], scores [ROWS, reach], part [ROWS, LANES], rows
     panel_size = reach * width if quantized else 0
-    memory = np.empty(12 * ROWS + 4 * (ROWS * (width + reach + LANES) + panel_size), np.uint8)
-    first_byte = np.int64(memory.ctypes.data)
+    memory = allocate(12 * ROWS + 4 * (ROWS * (width + reach + LANES) + panel_size) + 64)
+    first_byte = next_line(memory)
     totals = array_at(first_byte, ROWS, np.float64)
     tops = floats(first_byte + 8 * ROWS, np.int64(ROWS))
     a = first_byte + 12 * ROWS
@@ -243,7 +241,7 @@ def _attend(blocks, count, spans, parts, sums, most, _0, first, last):
                     inverse = np.float32(1.0 / totals[r])
                 for i in range(LANES):
                     out[j * LANES + i] = part[r * LANES + i] * inverse
-    memory[0] = 0  # numba frees an array after its last use, and taking its address is not a use
+    free(memory)
 
 
 def _by_head(weights, x, y, sizes, tokens, _0, _1, first, last):

@@ -3,6 +3,7 @@
 All of it happens in one compiled call, because from Python every step would cost a microsecond or more.
 """
 
+from functools import cache
 from itertools import count
 
 import numpy as np
@@ -13,8 +14,8 @@ from bridge.runtime.cpu.activations import quantize_function, record_bytes
 from bridge.runtime.cpu.layout import InterleavedLayout
 from bridge.runtime.cpu.portable import Dequantizing, RawMatrix
 from bridge.system import targets
-from bridge.system.jit import kernel
-from bridge.system.memory import floats
+from bridge.system.jit import CFunction, c_function
+from bridge.system.memory import allocate, array_at, floats, free, next_line
 from bridge.system.pool import MIN_BYTES_TO_SHARE, call, run, share
 
 _NEAR = 1 << 23  # bytes of weights that stay in the cache from one product to the next
@@ -23,31 +24,44 @@ _numbers = count(1)
 _last = 0  # the number of the engine that ran last
 
 
-@kernel
-def _product(state, threads, x, y, columns, record, blocks, lanes, function, weights, stride, quantize):
+# words of what is the same for all products of a matrix with kernels of some columns: sizes, then addresses of the
+# kernel, the weights and what makes records
+(COLUMNS, RECORD, BLOCKS, LANES, IN, ROWS, FUNCTION, WEIGHTS, STRIDE, QUANTIZE, WORDS) = range(11)
+
+
+def _product(state, threads, plan, x, y, tokens, _0, _1, _2):
     """y[tokens, rows] = x W^T with a kernel of `columns` columns; y may have fewer rows than the row groups have.
 
-    One function serves all types: record, the bytes of a token's records, and the addresses of `quantize`, which makes
-    them, and of the kernel are arguments.
+    x, y: addresses of float32 [tokens, in] and [tokens, rows]. One function serves all types.
     """
-    tokens, rows = y.shape
+    p = array_at(plan, WORDS, np.int64)
+    columns, record, lanes, rows = p[COLUMNS], p[RECORD], p[LANES], p[ROWS]
     groups = -(-rows // lanes)
     turns = -(-tokens // columns)
-    records = np.empty(turns * columns * record, np.uint8)
-    for i in range(tokens // columns * columns * record, records.size if turns * columns != tokens else 0):
+    nbytes = turns * columns * record
+    record_memory = allocate(nbytes + 64)
+    r = next_line(record_memory)
+    records = array_at(r, nbytes, np.uint8)
+    for i in range(tokens // columns * columns * record, nbytes if turns * columns != tokens else 0):
         records[i] = 0
-    r = np.int64(records.ctypes.data)
-    call(quantize, x.ctypes.data, r, x.shape[1], columns, 0, 0, 0, 0, tokens)
+    call(p[QUANTIZE], x, r, p[IN], columns, 0, 0, 0, 0, tokens)
     padded = groups * lanes != rows or turns * columns != tokens
     width = groups * lanes
-    memory = np.empty(4 * turns * columns * width if padded else 1, np.uint8)
-    address = np.int64(memory.ctypes.data) if padded else np.int64(y.ctypes.data)
-    wide = floats(address, turns * columns * width)
-    run(state, threads, function, weights, r, address, blocks, stride, turns, 4 * width, groups)
-    for t in range(tokens if padded else 0):  # a slice assignment would take seconds to compile
-        for row in range(rows):
-            y[t, row] = wide[t * width + row]
-    records[0] = memory[0] = 0  # numba frees an array after its last use, and taking its address is not a use
+    memory = allocate(4 * turns * columns * width + 64) if padded else 0
+    address = next_line(memory) if padded else y
+    run(state, threads, p[FUNCTION], p[WEIGHTS], r, address, p[BLOCKS], p[STRIDE], turns, 4 * width, groups)
+    if padded:
+        wide, out = floats(address, tokens * width), floats(y, tokens * rows)
+        for t in range(tokens):
+            for row in range(rows):
+                out[t * rows + row] = wide[t * width + row]
+        free(memory)
+    free(record_memory)
+
+
+@cache
+def _product_function() -> CFunction:
+    return c_function(_product)
 
 
 class Interleaved:
@@ -70,7 +84,7 @@ class Interleaved:
         self.stride = self.layout.stride(self.blocks)
         self.float_fallback = Dequantizing(matrix)
         self._number = next(_numbers)
-        self._plans: dict[tuple[int, bool, bool], tuple[int, int, int, int]] = {}
+        self._plans: dict[tuple[int, bool, bool], np.ndarray] = {}
 
     def kernel(self, columns: int, integer: bool, near: bool) -> tuple[int, int]:
         """Addresses of the kernel for `width` columns of x, and of its weights.
@@ -116,8 +130,9 @@ class Interleaved:
             form = self.form(columns, integer)
             record = record_bytes(self.block.name, self.matrix.shape[1], integer)
             quantize = quantize_function(self.block.name, integer, form).address
-            plan = (record, quantize, *self.kernel(columns, integer, near))
+            rows, inputs = self.matrix.shape
+            sizes = columns, record, self.blocks, self.lanes, inputs, rows
+            plan = np.array([*sizes, *self.kernel(columns, integer, near), self.stride, quantize], np.int64)
             self._plans[columns, integer, near] = plan
-        record, quantize, function, weights = plan
         worth = self.groups * self.stride * x.shape[0] >= MIN_BYTES_TO_SHARE
-        share(worth, _product, x, y, columns, record, self.blocks, self.lanes, function, weights, self.stride, quantize)
+        share(worth, _product_function(), *(a.ctypes.data for a in (plan, x, y)), x.shape[0])

@@ -15,20 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bridge.system import pool
-from bridge.system.jit import kernel
-from bridge.system.memory import array_at, c_function
+from bridge.system.jit import CFunction, c_function
+from bridge.system.memory import array_at
+from bridge.system.pool import ITEMS, WORDS
 
-ITEMS, SHARED, WORDS = 8, 9, 10
 _LEAST = 1 << 16  # bytes of weights that a range has at least
 _COLUMNS = 8  # of the widest kernel: buffers have rows for all of them
-
-
-@kernel
-def _walk(state, threads, table):
-    for i in range(table.shape[0]):
-        e = table[i]
-        own = state if e[SHARED] else 0
-        pool.run(own, threads, e[0], e[1], e[2], e[3], e[4], e[5], e[6], e[7], e[ITEMS])
 
 
 class Program:
@@ -55,7 +47,7 @@ class Program:
         """Words of the table."""
         if isinstance(row[0], int):
             return row
-        if not hasattr(row[0], "address"):
+        if not isinstance(row[0], CFunction):
             row[0] = row[0]()
         return [row[0].address, *row[1:]]
 
@@ -66,7 +58,7 @@ class Program:
         """Make the calls, on the pool's threads if they are free."""
         if self._table is None:
             self._table = np.array([self._call(row) for row in self._rows if row[ITEMS]], np.int64).reshape(-1, WORDS)
-        pool.share(True, _walk, self._table)
+        pool.make_calls(self._table)
 
 
 class Product(NamedTuple):

@@ -6,20 +6,17 @@ The same chunks, threads and huge pages as a product, every cache line loaded an
 from functools import cache
 from typing import Any
 
-import numba
 import numpy as np
 from llvmlite import ir
-from numba.core import types
-from numba.extending import intrinsic
 
 from bridge.system import pool
+from bridge.system.jit import c_function, intrinsic, types
 
-_intrinsic: Any = intrinsic
 _WIDE = ir.VectorType(ir.IntType(32), 16)
 _UNROLLED = 8  # vectors
 
 
-@_intrinsic
+@intrinsic
 def _sum_lines(typingctx, address):
     """Add up 8 lines; returns a number that depends on all of them."""
 
@@ -51,7 +48,7 @@ def _read(start, sums, c, d, stride, f, g, first, last):
 
 @cache
 def _kernel() -> Any:
-    return numba.cfunc(types.void(*[types.int64] * 9), cache=True)(_read)
+    return c_function(_read)
 
 
 class Reader:
@@ -69,9 +66,6 @@ class Reader:
         self.sums = np.zeros(1, np.int64)
 
     def run(self) -> None:
-        threads = pool.get_pool()
-        with threads.lock:
-            pool.run(
-                threads.state, threads.threads, _kernel().address, self.memory.ctypes.data, self.sums.ctypes.data,
-                0, 0, self._STRIDE, 0, 0, self.groups,
-            )  # fmt: skip
+        pool.share_items(
+            True, _kernel(), self.memory.ctypes.data, self.sums.ctypes.data, 0, 0, self._STRIDE, items=self.groups
+        )

@@ -18,7 +18,7 @@ from bridge.system.memory import array_at, array_on_stack
 # set per type and lanes by `specialize`
 unpack: Any = None
 d_bits: Any = None
-size = subs = nbytes = lanes = scales = codes_at = group_words = block_words = 0
+size = subs = most_subs = nbytes = lanes = scales = codes_at = group_words = block_words = 0
 code_pieces: tuple[tuple[int, ...], ...] = ()  # (word, vector, place, low, width), by vector
 scale_pieces: tuple[tuple[int, ...], ...] = ()
 
@@ -41,7 +41,9 @@ def put_pieces(words, first, pieces, out, at, step):
 def _move(source, row_bytes, halves, codes):
     """As repack.py's `move`: one block of `lanes` rows; bit r of the result: d of row r is not finite."""
     q = array_on_stack(size, np.uint8)
-    sc = np.zeros(max(subs, 4), np.int8)
+    sc = array_on_stack(most_subs, np.int8)
+    for j in range(most_subs):
+        sc[j] = 0
     mn = array_on_stack(1, np.uint8)
     code_words = q.view(np.uint32)
     scale_words = sc.view(np.uint32)
@@ -68,6 +70,7 @@ def recoder(name: str, lanes: int) -> Any:
     block = READ[name]
     layout = InterleavedLayout(block, lanes)
     sizes = {"size": block.size, "subs": block.subs, "nbytes": block.nbytes, "lanes": lanes}
+    sizes["most_subs"] = max(block.subs, 4)
     places = {"codes_at": layout.codes_at // 4, "group_words": layout.group_bytes // 4}
     places |= {"block_words": layout.block_bytes // 4, "scales": layout.scale_words}
     parts = {"code_pieces": _by_vector(layout.code_bits, GROUP)}

@@ -26,13 +26,11 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba.core import cgutils, types
-from numba.extending import intrinsic
 
 from bridge.runtime.cpu.decoder_ops import exp, square_sum
 from bridge.runtime.cpu.floats import dot_function
-from bridge.system.jit import inner
-from bridge.system.memory import LANES, array_at, array_on_stack, c_function, floats
+from bridge.system.jit import c_function, cgutils, inner, intrinsic, types
+from bridge.system.memory import LANES, array_at, array_on_stack, floats
 
 # words of a layer's block. Addresses; biases and what a kind of layer does not have may be 0
 (IN, MIXED, Z, B, A, GATES, KEYS, OUT, TAIL, TAIL_OUT, TAIL_COPY, STATE, STATE_OUT, STATE_COPY,

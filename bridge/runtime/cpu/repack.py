@@ -10,15 +10,13 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba.core import types
-from numba.extending import intrinsic
 
 from bridge.blocks.read import READ
 from bridge.runtime.cpu.columns import Word, assembled, block_columns, store_halves, words_of
 from bridge.runtime.cpu.layout import InterleavedLayout
 from bridge.runtime.cpu.recode import recoder
-from bridge.system.jit import inner
-from bridge.system.memory import array_at, c_function
+from bridge.system.jit import c_function, inner, intrinsic, types
+from bridge.system.memory import allocate, array_at, free
 from bridge.system.pool import write
 
 _I8, _I32, _I64 = (ir.IntType(bits) for bits in (8, 32, 64))
@@ -112,10 +110,10 @@ def _repack(raw, rows, row_bytes, stride, codes_from, out, bad, first, last):
     Rows that the last group lacks become zeros. The first row whose d or dmin is not finite, if any, goes to the int64
     at `bad`. All but the sizes are addresses: a C function (`bridge.system.memory`).
     """
-    spare = np.empty(lanes * row_bytes if last * lanes > rows else 1, np.uint8)
+    spare = allocate(lanes * row_bytes) if last * lanes > rows else 0
     bad_row = -1
     for group in range(first, last):
-        start = group_start(raw, rows, row_bytes, group, lanes, np.int64(spare.ctypes.data))
+        start = group_start(raw, rows, row_bytes, group, lanes, spare)
         place = out + group * stride
         flags = 0
         for b in range(row_bytes // nbytes):
@@ -125,7 +123,8 @@ def _repack(raw, rows, row_bytes, stride, codes_from, out, bad, first, last):
             bad_row = first_bad(flags, group, lanes)
     if bad_row >= 0:
         write(bad, 0, bad_row)
-    spare[0] = 0  # numba frees an array after its last use, and taking its address is not a use
+    if spare:
+        free(spare)
 
 
 @cache

@@ -5,7 +5,6 @@ int32 (LLVM vectorizes the plain loops) or in float32. This is what `BRIDGE_CPU=
 of weights, on one thread.
 """
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -14,11 +13,12 @@ import numpy as np
 from bridge.blocks import BlockType
 from bridge.blocks.read import READ
 from bridge.runtime.cpu.activations import record_of
-from bridge.system.jit import from_plain, inlined, kernel, specialize
-from bridge.system.memory import array_on_stack
+from bridge.system.jit import CFunction, c_function, from_plain, inlined, inner, specialize
+from bridge.system.memory import array_at, array_on_stack
 
 # set per type by `specialize`
 unpack: Any = None
+unpack_rows: Any = None
 size = subs = sub = runs = run = nbytes = zero = lift = odd = no_scale = record = d_at = dmin_at = sums_at = x_at = 0
 mins = is_k = tabled = scaled = False
 unit: Any = None
@@ -173,6 +173,18 @@ def dot(name: str) -> Any:
 
 
 @cache
-def dequantize(name: str, compile: Callable[..., Any] = kernel) -> Any:
-    """The compiled `dequantize(raw, y)` of a type."""
-    return specialize(_dequantize, name, compile, **_scope(READ[name]))
+def dequantize(name: str) -> Any:
+    """`dequantize(raw, y)` of a type, for compiled code."""
+    return specialize(_dequantize, name, inner, **_scope(READ[name]))
+
+
+def _dequantize_rows(raw, y, row_bytes, columns, _0, _1, _2, first, last):
+    """Rows first..last-1 of raw uint8 [rows, row_bytes] -> those of y float32 [rows, columns], both addresses."""
+    own = array_at(raw + first * row_bytes, (last - first, row_bytes), np.uint8)
+    unpack_rows(own, array_at(y + 4 * first * columns, (last - first, columns), np.float32))
+
+
+@cache
+def rows_function(name: str) -> CFunction:
+    """`_dequantize_rows` of a type."""
+    return c_function(_dequantize_rows, name, unpack_rows=dequantize(name))

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from bridge.runtime.cpu.decoder_ops import square_sum
-from bridge.system.jit import inner
-from bridge.system.memory import array_at, array_on_stack, c_function, floats
+from bridge.system.jit import c_function, inner
+from bridge.system.memory import array_at, array_on_stack, floats
 
 STREAMS = 4
 _LEAST = 1e-5  # of the mean square that lengths are divided by

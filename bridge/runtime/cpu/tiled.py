@@ -17,7 +17,8 @@ from bridge.runtime.cpu.portable import RawMatrix
 from bridge.runtime.cpu.products import Interleaved
 from bridge.runtime.cpu.repack import first_bad, group_start, moves, repacker
 from bridge.system import pool, targets
-from bridge.system.memory import array_at, c_function, stack
+from bridge.system.jit import c_function
+from bridge.system.memory import allocate, array_at, free, next_line, stack
 
 _TILE = 1 << 17  # bytes
 _LINE = 64
@@ -41,15 +42,15 @@ def _tiles(block, x, y, blocks, stride, tokens, y_stride, first, last):
     fields = array_at(block, _WORDS, np.int64)
     rows, row_bytes, codes_from = fields[_ROWS], fields[_ROW_BYTES], fields[_CODES_FROM]
     tile = max(1, _TILE // stride)
-    memory = np.empty(tile * stride + _LINE, np.uint8)
-    space = (np.int64(memory.ctypes.data) + _LINE - 1) // _LINE * _LINE
+    memory = allocate(tile * stride + _LINE)
+    space = next_line(memory)
     for start in range(first, last, tile):
         end = min(start + tile, last)
         weights = space - start * stride
         bad = block + 8 * _BAD
         pool.call(fields[_REPACK], fields[_RAW], rows, row_bytes, stride, codes_from, weights, bad, start, end)
         pool.call(fields[_KERNEL], weights, x, y, blocks, stride, tokens, y_stride, start, end)
-    memory[0] = 0  # numba frees an array after its last use, and taking its address is not a use
+    free(memory)
 
 
 def _blocks(block, x, y, blocks, stride, tokens, y_stride, first, last):
@@ -59,11 +60,11 @@ def _blocks(block, x, y, blocks, stride, tokens, y_stride, first, last):
         pool.call(fields[_TILED], block, x, y, blocks, stride, tokens, y_stride, first, last)
         return
     rows, row_bytes = fields[_ROWS], fields[_ROW_BYTES]
-    spare = np.empty(lanes * row_bytes if last * lanes > rows else 1, np.uint8)
+    spare = allocate(lanes * row_bytes) if last * lanes > rows else 0
     codes = space()
     halves = codes + (block_bytes + _LINE - 1) // _LINE * _LINE
     for group in range(first, last):
-        start = group_start(fields[_RAW], rows, row_bytes, group, lanes, np.int64(spare.ctypes.data))
+        start = group_start(fields[_RAW], rows, row_bytes, group, lanes, spare)
         totals = zeros()
         bad = 0
         values = x
@@ -75,7 +76,8 @@ def _blocks(block, x, y, blocks, stride, tokens, y_stride, first, last):
         store(totals, y + group * lanes * 4, y_stride)
         if bad:
             fields[_BAD] = first_bad(bad, group, lanes)
-    spare[0] = 0  # as above
+    if spare:
+        free(spare)
 
 
 def _rows(block, x, y, blocks, stride, tokens, y_stride, first, last):
@@ -85,11 +87,11 @@ def _rows(block, x, y, blocks, stride, tokens, y_stride, first, last):
         pool.call(fields[_TILED], block, x, y, blocks, stride, tokens, y_stride, first, last)
         return
     rows, row_bytes = fields[_ROWS], fields[_ROW_BYTES]
-    spare = np.empty(lanes * row_bytes if last * lanes > rows else 1, np.uint8)
+    spare = allocate(lanes * row_bytes) if last * lanes > rows else 0
     halves = space()
     flags = halves + (halves_bytes + _LINE - 1) // _LINE * _LINE
     for group in range(first, last):
-        start = group_start(fields[_RAW], rows, row_bytes, group, lanes, np.int64(spare.ctypes.data))
+        start = group_start(fields[_RAW], rows, row_bytes, group, lanes, spare)
         totals = zeros()
         ahead = start + lanes * row_bytes + _AHEAD
         bad = array_at(flags, 1, np.int64)
@@ -102,7 +104,8 @@ def _rows(block, x, y, blocks, stride, tokens, y_stride, first, last):
         store(totals, y + group * lanes * 4, y_stride)
         if bad[0]:
             fields[_BAD] = first_bad(bad[0], group, lanes)
-    spare[0] = 0  # as above
+    if spare:
+        free(spare)
 
 
 @cache

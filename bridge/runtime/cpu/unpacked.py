@@ -35,7 +35,8 @@ from bridge.runtime.cpu.superblock import (
 from bridge.runtime.cpu.twin import Twin
 from bridge.runtime.cpu.unpacked_layout import UnpackedLayout
 from bridge.system import targets
-from bridge.system.memory import c_function, stack
+from bridge.system.jit import c_function
+from bridge.system.memory import stack
 
 # set per kernel by `c_function`
 zeros: Any = None

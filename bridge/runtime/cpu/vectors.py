@@ -7,32 +7,23 @@ superblock.py written out, and `store(totals, y, stride)`. Addresses are plain i
 
 import ctypes
 from collections.abc import Callable
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba.core import types
-from numba.extending import intrinsic, models, register_model
 
 from bridge.runtime.cpu.emitter import Emitter
 from bridge.runtime.cpu.twin import Twin
+from bridge.system.jit import intrinsic, types
 
 
-class Totals(types.Type):
-    """`columns` float vectors of `lanes`."""
+@cache
+def totals_type(columns: int, lanes: int) -> Any:
+    """Numba's type of a `Totals`: `columns` float vectors of `lanes`."""
+    from bridge.runtime.cpu.totals import Totals
 
-    def __init__(self, columns: int, lanes: int):
-        self.columns = columns
-        self.lanes = lanes
-        super().__init__(name=f"Totals({columns}, {lanes})")
-
-
-@register_model(Totals)
-class _TotalsModel(models.PrimitiveModel):
-    def __init__(self, dmm, fe_type):
-        vector = ir.VectorType(ir.FloatType(), fe_type.lanes)
-        super().__init__(dmm, fe_type, ir.ArrayType(vector, fe_type.columns))
+    return Totals(columns, lanes)
 
 
 Body = Callable[[Any, list[Any], Any, Any, Any], list[Any]]
@@ -43,24 +34,24 @@ def intrinsics(
     target: ModuleType, columns: int, body: Body, paired: bool = False, ahead: tuple[int, ...] = (), level: int = 1
 ) -> dict[str, Any]:
     """zeros(), load(y, stride), accumulate(totals, weights, halves, x), store(totals, y, stride)."""
-    kind = Totals(columns, target.LANES)
+    kind = partial(totals_type, columns, target.LANES)
 
     @intrinsic
     def zeros(typingctx):
         def emit(context, builder, signature, arguments):
-            return context.get_constant_null(kind)
+            return context.get_constant_null(kind())
 
-        return kind(), emit
+        return kind()(), emit
 
     @intrinsic
     def load(typingctx, y, stride):
         def emit(context, builder, signature, arguments):
-            packed = context.get_constant_null(kind)
+            packed = context.get_constant_null(kind())
             for c, vector in enumerate(Emitter(builder, target).load_all(columns, *arguments)):
                 packed = builder.insert_value(packed, vector, c)
             return packed
 
-        return kind(types.int64, types.int64), emit
+        return kind()(types.int64, types.int64), emit
 
     @intrinsic
     def accumulate(typingctx, totals, weights, halves, x):
@@ -71,7 +62,7 @@ def intrinsics(
                 packed = builder.insert_value(packed, vector, c)
             return packed
 
-        return kind(kind, types.int64, types.int64, types.int64), emit
+        return kind()(kind(), types.int64, types.int64, types.int64), emit
 
     @intrinsic
     def store(typingctx, totals, y, stride):
@@ -82,7 +73,7 @@ def intrinsics(
             )
             return context.get_dummy_value()
 
-        return types.void(kind, types.int64, types.int64), emit
+        return types.void(kind(), types.int64, types.int64), emit
 
     return {"zeros": zeros, "load": load, "accumulate": accumulate, "store": store}
 

@@ -1,0 +1,105 @@
+"""What a module's compiled functions depend on: the sources of all that it imports, directly or not.
+
+Found in the text, so that nothing is imported and no source is parsed: a start of a command reads some eighty files in
+ten milliseconds. Import statements anywhere count, those in functions too, and the modules whose names begin as the
+text that `import_module` is given. A package's __init__ counts where a name is imported out of it, not for its modules'
+sake. A file that only looks as if it were imported (in a docstring, for type checkers) counts as well: a kernel is
+then compiled once more than it must be.
+"""
+
+import hashlib
+import re
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import bridge
+
+# they say, store and load what was compiled; how it is compiled, jit.py and compiler.py decide
+TOOLS = frozenset(
+    f"bridge.{name}"
+    for name in (
+        "errors", "system.cache", "system.closure", "system.compiling", "system.files", "system.folder_locks",
+        "system.fork_locks", "system.kernel_cache", "system.object_code", "system.options", "system.progress",
+        "system.row_threads", "system.text",
+    )
+)  # fmt: skip
+_IMPORTS = re.compile(
+    r"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import[ \t]*(\([^)]*\)|[^\n]*)|import[ \t]+([^\n]*))", re.MULTILINE
+)
+_BY_NAME = re.compile(r"import_module\(\s*f?[\"']([\w.]*)")
+
+
+@cache
+def sources(module: str) -> dict[str, Path]:
+    """The files of a module and of those of this project that it imports, by their names."""
+    found: dict[str, Path] = {}
+    wanted = [module]
+    while wanted:
+        name = wanted.pop()
+        path = None if name in found else _file(name)
+        if path is not None:
+            found[name] = path
+            wanted += _imports(path)
+    return dict(sorted(found.items()))
+
+
+@cache
+def digest(module: str) -> str:
+    """A digest of the contents of `sources`."""
+    total = hashlib.sha256()
+    for name, path in sources(module).items():
+        total.update(f"{name}\n".encode() + hashlib.sha256(_contents(path)).digest())
+    return total.hexdigest()
+
+
+@cache
+def _contents(path: Path) -> bytes:
+    return path.read_bytes()
+
+
+@cache
+def _imports(path: Path) -> tuple[str, ...]:
+    """The modules that a file may import, of this project or not."""
+    text = _contents(path).decode()
+    found = {name for prefix in _BY_NAME.findall(text) for name in _modules(prefix)}
+    for package, names, modules in _IMPORTS.findall(text):
+        if package:
+            for name in re.findall(r"(\w+)(?:[ \t]+as[ \t]+\w+)?", re.sub(r"#[^\n]*", "", names)):
+                own = f"{package}.{name}"
+                found.add(own if _file(own) is not None else package)
+        else:
+            found.update(re.findall(r"([\w.]+)(?:[ \t]+as[ \t]+\w+)?", modules.partition("#")[0]))
+    return tuple(sorted(found))
+
+
+def _modules(prefix: str) -> Iterator[str]:
+    """The modules of this project whose names begin so."""
+    package, _, begin = prefix.rpartition(".")
+    for folder in _folders(package):
+        for path in sorted(folder.glob(f"{begin}*")):
+            if path.suffix == ".py" or (path / "__init__.py").exists():
+                yield f"{package}.{path.stem}"
+
+
+@cache
+def _file(name: str) -> Path | None:
+    """The file of a module of this project; None for others, and for `bridge` itself, which only lists names."""
+    package, _, last = name.rpartition(".")
+    if name in TOOLS or not package:
+        return None
+    for folder in _folders(package):
+        for path in (folder / f"{last}.py", folder / last / "__init__.py"):
+            if path.exists():
+                return path
+    return None
+
+
+def _folders(package: str) -> list[Path]:
+    """Where a package's modules are: of `bridge`, or of one that has been imported from beside it."""
+    top, *rest = package.split(".")
+    if top == "bridge":
+        return [Path(folder, *rest) for folder in bridge.__path__]
+    beside = getattr(sys.modules.get(top), "__path__", []) if top in ("scripts", "tests") else []
+    return [Path(folder, *rest) for folder in beside]
