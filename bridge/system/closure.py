@@ -8,9 +8,11 @@ then compiled once more than it must be.
 """
 
 import hashlib
+import os
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -20,9 +22,9 @@ import bridge
 TOOLS = frozenset(
     f"bridge.{name}"
     for name in (
-        "errors", "system.cache", "system.closure", "system.compiling", "system.files", "system.folder_locks",
-        "system.fork_locks", "system.kernel_cache", "system.object_code", "system.options", "system.progress",
-        "system.row_threads", "system.text",
+        "errors", "system.cache", "system.closure", "system.compiling", "system.cpus", "system.files",
+        "system.folder_locks", "system.fork_locks", "system.kernel_cache", "system.object_code", "system.options",
+        "system.progress", "system.row_threads", "system.text",
     )
 )  # fmt: skip
 _IMPORTS = re.compile(
@@ -32,10 +34,10 @@ _BY_NAME = re.compile(r"import_module\(\s*f?[\"']([\w.]*)")
 
 
 @cache
-def sources(module: str) -> dict[str, Path]:
-    """The files of a module and of those of this project that it imports, by their names."""
+def sources(modules: frozenset[str]) -> dict[str, Path]:
+    """The files of modules and of those of this project that they import, by their names."""
     found: dict[str, Path] = {}
-    wanted = [module]
+    wanted = list(modules)
     while wanted:
         name = wanted.pop()
         path = None if name in found else _file(name)
@@ -46,10 +48,10 @@ def sources(module: str) -> dict[str, Path]:
 
 
 @cache
-def digest(module: str) -> str:
+def digest(modules: frozenset[str]) -> str:
     """A digest of the contents of `sources`."""
     total = hashlib.sha256()
-    for name, path in sources(module).items():
+    for name, path in sources(modules).items():
         total.update(f"{name}\n".encode() + hashlib.sha256(_contents(path)).digest())
     return total.hexdigest()
 
@@ -66,7 +68,10 @@ def _imports(path: Path) -> tuple[str, ...]:
     found = {name for prefix in _BY_NAME.findall(text) for name in _modules(prefix)}
     for package, names, modules in _IMPORTS.findall(text):
         if package:
-            for name in re.findall(r"(\w+)(?:[ \t]+as[ \t]+\w+)?", re.sub(r"#[^\n]*", "", names)):
+            names = re.sub(r"#[^\n]*", "", names)
+            if "*" in names:
+                found.add(package)
+            for name in re.findall(r"(\w+)(?:[ \t]+as[ \t]+\w+)?", names):
                 own = f"{package}.{name}"
                 found.add(own if _file(own) is not None else package)
         else:
@@ -78,9 +83,9 @@ def _modules(prefix: str) -> Iterator[str]:
     """The modules of this project whose names begin so."""
     package, _, begin = prefix.rpartition(".")
     for folder in _folders(package):
-        for path in sorted(folder.glob(f"{begin}*")):
-            if path.suffix == ".py" or (path / "__init__.py").exists():
-                yield f"{package}.{path.stem}"
+        for name in _names(folder):
+            if name.startswith(begin) and name.endswith(".py"):
+                yield f"{package}.{name.removesuffix('.py')}"
 
 
 @cache
@@ -90,16 +95,27 @@ def _file(name: str) -> Path | None:
     if name in TOOLS or not package:
         return None
     for folder in _folders(package):
-        for path in (folder / f"{last}.py", folder / last / "__init__.py"):
-            if path.exists():
-                return path
+        there = _names(folder)
+        if f"{last}.py" in there:
+            return folder / f"{last}.py"
+        if last in there and "__init__.py" in _names(folder / last):
+            return folder / last / "__init__.py"
     return None
 
 
-def _folders(package: str) -> list[Path]:
+@cache
+def _names(folder: Path) -> frozenset[str]:
+    """What is in a folder; nothing where it is none."""
+    with suppress(OSError):
+        return frozenset(os.listdir(folder))
+    return frozenset()
+
+
+@cache
+def _folders(package: str) -> tuple[Path, ...]:
     """Where a package's modules are: of `bridge`, or of one that has been imported from beside it."""
     top, *rest = package.split(".")
     if top == "bridge":
-        return [Path(folder, *rest) for folder in bridge.__path__]
+        return tuple(Path(folder, *rest) for folder in bridge.__path__)
     beside = getattr(sys.modules.get(top), "__path__", []) if top in ("scripts", "tests") else []
-    return [Path(folder, *rest) for folder in beside]
+    return tuple(Path(folder, *rest) for folder in beside)

@@ -49,9 +49,9 @@ def made(deferred: Deferred) -> Any:
     dispatcher: Any = numba.njit(**options)(deferred.py_func)
     if dispatcher is not deferred.py_func:  # as it is with NUMBA_DISABLE_JIT
         dispatcher._compiler.compile = _timed(dispatcher._compiler.compile)
-        if cached and closure.sources(deferred.py_func.__module__):
+        if cached and closure.sources(deferred.modules):
             with suppress(BridgeError):  # there is no home folder
-                dispatcher._cache = _Cache(deferred.py_func)
+                dispatcher._cache = _Cache(deferred)
     return dispatcher
 
 
@@ -75,13 +75,16 @@ def _timed(compile: Callable[..., Any]) -> Callable[..., Any]:
 # what Numba keeps
 
 
+_VERSIONS = numba.__version__, llvm.llvm_version_info, np.__version__
+
+
 class _Locator:
     """The folder of a module's kernels, named after what they depend on; its files, after a function and its line."""
 
-    def __init__(self, function: Any) -> None:
-        self.line = function.__code__.co_firstlineno
-        versions = closure.digest(function.__module__), numba.__version__, llvm.llvm_version_info, np.__version__
-        self.path = kernel_cache.folder() / f"{function.__module__}-{kernel_cache.digest(*versions)}"
+    def __init__(self, deferred: Deferred) -> None:
+        self.line = deferred.py_func.__code__.co_firstlineno
+        digest = kernel_cache.digest(closure.digest(deferred.modules), *_VERSIONS)
+        self.path = kernel_cache.folder() / f"{deferred.py_func.__module__}-{digest}"
 
     def ensure_cache_path(self) -> None:
         self.path.mkdir(mode=0o700, exist_ok=True)
@@ -97,20 +100,22 @@ class _Locator:
 
 
 class _Implementation(caching.CompileResultCacheImpl):
-    def __init__(self, function: Any) -> None:
-        self._lineno = function.__code__.co_firstlineno
-        self._locator = _Locator(function)
-        self._filename_base = self.get_filename_base(function.__qualname__, "")
+    def __init__(self, locator: _Locator, name: str) -> None:
+        self._lineno, self._locator = locator.line, locator
+        self._filename_base = self.get_filename_base(name, "")
 
 
 class _Cache(caching.FunctionCache):
     """Numba's cache, where whatever is wrong with an entry makes it a miss."""
 
-    _impl_class = _Implementation
+    def __init__(self, deferred: Deferred) -> None:
+        locator = _Locator(deferred)
+        self._impl_class = lambda function: _Implementation(locator, function.__qualname__)
+        super().__init__(deferred.py_func)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         with suppress(OSError):
-            if not kernel_cache.owned_folder(Path(self.cache_path)):
+            if not kernel_cache.trusted(Path(self.cache_path)):
                 return None
             try:
                 found = super().load_overload(sig, target_context)

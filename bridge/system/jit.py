@@ -46,10 +46,12 @@ class Deferred:
 
     py_func  the function
     options  of numba.njit or numba.extending.intrinsic
+    modules  those that its code depends on, with all that they import: its own, and those of what it was given
     """
 
     def __init__(self, function: Callable[..., Any], **options: Any) -> None:
         self.py_func, self.options = function, options
+        self.modules = frozenset([function.__module__])
         self.__name__, self.__doc__ = function.__name__, function.__doc__
 
     @cached_property
@@ -77,8 +79,8 @@ class CFunction:
     Python, and only the C library's functions.
     """
 
-    def __init__(self, function: Callable[..., Any], name: str) -> None:
-        self.py_func, self.name = function, name
+    def __init__(self, function: Callable[..., Any], name: str, modules: frozenset[str]) -> None:
+        self.py_func, self.name, self.modules = function, name, modules
 
     @cached_property
     def address(self) -> int:
@@ -133,10 +135,10 @@ def c_function(function: Callable[..., Any], suffix: str = "c", **scope: Any) ->
     """`function` of nine int64, some of its globals set (see `specialize`), as a C function.
 
     Within its module the suffix says all of what it is specialized with: its code is kept under that name, and under
-    the digest of what its module imports.
+    the digest of the sources that it depends on.
     """
     clone = _copy(function, suffix, scope)
-    return CFunction(clone, f"{clone.__module__}.{clone.__qualname__}")
+    return CFunction(clone, f"{clone.__module__}.{clone.__qualname__}", _modules(function, scope))
 
 
 def specialize(function: Callable[..., Any], suffix: str, compile: Callable[..., Any] = kernel, **scope: Any) -> Any:
@@ -150,7 +152,15 @@ def specialize(function: Callable[..., Any], suffix: str, compile: Callable[...,
     process: compiled functions in its cells hash differently, so that the disk cache misses. Type checkers see the
     placeholders, which are of the constants' types.
     """
-    return compile(_copy(function, suffix, scope))
+    made = compile(_copy(function, suffix, scope))
+    made.modules = _modules(function, scope)
+    return made
+
+
+def _modules(function: Callable[..., Any], scope: dict[str, Any]) -> frozenset[str]:
+    """The modules of a function and of those that it is given."""
+    given = (value.modules for value in scope.values() if isinstance(value, Deferred))
+    return frozenset([function.__module__]).union(*given)
 
 
 def _copy(function: Callable[..., Any], suffix: str, scope: dict[str, Any]) -> python_types.FunctionType:

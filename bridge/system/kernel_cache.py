@@ -119,9 +119,9 @@ def _prune(made: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
 
 
-def owned_folder(path: Path) -> bool:
-    """Whether nobody but this user and root can have put files into a folder. Raises OSError."""
-    return owned(os.stat(path))
+def trusted(entry: Path) -> bool:
+    """Whether nobody but this user and root can have made or changed an entry. Raises OSError."""
+    return owned(os.stat(entry.parent)) and owned(os.stat(entry))
 
 
 def digest(*parts: object) -> str:

@@ -35,7 +35,7 @@ def address_of(function: "CFunction") -> int:
 
 def kept_as(function: "CFunction") -> str:
     """The name under which the code of a function for this machine is kept."""
-    sources = closure.digest(function.py_func.__module__)
+    sources = closure.digest(function.modules)
     return f"{function.name}-{kernel_cache.digest(sources, function.name, *host(), *_versions())}"
 
 

@@ -232,8 +232,8 @@ def record_bytes(type: str, columns: int, integer: bool) -> int:
 
 @cache
 def quantize_function(type: str, integer: bool, form: str = PLAIN) -> Any:
-    """The CFunc that makes tokens' records for a type, integer ones in one of the forms; paired ones of an even number
-    of columns."""
+    """The C function that makes tokens' records for a type, integer ones in one of the forms; paired ones of an even
+    number of columns."""
     block = READ[type]
     span = block.sum_span
     sizes = {"size": block.size, "sub": span, "subs": block.size // span}

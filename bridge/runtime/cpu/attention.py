@@ -363,7 +363,7 @@ def by_rows(make: Callable[[int], Any], suffix: str) -> Any:
 
 @cache
 def function(name: str, kind: str) -> Any:
-    """ "store", "attend" or "merge" for a kind of cache (f16, q8_0, f32), as a numba CFunc."""
+    """ "store", "attend" or "merge" for a kind of cache (f16, q8_0, f32), as a C function."""
     if name == "merge":
         return c_function(_merge)
     scope: dict[str, Any] = {"halves": kind == "f16", "quantized": kind == "q8_0"}

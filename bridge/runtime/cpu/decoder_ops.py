@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from bridge.runtime.cpu import rowmajor
-from bridge.system.jit import c_function, inner
+from bridge.system.jit import CFunction, c_function, inner
 from bridge.system.memory import array_at, floats
 
 LIMIT, SLOPE = np.float32(7.0), np.float32(1.702)  # of gpt-oss's gate
@@ -248,24 +248,26 @@ def _gate_heads(both, x, heads, head_dim, _0, _1, _2, first, last):
             y[i] /= np.float32(1.0) + exp(-gate[i])
 
 
+FUNCTIONS: dict[str, Any] = {
+    "norm": _norm, "layer_norm": _layer_norm, "swiglu": _swiglu, "geglu": _geglu, "gelu": _gelu,
+    "reglu2": _reglu2, "relu2": _relu2, "clamped": _clamped, "xielu": _xielu, "sparsify": _sparsify,
+    "scale": _scale, "add": _add, "add_rows": _add_rows,
+    "split_gate": _split_gate, "gate_heads": _gate_heads,
+}  # fmt: skip
+
+
 @cache
-def function(name: str) -> Any:
-    """One of the functions named below as a numba CFunc, whose `.address` is callable."""
-    functions = {
-        "norm": _norm, "layer_norm": _layer_norm, "swiglu": _swiglu, "geglu": _geglu, "gelu": _gelu,
-        "reglu2": _reglu2, "relu2": _relu2, "clamped": _clamped, "xielu": _xielu, "sparsify": _sparsify,
-        "scale": _scale, "add": _add, "add_rows": _add_rows,
-        "split_gate": _split_gate, "gate_heads": _gate_heads,
-    }  # fmt: skip
-    return c_function(functions[name])
+def function(name: str) -> CFunction:
+    """One of FUNCTIONS as a C function."""
+    return c_function(FUNCTIONS[name])
 
 
 def activation(name: str, gated: bool) -> Any:
-    """The CFunc (x, factors, width) of silu, gelu, relu2 or clamped; where it is not gated there are no factors."""
+    """(x, factors, width) of silu, gelu, relu2 or clamped as a C function; where it is not gated, without factors."""
     return function({"silu": "swiglu", "gelu": "geglu", "relu2": "reglu2"}.get(name, name) if gated else name)
 
 
 @cache
 def look_up_function(type: str) -> Any:
-    """The CFunc that unpacks one row of a table in a type."""
+    """The C function that unpacks one row of a table in a type."""
     return c_function(_look_up, type, unpack=rowmajor.dequantize(type))

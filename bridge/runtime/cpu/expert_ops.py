@@ -7,7 +7,7 @@ import numpy as np
 
 from bridge.runtime.cpu.decoder_ops import clamp, exp
 from bridge.runtime.cpu.program import FIELDS
-from bridge.system.jit import c_function, inner
+from bridge.system.jit import CFunction, c_function, inner
 from bridge.system.memory import allocate, array_at, floats, free
 
 # words of a layer's block: addresses, then numbers. Biases may be 0
@@ -80,10 +80,10 @@ def _place(words, places, chosen, row):
     each = words[PRODUCTS]
     for j in range(chosen.size):
         made = array_at(words[FIRST] + 8 * FIELDS * each * (row + j), (each, FIELDS), np.int64)
-        for i in range(each):
-            made[i, :2] = places[chosen[j], i]
+        for i in range(each):  # slices would be allocated
+            made[i, 0], made[i, 1] = places[chosen[j], i, 0], places[chosen[j], i, 1]
         one = array_at(words[SECOND] + 8 * FIELDS * (row + j), FIELDS, np.int64)
-        one[:2] = places[chosen[j], 2]
+        one[0], one[1] = places[chosen[j], 2, 0], places[chosen[j], 2, 1]
 
 
 @inner
@@ -129,7 +129,8 @@ def _leave_groups(choice, scores, used, sigmoid):
             if scores[g] > -np.inf and (worst < 0 or scores[g] <= scores[worst]):
                 worst = g
         scores[worst] = -np.inf
-        choice[worst * size : (worst + 1) * size] = -np.inf
+        for e in range(worst * size, (worst + 1) * size):
+            choice[e] = -np.inf
 
 
 def _gated(block, gate, up, inner, _0, _1, _2, first, last):
@@ -241,11 +242,13 @@ def _add_weighed(x, gate, added, y, hidden, _0, _1, first, last):
             out[i] += share * part[i]
 
 
+FUNCTIONS: dict[str, Any] = {
+    "choose": _choose, "silu": _gated, "gelu": _gated_gelu, "relu2": _relu2, "clamped": _clamped, "mixed": _mixed,
+    "add_weighed": _add_weighed,
+}  # fmt: skip
+
+
 @cache
-def function(name: str) -> Any:
-    """One of the functions named below as a numba CFunc, whose `.address` is callable."""
-    functions = {
-        "choose": _choose, "silu": _gated, "gelu": _gated_gelu, "relu2": _relu2, "clamped": _clamped, "mixed": _mixed,
-        "add_weighed": _add_weighed,
-    }  # fmt: skip
-    return c_function(functions[name])
+def function(name: str) -> CFunction:
+    """One of FUNCTIONS as a C function."""
+    return c_function(FUNCTIONS[name])

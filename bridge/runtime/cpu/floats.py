@@ -95,7 +95,7 @@ def _rows(weights, x, y, blocks, stride, tokens, y_stride, first, last):
 
 @cache
 def rows_function(kind: str) -> Any:
-    """The CFunc that multiplies rows of a type, see above."""
+    """The C function that multiplies rows of a type, see above."""
     return c_function(_rows, f"rows_{kind}", dot=dot_function(kind))
 
 

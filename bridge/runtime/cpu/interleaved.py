@@ -88,7 +88,7 @@ def _scope(name: str, target: str, width: int, integer: bool) -> tuple[dict[str,
 
 @cache
 def kernel(name: str, target: str, width: int, integer: bool, near: bool = False) -> Any:
-    """The compiled kernel of a type for `width` columns: a numba CFunc, whose `.address` is callable.
+    """The compiled kernel of a type for `width` columns: a C function.
 
     `near`: for weights that are in the cache; nothing is prefetched.
     """

@@ -261,7 +261,7 @@ def _by_head(weights, x, y, sizes, tokens, _0, _1, first, last):
 
 @cache
 def function(name: str, kind: str) -> Any:
-    """ "store" or "attend" for a kind of cache (f16, q8_0, f32), as a numba CFunc."""
+    """ "store" or "attend" for a kind of cache (f16, q8_0, f32), as a C function."""
     scope: dict[str, Any] = {"halves": kind == "f16", "quantized": kind == "q8_0"}
     if name == "store":
         return c_function(_store, kind, **scope)
@@ -275,5 +275,5 @@ def function(name: str, kind: str) -> Any:
 
 @cache
 def heads_function(kind: str) -> Any:
-    """The CFunc that multiplies by a matrix for each head, of F32, F16 or BF16."""
+    """The C function that multiplies by a matrix for each head, of F32, F16 or BF16."""
     return c_function(_by_head, kind, dot=dot_function(kind))

@@ -32,7 +32,7 @@ class Program:
         self._kept: list[Any] = []
 
     def add(self, function: Any, *arguments: int, items: int, shared: bool = False) -> int:
-        """One call of a CFunc, an address, or what makes a CFunc once there are items; its number."""
+        """One call of a C function, an address, or what makes a C function once there are items; its number."""
         row = [function, *arguments]
         self._rows.append([*row, *[0] * (ITEMS - len(row)), items, int(shared)])
         self._table = None

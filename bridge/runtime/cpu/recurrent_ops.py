@@ -29,7 +29,7 @@ from llvmlite import ir
 
 from bridge.runtime.cpu.decoder_ops import exp, square_sum
 from bridge.runtime.cpu.floats import dot_function
-from bridge.system.jit import c_function, cgutils, inner, intrinsic, types
+from bridge.system.jit import CFunction, c_function, cgutils, inner, intrinsic, types
 from bridge.system.memory import LANES, array_at, array_on_stack, floats
 
 # words of a layer's block. Addresses; biases and what a kind of layer does not have may be 0
@@ -415,11 +415,13 @@ def _norm_of_gated(blocks, count, _0, _1, _2, _3, _4, first, last):
                 y[i] = y[i] * size * weight[i]
 
 
+FUNCTIONS: dict[str, Any] = {
+    "multiply": _multiply, "convolve": _convolve, "keep_tail": _keep_tail, "gates": _gates, "recur": _recur,
+    "split_steps": _split_steps, "scan": _scan, "gated_norm": _gated_norm, "norm_of_gated": _norm_of_gated,
+}  # fmt: skip
+
+
 @cache
-def function(name: str) -> Any:
-    """One of the functions named below as a numba CFunc, whose `.address` is callable."""
-    functions = {
-        "multiply": _multiply, "convolve": _convolve, "keep_tail": _keep_tail, "gates": _gates, "recur": _recur,
-        "split_steps": _split_steps, "scan": _scan, "gated_norm": _gated_norm, "norm_of_gated": _norm_of_gated,
-    }  # fmt: skip
-    return c_function(functions[name])
+def function(name: str) -> CFunction:
+    """One of FUNCTIONS as a C function."""
+    return c_function(FUNCTIONS[name])

@@ -139,5 +139,5 @@ def moves(name: str, lanes: int) -> dict[str, Any]:
 
 @cache
 def repacker(name: str, lanes: int) -> Any:
-    """`_repack` of a type as a numba CFunc."""
+    """`_repack` of a type as a C function."""
     return c_function(_repack, f"{name}_{lanes}", **moves(name, lanes))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from bridge.runtime.cpu.decoder_ops import square_sum
-from bridge.system.jit import c_function, inner
+from bridge.system.jit import CFunction, c_function, inner
 from bridge.system.memory import array_at, array_on_stack, floats
 
 STREAMS = 4
@@ -104,7 +104,10 @@ def _as_long(y, x, hidden, _0, _1, _2, _3, first, last):
             values[i] *= factor
 
 
+FUNCTIONS: dict[str, Any] = {"predict": _predict, "correct": _correct, "as_long": _as_long}
+
+
 @cache
-def function(name: str) -> Any:
-    """One of the functions named below as a numba CFunc, whose `.address` is callable."""
-    return c_function({"predict": _predict, "correct": _correct, "as_long": _as_long}[name])
+def function(name: str) -> CFunction:
+    """One of FUNCTIONS as a C function."""
+    return c_function(FUNCTIONS[name])

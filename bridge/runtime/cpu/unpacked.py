@@ -263,7 +263,7 @@ def _of_a_group(functions: dict[str, Any]) -> dict[str, Any]:
 
 @cache
 def kernel(name: str, target: str, width: int, ahead: tuple[int, ...], level: int) -> Any:
-    """The compiled kernel of a type for `width` columns: a numba CFunc, whose `.address` is callable."""
+    """The compiled kernel of a type for `width` columns: a C function."""
     sizes, module, multiply, unpack = _scope(name, target, width)
     made = {part: stack(nbytes) for part, nbytes in _memory(sizes).items()}
     made |= {"unpack": vectors.routine(module, unpack, ahead, level)}
