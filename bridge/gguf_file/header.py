@@ -18,6 +18,7 @@ import math
 import mmap
 import struct
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -104,6 +105,7 @@ class _Cursor:
         self.data = data
         self.size = len(data)
         self.path = path
+        self._lengths: dict[int, list[int]] = {}  # of the strings of arrays that are not decoded yet, by their place
 
     def error(self, fact: str) -> BridgeError:
         fact = fact.replace("\n", "\\n")  # names are the file's
@@ -148,21 +150,46 @@ class _Cursor:
             return at + size
         self.check_room(at, 8 * count)
         if item == _STRING:
-            return self._skip_strings(at, count)
+            lengths = self._string_lengths(at, count)
+            if not depth:
+                self._lengths[at] = lengths
+            return at + 8 * count + sum(lengths)
         for _ in range(count):
             at = self.end_of_value(at, item, depth + 1)
         return at
 
-    def _skip_strings(self, at: int, count: int) -> int:
+    def _string_lengths(self, at: int, count: int) -> list[int]:
+        """The bytes of each string of an array, the first of which is at `at`."""
         length_at, data, size = struct.Struct("<Q").unpack_from, self.data, self.size
+        lengths = []
         try:
             for _ in range(count):
-                at += 8 + length_at(data, at)[0]
+                (length,) = length_at(data, at)
+                lengths.append(length)
+                at += 8 + length
         except (struct.error, OverflowError):
             at = size + 1
         if at > size:
             raise self.error("damaged or truncated: an array of strings does not end in the file")
-        return at
+        return lengths
+
+    def _strings(self, at: int, count: int) -> list[str]:
+        """An array of strings, decoded all at once: the last byte of each length, a zero, stays to separate them."""
+        lengths = self._lengths.pop(at, None) or self._string_lengths(at, count)
+        starts = np.cumsum([0, *lengths[:-1]]) + 8 * np.arange(count)
+        data = np.frombuffer(self.data, np.uint8, 8 * count + sum(lengths), at)
+        kept = np.ones(len(data), bool)
+        for byte in range(7):
+            kept[starts + byte] = False
+        with suppress(UnicodeDecodeError):  # `string` names the place
+            texts = data[kept].tobytes().decode("utf-8").split("\0")
+            if len(texts) == count + 1:
+                return texts[1:]
+        texts = []
+        for _ in range(count):  # a string has a zero itself, or is not UTF-8
+            text, at = self.string(at)
+            texts.append(text)
+        return texts
 
     def value(self, at: int, kind: int) -> Any:
         """The value at `at`; its extent was checked by `end_of_value`."""
@@ -175,14 +202,12 @@ class _Cursor:
         if item in _SCALARS:
             code = np.dtype(_SCALARS[item]).newbyteorder("<")
             return np.frombuffer(self.data, code, count, at).tolist()
+        if item == _STRING:
+            return self._strings(at, count) if count else []
         values = []
         for _ in range(count):
-            if item == _STRING:
-                text, at = self.string(at)
-                values.append(text)
-            else:
-                values.append(self.value(at, item))
-                at = self.end_of_value(at, item)
+            values.append(self.value(at, item))
+            at = self.end_of_value(at, item)
         return values
 
 

@@ -246,6 +246,66 @@ def test_damaged_headers_are_refused_or_read_within_bounds(content, data):
         assert info.start + info.nbytes <= len(changed)
 
 
+def header_with(*arrays: bytes) -> bytes:
+    """A GGUF without tensors: the values of the keys "0", "1" ..., from their types on."""
+    pairs = b"".join(packed(str(number).encode()) + array for number, array in enumerate(arrays))
+    return b"GGUF" + struct.pack("<IQQ", 3, 0, len(arrays)) + pairs
+
+
+def packed(text: bytes) -> bytes:
+    return struct.pack("<Q", len(text)) + text
+
+
+def string_array(texts: list[bytes]) -> bytes:
+    return struct.pack("<IIQ", 9, 8, len(texts)) + b"".join(map(packed, texts))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    arrays=st.lists(
+        st.lists(
+            st.one_of(
+                st.text(st.characters(exclude_categories=["Cs"]), max_size=9),
+                st.sampled_from(["", "\0", "a\0b", 7 * "\0", 255 * "a", 256 * "a", 65536 * "\u00e9", "\U0001f642"]),
+            ),
+            max_size=20,
+        ),
+        max_size=3,
+    )
+)
+def test_arrays_of_strings_are_read_as_they_were_written(arrays: list[list[str]]) -> None:
+    data = header_with(*(string_array([text.encode() for text in texts]) for texts in arrays))
+    metadata, _ = read_header(data, PLACE)
+    raw = [metadata.raw(key) for key in metadata]
+    assert list(metadata.values()) == arrays
+    assert [metadata.raw(key) for key in metadata] == raw
+
+
+def test_arrays_of_arrays_of_strings_are_read() -> None:
+    inner = [string_array([b"a", b"bc"])[4:], string_array([])[4:]]
+    metadata, _ = read_header(header_with(struct.pack("<IIQ", 9, 9, 2) + b"".join(inner)), PLACE)
+    assert metadata["0"] == [["a", "bc"], []]
+
+
+def test_a_string_of_an_array_that_is_not_utf_8_is_named_by_its_place() -> None:
+    data = header_with(string_array([b"one", b"tw\xff", b"three"]))
+    metadata, _ = read_header(data, PLACE)
+    with pytest.raises(
+        BridgeError, match=f"the string at byte {data.index(packed(b'tw' + bytes([255])))} is not UTF-8"
+    ):
+        metadata["0"]
+    for halves in ([b"\xc3", b"\xa9"], [b"\xe2\x82", b"\xac"]):  # together they would be
+        metadata, _ = read_header(header_with(string_array(halves)), PLACE)
+        with pytest.raises(BridgeError, match="is not UTF-8"):
+            metadata["0"]
+
+
+def test_an_array_of_strings_that_does_not_end_is_refused() -> None:
+    data = header_with(string_array([b"one", b"two"]))
+    for length in (4, 1000, 1 << 62, (1 << 64) - 1):
+        refuse(data.replace(packed(b"two"), struct.pack("<Q", length) + b"two"), "does not end in the file")
+
+
 def test_importing_and_opening_take_neither_torch_nor_numba(file):
     code = (
         "import sys, bridge\n"
