@@ -13,6 +13,7 @@ The rules are compiled into llama.cpp (src/llama-vocab.cpp, llama_vocab::impl::l
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import compress, count
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
 SPECIAL = {UNKNOWN, CONTROL, USER_DEFINED}  # found in a text before it is cut into words
@@ -57,7 +58,7 @@ def special_tokens(
     types  of the file, by id
     ids    the file's token for each of `ROLES`, where it names one
     """
-    id_of = {text: token for token, text in enumerate(tokens) if text in _TEXTS}
+    id_of = {tokens[token]: token for token in compress(count(), map(_TEXTS.__contains__, tokens))}
     token_types = list(types)
     named = {role: token for role in ROLES if (token := ids.get(role)) is not None}
     for role, texts in _FILLING.items():

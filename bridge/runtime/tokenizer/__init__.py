@@ -11,7 +11,7 @@ the file asks for them.
 import codecs
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, chain, takewhile
+from itertools import accumulate, chain, compress, takewhile
 from typing import Any, Protocol
 
 from bridge.errors import BridgeError
@@ -68,7 +68,9 @@ class Tokenizer:
         add_bos = add_bos or self.cutter.force_bos
         self.add_bos = bool(add_bos) and self.bos is not None
         self.add_eos = bool(metadata.get("tokenizer.ggml.add_eos_token", False)) and self.eos is not None
-        special = [token for token, kind in enumerate(self.types) if kind in SPECIAL and self.tokens[token]]
+        special = [
+            token for token in compress(range(count), map(SPECIAL.__contains__, self.types)) if self.tokens[token]
+        ]
         self.lstrip, self.rstrip = stripping(self.tokens, special, metadata)
         special.sort(key=lambda token: len(self.tokens[token].encode("utf-8", "surrogatepass")), reverse=True)
         self._special = {

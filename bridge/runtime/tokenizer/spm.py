@@ -6,13 +6,15 @@ cut into words, and words are remembered, where no token has a space after its f
 """
 
 import re
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache
 from heapq import heapify, heappop, heappush
-from itertools import chain
+from itertools import chain, compress, count, repeat
+from operator import eq
 
 from bridge.errors import BridgeError
 from bridge.gguf_file.special_tokens import BYTE
+from bridge.runtime.tokenizer.vocabulary import Vocabulary
 
 SPACE = "\u2581"
 _REMEMBERED = 1 << 16  # words
@@ -26,34 +28,43 @@ class SentencePiece:
     def __init__(
         self, tokens: Sequence[str], types: Sequence[int], scores: Sequence[float], unknown: int, prefix: bool
     ):
-        self._tokens = {text: token for token, text in enumerate(tokens)}
-        self._scores = {text: scores[token] for text, token in self._tokens.items()}
+        self._tokens, self._scores = tokens, scores
+        self._vocabulary = Vocabulary(tokens)
         self._bytes = {}
-        for token, (text, kind) in enumerate(zip(tokens, types, strict=True)):
-            if kind == BYTE:
-                if (byte := byte_of_token(text)) is None:
-                    raise BridgeError(f"token {token} is a byte's, but is spelled {text!r}; convert the model again")
-                self._bytes[byte] = token
+        for token in compress(count(), map(eq, types, repeat(BYTE))):
+            if (byte := byte_of_token(tokens[token])) is None:
+                raise BridgeError(
+                    f"token {token} is a byte's, but is spelled {tokens[token]!r}; convert the model again"
+                )
+            self._bytes[byte] = token
         self._unknown = unknown
         self._prefix = prefix
-        crossing = re.compile(f"[^{SPACE}]{SPACE}")
-        self._words = not any(crossing.search(text) for text in tokens)
-        self._known = lru_cache(_REMEMBERED)(self._join)
+        self._known = lru_cache(_REMEMBERED)(lambda word: self._join(word, self._vocabulary.ids))
+
+    @cached_property
+    def _words(self) -> bool:
+        """Whether no token has a space after its first other character."""
+        return SPACE not in "".join(map(str.lstrip, self._tokens, repeat(SPACE)))
 
     def encode(self, text: str, after_special: bool) -> list[int]:
         text = text.replace(" ", SPACE)
         if self._prefix and after_special:
             text = SPACE + text
+        if self._vocabulary.scans(text) and (ids := self._vocabulary.ids_within(text)) is not None:
+            return self._join(text, ids)
         if not self._words:
-            return self._join(text)
+            return self._join(text, self._vocabulary.ids)
         words = re.finditer(f"{SPACE}+[^{SPACE}]*|[^{SPACE}]+", text)  # cut before every run of spaces
         return list(chain.from_iterable(self._known(word[0]) for word in words))
 
     def piece(self, text: str) -> bytes:
         return text.replace(SPACE, " ").encode("utf-8")
 
-    def _join(self, text: str) -> list[int]:
-        """ids of a text: symbols are linked both ways; a candidate is dead when a side of it has changed."""
+    def _join(self, text: str, ids: Mapping[str, int]) -> list[int]:
+        """The ids of a text whose tokens are in `ids`.
+
+        Symbols are linked both ways; a candidate is dead when a side of it has changed.
+        """
         symbols = list(text)
         n = len(symbols)
         after = [*range(1, n), -1]
@@ -62,9 +73,9 @@ class SentencePiece:
         heap: list[tuple[float, int, int, int]] = []
 
         def candidate(left: int, right: int) -> Iterator[tuple[float, int, int, int]]:
-            score = scores.get(symbols[left] + symbols[right])
-            if score is not None:
-                yield -score, left, right, len(symbols[left]) + len(symbols[right])
+            token = ids.get(symbols[left] + symbols[right])
+            if token is not None:
+                yield -scores[token], left, right, len(symbols[left]) + len(symbols[right])
 
         for left in range(n - 1):
             heap.extend(candidate(left, left + 1))
@@ -83,11 +94,11 @@ class SentencePiece:
             if before[left] >= 0:
                 for entry in candidate(before[left], left):
                     heappush(heap, entry)
-        return list(chain.from_iterable(self._ids_of(symbol) for symbol in symbols if symbol))
+        return list(chain.from_iterable(self._ids_of(symbol, ids) for symbol in symbols if symbol))
 
-    def _ids_of(self, symbol: str) -> list[int]:
-        if symbol in self._tokens:
-            return [self._tokens[symbol]]
+    def _ids_of(self, symbol: str, ids: Mapping[str, int]) -> list[int]:
+        if symbol in ids:
+            return [ids[symbol]]
         return [self._bytes.get(byte, self._unknown) for byte in symbol.encode("utf-8")]
 
 
