@@ -18,11 +18,14 @@ def main(argv: Sequence[str] | None = None, spread: Any = None) -> int:
     interrupt = signal.getsignal(signal.SIGINT)
     if interrupt is signal.default_int_handler:  # an import that an exception ends may print a traceback, or go on
         signal.signal(signal.SIGINT, _leave)
+    words = sys.argv[1:] if argv is None else argv
     try:
-        from bridge.cli.program import run_program
+        from bridge.cli.program import import_command, run_program
+
+        import_command(words)
     finally:
         signal.signal(signal.SIGINT, interrupt)
-    return run_program(sys.argv[1:] if argv is None else argv, spread)
+    return run_program(words, spread)
 
 
 def _leave(number: int, frame: Any) -> None:

@@ -9,7 +9,7 @@ from bridge.system.options import positive
 
 def add_parser(commands: Any) -> None:
     """Add the command to argparse's sub-parsers."""
-    p = command(commands, "bench", "time products with quantized weights, compared with the memory's own speed", run)
+    p = command(commands, "bench", run)
     p.add_argument("what", help="a GGUF, whose largest tensor of each type is timed, or a type (Q4_K, IQ4_XS, ...)")
     p.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all)")
     p.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1 ..., or auto: cuda if it can be")

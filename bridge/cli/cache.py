@@ -9,14 +9,13 @@ from bridge.errors import BridgeError
 from bridge.system.cache import cache_folder, entries, remove
 from bridge.system.text import align, size_text
 
-_HELP = "list or clear the cache: GGUFs that `run` made from checkpoints, compiled kernels"
 _ALL = ""
 _KERNELS = ("kernels", "numba")  # kinds of entries that are one line in the list
 
 
 def add_parser(commands: Any) -> None:
     """Add the command to argparse's sub-parsers."""
-    p = command(commands, "cache", _HELP, run)
+    p = command(commands, "cache", run)
     p.add_argument(
         "--clear", nargs="?", const=_ALL, metavar="NAME",
         help="remove the GGUFs that no process is using; with a name from the list, with or without the digest at its "

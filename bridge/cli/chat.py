@@ -41,9 +41,7 @@ _NAMES = re.findall(r"^/[a-z]+", _COMMANDS, re.MULTILINE)
 
 def add_parser(commands: Any) -> None:
     """Add the command to argparse's sub-parsers."""
-    p = model_parser(
-        commands, "chat", "talk with a GGUF or a checkpoint, line by line; /help lists what can be done", chat
-    )
+    p = model_parser(commands, "chat", chat)
     take_checkpoints(p)
     p.add_argument("--system", metavar="TEXT", help="system message")
     add_template_options(p)

@@ -27,9 +27,7 @@ MODEL = ["config", "template", "name", "author", "metadata", "pre"]
 
 def add_parser(commands: Any) -> None:
     """Add the command to argparse's sub-parsers."""
-    p = command(
-        commands, "convert", "write a checkpoint as a GGUF, carrying its integer codes, or a GGUF in other types", run
-    )
+    p = command(commands, "convert", run)
     p.add_argument("checkpoint", nargs="?", help=f"{SOURCE}; that of --plan if not given")
     p.add_argument(
         "out", nargs="?", help="the GGUF to write (default: the checkpoint's name and the type, in the current folder)"

@@ -7,7 +7,6 @@ from typing import Any
 
 from bridge.cli.options import CHECKPOINT, command
 
-_HELP = "write a PEFT adapter (LoRA) as a GGUF for the file that convert makes of its base"
 _DESCRIPTION = """\
 Write a PEFT adapter (LoRA) as a GGUF for the file that convert makes of its base
 checkpoint, which may be quantized: rows and columns are in that file's order. llama.cpp
@@ -18,7 +17,7 @@ embeddings. Merge such an adapter into its base model with PEFT, and convert the
 
 def add_parser(commands: Any) -> None:
     """Add the command to argparse's sub-parsers."""
-    p = command(commands, "convert-lora", _HELP, run, _DESCRIPTION)
+    p = command(commands, "convert-lora", run, _DESCRIPTION)
     p.add_argument("adapter", help="folder with adapter_config.json and adapter_model.safetensors")
     p.add_argument("out", type=Path, help="GGUF to write")
     p.add_argument("--base", required=True, metavar="CKPT", help=f"the adapter's base model: {CHECKPOINT}")

@@ -7,7 +7,6 @@ from typing import Any
 from bridge.cli.options import command
 from bridge.system.options import entry
 
-_HELP = "change a GGUF's metadata, chat template and names"
 _DESCRIPTION = """\
 Change keys of a GGUF's metadata, its chat template, and the names of keys and tensors;
 the weights stay as they are. --out writes a new file. --in-place writes one too, which takes
@@ -17,7 +16,7 @@ MODEL's name once it is whole; links and files with several names are refused.
 
 def add_parser(commands: Any) -> None:
     """Add the command to argparse's sub-parsers."""
-    p = command(commands, "edit", _HELP, run, _DESCRIPTION)
+    p = command(commands, "edit", run, _DESCRIPTION)
     p.add_argument("model", help="the GGUF; of several shards, the first has all keys")
     p.add_argument("-o", "--out", type=Path, metavar="OUT.gguf", help="the file to write")
     p.add_argument("--in-place", action="store_true", help="replace MODEL itself, in the place of --out")

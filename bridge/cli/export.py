@@ -6,7 +6,6 @@ from typing import Any
 
 from bridge.cli.options import add_calibration, calibration, command
 
-_HELP = "write a GGUF as a checkpoint: GPTQ, AWQ, compressed-tensors, MLX, HQQ, ModelOpt or floats"
 _DESCRIPTION = """\
 Write a GGUF as a checkpoint folder, with rows and names as transformers has them. Types
 without offsets (Q4_0, Q8_0, Q6_K, IQ4_XS) and K-quants that were made from an integer
@@ -19,7 +18,7 @@ floats where the format has too few bits. A table tells which.
 
 def add_parser(commands: Any) -> None:
     """Add the command to argparse's sub-parsers."""
-    p = command(commands, "export", _HELP, run, _DESCRIPTION)
+    p = command(commands, "export", run, _DESCRIPTION)
     p.add_argument("model", help="GGUF, or any shard of one")
     p.add_argument("out", type=Path, help="folder to write")
     p.add_argument(

@@ -8,14 +8,16 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from bridge.conversion.options import Budget, ConvertOptions
+from bridge.cli.commands import COMMANDS
 from bridge.errors import BridgeError
-from bridge.quantize.settings import Calibration
-from bridge.runtime.sampling import Sampling
 from bridge.system.options import Flag
 from bridge.system.progress import Progress
+
+if TYPE_CHECKING:
+    from bridge.conversion.options import Budget
+    from bridge.quantize.settings import Calibration
 
 # what is converted
 SOURCE = "folder with config.json and weights, a Hub id to download (org/name, org/name@branch), a .pt, or a GGUF"
@@ -23,9 +25,10 @@ CHECKPOINT = "folder with config.json and weights, a Hub id to download (org/nam
 
 
 def command(
-    commands: Any, name: str, help: str, run: Callable[[argparse.Namespace], int], description: str | None = None
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int], description: str | None = None
 ) -> argparse.ArgumentParser:
-    """Add a command to argparse's sub-parsers; `run` returns the exit code."""
+    """Add one of `COMMANDS` to argparse's sub-parsers; `run` returns the exit code."""
+    help = COMMANDS[name].help
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=help,
@@ -83,6 +86,10 @@ def given(namespace: argparse.Namespace, settings: type) -> dict[str, Any]:
 
 def as_flag(name: str, value: object = None) -> str:
     """How the command line spells an argument of Python: `--shard 3/12` of shard=(3, 12)."""
+    from bridge.conversion.options import Budget, ConvertOptions
+    from bridge.quantize.settings import Calibration
+    from bridge.runtime.sampling import Sampling
+
     spelled = {f.name: _spelled(f)[0] for s in (Sampling, Calibration, Budget, ConvertOptions) for f in fields(s)}
     flag = spelled.get(name, f"--{name.replace('_', '-')}")
     if isinstance(value, tuple):
@@ -97,13 +104,17 @@ def _spelled(f: Any) -> list[str]:
 
 def add_calibration(p: argparse.ArgumentParser) -> None:
     """The options of `Calibration`; `calibration` reads them."""
+    from bridge.quantize.settings import Calibration
+
     add_options(p.add_argument_group("calibration"), Calibration)
 
 
 def calibration(
     a: argparse.Namespace, progress: Progress | None, say: Callable[[str], None] | None = None
-) -> Calibration | None:
+) -> "Calibration | None":
     """What `add_calibration` asked for; None where it asked for nothing. `progress` and `say`: see `Calibration`."""
+    from bridge.quantize.settings import Calibration
+
     values = given(a, Calibration)
     if not values:
         return None
@@ -119,12 +130,16 @@ def calibration(
 
 def add_budget(p: argparse.ArgumentParser, requantize: bool = False) -> None:
     """The options of `Budget`; `budget` reads them."""
+    from bridge.conversion.options import Budget
+
     names = ["size", "bpw", "swaps", "plan_out", "tensor_types_out", *(["requantize"] if requantize else [])]
     add_options(p.add_argument_group("size budget (with --calibrate)"), Budget, names)
 
 
-def budget(a: argparse.Namespace, progress: Progress | None) -> Budget | None:
+def budget(a: argparse.Namespace, progress: Progress | None) -> "Budget | None":
     """What `add_budget` asked for; None where it asked for nothing."""
+    from bridge.conversion.options import Budget
+
     values = given(a, Budget)
     if not values:
         return None
@@ -135,6 +150,8 @@ def budget(a: argparse.Namespace, progress: Progress | None) -> Budget | None:
 
 def add_output(p: argparse.ArgumentParser) -> None:
     """What is written, and by how many threads."""
+    from bridge.conversion.options import ConvertOptions
+
     output = p.add_argument_group("output")
     add_options(output, ConvertOptions, ["mmproj_type", "no_mtp", "split_max_size", "modelfile", "force", "threads"])
     add_no_mmproj(output)

@@ -12,7 +12,7 @@ from bridge.system.progress import Bar
 
 def add_parser(commands: Any) -> None:
     """Add the command to argparse's sub-parsers."""
-    p = command(commands, "plan", "show or write what convert would do, tensor by tensor", run)
+    p = command(commands, "plan", run)
     p.add_argument("checkpoint", help=SOURCE)
     p.add_argument(
         "-o",

@@ -1,4 +1,4 @@
-"""Finds the command among the modules of this folder and runs it; errors become one line."""
+"""Finds the command in this folder and runs it; errors become one line."""
 
 import argparse
 import gc
@@ -7,14 +7,13 @@ import os
 import re
 import signal
 import sys
-import traceback
 import warnings
 from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
-from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, NoReturn
 
+from bridge.cli.commands import COMMANDS
 from bridge.cli.options import as_flag
 from bridge.cli.terminal import Printable, StatusLine, Terminated
 from bridge.errors import BridgeError, BridgeWarning, shortened, spelled
@@ -22,13 +21,6 @@ from bridge.system.compiling import telling
 from bridge.system.openmp import sleep_when_idle
 from bridge.system.text import tell
 
-_COMMANDS = [
-    import_module(f"bridge.cli.{name}")
-    for name in (
-        "convert", "quantize", "convert_lora", "plan", "verify", "inspect", "repack", "edit", "export", "run", "chat",
-        "serve", "bench", "warmup", "plot.command", "cache",
-    )
-]  # fmt: skip
 _DESCRIPTION = """\
 GPTQ, AWQ, compressed-tensors, MLX, HQQ and other quantized checkpoints become
 GGUF files for llama.cpp without quantizing twice: the integer codes are carried
@@ -76,7 +68,7 @@ def run_program(argv: Sequence[str], spread: Any = None) -> int:
                 warnings.simplefilter("ignore")  # the libraries' own, such as torch's on odd pickles
             warnings.simplefilter("once", BridgeWarning)
             warnings.showwarning = _show_warning
-            arguments = _parser().parse_args(argv or ["--help"], argparse.Namespace(spread=spread))
+            arguments = _parser(argv).parse_args(argv or ["--help"], argparse.Namespace(spread=spread))
             code = arguments.run(arguments)
         sys.stdout.flush()
         return code
@@ -86,6 +78,8 @@ def run_program(argv: Sequence[str], spread: Any = None) -> int:
         return 0
     except (Exception, KeyboardInterrupt) as problem:
         if debug:
+            import traceback
+
             tell("".join(traceback.format_exception(problem)))
         stopped = isinstance(problem, KeyboardInterrupt)
         tell(("" if stopped else "error: ") + shortened(re.sub(r"\s*\n\s*", " ", _message(problem))))
@@ -127,18 +121,32 @@ class _Parser(argparse.ArgumentParser):
                 break
             if not re.fullmatch(r"--[\w-]+", name) or any(option.startswith(name) for option in known):
                 continue
-            if near := get_close_matches(name, known, 1):
-                raise BridgeError(f"unknown option {name}; did you mean {near[0]}?")
+            if near := _nearest(name, known):
+                raise BridgeError(f"unknown option {name}; did you mean {near}?")
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         wrong = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
-        near = get_close_matches(wrong[1], re.findall(r"[\w.-]+", wrong[2]), 1) if wrong else []
-        hint = f"; did you mean {near[0]}?" if near else f"; see {self.prog} --help"
+        near = _nearest(wrong[1], re.findall(r"[\w.-]+", wrong[2])) if wrong else None
+        hint = f"; did you mean {near}?" if near else f"; see {self.prog} --help"
         raise BridgeError(message + hint)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _nearest(word: str, known: Sequence[str]) -> str | None:
+    """The most similar of known words, if one is similar."""
+    from difflib import get_close_matches
+
+    return next(iter(get_close_matches(word, known, 1)), None)
+
+
+def import_command(argv: Sequence[str]) -> str | None:
+    """The module of the command that is asked for, imported; None for none."""
+    name = next((word for word in argv if word in COMMANDS), None)
+    return None if name is None else import_module(f"bridge.cli.{COMMANDS[name].module}").__name__
+
+
+def _parser(argv: Sequence[str] | None = None) -> argparse.ArgumentParser:
+    """The program's parser; with the options of the command in `argv` alone, where it is given."""
     from bridge import __version__
 
     parser = _Parser(
@@ -149,6 +157,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
-    for module in _COMMANDS:
-        module.add_parser(commands)
+    asked = None if argv is None else import_command(argv)
+    for name, (module, help) in COMMANDS.items():
+        if argv is None or f"bridge.cli.{module}" == asked:
+            if name not in commands.choices:  # a module adds all of its own
+                import_module(f"bridge.cli.{module}").add_parser(commands)
+        else:
+            commands.add_parser(name, help=help)
     return parser

@@ -18,7 +18,6 @@ from bridge.cli.options import (
 from bridge.cli.upload import Uploading, add_upload
 from bridge.conversion.options import ConvertOptions
 from bridge.conversion.recipe import FLOAT_TYPES
-from bridge.conversion.report import check_report
 from bridge.errors import BridgeError
 from bridge.quantize.sources import DEFAULT
 from bridge.system.progress import Bar
@@ -28,7 +27,7 @@ _GROUPS = ("bits", "group_size", "asymmetric", "clamp")  # of a checkpoint
 
 def add_parser(commands: Any) -> None:
     """Add the command to argparse's sub-parsers."""
-    p = command(commands, "quantize", "quantize a float model with the Hessians of a text, as GGUF or checkpoint", run)
+    p = command(commands, "quantize", run)
     p.add_argument(
         "checkpoint", metavar="MODEL", help="folder with config.json and float weights, a Hub id (org/name), or a GGUF"
     )
@@ -82,6 +81,8 @@ def run(a: argparse.Namespace) -> int:
     from bridge.conversion.to_checkpoint import quantize_checkpoint
 
     if a.report:
+        from bridge.conversion.report import check_report
+
         check_report(a.report)
     uploading = Uploading(a, a.checkpoint, a.out)
     with Bar("quantizing", unit=" layers") as layers, Bar("writing") as bar:

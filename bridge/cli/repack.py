@@ -7,7 +7,6 @@ from typing import Any
 from bridge.cli.options import command
 from bridge.cli.upload import Uploading, add_upload
 
-_HELP = "rewrite a GPTQ checkpoint with its zero points stored as v1 or v2"
 _DESCRIPTION = """\
 Rewrite a GPTQ checkpoint with its zero points stored as v1 or v2 and its labels
 corrected; everything else is copied byte for byte. Use it for a program that misreads
@@ -18,7 +17,7 @@ GPTQModel before 7.0. v1 to v2 is lossless; v1 cannot hold a zero point of 0.
 
 def add_parser(commands: Any) -> None:
     """Add the command to argparse's sub-parsers."""
-    p = command(commands, "repack", _HELP, run, _DESCRIPTION)
+    p = command(commands, "repack", run, _DESCRIPTION)
     p.add_argument("source", help="GPTQ checkpoint: a folder, a Hub id (org/name), or a .pt file")
     p.add_argument("out", type=Path, help="folder to write (never the source itself)")
     p.add_argument(

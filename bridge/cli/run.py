@@ -20,7 +20,7 @@ from bridge.system.text import tell
 
 def add_parser(commands: Any) -> None:
     """Add the commands to argparse's sub-parsers."""
-    p = model_parser(commands, "run", "continue a text, or answer a question, with a GGUF or a checkpoint", run)
+    p = model_parser(commands, "run", run)
     take_checkpoints(p)
     p.add_argument(
         "-p", "--prompt", required=True, metavar="TEXT", help="text to continue; - reads it from standard input"
@@ -35,7 +35,7 @@ def add_parser(commands: Any) -> None:
         help="print a line for each token: the logarithm of its probability, its text, and the N most likely tokens",
     )  # fmt: skip
     add_sampling(p)
-    p = model_parser(commands, "perplexity", "measure how well a GGUF predicts a text", perplexity)
+    p = model_parser(commands, "perplexity", perplexity)
     p.add_argument("gguf", type=Path, help="GGUF file, or its first shard")
     p.add_argument("-f", "--file", required=True, type=Path, metavar="TEXT.txt", help="text in UTF-8")
     p.add_argument(
@@ -152,8 +152,8 @@ def _draft(a: argparse.Namespace) -> Any:
     return a.draft if a.draft in NAMES else load(a, Path(a.draft), a.context)
 
 
-def model_parser(commands: Any, name: str, help: str, handler: Any) -> argparse.ArgumentParser:
-    parser = command(commands, name, help, handler)
+def model_parser(commands: Any, name: str, handler: Any) -> argparse.ArgumentParser:
+    parser = command(commands, name, handler)
     add_loading(parser)
     parser.add_argument(
         "--lora",

@@ -13,14 +13,13 @@ from bridge.runtime.scoring import POOLINGS
 from bridge.system.options import check_integer
 from bridge.system.text import tell
 
-_HELP = "answer OpenAI's clients over HTTP with a GGUF or a checkpoint, and serve a page to chat with it"
 _SAMPLING = ["temperature", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n"]
 _KEY = "GGUF_BRIDGE_API_KEY"
 
 
 def add_parser(commands: Any) -> None:
     """Add the command to argparse's sub-parsers."""
-    p = command(commands, "serve", _HELP, run)
+    p = command(commands, "serve", run)
     take_checkpoints(p)
     p.add_argument("--host", default="127.0.0.1", metavar="ADDRESS",
                    help="address to listen on; 0.0.0.0: all of this machine (default: 127.0.0.1)")  # fmt: skip

@@ -4,7 +4,6 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from bridge.checkpoint.files.hub import kind_of
 from bridge.cli.options import as_flag
 from bridge.errors import BridgeError
 from bridge.system.files import expanded
@@ -28,8 +27,6 @@ class Uploading:
     """What the options ask for, checked before the work begins; `finish` uploads."""
 
     def __init__(self, a: argparse.Namespace, source: str | Path | None, out: str | Path | None = None) -> None:
-        from bridge.conversion.upload import Upload
-
         self._hub = None
         if a.upload is None:
             for name in ("private", "card_only"):
@@ -38,6 +35,9 @@ class Uploading:
             return
         if getattr(a, "shard", None) is not None:
             raise BridgeError("--upload is for whole models; upload all shards when they are written: `hf upload`")
+        from bridge.checkpoint.files.hub import kind_of
+        from bridge.conversion.upload import Upload
+
         here = source is not None and kind_of(source) == "checkpoint"
         folders = [expanded(source)] if here and source is not None else []
         self._hub = Upload(a.upload, a.private, a.card_only, getattr(a, "force", False))

@@ -12,7 +12,7 @@ from bridge.system.progress import Bar
 
 def add_parser(commands: Any) -> None:
     """Add the command to argparse's sub-parsers."""
-    p = command(commands, "verify", "measure a GGUF on disk against the checkpoint it was made from", run)
+    p = command(commands, "verify", run)
     p.add_argument("gguf", type=Path, help="the GGUF, or its first shard")
     p.add_argument("checkpoint", help=f"what it was made of: {SOURCE}")
     add_options(p, PlanOptions, ["config"])

@@ -16,13 +16,12 @@ from bridge.system import compiling
 if TYPE_CHECKING:
     from bridge.blocks.base import BlockType
 
-_HELP = "compile the kernels that a model needs on this CPU, so that its first run does not wait for them"
 _WIDTHS = 2, 3, 9  # tokens of prompts that take kernels of all widths
 
 
 def add_parser(commands: Any) -> None:
     """Add the command to argparse's sub-parsers."""
-    p = command(commands, "warmup", _HELP, run)
+    p = command(commands, "warmup", run)
     p.add_argument(
         "model", nargs="?",
         help="GGUF to run, or checkpoint to convert and run; without one, what rounds to each type and multiplies it",

@@ -156,9 +156,11 @@ run()
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
-@pytest.mark.parametrize("module", ["argparse", "numpy", "bridge.cli.cache"])
-def test_ctrl_c_while_modules_are_imported_is_one_word(module: str) -> None:
-    process = bridge_process(EARLY.replace("NAME", repr(module)), "--version")
+@pytest.mark.parametrize(
+    ("module", "command"), [("argparse", "--version"), ("numpy", "run"), ("bridge.cli.cache", "cache")]
+)
+def test_ctrl_c_while_modules_are_imported_is_one_word(module: str, command: str) -> None:
+    process = bridge_process(EARLY.replace("NAME", repr(module)), command)
     assert process.communicate(timeout=60) == ("", "stopped\n")
     assert process.returncode == 130
 

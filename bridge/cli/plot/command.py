@@ -6,7 +6,6 @@ from typing import Any
 
 from bridge.cli.options import command
 
-_HELP = "draw a report, or a benchmark's figures"
 _DESCRIPTION = """\
 Draw what was measured: of a report (convert, quantize or verify --report) the
 error, the codes kept and the bits of each layer; of fidelity.py --json the
@@ -18,7 +17,7 @@ the speed compared with plain reading.
 
 def add_parser(commands: Any) -> None:
     """Add the command to argparse's sub-parsers."""
-    p = command(commands, "plot", _HELP, run, _DESCRIPTION)
+    p = command(commands, "plot", run, _DESCRIPTION)
     p.add_argument("source", metavar="FILE.json", type=Path, help="the report, or the benchmark's --json")
     p.add_argument(
         "-o", "--out", type=Path, metavar="PICTURE", help=".svg, .png or .pdf (default: FILE.svg next to the source)"
