@@ -1,6 +1,7 @@
 """ggml's type numbers as the `gguf` package has them, and those that it does not know yet.
 
-Imported instead of the package where files are read or written: its reader and writer then know these types too.
+Imported instead of the package where files are written, or read with it: its reader and writer then know these types
+too. What only needs names and sizes has them in `tensor_types.py`.
 """
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType

@@ -1,36 +1,67 @@
 """WRITTEN: all block types that are written. READ: all that are read and multiplied. CALIBRATED: those whose scales
 a calibration text chooses together with the codes; of K-quants it chooses codes on fitted scales.
 
-A module of its own, because the codebooks and tables of the IQ types are the `gguf` package's, which is imported here.
+A module of its own, because the codebooks and tables of the IQ types are the `gguf` package's, whose import takes
+0.1 s: WRITTEN and CALIBRATED have all records when they are asked for, READ imports the types that are asked for.
 """
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from bridge.blocks import ROUNDED, TYPES
 from bridge.blocks.base import BlockType
-from bridge.blocks.iq1_m import IQ1_M
-from bridge.blocks.iq1_s import IQ1_S
-from bridge.blocks.iq2_s import IQ2_S
-from bridge.blocks.iq2_xs import IQ2_XS
-from bridge.blocks.iq2_xxs import IQ2_XXS
-from bridge.blocks.iq3_s import IQ3_S
-from bridge.blocks.iq3_xxs import IQ3_XXS
-from bridge.blocks.iq4_nl import IQ4_NL
-from bridge.blocks.iq4_xs import IQ4_XS
-from bridge.blocks.mxfp4 import MXFP4
-from bridge.blocks.nvfp4 import NVFP4
-from bridge.blocks.q1_0 import Q1_0
-from bridge.blocks.q2_0 import Q2_0
-from bridge.blocks.q4_0 import Q4_0
-from bridge.blocks.q4_1 import Q4_1
-from bridge.blocks.q5_0 import Q5_0
-from bridge.blocks.q5_1 import Q5_1
-from bridge.blocks.q8_0 import Q8_0
-from bridge.blocks.tq1_0 import TQ1_0
-from bridge.blocks.tq2_0 import TQ2_0
 
-_ROUNDED = (IQ1_S, IQ1_M, TQ1_0, TQ2_0, IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, IQ4_XS, IQ4_NL)
-WRITTEN: dict[str, BlockType] = TYPES | {block.name: block for block in _ROUNDED}
-READ: dict[str, BlockType] = WRITTEN | {block.name: block for block in (Q1_0,)}
-_CODEBOOKS = (IQ1_S, IQ1_M, IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, IQ4_XS, MXFP4, IQ4_NL, NVFP4)
-_PLAIN = (Q2_0, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0)
-CALIBRATED: dict[str, BlockType] = {block.name: block for block in (*_CODEBOOKS, *_PLAIN)}
-assert {block.name: block.size for block in _ROUNDED} == ROUNDED
+_READ_ONLY = ("Q1_0",)
+_WITH_CODEBOOKS = (
+    "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS", "MXFP4", "IQ4_NL", "NVFP4",
+)  # fmt: skip
+_PLAIN = ("Q2_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+
+
+class _Read(Mapping[str, BlockType]):
+    """The records by name, in order."""
+
+    def __init__(self) -> None:
+        self.names = dict.fromkeys((*TYPES, *ROUNDED, *_READ_ONLY))
+
+    def __getitem__(self, name: str) -> BlockType:
+        if name not in self.names:
+            raise KeyError(name)
+        return _record(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+@cache
+def _record(name: str) -> BlockType:
+    """The record of a type, from the module of its name."""
+    if name in TYPES:
+        return TYPES[name]
+    block: BlockType = getattr(import_module(f"bridge.blocks.{name.lower()}"), name)
+    assert block.size == ROUNDED.get(name, block.size), name
+    return block
+
+
+READ: Mapping[str, BlockType] = _Read()
+
+if TYPE_CHECKING:
+    WRITTEN: dict[str, BlockType]
+    CALIBRATED: dict[str, BlockType]
+
+
+def __getattr__(name: str) -> Any:
+    """WRITTEN and CALIBRATED, made when they are imported first."""
+    names = {"WRITTEN": (*TYPES, *ROUNDED), "CALIBRATED": (*_WITH_CODEBOOKS, *_PLAIN)}.get(name)
+    if names is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = {type: _record(type) for type in names}
+    return globals()[name]

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from bridge.blocks.tensor_types import type_numbered
 from bridge.errors import BridgeError
 from bridge.system.files import HEAD, kind_of_contents
 
@@ -301,26 +302,20 @@ def _tensors(cursor: _Cursor, at: int, count: int, alignment: int) -> tuple[int,
 def _tensor(
     cursor: _Cursor, data_start: int, alignment: int, name: str, shape: tuple[int, ...], kind: int, offset: int
 ) -> TensorEntry:
-    from bridge.blocks.ggml import GGML_QUANT_SIZES, GGMLQuantizationType
-
-    try:
-        type_ = GGMLQuantizationType(kind)
-    except ValueError:
-        raise BridgeError(
-            f"{cursor.path}: {name} has the unknown type {kind}; a newer gguf package may know it"
-        ) from None
+    if (tensor_type := type_numbered(kind)) is None:
+        raise BridgeError(f"{cursor.path}: {name} has the unknown type {kind}; a newer gguf package may know it")
+    type_, _, size, nbytes = tensor_type
     if 0 in shape or math.prod(shape) > _MAX_WEIGHTS:
         raise cursor.error(f"{name}: impossible shape {list(shape)}")
-    size, nbytes = GGML_QUANT_SIZES[type_]
     if shape[-1] % size:
-        raise cursor.error(f"{name}: rows of {shape[-1]} weights are not whole {type_.name} blocks of {size}")
+        raise cursor.error(f"{name}: rows of {shape[-1]} weights are not whole {type_} blocks of {size}")
     nbytes *= math.prod(shape) // size
     start = data_start + offset
     if offset % alignment:
         raise cursor.error(f"{name}: offset {offset} is not a multiple of {alignment}")
     if start + nbytes > cursor.size:
         raise cursor.error(
-            f"damaged or truncated: {name} ({type_.name} {list(shape)}) ends at byte {start + nbytes}, "
+            f"damaged or truncated: {name} ({type_} {list(shape)}) ends at byte {start + nbytes}, "
             f"the file at {cursor.size}"
         )
-    return TensorEntry(name, type_.name, shape, start, nbytes)
+    return TensorEntry(name, type_, shape, start, nbytes)

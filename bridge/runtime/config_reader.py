@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,8 @@ _GATINGS = {1: False, 2: True, 3: False}  # expert_gating_func -> whether it is 
 
 def _elsewhere(arch: Any) -> str:
     """Whether llama.cpp knows an architecture, as far as gguf does."""
+    from importlib.metadata import version
+
     from gguf.constants import MODEL_ARCH_NAMES
 
     if arch in MODEL_ARCH_NAMES.values():

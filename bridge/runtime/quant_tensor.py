@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
+from bridge.blocks.tensor_types import type_named
 from bridge.errors import BridgeError
 from bridge.system.devices import cuda
 from bridge.system.operands import (
@@ -39,14 +40,14 @@ class QuantTensor(Product):
     """
 
     def __init__(self, name: str, type: str, shape: tuple[int, ...], raw: np.ndarray):
-        from bridge.blocks.ggml import GGML_QUANT_SIZES, GGMLQuantizationType
+        if (tensor_type := type_named(type)) is None:
+            from bridge.blocks.ggml import GGMLQuantizationType
 
-        if type not in GGMLQuantizationType.__members__:
             known = ", ".join(GGMLQuantizationType.__members__)
             raise BridgeError(f"{name}: unknown type {type!r}: choose one of {known}")
         if not isinstance(raw, np.ndarray) or raw.dtype != np.uint8:
             raise BridgeError(f"{name}: raw must be a numpy array of uint8")
-        size, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[type]]
+        size, nbytes = tensor_type.size, tensor_type.nbytes
         if not shape or min(shape) < 1 or shape[-1] % size or raw.size != math.prod(shape) // size * nbytes:
             raise BridgeError(f"{name}: {raw.size} bytes are not {type} of shape {list(shape)}")
         self.name, self.type, self.shape = name, type, tuple(shape)

@@ -12,6 +12,7 @@ from argparse import ArgumentTypeError
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -126,7 +127,7 @@ class Sampler:
         self.probabilities: Probabilities | None = None  # of the last draw
         self._constraint = constraint
         self._logprobs = logprobs
-        self._random = np.random.default_rng(how.seed)
+        self._seed = how.seed
         self._seen: deque[int] = deque(maxlen=how.repeat_last_n if 0 <= how.repeat_last_n < _MOST_TOKENS else None)
         bias = how.biases
         self._biased = np.array(list(bias), np.int64)
@@ -144,10 +145,15 @@ class Sampler:
     def copy(self, seed: int | None) -> Self:
         """This sampler as it is now, with a seed of its own, for another reply to the same request."""
         other = copy.copy(self)
-        other._random = np.random.default_rng(seed)
+        other._seed = seed
+        other.__dict__.pop("_random", None)
         other._seen = self._seen.copy()
         other._constraint = None if self._constraint is None else self._constraint.copy()
         return other
+
+    @cached_property
+    def _random(self) -> np.random.Generator:
+        return np.random.default_rng(self._seed)
 
     @property
     def plain(self) -> bool:

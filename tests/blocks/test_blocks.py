@@ -6,8 +6,10 @@ import gguf
 import numpy as np
 import pytest
 
-from bridge.blocks import BLOCKS, FP4, NEWER, TYPES, BlockType
-from bridge.blocks.read import READ
+from bridge.blocks import BLOCKS, FP4, NEWER, TYPES, BlockType, tensor_types
+from bridge.blocks.ggml import GGML_QUANT_SIZES
+from bridge.blocks.read import READ, WRITTEN
+from bridge.blocks.tensor_types import type_named, type_numbered
 from bridge.runtime.bench import put_d
 from bridge.runtime.cpu import dequantize
 from bridge.system.jit import from_plain
@@ -19,6 +21,31 @@ UNKNOWN = {*NEWER, "Q1_0"}  # to the gguf package
 READ_ONLY = pytest.mark.parametrize("block", [b for b in READ.values() if b.name not in TYPES], ids=str)
 compiled = cache(from_plain)
 HALVES = np.array([0.01, -2, 0, -0.0, 6e-8, -5e-5, 65504, np.inf, -np.inf, np.nan], np.float16)  # two are subnormal
+
+
+def test_the_types_of_tensors_are_those_of_gguf(monkeypatch):
+    for kind, (size, nbytes) in GGML_QUANT_SIZES.items():
+        expected = (kind.name, int(kind), size, nbytes)
+        assert type_named(kind.name) == type_numbered(int(kind)) == expected
+        assert tensor_types._BY_NAME[kind.name] == expected
+        if kind.name in READ:
+            assert (READ[kind.name].size, READ[kind.name].nbytes) == (size, nbytes)
+    assert type_named("Q4_9") is type_numbered(4) is None
+    monkeypatch.setattr(tensor_types, "_BY_NAME", {})  # as types of a later gguf package
+    monkeypatch.setattr(tensor_types, "_BY_NUMBER", {})
+    assert type_named("Q4_0") == type_numbered(2) == ("Q4_0", 2, 32, 18)
+
+
+def test_records_are_found_by_name():
+    assert list(READ) == [*WRITTEN, "Q1_0"]
+    assert {name: READ[name] for name in WRITTEN} == WRITTEN
+    assert all(name == block.name and name in READ for name, block in READ.items())
+    assert len(READ) == len(WRITTEN) + 1
+    assert READ.get("F32") is None
+    with pytest.raises(KeyError):
+        READ["F32"]
+    with pytest.raises(ImportError):
+        from bridge.blocks.read import NONE  # type: ignore[attr-defined]  # noqa: F401
 
 
 def random_fields(block: BlockType, rng: np.random.Generator):

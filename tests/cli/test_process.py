@@ -31,7 +31,7 @@ def python(*arguments: object, **options: Any) -> subprocess.CompletedProcess[st
         ("import bridge", {"numpy", "gguf", "numba", "torch", "transformers"}),
         (
             "from bridge.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass",
-            {"numba", "torch", "transformers"},
+            {"numpy", "gguf", "difflib", "bridge.cli.run", "torch", "transformers"},
         ),
         ("from bridge.cli import main; main(['inspect', '.'])", {"numba", "torch", "transformers"}),
     ],
@@ -39,6 +39,14 @@ def python(*arguments: object, **options: Any) -> subprocess.CompletedProcess[st
 def test_nothing_heavy_is_imported_before_it_is_used(code, heavy):
     done = python("-c", f"{code}\nimport sys; sys.stderr.write(' '.join({heavy} & set(sys.modules)))")
     assert re.sub(r"error: config.json: not found; .*\n", "", done.stderr) == ""
+
+
+def test_run_imports_no_converter(tmp_path):
+    bridge.convert(CHECKPOINT, tmp_path / "m.gguf")
+    words = ["run", str(tmp_path / "m.gguf"), "-p", "KING", "-n", "1", "--temp", "0"]
+    heavy = {"gguf", "jinja2", "difflib", "bridge.cli.convert", "bridge.checkpoint", "torch"}
+    done = python("-c", f"from bridge.cli import main; main({words}); import sys; print({heavy} & {{*sys.modules}})")
+    assert done.stdout.splitlines()[-1] == "set()"
 
 
 @pytest.mark.exhaustive  # all that is imported is compiled anew
