@@ -152,7 +152,7 @@ class Sampler:
         return other
 
     @cached_property
-    def _random(self) -> np.random.Generator:
+    def _random(self) -> "np.random.Generator":
         return np.random.default_rng(self._seed)
 
     @property

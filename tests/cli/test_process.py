@@ -44,7 +44,7 @@ def test_nothing_heavy_is_imported_before_it_is_used(code, heavy):
 def test_run_imports_no_converter(tmp_path):
     bridge.convert(CHECKPOINT, tmp_path / "m.gguf")
     words = ["run", str(tmp_path / "m.gguf"), "-p", "KING", "-n", "1", "--temp", "0"]
-    heavy = {"gguf", "jinja2", "difflib", "bridge.cli.convert", "bridge.checkpoint", "torch"}
+    heavy = {"gguf", "jinja2", "numpy.random", "difflib", "bridge.cli.convert", "bridge.checkpoint", "torch"}
     done = python("-c", f"from bridge.cli import main; main({words}); import sys; print({heavy} & {{*sys.modules}})")
     assert done.stdout.splitlines()[-1] == "set()"
 
