@@ -77,10 +77,8 @@ class Decoder:
         factors = weights.rope_factors
         if weights.long_factors is not None and context > config.rope_original_context:
             factors = weights.long_factors
-        angles = config.angles(self.cache.rows, factors)
-        local = config.local_angles(self.cache.rows, factors) if config.windows else angles
-        positions = Positions(angles, local, config.temperatures(self.cache.rows))
-        self._builder = ProgramBuilder(config, weights, precision, positions)
+        self._positions = Positions(config, self.cache.rows, factors)
+        self._builder = ProgramBuilder(config, weights, precision, self._positions)
         self._steps: dict[int, DecodeBuffers] = {}  # of a token of each of so many contexts
         self._prompt: DecodeBuffers | None = None  # of the last prompt, or part of one
         self._matrices = [m for layer in self.layers for m in layer.matrices] + [self.output]
@@ -225,6 +223,7 @@ class Decoder:
             self._prepare(self._nbytes / _PARTS, _SHARE * self._computing)
         start = compiling.clock()
         buffers.begin(tokens)
+        self._positions.reach(int(buffers.starts.max()) + buffers.n)
         self._embed(buffers)
         if buffers.way is None:
             buffers.way = (self._builder.table(buffers) if buffers.steps else None) or self._builder.parts(buffers)

@@ -183,16 +183,17 @@ class DecoderConfig:
         """Whether a layer's scores have a temperature: in Llama 4 where nothing is rotated."""
         return not self.graph.chunked or not self.rotates(layer)
 
-    def local_angles(self, context: int, factors: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    def local_angles(self, stop: int, factors: np.ndarray | None, start: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """`angles` of the layers with a window."""
         rotated = self.rotated if self.local_heads is None else self.local_heads.rotated
         own = replace(self, rope_base=self.local_base, rotated=rotated)
         if self.graph.windows is not None and not self.graph.windows.scaled:
             own, factors = replace(own, rope_scaling="none", rope_attention_factor=1.0), None
-        return own.angles(context, factors)
+        return own.angles(stop, factors, start)
 
-    def angles(self, context: int, factors: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        """cos and sin of the rotary angles, each float32 [context, rotated / 2], times the attention factor.
+    def angles(self, stop: int, factors: np.ndarray | None, start: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """cos and sin of the rotary angles of positions start..stop, each float32 [positions, rotated / 2], times the
+        attention factor.
 
         factors  rope_freqs.weight: what each frequency is divided by, or None
 
@@ -218,7 +219,7 @@ class DecoderConfig:
             kept = 1 - np.clip((np.arange(half) - low) / max(0.001, high - low), 0, 1)
             frequencies = frequencies * (kept + (1 - kept) / self.rope_factor)
             size *= 1 + 0.1 * np.log(max(self.rope_factor, 1.0))
-        angles = np.arange(context)[:, None] * frequencies
+        angles = np.arange(start, stop)[:, None] * frequencies
         return (size * np.cos(angles)).astype(np.float32), (size * np.sin(angles)).astype(np.float32)
 
     def temperatures(self, context: int) -> np.ndarray | None:
