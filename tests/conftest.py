@@ -19,17 +19,18 @@ from hypothesis import settings
 
 import bridge
 from bridge.system import targets
+from tests.support.places import PATIENCE as PATIENCE
+from tests.support.places import ROOT
 
 if TYPE_CHECKING:
     from bridge.conversion.report import Report
     from scripts.peers.fidelity import Reference
 
+pytest_plugins = ["tests.support.proofs"]
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"  # torch's threads; each worker has a core, and spinning for two costs both
 gc.set_threshold(10_000, 20, 20)  # a worker has a million objects of tests and compilers that stay: fewer searches
 
-ROOT = Path(__file__).resolve().parent.parent
-PATIENCE = 600  # seconds until a process that a test started hangs: no test fails because a machine is slow
 CHECKPOINT = ROOT / "tests" / "data" / "qwen3-gptq-4bit-g128-sym"  # the project's own
 settings.register_profile("bridge", deadline=None)  # the first call of a kernel compiles it
 settings.load_profile("bridge")

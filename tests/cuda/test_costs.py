@@ -6,11 +6,14 @@ import re
 
 import pytest
 
-from tests.conftest import ROOT
 from tests.support import ptx
 from tests.support.gpu import costs
+from tests.support.places import ROOT
 
-pytestmark = pytest.mark.skipif(ptx.unavailable() is not None, reason=str(ptx.unavailable()))
+pytestmark = [
+    pytest.mark.skipif(ptx.unavailable() is not None, reason=str(ptx.unavailable())),
+    pytest.mark.proof("docs/speed.md"),
+]
 
 
 def in_the_docs(what: str) -> str:

@@ -23,10 +23,10 @@ import bridge
 from bridge.blocks import TYPES
 from bridge.cli import main
 from bridge.errors import BridgeError
-from tests.conftest import ROOT
 from tests.support.gpu.device import pretended_gpu
 from tests.support.gpu.memory import GpuError
 from tests.support.gpu.parse import parse
+from tests.support.places import ROOT
 from tests.support.ptx import assembled, ptx_of, unavailable
 from tests.support.random_blocks import random_matrix
 from tests.support.tiny_gguf import write_decoder

@@ -23,6 +23,7 @@ pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 pytestmark = [
     pytest.mark.skipif(ptx.unavailable() is not None, reason=str(ptx.unavailable())),
     pytest.mark.xdist_group("Q4_0"),
+    pytest.mark.proof,
 ]
 
 HIDDEN, INNER, COUNT = 64, 96, 6

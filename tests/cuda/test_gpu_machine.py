@@ -12,6 +12,7 @@ import pytest
 from tests.support.gpu.machine import Program
 from tests.support.gpu.memory import GpuError
 
+pytestmark = pytest.mark.proof
 HEAD = ".version 7.0\n.target sm_75\n.address_size 64\n"
 REGISTERS = (
     ".reg .pred %p<9>; .reg .b16 %h<9>; .reg .b32 %r<40>; .reg .f32 %f<9>; .reg .b64 %rd<40>; .reg .f64 %fd<9>;\n"

@@ -22,9 +22,9 @@ import pytest
 import torch
 
 from bridge.errors import BridgeError
-from tests.conftest import PATIENCE, ROOT
 from tests.support import ptx
 from tests.support.cuda_driver import Driver
+from tests.support.places import PATIENCE, ROOT
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 

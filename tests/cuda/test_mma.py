@@ -24,7 +24,10 @@ from bridge.cuda import device as devices
 from bridge.cuda.matrix import DeviceMatrix
 from bridge.cuda.mma import MMAShape
 
-pytestmark = pytest.mark.skipif(ptx.unavailable() is not None, reason=str(ptx.unavailable()))
+pytestmark = [
+    pytest.mark.skipif(ptx.unavailable() is not None, reason=str(ptx.unavailable())),
+    pytest.mark.proof,
+]
 
 PROVED = "Q4_K"  # in every run; others in the simulator and in odd shapes
 BY_TYPE = pytest.mark.parametrize(

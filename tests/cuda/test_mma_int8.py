@@ -12,9 +12,9 @@ import torch
 
 from bridge.blocks import TYPES
 from bridge.errors import BridgeError
-from tests.conftest import ROOT
 from tests.support import ptx
 from tests.support.gpu.device import pretended_gpu
+from tests.support.places import ROOT
 from tests.support.random_blocks import assert_product, random_matrix, rounded
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
@@ -27,7 +27,10 @@ from bridge.cuda.matrix import DeviceMatrix
 from bridge.cuda.mma import MMAShape
 from bridge.cuda.token_records import TokenRecords, recorded
 
-pytestmark = pytest.mark.skipif(ptx.unavailable() is not None, reason=str(ptx.unavailable()))
+pytestmark = [
+    pytest.mark.skipif(ptx.unavailable() is not None, reason=str(ptx.unavailable())),
+    pytest.mark.proof,
+]
 
 BY_TYPE = pytest.mark.parametrize(
     "name",
@@ -185,6 +188,7 @@ def test_it_is_chosen_where_it_takes_less_time_as_measured_or_by_count():
     assert chosen("Q4_K", (7, 5)) == chosen("Q4_K", (10, 0)) == chosen("Q4_1", (9, 0)) == []
 
 
+@pytest.mark.proof("docs/speed.md")
 def test_the_counts_in_the_docs_are_those_that_choose():
     text = (ROOT / "docs" / "speed.md").read_text().partition("## CUDA, modelled")[2].partition("\n## ")[0]
     tokens = [int(n) for n in re.findall(r"(\d+) tokens \|", text)]

@@ -16,9 +16,9 @@ from bridge.blocks import BLOCKS
 from bridge.blocks.read import WRITTEN
 from bridge.errors import BridgeError
 from bridge.runtime import QuantTensor
-from tests.conftest import ROOT
 from tests.support import ptx
 from tests.support.gpu.device import pretended_gpu
+from tests.support.places import ROOT
 from tests.support.random_blocks import ALL, FACTOR, assert_product, random_matrix, rounded
 from tests.support.sass import weight_loads
 
@@ -32,6 +32,7 @@ from bridge.cuda.matrix import DeviceMatrix
 from bridge.cuda.matvec_shape import MatvecShape
 
 CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (12, 0)]
+pytestmark = pytest.mark.proof
 compiler = pytest.mark.skipif(ptx.unavailable() is not None, reason=str(ptx.unavailable()))
 
 

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from tests.conftest import ROOT
 from tests.support import ptx
 from tests.support.gpu import stand_in
+from tests.support.places import ROOT
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 

@@ -13,6 +13,7 @@ pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 
 from bridge.cuda import fused, launch
 
+pytestmark = pytest.mark.proof
 compiler = pytest.mark.skipif(ptx.unavailable() is not None, reason=str(ptx.unavailable()))
 TABLE = np.ones((512, 2), np.float32)
 

@@ -27,6 +27,7 @@ from bridge.runtime.sampling import Sampler, Sampling
 from tests.support.simulator import on_host
 from tests.support.tiny_gguf import write_decoder
 
+pytestmark = pytest.mark.proof
 if SIMULATED:  # a thread of Python for each of a block
     attention_shape.THREADS, attention_shape.ROWS, attention_shape.SPAN = 64, 16, 16
     sampling.GREEDY_THREADS = sampling.DRAW_THREADS = prompt_attention.PREPARE_THREADS = 32

@@ -19,6 +19,7 @@ from bridge.blocks.read import WRITTEN
 from bridge.errors import BridgeError
 from tests.support.random_blocks import ALL, FACTOR, assert_product, random_matrix, rounded
 
+pytestmark = pytest.mark.proof
 on_request = [] if SIMULATED else [pytest.mark.exhaustive]
 SMALL = MatvecShape(2, 1, 1, 1 if SIMULATED else 4)  # a thread of Python for each of a block
 SIMULATED_TYPES = ("Q4_K", "NVFP4", "IQ2_XS")  # with scales of a superblock, factors of rows, and a codebook

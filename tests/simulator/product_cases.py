@@ -65,6 +65,7 @@ from bridge.runtime.cpu.activations import round32_twin
 from tests.support.random_blocks import ALL, FACTOR, assert_product, random_matrix, rounded
 from tests.support.simulator import on_host
 
+pytestmark = pytest.mark.proof
 # cases that compiled kernels are spared: tests/cuda/test_products.py has them run the same products
 on_request = [] if SIMULATED else [pytest.mark.exhaustive]
 SMALL = MatvecShape(2, 1, 1, 1 if SIMULATED else 4)  # a thread of Python for each of a block

@@ -21,6 +21,7 @@ from tests.support.encode import write_folder
 from tests.support.encode_trellis import QTIP, Coding, exl3_tensors, gaussian_table, plain_tensors, qtip_tensors
 from tests.support.gpu.disguise import disguised_gpu
 
+pytestmark = pytest.mark.proof
 # of computed codes and of tables, both numbers of bits: the simulator has them all, and each takes a second to compile
 on_request = [] if SIMULATED else [pytest.mark.exhaustive]
 COMPILED = [("1mad", 3), ("mul1", 2), ("quantlut_sym", 3)]

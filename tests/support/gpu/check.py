@@ -18,8 +18,8 @@ import torch
 
 import bridge
 from bridge.blocks import ROUNDED
-from tests.conftest import ROOT
 from tests.support.gpu import device
+from tests.support.places import ROOT
 from tests.support.random_blocks import rounded
 
 sys.path.append(str(ROOT / "scripts"))
