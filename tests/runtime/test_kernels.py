@@ -30,25 +30,35 @@ from scripts.peers import ggml_matvec
 from tests.conftest import ROOT, repacked
 from tests.support.random_blocks import random_matrix
 
-# of the types that are only read, one of each kind: a table and two levels of scales, a codebook, base 3
-_SOME = (*TYPES, "IQ4_XS", "IQ2_XS", "TQ1_0")
-ALL = pytest.mark.parametrize(
-    "block",
-    [
-        pytest.param(block, id=name, marks=[] if name in _SOME else [pytest.mark.exhaustive])
-        for name, block in READ.items()
-    ],
-)
+
+def types_of(*names: str) -> pytest.MarkDecorator:
+    """All types; only these are in every run, for each compiles for seconds."""
+    return pytest.mark.parametrize(
+        "block",
+        [
+            pytest.param(block, id=name, marks=[] if name in names else [pytest.mark.exhaustive])
+            for name, block in READ.items()
+        ],
+    )
+
+
+# kernels of several columns: affine, scaled, plain with a minimum, with a zero point, of 8 bits, of tables with bytes
+# as scales and with two levels of scales
+_SEVERAL_COLUMNS = ("Q4_K", "Q6_K", "Q4_1", "Q5_0", "Q8_0", "NVFP4", "IQ4_XS")
+# those of one column have more kinds: powers of two as scales, blocks of 64, a codebook, base 3. Others differ from
+# these in numbers alone, which test_every_target_in_python and test_repacked_words_are_those_of_the_layout have
+ALL = types_of(*_SEVERAL_COLUMNS, "MXFP4", "Q2_0", "IQ2_XS", "TQ1_0")
+SEVERAL_COLUMNS = types_of(*_SEVERAL_COLUMNS)
+CHEAP = types_of("Q4_K", "Q8_0")  # kernels that tests of models compile as well
 HERE = [name for name in targets.available() if name != targets.PORTABLE]
+LANES_HERE = {targets.module(name).LANES for name in HERE}
 # every way a kernel can differ: affine, scaled, plain with and without zero point, 8 bits
 KINDS = [BLOCKS[name] for name in ("Q4_K", "Q6_K", "Q4_1", "Q5_0", "Q8_0")]
 # those, and scales of 8 bits; kernels of other types differ in numbers alone, and each takes a second to compile
+SOME_BLOCKS = (*KINDS, TYPES["NVFP4"])
 SOME = pytest.mark.parametrize(
     "block",
-    [
-        pytest.param(block, marks=[] if block in (*KINDS, TYPES["NVFP4"]) else [pytest.mark.exhaustive])
-        for block in TYPES.values()
-    ],
+    [pytest.param(block, marks=[] if block in SOME_BLOCKS else [pytest.mark.exhaustive]) for block in TYPES.values()],
     ids=str,
 )
 
@@ -76,16 +86,27 @@ def run(engine, x: np.ndarray, rows: int, integer: bool = True) -> np.ndarray:
     return y
 
 
-@ALL
-def test_unprepared_and_prepared_products_are_those_of_the_rounded_x(block):
+@SEVERAL_COLUMNS
+def test_prepared_products_are_those_of_the_rounded_x(block):
     rows = 35  # two row groups and a bit
     tensor, weights = random_matrix(block, rows, 512)
     x = np.random.default_rng(1).standard_normal((3, 512)).astype(np.float32)
-    expected = rounded(x)
-    close(tensor.matmul(x), expected, weights, block)
-    tensor.prepare()
-    close(tensor.matmul(x), expected, weights, block)
-    close(tensor.matvec(x[0])[None], expected[:1], weights, block)
+    close(tensor.prepare().matmul(x), rounded(x), weights, block)
+
+
+@ALL
+def test_products_with_one_vector_are_those_of_the_rounded_x(block):
+    tensor, weights = random_matrix(block, 35, 512)
+    x = np.random.default_rng(1).standard_normal(512).astype(np.float32)
+    close(tensor.prepare().matvec(x)[None], rounded(x[None]), weights, block)
+
+
+@CHEAP
+def test_unprepared_products_are_those_of_the_rounded_x(block):
+    """The kernels are those of prepared tensors but for what they prefetch, and the loop around them is all types'."""
+    tensor, weights = random_matrix(block, 35, 512)
+    x = np.random.default_rng(1).standard_normal((3, 512)).astype(np.float32)
+    close(tensor.matmul(x), rounded(x), weights, block)
 
 
 @SOME
@@ -96,7 +117,7 @@ def test_the_portable_kernel_multiplies_the_files_own_blocks(block):
 
 
 @repacked
-@ALL
+@CHEAP
 def test_a_product_is_the_same_with_weights_from_the_cache(block):
     tensor, _ = random_matrix(block, 40, 512)
     tensor.prepare()
@@ -144,10 +165,18 @@ def repacked_into(memory, raw, block, form):
     assert bad == -1
 
 
-@pytest.mark.parametrize("target", HERE)
-@SOME
-def test_repacked_words_are_those_of_the_layout(block, target):
-    lanes = targets.module(target).LANES
+@pytest.mark.parametrize(
+    ("block", "lanes"),
+    [
+        pytest.param(
+            block, lanes, marks=[] if lanes in LANES_HERE or name in ("Q4_K", "NVFP4") else [pytest.mark.exhaustive]
+        )
+        for name, block in TYPES.items()
+        for lanes in (4, 8, 16)
+    ],
+    ids=str,
+)
+def test_repacked_words_are_those_of_the_layout(block, lanes):
     form = layout.InterleavedLayout(block, lanes)
     rows, blocks = lanes + 3, 2  # a second row group with three rows
     raw = np.random.default_rng(14).integers(0, 256, (rows, blocks * block.nbytes), np.uint8)
@@ -203,8 +232,28 @@ def test_every_target_of_this_machine(block, rows, target):
     close(run(engine, x[:1], rows), rounded(x[:1]), weights, block)
 
 
-@pytest.mark.parametrize("target", ["avx512vbmi", "avx512", "avxvnni", "avx512bw", "avx2", "i8mm", "neon"])
-@SOME
+def repacked_slowly(memory, raw, block, form):
+    """As `repacked_into`, of one row group, by the plain reference."""
+    rows, blocks = len(raw), raw.shape[1] // block.nbytes
+    halves = memory[: blocks * form.halves_bytes].reshape(blocks, -1, form.lanes, 1 if block.scales else 2)
+    codes = memory[form.codes_from(blocks) :].view(np.uint32).reshape(blocks, -1, form.lanes)
+    for row in range(rows):
+        for b, part in enumerate(raw[row].reshape(blocks, -1)):
+            codes[b, :, row] = form.words(part)
+            places = range(block.subs) if block.scales else [block.d_at, block.dmin_at][: 1 + block.has_min]
+            for i, at in enumerate(places):
+                halves[b, i, row] = part[at : at + halves.shape[-1]]
+
+
+@pytest.mark.parametrize(
+    ("block", "target"),
+    [
+        pytest.param(block, target, marks=[] if target == "avx2" or block in SOME_BLOCKS else [pytest.mark.exhaustive])
+        for block in TYPES.values()
+        for target in ("avx512vbmi", "avx512", "avxvnni", "avx512bw", "avx2", "i8mm", "neon")
+    ],
+    ids=str,
+)
 def test_every_target_in_python(block, target):
     """The twin runs the kernel's own lines on numpy arrays, also where the target does not exist."""
     module = targets.module(target)
@@ -214,8 +263,7 @@ def test_every_target_in_python(block, target):
     blocks = columns // block.size
     stride = form.stride(blocks)
     memory = np.zeros(stride, np.uint8)
-    raw = tensor.raw.reshape(lanes, -1)
-    repacked_into(memory, raw, block, form)
+    repacked_slowly(memory, tensor.raw.reshape(lanes, -1), block, form)
     x = np.random.default_rng(4).standard_normal((4, columns)).astype(np.float32)
     for tokens in (1, 2, 4) if module.UNPACKS else (1, 2):
         kind = interleaved.form(block.name, target, tokens, True)
@@ -253,12 +301,16 @@ def test_unsigned_records_have_values_that_are_higher_by_128():
     np.testing.assert_array_equal(unsigned, plain.view(np.int8).astype(np.int16) + 128)
 
 
-@pytest.mark.parametrize("tile", [1, 1 << 20])
-@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "IQ4_XS", "Q4_1", "NVFP4", "Q8_0", "IQ2_XS", "IQ3_XXS", "MXFP4"])
-def test_unpacked_blocks_give_the_same_sums_as_the_repacked_form(name, tile, monkeypatch):
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("Q4_K", "Q6_K", "IQ4_XS", "Q4_1", "NVFP4", "Q8_0", "IQ2_XS", "MXFP4"),
+        pytest.param("IQ3_XXS", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_unpacked_blocks_give_the_same_sums_as_the_repacked_form(name, monkeypatch):
     """An odd number of row groups, two turns of columns, two blocks: each turn's sums are kept from block to block, in
     y if there is one block in a tile."""
-    monkeypatch.setattr(unpacked, "_TILE", tile)
     block, module = READ[name], targets.module("avx2")
     lanes, groups = module.LANES, 3
     columns, rows = block.size * 2, groups * lanes
@@ -269,7 +321,9 @@ def test_unpacked_blocks_give_the_same_sums_as_the_repacked_form(name, tile, mon
     repacked_into(memory, tensor.raw.reshape(rows, -1), block, form)
     x = np.random.default_rng(5).standard_normal((8, columns)).astype(np.float32)
     sums = []
-    for width in (1, 2, 4):
+    for width, tile in ((1, None), (2, None), (4, 1), (4, 1 << 20)):
+        if tile:
+            monkeypatch.setattr(unpacked, "_TILE", tile)
         records = activations.records(x, block, width, form=interleaved.form(name, "avx2", width, True))
         y = np.full((8, rows), np.nan, np.float32)
         sizes = 2, form.stride(2), 8 // width, 4 * rows, 0, groups
@@ -368,7 +422,7 @@ def test_the_repacked_form_has_the_bytes_of_the_file(block, lanes):
     assert bits == pytest.approx(float(more.get(block.name, block.bpw)), abs=0 if block.name not in more else 5e-3)
 
 
-@ALL
+@SEVERAL_COLUMNS
 def test_the_int8_path_errs_no_more_than_ggml(block):
     columns, rows, tokens = 2048, 128, 64
     rng = np.random.default_rng(5)
