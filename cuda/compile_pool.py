@@ -1,15 +1,9 @@
-"""Kernels compiled by several processes at once: Numba compiles one at a time in each.
+"""Kernels compiled by several processes at once, which take them by the functions that make them and answer with
+machine code."""
 
-A process is this file, run by itself; it takes kernels by the functions that make them and answers with machine code.
-Nothing is forked, and the program's own main module is not imported again.
-"""
-
-import pickle
-import subprocess
 import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
 from queue import SimpleQueue
 
 from bridge.cuda import compiler
@@ -17,6 +11,7 @@ from bridge.cuda.compiler import Capability, Source
 
 from bridge.system.cpus import usable_cpus
 from bridge.system.progress import Progress
+from bridge.system.worker import Worker
 
 _MOST = 8  # processes, of 0.3 GB each
 
@@ -43,7 +38,7 @@ def compile_all(sources: Iterable[Source], capability: Capability, progress: Pro
     for process in processes:
         idle.put(process)
 
-    def compiled(source: Source) -> None:
+    def compile(source: Source) -> None:
         process = idle.get()
         try:
             code = process.code(source, capability)
@@ -56,7 +51,7 @@ def compile_all(sources: Iterable[Source], capability: Capability, progress: Pro
 
     try:
         with ThreadPoolExecutor(count) as threads:
-            waiting = {threads.submit(compiled, source): source for source in missing}
+            waiting = {threads.submit(compile, source): source for source in missing}
             for done, future in enumerate(as_completed(waiting), 1):
                 future.result()
                 progress(done, len(missing), waiting[future].name)
@@ -66,52 +61,25 @@ def compile_all(sources: Iterable[Source], capability: Capability, progress: Pro
     return failed
 
 
-class _Process:
+class _Process(Worker):
     """A process that compiles; if it ends, another one takes its place."""
 
     def __init__(self) -> None:
-        self._process = self._started()
-
-    def _started(self) -> "subprocess.Popen[bytes]":
-        command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import work; work()"]
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        super().__init__(__name__, "compiled")
 
     def code(self, source: Source, capability: Capability) -> compiler.Code | str:
         """Machine code; where that failed, why, in a line."""
-        if self._process.poll() is not None:
-            self.end()
-            self._process = self._started()
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         try:
-            pickle.dump((source, capability), self._process.stdin)
-            self._process.stdin.flush()
-            answer: compiler.Code | str = pickle.load(self._process.stdout)
+            answer: compiler.Code | str = self.answer((source, capability))
             return answer
-        except (OSError, EOFError, pickle.UnpicklingError):
-            self.end()
+        except EOFError:
             return f"the process that compiled {source.name} ended with exit code {self._process.returncode}"
 
-    def end(self) -> None:
-        """Stop it, also where it is still compiling."""
-        self._process.kill()
-        with suppress(OSError):  # what it was given and has not read
-            self._process.communicate()
 
-
-def work() -> None:
-    """What such a process does, until its standard input ends."""
-    answers = sys.stdout.buffer
-    sys.stdout = sys.stderr
-    while True:
-        try:
-            source, capability = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
-        answer: compiler.Code | str
-        try:
-            answer = compiler.code(source, capability)
-        except Exception as problem:
-            answer = compiler.failure(problem, f"compiling {source.name}")
-        pickle.dump(answer, answers)
-        answers.flush()
+def compiled(job: tuple[Source, Capability]) -> compiler.Code | str:
+    """What such a process answers."""
+    source, capability = job
+    try:
+        return compiler.code(source, capability)
+    except Exception as problem:
+        return compiler.failure(problem, f"compiling {source.name}")

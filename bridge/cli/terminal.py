@@ -53,12 +53,12 @@ class StatusLine:
         self.say("")
         self._over = True
 
-    def compiling(self, seconds: float, more: bool) -> None:
-        """Called by `bridge.system.compiling`: `seconds` have been spent on kernels, and there is `more` to do."""
+    def compiling(self, far: str, more: bool) -> None:
+        """Called by `bridge.system.compiling`: how far compiling is, and whether there is `more` to do."""
         if not more:
             self._draw(self._text)
         elif time.monotonic() - self._drawn >= self._EVERY:
-            self._draw(f"compiling kernels for this CPU, once: {seconds:.0f} s")
+            self._draw(f"compiling kernels for this CPU, once: {far}")
 
     def _draw(self, text: str) -> None:
         if self._over or not sys.stderr.isatty() or (not text and not self._drawn):

@@ -34,6 +34,7 @@ import numpy as np
 from bridge.blocks.read import READ
 from bridge.errors import BridgeError, parameter
 from bridge.runtime.buffers import DecodeBuffers, Positions
+from bridge.runtime.cpu import engine
 from bridge.runtime.cpu.attention import SPAN
 from bridge.runtime.decoder_config import DecoderConfig
 from bridge.runtime.kv_cache import KVCache
@@ -41,10 +42,13 @@ from bridge.runtime.layers import Weights
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.reader import GGUFFile
 from bridge.runtime.sampling import Sampler, drawn_on_host
+from bridge.runtime.steps import Parts, Table
 from bridge.runtime.tables import ProgramBuilder
 from bridge.runtime.tokenizer import common_prefix
 from bridge.runtime.weights import read_weights
 from bridge.system import compiling
+from bridge.system.compile_ahead import compile_all
+from bridge.system.jit import CFunction
 
 BATCH = 512  # tokens that pass through the layers together
 WIDEST = 8  # tokens in a step: columns of the widest kernel
@@ -224,9 +228,9 @@ class Decoder:
         start = compiling.clock()
         buffers.begin(tokens)
         self._positions.reach(int(buffers.starts.max()) + buffers.n)
-        self._embed(buffers)
         if buffers.way is None:
-            buffers.way = (self._builder.table(buffers) if buffers.steps else None) or self._builder.parts(buffers)
+            buffers.way = self._way(buffers)
+        self._embed(buffers)
         buffers.way.run()
         parts = [[token] for token in tokens] if len(buffers.caches) > 1 else [list(tokens)]
         for cache, part in zip(buffers.caches, parts, strict=True):
@@ -234,6 +238,25 @@ class Decoder:
         self._computing += compiling.clock() - start
         self._passes += 1
         return buffers.xn
+
+    def _way(self, buffers: DecodeBuffers) -> Table | Parts:
+        """Through the layers; what it calls is compiled."""
+        wanted = self._functions(buffers)
+        if buffers.steps:  # a table holds addresses
+            compile_all(wanted)
+        way = (self._builder.table(buffers) if buffers.steps else None) or self._builder.parts(buffers)
+        compile_all([*wanted, *buffers.embedding.functions(), *way.functions()])
+        return way
+
+    def _functions(self, buffers: DecodeBuffers) -> list[CFunction]:
+        """The C functions of products, of each type's; for the steps of one sequence, also when they are prepared."""
+        integer = self.precision == "int8"
+        found = self.output.functions(buffers.n if buffers.steps else 1, integer)
+        for matrix in {matrix.type: matrix for matrix in self._matrices}.values():
+            found += matrix.functions(buffers.n, integer)
+            if buffers.n == 1 and self._prepared < len(self._matrices):
+                found += engine.prepared_functions(matrix.type, integer)
+        return found
 
     def _embed(self, buffers: DecodeBuffers) -> None:
         """What the first layer reads, into `buffers.x`."""

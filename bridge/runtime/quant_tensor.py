@@ -28,6 +28,7 @@ from bridge.system.operands import (
 
 if TYPE_CHECKING:
     from bridge.runtime.cpu.portable import Engine
+    from bridge.system.jit import CFunction
 
 _TILE = 1 << 22  # weights dequantized at a time
 
@@ -171,6 +172,11 @@ class QuantTensor(Product):
         if self.change is not None:
             a, b = self.change
             y += (x @ a.T) @ b.T
+
+    def functions(self, tokens: int, integer: bool) -> list[CFunction]:
+        """The C functions that a product of so many tokens calls, by each of the matrices where there are several."""
+        matrix = self if len(self.shape) == 2 else self[0]
+        return matrix._get_engine().functions(tokens, integer)
 
     def _input(self, x: Any, dimensions: int) -> np.ndarray:
         """x as a contiguous float32 array of the right shape."""

@@ -19,6 +19,7 @@ from bridge.runtime.decoder_config import DecoderConfig
 from bridge.runtime.experts import ExpertTables, mix
 from bridge.runtime.layers import Experts
 from bridge.runtime.quant_tensor import QuantTensor
+from bridge.system.jit import CFunction
 from bridge.system.pool import MIN_BYTES_TO_SHARE
 
 MIN_VALUES_TO_SHARE = 1 << 16  # values that a call reads before it is worth waking other threads
@@ -43,6 +44,7 @@ class Parts:
     def __init__(self, config: DecoderConfig, precision: str):
         self._config, self._precision = config, precision
         self._calls: list[Callable[[], Any]] = []
+        self._programs: list[Program] = []
         self.program = Program()
 
     def products(self, x: np.ndarray, products: Products) -> None:
@@ -56,7 +58,12 @@ class Parts:
 
     def _then(self, *calls: Callable[[], Any]) -> None:
         self._calls += [self.program.run, *calls]
+        self._programs.append(self.program)
         self.program = Program()
+
+    def functions(self) -> list[CFunction]:
+        """The C functions of all calls but products."""
+        return [function for program in (*self._programs, self.program) for function in program.functions()]
 
     def run(self) -> None:
         """All of it."""
@@ -118,6 +125,10 @@ class Table:
             self.slots.register(matrix, fields[i * FIELDS : i * FIELDS + 2], widths[i])
             if matrix.factor != 1:
                 program.add(ops.function("scale"), address(y), y.size, bits(matrix.factor), items=1)
+
+    def functions(self) -> list[CFunction]:
+        """As `Parts.functions`."""
+        return self.program.functions()
 
     def run(self) -> None:
         """All of it."""

@@ -162,6 +162,14 @@ def object_code(function: CFunction, machine: Machine) -> bytes:
         return _emitted(function, machine)
 
 
+def answer(function: CFunction) -> bytes | None:
+    """What a process of `compile_ahead` answers: object code for this machine; None where that failed."""
+    try:
+        return object_code(function, host())
+    except Exception:
+        return None
+
+
 @global_compiler_lock
 def _emitted(function: CFunction, machine: Machine) -> bytes:
     module, processor = _optimized(function, machine)

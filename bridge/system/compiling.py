@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-Told = Callable[[float, bool], None]  # seconds spent so far, and whether there is more to compile right now
+Told = Callable[[str, bool], None]  # "3 s" or "7 of 23", and whether there is more to compile right now
 
 _lock = threading.Lock()
 _active = 0  # kernels that are being compiled; those that one needs are compiled within it
@@ -28,8 +28,7 @@ def kernel() -> Iterator[None]:
             _began = time.perf_counter()
         _active += 1
         _steps += 1
-    if _told is not None:
-        _told(seconds(), True)
+    _tell(f"{seconds():.0f} s", True)
     try:
         yield
     finally:
@@ -37,8 +36,23 @@ def kernel() -> Iterator[None]:
             _active = max(0, _active - 1)
             if not _active:
                 _seconds += time.perf_counter() - _began
-        if not _active and _told is not None:
-            _told(_seconds, False)
+        if not _active:
+            _tell("", False)
+
+
+@contextmanager
+def several(total: int) -> Iterator[Callable[[int], None]]:
+    """Other processes compile so many kernels meanwhile; call what this yields with how many they have compiled."""
+    global _steps
+    with kernel():
+        _steps += total - 1
+        _tell(f"0 of {total}", True)
+        yield lambda done: _tell(f"{done} of {total}", True)
+
+
+def _tell(text: str, more: bool) -> None:
+    if _told is not None:
+        _told(text, more)
 
 
 def steps() -> int:

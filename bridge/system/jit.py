@@ -16,7 +16,7 @@ import ctypes
 import importlib
 import types as python_types
 from collections.abc import Callable
-from functools import cached_property
+from functools import cache, cached_property, wraps
 from typing import Any
 
 from bridge.system import object_code
@@ -81,6 +81,17 @@ class CFunction:
 
     def __init__(self, function: Callable[..., Any], name: str, modules: frozenset[str]) -> None:
         self.py_func, self.name, self.modules = function, name, modules
+        self.recipe: tuple[str, str, tuple[Any, ...]] | None = None  # set by `maker`
+
+    def __reduce__(self) -> Any:
+        """Another process makes it as it was made here."""
+        return _made, self.recipe
+
+    @property
+    def weight(self) -> int:
+        """The longer, the longer it may take to compile: the size of what it is made of."""
+        parts = (value for value in self.py_func.__globals__.values() if isinstance(value, Deferred))
+        return len(self.py_func.__code__.co_code) + sum(len(part.py_func.__code__.co_code) for part in parts)
 
     @cached_property
     def address(self) -> int:
@@ -139,6 +150,23 @@ def c_function(function: Callable[..., Any], suffix: str = "c", **scope: Any) ->
     """
     clone = _copy(function, suffix, scope)
     return CFunction(clone, f"{clone.__module__}.{clone.__qualname__}", _modules(function, scope))
+
+
+def maker(make: Callable[..., CFunction]) -> Callable[..., CFunction]:
+    """For functions that make C functions: one for the same arguments, and another process can make it too."""
+
+    @cache
+    @wraps(make)
+    def made(*arguments: Any) -> CFunction:
+        function = make(*arguments)
+        function.recipe = function.recipe or (make.__module__, make.__name__, arguments)
+        return function
+
+    return made
+
+
+def _made(module: str, name: str, arguments: tuple[Any, ...]) -> Any:
+    return getattr(importlib.import_module(module), name)(*arguments)
 
 
 def specialize(function: Callable[..., Any], suffix: str, compile: Callable[..., Any] = kernel, **scope: Any) -> Any:

@@ -49,6 +49,13 @@ def load(name: str) -> bytes | None:
     return None
 
 
+def has(name: str) -> bool:
+    """Whether there is object code of this name, in good order or not."""
+    with suppress(OSError, BridgeError):
+        return trusted(folder() / f"{name}.o")
+    return False
+
+
 def save(name: str, code: bytes) -> None:
     """Keep object code under a name, whole or not at all."""
     try:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from bridge.system.jit import CFunction
 
 _addresses: dict[str, int] = {}  # by the functions' names
+_compiled: dict[str, bytes] = {}  # by others for this process, not loaded yet
 _lock = ForkLock()
 
 
@@ -22,15 +23,25 @@ def address_of(function: "CFunction") -> int:
     """Where the code of a C function is in this process: from the cache, or compiled and kept there."""
     with _lock:
         if function.name not in _addresses:
-            kept = kept_as(function)
-            code = kernel_cache.load(kept)
+            code = _compiled.pop(function.name, None) or kernel_cache.load(kept_as(function))
             if code is None:
                 from bridge.system import compiler
 
                 code = compiler.object_code(function, host())
-                kernel_cache.save(kept, code)
+                kernel_cache.save(kept_as(function), code)
             _addresses[function.name] = _loaded(function.name, code)
         return _addresses[function.name]
+
+
+def known(function: "CFunction") -> bool:
+    """Whether a C function has been compiled."""
+    return function.name in _addresses or function.name in _compiled or kernel_cache.has(kept_as(function))
+
+
+def keep(function: "CFunction", code: bytes) -> None:
+    """Keep what another process has compiled."""
+    _compiled[function.name] = code
+    kernel_cache.save(kept_as(function), code)
 
 
 def kept_as(function: "CFunction") -> str:

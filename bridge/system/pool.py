@@ -16,7 +16,6 @@ import platform
 import re
 import threading
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from llvmlite import ir
 from bridge.errors import BridgeError
 from bridge.system.cpus import usable_cpus
 from bridge.system.fork_locks import ForkLock
-from bridge.system.jit import CFunction, c_function, inner, intrinsic, types
+from bridge.system.jit import CFunction, c_function, inner, intrinsic, maker, types
 from bridge.system.memory import array_at
 from bridge.system.options import check_integer
 from bridge.system.row_threads import thread_limit
@@ -220,7 +219,7 @@ class Pool:
         self.state = 0
         if threads > 1:
             self.state = -(-address // 64) * 64
-            _state_functions()[0](self.state)
+            function("begin")(self.state)
             try:
                 with thread_limit():
                     for number in range(threads - 1):
@@ -232,11 +231,11 @@ class Pool:
     def stop(self) -> None:
         """Let the workers end."""
         if self.state:
-            _state_functions()[2](self.state)
+            function("stop")(self.state)
 
 
 def _work(pool: Pool) -> None:
-    _state_functions()[1](pool.state)  # `pool` keeps the shared memory alive
+    function("serve")(pool.state)  # `pool` keeps the shared memory alive
 
 
 def _begin(state, _0, _1, _2, _3, _4, _5, _6, _7):
@@ -248,12 +247,6 @@ def _stop(state, _0, _1, _2, _3, _4, _5, _6, _7):
     lock(state + 8 * _MUTEX)
     wake(state + 8 * _CONDITION)
     unlock(state + 8 * _MUTEX)
-
-
-@cache
-def _state_functions() -> tuple[CFunction, CFunction, CFunction]:
-    """Begin, serve and stop."""
-    return c_function(_begin), c_function(_serve), c_function(_stop)
 
 
 _pool: Pool | None = None
@@ -305,9 +298,13 @@ def _walk(state, threads, table, rows, _0, _1, _2, _3, _4):
         run(own, threads, e[0], e[1], e[2], e[3], e[4], e[5], e[6], e[7], e[ITEMS])
 
 
-@cache
-def _walker() -> CFunction:
-    return c_function(_walk)
+FUNCTIONS = {"begin": _begin, "serve": _serve, "stop": _stop, "walk": _walk}
+
+
+@maker
+def function(name: str) -> CFunction:
+    """One of FUNCTIONS as a C function."""
+    return c_function(FUNCTIONS[name])
 
 
 def make_calls(table: np.ndarray, worth: bool = True) -> None:
@@ -316,7 +313,7 @@ def make_calls(table: np.ndarray, worth: bool = True) -> None:
     A row is a C function's address, its seven arguments, how many items its range covers, and whether threads share
     them.
     """
-    share(worth, _walker(), table.ctypes.data, len(table))
+    share(worth, function("walk"), table.ctypes.data, len(table))
 
 
 def share_items(worth: bool, function: CFunction, *arguments: int, items: int) -> None:

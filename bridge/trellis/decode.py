@@ -10,7 +10,7 @@ import numpy as np
 from llvmlite import ir
 
 from bridge.system import pool, targets
-from bridge.system.jit import c_function, cgutils, intrinsic, types
+from bridge.system.jit import CFunction, c_function, cgutils, intrinsic, maker, types
 from bridge.system.memory import LANES, allocate, array_at, free, next_line
 from bridge.trellis.codebooks import BitshiftCodebook
 from bridge.trellis.streams import states_of
@@ -84,8 +84,8 @@ def _tiles(words, out, table, order, columns, sizes, _, first, last):
     free(memory)
 
 
-@cache
-def _kernel(code: Code) -> Any:
+@maker
+def _kernel(code: Code) -> CFunction:
     return c_function(_tiles, f"decode_{code.suffix}", decode_states=_decode_states(code))
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from llvmlite import ir
 
 from bridge.system import pool
-from bridge.system.jit import c_function, cgutils, intrinsic, kernel, types
+from bridge.system.jit import CFunction, c_function, cgutils, intrinsic, kernel, maker, types
 from bridge.system.memory import LANES, allocate, floats, free, next_line
 from bridge.trellis.streams import TILE
 from bridge.trellis.vector import FLOATS, I64, Code, Lanes
@@ -142,8 +142,8 @@ def _groups(weights, x, y, columns, table, tokens, y_stride, first, last):
     free(memory)
 
 
-@cache
-def _kernel(code: Code, units: Units, tokens: int, words: int) -> Any:
+@maker
+def _kernel(code: Code, units: Units, tokens: int, words: int) -> CFunction:
     suffix = f"{code.suffix}_{units.count}{units.row_step}_{units.columns[1]}_{tokens}_{words}"
     scope = {"multiply_tile": _multiply_tile(code, units, tokens, words), "width": tokens}
     return c_function(_groups, f"fused_{suffix}", tile_bytes=words * 2 * LANES, **scope)

@@ -22,7 +22,6 @@ several tokens. Paired ones, for targets that multiply two columns at once, have
 the first's, 8 of the second's, and so on. Unsigned ones have q + 128, for kernels whose codes are signed.
 """
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +30,7 @@ from llvmlite import ir
 from bridge.blocks import BlockType
 from bridge.blocks.read import READ
 from bridge.runtime.cpu.emitter import Emitter
-from bridge.system.jit import c_function, intrinsic, types
+from bridge.system.jit import CFunction, c_function, intrinsic, maker, types
 from bridge.system.memory import array_at, floats, stack
 
 # set per type by `quantize_function`
@@ -230,8 +229,8 @@ def record_bytes(type: str, columns: int, integer: bool) -> int:
     return columns // block.size * (record_of(block).nbytes if integer else float_record(block))
 
 
-@cache
-def quantize_function(type: str, integer: bool, form: str = PLAIN) -> Any:
+@maker
+def quantize_function(type: str, integer: bool, form: str = PLAIN) -> CFunction:
     """The C function that makes tokens' records for a type, integer ones in one of the forms; paired ones of an even
     number of columns."""
     block = READ[type]

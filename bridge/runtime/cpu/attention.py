@@ -19,13 +19,13 @@ several sequences, each of which has its own cache and a single token.
 """
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from bridge.runtime.cpu.decoder_ops import exp, square_sum
-from bridge.system.jit import c_function, inner, specialize
+from bridge.system.jit import CFunction, c_function, inner, maker, specialize
 from bridge.system.memory import allocate, array_at, floats, free, from_half, next_line, panel, to_half
 
 # words of a layer's block; addresses first. Biases, head norms, sinks, temperatures, the cap on scores, the window and
@@ -361,8 +361,8 @@ def by_rows(make: Callable[[int], Any], suffix: str) -> Any:
     return specialize(panel_of_rows, suffix, inner, **{f"panel_{rows}": make(rows) for rows in (1, 2, 4, 8)})
 
 
-@cache
-def function(name: str, kind: str) -> Any:
+@maker
+def function(name: str, kind: str) -> CFunction:
     """ "store", "attend" or "merge" for a kind of cache (f16, q8_0, f32), as a C function."""
     if name == "merge":
         return c_function(_merge)

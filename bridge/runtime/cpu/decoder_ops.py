@@ -4,13 +4,13 @@ Each is a C function of nine int64, as the products are: seven of its own and a 
 a token's whole computation is a table of calls (see program.py), and a batch's may be shared among threads.
 """
 
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from bridge.runtime.cpu import rowmajor
-from bridge.system.jit import CFunction, c_function, inner
+from bridge.system.jit import CFunction, c_function, inner, maker
 from bridge.system.memory import array_at, floats
 
 LIMIT, SLOPE = np.float32(7.0), np.float32(1.702)  # of gpt-oss's gate
@@ -256,7 +256,7 @@ FUNCTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
-@cache
+@maker
 def function(name: str) -> CFunction:
     """One of FUNCTIONS as a C function."""
     return c_function(FUNCTIONS[name])
@@ -267,7 +267,7 @@ def activation(name: str, gated: bool) -> Any:
     return function({"silu": "swiglu", "gelu": "geglu", "relu2": "reglu2"}.get(name, name) if gated else name)
 
 
-@cache
-def look_up_function(type: str) -> Any:
+@maker
+def look_up_function(type: str) -> CFunction:
     """The C function that unpacks one row of a table in a type."""
     return c_function(_look_up, type, unpack=rowmajor.dequantize(type))

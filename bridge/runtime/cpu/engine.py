@@ -5,12 +5,15 @@ from collections.abc import Callable
 from functools import cache
 
 from bridge.blocks.read import READ
+from bridge.runtime.cpu import interleaved
 from bridge.runtime.cpu.dequantize import UNQUANTIZED
 from bridge.runtime.cpu.floats import SIZES, FloatRows
 from bridge.runtime.cpu.portable import Dequantizing, Engine, RawMatrix, RowMajor
 from bridge.runtime.cpu.prepared import Prepared
+from bridge.runtime.cpu.repack import repacker
 from bridge.runtime.cpu.tiled import Tiled
 from bridge.system import targets
+from bridge.system.jit import CFunction
 
 
 def unprepared(matrix: RawMatrix) -> Engine:
@@ -31,6 +34,13 @@ def prepare(matrix: RawMatrix, done: Callable[[int, int], None] | None = None) -
     if matrix.type in READ and (target := targets.chosen()) != targets.PORTABLE:
         return Prepared(matrix, target, done)
     return unprepared(matrix)
+
+
+def prepared_functions(type: str, integer: bool) -> list[CFunction]:
+    """The C functions that prepare a matrix of a type, and then multiply it by one vector."""
+    if type not in READ or (target := targets.chosen()) == targets.PORTABLE:
+        return []
+    return [repacker(type, targets.module(target).LANES), interleaved.kernel(type, target, 1, integer, False)]
 
 
 @cache  # once a process, whatever the warning filters make of repetitions

@@ -1,13 +1,12 @@
 """What a mixture of experts does between its products; C functions as those of decoder_ops.py."""
 
-from functools import cache
 from typing import Any
 
 import numpy as np
 
 from bridge.runtime.cpu.decoder_ops import clamp, exp
 from bridge.runtime.cpu.program import FIELDS
-from bridge.system.jit import CFunction, c_function, inner
+from bridge.system.jit import CFunction, c_function, inner, maker
 from bridge.system.memory import allocate, array_at, floats, free
 
 # words of a layer's block: addresses, then numbers. Biases may be 0
@@ -248,7 +247,7 @@ FUNCTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
-@cache
+@maker
 def function(name: str) -> CFunction:
     """One of FUNCTIONS as a C function."""
     return c_function(FUNCTIONS[name])

@@ -13,7 +13,7 @@ import numpy as np
 from llvmlite import ir
 
 from bridge.runtime.cpu.portable import Dequantizing, RawMatrix
-from bridge.system.jit import c_function, cgutils, intrinsic, types
+from bridge.system.jit import CFunction, c_function, cgutils, intrinsic, maker, types
 from bridge.system.memory import LANES, floats
 from bridge.system.pool import MIN_BYTES_TO_SHARE, share_items
 
@@ -93,8 +93,8 @@ def _rows(weights, x, y, blocks, stride, tokens, y_stride, first, last):
             out[row] = dot(weights + row * stride, x + t * blocks * 4, blocks)
 
 
-@cache
-def rows_function(kind: str) -> Any:
+@maker
+def rows_function(kind: str) -> CFunction:
     """The C function that multiplies rows of a type, see above."""
     return c_function(_rows, f"rows_{kind}", dot=dot_function(kind))
 
@@ -105,6 +105,9 @@ class FloatRows(Dequantizing):
     def __init__(self, matrix: RawMatrix):
         super().__init__(matrix)
         self.name = f"vector/{matrix.type.lower()} rows"
+
+    def functions(self, tokens: int, integer: bool) -> list[CFunction]:
+        return [rows_function(self.type)] if tokens <= _FEW else []
 
     def run(self, x: np.ndarray, y: np.ndarray, integer: bool) -> None:
         if x.shape[0] > _FEW:

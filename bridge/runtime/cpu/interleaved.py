@@ -26,7 +26,6 @@ it to them.
 """
 
 from collections.abc import Callable
-from functools import cache
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -36,7 +35,7 @@ from bridge.runtime.cpu.activations import PAIRED, PLAIN, float_record, record_o
 from bridge.runtime.cpu.layout import InterleavedLayout
 from bridge.runtime.cpu.superblock import arithmetic
 from bridge.system import machine, targets
-from bridge.system.jit import c_function
+from bridge.system.jit import CFunction, c_function, maker
 
 # set per kernel by `_scope`
 zeros: Any = None
@@ -86,8 +85,8 @@ def _scope(name: str, target: str, width: int, integer: bool) -> tuple[dict[str,
     return sizes, (module, width, body, module.PAIRED and width > 1 and integer)
 
 
-@cache
-def kernel(name: str, target: str, width: int, integer: bool, near: bool = False) -> Any:
+@maker
+def kernel(name: str, target: str, width: int, integer: bool, near: bool = False) -> CFunction:
     """The compiled kernel of a type for `width` columns: a C function.
 
     `near`: for weights that are in the cache; nothing is prefetched.

@@ -48,7 +48,7 @@ from bridge.runtime.cpu.attention import (
     softmax,
 )
 from bridge.runtime.cpu.floats import dot_function
-from bridge.system.jit import c_function, cgutils, inner, intrinsic, types
+from bridge.system.jit import CFunction, c_function, cgutils, inner, intrinsic, maker, types
 from bridge.system.memory import allocate, array_at, floats, free, from_half, next_line, panel, rows_together, to_half
 
 _F32, _F16, _I64 = ir.FloatType(), ir.HalfType(), ir.IntType(64)
@@ -259,8 +259,8 @@ def _by_head(weights, x, y, sizes, tokens, _0, _1, first, last):
             floats(y + 4 * (z[5] * t + z[6] * h + item % rows), np.int64(1))[0] = value
 
 
-@cache
-def function(name: str, kind: str) -> Any:
+@maker
+def function(name: str, kind: str) -> CFunction:
     """ "store" or "attend" for a kind of cache (f16, q8_0, f32), as a C function."""
     scope: dict[str, Any] = {"halves": kind == "f16", "quantized": kind == "q8_0"}
     if name == "store":
@@ -273,7 +273,7 @@ def function(name: str, kind: str) -> Any:
     return c_function(_attend, kind, _dots=dots, _panel=panels, **scope)
 
 
-@cache
-def heads_function(kind: str) -> Any:
+@maker
+def heads_function(kind: str) -> CFunction:
     """The C function that multiplies by a matrix for each head, of F32, F16 or BF16."""
     return c_function(_by_head, kind, dot=dot_function(kind))

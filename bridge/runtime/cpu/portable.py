@@ -11,6 +11,7 @@ from bridge.blocks.read import READ
 from bridge.errors import BridgeError
 from bridge.runtime.cpu import dequantize, rowmajor
 from bridge.runtime.cpu.activations import records
+from bridge.system.jit import CFunction
 
 _TILE = 1 << 20  # weights dequantized at a time
 
@@ -29,6 +30,9 @@ class Engine(Protocol):
 
     name: str
 
+    def functions(self, tokens: int, integer: bool) -> list[CFunction]:
+        """The C functions that a product of so many tokens calls."""
+
     def run(self, x: np.ndarray, y: np.ndarray, integer: bool) -> None:
         """y = x W^T: x float32 [tokens, in], y float32 [tokens, rows], both contiguous and of the right shape.
 
@@ -44,6 +48,9 @@ class Dequantizing:
         self.type = matrix.type
         self.raw = matrix.raw.reshape(matrix.shape[0], -1)
         self.step = max(1, _TILE // matrix.shape[1])
+
+    def functions(self, tokens: int, integer: bool) -> list[CFunction]:
+        return [rowmajor.rows_function(self.type)] if self.type in READ else []
 
     def run(self, x: np.ndarray, y: np.ndarray, integer: bool) -> None:
         for start in range(0, self.raw.shape[0], self.step):

@@ -12,6 +12,7 @@ from bridge.runtime.cpu.products import Interleaved
 from bridge.runtime.cpu.repack import repacker
 from bridge.system import pool
 from bridge.system.fork_locks import ForkLock
+from bridge.system.jit import CFunction
 from bridge.system.row_threads import thread_limit
 
 _HUGE = 1 << 21  # bytes of a huge page
@@ -97,6 +98,9 @@ class Prepared(Interleaved):
     def nbytes(self) -> int:
         """Bytes of the repacked copy."""
         return self.memory.nbytes
+
+    def kernels(self, columns: int, integer: bool) -> list[CFunction]:
+        return [interleaved.kernel(self.block.name, self.target, columns, integer, False)]
 
     def kernel(self, columns: int, integer: bool, near: bool) -> tuple[int, int]:
         return interleaved.kernel(self.block.name, self.target, columns, integer, near).address, self.address

@@ -3,7 +3,6 @@
 All of it happens in one compiled call, because from Python every step would cost a microsecond or more.
 """
 
-from functools import cache
 from itertools import count
 
 import numpy as np
@@ -14,7 +13,7 @@ from bridge.runtime.cpu.activations import quantize_function, record_bytes
 from bridge.runtime.cpu.layout import InterleavedLayout
 from bridge.runtime.cpu.portable import Dequantizing, RawMatrix
 from bridge.system import targets
-from bridge.system.jit import CFunction, c_function
+from bridge.system.jit import CFunction, c_function, maker
 from bridge.system.memory import allocate, array_at, floats, free, next_line
 from bridge.system.pool import MIN_BYTES_TO_SHARE, call, run, share
 
@@ -59,7 +58,7 @@ def _product(state, threads, plan, x, y, tokens, _0, _1, _2):
     free(record_memory)
 
 
-@cache
+@maker
 def _product_function() -> CFunction:
     return c_function(_product)
 
@@ -91,6 +90,20 @@ class Interleaved:
 
         `near`: this tensor was multiplied just before, and is small enough to be in the cache still.
         """
+        raise NotImplementedError
+
+    def functions(self, tokens: int, integer: bool) -> list[CFunction]:
+        """The C functions that a product of so many tokens calls."""
+        if tokens > 1 and not integer:
+            return self.float_fallback.functions(tokens, integer)
+        found = [_product_function()]
+        for _, columns in self.passes(tokens):
+            found.append(quantize_function(self.block.name, integer, self.form(columns, integer)))
+            found += self.kernels(columns, integer)
+        return found
+
+    def kernels(self, columns: int, integer: bool) -> list[CFunction]:
+        """The C functions behind `kernel`."""
         raise NotImplementedError
 
     def run(self, x: np.ndarray, y: np.ndarray, integer: bool) -> None:

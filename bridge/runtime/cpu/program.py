@@ -9,13 +9,12 @@ row groups that shrink, so that few begin with memory that nobody fetched ahead,
 to be waited for: 5% faster from memory than the pool's own even chunks.
 """
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from bridge.system import pool
-from bridge.system.jit import CFunction, c_function
+from bridge.system.jit import CFunction, c_function, maker
 from bridge.system.memory import array_at
 from bridge.system.pool import ITEMS, WORDS
 
@@ -50,6 +49,13 @@ class Program:
         if not isinstance(row[0], CFunction):
             row[0] = row[0]()
         return [row[0].address, *row[1:]]
+
+    def functions(self) -> list[CFunction]:
+        """The C functions of all calls."""
+        for row in self._rows:
+            if row[ITEMS] and not isinstance(row[0], int | CFunction):
+                row[0] = row[0]()
+        return [row[0] for row in self._rows if isinstance(row[0], CFunction)]
 
     def keep(self, *objects: Any) -> None:
         self._kept += objects
@@ -99,8 +105,8 @@ def _several(block, parts, ranges, _0, _1, _2, _3, first, last):
             end -= groups
 
 
-@cache
-def _several_function() -> Any:
+@maker
+def _several_function() -> CFunction:
     return c_function(_several)
 
 

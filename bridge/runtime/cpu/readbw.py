@@ -3,14 +3,11 @@
 The same chunks, threads and huge pages as a product, every cache line loaded and added up, nothing else done.
 """
 
-from functools import cache
-from typing import Any
-
 import numpy as np
 from llvmlite import ir
 
 from bridge.system import pool
-from bridge.system.jit import c_function, intrinsic, types
+from bridge.system.jit import CFunction, c_function, intrinsic, maker, types
 
 _WIDE = ir.VectorType(ir.IntType(32), 16)
 _UNROLLED = 8  # vectors
@@ -46,8 +43,8 @@ def _read(start, sums, c, d, stride, f, g, first, last):
     pool.add(sums, 0, total)
 
 
-@cache
-def _kernel() -> Any:
+@maker
+def _kernel() -> CFunction:
     return c_function(_read)
 
 

@@ -21,7 +21,6 @@ step. There the first token of a sequence has a block for all of its tokens, and
 from token to token.
 """
 
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ from llvmlite import ir
 
 from bridge.runtime.cpu.decoder_ops import exp, square_sum
 from bridge.runtime.cpu.floats import dot_function
-from bridge.system.jit import CFunction, c_function, cgutils, inner, intrinsic, types
+from bridge.system.jit import CFunction, c_function, cgutils, inner, intrinsic, maker, types
 from bridge.system.memory import LANES, array_at, array_on_stack, floats
 
 # words of a layer's block. Addresses; biases and what a kind of layer does not have may be 0
@@ -421,7 +420,7 @@ FUNCTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
-@cache
+@maker
 def function(name: str) -> CFunction:
     """One of FUNCTIONS as a C function."""
     return c_function(FUNCTIONS[name])

@@ -15,7 +15,7 @@ from bridge.blocks.read import READ
 from bridge.runtime.cpu.columns import Word, assembled, block_columns, store_halves, words_of
 from bridge.runtime.cpu.layout import InterleavedLayout
 from bridge.runtime.cpu.recode import recoder
-from bridge.system.jit import c_function, inner, intrinsic, types
+from bridge.system.jit import CFunction, c_function, inner, intrinsic, maker, types
 from bridge.system.memory import allocate, array_at, free
 from bridge.system.pool import write
 
@@ -137,7 +137,7 @@ def moves(name: str, lanes: int) -> dict[str, Any]:
     return {"move": move, "fetch": _fetcher(lanes * nbytes), **sizes}
 
 
-@cache
-def repacker(name: str, lanes: int) -> Any:
+@maker
+def repacker(name: str, lanes: int) -> CFunction:
     """`_repack` of a type as a C function."""
     return c_function(_repack, f"{name}_{lanes}", **moves(name, lanes))

@@ -13,7 +13,7 @@ import numpy as np
 from bridge.blocks import BlockType
 from bridge.blocks.read import READ
 from bridge.runtime.cpu.activations import record_of
-from bridge.system.jit import CFunction, c_function, from_plain, inlined, inner, specialize
+from bridge.system.jit import CFunction, c_function, from_plain, inlined, inner, maker, specialize
 from bridge.system.memory import array_at, array_on_stack
 
 # set per type by `specialize`
@@ -184,7 +184,7 @@ def _dequantize_rows(raw, y, row_bytes, columns, _0, _1, _2, first, last):
     unpack_rows(own, array_at(y + 4 * first * columns, (last - first, columns), np.float32))
 
 
-@cache
+@maker
 def rows_function(name: str) -> CFunction:
     """`_dequantize_rows` of a type."""
     return c_function(_dequantize_rows, name, unpack_rows=dequantize(name))

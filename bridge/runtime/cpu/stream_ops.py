@@ -9,13 +9,13 @@ are float32 [tokens, hidden].
 """
 
 import math
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from bridge.runtime.cpu.decoder_ops import square_sum
-from bridge.system.jit import CFunction, c_function, inner
+from bridge.system.jit import CFunction, c_function, inner, maker
 from bridge.system.memory import array_at, array_on_stack, floats
 
 STREAMS = 4
@@ -107,7 +107,7 @@ def _as_long(y, x, hidden, _0, _1, _2, _3, first, last):
 FUNCTIONS: dict[str, Any] = {"predict": _predict, "correct": _correct, "as_long": _as_long}
 
 
-@cache
+@maker
 def function(name: str) -> CFunction:
     """One of FUNCTIONS as a C function."""
     return c_function(FUNCTIONS[name])

@@ -6,7 +6,6 @@ row groups is repacked before all of them pass over it, and repacking hardly cou
 thread.
 """
 
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from bridge.runtime.cpu.portable import RawMatrix
 from bridge.runtime.cpu.products import Interleaved
 from bridge.runtime.cpu.repack import first_bad, group_start, moves, repacker
 from bridge.system import pool, targets
-from bridge.system.jit import c_function
+from bridge.system.jit import CFunction, c_function, maker
 from bridge.system.memory import allocate, array_at, free, next_line, stack
 
 _TILE = 1 << 17  # bytes
@@ -108,13 +107,13 @@ def _rows(block, x, y, blocks, stride, tokens, y_stride, first, last):
         free(spare)
 
 
-@cache
-def _tile_function() -> Any:
+@maker
+def _tile_function() -> CFunction:
     return c_function(_tiles)
 
 
-@cache
-def _block_function(name: str, target: str, lanes: int, integer: bool) -> Any:
+@maker
+def _block_function(name: str, target: str, lanes: int, integer: bool) -> CFunction:
     scope = {**interleaved.block_by_block(name, target, integer), **moves(name, lanes)}
     del scope["columns"]
     scope["space"] = stack(scope["block_bytes"] + 2 * _LINE + scope["halves_bytes"])
@@ -140,13 +139,19 @@ class Tiled(Interleaved):
         block[_CODES_FROM] = self.layout.codes_from(self.blocks)
         block[_BAD] = -1
         self._blocks.append(block)
-        if columns > 1 or not integer:  # else there is one vector
-            block[_KERNEL] = interleaved.kernel(self.block.name, self.target, columns, integer, near=True).address
-            block[_REPACK] = repacker(self.block.name, self.lanes).address
-            block[_TILED] = _tile_function().address
-        if columns > 1:
-            return int(block[_TILED]), block.ctypes.data
-        return _block_function(self.block.name, self.target, self.lanes, integer).address, block.ctypes.data
+        *tiles, first = (function.address for function in self.kernels(columns, integer))
+        if tiles:
+            block[_KERNEL], block[_REPACK], block[_TILED] = *tiles, first if columns > 1 else _tile_function().address
+        return first, block.ctypes.data
+
+    def kernels(self, columns: int, integer: bool) -> list[CFunction]:
+        """The last is called; those before it, by it where there are several vectors."""
+        name, target = self.block.name, self.target
+        one = _block_function(name, target, self.lanes, integer)
+        if columns == 1 and integer:
+            return [one]
+        called = _tile_function() if columns > 1 else one
+        return [interleaved.kernel(name, target, columns, integer, True), repacker(name, self.lanes), called]
 
     def passes(self, tokens: int) -> list[tuple[int, int]]:
         return [(tokens, self._width(tokens))] if tokens else []  # each pass repacks

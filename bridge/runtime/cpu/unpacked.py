@@ -11,7 +11,7 @@ second-level cache, passes over the row groups block by block; from one range of
 """
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -35,7 +35,7 @@ from bridge.runtime.cpu.superblock import (
 from bridge.runtime.cpu.twin import Twin
 from bridge.runtime.cpu.unpacked_layout import UnpackedLayout
 from bridge.system import targets
-from bridge.system.jit import c_function
+from bridge.system.jit import CFunction, c_function, maker
 from bridge.system.memory import stack
 
 # set per kernel by `c_function`
@@ -261,8 +261,8 @@ def _of_a_group(functions: dict[str, Any]) -> dict[str, Any]:
     return {"load_group": functions["load"], "store_group": functions["store"]}
 
 
-@cache
-def kernel(name: str, target: str, width: int, ahead: tuple[int, ...], level: int) -> Any:
+@maker
+def kernel(name: str, target: str, width: int, ahead: tuple[int, ...], level: int) -> CFunction:
     """The compiled kernel of a type for `width` columns: a C function."""
     sizes, module, multiply, unpack = _scope(name, target, width)
     made = {part: stack(nbytes) for part, nbytes in _memory(sizes).items()}

@@ -1,0 +1,54 @@
+"""C functions that will be needed are compiled before the first of them is, in several processes."""
+
+import os
+import sys
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from queue import SimpleQueue
+
+from bridge.system import compiling, object_code
+from bridge.system.cpus import usable_cpus
+from bridge.system.jit import CFunction
+from bridge.system.row_threads import thread_limit
+from bridge.system.worker import Worker
+
+_MOST = 8  # processes, of 0.2 GB each
+_EACH = 4  # functions that a process compiles at least: it takes as long as two of them to import Numba
+
+
+@thread_limit()
+def compile_all(functions: Iterable[CFunction]) -> None:
+    """Compile those of the functions that are neither loaded nor kept, and keep them.
+
+    Where that takes more than one process, `compiling.telling` hears of each. What cannot be compiled so is left to
+    whoever needs it.
+    """
+    missing = [function for function in dict.fromkeys(functions) if not object_code.known(function)]
+    count = min(_MOST, usable_cpus(), len(missing) // _EACH)
+    if count < 2 or not sys.executable or os.environ.get("NUMBA_DISABLE_JIT"):
+        return
+    missing.sort(key=lambda function: -function.weight)
+    workers = [Worker("bridge.system.compiler", "answer") for _ in range(count)]
+    idle: SimpleQueue[Worker] = SimpleQueue()
+    for worker in workers:
+        idle.put(worker)
+
+    def compiled(function: CFunction) -> None:
+        worker = idle.get()
+        try:
+            code = worker.answer(function)
+            if code is not None:
+                object_code.keep(function, code)
+        except EOFError:
+            pass  # the system has ended it
+        finally:
+            idle.put(worker)
+
+    try:
+        with compiling.several(len(missing)) as told, ThreadPoolExecutor(count) as threads:
+            for done, future in enumerate(as_completed([threads.submit(compiled, f) for f in missing]), 1):
+                future.result()
+                told(done)
+    finally:
+        for worker in workers:
+            worker.end()

@@ -1,0 +1,57 @@
+"""Processes that compile: Numba compiles one function at a time in each.
+
+Nothing is forked, and the program's own main module is not imported again. A process takes jobs, pickled, and answers
+each with what a function makes of it.
+"""
+
+import pickle
+import subprocess
+import sys
+from contextlib import suppress
+from typing import Any
+
+
+class Worker:
+    """A process that answers jobs by a function of a module; if it ends, another one takes its place."""
+
+    def __init__(self, module: str, function: str) -> None:
+        self._code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import work; from {module} import "
+        self._code += f"{function}; work({function})"
+        self._process = self._started()
+
+    def _started(self) -> "subprocess.Popen[bytes]":
+        return subprocess.Popen([sys.executable, "-c", self._code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def answer(self, job: Any) -> Any:
+        """What the function made of a job. Raises EOFError where the process ended meanwhile."""
+        if self._process.poll() is not None:
+            self.end()
+            self._process = self._started()
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            pickle.dump(job, self._process.stdin)
+            self._process.stdin.flush()
+            return pickle.load(self._process.stdout)
+        except (OSError, EOFError, pickle.UnpicklingError):
+            self.end()
+            raise EOFError(f"its process ended with exit code {self._process.returncode}") from None
+
+    def end(self) -> None:
+        """Stop it, also where it is still at work."""
+        self._process.kill()
+        with suppress(OSError):  # what it was given and has not read
+            self._process.communicate()
+
+
+def work(function: Any) -> None:
+    """What such a process does, until its standard input ends."""
+    answers = sys.stdout.buffer
+    sys.stdout = sys.stderr
+    while True:
+        try:
+            job = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        pickle.dump(function(job), answers)
+        answers.flush()
