@@ -9,7 +9,7 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-comp
 # what is imported is compiled once, and not again in every process that tests start
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test test-all test-python test-arm lint bench docs pictures clean
+.PHONY: wheel demo test test-all test-python test-arm lint bench docs pictures clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python scripts/demo.py
@@ -45,6 +45,13 @@ lint: $(VENV)/.$(EXTRAS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# with object code for common types: what installs it compiles none of that
+wheel: $(VENV)/.$(EXTRAS)
+	rm -rf bridge/objects
+	$(BIN)/python scripts/build_objects.py bridge/objects
+	$(BIN)/python -m build --wheel --no-isolation
+	rm -rf bridge/objects
 
 bench: $(VENV)/.$(EXTRAS)
 	$(BIN)/python scripts/bench_convert.py

@@ -3,13 +3,13 @@
     models/NAME-DIGEST/          in the cache folder, locked by the processes that use it
         NAME.gguf                as `convert` makes it without options
         checkpoints.json         where its contents were seen: folder -> {file: [bytes, time of change, inode]},
-                                 and the version of this program; the GGUF's own bytes and time
+                                 and what converted it; the GGUF's own bytes and time
         lock                     locked by the process that converts
 
-DIGEST covers the contents of all files that a conversion reads, and the version of this program. Hashing them takes
-seconds, so a folder whose files have the sizes, times and inodes noted in checkpoints.json is assumed to have those
-contents, as git does. A GGUF that is not as it was made is made anew. A second process that needs the same GGUF waits
-for the first to finish.
+DIGEST covers the contents of all files that a conversion reads, and the sources and versions that decide what it
+writes. Hashing the files takes seconds, so a folder whose files have the sizes, times and inodes noted in
+checkpoints.json is assumed to have those contents, as git does. A GGUF that is not as it was made, or that another user
+has made, is made anew. A second process that needs the same GGUF waits for the first to finish.
 """
 
 import hashlib
@@ -18,8 +18,12 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 import bridge
 from bridge.checkpoint.files.hub import model_name, resolve
@@ -28,9 +32,11 @@ from bridge.conversion.converter import convert
 from bridge.errors import BridgeError
 from bridge.models import architecture
 from bridge.models.gguf_tokenizer import check_chat_template
-from bridge.system.cache import cache_folder
+from bridge.system import closure
+from bridge.system.cache import cache_folder, owned
 from bridge.system.files import files_below, read_json, write_text
 from bridge.system.folder_locks import lock_shared, remove_if_unlocked
+from bridge.system.kernel_cache import digest
 from bridge.system.progress import Progress
 from bridge.system.row_threads import thread_limit
 from bridge.system.text import compile_text, percent, size_text, tell
@@ -68,9 +74,10 @@ def converted(
             f"`gguf-bridge convert {checkpoint}` makes a GGUF for it"
         )
     files = _files(home, Path(config) if config is not None else None)
-    seen = {"by": bridge.__version__, **{name: _status(file) for name, file in files.items()}}
+    seen = {"by": _converter(), **{name: _status(file) for name, file in files.items()}}
     models = cache_folder() / "models"
-    folder = next((f for f in sorted(models.glob("*")) if _notes(f).get(str(home.resolve())) == seen), None)
+    ours = [entry for entry in sorted(models.glob("*")) if _is_own(entry)]
+    folder = next((entry for entry in ours if _notes(entry).get(str(home.resolve())) == seen), None)
     name = model_name(str(checkpoint))
     if folder is None:
         digest = _digest(files)
@@ -80,7 +87,7 @@ def converted(
         with _locked(folder / "lock"):
             path = next(iter(folder.glob("*.gguf")), folder / f"{name}.gguf")
             notes = _notes(folder)
-            if not path.exists() or notes.get(_MADE) != _status(path)[:2]:
+            if not _is_own(path) or notes.get(_MADE) != _status(path)[:2]:
                 if messages is not None:
                     check_chat_template(config_folder(home, config), messages)
                 damaged = "the cached GGUF has changed since it was made; " if path.exists() else ""
@@ -132,11 +139,26 @@ def _digest(files: dict[str, Path]) -> str:
         with open(file, "rb") as stream:
             return hashlib.file_digest(stream, "sha256").digest()
 
-    total = hashlib.sha256(bridge.__version__.encode())
+    total = hashlib.sha256(_converter().encode())
     with ThreadPoolExecutor(max_workers=4) as pool:
         for name, digest in zip(files, pool.map(contents, files.values()), strict=True):
             total.update(name.encode("utf-8", "surrogateescape") + b"\0" + digest)
     return total.hexdigest()[:12]
+
+
+@cache
+def _converter() -> str:
+    """What decides a GGUF's bytes: this program's sources, and the versions of what writes metadata and computes."""
+    versions = bridge.__version__, version("gguf"), np.__version__
+    return digest(closure.digest(frozenset([convert.__module__])), *versions)
+
+
+def _is_own(path: Path) -> bool:
+    """Whether a file or folder is there, and is this user's or root's."""
+    try:
+        return not hasattr(os, "geteuid") or path.stat().st_uid in (os.geteuid(), 0)
+    except OSError:
+        return False
 
 
 def _notes(folder: Path) -> dict[str, Any]:
@@ -150,6 +172,12 @@ def _notes(folder: Path) -> dict[str, Any]:
 def _held(folder: Path) -> tuple[Path, int | None]:
     def made() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
+        if not _is_own(folder):
+            raise BridgeError(
+                f"{folder}: belongs to another user; remove it, or set XDG_CACHE_HOME to a folder of yours"
+            )
+        if not owned(folder.stat()):  # others could exchange the GGUF
+            folder.chmod(0o700)
         return folder
 
     try:

@@ -50,8 +50,10 @@ def made(deferred: Deferred) -> Any:
     if dispatcher is not deferred.py_func:  # as it is with NUMBA_DISABLE_JIT
         dispatcher._compiler.compile = _timed(dispatcher._compiler.compile)
         if cached and closure.sources(deferred.modules):
-            with suppress(BridgeError):  # there is no home folder
+            try:
                 dispatcher._cache = _Cache(deferred)
+            except BridgeError as problem:  # there is no home folder
+                kernel_cache.say_unusable(problem)
     return dispatcher
 
 
@@ -156,16 +158,16 @@ class _Lowered(_FunctionCompiler):
         return flags
 
 
-def object_code(function: CFunction, machine: Machine) -> bytes:
-    """The object file of a C function, whose symbol is the function's name, for a machine."""
+def object_code(function: CFunction, machine: Machine | None = None) -> bytes:
+    """The object file of a C function, whose symbol is the function's name, for a machine; None: this one."""
     with compiling.kernel():
-        return _emitted(function, machine)
+        return _emitted(function, machine or host())
 
 
 def answer(function: CFunction) -> bytes | None:
     """What a process of `compile_ahead` answers: object code for this machine; None where that failed."""
     try:
-        return object_code(function, host())
+        return object_code(function)
     except Exception:
         return None
 

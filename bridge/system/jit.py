@@ -24,6 +24,11 @@ from bridge.system import object_code
 ARGUMENTS = 9  # int64, of a C function: seven, and the range that the call is for
 
 
+def _compiler() -> Any:
+    """The module that imports Numba, which imports this one."""
+    return importlib.import_module("bridge.system.compiler")
+
+
 class _Module:
     """A module that is imported when something in it is asked for."""
 
@@ -56,9 +61,7 @@ class Deferred:
 
     @cached_property
     def made(self) -> Any:
-        from bridge.system import compiler
-
-        return compiler.made(self)
+        return _compiler().made(self)
 
 
 class Compiled(Deferred):
@@ -96,7 +99,7 @@ class CFunction:
     @cached_property
     def address(self) -> int:
         """Where its code is, in this process."""
-        return object_code.address_of(self)
+        return object_code.address_of(self, lambda: _compiler().object_code(self))
 
     @cached_property
     def ctypes(self) -> Any:

@@ -1,53 +1,104 @@
-"""Object code of C functions, found in the cache or compiled, and loaded by llvmlite alone."""
+"""Object code of C functions: found in the cache, or in what came with the package, or compiled; llvmlite loads it.
 
+A wheel holds the code for common types, made by scripts/build_objects.py: one archive for each instruction set, whose
+comment lists what a machine must have.
+"""
+
+import sys
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import llvmlite
 import llvmlite.binding as llvm
 
-from bridge.system import closure, kernel_cache
+from bridge.errors import BridgeError
+from bridge.system import closure, kernel_cache, machine
 from bridge.system.fork_locks import ForkLock
 from bridge.system.machine import host
 
-if TYPE_CHECKING:
-    from bridge.system.jit import CFunction
+
+class Named(Protocol):
+    """A C function (`bridge.system.jit`): its name, and the modules that its code depends on."""
+
+    name: str
+    modules: frozenset[str]
+
 
 _addresses: dict[str, int] = {}  # by the functions' names
 _compiled: dict[str, bytes] = {}  # by others for this process, not loaded yet
 _lock = ForkLock()
 
 
-def address_of(function: "CFunction") -> int:
+def address_of(function: Named, compile: Callable[[], bytes]) -> int:
     """Where the code of a C function is in this process: from the cache, or compiled and kept there."""
     with _lock:
         if function.name not in _addresses:
-            code = _compiled.pop(function.name, None) or kernel_cache.load(kept_as(function))
+            code = _compiled.pop(function.name, None) or kernel_cache.load(kept_as(function)) or _bundled(function)
             if code is None:
-                from bridge.system import compiler
-
-                code = compiler.object_code(function, host())
+                code = compile()
                 kernel_cache.save(kept_as(function), code)
             _addresses[function.name] = _loaded(function.name, code)
         return _addresses[function.name]
 
 
-def known(function: "CFunction") -> bool:
+def known(function: Named) -> bool:
     """Whether a C function has been compiled."""
-    return function.name in _addresses or function.name in _compiled or kernel_cache.has(kept_as(function))
+    if function.name in _addresses or function.name in _compiled:
+        return True
+    return kernel_cache.has(kept_as(function)) or _bundled(function) is not None
 
 
-def keep(function: "CFunction", code: bytes) -> None:
+def keep(function: Named, code: bytes) -> None:
     """Keep what another process has compiled."""
     _compiled[function.name] = code
     kernel_cache.save(kept_as(function), code)
 
 
-def kept_as(function: "CFunction") -> str:
+def kept_as(function: Named) -> str:
     """The name under which the code of a function for this machine is kept."""
     sources = closure.digest(function.modules)
     return f"{function.name}-{kernel_cache.digest(sources, function.name, *host(), *_versions())}"
+
+
+def bundle(target: str) -> str:
+    """The name of the archive of a target's object code."""
+    return f"{sys.platform}-{target}.zip"
+
+
+def bundled_as(function: Named) -> str:
+    """The name of a function's code in an archive."""
+    return f"{function.name}-{kernel_cache.digest(closure.digest(function.modules), function.name)}.o"
+
+
+def _bundled(function: Named) -> bytes | None:
+    """A function's code as it came with the package, if it did."""
+    archive = _archive()
+    with suppress(KeyError):  # not of a common type, or its sources were changed
+        return archive.read(bundled_as(function)) if archive is not None else None
+    return None
+
+
+@cache
+def _archive() -> Any:
+    """The archive for this machine; None where there is none."""
+    folder = Path(__file__).parent.parent / "objects"
+    if not folder.is_dir():
+        return None
+    import io
+    import zipfile
+
+    from bridge.system import targets
+
+    with suppress(OSError, BridgeError):  # none for this instruction set
+        data = (folder / bundle(targets.chosen())).read_bytes()  # a forked process would share a file's position
+        archive = zipfile.ZipFile(io.BytesIO(data))
+        if machine.features().issuperset(archive.comment.decode().split(",")):
+            return archive
+    return None
 
 
 @cache

@@ -12,7 +12,6 @@ is free takes the next chunk, the calling thread among them.
 """
 
 import os
-import platform
 import re
 import threading
 from collections.abc import Callable
@@ -22,6 +21,7 @@ import numpy as np
 from llvmlite import ir
 
 from bridge.errors import BridgeError
+from bridge.system import machine
 from bridge.system.cpus import usable_cpus
 from bridge.system.fork_locks import ForkLock
 from bridge.system.jit import CFunction, c_function, inner, intrinsic, maker, types
@@ -98,9 +98,10 @@ def pause(typingctx):
     """Tell the core that this is a waiting loop."""
 
     def emit(context, builder, signature, arguments):
-        if platform.machine() in ("x86_64", "AMD64"):
+        architecture = machine.host().triple.partition("-")[0]
+        if architecture == "x86_64":
             builder.call(builder.module.declare_intrinsic("llvm.x86.sse2.pause", fnty=_NOTHING), [])
-        elif platform.machine() in ("aarch64", "arm64"):
+        elif architecture in ("aarch64", "arm64"):
             hint = builder.module.declare_intrinsic("llvm.aarch64.hint", fnty=ir.FunctionType(ir.VoidType(), [_I32]))
             builder.call(hint, [ir.Constant(_I32, 1)])  # yield
         return context.get_dummy_value()

@@ -12,20 +12,21 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numba
 import pytest
 
 import bridge
 from bridge.cli import main
+from bridge.conversion import cache as cache_module
 from bridge.conversion.cache import converted
 from bridge.errors import BridgeError
+from bridge.system import closure, kernel_cache
 from tests.conftest import CHECKPOINT, PATIENCE, ROOT, posix
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder of this test's own; kernels that are compiled already are found where they are."""
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(Path(numba.config.CACHE_DIR).parent))
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(kernel_cache.folder()))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "gguf-bridge"
 
@@ -113,21 +114,23 @@ def test_contents_are_read_again_only_where_a_file_was_touched(cache, model, mon
     assert converted(model) == first  # the same contents
     assert converted(model) == first
     assert read == [1]
-    monkeypatch.setattr("bridge.__version__", "9.9")
-    assert converted(model) != first  # another version may convert otherwise
+    monkeypatch.setattr("bridge.conversion.cache._converter", lambda: "other sources")
+    assert converted(model) != first  # they may convert otherwise
 
 
 def test_the_cache_is_listed_and_cleared_but_for_what_is_in_use(cache, model, release, capsys):
     converted(model)
-    (cache / "numba" / "0123").mkdir(parents=True)
-    (cache / "numba" / "0123" / "kernel.nbc").write_bytes(bytes(1000))
+    kernels = [cache / "kernels" / "bridge.x-0123456789abcdef.o", cache / "kernels" / "bridge.y-0123456789abcdef"]
+    kernels[1].mkdir(parents=True)
+    (kernels[1] / "kernel.nbc").write_bytes(bytes(1000))
+    kernels[0].write_bytes(bytes(500))
     (path,) = kept(cache)
     name = path.parent.name
     capsys.readouterr()
     assert main(["cache"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split()[:4] == ["models", name, "2.4", "MB"]
-    assert lines[2].split()[:2] == ["numba", "0123"]
+    assert lines[2].split()[:4] == ["kernels", "2", "of", "this"]
     assert lines[-1].endswith(f"in {cache}")
     assert main(["cache", "--clear", "nothing"]) == 2
     assert "no such entry" in capsys.readouterr().err
@@ -137,13 +140,13 @@ def test_the_cache_is_listed_and_cleared_but_for_what_is_in_use(cache, model, re
     release()
     assert main(["cache", "--clear", "shakespeare-gptq"]) == 0
     assert not path.parent.exists()
-    assert (cache / "numba" / "0123").exists()
+    assert all(kernel.exists() for kernel in kernels)
     converted(model)
     release()
     assert main(["cache", "--clear", "shakespeare-gptq", "--kernels"]) == 0
-    assert not (cache / "numba" / "0123").exists()
+    assert not any(kernel.exists() for kernel in kernels)
     assert not path.parent.exists()
-    (cache / "numba" / "0123").mkdir(parents=True)
+    kernels[1].mkdir(parents=True)
     assert main(["cache", "--clear", "--kernels"]) == 0
     assert list(cache.glob("*/*")) == []
     capsys.readouterr()
@@ -153,6 +156,7 @@ def test_the_cache_is_listed_and_cleared_but_for_what_is_in_use(cache, model, re
 
 KILLED = """
 import os, signal, sys
+from bridge.conversion import cache as cache_module
 from bridge.conversion.cache import converted
 def progress(done, total, name):
     if done > total / 2:
@@ -303,22 +307,68 @@ def test_a_file_system_without_locks_is_no_error(cache, model, release, monkeypa
 
 
 def test_clearing_the_cache_removes_its_own_entries_alone(cache, release):
-    for name in ("models/Qwen3-8B/thesis.tex", "docs/notes/a.txt", "numba/mine/b.txt", "models/letters.txt"):
+    for name in ("models/Qwen3-8B/thesis.tex", "docs/notes/a.txt", "kernels/mine/b.txt", "models/letters.txt"):
         (cache / name).parent.mkdir(parents=True, exist_ok=True)
         (cache / name).write_text("of years")
     (cache / "models" / "Qwen3-8B-0123456789ab").mkdir()
-    (cache / "numba" / "0123456789abcdef").mkdir()
+    (cache / "kernels" / "bridge.x-0123456789abcdef").mkdir()
+    (cache / "numba" / "0123456789abcdef").mkdir(parents=True)  # of an earlier version
     assert main(["cache", "--clear"]) == 0
-    assert (cache / "numba" / "0123456789abcdef").exists()  # compiled kernels are kept
+    assert (cache / "kernels" / "bridge.x-0123456789abcdef").exists()  # compiled kernels are kept
     assert main(["cache", "--kernels"]) == 2
     assert main(["cache", "--clear", "--kernels"]) == 0
     assert len([file for file in cache.rglob("*") if file.is_file()]) == 4
     assert not (cache / "models" / "Qwen3-8B-0123456789ab").exists()
+    assert not (cache / "kernels" / "bridge.x-0123456789abcdef").exists()
     assert not (cache / "numba" / "0123456789abcdef").exists()
+
+
+def given_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a file or folder belong to another user."""
+    if os.geteuid() == 0:
+        os.chown(path, 12345, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+
+
+@posix
+def test_a_gguf_that_another_user_put_there_is_not_run(cache, model, monkeypatch):
+    path = converted(model)
+    before, status = path.read_bytes(), path.stat()
+    path.unlink()
+    path.write_bytes(before[:-1] + b"x")  # as large and as old
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with monkeypatch.context() as patch:
+        given_away(path, patch)
+        assert not cache_module._is_own(path)
+    if os.geteuid() == 0:
+        assert converted(model).read_bytes() == before
+
+
+@posix
+def test_an_entry_of_another_user_is_refused_and_one_that_others_can_write_is_closed(cache, model, monkeypatch):
+    path = converted(model)
+    path.parent.chmod(0o777)
+    assert converted(model) == path
+    assert path.parent.stat().st_mode & 0o022 == 0
+    given_away(path.parent, monkeypatch)
+    with pytest.raises(BridgeError, match="belongs to another user; remove it, or set XDG_CACHE_HOME"):
+        converted(model)
+
+
+def test_the_sources_that_convert_are_part_of_the_name(monkeypatch):
+    made = cache_module._converter.__wrapped__()
+    assert made == cache_module._converter.__wrapped__()
+    monkeypatch.setattr(cache_module.closure, "digest", lambda modules: "changed")
+    assert cache_module._converter.__wrapped__() != made
+    sources = closure.sources(frozenset(["bridge.conversion.converter"]))
+    assert {"bridge.encode.carry", "bridge.blocks.q4_k", "bridge.conversion.planner"} <= set(sources)
+    assert "bridge.cli.convert" not in sources
 
 
 RUNS = """
 import sys
+from bridge.conversion import cache as cache_module
 from bridge.conversion.cache import converted
 from bridge.runtime.model import Model
 model = Model.load(converted(sys.argv[1]))

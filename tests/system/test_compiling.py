@@ -1,9 +1,6 @@
 """Compiling kernels: what it takes is measured and said, speeds leave it out, and its results are shared."""
 
 import io
-import os
-import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,9 +12,9 @@ from bridge.blocks.read import READ
 from bridge.cli import main
 from bridge.cli.run import without_pauses
 from bridge.cli.terminal import StatusLine
-from bridge.system import compiling, jit
+from bridge.system import compiling
 from bridge.system.jit import inner
-from tests.conftest import PATIENCE, ROOT
+from tests.conftest import ROOT
 
 
 class Terminal(io.StringIO):
@@ -29,32 +26,30 @@ def test_the_clock_stands_still_while_a_kernel_is_compiled() -> None:
     function = inner(lambda x: x + 1)
     told = []
     started, clock, spent, steps = time.perf_counter(), compiling.clock(), compiling.seconds(), compiling.steps()
-    with compiling.telling(lambda seconds, more: told.append((seconds, more))):
+    with compiling.telling(lambda far, more: told.append((far, more))):
         function.made.compile("int64(int64)")
     assert compiling.steps() > steps
     assert 0 < compiling.seconds() - spent <= time.perf_counter() - started
     assert compiling.clock() - clock < time.perf_counter() - started
-    assert told[0][1]
-    assert not told[-1][1]
-    assert told == sorted(told, key=lambda pair: pair[0])
+    assert told == [(f"{spent:.0f} s", True), ("", False)]
 
 
 def test_a_line_says_what_takes_time_and_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", stderr := Terminal())
     monkeypatch.setenv("COLUMNS", "60")
     line = StatusLine()
-    line.compiling(1.0, False)
+    line.compiling("", False)
     assert stderr.getvalue() == ""  # there is nothing to remove
     line.say("reading the prompt")
     line._drawn -= 1
-    line.compiling(2.4, True)
-    line.compiling(2.4, True)  # too soon
-    line.compiling(2.4, False)
+    line.compiling("7 of 23", True)
+    line.compiling("7 of 23", True)  # too soon
+    line.compiling("", False)
     shown = [part.rstrip() for part in stderr.getvalue().split("\r") if part]
-    assert shown == ["reading the prompt", "compiling kernels for this CPU, once: 2 s", "reading the prompt"]
+    assert shown == ["reading the prompt", "compiling kernels for this CPU, once: 7 of 23", "reading the prompt"]
     line.end()
     assert stderr.getvalue().endswith("\r" + " " * 59 + "\r")
-    line.compiling(3.0, True)
+    line.compiling("3 s", True)
     assert stderr.getvalue().endswith("\r" + " " * 59 + "\r")
 
 
@@ -65,7 +60,8 @@ def test_a_reply_begins_when_the_kernels_of_its_second_piece_are_compiled(compil
     def pieces():
         for piece in "abc":
             if compiles:
-                compiling.step()
+                with compiling.kernel():
+                    pass
             made.append(piece)
             yield piece
 
@@ -73,38 +69,6 @@ def test_a_reply_begins_when_the_kernels_of_its_second_piece_are_compiled(compil
     for piece in without_pauses(pieces()):
         shown.append((piece, "".join(made)))
     assert shown == [("a", "ab" if compiles else "a"), ("b", "ab"), ("c", "abc")]
-
-
-def test_a_copy_of_the_sources_shares_the_compiled_kernels(tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    for package in ("bridge", "cuda"):
-        shutil.copytree(ROOT / package, copy / package, ignore=shutil.ignore_patterns("__pycache__"))
-    script = "from bridge.system import compiling, pool\npool.Pool(2).stop()\nprint(compiling.steps())"
-    environment = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
-    environment |= {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    steps = [
-        int(subprocess.run(
-            [sys.executable, "-c", script], cwd=tree, env=environment | {"PYTHONPATH": str(tree)}, check=True,
-            capture_output=True, timeout=PATIENCE,
-        ).stdout)
-        for tree in (ROOT, copy)
-    ]  # fmt: skip
-    assert steps[0] > 0 == steps[1]
-    assert len(list((tmp_path / "cache" / "gguf-bridge" / "numba").iterdir())) == 1
-
-
-def test_a_chosen_cache_has_a_folder_for_each_state_of_the_sources(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(jit, "_CHOSEN", str(tmp_path / "chosen"))
-    monkeypatch.setattr(jit, "_folders", lambda: [tmp_path / "package"])
-    found = set()
-    (tmp_path / "package").mkdir()
-    for text in ("a = 1", "a = 2"):
-        (tmp_path / "package" / "kernel.py").write_text(text)
-        found.add(jit._cache_dir())
-    assert len(found) == 2
-    assert {folder.parent for folder in found} == {tmp_path / "chosen"}
 
 
 def test_after_a_warmup_nothing_is_compiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

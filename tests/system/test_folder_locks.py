@@ -104,36 +104,3 @@ def test_only_folders_themselves_are_removed(tmp_path: Path) -> None:
     with temporary_beside(tmp_path / "out"):
         pass
     assert sorted(os.listdir(tmp_path)) == [".out.file.unfinished", ".out.link.unfinished", "folder"]
-
-
-# the compile cache
-
-
-def test_processes_that_run_first_at_the_same_time_share_one_compile_cache(tmp_path: Path) -> None:
-    """Each finds no cache, and makes one after the others have looked."""
-    code = "import os, pathlib, sys; real = pathlib.Path.exists\n"
-    code += "pathlib.Path.exists = lambda p, **o: 'gguf-bridge' not in str(p) and real(p, **o)\n"
-    code += "import bridge.system.jit; print(bridge.system.jit.numba.config.CACHE_DIR)"
-    environment = {k: v for k, v in os.environ.items() if k != "NUMBA_CACHE_DIR"} | {"XDG_CACHE_HOME": str(tmp_path)}
-    for _ in range(2):
-        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
-        assert done.stderr == ""
-        assert done.stdout.startswith(str(tmp_path))
-
-
-def test_compile_caches_are_removed_by_their_last_use_and_never_while_they_are_used(tmp_path: Path) -> None:
-    caches = tmp_path / "gguf-bridge" / "numba"
-    for age in range(6):
-        (caches / f"{age}").mkdir(parents=True)
-        os.utime(caches / f"{age}", (1e9 - age, 1e9 - age))
-    environment = {k: v for k, v in os.environ.items() if k != "NUMBA_CACHE_DIR"} | {"XDG_CACHE_HOME": str(tmp_path)}
-    _, handle = lock_shared(lambda: caches / "5")
-    assert handle is not None
-    code = "import bridge.system.jit; print(bridge.system.jit.CacheLocator.folder.name)"
-    command = [sys.executable, "-c", code]
-    ours = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True).stdout.strip()
-    os.close(handle)
-    assert set(os.listdir(caches)) == {ours, "0", "1", "2", "5"}
-    os.utime(caches / ours, (1, 1))
-    subprocess.run(command, cwd=ROOT, env=environment, check=True)
-    assert (caches / ours).stat().st_mtime > 1e9

@@ -13,7 +13,7 @@ A kernel is a C function of nine int64:
 
 With many tokens, all pass over a tile of row groups while it is in the second-level cache.
 
-With every line of weights, later ones are prefetched; how far and how near to the core, see `_AHEAD`.
+With every line of weights, later ones are prefetched; how far and how near to the core, see `AHEAD`.
 Measured from memory, one thread, as a share of plain reading. Zen 5, Q4_K, to the first-level cache: without
 prefetch 0.5, one distance of 4 KB 0.7 to 0.8, 2 and 8 KB 0.85 to 1.0. Zen 4, Q4_K and Q6_K: that gives 0.37, as
 the first level has few misses in flight there; to the second level 2 and 8 KB 0.65, 2, 4 and 8 KB 0.83 to 0.9, 4, 8
@@ -44,7 +44,7 @@ store: Any = None
 columns = lanes = record = block_bytes = halves_bytes = 0
 
 # by LLVM's name of the host: bytes ahead, and the level of cache that lines are brought to
-_AHEAD = {"znver5": ((2048, 8192), 1)}
+AHEAD = {"znver5": ((2048, 8192), 1)}
 _AHEAD_ELSEWHERE = ((4096, 8192, 16384), 2)
 _AHEAD_OF_ARITHMETIC = ((6144, 12288), 2)
 _TILE = 1 << 18  # bytes
@@ -94,13 +94,15 @@ def kernel(name: str, target: str, width: int, integer: bool, near: bool = False
     module = targets.module(target)
     bound = target == "avx2" and width == 1 and READ[name].bpw < 4.5
     elsewhere = _AHEAD_OF_ARITHMETIC if bound else _AHEAD_ELSEWHERE
-    ahead, level = ((), 1) if near or module.LANES == 4 else _AHEAD.get(machine.host().cpu, elsewhere)
+    cpu = machine.host().cpu
+    ahead, level = ((), 1) if near or module.LANES == 4 else AHEAD.get(cpu, elsewhere)
+    own = f"_{cpu}" if ahead and cpu in AHEAD else ""
     if integer and unpacked.unpacks(module, width):
-        return unpacked.kernel(name, target, width, ahead, level)
+        return unpacked.kernel(name, target, width, ahead, level, own)
     if near and module.LANES == 4:  # nothing is prefetched anyhow
         return kernel(name, target, width, integer)
     sizes, made_of = _scope(name, target, width, integer)
-    suffix = f"{name}_{target}_{width}_{'int8' if integer else 'f32'}{'_near' * near}"
+    suffix = f"{name}_{target}_{width}_{'int8' if integer else 'f32'}{'_near' * near}{own}"
     return c_function(_rows, suffix, **sizes, **vectors.intrinsics(*made_of, ahead, level))
 
 

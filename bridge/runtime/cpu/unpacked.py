@@ -262,14 +262,14 @@ def _of_a_group(functions: dict[str, Any]) -> dict[str, Any]:
 
 
 @maker
-def kernel(name: str, target: str, width: int, ahead: tuple[int, ...], level: int) -> CFunction:
+def kernel(name: str, target: str, width: int, ahead: tuple[int, ...], level: int, own: str = "") -> CFunction:
     """The compiled kernel of a type for `width` columns: a C function."""
     sizes, module, multiply, unpack = _scope(name, target, width)
     made = {part: stack(nbytes) for part, nbytes in _memory(sizes).items()}
     made |= {"unpack": vectors.routine(module, unpack, ahead, level)}
     made |= vectors.intrinsics(module, sizes["groups"] * width, multiply)
     made |= _of_a_group(vectors.intrinsics(module, width, multiply))
-    return c_function(_rows, f"{name}_{target}_{width}{'_near' * (not ahead)}", **sizes, **made)
+    return c_function(_rows, f"{name}_{target}_{width}{'_near' * (not ahead)}{own}", **sizes, **made)
 
 
 def twin(name: str, target: str, width: int) -> Callable[..., None]:

@@ -1,0 +1,117 @@
+"""Compile the C functions that models of common types need, for the wheel: what installs it compiles none of them.
+
+    python scripts/build_objects.py bridge/objects
+
+makes linux-avx2.zip and the other TARGETS' files there; `make wheel` puts them into the wheel. An object is kept under
+its function's name and the digest of its sources (`bridge.system.object_code`), and used as long as these are the same.
+No machine of a target is needed: LLVM compiles for all of them. What is not here is compiled where it is needed.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+from bridge.runtime.cpu import (
+    activations,
+    attention,
+    decoder_ops,
+    expert_ops,
+    floats,
+    interleaved,
+    products,
+    program,
+    repack,
+    rowmajor,
+    tiled,
+)  # fmt: skip
+from bridge.system import compiler, machine, object_code, pool, targets
+from bridge.system.cpus import usable_cpus
+from bridge.system.jit import CFunction
+from bridge.system.machine import Machine
+
+TYPES = (
+    "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_XS", "IQ4_NL", "MXFP4"
+)  # fmt: skip
+_V3 = ("avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe", "popcnt")
+_V4 = (*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512vnni")
+_X86, _ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
+TARGETS = {  # triple, LLVM's name of a CPU, and what a machine must have
+    "avx2": (_X86, "x86-64-v3", _V3),
+    "avx512": (_X86, "x86-64-v4", _V4),
+    "avx512vbmi": (_X86, "x86-64-v4", (*_V4, "avx512vbmi")),
+    "neon": (_ARM, "neoverse-n1", ("neon", "dotprod")),
+    "i8mm": (_ARM, "neoverse-n1", ("neon", "dotprod", "i8mm")),
+}
+
+
+def functions(target: str) -> Iterator[CFunction]:
+    """What models of the common types call, of int8 products."""
+    module = targets.module(target)
+    yield from (pool.function(name) for name in pool.FUNCTIONS)
+    yield from (products._product_function(), program._several_function(), tiled._tile_function())
+    yield from (decoder_ops.function(name) for name in decoder_ops.FUNCTIONS)
+    yield from (expert_ops.function(name) for name in expert_ops.FUNCTIONS)
+    yield from (attention.function(name, kind) for kind in ("f16", "q8_0", "f32") for name in ("store", "attend"))
+    yield attention.function("merge", "f16")
+    yield from (floats.rows_function(kind) for kind in floats.SIZES)
+    for name in TYPES:
+        for width in module.WIDTHS:
+            yield activations.quantize_function(name, True, interleaved.form(name, target, width, True))
+            yield from (interleaved.kernel(name, target, width, True, near) for near in (False, True))
+        yield repack.repacker(name, module.LANES)
+        yield tiled._block_function(name, target, module.LANES, True)
+        yield decoder_ops.look_up_function(name)
+        yield rowmajor.rows_function(name)
+
+
+def build(target: str, out: Path) -> None:
+    """Compile a target's functions into a file."""
+    triple, cpu, features = TARGETS[target]
+    made_for = Machine(triple, cpu, ",".join(f"+{name}" for name in features))
+    machine.features = lambda: frozenset(features)  # type: ignore[assignment]  # what functions ask
+    started, found = time.process_time(), {}
+    for name in (cpu, *(interleaved.AHEAD if target == "avx512vbmi" else ())):
+        machine.host = partial(made_for._replace, cpu=name)  # type: ignore[assignment]
+        interleaved.kernel.cache_clear()  # type: ignore[attr-defined]  # some depend on the CPU
+        for function in functions(target):
+            kept = object_code.bundled_as(function)
+            if kept not in found:
+                found[kept] = compiler.object_code(function, made_for)
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.comment = ",".join(features).encode()
+        for kept, code in sorted(found.items()):
+            archive.writestr(zipfile.ZipInfo(kept), code, zipfile.ZIP_DEFLATED)
+    seconds = time.process_time() - started
+    print(f"{target}: {len(found)} functions, {out.stat().st_size / 1e6:.1f} MB, {seconds:.0f} CPU s", flush=True)
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    options.add_argument("out", type=Path, metavar="FOLDER")
+    options.add_argument("targets", nargs="*", default=list(TARGETS), metavar="TARGET", help="default: all")
+    arguments = options.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    if len(arguments.targets) == 1:
+        build(arguments.targets[0], arguments.out / object_code.bundle(arguments.targets[0]))
+        return
+
+    def alone(target: str) -> int:
+        """In a process of its own: Numba compiles for one CPU in each."""
+        triple, cpu, features = TARGETS[target]
+        described = {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": ",".join(f"+{name}" for name in features)}
+        environment = os.environ | (described if triple == _X86 else {})
+        return subprocess.run([sys.executable, __file__, str(arguments.out), target], env=environment).returncode
+
+    with ThreadPoolExecutor(usable_cpus()) as threads:
+        sys.exit(max(threads.map(alone, arguments.targets)))
+
+
+if __name__ == "__main__":
+    main()
