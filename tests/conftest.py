@@ -9,10 +9,11 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 from hypothesis import settings
@@ -116,6 +117,23 @@ def reference_of(wiki_text: str) -> Callable[[str], Reference]:
             return Reference(folder, checkpoint, wiki_text, n=8 if name in _PREDICTED else 24)
 
     return open_reference
+
+
+@pytest.fixture(scope="module")
+def few_types() -> Iterator[None]:
+    """Of types whose codes and scales a text chooses together, size budgets take one of each kind.
+
+    A shifted codebook, one of 8 weights a point, one with a parity of signs, tables with scales of a superblock and of
+    a block, 4-bit floats; the arithmetic of the others differs in numbers alone, and each compiles for half a minute.
+    """
+    from bridge.blocks.read import CALIBRATED
+    from bridge.conversion import size_budget
+
+    few = {"IQ1_S", "IQ2_S", "IQ3_XXS", "IQ4_XS", "IQ4_NL", "NVFP4"}
+    others = {name for name, block in CALIBRATED.items() if not (block.values or block.numbered)}
+    chosen = {name: block for name, block in CALIBRATED.items() if name in few | others}
+    with mock.patch.object(size_budget, "CALIBRATED", chosen):
+        yield
 
 
 @pytest.fixture(scope="session")

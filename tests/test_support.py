@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations, product
 from pathlib import Path
 
 import gguf
@@ -14,6 +15,7 @@ from scripts.peers import ggml_matvec, reference
 from scripts.peers.gguf_file import gguf_weights, unpermute
 from scripts.peers.llama_cpp import LlamaCpp
 from scripts.peers.predictions import mean_kl
+from tests.support.pairs import in_pairs
 from tests.support.random_blocks import random_matrix
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, WIDTH, LAYERS = 256, 64, 4, 2, 96, 2
@@ -193,3 +195,13 @@ def test_ggml_multiplies_weights_that_it_repacked_where_it_has_a_kernel_for_them
         assert layouts[0] == "CPU"
         assert (layouts[1] == "CPU") == (rows == 60)
         assert np.allclose(*products, atol=1e-4 * np.abs(x @ weights.T).max())
+
+
+def test_combinations_of_every_run_have_each_pair_of_values() -> None:
+    values = ["abcd", "efg", "hi", "jk"]
+    params = in_pairs(*values)
+    assert len(params) == 48
+    rows = {param.values for param in params if not param.marks}
+    assert len(rows) == 12
+    for i, j in combinations(range(4), 2):
+        assert {(row[i], row[j]) for row in rows} == set(product(values[i], values[j]))

@@ -18,6 +18,7 @@ import torch
 import transformers
 
 from bridge.blocks import BLOCKS
+from bridge.blocks.read import CALIBRATED as CALIBRATED_TYPES
 from bridge.checkpoint import open_checkpoint
 from bridge.cli import main
 from bridge.conversion.converter import convert, plan_checkpoint
@@ -42,7 +43,7 @@ from scripts.peers.llama_cpp import LlamaCpp
 from tests.conftest import CHECKPOINT
 from tests.support.tiny_models import save_model
 
-pytestmark = pytest.mark.xdist_group("budget")  # its files are made once
+pytestmark = [pytest.mark.xdist_group("budget"), pytest.mark.usefixtures("few_types")]  # files are made once
 LENGTH = 32
 
 
@@ -75,7 +76,7 @@ def passes(model: Path, tokens: Path) -> Passes:
 
 
 @pytest.fixture(scope="module")
-def made(model: Path, tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(model: Path, tokens: Path, few_types: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the file of a budget, its plan and its report."""
     folder = tmp_path_factory.mktemp("made")
     size = file_bytes(plan_checkpoint(model, type="Q3_K_M")) + 1234
@@ -165,8 +166,10 @@ PINNED = {
     "pinned", [{"ffn_down": "IQ4_XS"}, pytest.param(PINNED, marks=pytest.mark.exhaustive)], ids=["one", "all"]
 )
 def test_tensors_that_are_pinned_to_codebooks_are_calibrated_and_count_in_the_size(
-    pinned: dict[str, str], model: Path, tokens: Path, tmp_path: Path
+    pinned: dict[str, str], model: Path, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if pinned is PINNED:  # others may get any type
+        monkeypatch.setattr("bridge.conversion.size_budget.CALIBRATED", CALIBRATED_TYPES)
     size = file_bytes(plan_checkpoint(model, type="Q3_K_M"))
     types = {f"blk.0.{kind}": type for kind, type in pinned.items()}
     out, plan = tmp_path / "out.gguf", tmp_path / "plan.json"
@@ -235,9 +238,12 @@ def test_experts_and_embeddings_that_are_the_head_too_fit_a_budget(tokens: Path,
     assert {t.outcome for t in matrices if t.kind != "token_embd"} == {CALIBRATED}
 
 
-def test_nvfp4_counts_with_the_scale_of_its_matrix_and_not_for_embeddings(model: Path, tokens: Path) -> None:
+def test_nvfp4_counts_with_the_scale_of_its_matrix_and_not_for_embeddings(
+    model: Path, tokens: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from bridge.conversion.size_budget import _item
 
+    monkeypatch.setattr("bridge.conversion.size_budget.CALIBRATED", CALIBRATED_TYPES)
     with open_checkpoint(model) as ckpt:
         plan = plan_checkpoint(model, type="Q4_K")
         planner = Planner(ckpt, PlanOptions(type="Q4_K"), Importance({}), plan, True)
@@ -245,6 +251,8 @@ def test_nvfp4_counts_with_the_scale_of_its_matrix_and_not_for_embeddings(model:
         item = _item(by_name["blk.0.attn_q.weight"], plan, planner, settings(tokens))
         sizes = dict(zip(item.types, item.sizes.tolist(), strict=True))
         assert item.scale == 2**-8
+        of_256 = {name for name, block in CALIBRATED_TYPES.items() if block.size == 256}
+        assert {*of_256, "MXFP4", "NVFP4", "Q2_K", "Q6_K", "F16"} <= set(item.types)
         others = [t for t in plan.tensors if t.name != item.tensor.name]
         made = {type: replace(item.tensor, type=type, how=("rounded",)) for type in ("NVFP4", "Q4_K")}
         files = {type: file_bytes(with_scales(ckpt, replace(plan, tensors=[*others, t]))) for type, t in made.items()}

@@ -91,7 +91,7 @@ def test_inputs_that_are_not_finite_are_refused_with_the_layers_name(model: Path
             mean_input_squares(floats, torch.arange(8)[None])
 
 
-@pytest.mark.parametrize("options", [["--type", "Q4_K_M"], ["--type", "IQ2_XXS"]])
+@pytest.mark.parametrize("options", [["--type", "Q4_K_M"], ["--type", "IQ3_XXS"]])
 def test_the_file_is_what_convert_makes_of_the_imatrix(
     model: Path, tokens: Path, tmp_path: Path, options: list[str]
 ) -> None:
@@ -121,6 +121,7 @@ def test_it_says_what_it_needs_and_leaves_no_file_without_imatrix_out(
     assert [file.name for file in tmp_path.iterdir()] == ["out.gguf"]
 
 
+@pytest.mark.usefixtures("few_types")
 def test_under_a_size_no_type_is_promised_before_it_is_chosen(model: Path, tokens: Path, tmp_path: Path) -> None:
     settings = Calibration(tokens, method="imatrix", length=64)
     report = bridge.convert(model, tmp_path / "out.gguf", calibrate=settings, budget=Budget(bpw=5.0))

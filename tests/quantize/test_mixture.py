@@ -304,6 +304,7 @@ def test_one_column_of_a_million_times_the_power_leaves_the_error_on_other_token
     assert error(1000) < 1.1 * error(1)
 
 
+@pytest.mark.usefixtures("few_types")
 def test_for_a_size_the_models_own_samples_are_drawn_once(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,7 +25,8 @@ from bridge.runtime.cpu.dequantize import rows as dequantize_blocks
 from bridge.system.jit import kernel
 from tests.support import textbook_gptq
 
-TYPES = ["Q2_K", "Q3_K", "Q4_K", "Q6_K"]  # Q5_K is Q4_K with more codes; each compiles for seconds
+# with minimums, and without; others differ from these in numbers alone, and each compiles for 20 seconds
+TYPES = ["Q4_K", "Q6_K", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("Q2_K", "Q3_K", "Q5_K"))]
 
 
 def layer(seed: int, rows: int, columns: int, spread: float = 1.0, dtype: Any = torch.float32) -> tuple[Any, Any]:
@@ -255,10 +256,11 @@ def test_gptaq_brings_the_outputs_nearer_to_those_of_the_float_inputs() -> None:
     assert lost[1] < 0.9 * lost[0]
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
-@given(st.integers(0, 2**32 - 1), st.sampled_from(TYPES), st.sampled_from([0.0, 1.0, 2.0]), st.booleans())
+@pytest.mark.parametrize("type", TYPES)
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**32 - 1), spread=st.sampled_from([0.0, 1.0, 2.0]), ordered=st.booleans())
 def test_on_superblocks_the_error_is_below_rtns_and_refining_never_raises_it(
-    seed: int, type: str, spread: float, ordered: bool
+    type: str, seed: int, spread: float, ordered: bool
 ) -> None:
     weight, hessian = layer(seed, 8, 512, spread)
     damp(hessian, 0.01)
@@ -284,7 +286,7 @@ def test_on_superblocks_the_error_is_below_rtns_and_refining_never_raises_it(
 
 
 @pytest.mark.parametrize("share", [0.05, 0.25])
-@pytest.mark.parametrize("type", ["Q4_K", "Q2_K"])
+@pytest.mark.parametrize("type", TYPES)
 def test_refining_never_raises_the_error_where_columns_between_small_inputs_are_dead(type: str, share: float) -> None:
     random = torch.Generator().manual_seed(15)
     inputs = 0.02 * torch.exp(torch.randn(512, generator=random)) * torch.randn(2048, 512, generator=random)

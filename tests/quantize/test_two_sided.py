@@ -43,7 +43,7 @@ def cost(layer: LayerInput, values: torch.Tensor) -> float:
     return float(torch.trace(outputs.double() @ lost @ layer.hessian.matrix.double() @ lost.T))
 
 
-@pytest.mark.parametrize("type", ["Q4_K", "Q2_K"])
+@pytest.mark.parametrize("type", ["Q4_K", pytest.param("Q2_K", marks=pytest.mark.exhaustive)])
 def test_the_cost_of_both_sides_is_far_below_that_of_one_and_falls_with_each_sweep(layer, type, monkeypatch) -> None:
     monkeypatch.setattr(two_sided, "_PART", 4)
     method = Method(superblocks(type), alpha=0)
@@ -131,7 +131,7 @@ def test_what_rows_cost_is_their_variance_given_those_that_are_rounded_after_the
     torch.testing.assert_close(two_sided.row_costs(diagonal[None], 72), expected, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("type", ["Q3_K", "IQ3_S"])
+@pytest.mark.parametrize("type", ["Q3_K", "IQ3_XXS"])
 def test_a_few_rows_tell_what_rounding_two_sided_will_cost(layer, type) -> None:
     assert layer.outputs is not None
     method = Method(superblocks(type), alpha=0)
@@ -161,7 +161,7 @@ def planted(seed: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x / 16, g
 
 
-@pytest.mark.parametrize("type", ["Q4_K", "Q2_K"])
+@pytest.mark.parametrize("type", ["Q4_K", pytest.param("Q2_K", marks=pytest.mark.exhaustive)])
 def test_a_few_heavy_tokens_do_not_make_two_sided_rounding_worse(type: str) -> None:
     """Judged by (g E x)^2 of other tokens. With all of |g|^2 in A and none in H, it is."""
     x, g = planted(1, 8192)

@@ -25,6 +25,7 @@ from tests.support.encode_trellis import (
     stream_bits,
     transform,
 )
+from tests.support.pairs import in_pairs
 
 STATES = [0, 1, 2, 12345, 65535]
 VALUES = {
@@ -182,7 +183,14 @@ CODINGS = {
 }
 
 
-@pytest.mark.parametrize("which", CODINGS)
+# the same functions and tables with other numbers of bits, which are compiled for each
+OTHER_BITS = ("1mad, 3 bits", "3inst, 4 bits", "hyb, 2 bits", "hyb, 4 bits")
+
+
+@pytest.mark.parametrize(
+    "which",
+    [pytest.param(which, marks=[pytest.mark.exhaustive] if which in OTHER_BITS else []) for which in CODINGS],
+)
 def test_a_qtip_layer_is_the_matrix_that_was_coded_and_multiplies_as_it(which):
     coding = CODINGS[which]
     layout = "swizzled" if coding.width == 9 and coding.L == 16 else "row-major"
@@ -232,9 +240,9 @@ def test_plain_states_are_multiplied_as_they_are_read(which, tile):
     assert np.abs(y - x @ meant.T).max() < 1e-5 * np.abs(y).max()
 
 
-@pytest.mark.parametrize("out", [4096, 11008])
-@pytest.mark.parametrize("hidden", [2048, 4096])
-@pytest.mark.parametrize("which", ["1mad", "3inst", "quantlut"])
+@pytest.mark.parametrize(
+    ("which", "hidden", "out"), in_pairs(["1mad", "3inst", "quantlut"], [2048, 4096], [4096, 11008])
+)
 def test_the_guides_grid_of_products_is_exact(which, hidden, out):
     """Batches of 1 and 4, float and half; compared on three columns of tiles."""
     coding = CODINGS[which]
