@@ -4,6 +4,8 @@
 the command and runs it. Errors are one line and exit code 2.
 """
 
+import atexit
+import gc
 import os
 import signal
 import sys
@@ -18,6 +20,9 @@ def main(argv: Sequence[str] | None = None, spread: Any = None) -> int:
     interrupt = signal.getsignal(signal.SIGINT)
     if interrupt is signal.default_int_handler:  # an import that an exception ends may print a traceback, or go on
         signal.signal(signal.SIGINT, _leave)
+    os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "20")  # numpy's threads spin for 0.1 s of a start otherwise
+    atexit.register(gc.freeze)  # at its end Python looks through all objects for circles otherwise
+    gc.set_threshold(100_000, 20, 20)  # a vocabulary's strings are no circles
     words = sys.argv[1:] if argv is None else argv
     try:
         from bridge.cli.program import import_command, run_program

@@ -52,8 +52,13 @@ def digest(modules: frozenset[str]) -> str:
     """A digest of the contents of `sources`."""
     total = hashlib.sha256()
     for name, path in sources(modules).items():
-        total.update(f"{name}\n".encode() + hashlib.sha256(_contents(path)).digest())
+        total.update(f"{name}\n".encode() + _digest(path))
     return total.hexdigest()
+
+
+@cache
+def _digest(path: Path) -> bytes:
+    return hashlib.sha256(_contents(path)).digest()
 
 
 @cache

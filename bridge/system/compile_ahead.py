@@ -3,20 +3,15 @@
 import os
 import sys
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from queue import SimpleQueue
 
 from bridge.system import compiling, object_code
 from bridge.system.cpus import usable_cpus
 from bridge.system.jit import CFunction
-from bridge.system.row_threads import thread_limit
-from bridge.system.worker import Worker
 
 _MOST = 8  # processes, of 0.2 GB each
 _EACH = 4  # functions that a process compiles at least: it takes as long as two of them to import Numba
 
 
-@thread_limit()
 def compile_all(functions: Iterable[CFunction]) -> None:
     """Compile those of the functions that are neither loaded nor kept, and keep them.
 
@@ -27,6 +22,16 @@ def compile_all(functions: Iterable[CFunction]) -> None:
     count = min(_MOST, usable_cpus(), len(missing) // _EACH)
     if count < 2 or not sys.executable or os.environ.get("NUMBA_DISABLE_JIT"):
         return
+    _in_processes(missing, count)
+
+
+def _in_processes(missing: list[CFunction], count: int) -> None:
+    from concurrent.futures import ThreadPoolExecutor, as_completed
+    from queue import SimpleQueue
+
+    from bridge.system.row_threads import thread_limit
+    from bridge.system.worker import Worker
+
     missing.sort(key=lambda function: -function.weight)
     workers = [Worker("bridge.system.compiler", "answer") for _ in range(count)]
     idle: SimpleQueue[Worker] = SimpleQueue()
@@ -45,7 +50,7 @@ def compile_all(functions: Iterable[CFunction]) -> None:
             idle.put(worker)
 
     try:
-        with compiling.several(len(missing)) as told, ThreadPoolExecutor(count) as threads:
+        with thread_limit(), compiling.several(len(missing)) as told, ThreadPoolExecutor(count) as threads:
             for done, future in enumerate(as_completed([threads.submit(compiled, f) for f in missing]), 1):
                 future.result()
                 told(done)

@@ -4,11 +4,11 @@ A wheel holds the code for common types, made by scripts/build_objects.py: one a
 comment lists what a machine must have.
 """
 
+import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -102,8 +102,15 @@ def _archive() -> Any:
 
 
 @cache
-def _versions() -> tuple[str, str]:
-    return version("numba"), llvmlite.__version__
+def _versions() -> tuple[str, ...]:
+    """Of what compiles; Numba's is in a folder's name beside llvmlite, as importlib.metadata takes 20 ms to import."""
+    beside = os.listdir(Path(llvmlite.__file__).parent.parent)
+    found = [name for name in beside if name.startswith("numba-") and name.endswith(".dist-info")]
+    if not found:
+        from importlib.metadata import version
+
+        found = [version("numba")]
+    return llvmlite.__version__, *found
 
 
 @cache

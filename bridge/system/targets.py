@@ -6,6 +6,7 @@ instruction that the CPU lacks ends the process, so asking for one is an error.
 
 import importlib
 import os
+from functools import cache
 from types import ModuleType
 
 from bridge.errors import BridgeError
@@ -15,6 +16,7 @@ _ORDER = ("avx512vbmi", "avx512", "avxvnni", "avx512bw", "avx2", "i8mm", "neon")
 PORTABLE = "portable"
 
 
+@cache
 def module(name: str) -> ModuleType:
     """The intrinsics of a target, whether or not they run here."""
     return importlib.import_module(f"bridge.runtime.cpu.intrinsics_{name}")

