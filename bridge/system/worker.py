@@ -4,6 +4,7 @@ Nothing is forked, and the program's own main module is not imported again. A pr
 each with what a function makes of it.
 """
 
+import gc
 import pickle
 import subprocess
 import sys
@@ -46,6 +47,7 @@ class Worker:
 
 def work(function: Any) -> None:
     """What such a process does, until its standard input ends."""
+    gc.set_threshold(100_000, 20, 20)  # a compiler's objects stay
     answers = sys.stdout.buffer
     sys.stdout = sys.stderr
     while True:
