@@ -76,11 +76,12 @@ def test_after_a_warmup_nothing_is_compiled(tmp_path: Path, capsys: pytest.Captu
     bridge.convert(ROOT / "tests" / "data" / "qwen3-gptq-4bit-g128-sym", gguf)
     assert main(["warmup", str(gguf)]) == 0
     assert "the kernels for this CPU" in capsys.readouterr().out
-    steps = compiling.steps()
+    steps, seconds = compiling.steps(), compiling.seconds()
     assert main(["run", str(gguf), "-p", "Once upon a time", "-n", "4"]) == 0
     assert main(["run", str(gguf), "-p", "Once", "-n", "4"]) == 0
     assert main(["warmup", str(gguf)]) == 0
     assert compiling.steps() == steps
+    assert compiling.seconds() == seconds  # loading is not compiling
     assert "were compiled before" in capsys.readouterr().out
 
 

@@ -1,0 +1,128 @@
+"""Object code that came with the package, and C functions that other processes compile."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bridge.runtime.cpu import decoder_ops
+from bridge.system import compile_ahead, compiler, compiling, kernel_cache, machine, object_code, targets
+from bridge.system.jit import CFunction
+from bridge.system.machine import Machine
+from scripts import build_objects
+from tests.conftest import PATIENCE, ROOT
+
+
+@pytest.fixture
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Nothing is loaded or kept, and the cache is this test's own."""
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(object_code, "_compiled", {})
+    monkeypatch.setattr(object_code, "_addresses", {})
+    kernel_cache.ready.cache_clear()
+    yield tmp_path
+    kernel_cache.ready.cache_clear()
+
+
+def renamed(function: CFunction) -> CFunction:
+    """The same under another name, as a process loads each name once."""
+    made = CFunction(function.py_func, f"{function.name}_again", function.modules)
+    made.recipe = function.recipe
+    return made
+
+
+def test_functions_are_compiled_by_other_processes_and_kept(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_ahead, "usable_cpus", lambda: 2)
+    monkeypatch.setattr(compile_ahead, "_EACH", 1)
+    functions = [renamed(decoder_ops.function(name)) for name in ("scale", "add")]
+    told: list[tuple[str, bool]] = []
+    steps = compiling.steps()
+
+    def refuse(*_: Any) -> bytes:
+        raise AssertionError("compiled here")
+
+    with compiling.telling(lambda far, more: told.append((far, more))):
+        compile_ahead.compile_all(functions)
+    assert compiling.steps() == steps + 2
+    assert [far for far, _ in told if "of" in far] == ["0 of 2", "1 of 2", "2 of 2"]
+    assert told[-1] == ("", False)
+    assert all(kernel_cache.has(object_code.kept_as(function)) for function in functions)
+    assert object_code._compiled.keys() == {function.name for function in functions}
+    monkeypatch.setattr(compiler, "object_code", refuse)
+    compile_ahead.compile_all(functions)  # nothing is left to do
+
+
+def test_a_process_that_is_killed_leaves_the_function_to_whoever_needs_it(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compile_ahead, "usable_cpus", lambda: 2)
+    monkeypatch.setattr(compile_ahead, "_EACH", 1)
+    monkeypatch.setattr("bridge.system.worker.Worker._started", lambda self: subprocess.Popen(
+        [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ))  # fmt: skip
+    function = decoder_ops.function("scale")
+    compile_ahead.compile_all([function, decoder_ops.function("add")])
+    assert not object_code._compiled
+    values = np.ones(4, np.float32)
+    half = int(np.array(0.5).view(np.int64))
+    function.ctypes(values.ctypes.data, 4, half, 0, 0, 0, 0, 0, 1)
+    assert values.tolist() == [0.5] * 4
+
+
+def test_what_came_with_the_package_is_used_as_long_as_its_sources_are_the_same(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function = decoder_ops.function("scale")
+    objects = fresh / "package" / "objects"
+    objects.mkdir(parents=True)
+    monkeypatch.setattr(object_code, "__file__", str(fresh / "package" / "system" / "object_code.py"))
+
+    def bundle(name: str, features: str) -> None:
+        with zipfile.ZipFile(objects / object_code.bundle(targets.chosen()), "w") as archive:
+            archive.comment = features.encode()
+            archive.writestr(name, b"code")
+        object_code._archive.cache_clear()
+
+    try:
+        name, there = object_code.bundled_as(function), next(iter(machine.features()))
+        bundle(name, there)
+        assert object_code._bundled(function) == b"code"
+        assert object_code.known(function)
+        bundle(name, f"{there},a-feature-of-the-future")
+        assert object_code._bundled(function) is None
+        bundle(name, there)
+        monkeypatch.setattr(object_code.closure, "digest", lambda modules: "changed")
+        assert object_code._bundled(function) is None
+        assert not object_code.known(function)
+    finally:
+        object_code._archive.cache_clear()
+
+
+@pytest.mark.parametrize("target", build_objects.TARGETS)
+def test_object_code_is_made_for_machines_that_are_not_here(target: str) -> None:
+    """ELF's header says for which."""
+    triple, cpu, features = build_objects.TARGETS[target]
+    described = Machine(triple, cpu, ",".join(f"+{name}" for name in features))
+    code = compiler.object_code(decoder_ops.function("add"), described)
+    assert code[:4] == b"\x7fELF"
+    assert int.from_bytes(code[18:20], "little") == {"x86_64": 62, "aarch64": 183}[triple.partition("-")[0]]
+
+
+@pytest.mark.exhaustive  # minutes
+def test_a_bundle_holds_what_a_model_of_common_types_calls(tmp_path: Path) -> None:
+    target = targets.chosen()
+    if target not in build_objects.TARGETS:
+        pytest.skip(f"{target} has no bundle")
+    command = [sys.executable, str(ROOT / "scripts" / "build_objects.py"), str(tmp_path), target]
+    subprocess.run(command, check=True, timeout=PATIENCE, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    with zipfile.ZipFile(tmp_path / object_code.bundle(target)) as archive:
+        names = set(archive.namelist())
+    assert {object_code.bundled_as(function) for function in build_objects.functions(target)} <= names
