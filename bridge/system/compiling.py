@@ -15,6 +15,7 @@ _lock = threading.Lock()
 _active = 0  # kernels that are being compiled; those that one needs are compiled within it
 _began = 0.0
 _seconds = 0.0
+_loading = 0.0  # seconds that importing the compiler took
 _steps = 0
 _told: Told | None = None
 
@@ -66,9 +67,20 @@ def seconds() -> float:
         return _seconds + (time.perf_counter() - _began if _active else 0.0)
 
 
+@contextmanager
+def loading() -> Iterator[None]:
+    """The compiler is imported meanwhile, which each process may have to do, whether or not it compiles."""
+    global _loading
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        _loading += time.perf_counter() - began
+
+
 def clock() -> float:
-    """time.perf_counter without the seconds spent on kernels: speeds are measured with it."""
-    return time.perf_counter() - seconds()
+    """time.perf_counter without the seconds spent on kernels and their compiler: speeds are measured with it."""
+    return time.perf_counter() - seconds() - _loading
 
 
 @contextmanager

@@ -19,14 +19,15 @@ from collections.abc import Callable
 from functools import cache, cached_property, wraps
 from typing import Any
 
-from bridge.system import object_code
+from bridge.system import compiling, object_code
 
 ARGUMENTS = 9  # int64, of a C function: seven, and the range that the call is for
 
 
 def _compiler() -> Any:
-    """The module that imports Numba, which imports this one."""
-    return importlib.import_module("bridge.system.compiler")
+    """The module that imports Numba, and this one."""
+    with compiling.loading():
+        return importlib.import_module("bridge.system.compiler")
 
 
 class _Module:

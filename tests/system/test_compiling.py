@@ -34,6 +34,14 @@ def test_the_clock_stands_still_while_a_kernel_is_compiled() -> None:
     assert told == [(f"{spent:.0f} s", True), ("", False)]
 
 
+def test_the_clock_stands_still_while_the_compiler_is_imported() -> None:
+    clock, spent, started = compiling.clock(), compiling.seconds(), time.perf_counter()
+    with compiling.loading():
+        time.sleep(0.05)
+    assert compiling.seconds() == spent  # nothing was compiled
+    assert compiling.clock() - clock <= time.perf_counter() - started - 0.05
+
+
 def test_a_line_says_what_takes_time_and_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", stderr := Terminal())
     monkeypatch.setenv("COLUMNS", "60")
