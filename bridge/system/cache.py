@@ -22,7 +22,7 @@ from bridge.system.folder_locks import remove_if_unlocked
 
 # of entries; what else is there is not ours
 _NAMES = {
-    "kernels": r"[\w.]+-[0-9a-f]{16}(\.o)?",
+    "kernels": r"[\w.]+-[0-9a-f]{16}(\.o(\.[0-9]+\.part)?)?",
     "numba": r"[0-9a-f]+",
     "cubins": r"[0-9.]+-[0-9a-f]{12}",
     "models": r".+-[0-9a-f]{12}",

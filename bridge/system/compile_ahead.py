@@ -33,7 +33,10 @@ def _in_processes(missing: list[CFunction], count: int) -> None:
     from bridge.system.worker import Worker
 
     missing.sort(key=lambda function: -function.weight)
-    workers = [Worker("bridge.system.compiler", "answer") for _ in range(count)]
+    try:
+        workers = [Worker("bridge.system.compiler", "answer") for _ in range(count)]
+    except OSError:  # no processes may be started here
+        return
     idle: SimpleQueue[Worker] = SimpleQueue()
     for worker in workers:
         idle.put(worker)

@@ -77,6 +77,19 @@ def test_a_process_that_is_killed_leaves_the_function_to_whoever_needs_it(
     assert values.tolist() == [0.5] * 4
 
 
+def test_where_no_process_can_be_started_nothing_is_compiled_ahead(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(compile_ahead, "usable_cpus", lambda: 2)
+    monkeypatch.setattr(compile_ahead, "_EACH", 1)
+    monkeypatch.setattr("bridge.system.worker.Worker._started", refused)
+    compile_ahead.compile_all([decoder_ops.function("scale"), decoder_ops.function("add")])
+    assert not object_code._compiled
+
+
 def test_what_came_with_the_package_is_used_as_long_as_its_sources_are_the_same(
     fresh: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
