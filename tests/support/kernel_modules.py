@@ -9,8 +9,8 @@ COMPILES = {
     "np.zeros((2, 2), np.uint16))",
     "bridge.encode.carry_candidates": "m.fit_scaled(*np.ones((2, 1, 4, m.BATCH), np.float32), 0, 63)",
     "bridge.encode.carry_fit": "m.fit_affine(np.ones((5, 1, 8), np.float32), np.array([8]), 15, 63, 63)",
-    "bridge.encode.carry_kernels": "m.shift_codes(np.zeros((1, 32), np.uint8), np.zeros((1, 1)), 32, 32, 8, 16, "
-    "np.zeros((1, 32), np.uint8))",
+    "bridge.encode.carry_kernels": "m.shift_codes(np.zeros((1, 32), np.uint8), np.zeros((1, 1)), "
+    "np.zeros(1, np.int32), 32, 8, 16, np.zeros((1, 32), np.uint8))",
     "bridge.encode.round_affine": "m.affine_quantizer('Q4_K')",
     "bridge.encode.round_groups": "m.fit_groups(np.ones((4, 32), np.float32), np.ones(32, np.float32), 4, True)",
     "bridge.encode.round_loops": "m._rows",
@@ -41,7 +41,7 @@ COMPILES = {
     "bridge.runtime.cpu.tiled": "m._block_function('Q8_0', target, 8, True).address; m._tile_function().address",
     "bridge.runtime.cpu.unpacked": "m.kernel('Q8_0', target, 4, (), 1).address",
     "bridge.system.half": "m.half_bits(np.ones(3, np.float32))",
-    "bridge.system.pool": "m._walker().address",
+    "bridge.system.pool": "m.function('walk').address",
     "bridge.trellis.butterflies": "m.walsh_hadamard(np.ones(16, np.float32), 16, 1.0)",
     "bridge.cuda.layout": "m.repacker('Q4_0')",
     "bridge.cuda.numbered": "m.putter('IQ4_XS')",
