@@ -20,7 +20,7 @@ import bridge
 
 # they say, store and load what was compiled; how it is compiled, jit.py and compiler.py decide
 TOOLS = frozenset(
-    f"bridge.{name}"
+    "bridge." + name
     for name in (
         "errors", "system.cache", "system.closure", "system.compile_ahead", "system.compiling", "system.cpus",
         "system.files", "system.folder_locks", "system.fork_locks", "system.kernel_cache", "system.object_code",

@@ -115,7 +115,7 @@ allocate = external("malloc", 1)  # bytes -> the address of so many, of any cont
 free = external("free", 1)
 if sys.platform == "win32":
     for _name in ("malloc", "free"):
-        binding.add_symbol(_name, ctypes.cast(getattr(ctypes.cdll.msvcrt, _name), ctypes.c_void_p).value)
+        binding.add_symbol(_name, ctypes.cast(getattr(ctypes.WinDLL("msvcrt"), _name), ctypes.c_void_p).value)
 
 
 @inner
