@@ -39,6 +39,7 @@ Say = Callable[..., None]  # prints words, and writes them to the log
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / ".gpu"
 MOST = 64 << 20  # bytes of the tracked files and the kit, so that they can be sent
+PRESET = 9  # of xz
 SECONDS = 555.0  # of a run
 WHEELS = ("gguf", "numba-cuda")  # the second is taken where the machine's is another one
 _NUMBA_CUDA = (0, 30)  # the version that pyproject.toml asks for
@@ -114,7 +115,7 @@ def _dotted(version: Sequence[int]) -> str:
 
 def _pack(kernels: Path, target: Path) -> None:
     """An archive of a folder of kernels, sorted, so that alike ones are beside each other."""
-    with tarfile.open(target, "w:xz", preset=9) as archive:
+    with tarfile.open(target, "w:xz", preset=PRESET) as archive:
         for path in sorted(kernels.glob("*/*")):
             archive.add(path, str(path.relative_to(kernels)))
 
@@ -133,7 +134,7 @@ def _toolkit(target: Path) -> None:
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir()
     library = Path(str(load_nvidia_dynamic_lib("nvvm").abs_path)).resolve()
-    with lzma.open(target / "libnvvm.so.4.xz", "wb", preset=9) as file:
+    with lzma.open(target / "libnvvm.so.4.xz", "wb", preset=PRESET) as file:
         file.write(library.read_bytes())
     shutil.copy(get_libdevice(), target / "libdevice.10.bc")
 

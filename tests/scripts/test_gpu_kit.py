@@ -39,6 +39,7 @@ def kit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             wheel.writestr("gguf_of_the_kit.py", "")
 
     monkeypatch.setattr(gpu_kit, "FOLDER", tmp_path / ".gpu")
+    monkeypatch.setattr(gpu_kit, "PRESET", 0)  # the toolkit's library would take minutes
 
     def compile(capability: Any, folder: Path) -> int:
         monkeypatch.setattr(sys, "argv", ["carried", "9.0", str(folder)])
