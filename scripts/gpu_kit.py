@@ -33,13 +33,14 @@ import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Final
 
 Say = Callable[..., None]  # prints words, and writes them to the log
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / ".gpu"
 MOST = 64 << 20  # bytes of the tracked files and the kit, so that they can be sent
-PRESET = 9  # of xz
+PRESET: Final = 9  # of xz
 SECONDS = 555.0  # of a run
 WHEELS = ("gguf", "numba-cuda")  # the second is taken where the machine's is another one
 _NUMBA_CUDA = (0, 30)  # the version that pyproject.toml asks for

@@ -189,7 +189,7 @@ def _optimized(function: CFunction, machine: Machine) -> tuple[Any, Any]:
     lowering = _Lowered(
         function.py_func, registry.cpu_target, {"nopython": True, "error_model": "numpy"}, {}, numba_compiler.Compiler
     )
-    with _whole_alone():
+    with _whole_alone(), _for_elsewhere(machine):
         result = lowering.compile((int64,) * ARGUMENTS, void)
     library = result.library
     callee = result.fndesc.llvm_func_name
@@ -233,6 +233,27 @@ def _whole_alone() -> Iterator[None]:
         yield
     finally:
         codegen.CPUCodeLibrary._optimize_functions = kept
+
+
+@contextmanager
+def _for_elsewhere(machine: Machine) -> Iterator[None]:
+    """For another kind of machine, Numba compiles no function to this one's code, which may not have what it needs.
+
+    Nothing can then run in this process that uses these functions: it is one that compiles for other machines alone.
+    """
+    if machine.triple == llvm.get_process_triple():
+        yield
+        return
+    kinds = codegen.JITCPUCodegen, codegen.JITCPUCodegen, codegen.JITCodeLibrary
+    names = "_add_module", "set_env", "_finalize_specific"
+    kept = [getattr(kind, name) for kind, name in zip(kinds, names, strict=True)]
+    for kind, name in zip(kinds, names, strict=True):
+        setattr(kind, name, lambda *_: None)
+    try:
+        yield
+    finally:
+        for kind, name, function in zip(kinds, names, kept, strict=True):
+            setattr(kind, name, function)
 
 
 @cache
