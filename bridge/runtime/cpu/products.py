@@ -63,6 +63,11 @@ def _product_function() -> CFunction:
     return c_function(_product)
 
 
+def _address(array: np.ndarray) -> int:
+    """Where an array begins, in a third of the time that `array.ctypes` takes."""
+    return array.__array_interface__["data"][0]  # type: ignore[no-any-return]
+
+
 class Interleaved:
     """An engine whose kernels work on row groups in the repacked form, wherever these come from."""
 
@@ -83,7 +88,7 @@ class Interleaved:
         self.stride = self.layout.stride(self.blocks)
         self.float_fallback = Dequantizing(matrix)
         self._number = next(_numbers)
-        self._plans: dict[tuple[int, bool, bool], np.ndarray] = {}
+        self._plans: dict[tuple[int, bool, bool], tuple[np.ndarray, int]] = {}
 
     def kernel(self, columns: int, integer: bool, near: bool) -> tuple[int, int]:
         """Addresses of the kernel for `width` columns of x, and of its weights.
@@ -145,7 +150,7 @@ class Interleaved:
             quantize = quantize_function(self.block.name, integer, form).address
             rows, inputs = self.matrix.shape
             sizes = columns, record, self.blocks, self.lanes, inputs, rows
-            plan = np.array([*sizes, *self.kernel(columns, integer, near), self.stride, quantize], np.int64)
-            self._plans[columns, integer, near] = plan
+            words = np.array([*sizes, *self.kernel(columns, integer, near), self.stride, quantize], np.int64)
+            self._plans[columns, integer, near] = plan = words, words.ctypes.data
         worth = self.groups * self.stride * x.shape[0] >= MIN_BYTES_TO_SHARE
-        share(worth, _product_function(), *(a.ctypes.data for a in (plan, x, y)), x.shape[0])
+        share(worth, _product_function(), plan[1], _address(x), _address(y), x.shape[0])
