@@ -167,7 +167,9 @@ def test_scripts_and_modules_that_the_pages_name_exist():
 @pytest.mark.parametrize("page", ["architecture.md", "extending.md"])
 def test_files_that_are_named_by_the_end_of_their_paths_exist(page):
     ours = {
-        f"/{file.relative_to(ROOT)}" for part in ("bridge", "cuda", "tests") for file in (ROOT / part).rglob("*.py")
+        f"/{file.relative_to(ROOT)}"
+        for part in ("bridge", "cuda", "scripts", "tests")
+        for file in (ROOT / part).rglob("*.py")
     }
     named = re.findall(r"(?<![\w/.*])[\w/]+\.py\b", (ROOT / "docs" / page).read_text(encoding="utf-8"))
     assert len(named) > 15
