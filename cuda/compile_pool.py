@@ -3,15 +3,13 @@ machine code."""
 
 import sys
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from queue import SimpleQueue
 
 from bridge.cuda import compiler
 from bridge.cuda.compiler import Capability, Source
 
 from bridge.system.cpus import usable_cpus
 from bridge.system.progress import Progress
-from bridge.system.worker import Worker
+from bridge.system.worker import Worker, share_out
 
 _MOST = 8  # processes, of 0.3 GB each
 
@@ -33,31 +31,16 @@ def compile_all(sources: Iterable[Source], capability: Capability, progress: Pro
                 failed[source] = compiler.failure(problem, f"compiling {source.name}")
             progress(done, len(missing), source.name)
         return failed
-    idle: SimpleQueue[_Process] = SimpleQueue()
+
+    def compile(process: _Process, source: Source) -> None:
+        code = process.code(source, capability)
+        if isinstance(code, str):
+            failed[source] = code
+        else:
+            source.codes[capability] = code
+
     processes = [_Process() for _ in range(count)]
-    for process in processes:
-        idle.put(process)
-
-    def compile(source: Source) -> None:
-        process = idle.get()
-        try:
-            code = process.code(source, capability)
-            if isinstance(code, str):
-                failed[source] = code
-            else:
-                source.codes[capability] = code
-        finally:
-            idle.put(process)
-
-    try:
-        with ThreadPoolExecutor(count) as threads:
-            waiting = {threads.submit(compile, source): source for source in missing}
-            for done, future in enumerate(as_completed(waiting), 1):
-                future.result()
-                progress(done, len(missing), waiting[future].name)
-    finally:
-        for process in processes:
-            process.end()
+    share_out(processes, missing, compile, lambda done, source: progress(done, len(missing), source.name))
     return failed
 
 

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 
 from bridge.system import compiling, object_code
 from bridge.system.cpus import usable_cpus
@@ -26,37 +27,20 @@ def compile_all(functions: Iterable[CFunction]) -> None:
 
 
 def _in_processes(missing: list[CFunction], count: int) -> None:
-    from concurrent.futures import ThreadPoolExecutor, as_completed
-    from queue import SimpleQueue
-
     from bridge.system.row_threads import thread_limit
-    from bridge.system.worker import Worker
+    from bridge.system.worker import Worker, share_out
 
     missing.sort(key=lambda function: -function.weight)
     try:
         workers = [Worker("bridge.system.compiler", "answer") for _ in range(count)]
     except OSError:  # no processes may be started here
         return
-    idle: SimpleQueue[Worker] = SimpleQueue()
-    for worker in workers:
-        idle.put(worker)
 
-    def compiled(function: CFunction) -> None:
-        worker = idle.get()
-        try:
+    def compiled(worker: Worker, function: CFunction) -> None:
+        with suppress(EOFError):  # the system has ended it
             code = worker.answer(function)
             if code is not None:
                 object_code.keep(function, code)
-        except EOFError:
-            pass  # the system has ended it
-        finally:
-            idle.put(worker)
 
-    try:
-        with thread_limit(), compiling.several(len(missing)) as told, ThreadPoolExecutor(count) as threads:
-            for done, future in enumerate(as_completed([threads.submit(compiled, f) for f in missing]), 1):
-                future.result()
-                told(done)
-    finally:
-        for worker in workers:
-            worker.end()
+    with thread_limit(), compiling.several(len(missing)) as told:
+        share_out(workers, missing, compiled, lambda count, _: told(count))

@@ -38,14 +38,13 @@ def folder() -> Path:
 def load(name: str) -> bytes | None:
     """The object code of this name; None where there is none that can be trusted."""
     with suppress(OSError, BridgeError):
-        with open(folder() / f"{name}.o", "rb") as file:
-            if not (owned(os.stat(folder())) and owned(os.fstat(file.fileno()))):
-                return None
-            data = file.read()
-        digest, code = data[:32], data[32:]
-        if hashlib.sha256(code).digest() == digest:
-            used(folder() / f"{name}.o")
-            return code
+        path = folder() / f"{name}.o"
+        if trusted(path):
+            data = path.read_bytes()
+            digest, code = data[:32], data[32:]
+            if hashlib.sha256(code).digest() == digest:
+                used(path)
+                return code
     return None
 
 

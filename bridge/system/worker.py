@@ -8,8 +8,14 @@ import gc
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+Job = TypeVar("Job")
+Answering = TypeVar("Answering", bound="Worker")
 
 
 class Worker:
@@ -43,6 +49,36 @@ class Worker:
         self._process.kill()
         with suppress(OSError):  # what it was given and has not read
             self._process.communicate()
+
+
+def share_out(
+    workers: Sequence[Answering], jobs: Iterable[Job], answer: Callable[[Answering, Job], None],
+    done: Callable[[int, Job], None],
+) -> None:  # fmt: skip
+    """Call `answer` with each job and a worker that is free, and `done` with how many are done and the last of them.
+
+    The workers are ended, also where one of the two raises.
+    """
+    idle: SimpleQueue[Answering] = SimpleQueue()
+    for worker in workers:
+        idle.put(worker)
+
+    def by_one(job: Job) -> None:
+        worker = idle.get()
+        try:
+            answer(worker, job)
+        finally:
+            idle.put(worker)
+
+    try:
+        with ThreadPoolExecutor(len(workers)) as threads:
+            waiting = {threads.submit(by_one, job): job for job in jobs}
+            for count, future in enumerate(as_completed(waiting), 1):
+                future.result()
+                done(count, waiting[future])
+    finally:
+        for worker in workers:
+            worker.end()
 
 
 def work(function: Any) -> None:

@@ -44,18 +44,20 @@ class Program:
 
     def _call(self, row: list[Any]) -> list[int]:
         """Words of the table."""
-        if isinstance(row[0], int):
-            return row
-        if not isinstance(row[0], CFunction):
+        function = self._function(row)
+        return row if function is None else [function.address, *row[1:]]
+
+    @staticmethod
+    def _function(row: list[Any]) -> CFunction | None:
+        """The C function of a row, made where it is not yet; None where there is its address."""
+        if not isinstance(row[0], int | CFunction):
             row[0] = row[0]()
-        return [row[0].address, *row[1:]]
+        return None if isinstance(row[0], int) else row[0]
 
     def functions(self) -> list[CFunction]:
         """The C functions of all calls."""
-        for row in self._rows:
-            if row[ITEMS] and not isinstance(row[0], int | CFunction):
-                row[0] = row[0]()
-        return [row[0] for row in self._rows if isinstance(row[0], CFunction)]
+        made = (self._function(row) for row in self._rows if row[ITEMS])
+        return [function for function in made if function is not None]
 
     def keep(self, *objects: Any) -> None:
         self._kept += objects

@@ -147,10 +147,9 @@ class Tiled(Interleaved):
     def kernels(self, columns: int, integer: bool) -> list[CFunction]:
         """The last is called; those before it, by it where there are several vectors."""
         name, target = self.block.name, self.target
-        one = _block_function(name, target, self.lanes, integer)
+        called = _tile_function() if columns > 1 else _block_function(name, target, self.lanes, integer)
         if columns == 1 and integer:
-            return [one]
-        called = _tile_function() if columns > 1 else one
+            return [called]
         return [interleaved.kernel(name, target, columns, integer, True), repacker(name, self.lanes), called]
 
     def passes(self, tokens: int) -> list[tuple[int, int]]:
