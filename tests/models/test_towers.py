@@ -104,12 +104,16 @@ def converted(name: str, folder: Path, scale: float = 1, **options: Any) -> Path
     return folder / "m.gguf"
 
 
+PATCHES_IN_A_ROW = {"pixtral": 4, "mistral3": 3}  # of 56 x 56 pixels, where [IMG_BREAK] ends a row
+
+
 def patches(name: str, embeddings: np.ndarray) -> np.ndarray:
-    """The embeddings of 56 x 56 pixels without [IMG_BREAK], which ends a row of 4 patches of Pixtral's.
+    """The embeddings of 56 x 56 pixels without those of [IMG_BREAK], which stand between Pixtral's rows of patches.
 
     llama.cpp adds that to 0 times memory that it has not written to, which may be NaN.
     """
-    return np.delete(embeddings, [4, 9, 14], axis=0) if name == "pixtral" else embeddings
+    row = PATCHES_IN_A_ROW.get(name)
+    return np.delete(embeddings, slice(row, None, row + 1), axis=0) if row else embeddings
 
 
 @pytest.mark.parametrize("name", NAMES)
