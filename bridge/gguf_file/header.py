@@ -35,6 +35,8 @@ _LEAST_PAIR = 8 + 4 + 1  # bytes: an empty key, a type, a bool
 _LEAST_TENSOR = 8 + 4 + 8 + 4 + 8
 _MAX_DIMENSIONS = 4
 _MAX_NESTING = 4
+_WINDOW = 1 << 16  # bytes that are searched at once, for arrays that stay in the processor's cache
+_FF_TO_ZERO = bytes([*range(255), 0])
 _MAX_WEIGHTS = 1 << 60  # of one tensor, so that its size in bytes stays far from overflowing
 
 
@@ -106,7 +108,7 @@ class _Cursor:
         self.data = data
         self.size = len(data)
         self.path = path
-        self._lengths: dict[int, list[int]] = {}  # of the strings of arrays that are not decoded yet, by their place
+        self._lengths: dict[int, np.ndarray] = {}  # of the strings of arrays that are not decoded yet, by their place
 
     def error(self, fact: str) -> BridgeError:
         fact = fact.replace("\n", "\\n")  # names are the file's
@@ -154,13 +156,15 @@ class _Cursor:
             lengths = self._string_lengths(at, count)
             if not depth:
                 self._lengths[at] = lengths
-            return at + 8 * count + sum(lengths)
+            return at + 8 * count + int(lengths.sum())
         for _ in range(count):
             at = self.end_of_value(at, item, depth + 1)
         return at
 
-    def _string_lengths(self, at: int, count: int) -> list[int]:
-        """The bytes of each string of an array, the first of which is at `at`."""
+    def _string_lengths(self, at: int, count: int) -> np.ndarray:
+        """int64 [count]: the bytes of each string of an array, the first of which is at `at`."""
+        if (found := self._lengths_by_zeros(at, count)) is not None:
+            return found
         length_at, data, size = struct.Struct("<Q").unpack_from, self.data, self.size
         lengths = []
         try:
@@ -172,19 +176,48 @@ class _Cursor:
             at = size + 1
         if at > size:
             raise self.error("damaged or truncated: an array of strings does not end in the file")
-        return lengths
+        return np.array(lengths, np.int64)
+
+    def _lengths_by_zeros(self, at: int, count: int) -> np.ndarray | None:
+        """`_string_lengths` without a step for each: a length below 65,536 ends with six zeros, and text has none.
+
+        None where it is not so: a string is empty, longer, or has zeros, or the array does not end in the file.
+        """
+        found: list[np.ndarray] = []  # where strings begin, after their lengths
+        start, missing = at, count
+        while missing > 0 and start + 8 < self.size:
+            data = np.frombuffer(self.data, np.uint8, min(_WINDOW, self.size - start), start)
+            zero = data == 0
+            two = zero[1:] & zero[:-1]
+            six = two[4:] & two[2:-2] & two[:-4]
+            begins = np.flatnonzero(six[:-1] > zero[6:])[:missing]
+            found.append(begins + (start + 6))
+            start, missing = start + len(data) - 6, missing - len(begins)
+        if missing or not count:
+            return None
+        begins = np.concatenate(found)
+        places = begins - (at + 8)
+        if places[0]:
+            return None
+        data = np.frombuffer(self.data, np.uint8, int(begins[-1]) - at, at)
+        lengths = data[places] + 256 * data[places + 1].astype(np.int64)
+        ends = begins + lengths
+        return lengths if (ends[:-1] + 8 == begins[1:]).all() and ends[-1] <= self.size else None
 
     def _strings(self, at: int, count: int) -> list[str]:
-        """An array of strings, decoded all at once: the last byte of each length, a zero, stays to separate them."""
-        lengths = self._lengths.pop(at, None) or self._string_lengths(at, count)
-        starts = np.cumsum([0, *lengths[:-1]]) + 8 * np.arange(count)
-        data = np.frombuffer(self.data, np.uint8, 8 * count + sum(lengths), at)
-        kept = np.ones(len(data), bool)
-        for byte in range(7):
-            kept[starts + byte] = False
+        """An array of strings, decoded all at once: a zero in the place of each length separates them."""
+        lengths = self._lengths.pop(at, None)
+        if lengths is None:
+            lengths = self._string_lengths(at, count)
+        ends = np.cumsum(lengths + 8)
+        raw = bytearray(self.data[at : at + int(ends[-1])])
+        data, starts = np.frombuffer(raw, np.uint8), ends - lengths - 8
+        for place in range(1, 8 if lengths.max() > 0xFFFF else 2):
+            data[starts + place] = 0
+        data[starts] = 0xFF  # no byte of UTF-8
         with suppress(UnicodeDecodeError):  # `string` names the place
-            texts = data[kept].tobytes().decode("utf-8").split("\0")
-            if len(texts) == count + 1:
+            texts = raw.translate(_FF_TO_ZERO, b"\0").decode("utf-8").split("\0")
+            if np.count_nonzero(data) == len(data) - 7 * count and len(texts) == count + 1:
                 return texts[1:]
         texts = []
         for _ in range(count):  # a string has a zero itself, or is not UTF-8

@@ -8,6 +8,7 @@ import sys
 import tracemalloc
 from collections.abc import Mapping
 from pathlib import Path
+from unittest import mock
 
 import gguf
 import numpy as np
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 import bridge
 from bridge.cli.describe import describe
 from bridge.errors import BridgeError
+from bridge.gguf_file import header
 from bridge.gguf_file.header import read_header
 from tests.conftest import CHECKPOINT
 
@@ -271,11 +273,13 @@ def string_array(texts: list[bytes]) -> bytes:
             max_size=20,
         ),
         max_size=3,
-    )
+    ),
+    window=st.sampled_from([50, 97, header._WINDOW]),
 )
-def test_arrays_of_strings_are_read_as_they_were_written(arrays: list[list[str]]) -> None:
+def test_arrays_of_strings_are_read_as_they_were_written(arrays: list[list[str]], window: int) -> None:
     data = header_with(*(string_array([text.encode() for text in texts]) for texts in arrays))
-    metadata, _ = read_header(data, PLACE)
+    with mock.patch.object(header, "_WINDOW", window):
+        metadata, _ = read_header(data, PLACE)
     raw = [metadata.raw(key) for key in metadata]
     assert list(metadata.values()) == arrays
     assert [metadata.raw(key) for key in metadata] == raw
