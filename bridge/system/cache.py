@@ -2,6 +2,7 @@
 
     ~/.cache/gguf-bridge/            or $XDG_CACHE_HOME/gguf-bridge
         kernels/NAME-DIGEST[.o]      compiled kernels (`kernel_cache`), in NUMBA_CACHE_DIR where that is set
+        kernels/sources-DIGEST.json  digests of sources (`closure`)
         numba/DIGEST/                those of versions before 0.3
         cubins/CAPABILITY-DIGEST/    machine code for GPUs (`bridge.cuda.compiler`); also below NUMBA_CACHE_DIR
         models/NAME-DIGEST/          GGUFs made from checkpoints for `run` (`bridge.conversion.cache`)
@@ -22,7 +23,7 @@ from bridge.system.folder_locks import remove_if_unlocked
 
 # of entries; what else is there is not ours
 _NAMES = {
-    "kernels": r"[\w.]+-[0-9a-f]{16}(\.o(\.[0-9]+\.part)?)?",
+    "kernels": r"[\w.]+-[0-9a-f]{16}(\.(o|json)(\.[0-9]+\.part)?)?",
     "numba": r"[0-9a-f]+",
     "cubins": r"[0-9.]+-[0-9a-f]{12}",
     "models": r".+-[0-9a-f]{12}",

@@ -1,22 +1,27 @@
 """What a module's compiled functions depend on: the sources of all that it imports, directly or not.
 
-Found in the text, so that nothing is imported and no source is parsed: a start of a command reads some eighty files in
-ten milliseconds. Import statements anywhere count, those in functions too, and the modules whose names begin as the
-text that `import_module` is given. A package's __init__ counts where a name is imported out of it, not for its modules'
-sake. A file that only looks as if it were imported (in a docstring, for type checkers) counts as well: a kernel is
-then compiled once more than it must be.
+Found in the text, so that nothing is imported and no source is parsed: some eighty files are read in ten milliseconds.
+A digest is kept with the kernels, under the times and sizes of all files and folders that were looked at.
+
+Import statements anywhere count, those in functions too, and the modules whose names begin as the text that
+`import_module` is given. A package's __init__ counts where a name is imported out of it, not for its modules' sake. A
+file that only looks as if it were imported (in a docstring, for type checkers) counts as well: a kernel is then
+compiled once more than it must be.
 """
 
 import hashlib
+import json
 import os
 import re
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 import bridge
+from bridge.system import kernel_cache
 
 # they say, store and load what was compiled; how it is compiled, jit.py and compiler.py decide
 TOOLS = frozenset(
@@ -31,6 +36,8 @@ _IMPORTS = re.compile(
     r"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import[ \t]*(\([^)]*\)|[^\n]*)|import[ \t]+([^\n]*))", re.MULTILINE
 )
 _BY_NAME = re.compile(r"import_module\(\s*f?[\"']([\w.]*)")
+_SETTLED = 2_000_000_000  # nanoseconds: a file that changed less than that ago may change again in the same instant
+_looked_at: dict[str, list[int]] = {}  # what decides a digest: files and folders, with their `_stamp`
 
 
 @cache
@@ -50,10 +57,42 @@ def sources(modules: frozenset[str]) -> dict[str, Path]:
 @cache
 def digest(modules: frozenset[str]) -> str:
     """A digest of the contents of `sources`."""
-    total = hashlib.sha256()
-    for name, path in sources(modules).items():
-        total.update(f"{name}\n".encode() + _digest(path))
-    return total.hexdigest()
+    key, kept = " ".join(sorted(modules)), _kept()
+    if key not in kept:
+        total = hashlib.sha256()
+        for name, path in sources(modules).items():
+            total.update(f"{name}\n".encode() + _digest(path))
+        kept[key] = total.hexdigest()
+        _keep(kept)
+    return kept[key]
+
+
+@cache
+def _kept() -> dict[str, str]:
+    """The digests that earlier processes kept, if nothing that they looked at has changed."""
+    with suppress(ValueError, TypeError, OSError):
+        places, digests = json.loads(kernel_cache.load(_kept_as()) or b"")
+        if all(_stamp(place) == stamp for place, stamp in places.items()):
+            _looked_at.update(places)
+            return dict(digests)
+    return {}
+
+
+def _keep(digests: dict[str, str]) -> None:
+    """Keep digests, unless a file was changed just now."""
+    changed = (moment for *moments, _ in _looked_at.values() for moment in moments)
+    if max(changed, default=0) < time.time_ns() - _SETTLED:
+        kernel_cache.note(_kept_as(), json.dumps([_looked_at, digests]).encode())
+
+
+def _kept_as() -> str:
+    return f"sources-{kernel_cache.digest(bridge.__path__)}.json"
+
+
+def _stamp(place: str | Path) -> list[int]:
+    """When a file or folder was changed, in nanoseconds, and its size."""
+    found = os.stat(place)
+    return [found.st_mtime_ns, found.st_ctime_ns, found.st_size]
 
 
 @cache
@@ -63,6 +102,7 @@ def _digest(path: Path) -> bytes:
 
 @cache
 def _contents(path: Path) -> bytes:
+    _looked_at[str(path)] = _stamp(path)
     return path.read_bytes()
 
 
@@ -112,6 +152,7 @@ def _file(name: str) -> Path | None:
 def _names(folder: Path) -> frozenset[str]:
     """What is in a folder; nothing where it is none."""
     with suppress(OSError):
+        _looked_at[str(folder)] = _stamp(folder)
         return frozenset(os.listdir(folder))
     return frozenset()
 

@@ -1,6 +1,7 @@
 """Compiled kernels, kept between runs.
 
     kernels/NAME-DIGEST.o        object code of a C function, behind the digest of its bytes
+    kernels/sources-DIGEST.json  digests of sources (`closure`), behind the digest of its bytes
     kernels/MODULE-DIGEST/       what Numba keeps of a module's other kernels
 
 They are in the cache folder (`bridge.system.cache`), or in NUMBA_CACHE_DIR where that is set. DIGEST covers what the
@@ -36,33 +37,44 @@ def folder() -> Path:
 
 
 def load(name: str) -> bytes | None:
-    """The object code of this name; None where there is none that can be trusted."""
+    """The contents of the file of this name; None where there is none that can be trusted."""
     with suppress(OSError, BridgeError):
-        path = folder() / f"{name}.o"
+        path = folder() / name
         if trusted(path):
             data = path.read_bytes()
-            digest, code = data[:32], data[32:]
-            if hashlib.sha256(code).digest() == digest:
+            digest, contents = data[:32], data[32:]
+            if hashlib.sha256(contents).digest() == digest:
                 used(path)
-                return code
+                return contents
     return None
 
 
 def has(name: str) -> bool:
-    """Whether there is object code of this name, in good order or not."""
+    """Whether there is a file of this name, in good order or not."""
     with suppress(OSError, BridgeError):
-        return trusted(folder() / f"{name}.o")
+        return trusted(folder() / name)
     return False
 
 
-def save(name: str, code: bytes) -> None:
-    """Keep object code under a name, whole or not at all."""
+def save(name: str, contents: bytes) -> None:
+    """Keep a file under a name, whole or not at all."""
     try:
         made = folder() if ready() else None
         if made is not None:
-            replace(made / f"{name}.o", hashlib.sha256(code).digest() + code)
+            replace(made / name, _sealed(contents))
     except OSError as problem:
         say_unusable(problem)
+
+
+def note(name: str, contents: bytes) -> None:
+    """As `save`, for what saves little: where it cannot be kept, nothing is said."""
+    with suppress(OSError, BridgeError):
+        _made()
+        replace(folder() / name, _sealed(contents))
+
+
+def _sealed(contents: bytes) -> bytes:
+    return hashlib.sha256(contents).digest() + contents
 
 
 def replace(path: Path, data: bytes) -> None:
@@ -82,15 +94,20 @@ def replace(path: Path, data: bytes) -> None:
 def ready() -> bool:
     """Make the folder, and remove old entries; False, and a line says why, where kernels cannot be kept in it."""
     try:
-        made = folder()
-        made.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if not owned(os.stat(made)):
-            raise BridgeError(f"{made} belongs to another user, or others can write there")
-        _prune(made)
+        _prune(_made())
         return True
     except (OSError, BridgeError) as problem:
         say_unusable(problem)
         return False
+
+
+def _made() -> Path:
+    """The folder, made if need be. Raises OSError and BridgeError."""
+    made = folder()
+    made.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if not owned(os.stat(made)):
+        raise BridgeError(f"{made} belongs to another user, or others can write there")
+    return made
 
 
 @cache

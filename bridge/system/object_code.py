@@ -59,9 +59,9 @@ def keep(function: Named, code: bytes) -> None:
 
 
 def kept_as(function: Named) -> str:
-    """The name under which the code of a function for this machine is kept."""
+    """The name of the file in which the code of a function for this machine is kept."""
     sources = closure.digest(function.modules)
-    return f"{function.name}-{kernel_cache.digest(sources, function.name, *host(), *_versions())}"
+    return f"{function.name}-{kernel_cache.digest(sources, function.name, *host(), *_versions())}.o"
 
 
 def bundle(target: str) -> str:

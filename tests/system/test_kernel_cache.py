@@ -106,6 +106,43 @@ def test_a_change_compiles_what_depends_on_it_and_nothing_else(tmp_path: Path) -
     assert steps_of(ROOT, home) == 0  # what others need is kept
 
 
+DIGEST = """
+from bridge.system import closure
+closure._SETTLED = 0
+closure.digest(frozenset(["bridge.system.half"]))
+print(closure.digest(frozenset(["bridge.system.half"])), closure.sources.cache_info().misses)
+"""
+
+
+def digest_of(tree: Path, home: Path) -> tuple[str, bool]:
+    """The digest of half.py's sources, and whether they were read for it."""
+    environment = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
+    environment |= {"XDG_CACHE_HOME": str(home), "PYTHONPATH": str(tree)}
+    digest, read = subprocess.check_output([sys.executable, "-c", DIGEST], cwd=home, env=environment, text=True).split()
+    return digest, read != "0"
+
+
+def test_sources_are_read_again_when_one_of_them_or_a_folder_has_changed(tmp_path: Path) -> None:
+    home, tree = tmp_path, copied(tmp_path / "tree")
+    subprocess.run([sys.executable, "-m", "compileall", "-q", tree], check=True)  # imports change folders otherwise
+    first, read = digest_of(tree, home)
+    assert read
+    assert digest_of(tree, home) == (first, False)
+    changed = tree / "bridge" / "system" / "half.py"
+    before = changed.stat()
+    changed.write_bytes(changed.read_bytes().replace(b"half", b"HALF", 1))
+    os.utime(changed, ns=(before.st_atime_ns, before.st_mtime_ns))  # as a package's installer may set it
+    second, read = digest_of(tree, home)
+    assert read
+    assert second != first
+    (tree / "bridge" / "system" / "new.py").write_text("")
+    assert digest_of(tree, home) == (second, True)
+    assert digest_of(tree, home) == (second, False)
+    (kept,) = (home / "gguf-bridge" / "kernels").glob("sources-*.json")
+    kept.write_bytes(kept.read_bytes().replace(second[:8].encode(), b"00000000"))
+    assert digest_of(tree, home) == (second, True)
+
+
 def test_another_cpu_has_kernels_of_its_own(tmp_path: Path) -> None:
     assert steps_of(ROOT, tmp_path) > 0
     assert steps_of(ROOT, tmp_path, NUMBA_CPU_NAME="x86-64" if "x86" in os.uname().machine else "generic") > 0
@@ -167,8 +204,8 @@ def test_a_cache_that_cannot_be_written_costs_the_cache_and_nothing_else(
     monkeypatch.setattr("numba.core.caching.IndexDataCacheFile.save", full)
     twice = kernel(_twice)
     assert twice(3) == 6
-    kernel_cache.save("bridge.x-0123456789abcdef", b"code")
-    kernel_cache.save("bridge.y-0123456789abcdef", b"code")
+    kernel_cache.save("bridge.x-0123456789abcdef.o", b"code")
+    kernel_cache.save("bridge.y-0123456789abcdef.o", b"code")
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1
     assert os.strerror(number) in said[0]
@@ -181,10 +218,10 @@ def _twice(x):
 
 @posix
 def test_what_others_may_have_written_is_not_run(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "bridge.x-0123456789abcdef"
+    name = "bridge.x-0123456789abcdef.o"
     kernel_cache.save(name, b"code")
     assert kernel_cache.load(name) == b"code"
-    file = own / f"{name}.o"
+    file = own / name
     for path, mode in ((own, 0o777), (own, 0o770), (file, 0o666)):
         kept = path.stat().st_mode
         path.chmod(mode)
@@ -219,7 +256,7 @@ def test_old_entries_are_removed_by_age_and_size(own: Path, monkeypatch: pytest.
     before.mkdir(parents=True)
     os.utime(before, (1e9, 1e9))
     monkeypatch.setattr(kernel_cache, "_MOST", 150)
-    kernel_cache.save("bridge.now-0123456789abcdef", b"")
+    kernel_cache.save("bridge.now-0123456789abcdef.o", b"")
     assert {path.name.partition("-")[0] for path in own.iterdir()} == {
         "bridge.kept", "bridge.new", "bridge.now", "mine.txt"
     }  # fmt: skip
@@ -269,7 +306,7 @@ def test_kernels_that_a_kernel_is_given_count_with_their_modules() -> None:
 
 
 def test_kernels_are_entries_that_can_be_removed(own: Path) -> None:
-    kernel_cache.save("bridge.x-0123456789abcdef", b"code")
+    kernel_cache.save("bridge.x-0123456789abcdef.o", b"code")
     (entry,) = cache.entries()
     assert (entry.kind, entry.nbytes) == ("kernels", 32 + 4)
     assert cache.remove(entry)
