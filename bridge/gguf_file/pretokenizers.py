@@ -84,7 +84,7 @@ _AFMOE = (
     "\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+"
 )
 _BLOOM = " ?[^(\\s|[.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c])]+"
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 BYTES = ("bytes", "plain")
 GPT2_BYTES = ("bytes", "regex")
@@ -216,11 +216,11 @@ _TABLE = {
     "superbpe": Rules(_bytes(r"\p{N}+", _ASCII_THREES), published=_bytes(r"\p{N}+", _SUPERBPE_THREES)),
     "chameleon": Rules((*_split(*_CHAMELEON), ONE_DIGIT, *_split(r"[\p{P}!-/:-@\[-`{-~]"), GPT2_BYTES), add_bos=True),
     "falcon": Rules(
-        _bytes(r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"),
+        _bytes(r"[\p{P}\$\+<=>\^~\|`]+", GPT2, "[0-9][0-9][0-9]"),
         published=(("punctuation", "contiguous"), GPT2_BYTES, DIGIT_RUN, *_split("[0-9][0-9][0-9]")),
     ),
     # also of a file that names none, as those of 2023
-    "default": Rules(_bytes(r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+    "default": Rules(_bytes(r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
     "gemma4 granite-embed-multi-311m": Rules(
         _split(_LINES_APART), ignore_merges=True, add_bos=True, force_bos=True, byte_level=False
     ),

@@ -12,8 +12,19 @@ from types import ModuleType
 from bridge.errors import BridgeError
 from bridge.system import machine
 
-_ORDER = ("avx512vbmi", "avx512", "avxvnni", "avx512bw", "avx2", "i8mm", "neon")
 PORTABLE = "portable"
+_AVX2 = {"avx2", "f16c", "fma"}
+_AVX512 = {"avx512f", "avx512bw", "avx512vl", "f16c", "fma"}
+_NEON = {"neon", "dotprod"}
+_FEATURES = {  # what each target needs, as LLVM names it; fastest first
+    "avx512vbmi": _AVX512 | {"avx512vnni", "avx512vbmi"},
+    "avx512": _AVX512 | {"avx512vnni"},
+    "avxvnni": _AVX2 | {"avxvnni"},
+    "avx512bw": _AVX512,
+    "avx2": _AVX2,
+    "i8mm": _NEON | {"i8mm"},
+    "neon": _NEON,
+}
 
 
 @cache
@@ -24,8 +35,12 @@ def module(name: str) -> ModuleType:
 
 def available() -> list[str]:
     """The targets that run here, fastest first; "portable" is always the last."""
-    have = machine.features()
-    return [name for name in _ORDER if have.issuperset(module(name).FEATURES)] + [PORTABLE]
+    return list(_available(machine.features()))
+
+
+@cache
+def _available(features: frozenset[str]) -> tuple[str, ...]:
+    return (*(name for name, needed in _FEATURES.items() if needed <= features), PORTABLE)
 
 
 def chosen() -> str:

@@ -21,6 +21,8 @@ from bridge.gguf_file import pretokenizers
 from bridge.models.outline import Outline
 from bridge.models.tokenizer_json import tokenizer_files
 from bridge.runtime.tokenizer import Tokenizer, stop_tokens
+from bridge.runtime.tokenizer.ascii_words import words_of
+from bridge.runtime.tokenizer.bpe import pre_tokenizer
 from scripts.peers.gguf_file import rewrite
 from scripts.peers.llama_cpp import LlamaCpp
 from tests.models.test_pretokenizer import RULES, tokenizer_json
@@ -124,6 +126,26 @@ def test_every_name_of_rules_cuts_random_texts_as_in_llama_cpp(name: str, crossi
     with LlamaCpp(path) as other:
         for text in texts:
             assert tokenizer.encode(text) == other.tokenize(text, add_special=True), text
+
+
+BY_PYTHON = ("llama-bpe", "qwen2", "qwen35", "gpt-2", "smollm", "default")
+
+
+@pytest.mark.parametrize("name", [name for name, rules in pretokenizers.RULES.items() if rules.byte_level])
+def test_words_of_ascii_are_those_of_the_library(name: str) -> None:
+    steps = pretokenizers.RULES[name].steps
+    library, draw = pre_tokenizer(steps), random.Random(1)
+    ascii = [chr(code) for code in range(128)]
+    common = [*"ab'sS \n", "'ll", "'RE", "  ", "\r\n", "12", "345", "e.g.", " x", "\t"]
+    for _ in range(400):
+        signs = draw.choices(draw.choice((ascii, common, ascii + 9 * common)), k=draw.randrange(30))
+        text = "".join(signs)
+        words = words_of(steps, text)
+        if words is None:
+            assert name not in BY_PYTHON
+            return
+        assert words == [word for word, _ in library.pre_tokenize_str(text)]
+    assert words_of(steps, "caf\u00e9") is None
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from bridge.runtime.cpu.operands import nibble
 NAME = "avx2"
 LANES = 8
 WIDTHS = (1, 2, 4)  # columns of x at once, as the registers allow
-FEATURES = ("avx2", "f16c", "fma")
 BYTE_SHIFTS = False
 PAIRED = False
 SIGNED_DOTS = False

@@ -8,7 +8,6 @@ from bridge.runtime.cpu.intrinsics_avx2 import row_dots
 NAME = "avx512"
 LANES = 16
 WIDTHS = (1, 4, 8)  # columns of x at once, as the registers allow
-FEATURES = ("avx512f", "avx512bw", "avx512vl", "avx512vnni", "f16c", "fma")
 BYTE_SHIFTS = False
 PAIRED = False
 SIGNED_DOTS = False  # 8-bit codes are multiplied unsigned; the record's sums take the zero point off

@@ -9,7 +9,6 @@ from bridge.runtime.cpu.intrinsics_avx512 import emit_look_up, emit_row_dots
 NAME = "avx512bw"
 LANES = 16
 WIDTHS = (1, 4, 8)  # columns of x at once, as the registers allow
-FEATURES = ("avx512f", "avx512bw", "avx512vl", "f16c", "fma")
 BYTE_SHIFTS = False
 PAIRED = False
 SIGNED_DOTS = False
@@ -19,7 +18,7 @@ FUSES_SCALES = True
 INDEX_BITS = 0
 
 __all__ = [
-    "BYTE_SHIFTS", "FEATURES", "FUSES_SCALES", "INDEX_BITS", "LANES", "NAME", "PAIRED", "ROW_BITS", "SIGNED_DOTS",
+    "BYTE_SHIFTS", "FUSES_SCALES", "INDEX_BITS", "LANES", "NAME", "PAIRED", "ROW_BITS", "SIGNED_DOTS",
     "UNPACKS", "WIDTHS", "emit_dots", "emit_look_up", "emit_row_dots", "emit_tile", "twin_dots",
 ]  # fmt: skip
 

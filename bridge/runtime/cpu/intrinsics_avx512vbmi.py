@@ -11,7 +11,6 @@ from bridge.runtime.cpu.intrinsics_avx512 import emit_dots, emit_look_up, emit_r
 NAME = "avx512vbmi"
 LANES = 16
 WIDTHS = (1, 4, 8)  # columns of x at once, as the registers allow
-FEATURES = ("avx512f", "avx512bw", "avx512vl", "avx512vnni", "avx512vbmi", "f16c", "fma")
 BYTE_SHIFTS = False
 PAIRED = False
 SIGNED_DOTS = False
@@ -21,7 +20,7 @@ FUSES_SCALES = False
 INDEX_BITS = 6
 
 __all__ = [
-    "BYTE_SHIFTS", "FEATURES", "FUSES_SCALES", "INDEX_BITS", "LANES", "NAME", "PAIRED", "ROW_BITS", "SIGNED_DOTS",
+    "BYTE_SHIFTS", "FUSES_SCALES", "INDEX_BITS", "LANES", "NAME", "PAIRED", "ROW_BITS", "SIGNED_DOTS",
     "UNPACKS", "WIDTHS", "emit_blend", "emit_dots", "emit_look_up", "emit_permute", "emit_row_dots", "twin_dots",
 ]  # fmt: skip
 

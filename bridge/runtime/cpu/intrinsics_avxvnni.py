@@ -6,7 +6,6 @@ from bridge.runtime.cpu.intrinsics_avx512 import twin_dots, vpdpbusd
 NAME = "avxvnni"
 LANES = 8
 WIDTHS = (1, 4)  # columns of x at once, as the registers allow
-FEATURES = ("avx2", "avxvnni", "f16c", "fma")
 BYTE_SHIFTS = False
 PAIRED = False
 SIGNED_DOTS = False
@@ -16,7 +15,7 @@ FUSES_SCALES = False
 INDEX_BITS = 0
 
 __all__ = [
-    "BYTE_SHIFTS", "FEATURES", "FUSES_SCALES", "INDEX_BITS", "LANES", "NAME", "PAIRED", "ROW_BITS", "SIGNED_DOTS",
+    "BYTE_SHIFTS", "FUSES_SCALES", "INDEX_BITS", "LANES", "NAME", "PAIRED", "ROW_BITS", "SIGNED_DOTS",
     "UNPACKS", "WIDTHS", "emit_dots", "emit_look_up", "emit_row_dots", "twin_dots",
 ]  # fmt: skip
 

@@ -13,7 +13,6 @@ from bridge.runtime.cpu.intrinsics_neon import emit_look_up, twin_dots
 NAME = "i8mm"
 LANES = neon.LANES  # and NEON's layout
 WIDTHS = (1, 4, 8)  # columns of x at once, as the registers allow
-FEATURES = (*neon.FEATURES, "i8mm")
 BYTE_SHIFTS = True
 PAIRED = True
 SIGNED_DOTS = True
@@ -23,7 +22,7 @@ FUSES_SCALES = False
 INDEX_BITS = 0
 
 __all__ = [
-    "BYTE_SHIFTS", "FEATURES", "FUSES_SCALES", "INDEX_BITS", "LANES", "NAME", "PAIRED", "ROW_BITS", "SIGNED_DOTS",
+    "BYTE_SHIFTS", "FUSES_SCALES", "INDEX_BITS", "LANES", "NAME", "PAIRED", "ROW_BITS", "SIGNED_DOTS",
     "UNPACKS", "WIDTHS", "emit_dots", "emit_look_up", "twin_dots",
 ]  # fmt: skip
 

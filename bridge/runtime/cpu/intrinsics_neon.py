@@ -10,7 +10,6 @@ from llvmlite import ir
 NAME = "neon"
 LANES = 4
 WIDTHS = (1, 4)  # columns of x at once, as the registers allow
-FEATURES = ("neon", "dotprod")
 BYTE_SHIFTS = True
 PAIRED = False
 SIGNED_DOTS = True

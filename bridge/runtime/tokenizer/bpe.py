@@ -7,6 +7,7 @@ from typing import Any
 
 from bridge.errors import BridgeError
 from bridge.gguf_file.pretokenizers import BYTES, DIGIT_RUN, GPT2_BYTES, ONE_DIGIT, RULES, Rules, Step, byte_of
+from bridge.runtime.tokenizer.ascii_words import words_of
 from bridge.runtime.tokenizer.spm import SPACE
 from bridge.runtime.tokenizer.vocabulary import Vocabulary, merged, ranks_of
 
@@ -82,7 +83,9 @@ class ByteLevel(_ByMerges):
 
     def encode(self, text: str, after_special: bool) -> list[int]:
         if self._vocabulary.scans(text):
-            words = [word for word, _ in self._pre_tokenizer.pre_tokenize_str(text)]
+            words = words_of(self.rules.steps, text)
+            if words is None:
+                words = [word for word, _ in self._pre_tokenizer.pre_tokenize_str(text)]
             if (ids := self._ids_of_first(words)) is not None:
                 return ids
         if len(text) < _LONG:
