@@ -1,15 +1,15 @@
 """The architectures that run, and what their layers do."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from bridge.errors import BridgeError
+from bridge.system.records import record
 
 MOST_BLOCKS = 512  # as in llama.cpp
 
 
-@dataclass(frozen=True)
+@record
 class Windows:
     """Which layers of an architecture attend to a window, and how these rotate: llama.cpp's rule, and its defaults.
 
@@ -39,7 +39,7 @@ def _by_period(period: int, layers: int) -> tuple[bool, ...]:
     return tuple(period == 0 or (layer + 1) % period != 0 for layer in range(layers))
 
 
-@dataclass(frozen=True)
+@record
 class Graph:
     """What an architecture's layers do that its metadata does not say.
 

@@ -1,15 +1,16 @@
 """A decoder's shape, its rotary embedding, what its layers are."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from bridge.runtime.architectures import Graph
 from bridge.runtime.recurrent_config import RecurrentConfig
+from bridge.system.records import record
 
 
-@dataclass(frozen=True)
+@record
 class Routing:
     """How a layer's router chooses experts, and what weights they get; see experts.py."""
 
@@ -31,7 +32,7 @@ class Heads(NamedTuple):
     rotated: int  # of these, the first ones
 
 
-@dataclass(frozen=True)
+@record
 class Latent:
     """Sizes of attention on a latent vector (MLA), of which all heads make their keys and values."""
 
@@ -41,7 +42,7 @@ class Latent:
     value: int  # elements of a head's value
 
 
-@dataclass(frozen=True)
+@record
 class DecoderConfig:
     """A decoder with grouped-query or latent attention, and one network a layer or experts.
 

@@ -28,7 +28,7 @@ from bridge.runtime.weights import read_shared
 _OTHER_PREDICTION = {"nemotron_h_moe"}
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Prediction:
     """The layer that predicts a token further, as a decoder of one layer, and what makes its input."""
 

@@ -13,11 +13,11 @@ layers compute.
 """
 
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bridge.errors import BridgeError
+from bridge.system.records import record
 
 CONVOLUTION, DELTA, MAMBA, MAMBA1 = "convolution", "delta", "mamba", "mamba-1"
 _KINDS = {
@@ -31,7 +31,7 @@ _INTERVAL = 4  # of the layers with full attention, where a delta net's metadata
 Get = Callable[..., Any]  # reads a key of the architecture: its name, kind and default
 
 
-@dataclass(frozen=True)
+@record
 class RecurrentConfig:
     """The layers with a state; a convolution alone has no heads."""
 

@@ -12,19 +12,19 @@ what its layers made of the tokens, so that the state after any of them can be c
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 import numpy as np
 
 from bridge.errors import BridgeError
 from bridge.runtime.recurrent_config import RecurrentConfig
+from bridge.system.records import record
 
 COPIES = 4
 _LANES = 16
 
 
-@dataclass(frozen=True)
+@record
 class Memory:
     """The state of all layers at one position."""
 

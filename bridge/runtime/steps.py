@@ -48,7 +48,7 @@ class Parts:
         self.program = Program()
 
     def products(self, x: np.ndarray, products: Products) -> None:
-        self._then(*(partial(matrix.matmul, x, y, self._precision) for matrix, y in products if matrix is not None))
+        self._then(*(partial(matrix.multiply, x, y, self._precision) for matrix, y in products if matrix is not None))
 
     def mix(self, experts: Experts, x: np.ndarray, y: np.ndarray, routed: np.ndarray | None = None) -> None:
         def call() -> None:

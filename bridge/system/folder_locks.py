@@ -9,7 +9,6 @@ import glob
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -57,6 +56,7 @@ def temporary_beside(path: Path) -> Iterator[Path]:
     `path` are made, and stay only if something was written into them. A KeyboardInterrupt without words gets some: that
     nothing is left of what was being written. Raises OSError where no folder can be made there.
     """
+    import tempfile
 
     def make() -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -4,13 +4,17 @@ NUMBA_CPU_NAME and NUMBA_CPU_FEATURES count as the CPU's description where they 
 What LLVM does not see of an Arm CPU (on macOS and under qemu, for instance) comes from the system: see arm.py.
 """
 
+import json
 import os
+from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
-import llvmlite.binding as llvm
+from bridge.system import arm, kernel_cache
 
-from bridge.system import arm
+# Linux's name for a kind of CPU, with numbers for all its features
+_MODALIAS = Path("/sys/devices/system/cpu/modalias")
 
 
 class Machine(NamedTuple):
@@ -24,20 +28,19 @@ class Machine(NamedTuple):
 @cache
 def host() -> Machine:
     """This machine."""
+    triple, cpu, present = _seen_by_llvm()
     features = os.environ.get("NUMBA_CPU_FEATURES")
     if features is None:
         unseen = unseen_features()
-        seen = llvm.get_host_cpu_features().flatten().split(",")
-        told = [feature for feature in seen if feature and feature[1:] not in unseen]
+        told = [("+" if has else "-") + name for name, has in present.items() if name not in unseen]
         features = ",".join([*told, *(f"+{name}" for name in unseen)])
-    name = os.environ.get("NUMBA_CPU_NAME") or llvm.get_host_cpu_name()
-    return Machine(llvm.get_process_triple(), name, features)
+    return Machine(triple, os.environ.get("NUMBA_CPU_NAME") or cpu, features)
 
 
 @cache
 def features() -> frozenset[str]:
     """The CPU features that compiled code may use, as LLVM names them."""
-    found = _seen_by_llvm() | arm.features()
+    found = _present() | arm.features()
     wanted = os.environ.get("NUMBA_CPU_FEATURES")
     if wanted is not None or os.environ.get("NUMBA_CPU_NAME"):
         # a CPU's name proves nothing: features must be listed, and present here too
@@ -49,8 +52,28 @@ def unseen_features() -> list[str]:
     """What numba must be told that the CPU has, as LLVM does not see it; nothing where the user describes the CPU."""
     if os.environ.get("NUMBA_CPU_NAME") or os.environ.get("NUMBA_CPU_FEATURES") is not None:
         return []
-    return sorted(arm.features() - _seen_by_llvm())
+    return sorted(arm.features() - _present())
 
 
-def _seen_by_llvm() -> set[str]:
-    return {name for name, present in llvm.get_host_cpu_features().items() if present}
+def _present() -> set[str]:
+    return {name for name, present in _seen_by_llvm()[2].items() if present}
+
+
+@cache
+def _seen_by_llvm() -> tuple[str, str, dict[str, bool]]:
+    """This machine's triple, CPU and features; kept with the kernels for CPUs that Linux names, as LLVM takes long."""
+    import llvmlite
+
+    name = None
+    with suppress(OSError):
+        kind = _MODALIAS.read_text(), llvmlite.__version__, os.uname()
+        name = f"cpu-{kernel_cache.digest(*kind)}.json"
+        with suppress(ValueError):
+            triple, cpu, features = json.loads(kernel_cache.load(name) or b"")
+            return triple, cpu, features
+    import llvmlite.binding as llvm
+
+    seen = llvm.get_process_triple(), llvm.get_host_cpu_name(), dict(sorted(llvm.get_host_cpu_features().items()))
+    if name is not None:
+        kernel_cache.note(name, json.dumps(seen).encode())
+    return seen

@@ -4,20 +4,19 @@ A decoder's kernels get addresses as the products do (see interleaved.py), and h
 that a whole token is computed by one table of calls (see program.py).
 """
 
+from __future__ import annotations
+
 import ctypes
 import sys
 from functools import cache
 from typing import Any
 
 import numpy as np
-from llvmlite import binding, ir
 
-from bridge.system import machine
+from bridge.system import ir, machine
 from bridge.system.jit import arrayobj, cgutils, inner, intrinsic, types
 
 LANES = 16  # floats of a vector here; LLVM splits it where registers are smaller
-
-_F32, _F16, _I16, _I64 = ir.FloatType(), ir.HalfType(), ir.IntType(16), ir.IntType(64)
 
 
 @intrinsic
@@ -25,7 +24,7 @@ def to_half(typingctx, value):
     """float32 -> the bits of the nearest half."""
 
     def emit(context, builder, signature, arguments):
-        return builder.bitcast(builder.fptrunc(arguments[0], _F16), _I16)
+        return builder.bitcast(builder.fptrunc(arguments[0], ir.F16), ir.I16)
 
     return types.uint16(types.float32), emit
 
@@ -35,7 +34,7 @@ def from_half(typingctx, bits):
     """The bits of a half -> float32."""
 
     def emit(context, builder, signature, arguments):
-        return builder.fpext(builder.bitcast(arguments[0], _F16), _F32)
+        return builder.fpext(builder.bitcast(arguments[0], ir.F16), ir.F32)
 
     return types.float32(types.uint16), emit
 
@@ -48,9 +47,9 @@ def stack(nbytes: int) -> Any:
     def space(typingctx):
         def emit(context, builder, signature, arguments):
             with builder.goto_entry_block():  # cgutils.alloca_once stores zeros, 8 KB of which take LLVM seconds
-                memory = builder.alloca(ir.ArrayType(ir.IntType(8), nbytes))
+                memory = builder.alloca(ir.ArrayType(ir.I8, nbytes))
             memory.align = 64
-            return builder.ptrtoint(memory, _I64)
+            return builder.ptrtoint(memory, ir.I64)
 
         return types.int64(), emit
 
@@ -61,11 +60,11 @@ def _array(context: Any, builder: Any, kind: Any, memory: Any, shape: list[Any])
     """An array that does not own its memory; numba.carray and numpy.empty are compiled for each kind of arguments."""
     array = arrayobj.make_array(kind)(context, builder)
     item = context.get_abi_sizeof(context.get_data_type(kind.dtype))
-    strides = [_I64(item)]
+    strides = [ir.I64(item)]
     for length in reversed(shape[1:]):
         strides.insert(0, builder.mul(strides[0], length))
     data = builder.bitcast(memory, array.data.type)
-    arrayobj.populate_array(array, data=data, shape=shape, strides=strides, itemsize=_I64(item), meminfo=None)
+    arrayobj.populate_array(array, data=data, shape=shape, strides=strides, itemsize=ir.I64(item), meminfo=None)
     return array._getvalue()
 
 
@@ -77,7 +76,7 @@ def array_at(typingctx, address, shape, dtype):
 
     def emit(context, builder, signature, arguments):
         lengths = cgutils.unpack_tuple(builder, arguments[1]) if dimensions else [arguments[1]]
-        return _array(context, builder, kind, builder.inttoptr(arguments[0], ir.IntType(8).as_pointer()), lengths)
+        return _array(context, builder, kind, builder.inttoptr(arguments[0], ir.I8.as_pointer()), lengths)
 
     integers = types.UniTuple(types.int64, dimensions) if dimensions else types.int64
     return kind(types.int64, integers, dtype), emit
@@ -91,7 +90,7 @@ def array_on_stack(typingctx, length, dtype):
 
     def emit(context, builder, signature, arguments):
         memory = cgutils.alloca_once(builder, context.get_data_type(kind.dtype), size=count)
-        return _array(context, builder, kind, memory, [_I64(count)])
+        return _array(context, builder, kind, memory, [ir.I64(count)])
 
     return kind(length, dtype), emit
 
@@ -101,7 +100,7 @@ def external(name: str, count: int) -> Any:
 
     def declared() -> Any:
         def emit(context, builder, signature, arguments):
-            kind = ir.FunctionType(_I64, [_I64] * count)
+            kind = ir.FunctionType(ir.I64, [ir.I64] * count)
             return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
 
         return types.int64(*[types.int64] * count), emit
@@ -114,6 +113,8 @@ def external(name: str, count: int) -> Any:
 allocate = external("malloc", 1)  # bytes -> the address of so many, of any contents, a multiple of 16
 free = external("free", 1)
 if sys.platform == "win32":
+    from llvmlite import binding
+
     for _name in ("malloc", "free"):
         binding.add_symbol(_name, ctypes.cast(getattr(ctypes.WinDLL("msvcrt"), _name), ctypes.c_void_p).value)
 
@@ -142,32 +143,31 @@ def panel(rows: int, halves: bool) -> Any:
 
     r < rows; c and b have 16 columns; a and c are float32, b is float32 or halves. Strides in bytes.
     """
-    item = _F16 if halves else _F32
 
     @intrinsic
     def multiply(typingctx, a, a_stride, b, b_stride, count, c, c_stride):
         def emit(context, builder, signature, arguments):
             a, a_stride, b, b_stride, count, c, c_stride = arguments
-            vector = ir.VectorType(item, LANES)
-            floats = ir.VectorType(_F32, LANES)
+            vector = ir.VectorType(ir.F16 if halves else ir.F32, LANES)
+            floats = ir.VectorType(ir.F32, LANES)
             zero = ir.Constant(floats, [0.0] * LANES)
             kind = ir.FunctionType(floats, [floats] * 3)
             fma = builder.module.declare_intrinsic(f"llvm.fma.v{LANES}f32", fnty=kind)
             for own in rows_together(rows):
                 totals = [cgutils.alloca_once_value(builder, zero) for _ in own]
-                starts = [builder.add(a, builder.mul(a_stride, _I64(r))) for r in own]
+                starts = [builder.add(a, builder.mul(a_stride, ir.I64(r))) for r in own]
                 with cgutils.for_range(builder, count) as loop:
                     at = builder.add(b, builder.mul(b_stride, loop.index))
                     values = builder.load(builder.inttoptr(at, vector.as_pointer()), align=2 if halves else 4)
                     if halves:
                         values = builder.fpext(values, floats)
                     for start, total in zip(starts, totals, strict=True):
-                        place = builder.add(start, builder.shl(loop.index, _I64(2)))
-                        scalar = builder.load(builder.inttoptr(place, _F32.as_pointer()), align=4)
+                        place = builder.add(start, builder.shl(loop.index, ir.I64(2)))
+                        scalar = builder.load(builder.inttoptr(place, ir.F32.as_pointer()), align=4)
                         spread = _spread(builder, scalar, floats)
                         builder.store(builder.call(fma, [spread, values, builder.load(total)]), total)
                 for r, total in zip(own, totals, strict=True):
-                    place = builder.add(c, builder.mul(c_stride, _I64(r)))
+                    place = builder.add(c, builder.mul(c_stride, ir.I64(r)))
                     builder.store(builder.load(total), builder.inttoptr(place, floats.as_pointer()), align=4)
             return context.get_dummy_value()
 
@@ -178,7 +178,5 @@ def panel(rows: int, halves: bool) -> Any:
 
 def _spread(builder: ir.IRBuilder, scalar: ir.Value, kind: ir.VectorType) -> ir.Value:
     empty = ir.Constant(kind, ir.Undefined)
-    first = builder.insert_element(empty, scalar, ir.Constant(ir.IntType(32), 0))
-    return builder.shuffle_vector(
-        first, empty, ir.Constant(ir.VectorType(ir.IntType(32), kind.count), [0] * kind.count)
-    )
+    first = builder.insert_element(empty, scalar, ir.Constant(ir.I32, 0))
+    return builder.shuffle_vector(first, empty, ir.Constant(ir.VectorType(ir.I32, kind.count), [0] * kind.count))

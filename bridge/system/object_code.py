@@ -1,4 +1,4 @@
-"""Object code of C functions: found in the cache, or in what came with the package, or compiled; llvmlite loads it.
+"""Object code of C functions: found in the cache, or in what came with the package, or compiled; and loaded.
 
 A wheel holds the code for common types, made by scripts/build_objects.py: one archive for each instruction set, whose
 comment lists what a machine must have.
@@ -12,11 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
-import llvmlite
-import llvmlite.binding as llvm
-
 from bridge.errors import BridgeError
-from bridge.system import closure, kernel_cache, machine
+from bridge.system import closure, elf, kernel_cache, machine
 from bridge.system.fork_locks import ForkLock
 from bridge.system.machine import host
 
@@ -104,6 +101,8 @@ def _archive() -> Any:
 @cache
 def _versions() -> tuple[str, ...]:
     """Of what compiles; Numba's is in a folder's name beside llvmlite, as importlib.metadata takes 20 ms to import."""
+    import llvmlite
+
     beside = os.listdir(Path(llvmlite.__file__).parent.parent)
     found = [name for name in beside if name.startswith("numba-") and name.endswith(".dist-info")]
     if not found:
@@ -113,17 +112,26 @@ def _versions() -> tuple[str, ...]:
     return llvmlite.__version__, *found
 
 
-@cache
-def _engine() -> Any:
-    """LLVM's loader of object code."""
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    processor = llvm.Target.from_triple(llvm.get_process_triple()).create_target_machine(jit=True)
-    return llvm.create_mcjit_compiler(llvm.parse_assembly(""), processor)
-
-
 def _loaded(symbol: str, code: bytes) -> int:
+    address = elf.load(symbol, code)
+    return _loaded_by_llvm(symbol, code) if address is None else address
+
+
+def _loaded_by_llvm(symbol: str, code: bytes) -> int:
+    import llvmlite.binding as llvm
+
     engine = _engine()
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
     return int(engine.get_function_address(symbol))
+
+
+@cache
+def _engine() -> Any:
+    """LLVM's loader of object code."""
+    import llvmlite.binding as llvm
+
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    processor = llvm.Target.from_triple(llvm.get_process_triple()).create_target_machine(jit=True)
+    return llvm.create_mcjit_compiler(llvm.parse_assembly(""), processor)

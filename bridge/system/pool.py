@@ -11,6 +11,8 @@ worker that comes late finds nothing and disturbs nobody, and no one waits for a
 is free takes the next chunk, the calling thread among them.
 """
 
+from __future__ import annotations
+
 import os
 import re
 import threading
@@ -18,10 +20,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 
 from bridge.errors import BridgeError
-from bridge.system import machine
+from bridge.system import ir, machine
 from bridge.system.cpus import usable_cpus
 from bridge.system.fork_locks import ForkLock
 from bridge.system.jit import CFunction, c_function, inner, intrinsic, maker, types
@@ -29,9 +30,6 @@ from bridge.system.memory import array_at
 from bridge.system.options import check_integer
 from bridge.system.row_threads import thread_limit
 from bridge.system.waiting import give_way, initialize, lock, unlock, wait, wake
-
-_I32, _I64 = ir.IntType(32), ir.IntType(64)
-_NOTHING = ir.FunctionType(ir.VoidType(), [])
 
 # words of the shared state, a cache line apart where different threads write them
 _TICKET, _DONE, _SLEEPERS, _STOP = 0, 8, 16, 24
@@ -50,7 +48,7 @@ _PER_THREAD = 12  # chunks: few enough to stream, enough to make up for a thread
 
 
 def _word(builder: ir.IRBuilder, address: ir.Value, index: ir.Value) -> ir.Value:
-    return builder.gep(builder.inttoptr(address, _I64.as_pointer()), [index])
+    return builder.gep(builder.inttoptr(address, ir.I64.as_pointer()), [index])
 
 
 @intrinsic
@@ -100,10 +98,12 @@ def pause(typingctx):
     def emit(context, builder, signature, arguments):
         architecture = machine.host().triple.partition("-")[0]
         if architecture == "x86_64":
-            builder.call(builder.module.declare_intrinsic("llvm.x86.sse2.pause", fnty=_NOTHING), [])
+            builder.call(
+                builder.module.declare_intrinsic("llvm.x86.sse2.pause", fnty=ir.FunctionType(ir.VoidType(), [])), []
+            )
         elif architecture in ("aarch64", "arm64"):
-            hint = builder.module.declare_intrinsic("llvm.aarch64.hint", fnty=ir.FunctionType(ir.VoidType(), [_I32]))
-            builder.call(hint, [ir.Constant(_I32, 1)])  # yield
+            hint = builder.module.declare_intrinsic("llvm.aarch64.hint", fnty=ir.FunctionType(ir.VoidType(), [ir.I32]))
+            builder.call(hint, [ir.Constant(ir.I32, 1)])  # yield
         return context.get_dummy_value()
 
     return types.void(), emit
@@ -115,7 +115,7 @@ def call(typingctx, function, a, b, c, d, e, f, g, first, last):
     integers = [types.int64] * (ARGUMENTS + 3)
 
     def emit(context, builder, signature, arguments):
-        kind = ir.FunctionType(ir.VoidType(), [_I64] * (ARGUMENTS + 2))
+        kind = ir.FunctionType(ir.VoidType(), [ir.I64] * (ARGUMENTS + 2))
         builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
         return context.get_dummy_value()
 

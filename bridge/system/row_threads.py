@@ -1,13 +1,18 @@
 """Rows are independent of each other: kernels without the GIL run on chunks of them, a thread each."""
 
+from __future__ import annotations
+
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from bridge.errors import BridgeError
 from bridge.system.cpus import usable_cpus
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future, ThreadPoolExecutor
 
 _TILE = 512
 _CHUNK_VALUES = 1 << 22
@@ -30,6 +35,8 @@ def over_rows(rows: int, work: Callable[[slice], object], least: int = 1) -> Non
     if len(parts) == 1:
         work(parts[0])
         return
+    from concurrent.futures import wait
+
     futures: list[Future[object]] = []
     try:
         with thread_limit():
@@ -54,6 +61,8 @@ class _Pool:
         self._threads: ThreadPoolExecutor | None = None
 
     def submit(self, work: Callable[[slice], object], rows: slice) -> Future[object]:
+        from concurrent.futures import ThreadPoolExecutor
+
         with self._lock:
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(max(1, usable_cpus() - 1), initializer=_enter)

@@ -7,12 +7,12 @@ fit in 128 bytes. Each function here takes their addresses, and is for compiled 
 import ctypes
 import sys
 
-from llvmlite import binding
-
 from bridge.system.jit import inner
 from bridge.system.memory import external
 
 if sys.platform == "win32":
+    from llvmlite import binding
+
     for _name in (
         "AcquireSRWLockExclusive", "ReleaseSRWLockExclusive", "SleepConditionVariableSRW", "WakeAllConditionVariable",
         "SwitchToThread",

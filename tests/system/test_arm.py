@@ -46,7 +46,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         monkeypatch.setattr(platform, "machine", lambda: "arm64" if system == "darwin" else "aarch64")
         monkeypatch.setattr(sys, "platform", system)
         monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
-        monkeypatch.setattr(machine, "_seen_by_llvm", set)
+        monkeypatch.setattr(machine, "_present", set)
         monkeypatch.setattr(subprocess, "Popen", None)
         arm.features.cache_clear()
         machine.features.cache_clear()

@@ -22,14 +22,16 @@ several tokens. Paired ones, for targets that multiply two columns at once, have
 the first's, 8 of the second's, and so on. Unsigned ones have q + 128, for kernels whose codes are signed.
 """
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import numpy as np
-from llvmlite import ir
 
 from bridge.blocks import BlockType
 from bridge.blocks.read import READ
 from bridge.runtime.cpu.emitter import Emitter
+from bridge.system import ir
 from bridge.system.jit import CFunction, c_function, intrinsic, maker, types
 from bridge.system.memory import array_at, floats, stack
 
@@ -42,7 +44,6 @@ space: Any = None
 PLAIN, PAIRED, UNSIGNED = "", "paired", "unsigned"  # forms of integer records
 _GROUP = 32  # columns that share a d
 _TINY = 0x03800000  # bits of 2^-120: 128 / it is still finite
-_I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _LOW = np.float32(8128)  # the largest t: 63 * 128 + 64, so that t >> 7 stays a small int8
 
 
@@ -88,10 +89,10 @@ def _round32(
     Floats as integers are ordered by magnitude, NaN above infinity: a block with either gets d = NaN.
     """
     b = v.builder
-    integers, floats = ir.VectorType(_I32, _GROUP), ir.VectorType(_F32, _GROUP)
+    integers, floats = ir.VectorType(ir.I32, _GROUP), ir.VectorType(ir.F32, _GROUP)
 
     def splat(scalar: ir.Value, kind: ir.VectorType) -> ir.Value:
-        first = b.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(_I32, 0))
+        first = b.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(ir.I32, 0))
         return b.shuffle_vector(first, ir.Constant(kind, ir.Undefined), ir.Constant(integers, [0] * _GROUP))
 
     def same(value: int) -> ir.Constant:
@@ -99,42 +100,42 @@ def _round32(
 
     values = b.load(b.inttoptr(x, floats.as_pointer()), align=4)
     bits = b.bitcast(values, integers)
-    largest = v.call("llvm.vector.reduce.umax.v32i32", _I32, b.and_(bits, same(0x7FFFFFFF)))
-    top = v.call("llvm.vector.reduce.smax.v32i32", _I32, bits)
-    size = b.bitcast(largest, _F32)
-    sign = b.select(b.icmp_signed("==", top, largest), ir.Constant(_F32, -1.0), ir.Constant(_F32, 1.0))
-    step = b.fmul(b.fmul(size, ir.Constant(_F32, 1 / 128)), sign)
-    inverse = b.fdiv(b.fmul(ir.Constant(_F32, 128.0), sign), size)
+    largest = v.call("llvm.vector.reduce.umax.v32i32", ir.I32, b.and_(bits, same(0x7FFFFFFF)))
+    top = v.call("llvm.vector.reduce.smax.v32i32", ir.I32, bits)
+    size = b.bitcast(largest, ir.F32)
+    sign = b.select(b.icmp_signed("==", top, largest), ir.Constant(ir.F32, -1.0), ir.Constant(ir.F32, 1.0))
+    step = b.fmul(b.fmul(size, ir.Constant(ir.F32, 1 / 128)), sign)
+    inverse = b.fdiv(b.fmul(ir.Constant(ir.F32, 128.0), sign), size)
     # zeros, or so small that the inverse overflows: such a block counts as zero
-    tiny = b.icmp_unsigned("<", largest, ir.Constant(_I32, _TINY))
-    infinite = b.icmp_unsigned(">=", largest, ir.Constant(_I32, 0x7F800000))
-    zero = ir.Constant(_F32, 0.0)
-    step = b.select(infinite, ir.Constant(_F32, float("nan")), b.select(tiny, zero, step))
+    tiny = b.icmp_unsigned("<", largest, ir.Constant(ir.I32, _TINY))
+    infinite = b.icmp_unsigned(">=", largest, ir.Constant(ir.I32, 0x7F800000))
+    zero = ir.Constant(ir.F32, 0.0)
+    step = b.select(infinite, ir.Constant(ir.F32, float("nan")), b.select(tiny, zero, step))
     inverse = b.select(b.or_(infinite, tiny), zero, inverse)
     rounded = v.call("llvm.rint.v32f32", floats, b.fmul(values, splat(inverse, floats)))
     rounded = v.call("llvm.minnum.v32f32", floats, rounded, ir.Constant(floats, [127.0] * _GROUP))
     codes = b.fptosi(rounded, integers)
-    byte_vector = ir.VectorType(ir.IntType(8), _GROUP)
+    byte_vector = ir.VectorType(ir.I8, _GROUP)
     octets = b.trunc(codes, byte_vector)
     if form == UNSIGNED:
-        octets = b.xor(octets, ir.Constant(byte_vector, [ir.Constant(ir.IntType(8), 128)] * _GROUP))
+        octets = b.xor(octets, ir.Constant(byte_vector, [ir.Constant(ir.I8, 128)] * _GROUP))
     if form == PAIRED:
-        longs = b.bitcast(octets, ir.VectorType(_I64, _GROUP // 8))
+        longs = b.bitcast(octets, ir.VectorType(ir.I64, _GROUP // 8))
         for i in range(_GROUP // 8):
-            place = b.inttoptr(b.add(q, ir.Constant(_I64, 16 * i)), _I64.as_pointer())
-            b.store(b.extract_element(longs, ir.Constant(_I32, i)), place, align=4)
+            place = b.inttoptr(b.add(q, ir.Constant(ir.I64, 16 * i)), ir.I64.as_pointer())
+            b.store(b.extract_element(longs, ir.Constant(ir.I32, i)), place, align=4)
     else:
         b.store(octets, b.inttoptr(q, byte_vector.as_pointer()), align=4)
-    b.store(step, b.inttoptr(d_at, _F32.as_pointer()))
+    b.store(step, b.inttoptr(d_at, ir.F32.as_pointer()))
     for j in range(_GROUP // sub):
-        lanes = ir.Constant(ir.VectorType(_I32, sub), [ir.Constant(_I32, sub * j + i) for i in range(sub)])
+        lanes = ir.Constant(ir.VectorType(ir.I32, sub), [ir.Constant(ir.I32, sub * j + i) for i in range(sub)])
         part = b.shuffle_vector(codes, ir.Constant(integers, ir.Undefined), lanes)
-        total = v.call(f"llvm.vector.reduce.add.v{sub}i32", _I32, part)
-        place = b.add(sums_at, b.mul(apart, ir.Constant(_I64, j)))
+        total = v.call(f"llvm.vector.reduce.add.v{sub}i32", ir.I32, part)
+        place = b.add(sums_at, b.mul(apart, ir.Constant(ir.I64, j)))
         if factor is None:
-            b.store(b.fmul(b.sitofp(total, _F32), step), b.inttoptr(place, _F32.as_pointer()))
+            b.store(b.fmul(b.sitofp(total, ir.F32), step), b.inttoptr(place, ir.F32.as_pointer()))
         else:
-            b.store(b.mul(total, ir.Constant(_I32, factor)), b.inttoptr(place, _I32.as_pointer()))
+            b.store(b.mul(total, ir.Constant(ir.I32, factor)), b.inttoptr(place, ir.I32.as_pointer()))
 
 
 def round32_twin(x: np.ndarray, sub: int) -> tuple[np.ndarray, np.float32, np.ndarray]:

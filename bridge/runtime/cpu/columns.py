@@ -5,16 +5,17 @@ described twice. Bits that move the same way are moved together: a word is an or
 and masked.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
-from llvmlite import ir
 
 from bridge.blocks import BlockType
 from bridge.runtime.cpu.operands import interleaving
+from bridge.system import ir
 
-_I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _WORD = 32  # bits
 
 
@@ -109,8 +110,8 @@ class Columns:
         """16 bytes of the rows i, i + 4, i + 8 and so on."""
         parts = []
         for row in self.rows[i::4]:
-            place = self.builder.add(row, _I64(offset))
-            kind = ir.VectorType(_I32, 4).as_pointer()
+            place = self.builder.add(row, ir.I64(offset))
+            kind = ir.VectorType(ir.I32, 4).as_pointer()
             parts.append(self.builder.load(self.builder.inttoptr(place, kind), align=1))
         while len(parts) > 1:
             count = 2 * parts[0].type.count
@@ -123,21 +124,21 @@ class Columns:
 
     def _shuffled(self, a: ir.Value, b: ir.Value, order: Iterable[int]) -> ir.Value:
         places = list(order)
-        return self.builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, len(places)), places))
+        return self.builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(ir.I32, len(places)), places))
 
     def _one_by_one(self, offset: int) -> ir.Value:
-        result: ir.Value = ir.Constant(ir.VectorType(_I32, len(self.rows)), ir.Undefined)
+        result: ir.Value = ir.Constant(ir.VectorType(ir.I32, len(self.rows)), ir.Undefined)
         for r, row in enumerate(self.rows):
-            place = self.builder.inttoptr(self.builder.add(row, _I64(offset)), _I32.as_pointer())
-            result = self.builder.insert_element(result, self.builder.load(place, align=1), _I32(r))
+            place = self.builder.inttoptr(self.builder.add(row, ir.I64(offset)), ir.I32.as_pointer())
+            result = self.builder.insert_element(result, self.builder.load(place, align=1), ir.I32(r))
         return result
 
 
 def block_columns(builder: ir.IRBuilder, source: ir.Value, row_bytes: ir.Value, lanes: int, nbytes: int) -> Columns:
     """The columns of a block of `lanes` rows, which are row_bytes apart; `source`: where that of the first row is."""
     # of every four rows one address, to which others add a register: 16 addresses would not stay in registers
-    fours = [builder.add(source, builder.mul(row_bytes, _I64(r))) for r in range(0, lanes, 4)]
-    steps = [builder.mul(row_bytes, _I64(r)) for r in range(4)]
+    fours = [builder.add(source, builder.mul(row_bytes, ir.I64(r))) for r in range(0, lanes, 4)]
+    steps = [builder.mul(row_bytes, ir.I64(r)) for r in range(4)]
     return Columns(builder, [builder.add(fours[r // 4], steps[r % 4]) for r in range(lanes)], nbytes)
 
 
@@ -147,9 +148,9 @@ def store_halves(columns: Columns, block: BlockType, aligned: int, halves: ir.Va
     aligned  words that are loaded begin at multiples of four from there
     """
     builder, lanes = columns.builder, len(columns.rows)
-    vector = ir.VectorType(_I32, lanes)
-    shorts = ir.VectorType(_I16, lanes)
-    octets = ir.VectorType(_I8, lanes)
+    vector = ir.VectorType(ir.I32, lanes)
+    shorts = ir.VectorType(ir.I16, lanes)
+    octets = ir.VectorType(ir.I8, lanes)
 
     def load(offset: int, kind: ir.VectorType) -> ir.Value:
         at = offset - (offset - aligned) % 4
@@ -157,26 +158,26 @@ def store_halves(columns: Columns, block: BlockType, aligned: int, halves: ir.Va
             at = min(offset, block.nbytes - 4)
         return builder.trunc(builder.lshr(columns.load(at), same(vector, 8 * (offset - at))), kind)
 
-    bad: ir.Value = ir.Constant(ir.VectorType(ir.IntType(1), lanes), [0] * lanes)
+    bad: ir.Value = ir.Constant(ir.VectorType(ir.I1, lanes), [0] * lanes)
     for j in range(block.subs if block.scales else 0):
         scale = load(j, octets)
-        place = builder.add(halves, _I64(lanes * j))
+        place = builder.add(halves, ir.I64(lanes * j))
         builder.store(scale, builder.inttoptr(place, octets.as_pointer()), align=1)
         nan = same(octets, block.no_scale)
         bad = builder.or_(bad, builder.icmp_unsigned("==", builder.and_(scale, nan), nan))
     for i, offset in enumerate([] if block.scales else [block.d_at] + [block.dmin_at] * block.has_min):
         half = load(offset, shorts)
-        place = builder.add(halves, _I64(2 * lanes * i))
+        place = builder.add(halves, ir.I64(2 * lanes * i))
         builder.store(half, builder.inttoptr(place, shorts.as_pointer()), align=2)
         exponent = builder.and_(half, same(shorts, 0x7C00))
         bad = builder.or_(bad, builder.icmp_unsigned("==", exponent, same(shorts, 0x7C00)))
-    return builder.zext(builder.bitcast(bad, ir.IntType(lanes)), _I64)
+    return builder.zext(builder.bitcast(bad, ir.IntType(lanes)), ir.I64)
 
 
 def assembled(columns: Columns, word: Word) -> ir.Value:
     """A word of each row, as a vector."""
     builder = columns.builder
-    vector = ir.VectorType(_I32, len(columns.rows))
+    vector = ir.VectorType(ir.I32, len(columns.rows))
     value: ir.Value = same(vector, word.flipped)
     for j, (offset, shift, mask) in enumerate(word.moves):
         part = columns.load(offset)

@@ -3,14 +3,13 @@
 What differs between targets is the dot product: see the intrinsics_*.py modules.
 """
 
+from __future__ import annotations
+
 from types import ModuleType
 
-from llvmlite import ir
-
 from bridge.runtime.cpu.operands import Places, column_groups, interleaving
+from bridge.system import ir
 
-_I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
-_F32 = ir.FloatType()
 _LINE = 64
 
 
@@ -43,9 +42,9 @@ class Emitter:
         self.signed_dots: bool = target.SIGNED_DOTS
         self.index_bits: int = target.INDEX_BITS
         self.fuses_scales: bool = target.FUSES_SCALES
-        self.ints = ir.VectorType(_I32, self.lanes)
-        self.floats = ir.VectorType(_F32, self.lanes)
-        self.bytes = ir.VectorType(_I8, 4 * self.lanes)
+        self.ints = ir.VectorType(ir.I32, self.lanes)
+        self.floats = ir.VectorType(ir.F32, self.lanes)
+        self.bytes = ir.VectorType(ir.I8, 4 * self.lanes)
 
     def call(self, name: str, result: ir.Type, *arguments: ir.Value) -> ir.Value:
         """Call an LLVM intrinsic."""
@@ -53,7 +52,7 @@ class Emitter:
         return self.builder.call(self.builder.module.declare_intrinsic(name, fnty=kind), arguments)
 
     def pointer(self, base: ir.Value, at: int, kind: ir.Type) -> ir.Value:
-        address = self.builder.add(base, ir.Constant(_I64, at)) if at else base
+        address = self.builder.add(base, ir.Constant(ir.I64, at)) if at else base
         return self.builder.inttoptr(address, kind.as_pointer())
 
     # memory
@@ -68,11 +67,11 @@ class Emitter:
         return self.builder.load(self.pointer(base, at, self.ints), align=4 * self.lanes)
 
     def broadcast(self, base: ir.Value, at: int) -> ir.Value:
-        return self._spread(self.builder.load(self.pointer(base, at, _I32), align=4), self.ints)
+        return self._spread(self.builder.load(self.pointer(base, at, ir.I32), align=4), self.ints)
 
     def broadcast_sixteen(self, base: ir.Value, at: int) -> ir.Value:
         """16 bytes again and again."""
-        quad = ir.VectorType(_I32, 4)
+        quad = ir.VectorType(ir.I32, 4)
         loaded = self.builder.load(self.pointer(base, at, quad), align=4)
         return self._shuffled(loaded, ir.Constant(quad, ir.Undefined), (0, 1, 2, 3) * (self.lanes // 4))
 
@@ -87,7 +86,7 @@ class Emitter:
         return self.builder.add(*parts)
 
     def broadcast_float(self, base: ir.Value, at: int) -> ir.Value:
-        return self._spread(self.builder.load(self.pointer(base, at, _F32), align=4), self.floats)
+        return self._spread(self.builder.load(self.pointer(base, at, ir.F32), align=4), self.floats)
 
     def of_column(self, base: ir.Value, places: Places, c: int) -> ir.Value:
         """The int32 at base + places.at[c] in all lanes of column c; see `paired`."""
@@ -100,8 +99,8 @@ class Emitter:
     def _of_column(self, base: ir.Value, places: Places, c: int, kind: ir.VectorType) -> ir.Value:
         at = places.at[c]
         if self.paired:  # this column's word and the other's, which follow one another
-            pair = self.builder.load(self.pointer(base, places.at[c & ~1], _I64), align=4)
-            return self.builder.bitcast(self._spread(pair, ir.VectorType(_I64, 2)), kind)
+            pair = self.builder.load(self.pointer(base, places.at[c & ~1], ir.I64), align=4)
+            return self.builder.bitcast(self._spread(pair, ir.VectorType(ir.I64, 2)), kind)
         if self.lanes == 4 and at // 16 * 16 + 16 <= places.end:  # neighbours share a load
             return self.word_of_quad(base, at, kind)
         return self._spread(self.builder.load(self.pointer(base, at, kind.element), align=4), kind)
@@ -140,7 +139,7 @@ class Emitter:
         return self._shuffled(a, b, (0, 4, 1, 5) if half == 0 else (2, 6, 3, 7))
 
     def load_half(self, base: ir.Value, at: int) -> ir.Value:
-        halves = ir.VectorType(ir.HalfType(), self.lanes)
+        halves = ir.VectorType(ir.F16, self.lanes)
         return self.builder.fpext(self.builder.load(self.pointer(base, at, halves), align=2 * self.lanes), self.floats)
 
     def load_e8m0(self, base: ir.Value, at: int) -> ir.Value:
@@ -152,16 +151,16 @@ class Emitter:
 
     def load_ue4m3(self, base: ir.Value, at: int) -> ir.Value:
         """Half of a UE4M3 a lane: a half of these bits is 2^-8 of it, subnormal ones alike."""
-        shorts = ir.VectorType(ir.IntType(16), self.lanes)
+        shorts = ir.VectorType(ir.I16, self.lanes)
         bits = self.builder.zext(self._load_bytes(base, at), shorts)
         bits = self.builder.shl(bits, ir.Constant(shorts, [7] * self.lanes))
-        halves = self.builder.bitcast(bits, ir.VectorType(ir.HalfType(), self.lanes))
+        halves = self.builder.bitcast(bits, ir.VectorType(ir.F16, self.lanes))
         return self.builder.fmul(
             self.builder.fpext(halves, self.floats), ir.Constant(self.floats, [128.0] * self.lanes)
         )
 
     def _load_bytes(self, base: ir.Value, at: int) -> ir.Value:
-        return self.builder.load(self.pointer(base, at, ir.VectorType(_I8, self.lanes)), align=1)
+        return self.builder.load(self.pointer(base, at, ir.VectorType(ir.I8, self.lanes)), align=1)
 
     def load_all(self, count: int, base: ir.Value, stride: ir.Value) -> list[ir.Value]:
         """What `store_all` has stored, of unpaired columns."""
@@ -181,8 +180,8 @@ class Emitter:
             base = self.builder.add(base, stride)
 
     def prefetch(self, base: ir.Value, at: int) -> None:
-        flags = (ir.Constant(_I32, 0), ir.Constant(_I32, 4 - self.level), ir.Constant(_I32, 1))  # read, of data
-        self.call("llvm.prefetch.p0", ir.VoidType(), self.pointer(base, at, _I8), *flags)
+        flags = (ir.Constant(ir.I32, 0), ir.Constant(ir.I32, 4 - self.level), ir.Constant(ir.I32, 1))  # read, of data
+        self.call("llvm.prefetch.p0", ir.VoidType(), self.pointer(base, at, ir.I8), *flags)
 
     def barrier(self) -> None:
         """Keep LLVM from moving loads across: its scheduler, given a whole superblock, spills most registers."""
@@ -199,7 +198,7 @@ class Emitter:
         return ir.Constant(self.ints, [0] * self.lanes)
 
     def splat(self, value: int) -> ir.Value:
-        return ir.Constant(self.ints, [ir.Constant(_I32, value)] * self.lanes)
+        return ir.Constant(self.ints, [ir.Constant(ir.I32, value)] * self.lanes)
 
     def and_(self, value: ir.Value, bits: int) -> ir.Value:
         return self.builder.and_(value, self.splat(bits))
@@ -305,7 +304,7 @@ class Emitter:
 
     @property
     def _shorts(self) -> ir.VectorType:
-        return ir.VectorType(_I16, 2 * self.lanes)
+        return ir.VectorType(ir.I16, 2 * self.lanes)
 
     # float32 lanes
 
@@ -331,9 +330,9 @@ class Emitter:
         return self.call(f"llvm.fma.v{self.lanes}f32", self.floats, a, b, c)
 
     def _shuffled(self, a: ir.Value, b: ir.Value, order: tuple[int, ...]) -> ir.Value:
-        return self.builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, len(order)), order))
+        return self.builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(ir.I32, len(order)), order))
 
     def _spread(self, scalar: ir.Value, kind: ir.VectorType) -> ir.Value:
-        first = self.builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(_I32, 0))
-        zeros = ir.Constant(ir.VectorType(_I32, kind.count), [0] * kind.count)
+        first = self.builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(ir.I32, 0))
+        zeros = ir.Constant(ir.VectorType(ir.I32, kind.count), [0] * kind.count)
         return self.builder.shuffle_vector(first, ir.Constant(kind, ir.Undefined), zeros)

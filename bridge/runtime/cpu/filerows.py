@@ -9,13 +9,14 @@ That takes 16 codes of a row whose bits lie at the same places of 16 bytes. Wher
 blocks are repacked on the way, see tiled.py.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import cache, partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
-from llvmlite import ir
 
 from bridge.blocks import BlockType
 from bridge.blocks.read import READ
@@ -25,6 +26,7 @@ from bridge.runtime.cpu.layout import InterleavedLayout
 from bridge.runtime.cpu.operands import LookedUp, given
 from bridge.runtime.cpu.superblock import k_block, plain_block
 from bridge.runtime.cpu.vectors import totals_type
+from bridge.system import ir
 from bridge.system.jit import intrinsic, types
 
 _STEP = 16  # bytes
@@ -177,7 +179,7 @@ def add_block(v: Emitter, block: BlockType, total: ir.Value, *addresses: ir.Valu
     source, row_bytes, halves, x, bad, ahead = addresses
     builder, layout = v.builder, InterleavedLayout(block, v.lanes)
     columns = block_columns(builder, source, row_bytes, v.lanes, block.nbytes)
-    flags = builder.inttoptr(bad, ir.IntType(64).as_pointer())
+    flags = builder.inttoptr(bad, ir.I64.as_pointer())
     builder.store(builder.or_(builder.load(flags), store_halves(columns, block, 0, halves)), flags)
     multiply = k_block if block.is_k else plain_block
     (total,) = multiply(v, layout, [total], None, halves, x, FileBlock(v, layout, columns, ahead))

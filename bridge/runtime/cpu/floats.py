@@ -6,13 +6,15 @@ C function as those of interleaved.py are; its "row groups" are single rows, `bl
 product of dequantized tiles where that is less work than passing over the weights again.
 """
 
+from __future__ import annotations
+
 from functools import cache
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 
 from bridge.runtime.cpu.portable import Dequantizing, RawMatrix
+from bridge.system import ir
 from bridge.system.jit import CFunction, c_function, cgutils, intrinsic, maker, types
 from bridge.system.memory import LANES, floats
 from bridge.system.pool import MIN_BYTES_TO_SHARE, share_items
@@ -21,7 +23,6 @@ SIZES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes of a number
 _FEW = 4  # most tokens that are multiplied one after the other; more go through a dense product
 _PARTS = 4  # independent sums, to hide the latency of additions
 
-_F32, _F16, _I16, _I32, _I64 = ir.FloatType(), ir.HalfType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 
 # set per type by `c_function`
 dot: Any = None
@@ -33,51 +34,52 @@ def _widened(builder: ir.IRBuilder, kind: str, address: ir.Value, lanes: int) ->
     def wide(element: ir.Type) -> ir.Type:
         return ir.VectorType(element, lanes) if lanes > 1 else element
 
-    stored = {"F32": _F32, "F16": _F16, "BF16": _I16}[kind]
+    stored = {"F32": ir.F32, "F16": ir.F16, "BF16": ir.I16}[kind]
     values = builder.load(builder.inttoptr(address, wide(stored).as_pointer()), align=SIZES[kind])
     if kind == "F16":
-        return builder.fpext(values, wide(_F32))
+        return builder.fpext(values, wide(ir.F32))
     if kind == "BF16":
-        sixteen = ir.Constant(wide(_I32), [16] * lanes if lanes > 1 else 16)
-        return builder.bitcast(builder.shl(builder.zext(values, wide(_I32)), sixteen), wide(_F32))
+        sixteen = ir.Constant(wide(ir.I32), [16] * lanes if lanes > 1 else 16)
+        return builder.bitcast(builder.shl(builder.zext(values, wide(ir.I32)), sixteen), wide(ir.F32))
     return values
 
 
 @cache
 def dot_function(kind: str) -> Any:
     """dot(weights, x, count): the sum of products of `count` numbers of a type and float32, at two addresses."""
-    vector = ir.VectorType(_F32, LANES)
 
     @intrinsic
     def multiply(typingctx, weights, x, count):
         def emit(context, builder, signature, arguments):
             weights, x, count = arguments
+            vector = ir.VectorType(ir.F32, LANES)
             fma = builder.module.declare_intrinsic(f"llvm.fma.v{LANES}f32", fnty=ir.FunctionType(vector, [vector] * 3))
             sums = [cgutils.alloca_once_value(builder, ir.Constant(vector, [0.0] * LANES)) for _ in range(_PARTS)]
-            rest = cgutils.alloca_once_value(builder, ir.Constant(_F32, 0.0))
+            rest = cgutils.alloca_once_value(builder, ir.Constant(ir.F32, 0.0))
 
             def pair(index, lanes):
-                at = builder.add(weights, builder.mul(index, _I64(SIZES[kind])))
+                at = builder.add(weights, builder.mul(index, ir.I64(SIZES[kind])))
                 value = builder.inttoptr(
-                    builder.add(x, builder.mul(index, _I64(4))), (vector if lanes > 1 else _F32).as_pointer()
+                    builder.add(x, builder.mul(index, ir.I64(4))), (vector if lanes > 1 else ir.F32).as_pointer()
                 )
                 return _widened(builder, kind, at, lanes), builder.load(value, align=4)
 
             step = LANES * _PARTS
-            whole = builder.udiv(count, _I64(step))
+            whole = builder.udiv(count, ir.I64(step))
             with cgutils.for_range(builder, whole) as loop:
-                first = builder.mul(loop.index, _I64(step))
+                first = builder.mul(loop.index, ir.I64(step))
                 for p, total in enumerate(sums):
-                    a, b = pair(builder.add(first, _I64(p * LANES)), LANES)
+                    a, b = pair(builder.add(first, ir.I64(p * LANES)), LANES)
                     builder.store(builder.call(fma, [a, b, builder.load(total)]), total)
-            with cgutils.for_range_slice(builder, builder.mul(whole, _I64(step)), count, _I64(1), inc=True) as (i, _):
+            done = builder.mul(whole, ir.I64(step))
+            with cgutils.for_range_slice(builder, done, count, ir.I64(1), inc=True) as (i, _):
                 a, b = pair(i, 1)
                 builder.store(builder.fadd(builder.load(rest), builder.fmul(a, b)), rest)
             total = builder.load(sums[0])
             for other in sums[1:]:
                 total = builder.fadd(total, builder.load(other))
             reduce = builder.module.declare_intrinsic(
-                f"llvm.vector.reduce.fadd.v{LANES}f32", fnty=ir.FunctionType(_F32, [_F32, vector])
+                f"llvm.vector.reduce.fadd.v{LANES}f32", fnty=ir.FunctionType(ir.F32, [ir.F32, vector])
             )
             return builder.call(reduce, [builder.load(rest), total], fastmath=("reassoc",))
 

@@ -7,10 +7,12 @@ Kernels that unpack blocks first (unpacked.py) turn the operands around where co
 unsigned there, x + 128, and codes are signed. What 128 adds is known when a block is unpacked, and sums start there.
 """
 
+from __future__ import annotations
+
 import numpy as np
-from llvmlite import ir
 
 from bridge.runtime.cpu.operands import nibble
+from bridge.system import ir
 
 NAME = "avx2"
 LANES = 8
@@ -39,7 +41,7 @@ def emit_tile(v, parts, words, x, places, bits, scales, magnitude, starts):
 
 
 def emit_start(v, words):
-    shorts = ir.VectorType(ir.IntType(16), 2 * v.lanes)
+    shorts = ir.VectorType(ir.I16, 2 * v.lanes)
     total = ir.Constant(shorts, [0] * (2 * v.lanes))
     for word in words:
         halves = v.builder.bitcast(v.splat(-0x7F7F7F80), v.bytes)  # 128 in each byte
@@ -52,7 +54,7 @@ def tile(
 ) -> list[list[ir.Value]]:
     """`Emitter.tile_dots` by the two instructions of a vector width, on whatever lanes v has."""
     parts = [list(row) for row in parts]
-    shorts = ir.VectorType(ir.IntType(16), 2 * v.lanes)
+    shorts = ir.VectorType(ir.I16, 2 * v.lanes)
     rights = (0, 4) if bits == 8 else (0,)
     count = len(words[0])
     together = count // len(starts[0]) if starts else count if x is None else words_together(bits, magnitude)
@@ -95,7 +97,7 @@ def row_dots(v, multiply, widen, rows, x, places, bits) -> list[ir.Value]:
     rows    [s][i][k]: word k of the rows i, i + 4 and so on, 16 codes each; a function that emits it
     places  [s][k]: where the 16 values are that it is multiplied with, from x on
     """
-    shorts = ir.VectorType(ir.IntType(16), 2 * v.lanes)
+    shorts = ir.VectorType(ir.I16, 2 * v.lanes)
     rights = (0, 4) if bits == 8 else (0,)
     most = words_together(bits)
     values = [[v.builder.bitcast(v.broadcast_sixteen(x, at), v.bytes) for at in row] for row in places]
@@ -134,12 +136,10 @@ def row_dots(v, multiply, widen, rows, x, places, bits) -> list[ir.Value]:
 
 def emit_signed_row_dots(v, rows, x, places):
     """As `row_dots`, of words of -127..127: the values' magnitudes, up to 128, times codes with the values' signs."""
-    shorts = ir.VectorType(ir.IntType(16), 2 * v.lanes)
+    shorts = ir.VectorType(ir.I16, 2 * v.lanes)
     one = ir.Constant(shorts, [1] * (2 * v.lanes))
     values = [[v.builder.bitcast(v.broadcast_sixteen(x, at), v.bytes) for at in row] for row in places]
-    sizes = [
-        [v.call("llvm.abs.v32i8", v.bytes, value, ir.Constant(ir.IntType(1), 0)) for value in row] for row in values
-    ]
+    sizes = [[v.call("llvm.abs.v32i8", v.bytes, value, ir.Constant(ir.I1, 0)) for value in row] for row in values]
     four: list[list[ir.Value]] = [[] for _ in rows]
     for i in range(4):
         for s, words in enumerate(rows):

@@ -1,9 +1,11 @@
 """AVX-512 with VNNI: vpdpbusd multiplies 64 unsigned codes with 64 int8 values and adds fours into 16 int32."""
 
+from __future__ import annotations
+
 import numpy as np
-from llvmlite import ir
 
 from bridge.runtime.cpu.intrinsics_avx2 import row_dots
+from bridge.system import ir
 
 NAME = "avx512"
 LANES = 16

@@ -4,9 +4,10 @@ It reads the low six bits of each byte and takes no notice of the others, so tha
 down where they lie in those six bits: the table holds an entry for every value of the bits around them.
 """
 
-from llvmlite import ir
+from __future__ import annotations
 
 from bridge.runtime.cpu.intrinsics_avx512 import emit_dots, emit_look_up, emit_row_dots, twin_dots
+from bridge.system import ir
 
 NAME = "avx512vbmi"
 LANES = 16
@@ -28,7 +29,7 @@ _A_WHERE_C_ELSE_B = 0xE4  # vpternlogd's truth table
 
 
 def emit_blend(v, a, b, mask):
-    table = ir.Constant(ir.IntType(32), _A_WHERE_C_ELSE_B)
+    table = ir.Constant(ir.I32, _A_WHERE_C_ELSE_B)
     return v.call("llvm.x86.avx512.pternlog.d.512", v.ints, a, b, mask, table)
 
 

@@ -5,7 +5,7 @@ elsewhere holds two rows of both here (`Emitter.paired`), and the int8 values of
 after 8 of the other (activations.py), so that a load brings what one instruction takes.
 """
 
-from llvmlite import ir
+from __future__ import annotations
 
 from bridge.runtime.cpu import intrinsics_neon as neon
 from bridge.runtime.cpu.intrinsics_neon import emit_look_up, twin_dots
@@ -26,8 +26,6 @@ __all__ = [
     "UNPACKS", "WIDTHS", "emit_dots", "emit_look_up", "twin_dots",
 ]  # fmt: skip
 
-_I8 = ir.VectorType(ir.IntType(8), 4 * LANES)
-
 
 def emit_dots(v, parts, words, x, places, bits):
     if not v.paired:
@@ -37,9 +35,9 @@ def emit_dots(v, parts, words, x, places, bits):
     for place in (place for place in places[0] if place % 8 == 0):
         k = at[place]
         first, second = words[k](), words[at[place + 4]]()
-        rows = [v.builder.bitcast(v.zipped(first, second, half), _I8) for half in (0, 1)]
+        rows = [v.builder.bitcast(v.zipped(first, second, half), v.bytes) for half in (0, 1)]
         for c in range(0, len(parts), 2):
-            values = v.builder.load(v.pointer(x, places[c][k], _I8), align=4)  # of the next column too
+            values = v.builder.load(v.pointer(x, places[c][k], v.bytes), align=4)  # of the next column too
             for half in (0, 1):
                 parts[c + half] = v.call(
                     "llvm.aarch64.neon.smmla.v4i32.v16i8", v.ints, parts[c + half], rows[half], values

@@ -4,8 +4,9 @@ Codes of up to 6 bits can be read as signed; those of 8 bits are stored less 128
 tables: their zero point is off.
 """
 
+from __future__ import annotations
+
 import numpy as np
-from llvmlite import ir
 
 NAME = "neon"
 LANES = 4
@@ -18,8 +19,6 @@ UNPACKS = False
 FUSES_SCALES = False
 INDEX_BITS = 0
 
-_I8 = ir.VectorType(ir.IntType(8), 4 * LANES)
-
 
 def emit_look_up(v, table, codes):
     return v.call("llvm.aarch64.neon.tbl1.v16i8", v.bytes, table, codes)
@@ -28,9 +27,9 @@ def emit_look_up(v, table, codes):
 def emit_dots(v, parts, words, x, places, bits):
     parts = list(parts)
     for k, word in enumerate(words):
-        codes = v.builder.bitcast(word(), _I8)
+        codes = v.builder.bitcast(word(), v.bytes)
         for c in range(len(parts)):
-            values = v.builder.bitcast(v.word_of_quad(x, places[c][k], v.ints), _I8)
+            values = v.builder.bitcast(v.word_of_quad(x, places[c][k], v.ints), v.bytes)
             parts[c] = v.call("llvm.aarch64.neon.sdot.v4i32.v16i8", v.ints, parts[c], codes, values)
     return parts
 

@@ -10,11 +10,12 @@ whose blocks, spans and `merge` this shares. There, HEAD_DIM is the rank. Rows o
 1/28 of what its 128 heads' keys and values would.
 """
 
+from __future__ import annotations
+
 from functools import cache, partial
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 
 from bridge.runtime.cpu.attention import (
     BLOCK,
@@ -48,10 +49,9 @@ from bridge.runtime.cpu.attention import (
     softmax,
 )
 from bridge.runtime.cpu.floats import dot_function
+from bridge.system import ir
 from bridge.system.jit import CFunction, c_function, cgutils, inner, intrinsic, maker, types
 from bridge.system.memory import allocate, array_at, floats, free, from_half, next_line, panel, rows_together, to_half
-
-_F32, _F16, _I64 = ir.FloatType(), ir.HalfType(), ir.IntType(64)
 
 # set by `function` and `heads_function`
 halves = quantized = False
@@ -67,39 +67,39 @@ def _dots_of(rows: int, halves: bool) -> Any:
     r < rows, t < count. Rows of b fill its stride, a multiple of 16 elements. a and c are float32, b is float32 or
     halves; strides in bytes.
     """
-    item = _F16 if halves else _F32
+    item = ir.F16 if halves else ir.F32
 
     @intrinsic
     def multiply(typingctx, a, a_stride, b, b_stride, count, c, c_stride):
         def emit(context, builder, signature, arguments):
             a, a_stride, b, b_stride, count, c, c_stride = arguments
-            vector, stored, nbytes = ir.VectorType(_F32, LANES), ir.VectorType(item, LANES), 2 if halves else 4
+            vector, stored, nbytes = ir.VectorType(ir.F32, LANES), ir.VectorType(item, LANES), 2 if halves else 4
             fma = builder.module.declare_intrinsic(f"llvm.fma.v{LANES}f32", fnty=ir.FunctionType(vector, [vector] * 3))
             reduce = builder.module.declare_intrinsic(
-                f"llvm.vector.reduce.fadd.v{LANES}f32", fnty=ir.FunctionType(_F32, [_F32, vector])
+                f"llvm.vector.reduce.fadd.v{LANES}f32", fnty=ir.FunctionType(ir.F32, [ir.F32, vector])
             )
             zero = ir.Constant(vector, [0.0] * LANES)
-            chunks = builder.udiv(b_stride, _I64(LANES * nbytes))
+            chunks = builder.udiv(b_stride, ir.I64(LANES * nbytes))
             for own in rows_together(rows):
                 totals = [cgutils.alloca_once(builder, vector) for _ in own]
-                starts = [builder.add(a, builder.mul(a_stride, _I64(r))) for r in own]
-                places = [builder.add(c, builder.mul(c_stride, _I64(r))) for r in own]
+                starts = [builder.add(a, builder.mul(a_stride, ir.I64(r))) for r in own]
+                places = [builder.add(c, builder.mul(c_stride, ir.I64(r))) for r in own]
                 with cgutils.for_range(builder, count) as position:
                     row = builder.add(b, builder.mul(b_stride, position.index))
                     for total in totals:
                         builder.store(zero, total)
                     with cgutils.for_range(builder, chunks) as loop:
-                        at = builder.add(row, builder.mul(loop.index, _I64(LANES * nbytes)))
+                        at = builder.add(row, builder.mul(loop.index, ir.I64(LANES * nbytes)))
                         values = builder.load(builder.inttoptr(at, stored.as_pointer()), align=nbytes)
                         values = builder.fpext(values, vector) if halves else values
                         for start, total in zip(starts, totals, strict=True):
-                            at = builder.add(start, builder.mul(loop.index, _I64(4 * LANES)))
+                            at = builder.add(start, builder.mul(loop.index, ir.I64(4 * LANES)))
                             factors = builder.load(builder.inttoptr(at, vector.as_pointer()), align=4)
                             builder.store(builder.call(fma, [factors, values, builder.load(total)]), total)
                     for place, total in zip(places, totals, strict=True):
-                        at = builder.add(place, builder.shl(position.index, _I64(2)))
-                        dot = builder.call(reduce, [_F32(0.0), builder.load(total)], fastmath=("reassoc",))
-                        builder.store(dot, builder.inttoptr(at, _F32.as_pointer()), align=4)
+                        at = builder.add(place, builder.shl(position.index, ir.I64(2)))
+                        dot = builder.call(reduce, [ir.F32(0.0), builder.load(total)], fastmath=("reassoc",))
+                        builder.store(dot, builder.inttoptr(at, ir.F32.as_pointer()), align=4)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 7), emit

@@ -44,13 +44,13 @@ fast as memory is read: with 3 or 4 bits a code and 4 a scale, bits a weight bec
                           IQ2_S   2.56 -> 3.31    IQ4_XS  4.25 -> 4.31, with scales of 8 bits
 """
 
-from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
 from bridge.blocks import BlockType
+from bridge.system.records import record
 
 PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
 GROUP = 8  # words, that is 32 columns
@@ -97,7 +97,7 @@ def pieces(bits: int, count: int) -> tuple[tuple[Piece, ...], ...]:
     return tuple(map(tuple, found))
 
 
-@dataclass(frozen=True)
+@record
 class InterleavedLayout:
     """Sizes, in bytes, of the repacked form of a type for a number of lanes."""
 

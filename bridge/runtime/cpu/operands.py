@@ -1,11 +1,12 @@
 """What emitter.py and twin.py share: words of codes, which are made where they are used, and places in records."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from bridge.system.records import record
 
-@dataclass(frozen=True)
+
+@record
 class LookedUp:
     """A word of a table's entries: a function that emits it, as other words are."""
 
@@ -21,7 +22,7 @@ class LookedUp:
         return self.v.look_up(self.code(), tuple(entry >> right & 15 for entry in self.table))
 
 
-@dataclass(frozen=True)
+@record
 class Permuted:
     """The same by a look-up that takes no notice of bits that are not the code's."""
 
@@ -38,7 +39,7 @@ class Permuted:
         return self.v.permute(indices, tuple(entries[number] for number in numbers))
 
 
-@dataclass(frozen=True)
+@record
 class Nibbles:
     """A word of codes of 8 bits whose low nibbles are at base + at, and whose high ones are in the vector after it."""
 

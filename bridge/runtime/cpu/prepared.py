@@ -1,7 +1,6 @@
 """A repacked copy of a tensor, in memory of its own."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -89,6 +88,8 @@ class Prepared(Interleaved):
             for i in range(len(starts)):
                 part(i)
         else:
+            from concurrent.futures import ThreadPoolExecutor
+
             with thread_limit(), ThreadPoolExecutor(threads) as executor:
                 list(executor.map(part, range(len(starts))))
         if (row := bad.min(initial=rows)) < rows:

@@ -3,13 +3,13 @@
 The same chunks, threads and huge pages as a product, every cache line loaded and added up, nothing else done.
 """
 
-import numpy as np
-from llvmlite import ir
+from __future__ import annotations
 
-from bridge.system import pool
+import numpy as np
+
+from bridge.system import ir, pool
 from bridge.system.jit import CFunction, c_function, intrinsic, maker, types
 
-_WIDE = ir.VectorType(ir.IntType(32), 16)
 _UNROLLED = 8  # vectors
 
 
@@ -18,19 +18,19 @@ def _sum_lines(typingctx, address):
     """Add up 8 lines; returns a number that depends on all of them."""
 
     def emit(context, builder, signature, arguments):
-        total = None
+        total, wide = None, ir.VectorType(ir.I32, 16)
         for i in range(_UNROLLED):
-            place = builder.add(arguments[0], ir.Constant(ir.IntType(64), 64 * i))
-            line = builder.load(builder.inttoptr(place, _WIDE.as_pointer()), align=64)
-            ahead = builder.add(place, ir.Constant(ir.IntType(64), 4096))
-            pointer = builder.inttoptr(ahead, ir.IntType(8).as_pointer())
-            flags = [ir.Constant(ir.IntType(32), n) for n in (0, 3, 1)]
+            place = builder.add(arguments[0], ir.Constant(ir.I64, 64 * i))
+            line = builder.load(builder.inttoptr(place, wide.as_pointer()), align=64)
+            ahead = builder.add(place, ir.Constant(ir.I64, 4096))
+            pointer = builder.inttoptr(ahead, ir.I8.as_pointer())
+            flags = [ir.Constant(ir.I32, n) for n in (0, 3, 1)]
             kind = ir.FunctionType(ir.VoidType(), [pointer.type, *[f.type for f in flags]])
             builder.call(builder.module.declare_intrinsic("llvm.prefetch.p0", fnty=kind), [pointer, *flags])
             total = line if total is None else builder.xor(total, line)
-        kind = ir.FunctionType(ir.IntType(32), [_WIDE])
+        kind = ir.FunctionType(ir.I32, [wide])
         folded = builder.call(builder.module.declare_intrinsic("llvm.vector.reduce.xor.v16i32", fnty=kind), [total])
-        return builder.sext(folded, ir.IntType(64))
+        return builder.sext(folded, ir.I64)
 
     return types.int64(types.int64), emit
 

@@ -21,13 +21,15 @@ step. There the first token of a sequence has a block for all of its tokens, and
 from token to token.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 
 from bridge.runtime.cpu.decoder_ops import exp, square_sum
 from bridge.runtime.cpu.floats import dot_function
+from bridge.system import ir
 from bridge.system.jit import CFunction, c_function, cgutils, inner, intrinsic, maker, types
 from bridge.system.memory import LANES, array_at, array_on_stack, floats
 
@@ -50,29 +52,29 @@ CHANNELS_AT_ONCE = 512
 TOKENS_AT_ONCE = 16  # whose keys and queries, 1 KB each for heads of 128, stay in the first cache with 16 columns
 BLOCKS_AT_ONCE = 4  # of 16 columns
 _PARTS = 4  # independent sums, to hide the latency of additions
-_F32, _I64 = ir.FloatType(), ir.IntType(64)
-_VECTOR = ir.VectorType(_F32, LANES)
 _dot: Any = dot_function("F32")
+
+
+def _vector() -> ir.VectorType:
+    return ir.VectorType(ir.F32, LANES)
 
 
 def _load(builder: ir.IRBuilder, address: ir.Value, index: ir.Value, kind: ir.Type) -> ir.Value:
     """The float32, or vector of them, number `index` at an address."""
-    size = LANES * 4 if isinstance(kind, ir.VectorType) else 4
-    at = builder.add(address, builder.mul(index, _I64(size)))
+    whole = isinstance(kind, ir.VectorType)
+    at = builder.add(address, builder.mul(index, ir.I64(LANES * 4 if whole else 4)))
     value = builder.load(builder.inttoptr(at, kind.as_pointer()), align=4)
-    if kind is _VECTOR:
-        return value
-    return _spread(builder, value)
+    return value if whole else _spread(builder, value)
 
 
 def _spread(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
-    empty = ir.Constant(_VECTOR, ir.Undefined)
-    first = builder.insert_element(empty, scalar, ir.Constant(ir.IntType(32), 0))
-    return builder.shuffle_vector(first, empty, ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES))
+    empty = ir.Constant(_vector(), ir.Undefined)
+    first = builder.insert_element(empty, scalar, ir.Constant(ir.I32, 0))
+    return builder.shuffle_vector(first, empty, ir.Constant(ir.VectorType(ir.I32, LANES), [0] * LANES))
 
 
 def _fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-    kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
+    kind = ir.FunctionType(_vector(), [_vector()] * 3)
     return builder.call(builder.module.declare_intrinsic(f"llvm.fma.v{LANES}f32", fnty=kind), [a, b, c])
 
 
@@ -82,27 +84,27 @@ def read(typingctx, state, q, k, count, of_q, of_k):
 
     def emit(context, builder, signature, arguments):
         state, q, k, count, of_q, of_k = arguments
-        zero = ir.Constant(_VECTOR, [0.0] * LANES)
+        zero = ir.Constant(_vector(), [0.0] * LANES)
         sums = [[cgutils.alloca_once_value(builder, zero) for _ in range(2)] for _ in range(_PARTS)]
 
         def row(index, totals):
-            values = _load(builder, state, index, _VECTOR)
+            values = _load(builder, state, index, _vector())
             for total, factors in zip(totals, (q, k), strict=True):
-                factor = _load(builder, factors, index, _F32)
+                factor = _load(builder, factors, index, ir.F32)
                 builder.store(_fma(builder, factor, values, builder.load(total)), total)
 
-        whole = builder.udiv(count, _I64(_PARTS))
+        whole = builder.udiv(count, ir.I64(_PARTS))
         with cgutils.for_range(builder, whole) as loop:
-            first = builder.mul(loop.index, _I64(_PARTS))
+            first = builder.mul(loop.index, ir.I64(_PARTS))
             for p, totals in enumerate(sums):
-                row(builder.add(first, _I64(p)), totals)
-        with cgutils.for_range_slice(builder, builder.mul(whole, _I64(_PARTS)), count, _I64(1), inc=True) as (i, _):
+                row(builder.add(first, ir.I64(p)), totals)
+        with cgutils.for_range_slice(builder, builder.mul(whole, ir.I64(_PARTS)), count, ir.I64(1), inc=True) as (i, _):
             row(i, sums[0])
         for at, parts in zip((of_q, of_k), zip(*sums, strict=True), strict=True):
             total = builder.load(parts[0])
             for other in parts[1:]:
                 total = builder.fadd(total, builder.load(other))
-            builder.store(total, builder.inttoptr(at, _VECTOR.as_pointer()), align=4)
+            builder.store(total, builder.inttoptr(at, _vector().as_pointer()), align=4)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 6), emit
@@ -115,12 +117,12 @@ def write(typingctx, state, kept, k, u, count):
     def emit(context, builder, signature, arguments):
         state, kept, k, u, count = arguments
         factor = _spread(builder, kept)
-        added = builder.load(builder.inttoptr(u, _VECTOR.as_pointer()), align=4)
+        added = builder.load(builder.inttoptr(u, _vector().as_pointer()), align=4)
         with cgutils.for_range(builder, count) as loop:
-            values = builder.fmul(_load(builder, state, loop.index, _VECTOR), factor)
-            changed = _fma(builder, _load(builder, k, loop.index, _F32), added, values)
-            at = builder.add(state, builder.mul(loop.index, _I64(4 * LANES)))
-            builder.store(changed, builder.inttoptr(at, _VECTOR.as_pointer()), align=4)
+            values = builder.fmul(_load(builder, state, loop.index, _vector()), factor)
+            changed = _fma(builder, _load(builder, k, loop.index, ir.F32), added, values)
+            at = builder.add(state, builder.mul(loop.index, ir.I64(4 * LANES)))
+            builder.store(changed, builder.inttoptr(at, _vector().as_pointer()), align=4)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.float32, types.int64, types.int64, types.int64), emit

@@ -5,21 +5,22 @@ columns.py.
 The types whose codes are numbered are repacked by recode.py.
 """
 
+from __future__ import annotations
+
 from functools import cache
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 
 from bridge.blocks.read import READ
 from bridge.runtime.cpu.columns import Word, assembled, block_columns, store_halves, words_of
 from bridge.runtime.cpu.layout import InterleavedLayout
 from bridge.runtime.cpu.recode import recoder
+from bridge.system import ir
 from bridge.system.jit import CFunction, c_function, inner, intrinsic, maker, types
 from bridge.system.memory import allocate, array_at, free
 from bridge.system.pool import write
 
-_I8, _I32, _I64 = (ir.IntType(bits) for bits in (8, 32, 64))
 _LINE = 64  # bytes of a cache line
 
 # set per type and lanes by `c_function`
@@ -42,7 +43,6 @@ def _mover(name: str, lanes: int) -> Any:
     codes     where its words go
     """
     block = READ[name]
-    vector = ir.VectorType(_I32, lanes)
 
     @intrinsic
     def move(typingctx, source, row_bytes, halves, codes):
@@ -51,8 +51,9 @@ def _mover(name: str, lanes: int) -> Any:
             columns = block_columns(builder, source, row_bytes, lanes, block.nbytes)
             aligned = words(name, lanes)[0].moves[0].offset % 4  # where most words begin
             bad = store_halves(columns, block, aligned, halves)
+            vector = ir.VectorType(ir.I32, lanes)
             for i, word in enumerate(words(name, lanes)):
-                place = builder.add(codes, _I64(4 * lanes * i))
+                place = builder.add(codes, ir.I64(4 * lanes * i))
                 builder.store(assembled(columns, word), builder.inttoptr(place, vector.as_pointer()), align=4)
             return bad
 
@@ -67,11 +68,11 @@ def _fetcher(nbytes: int) -> Any:
     @intrinsic
     def fetch(typingctx, address):
         def emit(context, builder, signature, arguments):
-            flags = _I32(0), _I32(2), _I32(1)  # to be read, second level, of data
-            kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), *[_I32] * 3])
+            flags = ir.I32(0), ir.I32(2), ir.I32(1)  # to be read, second level, of data
+            kind = ir.FunctionType(ir.VoidType(), [ir.I8.as_pointer(), *[ir.I32] * 3])
             prefetch = builder.module.declare_intrinsic("llvm.prefetch.p0", fnty=kind)
             for at in range(0, nbytes, _LINE):
-                place = builder.inttoptr(builder.add(arguments[0], _I64(at)), _I8.as_pointer())
+                place = builder.inttoptr(builder.add(arguments[0], ir.I64(at)), ir.I8.as_pointer())
                 builder.call(prefetch, [place, *flags])
             return context.get_dummy_value()
 

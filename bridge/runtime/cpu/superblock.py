@@ -20,7 +20,6 @@ activations.py. Sums over 32 columns are exact in int32; above them float32 roun
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,9 +27,10 @@ from bridge.blocks import BlockType
 from bridge.runtime.cpu.activations import Record, float_record, record_of
 from bridge.runtime.cpu.layout import GROUP, InterleavedLayout, Piece, pieces
 from bridge.runtime.cpu.operands import LookedUp, Permuted, Places, given
+from bridge.system.records import record
 
 
-@dataclass(frozen=True)
+@record
 class Word:
     """A word of codes in the vectors at base + at: a function that emits its code.
 
@@ -167,7 +167,7 @@ def fields_at(record: Record, columns: range, at: int) -> Places:
     return Places(places, record.nbytes * len(columns))
 
 
-@dataclass(frozen=True)
+@record
 class Repacked:
     """Where a block's codes and scale codes come from: the repacked form at `weights`."""
 

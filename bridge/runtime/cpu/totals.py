@@ -1,8 +1,11 @@
 """The type of what kernels add up in, see vectors.py; needed when a kernel is compiled alone."""
 
-from llvmlite import ir
+from __future__ import annotations
+
 from numba.core import types
 from numba.extending import models, register_model
+
+from bridge.system import ir
 
 
 class Totals(types.Type):
@@ -17,5 +20,5 @@ class Totals(types.Type):
 @register_model(Totals)
 class _TotalsModel(models.PrimitiveModel):
     def __init__(self, dmm, fe_type):
-        vector = ir.VectorType(ir.FloatType(), fe_type.lanes)
+        vector = ir.VectorType(ir.F32, fe_type.lanes)
         super().__init__(dmm, fe_type, ir.ArrayType(vector, fe_type.columns))

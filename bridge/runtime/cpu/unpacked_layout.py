@@ -15,7 +15,6 @@ times their magnitudes, though values reach 255: from 0, half as many products c
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from math import gcd
 from typing import Any
@@ -23,9 +22,10 @@ from typing import Any
 from bridge.blocks import BlockType
 from bridge.runtime.cpu.intrinsics_avx2 import words_together
 from bridge.runtime.cpu.operands import Nibbles
+from bridge.system.records import record
 
 
-@dataclass(frozen=True)
+@record
 class UnpackedLayout:
     """Where the parts of an unpacked block are, in bytes."""
 
