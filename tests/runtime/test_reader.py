@@ -317,7 +317,6 @@ def test_importing_and_opening_take_neither_torch_nor_numba(file):
         "f['float'].dequantize(), f['q8'].raw[:3], f.metadata['flag']\n"
         "import numpy as np\n"
         "f['q8'].matvec(np.ones(64, np.float32))\n"
-        "assert 'llvmlite' in sys.modules\n"
         "assert 'torch' not in sys.modules\n"
     ).replace("import numpy", "assert not {'numba', 'llvmlite'} & set(sys.modules)\nimport numpy")
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -46,7 +46,7 @@ def test_words_are_merged_as_by_the_tokenizers_library(vocabulary: tuple[list[st
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     known = [pair for pair in pairs if pair[0] in ids and pair[1] in ids and "".join(pair) in ids]
     model = tokenizers.models.BPE(vocab=ids, merges=known)
-    within = Vocabulary(tokens).ids_within(word)
+    within = Vocabulary(tokens).ids_within([word])
     assert within is not None
     assert merged(word, within, ranks_of(within, merges)) == [token.id for token in model.tokenize(word)]
 
@@ -94,10 +94,10 @@ def test_the_first_texts_are_joined_as_later_ones(tokens: list[str], text: str, 
 
 def test_texts_are_scanned_for_until_there_were_a_few_or_a_long_one() -> None:
     vocabulary = Vocabulary(["a", "b", "ab", "a"])
-    assert vocabulary.ids_within("abc") == {"a": 3, "b": 1, "ab": 2}
+    assert vocabulary.ids_within(["abc"]) == {"a": 3, "b": 1, "ab": 2}
     assert [vocabulary.scans("a"), vocabulary.scans("a" * 513)] == [True, False]
     for _ in range(7):
-        vocabulary.ids_within("b")
+        vocabulary.ids_within(["b"])
     assert not vocabulary.scans("a")
     vocabulary = Vocabulary(["a"])
     assert vocabulary.ids == {"a": 0}
@@ -107,7 +107,7 @@ def test_texts_are_scanned_for_until_there_were_a_few_or_a_long_one() -> None:
 def test_a_vocabulary_of_all_parts_of_a_text_is_not_scanned_for_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "".join(map(chr, range(0x4E00, 0x4E00 + 500)))
     tokens = [text[start:end] for start in range(500) for end in range(start + 1, 501)]
-    assert Vocabulary(tokens).ids_within(text) is None
+    assert Vocabulary(tokens).ids_within([text]) is None
     monkeypatch.setattr(module, "_MOST", 2)
     merges, tokens = ["a b"], ["a", "b", "ab", "Ġ"]
     for pre in ("gpt-2", "sarvam-moe"):

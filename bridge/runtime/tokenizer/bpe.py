@@ -65,7 +65,7 @@ class _ByMerges:
         It leaves out a character that is no token, or takes its bytes' tokens, and merges what is next to them: then
         the text does not contain all of its tokens.
         """
-        ids = self._vocabulary.ids_within(" ".join(words))
+        ids = self._vocabulary.ids_within(words)
         if ids is None or not all(character in ids for word in words for character in word):
             return None
         ranks = ranks_of(ids, self._merges)

@@ -50,7 +50,7 @@ class SentencePiece:
         text = text.replace(" ", SPACE)
         if self._prefix and after_special:
             text = SPACE + text
-        if self._vocabulary.scans(text) and (ids := self._vocabulary.ids_within(text)) is not None:
+        if self._vocabulary.scans(text) and (ids := self._vocabulary.ids_within([text])) is not None:
             return self._join(text, ids)
         if not self._words:
             return self._join(text, self._vocabulary.ids)
