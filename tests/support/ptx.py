@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
+
+from bridge.system import kernel_cache
 
 if TYPE_CHECKING:
     from bridge.cuda.launch import Kernel
@@ -43,10 +46,18 @@ def compiled(kernel: Kernel, capability: tuple[int, int]) -> Compiled:
 
 @cache
 def ptx_of(kernel: Kernel, capability: tuple[int, int]) -> str:
-    """A kernel as PTX."""
+    """A kernel as PTX, compiled once for all processes of a run, and those that follow.
+
+    It is kept with compiled kernels, under what it is made of and by.
+    """
     from bridge.cuda import compiler
 
-    return compiler.ptx_of(kernel, capability)
+    made_by = str(compiler.folder(capability)), sys.version  # its name says by which versions of packages
+    file = f"ptx.{kernel.name}-{kernel_cache.digest(compiler.digest(kernel), *made_by)}"
+    if (kept := kernel_cache.load(file)) is None:
+        kept = compiler.ptx_of(kernel, capability).encode()
+        kernel_cache.note(file, kept)
+    return kept.decode()
 
 
 def assembled(ptx: str, capability: tuple[int, int], registers: int | None = None) -> Compiled:
