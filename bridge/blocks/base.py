@@ -31,12 +31,11 @@ codes are levels and signs of the point's coordinates, so that what reads or mul
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from bridge.system.records import record
 
-
-@record(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class BlockType:
     """One GGUF block type: what its fields may hold and how they lie in memory. A default: no such field."""
 

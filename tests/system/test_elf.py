@@ -18,7 +18,7 @@ from bridge.system import compiler, elf, object_code
 from bridge.system.jit import ARGUMENTS, c_function
 from bridge.system.memory import allocate, array_at, free
 from scripts import build_objects
-from tests.conftest import CHECKPOINT, PATIENCE
+from tests.conftest import CHECKPOINT, PATIENCE, linux
 from tests.system.test_object_code import ELSEWHERE
 
 here = pytest.mark.skipif(
@@ -61,6 +61,7 @@ def test_code_computes_what_it_does_where_llvm_loads_it() -> None:
     assert elf.load(function.name, code) != address  # memory of its own
 
 
+@linux
 @here
 def test_code_can_be_run_and_not_changed() -> None:
     function = c_function(_weighted, "kept")
