@@ -28,8 +28,8 @@ TOOLS = frozenset(
     "bridge." + name
     for name in (
         "errors", "system.cache", "system.closure", "system.compile_ahead", "system.compiling", "system.cpus",
-        "system.elf", "system.files", "system.folder_locks", "system.fork_locks", "system.kernel_cache", "system.object_code",
-        "system.options", "system.progress", "system.row_threads", "system.text", "system.worker",
+        "system.elf", "system.files", "system.folder_locks", "system.fork_locks", "system.kernel_cache",
+        "system.object_code", "system.options", "system.progress", "system.row_threads", "system.text", "system.worker",
     )
 )  # fmt: skip
 _IMPORTS = re.compile(
