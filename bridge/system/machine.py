@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from bridge.system import arm, kernel_cache
 
-# Linux's name for a kind of CPU, with numbers for all its features
+# Linux's name for a kind of x86 CPU, with numbers for all its features
 _MODALIAS = Path("/sys/devices/system/cpu/modalias")
 
 
@@ -61,19 +61,25 @@ def _present() -> set[str]:
 
 @cache
 def _seen_by_llvm() -> tuple[str, str, dict[str, bool]]:
-    """This machine's triple, CPU and features; kept with the kernels for CPUs that Linux names, as LLVM takes long."""
-    import llvmlite
-
-    name = None
-    with suppress(OSError):
-        kind = _MODALIAS.read_text(), llvmlite.__version__, os.uname()
-        name = f"cpu-{kernel_cache.digest(*kind)}.json"
-        with suppress(ValueError):
-            triple, cpu, features = json.loads(kernel_cache.load(name) or b"")
-            return triple, cpu, features
+    """This machine's triple, CPU and features; kept with the kernels where Linux names the CPU: LLVM takes 50 ms."""
+    file = _kept_as()
+    with suppress(ValueError):
+        triple, cpu, features = json.loads((file and kernel_cache.load(file)) or b"")
+        return triple, cpu, features
     import llvmlite.binding as llvm
 
     seen = llvm.get_process_triple(), llvm.get_host_cpu_name(), dict(sorted(llvm.get_host_cpu_features().items()))
-    if name is not None:
-        kernel_cache.note(name, json.dumps(seen).encode())
+    if file:
+        kernel_cache.note(file, json.dumps(seen).encode())
     return seen
+
+
+def _kept_as() -> str | None:
+    """The name of the file for what LLVM says of this kind of CPU; None where the kind is not known."""
+    import llvmlite
+
+    with suppress(OSError, AttributeError):  # other systems
+        kind = _MODALIAS.read_text()
+        if kind.startswith("cpu:type:x86"):
+            return f"cpu-{kernel_cache.digest(kind, os.uname().release, llvmlite.__version__)}.json"
+    return None
