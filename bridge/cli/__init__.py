@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 
 def main(argv: Sequence[str] | None = None, spread: Any = None) -> int:
@@ -21,7 +21,6 @@ def main(argv: Sequence[str] | None = None, spread: Any = None) -> int:
     if interrupt is signal.default_int_handler:  # an import that an exception ends may print a traceback, or go on
         signal.signal(signal.SIGINT, _leave)
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "20")  # numpy's threads spin for 0.1 s of a start otherwise
-    atexit.register(gc.freeze)  # at its end Python looks through all objects for circles otherwise
     gc.set_threshold(100_000, 20, 20)  # a vocabulary's strings are no circles
     words = sys.argv[1:] if argv is None else argv
     try:
@@ -31,6 +30,26 @@ def main(argv: Sequence[str] | None = None, spread: Any = None) -> int:
     finally:
         signal.signal(signal.SIGINT, interrupt)
     return run_program(words, spread)
+
+
+def entry_point() -> NoReturn:
+    """The program `gguf-bridge`: `main`, and an end that leaves it to the system to free memory.
+
+    Python would look through all objects, and free them one by one: 25 ms. Whatever else is to be done at the end, by
+    `atexit` or in other threads, is done before.
+    """
+    done: list[int] = []
+
+    def leave() -> None:
+        if done:
+            with suppress(OSError, ValueError):  # closed
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(done[0])
+
+    atexit.register(leave)  # the first to register is called last
+    done.append(main())
+    sys.exit(done[0])
 
 
 def _leave(number: int, frame: Any) -> None:

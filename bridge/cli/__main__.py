@@ -1,7 +1,5 @@
 """`python -m bridge.cli`: the command line."""
 
-import sys
+from bridge.cli import entry_point
 
-from bridge.cli import main
-
-sys.exit(main())
+entry_point()

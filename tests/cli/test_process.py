@@ -45,7 +45,9 @@ def test_run_imports_no_converter(tmp_path):
     bridge.convert(CHECKPOINT, tmp_path / "m.gguf")
     words = ["run", str(tmp_path / "m.gguf"), "-p", "KING", "-n", "1", "--temp", "0"]
     heavy = {"gguf", "jinja2", "numpy.random", "difflib", "bridge.cli.convert", "bridge.checkpoint", "torch"}
-    done = python("-c", f"from bridge.cli import main; main({words}); import sys; print({heavy} & {{*sys.modules}})")
+    for _ in range(2):  # the first may compile, with Numba
+        code = f"from bridge.cli import main; main({words}); import sys; print({heavy} & {{*sys.modules}})"
+        done = python("-c", code)
     assert done.stdout.splitlines()[-1] == "set()"
 
 
@@ -61,6 +63,35 @@ def test_without_asserts_and_docstrings(tmp_path, small_model):
         assert python(*cli, *command).returncode == 0
     done = python(*cli, "quantize", small_model, tmp_path / "q.gguf", "--calibrate", tmp_path / "text.txt")
     assert (done.returncode, "unset PYTHONOPTIMIZE=2" in one_line(done.stderr)) == (2, True)
+
+
+END = """
+import atexit, sys, threading, time
+from bridge import cli
+
+def main():
+    atexit.register(print, "at the end")
+    threading.Thread(target=lambda: (time.sleep(0.2), print("in a thread"))).start()
+    print("first")
+    if len(sys.argv) > 1:
+        raise SystemExit(sys.argv[1])
+    return 3
+
+class Freed:
+    def __del__(self):
+        print("freed")
+
+freed, cli.main = Freed(), main
+cli.entry_point()
+"""
+
+
+def test_a_process_ends_with_all_that_is_to_be_done_and_frees_nothing():
+    done = python("-c", END)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "first\nin a thread\nat the end\n", "")
+    done = python("-c", END, "another end")  # as any other
+    assert (done.returncode, done.stderr) == (1, "another end\n")
+    assert done.stdout == "first\nin a thread\nat the end\nfreed\n"
 
 
 def test_functions_of_the_package_are_functions_whatever_was_imported_before():
