@@ -183,26 +183,25 @@ class _Cursor:
 
         None where it is not so: a string is empty, longer, or has zeros, or the array does not end in the file.
         """
-        found: list[np.ndarray] = []  # where strings begin, after their lengths
-        start, missing = at, count
-        while missing > 0 and start + 8 < self.size:
+        found: list[np.ndarray] = []
+        start, missing, expected = at, count, at + 8  # where the next string begins, after its length
+        while missing and start + 8 < self.size:
             data = np.frombuffer(self.data, np.uint8, min(_WINDOW, self.size - start), start)
             zero = data == 0
             two = zero[1:] & zero[:-1]
             six = two[4:] & two[2:-2] & two[:-4]
-            begins = np.flatnonzero(six[:-1] > zero[6:])[:missing]
-            found.append(begins + (start + 6))
-            start, missing = start + len(data) - 6, missing - len(begins)
-        if missing or not count:
-            return None
-        begins = np.concatenate(found)
-        places = begins - (at + 8)
-        if places[0]:
-            return None
-        data = np.frombuffer(self.data, np.uint8, int(begins[-1]) - at, at)
-        lengths = data[places] + 256 * data[places + 1].astype(np.int64)
-        ends = begins + lengths
-        return lengths if (ends[:-1] + 8 == begins[1:]).all() and ends[-1] <= self.size else None
+            places = np.flatnonzero(six[2:-1] > zero[8:])[
+                :missing
+            ]  # of lengths; those in the first two bytes are known
+            lengths = data[places] + 256 * data[places + 1].astype(np.int64)
+            begins = np.append(expected, places + lengths + (start + 16))
+            if (begins[:-1] != places + (start + 8)).any():
+                return None
+            found.append(lengths)
+            start, missing, expected = start + len(data) - 8, missing - len(places), int(begins[-1])
+            if missing and expected < start:  # nothing was found there
+                return None
+        return None if missing or expected - 8 > self.size or not count else np.concatenate(found)
 
     def _strings(self, at: int, count: int) -> list[str]:
         """An array of strings, decoded all at once: a zero in the place of each length separates them."""
