@@ -1,15 +1,14 @@
 """The tensors that a decoder runs on, layer by layer: matrices as they are in the file, vectors as float32."""
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from bridge.runtime.quant_tensor import QuantTensor
+from bridge.system.records import record
 
 Network = tuple[QuantTensor, QuantTensor | None, QuantTensor]
 
 
-@dataclass(eq=False, repr=False)
+@record(frozen=False)
 class Experts:
     """A layer's experts: the router float32 [experts, hidden], and gate, up (None where there is no gate, as in
     `Layer`) and down of each.
@@ -34,7 +33,7 @@ class Experts:
     lengthen: QuantTensor | None = None
 
 
-@dataclass(eq=False, repr=False)
+@record(frozen=False)
 class Beside:
     """Norms of experts that are beside a network, float32 [hidden]: of what it makes, they read and they make."""
 
@@ -43,7 +42,7 @@ class Beside:
     after: np.ndarray
 
 
-@dataclass(eq=False, repr=False)
+@record(frozen=False)
 class LayerInput:
     """How a layer takes what there is for it of a token's own: x += norm * rms(project (gelu(gate x) * input))."""
 
@@ -52,7 +51,7 @@ class LayerInput:
     norm: np.ndarray
 
 
-@dataclass(eq=False, repr=False)
+@record(frozen=False)
 class Inputs:
     """What makes the inputs of all layers, each of as many elements: of a token's row and of its embedding."""
 
@@ -61,7 +60,7 @@ class Inputs:
     norm: np.ndarray
 
 
-@dataclass(eq=False, repr=False)
+@record(frozen=False)
 class Streams:
     """What several streams of activations are made of, each [hidden, hidden], and what brings them together again."""
 
@@ -69,7 +68,7 @@ class Streams:
     end: list[QuantTensor]
 
 
-@dataclass(eq=False, repr=False)
+@record(frozen=False)
 class LayerStreams:
     """How a layer predicts and corrects four streams; float32 each, see cpu/stream_ops.py."""
 
@@ -80,7 +79,7 @@ class LayerStreams:
     scale: np.ndarray  # [hidden]
 
 
-@dataclass(eq=False, repr=False)
+@record(frozen=False)
 class Laurel:
     """What a layer adds to attention's result: x + norm * rms(right (left x)), of low rank."""
 
@@ -89,7 +88,7 @@ class Laurel:
     norm: np.ndarray
 
 
-@dataclass(eq=False, repr=False)
+@record(frozen=False)
 class Recurrent:
     """What a layer with a state has in place of q, k and v; vectors as float32, None where its kind has none.
 
@@ -114,7 +113,7 @@ class Recurrent:
     norms: tuple[np.ndarray, ...] = ()
 
 
-@dataclass(eq=False, repr=False)
+@record(frozen=False)
 class Layer:
     """One layer's matrices, and its vectors as float32 (None where the model has none).
 
@@ -186,7 +185,7 @@ class Layer:
         return tuple(matrix for matrix in own if matrix is not None)
 
 
-@dataclass(eq=False, repr=False)
+@record(frozen=False)
 class Weights:
     """A whole decoder; `output` is `embedding` where the two are tied."""
 

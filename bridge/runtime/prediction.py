@@ -9,7 +9,7 @@ A pair has the place of its state's token in a cache of the layer's own. `HeadDr
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -23,12 +23,13 @@ from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.reader import GGUFFile
 from bridge.runtime.tokenizer import common_prefix
 from bridge.runtime.weights import read_shared
+from bridge.system.records import record
 
 # two layers in one, with a layer norm at the end
 _OTHER_PREDICTION = {"nemotron_h_moe"}
 
 
-@dataclass(eq=False, repr=False)
+@record(frozen=False)
 class Prediction:
     """The layer that predicts a token further, as a decoder of one layer, and what makes its input."""
 

@@ -1,37 +1,52 @@
 """Dataclasses of which a start makes many.
 
 `dataclasses` writes and compiles source for each method that it adds: a millisecond a class, and a start of the command
-line has thirty. Here it does so for `__init__` alone.
+line has thirty. Here all classes share methods that are plain Python, which costs an object a few microseconds.
 """
 
 import dataclasses
-from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, TypeVar, dataclass_transform
 
 Class = TypeVar("Class", bound=type)
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=False, field_specifiers=(dataclasses.field,))
-def record(kind: Class | None = None, /, *, kw_only: bool = False) -> Any:
-    """A dataclass whose objects are equal, and have the same hash, where their fields are, and are not to be changed.
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
+def record(kind: Class | None = None, /, *, frozen: bool = True) -> Any:
+    """A dataclass whose objects are equal, and have the same hash, where their fields are.
 
-    Only type checkers prevent that: `frozen=True`, which does too, takes source for three methods.
+    frozen  they are not to be changed, which type checkers alone prevent; others are equal to themselves alone
     """
     if kind is None:
-        return lambda kind: record(kind, kw_only=kw_only)
-    made: Any = dataclasses.dataclass(eq=False, repr=False, match_args=False, kw_only=kw_only)(kind)
-    compared = attrgetter(*(field.name for field in dataclasses.fields(made) if field.compare))
-    made.__eq__, made.__hash__ = _equality(compared), lambda self: hash(compared(self))
-    made.__repr__ = _shown
+        return lambda kind: record(kind, frozen=frozen)
+    made: Any = dataclasses.dataclass(init=False, eq=False, repr=False, match_args=False)(kind)
+    fields = dataclasses.fields(made)
+    made._names = tuple(field.name for field in fields)
+    made._defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
+    made._factories = {f.name: f.default_factory for f in fields if f.default_factory is not dataclasses.MISSING}
+    made.__init__, made.__repr__ = _initialize, _shown
+    if frozen:
+        made._compared = staticmethod(attrgetter(*(field.name for field in fields if field.compare)))
+        made.__eq__, made.__hash__ = _equal, _hash
     return made
 
 
-def _equality(compared: Callable[[Any], Any]) -> Callable[[Any, object], Any]:
-    def equal(self: Any, other: object) -> Any:
-        return compared(self) == compared(other) if type(other) is type(self) else NotImplemented
+def _initialize(self: Any, *values: Any, **named: Any) -> None:
+    given = dict(zip(self._names, values, strict=False))
+    if len(values) > len(given) or given.keys() & named.keys() or not named.keys() <= set(self._names):
+        raise TypeError(f"{type(self).__name__} takes each of {', '.join(self._names)} once")
+    made = {name: make() for name, make in self._factories.items() if name not in given and name not in named}
+    self.__dict__.update(self._defaults | made | given | named)
+    if missing := [name for name in self._names if name not in self.__dict__]:
+        raise TypeError(f"{type(self).__name__} needs {', '.join(missing)}")
 
-    return equal
+
+def _equal(self: Any, other: Any) -> Any:
+    return self._compared(self) == self._compared(other) if type(other) is type(self) else NotImplemented
+
+
+def _hash(self: Any) -> int:
+    return hash(self._compared(self))
 
 
 def _shown(self: Any) -> str:

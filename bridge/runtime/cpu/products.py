@@ -17,6 +17,7 @@ from bridge.system.jit import CFunction, c_function, maker
 from bridge.system.memory import allocate, array_at, floats, free, next_line
 from bridge.system.pool import MIN_BYTES_TO_SHARE, call, run, share
 
+_LEAST_OF_SEVERAL = 1 << 20  # bytes of weights, times tokens, to share: between a prompt's products other threads sleep
 _NEAR = 1 << 23  # bytes of weights that stay in the cache from one product to the next
 
 _numbers = count(1)
@@ -152,5 +153,6 @@ class Interleaved:
             sizes = columns, record, self.blocks, self.lanes, inputs, rows
             words = np.array([*sizes, *self.kernel(columns, integer, near), self.stride, quantize], np.int64)
             self._plans[columns, integer, near] = plan = words, words.ctypes.data
-        worth = self.groups * self.stride * x.shape[0] >= MIN_BYTES_TO_SHARE
+        tokens = x.shape[0]
+        worth = self.groups * self.stride * tokens >= (MIN_BYTES_TO_SHARE if tokens == 1 else _LEAST_OF_SEVERAL)
         share(worth, _product_function(), plan[1], _address(x), _address(y), x.shape[0])
