@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from bridge.system import kernel_cache
 
 if TYPE_CHECKING:
@@ -52,7 +54,7 @@ def ptx_of(kernel: Kernel, capability: tuple[int, int]) -> str:
     """
     from bridge.cuda import compiler
 
-    made_by = str(compiler.folder(capability)), sys.version  # its name says by which versions of packages
+    made_by = str(compiler.folder(capability)), np.__version__, sys.version  # a folder for the versions of packages
     file = f"ptx.{kernel.name}-{kernel_cache.digest(compiler.digest(kernel), *made_by)}"
     if (kept := kernel_cache.load(file)) is None:
         kept = compiler.ptx_of(kernel, capability).encode()
