@@ -120,9 +120,10 @@ def test_tools_and_switches_reach_the_template(
 ])  # fmt: skip
 def test_a_checkpoint_whose_template_is_refused_is_not_converted(
     command: list[str], template: str | None, fact: str, model: Path, tmp_path: Path, refused: Callable[..., str],
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory,
 ) -> None:  # fmt: skip
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))  # digests are kept there
     (tmp_path / "cache" / "gguf-bridge" / "models").mkdir(parents=True)
     if template is not None:
         (model / "chat_template.jinja").write_text(template)
