@@ -4,7 +4,6 @@ Nothing is forked, and the program's own main module is not imported again. A pr
 each with what a function makes of it.
 """
 
-import gc
 import pickle
 import subprocess
 import sys
@@ -22,7 +21,8 @@ class Worker:
     """A process that answers jobs by a function of a module; if it ends, another one takes its place."""
 
     def __init__(self, module: str, function: str) -> None:
-        self._code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import work; from {module} import "
+        self._code = "import gc, sys; gc.set_threshold(100_000, 20, 20); "  # a compiler's objects stay
+        self._code += f"sys.path[:] = {sys.path!r}; from {__name__} import work; from {module} import "
         self._code += f"{function}; work({function})"
         self._process = self._started()
 
@@ -83,7 +83,6 @@ def share_out(
 
 def work(function: Any) -> None:
     """What such a process does, until its standard input ends."""
-    gc.set_threshold(100_000, 20, 20)  # a compiler's objects stay
     answers = sys.stdout.buffer
     sys.stdout = sys.stderr
     while True:
