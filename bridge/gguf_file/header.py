@@ -190,15 +190,13 @@ class _Cursor:
             zero = data == 0
             two = zero[1:] & zero[:-1]
             six = two[4:] & two[2:-2] & two[:-4]
-            places = np.flatnonzero(six[2:-1] > zero[8:])[
-                :missing
-            ]  # of lengths; those in the first two bytes are known
-            lengths = data[places] + 256 * data[places + 1].astype(np.int64)
-            begins = np.append(expected, places + lengths + (start + 16))
-            if (begins[:-1] != places + (start + 8)).any():
+            starts = np.flatnonzero(six[2:-1] > zero[8:])[:missing]  # of lengths, in this window
+            lengths = data[starts] + 256 * data[starts + 1].astype(np.int64)
+            begins = np.append(expected, starts + lengths + (start + 16))
+            if (begins[:-1] != starts + (start + 8)).any():
                 return None
             found.append(lengths)
-            start, missing, expected = start + len(data) - 8, missing - len(places), int(begins[-1])
+            start, missing, expected = start + len(data) - 8, missing - len(starts), int(begins[-1])
             if missing and expected < start:  # nothing was found there
                 return None
         return None if missing or expected - 8 > self.size or not count else np.concatenate(found)

@@ -44,21 +44,21 @@ def load(name: str, code: bytes) -> int | None:
     """The address of a function of an object file, where it can run; None where LLVM has to do it."""
     if sys.platform != "linux" or os.uname().machine != "x86_64" or not code.startswith(_LITTLE_ENDIAN_64):
         return None
-    _, kind, machine, _, _, _, at, *_, size, count, _ = _HEADER.unpack_from(code)
+    _, kind, machine, _, _, _, table_at, *_, size, count, _ = _HEADER.unpack_from(code)
     if (kind, machine, size) != (_OBJECT_FILE, _X86_64, _SECTION.size):
         return None
-    sections = [_Section(*_SECTION.unpack_from(code, at + i * size)) for i in range(count)]
+    sections = [_Section(*_SECTION.unpack_from(code, table_at + i * size)) for i in range(count)]
     # no frames, which exceptions pass through: nothing is raised
-    places, end = {}, 0
+    offsets, end = {}, 0  # of sections in memory
     for i, section in enumerate(sections):
         if section.flags & _ALLOCATED and section.kind != _FRAMES:
-            places[i] = -(-end // max(1, section.alignment)) * max(1, section.alignment)
-            end = places[i] + section.nbytes
+            offsets[i] = -(-end // max(1, section.alignment)) * max(1, section.alignment)
+            end = offsets[i] + section.nbytes
     memory = mmap.mmap(-1, max(1, end), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # zeros
     base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    for i, place in places.items():
+    for i, offset in offsets.items():
         if sections[i].kind != _ZEROS:
-            memory[place : place + sections[i].nbytes] = _contents(code, sections[i])
+            memory[offset : offset + sections[i].nbytes] = _contents(code, sections[i])
     symbols: dict[str, int | None] = {}
     tables: dict[int, list[int | None]] = {}  # the addresses of a table's symbols
     for i, table in enumerate(sections):
@@ -67,17 +67,17 @@ def load(name: str, code: bytes) -> int | None:
             tables[i] = []
             for label, _, _, where, value, _ in _SYMBOL.iter_unpack(_contents(code, table)):
                 spelled = names[label : names.index(b"\0", label)].decode()
-                symbols[spelled] = base + places[where] + value if where in places else None
+                symbols[spelled] = base + offsets[where] + value if where in offsets else None
                 if where == _ELSEWHERE:
                     symbols[spelled] = _library(spelled)
                 tables[i].append(symbols[spelled])
     for section in sections:
-        if section.kind == _RELOCATIONS and section.info in places:
-            for at, what, addend in _RELOCATION.iter_unpack(_contents(code, section)):
+        if section.kind == _RELOCATIONS and section.info in offsets:
+            for place, what, addend in _RELOCATION.iter_unpack(_contents(code, section)):
                 target = tables[section.link][what >> 32]
                 if what & 0xFFFFFFFF != _WHOLE_ADDRESS or target is None:
                     return None
-                struct.pack_into("<Q", memory, places[section.info] + at, target + addend)
+                struct.pack_into("<Q", memory, offsets[section.info] + place, target + addend)
     if symbols.get(name) is None or _process().mprotect(
         ctypes.c_void_p(base), len(memory), mmap.PROT_READ | mmap.PROT_EXEC
     ):
