@@ -54,7 +54,7 @@ def converting(checkpoint: Path, **options: Any) -> Job:
 
 def exporting(checkpoint: Path, type: str, format: str, bits: int | None, config: Path | None) -> Job:
     def job(folder: Path) -> Path:
-        bridge.convert(checkpoint, folder / "model.gguf", type=type, requantize=True)
+        bridge.convert(checkpoint, folder / "model.gguf", type=type)
         bridge.export(folder / "model.gguf", folder / "out", format, bits=bits, config=config)
         return folder / "out"
 
@@ -95,8 +95,6 @@ def converts() -> Iterator[tuple[str, Job]]:
     for checkpoint in (*FIXTURES, *CHECKPOINTS):
         for type in ("auto", "exact", "F16", *TYPES, *ROUNDED, "Q4_K_M", "Q2_K_S", "IQ2_M"):
             yield f"convert {checkpoint.name} {type}", converting(checkpoint, type=type)
-            if type in TYPES:
-                yield f"convert {checkpoint.name} {type} requantize", converting(checkpoint, type=type, requantize=True)
     for model in MODELS:
         for type in ("auto", "BF16", *TYPES, *ROUNDED, "Q4_K_M", "Q2_K_S"):
             yield f"convert {model.name} {type}", converting(model, type=type)
@@ -143,11 +141,11 @@ def quantized() -> Iterator[tuple[str, Job]]:
                     f"quantize {model.name} {' '.join(arguments[: 4 + len(more)])}",
                     quantizing(model, arguments, "out"),
                 )
-    for more in (
+    for option in (
         "--feed float", "--act-order none", "--act-order static", "--sweeps 0", "--output-type Q6_K",
         "--token-embd-type Q4_K", "--seed 3", "--memory 300M",
     ):  # fmt: skip
-        yield f"quantize {model.name} two-sided {more}", quantizing(model, ["--type", "Q4_K", *text, *more.split()])
+        yield f"quantize {model.name} two-sided {option}", quantizing(model, ["--type", "Q4_K", *text, *option.split()])
     yield f"quantize {model.name} --size", quantizing(model, ["--size", "2.2M", *text])
     yield f"quantize {model.name} --size imatrix", quantizing(model, ["--size", "2.2M", "--method", "imatrix", *text])
 
