@@ -1,6 +1,6 @@
 """Digests of what the program writes, to compare before and after a change that must not change any byte.
 
-    python -m tests.support.digests before.txt [--only convert export quantize families] [--match TEXT]
+    python -m tests.support.digests before.txt [--only read families convert export quantize] [--match TEXT]
     python -m tests.support.digests after.txt && diff before.txt after.txt
 
 Converts the fixtures and the checkpoints in BRIDGE_SHARED to every type, exports GGUFs in every format, quantizes tiny
@@ -19,6 +19,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 import bridge
 from bridge.blocks import ROUNDED, TYPES
@@ -42,6 +44,25 @@ def digest(path: Path) -> str:
     files = sorted(file for file in path.rglob("*") if file.is_file())
     lines = [f"{file.relative_to(path)} {hashlib.sha256(file.read_bytes()).hexdigest()}" for file in files]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def reading(checkpoint: Path) -> Job:
+    """The modules' types, sizes and values, one after another in a file."""
+
+    def job(folder: Path) -> Path:
+        lines = []
+        with bridge.open_checkpoint(checkpoint, needs_config=False) as opened:
+            for name, module in opened.modules.items():
+                tensor = opened.read_module(name)
+                values = hashlib.sha256(np.ascontiguousarray(tensor.dequantize()).tobytes()).hexdigest()
+                lines.append(
+                    f"{name} {type(tensor).__name__} {module.bits} {module.group_size} {module.shape} {values}"
+                )
+            lines += [opened.settings(), *opened.notes]
+        (folder / "modules.txt").write_text("\n".join(lines))
+        return folder / "modules.txt"
+
+    return job
 
 
 def converting(checkpoint: Path, **options: Any) -> Job:
@@ -91,12 +112,19 @@ def quantizing(model: Path, arguments: list[str], name: str = "out.gguf") -> Job
     return job
 
 
+def reads() -> Iterator[tuple[str, Job]]:
+    for checkpoint in (*FIXTURES, *CHECKPOINTS):
+        yield f"read {checkpoint.parent.name}/{checkpoint.name}", reading(checkpoint)
+
+
 def converts() -> Iterator[tuple[str, Job]]:
     for checkpoint in (*FIXTURES, *CHECKPOINTS):
-        for type in ("auto", "exact", "F16", *TYPES, *ROUNDED, "Q4_K_M", "Q2_K_S", "IQ2_M"):
-            yield f"convert {checkpoint.name} {type}", converting(checkpoint, type=type)
+        if not json.loads((checkpoint / "config.json").read_text()).keys() & {"architectures", "model_type"}:
+            continue
+        for type in ("auto", "exact", "F16", *TYPES, *ROUNDED, "Q4_K_M", "IQ2_M"):
+            yield f"convert {checkpoint.parent.name}/{checkpoint.name} {type}", converting(checkpoint, type=type)
     for model in MODELS:
-        for type in ("auto", "BF16", *TYPES, *ROUNDED, "Q4_K_M", "Q2_K_S"):
+        for type in ("auto", "BF16", *TYPES, *ROUNDED, "Q4_K_M", "Q3_K_L"):
             yield f"convert {model.name} {type}", converting(model, type=type)
 
 
@@ -150,7 +178,7 @@ def quantized() -> Iterator[tuple[str, Job]]:
     yield f"quantize {model.name} --size imatrix", quantizing(model, ["--size", "2.2M", "--method", "imatrix", *text])
 
 
-SECTIONS = {"families": families, "convert": converts, "export": exports, "quantize": quantized}
+SECTIONS = {"read": reads, "families": families, "convert": converts, "export": exports, "quantize": quantized}
 
 
 def main() -> None:
@@ -168,7 +196,7 @@ def main() -> None:
                     try:
                         result = digest(job(Path(folder)))
                     except BridgeError as e:
-                        result = str(e).replace(folder, "").split("\n")[0]
+                        result = str(e).replace(folder, "").replace(f"{ROOT}/", "").split("\n")[0]
                 print(f"{name}\t{result}", file=out, flush=True)
                 print(name, file=sys.stderr, flush=True)
 
