@@ -148,27 +148,20 @@ def exports() -> Iterator[tuple[str, Job]]:
 
 
 def quantized() -> Iterator[tuple[str, Job]]:
-    text = ["--calibrate", str(SHARED / "text" / "calib_wiki.txt"), "--samples", "12", "--sequence-length", "64"]
-    for model in MODELS:
-        for method in ("rtn", "imatrix", "gptq", "gptaq", "two-sided"):
-            own = text if method != "rtn" else []
-            for type in ("Q4_K", "Q2_K", "Q8_0", "IQ4_XS", "IQ3_S", "IQ2_XS", "TQ2_0", "Q4_K_M", "IQ1_M"):
-                if type in ("Q4_K", "Q4_K_M", "Q2_K") or (
-                    model.name == "tiny-qwen3" and method in ("gptaq", "two-sided")
-                ):
-                    yield (
-                        f"quantize {model.name} {method} {type}",
-                        quantizing(model, ["--type", type, "--method", method, *own]),
-                    )
     model = MODELS[1]
+    text = ["--calibrate", str(SHARED / "text" / "calib_wiki.txt"), "--samples", "12", "--sequence-length", "64"]
+    for method in ("rtn", "imatrix", "gptq", "gptaq", "two-sided"):
+        own = text if method != "rtn" else []
+        few = ("Q4_K", "Q2_K", "Q4_K_M")
+        for type in few if method != "two-sided" else (*few, "Q8_0", "IQ4_XS", "IQ3_S", "IQ2_XS", "TQ2_0", "IQ1_M"):
+            arguments = ["--type", type, "--method", method, *own]
+            yield f"quantize {model.name} {method} {type}", quantizing(model, arguments)
     for format in ("gptq", "gptq_v2", "awq"):
-        for method in ("gptq", "gptaq", "awq", "rtn", "two-sided"):
-            for more in ([], ["--asymmetric"], ["--bits", "8"], ["--group-size", "32"]):
-                arguments = ["--format", format, "--method", method, *more, *(text if method != "rtn" else [])]
-                yield (
-                    f"quantize {model.name} {' '.join(arguments[: 4 + len(more)])}",
-                    quantizing(model, arguments, "out"),
-                )
+        for method in ("gptq", "gptaq", "awq", "rtn"):
+            for more in ([], ["--asymmetric"], ["--bits", "8"]) if format == "gptq" else ([],):
+                arguments = ["--format", format, "--method", method, *more]
+                own = text if method != "rtn" else []
+                yield f"quantize {model.name} {' '.join(arguments)}", quantizing(model, [*arguments, *own], "out")
     for option in (
         "--feed float", "--act-order none", "--act-order static", "--sweeps 0", "--output-type Q6_K",
         "--token-embd-type Q4_K", "--seed 3", "--memory 300M",
