@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benchlib import head, line, machine, parser
+from benchlib import Lines, bench, head, option
 from benchlib.divergence import Divergence, FloatModel
 
 from bridge.blocks.read import WRITTEN
@@ -40,7 +40,7 @@ _TERNARY = ("TQ1_0", "TQ2_0")  # presets for weights of three values
 UNIFORM = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 
 
-class Bench(FloatModel):
+class Files(FloatModel):
     """A model, its texts, and the folder of the files."""
 
     def __init__(self, options: argparse.Namespace, files: Path) -> None:
@@ -85,38 +85,52 @@ class Bench(FloatModel):
         return path.stat().st_size, self.divergence(gguf_weights(path)), seconds
 
 
-def main() -> None:
-    options = parse()
+OPTIONS = (
+    "model",
+    option("--calibrate", required=True),
+    option("--test", required=True),
+    *("--samples", "--length", "--windows", "--threads"),
+    option("--presets", SIZES, "NAME", "whose bytes ours have", nargs="*"),
+    option("--one-type", False, help="also make files of one type each"),
+    option("--swaps", 0, "N", "swaps in a search"),
+    option("--sweeps", 2, "N", "sweeps of refinement in ours"),
+    option("--folder", Path, "DIR", "where to keep the files"),
+)
+
+
+def measure(options: argparse.Namespace) -> Lines:
     with tempfile.TemporaryDirectory(prefix="gguf-bridge-") as scratch:
-        bench = Bench(options, options.folder or Path(scratch))
-        print(f"Machine: {machine()}, {bench.about}\n")
-        presets = {name: bench.preset(name) for name in PRESETS if name not in _TERNARY}
-        print(head("llama.cpp's preset", "bytes", "KL"))
+        files = Files(options, options.folder or Path(scratch))
+        yield files.about
+        presets = {name: files.preset(name) for name in PRESETS if name not in _TERNARY}
+        yield head("llama.cpp's preset", "bytes", "KL")
         for name, (size, loss) in sorted(presets.items(), key=lambda p: p[1][0]):
-            line(name, size, loss)
-        uniform = one_type(bench, max(presets[name][0] for name in options.presets)) if options.one_type else []
+            yield name, size, loss
+        uniform: list[tuple[int, float]] = []
+        if options.one_type:
+            uniform = yield from one_type(files, max(presets[name][0] for name in options.presets))
         columns = "bytes of", "bytes", "KL", "bytes left", "over that preset", "over the best of no more bytes"
-        print(f"\n{head(*columns, 'the best', 'over one type, interpolated', 'seconds')}")
+        yield head(*columns, "the best", "over one type, interpolated", "seconds")
         for name in options.presets:
             size, theirs = presets[name]
             best = min((n for n in presets if presets[n][0] <= size), key=lambda n: presets[n][1].mean)
-            own_size, own, seconds = bench.made(f"{size}", budget=Budget(size, swaps=options.swaps))
+            own_size, own, seconds = files.made(f"{size}", budget=Budget(size, swaps=options.swaps))
             alike = f"{own.mean / interpolated(uniform, size):.3f}" if uniform else ""
             ratios = own.over(theirs), own.over(presets[best][1])
-            line(name, size, own, size - own_size, *ratios, best, alike, seconds)
+            yield name, size, own, size - own_size, *ratios, best, alike, seconds
 
 
-def one_type(bench: Bench, largest: int) -> list[tuple[int, float]]:
-    """Print and return sizes and KL divergences of our files of one type, up to the first that is larger."""
-    print(f"\n{head('all but the head in', 'bytes', 'KL', 'seconds')}")
+def one_type(files: Files, largest: int) -> Lines:
+    """A table of our files of one type, up to the first that is larger; returns their sizes and KL divergences."""
+    yield head("all but the head in", "bytes", "KL", "seconds")
     found: list[tuple[int, float]] = []
     for type in UNIFORM:
         if found and found[-1][0] > largest:
             break
         types = {"tensor_types": [(r"^(blk|token_embd)\b", type)], "output_type": "Q6_K"}
-        size, loss, seconds = bench.made(f"all-{type}", **types)
+        size, loss, seconds = files.made(f"all-{type}", **types)
         found.append((size, loss.mean))
-        line(type, size, loss, seconds)
+        yield type, size, loss, seconds
     return found
 
 
@@ -129,21 +143,5 @@ def interpolated(points: list[tuple[int, float]], size: int) -> float:
     return float(np.exp(np.interp(size, (a, b), np.log((low, high)))))
 
 
-def parse() -> argparse.Namespace:
-    required = {"required": True}
-    common = ("model", "--calibrate", "--test", "--samples", "--length", "--windows", "--threads")
-    options = parser(__doc__, *common, calibrate=required, test=required)
-    options.add_argument(
-        "--presets", nargs="*", default=SIZES, metavar="NAME", help=f"whose bytes ours have; default: {' '.join(SIZES)}"
-    )
-    options.add_argument("--one-type", action="store_true", help="also make files of one type each")
-    options.add_argument("--swaps", type=int, default=0, metavar="N", help="swaps in a search; default: %(default)s")
-    options.add_argument(
-        "--sweeps", type=int, default=2, metavar="N", help="sweeps of refinement in ours; default: %(default)s"
-    )
-    options.add_argument("--folder", type=Path, metavar="DIR", help="where to keep the files")
-    return options.parse_args()
-
-
 if __name__ == "__main__":
-    main()
+    bench(__doc__, OPTIONS, measure)

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from benchlib import head, line, machine, parser
+from benchlib import Lines, bench, head, option
 from benchlib.viterbi import viterbi
 
 from bridge.blocks.read import WRITTEN
@@ -166,14 +166,14 @@ def type_ways(type: str, sweeps: int) -> Ways:
     return ways
 
 
-def gaussian(rows: int, contenders: Sequence[Contender]) -> None:
-    """Print the table of a Gaussian source."""
+def gaussian(rows: int, contenders: Sequence[Contender]) -> Lines:
+    """The table of a Gaussian source."""
     weight = torch.randn(rows, 1024, generator=torch.Generator().manual_seed(0))
-    print(head("code", "bits", "squared error", "over 4^-bits", "bits lost"))
+    yield head("code", "bits", "squared error", "over 4^-bits", "bits lost")
     for name, bits, ways in contenders:
         values = next(ways(weight, torch.eye(1024)))
         lost = float((weight - values).square().sum() / weight.square().sum())
-        line(name, f"{bits:.2f}", f"{lost:.5f}", f"{lost * 4**bits:.3f}", f"{bits + np.log2(lost) / 2:.3f}")
+        yield name, f"{bits:.2f}", f"{lost:.5f}", f"{lost * 4**bits:.3f}", f"{bits + np.log2(lost) / 2:.3f}"
 
 
 def layers_of(options: argparse.Namespace) -> list[Layer]:
@@ -214,33 +214,34 @@ def tokens_of(source: Path, options: argparse.Namespace) -> np.ndarray:
     return reference.windows(tokenizer, source.read_text(encoding="utf-8"), options.samples, options.length)
 
 
-def main() -> None:
-    options = parse()
+def measure(options: argparse.Namespace) -> Lines:
+    if options.model and not (options.calibrate and options.test):
+        raise argparse.ArgumentTypeError("a model needs --calibrate and --test: texts whose tokens give H")
+    if options.rows % 128:
+        raise argparse.ArgumentTypeError(
+            f"--rows {options.rows}: must be a multiple of 128, the size of the Hadamard transforms"
+        )
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
     torch.set_num_threads(options.threads)
-    print(f"Machine: {machine()}, {options.threads} threads\n")
     books = [BitshiftCodebook(options.state_bits, options.bits, decode_mode=mode) for mode in options.modes]
     types = [(type, WRITTEN[type].bpw, type_ways(type, options.sweeps)) for type in options.types]
     trellises = [(f"trellis, {book.decode_mode}", book.K, trellis_ways(book, options.sweeps)) for book in books]
-    gaussian(options.rows, [*types, *trellises])
+    yield from gaussian(options.rows, [*types, *trellises])
     if options.model is None:
         return
     layers = layers_of(options)
     rows, columns = layers[0].whole.shape
-    print(f"\n{options.rows} of {rows} rows of {columns} columns, down projections of blocks {options.blocks}\n")
-    print(
-        head("code", "bits", "basis", *WAYS, *(f"{way}, {file.stem}" for file in options.test for way in WAYS), "CPU s")
-    )
-    for contender in types:
-        measure(contender, "weights", layers)
-        measure(contender, "rotated", layers)
-    for contender in trellises:
-        measure(contender, "rotated", layers)
-        measure(contender, "rotated, scaled", layers)
+    yield f"\n{options.rows} of {rows} rows of {columns} columns, down projections of blocks {options.blocks}"
+    by_text = [f"{way}, {file.stem}" for file in options.test for way in WAYS]
+    yield head("code", "bits", "basis", *WAYS, *by_text, "CPU s")
+    for contenders, bases in ((types, ("weights", "rotated")), (trellises, ("rotated", "rotated, scaled"))):
+        for contender in contenders:
+            for basis in bases:
+                yield row(contender, basis, layers)
 
 
-def measure(contender: Contender, basis: str, layers: list[Layer]) -> None:
-    """Print a line of the table."""
+def row(contender: Contender, basis: str, layers: list[Layer]) -> Sequence[str]:
+    """Errors of a contender in a basis."""
     name, bits, ways = contender
     begun, errors = time.process_time(), []
     for layer in layers:
@@ -253,43 +254,27 @@ def measure(contender: Contender, basis: str, layers: list[Layer]) -> None:
     means = np.exp(np.log(errors).mean(0))
     each = sum(1 / n for n in layers[0].whole.shape)  # what a bit for each row and column adds
     bits += {"weights": 0, "rotated": 1, "rotated, scaled": 16}[basis] * each
-    line(name, f"{bits:.2f}", basis, *(f"{e:.2e}" for e in means), f"{time.process_time() - begun:.1f}")
+    return name, f"{bits:.2f}", basis, *(f"{e:.2e}" for e in means), f"{time.process_time() - begun:.1f}"
 
 
 def share(weight: torch.Tensor, values: torch.Tensor, hessian: torch.Tensor) -> float:
     return error(weight, values, hessian) / error(weight, torch.zeros_like(weight), hessian)
 
 
-def parse() -> argparse.Namespace:
-    options = parser(
-        __doc__,
-        "--calibrate",
-        "--test",
-        "--samples",
-        "--length",
-        "--threads",
-        test={"nargs": "+"},
-        threads={"default": 1},
-    )
-    options.add_argument(
-        "model", nargs="?", type=Path, metavar="MODEL", help="a float model's folder; without: no layers"
-    )
-    options.add_argument("--blocks", type=int, nargs="+", default=[0], metavar="N", help="default: %(default)s")
-    options.add_argument(
-        "--rows", type=int, default=128, metavar="N", help="of each layer, n * 128; default: %(default)s"
-    )
-    options.add_argument("--types", nargs="+", default=["IQ3_XXS", "IQ3_S", "Q3_K"], metavar="TYPE")
-    options.add_argument("--modes", nargs="+", default=["mcg"], metavar="MODE", help="trellis codebooks; default: mcg")
-    options.add_argument("--bits", type=int, default=3, metavar="K", help="of the trellis; default: %(default)s")
-    options.add_argument("--state-bits", type=int, default=16, metavar="L", help="default: %(default)s")
-    options.add_argument("--sweeps", type=int, default=2, metavar="N", help="of refinement; default: %(default)s")
-    chosen = options.parse_args()
-    if chosen.model and not (chosen.calibrate and chosen.test):
-        options.error("a model needs --calibrate and --test: texts whose tokens give H")
-    if chosen.rows % 128:
-        options.error(f"--rows {chosen.rows}: must be a multiple of 128, the size of the Hadamard transforms")
-    return chosen
-
+OPTIONS = (
+    "--calibrate",
+    option("--test", nargs="+"),
+    *("--samples", "--length"),
+    option("--threads", 1),
+    option("model", help="a float model's folder; without: no layers", nargs="?"),
+    option("--blocks", [0], "N"),
+    option("--rows", 128, "N", "of each layer, n * 128"),
+    option("--types", ["IQ3_XXS", "IQ3_S", "Q3_K"], "TYPE"),
+    option("--modes", ["mcg"], "MODE", "trellis codebooks"),
+    option("--bits", 3, "K", "of the trellis"),
+    option("--state-bits", 16, "L"),
+    option("--sweeps", 2, "N", "of refinement"),
+)
 
 if __name__ == "__main__":
-    main()
+    bench(__doc__, OPTIONS, measure)

@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchlib import ROOT, head, line, machine, parser
+from benchlib import ROOT, Lines, bench, head, option
 
 SCRIPT = ROOT / "scripts" / "gptq2gguf.py"
 
@@ -64,28 +64,46 @@ class Run:
     output: str
 
 
-def main() -> None:
-    options = parse()
+OPTIONS = (
+    "--json",
+    option("--checkpoint", Path, "DIR", "default: a synthetic 1B GPTQ 4-bit g128"),
+    option("--runs", 5, "N", "runs of each kind"),
+    option("--no-cold", False, help="leave out the run that compiles everything"),
+)
+
+
+def measure(options: argparse.Namespace) -> Lines:
     with tempfile.TemporaryDirectory(prefix="gguf-bridge-bench-") as scratch:
         checkpoint = options.checkpoint
         if checkpoint is None:
             checkpoint = Path(scratch) / "synthetic-1b"
             python(str(ROOT / "scripts" / "make_synthetic.py"), str(checkpoint), "--vocab", "4096")
-        rows = measure(checkpoint, Path(scratch), options.runs, not options.no_cold)
-    print_table(rows)
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+        found = figures(checkpoint, Path(scratch), options.runs, not options.no_cold)
+    yield (
+        f"Checkpoint: {found['checkpoint']}, {found['checkpoint_gb']:.2f} GB of tensors; its GGUF: "
+        f"{found['gguf_gb']:.2f} GB. Median of {found['runs']} processes, page cache and compile caches warm."
+    )
+    yield head("what", "measured", "in detail")
+    for what, key in (
+        ("conversion, `bridge.convert` alone", "convert_seconds"),
+        ("conversion, whole process", "process_seconds"),
+        ("the same again in one process: imports done, kernels loaded", "again_seconds"),
+    ):
+        seconds = found[key]
+        yield what, f"{found['checkpoint_gb'] / seconds:.2f} GB of checkpoint a second", f"{seconds:.2f} s"
+    memory = f"{found['peak_mib']:.0f} MiB in all, {found['imports_mib']:.0f} MiB with the imports alone"
+    if found["anonymous_mib"] is not None:
+        memory += f"; never more than {found['anonymous_mib']:.0f} MiB anonymous"
+    yield "peak memory over the imports", f"{found['peak_mib'] - found['imports_mib']:.0f} MiB", memory
+    yield "`import bridge`", f"{found['import_seconds']:.3f} s", "in a started interpreter"
+    yield "`gguf-bridge --help`", f"{found['help_seconds']:.2f} s", "whole process"
+    if (cold := found["cold_seconds"]) is not None:
+        extra = f"{cold - found['process_seconds']:.1f} s more than a warm one"
+        yield "first run, compile caches cold", extra, f"{cold:.1f} s"
+    return found
 
 
-def parse() -> argparse.Namespace:
-    options = parser(__doc__, "--json")
-    options.add_argument("--checkpoint", type=Path, metavar="DIR", help="default: a synthetic 1B GPTQ 4-bit g128")
-    options.add_argument("--runs", type=int, default=5, metavar="N", help="runs of each kind; default: %(default)s")
-    options.add_argument("--no-cold", action="store_true", help="leave out the run that compiles everything")
-    return options.parse_args()
-
-
-def measure(checkpoint: Path, scratch: Path, runs: int, with_cold: bool) -> dict:
+def figures(checkpoint: Path, scratch: Path, runs: int, with_cold: bool) -> dict:
     """Every figure of the table, by name; times in seconds, memory in MiB."""
     files = [file for file in checkpoint.iterdir() if file.suffix in (".safetensors", ".bin", ".pt")]
     size = sum(map(read_through, files))
@@ -112,7 +130,6 @@ def measure(checkpoint: Path, scratch: Path, runs: int, with_cold: bool) -> dict
     seconds = statistics.median([found["seconds"] for _, found in inside])
     anonymous = [run.anonymous_mib for run, _ in inside if run.anonymous_mib is not None]
     return {
-        "machine": machine(),
         "checkpoint": checkpoint.name,
         "checkpoint_gb": size / 1e9,
         "gguf_gb": out.stat().st_size / 1e9,
@@ -161,30 +178,5 @@ def python(*arguments: str, environment: dict | None = None) -> Run:
     return Run(seconds, largest, output.decode())
 
 
-def print_table(rows: dict) -> None:
-    print(f"Machine: {rows['machine']}.\n")
-    print(
-        f"Checkpoint: {rows['checkpoint']}, {rows['checkpoint_gb']:.2f} GB of tensors; its GGUF: "
-        f"{rows['gguf_gb']:.2f} GB. Median of {rows['runs']} processes, page cache and compile caches warm.\n"
-    )
-    print(head("what", "measured", "in detail"))
-    for what, key in (
-        ("conversion, `bridge.convert` alone", "convert_seconds"),
-        ("conversion, whole process", "process_seconds"),
-        ("the same again in one process: imports done, kernels loaded", "again_seconds"),
-    ):
-        seconds = rows[key]
-        line(what, f"{rows['checkpoint_gb'] / seconds:.2f} GB of checkpoint a second", f"{seconds:.2f} s")
-    memory = f"{rows['peak_mib']:.0f} MiB in all, {rows['imports_mib']:.0f} MiB with the imports alone"
-    if rows["anonymous_mib"] is not None:
-        memory += f"; never more than {rows['anonymous_mib']:.0f} MiB anonymous"
-    line("peak memory over the imports", f"{rows['peak_mib'] - rows['imports_mib']:.0f} MiB", memory)
-    line("`import bridge`", f"{rows['import_seconds']:.3f} s", "in a started interpreter")
-    line("`gguf-bridge --help`", f"{rows['help_seconds']:.2f} s", "whole process")
-    if (cold := rows["cold_seconds"]) is not None:
-        extra = f"{cold - rows['process_seconds']:.1f} s more than a warm one"
-        line("first run, compile caches cold", extra, f"{cold:.1f} s")
-
-
 if __name__ == "__main__":
-    main()
+    bench(__doc__, OPTIONS, measure)

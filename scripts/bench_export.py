@@ -17,12 +17,24 @@ from pathlib import Path
 
 import gguf
 import numpy as np
-from benchlib import head, line, machine, output_of, parser
+from benchlib import Lines, bench, option, output_of
 
 from bridge.runtime.bench import random_tensor
 
-HIDDEN, INNER, HEADS, KV_HEADS, VOCAB = 2048, 5632, 32, 4, 4096  # HIDDEN and INNER unless --sizes are given
-BYTES = 350_000_000
+HEADS, KV_HEADS, VOCAB = 32, 4, 4096
+OPTIONS = (
+    "--rounds",
+    option("--gguf", help="default: a synthetic one"),
+    option("--config", Path, "DIR", "config and tokenizer of FILE"),
+    option("--bytes", 350_000_000, "N", "of the synthetic one"),
+    option("--sizes", (2048, 5632), "N", "hidden and intermediate; 8192 28672 are those of Llama 70B", nargs=2),
+    option("--type", help="of the synthetic one: only this"),
+    option("--only", metavar="FORMAT", help="only this format"),
+)
+COLUMNS = (
+    "GGUF", "format", "layers", "of copying, wall", "of copying, CPU",
+    "wall, s", "CPU, s", "copy's CPU, s", "memory, MB",
+)  # fmt: skip
 CASES = (
     *((type, format) for type in ("Q4_0", "Q8_0") for format in ("compressed-tensors", "gptq", "gptq_v2", "mlx")),
     *(("MXFP4", format) for format in ("compressed-tensors", "mlx")),
@@ -69,44 +81,23 @@ print(json.dumps({"how": ", ".join(hows), "peak": (peak() - before) * 1024, "tur
 """
 
 
-def main() -> None:
-    options = parse()
-    print(f"Machine: {machine()}.\n")
-    columns = "of copying, wall", "of copying, CPU", "wall, s", "CPU, s", "copy's CPU, s", "memory, MB"
-    print(head("GGUF", "format", "layers", *columns), flush=True)
+def measure(options: argparse.Namespace) -> Lines:
     with tempfile.TemporaryDirectory(prefix="gguf-bridge-export-") as scratch:
-        made = ""
+        written = ""
         for type, format in CASES:
             if options.only in (None, format) and options.type in (None, type):
                 path, config = options.gguf, options.config
                 if path is None:
                     path, config = Path(scratch) / "model.gguf", Path(scratch) / "config"
-                    if made != type:
+                    if written != type:
                         write(path, type, options.bytes, *options.sizes)
-                        made = type
-                line(
-                    type if options.gguf is None else path.name, format, *measure(path, config, format, options.rounds)
-                )
+                        written = type
+                name = type if options.gguf is None else path.name
+                yield name, format, *cells(path, config, format, options.rounds)
 
 
-def parse() -> argparse.Namespace:
-    options = parser(__doc__, "--rounds")
-    options.add_argument("--gguf", type=Path, metavar="FILE", help="default: a synthetic one")
-    options.add_argument("--config", type=Path, metavar="DIR", help="config and tokenizer of FILE")
-    options.add_argument(
-        "--bytes", type=int, default=BYTES, metavar="N", help="of the synthetic one; default: %(default)s"
-    )
-    options.add_argument(
-        "--sizes", type=int, nargs=2, default=(HIDDEN, INNER), metavar="N",
-        help="hidden and intermediate size of the synthetic one; 8192 28672 are those of Llama 70B"
-    )  # fmt: skip
-    options.add_argument("--type", help="of the synthetic one: only this")
-    options.add_argument("--only", metavar="FORMAT", help="only this format")
-    return options.parse_args()
-
-
-def measure(path: Path, config: Path, format: str, rounds: int) -> list[str]:
-    """The cells of a row."""
+def cells(path: Path, config: Path, format: str, rounds: int) -> list[str]:
+    """What becomes of the layers, speeds and memory."""
     with tempfile.TemporaryDirectory(prefix="gguf-bridge-export-") as scratch:
         found = json.loads(output_of(sys.executable, "-c", TURNS, path, scratch, format, config, rounds))
     (copied, copied_cpu), (wall, cpu) = np.median(found["turns"], 0)
@@ -156,4 +147,4 @@ def write(path: Path, type: str, nbytes: int, hidden: int, inner: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    bench(__doc__, OPTIONS, measure, COLUMNS)

@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchlib import ROOT, head, line, machine, parser
+from benchlib import ROOT, Lines, bench, head, option
 from benchlib.formats import Formats, summary
 from benchlib.speeds import Speeds
 
@@ -30,8 +30,10 @@ _SPEED = ("made, tokens/s", "prompt, tokens/s", "memory, MB")
 SPEED_HEAD = (f"llama.cpp: {_SPEED[0]}", *_SPEED[1:], f"here: {_SPEED[0]}", *_SPEED[1:])
 
 
-def main() -> None:
-    options = parse()
+def measure(options: argparse.Namespace) -> Lines:
+    for name in ("calibrate", "test"):
+        if not getattr(options, name).is_file():
+            raise argparse.ArgumentTypeError(f"{getattr(options, name)}: no such text; give --{name} FILE")
     work = options.work or Path(f"bench-formats-{options.model.name}")
     rows = Rows(work, options)
     formats = Formats(options.model, work, options.calibrate, options.samples, options.length, options.threads)
@@ -62,10 +64,8 @@ def main() -> None:
             rows.put(name, row | {"speed": found})
         if name not in formats.needed and not options.keep:
             formats.path(name).unlink(missing_ok=True)
-    found_rows = {name: rows.get(name) for name in wanted}
-    print_table(options, found_rows, speeds)
-    if options.json:
-        options.json.write_text(json.dumps(record(options, found_rows), indent=1) + "\n")
+    yield from table(options, {name: rows.get(name) for name in wanted}, speeds)
+    return record(options, {name: rows.get(name) for name in wanted})
 
 
 class Rows:
@@ -98,19 +98,19 @@ class Rows:
         new.replace(self.file)
 
 
-def print_table(options: argparse.Namespace, rows: dict[str, dict[str, Any]], speeds: Speeds) -> None:
-    """Two lines about the run, and the table."""
+def table(options: argparse.Namespace, rows: dict[str, dict[str, Any]], speeds: Speeds) -> Lines:
+    """Lines about the run, and the table."""
     of = options.speed_of.name if options.speed_of else options.model.name
-    print(f"Machine: {machine()}, {options.threads} threads. llama.cpp: {speeds.peer}.")
     timed = f" Speed and memory of {of}, median of {options.turns}." if options.turns else ""
-    print(
-        f"{options.model.name}'s quality: {options.windows} windows of {options.length} tokens of {options.test.name}; "
-        f"quantizers saw {options.samples} sequences of {options.length} tokens of {options.calibrate.name}.{timed}\n"
+    yield (
+        f"llama.cpp: {speeds.peer}. {options.model.name}'s quality: {options.windows} windows of {options.length} "
+        f"tokens of {options.test.name}; quantizers saw {options.samples} sequences of {options.length} tokens of "
+        f"{options.calibrate.name}.{timed}"
     )
     columns = QUALITY_HEAD + (SPEED_HEAD if options.turns else ())
-    print(head(*columns))
+    yield head(*columns)
     for name, row in rows.items():
-        line(name, *cells(row, len(columns) - 1))
+        yield name, *cells(row, len(columns) - 1)
 
 
 def cells(row: dict[str, Any], count: int) -> list[str]:
@@ -141,7 +141,7 @@ def record(options: argparse.Namespace, rows: dict[str, dict[str, Any]]) -> dict
         if "missing" not in row["quality"]:
             figures = {key: value for key, value in row["quality"].items() if key != "types"}
             formats.append({"name": name, "maker": row["maker"], **figures, "speed": row.get("speed", {})})
-    return {"model": options.model.name, "machine": machine(), "bits_of": "whole file", "formats": formats}
+    return {"model": options.model.name, "bits_of": "whole file", "formats": formats}
 
 
 def named(text: str) -> tuple[str, Path]:
@@ -151,22 +151,17 @@ def named(text: str) -> tuple[str, Path]:
     return name, Path(folder)
 
 
-def parse() -> argparse.Namespace:
-    texts = {"calibrate": TEXTS / "calib_wiki.txt", "test": TEXTS / "wiki_test.txt"}
-    common = ("model", *(f"--{name}" for name in texts), "--samples", "--length", "--windows", "--threads", "--turns")
-    defaults = {name: {"default": path} for name, path in texts.items()}
-    options = parser(__doc__, *common, "--peer-python", "--json", **defaults)
-    options.add_argument("--speed-of", type=Path, metavar="DIR", help="measure speeds on this checkpoint's shapes")
-    options.add_argument("--add", type=named, action="append", default=[], metavar="NAME=DIR", help="another row")
-    options.add_argument("--only", nargs="+", metavar="NAME", help="print only these rows")
-    options.add_argument("--work", type=Path, metavar="DIR", help="work folder; default: ./bench-formats-MODEL")
-    options.add_argument("--keep", action="store_true", help="leave the GGUFs in the work folder")
-    found = options.parse_args()
-    for name in texts:
-        if not getattr(found, name).is_file():
-            options.error(f"{getattr(found, name)}: no such text; give --{name} FILE")
-    return found
-
+OPTIONS = (
+    "model",
+    option("--calibrate", TEXTS / "calib_wiki.txt"),
+    option("--test", TEXTS / "wiki_test.txt"),
+    *("--samples", "--length", "--windows", "--threads", "--turns", "--peer-python", "--json"),
+    option("--speed-of", Path, "DIR", "measure speeds on this checkpoint's shapes"),
+    option("--add", named, "NAME=DIR", "another row", action="append", default=[]),
+    option("--only", metavar="NAME", help="print only these rows", nargs="+"),
+    option("--work", Path, "DIR", "work folder; default: ./bench-formats-MODEL"),
+    option("--keep", False, help="leave the GGUFs in the work folder"),
+)
 
 if __name__ == "__main__":
-    main()
+    bench(__doc__, OPTIONS, measure)

@@ -10,12 +10,14 @@ hardly matters. One column is measured with prefetches, as from memory.
 Kernels are compiled once more for their assembly, in a second each.
 """
 
+import argparse
 import re
 import time
 
 import numpy as np
-from benchlib import head, line, machine, parser
+from benchlib import Lines, bench, option
 
+OPTIONS = option("--rounds", 100), option("types", ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"), "TYPE")
 ROWS, COLUMNS, TURNS = 256, 2048, 8  # of the matrix; the kernel's columns are taken so many times
 
 
@@ -25,7 +27,7 @@ def instructions(assembly: str) -> int:
     return max(len(re.findall(r"^\t(?![.#j])\S", run, flags=re.M)) for run in runs)
 
 
-def measure(type: str, width: int, rounds: int) -> tuple[float, float]:
+def counted(type: str, width: int, rounds: int) -> tuple[float, float]:
     """Instructions for 1000 products, and products a nanosecond."""
     from bridge.blocks.read import READ
     from bridge.runtime.bench import random_tensor
@@ -55,20 +57,14 @@ def measure(type: str, width: int, rounds: int) -> tuple[float, float]:
     return 1000 * count / (rows * block.size * width), y.size * COLUMNS / min(times)
 
 
-def main() -> None:
-    options = parser(__doc__, "--rounds", rounds={"default": 100})
-    default = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"]
-    options.add_argument("types", nargs="*", default=default, metavar="TYPE", help="by default K-quants and IQ4_XS")
-    arguments = options.parse_args()
+def measure(options: argparse.Namespace) -> Lines:
     from bridge.system import targets
 
-    print(f"Machine: {machine()}.\n")
-    print(head("type", "columns", "instructions for 1000 products", "products a nanosecond"))
-    for type in arguments.types:
+    for type in options.types:
         for width in targets.module(targets.chosen()).WIDTHS:
-            count, speed = measure(type, width, arguments.rounds)
-            line(type, width, f"{count:.0f}", f"{speed:.1f}")
+            count, speed = counted(type, width, options.rounds)
+            yield type, width, f"{count:.0f}", f"{speed:.1f}"
 
 
 if __name__ == "__main__":
-    main()
+    bench(__doc__, OPTIONS, measure, ("type", "columns", "instructions for 1000 products", "products a nanosecond"))

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import torch
-from benchlib import head, line, machine, output_of, parser
+from benchlib import Lines, bench, head, option, output_of
 
 from bridge.blocks.read import WRITTEN
 from bridge.encode.round_rows import quantize_rows
@@ -26,38 +26,44 @@ from bridge.quantize.quantizer import LayerInput
 from scripts.peers import ggml, gptqmodel_layer, nvfp4
 from scripts.peers.gguf_file import Blocks
 
+OPTIONS = (
+    option("--threads", 1),
+    "--rounds",
+    option("--gptqmodel", Path, "PYTHON", "a Python that has GPTQModel"),
+    option("--rows", 4096, "N"),
+    option("--columns", 4096, "N"),
+    option("--types", ["Q4_K"], "TYPE"),
+)
 
-def main() -> None:
-    options = parse()
-    print(f"Machine: {machine()}. A layer of {options.rows} x {options.columns}, {options.threads} threads.\n")
+
+def measure(options: argparse.Namespace) -> Lines:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])  # the peer's as well
     torch.set_num_threads(options.threads)
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     layer = gptqmodel_layer.layer(options.rows, options.columns)
     small = gptqmodel_layer.layer(64, 1024)
-    print(head("type", "CPU s", f"over {options.types[0]}", "error", "nearest codes", "ratio"))
+    yield f"A layer of {options.rows} x {options.columns}."
+    yield head("type", "CPU s", f"over {options.types[0]}", "error", "nearest codes", "ratio")
     for _ in range(options.rounds):
         first = None
         for type in options.types:
             seconds(type, *small, cross=first is None)  # compiles
             own, lost = seconds(type, *layer)
             nearest = nearest_error(type, *layer)
-            line(
-                type,
-                f"{own:.2f}",
-                f"{own / (first or own):.2f}",
-                f"{lost:.2e}",
-                f"{nearest:.2e}",
-                f"{lost / nearest:.3f}",
-            )
-            if first is None:
-                first = own
+            first = first or own
+            yield type, *cells(own, first, lost), f"{nearest:.2e}", f"{lost / nearest:.3f}"
+            if type == options.types[0]:
                 own, lost = seconds(type, *layer, cross=True)
-                line(f"{type}, gptaq", f"{own:.2f}", f"{own / first:.2f}", f"{lost:.2e}", "", "")
+                yield f"{type}, gptaq", *cells(own, first, lost), "", ""
         if options.gptqmodel:
             printed = output_of(options.gptqmodel, gptqmodel_layer.__file__, options.rows, options.columns)
             peer, lost = (float(x) for x in printed.split()[-2:])
-            line("GPTQModel", f"{peer:.2f}", f"{peer / (first or peer):.2f}", f"{lost:.2e}", "", "")
+            yield "GPTQModel", *cells(peer, first or peer, lost), "", ""
+
+
+def cells(seconds: float, first: float, lost: float) -> tuple[str, str, str]:
+    """CPU seconds, also as a multiple of the first type's, and the error."""
+    return f"{seconds:.2f}", f"{seconds / first:.2f}", f"{lost:.2e}"
 
 
 def seconds(type: str, weight: torch.Tensor, matrix: torch.Tensor, cross: bool = False) -> tuple[float, float]:
@@ -90,14 +96,5 @@ def nearest_error(type: str, weight: torch.Tensor, matrix: torch.Tensor) -> floa
     return error(weight, rounded.values(), matrix) / error(weight, torch.zeros_like(weight), matrix)
 
 
-def parse() -> argparse.Namespace:
-    options = parser(__doc__, "--threads", "--rounds", threads={"default": 1})
-    options.add_argument("--gptqmodel", type=Path, metavar="PYTHON", help="a Python that has GPTQModel")
-    options.add_argument("--rows", type=int, default=4096, metavar="N", help="default: %(default)s")
-    options.add_argument("--columns", type=int, default=4096, metavar="N", help="default: %(default)s")
-    options.add_argument("--types", nargs="+", default=["Q4_K"], metavar="TYPE", help="default: Q4_K")
-    return options.parse_args()
-
-
 if __name__ == "__main__":
-    main()
+    bench(__doc__, OPTIONS, measure)

@@ -12,8 +12,8 @@ so many rows that the machine's largest cache cannot hold half of them: otherwis
 First calls are timed in processes of their own.
 """
 
+import argparse
 import importlib.util
-import json
 import os
 import statistics
 import sys
@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benchlib import head, largest_cache, line, machine, output_of, parser
+from benchlib import Lines, bench, head, largest_cache, option, output_of
 
 from bridge.blocks.read import READ
-from bridge.runtime import bench
+from bridge.runtime import bench as bench_products
 from scripts.peers import ggml_matvec
 
 FIRST = """
@@ -53,7 +53,7 @@ def peer_library() -> ggml_matvec.Library | None:
 
 
 def product(type: str, shape: tuple[int, int], threads: int, library: ggml_matvec.Library | None, rounds: int) -> dict:
-    tensor = bench.random_tensor(type, *shape)
+    tensor = bench_products.random_tensor(type, *shape)
     others: dict[str, Any] = {}
     matrix = None
     if library is not None:
@@ -61,7 +61,7 @@ def product(type: str, shape: tuple[int, int], threads: int, library: ggml_matve
         matrix = ggml_matvec.Matrix(library, type, raw, shape[1], threads=threads, repack=True)
         matrix.x[:] = 1
         others["ggml"] = matrix.run
-    timing = bench.measure(tensor, threads, others, rounds, matrix.rest if matrix else None)
+    timing = bench_products.measure(tensor, threads, others, rounds, matrix.rest if matrix else None)
     row = {"type": type, "shape": list(shape), "threads": threads, "kernel": timing.kernel}
     row |= {"gbs": timing.speed("matvec"), "read_gbs": timing.speed("read"), "of_read": timing.ratio("read")}
     if matrix is not None:
@@ -72,7 +72,7 @@ def product(type: str, shape: tuple[int, int], threads: int, library: ggml_matve
 
 def call_cost(type: str) -> float:
     """Microseconds of one call on a 256 x 256 tensor: the best of many rounds."""
-    w = bench.random_tensor(type, 256, 256).prepare()
+    w = bench_products.random_tensor(type, 256, 256).prepare()
     x = np.ones(256, np.float32)
     w.matvec(x)
     best = float("inf")
@@ -92,38 +92,39 @@ def first_calls(type: str) -> tuple[float, float]:
     return times[0], statistics.median(times[1:])
 
 
-def main() -> None:
-    threads = {"nargs": "+", "default": [1, 2]}
-    options = parser(__doc__, "--threads", "--rounds", "--json", threads=threads, rounds={"default": 15})
-    options.add_argument("types", nargs="*", default=list(READ), metavar="TYPE", help="all by default")
-    options.add_argument("--rows", type=int, default=bench.LARGE[0], metavar="N", help="of the large product")
-    options.add_argument("--no-first", action="store_true", help="leave out the timing of first calls")
-    arguments = options.parse_args()
+OPTIONS = (
+    option("--threads", [1, 2]),
+    option("--rounds", 15),
+    "--json",
+    option("types", list(READ), "TYPE"),
+    option("--rows", bench_products.LARGE[0], "N", "of the large product"),
+    option("--no-first", False, help="leave out the timing of first calls"),
+)
+
+
+def measure(options: argparse.Namespace) -> Lines:
     library = peer_library()
-    print(f"{machine()}; peer: {'ggml' if library else 'none (llama-cpp-python is not installed)'}\n")
-    columns = "type", "shape", "threads", "GB/s", "of read", "read GB/s", "ggml GB/s", "times ggml", "ggml's layout"
-    print(head(*columns))
-    rows = []
-    for type in arguments.types:
-        for shape in ((arguments.rows, bench.LARGE[1]), bench.SMALL):
-            for threads in arguments.threads:
-                row = product(type, shape, threads, library, arguments.rounds)
+    yield f"Peer: {'ggml' if library else 'none (llama-cpp-python is not installed)'}"
+    yield head("type", "shape", "threads", "GB/s", "of read", "read GB/s", "ggml GB/s", "times ggml", "ggml's layout")
+    rows, calls = [], []
+    for type in options.types:
+        for shape in ((options.rows, bench_products.LARGE[1]), bench_products.SMALL):
+            for threads in options.threads:
+                row = product(type, shape, threads, library, options.rounds)
                 rows.append(row)
                 peer = ["", "", ""]
                 if library:
                     peer = [f"{row['ggml_gbs']:.1f}", f"{row['over_ggml']:.2f}", row["ggml_layout"]]
                 own = f"{row['gbs']:.1f}", f"{row['of_read']:.0%}", f"{row['read_gbs']:.1f}"
-                line(type, f"{shape[0]} x {shape[1]}", threads, *own, *peer)
-    result: dict[str, Any] = {"machine": machine(), "cache_bytes": largest_cache(), "products": rows, "calls": []}
-    print("\n" + head("type", "call on 256 x 256 (us)", "first call, cold (s)", "first call, compiled (s)"))
-    for type in arguments.types:
-        cold, warm = (None, None) if arguments.no_first else first_calls(type)
+                yield type, f"{shape[0]} x {shape[1]}", threads, *own, *peer
+    yield head("type", "call on 256 x 256 (us)", "first call, cold (s)", "first call, compiled (s)")
+    for type in options.types:
+        cold, warm = (None, None) if options.no_first else first_calls(type)
         cost = call_cost(type)
-        result["calls"].append({"type": type, "call_us": cost, "cold_s": cold, "warm_s": warm})
-        line(type, f"{cost:.1f}", *(["", ""] if cold is None else [f"{cold:.1f}", f"{warm:.2f}"]))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+        calls.append({"type": type, "call_us": cost, "cold_s": cold, "warm_s": warm})
+        yield type, f"{cost:.1f}", *(["", ""] if cold is None else [f"{cold:.1f}", f"{warm:.2f}"])
+    return {"cache_bytes": largest_cache(), "products": rows, "calls": calls}
 
 
 if __name__ == "__main__":
-    main()
+    bench(__doc__, OPTIONS, measure)

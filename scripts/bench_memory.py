@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from benchlib import ROOT, head, line, machine, parser
+from benchlib import ROOT, Lines, bench, option
 from make_synthetic import write_json, write_tokenizer
 from safetensors.torch import save_file
 
@@ -31,8 +31,17 @@ SHAPES = {
 _PLAN = re.compile(r"needs ([\d.]+) ([MG]B)")
 
 
-def main() -> None:
-    options, rest = parse()
+OPTIONS = (
+    option("work", Path, "WORK_DIR"),
+    option("--shape", "small", choices=SHAPES),
+    option("--layers", 2, "N", "blocks"),
+    option("--tokens", 16384, "N"),
+    option("--memory", metavar="SIZE", help="given to `quantize`"),
+)
+COLUMNS = "shape", "blocks", "tokens", "said, GB", "peak, GB", "peak / said", "seconds"
+
+
+def measure(options: argparse.Namespace) -> Lines:
     model = options.work / f"{options.shape}-{options.layers}"
     if not (model / "config.json").exists():
         make(model, options.shape, options.layers)
@@ -40,24 +49,11 @@ def main() -> None:
     rng = np.random.default_rng(0)
     np.save(tokens, rng.integers(0, SHAPES[options.shape][-1] - 2, options.tokens, np.int64))
     out = options.work / f"{options.shape}.gguf"
-    command = [sys.executable, "-m", "bridge.cli", "quantize", model, out, "--force", "--calibrate", tokens, *rest]
-    command += ["--memory", options.memory] if options.memory else []
-    print(f"Machine: {machine()}\n")
-    print(head("shape", "blocks", "tokens", "said, GB", "peak, GB", "peak / said", "seconds"))
+    command = [sys.executable, "-m", "bridge.cli", "quantize", model, out, "--force", "--calibrate", tokens]
+    command += [*options.rest, *(["--memory", options.memory] if options.memory else [])]
     said, peak, seconds = measured([str(part) for part in command])
     ratio = f"{peak / said:.2f}" if said else ""
-    line(options.shape, options.layers, options.tokens, f"{said:.2f}", f"{peak:.2f}", ratio, f"{seconds:.0f}")
-
-
-def parse() -> tuple[argparse.Namespace, list[str]]:
-    options = parser(__doc__)
-    options.add_argument("work", type=Path, metavar="WORK_DIR")
-    options.add_argument("--shape", choices=SHAPES, default="small", help="default: %(default)s")
-    options.add_argument("--layers", type=int, default=2, metavar="N", help="blocks; default: %(default)s")
-    options.add_argument("--tokens", type=int, default=16384, metavar="N", help="default: %(default)s")
-    options.add_argument("--memory", metavar="SIZE", help="given to `quantize`")
-    own, rest = options.parse_known_args()
-    return own, [argument for argument in rest if argument != "--"]
+    yield options.shape, options.layers, options.tokens, f"{said:.2f}", f"{peak:.2f}", ratio, f"{seconds:.0f}"
 
 
 def make(folder: Path, shape: str, layers: int) -> None:
@@ -134,4 +130,4 @@ def measured(command: list[str]) -> tuple[float, float, float]:
 
 
 if __name__ == "__main__":
-    main()
+    bench(__doc__, OPTIONS, measure, COLUMNS, passes_on=True)

@@ -28,11 +28,12 @@ import shlex
 import statistics
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchlib import ROOT, head, line, machine, output_of, parser
-from benchlib.drafts import print_drafts
+from benchlib import Lines, bench, head, option, ratio, synthetic, take_turns
+from benchlib.drafts import drafts
 from benchlib.speeds import BEGIN, both_sides, llama_bench, turn
 
 TOGETHER = """
@@ -49,102 +50,89 @@ print("RESULT" + json.dumps({"one": one, **{str(n): speed(n) for n in (2, 4, 8)}
 """
 
 
-def main() -> None:
-    options = parse()
-    print(f"Machine: {machine()}.\n")
-    with tempfile.TemporaryDirectory(prefix="gguf-bridge-bench-") as scratch:
-        if options.perplexity:
-            print_perplexity(options.perplexity, options.text, options.windows, Path(scratch))
-            return
-        path = options.gguf or synthetic(Path(scratch), options.experts)
-        if options.together:
-            print_together(path, options.threads, options.turns)
-        elif options.draft:
-            print_drafts(path, options.draft, options.text, options.threads, options.rounds)
-        elif options.conversation:
-            print_conversation(path)
-        else:
-            print_speed(path, options.peer_python, shlex.split(options.peer_bench), options.threads, options.turns)
-
-
-def parse() -> argparse.Namespace:
-    threads = {"nargs": "+", "default": [1, 2]}
-    windows = {"default": 64}
-    common = ("--peer-python", "--threads", "--turns", "--rounds", "--text", "--windows")
-    options = parser(__doc__, *common, threads=threads, windows=windows)
-    options.add_argument("--gguf", type=Path, metavar="FILE", help="default: a synthetic 1B GPTQ 4-bit g128, converted")
-    options.add_argument("--peer-bench", default="", metavar="COMMAND", help="the llama-bench of a fork of llama.cpp")
-    options.add_argument("--experts", action="store_true", help="use a synthetic mixture of 64 experts")
-    options.add_argument("--together", action="store_true", help="measure several sequences at once")
-    options.add_argument(
+OPTIONS = (
+    "--peer-python",
+    option("--threads", [1, 2]),
+    "--turns",
+    "--rounds",
+    "--text",
+    option("--windows", 64),
+    "--gguf",
+    option("--peer-bench", "", "COMMAND", "the llama-bench of a fork of llama.cpp"),
+    option("--experts", False, help="use a synthetic mixture of 64 experts"),
+    option("--together", False, help="measure several sequences at once"),
+    option(
         "--draft", nargs="?", const="ngram", choices=("ngram", "mtp"),
         help="measure guessed tokens (default: ngram); with --text, on what the model replies to pieces of it",
-    )  # fmt: skip
-    options.add_argument("--conversation", action="store_true", help="count the tokens that a second turn reads")
-    options.add_argument("--perplexity", type=Path, nargs="+", metavar="DIR", help="measure perplexity of checkpoints")
-    found = options.parse_args()
-    if found.perplexity and not found.text:
-        options.error("--perplexity needs --text")
-    return found
+    ),
+    option("--conversation", False, help="count the tokens that a second turn reads"),
+    option("--perplexity", Path, "DIR", "measure perplexity of checkpoints", nargs="+"),
+)  # fmt: skip
+EXPERTS = "--experts", 64, "--layers", 6, "--intermediate", 768  # 1.9B
 
 
-def synthetic(scratch: Path, experts: bool) -> Path:
-    """The GGUF of a synthetic 1B checkpoint, or of a mixture of experts, 1.9B."""
-    import bridge
-
-    shape = ["--experts", "64", "--layers", "6", "--intermediate", "768"] if experts else []
-    script = ROOT / "scripts" / "make_synthetic.py"
-    output_of(sys.executable, script, scratch / "made", "--vocab", "4096", *shape)
-    bridge.convert(scratch / "made", scratch / "made.gguf")
-    return scratch / "made.gguf"
+def measure(options: argparse.Namespace) -> Lines:
+    if options.perplexity and not options.text:
+        raise argparse.ArgumentTypeError("--perplexity needs --text")
+    with tempfile.TemporaryDirectory(prefix="gguf-bridge-bench-") as scratch:
+        if options.perplexity:
+            yield from perplexities(options.perplexity, options.text, options.windows, Path(scratch))
+            return
+        path = options.gguf or synthetic(Path(scratch), *(EXPERTS if options.experts else ()))
+        if options.together:
+            yield from together(path, options.threads, options.turns)
+        elif options.draft:
+            yield from drafts(path, options.draft, options.text, options.threads, options.rounds)
+        elif options.conversation:
+            yield from conversation(path)
+        else:
+            peer_bench = shlex.split(options.peer_bench)
+            yield from speeds(path, options.peer_python, peer_bench, options.threads, options.turns)
 
 
 # --- speed, memory, start ---
 
 
-def print_speed(path: Path, peer: str, peer_bench: list[str], threads: list[int], turns: int) -> None:
+def speeds(path: Path, peer: str, peer_bench: list[str], threads: list[int], turns: int) -> Lines:
     sides, native = both_sides(peer)
     if not native and not peer_bench:
         print(f"({peer} has no llama_cpp: the xllamacpp wheel's is the peer)\n", file=sys.stderr)
     turn(*sides["ours"], path, threads[0])  # compile what is not compiled yet; fill the page cache
-    print(head("what", "threads", "gguf-bridge", Path(peer_bench[0]).name if peer_bench else "llama.cpp", "ratio"))
-    peak = 0
+    yield head("what", "threads", "gguf-bridge", Path(peer_bench[0]).name if peer_bench else "llama.cpp", "ratio")
+    peak = 0.0
     for count in threads:
-        found: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
-        for _ in range(turns):
-            found["ours"].append(turn(*sides["ours"], path, count))
-            other = llama_bench(peer_bench, path, count) if peer_bench else turn(*sides["theirs"], path, count)
-            found["theirs"].append(other)
-        peak = max([peak, *(int(r["peak"] or 0) for r in found["ours"])])
+        runs = {side: partial(turn, *process, path, count) for side, process in sides.items()}
+        if peer_bench:
+            runs["theirs"] = partial(llama_bench, peer_bench, path, count)
+        ours, theirs = take_turns(runs, turns).values()
+        peak = max([peak, *(size or 0 for size in ours["peak"])])
         for what, key, unit in (
             ("decode, 64 tokens", "decode", "tokens/s"),
             ("prompt, 512 tokens", "prompt", "tokens/s"),
             ("start to first token", "start", "s"),
             ("start to 64th token", "end", "s"),
         ):
-            if key not in found["theirs"][0]:
-                continue
-            own, other = ([r[key] for r in found[side]] for side in ("ours", "theirs"))
-            ratio = statistics.median(a / b for a, b in zip(own, other, strict=True))
-            medians = [f"{statistics.median(values):.2f} {unit}" for values in (own, other)]
-            line(what, count, *medians, f"{ratio:.2f}")
-    print_memory(path, peak)
+            if key in theirs:
+                medians = [f"{statistics.median(side[key]):.2f} {unit}" for side in (ours, theirs)]
+                yield what, count, *medians, f"{ratio(ours[key], theirs[key]):.2f}"
+    if peak:
+        yield memory(path, peak)
 
 
-def print_together(path: Path, threads: list[int], turns: int) -> None:
+def together(path: Path, threads: list[int], turns: int) -> Lines:
     """Tokens a second of all sequences together; the ratio to one is the median of the turns'."""
     turn(sys.executable, BEGIN + TOGETHER, path, threads[0])
-    print(head("threads", "one", *(cell for n in (2, 4, 8) for cell in (f"{n} sequences", "ratio"))))
+    yield head("threads", "one", *(cell for n in (2, 4, 8) for cell in (f"{n} sequences", "ratio")))
     for count in threads:
-        found = [turn(sys.executable, BEGIN + TOGETHER, path, count) for _ in range(turns)]
-        cells = [f"{statistics.median(r['one'] for r in found):.2f} tokens/s"]
+        run = partial(turn, sys.executable, BEGIN + TOGETHER, path, count)
+        found = take_turns({"ours": run}, turns)["ours"]
+        cells = [f"{statistics.median(found['one']):.2f} tokens/s"]
         for n in ("2", "4", "8"):
-            ratio = statistics.median(r[n] / r["one"] for r in found)
-            cells += [f"{statistics.median(r[n] for r in found):.2f}", f"{ratio:.2f}"]
-        line(count, *cells)
+            cells += [f"{statistics.median(found[n]):.2f}", f"{ratio(found[n], found['one']):.2f}"]
+        yield count, *cells
 
 
-def print_conversation(path: Path) -> None:
+def conversation(path: Path) -> Lines:
     """A first turn of 1,500 tokens, a reply of 64, then 32 more: how many of them the second turn reads."""
     import bridge
 
@@ -153,17 +141,15 @@ def print_conversation(path: Path) -> None:
     first = [(i * 7919) % 4000 for i in range(1500)]
     reply = list(model.generate_tokens(first, 64, temperature=0))
     t = model.timing
-    print(f"first turn: {t.prompt_tokens} tokens, {t.prompt_seconds:.2f} s to the first of the reply", flush=True)
+    yield f"first turn: {t.prompt_tokens} tokens, {t.prompt_seconds:.2f} s to the first of the reply"
     list(model.generate_tokens(first + reply + list(range(32)), 1, temperature=0))
     t = model.timing
     read = t.prompt_tokens - t.kept_tokens
-    print(f"second turn: {t.prompt_tokens} tokens, {read} of them read, {t.prompt_seconds:.2f} s")
+    yield f"second turn: {t.prompt_tokens} tokens, {read} of them read, {t.prompt_seconds:.2f} s"
 
 
-def print_memory(path: Path, peak: int) -> None:
+def memory(path: Path, peak: float) -> str:
     """The peak of our processes, compared with its limit: file, keys and values of 2048 tokens, and 300 MB."""
-    if not peak:
-        return
     import bridge
     from bridge.runtime.config_reader import read_config
     from bridge.runtime.kv_cache import KVCache
@@ -171,20 +157,22 @@ def print_memory(path: Path, peak: int) -> None:
     with bridge.open_gguf(path) as file:
         cache = KVCache(read_config(file.metadata, path), 2048).nbytes
     size = path.stat().st_size
-    print(f"\nPeak memory {peak / 1e6:.0f} MB: the file's {size / 1e6:.0f} MB, {cache / 1e6:.0f} MB of keys and values "
-          f"for 2048 tokens, and {(peak - size - cache) / 1e6:.0f} MB (numpy and numba among them).")  # fmt: skip
+    return (
+        f"\nPeak memory {peak / 1e6:.0f} MB: the file's {size / 1e6:.0f} MB, {cache / 1e6:.0f} MB of keys and values "
+        f"for 2048 tokens, and {(peak - size - cache) / 1e6:.0f} MB (numpy and numba among them)."
+    )
 
 
 # --- perplexity ---
 
 
-def print_perplexity(checkpoints: list[Path], text_file: Path, count: int, scratch: Path) -> None:
+def perplexities(checkpoints: list[Path], text_file: Path, count: int, scratch: Path) -> Lines:
     import bridge
     from bridge.runtime.perplexity import perplexity
 
     text = text_file.read_text(encoding="utf-8")
-    print(f"{count} windows of 256 tokens of {text_file.name}.\n")
-    print(head("checkpoint", "int8", "llama.cpp", "difference", "f32", "transformers", "difference"))
+    yield f"{count} windows of 256 tokens of {text_file.name}."
+    yield head("checkpoint", "int8", "llama.cpp", "difference", "f32", "transformers", "difference")
     for folder in checkpoints:
         path = scratch / f"{folder.name}.gguf"
         bridge.convert(folder, path)
@@ -194,7 +182,7 @@ def print_perplexity(checkpoints: list[Path], text_file: Path, count: int, scrat
             exact = perplexity(model, text, n_windows=count).perplexity
             peer, floats = peers_perplexity(path, folder, model, text, count)
         cells = [f"{own:.4f}", f"{peer:.4f}", f"{own / peer - 1:+.3%}", f"{exact:.4f}", f"{floats:.4f}"]
-        line(folder.name, *cells, f"{exact / floats - 1:+.4%}")
+        yield folder.name, *cells, f"{exact / floats - 1:+.4%}"
         path.unlink()
 
 
@@ -225,4 +213,4 @@ def peers_perplexity(path: Path, folder: Path, model: Any, text: str, count: int
 
 
 if __name__ == "__main__":
-    main()
+    bench(__doc__, OPTIONS, measure)

@@ -21,15 +21,14 @@ there in any case.
 """
 
 import argparse
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benchlib import head, line, machine, parser
+from benchlib import Lines, bench, head, option
 from benchlib.divergence import Divergence, FloatModel
-from benchlib.groups import print_groups
+from benchlib.groups import groups_table
 
 from bridge.blocks import BLOCKS
 from bridge.blocks.read import CALIBRATED, WRITTEN
@@ -59,13 +58,29 @@ STEPS: list[tuple[str, dict[str, Any], bool]] = [
 ]
 
 
-def main() -> None:
-    options = parse()
+OPTIONS = (
+    "model",
+    option(
+        "--calibrate", str, help="the texts that quantizers see, as `quantize` takes them", nargs="+", required=True
+    ),
+    option("--test", help="the texts that are predicted", nargs="+", required=True),
+    *("--samples", "--length", "--windows", "--threads", "--json"),
+    option("--types", ["Q4_K", "Q3_K", "Q2_K"], "TYPE", nargs="*"),
+    option("--steps", False, help="print a line for each step"),
+    option("--last-step", False, help="leave all steps but the last out"),
+    option("--llama-cpp", False, help="also run every result in llama.cpp"),
+    option("--ik-llama", Path, "LIBGGML", "the shared library of ik_llama.cpp"),
+    option("--groups", Path, "PYTHON", "a Python that has llm-compressor"),
+    option("--auto-round", Path, "PYTHON", "a Python that has auto-round"),
+)
+
+
+def measure(options: argparse.Namespace) -> Lines:
     float_model = FloatModel(options)
-    print(f"Machine: {machine()}, {float_model.about}\n")
+    yield float_model.about
     text = ["text"] if len(float_model.tests) > 1 else []
     columns = ["type", "step", *text, "KL", "ggml, imatrix", "ratio", "seconds"]
-    print(head(*columns, *(["KL in llama.cpp", "ggml there", "ratio there"] if options.llama_cpp else [])))
+    yield head(*columns, *(["KL in llama.cpp", "ggml there", "ratio there"] if options.llama_cpp else []))
     points: list[dict[str, Any]] = []
     of_outputs, weights = float_model.gradients()
     felt = {"outputs": of_outputs, "weights": weights}
@@ -93,20 +108,18 @@ def main() -> None:
                 values = [d.by_text()[i] for d in (own, peer, *more)]
                 ratios = [values[k].over(values[k + 1]) for k in range(0, len(values), 2)]
                 text = [test.stem] if len(float_model.tests) > 1 else []
-                line(name, step, *text, *values[:2], ratios[0], f"{seconds:.0f}", *values[2:], *ratios[1:])
+                yield name, step, *text, *values[:2], ratios[0], f"{seconds:.0f}", *values[2:], *ratios[1:]
         points.append({"name": name, "maker": "gguf-bridge quantize", "bpw": bpw, "kl": own.mean})
         if options.auto_round:
             script = auto_round_gguf.__file__, "--type", name, "--threads", options.threads
             rounded, seconds = float_model.by_peer(gguf_weights, options.auto_round, *script)
             found = float_model.divergence(theirs | {key: rounded[key] for key in made})
-            line(name, "auto-round", found, peer, found.over(peer), f"{seconds:.0f}")
-    if options.json:
-        record = {"model": options.model.name, "machine": machine(), "bits_of": "linears", "formats": points}
-        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            yield name, "auto-round", found, peer, found.over(peer), f"{seconds:.0f}"
     if options.ik_llama:
-        print_ik_llama(float_model, options.ik_llama)
+        yield from ik_llama(float_model, options.ik_llama)
     if options.groups:
-        print_groups(float_model, felt, options.groups)
+        yield from groups_table(float_model, felt, options.groups)
+    return {"model": options.model.name, "bits_of": "linears", "formats": points}
 
 
 def peer_blocks(float_model: FloatModel, name: str) -> dict[str, Blocks]:
@@ -121,11 +134,11 @@ def peer_blocks(float_model: FloatModel, name: str) -> dict[str, Blocks]:
     return made
 
 
-def print_ik_llama(float_model: FloatModel, library: Path) -> None:
+def ik_llama(float_model: FloatModel, library: Path) -> Lines:
     """A table of ik_llama.cpp's own types."""
     peer = IkLlamaCpp(library)
     texts = [test.stem for test in float_model.tests]
-    print("\n" + head("type of ik_llama.cpp", "bits", *texts))
+    yield head("type of ik_llama.cpp", "bits", *texts)
     linears = reference.linears(float_model.weights)
     for name in peer.types:
         weights, nbytes = dict(float_model.weights), 0
@@ -133,25 +146,8 @@ def print_ik_llama(float_model: FloatModel, library: Path) -> None:
             weights[key], size = peer.rounded(weights[key], name, float_model.importance[key])
             nbytes += size
         bits = 8 * nbytes / sum(weights[key].size for key in linears)
-        line(name, f"{bits:.2f}", *float_model.divergence(weights).by_text())
-
-
-def parse() -> argparse.Namespace:
-    required = {"required": True}
-    common = ("model", "--calibrate", "--test", "--samples", "--length", "--windows", "--threads", "--json")
-    several = {"nargs": "+", "type": str, "help": "the texts that quantizers see, as `quantize` takes them"}
-    tests = {"nargs": "+", "help": "the texts that are predicted"}
-    options = parser(__doc__, *common, calibrate=required | several, test=required | tests)
-    types = ["Q4_K", "Q3_K", "Q2_K"]
-    options.add_argument("--types", nargs="*", default=types, metavar="TYPE", help="default: %(default)s")
-    options.add_argument("--steps", action="store_true", help="print a line for each step")
-    options.add_argument("--last-step", action="store_true", help="leave all steps but the last out")
-    options.add_argument("--llama-cpp", action="store_true", help="also run every result in llama.cpp")
-    options.add_argument("--ik-llama", type=Path, metavar="LIBGGML", help="the shared library of ik_llama.cpp")
-    options.add_argument("--groups", type=Path, metavar="PYTHON", help="a Python that has llm-compressor")
-    options.add_argument("--auto-round", type=Path, metavar="PYTHON", help="a Python that has auto-round")
-    return options.parse_args()
+        yield name, f"{bits:.2f}", *float_model.divergence(weights).by_text()
 
 
 if __name__ == "__main__":
-    main()
+    bench(__doc__, OPTIONS, measure)

@@ -25,7 +25,6 @@ for the CPU time without the compiling of kernels, which the first run on a mach
 
 import argparse
 import hashlib
-import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -34,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benchlib import ROOT, head, line, machine, parser
+from benchlib import ROOT, Lines, bench, head, option
 from benchlib.contenders import WEIGHTED, Contender, Made, Tokens, contenders_of, imatrix_of
 from benchlib.divergence import Divergence
 from benchlib.formats import summary
@@ -96,8 +95,12 @@ class Row:
         return found.figures() | {"ratio": ratio, "ratio_error": error}
 
 
-def main() -> None:
-    options = parse()
+def measure(options: argparse.Namespace) -> Lines:
+    options.work = options.work.resolve()
+    options.calibrate = [t if t.partition(":")[0] == DEFAULT else str(Path(t).resolve()) for t in options.calibrate]
+    for file in calibration(options).files:
+        if not file.is_file():
+            raise argparse.ArgumentTypeError(f"--calibrate {file}: no such file")
     name = Path(options.model).resolve().name
     folder, packages = options.work / name, options.work / "packages"
     for path in (folder, packages):
@@ -127,23 +130,19 @@ def main() -> None:
         if isinstance(cost, str):
             failed[contender] = cost
             continue
-        measured = measure(made, contender, model, windows, ARITHMETICS if options.llama_cpp else (FLOAT32,))
+        measured = divergences(made, contender, model, windows, ARITHMETICS if options.llama_cpp else (FLOAT32,))
         rows.append(Row(contender, made, cost, measured))
     compare(rows, options.over)
 
-    print(f"Machine: {machine()}, {options.threads} threads.")
     texts = " and ".join(Path(text).name for text in options.calibrate)
-    print(f"{name}, {texts}: {tokens.about} (tokens {tokens.digest}).")
-    print(f"{options.windows} windows of {options.window} tokens of {', '.join(windows)}.\n")
-    print_summary(rows, list(windows), failed)
-    print_details(rows)
-    if options.json:
-        record = {"model": name, "machine": machine(), "bits_of": "whole file", "calibrated": texts}
-        record |= {
-            "tokens": {**tokens.record, "digest": tokens.digest},
-            "formats": [row.figures() for row in rows],
-        }
-        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    yield f"{name}, {texts}: {tokens.about} (tokens {tokens.digest})."
+    yield f"{options.windows} windows of {options.window} tokens of {', '.join(windows)}."
+    yield from summaries(rows, list(windows), failed)
+    yield from details(rows)
+    return {
+        "model": name, "bits_of": "whole file", "calibrated": texts,
+        "tokens": {**tokens.record, "digest": tokens.digest}, "formats": [row.figures() for row in rows],
+    }  # fmt: skip
 
 
 def key(options: argparse.Namespace) -> str:
@@ -182,7 +181,7 @@ def windows_by_text(options: argparse.Namespace, floats: Path, packages: Path) -
     return found
 
 
-def measure(
+def divergences(
     made: Made, contender: Contender, model: FloatReference, windows: dict[str, np.ndarray], arithmetics: Sequence[str]
 ) -> dict[str, dict[str, TokenKl]]:
     """Arithmetic -> text -> divergences of a file: as they were measured before, if file and text are the same."""
@@ -214,31 +213,31 @@ def compare(rows: list[Row], name: str) -> None:
             row.base = next((peer for peer in peers if peer.contender.format == row.contender.format), None)
 
 
-def print_summary(rows: list[Row], texts: list[str], failed: dict[Contender, str]) -> None:
+def summaries(rows: list[Row], texts: list[str], failed: dict[Contender, str]) -> Lines:
     """A line for each file: ratios to the file that it is compared with, or KL divergences where there is none."""
-    print(head("format", "made by", "MB", "bits", *texts, "CPU s", "memory, MB"))
+    yield head("format", "made by", "MB", "bits", *texts, "CPU s", "memory, MB")
     for row in rows:
         name = row.contender.name
         if row.contender.sized and row.base is not None:
             name += f" (over {row.base.contender.format})"
         cells = [row.ratio(FLOAT32, text) or found.windows for text, found in row.measured[FLOAT32].items()]
         took = f"{row.cost['cpu_seconds']:.0f}", f"{row.cost['peak_bytes'] / 1e6:.0f}"
-        line(row.contender.format, name, f"{row.bytes / 1e6:.1f}", f"{row.bpw:.2f}", *cells, *took)
+        yield row.contender.format, name, f"{row.bytes / 1e6:.1f}", f"{row.bpw:.2f}", *cells, *took
     for contender, why in failed.items():
-        line(contender.format, contender.name, *[""] * 2, f"failed: {why}", *[""] * (len(texts) + 1))
+        yield contender.format, contender.name, *[""] * 2, f"failed: {why}", *[""] * (len(texts) + 1)
 
 
-def print_details(rows: list[Row]) -> None:
+def details(rows: list[Row]) -> Lines:
     """A line for each file, text and arithmetic."""
     columns = "format", "made by", "text", "in", "KL, nats a token", "ratio", "median", "99th percentile"
-    print(f"\n{head(*columns, 'same top token')}")
+    yield head(*columns, "same top token")
     for row in rows:
         for arithmetic, by_text in row.measured.items():
             for text, found in by_text.items():
                 f = found.figures()
                 cells = f"{f['median']:.2e}", f"{f['p99']:.2e}", f"{f['same_top']:.1%}"
                 ratio = row.ratio(arithmetic, text)
-                line(row.contender.format, row.contender.name, text, arithmetic, found.windows, ratio, *cells)
+                yield row.contender.format, row.contender.name, text, arithmetic, found.windows, ratio, *cells
 
 
 def named_file(text: str) -> tuple[str, Path]:
@@ -255,54 +254,30 @@ def named_options(text: str) -> tuple[str, list[str]]:
     return name, shlex.split(options)
 
 
-def parse() -> argparse.Namespace:
-    methods = [method for method in METHODS if method not in _NO_GGUF]
-    options = parser(
-        __doc__, "--calibrate", "--samples", "--length", "--windows", "--threads", "--json",
-        calibrate={"nargs": "+", "type": str, "default": [DEFAULT], "help": "the texts, as `quantize` takes them"},
-        samples={"default": 16, "help": "calibration sequences; 0: as many as `quantize` takes"},
-        length={"default": 512, "help": "tokens in a calibration sequence; 0: as many as `quantize` takes"},
-        windows={"default": 12, "help": "windows of each text"},
-        threads={"default": 1},
-    )  # fmt: skip
-    options.add_argument(
-        "model", metavar="MODEL", help=f"{', '.join([*PACKAGED, *DITHERED])}, or a float model's folder"
-    )
-    options.add_argument("--seed", type=int, metavar="N", help="as `quantize` takes it")
-    options.add_argument("--types", nargs="*", default=["Q4_K_M", "Q2_K"], metavar="TYPE", help="default: %(default)s")
-    options.add_argument("--sizes", nargs="*", default=[], metavar="SIZE", help="of `quantize --size`, such as 80M")
-    options.add_argument("--methods", nargs="*", default=methods, metavar="NAME", help="default: %(default)s")
-    options.add_argument(
-        "--own", nargs="*", type=named_options, default=[], metavar="NAME=OPTIONS", help="further runs of `quantize`"
-    )
-    options.add_argument(
-        "--text", nargs="*", type=named_file, default=[], metavar="NAME=FILE", help="further texts that are predicted"
-    )
-    options.add_argument("--kinds", nargs="*", metavar="NAME", help=f"only these texts, such as {', '.join(KINDS)}")
-    options.add_argument(
-        "--window", type=int, default=256, metavar="N", help="tokens in a window; default: %(default)s"
-    )
-    options.add_argument("--llama-cpp", action="store_true", help="also measure every file in llama.cpp")
-    options.add_argument("--llama-library", type=Path, metavar="DIR", help="node-llama-cpp's folder with libllama")
-    options.add_argument("--no-llama-quantize", action="store_true", help="do without llama-quantize")
-    options.add_argument(
-        "--over",
-        default=WEIGHTED,
-        metavar="NAME",
-        help="the contender that others are compared with; default: %(default)s",
-    )
-    options.add_argument("--only", nargs="+", metavar="NAME", help="only contenders of these names; * is any text")
-    options.add_argument("--again", nargs="+", metavar="NAME", help="make the files of these contenders again")
-    work = Path("bench-real")
-    options.add_argument("--work", type=Path, default=work, metavar="DIR", help="what is kept; default: %(default)s")
-    given = options.parse_args()
-    given.work = given.work.resolve()
-    given.calibrate = [t if t.partition(":")[0] == DEFAULT else str(Path(t).resolve()) for t in given.calibrate]
-    for file in calibration(given).files:
-        if not file.is_file():
-            options.error(f"--calibrate {file}: no such file")
-    return given
-
+OPTIONS = (
+    option("--calibrate", [DEFAULT], help="the texts, as `quantize` takes them"),
+    option("--samples", 16, help="calibration sequences; 0: as many as `quantize` takes"),
+    option("--length", 512, help="tokens in a calibration sequence; 0: as many as `quantize` takes"),
+    option("--windows", 12, help="windows of each text"),
+    option("--threads", 1),
+    "--json",
+    option("model", str, help=f"{', '.join([*PACKAGED, *DITHERED])}, or a float model's folder"),
+    option("--seed", int, "N", "as `quantize` takes it"),
+    option("--types", ["Q4_K_M", "Q2_K"], "TYPE", nargs="*"),
+    option("--sizes", [], "SIZE", "of `quantize --size`, such as 80M", nargs="*"),
+    option("--methods", [method for method in METHODS if method not in _NO_GGUF], "NAME", nargs="*"),
+    option("--own", named_options, "NAME=OPTIONS", "further runs of `quantize`", nargs="*", default=[]),
+    option("--text", named_file, "NAME=FILE", "further texts that are predicted", nargs="*", default=[]),
+    option("--kinds", str, "NAME", f"only these texts, such as {', '.join(KINDS)}", nargs="*"),
+    option("--window", 256, "N", "tokens in a window"),
+    option("--llama-cpp", False, help="also measure every file in llama.cpp"),
+    option("--llama-library", Path, "DIR", "node-llama-cpp's folder with libllama"),
+    option("--no-llama-quantize", False, help="do without llama-quantize"),
+    option("--over", WEIGHTED, "NAME", "the contender that others are compared with"),
+    option("--only", str, "NAME", "only contenders of these names; * is any text", nargs="+"),
+    option("--again", str, "NAME", "make the files of these contenders again", nargs="+"),
+    option("--work", Path("bench-real"), "DIR", "what is kept"),
+)
 
 if __name__ == "__main__":
-    main()
+    bench(__doc__, OPTIONS, measure)

@@ -8,6 +8,7 @@ importance that both sides get: 1 for all columns, or a lognormal one. Speeds ar
 round, in CPU time, with kernels and tables made beforehand.
 """
 
+import argparse
 import math
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from benchlib import head, line, machine, parser
+from benchlib import Lines, bench, option
 
 import bridge
 from bridge.blocks import ROUNDED
@@ -23,6 +24,11 @@ from bridge.blocks.ggml import GGMLQuantizationType
 from bridge.blocks.read import WRITTEN
 from bridge.encode.round_rows import quantize_rows
 from scripts.peers import ggml
+
+OPTIONS = (
+    "model", "--rounds", option("types", list(ROUNDED), "TYPE"), option("--rows", 256, "N", "rows of 1024 weights"),
+)  # fmt: skip
+COLUMNS = "type", "error, normal", "with importance", "error, model", "with importance", "M weights/s", "ggml", "x"
 
 
 def rows_of(folder: Path, columns: int, count: int) -> np.ndarray:
@@ -53,22 +59,13 @@ def error(x: np.ndarray, data: np.ndarray, name: str, importance: np.ndarray) ->
     return float((np.square(x - stored) * importance).sum() / (np.square(x, dtype=np.float64) * importance).sum())
 
 
-def main() -> None:
-    """Print the table."""
-    made = parser(__doc__, "model", "--rounds")
-    made.add_argument("types", nargs="*", default=list(ROUNDED), metavar="TYPE", help="default: the IQ and TQ types")
-    made.add_argument("--rows", type=int, default=256, metavar="N", help="rows of 1024 weights; default: %(default)s")
-    options = made.parse_args()
+def measure(options: argparse.Namespace) -> Lines:
     rng = np.random.default_rng(0)
     columns = 1024
     importance = rng.lognormal(size=columns).astype(np.float32)
     ones = np.ones(columns, np.float32)
     random = rng.standard_normal((options.rows, columns)).astype(np.float32)
     model = rows_of(options.model, columns, options.rows)
-    print(f"{machine()}\n")
-    print(
-        head("type", "error, normal", "with importance", "error, model", "with importance", "M weights/s", "ggml", "x")
-    )
     for name in options.types:
         cells = []
         for x in (random, model):
@@ -78,8 +75,8 @@ def main() -> None:
                 cells.append(f"{ours:.5f}, {ours / theirs:.3f} of ggml's")
         own = random.size / seconds(partial(quantize_rows, random, WRITTEN[name], importance), options.rounds) / 1e6
         peer = random.size / seconds(partial(ggml.quantize, random, name, importance), options.rounds) / 1e6
-        line(name, *cells, f"{own:.1f}", f"{peer:.1f}", f"{own / peer:.1f}")
+        yield name, *cells, f"{own:.1f}", f"{peer:.1f}", f"{own / peer:.1f}"
 
 
 if __name__ == "__main__":
-    main()
+    bench(__doc__, OPTIONS, measure, COLUMNS)

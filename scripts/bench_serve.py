@@ -11,6 +11,7 @@ end; a decode step is the mean time between the tokens of one client. The last t
 schema take of the decode's CPU time, in process. A machine that does something else meanwhile measures that, too.
 """
 
+import argparse
 import json
 import statistics
 import subprocess
@@ -21,10 +22,11 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from benchlib import ROOT, head, line, machine, output_of, parser
+from benchlib import ROOT, Lines, bench, head, option, ratio, synthetic, take_turns
 
 OURS = "import sys; from bridge.cli import main; sys.exit(main(sys.argv[1:]))"
 THEIRS = """
@@ -43,28 +45,21 @@ CONTEXT = 2048
 WORDS = "the king of a city that nobody had seen for many years went to war with his brother and came home"
 
 
-def main() -> None:
-    options = parser(__doc__, "--threads", "--turns", turns={"default": 3})
-    options.add_argument("--gguf", type=Path, metavar="FILE", help="default: a synthetic 1B GPTQ 4-bit g128, converted")
-    options.add_argument("--tokens", type=int, default=64, metavar="N", help="tokens of each reply")
-    options.add_argument("--prefix", type=int, default=512, metavar="N", help="words of the cached prefix")
-    options.add_argument("--clients", type=int, nargs="+", default=[1, 4, 8], metavar="N", help="numbers of clients")
-    a = options.parse_args()
-    print(f"Machine: {machine()}; {a.threads} threads.\n")
+OPTIONS = (
+    "--threads",
+    "--turns",
+    "--gguf",
+    option("--tokens", 64, "N", "tokens of each reply"),
+    option("--prefix", 512, "N", "words of the cached prefix"),
+    option("--clients", [1, 4, 8], "N", "numbers of clients"),
+)
+
+
+def measure(options: argparse.Namespace) -> Lines:
     with tempfile.TemporaryDirectory(prefix="gguf-bridge-bench-") as scratch:
-        path = a.gguf or synthetic(Path(scratch))
-        throughput(path, a)
-        print()
-        masks(path, a)
-
-
-def synthetic(scratch: Path) -> Path:
-    """The GGUF of a synthetic 1B checkpoint."""
-    import bridge
-
-    output_of(sys.executable, ROOT / "scripts" / "make_synthetic.py", scratch / "made", "--vocab", "4096")
-    bridge.convert(scratch / "made", scratch / "made.gguf")
-    return scratch / "made.gguf"
+        path = options.gguf or synthetic(Path(scratch))
+        yield from throughput(path, options)
+        yield from masks(path, options.tokens)
 
 
 @contextmanager
@@ -124,34 +119,30 @@ def speed(address: str, clients: int, tokens: int, turn: int) -> float:
     return clients * tokens / (time.perf_counter() - start)
 
 
-def throughput(path: Path, a: Any) -> None:
-    found: dict[str, dict[Any, list[float]]] = {}
-    names = ("gguf-bridge", "llama.cpp")
-    for turn in range(a.turns):
-        for name in names:
-            with server(name, path, a.threads) as address:
+def throughput(path: Path, options: argparse.Namespace) -> Lines:
+    def served(name: str) -> Iterator[dict[str, float]]:
+        """The figures of each turn of a server."""
+        for turn in count():
+            with server(name, path, options.threads) as address:
                 ask(address, prompt_of(50, 10_000 + turn), 4)
-                mine = found.setdefault(name, {})
-                for clients in a.clients:
-                    mine.setdefault(clients, []).append(speed(address, clients, a.tokens, turn))
-                prefix = prompt_of(a.prefix, 5)
+                found = {str(n): speed(address, n, options.tokens, turn) for n in options.clients}
+                prefix = prompt_of(options.prefix, 5)
                 ask(address, f"{prefix} Then", 2)
                 times = ask(address, f"{prefix} So it was", 32)
-                mine.setdefault("first", []).append(times[1] - times[0])
-                mine.setdefault("step", []).append((times[-1] - times[1]) / 31)
-    print(head("clients", "gguf-bridge", "llama.cpp", "ratio"))
-    for clients in a.clients:
-        own, other = (found[name][clients] for name in names)
-        ratio = statistics.median(x / y for x, y in zip(own, other, strict=True))
-        line(clients, *(f"{statistics.median(v):.1f} tokens/s" for v in (own, other)), f"{ratio:.2f}")
-    print()
-    print(head("cached prefix", "first token", "decode step", "difference"))
-    for name in names:
-        first, step = (1000 * statistics.median(found[name][key]) for key in ("first", "step"))
-        line(name, f"{first:.1f} ms", f"{step:.1f} ms", f"{first - step:.1f} ms")
+            yield found | {"first": 1000 * (times[1] - times[0]), "step": 1000 * (times[-1] - times[1]) / 31}
+
+    found = take_turns({name: served(name).__next__ for name in ("gguf-bridge", "llama.cpp")}, options.turns)
+    yield head("clients", "gguf-bridge", "llama.cpp", "ratio")
+    for clients in options.clients:
+        speeds = [figures[str(clients)] for figures in found.values()]
+        yield clients, *(f"{statistics.median(v):.1f} tokens/s" for v in speeds), f"{ratio(*speeds):.2f}"
+    yield head("cached prefix", "first token", "decode step", "difference")
+    for name, figures in found.items():
+        first, step = (statistics.median(figures[what]) for what in ("first", "step"))
+        yield name, f"{first:.1f} ms", f"{step:.1f} ms", f"{first - step:.1f} ms"
 
 
-def masks(path: Path, a: Any) -> None:
+def masks(path: Path, tokens: int) -> Lines:
     """CPU time of the masks, of all of a constrained reply."""
     import bridge
     from bridge.runtime import constraint
@@ -177,11 +168,11 @@ def masks(path: Path, a: Any) -> None:
         model.prepare()
         list(model.generate_tokens("People: ", 8, schema=schema, temperature=0))
         spent, start = 0.0, time.thread_time()
-        made = len(list(model.generate_tokens("People: ", 4 * a.tokens, schema=schema, temperature=0)))
+        made = len(list(model.generate_tokens("People: ", 4 * tokens, schema=schema, temperature=0)))
         whole = time.thread_time() - start
-    print(head("tokens", "decode, one thread", "of it masks", "share"))
-    line(made, f"{1e3 * whole / made:.2f} ms a token", f"{1e6 * spent / made:.0f} us a token", f"{spent / whole:.1%}")
+    yield head("tokens", "decode, one thread", "of it masks", "share")
+    yield made, f"{1e3 * whole / made:.2f} ms a token", f"{1e6 * spent / made:.0f} us a token", f"{spent / whole:.1%}"
 
 
 if __name__ == "__main__":
-    main()
+    bench(__doc__, OPTIONS, measure)

@@ -9,60 +9,61 @@ page cache. "cold" compiles everything, but for what is among the package's obje
 wheel`).
 """
 
+import argparse
 import os
 import resource
 import statistics
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
-from benchlib import head, line, machine, parser
+from benchlib import ROOT, Lines, bench, option, ratio, take_turns
 from benchlib.real_models import PACKAGED, packaged_gguf
 
 from scripts.peers.llama_quantize import libraries
 
 PROMPT = "The capital of France is"
-ROOT = Path(__file__).resolve().parents[1]
+OPTIONS = (
+    "--threads",
+    option("--turns", 11),
+    option("models", list(PACKAGED), "MODEL", "a GGUF, or smollm2 ..."),
+    option("--cold", False, help="also measure a start that compiles everything"),
+    option("--packages", Path("packages"), "DIR", "for what is downloaded"),
+)
+COLUMNS = "model", "llama.cpp, CPU s", "warm, CPU s", "ratio", "cold, CPU s"
 
 
-def cpu_seconds(command: list[str], environment: dict[str, str]) -> float:
+def cpu_seconds(command: list[str], environment: dict[str, str]) -> dict[str, float]:
     """User and system time of a process and of those that it waited for. Raises where it fails."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"cpu": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime}
 
 
-def main() -> None:
-    options = parser(__doc__, "--threads", "--turns", turns={"default": 11})
-    options.add_argument("models", nargs="*", default=list(PACKAGED), metavar="MODEL", help="a GGUF, or smollm2 ...")
-    options.add_argument("--cold", action="store_true", help="also measure a start that compiles everything")
-    options.add_argument(
-        "--packages", type=Path, default=Path("packages"), metavar="DIR", help="for what is downloaded"
-    )
-    arguments = options.parse_args()
-    arguments.packages.mkdir(parents=True, exist_ok=True)
-    peer = libraries(arguments.packages)
+def measure(options: argparse.Namespace) -> Lines:
+    options.packages.mkdir(parents=True, exist_ok=True)
+    peer = libraries(options.packages)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     environment |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
-    threads = str(arguments.threads)
-    print(f"Machine: {machine()}; {threads} threads; medians of {arguments.turns} turns.\n")
-    print(head("model", "llama.cpp, CPU s", "warm, CPU s", "ratio", "cold, CPU s"))
-    for model in arguments.models:
-        path = packaged_gguf(model, arguments.packages) if model in PACKAGED else Path(model)
+    threads = str(options.threads)
+    for model in options.models:
+        path = packaged_gguf(model, options.packages) if model in PACKAGED else Path(model)
         ours = [sys.executable, "-m", "bridge.cli", "run", str(path), "-p", PROMPT, "-n", "1", "--temp", "0"]
         ours += ["--threads", threads]
         theirs = [sys.executable, str(ROOT / "scripts/peers/llama_start.py"), str(peer), str(path), PROMPT, threads]
         cpu_seconds(ours, environment)
-        pairs = [(cpu_seconds(theirs, environment), cpu_seconds(ours, environment)) for _ in range(arguments.turns)]
+        sides = {"theirs": partial(cpu_seconds, theirs, environment), "ours": partial(cpu_seconds, ours, environment)}
+        found = take_turns(sides, options.turns)
         cold = ""
-        if arguments.cold:
+        if options.cold:
             with tempfile.TemporaryDirectory() as empty:
-                cold = f"{cpu_seconds(ours, environment | {'XDG_CACHE_HOME': empty}):.2f}"
-        medians = [f"{statistics.median(values):.2f}" for values in zip(*pairs, strict=True)]
-        line(path.stem, *medians, f"{statistics.median(own / other for other, own in pairs):.2f}", cold)
+                cold = f"{cpu_seconds(ours, environment | {'XDG_CACHE_HOME': empty})['cpu']:.2f}"
+        medians = [f"{statistics.median(found[side]['cpu']):.2f}" for side in sides]
+        yield path.stem, *medians, f"{ratio(found['ours']['cpu'], found['theirs']['cpu']):.2f}", cold
 
 
 if __name__ == "__main__":
-    main()
+    bench(__doc__, OPTIONS, measure, COLUMNS)

@@ -8,6 +8,7 @@ over the file's size, and how much there was once all was imported. `--peer none
 takes seven times the file's memory.
 """
 
+import argparse
 import json
 import resource
 import subprocess
@@ -17,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchlib import head, line, machine, parser
+from benchlib import Lines, bench, option, ratio, take_turns
 
 from bridge.system.free_memory import resident
 
@@ -26,37 +27,47 @@ TOKENS = 32
 WAYS = {"transformers": "transformers alone", "packed": "with bridge.transformers", "model": "bridge.Model"}
 
 
-def main() -> None:
-    options = parse()
-    if options.way:
-        serve(options.way, options.gguf, options.threads)
-        return
+OPTIONS = (
+    "--threads",
+    "--rounds",
+    option("--gguf", help="the model", required=True),
+    option("--peer", "transformers", choices=("transformers", "none")),
+)
+COLUMNS = (
+    "", "CPU ms a token", "wall ms a token", "speed over bridge.Model",
+    "largest memory, GB", "over the file, GB", "imports, GB",
+)  # fmt: skip
+
+
+def measure(options: argparse.Namespace) -> Lines:
     ways = [way for way in WAYS if way != "transformers" or options.peer == "transformers"]
-    command = [sys.executable, __file__, "--gguf", str(options.gguf), "--threads", str(options.threads), "--way"]
-    workers = {way: subprocess.Popen([*command, way], stdin=subprocess.PIPE, stdout=subprocess.PIPE) for way in ways}
-    found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
-    for _ in range(options.rounds + 1):
-        for way, worker in workers.items():
-            assert worker.stdin is not None
-            assert worker.stdout is not None
-            worker.stdin.write(b"\n")
-            worker.stdin.flush()
-            found[way].append(json.loads(worker.stdout.readline()))
+    workers = {way: Worker(way, options.gguf, options.threads) for way in ways}
+    first = {way: worker.turn() for way, worker in workers.items()}
+    found = take_turns({way: worker.turn for way, worker in workers.items()}, options.rounds)
     for worker in workers.values():
-        worker.communicate()
-    print(f"Machine: {machine()}, {options.threads} threads. {options.gguf.name}, {options.rounds} rounds.\n")
-    memory = "largest memory, GB", "over the file, GB", "imports, GB"
-    print(head("", "CPU ms a token", "wall ms a token", "speed over bridge.Model", *memory))
+        worker.process.communicate()
     size = options.gguf.stat().st_size
     for way in ways:
-        rounds = list(zip(found[way][1:], found["model"][1:], strict=True))
-        most, imports = (found[way][0][kind] for kind in ("memory", "imports"))
-        line(
-            WAYS[way],
-            *(f"{1e3 * median(mine[kind] for mine, _ in rounds):.1f}" for kind in ("cpu", "wall")),
-            f"{median(model['wall'] / mine['wall'] for mine, model in rounds):.2f}",
-            *(f"{nbytes / 1e9:.3f}" for nbytes in (most, most - size, imports)),
-        )
+        most, imports = (first[way][kind] for kind in ("memory", "imports"))
+        times = [f"{1e3 * median(found[way][clock]):.1f}" for clock in ("cpu", "wall")]
+        speed = f"{ratio(found['model']['wall'], found[way]['wall']):.2f}"
+        yield WAYS[way], *times, speed, *(f"{nbytes / 1e9:.3f}" for nbytes in (most, most - size, imports))
+
+
+class Worker:
+    """A process that generates in one of WAYS."""
+
+    def __init__(self, way: str, gguf: Path, threads: int) -> None:
+        command = [sys.executable, __file__, "--way", way, str(gguf), str(threads)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def turn(self) -> dict[str, float]:
+        """What it prints after generating once more."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(b"\n")
+        self.process.stdin.flush()
+        return dict(json.loads(self.process.stdout.readline()))
 
 
 def serve(way: str, gguf: Path, threads: int) -> None:
@@ -102,15 +113,8 @@ def generator(way: str, gguf: Path, threads: int) -> tuple[int, Any]:
     return imports, lambda count: packed.generate(ids, max_new_tokens=count, **how)
 
 
-def parse() -> Any:
-    options = parser(__doc__, "--threads", "--rounds")
-    options.add_argument("--gguf", type=Path, required=True)
-    options.add_argument(
-        "--peer", choices=("transformers", "none"), default="transformers", help="default: %(default)s"
-    )
-    options.add_argument("--way", choices=WAYS, help="what a process of the script runs; not given by hand")
-    return options.parse_args()
-
-
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--way"]:
+        serve(sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))
+    else:
+        bench(__doc__, OPTIONS, measure, COLUMNS)

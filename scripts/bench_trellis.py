@@ -11,10 +11,11 @@ times (b) how many times as fast as the same layer as Q2_K with this project's o
 Contenders take turns; figures are medians over rounds, for decode and fused with the best round in parentheses.
 """
 
+import argparse
 import statistics
 
 import numpy as np
-from benchlib import head, line, machine, parser
+from benchlib import Lines, bench, head, option, ratio
 
 from bridge.runtime.bench import random_tensor, taking_turns
 from bridge.system import pool
@@ -22,7 +23,11 @@ from bridge.trellis import BitshiftCodebook, TrellisLayer
 from bridge.trellis.decode import decode
 from bridge.trellis.packed import exl3_layer, qtip_layer
 
-MODES = ("1mad", "3inst", "mul1", "quantlut", "quantlut_sym")
+OPTIONS = (
+    "--threads", option("--rounds", 9), option("modes", ("1mad", "3inst", "mul1", "quantlut", "quantlut_sym"), "MODE"),
+    option("--bits", 2, "K"), option("--shape", (4096, 4096), ("OUT", "IN"), nargs=2), option("--batch", (1, 4), "N"),
+)  # fmt: skip
+COLUMNS = "mode", "tokens", "decode, M weights/s (best)", "fused, ms", "fused, GB/s (best)", "times (a)", "times (b)"
 
 
 def random_layer(mode: str, bits: int, out: int, columns: int) -> TrellisLayer:
@@ -39,13 +44,8 @@ def random_layer(mode: str, bits: int, out: int, columns: int) -> TrellisLayer:
     return qtip_layer(mode, words, book, (16, 16), su, sv)
 
 
-def times(seconds: dict[str, list[float]], name: str) -> float:
-    """How many times as fast as a contender the fused product is."""
-    return statistics.median(b / a for a, b in zip(seconds["fused"], seconds[name], strict=True))
-
-
-def measure(mode: str, bits: int, shape: tuple[int, int], batch: int, rounds: int) -> None:
-    """Print a line of the table."""
+def row(mode: str, bits: int, shape: tuple[int, int], batch: int, rounds: int) -> tuple[object, ...]:
+    """The cells of a mode and a number of tokens."""
     layer = random_layer(mode, bits, *shape).prepare()
     x = np.random.default_rng(1).normal(size=(batch, shape[1])).astype(np.float32)
     held = np.empty(shape, np.float32)
@@ -63,26 +63,18 @@ def measure(mode: str, bits: int, shape: tuple[int, int], batch: int, rounds: in
     rate, best_rate = (f(weights / s / 1e6 for s in seconds["decode"]) for f in (statistics.median, max))
     speed, best_speed = (f(layer.nbytes / s / 1e9 for s in seconds["fused"]) for f in (statistics.median, max))
     fused = f"{1e3 * statistics.median(seconds['fused']):.2f}", f"{speed:.2f} ({best_speed:.2f})"
-    ratios = f"{times(seconds, 'decode, then multiply'):.0f}", f"{times(seconds, 'Q2_K'):.2f}"
-    line(mode, batch, f"{rate:.0f} ({best_rate:.0f})", *fused, *ratios)
+    ratios = [ratio(seconds[other], seconds["fused"]) for other in ("decode, then multiply", "Q2_K")]
+    return mode, batch, f"{rate:.0f} ({best_rate:.0f})", *fused, f"{ratios[0]:.0f}", f"{ratios[1]:.2f}"
 
 
-def main() -> None:
-    options = parser(__doc__, "--threads", "--rounds", rounds={"default": 9})
-    options.add_argument("modes", nargs="*", default=list(MODES), metavar="MODE", help="default: %(default)s")
-    options.add_argument("--bits", type=int, default=2, metavar="K", help="default: %(default)s")
-    options.add_argument("--shape", type=int, nargs=2, default=(4096, 4096), metavar=("OUT", "IN"))
-    options.add_argument("--batch", type=int, nargs="+", default=[1, 4], metavar="N", help="default: 1 4")
-    arguments = options.parse_args()
-    pool.set_num_threads(arguments.threads)
-    out, columns = arguments.shape
-    print(f"{machine()}, {arguments.threads} threads; {out} x {columns}, {arguments.bits} bits\n")
-    rates = "decode, M weights/s (best)", "fused, ms", "fused, GB/s (best)"
-    print(head("mode", "tokens", *rates, "times (a)", "times (b)"))
-    for mode in arguments.modes:
-        for batch in arguments.batch:
-            measure(mode, arguments.bits, arguments.shape, batch, arguments.rounds)
+def measure(options: argparse.Namespace) -> Lines:
+    pool.set_num_threads(options.threads)
+    yield "{} x {}, {} bits".format(*options.shape, options.bits)
+    yield head(*COLUMNS)
+    for mode in options.modes:
+        for batch in options.batch:
+            yield row(mode, options.bits, options.shape, batch, options.rounds)
 
 
 if __name__ == "__main__":
-    main()
+    bench(__doc__, OPTIONS, measure)

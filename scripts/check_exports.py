@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from benchlib import head, line, parser
+from benchlib import Lines, bench, option
 
 import bridge
 from scripts.peers.predictions import mean_kl
@@ -118,10 +118,18 @@ CASES = (
 )
 
 
-def main() -> None:
-    options = parse()
+OPTIONS = (
+    "model",
+    option("--text", required=True),
+    option("--length", 128),
+    option("--only", choices=[*PROGRAMS], help="one program"),
+    option("--type", help="one type"),
+    option("--path", metavar="PROGRAM=FOLDER", help="packages of a program", action="append", default=[]),
+)
+
+
+def measure(options: argparse.Namespace) -> Lines:
     paths = dict(pair.split("=", 1) for pair in options.path)
-    print(head("program", "GGUF", "format", "layers", "KL divergence"))
     with tempfile.TemporaryDirectory(prefix="gguf-bridge-exports-") as folder:
         scratch = Path(folder)
         for program in PROGRAMS if options.only is None else (options.only,):
@@ -130,15 +138,7 @@ def main() -> None:
             if cases:
                 stderr = run(program, [scratch / "-".join(case) for case in cases], scratch, paths.get(program))
             for case, how in hows.items():
-                line(program, *case, how, said(*case, scratch, stderr))
-
-
-def parse() -> argparse.Namespace:
-    options = parser(__doc__, "model", "--text", "--length", text={"required": True}, length={"default": 128})
-    options.add_argument("--only", choices=[*PROGRAMS], help="one program")
-    options.add_argument("--type", help="one type")
-    options.add_argument("--path", action="append", default=[], metavar="PROGRAM=FOLDER", help="packages of a program")
-    return options.parse_args()
+                yield program, *case, how, said(*case, scratch, stderr)
 
 
 def made(type: str, format: str, scratch: Path, options: argparse.Namespace) -> str:
@@ -183,4 +183,4 @@ def last_error(stderr: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    bench(__doc__, OPTIONS, measure, ("program", "GGUF", "format", "layers", "KL divergence"))

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchlib import head, line, parser
+from benchlib import Lines, bench, option
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.gptq import GPTQLoraLinear
 from peft.utils import TaskType
@@ -47,24 +47,24 @@ _OUTSIDE = {r"token_embd|^output\.weight": "F16"}
 _TOGETHER = 4  # windows in a step of the training
 
 
-def main() -> None:
-    options = parse()
-    print(head("checkpoint", "adapter", "base", "run f32", "llama.cpp", "merged", "8 bits alone"))
+OPTIONS = (
+    option("--text", required=True),
+    option("--windows", 8),
+    "--length",
+    option("checkpoints", Path, "CHECKPOINT", "folders", nargs="+"),
+    option("--train", Path, "FILE", "the text that adapters learn", required=True),
+    option("--steps", 20, "N", "of training"),
+    option("--only", nargs="+", choices=[*KINDS], help="some kinds; default: all"),
+)
+
+
+def measure(options: argparse.Namespace) -> Lines:
     for folder in options.checkpoints:
         with bridge.open_checkpoint(folder) as checkpoint:
             weights = reference.checkpoint_weights(checkpoint)
         for kind in options.only or KINDS:
             with tempfile.TemporaryDirectory(prefix="gguf-bridge-") as scratch:
-                line(folder.name, kind, *figures(folder, weights, kind, Path(scratch), options))
-
-
-def parse() -> argparse.Namespace:
-    options = parser(__doc__, "--text", "--windows", "--length", text={"required": True}, windows={"default": 8})
-    options.add_argument("checkpoints", nargs="+", type=Path, metavar="CHECKPOINT", help="folders")
-    options.add_argument("--train", type=Path, required=True, metavar="FILE", help="the text that adapters learn")
-    options.add_argument("--steps", type=int, default=20, metavar="N", help="of training; default: %(default)s")
-    options.add_argument("--only", nargs="+", choices=[*KINDS], help="some kinds; default: all")
-    return options.parse_args()
+                yield folder.name, kind, *figures(folder, weights, kind, Path(scratch), options)
 
 
 def figures(folder: Path, weights: reference.Weights, kind: str, out: Path, options: argparse.Namespace) -> list[str]:
@@ -131,4 +131,5 @@ def kl(expected: np.ndarray, found: np.ndarray) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    columns = "checkpoint", "adapter", "base", "run f32", "llama.cpp", "merged", "8 bits alone"
+    bench(__doc__, OPTIONS, measure, columns)

@@ -13,32 +13,26 @@ from pathlib import Path
 
 import gguf
 import numpy as np
-from benchlib import head, line, machine, parser
+from benchlib import Lines, bench, option
 
 import bridge
 from bridge.gguf_file.reader import read_gguf
 from scripts.peers import ggml
 
-TYPES = ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q4_0", "Q3_K", "Q2_K", "IQ4_XS")
+OPTIONS = (
+    "model",
+    option("--types", ["Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q4_0", "Q3_K", "Q2_K", "IQ4_XS"], "TYPE"),
+)  # fmt: skip
 
 
-def main() -> None:
-    options = parse()
-    print(f"Machine: {machine()}.\n")
-    print(head("from", "to", "ours", "llama.cpp's", "ratio"))
+def measure(options: argparse.Namespace) -> Lines:
     with tempfile.TemporaryDirectory(prefix="gguf-bridge-") as scratch:
         for first in ("Q8_0", "Q6_K"):
             source = Path(scratch) / f"{first}.gguf"
             bridge.convert(options.model, source, type=first)
             for second in options.types:
                 if second != first:
-                    line(first, second, *figures(source, second, Path(scratch) / "out.gguf"))
-
-
-def parse() -> argparse.Namespace:
-    options = parser(__doc__, "model")
-    options.add_argument("--types", nargs="+", default=list(TYPES), metavar="TYPE", help="default: %(default)s")
-    return options.parse_args()
+                    yield first, second, *figures(source, second, Path(scratch) / "out.gguf")
 
 
 def figures(source: Path, type: str, out: Path) -> list[str]:
@@ -59,4 +53,4 @@ def figures(source: Path, type: str, out: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    bench(__doc__, OPTIONS, measure, ("from", "to", "ours", "llama.cpp's", "ratio"))

@@ -20,35 +20,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchlib import head, line, parser
+from benchlib import Lines, bench, option
 
 import bridge
 from scripts.peers import reference
-from scripts.peers.fidelity import Reference, measure
+from scripts.peers.fidelity import Reference
+from scripts.peers.fidelity import measure as measured
 from scripts.peers.llama_cpp import LlamaCpp
 from scripts.peers.predictions import mean_kl
 
-HEAD = (
-    "model",
-    "tool",
-    "error of reading",
-    "types",
-    "cost",
-    "GGUF",
-    "share",
-    "run f32",
-    "share",
-    "llama.cpp",
-    "share",
-    "floats in Q8_0",
-    "share",
-)
 
-
-def main() -> None:
-    options = parse()
+def measure(options: argparse.Namespace) -> Lines:
     text = options.text.read_text(encoding="utf-8")
-    print(head(*HEAD))
     for folder in options.models:
         for name, write in TOOLS.items():
             if options.only in (None, name):
@@ -56,16 +39,9 @@ def main() -> None:
                     try:
                         model = write(folder, Path(scratch) / "model")
                     except ImportError as missing:
-                        print(f"{name}: left out, {missing}")
+                        yield f"{name}: left out, {missing}"
                         continue
-                    line(folder.name, name, *figures(folder, Path(scratch) / "model", model, text, options))
-
-
-def parse() -> argparse.Namespace:
-    options = parser(__doc__, "--text", "--windows", "--length", text={"required": True}, windows={"default": 8})
-    options.add_argument("models", nargs="+", type=Path, metavar="MODEL", help="float models' folders")
-    options.add_argument("--only", choices=[*TOOLS], help="one tool")
-    return options.parse_args()
+                    yield folder.name, name, *figures(folder, Path(scratch) / "model", model, text, options)
 
 
 def figures(folder: Path, written: Path, model: Any, text: str, options: argparse.Namespace) -> list[str]:
@@ -79,7 +55,7 @@ def figures(folder: Path, written: Path, model: Any, text: str, options: argpars
     bridge.convert(written, close, type="Q8_0", tensor_types=outside)
     quantized = reference.logits(model, against.tokens)
     cost = against_floats(folder, against, quantized)
-    found = measure(path, against)
+    found = measured(path, against)
     own = bridge.Model.load(path, precision="f32", kv="f32")
     ours = np.stack([own.logits(window.tolist()) for window in against.tokens])
     divergences = [
@@ -232,5 +208,15 @@ TOOLS: dict[str, Callable[[Path, Path], Any]] = {
 }
 
 
+OPTIONS = (
+    option("--text", required=True),
+    option("--windows", 8),
+    "--length",
+    option("models", Path, "MODEL", "float models' folders", nargs="+"),
+    option("--only", choices=[*TOOLS], help="one tool"),
+)
+_RUNS = ("GGUF", "run f32", "llama.cpp", "floats in Q8_0")
+COLUMNS = ("model", "tool", "error of reading", "types", "cost", *(c for run in _RUNS for c in (run, "share")))
+
 if __name__ == "__main__":
-    main()
+    bench(__doc__, OPTIONS, measure, COLUMNS)

@@ -7,6 +7,7 @@ from the GGUF's weights, over their squares (NMSE), and that which `export` stat
 computes in float32. Of AutoAWQ only the file of the function is loaded, and its weights are compared as halves.
 """
 
+import argparse
 import importlib.util
 import tempfile
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from benchlib import head, line, parser
+from benchlib import Lines, bench
 from safetensors.torch import load_file
 
 import bridge
@@ -62,9 +63,8 @@ CASES: tuple[tuple[str, Callable[[Parts], np.ndarray], str, tuple[str, ...]], ..
 )
 
 
-def main() -> None:
-    model = parser(__doc__, "model").parse_args().model
-    print(head("functions of", "GGUF", "NMSE, unpacked", "NMSE, stated"), flush=True)
+def measure(options: argparse.Namespace) -> Lines:
+    model = options.model
     with tempfile.TemporaryDirectory(prefix="gguf-bridge-unpacking-") as folder:
         for program, unpack, format, types in CASES:
             for type in types:
@@ -73,12 +73,8 @@ def main() -> None:
                     bridge.convert(model, path, type=type)
                 done = bridge.export(path, out, format, config=model, force=True)
                 stated = {t.name.removesuffix(".weight"): t.nmse for t in done.tensors if t.bits}
-                line(
-                    program,
-                    type,
-                    f"{_error(path, out, model, unpack, list(stated)):.1e}",
-                    f"{max(stated.values()):.1e}",
-                )
+                error = _error(path, out, model, unpack, list(stated))
+                yield program, type, f"{error:.1e}", f"{max(stated.values()):.1e}"
 
 
 def _error(path: Path, out: Path, model: Path, unpack: Callable[[Parts], np.ndarray], layers: list[str]) -> float:
@@ -95,4 +91,4 @@ def _error(path: Path, out: Path, model: Path, unpack: Callable[[Parts], np.ndar
 
 
 if __name__ == "__main__":
-    main()
+    bench(__doc__, ["model"], measure, ("functions of", "GGUF", "NMSE, unpacked", "NMSE, stated"))

@@ -10,44 +10,43 @@ tokens. `gguf-bridge plot` draws what --json writes.
 """
 
 import argparse
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchlib import head, line, machine, parser
+from benchlib import Lines, bench, head, option
 
 import bridge
 from bridge.conversion.report import CALIBRATED, CODED
 from bridge.quantize.settings import Calibration
 from scripts.peers import reference
-from scripts.peers.fidelity import Reference, measure
+from scripts.peers.fidelity import Reference
+from scripts.peers.fidelity import measure as measured
 
 HEAD = ("checkpoint", "type of its linears", "bpw", "codes kept", "NMSE", "KLD, linears", "KLD, whole file")
 
 
-def main() -> None:
-    options = parse()
+OPTIONS = (
+    option("--text", required=True),
+    *("--windows", "--length", "--json"),
+    option("checkpoints", Path, "CHECKPOINT", nargs="+"),
+    option("--float", Path, "MODEL", "unquantized models", nargs="+", default=[]),
+    option("--calibrate", help="a text for codes that cannot be kept"),
+    option("--type", "auto", help="as gguf-bridge takes it"),
+)
+
+
+def measure(options: argparse.Namespace) -> Lines:
     text = options.text.read_text(encoding="utf-8")
     floats = {folder: reference.float_weights(folder) for folder in options.float}
-    columns = HEAD + (("KLD, checkpoint from its float model",) if floats else ())
     shown = f"{options.windows} windows of {options.length} tokens of {options.text.name}"
-    print(f"First {shown}; --type {options.type}.\n\n{head(*columns)}")
+    yield f"First {shown}; --type {options.type}."
+    yield head(*HEAD, *(["KLD, checkpoint from its float model"] if floats else []))
     rows = []
     for folder in options.checkpoints:
         rows.append(row(folder, text, floats, options))
-        line(*cells(rows[-1], bool(floats)))
-    if options.json:
-        options.json.write_text(json.dumps({"machine": machine(), "checkpoints": rows}, indent=1) + "\n")
-
-
-def parse() -> argparse.Namespace:
-    options = parser(__doc__, "--text", "--windows", "--length", "--json", text={"required": True})
-    options.add_argument("checkpoints", nargs="+", type=Path, metavar="CHECKPOINT")
-    options.add_argument("--float", type=Path, nargs="+", default=[], metavar="MODEL", help="unquantized models")
-    options.add_argument("--calibrate", type=Path, metavar="FILE", help="a text for codes that cannot be kept")
-    options.add_argument("--type", default="auto", help="as gguf-bridge takes it; default: %(default)s")
-    return options.parse_args()
+        yield cells(rows[-1], bool(floats))
+    return {"checkpoints": rows}
 
 
 def row(folder: Path, text: str, floats: dict, options: argparse.Namespace) -> dict[str, Any]:
@@ -57,7 +56,7 @@ def row(folder: Path, text: str, floats: dict, options: argparse.Namespace) -> d
         text_of = options.calibrate and Calibration(options.calibrate, samples=256, length=256)
         codes = bridge.convert(folder, path, type=options.type, calibrate=text_of).total((*CODED, CALIBRATED))
         against = Reference(folder, checkpoint, text, options.windows, options.length)
-        found = measure(path, against)
+        found = measured(path, against)
     same = [weights for weights in floats.values() if shapes(weights) == shapes(against.weights)]
     return {
         "name": folder.name,
@@ -87,4 +86,4 @@ def shapes(weights: reference.Weights) -> dict:
 
 
 if __name__ == "__main__":
-    main()
+    bench(__doc__, OPTIONS, measure)

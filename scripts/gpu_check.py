@@ -42,27 +42,26 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchlib import parser
+from benchlib import option, parser
 
 BUDGET = 465.0  # seconds, after which only the table is printed
 FOR_FIRST = 100.0  # at most, for what comes first
 FOR_CORRECTNESS = 0.6  # at most this share of it
 LINES = "gpu_check.jsonl"
 HELP = f"write the results to this file, and each as soon as it is known to {LINES} in the same folder"
+OPTIONS = (
+    option("--seconds", BUDGET, help="limit for the whole run"),
+    option("--kernels", Path, "DIR", "a folder of kernels compiled elsewhere"),
+    option("--llama-cpp", Path, "DIR", "a checkout of llama.cpp, to be timed too"),
+    option("--after", Path, "FILE", f"{LINES} of an earlier run: what was right is kept"),
+    option("--anyway", False, help="go on where not even one product works: a rehearsal"),
+    option("--jobs", False, help=argparse.SUPPRESS),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parser(
-        __doc__, "--json", json={"default": Path(os.environ.get("OUT", ""), "gpu_check.json"), "help": HELP}
-    )
-    options.add_argument("--seconds", type=float, default=BUDGET, help="limit for the whole run; default: %(default)s")
-    options.add_argument("--kernels", type=Path, metavar="DIR", help="a folder of kernels compiled elsewhere")
-    options.add_argument("--llama-cpp", type=Path, metavar="DIR", help="a checkout of llama.cpp, to be timed too")
-    options.add_argument(
-        "--after", type=Path, metavar="FILE", help=f"{LINES} of an earlier run: what was right is kept"
-    )
-    options.add_argument("--anyway", action="store_true", help="go on where not even one product works: a rehearsal")
-    options.add_argument("--jobs", action="store_true", help=argparse.SUPPRESS)
+    out = option("--json", Path(os.environ.get("OUT", ""), "gpu_check.json"), help=HELP)
+    options = parser(__doc__, (out, *OPTIONS))
     begun = time.monotonic()
     a = options.parse_args(arguments)
     if a.kernels is not None:

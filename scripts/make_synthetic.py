@@ -17,7 +17,7 @@ from pathlib import Path
 from string import ascii_lowercase
 
 import numpy as np
-from benchlib import parser
+from benchlib import option, parser
 from safetensors.numpy import save_file
 
 from bridge.gguf_file.pretokenizers import byte_of
@@ -29,26 +29,17 @@ LLAMA3_SPLIT = (
 )
 
 
-def main() -> None:
-    options = parse()
-    make(options)
-    size = sum(file.stat().st_size for file in options.out.glob("*.safetensors"))
-    print(f"{options.out}: {size / 1e9:.2f} GB of tensors")
-
-
-def parse() -> argparse.Namespace:
-    options = parser(__doc__)
-    options.add_argument("out", type=Path, metavar="OUT_DIR")
-    sizes = {
-        "layers": 22, "hidden": 2048, "intermediate": 5632, "heads": 32, "kv-heads": 4, "vocab": 32000,
-        "group-size": 128, "experts": 0, "experts-used": 8, "seed": 0,
-    }  # fmt: skip
-    for name, default in sizes.items():
-        options.add_argument(f"--{name}", type=int, default=default, help="default: %(default)s")
-    options.add_argument("--bits", type=int, default=4, choices=(2, 3, 4, 8), help="default: %(default)s")
-    options.add_argument("--asym", action="store_true", help="give each group its own zero point")
-    options.add_argument("--act-order", action="store_true", help="assign columns to groups in random order")
-    return options.parse_args()
+SIZES = {
+    "layers": 22, "hidden": 2048, "intermediate": 5632, "heads": 32, "kv-heads": 4, "vocab": 32000,
+    "group-size": 128, "experts": 0, "experts-used": 8, "seed": 0,
+}  # fmt: skip
+OPTIONS = (
+    option("out", Path, "OUT_DIR"),
+    *(option(f"--{name}", default) for name, default in SIZES.items()),
+    option("--bits", 4, choices=(2, 3, 4, 8)),
+    option("--asym", False, help="give each group its own zero point"),
+    option("--act-order", False, help="assign columns to groups in random order"),
+)
 
 
 def make(options: argparse.Namespace) -> None:
@@ -205,4 +196,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    options = parser(__doc__, OPTIONS).parse_args()
+    make(options)
+    size = sum(file.stat().st_size for file in options.out.glob("*.safetensors"))
+    print(f"{options.out}: {size / 1e9:.2f} GB of tensors")

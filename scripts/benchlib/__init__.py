@@ -1,4 +1,4 @@
-"""What the measuring scripts share: their options, the line that describes the machine, other projects' processes.
+"""What the measuring scripts share: `bench`, which runs one; contenders that take turns; other projects' processes.
 
 `python scripts/x.py` puts scripts/ on the path, so scripts import `benchlib`; that puts the checkout on the path too,
 for bridge and scripts.peers. Tests import `scripts.benchlib`.
@@ -15,9 +15,12 @@ for bridge and scripts.peers. Tests import `scripts.benchlib`.
 """
 
 import argparse
+import json
 import platform
+import statistics
 import subprocess
 import sys
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,36 +29,116 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-# options of several scripts -> what add_argument takes
-_COMMON: dict[str, dict[str, Any]] = {
-    "model": {"type": Path, "metavar": "MODEL", "help": "a float model's folder"},
-    "--calibrate": {"type": Path, "metavar": "FILE", "help": "the text that quantizers see"},
-    "--test": {"type": Path, "metavar": "FILE", "help": "the text that is predicted"},
-    "--text": {"type": Path, "metavar": "FILE", "help": "the text that is predicted"},
-    "--samples": {"type": int, "default": 256, "metavar": "N", "help": "calibration sequences"},
-    "--length": {"type": int, "default": 256, "metavar": "N", "help": "tokens in a sequence or window"},
-    "--windows": {"type": int, "default": 24, "metavar": "N", "help": "windows of the predicted text"},
-    "--threads": {"type": int, "default": 2, "metavar": "N", "help": "threads of every contender"},
-    "--rounds": {"type": int, "default": 3, "metavar": "N", "help": "rounds of measurements"},
-    "--turns": {"type": int, "default": 3, "metavar": "N", "help": "processes of each side"},
-    "--peer-python": {"default": sys.executable, "metavar": "PYTHON", "help": "an interpreter that has llama_cpp"},
-    "--json": {"type": Path, "metavar": "FILE", "help": "also write the figures to this file"},
-}
+Line = str | Sequence[object]  # text, or the cells of a table's row
+Lines = Generator[Line, None, Any]
+Option = tuple[str, dict[str, Any]]  # what add_argument takes
 
 
-def parser(doc: str | None, *names: str, **more: dict[str, Any]) -> argparse.ArgumentParser:
-    """A parser described by the first paragraph of a script's docstring.
+def option(name: str, value: Any = None, metavar: Any = None, help: str = "", **more: Any) -> Option:
+    """An option or a positional argument of a script; what is not given is that of the common option of this name.
 
-    names  the common options that the script takes
-    more   changes to them, by their names without dashes: `threads={"default": 1}`
+    value  the default, whose type the option has: False of a flag, a list of several; or a type, without a default
+    more   as add_argument takes it
     """
+    settings: dict[str, Any] = {}
+    if value is False:
+        settings["action"] = "store_true"
+    elif callable(value):
+        settings["type"] = value
+    elif isinstance(value, list | tuple):
+        settings |= {"nargs": "+" if name.startswith("-") else "*", "type": type(value[0]) if value else str}
+    elif value is not None:
+        settings["type"] = type(value)
+    if value is not None and not callable(value) and value is not False:
+        settings["default"] = value
+    settings |= {key: text for key, text in (("metavar", metavar), ("help", help)) if text}
+    return name, _COMMON.get(name, {}) | settings | more
+
+
+_COMMON: dict[str, dict[str, Any]] = {}
+_COMMON |= dict([
+    option("model", Path, "MODEL", "a float model's folder"),
+    option("--calibrate", Path, "FILE", "the text that quantizers see"),
+    option("--test", Path, "FILE", "the text that is predicted"),
+    option("--text", Path, "FILE", "the text that is predicted"),
+    option("--samples", 256, "N", "calibration sequences"),
+    option("--length", 256, "N", "tokens in a sequence or window"),
+    option("--windows", 24, "N", "windows of the predicted text"),
+    option("--threads", 2, "N", "threads of every contender"),
+    option("--rounds", 3, "N", "rounds of measurements"),
+    option("--turns", 3, "N", "processes of each side"),
+    option("--gguf", Path, "FILE", "default: a synthetic 1B GPTQ 4-bit g128, converted"),
+    option("--peer-python", sys.executable, "PYTHON", "an interpreter that has llama_cpp"),
+    option("--json", Path, "FILE", "also write the figures to this file"),
+])  # fmt: skip
+
+
+def parser(doc: str | None, options: Iterable[str | Option]) -> argparse.ArgumentParser:
+    """A parser described by the first paragraph of a script's docstring; common options are given by their names."""
     made = argparse.ArgumentParser(description=(doc or "").split("\n\n")[0])
-    for name in names:
-        settings = _COMMON[name] | more.get(name.lstrip("-").replace("-", "_"), {})
-        if settings.get("default") is not None:
-            settings["help"] += "; default: %(default)s"
+    for given in options:
+        name, settings = option(given) if isinstance(given, str) else given
+        default = settings.get("default")
+        if default is not None:
+            shown = " ".join(map(str, default)) if isinstance(default, list | tuple) else str(default)
+            said = [settings["help"]] if "help" in settings else []
+            settings = settings | {"help": "; ".join([*said, f"default: {shown}".replace("%", "%%")])}
         made.add_argument(name, **settings)
     return made
+
+
+def bench(
+    doc: str | None,
+    options: Iterable[str | Option],
+    measure: Callable[[argparse.Namespace], Lines],
+    columns: Sequence[str] = (),
+    passes_on: bool = False,
+) -> None:
+    """A script's run: its options, the machine, then the table, or several, and text between them.
+
+    measure    yields lines and rows, which are printed as they come; what it returns is written to --json. Its
+               argparse.ArgumentTypeError is one of the command's arguments
+    columns    of the first table
+    passes_on  whether further arguments, with or without a -- before them, are for another program: `rest`
+    """
+    made = parser(doc, options)
+    given, rest = made.parse_known_args()
+    given.rest = [argument for argument in rest if argument != "--"]
+    if rest and not passes_on:
+        made.error(f"unrecognized arguments: {' '.join(rest)}")
+
+    def lines() -> Lines:
+        threads = vars(given).get("threads")
+        yield f"Machine: {machine()}{f', {threads} threads' if isinstance(threads, int) else ''}."
+        if columns:
+            yield head(*columns)
+        record = yield from measure(given)
+        if vars(given).get("json"):
+            given.json.write_text(json.dumps({"machine": machine(), **record}, indent=1) + "\n", encoding="utf-8")
+
+    try:
+        for part in lines():
+            print(part if isinstance(part, str) else f"| {' | '.join(map(str, part))} |", flush=True)
+    except argparse.ArgumentTypeError as problem:
+        made.error(str(problem))
+
+
+Figures = dict[Any, dict[str, list[float]]]  # contender -> what was measured -> of each turn
+
+
+def take_turns(contenders: Mapping[Any, Callable[[], Mapping[str, float]]], turns: int) -> Figures:
+    """The figures of contenders that take turns."""
+    found: Figures = {name: {} for name in contenders}
+    for _ in range(turns):
+        for name, run in contenders.items():
+            for what, value in run().items():
+                found[name].setdefault(what, []).append(value)
+    return found
+
+
+def ratio(own: Sequence[float], other: Sequence[float]) -> float:
+    """The median over turns of one figure over another of the same turn."""
+    return statistics.median(a / b for a, b in zip(own, other, strict=True))
 
 
 def machine() -> str:
@@ -81,13 +164,8 @@ def largest_cache() -> int | None:
 
 
 def head(*columns: str) -> str:
-    """The first two lines of a markdown table."""
-    return f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}"
-
-
-def line(*cells: object) -> None:
-    """Print a line of a markdown table."""
-    print(f"| {' | '.join(map(str, cells))} |", flush=True)
+    """The first two lines of a markdown table, after an empty one."""
+    return f"\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}"
 
 
 def output_of(python: str | Path, *arguments: object, cwd: str | Path = ROOT, env: dict | None = None) -> str:
@@ -97,3 +175,12 @@ def output_of(python: str | Path, *arguments: object, cwd: str | Path = ROOT, en
     if done.returncode:
         sys.exit(f"{python} {command[1]}: exit code {done.returncode}\n{done.stderr[-2000:]}")
     return done.stdout
+
+
+def synthetic(folder: Path, *shape: object) -> Path:
+    """The GGUF of a synthetic checkpoint of 1B, or of another shape, as `make_synthetic.py` takes it."""
+    import bridge
+
+    output_of(sys.executable, ROOT / "scripts" / "make_synthetic.py", folder / "made", "--vocab", "4096", *shape)
+    bridge.convert(folder / "made", folder / "made.gguf")
+    return folder / "made.gguf"

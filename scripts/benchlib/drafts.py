@@ -6,6 +6,7 @@ as the guesses of a layer that predicts (MTP) need it.
 
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import bridge
 from bridge.runtime.sampling import Sampler, Sampling
 from bridge.runtime.speculation import drafter_for
 
-from . import head, line
+from . import Lines, head, ratio, take_turns
 
 _TOKENS = 192
 _PERIOD = 48  # tokens after which a reply repeats
@@ -55,9 +56,9 @@ def own_replies(model: Any, text: Path, count: int = 4, length: int = 48) -> dic
     return {f"{text.name}, piece {i + 1}": pair for i, pair in enumerate(made)}
 
 
-def print_drafts(path: Path, draft: str, text: Path | None, threads: list[int], rounds: int) -> None:
-    """Replies after their prompts; with guesses and without take turns in one process."""
-    print(head("reply of 192 tokens", "threads", "alone", f"draft={draft}", "wall", "CPU", "guesses right"))
+def drafts(path: Path, draft: str, text: Path | None, threads: list[int], rounds: int) -> Lines:
+    """A table of replies after their prompts; with guesses and without take turns in one process."""
+    yield head("reply of 192 tokens", "threads", "alone", f"draft={draft}", "wall", "CPU", "guesses right")
     for count in threads:
         model = bridge.Model.load(path, threads=count, context=1024)
         model.tokenizer.stops = frozenset()
@@ -66,28 +67,22 @@ def print_drafts(path: Path, draft: str, text: Path | None, threads: list[int], 
         model.prepare()
         cases = replies(min(model._decoder.vocab, 4000)) if text is None else own_replies(model, text)
         for name, (prompt, reply) in cases.items():
-            found: dict[Any, list[tuple[float, float]]] = {None: [], draft: []}
-            for turn in range(rounds + 1):
-                for by, times in found.items():
-                    wall, cpu = _timed(model, prompt, reply, by)
-                    if turn:  # the first compiles
-                        times.append((wall, cpu))
+            ways = {by: partial(_timed, model, prompt, reply, by) for by in (None, draft)}
+            take_turns(ways, 1)  # compiles
+            alone, guessed = take_turns(ways, rounds).values()
             speculation = model.timing.speculation
             assert speculation is not None
-            ratios = [
-                statistics.median(a[i] / b[i] for a, b in zip(found[None], found[draft], strict=True)) for i in (0, 1)
-            ]
-            speeds = [f"{len(reply) / statistics.median(t[0] for t in times):.1f} tokens/s" for times in found.values()]
-            right = f"{speculation.accepted} of {speculation.drafted}"
-            line(name, count, *speeds, *(f"{ratio:.2f}" for ratio in ratios), right)
+            speeds = [f"{len(reply) / statistics.median(way['wall']):.1f} tokens/s" for way in (alone, guessed)]
+            gains = [f"{ratio(alone[clock], guessed[clock]):.2f}" for clock in ("wall", "CPU")]
+            yield name, count, *speeds, *gains, f"{speculation.accepted} of {speculation.drafted}"
         model.close()
 
 
-def _timed(model: Any, prompt: list[int], reply: list[int], draft: Any) -> tuple[float, float]:
+def _timed(model: Any, prompt: list[int], reply: list[int], draft: Any) -> dict[str, float]:
     """Seconds of the wall clock and of the CPU for a reply, its first token and the prompt not counted."""
     drafter = None if draft is None else drafter_for(model, draft)
     tokens = model._tokens(prompt, len(reply), Replay(reply), drafter)
     next(tokens)
     wall, cpu = time.perf_counter(), time.process_time()
     assert list(tokens) == reply[1:]
-    return time.perf_counter() - wall, time.process_time() - cpu
+    return {"wall": time.perf_counter() - wall, "CPU": time.process_time() - cpu}

@@ -13,7 +13,7 @@ from bridge.quantize import Method, groups
 from bridge.quantize.awq import Awq
 from scripts.peers import llm_compressor
 
-from . import head, line
+from . import Lines, head
 from .divergence import FloatModel
 
 # method, bits, group size, symmetric
@@ -22,9 +22,9 @@ TWO_SIDED = "two-sided"
 RTN: dict[str, Any] = {"act_order": "none", "damping": float("inf"), "sweeps": 0}
 
 
-def print_groups(float_model: FloatModel, felt: dict[str, Any], python: Path) -> None:
+def groups_table(float_model: FloatModel, felt: dict[str, Any], python: Path) -> Lines:
     """A markdown table; `python` has llm-compressor, `felt` are the options of two-sided rounding."""
-    print(f"\n{head('groups', 'KL', 'llm-compressor', 'ratio', 'seconds', 'its seconds')}")
+    yield head("groups", "KL", "llm-compressor", "ratio", "seconds", "its seconds")
     for method, bits, size, symmetric in ROWS:
         options = ["--method", method, "--bits", bits, "--group-size", size, *([] if symmetric else ["--asym"])]
         made, theirs = float_model.by_peer(load_file, python, llm_compressor.__file__, *options)
@@ -35,7 +35,7 @@ def print_groups(float_model: FloatModel, felt: dict[str, Any], python: Path) ->
                 settings |= felt
             own, seconds = float_model.quantized(how.layer, cross="GPTAQ" in name or name == TWO_SIDED, **settings)
             what = f"{name} {bits}-bit g{size} {'sym' if symmetric else 'asym'}"
-            line(what, own, peer, own.over(peer), f"{seconds:.0f}", f"{theirs:.0f}")
+            yield what, own, peer, own.over(peer), f"{seconds:.0f}", f"{theirs:.0f}"
 
 
 def own_ways(method: str, bits: int, size: int, symmetric: bool) -> dict[str, Method | Awq]:

@@ -7,8 +7,8 @@ import statistics
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -17,7 +17,7 @@ import bridge
 from bridge.runtime.bench import random_tensor
 from scripts.peers.gguf_file import rewrite
 
-from . import output_of
+from . import output_of, take_turns
 
 BEGIN = """
 import json, os, sys, time
@@ -132,12 +132,13 @@ class Speeds:
     def of_file(self, file: Path) -> dict[str, dict[str, float]]:
         """The medians of each side: tokens a second, generated and of a prompt, and peak memory in bytes."""
         turn(*self._sides["ours"], file, self._threads)  # compile the kernels, fill the page cache
-        found: dict[str, list[dict[str, Any]]] = {side: [] for side in self._sides}
-        for _ in range(self._turns):
-            for side, how in self._sides.items():
-                found[side].append(turn(*how, file, self._threads))
+        runs = {side: partial(turn, *process, file, self._threads) for side, process in self._sides.items()}
+        found = take_turns(runs, self._turns)
         keys = ("decode", "prompt", "peak")
-        return {side: {k: statistics.median(r[k] or 0 for r in runs) for k in keys} for side, runs in found.items()}
+        return {
+            side: {key: statistics.median(value or 0 for value in figures[key]) for key in keys}
+            for side, figures in found.items()
+        }
 
     def _like(self, types: dict[str, str]) -> Path:
         """A file of the other model in these types; layers correspond by their relative depth."""

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 import bridge
-from scripts.benchlib import head, line
+from scripts.benchlib import Lines, bench, option
 from scripts.peers.llama_cpp import LlamaCpp
 from scripts.peers.predictions import log_softmax
 from tests.conftest import CHECKPOINT
@@ -118,22 +118,24 @@ def measured(name: str, learned: np.ndarray, tested: np.ndarray, steps: int, fol
     return Found(*found)
 
 
-def main() -> None:
-    options = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    options.add_argument("families", nargs="*", metavar="FAMILY", help="default: all")
-    options.add_argument("--train", type=Path, required=True, metavar="FILE", help="the text that models learn")
-    options.add_argument("--text", type=Path, required=True, metavar="FILE", help="the text that is predicted")
-    options.add_argument("--steps", type=int, default=120, metavar="N", help="of training; default: %(default)s")
-    options.add_argument("--windows", type=int, default=64, metavar="N", help="predicted; default: %(default)s")
-    a = options.parse_args()
-    learned = windows_of(a.train.read_text(encoding="utf-8"), 2000)
-    tested = windows_of(a.text.read_text(encoding="utf-8"), a.windows)
-    print(head("family", "transformers", "F32", "llama.cpp", "difference", "Q8_0", "llama.cpp", "difference", "CPU s"))
-    for name in a.families or MODELS:
+OPTIONS = (
+    option("families", str, "FAMILY", "default: all", nargs="*"),
+    option("--train", Path, "FILE", "the text that models learn", required=True),
+    option("--text", required=True),
+    option("--steps", 120, "N", "of training"),
+    option("--windows", 64),
+)
+COLUMNS = "family", "transformers", "F32", "llama.cpp", "difference", "Q8_0", "llama.cpp", "difference", "CPU s"
+
+
+def measure(options: argparse.Namespace) -> Lines:
+    learned = windows_of(options.train.read_text(encoding="utf-8"), 2000)
+    tested = windows_of(options.text.read_text(encoding="utf-8"), options.windows)
+    for name in options.families or MODELS:
         begun = time.process_time()
         with tempfile.TemporaryDirectory(prefix="gguf-bridge-") as folder:
-            f = measured(name, learned, tested, a.steps, Path(folder))
-        line(
+            f = measured(name, learned, tested, options.steps, Path(folder))
+        yield (
             name, f"{f.floats:.3f}", f"{f.ours:.3f}", f"{f.theirs:.3f}", f"{f.ours / f.theirs - 1:+.4%}",
             f"{f.ours_q8:.3f}", f"{f.theirs_q8:.3f}", f"{f.ours_q8 / f.theirs_q8 - 1:+.3%}",
             f"{time.process_time() - begun:.0f}",
@@ -141,4 +143,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    bench(__doc__, OPTIONS, measure, COLUMNS)
