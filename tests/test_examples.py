@@ -19,7 +19,14 @@ CALLS = {
     "generate": (["GGUF", "KING RICHARD:", "5"], r"^KING RICHARD:\S*\s"),
     "quantize_module": (["4"], r"outputs differ by \d\.\d%"),
     "under_transformers": (["FLOATS", "GGUF", "KING RICHARD:"], r"KING RICHARD:.*\w"),
+    "character_gpt": (["TRAIN", "VALIDATE", "10", "3"], "61 linear layers, 10 steps"),
+    "train_mtp": (
+        ["FLOATS", "--text", "TRAIN", "--out", "NEW", "--replies", "8", "--steps", "40", "--depth", "5"],
+        "step 40: loss",
+    ),
 }
+# half a minute of training, and of solving that other tests prove in parts
+SLOW = {"character_gpt": pytest.mark.exhaustive}
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +41,15 @@ def test_every_example_is_called_and_named_in_their_readme():
     assert re.findall(r"`(\w+)\.py`", (EXAMPLES / "README.md").read_text()) == list(CALLS)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in CALLS])
 def test_an_example_runs(name, gguf, small_model, tmp_path, monkeypatch, capsys):
     arguments, said = CALLS[name]
-    if name in ("quantize_module", "under_transformers"):
+    if name in ("quantize_module", "under_transformers", "train_mtp"):
         pytest.importorskip("transformers")
     names = {"CHECKPOINT": CHECKPOINT, "GGUF": gguf, "NEW": tmp_path / "new.gguf", "FLOATS": small_model}
+    names |= {"TRAIN": tmp_path / "train.txt", "VALIDATE": tmp_path / "validate.txt"}
+    names["TRAIN"].write_text("the cat sat on the mat and the dog ran off. " * 60)
+    names["VALIDATE"].write_text("the dog sat on the mat and the cat ran off. " * 20)
     monkeypatch.setattr("sys.argv", [f"{name}.py", *(str(names.get(word, word)) for word in arguments)])
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     assert re.search(said, capsys.readouterr().out, re.DOTALL)

@@ -111,21 +111,6 @@ def test_quantizing_is_measured_beside_ggml_and_is_nearer_to_the_floats(tmp_path
     assert 0 < own < 0.8 * peer
 
 
-@pytest.mark.exhaustive  # half a minute of training and solving that other tests prove in parts
-def test_a_character_gpt_of_61_layers_is_trained_and_quantized(tmp_path: Path) -> None:
-    (tmp_path / "train.txt").write_text("the cat sat on the mat and the dog ran off. " * 60, encoding="utf-8")
-    (tmp_path / "validate.txt").write_text("the dog sat on the mat and the cat ran off. " * 20, encoding="utf-8")
-    printed = run(
-        "nanogpt_gptq.py", *(f"--{n}={tmp_path / n}.txt" for n in ("train", "validate")), "--steps=10", "--bits=3"
-    )
-    assert "61 linear layers, 10 steps" in printed
-    rows = [[cell.strip() for cell in line.split("|")] for line in printed.splitlines() if line.startswith("| ")][1:]
-    perplexity = {(row[1], row[3]): float(row[5]) for row in rows}
-    floats = perplexity["float", ""]
-    assert 1 < floats < 20  # of 18 characters
-    assert abs(perplexity["3", "GPTQ"] - floats) < abs(perplexity["3", "RTN"] - floats) + 0.1
-
-
 def test_rounding_is_measured_beside_ggml() -> None:
     printed = run("bench_rounding.py", str(shared("models/tiny-llama")), "IQ4_NL", "--rows=8", "--rounds=1")
     cells = printed.splitlines()[-1].split("|")[1:-1]

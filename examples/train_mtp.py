@@ -1,8 +1,7 @@
-"""A small trained model with a layer that predicts a token further (MTP), to measure replies with its guesses.
+"""Train a layer that predicts a token further (MTP): train_mtp.py MODEL --text TEXT --out DIR [--steps N] [--depth N]
 
-    python scripts/train_mtp.py MODEL --text TEXT --out DIR [--steps N] [--depth N]
     gguf-bridge convert DIR mtp.gguf --type Q8_0
-    python scripts/bench_model.py --gguf mtp.gguf --draft mtp --text TEXT
+    gguf-bridge run mtp.gguf -p TEXT --draft mtp
 
 MODEL is a small Llama or Qwen3. DIR is a GLM-4.5 that computes the same: all its layers are dense. To cost what a deep
 model does, it gets layers that add nothing, up to --depth. The layer that predicts has two experts, both of which each
@@ -12,12 +11,9 @@ token passes through, and learns, from the model's states, what the model itself
 import argparse
 import json
 import shutil
-import sys
 import time
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
