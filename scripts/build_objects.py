@@ -2,7 +2,7 @@
 
     python scripts/build_objects.py bridge/objects
 
-makes linux-avx2.zip and the other TARGETS' files there; `make wheel` puts them into the wheel. An object is kept under
+makes linux-avx2.zip and the files of other CPUS there; `make wheel` puts them into the wheel. An object is kept under
 its function's name and the digest of its sources (`bridge.system.object_code`), and used as long as these are the same.
 No machine of a target is needed: LLVM compiles for all of them. What is not here is compiled where it is needed.
 """
@@ -39,16 +39,18 @@ from bridge.system.machine import Machine
 TYPES = (
     "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_XS", "IQ4_NL", "MXFP4"
 )  # fmt: skip
-_V3 = ("avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe", "popcnt")
-_V4 = (*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512vnni")
-_X86, _ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
-TARGETS = {  # triple, LLVM's name of a CPU, and what a machine must have
-    "avx2": (_X86, "x86-64-v3", _V3),
-    "avx512": (_X86, "x86-64-v4", _V4),
-    "avx512vbmi": (_X86, "x86-64-v4", (*_V4, "avx512vbmi")),
-    "neon": (_ARM, "neoverse-n1", ("neon", "dotprod")),
-    "i8mm": (_ARM, "neoverse-n1", ("neon", "dotprod", "i8mm")),
-}
+_V3 = {"avx2", "bmi", "bmi2", "lzcnt", "movbe", "popcnt"}
+_HAS = {"x86-64-v3": _V3, "x86-64-v4": _V3 | {"avx512cd", "avx512dq"}}  # a CPU, besides what kernels ask for
+CPUS = {  # of each target, as LLVM names it
+    "avx2": "x86-64-v3", "avx512": "x86-64-v4", "avx512vbmi": "x86-64-v4", "neon": "neoverse-n1", "i8mm": "neoverse-n1",
+}  # fmt: skip
+
+
+def machine_of(target: str) -> Machine:
+    """What a target's functions are compiled for, and what a machine must have."""
+    features = targets.FEATURES[target] | _HAS.get(CPUS[target], set())
+    processor = "x86_64" if CPUS[target].startswith("x86") else "aarch64"
+    return Machine(f"{processor}-unknown-linux-gnu", CPUS[target], ",".join(f"+{name}" for name in sorted(features)))
 
 
 def functions(target: str) -> Iterator[CFunction]:
@@ -73,11 +75,11 @@ def functions(target: str) -> Iterator[CFunction]:
 
 def build(target: str, out: Path) -> None:
     """Compile a target's functions into a file."""
-    triple, cpu, features = TARGETS[target]
-    made_for = Machine(triple, cpu, ",".join(f"+{name}" for name in features))
-    machine.features = lambda: frozenset(features)  # type: ignore[assignment]  # what functions ask
+    made_for = machine_of(target)
+    features = made_for.features.replace("+", "")
+    machine.features = lambda: frozenset(features.split(","))  # type: ignore[assignment]  # what functions ask
     started, found = time.process_time(), {}
-    for name in (cpu, *(interleaved.AHEAD if target == "avx512vbmi" else ())):
+    for name in (made_for.cpu, *(interleaved.AHEAD if target == "avx512vbmi" else ())):
         machine.host = partial(made_for._replace, cpu=name)  # type: ignore[assignment]
         interleaved.kernel.cache_clear()  # type: ignore[attr-defined]  # some depend on the CPU
         for function in functions(target):
@@ -85,7 +87,7 @@ def build(target: str, out: Path) -> None:
             if kept not in found:
                 found[kept] = compiler.object_code(function, made_for)
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.comment = ",".join(features).encode()
+        archive.comment = features.encode()
         for kept, code in sorted(found.items()):
             archive.writestr(zipfile.ZipInfo(kept), code, zipfile.ZIP_DEFLATED)
     seconds = time.process_time() - started
@@ -95,7 +97,7 @@ def build(target: str, out: Path) -> None:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     options.add_argument("out", type=Path, metavar="FOLDER")
-    options.add_argument("targets", nargs="*", default=list(TARGETS), metavar="TARGET", help="default: all")
+    options.add_argument("targets", nargs="*", default=list(CPUS), metavar="TARGET", help="default: all")
     arguments = options.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     if len(arguments.targets) == 1:
@@ -104,9 +106,9 @@ def main() -> None:
 
     def alone(target: str) -> int:
         """In a process of its own: Numba compiles for one CPU in each."""
-        triple, cpu, features = TARGETS[target]
-        described = {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": ",".join(f"+{name}" for name in features)}
-        environment = os.environ | (described if triple == _X86 else {})
+        triple, cpu, features = machine_of(target)
+        described = {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": features}
+        environment = os.environ | (described if triple.startswith("x86") else {})
         return subprocess.run([sys.executable, __file__, str(arguments.out), target], env=environment).returncode
 
     with ThreadPoolExecutor(usable_cpus()) as threads:

@@ -16,7 +16,7 @@ PORTABLE = "portable"
 _AVX2 = {"avx2", "f16c", "fma"}
 _AVX512 = {"avx512f", "avx512bw", "avx512vl", "f16c", "fma"}
 _NEON = {"neon", "dotprod"}
-_FEATURES = {  # what each target needs, as LLVM names it; fastest first
+FEATURES = {  # what each target needs, as LLVM names it; fastest first
     "avx512vbmi": _AVX512 | {"avx512vnni", "avx512vbmi"},
     "avx512": _AVX512 | {"avx512vnni"},
     "avxvnni": _AVX2 | {"avxvnni"},
@@ -40,7 +40,7 @@ def available() -> list[str]:
 
 @cache
 def _available(features: frozenset[str]) -> tuple[str, ...]:
-    return (*(name for name, needed in _FEATURES.items() if needed <= features), PORTABLE)
+    return (*(name for name, needed in FEATURES.items() if needed <= features), PORTABLE)
 
 
 def chosen() -> str:

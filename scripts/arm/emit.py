@@ -17,7 +17,6 @@ from bridge.runtime.cpu.interleaved import arithmetic
 from bridge.runtime.cpu.layout import InterleavedLayout
 from bridge.system import targets
 
-FEATURES = {"neon": "+neon,+dotprod", "i8mm": "+neon,+dotprod,+i8mm"}
 LANES = 4  # rows of a row group
 _I64 = ir.IntType(64)
 
@@ -68,9 +67,14 @@ def kernel(name: str, target: str, width: int, integer: bool, ahead: tuple[int, 
     return code
 
 
+def features(target: str) -> str:
+    """What a target's machine has, as LLVM takes it."""
+    return ",".join(f"+{name}" for name in sorted(targets.FEATURES[target]))
+
+
 def compiled(code: ir.Module, target: str, cpu: str = "neoverse-n1") -> tuple[bytes, str]:
     """The object file and the assembly of a module, optimized as numba does it."""
-    machine = _processor().create_target_machine(cpu=cpu, features=FEATURES[target], opt=3)
+    machine = _processor().create_target_machine(cpu=cpu, features=features(target), opt=3)
     module = llvm.parse_assembly(str(code))
     options = llvm.create_pipeline_tuning_options(speed_level=3)
     builder = llvm.create_pass_builder(machine, options)

@@ -37,7 +37,7 @@ int main(int count, char **names) {
 
 def object_file(function: CFunction) -> bytes:
     """A C function for AArch64."""
-    return compiler.object_code(function, Machine("aarch64-linux-gnu", "neoverse-n1", emit.FEATURES["neon"]))
+    return compiler.object_code(function, Machine("aarch64-linux-gnu", "neoverse-n1", emit.features("neon")))
 
 
 def arrays_below(thing: Any, seen: set[int]) -> Iterator[np.ndarray]:

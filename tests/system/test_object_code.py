@@ -131,8 +131,7 @@ print(code[:4] == b"\\x7fELF", int.from_bytes(code[18:20], "little"))
 @pytest.mark.parametrize(("target", "number"), [("avx512vbmi", 62), ("i8mm", 183)])
 def test_object_code_is_made_for_machines_that_are_not_here(target: str, number: int) -> None:
     """ELF's header says for which; in a process of its own, as what is compiled for another machine stays."""
-    triple, cpu, features = build_objects.TARGETS[target]
-    described = [triple, cpu, ",".join(f"+{name}" for name in features)]
+    described = build_objects.machine_of(target)
     done = subprocess.run([sys.executable, "-c", ELSEWHERE, *described], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == f"True {number}\n", done.stderr
 
@@ -140,7 +139,7 @@ def test_object_code_is_made_for_machines_that_are_not_here(target: str, number:
 @pytest.mark.exhaustive  # minutes
 def test_a_bundle_holds_what_a_model_of_common_types_calls(tmp_path: Path) -> None:
     target = targets.chosen()
-    if target not in build_objects.TARGETS:
+    if target not in build_objects.CPUS:
         pytest.skip(f"{target} has no bundle")
     command = [sys.executable, str(ROOT / "scripts" / "build_objects.py"), str(tmp_path), target]
     subprocess.run(command, check=True, timeout=PATIENCE, env=os.environ | {"PYTHONPATH": str(ROOT)})
