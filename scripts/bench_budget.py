@@ -22,14 +22,13 @@ from typing import Any
 
 import numpy as np
 from benchlib import Lines, bench, head, option
-from benchlib.divergence import Divergence, FloatModel
+from benchlib.divergence import Divergence, FloatModel, imatrix_of
 
 from bridge.blocks.read import WRITTEN
 from bridge.conversion.converter import convert, plan_checkpoint
 from bridge.conversion.gguf_writer import file_bytes
 from bridge.conversion.options import Budget
 from bridge.conversion.recipe import PRESETS
-from bridge.gguf_file.imatrix import write_imatrix
 from bridge.quantize.settings import Calibration
 from bridge.runtime.cpu import dequantize
 from scripts.peers import ggml
@@ -50,12 +49,7 @@ class Files(FloatModel):
         self._rounded: dict[tuple[str, str], np.ndarray] = {}  # by weights and type: presets have many in common
 
         self.imatrix = files / f"{self.folder.name}.imatrix.gguf"
-        found = {}
-        for t in plan_checkpoint(self.folder, type="Q8_0").tensors:
-            squares = self.importance.get(str(t.source))
-            if squares is not None:
-                found[t.name] = squares[None], np.array([self.calibration.size])
-        write_imatrix(self.imatrix, found, options.length, [options.calibrate.name])
+        imatrix_of(self.imatrix, self.folder, self.importance, self.calibration, options.calibrate.name)
 
     def preset(self, name: str) -> tuple[int, Divergence]:
         """Size and KL divergence of llama.cpp's file."""

@@ -34,8 +34,8 @@ from typing import Any
 
 import numpy as np
 from benchlib import ROOT, Lines, bench, head, option
-from benchlib.contenders import WEIGHTED, Contender, Made, Tokens, contenders_of, imatrix_of
-from benchlib.divergence import Divergence
+from benchlib.contenders import WEIGHTED, Contender, Made, Tokens, contenders_of
+from benchlib.divergence import Divergence, imatrix_of
 from benchlib.formats import summary
 from benchlib.real_models import DITHERED, PACKAGED, float_model
 from benchlib.real_texts import KINDS, text_of, windows_of
@@ -47,6 +47,7 @@ from bridge.quantize.sources import DEFAULT
 from bridge.quantize.texts import load_tokenizer
 from bridge.system.options import size
 from bridge.system.text import size_text
+from scripts.peers import reference
 from scripts.peers.llama_quantize import libraries
 
 TEXTS = ROOT.parent / "shared" / "text"
@@ -114,8 +115,10 @@ def measure(options: argparse.Namespace) -> Lines:
     if peer is not None and not source.exists():
         bridge.convert(floats, source, type="F32")
     model = FloatReference(floats, options.threads)
-    if not (tokens.folder / "imatrix.gguf").exists():
-        imatrix_of(model.mean_squares(tokens.sequences), floats, tokens)
+    imatrix = tokens.folder / "imatrix.gguf"
+    if not imatrix.exists():
+        squares = reference.mean_squares(model.floats, tokens.sequences)
+        imatrix_of(imatrix, floats, squares, tokens.sequences, "bench_real")
 
     own = {f"--method {method}": ["--method", method] for method in options.methods} | dict(options.own)
     given = floats, source, tokens, peer, own, options.types, options.sizes

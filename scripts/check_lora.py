@@ -28,7 +28,7 @@ import bridge
 from bridge.conversion.report import CARRIED
 from bridge.errors import BridgeError
 from scripts.peers import reference
-from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.llama_cpp import window_logits
 from scripts.peers.predictions import mean_kl
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -86,7 +86,7 @@ def figures(folder: Path, weights: reference.Weights, kind: str, out: Path, opti
     cells = [f"{mean_kl(expected, plain):.1e}"]
     try:
         bridge.convert_lora(out / "adapter", lora, base=folder)
-        cells += [kl(expected, ours(path, tokens, lora)), kl(expected, theirs(path, tokens, lora))]
+        cells += [kl(expected, ours(path, tokens, lora)), kl(expected, window_logits(path, tokens, lora=lora))]
     except BridgeError as refused:
         cells += [f"refused: {str(refused).partition('adapter: ')[2]:.60}", "-"]
     try:
@@ -95,7 +95,7 @@ def figures(folder: Path, weights: reference.Weights, kind: str, out: Path, opti
         cells.append(f"{kl(expected, ours(merged, tokens))} ({kept} of codes)")
     except BridgeError as refused:
         cells.append(f"refused: {str(refused).partition('adapter: ')[2]:.60}")
-    return [*cells, kl(plain, theirs(path, tokens))]
+    return [*cells, kl(plain, window_logits(path, tokens))]
 
 
 def trained(base: Any, kind: str, windows: np.ndarray, steps: int) -> Any:
@@ -118,12 +118,6 @@ def ours(path: Path, tokens: np.ndarray, lora: Path | None = None) -> np.ndarray
     """float32 [windows, length, vocab]: logits here, with float activations."""
     with bridge.Model.load(path, precision="f32", kv="f32", lora=lora) as model:
         return np.stack([model.logits(window.tolist()) for window in tokens])
-
-
-def theirs(path: Path, tokens: np.ndarray, lora: Path | None = None) -> np.ndarray:
-    """The same in llama.cpp."""
-    with LlamaCpp(path, n_ctx=tokens.shape[1], lora=lora) as runtime:
-        return np.stack([runtime.logits(window.tolist()) for window in tokens])
 
 
 def kl(expected: np.ndarray, found: np.ndarray) -> str:

@@ -26,7 +26,7 @@ import bridge
 from scripts.peers import reference
 from scripts.peers.fidelity import Reference
 from scripts.peers.fidelity import measure as measured
-from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.llama_cpp import window_logits
 from scripts.peers.predictions import mean_kl
 
 
@@ -61,7 +61,7 @@ def figures(folder: Path, written: Path, model: Any, text: str, options: argpars
     divergences = [
         found.kl_file,
         mean_kl(quantized, ours),
-        *(mean_kl(quantized, in_llama_cpp(file, against.tokens)) for file in (path, close)),
+        *(mean_kl(quantized, window_logits(file, against.tokens)) for file in (path, close)),
     ]
     types = ", ".join(f"{count} {kind}" for kind, count in sorted(found.types.items()))
     return [
@@ -70,12 +70,6 @@ def figures(folder: Path, written: Path, model: Any, text: str, options: argpars
         f"{cost:.1e}",
         *(text for kl in divergences for text in (f"{kl:.1e}", f"{kl / cost:.1%}")),
     ]
-
-
-def in_llama_cpp(path: Path, tokens: np.ndarray) -> np.ndarray:
-    """float32 [windows, length, vocab]: logits after each token."""
-    with LlamaCpp(path, n_ctx=tokens.shape[1]) as runtime:
-        return np.stack([runtime.logits(window.tolist()) for window in tokens])
 
 
 def against_floats(folder: Path, against: Reference, quantized: np.ndarray) -> float:

@@ -19,8 +19,6 @@ import numpy as np
 
 from bridge.checkpoint import open_checkpoint
 from bridge.conversion.calibration_text import calibrating, with_length
-from bridge.conversion.converter import plan_checkpoint
-from bridge.gguf_file.imatrix import write_imatrix
 from bridge.quantize.float_model import FloatModel, arithmetic
 from bridge.quantize.mixture import calibration_sequences
 from bridge.quantize.settings import Calibration
@@ -104,19 +102,6 @@ class Tokens:
             said += f", {self.record['own']} of them the model's own samples"
         held = f"{self.record['held']} of other kinds" if self.record["held"] else "spans of all"
         return f"{said}; {held} held back; {self.record['cpu_seconds']:.0f} CPU seconds to draw them"
-
-
-def imatrix_of(squares: dict[str, np.ndarray], floats: Path, tokens: Tokens) -> Path:
-    """llama.cpp's importance matrix of the tokens, written beside them.
-
-    squares  weight name -> float32 [in]: mean squares of the float model's inputs
-    """
-    path = tokens.folder / "imatrix.gguf"
-    count = np.array([tokens.sequences.size])
-    planned = plan_checkpoint(floats, type="Q8_0").tensors
-    found = {t.name: (squares[str(t.source)][None], count) for t in planned if str(t.source) in squares}
-    write_imatrix(path, found, tokens.sequences.shape[1], ["bench_real"])
-    return path
 
 
 @dataclass(frozen=True, eq=False)

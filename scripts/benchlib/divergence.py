@@ -13,6 +13,8 @@ import torch
 
 import bridge
 from bridge.checkpoint import open_checkpoint
+from bridge.conversion.converter import plan_checkpoint
+from bridge.gguf_file.imatrix import write_imatrix
 from bridge.quantize import quantize_model
 from bridge.quantize.activations import Shelf
 from bridge.quantize.default_text import openings
@@ -26,7 +28,7 @@ from bridge.quantize.quantizer import Outputs, Weights
 from bridge.quantize.sources import sources_of
 from scripts.peers import reference
 from scripts.peers.gguf_file import Blocks, replace_blocks
-from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.llama_cpp import window_logits
 from scripts.peers.predictions import window_kls
 
 from . import output_of
@@ -71,6 +73,18 @@ def _standard_error(values: np.ndarray) -> float:
     return float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else float("nan")
 
 
+def imatrix_of(path: Path, floats: Path, squares: dict[str, np.ndarray], tokens: np.ndarray, text: str) -> None:
+    """Write llama.cpp's importance matrix.
+
+    floats   the float model's folder
+    squares  weight name -> float32 [in]: mean squares of the inputs
+    tokens   int64 [sequences, length], what they are of
+    """
+    planned, count = plan_checkpoint(floats, type="Q8_0").tensors, np.array([tokens.size])
+    found = {t.name: (squares[str(t.source)][None], count) for t in planned if str(t.source) in squares}
+    write_imatrix(path, found, tokens.shape[1], [text])
+
+
 class FloatModel:
     """What is compared with: a model's weights and predictions, and the activations that an imatrix is made of.
 
@@ -101,8 +115,9 @@ class FloatModel:
         windows = [reference.windows(tokenizer, text, options.windows, options.length) for text in texts_read]
         self._test = np.concatenate(windows)
         self.weights = reference.float_weights(self.folder)
-        self._expected = reference.logits(self.with_weights(self.weights), self._test)
-        self.importance = self._imatrix()
+        model = self.with_weights(self.weights)
+        self._expected = reference.logits(model, self._test)
+        self.importance = reference.mean_squares(model, self.calibration)
         self.about = (
             f"{options.threads} threads. {self.folder.name}, {self.calibration.size} tokens of "
             f"{' and '.join(Path(text).name for text in texts)}, {options.windows} windows of "
@@ -140,8 +155,7 @@ class FloatModel:
             floats, made = Path(folder) / "floats.gguf", Path(folder) / "made.gguf"
             bridge.convert(self.folder, floats, type="F32")
             replace_blocks(floats, made, blocks)
-            with LlamaCpp(made, n_ctx=self._test.shape[1], n_threads=threads) as model:
-                found = np.stack([model.logits(window.tolist()) for window in self._test])
+            found = window_logits(made, self._test, n_threads=threads)
         return Divergence(window_kls(self._expected, found), len(self.tests))
 
     def gradients(self) -> tuple[Outputs, Weights]:
@@ -166,20 +180,3 @@ class FloatModel:
             np.save(tokens, self.calibration)
             output_of(python, script, self.folder.resolve(), tokens, made, *options, cwd=folder)
             return read(made), time.perf_counter() - begun
-
-    @torch.no_grad()
-    def _imatrix(self) -> dict[str, np.ndarray]:
-        model = self.with_weights(self.weights)
-        sums: dict[str, torch.Tensor] = {}
-
-        def note(name: str) -> Any:
-            def hook(_module: torch.nn.Module, args: tuple[torch.Tensor]) -> None:
-                sums[name] = sums.get(name, 0) + args[0].double().square().sum((0, 1))
-
-            return hook
-
-        for key in reference.linears(self.weights):
-            model.get_submodule(key.removesuffix(".weight")).register_forward_pre_hook(note(key))
-        for batch in torch.from_numpy(self.calibration).split(16):
-            model(batch)
-        return {key: (total / self.calibration.size).float().numpy() for key, total in sums.items()}

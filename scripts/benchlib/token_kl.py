@@ -64,33 +64,15 @@ class TokenKl:
 
 
 class FloatReference:
-    """A float model's folder, run beside GGUFs of the same model."""
+    """A float model's folder, run beside GGUFs of the same model.
+
+    floats  the model, in transformers
+    """
 
     def __init__(self, folder: Path, threads: int) -> None:
         torch.set_num_threads(threads)
         self.folder, self.threads = folder, threads
-        self._floats = reference.hf_model(folder, reference.float_weights(folder))
-
-    @torch.no_grad()
-    def mean_squares(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
-        """Weight name -> float32 [in]: the mean square of the inputs of each of the decoder's linears.
-
-        tokens  int64 [sequences, length]
-        """
-        sums: dict[str, torch.Tensor] = {}
-        hooks = []
-        for name, module in self._floats.named_modules():
-            if f"{name}.weight" in reference.linears([f"{name}.weight"]):
-
-                def add(_module: torch.nn.Module, inputs: tuple[torch.Tensor], key: str = f"{name}.weight") -> None:
-                    sums[key] = sums.get(key, 0) + inputs[0].double().square().sum((0, 1))
-
-                hooks.append(module.register_forward_pre_hook(add))
-        for sequence in torch.from_numpy(tokens):
-            self._floats.base_model(sequence[None])
-        for hook in hooks:
-            hook.remove()
-        return {key: (total / tokens.size).float().numpy() for key, total in sums.items()}
+        self.floats = reference.hf_model(folder, reference.float_weights(folder))
 
     @contextmanager
     def beside(self, file: Path, length: int) -> Iterator["Beside"]:
@@ -101,7 +83,7 @@ class FloatReference:
     @torch.no_grad()
     def logits(self, window: np.ndarray) -> np.ndarray:
         """float32 [length, vocab] of a window int64 [length]."""
-        return _logits(self._floats, window)
+        return _logits(self.floats, window)
 
 
 class Beside:

@@ -235,6 +235,12 @@ class LlamaCpp:
         return np.ctypeslib.as_array(rows, (len(tokens) if every else 1, self.vocab_size)).copy()
 
 
+def window_logits(path: Path, windows: np.ndarray, n_threads: int = 1, lora: Path | None = None) -> np.ndarray:
+    """float32 [windows, length, vocab]: what follows each position of windows int64 [windows, length]."""
+    with LlamaCpp(path, n_ctx=windows.shape[1], n_threads=n_threads, lora=lora) as runtime:
+        return np.stack([runtime.logits(window.tolist()) for window in windows])
+
+
 def _context_params(lib: Any, n_ctx: int, float_kv: bool, n_batch: int, flash: bool) -> _Params:
     params = lib.llama_context_default_params()
     for word, (field, default) in _CONTEXT_WORDS.items():

@@ -76,3 +76,26 @@ def windows(tokenizer: Any, text: str, n: int = 24, length: int = 256) -> np.nda
 def logits(model: torch.nn.Module, tokens: np.ndarray) -> np.ndarray:
     """float32 [windows, length, vocab]: after each position, each window from an empty context."""
     return torch.stack([model(torch.from_numpy(window[None])).logits[0] for window in tokens]).numpy()
+
+
+@torch.no_grad()
+def mean_squares(model: torch.nn.Module, tokens: np.ndarray) -> dict[str, np.ndarray]:
+    """Weight name -> float32 [in]: the mean square of the inputs of each of the decoder's linears.
+
+    tokens  int64 [sequences, length]
+    """
+    sums: dict[str, torch.Tensor] = {}
+
+    def note(key: str) -> Any:
+        def hook(_module: torch.nn.Module, inputs: tuple[torch.Tensor]) -> None:
+            sums[key] = sums.get(key, 0) + inputs[0].double().square().sum((0, 1))
+
+        return hook
+
+    modules = {key: model.get_submodule(key.removesuffix(".weight")) for key in linears(dict(model.named_parameters()))}
+    hooks = [module.register_forward_pre_hook(note(key)) for key, module in modules.items()]
+    for sequence in torch.from_numpy(tokens):
+        model.base_model(sequence[None])
+    for hook in hooks:
+        hook.remove()
+    return {key: (total / tokens.size).float().numpy() for key, total in sums.items()}
