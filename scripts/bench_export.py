@@ -18,6 +18,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 from benchlib import Lines, bench, option, output_of
+from make_synthetic import llama_config
 
 from bridge.runtime.bench import random_tensor
 
@@ -136,11 +137,7 @@ def write(path: Path, type: str, nbytes: int, hidden: int, inner: int) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden, "vocab_size": VOCAB,
-        "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": HEADS, "rms_norm_eps": 1e-5,
-        "num_key_value_heads": KV_HEADS, "max_position_embeddings": 2048, "tie_word_embeddings": True,
-    }  # fmt: skip
+    config = llama_config(hidden, inner, HEADS, KV_HEADS, layers, VOCAB) | {"tie_word_embeddings": True}
     folder = path.parent / "config"
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))

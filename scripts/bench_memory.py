@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from benchlib import ROOT, Lines, bench, option
-from make_synthetic import write_json, write_tokenizer
+from make_synthetic import layer_shapes, llama_config, write_json, write_tokenizer
 from safetensors.torch import save_file
 
 # hidden, intermediate, heads, heads of keys, vocabulary
@@ -58,8 +58,7 @@ def measure(options: argparse.Namespace) -> Lines:
 
 def make(folder: Path, shape: str, layers: int) -> None:
     """Write the model's files."""
-    hidden, inner, heads, kv_heads, vocabulary = SHAPES[shape]
-    size = hidden // heads
+    hidden, _, _, _, vocabulary = SHAPES[shape]
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(0)
 
@@ -74,31 +73,17 @@ def make(folder: Path, shape: str, layers: int) -> None:
 
     for i in range(layers):
         block = f"model.layers.{i}"
-        tensors = {
-            f"{block}.self_attn.q_proj.weight": random(hidden, hidden),
-            f"{block}.self_attn.k_proj.weight": random(kv_heads * size, hidden),
-            f"{block}.self_attn.v_proj.weight": random(kv_heads * size, hidden),
-            f"{block}.self_attn.o_proj.weight": random(hidden, hidden),
-            f"{block}.mlp.gate_proj.weight": random(inner, hidden),
-            f"{block}.mlp.up_proj.weight": random(inner, hidden),
-            f"{block}.mlp.down_proj.weight": random(hidden, inner),
-            f"{block}.input_layernorm.weight": ones(hidden),
-            f"{block}.post_attention_layernorm.weight": ones(hidden),
-        }
+        modules = layer_shapes(*SHAPES[shape][:-1])
+        tensors = {f"{block}.{name}.weight": random(*size) for name, size in modules.items()}
+        tensors |= {f"{block}.{name}_layernorm.weight": ones(hidden) for name in ("input", "post_attention")}
         save_file(tensors, folder / f"model-{i}.safetensors", {"format": "pt"})
     for name in ("model.embed_tokens", "lm_head"):
         save_file({f"{name}.weight": random(vocabulary, hidden)}, folder / f"{name}.safetensors", {"format": "pt"})
     save_file({"model.norm.weight": ones(hidden)}, folder / "norm.safetensors", {"format": "pt"})
     write_index(folder)
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": vocabulary,
-        "hidden_size": hidden, "intermediate_size": inner, "hidden_act": "silu", "num_hidden_layers": layers,
-        "num_attention_heads": heads, "head_dim": size, "num_key_value_heads": kv_heads,
-        "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
-        "bos_token_id": vocabulary - 2, "eos_token_id": vocabulary - 1, "torch_dtype": "bfloat16",
-    }  # fmt: skip
     write_tokenizer(folder, vocabulary)
-    write_json(folder / "config.json", config)
+    config = llama_config(*SHAPES[shape][:-1], layers, vocabulary)
+    write_json(folder / "config.json", config | {"torch_dtype": "bfloat16"})
 
 
 def write_index(folder: Path) -> None:

@@ -15,6 +15,7 @@ import math
 from itertools import chain, islice, product
 from pathlib import Path
 from string import ascii_lowercase
+from typing import Any
 
 import numpy as np
 from benchlib import option, parser
@@ -47,15 +48,10 @@ def make(options: argparse.Namespace) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(options.seed)
     head_dim = options.hidden // options.heads
-    shapes = {  # module -> rows, columns; modules that share an input share an act-order
-        "self_attn.q_proj": (options.hidden, options.hidden),
-        "self_attn.k_proj": (options.kv_heads * head_dim, options.hidden),
-        "self_attn.v_proj": (options.kv_heads * head_dim, options.hidden),
-        "self_attn.o_proj": (options.hidden, options.hidden),
-    }
-    for network in [f"mlp.experts.{e}" for e in range(options.experts)] or ["mlp"]:
-        shapes[f"{network}.gate_proj"] = shapes[f"{network}.up_proj"] = options.intermediate, options.hidden
-        shapes[f"{network}.down_proj"] = options.hidden, options.intermediate
+    shapes = layer_shapes(options.hidden, options.intermediate, options.heads, options.kv_heads)
+    if options.experts:
+        numbers, dense = range(options.experts), shapes.items()
+        shapes = {name.replace("mlp.", f"mlp.experts.{e}."): shape for e in numbers for name, shape in dense}
 
     def layer(index: int) -> dict[str, np.ndarray]:
         prefix = f"model.layers.{index}"
@@ -94,8 +90,18 @@ def make(options: argparse.Namespace) -> None:
         save_file(tensors, options.out / file, {"format": "pt"})
         index |= dict.fromkeys(tensors, file)
     write_json(options.out / "model.safetensors.index.json", {"metadata": {}, "weight_map": index})
-    write_config(options, head_dim)
+    write_config(options)
     write_tokenizer(options.out, options.vocab)
+
+
+def layer_shapes(hidden: int, inner: int, heads: int, kv_heads: int) -> dict[str, tuple[int, int]]:
+    """The modules of a Llama's layer, and their rows and columns."""
+    kv = hidden // heads * kv_heads
+    return {
+        "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, hidden), "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }  # fmt: skip
 
 
 def gaussian(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
@@ -139,20 +145,25 @@ def pack(codes: np.ndarray, bits: int) -> np.ndarray:
     return words.reshape(-1, codes.shape[1]).view(np.int32)
 
 
-def write_config(options: argparse.Namespace, head_dim: int) -> None:
+def llama_config(hidden: int, inner: int, heads: int, kv_heads: int, layers: int, vocab: int) -> dict[str, Any]:
+    """The fields of config.json; the last two tokens are BOS and EOS, as `write_tokenizer` has them."""
+    return {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": vocab, "hidden_size": hidden,
+        "intermediate_size": inner, "hidden_act": "silu", "num_hidden_layers": layers, "num_attention_heads": heads,
+        "head_dim": hidden // heads, "num_key_value_heads": kv_heads, "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False, "bos_token_id": vocab - 2,
+        "eos_token_id": vocab - 1,
+    }  # fmt: skip
+
+
+def write_config(options: argparse.Namespace) -> None:
     quantization = {
         "quant_method": "gptq", "bits": options.bits, "group_size": options.group_size, "sym": not options.asym,
         "desc_act": options.act_order, "lm_head": False, "checkpoint_format": "gptq", "pack_dtype": "int32",
         "meta": {"quantizer": ["gptqmodel:7.6.0"]},  # it packs 3 bits this way
     }  # fmt: skip
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": options.vocab,
-        "hidden_size": options.hidden, "intermediate_size": options.intermediate, "hidden_act": "silu",
-        "num_hidden_layers": options.layers, "num_attention_heads": options.heads, "head_dim": head_dim,
-        "num_key_value_heads": options.kv_heads, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0, "tie_word_embeddings": False, "bos_token_id": options.vocab - 2,
-        "eos_token_id": options.vocab - 1, "torch_dtype": "float16", "quantization_config": quantization,
-    }  # fmt: skip
+    sizes = options.hidden, options.intermediate, options.heads, options.kv_heads, options.layers, options.vocab
+    config = llama_config(*sizes) | {"torch_dtype": "float16", "quantization_config": quantization}
     if options.experts:
         config |= {
             "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": options.experts,
