@@ -78,10 +78,10 @@ def measure(options: argparse.Namespace) -> Lines:
         if checkpoint is None:
             checkpoint = Path(scratch) / "synthetic-1b"
             python(str(ROOT / "scripts" / "make_synthetic.py"), str(checkpoint), "--vocab", "4096")
-        found = figures(checkpoint, Path(scratch), options.runs, not options.no_cold)
+        measured = figures(checkpoint, Path(scratch), options.runs, not options.no_cold)
     yield (
-        f"Checkpoint: {found['checkpoint']}, {found['checkpoint_gb']:.2f} GB of tensors; its GGUF: "
-        f"{found['gguf_gb']:.2f} GB. Median of {found['runs']} processes, page cache and compile caches warm."
+        f"Checkpoint: {measured['checkpoint']}, {measured['checkpoint_gb']:.2f} GB of tensors; its GGUF: "
+        f"{measured['gguf_gb']:.2f} GB. Median of {measured['runs']} processes, page cache and compile caches warm."
     )
     yield head("what", "measured", "in detail")
     for what, key in (
@@ -89,18 +89,18 @@ def measure(options: argparse.Namespace) -> Lines:
         ("conversion, whole process", "process_seconds"),
         ("the same again in one process: imports done, kernels loaded", "again_seconds"),
     ):
-        seconds = found[key]
-        yield what, f"{found['checkpoint_gb'] / seconds:.2f} GB of checkpoint a second", f"{seconds:.2f} s"
-    memory = f"{found['peak_mib']:.0f} MiB in all, {found['imports_mib']:.0f} MiB with the imports alone"
-    if found["anonymous_mib"] is not None:
-        memory += f"; never more than {found['anonymous_mib']:.0f} MiB anonymous"
-    yield "peak memory over the imports", f"{found['peak_mib'] - found['imports_mib']:.0f} MiB", memory
-    yield "`import bridge`", f"{found['import_seconds']:.3f} s", "in a started interpreter"
-    yield "`gguf-bridge --help`", f"{found['help_seconds']:.2f} s", "whole process"
-    if (cold := found["cold_seconds"]) is not None:
-        extra = f"{cold - found['process_seconds']:.1f} s more than a warm one"
+        seconds = measured[key]
+        yield what, f"{measured['checkpoint_gb'] / seconds:.2f} GB of checkpoint a second", f"{seconds:.2f} s"
+    memory = f"{measured['peak_mib']:.0f} MiB in all, {measured['imports_mib']:.0f} MiB with the imports alone"
+    if measured["anonymous_mib"] is not None:
+        memory += f"; never more than {measured['anonymous_mib']:.0f} MiB anonymous"
+    yield "peak memory over the imports", f"{measured['peak_mib'] - measured['imports_mib']:.0f} MiB", memory
+    yield "`import bridge`", f"{measured['import_seconds']:.3f} s", "in a started interpreter"
+    yield "`gguf-bridge --help`", f"{measured['help_seconds']:.2f} s", "whole process"
+    if (cold := measured["cold_seconds"]) is not None:
+        extra = f"{cold - measured['process_seconds']:.1f} s more than a warm one"
         yield "first run, compile caches cold", extra, f"{cold:.1f} s"
-    return found
+    return measured
 
 
 def figures(checkpoint: Path, scratch: Path, runs: int, with_cold: bool) -> dict:

@@ -75,11 +75,11 @@ def measure(options: argparse.Namespace) -> Lines:
                 continue
             turn(sys.executable, sides["ours"], path, 1)  # compile what is not compiled yet; fill the page cache
             runs = {side: partial(turn, sys.executable, code, path, 1) for side, code in sides.items()}
-            found = take_turns(runs, options.turns)
+            figures = take_turns(runs, options.turns)
         for what in ("decode", "prompt"):
-            own, other = (found[side][what] for side in sides)
-            medians = [f"{statistics.median(speeds):.1f} tokens/s" for speeds in (own, other)]
-            yield name, what, *medians, f"{ratio(own, other):.2f}"
+            ours, theirs = (figures[side][what] for side in sides)
+            medians = [f"{statistics.median(speeds):.1f} tokens/s" for speeds in (ours, theirs)]
+            yield name, what, *medians, f"{ratio(ours, theirs):.2f}"
 
 
 def made(family: str, scratch: Path) -> Path:

@@ -125,10 +125,10 @@ def together(path: Path, threads: list[int], turns: int) -> Lines:
     yield head("threads", "one", *(cell for n in (2, 4, 8) for cell in (f"{n} sequences", "ratio")))
     for count in threads:
         run = partial(turn, sys.executable, BEGIN + TOGETHER, path, count)
-        found = take_turns({"ours": run}, turns)["ours"]
-        cells = [f"{statistics.median(found['one']):.2f} tokens/s"]
+        figures = take_turns({"ours": run}, turns)["ours"]
+        cells = [f"{statistics.median(figures['one']):.2f} tokens/s"]
         for n in ("2", "4", "8"):
-            cells += [f"{statistics.median(found[n]):.2f}", f"{ratio(found[n], found['one']):.2f}"]
+            cells += [f"{statistics.median(figures[n]):.2f}", f"{ratio(figures[n], figures['one']):.2f}"]
         yield count, *cells
 
 

@@ -125,20 +125,20 @@ def throughput(path: Path, options: argparse.Namespace) -> Lines:
         for turn in count():
             with server(name, path, options.threads) as address:
                 ask(address, prompt_of(50, 10_000 + turn), 4)
-                found = {str(n): speed(address, n, options.tokens, turn) for n in options.clients}
+                speeds = {str(n): speed(address, n, options.tokens, turn) for n in options.clients}
                 prefix = prompt_of(options.prefix, 5)
                 ask(address, f"{prefix} Then", 2)
                 times = ask(address, f"{prefix} So it was", 32)
-            yield found | {"first": 1000 * (times[1] - times[0]), "step": 1000 * (times[-1] - times[1]) / 31}
+            yield speeds | {"first": 1000 * (times[1] - times[0]), "step": 1000 * (times[-1] - times[1]) / 31}
 
-    found = take_turns({name: served(name).__next__ for name in ("gguf-bridge", "llama.cpp")}, options.turns)
+    figures = take_turns({name: served(name).__next__ for name in ("gguf-bridge", "llama.cpp")}, options.turns)
     yield head("clients", "gguf-bridge", "llama.cpp", "ratio")
     for clients in options.clients:
-        speeds = [figures[str(clients)] for figures in found.values()]
+        speeds = [measured[str(clients)] for measured in figures.values()]
         yield clients, *(f"{statistics.median(v):.1f} tokens/s" for v in speeds), f"{ratio(*speeds):.2f}"
     yield head("cached prefix", "first token", "decode step", "difference")
-    for name, figures in found.items():
-        first, step = (statistics.median(figures[what]) for what in ("first", "step"))
+    for name, measured in figures.items():
+        first, step = (statistics.median(measured[what]) for what in ("first", "step"))
         yield name, f"{first:.1f} ms", f"{step:.1f} ms", f"{first - step:.1f} ms"
 
 

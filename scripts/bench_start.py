@@ -56,13 +56,13 @@ def measure(options: argparse.Namespace) -> Lines:
         theirs = [sys.executable, str(ROOT / "scripts/peers/llama_start.py"), str(peer), str(path), PROMPT, threads]
         cpu_seconds(ours, environment)
         sides = {"theirs": partial(cpu_seconds, theirs, environment), "ours": partial(cpu_seconds, ours, environment)}
-        found = take_turns(sides, options.turns)
+        figures = take_turns(sides, options.turns)
         cold = ""
         if options.cold:
             with tempfile.TemporaryDirectory() as empty:
                 cold = f"{cpu_seconds(ours, environment | {'XDG_CACHE_HOME': empty})['cpu']:.2f}"
-        medians = [f"{statistics.median(found[side]['cpu']):.2f}" for side in sides]
-        yield path.stem, *medians, f"{ratio(found['ours']['cpu'], found['theirs']['cpu']):.2f}", cold
+        medians = [f"{statistics.median(figures[side]['cpu']):.2f}" for side in sides]
+        yield path.stem, *medians, f"{ratio(figures['ours']['cpu'], figures['theirs']['cpu']):.2f}", cold
 
 
 if __name__ == "__main__":

@@ -43,14 +43,14 @@ def measure(options: argparse.Namespace) -> Lines:
     ways = [way for way in WAYS if way != "transformers" or options.peer == "transformers"]
     workers = {way: Worker(way, options.gguf, options.threads) for way in ways}
     first = {way: worker.turn() for way, worker in workers.items()}
-    found = take_turns({way: worker.turn for way, worker in workers.items()}, options.rounds)
+    figures = take_turns({way: worker.turn for way, worker in workers.items()}, options.rounds)
     for worker in workers.values():
         worker.process.communicate()
     size = options.gguf.stat().st_size
     for way in ways:
         most, imports = (first[way][kind] for kind in ("memory", "imports"))
-        times = [f"{1e3 * median(found[way][clock]):.1f}" for clock in ("cpu", "wall")]
-        speed = f"{ratio(found['model']['wall'], found[way]['wall']):.2f}"
+        times = [f"{1e3 * median(figures[way][clock]):.1f}" for clock in ("cpu", "wall")]
+        speed = f"{ratio(figures['model']['wall'], figures[way]['wall']):.2f}"
         yield WAYS[way], *times, speed, *(f"{nbytes / 1e9:.3f}" for nbytes in (most, most - size, imports))
 
 

@@ -72,13 +72,13 @@ class Author(random.Random):
 
 def main() -> None:
     for name in MADE:
-        (FOLDER / name).write_text(made(name), encoding="utf-8")
+        (FOLDER / name).write_text(text_of(name), encoding="utf-8")
     (FOLDER / "technical.txt").write_text(technical(), encoding="utf-8")
     for file in sorted(FOLDER.iterdir()):
         print(f"{file.stat().st_size:8} {file.name}")
 
 
-def made(name: str) -> str:
+def text_of(name: str) -> str:
     """The text of one of the files MADE."""
     author, parts, size = Author(name), list[str](), 0
     while size < SIZE:

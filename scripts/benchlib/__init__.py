@@ -75,16 +75,16 @@ _COMMON |= dict([
 
 def parser(doc: str | None, options: Iterable[str | Option]) -> argparse.ArgumentParser:
     """A parser described by the first paragraph of a script's docstring; common options are given by their names."""
-    made = argparse.ArgumentParser(description=(doc or "").split("\n\n")[0])
+    command = argparse.ArgumentParser(description=(doc or "").split("\n\n")[0])
     for given in options:
         name, settings = option(given) if isinstance(given, str) else given
         default = settings.get("default")
         if default is not None:
             shown = " ".join(map(str, default)) if isinstance(default, list | tuple) else str(default)
-            said = [settings["help"]] if "help" in settings else []
-            settings = settings | {"help": "; ".join([*said, f"default: {shown}".replace("%", "%%")])}
-        made.add_argument(name, **settings)
-    return made
+            parts = [settings["help"]] if "help" in settings else []
+            settings = settings | {"help": "; ".join([*parts, f"default: {shown}".replace("%", "%%")])}
+        command.add_argument(name, **settings)
+    return command
 
 
 def bench(
@@ -101,11 +101,11 @@ def bench(
     columns    of the first table
     passes_on  whether further arguments, with or without a -- before them, are for another program: `rest`
     """
-    made = parser(doc, options)
-    given, rest = made.parse_known_args()
+    command = parser(doc, options)
+    given, rest = command.parse_known_args()
     given.rest = [argument for argument in rest if argument != "--"]
     if rest and not passes_on:
-        made.error(f"unrecognized arguments: {' '.join(rest)}")
+        command.error(f"unrecognized arguments: {' '.join(rest)}")
 
     def lines() -> Lines:
         threads = vars(given).get("threads")
@@ -120,7 +120,7 @@ def bench(
         for part in lines():
             print(part if isinstance(part, str) else f"| {' | '.join(map(str, part))} |", flush=True)
     except argparse.ArgumentTypeError as problem:
-        made.error(str(problem))
+        command.error(str(problem))
 
 
 Figures = dict[Any, dict[str, list[float]]]  # contender -> what was measured -> of each turn
@@ -128,12 +128,12 @@ Figures = dict[Any, dict[str, list[float]]]  # contender -> what was measured ->
 
 def take_turns(contenders: Mapping[Any, Callable[[], Mapping[str, float]]], turns: int) -> Figures:
     """The figures of contenders that take turns."""
-    found: Figures = {name: {} for name in contenders}
+    figures: Figures = {name: {} for name in contenders}
     for _ in range(turns):
         for name, run in contenders.items():
             for what, value in run().items():
-                found[name].setdefault(what, []).append(value)
-    return found
+                figures[name].setdefault(what, []).append(value)
+    return figures
 
 
 def ratio(own: Sequence[float], other: Sequence[float]) -> float:

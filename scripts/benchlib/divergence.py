@@ -81,8 +81,8 @@ def imatrix_of(path: Path, floats: Path, squares: dict[str, np.ndarray], tokens:
     tokens   int64 [sequences, length], what they are of
     """
     planned, count = plan_checkpoint(floats, type="Q8_0").tensors, np.array([tokens.size])
-    found = {t.name: (squares[str(t.source)][None], count) for t in planned if str(t.source) in squares}
-    write_imatrix(path, found, tokens.shape[1], [text])
+    of_tensors = {t.name: (squares[str(t.source)][None], count) for t in planned if str(t.source) in squares}
+    write_imatrix(path, of_tensors, tokens.shape[1], [text])
 
 
 class FloatModel:

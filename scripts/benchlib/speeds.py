@@ -133,11 +133,11 @@ class Speeds:
         """The medians of each side: tokens a second, generated and of a prompt, and peak memory in bytes."""
         turn(*self._sides["ours"], file, self._threads)  # compile the kernels, fill the page cache
         runs = {side: partial(turn, *process, file, self._threads) for side, process in self._sides.items()}
-        found = take_turns(runs, self._turns)
+        by_side = take_turns(runs, self._turns)
         keys = ("decode", "prompt", "peak")
         return {
             side: {key: statistics.median(value or 0 for value in figures[key]) for key in keys}
-            for side, figures in found.items()
+            for side, figures in by_side.items()
         }
 
     def _like(self, types: dict[str, str]) -> Path:

@@ -37,10 +37,10 @@ def test_contenders_take_turns_and_ratios_are_of_the_same_turn() -> None:
         return {"cpu": seconds.pop(0)}
 
     times = {"ours": [1.0, 2.0, 30.0], "theirs": [2.0, 8.0, 30.0]}
-    found = take_turns({name: lambda name=name: run(name, times[name]) for name in times}, 3)
+    figures = take_turns({name: lambda name=name: run(name, times[name]) for name in times}, 3)
     assert order == ["ours", "theirs"] * 3
-    assert found == {"ours": {"cpu": [1.0, 2.0, 30.0]}, "theirs": {"cpu": [2.0, 8.0, 30.0]}}
-    assert ratio(found["ours"]["cpu"], found["theirs"]["cpu"]) == 0.5
+    assert figures == {"ours": {"cpu": [1.0, 2.0, 30.0]}, "theirs": {"cpu": [2.0, 8.0, 30.0]}}
+    assert ratio(figures["ours"]["cpu"], figures["theirs"]["cpu"]) == 0.5
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str, passes_on: bool = False) -> argparse.Namespace:

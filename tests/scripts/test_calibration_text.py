@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.make_calibration_text import FOLDER, Author, made
+from scripts.make_calibration_text import FOLDER, Author, text_of
 
 
 @pytest.mark.parametrize("name", ["articles.txt", "chats.jsonl", "lists.txt", "tables.txt"])
 def test_a_text_of_the_package_is_what_the_script_makes(name: str) -> None:
-    assert made(name) == (FOLDER / name).read_text(encoding="utf-8")
+    assert text_of(name) == (FOLDER / name).read_text(encoding="utf-8")
 
 
 def test_templates_take_ranges_choices_and_what_is_given() -> None:
