@@ -78,9 +78,8 @@ def parser(doc: str | None, options: Iterable[str | Option]) -> argparse.Argumen
     command = argparse.ArgumentParser(description=(doc or "").split("\n\n")[0])
     for given in options:
         name, settings = option(given) if isinstance(given, str) else given
-        default = settings.get("default")
-        if default is not None:
-            shown = " ".join(map(str, default)) if isinstance(default, list | tuple) else str(default)
+        default = settings.get("default", "")
+        if shown := " ".join(map(str, default)) if isinstance(default, list | tuple) else str(default):
             parts = [settings["help"]] if "help" in settings else []
             settings = settings | {"help": "; ".join([*parts, f"default: {shown}".replace("%", "%%")])}
         command.add_argument(name, **settings)
