@@ -146,7 +146,7 @@ def train(head: Head, replies: torch.Tensor, states: torch.Tensor, steps: int) -
         torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        if step % 20 == 19:
+        if step % 20 == 19 or step == steps - 1:
             right = (logits.argmax(-1) == wanted).float().mean()
             seconds = time.process_time() - begun
             print(f"step {step + 1}: loss {loss.item():.3f}, {right:.1%} guessed, {seconds:.0f} s of CPU", flush=True)

@@ -21,12 +21,12 @@ CALLS = {
     "under_transformers": (["FLOATS", "GGUF", "KING RICHARD:"], r"KING RICHARD:.*\w"),
     "character_gpt": (["TRAIN", "VALIDATE", "10", "3"], "61 linear layers, 10 steps"),
     "train_mtp": (
-        ["FLOATS", "--text", "TRAIN", "--out", "NEW", "--replies", "8", "--steps", "40", "--depth", "5"],
-        "step 40: loss",
+        ["FLOATS", "--text", "TRAIN", "--out", "NEW", "--replies", "2", "--steps", "3", "--depth", "5"],
+        "step 3: loss",
     ),
 }
-# half a minute of training, and of solving that other tests prove in parts
-SLOW = {"character_gpt": pytest.mark.exhaustive}
+# training takes half a minute, and proves of quantizing and guessing what other tests prove in parts
+SLOW = dict.fromkeys(("character_gpt", "train_mtp"), pytest.mark.exhaustive)
 
 
 @pytest.fixture(scope="module")
