@@ -1,4 +1,4 @@
-"""Train a small GPT on characters, and quantize its 61 linear layers: character_gpt.py TRAIN VALIDATE [STEPS [BITS ...]]
+"""Train a small GPT on characters and quantize its 61 linear layers: character_gpt.py TRAIN VALIDATE [STEPS [BITS ...]]
 
 Printed are losses and perplexities of rounding and of GPTQ. Every head's query, key and value are Linear layers of
 their own: 4 blocks of 4 x 3 + 3, and the output layer. Inputs are gathered by forward hooks on 10 batches of the
