@@ -19,6 +19,7 @@ from bridge.gguf_file.reader import read_gguf
 from bridge.models.provenance import repository_of
 from bridge.quantize.checkpoint_writer import Written
 from bridge.runtime.architectures import ARCHITECTURES
+from bridge.system.fields import table
 from bridge.system.files import files_below, read_json
 from bridge.system.text import size_text
 
@@ -54,7 +55,7 @@ def origin_of(folder: Path) -> Origin:
         said = metadata_load(folder / CARD) if (folder / CARD).is_file() else None
     except Exception:  # a card is written by hand and may contain anything
         said = None
-    own = said if isinstance(said, dict) else {}
+    own = table(said)
     config = read_json(folder / "config.json", optional=True)
     if "license" not in own and _LICENSE.fullmatch(str(config.get("license", ""))):
         own["license"] = config["license"]

@@ -15,6 +15,7 @@ from bridge.models.provenance import read_provenance
 from bridge.models.tower import TOWER_NAME, Tower, Vision, fill
 from bridge.models.towers import TOWERS
 from bridge.models.wrapper import text_config
+from bridge.system.fields import table
 from bridge.system.files import read_json
 
 
@@ -39,8 +40,8 @@ def describe_tower(
     tower = found[0]
     whole, text = Config(dict(config), path), Config(text_config(dict(config)), path)
     size = Config(own, path, None, tower.names, len(names))
-    heard = config.get("audio_config")
-    sound = Config(heard, path, None, {}, len(names)) if isinstance(heard, dict) and heard else None
+    audio = table(config.get("audio_config"))
+    sound = Config(audio, path, None, {}, len(names)) if audio else None
     vision = Vision(size, sound, whole, text, _processor(Path(folder)), Path(folder))
     writer = gguf.GGUFWriter(None, "clip")
     tensors, unused = fill(tower, vision, names, type)
@@ -105,5 +106,4 @@ def _processor(folder: Path) -> dict[str, Any]:
     """What is said about images: processor_config.json over preprocessor_config.json."""
     found = read_json(folder / "preprocessor_config.json", optional=True)
     over = read_json(folder / "processor_config.json", optional=True)
-    inner = over.get("image_processor")
-    return {**found, **over, **(inner if isinstance(inner, dict) else {})}
+    return {**found, **over, **table(over.get("image_processor"))}

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, TypeGuard
 
 from bridge.errors import BridgeError
+from bridge.system.fields import table
 
 _SIZE = re.compile(r"\w*_(size|dim|rank)(_per_layer_input)?|n_embd|n_inner|d_model|d_ff")  # keys of tensors' sides
 _LARGEST = 2.0**127  # GGUF has numbers as float32
@@ -106,8 +107,7 @@ def positive(value: Any) -> TypeGuard[float]:
 
 def sizes_of(config: Mapping[str, Any], size: int) -> list[str]:
     """What in a config.json is of this size, with it: "vocab_size 352", "num_attention_heads times head_dim 512"."""
-    inner = config.get("text_config", config.get("llm_config"))
-    values = {**config, **(inner if isinstance(inner, dict) else {})}
+    values = {**config, **table(config.get("text_config", config.get("llm_config")))}
     numbers = {key: value for key, value in values.items() if type(value) is int and value > 0}
     found = [f"{key} {size}" for key, value in numbers.items() if value == size and _SIZE.fullmatch(key)]
     for key in ("num_attention_heads", "num_key_value_heads"):

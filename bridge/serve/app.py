@@ -170,7 +170,7 @@ class _Server:
 
     async def model_named(self, request: Request) -> Response:
         """The same by its name."""
-        asked.check_model(asked.Fields({"model": request.path_params["name"]}), self.name)
+        asked.check_model(asked.RequestFields({"model": request.path_params["name"]}), self.name)
         return _Json(self._described())
 
     async def completions(self, request: Request) -> Response:

@@ -13,6 +13,7 @@ from bridge.runtime.model import Model
 from bridge.runtime.sampling import Sampler
 from bridge.runtime.scoring import POOLINGS, Pooler, TokenScorer
 from bridge.serve.engine import Job
+from bridge.system.fields import FieldError, Fields, Kind, anything, flag, object_, of_type
 
 MOST_CHOICES = 16  # n
 MOST_TEXTS = 256  # of a request for embeddings
@@ -42,42 +43,46 @@ def json_of(data: bytes | bytearray) -> Any:
         raise BadRequest(f"the body is not JSON: {error}") from None
 
 
-class Fields:
-    """The fields of a JSON object, each taken once; `end` refuses what is left."""
+class RequestFields(Fields):
+    """The fields of a request, each taken once; null is none. `end` refuses those that were not taken."""
 
     def __init__(self, body: Any, where: str = ""):
         if not isinstance(body, dict):
             raise BadRequest(f"{where or 'the body'} must be a JSON object", where or None)
-        self._left = {name: value for name, value in body.items() if value is not None}
-        self._where = f"{where}." if where else ""
+        super().__init__({name: value for name, value in body.items() if value is not None}, where)
+        self._prefix = f"{where}." if where else ""
 
-    def take(self, name: str, kind: type | tuple[type, ...], says: str, default: Any = None) -> Any:
-        """A field's value, the default where it is missing or null."""
-        if name not in self._left:
-            return default
-        value = self._left.pop(name)
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise BadRequest(f"{self._where}{name} must be {says}", self._where + name)
-        return value
+    def take(self, key: str, kind: Kind, default: Any = None, name: str = "") -> Any:
+        """As in Fields, but a field may always be missing, and a wrong one raises BadRequest."""
+        try:
+            return super().take(key, kind, default, name or self._prefix + key)
+        except FieldError as wrong:
+            raise BadRequest(f"{wrong.name} must be {wrong.must_be}", wrong.name) from None
 
-    def integer(self, name: str, default: int | None, least: int, most: int) -> Any:
-        """An integer of a range."""
-        value = self.take(name, int, "an integer", default)
-        if value is not None and not least <= value <= most:
-            raise BadRequest(f"{name} is {value}; must be between {least} and {most}", name)
-        return value
-
-    def unchanged(self, name: str, *neutral: Any) -> None:
+    def unchanged(self, key: str, *neutral: Any) -> None:
         """A field that only values without an effect are taken for."""
-        if name in self._left and self._left.pop(name) not in neutral:
-            raise BadRequest(f"{name} is not supported; leave it out", name, "unsupported_parameter")
+        if self.take(key, anything, neutral[0]) not in neutral:
+            raise BadRequest(f"{key} is not supported; leave it out", key, "unsupported_parameter")
 
     def end(self) -> None:
         """Raise BadRequest where a field was not taken."""
-        for name in self._left:
-            raise BadRequest(
-                f"{self._where}{name} is not supported; leave it out", self._where + name, "unsupported_parameter"
-            )
+        for key in self.left:
+            name = self._prefix + key
+            raise BadRequest(f"{name} is not supported; leave it out", name, "unsupported_parameter")
+
+
+_TEXT, _NUMBER, _INTEGER = of_type(str, "a text"), of_type((int, float), "a number"), of_type(int, "an integer")
+
+
+def _between(least: int, most: int) -> Kind:
+    """An integer of a range."""
+
+    def kind(value: Any, name: str) -> int:
+        if not least <= _INTEGER(value, name) <= most:
+            raise BadRequest(f"{name} is {value}; must be between {least} and {most}", name)
+        return int(value)
+
+    return kind
 
 
 @dataclass
@@ -99,49 +104,49 @@ class Asked:
     variables: dict[str, Any] = field(default_factory=dict)  # of the chat template, besides the messages
 
 
-def _common(fields: Fields, model: Model, name: str, defaults: Mapping[str, Any]) -> Asked:
+def _common(fields: RequestFields, model: Model, name: str, defaults: Mapping[str, Any]) -> Asked:
     """The fields that texts and chats share."""
     check_model(fields, name)
     sampling = dict(defaults)
     for key in _NUMBERS:
-        if (value := fields.take(key, (int, float), "a number")) is not None:
+        if (value := fields.take(key, _NUMBER)) is not None:
             sampling[key] = value
     for key in _INTEGERS:
-        if (value := fields.take(key, int, "an integer")) is not None:
+        if (value := fields.take(key, _INTEGER)) is not None:
             sampling[key] = value
-    biases = fields.take("logit_bias", dict, "an object of token ids and numbers", {})
+    biases = fields.take("logit_bias", of_type(dict, "an object of token ids and numbers"), {})
     if biases:
         if not all(map(_TOKEN_ID.fullmatch, biases)):
             raise BadRequest("logit_bias must be an object of token ids and numbers", "logit_bias")
         sampling["logit_bias"] = {int(token): bias for token, bias in biases.items()}
-    stop = fields.take("stop", (str, list), "a text or a list of texts", [])
+    stop = fields.take("stop", of_type((str, list), "a text or a list of texts"), [])
     stop = [stop] if isinstance(stop, str) else stop
     if len(stop) > MOST_STOPS or not all(isinstance(text, str) and len(text) <= LONGEST_STOP for text in stop):
         texts = f"a text or a list of at most {MOST_STOPS} texts, of at most {LONGEST_STOP} characters each"
         raise BadRequest(f"stop must be {texts}", "stop")
-    options = Fields(fields.take("stream_options", dict, "an object", {}), "stream_options")
-    usage = options.take("include_usage", bool, "true or false", False)
+    options = RequestFields(fields.take("stream_options", object_, {}), "stream_options")
+    usage = options.take("include_usage", flag, False)
     options.unchanged("include_obfuscation", False)
     options.end()
     for key in ("frequency_penalty", "presence_penalty"):
         fields.unchanged(key, 0)
-    fields.take("user", str, "a text")
+    fields.take("user", _TEXT)
     return Asked(
-        max_tokens=fields.integer("max_tokens", None, 0, 1 << 31),
+        max_tokens=fields.take("max_tokens", _between(0, 1 << 31)),
         stop=stop,
-        n=fields.integer("n", 1, 1, MOST_CHOICES),
-        seed=fields.integer("seed", defaults.get("seed"), 0, (1 << 63) - 1),
+        n=fields.take("n", _between(1, MOST_CHOICES), 1),
+        seed=fields.take("seed", _between(0, (1 << 63) - 1), defaults.get("seed")),
         logprobs=None,
-        stream=fields.take("stream", bool, "true or false", False),
+        stream=fields.take("stream", flag, False),
         usage=usage,
         sampling=sampling,
         grammar={},
     )
 
 
-def check_model(fields: Fields, name: str) -> None:
+def check_model(fields: RequestFields, name: str) -> None:
     """Raise BadRequest if another model than this is asked for."""
-    asked = fields.take("model", str, "a text", name)
+    asked = fields.take("model", _TEXT, name)
     if asked != name:
         raise BadRequest(
             f"the model {asked!r} is not served; this server has {name!r}", "model", "model_not_found", 404
@@ -150,13 +155,13 @@ def check_model(fields: Fields, name: str) -> None:
 
 def completion(body: Any, model: Model, name: str, defaults: Mapping[str, Any]) -> Asked:
     """The body of /v1/completions."""
-    fields = Fields(body)
+    fields = RequestFields(body)
     asked = _common(fields, model, name, defaults)
-    asked.prompts = _prompts("prompt", fields.take("prompt", (str, list), _PROMPT))
+    asked.prompts = _prompts("prompt", fields.take("prompt", of_type((str, list), _PROMPT)))
     if asked.max_tokens is None:
         asked.max_tokens = _COMPLETION_TOKENS
-    asked.logprobs = fields.integer("logprobs", None, 0, MOST_TOP)
-    asked.echo = fields.take("echo", bool, "true or false", False)
+    asked.logprobs = fields.take("logprobs", _between(0, MOST_TOP))
+    asked.echo = fields.take("echo", flag, False)
     if asked.echo and asked.stream:
         raise BadRequest("echo is not supported in a stream; leave one of the two out", "echo", "unsupported_parameter")
     fields.unchanged("suffix", "")
@@ -183,13 +188,13 @@ def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(v, int) and not isinstance(v, bool) for v in value)
 
 
-def _grammar(fields: Fields) -> dict[str, Any]:
+def _grammar(fields: RequestFields) -> dict[str, Any]:
     """What `response_format` asks for, as arguments of `Constraint`."""
-    given = fields.take("response_format", dict, "an object")
+    given = fields.take("response_format", object_)
     if given is None:
         return {}
-    form = Fields(given, "response_format")
-    kind = form.take("type", str, "a text")
+    form = RequestFields(given, "response_format")
+    kind = form.take("type", _TEXT)
     if kind == "text":
         form.end()
         return {}
@@ -197,18 +202,18 @@ def _grammar(fields: Fields) -> dict[str, Any]:
         form.end()
         return {"schema": {"type": "object"}}
     if kind == "json_schema":
-        inner = Fields(form.take("json_schema", dict, "an object", {}), "response_format.json_schema")
-        schema = inner.take("schema", dict, "a JSON schema")
+        inner = RequestFields(form.take("json_schema", object_, {}), "response_format.json_schema")
+        schema = inner.take("schema", of_type(dict, "a JSON schema"))
         for key in ("name", "description"):
-            inner.take(key, str, "a text")
-        inner.take("strict", bool, "true or false")
+            inner.take(key, _TEXT)
+        inner.take("strict", flag)
         inner.end()
         form.end()
         if schema is None:
             raise BadRequest("response_format.json_schema.schema is missing", "response_format")
         return {"schema": schema}
     if kind == "regex":
-        regex = form.take("regex", str, "a regular expression", "")
+        regex = form.take("regex", of_type(str, "a regular expression"), "")
         form.end()
         return {"regex": regex}
     raise BadRequest("response_format.type must be text, json_object, json_schema or regex", "response_format")
@@ -216,21 +221,21 @@ def _grammar(fields: Fields) -> dict[str, Any]:
 
 def chat(body: Any, model: Model, name: str, defaults: Mapping[str, Any]) -> Asked:
     """The body of /v1/chat/completions."""
-    fields = Fields(body)
-    newer = fields.integer("max_completion_tokens", None, 0, 1 << 31)
+    fields = RequestFields(body)
+    newer = fields.take("max_completion_tokens", _between(0, 1 << 31))
     asked = _common(fields, model, name, defaults)
     if newer is not None:
         asked.max_tokens = newer
-    asked.messages = _messages(fields.take("messages", list, "a list of messages"))
-    wants = fields.take("logprobs", bool, "true or false", False)
-    top = fields.integer("top_logprobs", None, 0, MOST_TOP)
+    asked.messages = _messages(fields.take("messages", of_type(list, "a list of messages")))
+    wants = fields.take("logprobs", flag, False)
+    top = fields.take("top_logprobs", _between(0, MOST_TOP))
     if top is not None and not wants:
         raise BadRequest("top_logprobs needs logprobs: true", "top_logprobs")
     asked.logprobs = (top or 0) if wants else None
     asked.grammar = _grammar(fields)
-    asked.variables = dict(fields.take("chat_template_kwargs", dict, "an object", {}))
-    tools = fields.take("tools", list, "a list of tools", [])
-    choice = fields.take("tool_choice", (str, dict), "none or auto", "auto")
+    asked.variables = dict(fields.take("chat_template_kwargs", object_, {}))
+    tools = fields.take("tools", of_type(list, "a list of tools"), [])
+    choice = fields.take("tool_choice", of_type((str, dict), "none or auto"), "auto")
     if choice not in ("auto", "none"):
         raise BadRequest("tool_choice must be none or auto: the model decides", "tool_choice", "unsupported_parameter")
     if tools:
@@ -334,16 +339,16 @@ def embeddings(
 
     awaited  as in `wanted`
     """
-    fields = Fields(body)
+    fields = RequestFields(body)
     check_model(fields, name)
-    texts = _prompts("input", fields.take("input", (str, list), _PROMPT))
+    texts = _prompts("input", fields.take("input", of_type((str, list), _PROMPT)))
     if len(texts) > MOST_TEXTS:
         raise BadRequest(f"input has {len(texts)} texts; the most is {MOST_TEXTS}", "input")
-    form = fields.take("encoding_format", str, "float or base64", "float")
+    form = fields.take("encoding_format", of_type(str, "float or base64"), "float")
     if form not in ("float", "base64"):
         raise BadRequest("encoding_format must be float or base64", "encoding_format")
-    pooling = fields.take("pooling", str, " or ".join(POOLINGS), pooling)
-    fields.take("user", str, "a text")
+    pooling = fields.take("pooling", of_type(str, " or ".join(POOLINGS)), pooling)
+    fields.take("user", _TEXT)
     fields.unchanged("dimensions", model.config.hidden)
     fields.end()
     jobs, poolers = [], []

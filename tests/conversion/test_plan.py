@@ -17,11 +17,12 @@ import bridge
 from bridge.cli import main
 from bridge.conversion.converter import plan_checkpoint
 from bridge.conversion.plan_file import _Orders, _part_entry
-from bridge.conversion.plan_reader import _part, _Wrong, load_plan
+from bridge.conversion.plan_reader import _part, load_plan
 from bridge.conversion.report import CARRIED, REQUANTIZED
 from bridge.conversion.verify import failures
 from bridge.errors import BridgeError
 from bridge.models.outline import Part
+from bridge.system.fields import FieldError
 from scripts.peers.llama_cpp import LlamaCpp
 from tests.conftest import CHECKPOINT, checkpoint_names, shared
 from tests.support.encode import write_gptq
@@ -300,5 +301,5 @@ def test_factors_of_rows_come_back_from_a_plans_file() -> None:
     entry = json.loads(json.dumps(_part_entry(part, _Orders())))
     assert np.array_equal(_part(entry, []).factor, part.factor)
     for wrong in ([0.5, 1], [0.5, 1, float("nan")], [0.5, 1, -1], "x"):
-        with pytest.raises(_Wrong, match=r"factor of a\.weight is .*, not 3 positive numbers"):
+        with pytest.raises(FieldError, match=r"factor of a\.weight is .*, not 3 positive numbers"):
             _part(entry | {"factor": wrong}, [])

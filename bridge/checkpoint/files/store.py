@@ -19,6 +19,7 @@ import numpy as np
 
 from bridge.checkpoint.files.dtypes import NUMPY, OTHER_BITS, as_float32
 from bridge.errors import BridgeError
+from bridge.system.fields import table
 from bridge.system.files import MAX_SMALL, first_bytes, is_safetensors, kind_of_contents, refuse_pointer
 
 # what training tools put around a module, and into its tensors' names: torch.compile, FSDP, PEFT
@@ -210,8 +211,8 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 def read_metadata(file: Path) -> dict[str, str]:
     """The texts in the header of a safetensors file that `read_header` accepts."""
     with open(file, "rb") as stream:
-        found = json.loads(stream.read(int.from_bytes(stream.read(8), "little"))).get("__metadata__")
-    return found if isinstance(found, dict) else {}
+        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    return table(header.get("__metadata__"))
 
 
 def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...], int]]) -> tuple[bytes, dict[str, int]]:

@@ -32,8 +32,9 @@ from bridge.checkpoint.formats.module_reader import (
     module_info,
     modules_with,
 )
-from bridge.checkpoint.labels.quant_config import QuantConfig, whole_number
+from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
+from bridge.system.fields import whole_number
 
 _CODES = {"I8": 8, "I16": 16, "I32": 32}
 

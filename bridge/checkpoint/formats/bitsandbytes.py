@@ -43,8 +43,9 @@ from bridge.checkpoint.formats.module_reader import (
     modules_with,
 )
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
-from bridge.checkpoint.labels.quant_config import QuantConfig, whole_number
+from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
+from bridge.system.fields import integers, whole_number
 
 STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
 _INT8_SCALE = np.float32(1 / 127)
@@ -137,13 +138,12 @@ class BitsAndBytesReader(Reader):
         info = tensors[self.required_parts(tensors)[0]]
         try:
             said: Any = json.loads(self.store.read(info.name).tobytes())
-            block, nested_block = (whole_number(said.get(key, 256)) for key in ("blocksize", "nested_blocksize"))
+            block, nested_block = (whole_number(said.get(key, 256)) or 0 for key in ("blocksize", "nested_blocksize"))
             shape, offset = said["shape"], float(said.get("nested_offset", 0))
         except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
-            block = nested_block = shape = None
-            offset = 0.0
-        whole = isinstance(shape, list) and len(shape) == 2 and all(type(n) is int and n > 0 for n in shape)
-        if not whole or not (block and block > 0 and nested_block and nested_block > 0) or not math.isfinite(offset):
+            block = nested_block = 0
+            shape, offset = None, 0.0
+        if not integers(shape, 2, 1) or not math.isfinite(offset) or min(block, nested_block) <= 0:
             raise BridgeError(
                 f"{info.file}: {info.name} does not give the shape and the blocks of a matrix; the checkpoint is "
                 "damaged, or its layer is not a linear one"

@@ -22,8 +22,9 @@ import numpy as np
 from bridge.checkpoint.files.store import TensorInfo
 from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, module_info
 from bridge.checkpoint.grouped import GroupedTensor
-from bridge.checkpoint.labels.quant_config import QuantConfig, whole_number
+from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
+from bridge.system.fields import whole_number
 from bridge.system.patterns import matched, pattern_problem
 
 _WEIGHT, _EMBEDDING = ("weight", "weight_scale"), ("embedding_quantized", "embedding_scale")

@@ -33,15 +33,16 @@ package 0.4.2 (utils.py, integrations/higgs.py, data/*.pth; Apache-2.0) and tran
 import math
 from dataclasses import replace
 from functools import cache
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from bridge.checkpoint.decoded import DecodedTensor
 from bridge.checkpoint.files.store import TensorInfo
 from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, counted, module_info
-from bridge.checkpoint.labels.quant_config import QuantConfig, whole_number
+from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
+from bridge.system.fields import table, whole_number
 from bridge.trellis.hadamard import Rotation
 
 _SIZE = 512  # of the transform, if the config does not say
@@ -90,9 +91,7 @@ class HiggsReader(Reader):
 
     def _lane(self, name: str, bits: int) -> int:
         """P of a module's kernel."""
-        table = self.quant.raw.get("tune_metadata")
-        said: Any = table.get(name) if isinstance(table, dict) else None
-        number = whole_number(said.get("template_id")) if isinstance(said, dict) else None
+        number = whole_number(table(table(self.quant.raw.get("tune_metadata")).get(name)).get("template_id"))
         if number is None or number < 0:
             raise BridgeError(
                 f"{self.quant.source}: tune_metadata does not name the kernel (template_id) of {name}, by which its "

@@ -31,8 +31,9 @@ from bridge.checkpoint.decoded import DecodedTensor, rounding_distortion
 from bridge.checkpoint.files.store import TensorInfo
 from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, module_info
 from bridge.checkpoint.grouped import GroupedTensor
-from bridge.checkpoint.labels.quant_config import QuantConfig, whole_number
+from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
+from bridge.system.fields import table, whole_number
 
 # packing -> bits of a code, codes of a word, the word
 PACKINGS: dict[str, tuple[int, int, np.dtype]] = {
@@ -65,8 +66,7 @@ class HqqReader(Reader):
 
     @classmethod
     def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
-        settings = quant.raw.get("quant_config")
-        settings = settings if isinstance(settings, dict) else {}
+        settings = table(quant.raw.get("quant_config"))
         own = settings.get("weight_quant_params")
         if not isinstance(own, dict):  # or a table for each kind of layer
             own = next((v["weight_quant_params"] for v in settings.values() if _has_params(v)), {})
@@ -123,9 +123,7 @@ class HqqReader(Reader):
         return module_info(name, tensors, bits, size, (out, columns))
 
     def claimed_bits(self, module: str) -> int | None:
-        settings = self.quant.raw.get("quant_config")
-        if not isinstance(settings, dict):
-            return None
+        settings = table(self.quant.raw.get("quant_config"))
         own: Any = next((said for kind, said in settings.items() if module.endswith(f".{kind}")), settings)
         bits = own["weight_quant_params"].get("nbits") if _has_params(own) else None
         return math.ceil(bits) if isinstance(bits, float) and math.isfinite(bits) else whole_number(bits)
@@ -220,4 +218,4 @@ def unpack_lanes(words: np.ndarray, columns: int, packing: str) -> np.ndarray:
 
 
 def _has_params(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("weight_quant_params"), dict)
+    return isinstance(table(value).get("weight_quant_params"), dict)

@@ -35,8 +35,9 @@ from bridge.checkpoint.formats.fp8 import ScaledFloats
 from bridge.checkpoint.formats.mlx_experts import expert_of
 from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, finite_scales, modules_with
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
-from bridge.checkpoint.labels.quant_config import QuantConfig, whole_number
+from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
+from bridge.system.fields import table, whole_number
 
 _MODES = ("affine", "mxfp8", "mxfp4", "nvfp4")
 _FAR = 1 << 12  # a zero point so far away belongs to a constant group: mlx's smallest scale is 1e-7
@@ -92,7 +93,7 @@ class MlxReader(Reader):
     @classmethod
     def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
         for module, own in [("", quant.raw), *quant.raw.items()]:
-            if isinstance(own, dict) and own.get("mode", "affine") not in _MODES:
+            if table(own).get("mode", "affine") not in _MODES:
                 raise BridgeError(
                     f"{quant.source}: {module + ': ' if module else ''}MLX's mode {own['mode']!r} is not supported, "
                     f"{', '.join(_MODES)} are; quantize the model again with --q-mode affine"
@@ -177,8 +178,7 @@ class MlxReader(Reader):
         if not fits or weight.dtype != "U32" or "biases" in tensors or (bias and bias.shape != rows):
             raise contradiction(name, tensors)
         words, groups = weight.shape[-1], scales.shape[-1]
-        own = self.quant.raw.get(name)
-        said = {**self.quant.raw, **(own if isinstance(own, dict) else {})}.get("mode")
+        said = {**self.quant.raw, **table(self.quant.raw.get(name))}.get("mode")
         mode = {8 * groups: "mxfp8", 4 * groups: "mxfp4", 2 * groups: "nvfp4"}.get(words, "")
         if not mode or said != mode:
             raise BridgeError(

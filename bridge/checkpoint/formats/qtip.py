@@ -19,8 +19,9 @@ import numpy as np
 from bridge.checkpoint.files.store import Store, TensorInfo
 from bridge.checkpoint.formats.module_reader import ModuleInfo, module_info
 from bridge.checkpoint.formats.trellis_coded import TrellisReader, length
-from bridge.checkpoint.labels.quant_config import QuantConfig, whole_number
+from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
+from bridge.system.fields import whole_number
 from bridge.trellis.codebooks import QTIP_MODES, BitshiftCodebook
 from bridge.trellis.layer import TrellisLayer
 from bridge.trellis.packed import bits_of, is_swizzled, looks_random, plain_layer, qtip_layer

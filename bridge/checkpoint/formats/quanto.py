@@ -27,8 +27,9 @@ from bridge.checkpoint.files.store import TensorInfo
 from bridge.checkpoint.formats.fp8 import FLOAT8, RenamedFloats
 from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, module_info
 from bridge.checkpoint.grouped import GroupedTensor
-from bridge.checkpoint.labels.quant_config import QuantConfig, whole_number
+from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
+from bridge.system.fields import table, whole_number
 
 _BYTES, _PACKED, _SCALE, _SHIFT = "weight._data", "weight._data._data", "weight._scale", "weight._shift"
 _READING = frozenset({
@@ -130,6 +131,5 @@ def _group_size(columns: int) -> int:
 
 def _types(quant: QuantConfig) -> dict[str, Any]:
     """The type of each module's weights, as quanto_qmap.json has them."""
-    table = quant.raw.get("modules")
-    table = table if isinstance(table, dict) else {}
-    return {name: said.get("weights") for name, said in table.items() if isinstance(said, dict)}
+    modules = table(quant.raw.get("modules"))
+    return {name: settings.get("weights") for name, settings in modules.items() if isinstance(settings, dict)}

@@ -32,8 +32,9 @@ from bridge.checkpoint.formats.fp8 import FLOAT8
 from bridge.checkpoint.formats.modelopt import ModelOptReader
 from bridge.checkpoint.formats.module_reader import FloatWeight, ModuleInfo, contradiction, module_info
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
-from bridge.checkpoint.labels.quant_config import QuantConfig, whole_number
+from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
+from bridge.system.fields import table, whole_number
 
 _INTEGERS = {"int4": 4, "uint4": 4, "int8": 8, "uint8": 8}
 _DTYPES = (*_INTEGERS, "fp8_e4m3", "fp4")
@@ -47,9 +48,7 @@ class QuarkReader(ModelOptReader):
 
     @classmethod
     def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
-        export = quant.raw.get("export")
-        export = export if isinstance(export, dict) else {}
-        if (form := export.get("weight_format", "real_quantized")) != "real_quantized":
+        if (form := table(quant.raw.get("export")).get("weight_format", "real_quantized")) != "real_quantized":
             raise BridgeError(
                 f"{quant.source}: weight_format is {form!r}: the weights are floats that were rounded; convert the "
                 "unquantized model instead, or export it as real_quantized"
@@ -80,8 +79,7 @@ class QuarkReader(ModelOptReader):
 
     def _settings(self, name: str) -> dict[str, Any]:
         """What the config says of a module's weight."""
-        table = self.quant.raw.get("layer_quant_config")
-        for pattern, own in table.items() if isinstance(table, dict) else ():
+        for pattern, own in table(self.quant.raw.get("layer_quant_config")).items():
             if fnmatch(name, pattern) and (weight := _weight_of(own)) is not None:
                 return weight
         return _weight_of(self.quant.raw.get("global_quant_config")) or {}
@@ -151,22 +149,20 @@ class QuarkReader(ModelOptReader):
         if info.bits == 8:
             return stored.view(np.uint8)
         codes = unpack_words(stored, 4, stored.shape[1] * 8)
-        export = self.quant.raw.get("export")
-        if (export.get("pack_method") if isinstance(export, dict) else None) == "order":
+        if table(self.quant.raw.get("export")).get("pack_method") == "order":
             return codes
         return codes.reshape(len(codes), -1, 8)[:, :, np.argsort(_REORDERED)].reshape(codes.shape)
 
 
 def _weight_of(settings: Any) -> dict[str, Any] | None:
     """The weight's entry of a layer's settings, the first where there are several."""
-    weight = settings.get("weight") if isinstance(settings, dict) else None
+    weight = table(settings).get("weight")
     weight = weight[0] if isinstance(weight, list) and weight else weight
     return weight if isinstance(weight, dict) else None
 
 
 def _weight_settings(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The weights' entries: the default one, then those of single layers."""
-    table = raw.get("layer_quant_config")
-    for settings in (raw.get("global_quant_config"), *(table.values() if isinstance(table, dict) else ())):
+    for settings in (raw.get("global_quant_config"), *table(raw.get("layer_quant_config")).values()):
         if (weight := _weight_of(settings)) is not None:
             yield weight

@@ -43,8 +43,9 @@ from bridge.checkpoint.formats.module_reader import (
     module_info,
 )
 from bridge.checkpoint.grouped import GroupedTensor
-from bridge.checkpoint.labels.quant_config import QuantConfig, whole_number
+from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
+from bridge.system.fields import integers, table, whole_number
 from bridge.system.files import read_json
 
 _SIDECAR = "model.safetensors.index.json.meta.json"
@@ -151,15 +152,14 @@ class SinqReader(Reader):
         """What the file beside the index, or qmodel.pt's table, says of a module."""
         own = {part: info for part, info in (tensors or self.modules[name].tensors).items() if part in _SAID}
         held = {"meta": {part: self._value(info) for part, info in own.items()}} if own else self._said.get(name)
-        meta = held.get("meta") if isinstance(held, dict) else None
-        shape = meta.get("shape") if isinstance(meta, dict) else None
-        number = meta.get("nbits") if isinstance(meta, dict) else None
-        whole = isinstance(shape, list) and len(shape) == 2 and all(type(n) is int and n > 0 for n in shape)
-        if not whole or not isinstance(number, int | float | None) or not math.isfinite(number or 0):
+        meta = table(table(held).get("meta"))
+        bits = meta.get("nbits")
+        known = integers(meta.get("shape"), 2, least=1) and isinstance(bits, int | float | None)
+        if not known or not math.isfinite(bits or 0):
             raise BridgeError(
                 f"{self._source}: does not give the shape of {name}; download this file too, it belongs to the weights"
             )
-        return meta  # type: ignore[return-value]
+        return meta
 
     def _value(self, info: TensorInfo) -> object:
         """A number, a text or a list of qmodel.pt."""

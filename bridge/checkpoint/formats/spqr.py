@@ -27,8 +27,9 @@ import numpy as np
 from bridge.checkpoint.decoded import DecodedTensor, distortion_of
 from bridge.checkpoint.files.store import Store, TensorInfo
 from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, module_info
-from bridge.checkpoint.labels.quant_config import QuantConfig, whole_number
+from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
+from bridge.system.fields import whole_number
 
 _TILE = 16
 _SETTINGS = {"bits": 3, "beta1": _TILE, "beta2": _TILE}

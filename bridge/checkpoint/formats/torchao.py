@@ -46,6 +46,7 @@ from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradi
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
+from bridge.system.fields import integers, table
 
 _CODES, _SCALE, _ZEROS = "_weight_qdata", "_weight_scale", "_weight_zero_point"
 _TILES, _INPUTS, _WHOLE = "_weight_scale_and_zero", "_weight_act_pre_scale", "_weight_per_tensor_scale"
@@ -80,14 +81,8 @@ class TorchaoReader(Reader):
         while isinstance(said, dict) and "_type" not in said:  # {"default": {"_type": ..}}, or a table for each module
             said = next(iter(said.values()), None)
         data = _data(said)
-        dtype, size = (
-            data.get("weight_dtype"),
-            data.get("group_size") or _data(data.get("granularity")).get("group_size"),
-        )
-        words = [
-            said.get("_type") if isinstance(said, dict) else said,
-            dtype.get("_data") if isinstance(dtype, dict) else None,
-        ]
+        size = data.get("group_size") or _data(data.get("granularity")).get("group_size")
+        words = [said.get("_type") if isinstance(said, dict) else said, table(data.get("weight_dtype")).get("_data")]
         words += [f"groups of {size}"] if size else []
         return replace(quant, title="torchao", claims=tuple(str(w) for w in words if w) or ("no type of quantization",))
 
@@ -160,7 +155,7 @@ class TorchaoReader(Reader):
         high, wide = 8 * codes.shape[0], 128 * codes.shape[1]
         groups = scale.shape[0]
         said = self._attribute(name, "shape")
-        out, columns = said if _is_shape(said) else (high, wide)
+        out, columns = said if integers(said, 2) else (high, wide)
         fits = scale.floating and scale.shape[1:] == (high, 2) and groups > 0 and wide % groups == 0
         if not fits or not (0 < out <= high and 0 < columns <= wide):
             raise contradiction(name, tensors)
@@ -271,11 +266,6 @@ def _in_tiles(rows: int, columns: int) -> tuple[int, int]:
     return high // 4, wide * 4
 
 
-def _is_shape(said: object) -> bool:
-    return isinstance(said, list) and len(said) == 2 and all(type(n) is int for n in said)
-
-
 def _data(config: Any) -> dict[str, Any]:
     """The settings of an object as torchao writes it to JSON: {"_type": .., "_data": {..}}."""
-    data = config.get("_data") if isinstance(config, dict) else None
-    return data if isinstance(data, dict) else {}
+    return table(table(config).get("_data"))

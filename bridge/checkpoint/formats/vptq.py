@@ -30,8 +30,9 @@ import numpy as np
 from bridge.checkpoint.decoded import DecodedTensor, distortion_of
 from bridge.checkpoint.files.store import Store, TensorInfo
 from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, counted, module_info
-from bridge.checkpoint.labels.quant_config import QuantConfig, whole_number
+from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
+from bridge.system.fields import integers, table, whole_number
 
 _BOOK, _SECOND, _OUTLIERS = "centroids.weight", "res_centroids.weight", "outlier_centroids.weight"
 _KEYS = ("vector_lens", "num_centroids", "num_res_centroids")
@@ -73,8 +74,8 @@ class VptqReader(Reader):
 
     @classmethod
     def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
-        layers = [said for key in ("config_for_layers", "shared_layer_config") for said in _table(quant, key).values()]
-        return replace(quant, title="VPTQ", claims=(f"codebooks of {len(layers)} layers",))
+        layers = sum(len(table(quant.raw.get(key))) for key in ("config_for_layers", "shared_layer_config"))
+        return replace(quant, title="VPTQ", claims=(f"codebooks of {layers} layers",))
 
     @staticmethod
     def split(name: str) -> tuple[str, str]:
@@ -119,18 +120,15 @@ class VptqReader(Reader):
 
     def _said(self, name: str, tensors: dict[str, TensorInfo]) -> dict[str, Any]:
         """The config's entry for a module."""
-        own = _table(self.quant, "config_for_layers").get(name)
-        shared = _table(self.quant, "shared_layer_config")
+        own = table(self.quant.raw.get("config_for_layers")).get(name)
+        shared = table(self.quant.raw.get("shared_layer_config"))
         said = own or next((shared[part] for part in reversed(name.split(".")) if part in shared), None)
-        pairs = (said.get(key) for key in _KEYS) if isinstance(said, dict) else ()
-        if not isinstance(said, dict) or not all(
-            isinstance(pair, list) and len(pair) == 2 and all(type(n) is int for n in pair) for pair in pairs
-        ):
+        if not all(integers(table(said).get(key), 2) for key in _KEYS):
             raise BridgeError(
                 f"{self.quant.source}: {name} has no vector_lens, num_centroids and num_res_centroids of two numbers "
                 "each; take the config.json that came with the model"
             )
-        return said
+        return table(said)
 
     def in_words(self) -> str:
         words = []
@@ -198,8 +196,3 @@ class VptqReader(Reader):
             )
         runs = [book[i].transpose(0, 2, 1).reshape(-1, i.shape[1]) for book, i in zip(books, index, strict=True)]
         return np.concatenate(runs, axis=1)
-
-
-def _table(quant: QuantConfig, key: str) -> dict[str, Any]:
-    table = quant.raw.get(key)
-    return table if isinstance(table, dict) else {}

@@ -44,8 +44,9 @@ from bridge.checkpoint.formats.sinq import SinqReader
 from bridge.checkpoint.formats.spqr import SpqrReader
 from bridge.checkpoint.formats.torchao import TorchaoReader
 from bridge.checkpoint.formats.vptq import VptqReader
-from bridge.checkpoint.labels.quant_config import QuantConfig, whole_number
+from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
+from bridge.system.fields import table, whole_number
 from bridge.system.files import read_json
 from bridge.system.patterns import pattern_problem
 
@@ -95,9 +96,9 @@ def read_quant_config(folder: Path, config: dict[str, Any]) -> QuantConfig:
 
     Raises BridgeError for methods and layouts that no reader supports.
     """
-    inner = next((q for part in _parts(config) if isinstance(q := part.get("quantization_config"), dict)), None)
-    raw: dict[str, Any] = dict(inner or {})
-    if not raw and isinstance(old := config.get("compression_config"), dict) and old:  # its name in 2024
+    inner = (q for part in _parts(config) if isinstance(q := part.get("quantization_config"), dict))
+    raw: dict[str, Any] = dict(next(inner, {}))
+    if not raw and (old := table(config.get("compression_config"))):  # its name in 2024
         raw = {"quant_method": "compressed-tensors", **old}
     source = folder / "config.json"
     for name, method in (("quantize_config.json", "gptq"), ("quant_config.json", "awq")):
@@ -117,12 +118,12 @@ def read_quant_config(folder: Path, config: dict[str, Any]) -> QuantConfig:
         separate = read_json(folder / "quantization_config.json", optional=True)
         if separate.get("quant_method"):
             source, raw = folder / "quantization_config.json", separate
-    if not raw and (table := read_json(folder / "quanto_qmap.json", optional=True)):
-        source, raw = folder / "quanto_qmap.json", {"quant_method": "quanto", "modules": table}
+    if not raw and (modules := read_json(folder / "quanto_qmap.json", optional=True)):
+        source, raw = folder / "quanto_qmap.json", {"quant_method": "quanto", "modules": modules}
     if not raw:
         source = folder / "hf_quant_config.json"
-        said = read_json(source, optional=True).get("quantization")
-        if not isinstance(said, dict) or not said.get("quant_algo"):  # only the key-value cache is quantized
+        said = table(read_json(source, optional=True).get("quantization"))
+        if not said.get("quant_algo"):  # only the key-value cache is quantized
             return QuantConfig(source=None)
         raw = {"quant_method": "modelopt", **said}
     if raw.get("load_in_4bit") or raw.get("load_in_8bit"):  # transformers before 4.32 wrote no quant_method
@@ -158,17 +159,15 @@ def read_quant_config(folder: Path, config: dict[str, Any]) -> QuantConfig:
             f"{source}: rotation {rotation!r} needs a Hadamard transform at run time, which GGUF lacks; "
             "use a checkpoint quantized without rotation"
         )
-    meta = raw.get("meta")
-    writers = [meta.get(key) if isinstance(meta, dict) else None for key in ("quantizer", "packer")]
+    writers = [table(raw.get("meta")).get(key) for key in ("quantizer", "packer")]
     quantizer, packer = (tuple(map(str, w if isinstance(w, list) else [w] if w else [])) for w in writers)
-    dynamic = raw.get("dynamic")
     result = QuantConfig(
         method=method, raw=raw, source=source, quantizer=quantizer, packer=packer,
         bits=4 if method in ("exl2", "exl3") else _number(source, raw, ("bits", "w_bit"), 4),  # theirs are averages
         group_size=_number(source, raw, ("group_size", "q_group_size"), 128),
         sym=bool(raw.get("sym", not raw.get("zero_point", method == "awq"))),
         desc_act=bool(raw.get("desc_act", False)),
-        dynamic=dynamic if isinstance(dynamic, dict) else {},
+        dynamic=table(raw.get("dynamic")),
         model=next((part for part in _parts(config) if part.get("hidden_size")), {}),
     )  # fmt: skip
     result = replace(result, notes=tuple(_unread_patterns(result)))

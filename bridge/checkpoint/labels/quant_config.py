@@ -12,6 +12,7 @@ from typing import Any, Self
 import bridge
 from bridge.checkpoint.formats.zeros import OWN_BITS_SINCE
 from bridge.errors import BridgeError
+from bridge.system.fields import table, whole_number
 from bridge.system.patterns import matched
 
 
@@ -82,8 +83,7 @@ class QuantConfig:
     @property
     def extra(self) -> dict[str, Any]:
         """auto-round's settings of single modules: by name, else by the first regex that matches within the name."""
-        extra = self.raw.get("extra_config")
-        return extra if isinstance(extra, dict) else {}
+        return table(self.raw.get("extra_config"))
 
     def _with(self, change: dict[str, Any]) -> Self | None:
         numbers = {k: whole_number(change.get(k)) for k in ("bits", "group_size")}
@@ -160,15 +160,6 @@ def gptq_labels(
 def packer() -> list[str]:
     """The `packer` of a config's meta: the program that wrote the zero points, see `QuantConfig.gptqmodel`."""
     return [f"gguf-bridge:{bridge.__version__}"]
-
-
-def whole_number(value: object) -> int | None:
-    """An integer written in JSON as 4, 4.0 or "4"; None for anything else."""
-    if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,9}", value):
-        return int(value)
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    return value if type(value) is int else None
 
 
 def bits_said(quant: QuantConfig) -> tuple[str, ...]:

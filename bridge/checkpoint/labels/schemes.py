@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from bridge.checkpoint.formats.fp8 import read_block
-from bridge.checkpoint.labels.quant_config import QuantConfig, whole_number
+from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
+from bridge.system.fields import table, whole_number
 from bridge.system.patterns import matched, pattern_problem
 
 FORMATS = (
@@ -91,8 +92,7 @@ def read_schemes(quant: QuantConfig) -> list[Scheme]:
     raw, source = quant.raw, quant.source
     _check_transforms(quant)
     default = _format(quant, raw.get("format"))
-    sparsity = raw.get("sparsity_config")
-    sparse = str(sparsity.get("format") or "dense") if isinstance(sparsity, dict) else "dense"
+    sparse = str(table(raw.get("sparsity_config")).get("format") or "dense")
     if sparse != "dense":
         raise BridgeError(
             f"{source}: sparsity format {sparse!r} is not supported; save the model again without sparse compression "
@@ -173,7 +173,7 @@ def _check_transforms(quant: QuantConfig) -> None:
     transforms = quant.raw.get("transform_config")
     if not transforms:
         return
-    groups = transforms.get("config_groups") if isinstance(transforms, dict) else None
+    groups = table(transforms).get("config_groups")
     for key, group in groups.items() if isinstance(groups, dict) else [("", {})]:
         try:
             places = [str(step["location"]) for step in group["apply"]]

@@ -8,6 +8,7 @@ from typing import Any
 from bridge.checkpoint import Checkpoint
 from bridge.checkpoint.labels.quant_config import gptq_labels, packer
 from bridge.checkpoint.repack.zero_points import ZeroPointPlan
+from bridge.system.fields import table
 from bridge.system.files import read_json
 
 _PACKING = {"gptq": "auto_round:auto_gptq", "gptq_v2": "auto_round:gptqmodel"}  # auto-round's own names
@@ -64,8 +65,7 @@ class Labels:
             if "format" in labels:
                 values["format"] = plan.format
         if plan.restated:
-            meta = labels.get("meta")
-            values["meta"] = {**(meta if isinstance(meta, dict) else {}), "packer": packer()}
+            values["meta"] = {**table(labels.get("meta")), "packer": packer()}
         if not quant.dynamic and not quant.extra:
             values |= self._true_shapes(labels)
         return {key: value for key, value in values.items() if key != "checkpoint_format" or self._needs_format(labels)}
