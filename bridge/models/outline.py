@@ -5,7 +5,6 @@ a Plan of it. It holds no weights, but for small tensors that are made from the 
 """
 
 import math
-import re
 import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +13,9 @@ from typing import Any, Literal
 import numpy as np
 from gguf.gguf_writer import GGUFValue
 
+from bridge.checkpoint.tensor_names import expert_of
 from bridge.errors import BridgeError
+from bridge.gguf_file.tensor_names import block_of, without_block
 
 # where a tensor comes from; "scale": what multiplies a tensor of NVFP4, a tensor of its own
 Origin = Literal["checkpoint", "config", "template", "scale"]
@@ -22,8 +23,6 @@ FRAMES = ("frame 0", "frame 1")
 CHANGES = ("transposed", "conv1d", "squeezed", "scalar", "patches", "+1", "-exp", "softplus", *FRAMES)
 
 COLOURS = 3
-
-_BLOCK = re.compile(r"blk\.(\d+)\.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,14 +120,13 @@ class ModelTensor:
     @property
     def kind(self) -> str:
         """The name without layer and suffix: "attn_q", "ffn_down", "token_embd"."""
-        name = _BLOCK.sub("", self.name, count=1)
+        name = without_block(self.name)
         return name.rpartition(".")[0] or name
 
     @property
     def layer(self) -> int | None:
         """0-based; None outside the blocks."""
-        block = _BLOCK.match(self.name)
-        return int(block[1]) if block else None
+        return block_of(self.name)
 
     @property
     def source(self) -> str | None:
@@ -136,7 +134,8 @@ class ModelTensor:
         if not self.parts:
             return None
         name = self.parts[0].source
-        return name if len(self.parts) == 1 else re.sub(r"\bexperts\.\d+", "experts.*", name)
+        expert = expert_of(name) if len(self.parts) > 1 else None
+        return expert.pattern if expert else name
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,11 +10,11 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+from bridge.gguf_file.tensor_names import block_of
 from bridge.models.arguments import Arguments
 from bridge.models.family import Row
 
 _LAYER = re.compile(r"(?:model|backbone)\.layers\.(?P<layer>\d+)\.(?P<rest>.*)")
-_BLOCK = re.compile(r"blk\.(\d+)\.")
 _APART = re.compile(r"(?:model\.)?mtp\.(?P<all>(?:layers\.(?P<layer>\d+)\.)?(?P<rest>.*))")
 # Qwen's modules of mtp.* that belong to no layer there
 QWENS = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm"}
@@ -75,7 +75,7 @@ def without_prediction(names: dict[str, str], layers: int) -> tuple[dict[str, st
 
 def predicting_in(stored: Collection[str], layers: int) -> int:
     """The number of such layers among a GGUF's tensors."""
-    return max(0, max((int(block[1]) + 1 for name in stored if (block := _BLOCK.match(name))), default=0) - layers)
+    return max(0, max((block + 1 for name in stored if (block := block_of(name)) is not None), default=0) - layers)
 
 
 def left_out(names: Collection[str]) -> list[str]:

@@ -8,13 +8,13 @@ from typing import NamedTuple, Self
 import gguf
 import numpy as np
 
+from bridge.checkpoint.tensor_names import layer_of
 from bridge.errors import BridgeError
 from bridge.gguf_file.rope_rows import interleaved_rows
 from bridge.models.arguments import Arguments
 from bridge.models.family import HEAD, Family, Row
 from bridge.models.outline import Fold, Outline, OutlineTensor, Part
 
-_LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 # buffers in old checkpoints that every runtime computes itself
 _BUFFERS = re.compile(r"(.*\.)?(rotary_emb\.(inv_freq|cos_cached|sin_cached)|attn\.(masked_)?bias|self_attn\.bias)$")
 
@@ -122,7 +122,7 @@ class _Filled:
         self.shapes, self.stored = names, stored
         self.family, self.args, self.sizes, self.names = family, args, args.sizes, frozenset(names)
         arch = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[family.named_as or family.arch]
-        layers = {found[1] for name in self.names if (found := _LAYER.search(name))}
+        layers = set(map(layer_of, self.names)) - {None}
         count = min(args.layers + args.predicting, len(layers))  # others are found to be missing
         self.map = gguf.get_tensor_name_map(arch, count)
         self.tensors: list[OutlineTensor] = []
@@ -262,9 +262,9 @@ class _Filled:
         """What the checkpoint has in the place of a tensor: other layers, or the name that is most alike."""
         if source == f"{HEAD.source}.weight":
             return "if the embeddings are the head too, config.json must say tie_word_embeddings: true"
-        layers = sorted({int(found[1]) for name in self.names if (found := _LAYER.search(name))})
-        own = _LAYER.search(source)
-        if own is not None and layers and int(own[1]) not in layers:
+        layers = sorted(layer for layer in set(map(layer_of, self.names)) if layer is not None)
+        layer = layer_of(source)
+        if layer is not None and layers and layer not in layers:
             has = f"config.json says {self.args.layers} layers, the checkpoint has tensors of {len(layers)}"
             if layers == list(range(len(layers))):
                 return f"{has}; if these are all, config.json must say {len(layers)}"
@@ -300,9 +300,9 @@ class _Filled:
     def _unknown(self, name: str) -> BridgeError:
         """The refusal of a tensor that has no place in the GGUF."""
         fact = f"{name}: no tensor of a {self.family.arch} model of {self.args.layers} layers has this name"
-        layer = _LAYER.search(name)
-        if layer is not None and int(layer[1]) >= self.args.layers + self.args.predicting:
-            return BridgeError(f"{fact}; config.json's number of layers must be {int(layer[1]) + 1} or more to have it")
+        layer = layer_of(name)
+        if layer is not None and layer >= self.args.layers + self.args.predicting:
+            return BridgeError(f"{fact}; config.json's number of layers must be {layer + 1} or more to have it")
         return BridgeError(
             f"{fact}; the most alike that it has is {_alike(name, self.used)}. llama.cpp's {self.family.arch} "
             "would compute without it"

@@ -24,7 +24,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from bridge.checkpoint.tensor_names import layer_of
 from bridge.errors import BridgeError
+from bridge.gguf_file.tensor_names import block_of
 from bridge.models import numbers_of_gguf, tensors_of_gguf
 from bridge.models.gguf_config import ROPE_FACTORS, family_of_gguf, gguf_layers
 from bridge.models.outline import OutlineTensor, Part
@@ -35,7 +37,6 @@ from bridge.nn.quant_linear import JoinedLinear, Placed, QuantEmbedding, QuantLi
 from bridge.runtime import GGUFFile, QuantTensor, open_gguf
 from bridge.system.options import checked
 
-_LAYER = re.compile(r"\.(\d+)\.")
 # linear layers whose weights Jamba and DeepSeek V4 multiply with themselves
 _READ_AS_FLOATS = "dt_proj", "o_a_proj"
 _EXPERTS = ("ffn_gate_up_exps", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
@@ -214,9 +215,9 @@ class Placement:
         found = {}
         for name, module in self.model.named_modules():
             down = getattr(module, "down_proj", None)
-            layer = _LAYER.search(name)
-            if layer and isinstance(down, nn.Parameter) and down.ndim == 3:
-                found[int(layer[1])] = name
+            layer = layer_of(name)
+            if layer is not None and isinstance(down, nn.Parameter) and down.ndim == 3:
+                found[layer] = name
         return found
 
     # what is made of the pieces
@@ -291,8 +292,8 @@ def untie(model: nn.Module, modules: Iterable[str]) -> None:
 
 def _within(name: str, layers: int) -> bool:
     """Whether a tensor is not of a layer that predicts further tokens."""
-    block = re.match(r"blk\.(\d+)\.", name)
-    return block is None or int(block[1]) < layers
+    block = block_of(name)
+    return block is None or block < layers
 
 
 def _is_stack(tensor: OutlineTensor) -> bool:

@@ -12,7 +12,6 @@ in any order: none stays in memory. Floats keep their dtypes; tied embeddings, t
 
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from bridge.checkpoint.formats.fp4_layouts import FP4_LAYOUTS
 from bridge.checkpoint.formats.layouts import LAYOUTS, PackedLayout, raised
 from bridge.checkpoint.grouped import GroupedTensor, PackedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig
+from bridge.checkpoint.tensor_names import layer_of
 from bridge.errors import BridgeError
 from bridge.quantize.checkpoint_labels import Groups, labels_of
 from bridge.system import compiling
@@ -38,7 +38,6 @@ from bridge.system.progress import Progress
 from bridge.system.text import percent, size_text, summarise_notes
 
 _CHUNK = 8 << 20  # bytes of floats copied at a time
-_BLOCK = re.compile(r"(.*?\.)?\d+\.")  # model.layers.0. of a layer's name
 _TOWERS = frozenset({"vision_config", "audio_config"})  # keys of the config of a model of several parts
 
 
@@ -405,7 +404,7 @@ class CheckpointWriter:
         names = [
             n.removesuffix(".weight") for n, i in self._floats.items() if n.endswith(".weight") and len(i.shape) == 2
         ]
-        return [n for n in names if n != "lm_head" and (self._has_towers() or _BLOCK.match(n) or "proj" in n)]
+        return [n for n in names if n != "lm_head" and (self._has_towers() or layer_of(n) is not None or "proj" in n)]
 
     def _has_towers(self) -> bool:
         """Whether the model has other parts than a language model."""

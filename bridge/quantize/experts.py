@@ -17,22 +17,20 @@ Where the experts' Hessians do not fit in memory together, that mean takes a pas
 
 import copy
 import inspect
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from bridge.checkpoint import tensor_names
 from bridge.quantize.hessian import Hessian
-
-_EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 
 
 def expert_of(name: str) -> tuple[str, str] | None:
     """The name of an expert's layer with its number replaced by *, and the number; None for other layers."""
-    found = _EXPERT.search(f".{name}")
-    return (_EXPERT.sub("*", f".{name}", count=1)[1:], found[0]) if found else None
+    expert = tensor_names.expert_of(name)
+    return (expert.pattern, str(expert.number)) if expert else None
 
 
 def expert_pattern(name: str) -> str:

@@ -13,7 +13,6 @@ With quantization_mode online, the layers' matrices are floats without a weight_
 s = mean |W|, and q - 1 is W / s rounded to -1, 0 or 1.
 """
 
-import re
 from dataclasses import replace
 from typing import ClassVar
 
@@ -24,11 +23,11 @@ from bridge.checkpoint.files.store import Store, TensorInfo
 from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, module_info
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig
+from bridge.checkpoint.tensor_names import layer_of
 from bridge.errors import BridgeError
 from bridge.system.patterns import matched
 
 _LINEAR_CLASSES, _MODES = ("bitlinear", "autobitlinear"), ("offline", "online")
-_IN_LAYER = re.compile(r"\.\d+\.")
 _SMALLEST_MEAN = np.float32(1e-5)  # of online weights
 
 
@@ -65,7 +64,7 @@ class BitnetReader(Reader):
         if "weight_scale" in tensors or weight is None or not weight.floating:
             return False
         name = weight.name.removesuffix(".weight")
-        return not self._online or len(weight.shape) != 2 or not _IN_LAYER.search(name) or self._not_converted(name)
+        return not self._online or len(weight.shape) != 2 or layer_of(name) is None or self._not_converted(name)
 
     def _not_converted(self, name: str) -> bool:
         """Whether the config leaves a layer out: by the beginning of its name or a regular expression for it, up to a

@@ -32,7 +32,7 @@ from bridge.checkpoint.files.dtypes import as_float32
 from bridge.checkpoint.files.store import Store, TensorInfo
 from bridge.checkpoint.formats.fp4 import GROUPS, Fp4Tensor, checked_scales, unpacked
 from bridge.checkpoint.formats.fp8 import ScaledFloats
-from bridge.checkpoint.formats.mlx_experts import expert_of
+from bridge.checkpoint.formats.mlx_experts import module_of
 from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, finite_scales, modules_with
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig
@@ -124,7 +124,7 @@ class MlxReader(Reader):
             if len(info.tensors["weight"].shape) == 3:
                 del self.modules[stack]
                 for i in range(count):
-                    name = expert_of(stack, i)
+                    name = module_of(stack, i)
                     self._expert[name] = stack, i
                     self.modules[name] = replace(info, name=name, nbytes=info.nbytes // count)
         for stack, scaled in list(self.floats.items()):
@@ -132,7 +132,7 @@ class MlxReader(Reader):
                 del self.floats[stack]
                 count, *shape = scaled.weight.shape
                 for i in range(count):
-                    name = expert_of(stack, i)
+                    name = module_of(stack, i)
                     weight = replace(scaled.weight, name=name, shape=tuple(shape), nbytes=scaled.weight.nbytes // count)
                     self.floats[name] = replace(scaled, weight=weight, at=i)
 

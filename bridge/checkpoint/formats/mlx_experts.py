@@ -7,25 +7,25 @@ STACKING has the model_types of config.json whose models of mlx-lm 0.32 take suc
 they find them (Qwen3-Next's norms are taken to be less one unless experts are stacked).
 """
 
-import re
+from bridge.checkpoint.tensor_names import expert_of
 
 STACKING = frozenset({
     "deepseek_v2", "deepseek_v3", "deepseek_v32", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "kimi_k2", "minimax_m2",
     "mixtral", "phimoe", "qwen2_moe", "qwen3_moe",
 })  # fmt: skip
-_EXPERT = re.compile(r"(.*\b(mlp|block_sparse_moe))\.experts\.(\d+)\.(\w+)")
 _MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _OWN = {"mlp": {name: name for name in _MIXTRAL.values()}, "block_sparse_moe": _MIXTRAL}
 
 
 def stack_of(module: str) -> tuple[str, int] | None:
     """The stack that a module is in, and which matrix of it; None if it is not an expert's."""
-    found = _EXPERT.fullmatch(module)
-    name = _OWN[found[2]].get(found[4]) if found else None
-    return None if found is None or name is None else (f"{found[1]}.switch_mlp.{name}", int(found[3]))
+    expert = expert_of(module)
+    mixture = expert.experts.removesuffix(".experts") if expert else ""
+    name = _OWN.get(mixture.rpartition(".")[2], {}).get(expert.part) if expert else None
+    return None if expert is None or name is None else (f"{mixture}.switch_mlp.{name}", expert.number)
 
 
-def expert_of(stack: str, expert: int) -> str:
+def module_of(stack: str, expert: int) -> str:
     """The module of one expert of a stack."""
     mixture, _, name = stack.partition(".switch_mlp.")
     names = _MIXTRAL if mixture.endswith("block_sparse_moe") else {}

@@ -1,7 +1,6 @@
 """A report as maps of layers and kinds of tensors: added error, codes kept, bits per weight."""
 
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from matplotlib.colors import Colormap, LogNorm, Normalize
 from matplotlib.figure import Figure
 
 from bridge.cli.plot.theme import NothingToDraw, Theme
+from bridge.gguf_file.tensor_names import block_of
 from bridge.system.text import percent, size_text
 
 _EXACT = "#b6bdc5"
@@ -30,11 +30,11 @@ class _Cells:
         for tensor in tensors:
             if tensor["fidelity"] is None:
                 continue
-            match = re.match(r"blk\.(\d+)\.", tensor["name"])
-            if match:
-                self.inside[tensor["kind"], int(match[1])] = tensor
-            else:
+            block = block_of(tensor["name"])
+            if block is None:
                 self.outside.append(tensor)
+            else:
+                self.inside[tensor["kind"], block] = tensor
         if not self.inside:
             raise NothingToDraw("no tensor of a layer was carried or quantized")
         self.kinds = list(dict.fromkeys(kind for kind, _ in self.inside))

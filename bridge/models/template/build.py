@@ -7,8 +7,9 @@ import numpy as np
 
 from bridge.checkpoint import Checkpoint
 from bridge.gguf_file.reader import StoredTensor
+from bridge.gguf_file.tensor_names import without_block
 from bridge.models.outline import Fold, OutlineTensor, Part
-from bridge.models.template.matrices import BLOCK, Matrices, Run
+from bridge.models.template.matrices import Matrices, Run
 from bridge.models.template.norms_and_biases import VectorMatch, Vectors
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.reader import GGUFFile
@@ -78,11 +79,10 @@ class Builder:
         """Where act-order of ffn_down can be undone by permuting the rows of the matrices before it."""
         found = []
         for name, downs in self._runs.items():
-            block = BLOCK.match(name)
-            kind = name.removeprefix(block[0]) if block else ""
-            if block is None or kind not in ("ffn_down.weight", "ffn_down_exps.weight", "ffn_down_shexp.weight"):
+            kind = without_block(name)
+            if kind == name or kind not in ("ffn_down.weight", "ffn_down_exps.weight", "ffn_down_shexp.weight"):
                 continue
-            before = [f"{block[0]}{kind.replace('ffn_down', part)}" for part in ("ffn_gate", "ffn_up")]
+            before = [f"{name.removesuffix(kind)}{kind.replace('ffn_down', part)}" for part in ("ffn_gate", "ffn_up")]
             before = [other for other in before if other in self.file]
             if not self._foldable(name, before):
                 continue

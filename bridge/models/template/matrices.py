@@ -10,7 +10,6 @@ are found, and it becomes F16, for it cannot carry codes.
 """
 
 import math
-import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import numpy as np
 from bridge.checkpoint import Checkpoint
 from bridge.errors import BridgeError
 from bridge.gguf_file.rope_rows import interleaved_rows
+from bridge.gguf_file.tensor_names import block_of
 from bridge.models.template.match import LazyMatrix, find_columns, find_in_several, find_rows, rounding_of
 from bridge.models.template.names import Candidate, candidates
 from bridge.models.template.template_file import number
@@ -28,7 +28,6 @@ from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.reader import GGUFFile
 from bridge.system.cpus import usable_cpus
 
-BLOCK = re.compile(r"blk\.(\d+)\.")
 # of the checkpoint's floats
 _FLOAT_ROUNDING = {
     "F32": 1e-6, "F16": 1e-6, "BF16": 1e-5, "F8_E4M3": 5e-3, "F8_E5M2": 2e-2, "F8_E4M3FNUZ": 5e-3, "F8_E5M2FNUZ": 2e-2,
@@ -96,7 +95,7 @@ class Matrices:
                     if found is not None:
                         return [found]
             for candidate in offered:
-                if candidate.shape == tensor.shape and BLOCK.match(tensor.name):
+                if candidate.shape == tensor.shape and block_of(tensor.name) is not None:
                     match = find_columns(_of_template(tensor), self.of_checkpoint(candidate, tensor.shape[1]))
                     if match is not None:
                         return [Run(candidate, np.arange(tensor.shape[0]), match.scaled, match.order)]
@@ -123,8 +122,7 @@ class Matrices:
 
     def _by_rows(self, tensor: QuantTensor, taken: set[Candidate]) -> list[Run] | None:
         """The tensor's rows among all matrices of its layer that are not taken; each expert's among that expert's."""
-        block = BLOCK.match(tensor.name)
-        layer = int(block[1]) if block else None
+        layer = block_of(tensor.name)
         columns = tensor.shape[-1]
         left = [c for c in self.all if c not in taken and c.layer == layer and len(c.shape) == 2]
         free = [c for c in left if c.shape[1] == columns]

@@ -1,6 +1,5 @@
 """The GGUF name of each tensor of the checkpoint, by gguf's name map of the architecture."""
 
-import re
 from collections.abc import Container
 from dataclasses import dataclass
 
@@ -8,9 +7,8 @@ import gguf
 
 from bridge.checkpoint import Checkpoint
 from bridge.checkpoint.language_model import TEXT_PREFIXES
+from bridge.checkpoint.tensor_names import expert_of, layer_of
 
-_EXPERT = re.compile(r"(\.experts)\.(\d+)(?=\.)")
-_LAYER = re.compile(r"\.(\d+)\.")
 _PREFIXES = (*TEXT_PREFIXES, ("transformer.", ""))  # the last: the map has Bloom's names without it
 _BIASES = (".bias", "_proj.bias")  # e_score_correction_bias, dt_bias
 
@@ -55,17 +53,17 @@ def candidates(
     ]
     listed = []
     for source, module, shape in shapes:
-        expert, layer = _EXPERT.search(source), _LAYER.search(source)
-        name = None if names is None else _gguf_name(names, _EXPERT.sub(r"\1", source), stored)
-        number = int(layer[1]) if layer else None
+        expert, layer = expert_of(source), layer_of(source)
+        mapped = f"{expert.experts}.{expert.part}" if expert else source
+        name = None if names is None else _gguf_name(names, mapped, stored)
         if len(shape) == 3 and shape[0] == n_experts > 1:
             for i in range(n_experts):
-                listed.append(Candidate(source, None, shape[1:], number, name, i, i))
-                listed.append(Candidate(source, None, shape[:0:-1], number, name, i, i, "transposed"))
+                listed.append(Candidate(source, None, shape[1:], layer, name, i, i))
+                listed.append(Candidate(source, None, shape[:0:-1], layer, name, i, i, "transposed"))
         elif len(shape) == 3 and shape[1] == 1 < min(shape[0], shape[2]):
-            listed.append(Candidate(source, None, (shape[0], shape[2]), number, name, None, None, "squeezed"))
+            listed.append(Candidate(source, None, (shape[0], shape[2]), layer, name, None, None, "squeezed"))
         else:
-            listed.append(Candidate(source, module, shape, number, name, int(expert[2]) if expert else None))
+            listed.append(Candidate(source, module, shape, layer, name, expert.number if expert else None))
     return listed
 
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from bridge.errors import BridgeError
+from bridge.gguf_file.tensor_names import block_of
 from bridge.models.template.match import fit_factors
-from bridge.models.template.matrices import BLOCK, Matrices, Run
+from bridge.models.template.matrices import Matrices, Run
 from bridge.models.template.names import Candidate
 from bridge.runtime.quant_tensor import QuantTensor
 
@@ -116,10 +117,10 @@ class Vectors:
 
     def _matrices_after(self, norm: str, columns: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Rows of the matrices in a norm's layer that have its width: the template's and the checkpoint's."""
-        block = BLOCK.match(norm)
+        block = block_of(norm)
         for name, runs in self.matrices.runs.items():
             tensor = self.file[name]
-            if block and name.startswith(block[0]) and tensor.shape[-1] == columns and not runs[0].transposed:
+            if block is not None and block_of(name) == block and tensor.shape[-1] == columns and not runs[0].transposed:
                 matrix = tensor if len(tensor.shape) == 2 else tensor[0]
                 rows = runs[0].rows[: matrix.shape[0]]
                 some = np.unique(np.linspace(0, len(rows) - 1, _FACTOR_ROWS).astype(np.int64))
