@@ -18,6 +18,7 @@ class TensorType(NamedTuple):
     nbytes: int  # bytes in a block
 
 
+FLOAT_TYPES = ("F32", "F16", "BF16")  # that a GGUF has weights in
 _TABLE = [
     TensorType(*row)
     for row in (

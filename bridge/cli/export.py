@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.cli.options import add_calibration, calibration, command
+from bridge.encode.limits import REQUANTIZED_LIMIT
 
 _DESCRIPTION = """\
 Write a GGUF as a checkpoint folder, with rows and names as transformers has them. Types
@@ -32,8 +33,9 @@ def add_parser(commands: Any) -> None:
         "--bits",
         type=int,
         metavar="N",
-        help="bits of a layer at most: if its codes take more, or if it is of floats, it is rounded to N (default: "
-        "those that its codes take, or else the least that add under 15%% of the type's own noise)",
+        help="bits of a layer at most: if its codes take more, or if it is of floats, it is rounded to N "
+        f"(default: those that its codes take, or else the least that add under {REQUANTIZED_LIMIT:.0%}% of the type's "
+        "own noise)",
     )
     p.add_argument(
         "--config",

@@ -3,6 +3,7 @@
 import argparse
 from typing import Any
 
+from bridge.blocks.tensor_types import FLOAT_TYPES
 from bridge.cli import convert
 from bridge.cli.options import (
     add_budget,
@@ -17,7 +18,6 @@ from bridge.cli.options import (
 )
 from bridge.cli.upload import Uploading, add_upload
 from bridge.conversion.options import ConvertOptions
-from bridge.conversion.recipe import FLOAT_TYPES
 from bridge.errors import BridgeError
 from bridge.quantize.sources import DEFAULT
 from bridge.system.progress import Bar

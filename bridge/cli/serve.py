@@ -8,12 +8,11 @@ from typing import Any
 from bridge.cli.options import Once, add_options, command, given
 from bridge.cli.run import add_loading, gguf_of, load, take_checkpoints
 from bridge.errors import BridgeError, BridgeWarning
-from bridge.runtime.sampling import Sampling
+from bridge.runtime.sampling import NUMBERS, Sampling
 from bridge.runtime.scoring import POOLINGS
 from bridge.system.options import check_integer
 from bridge.system.text import tell
 
-_SAMPLING = ["temperature", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n"]
 _KEY = "GGUF_BRIDGE_API_KEY"
 
 
@@ -54,7 +53,7 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     p.add_argument("--lora", action=Once, type=Path, metavar="ADAPTER.gguf", help="adapter that convert-lora wrote")
     add_loading(p)
-    add_options(p.add_argument_group("sampling, where a request does not say"), Sampling, _SAMPLING)
+    add_options(p.add_argument_group("sampling, where a request does not say"), Sampling, [*NUMBERS])
 
 
 def run(a: argparse.Namespace) -> int:

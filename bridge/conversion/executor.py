@@ -17,11 +17,11 @@ import numpy as np
 
 from bridge.blocks import BlockType
 from bridge.blocks.read import WRITTEN
+from bridge.blocks.tensor_types import FLOAT_TYPES
 from bridge.checkpoint.files.dtypes import as_float32, from_float32
 from bridge.conversion.importance import Importance
 from bridge.conversion.part_reader import PartReader
 from bridge.conversion.plan import PlannedTensor
-from bridge.conversion.recipe import FLOAT_TYPES
 from bridge.conversion.report import (
     AS_IS,
     CALIBRATED,

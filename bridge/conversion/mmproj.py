@@ -10,11 +10,12 @@ from bridge.conversion.part_reader import PartReader
 from bridge.errors import parameter
 from bridge.models.mmproj import describe_tower
 from bridge.models.outline import Outline
+from bridge.system.files import without_shard
 
 
 def mmproj_path(gguf: Path) -> Path:
     """The vision tower's file beside a language model's or one of its shards, with llama.cpp's prefix."""
-    return gguf.with_name("mmproj-" + re.sub(r"-\d{5}-of-\d{5}(?=\.gguf$)", "", gguf.name))
+    return gguf.with_name("mmproj-" + without_shard(gguf.name))
 
 
 def tower_outline(ckpt: Checkpoint, type: str) -> Outline | None:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
-from bridge.conversion.recipe import FLOAT_TYPES, MMPROJ_TYPES, Recipe
+from bridge.blocks.tensor_types import FLOAT_TYPES
+from bridge.conversion.recipe import MMPROJ_TYPES, Recipe
 from bridge.errors import BridgeError, parameter
 from bridge.quantize.settings import Calibration
 from bridge.system.options import check_types, count, entry, is_key, is_number, option, positive, share, size

@@ -1,6 +1,5 @@
 """The files that a conversion reads and writes, by name."""
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +9,8 @@ from bridge.checkpoint.files.hub import kind_of, model_name
 from bridge.conversion.options import ConvertOptions
 from bridge.conversion.recipe import PRESETS
 from bridge.gguf_file.reader import shards
+from bridge.system.files import without_shard
 from bridge.system.outputs import Taken
-
-_SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 
 
 def layers_of(path: Path) -> Path:
@@ -25,7 +23,7 @@ def default_path(checkpoint: str, type: str | None = None) -> Path:
     are chosen by size. A GGUF's own type and number of shards do not count to its name."""
     name = model_name(checkpoint)
     if kind_of(checkpoint) == "gguf":
-        name = _SHARD.sub("", name)
+        name = without_shard(name)
         known = next((t for t in (*PRESETS, *GGMLQuantizationType.__members__) if name.upper().endswith(f"-{t}")), None)
         name = name if known is None else name[: -len(known) - 1]
     return Path(f"{name}{'' if type is None else f'-{type}'}.gguf")

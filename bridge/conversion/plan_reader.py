@@ -15,9 +15,10 @@ from gguf import GGUFValueType, Keys
 from gguf.gguf_writer import GGUFValue
 
 from bridge.blocks.read import WRITTEN
+from bridge.blocks.tensor_types import FLOAT_TYPES
 from bridge.conversion.plan import How, Plan, PlannedTensor
 from bridge.conversion.plan_file import VERSION
-from bridge.conversion.recipe import FLOAT_TYPES, MMPROJ_TYPES
+from bridge.conversion.recipe import MMPROJ_TYPES
 from bridge.errors import BridgeError
 from bridge.models.model_config import positive
 from bridge.models.outline import CHANGES, OutlineTensor, Part

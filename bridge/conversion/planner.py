@@ -18,6 +18,7 @@ from gguf.gguf_writer import GGUFValue
 
 from bridge.blocks import FP4, MXFP4, NVFP4, Q2_0, ROUNDED, BlockType
 from bridge.blocks.read import CALIBRATED, WRITTEN
+from bridge.blocks.tensor_types import FLOAT_TYPES
 from bridge.blocks.tq2_0 import TQ2_0
 from bridge.checkpoint import Checkpoint
 from bridge.conversion.checkpoint_outline import outline_of
@@ -29,7 +30,7 @@ from bridge.conversion.mmproj import tower_notes, tower_outline
 from bridge.conversion.options import PlanOptions
 from bridge.conversion.part_reader import PartReader
 from bridge.conversion.plan import How, Plan, PlannedTensor, main_type, unmet_notes
-from bridge.conversion.recipe import FLOAT_TYPES, NEED_IMATRIX, PRESETS, Q2_0_SINCE, Recipe, TensorPlace, Unmet
+from bridge.conversion.recipe import NEED_IMATRIX, PRESETS, Q2_0_SINCE, Recipe, TensorPlace, Unmet
 from bridge.encode.carry import Fidelity, obstacle
 from bridge.encode.type_choice import Choice, carries, choose, must_carry
 from bridge.errors import BridgeError, parameter
@@ -62,9 +63,7 @@ def make_plan(
     planner = Planner(ckpt, options, importance, outline, calibrated)
     options.check([t.name for t in outline.tensors if t.fixed_type is None])
     tensors = planner.each(planner.planned, outline.tensors, progress)
-    metadata = with_given(outline.metadata, options.metadata)
-    metadata["general.quantization_version"] = GGUFValue(GGML_QUANT_VERSION, GGUFValueType.UINT32)
-    metadata["general.file_type"] = GGUFValue(_file_type(options, tensors), GGUFValueType.UINT32)
+    metadata = _with_types(with_given(outline.metadata, options.metadata), _file_type(options, tensors))
     asked = None if options.mmproj_type == "none" else options.mmproj_type
     notes = [*ckpt.notes, *tower_notes(outline.others, tower, asked), *outline.notes, *unmet_notes(tensors)]
     if options.output_type and options.token_embd_type and tied(outline.tensors):
@@ -114,12 +113,13 @@ def plan_tower(ckpt: Checkpoint, type: str, threads: int | None = None) -> Plan 
         return None
     planner = Planner(ckpt, PlanOptions(threads=threads), Importance({}), outline)
     file_type = LlamaFileType.ALL_F32 if type == "F32" else LlamaFileType[f"MOSTLY_{type}"]
-    metadata = {
-        **outline.metadata,
-        "general.quantization_version": GGUFValue(GGML_QUANT_VERSION, GGUFValueType.UINT32),
-        "general.file_type": GGUFValue(int(file_type), GGUFValueType.UINT32),
-    }
-    return Plan(metadata, planner.each(planner.planned, outline.tensors))
+    return Plan(_with_types(outline.metadata, file_type), planner.each(planner.planned, outline.tensors))
+
+
+def _with_types(metadata: Mapping[str, GGUFValue], file_type: int) -> dict[str, GGUFValue]:
+    """The metadata with what says how tensors are quantized; the file's type is one of LlamaFileType."""
+    types = {"general.quantization_version": GGML_QUANT_VERSION, "general.file_type": int(file_type)}
+    return {**metadata, **{key: GGUFValue(number, GGUFValueType.UINT32) for key, number in types.items()}}
 
 
 def holds(tensor: PlannedTensor, fidelity: Fidelity | None) -> bool:

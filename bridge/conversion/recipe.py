@@ -17,13 +17,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from bridge.blocks import BLOCKS, FP4, ROUNDED, TYPES
+from bridge.blocks.tensor_types import FLOAT_TYPES
 from bridge.encode.limits import CARRIED_LIMIT, REQUANTIZED_LIMIT
 from bridge.errors import BridgeError, parameter
 from bridge.system.options import check_types, option, pair
 from bridge.system.patterns import matched, pattern_problem
 
 MMPROJ_TYPES = ("F16", "BF16", "F32", "Q8_0")  # of the matrices of a vision tower
-FLOAT_TYPES = ("F32", "F16", "BF16")
 _SIZES = {name: block.size for name, block in TYPES.items()} | ROUNDED  # block types: weights in a block
 # preset -> base type of its mixture; some are block types' names too
 PRESETS = {

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge.blocks.ggml import GGMLQuantizationType
+from bridge.blocks.tensor_types import FLOAT_TYPES
 from bridge.encode.limits import FLOAT_LIMIT, REQUANTIZED_LIMIT
 from bridge.errors import BridgeError, parameter
 from bridge.system.files import write_text
@@ -281,7 +282,7 @@ def _row(kind: str, members: list[TensorReport]) -> tuple[str, ...]:
     for f in fidelities[1:]:
         total = total + f
     kinds = {str(t.stored) for t in members}
-    blocks = kinds & GGMLQuantizationType.__members__.keys() - {"F32", "F16", "BF16", "F64"}
+    blocks = kinds & GGMLQuantizationType.__members__.keys() - {*FLOAT_TYPES, "F64"}
     came = "+".join(sorted(kinds)) if blocks else "8-bit floats" if min(kinds).startswith("F8") else "floats"
     how = CALIBRATED if members[0].outcome == CALIBRATED else f"came as {came}"
     kept = percent(total.kept / total.weights, 4) if members[0].has_codes else how

@@ -9,7 +9,6 @@ of a kernel: no check can prevent it, and no error can be raised there. `load="m
 
 import mmap
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ import numpy as np
 
 from bridge.errors import BridgeError, parameter
 from bridge.gguf_file.header import Metadata, check_basis, read_header
-from bridge.system.files import HEAD, kind_of_contents, missing
+from bridge.system.files import HEAD, kind_of_contents, missing, shard_name, shard_of
 
 LOADS = ("mmap", "memory")
 
@@ -125,11 +124,10 @@ def expect_model(metadata: Mapping[str, Any], path: Path) -> None:
 
 def shards(path: Path) -> list[Path]:
     """The files of a GGUF, in order; `path` is the only one or any shard. BridgeError if one is missing."""
-    match = re.fullmatch(r"(.*)-\d{5}-of-(?!0{5})(\d{5})\.gguf", path.name)
-    if not match:
+    stem, count, suffix = shard_of(path.name) or ("", 0, "")
+    if count == 0 or suffix != ".gguf":
         return [path]
-    count = int(match[2])
-    files = [path.with_name(f"{match[1]}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1)]
+    files = [path.with_name(shard_name(stem, number, count, suffix)) for number in range(1, count + 1)]
     lost = next((file for file in files if not file.is_file()), None)
     if lost:
         raise BridgeError(f"{lost}: this shard is missing; all {count} must be in one folder")

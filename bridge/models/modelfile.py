@@ -16,6 +16,7 @@ from gguf.gguf_writer import GGUFValue
 
 from bridge.models.chat import DATE, ChatParts, NotUnderstood, take_apart
 from bridge.models.vocabulary import special_text
+from bridge.system.files import without_shard
 
 _TODAY = "currentDate"  # a function of Ollama's templates
 _DATED = re.compile(f"({DATE}Y-{DATE}m-{DATE}d|{DATE}.)")
@@ -51,7 +52,7 @@ def modelfile(
 
 def ollama_line(gguf: Path) -> str:
     """The command that makes an Ollama model from the GGUF and the Modelfile in its folder."""
-    stem = re.sub(r"-\d{5}-of-\d{5}$", "", gguf.stem)
+    stem = without_shard(gguf.stem)
     name = re.sub(r"[^a-z0-9._-]+", "-", stem.lower()).strip("-._") or "model"
     return f"ollama create {name} -f {shlex.quote(str(gguf.parent / 'Modelfile'))}"
 

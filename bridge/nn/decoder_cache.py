@@ -29,8 +29,8 @@ from bridge.runtime.config_reader import read_config
 from bridge.runtime.decoder import Decoder
 from bridge.runtime.decoder_config import DecoderConfig
 from bridge.runtime.kv_cache import KVCache
+from bridge.runtime.model import DEFAULT_CONTEXT
 
-_SHORTEST = 4096  # tokens that a cache holds at least; memory is taken as it fills
 _CAPTURING = "transformers.utils.output_capturing"  # hooks that stay once hidden states were asked for
 _CACHE = "cache" if hasattr(CausalLMOutputWithPast, "cache") else "past_key_values"  # 5.24 renamed it
 _ARGUMENTS = ("input_ids", "attention_mask", "position_ids", _CACHE)  # of `forward`, in this order
@@ -55,7 +55,7 @@ class Decoders:
     def of(self, context: int) -> Decoder:
         """One for at least `context` tokens."""
         if self._last is None or self._last.cache.context < context:
-            size = max(_SHORTEST, 1 << (context - 1).bit_length())
+            size = max(DEFAULT_CONTEXT, 1 << (context - 1).bit_length())
             self._last = Decoder(self.file, self.config, size, self.kv, self.precision)
         return self._last
 
@@ -187,7 +187,7 @@ def attach(model: Any, file: GGUFFile, precision: str) -> None:
         if config.recurrent is not None:
             return  # a cache that cannot be cropped; the modules keep their own states
         decoders = Decoders(file, config, precision)
-        needed = decoders.of(_SHORTEST)
+        needed = decoders.of(DEFAULT_CONTEXT)
     except BridgeError:  # an architecture that the decoder does not run
         return
     tensors = {id(matrix) for module in model.modules() if isinstance(module, Placed) for matrix in _matrices(module)}

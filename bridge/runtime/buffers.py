@@ -16,9 +16,10 @@ from bridge.runtime.latent import LatentBuffers
 from bridge.runtime.layers import Layer
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.recurrent import RecurrentBuffers
-from bridge.runtime.steps import MIN_VALUES_TO_SHARE, Parts, Table
+from bridge.runtime.steps import Parts, Table
 from bridge.runtime.streams import StreamBuffers
 from bridge.system.pages import zeros_filled_later
+from bridge.system.pool import MIN_VALUES_TO_SHARE
 
 _FIRST = 256  # positions that are filled at least
 

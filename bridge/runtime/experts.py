@@ -37,9 +37,9 @@ from bridge.runtime.cpu.program import KernelSlots, Program, add_products, addre
 from bridge.runtime.decoder_config import DecoderConfig, Routing
 from bridge.runtime.layers import Experts, Network
 from bridge.runtime.quant_tensor import QuantTensor
-from bridge.system.pool import MIN_BYTES_TO_SHARE
+from bridge.system.pool import MIN_BYTES_TO_SHARE, MIN_VALUES_TO_SHARE
 
-MIN_VALUES_TO_SHARE = 1 << 15  # values that a call reads before it is worth waking other threads
+_MIN_GATED_TO_SHARE = MIN_VALUES_TO_SHARE // 2  # a gate's exponential takes longer than rounding a value
 Products = Callable[[Program, np.ndarray, Sequence[tuple[QuantTensor | None, np.ndarray]]], None]
 
 
@@ -206,7 +206,7 @@ class ExpertTables:
         engines, results = ([gate, up], [self.gate, self.up]) if up else ([gate], [self.gate])
         first = self._several(program, x, engines, results, how.used)
         gated = address(block), address(self.gate), address(self.up if up else None), c.expert_inner
-        shared = self.gate.size > MIN_VALUES_TO_SHARE
+        shared = self.gate.size > _MIN_GATED_TO_SHARE
         program.add(expert_ops.function(c.activation), *gated, items=len(self.chosen), shared=shared)
         second = self._several(program, self.gate, [down], [self.down], 1)
         gate_bias, up_bias, down_bias = experts.biases or (None, None, None)

@@ -11,7 +11,7 @@ import re
 from argparse import ArgumentTypeError
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Self
 
@@ -62,12 +62,10 @@ class Sampling:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        for name in ("top_k", "seed", "repeat_last_n"):
-            if not is_integer(value := getattr(self, name)) and (name, value) != ("seed", None):
-                raise BridgeError(f"{parameter(name, value)}: must be an integer")
-        for name in ("temperature", "top_p", "min_p", "repeat_penalty"):
-            if not is_number(value := getattr(self, name)):
-                raise BridgeError(f"{parameter(name, value)}: must be a number")
+        for name, kind in (*NUMBERS.items(), *(() if self.seed is None else [("seed", int)])):
+            value = getattr(self, name)
+            if not (is_integer(value) if kind is int else is_number(value)):
+                raise BridgeError(f"{parameter(name, value)}: must be {'an integer' if kind is int else 'a number'}")
         ranges: dict[str, tuple[bool, str]] = {
             "temperature": (self.temperature >= 0, "at least 0"),
             "top_k": (self.top_k >= 0, "at least 0"),
@@ -99,6 +97,10 @@ class Sampling:
     def penalizes(self) -> bool:
         """Whether it matters which tokens were seen."""
         return self.repeat_penalty != 1 and self.repeat_last_n != 0
+
+
+# the fields that are one number each, and its type
+NUMBERS = {setting.name: setting.type for setting in fields(Sampling) if setting.type in (int, float)}
 
 
 @dataclass(frozen=True)

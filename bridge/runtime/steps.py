@@ -20,9 +20,8 @@ from bridge.runtime.experts import ExpertTables, mix
 from bridge.runtime.layers import Experts
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.system.jit import CFunction
-from bridge.system.pool import MIN_BYTES_TO_SHARE
+from bridge.system.pool import MIN_BYTES_TO_SHARE, MIN_VALUES_TO_SHARE
 
-MIN_VALUES_TO_SHARE = 1 << 16  # values that a call reads before it is worth waking other threads
 Products = Sequence[tuple[QuantTensor | None, np.ndarray]]
 
 

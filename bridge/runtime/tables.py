@@ -18,7 +18,8 @@ from bridge.runtime.decoder_config import DecoderConfig
 from bridge.runtime.kv_cache import KVCache
 from bridge.runtime.layers import Beside, Experts, Inputs, Laurel, Weights
 from bridge.runtime.quant_tensor import QuantTensor
-from bridge.runtime.steps import MIN_VALUES_TO_SHARE, Parts, Products, Steps, Table
+from bridge.runtime.steps import Parts, Products, Steps, Table
+from bridge.system.pool import MIN_VALUES_TO_SHARE
 
 
 class ProgramBuilder:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bridge.runtime.model import Model
-from bridge.runtime.sampling import Sampler
+from bridge.runtime.sampling import NUMBERS, Sampler
 from bridge.runtime.scoring import POOLINGS, Pooler, TokenScorer
 from bridge.serve.engine import Job
 from bridge.system.fields import FieldError, Fields, Kind, anything, flag, object_, of_type
@@ -21,8 +21,6 @@ MOST_STOPS = 16
 LONGEST_STOP = 256  # characters: every token is compared with every beginning of a stop text
 MOST_TOP = 20  # most likely tokens that are listed
 _COMPLETION_TOKENS = 16  # of /v1/completions, where the request does not say
-_NUMBERS = ("temperature", "top_p", "min_p", "repeat_penalty")
-_INTEGERS = ("top_k", "repeat_last_n")
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -108,11 +106,8 @@ def _common(fields: RequestFields, model: Model, name: str, defaults: Mapping[st
     """The fields that texts and chats share."""
     check_model(fields, name)
     sampling = dict(defaults)
-    for key in _NUMBERS:
-        if (value := fields.take(key, _NUMBER)) is not None:
-            sampling[key] = value
-    for key in _INTEGERS:
-        if (value := fields.take(key, _INTEGER)) is not None:
+    for key, kind in NUMBERS.items():
+        if (value := fields.take(key, _INTEGER if kind is int else _NUMBER)) is not None:
             sampling[key] = value
     biases = fields.take("logit_bias", of_type(dict, "an object of token ids and numbers"), {})
     if biases:

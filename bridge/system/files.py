@@ -4,6 +4,7 @@ import errno
 import glob
 import json
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterator
@@ -111,6 +112,23 @@ def files_below(folder: Path) -> Iterator[Path]:
     for parent, below, names in os.walk(folder):
         below[:] = sorted(name for name in below if not name.startswith("."))
         yield from (Path(parent) / name for name in sorted(names))
+
+
+def shard_of(name: str) -> tuple[str, int, str] | None:
+    """What precedes the numbers of one of several files, name-00001-of-00003.gguf, how many there are, and its suffix;
+    None for other files."""
+    shard = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})(\..*)", name)
+    return (shard[1], int(shard[2]), shard[3]) if shard else None
+
+
+def shard_name(stem: str, number: int, count: int, suffix: str) -> str:
+    """The name of one of several files, numbered from 1 on."""
+    return f"{stem}-{number:05}-of-{count:05}{suffix}"
+
+
+def without_shard(name: str) -> str:
+    """The name that all of several files share, with or without a suffix."""
+    return re.sub(r"-\d{5}-of-\d{5}(?=\.|$)", "", name)
 
 
 def missing(path: Path) -> BridgeError:

@@ -44,6 +44,7 @@ _SPINS_BEFORE_SLEEP = 1500  # pauses, of some 30 ns, before a worker sleeps
 _SPINS_BEFORE_YIELD = 20000  # pauses before a waiting caller begins to yield its core
 _MAX_THREADS = 1024
 MIN_BYTES_TO_SHARE = 1 << 17  # of weights: below, waking other threads costs more than it saves
+MIN_VALUES_TO_SHARE = 1 << 16  # of activations that are normalized or rounded
 _PER_THREAD = 12  # chunks: few enough to stream, enough to make up for a thread that is held up
 
 

@@ -85,7 +85,7 @@ def test_more_rows_than_a_step_takes(models: Any) -> None:
 
 
 def test_a_conversation_goes_on_in_its_cache(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoder_cache, "_SHORTEST", 1)
+    monkeypatch.setattr(decoder_cache, "DEFAULT_CONTEXT", 1)
     model = deepcopy(models("llama"))
     model._prepare_cache_for_generation.args[2]._last = None  # its decoders are longer already
     first = model.generate(TOKENS, **HOW)

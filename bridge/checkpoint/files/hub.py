@@ -8,7 +8,7 @@ from typing import Any, Literal
 from bridge.checkpoint import Checkpoint, open_checkpoint
 from bridge.checkpoint.files.weight_files import WEIGHTS, checkpoint_files
 from bridge.errors import BridgeError, parameter
-from bridge.system.files import OLD_GGML, expanded, first_bytes, missing, refuse_pointer
+from bridge.system.files import OLD_GGML, expanded, first_bytes, missing, refuse_pointer, without_shard
 from bridge.system.text import size_text, tell
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")  # @: a branch, tag or commit
@@ -17,7 +17,6 @@ _FILES = (".gguf", ".json", *WEIGHTS)  # a name with such an ending is a mistype
 # GGUF names: of 4 bits a weight or more, of files without a language model, and a shard's number
 _FINE = re.compile(r"(?<![A-Z])(Q[4-8]_[0-9A-Z_]+|B?F16|F32)(?![0-9A-Z])", re.IGNORECASE)
 _NO_MODEL = re.compile(r"mmproj|imatrix|lora|(^|/)mtp-", re.IGNORECASE)
-_SHARD = re.compile(r"-\d{5}-of-\d{5}")
 _TIMEOUT = 20.0  # seconds to wait for the Hub's first answer
 
 
@@ -129,7 +128,7 @@ def find_template(template: str | Path) -> tuple[Path, str | None]:
     models: dict[str, list[str]] = {}
     for file in sorted(found):
         if file.endswith(".gguf") and _FINE.search(file) and not _NO_MODEL.search(file):
-            models.setdefault(_SHARD.sub("", file), []).append(file)
+            models.setdefault(without_shard(file), []).append(file)
     if not models:
         raise BridgeError(
             f"{name}: has no GGUF of 4 bits a weight or more; give another repository or llama.cpp's conversion"

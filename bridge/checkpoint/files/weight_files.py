@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from bridge.checkpoint.files.store import Store
 from bridge.checkpoint.files.torch_store import TorchStore
 from bridge.errors import BridgeError
-from bridge.system.files import expanded, read_json
+from bridge.system.files import expanded, read_json, shard_name, shard_of
 
 WEIGHTS = (".safetensors", ".bin", ".pt")  # endings of files with weights, in order of preference
 CONFIGS = (".json", ".txt", ".jinja", ".model", "README.md")  # endings of all other files that are read
@@ -22,7 +22,6 @@ _OWN = re.compile(
     r"|(\w+_)?(pre)?processor_config\.json|chat_template\.(json|jinja)|additional_chat_templates/[\w.-]+\.jinja"
     r"|README\.md|LICENSE([.-]\w+)?|\.gitattributes"
 )
-_RUN = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\..*)")  # the name of one of several files
 
 
 def checkpoint_files(names: Iterable[str]) -> list[str]:
@@ -64,8 +63,8 @@ def open_store(path: Path, stem: str | None = None) -> Store:
 def _opened(path: Path, stem: str | None) -> Store:
     """`open_store`, names as they are stored."""
     if path.is_file():
-        shard = _RUN.fullmatch(path.name)
-        if shard and int(shard[3]) > 1:
+        shard = shard_of(path.name)
+        if shard and shard[1] > 1:
             raise BridgeError(f"{path}: is one of several shards; give the folder that holds them")
         return _open([path])
     names = sorted(file.name for file in path.glob("*"))
@@ -124,9 +123,10 @@ def _indexed(folder: Path, index: Path, files: list[Path]) -> Store:
 def _check_run(files: list[Path]) -> None:
     """Check that all shards without an index exist: name-00002-of-00003."""
     for file in files:
-        match = _RUN.fullmatch(file.name)
-        if match:
-            for i in range(1, min(int(match[3]), 100_000) + 1):
-                shard = file.with_name(f"{match[1]}-{i:05}-of-{match[3]}{match[4]}")
-                if not os.path.exists(shard):
-                    raise BridgeError(f"{shard}: missing, though {file.name} exists; is the download complete?")
+        shard = shard_of(file.name)
+        if shard:
+            stem, count, suffix = shard
+            for number in range(1, count + 1):
+                other = file.with_name(shard_name(stem, number, count, suffix))
+                if not os.path.exists(other):
+                    raise BridgeError(f"{other}: missing, though {file.name} exists; is the download complete?")

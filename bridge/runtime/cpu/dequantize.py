@@ -3,9 +3,10 @@
 import numpy as np
 
 from bridge.blocks.read import READ
+from bridge.blocks.tensor_types import FLOAT_TYPES
 from bridge.errors import BridgeError
 
-UNQUANTIZED = ("F32", "F16", "BF16", "F64", "I32")  # a number for each weight
+UNQUANTIZED = (*FLOAT_TYPES, "F64", "I32")  # a number for each weight
 
 
 def rows(type: str, raw: np.ndarray) -> np.ndarray:
