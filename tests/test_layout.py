@@ -67,6 +67,8 @@ def imported_by(node: ast.AST) -> set[str]:
         return {alias.name for alias in node.names}
     if isinstance(node, ast.ImportFrom) and node.module:
         return {f"{node.module}.{alias.name}" for alias in node.names}
+    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        return {name.value for name in node.args if isinstance(name, ast.Constant)}
     return set()
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import llvmlite.binding as llvm
 import numba
@@ -22,12 +22,12 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.core.dispatcher import _FunctionCompiler  # type: ignore[attr-defined]
 from numba.core.types import int64, void
 from numba.core.typing.templates import builtin_registry
-from numba.extending import intrinsic, typeof_impl
+from numba.extending import intrinsic
 
 from bridge.errors import BridgeError
 from bridge.system import closure, compiling, kernel_cache
-from bridge.system.jit import ARGUMENTS, CFunction, Compiled, Deferred, Intrinsic
 from bridge.system.machine import Machine, host, unseen_features
+from bridge.system.object_code import ARGUMENTS, Named
 
 if hasattr(os, "register_at_fork"):  # a fork waits for a thread that compiles: no one would finish it in the child
     os.register_at_fork(
@@ -39,11 +39,28 @@ if unseen_features():
     config.CPU_FEATURES = host().features  # type: ignore[attr-defined]
 
 
-def made(deferred: Deferred) -> Any:
-    """Numba's dispatcher or intrinsic for a function of `jit`."""
-    if isinstance(deferred, Intrinsic):
-        make = intrinsic(**deferred.options) if deferred.options else intrinsic
-        return make(deferred.py_func)
+class Deferred(Protocol):
+    """A function that `bridge.system.jit` wants made, how, and the modules that its code depends on."""
+
+    py_func: Callable[..., Any]
+    options: dict[str, Any]
+    modules: frozenset[str]
+
+
+class CFunction(Named, Protocol):
+    """A C function of `bridge.system.jit`."""
+
+    py_func: Callable[..., Any]
+
+
+def intrinsic_of(deferred: Deferred) -> Any:
+    """Numba's intrinsic for a function that emits code."""
+    make = intrinsic(**deferred.options) if deferred.options else intrinsic
+    return make(deferred.py_func)
+
+
+def dispatcher_of(deferred: Deferred) -> Any:
+    """Numba's dispatcher for a function."""
     options = dict(deferred.options)
     cached = options.pop("cache", False)
     dispatcher: Any = numba.njit(**options)(deferred.py_func)
@@ -57,11 +74,9 @@ def made(deferred: Deferred) -> Any:
     return dispatcher
 
 
-@typeof_impl.register(Compiled)
-@typeof_impl.register(Intrinsic)
-def _type(deferred: Deferred, _: Any) -> Any:
-    """Compiled code that names such a function means what Numba makes of it."""
-    made, context = deferred.made, registry.cpu_target.typing_context
+def type_of(made: Any) -> Any:
+    """The type of a dispatcher or an intrinsic in compiled code."""
+    context = registry.cpu_target.typing_context
     context.install_registry(builtin_registry)  # it has the intrinsics that were made just now
     return context.resolve_value_type(made)
 

@@ -20,12 +20,11 @@ from functools import cache, cached_property, wraps
 from typing import Any
 
 from bridge.system import compiling, object_code
-
-ARGUMENTS = 9  # int64, of a C function: seven, and the range that the call is for
+from bridge.system.object_code import ARGUMENTS
 
 
 def _compiler() -> Any:
-    """The module that imports Numba, and this one."""
+    """The module that imports Numba."""
     with compiling.loading():
         return importlib.import_module("bridge.system.compiler")
 
@@ -62,7 +61,12 @@ class Deferred:
 
     @cached_property
     def made(self) -> Any:
-        return _compiler().made(self)
+        return _compiler().dispatcher_of(self)
+
+    @property
+    def _numba_type_(self) -> Any:
+        """What Numba asks for where compiled code names the function."""
+        return _compiler().type_of(self.made)
 
 
 class Compiled(Deferred):
@@ -74,6 +78,10 @@ class Compiled(Deferred):
 
 class Intrinsic(Deferred):
     """A function that emits LLVM's code where compiled code calls it."""
+
+    @cached_property
+    def made(self) -> Any:
+        return _compiler().intrinsic_of(self)
 
 
 class CFunction:

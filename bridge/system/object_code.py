@@ -17,6 +17,8 @@ from bridge.system import closure, elf, kernel_cache, machine
 from bridge.system.fork_locks import ForkLock
 from bridge.system.machine import host
 
+ARGUMENTS = 9  # int64, of a C function: seven, and the range that the call is for
+
 
 class Named(Protocol):
     """A C function (`bridge.system.jit`): its name, and the modules that its code depends on."""

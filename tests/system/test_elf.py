@@ -15,8 +15,9 @@ import pytest
 
 import bridge
 from bridge.system import compiler, elf, object_code
-from bridge.system.jit import ARGUMENTS, c_function
+from bridge.system.jit import c_function
 from bridge.system.memory import allocate, array_at, free
+from bridge.system.object_code import ARGUMENTS
 from scripts import build_objects
 from tests.conftest import CHECKPOINT, PATIENCE, linux
 from tests.system.test_object_code import ELSEWHERE
