@@ -22,20 +22,8 @@ from bridge.conversion.recipe import MMPROJ_TYPES
 from bridge.errors import BridgeError
 from bridge.models.model_config import positive
 from bridge.models.outline import CHANGES, OutlineTensor, Part
-from bridge.system.fields import (
-    FieldError,
-    Fields,
-    anything,
-    flag,
-    list_of,
-    not_as,
-    number,
-    object_,
-    one_of,
-    optional,
-    text,
-    whole,
-)
+from bridge.system import fields as kinds
+from bridge.system.fields import FieldError, Fields, not_as
 from bridge.system.files import read_json
 
 _EXECUTED = [how for how in get_args(How) if how != "calibrated"]  # which --calibrate makes of others
@@ -62,8 +50,8 @@ def load_plan(path: Path) -> tuple[Plan, str]:
     try:
         fields = Fields(record, "the plan")
         head = _head(fields)
-        orders = fields.take("orders", list_of(_order))
-        entries = fields.take("tensors", list_of(least=1))
+        orders = fields.take("orders", kinds.list_of(_order))
+        entries = fields.take("tensors", kinds.list_of(least=1))
         stored = _template_tensors(head["template"]) if head["template"] else {}
         tensors: dict[str, PlannedTensor] = {}
         for i, entry in enumerate(entries):
@@ -76,7 +64,7 @@ def load_plan(path: Path) -> tuple[Plan, str]:
             tensors[name] = _tensor(name, of_tensor, orders, stored)
         metadata = {}
         where = "the metadata"
-        for key, value in fields.take("metadata", object_).items():
+        for key, value in fields.take("metadata", kinds.object_).items():
             where = f"the key {key!r}"
             metadata[_key(key)] = _value(value)
         where = "the metadata"
@@ -98,27 +86,27 @@ def _head(fields: Fields) -> dict[str, Any]:
     """The checkpoint, and the fields of a Plan besides metadata and tensors."""
     return {
         "checkpoint": fields.take("checkpoint", _path),
-        "template": fields.take("template", optional(_path), None),
-        "imatrix": fields.take("imatrix", optional(_path), None),
-        "split_max_size": fields.take("split_max_size", optional(whole(1)), None),
-        "detect_lattice": fields.take("detect_lattice", flag, False),
-        "mmproj_type": fields.take("mmproj_type", optional(one_of(MMPROJ_TYPES)), None),
-        "stop": fields.take("stop", list_of(text), []),
-        "notes": fields.take("notes", list_of(text), []),
-        "curve": fields.take("curve", list_of(_point), []),
+        "template": fields.take("template", kinds.optional(_path), None),
+        "imatrix": fields.take("imatrix", kinds.optional(_path), None),
+        "split_max_size": fields.take("split_max_size", kinds.optional(kinds.whole(1)), None),
+        "detect_lattice": fields.take("detect_lattice", kinds.flag, False),
+        "mmproj_type": fields.take("mmproj_type", kinds.optional(kinds.one_of(MMPROJ_TYPES)), None),
+        "stop": fields.take("stop", kinds.list_of(kinds.text), []),
+        "notes": fields.take("notes", kinds.list_of(kinds.text), []),
+        "curve": fields.take("curve", kinds.list_of(_point), []),
     }
 
 
 def _point(entry: Any, name: str) -> tuple[int, float]:
-    size, *loss = list_of(least=1)(entry, name)
+    size, *loss = kinds.list_of(least=1)(entry, name)
     if len(loss) != 1:
         raise not_as(name, entry, "bytes and a divergence")
-    return whole()(size, "curve's bytes"), float(number(loss[0], "curve's divergence"))
+    return kinds.whole()(size, "curve's bytes"), float(kinds.number(loss[0], "curve's divergence"))
 
 
 def _tensor(name: str, fields: Fields, orders: list[np.ndarray], stored: dict[str, OutlineTensor]) -> PlannedTensor:
-    shape, type_ = fields.take("shape", _shape), fields.take("type", text)
-    reason, origin = fields.take("reason", text, ""), fields.take("origin", one_of(_ORIGINS), "checkpoint")
+    shape, type_ = fields.take("shape", _shape), fields.take("type", kinds.text)
+    reason, origin = fields.take("reason", kinds.text, ""), fields.take("origin", kinds.one_of(_ORIGINS), "checkpoint")
     if origin == "template":
         found = stored.get(name)
         if found is None:
@@ -128,20 +116,20 @@ def _tensor(name: str, fields: Fields, orders: list[np.ndarray], stored: dict[st
         return PlannedTensor(
             name, shape, data=found.data, origin="template", type=type_, reason=reason, quantizable=False
         )
-    one_of((*WRITTEN, *FLOAT_TYPES))(type_, "type")
+    kinds.one_of((*WRITTEN, *FLOAT_TYPES))(type_, "type")
     if type_ in WRITTEN and len(shape) < 2:
         raise FieldError(f"a vector cannot be {type_}; choose one of {', '.join(FLOAT_TYPES)}")
     if type_ in WRITTEN and shape[-1] % WRITTEN[type_].size:
         raise FieldError(f"rows of {shape[-1]} do not hold whole {type_} blocks of {WRITTEN[type_].size}")
     tensor = PlannedTensor(
-        name, shape, origin=origin, type=type_, reason=reason, quantizable=not fields.take("fixed", flag, False),
-        limit=fields.take("limit", optional(_float), None),
+        name, shape, origin=origin, type=type_, reason=reason, quantizable=not fields.take("fixed", kinds.flag, False),
+        limit=fields.take("limit", kinds.optional(_float), None),
     )  # fmt: skip
     if "values" in fields:
         if type_ != "F32" or "parts" in fields:
             raise FieldError("values are F32, and take the place of parts")
-        return replace(tensor, data=_values(fields.take("values", list_of(number)), shape))
-    parts = tuple(_part(part, orders) for part in fields.take("parts", list_of(least=1)))
+        return replace(tensor, data=_values(fields.take("values", kinds.list_of(kinds.number)), shape))
+    parts = tuple(_part(part, orders) for part in fields.take("parts", kinds.list_of(least=1)))
     _check_shapes(tensor, parts)
     return replace(tensor, parts=parts, how=_how(fields, type_, len(parts)))
 
@@ -159,9 +147,9 @@ def _check_shapes(tensor: PlannedTensor, parts: tuple[Part, ...]) -> None:
 
 def _how(fields: Fields, type: str, parts: int) -> tuple[How, ...]:
     """What happens to each part; () where the type is another than the one that was planned."""
-    if fields.take("planned_type", anything, None) != type:
+    if fields.take("planned_type", kinds.anything, None) != type:
         return ()
-    how = fields.take("how", anything)
+    how = fields.take("how", kinds.anything)
     found: Any = [how] * parts if isinstance(how, str) else how
     if not isinstance(found, list) or len(found) != parts or not all(one in _EXECUTED for one in found):
         raise FieldError(f"how is {reprlib.repr(how)}, not one of {', '.join(_EXECUTED)} for each part")
@@ -170,15 +158,15 @@ def _how(fields: Fields, type: str, parts: int) -> tuple[How, ...]:
 
 def _part(entry: Any, orders: list[np.ndarray]) -> Part:
     fields = Fields(entry, "a part")
-    source = fields.take("source", text)
+    source = fields.take("source", kinds.text)
     shape = fields.take("shape", _shape, name=f"shape of {source}")
-    stored = fields.take("stored", optional(_shape), None, f"stored of {source}")
+    stored = fields.take("stored", kinds.optional(_shape), None, f"stored of {source}")
     if stored is not None and len(stored) != len(shape):
         raise FieldError(f"{source}: shape has {len(shape)} dimensions, stored {len(stored)}")
     picked = {}
     for name, axis in (("rows", 0), ("columns", -1)):
         size, beyond = shape[axis], (stored or shape)[axis]
-        index = fields.take(name, optional(whole()), None, f"{name} of {source}")
+        index = fields.take(name, kinds.optional(kinds.whole()), None, f"{name} of {source}")
         if index is not None:
             if index >= len(orders):
                 raise FieldError(f"{name} of {source} is {index}, but there are {len(orders)} orders")
@@ -189,14 +177,14 @@ def _part(entry: Any, orders: list[np.ndarray]) -> Part:
             raise FieldError(f"{name} of {source} must say which {size} of {beyond} are taken")
     if "columns" in picked and len(shape) < 2:
         raise FieldError(f"{source}: a vector has no columns")
-    change = fields.take("change", optional(one_of(CHANGES)), None)
+    change = fields.take("change", kinds.optional(kinds.one_of(CHANGES)), None)
     if change in ("transposed", "conv1d") and len(shape) != 2:
         raise FieldError(f"{source}: only a matrix can be {change}")
-    matrix = fields.take("matrix", optional(whole()), None, f"matrix of {source}")
-    folded = fields.take("folded", flag, False)
+    matrix = fields.take("matrix", kinds.optional(kinds.whole()), None, f"matrix of {source}")
+    folded = fields.take("folded", kinds.flag, False)
     if folded and sorted(picked.get("columns", [])) != list(range(shape[-1])):
         raise FieldError(f"{source}: is folded, but its columns are no permutation")
-    factor = _factor(fields.take("factor", anything, None), (stored or shape)[0], source)
+    factor = _factor(fields.take("factor", kinds.anything, None), (stored or shape)[0], source)
     return Part(source, shape, picked.get("rows"), picked.get("columns"), matrix, stored, change, factor, folded)
 
 
@@ -218,16 +206,16 @@ def _key(key: str) -> str:
 
 def _value(entry: Any) -> GGUFValue:
     """A value of the metadata, of the type that it says."""
-    kind, *rest = list_of(least=1)(entry, "the entry")
+    kind, *rest = kinds.list_of(least=1)(entry, "the entry")
     names = [*_PACKED, "BOOL", "STRING"]
-    one_of((*names, "ARRAY"))(kind, "type")
+    kinds.one_of((*names, "ARRAY"))(kind, "type")
     if not 1 <= len(rest) <= (2 if kind == "ARRAY" else 1):
         raise not_as("the entry", entry, "a type and a value; of an ARRAY, the type of its items may follow")
     if kind != "ARRAY":
         _check_value(kind, rest[0])
         return GGUFValue(rest[0], GGUFValueType[kind])
-    items = list_of(least=1)(rest[0], "the array")
-    sub = one_of(names)(rest[1] if len(rest) == 2 else _INFERRED.get(type(items[0])), "type of items")
+    items = kinds.list_of(least=1)(rest[0], "the array")
+    sub = kinds.one_of(names)(rest[1] if len(rest) == 2 else _INFERRED.get(type(items[0])), "type of items")
     for item in items:
         _check_value(sub, item)
     return GGUFValue(items, GGUFValueType.ARRAY, GGUFValueType[sub])
@@ -235,23 +223,25 @@ def _value(entry: Any) -> GGUFValue:
 
 def _check_value(kind: str, value: Any) -> None:
     if kind == "STRING":
-        text(value, "the value")
+        kinds.text(value, "the value")
     elif kind == "BOOL":
         if not isinstance(value, bool):
             raise not_as("the value", value, "BOOL")
     else:
         try:
-            struct.pack(_PACKED[kind], number(value, "the value"))
+            struct.pack(_PACKED[kind], kinds.number(value, "the value"))
         except (struct.error, OverflowError):
             raise not_as("the value", value, kind) from None
 
 
 def _order(entry: Any, name: str) -> np.ndarray:
-    return np.array([whole()(row, "an order's number") for row in list_of(least=1)(entry, "an order")], np.int64)
+    return np.array(
+        [kinds.whole()(row, "an order's number") for row in kinds.list_of(least=1)(entry, "an order")], np.int64
+    )
 
 
 def _float(value: Any, name: str) -> float:
-    return float(number(value, name))
+    return float(kinds.number(value, name))
 
 
 def _values(values: list[float], shape: tuple[int, ...]) -> np.ndarray:
@@ -262,7 +252,7 @@ def _values(values: list[float], shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _name(value: Any, field: str) -> str:
-    name = text(value, field)
+    name = kinds.text(value, field)
     if not name.isprintable() or not 0 < len(name.encode()) <= _NAME_BYTES:
         raise not_as(field, name, f"printable, of 1 to {_NAME_BYTES} bytes")
     return name
@@ -279,7 +269,7 @@ def _path(value: Any, name: str) -> str:
 
 
 def _shape(value: Any, name: str) -> tuple[int, ...]:
-    shape = tuple(list_of(whole(1), least=1)(value, name))
+    shape = tuple(kinds.list_of(kinds.whole(1), least=1)(value, name))
     if len(shape) > _DIMENSIONS:
         raise not_as(name, value, f"of at most {_DIMENSIONS} dimensions")
     return shape

@@ -1,8 +1,7 @@
 """Reads fields of JSON that somebody else wrote: configs, plans, requests.
 
-`Fields` is strict: a field is of its kind, or a FieldError says what it must be. Kinds are functions that return a
-value they accept: `text`, `number`, `flag`, `object_`, `whole(1)`, `list_of(text)`, `one_of(names)`, `of_type(...)`.
-`table`, `whole_number` and `integers` are lenient: they take what a config should hold, and tell where it is none.
+`Fields` is strict: a field is of its kind, or a FieldError says what it must be. A kind is a function that returns the
+values it accepts. `table`, `whole_number` and `integers` read configs, in which anything may be missing or wrong.
 """
 
 import re
