@@ -58,6 +58,8 @@ class BlockType:
     values: tuple[int, ...] = ()  # table types: the value of each code
     scales: tuple[float, ...] = ()  # and of each scale byte, where there is no d
     numbered: bool = False  # several codes share a number: a codebook's, or one of another base than 2
+    even_signs: bool = False  # of 8 weights, an even number are negative, so that seven signs tell the eighth
+    shifted: int = 0  # weights whose values are shifted together, by 1 or by -1
     clips: bool = False  # codes that leave the range are clipped; other types cannot carry them
     last_resort: bool = False  # taken when no other type is good enough
 

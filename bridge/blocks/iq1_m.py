@@ -45,6 +45,6 @@ def unpack(raw, q, sc, mn):
 
 IQ1_M = BlockType(
     name="IQ1_M", size=256, sub=16, nbytes=56, levels=6, unit=0.125, scale_lo=0, scale_hi=7, odd_scales=True,
-    values=VALUES, d_nibbles=(49, 51, 53, 55), numbered=True, pack=pack, unpack=unpack,
+    values=VALUES, d_nibbles=(49, 51, 53, 55), numbered=True, shifted=8, pack=pack, unpack=unpack,
 )  # fmt: skip
 assert IQ1_M.nbytes == 32 + 16 + 8

@@ -46,6 +46,6 @@ def unpack(raw, q, sc, mn):
 
 IQ1_S = BlockType(
     name="IQ1_S", size=256, sub=32, nbytes=50, levels=6, unit=0.125, scale_lo=0, scale_hi=7, odd_scales=True,
-    values=VALUES, d_at=0, numbered=True, pack=pack, unpack=unpack,
+    values=VALUES, d_at=0, numbered=True, shifted=32, pack=pack, unpack=unpack,
 )  # fmt: skip
 assert IQ1_S.nbytes == 2 + 32 + 16

@@ -44,6 +44,7 @@ def unpack(raw, q, sc, mn):
 
 IQ2_XS = BlockType(
     name="IQ2_XS", size=256, sub=16, nbytes=74, levels=6, unit=0.125, scale_lo=0, scale_hi=15, odd_scales=True,
-    values=(*_LEVELS, *(-level for level in _LEVELS)), d_at=0, numbered=True, pack=pack, unpack=unpack,
+    values=(*_LEVELS, *(-level for level in _LEVELS)), d_at=0, numbered=True, even_signs=True, pack=pack,
+    unpack=unpack,
 )  # fmt: skip
 assert IQ2_XS.nbytes == 2 + 64 + 8

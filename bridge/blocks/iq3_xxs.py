@@ -47,6 +47,7 @@ def unpack(raw, q, sc, mn):
 
 IQ3_XXS = BlockType(
     name="IQ3_XXS", size=256, sub=32, nbytes=98, levels=16, unit=0.25, scale_lo=0, scale_hi=15, odd_scales=True,
-    values=(*_LEVELS, *(-level for level in _LEVELS)), d_at=0, numbered=True, pack=pack, unpack=unpack,
+    values=(*_LEVELS, *(-level for level in _LEVELS)), d_at=0, numbered=True, even_signs=True, pack=pack,
+    unpack=unpack,
 )  # fmt: skip
 assert IQ3_XXS.nbytes == 2 + 64 + 32

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from bridge.blocks import BLOCKS
-from bridge.encode.round_loops import add, affine_errors, affine_fit, affine_write, rows_quantizer
+from bridge.encode.round_loops import ScaleSearch, add, line_errors, line_fit, line_write, rows_quantizer
 from bridge.system.half import round_half
 
 _ZERO = np.float32(0)
@@ -34,11 +34,10 @@ _NEAR, _WIDE = 1, 8  # how far a sweep looks, in steps of sc and mn
 _ROUNDS = 6  # refits of d and dmin at most
 _ENOUGH = 0.999  # a round that gains less is the last
 
-# first, step, starts: of the line search, the range of w spread over levels - 1 + first + step * k codes, k < starts
-_SETTINGS = {
-    "Q2_K": {"first": -0.6, "step": 0.2, "starts": 12, "d_step": 0.5, "m_step": 0.5},
-    "Q4_K": {"first": -1.0, "step": 0.3, "starts": 10, "d_step": 1.0, "m_step": 2.0},
-    "Q5_K": {"first": -1.0, "step": 0.3, "starts": 10, "d_step": 1.0, "m_step": 2.0},
+_SEARCHES = {
+    "Q2_K": ScaleSearch(-0.6, 0.2, 12, d_step=0.5, m_step=0.5),
+    "Q4_K": ScaleSearch(-1.0, 0.3, 10, d_step=1.0, m_step=2.0),
+    "Q5_K": ScaleSearch(-1.0, 0.3, 10, d_step=1.0, m_step=2.0),
 }
 
 # rows of the array `lines` [5, subs], float32: the line of each sub-block and the error's quadratic around it
@@ -80,7 +79,7 @@ def _line(x, w, lines, j):
         a = (hi - lo) / (high + first + step * np.float32(k))
         b = -lo
         for _ in range(3):
-            e, f_q, f_qq, f_r, f_rq = affine_fit(x, w, a, b)
+            e, f_q, f_qq, f_r, f_rq = line_fit(x, w, a, b)
             sq, sqq, sr, srq = np.float64(f_q), np.float64(f_qq), np.float64(f_r), np.float64(f_rq)
             det = sqq * sw - sq * sq
             if det > 1e-6 * sqq * sw:
@@ -167,29 +166,29 @@ def _grids(lines, follow, pairs):
             pairs[p, 0], pairs[p, 1], pairs[p, 2] = d, dmin, e
 
 
-def _sweep(x, w, d, dmin, lines, sc, mn, reach):
-    """Move each (sc, mn) to the best within `reach`, then to neighbours while the exact error lessens: their sum."""
+def _sweep(x, w, d, dmin, lines, sc, mn, distance):
+    """Move each (sc, mn) to the best within `distance`, then to neighbours while the exact error lessens: their sum."""
     total = 0.0
     for j in range(subs):
         s = sc[j]
         m = mn[j]
         a = d * np.float32(s)
         b = dmin * np.float32(m)
-        e, _ = affine_errors(x[j], w[j], a, b, a, b)
+        e, _ = line_errors(x[j], w[j], a, b, a, b)
         slope = lines[_MEAN, j] * d / dmin if dmin > _ZERO else _ZERO  # steps of mn that follow a step of sc
-        look = reach
+        reached = distance
         for _ in range(4):
             best_s, best_m, best = s, m, e
-            for ds in range(-look, look + 1):
+            for ds in range(-reached, reached + 1):
                 s1 = np.int32(s + ds)
                 if s1 < 0 or s1 > scale_hi:
                     continue
                 a = d * np.float32(s1)
                 middle = np.int32(min(np.rint(np.float32(m) + slope * np.float32(ds)), np.float32(1000)))
-                for dm in range(-look, look + 1, 2):
+                for dm in range(-reached, reached + 1, 2):
                     m1 = min(max(np.int32(middle + dm), np.int32(0)), np.int32(min_hi))
                     m2 = min(max(np.int32(middle + dm + 1), np.int32(0)), np.int32(min_hi))
-                    e1, e2 = affine_errors(x[j], w[j], a, dmin * np.float32(m1), a, dmin * np.float32(m2))
+                    e1, e2 = line_errors(x[j], w[j], a, dmin * np.float32(m1), a, dmin * np.float32(m2))
                     if e1 < best:
                         best_s, best_m, best = s1, m1, e1
                     if e2 < best:
@@ -197,7 +196,7 @@ def _sweep(x, w, d, dmin, lines, sc, mn, reach):
             if not best < e:
                 break
             s, m, e = best_s, best_m, best
-            look = _NEAR
+            reached = _NEAR
         sc[j] = s
         mn[j] = m
         total += e
@@ -210,7 +209,7 @@ def _refit(x, w, d, dmin, lines, sc, mn):
     for j in range(subs):
         s = np.float64(sc[j])
         m = np.float64(mn[j])
-        _, sq, sqq, sr, srq = affine_fit(x[j], w[j], d * np.float32(sc[j]), dmin * np.float32(mn[j]))
+        _, sq, sqq, sr, srq = line_fit(x[j], w[j], d * np.float32(sc[j]), dmin * np.float32(mn[j]))
         aa += s * s * sqq
         ab += s * m * sq
         bb += m * m * lines[_WEIGHT, j]
@@ -295,8 +294,8 @@ def affine_quantizer(name: str, quick: bool = False) -> Callable[..., None]:
 
     quick  one grid and no wide sweep, in a third of the time: for a start that is going to be moved anyway
     """
-    settings = _SETTINGS[name] | ({"_GRIDS": 1, "_WIDE": _NEAR} if quick else {})
-    loops = affine_errors, affine_fit, affine_write
+    settings = _SEARCHES[name]._asdict() | ({"_GRIDS": 1, "_WIDE": _NEAR} if quick else {})
+    loops = line_errors, line_fit, line_write
     stages = _line, _dmin_for, _grids, _sweep, _refit, _block
     suffix = f"{name}_quick" if quick else name
     return rows_quantizer(BLOCKS[name], suffix, loops, stages, _workspace, _search, settings)

@@ -1,9 +1,10 @@
 """The inner loops of quantizing floats: the nearest codes of one sub-block at a given scale, and their error.
 
-    affine   w' = a * q - b    q 0..high           `affine_errors`, `affine_fit`, `affine_write`
-    scaled   w' = a * q        q low..high         `scaled_errors`, `scaled_fit`, `scaled_write`
+    with a minimum   w' = a * q - b    q 0..high, a >= 0
+    without          w' = a * q        q low..high
 
-and the loop over blocks that all types have in common, `rows_quantizer`.
+`line_errors`, `line_fit` and `line_write` are compiled for one of them, by `has_min`. `rows_quantizer` is the loop over
+blocks that all types have in common.
 
 All are float32 with a constant trip count, so that LLVM vectorizes them: 4 ns for one error over 32 weights with
 AVX-512. Two errors are computed at a time, because LLVM unrolls a loop over 16 weights that does less instead of
@@ -11,7 +12,7 @@ vectorizing it. Kernels that use these pass them through `specialize`, with `sub
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -25,7 +26,7 @@ _ONE = np.float32(1)
 # set per type by `specialize`
 sub = subs = odd = 0
 low = high = unit = _ZERO
-plain = False
+plain = has_min = False
 workspace: Any = None
 search: Any = None
 write: Any = None
@@ -62,6 +63,24 @@ lesser: Any = _extreme("minnum")
 greater: Any = _extreme("maxnum")
 
 
+class ScaleSearch(NamedTuple):
+    """How the scales of sub-blocks are searched, and d and dmin of their block; a search uses some of the fields."""
+
+    first: float  # code of the widest weight at the first start, less the last code; in `round_values` its value
+    step: float  # by which it grows from start to start
+    starts: int
+    refits: int = 0  # least squares from the best start on
+    tries: int = 0  # values of d
+    rounds: int = 0  # sweeps over the sub-blocks, each followed by least squares for d
+    compared: int = 2  # scale codes, next to the best scale, whose errors a sweep compares
+    d_step: float = 0.0  # at each further try of d, the largest scale's code is so much less
+    m_step: float = 0.0  # the same for dmin and the largest minimum
+    grid_wide: int = 0  # how far the first sweep of a grid looks, in steps of sc
+    wide: int = 0  # the same for the best grid
+    shakes: int = 0  # values of d close to the best one that are tried
+    coarse: float = 0.0  # a scale this many times smaller than the largest is small
+
+
 def extremes(x):
     """The least of the weights and 0, and the greatest."""
     bottom = _ZERO
@@ -72,120 +91,71 @@ def extremes(x):
     return bottom, peak
 
 
-def affine_errors(x, w, a1, b1, a2, b2):
-    """The weighted squared errors of two lines a * q - b, a >= 0, with the nearest codes of each."""
-    i1 = _ONE / a1 if a1 > _ZERO else _ZERO
-    i2 = _ONE / a2 if a2 > _ZERO else _ZERO
+def line_errors(x, w, a1, b1, a2, b2):
+    """The weighted squared errors of two lines a * q - b, with the nearest codes of each; b is 0 without `has_min`."""
+    i1 = _ONE / a1 if a1 != _ZERO else _ZERO
+    i2 = _ONE / a2 if a2 != _ZERO else _ZERO
     e1 = _ZERO
     e2 = _ZERO
     for i in range(sub):
-        y = x[i] + b1
+        y = x[i] + b1 if has_min else x[i]
         q = np.rint(y * i1)
-        q = q if q > _ZERO else _ZERO
+        q = q if q > low else low
         q = q if q < high else high
         r = y - a1 * q
         e1 = add(e1, w[i] * r * r)
-        y = x[i] + b2
+        y = x[i] + b2 if has_min else x[i]
         q = np.rint(y * i2)
-        q = q if q > _ZERO else _ZERO
+        q = q if q > low else low
         q = q if q < high else high
         r = y - a2 * q
         e2 = add(e2, w[i] * r * r)
     return e1, e2
 
 
-def affine_fit(x, w, a, b):
-    """The error of a line, and of its codes q and residuals r: sums of w q, w q^2, w r, w r q."""
-    inverse = _ONE / a if a > _ZERO else _ZERO
+def line_fit(x, w, a, b):
+    """The error of a line, and of its codes q and residuals r: sums of w q, w q^2, w r, w r q.
+
+    Without `has_min`, the first and the third of the sums are not made.
+    """
+    inverse = _ONE / a if a != _ZERO else _ZERO
     e = _ZERO
     sq = _ZERO
     sqq = _ZERO
     sr = _ZERO
     srq = _ZERO
     for i in range(sub):
-        y = x[i] + b
+        y = x[i] + b if has_min else x[i]
         q = np.rint(y * inverse)
-        q = q if q > _ZERO else _ZERO
+        q = q if q > low else low
         q = q if q < high else high
         r = y - a * q
         wq = w[i] * q
         wr = w[i] * r
         e = add(e, wr * r)
-        sq = add(sq, wq)
         sqq = add(sqq, wq * q)
-        sr = add(sr, wr)
-        srq = add(srq, wr * q)
+        if has_min:
+            sq = add(sq, wq)
+            sr = add(sr, wr)
+            srq = add(srq, wr * q)
+        else:
+            srq = add(srq, wq * r)
     return e, sq, sqq, sr, srq
 
 
-def affine_write(x, w, a, b, codes, scratch):
-    """Write the codes; the plain error, sum of x^2 and weighted error, with w' rounded as dequantizing rounds it."""
-    inverse = _ONE / a if a > _ZERO else _ZERO
-    error = _ZERO
-    signal = _ZERO
-    weighted = _ZERO
-    for i in range(sub):
-        q = np.rint((x[i] + b) * inverse)
-        q = q if q > _ZERO else _ZERO
-        q = q if q < high else high
-        codes[i] = np.uint8(q)
-        r = x[i] - (a * q - b)
-        error = add(error, r * r)
-        signal = add(signal, x[i] * x[i])
-        weighted = add(weighted, w[i] * r * r)
-    return error, signal, weighted
-
-
-def scaled_errors(x, w, a1, a2):
-    """The weighted squared errors of two scales of either sign, with the nearest codes of each."""
-    i1 = _ONE / a1 if a1 != _ZERO else _ZERO
-    i2 = _ONE / a2 if a2 != _ZERO else _ZERO
-    e1 = _ZERO
-    e2 = _ZERO
-    for i in range(sub):
-        q = np.rint(x[i] * i1)
-        q = q if q > low else low
-        q = q if q < high else high
-        r = x[i] - a1 * q
-        e1 = add(e1, w[i] * r * r)
-        q = np.rint(x[i] * i2)
-        q = q if q > low else low
-        q = q if q < high else high
-        r = x[i] - a2 * q
-        e2 = add(e2, w[i] * r * r)
-    return e1, e2
-
-
-def scaled_fit(x, w, a):
-    """The error of a scale, and of its codes q and residuals r: sums of w q^2, w r q."""
-    inverse = _ONE / a if a != _ZERO else _ZERO
-    e = _ZERO
-    sqq = _ZERO
-    srq = _ZERO
-    for i in range(sub):
-        q = np.rint(x[i] * inverse)
-        q = q if q > low else low
-        q = q if q < high else high
-        r = x[i] - a * q
-        wq = w[i] * q
-        e = add(e, w[i] * r * r)
-        sqq = add(sqq, wq * q)
-        srq = add(srq, wq * r)
-    return e, sqq, srq
-
-
-def scaled_write(x, w, a, b, codes, scratch):
-    """As `affine_write`, without b; the codes are written as stored, 0..high - low."""
+def line_write(x, w, a, b, codes, scratch):
+    """Write the codes as stored, 0..high - low; the plain error, sum of x^2 and weighted error, with w' rounded as
+    dequantizing rounds it."""
     inverse = _ONE / a if a != _ZERO else _ZERO
     error = _ZERO
     signal = _ZERO
     weighted = _ZERO
     for i in range(sub):
-        q = np.rint(x[i] * inverse)
+        q = np.rint((x[i] + b if has_min else x[i]) * inverse)
         q = q if q > low else low
         q = q if q < high else high
         codes[i] = np.uint8(q - low)
-        r = x[i] - a * q
+        r = x[i] - (a * q - b if has_min else a * q)
         error = add(error, r * r)
         signal = add(signal, x[i] * x[i])
         weighted = add(weighted, w[i] * r * r)
@@ -237,6 +207,7 @@ def rows_quantizer(
         "sub": kind.sub,
         "subs": kind.subs,
         "plain": not kind.is_k,
+        "has_min": kind.has_min,
         "scale_lo": kind.scale_lo,
         "scale_hi": kind.scale_hi,
         "min_hi": kind.min_hi,

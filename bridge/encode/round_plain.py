@@ -11,17 +11,15 @@ import numpy as np
 
 from bridge.blocks import TYPES
 from bridge.encode.round_loops import (
+    ScaleSearch,
     add,
-    affine_errors,
-    affine_fit,
-    affine_write,
     extremes,
     greater,
     lesser,
+    line_errors,
+    line_fit,
+    line_write,
     rows_quantizer,
-    scaled_errors,
-    scaled_fit,
-    scaled_write,
 )  # fmt: skip
 from bridge.system.half import round_half
 from bridge.system.jit import kernel
@@ -32,10 +30,9 @@ _INFINITY = np.float32(np.inf)
 _STEP = np.float32(0.75 * 2.0**-10)  # of a half to its neighbour, relative
 _LEAST = np.float32(2.0**-24)  # the least positive half
 
-# Starts of the search: the widest weight at code  last code + first + step * k,  k < count
-_STARTS = {
-    "Q2_0": (-3.2, 0.2, 18), "Q4_0": (-1.0, 0.15, 16), "Q5_0": (-1.2, 0.12, 24), "Q4_1": (-1.0, 0.2, 12),
-    "Q5_1": (-1.2, 0.3, 12),
+_SEARCHES = {
+    "Q2_0": ScaleSearch(-3.2, 0.2, 18), "Q4_0": ScaleSearch(-1.0, 0.15, 16), "Q5_0": ScaleSearch(-1.2, 0.12, 24),
+    "Q4_1": ScaleSearch(-1.0, 0.2, 12), "Q5_1": ScaleSearch(-1.2, 0.3, 12),
 }  # fmt: skip
 _SHIFTS, _SHIFT = 3, np.float32(0.35)  # starts of m, in steps of d
 _HOPELESS = np.float32(1.5)  # a start this much above the best is given up
@@ -66,25 +63,25 @@ def _scaled(x, w):
             d0 = round_half(a)
             if d0 == _ZERO:
                 d0 = np.float32(np.copysign(_LEAST, a))
-            _, sqq, srq = scaled_fit(x, w, d0)
+            _, _, sqq, _, srq = line_fit(x, w, d0, _ZERO)
             d1 = round_half(d0 + srq / sqq) if sqq > _ZERO else d0
-            e0, e1 = scaled_errors(x, w, d0, d1)
+            e0, e1 = line_errors(x, w, d0, _ZERO, d1, _ZERO)
             if e0 < best:
                 best, best_d = e0, d0
             if e1 < best:
                 best, best_d = e1, d1
     for _ in range(4):  # neighbouring halves, and least squares again
-        _, sqq, srq = scaled_fit(x, w, best_d)
-        reach = max(abs(best_d) * _STEP, _LEAST)
-        e0, e1 = scaled_errors(x, w, round_half(best_d - reach), round_half(best_d + reach))
+        _, _, sqq, _, srq = line_fit(x, w, best_d, _ZERO)
+        gap = max(abs(best_d) * _STEP, _LEAST)
+        e0, e1 = line_errors(x, w, round_half(best_d - gap), _ZERO, round_half(best_d + gap), _ZERO)
         d = best_d
         if e0 < best:
-            best, d = e0, round_half(best_d - reach)
+            best, d = e0, round_half(best_d - gap)
         if e1 < best:
-            best, d = e1, round_half(best_d + reach)
+            best, d = e1, round_half(best_d + gap)
         if sqq > _ZERO:
             refined = round_half(best_d + srq / sqq)
-            e0, _ = scaled_errors(x, w, refined, refined)
+            e0, _ = line_errors(x, w, refined, _ZERO, refined, _ZERO)
             if e0 < best:
                 best, d = e0, refined
         if d == best_d:
@@ -111,7 +108,7 @@ def _affine(x, w):
         b = -round_half(lo + a * _SHIFT * np.float32(k % _SHIFTS - _SHIFTS // 2))
         last = _INFINITY
         for _ in range(4):
-            e, f_q, f_qq, f_r, f_rq = affine_fit(x, w, a, b)
+            e, f_q, f_qq, f_r, f_rq = line_fit(x, w, a, b)
             if e < best:
                 best, best_d, best_m = e, a, -b
             if not e < last or (last < _INFINITY and e > best * _HOPELESS):
@@ -132,36 +129,36 @@ def _affine(x, w):
         a = d * (_ONE + np.float32(i) * np.float32(0.5) / high)
         for k in range(-_WINDOW, _WINDOW + 1):
             b = np.float32(k) * np.float32(0.25) * d - m
-            _, sq, sqq, sr, srq = affine_fit(x, w, a, b)
+            _, sq, sqq, sr, srq = line_fit(x, w, a, b)
             det = sqq * weight - sq * sq
             if not det > np.float32(1e-4) * sqq * weight:
                 continue
             b1 = round_half(b + (sq * srq - sqq * sr) / det)
             a1 = round_half(a + (srq + sq * (b1 - b)) / sqq)
             if a1 > _ZERO:
-                e1, e2 = affine_errors(x, w, a1, b1, a1, -m)
+                e1, e2 = line_errors(x, w, a1, b1, a1, -m)
                 if e1 < best:
                     best, best_d, best_m = e1, a1, -b1
                 if e2 < best:
                     best, best_d, best_m = e2, a1, m
     for _ in range(4):  # neighbouring halves
         d, m = best_d, best_m
-        reach_d = max(abs(d) * _STEP, _LEAST)
-        reach_m = max(abs(m) * _STEP, _LEAST)
+        gap_d = max(abs(d) * _STEP, _LEAST)
+        gap_m = max(abs(m) * _STEP, _LEAST)
         for dm in range(-1, 2):
-            m1 = round_half(m + np.float32(dm) * reach_m)
+            m1 = round_half(m + np.float32(dm) * gap_m)
             # the d that best goes with this m, and with this m and the codes of either end
-            _, _, f_qq, _, f_rq = affine_fit(x, w, d, -m1)
+            _, _, f_qq, _, f_rq = line_fit(x, w, d, -m1)
             a = d + f_rq / f_qq if f_qq > _ZERO else (hi - m1) / high
             a = round_half(max(a, _ZERO))
-            e1, e2 = affine_errors(x, w, a, -m1, round_half(a + reach_d), -m1)
+            e1, e2 = line_errors(x, w, a, -m1, round_half(a + gap_d), -m1)
             if e1 < best:
                 best, best_d, best_m = e1, a, m1
             if e2 < best:
-                best, best_d, best_m = e2, round_half(a + reach_d), m1
-            e1, e2 = affine_errors(x, w, round_half(max(a - reach_d, _ZERO)), -m1, d, -m1)
+                best, best_d, best_m = e2, round_half(a + gap_d), m1
+            e1, e2 = line_errors(x, w, round_half(max(a - gap_d, _ZERO)), -m1, d, -m1)
             if e1 < best:
-                best, best_d, best_m = e1, round_half(max(a - reach_d, _ZERO)), m1
+                best, best_d, best_m = e1, round_half(max(a - gap_d, _ZERO)), m1
             if e2 < best:
                 best, best_d, best_m = e2, d, m1
         if best_d == d and best_m == m:
@@ -246,10 +243,6 @@ def plain_quantizer(name: str) -> Callable[..., None]:
     if name == "Q8_0":
         return _rows_q8_0  # type: ignore[no-any-return]
     kind = TYPES[name]
-    loops: tuple[Any, ...] = affine_errors, affine_fit, affine_write
-    if not kind.has_min:
-        loops = extremes, scaled_errors, scaled_fit, scaled_write
+    loops = extremes, line_errors, line_fit, line_write
     stage = _affine if kind.has_min else _scaled
-    first, step, starts = _STARTS[name]
-    settings = {"first": first, "step": step, "starts": starts}
-    return rows_quantizer(kind, name, loops, [stage], _workspace, _search, settings)
+    return rows_quantizer(kind, name, loops, [stage], _workspace, _search, _SEARCHES[name]._asdict())

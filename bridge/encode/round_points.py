@@ -16,7 +16,7 @@ import numpy as np
 
 from bridge.blocks.read import WRITTEN
 from bridge.encode.nearest_points import lists, snapper
-from bridge.encode.round_loops import add, greater
+from bridge.encode.round_loops import ScaleSearch, add, greater
 from bridge.encode.round_values import values_quantizer
 
 _ZERO = np.float32(0)
@@ -24,17 +24,16 @@ _ONE = np.float32(1)
 _INFINITY = np.float32(np.inf)
 _TINY = np.float32(1e-37)  # a zero whose sign matters
 
-_SETTINGS: dict[str, dict[str, Any]] = {
-    "IQ3_S": {"first": 8.0, "step": 1.5, "starts": 4, "refits": 0, "tries": 32, "rounds": 1},
-    "IQ3_XXS": {"first": 31.0, "step": 5.0, "starts": 5, "refits": 0, "tries": 32, "rounds": 2},
-    "IQ2_S": {"first": 32.5, "step": 6.0, "starts": 2, "refits": 0, "tries": 32, "rounds": 1, "look": 1},
-    "IQ2_XS": {"first": 27.0, "step": 2.5, "starts": 8, "refits": 1, "tries": 32, "rounds": 2},
-    "IQ2_XXS": {"first": 28.0, "step": 3.5, "starts": 5, "refits": 0, "tries": 32, "rounds": 2},
+_SEARCHES = {
+    "IQ3_S": ScaleSearch(8.0, 1.5, 4, tries=32, rounds=1),
+    "IQ3_XXS": ScaleSearch(31.0, 5.0, 5, tries=32, rounds=2),
+    "IQ2_S": ScaleSearch(32.5, 6.0, 2, tries=32, rounds=1, compared=1),
+    "IQ2_XS": ScaleSearch(27.0, 2.5, 8, refits=1, tries=32, rounds=2),
+    "IQ2_XXS": ScaleSearch(28.0, 3.5, 5, tries=32, rounds=2),
 }
-EVEN = ("IQ2_XXS", "IQ2_XS", "IQ3_XXS")  # types whose signs have an even number of minuses
 
 # set per type by `specialize`
-sub = subs = width = levels = tries = 0
+sub = subs = width = levels = 0
 even = lifted = False
 near = numbers = values = codes_of = np.zeros(1)
 snap: Any = None
@@ -59,7 +58,7 @@ def fold(x, w, t):
                 t[cheapest] = -max(t[cheapest], _TINY)
 
 
-def reach(x, w):
+def start_scales(x, w):
     """What is tried in parts as a scale: between the root of the weights' mean square and the greatest of them."""
     squares = _ZERO
     weight = _ZERO
@@ -68,8 +67,8 @@ def reach(x, w):
         squares = add(squares, w[i] * x[i] * x[i])
         weight = add(weight, w[i])
         peak = greater(peak, abs(x[i]))
-    whole = np.sqrt(peak * np.sqrt(squares / weight))
-    return whole, whole
+    scale = np.sqrt(peak * np.sqrt(squares / weight))
+    return scale, scale
 
 
 def fit(t, w, a, inside):
@@ -100,21 +99,15 @@ def points_write(x, w, a, b, codes, scratch):
     return error, signal, weighted
 
 
-def _workspace():
-    """scales, tries, trial, codes; the folded weights, points' numbers and tables, and what d was over what it is."""
+def fit_scratch():
+    """The folded weights, points' numbers and tables, and what d was over what it is."""
     return (
-        np.zeros((2, 3, subs), np.float32),
-        (np.zeros(tries, np.float32), np.zeros(tries, np.float32), np.zeros(tries, np.float32)),
-        np.zeros(subs, np.int32),
-        np.zeros(subs, np.int32),
-        (
-            np.zeros((subs, sub), np.float32),
-            np.zeros(sub // width, np.int64),
-            near,
-            numbers,
-            values,
-            np.ones(1, np.float32),
-        ),
+        np.zeros((subs, sub), np.float32),
+        np.zeros(sub // width, np.int64),
+        near,
+        numbers,
+        values,
+        np.ones(1, np.float32),
     )
 
 
@@ -171,7 +164,7 @@ def points_quantizer(name: str, lifted: bool) -> Callable[..., None]:
     constants = {
         "width": width,
         "levels": len(parts.bounds) + 1,
-        "even": name in EVEN,
+        "even": kind.even_signs,
         "lifted": lifted,
         "near": parts.near,
         "numbers": parts.numbers,
@@ -179,4 +172,6 @@ def points_quantizer(name: str, lifted: bool) -> Callable[..., None]:
         "codes_of": parts.codes,
         "snap": snapper(kind.sub, width, parts.bounds),
     }
-    return values_quantizer(kind, (fold, reach, fit, points_write), _SETTINGS[name] | constants, _workspace, _search)
+    return values_quantizer(
+        kind, (fit_scratch, fold, start_scales, fit, points_write), _SEARCHES[name], constants, _search
+    )

@@ -108,7 +108,7 @@ def quantizer_of(block: BlockType, lifted: bool = False) -> Callable[..., None]:
     """
     name = block.name
     if name in ROUNDED:
-        if name.startswith("IQ1"):
+        if block.shifted:
             return shifted_quantizer(name, lifted)
         return points_quantizer(name, lifted) if block.numbered else table_quantizer(name)
     if block.is_k:

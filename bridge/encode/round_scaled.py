@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from bridge.blocks import BLOCKS
-from bridge.encode.round_loops import add, extremes, rows_quantizer, scaled_errors, scaled_fit, scaled_write
+from bridge.encode.round_loops import ScaleSearch, add, extremes, line_errors, line_fit, line_write, rows_quantizer
 from bridge.system.half import round_half
 
 _ZERO = np.float32(0)
@@ -28,12 +28,9 @@ _NEAR = 1  # how far a sweep looks, in steps of sc
 _ROUNDS = 6
 _ENOUGH = 0.999  # a round that gains less is the last
 
-# first, step, starts: of the scale search, w's largest magnitude at code low + first + step * k, k < starts
-# grid_wide, wide: how far the first sweep of a grid, and of the best grid, looks
-# coarse: a scale this many times smaller than the largest is small
-_SETTINGS = {
-    "Q3_K": {"first": -0.4, "step": 0.16, "starts": 12, "grid_wide": 1, "wide": 64, "shakes": 6, "coarse": 8.0},
-    "Q6_K": {"first": -0.6, "step": 0.3, "starts": 8, "grid_wide": 1, "wide": 8, "shakes": 0, "coarse": 32.0},
+_SEARCHES = {
+    "Q3_K": ScaleSearch(-0.4, 0.16, 12, grid_wide=1, wide=64, shakes=6, coarse=8.0),
+    "Q6_K": ScaleSearch(-0.6, 0.3, 8, grid_wide=1, wide=8, coarse=32.0),
 }
 
 # rows of the array `scales` [2, 3, subs], float32, for either sign: the scale, its error, and sum w q^2
@@ -63,7 +60,7 @@ def _scale(x, w, scales, j):
         for k in range(starts):
             a = full * low / (low + first + step * np.float32(k))
             for _ in range(3):
-                e, sqq, srq = scaled_fit(x, w, a)
+                e, _, sqq, _, srq = line_fit(x, w, a, _ZERO)
                 if not sqq > _ZERO:
                     if e < best:
                         best = e
@@ -133,14 +130,14 @@ def _grids(scales, tries):
     return _GRIDS
 
 
-def _sweep(x, w, d, scales, sc, reach):
-    """Move each sc to the best within `reach` of itself and of either sign's best scale: the sum of the errors."""
+def _sweep(x, w, d, scales, sc, distance):
+    """Move each sc to the best within `distance` of itself and of either sign's best scale: the sum of the errors."""
     inverse = _ONE / d if d != _ZERO else _ZERO
     total = 0.0
     for j in range(subs):
         best_s = sc[j]
         a = d * np.float32(best_s)
-        best, _ = scaled_errors(x[j], w[j], a, a)
+        best, _ = line_errors(x[j], w[j], a, _ZERO, a, _ZERO)
         for around in range(3):
             middle = sc[j]
             if around < 2:
@@ -148,13 +145,12 @@ def _sweep(x, w, d, scales, sc, reach):
                 middle = np.int32(min(max(a, np.float32(scale_lo)), np.float32(scale_hi)))
                 if abs(middle - sc[j]) <= 1:
                     continue
-            look = np.int32(reach)
-            first_s = max(np.int32(middle - look), np.int32(scale_lo))
-            last_s = min(np.int32(middle + look), np.int32(scale_hi))
+            first_s = max(np.int32(middle - np.int32(distance)), np.int32(scale_lo))
+            last_s = min(np.int32(middle + np.int32(distance)), np.int32(scale_hi))
             for s in range(first_s, last_s + 1, 2):
                 s1 = np.int32(s)
                 s2 = min(np.int32(s + 1), np.int32(scale_hi))
-                e1, e2 = scaled_errors(x[j], w[j], d * np.float32(s1), d * np.float32(s2))
+                e1, e2 = line_errors(x[j], w[j], d * np.float32(s1), _ZERO, d * np.float32(s2), _ZERO)
                 if e1 < best:
                     best_s, best = s1, e1
                 if e2 < best:
@@ -171,7 +167,7 @@ def _refit(x, w, d, sc):
     curve = gradient = 0.0
     for j in range(subs):
         s = np.float64(sc[j])
-        _, sqq, srq = scaled_fit(x[j], w[j], d * np.float32(sc[j]))
+        _, _, sqq, _, srq = line_fit(x[j], w[j], d * np.float32(sc[j]), _ZERO)
         curve += s * s * sqq
         gradient += s * srq
     return round_half(d + gradient / curve) if curve > 0 else d
@@ -231,6 +227,6 @@ def _search(x, w, row, at, scratch, sc, mn):
 @cache
 def scaled_quantizer(name: str) -> Callable[..., None]:
     """The compiled loop over rows of Q3_K or Q6_K, see `rows_quantizer`."""
-    loops = extremes, scaled_errors, scaled_fit, scaled_write
+    loops = extremes, line_errors, line_fit, line_write
     stages = _scale, _grids, _sweep, _refit, _block
-    return rows_quantizer(BLOCKS[name], name, loops, stages, _workspace, _search, _SETTINGS[name])
+    return rows_quantizer(BLOCKS[name], name, loops, stages, _workspace, _search, _SEARCHES[name]._asdict())

@@ -13,19 +13,18 @@ import numpy as np
 from bridge.blocks.iq1_s import POINTS
 from bridge.blocks.read import WRITTEN
 from bridge.encode.nearest_points import lists, shifted_snapper
-from bridge.encode.round_loops import add
-from bridge.encode.round_points import reach
+from bridge.encode.round_loops import ScaleSearch, add
+from bridge.encode.round_points import start_scales
 from bridge.encode.round_values import values_quantizer
 
 _ZERO = np.float32(0)
 _ONE = np.float32(1)
 
 _STEP = 8  # from level to level
-_SHARED = {"IQ1_S": 32, "IQ1_M": 8}  # weights of one shift
-_SETTINGS: dict[str, Any] = {"first": 10.0, "step": 1.0, "starts": 1, "refits": 0, "tries": 16, "rounds": 1, "look": 1}
+_SEARCH = ScaleSearch(10.0, 1.0, 1, tries=16, rounds=1, compared=1)
 
 # set per type by `specialize`
-sub = subs = shared = tries = 0
+sub = subs = shared = 0
 lifted = False
 near = numbers = values = levels_of = np.zeros(1)
 snap: Any = None
@@ -65,39 +64,28 @@ def shifted_write(x, w, a, b, codes, scratch):
     return error, signal, weighted
 
 
-def _workspace():
-    """scales, tries, trial, codes; and the points' numbers, the shifts, the tables and whose turn it is."""
-    return (
-        np.zeros((2, 3, subs), np.float32),
-        (np.zeros(tries, np.float32), np.zeros(tries, np.float32), np.zeros(tries, np.float32)),
-        np.zeros(subs, np.int32),
-        np.zeros(subs, np.int32),
-        (
-            np.zeros((subs, sub // 8), np.int64),
-            np.zeros((subs, sub // shared), np.int64),
-            near,
-            numbers,
-            values,
-            np.zeros(1, np.int64),
-        ),
-    )
+def fit_scratch():
+    """The points' numbers, the shifts, the tables and whose turn it is."""
+    signs = np.zeros((subs, sub // shared), np.int64)
+    return np.zeros((subs, sub // 8), np.int64), signs, near, numbers, values, np.zeros(1, np.int64)
 
 
 @cache
 def shifted_quantizer(name: str, lifted: bool) -> Callable[..., None]:
     """The compiled loop over rows of IQ1_S or IQ1_M, see `rows_quantizer` and `points_quantizer`."""
+    kind = WRITTEN[name]
     points = _STEP * (POINTS.astype(np.float32) - 1)
     cells = _STEP * (np.arange(3**8)[:, None] // 3 ** np.arange(7, -1, -1) % 3 - 1).astype(np.float32)
     numbers = lists(points, cells)
     bounds = (-_STEP / 2, _STEP / 2)
     constants = {
-        "shared": _SHARED[name],
+        "shared": kind.shifted,
         "lifted": lifted,
         "near": np.ascontiguousarray(points[numbers].transpose(0, 2, 1)).astype(np.int8),
         "numbers": numbers,
         "values": points,
         "levels_of": POINTS,
-        "snap": shifted_snapper(WRITTEN[name].sub, _SHARED[name], bounds),
+        "snap": shifted_snapper(kind.sub, kind.shifted, bounds),
     }
-    loops = reach, fit, shifted_write
-    return values_quantizer(WRITTEN[name], loops, _SETTINGS | constants, _workspace)
+    loops = fit_scratch, start_scales, fit, shifted_write
+    return values_quantizer(kind, loops, _SEARCH, constants)

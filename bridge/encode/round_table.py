@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 
 from bridge.blocks.read import WRITTEN
-from bridge.encode.round_loops import add, extremes
-from bridge.encode.round_values import reach, values_quantizer
+from bridge.encode.round_loops import ScaleSearch, add, extremes
+from bridge.encode.round_values import fit_scratch, start_scales, values_quantizer
 
 _ZERO = np.float32(0)
 _ONE = np.float32(1)
 
-_SETTINGS = {
-    "IQ4_NL": {"first": 103.0, "step": 7.5, "starts": 6, "refits": 2, "rounds": 3},
-    "IQ4_XS": {"first": 103.0, "step": 9.0, "starts": 5, "refits": 0, "tries": 32, "rounds": 2},
+_SEARCHES = {
+    "IQ4_NL": ScaleSearch(103.0, 7.5, 6, refits=2, rounds=3),
+    "IQ4_XS": ScaleSearch(103.0, 9.0, 5, tries=32, rounds=2),
 }
 
 # set per type by `specialize`
@@ -74,4 +74,4 @@ def table_quantizer(name: str) -> Callable[..., None]:
     kind = WRITTEN[name]
     values = np.array(kind.values, np.float32)
     constants: dict[str, Any] = {"least": values[0], "middles": (values[1:] + values[:-1]) / 2, "gaps": np.diff(values)}
-    return values_quantizer(kind, (extremes, reach, fit, table_write), _SETTINGS[name] | constants)
+    return values_quantizer(kind, (fit_scratch, extremes, start_scales, fit, table_write), _SEARCHES[name], constants)

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from bridge.blocks import BlockType
-from bridge.encode.round_loops import add, extremes, greater, lesser, rows_quantizer
+from bridge.encode.round_loops import ScaleSearch, add, extremes, greater, lesser, rows_quantizer
 from bridge.system.half import round_half
 from bridge.system.jit import inlined
 
@@ -39,9 +39,9 @@ LIFTED = {"IQ3_XXS": 0.8, "IQ2_XXS": 0.8, "IQ2_XS": 0.8, "IQ2_S": 0.8, "IQ1_S": 
 _MOST, _SPREAD = np.float32(1.35), np.float32(0.7)  # the tries of d: the first, times the plain choice; their range
 
 # set per type by `specialize`
-sub = subs = scale_lo = scale_hi = starts = refits = tries = rounds = look = signs = odd = 0
+sub = subs = scale_lo = scale_hi = starts = refits = tries = rounds = compared = signs = odd = 0
 lifted = False
-low = high = first = step = unit = part = _ZERO
+low = high = first = step = unit = lift_share = _ZERO
 fit: Any = None
 factor: Any = None
 nearest: Any = None
@@ -63,7 +63,7 @@ def _nearest(ratio):
     return (ratio / unit - np.float32(odd - 1)) / np.float32(odd)
 
 
-def reach(x, w):
+def start_scales(x, w):
     """What is tried in parts as a scale: the weight that is clipped first, for a positive scale and a negative one."""
     bottom, peak = extremes(x)
     return max(peak, bottom / low * high), -max(-peak / low * high, -bottom)
@@ -78,9 +78,9 @@ def _expected(a, error, curve, d, inverse):
 
 def _scale(x, w, scales, j, scratch):
     """Search the best scale of one sub-block, of either sign if codes have one, into column j of `scales`."""
-    whole = reach(x, w)
+    parted = start_scales(x, w)
     for negative in range(signs):
-        full = whole[negative]
+        full = parted[negative]
         best = _INFINITY
         scales[negative, _SCALE, j] = full
         scales[negative, _ERROR, j] = _INFINITY
@@ -140,9 +140,9 @@ def _sweep(x, w, d, scales, sc, scratch):
         best_v = best_r = _ZERO
         best_s = np.int32(scale_lo)
         for negative in range(signs):
-            code = np.rint(nearest(scales[negative, _SCALE, j] * inverse) - np.float32(0.5 * (look - 1)))
-            from_s = np.int32(min(max(code, np.float32(scale_lo)), np.float32(scale_hi + 1 - look)))
-            for s in range(from_s, from_s + look):
+            code = np.rint(nearest(scales[negative, _SCALE, j] * inverse) - np.float32(0.5 * (compared - 1)))
+            from_s = np.int32(min(max(code, np.float32(scale_lo)), np.float32(scale_hi + 1 - compared)))
+            for s in range(from_s, from_s + compared):
                 e, svv, srv = fit(x[j], w[j], d * factor(s), scratch)
                 if e < best:
                     best, best_v, best_r, best_s = e, svv, srv, np.int32(s)
@@ -160,7 +160,7 @@ def _lift(x, w, d, error):
     for j in range(subs):
         for i in range(sub):
             signal = add(signal, w[j, i] * x[j, i] * x[j, i])
-    return round_half(d * (_ONE + part * np.float32(error) / signal)) if signal > _ZERO else d
+    return round_half(d * (_ONE + lift_share * np.float32(error) / signal)) if signal > _ZERO else d
 
 
 def _block(x, w, scales, tried, trial, sc, scratch):
@@ -201,14 +201,19 @@ def _single(x, w, scales, tried, trial, sc, scratch):
     return best_d, best_d
 
 
+def fit_scratch():
+    """What `fit` writes to: nothing."""
+    return ()
+
+
 def _workspace():
-    """scales, tries of d, trial and codes of one superblock, and what `fit` writes to: nothing."""
+    """scales, tries of d, trial and codes of one superblock, and what `fit` writes to."""
     return (
         np.zeros((2, 3, subs), np.float32),
         (np.zeros(tries, np.float32), np.zeros(tries, np.float32), np.zeros(tries, np.float32)),
         np.zeros(subs, np.int32),
         np.zeros(subs, np.int32),
-        (),
+        fit_scratch(),
     )
 
 
@@ -223,17 +228,17 @@ def _search(x, w, row, at, scratch, sc, mn):
 def values_quantizer(
     kind: BlockType,
     loops: Sequence[Any],
-    settings: dict[str, Any],
-    workspace: Any = _workspace,
+    scales: ScaleSearch,
+    constants: dict[str, Any],
     search: Any = _search,
 ) -> Callable[..., None]:
     """The compiled loop over rows of a type, see `rows_quantizer`.
 
-    loops     `reach`, `fit`, what these use, and last what writes the codes
-    settings  of the search and of the loops
+    loops      `fit_scratch`, `start_scales`, `fit`, what these use, and last what writes the codes
+    constants  of the loops
     """
     stages = (_factor, _nearest, _expected, _scale, _grid, _sweep, _lift, _block) if kind.is_k else (_scale, _single)
     signs = 2 if kind.scale_lo < 0 or not kind.is_k else 1
-    settings = {"look": 2, "signs": signs, "part": LIFTED.get(kind.name, 0.0)} | settings
-    suffix = kind.name + "_lifted" * settings.get("lifted", False)
-    return rows_quantizer(kind, suffix, loops, stages, workspace, search, settings, inlined)
+    settings = scales._asdict() | {"signs": signs, "lift_share": LIFTED.get(kind.name, 0.0)} | constants
+    suffix = kind.name + "_lifted" * constants.get("lifted", False)
+    return rows_quantizer(kind, suffix, loops, stages, _workspace, search, settings, inlined)

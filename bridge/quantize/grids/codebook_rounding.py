@@ -284,7 +284,7 @@ class Rounding:
 def rounding(name: str) -> Rounding:
     """The kernels of a type by its name."""
     block = WRITTEN[name]
-    shifted = name == "IQ1_S"  # 32 weights, a sub-block
+    shifted = block.shifted == block.sub
     units = unit_rounding(name, shifted)
     unit = units.unit
     coded, (scale_lo, scale_hi) = block.subs > 1 or bool(block.scales), scale_range(block)
@@ -293,7 +293,7 @@ def rounding(name: str) -> Rounding:
         "sub": block.sub, "subs": block.subs, "unit": unit, "odd": 2 if block.odd_scales else 1, "coded": coded,
         "scale_lo": scale_lo, "scale_hi": scale_hi, "share": np.float32(block.unit), "fixed": bool(block.scales),
         "scales": np.array(block.scales or [0], np.float32), "mirrored": mirrored, "shifted": shifted,
-        "variants": 2 if mirrored or shifted else 1, "nothing": 1 if name.startswith("IQ1") else 0,
+        "variants": 2 if mirrored or shifted else 1, "nothing": 1 if block.shifted else 0,
         "round_unit": units.function,
     }  # fmt: skip
     constants["scale_of"] = specialize(_scale_of, name, inlined, **constants)

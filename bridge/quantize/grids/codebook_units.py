@@ -17,7 +17,7 @@ import numpy as np
 from bridge.blocks import BlockType
 from bridge.blocks.read import WRITTEN
 from bridge.encode.nearest_points import looker, snapper
-from bridge.encode.round_points import EVEN, codebook
+from bridge.encode.round_points import codebook
 from bridge.system.jit import specialize, uncounted
 
 _ZERO = np.float32(0)
@@ -161,10 +161,10 @@ def unit_rounding(name: str, shifted: bool) -> UnitRounding:
     def floats(count: int) -> list[np.ndarray]:
         return [np.zeros(8, np.float32) for _ in range(count)]
 
-    if name.startswith("IQ1"):
+    if block.shifted:
         ternary = specialize(_round_shifted, name, uncounted, look=looker(points.bounds), shifted=shifted)
         return UnitRounding(8, ternary, lambda: (*tables, *floats(2)))
-    width, even = points.values.shape[1], name in EVEN
+    width, even = points.values.shape[1], block.even_signs
     unit = 8 if even else width
     scope = {"snap": snapper(8, width, points.bounds), "width": width, "unit": unit, "even": even}
     point = specialize(_round_point, name, uncounted, **scope)
