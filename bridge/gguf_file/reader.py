@@ -18,7 +18,7 @@ import numpy as np
 
 from bridge.errors import BridgeError, parameter
 from bridge.gguf_file.header import Metadata, check_basis, read_header
-from bridge.system.files import HEAD, kind_of_contents, missing, shard_name, shard_of
+from bridge.system.files import HEAD, kind_of_contents, missing, shards_of
 
 LOADS = ("mmap", "memory")
 
@@ -124,13 +124,12 @@ def expect_model(metadata: Mapping[str, Any], path: Path) -> None:
 
 def shards(path: Path) -> list[Path]:
     """The files of a GGUF, in order; `path` is the only one or any shard. BridgeError if one is missing."""
-    stem, count, suffix = shard_of(path.name) or ("", 0, "")
-    if count == 0 or suffix != ".gguf":
+    files = [path.with_name(name) for name in shards_of(path.name, r"\.gguf")]
+    if not files:
         return [path]
-    files = [path.with_name(shard_name(stem, number, count, suffix)) for number in range(1, count + 1)]
     lost = next((file for file in files if not file.is_file()), None)
     if lost:
-        raise BridgeError(f"{lost}: this shard is missing; all {count} must be in one folder")
+        raise BridgeError(f"{lost}: this shard is missing; all {len(files)} must be in one folder")
     return files
 
 

@@ -114,16 +114,13 @@ def files_below(folder: Path) -> Iterator[Path]:
         yield from (Path(parent) / name for name in sorted(names))
 
 
-def shard_of(name: str) -> tuple[str, int, str] | None:
-    """What precedes the numbers of one of several files, name-00001-of-00003.gguf, how many there are, and its suffix;
-    None for other files."""
-    shard = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})(\..*)", name)
-    return (shard[1], int(shard[2]), shard[3]) if shard else None
+def shards_of(name: str, suffix: str = r"\..*") -> list[str]:
+    """The names of all files of which one is name-00001-of-00003.gguf; none for other files.
 
-
-def shard_name(stem: str, number: int, count: int, suffix: str) -> str:
-    """The name of one of several files, numbered from 1 on."""
-    return f"{stem}-{number:05}-of-{count:05}{suffix}"
+    suffix  a pattern of it
+    """
+    shard = re.fullmatch(rf"(.*)-\d{{5}}-of-(\d{{5}})({suffix})", name)
+    return [f"{shard[1]}-{i:05}-of-{shard[2]}{shard[3]}" for i in range(1, int(shard[2]) + 1)] if shard else []
 
 
 def without_shard(name: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from bridge.checkpoint.files.store import Store
 from bridge.checkpoint.files.torch_store import TorchStore
 from bridge.errors import BridgeError
-from bridge.system.files import expanded, read_json, shard_name, shard_of
+from bridge.system.files import expanded, read_json, shards_of
 
 WEIGHTS = (".safetensors", ".bin", ".pt")  # endings of files with weights, in order of preference
 CONFIGS = (".json", ".txt", ".jinja", ".model", "README.md")  # endings of all other files that are read
@@ -63,8 +63,7 @@ def open_store(path: Path, stem: str | None = None) -> Store:
 def _opened(path: Path, stem: str | None) -> Store:
     """`open_store`, names as they are stored."""
     if path.is_file():
-        shard = shard_of(path.name)
-        if shard and shard[1] > 1:
+        if len(shards_of(path.name)) > 1:
             raise BridgeError(f"{path}: is one of several shards; give the folder that holds them")
         return _open([path])
     names = sorted(file.name for file in path.glob("*"))
@@ -123,10 +122,6 @@ def _indexed(folder: Path, index: Path, files: list[Path]) -> Store:
 def _check_run(files: list[Path]) -> None:
     """Check that all shards without an index exist: name-00002-of-00003."""
     for file in files:
-        shard = shard_of(file.name)
-        if shard:
-            stem, count, suffix = shard
-            for number in range(1, count + 1):
-                other = file.with_name(shard_name(stem, number, count, suffix))
-                if not os.path.exists(other):
-                    raise BridgeError(f"{other}: missing, though {file.name} exists; is the download complete?")
+        for shard in map(file.with_name, shards_of(file.name)):
+            if not os.path.exists(shard):
+                raise BridgeError(f"{shard}: missing, though {file.name} exists; is the download complete?")
