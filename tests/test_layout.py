@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from bridge.gguf_file.architectures import ARCHITECTURES
 from tests.conftest import ROOT
 
 # a package -> the packages of ours that it may import; errors is free to all but blocks
@@ -156,6 +157,17 @@ def test_nothing_before_the_gpu_is_asked_for_imports_what_runs_on_it():
         for node in ast.parse(module.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 assert not {name for name in imported_by(node) if name.startswith("bridge.cuda")}, module.name
+
+
+def test_what_runs_a_model_asks_for_no_architecture_by_name():
+    """What is true of one stands in gguf_file/architectures.py; names of tokenizers are others, if spelled alike."""
+    folders = ("bridge/runtime", "bridge/nn", "cuda")
+    of_tokenizers = {"bridge/runtime/tokenizer/__init__.py", "bridge/nn/gguf_quantizer.py"}
+    for module in sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py")):
+        tree = ast.parse(module.read_text(encoding="utf-8"))
+        constants = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+        named = {value for value in constants if isinstance(value, str) and value.removesuffix(".") in ARCHITECTURES}
+        assert not named or module.relative_to(ROOT).as_posix() in of_tokenizers, f"{module}: {named}"
 
 
 def test_the_kernels_of_the_cpu_know_nothing_of_files_and_tensors():

@@ -90,9 +90,9 @@ def run(a: argparse.Namespace) -> int:
 def _next_steps(outputs: list[Path], modelfile: bool) -> str:
     """The commands that run a new GGUF, with its vision tower if there is one."""
     from bridge.conversion.mmproj import mmproj_path
+    from bridge.gguf_file.architectures import ARCHITECTURES
     from bridge.gguf_file.reader import read_gguf
     from bridge.models.modelfile import ollama_line
-    from bridge.runtime.architectures import ARCHITECTURES
 
     gguf = outputs[0]
     file = shlex.quote(str(gguf))

@@ -29,7 +29,7 @@ def gguf_of(
     if kind in ("gguf", "part"):
         return Path(model)
     from bridge.conversion.cache import converted
-    from bridge.runtime.architectures import ARCHITECTURES
+    from bridge.gguf_file.architectures import ARCHITECTURES
 
     return converted(model, config, ARCHITECTURES, progress, messages)
 

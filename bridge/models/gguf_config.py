@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from bridge.errors import BridgeError
+from bridge.gguf_file.architectures import MOST_BLOCKS
 from bridge.models.families import ALL
 from bridge.models.family import Family
 from bridge.models.gguf_config_keys import ABSENT, KINDS, MORE, Keys
 from bridge.models.rope import NOT_ROTATED, llama3_factors
-from bridge.runtime.architectures import MOST_BLOCKS
 
 # tensors that divide the frequencies of rotary embeddings, without their ".weight"
 ROPE_FACTORS = "rope_freqs", "rope_factors_long", "rope_factors_short"

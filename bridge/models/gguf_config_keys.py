@@ -3,9 +3,9 @@
 from collections.abc import Callable, Collection
 from typing import Any
 
+from bridge.gguf_file.architectures import read_windows
 from bridge.models.families.deepseek4 import KINDS as COMPRESSED
 from bridge.models.families.deepseek4 import RATIOS
-from bridge.runtime.architectures import read_windows
 
 ABSENT: Any = object()  # for a key that the config must not have
 

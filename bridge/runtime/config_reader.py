@@ -10,27 +10,12 @@ from typing import Any
 import numpy as np
 
 from bridge.errors import BridgeError
+from bridge.gguf_file.architectures import ARCHITECTURES, MAMBA, MOST_BLOCKS, Graph, read_windows
 from bridge.gguf_file.reader import expect_model
-from bridge.runtime.architectures import ARCHITECTURES, MOST_BLOCKS, read_windows
 from bridge.runtime.cpu.stream_ops import STREAMS
 from bridge.runtime.decoder_config import DecoderConfig, Heads, Latent, Routing
-from bridge.runtime.recurrent_config import MAMBA, read_recurrent
+from bridge.runtime.recurrent_config import read_recurrent
 
-_LARGEST = {"gemma2": 46, "gemma3": 62}  # layers of the 27 B models, whose scores are scaled by the hidden size's share
-_LATENT = {"deepseek2", "deepseek32", "glm-dsa", "mistral4"}
-_UNSCALED = {"gemma3n", "gemma4"}  # scores
-# the shared expert is so many times as wide
-_COUNT_SHARED = {**dict.fromkeys((*_LATENT, "glm4moe", "dots1", "minimax-m3"), 0), "llama4": 1}
-# weights of the experts used do not sum to one, if no key says so
-_UNNORMALIZED = {*_LATENT, "qwen2moe", "glm4moe", "dots1", "llama4", "nemotron_h_moe", "jamba"}
-# routers, if no key says so; llama.cpp wants the key of some, which in transformers have a sigmoid
-_SIGMOID = {
-    "deepseek32", "dots1", "glm-dsa", "glm4moe", "lfm2moe", "llama4", "minimax-m2", "minimax-m3", "nemotron_h_moe",
-}  # fmt: skip
-_MAVERICK = 128  # experts of the Llama 4 that does not normalize q and k
-_LLAMA4_TEMPERATURE = 0.1, 8192, 1  # factor, length and offset, see `temperatures`
-_FLASH_VOCABULARY = 154880
-_MIXER = 0.02  # of Phi-3.5-MoE, twice its router_jitter_noise
 _GATINGS = {1: False, 2: True, 3: False}  # expert_gating_func -> whether it is a sigmoid
 
 
@@ -76,7 +61,7 @@ def _read(metadata: Mapping[str, Any], arch: str, path: Path) -> DecoderConfig:
         return kind(value)
 
     experts = get("expert_count", int) if metadata.get(f"{arch}.expert_count") else 0
-    if (arch, experts) == ("jamba", 1):  # Jamba Reasoning 3B: plain networks
+    if experts == 1 and graph.one_is_dense:
         experts = 0
     predicting = int(metadata.get(f"{arch}.nextn_predict_layers", 0))
     blocks = get("block_count", int)
@@ -88,9 +73,9 @@ def _read(metadata: Mapping[str, Any], arch: str, path: Path) -> DecoderConfig:
         )
     layers = blocks - predicting
     hidden = get("embedding_length", int)
-    inner, inners = _inner_sizes(metadata, arch, layers, get, path)
+    inner, inners = _inner_sizes(metadata, arch, graph, layers, get, path)
     networks = {layer for layer, size in enumerate(inners) if size} if graph.alone else set()
-    recurrent = read_recurrent(metadata, arch, layers, networks, get, path)
+    recurrent = read_recurrent(metadata, arch, graph.state, layers, networks, get, path)
     try:
         window, windows = read_windows(arch, lambda key: metadata.get(f"{arch}.{key}"), layers)
     except BridgeError as problem:
@@ -105,7 +90,7 @@ def _read(metadata: Mapping[str, Any], arch: str, path: Path) -> DecoderConfig:
         rotated = 0  # llama.cpp's sign for it
     if kv_heads and heads % kv_heads:
         raise BridgeError(f"{path}: {heads} heads cannot share {kv_heads} key-value heads; convert the model again")
-    latent = _read_latent(metadata, arch, head_dim, rotated, get, path) if arch in _LATENT else None
+    latent = _read_latent(metadata, arch, head_dim, rotated, get, path) if graph.latent else None
     local_heads = None
     if f"{arch}.attention.key_length_swa" in metadata:
         local_heads = _read_local_heads(local_kv, heads, get, path)
@@ -125,33 +110,32 @@ def _read(metadata: Mapping[str, Any], arch: str, path: Path) -> DecoderConfig:
     local_base = base
     if graph.windows is not None and graph.windows.base is not None:
         local_base = get("rope.freq_base_swa", float, graph.windows.base or base)
-    share = hidden // heads if _LARGEST.get(arch) == layers else head_dim or 1
-    scale = get("attention.scale", float, 1.0 if arch in _UNSCALED else share**-0.5)
+    share = hidden // heads if graph.scaled_by_width == layers else head_dim or 1
+    scale = get("attention.scale", float, 1.0 if graph.unscaled else share**-0.5)
     size = get("rope.scaling.attn_factor", float, 1.0)
     growth = float(metadata.get(f"{arch}.rope.scaling.yarn_log_multiplier", 0.0)) * math.log(factor)
     if scaling == "yarn" and growth:  # what cos and sin grow by is divided out, see `angles`
         size /= 1 + 0.1 * (math.log(factor) if latent else growth)
     if latent is not None:
         scale = (1 + growth) ** 2 / (latent.plain + rotated) ** 0.5
-    cap = 50.0 if arch == "gemma2" else 0.0  # llama.cpp's defaults
-    caps_logits = arch == "gemma2" or (graph.scaled and f"{arch}.final_logit_softcapping" in metadata)
+    caps_logits = graph.logit_cap or (graph.scaled and f"{arch}.final_logit_softcapping" in metadata)
     context, indexer = get("context_length", int), f"{arch}.attention.indexer.top_k"
     chosen = get("attention.indexer.top_k", int) if indexer in metadata else 0
     chosen *= get("attention.indexer.block_size", int, 1)  # MiniMax M3's chooses blocks
     expert_inner = get("expert_feed_forward_length", int, inner) if experts else 0
     leading, shared_inner = int(metadata.get(f"{arch}.leading_dense_block_count", 0)), 0
-    if experts and (arch == "qwen2moe" or f"{arch}.expert_shared_feed_forward_length" in metadata):
+    if experts and (graph.shared_gate or f"{arch}.expert_shared_feed_forward_length" in metadata):
         shared_inner = get("expert_shared_feed_forward_length", int)
-    elif arch in _COUNT_SHARED:
-        shared_inner = expert_inner * int(metadata.get(f"{arch}.expert_shared_count", _COUNT_SHARED[arch]))
+    elif graph.shared_experts is not None:
+        shared_inner = expert_inner * int(metadata.get(f"{arch}.expert_shared_count", graph.shared_experts))
     temperature, length, offset = float(metadata.get(f"{arch}.attention.temperature_scale", 0.0)), 0, 0
     original = get("rope.scaling.original_context_length", int, context)
-    if arch == "llama4":
-        graph = replace(graph, unit_norms=experts != _MAVERICK)
-        if windows:
-            temperature, length, offset = _LLAMA4_TEMPERATURE
-        else:  # MobileLLM-R1's, whose window is 0: all layers are rotated
-            graph = replace(graph, unrotated_every=0)
+    if graph.temperature is not None and windows:
+        temperature, length, offset = graph.temperature
+    if graph.chunked and not windows:  # MobileLLM-R1's, whose window is 0: all layers are rotated
+        graph = replace(graph, unrotated_every=0)
+    if graph.unit_norms and experts == graph.no_unit_norms:
+        graph = replace(graph, unit_norms=False)
     logit_scale = get("logit_scale", float, 1.0)
     rms = "" if f"{arch}.attention.layer_norm_epsilon" in metadata else "rms_"
     return DecoderConfig(
@@ -159,7 +143,7 @@ def _read(metadata: Mapping[str, Any], arch: str, path: Path) -> DecoderConfig:
         layers=layers,
         predicting=predicting,
         hidden=hidden,
-        inner=inner if leading or inners or graph.beside or arch == "llama4" or not experts else expert_inner,
+        inner=inner if leading or inners or graph.beside or graph.expert_every != 1 or not experts else expert_inner,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -178,16 +162,16 @@ def _read(metadata: Mapping[str, Any], arch: str, path: Path) -> DecoderConfig:
         latent=latent,
         experts=experts,
         leading=leading,
-        expert_every=2 if arch == "jamba" else get("interleave_moe_layer_step", int, 1),
+        expert_every=graph.expert_every or get("interleave_moe_layer_step", int, 1),
         expert_inner=expert_inner,
         expert_latent=int(metadata.get(f"{arch}.moe_latent_size", 0)),
         shared_inner=shared_inner,
-        routing=_read_routing(metadata, get, path, experts) if experts else Routing(),
+        routing=_read_routing(metadata, graph, get, path, experts) if experts else Routing(),
         embedding_scale=get("embedding_scale", float, float(np.float32(hidden**0.5)) if graph.scaled else 1.0),
         residual_scale=get("residual_scale", float, 1.0),
-        logit_scale=1 / logit_scale if arch == "command-r" else logit_scale,
-        score_cap=get("attn_logit_softcapping", float, cap) if cap else 0.0,
-        logit_cap=get("final_logit_softcapping", float, 30.0) if caps_logits else 0.0,
+        logit_scale=1 / logit_scale if graph.logits_times else logit_scale,
+        score_cap=get("attn_logit_softcapping", float, graph.score_cap) if graph.score_cap else 0.0,
+        logit_cap=get("final_logit_softcapping", float, graph.logit_cap) if caps_logits else 0.0,
         window=window,
         windows=windows,
         local_heads=local_heads,
@@ -197,10 +181,10 @@ def _read(metadata: Mapping[str, Any], arch: str, path: Path) -> DecoderConfig:
         temperature_length=length or original,
         temperature_offset=offset,
         each_input=int(metadata.get(f"{arch}.embedding_length_per_layer_input", 0)),
-        streams=_read_streams(metadata, arch, path) if arch == "gemma3n" else 0,
+        streams=_read_streams(metadata, arch, path) if graph.streams else 0,
         sparsity=tuple(metadata.get(f"{arch}.activation_sparsity_scale", ())),
-        xielu=_read_xielu(metadata, layers, path) if arch == "apertus" else (),
-        relu2=graph.alone or metadata.get("bitnet.hidden_activation") == "relu2",
+        xielu=_read_xielu(metadata, layers, path) if graph.xielu else (),
+        relu2=graph.alone or metadata.get(f"{arch}.hidden_activation") == "relu2",
         inners=inners,
         recurrent=recurrent,
     )
@@ -232,11 +216,11 @@ def _read_local_heads(kv_heads: int, heads: int, get: Callable[..., Any], path: 
 
 
 def _inner_sizes(
-    metadata: Mapping[str, Any], arch: str, layers: int, get: Callable[..., Any], path: Path
+    metadata: Mapping[str, Any], arch: str, graph: Graph, layers: int, get: Callable[..., Any], path: Path
 ) -> tuple[int, tuple[int, ...]]:
     """Elements between the matrices of a network: the most, and those of each layer where they differ."""
     found = metadata.get(f"{arch}.feed_forward_length")
-    if found == 0 and ARCHITECTURES[arch].alone:
+    if found == 0 and graph.alone:
         return 0, ()
     if not isinstance(found, list):
         return get("feed_forward_length", int), ()
@@ -303,20 +287,21 @@ def _kv_heads(
     return counts.pop(), local.pop()
 
 
-def _read_routing(metadata: Mapping[str, Any], get: Callable[..., Any], path: Path, experts: int) -> Routing:
+def _read_routing(
+    metadata: Mapping[str, Any], graph: Graph, get: Callable[..., Any], path: Path, experts: int
+) -> Routing:
     """The rules of a router; BridgeError for those that are unknown, or contradict themselves."""
     arch = metadata["general.architecture"]
     used = get("expert_used_count", int)
     if used > experts:
         raise BridgeError(f"{path}: {used} of {experts} experts are used; convert the model again")
     gating = metadata.get(f"{arch}.expert_gating_func") or 0
-    # GLM-4.7-Flash, whose first files lack the key
     vocab = metadata.get(f"{arch}.vocab_size") or len(metadata.get("tokenizer.ggml.tokens", ()))
-    flash = arch == "deepseek2" and vocab == _FLASH_VOCABULARY
+    sigmoid = graph.sigmoid or (graph.sigmoid_vocab > 0 and vocab == graph.sigmoid_vocab)
     if gating and gating not in _GATINGS:
         raise BridgeError(f"{path}: expert_gating_func is {gating!r}, which is unknown; known are {sorted(_GATINGS)}")
     step = metadata.get(f"{arch}.interleave_moe_layer_step", 1)
-    if arch != "llama4" and step != 1:
+    if graph.expert_every is not None and step != 1:
         raise BridgeError(f"{path}: interleave_moe_layer_step is {step}; {arch} runs here with 1 alone")
     groups = int(metadata.get(f"{arch}.expert_group_count", 0)) or 1
     groups_used = int(metadata.get(f"{arch}.expert_group_used_count", 0)) or groups
@@ -326,11 +311,11 @@ def _read_routing(metadata: Mapping[str, Any], get: Callable[..., Any], path: Pa
         )
     return Routing(
         used=used,
-        sigmoid=_GATINGS[gating] if gating else arch in _SIGMOID or flash,
-        normalized=bool(metadata.get(f"{arch}.expert_weights_norm")) or arch not in _UNNORMALIZED,
+        sigmoid=_GATINGS[gating] if gating else sigmoid,
+        normalized=bool(metadata.get(f"{arch}.expert_weights_norm")) or not graph.unnormalized,
         scale=float(metadata.get(f"{arch}.expert_weights_scale", 0.0)) or 1.0,
         groups=groups,
         groups_used=groups_used,
-        before=arch == "llama4",
-        mixer=_MIXER if arch == "phimoe" else 0.0,
+        before=graph.before,
+        mixer=graph.mixer,
     )

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bridge.runtime.architectures import Graph
+from bridge.gguf_file.architectures import Graph
 from bridge.runtime.recurrent_config import RecurrentConfig
 from bridge.system.records import record
 
@@ -105,7 +105,7 @@ class DecoderConfig:
         scales = self.embedding_scale, self.residual_scale, self.logit_scale, self.score_cap, self.logit_cap
         usual = self.graph in (Graph(), Graph(neighbours=True), Graph(normed=True))
         usual = usual and not self.inners and self.latent is None and self.recurrent is None
-        return usual and scales == (1.0, 1.0, 1.0, 0.0, 0.0) and not self.temperature and self.arch != "phi3"
+        return usual and scales == (1.0, 1.0, 1.0, 0.0, 0.0) and not self.temperature
 
     @property
     def attending(self) -> list[int]:

@@ -6,14 +6,13 @@ from typing import Any
 import numpy as np
 
 from bridge.errors import BridgeError
+from bridge.gguf_file.architectures import CONVOLUTION, MAMBA, MAMBA1
 from bridge.runtime.cpu.recurrent_ops import LANES
 from bridge.runtime.decoder_config import DecoderConfig, Latent
 from bridge.runtime.layers import Beside, Experts, Laurel, Layer, LayerInput, LayerStreams, Recurrent
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.reader import GGUFFile
-from bridge.runtime.recurrent_config import CONVOLUTION, MAMBA, MAMBA1, RecurrentConfig
-
-_NORMED_TOGETHER = {"olmo2", "minimax-m2"}  # heads of q, and of k: one norm for all
+from bridge.runtime.recurrent_config import RecurrentConfig
 
 
 class LayerReader:
@@ -96,7 +95,7 @@ class LayerReader:
             self._read_mamba1(layer, c)
         elif not alone:
             layer.decay, layer.dt_bias = self._folded("ssm_a", c.heads), self._folded("ssm_dt.bias", c.heads)
-            if self.config.arch != "falcon-h1" or self._has("ssm_norm.weight"):
+            if not c.may_lack_norm or self._has("ssm_norm.weight"):
                 layer.norm = self._folded("ssm_norm.weight", c.values if c.kind == MAMBA else c.value_dim)
         if c.kind == MAMBA:
             layer.skip, layer.convolution_bias = (
@@ -159,7 +158,7 @@ class LayerReader:
             )
         for name in {*ends} - {"v"}:
             first, stop = ends[name]
-            size = stop - first if c.arch in _NORMED_TOGETHER else own.dim
+            size = stop - first if c.graph.normed_together else own.dim
             found[f"{name}_norm"] = self._vector(f"attn_{name}_norm.weight", size, c.graph.normed)
             if c.graph.unit_norms and c.rotates(self.index):
                 found[f"{name}_norm"] = np.ones(own.dim, np.float32)
@@ -221,7 +220,7 @@ class LayerReader:
             first = self._matrix("ffn_up_shexp", c.shared_inner, c.hidden)
             last = self._matrix("ffn_down_shexp", c.hidden, c.shared_inner)
             experts.shared = (first, None, last) if gated is None else (gated, first, last)
-            experts.shared_gate = self._vector("ffn_gate_inp_shexp.weight", c.hidden, c.arch == "qwen2moe")
+            experts.shared_gate = self._vector("ffn_gate_inp_shexp.weight", c.hidden, c.graph.shared_gate)
         if c.expert_latent:
             experts.shorten = self._matrix("ffn_latent_down", c.expert_latent, c.hidden)
             experts.lengthen = self._matrix("ffn_latent_up", c.hidden, c.expert_latent)

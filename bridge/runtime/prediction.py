@@ -25,9 +25,6 @@ from bridge.runtime.tokenizer import common_prefix
 from bridge.runtime.weights import read_shared
 from bridge.system.records import record
 
-# two layers in one, with a layer norm at the end
-_OTHER_PREDICTION = {"nemotron_h_moe"}
-
 
 @record(frozen=False)
 class Prediction:
@@ -48,7 +45,7 @@ def read_prediction(file: GGUFFile, config: DecoderConfig) -> Prediction:
     name = f"blk.{config.layers}.nextn"
     if not config.predicting or f"{name}.eh_proj.weight" not in file:
         raise BridgeError(f"{file.path}: has no layer that predicts a further token (MTP)")
-    if config.arch in _OTHER_PREDICTION:
+    if config.graph.alone:  # it has two layers in one, with a layer norm at the end
         problem = f"the layer of {config.arch} that predicts a further token (MTP) cannot run here"
         raise BridgeError(f"{file.path}: {problem}; llama.cpp can run it")
     whole = read_shared(file, config)

@@ -17,12 +17,13 @@ from itertools import groupby
 
 import numpy as np
 
+from bridge.gguf_file.architectures import CONVOLUTION, DELTA, MAMBA1
 from bridge.runtime.cpu import recurrent_ops as ops
 from bridge.runtime.cpu.program import Program, address, bits, buffer
 from bridge.runtime.kv_cache import KVCache
 from bridge.runtime.layers import Recurrent
 from bridge.runtime.quant_tensor import QuantTensor
-from bridge.runtime.recurrent_config import CONVOLUTION, DELTA, MAMBA1, RecurrentConfig
+from bridge.runtime.recurrent_config import RecurrentConfig
 from bridge.runtime.recurrent_state import Memory, RecurrentState
 from bridge.runtime.steps import Steps
 

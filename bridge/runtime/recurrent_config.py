@@ -1,11 +1,9 @@
 """What a GGUF's metadata says of layers with a state: which layers they are, and how their states are shaped.
 
-    lfm2, lfm2moe                  a short convolution between two gates; the state is what it still looks back at
-    qwen3next, qwen35, qwen35moe   a gated delta net: a convolution, and for each head a matrix that it edits
-    granitehybrid, nemotron_h,     Mamba-2: the same, but the matrix is only added to
-    nemotron_h_moe, falcon-h1,
-    mamba2
-    jamba                          Mamba: each value has a state of its own, a vector, and its own steps
+    CONVOLUTION   LFM2: a short convolution between two gates; the state is what it still looks back at
+    DELTA         Qwen3-Next, Qwen3.5: a gated delta net: a convolution, and for each head a matrix that it edits
+    MAMBA         Mamba-2, Granite 4, Nemotron-H, Falcon-H1: the same, but the matrix is only added to
+    MAMBA1        Jamba: each value has a state of its own, a vector, and its own steps
 
 The other layers of these models have attention; in Nemotron-H, where each layer is one thing, or a network. All layers
 of Mamba-2 have a state, and all of Falcon-H1, which have attention as well. See cpu/recurrent_ops.py for what the
@@ -17,15 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from bridge.errors import BridgeError
+from bridge.gguf_file.architectures import CONVOLUTION, DELTA, MAMBA, MAMBA1, State
 from bridge.system.records import record
 
-CONVOLUTION, DELTA, MAMBA, MAMBA1 = "convolution", "delta", "mamba", "mamba-1"
-_KINDS = {
-    "lfm2": CONVOLUTION, "lfm2moe": CONVOLUTION, "qwen3next": DELTA, "qwen35": DELTA, "qwen35moe": DELTA,
-    "granitehybrid": MAMBA, "nemotron_h": MAMBA, "nemotron_h_moe": MAMBA, "falcon-h1": MAMBA, "mamba2": MAMBA,
-    "jamba": MAMBA1,
-}  # fmt: skip
-_EVERYWHERE = {"falcon-h1", "mamba2"}  # layers with a state
 _INTERVAL = 4  # of the layers with full attention, where a delta net's metadata does not say
 
 Get = Callable[..., Any]  # reads a key of the architecture: its name, kind and default
@@ -46,6 +38,7 @@ class RecurrentConfig:
     tiled: bool = False  # state h has the keys of head h modulo `groups`, rather than of head h * groups / heads
     rank: int = 0  # of the vector that Mamba's steps are made of
     joined: bool = False  # a delta net's beta and alpha come of one matrix, group by group
+    may_lack_norm: bool = False
 
     @property
     def values(self) -> int:
@@ -70,19 +63,19 @@ class RecurrentConfig:
 
 
 def read_recurrent(
-    metadata: Mapping[str, Any], arch: str, layers: int, networks: Set[int], get: Get, path: Path
+    metadata: Mapping[str, Any], arch: str, state: State | None, layers: int, networks: Set[int], get: Get, path: Path
 ) -> RecurrentConfig | None:
-    """The layers with a state of an architecture that has some; else None.
+    """The layers with a state; None where `state` is.
 
     networks  the layers that are a network alone
 
     Raises BridgeError where a key is missing or sizes do not divide.
     """
-    kind = _KINDS.get(arch)
-    if kind is None:
+    if state is None:
         return None
-    found = _layers_with_state(metadata, arch, kind, layers, path)
-    recurrent = tuple(state and layer not in networks for layer, state in enumerate(found))
+    kind = state.kind
+    stateful = _layers_with_state(metadata, arch, state, layers, path)
+    recurrent = tuple(stateful[layer] and layer not in networks for layer in range(layers))
     if kind == CONVOLUTION:
         return RecurrentConfig(kind, recurrent, get("shortconv.l_cache", int), get("embedding_length", int))
     inner, key_dim, kernel = (get(f"ssm.{key}", int) for key in ("inner_size", "state_size", "conv_kernel"))
@@ -97,16 +90,18 @@ def read_recurrent(
         )
     return RecurrentConfig(
         kind, recurrent, kernel, inner + 2 * groups * key_dim, heads, groups, key_dim,
-        inner // heads, tiled=arch in ("qwen35", "qwen35moe"), joined=arch == "qwen3next",
+        inner // heads, tiled=state.tiled, joined=state.joined, may_lack_norm=state.may_lack_norm,
     )  # fmt: skip
 
 
-def _layers_with_state(metadata: Mapping[str, Any], arch: str, kind: str, layers: int, path: Path) -> tuple[bool, ...]:
+def _layers_with_state(
+    metadata: Mapping[str, Any], arch: str, state: State, layers: int, path: Path
+) -> tuple[bool, ...]:
     """Those without key-value heads; of a delta net those that the metadata names, or all but every n-th."""
     found = metadata.get(f"{arch}.attention.recurrent_layers")
-    if arch in _EVERYWHERE:
+    if state.everywhere:
         found = [True] * layers
-    elif kind != DELTA:
+    elif state.kind != DELTA:
         heads = metadata.get(f"{arch}.attention.head_count_kv")
         found = [count == 0 for count in heads] if isinstance(heads, list) else None
         if found is None:

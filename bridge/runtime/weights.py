@@ -36,13 +36,14 @@ def read_shared(file: GGUFFile, config: DecoderConfig) -> Weights:
         name: vector(file, f"rope_{name}.weight", config.rotated // 2)
         for name in ("freqs", "factors_short", "factors_long")
     }
+    output_norm = vector(file, f"{config.graph.output_norm}.weight", config.hidden, True)
     positions = None
-    if config.arch == "gpt2":
+    if config.graph.positions:
         positions = expect(file["position_embd.weight"], config.context, config.hidden).dequantize()
     return Weights(
         embedding=embedding,
         layers=[],
-        output_norm=vector(file, _output_norm(config), config.hidden, True) / np.float32(config.logit_scale),
+        output_norm=output_norm / np.float32(config.logit_scale),
         output=output,
         rope_factors=factors["freqs"] if factors["factors_short"] is None else factors["factors_short"],
         long_factors=factors["factors_long"],
@@ -67,7 +68,3 @@ def _streams(file: GGUFFile, c: DecoderConfig) -> Streams:
     names, others = ("altup_proj.weight", "altup_unembd_proj.weight"), c.streams - 1
     begin, end = (expect(file[name], others, c.hidden, c.hidden) for name in names)
     return Streams([begin[i] for i in range(others)], [end[i] for i in range(others)])
-
-
-def _output_norm(c: DecoderConfig) -> str:
-    return "token_embd_norm.weight" if c.arch in ("lfm2", "lfm2moe") else "output_norm.weight"

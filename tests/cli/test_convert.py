@@ -153,7 +153,7 @@ def test_a_shard_alone_has_no_next_steps(run, tmp_path):
 
 
 def test_a_model_that_only_llama_cpp_runs_is_not_offered_to_run_here(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("bridge.runtime.architectures.ARCHITECTURES", {})
+    monkeypatch.setattr("bridge.gguf_file.architectures.ARCHITECTURES", {})
     printed = run("convert", CHECKPOINT, tmp_path / "out.gguf")
     assert "llama-cli -m" in printed
     assert "gguf-bridge run" not in printed

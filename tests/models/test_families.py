@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from bridge.errors import BridgeError
+from bridge.gguf_file.architectures import ARCHITECTURES
 from bridge.models import describe_model
 from bridge.models.families import ALL
 from bridge.models.outline import Outline, OutlineTensor, Part
-from bridge.runtime.architectures import ARCHITECTURES
 from tests.conftest import CHECKPOINT, ROOT
 from tests.support.make_families import GOLDENS
 

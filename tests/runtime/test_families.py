@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,8 @@ import pytest
 
 import bridge
 from bridge.errors import BridgeError
+from bridge.gguf_file.architectures import ARCHITECTURES, read_windows
 from bridge.models.gguf_config import config_of_gguf
-from bridge.runtime import config_reader
-from bridge.runtime.architectures import read_windows
 from bridge.runtime.config_reader import read_config
 from bridge.runtime.decoder_config import Routing
 from bridge.runtime.experts import route
@@ -149,7 +149,8 @@ def test_llama_4_attends_to_chunks_and_weighs_what_it_does_not_rotate(tmp_path: 
         copy_tokenizer(tmp_path / "model"), tmp_path / "m.gguf", tensor_types=[(".*", "F32")],
         metadata={"llama4.attention.sliding_window": 16},
     )  # fmt: skip
-    monkeypatch.setattr(config_reader, "_LLAMA4_TEMPERATURE", (0.1, 16, 1))
+    graph = replace(ARCHITECTURES["llama4"], temperature=(0.1, 16, 1))
+    monkeypatch.setitem(ARCHITECTURES, "llama4", graph)
     decoder = bridge.Model.load(tmp_path / "m.gguf", precision="f32", kv="f32", context=320)._decoder
     expected = reference_logits(reference, TOKENS[:300])
     assert mean_kl(expected, decoder.scores(TOKENS[:300], 300)) < 1e-8

@@ -3,10 +3,10 @@
 from typing import Any
 
 from bridge.errors import BridgeError
+from bridge.gguf_file.architectures import ARCHITECTURES, Windows
 from bridge.models.arguments import Arguments
 from bridge.models.model_config import Config
 from bridge.models.rope import rope_number, rope_rules
-from bridge.runtime.architectures import ARCHITECTURES, Windows
 
 
 def window_rule(arch: str) -> Windows:
