@@ -46,154 +46,88 @@ def _by_period(period: int, layers: int) -> tuple[bool, ...]:
 
 @record
 class State:
-    """Layers with a state, which have no attention.
+    """Layers with a state; see runtime/recurrent_config.py."""
 
-    kind           what it is: CONVOLUTION, a short convolution between two gates; DELTA, a gated delta net; MAMBA,
-                   Mamba-2; MAMBA1, Mamba. See runtime/recurrent_config.py
-    everywhere     all layers have one
-    may_lack_norm  models may have no norm after it
-    tiled          state h has the keys of head h modulo the groups, rather than of head h * groups / heads
-    joined         a delta net's beta and alpha come of one matrix, group by group
-    """
-
-    kind: str
-    everywhere: bool = False
-    may_lack_norm: bool = False
-    tiled: bool = False
-    joined: bool = False
+    kind: str  # CONVOLUTION, DELTA, MAMBA or MAMBA1
+    everywhere: bool = False  # all layers have one
+    may_lack_norm: bool = False  # models may have no norm after it
+    tiled: bool = False  # state h has the keys of head h modulo the groups, rather than of head h * groups / heads
+    joined: bool = False  # a delta net's beta and alpha come of one matrix, group by group
 
 
 @record
 class Graph:
-    """What an architecture's layers do that its metadata does not say, and llama.cpp's defaults for what it may say.
+    """What an architecture's layers do that its metadata does not say, and llama.cpp's defaults for what it may say."""
 
-    Attention:
-    neighbours       rotary pairs are neighbours (2i, 2i + 1) rather than halves (i, i + n/2)
-    normed           q and k are normalized, each head or all of them together
-    normed_together  they are so together: one norm for the heads of q, one for those of k
-    norms_rotated    they are normalized after the rotation, not before
-    unit_norms       q and k are normalized by no weights, where they are rotated
-    no_unit_norms    number of experts of the model that does not normalize them; 0: all do
-    values_normed    values are normalized too, by no weights; where a layer has no matrix for them they are the keys
-    output_gate      attention's results are multiplied by a sigmoid; its rows follow those of each head in q's matrix
-    one_matrix       q, k and v are one matrix, the network's gate and up another
-    latent           keys and values are made of a latent vector
-    sinks            each head has a score for no position at all
-    unscaled         scores are not scaled, if attention.scale does not say so
-    scaled_by_width  layers of the models whose scores are scaled by hidden / heads, not by a head's size; 0: none
-    score_cap        scores are c tanh(s / c), if attn_logit_softcapping does not say so; 0: as they are, always
-    unrotated_every  every n-th layer rotates nothing; 0: all rotate
-    windows          of the layers that attend to one; None: all attend to everything
-    chunked          the window is a chunk of positions, one of many of the same size
-    temperature      of the scores in layers that rotate nothing, where others have a window: factor, length and offset,
-                     see `DecoderConfig.temperatures`; None: attention.temperature_scale says so
-    state            of the layers that have one; None: none has
-    side_by_side     layers with a state have attention as well, which reads the same; what both make is added
+    # attention
+    neighbours: bool = False  # rotary pairs are neighbours (2i, 2i + 1) rather than halves (i, i + n/2)
+    normed: bool = False  # q and k are normalized, each head or all of them together
+    normed_together: bool = False  # they are so together: one norm for the heads of q, one for those of k
+    norms_rotated: bool = False  # they are normalized after the rotation, not before
+    unit_norms: bool = False  # q and k are normalized by no weights, where they are rotated
+    no_unit_norms: int = 0  # experts of the model that does not normalize them
+    values_normed: bool = False  # by no weights; where a layer has no matrix for values they are the keys
+    output_gate: bool = False  # results are multiplied by a sigmoid; its rows follow those of each head in q's matrix
+    one_matrix: bool = False  # q, k and v are one matrix, the network's gate and up another
+    latent: bool = False  # keys and values are made of a latent vector
+    sinks: bool = False  # each head has a score for no position at all
+    unscaled: bool = False  # scores are not scaled, if attention.scale does not say so
+    scaled_by_width: int = 0  # layers of the model whose scores are scaled by hidden / heads, not by a head's size
+    score_cap: float = 0.0  # c: scores are c tanh(s / c), if attn_logit_softcapping is missing; 0: never
+    unrotated_every: int = 0  # every n-th layer rotates nothing; 0: all rotate
+    windows: Windows | None = None  # of the layers that attend to one; None: all attend to everything
+    chunked: bool = False  # the window is a chunk of positions, one of many of the same size
+    temperature: tuple[float, int, int] | None = None  # factor, length and offset, see `DecoderConfig.temperatures`
+    state: State | None = None  # of the layers that have one in place of attention
+    side_by_side: bool = False  # layers with a state have attention as well; what both make of the same is added
 
-    Norms:
-    pre_norm         attention and network read the normalized state, not the state as it is
-    post_norm        what they add is normalized too
-    sub_norm         so is what their output matrices multiply
-    late_norm        the norm before the network is stored as that after attention
-    layer_norm       norms subtract the mean, and may have biases
-    output_norm      the name of the last norm
+    # norms
+    pre_norm: bool = True  # attention and network read the normalized state, not the state as it is
+    post_norm: bool = False  # what they add is normalized too
+    sub_norm: bool = False  # so is what their output matrices multiply
+    late_norm: bool = False  # the norm before the network is stored as that after attention
+    layer_norm: bool = False  # norms subtract the mean, and may have biases
+    output_norm: str = "output_norm"  # the name of the last norm
 
-    Networks:
-    parallel         the network reads what attention read
-    gated            the network has a gate
-    gelu             gelu (its tanh form) in place of silu
-    clamped          gpt-oss's form of silu and of what it multiplies, see cpu/decoder_ops.py
-    xielu            an activation with numbers of each layer, see cpu/decoder_ops.py
-    alone            each layer is attention, or what takes its place, or a network: not both
+    # networks
+    parallel: bool = False  # the network reads what attention read
+    gated: bool = True  # the network has a gate
+    gelu: bool = False  # gelu (its tanh form) in place of silu
+    clamped: bool = False  # gpt-oss's form of silu and of what it multiplies, see cpu/decoder_ops.py
+    xielu: bool = False  # an activation with numbers of each layer, see cpu/decoder_ops.py
+    alone: bool = False  # each layer is attention, or what takes its place, or a network: not both
 
-    Experts:
-    beside           layers with experts have a network as well, which reads the same
-    expert_every     every n-th layer has experts; None: interleave_moe_layer_step says so
-    one_is_dense     a model of one expert has plain networks
-    sigmoid          routers have a sigmoid, if expert_gating_func does not say so; llama.cpp wants that key of some,
-                     which in transformers have a sigmoid
-    sigmoid_vocab    tokens of the model that has a sigmoid, but not the key; 0: there is none
-    unnormalized     weights of the experts used do not sum to one, if expert_weights_norm does not say so
-    before           an expert's weight multiplies what it reads, not what it makes
-    mixer            m of Phi-MoE's rule; 0: it does not apply
-    shared_gate      layers with experts have one that all tokens share, multiplied by a gate
-    shared_experts   the shared expert is so many times as wide as the others, if expert_shared_count does not say so;
-                     None: its width has a key, or there is none
+    # experts
+    beside: bool = False  # layers with experts have a network as well, which reads the same
+    expert_every: int | None = 1  # every n-th layer has experts; None: interleave_moe_layer_step says so
+    one_is_dense: bool = False  # a model of one expert has plain networks
+    sigmoid: bool = False  # of routers, if expert_gating_func is missing, which llama.cpp may want
+    sigmoid_vocab: int = 0  # tokens of the model with a sigmoid without that key
+    unnormalized: bool = False  # weights of the experts used do not sum to one, if expert_weights_norm is missing
+    before: bool = False  # an expert's weight multiplies what it reads, not what it makes
+    mixer: float = 0.0  # m of Phi-MoE's rule; 0: it does not apply
+    shared_gate: bool = False  # layers with experts have one that all tokens share, multiplied by a gate
+    shared_experts: int | None = None  # the shared one is so many times as wide, if expert_shared_count is missing
 
-    Ends:
-    scaled           embeddings are multiplied by the root of their width
-    positions        each position has an embedding
-    streams          there are several streams of activations
-    logit_cap        logits are c tanh(l / c), if final_logit_softcapping does not say so
-    logits_times     logits are multiplied by logit_scale, not divided
-    """
-
-    neighbours: bool = False
-    normed: bool = False
-    normed_together: bool = False
-    norms_rotated: bool = False
-    unit_norms: bool = False
-    no_unit_norms: int = 0
-    values_normed: bool = False
-    output_gate: bool = False
-    one_matrix: bool = False
-    latent: bool = False
-    sinks: bool = False
-    unscaled: bool = False
-    scaled_by_width: int = 0
-    score_cap: float = 0.0
-    unrotated_every: int = 0
-    windows: Windows | None = None
-    chunked: bool = False
-    temperature: tuple[float, int, int] | None = None
-    state: State | None = None
-    side_by_side: bool = False
-    pre_norm: bool = True
-    post_norm: bool = False
-    sub_norm: bool = False
-    late_norm: bool = False
-    layer_norm: bool = False
-    output_norm: str = "output_norm"
-    parallel: bool = False
-    gated: bool = True
-    gelu: bool = False
-    clamped: bool = False
-    xielu: bool = False
-    alone: bool = False
-    beside: bool = False
-    expert_every: int | None = 1
-    one_is_dense: bool = False
-    sigmoid: bool = False
-    sigmoid_vocab: int = 0
-    unnormalized: bool = False
-    before: bool = False
-    mixer: float = 0.0
-    shared_gate: bool = False
-    shared_experts: int | None = None
-    scaled: bool = False
-    positions: bool = False
-    streams: bool = False
-    logit_cap: float = 0.0
-    logits_times: bool = False
+    # ends
+    scaled: bool = False  # embeddings are multiplied by the root of their width
+    positions: bool = False  # each position has an embedding
+    streams: bool = False  # there are several streams of activations
+    logit_cap: float = 0.0  # as score_cap, of logits: final_logit_softcapping
+    logits_times: bool = False  # logits are multiplied by logit_scale, not divided
 
 
 _CONVOLVED = Graph(normed=True, windows=Windows(0, base=None), state=State(CONVOLUTION), output_norm="token_embd_norm")
 _LATENT = Graph(neighbours=True, latent=True, unnormalized=True, shared_experts=0)
+_DELTA = Graph(normed=True, late_norm=True, output_gate=True, state=State(DELTA, tiled=True))
+_NEMOTRON_H = Graph(alone=True, gated=False, state=State(MAMBA))
 _INDEXED = replace(_LATENT, sigmoid=True)
 ARCHITECTURES = {
-    "llama": Graph(neighbours=True),
-    "mistral3": Graph(neighbours=True),
-    "qwen2": Graph(),
-    "qwen2vl": Graph(),
-    "qwen2moe": Graph(unnormalized=True, shared_gate=True),
-    "qwen3": Graph(normed=True),
-    "qwen3vl": Graph(normed=True),
-    "qwen3moe": Graph(normed=True),
-    "qwen3vlmoe": Graph(normed=True),
-    "smollm3": Graph(neighbours=True, unrotated_every=4),
-    "granite": Graph(neighbours=True),
-    "phi3": Graph(one_matrix=True),
-    "glm4": Graph(neighbours=True, post_norm=True),
+    "llama": Graph(neighbours=True), "mistral3": Graph(neighbours=True), "qwen2": Graph(), "qwen2vl": Graph(),
+    "qwen2moe": Graph(unnormalized=True, shared_gate=True), "qwen3": Graph(normed=True), "qwen3vl": Graph(normed=True),
+    "qwen3moe": Graph(normed=True), "qwen3vlmoe": Graph(normed=True),
+    "smollm3": Graph(neighbours=True, unrotated_every=4), "granite": Graph(neighbours=True),
+    "phi3": Graph(one_matrix=True), "glm4": Graph(neighbours=True, post_norm=True),
     "olmo2": Graph(  # a window in OLMo 3 alone
         normed=True, normed_together=True, pre_norm=False, post_norm=True,
         windows=Windows(4, base=None, scaled=False),
@@ -223,11 +157,8 @@ ARCHITECTURES = {
         windows=Windows(4, tokens=4096, base=None, alone_rotated=True, layers=64),
     ),
     "seed_oss": Graph(late_norm=True),
-    "ernie4_5": Graph(neighbours=True),
-    "ernie4_5-moe": Graph(neighbours=True),
-    "granitemoe": Graph(neighbours=True),
-    "hunyuan-dense": Graph(normed=True, norms_rotated=True),
-    "hunyuan-moe": Graph(normed=True, norms_rotated=True),
+    "ernie4_5": Graph(neighbours=True), "ernie4_5-moe": Graph(neighbours=True), "granitemoe": Graph(neighbours=True),
+    "hunyuan-dense": Graph(normed=True, norms_rotated=True), "hunyuan-moe": Graph(normed=True, norms_rotated=True),
     "minimax-m2": Graph(normed=True, normed_together=True, sigmoid=True),
     "minimax-m3": Graph(normed=True, clamped=True, sigmoid=True, shared_experts=0),
     "dots1": Graph(normed=True, sigmoid=True, unnormalized=True, shared_experts=0),
@@ -241,11 +172,8 @@ ARCHITECTURES = {
     "starcoder2": Graph(layer_norm=True, gated=False, gelu=True),
     "gpt2": Graph(layer_norm=True, gated=False, gelu=True, unrotated_every=1, positions=True),
     "deepseek2": replace(_LATENT, sigmoid_vocab=154880),  # GLM-4.7-Flash, whose first files lack the key
-    "deepseek32": _INDEXED,
-    "glm-dsa": _INDEXED,
-    "mistral4": _LATENT,
-    "lfm2": _CONVOLVED,
-    "lfm2moe": replace(_CONVOLVED, sigmoid=True),
+    "deepseek32": _INDEXED, "glm-dsa": _INDEXED, "mistral4": _LATENT,
+    "lfm2": _CONVOLVED, "lfm2moe": replace(_CONVOLVED, sigmoid=True),
     "granitehybrid": Graph(neighbours=True, state=State(MAMBA)),
     "falcon-h1": Graph(side_by_side=True, state=State(MAMBA, everywhere=True, may_lack_norm=True)),
     "mamba2": Graph(alone=True, state=State(MAMBA, everywhere=True)),
@@ -253,11 +181,8 @@ ARCHITECTURES = {
         unrotated_every=1, state=State(MAMBA1), expert_every=2, one_is_dense=True, unnormalized=True
     ),
     "apertus": Graph(normed=True, gated=False, xielu=True),
-    "nemotron_h": Graph(alone=True, gated=False, state=State(MAMBA)),
-    "nemotron_h_moe": Graph(alone=True, gated=False, state=State(MAMBA), sigmoid=True, unnormalized=True),
-    "qwen35": Graph(normed=True, late_norm=True, output_gate=True, state=State(DELTA, tiled=True)),
-    "qwen35moe": Graph(normed=True, late_norm=True, output_gate=True, state=State(DELTA, tiled=True)),
-    "qwen3next": Graph(normed=True, late_norm=True, output_gate=True, state=State(DELTA, joined=True)),
+    "nemotron_h": _NEMOTRON_H, "nemotron_h_moe": replace(_NEMOTRON_H, sigmoid=True, unnormalized=True),
+    "qwen35": _DELTA, "qwen35moe": _DELTA, "qwen3next": replace(_DELTA, state=State(DELTA, joined=True)),
 }  # fmt: skip
 
 

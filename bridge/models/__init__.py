@@ -21,6 +21,7 @@ from bridge.errors import BridgeError, parameter
 from bridge.models.arguments import Arguments, listed_layers, read_arguments
 from bridge.models.families import ALL
 from bridge.models.family import HEAD, Family
+from bridge.models.gguf_keys import Key
 from bridge.models.gguf_tokenizer import read_tokenizer
 from bridge.models.gguf_values import typed
 from bridge.models.model_config import Config
@@ -87,7 +88,9 @@ def describe_model(
     args = replace(read_arguments(values, family.keys), predicting=extra)
     try:
         args = _with_own(args, family, values)
-        more_keys = family.metadata(values, args) if family.metadata is not None else {}
+        more_keys: dict[str, Any] = {}
+        for entry in family.metadata:
+            more_keys |= entry.metadata(values, args)
         given = {key: None if value is None else typed(value) for key, value in more_keys.items()}
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
         raise BridgeError(
@@ -194,8 +197,10 @@ def numbers_of_gguf(metadata: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 def _with_own(args: Arguments, family: Family, values: Config) -> Arguments:
     """The arguments with the sizes and factors that only this family has."""
+    keys = [entry for entry in family.metadata if isinstance(entry, Key) and entry.defines]
+    args = replace(args, more={key.defines: key.value(values) for key in keys})
     if family.sizes is not None:
-        args = replace(args, more=family.sizes(values, args))
+        args = replace(args, more={**args.more, **family.sizes(values, args)})
     return args if family.factors is None else replace(args, factors=family.factors(values, args))
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bridge.models.arguments import Arguments
+from bridge.models.gguf_keys import Entry
 from bridge.models.model_config import Config
 from bridge.models.outline import Part
 
@@ -85,19 +86,22 @@ class Expected:
     """The only value of a config.json key that llama.cpp's graph can express, with its synonyms, and why.
 
     by_template  whether llama.cpp has other graphs for other values, so that a template serves them
+    written      whether a config.json that is made from a GGUF has the key, with the first of the values
     """
 
     key: str
     values: tuple[Any, ...]
     why: str
     by_template: bool = False
+    written: bool = False
 
 
 NO_OTHER = "llama.cpp's graph for this architecture has no other"
 SILU = Expected("hidden_act", ("silu", "swish"), NO_OTHER)
 NO_BIASES = Expected("attention_bias", (False,), "llama.cpp's graph for this architecture has no biases")
+_NOT_ALL = "some layers have no experts, and llama.cpp's graph for this architecture has them in all"
 ALL_SPARSE = tuple(
-    Expected(key, (value,), "some layers have no experts, and llama.cpp's graph for this architecture has them in all")
+    Expected(key, (value,), _NOT_ALL, written=True)
     for key, value in (("mlp_only_layers", []), ("decoder_sparse_step", 1))
 )
 
@@ -114,10 +118,9 @@ class Family:
     keys           the optional keys of its config.json with their defaults, see `read_arguments`
     expects        values that llama.cpp's graph assumes
     names          its config.json's names of keys: usual name -> its name
-    sizes          more names for shapes: (config, arguments) -> name -> size
+    sizes          more names for shapes than those of `metadata`: (config, arguments) -> name -> size
     factors        what rows of linear layers are multiplied by, see `Arguments`
-    metadata       more keys of the GGUF, without the architecture's name: (config, arguments) -> key -> value, or None
-                   to omit the key
+    metadata       more keys of the GGUF, and how a config.json is made of them: see `gguf_keys`
     numbers        keys of the GGUF, whole names, that list a number for each layer: key -> the checkpoint's tensor of
                    one number, with {} for the layer, and its shape
     notes          what llama.cpp does otherwise, for the report: config -> sentences
@@ -130,6 +133,11 @@ class Family:
                    called the same
     bare           whether checkpoints are published without the start of the table's names, "transformer." of GPT-2
     chosen         whether it is the one for a config.json, where an architecture's name stands for several families
+    in_gguf        whether a GGUF of the architecture is of the family, where several have it; by the keys: `get` of
+                   `StoredKeys`
+    language_model model_type and architecture in a config.json made from a GGUF, if they are not the family's first
+    written_as     names of keys in such a config.json, where several are read: usual name -> its name
+    lacks          keys that such a config.json has not, of the usual ones or those of a family it is made of
     tokenizer      tokenizer.ggml.model of a tokenizer.json with byte fallback
     own            a part of the names that its checkpoints have where the table knows several, for the way back
     whole_own      `own` in a model of several parts, whose experts are `apart`
@@ -146,7 +154,7 @@ class Family:
     names: Mapping[str, str] = field(default_factory=dict)
     sizes: Callable[[Config, Arguments], Mapping[str, int]] | None = None
     factors: Callable[[Config, Arguments], Mapping[str, Sequence[float]]] | None = None
-    metadata: Callable[[Config, Arguments], Mapping[str, Any]] | None = None
+    metadata: tuple[Entry, ...] = ()
     numbers: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     notes: Callable[[Config], list[str]] | None = None
     layer_norm: bool = False
@@ -156,6 +164,10 @@ class Family:
     mtp: Mapping[str, str] = field(default_factory=dict)
     bare: bool = False
     chosen: Callable[[Config], bool] = lambda _config: True
+    in_gguf: Callable[[Callable[..., Any]], bool] = lambda _get: True
+    language_model: tuple[str, str] | None = None
+    written_as: Mapping[str, str] = field(default_factory=dict)
+    lacks: tuple[str, ...] = ()
     tokenizer: str = "llama"
     own: str = ""
     whole_own: str = ""

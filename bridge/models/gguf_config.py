@@ -3,12 +3,13 @@
     config_of_gguf(metadata, names)       everything that metadata and names tell
     add_rope_factors(config, factors)     the frequencies' own divisors, which are tensors
 
-The keys that all families have are in `config_of_gguf`; what one architecture adds is its entry in `gguf_config_keys`.
+The keys that all families have are in `config_of_gguf`; what one family adds is its `Family.metadata`.
 Vision models give the config of their language model, by the name that transformers has for that.
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from copy import copy
 from itertools import product
 from typing import Any
 
@@ -18,7 +19,7 @@ from bridge.errors import BridgeError
 from bridge.gguf_file.architectures import MOST_BLOCKS
 from bridge.models.families import ALL
 from bridge.models.family import Family
-from bridge.models.gguf_config_keys import ABSENT, KINDS, MORE, Keys
+from bridge.models.gguf_keys import StoredKeys
 from bridge.models.rope import NOT_ROTATED, llama3_factors
 
 # tensors that divide the frequencies of rotary embeddings, without their ".weight"
@@ -40,8 +41,7 @@ def family_of_gguf(metadata: Mapping[str, Any]) -> Family:
     if not found:
         known = ", ".join(dict.fromkeys(family.arch for family in ALL))
         raise BridgeError(f"no config.json can be made for architecture {arch!r}; known are {known}")
-    kind = KINDS[arch](lambda key, default=None: metadata.get(f"{arch}.{key}", default)) if arch in KINDS else None
-    return next((family for family in found if family.model_type == kind), found[0])
+    return next((family for family in found if family.in_gguf(lambda key: metadata.get(f"{arch}.{key}"))), found[0])
 
 
 def gguf_layers(metadata: Mapping[str, Any]) -> int:
@@ -125,22 +125,32 @@ def _config(family: Family, metadata: Mapping[str, Any], names: Collection[str])
         "tie_word_embeddings": "output.weight" not in names,
     }
     if family.rotary:
-        values["rope_parameters"] = _rope(get, needed, values["head_dim"])
-    if get("expert_count"):
+        share = family.keys.get("partial_rotary_factor", 1.0)
+        values["rope_parameters"] = _rope(get, needed, values["head_dim"], share)
+    if get("expert_count") and "num_experts" in family.keys:
         values |= {"num_experts": get("expert_count"), "num_experts_per_tok": needed("expert_used_count")}
         for key, name in _EXPERT_KEYS.items():
-            if get(name) is not None:
+            if key in family.keys and get(name) is not None:
                 values[key] = get(name)
-    named = {family.names.get(key, key): value for key, value in values.items()}
+        if "first_k_dense_replace" in family.keys:
+            values["first_k_dense_replace"] = get("leading_dense_block_count", 0)
+    if "sliding_window" in family.keys:
+        values["sliding_window"] = get("attention.sliding_window") or None
+    names_of = {**family.names, **family.written_as}
+    config = {names_of.get(key, key): value for key, value in values.items() if key not in family.lacks}
     if predicting := needed("block_count") - gguf_layers(metadata):
-        named["num_nextn_predict_layers"] = predicting
-    own = {**named, **MORE[arch](get, names, values)} if arch in MORE else named
-    model_type = own.pop("model_type", family.model_type)
+        config["num_nextn_predict_layers"] = predicting
+    config |= {names_of.get(e.key, e.key): copy(e.values[0]) for e in family.expects if e.written}
+    stored = StoredKeys(arch, get, names, values)
+    for entry in family.metadata:
+        config |= entry.config(stored)
+    model_type, architecture = family.language_model or (family.model_type, family.architectures[0])
+    model_type, architectures = config.pop("model_type", model_type), [config.pop("class", architecture)]
     ids = {f"{role}_token_id": metadata.get(f"tokenizer.ggml.{key}_token_id") for role, key in _ROLES.items()}
-    architectures = {"architectures": [own.pop("class", family.architectures[0])]}
-    kept = {key: value for key, value in own.items() if value is not ABSENT}
     return {
-        "model_type": model_type, **architectures, **kept, **{k: None if v is None else int(v) for k, v in ids.items()}
+        "model_type": model_type, "architectures": architectures,
+        **{key: value for key, value in config.items() if key not in family.lacks},
+        **{key: None if value is None else int(value) for key, value in ids.items()},
     }  # fmt: skip
 
 
@@ -148,7 +158,6 @@ _ROLES = {"bos": "bos", "eos": "eos", "pad": "padding"}
 _EXPERT_KEYS = {
     "moe_intermediate_size": "expert_feed_forward_length",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
-    "first_k_dense_replace": "leading_dense_block_count",
 }
 
 
@@ -193,10 +202,10 @@ def _largest(value: Any) -> int:
     return int(max(value)) if isinstance(value, list | tuple) else int(value)
 
 
-def _rope(get: Keys, needed: Keys, head_dim: int) -> dict[str, Any]:
+def _rope(get: Callable[..., Any], needed: Callable[[str], Any], head_dim: int, default_share: float) -> dict[str, Any]:
     rules: dict[str, Any] = {"rope_type": "default", "rope_theta": get("rope.freq_base", 10000.0)}
     share = get("rope.dimension_count", head_dim) / head_dim
-    if share != 1:
+    if share != 1 or default_share != 1:
         rules["partial_rotary_factor"] = share
     kind = get("rope.scaling.type", "none")
     if kind == "none" and get("rope.scale_linear"):

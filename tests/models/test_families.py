@@ -27,7 +27,7 @@ CONFIG: dict[str, Any] = {
     "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 1, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "vocab_size": 2048,
 }  # fmt: skip
-_NAME = re.compile(r"\b(?:model|lm_head)\.[\w.]*(?:weight|bias|inv_freq|layer_scalar|experts\.[a-z]\w+)\b")
+TENSOR_NAME = re.compile(r"\b(?:model|lm_head)\.[\w.]*(?:weight|bias|inv_freq|layer_scalar|experts\.[a-z]\w+)\b")
 FULL = {"rope_type": "default", "rope_theta": 500000.0}
 LOCAL_LINEAR = {"full_attention": FULL, "sliding_attention": FULL | {"rope_type": "linear", "factor": 8.0}}
 TWO_BASES = {"full_attention": FULL, "sliding_attention": FULL | {"rope_theta": 10000.0}}
@@ -76,7 +76,7 @@ def test_a_familys_model_is_planned_as_it_was(
 ) -> None:
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(CHECKPOINT / file, tmp_path / file)
-    names = sorted({*_NAME.findall("\n".join(lines))})
+    names = sorted({*TENSOR_NAME.findall("\n".join(lines))})
     values = {key: value for key, value in (CONFIG | config).items() if value is not None}
     assert listing(describe_model(values, tmp_path, names), names) == lines
 

@@ -6,15 +6,11 @@ The activation is written as bitnet.hidden_activation, as ModernBERT's is. llama
 build 11549): it computes SiLU, as the first models of this architecture had.
 """
 
-from typing import Any
-
-from bridge.models.arguments import Arguments
 from bridge.models.family import NO_BIASES, NO_OTHER, Expected, Family, Row, attention, decoder
+from bridge.models.gguf_keys import Key
 from bridge.models.model_config import Config
 
-
-def _activation(config: Config, _args: Arguments) -> dict[str, Any]:
-    return {"hidden_activation": config.get("hidden_act", "relu2")}
+_NO_HEAD = "llama.cpp's graph for this architecture has no other head"
 
 
 def _notes(config: Config) -> list[str]:
@@ -35,9 +31,9 @@ BITNET = Family(
     expects=(
         Expected("hidden_act", ("relu2", "silu"), NO_OTHER),
         NO_BIASES,
-        Expected("tie_word_embeddings", (True,), "llama.cpp's graph for this architecture has no other head"),
+        Expected("tie_word_embeddings", (True,), _NO_HEAD, written=True),
     ),
-    metadata=_activation,
+    metadata=(Key("hidden_activation", "hidden_act", "relu2", missing="silu"),),
     notes=_notes,
     table=decoder(
         Row("input_layernorm", "hidden"),

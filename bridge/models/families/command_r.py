@@ -4,13 +4,13 @@ from typing import Any
 
 from bridge.models.arguments import Arguments
 from bridge.models.family import NO_BIASES, SILU, Expected, Family, Row, attention, decoder, gated_mlp
+from bridge.models.gguf_keys import Computed, Constant, Key, Present
 from bridge.models.model_config import Config
 
 
-def _logits(config: Config, _args: Arguments) -> dict[str, Any]:
-    context = config.get("model_max_length")  # the trained context; the other key says 8192
-    found = {"logit_scale": config.number("logit_scale", 0.0625), "rope.scaling.type": "none"}
-    return found | ({"context_length": config.integer("model_max_length")} if context else {})
+def _context(config: Config, _args: Arguments) -> dict[str, Any]:
+    """The trained context; max_position_embeddings says 8192."""
+    return {"context_length": config.integer("model_max_length")} if config.get("model_max_length") else {}
 
 
 COMMAND_R = Family(
@@ -25,7 +25,12 @@ COMMAND_R = Family(
         Expected("tie_word_embeddings", (True,), "llama.cpp's graph for this architecture has no head of its own"),
     ),
     names={"rms_norm_eps": "layer_norm_eps"},
-    metadata=_logits,
+    metadata=(
+        Key("logit_scale", "logit_scale", 0.0625),
+        Constant("rope.scaling.type", "none"),
+        Computed(_context),
+        Present("use_qk_norm", "attn_q_norm.weight"),
+    ),
     layer_norm=True,
     table=decoder(
         Row("input_layernorm", "hidden"),

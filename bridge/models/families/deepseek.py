@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 
 from bridge.errors import BridgeError
+from bridge.gguf_file.architectures import ARCHITECTURES
 from bridge.models.arguments import Arguments
 from bridge.models.family import EXPERTS, SILU, Family, Row, decoder, gated_mlp, leading, required, sparse
+from bridge.models.gguf_keys import Computed, Key, StoredKeys
 from bridge.models.model_config import Config
 from bridge.models.outline import Part
 from bridge.models.prediction import prediction
@@ -23,14 +25,11 @@ from bridge.models.rope import rope_rules, yarn_betas
 
 
 def _sizes(config: Config, args: Arguments) -> dict[str, int]:
-    nope, rope = config.side("qk_nope_head_dim"), config.side("qk_rope_head_dim")
-    value, lora = config.side("v_head_dim"), config.side("kv_lora_rank")
+    nope, rope, value = config.side("qk_nope_head_dim"), args.more["rope"], args.more["v_head"]
     return {
-        "nope": nope, "rope": rope, "v_head": value, "lora": lora,
-        "q_lora": config.side("q_lora_rank") if config.get("q_lora_rank") else 0,
-        "q": args.heads * (nope + rope), "attended": args.heads * value,
+        "nope": nope, "q": args.heads * (nope + rope), "attended": args.heads * value,
         "shared": args.expert_inner * config.integer("n_shared_experts", 1),
-        "shared_experts": config.get("n_shared_experts", 0) and config.integer("n_shared_experts"),
+        "shared_experts": config.count("n_shared_experts", 0),
     }  # fmt: skip
 
 
@@ -51,31 +50,69 @@ def _values(args: Arguments, source: str) -> tuple[Part, ...]:
     return tuple(Part(source, (m["v_head"], m["lora"]), r, stored=(args.heads * each, m["lora"])) for r in rows)
 
 
-def latent(config: Config, args: Arguments) -> dict[str, Any]:
-    m, rules = args.sizes, rope_rules(config)
-    scoring = config.get("scoring_func") or ("softmax" if config.get("model_type") == "deepseek_v2" else "sigmoid")
-    scaling: dict[str, Any] = {"rope.scaling.attn_factor": None}
-    if args.rope.type == "yarn":
-        whole = rules.get("mscale_all_dim") or 0.0
-        if rules.get("mscale", 1.0) != whole:
-            factors = f"mscale {rules.get('mscale')} and mscale_all_dim {whole}"
-            raise BridgeError(f"{config.path}: yarn with {factors}; must be equal for llama.cpp")
-        scaling["rope.scaling.yarn_log_multiplier"] = 0.1 * whole
+def _heads(_config: Config, args: Arguments) -> dict[str, Any]:
+    m = args.sizes
     return {
-        "attention.head_count_kv": 1,
-        "attention.key_length": m["lora"] + m["rope"], "attention.value_length": m["lora"],
-        "attention.key_length_mla": m["nope"] + m["rope"], "attention.value_length_mla": m["v_head"],
-        "attention.kv_lora_rank": m["lora"], "attention.q_lora_rank": m["q_lora"] or None,
-        "rope.dimension_count": m["rope"],
-        "leading_dense_block_count": args.leading,
-        "expert_shared_count": m["shared_experts"],
-        "expert_weights_scale": config.number("routed_scaling_factor", 1.0),
-        "expert_weights_norm": True if config.get("norm_topk_prob") else None,
-        "expert_gating_func": 2 if scoring == "sigmoid" else 1,
-        "expert_group_count": config.get("n_group") and config.integer("n_group"),
-        "expert_group_used_count": config.get("topk_group") and config.integer("topk_group"),
-        **scaling, **yarn_betas(config, args.rope),
+        "attention.head_count_kv": 1, "attention.key_length": m["lora"] + m["rope"],
+        "attention.value_length": m["lora"], "attention.key_length_mla": m["nope"] + m["rope"],
     }  # fmt: skip
+
+
+def _heads_config(stored: StoredKeys) -> dict[str, Any]:
+    nope = stored.get("attention.key_length_mla") - stored.get("rope.dimension_count")
+    return {"qk_nope_head_dim": nope, "num_key_value_heads": stored.values["num_attention_heads"]}
+
+
+def _scoring(config: Config, _args: Arguments) -> dict[str, Any]:
+    scoring = config.get("scoring_func") or ("softmax" if config.get("model_type") == "deepseek_v2" else "sigmoid")
+    return {"expert_gating_func": 2 if scoring == "sigmoid" else 1}
+
+
+def _scoring_config(stored: StoredKeys) -> dict[str, Any]:
+    default = 2 if ARCHITECTURES[stored.arch].sigmoid else 1
+    sigmoid = stored.get("expert_gating_func", default) == 2
+    return {"scoring_func": "sigmoid"} if sigmoid else {"scoring_func": "softmax", "topk_method": "greedy"}
+
+
+def _scaling(config: Config, args: Arguments) -> dict[str, Any]:
+    rules, scaling = rope_rules(config), dict[str, Any]({"rope.scaling.attn_factor": None})
+    if args.rope.type == "yarn":
+        scale = rules.get("mscale_all_dim") or 0.0
+        if rules.get("mscale", 1.0) != scale:
+            factors = f"mscale {rules.get('mscale')} and mscale_all_dim {scale}"
+            raise BridgeError(f"{config.path}: yarn with {factors}; must be equal for llama.cpp")
+        scaling["rope.scaling.yarn_log_multiplier"] = 0.1 * scale
+    return {**scaling, **yarn_betas(config, args.rope)}
+
+
+def latent_rules(stored: StoredKeys) -> dict[str, Any]:
+    rules = {key: value for key, value in stored.values["rope_parameters"].items() if key != "partial_rotary_factor"}
+    if rules["rope_type"] == "yarn":
+        scale = 10 * stored.get("rope.scaling.yarn_log_multiplier", 0.0)
+        rules |= {"mscale": scale, "mscale_all_dim": scale}
+    return {"rope_parameters": rules}
+
+
+LATENT = (
+    Computed(_heads, _heads_config),
+    Key("attention.value_length_mla", "v_head_dim", defines="v_head"),
+    Key("attention.kv_lora_rank", "kv_lora_rank", defines="lora"),
+    Key("attention.q_lora_rank", "q_lora_rank", defines="q_lora", optional=True),
+    Key("rope.dimension_count", "qk_rope_head_dim", defines="rope"),
+    Computed(lambda _config, args: {"leading_dense_block_count": args.leading}),
+    Key("expert_shared_count", "n_shared_experts", size="shared_experts"),
+    Key("expert_weights_scale", "routed_scaling_factor", 1.0),
+    Key("expert_weights_norm", "norm_topk_prob", False, optional=True),
+    Computed(_scoring, _scoring_config),
+    Key("expert_group_count", "n_group", optional=True),
+    Key("expert_group_used_count", "topk_group", optional=True),
+    Computed(_scaling, latent_rules),
+)
+
+
+def _version(stored: StoredKeys) -> dict[str, Any]:
+    two = {"model_type": "deepseek_v2", "class": "DeepseekV2ForCausalLM"}
+    return two if stored.get("expert_gating_func", 1) != 2 else {}
 
 
 def latent_table(*experts: Row, indexer: tuple[Row, ...] = ()) -> tuple[Row, ...]:
@@ -116,7 +153,7 @@ DEEPSEEK2 = Family(
     expects=(SILU,),
     names={"num_experts": "n_routed_experts", "head_dim": "qk_rope_head_dim"},
     sizes=_sizes,
-    metadata=latent,
+    metadata=(*LATENT, Computed(config=_version)),
     wrapped=True,
     predicts="dropped",
     table=latent_table(*EXPERTS),
@@ -134,19 +171,17 @@ GLM4_MOE_LITE = replace(
 
 
 def _indexed_sizes(config: Config, args: Arguments) -> dict[str, int]:
-    heads, size = config.side("index_n_heads"), config.side("index_head_dim")
-    return {**_sizes(config, args), "index_heads": heads, "index_head": size, "index_q": heads * size}
+    return {**_sizes(config, args), "index_q": args.more["index_heads"] * args.more["index_head"]}
 
 
-def _indexed(config: Config, args: Arguments) -> dict[str, Any]:
+def _full(config: Config, _args: Arguments) -> dict[str, Any]:
     kinds = config.get("indexer_types")
-    return {
-        **latent(config, args),
-        "attention.indexer.head_count": args.more["index_heads"],
-        "attention.indexer.key_length": args.more["index_head"],
-        "attention.indexer.top_k": config.integer("index_topk"),
-        "attention.indexer.types": [kind == "full" for kind in kinds] if kinds else None,
-    }
+    return {"attention.indexer.types": [kind == "full" for kind in kinds] if kinds else None}
+
+
+def _full_config(stored: StoredKeys) -> dict[str, Any]:
+    full = stored.get("attention.indexer.types")
+    return {"indexer_types": ["full" if one else "shared" for one in full]} if full else {}
 
 
 _INDEXER = (
@@ -166,7 +201,13 @@ DEEPSEEK32 = replace(
     model_type="deepseek_v32",
     keys={**DEEPSEEK2.keys, "first_k_dense_replace": 3},
     sizes=_indexed_sizes,
-    metadata=_indexed,
+    metadata=(
+        *LATENT,
+        Key("attention.indexer.head_count", "index_n_heads", defines="index_heads"),
+        Key("attention.indexer.key_length", "index_head_dim", defines="index_head"),
+        Key("attention.indexer.top_k", "index_topk"),
+        Computed(_full, _full_config),
+    ),
     table=latent_table(*EXPERTS, indexer=_INDEXER),
 )
 

@@ -13,6 +13,7 @@ from typing import Any
 from bridge.errors import BridgeError
 from bridge.models.arguments import Arguments
 from bridge.models.family import NO_OTHER, SILU, Expected, Family, Row, decoder
+from bridge.models.gguf_keys import Computed, Constant, Key, StoredKeys
 from bridge.models.model_config import Config
 from bridge.models.rope import yarn_betas
 
@@ -22,16 +23,13 @@ KINDS = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed
 
 
 def _sizes(config: Config, args: Arguments) -> dict[str, int]:
-    streams, groups = config.side("hc_mult", 4), config.side("o_groups", 8)
-    heads, size = config.side("index_n_heads", 64), config.side("index_head_dim", 128)
-    attended = args.heads * args.head_dim
+    streams, groups = args.more["streams"], config.side("o_groups", 8)
     return {
-        "hashed": _hashed(config, args), "chosen": args.experts_used, "q_lora": config.side("q_lora_rank", 1024),
-        "grouped": attended // groups, "o_lora": groups * config.side("o_lora_rank", 1024),
+        "hashed": _hashed(config, args), "chosen": args.experts_used,
+        "grouped": args.heads * args.head_dim // groups, "o_lora": groups * config.side("o_lora_rank", 1024),
         "shared": args.expert_inner * config.integer("n_shared_experts", 1),
-        "index_heads": heads, "index_head": size, "index_q": heads * size,
-        "streams": streams, "mixes": (2 + streams) * streams, "all": streams * args.hidden, "one": 1, "three": 3,
-        "four": _SPARSE, "many": _HEAVY,
+        "index_q": args.more["index_heads"] * args.more["index_head"], "mixes": (2 + streams) * streams,
+        "all": streams * args.hidden, "one": 1, "three": 3, "four": _SPARSE, "many": _HEAVY,
         **{f"ratio.{layer}": ratio for layer, ratio in enumerate(_ratios(config, args))},
     }  # fmt: skip
 
@@ -59,25 +57,30 @@ def _ratios(config: Config, args: Arguments) -> list[int]:
     return [int(ratio) for ratio in listed]
 
 
-def _metadata(config: Config, args: Arguments) -> dict[str, Any]:
-    m, limit = args.more, config.number("swiglu_limit", 10.0)
+def _rope(config: Config, args: Arguments) -> dict[str, Any]:
     return {
-        "feed_forward_length": None, "rope.scaling.attn_factor": None, **yarn_betas(config, args.rope),
+        "rope.scaling.attn_factor": None, **yarn_betas(config, args.rope),
         "rope.dimension_count": config.integer("qk_rope_head_dim", args.rotated),
-        "attention.q_lora_rank": m["q_lora"], "attention.sliding_window": config.integer("sliding_window", 128),
-        "expert_shared_count": config.integer("n_shared_experts", 1), "expert_gating_func": 4,  # sqrt(softplus)
-        "expert_weights_scale": config.number("routed_scaling_factor", 1.5), "expert_weights_norm": True,
-        "swiglu_clamp_exp": args.layers * [limit], "swiglu_clamp_shexp": args.layers * [limit],
-        "attention.indexer.head_count": m["index_heads"], "attention.indexer.key_length": m["index_head"],
-        "attention.indexer.top_k": config.integer("index_topk", 512),
-        "attention.output_group_count": config.integer("o_groups", 8),
-        "attention.output_lora_rank": config.integer("o_lora_rank", 1024),
-        "attention.compress_ratios": _ratios(config, args),
-        "attention.compress_rope_freq_base": config.number("compress_rope_theta", 160000.0),
-        "hyper_connection.count": m["streams"],
-        "hyper_connection.sinkhorn_iterations": config.integer("hc_sinkhorn_iters", 20),
-        "hyper_connection.epsilon": config.number("hc_eps", 1e-6),
-        "hash_layer_count": m["hashed"], "embedding_length_out": m["all"],
+    }  # fmt: skip
+
+
+def _limits(config: Config, args: Arguments) -> dict[str, Any]:
+    limits = args.layers * [config.number("swiglu_limit", 10.0)]
+    return {"swiglu_clamp_exp": limits, "swiglu_clamp_shexp": limits}
+
+
+def _config(stored: StoredKeys) -> dict[str, Any]:
+    layers, rules = stored.values["num_hidden_layers"], stored.values["rope_parameters"]
+    hashed, kinds = stored.get("hash_layer_count"), dict(zip(RATIOS, KINDS, strict=True))
+    base = stored.get("attention.compress_rope_freq_base")
+    share = {"partial_rotary_factor": rules.get("partial_rotary_factor", 1.0)}
+    main = {"rope_type": "default", "rope_theta": rules["rope_theta"], **share}
+    ones = {"attention_factor": 1.0} if rules["rope_type"] == "yarn" else {}
+    return {
+        "layer_types": [kinds[ratio] for ratio in stored.get("attention.compress_ratios")[:layers]],
+        "mlp_layer_types": hashed * ["hash_moe"] + (layers - hashed) * ["moe"], **share,
+        "rope_parameters": {"main": main, "compress": {**rules, **share, **ones, "rope_theta": base}},
+        "rope_theta": rules["rope_theta"], "swiglu_limit": stored.get("swiglu_clamp_exp")[0],
     }  # fmt: skip
 
 
@@ -147,7 +150,23 @@ DEEPSEEK4 = Family(
     ),
     names={"num_experts": "n_routed_experts"},
     sizes=_sizes,
-    metadata=_metadata,
+    metadata=(
+        Constant("feed_forward_length", None), Computed(_rope, _config),
+        Key("attention.q_lora_rank", "q_lora_rank", 1024, defines="q_lora"),
+        Key("attention.sliding_window", "sliding_window", 128), Key("expert_shared_count", "n_shared_experts", 1),
+        Constant("expert_gating_func", 4),  # sqrt(softplus)
+        Key("expert_weights_scale", "routed_scaling_factor", 1.5), Constant("expert_weights_norm", True),
+        Computed(_limits), Key("attention.indexer.head_count", "index_n_heads", 64, defines="index_heads"),
+        Key("attention.indexer.key_length", "index_head_dim", 128, defines="index_head"),
+        Key("attention.indexer.top_k", "index_topk", 512), Key("attention.output_group_count", "o_groups", 8),
+        Key("attention.output_lora_rank", "o_lora_rank", 1024),
+        Computed(lambda config, args: {"attention.compress_ratios": _ratios(config, args)}),
+        Key("attention.compress_rope_freq_base", "compress_rope_theta", 160000.0),
+        Key("hyper_connection.count", "hc_mult", 4, defines="streams"),
+        Key("hyper_connection.sinkhorn_iterations", "hc_sinkhorn_iters", 20),
+        Key("hyper_connection.epsilon", "hc_eps", 1e-6), Key("hash_layer_count", size="hashed"),
+        Key("embedding_length_out", size="all"),
+    ),
     predicts="dropped",
     bare=True,
     table=(

@@ -21,6 +21,7 @@ from bridge.models.family import (
     leading,
     sparse,
 )  # fmt: skip
+from bridge.models.gguf_keys import Computed, Constant, Key
 from bridge.models.model_config import Config
 
 _UNKNOWN = "llama.cpp's converter knows no such model"
@@ -38,21 +39,21 @@ ERNIE4_5 = Family(
 
 
 def _shared(config: Config, args: Arguments) -> dict[str, int]:
-    return {"shared": args.expert_inner * config.get("moe_num_shared_experts", 2)}
+    count = config.get("moe_num_shared_experts", 2)
+    return {"shared_count": count, "shared": args.expert_inner * count}
 
 
 def _has_shared(args: Arguments) -> bool:
     return args.more["shared"] > 0
 
 
-def _router(config: Config, args: Arguments) -> dict[str, Any]:
+def _checked(config: Config, args: Arguments) -> dict[str, Any]:
     last = config.get("moe_layer_end_index", -1)
     if last not in (-1, args.layers - 1):
         raise BridgeError(
             f"{config.path}: moe_layer_end_index is {last!r}; llama.cpp has experts in the last layer too"
         )
-    width = {"expert_shared_feed_forward_length": args.more["shared"]} if args.more["shared"] else {}
-    return {"expert_shared_count": config.get("moe_num_shared_experts", 2), "interleave_moe_layer_step": 1, **width}
+    return {}
 
 
 ERNIE4_5_MOE = replace(
@@ -71,7 +72,11 @@ ERNIE4_5_MOE = replace(
     },
     expects=(*ERNIE4_5.expects, Expected("moe_layer_interval", (1,), _UNKNOWN)),
     sizes=_shared,
-    metadata=_router,
+    metadata=(
+        Computed(_checked), Key("expert_shared_count", "moe_num_shared_experts", size="shared_count", missing=0),
+        Constant("interleave_moe_layer_step", 1),
+        Key("expert_shared_feed_forward_length", size="shared", optional=True),
+    ),
     predicts="dropped",
     table=decoder(
         *_ATTENTION,

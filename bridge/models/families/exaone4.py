@@ -7,8 +7,9 @@ from typing import Any
 
 from bridge.errors import BridgeError
 from bridge.models.arguments import Arguments
-from bridge.models.families.windows import window_keys, window_rule
+from bridge.models.families.windows import window_config, window_keys, window_rule
 from bridge.models.family import NO_BIASES, SILU, Family, Row, attention, decoder, gated_mlp
+from bridge.models.gguf_keys import Computed
 from bridge.models.model_config import Config
 
 _LAYERS = window_rule("exaone4").layers
@@ -33,7 +34,7 @@ EXAONE4 = Family(
     model_type="exaone4",
     keys={"rms_norm_eps": 1e-5},
     expects=(SILU, NO_BIASES),
-    metadata=_windows,
+    metadata=(Computed(_windows, window_config),),
     table=decoder(
         *attention(Row("self_attn.q_norm", "head"), Row("self_attn.k_norm", "head")),
         Row("post_attention_layernorm", "hidden"),

@@ -12,21 +12,31 @@ from bridge.errors import BridgeError
 from bridge.models.arguments import Arguments
 from bridge.models.families.mamba2 import mamba2, mamba2_keys, mamba2_sizes
 from bridge.models.family import HEAD, NO_BIASES, NO_OTHER, SILU, Expected, Family, Row, attention, decoder, gated_mlp
+from bridge.models.gguf_keys import Computed, StoredKeys
 from bridge.models.model_config import Config
 
 
 def _sizes(config: Config, args: Arguments) -> dict[str, int]:
-    heads, groups = config.side("mamba_n_heads"), config.side("mamba_n_groups", 1)
+    heads, groups = args.more["ssm_heads"], args.more["groups"]
     inner = config.side("mamba_d_ssm", config.integer("mamba_expand", 2) * args.hidden)
     if inner % heads or inner % groups:
         raise BridgeError(f"{config.path}: {inner} elements of a Mamba layer in {heads} heads and {groups} groups")
     if config.get("mamba_rms_norm", False):
         config.expect("mamba_norm_before_gate", (False,), NO_OTHER, True)
-    return mamba2_sizes(heads, inner, groups, config.side("mamba_d_state"), config.side("mamba_d_conv", 4))
+    return mamba2_sizes(args, inner)
 
 
 def _metadata(_config: Config, args: Arguments) -> dict[str, Any]:
-    return {**mamba2_keys(args), "context_length": args.context}
+    return {"context_length": args.context}
+
+
+def _config(stored: StoredKeys) -> dict[str, Any]:
+    """Without its factors, by which the GGUF's weights are multiplied."""
+    inner = stored.get("ssm.inner_size")
+    return {
+        "mamba_d_head": inner // stored.get("ssm.time_step_rank"), "mamba_d_ssm": inner,
+        "mamba_rms_norm": stored.has("ssm_norm.weight"), "mamba_norm_before_gate": False,
+    }  # fmt: skip
 
 
 def _factors(config: Config, _args: Arguments) -> dict[str, Sequence[float]]:
@@ -68,7 +78,10 @@ FALCON_H1 = Family(
     ),
     sizes=_sizes,
     factors=_factors,
-    metadata=_metadata,
+    metadata=(
+        *mamba2_keys(("mamba_d_conv", 4), ("mamba_d_state", None), ("mamba_n_groups", 1), ("mamba_n_heads", None)),
+        Computed(_metadata, _config),
+    ),
     table=decoder(
         Row("input_layernorm", "hidden"),
         *(replace(row, optional=row.source == "mamba.norm") for row in mamba2("mamba")),

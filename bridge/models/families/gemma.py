@@ -7,35 +7,50 @@ attention scores from the size of the model, and gives every second or every six
 from typing import Any
 
 from bridge.errors import BridgeError
+from bridge.gguf_file.architectures import ARCHITECTURES
 from bridge.models.arguments import Arguments
-from bridge.models.families.windows import local_base, window_keys
+from bridge.models.families.windows import local_base, rules_of_both, window_config, window_keys
 from bridge.models.family import NO_BIASES, NO_OTHER, NORM, Expected, Family, Row, attention, decoder, gated_mlp
+from bridge.models.gguf_keys import Computed, Key, StoredKeys
 from bridge.models.model_config import Config
 
-GELU = Expected("hidden_act", ("gelu_pytorch_tanh", "gelu_new"), NO_OTHER)
-_LARGEST = {"gemma2": 46, "gemma3": 62}  # layers of the 27 B models
+GELU = Expected("hidden_act", ("gelu_pytorch_tanh", "gelu_new"), NO_OTHER, written=True)
+_TOKENS = 4096  # of the window, if a config does not say so
+
+
+def _width(arch: str, layers: int, hidden: int, heads: int, head_dim: int) -> int:
+    """What llama.cpp scales scores by: the root of it."""
+    return hidden // heads if layers == ARCHITECTURES[arch].scaled_by_width else head_dim
 
 
 def _checked(config: Config, args: Arguments, arch: str) -> None:
     """BridgeError if the scale of attention is not llama.cpp's."""
     scalar = config.number("query_pre_attn_scalar", 256)
-    scale = args.hidden // args.heads if args.layers == _LARGEST[arch] else args.head_dim
+    scale = _width(arch, args.layers, args.hidden, args.heads, args.head_dim)
     if scalar != scale:
         raise BridgeError(f"{config.path}: query_pre_attn_scalar is {scalar:g}; llama.cpp uses {scale} for this model")
 
 
+def _config(stored: StoredKeys) -> dict[str, Any]:
+    keys = ("num_hidden_layers", "hidden_size", "num_attention_heads", "head_dim")
+    width = _width(stored.arch, *(stored.values[key] for key in keys))
+    return {"query_pre_attn_scalar": width, **window_config(stored)}
+
+
 def _gemma2(config: Config, args: Arguments) -> dict[str, Any]:
     _checked(config, args, "gemma2")
-    return {
-        "attn_logit_softcapping": config.number("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": config.number("final_logit_softcapping", 30.0),
-        **window_keys(config, args, "gemma2"),
-    }
+    return window_keys(config, args, "gemma2", tokens=_TOKENS)
 
 
 def _gemma3(config: Config, args: Arguments) -> dict[str, Any]:
     _checked(config, args, "gemma3")
-    return {**window_keys(config, args, "gemma3"), "rope.freq_base_swa": local_base(config)}
+    return {**window_keys(config, args, "gemma3", tokens=_TOKENS), "rope.freq_base_swa": local_base(config)}
+
+
+def _gemma3_config(stored: StoredKeys) -> dict[str, Any]:
+    config = _config(stored)
+    config["sliding_window"] = config["sliding_window"] or stored.values["max_position_embeddings"]  # must be a number
+    return {**config, **rules_of_both(stored, stored.get("rope.freq_base_swa", 10000.0))}
 
 
 def _norm(name: str, size: str = "hidden") -> Row:
@@ -64,7 +79,11 @@ GEMMA2 = Family(
     keys=_KEYS,
     expects=(GELU, NO_BIASES),
     names={"hidden_act": "hidden_activation"},
-    metadata=_gemma2,
+    metadata=(
+        Key("attn_logit_softcapping", "attn_logit_softcapping", 50.0),
+        Key("final_logit_softcapping", "final_logit_softcapping", 30.0),
+        Computed(_gemma2, _config),
+    ),
     table=_table(),
 )
 
@@ -84,7 +103,7 @@ GEMMA3 = Family(
         Expected("final_logit_softcapping", (None,), "no published model of this architecture has it"),
     ),
     names=GEMMA2.names,
-    metadata=_gemma3,
+    metadata=(Computed(_gemma3, _gemma3_config),),
     wrapped=True,
     table=_table(_norm("self_attn.q_norm", "head"), _norm("self_attn.k_norm", "head")),
 )  # fmt: skip

@@ -14,9 +14,10 @@ import numpy as np
 from bridge.errors import BridgeError
 from bridge.models.arguments import Arguments
 from bridge.models.families.gemma import GELU
-from bridge.models.families.gemma4 import INPUT_OF_LAYER, INPUTS, NORMS, layers_with_window
+from bridge.models.families.gemma4 import INPUT_OF_LAYER, INPUTS, NORMS, inputs_config, layers_with_window
 from bridge.models.families.windows import local_base
 from bridge.models.family import EMBEDDINGS, NO_BIASES, NO_OTHER, Expected, Family, Row, attention, decoder, gated_mlp
+from bridge.models.gguf_keys import Computed, StoredKeys
 from bridge.models.model_config import Config
 from bridge.models.outline import Part
 
@@ -53,6 +54,11 @@ def _metadata(config: Config, args: Arguments) -> dict[str, Any]:
         "attention.sliding_window": config.integer("sliding_window", 512),
         "attention.sliding_window_pattern": layers_with_window(args),
     }  # fmt: skip
+
+
+def _config(stored: StoredKeys) -> dict[str, Any]:
+    sparse = [_SHARE if scale > 0 else 0.0 for scale in stored.get("activation_sparsity_scale")]
+    return {**inputs_config(stored), "activation_sparsity_pattern": sparse}
 
 
 def _other_streams(args: Arguments, source: str) -> tuple[Part, ...]:
@@ -94,11 +100,13 @@ GEMMA3N = Family(
     expects=(
         GELU, NO_BIASES, Expected("altup_num_inputs", (_STREAMS,), NO_OTHER),
         Expected("altup_active_idx", (0,), NO_OTHER), Expected("altup_correct_scale", (True,), NO_OTHER),
-        Expected("laurel_rank", (64,), NO_OTHER), Expected("hidden_size_per_layer_input", (256,), NO_OTHER),
+        Expected("laurel_rank", (64,), NO_OTHER, written=True),
+        Expected("hidden_size_per_layer_input", (256,), NO_OTHER),
     ),
     names={"hidden_act": "hidden_activation"},
     sizes=_sizes,
-    metadata=_metadata,
+    metadata=(Computed(_metadata, _config),),
+    language_model=("gemma3n_text", "Gemma3nForCausalLM"),
     wrapped=True,
     table=_everywhere(
         decoder(

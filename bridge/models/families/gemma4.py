@@ -10,7 +10,7 @@ from typing import Any
 
 from bridge.models.arguments import Arguments
 from bridge.models.families.gemma import GELU
-from bridge.models.families.windows import local_base
+from bridge.models.families.windows import local_base, rules_of_both, window_config
 from bridge.models.family import (
     EMBEDDINGS,
     NO_BIASES,
@@ -22,6 +22,7 @@ from bridge.models.family import (
     experts_with_gate_up,
     gated_mlp,
 )
+from bridge.models.gguf_keys import Computed, StoredKeys
 from bridge.models.model_config import Config
 from bridge.models.rope import global_layers
 
@@ -72,6 +73,41 @@ def _metadata(config: Config, args: Arguments) -> dict[str, Any]:
     if config.get("final_logit_softcapping"):
         keys["final_logit_softcapping"] = config.number("final_logit_softcapping")
     return keys
+
+
+def inputs_config(stored: StoredKeys) -> dict[str, Any]:
+    """What Gemma 3n and 4 have alike."""
+    return {
+        **window_config(stored), "num_kv_shared_layers": stored.get("attention.shared_kv_layers", 0),
+        "hidden_size_per_layer_input": stored.get("embedding_length_per_layer_input", 0),
+        "vocab_size_per_layer_input": stored.values["vocab_size"],
+        "final_logit_softcapping": stored.get("final_logit_softcapping"),
+        **rules_of_both(stored, stored.get("rope.freq_base_swa", 10000.0)),
+    }  # fmt: skip
+
+
+def _config(stored: StoredKeys) -> dict[str, Any]:
+    config = inputs_config(stored)
+    full = [kind == _GLOBAL for kind in config["layer_types"]]
+    counts, widths = stored.get("attention.head_count_kv"), stored.get("feed_forward_length")
+    counts = counts if isinstance(counts, list) else len(full) * [counts]
+    local, everywhere = (
+        next((n for n, f in zip(counts, full, strict=False) if f == kind), counts[0]) for kind in (False, True)
+    )
+    last = next((i for i, f in enumerate(full) if f and f"blk.{i}.attn_k.weight" in stored.names), None)
+    config |= {
+        "head_dim": stored.get("attention.key_length_swa"), "global_head_dim": stored.get("attention.key_length"),
+        "num_key_value_heads": local, "num_global_key_value_heads": everywhere,
+        "attention_k_eq_v": last is not None and f"blk.{last}.attn_v.weight" not in stored.names,
+        "use_double_wide_mlp": isinstance(widths, list),
+        "intermediate_size": widths[0] if isinstance(widths, list) else widths,
+    }  # fmt: skip
+    if stored.get("expert_count"):
+        config |= {
+            "num_experts": stored.get("expert_count"), "top_k_experts": stored.get("expert_used_count"),
+            "moe_intermediate_size": stored.get("expert_feed_forward_length"), "enable_moe_block": True,
+        }  # fmt: skip
+    return config
 
 
 def _attention(q: str, kv: str, head: str, chosen: Callable[[str], bool]) -> tuple[Row, ...]:
@@ -141,7 +177,8 @@ GEMMA4 = Family(
     expects=(GELU, NO_BIASES, Expected("use_bidirectional_attention", (None, "vision"), NO_OTHER)),
     names={"hidden_act": "hidden_activation"},
     sizes=_sizes,
-    metadata=_metadata,
+    metadata=(Computed(_metadata, _config),),
+    language_model=("gemma4_text", "Gemma4ForCausalLM"),
     tokenizer="gemma4",
     wrapped=True,
     own=".experts.",

@@ -24,6 +24,7 @@ from bridge.models.family import (
     leading,
     sparse,
 )  # fmt: skip
+from bridge.models.gguf_keys import ATTENTION_BIAS, Computed, Constant, Entry, Key, Present
 from bridge.models.model_config import Config
 from bridge.models.prediction import prediction
 
@@ -33,6 +34,7 @@ GLM4 = Family(
     architectures=("Glm4ForCausalLM",),
     model_type="glm4",
     keys={"partial_rotary_factor": 0.5, "attention_bias": False, "head_dim": 128, "rms_norm_eps": 1e-5},
+    metadata=(ATTENTION_BIAS,),
     table=decoder(
         Row("input_layernorm", "hidden"),
         *attention(bias=configured),
@@ -49,15 +51,17 @@ def _sizes(config: Config, args: Arguments) -> dict[str, int]:
     return {"shared": args.expert_inner * config.integer("n_shared_experts", 1)}
 
 
-def _router(config: Config, _args: Arguments) -> dict[str, Any]:
-    return {
-        "expert_shared_count": config.integer("n_shared_experts", 1),
-        "expert_gating_func": 2,  # sigmoid
-        "expert_weights_scale": config.number("routed_scaling_factor", 1.0),
-        "expert_weights_norm": bool(config.get("norm_topk_prob", True)),
-        "expert_group_count": config.integer("n_group", 1),
-        "expert_group_used_count": config.integer("topk_group", 1),
-    }
+def _router(normalized: bool) -> tuple[Entry, ...]:
+    """`normalized`: whether the weights of a token's experts sum to one, if a config does not say so."""
+    return (
+        Key("expert_shared_count", "n_shared_experts", 1),
+        Constant("expert_gating_func", 2),  # sigmoid
+        Key("expert_weights_scale", "routed_scaling_factor", 1.0),
+        Key("expert_weights_norm", "norm_topk_prob", normalized),
+        Key("expert_group_count", "n_group", 1),
+        Key("expert_group_used_count", "topk_group", 1),
+        ATTENTION_BIAS,
+    )
 
 
 def _dots1(config: Config, args: Arguments) -> dict[str, Any]:
@@ -65,7 +69,7 @@ def _dots1(config: Config, args: Arguments) -> dict[str, Any]:
         raise BridgeError(
             f"{config.path}: num_key_value_heads is {args.kv_heads}; llama.cpp has {args.heads}, all heads"
         )
-    return {**_router(config, args), "expert_weights_norm": bool(config.get("norm_topk_prob", False))}
+    return {}
 
 
 GLM4_MOE = Family(
@@ -80,7 +84,7 @@ GLM4_MOE = Family(
     expects=(SILU, Expected("n_group", (1,), "llama.cpp chooses among all experts here")),
     names={"num_experts": "n_routed_experts"},
     sizes=_sizes,
-    metadata=_router,
+    metadata=(*_router(True), Present("use_qk_norm", "attn_q_norm.weight")),
     predicts="carried",
     table=decoder(
         Row("input_layernorm", "hidden"),
@@ -124,13 +128,9 @@ DOTS1 = replace(
     model_type="dots1",
     keys={"use_qk_norm": True, "num_experts": None, "moe_intermediate_size": 1408, "first_k_dense_replace": 0},
     expects=(*GLM4_MOE.expects, NO_BIASES),
-    metadata=_dots1,
+    metadata=(*_router(False), Computed(_dots1)),
     predicts=None,
 )
-
-
-def _vision_router(config: Config, args: Arguments) -> dict[str, Any]:
-    return {**_router(config, args), **rope_sections(config, args)}
 
 
 # the language model of GLM-4.5V and 4.6V
@@ -140,6 +140,6 @@ GLM4V_MOE = replace(
     architectures=("Glm4vMoeForConditionalGeneration",),
     model_type="glm4v_moe",
     keys={**GLM4_MOE.keys, "attention_bias": True},
-    metadata=_vision_router,
+    metadata=(*GLM4_MOE.metadata, Computed(rope_sections)),
     wrapped=True,
 )

@@ -2,6 +2,7 @@
 
 from bridge.models.arguments import Arguments
 from bridge.models.family import NO_OTHER, Expected, Family, Row, decoder, required
+from bridge.models.gguf_keys import Computed
 from bridge.models.model_config import Config
 
 
@@ -29,6 +30,8 @@ GPT2 = Family(
         "max_position_embeddings": "n_positions", "intermediate_size": "n_inner", "rms_norm_eps": "layer_norm_epsilon",
     },
     sizes=_sizes,
+    metadata=(Computed(config=lambda stored: {"n_ctx": stored.values["max_position_embeddings"]}),),
+    lacks=("head_dim",),
     layer_norm=True,
     rotary=False,
     bare=True,

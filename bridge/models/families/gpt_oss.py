@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from bridge.models.arguments import Arguments
-from bridge.models.families.windows import window_keys
+from bridge.models.families.windows import window_config, window_keys
 from bridge.models.family import NO_OTHER, SILU, Expected, Family, Row, attention, decoder, required
+from bridge.models.gguf_keys import Computed, StoredKeys
 from bridge.models.model_config import Config
 from bridge.models.outline import Part
 from bridge.models.rope import yarn_betas
@@ -22,9 +23,18 @@ _EXPERTS = "mlp.experts"
 
 def _metadata(config: Config, args: Arguments) -> dict[str, Any]:
     return {
-        **window_keys(config, args, "gpt-oss"),
+        **window_keys(config, args, "gpt-oss", tokens=128),
         "expert_feed_forward_length": args.inner,
         **yarn_betas(config, args.rope),
+    }
+
+
+def _config(stored: StoredKeys) -> dict[str, Any]:
+    rules = stored.values["rope_parameters"]
+    return {
+        "intermediate_size": stored.get("expert_feed_forward_length", stored.values["intermediate_size"]),
+        **window_config(stored),
+        "rope_parameters": {**rules, **({"truncate": False} if rules["rope_type"] == "yarn" else {})},
     }
 
 
@@ -53,7 +63,8 @@ GPT_OSS = Family(
         SILU, Expected("attention_bias", (True,), NO_OTHER),
         Expected("swiglu_alpha", (1.702,), NO_OTHER), Expected("swiglu_limit", (7.0,), NO_OTHER),
     ),
-    metadata=_metadata,
+    metadata=(Computed(_metadata, _config),),
+    written_as={"num_experts": "num_local_experts"},
     table=decoder(
         Row("input_layernorm", "hidden"),
         *attention(bias=required, o_bias=required),

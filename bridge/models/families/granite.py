@@ -12,18 +12,16 @@ import numpy as np
 from bridge.models.arguments import Arguments
 from bridge.models.families.llama import LLAMA
 from bridge.models.family import Row, attention, configured, decoder
-from bridge.models.model_config import Config
+from bridge.models.gguf_keys import ATTENTION_BIAS, Computed, Key, StoredKeys
 from bridge.models.outline import Part
 
-
-def _factors(config: Config, _args: Arguments) -> dict[str, Any]:
-    return {
-        "attention.scale": config.number("attention_multiplier", 1.0),
-        "embedding_scale": config.number("embedding_multiplier", 1.0),
-        "residual_scale": config.number("residual_multiplier", 1.0),
-        "logit_scale": config.number("logits_scaling", 1.0),
-    }
-
+FACTORS = (
+    Key("attention.scale", "attention_multiplier", 1.0, missing=None),
+    Key("embedding_scale", "embedding_multiplier", 1.0),
+    Key("residual_scale", "residual_multiplier", 1.0),
+    Key("logit_scale", "logits_scaling", 1.0),
+)
+SHARED = Key("expert_shared_feed_forward_length", "shared_intermediate_size", defines="shared", optional=True)
 
 GRANITE = replace(
     LLAMA,
@@ -31,17 +29,13 @@ GRANITE = replace(
     arch="granite",
     architectures=("GraniteForCausalLM",),
     model_type="granite",
-    metadata=_factors,
+    metadata=(*FACTORS, ATTENTION_BIAS),
 )
 
 
-def _shared(config: Config, _args: Arguments) -> dict[str, int]:
-    return {"shared": config.side("shared_intermediate_size") if config.get("shared_intermediate_size") else 0}
-
-
-def with_shared(config: Config, args: Arguments) -> dict[str, Any]:
-    shared = args.more["shared"]
-    return {**_factors(config, args), "expert_shared_feed_forward_length": shared or None}
+def _kind(stored: StoredKeys) -> dict[str, Any]:
+    shared = {"model_type": "granitemoeshared", "class": "GraniteMoeSharedForCausalLM"}
+    return shared if stored.get(SHARED.key) else {}
 
 
 def _half(which: int) -> Callable[[Arguments, str], tuple[Part, ...]]:
@@ -78,8 +72,8 @@ GRANITE_MOE = replace(
     model_type="granitemoe",
     keys={**LLAMA.keys, "num_experts": None},
     own="_linear.weight",
-    sizes=_shared,
-    metadata=with_shared,
+    metadata=(*FACTORS, SHARED, ATTENTION_BIAS, Computed(config=_kind)),
+    written_as={"num_experts": "num_local_experts"},
     table=decoder(
         Row("input_layernorm", "hidden"),
         *attention(bias=configured, o_bias=configured, interleaved=True),

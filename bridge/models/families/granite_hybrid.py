@@ -5,27 +5,33 @@ from typing import Any
 
 from bridge.errors import BridgeError
 from bridge.models.arguments import Arguments
-from bridge.models.families.granite import GRANITE_MOE, STACKED, with_shared
+from bridge.models.families.granite import FACTORS, GRANITE_MOE, SHARED, STACKED
 from bridge.models.families.mamba2 import mamba2, mamba2_keys, mamba2_sizes
 from bridge.models.family import NO_BIASES, NO_OTHER, SILU, Expected, Row, attention, decoder
+from bridge.models.gguf_keys import ATTENTION_BIAS, Computed, Constant, StoredKeys
 from bridge.models.model_config import Config
 
 
 def _sizes(config: Config, args: Arguments) -> dict[str, int]:
-    heads, groups = config.side("mamba_n_heads"), config.side("mamba_n_groups", 1)
-    inner, state = config.integer("mamba_expand", 2) * args.hidden, config.side("mamba_d_state")
+    heads, groups = args.more["ssm_heads"], args.more["groups"]
+    inner = config.integer("mamba_expand", 2) * args.hidden
     if inner % heads or inner % groups:
         raise BridgeError(f"{config.path}: {inner} elements of a Mamba layer in {heads} heads and {groups} groups")
-    kernel = config.side("mamba_d_conv", 4)
-    return {"shared": config.side("shared_intermediate_size"), **mamba2_sizes(heads, inner, groups, state, kernel)}
+    return mamba2_sizes(args, inner)
 
 
-def _metadata(config: Config, args: Arguments) -> dict[str, Any]:
+def _metadata(_config: Config, args: Arguments) -> dict[str, Any]:
+    heads = [args.kv_heads if _attends(args, layer) else 0 for layer in range(args.layers)]
+    return {"attention.head_count_kv": heads}
+
+
+def _config(stored: StoredKeys) -> dict[str, Any]:
+    inner = stored.get("ssm.inner_size")
     return {
-        **with_shared(config, args),
-        "attention.head_count_kv": [args.kv_heads if _attends(args, i) else 0 for i in range(args.layers)],
-        **mamba2_keys(args), "rope.scaling.finetuned": False,
-    }  # fmt: skip
+        "layer_types": ["attention" if count else "mamba" for count in stored.get("attention.head_count_kv")],
+        "mamba_d_head": inner // stored.get("ssm.time_step_rank"),
+        "mamba_expand": inner // stored.values["hidden_size"],
+    }
 
 
 def _attends(args: Arguments, layer: int) -> bool:
@@ -44,11 +50,15 @@ GRANITE_HYBRID = replace(
     model_type="granitemoehybrid",
     keys={**GRANITE_MOE.keys, "layer_types": None},
     expects=(
-        SILU, NO_BIASES, Expected("position_embedding_type", (None, "nope"), NO_OTHER),
+        SILU, NO_BIASES, Expected("position_embedding_type", (None, "nope"), NO_OTHER, written=True),
         Expected("mamba_proj_bias", (False,), NO_OTHER), Expected("mamba_conv_bias", (True,), NO_OTHER),
     ),
     sizes=_sizes,
-    metadata=_metadata,
+    metadata=(
+        *FACTORS, replace(SHARED, optional=False), Computed(_metadata, _config),
+        *mamba2_keys(("mamba_d_conv", 4), ("mamba_d_state", None), ("mamba_n_groups", 1), ("mamba_n_heads", None)),
+        Constant("rope.scaling.finetuned", False), ATTENTION_BIAS,
+    ),
     table=decoder(
         Row("input_layernorm", "hidden"),
         *mamba2("mamba", _mixes),

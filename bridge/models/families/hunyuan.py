@@ -10,6 +10,7 @@ from typing import Any
 
 from bridge.models.arguments import Arguments
 from bridge.models.family import EXPERTS, NO_BIASES, SILU, Family, Row, attention, decoder, gated_mlp
+from bridge.models.gguf_keys import Computed, Constant, Key, StoredKeys
 from bridge.models.model_config import Config
 from bridge.models.rope import rope_number, rope_rules
 
@@ -28,11 +29,9 @@ def _stretched(config: Config, args: Arguments) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _shared(config: Config, args: Arguments) -> dict[str, Any]:
-    return {
-        **_stretched(config, args), "expert_shared_feed_forward_length": args.inner, "expert_weights_norm": True,
-        "expert_shared_count": config.integer("num_shared_expert", 1),
-    }  # fmt: skip
+def _config(stored: StoredKeys) -> dict[str, Any]:
+    """Its alpha has become a part of theta."""
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": stored.get("rope.freq_base", 10000.0)}}
 
 
 _ATTENTION = (
@@ -48,7 +47,7 @@ HUNYUAN = Family(
     model_type="hunyuan_v1_dense",
     keys={"rms_norm_eps": 1e-5},
     expects=(SILU, NO_BIASES),
-    metadata=_stretched,
+    metadata=(Computed(_stretched, _config),),
     table=decoder(*_ATTENTION, *gated_mlp("mlp", "inner")),
 )
 
@@ -60,7 +59,12 @@ HUNYUAN_MOE = replace(
     model_type="hunyuan_v1_moe",
     keys={**HUNYUAN.keys, "num_experts": None, "moe_intermediate_size": None},
     names={"num_experts_per_tok": "moe_topk", "moe_intermediate_size": "intermediate_size"},
-    metadata=_shared,
+    metadata=(
+        *HUNYUAN.metadata,
+        Key("expert_shared_feed_forward_length", size="inner"),
+        Constant("expert_weights_norm", True),
+        Key("expert_shared_count", "num_shared_expert", 1),
+    ),
     table=decoder(
         *_ATTENTION,
         replace(EXPERTS[0], source="mlp.gate.wg", also=()),

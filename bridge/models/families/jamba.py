@@ -5,14 +5,14 @@ from typing import Any
 
 from bridge.models.arguments import Arguments
 from bridge.models.family import NO_OTHER, SILU, Expected, Family, Row, attention, decoder, gated_mlp, required
+from bridge.models.gguf_keys import Computed, Key, StoredKeys
 from bridge.models.model_config import Config
 
 
 def _sizes(config: Config, args: Arguments) -> dict[str, int]:
     rank = config.get("mamba_dt_rank", "auto")
     return {
-        "ssm_inner": 2 * args.hidden, "state": config.side("mamba_d_state", 16),
-        "kernel": config.side("mamba_d_conv", 4),
+        "ssm_inner": 2 * args.hidden,
         "dt_rank": -(-args.hidden // 16) if rank == "auto" else config.side("mamba_dt_rank"),
         "attention_period": config.integer("attn_layer_period", 8),
         "attention_first": config.count("attn_layer_offset", 4),
@@ -38,12 +38,25 @@ def _dense(args: Arguments, layer: int) -> bool:
     return not _chooses(args, layer)
 
 
-def _metadata(_config: Config, args: Arguments) -> dict[str, Any]:
-    m = args.more
+def _heads(_config: Config, args: Arguments) -> dict[str, Any]:
+    return {"attention.head_count_kv": [args.kv_heads if _attends(args, i) else 0 for i in range(args.layers)]}
+
+
+def _period(layers: list[int], count: int) -> tuple[int, int]:
+    """The distance of evenly spaced layers, and the first of them."""
+    if len(layers) < 2:
+        return count, layers[0] if layers else count - 1
+    return layers[1] - layers[0], layers[0]
+
+
+def _config(stored: StoredKeys) -> dict[str, Any]:
+    layers = stored.values["num_hidden_layers"]
+    attention = [i for i, count in enumerate(stored.get("attention.head_count_kv")) if count]
+    experts = [i for i in range(layers) if f"blk.{i}.ffn_gate_inp.weight" in stored.names]
+    (period, first), (expert_period, expert_first) = _period(attention, layers), _period(experts, layers)
     return {
-        "attention.head_count_kv": [args.kv_heads if _attends(args, layer) else 0 for layer in range(args.layers)],
-        "ssm.conv_kernel": m["kernel"], "ssm.state_size": m["state"], "ssm.inner_size": m["ssm_inner"],
-        "ssm.time_step_rank": m["dt_rank"],
+        "attn_layer_period": period, "attn_layer_offset": first, "expert_layer_period": expert_period,
+        "expert_layer_offset": expert_first,
     }  # fmt: skip
 
 
@@ -59,10 +72,15 @@ JAMBA = Family(
     keys={"num_experts": 16},
     expects=(
         SILU, Expected("mamba_proj_bias", (False,), NO_OTHER), Expected("mamba_conv_bias", (True,), NO_OTHER),
-        Expected("mamba_expand", (2,), NO_OTHER),
+        Expected("mamba_expand", (2,), NO_OTHER, written=True),
     ),
     sizes=_sizes,
-    metadata=_metadata,
+    metadata=(
+        Computed(_heads, _config), Key("ssm.conv_kernel", "mamba_d_conv", 4, defines="kernel"),
+        Key("ssm.state_size", "mamba_d_state", 16, defines="state"), Key("ssm.inner_size", size="ssm_inner"),
+        Key("ssm.time_step_rank", "mamba_dt_rank", size="dt_rank"),
+    ),
+    lacks=("head_dim",),
     rotary=False,
     table=decoder(
         Row("input_layernorm", "hidden"),

@@ -9,6 +9,7 @@ from typing import Any
 
 from bridge.models.arguments import Arguments
 from bridge.models.family import NO_OTHER, Expected, Family, Row, decoder, leading, sparse
+from bridge.models.gguf_keys import Computed, Constant, Key, StoredKeys
 from bridge.models.model_config import Config
 
 
@@ -19,23 +20,15 @@ def _adjusted(config: Config, args: Arguments) -> dict[str, int]:
         multiple = config.integer("block_multiple_of", 256)
         inner = int(config.number("block_ffn_dim_multiplier", 1.0) * int(2 * inner / 3))
         inner = -(-inner // multiple) * multiple
-    return {**_convolution(config, args), "inner": inner}
+    return {"inner": inner}
 
 
-def _convolution(config: Config, _args: Arguments) -> dict[str, int]:
-    return {"kernel": config.side("conv_L_cache", 3)}
+def _heads(_config: Config, args: Arguments) -> dict[str, Any]:
+    return {"attention.head_count_kv": [args.kv_heads if kind == _ATTENTION else 0 for kind in args.kinds]}
 
 
-def _metadata(_config: Config, args: Arguments) -> dict[str, Any]:
-    return {
-        "attention.head_count_kv": [args.kv_heads if kind == _ATTENTION else 0 for kind in args.kinds],
-        "shortconv.l_cache": args.more["kernel"],
-        "feed_forward_length": args.sizes["inner"],
-    }
-
-
-def _router(config: Config, args: Arguments) -> dict[str, Any]:
-    return {**_metadata(config, args), "expert_gating_func": 2}  # sigmoid
+def _kinds(stored: StoredKeys) -> dict[str, Any]:
+    return {"layer_types": [_ATTENTION if count else "conv" for count in stored.get("attention.head_count_kv")]}
 
 
 def _of(kind: str, *rows: Row) -> tuple[Row, ...]:
@@ -52,6 +45,11 @@ def _network(module: str, inner: str) -> tuple[Row, ...]:
 
 
 _ATTENTION = "full_attention"
+_KEYS = (
+    Computed(_heads, _kinds),
+    Key("shortconv.l_cache", "conv_L_cache", 3, defines="kernel"),
+    Key("feed_forward_length", size="inner"),
+)
 _LAYERS = (
     Row("operator_norm", "hidden"),
     *_of(
@@ -82,7 +80,7 @@ LFM2 = Family(
     names={"rms_norm_eps": "norm_eps"},
     expects=(Expected("conv_bias", (False,), NO_OTHER),),
     sizes=_adjusted,
-    metadata=_metadata,
+    metadata=(*_KEYS, Computed(config=lambda _stored: {"block_auto_adjust_ff_dim": False})),
     table=decoder(*_LAYERS, *_network("feed_forward", "inner"), norm=_NORM),
 )
 
@@ -95,11 +93,12 @@ LFM2_MOE = replace(
     keys={**LFM2.keys, "num_experts": None, "moe_intermediate_size": None, "first_k_dense_replace": 2},
     names={**LFM2.names, "first_k_dense_replace": "num_dense_layers"},
     expects=(
-        *LFM2.expects, Expected("use_expert_bias", (True,), NO_OTHER), Expected("norm_topk_prob", (True,), NO_OTHER),
-        Expected("routed_scaling_factor", (1.0,), NO_OTHER),
+        *LFM2.expects, Expected("use_expert_bias", (True,), NO_OTHER, written=True),
+        Expected("norm_topk_prob", (True,), NO_OTHER, written=True),
+        Expected("routed_scaling_factor", (1.0,), NO_OTHER, written=True),
     ),
-    sizes=_convolution,
-    metadata=_router,
+    sizes=None,
+    metadata=(*_KEYS, Constant("expert_gating_func", 2)),  # sigmoid
     table=decoder(
         *_LAYERS,
         *leading(*_network("feed_forward", "inner")),

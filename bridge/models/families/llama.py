@@ -1,6 +1,7 @@
 """Llama 1 to 3.x, and the many other models published as LlamaForCausalLM."""
 
 from bridge.models.family import Family, Row, attention, configured, decoder, gated_mlp
+from bridge.models.gguf_keys import ATTENTION_BIAS, Present
 
 LLAMA = Family(
     titles=("Llama 1 to 3.x",),
@@ -9,6 +10,8 @@ LLAMA = Family(
     model_type="llama",
     # 2048 is transformers' default, for the configs of the first Llama
     keys={"max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False},
+    metadata=(ATTENTION_BIAS, Present("mlp_bias", "ffn_gate.bias")),
+    in_gguf=lambda get: not get("expert_count") and not get("attention.sliding_window"),
     table=decoder(
         Row("input_layernorm", "hidden"),
         *attention(bias=configured, o_bias=configured, interleaved=True),

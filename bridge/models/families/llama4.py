@@ -7,26 +7,29 @@ from dataclasses import replace
 from typing import Any
 
 from bridge.errors import BridgeError
+from bridge.gguf_file.architectures import ARCHITECTURES
 from bridge.models.arguments import Arguments
 from bridge.models.family import SILU, Expected, Family, Row, attention, configured, decoder, gated_mlp
+from bridge.models.gguf_keys import ATTENTION_BIAS, Computed, Key
 from bridge.models.model_config import Config
 
 _BUILT_IN = "llama.cpp's graph has it built in"
-_MOST = 128  # experts, of Maverick
+_MAVERICK = ARCHITECTURES["llama4"].no_unit_norms  # experts
 
 
 def _sizes(config: Config, args: Arguments) -> dict[str, int]:
     return {"step": config.integer("interleave_moe_layer_step", 1), "shared": args.expert_inner}
 
 
-def _metadata(config: Config, args: Arguments) -> dict[str, Any]:
+def _checked(config: Config, args: Arguments) -> dict[str, Any]:
+    """No keys; BridgeError for what llama.cpp's graph does otherwise."""
     rotated = [int((layer + 1) % 4 != 0) for layer in range(args.layers)]
     config.expect("no_rope_layers", (rotated, []), _BUILT_IN, rotated)
-    normed = args.experts != _MOST
+    normed = args.experts != _MAVERICK
     if args.qk_norm != normed:
-        own = f"{normed} for {args.experts} experts"
-        raise BridgeError(f"{config.path}: use_qk_norm is {args.qk_norm}; llama.cpp has {own}")
-    return {"interleave_moe_layer_step": args.more["step"]}
+        by_count = f"{normed} for {args.experts} experts"
+        raise BridgeError(f"{config.path}: use_qk_norm is {args.qk_norm}; llama.cpp has {by_count}")
+    return {}
 
 
 def _sparse(args: Arguments, layer: int) -> bool:
@@ -54,7 +57,12 @@ LLAMA4 = Family(
     ),
     names={"intermediate_size": "intermediate_size_mlp", "moe_intermediate_size": "intermediate_size"},
     sizes=_sizes,
-    metadata=_metadata,
+    metadata=(
+        Computed(_checked, lambda stored: {"use_qk_norm": stored.get("expert_count") != _MAVERICK}),
+        Key("interleave_moe_layer_step", "interleave_moe_layer_step", 1), ATTENTION_BIAS,
+    ),
+    language_model=("llama4_text", "Llama4ForCausalLM"),
+    written_as={"num_experts": "num_local_experts"},
     wrapped=True,
     own=_EXPERTS,
     apart=True,

@@ -9,26 +9,30 @@ from typing import Any
 from bridge.errors import BridgeError
 from bridge.models.arguments import Arguments
 from bridge.models.family import NO_OTHER, SILU, Expected, Family, Row, decoder, required
+from bridge.models.gguf_keys import Computed, Constant, Entry, Key, StoredKeys
 from bridge.models.model_config import Config
 from bridge.models.outline import Part
 
 CONTEXT = 2**20  # nothing depends on positions, so there is no length of training to keep to
 
 
-def mamba2_sizes(heads: int, inner: int, groups: int, state: int, kernel: int) -> dict[str, int]:
-    """The names that `mamba2` uses; `inner` elements in `heads` heads and `groups` groups."""
+def mamba2_sizes(args: Arguments, inner: int) -> dict[str, int]:
+    """The names that `mamba2` uses beside those of `mamba2_keys`, for `inner` elements."""
+    groups, states = args.more["groups"], args.more["groups"] * args.more["state"]
     return {
-        "ssm_heads": heads, "ssm_inner": inner, "state": state, "groups": groups, "group": inner // groups,
-        "kernel": kernel, "one": 1, "states": groups * state, "convolved": inner + 2 * groups * state,
+        "ssm_inner": inner, "group": inner // groups, "one": 1, "states": states, "convolved": inner + 2 * states,
     }  # fmt: skip
 
 
-def mamba2_keys(args: Arguments) -> dict[str, Any]:
-    m = args.more
-    return {
-        "ssm.conv_kernel": m["kernel"], "ssm.state_size": m["state"], "ssm.group_count": m["groups"],
-        "ssm.inner_size": m["ssm_inner"], "ssm.time_step_rank": m["ssm_heads"], "context_length": CONTEXT,
-    }  # fmt: skip
+Named = tuple[str, int | None]  # a key of config.json, and its default
+
+
+def mamba2_keys(kernel: Named, state: Named, groups: Named, heads: Named) -> tuple[Entry, ...]:
+    return (
+        Key("ssm.conv_kernel", *kernel, defines="kernel"), Key("ssm.state_size", *state, defines="state"),
+        Key("ssm.group_count", *groups, defines="groups"), Key("ssm.inner_size", size="ssm_inner"),
+        Key("ssm.time_step_rank", *heads, defines="ssm_heads"), Constant("context_length", CONTEXT),
+    )  # fmt: skip
 
 
 def _vector(size: str, change: str | None = None) -> Callable[[Arguments, str], tuple[Part, ...]]:
@@ -54,18 +58,17 @@ def mamba2(module: str, layers: Callable[[Arguments, int], bool] | None = None) 
 
 
 def _sizes(config: Config, args: Arguments) -> dict[str, int]:
-    heads, groups = config.side("num_heads"), config.side("n_groups", 1)
-    inner, state = config.integer("expand", 2) * args.hidden, config.side("state_size", 128)
+    heads, groups = args.more["ssm_heads"], args.more["groups"]
+    inner = config.integer("expand", 2) * args.hidden
     if inner != heads * args.head_dim or inner % groups:
         split = f"{heads} heads of {args.head_dim} and {groups} groups"
         raise BridgeError(f"{config.path}: {inner} elements of a layer cannot be {split}")
-    return mamba2_sizes(heads, inner, groups, state, config.side("conv_kernel", 4))
+    return mamba2_sizes(args, inner)
 
 
-def _metadata(_config: Config, args: Arguments) -> dict[str, Any]:
-    attention = ("head_count_kv", "key_length", "value_length")
-    none = {"feed_forward_length": 0, "attention.head_count": 0, **{f"attention.{key}": None for key in attention}}
-    return {**mamba2_keys(args), **none}
+def _config(stored: StoredKeys) -> dict[str, Any]:
+    inner = stored.get("ssm.inner_size")
+    return {"head_dim": inner // stored.get("ssm.time_step_rank"), "expand": inner // stored.values["hidden_size"]}
 
 
 MAMBA2 = Family(
@@ -80,7 +83,13 @@ MAMBA2 = Family(
     expects=(SILU, Expected("use_bias", (False,), NO_OTHER), Expected("use_conv_bias", (True,), NO_OTHER)),
     names={"rms_norm_eps": "layer_norm_epsilon"},
     sizes=_sizes,
-    metadata=_metadata,
+    metadata=(
+        *mamba2_keys(("conv_kernel", 4), ("state_size", 128), ("n_groups", 1), ("num_heads", None)),
+        Computed(config=_config),
+        Constant("feed_forward_length", 0), Constant("attention.head_count", 0),
+        *(Constant(f"attention.{key}", None) for key in ("head_count_kv", "key_length", "value_length")),
+    ),
+    lacks=("intermediate_size", "num_attention_heads", "num_key_value_heads"),
     rotary=False,
     table=decoder(
         Row("norm", "hidden"),

@@ -5,13 +5,15 @@ A bias is added to the router's sigmoid to choose experts, but not to weight the
 
 from typing import Any
 
-from bridge.models.arguments import Arguments
 from bridge.models.family import EXPERTS, NO_OTHER, SILU, Expected, Family, Row, attention, decoder
-from bridge.models.model_config import Config
+from bridge.models.gguf_keys import Computed, Constant, Key, StoredKeys
 
 
-def _router(_config: Config, args: Arguments) -> dict[str, Any]:
-    return {"expert_gating_func": 2, "expert_feed_forward_length": args.inner}  # 2: sigmoid
+def _config(stored: StoredKeys) -> dict[str, Any]:
+    return {
+        "rotary_dim": stored.get("rope.dimension_count", stored.values["head_dim"]),
+        "intermediate_size": stored.get("expert_feed_forward_length", stored.values["intermediate_size"]),
+    }
 
 
 MINIMAX_M2 = Family(
@@ -22,8 +24,11 @@ MINIMAX_M2 = Family(
     keys={
         "head_dim": 128, "rope_theta": 5000000.0, "partial_rotary_factor": 1.0, "rotary_dim": None, "num_experts": None,
     },
-    expects=(SILU, Expected("scoring_func", ("sigmoid",), NO_OTHER)),
-    metadata=_router,
+    expects=(SILU, Expected("scoring_func", ("sigmoid",), NO_OTHER, written=True)),
+    metadata=(
+        Constant("expert_gating_func", 2),  # sigmoid
+        Key("expert_feed_forward_length", size="inner"), Computed(config=_config)),
+    written_as={"num_experts": "num_local_experts"},
     own="block_sparse_moe",
     table=decoder(
         Row("input_layernorm", "hidden"),

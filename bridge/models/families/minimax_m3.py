@@ -10,6 +10,7 @@ from typing import Any
 from bridge.errors import BridgeError
 from bridge.models.arguments import Arguments
 from bridge.models.family import EXPERTS, NO_OTHER, NORM, Expected, Family, Row, attention, decoder, gated_mlp
+from bridge.models.gguf_keys import Computed, Constant, Key, StoredKeys
 from bridge.models.model_config import Config
 
 
@@ -31,16 +32,14 @@ def _sizes(config: Config, args: Arguments) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _metadata(config: Config, args: Arguments) -> dict[str, Any]:
-    m = args.more
+def _config(stored: StoredKeys) -> dict[str, Any]:
+    layers, dense = stored.values["num_hidden_layers"], stored.get("leading_dense_block_count", 0)
     return {
-        "leading_dense_block_count": m["dense"], "expert_gating_func": 2,  # sigmoid
-        "expert_shared_count": config.integer("n_shared_experts", 1), "expert_weights_norm": True,
-        "expert_weights_scale": config.number("routed_scaling_factor", 2.0),
-        "attention.indexer.head_count": m["index_heads"], "attention.indexer.key_length": m["index_head"],
-        "attention.indexer.block_size": m["block"], "attention.indexer.top_k": m["blocks"],
-        "attention.indexer.local_blocks": m["local"],
-    }  # fmt: skip
+        "rotary_dim": stored.get("rope.dimension_count", stored.values["head_dim"]),
+        "shared_intermediate_size": stored.get("expert_shared_count") * stored.get("expert_feed_forward_length"),
+        "mlp_layer_types": dense * ["dense"] + (layers - dense) * ["sparse"],
+        "layer_types": dense * ["full_attention"] + (layers - dense) * ["minimax_m3_sparse"],
+    }
 
 
 def _dense(args: Arguments, layer: int) -> bool:
@@ -67,13 +66,25 @@ MINIMAX_M3 = Family(
         "moe_intermediate_size": None,
     },
     expects=(
-        Expected("hidden_act", ("swigluoai", "silu"), NO_OTHER), Expected("scoring_func", ("sigmoid",), NO_OTHER),
+        Expected("hidden_act", ("swigluoai", "silu"), NO_OTHER),
+        Expected("scoring_func", ("sigmoid",), NO_OTHER, written=True),
         Expected("swiglu_alpha", (1.702,), NO_OTHER), Expected("swiglu_limit", (7.0,), NO_OTHER),
         Expected("use_gemma_norm", (True,), NO_OTHER), Expected("qk_norm_type", ("per_head",), NO_OTHER),
     ),
     names={"intermediate_size": "dense_intermediate_size", "moe_intermediate_size": "intermediate_size"},
     sizes=_sizes,
-    metadata=_metadata,
+    metadata=(
+        Key("leading_dense_block_count", size="dense"), Constant("expert_gating_func", 2),  # sigmoid
+        Key("expert_shared_count", "n_shared_experts", 1, missing=None), Constant("expert_weights_norm", True),
+        Key("expert_weights_scale", "routed_scaling_factor", 2.0, missing=1.0),
+        Key("attention.indexer.head_count", "index_n_heads", size="index_heads"),
+        Key("attention.indexer.key_length", "index_head_dim", size="index_head"),
+        Key("attention.indexer.block_size", "index_block_size", size="block"),
+        Key("attention.indexer.top_k", "index_topk_blocks", size="blocks"),
+        Key("attention.indexer.local_blocks", "index_local_blocks", size="local"), Computed(config=_config),
+    ),
+    language_model=("minimax_m3_vl_text", "MiniMaxM3SparseForCausalLM"),
+    written_as={"num_experts": "num_local_experts"},
     wrapped=True,
     predicts="dropped",
     own="block_sparse_moe",

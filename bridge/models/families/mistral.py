@@ -19,6 +19,7 @@ MISTRAL = Family(
     architectures=("MistralForCausalLM",),
     model_type="mistral",
     keys={"sliding_window": None},
+    in_gguf=lambda get: not get("expert_count") and bool(get("attention.sliding_window")),
     table=decoder(*_ATTENTION, *gated_mlp("mlp", "inner", bias=optional)),
 )
 
@@ -28,6 +29,8 @@ MIXTRAL = Family(
     architectures=("MixtralForCausalLM",),
     model_type="mixtral",
     keys={"sliding_window": None, "num_experts": None},
+    in_gguf=lambda get: bool(get("expert_count")),
+    written_as={"num_experts": "num_local_experts"},
     table=decoder(*_ATTENTION, *EXPERTS),
     own="block_sparse_moe",
 )

@@ -9,6 +9,7 @@ from typing import Any
 from bridge.models.arguments import Arguments
 from bridge.models.families.mistral import MISTRAL
 from bridge.models.family import SILU, Expected
+from bridge.models.gguf_keys import Computed, StoredKeys
 from bridge.models.model_config import Config
 from bridge.models.rope import rope_number, rope_rules, yarn_betas
 
@@ -26,6 +27,16 @@ def _temperature(config: Config, args: Arguments) -> dict[str, Any]:
     }
 
 
+def _config(stored: StoredKeys) -> dict[str, Any]:
+    beta = stored.get("attention.temperature_scale")
+    if beta is None:
+        return {}
+    scale = stored.get("rope.scaling.yarn_log_multiplier")
+    more = {"mscale": scale, "mscale_all_dim": scale, "llama_4_scaling_beta": beta}
+    rules = {**stored.values["rope_parameters"], **more}
+    return {"rope_parameters": rules, "model_type": "ministral3", "class": "Ministral3ForCausalLM"}
+
+
 MISTRAL3 = replace(
     MISTRAL,
     titles=("Mistral Small 3.1", "Ministral 3"),
@@ -39,6 +50,7 @@ MISTRAL3 = replace(
             by_template=True,
         ),
     ),
-    metadata=_temperature,
+    metadata=(Computed(_temperature, _config),),
+    language_model=("mistral", "MistralForCausalLM"),
     wrapped=True,
 )  # fmt: skip

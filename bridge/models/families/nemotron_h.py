@@ -12,6 +12,7 @@ from typing import Any
 from bridge.models.arguments import Arguments
 from bridge.models.families.mamba2 import mamba2, mamba2_keys, mamba2_sizes
 from bridge.models.family import NO_BIASES, NO_OTHER, Expected, Family, Row, decoder
+from bridge.models.gguf_keys import Computed, Constant, Key, StoredKeys
 from bridge.models.model_config import Config
 from bridge.models.prediction import prediction, predicts
 
@@ -36,37 +37,30 @@ def _is(kind: str) -> Callable[[Arguments, int], bool]:
 
 
 def _sizes(config: Config, args: Arguments) -> dict[str, int]:
-    heads, groups = config.side("mamba_num_heads"), config.side("n_groups")
-    inner = heads * config.side("mamba_head_dim")
+    inner = args.more["ssm_heads"] * config.side("mamba_head_dim")
     config.within_sides("mamba_num_heads times mamba_head_dim", inner)
-    latent = config.side("moe_latent_size") if config.get("moe_latent_size") else 0
-    return {
-        **mamba2_sizes(heads, inner, groups, config.side("ssm_state_size"), config.side("conv_kernel")),
-        "latent": latent, "routed": latent or args.hidden,
-    }  # fmt: skip
+    return {**mamba2_sizes(args, inner), "routed": args.more.get("latent") or args.hidden}
 
 
-def _metadata(config: Config, args: Arguments) -> dict[str, Any]:
+def _layers(_config: Config, args: Arguments) -> dict[str, Any]:
     width = args.expert_inner or args.inner
     network, attention = _is("experts" if args.experts else "network"), _is("attention")
     blocks = range(args.layers + args.predicting)
     return {
-        **mamba2_keys(args),
         "feed_forward_length": [width if network(args, i) else 0 for i in blocks],
         "attention.head_count_kv": [args.kv_heads if attention(args, i) else 0 for i in blocks],
-        "rope.dimension_count": args.hidden // args.heads, "rope.scaling.finetuned": False,
-    }  # fmt: skip
+        "rope.dimension_count": args.hidden // args.heads,
+    }
 
 
-def _router(config: Config, args: Arguments) -> dict[str, Any]:
+def _config(stored: StoredKeys) -> dict[str, Any]:
+    network = "moe" if stored.get("expert_count") else "mlp"
+    pairs = zip(stored.get("attention.head_count_kv"), stored.get("feed_forward_length"), strict=True)
+    kinds = ["attention" if count else network if width else "mamba" for count, width in pairs]
+    layers = stored.values["num_hidden_layers"]  # what predicts further tokens is none of them
     return {
-        **_metadata(config, args),
-        "expert_shared_count": config.integer("n_shared_experts", 1),
-        "expert_weights_norm": bool(config.get("norm_topk_prob", True)),
-        "expert_weights_scale": config.number("routed_scaling_factor", 1.0),
-        "expert_group_count": config.integer("n_group", 1),
-        "expert_group_used_count": config.integer("topk_group", 1),
-        "moe_latent_size": args.more["latent"] or None,
+        "layers_block_type": kinds[:layers],
+        "mamba_head_dim": stored.get("ssm.inner_size") // stored.get("ssm.time_step_rank"),
     }
 
 
@@ -109,7 +103,11 @@ NEMOTRON_H = Family(
     ),
     names={"layer_types": "layers_block_type", "rms_norm_eps": "layer_norm_epsilon"},
     sizes=_sizes,
-    metadata=_metadata,
+    metadata=(
+        *mamba2_keys(("conv_kernel", None), ("ssm_state_size", None), ("n_groups", None), ("mamba_num_heads", None)),
+        Computed(_layers, _config),
+        Constant("rope.scaling.finetuned", False),
+    ),
     layer_norm=True,
     rotary=False,
     predicts="dropped",
@@ -130,7 +128,12 @@ NEMOTRON_H_MOE = replace(
         **NEMOTRON_H.names, "num_experts": "n_routed_experts",
         "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
     },
-    metadata=_router,
+    metadata=(
+        *NEMOTRON_H.metadata, Key("expert_shared_count", "n_shared_experts", 1),
+        Key("expert_weights_norm", "norm_topk_prob", True), Key("expert_weights_scale", "routed_scaling_factor", 1.0),
+        Key("expert_group_count", "n_group", 1), Key("expert_group_used_count", "topk_group", 1),
+        Key("moe_latent_size", "moe_latent_size", defines="latent", optional=True),
+    ),
     predicts="carried",
     mtp=_MTP,
     table=_table(

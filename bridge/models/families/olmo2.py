@@ -9,6 +9,7 @@ OLMO2 = Family(
     model_type="olmo2",
     keys={"rms_norm_eps": 1e-5},
     expects=(SILU, NO_BIASES),
+    in_gguf=lambda get: not get("attention.sliding_window"),
     table=decoder(
         *attention(Row("self_attn.q_norm", "q"), Row("self_attn.k_norm", "kv")),
         Row("post_attention_layernorm", "hidden"),

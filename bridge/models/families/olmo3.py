@@ -6,7 +6,8 @@ from typing import Any
 from bridge.errors import BridgeError
 from bridge.models.arguments import Arguments
 from bridge.models.families.olmo2 import OLMO2
-from bridge.models.families.windows import local_base, window_keys
+from bridge.models.families.windows import local_base, rules_of_both, window_config, window_keys
+from bridge.models.gguf_keys import Computed, StoredKeys
 from bridge.models.model_config import Config
 
 
@@ -20,11 +21,17 @@ def _windows(config: Config, args: Arguments) -> dict[str, Any]:
     return {**window_keys(config, args, "olmo2", named=True), "rope.freq_base_swa": base}
 
 
+def _config(stored: StoredKeys) -> dict[str, Any]:
+    base = stored.values["rope_parameters"]["rope_theta"]
+    return {**window_config(stored), **rules_of_both(stored, base)}
+
+
 OLMO3 = replace(
     OLMO2,
     titles=("OLMo 3",),
     architectures=("Olmo3ForCausalLM",),
     model_type="olmo3",
     keys={**OLMO2.keys, "rope_theta": 500000.0},
-    metadata=_windows,
+    metadata=(Computed(_windows, _config),),
+    in_gguf=lambda get: bool(get("attention.sliding_window")),
 )

@@ -7,6 +7,7 @@ from typing import Any
 
 from bridge.models.arguments import Arguments
 from bridge.models.family import Family, Row, decoder
+from bridge.models.gguf_keys import Computed, StoredKeys
 from bridge.models.model_config import Config
 
 
@@ -16,13 +17,23 @@ def _context(config: Config, args: Arguments) -> dict[str, Any]:
     return {"rope.scaling.original_context_length": original, "attention.sliding_window": args.window or 0}
 
 
+def phi3_config(stored: StoredKeys) -> dict[str, Any]:
+    original = stored.get("rope.scaling.original_context_length") or stored.values["max_position_embeddings"]
+    rules = dict(stored.values["rope_parameters"])
+    if stored.get("rope.scaling.attn_factor"):
+        rules["attention_factor"] = stored.get("rope.scaling.attn_factor")
+    if "rope_factors_long.weight" in stored.names:
+        rules["original_max_position_embeddings"] = original
+    return {"original_max_position_embeddings": original, "rope_parameters": rules}
+
+
 PHI3 = Family(
     titles=("Phi-3 to Phi-4",),
     arch="phi3",
     architectures=("Phi3ForCausalLM",),
     model_type="phi3",
     keys={"sliding_window": None, "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
-    metadata=_context,
+    metadata=(Computed(_context, phi3_config),),
     table=decoder(
         Row("input_layernorm", "hidden"),
         Row("self_attn.qkv_proj", "q+kv+kv hidden", apart=tuple(f"self_attn.{part}_proj" for part in "qkv")),

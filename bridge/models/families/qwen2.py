@@ -19,6 +19,7 @@ from bridge.models.family import (
 )  # fmt: skip
 
 _KEYS = {"max_position_embeddings": 32768, "use_sliding_window": False}
+_UNNORMALIZED = "llama.cpp does not normalize this architecture's expert weights"
 _ATTENTION = (
     Row("input_layernorm", "hidden"),
     *attention(bias=required),
@@ -43,7 +44,7 @@ QWEN2_MOE = Family(
     expects=(
         SILU,
         *ALL_SPARSE,
-        Expected("norm_topk_prob", (False,), "llama.cpp does not normalize this architecture's expert weights"),
+        Expected("norm_topk_prob", (False,), _UNNORMALIZED, written=True),
         Expected("qkv_bias", (True,), NO_OTHER),
     ),
     table=decoder(

@@ -16,6 +16,7 @@ from bridge.models.family import (
     decoder,
     gated_mlp,
 )  # fmt: skip
+from bridge.models.gguf_keys import ATTENTION_BIAS
 
 # 128 is transformers' default, whatever hidden_size / num_attention_heads is
 _KEYS = {"max_position_embeddings": 32768, "head_dim": 128, "use_sliding_window": False, "attention_bias": False}
@@ -31,6 +32,7 @@ QWEN3 = Family(
     architectures=("Qwen3ForCausalLM",),
     model_type="qwen3",
     keys=_KEYS,
+    metadata=(ATTENTION_BIAS,),
     table=decoder(*_ATTENTION, *gated_mlp("mlp", "inner")),
 )
 
@@ -43,7 +45,8 @@ QWEN3_MOE = Family(
     expects=(
         SILU,
         *ALL_SPARSE,
-        Expected("norm_topk_prob", (True,), "llama.cpp normalizes this architecture's expert weights"),
+        Expected("norm_topk_prob", (True,), "llama.cpp normalizes this architecture's expert weights", written=True),
     ),
+    metadata=(ATTENTION_BIAS,),
     table=decoder(*_ATTENTION, *EXPERTS),
 )

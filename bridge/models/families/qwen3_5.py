@@ -15,26 +15,31 @@ from bridge.models.families.qwen3_next import (
     FULL,
     QWEN3_NEXT,
     SHARED,
-    delta_metadata,
     delta_sizes,
     linear_row,
 )
 from bridge.models.families.qwen_vl import rope_sections
 from bridge.models.family import EXPERTS, NO_BIASES, NORM, SILU, Row, decoder, gated_mlp
+from bridge.models.gguf_keys import Computed, StoredKeys
 from bridge.models.model_config import Config
 from bridge.models.outline import Part
 from bridge.models.prediction import prediction
 
 
-def _metadata(config: Config, args: Arguments) -> dict[str, Any]:
-    return {**delta_metadata(config, args), **rope_sections(config, args, [11, 11, 10])}
+def _sections(config: Config, args: Arguments) -> dict[str, Any]:
+    return rope_sections(config, args, [11, 11, 10])
+
+
+def _config(stored: StoredKeys) -> dict[str, Any]:
+    sections = (stored.get("rope.dimension_sections") or [])[:3]
+    more = {"mrope_section": sections, "mrope_interleaved": True} if sections else {}
+    return {"rope_parameters": {**stored.values["rope_parameters"], **more}}
 
 
 def _sizes(config: Config, args: Arguments) -> dict[str, int]:
-    sizes = delta_sizes(config, args)
-    if sizes["v_heads"] % sizes["k_heads"]:
-        raise ValueError(f"{sizes['v_heads']} value heads cannot share {sizes['k_heads']} key heads")
-    return sizes
+    if args.more["v_heads"] % args.more["k_heads"]:
+        raise ValueError(f"{args.more['v_heads']} value heads cannot share {args.more['k_heads']} key heads")
+    return delta_sizes(config, args)
 
 
 def _values(args: Arguments, width: int) -> np.ndarray:
@@ -90,7 +95,8 @@ QWEN3_5 = replace(
     keys={"max_position_embeddings": 32768, "head_dim": 256, "partial_rotary_factor": 0.25},
     expects=(SILU, NO_BIASES),
     sizes=_sizes,
-    metadata=_metadata,
+    metadata=(*QWEN3_NEXT.metadata, Computed(_sections, _config)),
+    language_model=("qwen3_5_text", "Qwen3_5ForCausalLM"),
     wrapped=True,
     table=decoder(*_ATTENTION, *gated_mlp("mlp", "inner"), *prediction("+1"), norm=_NORM),
 )
@@ -101,6 +107,7 @@ QWEN3_5_MOE = replace(
     arch="qwen35moe",
     architectures=("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM"),
     model_type="qwen3_5_moe",
+    language_model=("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
     keys={**QWEN3_5.keys, **dict.fromkeys(_EXPERT_KEYS)},
     table=decoder(*_ATTENTION, *EXPERTS, *SHARED, *prediction("+1"), norm=_NORM),
 )

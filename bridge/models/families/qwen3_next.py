@@ -10,17 +10,16 @@ import numpy as np
 
 from bridge.models.arguments import Arguments
 from bridge.models.family import ALL_SPARSE, EXPERTS, NO_BIASES, NORM, SILU, Expected, Family, Row, decoder, gated_mlp
+from bridge.models.gguf_keys import Computed, Key, StoredKeys
 from bridge.models.model_config import Config
 from bridge.models.outline import Part
 from bridge.models.prediction import QWENS, prediction, predicts
 
 
 def delta_sizes(config: Config, args: Arguments) -> dict[str, int]:
-    k_heads, v_heads = config.side("linear_num_key_heads"), config.side("linear_num_value_heads")
-    k, v = config.side("linear_key_head_dim"), config.side("linear_value_head_dim")
+    m, v_dim = args.more, config.side("linear_value_head_dim")
     return {
-        "k_heads": k_heads, "v_heads": v_heads, "k_dim": k, "v_dim": v, "keys": k_heads * k, "values": v_heads * v,
-        "kernel": config.side("linear_conv_kernel_dim"),
+        "v_dim": v_dim, "keys": m["k_heads"] * m["k_dim"], "values": m["v_heads"] * v_dim,
         "interval": config.integer("full_attention_interval", 4),
     }  # fmt: skip
 
@@ -52,14 +51,19 @@ def _part(which: slice) -> Any:
     return parts
 
 
-def delta_metadata(config: Config, args: Arguments) -> dict[str, Any]:
-    m = args.sizes
+def _linear_layers(config: Config, args: Arguments) -> dict[str, Any]:
     expected = ["linear_attention" if _linear(args, i) else "full_attention" for i in range(args.layers)]
     config.expect("layer_types", (expected,), "the layers with full attention must be at a fixed interval", expected)
+    stateful = [_linear(args, layer) for layer in range(args.layers + args.predicting)]
+    return {"attention.recurrent_layers": stateful}
+
+
+def _config(stored: StoredKeys) -> dict[str, Any]:
+    interval, layers = stored.get("full_attention_interval", 4), range(stored.values["num_hidden_layers"])
     return {
-        "ssm.conv_kernel": m["kernel"], "ssm.state_size": m["k_dim"], "ssm.group_count": m["k_heads"],
-        "ssm.time_step_rank": m["v_heads"], "ssm.inner_size": m["values"], "full_attention_interval": m["interval"],
-        "attention.recurrent_layers": [_linear(args, layer) for layer in range(args.layers + args.predicting)],
+        "linear_value_head_dim": stored.get("ssm.inner_size") // stored.get("ssm.time_step_rank"),
+        "layer_types": ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in layers],
+        "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
     }  # fmt: skip
 
 
@@ -97,7 +101,14 @@ QWEN3_NEXT = Family(
         NO_BIASES,
     ),
     sizes=delta_sizes,
-    metadata=delta_metadata,
+    metadata=(
+        Key("ssm.conv_kernel", "linear_conv_kernel_dim", defines="kernel"),
+        Key("ssm.state_size", "linear_key_head_dim", defines="k_dim"),
+        Key("ssm.group_count", "linear_num_key_heads", defines="k_heads"),
+        Key("ssm.time_step_rank", "linear_num_value_heads", defines="v_heads"),
+        Key("ssm.inner_size", size="values"), Key("full_attention_interval", size="interval"),
+        Computed(_linear_layers, _config),
+    ),
     predicts="carried",
     mtp=QWENS,
     table=decoder(

@@ -11,6 +11,7 @@ from bridge.errors import BridgeError
 from bridge.models.arguments import Arguments
 from bridge.models.families.qwen2 import QWEN2
 from bridge.models.families.qwen3 import QWEN3, QWEN3_MOE
+from bridge.models.gguf_keys import ATTENTION_BIAS, Computed
 from bridge.models.model_config import Config
 from bridge.models.rope import rope_rules
 
@@ -34,7 +35,8 @@ QWEN2_VL = replace(
     arch="qwen2vl",
     architectures=("Qwen2_5_VLForConditionalGeneration", "Qwen2VLForConditionalGeneration"),
     model_type="qwen2_5_vl",
-    metadata=rope_sections,
+    metadata=(Computed(rope_sections),),
+    language_model=("qwen2", "Qwen2ForCausalLM"),
     wrapped=True,
 )
 
@@ -44,7 +46,8 @@ QWEN3_VL = replace(
     arch="qwen3vl",
     architectures=("Qwen3VLForConditionalGeneration",),
     model_type="qwen3_vl",
-    metadata=_deepstack,
+    metadata=(Computed(_deepstack), ATTENTION_BIAS),
+    language_model=("qwen3", "Qwen3ForCausalLM"),
     wrapped=True,
 )
 
@@ -55,7 +58,8 @@ QWEN3_VL_MOE = replace(
     architectures=("Qwen3VLMoeForConditionalGeneration",),
     model_type="qwen3_vl_moe",
     keys={**QWEN3_MOE.keys, "norm_topk_prob": True},
-    metadata=_deepstack,
+    metadata=QWEN3_VL.metadata,
+    language_model=("qwen3_moe", "Qwen3MoeForCausalLM"),
     wrapped=True,
     # the published files have each expert's matrices transposed
     whole_own="^",

@@ -1,6 +1,7 @@
 """Seed-OSS: Llama's decoder with biases on q, k and v; heads are rotated by halves, their size is configured."""
 
 from bridge.models.family import SILU, Expected, Family, Row, attention, configured, decoder, gated_mlp
+from bridge.models.gguf_keys import ATTENTION_BIAS
 
 _NONE = "llama.cpp's graph for this architecture has no such biases"
 
@@ -10,7 +11,12 @@ SEED_OSS = Family(
     architectures=("SeedOssForCausalLM",),
     model_type="seed_oss",
     keys={"attention_bias": True, "head_dim": 128, "max_position_embeddings": 524288},
-    expects=(SILU, Expected("attention_out_bias", (False,), _NONE), Expected("mlp_bias", (False,), _NONE)),
+    expects=(
+        SILU,
+        Expected("attention_out_bias", (False,), _NONE, written=True),
+        Expected("mlp_bias", (False,), _NONE),
+    ),
+    metadata=(ATTENTION_BIAS,),
     table=decoder(
         Row("input_layernorm", "hidden"),
         *attention(bias=configured),

@@ -7,6 +7,7 @@ from bridge.errors import BridgeError
 from bridge.models.arguments import Arguments
 from bridge.models.families.llama import LLAMA
 from bridge.models.family import SILU, Expected
+from bridge.models.gguf_keys import Computed
 from bridge.models.model_config import Config
 
 
@@ -25,5 +26,5 @@ SMOLLM3 = replace(
     model_type="smollm3",
     keys={**LLAMA.keys, "tie_word_embeddings": True, "rope_theta": 2000000.0},
     expects=(SILU, Expected("no_rope_layer_interval", (4,), "llama.cpp omits rotation in every fourth layer")),
-    metadata=_every_fourth,
+    metadata=(Computed(_every_fourth),),
 )

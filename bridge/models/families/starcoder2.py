@@ -12,7 +12,7 @@ STARCODER2 = Family(
     keys={"sliding_window": None, "tie_word_embeddings": True, "rms_norm_eps": 1e-5},
     expects=(
         Expected("hidden_act", ("gelu_pytorch_tanh", "gelu_new", "gelu"), NO_OTHER),
-        Expected("use_bias", (True,), NO_OTHER),
+        Expected("use_bias", (True,), NO_OTHER, written=True),
         Expected("norm_type", ("layer_norm",), NO_OTHER),
     ),
     names={"rms_norm_eps": "norm_epsilon"},

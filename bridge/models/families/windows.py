@@ -3,8 +3,9 @@
 from typing import Any
 
 from bridge.errors import BridgeError
-from bridge.gguf_file.architectures import ARCHITECTURES, Windows
+from bridge.gguf_file.architectures import ARCHITECTURES, Windows, read_windows
 from bridge.models.arguments import Arguments
+from bridge.models.gguf_keys import StoredKeys
 from bridge.models.model_config import Config
 from bridge.models.rope import rope_number, rope_rules
 
@@ -36,10 +37,13 @@ def _by_pattern(config: Config, layers: int, period: int) -> list[str | None]:
     return ["full_attention" if (layer + 1) % period == 0 else _WINDOWED for layer in range(layers)]
 
 
-def window_keys(config: Config, args: Arguments, arch: str, named: bool = False) -> dict[str, Any]:
+def window_keys(
+    config: Config, args: Arguments, arch: str, named: bool = False, tokens: int | None = None
+) -> dict[str, Any]:
     """The keys of the window and of the layers that have it; these only where llama.cpp takes others for granted.
 
-    named  of a family whose models may have no window; the layers are always named, as llama.cpp's converter does
+    named   of a family whose models may have no window; the layers are always named, as llama.cpp's converter does
+    tokens  of the window, if the config does not say so
 
     Where no layer has the window its key is left out, or it is as long as the context if llama.cpp wants one always.
     """
@@ -49,7 +53,7 @@ def window_keys(config: Config, args: Arguments, arch: str, named: bool = False)
     windows = window_layers(config, args.layers, rule.period or 1)
     if not any(windows):
         return {"attention.sliding_window": args.context} if rule.tokens != 0 else {}
-    keys: dict[str, Any] = {"attention.sliding_window": config.integer("sliding_window", _TOKENS.get(arch))}
+    keys: dict[str, Any] = {"attention.sliding_window": config.integer("sliding_window", tokens)}
     if named or windows != rule.by_default(args.layers):
         keys["attention.sliding_window_pattern"] = list(windows)
     return keys
@@ -64,6 +68,19 @@ def local_base(config: Config, default: float = 10000.0) -> float:
     return rope_number(config, rules, "rope_theta", config.get("rope_local_base_freq", default))
 
 
-_TOKENS = {"gemma2": 4096, "gemma3": 4096, "gpt-oss": 128}  # of the window, if a config does not say so
+def window_config(stored: StoredKeys) -> dict[str, Any]:
+    """The window and the layers that have it, in config.json; None and full attention where none has."""
+    layers = stored.values["num_hidden_layers"]
+    tokens, windows = read_windows(stored.arch, stored.get, layers)
+    kinds = [_WINDOWED if local else "full_attention" for local in windows or layers * (False,)]
+    return {"sliding_window": tokens or None, "layer_types": kinds}
+
+
+def rules_of_both(stored: StoredKeys, local_base: float) -> dict[str, Any]:
+    """The rules of rotation in layers with full attention, and in those with a window."""
+    local = {"rope_type": "default", "rope_theta": local_base}
+    return {"rope_parameters": {"full_attention": stored.values["rope_parameters"], "sliding_attention": local}}
+
+
 _WINDOWED = "sliding_attention"
 _TYPES = {"L": _WINDOWED, "G": "full_attention"}
