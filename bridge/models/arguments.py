@@ -13,53 +13,35 @@ from bridge.models.rope import Rope, read_rope, rope_rules
 
 @dataclass(frozen=True, eq=False)
 class Arguments:
-    """The arguments of all families; False, None or 0 if a family has no such thing.
-
-    inner                  width of the dense feed-forward network
-    head_dim               elements of a head
-    norm_eps               of RMSNorm
-    tied                   whether the embeddings are also the output matrix
-    attention_bias         whether q, k, v (and o, in some families) must have biases; mlp_bias is the same for the MLP
-    window                 tokens that every layer attends to; None: all
-    upper_window           tokens that the upper layers attend to, for which GGUF has no key
-    experts, experts_used  per layer, and per token
-    expert_inner           width of an expert, 0 if it is `inner`
-    shared_inner           width of the expert that all tokens share, 0 if there is none
-    rotated                number of elements of a head that are rotated, the first ones
-    qk_norm                whether heads of q and k are normalized, if models of a family differ
-    leading                layers before the first that has experts
-    kinds                  each layer's kind, as config.json's layer_types names it, in families with several
-    predicting             layers after these that predict further tokens, see `prediction`
-    more                   sizes that only one family has
-    factors                what the rows of a linear layer are multiplied by: its name in the table -> one for each size
-                           of its rows ("q+kv+kv": three), for models whose graph multiplies where llama.cpp's does not
-    """
+    """The arguments of all families; False, None or 0 if a family has no such thing."""
 
     hidden: int
-    inner: int
+    inner: int  # width of the dense feed-forward network
     layers: int
     heads: int
     kv_heads: int
-    head_dim: int
+    head_dim: int  # elements of a head
     vocab: int
     context: int
-    norm_eps: float
-    tied: bool
+    norm_eps: float  # of RMSNorm
+    tied: bool  # whether the embeddings are also the output matrix
     rope: Rope
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    window: int | None = None
-    upper_window: int | None = None
-    experts: int = 0
-    experts_used: int = 0
-    expert_inner: int = 0
-    shared_inner: int = 0
-    rotated: int = 0
-    qk_norm: bool = False
-    leading: int = 0
-    kinds: tuple[str, ...] = ()
-    predicting: int = 0
-    more: Mapping[str, int] = field(default_factory=dict)
+    attention_bias: bool = False  # whether q, k, v (and o, in some families) must have biases
+    mlp_bias: bool = False  # the same for the MLP
+    window: int | None = None  # tokens that every layer attends to; None: all
+    upper_window: int | None = None  # tokens that the upper layers attend to, for which GGUF has no key
+    experts: int = 0  # of a layer
+    experts_used: int = 0  # by a token
+    expert_inner: int = 0  # width of an expert, 0 if it is `inner`
+    shared_inner: int = 0  # width of the expert that all tokens share, 0 if there is none
+    rotated: int = 0  # elements of a head that are rotated, the first ones
+    qk_norm: bool = False  # whether heads of q and k are normalized, if models of a family differ
+    leading: int = 0  # layers before the first that has experts
+    kinds: tuple[str, ...] = ()  # each layer's, as config.json's layer_types names it, in families with several
+    predicting: int = 0  # layers after these that predict further tokens, see `prediction`
+    more: Mapping[str, int] = field(default_factory=dict)  # sizes that only one family has
+    # what the rows of a linear layer are multiplied by, for models whose graph multiplies where llama.cpp's does not:
+    # its name in the table -> one for each size of its rows ("q+kv+kv": three)
     factors: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     @property

@@ -81,6 +81,9 @@ class Row:
     parts: Callable[[Arguments, str], tuple[Part, ...]] | None = None
 
 
+NO_OTHER = "llama.cpp's graph for this architecture has no other"
+
+
 @dataclass(frozen=True)
 class Expected:
     """The only value of a config.json key that llama.cpp's graph can express, with its synonyms, and why.
@@ -91,13 +94,12 @@ class Expected:
 
     key: str
     values: tuple[Any, ...]
-    why: str
+    why: str = NO_OTHER
     by_template: bool = False
     written: bool = False
 
 
-NO_OTHER = "llama.cpp's graph for this architecture has no other"
-SILU = Expected("hidden_act", ("silu", "swish"), NO_OTHER)
+SILU = Expected("hidden_act", ("silu", "swish"))
 NO_BIASES = Expected("attention_bias", (False,), "llama.cpp's graph for this architecture has no biases")
 _NOT_ALL = "some layers have no experts, and llama.cpp's graph for this architecture has them in all"
 ALL_SPARSE = tuple(

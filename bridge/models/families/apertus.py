@@ -3,7 +3,7 @@
 The numbers are tensors of the checkpoint and keys of the GGUF.
 """
 
-from bridge.models.family import NO_BIASES, NO_OTHER, Expected, Family, Row, attention, decoder
+from bridge.models.family import NO_BIASES, Expected, Family, Row, attention, decoder
 
 APERTUS = Family(
     titles=("Apertus",),
@@ -11,7 +11,7 @@ APERTUS = Family(
     architectures=("ApertusForCausalLM",),
     model_type="apertus",
     keys={"rms_norm_eps": 1e-5, "rope_theta": 12000000.0},
-    expects=(Expected("hidden_act", ("xielu",), NO_OTHER, written=True), NO_BIASES),
+    expects=(Expected("hidden_act", ("xielu",), written=True), NO_BIASES),
     numbers={
         f"xielu.{key}": (f"model.layers.{{}}.mlp.act_fn.{key}", shape)
         for key, shape in (("alpha_n", (1,)), ("alpha_p", (1,)), ("beta", ()), ("eps", ()))

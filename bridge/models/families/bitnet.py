@@ -6,7 +6,7 @@ The activation is written as bitnet.hidden_activation, as ModernBERT's is. llama
 build 11549): it computes SiLU, as the first models of this architecture had.
 """
 
-from bridge.models.family import NO_BIASES, NO_OTHER, Expected, Family, Row, attention, decoder
+from bridge.models.family import NO_BIASES, Expected, Family, Row, attention, decoder
 from bridge.models.gguf_keys import Key
 from bridge.models.model_config import Config
 
@@ -29,7 +29,7 @@ BITNET = Family(
     model_type="bitnet",
     keys={"max_position_embeddings": 2048, "rope_theta": 500000.0, "rms_norm_eps": 1e-5},
     expects=(
-        Expected("hidden_act", ("relu2", "silu"), NO_OTHER),
+        Expected("hidden_act", ("relu2", "silu")),
         NO_BIASES,
         Expected("tie_word_embeddings", (True,), _NO_HEAD, written=True),
     ),

@@ -75,7 +75,8 @@ def _scoring_config(stored: StoredKeys) -> dict[str, Any]:
 
 
 def _scaling(config: Config, args: Arguments) -> dict[str, Any]:
-    rules, scaling = rope_rules(config), dict[str, Any]({"rope.scaling.attn_factor": None})
+    rules = rope_rules(config)
+    scaling: dict[str, Any] = {"rope.scaling.attn_factor": None}
     if args.rope.type == "yarn":
         scale = rules.get("mscale_all_dim") or 0.0
         if rules.get("mscale", 1.0) != scale:

@@ -12,7 +12,7 @@ from typing import Any
 
 from bridge.errors import BridgeError
 from bridge.models.arguments import Arguments
-from bridge.models.family import NO_OTHER, SILU, Expected, Family, Row, decoder
+from bridge.models.family import SILU, Expected, Family, Row, decoder
 from bridge.models.gguf_keys import Computed, Constant, Key, StoredKeys
 from bridge.models.model_config import Config
 from bridge.models.rope import yarn_betas
@@ -144,9 +144,8 @@ DEEPSEEK4 = Family(
         "partial_rotary_factor": 1.0,
     },
     expects=(
-        SILU, Expected("scoring_func", ("sqrtsoftplus",), NO_OTHER), Expected("norm_topk_prob", (True,), NO_OTHER),
-        Expected("hc_mult", (4,), NO_OTHER), Expected("num_key_value_heads", (1,), NO_OTHER),
-        Expected("tie_word_embeddings", (False,), NO_OTHER),
+        SILU, Expected("scoring_func", ("sqrtsoftplus",)), Expected("norm_topk_prob", (True,)),
+        Expected("hc_mult", (4,)), Expected("num_key_value_heads", (1,)), Expected("tie_word_embeddings", (False,)),
     ),
     names={"num_experts": "n_routed_experts"},
     sizes=_sizes,

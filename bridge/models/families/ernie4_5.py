@@ -9,18 +9,7 @@ from typing import Any
 
 from bridge.errors import BridgeError
 from bridge.models.arguments import Arguments
-from bridge.models.family import (
-    EXPERTS,
-    SILU,
-    Expected,
-    Family,
-    Row,
-    attention,
-    decoder,
-    gated_mlp,
-    leading,
-    sparse,
-)  # fmt: skip
+from bridge.models.family import EXPERTS, SILU, Expected, Family, Row, attention, decoder, gated_mlp, leading, sparse
 from bridge.models.gguf_keys import Computed, Constant, Key
 from bridge.models.model_config import Config
 

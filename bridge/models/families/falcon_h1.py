@@ -73,8 +73,8 @@ FALCON_H1 = Family(
     model_type="falcon_h1",
     keys={"head_dim": None, "rms_norm_eps": 1e-5},
     expects=(
-        SILU, NO_BIASES, Expected("mlp_bias", (False,), NO_OTHER), Expected("projectors_bias", (False,), NO_OTHER),
-        Expected("mamba_proj_bias", (False,), NO_OTHER), Expected("mamba_conv_bias", (True,), NO_OTHER),
+        SILU, NO_BIASES, Expected("mlp_bias", (False,)), Expected("projectors_bias", (False,)),
+        Expected("mamba_proj_bias", (False,)), Expected("mamba_conv_bias", (True,)),
     ),
     sizes=_sizes,
     factors=_factors,

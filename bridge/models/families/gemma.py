@@ -10,11 +10,11 @@ from bridge.errors import BridgeError
 from bridge.gguf_file.architectures import ARCHITECTURES
 from bridge.models.arguments import Arguments
 from bridge.models.families.windows import local_base, rules_of_both, window_config, window_keys
-from bridge.models.family import NO_BIASES, NO_OTHER, NORM, Expected, Family, Row, attention, decoder, gated_mlp
+from bridge.models.family import NO_BIASES, NORM, Expected, Family, Row, attention, decoder, gated_mlp
 from bridge.models.gguf_keys import Computed, Key, StoredKeys
 from bridge.models.model_config import Config
 
-GELU = Expected("hidden_act", ("gelu_pytorch_tanh", "gelu_new"), NO_OTHER, written=True)
+GELU = Expected("hidden_act", ("gelu_pytorch_tanh", "gelu_new"), written=True)
 _TOKENS = 4096  # of the window, if a config does not say so
 
 
@@ -98,7 +98,7 @@ GEMMA3 = Family(
     },
     expects=(
         *GEMMA2.expects,
-        Expected("use_bidirectional_attention", (False, None), NO_OTHER),  # EmbeddingGemma's
+        Expected("use_bidirectional_attention", (False, None)),  # EmbeddingGemma's
         Expected("attn_logit_softcapping", (None,), "llama.cpp's graph for this architecture has none"),
         Expected("final_logit_softcapping", (None,), "no published model of this architecture has it"),
     ),

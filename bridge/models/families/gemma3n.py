@@ -98,10 +98,9 @@ GEMMA3N = Family(
     model_type="gemma3n_text",
     keys={"tie_word_embeddings": True, "head_dim": 256, "layer_types": None, "rope_theta": 1000000.0},
     expects=(
-        GELU, NO_BIASES, Expected("altup_num_inputs", (_STREAMS,), NO_OTHER),
-        Expected("altup_active_idx", (0,), NO_OTHER), Expected("altup_correct_scale", (True,), NO_OTHER),
-        Expected("laurel_rank", (64,), NO_OTHER, written=True),
-        Expected("hidden_size_per_layer_input", (256,), NO_OTHER),
+        GELU, NO_BIASES, Expected("altup_num_inputs", (_STREAMS,)), Expected("altup_active_idx", (0,)),
+        Expected("altup_correct_scale", (True,)), Expected("laurel_rank", (64,), written=True),
+        Expected("hidden_size_per_layer_input", (256,)),
     ),
     names={"hidden_act": "hidden_activation"},
     sizes=_sizes,

@@ -11,17 +11,7 @@ from typing import Any
 from bridge.models.arguments import Arguments
 from bridge.models.families.gemma import GELU
 from bridge.models.families.windows import local_base, rules_of_both, window_config
-from bridge.models.family import (
-    EMBEDDINGS,
-    NO_BIASES,
-    NO_OTHER,
-    Expected,
-    Family,
-    Row,
-    decoder,
-    experts_with_gate_up,
-    gated_mlp,
-)
+from bridge.models.family import EMBEDDINGS, NO_BIASES, Expected, Family, Row, decoder, experts_with_gate_up, gated_mlp
 from bridge.models.gguf_keys import Computed, StoredKeys
 from bridge.models.model_config import Config
 from bridge.models.rope import global_layers
@@ -174,7 +164,7 @@ GEMMA4 = Family(
     architectures=("Gemma4ForConditionalGeneration", "Gemma4ForCausalLM"),
     model_type="gemma4_text",
     keys={"tie_word_embeddings": True, "head_dim": 256, "layer_types": None},
-    expects=(GELU, NO_BIASES, Expected("use_bidirectional_attention", (None, "vision"), NO_OTHER)),
+    expects=(GELU, NO_BIASES, Expected("use_bidirectional_attention", (None, "vision"))),
     names={"hidden_act": "hidden_activation"},
     sizes=_sizes,
     metadata=(Computed(_metadata, _config),),

@@ -1,7 +1,7 @@
 """GPT-2: embeddings for positions; q, k and v in one matrix. Its layers are Conv1D: floats are stored transposed."""
 
 from bridge.models.arguments import Arguments
-from bridge.models.family import NO_OTHER, Expected, Family, Row, decoder, required
+from bridge.models.family import Expected, Family, Row, decoder, required
 from bridge.models.gguf_keys import Computed
 from bridge.models.model_config import Config
 
@@ -21,8 +21,8 @@ GPT2 = Family(
     model_type="gpt2",
     keys={"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "inner_per_hidden": 4},
     expects=(
-        Expected("activation_function", ("gelu_new", "gelu_pytorch_tanh", "gelu"), NO_OTHER),
-        Expected("scale_attn_by_inverse_layer_idx", (False,), NO_OTHER),
+        Expected("activation_function", ("gelu_new", "gelu_pytorch_tanh", "gelu")),
+        Expected("scale_attn_by_inverse_layer_idx", (False,)),
     ),
     names={
         "hidden_size": "n_embd", "num_attention_heads": "n_head", "num_key_value_heads": "n_head",

@@ -12,7 +12,7 @@ import numpy as np
 
 from bridge.models.arguments import Arguments
 from bridge.models.families.windows import window_config, window_keys
-from bridge.models.family import NO_OTHER, SILU, Expected, Family, Row, attention, decoder, required
+from bridge.models.family import SILU, Expected, Family, Row, attention, decoder, required
 from bridge.models.gguf_keys import Computed, StoredKeys
 from bridge.models.model_config import Config
 from bridge.models.outline import Part
@@ -60,8 +60,7 @@ GPT_OSS = Family(
         "truncate": False,
     },
     expects=(
-        SILU, Expected("attention_bias", (True,), NO_OTHER),
-        Expected("swiglu_alpha", (1.702,), NO_OTHER), Expected("swiglu_limit", (7.0,), NO_OTHER),
+        SILU, Expected("attention_bias", (True,)), Expected("swiglu_alpha", (1.702,)), Expected("swiglu_limit", (7.0,)),
     ),
     metadata=(Computed(_metadata, _config),),
     written_as={"num_experts": "num_local_experts"},

@@ -7,7 +7,7 @@ from bridge.errors import BridgeError
 from bridge.models.arguments import Arguments
 from bridge.models.families.granite import FACTORS, GRANITE_MOE, SHARED, STACKED
 from bridge.models.families.mamba2 import mamba2, mamba2_keys, mamba2_sizes
-from bridge.models.family import NO_BIASES, NO_OTHER, SILU, Expected, Row, attention, decoder
+from bridge.models.family import NO_BIASES, SILU, Expected, Row, attention, decoder
 from bridge.models.gguf_keys import ATTENTION_BIAS, Computed, Constant, StoredKeys
 from bridge.models.model_config import Config
 
@@ -50,8 +50,8 @@ GRANITE_HYBRID = replace(
     model_type="granitemoehybrid",
     keys={**GRANITE_MOE.keys, "layer_types": None},
     expects=(
-        SILU, NO_BIASES, Expected("position_embedding_type", (None, "nope"), NO_OTHER, written=True),
-        Expected("mamba_proj_bias", (False,), NO_OTHER), Expected("mamba_conv_bias", (True,), NO_OTHER),
+        SILU, NO_BIASES, Expected("position_embedding_type", (None, "nope"), written=True),
+        Expected("mamba_proj_bias", (False,)), Expected("mamba_conv_bias", (True,)),
     ),
     sizes=_sizes,
     metadata=(

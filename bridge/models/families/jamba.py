@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from bridge.models.arguments import Arguments
-from bridge.models.family import NO_OTHER, SILU, Expected, Family, Row, attention, decoder, gated_mlp, required
+from bridge.models.family import SILU, Expected, Family, Row, attention, decoder, gated_mlp, required
 from bridge.models.gguf_keys import Computed, Key, StoredKeys
 from bridge.models.model_config import Config
 
@@ -71,8 +71,8 @@ JAMBA = Family(
     model_type="jamba",
     keys={"num_experts": 16},
     expects=(
-        SILU, Expected("mamba_proj_bias", (False,), NO_OTHER), Expected("mamba_conv_bias", (True,), NO_OTHER),
-        Expected("mamba_expand", (2,), NO_OTHER, written=True),
+        SILU, Expected("mamba_proj_bias", (False,)), Expected("mamba_conv_bias", (True,)),
+        Expected("mamba_expand", (2,), written=True),
     ),
     sizes=_sizes,
     metadata=(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from bridge.models.arguments import Arguments
-from bridge.models.family import NO_OTHER, Expected, Family, Row, decoder, leading, sparse
+from bridge.models.family import Expected, Family, Row, decoder, leading, sparse
 from bridge.models.gguf_keys import Computed, Constant, Key, StoredKeys
 from bridge.models.model_config import Config
 
@@ -78,7 +78,7 @@ LFM2 = Family(
     model_type="lfm2",
     keys={"tie_word_embeddings": True, "rope_theta": 1e6, "rms_norm_eps": 1e-5, "layer_types": None},
     names={"rms_norm_eps": "norm_eps"},
-    expects=(Expected("conv_bias", (False,), NO_OTHER),),
+    expects=(Expected("conv_bias", (False,)),),
     sizes=_adjusted,
     metadata=(*_KEYS, Computed(config=lambda _stored: {"block_auto_adjust_ff_dim": False})),
     table=decoder(*_LAYERS, *_network("feed_forward", "inner"), norm=_NORM),
@@ -93,9 +93,8 @@ LFM2_MOE = replace(
     keys={**LFM2.keys, "num_experts": None, "moe_intermediate_size": None, "first_k_dense_replace": 2},
     names={**LFM2.names, "first_k_dense_replace": "num_dense_layers"},
     expects=(
-        *LFM2.expects, Expected("use_expert_bias", (True,), NO_OTHER, written=True),
-        Expected("norm_topk_prob", (True,), NO_OTHER, written=True),
-        Expected("routed_scaling_factor", (1.0,), NO_OTHER, written=True),
+        *LFM2.expects, Expected("use_expert_bias", (True,), written=True),
+        Expected("norm_topk_prob", (True,), written=True), Expected("routed_scaling_factor", (1.0,), written=True),
     ),
     sizes=None,
     metadata=(*_KEYS, Constant("expert_gating_func", 2)),  # sigmoid

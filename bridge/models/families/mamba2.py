@@ -8,7 +8,7 @@ from typing import Any
 
 from bridge.errors import BridgeError
 from bridge.models.arguments import Arguments
-from bridge.models.family import NO_OTHER, SILU, Expected, Family, Row, decoder, required
+from bridge.models.family import SILU, Expected, Family, Row, decoder, required
 from bridge.models.gguf_keys import Computed, Constant, Entry, Key, StoredKeys
 from bridge.models.model_config import Config
 from bridge.models.outline import Part
@@ -80,13 +80,12 @@ MAMBA2 = Family(
         "num_attention_heads": 1, "inner_per_hidden": 2, "head_dim": 64, "max_position_embeddings": CONTEXT,
         "rms_norm_eps": 1e-5,
     },
-    expects=(SILU, Expected("use_bias", (False,), NO_OTHER), Expected("use_conv_bias", (True,), NO_OTHER)),
+    expects=(SILU, Expected("use_bias", (False,)), Expected("use_conv_bias", (True,))),
     names={"rms_norm_eps": "layer_norm_epsilon"},
     sizes=_sizes,
     metadata=(
         *mamba2_keys(("conv_kernel", 4), ("state_size", 128), ("n_groups", 1), ("num_heads", None)),
-        Computed(config=_config),
-        Constant("feed_forward_length", 0), Constant("attention.head_count", 0),
+        Computed(config=_config), Constant("feed_forward_length", 0), Constant("attention.head_count", 0),
         *(Constant(f"attention.{key}", None) for key in ("head_count_kv", "key_length", "value_length")),
     ),
     lacks=("intermediate_size", "num_attention_heads", "num_key_value_heads"),

@@ -5,7 +5,7 @@ A bias is added to the router's sigmoid to choose experts, but not to weight the
 
 from typing import Any
 
-from bridge.models.family import EXPERTS, NO_OTHER, SILU, Expected, Family, Row, attention, decoder
+from bridge.models.family import EXPERTS, SILU, Expected, Family, Row, attention, decoder
 from bridge.models.gguf_keys import Computed, Constant, Key, StoredKeys
 
 
@@ -24,7 +24,7 @@ MINIMAX_M2 = Family(
     keys={
         "head_dim": 128, "rope_theta": 5000000.0, "partial_rotary_factor": 1.0, "rotary_dim": None, "num_experts": None,
     },
-    expects=(SILU, Expected("scoring_func", ("sigmoid",), NO_OTHER, written=True)),
+    expects=(SILU, Expected("scoring_func", ("sigmoid",), written=True)),
     metadata=(
         Constant("expert_gating_func", 2),  # sigmoid
         Key("expert_feed_forward_length", size="inner"), Computed(config=_config)),

@@ -9,7 +9,7 @@ from typing import Any
 
 from bridge.errors import BridgeError
 from bridge.models.arguments import Arguments
-from bridge.models.family import EXPERTS, NO_OTHER, NORM, Expected, Family, Row, attention, decoder, gated_mlp
+from bridge.models.family import EXPERTS, NORM, Expected, Family, Row, attention, decoder, gated_mlp
 from bridge.models.gguf_keys import Computed, Constant, Key, StoredKeys
 from bridge.models.model_config import Config
 
@@ -66,10 +66,9 @@ MINIMAX_M3 = Family(
         "moe_intermediate_size": None,
     },
     expects=(
-        Expected("hidden_act", ("swigluoai", "silu"), NO_OTHER),
-        Expected("scoring_func", ("sigmoid",), NO_OTHER, written=True),
-        Expected("swiglu_alpha", (1.702,), NO_OTHER), Expected("swiglu_limit", (7.0,), NO_OTHER),
-        Expected("use_gemma_norm", (True,), NO_OTHER), Expected("qk_norm_type", ("per_head",), NO_OTHER),
+        Expected("hidden_act", ("swigluoai", "silu")), Expected("scoring_func", ("sigmoid",), written=True),
+        Expected("swiglu_alpha", (1.702,)), Expected("swiglu_limit", (7.0,)), Expected("use_gemma_norm", (True,)),
+        Expected("qk_norm_type", ("per_head",)),
     ),
     names={"intermediate_size": "dense_intermediate_size", "moe_intermediate_size": "intermediate_size"},
     sizes=_sizes,

@@ -11,7 +11,7 @@ from typing import Any
 
 from bridge.models.arguments import Arguments
 from bridge.models.families.mamba2 import mamba2, mamba2_keys, mamba2_sizes
-from bridge.models.family import NO_BIASES, NO_OTHER, Expected, Family, Row, decoder
+from bridge.models.family import NO_BIASES, Expected, Family, Row, decoder
 from bridge.models.gguf_keys import Computed, Constant, Key, StoredKeys
 from bridge.models.model_config import Config
 from bridge.models.prediction import prediction, predicts
@@ -97,16 +97,14 @@ NEMOTRON_H = Family(
     model_type="nemotron_h",
     keys={"head_dim": 128, "layer_types": None, "rms_norm_eps": 1e-5},
     expects=(
-        Expected("mlp_hidden_act", ("relu2",), NO_OTHER), NO_BIASES, Expected("mlp_bias", (False,), NO_OTHER),
-        Expected("use_bias", (False,), NO_OTHER), Expected("mamba_proj_bias", (False,), NO_OTHER),
-        Expected("use_conv_bias", (True,), NO_OTHER),
+        Expected("mlp_hidden_act", ("relu2",)), NO_BIASES, Expected("mlp_bias", (False,)),
+        Expected("use_bias", (False,)), Expected("mamba_proj_bias", (False,)), Expected("use_conv_bias", (True,)),
     ),
     names={"layer_types": "layers_block_type", "rms_norm_eps": "layer_norm_epsilon"},
     sizes=_sizes,
     metadata=(
         *mamba2_keys(("conv_kernel", None), ("ssm_state_size", None), ("n_groups", None), ("mamba_num_heads", None)),
-        Computed(_layers, _config),
-        Constant("rope.scaling.finetuned", False),
+        Computed(_layers, _config), Constant("rope.scaling.finetuned", False),
     ),
     layer_norm=True,
     rotary=False,

@@ -7,7 +7,6 @@ router's probabilities: norm_topk_prob must be false.
 from bridge.models.family import (
     ALL_SPARSE,
     EXPERTS,
-    NO_OTHER,
     SILU,
     Expected,
     Family,
@@ -45,7 +44,7 @@ QWEN2_MOE = Family(
         SILU,
         *ALL_SPARSE,
         Expected("norm_topk_prob", (False,), _UNNORMALIZED, written=True),
-        Expected("qkv_bias", (True,), NO_OTHER),
+        Expected("qkv_bias", (True,)),
     ),
     table=decoder(
         *_ATTENTION,

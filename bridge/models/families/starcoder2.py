@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from bridge.models.family import NO_OTHER, NORM, Expected, Family, Row, attention, decoder, required
+from bridge.models.family import NORM, Expected, Family, Row, attention, decoder, required
 
 STARCODER2 = Family(
     titles=("StarCoder2",),
@@ -11,9 +11,9 @@ STARCODER2 = Family(
     model_type="starcoder2",
     keys={"sliding_window": None, "tie_word_embeddings": True, "rms_norm_eps": 1e-5},
     expects=(
-        Expected("hidden_act", ("gelu_pytorch_tanh", "gelu_new", "gelu"), NO_OTHER),
-        Expected("use_bias", (True,), NO_OTHER, written=True),
-        Expected("norm_type", ("layer_norm",), NO_OTHER),
+        Expected("hidden_act", ("gelu_pytorch_tanh", "gelu_new", "gelu")),
+        Expected("use_bias", (True,), written=True),
+        Expected("norm_type", ("layer_norm",)),
     ),
     names={"rms_norm_eps": "norm_epsilon"},
     layer_norm=True,
