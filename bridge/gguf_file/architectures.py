@@ -4,7 +4,6 @@ Everything that reads a model asks for these facts, never for the name of its ar
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from bridge.errors import BridgeError
@@ -117,11 +116,13 @@ class Graph:
     logits_times: bool = False  # logits are multiplied by logit_scale, not divided
 
 
-_CONVOLVED = Graph(normed=True, windows=Windows(0, base=None), state=State(CONVOLUTION), output_norm="token_embd_norm")
-_LATENT = Graph(neighbours=True, latent=True, unnormalized=True, shared_experts=0)
-_DELTA = Graph(normed=True, late_norm=True, output_gate=True, state=State(DELTA, tiled=True))
-_NEMOTRON_H = Graph(alone=True, gated=False, state=State(MAMBA))
-_INDEXED = replace(_LATENT, sigmoid=True)
+_CONVOLVED: dict[str, Any] = {
+    "normed": True, "windows": Windows(0, base=None), "state": State(CONVOLUTION), "output_norm": "token_embd_norm",
+}  # fmt: skip
+_LATENT: dict[str, Any] = {"neighbours": True, "latent": True, "unnormalized": True, "shared_experts": 0}
+_DELTA: dict[str, Any] = {"normed": True, "late_norm": True, "output_gate": True}
+_NEMOTRON_H: dict[str, Any] = {"alone": True, "gated": False, "state": State(MAMBA)}
+_INDEXED, _TILED = Graph(**_LATENT, sigmoid=True), Graph(**_DELTA, state=State(DELTA, tiled=True))
 ARCHITECTURES = {
     "llama": Graph(neighbours=True), "mistral3": Graph(neighbours=True), "qwen2": Graph(), "qwen2vl": Graph(),
     "qwen2moe": Graph(unnormalized=True, shared_gate=True), "qwen3": Graph(normed=True), "qwen3vl": Graph(normed=True),
@@ -171,9 +172,9 @@ ARCHITECTURES = {
     "command-r": Graph(neighbours=True, layer_norm=True, parallel=True, logits_times=True),
     "starcoder2": Graph(layer_norm=True, gated=False, gelu=True),
     "gpt2": Graph(layer_norm=True, gated=False, gelu=True, unrotated_every=1, positions=True),
-    "deepseek2": replace(_LATENT, sigmoid_vocab=154880),  # GLM-4.7-Flash, whose first files lack the key
-    "deepseek32": _INDEXED, "glm-dsa": _INDEXED, "mistral4": _LATENT,
-    "lfm2": _CONVOLVED, "lfm2moe": replace(_CONVOLVED, sigmoid=True),
+    "deepseek2": Graph(**_LATENT, sigmoid_vocab=154880),  # GLM-4.7-Flash, whose first files lack the key
+    "deepseek32": _INDEXED, "glm-dsa": _INDEXED, "mistral4": Graph(**_LATENT),
+    "lfm2": Graph(**_CONVOLVED), "lfm2moe": Graph(**_CONVOLVED, sigmoid=True),
     "granitehybrid": Graph(neighbours=True, state=State(MAMBA)),
     "falcon-h1": Graph(side_by_side=True, state=State(MAMBA, everywhere=True, may_lack_norm=True)),
     "mamba2": Graph(alone=True, state=State(MAMBA, everywhere=True)),
@@ -181,8 +182,8 @@ ARCHITECTURES = {
         unrotated_every=1, state=State(MAMBA1), expert_every=2, one_is_dense=True, unnormalized=True
     ),
     "apertus": Graph(normed=True, gated=False, xielu=True),
-    "nemotron_h": _NEMOTRON_H, "nemotron_h_moe": replace(_NEMOTRON_H, sigmoid=True, unnormalized=True),
-    "qwen35": _DELTA, "qwen35moe": _DELTA, "qwen3next": replace(_DELTA, state=State(DELTA, joined=True)),
+    "nemotron_h": Graph(**_NEMOTRON_H), "nemotron_h_moe": Graph(**_NEMOTRON_H, sigmoid=True, unnormalized=True),
+    "qwen35": _TILED, "qwen35moe": _TILED, "qwen3next": Graph(**_DELTA, state=State(DELTA, joined=True)),
 }  # fmt: skip
 
 

@@ -22,6 +22,7 @@ def record(kind: Class | None = None, /, *, frozen: bool = True) -> Any:
     made: Any = dataclasses.dataclass(init=False, eq=False, repr=False, match_args=False)(kind)
     fields = dataclasses.fields(made)
     made._names = tuple(field.name for field in fields)
+    made._named = frozenset(made._names)
     made._defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
     made._factories = {f.name: f.default_factory for f in fields if f.default_factory is not dataclasses.MISSING}
     made.__init__, made.__repr__ = _initialize, _shown
@@ -33,12 +34,13 @@ def record(kind: Class | None = None, /, *, frozen: bool = True) -> Any:
 
 def _initialize(self: Any, *values: Any, **named: Any) -> None:
     given = dict(zip(self._names, values, strict=False))
-    if len(values) > len(given) or given.keys() & named.keys() or not named.keys() <= set(self._names):
+    if len(values) > len(given) or given.keys() & named.keys() or not named.keys() <= self._named:
         raise TypeError(f"{type(self).__name__} takes each of {', '.join(self._names)} once")
     made = {name: make() for name, make in self._factories.items() if name not in given and name not in named}
-    self.__dict__.update(self._defaults | made | given | named)
-    if missing := [name for name in self._names if name not in self.__dict__]:
-        raise TypeError(f"{type(self).__name__} needs {', '.join(missing)}")
+    self.__dict__ = {**self._defaults, **made, **given, **named}
+    if len(self.__dict__) < len(self._names):
+        missing = ", ".join(name for name in self._names if name not in self.__dict__)
+        raise TypeError(f"{type(self).__name__} needs {missing}")
 
 
 def _equal(self: Any, other: Any) -> Any:
