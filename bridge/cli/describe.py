@@ -151,7 +151,8 @@ def plan_table(plan: Plan) -> list[str]:
     groups: dict[tuple[str, str, str], list[PlannedTensor]] = {}
     for t in plan.tensors:
         kind = t.kind if len(t.shape) > 1 else "norms, biases and other vectors"
-        groups.setdefault((kind, t.type, t.reason), []).append(t)
+        reason = f"{t.reason}, calibrated" if "calibrated" in t.how else t.reason
+        groups.setdefault((kind, t.type, reason), []).append(t)
     for (kind, type_, reason), members in groups.items():
         shapes = dict.fromkeys("x".join(map(str, t.shape)) for t in members)
         size, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type_]]

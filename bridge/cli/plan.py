@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from bridge.cli.convert import add_plan_options, choices
-from bridge.cli.options import SOURCE, add_no_mmproj, add_options, command
+from bridge.cli.options import SOURCE, add_no_mmproj, add_options, calibration, command
 from bridge.conversion.options import PlanOptions
+from bridge.quantize.settings import Calibration
 from bridge.system.progress import Bar
 
 
@@ -22,6 +23,7 @@ def add_parser(commands: Any) -> None:
         help="write the plan for `convert --plan`; types in it may be edited",
     )
     add_plan_options(p)
+    add_options(p.add_argument_group("calibration"), Calibration, ["text", "method"])
     output = p.add_argument_group("output")
     add_options(output, PlanOptions, ["mmproj_type", "no_mtp", "split_max_size", "force", "threads"])
     add_no_mmproj(output)
@@ -33,7 +35,8 @@ def run(a: argparse.Namespace) -> int:
     from bridge.conversion.converter import plan_as
 
     with Bar("planning", unit=" tensors") as bar:
-        plan = plan_as(a.checkpoint, a.out, PlanOptions(**choices(a)), bar)
+        options = PlanOptions(**choices(a), calibrate=calibration(a, None))
+        plan = plan_as(a.checkpoint, a.out, options, bar)
     print("\n".join(plan_table(plan)))
     if a.out:
         print(f"wrote {a.out}")

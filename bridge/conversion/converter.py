@@ -35,6 +35,7 @@ from bridge.conversion.recipe import PRESETS
 from bridge.conversion.report import Report, TensorReport, beyond_auto, check_report, far_off
 from bridge.conversion.size_budget import within_budget
 from bridge.errors import BridgeError
+from bridge.quantize.settings import Calibration
 from bridge.system import compiling
 from bridge.system.files import read_json, write_text
 from bridge.system.options import checked
@@ -117,18 +118,14 @@ def convert_as(
         options = options.for_source(coded=bool(ckpt.modules))
         reads = with_checkpoint(reads, ckpt)
         check_all(path, reads)
-        importance = Importance.read(imatrix, ckpt)
-        calibrate, notes = with_length(ckpt, options.calibrate) if options.calibrate is not None else (None, [])
-        if calibrate is not None and calibrate.method == "imatrix":
-            outline = given or outline_of(ckpt, options.pre, options.template, options.no_mtp)
-            importance = measured_importance(ckpt, outline.tensors, calibrate)
-        calibrated = calibrate is not None and calibrate.method != "imatrix"
+        calibrate, importance, notes = _measured(ckpt, options, imatrix, given)
+        calibration = None if calibrate is None or calibrate.method == "imatrix" else calibrate
         tower, beside = _tower(ckpt, options, given), list[Path]()
         if tower is not None and path is not None:
             beside = [mmproj_path(path)]
             check_outputs(beside, options.force, reads.and_files([path, *also]))
-        plan = make_plan(ckpt, options, importance, calibrated) if given is None else given
-        planner = Planner(ckpt, options, importance, plan, calibrated)
+        plan = make_plan(ckpt, options, importance, calibration) if given is None else given
+        planner = Planner(ckpt, options, importance, plan, calibration)
         if given is not None:
             plan = _completed(planner, given)
         if path is None:
@@ -143,13 +140,14 @@ def convert_as(
                 save_plan(plan, str(checkpoint), options.budget.plan_out)
             if options.budget.tensor_types_out is not None:
                 save_tensor_types(plan, options.budget.tensor_types_out)
-        if calibrate is not None and calibrated:
+        if calibration is not None:
             optional = options.budget is not None
             plan, layers, more = quantize_planned(
-                ckpt, plan, planner.reader, calibrate, layers_of(path), options.force, optional
+                ckpt, plan, planner.reader, calibration, layers_of(path), options.force, optional
             )
+            planner = replace(planner, calibration=None)  # what is chosen again has no layer
             notes += more
-            if calibrate.blocks is not None:
+            if calibration.blocks is not None:
                 seconds = time.perf_counter() - started
                 return Report(str(checkpoint), ckpt.format, [], [], ckpt.nbytes, seconds, notes, home=ckpt.home)
         executor = Executor(planner.reader, importance, layers.layers if layers else {}, options.threads)
@@ -181,6 +179,20 @@ def convert_as(
     return Report(
         str(checkpoint), ckpt.format, files, results, ckpt.nbytes, seconds, notes, compiled, ckpt.home, blocks
     )
+
+
+def _measured(
+    ckpt: Checkpoint, options: PlanOptions, imatrix: str | Path | None, given: Plan | None
+) -> tuple[Calibration | None, Importance, list[str]]:
+    """How to calibrate, the importance of columns, from a file or measured here, and notes."""
+    importance = Importance.read(imatrix, ckpt)
+    if options.calibrate is None:
+        return None, importance, []
+    calibrate, notes = with_length(ckpt, options.calibrate)
+    if calibrate.method == "imatrix":
+        outline = given or outline_of(ckpt, options.pre, options.template, options.no_mtp)
+        importance = measured_importance(ckpt, outline.tensors, calibrate)
+    return calibrate, importance, notes
 
 
 def _tower(ckpt: Checkpoint, options: ConvertOptions, given: Plan | None) -> Plan | None:
@@ -258,13 +270,22 @@ def plan_as(
 ) -> Plan:
     """`plan_checkpoint` with its options in one object."""
     path = None if out is None else Path(out)
-    reads = Taken().and_files(files_of(options.template, options.imatrix))
-    check_outputs([path], options.force, reads)
+    texts = options.calibrate.files if options.calibrate else []
+    outputs = [path, options.calibrate.imatrix_out if options.calibrate else None]
+    reads = Taken().and_files(files_of(options.template, options.imatrix, *texts))
+    check_outputs(outputs, options.force, reads)
     with open_source(
-        checkpoint, options.config, needs_config=options.template is None, detect_lattice=options.detect_lattice
+        checkpoint,
+        options.config,
+        needs_config=options.template is None,
+        detect_lattice=options.detect_lattice,
+        by_family=options.calibrate is not None,
     ) as ckpt:
-        check_outputs([path], options.force, with_checkpoint(reads, ckpt))
-        plan = make_plan(ckpt, options, Importance.read(options.imatrix, ckpt), progress=progress)
+        check_outputs(outputs, options.force, with_checkpoint(reads, ckpt))
+        options = options.for_source(coded=bool(ckpt.modules))
+        calibrate, importance, _ = _measured(ckpt, options, options.imatrix, None)
+        calibration = None if calibrate is None or calibrate.method == "imatrix" else calibrate
+        plan = make_plan(ckpt, options, importance, calibration, progress)
     if path is not None:
         save_plan(plan, str(checkpoint), path)
     return plan

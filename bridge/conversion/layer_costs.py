@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bridge.blocks import BLOCKS
-from bridge.blocks.read import CALIBRATED
 from bridge.models.outline import Part
 from bridge.quantize.settings import Calibration
 
@@ -35,6 +33,7 @@ class LayerCosts:
     """Measures layers.
 
     carries             whether a layer keeps its codes in a type, and so loses nothing
+    calibrates          whether a layer is quantized to a type with the text, else rounded to nearest
     settings            how the layers will be quantized
     parts               by layer: where it is in the GGUF
     types               by layer: those that it may get
@@ -46,6 +45,7 @@ class LayerCosts:
     """
 
     carries: Callable[[str, str], bool]
+    calibrates: Callable[[str, str], bool]
     settings: Calibration
     parts: Mapping[str, Part]
     types: Mapping[str, list[str]]
@@ -119,9 +119,7 @@ class LayerCosts:
         hessian = embeddings_hessian(name, embeddings_matrix(products, as_head), tokens.numel())
         if self.settings.two_sided:
             self.squares[name] = hessian.mean_squares()
-        self.costs[name] = layer_costs(
-            weight, felt, self._methods(hessian, self.settings.two_sided), self.squares.get(name)
-        )
+        self.costs[name] = layer_costs(weight, felt, self._methods(hessian), self.squares.get(name))
 
     def _layer_costs(self, layer: LayerInput, rows: tuple[torch.Tensor, torch.Tensor] | None) -> dict[str, Cost]:
         """rows: `Felt.squares` and `Felt.left`."""
@@ -140,20 +138,15 @@ class LayerCosts:
         )
         return costs | {type: Cost(0.0, 0.0) for type in types if self.carries(layer.name, type)}
 
-    def _methods(self, hessian: Hessian, calibrated: bool = True) -> dict[str, Rounding | None]:
-        """How rows of the layer of this H are rounded to each type that it may get; None: to nearest.
-
-        calibrated  whether it is rounded with H at all
-        """
+    def _methods(self, hessian: Hessian) -> dict[str, Rounding | None]:
+        """How rows of the layer of this H are rounded to each type that it may get; None: to nearest."""
         from bridge.quantize import superblocks
         from bridge.quantize.quantizer import LayerInput
 
         name = hessian.name
-        blocks = BLOCKS | CALIBRATED if calibrated and self.settings.method != "imatrix" else {}
 
         def rounded(rows: torch.Tensor, type: str) -> torch.Tensor:
             method = self.settings.quantizer(superblocks(type, self.scales[name]))
             return method.layer(LayerInput(name, rows, hessian), self.parts[name].columns)[0]
 
-        plain = {"Q8_0"} if name in self.embedding_and_head else set()
-        return {type: rounded if type in blocks and type not in plain else None for type in self.types[name]}
+        return {type: rounded if self.calibrates(name, type) else None for type in self.types[name]}

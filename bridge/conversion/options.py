@@ -74,6 +74,7 @@ class PlanOptions(Recipe):
     )
     threads: int | None = option(None, "worker threads", metavar="N", parse=positive, says="one per CPU")
     force: bool = option(False, "replace files that exist")
+    calibrate: Calibration | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,6 +97,22 @@ class PlanOptions(Recipe):
         if self.template is not None and self.pre is not None:
             both = f"{parameter('pre')} and {parameter('template')}"
             raise BridgeError(f"{both}: the tokenizer is the template's; give one of the two")
+        if self.calibrate is not None:
+            self.calibrate.check_gguf()
+            if self.calibrate.method == "imatrix" and self.imatrix is not None:
+                both = f"{parameter('method', 'imatrix')} and {parameter('imatrix', self.imatrix)}"
+                raise BridgeError(f"{both}: the method measures a matrix of its own; leave out one of the two")
+            if self.type in FLOAT_TYPES:
+                raise BridgeError(
+                    f"{parameter('type', self.type)}: nothing is quantized; leave out {parameter('calibrate')}"
+                )
+
+    def for_source(self, coded: bool) -> Self:
+        """The options for a source, with the type that `auto` is when floats alone are to be calibrated.
+
+        coded  whether it has codes, which `auto` carries
+        """
+        return self if coded or self.calibrate is None or self.type != "auto" else replace(self, type="Q4_K")
 
 
 @dataclass(frozen=True)
@@ -166,7 +183,6 @@ class ConvertOptions(PlanOptions):
         parse=Path,
     )
     modelfile: bool = option(False, "write an Ollama Modelfile next to the GGUF")
-    calibrate: Calibration | None = None
     budget: Budget | None = None
 
     def __post_init__(self) -> None:
@@ -177,23 +193,15 @@ class ConvertOptions(PlanOptions):
             both = f"{parameter('merge')} and {parameter('plan' if self.plan else 'plan_out')}"
             raise BridgeError(f"{both}: a plan is of the checkpoint without an adapter; give one of the two")
         if self.plan is not None:
-            mine = {f.name for f in fields(PlanOptions)} - {"config", "threads", "force"}
+            mine = {f.name for f in fields(PlanOptions)} - {"config", "threads", "force", "calibrate"}
             if any(getattr(self, f.name) != f.default for f in fields(self) if f.name in mine):
                 raise BridgeError(
                     "a plan defines types, tokenizer, metadata, template and shards; give or edit the plan only"
                 )
-        if self.calibrate is not None:
-            self.calibrate.check_gguf()
-            if self.calibrate.method == "imatrix" and self.imatrix is not None:
-                both = f"{parameter('method', 'imatrix')} and {parameter('imatrix', self.imatrix)}"
-                raise BridgeError(f"{both}: the method measures a matrix of its own; leave out one of the two")
-            if self.calibrate.spread is not None and (self.merge is not None or self.budget is not None):
-                given = parameter("merge" if self.merge is not None else "budget")
-                raise BridgeError(f"{given}: is for one machine; machines share the work on the result, or with a plan")
-            if self.type in FLOAT_TYPES:
-                raise BridgeError(
-                    f"{parameter('type', self.type)}: nothing is quantized; leave out {parameter('calibrate')}"
-                )
+        alone = self.merge is not None or self.budget is not None
+        if self.calibrate is not None and self.calibrate.spread is not None and alone:
+            given = parameter("merge" if self.merge is not None else "budget")
+            raise BridgeError(f"{given}: is for one machine; machines share the work on the result, or with a plan")
         if self.budget is not None:
             self._check_budget(self.budget)
 
@@ -203,12 +211,8 @@ class ConvertOptions(PlanOptions):
         return self.budget is None and super().promises_closeness
 
     def for_source(self, coded: bool) -> Self:
-        """The options for a source, with the type that `auto` is when floats alone are to be calibrated.
-
-        coded  whether it has codes, which `auto` carries
-        """
-        chosen = self.calibrate is None or self.budget is not None or self.plan is not None or self.type != "auto"
-        return self if chosen or coded else replace(self, type="Q4_K")
+        """See `PlanOptions`; with a budget or a plan, the type is not chosen here."""
+        return self if self.budget is not None or self.plan is not None else super().for_source(coded)
 
     def _check_budget(self, budget: Budget) -> None:
         asked = "size" if budget.size is not None else "bpw"

@@ -27,6 +27,7 @@ calibrated   it is quantized with the Hessians of a text
 rounded      it came as floats, which are quantized to nearest
 as it came   it came as floats and is stored as floats
 """
+QUANTIZED = ("requantized", "calibrated", "rounded")  # neither the codes nor the floats that came
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,8 @@
      "orders": [[0, 64, 1, 65, ...], ...]}
 
 "how" is what happens to the tensor, or to each of its parts; it and "limit" are those of "planned_type". Where "type"
-was edited, how the tensor gets there is decided when the plan is executed. `rows` and `columns` are indices into
+was edited, how the tensor gets there is decided when the plan is executed; and whether a tensor that does not keep its
+codes is calibrated, by whether a text is given then. `rows` and `columns` are indices into
 `orders`, where each list is stored once. Values that no checkpoint stores are in "values"; a tensor of the template is
 read from the template again.
 """

@@ -26,7 +26,6 @@ from bridge.system import fields as kinds
 from bridge.system.fields import FieldError, Fields, not_as
 from bridge.system.files import read_json
 
-_EXECUTED = [how for how in get_args(How) if how != "calibrated"]  # which --calibrate makes of others
 _ORIGINS = ("checkpoint", "config", "template")  # "scale" is made when the plan is executed
 _NAME_BYTES = 63  # llama.cpp's GGML_MAX_NAME without the 0 at the end
 _DIMENSIONS = 4
@@ -151,8 +150,8 @@ def _how(fields: Fields, type: str, parts: int) -> tuple[How, ...]:
         return ()
     how = fields.take("how", kinds.anything)
     found: Any = [how] * parts if isinstance(how, str) else how
-    if not isinstance(found, list) or len(found) != parts or not all(one in _EXECUTED for one in found):
-        raise FieldError(f"how is {reprlib.repr(how)}, not one of {', '.join(_EXECUTED)} for each part")
+    if not isinstance(found, list) or len(found) != parts or not all(one in get_args(How) for one in found):
+        raise FieldError(f"how is {reprlib.repr(how)}, not one of {', '.join(get_args(How))} for each part")
     return tuple(found)
 
 

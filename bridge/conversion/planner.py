@@ -16,7 +16,7 @@ import numpy as np
 from gguf import GGML_QUANT_VERSION, GGUFValueType, LlamaFileType
 from gguf.gguf_writer import GGUFValue
 
-from bridge.blocks import FP4, MXFP4, NVFP4, Q2_0, ROUNDED, BlockType
+from bridge.blocks import FP4, MXFP4, NVFP4, Q2_0, ROUNDED, TYPES, BlockType
 from bridge.blocks.read import CALIBRATED, WRITTEN
 from bridge.blocks.tensor_types import FLOAT_TYPES
 from bridge.blocks.tq2_0 import TQ2_0
@@ -29,12 +29,13 @@ from bridge.conversion.metadata import with_given
 from bridge.conversion.mmproj import tower_notes, tower_outline
 from bridge.conversion.options import PlanOptions
 from bridge.conversion.part_reader import PartReader
-from bridge.conversion.plan import How, Plan, PlannedTensor, main_type, unmet_notes
+from bridge.conversion.plan import QUANTIZED, How, Plan, PlannedTensor, main_type, unmet_notes
 from bridge.conversion.recipe import NEED_IMATRIX, PRESETS, Q2_0_SINCE, Recipe, TensorPlace, Unmet
 from bridge.encode.carry import Fidelity, obstacle
 from bridge.encode.type_choice import Choice, carries, choose, must_carry
 from bridge.errors import BridgeError, parameter
 from bridge.models.outline import ModelTensor, Outline, OutlineTensor, Part, number, tied
+from bridge.quantize.settings import Calibration
 from bridge.system.cpus import usable_cpus
 from bridge.system.progress import Progress
 
@@ -50,17 +51,17 @@ def make_plan(
     ckpt: Checkpoint,
     options: PlanOptions,
     importance: Importance,
-    calibrated: bool = False,
+    calibration: Calibration | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """What becomes of a checkpoint: every tensor with its type. Raises BridgeError as `bridge.convert` does.
 
-    calibrated  whether floats and codes that cannot be carried will be quantized with a text
+    calibration  how floats and codes that cannot be carried are quantized with a text; None: without
     """
     outline = outline_of(ckpt, options.pre, options.template, options.no_mtp)
     tower = tower_outline(ckpt, options.mmproj_type) if options.mmproj_type != "none" else None
     importance.check(outline.tensors)
-    planner = Planner(ckpt, options, importance, outline, calibrated)
+    planner = Planner(ckpt, options, importance, outline, calibration)
     options.check([t.name for t in outline.tensors if t.fixed_type is None])
     tensors = planner.each(planner.planned, outline.tensors, progress)
     metadata = _with_types(with_given(outline.metadata, options.metadata), _file_type(options, tensors))
@@ -72,15 +73,16 @@ def make_plan(
             f"{parameter('token_embd_type')} is not used"
         )
     notes += newer_notes(tensors, options)
-    hows = {how for t in tensors for how in t.how}
-    if options.promises_closeness and not calibrated and "rounded" in hows and not hows & {"carried", "requantized"}:
+    hows = {how for t in tensors for how in t.how} - {"as it came"}
+    if options.promises_closeness and calibration is None and hows == {"rounded"}:
         notes.append(
             "all weights came as floats and become Q8_0; for a smaller file, give a text to `gguf-bridge quantize`, or "
             f"{parameter('type', 'Q4_K_M')}"
         )
     if isinstance(ckpt, GgufCheckpoint):
-        rounded = (part for t in tensors for part, how in zip(t.parts, t.how, strict=True) if how == "rounded")
-        if lossy := sorted({ckpt.stored_as(part.source) for part in rounded} - {*FLOAT_TYPES}):
+        quantized = [part for t in tensors for part, how in zip(t.parts, t.how, strict=True) if how in QUANTIZED]
+        floats = {ckpt.stored_as(part.source) for part in quantized if not planner.reader.coded(part)}
+        if lossy := sorted(floats - {*FLOAT_TYPES}):
             notes.append(
                 f"the GGUF has {', '.join(lossy)}: what is quantized again is compared with that, not with floats"
             )
@@ -138,15 +140,15 @@ def holds(tensor: PlannedTensor, fidelity: Fidelity | None) -> bool:
 class Planner:
     """Chooses types for one checkpoint, and what happens to each part.
 
-    model       the outline or plan whose metadata and tensors describe the model
-    calibrated  see `make_plan`
+    model        the outline or plan whose metadata and tensors describe the model
+    calibration  see `make_plan`
     """
 
     ckpt: Checkpoint
     options: PlanOptions
     importance: Importance
     model: Outline | Plan
-    calibrated: bool = False
+    calibration: Calibration | None = None
 
     def __post_init__(self) -> None:
         metadata = self.model.metadata
@@ -196,17 +198,23 @@ class Planner:
         return self._with(tensor, Choice(type, reason, limit), quantizable=tensor.quantizable)
 
     def completed(self, tensor: PlannedTensor) -> PlannedTensor:
-        """A tensor of a plan that was read, with `how` where its type was edited; BridgeError where `how` cannot be."""
+        """A tensor of a plan that was read, with `how` where its type was edited; BridgeError where `how` cannot be.
+
+        What is not carried is calibrated if this run has a text, whether or not the plan was made with one.
+        """
         if len(tensor.how) != len(tensor.parts):
             return self.with_type(tensor, tensor.type, tensor.reason, tensor.limit)
+        hows: list[How] = []
         for part, how in zip(tensor.parts, tensor.how, strict=True):
             ways = self._ways(part, tensor.type)
-            if how not in ways:
+            without_text = ways[-1] if how == "calibrated" and ways[-1] in QUANTIZED else how
+            if without_text not in ways:
                 raise BridgeError(
                     f"{tensor.name}: {part.source} cannot become {tensor.type} {how!r}; choose {' or '.join(ways)}"
                 )
-        self._check(tensor, tensor.type, tensor.how)
-        return tensor
+            hows.append(self._with_text(tensor, part, tensor.type, without_text, tensor.quantizable))
+        self._check(tensor, tensor.type, hows)
+        return replace(tensor, how=tuple(hows))
 
     def chooses(self, tensor: PlannedTensor) -> bool:
         """Whether the tensor's type was chosen by the error it adds, and not by the user or the model's family."""
@@ -232,10 +240,22 @@ class Planner:
             self.importance.of(tensor, number),
         )
 
+    def calibrates(self, tensor: ModelTensor, part: Part, type: str) -> bool:
+        """Whether a text chooses the codes of a part in a type, if it does not keep those that it has."""
+        if self.calibration is None or part.layer is None or type not in TYPES | CALIBRATED:
+            return False
+        if type in FP4 and tensor.kind == "token_embd":
+            return False
+        # rtn: matrices of 3-D tensors are rounded when they are written
+        matrix = part.layer in self.ckpt.modules or f"{part.layer}.weight" in self.ckpt.tensors
+        if self.calibration.method == "rtn" and not matrix:
+            return False
+        return self.calibration.reaches(tensor.kind, tensor.layer, type)
+
     def _with(
         self, tensor: ModelTensor, choice: Choice, unmet: Unmet | None = None, quantizable: bool = True
     ) -> PlannedTensor:
-        how = tuple(self._how(tensor, i, choice) for i in range(len(tensor.parts)))
+        how = tuple(self._how(tensor, i, choice, quantizable) for i in range(len(tensor.parts)))
         self._check(tensor, choice.type, how)
         return PlannedTensor(
             tensor.name, tensor.shape, tensor.parts, tensor.data, tensor.origin, type=choice.type, how=how,
@@ -245,24 +265,24 @@ class Planner:
     def _check(self, tensor: ModelTensor, type: str, how: Sequence[How]) -> None:
         """BridgeError where a tensor is to be rounded to a type that cannot be had: one whose codes no text chooses, or
         only a text does, or that llama.cpp demands an imatrix for."""
-        inside = self.calibrated and (tensor.layer is not None or tensor.kind == "output")
+        floats = {way for part, way in zip(tensor.parts, how, strict=True) if not self.reader.coded(part)}
         mixed = len(tensor.shape) == 2 and "carried" in how  # one scale for both
-        if type in FP4 and "rounded" in how and (mixed or not inside):
+        if type in FP4 and ("rounded" in floats or (mixed and "calibrated" in floats)):
             raise BridgeError(
                 f"{tensor.name}: floats are rounded to {type} in whole matrices of layers and in the output head, with "
                 f"a calibration text; give {parameter('calibrate')}, or choose another type, such as Q4_0"
             )
-        rounded = [i for i, way in enumerate(how) if way != "carried"]
-        if not rounded or type not in ROUNDED:
+        rounded = [i for i, way in enumerate(how) if way not in ("carried", "calibrated")]
+        if not rounded or type not in ROUNDED or tensor.kind == "token_embd":
             return
-        if inside:
+        if self.calibration is not None and self.calibration.reaches(tensor.kind, tensor.layer, type):
             if type in CALIBRATED:
                 return
             raise BridgeError(
                 f"{tensor.name}: no text can choose codes of {type}; choose another type, such as Q4_K or Q2_K, or "
                 f"leave out {parameter('calibrate')} and round to it with {parameter('imatrix')}"
             )
-        if type not in NEED_IMATRIX or tensor.kind in ("token_embd", "output"):
+        if type not in NEED_IMATRIX or tensor.kind == "output":
             return
         if any(self.importance.of(tensor, i) is None for i in rounded):
             missing = "the imatrix does not have it" if self.importance.by_name else "there is none"
@@ -272,15 +292,19 @@ class Planner:
                 "IQ4_XS or a K-quant"
             )
 
-    def _how(self, tensor: ModelTensor, number: int, choice: Choice) -> How:
+    def _how(self, tensor: ModelTensor, number: int, choice: Choice, quantizable: bool) -> How:
         """What happens to a part."""
-        ways = self._ways(tensor.parts[number], choice.type)
-        if len(ways) > 1 and not (must_carry(choice.limit) or self.carries(tensor, number, choice.type)):
-            return "requantized"
-        return ways[0]
+        part = tensor.parts[number]
+        ways = self._ways(part, choice.type)
+        carried = len(ways) > 1 and (must_carry(choice.limit) or self.carries(tensor, number, choice.type))
+        return self._with_text(tensor, part, choice.type, ways[0] if carried else ways[-1], quantizable)
+
+    def _with_text(self, tensor: ModelTensor, part: Part, type: str, how: How, quantizable: bool) -> How:
+        """What happens to a part, given what would happen without a text."""
+        return "calibrated" if how in QUANTIZED and quantizable and self.calibrates(tensor, part, type) else how
 
     def _ways(self, part: Part, type: str) -> tuple[How, ...]:
-        """What can happen to a part on its way to a type."""
+        """What can happen to a part on its way to a type, without a text."""
         block = type in WRITTEN
         if not self.reader.coded(part):
             return ("rounded",) if block and type != self.reader.stored_as(part) else ("as it came",)
@@ -298,8 +322,8 @@ class Planner:
                     merged = own if own in (*WRITTEN, *FLOAT_TYPES) else "Q8_0"
                     return Choice(merged, "merged with the adapter"), None
                 return Choice(stored, "as it is"), None
-            imatrix = bool(self.importance.by_name)
-            wanted = self.options.wanted(place, as_codes=False, calibrated=self.calibrated, imatrix=imatrix)
+            calibrated, imatrix = self.calibration is not None, bool(self.importance.by_name)
+            wanted = self.options.wanted(place, as_codes=False, calibrated=calibrated, imatrix=imatrix)
             return Choice(str(wanted.type), "came as floats"), wanted.unmet
         samples: list[tuple[CodedTensor, np.ndarray | None]] = []
         wanted = self.options.wanted(place, as_codes=True)

@@ -141,8 +141,11 @@ def _item(tensor: PlannedTensor, plan: Plan, planner: Planner, settings: Calibra
     columns = tensor.shape[-1]
     usual = requantizers(columns)
     size = max(block.size for block in usual)
-    inside = tensor.layer is not None or tensor.kind == "output"
-    taken: dict[str, BlockType] = FP4 if inside and not any(map(reader.coded, tensor.parts)) else {}
+    taken: dict[str, BlockType] = {
+        name: block
+        for name, block in FP4.items()
+        if all(not reader.coded(part) and planner.calibrates(tensor, part, name) for part in tensor.parts)
+    }
     if size < 256 and planner.options.uses_q2_0 is not False:
         taken = taken | NEWER
     others = [
@@ -152,8 +155,6 @@ def _item(tensor: PlannedTensor, plan: Plan, planner: Planner, settings: Calibra
     ]
     if settings.act_order == "static":
         others = [block for block in others if not (block.values or block.numbered)]
-    if settings.method == "imatrix":
-        others = [block for block in others if block.name not in FP4]
     types = [block.name for block in sorted({*usual, *others}, key=lambda block: block.bpw)]
     types.append("BF16" if stored == {"BF16"} else "F16")
     scales = (
@@ -203,6 +204,7 @@ class _Search:
         tokens = enough_of(tokens, max(part.shape[-1] for part in parts.values()))  # for H of costs, by a few rows
         layers = LayerCosts(
             lambda module, type: planner.carries(*places[module], type),
+            lambda module, type: planner.calibrates(places[module][0], parts[module], type),
             settings,
             parts,
             types,

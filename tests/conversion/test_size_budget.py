@@ -246,7 +246,7 @@ def test_nvfp4_counts_with_the_scale_of_its_matrix_and_not_for_embeddings(
     monkeypatch.setattr("bridge.conversion.size_budget.CALIBRATED", CALIBRATED_TYPES)
     with open_checkpoint(model) as ckpt:
         plan = plan_checkpoint(model, type="Q4_K")
-        planner = Planner(ckpt, PlanOptions(type="Q4_K"), Importance({}), plan, True)
+        planner = Planner(ckpt, PlanOptions(type="Q4_K"), Importance({}), plan, settings(tokens))
         by_name = {t.name: t for t in plan.tensors}
         item = _item(by_name["blk.0.attn_q.weight"], plan, planner, settings(tokens))
         sizes = dict(zip(item.types, item.sizes.tolist(), strict=True))
