@@ -34,6 +34,7 @@ from bridge.blocks import BLOCKS
 from bridge.blocks.read import CALIBRATED, WRITTEN
 from bridge.quantize import Method, superblocks
 from bridge.quantize.grids.superblock import SuperblockGrid
+from bridge.quantize.quantizer import LayerHooks
 from scripts.peers import auto_round_gguf, ggml, nvfp4, reference
 from scripts.peers.gguf_file import Blocks, gguf_weights
 from scripts.peers.ik_llama_cpp import IkLlamaCpp
@@ -82,8 +83,8 @@ def measure(options: argparse.Namespace) -> Lines:
     columns = ["type", "step", *text, "KL", "ggml, imatrix", "ratio", "seconds"]
     yield head(*columns, *(["KL in llama.cpp", "ggml there", "ratio there"] if options.llama_cpp else []))
     points: list[dict[str, Any]] = []
-    of_outputs, weights = float_model.gradients()
-    felt = {"outputs": of_outputs, "weights": weights}
+    gradients = float_model.gradients()
+    of_step = {TWO_SIDED: gradients, WEIGHTED: LayerHooks(weights=gradients.weights)}
     for name in options.types:
         scale = nvfp4.OWN_SCALE if name == "NVFP4" else 1.0
         made = peer_blocks(float_model, name)
@@ -97,9 +98,9 @@ def measure(options: argparse.Namespace) -> Lines:
             steps = [step for step in steps if "unweighted" not in step[0]]
         for step, settings, cross in steps:
             grid = partial(Unweighted, BLOCKS[name], spread=False) if "unweighted" in step else superblocks(name, scale)
-            options_of_step = felt if step == TWO_SIDED else {"weights": weights} if step == WEIGHTED else {}
             blocks: dict[str, Blocks] = {}
-            own, seconds = float_model.quantized(Method(grid, **settings).layer, blocks, cross=cross, **options_of_step)
+            layers = of_step.get(step, LayerHooks())
+            own, seconds = float_model.quantized(Method(grid, **settings).layer, blocks, cross=cross, layers=layers)
             more: list[Divergence] = []
             if there is not None:
                 here = float_model.in_llama_cpp(blocks, options.threads)
@@ -118,7 +119,7 @@ def measure(options: argparse.Namespace) -> Lines:
     if options.ik_llama:
         yield from ik_llama(float_model, options.ik_llama)
     if options.groups:
-        yield from groups_table(float_model, felt, options.groups)
+        yield from groups_table(float_model, gradients, options.groups)
     return {"model": options.model.name, "bits_of": "linears", "formats": points}
 
 

@@ -16,7 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bridge import cli
-from bridge.quantize.spread import Spread
+from bridge.quantize.run.cluster import Spread
 
 
 def main() -> int:

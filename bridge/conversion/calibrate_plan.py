@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bridge.checkpoint import Checkpoint
-from bridge.conversion.calibrate_layers import LayerTarget, quantize_layers
 from bridge.conversion.importance import importance_of_tensors
 from bridge.conversion.matrix_scales import rounded_scale
 from bridge.conversion.part_reader import PartReader
 from bridge.conversion.plan import How, Plan
 from bridge.errors import BridgeError, parameter
 from bridge.models.outline import Part
+from bridge.quantize.run.calibrate import LayerTarget, quantize_layers
 from bridge.quantize.settings import Calibration
 
 if TYPE_CHECKING:

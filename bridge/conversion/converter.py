@@ -16,7 +16,6 @@ from bridge.checkpoint import Checkpoint
 from bridge.checkpoint.adapter import read_adapter
 from bridge.checkpoint.merge import merge
 from bridge.conversion.calibrate_plan import quantize_planned
-from bridge.conversion.calibration_text import with_length
 from bridge.conversion.checkpoint_outline import outline_of
 from bridge.conversion.executor import Executor
 from bridge.conversion.gguf_checkpoint import open_source
@@ -35,6 +34,7 @@ from bridge.conversion.recipe import PRESETS
 from bridge.conversion.report import Report, TensorReport, beyond_auto, check_report, far_off
 from bridge.conversion.size_budget import within_budget
 from bridge.errors import BridgeError
+from bridge.quantize.run.calibration_text import with_length
 from bridge.quantize.settings import Calibration
 from bridge.system import compiling
 from bridge.system.files import read_json, write_text

@@ -11,12 +11,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from bridge.checkpoint import Checkpoint
-from bridge.conversion.calibration_text import calibrating
 from bridge.conversion.importance import Importance, importance_of_tensors
 from bridge.models.outline import ModelTensor
+from bridge.quantize.run.calibration_text import calibrating
 from bridge.quantize.settings import Calibration
-
-_TOKENS_AT_ONCE = 4096
 
 
 def measured_importance(ckpt: Checkpoint, tensors: Sequence[ModelTensor], settings: Calibration) -> Importance:
@@ -27,13 +25,14 @@ def measured_importance(ckpt: Checkpoint, tensors: Sequence[ModelTensor], settin
     from bridge.gguf_file.imatrix import read_imatrix, write_imatrix
     from bridge.quantize.float_model import FloatModel, fast_arithmetic
     from bridge.quantize.input_squares import mean_input_squares
-    from bridge.quantize.needs import needs_of_pass
+    from bridge.quantize.run.needs import needs_of_pass
+    from bridge.quantize.run.walk import sequences_together
 
     assert settings.length is not None  # by with_length
     model = FloatModel(ckpt, fast_arithmetic(settings.device), settings.device)  # means need no more precision
     tokens = calibrating(model, settings, ()).tokens
-    batch = max(1, _TOKENS_AT_ONCE // settings.length)
-    room = needs_of_pass(model, tokens.shape, batch, settings.memory)
+    batch = sequences_together(settings.length)
+    room = needs_of_pass(model, (len(tokens), settings.length), settings)
     if settings.say:
         settings.say(f"importance of {tokens.numel():,} tokens: {room}")
 

@@ -22,15 +22,15 @@ import numpy as np
 
 from bridge.blocks import FP4, NEWER, BlockType
 from bridge.blocks.read import CALIBRATED, WRITTEN
-from bridge.conversion.calibration_text import calibrating, enough_of
 from bridge.conversion.gguf_writer import added_bytes, file_bytes, padded
-from bridge.conversion.layer_costs import LayerCosts
 from bridge.conversion.matrix_scales import rounded_scale, with_scales
 from bridge.conversion.options import Budget
 from bridge.conversion.plan import Plan, PlannedTensor
 from bridge.conversion.planner import Planner, newer_notes
 from bridge.conversion.recipe import Recipe
 from bridge.errors import BridgeError, parameter
+from bridge.quantize.budget.layer_costs import LayerCosts
+from bridge.quantize.run.calibration_text import calibrating, enough_of
 from bridge.quantize.settings import Calibration
 from bridge.system.files import disk_errors
 from bridge.system.folder_locks import temporary_beside
@@ -206,7 +206,7 @@ class _Search:
             lambda module, type: planner.carries(*places[module], type),
             lambda module, type: planner.calibrates(places[module][0], parts[module], type),
             settings,
-            parts,
+            {module: part.columns for module, part in parts.items()},
             types,
             scales,
             embedding_and_head,

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from bridge.checkpoint.files.dtypes import torch_dtype
 from bridge.checkpoint.files.folder import check_folder
 from bridge.checkpoint.files.hub import model_name, open_by_name
-from bridge.conversion.calibrate_layers import LayerTarget, quantize_layers
-from bridge.conversion.calibration_text import with_length
 from bridge.conversion.paths import files_of, layers_of
 from bridge.errors import BridgeError, parameter
 from bridge.quantize.checkpoint_labels import Groups
+from bridge.quantize.run.calibrate import LayerTarget, quantize_layers
+from bridge.quantize.run.calibration_text import with_length
 from bridge.quantize.settings import Calibration
 from bridge.system.options import checked
 from bridge.system.row_threads import thread_limit

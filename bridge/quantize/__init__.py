@@ -5,17 +5,17 @@
     Method(superblocks("Q4_K"))        how each layer is quantized; `groups(bits, size, symmetric)` for checkpoints
     write_checkpoint(ckpt, path, ..)   writes the result as a GPTQ or AWQ checkpoint
 
-Read tests/support/textbook_gptq.py first, GPTQ in one page; the solver must agree with it. Then, in the data's order:
+Read `textbook` first, GPTQ in one page, with which the solver agrees. Then, in the data's order:
 
     settings, texts                    the options; a text becomes tokens
     float_model, block_inputs          the model, one block in memory at a time, and what its blocks are called with
-    walk, stages, experts              block by block, stage by stage: the inputs of each layer
+    stages, experts, replay            a block's layers, stage by stage
     hessian, target                    H of these inputs; what is quantized in place of W
     method, gptq_solver, refine, awq   a layer's weights and H -> codes
     two_sided, embeddings              the same, with the gradients of the layer's outputs; the embeddings
     grids/                             the values that codes may have: groups, GGUF blocks
     layer_store, checkpoint_writer     finished layers on disk; checkpoints
-    spread                             the same as tasks for a cluster
+    run/                               all of this for a text: block by block, in this process or on a cluster
     budget/                            a type for each tensor under a size limit
 
 Needs PyTorch, and for whole models transformers (the `quantize` extra). Names are imported when first used.
@@ -35,10 +35,10 @@ _LAZY = {
     "Groups": "checkpoint_labels",
     "Method": "method",
     "Quantized": "method",
-    "gptq": "method",
+    "gptq": "run.module",
     "groups": "method",
-    "quantize_block": "walk",
-    "quantize_model": "walk",
+    "quantize_block": "run.layer_by_layer",
+    "quantize_model": "run.layer_by_layer",
     "superblocks": "method",
     "write_checkpoint": "checkpoint_writer",
 }

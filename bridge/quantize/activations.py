@@ -3,7 +3,7 @@
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 
@@ -11,10 +11,10 @@ from bridge.errors import BridgeError, parameter
 from bridge.system.free_memory import free_memory
 
 
-class Kept:
+class StoredActivation:
     """A tensor that is not needed now: in the host's memory, or in a file; in the shelf's dtype."""
 
-    def __init__(self, x: torch.Tensor, shelf: "Shelf | None" = None) -> None:
+    def __init__(self, x: torch.Tensor, shelf: "ActivationStore | None" = None) -> None:
         self._device, self._dtype, self._shelf = x.device, x.dtype, shelf
         stored = x.to("cpu", x.dtype if shelf is None or shelf.dtype is None else shelf.dtype)
         self._size = stored.nbytes
@@ -41,7 +41,7 @@ class Kept:
             self._file.unlink(missing_ok=True)
 
 
-class Shelf:
+class ActivationStore:
     """A place for activations. Use as a context manager: the files are removed at its end.
 
     inside  a folder that exists, in which a temporary one is made once it is needed; None: everything stays in memory
@@ -100,19 +100,3 @@ def _save(x: torch.Tensor, file: Path) -> None:
             f"{file.parent}: activations cannot be written ({str(problem).splitlines()[0]}); "
             f"free disk space, or choose another folder: {parameter('offload')}"
         ) from None
-
-
-class Resumption(Protocol):
-    """Where a batch's activations of the block are kept that a run has come to."""
-
-    def block(self, batches: int, floats: bool) -> int:
-        """The number of that block; 0: nothing is kept."""
-
-    def read(self, block: int, batch: int, floats: bool) -> torch.Tensor:
-        """A batch's at that block's inputs; floats: the float model's, where both are kept."""
-
-    def write(self, block: int, batch: int, floats: bool, x: torch.Tensor) -> None:
-        """Keep a batch's for the block that comes next."""
-
-    def finish(self, block: int) -> None:
-        """All of them are kept."""

@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from bridge.quantize.activations import Kept, Shelf
+from bridge.quantize.activations import ActivationStore, StoredActivation
 from bridge.quantize.hessian import Hessian
 
 
@@ -39,7 +39,7 @@ class BlockInputs:
     named: bool = False
     items: int | None = None
     calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]] = ()
-    shelf: Shelf | None = None
+    shelf: ActivationStore | None = None
     held: bool | None = None
     tokens: int = 0
 
@@ -51,7 +51,7 @@ class BlockInputs:
 
     def value(self) -> Any:
         """The first argument."""
-        return self.x.value() if isinstance(self.x, Kept) else self.x
+        return self.x.value() if isinstance(self.x, StoredActivation) else self.x
 
     def select_block(self, block: int) -> None:
         """Take the other arguments of the block with this number."""
@@ -59,13 +59,13 @@ class BlockInputs:
 
     def advance(self, output: Any) -> None:
         """Make a block's output the next block's input."""
-        if isinstance(self.x, Kept):
+        if isinstance(self.x, StoredActivation):
             self.x.drop()
         self.x = self.keep(first_of(output))
 
-    def keep(self, x: torch.Tensor) -> Kept:
+    def keep(self, x: torch.Tensor) -> StoredActivation:
         """A tensor that is needed later."""
-        return Kept(x, self.shelf)
+        return StoredActivation(x, self.shelf)
 
     def copy(self) -> Self:
         """The same inputs, to go through other blocks."""
@@ -87,7 +87,7 @@ def as_returned(x: torch.Tensor, items: int | None) -> Any:
 
 
 def first_inputs(
-    model: nn.Module, blocks: Sequence[nn.Module], batches: Iterable[torch.Tensor], shelf: Shelf
+    model: nn.Module, blocks: Sequence[nn.Module], batches: Iterable[torch.Tensor], shelf: ActivationStore
 ) -> list[BlockInputs]:
     """The blocks' inputs, batch by batch. Blocks do not run: each returns the first one's input.
 

@@ -9,10 +9,7 @@ both are weighed with one matrix for all rows, because a token is predicted abou
 
 import torch
 
-from bridge.quantize.block_inputs import matrix_shape
-from bridge.quantize.float_model import FloatModel
 from bridge.quantize.hessian import Hessian
-from bridge.quantize.quantizer import LayerInput, Quantizer, Spans
 
 
 def embeddings_matrix(products: torch.Tensor, as_head: tuple[Hessian, torch.Tensor] | None = None) -> torch.Tensor:
@@ -33,12 +30,3 @@ def embeddings_hessian(name: str, half: torch.Tensor, tokens: int) -> Hessian:
     hessian.matrix = 2 * half
     hessian.tokens = tokens
     return hessian
-
-
-def quantize_embeddings(model: FloatModel, hessian: Hessian, quantizer: Quantizer, spans: Spans) -> None:
-    """Quantize the embeddings some rows at a time; `spans` as `quantize_model` takes them."""
-    count, columns = matrix_shape(model.model.get_input_embeddings())
-    todo = list(spans(hessian.name, count, columns))
-    for rows in todo:
-        part = None if rows == slice(0, count) else (rows.start, rows.stop, count)
-        quantizer(LayerInput(hessian.name, model.embedding_rows(rows), hessian, None, rows is todo[-1], part))

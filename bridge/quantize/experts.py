@@ -197,7 +197,7 @@ def _is_known(module: Any) -> bool:
     return both.shape == (down.shape[0], 2 * down.shape[2], down.shape[1])
 
 
-def is_short(hessian: Hessian) -> bool:
+def has_too_few_tokens(hessian: Hessian) -> bool:
     """Whether an expert saw fewer tokens than it has columns."""
     return hessian.tokens < hessian.columns
 
@@ -216,12 +216,12 @@ def merged(hessians: Sequence[Hessian]) -> Hessian:
     return everyone
 
 
-def lend(hessians: Sequence[Hessian], everyone: Hessian) -> None:
+def complete_from_all_experts(hessians: Sequence[Hessian], everyone: Hessian) -> None:
     """Fill up experts' Hessians to as many tokens as columns; see the module's docstring.
 
     everyone  H of the tokens of all experts of the mixture
     """
-    for h in filter(is_short, hessians if everyone.tokens else ()):
+    for h in filter(has_too_few_tokens, hessians if everyone.tokens else ()):
         wanted = len(h.matrix)
         own, theirs = (torch.from_numpy(found.mean_squares()) for found in (h, everyone))
         h.squares = theirs.lerp(own, h.tokens / wanted)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from bridge.errors import BridgeError
-from bridge.quantize.activations import Kept, Resumption, Shelf
+from bridge.quantize.activations import ActivationStore, StoredActivation
 from bridge.quantize.block_inputs import (
     BlockInputs,
     after_blocks,
@@ -31,6 +31,7 @@ from bridge.quantize.embeddings import embeddings_matrix
 from bridge.quantize.experts import SeparateExperts, expert_of, expert_pattern
 from bridge.quantize.float_model import FloatModel
 from bridge.quantize.hessian import Hessian, held_back
+from bridge.quantize.run.stored_inputs import StoredInputs
 from bridge.quantize.two_sided import ROWS, OutputHessian, some_outputs
 
 # (a layer's name in the checkpoint, its module) -> other weights, float32 [out, columns]; None: its own
@@ -61,9 +62,9 @@ def drawn(weights: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 def output_hessians(
     model: FloatModel,
     tokens: torch.Tensor,
-    shelf: Shelf,
+    shelf: ActivationStore,
     first: int = 0,
-    resume: Resumption | None = None,
+    resume: StoredInputs | None = None,
     held: torch.Tensor | None = None,
     norms: KeepNorms | None = None,
     products: bool = True,
@@ -107,7 +108,7 @@ class Passes:
     model: FloatModel
     tokens: torch.Tensor
     batch: int
-    shelf: Shelf | None = None
+    shelf: ActivationStore | None = None
     first: int = 0
     held: torch.Tensor | None = None
     room: Callable[[], bool] = lambda: False
@@ -137,7 +138,7 @@ class Passes:
     def _first_inputs(self) -> list[BlockInputs]:
         self.model.load(0)
         try:
-            return first_inputs(self.model.model, self.model.blocks, self.batches, Shelf(None))
+            return first_inputs(self.model.model, self.model.blocks, self.batches, ActivationStore(None))
         finally:
             self._drop(0)
 
@@ -174,7 +175,7 @@ class Passes:
 
     def kept(self, x: torch.Tensor) -> Any:
         """Activations on the shelf, where there is one."""
-        return x.cpu() if self.shelf is None else Kept(x, self.shelf)
+        return x.cpu() if self.shelf is None else StoredActivation(x, self.shelf)
 
     def layers(self, block: int) -> Iterator[tuple[str, nn.Module]]:
         """A block's layers by their names in the checkpoint."""
@@ -212,7 +213,7 @@ class Passes:
         return found
 
     def output_products(
-        self, rows: int, resume: Resumption | None = None, norms: KeepNorms | None = None
+        self, rows: int, resume: StoredInputs | None = None, norms: KeepNorms | None = None
     ) -> Iterator[tuple[str, OutputHessian]]:
         """A of each layer, last first, then of the embeddings: the mean of g g^T / |g|, times that of |g|.
 
@@ -249,10 +250,10 @@ class Passes:
                     resume.write(i, batch, False, gradient)
                 resume.finish(i)
         if rows:
-            felt = _Felt(gradients[0].shape[-1])  # no tokens of it are held back
+            embeddings = _OutputGradients(gradients[0].shape[-1])  # no tokens of it are held back
             for gradient in gradients:
-                felt.add(gradient.to(self.model.device).flatten(0, -2))
-            yield self.model.embedding_and_head()[0], felt.mean(self.tokens.numel())
+                embeddings.add(gradient.to(self.model.device).flatten(0, -2))
+            yield self.model.embedding_and_head()[0], embeddings.mean(self.tokens.numel())
 
     def _backward(
         self,
@@ -268,17 +269,17 @@ class Passes:
         forget     free the block's inputs
         """
         self.model.load(number)
-        felt: dict[str, _Felt] = {}
-        of_tokens: dict[str, _Felt] = {}  # by pattern
+        gathered: dict[str, _OutputGradients] = {}
+        of_tokens: dict[str, _OutputGradients] = {}  # by pattern
         hooks = []
         for name, module in self.layers(number):
-            felt[name] = _Felt(rows, None if expert_of(name) else self.held)
+            gathered[name] = _OutputGradients(rows, None if expert_of(name) else self.held)
             if not expert_of(name):
-                of_tokens[name] = felt[name]
-            hooks.append(module.register_forward_hook(_adding(felt[name])))
+                of_tokens[name] = gathered[name]
+            hooks.append(module.register_forward_hook(_adding(gathered[name])))
         for module in self.model.blocks[number].modules():
             if isinstance(module, SeparateExperts):
-                every = _Felt(0)
+                every = _OutputGradients(0)
                 inside = set(module.modules())
                 of_tokens |= {expert_pattern(name): every for name, layer in self.layers(number) if layer in inside}
                 hooks.append(module.register_forward_hook(_adding(every)))
@@ -298,8 +299,8 @@ class Passes:
         for name, own in of_tokens.items():
             if norms is not None and own.tokens == self.tokens.numel():
                 norms(name, torch.cat(own.norms).cpu())
-        for name in [name for name, own in felt.items() if own.norms]:
-            yield name, felt.pop(name).mean(self.tokens.numel())
+        for name in [name for name, own in gathered.items() if own.norms]:
+            yield name, gathered.pop(name).mean(self.tokens.numel())
 
     def head_gradients(self) -> torch.Tensor:
         """The mean squared gradients of the output head's outputs, float64 [out]: of p (1 - p), without drawing."""
@@ -351,10 +352,10 @@ class Passes:
 
 
 def _value(x: Any) -> torch.Tensor:
-    return x.value() if isinstance(x, Kept) else x
+    return x.value() if isinstance(x, StoredActivation) else x
 
 
-class _Felt:
+class _OutputGradients:
     """What is gathered of the gradients at a layer's outputs.
 
     rows      of the products' blocks; 0: no products
@@ -410,13 +411,13 @@ class _Felt:
         return OutputHessian(blocks, held, self.held_tokens / self.tokens, scale)
 
 
-def _adding(felt: _Felt) -> Callable[..., None]:
+def _adding(gathered: _OutputGradients) -> Callable[..., None]:
     """A forward hook that adds the gradients of a module's outputs."""
 
     def hook(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         if output.requires_grad:
             if is_layer(module):
-                felt.powers.append(vectors(module, args[0].detach()).float().square().sum(1))
-            output.register_hook(lambda gradient: felt.add(gradient.reshape(-1, gradient.shape[-1])))
+                gathered.powers.append(vectors(module, args[0].detach()).float().square().sum(1))
+            output.register_hook(lambda gradient: gathered.add(gradient.reshape(-1, gradient.shape[-1])))
 
     return hook

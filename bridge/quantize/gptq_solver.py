@@ -1,6 +1,6 @@
 """GPTQ (Frantar et al. 2022): round a weight matrix column by column; later columns compensate for each error.
 
-tests/support/textbook_gptq.py does the same in one page, without blocks and lazy updates.
+`textbook` does the same in one page, without blocks and lazy updates.
 
 The solver needs W, H and a *grid*: the values that weights may take. A grid is divided into runs of columns whose
 parameters are fitted together (a group, a superblock), and each run into sub-runs with one line a * q + c per row:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from bridge.errors import BridgeError
-from bridge.quantize.activations import Shelf
+from bridge.quantize.activations import ActivationStore
 from bridge.quantize.block_inputs import first_inputs, head_hessian, is_layer, matrix_shape, vectors
 from bridge.quantize.streamed_model import InMemory, StreamedModel, check_length, positions_of, text_config
 
@@ -42,7 +42,7 @@ def mean_input_squares(
     source.model.eval()
     parts = tokens.split(batch)
     found: dict[str, tuple[np.ndarray, int]] = {}
-    with Shelf(offload, memory) as shelf:
+    with ActivationStore(offload, memory) as shelf:
         source.load(None)
         source.load(0)
         try:

@@ -248,7 +248,12 @@ class LayerStore:
         return self._read(_file(self.folder, name, rows))
 
     def add(self, layer: StoredLayer) -> None:
-        """Count a layer, or some rows of one, as stored."""
+        """Count a layer, or some rows of one, as stored; A of a layer that is complete is removed."""
+        self._add(layer)
+        if layer.name in self.layers:
+            self._outputs_file(layer.name).unlink(missing_ok=True)
+
+    def _add(self, layer: StoredLayer) -> None:
         rows = layer.rows
         if rows is None:
             self.layers[layer.name] = layer
@@ -281,13 +286,12 @@ class LayerStore:
         spans = [(at, min(at + step, rows)) for at in range(0, rows, step)]
         return [slice(*span) for span in spans if span not in self._parts.get(name, {})]
 
-    def values(self, name: str) -> torch.Tensor | None:
-        """A finished layer's weights float32 [rows, columns]; None for other layers."""
-        layer = self.layers.get(name)
-        return None if layer is None else torch.from_numpy(layer.values())
+    def finished(self, name: str) -> StoredLayer | None:
+        """A finished layer; None for other layers."""
+        return self.layers.get(name)
 
     def values_by_rows(self, name: str) -> Iterator[torch.Tensor]:
-        """The same, some rows after the others: those of one file at a time. Nothing for other layers.
+        """A finished layer's weights, some rows after the others: those of one file at a time. Nothing for others.
 
         Rows that another process has saved count too.
         """
@@ -352,8 +356,6 @@ class LayerStore:
         record = {key: value for key, value in asdict(layer).items() if key != "files"}
         write_tensors(file, done.name, tensors, {"layer": json.dumps(record), "job": self.job, **extra})
         self.add(layer)
-        if done.name in self.layers:
-            self._outputs_file(done.name).unlink(missing_ok=True)
         return layer
 
     def save_outputs(self, name: str, outputs: OutputHessian | None, part: int | None = None) -> None:

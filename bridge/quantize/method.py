@@ -4,7 +4,7 @@ for name, layer in quantize_model(model, tokens, Method(superblocks("Q4_K")).lay
 gptq(module, batches, bits=4, group_size=128)
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,6 @@ from bridge.blocks import BLOCKS
 from bridge.blocks.read import CALIBRATED
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.errors import BridgeError, parameter
-from bridge.quantize.block_inputs import BlockInputs
 from bridge.quantize.gptq_solver import (
     Solution,
     dequantize,
@@ -34,9 +33,7 @@ from bridge.quantize.quantizer import LayerInput
 from bridge.quantize.refine import metrics_of, move_all, product, refine, spans_of
 from bridge.quantize.target import HeldError, target_of
 from bridge.quantize.two_sided import OutputHessian, RowSolver, output_shrinkage, round_two_sided
-from bridge.quantize.walk import quantize_block
 from bridge.system import compiling
-from bridge.system.options import checked
 
 _ROWS = 512  # sampled for the error: the product for all rows takes as long as a sweep of refinement
 _NEAREST_ROWS = 64  # of these, rounded to nearest for comparison
@@ -277,47 +274,3 @@ def _importance(layer: LayerInput, layout: np.ndarray | None) -> np.ndarray:
 def columns_by_diagonal(hessian: torch.Tensor) -> np.ndarray:
     """Act-order: int [columns], by falling diagonal."""
     return np.argsort(-hessian.diagonal().cpu().numpy(), kind="stable")
-
-
-@checked
-def gptq(
-    module: torch.nn.Module,
-    batches: Iterable[Any],
-    *,
-    bits: int = 4,
-    group_size: int = 128,
-    symmetric: bool = True,
-    act_order: str = "fixed",
-    damping: float = 0.01,
-    sweeps: int = 0,
-    type: str | None = None,
-    wanted: Callable[[str], bool] = lambda name: True,
-) -> dict[str, Quantized]:
-    """Quantize every Linear, Conv1D and Conv2d of a module in place, in the order of their calls.
-
-    batches     the module's arguments: for each call a tensor, a tuple of positional or a mapping of named ones
-    bits, group_size, symmetric   of the groups; group_size -1: one group a row; bits 0: ternary
-    act_order, damping   see `Method`
-    sweeps      of refinement after GPTQ; 0: none
-    type        a GGUF type, whose blocks replace the groups
-    wanted      whether to quantize the layer of this name
-
-    Every layer is calibrated on inputs from the quantized layers before it. Returns the layers by name.
-    """
-    inputs = [_block_inputs(batch) for batch in batches]
-    if not inputs:
-        raise BridgeError("no calibration batches; give at least one")
-    grid = superblocks(type) if type else groups(bits, group_size, symmetric)
-    method = Method(grid, act_order, damping, sweeps=sweeps)
-    training = module.training
-    module.eval()
-    try:
-        return dict(quantize_block(module, inputs, method.layer, wanted=wanted))
-    finally:
-        module.train(training)
-
-
-def _block_inputs(batch: Any) -> BlockInputs:
-    if isinstance(batch, Mapping):
-        return BlockInputs(None, kwargs=dict(batch), named=True)
-    return BlockInputs(batch[0], tuple(batch[1:])) if isinstance(batch, tuple | list) else BlockInputs(batch)

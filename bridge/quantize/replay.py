@@ -1,9 +1,10 @@
 """Passes through a block that start at what has been quantized last, instead of at the block's beginning.
 
 A module that returns what its last layer does (attention: the output of o; an MLP, or one expert: that of down) is an
-`End`. The inputs of such a layer are gathered for its Hessian anyway and kept here. Once the layer is quantized, the
-module is not run again: its output is the layer's, of these inputs. So every layer multiplies each token once, and
-attention runs once, however many stages a block has. A block without such modules runs from its beginning each time.
+`OutputOfModule`. The inputs of such a layer are gathered for its Hessian anyway and kept here. Once the layer is
+quantized, the module is not run again: its output is the layer's, of these inputs. So every layer multiplies each token
+once, and attention runs once, however many stages a block has. A block without such modules runs from its beginning
+each time.
 
 Memory: for each token the inputs of one layer until its module's output is asked for, then that output. Where the
 inputs do not fit in memory, and go to no folder, their module runs again.
@@ -17,12 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from bridge.quantize.activations import Kept
+from bridge.quantize.activations import StoredActivation
 from bridge.quantize.block_inputs import BlockInputs, as_returned
 
 
 @dataclass(frozen=True)
-class End:
+class OutputOfModule:
     """The layer whose output a module returns, both by their names in the block.
 
     items  the module returns a tuple of so many items, the output first, the others None; None: the output alone
@@ -45,9 +46,9 @@ class Replay:
 
     block: nn.Module
     batch: BlockInputs
-    ends: Mapping[str, End] = field(default_factory=dict)
-    inputs: dict[str, Kept] = field(default_factory=dict)
-    outputs: dict[str, Kept] = field(default_factory=dict)
+    ends: Mapping[str, OutputOfModule] = field(default_factory=dict)
+    inputs: dict[str, StoredActivation] = field(default_factory=dict)
+    outputs: dict[str, StoredActivation] = field(default_factory=dict)
 
     def run(self, gathered: Collection[str] = ()) -> Any:
         """Call the block; modules whose outputs follow from what is kept are not run.
@@ -90,7 +91,7 @@ class Replay:
         self.inputs.clear()
         self.outputs.clear()
 
-    def _output(self, end: End) -> Any:
+    def _output(self, end: OutputOfModule) -> Any:
         def forward(*_args: Any, **_kwargs: Any) -> Any:
             return as_returned(self.output(end.layer), end.items)
 

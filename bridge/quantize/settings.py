@@ -209,7 +209,7 @@ class Calibration:
         return self.method == "two-sided"
 
     @property
-    def felt(self) -> bool:
+    def needs_gradients(self) -> bool:
         """Whether gradients are taken, by which tokens count in each layer's Hessian."""
         return self.method in ("two-sided", "gptaq", "gptq")
 

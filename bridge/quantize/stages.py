@@ -16,8 +16,8 @@ from torch import nn
 
 from bridge.quantize.block_inputs import BlockInputs, StopForward, first_of, matrix_shape, vectors
 from bridge.quantize.experts import SeparateExperts, expert_of, expert_pattern
-from bridge.quantize.quantizer import Weights
-from bridge.quantize.replay import End, Replay
+from bridge.quantize.quantizer import TokenWeights
+from bridge.quantize.replay import OutputOfModule, Replay
 
 HESSIANS = 2 << 30  # bytes that are gathered in one pass, if nothing else is asked for
 _ALIKE = 0.8  # of two layers' token weights in common: they share a Hessian. q, k, v have 0.6 to 0.75, gate and up 0.9
@@ -35,7 +35,7 @@ class Stage:
     experts: bool = False
     once: bool = True
 
-    def apart(self, weights: Weights) -> Self:
+    def apart(self, weights: TokenWeights) -> Self:
         """The stage with a Hessian each for layers between which the text's tokens count otherwise."""
         if self.experts:
             return self
@@ -72,8 +72,8 @@ def find_stages(
     block: nn.Module,
     layers: Mapping[str, nn.Module],
     batches: Iterable[BlockInputs],
-    weights: Weights = lambda names: None,
-) -> tuple[list[Stage], dict[str, End]]:
+    weights: TokenWeights = lambda names: None,
+) -> tuple[list[Stage], dict[str, OutputOfModule]]:
     """The stages of these layers, in the order of their calls, and the block's modules that return a layer's output.
 
     weights  how much each of the text's tokens counts in H of layers
@@ -83,7 +83,7 @@ def find_stages(
     seen: dict[str, torch.Tensor | None] = {}
     order: list[tuple[str, str | None]] = []  # a layer, and the one before it with the same input
     again: set[str] = set()
-    ends: dict[str, End] = {}
+    ends: dict[str, OutputOfModule] = {}
     last: list[Any] = [None, None]  # the layer that was called last, and its output
     inside = {module: name for name, module in block.named_modules()}
     calls: list[tuple[str, torch.Tensor]] = []  # modules and their inputs, where these are like the block's
@@ -111,7 +111,7 @@ def find_stages(
             return
         items = output if isinstance(output, tuple) else (output,)
         if items and items[0] is last[1] and last[1] is not None and not any(x is not None for x in items[1:]):
-            ends[inside[module]] = End(last[0], len(items) if isinstance(output, tuple) else None)
+            ends[inside[module]] = OutputOfModule(last[0], len(items) if isinstance(output, tuple) else None)
             outputs[inside[module]] = len(calls), items[0]
 
     own = set(layers.values())
@@ -139,7 +139,7 @@ def find_stages(
 
 
 def _added(before: Sequence[tuple[str, torch.Tensor]], sum_: Any, output: torch.Tensor, ends: Iterable[str]) -> str:
-    """`End.added`: of the modules called before an output, with their inputs, one whose last input it makes the sum."""
+    """`OutputOfModule.added`: of the modules called before an output, one to whose last input it adds up."""
     for name, x in reversed(dict(before).items()):
         again = not any(f"{name}.".startswith(f"{end}.") for end in ends)  # those inside are not called in each pass
         if again and x.shape == output.shape and isinstance(sum_, torch.Tensor) and torch.equal(x + output, sum_):
@@ -147,7 +147,7 @@ def _added(before: Sequence[tuple[str, torch.Tensor]], sum_: Any, output: torch.
     return ""
 
 
-def _of_all_experts(ends: Mapping[str, End], modules: Iterable[str]) -> dict[str, End]:
+def _of_all_experts(ends: Mapping[str, OutputOfModule], modules: Iterable[str]) -> dict[str, OutputOfModule]:
     """The same with the experts that no token has reached yet."""
     found = dict(ends)
     of = {expert[0]: (expert[1], end) for name, end in ends.items() if (expert := expert_of(f"{name}."))}
@@ -155,7 +155,7 @@ def _of_all_experts(ends: Mapping[str, End], modules: Iterable[str]) -> dict[str
         pattern, number = expert_of(f"{name}.") or ("", "")
         if pattern in of and name not in found:
             known, end = of[pattern]
-            found[name] = End(end.layer.replace(f"experts.{known}.", f"experts.{number}."), end.items)
+            found[name] = OutputOfModule(end.layer.replace(f"experts.{known}.", f"experts.{number}."), end.items)
     return found
 
 
@@ -182,7 +182,7 @@ def stage_inputs(
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The inputs [tokens, columns] of each group of a stage in one call of the block; no key if no token reaches it.
 
-    With `residuals`, also what the layers' outputs are added to (`End.added`), by the names that `layers` has.
+    With `residuals`, also what the layers' outputs are added to (`OutputOfModule.added`), by the names in `layers`.
 
     layers  of the replay's block
     routed  the `routing` of another pass, whose tokens the experts get; None: the router chooses, and the inputs are

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from bridge.checkpoint import open_checkpoint
-from bridge.conversion.calibration_text import calibrating, with_length
 from bridge.quantize.float_model import FloatModel, arithmetic
 from bridge.quantize.mixture import calibration_sequences
+from bridge.quantize.run.calibration_text import calibrating, with_length
 from bridge.quantize.settings import Calibration
 from bridge.quantize.sources import sources_of
 

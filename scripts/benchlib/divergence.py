@@ -16,7 +16,7 @@ from bridge.checkpoint import open_checkpoint
 from bridge.conversion.converter import plan_checkpoint
 from bridge.gguf_file.imatrix import write_imatrix
 from bridge.quantize import quantize_model
-from bridge.quantize.activations import Shelf
+from bridge.quantize.activations import ActivationStore
 from bridge.quantize.default_text import openings
 from bridge.quantize.experts import expert_pattern
 from bridge.quantize.float_model import FloatModel as Streamed
@@ -24,7 +24,7 @@ from bridge.quantize.forward_passes import output_hessians
 from bridge.quantize.hessian import token_weights
 from bridge.quantize.mixture import Calibrating, calibration_sequences
 from bridge.quantize.own_samples import own_samples
-from bridge.quantize.quantizer import Outputs, Weights
+from bridge.quantize.quantizer import LayerHooks
 from bridge.quantize.sources import sources_of
 from scripts.peers import reference
 from scripts.peers.gguf_file import Blocks, replace_blocks
@@ -158,13 +158,14 @@ class FloatModel:
             found = window_logits(made, self._test, n_threads=threads)
         return Divergence(window_kls(self._expected, found), len(self.tests))
 
-    def gradients(self) -> tuple[Outputs, Weights]:
+    def gradients(self) -> LayerHooks:
         """A of each layer and how much the tokens count in its H, as `quantize_model` takes them."""
         model, tokens = Streamed(open_checkpoint(self.folder)), torch.from_numpy(self.calibration)
         held = Calibrating(tokens, held=self.held).held_tokens()
         norms: dict[str, torch.Tensor] = {}
-        outputs = dict(output_hessians(model, tokens, Shelf(None), held=held, norms=norms.__setitem__))
-        return outputs.get, lambda names: token_weights([norms.get(expert_pattern(name)) for name in names])
+        outputs = dict(output_hessians(model, tokens, ActivationStore(None), held=held, norms=norms.__setitem__))
+        weights = lambda names: token_weights([norms.get(expert_pattern(name)) for name in names])  # noqa: E731
+        return LayerHooks(outputs=outputs.get, weights=weights)
 
     def by_peer(
         self, read: Callable[[Path], reference.Weights], python: Path, script: str | None, *options: object

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file
 
 from bridge.quantize import Method, groups
 from bridge.quantize.awq import Awq
+from bridge.quantize.quantizer import LayerHooks
 from scripts.peers import llm_compressor
 
 from . import Lines, head
@@ -22,8 +23,8 @@ TWO_SIDED = "two-sided"
 RTN: dict[str, Any] = {"act_order": "none", "damping": float("inf"), "sweeps": 0}
 
 
-def groups_table(float_model: FloatModel, felt: dict[str, Any], python: Path) -> Lines:
-    """A markdown table; `python` has llm-compressor, `felt` are the options of two-sided rounding."""
+def groups_table(float_model: FloatModel, gradients: LayerHooks, python: Path) -> Lines:
+    """A markdown table; `python` has llm-compressor, `gradients` are for two-sided rounding."""
     yield head("groups", "KL", "llm-compressor", "ratio", "seconds", "its seconds")
     for method, bits, size, symmetric in ROWS:
         options = ["--method", method, "--bits", bits, "--group-size", size, *([] if symmetric else ["--asym"])]
@@ -32,7 +33,7 @@ def groups_table(float_model: FloatModel, felt: dict[str, Any], python: Path) ->
         for name, how in own_ways(method, bits, size, symmetric).items():
             settings: dict[str, Any] = {"prepare": how.prepare} if isinstance(how, Awq) else {}
             if name == TWO_SIDED:
-                settings |= felt
+                settings["layers"] = gradients
             own, seconds = float_model.quantized(how.layer, cross="GPTAQ" in name or name == TWO_SIDED, **settings)
             what = f"{name} {bits}-bit g{size} {'sym' if symmetric else 'asym'}"
             yield what, own, peer, own.over(peer), f"{seconds:.0f}", f"{theirs:.0f}"

@@ -28,11 +28,11 @@ SIZE = ["--bpw", "4.5", "--swaps", "1"]
 STAGES: list[tuple[list[str], str, int, bool]] = [
     (GGUF, "bridge.quantize.texts:_tokenize", 1, False),
     (GGUF, "bridge.quantize.layer_store:write_text", 1, False),
-    (GGUF, "bridge.quantize.walk:first_inputs", 1, False),
+    (GGUF, "bridge.quantize.run.worker:first_inputs", 1, False),
     (GGUF, "bridge.quantize.method:solve", 1, False),
     ([*GGUF, "--method", "gptaq"], "bridge.quantize.method:solve", 3, True),
     (GGUF, "bridge.quantize.layer_store:save_file", 2, True),
-    (GGUF, "bridge.quantize.walk:head_hessian", 1, True),
+    (GGUF, "bridge.quantize.run.worker:head_hessian", 1, True),
     (GGUF, "bridge.conversion.executor:Executor.make", 5, True),
     (GGUF, "bridge.conversion.gguf_writer:GGUFOutput.finish", 1, True),
     (GGUF, "bridge.quantize.two_sided:_Block._refine", 99, True),

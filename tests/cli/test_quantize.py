@@ -16,12 +16,12 @@ import torch
 
 from bridge.checkpoint import open_checkpoint
 from bridge.cli import main
-from bridge.conversion import calibrate_layers
 from bridge.conversion.converter import convert
 from bridge.conversion.report import CALIBRATED, CARRIED, FLOAT
 from bridge.conversion.to_checkpoint import quantize_checkpoint
 from bridge.errors import BridgeError, BridgeWarning
 from bridge.gguf_file.imatrix import read_imatrix
+from bridge.quantize.run import calibrate as calibrate_layers
 from bridge.quantize.settings import Calibration
 from bridge.quantize.texts import load_tokenizer, read_tokens
 from tests.support.tiny_models import predict, save_model
@@ -84,12 +84,12 @@ def test_a_layer_that_the_text_does_not_reach_is_rounded_to_nearest(
     model: Path, text: Path, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unreached = "model.layers.1.mlp.up_proj"
-    walk = calibrate_layers.walk_layers
+    walk = calibrate_layers.calibrated_layers
 
-    def without(model: Any, settings: Any, found: Any, room: Any, targets: Any, *rest: Any) -> None:
-        walk(model, settings, found, room, {name: t for name, t in targets.items() if name != unreached}, *rest)
+    def without(model: Any, settings: Any, found: Any, room: Any, targets: Any, *rest: Any) -> Any:
+        return walk(model, settings, found, room, {name: t for name, t in targets.items() if name != unreached}, *rest)
 
-    monkeypatch.setattr(calibrate_layers, "walk_layers", without)
+    monkeypatch.setattr(calibrate_layers, "calibrated_layers", without)
     done = quantize_checkpoint(
         model, tmp_path / "out", "gptq_v2", group_size=32, calibrate=settings(text, samples=4, method=method)
     )
@@ -195,7 +195,7 @@ def test_the_command_line_warns_before_it_calibrates(short_model, text, tmp_path
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("bridge.conversion.calibrate_layers.walk_layers", stop)
+    monkeypatch.setattr("bridge.quantize.run.calibrate.calibrated_layers", stop)
     assert main(["quantize", str(short_model), str(tmp_path / "o"), "--calibrate", str(text), "--samples", "1"]) == 130
     assert capsys.readouterr().err.startswith("warning: 128 calibration tokens are few for the 256 inputs")
 
@@ -222,7 +222,7 @@ def test_a_run_that_fails_before_its_first_layer_leaves_nothing(
 def test_the_head_is_quantized_some_rows_at_a_time_and_resumed_at_its_rows(
     model, text, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bridge.conversion.calibration_walk._WEIGHTS_AT_ONCE", 256 * 600)
+    monkeypatch.setattr("bridge.quantize.run.walk._WEIGHTS_AT_ONCE", 256 * 600)
     spans: list[str] = []
 
     def note(done: int, total: int, name: str) -> None:

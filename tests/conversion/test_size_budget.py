@@ -34,7 +34,7 @@ from bridge.conversion.report import CALIBRATED, CARRIED
 from bridge.errors import BridgeError
 from bridge.quantize.budget.divergence import Divergence, Rounded
 from bridge.quantize.budget.search import FLOAT, SearchResult, search
-from bridge.quantize.budget.sensitivity import Felt, layer_costs, nearest
+from bridge.quantize.budget.sensitivity import OutputMetric, layer_costs, nearest
 from bridge.quantize.float_model import FloatModel
 from bridge.quantize.forward_passes import Passes, drawn
 from bridge.quantize.hessian import held_back
@@ -354,11 +354,11 @@ def test_estimates_are_near_to_what_a_trial_measures(name: str, passes: Passes, 
     passes.load_embedding_and_head()
     if name == "lm_head":
         weight = passes.model.model.get_output_embeddings().weight
-        felt = Felt(passes.head_hessian().matrix, passes.head_gradients(), passes.head_gradients())
+        felt = OutputMetric(passes.head_hessian().matrix, passes.head_gradients(), passes.head_gradients())
     elif name == "model.embed_tokens":
         weight = passes.model.model.get_input_embeddings().weight
         share = passes.tokens.flatten().bincount(minlength=len(weight)).double() / passes.tokens.numel()
-        felt = Felt(2 * products[name].blocks[0] * products[name].scale, share, share)
+        felt = OutputMetric(2 * products[name].blocks[0] * products[name].scale, share, share)
     else:
         walk = quantize_model(
             passes.model, passes.tokens, lambda layer: (layer.weight, seen.update({layer.name: layer})),
@@ -368,7 +368,7 @@ def test_estimates_are_near_to_what_a_trial_measures(name: str, passes: Passes, 
         passes.load_embedding_and_head()
         weight = seen[name].weight
         squares = products[name].blocks[0].diagonal().double()
-        felt = Felt(seen[name].hessian.matrix, squares, squares)
+        felt = OutputMetric(seen[name].hessian.matrix, squares, squares)
     costs = layer_costs(weight, [felt], dict.fromkeys(types), samples=256)
     divergence = Divergence(passes, lambda name: None, tmp_path, passes.model.embedding_and_head())
     measured = {type: divergence.measure({name: Rounded(type)}) for type in costs}
@@ -386,7 +386,7 @@ def test_an_input_a_million_times_as_large_does_not_hide_what_other_rows_lose() 
     hessian = torch.eye(128)
     hessian[0, 0] = 1e6
     alike = torch.ones(256, dtype=torch.float64)
-    felt = Felt(hessian, alike, alike)
+    felt = OutputMetric(hessian, alike, alike)
 
     def rounded(rows: torch.Tensor, _type: str) -> torch.Tensor:
         return torch.cat([rows[:, :1], rows[:, 1:] * 0.9], 1)  # exact where it is felt most, as by error feedback

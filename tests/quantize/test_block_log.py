@@ -12,9 +12,9 @@ import pytest
 from numpy.testing import assert_allclose
 
 from bridge.cli import main
-from bridge.conversion import calibrate_layers
 from bridge.conversion.converter import convert
 from bridge.errors import BridgeError
+from bridge.quantize.run import calibrate
 from bridge.quantize.settings import Calibration
 from tests.support.tiny_models import save_model
 
@@ -72,7 +72,7 @@ def test_a_resumed_run_reports_the_blocks_that_were_finished_before(
     with pytest.raises(KeyboardInterrupt):
         convert(model[0], tmp_path / "out.gguf", type="Q4_0", calibrate=settings(progress=stop))
     with monkeypatch.context() as changed:
-        changed.setattr(calibrate_layers, "_solver", lambda: "other sources")
+        changed.setattr(calibrate, "_solver", lambda: "other sources")
         with pytest.raises(BridgeError, match="a run with other options, inputs or version"):
             convert(model[0], tmp_path / "out.gguf", type="Q4_0", calibrate=settings())
     lines: list[str] = []

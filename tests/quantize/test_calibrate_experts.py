@@ -14,7 +14,7 @@ from torch import nn
 from bridge.checkpoint import open_checkpoint
 from bridge.quantize import FloatModel, Method, groups, quantize_block, quantize_model, stages
 from bridge.quantize.block_inputs import BlockInputs
-from bridge.quantize.experts import SeparateExperts, lend, merged, restore_experts, split_experts
+from bridge.quantize.experts import SeparateExperts, complete_from_all_experts, merged, restore_experts, split_experts
 from bridge.quantize.forward_passes import Passes, drawn
 from bridge.quantize.hessian import Hessian
 from tests.support.tiny_models import save_model
@@ -177,7 +177,7 @@ def test_an_expert_with_too_few_tokens_is_lent_the_mean_of_all_of_them() -> None
     for i, x in enumerate(inputs):
         hessians.append(Hessian(f"expert {i}", 8))
         hessians[-1].add(x, 1.5 * x)
-    lend(hessians, merged(hessians))
+    complete_from_all_experts(hessians, merged(hessians))
     every = torch.cat(inputs)
     mean = 2 / len(every) * every.T @ every
     own = [2 / max(len(x), 1) * x.T @ x for x in inputs]
@@ -189,7 +189,7 @@ def test_an_expert_with_too_few_tokens_is_lent_the_mean_of_all_of_them() -> None
     assert [h.tokens for h in hessians] == [30, 8, 8, 8]
     assert [h.borrowed_tokens for h in hessians] == [0, 6, 8, 0]
     nothing = Hessian("expert", 8)
-    lend([nothing], merged([nothing]))
+    complete_from_all_experts([nothing], merged([nothing]))
     assert (nothing.tokens, nothing.borrowed_tokens) == (0, 0)
 
 

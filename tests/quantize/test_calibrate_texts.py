@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from bridge.conversion import calibration_text
 from bridge.conversion.size_budget import _probe
 from bridge.errors import BridgeError
 from bridge.quantize import mixture, texts
+from bridge.quantize.run import calibration_text
 from bridge.quantize.settings import Calibration
 from bridge.quantize.texts import bos_of, load_tokenizer, read_tokens
 from bridge.runtime.perplexity import cut_windows

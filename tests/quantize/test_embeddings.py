@@ -15,11 +15,12 @@ from bridge.checkpoint import open_checkpoint
 from bridge.conversion.converter import convert
 from bridge.conversion.report import CALIBRATED, FLOAT
 from bridge.quantize import quantize_model
-from bridge.quantize.activations import Shelf
+from bridge.quantize.activations import ActivationStore
 from bridge.quantize.embeddings import embeddings_hessian, embeddings_matrix
 from bridge.quantize.float_model import FloatModel
 from bridge.quantize.forward_passes import output_hessians
 from bridge.quantize.hessian import Hessian
+from bridge.quantize.quantizer import LayerHooks
 from bridge.quantize.settings import Calibration
 from tests.support.tiny_models import save_model
 
@@ -48,7 +49,11 @@ def test_the_quantized_model_starts_at_quantized_embeddings_and_the_float_model_
     weight, norm = model.model.embed_tokens.weight.data.clone(), model.model.layers[0].input_layernorm
     values = (weight * 32).round() / 32
     for layer in quantize_model(
-        model, tokens, lambda layer: (layer.weight, layer.hessian), cross=True, embeddings=[values[:40], values[40:]]
+        model,
+        tokens,
+        lambda layer: (layer.weight, layer.hessian),
+        cross=True,
+        layers=LayerHooks(values_by_rows=lambda _: [values[:40], values[40:]]),
     ):
         name, hessian = layer
         if name.endswith("q_proj"):
@@ -65,7 +70,7 @@ def test_two_sided_embeddings_lose_less_where_gradients_are_than_rounded_ones(tm
     tokens = tmp_path / "tokens.npy"
     np.save(tokens, np.random.default_rng(0).integers(0, 300, (24, 32)))
     model = FloatModel(open_checkpoint(folder))
-    found = dict(output_hessians(model, torch.from_numpy(np.load(tokens)), Shelf(None)))
+    found = dict(output_hessians(model, torch.from_numpy(np.load(tokens)), ActivationStore(None)))
     half = found["model.embed_tokens"].blocks[0].double()
     weight = model.embedding_rows(slice(0, model.vocabulary)).double()
     assert torch.equal(model.embedding_rows(slice(3, 5)).double(), weight[3:5])

@@ -12,7 +12,7 @@ from torch import nn
 
 from bridge.errors import BridgeError
 from bridge.quantize import Method, quantize_block, superblocks
-from bridge.quantize.block_inputs import BlockInputs, Shelf
+from bridge.quantize.block_inputs import ActivationStore, BlockInputs
 from bridge.quantize.settings import Calibration
 
 
@@ -27,7 +27,7 @@ def quantized(device: str) -> tuple[list[np.ndarray], set[torch.device]]:
     method = Method(superblocks("Q4_0"), alpha=0.0)
     codes = [done.codes for _, done in quantize_block(block, batches, method.layer)]
     places = set()
-    with Shelf(None) as shelf:
+    with ActivationStore(None) as shelf:
         for batch in batches:
             batch.shelf = shelf
             batch.advance(batch.run(block))

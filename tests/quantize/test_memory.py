@@ -10,6 +10,7 @@ import sys
 import tracemalloc
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,10 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bridge.checkpoint import open_checkpoint
-from bridge.quantize import Method, forward_passes, needs, quantize_model, superblocks
-from bridge.quantize.activations import Shelf
+from bridge.quantize import Method, forward_passes, quantize_model, superblocks
+from bridge.quantize.activations import ActivationStore
 from bridge.quantize.float_model import FloatModel
 from bridge.quantize.forward_passes import output_hessians
+from bridge.quantize.quantizer import LayerHooks
+from bridge.quantize.run import needs
 from tests.support.tiny_models import save_model
 
 HIDDEN, INNER, TOKENS, HEAD = 256, 1536, 256, 16384
@@ -118,8 +121,8 @@ def test_a_head_in_spans_of_rows_takes_the_memory_of_a_span() -> None:
     method = Method(superblocks("Q4_K"), sweeps=1)
     tokens = torch.randint(0, 64, (2, TOKENS // 2))
 
-    def spans(name: str, rows: int, columns: int) -> list[slice]:
-        assert (name, rows, columns) == ("lm_head", HEAD, HIDDEN)
+    def spans(name: str, rows: int, _step: int) -> list[slice]:
+        assert (name, rows) == ("lm_head", HEAD)
         return [slice(at, at + HEAD // 16) for at in range(0, rows, HEAD // 16)]
 
     def most(count: int, **options: Any) -> int:
@@ -136,7 +139,7 @@ def test_a_head_in_spans_of_rows_takes_the_memory_of_a_span() -> None:
     head = 4 * HEAD * HIDDEN
     others = 16 * 4 * TOKENS * HIDDEN + 16 * 4 * HIDDEN**2
     assert most(1) > 3 * head
-    assert most(16, head_spans=spans) < 8 * head / 16 + others
+    assert most(16, layers=LayerHooks(missing=spans)) < 8 * head / 16 + others
 
 
 def most_for_gradients(folder: Path, layers: int, on_disk: bool) -> int:
@@ -148,7 +151,7 @@ def most_for_gradients(folder: Path, layers: int, on_disk: bool) -> int:
     tokens = torch.randint(0, 64, (64, 64), generator=torch.Generator().manual_seed(0))
     with open_checkpoint(model) as checkpoint:
         streamed = FloatModel(checkpoint)
-        with Live() as live, Shelf(files if on_disk else None) as shelf:
+        with Live() as live, ActivationStore(files if on_disk else None) as shelf:
             found = sum(1 for _ in output_hessians(streamed, tokens, shelf))
         assert found == 7 * layers + 1  # with the embeddings
         assert all(p.is_meta for p in streamed.model.parameters())
@@ -223,9 +226,12 @@ def test_the_peak_is_what_is_counted_before_the_start(
     with open_checkpoint(path) as checkpoint:
         model = FloatModel(checkpoint)
         bits = dict.fromkeys([*model.linears(), model.head()[0]], 4.5)
-        job = needs.Job(model, (sequences, 128), bits, cross, False, what == "gradients", 2, 4096, 1 << 20)
+        settings: Any = SimpleNamespace(
+            cross=cross, two_sided=what == "gradients", needs_gradients=what == "gradients", sweeps=2
+        )
+        job = needs.Job(model, (sequences, 128), bits, settings)
         sizes = needs._Sizes(job)
-        with Live() as live, Shelf(None) as shelf:
+        with Live() as live, ActivationStore(None) as shelf:
             if what == "gradients":
                 expected = sizes.gradients() + sizes.activations_of_gradients()
                 for _ in output_hessians(model, tokens, shelf):

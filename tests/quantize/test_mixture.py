@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import bridge
-from bridge.conversion.calibration_text import calibrating, enough_of
 from bridge.errors import BridgeError, BridgeWarning
 from bridge.quantize import Method, default_text, mixture, quantize_model, superblocks
 from bridge.quantize.float_model import FloatModel
@@ -19,6 +18,7 @@ from bridge.quantize.hessian import Hessian, _lost, best_shrinkage, damp, shrink
 from bridge.quantize.mixture import calibration_sequences
 from bridge.quantize.own_samples import fits_in_memory, own_samples
 from bridge.quantize.quantizer import LayerInput
+from bridge.quantize.run.calibration_text import calibrating, enough_of
 from bridge.quantize.settings import Calibration
 from bridge.quantize.sources import Source, divided, sources_of
 from bridge.quantize.texts import load_tokenizer
@@ -213,7 +213,7 @@ def test_a_long_sequence_of_own_samples_is_several_rows_that_each_begin_with_an_
 def test_without_memory_for_the_model_the_shipped_texts_alone_are_taken(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bridge.conversion.calibration_text.free_memory", lambda: 1000)
+    monkeypatch.setattr("bridge.quantize.run.calibration_text.free_memory", lambda: 1000)
     with (
         bridge.open_checkpoint(model) as ckpt,
         pytest.warns(BridgeWarning, match="its weights do not fit in memory, so it is calibrated without samples"),

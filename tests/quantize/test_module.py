@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from bridge.errors import BridgeError
 from bridge.quantize import Method, gptq, groups, quantize_model, superblocks
 from bridge.quantize.hessian import Hessian
-from bridge.quantize.quantizer import LayerInput
+from bridge.quantize.quantizer import LayerHooks, LayerInput
 from bridge.runtime.cpu.dequantize import rows as dequantize_blocks
 
 
@@ -202,7 +202,7 @@ def test_layers_that_are_known_already_are_put_in_and_not_quantized_again() -> N
         return expected[name][0] if name in done else None
 
     resumed, tokens = decoder()
-    found = dict(quantize_model(resumed, tokens, rounded, cross=True, known=known))
+    found = dict(quantize_model(resumed, tokens, rounded, cross=True, layers=LayerHooks(finished=known)))
     assert list(found) == list(expected)[10:]
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(resumed.get_parameter(name), parameter, rtol=0, atol=0)

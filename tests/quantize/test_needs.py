@@ -13,11 +13,13 @@ import torch
 
 from bridge.checkpoint import open_checkpoint
 from bridge.errors import BridgeError
-from bridge.quantize import activations, float_model, forward_passes, needs
-from bridge.quantize.activations import Kept, Shelf
+from bridge.quantize import activations, float_model, forward_passes
+from bridge.quantize.activations import ActivationStore, StoredActivation
 from bridge.quantize.float_model import FloatModel, arithmetic
 from bridge.quantize.forward_passes import Passes
-from bridge.quantize.needs import Job, needs_of
+from bridge.quantize.run import needs
+from bridge.quantize.run.needs import Job, needs_of
+from bridge.quantize.settings import Calibration
 from bridge.system.cpus import usable_cpus
 from bridge.system.text import duration_text
 from tests.support.tiny_models import save_model
@@ -64,16 +66,7 @@ def hollow(folder: Path, config: dict[str, Any]) -> Path:
 
 def job_of(model: FloatModel, sequences: int = 48, **options: Any) -> Job:
     bits = dict.fromkeys([*model.linears(), *model.embedding_and_head()], 4.5)
-    settings: dict[str, Any] = {
-        "cross": True,
-        "held": False,
-        "felt": True,
-        "two_sided": True,
-        "sweeps": 2,
-        "batch": 4096,
-        "head_rows": 16384,
-    } | options
-    return Job(model, (sequences, 2048), bits, **settings)
+    return Job(model, (sequences, 2048), bits, Calibration(**options))
 
 
 @pytest.mark.exhaustive
@@ -110,13 +103,14 @@ def test_activations_beyond_the_limit_go_to_disk_and_too_small_a_limit_is_refuse
         assert doubled.layers == 2 * whole.layers
         assert doubled.gradients == 2 * whole.gradients
         monkeypatch.setattr(needs, "_rate", lambda dtype: 1e11)
-        one_sided = needs_of(replace(job, felt=False, two_sided=False, cross=False), 1 << 40)
-        unrefined = needs_of(replace(job, felt=False, two_sided=False, cross=False, sweeps=0), 1 << 40)
+        plain = Calibration(method="imatrix")  # no gradients, products, or float inputs
+        one_sided = needs_of(replace(job, settings=plain), 1 << 40)
+        unrefined = needs_of(replace(job, settings=replace(plain, sweeps=0)), 1 << 40)
         solved = one_sided.seconds - unrefined.seconds
         weights = sum(rows * n for rows, n in [*job.model.linears().values(), *2 * [job.model.head()[1]]])
         assert solved >= 2 * needs._REFINED * weights / usable_cpus()
         assert needs_of(job, 1 << 40).seconds > one_sided.seconds > unrefined.seconds
-        longer = needs_of(replace(job, felt=False, two_sided=False, cross=False, tokens=(32, 4096)), 1 << 40)
+        longer = needs_of(replace(job, settings=plain, tokens=(32, 4096)), 1 << 40)
         rows, _ = next(shape for name, shape in job.model.linears().items() if "q_proj" in name)  # heads * head_dim
         more_pairs = 64 * 2048 * 1024  # of tokens in a block; a score and a part of a mean take 4 * rows operations
         expected = needs._ATTENTION * 2 * more_pairs * 4 * rows / 1e11
@@ -132,23 +126,23 @@ def test_activations_beyond_the_limit_go_to_disk_and_too_small_a_limit_is_refuse
 
 def test_a_shelf_keeps_as_much_in_memory_as_it_may(tmp_path: Path) -> None:
     x = torch.randn(8, 64)
-    with Shelf(tmp_path, 2 * x.nbytes) as shelf:
-        kept = [Kept(x, shelf) for _ in range(3)]
+    with ActivationStore(tmp_path, 2 * x.nbytes) as shelf:
+        kept = [StoredActivation(x, shelf) for _ in range(3)]
         assert len(list(tmp_path.glob("*/*.pt"))) == 1
         assert all(torch.equal(own.value(), x) for own in kept)
         kept[0].drop()
-        kept.append(Kept(x, shelf))
+        kept.append(StoredActivation(x, shelf))
         assert len(list(tmp_path.glob("*/*.pt"))) == 1
     assert not list(tmp_path.iterdir())
-    with Shelf(None, dtype=torch.bfloat16) as shelf:
-        found = Kept(x, shelf).value()
+    with ActivationStore(None, dtype=torch.bfloat16) as shelf:
+        found = StoredActivation(x, shelf).value()
     assert found.dtype == torch.float32
     assert torch.equal(found, x.bfloat16().float())
 
 
 def test_memory_without_a_folder_limits_only_what_can_be_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activations, "free_memory", lambda: 1000)
-    shelf = Shelf(None)
+    shelf = ActivationStore(None)
     assert shelf.place(800) is None
     assert not shelf.has_room(1)
     shelf.free(800)
@@ -182,7 +176,7 @@ def test_a_checkpoint_in_bfloat16_is_computed_in_it_where_the_cpu_multiplies_it(
             assert weight.dtype == dtype
             assert torch.equal(weight.float(), weights["model.layers.0.mlp.up_proj.weight"].bfloat16().float())
             own.drop(0)
-            with Shelf(None) as shelf:
+            with ActivationStore(None) as shelf:
                 found.append(dict(forward_passes.output_hessians(own, tokens, shelf)))
     assert found[0].keys() == found[1].keys()
     for name, outputs in found[0].items():

@@ -11,10 +11,11 @@ import torch
 import transformers
 
 from bridge.quantize import activations, quantize_model
-from bridge.quantize.activations import Shelf
+from bridge.quantize.activations import ActivationStore
 from bridge.quantize.block_inputs import first_inputs, is_layer
 from bridge.quantize.experts import split_experts
 from bridge.quantize.hessian import Hessian
+from bridge.quantize.quantizer import LayerHooks
 from bridge.quantize.replay import Replay
 from bridge.quantize.stages import find_stages
 
@@ -75,7 +76,7 @@ def test_the_hessians_are_those_of_passes_from_the_beginning(
 def test_what_an_output_is_added_to_is_found_where_it_is_added_to_nothing_else(kind: str) -> None:
     model = model_of(kind)
     blocks = list(model.base_model.layers)
-    batches = first_inputs(model, blocks, [TOKENS], Shelf(None))
+    batches = first_inputs(model, blocks, [TOKENS], ActivationStore(None))
     batches[0].select_block(0)
     split_experts(blocks[0])
     _, ends = find_stages(blocks[0], {n: m for n, m in blocks[0].named_modules() if is_layer(m)}, batches)
@@ -114,7 +115,7 @@ def test_layers_for_which_tokens_count_otherwise_have_hessians_of_their_own() ->
     def weights(names: Sequence[str]) -> torch.Tensor:
         return counts["v_proj" if names[0].endswith("v_proj") else "others"]
 
-    found = dict(quantize_model(model, TOKENS, rounded, batch=4, cross=True, weights=weights))
+    found = dict(quantize_model(model, TOKENS, rounded, batch=4, cross=True, layers=LayerHooks(weights=weights)))
     seen: dict[bool, torch.Tensor] = {}
     for quantized, own in ((True, model), (False, original)):
         layer = own.get_submodule("model.layers.1.self_attn.q_proj")

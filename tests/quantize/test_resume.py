@@ -13,8 +13,8 @@ from bridge.conversion.converter import convert
 from bridge.errors import BridgeError
 from bridge.quantize import float_model
 from bridge.quantize.float_model import FloatModel
-from bridge.quantize.kept_inputs import KeptInputs
 from bridge.quantize.layer_store import read_tensors
+from bridge.quantize.run.stored_inputs import StoredInputs
 from bridge.quantize.settings import Calibration
 from tests.support.tiny_models import save_model
 
@@ -142,7 +142,7 @@ def test_codes_found_in_bfloat16_serve_as_well_as_those_found_in_float32(
 def test_inputs_that_are_damaged_or_another_runs_are_not_used(tmp_path: Path) -> None:
     import torch
 
-    kept = KeptInputs(tmp_path, "job")
+    kept = StoredInputs(tmp_path, "job")
     assert kept.block(1, True) == 0
     x = torch.randn(2, 3, 4).to(torch.bfloat16)
     for block in (1, 2):
@@ -152,7 +152,7 @@ def test_inputs_that_are_damaged_or_another_runs_are_not_used(tmp_path: Path) ->
     assert kept.block(1, True) == 2
     assert torch.equal(kept.read(2, 0, False), x)
     assert len(list(tmp_path.iterdir())) == 3
-    assert KeptInputs(tmp_path, "other").block(1, True) == 0
+    assert StoredInputs(tmp_path, "other").block(1, True) == 0
     assert kept.block(2, True) == 0
     file = tmp_path / "inputs-00002-00000-float.safetensors"
     damaged = bytearray(file.read_bytes())

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from bridge.blocks import BLOCKS
 from bridge.errors import BridgeError
+from bridge.quantize import textbook
 from bridge.quantize.gptq_solver import dequantize, error, grouped_act_order, round_to_nearest, solve
 from bridge.quantize.grids.group import GroupGrid
 from bridge.quantize.grids.superblock import SuperblockGrid
@@ -23,7 +24,6 @@ from bridge.quantize.refine import refine
 from bridge.quantize.target import retarget
 from bridge.runtime.cpu.dequantize import rows as dequantize_blocks
 from bridge.system.jit import kernel
-from tests.support import textbook_gptq
 
 # with minimums, and without; others differ from these in numbers alone, and each compiles for 20 seconds
 TYPES = ["Q4_K", "Q6_K", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("Q2_K", "Q3_K", "Q5_K"))]
@@ -47,7 +47,7 @@ def test_the_solver_equals_the_textbook(bits: int, group_size: int, symmetric: b
     weight[:, 7] = hessian[:, 7] = hessian[7] = 0
     grid = GroupGrid(24, 320, bits, group_size, symmetric, half=False, dtype=np.float64)
     solution = solve(weight, hessian, grid, nearest=False)
-    expected = textbook_gptq.gptq(weight.numpy(), hessian.numpy(), bits, group_size, symmetric, solution.codes)
+    expected = textbook.gptq(weight.numpy(), hessian.numpy(), bits, group_size, symmetric, ties=solution.codes)
     np.testing.assert_allclose(dequantize(solution.codes, grid), expected, atol=1e-5)
 
 
@@ -57,7 +57,7 @@ def test_act_order_is_the_textbook_on_permuted_columns_and_g_idx_undoes_it() -> 
     permuted = hessian[layout][:, layout]
     grid = GroupGrid(16, 256, 4, 64, half=False, dtype=np.float64)
     solution = solve(weight[:, layout], permuted, grid, nearest=False)
-    expected = textbook_gptq.gptq(weight.numpy()[:, layout], permuted.numpy(), 4, 64, True, solution.codes)
+    expected = textbook.gptq(weight.numpy()[:, layout], permuted.numpy(), 4, 64, True, ties=solution.codes)
     tensor = grid.tensor("layer", solution.codes, layout)
     assert not tensor.sequential
     np.testing.assert_allclose(tensor.dequantize()[:, layout], expected, atol=1e-5)
@@ -78,16 +78,16 @@ def test_static_groups_in_any_order_and_gptaq_are_the_textbooks(symmetric: bool)
     falls = np.argsort(-hessian.diagonal().numpy(), kind="stable")
     grid = GroupGrid(12, 160, 4, 32, symmetric, half=False, dtype=np.float64)
     codes = solve(weight, hessian, grid, order=falls, fit="first", nearest=False).codes
-    args = weight.numpy(), hessian.numpy(), 4, 32, symmetric, codes
-    np.testing.assert_allclose(dequantize(codes, grid), textbook_gptq.gptq(*args, order=falls), atol=1e-5)
+    args = weight.numpy(), hessian.numpy(), 4, 32, symmetric
+    np.testing.assert_allclose(dequantize(codes, grid), textbook.gptq(*args, order=falls, ties=codes), atol=1e-5)
 
     both = mismatched(160)
     assert both.cross is not None
     hessian, cross = both.matrix.double(), both.cross.double()
     grid = GroupGrid(12, 160, 4, 32, symmetric, half=False, dtype=np.float64)
     codes = solve(weight, hessian, grid, cross=cross, alpha=0.4).codes
-    args = weight.numpy(), hessian.numpy(), 4, 32, symmetric, codes
-    expected = textbook_gptq.gptq(*args, cross=cross.numpy(), alpha=0.4)
+    args = weight.numpy(), hessian.numpy(), 4, 32, symmetric
+    expected = textbook.gptq(*args, cross=cross.numpy(), alpha=0.4, ties=codes)
     np.testing.assert_allclose(dequantize(codes, grid), expected, atol=1e-5)
 
 

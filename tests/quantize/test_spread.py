@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from bridge.conversion.converter import convert
-from bridge.quantize import spread
-from bridge.quantize import spread_tasks as tasks
 from bridge.quantize.hessian import Hessian, held_back
+from bridge.quantize.run.cluster import LocalCluster, Spread
+from bridge.quantize.run.walk import Walk
+from bridge.quantize.run.worker import leave_work
 from bridge.quantize.settings import Calibration
-from bridge.quantize.spread import Here, Spread
 from tests.support.tiny_models import save_model
 
 SMALL = {"hidden_size": 64, "intermediate_size": 64}
@@ -35,10 +35,10 @@ def state_of(value: Any) -> Any:
         products = (m for sums in value.products.values() for m in (sums.whole, sums.held))
         matrices = [m.numpy().tobytes() for m in (value._matrix, value._cross, *products) if m is not None]
         return value.tokens, value.shrinkage, value._merged, matrices, state_of(value.held)
-    return sorted(value.store.layers) if isinstance(value, tasks.SpreadJob) else None
+    return sorted(value.store.layers) if isinstance(value, Walk) else None
 
 
-class Elsewhere(Here):
+class Elsewhere(LocalCluster):
     """Arguments and results are pickled. Every third task is run twice by a new worker: the first one was lost."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Elsewhere(Here):
             found = function(*got)
             assert [state_of(value) for value in got] == before  # Dask may be sending them to other workers
             if self.count % 3 == 0:
-                tasks.leave_work()
+                leave_work()
         return pickle.loads(cloudpickle.dumps(found))
 
 
@@ -75,11 +75,11 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def one_sequence_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    from bridge.conversion import calibration_walk
     from bridge.quantize import forward_passes
+    from bridge.quantize.run import gradients, walk
 
-    monkeypatch.setattr(calibration_walk, "_TOKENS_AT_ONCE", 32)
-    for module in (forward_passes, spread):
+    monkeypatch.setattr(walk, "TOKENS_AT_ONCE", 32)
+    for module in (forward_passes, gradients):
         monkeypatch.setattr(module, "sequences_at_once", lambda model, length: 1)
 
 
@@ -89,7 +89,7 @@ def test_one_part_gives_the_bytes_of_one_machine(tmp_path: Path, tokens: Path, f
     alone = quantized(model, tokens, tmp_path / "alone.gguf", None)
     cluster = Elsewhere()
     assert quantized(model, tokens, tmp_path / "there.gguf", Spread(cluster)) == alone
-    steps = {"part_outputs", "embedding_rows", "stages_of", "gathered", "quantized_layer", "advanced", "head_rows"}
+    steps = {"_gathered", "embedding_rows", "stages", "gathered", "quantized", "advanced", "head_rows"}
     assert steps <= set(cluster.names)
 
 
@@ -100,7 +100,7 @@ def test_the_bytes_depend_on_the_parts_and_not_on_which_workers_had_them(
     model = save_model(tmp_path / "model", "LlamaConfig", num_hidden_layers=2, **SMALL)
     here, there = (
         quantized(model, tokens, tmp_path / f"{i}.gguf", Spread(cluster, 3), feed=feed)
-        for i, cluster in enumerate((Here(), Elsewhere()))
+        for i, cluster in enumerate((LocalCluster(), Elsewhere()))
     )
     assert here == there
 

@@ -10,7 +10,7 @@ import torch
 
 from bridge.blocks import BLOCKS
 from bridge.quantize import Method, superblocks, two_sided
-from bridge.quantize.budget.sensitivity import Felt, layer_costs
+from bridge.quantize.budget.sensitivity import OutputMetric, layer_costs
 from bridge.quantize.gptq_solver import dequantize
 from bridge.quantize.grids.superblock import SuperblockGrid
 from bridge.quantize.hessian import Hessian, damp, token_weights
@@ -142,7 +142,7 @@ def test_a_few_rows_tell_what_rounding_two_sided_will_cost(layer, type) -> None:
 
     exact = [cost(layer, method.layer(own)[0]) / 4 for own in (replace(layer, outputs=None), layer)]
     found = [
-        layer_costs(layer.weight, [Felt(layer.hessian.matrix, squares, own)], {type: rounded})[type].loss
+        layer_costs(layer.weight, [OutputMetric(layer.hessian.matrix, squares, own)], {type: rounded})[type].loss
         for own in (squares, left)
     ]
     np.testing.assert_allclose(found, exact, rtol=0.3)

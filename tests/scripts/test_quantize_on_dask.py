@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import bridge
-from bridge.quantize.spread import Spread
+from bridge.quantize.run.cluster import Spread
 from tests.conftest import PATIENCE, ROOT
 from tests.scripts.test_convert_on_dask import is_worker
 from tests.support.tiny_models import save_model

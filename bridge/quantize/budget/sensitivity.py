@@ -58,8 +58,8 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Felt:
-    """How errors of a layer's rows are felt.
+class OutputMetric:
+    """What errors of a layer's outputs cost.
 
     hessian  H, [columns, columns]
     squares  A's diagonal, float64 [out]: what e H e^T costs of a row that is rounded by itself
@@ -110,7 +110,7 @@ def block_values(blocks: np.ndarray, type: str, scale: float = 1.0) -> np.ndarra
 
 def layer_costs(
     weight: torch.Tensor,
-    felt: Sequence[Felt],
+    metrics: Sequence[OutputMetric],
     methods: Mapping[str, Rounding | None],
     importance: np.ndarray | None = None,
     samples: int = 32,
@@ -119,17 +119,17 @@ def layer_costs(
     """The cost of each type.
 
     weight      float32 [out, columns], columns in the GGUF's order, as in H
-    felt        how its errors are felt; tied embeddings feel theirs in two ways
+    metrics     what errors of its outputs cost; of tied embeddings there are two
     methods     by type: rounds rows; None: to nearest, with `importance`
     samples     number of rows drawn; one may be drawn several times
     scale       of NVFP4, what multiplies the whole matrix
     """
-    felt = [replace(f, squares=f.squares.to(weight.device), left=f.left.to(weight.device)) for f in felt]
+    metrics = [replace(m, squares=m.squares.to(weight.device), left=m.left.to(weight.device)) for m in metrics]
     powers = torch.zeros(len(weight), 2, dtype=torch.float64, device=weight.device)  # of rows: by H, and without it
-    for f in felt:
-        diagonal = f.hessian.diagonal().double()
+    for m in metrics:
+        diagonal = m.hessian.diagonal().double()
         each = torch.stack([diagonal, torch.ones_like(diagonal)], 1)
-        powers += torch.cat([weight[r].double().square() @ each for r in tiles(len(weight))]) * f.left[:, None]
+        powers += torch.cat([weight[r].double().square() @ each for r in tiles(len(weight))]) * m.left[:, None]
     if not float(powers[:, 0].sum()) > 0:  # this layer does not affect the prediction on this text
         return dict.fromkeys(methods, Cost(0.0))
     likely = (powers / powers.sum(0)).mean(1)
@@ -139,12 +139,12 @@ def layer_costs(
     costs = {}
     for type, method in methods.items():
         errors = own - nearest(own, type, importance, scale)
-        plain = sum(_loss(errors, f.hessian, f.squares[rows] * share) for f in felt)
+        plain = sum(_loss(errors, m.hessian, m.squares[rows] * share) for m in metrics)
         if method is None:
             costs[type] = Cost(plain)
             continue
         errors = own - method(own, type)
-        loss = sum(_loss(errors, f.hessian, f.left[rows] * share) for f in felt)
+        loss = sum(_loss(errors, m.hessian, m.left[rows] * share) for m in metrics)
         costs[type] = Cost(loss, loss / plain if plain > 0 else 1.0)
     return costs
 

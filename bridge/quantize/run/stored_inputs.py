@@ -25,7 +25,7 @@ _FILE = re.compile(r"(inputs|gradients)-(\d{5})-\d{5}(-float)?\.safetensors")
 
 
 @dataclass(frozen=True)
-class KeptInputs:
+class StoredInputs:
     """In a `LayerStore`'s folder.
 
     job   the digest of what the run depends on

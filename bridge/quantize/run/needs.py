@@ -21,6 +21,8 @@ from bridge.quantize.block_inputs import head_of, is_layer, matrix_shape
 from bridge.quantize.experts import expert_of
 from bridge.quantize.float_model import FloatModel, fast_arithmetic
 from bridge.quantize.forward_passes import LOGITS, sequences_at_once
+from bridge.quantize.run.walk import rows_at_once, sequences_together
+from bridge.quantize.settings import Calibration
 from bridge.quantize.stages import HESSIANS
 from bridge.quantize.target import takes_products
 from bridge.quantize.two_sided import ROWS
@@ -44,25 +46,17 @@ class Job:
 
     tokens      (sequences, length)
     bits        of a weight, by layer, embeddings and head among them; other tensors count with their mean
-    cross       the float model's inputs are gathered too
+    settings    how
     held        whole sequences are held back
-    felt        gradients are gathered
-    two_sided   and their products
-    sweeps      of refinement
-    batch       tokens that pass through a block together
-    head_rows   of the output head, or the embeddings, that are quantized together
+    batch       sequences that pass through a block together; None: as many as `sequences_together`
     """
 
     model: FloatModel
     tokens: tuple[int, int]
     bits: Mapping[str, float]
-    cross: bool
-    held: bool
-    felt: bool
-    two_sided: bool
-    sweeps: int
-    batch: int
-    head_rows: int
+    settings: Calibration
+    held: bool = False
+    batch: int | None = None
 
 
 @dataclass(frozen=True)
@@ -118,12 +112,12 @@ def needs_of(job: Job, memory: int | None = None) -> Needs:
     return Needs(own + peak, sizes.stored() + spilled, _seconds(job), gradients, layers, HESSIANS + more, own_and_free)
 
 
-def needs_of_pass(model: FloatModel, tokens: tuple[int, int], batch: int, memory: int | None = None) -> Needs:
-    """What a forward pass of (sequences, length) takes, so many sequences at a time, and rounding all weights after it.
+def needs_of_pass(model: FloatModel, tokens: tuple[int, int], settings: Calibration) -> Needs:
+    """What a forward pass of (sequences, length) takes, and rounding all weights after it.
 
     Raises BridgeError as `needs_of` does.
     """
-    sizes = _Sizes(Job(model, tokens, {}, False, False, False, False, 0, batch * tokens[1], 0))
+    sizes, memory = _Sizes(Job(model, tokens, {}, settings)), settings.memory
     own, free = resident() + _LATER, free_memory()
     inside = max(max(sizes.blocks), sizes.outside) * sizes.item + sizes.batch * 4 * sizes.item * sizes.widest
     limit = memory if memory is not None else own + int(_FREE * free) if free is not None else 1 << 60
@@ -146,11 +140,13 @@ class _Sizes:
         self.job = job
         model = job.model
         self.count = job.tokens[0] * job.tokens[1]
-        self.batch = min(self.count, max(1, job.batch // job.tokens[1]) * job.tokens[1])
-        self.felt = self.count if job.felt else 0
+        self.settings = job.settings
+        together = sequences_together(job.tokens[1]) if job.batch is None else job.batch
+        self.batch = min(self.count, together * job.tokens[1])
+        self.gradient_tokens = self.count if self.settings.needs_gradients else 0
         self.item = model.dtype.itemsize
         self.kept = 2 if model.stored_in_bfloat16 else self.item  # of an activation
-        self.copies = 1 + job.cross
+        self.copies = 1 + self.settings.cross
         self.blocks = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
         self.shapes = [
             {name: matrix_shape(m) for name, m in block.named_modules() if is_layer(m)} for block in model.blocks
@@ -164,7 +160,7 @@ class _Sizes:
     @property
     def matrices(self) -> int:
         """How many are gathered at most: H, with float inputs C, each of all tokens and of those held back."""
-        return 4 if self.job.cross else 1 + self.job.held
+        return 4 if self.settings.cross else 1 + self.job.held
 
     def activations(self) -> int:
         """Those between blocks, the outputs of attention, and the inputs of the widest layer."""
@@ -172,32 +168,32 @@ class _Sizes:
 
     def activations_of_gradients(self) -> int:
         """The inputs of all blocks."""
-        return self.felt * self.hidden * self.kept * (len(self.blocks) + 1)
+        return self.gradient_tokens * self.hidden * self.kept * (len(self.blocks) + 1)
 
     def gradients(self) -> int:
         """Without activations between blocks."""
-        if not self.felt:
+        if not self.gradient_tokens:
             return 0
         vocabulary = self.job.model.vocabulary
         length = self.job.tokens[1]
-        together = min(self.felt, sequences_at_once(self.job.model, length) * length)
+        together = min(self.gradient_tokens, sequences_at_once(self.job.model, length) * length)
         logits = min(together, max(1, LOGITS // vocabulary)) * vocabulary * 4
         head = self.outside * self.item + 4 * logits + self._of_embeddings()
         passes = together * (16 * self.hidden + (4 * self.item + 4 * (self.item < 4)) * self.widest)
-        products = max(map(_output_bytes, self.shapes)) if self.job.two_sided else 0
+        products = max(map(_output_bytes, self.shapes)) if self.settings.two_sided else 0
         block = max(self.blocks) * self.item + products + passes
-        return max(head, block + self._of_embeddings()) + self.felt * self.hidden * self.item
+        return max(head, block + self._of_embeddings()) + self.gradient_tokens * self.hidden * self.item
 
     def _of_embeddings(self) -> int:
         """Half of their H, and where they are the head too, H of its inputs."""
         tied = self.job.model.untied_head() is None
-        return 4 * self.hidden**2 * (1 + tied) if self.job.two_sided else 0
+        return 4 * self.hidden**2 * (1 + tied) if self.settings.two_sided else 0
 
     def embeddings(self) -> int:
         """There are no activations then."""
         if self.job.model.embedding_and_head()[0] not in self.job.bits:
             return 0
-        rows = min(self.job.model.vocabulary, self.job.head_rows)
+        rows = min(self.job.model.vocabulary, rows_at_once(self.hidden))
         return 4 * self.hidden * (3 * self.hidden + _WORKING * rows)
 
     def layers(self) -> int:
@@ -214,21 +210,23 @@ class _Sizes:
         if untied is None or untied[0] not in self.job.bits:
             return 0
         gathered = self.outside * self.item + 4 * self.matrices * n * n + self._gathered(n)
-        return max(gathered, self._solved(min(rows, self.job.head_rows), n))
+        return max(gathered, self._solved(min(rows, rows_at_once(self.hidden)), n))
 
     def hessians_beside(self, shapes: Mapping[str, tuple[int, int]], n: int) -> int:
         """Of a block's layers of n columns, how many more than one may be gathered together: q, k and v have one each
         where tokens count otherwise for them."""
         layers = sum(columns == n and not expert_of(f"{name}.") for name, (_, columns) in shapes.items())
-        return min(2, max(0, layers - 1)) if self.job.felt else 0
+        return min(2, max(0, layers - 1)) if self.settings.needs_gradients else 0
 
     def _beside(self, shapes: Mapping[str, tuple[int, int]], n: int) -> int:
         return 4 * self.matrices * n * n * self.hessians_beside(shapes, n)
 
     def _gathered(self, n: int) -> int:
         """A batch's passes through a block, or its inputs of a layer while they are added to the Hessians."""
-        added = 17 if self.job.cross else 8  # bytes: both inputs in float32, and those of the tokens held back apart
-        return self.batch * n * max(3 * self.item + 4 * self.job.cross, added)
+        added = (
+            17 if self.settings.cross else 8
+        )  # bytes: both inputs in float32, and those of the tokens held back apart
+        return self.batch * n * max(3 * self.item + 4 * self.settings.cross, added)
 
     def _solved(self, rows: int, n: int) -> int:
         """H and C are gathered; then alpha is found, with a factor of the other tokens' H; then H alone is used.
@@ -240,9 +238,9 @@ class _Sizes:
         square, weights = 4 * n * n, 4 * rows * n
         # H and its factor; where tokens are held back, H shrunk, and theirs
         gathered, several = self.matrices * square, 2 + 2 * (self.matrices > 1)
-        if self.job.cross and takes_products([rows], n, at_hand=False):
+        if self.settings.cross and takes_products([rows], n, at_hand=False):
             gathered = 2 * square + weights
-        alpha = gathered + square + 2 * weights if self.job.cross else 0
+        alpha = gathered + square + 2 * weights if self.settings.cross else 0
         return max(gathered + self._gathered(n), alpha, several * square + _WORKING * weights)
 
     def outside_blocks(self) -> dict[str, tuple[int, int]]:
@@ -257,9 +255,10 @@ class _Sizes:
                 bits += self.job.bits[name] * rows * n
                 weights += rows * n
         whole = (self.outside + sum(self.blocks)) * bits / max(weights, 1)
-        inputs = 2 * self.hidden * max(self.count * self.copies * self.kept, self.felt * self.item)  # or gradients
-        outputs = sum(map(_output_bytes, self.shapes)) + 4 * self.hidden**2 if self.job.two_sided else 0
-        outputs += 4 * self.felt * sum(map(len, self.shapes))  # norms of the gradients
+        gradients = self.gradient_tokens * self.item
+        inputs = 2 * self.hidden * max(self.count * self.copies * self.kept, gradients)
+        outputs = sum(map(_output_bytes, self.shapes)) + 4 * self.hidden**2 if self.settings.two_sided else 0
+        outputs += 4 * self.gradient_tokens * sum(map(len, self.shapes))  # norms of the gradients
         return int((bits + whole) / 8) + inputs + outputs
 
 
@@ -270,24 +269,28 @@ def _output_bytes(shapes: Mapping[str, tuple[int, int]]) -> int:
 
 def _seconds(job: Job) -> float:
     """By operations in matrix products, and the solver's other work for each weight."""
-    sizes = _Sizes(job)
+    sizes, settings = _Sizes(job), job.settings
     fast, exact = _rate(job.model.dtype), _rate(torch.float32)
-    back = _rate(fast_arithmetic(job.model.device)) if job.felt else fast  # of the gradients
+    back = _rate(fast_arithmetic(job.model.device)) if settings.needs_gradients else fast  # of the gradients
     words = job.model.vocabulary
-    total = sizes.felt * words * (4 * sizes.hidden / back + _PREDICTED / usable_cpus())  # the head, there and back
+    # the head, there and back
+    total = sizes.gradient_tokens * words * (4 * sizes.hidden / back + _PREDICTED / usable_cpus())
     for operations, shapes, share in zip(_operations(sizes), sizes.shapes, _reached(sizes), strict=True):
-        total += operations * (sizes.count * sizes.copies / fast + 4 * sizes.felt / back)
+        total += operations * (sizes.count * sizes.copies / fast + 4 * sizes.gradient_tokens / back)
         for n in {n for _, n in shapes.values()}:
             outputs = [rows for rows, columns in shapes.values() if columns == n]
             inputs = -(-len(outputs) // 2) + sizes.hessians_beside(shapes, n)
             cross = sum(outputs) if takes_products(outputs, n, at_hand=False) else n
-            gathered = sizes.count * n * (n + 2 * cross * job.cross) * share
+            gathered = sizes.count * n * (n + 2 * cross * settings.cross) * share
             total += inputs * (gathered + 4 * n**3) / exact
-        if job.two_sided:
-            total += sizes.felt * sum(2 * rows * min(rows, ROWS) for rows, _ in shapes.values()) * share / back
-    each = (_ROUNDED + _REFINED * job.sweeps) / usable_cpus()
-    products = 1 + 2 * job.sweeps + 4 * job.cross  # of rows and half of H: feedback; G of a sweep; W C and its H^-1
-    for shapes, factor in ((job.model.linears(), 1 + (_TWO_SIDED - 1) * job.two_sided), (sizes.outside_blocks(), 1)):
+        if settings.two_sided:
+            squares = sum(2 * rows * min(rows, ROWS) for rows, _ in shapes.values())
+            total += sizes.gradient_tokens * squares * share / back
+    each = (_ROUNDED + _REFINED * settings.sweeps) / usable_cpus()
+    # of rows and half of H: feedback; G of a sweep; W C and its H^-1
+    products = 1 + 2 * settings.sweeps + 4 * settings.cross
+    in_blocks = 1 + (_TWO_SIDED - 1) * settings.two_sided
+    for shapes, factor in ((job.model.linears(), in_blocks), (sizes.outside_blocks(), 1)):
         for rows, n in (shape for name, shape in shapes.items() if name in job.bits):
             total += rows * n * (each + products * n / exact) * factor
     return total

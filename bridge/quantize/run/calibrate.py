@@ -1,4 +1,4 @@
-"""Quantizes layers of a checkpoint with the Hessians of their inputs (`bridge.quantize`), in the model's own order.
+"""Quantizes layers of a checkpoint with the Hessians of their inputs, in the model's own order.
 
 Finished layers are stored with what they depend on, so that another run goes on from there.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Generator, Iterable
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, fields
 from functools import cache, partial
 from pathlib import Path
@@ -18,10 +19,12 @@ import numpy as np
 import bridge
 from bridge.blocks.read import WRITTEN
 from bridge.checkpoint import Checkpoint
-from bridge.conversion.calibration_text import calibrating
-from bridge.conversion.calibration_walk import needs, rows_at_once, spread_layers, walk_layers
+from bridge.checkpoint.files.hub import open_by_name
 from bridge.errors import BridgeError, parameter
+from bridge.quantize.run.calibration_text import calibrating
 from bridge.quantize.settings import Calibration
+from bridge.system.files import disk_errors
+from bridge.system.folder_locks import temporary_beside
 from bridge.system.row_threads import slices
 from bridge.system.text import percent
 
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from bridge.quantize.method import Method
     from bridge.quantize.mixture import Calibrating
     from bridge.quantize.quantizer import LayerInput, Prepare
+    from bridge.quantize.run.needs import Needs
 
 # options on which no layer depends
 _ELSEWHERE = {"text", "blocks", "memory", "offload", "imatrix_out", "progress", "say", "spread"}
@@ -83,6 +87,7 @@ def quantize_layers(
     from bridge.quantize.block_log import BlockLog
     from bridge.quantize.float_model import FloatModel, arithmetic
     from bridge.quantize.layer_store import LayerStore
+    from bridge.quantize.run.needs import Job, needs_of
 
     model = found = room = log = None
     dtype = torch.float32
@@ -96,7 +101,9 @@ def quantize_layers(
     if model is not None and settings.blocks is not None:
         targets, until = _of_part(model, targets, settings.blocks)
     if model is not None and found is not None:
-        room = needs(model, settings, found, {name: target.bits for name, target in targets.items()})
+        bits = {name: target.bits for name, target in targets.items()}
+        sequences, length = found.tokens.shape
+        room = needs_of(Job(model, (sequences, length), bits, settings, found.held > 0), settings.memory)
     layers = LayerStore(folder, job, force, settings.blocks)
     if model is not None and found is not None and room is not None:
         blocks, weights = _blocks(model, targets)
@@ -106,27 +113,23 @@ def quantize_layers(
             settings.say(str(room))
 
     def finished(layer: StoredLayer) -> None:
+        layers.add(layer)
         if log is not None:
             log.layer(layer)
         if settings.progress:
             rows = "rows {} to {} of {} ".format(*layer.rows) if layer.rows else ""
             settings.progress(len(layers.layers), len(targets), f"{layer.name} {rows}error {layer.error:.2e}")
 
-    def quantizer(layer: LayerInput) -> tuple[torch.Tensor, None]:
-        values, stored = _quantized(targets, layers, layer)
-        finished(stored)
-        return values, None
-
     if settings.progress:
         settings.progress(len(layers.layers), len(targets), "")
     try:
         if model is None or found is None or room is None:
-            _round_to_nearest(ckpt, targets, quantizer, layers)
-        elif settings.spread is not None:
-            quantize = partial(_stored, targets, layers)
-            spread_layers(model, settings, found, targets, quantize, finished, layers, until)
+            made = _rounded_to_nearest(ckpt, targets, targets, layers)
         else:
-            walk_layers(model, settings, found, room, targets, quantizer, layers, prepare, until)
+            made = calibrated_layers(model, settings, found, room, targets, layers, prepare, until)
+        with closing(made):
+            for layer in made:
+                finished(layer)
     except BaseException as stop:
         layers.remove_if_empty()
         if isinstance(stop, KeyboardInterrupt) and layers.folder.exists():
@@ -135,7 +138,8 @@ def quantize_layers(
         raise
     missed = sorted(targets.keys() - layers.layers.keys())
     if complete:
-        _round_to_nearest(ckpt, missed, quantizer, layers)
+        for layer in _rounded_to_nearest(ckpt, missed, targets, layers):
+            finished(layer)
     notes = list(layers.notes)
     if settings.blocks is not None:
         notes.append(_part_note(settings.blocks, layers))
@@ -157,6 +161,73 @@ def _blocks(model: FloatModel, targets: Collection[str]) -> tuple[list[list[str]
     return blocks + [[head]] * (head in weights and head != embeddings), weights
 
 
+def calibrated_layers(
+    model: FloatModel,
+    settings: Calibration,
+    found: Calibrating,
+    room: Needs,
+    targets: dict[str, LayerTarget],
+    layers: LayerStore,
+    prepare: Prepare | None,
+    until: int | None,
+) -> Generator[StoredLayer, None, None]:
+    """Quantize and store the layers of a model; those that are stored already are put in.
+
+    room   how much memory activations get
+    until  how many blocks are passed; None: all
+    """
+    spread, todo = settings.spread, frozenset(targets.keys() - layers.layers.keys())
+    ckpt = model.ckpt
+    if spread is not None and type(ckpt) is not Checkpoint:
+        raise BridgeError(f"{ckpt.path}: machines share the work on checkpoints only, not on a GGUF")
+    if not todo and prepare is None:
+        return
+
+    import torch
+
+    from bridge.quantize.run.cluster import Tasks
+    from bridge.quantize.run.gradients import gather_gradients
+    from bridge.quantize.run.layer_by_layer import quantized_layers
+    from bridge.quantize.run.walk import Walk, sequences_together
+
+    def said(what: str) -> None:
+        if settings.progress:
+            settings.progress(len(layers.layers), len(layers.layers) + len(todo), f"gradients: {what}")
+
+    with ExitStack() as stack:
+        folder = settings.offload
+        if spread is None:
+            beside = (settings.offload or layers.folder.parent) / layers.folder.name
+            stack.enter_context(disk_errors(beside, "activations", "folder"))
+            folder = stack.enter_context(temporary_beside(beside))
+        walk = Walk(
+            found.tokens,
+            partial(_quantized, targets, layers.apart()),
+            batch=sequences_together(found.tokens.shape[1]),
+            held=found.held,
+            feed=settings.feed,
+            cross=settings.cross,
+            until=until,
+            wanted=frozenset(targets).__contains__,
+            layers=layers,
+            two_sided=settings.two_sided,
+            head=True,
+            prepare=prepare,
+            offload=folder,
+            memory=room.layers if spread is None else None,
+            dtype=torch.bfloat16 if model.stored_in_bfloat16 else None,
+            hessians=room.hessians if spread is None else None,
+            open=partial(open_by_name, ckpt.path, None if ckpt.home == ckpt.path else ckpt.home),
+            arithmetic=model.dtype,
+            device=settings.device,
+        )
+        tasks = stack.enter_context(Tasks(walk, model, spread))
+        if settings.needs_gradients and todo:
+            gather_gradients(tasks, todo, room.gradients if spread is None else None, said)
+        for _, layer in quantized_layers(tasks):
+            yield layer
+
+
 def _quantized(
     targets: dict[str, LayerTarget], layers: LayerStore, layer: LayerInput
 ) -> tuple[torch.Tensor, StoredLayer]:
@@ -165,10 +236,6 @@ def _quantized(
     values, quantized = target.method.layer(layer, target.columns)
     weight, squares = layer.weight.cpu().numpy(), layer.hessian.mean_squares()
     return values, layers.save(quantized, weight, squares, layer.hessian.tokens, layer.rows)
-
-
-def _stored(targets: dict[str, LayerTarget], layers: LayerStore, layer: LayerInput) -> StoredLayer:
-    return _quantized(targets, layers.apart(), layer)[1]
 
 
 def _of_part(
@@ -194,14 +261,15 @@ def _part_note(part: tuple[int, int], layers: LayerStore) -> str:
     )
 
 
-def _round_to_nearest(
-    ckpt: Checkpoint, names: Iterable[str], quantizer: Callable[[LayerInput], object], layers: LayerStore
-) -> None:
+def _rounded_to_nearest(
+    ckpt: Checkpoint, names: Iterable[str], targets: dict[str, LayerTarget], layers: LayerStore
+) -> Generator[StoredLayer, None, None]:
     """Without a text: every layer by itself."""
     import torch
 
     from bridge.quantize.hessian import Hessian
     from bridge.quantize.quantizer import LayerInput
+    from bridge.quantize.run.walk import rows_at_once
 
     for name in sorted(names):
         coded = name in ckpt.modules
@@ -213,7 +281,7 @@ def _round_to_nearest(
             else:
                 weight = ckpt.read_float(f"{name}.weight", (rows.start, rows.stop))
             part = None if len(weight) == count else (rows.start, rows.stop, count)
-            quantizer(LayerInput(name, torch.from_numpy(weight), hessian, rows=part))
+            yield _quantized(targets, layers.apart(), LayerInput(name, torch.from_numpy(weight), hessian, rows=part))[1]
 
 
 def _job(

@@ -10,7 +10,6 @@ from weakref import WeakKeyDictionary
 
 from bridge.checkpoint import Checkpoint
 from bridge.errors import BridgeError, BridgeWarning, parameter
-from bridge.models.wrapper import text_config
 from bridge.quantize.settings import Calibration
 from bridge.system.free_memory import free_memory
 
@@ -82,7 +81,7 @@ def calibrating(model: FloatModel, settings: Calibration, layers: Collection[str
         samples,
         settings.length,
         settings.seed,
-        text_config(ckpt.config).get("vocab_size"),
+        model.vocabulary,
         lambda count, length: _own_samples(model, tokenizer, settings, count, length),
     )
     tokens = found.tokens

@@ -7,7 +7,7 @@ from torch import nn
 
 from bridge.quantize.block_inputs import matrix_shape
 from bridge.quantize.hessian import Hessian
-from bridge.quantize.quantizer import Weights
+from bridge.quantize.quantizer import TokenWeights
 from bridge.quantize.replay import Replay
 from bridge.quantize.stages import Stage, mixture_of, stage_inputs
 from bridge.quantize.target import takes_products
@@ -20,7 +20,7 @@ def gather(
     originals: Mapping[str, nn.Module],
     floats: Sequence[Replay],
     first: int = 0,
-    weights: Weights = lambda names: None,
+    weights: TokenWeights = lambda names: None,
 ) -> dict[str, Hessian]:
     """The Hessian of each group of a stage.
 

@@ -1,7 +1,9 @@
-"""GPTQ as the paper writes it (Frantar et al. 2022, algorithm 1), in plain float64 numpy: no blocks, no lazy updates.
+"""GPTQ in one page, the algorithm to read first: as the paper writes it (Frantar et al. 2022, algorithm 1), and slow.
 
-`bridge.quantize.gptq_solver` must agree with it. Groups are fitted from the least to the greatest weight when their
-first column is reached; the inverse is downdated column by column, so the solver's Cholesky factor is not used either.
+Columns are rounded one after the other. The error of each, over the diagonal of H^-1, is spread over the columns that
+are not rounded yet; then the rounded column is taken out of H^-1. Groups are fitted from the least to the greatest
+weight when their first column is reached. Plain float64 NumPy, without blocks, lazy updates or a Cholesky factor:
+`gptq_solver` does the same fast, and the tests compare the two.
 """
 
 from __future__ import annotations
@@ -15,19 +17,25 @@ def gptq(
     bits: int,
     group_size: int,
     symmetric: bool,
-    ties: np.ndarray,
     damping: float = 0.01,
     order: np.ndarray | None = None,
     cross: np.ndarray | None = None,
     alpha: float = 0.0,
+    ties: np.ndarray | None = None,
 ) -> np.ndarray:
-    """weight [rows, columns] -> the rounded values, float64. A `group_size` of -1 is the whole row.
+    """The rounded values of a layer's weights, float64 [rows, columns].
 
-    ties  int [rows, columns]: the code to choose when two are equally near. A symmetric group's least weight, if it is
-          the largest in size, is such a tie, decided by noise in the last bit
-    order  int [columns]: static groups, fitted on the original weights, and columns rounded in this order
-    cross  float [columns, columns]: GPTAQ (arXiv 2504.02692). Rounding a column j moves the columns after it, F, by
-           alpha w_j C[j, F] H_FF^-1
+    weight      float [rows, columns]
+    hessian     H of the layer's inputs, float [columns, columns]
+    bits        of a code
+    group_size  columns that share a scale and a zero point; -1: all
+    symmetric   the middle code stands for 0
+    damping     added to the diagonal of H, as a fraction of its mean
+    order       int [columns]: static groups, fitted on the original weights, and columns rounded in this order
+    cross       C, float [columns, columns]: GPTAQ (arXiv 2504.02692). Rounding a column j moves the columns after it,
+                F, by alpha w_j C[j, F] H_FF^-1
+    ties        int [rows, columns]: the code to choose where two are equally near; None: the even one. A symmetric
+                group's least weight, if it is the largest in size, is such a tie, decided by noise in the last bit
     """
     work = weight.astype(np.float64)
     rows, columns = work.shape
@@ -50,10 +58,12 @@ def gptq(
         elif j % group_size == 0:
             scale, zero = _range(work[:, j : j + group_size], high, symmetric)
         exact = work[:, j] / scale + zero
-        tied = np.abs(exact - np.floor(exact) - 0.5) < 1e-9
-        assert (np.abs(ties[:, j] - exact)[tied & (exact > 0) & (exact < high)] < 0.51).all()
-        q = np.clip(np.where(tied, ties[:, j], np.rint(exact)), 0, high)
-        done[:, j] = scale * (q - zero)
+        codes = np.rint(exact)
+        if ties is not None:
+            tied = np.abs(exact - np.floor(exact) - 0.5) < 1e-9
+            assert (np.abs(ties[:, j] - exact)[tied & (exact > 0) & (exact < high)] < 0.51).all()
+            codes = np.where(tied, ties[:, j], codes)
+        done[:, j] = scale * (np.clip(codes, 0, high) - zero)
         error = (work[:, j] - done[:, j]) / inverse[j, j]
         work[:, left] -= np.outer(error, inverse[j, left])
         inverse -= np.outer(inverse[:, j], inverse[j]) / inverse[j, j]
@@ -63,6 +73,7 @@ def gptq(
 
 
 def _range(group: np.ndarray, high: int, symmetric: bool) -> tuple[np.ndarray, np.ndarray]:
+    """The scale and the zero point of each row's group, whose codes go from 0 to `high`."""
     low, top = np.minimum(group.min(1), 0), np.maximum(group.max(1), 0)
     if symmetric:
         top = np.maximum(-low, top)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bridge.models.outline import Part
 from bridge.quantize.settings import Calibration
 
 if TYPE_CHECKING:
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     from bridge.quantize.hessian import Hessian
     from bridge.quantize.quantizer import LayerInput
 
-_TOKENS_AT_ONCE = 4096
-
 
 @dataclass
 class LayerCosts:
@@ -35,7 +32,7 @@ class LayerCosts:
     carries             whether a layer keeps its codes in a type, and so loses nothing
     calibrates          whether a layer is quantized to a type with the text, else rounded to nearest
     settings            how the layers will be quantized
-    parts               by layer: where it is in the GGUF
+    columns             by layer: int [columns], their order in the GGUF; None: the checkpoint's
     types               by layer: those that it may get
     scales              by layer: what multiplies it in NVFP4
     embedding_and_head  their names; the same name twice where the GGUF has one tensor for both
@@ -47,7 +44,7 @@ class LayerCosts:
     carries: Callable[[str, str], bool]
     calibrates: Callable[[str, str], bool]
     settings: Calibration
-    parts: Mapping[str, Part]
+    columns: Mapping[str, np.ndarray | None]
     types: Mapping[str, list[str]]
     scales: Mapping[str, float]
     embedding_and_head: tuple[str, str]
@@ -63,6 +60,7 @@ class LayerCosts:
         """
         from bridge.quantize import quantize_model
         from bridge.quantize.float_model import FloatModel, fast_arithmetic
+        from bridge.quantize.run.walk import sequences_together
         from bridge.quantize.two_sided import ROWS
 
         embeddings, head = self.embedding_and_head
@@ -88,7 +86,7 @@ class LayerCosts:
         ckpt, device = passes.model.ckpt, passes.model.device
         model = FloatModel(ckpt, fast_arithmetic(device), device)  # estimates need no more precision
         walk = quantize_model(
-            model, tokens, measure, batch=max(1, _TOKENS_AT_ONCE // tokens.shape[1]),
+            model, tokens, measure, batch=sequences_together(tokens.shape[1]),
             wanted=(self.types.keys() - {embeddings}).__contains__, offload=self.settings.offload, head=True,
         )  # fmt: skip
         for _ in walk:
@@ -96,7 +94,7 @@ class LayerCosts:
         passes.load_embedding_and_head()
 
     def _of_rows(self, products: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """`Felt.squares` and `Felt.left` of a layer of so many rows, from A."""
+        """`OutputMetric.squares` and `OutputMetric.left` of a layer of so many rows, from A."""
         from bridge.quantize.two_sided import row_costs
 
         squares = products.diagonal(dim1=1, dim2=2).flatten()[:count].double()
@@ -106,32 +104,32 @@ class LayerCosts:
         self, passes: Passes, tokens: torch.Tensor, products: torch.Tensor, as_head: tuple[Hessian, torch.Tensor] | None
     ) -> None:
         """As they are rounded: two-sided with a Hessian of their own, else to nearest."""
-        from bridge.quantize.budget.sensitivity import Felt, layer_costs
+        from bridge.quantize.budget.sensitivity import OutputMetric, layer_costs
         from bridge.quantize.embeddings import embeddings_hessian, embeddings_matrix
 
         name = self.embedding_and_head[0]
         weight = passes.model.model.get_input_embeddings().weight
         counts = tokens.flatten().bincount(minlength=len(weight)).double()
         share = counts / counts.sum()
-        felt = [Felt(2 * products, share, share)]
+        metrics = [OutputMetric(2 * products, share, share)]
         if as_head is not None:
-            felt.append(Felt(as_head[0].matrix, as_head[1], as_head[1]))
+            metrics.append(OutputMetric(as_head[0].matrix, as_head[1], as_head[1]))
         hessian = embeddings_hessian(name, embeddings_matrix(products, as_head), tokens.numel())
         if self.settings.two_sided:
             self.squares[name] = hessian.mean_squares()
-        self.costs[name] = layer_costs(weight, felt, self._methods(hessian), self.squares.get(name))
+        self.costs[name] = layer_costs(weight, metrics, self._methods(hessian), self.squares.get(name))
 
     def _layer_costs(self, layer: LayerInput, rows: tuple[torch.Tensor, torch.Tensor] | None) -> dict[str, Cost]:
-        """rows: `Felt.squares` and `Felt.left`."""
-        from bridge.quantize.budget.sensitivity import Cost, Felt, layer_costs
+        """rows: `OutputMetric.squares` and `OutputMetric.left`."""
+        from bridge.quantize.budget.sensitivity import Cost, OutputMetric, layer_costs
 
         types = self.types[layer.name]
         if rows is None or not layer.hessian.tokens:  # an expert that no token reached
             return dict.fromkeys(types, Cost(0.0))
-        felt = [Felt(layer.hessian.matrix, *rows)]
+        metrics = [OutputMetric(layer.hessian.matrix, *rows)]
         costs = layer_costs(
             layer.weight,
-            felt,
+            metrics,
             self._methods(layer.hessian),
             layer.hessian.mean_squares(),
             scale=self.scales[layer.name],
@@ -147,6 +145,6 @@ class LayerCosts:
 
         def rounded(rows: torch.Tensor, type: str) -> torch.Tensor:
             method = self.settings.quantizer(superblocks(type, self.scales[name]))
-            return method.layer(LayerInput(name, rows, hessian), self.parts[name].columns)[0]
+            return method.layer(LayerInput(name, rows, hessian), self.columns[name])[0]
 
         return {type: rounded if self.calibrates(name, type) else None for type in self.types[name]}

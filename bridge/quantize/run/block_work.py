@@ -1,0 +1,110 @@
+"""The work on one block with some batches: its stages, their Hessians, its quantized layers, the next block's inputs.
+
+A block (any module) is processed in stages (`stages`). Each stage's Hessians are gathered after all stages before it
+have been quantized; the block's outputs, with quantized weights, are then the next block's inputs. With feed="float"
+those are the float model's.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from bridge.quantize.block_inputs import BlockInputs
+from bridge.quantize.float_twin import replace_layer
+from bridge.quantize.hessian import Hessian
+from bridge.quantize.replay import OutputOfModule, Replay
+from bridge.quantize.run.stage_hessians import gather, gather_together
+from bridge.quantize.run.walk import Walk
+from bridge.quantize.stages import Stage, find_stages
+
+Ends = Mapping[str, OutputOfModule]
+
+
+@dataclass
+class Batch:
+    """The inputs of a block for sequences that pass together.
+
+    inputs  the block's
+    floats  the float model's, where these are others
+    block   its number
+    """
+
+    inputs: BlockInputs
+    floats: BlockInputs | None = None
+    block: int = 0
+
+    def both(self) -> list[tuple[BlockInputs, bool]]:
+        """Each, and whether it is the float model's."""
+        return [(self.inputs, False)] + ([(self.floats, True)] if self.floats is not None else [])
+
+
+class BlockWork:
+    """A loaded block.
+
+    block     the module
+    layers    those to quantize, by name
+    original  its float twin, where that runs too
+    replaced  the layers whose weights are quantized ones
+    """
+
+    def __init__(self, walk: Walk, block: nn.Module, layers: Mapping[str, nn.Module], original: nn.Module | None):
+        self.walk, self.block, self.layers, self.original = walk, block, layers, original
+        twins = {} if original is None else dict(zip(block.modules(), original.modules(), strict=True))
+        self.originals = {name: twins[module] for name, module in layers.items() if module in twins}
+        self.replaced: set[str] = set()
+        self._passes: dict[int, tuple[Replay, Replay | None]] = {}
+
+    def stages(self, batches: Sequence[Batch]) -> tuple[list[Stage], dict[str, OutputOfModule]]:
+        """The block's stages, and the modules that return a layer's output."""
+        return find_stages(self.block, self.layers, [b.inputs for b in batches], self.walk.layers.weights)
+
+    def gather(self, stage: Stage, batches: Mapping[int, Batch], ends: Ends, first: int) -> dict[str, Hessian]:
+        """The Hessians of a stage's groups; `first`: how many tokens of the text come before these batches."""
+        passes = self._passes_of(batches, ends)
+        floats = [twin for _, twin in passes if twin is not None]
+        replays = [replay for replay, _ in passes]
+        return gather(stage, self.layers, replays, self.originals, floats, first, self.walk.layers.weights)
+
+    def gather_together(self, stage: Stage, batches: Mapping[int, Batch], ends: Ends) -> Hessian:
+        """One Hessian of all experts of a stage."""
+        return gather_together(stage, self.layers, [replay for replay, _ in self._passes_of(batches, ends)])
+
+    def replace(self, name: str, values: torch.Tensor) -> None:
+        """Set a layer's quantized weights."""
+        replace_layer(self.layers[name], values, self.originals.get(name))
+        self.replaced.add(name)
+
+    def advance(self, number: int, batch: Batch, ends: Ends) -> None:
+        """Make the block's outputs the batch's inputs."""
+        ((own, twin),) = self._passes_of({number: batch}, ends)
+        if self.walk.feed == "float" and twin is None:
+            assert self.original is not None
+            twin = Replay(self.original, own.batch)
+        if batch.floats is None and twin is not None:
+            own.clear()
+            own = twin
+        for replay in (own, twin) if batch.floats is not None and twin is not None else (own,):
+            output = replay.run()
+            replay.clear()
+            replay.batch.advance(output)
+            del output
+        del self._passes[number]
+        batch.block += 1
+
+    def clear(self) -> None:
+        """Free the passes."""
+        for replay in (replay for both in self._passes.values() for replay in both if replay is not None):
+            replay.clear()
+        self._passes = {}
+
+    def _passes_of(self, batches: Mapping[int, Batch], ends: Ends) -> list[tuple[Replay, Replay | None]]:
+        """Each batch's passes through the block, and through the float block."""
+        for number, batch in batches.items():
+            if number not in self._passes:
+                twin = None
+                if self.walk.cross and self.original is not None:
+                    twin = Replay(self.original, batch.floats or batch.inputs, ends)
+                self._passes[number] = Replay(self.block, batch.inputs, ends), twin
+        return [self._passes[number] for number in batches]

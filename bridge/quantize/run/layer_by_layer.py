@@ -1,0 +1,175 @@
+"""Calibration: tokens pass through a model layer by layer, and each layer is quantized for the inputs it will see.
+
+Memory: one block's weights (twice if float inputs are needed too), its Hessians, and the activations between blocks,
+[tokens, hidden], once or twice, as far as they do not go to disk (`needs` counts). The model itself may be in memory,
+or be read block by block from a checkpoint (`float_model`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import nn
+
+from bridge.quantize.block_inputs import BlockInputs
+from bridge.quantize.float_model import FloatModel
+from bridge.quantize.quantizer import Quantizer
+from bridge.quantize.run.block_work import Batch, Ends
+from bridge.quantize.run.cluster import Tasks
+from bridge.quantize.run.walk import Walk, rows_at_once
+from bridge.quantize.run.worker import Worker, any_has_too_few_tokens, completed, merged_experts
+from bridge.quantize.stages import Stage
+from bridge.quantize.streamed_model import InMemory, StreamedModel, check_length, positions_of, text_config
+
+
+def quantize_model(
+    model: nn.Module | StreamedModel, tokens: torch.Tensor, quantizer: Quantizer, **options: Any
+) -> Iterator[tuple[str, Any]]:
+    """Quantize the layers of a `transformers` decoder's blocks in place; yields (name, the quantizer's other result).
+
+    model    in memory, or a `FloatModel`, which drops the quantized weights and names layers as the checkpoint does
+    tokens   int [sequences, length]
+    options  fields of `Walk`
+    """
+    source: StreamedModel = InMemory(model) if isinstance(model, nn.Module) else model
+    with Tasks(Walk(tokens, quantizer, **options), source) as tasks:
+        yield from quantized_layers(tasks)
+
+
+@torch.no_grad()
+def quantized_layers(tasks: Tasks) -> Iterator[tuple[str, Any]]:
+    """Quantize the layers of a walk; yields as `quantize_model`. On a cluster, the other result is a `StoredLayer`."""
+    walk, model = tasks.walk, tasks.model
+    check_length(walk.tokens.shape[1], positions_of(text_config(model.model)))
+    model.model.eval()
+    if walk.two_sided:
+        yield from _embeddings(tasks)
+    stored = walk.stored_inputs
+    start = 0 if stored is None else stored.block(len(walk.batches()), walk.float_inputs)
+    for block in range(len(model.blocks))[start : walk.until]:
+        done: dict[str, Any] = {}
+        ends = yield from _block(tasks, block, done)
+        list(tasks.results(tasks.each(Worker.advanced, block, dict(done), ends)))
+        if stored is not None:
+            stored.finish(block + 1)
+    if walk.head and walk.until is None:
+        yield from _head(tasks)
+
+
+@torch.no_grad()
+def quantize_block(
+    block: nn.Module,
+    batches: Sequence[BlockInputs],
+    quantizer: Quantizer,
+    *,
+    wanted: Callable[[str], bool] = lambda name: True,
+) -> Iterator[tuple[str, Any]]:
+    """Quantize the layers inside any module, stage by stage in the order of their calls; yields as `quantize_model`."""
+    walk = Walk(torch.empty(0, 1), quantizer, wanted=wanted)
+    with Tasks(walk, _SingleBlock(block), batches={i: Batch(inputs) for i, inputs in enumerate(batches)}) as tasks:
+        yield from _block(tasks, 0, {})
+
+
+class _SingleBlock(InMemory):
+    """A module as a model of one block."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self.model, self.prefix, self.blocks = block, "", [block]
+
+    def load(self, block: int | None) -> None:
+        """It is in memory."""
+
+    def drop(self, block: int | None) -> None:
+        """It stays there."""
+
+    def name(self, layer: str) -> str:
+        return layer.removeprefix(".0.")
+
+
+def _block(tasks: Tasks, block: int, done: dict[str, Any]) -> Generator[tuple[str, Any], None, Ends]:
+    """Quantize a block's layers, and add them to `done`; returns where the passes through it end."""
+    layers = tasks.layers(block)
+    done |= {name: found for name in layers if (found := tasks.walk.layers.finished(name)) is not None}
+    if len(done) == len(layers):
+        return {}
+    stages, ends = tasks.result(tasks.start(Worker.stages, block, dict(done), tasks.parts[0]))
+    for stage in stages:
+        yield from _stage(tasks, block, stage, layers, ends, done)
+    return ends  # type: ignore[no-any-return]
+
+
+def _stage(
+    tasks: Tasks, block: int, whole: Stage, layers: Mapping[str, nn.Module], ends: Ends, done: dict[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    """Quantize a stage's layers, and add them to the finished ones of the block."""
+    everyone: Any = None
+    for stage in whole.parts(layers, tasks.walk.cross, tasks.walk.hessians):
+        keys = {name: key for key, group in stage.groups.items() for name in group if name not in done}
+        if not keys:
+            continue
+        before = dict(done)
+        hessians = tasks.sum(tasks.each(Worker.gathered, block, before, stage, ends))
+        if stage.experts and tasks.result(tasks.submit(any_has_too_few_tokens, hessians)):
+            if everyone is None and len(stage.groups) == len(whole.groups):
+                everyone = tasks.submit(merged_experts, hessians, tasks.alone)
+            elif everyone is None:
+                everyone = tasks.sum(tasks.each(Worker.of_all_experts, block, before, whole, ends))
+            hessians = tasks.submit(completed, hessians, everyone, tasks.alone)
+        if not tasks.alone:
+            hessians = {key: tasks.submit(getitem, hessians, key) for key in set(keys.values())}
+        names = iter(keys)
+        for found in tasks.results(_layers(tasks, block, done if tasks.alone else before, keys, hessians)):
+            name = next(names)
+            done[name] = None if tasks.alone else found
+            yield name, found
+            del found
+
+
+def _layers(
+    tasks: Tasks, block: int, done: Mapping[str, Any], keys: Mapping[str, str], hessians: dict[str, Any]
+) -> Iterator[Any]:
+    """Start a task for each layer. A Hessian is freed with the last layer that has it; `keys`: by layer, which one."""
+    last = {key: name for name, key in keys.items()}
+    for name, key in keys.items():
+        hessian = hessians.pop(key) if name == last[key] else hessians[key]
+        yield tasks.start(Worker.quantized, block, done, name, hessian, name == last[key])
+
+
+def _embeddings(tasks: Tasks) -> Iterator[tuple[str, Any]]:
+    """Quantize the embeddings, if half of their H is known."""
+    model = tasks.model
+    assert isinstance(model, FloatModel)
+    name = model.embedding_and_head()[0]
+    if tasks.walk.wanted(name) and tasks.walk.layers.outputs(name) is not None:
+        yield from _by_rows(tasks, Worker.embedding_rows, name, model.head()[1])
+
+
+def _head(tasks: Tasks) -> Iterator[tuple[str, Any]]:
+    """Quantize the output head, unless it is tied to the embeddings."""
+    head = tasks.model.untied_head()
+    if head is None or not tasks.walk.wanted(head[0]) or tasks.walk.layers.finished(head[0]) is not None:
+        return
+
+    def hessians() -> Any:
+        return tasks.sum(tasks.each(Worker.head_gathered))
+
+    yield from _by_rows(tasks, Worker.head_rows, *head, hessians)
+
+
+def _by_rows(
+    tasks: Tasks, task: Callable[..., Any], name: str, shape: tuple[int, int], *needed: Callable[[], Any]
+) -> Iterator[tuple[str, Any]]:
+    """Quantize a matrix some rows at a time, unless there are none left.
+
+    needed  what else the tasks take, made if there are any
+    """
+    count, columns = shape
+    spans = list(tasks.walk.layers.missing(name, count, rows_at_once(columns)))
+    more = [make() for make in needed] if spans else []
+    started = (tasks.start(task, name, (rows.start, rows.stop, count), *more, rows is spans[-1]) for rows in spans)
+    for found in tasks.results(started):
+        yield name, found
+        del found
