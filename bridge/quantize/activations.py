@@ -12,13 +12,13 @@ from bridge.system.free_memory import free_memory
 
 
 class StoredActivation:
-    """A tensor that is not needed now: in the host's memory, or in a file; in the shelf's dtype."""
+    """A tensor that is not needed now: in the host's memory, or in a file; in the store's dtype."""
 
-    def __init__(self, x: torch.Tensor, shelf: "ActivationStore | None" = None) -> None:
-        self._device, self._dtype, self._shelf = x.device, x.dtype, shelf
-        stored = x.to("cpu", x.dtype if shelf is None or shelf.dtype is None else shelf.dtype)
+    def __init__(self, x: torch.Tensor, store: "ActivationStore | None" = None) -> None:
+        self._device, self._dtype, self._store = x.device, x.dtype, store
+        stored = x.to("cpu", x.dtype if store is None or store.dtype is None else store.dtype)
         self._size = stored.nbytes
-        self._file = None if shelf is None else shelf.place(self._size)
+        self._file = None if store is None else store.place(self._size)
         self._x: torch.Tensor | None = stored
         if self._file is not None:
             _save(stored, self._file)
@@ -34,8 +34,8 @@ class StoredActivation:
 
     def drop(self) -> None:
         """Free the memory, or remove the file."""
-        if self._x is not None and self._shelf is not None:
-            self._shelf.free(self._size)
+        if self._x is not None and self._store is not None:
+            self._store.free(self._size)
         self._x = None
         if self._file is not None:
             self._file.unlink(missing_ok=True)

@@ -28,7 +28,7 @@ class BlockInputs:
     named   there is no positional argument
     items   blocks return a tuple of so many items, the next block's input first; None: that input alone
     calls   the other arguments for each block of a model: a later block may see another mask than the first
-    shelf   where activations are while they are not needed; None: in memory
+    store   where activations are while they are not needed; None: in memory
     tokens  how many it has
     held    whether its tokens are held back; None: spans of them are, see `hessian`
     """
@@ -39,7 +39,7 @@ class BlockInputs:
     named: bool = False
     items: int | None = None
     calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]] = ()
-    shelf: ActivationStore | None = None
+    store: ActivationStore | None = None
     held: bool | None = None
     tokens: int = 0
 
@@ -65,7 +65,7 @@ class BlockInputs:
 
     def keep(self, x: torch.Tensor) -> StoredActivation:
         """A tensor that is needed later."""
-        return StoredActivation(x, self.shelf)
+        return StoredActivation(x, self.store)
 
     def copy(self) -> Self:
         """The same inputs, to go through other blocks."""
@@ -87,7 +87,7 @@ def as_returned(x: torch.Tensor, items: int | None) -> Any:
 
 
 def first_inputs(
-    model: nn.Module, blocks: Sequence[nn.Module], batches: Iterable[torch.Tensor], shelf: ActivationStore
+    model: nn.Module, blocks: Sequence[nn.Module], batches: Iterable[torch.Tensor], store: ActivationStore
 ) -> list[BlockInputs]:
     """The blocks' inputs, batch by batch. Blocks do not run: each returns the first one's input.
 
@@ -125,7 +125,7 @@ def first_inputs(
         for tokens in batches:
             with suppress(StopForward):
                 model(tokens.to(device), use_cache=False)
-            found.append(BlockInputs(None, items=items, calls=calls, shelf=shelf, tokens=tokens.numel()))
+            found.append(BlockInputs(None, items=items, calls=calls, store=store, tokens=tokens.numel()))
             found[-1].advance(first[0])
             calls, first = [], []
     finally:

@@ -62,7 +62,7 @@ def drawn(weights: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 def output_hessians(
     model: FloatModel,
     tokens: torch.Tensor,
-    shelf: ActivationStore,
+    store: ActivationStore,
     first: int = 0,
     resume: StoredInputs | None = None,
     held: torch.Tensor | None = None,
@@ -72,7 +72,7 @@ def output_hessians(
     """A of each layer that tokens reach, last first, as `two_sided.round_two_sided` takes it; then `embeddings_matrix`.
 
     tokens    int64 [sequences, length], all or a part of them
-    shelf     for activations
+    store     for activations
     first     the number of the first batch, of `sequences_at_once` each, among those of all parts
     resume    where the gradients are kept at the inputs of the block that was finished last. Layers from this block on
               were in an earlier run's answer
@@ -81,7 +81,7 @@ def output_hessians(
     products  False: without A, which has no blocks then, and without the embeddings
     """
     with torch.no_grad():
-        passes = Passes(model, tokens, sequences_at_once(model, tokens.shape[1]), shelf, first, held)
+        passes = Passes(model, tokens, sequences_at_once(model, tokens.shape[1]), store, first, held)
         embeddings, head = model.embedding_and_head()
         as_head = (passes.head_hessian(), passes.head_gradients()) if products and embeddings == head else None
     for name, outputs in passes.output_products(ROWS if products else 0, resume=resume, norms=norms):
@@ -95,7 +95,7 @@ def output_hessians(
 class Passes:
     """Token sequences int64 [sequences, length] and a model; see the module's docstring.
 
-    shelf   for the activations between blocks; None: they stay in memory
+    store   for the activations between blocks; None: they stay in memory
     first   the number of the first batch, which decides what tokens are drawn
     held    bool [tokens]: which are held back; None: spans of them
     calls   the blocks' arguments, for each batch
@@ -108,7 +108,7 @@ class Passes:
     model: FloatModel
     tokens: torch.Tensor
     batch: int
-    shelf: ActivationStore | None = None
+    store: ActivationStore | None = None
     first: int = 0
     held: torch.Tensor | None = None
     room: Callable[[], bool] = lambda: False
@@ -174,8 +174,8 @@ class Passes:
             self.model.drop(block)
 
     def kept(self, x: torch.Tensor) -> Any:
-        """Activations on the shelf, where there is one."""
-        return x.cpu() if self.shelf is None else StoredActivation(x, self.shelf)
+        """Activations in the store, where there is one."""
+        return x.cpu() if self.store is None else StoredActivation(x, self.store)
 
     def layers(self, block: int) -> Iterator[tuple[str, nn.Module]]:
         """A block's layers by their names in the checkpoint."""
@@ -223,8 +223,8 @@ class Passes:
         left to H of the inputs, see `token_weights`.
 
         Diagonal blocks of at most so many rows; 0 beyond the last block's rows. Of the embeddings, all of it. The
-        embeddings and the head are freed before the first of them, and each block's inputs after it if on a shelf.
-        `resume` as in `output_hessians`.
+        embeddings and the head are freed before the first of them, and each block's inputs after it if they are in a
+        store. `resume` as in `output_hessians`.
 
         rows   0: none of these; no block for each layer, and nothing for the embeddings
         norms  is given |g| of each token, once for the experts of a mixture: of g at the mixture's outputs. A layer
@@ -239,12 +239,12 @@ class Passes:
         self.model.drop(None)
         self.model.drop_head()
         end = done or len(self.model.blocks)
-        if self.shelf is not None:
+        if self.store is not None:
             while len(self.inputs) > end:
                 for kept in self.inputs.pop():
                     kept.drop()
         for i in reversed(range(end)):
-            yield from self._backward(i, rows, gradients, norms, forget=self.shelf is not None)
+            yield from self._backward(i, rows, gradients, norms, forget=self.store is not None)
             if resume is not None and i:
                 for batch, gradient in enumerate(gradients):
                     resume.write(i, batch, False, gradient)

@@ -42,11 +42,11 @@ def mean_input_squares(
     source.model.eval()
     parts = tokens.split(batch)
     found: dict[str, tuple[np.ndarray, int]] = {}
-    with ActivationStore(offload, memory) as shelf:
+    with ActivationStore(offload, memory) as store:
         source.load(None)
         source.load(0)
         try:
-            batches = first_inputs(source.model, source.blocks, parts, shelf)
+            batches = first_inputs(source.model, source.blocks, parts, store)
         finally:
             source.drop(0)
             source.drop(None)

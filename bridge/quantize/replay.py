@@ -68,7 +68,7 @@ class Replay:
         if self.returns(layer):
             if layer in self.inputs:
                 self.inputs.pop(layer).drop()
-            if self.batch.shelf is None or self.batch.shelf.has_room(x.nbytes):
+            if self.batch.store is None or self.batch.store.has_room(x.nbytes):
                 self.inputs[layer] = self.batch.keep(x)
 
     def output(self, layer: str) -> torch.Tensor | None:

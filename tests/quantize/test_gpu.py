@@ -27,9 +27,9 @@ def quantized(device: str) -> tuple[list[np.ndarray], set[torch.device]]:
     method = Method(superblocks("Q4_0"), alpha=0.0)
     codes = [done.codes for _, done in quantize_block(block, batches, method.layer)]
     places = set()
-    with ActivationStore(None) as shelf:
+    with ActivationStore(None) as store:
         for batch in batches:
-            batch.shelf = shelf
+            batch.store = store
             batch.advance(batch.run(block))
             assert batch.value().device == batches[0].value().device == torch.device(device)
             places.add(batch.x._x.device)

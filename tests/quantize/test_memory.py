@@ -151,8 +151,8 @@ def most_for_gradients(folder: Path, layers: int, on_disk: bool) -> int:
     tokens = torch.randint(0, 64, (64, 64), generator=torch.Generator().manual_seed(0))
     with open_checkpoint(model) as checkpoint:
         streamed = FloatModel(checkpoint)
-        with Live() as live, ActivationStore(files if on_disk else None) as shelf:
-            found = sum(1 for _ in output_hessians(streamed, tokens, shelf))
+        with Live() as live, ActivationStore(files if on_disk else None) as store:
+            found = sum(1 for _ in output_hessians(streamed, tokens, store))
         assert found == 7 * layers + 1  # with the embeddings
         assert all(p.is_meta for p in streamed.model.parameters())
     assert not list(files.iterdir())
@@ -231,10 +231,10 @@ def test_the_peak_is_what_is_counted_before_the_start(
         )
         job = needs.Job(model, (sequences, 128), bits, settings)
         sizes = needs._Sizes(job)
-        with Live() as live, ActivationStore(None) as shelf:
+        with Live() as live, ActivationStore(None) as store:
             if what == "gradients":
                 expected = sizes.gradients() + sizes.activations_of_gradients()
-                for _ in output_hessians(model, tokens, shelf):
+                for _ in output_hessians(model, tokens, store):
                     pass
             else:
                 expected = max(sizes.layers(), sizes.head()) + sizes.activations()

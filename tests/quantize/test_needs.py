@@ -124,29 +124,29 @@ def test_activations_beyond_the_limit_go_to_disk_and_too_small_a_limit_is_refuse
             needs_of(job, 1_000_000)
 
 
-def test_a_shelf_keeps_as_much_in_memory_as_it_may(tmp_path: Path) -> None:
+def test_a_store_of_activations_keeps_as_much_in_memory_as_it_may(tmp_path: Path) -> None:
     x = torch.randn(8, 64)
-    with ActivationStore(tmp_path, 2 * x.nbytes) as shelf:
-        kept = [StoredActivation(x, shelf) for _ in range(3)]
+    with ActivationStore(tmp_path, 2 * x.nbytes) as store:
+        kept = [StoredActivation(x, store) for _ in range(3)]
         assert len(list(tmp_path.glob("*/*.pt"))) == 1
         assert all(torch.equal(own.value(), x) for own in kept)
         kept[0].drop()
-        kept.append(StoredActivation(x, shelf))
+        kept.append(StoredActivation(x, store))
         assert len(list(tmp_path.glob("*/*.pt"))) == 1
     assert not list(tmp_path.iterdir())
-    with ActivationStore(None, dtype=torch.bfloat16) as shelf:
-        found = StoredActivation(x, shelf).value()
+    with ActivationStore(None, dtype=torch.bfloat16) as store:
+        found = StoredActivation(x, store).value()
     assert found.dtype == torch.float32
     assert torch.equal(found, x.bfloat16().float())
 
 
 def test_memory_without_a_folder_limits_only_what_can_be_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activations, "free_memory", lambda: 1000)
-    shelf = ActivationStore(None)
-    assert shelf.place(800) is None
-    assert not shelf.has_room(1)
-    shelf.free(800)
-    assert shelf.has_room(500)
+    store = ActivationStore(None)
+    assert store.place(800) is None
+    assert not store.has_room(1)
+    store.free(800)
+    assert store.has_room(500)
 
 
 def test_a_checkpoint_in_bfloat16_is_computed_in_it_where_the_cpu_multiplies_it(
@@ -176,8 +176,8 @@ def test_a_checkpoint_in_bfloat16_is_computed_in_it_where_the_cpu_multiplies_it(
             assert weight.dtype == dtype
             assert torch.equal(weight.float(), weights["model.layers.0.mlp.up_proj.weight"].bfloat16().float())
             own.drop(0)
-            with ActivationStore(None) as shelf:
-                found.append(dict(forward_passes.output_hessians(own, tokens, shelf)))
+            with ActivationStore(None) as store:
+                found.append(dict(forward_passes.output_hessians(own, tokens, store)))
     assert found[0].keys() == found[1].keys()
     for name, outputs in found[0].items():
         own, other = outputs.blocks, found[1][name].blocks
