@@ -6,7 +6,8 @@
 
 Opening reads configs and headers only. Reading is thread-safe; every array is a new one. Start with `grouped`, the form
 to which all formats are converted. files/ finds and reads tensors, labels/ identifies the format, formats/ has a reader
-for each, repack/ rewrites GPTQ's zero points. `files.hub` also downloads from the Hub.
+for each, repack/ rewrites GPTQ's zero points, write/ writes checkpoints of quantized layers. `files.hub` also downloads
+from the Hub.
 """
 
 import math

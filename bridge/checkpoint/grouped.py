@@ -132,6 +132,7 @@ class GroupedTensor(CodedTensor):
     notes: tuple[str, ...] = field(default=())  # what the reader found and did, for the report
     ternary: bool = False
     per_group: ClassVar = ("scales", "zeros")
+    kind: ClassVar = "int"
 
     def __post_init__(self) -> None:
         out, columns = self.codes.shape

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from bridge.checkpoint.write import FORMATS, in_words
 from bridge.cli.options import add_calibration, calibration, command
 from bridge.encode.limits import REQUANTIZED_LIMIT
 
@@ -22,13 +23,8 @@ def add_parser(commands: Any) -> None:
     p = command(commands, "export", run, _DESCRIPTION)
     p.add_argument("model", help="GGUF, or any shard of one")
     p.add_argument("out", type=Path, help="folder to write")
-    p.add_argument(
-        "--format",
-        choices=("floats", "gptq", "gptq_v2", "gptq_p", "awq", "compressed-tensors", "mlx", "hqq", "modelopt"),
-        default="floats",
-        help="floats, gptq (v1), gptq_v2, gptq_p (planar, of GPTQModel: 5 to 7 bits too), awq (gemm), "
-        "compressed-tensors (pack-quantized, or 4-bit floats), mlx, hqq or modelopt (NVFP4) (default: floats)",
-    )
+    formats = ("floats", *FORMATS)
+    p.add_argument("--format", choices=formats, default="floats", help=f"{in_words(formats)} (default: floats)")
     p.add_argument(
         "--bits",
         type=int,

@@ -4,6 +4,7 @@ import argparse
 from typing import Any
 
 from bridge.blocks.tensor_types import FLOAT_TYPES
+from bridge.checkpoint.write import QUANTIZED, in_words
 from bridge.cli import convert
 from bridge.cli.options import (
     add_budget,
@@ -47,7 +48,7 @@ def add_parser(commands: Any) -> None:
     add_options(types, ConvertOptions, [name for name in convert.TYPES if name != "type"])
     add_options(p.add_argument_group("model"), ConvertOptions, convert.MODEL)
     groups = p.add_argument_group("a checkpoint instead of a GGUF")
-    groups.add_argument("--format", choices=("gptq", "gptq_v2", "awq"), help="gptq is v1, awq AutoAWQ's gemm layout")
+    groups.add_argument("--format", choices=QUANTIZED, help=in_words(QUANTIZED))
     unset = argparse.SUPPRESS  # so that `run` sees what was asked for; the defaults are the function's
     groups.add_argument("--bits", type=int, default=unset, metavar="N", help="bits of a code (default: 4)")
     groups.add_argument(

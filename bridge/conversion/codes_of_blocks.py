@@ -24,19 +24,15 @@ from numpy.typing import DTypeLike
 
 from bridge.blocks import TYPES, BlockType
 from bridge.blocks.read import READ
-from bridge.checkpoint.formats.fp4 import GROUPS, Fp4Tensor
+from bridge.checkpoint.formats.fp4 import GROUPS
 from bridge.checkpoint.grouped import GroupedTensor, PackedTensor
+from bridge.checkpoint.write.block_words import ReusedArrays, gather_halves, halves_at, pack_words
 from bridge.encode.block_bytes import unpack_fields, unpack_halves, unpack_scales
-from bridge.encode.block_words import Room, gather_halves, halves_at, pack_words
 
 _WHOLE = 0.2  # zero points of a carried tensor are nearer to whole numbers
 _NO_SIGN, _INFINITE = np.uint16(0x7FFF), 0x7C00  # of the bits of a half
 _GREATEST = 0x5FFF  # 65504 / 128
 _SIZES = (4096, 2048, 1024, 512, 256, 128, 64, 32, 16)
-
-
-class NotPlain(Exception):
-    """Blocks whose codes and scales are not the format's, in a layer whose first rows are."""
 
 
 def codes_of(
@@ -80,30 +76,24 @@ def codes_of(
     return _grouped(name, width, codes, scales, zeros, block.sub)
 
 
-def fp4_of(name: str, type: str, raw: np.ndarray, scale: float) -> Fp4Tensor | None:
-    """The 4-bit floats of MXFP4's or NVFP4's blocks uint8 [out, row bytes]; None for others, and where a scale of MXFP4
-    stands for NaN.
+def fp4_scales(type: str, raw: np.ndarray) -> np.ndarray:
+    """The scales of MXFP4's or NVFP4's blocks uint8 [out, row bytes], as the bits of 8-bit floats: uint8 [out, G].
 
-    scale  of the whole tensor
+    The sign of NVFP4's is ignored, and its NaN is read as 0, as llama.cpp reads them.
     """
-    scales = fp4_scales(type, raw)
-    if scales is None:
-        return None
-    return Fp4Tensor(name, type, unpack_fields(TYPES[type], raw)[0], scales, GROUPS[type], scale)
-
-
-def fp4_scales(type: str, raw: np.ndarray) -> np.ndarray | None:
-    """The scales of such blocks, uint8 [out, G]; None where `fp4_of` returns None."""
-    if type not in GROUPS:
-        return None
     block = TYPES[type]
     count = block.size // block.sub  # of a block, which begins with them
     heads = raw.view(f"u{count}").reshape(len(raw), -1, block.nbytes // count)[:, :, 0]
     heads = np.ascontiguousarray(heads).view(np.uint8)
     if type == "MXFP4":
-        return None if (heads == 255).any() else heads
-    heads = heads & 127  # the sign is ignored, and NaN is read as 0
+        return heads
+    heads = heads & 127
     return np.where(heads == 127, np.uint8(0), heads)
+
+
+def has_nan_scale(type: str, raw: np.ndarray) -> bool:
+    """Whether a scale of such blocks stands for NaN."""
+    return type == "MXFP4" and bool((fp4_scales(type, raw) == 255).any())
 
 
 def is_plain(type: str, raw: np.ndarray) -> bool:
@@ -113,18 +103,12 @@ def is_plain(type: str, raw: np.ndarray) -> bool:
     block = TYPES.get(type)
     if block is None or block.is_k or block.values:
         return False
-    offsets = halves_at(block, raw, block.dmin_at) if block.has_min else None
-    return _are_plain(halves_at(block, raw, block.d_at), offsets)
-
-
-def _are_plain(scales: np.ndarray, offsets: np.ndarray | None) -> bool:
-    """`is_plain` of the bits of all scales and offsets, uint16 of any strides."""
-    scales = scales & _NO_SIGN
+    scales = halves_at(block, raw, block.d_at) & _NO_SIGN
     if scales.max(initial=0) > _GREATEST:
         return False
-    if offsets is None:
+    if not block.has_min:
         return True
-    offsets = offsets & _NO_SIGN
+    offsets = halves_at(block, raw, block.dmin_at) & _NO_SIGN
     return bool(offsets.max(initial=0) < _INFINITE and ((scales != 0) | (offsets == 0)).all())
 
 
@@ -135,15 +119,14 @@ def packed_of(
     shape: tuple[int, int],
     scale: float,
     transposed: bool,
-    room: Room,
+    arrays: ReusedArrays,
 ) -> PackedTensor:
-    """Blocks of TYPES_IN_WORDS that `is_plain`, or with `fp4_scales`, without a byte per code. Raises NotPlain for
-    others.
+    """Blocks of TYPES_IN_WORDS, `is_plain` or without `has_nan_scale`, as words: without a byte per code.
 
     pieces      uint8 [rows, row bytes]: runs of rows that are `shape`, [out, in], together
     scale       of the whole tensor
     transposed  as GPTQ stores it
-    room        for its arrays
+    arrays      for words, scales and biases
     """
     block, (out, columns) = TYPES[type], shape
     bits, groups = (block.levels - 1).bit_length(), columns // block.sub
@@ -151,7 +134,7 @@ def packed_of(
 
     def empty(part: str, width: int, dtype: DTypeLike) -> np.ndarray:
         """[out, width], a view of its transpose if that is wanted."""
-        return room.empty(part, (width, out), dtype).T if transposed else room.empty(part, (out, width), dtype)
+        return arrays.empty(part, (width, out), dtype).T if transposed else arrays.empty(part, (out, width), dtype)
 
     words = empty("words", columns * bits // 32, np.uint32)
     scales = empty("scales", groups, np.uint8 if fp4 else np.float16)
@@ -160,17 +143,11 @@ def packed_of(
         rows = slice(row, row := row + len(raw))
         pack_words(block, raw, words[rows])
         if fp4:
-            found = fp4_scales(type, raw)
-            if found is None:
-                raise NotPlain
-            scales[rows] = found
+            scales[rows] = fp4_scales(type, raw)
             continue
         gather_halves(block, raw, block.d_at, scales[rows])
         if biases is not None:
             gather_halves(block, raw, block.dmin_at, biases[rows])
-        offsets = None if biases is None else biases[rows].view(np.uint16)
-        if not _are_plain(scales[rows].view(np.uint16), offsets):
-            raise NotPlain
     kind, zero = (type, 0) if fp4 else ("int", block.zero)
     return PackedTensor(name, bits, words, scales, block.sub, zero, biases, kind, scale)
 

@@ -2,16 +2,14 @@
 
     bridge.export("model.gguf", "folder", "gptq_v2")
 
-Names and row orders are the family's (`gguf_source`), codes and groups come from the blocks (`layer_forms`), and the
+Names and row orders are the family's (`gguf_source`), codes and groups come from the blocks (`layer_plan`), and the
 folder is written as `quantize --format` writes one. Memory holds some rows of a layer: the headers tell bits and
-groups, for which layers are read once before. Of layers whose first rows are packed as they are, the others are taken
-to be, and all is written again if they are not.
+groups, for which layers are read once before.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -21,35 +19,29 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from bridge.checkpoint.files.folder import check_folder
+from bridge.checkpoint.formats.written import WrittenFormat
 from bridge.checkpoint.grouped import GroupedTensor, PackedTensor
-from bridge.conversion.codes_of_blocks import NotPlain
-from bridge.conversion.expert_stacks import in_stacks
+from bridge.checkpoint.write import FORMATS
+from bridge.checkpoint.write.block_words import ReusedArrays
+from bridge.checkpoint.write.writer import CheckpointWriter
+from bridge.conversion.checkpoint_plan import CheckpointPlan
 from bridge.conversion.gguf_checkpoint import open_source
 from bridge.conversion.gguf_config import checked_source, write_config
-from bridge.conversion.gguf_source import Assembled, GgufSource, Place
-from bridge.conversion.layer_forms import (
+from bridge.conversion.gguf_source import GgufSource
+from bridge.conversion.layer_codes import LayerCodes, Rows
+from bridge.conversion.layer_plan import (
     ALL_CODES,
     AS_FLOATS,
-    BITS,
     CALIBRATED,
     EXACT,
     ROUNDED,
-    Form,
-    codes_at,
-    common_size,
-    form_of,
     is_symmetric,
-    lost,
     noise_of,
-    slices,
 )
-from bridge.conversion.mlx_config import mlx_config
 from bridge.conversion.paths import files_of
 from bridge.conversion.to_checkpoint import calibrate_groups
-from bridge.encode.block_words import Room
 from bridge.errors import BridgeError, parameter
 from bridge.gguf_file.reader import StoredModel, expect_model, read_gguf
-from bridge.quantize.checkpoint_writer import CheckpointWriter
 from bridge.quantize.settings import Calibration
 from bridge.system import compiling
 from bridge.system.files import expanded
@@ -61,9 +53,7 @@ from bridge.system.text import align, compile_text, percent, size_text, summaris
 if TYPE_CHECKING:
     from bridge.quantize.layer_store import LayerStore
 
-FORMATS = ("floats", "gptq", "gptq_v2", "gptq_p", "awq", "compressed-tensors", "mlx", "hqq", "modelopt")
 DTYPES = ("F16", "BF16", "F32")
-_LAYER = re.compile(r"blk\.\d+\.(attn|ffn)_(?!gate_inp)[a-z_]+\.weight")
 
 
 @dataclass
@@ -139,7 +129,7 @@ def export(
               "compressed-tensors" (pack-quantized, MXFP4, NVFP4), "mlx" (affine, mxfp4, nvfp4), "hqq" or "modelopt"
               (NVFP4). The layers of the decoder's blocks keep their codes where the format holds them, see
               `codes_of_blocks`; the others are rounded, or floats where the format has too few bits. The experts of
-              a mixture are stacks in MLX, or floats in families whose stacks mlx-lm does not name, see `mlx_experts`
+              a mixture are stacks in MLX, or floats in families whose stacks mlx-lm does not name, see `mlx_models`
     bits      that layers have at most: those whose codes take more, and floats, are rounded to them; None: layers have
               those that their codes take, or are rounded to the least that add under 15% of the type's own noise, or 8
               where that is not known
@@ -159,20 +149,22 @@ def export(
     cannot hold.
     """
     started, compiled = compiling.clock(), compiling.seconds()
-    if format not in FORMATS:
-        raise BridgeError(f"unknown {parameter('format', format)}: choose {', '.join(FORMATS)}")
-    if bits is not None and bits not in BITS.get(format, ()):
-        known = ", ".join(map(str, BITS.get(format, ())))
+    if format not in ("floats", *FORMATS):
+        raise BridgeError(f"unknown {parameter('format', format)}: choose floats, {', '.join(FORMATS)}")
+    written = FORMATS.get(format)
+    if bits is not None and (written is None or bits not in written.bits):
+        known = ", ".join(map(str, written.bits if written else ()))
         raise BridgeError(f"{parameter('bits', bits)}: {format} has {known or 'no codes that are rounded to'}")
     if dtype not in (None, *DTYPES):
         raise BridgeError(f"unknown {parameter('dtype', dtype)}: choose {', '.join(DTYPES)}")
-    if calibrate is not None and format == "floats":
+    if calibrate is not None and written is None:
         raise BridgeError(f"{parameter('calibrate')}: floats are not rounded; choose another {parameter('format')}")
     gguf = read_gguf(expanded(model))
     expect_model(gguf.metadata, gguf.files[0])
     if dtype is None:
-        dtype = "BF16" if format != "mlx" and any(t.type == "BF16" for t in gguf.tensors.values()) else "F16"
-    quantized = format != "floats"
+        dtype = "BF16" if any(tensor.type == "BF16" for tensor in gguf.tensors.values()) else "F16"
+        dtype = (written and written.dtype) or dtype
+    quantized = written is not None
     with ExitStack() as stack:
         if config is None:
             made = Path(stack.enter_context(TemporaryDirectory()))
@@ -181,11 +173,7 @@ def export(
         else:
             source = GgufSource(gguf, expanded(config), dtype, quantized)
         home = None if config is None else expanded(config)
-        request = gguf, source, expanded(out), format, bits, calibrate, home, force, progress
-        try:
-            done = _write(*request, first_rows_tell=True)
-        except NotPlain:
-            done = _write(*request, first_rows_tell=False)
+        done = _write(gguf, source, expanded(out), written, bits, calibrate, home, force, progress)
     done.seconds, done.compile_seconds = compiling.clock() - started, compiling.seconds() - compiled
     return done
 
@@ -194,135 +182,110 @@ def _write(
     gguf: StoredModel,
     source: GgufSource,
     path: Path,
-    format: str,
+    written: WrittenFormat | None,
     bits: int | None,
     calibrate: Calibration | None,
     home: Path | None,
     force: bool,
     progress: Progress | None,
-    first_rows_tell: bool,
 ) -> Exported:
-    """Write the folder; the times are left to the caller. Raises NotPlain if first rows do not tell what others are."""
+    """Write the folder; the times are left to the caller."""
     check_folder(source, path, force, [*gguf.files, *files_of(*(calibrate.files if calibrate else []))])
-    reports: dict[str, ExportedTensor] = {}
-    own_forms: dict[str, Form | None] = {}
-    whole: dict[str, Place] = {}
-    float_stacks = 0
-    for name, place in source.places.items():
-        reports[name] = ExportedTensor(name, place.stored.type, AS_FLOATS)
-        if format == "floats" or not _LAYER.fullmatch(place.stored.name):
-            continue
-        if isinstance(place, Place) and len(place.part.shape) == 2:
-            own_forms[place.part.module] = form_of(place, format, bits, first_rows_tell)
-            whole[place.part.module] = place
-        elif isinstance(place, Assembled) and place.places[0].part.matrix is not None:
-            float_stacks += 1
-    forms = {module: form for module, form in own_forms.items() if form is not None}
-    stacks: dict[str, tuple[str, int]] = {}
-    if format == "mlx":
-        source.config = mlx_config(source.config)
-        forms, stacks = in_stacks(str(source.config.get("model_type")), own_forms)
-    own_sizes = {form.groups.group_size for form in forms.values()}
-    if format == "awq":
-        forms = common_size(forms, whole)
-    layers = {module: form.groups for module, form in forms.items()}
-    if format != "floats" and not layers:
-        rounding = (
-            f", or {parameter('bits', max(BITS[format]))}, which rounds them" if BITS[format] and not bits else ""
-        )
-        raise BridgeError(
-            f"{gguf.files[0]}: has no layer that {format} holds; choose {parameter('format', 'floats')}{rounding}"
-        )
-    notes = [*source.notes]
-    kept: LayerStore | None = None
-    if calibrate is not None:
-        kept, said = _calibrated(gguf, home, path, format, forms, calibrate, force)
-        forms = {m: replace(form, how=CALIBRATED) if m in kept.layers else form for m, form in forms.items()}
-        notes += said
+    reports = {name: ExportedTensor(name, tensor.stored.type, AS_FLOATS) for name, tensor in source.places.items()}
+    notes, stored, plan = [*source.notes], None, None
+    if written is not None:
+        plan = CheckpointPlan(source, written, bits)
+        source.config = written.config(source.config)
+        if not plan.layers:
+            rounding = (
+                "" if bits or not written.bits else f", or {parameter('bits', written.bits[-1])}, which rounds them"
+            )
+            floats = parameter("format", "floats")
+            raise BridgeError(f"{gguf.files[0]}: has no layer that {written.name} holds; choose {floats}{rounding}")
+        if calibrate is not None:
+            stored, more = _calibrated(gguf, home, path, plan, calibrate, force)
+            notes += more
+        notes += plan.notes()
     with CheckpointWriter(
         source,
         path,
-        format if layers else "gptq_v2",
-        layers,
-        stacks=stacks,
-        clamp=kept is not None,  # GPTQ v1: a calibrated zero point of 0
+        written.name if written else None,
+        {module: layer.groups for module, layer in plan.layers.items()} if plan else {},
+        stacks=plan.stacks if plan else {},
+        clamp=stored is not None,  # GPTQ v1: a calibrated zero point of 0
         force=force,
         progress=progress,
     ) as writer:
-        sums = dict.fromkeys(forms, (0.0, 0.0))
-        for module, layer in kept.layers.items() if kept is not None else ():
-            codes, every_row = layer.tensor(), (slice(0, whole[module].part.shape[0]),)
-            writer.add(codes)
-            sums[module] = lost(whole[module], format, forms[module], codes, every_row)
-        others = {module: form for module, form in forms.items() if form.how != CALIBRATED}
-        for first, tensor, (error, signal) in _layers(whole, others, format):
-            writer.add(tensor, first)
-            sums[tensor.name] = sums[tensor.name][0] + error, sums[tensor.name][1] + signal
-        for module, form in forms.items():
-            reports[f"{module}.weight"] = _report(whole[module], form, *sums[module])
-        written = writer.finish()
-    if kept is not None:
-        kept.remove()
-    rest = sum(t.how == ROUNDED for t in reports.values())
-    if rest:
-        offer = "" if format == "awq" else f"; {parameter('calibrate')} quantizes such layers with a text"
-        within = f" in {bits} bits" if bits else ""
-        notes.append(f"{rest} layers have no codes that {format} holds{within}: rounded{offer}")
-    if format == "awq" and len(own_sizes) > 1:
-        size = next(iter(layers.values())).group_size
-        notes.append(f"all layers have groups of {size}, since AWQ has one size: scales of larger groups are repeated")
-    experts = 0 if stacks else sum(".experts." in module for module in own_forms)
-    if format == "mlx" and experts:
-        notes.append(f"{experts} matrices of experts are floats: mlx-lm has no stacks of codes that hold all of them")
-    if float_stacks:
-        notes.append(
-            f"{float_stacks} stacks of experts are floats: checkpoints of this architecture have them as one tensor"
-        )
-    return Exported(written.out, format, list(reports.values()), written.nbytes, 0.0, notes)
+        if plan is not None:
+            reports |= {report.name: report for report in _write_layers(writer, plan, stored)}
+        done = writer.finish()
+    if stored is not None:
+        stored.remove()
+    return Exported(done.out, done.format, list(reports.values()), done.nbytes, 0.0, notes)
 
 
 def _calibrated(
     gguf: StoredModel,
     home: Path | None,
     path: Path,
-    format: str,
-    forms: Mapping[str, Form],
+    plan: CheckpointPlan,
     calibrate: Calibration,
     force: bool,
 ) -> tuple[LayerStore, list[str]]:
-    """The layers that would be rounded, quantized with a text, and notes.
+    """The layers that would be rounded, quantized with a text, and notes; `plan` becomes theirs.
 
     home  the folder of config and tokenizer; None: they are made of the metadata
     """
-    layers = {module: form.groups for module, form in forms.items() if form.how == ROUNDED}
+    written = plan.written
+    layers = {module: layer.groups for module, layer in plan.layers.items() if layer.how == ROUNDED}
     if not layers:
         given = parameter("calibrate")
-        raise BridgeError(f"{gguf.files[0]}: {format} holds the codes of all its layers; export it without {given}")
-    if calibrate.act_order == "free" and not format.startswith("gptq"):
+        raise BridgeError(
+            f"{gguf.files[0]}: {written.name} holds the codes of all its layers; export it without {given}"
+        )
+    if calibrate.act_order == "free" and not written.act_order:
         given = parameter("act_order", "free")
-        raise BridgeError(f"{given}: {format} has no column permutation; choose fixed, static or none")
-    symmetric = {module for module, groups in layers.items() if is_symmetric(groups.bits, format)}
+        raise BridgeError(f"{given}: {written.name} has no column permutation; choose fixed, static or none")
+    symmetric = {module for module, groups in layers.items() if is_symmetric(groups.bits, written)}
     with open_source(gguf.files[0], home, by_family=True) as ckpt:
-        return calibrate_groups(ckpt, layers, symmetric, calibrate, path, force)
+        stored, notes = calibrate_groups(ckpt, layers, symmetric, calibrate, path, force)
+    for module in stored.layers:
+        plan.layers[module] = replace(plan.layers[module], how=CALIBRATED)
+    return stored, notes
 
 
-def _layers(
-    places: dict[str, Place], forms: dict[str, Form], format: str
-) -> Iterator[tuple[int, GroupedTensor | PackedTensor, tuple[float, float]]]:
-    """Rows of layers: how many came before, codes, and `lost`. While some are written, the next are made."""
+def _write_layers(
+    writer: CheckpointWriter, plan: CheckpointPlan, stored: LayerStore | None
+) -> Iterator[ExportedTensor]:
+    """Write all layers, and report on them."""
+    layers = {module: LayerCodes(plan.sources[module], plan.written, layer) for module, layer in plan.layers.items()}
+    sums = dict.fromkeys(layers, (0.0, 0.0))
+    calibrated = stored.layers if stored is not None else {}
+    for module, layer in calibrated.items():
+        codes = layer.tensor()
+        writer.add(codes)
+        sums[module] = layers[module].squared_errors(codes, (slice(0, codes.shape[0]),))
+    for first, tensor, (error, signal) in _rows_of([layers[module] for module in layers if module not in calibrated]):
+        writer.add(tensor, first)
+        sums[tensor.name] = sums[tensor.name][0] + error, sums[tensor.name][1] + signal
+    return (_report(layer, *sums[module]) for module, layer in layers.items())
 
-    def made(
-        module: str, runs: tuple[slice, ...], room: Room
-    ) -> tuple[int, GroupedTensor | PackedTensor, tuple[float, float]]:
-        place, form = places[module], forms[module]
-        tensor = codes_at(place, format, form, runs, room)
-        return runs[0].start * len(runs), tensor, lost(place, format, form, tensor, runs)
 
-    work = ((name, runs) for name, form in forms.items() for runs in slices(places[name].part.shape, format, form))
+_Written = tuple[int, GroupedTensor | PackedTensor, tuple[float, float]]
+
+
+def _rows_of(layers: Iterable[LayerCodes]) -> Iterator[_Written]:
+    """Rows of layers: how many came before, codes, and squared errors. While some are written, the next are made."""
+
+    def codes(layer: LayerCodes, rows: Rows, arrays: ReusedArrays) -> _Written:
+        tensor = layer.codes(rows, arrays)
+        return rows[0].start * len(rows), tensor, layer.squared_errors(tensor, rows)
+
+    work = ((layer, rows) for layer in layers for rows in layer.runs())
     with ThreadPoolExecutor(1) as thread:
-        ahead: Future[tuple[int, GroupedTensor | PackedTensor, tuple[float, float]]] | None = None
-        for (module, runs), room in zip(work, cycle((Room(), Room()))):
-            following = thread.submit(made, module, runs, room)
+        ahead: Future[_Written] | None = None
+        for (layer, rows), arrays in zip(work, cycle((ReusedArrays(), ReusedArrays()))):
+            following = thread.submit(codes, layer, rows, arrays)
             if ahead is not None:
                 yield ahead.result()
             ahead = following
@@ -330,13 +293,13 @@ def _layers(
             yield ahead.result()
 
 
-def _report(place: Place, form: Form, error: float, signal: float) -> ExportedTensor:
+def _report(layer: LayerCodes, error: float, signal: float) -> ExportedTensor:
     """What became of a layer. Blocks that are written as they are need not be compared."""
-    groups, how = form.groups, form.how
-    noise = noise_of(place) if how == ROUNDED else None  # calibrated weights move on purpose
+    source, groups, how = layer.source, layer.plan.groups, layer.plan.how
+    noise = noise_of(source) if how == ROUNDED else None  # calibrated weights move on purpose
     return ExportedTensor(
-        f"{place.part.module}.weight",
-        place.stored.type,
+        f"{source.part.module}.weight",
+        source.stored.type,
         ALL_CODES if how == EXACT and error else how,
         groups.bits,
         groups.group_size,

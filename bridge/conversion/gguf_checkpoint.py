@@ -22,7 +22,7 @@ from bridge.checkpoint.files.hub import kind_of, open_by_name
 from bridge.checkpoint.files.store import Store, TensorInfo
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.conversion.gguf_config import checked_source, write_config
-from bridge.conversion.gguf_source import Assembled, GgufSource, Place
+from bridge.conversion.gguf_source import AssembledTensor, GgufSource, SourceTensor
 from bridge.errors import BridgeError, parameter
 from bridge.gguf_file.reader import StoredModel, StoredTensor, expect_model, read_gguf
 from bridge.models.outline import Outline, OutlineTensor, Part
@@ -43,7 +43,7 @@ class _Stored(TensorInfo):
 class _GgufStore(Store):
     """The tensors of a GGUF, by the names of a checkpoint."""
 
-    def __init__(self, model: StoredModel, places: Mapping[str, Place | Assembled]) -> None:
+    def __init__(self, model: StoredModel, places: Mapping[str, SourceTensor | AssembledTensor]) -> None:
         super().__init__([])
         self.files = model.files
         self.places = places
@@ -71,7 +71,7 @@ class GgufCheckpoint(Checkpoint):
     def __init__(
         self,
         model: StoredModel,
-        places: Mapping[str, Place | Assembled],
+        places: Mapping[str, SourceTensor | AssembledTensor],
         tensors: list[OutlineTensor],
         home: Path,
         config: dict[str, Any],
@@ -136,7 +136,7 @@ def open_source(
 
 def _by_itself(model: StoredModel, home: Path, stack: ExitStack) -> GgufCheckpoint:
     """A GGUF under its own names."""
-    places: dict[str, Place | Assembled] = {}
+    places: dict[str, SourceTensor | AssembledTensor] = {}
     tensors = []
     for stored in model.tensors.values():
         fixed = _fixed_type(model, stored)
@@ -144,8 +144,8 @@ def _by_itself(model: StoredModel, home: Path, stack: ExitStack) -> GgufCheckpoi
         if fixed is None and len(stored.shape) == 3:
             parts = tuple(Part(stored.name, stored.shape[1:], matrix=i) for i in range(stored.shape[0]))
         tensors.append(OutlineTensor(stored.name, stored.shape, parts, fixed_type=fixed))
-        found = tuple(Place(tensors[-1], part, stored, i) for i, part in enumerate(parts))
-        places[stored.name] = found[0] if parts[0].matrix is None else Assembled(found)
+        found = tuple(SourceTensor(tensors[-1], part, stored, i) for i, part in enumerate(parts))
+        places[stored.name] = found[0] if parts[0].matrix is None else AssembledTensor(found)
     return GgufCheckpoint(model, places, tensors, home, {}, stack.pop_all())
 
 

@@ -37,7 +37,7 @@ _QUANT_CONFIGS = (
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class SourceTensor:
     """Where a checkpoint's tensor is in a GGUF: a tensor of it, or one of its matrices.
 
     scale  of the whole matrix, which NVFP4 may have
@@ -48,6 +48,11 @@ class Place:
     stored: StoredTensor
     matrix: int
     scale: float = 1.0
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """(out, in) of a linear layer."""
+        return self.part.shape[0], self.part.shape[1]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -103,10 +108,10 @@ class Place:
 
 
 @dataclass(frozen=True, eq=False)
-class Assembled:
+class AssembledTensor:
     """A checkpoint's tensor that is put together of several places, or has another shape than its place: floats."""
 
-    places: tuple[Place, ...]
+    places: tuple[SourceTensor, ...]
 
     @property
     def stored(self) -> StoredTensor:
@@ -136,7 +141,7 @@ def _by_rows(part: Part) -> bool:
     return len(part.shape) == 2 and part.factor is None and part.change in (None, "+1")
 
 
-def _run_of(place: Place, first: int, stop: int) -> Iterator[tuple[Part, np.ndarray]]:
+def _run_of(place: SourceTensor, first: int, stop: int) -> Iterator[tuple[Part, np.ndarray]]:
     """What a place has of a run of rows or matrices of the checkpoint's tensor, counted from the first of them."""
     part = place.part
     if part.matrix is not None:
@@ -160,7 +165,7 @@ class GgufSource:
     quantized  whether layers will be, as `tensors_of_gguf` has it
     made       whether config and tokenizer were made of the GGUF's metadata
     numbers    checkpoint's name -> value, of tensors that are numbers in the GGUF's metadata
-    places     checkpoint's name -> `Place` or `Assembled`
+    places     checkpoint's name -> `SourceTensor` or `AssembledTensor`
     used       the GGUF's name -> what the family's table says of it
     notes      what becomes of the other parts of a model of several
 
@@ -181,7 +186,7 @@ class GgufSource:
         self.files = [f for f in files_below(home) if f.name in _QUANT_CONFIGS or not _copied(f, home)]
         arch = str(model.metadata.get("general.architecture"))
         self.used: dict[str, OutlineTensor] = {}
-        found: dict[str, list[Place]] = {}
+        found: dict[str, list[SourceTensor]] = {}
         shapes = {name: tensor.shape for name, tensor in model.tensors.items()}
         family = family_of_gguf(model.metadata) if made else None  # of a model with images, maybe
         for tensor in tensors_of_gguf(config, home, shapes, arch, family, quantized):
@@ -191,9 +196,9 @@ class GgufSource:
                 scales = model.scales_of(stored)
                 for i, part in enumerate(tensor.parts):
                     scale = 1.0 if scales is None else float(scales[i if scales.size > 1 else 0])
-                    found.setdefault(part.source, []).append(Place(tensor, part, stored, i, scale))
-        self.places: dict[str, Place | Assembled] = {
-            name: places[0] if _is_whole(places) else Assembled(tuple(places)) for name, places in found.items()
+                    found.setdefault(part.source, []).append(SourceTensor(tensor, part, stored, i, scale))
+        self.places: dict[str, SourceTensor | AssembledTensor] = {
+            name: places[0] if _is_whole(places) else AssembledTensor(tuple(places)) for name, places in found.items()
         }
         self.tensors = {name: self._info(name, place, dtype) for name, place in self.places.items()}
         self.numbers = numbers_of_gguf(model.metadata)
@@ -234,8 +239,8 @@ class GgufSource:
             value = self.numbers[name]
             return from_float32(value.reshape(-1), dtype, name).reshape(value.shape)
         place = self.places[name]
-        whole = isinstance(place, Place) and place.part.change is None and len(place.part.shape) > 1
-        if isinstance(place, Place) and whole and place.stored.type == dtype:
+        whole = isinstance(place, SourceTensor) and place.part.change is None and len(place.part.shape) > 1
+        if isinstance(place, SourceTensor) and whole and place.stored.type == dtype:
             elements = place.raw(run).view(NUMPY[dtype])
             if not is_finite(elements, dtype):
                 raise not_finite(place.stored.file, name)
@@ -245,7 +250,7 @@ class GgufSource:
             raise not_finite(place.stored.file, name)
         return from_float32(values, dtype, name)
 
-    def _info(self, name: str, place: Place | Assembled, dtype: str) -> TensorInfo:
+    def _info(self, name: str, place: SourceTensor | AssembledTensor, dtype: str) -> TensorInfo:
         if place.stored.type not in (*READ, *UNQUANTIZED):
             raise BridgeError(f"{place.stored.name}: is {place.stored.type}, which is not read")
         if place.stored.type == "I32":  # a table of integers, as transformers keeps it
@@ -253,7 +258,7 @@ class GgufSource:
         return TensorInfo(name, dtype, place.shape, math.prod(place.shape) * NUMPY[dtype].itemsize, self.path)
 
 
-def _is_whole(places: list[Place]) -> bool:
+def _is_whole(places: list[SourceTensor]) -> bool:
     """Whether a tensor of the GGUF, or a matrix of one, is the checkpoint's: its blocks need no floats in between."""
     part = places[0].part
     picked = not all(x is None for x in (part.columns, part.matrix, part.stored, part.factor))

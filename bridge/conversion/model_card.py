@@ -14,11 +14,11 @@ from typing import Any
 import bridge
 from bridge.checkpoint.files.hub import is_repository
 from bridge.checkpoint.repack import Repacked
+from bridge.checkpoint.write.report import Written
 from bridge.conversion.report import CALIBRATED, CARRIED, PARTLY, Report
 from bridge.gguf_file.architectures import ARCHITECTURES
 from bridge.gguf_file.reader import read_gguf
 from bridge.models.provenance import repository_of
-from bridge.quantize.checkpoint_writer import Written
 from bridge.system.fields import table
 from bridge.system.files import files_below, read_json
 from bridge.system.text import size_text

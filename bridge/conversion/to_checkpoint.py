@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING
 from bridge.checkpoint.files.dtypes import torch_dtype
 from bridge.checkpoint.files.folder import check_folder
 from bridge.checkpoint.files.hub import model_name, open_by_name
+from bridge.checkpoint.formats.written import Groups
+from bridge.checkpoint.write import FORMATS, QUANTIZED
+from bridge.checkpoint.write.report import Written
+from bridge.checkpoint.write.writer import write_checkpoint
 from bridge.conversion.paths import files_of, layers_of
 from bridge.errors import BridgeError, parameter
-from bridge.quantize.checkpoint_labels import Groups
 from bridge.quantize.run.calibrate import LayerTarget, quantize_layers
 from bridge.quantize.run.calibration_text import with_length
 from bridge.quantize.settings import Calibration
@@ -22,11 +25,9 @@ if TYPE_CHECKING:
     import torch
 
     from bridge.checkpoint import Checkpoint
-    from bridge.quantize.checkpoint_writer import Written
     from bridge.quantize.layer_store import LayerStore
     from bridge.quantize.method import Method
 
-FORMATS = ("gptq", "gptq_v2", "awq")
 _ROUTERS = ("gate", "router", "shared_expert_gate")  # small, and what they choose is all or nothing
 
 
@@ -62,22 +63,22 @@ def quantize_checkpoint(
     Raises BridgeError for anything wrong with the input, and where the format cannot hold what is asked for.
     """
     from bridge.quantize.awq import Awq
-    from bridge.quantize.checkpoint_writer import Written, refusal, write_checkpoint
 
-    if format not in FORMATS:
-        raise BridgeError(f"unknown {parameter('format', format)}: choose {', '.join(FORMATS)}")
-    if clamp and format != "gptq":
+    if format not in QUANTIZED:
+        raise BridgeError(f"unknown {parameter('format', format)}: choose {', '.join(QUANTIZED)}")
+    written, groups = FORMATS[format], Groups(bits, group_size)
+    if clamp and written.holds_zero:
         raise BridgeError(f"{format} holds every zero point; leave out {parameter('clamp', True)}, which is for gptq")
     calibrate.check_checkpoint()
     path = Path(out) if out is not None else Path(f"{model_name(str(checkpoint))}-{format}-{bits}bit")
     with open_by_name(checkpoint, config) as ckpt:
         check_folder(ckpt, path, force, files_of(*calibrate.files))
         calibrate, length_notes = with_length(ckpt, calibrate)
-        grid, method = _rounding(Groups(bits, group_size), symmetric and format != "awq", calibrate)
+        grid, method = _rounding(groups, symmetric and written.rounding != "asymmetric", calibrate)
         awq = Awq(method, stored=_norms(ckpt), folder=layers_of(path)) if calibrate.method == "awq" else None
         shapes = _linears(ckpt)
         whys = {
-            name: refusal(format, Groups(bits, group_size), shape)
+            name: written.obstacle(groups, shape)
             if f"{name}.weight" in ckpt.tensors
             else "it is part of a tensor of all experts"
             for name, shape in shapes.items()
@@ -93,11 +94,11 @@ def quantize_checkpoint(
         notes += [f"{name}: stays float: {why}" for name, why in whys.items() if why]
         if calibrate.blocks is not None:
             return Written(path, format, 0, 0, 0.0, notes=notes, home=ckpt.home)
-        written = write_checkpoint(
+        done = write_checkpoint(
             ckpt,
             path,
             format,
-            dict.fromkeys(targets, Groups(bits, group_size)),
+            dict.fromkeys(targets, groups),
             (kept.layers[name].tensor() for name in targets),
             floats=awq.floats if awq else None,
             clamp=clamp,
@@ -106,11 +107,11 @@ def quantize_checkpoint(
         )
         errors = [layer.error for layer in kept.layers.values()]
         if errors and calibrate.method != "rtn":
-            written.lost = sum(errors) / len(errors), max(errors)
-        written.home, written.blocks = ckpt.home, kept.blocks
+            done.lost = sum(errors) / len(errors), max(errors)
+        done.home, done.blocks = ckpt.home, kept.blocks
         kept.remove()
-    written.notes += notes
-    return written
+    done.notes += notes
+    return done
 
 
 def calibrate_groups(

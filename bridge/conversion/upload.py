@@ -15,10 +15,10 @@ from typing import Any
 
 from bridge.checkpoint.files.hub import is_repository, reason
 from bridge.checkpoint.repack import Repacked
+from bridge.checkpoint.write.report import Written
 from bridge.conversion.model_card import CARD, MARK, files_of_result, model_card
 from bridge.conversion.report import Report
 from bridge.errors import BridgeError, parameter
-from bridge.quantize.checkpoint_writer import Written
 from bridge.system.files import write_text
 from bridge.system.options import checked
 from bridge.system.outputs import NOTHING, Taken, check_outputs

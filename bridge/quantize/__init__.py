@@ -3,7 +3,6 @@
     gptq(module, batches)              any torch module, in place
     quantize_model(model, tokens, ..)  a `transformers` decoder, layer by layer, in place
     Method(superblocks("Q4_K"))        how each layer is quantized; `groups(bits, size, symmetric)` for checkpoints
-    write_checkpoint(ckpt, path, ..)   writes the result as a GPTQ or AWQ checkpoint
 
 Read `textbook` first, GPTQ in one page, with which the solver agrees. Then, in the data's order:
 
@@ -14,7 +13,7 @@ Read `textbook` first, GPTQ in one page, with which the solver agrees. Then, in 
     method, gptq_solver, refine, awq   a layer's weights and H -> codes
     two_sided, embeddings              the same, with the gradients of the layer's outputs; the embeddings
     grids/                             the values that codes may have: groups, GGUF blocks
-    layer_store, checkpoint_writer     finished layers on disk; checkpoints
+    layer_store                        finished layers on disk
     run/                               all of this for a text: block by block, in this process or on a cluster
     budget/                            a type for each tensor under a size limit
 
@@ -30,9 +29,7 @@ sleep_when_idle()
 
 _LAZY = {
     "Calibration": "settings",
-    "CheckpointWriter": "checkpoint_writer",
     "FloatModel": "float_model",
-    "Groups": "checkpoint_labels",
     "Method": "method",
     "Quantized": "method",
     "gptq": "run.module",
@@ -40,7 +37,6 @@ _LAZY = {
     "quantize_block": "run.layer_by_layer",
     "quantize_model": "run.layer_by_layer",
     "superblocks": "method",
-    "write_checkpoint": "checkpoint_writer",
 }
 
 

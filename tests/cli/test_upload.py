@@ -14,9 +14,9 @@ from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
 import bridge
 from bridge.checkpoint.repack import repack
+from bridge.checkpoint.write.report import Written
 from bridge.cli import main
 from bridge.errors import BridgeError
-from bridge.quantize.checkpoint_writer import Written
 from tests.conftest import CHECKPOINT
 
 README = "---\nlicense: apache-2.0\nlanguage: [en]\nbase_model: maker/Model\ntags: [gptq]\n---\n# Its own card\n"

@@ -17,14 +17,13 @@ from safetensors.numpy import save_file
 import bridge
 from bridge.blocks import TYPES
 from bridge.blocks.read import READ
-from bridge.checkpoint.formats.fp4 import unpacked
-from bridge.checkpoint.formats.fp4_layouts import FP4_LAYOUTS, fp4_obstacle
-from bridge.checkpoint.formats.layouts import LAYOUTS
+from bridge.checkpoint.formats.fp4 import Fp4Tensor, unpacked
 from bridge.checkpoint.grouped import GroupedTensor
-from bridge.conversion.codes_of_blocks import NotPlain, codes_of, fp4_of, is_plain, packed_of
+from bridge.checkpoint.write import FORMATS
+from bridge.checkpoint.write.block_words import ReusedArrays
+from bridge.conversion.codes_of_blocks import codes_of, has_nan_scale, is_plain, packed_of
 from bridge.conversion.gguf_config import write_config
 from bridge.encode.block_bytes import packer, unpack_fields
-from bridge.encode.block_words import Room
 from bridge.errors import BridgeError
 from bridge.gguf_file.reader import StoredModel, read_gguf
 from bridge.runtime.bench import random_tensor
@@ -117,9 +116,9 @@ def test_blocks_that_are_packed_directly_are_packed_as_their_codes_are(type: str
     raw = raw.reshape(288, -1)
     assert is_plain(type, raw)
     codes = codes_of("layer", type, raw, ((block.levels - 1).bit_length(),), block.has_min)
-    packed = packed_of("layer", type, (raw[:128], raw[128:]), (288, 64), 1.0, format.startswith("gptq"), Room())
+    packed = packed_of("layer", type, (raw[:128], raw[128:]), (288, 64), 1.0, format.startswith("gptq"), ReusedArrays())
     assert packed.shape == (288, 64)
-    expected, found = LAYOUTS[format].pack(codes), LAYOUTS[format].pack(packed)
+    expected, found = FORMATS[format].pack(codes), FORMATS[format].pack(packed)
     if format == "compressed-tensors":
         expected.pop("weight_zero_point")  # symmetric layers have none
     assert found.keys() == expected.keys()
@@ -137,7 +136,7 @@ def test_blocks_with_a_great_or_infinite_half_are_not_plain(at: int, bits: int, 
 
 
 def test_a_layer_whose_first_rows_alone_are_plain_is_written_as_its_rows_are(tmp_path: Path) -> None:
-    """A scale of infinity in the last row: the layer cannot be packed, and what was begun is written again."""
+    """The last scale is a half, but 128 times it is infinite: the layer is not packed as the others are."""
     path = native("Q8_0", tmp_path)
     tensor = read_gguf(path).tensors["blk.0.ffn_down.weight"]
     data = bytearray(path.read_bytes())
@@ -186,13 +185,12 @@ def test_what_is_not_finite_is_neither_exported_nor_copied(type: str, bits: int,
         bridge.convert(path, tmp_path / "copy.gguf", type=type)
 
 
-def test_packing_ends_at_rows_that_are_not_plain() -> None:
-    for type, start in (("Q4_0", 0x7C00), ("MXFP4", 0xFF)):
+def test_only_mxfp4_has_scales_that_are_nan() -> None:
+    for type, has_nan in (("MXFP4", True), ("NVFP4", False)):
         raw = np.zeros((4, TYPES[type].nbytes), np.uint8)
-        packed_of("layer", type, (raw,), (4, 32), 1.0, False, Room())
-        raw[3, :2] = start & 255, start >> 8
-        with pytest.raises(NotPlain):
-            packed_of("layer", type, (raw,), (4, 32), 1.0, False, Room())
+        assert not has_nan_scale(type, raw)
+        raw[3, 0] = 0xFF
+        assert has_nan_scale(type, raw) == has_nan
 
 
 def test_a_block_with_an_offset_alone_is_not_plain() -> None:
@@ -267,16 +265,15 @@ def test_4_bit_floats_come_back_bit_for_bit(source, format, tmp_path) -> None:
 def test_the_scale_of_a_whole_nvfp4_matrix_comes_along() -> None:
     rng = np.random.default_rng(0)
     raw = rng.integers(0, 256, (4, 2 * 36), np.uint8)
-    tensor = fp4_of("layer", "NVFP4", raw, 0.125)
-    assert tensor is not None
-    clean = raw.reshape(4, 2, 36).copy()
-    expected = gguf.quants.dequantize(clean.reshape(4, -1), gguf.GGMLQuantizationType.NVFP4) * np.float32(0.125)
+    packed = packed_of("layer", "NVFP4", (raw,), (4, 128), 0.125, False, ReusedArrays())
+    parts = FORMATS["compressed-tensors"].pack(packed)
+    assert parts["weight_global_scale"] == 8
+    tensor = Fp4Tensor("layer", "NVFP4", unpacked(parts["weight_packed"]), packed.scales, 16, packed.tensor_scale)
+    expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType.NVFP4) * np.float32(0.125)
     assert np.array_equal(tensor.dequantize(), expected)
-    assert fp4_obstacle("mlx", tensor)
-    assert not fp4_obstacle("modelopt", tensor)
-    packed = FP4_LAYOUTS["compressed-tensors", "NVFP4"].pack(tensor)
-    assert packed["weight_global_scale"] == 8
-    assert np.array_equal(unpacked(packed["weight_packed"]), tensor.codes)
+    assert not FORMATS["mlx"].holds_fp4("NVFP4", 0.125)
+    assert FORMATS["mlx"].holds_fp4("NVFP4", 1.0)
+    assert FORMATS["modelopt"].holds_fp4("NVFP4", 0.125)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 8])
@@ -286,7 +283,7 @@ def test_what_is_packed_for_hqq_is_read_back(bits, tmp_path) -> None:
     scales, zeros = (rng.random((24, 2), np.float32).astype(np.float16).astype(np.float32) for _ in range(2))
     tensor = GroupedTensor("layer", bits, codes, scales, zeros, 32)
     save_file(
-        {f"layer.{part}": values for part, values in LAYOUTS["hqq"].pack(tensor).items()},
+        {f"layer.{part}": values for part, values in FORMATS["hqq"].pack(tensor).items()},
         tmp_path / "model.safetensors",
     )
     label = {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": bits, "group_size": 32}}}
@@ -306,7 +303,7 @@ def test_packed_zero_points_are_those_of_the_compressed_tensors_package() -> Non
     for bits in (4, 8):
         codes, zeros = (rng.integers(0, 1 << bits, shape, dtype=np.uint8) for shape in ((16, 64), (16, 2)))
         tensor = GroupedTensor("layer", bits, codes, np.ones((16, 2), np.float32), zeros.astype(np.float32), 32)
-        packed = LAYOUTS["compressed-tensors"].pack(tensor)
+        packed = FORMATS["compressed-tensors"].pack(tensor)
         half = 1 << (bits - 1)
         signed, middle = (torch.from_numpy((x.astype(np.int16) - half).astype(np.int8)) for x in (codes, zeros))
         assert np.array_equal(packed["weight_packed"], helpers.pack_to_int32(signed, bits).numpy())
@@ -496,7 +493,7 @@ def test_an_interrupted_export_leaves_what_was_there_and_nothing_else(
 ) -> None:
     path, out = tmp_path / "m.gguf", tmp_path / "new"
     bridge.convert(CHECKPOINT, path)
-    for where in ("conversion.export.lost", "quantize.checkpoint_writer.sync"):
+    for where in ("conversion.layer_codes.LayerCodes.squared_errors", "checkpoint.write.writer.sync"):
         monkeypatch.setattr(f"bridge.{where}", lambda *_: _raise(problem))
         with pytest.raises((KeyboardInterrupt, OSError, BridgeError)) as caught:
             bridge.export(path, out, "gptq_v2", config=CHECKPOINT)
@@ -710,7 +707,7 @@ def test_a_layer_is_written_in_pieces_as_it_is_at_once(type: str, format: str, t
     path = native(type, tmp_path)
     expected = bridge.export(path, tmp_path / "whole", format, config=CHECKPOINT)
     for limit in ("_WORDS_AT_ONCE", "_TRANSPOSED_AT_ONCE", "_CODES_AT_ONCE"):
-        monkeypatch.setattr(f"bridge.conversion.layer_forms.{limit}", 1)
+        monkeypatch.setattr(f"bridge.conversion.layer_codes.{limit}", 1)
     done = bridge.export(path, tmp_path / "pieces", format, config=CHECKPOINT)
     assert any(t.bits for t in done.tensors)
     assert [(t.name, t.how, t.bits, t.group_size) for t in done.tensors] == [

@@ -11,11 +11,11 @@ import pytest
 from safetensors import safe_open
 
 import bridge
-from bridge.conversion.expert_stacks import shared_form
-from bridge.conversion.layer_forms import EXACT, ROUNDED, Form
-from bridge.conversion.mlx_config import mlx_config
+from bridge.checkpoint.formats.mlx_models import mlx_config
+from bridge.checkpoint.formats.written import Groups
+from bridge.conversion.checkpoint_plan import shared_plan
+from bridge.conversion.layer_plan import EXACT, ROUNDED, LayerPlan
 from bridge.gguf_file.reader import read_gguf
-from bridge.quantize.checkpoint_writer import Groups
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers", minversion="5.23")
@@ -84,7 +84,7 @@ def test_experts_that_cannot_all_be_stacked_are_floats(why, folder, tmp_path, mo
         types = [(".*", "Q4_0"), ("blk.1.ffn_up_exps", "F16")]
     else:
         types = [(".*", "Q4_0")]
-        monkeypatch.setattr("bridge.conversion.expert_stacks.STACKING", frozenset())
+        monkeypatch.setattr("bridge.checkpoint.formats.mlx_models.STACKING", frozenset())
     bridge.convert(folder("qwen"), tmp_path / "m.gguf", tensor_types=types)
     done = bridge.export(tmp_path / "m.gguf", tmp_path / "new", "mlx", config=folder("qwen"))
     assert any("18 matrices of experts are floats" in note for note in done.notes)
@@ -94,13 +94,13 @@ def test_experts_that_cannot_all_be_stacked_are_floats(why, folder, tmp_path, mo
 
 
 def test_matrices_of_a_stack_share_the_form_that_holds_all() -> None:
-    exact = Form(EXACT, Groups(4, 64), packed=True)
-    assert shared_form([exact, exact]) == exact
-    wider = Form(EXACT, Groups(5, 128), offsets=True)
-    assert shared_form([exact, wider, exact]) == Form(EXACT, Groups(5, 64), offsets=True)
-    assert shared_form([exact, Form(ROUNDED, Groups(8, 32))]) == Form(ROUNDED, Groups(8, 32))
-    assert shared_form([exact, None]) is None
-    assert shared_form([exact, replace(exact, groups=Groups(4, 32, kind="MXFP4"))]) is None
+    exact = LayerPlan(EXACT, Groups(4, 64), packed=True)
+    assert shared_plan([exact, exact]) == exact
+    wider = LayerPlan(EXACT, Groups(5, 128), offsets=True)
+    assert shared_plan([exact, wider, exact]) == LayerPlan(EXACT, Groups(5, 64), offsets=True)
+    assert shared_plan([exact, LayerPlan(ROUNDED, Groups(8, 32))]) == LayerPlan(ROUNDED, Groups(8, 32))
+    assert shared_plan([exact, None]) is None
+    assert shared_plan([exact, replace(exact, groups=Groups(4, 32, kind="MXFP4"))]) is None
 
 
 def test_mlx_has_the_older_names_of_rope_and_experts_too() -> None:

@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 import bridge
 from bridge.conversion.gguf_checkpoint import open_source
-from bridge.conversion.gguf_source import Assembled
+from bridge.conversion.gguf_source import AssembledTensor
 from bridge.errors import BridgeError
 from bridge.gguf_file.reader import StoredTensor
 from bridge.models.families import ALL
@@ -142,7 +142,9 @@ def test_a_run_of_what_is_put_together_is_read_alone(name: str, tmp_path: Path, 
     read = StoredTensor.read
     monkeypatch.setattr(StoredTensor, "read", lambda self, a, b: (sizes.append(b - a), read(self, a, b))[1])
     with open_source(gguf_of(name, tmp_path, "F32"), by_family=True) as source:
-        places = {k: p for k, p in source.store.places.items() if isinstance(p, Assembled) and np.prod(p.shape) > 1000}
+        places = {
+            k: p for k, p in source.store.places.items() if isinstance(p, AssembledTensor) and np.prod(p.shape) > 1000
+        }
         assert places
         for where, place in places.items():
             expected = place.floats()

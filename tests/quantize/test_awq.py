@@ -12,7 +12,9 @@ import transformers
 from torch import nn
 
 from bridge.checkpoint import open_checkpoint
-from bridge.quantize import Groups, Method, groups, quantize_model, write_checkpoint
+from bridge.checkpoint.formats.written import Groups
+from bridge.checkpoint.write.writer import write_checkpoint
+from bridge.quantize import Method, groups, quantize_model
 from bridge.quantize.awq import Awq, clipped, fold_scales, smoothing
 from bridge.quantize.float_model import FloatModel
 from tests.support.tiny_models import save_model

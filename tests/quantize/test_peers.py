@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from bridge.checkpoint import GroupedTensor, open_checkpoint
-from bridge.quantize import Groups, write_checkpoint
+from bridge.checkpoint.formats.written import Groups
+from bridge.checkpoint.write.writer import write_checkpoint
 from scripts.peers import reference
 from tests.support import checkpoint_logits
 from tests.support.encode import quantize

@@ -5,7 +5,7 @@ COMPILES = {
     "bridge.checkpoint.formats.bits": "m.unpack_rows(np.zeros((2, 3), np.uint32), 3, 32)",
     "bridge.checkpoint.formats.packing": "m.pack_rows(np.zeros((2, 32), np.uint8), 3)",
     "bridge.encode.block_bytes": "m.unpack_codes(WRITTEN['Q4_K'], np.zeros((1, 144), np.uint8))",
-    "bridge.encode.block_words": "m.gather_halves(TYPES['Q4_0'], np.zeros((2, 36), np.uint8), 0, "
+    "bridge.checkpoint.write.block_words": "m.gather_halves(TYPES['Q4_0'], np.zeros((2, 36), np.uint8), 0, "
     "np.zeros((2, 2), np.uint16))",
     "bridge.encode.carry_candidates": "m.fit_scaled(*np.ones((2, 1, 4, m.BATCH), np.float32), 0, 63)",
     "bridge.encode.carry_fit": "m.fit_affine(np.ones((5, 1, 8), np.float32), np.array([8]), 15, 63, 63)",

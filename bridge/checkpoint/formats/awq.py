@@ -4,8 +4,8 @@
     gemv       qweight int32 [out, in/8]    qzeros int32 [out, zw]     scales [out, zw*8]
     gemv_fast  qweight int16 [out/4, in]    qzeros fp16 [zw*8, out]    scales [zw*8, out]
 
-gemm interleaves eight output features in a word (see `bits`), gemv stores codes in their natural order.
-gemv_fast (llm-awq's own layout, where qzeros are named scaled_zeros) stores -s*z and shuffles codes
+gemm, which alone is written, interleaves eight output features in a word (see `bits`), gemv stores codes in their
+natural order. gemv_fast (llm-awq's own layout, where qzeros are named scaled_zeros) stores -s*z and shuffles codes
 for its kernel's loads. zw*8 is G rounded up for that kernel; the rest is padding.
 
 In Falcon, MPT, Bloom and others the output of the activation function is divided by scales, which AWQ cannot fold into
@@ -20,7 +20,7 @@ Together they are a linear layer whose input columns are divided. Groups of code
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -33,6 +33,15 @@ from bridge.checkpoint.formats.module_reader import (
     finite_scales,
     module_info,
 )  # fmt: skip
+from bridge.checkpoint.formats.written import (
+    Groups,
+    Parts,
+    QuantizedLayers,
+    Shapes,
+    WrittenFormat,
+    have_shapes,
+    indivisible,
+)
 from bridge.checkpoint.formats.zeros import unscaled
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor, fit_group_size
 from bridge.checkpoint.labels.quant_config import QuantConfig
@@ -110,7 +119,7 @@ class AwqReader(Reader):
         elif weight.dtype == "I32" and scales.shape[1] == words * 8:
             layout, out, columns = "gemm", words * 8, rows
             size = fit_group_size(columns, scales.shape[0], claimed)
-            fits = zeros.dtype == "I32" and zeros.shape == (scales.shape[0], words)
+            fits = size is not None and have_shapes(tensors, _shapes(Groups(4, size), (out, columns)))
         else:
             layout, out, columns = "gemv", rows, words * 8
             size = _padded_group_size(columns, scales.shape[1], claimed)
@@ -222,3 +231,54 @@ def padded_groups(columns: int, size: int) -> int:
     multiple = 1 if size >= 128 else 2 if size >= 64 else 4
     groups = -(-columns // size)
     return -(-groups // (8 * multiple)) * multiple * 8
+
+
+def _refusal(groups: Groups, shape: tuple[int, int]) -> str | None:
+    if groups.bits != 4:
+        return f"AWQ cannot hold {groups.bits} bits; choose 4, or GPTQ for 2, 3 and 8"
+    if why := indivisible(groups, shape[1], ", as AWQ needs"):
+        return why
+    return f"{shape[0]} rows do not fill whole words of 8, as AWQ needs; leave it in floats" if shape[0] % 8 else None
+
+
+def _shapes(groups: Groups, shape: tuple[int, int]) -> Shapes:
+    """Of gemm."""
+    out, columns = shape
+    count = groups.count(columns)
+    return {
+        "qweight": ("I32", (columns, out // 8)),
+        "qzeros": ("I32", (count, out // 8)),
+        "scales": ("F16", (count, out)),
+    }
+
+
+def _pack(tensor: GroupedTensor) -> Parts:
+    from bridge.checkpoint.formats.packing import pack_gemm
+
+    scales = GEMM.half_scales(tensor)
+    return {
+        "qweight": pack_gemm(tensor.codes),
+        "qzeros": pack_gemm(tensor.zeros.astype(np.uint8)),
+        "scales": np.ascontiguousarray(scales.T),
+    }
+
+
+def _labels(layers: QuantizedLayers) -> dict[str, Any]:
+    if layers.others():
+        raise BridgeError("AWQ has one group size for all layers; gptq_v2 has one per layer")
+    # readers search names within names: one that is part of a quantized layer's would exclude that too
+    left = [name for name in layers.floats if not any(name in layer for layer in layers.groups)]
+    labels = {
+        **layers.usual.sizes(),
+        "quant_method": "awq",
+        "version": "gemm",
+        "zero_point": True,  # qzeros exist, symmetric or not
+        "modules_to_not_convert": left or None,
+    }
+    return {"quantization_config": labels}
+
+
+GEMM = WrittenFormat(
+    "awq", hint="gemm", bits=(4,), refusal=_refusal, shapes=_shapes, pack=_pack, labels=_labels,
+    rounding="asymmetric", one_size=True, transposed=True, by_quantize=True,
+)  # fmt: skip

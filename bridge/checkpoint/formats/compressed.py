@@ -21,6 +21,9 @@ Floats of 6 bits are E2M3: a sign, the code's highest bit; two bits of exponent;
 m/8 (exponent 0) and 2**(e-1) * (1 + m/8), at most 7.5: whole eighths. Their scales are F8_E8M0, 2**(byte - 127). So a
 module is read as codes of 8 bits, eight times the float plus 128, whose scales are an eighth of the stored ones: Q8_0
 holds all of it. Learned from compressed-tensors 0.20 (compressors/mxfp6, mx_utils.py).
+
+What is written: pack-quantized of 4 and 8 bits in a dense stream, with zero points in words, which symmetric modules
+lack; and 4-bit floats.
 """
 
 import math
@@ -34,9 +37,16 @@ from bridge.checkpoint.files.store import Store, TensorInfo
 from bridge.checkpoint.formats.fp4 import Fp4Parts, checked_scales
 from bridge.checkpoint.formats.fp8 import BLOCK, FLOAT8, ScaledFloats, block_of, scaled_floats, spread
 from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, module_info
-from bridge.checkpoint.grouped import CodedTensor, GroupedTensor, column_group_size
+from bridge.checkpoint.formats.written import (
+    Groups,
+    Parts,
+    Shapes,
+    WrittenFormat,
+    indivisible,
+)
+from bridge.checkpoint.grouped import CodedTensor, GroupedTensor, PackedTensor, column_group_size
 from bridge.checkpoint.labels.quant_config import QuantConfig
-from bridge.checkpoint.labels.schemes import Scheme, ignored, matches, read_schemes, scheme_of
+from bridge.checkpoint.labels.schemes import Scheme, ignored, matches, read_schemes, scheme_of, schemes_of
 from bridge.errors import BridgeError
 
 _E2M3 = np.array([m if e == 0 else (8 + m) << (e - 1) for e in range(4) for m in range(8)], np.uint8)  # in eighths
@@ -298,3 +308,46 @@ def _unpack(words: np.ndarray, bits: int, n: int, by_words: bool) -> np.ndarray:
     from bridge.checkpoint.formats.bits import unpack_rows, unpack_words
 
     return unpack_words(words, bits, n) if by_words else unpack_rows(words, bits, n)
+
+
+def _refusal(groups: Groups, shape: tuple[int, int]) -> str | None:
+    if groups.bits not in (4, 8):
+        return f"compressed-tensors cannot hold {groups.bits} bits in a form that is widely read; choose 4 or 8"
+    return indivisible(groups, shape[1], ", as compressed-tensors needs")
+
+
+def _shapes(groups: Groups, shape: tuple[int, int]) -> Shapes:
+    if groups.kind != "int":
+        return FP4.shapes(groups.kind, shape)
+    (out, columns), count = shape, groups.count(shape[1])
+    return {
+        "weight_packed": ("I32", (out, _length(columns, groups.bits, False))),
+        "weight_scale": ("F16", (out, count)),
+        "weight_shape": ("I64", (2,)),
+        "weight_zero_point": ("I32", (_length(out, groups.bits, False), count)),
+    }
+
+
+def _pack(tensor: GroupedTensor | PackedTensor) -> Parts:
+    from bridge.checkpoint.formats.packing import pack_columns, pack_rows
+
+    shape = np.array(tensor.shape, np.int64)
+    if isinstance(tensor, GroupedTensor):
+        scales = PACKED.half_scales(tensor)
+        return {
+            "weight_packed": pack_rows(tensor.codes, tensor.bits).view(np.int32),
+            "weight_scale": scales,
+            "weight_shape": shape,
+            "weight_zero_point": pack_columns(np.ascontiguousarray(tensor.zeros.astype(np.uint8).T), tensor.bits),
+        }
+    if tensor.kind != "int":
+        return FP4.pack(tensor)
+    return {"weight_packed": tensor.words.view(np.int32), "weight_scale": tensor.scales, "weight_shape": shape}
+
+
+PACKED = WrittenFormat(
+    "compressed-tensors", hint="pack-quantized, or 4-bit floats", bits=(4, 8), fp4=("NVFP4", "MXFP4"),
+    refusal=_refusal, shapes=_shapes, pack=_pack, labels=lambda layers: {"quantization_config": schemes_of(layers)},
+    rounding="symmetric",  # transformers loads no others
+    in_words=True, zeros_part="weight_zero_point", shape_part="weight_shape",
+)  # fmt: skip

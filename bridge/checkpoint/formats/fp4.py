@@ -20,7 +20,8 @@ from bridge.checkpoint.decoded import DecodedTensor, distortion_of
 from bridge.checkpoint.files.dtypes import as_float32
 from bridge.checkpoint.files.store import TensorInfo
 from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, module_info
-from bridge.checkpoint.grouped import CodedTensor
+from bridge.checkpoint.formats.written import Parts, Shapes
+from bridge.checkpoint.grouped import CodedTensor, PackedTensor
 from bridge.errors import BridgeError
 
 # the value of a code: a sign, two bits of exponent, one of mantissa
@@ -84,7 +85,7 @@ class Fp4Tensor(CodedTensor):
 
 
 class Fp4Parts(NamedTuple):
-    """A format's names for the tensors of a module, and how to read them.
+    """A format's names for the tensors of a module, and how to read and write them.
 
     codes       uint8 or int8 [out, in/2]
     scales      [out, G]: F8_E4M3 of NVFP4, bytes of MXFP4
@@ -96,6 +97,22 @@ class Fp4Parts(NamedTuple):
     scales: str
     whole: str
     reciprocal: bool
+
+    def shapes(self, kind: str, shape: tuple[int, int]) -> Shapes:
+        """The dtypes and shapes of a module's tensors, as they are written."""
+        out, columns = shape
+        nvfp4 = kind == "NVFP4"
+        return {
+            self.codes: ("U8", (out, columns // 2)),
+            self.scales: ("F8_E4M3" if nvfp4 else "U8", (out, columns // GROUPS[kind])),
+            **({self.whole: ("F32", (1,))} if nvfp4 else {}),
+        }
+
+    def pack(self, tensor: PackedTensor) -> Parts:
+        """A module's tensors."""
+        whole = np.array([tensor.tensor_scale], np.float32)
+        scale = 1 / whole if self.reciprocal else whole
+        return {self.codes: tensor.words.view(np.uint8), self.scales: tensor.scales, self.whole: scale}
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
         """The module. Raises BridgeError if its shapes do not fit together or NVFP4's tensor scale is missing."""
@@ -110,7 +127,8 @@ class Fp4Parts(NamedTuple):
             raise contradiction(name, tensors)
         out, columns = codes.shape[0], 2 * codes.shape[1]
         single = (t for part, t in tensors.items() if part in (self.whole, *INPUTS))
-        fits = codes.dtype in ("U8", "I8") and scales.shape == (out, columns / GROUPS[kind])
+        fits = columns % GROUPS[kind] == 0 and scales.shape == self.shapes(kind, (out, columns))[self.scales][1]
+        fits = fits and codes.dtype in ("U8", "I8")
         if not fits or not all(t.floating and math.prod(t.shape) == 1 for t in single):
             raise contradiction(name, tensors)
         return module_info(name, tensors, 4, GROUPS[kind], (out, columns))

@@ -7,22 +7,37 @@
     bias     float [out]         optional
 
 Bits, group size and act-order are taken from the tensors, module by module; the config only breaks ties.
+
+It is written with words of 32 bits, which the codes of `in` and `out` must fill, and with g_idx. v1 (z - 1) and v2 (z)
+have 2, 3, 4 and 8 bits; GPTQModel's planar packing (gptq_p, z) has 2 to 8. v1 has no zero point of 0.
 """
 
 import threading
 from dataclasses import replace
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
 import numpy as np
 
 from bridge.checkpoint.files.store import Store, TensorInfo
 from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, module_info
-from bridge.checkpoint.formats.zeros import Dialect, code_means, decode, dialects, lost_words, symmetric_dialect
-from bridge.checkpoint.grouped import GroupedTensor, column_group_size, fit_group_size
-from bridge.checkpoint.labels.quant_config import QuantConfig
-from bridge.errors import BridgeError
+from bridge.checkpoint.formats.written import Groups, Parts, QuantizedLayers, Shapes, WrittenFormat, zeros_of_0
+from bridge.checkpoint.formats.zeros import (
+    OWN_BITS_SINCE,
+    Dialect,
+    code_means,
+    decode,
+    dialects,
+    lost_words,
+    recode,
+    symmetric_dialect,
+)
+from bridge.checkpoint.grouped import GroupedTensor, PackedTensor, column_group_size, fit_group_size
+from bridge.checkpoint.labels.quant_config import QuantConfig, gptq_labels, packer
+from bridge.errors import BridgeError, parameter
 
 _WORD_BITS = {"I8": 8, "U8": 8, "I16": 16, "U16": 16, "I32": 32, "U32": 32, "I64": 64, "U64": 64}
+_BITS, _PLANAR_BITS = (2, 3, 4, 8), (2, 3, 4, 5, 6, 7, 8)  # that are written
 _SAMPLED_MODULES = 4
 _SAMPLED_COLUMNS = 256
 _SAMPLED_ROWS = 4096
@@ -243,3 +258,88 @@ def _infer_bits(claimed: int, total: int, columns: int | None, zeros: TensorInfo
         elif columns * bits <= total < (columns + 32) * bits + 64:
             fits.append((total != columns * bits, bits))
     return min(fits, key=lambda fit: fit[0])[1] if fits else None
+
+
+def _refusal(planar: bool, groups: Groups, shape: tuple[int, int]) -> str | None:
+    if groups.bits not in (_PLANAR_BITS if planar else _BITS):
+        return f"GPTQ v1 and v2 cannot hold {groups.bits} bits; choose 2, 3, 4 or 8"
+    for count, what in ((shape[1], "columns"), (shape[0], "rows")):
+        if count * groups.bits % 32 or (planar and count % 32):
+            codes = f"{count} {what} of {groups.bits} bits"
+            return f"{codes} do not fill whole 32-bit words, as GPTQ needs; leave it in floats"
+    return None
+
+
+def _shapes(groups: Groups, shape: tuple[int, int]) -> Shapes:
+    out, columns = shape
+    count = groups.count(columns)
+    return {
+        "qweight": ("I32", (columns * groups.bits // 32, out)),
+        "qzeros": ("I32", (count, out * groups.bits // 32)),
+        "scales": ("F16", (count, out)),
+        "g_idx": ("I32", (columns,)),
+    }
+
+
+def _pack(format: str, tensor: GroupedTensor | PackedTensor) -> Parts:
+    from bridge.checkpoint.formats.packing import pack_columns, pack_rows
+
+    bits, planar, v1 = tensor.bits, format == PLANAR.name, format == V1.name
+
+    def packed(zeros: np.ndarray) -> np.ndarray:
+        words = pack_rows(zeros, bits, planar).view(np.int32)
+        return recode(words, bits, Dialect(), Dialect(bits)) if v1 else words
+
+    if isinstance(tensor, PackedTensor):  # all groups have one zero point
+        out, columns = tensor.shape
+        zeros = packed(np.full((1, out), tensor.zero, np.uint8))
+        return {
+            "qweight": tensor.words.T.view(np.int32),
+            "qzeros": np.broadcast_to(zeros, (tensor.scales.shape[1], zeros.shape[1])),
+            "scales": tensor.scales.T,
+            "g_idx": np.arange(columns, dtype=np.int32) // np.int32(tensor.group_size),
+        }
+    scales = next(written for written in (V1, V2, PLANAR) if written.name == format).half_scales(tensor)
+    if v1 and (count := zeros_of_0(tensor)):
+        raise BridgeError(
+            f"{tensor.name}: {count} groups have a zero point of 0, which GPTQ v1 cannot hold; "
+            f"{parameter('clamp', True)} makes them 1, gptq_v2 keeps them"
+        )
+    return {
+        "qweight": pack_columns(tensor.codes, bits, planar),
+        "qzeros": packed(np.ascontiguousarray(tensor.zeros.T.astype(np.uint8))),
+        "scales": np.ascontiguousarray(scales.T),
+        "g_idx": tensor.groups().astype(np.int32),
+    }
+
+
+def _labels(format: str, layers: QuantizedLayers) -> dict[str, Any]:
+    usual, writers = layers.usual, packer()
+    if layers.asymmetric and format == V1.name:
+        # GPTQModel reads v1 with varying zero points only from itself; this version packs as we do
+        writers.append(f"gptqmodel:{'.'.join(map(str, OWN_BITS_SINCE))}")
+    labels = gptq_labels(
+        format,
+        usual.bits,
+        usual.group_size,
+        desc_act=layers.act_order,
+        sym=not layers.asymmetric,
+        floats=layers.floats,
+        others={name: groups.sizes() for name, groups in layers.others().items()},
+    )
+    labels |= {"lm_head": "lm_head" in layers.groups, "format": format, "pack_dtype": "int32"}
+    return {"quantization_config": labels | {"meta": {"quantizer": writers, "packer": packer()}}}
+
+
+V2 = WrittenFormat(
+    "gptq_v2", bits=_BITS, refusal=partial(_refusal, False), shapes=_shapes, pack=partial(_pack, "gptq_v2"),
+    labels=partial(_labels, "gptq_v2"), labels_file="quantize_config.json", act_order=True, in_words=True,
+    transposed=True, by_quantize=True,
+)  # fmt: skip
+V1 = replace(
+    V2, name="gptq", hint="v1", zeros="integers from 1", pack=partial(_pack, "gptq"), labels=partial(_labels, "gptq")
+)
+PLANAR = replace(
+    V2, name="gptq_p", hint="planar, of GPTQModel: 5 to 7 bits too", bits=_PLANAR_BITS, by_quantize=False,
+    refusal=partial(_refusal, True), pack=partial(_pack, "gptq_p"), labels=partial(_labels, "gptq_p"),
+)  # fmt: skip

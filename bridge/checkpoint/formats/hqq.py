@@ -19,6 +19,8 @@ Scales, zero points or both may be quantized in the same way (quant_scale, quant
     scale_q, zero_q               codes, instead of `scale`, `zero`
     meta_scale.X, meta_zero.X     to dequantize them: scale, zero, shape, packing; along either axis, or one pair
     zero_scale                    [2, ...] zeros, then scales, instead of both (offload_meta): floats or codes
+
+Codes are written with axis 1, and scales and zero points as they are.
 """
 
 import math
@@ -30,6 +32,7 @@ import numpy as np
 from bridge.checkpoint.decoded import DecodedTensor, rounding_distortion
 from bridge.checkpoint.files.store import TensorInfo
 from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, module_info
+from bridge.checkpoint.formats.written import Groups, Parts, QuantizedLayers, Shapes, WrittenFormat
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
@@ -219,3 +222,69 @@ def unpack_lanes(words: np.ndarray, columns: int, packing: str) -> np.ndarray:
 
 def _has_params(value: Any) -> bool:
     return isinstance(table(value).get("weight_quant_params"), dict)
+
+
+def _refusal(groups: Groups, shape: tuple[int, int]) -> str | None:
+    bits, size, _, _ = groups
+    if bits not in WRITTEN.bits:
+        return f"HQQ cannot hold {bits} bits; choose one of {', '.join(map(str, WRITTEN.bits))}"
+    if size <= 0 or shape[1] % size:
+        return f"groups of {size} do not divide {shape[1]} columns; leave it in floats"
+    runs, (_, lanes, word) = math.prod(shape) // size, PACKINGS[_PACKING_OF[bits]]
+    return (
+        f"{runs} groups do not fill words of {lanes}; leave it in floats"
+        if runs % lanes and word.itemsize == 1
+        else None
+    )
+
+
+def _shapes(groups: Groups, shape: tuple[int, int]) -> Shapes:
+    packing = _PACKING_OF[groups.bits]
+    runs, (_, lanes, word) = math.prod(shape) // groups.group_size, PACKINGS[packing]
+    return {
+        "W_q": ("U8" if word.itemsize == 1 else "I32", (-(-runs // lanes), groups.group_size)),
+        "scale": ("F16", (runs, 1)),
+        "zero": ("F16", (runs, 1)),
+        "shape": ("I64", (2,)),
+        **{name: ("I64", (1,)) for name in ("nbits", "group_size", "axis")},
+        "packing": ("U8", (len(packing),)),
+    }
+
+
+def _pack(tensor: GroupedTensor) -> Parts:
+    scales, packing = WRITTEN.half_scales(tensor), _PACKING_OF[tensor.bits]
+    numbers = {"nbits": tensor.bits, "group_size": tensor.group_size, "axis": 1}
+    return {
+        "W_q": _pack_lanes(tensor.codes.reshape(-1, tensor.group_size), packing),
+        "scale": scales.reshape(-1, 1),
+        "zero": tensor.zeros.astype(np.float16).reshape(-1, 1),
+        "shape": np.array(tensor.shape, np.int64),
+        **{name: np.array([number], np.int64) for name, number in numbers.items()},
+        "packing": np.frombuffer(packing.encode(), np.uint8),
+    }
+
+
+def _pack_lanes(rows: np.ndarray, packing: str) -> np.ndarray:
+    """The inverse of `unpack_lanes`: words [rows / lanes, columns], uint8 or int32."""
+    width, lanes, word = PACKINGS[packing]
+    count = -(-len(rows) // lanes)
+    packed = np.zeros((count, rows.shape[1]), word)
+    for i in range(lanes):  # the first lane is the highest
+        lane = rows[i * count : (i + 1) * count]
+        packed <<= word.type(width if i else 0)
+        packed[: len(lane)] |= lane
+    return packed if word.itemsize == 1 else packed.view(np.int32)
+
+
+def _labels(layers: QuantizedLayers) -> dict[str, Any]:
+    usual = layers.usual
+    params = {"nbits": usual.bits, "group_size": usual.group_size, "axis": 1, "view_as_float": False}
+    settings, left = {"weight_quant_params": params}, [*layers.floats, "lm_head"]
+    return {"quantization_config": {"quant_method": "hqq", "quant_config": settings, "skip_modules": left}}
+
+
+WRITTEN = WrittenFormat(
+    "hqq", bits=(1, 2, 3, 4, 5, 6, 8), group_sizes=(16, 32, 64, 128, 256), zeros="halves", refusal=_refusal,
+    shapes=_shapes, pack=_pack, labels=_labels, shape_part="shape",
+    lanes=lambda bits: PACKINGS[_PACKING_OF[bits]][1],
+)  # fmt: skip

@@ -13,17 +13,19 @@ The modes of floats have no biases. mxfp8 is read like other 8-bit floats (see `
     nvfp4    as mxfp4                                               [out, in/16] F8_E4M3
 
 A mixture's experts are stacked, switch_mlp.gate_proj.weight [experts, out, in*b/32] and so on: they become modules
-of their own, experts.E.gate_proj (see `mlx_experts`).
+of their own, experts.E.gate_proj (see `mlx_models`).
 
 config.json has quantization {group_size, bits, mode} and in the same table, by module, false or {group_size, bits};
 null means mlx's own defaults, 64 and 4. Tools that mix widths (JANG) may name them in a file of their own. A module's
 shapes give bits * group size: where config.json contradicts that for any module, the model's sizes, as config.json has
 them, decide between 4 bits in groups of 64 and 8 bits in groups of 32.
+mxfp8 is not written; scales and biases are written as halves.
 The zero point is -b/s. mlx chooses b as s times an integer, then rounds both: -b/s is near that integer.
 """
 
 import math
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -32,16 +34,26 @@ from bridge.checkpoint.files.dtypes import as_float32
 from bridge.checkpoint.files.store import Store, TensorInfo
 from bridge.checkpoint.formats.fp4 import GROUPS, Fp4Tensor, checked_scales, unpacked
 from bridge.checkpoint.formats.fp8 import ScaledFloats
-from bridge.checkpoint.formats.mlx_experts import module_of
+from bridge.checkpoint.formats.mlx_models import mlx_config, module_of, stack_of
 from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, finite_scales, modules_with
-from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
+from bridge.checkpoint.formats.written import (
+    Groups,
+    Parts,
+    QuantizedLayers,
+    Shapes,
+    WrittenFormat,
+    half_products,
+    indivisible,
+)
+from bridge.checkpoint.grouped import CodedTensor, GroupedTensor, PackedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
 from bridge.system.fields import table, whole_number
 
+_BITS, _SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)  # of affine codes: mlx has no others
 _MODES = ("affine", "mxfp8", "mxfp4", "nvfp4")
 _FAR = 1 << 12  # a zero point so far away belongs to a constant group: mlx's smallest scale is 1e-7
-_AFFINE = tuple((bits, size) for size in (64, 32, 128) for bits in (4, 8, 2, 3, 5, 6))  # mlx has no others
+_AFFINE = tuple((bits, size) for size in (64, 32, 128) for bits in (4, 8, 2, 3, 5, 6))  # the usual ones first
 # modules by the last part of their names -> what config.json says of the width of their input, in one layer or another
 _INPUTS = {
     **dict.fromkeys(
@@ -306,3 +318,57 @@ def affine_zeros(
             zeros[row, group] = 0
             run[:] = 1
     return scales, zeros
+
+
+def _refusal(groups: Groups, shape: tuple[int, int]) -> str | None:
+    if groups.bits not in _BITS:
+        return f"MLX cannot hold {groups.bits} bits; choose 2, 3, 4, 5, 6 or 8"
+    if groups.group_size not in _SIZES:
+        return f"MLX has no groups of {groups.group_size}; choose 32, 64 or 128"
+    return indivisible(groups, shape[1])
+
+
+def _shapes(groups: Groups, shape: tuple[int, int]) -> Shapes:
+    out, columns = shape
+    each = out, columns // groups.group_size
+    words: Shapes = {"weight": ("U32", (out, columns * groups.bits // 32))}
+    if groups.kind != "int":
+        return words | {"scales": ("U8", each)}
+    return words | {"scales": ("F16", each), "biases": ("F16", each)}
+
+
+def _pack(tensor: GroupedTensor | PackedTensor) -> Parts:
+    from bridge.checkpoint.formats.packing import pack_rows
+
+    if isinstance(tensor, GroupedTensor):
+        scales = WRITTEN.half_scales(tensor)
+        return {"weight": pack_rows(tensor.codes, tensor.bits), "scales": scales, "biases": half_products(tensor)}
+    if tensor.kind != "int":
+        return {"weight": tensor.words, "scales": tensor.scales}
+    halves, factor = (tensor.scales, -tensor.zero) if tensor.biases is None else (tensor.biases, 1)
+    biases = _products(factor).take(halves.view(np.uint16))
+    return {"weight": tensor.words, "scales": tensor.scales, "biases": biases}
+
+
+@cache
+def _products(factor: int) -> np.ndarray:
+    """All halves times a factor, as halves, by their bits: NumPy is slow at their arithmetic. -0 is 0."""
+    halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return (halves.astype(np.float32) * np.float32(factor)).astype(np.float16) + np.float16(0)
+
+
+def _labels(layers: QuantizedLayers) -> dict[str, Any]:
+    modes = {
+        name: {**groups.sizes(), "mode": "affine" if groups.kind == "int" else groups.kind.lower()}
+        for name, groups in {"": layers.usual, **layers.others()}.items()
+    }
+    table = {**modes.pop(""), **modes}
+    return {"quantization": table, "quantization_config": table}
+
+
+WRITTEN = WrittenFormat(
+    "mlx", bits=_BITS, group_sizes=_SIZES, fp4=("NVFP4", "MXFP4"), tensor_scale=False, zeros="products",
+    refusal=_refusal, shapes=_shapes, pack=_pack, labels=_labels, in_words=True, config=mlx_config, dtype="F16",
+    stack_of=stack_of,
+)  # fmt: skip

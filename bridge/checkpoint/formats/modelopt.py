@@ -13,12 +13,14 @@ Activations have input_scale; auto-round calls it input_global_scale, and divide
 
 The input of an AWQ or SmoothQuant layer may be multiplied by pre_quant_scale, float [in], where that could not be
 folded into the layer before. W[o, k] * pre_quant_scale[k] is in no group: such a layer is read as floats.
+
+Of these, NVFP4 is written.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -33,6 +35,7 @@ from bridge.checkpoint.formats.module_reader import (
     finite_scales,
     module_info,
 )  # fmt: skip
+from bridge.checkpoint.formats.written import QuantizedLayers, WrittenFormat
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
@@ -187,3 +190,20 @@ def _integers(tensors: dict[str, TensorInfo]) -> bool:
 
 def _fp4(tensors: dict[str, TensorInfo]) -> Fp4Parts:
     return FP4 if "weight_packed" in tensors else _MODELOPT
+
+
+def _labels(layers: QuantizedLayers) -> dict[str, Any]:
+    """Without scales of activations, which are not quantized."""
+    labels = {
+        "quant_method": "modelopt",
+        "quant_algo": f"W4A16_{layers.usual.kind}",
+        "group_size": layers.usual.group_size,
+        "ignore": [*layers.floats, "lm_head"],
+    }
+    return {"quantization_config": labels}
+
+
+WRITTEN = WrittenFormat(
+    "modelopt", hint="NVFP4", bits=(), fp4=("NVFP4",), pack=_MODELOPT.pack, labels=_labels,
+    shapes=lambda groups, shape: _MODELOPT.shapes(groups.kind, shape),
+)  # fmt: skip

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.checkpoint.formats.fp8 import read_block
+from bridge.checkpoint.formats.written import Groups, QuantizedLayers
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
 from bridge.system.fields import table, whole_number
@@ -30,6 +31,12 @@ FORMATS = (
     "mxfp4-pack-quantized", "mxfp6-pack-quantized", "mxfp8-quantized", "dense", "mixed-precision",
 )  # fmt: skip
 STRATEGIES = ("tensor", "channel", "group", "tensor_group", "block")
+# targets of what stays float: the towers of any model, and modules whose names in transformers are others
+_TOWERS = r"re:.*(visual|vision_tower|vision_model|multi_modal_projector|audio_tower|embed_vision|embed_audio)\."
+_RENAMED = {
+    "backbone.": r"(backbone|model)\.",  # Nemotron-H
+    "block_sparse_moe.gate": r"(block_sparse_moe\.gate|mlp\.(gate|router))",
+}
 _FOLDED = ("weight_input", "weight_output")  # locations of rotations that are folded into the weights
 EMBEDDING = re.compile(r"(.*\.)?(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings)$")
 
@@ -185,3 +192,51 @@ def _check_transforms(quant: QuantConfig) -> None:
                 f"{quant.source}: transform_config {key} rotates activations ({', '.join(online)}) at run time, which "
                 "GGUF lacks; use a checkpoint without it, or one whose rotations are all folded into the weights"
             )
+
+
+def schemes_of(layers: QuantizedLayers) -> dict[str, Any]:
+    """The quantization_config of written layers: one scheme for all linear layers, or several that name theirs."""
+    schemes: dict[Groups, list[str]] = {}
+    for name, groups in layers.groups.items():
+        schemes.setdefault(groups, []).append(name)
+    formats = {
+        groups: "pack-quantized" if groups.kind == "int" else f"{groups.kind.lower()}-pack-quantized"
+        for groups in schemes
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "mixed-precision" if len({*formats.values()}) > 1 else next(iter(formats.values())),
+        "quantization_status": "compressed",
+        "config_groups": {
+            f"group_{i}": {
+                "format": formats[groups],
+                "targets": [*map(_target, names)] if len(schemes) > 1 else ["Linear"],
+                "weights": _weights(groups),
+            }
+            for i, (groups, names) in enumerate(schemes.items())
+        },
+        "ignore": [
+            *map(_target, layers.floats),
+            *([_TOWERS] if layers.towers else []),
+            *(["lm_head"] if "lm_head" not in layers.groups else []),
+        ],
+    }
+
+
+def _weights(groups: Groups) -> dict[str, Any]:
+    grouped = "tensor_group" if groups.kind == "NVFP4" else "group"
+    return {
+        "num_bits": groups.bits,
+        "type": "int" if groups.kind == "int" else "float",
+        "symmetric": groups.symmetric,
+        "strategy": grouped if groups.group_size > 0 else "channel",
+        "group_size": groups.group_size if groups.group_size > 0 else None,
+    }
+
+
+def _target(name: str) -> str:
+    """A layer's name; a pattern of both where transformers' modules have other names than checkpoints."""
+    pattern = re.escape(name)
+    for ours, both in _RENAMED.items():
+        pattern = pattern.replace(re.escape(ours), both)
+    return name if pattern == re.escape(name) else f"re:{pattern}$"

@@ -4,8 +4,9 @@
     halves  at a byte of each block, such as d
 
 Both are [rows, n], or transposed, as GPTQ stores them: then a tile of 128 rows is read at a time, and what is written
-fills whole cache lines, of arrays that begin with one (`Room`). Of 4-bit types, `run` bytes of a block hold the codes
-of `run` columns in their low nibbles, and of the next `run` columns in their high ones; eight of them are one uint64.
+fills whole cache lines, of arrays that begin with one (`ReusedArrays`). Of 4-bit types, `run` bytes of a block hold the
+codes of `run` columns in their low nibbles, and of the next `run` columns in their high ones; eight of them are one
+uint64.
 """
 
 import math
@@ -40,7 +41,7 @@ store: Any = None
 first_byte = half = words = tile_rows = 0
 
 
-class Room:
+class ReusedArrays:
     """Memory of one layer after another: an array is valid until the next of that name.
 
     Packing into new pages takes up to twice as long, and into arrays that begin within a cache line, transposed, too.

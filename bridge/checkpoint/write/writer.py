@@ -14,7 +14,6 @@ import json
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -24,18 +23,16 @@ from bridge.checkpoint import TensorInfo
 from bridge.checkpoint.files.dtypes import NUMPY, from_float32
 from bridge.checkpoint.files.folder import CheckpointFolder, Source, sync
 from bridge.checkpoint.files.store import header_of
-from bridge.checkpoint.formats.fp4 import Fp4Tensor
-from bridge.checkpoint.formats.fp4_layouts import FP4_LAYOUTS
-from bridge.checkpoint.formats.layouts import LAYOUTS, PackedLayout, raised
+from bridge.checkpoint.formats.written import Groups, QuantizedLayers, WrittenFormat, raised, zeros_of_0
 from bridge.checkpoint.grouped import GroupedTensor, PackedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.checkpoint.tensor_names import layer_of
+from bridge.checkpoint.write import FORMATS
+from bridge.checkpoint.write.report import Written
 from bridge.errors import BridgeError
-from bridge.quantize.checkpoint_labels import Groups, labels_of
 from bridge.system import compiling
-from bridge.system.files import expanded, write_text
+from bridge.system.files import expanded
 from bridge.system.progress import Progress
-from bridge.system.text import percent, size_text, summarise_notes
 
 _CHUNK = 8 << 20  # bytes of floats copied at a time
 _TOWERS = frozenset({"vision_config", "audio_config"})  # keys of the config of a model of several parts
@@ -64,85 +61,16 @@ class FloatSource(Source, Protocol):
     def store(self) -> Floats: ...
 
 
-@dataclass
-class Written:
-    """A report.
-
-    modules   number of quantized layers
-    nbytes    size of all tensors
-    raised    number of zero points of 0 that became 1, and of weights that lost a step by it
-    left_out  files with other weights that were not copied
-    lost      by the layers' outputs on the text, as a share of their power: on average and at most
-    notes     for the user
-    home      the source's folder, with config.json and README.md
-    blocks    that were calibrated, see `block_log`
-    """
-
-    out: Path
-    format: str
-    modules: int
-    nbytes: int
-    seconds: float
-    raised: tuple[int, int] = (0, 0)
-    left_out: list[str] = field(default_factory=list)
-    lost: tuple[float, float] | None = None
-    notes: list[str] = field(default_factory=list)
-    home: Path | None = None
-    blocks: list[dict[str, Any]] = field(default_factory=list)
-
-    def save(self, path: Path) -> None:
-        """Write the report as JSON. Raises BridgeError where that fails."""
-        record = {
-            "checkpoint": str(self.home), "outputs": [str(self.out)], "format": self.format, "layers": self.modules,
-            "output_bytes": self.nbytes,
-            "seconds": round(self.seconds, 3), "notes": self.notes, "blocks": self.blocks,
-        }  # fmt: skip
-        write_text(path, json.dumps(record, indent=1) + "\n")
-
-    def facts(self) -> list[tuple[str, str]]:
-        """What was written, without anything of this machine."""
-        facts = [("layers", f"{self.modules} quantized as {self.format}"), ("size", size_text(self.nbytes))]
-        if self.lost:
-            mean, most = map(percent, self.lost)
-            facts.append(("error", f"outputs of layers lost {mean} of their power on average, {most} at most"))
-        return facts
-
-    def summary(self) -> str:
-        """The report in a few lines."""
-        notes = [f"note: {note}" for note in summarise_notes(self.notes)]
-        if not self.nbytes:  # layers were stored, see `Calibration.blocks`
-            return "\n".join(notes)
-        size = size_text(self.nbytes)
-        lines = [f"{self.modules} layers quantized as {self.format}, {size} written in {self.seconds:.1f} s"]
-        if self.raised[0]:
-            lines.append(
-                f"clamped     {self.raised[0]} zero points of 0, which GPTQ v1 cannot hold, became 1, and their codes "
-                f"rose by 1; {self.raised[1]} weights with the greatest code lost a step"
-            )
-        if self.left_out:
-            lines.append(f"left out    {', '.join(self.left_out)}: not part of the checkpoint that was read")
-        return "\n".join([*lines, *notes, f"wrote {self.out}"])
-
-
-def refusal(format: str, groups: Groups, shape: tuple[int, int]) -> str | None:
-    """Why a format cannot hold a layer (out, in), in one line; None if it can."""
-    return _layout_of(format, groups).refusal(groups.bits, groups.group_size, shape)
-
-
-def _layout_of(format: str, groups: Groups) -> PackedLayout:
-    return LAYOUTS[format] if groups.kind == "int" else FP4_LAYOUTS[format, groups.kind]
-
-
 class CheckpointWriter:
     """The new checkpoint. Use as a context manager: leaving it without `finish` removes every trace.
 
     ckpt        of the float model
     path        the folder to write
-    format      gptq (v1), gptq_v2, awq, compressed-tensors or mlx; modelopt has layers of NVFP4 only
+    format      a name of `FORMATS`; where no layer is quantized, None
     layers      the layers to be quantized, by their names in the checkpoint, without ".weight"
     transposed  layers whose weight is stored as [in, out] (Conv1D of transformers)
     stacks      layer -> the tensor of three dimensions that it is in, and which matrix of it; all have the same form
-    clamp       v1: raise zero points of 0 to 1, with their codes
+    clamp       where the format has no zero point of 0: raise these to 1, with their codes
     shard_size  bytes per file
     force       replace an existing checkpoint
     progress    called with (bytes done, bytes in all, tensor)
@@ -155,7 +83,7 @@ class CheckpointWriter:
         self,
         ckpt: FloatSource,
         path: str | Path,
-        format: str,
+        format: str | None,
         layers: Mapping[str, Groups],
         *,
         transposed: Collection[str] = (),
@@ -165,17 +93,21 @@ class CheckpointWriter:
         force: bool = False,
         progress: Progress | None = None,
     ) -> None:
-        if format not in (*LAYOUTS, "modelopt"):
-            raise BridgeError(f"unknown checkpoint format {format!r}: choose one of {', '.join(LAYOUTS)}, modelopt")
+        if format not in FORMATS and (layers or format is not None):
+            raise BridgeError(f"unknown checkpoint format {format!r}: choose one of {', '.join(FORMATS)}")
         if ckpt.quant.method is not None:
             raise BridgeError(f"{ckpt.path}: is already {ckpt.format}; quantize the original float model")
         self._begun = compiling.clock()
         self._ckpt, self._layers, self._clamp = ckpt, dict(layers), clamp
-        self._format, self._tick = format, progress or (lambda *_: None)
+        self._format: WrittenFormat
+        self._name = format or "floats"
+        if format is not None:
+            self._format = FORMATS[format]
+        self._tick = progress or (lambda *_: None)
         self._shapes = {name: self._shape(name, name in transposed) for name in layers}
         self._stacks = dict(stacks or {})
         self._todo = set(layers)
-        self._asymmetric = self._scattered = False
+        self._asymmetric = self._act_order = False
         self._raised = (0, 0)
         self._done = 0
         self._plan(shard_size)
@@ -192,7 +124,7 @@ class CheckpointWriter:
     def __exit__(self, *_: object) -> None:
         self._folder.__exit__()
 
-    def add(self, tensor: GroupedTensor | Fp4Tensor | PackedTensor, first: int | None = None) -> None:
+    def add(self, tensor: GroupedTensor | PackedTensor, first: int | None = None) -> None:
         """Write one layer, or its rows from `first` on. Raises BridgeError if it is not as announced, or the format
         cannot hold it.
 
@@ -202,35 +134,33 @@ class CheckpointWriter:
         name = tensor.name
         if name not in self._todo:
             raise BridgeError(f"{name}: is not a layer to be quantized, or was added twice")
-        layout = _layout_of(self._format, self._layers[name])
-        bits, size, symmetric, kind = self._layers[name]
-        out, columns = self._shapes[name]
+        layer, (out, columns) = self._layers[name], self._shapes[name]
         begin, rows, count = first or 0, out if first is None else len(tensor.scales), tensor.scales.shape[1]
-        groups = -(-columns // size) if size > 0 else 1
-        own = "int" if isinstance(tensor, GroupedTensor) else tensor.kind
-        if (own, tensor.bits, tensor.shape, count) != (kind, bits, (rows, columns), groups):
+        announced = layer.kind, layer.bits, (rows, columns), layer.count(columns)
+        if (tensor.kind, tensor.bits, tensor.shape, count) != announced:
             raise BridgeError(
                 f"{name}: is {list(tensor.shape)} of {tensor.bits} bits in {count} groups per row; "
-                f"announced was {list(self._shapes[name])} of {bits} bits in groups of {size}"
+                f"announced was {list(self._shapes[name])} of {layer.bits} bits in groups of {layer.group_size}"
             )
         if isinstance(tensor, GroupedTensor):
-            if self._format == "gptq" and self._clamp:
-                count = int(np.count_nonzero(tensor.zeros == 0))
+            if self._clamp and not self._format.holds_zero:
+                zeros = zeros_of_0(tensor)
                 tensor, lost = raised(tensor)
-                self._raised = self._raised[0] + count, self._raised[1] + lost
-            asymmetric = bool((tensor.zeros != 1 << (bits - 1)).any())
-            if symmetric and asymmetric:
+                self._raised = self._raised[0] + zeros, self._raised[1] + lost
+            asymmetric = bool((tensor.zeros != 1 << (layer.bits - 1)).any())
+            if layer.symmetric and asymmetric:
                 raise BridgeError(f"{name}: was announced as symmetric, but has zero points")
             self._asymmetric |= asymmetric
-            self._scattered |= not tensor.sequential
-        shapes, lanes = layout.shapes(bits, size, (out, columns)), layout.lanes(bits)
-        for part, values in layout.pack(tensor).items():
+            self._act_order |= not tensor.sequential
+        shapes, lanes = self._format.shapes(layer, (out, columns)), self._format.lanes(layer.bits)
+        for part, values in self._format.pack(tensor).items():
             if f"{name}.{part}" in self._places:
-                found = np.array((out, columns), values.dtype) if part == layout.shaped else values
-                whole = shapes[part][1]
-                if rows < out and lanes > 1 and len(found) == rows * count:  # of groups, row by row
-                    found, whole = found.reshape(lanes, -1), (lanes, math.prod(whole) // lanes)
-                self._write_rows(f"{name}.{part}", found, whole, begin, out)
+                if part == self._format.shape_part:
+                    values = np.array((out, columns), values.dtype)
+                shape = shapes[part][1]
+                if rows < out and lanes > 1 and len(values) == rows * count:  # of groups, row by row
+                    values, shape = values.reshape(lanes, -1), (lanes, math.prod(shape) // lanes)
+                self._write_rows(f"{name}.{part}", values, shape, begin, out)
         if begin + rows == out:
             self._todo.remove(name)
 
@@ -260,7 +190,7 @@ class CheckpointWriter:
         self._folder.finish()
         seconds = compiling.clock() - self._begun
         return Written(
-            self._folder.path, self._format, len(self._layers), self._nbytes, seconds, self._raised,
+            self._folder.path, self._name, len(self._layers), self._nbytes, seconds, self._raised,
             self._folder.left_out,
         )  # fmt: skip
 
@@ -276,7 +206,7 @@ class CheckpointWriter:
                 + ("; the head is tied to the embeddings, leave it out" if tied else "; is it another model's?")
             )
         out, columns = info.shape[::-1] if transposed else info.shape
-        if why := refusal(self._format, self._layers[name], (out, columns)):
+        if why := self._format.obstacle(self._layers[name], (out, columns)):
             raise BridgeError(f"{name}: {why}")
         return out, columns
 
@@ -291,11 +221,10 @@ class CheckpointWriter:
             module = name.removesuffix(".weight")
             entries: dict[str, tuple[str, tuple[int, ...], int]] = {}
             if module in self._layers and name != module:
-                bits, size, symmetric, _ = self._layers[module]
-                layout = _layout_of(self._format, self._layers[module])
-                shapes = layout.shapes(bits, size, self._shapes[module])
-                if symmetric:
-                    shapes.pop(layout.zeros, None)
+                layer = self._layers[module]
+                shapes = self._format.shapes(layer, self._shapes[module])
+                if layer.symmetric:
+                    shapes.pop(self._format.zeros_part, None)
                 stack, matrix = self._stacks.get(module, (module, 0))
                 for part, (dtype, shape) in shapes.items():
                     nbytes = math.prod(shape) * NUMPY[dtype].itemsize
@@ -379,17 +308,12 @@ class CheckpointWriter:
         """config.json and the other small files that describe the weights."""
         if not self._layers:
             return {"config.json": self._ckpt.config, **self._index()}
-        labels = labels_of(
-            self._format,
-            {self._stacks.get(name, (name, 0))[0]: groups for name, groups in self._layers.items()},
-            self._left(),
-            asymmetric=self._asymmetric,
-            scattered=self._scattered,
-            towers=self._has_towers(),
-        )
+        groups = {self._stacks.get(name, (name, 0))[0]: layer for name, layer in self._layers.items()}
+        layers = QuantizedLayers(groups, self._left(), self._asymmetric, self._act_order, self._has_towers())
+        labels = self._format.labels(layers)
         configs: dict[str, Any] = {"config.json": {**self._ckpt.config, **labels}}
-        if self._format.startswith("gptq"):
-            configs["quantize_config.json"] = labels["quantization_config"]
+        if self._format.labels_file:
+            configs[self._format.labels_file] = labels["quantization_config"]
         return configs | self._index()
 
     def _index(self) -> dict[str, Any]:

@@ -18,8 +18,11 @@ from safetensors.torch import save_file as save_torch
 import bridge
 from bridge.checkpoint import GroupedTensor, open_checkpoint
 from bridge.checkpoint.formats.packing import pack_columns, pack_gemm
+from bridge.checkpoint.formats.written import Groups
+from bridge.checkpoint.write import FORMATS as WRITTEN
+from bridge.checkpoint.write.report import Written
+from bridge.checkpoint.write.writer import CheckpointWriter, write_checkpoint
 from bridge.errors import BridgeError
-from bridge.quantize.checkpoint_writer import CheckpointWriter, Groups, Written, refusal, write_checkpoint
 from bridge.quantize.gptq_solver import round_to_nearest
 from bridge.quantize.grids.group import GroupGrid
 from tests.conftest import CHECKPOINT
@@ -247,8 +250,8 @@ def test_what_a_format_cannot_hold_is_refused_by_name(tmp_path: Path, model: Pat
         for format, layers, message in cases:
             with pytest.raises(BridgeError, match=message):
                 CheckpointWriter(ckpt, tmp_path / "out", format, layers)
-    assert "do not fill whole 32-bit words" in str(refusal("gptq", Groups(3, 64), (256, 112)))
-    assert "rows" in str(refusal("awq", Groups(4, 64), (100, 256)))
+    assert "do not fill whole 32-bit words" in str(WRITTEN["gptq"].obstacle(Groups(3, 64), (256, 112)))
+    assert "rows" in str(WRITTEN["awq"].obstacle(Groups(4, 64), (100, 256)))
     tensor = layers_of(model)[up]
     bad = [
         (replace(tensor, scales=tensor.scales * np.float32(1.0001)), "not half-precision"),
@@ -285,8 +288,8 @@ def test_an_interrupted_run_leaves_what_was_there_and_nothing_else(
     with pytest.raises(BridgeError, match="force=True replaces it"):
         write(model, out, "gptq_v2", tensors)
     for where in (
-        "quantize.checkpoint_writer.CheckpointWriter._write_heads",
-        "quantize.checkpoint_writer.sync",
+        "checkpoint.write.writer.CheckpointWriter._write_heads",
+        "checkpoint.write.writer.sync",
         "checkpoint.files.folder.shutil.copyfile",
     ):
         monkeypatch.setattr(f"bridge.{where}", stop)

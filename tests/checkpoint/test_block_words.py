@@ -7,8 +7,8 @@ import pytest
 
 from bridge.blocks import TYPES
 from bridge.checkpoint.formats.packing import pack_rows
+from bridge.checkpoint.write.block_words import TYPES_IN_WORDS, gather_halves, pack_words
 from bridge.encode.block_bytes import unpack_codes
-from bridge.encode.block_words import TYPES_IN_WORDS, gather_halves, pack_words
 
 ROWS = 37  # two runs of 16, and a part
 
