@@ -164,6 +164,11 @@ class GroupedTensor(CodedTensor):
         group = self.groups()
         return self.scales[rows][:, group] * (self.codes[rows].astype(np.float32) - self.zeros[rows][:, group])
 
+    def half_products(self) -> np.ndarray:
+        """float16 [out, G]: -scale * zero point, added to scaled codes. Infinite where a half cannot hold it."""
+        with np.errstate(over="ignore"):
+            return np.asarray(-self.zeros * self.scales, np.float16) + np.float16(0)  # no -0
+
     def scaled(self, factor: np.ndarray) -> Self:
         return replace(self, scales=self.scales * factor[:, None])
 

@@ -127,9 +127,10 @@ def export(
     out       the folder to write
     format    "floats", "gptq" (v1), "gptq_v2", "gptq_p" (planar, of GPTQModel: 5 to 7 bits too), "awq" (gemm),
               "compressed-tensors" (pack-quantized, MXFP4, NVFP4), "mlx" (affine, mxfp4, nvfp4), "hqq" or "modelopt"
-              (NVFP4). The layers of the decoder's blocks keep their codes where the format holds them, see
-              `codes_of_blocks`; the others are rounded, or floats where the format has too few bits. The experts of
-              a mixture are stacks in MLX, or floats in families whose stacks mlx-lm does not name, see `mlx_models`
+              (NVFP4). The linear layers of the decoder's blocks keep their codes where the format holds them, see
+              `codes_of_blocks`; the others are rounded, or floats where the format has too few bits. Routers stay
+              floats. The experts of a mixture are stacks in MLX, or floats in families whose stacks mlx-lm does not
+              name, see `mlx_models`
     bits      that layers have at most: those whose codes take more, and floats, are rounded to them; None: layers have
               those that their codes take, or are rounded to the least that add under 15% of the type's own noise, or 8
               where that is not known
@@ -164,64 +165,51 @@ def export(
     if dtype is None:
         dtype = "BF16" if any(tensor.type == "BF16" for tensor in gguf.tensors.values()) else "F16"
         dtype = (written and written.dtype) or dtype
-    quantized = written is not None
+    path, home = expanded(out), None if config is None else expanded(config)
     with ExitStack() as stack:
-        if config is None:
-            made = Path(stack.enter_context(TemporaryDirectory()))
-            write_config(gguf, made)
-            source = checked_source(gguf, made, dtype, quantized)
+        if home is None:
+            temporary = Path(stack.enter_context(TemporaryDirectory()))
+            write_config(gguf, temporary)
+            source = checked_source(gguf, temporary, dtype, quantized=written is not None)
         else:
-            source = GgufSource(gguf, expanded(config), dtype, quantized)
-        home = None if config is None else expanded(config)
-        done = _write(gguf, source, expanded(out), written, bits, calibrate, home, force, progress)
-    done.seconds, done.compile_seconds = compiling.clock() - started, compiling.seconds() - compiled
-    return done
-
-
-def _write(
-    gguf: StoredModel,
-    source: GgufSource,
-    path: Path,
-    written: WrittenFormat | None,
-    bits: int | None,
-    calibrate: Calibration | None,
-    home: Path | None,
-    force: bool,
-    progress: Progress | None,
-) -> Exported:
-    """Write the folder; the times are left to the caller."""
-    check_folder(source, path, force, [*gguf.files, *files_of(*(calibrate.files if calibrate else []))])
-    reports = {name: ExportedTensor(name, tensor.stored.type, AS_FLOATS) for name, tensor in source.places.items()}
-    notes, stored, plan = [*source.notes], None, None
-    if written is not None:
-        plan = CheckpointPlan(source, written, bits)
-        source.config = written.config(source.config)
-        if not plan.layers:
-            rounding = (
-                "" if bits or not written.bits else f", or {parameter('bits', written.bits[-1])}, which rounds them"
-            )
-            floats = parameter("format", "floats")
-            raise BridgeError(f"{gguf.files[0]}: has no layer that {written.name} holds; choose {floats}{rounding}")
-        if calibrate is not None:
-            stored, more = _calibrated(gguf, home, path, plan, calibrate, force)
-            notes += more
-        notes += plan.notes()
-    with CheckpointWriter(
-        source,
-        path,
-        written.name if written else None,
-        {module: layer.groups for module, layer in plan.layers.items()} if plan else {},
-        stacks=plan.stacks if plan else {},
-        clamp=stored is not None,  # GPTQ v1: a calibrated zero point of 0
-        force=force,
-        progress=progress,
-    ) as writer:
-        if plan is not None:
-            reports |= {report.name: report for report in _write_layers(writer, plan, stored)}
-        done = writer.finish()
+            source = GgufSource(gguf, home, dtype, quantized=written is not None)
+        check_folder(source, path, force, [*gguf.files, *files_of(*(calibrate.files if calibrate else []))])
+        reports = {name: ExportedTensor(name, tensor.stored.type, AS_FLOATS) for name, tensor in source.places.items()}
+        notes, stored, plan = [*source.notes], None, None
+        if written is not None:
+            plan = _planned(gguf, source, written, bits)
+            if calibrate is not None:
+                stored, more = _calibrated(gguf, home, path, plan, calibrate, force)
+                notes += more
+            notes += plan.notes()
+        with CheckpointWriter(
+            source,
+            path,
+            format if plan else None,
+            {module: layer.groups for module, layer in plan.layers.items()} if plan else {},
+            stacks=plan.stacks if plan else {},
+            clamp=stored is not None,  # GPTQ v1: a calibrated zero point of 0
+            force=force,
+            progress=progress,
+        ) as writer:
+            if plan is not None:
+                reports |= {report.name: report for report in _write_layers(writer, plan, stored)}
+            done = writer.finish()
     if stored is not None:
         stored.remove()
-    return Exported(done.out, done.format, list(reports.values()), done.nbytes, 0.0, notes)
+    compiled, seconds = compiling.seconds() - compiled, compiling.clock() - started
+    return Exported(done.out, done.format, list(reports.values()), done.nbytes, seconds, notes, compiled)
+
+
+def _planned(gguf: StoredModel, source: GgufSource, written: WrittenFormat, bits: int | None) -> CheckpointPlan:
+    """What becomes of the layers; the config of `source` becomes the format's. Raises BridgeError if all are floats."""
+    plan = CheckpointPlan(source, written, bits)
+    source.config = written.config(source.config)
+    if not plan.layers:
+        widest = f", or {parameter('bits', written.bits[-1])}, which rounds them" if written.bits and not bits else ""
+        floats = parameter("format", "floats")
+        raise BridgeError(f"{gguf.files[0]}: has no layer that {written.name} holds; choose {floats}{widest}")
+    return plan
 
 
 def _calibrated(

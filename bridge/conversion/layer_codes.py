@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bridge.blocks.read import READ
-from bridge.checkpoint.formats.written import WrittenFormat, half_products
+from bridge.checkpoint.formats.written import WrittenFormat
 from bridge.checkpoint.grouped import GroupedTensor, PackedTensor
 from bridge.checkpoint.write.block_words import ReusedArrays
 from bridge.conversion.codes_of_blocks import packed_of, regrouped
@@ -101,7 +101,7 @@ class LayerCodes:
         size, codes = tensor.group_size, tensor.codes[rows]
         scales = np.repeat(tensor.scales[rows].astype(np.float32), size, 1)
         if self.written.zeros == "products":
-            return codes * scales + np.repeat(half_products(tensor)[rows].astype(np.float32), size, 1)
+            return codes * scales + np.repeat(tensor.half_products()[rows].astype(np.float32), size, 1)
         return (codes - np.repeat(tensor.zeros[rows].astype(np.float16).astype(np.float32), size, 1)) * scales
 
     def _pieces(self, rows: slice) -> Iterator[slice]:

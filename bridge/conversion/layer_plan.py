@@ -14,7 +14,7 @@ import numpy as np
 from bridge.blocks.read import READ
 from bridge.checkpoint.files.dtypes import not_finite
 from bridge.checkpoint.formats.fp4 import GROUPS
-from bridge.checkpoint.formats.written import Groups, WrittenFormat, half_products
+from bridge.checkpoint.formats.written import Groups, WrittenFormat
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.checkpoint.write.block_words import TILE, TYPES_IN_WORDS
 from bridge.conversion.codes_of_blocks import codes_of, has_nan_scale, is_plain, own_noise, regrouped
@@ -51,7 +51,7 @@ def plan_layer(source: SourceTensor, written: WrittenFormat, bits: int | None = 
           codes take, or that add little noise
     """
     type, shape = source.stored.type, source.matrix_shape
-    if source.part.change is not None or (type in UNQUANTIZED and (bits is None or source.tensor.fixed_type)):
+    if source.part.change is not None or (type in UNQUANTIZED and bits is None):
         return None
     if (bits is None or bits >= 4) and _holds_fp4(source, written):
         return LayerPlan(EXACT, Groups(4, GROUPS[type], True, type), packed=True)
@@ -99,7 +99,7 @@ def _plan_of_codes(
     for rows in runs(shape, first=16):
         raw = source.raw(rows, ordered=False)
         plain &= is_plain(type, raw)
-        if (width, size) == (most, block.sub) and plain:
+        if width and (width, size) == (most, block.sub) and plain:
             continue
         tensor = codes_in_groups(source, raw, written, bits, offsets)
         if tensor is None:
@@ -117,7 +117,7 @@ def codes_in_groups(
     tensor = codes_of(source.part.module, source.stored.type, raw, bits, offsets, source.scale)
     if tensor is not None and written.any_zeros:
         tensor = regrouped(tensor, written.group_sizes)
-        if tensor is not None and not np.isfinite(half_products(tensor)).all():
+        if tensor is not None and not np.isfinite(tensor.half_products()).all():
             return None
     if tensor is None or not np.isfinite(tensor.scales).all():
         return None

@@ -33,15 +33,7 @@ from bridge.checkpoint.formats.module_reader import (
     finite_scales,
     module_info,
 )  # fmt: skip
-from bridge.checkpoint.formats.written import (
-    Groups,
-    Parts,
-    QuantizedLayers,
-    Shapes,
-    WrittenFormat,
-    have_shapes,
-    indivisible,
-)
+from bridge.checkpoint.formats.written import Groups, Parts, QuantizedLayers, Shapes, WrittenFormat, have_shapes
 from bridge.checkpoint.formats.zeros import unscaled
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor, fit_group_size
 from bridge.checkpoint.labels.quant_config import QuantConfig
@@ -236,7 +228,7 @@ def padded_groups(columns: int, size: int) -> int:
 def _refusal(groups: Groups, shape: tuple[int, int]) -> str | None:
     if groups.bits != 4:
         return f"AWQ cannot hold {groups.bits} bits; choose 4, or GPTQ for 2, 3 and 8"
-    if why := indivisible(groups, shape[1], ", as AWQ needs"):
+    if why := groups.indivisible(shape[1], ", as AWQ needs"):
         return why
     return f"{shape[0]} rows do not fill whole words of 8, as AWQ needs; leave it in floats" if shape[0] % 8 else None
 

@@ -37,13 +37,7 @@ from bridge.checkpoint.files.store import Store, TensorInfo
 from bridge.checkpoint.formats.fp4 import Fp4Parts, checked_scales
 from bridge.checkpoint.formats.fp8 import BLOCK, FLOAT8, ScaledFloats, block_of, scaled_floats, spread
 from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, module_info
-from bridge.checkpoint.formats.written import (
-    Groups,
-    Parts,
-    Shapes,
-    WrittenFormat,
-    indivisible,
-)
+from bridge.checkpoint.formats.written import Groups, Parts, Shapes, WrittenFormat
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor, PackedTensor, column_group_size
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.checkpoint.labels.schemes import Scheme, ignored, matches, read_schemes, scheme_of, schemes_of
@@ -313,7 +307,7 @@ def _unpack(words: np.ndarray, bits: int, n: int, by_words: bool) -> np.ndarray:
 def _refusal(groups: Groups, shape: tuple[int, int]) -> str | None:
     if groups.bits not in (4, 8):
         return f"compressed-tensors cannot hold {groups.bits} bits in a form that is widely read; choose 4 or 8"
-    return indivisible(groups, shape[1], ", as compressed-tensors needs")
+    return groups.indivisible(shape[1], ", as compressed-tensors needs")
 
 
 def _shapes(groups: Groups, shape: tuple[int, int]) -> Shapes:

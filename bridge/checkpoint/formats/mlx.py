@@ -36,15 +36,7 @@ from bridge.checkpoint.formats.fp4 import GROUPS, Fp4Tensor, checked_scales, unp
 from bridge.checkpoint.formats.fp8 import ScaledFloats
 from bridge.checkpoint.formats.mlx_models import mlx_config, module_of, stack_of
 from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, finite_scales, modules_with
-from bridge.checkpoint.formats.written import (
-    Groups,
-    Parts,
-    QuantizedLayers,
-    Shapes,
-    WrittenFormat,
-    half_products,
-    indivisible,
-)
+from bridge.checkpoint.formats.written import Groups, Parts, QuantizedLayers, Shapes, WrittenFormat, have_shapes
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor, PackedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
@@ -167,16 +159,13 @@ class MlxReader(Reader):
             return self._floats(name, tensors)
         weight, scales, biases = (tensors[part] for part in self.required)
         dimensions = 3 if ".switch_mlp." in name else 2
-        if any(len(t.shape) != dimensions or 0 in t.shape for t in (weight, scales, biases)) or not (
-            weight.dtype == "U32" and scales.floating and biases.floating
-        ):
+        if any(len(t.shape) != dimensions or 0 in t.shape for t in (weight, scales, biases)):
             raise contradiction(name, tensors)
         *rows, _ = weight.shape
         out, groups = rows[-1], scales.shape[-1]
-        if scales.shape != (*rows, groups) or biases.shape != scales.shape:
-            raise contradiction(name, tensors)
         bits, size = self._bits_and_size(name, weight, groups)
-        if "bias" in tensors and tensors["bias"].shape != tuple(rows):
+        fits = have_shapes(tensors, _shapes(Groups(bits, size), (out, groups * size)), tuple(rows[:-1]))
+        if not fits or ("bias" in tensors and tensors["bias"].shape != tuple(rows)):
             raise contradiction(name, tensors)
         nbytes = sum(t.nbytes for t in tensors.values())
         return ModuleInfo(name, bits, size, (out, groups * size), nbytes, tensors)
@@ -325,7 +314,7 @@ def _refusal(groups: Groups, shape: tuple[int, int]) -> str | None:
         return f"MLX cannot hold {groups.bits} bits; choose 2, 3, 4, 5, 6 or 8"
     if groups.group_size not in _SIZES:
         return f"MLX has no groups of {groups.group_size}; choose 32, 64 or 128"
-    return indivisible(groups, shape[1])
+    return groups.indivisible(shape[1])
 
 
 def _shapes(groups: Groups, shape: tuple[int, int]) -> Shapes:
@@ -342,7 +331,7 @@ def _pack(tensor: GroupedTensor | PackedTensor) -> Parts:
 
     if isinstance(tensor, GroupedTensor):
         scales = WRITTEN.half_scales(tensor)
-        return {"weight": pack_rows(tensor.codes, tensor.bits), "scales": scales, "biases": half_products(tensor)}
+        return {"weight": pack_rows(tensor.codes, tensor.bits), "scales": scales, "biases": tensor.half_products()}
     if tensor.kind != "int":
         return {"weight": tensor.words, "scales": tensor.scales}
     halves, factor = (tensor.scales, -tensor.zero) if tensor.biases is None else (tensor.biases, 1)

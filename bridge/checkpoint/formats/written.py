@@ -46,6 +46,12 @@ class Groups(NamedTuple):
         """How many groups a row has; the last may be short."""
         return -(-columns // self.group_size) if self.group_size > 0 else 1
 
+    def indivisible(self, columns: int, of: str = "") -> str | None:
+        """Why groups that must be of equal size do not fit a row; None if they do."""
+        if self.group_size <= 0 or columns % self.group_size == 0:
+            return None
+        return f"groups of {self.group_size} do not divide {columns} columns{of}; leave it in floats"
+
 
 @dataclass(frozen=True)
 class QuantizedLayers:
@@ -147,7 +153,7 @@ class WrittenFormat:
 
     def obstacle(self, groups: Groups, shape: tuple[int, int]) -> str | None:
         """Why it cannot hold a layer (out, in), in one line; None if it can."""
-        return self.refusal(groups, shape) if groups.kind == "int" else indivisible(groups, shape[1])
+        return self.refusal(groups, shape) if groups.kind == "int" else groups.indivisible(shape[1])
 
     def half_scales(self, tensor: GroupedTensor) -> np.ndarray:
         """The scales as halves. Raises BridgeError unless the format holds the tensor exactly, except zero points of
@@ -171,21 +177,17 @@ class WrittenFormat:
         return scales
 
 
-def have_shapes(tensors: Mapping[str, TensorInfo], shapes: Shapes) -> bool:
-    """Whether a module's tensors are stored in these shapes and dtypes; halves stand for any floats."""
+def have_shapes(tensors: Mapping[str, TensorInfo], shapes: Shapes, stack: tuple[int, ...] = ()) -> bool:
+    """Whether a module's tensors are stored in these shapes and dtypes; halves stand for any floats.
+
+    stack  the dimensions before a matrix's, of modules that are stacked
+    """
     return all(
         part in tensors
-        and tensors[part].shape == shape
+        and tensors[part].shape == (*stack, *shape)
         and (tensors[part].floating if dtype == "F16" else tensors[part].dtype == dtype)
         for part, (dtype, shape) in shapes.items()
     )
-
-
-def indivisible(groups: Groups, columns: int, of: str = "") -> str | None:
-    """Why groups that must be of equal size do not fit a row; None if they do."""
-    if groups.group_size <= 0 or columns % groups.group_size == 0:
-        return None
-    return f"groups of {groups.group_size} do not divide {columns} columns{of}; leave it in floats"
 
 
 def zeros_of_0(tensor: GroupedTensor) -> int:
@@ -200,9 +202,3 @@ def raised(tensor: GroupedTensor) -> tuple[GroupedTensor, int]:
     lost = by & (tensor.codes == 2**tensor.bits - 1)
     codes = tensor.codes + (by & ~lost).astype(np.uint8)
     return replace(tensor, codes=codes, zeros=np.maximum(tensor.zeros, 1)), int(lost.sum())
-
-
-def half_products(tensor: GroupedTensor) -> np.ndarray:
-    """float16 [out, G]: -scale * zero point, which is added to scaled codes. Infinite where a half cannot hold it."""
-    with np.errstate(over="ignore"):
-        return np.asarray(-tensor.zeros * tensor.scales, np.float16) + np.float16(0)  # no -0
