@@ -4,7 +4,6 @@ The matrices of a stack of experts have one plan, and all layers have one group 
 """
 
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -13,8 +12,6 @@ from bridge.checkpoint.formats.written import WrittenFormat
 from bridge.conversion.gguf_source import AssembledTensor, GgufSource, SourceTensor
 from bridge.conversion.layer_plan import EXACT, ROUNDED, LayerPlan, plan_layer
 from bridge.errors import parameter
-
-_LAYER = re.compile(r"blk\.\d+\.(attn|ffn)_(?!gate_inp)[a-z_]+\.weight")
 
 
 class CheckpointPlan:
@@ -32,7 +29,8 @@ class CheckpointPlan:
         self._float_stacks = 0
         plans: dict[str, LayerPlan | None] = {}
         for tensor in source.places.values():
-            if not _LAYER.fullmatch(tensor.stored.name):
+            outlined = tensor.tensor if isinstance(tensor, SourceTensor) else tensor.places[0].tensor
+            if not outlined.in_block:
                 continue
             if isinstance(tensor, SourceTensor) and len(tensor.part.shape) == 2:
                 self.sources[tensor.part.module] = tensor

@@ -15,6 +15,7 @@ from bridge.checkpoint.write.report import Written
 from bridge.checkpoint.write.writer import write_checkpoint
 from bridge.conversion.paths import files_of, layers_of
 from bridge.errors import BridgeError, parameter
+from bridge.models import float_layers
 from bridge.quantize.run.calibrate import LayerTarget, quantize_layers
 from bridge.quantize.run.calibration_text import with_length
 from bridge.quantize.settings import Calibration
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from bridge.checkpoint import Checkpoint
     from bridge.quantize.layer_store import LayerStore
     from bridge.quantize.method import Method
-
-_ROUTERS = ("gate", "router", "shared_expert_gate")  # small, and what they choose is all or nothing
 
 
 @checked
@@ -76,7 +75,7 @@ def quantize_checkpoint(
         calibrate, length_notes = with_length(ckpt, calibrate)
         grid, method = _rounding(groups, symmetric and written.rounding != "asymmetric", calibrate)
         awq = Awq(method, stored=_norms(ckpt), folder=layers_of(path)) if calibrate.method == "awq" else None
-        shapes = _linears(ckpt)
+        shapes = linears(ckpt)
         whys = {
             name: written.obstacle(groups, shape)
             if f"{name}.weight" in ckpt.tensors
@@ -156,9 +155,10 @@ def _norms(ckpt: Checkpoint) -> torch.dtype:
     return torch_dtype(stored if stored in ("F32", "BF16") else "F16")
 
 
-def _linears(ckpt: Checkpoint) -> dict[str, tuple[int, int]]:
-    """(out, in) of the linear layers inside the decoder's blocks, but for routers, by name."""
+def linears(ckpt: Checkpoint) -> dict[str, tuple[int, int]]:
+    """(out, in) of the linear layers inside the decoder's blocks, by name, but for those that are always floats."""
     from bridge.quantize.float_model import FloatModel
 
     shapes = FloatModel(ckpt).linears()
-    return {name: shape for name, shape in shapes.items() if name.rpartition(".")[2] not in _ROUTERS}
+    floats = float_layers(ckpt.config, ckpt.home, shapes)
+    return {name: shape for name, shape in shapes.items() if name not in floats}

@@ -2,6 +2,7 @@
 
     describe_model(config, folder, names)     the model as GGUF has it: an `outline.Outline`
     architecture(folder)                      its architecture's name in GGUF
+    float_layers(config, folder, modules)     which linear layers no GGUF of it has as codes
 
 Read `outline` first, the result, then `family` and one module of families/: a family is a table of tensors, filled in
 by `table`, with arguments from config.json (`arguments`, `rope`). gguf_tokenizer, bpe_vocabulary, sentencepiece,
@@ -9,7 +10,7 @@ tiktoken, pretokenizer and special_tokens make the vocabulary, provenance makes 
 Ollama. template/ makes the same Outline from a GGUF of the model instead, for any architecture.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import numpy as np
 from bridge.errors import BridgeError, parameter
 from bridge.models.arguments import Arguments, listed_layers, read_arguments
 from bridge.models.families import ALL
-from bridge.models.family import HEAD, Family
+from bridge.models.family import HEAD, Family, float_names
 from bridge.models.gguf_keys import Key
 from bridge.models.gguf_tokenizer import read_tokenizer
 from bridge.models.gguf_values import typed
@@ -33,13 +34,26 @@ from bridge.models.table import fill_table, turned_back
 from bridge.models.wrapper import ANY_TEXT, has_parts, renamed, text_config, text_names, whole_name
 from bridge.system.files import read_json
 
-__all__ = ["architecture", "describe_model", "numbers_of_gguf", "tensors_of_gguf"]
+__all__ = ["architecture", "describe_model", "float_layers", "numbers_of_gguf", "tensors_of_gguf"]
 
 
 def architecture(folder: Path) -> str:
     """The GGUF architecture of a folder's config.json: "qwen3". Raises BridgeError if it is unknown."""
     path = Path(folder) / "config.json"
     return _family(Config(read_json(path), path))[0].arch
+
+
+def float_layers(config: dict[str, Any], folder: Path, modules: Iterable[str]) -> set[str]:
+    """The linear layers of a checkpoint's blocks that are floats in every GGUF of it, such as routers.
+
+    They are those of its family's table, see `Row.floats`; of a family that is unknown, those of any.
+    """
+    try:
+        families = [_family(Config(config, Path(folder) / "config.json"))[0]]
+    except BridgeError:
+        families = [*ALL]
+    names = tuple(f".{name}" for family in families for name in float_names(family))
+    return {module for module in modules if module.endswith(names)}
 
 
 def describe_model(

@@ -274,3 +274,13 @@ def experts_with_gate_up(module: str) -> tuple[Row, ...]:
         Row(f"{module}.*.up_proj", "expert hidden", (f"{stack}[1/2]",), name="ffn_up_exps.weight", unless=both),
         Row(f"{module}.*.down_proj", "hidden expert", (f"{module}.down_proj",)),
     )
+
+
+def float_names(family: Family) -> set[str]:
+    """The modules of a layer that are floats in every GGUF, by their names after the layer's number: "mlp.gate"."""
+    names: dict[bool, set[str]] = {False: set(), True: set()}
+    for row in family.table:
+        if "{}" in row.source:
+            always = row.floats is not None or len(row.shape.split()) == 1
+            names[always] |= {source.rpartition("{}.")[2] for source in (row.source, *row.also)}
+    return names[True] - names[False]

@@ -147,6 +147,12 @@ class OutlineTensor(ModelTensor):
 
     fixed_type: str | None = None
 
+    @property
+    def in_block(self) -> bool:
+        """Whether it has linear layers of a block that may be codes: no routers, nor what layers that predict further
+        tokens have besides, which programs that load codes do not expect to be any."""
+        return self.fixed_type is None and self.layer is not None and not self.kind.startswith("nextn.")
+
 
 @dataclass(frozen=True)
 class Fold:

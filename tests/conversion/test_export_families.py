@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 import bridge
 from bridge.conversion.gguf_checkpoint import open_source
 from bridge.conversion.gguf_source import AssembledTensor
+from bridge.conversion.to_checkpoint import linears
 from bridge.errors import BridgeError
 from bridge.gguf_file.reader import StoredTensor
 from bridge.models.families import ALL
@@ -81,7 +82,7 @@ def test_floats_have_the_logits_of_the_checkpoint_that_the_gguf_came_from(name: 
     assert (logits(loaded(tmp_path / "new")) - expected).norm() < 1e-4 * expected.norm()
 
 
-# Conv1D stays floats, as Mamba's projections do; Falcon-H1 has weights that its factors multiply
+# Conv1D stays floats; Falcon-H1 has weights that its factors multiply; Mamba2 of transformers needs floats in out_proj
 @pytest.mark.parametrize("name", families("gpt2", "falcon-h1", "mamba2", "minimax-m3"))
 def test_layers_with_codes_have_the_logits_of_the_gguf(name: str, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
@@ -153,11 +154,19 @@ def test_a_run_of_what_is_put_together_is_read_alone(name: str, tmp_path: Path, 
             assert sum(sizes) < expected.nbytes / 2, where
 
 
-@pytest.mark.exhaustive
 def test_a_model_without_layers_of_codes_is_refused(tmp_path: Path) -> None:
     path = gguf_of("mamba2", tmp_path, "Q8_0")
-    with pytest.raises(BridgeError, match="has no layer that compressed-tensors holds; choose format='floats'"):
-        bridge.export(path, tmp_path / "new", "compressed-tensors")
+    with pytest.raises(BridgeError, match="has no layer that modelopt holds; choose format='floats'"):
+        bridge.export(path, tmp_path / "new", "modelopt")
+
+
+@pytest.mark.parametrize("name", ["lfm2", pytest.param("jamba", marks=pytest.mark.exhaustive)])
+def test_export_and_quantize_take_the_same_layers(name: str, tmp_path: Path) -> None:
+    """All matrices of the blocks but those that the family's table has as floats."""
+    done = bridge.export(gguf_of(name, tmp_path, "Q8_0"), tmp_path / "new", "compressed-tensors")
+    with bridge.open_checkpoint(tmp_path / "model") as ckpt:
+        layers = {f"{layer}.weight" for layer, (_, columns) in linears(ckpt).items() if columns % 32 == 0}
+    assert {tensor.name for tensor in done.tensors if tensor.bits} == layers
 
 
 @pytest.mark.exhaustive

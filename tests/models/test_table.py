@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 import bridge
 from bridge.conversion.verify import failures, verify
+from bridge.models import float_layers
 from tests.support.encode_trellis import EXL3, Coding, exl3_tensors, write_trellis
 from tests.support.family_models import MODELS, copy_tokenizer, new_model, randomized
 from tests.support.tiny_models import save_model
@@ -112,3 +113,19 @@ def test_exl3_stores_the_rows_of_fused_matrices_apart(
             assert error(made[f"blk.0.{kind_of}.weight"], w) < 1e-4
     bridge.convert(tmp_path / "m", tmp_path / "codes.gguf")
     assert failures(verify(tmp_path / "codes.gguf", tmp_path / "m")) == []
+
+
+@pytest.mark.parametrize(
+    ("architecture", "router"),
+    [
+        ("Qwen3MoeForCausalLM", "mlp.gate"),
+        ("GraniteMoeForCausalLM", "block_sparse_moe.router.layer"),
+        ("MixtralForCausalLM", "block_sparse_moe.gate"),
+        ("SomethingNewForCausalLM", "mlp.gate"),
+        ("SomethingNewForCausalLM", "block_sparse_moe.router.layer"),
+    ],
+)
+def test_routers_are_layers_that_no_gguf_has_as_codes(architecture: str, router: str, tmp_path: Path) -> None:
+    """Of a family that is unknown, the routers of all are."""
+    names = [f"model.layers.3.{name}" for name in (router, "mlp.gate_proj", "self_attn.q_proj", "mlp.shared_expert")]
+    assert float_layers({"architectures": [architecture]}, tmp_path, names) == {names[0]}
