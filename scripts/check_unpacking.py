@@ -84,7 +84,7 @@ def _error(path: Path, out: Path, model: Path, unpack: Callable[[Parts], np.ndar
     for name in layers:
         parts = {key.rpartition(".")[2]: value for key, value in tensors.items() if key.rpartition(".")[0] == name}
         found = unpack(parts)
-        weights = source.places[f"{name}.weight"].floats().astype(found.dtype).astype(np.float32)
+        weights = source.sources[f"{name}.weight"].floats().astype(found.dtype).astype(np.float32)
         error += float(np.square(found.astype(np.float32) - weights).sum())
         signal += float(np.square(weights).sum())
     return error / signal

@@ -28,14 +28,14 @@ class CheckpointPlan:
         self.stacks: dict[str, tuple[str, int]] = {}
         self._float_stacks = 0
         plans: dict[str, LayerPlan | None] = {}
-        for tensor in source.places.values():
-            outlined = tensor.tensor if isinstance(tensor, SourceTensor) else tensor.places[0].tensor
+        for tensor in source.sources.values():
+            outlined = tensor.tensor if isinstance(tensor, SourceTensor) else tensor.sources[0].tensor
             if not outlined.in_block:
                 continue
             if isinstance(tensor, SourceTensor) and len(tensor.part.shape) == 2:
                 self.sources[tensor.part.module] = tensor
                 plans[tensor.part.module] = plan_layer(tensor, written, bits)
-            elif isinstance(tensor, AssembledTensor) and tensor.places[0].part.matrix is not None:
+            elif isinstance(tensor, AssembledTensor) and tensor.sources[0].part.matrix is not None:
                 self._float_stacks += 1
         if written.stack_of is None:
             self.layers = {module: plan for module, plan in plans.items() if plan is not None}

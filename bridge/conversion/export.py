@@ -174,7 +174,7 @@ def export(
         else:
             source = GgufSource(gguf, home, dtype, quantized=written is not None)
         check_folder(source, path, force, [*gguf.files, *files_of(*(calibrate.files if calibrate else []))])
-        reports = {name: ExportedTensor(name, tensor.stored.type, AS_FLOATS) for name, tensor in source.places.items()}
+        reports = {name: ExportedTensor(name, tensor.stored.type, AS_FLOATS) for name, tensor in source.sources.items()}
         notes, stored, plan = [*source.notes], None, None
         if written is not None:
             plan = _planned(gguf, source, written, bits)

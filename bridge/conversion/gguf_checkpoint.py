@@ -43,19 +43,19 @@ class _Stored(TensorInfo):
 class _GgufStore(Store):
     """The tensors of a GGUF, by the names of a checkpoint."""
 
-    def __init__(self, model: StoredModel, places: Mapping[str, SourceTensor | AssembledTensor]) -> None:
+    def __init__(self, model: StoredModel, sources: Mapping[str, SourceTensor | AssembledTensor]) -> None:
         super().__init__([])
         self.files = model.files
-        self.places = places
-        for name, place in places.items():
-            self.tensors[name] = _Stored(name, place.stored.type, place.shape, place.nbytes, place.stored.file)
+        self.sources = sources
+        for name, source in sources.items():
+            self.tensors[name] = _Stored(name, source.stored.type, source.shape, source.nbytes, source.stored.file)
 
     def read_float(self, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
         """float32; of a stack of matrices, `rows` are matrices."""
-        place = self.places[name]
-        if place.stored.type not in (*READ, *UNQUANTIZED):
-            raise BridgeError(f"{place.stored.file}: {name} is {place.stored.type}, which is not read")
-        return place.floats(slice(*(rows or (None,))))
+        source = self.sources[name]
+        if source.stored.type not in (*READ, *UNQUANTIZED):
+            raise BridgeError(f"{source.stored.file}: {name} is {source.stored.type}, which is not read")
+        return source.floats(slice(*(rows or (None,))))
 
 
 class GgufCheckpoint(Checkpoint):
@@ -71,13 +71,13 @@ class GgufCheckpoint(Checkpoint):
     def __init__(
         self,
         model: StoredModel,
-        places: Mapping[str, SourceTensor | AssembledTensor],
+        sources: Mapping[str, SourceTensor | AssembledTensor],
         tensors: list[OutlineTensor],
         home: Path,
         config: dict[str, Any],
         temporaries: ExitStack,
     ) -> None:
-        super().__init__(model.files[0], config, QuantConfig(), _GgufStore(model, places), home)
+        super().__init__(model.files[0], config, QuantConfig(), _GgufStore(model, sources), home)
         metadata = copied_metadata(model.metadata)
         self.outline = Outline(metadata, tensors, stop=stop_texts(metadata))
         self.format = "GGUF"
@@ -136,7 +136,7 @@ def open_source(
 
 def _by_itself(model: StoredModel, home: Path, stack: ExitStack) -> GgufCheckpoint:
     """A GGUF under its own names."""
-    places: dict[str, SourceTensor | AssembledTensor] = {}
+    sources: dict[str, SourceTensor | AssembledTensor] = {}
     tensors = []
     for stored in model.tensors.values():
         fixed = _fixed_type(model, stored)
@@ -145,8 +145,8 @@ def _by_itself(model: StoredModel, home: Path, stack: ExitStack) -> GgufCheckpoi
             parts = tuple(Part(stored.name, stored.shape[1:], matrix=i) for i in range(stored.shape[0]))
         tensors.append(OutlineTensor(stored.name, stored.shape, parts, fixed_type=fixed))
         found = tuple(SourceTensor(tensors[-1], part, stored, i) for i, part in enumerate(parts))
-        places[stored.name] = found[0] if parts[0].matrix is None else AssembledTensor(found)
-    return GgufCheckpoint(model, places, tensors, home, {}, stack.pop_all())
+        sources[stored.name] = found[0] if parts[0].matrix is None else AssembledTensor(found)
+    return GgufCheckpoint(model, sources, tensors, home, {}, stack.pop_all())
 
 
 def _by_family(model: StoredModel, home: Path, make: bool, stack: ExitStack) -> GgufCheckpoint:
@@ -166,7 +166,7 @@ def _by_family(model: StoredModel, home: Path, make: bool, stack: ExitStack) -> 
         else:  # made from the config
             data = stored.read(0, stored.raw.size)
             tensors.append(OutlineTensor(stored.name, stored.shape, data=data, fixed_type=stored.type))
-    return GgufCheckpoint(model, source.places, tensors, home, source.config, stack.pop_all())
+    return GgufCheckpoint(model, source.sources, tensors, home, source.config, stack.pop_all())
 
 
 def _is_finite(type: str, raw: np.ndarray) -> bool:

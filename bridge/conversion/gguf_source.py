@@ -109,30 +109,30 @@ class SourceTensor:
 
 @dataclass(frozen=True, eq=False)
 class AssembledTensor:
-    """A checkpoint's tensor that is put together of several places, or has another shape than its place: floats."""
+    """A checkpoint's tensor that is put together of several sources, or has another shape than its source: floats."""
 
-    places: tuple[SourceTensor, ...]
+    sources: tuple[SourceTensor, ...]
 
     @property
     def stored(self) -> StoredTensor:
         """The first tensor of the GGUF that it is in."""
-        return self.places[0].stored
+        return self.sources[0].stored
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return shape_of([place.part for place in self.places])
+        return shape_of([source.part for source in self.sources])
 
     @property
     def nbytes(self) -> int:
-        return sum(place.nbytes for place in self.places)
+        return sum(source.nbytes for source in self.sources)
 
     def floats(self, rows: slice = slice(None)) -> np.ndarray:
         """Its values, float32; `rows`: a run of these, or of the matrices of a stack. No others are read."""
         first, stop, _ = rows.indices(self.shape[0])
-        if any(place.part.matrix is None and not _by_rows(place.part) for place in self.places):
-            pieces = [(place.part, place.values()) for place in self.places]
+        if any(source.part.matrix is None and not _by_rows(source.part) for source in self.sources):
+            pieces = [(source.part, source.values()) for source in self.sources]
             return restored(pieces, self.shape)[rows]
-        found = [piece for place in self.places for piece in _run_of(place, first, stop)]
+        found = [piece for source in self.sources for piece in _run_of(source, first, stop)]
         return restored(found, (stop - first, *self.shape[1:]))
 
 
@@ -141,18 +141,18 @@ def _by_rows(part: Part) -> bool:
     return len(part.shape) == 2 and part.factor is None and part.change in (None, "+1")
 
 
-def _run_of(place: SourceTensor, first: int, stop: int) -> Iterator[tuple[Part, np.ndarray]]:
-    """What a place has of a run of rows or matrices of the checkpoint's tensor, counted from the first of them."""
-    part = place.part
+def _run_of(source: SourceTensor, first: int, stop: int) -> Iterator[tuple[Part, np.ndarray]]:
+    """What a source has of a run of rows or matrices of the checkpoint's tensor, counted from the first of them."""
+    part = source.part
     if part.matrix is not None:
         if first <= part.matrix < stop:
-            yield replace(part, matrix=part.matrix - first), place.values()
+            yield replace(part, matrix=part.matrix - first), source.values()
         return
     rows = rows_of(part)
     at = np.flatnonzero((rows >= first) & (rows < stop))
     at = at[np.sort(np.unique(rows[at], return_index=True)[1])]  # rows beyond a vocabulary repeat others
     if at.size:
-        values = place.values(slice(int(at.min()), int(at.max()) + 1))[at - at.min()]
+        values = source.values(slice(int(at.min()), int(at.max()) + 1))[at - at.min()]
         yield replace(part, shape=values.shape, rows=rows[at] - first, stored=None), values
 
 
@@ -165,7 +165,7 @@ class GgufSource:
     quantized  whether layers will be, as `tensors_of_gguf` has it
     made       whether config and tokenizer were made of the GGUF's metadata
     numbers    checkpoint's name -> value, of tensors that are numbers in the GGUF's metadata
-    places     checkpoint's name -> `SourceTensor` or `AssembledTensor`
+    sources     checkpoint's name -> `SourceTensor` or `AssembledTensor`
     used       the GGUF's name -> what the family's table says of it
     notes      what becomes of the other parts of a model of several
 
@@ -197,10 +197,11 @@ class GgufSource:
                 for i, part in enumerate(tensor.parts):
                     scale = 1.0 if scales is None else float(scales[i if scales.size > 1 else 0])
                     found.setdefault(part.source, []).append(SourceTensor(tensor, part, stored, i, scale))
-        self.places: dict[str, SourceTensor | AssembledTensor] = {
-            name: places[0] if _is_whole(places) else AssembledTensor(tuple(places)) for name, places in found.items()
+        self.sources: dict[str, SourceTensor | AssembledTensor] = {
+            name: sources[0] if _is_whole(sources) else AssembledTensor(tuple(sources))
+            for name, sources in found.items()
         }
-        self.tensors = {name: self._info(name, place, dtype) for name, place in self.places.items()}
+        self.tensors = {name: self._info(name, source, dtype) for name, source in self.sources.items()}
         self.numbers = numbers_of_gguf(model.metadata)
         for name, value in self.numbers.items():
             self.tensors[name] = TensorInfo(name, dtype, value.shape, value.size * NUMPY[dtype].itemsize, self.path)
@@ -238,31 +239,31 @@ class GgufSource:
         if name in self.numbers:
             value = self.numbers[name]
             return from_float32(value.reshape(-1), dtype, name).reshape(value.shape)
-        place = self.places[name]
-        whole = isinstance(place, SourceTensor) and place.part.change is None and len(place.part.shape) > 1
-        if isinstance(place, SourceTensor) and whole and place.stored.type == dtype:
-            elements = place.raw(run).view(NUMPY[dtype])
+        source = self.sources[name]
+        whole = isinstance(source, SourceTensor) and source.part.change is None and len(source.part.shape) > 1
+        if isinstance(source, SourceTensor) and whole and source.stored.type == dtype:
+            elements = source.raw(run).view(NUMPY[dtype])
             if not is_finite(elements, dtype):
-                raise not_finite(place.stored.file, name)
+                raise not_finite(source.stored.file, name)
             return elements
-        values = place.floats(run)
+        values = source.floats(run)
         if not np.isfinite(values).all():
-            raise not_finite(place.stored.file, name)
+            raise not_finite(source.stored.file, name)
         return from_float32(values, dtype, name)
 
-    def _info(self, name: str, place: SourceTensor | AssembledTensor, dtype: str) -> TensorInfo:
-        if place.stored.type not in (*READ, *UNQUANTIZED):
-            raise BridgeError(f"{place.stored.name}: is {place.stored.type}, which is not read")
-        if place.stored.type == "I32":  # a table of integers, as transformers keeps it
+    def _info(self, name: str, source: SourceTensor | AssembledTensor, dtype: str) -> TensorInfo:
+        if source.stored.type not in (*READ, *UNQUANTIZED):
+            raise BridgeError(f"{source.stored.name}: is {source.stored.type}, which is not read")
+        if source.stored.type == "I32":  # a table of integers, as transformers keeps it
             dtype = "I64"
-        return TensorInfo(name, dtype, place.shape, math.prod(place.shape) * NUMPY[dtype].itemsize, self.path)
+        return TensorInfo(name, dtype, source.shape, math.prod(source.shape) * NUMPY[dtype].itemsize, self.path)
 
 
-def _is_whole(places: list[SourceTensor]) -> bool:
+def _is_whole(sources: list[SourceTensor]) -> bool:
     """Whether a tensor of the GGUF, or a matrix of one, is the checkpoint's: its blocks need no floats in between."""
-    part = places[0].part
+    part = sources[0].part
     picked = not all(x is None for x in (part.columns, part.matrix, part.stored, part.factor))
-    return len(places) == 1 and not picked and part.change in (None, "+1", "conv1d")
+    return len(sources) == 1 and not picked and part.change in (None, "+1", "conv1d")
 
 
 def _copied(file: Path, home: Path) -> bool:

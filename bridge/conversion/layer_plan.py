@@ -94,8 +94,8 @@ def _plan_of_codes(
     if block is None:
         return None
     plain = offsets or not block.has_min  # whether offsets are whole is for all rows to tell
-    own = (block.levels - 1).bit_length(), block.sub
-    most = next((n for n in bits if n >= own[0]), 0)
+    type_groups = (block.levels - 1).bit_length(), block.sub
+    most = next((n for n in bits if n >= type_groups[0]), 0)
     for rows in runs(shape, first=16):
         raw = source.raw(rows, ordered=False)
         plain &= is_plain(type, raw)
@@ -106,7 +106,7 @@ def _plan_of_codes(
             return None
         width, size = max(width, tensor.bits), min(size, tensor.group_size)
         middle &= bool((tensor.zeros == 1 << (tensor.bits - 1)).all())
-    packed = plain and type in TYPES_IN_WORDS and written.in_words and (width, size) == own
+    packed = plain and type in TYPES_IN_WORDS and written.in_words and (width, size) == type_groups
     return LayerPlan(EXACT, _groups(width, size, middle, shape, written), offsets, packed)
 
 

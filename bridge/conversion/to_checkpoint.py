@@ -76,21 +76,21 @@ def quantize_checkpoint(
         grid, method = _rounding(groups, symmetric and written.rounding != "asymmetric", calibrate)
         awq = Awq(method, stored=_norms(ckpt), folder=layers_of(path)) if calibrate.method == "awq" else None
         shapes = linears(ckpt)
-        whys = {
+        obstacles = {
             name: written.obstacle(groups, shape)
             if f"{name}.weight" in ckpt.tensors
             else "it is part of a tensor of all experts"
             for name, shape in shapes.items()
         }
-        targets = {name: LayerTarget(grid, awq or method) for name, why in whys.items() if why is None}
+        targets = {name: LayerTarget(grid, awq or method) for name, why in obstacles.items() if why is None}
         if not targets:
             raise BridgeError(
-                f"{ckpt.path}: no layer can be {format} with {grid}: {next(iter(whys.values()), 'no layers')}"
+                f"{ckpt.path}: no layer can be {format} with {grid}: {next(iter(obstacles.values()), 'no layers')}"
             )
         prepare = awq.prepare if awq else None
-        kept, notes = quantize_layers(ckpt, calibrate, targets, layers_of(path), force, prepare, complete=True)
+        stored, notes = quantize_layers(ckpt, calibrate, targets, layers_of(path), force, prepare, complete=True)
         notes = [*length_notes, *notes]
-        notes += [f"{name}: stays float: {why}" for name, why in whys.items() if why]
+        notes += [f"{name}: stays float: {why}" for name, why in obstacles.items() if why]
         if calibrate.blocks is not None:
             return Written(path, format, 0, 0, 0.0, notes=notes, home=ckpt.home)
         done = write_checkpoint(
@@ -98,17 +98,17 @@ def quantize_checkpoint(
             path,
             format,
             dict.fromkeys(targets, groups),
-            (kept.layers[name].tensor() for name in targets),
+            (stored.layers[name].tensor() for name in targets),
             floats=awq.floats if awq else None,
             clamp=clamp,
             force=force,
             progress=progress,
         )
-        errors = [layer.error for layer in kept.layers.values()]
+        errors = [layer.error for layer in stored.layers.values()]
         if errors and calibrate.method != "rtn":
             done.lost = sum(errors) / len(errors), max(errors)
-        done.home, done.blocks = ckpt.home, kept.blocks
-        kept.remove()
+        done.home, done.blocks = ckpt.home, stored.blocks
+        stored.remove()
     done.notes += notes
     return done
 
@@ -136,8 +136,8 @@ def calibrate_groups(
         raise BridgeError(f"{parameter('blocks', calibrate.blocks)}: an export calibrates all blocks in one run")
     calibrate, notes = with_length(ckpt, calibrate)
     targets = {name: LayerTarget(*_rounding(groups, name in symmetric, calibrate)) for name, groups in layers.items()}
-    kept, more = quantize_layers(ckpt, calibrate, targets, layers_of(path), force)
-    return kept, [*notes, *more]
+    stored, more = quantize_layers(ckpt, calibrate, targets, layers_of(path), force)
+    return stored, [*notes, *more]
 
 
 def _rounding(layer: Groups, symmetric: bool, calibrate: Calibration) -> tuple[str, Method]:

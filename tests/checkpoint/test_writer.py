@@ -59,7 +59,7 @@ def write(
 ) -> Written:
     layers = {name: Groups(t.bits, size) for name, t in tensors.items()}
     with open_checkpoint(model) as ckpt:
-        return write_checkpoint(ckpt, out, format, layers, tensors, **more)
+        return write_checkpoint(ckpt, out, format, layers, tensors.values(), **more)
 
 
 def same(a: GroupedTensor, b: GroupedTensor) -> None:
@@ -177,7 +177,7 @@ def test_single_layers_may_have_other_bits_or_stay_floats(tmp_path: Path, model:
     left = tensors.pop("model.layers.1.mlp.up_proj").name
     layers = {n: Groups(8, 128) if t.bits == 8 else Groups(4, 64) for n, t in tensors.items()}
     with open_checkpoint(model) as ckpt:
-        write_checkpoint(ckpt, tmp_path / "out", "gptq", layers, tensors)
+        write_checkpoint(ckpt, tmp_path / "out", "gptq", layers, tensors.values())
     with open_checkpoint(tmp_path / "out") as ckpt:
         assert f"{left}.weight" in ckpt.tensors
         assert ckpt.quant.for_module(left) is None

@@ -143,14 +143,14 @@ def test_a_run_of_what_is_put_together_is_read_alone(name: str, tmp_path: Path, 
     read = StoredTensor.read
     monkeypatch.setattr(StoredTensor, "read", lambda self, a, b: (sizes.append(b - a), read(self, a, b))[1])
     with open_source(gguf_of(name, tmp_path, "F32"), by_family=True) as source:
-        places = {
-            k: p for k, p in source.store.places.items() if isinstance(p, AssembledTensor) and np.prod(p.shape) > 1000
+        sources = {
+            k: p for k, p in source.store.sources.items() if isinstance(p, AssembledTensor) and np.prod(p.shape) > 1000
         }
-        assert places
-        for where, place in places.items():
-            expected = place.floats()
+        assert sources
+        for where, tensor in sources.items():
+            expected = tensor.floats()
             sizes.clear()
-            assert np.array_equal(place.floats(slice(1, 2)), expected[1:2]), where
+            assert np.array_equal(tensor.floats(slice(1, 2)), expected[1:2]), where
             assert sum(sizes) < expected.nbytes / 2, where
 
 

@@ -186,7 +186,7 @@ def test_the_checkpoint_holds_the_changed_floats_beside_the_codes(tmp_path: Path
         assert all(np.array_equal(read[name].codes, layers[name].codes) for name in layers)
         assert again.floats.keys() == awq.floats.keys()
         write_checkpoint(
-            ckpt, tmp_path / "out", "awq", dict.fromkeys(tensors, Groups(4, 32)), tensors, floats=awq.floats
+            ckpt, tmp_path / "out", "awq", dict.fromkeys(tensors, Groups(4, 32)), tensors.values(), floats=awq.floats
         )
     assert {name.rpartition(".")[2] for name in awq.floats} == {"weight", "bias"}  # of norms, and of the values
     with open_checkpoint(tmp_path / "out") as ckpt, torch.no_grad():

@@ -50,7 +50,7 @@ def test_others_load_what_we_write_and_give_the_logits_of_our_readers_weights(
         tensors[name] = GroupedTensor(name, bits, q.codes, q.scales.astype(np.float32), zeros, size, order)
     with open_checkpoint(model) as ckpt:
         layers = dict.fromkeys(tensors, Groups(bits, size))
-        write_checkpoint(ckpt, tmp_path / "out", format, layers, tensors, shard_size=1_000_000)
+        write_checkpoint(ckpt, tmp_path / "out", format, layers, tensors.values(), shard_size=1_000_000)
     tokens = np.random.default_rng(0).integers(0, 512, (2, 32))
     np.save(tmp_path / "tokens.npy", tokens)
     files = [str(tmp_path / name) for name in ("out", "tokens.npy", "logits.npy")]
