@@ -119,7 +119,7 @@ class FloatModel:
         self._expected = reference.logits(model, self._test)
         self.importance = reference.mean_squares(model, self.calibration)
         self.about = (
-            f"{options.threads} threads. {self.folder.name}, {self.calibration.size} tokens of "
+            f"{self.folder.name}, {self.calibration.size} tokens of "
             f"{' and '.join(Path(text).name for text in texts)}, {options.windows} windows of "
             f"{' and '.join(test.name for test in self.tests)}."
         )
