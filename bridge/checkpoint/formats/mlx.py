@@ -348,12 +348,12 @@ def _products(factor: int) -> np.ndarray:
 
 
 def _labels(layers: QuantizedLayers) -> dict[str, Any]:
-    modes = {
-        name: {**groups.sizes(), "mode": "affine" if groups.kind == "int" else groups.kind.lower()}
-        for name, groups in {"": layers.usual, **layers.others()}.items()
-    }
-    table = {**modes.pop(""), **modes}
+    table = {**_mode(layers.usual), **{name: _mode(groups) for name, groups in layers.others().items()}}
     return {"quantization": table, "quantization_config": table}
+
+
+def _mode(groups: Groups) -> dict[str, Any]:
+    return {**groups.sizes(), "mode": "affine" if groups.kind == "int" else groups.kind.lower()}
 
 
 WRITTEN = WrittenFormat(
