@@ -231,11 +231,9 @@ def _refusal(groups: Groups, shape: tuple[int, int]) -> str | None:
     if size <= 0 or shape[1] % size:
         return f"groups of {size} do not divide {shape[1]} columns; leave it in floats"
     runs, (_, lanes, word) = math.prod(shape) // size, PACKINGS[_PACKING_OF[bits]]
-    return (
-        f"{runs} groups do not fill words of {lanes}; leave it in floats"
-        if runs % lanes and word.itemsize == 1
-        else None
-    )
+    if runs % lanes and word.itemsize == 1:  # the last word of wider ones may be padded
+        return f"{runs} groups do not fill words of {lanes}; leave it in floats"
+    return None
 
 
 def _shapes(groups: Groups, shape: tuple[int, int]) -> Shapes:
