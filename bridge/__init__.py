@@ -25,20 +25,20 @@ __version__ = "0.2.0"
 
 _LAZY = {
     "BridgeError": "bridge.errors",
-    "Budget": "bridge.conversion.options",
+    "Budget": "bridge.conversion.planning.options",
     "Calibration": "bridge.quantize.settings",
     "QuantTensor": "bridge.runtime.quant_tensor",
-    "Report": "bridge.conversion.report",
+    "Report": "bridge.conversion.writing.report",
     "convert": "bridge.conversion.converter",
     "convert_lora": "bridge.conversion.lora",
     "edit": "bridge.conversion.edit",
-    "export": "bridge.conversion.export",
+    "export": "bridge.conversion.checkpoints.export",
     "open_checkpoint": "bridge.checkpoint",
     "repack": "bridge.checkpoint.repack",
     "open_gguf": "bridge.runtime",
     "Model": "bridge.conversion.model",
-    "upload": "bridge.conversion.upload",
-    "verify": "bridge.conversion.verify",
+    "upload": "bridge.conversion.publish.upload",
+    "verify": "bridge.conversion.writing.verify",
 }
 _LAZY_MODULES = {"nn": "bridge.nn", "quantize": "bridge.quantize", "trellis": "bridge.trellis"}
 

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bridge.cuda import matmul, matvec, mma, mma_int8
-from bridge.cuda.activations import Records
-from bridge.cuda.compiler import recipe
-from bridge.cuda.device import Device, check_torch, require, torch_device, view, zeros
-from bridge.cuda.intrinsics import stream_16, xor
-from bridge.cuda.launch import Kernel, captured
-from bridge.cuda.matrix import DeviceMatrix
-from bridge.cuda.token_records import recorded
-from bridge.cuda.unroll import expand, registers, unroll
+from bridge.cuda.forms.matrix import DeviceMatrix
+from bridge.cuda.product import matmul, matvec, mma, mma_int8
+from bridge.cuda.product.activations import Records
+from bridge.cuda.product.token_records import recorded
+from bridge.cuda.toolchain.compiler import recipe
+from bridge.cuda.toolchain.device import Device, check_torch, require, torch_device, view, zeros
+from bridge.cuda.toolchain.intrinsics import stream_16, xor
+from bridge.cuda.toolchain.launch import Kernel, captured
+from bridge.cuda.toolchain.unroll import expand, registers, unroll
 from numba import cuda
 
 from bridge.blocks.read import WRITTEN

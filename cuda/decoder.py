@@ -1,4 +1,4 @@
-"""A decoder's layers on an NVIDIA GPU: the twin of bridge/runtime/decoder.py, with weights, cache and sampling there.
+"""A decoder's layers on an NVIDIA GPU: the twin of bridge/runtime/decoder/decoder.py, with weights, cache and sampling there.
 
 A token is a list of launches (step.py), which is captured in a CUDA graph once and replayed for every token; the next
 token is on its way while the host reads the last one. Prompts go through the layers as matrices: torch's products on
@@ -11,30 +11,30 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-from bridge.cuda import attention as attn
-from bridge.cuda import device as devices
-from bridge.cuda.attention_shape import supported
-from bridge.cuda.compile_pool import compile_all
-from bridge.cuda.dequantize import rows
-from bridge.cuda.device import check_torch, upload, zeros
-from bridge.cuda.halves import normed
-from bridge.cuda.kv_cache import KVCache
-from bridge.cuda.launch import Graph, noted
-from bridge.cuda.matmul import LENGTHS
-from bridge.cuda.mma_int8 import tiles_of
+from bridge.cuda.attention import attention as attn
+from bridge.cuda.attention.attention_shape import supported
+from bridge.cuda.attention.kv_cache import KVCache
+from bridge.cuda.attention.prompt_attention import attend, mask_from
+from bridge.cuda.forms.dequantize import rows
 from bridge.cuda.norm import rms
-from bridge.cuda.products import Call, Gated, Stack
-from bridge.cuda.prompt_attention import attend, mask_from
+from bridge.cuda.product.halves import normed
+from bridge.cuda.product.matmul import LENGTHS
+from bridge.cuda.product.mma_int8 import tiles_of
+from bridge.cuda.product.products import Call, Gated, Stack
+from bridge.cuda.product.token_records import recorded
 from bridge.cuda.step import DeviceWeights, Step, matrix_bytes
-from bridge.cuda.token_records import recorded
+from bridge.cuda.toolchain import device as devices
+from bridge.cuda.toolchain.compile_pool import compile_all
+from bridge.cuda.toolchain.device import check_torch, upload, zeros
+from bridge.cuda.toolchain.launch import Graph, noted
 
 from bridge.errors import BridgeError
-from bridge.runtime.decoder import last_states
-from bridge.runtime.decoder_config import DecoderConfig
+from bridge.runtime.config.decoder_config import DecoderConfig
+from bridge.runtime.decoder.decoder import last_states
+from bridge.runtime.layers.weights import read_weights
 from bridge.runtime.reader import GGUFFile
 from bridge.runtime.sampling import Sampler, Sampling, drawn_on_host, not_finite
 from bridge.runtime.tokenizer import common_prefix
-from bridge.runtime.weights import read_weights
 from bridge.system.progress import Bar
 
 BATCHES = 2048, 1024, 512  # tokens of a prompt that pass through the layers together: as many as memory suffices for

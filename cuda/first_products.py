@@ -3,12 +3,12 @@
 from collections.abc import Iterable
 from typing import Any
 
-from bridge.cuda import device as devices
-from bridge.cuda.compile_pool import compile_all
-from bridge.cuda.launch import Kernel, noted
-from bridge.cuda.matmul import LENGTHS, Multiplier
-from bridge.cuda.matrix import DeviceMatrix
+from bridge.cuda.forms.matrix import DeviceMatrix
+from bridge.cuda.product.matmul import LENGTHS, Multiplier
 from bridge.cuda.tensor import CudaTensor
+from bridge.cuda.toolchain import device as devices
+from bridge.cuda.toolchain.compile_pool import compile_all
+from bridge.cuda.toolchain.launch import Kernel, noted
 
 from bridge.system.progress import Bar
 

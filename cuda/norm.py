@@ -11,11 +11,11 @@ import math
 from typing import Any
 
 import numpy as np
-from bridge.cuda.activations import store, store_exact
-from bridge.cuda.compiler import recipe
-from bridge.cuda.intrinsics import launch_dependents, launches_wait, warp_sum
-from bridge.cuda.launch import Kernel
-from bridge.cuda.unroll import expand, unroll
+from bridge.cuda.product.activations import store, store_exact
+from bridge.cuda.toolchain.compiler import recipe
+from bridge.cuda.toolchain.intrinsics import launch_dependents, launches_wait, warp_sum
+from bridge.cuda.toolchain.launch import Kernel
+from bridge.cuda.toolchain.unroll import expand, unroll
 from numba import cuda
 
 # set per kernel by `expand`

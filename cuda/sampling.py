@@ -17,12 +17,12 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-from bridge.cuda.attention import POSITION, STEP, TOKEN
-from bridge.cuda.compiler import recipe
-from bridge.cuda.intrinsics import launch_dependents, launches_wait
-from bridge.cuda.last_block import last_block
-from bridge.cuda.launch import Kernel
-from bridge.cuda.unroll import expand
+from bridge.cuda.attention.attention import POSITION, STEP, TOKEN
+from bridge.cuda.toolchain.compiler import recipe
+from bridge.cuda.toolchain.intrinsics import launch_dependents, launches_wait
+from bridge.cuda.toolchain.last_block import last_block
+from bridge.cuda.toolchain.launch import Kernel
+from bridge.cuda.toolchain.unroll import expand
 from numba import cuda
 
 TEMPERATURE, TOP_P, MIN_P = 0, 1, 2  # words of `how`, float64

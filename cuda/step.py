@@ -22,19 +22,19 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from bridge.cuda import attention as attn
 from bridge.cuda import sampling
-from bridge.cuda.attention_shape import shape, spans
-from bridge.cuda.dequantize import rows
-from bridge.cuda.device import Device, upload, view, zeros
-from bridge.cuda.kv_cache import KVCache
-from bridge.cuda.matmul import Multiplier
-from bridge.cuda.matvec import Normed, Recorded
+from bridge.cuda.attention import attention as attn
+from bridge.cuda.attention.attention_shape import shape, spans
+from bridge.cuda.attention.kv_cache import KVCache
+from bridge.cuda.forms.dequantize import rows
 from bridge.cuda.norm import norm_kernel, norm_threads
-from bridge.cuda.products import Call, Gated, Stack, Vector, device_bytes
+from bridge.cuda.product.matmul import Multiplier
+from bridge.cuda.product.matvec import Normed, Recorded
+from bridge.cuda.product.products import Call, Gated, Stack, Vector, device_bytes
+from bridge.cuda.toolchain.device import Device, upload, view, zeros
 
-from bridge.runtime.decoder_config import DecoderConfig
-from bridge.runtime.layers import Layer, Weights
+from bridge.runtime.config.decoder_config import DecoderConfig
+from bridge.runtime.layers.layers import Layer, Weights
 from bridge.runtime.sampling import Sampler
 
 

@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from bridge.cuda import dequantize
-from bridge.cuda import device as devices
-from bridge.cuda.activations import COLUMNS
-from bridge.cuda.matmul import Multiplier
-from bridge.cuda.matrix import KINDS, DeviceMatrix, FloatMatrix
-from bridge.cuda.matvec_shape import choose_shape
+from bridge.cuda.forms import dequantize
+from bridge.cuda.forms.matrix import KINDS, DeviceMatrix, FloatMatrix
+from bridge.cuda.product.activations import COLUMNS
+from bridge.cuda.product.matmul import Multiplier
+from bridge.cuda.product.matvec_shape import choose_shape
+from bridge.cuda.toolchain import device as devices
 
 from bridge.errors import BridgeError
 from bridge.runtime.quant_tensor import QuantTensor

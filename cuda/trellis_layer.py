@@ -8,8 +8,8 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from bridge.cuda import device as devices
-from bridge.cuda.fused import FusedOnDevice
+from bridge.cuda.product.fused import FusedOnDevice
+from bridge.cuda.toolchain import device as devices
 
 from bridge.errors import BridgeError
 from bridge.system.operands import check_input, is_torch

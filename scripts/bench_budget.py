@@ -26,11 +26,11 @@ from benchlib.divergence import Divergence, FloatModel, imatrix_of
 
 from bridge.blocks.read import WRITTEN
 from bridge.conversion.converter import convert, plan_checkpoint
-from bridge.conversion.gguf_writer import file_bytes
-from bridge.conversion.options import Budget
-from bridge.conversion.recipe import PRESETS
+from bridge.conversion.planning.options import Budget
+from bridge.conversion.planning.recipe import PRESETS
+from bridge.conversion.writing.gguf_writer import file_bytes
 from bridge.quantize.settings import Calibration
-from bridge.runtime.cpu import dequantize
+from bridge.runtime.cpu.engines import dequantize
 from scripts.peers import ggml
 from scripts.peers.gguf_file import gguf_weights
 

@@ -8,7 +8,7 @@ terms: a Gaussian source, where no H helps; and layers in both bases, with codes
 
     alone    each weight, block or tile with the least squared error
     GPTQ     with error feedback, column by column, or by 16 columns of the trellis's tiles (LDLQ)
-    refined  then moved while tr(E H E^T) falls: `bridge.quantize.refine`; the trellis's tiles searched anew, --sweeps
+    refined  then moved while tr(E H E^T) falls: `bridge.quantize.solve.refine`; the trellis's tiles searched anew, --sweeps
 
 Errors are tr(E H E^T) over tr(W H W^T), geometric means over the layers. H is that of the float model's inputs, damped
 only where codes are chosen; further columns are with H of each text of --test. Bits count what rows and columns store.
@@ -29,10 +29,10 @@ from benchlib.viterbi import viterbi
 
 from bridge.blocks.read import WRITTEN
 from bridge.quantize import Method, superblocks
-from bridge.quantize.gptq_solver import dequantize, error
-from bridge.quantize.hessian import Hessian, damped_diagonal, damped_factor
 from bridge.quantize.method import round_alone
 from bridge.quantize.quantizer import LayerInput
+from bridge.quantize.solve.gptq_solver import dequantize, error
+from bridge.quantize.solve.hessian import Hessian, damped_diagonal, damped_factor
 from bridge.trellis import BitshiftCodebook
 from scripts.peers import reference
 

@@ -47,7 +47,7 @@ CASES = (
 
 TURNS = """
 import json, os, resource, shutil, sys, time
-from bridge.conversion.export import export
+from bridge.conversion.checkpoints.export import export
 source, folder, format, config, rounds = sys.argv[1:]
 
 def peak():  # KB; ru_maxrss of Linux counts the process that started this one

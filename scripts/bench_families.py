@@ -125,7 +125,7 @@ def _type(tensor: gguf.ReaderTensor) -> str:
 def _random(tensor: gguf.ReaderTensor, type: str) -> np.ndarray:
     """Weights whose products are as large as what they multiply: a state of tiny numbers would be slow."""
     from bridge.blocks.read import READ
-    from bridge.encode.round_rows import quantize_rows
+    from bridge.encode.rounding.round_rows import quantize_rows
     from bridge.runtime.bench import random_tensor
 
     columns, *rows = (int(n) for n in tensor.shape)

@@ -31,11 +31,12 @@ def counted(type: str, width: int, rounds: int) -> tuple[float, float]:
     """Instructions for 1000 products, and products a nanosecond."""
     from bridge.blocks.read import READ
     from bridge.runtime.bench import random_tensor
-    from bridge.runtime.cpu import activations, interleaved, unpacked
-    from bridge.runtime.cpu.prepared import Prepared
-    from bridge.system import targets
-    from bridge.system.compiler import assembly
-    from bridge.system.machine import host
+    from bridge.runtime.cpu.engines import interleaved, unpacked
+    from bridge.runtime.cpu.engines.prepared import Prepared
+    from bridge.runtime.cpu.forms import activations
+    from bridge.system.cpu import targets
+    from bridge.system.cpu.machine import host
+    from bridge.system.kernels.compiler import assembly
 
     block = READ[type]
     engine = Prepared(random_tensor(type, ROWS, COLUMNS), targets.chosen())
@@ -58,7 +59,7 @@ def counted(type: str, width: int, rounds: int) -> tuple[float, float]:
 
 
 def measure(options: argparse.Namespace) -> Lines:
-    from bridge.system import targets
+    from bridge.system.cpu import targets
 
     for type in options.types:
         for width in targets.module(targets.chosen()).WIDTHS:

@@ -18,11 +18,11 @@ import torch
 from benchlib import Lines, bench, head, option, output_of
 
 from bridge.blocks.read import WRITTEN
-from bridge.encode.round_rows import quantize_rows
+from bridge.encode.rounding.round_rows import quantize_rows
 from bridge.quantize import Method, superblocks
-from bridge.quantize.gptq_solver import error
-from bridge.quantize.hessian import Hessian
 from bridge.quantize.quantizer import LayerInput
+from bridge.quantize.solve.gptq_solver import error
+from bridge.quantize.solve.hessian import Hessian
 from scripts.peers import ggml, gptqmodel_layer, nvfp4
 from scripts.peers.gguf_file import Blocks
 

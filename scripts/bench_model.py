@@ -151,8 +151,8 @@ def conversation(path: Path) -> Lines:
 def memory(path: Path, peak: float) -> str:
     """The peak of our processes, compared with its limit: file, keys and values of 2048 tokens, and 300 MB."""
     import bridge
-    from bridge.runtime.config_reader import read_config
-    from bridge.runtime.kv_cache import KVCache
+    from bridge.runtime.config.config_reader import read_config
+    from bridge.runtime.layers.kv_cache import KVCache
 
     with bridge.open_gguf(path) as file:
         cache = KVCache(read_config(file.metadata, path), 2048).nbytes
@@ -168,7 +168,7 @@ def memory(path: Path, peak: float) -> str:
 
 def perplexities(checkpoints: list[Path], text_file: Path, count: int, scratch: Path) -> Lines:
     import bridge
-    from bridge.runtime.perplexity import perplexity
+    from bridge.runtime.replies.perplexity import perplexity
 
     text = text_file.read_text(encoding="utf-8")
     yield f"{count} windows of 256 tokens of {text_file.name}."
@@ -190,8 +190,8 @@ def peers_perplexity(path: Path, folder: Path, model: Any, text: str, count: int
     """The perplexities of llama.cpp and of transformers on the same windows."""
     import numpy as np
 
-    from bridge.runtime.perplexity import cut_windows
-    from bridge.system.cpus import usable_cpus
+    from bridge.runtime.replies.perplexity import cut_windows
+    from bridge.system.cpu.cpus import usable_cpus
     from scripts.peers.gguf_file import gguf_weights
     from scripts.peers.llama_cpp import LlamaCpp
     from scripts.peers.predictions import log_softmax

@@ -43,8 +43,8 @@ from benchlib.token_kl import ARITHMETICS, FLOAT32, FloatReference, TokenKl
 
 import bridge
 from bridge.quantize.settings import METHODS, Calibration
-from bridge.quantize.sources import DEFAULT
-from bridge.quantize.texts import load_tokenizer
+from bridge.quantize.text.sources import DEFAULT
+from bridge.quantize.text.texts import load_tokenizer
 from bridge.system.options import size
 from bridge.system.text import size_text
 from scripts.peers import reference

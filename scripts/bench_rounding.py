@@ -22,7 +22,7 @@ import bridge
 from bridge.blocks import ROUNDED
 from bridge.blocks.ggml import GGMLQuantizationType
 from bridge.blocks.read import WRITTEN
-from bridge.encode.round_rows import quantize_rows
+from bridge.encode.rounding.round_rows import quantize_rows
 from scripts.peers import ggml
 
 OPTIONS = (

@@ -20,7 +20,7 @@ from typing import Any
 
 from benchlib import Lines, bench, option, ratio, take_turns
 
-from bridge.system.free_memory import resident
+from bridge.system.cpu.free_memory import resident
 
 PROMPT = list(range(5, 13))
 TOKENS = 32
@@ -89,7 +89,7 @@ def generator(way: str, gguf: Path, threads: int) -> tuple[int, Any]:
     """Memory after all imports, and a function of a number of tokens that generates as many, greedily."""
     if way == "model":
         import bridge
-        from bridge.runtime import decoder  # noqa: F401
+        from bridge.runtime.decoder import decoder  # noqa: F401
 
         imports = resident()
         model = bridge.Model.load(gguf, threads=threads, context=4096)
@@ -97,7 +97,7 @@ def generator(way: str, gguf: Path, threads: int) -> tuple[int, Any]:
         return imports, lambda count: list(model.generate_tokens(PROMPT, count, temperature=0))
     if way == "packed":
         import bridge.transformers
-        from bridge.system import pool
+        from bridge.system.threads import pool
 
         pool.set_num_threads(threads)
     import torch

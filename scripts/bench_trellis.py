@@ -18,7 +18,7 @@ import numpy as np
 from benchlib import Lines, bench, head, option, ratio
 
 from bridge.runtime.bench import random_tensor, taking_turns
-from bridge.system import pool
+from bridge.system.threads import pool
 from bridge.trellis import BitshiftCodebook, TrellisLayer
 from bridge.trellis.decode import decode
 from bridge.trellis.packed import exl3_layer, qtip_layer

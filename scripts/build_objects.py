@@ -3,7 +3,7 @@
     python scripts/build_objects.py bridge/objects
 
 makes linux-avx2.zip and the files of other CPUS there; `make wheel` puts them into the wheel. An object is kept under
-its function's name and the digest of its sources (`bridge.system.object_code`), and used as long as these are the same.
+its function's name and the digest of its sources (`bridge.system.kernels.object_code`), and used as long as these are the same.
 No machine of a target is needed: LLVM compiles for all of them. What is not here is compiled where it is needed.
 """
 
@@ -18,23 +18,15 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from bridge.runtime.cpu import (
-    activations,
-    attention,
-    decoder_ops,
-    expert_ops,
-    floats,
-    interleaved,
-    products,
-    program,
-    repack,
-    rowmajor,
-    tiled,
-)  # fmt: skip
-from bridge.system import compiler, machine, object_code, pool, targets
-from bridge.system.cpus import usable_cpus
-from bridge.system.jit import CFunction
-from bridge.system.machine import Machine
+from bridge.runtime.cpu.engines import floats, interleaved, products, tiled
+from bridge.runtime.cpu.forms import activations, repack, rowmajor
+from bridge.runtime.cpu.ops import attention, decoder_ops, expert_ops, program  # fmt: skip
+from bridge.system.cpu import machine, targets
+from bridge.system.cpu.cpus import usable_cpus
+from bridge.system.cpu.machine import Machine
+from bridge.system.kernels import compiler, object_code
+from bridge.system.kernels.jit import CFunction
+from bridge.system.threads import pool
 
 TYPES = (
     "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_XS", "IQ4_NL", "MXFP4"

@@ -25,7 +25,7 @@ from peft.tuners.lora.gptq import GPTQLoraLinear
 from peft.utils import TaskType
 
 import bridge
-from bridge.conversion.report import CARRIED
+from bridge.conversion.writing.report import CARRIED
 from bridge.errors import BridgeError
 from scripts.peers import reference
 from scripts.peers.llama_cpp import window_logits

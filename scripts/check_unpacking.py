@@ -19,7 +19,7 @@ from benchlib import Lines, bench
 from safetensors.torch import load_file
 
 import bridge
-from bridge.conversion.gguf_source import GgufSource
+from bridge.conversion.gguf_input.gguf_source import GgufSource
 from bridge.gguf_file.reader import read_gguf
 
 Parts = dict[str, torch.Tensor]  # of a layer

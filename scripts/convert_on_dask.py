@@ -15,8 +15,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import bridge
-from bridge.conversion.gguf_writer import shards_of
-from bridge.conversion.plan_reader import load_plan
+from bridge.conversion.planning.plan_reader import load_plan
+from bridge.conversion.writing.gguf_writer import shards_of
 
 
 def write_shard(plan: str, out: str, shard: int, count: int) -> str:

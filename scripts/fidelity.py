@@ -17,7 +17,7 @@ from typing import Any
 from benchlib import Lines, bench, head, option
 
 import bridge
-from bridge.conversion.report import CALIBRATED, CODED
+from bridge.conversion.writing.report import CALIBRATED, CODED
 from bridge.quantize.settings import Calibration
 from scripts.peers import reference
 from scripts.peers.fidelity import Reference

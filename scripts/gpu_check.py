@@ -109,7 +109,7 @@ def check(
     from gpu_checks import jobs, report, runner
 
     from bridge.errors import BridgeError
-    from bridge.system.files import expect_regular, write_text
+    from bridge.system.storage.files import expect_regular, write_text
 
     found: dict[str, Any] = {"machine": machine(), "correctness": {}, "times": {}, "sanitized": {}}
     lines = out.with_name(LINES)
@@ -182,7 +182,7 @@ def missing() -> str | None:
     """Why nothing can be checked, in one line; None if it can."""
     try:
         import torch
-        from bridge.cuda.device import require
+        from bridge.cuda.toolchain.device import require
 
         import bridge.runtime.model  # noqa: F401  # with its dependencies
         from bridge.errors import BridgeError
@@ -199,8 +199,8 @@ def missing() -> str | None:
 
 def carried(folder: Path) -> str:
     """How many kernels of a folder are for this GPU, in a line."""
-    from bridge.cuda import compiler
-    from bridge.cuda.device import require
+    from bridge.cuda.toolchain import compiler
+    from bridge.cuda.toolchain.device import require
 
     capability = require("cuda").capability
     count = compiler.count_elsewhere(capability)
@@ -212,7 +212,7 @@ def machine() -> str:
     import numba
     import numba_cuda
     import torch
-    from bridge.cuda.device import require
+    from bridge.cuda.toolchain.device import require
 
     device = require("cuda")
     return (

@@ -76,7 +76,7 @@ def _version(text: str) -> tuple[int, ...]:
 def prepare(capability: tuple[int, ...], cuda: tuple[int, ...], llama_cpp: Path | None) -> int:
     """Make the kit; 1 where a part of it is missing or it is too large, which is printed."""
     sys.path.insert(0, str(ROOT))
-    from bridge.cuda import compiler
+    from bridge.cuda.toolchain import compiler
     from cuda.bindings import nvjitlink
 
     compilers = {"libNVVM and NVRTC": compiler.toolkit(), "nvJitLink": tuple(nvjitlink.version())}
@@ -227,9 +227,7 @@ def _unpacked(temporary: Path, say: Say) -> dict[str, str]:
     paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "BRIDGE_KERNELS": str(kernels),
                    "NUMBA_CACHE_DIR": str(temporary / "cache")}  # fmt: skip
-    asked = (
-        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from bridge.cuda import compiler; print(compiler.toolkit())"
-    )
+    asked = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from bridge.cuda.toolchain import compiler; print(compiler.toolkit())"
     done = subprocess.run(
         [sys.executable, "-c", asked], env=dict(os.environ) | environment, capture_output=True, text=True
     )

@@ -19,12 +19,12 @@ import pytest
 from hypothesis import settings
 
 import bridge
-from bridge.system import targets
+from bridge.system.cpu import targets
 from tests.support.places import PATIENCE as PATIENCE
 from tests.support.places import ROOT
 
 if TYPE_CHECKING:
-    from bridge.conversion.report import Report
+    from bridge.conversion.writing.report import Report
     from scripts.peers.fidelity import Reference
 
 pytest_plugins = ["tests.support.proofs"]

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import bridge
+from bridge.conversion.checkpoints.to_checkpoint import quantize_checkpoint
 from bridge.conversion.converter import plan_checkpoint
-from bridge.conversion.to_checkpoint import quantize_checkpoint
 from bridge.errors import BridgeError
-from bridge.runtime.perplexity import perplexity
+from bridge.runtime.replies.perplexity import perplexity
 from tests.conftest import CHECKPOINT
 
 LINEAR = torch.nn.Linear(32, 32)

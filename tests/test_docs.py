@@ -19,8 +19,9 @@ import numpy as np
 import pytest
 
 import bridge
-from bridge.cli import main, warmup
+from bridge.cli import main
 from bridge.cli.program import _parser
+from bridge.cli.use import warmup
 from tests.conftest import CHECKPOINT, PATIENCE, ROOT
 from tests.support.adapters import low_rank, write_adapter
 from tests.support.command_line import edit_json
@@ -362,7 +363,7 @@ def test_pages_with_commands_are_found():
 def files_of_the_pages(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with small models under the names that the pages use."""
     pytest.importorskip("torch")
-    from bridge.conversion.to_checkpoint import quantize_checkpoint
+    from bridge.conversion.checkpoints.to_checkpoint import quantize_checkpoint
     from bridge.quantize.settings import Calibration
 
     folder = tmp_path_factory.mktemp("pages")

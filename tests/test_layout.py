@@ -46,8 +46,8 @@ ALLOWED = {
 # classes and functions on the CPU -> those that do the same on CUDA
 TWINS = {
     "bridge/runtime/quant_tensor.py:QuantTensor": "cuda/tensor.py:CudaTensor",
-    "bridge/runtime/decoder.py:Decoder": "cuda/decoder.py:Decoder",
-    "bridge/runtime/kv_cache.py:KVCache": "cuda/kv_cache.py:KVCache",
+    "bridge/runtime/decoder/decoder.py:Decoder": "cuda/decoder.py:Decoder",
+    "bridge/runtime/layers/kv_cache.py:KVCache": "cuda/attention/kv_cache.py:KVCache",
     "bridge/runtime/bench.py:bench": "cuda/bench.py:bench",
     "bridge/trellis/layer.py:TrellisLayer": "cuda/trellis_layer.py:CudaTrellisLayer",
 }

@@ -160,11 +160,11 @@ def test_the_closure_of_a_module_of_the_project() -> None:
         return {path.relative_to(ROOT).as_posix() for path in closure(module)}
 
     assert names("bridge.errors") == {"bridge/__init__.py", "bridge/errors.py"}
-    assert "bridge/runtime/cpu/intrinsics_neon.py" in names(
-        "bridge.system.targets"
+    assert "bridge/runtime/cpu/machine/intrinsics_neon.py" in names(
+        "bridge.system.cpu.targets"
     )  # import_module(f"bridge...{name}")
-    assert {"cuda/launch.py", "bridge/blocks/q4_k.py", "bridge/system/jit.py"} <= (
-        matvec := names("bridge.cuda.matvec")
+    assert {"cuda/toolchain/launch.py", "bridge/blocks/k_quants/q4_k.py", "bridge/system/kernels/jit.py"} <= (
+        matvec := names("bridge.cuda.product.matvec")
     )
     assert not {"bridge/conversion/converter.py", "bridge/cli/__init__.py"} & matvec  # `bridge` has them as lazy names
     with pytest.raises(ValueError, match="numpy is no module of"):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bridge.blocks import BLOCKS, BlockType
-from bridge.system import targets
+from bridge.system.cpu import targets
 from scripts.peers import ggml_matvec, reference
 from scripts.peers.gguf_file import gguf_weights, unpermute
 from scripts.peers.llama_cpp import LlamaCpp

@@ -75,9 +75,7 @@ def outside(program: Path, folder: Path, *arguments: object) -> str:
 @posix  # where programs are in bin
 def test_the_installed_program_is_the_wheels(program: Path, tmp_path: Path) -> None:
     assert outside(program, tmp_path, "--version") == f"gguf-bridge {bridge.__version__}\n"
-    code = (
-        "from importlib.util import find_spec as f; print(*(f(n).origin for n in ('bridge.cli', 'bridge.cuda.matvec')))"
-    )
+    code = "from importlib.util import find_spec as f; print(*(f(n).origin for n in ('bridge.cli', 'bridge.cuda.product.matvec')))"
     files = outside(program.with_name("python"), tmp_path, "-c", code).split()
     assert len(files) == 2
     assert all(Path(file).is_relative_to(program.parent.parent) for file in files)

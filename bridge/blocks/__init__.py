@@ -11,19 +11,19 @@ ROUNDED types that floats are rounded to, and no codes carried but ternary ones;
 """
 
 from bridge.blocks.base import BlockType
-from bridge.blocks.mxfp4 import MXFP4
-from bridge.blocks.nvfp4 import NVFP4
-from bridge.blocks.q2_0 import Q2_0
-from bridge.blocks.q2_k import Q2_K
-from bridge.blocks.q3_k import Q3_K
-from bridge.blocks.q4_0 import Q4_0
-from bridge.blocks.q4_1 import Q4_1
-from bridge.blocks.q4_k import Q4_K
-from bridge.blocks.q5_0 import Q5_0
-from bridge.blocks.q5_1 import Q5_1
-from bridge.blocks.q5_k import Q5_K
-from bridge.blocks.q6_k import Q6_K
-from bridge.blocks.q8_0 import Q8_0
+from bridge.blocks.integers.q2_0 import Q2_0
+from bridge.blocks.integers.q4_0 import Q4_0
+from bridge.blocks.integers.q4_1 import Q4_1
+from bridge.blocks.integers.q5_0 import Q5_0
+from bridge.blocks.integers.q5_1 import Q5_1
+from bridge.blocks.integers.q8_0 import Q8_0
+from bridge.blocks.k_quants.q2_k import Q2_K
+from bridge.blocks.k_quants.q3_k import Q3_K
+from bridge.blocks.k_quants.q4_k import Q4_K
+from bridge.blocks.k_quants.q5_k import Q5_K
+from bridge.blocks.k_quants.q6_k import Q6_K
+from bridge.blocks.small.mxfp4 import MXFP4
+from bridge.blocks.small.nvfp4 import NVFP4
 
 BLOCKS: dict[str, BlockType] = {
     block.name: block for block in (Q2_K, Q3_K, Q4_K, Q4_0, Q4_1, Q5_K, Q5_0, Q5_1, Q6_K, Q8_0)

@@ -29,8 +29,8 @@ from bridge.checkpoint.labels.detect_format import READERS, read_quant_config
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.checkpoint.labels.unlabelled import recognise
 from bridge.errors import BridgeError, parameter
-from bridge.system.files import expanded, read_json
 from bridge.system.options import checked
+from bridge.system.storage.files import expanded, read_json
 from bridge.trellis.layer import TrellisLayer
 
 __all__ = ["Checkpoint", "CodedTensor", "GroupedTensor", "ModuleInfo", "QuantConfig", "TensorInfo", "open_checkpoint"]

@@ -22,8 +22,8 @@ import numpy as np
 from bridge.checkpoint.files.store import WRAPPERS, Store
 from bridge.checkpoint.language_model import TEXT_PREFIXES
 from bridge.errors import BridgeError
-from bridge.system.files import expanded, read_json
 from bridge.system.patterns import matched, pattern_problem
+from bridge.system.storage.files import expanded, read_json
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."

@@ -6,7 +6,7 @@ from typing import Any
 
 from bridge.cli.options import command
 from bridge.errors import BridgeError
-from bridge.system.cache import cache_folder, entries, remove
+from bridge.system.storage.cache import cache_folder, entries, remove
 from bridge.system.text import align, size_text
 
 _ALL = ""

@@ -16,7 +16,7 @@ from bridge.system.options import Flag
 from bridge.system.progress import Progress
 
 if TYPE_CHECKING:
-    from bridge.conversion.options import Budget
+    from bridge.conversion.planning.options import Budget
     from bridge.quantize.settings import Calibration
 
 # what is converted
@@ -86,7 +86,7 @@ def given(namespace: argparse.Namespace, settings: type) -> dict[str, Any]:
 
 def as_flag(name: str, value: object = None) -> str:
     """How the command line spells an argument of Python: `--shard 3/12` of shard=(3, 12)."""
-    from bridge.conversion.options import Budget, ConvertOptions
+    from bridge.conversion.planning.options import Budget, ConvertOptions
     from bridge.quantize.settings import Calibration
     from bridge.runtime.sampling import Sampling
 
@@ -121,7 +121,7 @@ def calibration(
     if "text" not in values and values.get("method") != "rtn":
         asked = as_flag(next(iter(values)))
         raise BridgeError(f"{asked} is for calibration: give the text, --calibrate FILE, or --calibrate default")
-    from bridge.system.malloc import tune_malloc
+    from bridge.system.cpu.malloc import tune_malloc
 
     tune_malloc()
     spread = getattr(a, "spread", None)
@@ -130,7 +130,7 @@ def calibration(
 
 def add_budget(p: argparse.ArgumentParser, requantize: bool = False) -> None:
     """The options of `Budget`; `budget` reads them."""
-    from bridge.conversion.options import Budget
+    from bridge.conversion.planning.options import Budget
 
     names = ["size", "bpw", "swaps", "plan_out", "tensor_types_out", *(["requantize"] if requantize else [])]
     add_options(p.add_argument_group("size budget (with --calibrate)"), Budget, names)
@@ -138,7 +138,7 @@ def add_budget(p: argparse.ArgumentParser, requantize: bool = False) -> None:
 
 def budget(a: argparse.Namespace, progress: Progress | None) -> "Budget | None":
     """What `add_budget` asked for; None where it asked for nothing."""
-    from bridge.conversion.options import Budget
+    from bridge.conversion.planning.options import Budget
 
     values = given(a, Budget)
     if not values:
@@ -150,7 +150,7 @@ def budget(a: argparse.Namespace, progress: Progress | None) -> "Budget | None":
 
 def add_output(p: argparse.ArgumentParser) -> None:
     """What is written, and by how many threads."""
-    from bridge.conversion.options import ConvertOptions
+    from bridge.conversion.planning.options import ConvertOptions
 
     output = p.add_argument_group("output")
     add_options(output, ConvertOptions, ["mmproj_type", "no_mtp", "split_max_size", "modelfile", "force", "threads"])

@@ -15,11 +15,11 @@ from typing import Any, NoReturn
 
 from bridge.cli.commands import COMMANDS
 from bridge.cli.options import as_flag
-from bridge.cli.terminal import Printable, StatusLine, Terminated
+from bridge.cli.use.terminal import Printable, StatusLine, Terminated
 from bridge.errors import BridgeError, BridgeWarning, shortened, spelled
-from bridge.system.compiling import telling
-from bridge.system.openmp import sleep_when_idle
+from bridge.system.kernels.compiling import telling
 from bridge.system.text import tell
+from bridge.system.threads.openmp import sleep_when_idle
 
 _DESCRIPTION = """\
 GPTQ, AWQ, compressed-tensors, MLX, HQQ and other quantized checkpoints become

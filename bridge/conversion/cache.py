@@ -31,14 +31,14 @@ from bridge.checkpoint.files.weight_files import CONFIGS, WEIGHTS, config_folder
 from bridge.conversion.converter import convert
 from bridge.errors import BridgeError
 from bridge.models import architecture
-from bridge.models.gguf_tokenizer import check_chat_template
-from bridge.system import closure
-from bridge.system.cache import cache_folder, owned
-from bridge.system.files import files_below, read_json, write_text
-from bridge.system.folder_locks import lock_shared, remove_if_unlocked
-from bridge.system.kernel_cache import digest
+from bridge.models.tokenizer.gguf_tokenizer import check_chat_template
+from bridge.system.cpu.row_threads import thread_limit
+from bridge.system.kernels import closure
 from bridge.system.progress import Progress
-from bridge.system.row_threads import thread_limit
+from bridge.system.storage.cache import cache_folder, owned
+from bridge.system.storage.files import files_below, read_json, write_text
+from bridge.system.storage.folder_locks import lock_shared, remove_if_unlocked
+from bridge.system.storage.kernel_cache import digest
 from bridge.system.text import compile_text, percent, size_text, tell
 
 try:

@@ -15,33 +15,33 @@ from typing import Any
 from bridge.checkpoint import Checkpoint
 from bridge.checkpoint.adapter import read_adapter
 from bridge.checkpoint.merge import merge
-from bridge.conversion.calibrate_plan import quantize_planned
-from bridge.conversion.checkpoint_outline import outline_of
-from bridge.conversion.executor import Executor
-from bridge.conversion.gguf_checkpoint import open_source
-from bridge.conversion.gguf_writer import GGUFOutput
-from bridge.conversion.importance import Importance
-from bridge.conversion.matrix_scales import with_scales
-from bridge.conversion.measure_importance import measured_importance
-from bridge.conversion.mmproj import mmproj_path
-from bridge.conversion.options import ConvertOptions, PlanOptions
+from bridge.conversion.calibration.calibrate_plan import quantize_planned
+from bridge.conversion.calibration.measure_importance import measured_importance
+from bridge.conversion.gguf_input.gguf_checkpoint import open_source
 from bridge.conversion.paths import default_path, files_of, layers_of, other_outputs, with_checkpoint
-from bridge.conversion.plan import Plan, PlannedTensor, main_type
-from bridge.conversion.plan_file import save_plan, save_tensor_types
-from bridge.conversion.plan_reader import load_plan
-from bridge.conversion.planner import Planner, holds, make_plan, plan_tower
-from bridge.conversion.recipe import PRESETS
-from bridge.conversion.report import Report, TensorReport, beyond_auto, check_report, far_off
+from bridge.conversion.planning.checkpoint_outline import outline_of
+from bridge.conversion.planning.importance import Importance
+from bridge.conversion.planning.matrix_scales import with_scales
+from bridge.conversion.planning.mmproj import mmproj_path
+from bridge.conversion.planning.options import ConvertOptions, PlanOptions
+from bridge.conversion.planning.plan import Plan, PlannedTensor, main_type
+from bridge.conversion.planning.plan_file import save_plan, save_tensor_types
+from bridge.conversion.planning.plan_reader import load_plan
+from bridge.conversion.planning.planner import Planner, holds, make_plan, plan_tower
+from bridge.conversion.planning.recipe import PRESETS
 from bridge.conversion.size_budget import within_budget
+from bridge.conversion.writing.executor import Executor
+from bridge.conversion.writing.gguf_writer import GGUFOutput
+from bridge.conversion.writing.report import Report, TensorReport, beyond_auto, check_report, far_off
 from bridge.errors import BridgeError
 from bridge.quantize.run.calibration_text import with_length
 from bridge.quantize.settings import Calibration
-from bridge.system import compiling
-from bridge.system.files import read_json, write_text
+from bridge.system.cpu.row_threads import thread_limit
+from bridge.system.kernels import compiling
 from bridge.system.options import checked
-from bridge.system.outputs import Taken, check_outputs
 from bridge.system.progress import Progress
-from bridge.system.row_threads import thread_limit
+from bridge.system.storage.files import read_json, write_text
+from bridge.system.storage.outputs import Taken, check_outputs
 from bridge.system.text import percent
 
 
@@ -59,7 +59,7 @@ def convert(
                 GGUF; the plan's where a plan is given without one
     out         the GGUF to write; default: the checkpoint's name and the type, in the current folder
     progress    called with the bytes of the checkpoint that are done, of how many, and the tensor just written
-    options     fields of `bridge.conversion.options.ConvertOptions`, such as type="Q4_K", template="model-f16.gguf",
+    options     fields of `bridge.conversion.planning.options.ConvertOptions`, such as type="Q4_K", template="model-f16.gguf",
                 calibrate=Calibration("text.txt"), budget=Budget(size=4_200_000_000), force=True
 
     With `calibrate`, finished layers are stored in the folder `<out>.layers` until the GGUF is written: a second run
@@ -244,7 +244,7 @@ def _beyond_plan(tensor: PlannedTensor, report: TensorReport) -> str | None:
 
 def _write_modelfile(ckpt: Checkpoint, plan: Plan, file: Path, beside: list[str]) -> None:
     """An Ollama Modelfile next to the GGUF."""
-    from bridge.models.modelfile import modelfile
+    from bridge.models.ollama.modelfile import modelfile
 
     generation = read_json(ckpt.home / "generation_config.json", optional=True)
     write_text(file.parent / "Modelfile", modelfile(plan.metadata, plan.stop, generation, [file.name, *beside]))
@@ -256,7 +256,7 @@ def plan_checkpoint(
 ) -> Plan:
     """What `convert` would do with these options; `out`: also write it there as JSON, for `convert(plan=...)`.
 
-    options   fields of `bridge.conversion.options.PlanOptions`
+    options   fields of `bridge.conversion.planning.options.PlanOptions`
     progress  called with the number of the checkpoint's matrices that have a type, of how many, and the tensor
 
     Raises BridgeError as `convert` does.

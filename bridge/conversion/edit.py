@@ -20,13 +20,13 @@ from gguf import GGUFValueType
 from gguf.gguf_writer import GGUFValue
 
 from bridge.checkpoint.files.folder import sync
-from bridge.conversion.metadata import with_given
+from bridge.conversion.planning.metadata import with_given
 from bridge.errors import BridgeError, parameter
 from bridge.gguf_file.header import Metadata, TensorEntry, check_basis, read_header
-from bridge.system.files import disk_errors, expanded, missing, put_in_place, sync_folder
-from bridge.system.folder_locks import temporary_beside
 from bridge.system.options import checked, is_key
-from bridge.system.outputs import NOTHING, Taken, check_outputs
+from bridge.system.storage.files import disk_errors, expanded, missing, put_in_place, sync_folder
+from bridge.system.storage.folder_locks import temporary_beside
+from bridge.system.storage.outputs import NOTHING, Taken, check_outputs
 
 _CHAT_TEMPLATE = "tokenizer.chat_template"
 _OF_THE_FILE = ("general.architecture", "general.alignment", "split.")

@@ -20,15 +20,15 @@ import numpy as np
 from bridge.checkpoint import Checkpoint
 from bridge.checkpoint.adapter import Adapter, LowRank, read_adapter
 from bridge.checkpoint.files.hub import open_by_name
-from bridge.conversion.checkpoint_outline import outline_of
-from bridge.conversion.part_reader import PartReader
 from bridge.conversion.paths import with_checkpoint
+from bridge.conversion.planning.checkpoint_outline import outline_of
+from bridge.conversion.planning.part_reader import PartReader
 from bridge.errors import BridgeError
 from bridge.models.outline import OutlineTensor, Part, tied
-from bridge.system.files import disk_errors, put_in_place, sync_folder
-from bridge.system.folder_locks import temporary_beside
 from bridge.system.options import checked
-from bridge.system.outputs import NOTHING, check_outputs
+from bridge.system.storage.files import disk_errors, put_in_place, sync_folder
+from bridge.system.storage.folder_locks import temporary_beside
+from bridge.system.storage.outputs import NOTHING, check_outputs
 
 Pair = tuple[np.ndarray, np.ndarray]  # a [r, in] and b [out, r], or stacks of them
 

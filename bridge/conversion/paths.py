@@ -6,11 +6,11 @@ from pathlib import Path
 from bridge.blocks.ggml import GGMLQuantizationType
 from bridge.checkpoint import Checkpoint
 from bridge.checkpoint.files.hub import kind_of, model_name
-from bridge.conversion.options import ConvertOptions
-from bridge.conversion.recipe import PRESETS
+from bridge.conversion.planning.options import ConvertOptions
+from bridge.conversion.planning.recipe import PRESETS
 from bridge.gguf_file.reader import shards
-from bridge.system.files import without_shard
-from bridge.system.outputs import Taken
+from bridge.system.storage.files import without_shard
+from bridge.system.storage.outputs import Taken
 
 
 def layers_of(path: Path) -> Path:

@@ -22,24 +22,24 @@ import numpy as np
 
 from bridge.blocks import FP4, NEWER, BlockType
 from bridge.blocks.read import CALIBRATED, WRITTEN
-from bridge.conversion.gguf_writer import added_bytes, file_bytes, padded
-from bridge.conversion.matrix_scales import rounded_scale, with_scales
-from bridge.conversion.options import Budget
-from bridge.conversion.plan import Plan, PlannedTensor
-from bridge.conversion.planner import Planner, newer_notes
-from bridge.conversion.recipe import Recipe
+from bridge.conversion.planning.matrix_scales import rounded_scale, with_scales
+from bridge.conversion.planning.options import Budget
+from bridge.conversion.planning.plan import Plan, PlannedTensor
+from bridge.conversion.planning.planner import Planner, newer_notes
+from bridge.conversion.planning.recipe import Recipe
+from bridge.conversion.writing.gguf_writer import added_bytes, file_bytes, padded
 from bridge.errors import BridgeError, parameter
 from bridge.quantize.budget.layer_costs import LayerCosts
 from bridge.quantize.run.calibration_text import calibrating, enough_of
 from bridge.quantize.settings import Calibration
-from bridge.system.files import disk_errors
-from bridge.system.folder_locks import temporary_beside
+from bridge.system.storage.files import disk_errors
+from bridge.system.storage.folder_locks import temporary_beside
 from bridge.system.text import size_text
 
 if TYPE_CHECKING:
     import torch
 
-    from bridge.quantize.float_model import FloatModel
+    from bridge.quantize.model.float_model import FloatModel
 
 _GROUPS = 32  # maximum number of groups of tensors that are measured by themselves
 _CURVE = 13  # points
@@ -68,7 +68,7 @@ def within_budget(plan: Plan, planner: Planner, settings: Calibration, budget: B
 
     Raises BridgeError where no types fit it, or all that there are leave bytes over, before anything is measured.
     """
-    from bridge.quantize.float_model import FloatModel
+    from bridge.quantize.model.float_model import FloatModel
 
     ckpt = planner.ckpt
     model = FloatModel(ckpt, device=settings.device)
@@ -188,7 +188,7 @@ class _Search:
 
         from bridge.quantize.budget.divergence import Divergence, Rounded, Trial
         from bridge.quantize.budget.search import FLOAT, search
-        from bridge.quantize.forward_passes import Passes, sequences_at_once
+        from bridge.quantize.model.forward_passes import Passes, sequences_at_once
 
         self.items, self.progress = items, budget.progress
         parts = {part.module: part for item in items for part in item.tensor.parts}

@@ -16,8 +16,8 @@ import numpy as np
 
 from bridge.blocks import BlockType
 from bridge.blocks.read import READ, WRITTEN
-from bridge.system.half import half_bits
-from bridge.system.jit import from_plain, inlined, specialize
+from bridge.system.kernels.half import half_bits
+from bridge.system.kernels.jit import from_plain, inlined, specialize
 
 # set per type by `specialize`
 pack: Any = None

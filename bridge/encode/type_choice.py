@@ -22,14 +22,22 @@ import numpy as np
 
 from bridge.blocks import BLOCKS, FP4, NEWER, Q8_0, BlockType
 from bridge.blocks.read import WRITTEN
-from bridge.blocks.tq2_0 import TQ2_0
+from bridge.blocks.small.tq2_0 import TQ2_0
 from bridge.checkpoint.decoded import DecodedTensor
 from bridge.checkpoint.formats.fp4 import Fp4Tensor
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
-from bridge.encode.carry import CannotCarryError, Fidelity, Mapped, carry, fractional, mirrored_to_fit, obstacle
+from bridge.encode.carrying.carry import (
+    CannotCarryError,
+    Fidelity,
+    Mapped,
+    carry,
+    fractional,
+    mirrored_to_fit,
+    obstacle,
+)
 from bridge.encode.limits import CARRIED_LIMIT, REQUANTIZED_LIMIT
-from bridge.encode.round_rows import actorder_importance, quantize_rows
-from bridge.system.row_threads import chunks
+from bridge.encode.rounding.round_rows import actorder_importance, quantize_rows
+from bridge.system.cpu.row_threads import chunks
 
 # a sample's share within this factor of the limit decides nothing
 _UNDECIDED_CARRIED = 1.5  # few rows may cost most

@@ -45,7 +45,7 @@ def _by_period(period: int, layers: int) -> tuple[bool, ...]:
 
 @record
 class State:
-    """Layers with a state; see runtime/recurrent_config.py."""
+    """Layers with a state; see runtime/config/recurrent_config.py."""
 
     kind: str  # CONVOLUTION, DELTA, MAMBA or MAMBA1
     everywhere: bool = False  # all layers have one
@@ -92,8 +92,8 @@ class Graph:
     parallel: bool = False  # the network reads what attention read
     gated: bool = True  # the network has a gate
     gelu: bool = False  # gelu (its tanh form) in place of silu
-    clamped: bool = False  # gpt-oss's form of silu and of what it multiplies, see cpu/decoder_ops.py
-    xielu: bool = False  # an activation with numbers of each layer, see cpu/decoder_ops.py
+    clamped: bool = False  # gpt-oss's form of silu and of what it multiplies, see cpu/ops/decoder_ops.py
+    xielu: bool = False  # an activation with numbers of each layer, see cpu/ops/decoder_ops.py
     alone: bool = False  # each layer is attention, or what takes its place, or a network: not both
 
     # experts

@@ -27,7 +27,7 @@ import numpy as np
 
 from bridge.blocks.tensor_types import type_numbered
 from bridge.errors import BridgeError
-from bridge.system.files import HEAD, kind_of_contents
+from bridge.system.storage.files import HEAD, kind_of_contents
 
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}

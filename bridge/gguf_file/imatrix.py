@@ -24,8 +24,8 @@ import numpy as np
 
 from bridge.errors import BridgeError
 from bridge.gguf_file.reader import read_gguf
-from bridge.system.files import expect_name, put_in_place, refuse_pointer
-from bridge.system.folder_locks import temporary_beside
+from bridge.system.storage.files import expect_name, put_in_place, refuse_pointer
+from bridge.system.storage.folder_locks import temporary_beside
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from bridge.errors import BridgeError, parameter
 from bridge.gguf_file.header import Metadata, check_basis, read_header
-from bridge.system.files import HEAD, kind_of_contents, missing, shards_of
+from bridge.system.storage.files import HEAD, kind_of_contents, missing, shards_of
 
 LOADS = ("mmap", "memory")
 

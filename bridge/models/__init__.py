@@ -19,20 +19,20 @@ import gguf
 import numpy as np
 
 from bridge.errors import BridgeError, parameter
-from bridge.models.arguments import Arguments, listed_layers, read_arguments
+from bridge.models.config.arguments import Arguments, listed_layers, read_arguments
+from bridge.models.config.gguf_keys import Key
+from bridge.models.config.gguf_values import typed
+from bridge.models.config.model_config import Config
+from bridge.models.config.provenance import read_provenance
 from bridge.models.families import ALL
 from bridge.models.family import HEAD, Family, float_names
-from bridge.models.gguf_keys import Key
-from bridge.models.gguf_tokenizer import read_tokenizer
-from bridge.models.gguf_values import typed
-from bridge.models.model_config import Config
 from bridge.models.outline import Outline, OutlineTensor
 from bridge.models.prediction import apart_again, left_out, predicting_in, with_prediction, without_prediction
-from bridge.models.provenance import read_provenance
-from bridge.models.special_tokens import stripping_name
 from bridge.models.table import fill_table, turned_back
+from bridge.models.tokenizer.gguf_tokenizer import read_tokenizer
+from bridge.models.tokenizer.special_tokens import stripping_name
 from bridge.models.wrapper import ANY_TEXT, has_parts, renamed, text_config, text_names, whole_name
-from bridge.system.files import read_json
+from bridge.system.storage.files import read_json
 
 __all__ = ["architecture", "describe_model", "float_layers", "numbers_of_gguf", "tensors_of_gguf"]
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from bridge.models.arguments import Arguments
-from bridge.models.gguf_keys import Entry
-from bridge.models.model_config import Config
+from bridge.models.config.arguments import Arguments
+from bridge.models.config.gguf_keys import Entry
+from bridge.models.config.model_config import Config
 from bridge.models.outline import Part
 
 Rule = Callable[[Arguments], bool]

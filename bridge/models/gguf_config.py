@@ -17,10 +17,10 @@ import numpy as np
 
 from bridge.errors import BridgeError
 from bridge.gguf_file.architectures import MOST_BLOCKS
+from bridge.models.config.gguf_keys import StoredKeys
+from bridge.models.config.rope import NOT_ROTATED, llama3_factors
 from bridge.models.families import ALL
 from bridge.models.family import Family
-from bridge.models.gguf_keys import StoredKeys
-from bridge.models.rope import NOT_ROTATED, llama3_factors
 
 # tensors that divide the frequencies of rotary embeddings, without their ".weight"
 ROPE_FACTORS = "rope_freqs", "rope_factors_long", "rope_factors_short"

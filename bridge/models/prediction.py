@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from bridge.gguf_file.tensor_names import block_of
-from bridge.models.arguments import Arguments
+from bridge.models.config.arguments import Arguments
 from bridge.models.family import Row
 
 _LAYER = re.compile(r"(?:model|backbone)\.layers\.(?P<layer>\d+)\.(?P<rest>.*)")

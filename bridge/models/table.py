@@ -11,7 +11,7 @@ import numpy as np
 from bridge.checkpoint.tensor_names import layer_of
 from bridge.errors import BridgeError
 from bridge.gguf_file.rope_rows import interleaved_rows
-from bridge.models.arguments import Arguments
+from bridge.models.config.arguments import Arguments
 from bridge.models.family import HEAD, Family, Row
 from bridge.models.outline import Fold, Outline, OutlineTensor, Part
 

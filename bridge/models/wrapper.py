@@ -2,7 +2,7 @@
 
 config.json               text_config (llm_config in InternVL), merged over the rest
 language_model.*          its tensors, see `bridge.checkpoint.language_model`
-visual.*, vision_tower.*  other parts: llama.cpp has them in a separate file, see `bridge.models.mmproj`
+visual.*, vision_tower.*  other parts: llama.cpp has them in a separate file, see `bridge.models.towers.mmproj`
 """
 
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from typing import Any
 
 from bridge.checkpoint.language_model import TEXT_PREFIXES
 from bridge.models.outline import Fold, Outline, OutlineTensor, Part
-from bridge.models.tower import TOWER_NAME
+from bridge.models.towers.tower import TOWER_NAME
 
 # architectures of several parts whose language model may be of any family
 ANY_TEXT = frozenset({"InternVLChatModel", "InternVLForConditionalGeneration", "LlavaForConditionalGeneration"})

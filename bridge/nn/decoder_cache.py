@@ -24,12 +24,12 @@ from bridge.errors import BridgeError
 from bridge.nn.quant_experts import ExpertStack
 from bridge.nn.quant_linear import Placed
 from bridge.runtime import GGUFFile
-from bridge.runtime.batch import MAX_BATCH
-from bridge.runtime.config_reader import read_config
-from bridge.runtime.decoder import Decoder
-from bridge.runtime.decoder_config import DecoderConfig
-from bridge.runtime.kv_cache import KVCache
+from bridge.runtime.config.config_reader import read_config
+from bridge.runtime.config.decoder_config import DecoderConfig
+from bridge.runtime.decoder.decoder import Decoder
+from bridge.runtime.layers.kv_cache import KVCache
 from bridge.runtime.model import DEFAULT_CONTEXT
+from bridge.runtime.replies.batch import MAX_BATCH
 
 _CAPTURING = "transformers.utils.output_capturing"  # hooks that stay once hidden states were asked for
 _CACHE = "cache" if hasattr(CausalLMOutputWithPast, "cache") else "past_key_values"  # 5.24 renamed it

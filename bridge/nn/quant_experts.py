@@ -3,7 +3,7 @@
     y = sum over the chosen of  weight * (W_down act(W_gate x, W_up x))
 
 The tokens that chose the same expert go through it together. On a GPU few tokens go through all their experts at once:
-see cuda/experts.py. Routers and shared experts are the model's own modules.
+see cuda/product/experts.py. Routers and shared experts are the model's own modules.
 """
 
 from collections.abc import Callable, Sequence

@@ -27,14 +27,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from bridge.quantize.block_inputs import BlockInputs, first_of
-from bridge.quantize.gptq_solver import dequantize, error, round_to_nearest
-from bridge.quantize.hessian import Hessian
 from bridge.quantize.layer_store import file_of, read_tensors, write_tensors
 from bridge.quantize.method import Method, Quantized
+from bridge.quantize.model.block_inputs import BlockInputs, first_of
+from bridge.quantize.model.replay import Replay
+from bridge.quantize.model.stages import find_stages, stage_inputs
 from bridge.quantize.quantizer import LayerInput
-from bridge.quantize.replay import Replay
-from bridge.quantize.stages import find_stages, stage_inputs
+from bridge.quantize.solve.gptq_solver import dequantize, error, round_to_nearest
+from bridge.quantize.solve.hessian import Hessian
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]  # float [rows, columns] -> rounded
 

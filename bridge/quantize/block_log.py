@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bridge.quantize.layer_store import StoredLayer
-from bridge.system import compiling
+from bridge.system.kernels import compiling
 from bridge.system.text import duration_text
 
 _NAMED = 12  # layers of a block that are named; of experts, there may be hundreds

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from bridge.errors import BridgeError
-from bridge.quantize.activations import ActivationStore
-from bridge.quantize.block_inputs import first_inputs, head_hessian, is_layer, matrix_shape, vectors
-from bridge.quantize.streamed_model import InMemory, StreamedModel, check_length, positions_of, text_config
+from bridge.quantize.model.activations import ActivationStore
+from bridge.quantize.model.block_inputs import first_inputs, head_hessian, is_layer, matrix_shape, vectors
+from bridge.quantize.model.streamed_model import InMemory, StreamedModel, check_length, positions_of, text_config
 
 
 @torch.no_grad()

@@ -26,14 +26,14 @@ from safetensors.numpy import save_file
 
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.errors import BridgeError, parameter
-from bridge.quantize.experts import expert_pattern
 from bridge.quantize.grids.codebook import CodebookGrid
 from bridge.quantize.grids.group import GroupGrid
-from bridge.quantize.hessian import token_weights
 from bridge.quantize.method import Quantized
-from bridge.quantize.two_sided import OutputHessian
-from bridge.system.files import read_json, write_text
-from bridge.system.row_threads import tiles
+from bridge.quantize.model.experts import expert_pattern
+from bridge.quantize.solve.hessian import token_weights
+from bridge.quantize.solve.two_sided import OutputHessian
+from bridge.system.cpu.row_threads import tiles
+from bridge.system.storage.files import read_json, write_text
 
 _JOB = "job.json"
 _PART = ".unfinished"

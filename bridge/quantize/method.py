@@ -15,7 +15,12 @@ from bridge.blocks import BLOCKS
 from bridge.blocks.read import CALIBRATED
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.errors import BridgeError, parameter
-from bridge.quantize.gptq_solver import (
+from bridge.quantize.grids.codebook import CodebookGrid
+from bridge.quantize.grids.group import GroupGrid
+from bridge.quantize.grids.plain import PlainGrid
+from bridge.quantize.grids.superblock import SuperblockGrid
+from bridge.quantize.quantizer import LayerInput
+from bridge.quantize.solve.gptq_solver import (
     Solution,
     dequantize,
     error,
@@ -24,16 +29,11 @@ from bridge.quantize.gptq_solver import (
     round_to_nearest,
     solve,
 )  # fmt: skip
-from bridge.quantize.grids.codebook import CodebookGrid
-from bridge.quantize.grids.group import GroupGrid
-from bridge.quantize.grids.plain import PlainGrid
-from bridge.quantize.grids.superblock import SuperblockGrid
-from bridge.quantize.hessian import damp, damped_diagonal, shrinkage_of, shrunk
-from bridge.quantize.quantizer import LayerInput
-from bridge.quantize.refine import metrics_of, move_all, product, refine, spans_of
-from bridge.quantize.target import HeldError, target_of
-from bridge.quantize.two_sided import OutputHessian, RowSolver, output_shrinkage, round_two_sided
-from bridge.system import compiling
+from bridge.quantize.solve.hessian import damp, damped_diagonal, shrinkage_of, shrunk
+from bridge.quantize.solve.refine import metrics_of, move_all, product, refine, spans_of
+from bridge.quantize.solve.target import HeldError, target_of
+from bridge.quantize.solve.two_sided import OutputHessian, RowSolver, output_shrinkage, round_two_sided
+from bridge.system.kernels import compiling
 
 _ROWS = 512  # sampled for the error: the product for all rows takes as long as a sweep of refinement
 _NEAREST_ROWS = 64  # of these, rounded to nearest for comparison

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from bridge.quantize.block_inputs import BlockInputs
-from bridge.quantize.hessian import Hessian
-from bridge.quantize.two_sided import OutputHessian
+from bridge.quantize.model.block_inputs import BlockInputs
+from bridge.quantize.solve.hessian import Hessian
+from bridge.quantize.solve.two_sided import OutputHessian
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge.errors import BridgeError, parameter
-from bridge.quantize.sources import DEFAULT, Source, sources_of
+from bridge.quantize.text.sources import DEFAULT, Source, sources_of
 from bridge.system.options import check_types, count, option, positive, share, size
 from bridge.system.progress import Progress
 

@@ -17,13 +17,13 @@ __all__ = ["GGUFFile", "QuantTensor", "get_num_threads", "open_gguf", "set_num_t
 
 def get_num_threads() -> int:
     """Threads that a product uses: as set, else BRIDGE_THREADS, else the cores this process may use."""
-    from bridge.system import pool
+    from bridge.system.threads import pool
 
     return pool.get_num_threads()
 
 
 def set_num_threads(threads: int) -> None:
     """Use that many threads from the next product on."""
-    from bridge.system import pool
+    from bridge.system.threads import pool
 
     pool.set_num_threads(threads)

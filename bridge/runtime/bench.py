@@ -19,8 +19,8 @@ from bridge.errors import BridgeError
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.reader import open_gguf
 from bridge.system.devices import choose, cuda
-from bridge.system.files import expect_name
 from bridge.system.progress import Progress
+from bridge.system.storage.files import expect_name
 
 LARGE = (40960, 4096)  # from memory
 SMALL = (2048, 4096)  # from the cache
@@ -98,8 +98,8 @@ def measure(
     the next one needs. `rest` is called after each of the others, to stop threads that would spin for longer, and
     `tick` after each round.
     """
-    from bridge.runtime.cpu.readbw import Reader
-    from bridge.system import pool
+    from bridge.runtime.cpu.engines.readbw import Reader
+    from bridge.system.threads import pool
 
     before = pool.get_num_threads()
     pool.set_num_threads(threads)
@@ -181,7 +181,7 @@ def bench(
     `what` is a type (then `shape` may be given) or the path of a GGUF, whose largest tensor of each type is timed.
     `progress` is called with the rounds of timing done, of how many, and the tensor's type and shape.
     """
-    from bridge.system.pool import get_num_threads
+    from bridge.system.threads.pool import get_num_threads
 
     if device != "cpu":
         device, note = choose(device)

@@ -23,23 +23,23 @@ from typing import Any, Self
 import numpy as np
 
 from bridge.errors import BridgeError, parameter
-from bridge.runtime.batch import MAX_BATCH, Batch
-from bridge.runtime.chat import ChatTemplate
-from bridge.runtime.config_reader import read_config
-from bridge.runtime.continuations import continuation_scores
-from bridge.runtime.decoder import Decoder
-from bridge.runtime.decoder_config import DecoderConfig
-from bridge.runtime.generation import ScoredToken, scored, stop_texts, until
-from bridge.runtime.lora import add_adapter
-from bridge.runtime.prediction import PredictionHead
+from bridge.runtime.config.config_reader import read_config
+from bridge.runtime.config.decoder_config import DecoderConfig
+from bridge.runtime.decoder.decoder import Decoder
+from bridge.runtime.decoder.prediction import PredictionHead
+from bridge.runtime.layers.lora import add_adapter
 from bridge.runtime.reader import GGUFFile, open_gguf
+from bridge.runtime.replies.batch import MAX_BATCH, Batch
+from bridge.runtime.replies.chat import ChatTemplate
+from bridge.runtime.replies.continuations import continuation_scores
+from bridge.runtime.replies.generation import ScoredToken, scored, stop_texts, until
+from bridge.runtime.replies.scoring import Pooler, TokenScorer
+from bridge.runtime.replies.speculation import Drafter, Speculation, check_decoder, drafter_for, drawn_with
 from bridge.runtime.sampling import Sampler
-from bridge.runtime.scoring import Pooler, TokenScorer
-from bridge.runtime.speculation import Drafter, Speculation, check_decoder, drafter_for, drawn_with
 from bridge.runtime.tokenizer import Tokenizer
-from bridge.system import compiling
+from bridge.system.cpu.fork_locks import ForkLock
 from bridge.system.devices import choose, cpu_note, cuda
-from bridge.system.fork_locks import ForkLock
+from bridge.system.kernels import compiling
 from bridge.system.operands import check_precision
 from bridge.system.options import check_integer, checked
 
@@ -121,7 +121,7 @@ class Model:
         if context is not None:
             check_integer("context", context, 1, _LONGEST_CONTEXT)
         if threads is not None:
-            from bridge.system import pool
+            from bridge.system.threads import pool
 
             pool.set_num_threads(threads)
         file = open_gguf(cls._gguf(path, config), load)
@@ -293,7 +293,7 @@ class Model:
         draft     what guesses tokens, which are then checked several at a time: the reply is the same, and comes sooner
                   where guesses are right. "ngram": what followed the last tokens when they last came; "mtp": what the
                   file's own layer for that predicts; or another Model of the same vocabulary, whose context is taken.
-                  On the CPU alone; see `bridge.runtime.speculation`
+                  On the CPU alone; see `bridge.runtime.replies.speculation`
         sampling  fields of `bridge.runtime.sampling.Sampling`: temperature (0: always the most likely token), top_k,
                   top_p, min_p, seed, repeat_penalty, repeat_last_n, logit_bias ({token id: number added to its logit});
                   and `schema`, a JSON schema (a dict or its text) that the reply fits, or `regex`, an expression that

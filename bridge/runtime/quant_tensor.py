@@ -27,8 +27,8 @@ from bridge.system.operands import (
 )
 
 if TYPE_CHECKING:
-    from bridge.runtime.cpu.portable import Engine
-    from bridge.system.jit import CFunction
+    from bridge.runtime.cpu.engines.portable import Engine
+    from bridge.system.kernels.jit import CFunction
 
 _TILE = 1 << 22  # weights dequantized at a time
 
@@ -214,7 +214,7 @@ class QuantTensor(Product):
 
     def dequantize(self, dtype: Any = None) -> np.ndarray:
         """The weights as floats of a type, by default float32, in the tensor's shape."""
-        from bridge.runtime.cpu import dequantize
+        from bridge.runtime.cpu.engines import dequantize
 
         out = np.empty(self.shape, dtype or np.float32)
         flat = out.reshape(-1, self.shape[-1])
@@ -231,7 +231,7 @@ class QuantTensor(Product):
 
     def rows(self, indices: Any) -> np.ndarray:
         """Rows of a matrix (an embedding look-up) for integer indices [n]: float32 [n, in]."""
-        from bridge.runtime.cpu import dequantize
+        from bridge.runtime.cpu.engines import dequantize
 
         check_matrix(self)
         chosen = np.atleast_1d(np.asarray(indices))
@@ -255,7 +255,7 @@ class QuantTensor(Product):
         are never in memory together. Raises BridgeError where a scale is not finite.
         """
         if not self._prepared:
-            from bridge.runtime.cpu import engine
+            from bridge.runtime.cpu.engines import engine
 
             check_matrix(self)
             self._engine = engine.prepare(self, self._release if release else None)
@@ -302,7 +302,7 @@ class QuantTensor(Product):
 
     def _get_engine(self) -> Engine:
         if self._engine is None:
-            from bridge.runtime.cpu import engine
+            from bridge.runtime.cpu.engines import engine
 
             self._engine = engine.unprepared(self)
         return self._engine

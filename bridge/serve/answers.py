@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from bridge.errors import shortened
-from bridge.runtime.chat import Channels
-from bridge.runtime.generation import ScoredToken
+from bridge.runtime.replies.chat import Channels
+from bridge.runtime.replies.generation import ScoredToken
 from bridge.runtime.tokenizer import Tokenizer
 
 

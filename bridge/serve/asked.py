@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bridge.runtime.model import Model
+from bridge.runtime.replies.scoring import POOLINGS, Pooler, TokenScorer
 from bridge.runtime.sampling import NUMBERS, Sampler
-from bridge.runtime.scoring import POOLINGS, Pooler, TokenScorer
 from bridge.serve.engine import Job
 from bridge.system.fields import FieldError, Fields, Kind, anything, flag, object_, of_type
 

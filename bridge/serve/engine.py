@@ -15,9 +15,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from bridge.errors import BridgeError
-from bridge.runtime.batch import Generation, Reader
-from bridge.runtime.generation import ScoredToken
 from bridge.runtime.model import Model
+from bridge.runtime.replies.batch import Generation, Reader
+from bridge.runtime.replies.generation import ScoredToken
 from bridge.runtime.sampling import Sampler
 
 _PREPARED = 2  # requests at a time

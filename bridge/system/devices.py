@@ -13,7 +13,7 @@ from bridge.errors import BridgeError
 def choose(device: str) -> tuple[str, str | None]:
     """The device, and for "auto" a note why it is the CPU, if so.
 
-    Raises BridgeError if the name is unknown or the GPU cannot be used. bridge.cuda.device can be imported without
+    Raises BridgeError if the name is unknown or the GPU cannot be used. bridge.cuda.toolchain.device can be imported without
     numba-cuda, and tells whether it is installed.
     """
     if device == "cpu":

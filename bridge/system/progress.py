@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, Self
 
-from bridge.system.compiling import clock
+from bridge.system.kernels.compiling import clock
 from bridge.system.text import printable, tell
 
 # units done, of how many, and the name of what was just done; first 0 units and no name

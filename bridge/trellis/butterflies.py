@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from bridge.system.jit import inlined, kernel
+from bridge.system.kernels.jit import inlined, kernel
 
 _COLUMNS = 32  # taken together, so that memory is read in whole lines
 

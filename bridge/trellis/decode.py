@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from bridge.system import pool, targets
-from bridge.system.jit import CFunction, c_function, cgutils, intrinsic, maker, types
-from bridge.system.memory import LANES, allocate, array_at, free, next_line
+from bridge.system.cpu import targets
+from bridge.system.kernels.jit import CFunction, c_function, cgutils, intrinsic, maker, types
+from bridge.system.kernels.memory import LANES, allocate, array_at, free, next_line
+from bridge.system.threads import pool
 from bridge.trellis.codebooks import BitshiftCodebook
 from bridge.trellis.streams import states_of
 from bridge.trellis.vector import I64, Code, Lanes

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from bridge.system import pool
-from bridge.system.jit import CFunction, c_function, cgutils, intrinsic, kernel, maker, types
-from bridge.system.memory import LANES, allocate, floats, free, next_line
+from bridge.system.kernels.jit import CFunction, c_function, cgutils, intrinsic, kernel, maker, types
+from bridge.system.kernels.memory import LANES, allocate, floats, free, next_line
+from bridge.system.threads import pool
 from bridge.trellis.streams import TILE
 from bridge.trellis.vector import FLOATS, I64, Code, Lanes
 

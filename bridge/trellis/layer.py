@@ -166,7 +166,7 @@ class TrellisLayer:
     @cached_property
     def _fused(self) -> Any:
         """The prepared codes; None if the kernels do not support the tiles."""
-        from bridge.system import targets
+        from bridge.system.cpu import targets
         from bridge.trellis.fused import Fused, Units
         from bridge.trellis.vector import Code
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from llvmlite import ir
 
-from bridge.system.memory import LANES
+from bridge.system.kernels.memory import LANES
 from bridge.trellis.codebooks import (
     BYTES_MEAN,
     BYTES_SCALE,

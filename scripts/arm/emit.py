@@ -11,11 +11,11 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 
 from bridge.blocks.read import READ
-from bridge.runtime.cpu.activations import float_record, record_of
-from bridge.runtime.cpu.emitter import Emitter
-from bridge.runtime.cpu.interleaved import arithmetic
-from bridge.runtime.cpu.layout import InterleavedLayout
-from bridge.system import targets
+from bridge.runtime.cpu.engines.interleaved import arithmetic
+from bridge.runtime.cpu.forms.activations import float_record, record_of
+from bridge.runtime.cpu.forms.layout import InterleavedLayout
+from bridge.runtime.cpu.machine.emitter import Emitter
+from bridge.system.cpu import targets
 
 LANES = 4  # rows of a row group
 _I64 = ir.IntType(64)

@@ -142,8 +142,8 @@ def ratio(own: Sequence[float], other: Sequence[float]) -> float:
 
 def machine() -> str:
     """CPU, cores, instructions, system and versions, in one line."""
-    from bridge.system import targets
-    from bridge.system.cpus import usable_cpus
+    from bridge.system.cpu import targets
+    from bridge.system.cpu.cpus import usable_cpus
 
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 
 from bridge.checkpoint import open_checkpoint
-from bridge.quantize.float_model import FloatModel, arithmetic
-from bridge.quantize.mixture import calibration_sequences
+from bridge.quantize.model.float_model import FloatModel, arithmetic
 from bridge.quantize.run.calibration_text import calibrating, with_length
 from bridge.quantize.settings import Calibration
-from bridge.quantize.sources import sources_of
+from bridge.quantize.text.mixture import calibration_sequences
+from bridge.quantize.text.sources import sources_of
 
 from . import ROOT
 

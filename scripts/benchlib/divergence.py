@@ -16,16 +16,16 @@ from bridge.checkpoint import open_checkpoint
 from bridge.conversion.converter import plan_checkpoint
 from bridge.gguf_file.imatrix import write_imatrix
 from bridge.quantize import quantize_model
-from bridge.quantize.activations import ActivationStore
-from bridge.quantize.default_text import openings
-from bridge.quantize.experts import expert_pattern
-from bridge.quantize.float_model import FloatModel as Streamed
-from bridge.quantize.forward_passes import output_hessians
-from bridge.quantize.hessian import token_weights
-from bridge.quantize.mixture import Calibrating, calibration_sequences
-from bridge.quantize.own_samples import own_samples
+from bridge.quantize.model.activations import ActivationStore
+from bridge.quantize.model.experts import expert_pattern
+from bridge.quantize.model.float_model import FloatModel as Streamed
+from bridge.quantize.model.forward_passes import output_hessians
 from bridge.quantize.quantizer import LayerHooks
-from bridge.quantize.sources import sources_of
+from bridge.quantize.solve.hessian import token_weights
+from bridge.quantize.text.default_text import openings
+from bridge.quantize.text.mixture import Calibrating, calibration_sequences
+from bridge.quantize.text.own_samples import own_samples
+from bridge.quantize.text.sources import sources_of
 from scripts.peers import reference
 from scripts.peers.gguf_file import Blocks, replace_blocks
 from scripts.peers.llama_cpp import window_logits
@@ -92,7 +92,7 @@ class FloatModel:
                  calibrate may be a list, as `quantize` takes it, and test one of several texts
 
     calibration  int64 [samples, length], what every quantizer sees
-    held         how many of the last of these are held back, see `bridge.quantize.mixture`
+    held         how many of the last of these are held back, see `bridge.quantize.text.mixture`
     importance   weight name -> float32 [in]: the mean square of the linear's inputs
     """
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 import bridge
+from bridge.runtime.replies.speculation import drafter_for
 from bridge.runtime.sampling import Sampler, Sampling
-from bridge.runtime.speculation import drafter_for
 
 from . import Lines, head, ratio, take_turns
 

@@ -8,10 +8,10 @@ from typing import Any
 import gguf
 
 import bridge
-from bridge.conversion.options import Budget
-from bridge.conversion.to_checkpoint import quantize_checkpoint
+from bridge.conversion.checkpoints.to_checkpoint import quantize_checkpoint
+from bridge.conversion.planning.options import Budget
 from bridge.quantize.settings import Calibration
-from bridge.runtime.perplexity import perplexity
+from bridge.runtime.replies.perplexity import perplexity
 from bridge.system.progress import Bar
 from scripts.peers import llama_quantizer
 

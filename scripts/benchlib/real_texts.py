@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from bridge.quantize.texts import bos_of, token_ids
+from bridge.quantize.text.texts import bos_of, token_ids
 
 from .real_models import wheel
 

@@ -14,7 +14,7 @@ from typing import Self
 import numpy as np
 import torch
 
-from bridge.conversion.gguf_checkpoint import open_source
+from bridge.conversion.gguf_input.gguf_checkpoint import open_source
 from scripts.peers import reference
 from scripts.peers.llama_cpp import LlamaCpp
 from scripts.peers.predictions import token_kls

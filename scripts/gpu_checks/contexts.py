@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from bridge.cuda import attention as attn
-from bridge.cuda.activations import Records
-from bridge.cuda.attention_shape import shape, spans
+from bridge.cuda.attention import attention as attn
+from bridge.cuda.attention.attention_shape import shape, spans
+from bridge.cuda.attention.kv_cache import KVForm
 from bridge.cuda.bench import seconds_from_memory
-from bridge.cuda.device import require, torch_device, view, zeros
-from bridge.cuda.kv_cache import KVForm
+from bridge.cuda.product.activations import Records
+from bridge.cuda.toolchain.device import require, torch_device, view, zeros
 
 from gpu_checks.products import Judge
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from bridge.cuda.bench import LARGE
-from bridge.cuda.device import require, torch_device
+from bridge.cuda.toolchain.device import require, torch_device
 
 from bridge.runtime.bench import random_tensor
 

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 from bridge.cuda import bench
-from bridge.cuda.device import require, torch_device
+from bridge.cuda.toolchain.device import require, torch_device
 
 from bridge.nn.quant_experts import ExpertStack, Gated
 from gpu_checks import costs, torchs

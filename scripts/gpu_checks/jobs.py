@@ -3,8 +3,8 @@
 from typing import Any
 
 import torch
-from bridge.cuda import mma_int8
-from bridge.cuda.device import require
+from bridge.cuda.product import mma_int8
+from bridge.cuda.toolchain.device import require
 
 from bridge.blocks import ROUNDED
 from gpu_checks import contexts, costs, experts, linears, mmvq, model, products, timing, tokens, torchs, trellis

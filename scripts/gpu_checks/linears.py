@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from bridge.cuda.device import require, torch_device
+from bridge.cuda.toolchain.device import require, torch_device
 
 import bridge
 from bridge.nn import QuantLinear

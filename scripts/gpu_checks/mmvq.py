@@ -19,7 +19,7 @@ import gguf
 import numpy as np
 import torch
 from bridge.cuda.bench import seconds_from_memory
-from bridge.cuda.device import require, torch_device, zeros
+from bridge.cuda.toolchain.device import require, torch_device, zeros
 
 from bridge.blocks.read import WRITTEN
 from bridge.runtime.bench import random_tensor

@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from bridge.cuda import bench, dequantize, matvec, matvec_shape
-from bridge.cuda.activations import Records
-from bridge.cuda.device import require, torch_device, view
-from bridge.cuda.matrix import DeviceMatrix
+from bridge.cuda import bench
+from bridge.cuda.forms import dequantize
+from bridge.cuda.forms.matrix import DeviceMatrix
+from bridge.cuda.product import matvec, matvec_shape
+from bridge.cuda.product.activations import Records
+from bridge.cuda.toolchain.device import require, torch_device, view
 
 from bridge.blocks.read import WRITTEN
 from bridge.runtime import QuantTensor

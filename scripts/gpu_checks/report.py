@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from bridge.cuda import mma_int8
+from bridge.cuda.product import mma_int8
 
 from gpu_checks.jobs import CACHES, EXPERTS, LARGE, LENGTHS, MANY, MIXTURE, OTHERS, PROMPTED, SMALL, TOKENS, TYPES
 

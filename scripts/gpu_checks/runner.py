@@ -24,8 +24,8 @@ from queue import Empty, SimpleQueue
 from typing import IO, Any
 
 from bridge.errors import BridgeError
-from bridge.system import kernel_cache
-from bridge.system.cpus import usable_cpus
+from bridge.system.cpu.cpus import usable_cpus
+from bridge.system.storage import kernel_cache
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, str(ROOT / "scripts" / "gpu_check.py"), "--jobs"]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from bridge.blocks.read import WRITTEN
-from bridge.conversion.recipe import Recipe, TensorPlace
+from bridge.conversion.planning.recipe import Recipe, TensorPlace
 from bridge.runtime.bench import put_d, put_dmin
 from bridge.runtime.quant_tensor import QuantTensor
 

@@ -8,13 +8,14 @@ import time
 from typing import Any
 
 import torch
-from bridge.cuda import bench, matvec_shape, mma
+from bridge.cuda import bench
 from bridge.cuda.bench import Bench, read_bandwidth
 from bridge.cuda.decoder import Decoder
-from bridge.cuda.device import require
+from bridge.cuda.product import matvec_shape, mma
+from bridge.cuda.toolchain.device import require
 
 from bridge.runtime.bench import random_tensor
-from bridge.runtime.config_reader import read_config
+from bridge.runtime.config.config_reader import read_config
 from bridge.runtime.sampling import Sampler, Sampling
 from gpu_checks import mmvq
 from gpu_checks.synthetic import SyntheticFile

@@ -4,11 +4,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from bridge.cuda import mma, mma_int8
-from bridge.cuda.device import require, torch_device
-from bridge.cuda.halves import floats_by_torch
-from bridge.cuda.matrix import DeviceMatrix
-from bridge.cuda.token_records import recorded
+from bridge.cuda.forms.matrix import DeviceMatrix
+from bridge.cuda.product import mma, mma_int8
+from bridge.cuda.product.halves import floats_by_torch
+from bridge.cuda.product.token_records import recorded
+from bridge.cuda.toolchain.device import require, torch_device
 
 from bridge.blocks.read import WRITTEN
 from gpu_checks.products import EPILOGUES, Judge, random_matrix, taken

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from bridge.cuda.device import require, torch_device
-from bridge.cuda.launch import captured
+from bridge.cuda.toolchain.device import require, torch_device
+from bridge.cuda.toolchain.launch import captured
 
 from bridge.nn import QuantLinear
 from gpu_checks.products import Judge, random_matrix

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from bridge.cuda.device import require, torch_device
+from bridge.cuda.toolchain.device import require, torch_device
 
 from bridge.trellis import BitshiftCodebook
 from bridge.trellis.packed import exl3_layer, qtip_layer

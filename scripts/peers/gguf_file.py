@@ -10,9 +10,9 @@ import gguf
 import numpy as np
 from gguf.gguf_writer import GGUFValue
 
-from bridge.conversion.gguf_writer import GGUFOutput
-from bridge.conversion.plan import Plan, PlannedTensor
-from bridge.runtime.cpu import dequantize
+from bridge.conversion.planning.plan import Plan, PlannedTensor
+from bridge.conversion.writing.gguf_writer import GGUFOutput
+from bridge.runtime.cpu.engines import dequantize
 
 
 def gguf_weights(path: str | Path) -> dict[str, np.ndarray]:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from bridge.quantize.texts import bos_of
+from bridge.quantize.text.texts import bos_of
 
 Weights = Mapping[str, np.ndarray]  # Hugging Face tensor name -> float32
 

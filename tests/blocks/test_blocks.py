@@ -11,8 +11,8 @@ from bridge.blocks.ggml import GGML_QUANT_SIZES
 from bridge.blocks.read import READ, WRITTEN
 from bridge.blocks.tensor_types import type_named, type_numbered
 from bridge.runtime.bench import put_d
-from bridge.runtime.cpu import dequantize
-from bridge.system.jit import from_plain
+from bridge.runtime.cpu.engines import dequantize
+from bridge.system.kernels.jit import from_plain
 from scripts.peers import ggml
 
 ALL = pytest.mark.parametrize("block", READ.values(), ids=str)

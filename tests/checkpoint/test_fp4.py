@@ -12,10 +12,10 @@ from safetensors.numpy import load_file
 import bridge
 from bridge.checkpoint import open_checkpoint
 from bridge.checkpoint.formats.fp4 import E2M1, Fp4Tensor
-from bridge.cli.describe import describe
+from bridge.cli.files.describe import describe
 from bridge.conversion.converter import plan_checkpoint
-from bridge.conversion.report import CARRIED, FLOAT, REQUANTIZED
-from bridge.conversion.verify import failures, verify
+from bridge.conversion.writing.report import CARRIED, FLOAT, REQUANTIZED
+from bridge.conversion.writing.verify import failures, verify
 from bridge.errors import BridgeError
 from scripts.peers import reference
 from scripts.peers.gguf_file import gguf_weights

@@ -14,9 +14,9 @@ from safetensors.numpy import load_file, save_file
 import bridge
 from bridge.checkpoint import open_checkpoint
 from bridge.checkpoint.decoded import DecodedTensor
-from bridge.cli.describe import describe
-from bridge.conversion.report import CALIBRATED
-from bridge.conversion.verify import failures, verify
+from bridge.cli.files.describe import describe
+from bridge.conversion.writing.report import CALIBRATED
+from bridge.conversion.writing.verify import failures, verify
 from bridge.errors import BridgeError
 from bridge.quantize.settings import Calibration
 from scripts.peers.gguf_file import gguf_weights

@@ -23,8 +23,8 @@ from bridge.checkpoint.write import FORMATS as WRITTEN
 from bridge.checkpoint.write.report import Written
 from bridge.checkpoint.write.writer import CheckpointWriter, write_checkpoint
 from bridge.errors import BridgeError
-from bridge.quantize.gptq_solver import round_to_nearest
 from bridge.quantize.grids.group import GroupGrid
+from bridge.quantize.solve.gptq_solver import round_to_nearest
 from tests.conftest import CHECKPOINT
 from tests.support.encode import LINEAR, awq_tensors, load_floats, pack_stream, quantize
 from tests.support.tiny_models import save_model

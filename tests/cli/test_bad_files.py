@@ -122,7 +122,7 @@ def test_what_never_ends_is_not_read(model, convert, name, what):
 
 @pytest.mark.parametrize("name", FROM_THE_MODEL)
 def test_json_that_is_far_too_large_is_not_read_whole(model, convert, name, monkeypatch):
-    monkeypatch.setattr("bridge.system.files.MAX_SMALL", 1_000_000)
+    monkeypatch.setattr("bridge.system.storage.files.MAX_SMALL", 1_000_000)
     (model / name).write_bytes(b" " * 1_000_001)
     assert f"{model / name}: has more than 1 MB" in convert()
 

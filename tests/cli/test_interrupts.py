@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from bridge.cli import main
-from bridge.system.folder_locks import temporary_beside
+from bridge.system.storage.folder_locks import temporary_beside
 from tests.support.command_line import bridge_process
 from tests.support.tiny_models import save_model
 
@@ -26,20 +26,20 @@ AWQ = ["--format", "awq", "--method", "awq"]
 SIZE = ["--bpw", "4.5", "--swaps", "1"]
 # what is being done, its call that is interrupted, and whether layers are stored by then
 STAGES: list[tuple[list[str], str, int, bool]] = [
-    (GGUF, "bridge.quantize.texts:_tokenize", 1, False),
+    (GGUF, "bridge.quantize.text.texts:_tokenize", 1, False),
     (GGUF, "bridge.quantize.layer_store:write_text", 1, False),
     (GGUF, "bridge.quantize.run.worker:first_inputs", 1, False),
     (GGUF, "bridge.quantize.method:solve", 1, False),
     ([*GGUF, "--method", "gptaq"], "bridge.quantize.method:solve", 3, True),
     (GGUF, "bridge.quantize.layer_store:save_file", 2, True),
     (GGUF, "bridge.quantize.run.worker:head_hessian", 1, True),
-    (GGUF, "bridge.conversion.executor:Executor.make", 5, True),
-    (GGUF, "bridge.conversion.gguf_writer:GGUFOutput.finish", 1, True),
-    (GGUF, "bridge.quantize.two_sided:_Block._refine", 99, True),
+    (GGUF, "bridge.conversion.writing.executor:Executor.make", 5, True),
+    (GGUF, "bridge.conversion.writing.gguf_writer:GGUFOutput.finish", 1, True),
+    (GGUF, "bridge.quantize.solve.two_sided:_Block._refine", 99, True),
     (GPTQ, "bridge.checkpoint.write.writer:CheckpointWriter.add", 2, True),
     (GPTQ, "bridge.checkpoint.write.writer:CheckpointWriter.finish", 1, True),
     (AWQ, "bridge.quantize.awq:smoothing", 2, False),
-    (SIZE, "bridge.quantize.forward_passes:Passes.output_products", 1, False),
+    (SIZE, "bridge.quantize.model.forward_passes:Passes.output_products", 1, False),
     (SIZE, "bridge.quantize.budget.divergence:nearest_blocks", 3, False),
 ]
 

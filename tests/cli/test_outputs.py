@@ -13,7 +13,7 @@ import pytest
 from bridge.cli import main
 from bridge.conversion.converter import plan_checkpoint
 from bridge.errors import BridgeError
-from bridge.system.folder_locks import temporary_beside
+from bridge.system.storage.folder_locks import temporary_beside
 from tests.conftest import CHECKPOINT
 from tests.support.command_line import one_line
 

@@ -31,7 +31,7 @@ def python(*arguments: object, **options: Any) -> subprocess.CompletedProcess[st
         ("import bridge", {"numpy", "gguf", "numba", "torch", "transformers"}),
         (
             "from bridge.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass",
-            {"numpy", "gguf", "difflib", "bridge.cli.run", "torch", "transformers"},
+            {"numpy", "gguf", "difflib", "bridge.cli.use.run", "torch", "transformers"},
         ),
         ("from bridge.cli import main; main(['inspect', '.'])", {"numba", "torch", "transformers"}),
     ],
@@ -44,7 +44,7 @@ def test_nothing_heavy_is_imported_before_it_is_used(code, heavy):
 def test_run_imports_no_converter(tmp_path):
     bridge.convert(CHECKPOINT, tmp_path / "m.gguf")
     words = ["run", str(tmp_path / "m.gguf"), "-p", "KING", "-n", "1", "--temp", "0"]
-    heavy = {"gguf", "jinja2", "numpy.random", "difflib", "bridge.cli.convert", "bridge.checkpoint", "torch"}
+    heavy = {"gguf", "jinja2", "numpy.random", "difflib", "bridge.cli.files.convert", "bridge.checkpoint", "torch"}
     for _ in range(2):  # the first may compile, with Numba
         code = f"from bridge.cli import main; main({words}); import sys; print({heavy} & {{*sys.modules}})"
         done = python("-c", code)
@@ -95,7 +95,7 @@ def test_a_process_ends_with_all_that_is_to_be_done_and_frees_nothing():
 
 
 def test_functions_of_the_package_are_functions_whatever_was_imported_before():
-    code = "import bridge.conversion.converter, bridge.conversion.verify\n"
+    code = "import bridge.conversion.converter, bridge.conversion.writing.verify\n"
     code += "assert callable(bridge.convert) and callable(bridge.verify)"
     assert python("-c", code).stderr == ""
     assert python("-c", "import bridge; bridge.verify; assert callable(bridge.convert)").stderr == ""
@@ -185,7 +185,7 @@ def test_a_full_disk_leaves_what_was_there_and_nothing_else(model, tmp_path, lim
 
 SLOWLY = """
 import importlib
-conversion = importlib.import_module("bridge.conversion.executor").Executor
+conversion = importlib.import_module("bridge.conversion.writing.executor").Executor
 make = conversion.make
 conversion.make = lambda self, tensor: (time.sleep(0.3), make(self, tensor))[1]
 run()
@@ -237,5 +237,5 @@ def test_debug_shows_where_an_error_comes_from(tmp_path, capsys):
 
 
 def test_a_mistake_of_our_own_is_one_line_too(model, refused, monkeypatch):
-    monkeypatch.setattr("bridge.cli.describe.describe", lambda *_: 1 // 0)
+    monkeypatch.setattr("bridge.cli.files.describe.describe", lambda *_: 1 // 0)
     assert "unexpected ZeroDivisionError" in refused("inspect", model)

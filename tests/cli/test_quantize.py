@@ -16,14 +16,14 @@ import torch
 
 from bridge.checkpoint import open_checkpoint
 from bridge.cli import main
+from bridge.conversion.checkpoints.to_checkpoint import quantize_checkpoint
 from bridge.conversion.converter import convert
-from bridge.conversion.report import CALIBRATED, CARRIED, FLOAT
-from bridge.conversion.to_checkpoint import quantize_checkpoint
+from bridge.conversion.writing.report import CALIBRATED, CARRIED, FLOAT
 from bridge.errors import BridgeError, BridgeWarning
 from bridge.gguf_file.imatrix import read_imatrix
 from bridge.quantize.run import calibrate as calibrate_layers
 from bridge.quantize.settings import Calibration
-from bridge.quantize.texts import load_tokenizer, read_tokens
+from bridge.quantize.text.texts import load_tokenizer, read_tokens
 from tests.support.tiny_models import predict, save_model
 
 TEXT = "The quick brown fox jumps over the lazy dog; and then it sleeps, until the dog wakes up again. "

@@ -15,9 +15,9 @@ import bridge
 from bridge.cli import main
 from bridge.cli.options import as_flag, calibration
 from bridge.cli.program import _parser
+from bridge.conversion.checkpoints.to_checkpoint import quantize_checkpoint
 from bridge.conversion.converter import plan_checkpoint
-from bridge.conversion.options import Budget, ConvertOptions
-from bridge.conversion.to_checkpoint import quantize_checkpoint
+from bridge.conversion.planning.options import Budget, ConvertOptions
 from bridge.errors import BridgeError, parameter, spelled
 from bridge.quantize.settings import Calibration
 from tests.conftest import CHECKPOINT

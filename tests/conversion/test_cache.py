@@ -19,7 +19,8 @@ from bridge.cli import main
 from bridge.conversion import cache as cache_module
 from bridge.conversion.cache import converted
 from bridge.errors import BridgeError
-from bridge.system import closure, kernel_cache
+from bridge.system.kernels import closure
+from bridge.system.storage import kernel_cache
 from tests.conftest import CHECKPOINT, PATIENCE, ROOT, posix
 
 
@@ -362,8 +363,10 @@ def test_the_sources_that_convert_are_part_of_the_name(monkeypatch):
     monkeypatch.setattr(cache_module.closure, "digest", lambda modules: "changed")
     assert cache_module._converter.__wrapped__() != made
     sources = closure.sources(frozenset(["bridge.conversion.converter"]))
-    assert {"bridge.encode.carry", "bridge.blocks.q4_k", "bridge.conversion.planner"} <= set(sources)
-    assert "bridge.cli.convert" not in sources
+    assert {"bridge.encode.carrying.carry", "bridge.blocks.k_quants.q4_k", "bridge.conversion.planning.planner"} <= set(
+        sources
+    )
+    assert "bridge.cli.files.convert" not in sources
 
 
 RUNS = """

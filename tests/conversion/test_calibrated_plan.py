@@ -12,8 +12,8 @@ import pytest
 import bridge
 from bridge.cli import main
 from bridge.conversion.converter import plan_checkpoint
-from bridge.conversion.plan import PlannedTensor
-from bridge.conversion.report import CALIBRATED, CARRIED, FLOAT, REQUANTIZED
+from bridge.conversion.planning.plan import PlannedTensor
+from bridge.conversion.writing.report import CALIBRATED, CARRIED, FLOAT, REQUANTIZED
 from bridge.errors import BridgeError
 from bridge.quantize.settings import Calibration
 from tests.conftest import CHECKPOINT

@@ -19,8 +19,8 @@ import pytest
 
 from bridge.checkpoint import open_checkpoint
 from bridge.conversion.converter import plan_checkpoint
-from bridge.conversion.matrix_scales import with_scales
-from bridge.conversion.plan import Plan, PlannedTensor
+from bridge.conversion.planning.matrix_scales import with_scales
+from bridge.conversion.planning.plan import Plan, PlannedTensor
 from bridge.errors import BridgeError
 from tests.conftest import ROOT
 from tests.support.corpus import unfold

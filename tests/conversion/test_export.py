@@ -21,13 +21,13 @@ from bridge.checkpoint.formats.fp4 import Fp4Tensor, unpacked
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.checkpoint.write import FORMATS
 from bridge.checkpoint.write.block_words import ReusedArrays
-from bridge.conversion.codes_of_blocks import codes_of, has_nan_scale, is_plain, packed_of
-from bridge.conversion.gguf_config import write_config
+from bridge.conversion.checkpoints.codes_of_blocks import codes_of, has_nan_scale, is_plain, packed_of
+from bridge.conversion.gguf_input.gguf_config import write_config
 from bridge.encode.block_bytes import packer, unpack_fields
 from bridge.errors import BridgeError
 from bridge.gguf_file.reader import StoredModel, read_gguf
 from bridge.runtime.bench import random_tensor
-from bridge.runtime.cpu.dequantize import rows
+from bridge.runtime.cpu.engines.dequantize import rows
 from scripts.peers.predictions import mean_kl
 from tests.conftest import CHECKPOINT, ROOT, shared
 from tests.support.tiny_gguf import write_decoder
@@ -707,7 +707,7 @@ def test_a_layer_is_written_in_pieces_as_it_is_at_once(type: str, format: str, t
     path = native(type, tmp_path)
     expected = bridge.export(path, tmp_path / "whole", format, config=CHECKPOINT)
     for limit in ("_WORDS_AT_ONCE", "_TRANSPOSED_AT_ONCE", "_CODES_AT_ONCE"):
-        monkeypatch.setattr(f"bridge.conversion.layer_codes.{limit}", 1)
+        monkeypatch.setattr(f"bridge.conversion.checkpoints.layer_codes.{limit}", 1)
     done = bridge.export(path, tmp_path / "pieces", format, config=CHECKPOINT)
     assert any(t.bits for t in done.tensors)
     assert [(t.name, t.how, t.bits, t.group_size) for t in done.tensors] == [

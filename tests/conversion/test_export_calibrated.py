@@ -9,7 +9,7 @@ import pytest
 
 import bridge
 from bridge.cli import main
-from bridge.conversion.gguf_source import GgufSource
+from bridge.conversion.gguf_input.gguf_source import GgufSource
 from bridge.errors import BridgeError
 from bridge.gguf_file.reader import read_gguf
 from bridge.quantize.settings import Calibration

@@ -13,8 +13,8 @@ from safetensors import safe_open
 import bridge
 from bridge.checkpoint.formats.mlx_models import mlx_config
 from bridge.checkpoint.formats.written import Groups
-from bridge.conversion.checkpoint_plan import shared_plan
-from bridge.conversion.layer_plan import EXACT, ROUNDED, LayerPlan
+from bridge.conversion.checkpoints.checkpoint_plan import shared_plan
+from bridge.conversion.checkpoints.layer_plan import EXACT, ROUNDED, LayerPlan
 from bridge.gguf_file.reader import read_gguf
 
 pytest.importorskip("torch")

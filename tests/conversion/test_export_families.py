@@ -10,14 +10,14 @@ import pytest
 from safetensors.numpy import save_file
 
 import bridge
-from bridge.conversion.gguf_checkpoint import open_source
-from bridge.conversion.gguf_source import AssembledTensor
-from bridge.conversion.to_checkpoint import linears
+from bridge.conversion.checkpoints.to_checkpoint import linears
+from bridge.conversion.gguf_input.gguf_checkpoint import open_source
+from bridge.conversion.gguf_input.gguf_source import AssembledTensor
 from bridge.errors import BridgeError
 from bridge.gguf_file.reader import StoredTensor
 from bridge.models.families import ALL
 from bridge.models.gguf_config import family_of_gguf
-from bridge.models.tower import TOWER_NAME
+from bridge.models.towers.tower import TOWER_NAME
 from tests.support.encode import load_floats
 from tests.support.family_models import MODELS, copy_tokenizer, new_model, randomized
 

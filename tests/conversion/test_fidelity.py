@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import bridge
-from bridge.conversion.report import CARRIED, CODED
+from bridge.conversion.writing.report import CARRIED, CODED
 from scripts.peers.fidelity import Reference, measure
 from tests.conftest import checkpoint_names, predicting_checkpoints
 from tests.support.encode_formats import write_hqq, write_mlx

@@ -12,7 +12,7 @@ import pytest
 import bridge
 from bridge.cli import main
 from bridge.conversion.converter import plan_checkpoint
-from bridge.conversion.report import CODED
+from bridge.conversion.writing.report import CODED
 from bridge.errors import BridgeError
 from bridge.quantize.settings import Calibration
 from tests.conftest import CHECKPOINT

@@ -15,9 +15,9 @@ from safetensors.numpy import load_file, save_file
 
 import bridge
 from bridge.checkpoint import open_checkpoint
-from bridge.cli.describe import describe
-from bridge.conversion.report import CARRIED, FLOAT, PARTLY, REQUANTIZED
-from bridge.conversion.verify import failures, verify
+from bridge.cli.files.describe import describe
+from bridge.conversion.writing.report import CARRIED, FLOAT, PARTLY, REQUANTIZED
+from bridge.conversion.writing.verify import failures, verify
 from scripts.peers import reference
 from scripts.peers.gguf_file import gguf_weights
 from scripts.peers.llama_cpp import LlamaCpp

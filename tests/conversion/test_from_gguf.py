@@ -12,7 +12,7 @@ import pytest
 
 import bridge
 from bridge.conversion.converter import plan_checkpoint
-from bridge.conversion.gguf_checkpoint import open_source
+from bridge.conversion.gguf_input.gguf_checkpoint import open_source
 from bridge.errors import BridgeError
 from bridge.gguf_file.reader import read_gguf
 from tests.conftest import CHECKPOINT, linux

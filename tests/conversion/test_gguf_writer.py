@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 
-from bridge.conversion import gguf_writer as output
-from bridge.conversion.gguf_writer import GGUFOutput
-from bridge.conversion.plan import Plan, PlannedTensor
+from bridge.conversion.planning.plan import Plan, PlannedTensor
+from bridge.conversion.writing import gguf_writer as output
+from bridge.conversion.writing.gguf_writer import GGUFOutput
 from bridge.errors import BridgeError
-from bridge.system.outputs import Taken
+from bridge.system.storage.outputs import Taken
 from tests.conftest import posix
 
 TENSORS = [("a.weight", (4, 256), Type.Q4_K), ("b.weight", (8, 256), Type.Q8_0), ("norm.weight", (256,), Type.F32)]

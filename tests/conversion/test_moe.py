@@ -15,16 +15,16 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import bridge
-from bridge.cli.describe import describe
-from bridge.conversion.recipe import BLOCKS, Recipe, TensorPlace
-from bridge.conversion.verify import failures, verify
-from bridge.encode.round_rows import quantize_rows
+from bridge.cli.files.describe import describe
+from bridge.conversion.planning.recipe import BLOCKS, Recipe, TensorPlace
+from bridge.conversion.writing.verify import failures, verify
+from bridge.encode.rounding.round_rows import quantize_rows
 from bridge.errors import BridgeError
-from bridge.runtime.config_reader import read_config
-from bridge.runtime.decoder import Decoder
-from bridge.runtime.decoder_config import Routing
-from bridge.runtime.experts import route
-from bridge.runtime.weights import read_weights
+from bridge.runtime.config.config_reader import read_config
+from bridge.runtime.config.decoder_config import Routing
+from bridge.runtime.decoder.decoder import Decoder
+from bridge.runtime.decoder.experts import route
+from bridge.runtime.layers.weights import read_weights
 from scripts.peers.llama_cpp import LlamaCpp
 from scripts.peers.predictions import mean_kl
 from tests.conftest import repacked

@@ -11,8 +11,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import bridge
-from bridge.cli.describe import describe
-from bridge.conversion.verify import failures, verify
+from bridge.cli.files.describe import describe
+from bridge.conversion.writing.verify import failures, verify
 from scripts.peers.gguf_file import gguf_weights
 from scripts.peers.llama_cpp import LlamaCpp
 from tests.support.encode import Quantized, write_gptq

@@ -16,10 +16,10 @@ from safetensors.numpy import load_file, save_file
 import bridge
 from bridge.cli import main
 from bridge.conversion.converter import plan_checkpoint
-from bridge.conversion.plan_file import _Orders, _part_entry
-from bridge.conversion.plan_reader import _part, load_plan
-from bridge.conversion.report import CARRIED, REQUANTIZED
-from bridge.conversion.verify import failures
+from bridge.conversion.planning.plan_file import _Orders, _part_entry
+from bridge.conversion.planning.plan_reader import _part, load_plan
+from bridge.conversion.writing.report import CARRIED, REQUANTIZED
+from bridge.conversion.writing.verify import failures
 from bridge.errors import BridgeError
 from bridge.models.outline import Part
 from bridge.system.fields import FieldError

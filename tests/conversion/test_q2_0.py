@@ -10,14 +10,14 @@ import bridge
 from bridge.blocks import Q2_0
 from bridge.checkpoint import GroupedTensor
 from bridge.conversion.converter import plan_checkpoint
-from bridge.conversion.recipe import Recipe
-from bridge.conversion.report import CARRIED
-from bridge.conversion.verify import failures, verify
-from bridge.encode.carry import CannotCarryError, carry
-from bridge.encode.round_rows import quantize_rows
+from bridge.conversion.planning.recipe import Recipe
+from bridge.conversion.writing.report import CARRIED
+from bridge.conversion.writing.verify import failures, verify
+from bridge.encode.carrying.carry import CannotCarryError, carry
+from bridge.encode.rounding.round_rows import quantize_rows
 from bridge.encode.type_choice import exact_type
 from bridge.errors import BridgeError
-from bridge.runtime.cpu import dequantize
+from bridge.runtime.cpu.engines import dequantize
 from scripts.peers import ggml
 from scripts.peers.llama_cpp import LlamaCpp
 from tests.support.encode import write_gptq

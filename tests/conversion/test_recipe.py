@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bridge.conversion.recipe import NEED_IMATRIX, Recipe, TensorPlace, Wanted, for_rows
+from bridge.conversion.planning.recipe import NEED_IMATRIX, Recipe, TensorPlace, Wanted, for_rows
 from bridge.errors import BridgeError
 from tests.conftest import ROOT
 

@@ -10,8 +10,8 @@ import pytest
 
 import bridge
 from bridge.conversion.converter import plan_checkpoint
-from bridge.conversion.options import Budget
-from bridge.conversion.verify import verify
+from bridge.conversion.planning.options import Budget
+from bridge.conversion.writing.verify import verify
 from bridge.errors import BridgeError
 from bridge.gguf_file.imatrix import write_imatrix
 from bridge.quantize.settings import Calibration

@@ -22,23 +22,23 @@ from bridge.blocks.read import CALIBRATED as CALIBRATED_TYPES
 from bridge.checkpoint import open_checkpoint
 from bridge.cli import main
 from bridge.conversion.converter import convert, plan_checkpoint
-from bridge.conversion.executor import Executor
-from bridge.conversion.gguf_writer import file_bytes
-from bridge.conversion.importance import Importance
-from bridge.conversion.matrix_scales import with_scales
-from bridge.conversion.options import Budget, PlanOptions
-from bridge.conversion.part_reader import PartReader
-from bridge.conversion.plan_reader import load_plan
-from bridge.conversion.planner import Planner
-from bridge.conversion.report import CALIBRATED, CARRIED
+from bridge.conversion.planning.importance import Importance
+from bridge.conversion.planning.matrix_scales import with_scales
+from bridge.conversion.planning.options import Budget, PlanOptions
+from bridge.conversion.planning.part_reader import PartReader
+from bridge.conversion.planning.plan_reader import load_plan
+from bridge.conversion.planning.planner import Planner
+from bridge.conversion.writing.executor import Executor
+from bridge.conversion.writing.gguf_writer import file_bytes
+from bridge.conversion.writing.report import CALIBRATED, CARRIED
 from bridge.errors import BridgeError
 from bridge.quantize.budget.divergence import Divergence, Rounded
 from bridge.quantize.budget.search import FLOAT, SearchResult, search
 from bridge.quantize.budget.sensitivity import OutputMetric, layer_costs, nearest
-from bridge.quantize.float_model import FloatModel
-from bridge.quantize.forward_passes import Passes, drawn
-from bridge.quantize.hessian import held_back
+from bridge.quantize.model.float_model import FloatModel
+from bridge.quantize.model.forward_passes import Passes, drawn
 from bridge.quantize.settings import Calibration
+from bridge.quantize.solve.hessian import held_back
 from scripts.peers.llama_cpp import LlamaCpp
 from tests.conftest import CHECKPOINT
 from tests.support.tiny_models import save_model

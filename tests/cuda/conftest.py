@@ -25,7 +25,7 @@ def driver(tmp_path: Path) -> Iterator[Driver]:
 @pytest.fixture
 def moved(driver: Driver) -> Any:
     """A tensor on that device; torch's tensors on the CPU pass for those on it."""
-    from bridge.cuda import device as devices
     from bridge.cuda import tensor
+    from bridge.cuda.toolchain import device as devices
 
     return tensor.CudaTensor(random_matrix(TYPES["Q4_0"], 6, 64)[0], devices.Device(0, *H200))

@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from bridge.cuda.attention_shape import shape, spans, supported
-from bridge.cuda.device import available
-from bridge.cuda.kv_cache import KVForm
-from bridge.cuda.matvec_shape import MatvecShape
+from bridge.cuda.attention.attention_shape import shape, spans, supported
+from bridge.cuda.attention.kv_cache import KVForm
+from bridge.cuda.product.matvec_shape import MatvecShape
+from bridge.cuda.toolchain.device import available
 
 import bridge
 from bridge.blocks import TYPES
@@ -43,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bridge.cuda.device.available", lambda: "no NVIDIA driver can be used; install one")
+    monkeypatch.setattr("bridge.cuda.toolchain.device.available", lambda: "no NVIDIA driver can be used; install one")
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -74,7 +74,7 @@ def test_the_kind_of_cache_asked_for_is_the_device_s(model: Path, monkeypatch: p
         given.append((kv, precision, device))
         raise BridgeError("enough")
 
-    monkeypatch.setattr("bridge.cuda.device.require", lambda device: device)
+    monkeypatch.setattr("bridge.cuda.toolchain.device.require", lambda device: device)
     monkeypatch.setattr("bridge.cuda.decoder.Decoder", decoder)
     assert main(["run", str(model), "-p", "The", "--device", "cuda:1", "--kv", "q8_0"]) == 2
     assert capsys.readouterr().err == "error: enough\n"
@@ -84,7 +84,7 @@ def test_the_kind_of_cache_asked_for_is_the_device_s(model: Path, monkeypatch: p
 
 
 def test_without_numba_cuda_the_extra_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bridge.cuda.device._missing", lambda: "numba-cuda is not installed; pip install x")
+    monkeypatch.setattr("bridge.cuda.toolchain.device._missing", lambda: "numba-cuda is not installed; pip install x")
     with pytest.raises(BridgeError, match="numba-cuda is not installed; pip install x"):
         bridge.Model.load(model, device="cuda")
 
@@ -102,9 +102,9 @@ def test_the_check_for_gpus_says_what_is_missing_in_one_line() -> None:
 def test_a_step_of_an_8b_model_is_at_most_170_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of its 32 layers and types: sizes change no launch, so they are small here."""
     from bridge.cuda.decoder import Decoder
-    from bridge.cuda.launch import Kernel
+    from bridge.cuda.toolchain.launch import Kernel
 
-    from bridge.runtime.config_reader import read_config
+    from bridge.runtime.config.config_reader import read_config
 
     file = bridge.open_gguf(write_decoder(tmp_path / "8b.gguf", layers=32, types={"output": "Q8_0"}))
     mixed = bridge.open_gguf(write_decoder(tmp_path / "mixed.gguf", layers=32, types={"attn_v": "Q8_0"}))
@@ -133,10 +133,10 @@ def test_a_layer_of_a_prompt_of_16_tokens_is_8_launches_of_ours_and_few_of_torch
     """Of a model with normalized heads, biases and rows of two types, after other tokens: torch did 67 a layer."""
     import torch
     from bridge.cuda.decoder import Decoder
-    from bridge.cuda.launch import Kernel
+    from bridge.cuda.toolchain.launch import Kernel
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from bridge.runtime.config_reader import read_config
+    from bridge.runtime.config.config_reader import read_config
 
     class Work(TorchDispatchMode):
         """Operations that take a launch on a GPU: neither views nor new memory."""
@@ -174,9 +174,9 @@ def test_a_layer_of_a_prompt_of_16_tokens_is_8_launches_of_ours_and_few_of_torch
 def test_prepare_compiles_what_generating_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
     from bridge.cuda.decoder import Decoder
-    from bridge.cuda.launch import Kernel
+    from bridge.cuda.toolchain.launch import Kernel
 
-    from bridge.runtime.config_reader import read_config
+    from bridge.runtime.config.config_reader import read_config
     from bridge.runtime.sampling import Sampler, Sampling
 
     file = bridge.open_gguf(
@@ -184,7 +184,7 @@ def test_prepare_compiles_what_generating_launches(tmp_path: Path, monkeypatch: 
     )
     compiled: list[Any] = []
     with pretended_gpu(), monkeypatch.context() as patch:
-        patch.setattr("bridge.cuda.device.packs", lambda: True)
+        patch.setattr("bridge.cuda.toolchain.device.packs", lambda: True)
         patch.setattr("bridge.cuda.decoder.compile_all", lambda kernels, capability, progress: compiled.extend(kernels))
         patch.setattr("bridge.cuda.decoder.LENGTHS", (1, 4, 16, 65, 128))
         launched: list[Any] = []
@@ -226,9 +226,9 @@ def test_a_long_prompt_takes_hardly_more_memory_than_a_part_of_it(
     """What torch allocates besides weights and cache; most of it grows with the tokens of a part."""
     import torch
     from bridge.cuda.decoder import Decoder, token_bytes
-    from bridge.cuda.launch import Kernel
+    from bridge.cuda.toolchain.launch import Kernel
 
-    from bridge.runtime.config_reader import read_config
+    from bridge.runtime.config.config_reader import read_config
 
     def most(tokens: int) -> int:
         decoder.cache.length = 0
@@ -264,16 +264,16 @@ def test_prompts_go_through_in_batches_that_memory_suffices_for(
     """`spare`: bytes beyond what batches of 512 need, at 1024 a token."""
     from bridge.cuda.decoder import _WORK, Decoder
 
-    from bridge.runtime.config_reader import read_config
+    from bridge.runtime.config.config_reader import read_config
 
     file = bridge.open_gguf(write_decoder(tmp_path / "tiny.gguf"))
     monkeypatch.setattr("bridge.cuda.decoder.token_bytes", lambda *given: 1024)
     given = file, read_config(file.metadata, file.path), 64, "f16", "int8", "cuda"
     with pretended_gpu():
         needed = Decoder(*given).nbytes + _WORK
-        monkeypatch.setattr("bridge.cuda.device.Device.free", lambda device: needed + spare)
+        monkeypatch.setattr("bridge.cuda.toolchain.device.Device.free", lambda device: needed + spare)
         assert Decoder(*given).batch == batch
-        monkeypatch.setattr("bridge.cuda.device.Device.free", lambda device: needed - 1)
+        monkeypatch.setattr("bridge.cuda.toolchain.device.Device.free", lambda device: needed - 1)
         with pytest.raises(BridgeError, match="are free"):
             Decoder(*given)
 
@@ -284,7 +284,7 @@ def test_keys_and_values_of_a_prompt_are_not_repeated_for_the_query_heads_that_s
 ) -> None:
     """After other tokens; `copies`: what is made of keys and values besides steps, as q8_0 becomes halves."""
     import torch
-    from bridge.cuda.prompt_attention import attend, mask_from
+    from bridge.cuda.attention.prompt_attention import attend, mask_from
     from torch.utils._python_dispatch import TorchDispatchMode
 
     if (reason := unavailable()) is not None:
@@ -345,7 +345,7 @@ def test_a_decoder_works_on_one_stream_whichever_is_current(monkeypatch: pytest.
     monkeypatch.setattr("torch.cuda.device", lambda index: nullcontext())
     decoder: Any = object.__new__(Decoder)
     decoder.device, decoder._stream = SimpleNamespace(index=0, active=nullcontext), None
-    monkeypatch.setattr("bridge.cuda.device.torch_device", lambda device: "cuda:0")
+    monkeypatch.setattr("bridge.cuda.toolchain.device.torch_device", lambda device: "cuda:0")
     for stream in (one, one, other, other, one):
         monkeypatch.setattr("torch.cuda.current_stream", lambda stream=stream: stream)
         with decoder._active():
@@ -420,10 +420,10 @@ def test_a_kernel_that_does_not_wait_or_takes_for_constant_what_others_make_is_f
 ) -> None:
     """Kernels of the decoder with what keeps them apart left out."""
     import numpy as np
-    from bridge.cuda import matvec, matvec_kernel
-    from bridge.cuda.activations import Records, quantizer
-    from bridge.cuda.launch import Kernel
-    from bridge.cuda.matrix import DeviceMatrix
+    from bridge.cuda.forms.matrix import DeviceMatrix
+    from bridge.cuda.product import matvec, matvec_kernel
+    from bridge.cuda.product.activations import Records, quantizer
+    from bridge.cuda.toolchain.launch import Kernel
 
     if (reason := unavailable()) is not None:
         pytest.skip(reason)
@@ -431,7 +431,7 @@ def test_a_kernel_that_does_not_wait_or_takes_for_constant_what_others_make_is_f
     plain = quantizer("f32", True)
     with pretended_gpu(overlapping=True):
         hasty = Kernel(plain.function, plain.signature, dependent=True)
-        monkeypatch.setattr("bridge.cuda.activations.quantizer", lambda *kind: hasty)
+        monkeypatch.setattr("bridge.cuda.product.activations.quantizer", lambda *kind: hasty)
         with pytest.raises(GpuError, match=r"_quantize_f32_f32: .*global memory before griddepcontrol\.wait"):
             Records(64, 1, "cuda", "f32").quantize(x, 1, dependent=True)
     monkeypatch.undo()
@@ -455,17 +455,10 @@ def test_a_kernel_that_does_not_wait_or_takes_for_constant_what_others_make_is_f
 
 def kernels(dependent: bool = False) -> dict[str, Any]:
     """The model's own, for the shapes of known models: Llama 3 8B, Llama 2 7B, Qwen2.5 7B, Qwen3 8B, a head of 80."""
-    from bridge.cuda import (
-        activations,
-        attention,
-        bench,
-        dequantize,
-        matvec_kernel,
-        matvec_pair,
-        norm,
-        prompt_attention,
-        sampling,
-    )
+    from bridge.cuda import bench, norm, sampling
+    from bridge.cuda.attention import attention, prompt_attention
+    from bridge.cuda.forms import dequantize
+    from bridge.cuda.product import activations, matvec_kernel, matvec_pair
 
     def attend(*given: Any, cores: bool = False) -> Any:
         given = (*given, "f16") if len(given) == 6 else given

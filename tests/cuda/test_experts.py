@@ -129,7 +129,7 @@ def test_experts_are_on_the_device_once_for_all_that_share_them() -> None:
 
 def _sizes(type: str) -> list[int]:
     """Bytes of an expert's two matrices, in multiples of 256."""
-    from bridge.cuda.layout import DeviceLayout
+    from bridge.cuda.forms.layout import DeviceLayout
 
     layout = DeviceLayout(TYPES[type])
     return [-(-layout.nbytes(*shape) // 256) * 256 for shape in ((2 * INNER, HIDDEN), (HIDDEN, INNER))]
@@ -180,7 +180,7 @@ def test_the_operator_that_may_be_captured_is_that_of_few_tokens(monkeypatch: py
 
 def test_preparing_a_model_compiles_what_its_experts_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     from bridge.cuda import first_products
-    from bridge.cuda.launch import Kernel
+    from bridge.cuda.toolchain.launch import Kernel
 
     compiled: list[Any] = []
     launched: list[str] = []

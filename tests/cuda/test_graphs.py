@@ -13,7 +13,7 @@ import torch
 from bridge.blocks import BLOCKS
 from bridge.errors import BridgeError
 from bridge.runtime import QuantTensor
-from bridge.runtime.config_reader import read_config
+from bridge.runtime.config.config_reader import read_config
 from bridge.runtime.reader import open_gguf
 from bridge.runtime.sampling import Sampler, Sampling
 from tests.support import ptx
@@ -90,7 +90,7 @@ def test_a_captured_step_whose_logits_are_not_finite_is_an_error(how: Sampling, 
 
 
 def test_a_capture_changes_nothing_and_its_replay_reads_what_is_there_then(gpu: Any, tmp_path: Path) -> None:
-    from bridge.cuda.launch import Graph
+    from bridge.cuda.toolchain.launch import Graph
 
     state, x, y = torch.zeros(4, dtype=torch.int32), torch.ones(3), torch.zeros(3)
 

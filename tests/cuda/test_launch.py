@@ -28,8 +28,8 @@ from tests.support.places import PATIENCE, ROOT
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 
-from bridge.cuda import compiler
-from bridge.cuda.unroll import registers, unroll
+from bridge.cuda.toolchain import compiler
+from bridge.cuda.toolchain.unroll import registers, unroll
 
 pytestmark = pytest.mark.skipif(ptx.unavailable() is not None, reason=str(ptx.unavailable()))
 
@@ -37,8 +37,8 @@ pytestmark = pytest.mark.skipif(ptx.unavailable() is not None, reason=str(ptx.un
 def test_a_kernel_is_compiled_once_for_all_processes_and_launched_with_the_numbers_it_takes(
     driver: Driver, tmp_path: Path
 ) -> None:
-    from bridge.cuda.launch import Kernel
     from bridge.cuda.norm import norm_kernel
+    from bridge.cuda.toolchain.launch import Kernel
 
     first = norm_kernel.__wrapped__(512, False)
     device, entry = first.warm()
@@ -65,9 +65,11 @@ def test_a_kernel_is_compiled_once_for_all_processes_and_launched_with_the_numbe
 def test_machine_code_is_found_by_what_it_is_made_from_and_not_where_it_is_damaged(
     driver: Driver, tmp_path: Path
 ) -> None:
-    from bridge.cuda import activations, dequantize, matvec_kernel, mma, norm
-    from bridge.cuda.launch import Kernel
-    from bridge.cuda.matvec_shape import MatvecShape
+    from bridge.cuda import norm
+    from bridge.cuda.forms import dequantize
+    from bridge.cuda.product import activations, matvec_kernel, mma
+    from bridge.cuda.product.matvec_shape import MatvecShape
+    from bridge.cuda.toolchain.launch import Kernel
 
     kernels = [norm.norm_kernel.__wrapped__(hidden, exact) for hidden in (64, 96) for exact in (False, True)]
     kernels += [activations.quantizer.__wrapped__(kind, False) for kind in ("f32", "f16", "bf16")]
@@ -97,7 +99,7 @@ def test_machine_code_is_found_by_what_it_is_made_from_and_not_where_it_is_damag
 
 
 def test_what_a_kernel_is_kept_under_is_source_and_the_same_for_every_python() -> None:
-    from bridge.cuda.unroll import expand
+    from bridge.cuda.toolchain.unroll import expand
 
     expanded = expand(_sums, "3", COUNT=3, SCALE=np.float32(0.5), PAIR=(1, 2.5))
     assert list(compiler._content(expanded, set())) == [
@@ -171,8 +173,8 @@ def test_kernels_compiled_elsewhere_fit_whatever_compiled_them_and_need_no_compi
 def test_kept_code_that_the_driver_refuses_is_compiled_again(
     refusal: str, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from bridge.cuda import launch
     from bridge.cuda.norm import norm_kernel
+    from bridge.cuda.toolchain import launch
 
     kernel = norm_kernel.__wrapped__(512, False)
     kept = compiler.Code("entry", b"of another toolkit")
@@ -206,7 +208,7 @@ def test_numba_cuda_compiles_with_a_numpy_that_has_no_row_stack(tmp_path: Path) 
     (tmp_path / "sitecustomize.py").write_text(COMPILES)
     program = """
 import numpy as np
-from bridge.cuda import compile_pool, compiler, norm
+from bridge.cuda import norm; from bridge.cuda.toolchain import compile_pool, compiler
 assert not hasattr(np, "row_stack")
 process = compile_pool._Process()
 for made in (process.code(norm.silu_kernel(False), (9, 0)), compiler.compiled(norm.silu_kernel(True), (9, 0))):
@@ -255,10 +257,10 @@ def test_kernels_are_compiled_by_several_processes_and_none_of_them_again(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The longest first; what a process cannot compile is left to whoever needs it, who says why."""
-    from bridge.cuda import compile_pool
-    from bridge.cuda.activations import quantizer
     from bridge.cuda.norm import silu_kernel
+    from bridge.cuda.product.activations import quantizer
     from bridge.cuda.sampling import draw_kernel
+    from bridge.cuda.toolchain import compile_pool
 
     class Process:
         made: ClassVar[list[Any]] = []
@@ -300,18 +302,11 @@ def test_kernels_are_compiled_by_several_processes_and_none_of_them_again(
 
 
 def test_another_process_makes_a_kernel_by_its_function_and_arguments() -> None:
-    from bridge.cuda import (
-        activations,
-        attention,
-        dequantize,
-        fused,
-        matvec_kernel,
-        mma,
-        norm,
-        prompt_attention,
-        sampling,
-    )
-    from bridge.cuda.matvec_shape import MatvecShape
+    from bridge.cuda import norm, sampling
+    from bridge.cuda.attention import attention, prompt_attention
+    from bridge.cuda.forms import dequantize
+    from bridge.cuda.product import activations, fused, matvec_kernel, mma
+    from bridge.cuda.product.matvec_shape import MatvecShape
 
     from bridge.trellis import BitshiftCodebook
     from bridge.trellis.vector import Code
@@ -331,8 +326,8 @@ def test_another_process_makes_a_kernel_by_its_function_and_arguments() -> None:
 def test_why_a_process_could_not_compile_a_kernel_is_told_and_the_next_one_is_compiled(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from bridge.cuda import compile_pool
     from bridge.cuda.norm import silu_kernel
+    from bridge.cuda.toolchain import compile_pool
 
     kernel = silu_kernel(False)
     process = compile_pool._Process()
@@ -353,8 +348,8 @@ def test_why_a_process_could_not_compile_a_kernel_is_told_and_the_next_one_is_co
 
 
 def test_why_kernels_failed_is_told_where_this_process_compiles_them_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    from bridge.cuda import compile_pool
     from bridge.cuda.norm import silu_kernel
+    from bridge.cuda.toolchain import compile_pool
 
     def refuse(*given: Any) -> Any:
         raise OSError("no memory")
@@ -369,8 +364,8 @@ def test_why_kernels_failed_is_told_where_this_process_compiles_them_itself(monk
 
 @pytest.mark.exhaustive
 def test_a_process_compiles_a_kernel_that_another_one_describes(driver: Driver) -> None:
-    from bridge.cuda import compile_pool
     from bridge.cuda.norm import silu_kernel
+    from bridge.cuda.toolchain import compile_pool
 
     kernel = silu_kernel(False)
     process = compile_pool._Process()
@@ -387,7 +382,7 @@ def test_a_process_compiles_a_kernel_that_another_one_describes(driver: Driver) 
 
 def test_layouts_of_trellis_codes_that_are_nearly_alike_have_their_own_machine_code() -> None:
     """They were one entry of Numba's cache, which goes by the name."""
-    from bridge.cuda.fused import kernel
+    from bridge.cuda.product.fused import kernel
 
     from bridge.trellis import BitshiftCodebook
     from bridge.trellis.vector import Code
@@ -426,8 +421,8 @@ def test_a_numba_that_passes_arguments_otherwise_is_refused(driver: Driver, monk
 
 def test_a_dependent_kernel_is_launched_while_the_one_before_it_may_run(driver: Driver) -> None:
     """By the attribute of cuLaunchKernelEx; on a stream that is captured, it makes the edge of a graph."""
-    from bridge.cuda import launch
     from bridge.cuda.sampling import greedy_kernel
+    from bridge.cuda.toolchain import launch
     from cuda.core import LaunchConfig
 
     configs: list[Any] = []
@@ -465,7 +460,7 @@ def test_launches_overlap_where_gpu_and_driver_can_and_nobody_says_no(
     capability: tuple[int, int], driver_version: tuple[int, int], switch: str | None, wanted: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    from bridge.cuda import device as devices
+    from bridge.cuda.toolchain import device as devices
 
     monkeypatch.setattr(devices, "_driver", lambda: SimpleNamespace(get_version=lambda: driver_version))
     monkeypatch.delenv("BRIDGE_PDL", raising=False)
@@ -478,8 +473,8 @@ def test_launches_overlap_where_gpu_and_driver_can_and_nobody_says_no(
 
 
 def test_arguments_are_addresses_rows_and_their_distance_and_numbers_of_their_type(driver: Driver) -> None:
-    from bridge.cuda.matvec_kernel import kernel
-    from bridge.cuda.matvec_shape import MatvecShape
+    from bridge.cuda.product.matvec_kernel import kernel
+    from bridge.cuda.product.matvec_shape import MatvecShape
     from bridge.cuda.sampling import draw_kernel
 
     product = kernel.__wrapped__("Q4_0", 3, MatvecShape(2, 1, 1, 4), False, "")
@@ -503,8 +498,8 @@ def test_arguments_are_addresses_rows_and_their_distance_and_numbers_of_their_ty
 
 def test_a_second_launch_asks_the_driver_for_the_context_alone(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a launch costs the host: neither the device nor the kernel is looked for again."""
-    from bridge.cuda import launch
     from bridge.cuda.norm import silu_kernel
+    from bridge.cuda.toolchain import launch
     from cuda.bindings import driver as bindings
 
     kernel = silu_kernel.__wrapped__(False)
@@ -570,8 +565,8 @@ def test_registers_are_limited_in_what_runs_and_not_only_in_what_was_tried(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import cuda.core
-    from bridge.cuda.launch import MAX_REGISTERS
     from bridge.cuda.norm import norm_kernel
+    from bridge.cuda.toolchain.launch import MAX_REGISTERS
 
     options: list[Any] = []
     linker = cuda.core.Linker
@@ -587,7 +582,7 @@ def test_registers_are_limited_in_what_runs_and_not_only_in_what_was_tried(
 
 
 def test_memory_that_nobody_uses_any_more_is_freed_before_there_is_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    from bridge.cuda.device import Device
+    from bridge.cuda.toolchain.device import Device
 
     gpu = Device(0, "NVIDIA H200", (9, 0), 132)
     free = [1000]

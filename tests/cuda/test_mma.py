@@ -19,10 +19,12 @@ from tests.support.random_blocks import random_matrix
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 
-from bridge.cuda import dequantize, halves, launch, matmul, mma
-from bridge.cuda import device as devices
-from bridge.cuda.matrix import DeviceMatrix
-from bridge.cuda.mma import MMAShape
+from bridge.cuda.forms import dequantize
+from bridge.cuda.forms.matrix import DeviceMatrix
+from bridge.cuda.product import halves, matmul, mma
+from bridge.cuda.product.mma import MMAShape
+from bridge.cuda.toolchain import device as devices
+from bridge.cuda.toolchain import launch
 
 pytestmark = [
     pytest.mark.skipif(ptx.unavailable() is not None, reason=str(ptx.unavailable())),
@@ -217,7 +219,7 @@ def test_a_view_that_begins_between_16_bytes_is_multiplied_too(n, kind):
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_a_product_adds_a_bias_to_columns_of_a_wider_result_and_leaves_the_others(n: int, accumulate: bool) -> None:
     """On all three ways: up to 8 tokens, up to 64, and by torch."""
-    from bridge.cuda.matmul import Multiplier
+    from bridge.cuda.product.matmul import Multiplier
 
     with pretended_gpu():
         tensor, weights = random_matrix(BLOCKS["Q4_0"], 6, 64)
@@ -267,7 +269,7 @@ def test_sums_that_are_not_scaled_are_with_their_scale_the_products():
 
 
 def test_torch_s_sums_of_halves_are_float32_and_scaled_once():
-    from bridge.cuda.matmul import product
+    from bridge.cuda.product.matmul import product
 
     with disguised_gpu():
         weight = torch.full((4, 1024), 100.0, dtype=torch.float16, device="cuda")

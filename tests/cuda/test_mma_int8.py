@@ -19,13 +19,13 @@ from tests.support.random_blocks import assert_product, random_matrix, rounded
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 
-from bridge.cuda import device as devices
-from bridge.cuda import halves, mma_int8, token_records
-from bridge.cuda.layout import DeviceLayout
-from bridge.cuda.matmul import Multiplier
-from bridge.cuda.matrix import DeviceMatrix
-from bridge.cuda.mma import MMAShape
-from bridge.cuda.token_records import TokenRecords, recorded
+from bridge.cuda.forms.layout import DeviceLayout
+from bridge.cuda.forms.matrix import DeviceMatrix
+from bridge.cuda.product import halves, mma_int8, token_records
+from bridge.cuda.product.matmul import Multiplier
+from bridge.cuda.product.mma import MMAShape
+from bridge.cuda.product.token_records import TokenRecords, recorded
+from bridge.cuda.toolchain import device as devices
 
 pytestmark = [
     pytest.mark.skipif(ptx.unavailable() is not None, reason=str(ptx.unavailable())),

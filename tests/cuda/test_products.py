@@ -24,12 +24,15 @@ from tests.support.sass import weight_loads
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 
-from bridge.cuda import activations, dequantize, launch, layout, matvec, matvec_kernel, matvec_shape, tensor
-from bridge.cuda import compiler as compilers
-from bridge.cuda import device as devices
-from bridge.cuda.activations import Records
-from bridge.cuda.matrix import DeviceMatrix
-from bridge.cuda.matvec_shape import MatvecShape
+from bridge.cuda import tensor
+from bridge.cuda.forms import dequantize, layout
+from bridge.cuda.forms.matrix import DeviceMatrix
+from bridge.cuda.product import activations, matvec, matvec_kernel, matvec_shape
+from bridge.cuda.product.activations import Records
+from bridge.cuda.product.matvec_shape import MatvecShape
+from bridge.cuda.toolchain import compiler as compilers
+from bridge.cuda.toolchain import device as devices
+from bridge.cuda.toolchain import launch
 
 CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (12, 0)]
 pytestmark = pytest.mark.proof
@@ -486,10 +489,10 @@ def test_a_tensor_on_another_device_is_refused():
 
 
 def test_the_package_and_its_gpu_part_import_from_anywhere(tmp_path):
-    """bridge itself without numba; bridge.cuda.device without numba-cuda or a GPU."""
+    """bridge itself without numba; bridge.cuda.toolchain.device without numba-cuda or a GPU."""
     code = (
         "import sys, bridge; assert 'numba' not in sys.modules\n"
-        "import bridge.runtime, bridge.cuda.device as d; assert 'numba.cuda' not in sys.modules\n"
+        "import bridge.runtime, bridge.cuda.toolchain.device as d; assert 'numba.cuda' not in sys.modules\n"
         "print(d.__file__)"
     )
     done = subprocess.run(
@@ -514,7 +517,7 @@ def test_the_package_and_its_gpu_part_import_from_anywhere(tmp_path):
     ],
 )
 def test_rows_are_dequantized_in_tiles_alike_in_size(rows: int, columns: int, tiles: list[int]) -> None:
-    from bridge.cuda.matmul import tile_rows
+    from bridge.cuda.product.matmul import tile_rows
 
     step = tile_rows(rows, columns)
     assert [min(step, rows - first) for first in range(0, rows, step)] == tiles

@@ -29,8 +29,8 @@ _SERIALIZATION = 6  # the number of the launch attribute with which a launch may
 CHILD = """
 import json, threading
 import numpy as np, torch
-from bridge.cuda import device, norm
-from bridge.cuda.device import checked
+from bridge.cuda import norm; from bridge.cuda.toolchain import device
+from bridge.cuda.toolchain.device import checked
 from bridge.errors import BridgeError
 from cuda.bindings import driver
 

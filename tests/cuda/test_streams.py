@@ -68,7 +68,7 @@ OF_TRELLIS = "matvec", "matmul", "matmul, tensor cores"
 )
 def test_torch_is_told_once_of_each_stream_that_uses_weights(make: Any, use: str, driver: Driver) -> None:
     """Otherwise what is dropped while a product of that stream is queued becomes the next tensor's memory."""
-    from bridge.cuda import device as devices
+    from bridge.cuda.toolchain import device as devices
 
     tensor, held = make(devices.Device(0, *H200))
     assert driver.recorded == []
@@ -80,8 +80,8 @@ def test_torch_is_told_once_of_each_stream_that_uses_weights(make: Any, use: str
 
 
 def test_torch_is_told_of_each_stream_that_uses_the_weights_of_experts(driver: Driver) -> None:
-    from bridge.cuda import device as devices
-    from bridge.cuda.experts import ExpertMatrices
+    from bridge.cuda.product.experts import ExpertMatrices
+    from bridge.cuda.toolchain import device as devices
 
     stack = ExpertMatrices([[random_matrix(TYPES["Q4_0"], 6, 64, e)[0]] for e in range(2)], devices.Device(0, *H200))
     for stream in (7, 11, 7):
@@ -92,7 +92,7 @@ def test_torch_is_told_of_each_stream_that_uses_the_weights_of_experts(driver: D
 
 def test_a_stream_that_is_captured_is_told_of_once_it_runs(driver: Driver) -> None:
     """torch forgets what it is told during a capture."""
-    from bridge.cuda import device as devices
+    from bridge.cuda.toolchain import device as devices
 
     tensor, held = of_type("Q4_0")(devices.Device(0, *H200))
     USES["matvec"](tensor)
@@ -108,8 +108,8 @@ def test_a_stream_that_is_captured_is_told_of_once_it_runs(driver: Driver) -> No
 @pytest.mark.parametrize("type", FLOATS)
 def test_an_upload_of_floats_ends_with_copies_from_the_host_which_torch_waits_for(type: str) -> None:
     """What the GPU would round is queued on the upload's stream, and another one would read it too soon."""
-    from bridge.cuda.device import require
-    from bridge.cuda.matrix import FloatMatrix
+    from bridge.cuda.forms.matrix import FloatMatrix
+    from bridge.cuda.toolchain.device import require
 
     queued: list[str] = []
 
@@ -124,6 +124,6 @@ def test_an_upload_of_floats_ends_with_copies_from_the_host_which_torch_waits_fo
                 queued.append(f"{schema.name}{' of the host' * (on_gpu == [True, False])}{', rounded' * rounds}")
             return function(*args, **kwargs or {})
 
-    with disguised_gpu(), mock.patch("bridge.cuda.matrix._FLOATS", 4 * 64), Seen():
+    with disguised_gpu(), mock.patch("bridge.cuda.forms.matrix._FLOATS", 4 * 64), Seen():
         FloatMatrix(floats(type), require("cuda"))
     assert queued == ["aten::copy_ of the host"] * 2

@@ -90,7 +90,7 @@ def quantized(device: Any) -> Any:
 @pytest.mark.parametrize(("make", "launches"), [(quantized, 2), (trellis, 1)])
 def test_a_product_in_a_new_thread_has_a_context(make: Any, launches: int, driver: Driver) -> None:
     """The second one, too, which is checked and bound no more."""
-    from bridge.cuda import device as devices
+    from bridge.cuda.toolchain import device as devices
 
     x, there = torch.ones(64), make(devices.Device(0, *H200))
     there.matvec(x)
@@ -103,7 +103,7 @@ def test_a_product_in_a_new_thread_has_a_context(make: Any, launches: int, drive
 
 
 def test_trellis_codes_are_multiplied_on_their_own_gpu_whichever_is_current(driver: Driver) -> None:
-    from bridge.cuda import device as devices
+    from bridge.cuda.toolchain import device as devices
 
     there, contexts = trellis(devices.Device(1, *H200)), list[int]()
     driver.queue = lambda *given: contexts.append(driver.stack[-1])
@@ -116,8 +116,8 @@ def test_trellis_codes_are_multiplied_on_their_own_gpu_whichever_is_current(driv
 
 
 def test_a_tensor_multiplies_on_its_own_gpu_whichever_is_current(driver: Driver) -> None:
-    from bridge.cuda import device as devices
     from bridge.cuda.tensor import CudaTensor
+    from bridge.cuda.toolchain import device as devices
 
     x, tensor = torch.ones(64), CudaTensor(random_matrix(TYPES["Q4_0"], 6, 64)[0], devices.Device(1, *H200))
     contexts: list[int] = []

@@ -11,7 +11,8 @@ from tests.support import ptx
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 
-from bridge.cuda import fused, launch
+from bridge.cuda.product import fused
+from bridge.cuda.toolchain import launch
 
 pytestmark = pytest.mark.proof
 compiler = pytest.mark.skipif(ptx.unavailable() is not None, reason=str(ptx.unavailable()))

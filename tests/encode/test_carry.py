@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from bridge.blocks import BLOCKS, Q2_K, Q3_K, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, Q8_0
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.encode.block_bytes import unpack_codes
-from bridge.encode.carry import CannotCarryError, Mapped, carry, stored_codes
+from bridge.encode.carrying.carry import CannotCarryError, Mapped, carry, stored_codes
 from bridge.encode.type_choice import Choice, carry_or_requantize, choose, exact_type, map_to, requantize
-from bridge.system.half import half_bits, round_half
+from bridge.system.kernels.half import half_bits, round_half
 from tests.support.least_error import least_affine_error, least_q8_0_error, least_scaled_error
 
 

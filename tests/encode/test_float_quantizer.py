@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bridge.blocks import BLOCKS
-from bridge.encode.round_rows import actorder_importance, quantize_rows
+from bridge.encode.rounding.round_rows import actorder_importance, quantize_rows
 from bridge.errors import BridgeError
 from scripts.peers import ggml
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bridge.encode.round_groups import fit_groups, round_to_groups
+from bridge.encode.rounding.round_groups import fit_groups, round_to_groups
 
 
 def lost(weights: np.ndarray, scales: np.ndarray, zeros: np.ndarray, bits: int) -> float:

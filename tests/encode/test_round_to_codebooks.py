@@ -10,7 +10,7 @@ import pytest
 
 from bridge.blocks import ROUNDED
 from bridge.blocks.read import WRITTEN
-from bridge.encode.round_rows import quantize_rows
+from bridge.encode.rounding.round_rows import quantize_rows
 from bridge.errors import BridgeError
 from scripts.peers import ggml
 from tests.encode.test_float_quantizer import dequantize, importances, row_errors, weights

@@ -12,7 +12,7 @@ import pytest
 
 import bridge
 from bridge.cli import main
-from bridge.cli.describe import describe
+from bridge.cli.files.describe import describe
 from bridge.errors import BridgeError
 from bridge.gguf_file.imatrix import read_imatrix, write_imatrix
 from bridge.gguf_file.reader import read_gguf

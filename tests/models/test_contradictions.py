@@ -11,7 +11,7 @@ import pytest
 import bridge
 from bridge.conversion.converter import plan_checkpoint
 from bridge.errors import BridgeError
-from bridge.models.model_config import sizes_of
+from bridge.models.config.model_config import sizes_of
 from tests.support.command_line import edit_json
 from tests.support.plain_llama import CONFIG, llama_weights, write_llama
 

@@ -17,7 +17,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import bridge
-from bridge.conversion.verify import verify
+from bridge.conversion.writing.verify import verify
 from bridge.errors import BridgeError
 from bridge.models import describe_model
 from scripts.peers.llama_cpp import LlamaCpp

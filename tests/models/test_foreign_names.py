@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bridge.checkpoint import open_checkpoint
-from bridge.conversion.checkpoint_outline import outline_of
+from bridge.conversion.planning.checkpoint_outline import outline_of
 from bridge.errors import BridgeError
 from tests.conftest import CHECKPOINT
 from tests.support.command_line import edit_json

@@ -12,8 +12,8 @@ import pytest
 from safetensors.numpy import save_file
 
 import bridge
-from bridge.conversion.report import CALIBRATED
-from bridge.conversion.verify import verify
+from bridge.conversion.writing.report import CALIBRATED
+from bridge.conversion.writing.verify import verify
 from bridge.errors import BridgeError
 from bridge.models import describe_model
 from bridge.quantize.settings import Calibration

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from bridge.gguf_file.chat_template import render_chats
-from bridge.models.chat import NotUnderstood, take_apart
-from bridge.models.modelfile import go_template, modelfile
+from bridge.models.ollama.chat import NotUnderstood, take_apart
+from bridge.models.ollama.modelfile import go_template, modelfile
 from tests.conftest import CHECKPOINT
 from tests.support.tiny_vocab import vocab_gguf
 

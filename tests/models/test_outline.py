@@ -16,7 +16,7 @@ from bridge.errors import BridgeError
 from bridge.gguf_file.rope_rows import interleaved_rows
 from bridge.models import describe_model
 from bridge.models.outline import Outline, number
-from bridge.system.files import read_json
+from bridge.system.storage.files import read_json
 from tests.conftest import CHECKPOINT
 from tests.support.float_gguf import outline_of, write_keys
 from tests.support.tiny_vocab import NAMES, write_config

@@ -9,11 +9,11 @@ import pytest
 
 import bridge
 from bridge.cli import main
-from bridge.conversion.verify import failures, verify
+from bridge.conversion.writing.verify import failures, verify
 from bridge.errors import BridgeError
 from bridge.gguf_file.reader import read_gguf
-from bridge.runtime.perplexity import cut_windows
-from bridge.runtime.prediction import agreement
+from bridge.runtime.decoder.prediction import agreement
+from bridge.runtime.replies.perplexity import cut_windows
 from scripts.peers.llama_cpp import LlamaCpp
 from tests.support.encode import load_floats, write_gptq
 from tests.support.predicting_models import save_predicting

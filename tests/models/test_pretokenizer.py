@@ -10,7 +10,7 @@ import pytest
 
 from bridge.errors import BridgeError, spelled
 from bridge.gguf_file import pretokenizers
-from bridge.models.pretokenizer import recognize
+from bridge.models.tokenizer.pretokenizer import recognize
 from bridge.runtime.tokenizer.bpe import pre_tokenizer
 from scripts.peers.llama_cpp import LlamaCpp
 from tests.support.tiny_vocab import vocab_gguf, vocabulary

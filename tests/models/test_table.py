@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import bridge
-from bridge.conversion.verify import failures, verify
+from bridge.conversion.writing.verify import failures, verify
 from bridge.models import float_layers
 from tests.support.encode_trellis import EXL3, Coding, exl3_tensors, write_trellis
 from tests.support.family_models import MODELS, copy_tokenizer, new_model, randomized

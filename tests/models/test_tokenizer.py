@@ -14,8 +14,8 @@ from gguf import GGUFReader, Keys, TokenType
 
 from bridge.errors import BridgeError
 from bridge.gguf_file.pretokenizers import byte_of
-from bridge.models.gguf_tokenizer import read_chat_templates
-from bridge.models.vocabulary import special_text
+from bridge.models.tokenizer.gguf_tokenizer import read_chat_templates
+from bridge.models.tokenizer.vocabulary import special_text
 from scripts.peers.llama_cpp import LlamaCpp
 from tests.conftest import CHECKPOINT
 from tests.support.tiny_vocab import vocab_gguf, vocabulary

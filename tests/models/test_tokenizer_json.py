@@ -11,7 +11,7 @@ import tokenizers
 import bridge
 from bridge.errors import BridgeError
 from bridge.gguf_file.reader import read_gguf
-from bridge.models.tokenizer_json import tokenizer_files
+from bridge.models.tokenizer.tokenizer_json import tokenizer_files
 from bridge.runtime.tokenizer import Tokenizer
 from tests.conftest import CHECKPOINT, SHARED, shared
 from tests.models.test_pretokenizer import RULES, TEXTS, tokenizer_json

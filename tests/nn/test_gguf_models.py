@@ -11,9 +11,9 @@ import pytest
 
 import bridge
 from bridge.errors import BridgeError
+from bridge.models.config.model_config import Config
+from bridge.models.config.rope import read_rope
 from bridge.models.gguf_config import add_rope_factors, config_of_gguf
-from bridge.models.model_config import Config
-from bridge.models.rope import read_rope
 from tests.support.family_models import MODELS, copy_tokenizer, new_model, randomized
 from tests.support.tiny_models import save_model
 

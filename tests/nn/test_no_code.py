@@ -12,8 +12,8 @@ import pytest
 import bridge.nn
 from bridge.checkpoint import open_checkpoint
 from bridge.errors import BridgeError
-from bridge.quantize.float_model import FloatModel
-from bridge.quantize.texts import load_tokenizer
+from bridge.quantize.model.float_model import FloatModel
+from bridge.quantize.text.texts import load_tokenizer
 from tests.support.tiny_models import save_model
 
 CODE = """

@@ -246,7 +246,7 @@ def test_a_bias_is_added_by_the_product_and_stays_float32(n: int, monkeypatch: p
 @pytest.mark.skipif(ptx.unavailable() is not None, reason=str(ptx.unavailable()))
 def test_preparing_a_model_on_a_gpu_compiles_what_its_products_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     from bridge.cuda import first_products
-    from bridge.cuda.launch import Kernel
+    from bridge.cuda.toolchain.launch import Kernel
 
     from tests.support.gpu.disguise import disguised_gpu
 

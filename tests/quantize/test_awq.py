@@ -16,7 +16,7 @@ from bridge.checkpoint.formats.written import Groups
 from bridge.checkpoint.write.writer import write_checkpoint
 from bridge.quantize import Method, groups, quantize_model
 from bridge.quantize.awq import Awq, clipped, fold_scales, smoothing
-from bridge.quantize.float_model import FloatModel
+from bridge.quantize.model.float_model import FloatModel
 from tests.support.tiny_models import save_model
 
 RTN = Method(groups(4, 32, False), "none", damping=float("inf"), sweeps=0)

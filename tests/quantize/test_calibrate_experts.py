@@ -12,11 +12,18 @@ import transformers
 from torch import nn
 
 from bridge.checkpoint import open_checkpoint
-from bridge.quantize import FloatModel, Method, groups, quantize_block, quantize_model, stages
-from bridge.quantize.block_inputs import BlockInputs
-from bridge.quantize.experts import SeparateExperts, complete_from_all_experts, merged, restore_experts, split_experts
-from bridge.quantize.forward_passes import Passes, drawn
-from bridge.quantize.hessian import Hessian
+from bridge.quantize import FloatModel, Method, groups, quantize_block, quantize_model
+from bridge.quantize.model import stages
+from bridge.quantize.model.block_inputs import BlockInputs
+from bridge.quantize.model.experts import (
+    SeparateExperts,
+    complete_from_all_experts,
+    merged,
+    restore_experts,
+    split_experts,
+)
+from bridge.quantize.model.forward_passes import Passes, drawn
+from bridge.quantize.solve.hessian import Hessian
 from tests.support.tiny_models import save_model
 
 TOKENS = torch.randint(0, 320, (6, 24), generator=torch.Generator().manual_seed(3))

@@ -13,14 +13,14 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 from bridge.checkpoint import open_checkpoint
+from bridge.conversion.checkpoints.to_checkpoint import quantize_checkpoint
 from bridge.conversion.converter import convert
-from bridge.conversion.report import CALIBRATED
-from bridge.conversion.to_checkpoint import quantize_checkpoint
+from bridge.conversion.writing.report import CALIBRATED
 from bridge.quantize import FloatModel, quantize_model
-from bridge.quantize.experts import split_experts
-from bridge.quantize.forward_passes import Passes
+from bridge.quantize.model.experts import split_experts
+from bridge.quantize.model.forward_passes import Passes
+from bridge.quantize.model.streamed_model import decoder_blocks
 from bridge.quantize.settings import Calibration
-from bridge.quantize.streamed_model import decoder_blocks
 from tests.support.tiny_models import SHAPE, save_model
 
 TOKENS = torch.randint(0, 320, (3, 24), generator=torch.Generator().manual_seed(3))

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from bridge.errors import BridgeError
-from bridge.quantize import hessian as hessian_module
-from bridge.quantize.gptq_solver import dequantize
-from bridge.quantize.hessian import Hessian, held_back
 from bridge.quantize.method import Method, groups, round_alone, superblocks
 from bridge.quantize.quantizer import LayerInput
-from bridge.quantize.target import alpha_of, retarget, target_of
+from bridge.quantize.solve import hessian as hessian_module
+from bridge.quantize.solve.gptq_solver import dequantize
+from bridge.quantize.solve.hessian import Hessian, held_back
+from bridge.quantize.solve.target import alpha_of, retarget, target_of
 
 COLUMNS = 24
 

@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 
 from bridge.conversion.size_budget import _probe
 from bridge.errors import BridgeError
-from bridge.quantize import mixture, texts
 from bridge.quantize.run import calibration_text
 from bridge.quantize.settings import Calibration
-from bridge.quantize.texts import bos_of, load_tokenizer, read_tokens
-from bridge.runtime.perplexity import cut_windows
+from bridge.quantize.text import mixture, texts
+from bridge.quantize.text.texts import bos_of, load_tokenizer, read_tokens
+from bridge.runtime.replies.perplexity import cut_windows
 from scripts.peers.reference import windows
 from tests.conftest import CHECKPOINT
 

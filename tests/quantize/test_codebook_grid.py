@@ -9,20 +9,20 @@ import pytest
 import torch
 
 from bridge.blocks.read import CALIBRATED
-from bridge.encode.nearest_points import looker
-from bridge.encode.round_points import codebook
-from bridge.encode.round_rows import quantize_rows
+from bridge.encode.rounding.nearest_points import looker
+from bridge.encode.rounding.round_points import codebook
+from bridge.encode.rounding.round_rows import quantize_rows
 from bridge.errors import BridgeError
-from bridge.quantize.gptq_solver import Solution, dequantize, error, grouped_act_order, row_errors, solve
 from bridge.quantize.grids.codebook import CodebookGrid
 from bridge.quantize.grids.codebook_rounding import rounding
 from bridge.quantize.grids.codebook_units import values_of_codes
-from bridge.quantize.hessian import Hessian, damp, inverse_factor
 from bridge.quantize.method import Method, superblocks
 from bridge.quantize.quantizer import LayerInput
-from bridge.quantize.refine import refine
-from bridge.runtime.cpu.dequantize import rows as dequantize_blocks
-from bridge.system.jit import kernel
+from bridge.quantize.solve.gptq_solver import Solution, dequantize, error, grouped_act_order, row_errors, solve
+from bridge.quantize.solve.hessian import Hessian, damp, inverse_factor
+from bridge.quantize.solve.refine import refine
+from bridge.runtime.cpu.engines.dequantize import rows as dequantize_blocks
+from bridge.system.kernels.jit import kernel
 from scripts.peers import ggml, nvfp4
 
 SOME = ("IQ4_XS", "IQ3_XXS", "IQ2_S")  # a table, a parity of signs, and a codebook without; each compiles for seconds

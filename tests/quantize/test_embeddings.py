@@ -13,15 +13,15 @@ import transformers
 
 from bridge.checkpoint import open_checkpoint
 from bridge.conversion.converter import convert
-from bridge.conversion.report import CALIBRATED, FLOAT
+from bridge.conversion.writing.report import CALIBRATED, FLOAT
 from bridge.quantize import quantize_model
-from bridge.quantize.activations import ActivationStore
-from bridge.quantize.embeddings import embeddings_hessian, embeddings_matrix
-from bridge.quantize.float_model import FloatModel
-from bridge.quantize.forward_passes import output_hessians
-from bridge.quantize.hessian import Hessian
+from bridge.quantize.model.activations import ActivationStore
+from bridge.quantize.model.embeddings import embeddings_hessian, embeddings_matrix
+from bridge.quantize.model.float_model import FloatModel
+from bridge.quantize.model.forward_passes import output_hessians
 from bridge.quantize.quantizer import LayerHooks
 from bridge.quantize.settings import Calibration
+from bridge.quantize.solve.hessian import Hessian
 from tests.support.tiny_models import save_model
 
 

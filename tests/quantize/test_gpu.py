@@ -12,7 +12,7 @@ from torch import nn
 
 from bridge.errors import BridgeError
 from bridge.quantize import Method, quantize_block, superblocks
-from bridge.quantize.block_inputs import ActivationStore, BlockInputs
+from bridge.quantize.model.block_inputs import ActivationStore, BlockInputs
 from bridge.quantize.settings import Calibration
 
 

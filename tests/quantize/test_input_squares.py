@@ -12,14 +12,14 @@ from torch import nn
 
 import bridge
 from bridge.cli import main
-from bridge.conversion.importance import importance_of_tensors
-from bridge.conversion.options import Budget
+from bridge.conversion.planning.importance import importance_of_tensors
+from bridge.conversion.planning.options import Budget
 from bridge.errors import BridgeError
 from bridge.gguf_file.imatrix import read_imatrix
 from bridge.gguf_file.reader import read_gguf
 from bridge.models.outline import ModelTensor, Part
-from bridge.quantize.float_model import FloatModel
 from bridge.quantize.input_squares import mean_input_squares
+from bridge.quantize.model.float_model import FloatModel
 from bridge.quantize.settings import Calibration
 from tests.support.tiny_models import save_model
 

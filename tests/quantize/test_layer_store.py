@@ -16,9 +16,9 @@ from safetensors.numpy import save_file
 
 from bridge.errors import BridgeError
 from bridge.quantize import Method, groups, superblocks
-from bridge.quantize.hessian import Hessian
 from bridge.quantize.layer_store import LayerStore, read_tensors, write_tensors
 from bridge.quantize.quantizer import LayerInput
+from bridge.quantize.solve.hessian import Hessian
 
 JOB: dict[str, Any] = {"options": {"damping": 0.01}, "layers": "abc"}
 KINDS = {"blocks": superblocks("Q4_K"), "groups": groups(4, 32, False)}

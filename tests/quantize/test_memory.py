@@ -20,10 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bridge.checkpoint import open_checkpoint
-from bridge.quantize import Method, forward_passes, quantize_model, superblocks
-from bridge.quantize.activations import ActivationStore
-from bridge.quantize.float_model import FloatModel
-from bridge.quantize.forward_passes import output_hessians
+from bridge.quantize import Method, quantize_model, superblocks
+from bridge.quantize.model import forward_passes
+from bridge.quantize.model.activations import ActivationStore
+from bridge.quantize.model.float_model import FloatModel
+from bridge.quantize.model.forward_passes import output_hessians
 from bridge.quantize.quantizer import LayerHooks
 from bridge.quantize.run import needs
 from tests.support.tiny_models import save_model

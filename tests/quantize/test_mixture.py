@@ -12,16 +12,17 @@ import torch
 
 import bridge
 from bridge.errors import BridgeError, BridgeWarning
-from bridge.quantize import Method, default_text, mixture, quantize_model, superblocks
-from bridge.quantize.float_model import FloatModel
-from bridge.quantize.hessian import Hessian, _lost, best_shrinkage, damp, shrinkage_of, shrunk
-from bridge.quantize.mixture import calibration_sequences
-from bridge.quantize.own_samples import fits_in_memory, own_samples
+from bridge.quantize import Method, quantize_model, superblocks
+from bridge.quantize.model.float_model import FloatModel
 from bridge.quantize.quantizer import LayerInput
 from bridge.quantize.run.calibration_text import calibrating, enough_of
 from bridge.quantize.settings import Calibration
-from bridge.quantize.sources import Source, divided, sources_of
-from bridge.quantize.texts import load_tokenizer
+from bridge.quantize.solve.hessian import Hessian, _lost, best_shrinkage, damp, shrinkage_of, shrunk
+from bridge.quantize.text import default_text, mixture
+from bridge.quantize.text.mixture import calibration_sequences
+from bridge.quantize.text.own_samples import fits_in_memory, own_samples
+from bridge.quantize.text.sources import Source, divided, sources_of
+from bridge.quantize.text.texts import load_tokenizer
 from tests.conftest import CHECKPOINT
 from tests.support.tiny_models import save_model
 
@@ -197,8 +198,8 @@ def test_own_samples_follow_openings_and_the_models_own_prediction(model: Path) 
 def test_a_long_sequence_of_own_samples_is_several_rows_that_each_begin_with_an_opening(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bridge.quantize.own_samples._LENGTH", 8)
-    monkeypatch.setattr("bridge.quantize.own_samples._ROWS", 4)
+    monkeypatch.setattr("bridge.quantize.text.own_samples._LENGTH", 8)
+    monkeypatch.setattr("bridge.quantize.text.own_samples._ROWS", 4)
     told: list[tuple[int, int]] = []
     with bridge.open_checkpoint(model) as ckpt:
         options: Any = {"said": lambda *done: told.append(done)}
@@ -317,7 +318,7 @@ def test_for_a_size_the_models_own_samples_are_drawn_once(
         return own_samples(*given)
 
     monkeypatch.setattr(mixture, "MOST_SAMPLED", 64)
-    monkeypatch.setattr("bridge.quantize.own_samples.own_samples", counted)
+    monkeypatch.setattr("bridge.quantize.text.own_samples.own_samples", counted)
     command = ["quantize", str(model), str(tmp_path / "out.gguf"), "--bpw", "6"]
     assert main([*command, "--samples", "12", "--sequence-length", "16", "--method", "gptq"]) == 0
     assert len(counts) == 1

@@ -13,9 +13,9 @@ from transformers.pytorch_utils import Conv1D
 
 from bridge.errors import BridgeError
 from bridge.quantize import Method, gptq, groups, quantize_model, superblocks
-from bridge.quantize.hessian import Hessian
 from bridge.quantize.quantizer import LayerHooks, LayerInput
-from bridge.runtime.cpu.dequantize import rows as dequantize_blocks
+from bridge.quantize.solve.hessian import Hessian
+from bridge.runtime.cpu.engines.dequantize import rows as dequantize_blocks
 
 
 class Net(nn.Module):

@@ -13,14 +13,14 @@ import torch
 
 from bridge.checkpoint import open_checkpoint
 from bridge.errors import BridgeError
-from bridge.quantize import activations, float_model, forward_passes
-from bridge.quantize.activations import ActivationStore, StoredActivation
-from bridge.quantize.float_model import FloatModel, arithmetic
-from bridge.quantize.forward_passes import Passes
+from bridge.quantize.model import activations, float_model, forward_passes
+from bridge.quantize.model.activations import ActivationStore, StoredActivation
+from bridge.quantize.model.float_model import FloatModel, arithmetic
+from bridge.quantize.model.forward_passes import Passes
 from bridge.quantize.run import needs
 from bridge.quantize.run.needs import Job, needs_of
 from bridge.quantize.settings import Calibration
-from bridge.system.cpus import usable_cpus
+from bridge.system.cpu.cpus import usable_cpus
 from bridge.system.text import duration_text
 from tests.support.tiny_models import save_model
 

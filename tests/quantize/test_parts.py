@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bridge.conversion.checkpoints.to_checkpoint import quantize_checkpoint
 from bridge.conversion.converter import convert
-from bridge.conversion.to_checkpoint import quantize_checkpoint
 from bridge.errors import BridgeError
 from bridge.quantize.settings import Calibration
 from tests.support.tiny_models import save_model

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from bridge.blocks.read import CALIBRATED
-from bridge.encode.round_rows import quantize_rows
-from bridge.quantize.gptq_solver import Solution, dequantize, error, grouped_act_order, row_errors, solve
+from bridge.encode.rounding.round_rows import quantize_rows
 from bridge.quantize.grids.plain import PlainGrid
-from bridge.quantize.hessian import Hessian, damp, inverse_factor
 from bridge.quantize.method import Method, superblocks
 from bridge.quantize.quantizer import LayerInput
-from bridge.quantize.refine import refine
-from bridge.runtime.cpu.dequantize import rows as dequantize_blocks
+from bridge.quantize.solve.gptq_solver import Solution, dequantize, error, grouped_act_order, row_errors, solve
+from bridge.quantize.solve.hessian import Hessian, damp, inverse_factor
+from bridge.quantize.solve.refine import refine
+from bridge.runtime.cpu.engines.dequantize import rows as dequantize_blocks
 
 SOME = ("Q5_0", "Q4_1")  # scales alone, and with minimums; each compiles for seconds
 TYPES = [

@@ -10,14 +10,15 @@ import pytest
 import torch
 import transformers
 
-from bridge.quantize import activations, quantize_model
-from bridge.quantize.activations import ActivationStore
-from bridge.quantize.block_inputs import first_inputs, is_layer
-from bridge.quantize.experts import split_experts
-from bridge.quantize.hessian import Hessian
+from bridge.quantize import quantize_model
+from bridge.quantize.model import activations
+from bridge.quantize.model.activations import ActivationStore
+from bridge.quantize.model.block_inputs import first_inputs, is_layer
+from bridge.quantize.model.experts import split_experts
+from bridge.quantize.model.replay import Replay
+from bridge.quantize.model.stages import find_stages
 from bridge.quantize.quantizer import LayerHooks
-from bridge.quantize.replay import Replay
-from bridge.quantize.stages import find_stages
+from bridge.quantize.solve.hessian import Hessian
 
 TOKENS = torch.randint(0, 64, (6, 12), generator=torch.Generator().manual_seed(3))
 SHAPE = {

@@ -11,10 +11,10 @@ import pytest
 
 from bridge.conversion.converter import convert
 from bridge.errors import BridgeError
-from bridge.quantize import float_model
-from bridge.quantize.float_model import FloatModel
 from bridge.quantize.layer_store import read_tensors
-from bridge.quantize.run.stored_inputs import StoredInputs
+from bridge.quantize.model import float_model
+from bridge.quantize.model.float_model import FloatModel
+from bridge.quantize.model.stored_inputs import StoredInputs
 from bridge.quantize.settings import Calibration
 from tests.support.tiny_models import save_model
 

@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 from bridge.blocks import BLOCKS
 from bridge.errors import BridgeError
 from bridge.quantize import textbook
-from bridge.quantize.gptq_solver import dequantize, error, grouped_act_order, round_to_nearest, solve
 from bridge.quantize.grids.group import GroupGrid
 from bridge.quantize.grids.superblock import SuperblockGrid
 from bridge.quantize.grids.try_lines import line_search
-from bridge.quantize.hessian import Hessian, damp, held_back, inverse_factor
 from bridge.quantize.method import Method, superblocks
 from bridge.quantize.quantizer import LayerInput
-from bridge.quantize.refine import refine
-from bridge.quantize.target import retarget
-from bridge.runtime.cpu.dequantize import rows as dequantize_blocks
-from bridge.system.jit import kernel
+from bridge.quantize.solve.gptq_solver import dequantize, error, grouped_act_order, round_to_nearest, solve
+from bridge.quantize.solve.hessian import Hessian, damp, held_back, inverse_factor
+from bridge.quantize.solve.refine import refine
+from bridge.quantize.solve.target import retarget
+from bridge.runtime.cpu.engines.dequantize import rows as dequantize_blocks
+from bridge.system.kernels.jit import kernel
 
 # with minimums, and without; others differ from these in numbers alone, and each compiles for 20 seconds
 TYPES = ["Q4_K", "Q6_K", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("Q2_K", "Q3_K", "Q5_K"))]

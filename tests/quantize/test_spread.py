@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from bridge.conversion.converter import convert
-from bridge.quantize.hessian import Hessian, held_back
 from bridge.quantize.run.cluster import LocalCluster, Spread
 from bridge.quantize.run.walk import Walk
 from bridge.quantize.run.worker import leave_work
 from bridge.quantize.settings import Calibration
+from bridge.quantize.solve.hessian import Hessian, held_back
 from tests.support.tiny_models import save_model
 
 SMALL = {"hidden_size": 64, "intermediate_size": 64}
@@ -75,7 +75,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def one_sequence_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    from bridge.quantize import forward_passes
+    from bridge.quantize.model import forward_passes
     from bridge.quantize.run import gradients, walk
 
     monkeypatch.setattr(walk, "TOKENS_AT_ONCE", 32)

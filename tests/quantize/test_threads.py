@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from bridge.quantize import Method, superblocks
-from bridge.quantize.hessian import Hessian
 from bridge.quantize.quantizer import LayerInput
-from bridge.system import row_threads
+from bridge.quantize.solve.hessian import Hessian
+from bridge.system.cpu import row_threads
 
 
 def codes(threads: int, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:

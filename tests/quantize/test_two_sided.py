@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from bridge.blocks import BLOCKS
-from bridge.quantize import Method, superblocks, two_sided
+from bridge.quantize import Method, superblocks
 from bridge.quantize.budget.sensitivity import OutputMetric, layer_costs
-from bridge.quantize.gptq_solver import dequantize
 from bridge.quantize.grids.superblock import SuperblockGrid
-from bridge.quantize.hessian import Hessian, damp, token_weights
 from bridge.quantize.quantizer import LayerInput
-from bridge.quantize.two_sided import OutputHessian
+from bridge.quantize.solve import two_sided
+from bridge.quantize.solve.gptq_solver import dequantize
+from bridge.quantize.solve.hessian import Hessian, damp, token_weights
+from bridge.quantize.solve.two_sided import OutputHessian
 
 
 def correlated(seed: int, size: int, tokens: int) -> torch.Tensor:

@@ -14,9 +14,9 @@ import pytest
 
 from bridge.blocks import BlockType
 from bridge.blocks.read import READ
-from bridge.runtime.cpu import activations
-from bridge.runtime.cpu.layout import InterleavedLayout
-from bridge.system import targets
+from bridge.runtime.cpu.forms import activations
+from bridge.runtime.cpu.forms.layout import InterleavedLayout
+from bridge.system.cpu import targets
 from scripts.arm import emit
 from tests.runtime.test_kernels import close, repacked_into, rounded
 from tests.support.random_blocks import random_matrix

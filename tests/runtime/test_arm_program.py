@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import bridge
-from bridge.runtime.cpu.program import Program
-from bridge.runtime.recurrent import RecurrentBuffers
+from bridge.runtime.cpu.ops.program import Program
+from bridge.runtime.decoder.recurrent import RecurrentBuffers
 from tests.runtime.test_arm_code import TOOLS
 from tests.runtime.test_families import TOKENS, converted
 from tests.runtime.test_recurrent import SHAPES, Cache, plain_layer, random_layer

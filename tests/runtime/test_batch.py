@@ -10,10 +10,10 @@ import pytest
 
 import bridge
 from bridge.errors import BridgeError
-from bridge.runtime.batch import PART
-from bridge.runtime.decoder import Decoder
-from bridge.runtime.kv_cache import KINDS
+from bridge.runtime.decoder.decoder import Decoder
+from bridge.runtime.layers.kv_cache import KINDS
 from bridge.runtime.model import Model
+from bridge.runtime.replies.batch import PART
 from tests.conftest import CHECKPOINT
 
 LONG = "What is that to me? " * 60

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from bridge.errors import BridgeError
-from bridge.runtime.config_reader import read_config
+from bridge.runtime.config.config_reader import read_config
 
 KEYS = {
     "block_count": 2, "context_length": 64, "embedding_length": 64, "feed_forward_length": 64, "expert_count": 4,

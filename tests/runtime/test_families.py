@@ -14,10 +14,10 @@ import bridge
 from bridge.errors import BridgeError
 from bridge.gguf_file.architectures import ARCHITECTURES, read_windows
 from bridge.models.gguf_config import config_of_gguf
-from bridge.runtime.config_reader import read_config
-from bridge.runtime.decoder_config import Routing
-from bridge.runtime.experts import route
-from bridge.runtime.weights import read_weights
+from bridge.runtime.config.config_reader import read_config
+from bridge.runtime.config.decoder_config import Routing
+from bridge.runtime.decoder.experts import route
+from bridge.runtime.layers.weights import read_weights
 from scripts.peers.llama_cpp import LlamaCpp
 from scripts.peers.predictions import log_softmax, mean_kl
 from tests.models.test_logits import reference_logits

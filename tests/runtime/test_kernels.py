@@ -19,13 +19,15 @@ from bridge.blocks.read import READ
 from bridge.errors import BridgeError
 from bridge.runtime import QuantTensor
 from bridge.runtime.bench import put_d, put_dmin
-from bridge.runtime.cpu import activations, filerows, interleaved, layout, repack, superblock, unpacked
-from bridge.runtime.cpu.emitter import Emitter
-from bridge.runtime.cpu.portable import RowMajor
-from bridge.runtime.cpu.prepared import Prepared
-from bridge.runtime.cpu.tiled import Tiled
-from bridge.system import pool, row_threads, targets
-from bridge.system.row_threads import over_rows
+from bridge.runtime.cpu.engines import filerows, interleaved, superblock, unpacked
+from bridge.runtime.cpu.engines.portable import RowMajor
+from bridge.runtime.cpu.engines.prepared import Prepared
+from bridge.runtime.cpu.engines.tiled import Tiled
+from bridge.runtime.cpu.forms import activations, layout, repack
+from bridge.runtime.cpu.machine.emitter import Emitter
+from bridge.system.cpu import row_threads, targets
+from bridge.system.cpu.row_threads import over_rows
+from bridge.system.threads import pool
 from scripts.peers import ggml_matvec
 from tests.conftest import ROOT, repacked
 from tests.support.random_blocks import random_matrix
@@ -513,7 +515,7 @@ def test_threads_agree_with_one_thread():
 
 @pytest.mark.parametrize("value", ["many", "0", "-1", "999999", "\u0661", "1.0", pytest.param("9" * 5000, id="long")])
 def test_a_number_of_threads_that_is_none_is_refused(monkeypatch, value):
-    monkeypatch.setattr("bridge.system.pool._wanted", None)
+    monkeypatch.setattr("bridge.system.threads.pool._wanted", None)
     monkeypatch.setenv("BRIDGE_THREADS", value)
     with pytest.raises(BridgeError, match=f"BRIDGE_THREADS={value[:9]}.*: must be between 1 and 1024"):
         pool.get_num_threads()
@@ -535,8 +537,8 @@ def test_threads_that_the_system_refuses_are_told(monkeypatch):
     for thread in started:
         thread.join(60)
     assert not any(thread.is_alive() for thread in started)
-    monkeypatch.setattr("bridge.system.row_threads.usable_cpus", lambda: 2)
-    monkeypatch.setattr("bridge.system.row_threads._pool", row_threads._Pool())
+    monkeypatch.setattr("bridge.system.cpu.row_threads.usable_cpus", lambda: 2)
+    monkeypatch.setattr("bridge.system.cpu.row_threads._pool", row_threads._Pool())
     with pytest.raises(BridgeError, match="no more threads"):
         over_rows(8, lambda rows: None)
 
@@ -573,15 +575,13 @@ def test_callers_that_come_at_once_start_one_pool(monkeypatch):
 
 def test_numba_is_loaded_without_touching_the_hosts_garbage_collector():
     code = "import gc, numba\ncalls = []\nfor name in ('disable', 'enable', 'freeze', 'unfreeze', 'set_threshold'):\n"
-    code += (
-        "    setattr(gc, name, lambda *_, name=name: calls.append(name))\nimport bridge.system.compiler\nprint(calls)"
-    )
+    code += "    setattr(gc, name, lambda *_, name=name: calls.append(name))\nimport bridge.system.kernels.compiler\nprint(calls)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
 
 def test_a_home_that_cannot_be_written_to_costs_the_cache_and_nothing_else() -> None:
-    code = "from bridge.system import half, pool; import numpy as np; pool.Pool(2).stop(); "
+    code = "from bridge.system.kernels import half; from bridge.system.threads import pool; import numpy as np; pool.Pool(2).stop(); "
     code += "print(half.half_bits(np.ones(2, np.float32)))"
     environment = {k: v for k, v in os.environ.items() if k != "NUMBA_CACHE_DIR"} | {"XDG_CACHE_HOME": os.devnull}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)

@@ -13,11 +13,11 @@ import pytest
 import bridge
 from bridge.cli import main
 from bridge.errors import BridgeError
-from bridge.runtime.config_reader import read_config
-from bridge.runtime.decoder import Decoder
-from bridge.runtime.lora import add_adapter
+from bridge.runtime.config.config_reader import read_config
+from bridge.runtime.decoder.decoder import Decoder
+from bridge.runtime.layers.lora import add_adapter
+from bridge.runtime.layers.weights import read_weights
 from bridge.runtime.reader import open_gguf
-from bridge.runtime.weights import read_weights
 from tests.conftest import CHECKPOINT
 from tests.support.adapters import Arrays, low_rank, write_adapter
 from tests.support.tiny_gguf import write_decoder

@@ -13,12 +13,12 @@ import pytest
 
 import bridge
 from bridge.runtime.bench import random_tensor
-from bridge.runtime.cpu import prepared
-from bridge.runtime.decoder_config import Heads
-from bridge.runtime.kv_cache import KVCache
+from bridge.runtime.config.decoder_config import Heads
+from bridge.runtime.cpu.engines import prepared
+from bridge.runtime.layers.kv_cache import KVCache
 from bridge.runtime.quant_tensor import QuantTensor
-from bridge.system import targets
-from bridge.system.free_memory import resident
+from bridge.system.cpu import targets
+from bridge.system.cpu.free_memory import resident
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="no other system tells how much of a file is in memory")
 

@@ -19,10 +19,10 @@ import pytest
 
 import bridge
 from bridge.blocks import BLOCKS
-from bridge.cli import run as commands
+from bridge.cli.use import run as commands
 from bridge.errors import BridgeError
 from bridge.runtime.model import Model
-from bridge.runtime.perplexity import perplexity
+from bridge.runtime.replies.perplexity import perplexity
 from bridge.runtime.sampling import Sampler, Sampling
 from scripts.peers.llama_cpp import LlamaCpp
 from scripts.peers.predictions import mean_kl
@@ -113,8 +113,8 @@ def test_a_table_of_calls_computes_what_matrix_by_matrix_does(embedding: str, tm
 @repacked
 @pytest.mark.parametrize("share", [0.0, 1e9])
 def test_weights_are_repacked_between_tokens_for_a_share_of_their_time(share: float, path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("bridge.runtime.decoder._SHARE", share)
-    monkeypatch.setattr("bridge.runtime.decoder._FIRST", 0)
+    monkeypatch.setattr("bridge.runtime.decoder.decoder._SHARE", share)
+    monkeypatch.setattr("bridge.runtime.decoder.decoder._FIRST", 0)
     model = bridge.Model.load(path, context=64)
     matrices = model._decoder._matrices
     model.logits(model.tokenizer.encode(TEXT)[:20])
@@ -133,7 +133,7 @@ def test_weights_are_repacked_between_tokens_for_a_share_of_their_time(share: fl
 
 
 def test_a_short_reply_repacks_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bridge.runtime.decoder._SHARE", 1e9)
+    monkeypatch.setattr("bridge.runtime.decoder.decoder._SHARE", 1e9)
     model = bridge.Model.load(path, context=128)
     counts = []
     for _ in model.generate_tokens(PROMPT, 70, temperature=0):
@@ -154,7 +154,7 @@ def test_q8_0_keys_and_values_cost_little(path: Path) -> None:
 def test_a_prompt_longer_than_a_batch_is_read_as_one(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = bridge.Model.load(path).tokenizer.encode(TEXT)[:100]
     whole = bridge.Model.load(path, precision="f32").logits(tokens)
-    monkeypatch.setattr("bridge.runtime.decoder.BATCH", 37)
+    monkeypatch.setattr("bridge.runtime.decoder.decoder.BATCH", 37)
     model = bridge.Model.load(path, precision="f32")
     np.testing.assert_allclose(model.logits(tokens), whole, rtol=1e-3, atol=1e-3)
     np.testing.assert_allclose(model.logits(tokens, last=40), whole[-40:], rtol=1e-3, atol=1e-3)
@@ -475,7 +475,7 @@ def test_a_context_that_does_not_fit_the_memory_is_told(path: Path, monkeypatch:
     def full(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("bridge.runtime.decoder.KVCache", full)
+    monkeypatch.setattr("bridge.runtime.decoder.decoder.KVCache", full)
     with pytest.raises(BridgeError, match="context=64: takes more memory than there is; choose a shorter one"):
         bridge.Model.load(path, context=64)
 
@@ -549,15 +549,15 @@ def test_generating_text_needs_no_torch(path: Path) -> None:
 
 def test_a_cpu_without_halves_keeps_floats(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    monkeypatch.setattr("bridge.system.machine.features", lambda: frozenset())
+    monkeypatch.setattr("bridge.system.cpu.machine.features", lambda: frozenset())
     assert bridge.Model.load(path, context=16)._decoder.cache.kind == "f32"
-    monkeypatch.setattr("bridge.system.machine.features", lambda: frozenset({"f16c"}))
+    monkeypatch.setattr("bridge.system.cpu.machine.features", lambda: frozenset({"f16c"}))
     assert bridge.Model.load(path, context=16)._decoder.cache.kind == "f16"
 
 
 @pytest.mark.parametrize(("count", "least", "threads"), [(1, 1, 1), (5, 9, 2), (352, 3, 2), (704, 3, 7), (16, 1, 64)])
 def test_ranges_of_products_cover_every_row_group_once(count: int, least: int, threads: int) -> None:
-    from bridge.runtime.cpu.program import _shrinking
+    from bridge.runtime.cpu.ops.program import _shrinking
 
     bounds = _shrinking(count, least, threads)
     assert bounds[0] == 0

@@ -13,7 +13,7 @@ import bridge
 from bridge.blocks import BLOCKS
 from bridge.errors import BridgeError
 from bridge.nn import torch_ops
-from bridge.runtime.perplexity import perplexity
+from bridge.runtime.replies.perplexity import perplexity
 from scripts.peers.gguf_file import gguf_weights
 from scripts.peers.llama_cpp import LlamaCpp
 from scripts.peers.predictions import log_softmax, mean_kl

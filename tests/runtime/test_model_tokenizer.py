@@ -19,7 +19,7 @@ import bridge
 from bridge.errors import BridgeError
 from bridge.gguf_file import pretokenizers
 from bridge.models.outline import Outline
-from bridge.models.tokenizer_json import tokenizer_files
+from bridge.models.tokenizer.tokenizer_json import tokenizer_files
 from bridge.runtime.tokenizer import Tokenizer, stop_tokens
 from bridge.runtime.tokenizer.ascii_words import words_of
 from bridge.runtime.tokenizer.bpe import pre_tokenizer

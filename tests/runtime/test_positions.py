@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import bridge
-from bridge.runtime.buffers import Positions
-from bridge.runtime.decoder_config import DecoderConfig
+from bridge.runtime.config.decoder_config import DecoderConfig
+from bridge.runtime.decoder.buffers import Positions
 from tests.conftest import CHECKPOINT
 
 

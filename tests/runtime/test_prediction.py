@@ -10,8 +10,8 @@ import pytest
 
 import bridge
 from bridge.errors import BridgeError
-from bridge.runtime.prediction import agreement
-from bridge.runtime.speculation import HeadDrafter
+from bridge.runtime.decoder.prediction import agreement
+from bridge.runtime.replies.speculation import HeadDrafter
 from tests.conftest import repacked
 from tests.support.encode import load_floats
 from tests.support.predicting_models import save_predicting

@@ -13,13 +13,13 @@ import pytest
 import bridge
 from bridge.errors import BridgeError
 from bridge.gguf_file.architectures import CONVOLUTION, DELTA, MAMBA
-from bridge.runtime import decoder as decoder_module
-from bridge.runtime.cpu.program import Program
-from bridge.runtime.layers import Recurrent
+from bridge.runtime.config.recurrent_config import RecurrentConfig
+from bridge.runtime.cpu.ops.program import Program
+from bridge.runtime.decoder import decoder as decoder_module
+from bridge.runtime.decoder.recurrent import RecurrentBuffers
+from bridge.runtime.layers.layers import Recurrent
+from bridge.runtime.layers.recurrent_state import COPIES, RecurrentState
 from bridge.runtime.model import Model
-from bridge.runtime.recurrent import RecurrentBuffers
-from bridge.runtime.recurrent_config import RecurrentConfig
-from bridge.runtime.recurrent_state import COPIES, RecurrentState
 from scripts.peers.predictions import mean_kl
 from tests.support.family_models import copy_tokenizer, new_model, randomized
 

@@ -14,10 +14,10 @@ import pytest
 import bridge
 from bridge.cli import main
 from bridge.errors import BridgeError
-from bridge.runtime.chat import Channels, ChatTemplate
-from bridge.runtime.decoder import Decoder
-from bridge.runtime.generation import until
+from bridge.runtime.decoder.decoder import Decoder
 from bridge.runtime.model import Model
+from bridge.runtime.replies.chat import Channels, ChatTemplate
+from bridge.runtime.replies.generation import until
 from bridge.runtime.sampling import Sampler, Sampling
 from tests.conftest import CHECKPOINT
 from tests.runtime.test_model import changed
@@ -398,7 +398,7 @@ def test_a_chat_that_cannot_be_says_why_in_one_line(path: Path, monkeypatch, cap
 
 
 def test_an_interrupted_reply_is_remembered_as_far_as_it_was_read(model: Model) -> None:
-    from bridge.cli.chat import Conversation
+    from bridge.cli.use.chat import Conversation
 
     talk = Conversation(model)
     reply = talk.reply("Who is there?", max_tokens=10, temperature=0)

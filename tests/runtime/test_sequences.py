@@ -10,7 +10,7 @@ import pytest
 
 import bridge
 from bridge.errors import BridgeError
-from bridge.runtime.decoder import Decoder
+from bridge.runtime.decoder.decoder import Decoder
 from bridge.runtime.model import Model
 from scripts.peers.predictions import mean_kl
 from tests.conftest import CHECKPOINT, repacked
@@ -163,8 +163,8 @@ def test_a_device_that_cannot_says_so(model: Model, path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("kv", ["f16", "q8_0", "f32"])
 def test_attention_over_spans_is_attention_whatever_the_threads(kv: str, path: Path, monkeypatch) -> None:
     """Sequences of different lengths, cut into many spans; the same bits for 1, 2 and 8 threads."""
-    from bridge.runtime.cpu import attention
-    from bridge.system import pool
+    from bridge.runtime.cpu.ops import attention
+    from bridge.system.threads import pool
 
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 2048, n).tolist() for n in (600, 3, 257)]

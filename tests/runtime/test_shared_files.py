@@ -13,7 +13,7 @@ import pytest
 
 import bridge
 from bridge.errors import BridgeError
-from bridge.system.fork_locks import ForkLock
+from bridge.system.cpu.fork_locks import ForkLock
 from tests.conftest import CHECKPOINT, ROOT, posix
 
 

@@ -13,11 +13,11 @@ import pytest
 import bridge
 from bridge.cli import main
 from bridge.errors import BridgeError
-from bridge.runtime.config_reader import read_config
-from bridge.runtime.decoder import WIDEST, Decoder
+from bridge.runtime.config.config_reader import read_config
+from bridge.runtime.decoder.decoder import WIDEST, Decoder
 from bridge.runtime.model import Model
 from bridge.runtime.reader import open_gguf
-from bridge.runtime.speculation import Drafter, NgramDrafter, Speculation, check_decoder
+from bridge.runtime.replies.speculation import Drafter, NgramDrafter, Speculation, check_decoder
 from tests.conftest import CHECKPOINT, repacked
 from tests.support.tiny_gguf import write_decoder
 

@@ -19,10 +19,10 @@ from bridge.blocks.read import READ
 from bridge.errors import BridgeError
 from bridge.runtime import QuantTensor
 from bridge.runtime.bench import tensors_to_time
-from bridge.runtime.config_reader import read_config
-from bridge.runtime.decoder import Decoder
+from bridge.runtime.config.config_reader import read_config
+from bridge.runtime.decoder.decoder import Decoder
 from bridge.runtime.reader import open_gguf
-from bridge.system import machine, targets
+from bridge.system.cpu import machine, targets
 from scripts.peers import ggml
 from tests.support.random_blocks import random_matrix
 from tests.support.tiny_gguf import write_decoder
@@ -307,8 +307,8 @@ CHOICE = """
 import numpy as np
 from bridge.runtime import QuantTensor
 from bridge.runtime.bench import tensors_to_time
-from bridge.runtime.config_reader import read_config
-from bridge.runtime.decoder import Decoder
+from bridge.runtime.config.config_reader import read_config
+from bridge.runtime.decoder.decoder import Decoder
 from bridge.runtime.reader import open_gguf
 w = QuantTensor("w", "Q8_0", (1, 32), np.zeros(34, np.uint8)).prepare()
 print(w.kernel.split("/")[0])

@@ -72,10 +72,10 @@ def test_files_are_made_and_measured_once_and_drawn(tmp_path: Path) -> None:
 
 
 def test_token_files_hold_back_what_the_texts_would(tmp_path: Path) -> None:
-    from bridge.quantize.mixture import calibration_sequences
     from bridge.quantize.settings import Calibration
-    from bridge.quantize.sources import sources_of
-    from bridge.quantize.texts import load_tokenizer
+    from bridge.quantize.text.mixture import calibration_sequences
+    from bridge.quantize.text.sources import sources_of
+    from bridge.quantize.text.texts import load_tokenizer
     from scripts.benchlib.contenders import Tokens
 
     model, plays = shared("models/tiny-qwen3"), shared("text/shakespeare_val.txt")
@@ -148,7 +148,7 @@ def test_a_size_is_compared_with_the_best_file_within_it(monkeypatch: pytest.Mon
 
 
 def test_windows_lie_over_a_whole_text(tmp_path: Path) -> None:
-    from bridge.quantize.texts import load_tokenizer
+    from bridge.quantize.text.texts import load_tokenizer
     from scripts.benchlib.real_texts import text_of, windows_of
 
     tokenizer = load_tokenizer(shared("models/tiny-qwen3"))

@@ -725,7 +725,7 @@ def test_carried_kernels_are_counted_and_what_is_missing_does_not_end_the_check(
 def test_what_is_not_installed_or_cannot_be_used_is_said(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from bridge.cuda import device as devices
+    from bridge.cuda.toolchain import device as devices
 
     with small_check(), monkeypatch.context() as patch:
         patch.setattr("torch.cuda.is_available", lambda: False)
@@ -782,7 +782,7 @@ def test_jobs_whose_kernels_run_here_are_right_and_wrong_where_kernels_do_nothin
     job: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the machine of tests/support/gpu, which computes: captured products, and attention over two tiles."""
-    from bridge.cuda.launch import Kernel
+    from bridge.cuda.toolchain.launch import Kernel
 
     monkeypatch.setattr(torchs, "SHAPE", (6, 256))
     monkeypatch.setattr(torchs, "TOKENS", (1,))
@@ -798,7 +798,7 @@ def test_jobs_whose_kernels_run_here_are_right_and_wrong_where_kernels_do_nothin
 def test_kernels_that_jobs_launch_are_found_without_a_gpu_and_can_be_compiled_ahead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from bridge.cuda import compiler
+    from bridge.cuda.toolchain import compiler
 
     from tests.support.gpu import carried
 
@@ -827,8 +827,8 @@ def test_kernels_that_jobs_launch_are_found_without_a_gpu_and_can_be_compiled_ah
 def test_what_cannot_be_carried_is_said_with_the_first_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from bridge.cuda import compiler
     from bridge.cuda.norm import silu_kernel
+    from bridge.cuda.toolchain import compiler
 
     from tests.support.gpu import carried
 

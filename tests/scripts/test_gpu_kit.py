@@ -18,8 +18,8 @@ import pytest
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 
-from bridge.cuda import compiler
 from bridge.cuda.norm import silu_kernel
+from bridge.cuda.toolchain import compiler
 
 from scripts import gpu_kit
 from tests.conftest import PATIENCE

@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 
 from bridge.errors import BridgeError
 from bridge.gguf_file import chat_template
-from bridge.runtime.decoder import Decoder
+from bridge.runtime.decoder.decoder import Decoder
 from bridge.runtime.model import Model
 from bridge.runtime.tokenizer import Tokenizer
 from bridge.serve import app, asked

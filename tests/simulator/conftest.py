@@ -13,7 +13,7 @@ import pytest
 def gpu() -> Iterator[Any]:
     """What stands for the GPU; tells of launches where that is the machine of tests/support/gpu, else None."""
     pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
-    from bridge.cuda.intrinsics import SIMULATED
+    from bridge.cuda.toolchain.intrinsics import SIMULATED
 
     if SIMULATED:
         from tests.support.simulator_threads import one_at_a_time

@@ -12,16 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bridge.cuda import attention, attention_shape, prompt_attention, sampling
-from bridge.cuda.activations import Records
+from bridge.cuda import sampling
+from bridge.cuda.attention import attention, attention_shape, prompt_attention
+from bridge.cuda.attention.kv_cache import KVForm
 from bridge.cuda.decoder import Decoder
-from bridge.cuda.intrinsics import SIMULATED
-from bridge.cuda.kv_cache import KVForm
 from bridge.cuda.norm import norm_kernel, norm_threads, silu_grid, silu_kernel
+from bridge.cuda.product.activations import Records
+from bridge.cuda.toolchain.intrinsics import SIMULATED
 
 from bridge.errors import BridgeError
-from bridge.runtime.config_reader import read_config
-from bridge.runtime.decoder import Decoder as CpuDecoder
+from bridge.runtime.config.config_reader import read_config
+from bridge.runtime.decoder.decoder import Decoder as CpuDecoder
 from bridge.runtime.reader import open_gguf
 from bridge.runtime.sampling import Sampler, Sampling
 from tests.support.simulator import on_host
@@ -444,7 +445,7 @@ def test_what_the_kernels_are_not_made_for_is_refused(tmp_path: Path) -> None:
 
 
 def test_memory_is_counted_before_anything_is_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bridge.cuda.device.Device.free", lambda self: 1 << 20)
+    monkeypatch.setattr("bridge.cuda.toolchain.device.Device.free", lambda self: 1 << 20)
     file = open_gguf(write_decoder(tmp_path / "tiny.gguf"))
     with pytest.raises(BridgeError, match=r"tiny.gguf with a context of 16 needs 4\d\d.\d MiB, 1.0 MiB are free"):
         Decoder(file, read_config(file.metadata, file.path), 16, "f16", "int8", "cuda")

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bridge.cuda import dequantize, experts
-from bridge.cuda import device as devices
-from bridge.cuda.activations import Records
-from bridge.cuda.experts import ExpertMatrices
-from bridge.cuda.intrinsics import SIMULATED
-from bridge.cuda.matvec_shape import MatvecShape
+from bridge.cuda.forms import dequantize
+from bridge.cuda.product import experts
+from bridge.cuda.product.activations import Records
+from bridge.cuda.product.experts import ExpertMatrices
+from bridge.cuda.product.matvec_shape import MatvecShape
+from bridge.cuda.toolchain import device as devices
+from bridge.cuda.toolchain.intrinsics import SIMULATED
 
 from bridge.blocks.read import WRITTEN
 from bridge.errors import BridgeError

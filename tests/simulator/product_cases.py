@@ -5,22 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from bridge.cuda import (
-    activations,
-    bench,
-    dequantize,
-    halves,
-    matmul,
-    matvec,
-    matvec_kernel,
-    matvec_pair,
-    mma,
-    mma_int8,
-    products,
-)
-from bridge.cuda import device as devices
-from bridge.cuda.activations import Records
-from bridge.cuda.intrinsics import (
+from bridge.cuda import bench
+from bridge.cuda.forms import dequantize
+from bridge.cuda.forms.matrix import DeviceMatrix
+from bridge.cuda.product import activations, halves, matmul, matvec, matvec_kernel, matvec_pair, mma, mma_int8, products
+from bridge.cuda.product.activations import Records
+from bridge.cuda.product.matvec_shape import MatvecShape
+from bridge.cuda.product.token_records import recorded
+from bridge.cuda.toolchain import device as devices
+from bridge.cuda.toolchain.intrinsics import (
     SIMULATED,
     bits,
     bits_float,
@@ -52,16 +45,13 @@ from bridge.cuda.intrinsics import (
     to_half,
     xor,
 )
-from bridge.cuda.launch import Kernel
-from bridge.cuda.matrix import DeviceMatrix
-from bridge.cuda.matvec_shape import MatvecShape
-from bridge.cuda.token_records import recorded
+from bridge.cuda.toolchain.launch import Kernel
 from numba import cuda
 
 from bridge.blocks import TYPES
 from bridge.errors import BridgeError
 from bridge.runtime import QuantTensor
-from bridge.runtime.cpu.activations import round32_twin
+from bridge.runtime.cpu.forms.activations import round32_twin
 from tests.support.random_blocks import ALL, FACTOR, assert_product, random_matrix, rounded
 from tests.support.simulator import on_host
 
@@ -364,7 +354,7 @@ def float_tensor(type: str, rows: int, columns: int) -> QuantTensor:
 @pytest.mark.parametrize("type", FLOATS)
 @pytest.mark.parametrize("tokens", [1, 9])
 def test_a_tensor_of_floats_multiplies_on_the_device_as_its_twin_does(type, tokens, monkeypatch):
-    monkeypatch.setattr("bridge.cuda.matmul._TILE", 96)
+    monkeypatch.setattr("bridge.cuda.product.matmul._TILE", 96)
     tensor = float_tensor(type, 5, 36)  # neither whole blocks nor whole tiles
     moved = tensor.to("cuda")
     assert (moved.shape, moved.type, moved.device, moved.bpw) == (tensor.shape, type, "cuda:0", tensor.bpw)

@@ -7,9 +7,9 @@ import json
 import numpy as np
 import pytest
 import torch
-from bridge.cuda import device as devices
-from bridge.cuda.fused import FusedOnDevice
-from bridge.cuda.intrinsics import SIMULATED
+from bridge.cuda.product.fused import FusedOnDevice
+from bridge.cuda.toolchain import device as devices
+from bridge.cuda.toolchain.intrinsics import SIMULATED
 
 from bridge.errors import BridgeError
 from bridge.nn.trellis_linear import replace_trellis
@@ -71,7 +71,7 @@ def test_codes_are_multiplied_as_they_are(mode, bits):
 @pytest.mark.parametrize("mode", ["1mad", pytest.param("quantlut_sym", marks=on_request)])
 def test_weights_are_decoded_once_for_many_tokens(mode, halves, monkeypatch):
     """Tile rows in two parts, rows swizzled in one of the two."""
-    monkeypatch.setattr("bridge.cuda.fused._PART", 16 * 64)
+    monkeypatch.setattr("bridge.cuda.product.fused._PART", 16 * 64)
     table = gaussian_table(9, 2) if mode == "quantlut_sym" else None
     layer, _ = qtip(Coding(mode, 2, 2 if table is not None else 1, 16, 9 if table is not None else 0, table))
     code = Code.of(layer.book, layer.step, "cuda")

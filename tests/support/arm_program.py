@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from bridge.runtime.cpu.program import ITEMS, Program
-from bridge.system import compiler
-from bridge.system.jit import CFunction
-from bridge.system.machine import Machine
+from bridge.runtime.cpu.ops.program import ITEMS, Program
+from bridge.system.cpu.machine import Machine
+from bridge.system.kernels import compiler
+from bridge.system.kernels.jit import CFunction
 from scripts.arm import emit
 
 PLACE = 1 << 36  # where everything is under qemu

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bridge.system import kernel_cache
+from bridge.system.storage import kernel_cache
 
 if TYPE_CHECKING:
-    from bridge.cuda.launch import Kernel
+    from bridge.cuda.toolchain.launch import Kernel
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def ptx_of(kernel: Kernel, capability: tuple[int, int]) -> str:
 
     It is kept with compiled kernels, under what it is made of and by.
     """
-    from bridge.cuda import compiler
+    from bridge.cuda.toolchain import compiler
 
     made_by = str(compiler.folder(capability)), np.__version__, sys.version  # a folder for the versions of packages
     file = f"ptx.{kernel.name}-{kernel_cache.digest(compiler.digest(kernel), *made_by)}"
@@ -83,7 +83,7 @@ def machine_code(ptx: str, capability: tuple[int, int], registers: int) -> bytes
 
 
 def _linker(ptx: str, capability: tuple[int, int], registers: int | None) -> Any:
-    from bridge.cuda.launch import MAX_REGISTERS
+    from bridge.cuda.toolchain.launch import MAX_REGISTERS
     from cuda.core import Linker, LinkerOptions, ObjectCode
 
     options = LinkerOptions(

@@ -10,7 +10,7 @@ from bridge.blocks import NEWER, ROUNDED, BlockType
 from bridge.blocks.read import WRITTEN
 from bridge.runtime import QuantTensor
 from bridge.runtime.bench import put_d, put_dmin
-from bridge.runtime.cpu.activations import round32_twin
+from bridge.runtime.cpu.forms.activations import round32_twin
 from scripts.peers import ggml
 
 # of the IQ and TQ types one of each kind is in every run: a table, codebooks with signs and with shifts, base 3

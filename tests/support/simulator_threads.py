@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from bridge.cuda import twins
+from bridge.cuda.toolchain import twins
 from greenlet import getcurrent, greenlet
 from numba.cuda.simulator import kernel, kernelapi
 

@@ -14,8 +14,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from bridge.gguf_file.rope_rows import interleaved_rows
-from bridge.models.gguf_tokenizer import read_tokenizer
-from bridge.models.model_config import Config
+from bridge.models.config.model_config import Config
+from bridge.models.tokenizer.gguf_tokenizer import read_tokenizer
 from tests.support.encode import load_floats
 
 Change = Callable[[str, np.ndarray], Mapping[str, np.ndarray]]  # GGUF name and values -> what is stored

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bridge.system import arm, cpus, machine, targets
+from bridge.system.cpu import arm, cpus, machine, targets
 
 GRAVITON_2, GRAVITON_4 = (0xEFFFFFFF & ~(1 << 30), 0), (0xEFFFFFFF, 1 << 13 | 1)
 

@@ -10,10 +10,10 @@ import pytest
 import bridge
 from bridge.blocks.read import READ
 from bridge.cli import main
-from bridge.cli.run import without_pauses
-from bridge.cli.terminal import StatusLine
-from bridge.system import compiling
-from bridge.system.jit import inner
+from bridge.cli.use.run import without_pauses
+from bridge.cli.use.terminal import StatusLine
+from bridge.system.kernels import compiling
+from bridge.system.kernels.jit import inner
 from tests.conftest import ROOT
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bridge.system import cpus
-from bridge.system.cpus import usable_cpus
+from bridge.system.cpu import cpus
+from bridge.system.cpu.cpus import usable_cpus
 
 
 @pytest.fixture(autouse=True)

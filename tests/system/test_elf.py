@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 import bridge
-from bridge.system import compiler, elf, object_code
-from bridge.system.jit import c_function
-from bridge.system.memory import allocate, array_at, free
-from bridge.system.object_code import ARGUMENTS
+from bridge.system.kernels import compiler, elf, object_code
+from bridge.system.kernels.jit import c_function
+from bridge.system.kernels.memory import allocate, array_at, free
+from bridge.system.kernels.object_code import ARGUMENTS
 from scripts import build_objects
 from tests.conftest import CHECKPOINT, PATIENCE, linux
 from tests.system.test_object_code import ELSEWHERE
@@ -111,7 +111,7 @@ def test_memory_that_may_not_be_run_is_left_to_llvm(monkeypatch: pytest.MonkeyPa
 
 @here
 def test_object_code_for_arm_is_no_code_for_here() -> None:
-    program = f"{ELSEWHERE}\nprint(__import__('bridge.system.elf').system.elf.load('walk', code))"
+    program = f"{ELSEWHERE}\nprint(__import__('bridge.system.kernels.elf').system.elf.load('walk', code))"
     described = build_objects.machine_of("neon")
     done = subprocess.run([sys.executable, "-c", program, *described], capture_output=True, text=True, timeout=PATIENCE)
     assert done.stdout.split() == ["True", "183", "None"], done.stderr

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import bridge
-from bridge.conversion.report import Report
-from bridge.system.folder_locks import lock_shared, remove_if_unlocked, temporary_beside
+from bridge.conversion.writing.report import Report
+from bridge.system.storage.folder_locks import lock_shared, remove_if_unlocked, temporary_beside
 from tests.conftest import CHECKPOINT, ROOT
 
 pytest.importorskip("fcntl", reason="folders cannot be locked here")
@@ -22,7 +22,7 @@ pytest.importorskip("fcntl", reason="folders cannot be locked here")
 KILLED = """
 import os, pathlib, sys
 import bridge
-from bridge.conversion.report import Report
+from bridge.conversion.writing.report import Report
 os.fsync = lambda _: os.kill(os.getpid(), 9)
 source, out = map(pathlib.Path, sys.argv[1:])
 """
@@ -63,7 +63,7 @@ def test_what_a_killed_process_left_is_removed_by_the_next_run_to_the_same_targe
 
 
 def test_what_a_living_process_writes_is_left_alone(tmp_path: Path) -> None:
-    code = "import pathlib, sys, time; from bridge.system.folder_locks import temporary_beside\n"
+    code = "import pathlib, sys, time; from bridge.system.storage.folder_locks import temporary_beside\n"
     code += "with temporary_beside(pathlib.Path(sys.argv[1])) as folder: print(folder, flush=True); time.sleep(600)"
     with process(code, tmp_path / "out") as running:
         (theirs,) = tmp_path.iterdir()

@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 
 import bridge
-from bridge.system import cache, closure, kernel_cache
-from bridge.system.jit import CFunction, c_function, inner, kernel
-from bridge.system.memory import array_at, stack
+from bridge.system.kernels import closure
+from bridge.system.kernels.jit import CFunction, c_function, inner, kernel
+from bridge.system.kernels.memory import array_at, stack
+from bridge.system.storage import cache, kernel_cache
 from tests.conftest import PATIENCE, ROOT, posix
 from tests.support.kernel_modules import COMPILES, GUARD
 
@@ -68,8 +69,8 @@ def copied(folder: Path) -> Path:
 
 
 STEPS = """
-from bridge.runtime.cpu import decoder_ops, rowmajor
-from bridge.system import compiling, half
+from bridge.runtime.cpu.forms import rowmajor; from bridge.runtime.cpu.ops import decoder_ops
+from bridge.system.kernels import compiling, half
 import numpy as np
 decoder_ops.function("scale").address
 half.half_bits(np.ones(3, np.float32))
@@ -93,7 +94,7 @@ def test_a_change_compiles_what_depends_on_it_and_nothing_else(tmp_path: Path) -
     first = steps_of(ROOT, home)
     assert first > 1
     assert steps_of(tree, home) == 0  # a copy shares them
-    for text in ("bridge/cli/run.py", "bridge/errors.py", "bridge/runtime/model.py", "bridge/__init__.py"):
+    for text in ("bridge/cli/use/run.py", "bridge/errors.py", "bridge/runtime/model.py", "bridge/__init__.py"):
         (tree / text).write_text((tree / text).read_text() + "\n# another help text\n")
     assert steps_of(tree, home) == 0
     changed = tree / "bridge" / "system" / "half.py"
@@ -107,10 +108,10 @@ def test_a_change_compiles_what_depends_on_it_and_nothing_else(tmp_path: Path) -
 
 
 DIGEST = """
-from bridge.system import closure
+from bridge.system.kernels import closure
 closure._SETTLED = 0
-closure.digest(frozenset(["bridge.system.half"]))
-print(closure.digest(frozenset(["bridge.system.half"])), closure.sources.cache_info().misses)
+closure.digest(frozenset(["bridge.system.kernels.half"]))
+print(closure.digest(frozenset(["bridge.system.kernels.half"])), closure.sources.cache_info().misses)
 """
 
 
@@ -309,9 +310,9 @@ def test_a_c_function_that_needs_numba_at_run_time_is_an_error() -> None:
 
 def test_kernels_that_a_kernel_is_given_count_with_their_modules() -> None:
     given = inner(_twice)
-    given.modules = frozenset(["bridge.encode.carry_fit"])
+    given.modules = frozenset(["bridge.encode.carrying.carry_fit"])
     function = c_function(_sum, "given", _space=given)
-    assert function.modules == {__name__, "bridge.encode.carry_fit"}
+    assert function.modules == {__name__, "bridge.encode.carrying.carry_fit"}
 
 
 def test_kernels_are_entries_that_can_be_removed(own: Path) -> None:

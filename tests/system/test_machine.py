@@ -8,7 +8,8 @@ from pathlib import Path
 import llvmlite.binding as llvm
 import pytest
 
-from bridge.system import kernel_cache, machine
+from bridge.system.cpu import machine
+from bridge.system.storage import kernel_cache
 from tests.conftest import posix
 
 Asked = Callable[[str | None], bool]

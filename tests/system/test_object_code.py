@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bridge.runtime.cpu import decoder_ops
-from bridge.system import compile_ahead, compiler, compiling, kernel_cache, machine, object_code, targets
-from bridge.system.jit import CFunction
+from bridge.runtime.cpu.ops import decoder_ops
+from bridge.system.cpu import machine, targets
+from bridge.system.kernels import compile_ahead, compiler, compiling, object_code
+from bridge.system.kernels.jit import CFunction
+from bridge.system.storage import kernel_cache
 from scripts import build_objects
 from tests.conftest import PATIENCE, ROOT
 
@@ -64,7 +66,7 @@ def test_a_process_that_is_killed_leaves_the_function_to_whoever_needs_it(
 ) -> None:
     monkeypatch.setattr(compile_ahead, "usable_cpus", lambda: 2)
     monkeypatch.setattr(compile_ahead, "_EACH", 1)
-    monkeypatch.setattr("bridge.system.worker.Worker._started", lambda self: subprocess.Popen(
+    monkeypatch.setattr("bridge.system.kernels.worker.Worker._started", lambda self: subprocess.Popen(
         [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ))  # fmt: skip
     function = decoder_ops.function("scale")
@@ -84,7 +86,7 @@ def test_where_no_process_can_be_started_nothing_is_compiled_ahead(
 
     monkeypatch.setattr(compile_ahead, "usable_cpus", lambda: 2)
     monkeypatch.setattr(compile_ahead, "_EACH", 1)
-    monkeypatch.setattr("bridge.system.worker.Worker._started", refused)
+    monkeypatch.setattr("bridge.system.kernels.worker.Worker._started", refused)
     compile_ahead.compile_all([decoder_ops.function("scale"), decoder_ops.function("add")])
     assert not object_code._compiled
 
@@ -120,7 +122,7 @@ def test_what_came_with_the_package_is_used_as_long_as_its_sources_are_the_same(
 
 ELSEWHERE = """
 import sys
-from bridge.system import compiler, machine, pool
+from bridge.system.cpu import machine; from bridge.system.kernels import compiler; from bridge.system.threads import pool
 made_for = machine.Machine(*sys.argv[1:])
 machine.host = lambda: made_for
 code = compiler.object_code(pool.function("walk"), made_for)

@@ -19,7 +19,8 @@ import yaml
 import bridge
 from bridge.errors import BridgeError
 from bridge.runtime import QuantTensor
-from bridge.system import files, folder_locks, free_memory, malloc, pages
+from bridge.system.cpu import free_memory, malloc, pages
+from bridge.system.storage import files, folder_locks
 from tests.conftest import CHECKPOINT, ROOT, posix
 
 WITHOUT = "import sys; sys.modules.update(dict.fromkeys(('fcntl', 'pty', 'termios', 'resource', 'readline')))\n"
@@ -190,12 +191,12 @@ class Windows:
 def library(name):
     calls.append(name)
     return Windows
-import bridge.system.jit
+import bridge.system.kernels.jit
 ctypes.WinDLL, sys.platform = library, "win32"
-import bridge.system.waiting
+import bridge.system.threads.waiting
 sys.platform = "linux"
 from bridge.runtime import QuantTensor
-from bridge.system import pool
+from bridge.system.threads import pool
 import time
 matrix = np.random.default_rng(0).standard_normal((4096, 64)).astype(np.float32)
 tensor = QuantTensor("w", "F32", matrix.shape, matrix.view(np.uint8).reshape(-1))

@@ -12,7 +12,7 @@ import pytest
 from bridge.checkpoint.adapter import read_adapter
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.checkpoint.labels.schemes import matches
-from bridge.conversion.recipe import Recipe
+from bridge.conversion.planning.recipe import Recipe
 from bridge.errors import BridgeError
 from bridge.system import patterns
 from bridge.system.patterns import matched, pattern_problem

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-import bridge.system.compiling
+import bridge.system.kernels.compiling
 from bridge.system.progress import Bar
 
 
@@ -30,7 +30,9 @@ def test_compiling_counts_for_no_speed(monkeypatch) -> None:
         shown = []
         for done, (seconds, compiling) in enumerate([(0, 0), (52, 50), (52, 50), (2, 0)]):
             clock[0] += seconds
-            monkeypatch.setattr("bridge.system.compiling._seconds", bridge.system.compiling._seconds + compiling)
+            monkeypatch.setattr(
+                "bridge.system.kernels.compiling._seconds", bridge.system.kernels.compiling._seconds + compiling
+            )
             bar(done, 6, f"blk.{done}")
             shown.append(str(bar.bar))
     assert "<?," in shown[0]  # nothing is done yet

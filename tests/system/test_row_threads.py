@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from bridge.system import row_threads
-from bridge.system.row_threads import over_rows
+from bridge.system.cpu import row_threads
+from bridge.system.cpu.row_threads import over_rows
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Names of files that are one of several."""
 
-from bridge.system.files import shards_of, without_shard
+from bridge.system.storage.files import shards_of, without_shard
 
 
 def test_the_names_of_all_shards():

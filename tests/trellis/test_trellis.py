@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge.errors import BridgeError
-from bridge.system import targets
+from bridge.system.cpu import targets
 from bridge.trellis import BitshiftCodebook, bitshift_codebook, bitshift_gemm
 from bridge.trellis.gemm import layer_of
 from bridge.trellis.hadamard import ORDERS, Rotation, had

@@ -14,9 +14,9 @@ from typing import IO, Protocol, Self
 
 from bridge.checkpoint.files.weight_files import NOT_WEIGHTS, WEIGHTS, belongs
 from bridge.errors import BridgeError, parameter
-from bridge.system.files import disk_errors, expect_name, expect_regular, files_below, sync_folder
-from bridge.system.folder_locks import temporary_beside
-from bridge.system.outputs import check_parents
+from bridge.system.storage.files import disk_errors, expect_name, expect_regular, files_below, sync_folder
+from bridge.system.storage.folder_locks import temporary_beside
+from bridge.system.storage.outputs import check_parents
 
 
 class Source(Protocol):

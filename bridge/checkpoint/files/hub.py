@@ -8,7 +8,7 @@ from typing import Any, Literal
 from bridge.checkpoint import Checkpoint, open_checkpoint
 from bridge.checkpoint.files.weight_files import WEIGHTS, checkpoint_files
 from bridge.errors import BridgeError, parameter
-from bridge.system.files import OLD_GGML, expanded, first_bytes, missing, refuse_pointer, without_shard
+from bridge.system.storage.files import OLD_GGML, expanded, first_bytes, missing, refuse_pointer, without_shard
 from bridge.system.text import size_text, tell
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")  # @: a branch, tag or commit

@@ -20,7 +20,7 @@ import numpy as np
 from bridge.checkpoint.files.dtypes import NUMPY, OTHER_BITS, as_float32
 from bridge.errors import BridgeError
 from bridge.system.fields import table
-from bridge.system.files import MAX_SMALL, first_bytes, is_safetensors, kind_of_contents, refuse_pointer
+from bridge.system.storage.files import MAX_SMALL, first_bytes, is_safetensors, kind_of_contents, refuse_pointer
 
 # what training tools put around a module, and into its tensors' names: torch.compile, FSDP, PEFT
 WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|base_layer)\.")

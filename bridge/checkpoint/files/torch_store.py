@@ -13,7 +13,7 @@ import numpy as np
 from bridge.checkpoint.files.dtypes import TORCH, torch_dtype
 from bridge.checkpoint.files.store import Store, TensorInfo
 from bridge.errors import BridgeError
-from bridge.system.files import TORCH_STARTS, first_bytes, kind_of_contents, refuse_pointer
+from bridge.system.storage.files import TORCH_STARTS, first_bytes, kind_of_contents, refuse_pointer
 
 
 class HeldStore(Store):

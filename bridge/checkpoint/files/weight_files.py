@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from bridge.checkpoint.files.store import Store
 from bridge.checkpoint.files.torch_store import TorchStore
 from bridge.errors import BridgeError
-from bridge.system.files import expanded, read_json, shards_of
+from bridge.system.storage.files import expanded, read_json, shards_of
 
 WEIGHTS = (".safetensors", ".bin", ".pt")  # endings of files with weights, in order of preference
 CONFIGS = (".json", ".txt", ".jinja", ".model", "README.md")  # endings of all other files that are read

@@ -17,7 +17,7 @@ GPTQ's words run down the input features, so they are transposed first, a few ro
 
 import numpy as np
 
-from bridge.system.jit import inner, kernel
+from bridge.system.kernels.jit import inner, kernel
 
 PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
 _CHUNK = 1 << 18  # codes that are unpacked at a time: what is read and written stays in cache

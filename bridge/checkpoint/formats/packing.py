@@ -9,7 +9,7 @@ bytes of a uint64, are joined in three shift-and-mask steps:
 import numpy as np
 
 from bridge.checkpoint.formats.bits import PLANES, transpose
-from bridge.system.jit import inner, kernel
+from bridge.system.kernels.jit import inner, kernel
 
 _CHUNK = 1 << 18  # codes that are packed at a time: what is read and written stays in cache
 _GEMM_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word is output feature order[i] of its eight

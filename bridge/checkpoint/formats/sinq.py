@@ -46,7 +46,7 @@ from bridge.checkpoint.grouped import GroupedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
 from bridge.system.fields import integers, table, whole_number
-from bridge.system.files import read_json
+from bridge.system.storage.files import read_json
 
 _SIDECAR = "model.safetensors.index.json.meta.json"
 _SCALES, _ZEROS, _COLUMNS = "meta.scale", "meta.zero", "meta.scale2"

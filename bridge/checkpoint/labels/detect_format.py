@@ -47,8 +47,8 @@ from bridge.checkpoint.formats.vptq import VptqReader
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
 from bridge.system.fields import table, whole_number
-from bridge.system.files import read_json
 from bridge.system.patterns import pattern_problem
+from bridge.system.storage.files import read_json
 
 # quant_method -> its reader; auto-round packs as one of them
 READERS: dict[str, type[Reader]] = {

@@ -27,8 +27,8 @@ from bridge.checkpoint.repack.folder_output import FolderOutput
 from bridge.checkpoint.repack.labels import Labels
 from bridge.checkpoint.repack.zero_points import Clamped, ZeroPointPlan
 from bridge.errors import BridgeError, parameter
-from bridge.system.files import expanded
 from bridge.system.options import checked
+from bridge.system.storage.files import expanded
 from bridge.system.text import size_text, summarise_notes
 
 FORMATS = ("gptq", "gptq_v2")

@@ -16,7 +16,7 @@ from bridge.checkpoint import Checkpoint
 from bridge.checkpoint.files.folder import CheckpointFolder, sync
 from bridge.checkpoint.files.store import TensorInfo, header_of
 from bridge.errors import BridgeError
-from bridge.system.files import read_json
+from bridge.system.storage.files import read_json
 
 Progress = Callable[[int, int, str], None]
 _CHUNK = 8 << 20  # bytes copied at a time

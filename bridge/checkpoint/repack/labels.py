@@ -9,7 +9,7 @@ from bridge.checkpoint import Checkpoint
 from bridge.checkpoint.labels.quant_config import gptq_labels, packer
 from bridge.checkpoint.repack.zero_points import ZeroPointPlan
 from bridge.system.fields import table
-from bridge.system.files import read_json
+from bridge.system.storage.files import read_json
 
 _PACKING = {"gptq": "auto_round:auto_gptq", "gptq_v2": "auto_round:gptqmodel"}  # auto-round's own names
 

@@ -19,7 +19,7 @@ from numpy.typing import DTypeLike
 
 from bridge.blocks import BlockType
 from bridge.checkpoint.formats.packing import joined
-from bridge.system.jit import inlined, kernel, specialize
+from bridge.system.kernels.jit import inlined, kernel, specialize
 
 TILE = 128  # rows that are written transposed
 _LINE = 64  # bytes

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bridge.system.files import write_text
+from bridge.system.storage.files import write_text
 from bridge.system.text import percent, size_text, summarise_notes
 
 

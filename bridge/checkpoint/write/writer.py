@@ -30,9 +30,9 @@ from bridge.checkpoint.tensor_names import layer_of
 from bridge.checkpoint.write import FORMATS
 from bridge.checkpoint.write.report import Written
 from bridge.errors import BridgeError
-from bridge.system import compiling
-from bridge.system.files import expanded
+from bridge.system.kernels import compiling
 from bridge.system.progress import Progress
+from bridge.system.storage.files import expanded
 
 _CHUNK = 8 << 20  # bytes of floats copied at a time
 _TOWERS = frozenset({"vision_config", "audio_config"})  # keys of the config of a model of several parts

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge.errors import BridgeError
-from bridge.system.files import read_small, write_bytes
-from bridge.system.outputs import Taken, check_outputs
+from bridge.system.storage.files import read_small, write_bytes
+from bridge.system.storage.outputs import Taken, check_outputs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

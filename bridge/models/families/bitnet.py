@@ -6,9 +6,9 @@ The activation is written as bitnet.hidden_activation, as ModernBERT's is. llama
 build 11549): it computes SiLU, as the first models of this architecture had.
 """
 
+from bridge.models.config.gguf_keys import Key
+from bridge.models.config.model_config import Config
 from bridge.models.family import NO_BIASES, Expected, Family, Row, attention, decoder
-from bridge.models.gguf_keys import Key
-from bridge.models.model_config import Config
 
 _NO_HEAD = "llama.cpp's graph for this architecture has no other head"
 

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from bridge.models.arguments import Arguments
+from bridge.models.config.arguments import Arguments
+from bridge.models.config.gguf_keys import Computed, Constant, Key, Present
+from bridge.models.config.model_config import Config
 from bridge.models.family import NO_BIASES, SILU, Expected, Family, Row, attention, decoder, gated_mlp
-from bridge.models.gguf_keys import Computed, Constant, Key, Present
-from bridge.models.model_config import Config
 
 
 def _context(config: Config, _args: Arguments) -> dict[str, Any]:

@@ -15,13 +15,13 @@ import numpy as np
 
 from bridge.errors import BridgeError
 from bridge.gguf_file.architectures import ARCHITECTURES
-from bridge.models.arguments import Arguments
+from bridge.models.config.arguments import Arguments
+from bridge.models.config.gguf_keys import Computed, Key, StoredKeys
+from bridge.models.config.model_config import Config
+from bridge.models.config.rope import rope_rules, yarn_betas
 from bridge.models.family import EXPERTS, SILU, Family, Row, decoder, gated_mlp, leading, required, sparse
-from bridge.models.gguf_keys import Computed, Key, StoredKeys
-from bridge.models.model_config import Config
 from bridge.models.outline import Part
 from bridge.models.prediction import prediction
-from bridge.models.rope import rope_rules, yarn_betas
 
 
 def _sizes(config: Config, args: Arguments) -> dict[str, int]:

@@ -11,11 +11,11 @@ with "model." before, and kv_norm as norm.
 from typing import Any
 
 from bridge.errors import BridgeError
-from bridge.models.arguments import Arguments
+from bridge.models.config.arguments import Arguments
+from bridge.models.config.gguf_keys import Computed, Constant, Key, StoredKeys
+from bridge.models.config.model_config import Config
+from bridge.models.config.rope import yarn_betas
 from bridge.models.family import SILU, Expected, Family, Row, decoder
-from bridge.models.gguf_keys import Computed, Constant, Key, StoredKeys
-from bridge.models.model_config import Config
-from bridge.models.rope import yarn_betas
 
 RATIOS = (0, 4, 128)  # tokens that become one; 0: none do
 _, _SPARSE, _HEAVY = RATIOS

@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from bridge.errors import BridgeError
-from bridge.models.arguments import Arguments
+from bridge.models.config.arguments import Arguments
+from bridge.models.config.gguf_keys import Computed, Constant, Key
+from bridge.models.config.model_config import Config
 from bridge.models.family import EXPERTS, SILU, Expected, Family, Row, attention, decoder, gated_mlp, leading, sparse
-from bridge.models.gguf_keys import Computed, Constant, Key
-from bridge.models.model_config import Config
 
 _UNKNOWN = "llama.cpp's converter knows no such model"
 _ATTENTION = (Row("input_layernorm", "hidden"), *attention(), Row("post_attention_layernorm", "hidden"))

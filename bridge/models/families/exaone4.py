@@ -6,11 +6,11 @@ Only layers with a window are rotated where there is one. llama.cpp knows that m
 from typing import Any
 
 from bridge.errors import BridgeError
-from bridge.models.arguments import Arguments
+from bridge.models.config.arguments import Arguments
+from bridge.models.config.gguf_keys import Computed
+from bridge.models.config.model_config import Config
 from bridge.models.families.windows import window_config, window_keys, window_rule
 from bridge.models.family import NO_BIASES, SILU, Family, Row, attention, decoder, gated_mlp
-from bridge.models.gguf_keys import Computed
-from bridge.models.model_config import Config
 
 _LAYERS = window_rule("exaone4").layers
 

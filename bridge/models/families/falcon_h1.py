@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 from bridge.errors import BridgeError
-from bridge.models.arguments import Arguments
+from bridge.models.config.arguments import Arguments
+from bridge.models.config.gguf_keys import Computed, StoredKeys
+from bridge.models.config.model_config import Config
 from bridge.models.families.mamba2 import mamba2, mamba2_keys, mamba2_sizes
 from bridge.models.family import HEAD, NO_BIASES, NO_OTHER, SILU, Expected, Family, Row, attention, decoder, gated_mlp
-from bridge.models.gguf_keys import Computed, StoredKeys
-from bridge.models.model_config import Config
 
 
 def _sizes(config: Config, args: Arguments) -> dict[str, int]:

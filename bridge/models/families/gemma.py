@@ -8,11 +8,11 @@ from typing import Any
 
 from bridge.errors import BridgeError
 from bridge.gguf_file.architectures import ARCHITECTURES
-from bridge.models.arguments import Arguments
+from bridge.models.config.arguments import Arguments
+from bridge.models.config.gguf_keys import Computed, Key, StoredKeys
+from bridge.models.config.model_config import Config
 from bridge.models.families.windows import local_base, rules_of_both, window_config, window_keys
 from bridge.models.family import NO_BIASES, NORM, Expected, Family, Row, attention, decoder, gated_mlp
-from bridge.models.gguf_keys import Computed, Key, StoredKeys
-from bridge.models.model_config import Config
 
 GELU = Expected("hidden_act", ("gelu_pytorch_tanh", "gelu_new"), written=True)
 _TOKENS = 4096  # of the window, if a config does not say so

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from bridge.errors import BridgeError
-from bridge.models.arguments import Arguments
+from bridge.models.config.arguments import Arguments
+from bridge.models.config.gguf_keys import Computed, StoredKeys
+from bridge.models.config.model_config import Config
 from bridge.models.families.gemma import GELU
 from bridge.models.families.gemma4 import INPUT_OF_LAYER, INPUTS, NORMS, inputs_config, layers_with_window
 from bridge.models.families.windows import local_base
 from bridge.models.family import EMBEDDINGS, NO_BIASES, NO_OTHER, Expected, Family, Row, attention, decoder, gated_mlp
-from bridge.models.gguf_keys import Computed, StoredKeys
-from bridge.models.model_config import Config
 from bridge.models.outline import Part
 
 _STREAMS = 4

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from bridge.models.arguments import Arguments
+from bridge.models.config.arguments import Arguments
+from bridge.models.config.gguf_keys import Computed, StoredKeys
+from bridge.models.config.model_config import Config
+from bridge.models.config.rope import global_layers
 from bridge.models.families.gemma import GELU
 from bridge.models.families.windows import local_base, rules_of_both, window_config
 from bridge.models.family import EMBEDDINGS, NO_BIASES, Expected, Family, Row, decoder, experts_with_gate_up, gated_mlp
-from bridge.models.gguf_keys import Computed, StoredKeys
-from bridge.models.model_config import Config
-from bridge.models.rope import global_layers
 
 _GLOBAL = "full_attention"
 

@@ -8,7 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from bridge.errors import BridgeError
-from bridge.models.arguments import Arguments
+from bridge.models.config.arguments import Arguments
+from bridge.models.config.gguf_keys import ATTENTION_BIAS, Computed, Constant, Entry, Key, Present
+from bridge.models.config.model_config import Config
 from bridge.models.families.qwen_vl import rope_sections
 from bridge.models.family import (
     EXPERTS,
@@ -24,8 +26,6 @@ from bridge.models.family import (
     leading,
     sparse,
 )  # fmt: skip
-from bridge.models.gguf_keys import ATTENTION_BIAS, Computed, Constant, Entry, Key, Present
-from bridge.models.model_config import Config
 from bridge.models.prediction import prediction
 
 GLM4 = Family(

@@ -1,9 +1,9 @@
 """GPT-2: embeddings for positions; q, k and v in one matrix. Its layers are Conv1D: floats are stored transposed."""
 
-from bridge.models.arguments import Arguments
+from bridge.models.config.arguments import Arguments
+from bridge.models.config.gguf_keys import Computed
+from bridge.models.config.model_config import Config
 from bridge.models.family import Expected, Family, Row, decoder, required
-from bridge.models.gguf_keys import Computed
-from bridge.models.model_config import Config
 
 
 def _sizes(_config: Config, args: Arguments) -> dict[str, int]:

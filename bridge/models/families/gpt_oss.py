@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from bridge.models.arguments import Arguments
+from bridge.models.config.arguments import Arguments
+from bridge.models.config.gguf_keys import Computed, StoredKeys
+from bridge.models.config.model_config import Config
+from bridge.models.config.rope import yarn_betas
 from bridge.models.families.windows import window_config, window_keys
 from bridge.models.family import SILU, Expected, Family, Row, attention, decoder, required
-from bridge.models.gguf_keys import Computed, StoredKeys
-from bridge.models.model_config import Config
 from bridge.models.outline import Part
-from bridge.models.rope import yarn_betas
 
 _EXPERTS = "mlp.experts"
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from bridge.models.arguments import Arguments
+from bridge.models.config.arguments import Arguments
+from bridge.models.config.gguf_keys import ATTENTION_BIAS, Computed, Key, StoredKeys
 from bridge.models.families.llama import LLAMA
 from bridge.models.family import Row, attention, configured, decoder
-from bridge.models.gguf_keys import ATTENTION_BIAS, Computed, Key, StoredKeys
 from bridge.models.outline import Part
 
 FACTORS = (

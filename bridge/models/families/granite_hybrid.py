@@ -4,12 +4,12 @@ from dataclasses import replace
 from typing import Any
 
 from bridge.errors import BridgeError
-from bridge.models.arguments import Arguments
+from bridge.models.config.arguments import Arguments
+from bridge.models.config.gguf_keys import ATTENTION_BIAS, Computed, Constant, StoredKeys
+from bridge.models.config.model_config import Config
 from bridge.models.families.granite import FACTORS, GRANITE_MOE, SHARED, STACKED
 from bridge.models.families.mamba2 import mamba2, mamba2_keys, mamba2_sizes
 from bridge.models.family import NO_BIASES, SILU, Expected, Row, attention, decoder
-from bridge.models.gguf_keys import ATTENTION_BIAS, Computed, Constant, StoredKeys
-from bridge.models.model_config import Config
 
 
 def _sizes(config: Config, args: Arguments) -> dict[str, int]:

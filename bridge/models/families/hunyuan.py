@@ -8,11 +8,11 @@ The rope type is called dynamic, but its alpha is fixed: it makes theta larger, 
 from dataclasses import replace
 from typing import Any
 
-from bridge.models.arguments import Arguments
+from bridge.models.config.arguments import Arguments
+from bridge.models.config.gguf_keys import Computed, Constant, Key, StoredKeys
+from bridge.models.config.model_config import Config
+from bridge.models.config.rope import rope_number, rope_rules
 from bridge.models.family import EXPERTS, NO_BIASES, SILU, Family, Row, attention, decoder, gated_mlp
-from bridge.models.gguf_keys import Computed, Constant, Key, StoredKeys
-from bridge.models.model_config import Config
-from bridge.models.rope import rope_number, rope_rules
 
 _CONTEXT = 256 * 1024  # max_position_embeddings is 32 Ki in some published configs
 

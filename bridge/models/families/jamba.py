@@ -3,10 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-from bridge.models.arguments import Arguments
+from bridge.models.config.arguments import Arguments
+from bridge.models.config.gguf_keys import Computed, Key, StoredKeys
+from bridge.models.config.model_config import Config
 from bridge.models.family import SILU, Expected, Family, Row, attention, decoder, gated_mlp, required
-from bridge.models.gguf_keys import Computed, Key, StoredKeys
-from bridge.models.model_config import Config
 
 
 def _sizes(config: Config, args: Arguments) -> dict[str, int]:

@@ -7,10 +7,10 @@ experts, but not to weight them.
 from dataclasses import replace
 from typing import Any
 
-from bridge.models.arguments import Arguments
+from bridge.models.config.arguments import Arguments
+from bridge.models.config.gguf_keys import Computed, Constant, Key, StoredKeys
+from bridge.models.config.model_config import Config
 from bridge.models.family import Expected, Family, Row, decoder, leading, sparse
-from bridge.models.gguf_keys import Computed, Constant, Key, StoredKeys
-from bridge.models.model_config import Config
 
 
 def _adjusted(config: Config, args: Arguments) -> dict[str, int]:

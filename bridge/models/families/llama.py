@@ -1,7 +1,7 @@
 """Llama 1 to 3.x, and the many other models published as LlamaForCausalLM."""
 
+from bridge.models.config.gguf_keys import ATTENTION_BIAS, Present
 from bridge.models.family import Family, Row, attention, configured, decoder, gated_mlp
-from bridge.models.gguf_keys import ATTENTION_BIAS, Present
 
 LLAMA = Family(
     titles=("Llama 1 to 3.x",),

@@ -8,10 +8,10 @@ from typing import Any
 
 from bridge.errors import BridgeError
 from bridge.gguf_file.architectures import ARCHITECTURES
-from bridge.models.arguments import Arguments
+from bridge.models.config.arguments import Arguments
+from bridge.models.config.gguf_keys import ATTENTION_BIAS, Computed, Key
+from bridge.models.config.model_config import Config
 from bridge.models.family import SILU, Expected, Family, Row, attention, configured, decoder, gated_mlp
-from bridge.models.gguf_keys import ATTENTION_BIAS, Computed, Key
-from bridge.models.model_config import Config
 
 _BUILT_IN = "llama.cpp's graph has it built in"
 _MAVERICK = ARCHITECTURES["llama4"].no_unit_norms  # experts

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from bridge.errors import BridgeError
-from bridge.models.arguments import Arguments
+from bridge.models.config.arguments import Arguments
+from bridge.models.config.gguf_keys import Computed, Constant, Entry, Key, StoredKeys
+from bridge.models.config.model_config import Config
 from bridge.models.family import SILU, Expected, Family, Row, decoder, required
-from bridge.models.gguf_keys import Computed, Constant, Entry, Key, StoredKeys
-from bridge.models.model_config import Config
 from bridge.models.outline import Part
 
 CONTEXT = 2**20  # nothing depends on positions, so there is no length of training to keep to

@@ -5,8 +5,8 @@ A bias is added to the router's sigmoid to choose experts, but not to weight the
 
 from typing import Any
 
+from bridge.models.config.gguf_keys import Computed, Constant, Key, StoredKeys
 from bridge.models.family import EXPERTS, SILU, Expected, Family, Row, attention, decoder
-from bridge.models.gguf_keys import Computed, Constant, Key, StoredKeys
 
 
 def _config(stored: StoredKeys) -> dict[str, Any]:

@@ -6,12 +6,12 @@ Ministral 3 multiplies q by a temperature that grows with the position beyond th
 from dataclasses import replace
 from typing import Any
 
-from bridge.models.arguments import Arguments
+from bridge.models.config.arguments import Arguments
+from bridge.models.config.gguf_keys import Computed, StoredKeys
+from bridge.models.config.model_config import Config
+from bridge.models.config.rope import rope_number, rope_rules, yarn_betas
 from bridge.models.families.mistral import MISTRAL
 from bridge.models.family import SILU, Expected
-from bridge.models.gguf_keys import Computed, StoredKeys
-from bridge.models.model_config import Config
-from bridge.models.rope import rope_number, rope_rules, yarn_betas
 
 
 def _temperature(config: Config, args: Arguments) -> dict[str, Any]:

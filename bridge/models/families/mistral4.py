@@ -6,12 +6,12 @@ q is multiplied by a temperature that grows with the position beyond the origina
 from dataclasses import replace
 from typing import Any
 
-from bridge.models.arguments import Arguments
+from bridge.models.config.arguments import Arguments
+from bridge.models.config.gguf_keys import Computed, Constant, StoredKeys
+from bridge.models.config.model_config import Config
+from bridge.models.config.rope import rope_number, rope_rules
 from bridge.models.families.deepseek import DEEPSEEK2, LATENT, latent_rules, latent_table
 from bridge.models.family import Row, experts_with_gate_up
-from bridge.models.gguf_keys import Computed, Constant, StoredKeys
-from bridge.models.model_config import Config
-from bridge.models.rope import rope_number, rope_rules
 
 
 def _temperature(config: Config, args: Arguments) -> dict[str, Any]:

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from bridge.models.arguments import Arguments
+from bridge.models.config.arguments import Arguments
+from bridge.models.config.gguf_keys import Computed, Constant, Key, StoredKeys
+from bridge.models.config.model_config import Config
 from bridge.models.families.mamba2 import mamba2, mamba2_keys, mamba2_sizes
 from bridge.models.family import NO_BIASES, Expected, Family, Row, decoder
-from bridge.models.gguf_keys import Computed, Constant, Key, StoredKeys
-from bridge.models.model_config import Config
 from bridge.models.prediction import prediction, predicts
 
 _KINDS = {

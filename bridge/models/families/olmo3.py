@@ -4,11 +4,11 @@ from dataclasses import replace
 from typing import Any
 
 from bridge.errors import BridgeError
-from bridge.models.arguments import Arguments
+from bridge.models.config.arguments import Arguments
+from bridge.models.config.gguf_keys import Computed, StoredKeys
+from bridge.models.config.model_config import Config
 from bridge.models.families.olmo2 import OLMO2
 from bridge.models.families.windows import local_base, rules_of_both, window_config, window_keys
-from bridge.models.gguf_keys import Computed, StoredKeys
-from bridge.models.model_config import Config
 
 
 def _windows(config: Config, args: Arguments) -> dict[str, Any]:

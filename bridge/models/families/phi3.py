@@ -5,10 +5,10 @@ llama.cpp runs its sliding window as full attention.
 
 from typing import Any
 
-from bridge.models.arguments import Arguments
+from bridge.models.config.arguments import Arguments
+from bridge.models.config.gguf_keys import Computed, StoredKeys
+from bridge.models.config.model_config import Config
 from bridge.models.family import Family, Row, decoder
-from bridge.models.gguf_keys import Computed, StoredKeys
-from bridge.models.model_config import Config
 
 
 def _context(config: Config, args: Arguments) -> dict[str, Any]:

@@ -3,10 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
+from bridge.models.config.gguf_keys import Computed, StoredKeys
+from bridge.models.config.model_config import Config
 from bridge.models.families.phi3 import PHI3, phi3_config
 from bridge.models.family import EMBEDDINGS, EXPERTS, Row, attention, decoder, required
-from bridge.models.gguf_keys import Computed, StoredKeys
-from bridge.models.model_config import Config
 
 
 def _config(stored: StoredKeys) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Qwen3-MoE has experts, none of them shared. llama.cpp normalizes the weights of 
 norm_topk_prob must be true, and transformers' default is false.
 """
 
+from bridge.models.config.gguf_keys import ATTENTION_BIAS
 from bridge.models.family import (
     ALL_SPARSE,
     EXPERTS,
@@ -16,7 +17,6 @@ from bridge.models.family import (
     decoder,
     gated_mlp,
 )  # fmt: skip
-from bridge.models.gguf_keys import ATTENTION_BIAS
 
 # 128 is transformers' default, whatever hidden_size / num_attention_heads is
 _KEYS = {"max_position_embeddings": 32768, "head_dim": 128, "use_sliding_window": False, "attention_bias": False}

@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from bridge.models.arguments import Arguments
+from bridge.models.config.arguments import Arguments
+from bridge.models.config.gguf_keys import Computed, StoredKeys
+from bridge.models.config.model_config import Config
 from bridge.models.families.qwen3_next import (
     FULL,
     QWEN3_NEXT,
@@ -20,8 +22,6 @@ from bridge.models.families.qwen3_next import (
 )
 from bridge.models.families.qwen_vl import rope_sections
 from bridge.models.family import EXPERTS, NO_BIASES, NORM, SILU, Row, decoder, gated_mlp
-from bridge.models.gguf_keys import Computed, StoredKeys
-from bridge.models.model_config import Config
 from bridge.models.outline import Part
 from bridge.models.prediction import prediction
 

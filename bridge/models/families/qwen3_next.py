@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from bridge.models.arguments import Arguments
+from bridge.models.config.arguments import Arguments
+from bridge.models.config.gguf_keys import Computed, Key, StoredKeys
+from bridge.models.config.model_config import Config
 from bridge.models.family import ALL_SPARSE, EXPERTS, NO_BIASES, NORM, SILU, Expected, Family, Row, decoder, gated_mlp
-from bridge.models.gguf_keys import Computed, Key, StoredKeys
-from bridge.models.model_config import Config
 from bridge.models.outline import Part
 from bridge.models.prediction import QWENS, prediction, predicts
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from bridge.errors import BridgeError
-from bridge.models.arguments import Arguments
+from bridge.models.config.arguments import Arguments
+from bridge.models.config.gguf_keys import ATTENTION_BIAS, Computed
+from bridge.models.config.model_config import Config
+from bridge.models.config.rope import rope_rules
 from bridge.models.families.qwen2 import QWEN2
 from bridge.models.families.qwen3 import QWEN3, QWEN3_MOE
-from bridge.models.gguf_keys import ATTENTION_BIAS, Computed
-from bridge.models.model_config import Config
-from bridge.models.rope import rope_rules
 
 
 def rope_sections(config: Config, _args: Arguments, default: list[int] | None = None) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Seed-OSS: Llama's decoder with biases on q, k and v; heads are rotated by halves, their size is configured."""
 
+from bridge.models.config.gguf_keys import ATTENTION_BIAS
 from bridge.models.family import SILU, Expected, Family, Row, attention, configured, decoder, gated_mlp
-from bridge.models.gguf_keys import ATTENTION_BIAS
 
 _NONE = "llama.cpp's graph for this architecture has no such biases"
 

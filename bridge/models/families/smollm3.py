@@ -4,11 +4,11 @@ from dataclasses import replace
 from typing import Any
 
 from bridge.errors import BridgeError
-from bridge.models.arguments import Arguments
+from bridge.models.config.arguments import Arguments
+from bridge.models.config.gguf_keys import Computed
+from bridge.models.config.model_config import Config
 from bridge.models.families.llama import LLAMA
 from bridge.models.family import SILU, Expected
-from bridge.models.gguf_keys import Computed
-from bridge.models.model_config import Config
 
 
 def _every_fourth(config: Config, args: Arguments) -> dict[str, Any]:

@@ -4,10 +4,10 @@ from typing import Any
 
 from bridge.errors import BridgeError
 from bridge.gguf_file.architectures import ARCHITECTURES, Windows, read_windows
-from bridge.models.arguments import Arguments
-from bridge.models.gguf_keys import StoredKeys
-from bridge.models.model_config import Config
-from bridge.models.rope import rope_number, rope_rules
+from bridge.models.config.arguments import Arguments
+from bridge.models.config.gguf_keys import StoredKeys
+from bridge.models.config.model_config import Config
+from bridge.models.config.rope import rope_number, rope_rules
 
 
 def window_rule(arch: str) -> Windows:

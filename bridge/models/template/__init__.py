@@ -15,7 +15,7 @@ from bridge.checkpoint.files.hub import find_template
 from bridge.models.outline import Outline, OutlineTensor
 from bridge.models.template.build import Builder, from_template, quantizable
 from bridge.models.template.template_file import copied_metadata, number, open_template, stop_texts
-from bridge.models.tower import TOWER_NAME
+from bridge.models.towers.tower import TOWER_NAME
 
 __all__ = ["copied_metadata", "describe_template", "quantizable", "stop_texts", "template_tensors"]
 

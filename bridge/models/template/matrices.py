@@ -23,10 +23,10 @@ from bridge.gguf_file.tensor_names import block_of
 from bridge.models.template.match import LazyMatrix, find_columns, find_in_several, find_rows, rounding_of
 from bridge.models.template.names import Candidate, candidates
 from bridge.models.template.template_file import number
-from bridge.runtime.cpu import dequantize
+from bridge.runtime.cpu.engines import dequantize
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.reader import GGUFFile
-from bridge.system.cpus import usable_cpus
+from bridge.system.cpu.cpus import usable_cpus
 
 # of the checkpoint's floats
 _FLOAT_ROUNDING = {

@@ -10,7 +10,7 @@ from gguf.gguf_writer import GGUFValue
 
 from bridge.errors import BridgeError
 from bridge.gguf_file.header import Metadata
-from bridge.models.vocabulary import special_text
+from bridge.models.tokenizer.vocabulary import special_text
 from bridge.runtime.reader import GGUFFile, open_gguf
 
 # written anew for the new file, or specific to the template's layout

@@ -1,6 +1,5 @@
 """The known vision towers, by the architecture of the whole model."""
 
-from bridge.models.tower import Tower
 from bridge.models.towers.gemma3 import GEMMA3
 from bridge.models.towers.gemma4 import GEMMA4
 from bridge.models.towers.glm4v import GLM4V
@@ -8,6 +7,7 @@ from bridge.models.towers.internvl import INTERNVL
 from bridge.models.towers.minimax_m3 import MINIMAX_M3
 from bridge.models.towers.pixtral import PIXTRAL
 from bridge.models.towers.qwen_vl import QWEN2_5_VL, QWEN2_VL, QWEN3_VL
+from bridge.models.towers.tower import Tower
 
 ALL = (QWEN2_VL, QWEN2_5_VL, QWEN3_VL, GEMMA3, GEMMA4, PIXTRAL, INTERNVL, MINIMAX_M3, GLM4V)
 TOWERS: dict[str, Tower] = {name: tower for tower in ALL for name in tower.architectures}

@@ -3,7 +3,7 @@
 from typing import Any
 
 from bridge.errors import BridgeError
-from bridge.models.tower import Row, Tower, Vision
+from bridge.models.towers.tower import Row, Tower, Vision
 
 _EMBEDDINGS = "vision_tower.vision_model.embeddings"
 _LAYER = "vision_tower.vision_model.encoder.layers.{}"

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from bridge.errors import BridgeError
-from bridge.models.model_config import Config
-from bridge.models.tower import Row, Sound, Tower, Vision
+from bridge.models.config.model_config import Config
+from bridge.models.towers.tower import Row, Sound, Tower, Vision
 
 _LAYER = "vision_tower.encoder.layers.{}"
 _HEARD = "audio_tower.layers.{}"

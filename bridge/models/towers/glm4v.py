@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from bridge.models.tower import Row, Tower, Vision
+from bridge.models.towers.tower import Row, Tower, Vision
 
 _BLOCK = "visual.blocks.{}"
 

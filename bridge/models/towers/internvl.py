@@ -6,7 +6,7 @@ Names are those of InternVLChatModel, with q, k and v in one matrix, or of trans
 from typing import Any
 
 from bridge.errors import BridgeError
-from bridge.models.tower import Row, Tower, Vision, qkv
+from bridge.models.towers.tower import Row, Tower, Vision, qkv
 
 _LAYER, _CHAT = "vision_tower.encoder.layer.{}", "vision_model.encoder.layers.{}"
 _EMBEDDINGS, _CHAT_EMBEDDINGS = "vision_tower.embeddings", "vision_model.embeddings"

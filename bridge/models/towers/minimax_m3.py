@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from bridge.models.tower import Row, Tower, Vision
+from bridge.models.towers.tower import Row, Tower, Vision
 
 
 def _by_axis(heads: int, size: int) -> np.ndarray:

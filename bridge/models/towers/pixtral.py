@@ -12,8 +12,8 @@ from bridge.checkpoint.language_model import TEXT_PREFIXES
 from bridge.errors import BridgeError
 from bridge.gguf_file.rope_rows import interleaved_rows
 from bridge.models.outline import OutlineTensor, Part
-from bridge.models.tower import Row, Tower, Vision
-from bridge.system.files import read_json
+from bridge.models.towers.tower import Row, Tower, Vision
+from bridge.system.storage.files import read_json
 
 _LAYER = "vision_tower.transformer.layers.{}"
 _BREAK = "[IMG_BREAK]"

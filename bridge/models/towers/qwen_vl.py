@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from bridge.errors import BridgeError
-from bridge.models.model_config import Config
-from bridge.models.tower import Row, Tower, Vision, qkv
+from bridge.models.config.model_config import Config
+from bridge.models.towers.tower import Row, Tower, Vision, qkv
 
 _PATCHES = (
     Row("visual.patch_embed.proj", "v.patch_embd.weight", bias=None, kind="patches", change="frame 0"),

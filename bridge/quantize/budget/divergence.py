@@ -22,12 +22,12 @@ import torch
 from torch import nn
 
 from bridge.blocks.read import WRITTEN
-from bridge.quantize.block_inputs import matrix
 from bridge.quantize.budget.sensitivity import block_values, nearest, nearest_blocks
-from bridge.quantize.forward_passes import ALL, Passes
-from bridge.system.files import disk_errors
-from bridge.system.free_memory import free_memory, resident
-from bridge.system.row_threads import tiles
+from bridge.quantize.model.block_inputs import matrix
+from bridge.quantize.model.forward_passes import ALL, Passes
+from bridge.system.cpu.free_memory import free_memory, resident
+from bridge.system.cpu.row_threads import tiles
+from bridge.system.storage.files import disk_errors
 
 _POSITIONS = 256  # whose probabilities are compared at a time
 _FEW = slice(None, None, 4)  # batches

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     import torch
 
     from bridge.quantize.budget.sensitivity import Cost, Rounding
-    from bridge.quantize.forward_passes import Passes
-    from bridge.quantize.hessian import Hessian
+    from bridge.quantize.model.forward_passes import Passes
     from bridge.quantize.quantizer import LayerInput
+    from bridge.quantize.solve.hessian import Hessian
 
 
 @dataclass
@@ -59,9 +59,9 @@ class LayerCosts:
         tokens  int64 [sequences, length], all
         """
         from bridge.quantize import quantize_model
-        from bridge.quantize.float_model import FloatModel, fast_arithmetic
+        from bridge.quantize.model.float_model import FloatModel, fast_arithmetic
         from bridge.quantize.run.walk import sequences_together
-        from bridge.quantize.two_sided import ROWS
+        from bridge.quantize.solve.two_sided import ROWS
 
         embeddings, head = self.embedding_and_head
         predicted = passes.head_gradients()
@@ -95,7 +95,7 @@ class LayerCosts:
 
     def _of_rows(self, products: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """`OutputMetric.squares` and `OutputMetric.left` of a layer of so many rows, from A."""
-        from bridge.quantize.two_sided import row_costs
+        from bridge.quantize.solve.two_sided import row_costs
 
         squares = products.diagonal(dim1=1, dim2=2).flatten()[:count].double()
         return squares, row_costs(products, count) if self.settings.two_sided and squares.any() else squares
@@ -105,7 +105,7 @@ class LayerCosts:
     ) -> None:
         """As they are rounded: two-sided with a Hessian of their own, else to nearest."""
         from bridge.quantize.budget.sensitivity import OutputMetric, layer_costs
-        from bridge.quantize.embeddings import embeddings_hessian, embeddings_matrix
+        from bridge.quantize.model.embeddings import embeddings_hessian, embeddings_matrix
 
         name = self.embedding_and_head[0]
         weight = passes.model.model.get_input_embeddings().weight

@@ -31,12 +31,12 @@ from bridge.blocks import FP4
 from bridge.blocks.read import WRITTEN
 from bridge.checkpoint.files.dtypes import torch_dtype
 from bridge.encode.block_bytes import row_bytes
-from bridge.encode.round_rows import quantize_rows
-from bridge.quantize.hessian import Hessian
+from bridge.encode.rounding.round_rows import quantize_rows
 from bridge.quantize.method import Method, superblocks
 from bridge.quantize.quantizer import LayerInput
-from bridge.runtime.cpu import dequantize
-from bridge.system.row_threads import over_rows, tiles
+from bridge.quantize.solve.hessian import Hessian
+from bridge.runtime.cpu.engines import dequantize
+from bridge.system.cpu.row_threads import over_rows, tiles
 
 # float [rows, columns] and a type -> what they become in it
 Rounding = Callable[[torch.Tensor, str], torch.Tensor]

@@ -18,12 +18,12 @@ import torch
 
 from bridge.blocks import BlockType
 from bridge.encode.block_bytes import packer, row_bytes
-from bridge.encode.round_rows import quantizer_of
+from bridge.encode.rounding.round_rows import quantizer_of
 from bridge.errors import BridgeError
 from bridge.quantize.grids.codebook_rounding import Rounding, rounding, scale_range
 from bridge.quantize.grids.codebook_units import values_of_codes
-from bridge.quantize.hessian import damped_factor, inverse_factor
-from bridge.system.row_threads import over_rows
+from bridge.quantize.solve.hessian import damped_factor, inverse_factor
+from bridge.system.cpu.row_threads import over_rows
 
 _REACH = 4  # steps of a scale that are tried in the pass, to either side
 _REFIT_REACH = 2

@@ -21,8 +21,8 @@ import numpy as np
 from bridge.blocks import BlockType
 from bridge.blocks.read import WRITTEN
 from bridge.quantize.grids.codebook_units import UnitRounding, unit_rounding
-from bridge.system.half import round_half
-from bridge.system.jit import inlined, specialize, uncounted
+from bridge.system.kernels.half import round_half
+from bridge.system.kernels.jit import inlined, specialize, uncounted
 
 _ZERO = np.float32(0)
 _ONE = np.float32(1)

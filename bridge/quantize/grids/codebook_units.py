@@ -16,9 +16,9 @@ import numpy as np
 
 from bridge.blocks import BlockType
 from bridge.blocks.read import WRITTEN
-from bridge.encode.nearest_points import looker, snapper
-from bridge.encode.round_points import codebook
-from bridge.system.jit import specialize, uncounted
+from bridge.encode.rounding.nearest_points import looker, snapper
+from bridge.encode.rounding.round_points import codebook
+from bridge.system.kernels.jit import specialize, uncounted
 
 _ZERO = np.float32(0)
 _ONE = np.float32(1)

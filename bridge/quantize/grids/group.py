@@ -12,10 +12,10 @@ from typing import ClassVar, Self
 import numpy as np
 
 from bridge.checkpoint.grouped import GroupedTensor
-from bridge.encode.round_groups import fit_groups
+from bridge.encode.rounding.round_groups import fit_groups
 from bridge.errors import BridgeError
 from bridge.quantize.grids.group_refit import refit_group
-from bridge.quantize.refine import Metric
+from bridge.quantize.solve.refine import Metric
 
 
 @dataclass

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from bridge.quantize.gptq_solver import Grid
 from bridge.quantize.grids.try_lines import least, line_search
-from bridge.quantize.refine import GAIN, Metric, line_target, move
-from bridge.system.half import round_half
-from bridge.system.jit import inlined, specialize
-from bridge.system.row_threads import over_rows
+from bridge.quantize.solve.gptq_solver import Grid
+from bridge.quantize.solve.refine import GAIN, Metric, line_target, move
+from bridge.system.cpu.row_threads import over_rows
+from bridge.system.kernels.half import round_half
+from bridge.system.kernels.jit import inlined, specialize
 
 _ZERO = np.float32(0)
 _STEPS = 3  # scales tried to either side

@@ -19,14 +19,14 @@ import torch
 
 from bridge.blocks import BlockType
 from bridge.encode.block_bytes import packer, row_bytes
-from bridge.encode.round_plain import plain_quantizer
+from bridge.encode.rounding.round_plain import plain_quantizer
 from bridge.errors import BridgeError
 from bridge.quantize.grids.superblock import row_fitter
 from bridge.quantize.grids.try_lines import least, line_search
-from bridge.quantize.refine import GAIN, Metric, descend, line_target, metric_of, move
-from bridge.system.half import round_half
-from bridge.system.jit import inlined, specialize, uncounted
-from bridge.system.row_threads import over_rows
+from bridge.quantize.solve.refine import GAIN, Metric, descend, line_target, metric_of, move
+from bridge.system.cpu.row_threads import over_rows
+from bridge.system.kernels.half import round_half
+from bridge.system.kernels.jit import inlined, specialize, uncounted
 
 _ZERO = np.float32(0)
 _ONE = np.float32(1)

@@ -18,13 +18,13 @@ import torch
 
 from bridge.blocks import BlockType
 from bridge.encode.block_bytes import packer, row_bytes
-from bridge.encode.round_affine import affine_quantizer
-from bridge.encode.round_scaled import scaled_quantizer
+from bridge.encode.rounding.round_affine import affine_quantizer
+from bridge.encode.rounding.round_scaled import scaled_quantizer
 from bridge.errors import BridgeError
 from bridge.quantize.grids.superblock_refit import refitter
-from bridge.quantize.refine import Metric, run_values
-from bridge.system.jit import specialize
-from bridge.system.row_threads import over_rows
+from bridge.quantize.solve.refine import Metric, run_values
+from bridge.system.cpu.row_threads import over_rows
+from bridge.system.kernels.jit import specialize
 
 # factors of d and dmin with which a refit starts a block over, one list per sweep in turn; without dmin always the
 # first. Costs as much as three sweeps without and gains less than one more, so it starts after the first sweeps

@@ -12,9 +12,9 @@ import numpy as np
 
 from bridge.blocks import BlockType
 from bridge.quantize.grids.try_lines import least, line_search
-from bridge.quantize.refine import GAIN, line_target, move
-from bridge.system.half import round_half
-from bridge.system.jit import specialize
+from bridge.quantize.solve.refine import GAIN, line_target, move
+from bridge.system.kernels.half import round_half
+from bridge.system.kernels.jit import specialize
 
 _ZERO = np.float32(0)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from bridge.system.jit import cgutils, inlined, intrinsic, types
+from bridge.system.kernels.jit import cgutils, inlined, intrinsic, types
 
 _F32 = ir.FloatType()
 _FUSED = ("contract", "nsz", "nnan")  # products may be fused with sums

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from bridge.quantize.block_inputs import BlockInputs
-from bridge.quantize.float_twin import replace_layer
-from bridge.quantize.hessian import Hessian
-from bridge.quantize.replay import OutputOfModule, Replay
+from bridge.quantize.model.block_inputs import BlockInputs
+from bridge.quantize.model.float_twin import replace_layer
+from bridge.quantize.model.replay import OutputOfModule, Replay
+from bridge.quantize.model.stages import Stage, find_stages
 from bridge.quantize.run.stage_hessians import gather, gather_together
 from bridge.quantize.run.walk import Walk
-from bridge.quantize.stages import Stage, find_stages
+from bridge.quantize.solve.hessian import Hessian
 
 Ends = Mapping[str, OutputOfModule]
 

@@ -23,21 +23,21 @@ from bridge.checkpoint.files.hub import open_by_name
 from bridge.errors import BridgeError, parameter
 from bridge.quantize.run.calibration_text import calibrating
 from bridge.quantize.settings import Calibration
-from bridge.system.files import disk_errors
-from bridge.system.folder_locks import temporary_beside
-from bridge.system.row_threads import slices
+from bridge.system.cpu.row_threads import slices
+from bridge.system.storage.files import disk_errors
+from bridge.system.storage.folder_locks import temporary_beside
 from bridge.system.text import percent
 
 if TYPE_CHECKING:
     import torch
 
     from bridge.quantize.awq import Awq
-    from bridge.quantize.float_model import FloatModel
     from bridge.quantize.layer_store import LayerStore, StoredLayer
     from bridge.quantize.method import Method
-    from bridge.quantize.mixture import Calibrating
+    from bridge.quantize.model.float_model import FloatModel
     from bridge.quantize.quantizer import LayerInput, Prepare
     from bridge.quantize.run.needs import Needs
+    from bridge.quantize.text.mixture import Calibrating
 
 # options on which no layer depends
 _ELSEWHERE = {"text", "blocks", "memory", "offload", "imatrix_out", "progress", "say", "spread"}
@@ -85,8 +85,8 @@ def quantize_layers(
     import torch
 
     from bridge.quantize.block_log import BlockLog
-    from bridge.quantize.float_model import FloatModel, arithmetic
     from bridge.quantize.layer_store import LayerStore
+    from bridge.quantize.model.float_model import FloatModel, arithmetic
     from bridge.quantize.run.needs import Job, needs_of
 
     model = found = room = log = None
@@ -267,9 +267,9 @@ def _rounded_to_nearest(
     """Without a text: every layer by itself."""
     import torch
 
-    from bridge.quantize.hessian import Hessian
     from bridge.quantize.quantizer import LayerInput
     from bridge.quantize.run.walk import rows_at_once
+    from bridge.quantize.solve.hessian import Hessian
 
     for name in sorted(names):
         coded = name in ckpt.modules

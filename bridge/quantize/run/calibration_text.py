@@ -11,13 +11,13 @@ from weakref import WeakKeyDictionary
 from bridge.checkpoint import Checkpoint
 from bridge.errors import BridgeError, BridgeWarning, parameter
 from bridge.quantize.settings import Calibration
-from bridge.system.free_memory import free_memory
+from bridge.system.cpu.free_memory import free_memory
 
 if TYPE_CHECKING:
     import torch
 
-    from bridge.quantize.float_model import FloatModel
-    from bridge.quantize.mixture import Calibrating
+    from bridge.quantize.model.float_model import FloatModel
+    from bridge.quantize.text.mixture import Calibrating
 
 _LENGTH = 2048  # tokens in a sequence
 _IMATRIX_LENGTH = 512  # the same for an importance matrix, as llama-imatrix has it
@@ -35,8 +35,8 @@ def with_length(ckpt: Checkpoint, settings: Calibration) -> tuple[Calibration, l
 
     Raises BridgeError if the model has fewer positions than were asked for.
     """
-    from bridge.quantize.float_model import positions
-    from bridge.quantize.streamed_model import check_length
+    from bridge.quantize.model.float_model import positions
+    from bridge.quantize.model.streamed_model import check_length
 
     if settings.method == "rtn":
         return settings, []
@@ -57,8 +57,8 @@ def calibrating(model: FloatModel, settings: Calibration, layers: Collection[str
 
     Raises BridgeError as `calibration_sequences` does.
     """
-    from bridge.quantize.mixture import calibration_sequences
-    from bridge.quantize.texts import TOKEN_FILES, load_tokenizer
+    from bridge.quantize.text.mixture import calibration_sequences
+    from bridge.quantize.text.texts import TOKEN_FILES, load_tokenizer
 
     ckpt = model.ckpt
     assert settings.length is not None  # by with_length
@@ -108,9 +108,9 @@ def _own_samples(
     model: FloatModel, tokenizer: Any, settings: Calibration, count: int, length: int
 ) -> torch.Tensor | None:
     """The model's own samples int64 [count, length]; None, and a BridgeWarning, where it cannot give any."""
-    from bridge.quantize.default_text import openings
-    from bridge.quantize.float_model import FloatModel, fast_arithmetic
-    from bridge.quantize.own_samples import fits_in_memory, own_samples
+    from bridge.quantize.model.float_model import FloatModel, fast_arithmetic
+    from bridge.quantize.text.default_text import openings
+    from bridge.quantize.text.own_samples import fits_in_memory, own_samples
 
     def said(done: int, total: int) -> None:
         if settings.progress:

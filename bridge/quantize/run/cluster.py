@@ -17,11 +17,11 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from bridge.quantize.model.streamed_model import StreamedModel
 from bridge.quantize.run.block_work import Batch
 from bridge.quantize.run.walk import Walk
 from bridge.quantize.run.worker import Worker, added, layers_of_block, leave_work
-from bridge.quantize.streamed_model import StreamedModel
-from bridge.system.row_threads import slices
+from bridge.system.cpu.row_threads import slices
 
 
 class Cluster(Protocol):

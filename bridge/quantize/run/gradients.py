@@ -7,18 +7,18 @@ from contextlib import nullcontext
 
 import torch
 
-from bridge.quantize.activations import ActivationStore
-from bridge.quantize.experts import expert_pattern
-from bridge.quantize.float_model import FloatModel, fast_arithmetic
-from bridge.quantize.forward_passes import output_hessians, sequences_at_once
 from bridge.quantize.layer_store import LayerStore
-from bridge.quantize.mixture import Calibrating
+from bridge.quantize.model.activations import ActivationStore
+from bridge.quantize.model.experts import expert_pattern
+from bridge.quantize.model.float_model import FloatModel, fast_arithmetic
+from bridge.quantize.model.forward_passes import output_hessians, sequences_at_once
+from bridge.quantize.model.stored_inputs import StoredInputs
 from bridge.quantize.run.cluster import Tasks
-from bridge.quantize.run.stored_inputs import StoredInputs
 from bridge.quantize.run.worker import Worker, task
-from bridge.quantize.two_sided import summed
-from bridge.system.folder_locks import temporary_beside
-from bridge.system.row_threads import slices
+from bridge.quantize.solve.two_sided import summed
+from bridge.quantize.text.mixture import Calibrating
+from bridge.system.cpu.row_threads import slices
+from bridge.system.storage.folder_locks import temporary_beside
 
 
 def gather_gradients(

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from bridge.quantize.block_inputs import BlockInputs
-from bridge.quantize.float_model import FloatModel
+from bridge.quantize.model.block_inputs import BlockInputs
+from bridge.quantize.model.float_model import FloatModel
+from bridge.quantize.model.stages import Stage
+from bridge.quantize.model.streamed_model import InMemory, StreamedModel, check_length, positions_of, text_config
 from bridge.quantize.quantizer import Quantizer
 from bridge.quantize.run.block_work import Batch, Ends
 from bridge.quantize.run.cluster import Tasks
 from bridge.quantize.run.walk import Walk, rows_at_once
 from bridge.quantize.run.worker import Worker, any_has_too_few_tokens, completed, merged_experts
-from bridge.quantize.stages import Stage
-from bridge.quantize.streamed_model import InMemory, StreamedModel, check_length, positions_of, text_config
 
 
 def quantize_model(

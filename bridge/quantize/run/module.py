@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from bridge.errors import BridgeError
-from bridge.quantize.block_inputs import BlockInputs
 from bridge.quantize.method import Method, Quantized, groups, superblocks
+from bridge.quantize.model.block_inputs import BlockInputs
 from bridge.quantize.run.layer_by_layer import quantize_block
 from bridge.system.options import checked
 

@@ -17,17 +17,17 @@ from dataclasses import dataclass
 import torch
 
 from bridge.errors import BridgeError, parameter
-from bridge.quantize.block_inputs import head_of, is_layer, matrix_shape
-from bridge.quantize.experts import expert_of
-from bridge.quantize.float_model import FloatModel, fast_arithmetic
-from bridge.quantize.forward_passes import LOGITS, sequences_at_once
+from bridge.quantize.model.block_inputs import head_of, is_layer, matrix_shape
+from bridge.quantize.model.experts import expert_of
+from bridge.quantize.model.float_model import FloatModel, fast_arithmetic
+from bridge.quantize.model.forward_passes import LOGITS, sequences_at_once
+from bridge.quantize.model.stages import HESSIANS
 from bridge.quantize.run.walk import rows_at_once, sequences_together
 from bridge.quantize.settings import Calibration
-from bridge.quantize.stages import HESSIANS
-from bridge.quantize.target import takes_products
-from bridge.quantize.two_sided import ROWS
-from bridge.system.cpus import usable_cpus
-from bridge.system.free_memory import free_memory, resident
+from bridge.quantize.solve.target import takes_products
+from bridge.quantize.solve.two_sided import ROWS
+from bridge.system.cpu.cpus import usable_cpus
+from bridge.system.cpu.free_memory import free_memory, resident
 from bridge.system.text import duration_text, size_text
 
 _LATER = 200 << 20  # bytes: what is imported and compiled while it runs

@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from bridge.quantize.block_inputs import matrix_shape
-from bridge.quantize.hessian import Hessian
+from bridge.quantize.model.block_inputs import matrix_shape
+from bridge.quantize.model.replay import Replay
+from bridge.quantize.model.stages import Stage, mixture_of, stage_inputs
 from bridge.quantize.quantizer import TokenWeights
-from bridge.quantize.replay import Replay
-from bridge.quantize.stages import Stage, mixture_of, stage_inputs
-from bridge.quantize.target import takes_products
+from bridge.quantize.solve.hessian import Hessian
+from bridge.quantize.solve.target import takes_products
 
 
 def gather(

@@ -11,8 +11,8 @@ import torch
 from bridge.checkpoint import Checkpoint
 from bridge.errors import BridgeError, parameter
 from bridge.quantize.layer_store import LayerStore
+from bridge.quantize.model.stored_inputs import StoredInputs
 from bridge.quantize.quantizer import LayerHooks, Prepare, Quantizer
-from bridge.quantize.run.stored_inputs import StoredInputs
 
 TOKENS_AT_ONCE = 4096  # in a forward pass through a block
 _WEIGHTS_AT_ONCE = 1 << 26  # of the output head: quantizing takes eight times their 256 MB

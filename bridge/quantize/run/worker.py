@@ -20,20 +20,20 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from bridge.quantize.activations import ActivationStore
-from bridge.quantize.block_inputs import embedded, first_inputs, head_hessian, is_layer, matrix, set_embeddings
-from bridge.quantize.embeddings import embeddings_hessian
-from bridge.quantize.experts import complete_from_all_experts, has_too_few_tokens, merged
-from bridge.quantize.float_model import FloatModel
-from bridge.quantize.float_twin import float_twin
-from bridge.quantize.hessian import Hessian
 from bridge.quantize.layer_store import StoredLayer
+from bridge.quantize.model.activations import ActivationStore
+from bridge.quantize.model.block_inputs import embedded, first_inputs, head_hessian, is_layer, matrix, set_embeddings
+from bridge.quantize.model.embeddings import embeddings_hessian
+from bridge.quantize.model.experts import complete_from_all_experts, has_too_few_tokens, merged
+from bridge.quantize.model.float_model import FloatModel
+from bridge.quantize.model.float_twin import float_twin
+from bridge.quantize.model.replay import OutputOfModule
+from bridge.quantize.model.stages import Stage
+from bridge.quantize.model.streamed_model import StreamedModel
 from bridge.quantize.quantizer import LayerInput
-from bridge.quantize.replay import OutputOfModule
 from bridge.quantize.run.block_work import Batch, BlockWork, Ends
 from bridge.quantize.run.walk import Walk
-from bridge.quantize.stages import Stage
-from bridge.quantize.streamed_model import StreamedModel
+from bridge.quantize.solve.hessian import Hessian
 
 # the finished layers of a block, by name; of those that this process has put in already, only the name is looked at
 Done = Mapping[str, StoredLayer | torch.Tensor | None]

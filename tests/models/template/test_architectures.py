@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import bridge
-from bridge.conversion.verify import failures, verify
+from bridge.conversion.writing.verify import failures, verify
 from bridge.errors import BridgeError
 from bridge.gguf_file.rope_rows import interleaved_rows
 from scripts.peers import ggml

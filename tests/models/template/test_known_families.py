@@ -10,7 +10,7 @@ import pytest
 
 import bridge
 from bridge.cli import main
-from bridge.conversion.verify import failures, verify
+from bridge.conversion.writing.verify import failures, verify
 from bridge.errors import BridgeError
 from scripts.peers.llama_cpp import LlamaCpp
 from tests.conftest import shared

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import bridge
-from bridge.conversion.checkpoint_outline import outline_of
 from bridge.conversion.converter import plan_checkpoint
-from bridge.conversion.importance import Importance
-from bridge.conversion.verify import failures, verify
+from bridge.conversion.planning.checkpoint_outline import outline_of
+from bridge.conversion.planning.importance import Importance
+from bridge.conversion.writing.verify import failures, verify
 from tests.support.encode import write_gptq
 from tests.support.template import LLAMA, interleave, rewritten, values_of, write_template
 

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import bridge
-from bridge.conversion.verify import verify
+from bridge.conversion.writing.verify import verify
 from bridge.errors import BridgeError
 from bridge.models.template.names import candidates
 from tests.conftest import CHECKPOINT

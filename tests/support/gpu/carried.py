@@ -23,8 +23,11 @@ from unittest import mock
 
 import numpy as np
 import torch
-from bridge.cuda import bench, compiler, decoder, matmul, matrix
-from bridge.cuda.compile_pool import compile_all
+from bridge.cuda import bench, decoder
+from bridge.cuda.forms import matrix
+from bridge.cuda.product import matmul
+from bridge.cuda.toolchain import compiler
+from bridge.cuda.toolchain.compile_pool import compile_all
 
 from bridge.runtime import QuantTensor
 from bridge.runtime.bench import random_tensor

@@ -63,12 +63,14 @@ class Products:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """In place of the kernels' results."""
-        from bridge.cuda import bench, decoder, dequantize, halves, matmul, matvec, mma, mma_int8, token_records
-        from bridge.cuda import products as stacks
-        from bridge.cuda.activations import Records
-        from bridge.cuda.fused import FusedOnDevice
-        from bridge.cuda.matrix import DeviceMatrix
+        from bridge.cuda import bench, decoder
+        from bridge.cuda.forms import dequantize
+        from bridge.cuda.forms.matrix import DeviceMatrix
         from bridge.cuda.norm import rms
+        from bridge.cuda.product import halves, matmul, matvec, mma, mma_int8, token_records
+        from bridge.cuda.product import products as stacks
+        from bridge.cuda.product.activations import Records
+        from bridge.cuda.product.fused import FusedOnDevice
         from bridge.cuda.trellis_layer import CudaTrellisLayer
 
         upload, quantize = DeviceMatrix.upload.__func__, Records.quantize  # type: ignore[attr-defined]
@@ -238,7 +240,8 @@ def small_check(right: bool = True) -> Iterator[Products]:
 
     Models are the CPU's in disguise, or where not `right`, those of bridge.cuda, whose steps then do nothing.
     """
-    from bridge.cuda import bench, matvec_shape
+    from bridge.cuda import bench
+    from bridge.cuda.product import matvec_shape
 
     every, load = matvec_shape.shapes_to_try, bridge.Model.load
     computed = Products()

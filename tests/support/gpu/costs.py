@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import bridge
 from bridge.blocks import TYPES
-from bridge.runtime.config_reader import read_config
+from bridge.runtime.config.config_reader import read_config
 from tests.support.cuda_driver import H200, pretended_driver
 from tests.support.gpu.device import pretended_gpu
 from tests.support.ptx import machine_code, ptx_of
@@ -41,7 +41,7 @@ _NO_WORK = ("aten::zeros", "aten::empty", "aten::empty.memory_format", "aten::sc
 
 def attention_loop(kind: str, group: int) -> int:
     """Instructions for a tile of 64 positions, heads of 128: `group` query heads share a key."""
-    from bridge.cuda import attention
+    from bridge.cuda.attention import attention
 
     kernel = attention.kernel(128, group, 128, True, False, False, kind, False, (9, 0))
     return mma_loop(machine_code(ptx_of(kernel, (9, 0)), (9, 0), kernel.registers))
@@ -73,7 +73,7 @@ class _Work(TorchDispatchMode):
 def prompt(n: int, layers: int, folder: Path) -> tuple[int, int, int]:
     """Launches of ours, operations of torch, and bytes for a prompt of n tokens."""
     from bridge.cuda.decoder import Decoder
-    from bridge.cuda.launch import Kernel
+    from bridge.cuda.toolchain.launch import Kernel
 
     shape = {"hidden": 4096 // _WIDTH, "inner": 14336 // _WIDTH, "heads": 32 // _WIDTH, "kv_heads": 8 // _WIDTH}
     path = write_decoder(folder / f"{layers}.gguf", layers=layers, types={"": "Q4_0"}, head_dim=128, **shape)
@@ -111,7 +111,7 @@ def prompt_products(n: int, batch: int, tile: int | None = None) -> tuple[int, i
 
     `tile`: weights in a tile, whose rows then are as many as fit, not alike in size.
     """
-    from bridge.cuda.matmul import tile_rows
+    from bridge.cuda.product.matmul import tile_rows
 
     tiles, used, waves, seconds = 0, 0, 0, 0.0
     for first in range(0, n, batch):
@@ -142,7 +142,7 @@ def prompt_rows() -> list[str]:
 
 def experts_layer(at_once: bool) -> tuple[int, int]:
     """Launches of ours and operations of torch for a token in a layer of experts of bridge.nn, of which it chose 8."""
-    from bridge.cuda.launch import Kernel
+    from bridge.cuda.toolchain.launch import Kernel
 
     from bridge.nn.quant_experts import ExpertStack, Gated
 
@@ -163,9 +163,9 @@ def experts_layer(at_once: bool) -> tuple[int, int]:
 def host_seconds() -> tuple[float, float]:
     """CPU time of a launch, and of a product with one token that has run before: two launches. The driver and what
     cuda.core does itself are stand-ins that do nothing."""
-    from bridge.cuda.device import Device
     from bridge.cuda.norm import silu_kernel
     from bridge.cuda.tensor import CudaTensor
+    from bridge.cuda.toolchain.device import Device
 
     def least(call: Callable[[], object]) -> float:
         call()

@@ -87,8 +87,8 @@ def pretended_gpu(
     overlapping: bool = False,
 ) -> Iterator[Launches]:
     """A GPU of that size and compute capability stands behind bridge.cuda; a decoder's launches may overlap."""
-    from bridge.cuda import device as devices
-    from bridge.cuda import launch
+    from bridge.cuda.toolchain import device as devices
+    from bridge.cuda.toolchain import launch
 
     from tests.support.gpu import streams
 

@@ -3,7 +3,7 @@
     with disguised_gpu(): ...       # "cuda" works for torch and for bridge.cuda, whose kernels are compiled PTX
 
 As on a GPU, a tensor of the one place and one of the other meet in no operation but a copy, and numpy sees only those
-of the CPU. bridge.cuda.device.view takes the memory out of the disguise.
+of the CPU. bridge.cuda.toolchain.device.view takes the memory out of the disguise.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 @contextmanager
 def disguised_gpu() -> Iterator[Launches]:
     """One GPU stands behind torch and bridge.cuda."""
-    from bridge.cuda import device as devices
     from bridge.cuda import tensor, trellis_layer  # noqa: F401  # and with them whatever has these functions
+    from bridge.cuda.toolchain import device as devices
 
     view, tensor_of, to_of = devices.view, torch.tensor, torch.Tensor.to
     before = torch.__future__.get_overwrite_module_params_on_conversion()

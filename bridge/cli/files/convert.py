@@ -1,0 +1,106 @@
+"""`gguf-bridge convert`."""
+
+import argparse
+import shlex
+from pathlib import Path
+from typing import Any
+
+from bridge.cli.files.upload import Uploading, add_upload
+from bridge.cli.options import (
+    SOURCE,
+    add_budget,
+    add_calibration,
+    add_options,
+    add_output,
+    budget,
+    calibration,
+    command,
+    given,
+)
+from bridge.conversion.planning.options import ConvertOptions
+from bridge.errors import BridgeError
+from bridge.system.progress import Bar
+
+TYPES = ["type", "output_type", "token_embd_type", "tensor_types"]
+MODEL = ["config", "template", "name", "author", "metadata", "pre"]
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to argparse's sub-parsers."""
+    p = command(commands, "convert", run)
+    p.add_argument("checkpoint", nargs="?", help=f"{SOURCE}; that of --plan if not given")
+    p.add_argument(
+        "out", nargs="?", help="the GGUF to write (default: the checkpoint's name and the type, in the current folder)"
+    )
+    add_plan_options(p)
+    add_options(p.add_argument_group("plan"), ConvertOptions, ["plan", "shard"])
+    add_options(p.add_argument_group("adapter"), ConvertOptions, ["merge"])
+    add_calibration(p)
+    add_budget(p, requantize=True)
+    add_output(p)
+    add_upload(p)
+
+
+def add_plan_options(p: argparse.ArgumentParser) -> None:
+    """The options that a plan depends on; `choices` reads them."""
+    add_options(p.add_argument_group("model"), ConvertOptions, MODEL)
+    types = p.add_argument_group("types")
+    add_options(types, ConvertOptions, [*TYPES, "actorder_type", "target", "detect_lattice", "imatrix"])
+    types.add_argument("--exact", action="store_true", help="short for --type exact")
+
+
+def choices(a: argparse.Namespace) -> dict[str, Any]:
+    """The fields of ConvertOptions that the command line gave."""
+    values = given(a, ConvertOptions)
+    if getattr(a, "exact", False):
+        if "type" in values:
+            raise BridgeError("--exact and --type ask for different things; give one")
+        values["type"] = "exact"
+    return values
+
+
+def run(a: argparse.Namespace) -> int:
+    """Convert, with progress bars, and print the report."""
+    from bridge.conversion.converter import convert_as
+
+    plan = getattr(a, "plan", None)
+    if a.checkpoint is None and plan is None:
+        raise BridgeError("give the checkpoint to convert, or --plan; see gguf-bridge convert --help")
+    if plan is not None and a.out is None and str(a.checkpoint).endswith(".gguf"):
+        a.checkpoint, a.out = None, a.checkpoint  # `convert --plan plan.json out.gguf`
+    uploading = Uploading(a, a.checkpoint)
+    with (
+        Bar("measuring", unit=" steps") as steps,
+        Bar("quantizing", unit=" layers") as layers,
+        Bar("converting") as bar,
+    ):
+        options = ConvertOptions(**choices(a), calibrate=calibration(a, layers, layers.say), budget=budget(a, steps))
+        report = convert_as(a.checkpoint, a.out, options, bar, a.report)
+    print(report.table())
+    if a.report:
+        report.save(a.report)
+    if not report.outputs:
+        return 0
+    if options.shard is None:
+        print(_next_steps(report.outputs, options.modelfile))
+    uploading.finish(report)
+    return 0
+
+
+def _next_steps(outputs: list[Path], modelfile: bool) -> str:
+    """The commands that run a new GGUF, with its vision tower if there is one."""
+    from bridge.conversion.planning.mmproj import mmproj_path
+    from bridge.gguf_file.architectures import ARCHITECTURES
+    from bridge.gguf_file.reader import read_gguf
+    from bridge.models.ollama.modelfile import ollama_line
+
+    gguf = outputs[0]
+    file = shlex.quote(str(gguf))
+    tower = [output for output in outputs if output == mmproj_path(gguf)]
+    lines = [f"llama-cli -m {file}"]
+    if tower:
+        lines.append(f"llama-mtmd-cli -m {file} --mmproj {shlex.quote(str(tower[0]))} --image IMAGE -p 'What is it?'")
+    lines.append(ollama_line(gguf) + ("" if modelfile else "   (--modelfile writes the Modelfile)"))
+    if read_gguf(gguf).metadata["general.architecture"] in ARCHITECTURES:
+        lines.insert(0, f'gguf-bridge run {file} -p "Once upon a time"')
+    return "\n  ".join(["next:", *lines])

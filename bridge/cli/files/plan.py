@@ -1,0 +1,43 @@
+"""`gguf-bridge plan`."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from bridge.cli.files.convert import add_plan_options, choices
+from bridge.cli.options import SOURCE, add_no_mmproj, add_options, calibration, command
+from bridge.conversion.planning.options import PlanOptions
+from bridge.quantize.settings import Calibration
+from bridge.system.progress import Bar
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to argparse's sub-parsers."""
+    p = command(commands, "plan", run)
+    p.add_argument("checkpoint", help=SOURCE)
+    p.add_argument(
+        "-o",
+        "--out",
+        metavar="PLAN.json",
+        type=Path,
+        help="write the plan for `convert --plan`; types in it may be edited",
+    )
+    add_plan_options(p)
+    add_options(p.add_argument_group("calibration"), Calibration, ["text", "method"])
+    output = p.add_argument_group("output")
+    add_options(output, PlanOptions, ["mmproj_type", "no_mtp", "split_max_size", "force", "threads"])
+    add_no_mmproj(output)
+
+
+def run(a: argparse.Namespace) -> int:
+    """Make a plan, with a progress bar, and print it."""
+    from bridge.cli.files.describe import plan_table
+    from bridge.conversion.converter import plan_as
+
+    with Bar("planning", unit=" tensors") as bar:
+        options = PlanOptions(**choices(a), calibrate=calibration(a, None))
+        plan = plan_as(a.checkpoint, a.out, options, bar)
+    print("\n".join(plan_table(plan)))
+    if a.out:
+        print(f"wrote {a.out}")
+    return 0

@@ -1,0 +1,74 @@
+"""`gguf-bridge verify`."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from bridge.cli.options import SOURCE, add_options, add_report, command
+from bridge.conversion.planning.options import PlanOptions
+from bridge.encode.limits import FLOAT_LIMIT, REQUANTIZED_LIMIT
+from bridge.system.progress import Bar
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to argparse's sub-parsers."""
+    p = command(commands, "verify", run)
+    p.add_argument("gguf", type=Path, help="the GGUF, or its first shard")
+    p.add_argument("checkpoint", help=f"what it was made of: {SOURCE}")
+    add_options(p, PlanOptions, ["config"])
+    p.add_argument("--template", metavar="MODEL.gguf", help="the template that the GGUF was made with, if any")
+    p.add_argument(
+        "--mtp-text", type=Path, metavar="FILE",
+        help="also try the layer that predicts a token further (MTP) on a text: how many tokens it guesses as the "
+        "model chooses them",
+    )  # fmt: skip
+    p.add_argument(
+        "--mmproj", type=Path, metavar="FILE",
+        help="the file of the vision tower, which is compared too (default: the one that convert wrote beside it)",
+    )  # fmt: skip
+    p.add_argument(
+        "--max-share",
+        type=float,
+        metavar="X",
+        help="fail (exit code 1) where a tensor that came as codes adds more than this share of the checkpoint's own "
+        f"quantization noise (default: {REQUANTIZED_LIMIT}; Q8_0 may instead meet --max-nmse). Codes that the type "
+        "holds bit for bit must be there in any case",
+    )
+    p.add_argument(
+        "--max-nmse",
+        type=float,
+        default=FLOAT_LIMIT,
+        metavar="X",
+        help="fail where a tensor that came as floats has a squared error beyond this share of its squared weights "
+        f"(default: {FLOAT_LIMIT:g}, which Q8_0 meets)",
+    )
+    add_report(p)
+
+
+def run(a: argparse.Namespace) -> int:
+    """Verify, with a progress bar, and print the report; 1 where a tensor is beyond a threshold."""
+    from bridge.conversion.writing.verify import failures, verify
+
+    with Bar("verifying") as bar:
+        report = verify(
+            a.gguf,
+            a.checkpoint,
+            config=getattr(a, "config", None),
+            template=a.template,
+            mtp_text=a.mtp_text,
+            mmproj=a.mmproj,
+            progress=bar,
+            save_as=a.report,
+        )
+    print(report.table("read"))
+    if a.report:
+        report.save(a.report)
+    failed = failures(report, a.max_share, a.max_nmse)
+    for line in failed:
+        print(f"FAILED {line}")
+    print(
+        f"{len(failed)} of {len(report.tensors)} tensors failed (thresholds: --max-share, --max-nmse)"
+        if failed
+        else "OK: every tensor is as close to the checkpoint as its limit asks (--max-share, --max-nmse)"
+    )
+    return 1 if failed else 0

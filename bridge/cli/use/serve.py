@@ -1,0 +1,86 @@
+"""`gguf-bridge serve`: a model behind OpenAI's HTTP interface, and a page to chat with it."""
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from bridge.cli.options import Once, add_options, command, given
+from bridge.cli.use.run import add_loading, gguf_of, load, take_checkpoints
+from bridge.errors import BridgeError, BridgeWarning
+from bridge.runtime.replies.scoring import POOLINGS
+from bridge.runtime.sampling import NUMBERS, Sampling
+from bridge.system.options import check_integer
+from bridge.system.text import tell
+
+_KEY = "GGUF_BRIDGE_API_KEY"
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to argparse's sub-parsers."""
+    p = command(commands, "serve", run)
+    take_checkpoints(p)
+    p.add_argument("--host", default="127.0.0.1", metavar="ADDRESS",
+                   help="address to listen on; 0.0.0.0: all of this machine (default: 127.0.0.1)")  # fmt: skip
+    p.add_argument("--port", type=int, default=8080, metavar="N", help="port; 0: one that is free (default: 8080)")
+    p.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help=f"key that clients must send (default: the environment variable {_KEY})",
+    )
+    p.add_argument(
+        "--sequences", type=int, default=8, metavar="N",
+        help="number of replies that are made at the same time, at most 8; each has a context (default: 8)",
+    )  # fmt: skip
+    p.add_argument(
+        "--waiting", type=int, default=64, metavar="N",
+        help="number of further replies that may wait; more are refused (default: 64)",
+    )  # fmt: skip
+    p.add_argument(
+        "--body", type=int, default=4, metavar="MB", help="size of a request, at most, in megabytes (default: 4)"
+    )
+    p.add_argument(
+        "--grace", type=int, default=30, metavar="SECONDS",
+        help="time that replies may take to end after a signal to stop (default: 30)",
+    )  # fmt: skip
+    p.add_argument(
+        "--pooling", choices=POOLINGS, default="mean",
+        help="what the vectors of /v1/embeddings are made of: the mean of all tokens, or the last (default: mean)",
+    )  # fmt: skip
+    p.add_argument(
+        "--draft", choices=("ngram",),
+        help="guess tokens, while 4 replies or fewer are made at once: what followed the last tokens before",
+    )  # fmt: skip
+    p.add_argument("--lora", action=Once, type=Path, metavar="ADAPTER.gguf", help="adapter that convert-lora wrote")
+    add_loading(p)
+    add_options(p.add_argument_group("sampling, where a request does not say"), Sampling, [*NUMBERS])
+
+
+def run(a: argparse.Namespace) -> int:
+    """Serve until a signal comes."""
+    check_integer("port", a.port, 0, 65535)
+    check_integer("sequences", a.sequences, 1, 8)
+    check_integer("waiting", a.waiting, 0, 100_000)
+    check_integer("body", a.body, 1, 1024)
+    check_integer("grace", a.grace, 0, 86_400)
+    sampling = given(a, Sampling)
+    Sampling(**sampling)
+    try:
+        from bridge.serve.app import Limits
+        from bridge.serve.server import bound, serve
+    except ImportError as problem:
+        raise BridgeError(f"serve needs starlette and uvicorn (no {problem.name}): pip install starlette uvicorn "
+                          "llguidance, the extra `serve`") from problem  # fmt: skip
+    key = a.api_key or os.environ.get(_KEY) or None
+    local = a.host in ("127.0.0.1", "localhost", "::1")
+    if not local and key is None:
+        import warnings
+
+        warnings.warn(f"--host {a.host}: whoever reaches this machine can use the model; --api-key asks for a key",
+                      BridgeWarning, stacklevel=1)  # fmt: skip
+    with bound(a.host, a.port) as listening, load(a, gguf_of(a), a.context, a.lora) as model:
+        model.prepare()
+        limits = Limits(a.sequences, a.waiting, a.body << 20, key, local, a.pooling, sampling, a.draft)
+        serve(model, listening, limits, a.grace)
+    tell("stopped")
+    return 0

@@ -1,0 +1,1 @@
+"""Plans whose layers are quantized with a text (`bridge.quantize`). Read `calibrate_plan` first."""

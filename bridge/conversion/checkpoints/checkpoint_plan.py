@@ -1,0 +1,113 @@
+"""What becomes of all layers of a GGUF in a checkpoint's format: each by itself, then where they depend on each other.
+
+The matrices of a stack of experts have one plan, and all layers have one group size where the format has no more.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+
+from bridge.checkpoint.formats.written import WrittenFormat
+from bridge.conversion.checkpoints.layer_plan import EXACT, ROUNDED, LayerPlan, plan_layer
+from bridge.conversion.gguf_input.gguf_source import AssembledTensor, GgufSource, SourceTensor
+from bridge.errors import parameter
+
+
+class CheckpointPlan:
+    """The plan of all layers of the decoder's blocks.
+
+    sources  where the layers are, by module, those that stay in floats too
+    layers   how layers are written; the others stay in floats
+    stacks   of experts, as `CheckpointWriter` takes them
+    """
+
+    def __init__(self, source: GgufSource, written: WrittenFormat, bits: int | None) -> None:
+        self.written, self.bits = written, bits
+        self.sources: dict[str, SourceTensor] = {}
+        self.stacks: dict[str, tuple[str, int]] = {}
+        self._float_stacks = 0
+        plans: dict[str, LayerPlan | None] = {}
+        for tensor in source.sources.values():
+            outlined = tensor.tensor if isinstance(tensor, SourceTensor) else tensor.sources[0].tensor
+            if not outlined.in_block:
+                continue
+            if isinstance(tensor, SourceTensor) and len(tensor.part.shape) == 2:
+                self.sources[tensor.part.module] = tensor
+                plans[tensor.part.module] = plan_layer(tensor, written, bits)
+            elif isinstance(tensor, AssembledTensor) and tensor.sources[0].part.matrix is not None:
+                self._float_stacks += 1
+        if written.stack_of is None:
+            self.layers = {module: plan for module, plan in plans.items() if plan is not None}
+        else:
+            stack_of = partial(written.stack_of, str(source.config.get("model_type")))
+            self.layers, self.stacks = in_stacks(stack_of, plans)
+        self._sizes = {plan.groups.group_size for plan in self.layers.values()}
+        if written.one_size:
+            self.layers = common_size(self.layers, self.sources)
+
+    def notes(self) -> list[str]:
+        """What the user should know of the layers."""
+        notes, written = [], self.written
+        if rest := sum(plan.how == ROUNDED for plan in self.layers.values()):
+            offer = "" if written.one_size else f"; {parameter('calibrate')} quantizes such layers with a text"
+            within = f" in {self.bits} bits" if self.bits else ""
+            notes.append(f"{rest} layers have no codes that {written.name} holds{within}: rounded{offer}")
+        if written.one_size and len(self._sizes) > 1:
+            size, name = next(iter(self.layers.values())).groups.group_size, written.name.upper()
+            every = f"all layers have groups of {size}, since {name} has one size"
+            notes.append(f"{every}: scales of larger groups are repeated")
+        experts = 0 if self.stacks else sum(".experts." in module for module in self.sources)
+        if written.stack_of is not None and experts:
+            notes.append(
+                f"{experts} matrices of experts are floats: mlx-lm has no stacks of codes that hold all of them"
+            )
+        if self._float_stacks:
+            stacks = f"{self._float_stacks} stacks of experts"
+            notes.append(f"{stacks} are floats: checkpoints of this architecture have them as one tensor")
+        return notes
+
+
+def common_size(plans: Mapping[str, LayerPlan], layers: Mapping[str, SourceTensor]) -> dict[str, LayerPlan]:
+    """The plans with the largest group size that divides those of all; scales of larger groups are repeated."""
+    if len({plan.groups.group_size for plan in plans.values()}) <= 1:
+        return dict(plans)
+    columns = {module: layers[module].part.shape[1] for module in plans}
+    size = math.gcd(*(max(plan.groups.group_size, 0) or columns[module] for module, plan in plans.items()))
+    return {module: replace(plan, groups=plan.groups._replace(group_size=size)) for module, plan in plans.items()}
+
+
+def in_stacks(
+    stack_of: Callable[[str], tuple[str, int] | None], plans: Mapping[str, LayerPlan | None]
+) -> tuple[dict[str, LayerPlan], dict[str, tuple[str, int]]]:
+    """The plans of the layers that are quantized, and the stacks of experts, as `CheckpointWriter` takes them.
+
+    stack_of  module -> the stack that it is in, and which matrix of it; None for others
+    plans     module -> its own plan, None if it stays in floats
+
+    Experts stay in floats unless all can be stacked: of floats, the format's programs stack those of all layers.
+    """
+    experts = {module for module in plans if ".experts." in module}
+    stacks = {module: matrix for module in experts if (matrix := stack_of(module)) is not None}
+    members: dict[str, list[str]] = {}
+    for module, (stack, _) in stacks.items():
+        members.setdefault(stack, []).append(module)
+    shared = {stack: shared_plan(plans[module] for module in modules) for stack, modules in members.items()}
+    if len(stacks) < len(experts) or None in shared.values():
+        return {module: plan for module, plan in plans.items() if plan is not None and module not in experts}, {}
+    all_plans = {module: shared[stacks[module][0]] if module in experts else plan for module, plan in plans.items()}
+    return {module: plan for module, plan in all_plans.items() if plan is not None}, stacks
+
+
+def shared_plan(plans: Iterable[LayerPlan | None]) -> LayerPlan | None:
+    """The plan that all matrices of a stack can have; None if one stays in floats, or their codes differ in kind."""
+    first, *others = set(plans)
+    if first is None or not others:
+        return first
+    different = [first, *(plan for plan in others if plan is not None)]
+    if len(different) <= len(others) or len({plan.groups.kind for plan in different}) > 1:
+        return None
+    bits, size = max(plan.groups.bits for plan in different), min(plan.groups.group_size for plan in different)
+    how = ROUNDED if any(plan.how == ROUNDED for plan in different) else EXACT
+    groups = first.groups._replace(bits=bits, group_size=size)
+    return LayerPlan(how, groups, offsets=any(plan.offsets for plan in different))

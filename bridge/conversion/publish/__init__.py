@@ -1,0 +1,1 @@
+"""To the Hugging Face Hub: read `upload`, then `model_card`."""

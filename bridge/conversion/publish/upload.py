@@ -1,0 +1,165 @@
+"""What was made goes to a repository of the Hugging Face Hub, with a model card (`model_card`).
+
+    bridge.upload(bridge.convert("model-gptq", "model.gguf"), "org/name")
+
+All files go into one commit. Files of the repository with other names stay, and so does a card that was not made here.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bridge.checkpoint.files.hub import is_repository, reason
+from bridge.checkpoint.repack import Repacked
+from bridge.checkpoint.write.report import Written
+from bridge.conversion.publish.model_card import CARD, MARK, files_of_result, model_card
+from bridge.conversion.writing.report import Report
+from bridge.errors import BridgeError, parameter
+from bridge.system.options import checked
+from bridge.system.storage.files import write_text
+from bridge.system.storage.outputs import NOTHING, Taken, check_outputs
+
+_LIST = "files.txt"
+_TOKENS = "https://huggingface.co/settings/tokens"
+
+
+@checked
+def upload(
+    result: Report | Repacked | Written,
+    repository: str,
+    *,
+    private: bool = False,
+    card_only: str | Path | None = None,
+    force: bool = False,
+) -> str:
+    """Upload what `convert`, `repack` or `quantize` made, and a model card written from the report.
+
+    repository  "org/name" on the Hub; made if it does not exist
+    private     make it private
+    card_only   a folder: write the card (README.md) and the list of files there instead of uploading; needs no network
+    force       replace these two files
+
+    Returns a line that says where everything is. Raises BridgeError without a login, for a name that the Hub does not
+    take, and where the upload fails; the message then has the command that uploads the files again.
+    """
+    hub = Upload(repository, private, None if card_only is None else Path(card_only), force)
+    hub.check()
+    return hub.send(result)
+
+
+@dataclass(frozen=True)
+class Upload:
+    """Where results go: the parameters of `upload`. What can be known before hours of work is found by `check`."""
+
+    repository: str
+    private: bool = False
+    card_only: Path | None = None
+    force: bool = False
+
+    def check(self, taken: Taken = NOTHING) -> None:
+        """BridgeError if an upload would fail: by the name, the login, the repository, or the files of `card_only`.
+
+        taken  what no output may be
+        """
+        if not is_repository(self.repository):
+            raise BridgeError(f"{self.repository}: is not a name of a repository on the Hub; give org/name")
+        if self.card_only is not None:
+            check_outputs([self.card_only / name for name in (CARD, _LIST)], self.force, taken)
+            return
+        self._check_login()
+        self._check_repository()
+
+    def _check_login(self) -> None:
+        from huggingface_hub import HfApi, get_token
+        from huggingface_hub.errors import HfHubHTTPError
+
+        if get_token() is None:
+            raise BridgeError(
+                f"{self.repository}: an upload needs a login on the Hub; run `hf auth login`, or set HF_TOKEN"
+            )
+        try:
+            account = HfApi().whoami()
+        except HfHubHTTPError as problem:
+            raise BridgeError(
+                f"{self.repository}: the Hub does not accept the login ({reason(problem)}); run `hf auth login`, or "
+                "set HF_TOKEN"
+            ) from problem
+        except Exception as problem:  # the HTTP client's own errors
+            raise BridgeError(f"{self.repository}: the Hub cannot be reached ({reason(problem)})") from problem
+        if account.get("auth", {}).get("accessToken", {}).get("role") == "read":
+            raise BridgeError(f"{self.repository}: the login may only read; log in with a token that writes: {_TOKENS}")
+
+    def _check_repository(self) -> None:
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import RepositoryNotFoundError
+
+        try:
+            found = HfApi().repo_info(self.repository)
+        except RepositoryNotFoundError:
+            return  # it will be made
+        except Exception as problem:
+            raise BridgeError(f"{self.repository}: cannot be looked up on the Hub ({reason(problem)})") from problem
+        if self.private and not found.private:
+            raise BridgeError(
+                f"{self.repository}: exists and is public; make it private in its settings on the Hub, or leave out "
+                f"{parameter('private', True)}"
+            )
+
+    def send(self, result: Report | Repacked | Written) -> str:
+        """Upload everything; returns a line that says where it is."""
+        files, card = files_of_result(result), model_card(result, self.repository)
+        if self.card_only is not None:
+            write_text(self.card_only / CARD, card)
+            listed = [f"{name}\t{file.stat().st_size}\n" for name, file in files.items()]
+            write_text(self.card_only / _LIST, "".join([f"{CARD}\t{len(card.encode())}\n", *listed]))
+            return f"wrote {self.card_only / CARD} and {self.card_only / _LIST}; nothing was uploaded"
+        try:
+            kept = self._commit(files, card)
+        except (Exception, KeyboardInterrupt) as problem:
+            again = self._by_hand(result, card)
+            if isinstance(problem, KeyboardInterrupt):
+                problem.args = (f"stopped; everything was made, and this uploads it: {again}",)
+                raise
+            raise BridgeError(
+                f"the upload to {self.repository} failed ({reason(problem)}); everything was made, and this uploads "
+                f"it: {again}"
+            ) from problem
+        also = "; its own model card was kept" if kept else " with a model card"
+        return f"uploaded {len(files)} file{'s' * (len(files) != 1)} to https://huggingface.co/{self.repository}{also}"
+
+    def _commit(self, files: dict[str, Path], card: str) -> bool:
+        """Make the repository, if it is missing, and commit; returns whether the card that it had was kept."""
+        from huggingface_hub import CommitOperationAdd, HfApi
+
+        api = HfApi()
+        api.create_repo(self.repository, private=self.private or None, exist_ok=True)
+        adds = [CommitOperationAdd(name, str(file)) for name, file in files.items()]
+        kept = api.file_exists(self.repository, CARD) and MARK not in _text(api.hf_hub_download(self.repository, CARD))
+        if not kept:
+            adds.append(CommitOperationAdd(CARD, card.encode()))
+        api.create_commit(self.repository, adds, commit_message="Upload by gguf-bridge")
+        return kept
+
+    def _by_hand(self, result: Any, card: str) -> str:
+        """The commands that upload everything; the card is written next to the result for them."""
+        repository = f"{self.repository} --private" if self.private else self.repository
+        if not isinstance(result, Report):
+            path, what = result.out, [result.out, "."]
+        elif len(result.outputs) == 1:
+            path, what = result.outputs[0], [result.outputs[0], result.outputs[0].name]
+        else:
+            first = result.outputs[0]
+            patterns = dict.fromkeys(re.sub(r"-\d{5}-of-", "-*-of-", file.name) for file in result.outputs)
+            path, what = first, [first.parent, ".", *(word for p in patterns for word in ("--include", p))]
+        own = path.with_name(f"{path.name}.{CARD}")
+        write_text(own, card)
+        commands = [f"hf upload {repository} {shlex.join(map(str, what))}"]
+        return " && ".join([*commands, f"hf upload {repository} {shlex.join([str(own), CARD])}"])
+
+
+def _text(path: str) -> str:
+    return Path(path).read_text(encoding="utf-8", errors="replace")

@@ -1,0 +1,240 @@
+"""Executes a plan's tensors: codes carried or requantized, floats quantized, a few tensors at a time.
+
+Worker threads read and map (the kernels hold no GIL); the caller takes the results in order. Parts are read one
+after another: what is held is the finished tensor and one part, so memory follows the largest tensor, not the model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bridge.blocks import BlockType
+from bridge.blocks.read import WRITTEN
+from bridge.blocks.tensor_types import FLOAT_TYPES
+from bridge.checkpoint.files.dtypes import as_float32, from_float32
+from bridge.conversion.planning.importance import Importance
+from bridge.conversion.planning.part_reader import PartReader
+from bridge.conversion.planning.plan import PlannedTensor
+from bridge.conversion.writing.report import (
+    AS_IS,
+    CALIBRATED,
+    COPIED,
+    FLOAT,
+    REQUANTIZED,
+    Outcome,
+    TensorReport,
+    carried_outcome,
+    lost_codes,
+    zero_notes,
+)
+from bridge.encode.block_bytes import row_bytes
+from bridge.encode.carrying.carry import Fidelity
+from bridge.encode.limits import FLOAT_LIMIT
+from bridge.encode.rounding.round_rows import quantize_rows
+from bridge.encode.type_choice import carry_or_requantize, exact_type
+from bridge.errors import parameter
+from bridge.models.outline import Part
+from bridge.system.cpu.cpus import usable_cpus
+from bridge.system.cpu.row_threads import slices
+
+if TYPE_CHECKING:
+    from bridge.quantize.layer_store import StoredLayer
+
+_SAMPLED = 1 << 14  # values of floats that are looked at before all are
+_IN_FLIGHT = 1 << 29  # bytes of the checkpoint that are worked on at a time; one tensor may be larger
+
+
+@dataclass
+class Result:
+    """One tensor, ready to be written."""
+
+    data: np.ndarray
+    report: TensorReport
+
+
+@dataclass
+class Executor:
+    """Makes any tensor of a plan; `results` makes several.
+
+    layers   those that were quantized with a text, by module: their blocks are taken as they are
+    threads  that work at a time; None: as many as there are CPUs
+    """
+
+    reader: PartReader
+    importance: Importance
+    layers: Mapping[str, StoredLayer] = field(default_factory=dict)
+    threads: int | None = None
+    _rows: ThreadPoolExecutor = field(init=False, repr=False)  # while there are results
+
+    def results(self, tensors: Sequence[PlannedTensor]) -> Iterator[Result]:
+        """Tensors in order, made by worker threads a few ahead of the consumer, fewer where they are large."""
+        workers = self.threads or usable_cpus()
+        pending: deque[tuple[Future[Result], int]] = deque()
+        # two pools: a tensor waits for its rows, so rows in the first one could wait for each other
+        with (
+            ThreadPoolExecutor(max_workers=workers, thread_name_prefix="rows") as self._rows,
+            ThreadPoolExecutor(max_workers=workers, thread_name_prefix="convert") as pool,
+        ):
+            try:
+                for tensor in tensors:
+                    nbytes = self.reader.nbytes(tensor)
+                    while pending and sum(n for _, n in pending) + nbytes > _IN_FLIGHT:
+                        yield pending.popleft()[0].result()
+                    pending.append((pool.submit(self.make, tensor), nbytes))
+                    if len(pending) > workers + 1:
+                        yield pending.popleft()[0].result()
+                while pending:
+                    yield pending.popleft()[0].result()
+            finally:
+                for future, _ in pending:
+                    future.cancel()
+
+    def make(self, tensor: PlannedTensor) -> Result:
+        """Read and map one tensor."""
+        block = WRITTEN.get(tensor.type)
+        if tensor.data is not None:
+            data, outcome = tensor.data, Outcome(AS_IS)
+        elif (stored := self.reader.copied(tensor)) is not None:
+            data, outcome = stored, Outcome(AS_IS if tensor.type in FLOAT_TYPES else COPIED, stored=tensor.type)
+        elif block is None:
+            data, outcome = self._as_floats(tensor)
+        else:
+            data, outcome = self._as_blocks(tensor, block)
+        return Result(data, TensorReport.of(tensor, tensor.type, data.nbytes, outcome))
+
+    def _as_blocks(self, tensor: PlannedTensor, block: BlockType) -> tuple[np.ndarray, Outcome]:
+        """A tensor's parts in a block type."""
+        rows = math.prod(tensor.shape[:-1])
+        data: np.ndarray | None = None  # of a stack, or of floats; else a single part's blocks are the result
+        if len(tensor.parts) > 1 or tensor.how == ("rounded",):
+            data = np.empty((rows, row_bytes(block, tensor.shape[-1])), np.uint8)
+        coded = floats = Fidelity(0, 0.0, 0.0, 0.0, 0)
+        zeros = 0  # parts whose weights are all zero
+        exact = set(WRITTEN)  # the types that would hold every part bit for bit
+        reasons: list[str] = []
+        notes: list[str] = []
+        at = 0
+        for number, (part, how) in enumerate(zip(tensor.parts, tensor.how, strict=True)):
+            importance = self.importance.of(tensor, number)
+            if how == "rounded":
+                assert data is not None
+                count = part.shape[0] if len(part.shape) > 1 else 1
+                rounded = self._rounded(part, block, importance, data[at : at + count])
+                floats += rounded
+                zeros += rounded.signal == 0
+                at += count
+                continue
+            if how == "calibrated":
+                made, fidelity = self._calibrated(part)
+                coded += fidelity
+                zeros += fidelity.signal == 0
+            else:
+                t = self.reader.grouped(part)
+                mapped, reason = carry_or_requantize(t, block, importance, how == "carried")
+                made = mapped.data
+                coded += mapped.fidelity
+                zeros += mapped.fidelity.signal == 0
+                reasons.append(reason)
+                notes += t.notes
+                free = exact_type(t) if exact else None
+                exact &= {free.name} if free else set()
+            if data is None:
+                data = made
+            else:
+                data[at : at + len(made)] = made
+                at += len(made)
+        assert data is not None
+        hows = set(tensor.how)
+        notes += zero_notes(tensor, zeros)
+        if hows == {"calibrated"}:
+            return data, Outcome(CALIBRATED, coded, notes)
+        if hows == {"rounded"}:
+            return data, Outcome(FLOAT, floats, notes, stored=self.reader.stored_as(tensor.parts[0]))
+        notes += lost_codes(tensor.name, reasons, coded)
+        smaller = next(iter(exact), None) if coded.error else None
+        if "rounded" in hows:
+            notes.append(
+                f"{tensor.name}: {tensor.how.count('rounded')} of its {len(tensor.parts)} parts came as floats and are "
+                f"{block.name} like the others (NMSE {floats.nmse:.1e})"
+            )
+        free_type = smaller if smaller and WRITTEN[smaller].bpw <= block.bpw else None
+        return data, Outcome(carried_outcome(coded), coded, notes, exact_for_free=free_type)
+
+    def _rounded(self, part: Part, block: BlockType, importance: np.ndarray | None, data: np.ndarray) -> Fidelity:
+        """Quantize a part of floats into `data`, uint8 [rows, row bytes]. Rows are divided among several threads:
+        embeddings and head are the largest tensors, and the first and the last, when no others are at work."""
+        total = Fidelity(0, 0.0, 0.0, 0.0, 0)
+        at = 0
+        for x in self.reader.floats(part):
+            out = data[at : at + len(x)]
+            spans = slices(len(x), self.threads or usable_cpus())
+            done = list(self._rows.map(lambda r, x=x, out=out: quantize_rows(x[r], block, importance, out[r]), spans))
+            total += Fidelity(x.size, sum(p.error for p in done), sum(p.signal for p in done), 0.0, 0)
+            at += len(x)
+        return total
+
+    def _calibrated(self, part: Part) -> tuple[np.ndarray, Fidelity]:
+        """A calibrated part's blocks, uint8 [rows, row bytes], rows in the GGUF's order, and how close they are."""
+        layer = self.layers[str(part.layer)]
+        # the layer of a matrix of a 3-D source has the part's own rows only
+        rows = slice(None) if part.rows is None or part.matrix is not None else part.rows
+        noise = self.reader.grouped(part).noise() if self.reader.coded(part) else 0.0
+        error, signal = layer.errors()[:, rows].sum(1).tolist()
+        return layer.blocks()[rows], Fidelity(math.prod(part.shape), error, signal, noise, 0)
+
+    def _as_floats(self, tensor: PlannedTensor) -> tuple[np.ndarray, Outcome]:
+        """A tensor's parts as F32, F16 or BF16; codes are dequantized."""
+        chunks: list[np.ndarray] = []
+        coded: Fidelity | None = None
+        stored: str | None = None
+        notes: list[str] = []
+        zeros, small = 0, Fidelity(0, 0.0, 0.0, 0.0, 0)
+        for part, how in zip(tensor.parts, tensor.how, strict=True):
+            if how == "as it came":
+                empty = True
+                for x in self.reader.floats(part):
+                    chunks.append(from_float32(x, tensor.type, tensor.name))
+                    if tensor.type == "F16":
+                        small += _underflow(x, chunks[-1])
+                    empty = empty and not chunks[-1].any()
+                zeros += empty
+                stored = self.reader.stored_as(part)
+                continue
+            t = self.reader.grouped(part)
+            exact = t.dequantize()
+            chunks.append(from_float32(exact, tensor.type, tensor.name))
+            error = float(np.square(as_float32(chunks[-1], tensor.type) - exact, dtype=np.float64).sum())
+            signal = float(np.square(exact, dtype=np.float64).sum())
+            found = Fidelity(exact.size, error, signal, t.noise(), 0)
+            coded = found if coded is None else coded + found
+            zeros += signal == 0
+            notes += t.notes
+        data = np.concatenate(chunks).reshape(tensor.shape)
+        notes += zero_notes(tensor, zeros)
+        if small.nmse > FLOAT_LIMIT:
+            notes.append(
+                f"{tensor.name}: {small.weights} of its values are below half precision's range, and far off in F16 "
+                f"(NMSE {small.nmse:.2g}); keep it with {parameter('tensor_types')} REGEX=BF16"
+            )
+        if coded is None:
+            return data, Outcome(AS_IS, notes=notes, stored=stored)
+        if coded.error:
+            notes += lost_codes(tensor.name, [f"stored as {tensor.type}"], coded)
+        return data, Outcome(REQUANTIZED, coded, notes, stored)
+
+
+def _underflow(x: np.ndarray, halves: np.ndarray) -> Fidelity:
+    """How close halves are to float32 values of about their least normal number or less; nothing for other values."""
+    some = x.reshape(-1)[:: max(1, x.size // _SAMPLED)]
+    if not some.any() or np.abs(some).max() >= np.finfo(np.float16).tiny:
+        return Fidelity(0, 0.0, 0.0, 0.0, 0)
+    wide = x.astype(np.float64)
+    error = float(np.square(as_float32(halves, "F16") - wide).sum())
+    return Fidelity(x.size, error, float(np.square(wide).sum()), 0.0, 0)

@@ -1,0 +1,177 @@
+"""Floats to points of a codebook, w' = a * values[q] (IQ2, IQ3): the loops over one sub-block.
+
+The signs are stored apart, so the point nearest to |w| is looked for, by `nearest_points`. Where only seven signs of
+eight are stored, an odd number of minuses is mended at the weight where that costs least.
+
+Searches of scales are `round_values`'.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from bridge.blocks.read import WRITTEN
+from bridge.encode.rounding.nearest_points import lists, snapper
+from bridge.encode.rounding.round_loops import ScaleSearch, add, greater
+from bridge.encode.rounding.round_values import values_quantizer
+
+_ZERO = np.float32(0)
+_ONE = np.float32(1)
+_INFINITY = np.float32(np.inf)
+_TINY = np.float32(1e-37)  # a zero whose sign matters
+
+_SEARCHES = {
+    "IQ3_S": ScaleSearch(8.0, 1.5, 4, tries=32, rounds=1),
+    "IQ3_XXS": ScaleSearch(31.0, 5.0, 5, tries=32, rounds=2),
+    "IQ2_S": ScaleSearch(32.5, 6.0, 2, tries=32, rounds=1, compared=1),
+    "IQ2_XS": ScaleSearch(27.0, 2.5, 8, refits=1, tries=32, rounds=2),
+    "IQ2_XXS": ScaleSearch(28.0, 3.5, 5, tries=32, rounds=2),
+}
+
+# set per type by `specialize`
+sub = subs = width = levels = 0
+even = lifted = False
+near = numbers = values = codes_of = np.zeros(1)
+snap: Any = None
+block: Any = None
+
+
+def fold(x, w, t):
+    """|x| into t, but less than 0 where the sign differs from x's."""
+    for i in range(sub):
+        t[i] = abs(x[i])
+    if even:
+        for at in range(0, sub, 8):
+            minuses = 0
+            least = _INFINITY
+            cheapest = at
+            for i in range(at, at + 8):
+                minuses += 1 if x[i] < _ZERO else 0
+                cost = w[i] * t[i]
+                if cost < least:
+                    least, cheapest = cost, i
+            if minuses & 1:
+                t[cheapest] = -max(t[cheapest], _TINY)
+
+
+def start_scales(x, w):
+    """What is tried in parts as a scale: between the root of the weights' mean square and the greatest of them."""
+    squares = _ZERO
+    weight = _ZERO
+    peak = _ZERO
+    for i in range(sub):
+        squares = add(squares, w[i] * x[i] * x[i])
+        weight = add(weight, w[i])
+        peak = greater(peak, abs(x[i]))
+    scale = np.sqrt(peak * np.sqrt(squares / weight))
+    return scale, scale
+
+
+def fit(t, w, a, inside):
+    """The error of a scale, and of its values v and residuals r: sums of w v^2, w r v."""
+    inverse = _ONE / a if a != _ZERO else _ZERO
+    _, found, near, numbers, values, _ = inside
+    return snap(t, w, a, inverse, near, numbers, values, found)
+
+
+def points_write(x, w, a, b, codes, scratch):
+    """Write the codes; the plain error, sum of x^2 and weighted error."""
+    inside = scratch[-1]
+    t, found, _, _, values, searched = inside
+    fold(x, w, t[0])
+    fit(t[0], w, a * searched[0], inside)
+    error = _ZERO
+    signal = _ZERO
+    weighted = _ZERO
+    for p in range(sub // width):
+        for i in range(width):
+            at = width * p + i
+            minus = (x[at] < _ZERO) != (t[0, at] < _ZERO)
+            codes[at] = codes_of[found[p], i] + (np.uint8(levels) if minus else np.uint8(0))
+            r = t[0, at] - a * values[found[p], i]
+            error = add(error, r * r)
+            signal = add(signal, x[at] * x[at])
+            weighted = add(weighted, (w[at] * w[at] if lifted else w[at]) * r * r)
+    return error, signal, weighted
+
+
+def fit_scratch():
+    """The folded weights, points' numbers and tables, and what d was over what it is."""
+    return (
+        np.zeros((subs, sub), np.float32),
+        np.zeros(sub // width, np.int64),
+        near,
+        numbers,
+        values,
+        np.ones(1, np.float32),
+    )
+
+
+def _search(x, w, row, at, scratch, sc, mn):
+    scales, tried, trial, codes, inside = scratch
+    t, searched = inside[0], inside[-1]
+    for j in range(subs):
+        fold(x[row, at + j], w[at + j], t[j])
+    before, d = block(t, w[at : at + subs], scales, tried, trial, codes, inside)
+    searched[0] = before / d if d != _ZERO else _ONE
+    for j in range(subs):
+        sc[row, at + j] = codes[j]
+    return d, _ZERO
+
+
+@dataclass(frozen=True)
+class Codebook:
+    """A type's points as `nearest_points` takes them.
+
+    codes    uint8 [points, width]: the number of each coordinate's level
+    bounds   between the levels
+    """
+
+    codes: np.ndarray
+    near: np.ndarray
+    numbers: np.ndarray
+    values: np.ndarray
+    bounds: tuple[float, ...]
+
+
+@cache
+def codebook(name: str) -> Codebook:
+    """The codebook of a type of IQ1, IQ2 or IQ3; of IQ1, with a shift of 1."""
+    kind = WRITTEN[name]
+    levels_of: np.ndarray = import_module(f"bridge.blocks.{name.lower()}").POINTS
+    width = levels_of.shape[1]
+    levels = np.array(kind.values[: len(kind.values) // 2])
+    n = len(levels)
+    points = levels[levels_of].astype(np.float32)
+    cells = levels[np.arange(n**width)[:, None] // n ** np.arange(width - 1, -1, -1) % n].astype(np.float32)
+    numbers = lists(points, cells)
+    near = np.ascontiguousarray(points[numbers].transpose(0, 2, 1)).astype(np.int8)
+    return Codebook(levels_of, near, numbers, points, tuple(((levels[1:] + levels[:-1]) / 2).tolist()))
+
+
+@cache
+def points_quantizer(name: str, lifted: bool) -> Callable[..., None]:
+    """The compiled loop over rows of a type of IQ2 or IQ3, see `rows_quantizer`.
+
+    lifted  whether d is, and weights' importance is given by its root, see `round_values`
+    """
+    kind, parts = WRITTEN[name], codebook(name)
+    width = parts.values.shape[1]
+    constants = {
+        "width": width,
+        "levels": len(parts.bounds) + 1,
+        "even": kind.even_signs,
+        "lifted": lifted,
+        "near": parts.near,
+        "numbers": parts.numbers,
+        "values": parts.values,
+        "codes_of": parts.codes,
+        "snap": snapper(kind.sub, width, parts.bounds),
+    }
+    return values_quantizer(
+        kind, (fit_scratch, fold, start_scales, fit, points_write), _SEARCHES[name], constants, _search
+    )

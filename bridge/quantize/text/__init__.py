@@ -1,0 +1,1 @@
+"""Calibration texts as tokens. Read `texts` first, then `mixture`: sources, shares and what is held back."""

@@ -1,0 +1,41 @@
+"""Blocks to float32 for any GGUF type: compiled for ours, float types by themselves, the rest through gguf."""
+
+import numpy as np
+
+from bridge.blocks.read import READ
+from bridge.blocks.tensor_types import FLOAT_TYPES
+from bridge.errors import BridgeError
+
+UNQUANTIZED = (*FLOAT_TYPES, "F64", "I32")  # a number for each weight
+
+
+def rows(type: str, raw: np.ndarray) -> np.ndarray:
+    """raw uint8 [rows, row bytes] of a type -> float32 [rows, in]. Equals gguf.quants.dequantize bit for bit."""
+    raw = np.ascontiguousarray(raw)
+    if type in READ:
+        from bridge.runtime.cpu.forms import rowmajor  # llvmlite, which files of floats do without
+
+        block = READ[type]
+        out = np.empty((raw.shape[0], raw.shape[1] // block.nbytes * block.size), np.float32)
+        convert = rowmajor.rows_function(type).ctypes
+        convert(raw.ctypes.data, out.ctypes.data, raw.shape[1], out.shape[1], 0, 0, 0, 0, len(raw))
+        return out
+    if type == "BF16":
+        return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    if type in UNQUANTIZED:
+        return raw.view({"F32": np.float32, "F16": np.float16, "F64": np.float64, "I32": np.int32}[type]).astype(
+            np.float32
+        )
+    import gguf
+
+    kind = gguf.GGMLQuantizationType[type]
+    try:
+        return np.asarray(gguf.quants.dequantize(raw, kind), np.float32)
+    except NotImplementedError:
+        raise BridgeError(f"type {type}: neither this program nor gguf {_gguf_version()} can dequantize it") from None
+
+
+def _gguf_version() -> str:
+    from importlib.metadata import version
+
+    return version("gguf")

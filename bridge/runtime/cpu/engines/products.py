@@ -1,0 +1,158 @@
+"""A tensor's products by kernels of row groups: x becomes records, the pool runs a kernel, y is cut to size.
+
+All of it happens in one compiled call, because from Python every step would cost a microsecond or more.
+"""
+
+from itertools import count
+
+import numpy as np
+
+from bridge.blocks.read import READ
+from bridge.runtime.cpu.engines import interleaved
+from bridge.runtime.cpu.engines.portable import Dequantizing, RawMatrix
+from bridge.runtime.cpu.forms.activations import quantize_function, record_bytes
+from bridge.runtime.cpu.forms.layout import InterleavedLayout
+from bridge.system.cpu import targets
+from bridge.system.kernels.jit import CFunction, c_function, maker
+from bridge.system.kernels.memory import allocate, array_at, floats, free, next_line
+from bridge.system.threads.pool import MIN_BYTES_TO_SHARE, call, run, share
+
+_LEAST_OF_SEVERAL = 1 << 20  # bytes of weights, times tokens, to share: between a prompt's products other threads sleep
+_NEAR = 1 << 23  # bytes of weights that stay in the cache from one product to the next
+
+_numbers = count(1)
+_last = 0  # the number of the engine that ran last
+
+
+# words of what is the same for all products of a matrix with kernels of some columns: sizes, then addresses of the
+# kernel, the weights and what makes records
+(COLUMNS, RECORD, BLOCKS, LANES, IN, ROWS, FUNCTION, WEIGHTS, STRIDE, QUANTIZE, WORDS) = range(11)
+
+
+def _product(state, threads, plan, x, y, tokens, _0, _1, _2):
+    """y[tokens, rows] = x W^T with a kernel of `columns` columns; y may have fewer rows than the row groups have.
+
+    x, y: addresses of float32 [tokens, in] and [tokens, rows]. One function serves all types.
+    """
+    p = array_at(plan, WORDS, np.int64)
+    columns, record, lanes, rows = p[COLUMNS], p[RECORD], p[LANES], p[ROWS]
+    groups = -(-rows // lanes)
+    turns = -(-tokens // columns)
+    nbytes = turns * columns * record
+    record_memory = allocate(nbytes + 64)
+    r = next_line(record_memory)
+    records = array_at(r, nbytes, np.uint8)
+    for i in range(tokens // columns * columns * record, nbytes if turns * columns != tokens else 0):
+        records[i] = 0
+    call(p[QUANTIZE], x, r, p[IN], columns, 0, 0, 0, 0, tokens)
+    padded = groups * lanes != rows or turns * columns != tokens
+    width = groups * lanes
+    memory = allocate(4 * turns * columns * width + 64) if padded else 0
+    address = next_line(memory) if padded else y
+    run(state, threads, p[FUNCTION], p[WEIGHTS], r, address, p[BLOCKS], p[STRIDE], turns, 4 * width, groups)
+    if padded:
+        wide, out = floats(address, tokens * width), floats(y, tokens * rows)
+        for t in range(tokens):
+            for row in range(rows):
+                out[t * rows + row] = wide[t * width + row]
+        free(memory)
+    free(record_memory)
+
+
+@maker
+def _product_function() -> CFunction:
+    return c_function(_product)
+
+
+def _address(array: np.ndarray) -> int:
+    """Where an array begins, in a third of the time that `array.ctypes` takes."""
+    return array.__array_interface__["data"][0]  # type: ignore[no-any-return]
+
+
+class Interleaved:
+    """An engine whose kernels work on row groups in the repacked form, wherever these come from."""
+
+    name: str
+
+    def __init__(self, matrix: RawMatrix, target: str):
+        block = READ[matrix.type]
+        module = targets.module(target)
+        self.matrix = matrix
+        self.block = block
+        self.target = target
+        self.widths: tuple[int, ...] = module.WIDTHS
+        self.lanes: int = module.LANES
+        self.layout = InterleavedLayout(block, self.lanes)
+        rows, columns = matrix.shape
+        self.blocks = columns // block.size
+        self.groups = -(-rows // self.lanes)
+        self.stride = self.layout.stride(self.blocks)
+        self.float_fallback = Dequantizing(matrix)
+        self._number = next(_numbers)
+        self._plans: dict[tuple[int, bool, bool], tuple[np.ndarray, int]] = {}
+
+    def kernel(self, columns: int, integer: bool, near: bool) -> tuple[int, int]:
+        """Addresses of the kernel for `width` columns of x, and of its weights.
+
+        `near`: this tensor was multiplied just before, and is small enough to be in the cache still.
+        """
+        raise NotImplementedError
+
+    def functions(self, tokens: int, integer: bool) -> list[CFunction]:
+        """The C functions that a product of so many tokens calls."""
+        if tokens > 1 and not integer:
+            return self.float_fallback.functions(tokens, integer)
+        found = [_product_function()]
+        for _, columns in self.passes(tokens):
+            found.append(quantize_function(self.block.name, integer, self.form(columns, integer)))
+            found += self.kernels(columns, integer)
+        return found
+
+    def kernels(self, columns: int, integer: bool) -> list[CFunction]:
+        """The C functions behind `kernel`."""
+        raise NotImplementedError
+
+    def run(self, x: np.ndarray, y: np.ndarray, integer: bool) -> None:
+        """y = x W^T, see portable.py."""
+        if x.shape[0] == 1 or integer:
+            first = 0
+            for tokens, columns in self.passes(x.shape[0]):
+                self._pass(x[first : first + tokens], y[first : first + tokens], columns, integer)
+                first += tokens
+        else:
+            self.float_fallback.run(x, y, False)
+
+    def passes(self, tokens: int) -> list[tuple[int, int]]:
+        """(tokens, columns of the kernel) of each pass over the weights."""
+        widest = self.widths[-1]
+        whole = tokens // widest * widest
+        rest = [(tokens - whole, self._width(tokens - whole))] if whole < tokens else []
+        return [(whole, widest), *rest] if whole else rest
+
+    def columns(self, tokens: int, integer: bool) -> int:
+        """Columns of the kernel for so many tokens in a table of calls."""
+        return self._width(tokens) if integer else 1
+
+    def form(self, columns: int, integer: bool) -> str:
+        """The form of the records that the kernel of so many columns reads, see activations.py."""
+        return interleaved.form(self.block.name, self.target, columns, integer)
+
+    def _width(self, tokens: int) -> int:
+        return next((width for width in self.widths if width >= tokens), self.widths[-1])
+
+    def _pass(self, x: np.ndarray, y: np.ndarray, columns: int, integer: bool) -> None:
+        global _last
+        near = columns == 1 and _last == self._number and self.groups * self.stride <= _NEAR
+        _last = self._number
+        plan = self._plans.get((columns, integer, near))
+        if plan is None:
+            form = self.form(columns, integer)
+            record = record_bytes(self.block.name, self.matrix.shape[1], integer)
+            quantize = quantize_function(self.block.name, integer, form).address
+            rows, inputs = self.matrix.shape
+            sizes = columns, record, self.blocks, self.lanes, inputs, rows
+            words = np.array([*sizes, *self.kernel(columns, integer, near), self.stride, quantize], np.int64)
+            self._plans[columns, integer, near] = plan = words, words.ctypes.data
+        tokens = x.shape[0]
+        worth = self.groups * self.stride * tokens >= (MIN_BYTES_TO_SHARE if tokens == 1 else _LEAST_OF_SEVERAL)
+        share(worth, _product_function(), plan[1], _address(x), _address(y), x.shape[0])

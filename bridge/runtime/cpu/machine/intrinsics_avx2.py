@@ -1,0 +1,194 @@
+"""AVX2: pmaddubsw multiplies unsigned codes with int8 values and adds pairs, saturating, into int16.
+
+A pair reaches 2 * 128 * (2^bits - 1), so some words are added as int16 before pmaddwd widens them: 8 of 4
+bits, 4 of 5, 2 of 6. Codes of 8 bits would saturate: their high and low nibbles are multiplied apart.
+
+Kernels that unpack blocks first (unpacked.py) turn the operands around where codes have a zero point: values of x are
+unsigned there, x + 128, and codes are signed. What 128 adds is known when a block is unpacked, and sums start there.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from bridge.runtime.cpu.machine.operands import nibble
+from bridge.system.kernels import ir
+
+NAME = "avx2"
+LANES = 8
+WIDTHS = (1, 2, 4)  # columns of x at once, as the registers allow
+BYTE_SHIFTS = False
+PAIRED = False
+SIGNED_DOTS = False
+ROW_BITS = 8  # of codes that `emit_row_dots` is faster for than repacking on the way
+UNPACKS = True  # whether kernels of several columns unpack blocks first, see unpacked.py
+FUSES_SCALES = True  # whether the instruction that widens sums of int16 multiplies them too
+INDEX_BITS = 0  # of a look-up that takes no notice of a byte's other bits; 0: there is none
+
+_MULTIPLY, _WIDEN = "llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd"
+
+
+def emit_look_up(v, table, codes):
+    return v.call("llvm.x86.avx2.pshuf.b", v.bytes, table, codes)
+
+
+def emit_dots(v, parts, words, x, places, bits):
+    return tile(v, _MULTIPLY, _WIDEN, [parts], [words], x, places, bits)[0]
+
+
+def emit_tile(v, parts, words, x, places, bits, scales, magnitude, starts):
+    return tile(v, _MULTIPLY, _WIDEN, parts, words, x, places, bits, scales, magnitude, starts)
+
+
+def emit_start(v, words):
+    shorts = ir.VectorType(ir.I16, 2 * v.lanes)
+    total = ir.Constant(shorts, [0] * (2 * v.lanes))
+    for word in words:
+        halves = v.builder.bitcast(v.splat(-0x7F7F7F80), v.bytes)  # 128 in each byte
+        total = v.builder.sub(total, v.call(_MULTIPLY, shorts, halves, v.builder.bitcast(word(), v.bytes)))
+    return total
+
+
+def tile(
+    v, multiply, widen, parts, words, x, places, bits, scales=None, magnitude=0, starts=None
+) -> list[list[ir.Value]]:
+    """`Emitter.tile_dots` by the two instructions of a vector width, on whatever lanes v has."""
+    parts = [list(row) for row in parts]
+    shorts = ir.VectorType(ir.I16, 2 * v.lanes)
+    rights = (0, 4) if bits == 8 else (0,)
+    count = len(words[0])
+    together = count // len(starts[0]) if starts else count if x is None else words_together(bits, magnitude)
+    ordered = len(parts[0]) > 1 and v.lanes == LANES  # AVX-512 has registers for all words
+    pairs: dict[tuple[int, int, int], ir.Value] = {}
+    for k in range(count):
+        digits = {
+            (r, right): nibble(v, row[k], right) if bits == 8 else row[k]()
+            for r, row in enumerate(words)
+            for right in rights
+        }
+        if starts and k % together == 0:
+            begin = [row[k // together]() for row in starts]
+            pairs = {(c, r, 0): begin[r] for c in range(len(parts[0])) for r in range(len(words))}
+        last = k + 1 == count or (k + 1) % together == 0
+        for c in range(len(parts[0])):
+            spread = v.splat(0x01010101) if x is None else v.broadcast(x, places[c][k])
+            values = v.builder.bitcast(spread, v.bytes)
+            for (r, right), digit in digits.items():
+                operands = v.builder.bitcast(digit, v.bytes), values
+                pair = v.call(multiply, shorts, *(reversed(operands) if magnitude else operands))
+                pair = v.builder.add(pairs[c, r, right], pair) if (c, r, right) in pairs else pair
+                pairs[c, r, right] = v.in_order(pair) if ordered else pair
+                if not last:
+                    continue
+                left = ir.Constant(shorts, [right if scales else 1 << right] * (2 * v.lanes))
+                factors = left if not scales else v.builder.shl(scales[r], left) if right else scales[r]
+                total = v.add(parts[r][c], v.call(widen, v.ints, pairs.pop((c, r, right)), factors))
+                parts[r][c] = v.in_order(total) if ordered and len(words) > 1 else total
+    return parts
+
+
+def emit_row_dots(v, rows, x, places, bits):
+    return row_dots(v, _MULTIPLY, _WIDEN, rows, x, places, bits)
+
+
+def row_dots(v, multiply, widen, rows, x, places, bits) -> list[ir.Value]:
+    """Sums s: in each lane the codes of a row times values, see filerows.py.
+
+    rows    [s][i][k]: word k of the rows i, i + 4 and so on, 16 codes each; a function that emits it
+    places  [s][k]: where the 16 values are that it is multiplied with, from x on
+    """
+    shorts = ir.VectorType(ir.I16, 2 * v.lanes)
+    rights = (0, 4) if bits == 8 else (0,)
+    most = words_together(bits)
+    values = [[v.builder.bitcast(v.broadcast_sixteen(x, at), v.bytes) for at in row] for row in places]
+
+    def pairs(words, quads, right):
+        total = None
+        for word, quad in zip(words, quads, strict=True):
+            digit = nibble(v, word, right) if bits == 8 else word()
+            pair = v.call(multiply, shorts, v.builder.bitcast(digit, v.bytes), quad)
+            total = pair if total is None else v.builder.add(total, pair)
+        return v.in_order(total)
+
+    def widened(pair, right):
+        return v.call(widen, v.ints, pair, ir.Constant(shorts, [1 << right] * (2 * v.lanes)))
+
+    def one(s, i):
+        return [pairs(rows[s][i], values[s], right) for right in rights]
+
+    count = len(places[0])  # pairs that are added so far
+    halves: list[list[list[ir.Value]]] = [[] for _ in rows]
+    for i in (0, 2):
+        found = [[one(s, k) for s in range(len(rows))] for k in (i, i + 1)]
+        for s in range(len(rows)):
+            a, b = found[0][s], found[1][s]
+            halves[s].append([v.interleaved_sum(p, q, 1) for p, q in zip(a, b, strict=True)])
+    sums = []
+    for low, high in halves:
+        if 4 * count <= most:
+            parts = [widened(v.interleaved_sum(p, q, 2), right) for p, q, right in zip(low, high, rights, strict=True)]
+        else:
+            wide = [[widened(p, right) for p, right in zip(half, rights, strict=True)] for half in (low, high)]
+            parts = [v.interleaved_sum(*(_total(v, half) for half in wide), 2)]
+        sums.append(_total(v, parts))
+    return sums
+
+
+def emit_signed_row_dots(v, rows, x, places):
+    """As `row_dots`, of words of -127..127: the values' magnitudes, up to 128, times codes with the values' signs."""
+    shorts = ir.VectorType(ir.I16, 2 * v.lanes)
+    one = ir.Constant(shorts, [1] * (2 * v.lanes))
+    values = [[v.builder.bitcast(v.broadcast_sixteen(x, at), v.bytes) for at in row] for row in places]
+    sizes = [[v.call("llvm.abs.v32i8", v.bytes, value, ir.Constant(ir.I1, 0)) for value in row] for row in values]
+    four: list[list[ir.Value]] = [[] for _ in rows]
+    for i in range(4):
+        for s, words in enumerate(rows):
+            parts = []
+            for word, value, size in zip(words[i], values[s], sizes[s], strict=True):
+                code = v.call("llvm.x86.avx2.psign.b", v.bytes, v.builder.bitcast(word(), v.bytes), value)
+                parts.append(v.call(_WIDEN, v.ints, v.call(_MULTIPLY, shorts, size, code), one))
+            four[s].append(v.in_order(_total(v, parts)))
+    return [v.interleaved_sum(v.interleaved_sum(a, b, 1), v.interleaved_sum(c, d, 1), 2) for a, b, c, d in four]
+
+
+def _total(v, parts):
+    total = parts[0]
+    for part in parts[1:]:
+        total = v.add(total, part)
+    return total
+
+
+def words_together(bits, magnitude=0, started=False):
+    """Words whose pairs of products can be added in int16; `started`: from -128 times their codes."""
+    if magnitude:
+        return 32767 // (2 * (128 if started else 255) * magnitude)
+    return 32768 // (2 * 128 * ((1 << (4 if bits == 8 else bits)) - 1))
+
+
+def twin_dots(part, codes, quads, bits):
+    if bits == 8:
+        high = twin_dots(part * 0, [code >> 4 for code in codes], quads, 4)
+        return twin_dots(part, [code & 15 for code in codes], quads, 4) + (high << 4)
+    return twin_digits(part, codes, quads, words_together(bits))
+
+
+def twin_digits(part, digits, quads, together, starts=None):
+    """part + the products of digits [lanes, 4] and values [4] of each word."""
+    total = part.astype(np.int32)
+    for start in range(0, len(digits), together):
+        pairs = starts[start // together].reshape(-1, 2).copy() if starts else np.zeros((len(part), 2), np.int16)
+        for digit, quad in list(zip(digits, quads, strict=True))[start : start + together]:
+            products = (digit.astype(np.int32) * quad).reshape(len(part), 2, 2).sum(2)
+            pairs += np.clip(products, -32768, 32767).astype(np.int16)
+        total += pairs.astype(np.int32).sum(1)
+    return total
+
+
+def twin_started(part, words, quads, starts):
+    """part + the products of signed codes and values less 128, from starts int16 [2 * lanes] of each group of words."""
+    return twin_digits(part, words, quads, len(words) // len(starts), starts)
+
+
+def twin_signed(part, words, quads, magnitude):
+    """part + the products of signed digits, those of each word and unsigned values."""
+    return twin_digits(part, words, quads, words_together(8, magnitude))

@@ -1,0 +1,45 @@
+"""Arm NEON with the matrix extension: smmla multiplies two rows of 8 codes with two columns of x, into 2 x 2 int32.
+
+Prompts alone use it; a single vector is multiplied as on NEON. Columns come in pairs: what holds four rows of a column
+elsewhere holds two rows of both here (`Emitter.paired`), and the int8 values of both lie side by side, 8 bytes of one
+after 8 of the other (activations.py), so that a load brings what one instruction takes.
+"""
+
+from __future__ import annotations
+
+from bridge.runtime.cpu.machine import intrinsics_neon as neon
+from bridge.runtime.cpu.machine.intrinsics_neon import emit_look_up, twin_dots
+
+NAME = "i8mm"
+LANES = neon.LANES  # and NEON's layout
+WIDTHS = (1, 4, 8)  # columns of x at once, as the registers allow
+BYTE_SHIFTS = True
+PAIRED = True
+SIGNED_DOTS = True
+ROW_BITS = 0
+UNPACKS = False
+FUSES_SCALES = False
+INDEX_BITS = 0
+
+__all__ = [
+    "BYTE_SHIFTS", "FUSES_SCALES", "INDEX_BITS", "LANES", "NAME", "PAIRED", "ROW_BITS", "SIGNED_DOTS",
+    "UNPACKS", "WIDTHS", "emit_dots", "emit_look_up", "twin_dots",
+]  # fmt: skip
+
+
+def emit_dots(v, parts, words, x, places, bits):
+    if not v.paired:
+        return neon.emit_dots(v, parts, words, x, places, bits)
+    parts = list(parts)
+    at = {place: k for k, place in enumerate(places[0])}
+    for place in (place for place in places[0] if place % 8 == 0):
+        k = at[place]
+        first, second = words[k](), words[at[place + 4]]()
+        rows = [v.builder.bitcast(v.zipped(first, second, half), v.bytes) for half in (0, 1)]
+        for c in range(0, len(parts), 2):
+            values = v.builder.load(v.pointer(x, places[c][k], v.bytes), align=4)  # of the next column too
+            for half in (0, 1):
+                parts[c + half] = v.call(
+                    "llvm.aarch64.neon.smmla.v4i32.v16i8", v.ints, parts[c + half], rows[half], values
+                )
+    return parts

@@ -1,0 +1,204 @@
+"""The instructions of emitter.py on numpy arrays: how kernels of a target are tested where it cannot run."""
+
+import ctypes
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from bridge.runtime.cpu.machine.operands import Places, column_groups, nibble
+
+
+class Twin:
+    """The Emitter's methods on numpy arrays, bit for bit except for the FMA, which rounds twice here."""
+
+    def __init__(self, target: ModuleType, paired: bool = False):
+        self.target = target
+        self.paired = paired
+        self.lanes: int = target.LANES
+        self.signed_dots: bool = target.SIGNED_DOTS
+        self.index_bits: int = target.INDEX_BITS
+        self.fuses_scales: bool = target.FUSES_SCALES
+
+    def read(self, address: int, dtype: Any, count: int) -> np.ndarray:
+        return np.frombuffer(ctypes.string_at(address, np.dtype(dtype).itemsize * count), dtype)
+
+    def load(self, base: int, at: int) -> np.ndarray:
+        return self.read(base + at, np.int32, self.lanes)
+
+    def broadcast(self, base: int, at: int) -> np.ndarray:
+        return np.repeat(self.read(base + at, np.int32, 1), self.lanes)
+
+    def broadcast_float(self, base: int, at: int) -> np.ndarray:
+        return np.repeat(self.read(base + at, np.float32, 1), self.lanes)
+
+    def load_half(self, base: int, at: int) -> np.ndarray:
+        return self.read(base + at, np.float16, self.lanes).astype(np.float32)
+
+    def load_e8m0(self, base: int, at: int) -> np.ndarray:
+        exponent = self.read(base + at, np.uint8, self.lanes).astype(np.int32)
+        return np.where(exponent > 1, (exponent - 1) << 23, 0).astype(np.int32).view(np.float32)
+
+    def load_ue4m3(self, base: int, at: int) -> np.ndarray:
+        bits = self.read(base + at, np.uint8, self.lanes).astype(np.uint16) << np.uint16(7)
+        return bits.view(np.float16).astype(np.float32) * np.float32(128)
+
+    def look_up(self, word: np.ndarray, table: tuple[int, ...]) -> np.ndarray:
+        return np.array(table, np.uint8)[np.ascontiguousarray(word).view(np.uint8)].view(np.int32)
+
+    def permute(self, indices: np.ndarray, table: tuple[int, ...]) -> np.ndarray:
+        return self.look_up(indices & self.splat(0x01010101 * (len(table) - 1)), table)
+
+    def blend(self, a: np.ndarray, b: np.ndarray, bits: int) -> np.ndarray:
+        mask = self.splat(0x01010101 * bits)
+        return a & mask | b & ~mask
+
+    def barrier(self) -> None:
+        pass
+
+    def zero(self) -> np.ndarray:
+        return np.zeros(self.lanes, np.int32)
+
+    def splat(self, value: int) -> np.ndarray:
+        return np.full(self.lanes, value, np.int64).astype(np.int32)
+
+    def and_(self, value: np.ndarray, bits: int) -> np.ndarray:
+        return value & self.splat(bits)
+
+    def field(self, value: np.ndarray, place: int, low: int, width: int) -> np.ndarray:
+        found = value.view(np.uint8) >> np.uint8(place) & np.uint8((1 << width) - 1)
+        return (found << np.uint8(low)).view(np.int32)
+
+    def shl(self, value: np.ndarray, left: int) -> np.ndarray:
+        return value << np.int32(left)
+
+    def shr(self, value: np.ndarray, right: int) -> np.ndarray:
+        return (value.view(np.uint32) >> np.uint32(right)).view(np.int32)
+
+    def ashr(self, value: np.ndarray, right: int) -> np.ndarray:
+        return value >> np.int32(right)
+
+    def or_(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return a | b
+
+    def add(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return a + b
+
+    def sub_bytes(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return (a.view(np.uint8) - b.view(np.uint8)).view(np.int32)
+
+    def mul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return a * b
+
+    def dots(self, parts: list, words: list, x: Any, places: list[list[int]], bits: int) -> list:
+        quads = [[self.read(x + place, np.int8, 4) for place in row] for row in places]
+        codes = [np.ascontiguousarray(word()).view(np.uint8).reshape(-1, 4) for word in words]
+        if self.paired:
+            sums = [self.target.twin_dots(self.zero(), codes, row, bits) for row in quads]
+            return [part + added for part, added in zip(parts, self.crossed(sums), strict=True)]
+        return [self.target.twin_dots(part, codes, row, bits) for part, row in zip(parts, quads, strict=True)]
+
+    def crossed(self, columns: list) -> list:
+        """Vectors of rows, one a column, as vectors of pairs, or back; see Emitter."""
+        pairs = [np.stack(columns[c : c + 2], 1).reshape(2, -1) for c in range(0, len(columns), 2)]
+        return [half for pair in pairs for half in pair]
+
+    def tile_dots(
+        self,
+        parts: list,
+        words: list,
+        x: int | None,
+        places: list[list[int]],
+        bits: int,
+        scales: list | None,
+        magnitude: int = 0,
+        starts: list[list] | None = None,
+    ) -> list:
+        if starts and x is not None:
+            sums = [self._started_dots(row, x, places, own) for row, own in zip(words, starts, strict=True)]
+        elif magnitude:
+            sums = [self._signed_dots(row, x, places, bits, magnitude) for row in words]
+        else:
+            sums = [self.dots([self.zero() for _ in places], row, x, places, bits) for row in words]
+        if scales:
+            sums = [[total * scale[::2] for total in row] for row, scale in zip(sums, scales, strict=True)]
+        pairs = zip(parts, sums, strict=True)
+        return [[part + total for part, total in zip(*row, strict=True)] for row in pairs]
+
+    def _started_dots(self, words: list, x: int, places: list[list[int]], starts: list) -> list:
+        digits = [np.ascontiguousarray(word()).view(np.int8).reshape(-1, 4) for word in words]
+        quads = [[self.read(x + place, np.uint8, 4) for place in row] for row in places]
+        begins = [start() for start in starts]
+        return [self.target.twin_started(self.zero(), digits, row, begins) for row in quads]
+
+    def start_of(self, words: list) -> np.ndarray:
+        pairs = sum(word().view(np.int8).reshape(-1, 2).sum(1, dtype=np.int16) for word in words)
+        return pairs * np.int16(-128)
+
+    def _signed_dots(self, words: list, x: int | None, places: list[list[int]], bits: int, magnitude: int) -> list:
+        sums = [self.zero() for _ in places]
+        for right in (0, 4) if bits == 8 else (0,):
+            found = [nibble(self, word, right) if bits == 8 else word() for word in words]
+            digits = [np.ascontiguousarray(digit).view(np.int8).reshape(-1, 4) for digit in found]
+            for c, row in enumerate(places):
+                if x is None:
+                    sums[c] += sum(digit.sum(1, dtype=np.int32) for digit in digits) << right
+                else:
+                    quads = [self.read(x + place, np.uint8, 4) for place in row]
+                    sums[c] += self.target.twin_signed(self.zero(), digits, quads, magnitude) << right
+        return sums
+
+    def doubled_short(self, value: np.ndarray) -> np.ndarray:
+        return np.repeat(value.astype(np.int16), 2)
+
+    def load_shorts(self, base: int, at: int) -> np.ndarray:
+        return self.read(base + at, np.int16, 2 * self.lanes)
+
+    def store_vector(self, value: np.ndarray, base: int, at: int) -> None:
+        ctypes.memmove(base + at, value.tobytes(), value.nbytes)
+
+    def in_order(self, value: np.ndarray) -> np.ndarray:
+        return value
+
+    def byte(self, word: np.ndarray, i: int) -> np.ndarray:
+        return self.and_(self.shr(word, 8 * i), 255)
+
+    def of_column(self, base: int, places: Places, c: int) -> np.ndarray:
+        return self._both(base, places, c, np.int32)
+
+    def of_column_float(self, base: int, places: Places, c: int) -> np.ndarray:
+        return self._both(base, places, c, np.float32)
+
+    def _both(self, base: int, places: Places, c: int, dtype: Any) -> np.ndarray:
+        own = places.at[c & ~1 : (c & ~1) + 2] if self.paired else [places.at[c]]
+        return np.tile(np.concatenate([self.read(base + at, dtype, 1) for at in own]), self.lanes // len(own))
+
+    def short_of_byte(self, word: np.ndarray, i: int) -> np.ndarray:
+        return self.doubled_short(self.byte(word, i))
+
+    def column_groups(self, count: int) -> list[list[int]]:
+        return column_groups(self.paired, count)
+
+    def of_rows(self, value: np.ndarray, c: int) -> np.ndarray:
+        return np.repeat(value, 2).reshape(2, -1)[c & 1] if self.paired else value
+
+    def load_floats(self, base: int, at: int) -> np.ndarray:
+        return self.read(base + at, np.float32, self.lanes)
+
+    def zero_float(self) -> np.ndarray:
+        return np.zeros(self.lanes, np.float32)
+
+    def splat_float(self, value: float) -> np.ndarray:
+        return np.full(self.lanes, value, np.float32)
+
+    def to_float(self, value: np.ndarray) -> np.ndarray:
+        return value.astype(np.float32)
+
+    def fmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return a * b
+
+    def fneg(self, a: np.ndarray) -> np.ndarray:
+        return -a
+
+    def fma(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+        return (a.astype(np.float64) * b + c).astype(np.float32)

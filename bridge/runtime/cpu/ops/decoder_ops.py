@@ -1,0 +1,273 @@
+"""What a decoder does between its matrix products: look up, normalize, SwiGLU.
+
+Each is a C function of nine int64, as the products are: seven of its own and a range, here of tokens. Hence
+a token's whole computation is a table of calls (see program.py), and a batch's may be shared among threads.
+"""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from bridge.runtime.cpu.forms import rowmajor
+from bridge.system.kernels.jit import CFunction, c_function, inner, maker
+from bridge.system.kernels.memory import array_at, floats
+
+LIMIT, SLOPE = np.float32(7.0), np.float32(1.702)  # of gpt-oss's gate
+
+unpack: Any = None  # set by `look_up_function`
+
+
+@partial(inner, fastmath={"reassoc", "contract"})
+def square_sum(x):
+    """Sum of squares, in float64."""
+    total = 0.0
+    for i in range(x.size):
+        total += np.float64(x[i]) * np.float64(x[i])
+    return total
+
+
+@partial(inner, fastmath={"contract"})
+def exp(x):
+    """exp of a float32 within 1e-7, in instructions that vectorize (Cephes' expf)."""
+    x = np.float32(-87.0) if x < np.float32(-87.0) else np.float32(88.0) if x > np.float32(88.0) else x
+    n = np.float32(np.rint(x * np.float32(1.44269504)))
+    r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    power = np.int32(np.int32(np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+    return (p * r * r + r + np.float32(1.0)) * power
+
+
+def _look_up(table, row_bytes, token, x, hidden, _0, _1, first, last):
+    """x float32 [hidden]: the row of a table of blocks that the int64 at `token` names."""
+    index = array_at(token, 1, np.int64)[0]
+    row = array_at(table + index * row_bytes, (1, row_bytes), np.uint8)
+    unpack(row, array_at(x, (1, hidden), np.float32))
+
+
+def _norm(x, delta, weight, out, hidden, eps, scale, first, last):
+    """x[t] += scale * delta[t] where delta is not 0; out[t] = x[t] / rms(x[t]) * weight, or x[t] where weight is 0.
+
+    eps, scale: the bits of float64. out may be x.
+    """
+    share = np.float32(np.int64(scale).view(np.float64))
+    e = np.int64(eps).view(np.float64)
+    for t in range(first, last):
+        values = floats(x + 4 * hidden * t, hidden)
+        y = floats(out + 4 * hidden * t, hidden)
+        if delta:
+            d = floats(delta + 4 * hidden * t, hidden)
+            for i in range(hidden):
+                values[i] += share * d[i]
+        if weight:
+            w = floats(weight, hidden)
+            size = np.float32(1.0 / np.sqrt(square_sum(values) / hidden + e))
+            for i in range(hidden):
+                y[i] = values[i] * size * w[i]
+        else:
+            for i in range(hidden):
+                y[i] = values[i]
+
+
+def _layer_norm(x, delta, weight, bias, out, hidden, eps, first, last):
+    """As `_norm` with a scale of 1, but of x - mean(x); then + bias, where it is not 0."""
+    e = np.int64(eps).view(np.float64)
+    w = floats(weight, hidden)
+    for t in range(first, last):
+        values = floats(x + 4 * hidden * t, hidden)
+        y = floats(out + 4 * hidden * t, hidden)
+        if delta:
+            d = floats(delta + 4 * hidden * t, hidden)
+            for i in range(hidden):
+                values[i] += d[i]
+        total = 0.0
+        for i in range(hidden):
+            total += values[i]
+        mean = np.float32(total / hidden)
+        for i in range(hidden):
+            y[i] = values[i] - mean
+        size = np.float32(1.0 / np.sqrt(square_sum(y) / hidden + e))
+        for i in range(hidden):
+            y[i] = y[i] * size * w[i]
+        if bias:
+            b = floats(bias, hidden)
+            for i in range(hidden):
+                y[i] += b[i]
+
+
+def _swiglu(gate, up, inner, _0, _1, _2, _3, first, last):
+    """gate = silu(gate) * up, float32 [tokens, inner]. In place, and only so: a check for overlap would fail."""
+    for t in range(first, last):
+        g = floats(gate + 4 * inner * t, inner)
+        u = floats(up + 4 * inner * t, inner)
+        for i in range(inner):
+            g[i] = g[i] * u[i] / (np.float32(1.0) + exp(-g[i]))
+
+
+def _geglu(gate, up, inner, stride, _0, _1, _2, first, last):
+    """gate = gelu(gate) * up in place, with x / (1 + exp(-2 sqrt(2/pi) (x + 0.044715 x^3))): gelu's tanh form.
+
+    stride: bytes from a row of up to the next; 0: they follow one another
+    """
+    for t in range(first, last):
+        g = floats(gate + 4 * inner * t, inner)
+        u = floats(up + (stride if stride else 4 * inner) * t, inner)
+        for i in range(inner):
+            bent = g[i] * (np.float32(1.0) + np.float32(0.044715) * g[i] * g[i])
+            g[i] = g[i] * u[i] / (np.float32(1.0) + exp(np.float32(-1.5957691216) * bent))
+
+
+def _gelu(x, _0, inner, _1, _2, _3, _4, first, last):
+    """x = gelu(x) in place, as in `_geglu`."""
+    for t in range(first, last):
+        g = floats(x + 4 * inner * t, inner)
+        for i in range(inner):
+            bent = g[i] * (np.float32(1.0) + np.float32(0.044715) * g[i] * g[i])
+            g[i] = g[i] / (np.float32(1.0) + exp(np.float32(-1.5957691216) * bent))
+
+
+def _reglu2(gate, up, inner, _0, _1, _2, _3, first, last):
+    """gate = relu(gate)^2 * up in place."""
+    for t in range(first, last):
+        g = floats(gate + 4 * inner * t, inner)
+        u = floats(up + 4 * inner * t, inner)
+        for i in range(inner):
+            positive = max(g[i], np.float32(0.0))
+            g[i] = positive * positive * u[i]
+
+
+def _relu2(x, _0, inner, _1, _2, _3, _4, first, last):
+    """x = relu(x)^2 in place."""
+    for t in range(first, last):
+        g = floats(x + 4 * inner * t, inner)
+        for i in range(inner):
+            positive = max(g[i], np.float32(0.0))
+            g[i] = positive * positive
+
+
+def _clamped(gate, up, inner, _0, _1, _2, _3, first, last):
+    """gate = `clamp` of gate and up in place."""
+    for t in range(first, last):
+        g = floats(gate + 4 * inner * t, inner)
+        u = floats(up + 4 * inner * t, inner)
+        for i in range(inner):
+            g[i] = clamp(g[i], u[i])
+
+
+@inner
+def clamp(gate, up):
+    """min(gate, 7) sigmoid(1.702 min(gate, 7)) (clip(up, -7, 7) + 1), of gpt-oss."""
+    x = min(gate, LIMIT)
+    return x * (min(max(up, -LIMIT), LIMIT) + np.float32(1.0)) / (np.float32(1.0) + exp(-SLOPE * x))
+
+
+def _xielu(x, inner, alpha_n, alpha_p, beta, eps, _0, first, last):
+    """x = alpha_p x^2 + beta x in place, or alpha_n (e^min(x, eps) - 1 - x) + beta x where x is not above 0.
+
+    Huang and Schlag 2025, arXiv:2411.13010. alpha_n, ...: the bits of float64.
+    """
+    below = np.float32(np.int64(alpha_n).view(np.float64))
+    above = np.float32(np.int64(alpha_p).view(np.float64))
+    share = np.float32(np.int64(beta).view(np.float64))
+    most = np.float32(np.int64(eps).view(np.float64))
+    for t in range(first, last):
+        values = floats(x + 4 * inner * t, inner)
+        for i in range(inner):
+            v = values[i]
+            bent = above * v * v
+            if v <= np.float32(0.0):
+                bent = below * (np.float32(np.expm1(np.float64(min(v, most)))) - v)
+            values[i] = bent + share * v
+
+
+def _sparsify(x, inner, deviations, _0, _1, _2, _3, first, last):
+    """x[t] = max(0, x[t] - c) in place, c so many deviations above the mean. deviations: the bits of a float64."""
+    share = np.int64(deviations).view(np.float64)
+    for t in range(first, last):
+        values = floats(x + 4 * inner * t, inner)
+        total = 0.0
+        for i in range(inner):
+            total += values[i]
+        mean = total / inner
+        squares = 0.0
+        for i in range(inner):
+            squares += (values[i] - mean) ** 2
+        least = np.float32(mean + share * np.sqrt(squares / inner))
+        for i in range(inner):
+            values[i] = max(np.float32(0.0), values[i] - least)
+
+
+def _scale(x, count, factor, _0, _1, _2, _3, first, last):
+    """x *= factor, float32 [tokens, count]. factor: the bits of a float64."""
+    share = np.float32(np.int64(factor).view(np.float64))
+    for t in range(first, last):
+        values = floats(x + 4 * count * t, count)
+        for i in range(count):
+            values[i] *= share
+
+
+def _add(x, delta, count, _0, _1, _2, _3, first, last):
+    """x += delta, float32 [tokens, count]; delta [count] is the same for all tokens."""
+    d = floats(delta, count)
+    for t in range(first, last):
+        values = floats(x + 4 * count * t, count)
+        for i in range(count):
+            values[i] += d[i]
+
+
+def _add_rows(x, table, start, count, _0, _1, _2, first, last):
+    """x[t] += table[start + t], float32 [tokens, count]; start: the address of an int64."""
+    position = array_at(start, 1, np.int64)[0]
+    for t in range(first, last):
+        values = floats(x + 4 * count * t, count)
+        row = floats(table + 4 * count * (position + t), count)
+        for i in range(count):
+            values[i] += row[i]
+
+
+def _split_gate(both, q, heads, head_dim, _0, _1, _2, first, last):
+    """q [tokens, heads, head_dim] of [tokens, heads, 2, head_dim], where each head's gate follows its q."""
+    for head in range(first * heads, last * heads):
+        source = floats(both + 8 * head_dim * head, head_dim)
+        y = floats(q + 4 * head_dim * head, head_dim)
+        for i in range(head_dim):
+            y[i] = source[i]
+
+
+def _gate_heads(both, x, heads, head_dim, _0, _1, _2, first, last):
+    """x [tokens, heads, head_dim] *= sigmoid of the gates that `split_gate` left."""
+    for head in range(first * heads, last * heads):
+        gate = floats(both + 8 * head_dim * head + 4 * head_dim, head_dim)
+        y = floats(x + 4 * head_dim * head, head_dim)
+        for i in range(head_dim):
+            y[i] /= np.float32(1.0) + exp(-gate[i])
+
+
+FUNCTIONS: dict[str, Any] = {
+    "norm": _norm, "layer_norm": _layer_norm, "swiglu": _swiglu, "geglu": _geglu, "gelu": _gelu,
+    "reglu2": _reglu2, "relu2": _relu2, "clamped": _clamped, "xielu": _xielu, "sparsify": _sparsify,
+    "scale": _scale, "add": _add, "add_rows": _add_rows,
+    "split_gate": _split_gate, "gate_heads": _gate_heads,
+}  # fmt: skip
+
+
+@maker
+def function(name: str) -> CFunction:
+    """One of FUNCTIONS as a C function."""
+    return c_function(FUNCTIONS[name])
+
+
+def activation(name: str, gated: bool) -> Any:
+    """(x, factors, width) of silu, gelu, relu2 or clamped as a C function; where it is not gated, without factors."""
+    return function({"silu": "swiglu", "gelu": "geglu", "relu2": "reglu2"}.get(name, name) if gated else name)
+
+
+@maker
+def look_up_function(type: str) -> CFunction:
+    """The C function that unpacks one row of a table in a type."""
+    return c_function(_look_up, type, unpack=rowmajor.dequantize(type))

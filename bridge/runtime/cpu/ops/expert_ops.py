@@ -1,0 +1,253 @@
+"""What a mixture of experts does between its products; C functions as those of decoder_ops.py."""
+
+from typing import Any
+
+import numpy as np
+
+from bridge.runtime.cpu.ops.decoder_ops import clamp, exp
+from bridge.runtime.cpu.ops.program import FIELDS
+from bridge.system.kernels.jit import CFunction, c_function, inner, maker
+from bridge.system.kernels.memory import allocate, array_at, floats, free
+
+# words of a layer's block: addresses, then numbers. Biases may be 0
+(LOGITS, CHOSEN, WEIGHTS, FIRST, SECOND, TABLE, FACTORS, ROUTER_BIAS, CHOICE_BIAS, GATE_BIAS, UP_BIAS, DOWN_BIAS,
+ EXPERTS, USED, SIGMOID, NORMALIZED, GROUPS, GROUPS_USED, SCALE, MIXER, PRODUCTS, BEFORE,
+ WORDS) = range(23)  # fmt: skip
+
+
+def _choose(block, _0, _1, _2, _3, _4, _5, first, last):
+    """For tokens first..last the experts to use, and their weights; experts.py has the formulas.
+
+    block  LOGITS float32 [tokens, experts]; CHOSEN int64 [tokens, used]; WEIGHTS float32 of that shape; FIRST and
+           SECOND the fields of products [tokens * used, PRODUCTS] and [tokens * used], of which the first two are set;
+           TABLE int64 [experts, 3, 2]: kernel and weights of gate, up and down; biases float32 [experts]
+    """
+    words = array_at(block, WORDS, np.int64)
+    experts, used, sigmoid, groups = words[EXPERTS], words[USED], words[SIGMOID], words[GROUPS]
+    scale = np.float32(array_at(block, WORDS, np.float64)[SCALE])
+    mixer = np.float32(array_at(block, WORDS, np.float64)[MIXER])
+    places = array_at(words[TABLE], (experts, 3, 2), np.int64)
+    memory = allocate(4 * (experts + groups))
+    choice, scores = floats(memory, experts), floats(memory + 4 * experts, groups)
+    for t in range(first, last):
+        p = floats(words[LOGITS] + 4 * experts * t, experts)
+        chosen = array_at(words[CHOSEN] + 8 * used * t, used, np.int64)
+        weights = floats(words[WEIGHTS] + 4 * used * t, used)
+        if words[ROUTER_BIAS]:
+            bias = floats(words[ROUTER_BIAS], experts)
+            for e in range(experts):
+                p[e] += bias[e]
+        if mixer > 0:
+            _choose_in_turn(p, choice, chosen, weights, mixer)
+            _place(words, places, chosen, t * used)
+            continue
+        top = p[0]
+        for e in range(1, experts):
+            top = max(top, p[e])
+        total = np.float32(0)
+        for e in range(experts):
+            p[e] = np.float32(1) / (np.float32(1) + exp(-p[e])) if sigmoid else exp(p[e] - top)
+            total += p[e]
+        for e in range(experts):
+            p[e] = p[e] if sigmoid else p[e] / total
+            choice[e] = p[e]
+        if words[CHOICE_BIAS]:
+            bias = floats(words[CHOICE_BIAS], experts)
+            for e in range(experts):
+                choice[e] += bias[e]
+        if groups > 1:
+            _leave_groups(choice, scores, words[GROUPS_USED], sigmoid)
+        total = np.float32(0)
+        for j in range(used):
+            best = 0
+            for e in range(1, experts):
+                if choice[e] > choice[best]:
+                    best = e
+            choice[best] = -np.inf
+            chosen[j] = best
+            total += p[best]
+        for j in range(used):
+            e = chosen[j]
+            weights[j] = scale * (p[e] / total if words[NORMALIZED] else p[e])
+        _place(words, places, chosen, t * used)
+    free(memory)
+
+
+@inner
+def _place(words, places, chosen, row):
+    """The chosen experts' kernels and weights go into the products from number `row` on."""
+    each = words[PRODUCTS]
+    for j in range(chosen.size):
+        made = array_at(words[FIRST] + 8 * FIELDS * each * (row + j), (each, FIELDS), np.int64)
+        for i in range(each):  # slices would be allocated
+            made[i, 0], made[i, 1] = places[chosen[j], i, 0], places[chosen[j], i, 1]
+        one = array_at(words[SECOND] + 8 * FIELDS * (row + j), FIELDS, np.int64)
+        one[0], one[1] = places[chosen[j], 2, 0], places[chosen[j], 2, 1]
+
+
+@inner
+def _choose_in_turn(logits, left, chosen, weights, mixer):
+    """Phi-MoE's experts and weights, see experts.py; `left` is memory for as many numbers as logits."""
+    for e in range(logits.size):
+        left[e] = logits[e]
+    for j in range(chosen.size):
+        best = 0
+        for e in range(1, logits.size):
+            if left[e] > left[best]:
+                best = e
+        top = left[best]
+        total = np.float32(0)
+        for e in range(logits.size):
+            if top - logits[e] <= mixer * max(abs(logits[e]), top) and left[e] > -np.inf:
+                total += exp(left[e] - top)
+        left[best] = -np.inf
+        chosen[j] = best
+        weights[j] = np.float32(1) / total
+
+
+@inner
+def _leave_groups(choice, scores, used, sigmoid):
+    """-inf for the experts of all groups but the best: of the largest choice, or sum of the two largest.
+
+    scores  memory for a number for each group
+    """
+    groups = scores.size
+    size = choice.size // groups
+    for g in range(groups):
+        top = second = np.float32(-np.inf)
+        for e in range(g * size, (g + 1) * size):
+            if choice[e] > top:
+                second = top
+                top = choice[e]
+            elif choice[e] > second:
+                second = choice[e]
+        scores[g] = top + second if sigmoid and size > 1 else top
+    for _ in range(groups - used):
+        worst = -1
+        for g in range(groups):
+            if scores[g] > -np.inf and (worst < 0 or scores[g] <= scores[worst]):
+                worst = g
+        scores[worst] = -np.inf
+        for e in range(worst * size, (worst + 1) * size):
+            choice[e] = -np.inf
+
+
+def _gated(block, gate, up, inner, _0, _1, _2, first, last):
+    """gate = silu(gate) * up for rows first..last, with the factors and biases of the experts chosen for them."""
+    for j in range(first, last):
+        _bias_row(block, j, gate, up, inner)
+        g = floats(gate + 4 * inner * j, inner)
+        u = floats(up + 4 * inner * j, inner)
+        for i in range(inner):
+            g[i] = g[i] * u[i] / (np.float32(1.0) + exp(-g[i]))
+
+
+def _gated_gelu(block, gate, up, inner, _0, _1, _2, first, last):
+    """gate = gelu(gate) * up, otherwise as `_gated`; its tanh form, as in decoder_ops.py."""
+    for j in range(first, last):
+        _bias_row(block, j, gate, up, inner)
+        g = floats(gate + 4 * inner * j, inner)
+        u = floats(up + 4 * inner * j, inner)
+        for i in range(inner):
+            bent = g[i] * (np.float32(1.0) + np.float32(0.044715) * g[i] * g[i])
+            g[i] = g[i] * u[i] / (np.float32(1.0) + exp(np.float32(-1.5957691216) * bent))
+
+
+def _relu2(block, gate, up, inner, _0, _1, _2, first, last):
+    """gate = relu(gate)^2, otherwise as `_gated`; there is no up."""
+    for j in range(first, last):
+        _bias_row(block, j, gate, up, inner)
+        g = floats(gate + 4 * inner * j, inner)
+        for i in range(inner):
+            positive = max(g[i], np.float32(0.0))
+            g[i] = positive * positive
+
+
+def _clamped(block, gate, up, inner, _0, _1, _2, first, last):
+    """gate = `clamp` of gate and up, otherwise as `_gated`."""
+    for j in range(first, last):
+        _bias_row(block, j, gate, up, inner)
+        g = floats(gate + 4 * inner * j, inner)
+        u = floats(up + 4 * inner * j, inner)
+        for i in range(inner):
+            g[i] = clamp(g[i], u[i])
+
+
+@inner
+def _bias_row(block, j, gate, up, inner):
+    """Row j of gate and up times the factors of its expert, plus its biases.
+
+    up may be 0. BEFORE: times the expert's weight too, which then weighs what it reads, not what it makes.
+    """
+    words = array_at(block, WORDS, np.int64)
+    e = array_at(words[CHOSEN] + 8 * j, 1, np.int64)[0]
+    own = floats(words[FACTORS] + 12 * e, 3)
+    scale_g, scale_u = own[0], own[1]
+    if words[BEFORE]:
+        share = floats(words[WEIGHTS] + 4 * j, 1)[0]
+        scale_g *= share
+        scale_u *= share
+    g = floats(gate + 4 * inner * j, inner)
+    u = floats((up if up else gate) + 4 * inner * j, inner if up else 0)
+    if scale_g != np.float32(1) or scale_u != np.float32(1):
+        for i in range(inner):
+            g[i] *= scale_g
+        for i in range(u.size):
+            u[i] *= scale_u
+    if words[GATE_BIAS]:
+        b = floats(words[GATE_BIAS] + 4 * inner * e, inner)
+        for i in range(inner):
+            g[i] += b[i]
+    if words[UP_BIAS]:
+        b = floats(words[UP_BIAS] + 4 * inner * e, inner)
+        for i in range(inner):
+            u[i] += b[i]
+
+
+def _mixed(block, down, used, hidden, y, _0, _1, first, last):
+    """y[t] = sum over the chosen experts of weight * (factor * down + bias), for tokens first..last."""
+    words = array_at(block, WORDS, np.int64)
+    for t in range(first, last):
+        out = floats(y + 4 * hidden * t, hidden)
+        for i in range(hidden):
+            out[i] = 0
+        for j in range(t * used, (t + 1) * used):
+            e = array_at(words[CHOSEN] + 8 * j, 1, np.int64)[0]
+            share = np.float32(1) if words[BEFORE] else floats(words[WEIGHTS] + 4 * j, 1)[0]
+            weight = share * floats(words[FACTORS] + 12 * e, 3)[2]
+            part = floats(down + 4 * hidden * j, hidden)
+            for i in range(hidden):
+                out[i] += weight * part[i]
+            if words[DOWN_BIAS]:
+                b = floats(words[DOWN_BIAS] + 4 * hidden * e, hidden)
+                for i in range(hidden):
+                    out[i] += share * b[i]
+
+
+def _add_weighed(x, gate, added, y, hidden, _0, _1, first, last):
+    """y[t] += sigmoid(gate . x[t]) * added[t] for tokens first..last; without the factor where gate is 0."""
+    weights = floats(gate, hidden)
+    for t in range(first, last):
+        values = floats(x + 4 * hidden * t, hidden)
+        part = floats(added + 4 * hidden * t, hidden)
+        out = floats(y + 4 * hidden * t, hidden)
+        share = np.float32(1)
+        if gate:
+            dot = np.float32(0)
+            for i in range(hidden):
+                dot += weights[i] * values[i]
+            share = np.float32(1) / (np.float32(1) + exp(-dot))
+        for i in range(hidden):
+            out[i] += share * part[i]
+
+
+FUNCTIONS: dict[str, Any] = {
+    "choose": _choose, "silu": _gated, "gelu": _gated_gelu, "relu2": _relu2, "clamped": _clamped, "mixed": _mixed,
+    "add_weighed": _add_weighed,
+}  # fmt: skip
+
+
+@maker
+def function(name: str) -> CFunction:
+    """One of FUNCTIONS as a C function."""
+    return c_function(FUNCTIONS[name])

@@ -1,0 +1,277 @@
+"""A decoder's layers run on a GGUF's tensors: tokens in, hidden states out, the cache filled.
+
+    x  = embedding rows
+    for each layer:
+        q, k, v = W x^        x^ = norm(x)
+        a = attention(q, cache of k, v)                     see cpu/ops/attention.py
+        x = x + W_o a
+        x = x + W_down (silu(W_gate x^) * W_up x^)          x^ = norm(x); of experts see experts.py
+    logits = W_output norm(x)
+
+Granite multiplies embeddings and what is added by factors; GLM-4, OLMo 2 and Gemma normalize what is added, OLMo 2 only
+that; Gemma caps scores and logits by tanh, and attends to a window in most layers. DeepSeek attends to latent vectors
+(`latent.py`). `DecoderConfig` says what a model does.
+
+A single token runs as one table of calls (`tables.py`), and so does a token of each of several contexts, if there are
+kernels for all matrices. Everything else, prompts above all, goes matrix by matrix through
+`QuantTensor.matmul`, with the same functions in between.
+
+At first the file's own blocks are multiplied. A repacked copy of each matrix is faster, but takes fresh memory, which
+costs a virtual machine up to 2 s a GB, and kernels of its own, which take a second to compile when a model is run for
+the first time. So copies are made between tokens, once these have taken half a second, and as long as the copies have
+taken no more than a tenth of the tokens' time: where memory is cheap all are made within the first 64 tokens or so,
+elsewhere nobody waits for them; and a single prompt never pays for a copy. Matrices whose codes are numbered
+(codebooks, base 3) are different: multiplying their own blocks takes as long as making the copy, so their copies are
+all made before the first token.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from bridge.blocks.read import READ
+from bridge.errors import BridgeError, parameter
+from bridge.runtime.config.decoder_config import DecoderConfig
+from bridge.runtime.cpu.engines import engine
+from bridge.runtime.cpu.ops.attention import SPAN
+from bridge.runtime.decoder.buffers import DecodeBuffers, Positions
+from bridge.runtime.decoder.steps import Parts, Table
+from bridge.runtime.decoder.tables import ProgramBuilder
+from bridge.runtime.layers.kv_cache import KVCache
+from bridge.runtime.layers.layers import Weights
+from bridge.runtime.layers.weights import read_weights
+from bridge.runtime.quant_tensor import QuantTensor
+from bridge.runtime.reader import GGUFFile
+from bridge.runtime.sampling import Sampler, drawn_on_host
+from bridge.runtime.tokenizer import common_prefix
+from bridge.system.kernels import compiling
+from bridge.system.kernels.compile_ahead import compile_all
+from bridge.system.kernels.jit import CFunction
+
+BATCH = 512  # tokens that pass through the layers together
+WIDEST = 8  # tokens in a step: columns of the widest kernel
+_SHARE = 0.1  # of the time that tokens take, for repacking
+_FIRST = 64  # passes before anything is repacked: a short reply would not gain what that takes
+_PARTS = 8  # at most one part in so many of the weights is repacked before a batch
+
+
+class Decoder:
+    """The layers of a GGUF with a cache of keys and values."""
+
+    def __init__(self, file: GGUFFile, config: DecoderConfig, context: int, kv: str, precision: str):
+        self.config, self.precision = config, precision
+        weights = self._weights_of(file)  # checks what the cache takes memory for
+        if config.chosen and context > config.chosen:
+            raise BridgeError(
+                f"{parameter('context', context)}: must be at most {config.chosen}; beyond, {config.arch} chooses the "
+                "tokens to attend to, which cannot run here; llama.cpp can run it"
+            )
+        if weights.positions is not None and context > config.context:
+            raise BridgeError(
+                f"{parameter('context', context)}: must be at most {config.context}, the positions that {file.path} has"
+            )
+        self.cache = KVCache(config, context, kv)
+        self._kv = kv
+        self.embedding, self.output = weights.embedding, weights.output
+        self.vocab = self.embedding.shape[0]
+        self._output_bias = weights.output_bias
+        self.output_norm, self.layers = weights.output_norm, weights.layers
+        factors = weights.rope_factors
+        if weights.long_factors is not None and context > config.rope_original_context:
+            factors = weights.long_factors
+        self._positions = Positions(config, self.cache.rows, factors)
+        self._builder = ProgramBuilder(config, weights, precision, self._positions)
+        self._steps: dict[int, DecodeBuffers] = {}  # of a token of each of so many contexts
+        self._prompt: DecodeBuffers | None = None  # of the last prompt, or part of one
+        self._matrices = [m for layer in self.layers for m in layer.matrices] + [self.output]
+        self._numbered = [m for m in self._matrices if m.type in READ and READ[m.type].numbered]  # not repacked yet
+        self._prepared = 0  # number of these matrices that are repacked
+        self._nbytes = sum(m.nbytes for m in self._matrices)
+        self._computing = 0.0  # seconds that tokens have taken so far
+        self._passes = 0  # through the layers so far
+        self.preparing = 0.0  # seconds that repacking has taken so far
+        self.followed = np.zeros((0, config.hidden), np.float32)  # normalized states of the last tokens that followed
+
+    def _weights_of(self, file: GGUFFile) -> Weights:
+        return read_weights(file, self.config, whole=True)
+
+    def begin(self) -> None:
+        """Get ready for tokens: nothing to do."""
+
+    @property
+    def matrices(self) -> list[QuantTensor]:
+        """All matrices that tokens are multiplied with, the head last."""
+        return self._matrices
+
+    def prepare(self) -> None:
+        """Repack every matrix for this machine, and release the file's own pages."""
+        self._prepare(math.inf, math.inf)
+
+    def _prepare(self, nbytes: float, seconds: float) -> None:
+        """Repack matrices of up to `nbytes`, until all repacking has taken `seconds`."""
+        while nbytes > 0 and self.preparing < seconds and self._prepared < len(self._matrices):
+            start = compiling.clock()
+            matrix = self._matrices[self._prepared]
+            self._repack(matrix)
+            nbytes -= matrix.nbytes
+            self._prepared += 1
+            self.preparing += compiling.clock() - start
+
+    def _repack(self, matrix: QuantTensor) -> None:
+        if not matrix.prepared:
+            matrix.prepare(release=True)
+        for buffers in self._steps.values():  # another decoder of the same file may have prepared it
+            buffers.refresh(matrix)
+
+    def run(self, tokens: Sequence[int], keep: int = 1, cache: KVCache | None = None) -> np.ndarray:
+        """Append tokens to the cache; the last `keep` of their normalized hidden states, float32 [keep, hidden].
+
+        The tokens must fit the cache, which `Model` ensures. `cache`: by default the decoder's own.
+        """
+
+        def batch(tokens: Sequence[int]) -> np.ndarray:
+            return self._through(self._buffers_for([cache or self.cache], len(tokens)), tokens)
+
+        return np.concatenate([hidden.copy() for hidden in last_states(batch, tokens, BATCH, keep)])
+
+    def logits(self, hidden: np.ndarray) -> np.ndarray:
+        """float32 [n, vocab] of hidden states [n, hidden]."""
+        return self._finished(self.output.matmul(hidden, precision=self.precision))
+
+    def _finished(self, scores: np.ndarray) -> np.ndarray:
+        """With the output's bias, or capped."""
+        if self._output_bias is not None:
+            scores = scores + self._output_bias
+        cap = np.float32(self.config.logit_cap)
+        return cap * np.tanh(scores / cap) if cap else scores
+
+    def scores(self, tokens: Sequence[int], keep: int) -> np.ndarray:
+        """float32 [keep, vocab] of the last `keep` tokens, from an empty context."""
+        return self.logits(self.states(tokens, keep))
+
+    def states(self, tokens: Sequence[int], keep: int) -> np.ndarray:
+        """float32 [keep, hidden]: normalized hidden states of the last `keep` tokens, from an empty context."""
+        self.cache.length = 0
+        return self.run(tokens, keep)
+
+    def new_cache(self) -> KVCache:
+        """Another context, of the same length and kind."""
+        return KVCache(self.config, self.cache.context, self._kv)
+
+    @property
+    def read(self) -> list[int]:
+        """The tokens that the cache holds."""
+        return self.cache.tokens[: self.cache.length]
+
+    def kept(self, tokens: Sequence[int]) -> int:
+        """How many of the first tokens need not be read again."""
+        return self.cache.reach(common_prefix(self.read, tokens))
+
+    def draw(self, tokens: Sequence[int], sampler: Sampler, kept: int = 0) -> Iterator[int]:
+        """Draw the tokens that follow, one by one, until the context is full; the cache holds the first `kept`."""
+        self.cache.length = kept
+        yield from drawn_on_host(self, self.logits(self.run(tokens[kept:]))[0], sampler)
+
+    def next_scores(self, token: int) -> np.ndarray:
+        """float32 [vocab] of what follows one more token; the next call may overwrite them."""
+        return self.step([self.cache], [token])[0]
+
+    def step(self, caches: Sequence[KVCache], tokens: Sequence[int]) -> np.ndarray:
+        """Append a token to each cache: float32 [caches, vocab] of what follows; the next call may overwrite them."""
+        buffers = self._buffers_for(caches, len(tokens))
+        hidden = self._through(buffers, tokens)
+        return self._finished(buffers.scores) if buffers.scores.size else self.logits(hidden)
+
+    def follow(self, tokens: Sequence[int]) -> np.ndarray:
+        """Append up to `room` tokens to the decoder's own cache: float32 [n, vocab] of what follows each of them.
+
+        Each is computed as by a step of its own, to the last bit, where `multiplied_one_by_one` finds nothing.
+        """
+        buffers = self._buffers_for([self.cache] * len(tokens), len(tokens))
+        self.followed = self._through(buffers, tokens).copy()
+        if buffers.scores.size:
+            return self._finished(buffers.scores.copy())
+        # together, some types have other sums
+        return np.concatenate([self.logits(row) for row in self.followed[:, None]])
+
+    def room(self, cache: KVCache | None = None) -> int:
+        """The most tokens that a step takes into one context; the first span ends a step, because one is not merged."""
+        cache = cache or self.cache
+        return min(WIDEST, cache.context - cache.length, SPAN - cache.length if cache.length < SPAN else WIDEST)
+
+    def multiplied_one_by_one(self) -> QuantTensor | None:
+        """A matrix that has no kernel for several tokens whose sums are those of one, if there is one."""
+        return self._builder.unfit(WIDEST)
+
+    def _buffers_for(self, caches: Sequence[KVCache], n: int) -> DecodeBuffers:
+        """Buffers and tables for n tokens; those of steps are kept, and the last ones of a prompt."""
+        buffers = self._steps.get(n) if n == len(caches) else self._prompt
+        if buffers is not None and buffers.n == n:
+            buffers.use(caches)
+            return buffers
+        buffers = self._builder.buffers(n, caches)
+        if buffers.steps:
+            self._steps[n] = buffers
+        else:
+            self._prompt = buffers
+        return buffers
+
+    def _through(self, buffers: DecodeBuffers, tokens: Sequence[int]) -> np.ndarray:
+        """Tokens through the layers, into the caches; their normalized hidden states, float32 [n, hidden]."""
+        for matrix in self._numbered:
+            self._repack(matrix)
+        self._numbered = []
+        if self._passes >= _FIRST:
+            self._prepare(self._nbytes / _PARTS, _SHARE * self._computing)
+        start = compiling.clock()
+        buffers.begin(tokens)
+        self._positions.reach(int(buffers.starts.max()) + buffers.n)
+        if buffers.way is None:
+            buffers.way = self._way(buffers)
+        self._embed(buffers)
+        buffers.way.run()
+        parts = [[token] for token in tokens] if len(buffers.caches) > 1 else [list(tokens)]
+        for cache, part in zip(buffers.caches, parts, strict=True):
+            cache.append(part)
+        self._computing += compiling.clock() - start
+        self._passes += 1
+        return buffers.xn
+
+    def _way(self, buffers: DecodeBuffers) -> Table | Parts:
+        """Through the layers; what it calls is compiled."""
+        wanted = self._functions(buffers)
+        if buffers.steps:  # a table holds addresses
+            compile_all(wanted)
+        way = (self._builder.table(buffers) if buffers.steps else None) or self._builder.parts(buffers)
+        compile_all([*wanted, *buffers.embedding.functions(), *way.functions()])
+        return way
+
+    def _functions(self, buffers: DecodeBuffers) -> list[CFunction]:
+        """The C functions of products, of each type's; for the steps of one sequence, also when they are prepared."""
+        integer = self.precision == "int8"
+        found = self.output.functions(buffers.n if buffers.steps else 1, integer)
+        for matrix in {matrix.type: matrix for matrix in self._matrices}.values():
+            found += matrix.functions(buffers.n, integer)
+            if buffers.n == 1 and self._prepared < len(self._matrices):
+                found += engine.prepared_functions(matrix.type, integer)
+        return found
+
+    def _embed(self, buffers: DecodeBuffers) -> None:
+        """What the first layer reads, into `buffers.x`."""
+        self._builder.look_up(buffers)
+        buffers.embedding.run()
+
+
+def last_states(layers: Callable[[Sequence[int]], Any], tokens: Sequence[int], size: int, keep: int) -> Iterator[Any]:
+    """Tokens through `layers`, `size` at a time; batch by batch the states [n, hidden] of the last `keep` tokens.
+
+    What `layers` returns may be overwritten by its next call, which comes before the next states do.
+    """
+    for at in range(0, len(tokens), size):
+        batch = tokens[at : at + size]
+        states = layers(batch)
+        first = max(0, len(tokens) - keep - at)
+        if first < len(batch):
+            yield states[first:]

@@ -1,0 +1,145 @@
+"""The layer that predicts a token further than the model does (MTP, "nextn"): DeepSeek-AI 2024, arXiv:2412.19437.
+
+    x  = W_eh [norm(embedding of token i + 1), norm(state of token i)]        the model's normalized state
+    h' = norm(layer(x))                                                       attention to such pairs before
+    logits of token i + 2 = W_output h'
+
+A pair has the place of its state's token in a cache of the layer's own. `HeadDrafter` guesses tokens with it,
+`agreement` says how many it would have guessed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from bridge.errors import BridgeError
+from bridge.runtime.config.decoder_config import DecoderConfig
+from bridge.runtime.decoder.buffers import DecodeBuffers
+from bridge.runtime.decoder.decoder import BATCH, Decoder
+from bridge.runtime.layers.layer_reader import LayerReader, expect, vector
+from bridge.runtime.layers.layers import Weights
+from bridge.runtime.layers.weights import read_shared
+from bridge.runtime.quant_tensor import QuantTensor
+from bridge.runtime.reader import GGUFFile
+from bridge.runtime.tokenizer import common_prefix
+from bridge.system.records import record
+
+
+@record(frozen=False)
+class Prediction:
+    """The layer that predicts a token further, as a decoder of one layer, and what makes its input."""
+
+    config: DecoderConfig
+    weights: Weights
+    embedding_norm: np.ndarray
+    state_norm: np.ndarray
+    joined: QuantTensor  # [hidden, 2 hidden]
+
+
+def read_prediction(file: GGUFFile, config: DecoderConfig) -> Prediction:
+    """The first layer after the others; without embeddings, norm or head of its own it shares the model's.
+
+    Raises BridgeError where the file has none, or a tensor of it is missing.
+    """
+    name = f"blk.{config.layers}.nextn"
+    if not config.predicting or f"{name}.eh_proj.weight" not in file:
+        raise BridgeError(f"{file.path}: has no layer that predicts a further token (MTP)")
+    if config.graph.alone:  # it has two layers in one, with a layer norm at the end
+        problem = f"the layer of {config.arch} that predicts a further token (MTP) cannot run here"
+        raise BridgeError(f"{file.path}: {problem}; llama.cpp can run it")
+    whole = read_shared(file, config)
+    attending = replace(config, layers=config.layers + 1, recurrent=None, inners=())
+    hidden, vocab = config.hidden, whole.embedding.shape[0]
+    embedding = file.tensors.get(f"{name}.embed_tokens.weight", whole.embedding)
+    output = file.tensors.get(f"{name}.shared_head_head.weight", whole.output)
+    norm = vector(file, f"{name}.shared_head_norm.weight", hidden)
+    return Prediction(
+        config=replace(attending, layers=1, leading=0),
+        weights=replace(
+            whole,
+            embedding=expect(embedding, vocab, hidden),
+            layers=[LayerReader(file, attending, config.layers).layer()],
+            output_norm=whole.output_norm if norm is None else norm,
+            output=expect(output, vocab, hidden),
+        ),
+        embedding_norm=vector(file, f"{name}.enorm.weight", hidden, True),
+        state_norm=vector(file, f"{name}.hnorm.weight", hidden, True),
+        joined=expect(file[f"{name}.eh_proj.weight"], hidden, 2 * hidden),
+    )
+
+
+class PredictionHead(Decoder):
+    """The layer as a decoder of one layer, whose cache holds pairs.
+
+    pairs  those of the text; the cache may hold further ones, made of guesses
+    """
+
+    def __init__(self, file: GGUFFile, config: DecoderConfig, context: int, kv: str, precision: str):
+        found = self._found = read_prediction(file, config)
+        super().__init__(file, found.config, context, kv, precision)
+        self._matrices.insert(0, found.joined)
+        self._unread = np.zeros((0, config.hidden), np.float32)  # states for the next pairs
+        self._first: list[int] = []  # the token whose state is in the first pair
+        self.pairs = 0
+
+    def _weights_of(self, file: GGUFFile) -> Weights:
+        return self._found.weights
+
+    def start(self, tokens: Sequence[int], kept: int) -> int:
+        """Keep the pairs of the first tokens of another text, at most `kept` of them; how many there are."""
+        self.pairs = min(kept, max(0, common_prefix(self._first + self.cache.tokens[: self.pairs], tokens) - 1))
+        self._first = list(tokens[:1])
+        return self.pairs
+
+    def read_pairs(self, states: np.ndarray, tokens: Sequence[int]) -> tuple[np.ndarray, int]:
+        """The text's next pairs: states float32 [n, hidden], and the token after each.
+
+        Returns h' float32 [1, hidden] of the last, and the token that is most likely then.
+        """
+        self.cache.length = self.pairs
+        self.pairs += len(tokens)
+        return self._read(states, tokens)
+
+    def read_guess(self, state: np.ndarray, token: int) -> tuple[np.ndarray, int]:
+        """As `read_pairs`, for h' in place of a state, and a guessed token; the next call of it forgets the pair."""
+        return self._read(state, [token])
+
+    def guesses(self, states: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
+        """As `read_pairs`: int [n], the most likely token after each pair."""
+        self.pairs += len(tokens)
+        self._unread = states
+        return self.logits(self.run(tokens, len(tokens))).argmax(1)
+
+    def _read(self, states: np.ndarray, tokens: Sequence[int]) -> tuple[np.ndarray, int]:
+        self._unread = states
+        if len(tokens) > self.room():
+            state = self.run(tokens)
+            return state, int(self.logits(state)[0].argmax())
+        rows = self.follow(tokens)
+        return self.followed[-1:], int(rows[-1].argmax())
+
+    def _embed(self, buffers: DecodeBuffers) -> None:
+        super()._embed(buffers)
+        states, self._unread = self._unread[: buffers.n], self._unread[buffers.n :]
+        found, eps = self._found, self.config.norm_eps
+        both = _normed(buffers.x, found.embedding_norm, eps), _normed(states, found.state_norm, eps)
+        found.joined.matmul(np.concatenate(both, axis=1), buffers.x, self.precision)
+
+
+def _normed(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    return (x / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + np.float32(eps)) * weight).astype(np.float32)
+
+
+def agreement(decoder: Decoder, head: PredictionHead, tokens: Sequence[int]) -> tuple[int, int]:
+    """How many tokens the layer guesses as the model chooses them, and of how many.
+
+    At each place of a text, given what the text has up to there: the most likely token of both.
+    """
+    states = decoder.states(tokens, len(tokens))
+    head.cache.length = head.start((), 0)
+    right = 0
+    for at in range(0, len(tokens) - 1, BATCH):
+        guessed = head.guesses(states[at : at + BATCH], tokens[at + 1 : at + 1 + BATCH])
+        right += int((guessed == decoder.logits(states[at + 1 : at + 1 + BATCH]).argmax(1)).sum())
+    return right, len(tokens) - 1

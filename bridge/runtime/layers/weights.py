@@ -1,0 +1,70 @@
+"""The weights of a decoder, found in a GGUF and checked against its metadata. Matrices stay in the file."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from bridge.errors import BridgeError
+from bridge.runtime.config.decoder_config import DecoderConfig
+from bridge.runtime.layers.layer_reader import LayerReader, expect, vector
+from bridge.runtime.layers.layers import Inputs, Streams, Weights
+from bridge.runtime.reader import GGUFFile
+
+
+def read_weights(file: GGUFFile, config: DecoderConfig, whole: bool = False) -> Weights:
+    """Find every tensor; `whole`: whether the caller runs all that the CPU does, not plain decoders alone.
+
+    Raises BridgeError where a tensor is missing or of another shape than the metadata says, or for what is not plain.
+    """
+    if not whole and (config.experts or not config.plain):
+        kind = "a mixture of experts" if config.experts else f"{config.arch}'s graph"
+        raise BridgeError(f"{file.path}: {kind} runs on the CPU alone (device cpu)")
+    if not whole and any(tensor.change is not None for tensor in file.values()):
+        raise BridgeError(f"{file.path}: a model with an adapter (LoRA) runs on the CPU alone (device cpu)")
+    shared = read_shared(file, config)
+    return replace(shared, layers=[LayerReader(file, config, i).layer() for i in range(config.layers)])
+
+
+def read_shared(file: GGUFFile, config: DecoderConfig) -> Weights:
+    """What belongs to no layer; `layers` is empty."""
+    embedding = file["token_embd.weight"]
+    vocab = embedding.shape[0]
+    expect(embedding, vocab, config.hidden)
+    output = file.tensors.get("output.weight", embedding)
+    expect(output, vocab, config.hidden)
+    factors = {
+        name: vector(file, f"rope_{name}.weight", config.rotated // 2)
+        for name in ("freqs", "factors_short", "factors_long")
+    }
+    output_norm = vector(file, f"{config.graph.output_norm}.weight", config.hidden, True)
+    positions = None
+    if config.graph.positions:
+        positions = expect(file["position_embd.weight"], config.context, config.hidden).dequantize()
+    return Weights(
+        embedding=embedding,
+        layers=[],
+        output_norm=output_norm / np.float32(config.logit_scale),
+        output=output,
+        rope_factors=factors["freqs"] if factors["factors_short"] is None else factors["factors_short"],
+        long_factors=factors["factors_long"],
+        output_norm_bias=vector(file, "output_norm.bias", config.hidden),
+        output_bias=vector(file, "output.bias", vocab),
+        inputs=_inputs(file, config, vocab) if config.each_input else None,
+        streams=_streams(file, config) if config.streams else None,
+        positions=positions,
+    )
+
+
+def _inputs(file: GGUFFile, c: DecoderConfig, vocab: int) -> Inputs:
+    size = c.layers * c.each_input
+    return Inputs(
+        expect(file["per_layer_token_embd.weight"], vocab, size),
+        expect(file["per_layer_model_proj.weight"], size, c.hidden),
+        vector(file, "per_layer_proj_norm.weight", c.each_input, True),
+    )
+
+
+def _streams(file: GGUFFile, c: DecoderConfig) -> Streams:
+    names, others = ("altup_proj.weight", "altup_unembd_proj.weight"), c.streams - 1
+    begin, end = (expect(file[name], others, c.hidden, c.hidden) for name in names)
+    return Streams([begin[i] for i in range(others)], [end[i] for i in range(others)])

@@ -1,0 +1,6 @@
+"""From a decoder to text. Read `generation` first, then `batch`: several sequences that share passes over the weights.
+
+speculation                         tokens that are guessed, then checked several at a time
+chat                                conversations by the GGUF's template
+perplexity, continuations, scoring  how likely a model finds given texts
+"""

@@ -1,0 +1,59 @@
+"""What a model thinks of texts: the probability of each token, and one vector for a whole text."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from bridge.errors import BridgeError, parameter
+from bridge.runtime.replies.generation import ScoredToken
+from bridge.runtime.sampling import probabilities
+from bridge.runtime.tokenizer import Tokenizer
+
+POOLINGS = ("mean", "last")
+_ROWS = 32  # tokens whose logits are computed at a time: 20 MB for a vocabulary of 150,000
+
+
+class TokenScorer:
+    """Scores the tokens of a text, whose states come part by part; a `Reader` of `Batch`.
+
+    ids   the text's tokens
+    top   number of the most likely tokens to note in each place
+    """
+
+    def __init__(self, decoder: Any, tokenizer: Tokenizer, ids: Sequence[int], top: int):
+        self.tokens: list[ScoredToken] = []  # of all but the first token, which nothing predicts
+        self._decoder, self._tokenizer, self._ids, self._top = decoder, tokenizer, ids, top
+
+    def __call__(self, at: int, states: np.ndarray) -> None:
+        """States float32 [n, hidden] of the tokens from `at` on."""
+        for first in range(0, min(len(states), len(self._ids) - 1 - at), _ROWS):
+            rows = self._decoder.logits(states[first : first + _ROWS])
+            for row, token in zip(rows, self._ids[at + first + 1 :], strict=False):
+                noted = probabilities(row, token, self._top)
+                text = self._tokenizer.piece(token).decode("utf-8", "replace")
+                self.tokens.append(ScoredToken(token, text, noted.logprob, noted.top))
+
+
+class Pooler:
+    """One vector of the states of a text, which come part by part; a `Reader` of `Batch`."""
+
+    def __init__(self, pooling: str):
+        if pooling not in POOLINGS:
+            raise BridgeError(f"{parameter('pooling', pooling)}: choose {' or '.join(POOLINGS)}")
+        self._mean, self._sum, self._count = pooling == "mean", np.zeros(0), 0
+
+    def __call__(self, at: int, states: np.ndarray) -> None:
+        """States float32 [n, hidden] of the tokens from `at` on."""
+        states = states if self._mean else states[-1:]
+        summed = states.sum(0, dtype=np.float64)
+        if at and self._mean:
+            self._sum, self._count = self._sum + summed, self._count + len(states)
+        else:
+            self._sum, self._count = summed, len(states)
+
+    def vector(self, normalize: bool) -> np.ndarray:
+        """float32 [hidden], of length 1 if `normalize`."""
+        mean = self._sum / self._count
+        norm = float(np.linalg.norm(mean)) if normalize else 1.0
+        return (mean / norm if norm else mean).astype(np.float32)

@@ -1,0 +1,257 @@
+"""Tokens that are guessed, and checked several at a time: the same reply from fewer passes over the weights.
+
+    last token, guess, guess, guess  ->  one step of the decoder  ->  four rows of logits
+
+The sampler draws from the rows in turn, as it would without guesses. As long as it draws what was guessed, the next
+row is already there; at the first other token the rest is dropped, and its keys and values are cut off; a state is
+computed again from before the step (recurrent_state.py), which takes no matrix. So the reply is
+the one without guesses, token for token, whatever the sampler does, if a step computes each of its tokens as a step of
+that token alone does: `Decoder.follow` sees to it, `check_decoder` refuses a model for which it cannot.
+
+A step of 4 tokens takes about 1.25 times as long as one of a single token, a step of 8 about 1.7 times (`WIDEST`, the
+columns of the widest kernel). So 3 tokens are guessed at first, 7 after guesses that were all right, and after guesses
+that were all wrong none for as many tokens as this has happened in a row. A guess of the file's own layer costs that
+layer and the head, so fewer are made (`HeadDrafter`).
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from bridge.errors import BridgeError, parameter
+from bridge.runtime.decoder.decoder import WIDEST, Decoder
+from bridge.runtime.decoder.prediction import PredictionHead
+from bridge.runtime.sampling import Sampler
+from bridge.runtime.tokenizer import Tokenizer, common_prefix
+
+_FIRST = 3  # guesses at first: with the token before them the columns of a narrower kernel
+_LONGEST_PAUSE = 16  # tokens without guesses
+_ORDERS = (3, 2)  # tokens that must be the same for what followed them to be guessed; the first that is found
+
+
+class Drafter:
+    """What guesses the tokens that follow a text.
+
+    first, longest  tokens guessed at first, and after guesses that were all right
+    reads_states    whether it wants the model's states of all tokens
+    """
+
+    first, longest = _FIRST, WIDEST - 1
+    reads_states = False
+
+    def begin(self, tokens: Sequence[int], kept: int) -> int:
+        """How many of the prompt's first tokens the model need not read again, of `kept` that it has."""
+        return kept
+
+    def read(self, at: int, states: np.ndarray) -> None:
+        """The normalized states float32 [n, hidden] of the tokens from position `at` on; they replace earlier ones."""
+
+    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
+        """Up to `most` tokens that may follow these, all of prompt and reply so far, of which some may be known."""
+        raise NotImplementedError
+
+
+class NgramDrafter(Drafter):
+    """Guesses that what followed the last tokens when they last came follows them again.
+
+    Saxena 2023, prompt lookup decoding: costs nothing, and is right where a reply quotes the prompt or itself.
+    """
+
+    def __init__(self) -> None:
+        self._ends: dict[tuple[int, ...], int] = {}  # of an n-gram -> the place after it, but for the text's end
+        self._known = 0  # tokens whose n-grams are in it
+
+    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
+        """See `Drafter`."""
+        for end in range(self._known, len(tokens)):
+            for order in _ORDERS:
+                if end >= order:
+                    self._ends[tuple(tokens[end - order : end])] = end
+        self._known = len(tokens)
+        for order in _ORDERS:
+            if at := self._ends.get(tuple(tokens[-order:])):
+                return self._continued(tokens, at, most)
+        return []
+
+    @staticmethod
+    def _continued(tokens: Sequence[int], at: int, most: int) -> list[int]:
+        """What stands from a place on; where the text ends, what repeats goes on."""
+        period = len(tokens) - at
+        return [tokens[at + i % period] for i in range(most)]
+
+
+class ModelDrafter(Drafter):
+    """Guesses the tokens that another, smaller model finds most likely; its context is taken for that."""
+
+    def __init__(self, model: Any):
+        self._model = model
+
+    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
+        """See `Drafter`; none where the other model's context is full."""
+        with self._model.taken() as decoder:
+            most = min(most, decoder.cache.context - len(tokens) + 1)
+            if most < 1:
+                return []
+            decoder.cache.length = decoder.kept(tokens[:-1])
+            unread = list(tokens[decoder.cache.length :])
+            follow = len(unread) <= decoder.room()
+            row = decoder.follow(unread)[-1] if follow else decoder.logits(decoder.run(unread))[0]
+            decoder.cache.come_back_to(decoder.cache.length)
+            found = [int(row.argmax())]
+            while len(found) < most:
+                found.append(int(decoder.next_scores(found[-1]).argmax()))
+            return found
+
+
+class HeadDrafter(Drafter):
+    """Guesses what the model's own layer for that predicts (MTP), from the model's states.
+
+    A guess further on is made of the layer's own state in place of the model's.
+    """
+
+    first, longest = 2, 4
+    reads_states = True
+
+    def __init__(self, head: PredictionHead):
+        self._head = head
+        self._states = np.zeros((0, head.config.hidden), np.float32)  # of tokens that the head has not read
+
+    def begin(self, tokens: Sequence[int], kept: int) -> int:
+        """See `Drafter`."""
+        return self._head.start(tokens, kept)
+
+    def read(self, at: int, states: np.ndarray) -> None:
+        """See `Drafter`."""
+        self._states = np.concatenate([self._states[: at - self._head.pairs], states])
+
+    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
+        """See `Drafter`."""
+        head, new = self._head, len(tokens) - 1 - self._head.pairs
+        state, guess = head.read_pairs(self._states[:new], tokens[-new:])
+        self._states = self._states[new:]
+        found = [guess]
+        while len(found) < min(most, head.cache.context - len(tokens) + 1):
+            state, guess = head.read_guess(state, guess)
+            found.append(guess)
+        return found
+
+
+NAMES = "ngram", "mtp"  # of drafters
+
+
+class Speculation:
+    """The guesses for one text: how many, and how far they were right.
+
+    drafted   tokens guessed so far
+    accepted  those of them that were drawn
+    """
+
+    def __init__(self, drafter: Drafter, prompt: Sequence[int]):
+        self.drafted = self.accepted = 0
+        self.tokens = list(prompt)  # with the reply so far
+        self.drafter = drafter
+        self._guesses: list[int] = []
+        self._checked = 0  # guesses that were drawn
+        self._most = drafter.first
+        self._pause = self._failures = 0  # tokens without guesses that are left; steps in a row without a right one
+
+    def guesses(self, most: int) -> list[int]:
+        """Tokens that may follow, to be checked together; `drew` must be told what does follow."""
+        self._learn()
+        most = 0 if self._pause else min(most, self._most)
+        self._pause = max(0, self._pause - 1)
+        self._guesses = self.drafter.propose(self.tokens, most)[:most] if most > 0 else []
+        self._checked = 0
+        self.drafted += len(self._guesses)
+        return self._guesses
+
+    def drew(self, token: int) -> bool:
+        """Note the token that follows; whether it was guessed, so that the next row of the step is what comes next."""
+        right = self._checked < len(self._guesses) and self._guesses[self._checked] == token
+        self._checked += right
+        self.accepted += right
+        self.tokens.append(token)
+        return right
+
+    def _learn(self) -> None:
+        """Guess more after guesses that were all right, and less often after such as were all wrong."""
+        if self._guesses:
+            right = self._checked == len(self._guesses)
+            self._most = self.drafter.longest if right else self.drafter.first
+            self._failures = 0 if self._checked else self._failures + 1
+            self._pause = min(self._failures, _LONGEST_PAUSE)
+
+
+def drawn_with(
+    speculation: Speculation, decoder: Decoder, tokens: Sequence[int], sampler: Sampler, kept: int
+) -> Iterator[int]:
+    """As `Decoder.draw`, with guesses."""
+    cache = decoder.cache
+    cache.length = kept
+    states = decoder.run(tokens[kept:], len(tokens) - kept if speculation.drafter.reads_states else 1)
+    speculation.drafter.read(kept, states)
+    rows = decoder.logits(states[-1:])
+    while True:
+        for row in rows:
+            token = sampler(row)
+            right = speculation.drew(token)
+            cache.length = len(speculation.tokens) - 1
+            yield token
+            if cache.length == cache.context:
+                return
+            if not right:
+                break
+        guesses, at = speculation.guesses(decoder.room() - 1), cache.length
+        rows = decoder.follow([token, *guesses])
+        speculation.drafter.read(at, decoder.followed)
+
+
+def drafter_for(model: Any, draft: Any) -> Drafter:
+    """What guesses tokens for a `Model`; BridgeError where nothing can, or the sums would be others."""
+    check_decoder(model._decoder, model.device)
+    if hasattr(draft, "prediction_head"):  # another `Model`
+        check_draft_model(model, draft)
+        return ModelDrafter(draft)
+    check_name(draft)
+    return NgramDrafter() if draft == "ngram" else HeadDrafter(model.prediction_head())
+
+
+def check_decoder(decoder: Any, device: str) -> None:
+    """Raise BridgeError where several tokens in a step do not become what each would alone, or cost as much."""
+    if not isinstance(decoder, Decoder):
+        raise BridgeError(f"device {device}: {parameter('draft')} runs on the CPU alone; leave it out, or choose cpu")
+    if (matrix := decoder.multiplied_one_by_one()) is not None:
+        raise BridgeError(
+            f"{matrix.name}: {matrix.type} {list(matrix.shape)} has no kernel for several tokens with the sums of one: "
+            f"{parameter('draft')} would be no faster, or change the reply; leave it out"
+        )
+
+
+def check_name(draft: Any) -> None:
+    """Raise BridgeError for a name that `Model.generate` does not know."""
+    if not isinstance(draft, str) or draft not in NAMES:
+        raise BridgeError(f"unknown {parameter('draft')} {draft!r}: choose {', '.join(NAMES)}, or another model")
+
+
+def check_draft_model(model: Any, draft: Any) -> None:
+    """Raise BridgeError if one `Model` cannot guess tokens for another."""
+    if draft is model:
+        raise BridgeError(f"{parameter('draft')}: a model cannot guess for itself; choose a smaller one")
+    if not isinstance(draft._decoder, Decoder):
+        raise BridgeError(f"{parameter('draft')}: the model is on device {draft.device}; load it with device cpu")
+    check_same_vocabulary(model.tokenizer, draft.tokenizer)
+
+
+def check_same_vocabulary(own: Tokenizer, other: Tokenizer) -> None:
+    """Raise BridgeError if a draft model's token ids mean something else."""
+    if own.tokens != other.tokens:
+        at = common_prefix(own.tokens, other.tokens)
+        difference = (
+            f"token {at} is {own.tokens[at]!r} here and {other.tokens[at]!r} there"
+            if at < min(len(own), len(other))
+            else f"{len(own)} tokens here, {len(other)} there"
+        )
+        raise BridgeError(
+            f"{parameter('draft')}: the model has another vocabulary ({difference}); choose one of the same"
+        )

@@ -1,0 +1,1 @@
+"""The machine: its CPUs and their instruction sets (`targets`), memory, and threads that work on rows."""

@@ -1,0 +1,1 @@
+"""Threads that run C functions over chunks of rows. Read `pool` first."""

@@ -1,0 +1,190 @@
+"""What attention_mma.py does otherwise for keys and values in q8_0: codes with a step for 32 columns of a position.
+
+    split         as there; 32 columns of a head lie as `score` reads them
+    score         a product of 32 columns at a time, times the steps of its positions
+    put_weights   float32
+    add           weights times the steps of values, then halves and what these leave out; times codes
+
+Codes become halves without rounding: a byte plus 128 is put into the mantissa of 1024, from which 1152 is taken away.
+The product of a weight and a step is split as weights are in attention_mma.py, so sums are as exact as there.
+
+With g = lane / 4 and t = lane % 4, a lane takes words t and t + 4 of 32 codes of the key at position g, which are
+columns 4t to 4t + 3 and 16 more, and 16 bytes each of the queries. Of values it takes columns 2g and 2g + 1 at
+positions t, t + 4, t + 8 and t + 12; their weights lie together.
+
+In shared memory
+
+    queries  as there
+    weights  f32 [8, rows + 16]                   of heads that there are not: zeros
+"""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from bridge.cuda.attention.attention_shape import AttentionShape
+from bridge.cuda.attention.kv_tile import functions as kv_functions
+from bridge.cuda.toolchain.intrinsics import (
+    SIGN_BITS,
+    bits,
+    bits_float,
+    device_function,
+    float_bits,
+    high_half,
+    kept,
+    low_half,
+    mad,
+    mma_f16,
+    pack_f16,
+    prmt,
+    put_4,
+    shared_4,
+    shared_4_further,
+    shared_16,
+    shl,
+    sub_f16,
+    thread_x,
+    xor,
+)
+from bridge.cuda.toolchain.unroll import expand, gathered, registers, unroll
+
+# set by `functions`; see attention_shape.py
+HEADS = HEAD_DIM = TILE = BLOCK = WARPS = 0
+PITCH = QUERY_PITCH = SUBSETS = SUMS = 0
+BLOCKS = SCORE_ROUNDS = 0  # of 32 columns; of 8 positions of a warp
+GROUPS = ROUNDS = STEPS = WEIGHTS = 0  # see attention_mma.py
+STEP_WORDS = STEPS_AT = 0  # of a position; where they begin in a tile
+step_of: Any = None
+halves: Any = None
+float32 = np.float32
+int32: Any = np.int32
+_IN_1024 = 0x64646464  # upper bytes of halves from 1024 on, whose lower byte counts ones
+_ZERO = 0x64806480  # two halves: 1024 + 128
+
+
+def _halves(codes, in_1024, lower, upper):
+    """Two of four codes plus 128, chosen by their places, as halves; `in_1024` is _IN_1024."""
+    return sub_f16(prmt(codes, in_1024, 0x4040 + lower + 256 * upper), _ZERO)
+
+
+def _split(vector, queries):
+    thread = bits(thread_x(), 0, BLOCK - 1)
+    for i in range(thread, int32(HEADS * HEAD_DIM // 2), int32(BLOCK)):
+        head = int32(i // (HEAD_DIM // 2))
+        one = bits_float(shared_4(vector, int32(2 * i)))
+        other = bits_float(shared_4(vector, int32(2 * i + 1)))
+        near = pack_f16(one, other)
+        pair = int32(i % (HEAD_DIM // 2))  # of 16 in 32 columns: half, t, place
+        at = mad(bits(pair, 4, 0xFF), 16, mad(bits(pair, 1, 3), 4, mad(bits(pair, 3, 1), 2, bits(pair, 0, 1))))
+        at = mad(head, 4 * QUERY_PITCH, int32(2 * at))
+        put_4(queries, at, near)
+        put_4(queries, int32(at + 1), pack_f16(one - low_half(near), other - high_half(near)))
+
+
+def _score(tile, queries, scores, count):
+    """Scores of a tile's positions."""
+    lane = bits(thread_x(), 0, 31)
+    warp = bits(thread_x(), 5, BLOCK // 32 - 1)
+    t = bits(lane, 0, 3)
+    g = bits(lane, 2, 7)
+    in_1024 = kept(_IN_1024)
+    for r in unroll(SCORE_ROUNDS):
+        first = min(int32((warp + r * WARPS) * 8), int32(TILE - 8))
+        key_at = mad(int32(first + g), 4 * PITCH, t)
+        query_at = mad(min(g, int32(HEADS - 1)), QUERY_PITCH, int32(2 * t))
+        position = mad(t, 2, first)
+        one = float32(0)
+        other = float32(0)
+        for b in unroll(BLOCKS):
+            lower = xor(shared_4(tile, int32(key_at + 8 * b)), SIGN_BITS)
+            upper = xor(shared_4(tile, int32(key_at + (8 * b + 4))), SIGN_BITS)
+            even = shared_16(queries, int32(query_at + 8 * b))
+            odd = shared_16(queries, int32(query_at + (8 * b + 1)))
+            key = halves(lower, in_1024, 0, 1), halves(lower, in_1024, 2, 3)
+            more = halves(upper, in_1024, 0, 1), halves(upper, in_1024, 2, 3)
+            c = (float32(0), float32(0), float32(0), float32(0))
+            c = mma_f16(c, even[0], even[1], even[2], even[3], key[0], key[1])
+            c = mma_f16(c, odd[0], odd[1], odd[2], odd[3], more[0], more[1])
+            one += (c[0] + c[2]) * step_of(tile, position, b)
+            other += (c[1] + c[3]) * step_of(tile, int32(position + 1), b)
+        if g < HEADS:
+            at = mad(g, TILE, position)
+            put_4(scores, at, float_bits(one))
+            put_4(scores, int32(at + 1), float_bits(other))
+
+
+def _put_weights(weights, head, lane, one, other):
+    """Store the weights of positions 2 * lane and the next: of 16, those of a lane of `add` lie together."""
+    at = mad(bits(lane, 3, 3), 16, mad(bits(lane, 0, 1), 8, bits(lane, 1, 3)))
+    at = mad(head, WEIGHTS, at)
+    put_4(weights, at, float_bits(one))
+    put_4(weights, int32(at + 4), float_bits(other))
+
+
+def _add(tile, weights, shrink, count, sums):
+    """A thread's sums, four of two products for each round, with a tile of values added."""
+    lane = bits(thread_x(), 0, 31)
+    warp = bits(thread_x(), 5, BLOCK // 32 - 1)
+    t = bits(lane, 0, 3)
+    g = bits(lane, 2, 7)
+    factor = bits_float(shared_4(shrink, min(g, int32(HEADS - 1))))
+    columns = mad(bits(g, 0, 1), 0x2222, 0x5410)  # two bytes of each of two words
+    in_1024 = kept(_IN_1024)
+    c = registers()
+    x = registers()
+    word = registers()
+    sum = registers()
+    for r in unroll(ROUNDS):
+        item = min(int32(warp + r * WARPS), int32(GROUPS * SUBSETS - 1))
+        group = int32(item % GROUPS)
+        subset = int32(item // GROUPS)
+        for i in unroll(2):
+            c[i] = (
+                sums[8 * r + 4 * i] * factor,
+                sums[8 * r + 4 * i + 1] * factor,
+                sums[8 * r + 4 * i + 2] * factor,
+                sums[8 * r + 4 * i + 3] * factor,
+            )
+        weight_at = mad(g, WEIGHTS // 4, mad(subset, 4 * STEPS, t))
+        position = mad(subset, 16 * STEPS, t)
+        value_at = mad(position, 4 * PITCH, mad(group, 4, bits(g, 1, 3)))
+        step_at = mad(position, STEP_WORDS, mad(bits(group, 2, 0xFF), 1, STEPS_AT))
+        odd_block = shl(bits(group, 1, 1), 4)
+        for s in unroll(STEPS):
+            w = shared_16(weights, int32(weight_at + 4 * s))
+            for k in unroll(4):
+                step = shared_4_further(tile, step_at, (16 * s + 4 * k) * STEP_WORDS)
+                x[k] = bits_float(w[k]) * low_half(bits(step, odd_block, 0xFFFF))
+                word[k] = shared_4(tile, int32(value_at + (16 * s + 4 * k) * 4 * PITCH))
+            near = pack_f16(x[0], x[1])
+            rest = pack_f16(x[0] - low_half(near), x[1] - high_half(near))
+            near_8 = pack_f16(x[2], x[3])
+            rest_8 = pack_f16(x[2] - low_half(near_8), x[3] - high_half(near_8))
+            codes = xor(prmt(word[0], word[1], columns), SIGN_BITS)
+            codes_8 = xor(prmt(word[2], word[3], columns), SIGN_BITS)
+            for i in unroll(2):
+                first = halves(codes, in_1024, i, i + 2)
+                c[i] = mma_f16(c[i], near, rest, near_8, rest_8, first, halves(codes_8, in_1024, i, i + 2))
+        for i in unroll(2):
+            for k in unroll(4):
+                sum[8 * r + 4 * i + k] = c[i][k]
+    return gathered(sum, SUMS)
+
+
+@cache
+def functions(s: AttentionShape) -> dict[str, Any]:
+    """The functions above, for blocks of a shape."""
+    given = s.constants | {
+        "BLOCKS": s.form.head_dim // 32,
+        "QUERY_PITCH": s.query_pitch,
+        "SCORE_ROUNDS": -(-s.rows // (8 * s.warps)),
+        "GROUPS": s.column_groups,
+        "ROUNDS": s.sums // 8,
+        "STEPS": s.rows // (16 * s.subsets),
+        "WEIGHTS": s.rows + 16,
+        "STEPS_AT": s.steps_at,
+        "step_of": kv_functions(s)["step_of"],
+        "halves": device_function(_halves),
+    }
+    name = f"mma_q8_{s.form.head_dim}_{s.group}_{s.rows}_{s.threads}"
+    return {f.__name__[1:]: device_function(expand(f, name, **given)) for f in (_split, _score, _put_weights, _add)}

@@ -1,0 +1,1 @@
+"""How weights lie on the device, and the arithmetic on them. Read `layout` first, then `superblock`."""

@@ -1,0 +1,144 @@
+"""Products of a quantized matrix with up to eight columns of activations: one launch, every weight read once.
+
+matvec_kernel.py says what a launch does and what that costs, matvec_shape.py how it shares the work.
+
+In a decoder's step (products.py) a product can include the steps before and after it, which saves launches:
+
+    recorded   once 32 values are complete, the thread block that ends last makes the next product's record of
+               them, times `gain` if they are to be normalized first, and stores the sum of their squares
+    normed     y times 1 / sqrt(mean of squares + eps), from such sums: the records were made before they were known
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from bridge.cuda.forms.matrix import DeviceMatrix
+from bridge.cuda.product.activations import COLUMNS, Records
+from bridge.cuda.product.matvec_kernel import kernel
+from bridge.cuda.product.matvec_shape import MatvecShape, choose_shape
+
+from bridge.errors import BridgeError
+
+if TYPE_CHECKING:
+    from bridge.cuda.toolchain.launch import Launch
+
+
+@dataclass(frozen=True)
+class Normed:
+    """Sums of squares f32 [columns / 32] of the values whose records a product reads; `eps` is added to their mean.
+
+    They are loaded four at a time: zeros follow up to a multiple of four.
+    """
+
+    sums: Any
+    eps: float
+
+    @staticmethod
+    def length(columns: int) -> int:
+        """Of `sums`."""
+        return -(-columns // 128) * 4
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Where records of a product's result go.
+
+    counters        int32 [rows / 32], zeros before and after
+    gain, squares   f32 [rows], by which the values are multiplied, and the `sums` of a Normed, or neither
+    """
+
+    made: Records
+    counters: Any
+    gain: Any = None
+    squares: Any = None
+
+
+def launch(
+    matrix: DeviceMatrix, records: Records, y: Any, n: int, stream: Any, accumulate: bool = False,
+    bias: Any = None, shape: MatvecShape | None = None, normed: Normed | None = None,
+    recorded: Recorded | None = None, dependent: bool = False,
+) -> None:  # fmt: skip
+    """Queue y = W x for the first n columns of the records; y float32 [n, rows] on the device, its rows may be apart.
+
+    `accumulate` adds to what is in y, `bias` float32 [rows] is added to every column; the others are for one column.
+    `dependent`: it may begin while the launch before it ends (launch.py).
+    """
+    epilogue = "_".join(name for name, wanted in (("bias", bias is not None), ("accumulate", accumulate)) if wanted)
+    made, *arguments = _launch(matrix, records, y, n, stream, bias, epilogue, shape, normed, recorded, dependent)
+    made.launch(*arguments)
+
+
+def bind(matrix: DeviceMatrix, records: Records, y: Any, n: int, stream: Any, bias: Any = None) -> Launch:
+    """A reusable launch of y = W x + bias; its arrays are the weights, the records, y and the bias."""
+    made, *arguments = _launch(matrix, records, y, n, stream, bias, "" if bias is None else "bias", None)
+    found: Launch = made.bind(*arguments)
+    return found
+
+
+def launch_silu(
+    matrix: DeviceMatrix, records: Records, y: Any, n: int, stream: Any, shape: MatvecShape | None = None,
+    normed: Normed | None = None, recorded: Recorded | None = None, dependent: bool = False,
+) -> None:  # fmt: skip
+    """Queue y[r] = silu(gate r . x) * (up r . x), the matrix uploaded with interleave; y float32 [n, rows/2]."""
+    made, *arguments = _launch(matrix, records, y, n, stream, None, "silu", shape, normed, recorded, dependent)
+    made.launch(*arguments)
+
+
+def check_columns(matrix: DeviceMatrix, records: Records, n: int) -> None:
+    """Raises BridgeError where a matrix cannot multiply n columns of the records."""
+    most = min(records.max_n, COLUMNS)
+    if records.columns != matrix.columns or not 1 <= n <= most:
+        raise BridgeError(
+            f"{matrix.name}: {n} columns of {records.columns} values; must be 1 to {most} of {matrix.columns}"
+        )
+
+
+def work_of(
+    matrix: DeviceMatrix, n: int, exact: bool, shape: MatvecShape | None = None, products: int = 1,
+    alone: bool = True,
+) -> tuple[MatvecShape, int]:  # fmt: skip
+    """How a product with n columns, one of so many in a launch, is shared, see choose_shape; and its blocks."""
+    shape = shape or choose_shape(matrix, n, exact, products, alone)
+    if shape.rows > matrix.rows:
+        shape = shape._replace(rows=1)
+    sets = -(-matrix.rows // shape.rows)
+    return shape, -(-sets * shape.split // shape.warps)
+
+
+def _launch(
+    matrix, records, y, n, stream, bias, epilogue, shape, normed=None, recorded=None, dependent=False
+) -> tuple[Any, ...]:
+    """A kernel, and the arguments of its `launch`."""
+    check_columns(matrix, records, n)
+    alone = normed is None and recorded is None
+    shape, grid = work_of(matrix, n, records.exact, shape, alone=alone)
+    more: tuple[Any, ...] = ()
+    if not alone:
+        names = [epilogue] * bool(epilogue) + ["normed"] * (normed is not None)
+        placeholder = matrix.device.placeholder()
+        more = (placeholder, np.float32(0)) if normed is None else (normed.sums, np.float32(normed.eps))
+        if recorded is None:
+            none = matrix.device.placeholder
+            more += none("int32"), placeholder, placeholder, none("uint8")
+        else:
+            names.append("recorded" if recorded.gain is None else "recorded_gain")
+            gain = (placeholder, placeholder) if recorded.gain is None else (recorded.gain, recorded.squares)
+            more += recorded.counters, *gain, recorded.made.buffer
+        epilogue = "_".join(names)
+    return (
+        kernel(matrix.type, 1 << (n - 1).bit_length(), shape, records.exact, epilogue, dependent),
+        grid,
+        (32, shape.warps),
+        stream,
+        matrix.buffer,
+        matrix.room // 16,
+        records.buffer,
+        y,
+        matrix.device.placeholder() if bias is None else bias,
+        matrix.rows,
+        matrix.units,
+        *more,
+    )
