@@ -43,7 +43,7 @@ _LAZY = {
 _LAZY_MODULES = {"nn": "bridge.nn", "quantize": "bridge.quantize", "trellis": "bridge.trellis"}
 
 # In a checkout, cuda/ stands beside bridge/ and is imported as bridge.cuda; beside an installed bridge/ it is NVIDIA's
-if (Path(__file__).parent.parent / "cuda" / "matvec.py").is_file():
+if (Path(__file__).parent.parent / "cuda" / "decoder.py").is_file():
     __path__.append(str(Path(__file__).parent.parent))
 
 

@@ -1,4 +1,4 @@
-"""A decoder's layers on an NVIDIA GPU: the twin of bridge/runtime/decoder/decoder.py, with weights, cache and sampling there.
+"""A decoder's layers on an NVIDIA GPU, with weights, cache and sampling there: twin of runtime/decoder/decoder.py.
 
 A token is a list of launches (step.py), which is captured in a CUDA graph once and replayed for every token; the next
 token is on its way while the host reads the last one. Prompts go through the layers as matrices: torch's products on

@@ -8,7 +8,8 @@ terms: a Gaussian source, where no H helps; and layers in both bases, with codes
 
     alone    each weight, block or tile with the least squared error
     GPTQ     with error feedback, column by column, or by 16 columns of the trellis's tiles (LDLQ)
-    refined  then moved while tr(E H E^T) falls: `bridge.quantize.solve.refine`; the trellis's tiles searched anew, --sweeps
+    refined  then moved while tr(E H E^T) falls: `bridge.quantize.solve.refine`; the trellis's tiles searched anew,
+             --sweeps times
 
 Errors are tr(E H E^T) over tr(W H W^T), geometric means over the layers. H is that of the float model's inputs, damped
 only where codes are chosen; further columns are with H of each text of --test. Bits count what rows and columns store.

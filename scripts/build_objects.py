@@ -3,8 +3,9 @@
     python scripts/build_objects.py bridge/objects
 
 makes linux-avx2.zip and the files of other CPUS there; `make wheel` puts them into the wheel. An object is kept under
-its function's name and the digest of its sources (`bridge.system.kernels.object_code`), and used as long as these are the same.
-No machine of a target is needed: LLVM compiles for all of them. What is not here is compiled where it is needed.
+its function's name and the digest of its sources (`bridge.system.kernels.object_code`), and used as long as these are
+the same. No machine of a target is needed: LLVM compiles for all of them. What is not here is compiled where it is
+needed.
 """
 
 import argparse

@@ -227,7 +227,8 @@ def _unpacked(temporary: Path, say: Say) -> dict[str, str]:
     paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "BRIDGE_KERNELS": str(kernels),
                    "NUMBA_CACHE_DIR": str(temporary / "cache")}  # fmt: skip
-    asked = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from bridge.cuda.toolchain import compiler; print(compiler.toolkit())"
+    asked = f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
+    asked += "from bridge.cuda.toolchain import compiler; print(compiler.toolkit())"
     done = subprocess.run(
         [sys.executable, "-c", asked], env=dict(os.environ) | environment, capture_output=True, text=True
     )

@@ -58,7 +58,7 @@ def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
     expected = {str(file.relative_to(ROOT)) for file in (ROOT / "bridge").rglob("*.py")}
     texts = (ROOT / "bridge/quantize/calibration_text").iterdir()
     expected |= {"bridge/py.typed", "bridge/serve/page.html", *(str(file.relative_to(ROOT)) for file in texts)}
-    expected |= {f"bridge/cuda/{file.name}" for file in (ROOT / "cuda").glob("*.py")}
+    expected |= {f"bridge/{file.relative_to(ROOT)}" for file in (ROOT / "cuda").rglob("*.py")}
     assert names == expected
     assert wheel.name.startswith(f"gguf_bridge-{bridge.__version__}-py3")
 
@@ -75,7 +75,9 @@ def outside(program: Path, folder: Path, *arguments: object) -> str:
 @posix  # where programs are in bin
 def test_the_installed_program_is_the_wheels(program: Path, tmp_path: Path) -> None:
     assert outside(program, tmp_path, "--version") == f"gguf-bridge {bridge.__version__}\n"
-    code = "from importlib.util import find_spec as f; print(*(f(n).origin for n in ('bridge.cli', 'bridge.cuda.product.matvec')))"
+    code = (
+        "from importlib.util import find_spec as f; print(*(f(n).origin for n in ('bridge.cli', 'bridge.cuda.tensor')))"
+    )
     files = outside(program.with_name("python"), tmp_path, "-c", code).split()
     assert len(files) == 2
     assert all(Path(file).is_relative_to(program.parent.parent) for file in files)

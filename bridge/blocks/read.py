@@ -19,6 +19,8 @@ _WITH_CODEBOOKS = (
 )  # fmt: skip
 _PLAIN = ("Q2_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 
+_FOLDERS = {"IQ": "codebook", "TQ": "small", "Q1": "integers"}  # of types whose modules are imported when asked for
+
 
 class _Read(Mapping[str, BlockType]):
     """The records by name, in order."""
@@ -46,7 +48,7 @@ def _record(name: str) -> BlockType:
     """The record of a type, from the module of its name."""
     if name in TYPES:
         return TYPES[name]
-    block: BlockType = getattr(import_module(f"bridge.blocks.{name.lower()}"), name)
+    block: BlockType = getattr(import_module(f"bridge.blocks.{_FOLDERS[name[:2]]}.{name.lower()}"), name)
     assert block.size == ROUNDED.get(name, block.size), name
     return block
 

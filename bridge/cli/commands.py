@@ -11,28 +11,30 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "convert": Command("convert", "write a checkpoint as a GGUF, carrying its integer codes, or a GGUF in other types"),
-    "quantize": Command("quantize", "quantize a float model with the Hessians of a text, as GGUF or checkpoint"),
+    "convert": Command(
+        "files.convert", "write a checkpoint as a GGUF, carrying its integer codes, or a GGUF in other types"
+    ),
+    "quantize": Command("files.quantize", "quantize a float model with the Hessians of a text, as GGUF or checkpoint"),
     "convert-lora": Command(
-        "convert_lora", "write a PEFT adapter (LoRA) as a GGUF for the file that convert makes of its base"
+        "files.convert_lora", "write a PEFT adapter (LoRA) as a GGUF for the file that convert makes of its base"
     ),
-    "plan": Command("plan", "show or write what convert would do, tensor by tensor"),
-    "verify": Command("verify", "measure a GGUF on disk against the checkpoint it was made from"),
-    "inspect": Command("inspect", "describe a checkpoint or a GGUF, and what convert would do"),
-    "repack": Command("repack", "rewrite a GPTQ checkpoint with its zero points stored as v1 or v2"),
-    "edit": Command("edit", "change a GGUF's metadata, chat template and names"),
+    "plan": Command("files.plan", "show or write what convert would do, tensor by tensor"),
+    "verify": Command("files.verify", "measure a GGUF on disk against the checkpoint it was made from"),
+    "inspect": Command("files.inspect", "describe a checkpoint or a GGUF, and what convert would do"),
+    "repack": Command("files.repack", "rewrite a GPTQ checkpoint with its zero points stored as v1 or v2"),
+    "edit": Command("files.edit", "change a GGUF's metadata, chat template and names"),
     "export": Command(
-        "export", "write a GGUF as a checkpoint: GPTQ, AWQ, compressed-tensors, MLX, HQQ, ModelOpt or floats"
+        "files.export", "write a GGUF as a checkpoint: GPTQ, AWQ, compressed-tensors, MLX, HQQ, ModelOpt or floats"
     ),
-    "run": Command("run", "continue a text, or answer a question, with a GGUF or a checkpoint"),
-    "perplexity": Command("run", "measure how well a GGUF predicts a text"),
-    "chat": Command("chat", "talk with a GGUF or a checkpoint, line by line; /help lists what can be done"),
+    "run": Command("use.run", "continue a text, or answer a question, with a GGUF or a checkpoint"),
+    "perplexity": Command("use.run", "measure how well a GGUF predicts a text"),
+    "chat": Command("use.chat", "talk with a GGUF or a checkpoint, line by line; /help lists what can be done"),
     "serve": Command(
-        "serve", "answer OpenAI's clients over HTTP with a GGUF or a checkpoint, and serve a page to chat with it"
+        "use.serve", "answer OpenAI's clients over HTTP with a GGUF or a checkpoint, and serve a page to chat with it"
     ),
-    "bench": Command("bench", "time products with quantized weights, compared with the memory's own speed"),
+    "bench": Command("use.bench", "time products with quantized weights, compared with the memory's own speed"),
     "warmup": Command(
-        "warmup", "compile the kernels that a model needs on this CPU, so that its first run does not wait for them"
+        "use.warmup", "compile the kernels that a model needs on this CPU, so that its first run does not wait for them"
     ),
     "plot": Command("plot.command", "draw a report, or a benchmark's figures"),
     "cache": Command("cache", "list or clear the cache: GGUFs that `run` made from checkpoints, compiled kernels"),

@@ -59,8 +59,9 @@ def convert(
                 GGUF; the plan's where a plan is given without one
     out         the GGUF to write; default: the checkpoint's name and the type, in the current folder
     progress    called with the bytes of the checkpoint that are done, of how many, and the tensor just written
-    options     fields of `bridge.conversion.planning.options.ConvertOptions`, such as type="Q4_K", template="model-f16.gguf",
-                calibrate=Calibration("text.txt"), budget=Budget(size=4_200_000_000), force=True
+    options     fields of `bridge.conversion.planning.options.ConvertOptions`, such as type="Q4_K",
+                template="model-f16.gguf", calibrate=Calibration("text.txt"),
+                budget=Budget(size=4_200_000_000), force=True
 
     With `calibrate`, finished layers are stored in the folder `<out>.layers` until the GGUF is written: a second run
     continues where an interrupted one stopped.

@@ -1,7 +1,8 @@
 """A model as GGUF wants it, before the checkpoint's data is looked at: names, sources, row orders, metadata.
 
-A family (`bridge.models`) or a template (`bridge.models.template`) makes an Outline; `bridge.conversion.planning.planner` makes
-a Plan of it. It holds no weights, but for small tensors that are made from the config and those that a template keeps.
+A family (`bridge.models`) or a template (`bridge.models.template`) makes an Outline;
+`bridge.conversion.planning.planner` makes a Plan of it. It holds no weights, but for small tensors that are made from
+the config and those that a template keeps.
 """
 
 import math

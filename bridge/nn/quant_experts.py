@@ -176,7 +176,7 @@ class StackOnDevice(ExpertStack):
         parts = list(zip(*networks, strict=True))
         self.stacks: list[Any] | None = None
         self.swiglu = False
-        if all(map(cuda("experts").alike, parts)):
+        if all(map(cuda("product.experts").alike, parts)):
             groups = [[part] for part in parts]
             if len(parts) == 3 and parts[0][0].type == parts[1][0].type:
                 groups = [parts[:2], parts[2:]]
@@ -184,7 +184,9 @@ class StackOnDevice(ExpertStack):
                 activation = InTurn(activation)
                 if biases is not None:
                     biases = torch.stack(biases[:2], -1).flatten(1), biases[2]
-            self.stacks = [cuda("experts").ExpertMatrices(list(zip(*group, strict=True)), device) for group in groups]
+            self.stacks = [
+                cuda("product.experts").ExpertMatrices(list(zip(*group, strict=True)), device) for group in groups
+            ]
             networks = [tuple(stack[e] for stack in self.stacks) for e in range(len(networks))]
         else:
             networks, activation = (
@@ -193,14 +195,14 @@ class StackOnDevice(ExpertStack):
             )
         super().__init__(networks, activation, biases)
         self.device = name
-        self._biases = cuda("device").Memory(device, *(biases or ()))
+        self._biases = cuda("toolchain.device").Memory(device, *(biases or ()))
 
     def takes(self, pairs: int) -> bool:
         return self.stacks is not None and bool(self.stacks[-1].takes(pairs))
 
     def mix(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, precision: str) -> torch.Tensor:
         """As on the CPU. Raises BridgeError where x is elsewhere."""
-        if str(x.device) != (wanted := cuda("device").torch_device(self.device)):
+        if str(x.device) != (wanted := cuda("toolchain.device").torch_device(self.device)):
             raise BridgeError(f"{self.networks[0][0].name}: x is on {x.device}, the experts on {wanted}")
         self._biases.stream()
         if self.stacks is None or not self.takes(chosen.numel()):
@@ -227,7 +229,7 @@ def _halved(both: QuantTensor, down: QuantTensor) -> tuple[QuantTensor, ...]:
 @cache
 def _moved() -> Any:
     """Stacks on GPUs, by those that they came from."""
-    return cuda("device").Moved(StackOnDevice)
+    return cuda("toolchain.device").Moved(StackOnDevice)
 
 
 class QuantExperts(Placed):

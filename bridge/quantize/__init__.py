@@ -29,7 +29,7 @@ sleep_when_idle()
 
 _LAZY = {
     "Calibration": "settings",
-    "FloatModel": "float_model",
+    "FloatModel": "model.float_model",
     "Method": "method",
     "Quantized": "method",
     "gptq": "run.module",

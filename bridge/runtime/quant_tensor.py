@@ -297,7 +297,7 @@ class QuantTensor(Product):
             return self
         if device.partition(":")[0] != "cuda":
             raise BridgeError(f"{self.name}: unknown device {device!r}: choose cpu, cuda, cuda:0, cuda:1 ...")
-        cuda("device").require(device)  # without numba-cuda, the rest cannot be imported
+        cuda("toolchain.device").require(device)  # without numba-cuda, the rest cannot be imported
         return cuda("tensor").moved(self, device)
 
     def _get_engine(self) -> Engine:

@@ -13,15 +13,15 @@ from bridge.errors import BridgeError
 def choose(device: str) -> tuple[str, str | None]:
     """The device, and for "auto" a note why it is the CPU, if so.
 
-    Raises BridgeError if the name is unknown or the GPU cannot be used. bridge.cuda.toolchain.device can be imported without
-    numba-cuda, and tells whether it is installed.
+    Raises BridgeError if the name is unknown or the GPU cannot be used. bridge.cuda.toolchain.device
+    can be imported without numba-cuda, and tells whether it is installed.
     """
     if device == "cpu":
         return device, None
     if device != "auto" and device.partition(":")[0] != "cuda":
         raise BridgeError(f"unknown device {device!r}: choose cpu, cuda, cuda:1 ..., or auto")
     try:
-        return str(cuda("device").require("cuda" if device == "auto" else device)), None
+        return str(cuda("toolchain.device").require("cuda" if device == "auto" else device)), None
     except BridgeError as problem:  # nothing of CUDA, or a GPU that is too old
         if device != "auto":
             raise

@@ -1,7 +1,7 @@
 """Formatting for the terminal: tables, percentages, sizes, and one line for notes that many modules share.
 
 Names and texts out of somebody's files may hold control characters, which would steer the terminal: `printable` shows
-them instead. Standard output passes through it as a whole (`bridge.cli.use.terminal`), lines on standard error by `tell`.
+them instead. Standard output passes through it as a whole (`cli/use/terminal.py`), lines on standard error by `tell`.
 """
 
 import re

@@ -1,7 +1,7 @@
 """llama.cpp's quantizer for an unquantized GGUF, through the library inside the xllamacpp wheel.
 
 The wheel leaves out `llama_model_quantize`, but has the function that it calls for every tensor: ggml_quantize_chunk.
-A preset's mixture of types (Q4_K_M, ...) comes from `bridge.conversion.planning.recipe`; a test compares the result with a file
+A preset's mixture of types (Q4_K_M, ...) comes from `recipe.py`; a test compares the result with a file
 of llama.cpp's own quantizer, byte for byte. As in llama.cpp, the imatrix is used for the tensors that it names; the
 others are rounded without.
 """

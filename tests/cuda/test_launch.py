@@ -400,7 +400,9 @@ def test_what_belongs_to_one_backend_is_in_few_modules() -> None:
     """So that another backend needs other ones of these, and no other kernels."""
 
     def users(pattern: str) -> list[str]:
-        return sorted(path.name for path in (ROOT / "cuda").glob("*.py") if re.search(pattern, path.read_text("utf-8")))
+        return sorted(
+            path.name for path in (ROOT / "cuda").rglob("*.py") if re.search(pattern, path.read_text("utf-8"))
+        )
 
     assert users(r"numba\.cuda\.extending|llvmlite") == ["intrinsics.py"]
     assert users(r"import numba\.cuda|from numba\.cuda\.(?!extending)") == ["compiler.py", "device.py"]

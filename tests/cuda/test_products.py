@@ -503,7 +503,7 @@ def test_the_package_and_its_gpu_part_import_from_anywhere(tmp_path):
         text=True,
         check=True,
     )
-    assert done.stdout.strip() == str(ROOT / "cuda" / "device.py")
+    assert done.stdout.strip() == str(ROOT / "cuda" / "toolchain" / "device.py")
 
 
 @pytest.mark.parametrize(

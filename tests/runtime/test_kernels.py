@@ -575,14 +575,15 @@ def test_callers_that_come_at_once_start_one_pool(monkeypatch):
 
 def test_numba_is_loaded_without_touching_the_hosts_garbage_collector():
     code = "import gc, numba\ncalls = []\nfor name in ('disable', 'enable', 'freeze', 'unfreeze', 'set_threshold'):\n"
-    code += "    setattr(gc, name, lambda *_, name=name: calls.append(name))\nimport bridge.system.kernels.compiler\nprint(calls)"
+    code += "    setattr(gc, name, lambda *_, name=name: calls.append(name))\n"
+    code += "import bridge.system.kernels.compiler\nprint(calls)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
 
 def test_a_home_that_cannot_be_written_to_costs_the_cache_and_nothing_else() -> None:
-    code = "from bridge.system.kernels import half; from bridge.system.threads import pool; import numpy as np; pool.Pool(2).stop(); "
-    code += "print(half.half_bits(np.ones(2, np.float32)))"
+    code = "from bridge.system.kernels import half; from bridge.system.threads import pool; import numpy as np; "
+    code += "pool.Pool(2).stop(); print(half.half_bits(np.ones(2, np.float32)))"
     environment = {k: v for k, v in os.environ.items() if k != "NUMBA_CACHE_DIR"} | {"XDG_CACHE_HOME": os.devnull}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (done.stdout, done.returncode) == ("[15360 15360]\n", 0), done.stderr

@@ -1,9 +1,9 @@
 """The files of ours that a module may execute: what it imports, what those import, and so on.
 
 Imports inside functions count, and those in programs that stand in strings, for child processes. So do modules that are
-named in strings: the whole string, as in mock.patch("bridge.cuda.toolchain.device.available"), or the start of an f-string, as in
-import_module(f"bridge.cuda.{name}"), which may be any module that begins so. Of a package that imports its names when
-they are first used (`_LAZY`), a module depends on those names alone that it uses.
+named in strings: the whole string, as in mock.patch("bridge.cuda.toolchain.device.available"), or the start of an
+f-string, as in import_module(f"bridge.cuda.{name}"), which may be any module that begins so. Of a package that imports
+its names when they are first used (`_LAZY`), a module depends on those names alone that it uses.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class Driver:
 
 @contextmanager
 def pretended_driver(cache: Path) -> Iterator[Driver]:
-    """H200s for bridge.cuda.toolchain.launch, on which nothing runs; torch's tensors on the CPU pass for those on them."""
+    """H200s for `launch`, on which nothing runs; torch's tensors on the CPU pass for those on them."""
     from bridge.cuda.forms import matrix
     from bridge.cuda.toolchain import device as devices
     from bridge.cuda.toolchain import launch

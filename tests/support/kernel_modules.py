@@ -12,7 +12,8 @@ COMPILES = {
     "bridge.encode.carrying.carry_kernels": "m.shift_codes(np.zeros((1, 32), np.uint8), np.zeros((1, 1)), "
     "np.zeros(1, np.int32), 32, 8, 16, np.zeros((1, 32), np.uint8))",
     "bridge.encode.rounding.round_affine": "m.affine_quantizer('Q4_K')",
-    "bridge.encode.rounding.round_groups": "m.fit_groups(np.ones((4, 32), np.float32), np.ones(32, np.float32), 4, True)",
+    "bridge.encode.rounding.round_groups":
+        "m.fit_groups(np.ones((4, 32), np.float32), np.ones(32, np.float32), 4, True)",
     "bridge.encode.rounding.round_loops": "m._rows",
     "bridge.encode.rounding.round_plain": "m.plain_quantizer('Q4_0')(np.ones((1, 1, 32), np.float32), "
     "np.ones((1, 32), np.float32), np.zeros((1, 1, 32), np.uint8), np.ones((1, 1), np.int8), "
@@ -38,7 +39,8 @@ COMPILES = {
     "bridge.runtime.cpu.forms.repack": "m.repacker('Q4_0', 8).address; m.repacker('IQ4_XS', 8).address",
     "bridge.runtime.cpu.forms.rowmajor": "m.rows_function('Q8_0').address",
     "bridge.runtime.cpu.ops.stream_ops": "m.function('as_long').address",
-    "bridge.runtime.cpu.engines.tiled": "m._block_function('Q8_0', target, 8, True).address; m._tile_function().address",
+    "bridge.runtime.cpu.engines.tiled":
+        "m._block_function('Q8_0', target, 8, True).address; m._tile_function().address",
     "bridge.runtime.cpu.engines.unpacked": "m.kernel('Q8_0', target, 4, (), 1).address",
     "bridge.system.kernels.half": "m.half_bits(np.ones(3, np.float32))",
     "bridge.system.threads.pool": "m.function('walk').address",

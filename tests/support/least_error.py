@@ -1,4 +1,4 @@
-"""The least squared error of any encoding that keeps the codes: every half is tried. See `bridge.encode.carrying.carry_fit`."""
+"""The least squared error of any encoding that keeps the codes: every half is tried. See `carrying/carry_fit.py`."""
 
 from __future__ import annotations
 

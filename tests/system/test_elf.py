@@ -111,7 +111,7 @@ def test_memory_that_may_not_be_run_is_left_to_llvm(monkeypatch: pytest.MonkeyPa
 
 @here
 def test_object_code_for_arm_is_no_code_for_here() -> None:
-    program = f"{ELSEWHERE}\nprint(__import__('bridge.system.kernels.elf').system.elf.load('walk', code))"
+    program = f"{ELSEWHERE}\nprint(__import__('bridge.system.kernels.elf').system.kernels.elf.load('walk', code))"
     described = build_objects.machine_of("neon")
     done = subprocess.run([sys.executable, "-c", program, *described], capture_output=True, text=True, timeout=PATIENCE)
     assert done.stdout.split() == ["True", "183", "None"], done.stderr

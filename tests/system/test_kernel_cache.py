@@ -97,11 +97,11 @@ def test_a_change_compiles_what_depends_on_it_and_nothing_else(tmp_path: Path) -
     for text in ("bridge/cli/use/run.py", "bridge/errors.py", "bridge/runtime/model.py", "bridge/__init__.py"):
         (tree / text).write_text((tree / text).read_text() + "\n# another help text\n")
     assert steps_of(tree, home) == 0
-    changed = tree / "bridge" / "system" / "half.py"
+    changed = tree / "bridge" / "system" / "kernels" / "half.py"
     changed.write_text(changed.read_text() + "\n")
     assert 0 < steps_of(tree, home) < first
     assert steps_of(tree, home) == 0
-    changed = tree / "bridge" / "system" / "jit.py"
+    changed = tree / "bridge" / "system" / "kernels" / "jit.py"
     changed.write_text(changed.read_text() + "\n")
     assert steps_of(tree, home) == first
     assert steps_of(ROOT, home) == 0  # what others need is kept
@@ -129,7 +129,7 @@ def test_sources_are_read_again_when_one_of_them_or_a_folder_has_changed(tmp_pat
     first, read = digest_of(tree, home)
     assert read
     assert digest_of(tree, home) == (first, False)
-    changed = tree / "bridge" / "system" / "half.py"
+    changed = tree / "bridge" / "system" / "kernels" / "half.py"
     before = changed.stat()
     changed.write_bytes(changed.read_bytes().replace(b"half", b"HALF", 1))
     os.utime(changed, ns=(before.st_atime_ns, before.st_mtime_ns))  # as a package's installer may set it

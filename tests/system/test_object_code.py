@@ -122,7 +122,9 @@ def test_what_came_with_the_package_is_used_as_long_as_its_sources_are_the_same(
 
 ELSEWHERE = """
 import sys
-from bridge.system.cpu import machine; from bridge.system.kernels import compiler; from bridge.system.threads import pool
+from bridge.system.cpu import machine
+from bridge.system.kernels import compiler
+from bridge.system.threads import pool
 made_for = machine.Machine(*sys.argv[1:])
 machine.host = lambda: made_for
 code = compiler.object_code(pool.function("walk"), made_for)

@@ -1,6 +1,6 @@
 """What becomes of every tensor of a model, decided before anything is written.
 
-`bridge.conversion.planning.planner` makes a plan, `convert` executes it, `plan` and `inspect` print it, and a user may edit it.
+`planner` makes a plan, `convert` executes it, `plan` and `inspect` print it, and a user may edit it.
 Whoever wants to know what happens to a tensor reads `how`.
 """
 

@@ -142,7 +142,7 @@ class Codebook:
 def codebook(name: str) -> Codebook:
     """The codebook of a type of IQ1, IQ2 or IQ3; of IQ1, with a shift of 1."""
     kind = WRITTEN[name]
-    levels_of: np.ndarray = import_module(f"bridge.blocks.{name.lower()}").POINTS
+    levels_of: np.ndarray = import_module(f"bridge.blocks.codebook.{name.lower()}").POINTS
     width = levels_of.shape[1]
     levels = np.array(kind.values[: len(kind.values) // 2])
     n = len(levels)

@@ -1,7 +1,7 @@
 """A Hugging Face tokenizer as the tokenizer.* keys of a GGUF.
 
-Two kinds reach GGUF: byte-level BPE ("gpt2": tokens and merges, see `bridge.models.tokenizer.bpe_vocabulary` and `tiktoken`) and
-SentencePiece BPE ("llama": tokens and scores; "gemma4": merges, see `bridge.models.tokenizer.sentencepiece`). This module detects
+Two kinds reach GGUF: byte-level BPE ("gpt2": tokens and merges, see `bpe_vocabulary` and `tiktoken`) and
+SentencePiece BPE ("llama": tokens and scores; "gemma4": merges, see `sentencepiece`). This module detects
 the kind and adds what both have: special tokens, added tokens, chat template.
 """
 

@@ -7,7 +7,7 @@
 
 Documents are joined by an empty line, tokenized, and cut into consecutive windows of `length` tokens; a shorter rest,
 of the text or of a row of token ids, is not used. If the tokenizer puts BOS before a text, every window starts with it,
-as in `bridge.runtime.replies.perplexity`: before the text, and instead of the first token of later windows. Token ids are taken
+as in `gguf-bridge perplexity`: before the text, and instead of the first token of later windows. Token ids are taken
 as they are. Without a seed the first windows are taken; with one, a random choice of all, in the text's order.
 """
 

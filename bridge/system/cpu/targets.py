@@ -30,7 +30,7 @@ FEATURES = {  # what each target needs, as LLVM names it; fastest first
 @cache
 def module(name: str) -> ModuleType:
     """The intrinsics of a target, whether or not they run here."""
-    return importlib.import_module(f"bridge.runtime.cpu.intrinsics_{name}")
+    return importlib.import_module(f"bridge.runtime.cpu.machine.intrinsics_{name}")
 
 
 def available() -> list[str]:

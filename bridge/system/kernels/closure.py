@@ -27,9 +27,10 @@ from bridge.system.storage import kernel_cache
 TOOLS = frozenset(
     "bridge." + name
     for name in (
-        "errors", "system.cache", "system.closure", "system.compile_ahead", "system.compiling", "system.cpus",
-        "system.elf", "system.files", "system.folder_locks", "system.fork_locks", "system.kernel_cache",
-        "system.object_code", "system.options", "system.progress", "system.row_threads", "system.text", "system.worker",
+        "errors", "system.cpu.cpus", "system.cpu.fork_locks", "system.cpu.row_threads", "system.kernels.closure",
+        "system.kernels.compile_ahead", "system.kernels.compiling", "system.kernels.elf", "system.kernels.object_code",
+        "system.kernels.worker", "system.options", "system.progress", "system.storage.cache", "system.storage.files",
+        "system.storage.folder_locks", "system.storage.kernel_cache", "system.text",
     )
 )  # fmt: skip
 _IMPORTS = re.compile(
@@ -125,12 +126,14 @@ def _imports(path: Path) -> tuple[str, ...]:
 
 
 def _modules(prefix: str) -> Iterator[str]:
-    """The modules of this project whose names begin so."""
+    """The modules of this project whose names begin so, those in subfolders too."""
     package, _, begin = prefix.rpartition(".")
     for folder in _folders(package):
         for name in _names(folder):
             if name.startswith(begin) and name.endswith(".py"):
                 yield f"{package}.{name.removesuffix('.py')}"
+            elif name.startswith(begin) and "__init__.py" in _names(folder / name):
+                yield from _modules(f"{package}.{name}.")
 
 
 @cache

@@ -1,8 +1,8 @@
 """Functions that Numba compiles, as this project uses it: made here, compiled when they are first needed.
 
 Decorating costs nothing, and Numba, which takes half a second to import, is loaded when something must be compiled:
-`bridge.system.kernels.compiler` does that. What was compiled before is found in the cache (`bridge.system.storage.kernel_cache`): of C
-functions the object code, which `bridge.system.kernels.object_code` loads without Numba.
+`compiler` does that. What was compiled before is found in the cache (`storage.kernel_cache`): of C
+functions the object code, which `object_code` loads without Numba.
 
     kernel      for Python to call with arrays; kept in Numba's cache
     inner       for other compiled functions alone; so are `uncounted` and `inlined`
@@ -87,7 +87,7 @@ class Intrinsic(Deferred):
 class CFunction:
     """A C function of nine int64 that returns nothing, made of a function of Python; it is called without the GIL.
 
-    It raises nothing, and allocates nothing but by `bridge.system.kernels.memory.allocate`: its object code knows nothing of
+    It raises nothing, and allocates nothing but by `memory.allocate`: its object code knows nothing of
     Python, and only the C library's functions.
     """
 

@@ -4,7 +4,7 @@
         kernels/NAME-DIGEST[.o]      compiled kernels (`kernel_cache`), in NUMBA_CACHE_DIR where that is set
         kernels/sources-DIGEST.json  digests of sources (`closure`)
         numba/DIGEST/                those of versions before 0.3
-        cubins/CAPABILITY-DIGEST/    machine code for GPUs (`bridge.cuda.toolchain.compiler`); also below NUMBA_CACHE_DIR
+        cubins/CAPABILITY-DIGEST/    machine code for GPUs (`cuda/toolchain/compiler.py`); also below NUMBA_CACHE_DIR
         models/NAME-DIGEST/          GGUFs made from checkpoints for `run` (`bridge.conversion.cache`)
 
 An entry is a file or folder in one of these folders. A process that uses an entry locks its folder

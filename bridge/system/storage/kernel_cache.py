@@ -4,7 +4,7 @@
     kernels/sources-DIGEST.json  digests of sources (`closure`), behind the digest of its bytes
     kernels/MODULE-DIGEST/       what Numba keeps of a module's other kernels
 
-They are in the cache folder (`bridge.system.storage.cache`), or in NUMBA_CACHE_DIR where that is set. DIGEST covers what the
+They are in the cache folder (`cache`), or in NUMBA_CACHE_DIR where that is set. DIGEST covers what the
 code depends on: the sources that its module imports (`closure`), the versions of what compiles, and the CPU. So an edit
 or an update compiles again what it changed.
 
