@@ -3,19 +3,17 @@
     gptq(module, batches)              any torch module, in place
     quantize_model(model, tokens, ..)  a `transformers` decoder, layer by layer, in place
     Method(superblocks("Q4_K"))        how each layer is quantized; `groups(bits, size, symmetric)` for checkpoints
+    write_checkpoint(ckpt, path, ..)   writes the result as a GPTQ or AWQ checkpoint (`bridge.checkpoint.write`)
 
 Read `textbook` first, GPTQ in one page, with which the solver agrees. Then, in the data's order:
 
-    settings, texts                    the options; a text becomes tokens
-    float_model, block_inputs          the model, one block in memory at a time, and what its blocks are called with
-    stages, experts, replay            a block's layers, stage by stage
-    hessian, target                    H of these inputs; what is quantized in place of W
-    method, gptq_solver, refine, awq   a layer's weights and H -> codes
-    two_sided, embeddings              the same, with the gradients of the layer's outputs; the embeddings
-    grids/                             the values that codes may have: groups, GGUF blocks
-    layer_store                        finished layers on disk
-    run/                               all of this for a text: block by block, in this process or on a cluster
-    budget/                            a type for each tensor under a size limit
+    settings, text/    the options; a text becomes tokens
+    model/             the float model, one block in memory at a time: what its blocks and layers are called with
+    solve/             the Hessian of a layer's inputs, and its weights to codes; `method` and `awq` put it together
+    grids/             the values that codes may have: groups, GGUF blocks
+    layer_store        finished layers on disk
+    run/               all of this for a text: block by block, in this process or on a cluster
+    budget/            a type for each tensor under a size limit
 
 Needs PyTorch, and for whole models transformers (the `quantize` extra). Names are imported when first used.
 """
@@ -28,22 +26,25 @@ from bridge.system.threads.openmp import sleep_when_idle
 sleep_when_idle()
 
 _LAZY = {
-    "Calibration": "settings",
-    "FloatModel": "model.float_model",
-    "Method": "method",
-    "Quantized": "method",
-    "gptq": "run.module",
-    "groups": "method",
-    "quantize_block": "run.layer_by_layer",
-    "quantize_model": "run.layer_by_layer",
-    "superblocks": "method",
+    "Calibration": "bridge.quantize.settings",
+    "CheckpointWriter": "bridge.checkpoint.write.writer",
+    "FloatModel": "bridge.quantize.model.float_model",
+    "Groups": "bridge.checkpoint.formats.written",
+    "Method": "bridge.quantize.method",
+    "Quantized": "bridge.quantize.method",
+    "gptq": "bridge.quantize.run.module",
+    "groups": "bridge.quantize.method",
+    "quantize_block": "bridge.quantize.run.layer_by_layer",
+    "quantize_model": "bridge.quantize.run.layer_by_layer",
+    "superblocks": "bridge.quantize.method",
+    "write_checkpoint": "bridge.checkpoint.write.writer",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'bridge.quantize' has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f"bridge.quantize.{_LAZY[name]}"), name)
+    value = globals()[name] = getattr(importlib.import_module(_LAZY[name]), name)
     return value
 
 

@@ -340,18 +340,18 @@ def write_checkpoint(
     path: str | Path,
     format: str,
     layers: Mapping[str, Groups],
-    tensors: Iterable[GroupedTensor],
+    tensors: Iterable[GroupedTensor] | Mapping[str, GroupedTensor],
     *,
     floats: Mapping[str, np.ndarray] | None = None,
     **options: Any,
 ) -> Written:
-    """Write a checkpoint of layers in any order.
+    """Write a checkpoint of layers in any order, or of a mapping by name, which may load each on access.
 
     floats   see `CheckpointWriter.finish`
     options  see `CheckpointWriter`
     """
     with CheckpointWriter(ckpt, path, format, layers, **options) as writer:
-        for tensor in tensors:
+        for tensor in (tensors[name] for name in layers) if isinstance(tensors, Mapping) else tensors:
             writer.add(tensor)
         return writer.finish(floats)
 
