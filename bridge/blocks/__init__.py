@@ -1,6 +1,7 @@
 """GGUF's block types: formula, bit layout and size. One module a type; nothing else of ours is imported.
 
-Read `base.py` first, then `q4_k.py`. Everything that packs, reads or multiplies blocks is derived from these records.
+Read `base.py` first, then `k_quants/q4_k.py`. What packs, reads or multiplies blocks is derived from these
+records.
 
 BLOCKS  types for the codes of any checkpoint, in order of bits per weight, K-quants first among equals
 FP4     types of 4-bit floats: for checkpoints of these, or on request

@@ -1,7 +1,8 @@
 """The command line, one module a command: arguments to calls, results to text.
 
-`options` makes flags of the dataclasses that Python takes too; each command has `add_parser` and `run`. `program` finds
-the command and runs it. Errors are one line and exit code 2.
+`commands` lists them; files/ has those that read and write files, use/ those that run a model. `options` makes flags of
+the dataclasses that Python takes too; each command has `add_parser` and `run`. `program` finds the command and runs it.
+Errors are one line and exit code 2.
 """
 
 import atexit

@@ -1,9 +1,11 @@
-"""Checkpoint in, GGUF out. Read `plan` first, then `planner`, `executor` and `converter`, which puts them together.
+"""Checkpoint in, GGUF out. Read `planning/` first, then `writing/` and `converter`, which puts them together.
 
-in    an opened checkpoint, an outline of its model (`bridge.models`), and `options`
+in    an opened checkpoint, an outline of its model (`bridge.models`), and `planning.options`
 plan  the type of every tensor, and whether its codes are carried, requantized, calibrated or rounded
-out   the GGUF (`gguf_writer`) and a `report`; `verify` measures the file against the checkpoint
+out   the GGUF (`writing.gguf_writer`) and a `report`; `verify` measures the file against the checkpoint
 
-`size_budget` changes a plan's types to fit a size, `calibrate_plan` quantizes its layers with a text, `to_checkpoint`
-writes these layers as a checkpoint instead, `cache` holds the GGUFs that `gguf-bridge run` made.
+    calibration/, size_budget    layers quantized with a text; types that fit a size
+    gguf_input/                  a GGUF in the place of a checkpoint
+    checkpoints/                 the way back: a GGUF, or a float model, to a checkpoint
+    edit, lora, publish/, cache  other work on files; the GGUFs that `gguf-bridge run` made
 """

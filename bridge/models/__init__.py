@@ -1,13 +1,13 @@
-"""From a Hugging Face directory (config, tokenizer, tensor names) to GGUF names and metadata.
+"""From a Hugging Face directory (config, tokenizer, tensor names) to GGUF names and metadata, and back.
 
     describe_model(config, folder, names)     the model as GGUF has it: an `outline.Outline`
     architecture(folder)                      its architecture's name in GGUF
     float_layers(config, folder, modules)     which linear layers no GGUF of it has as codes
 
 Read `outline` first, the result, then `family` and one module of families/: a family is a table of tensors, filled in
-by `table`, with arguments from config.json (`arguments`, `rope`). gguf_tokenizer, bpe_vocabulary, sentencepiece,
-tiktoken, pretokenizer and special_tokens make the vocabulary, provenance makes general.*, chat and modelfile write for
-Ollama. template/ makes the same Outline from a GGUF of the model instead, for any architecture.
+by `table`, with arguments from config.json (config/). tokenizer/ makes the vocabulary, towers/ the vision tower,
+ollama/ a Modelfile. template/ makes the same Outline from a GGUF of the model instead, for any architecture;
+`gguf_config` makes config.json of a GGUF's metadata.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -4,9 +4,14 @@
     w = f["blk.0.ffn_down.weight"].prepare()      a QuantTensor, repacked for this machine
     y = w.matvec(x)                               numpy or torch in, the same out
 
-A GGUF goes in; products, logits and text come out. Read `model.py` first (text in, text out), then `decoder.py` (the
-layers), `quant_tensor.py` (one tensor's products) and `cpu/` (their kernels). `open_gguf` maps the file and reads its
+A GGUF goes in; products, logits and text come out. Read `model` first (text in, text out), then `decoder/` (the
+layers), `quant_tensor` (one tensor's products) and `cpu/` (their kernels). `open_gguf` maps the file and reads its
 header; nothing else is decoded in advance.
+
+    config/, layers/              what the metadata says; the tensors, found and checked, and the cache
+    decoder/                      tokens in, logits out
+    sampling, constraint          the next token; replies that fit a schema
+    replies/, tokenizer/          text
 """
 
 from bridge.runtime.quant_tensor import QuantTensor
