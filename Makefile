@@ -54,7 +54,7 @@ wheel: $(VENV)/.$(EXTRAS)
 	rm -rf bridge/objects
 
 bench: $(VENV)/.$(EXTRAS)
-	$(BIN)/python scripts/bench_convert.py
+	$(BIN)/python -m scripts.speed.bench_convert
 
 docs: $(VENV)/.docs
 	$(BIN)/python -m mkdocs build --strict

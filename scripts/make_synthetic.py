@@ -1,7 +1,7 @@
 """Write a synthetic GPTQ checkpoint: a Llama of any size, or a Qwen3-MoE, for measuring speed and memory.
 
-    python scripts/make_synthetic.py OUT_DIR --vocab 4096        # 1.0B parameters, 0.54 GB
-    python scripts/make_synthetic.py OUT_DIR --vocab 4096 --experts 64 --layers 6 --intermediate 768   # 1.9B, 1.0 GB
+    python -m scripts.make_synthetic OUT_DIR --vocab 4096        # 1.0B parameters, 0.54 GB
+    python -m scripts.make_synthetic OUT_DIR --vocab 4096 --experts 64 --layers 6 --intermediate 768   # 1.9B, 1.0 GB
 
 Its codes are distributed like those of rounded Gaussian weights, and its scales vary by 20% around 0.01: converting it
 costs as much as converting a real checkpoint, while the model's text is noise. The layout is GPTQ v1 (zero points
@@ -18,10 +18,10 @@ from string import ascii_lowercase
 from typing import Any
 
 import numpy as np
-from benchlib import option, parser
 from safetensors.numpy import save_file
 
 from bridge.gguf_file.pretokenizers import byte_of
+from scripts.benchlib import option, parser
 
 LAYERS_PER_SHARD = 4
 LLAMA3_SPLIT = (

@@ -336,7 +336,9 @@ def test_a_python_snippet_runs(code, tmp_path, small_model, request, monkeypatch
 
 def lines_of(page: Path) -> list[str]:
     """The program's commands that a page has for pasting, which are indented."""
-    return re.findall(r"^ {4}((?:gguf-bridge|python scripts/) ?.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return re.findall(
+        r"^ {4}((?:gguf-bridge|python (?:-m )?scripts[/.]) ?.*)$", page.read_text(encoding="utf-8"), re.MULTILINE
+    )
 
 
 NOT_RUN = {
@@ -348,7 +350,7 @@ NOT_RUN = {
     "a pickle of the real LLaMA": "llama-7b-4bit.pt",
     "minutes: tests/conversion/test_size_budget.py": "--size",
     "seconds of timing: tests/cli/test_run.py": "bench Q4_K",
-    "hours: tests/scripts/test_bench_formats.py": "python scripts/bench_formats.py",
+    "hours: tests/scripts/test_bench_formats.py": "python -m scripts.quality.bench_formats",
 }
 CHAT = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 SHELL_PAGES = [name for name in NAMES if lines_of(ROOT / name)]

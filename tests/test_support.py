@@ -11,9 +11,10 @@ import pytest
 
 from bridge.blocks import BLOCKS, BlockType
 from bridge.system.cpu import targets
-from scripts.peers import ggml_matvec, reference
+from scripts.peers import reference
 from scripts.peers.gguf_file import gguf_weights, unpermute
-from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.llama import ggml_matvec
+from scripts.peers.llama.llama_cpp import LlamaCpp
 from scripts.peers.predictions import mean_kl
 from tests.support.pairs import in_pairs
 from tests.support.random_blocks import random_matrix

@@ -1,7 +1,7 @@
 """What the measuring scripts share: `bench`, which runs one; contenders that take turns; other projects' processes.
 
-`python scripts/x.py` puts scripts/ on the path, so scripts import `benchlib`; that puts the checkout on the path too,
-for bridge and scripts.peers. Tests import `scripts.benchlib`.
+The scripts in speed/, quality/ and check/ run as modules in the checkout's root: `python -m scripts.speed.bench_model`.
+`python scripts/gpu_check.py` runs anywhere: it imports `benchlib`, which puts the checkout on the path.
 
     contenders  programs that make files of one model from the same tokens, and what each costs
     divergence  a float model, its texts, and how far other weights are from it
@@ -177,9 +177,9 @@ def output_of(python: str | Path, *arguments: object, cwd: str | Path = ROOT, en
 
 
 def synthetic(folder: Path, *shape: object) -> Path:
-    """The GGUF of a synthetic checkpoint of 1B, or of another shape, as `make_synthetic.py` takes it."""
+    """The GGUF of a synthetic checkpoint of 1B, or of another shape, as `make_synthetic` takes it."""
     import bridge
 
-    output_of(sys.executable, ROOT / "scripts" / "make_synthetic.py", folder / "made", "--vocab", "4096", *shape)
+    output_of(sys.executable, "-m", "scripts.make_synthetic", folder / "made", "--vocab", "4096", *shape)
     bridge.convert(folder / "made", folder / "made.gguf")
     return folder / "made.gguf"

@@ -140,14 +140,14 @@ def contenders_of(
     """All of them, type by type, then size by size.
 
     source     the float model as a GGUF
-    libraries  llama.cpp's, see `scripts.peers.llama_quantize`; None: it does not compete
+    libraries  llama.cpp's, see `scripts.peers.llama.llama_quantize`; None: it does not compete
     own        name -> options of `quantize`
     """
     imatrix = str(tokens.folder / "imatrix.gguf")
     made = []
     for type in types:
         if libraries is not None:
-            peer = [sys.executable, "-m", "scripts.peers.llama_quantize", str(libraries), str(source)]
+            peer = [sys.executable, "-m", "scripts.peers.llama.llama_quantize", str(libraries), str(source)]
             after = [type, "--threads", str(threads)]
             made.append(Contender(PLAIN, LLAMA_CPP, type, (peer, after)))
             weighted = [*after, "--imatrix", imatrix]

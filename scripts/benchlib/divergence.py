@@ -28,7 +28,7 @@ from bridge.quantize.text.own_samples import own_samples
 from bridge.quantize.text.sources import sources_of
 from scripts.peers import reference
 from scripts.peers.gguf_file import Blocks, replace_blocks
-from scripts.peers.llama_cpp import window_logits
+from scripts.peers.llama.llama_cpp import window_logits
 from scripts.peers.predictions import window_kls
 
 from . import output_of

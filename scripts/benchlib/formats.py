@@ -13,7 +13,7 @@ from bridge.conversion.planning.options import Budget
 from bridge.quantize.settings import Calibration
 from bridge.runtime.replies.perplexity import perplexity
 from bridge.system.progress import Bar
-from scripts.peers import llama_quantizer
+from scripts.peers.llama import llama_quantizer
 
 PRESETS = ("Q8_0", "Q5_K_M", "Q4_K_M", "Q3_K_M", "Q2_K")
 GRIDS = ("Q4_K", "Q3_K", "Q2_K")

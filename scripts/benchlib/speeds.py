@@ -53,7 +53,7 @@ def prepare():
     pass
 """
 WHEEL = """
-from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.llama.llama_cpp import LlamaCpp
 model = LlamaCpp(path, n_ctx=2048, n_threads=threads, float_kv=False)
 def generate(count):
     made, start = list(range(5, 13)), 0

@@ -16,7 +16,7 @@ import torch
 
 from bridge.conversion.gguf_input.gguf_checkpoint import open_source
 from scripts.peers import reference
-from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.llama.llama_cpp import LlamaCpp
 from scripts.peers.predictions import token_kls
 
 from .divergence import Divergence

@@ -13,7 +13,7 @@ from bridge.blocks.tensor_types import type_named, type_numbered
 from bridge.runtime.bench import put_d
 from bridge.runtime.cpu.engines import dequantize
 from bridge.system.kernels.jit import from_plain
-from scripts.peers import ggml
+from scripts.peers.llama import ggml
 
 ALL = pytest.mark.parametrize("block", READ.values(), ids=str)
 RECENT = pytest.mark.parametrize("block", [*FP4.values(), *NEWER.values(), READ["Q1_0"]], ids=str)

@@ -14,7 +14,7 @@ from bridge.checkpoint import open_checkpoint
 from bridge.cli.files.describe import describe
 from bridge.conversion.converter import plan_checkpoint
 from bridge.conversion.writing.verify import failures, verify
-from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.llama.llama_cpp import LlamaCpp
 from scripts.peers.predictions import mean_kl
 from tests.support.encode import load_floats, write_folder, write_gptq, write_model
 

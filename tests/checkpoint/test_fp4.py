@@ -19,7 +19,7 @@ from bridge.conversion.writing.verify import failures, verify
 from bridge.errors import BridgeError
 from scripts.peers import reference
 from scripts.peers.gguf_file import gguf_weights
-from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.llama.llama_cpp import LlamaCpp
 from scripts.peers.predictions import mean_kl
 from tests.conftest import shared
 from tests.support import encode_fp4 as fp4

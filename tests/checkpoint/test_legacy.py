@@ -15,7 +15,7 @@ import bridge
 from bridge.checkpoint import open_checkpoint
 from bridge.cli import main
 from bridge.errors import BridgeError
-from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.llama.llama_cpp import LlamaCpp
 from scripts.peers.predictions import mean_kl
 from scripts.peers.reference import checkpoint_weights
 from tests.conftest import CHECKPOINT

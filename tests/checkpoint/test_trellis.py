@@ -20,7 +20,7 @@ from bridge.conversion.writing.verify import failures, verify
 from bridge.errors import BridgeError
 from bridge.quantize.settings import Calibration
 from scripts.peers.gguf_file import gguf_weights
-from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.llama.llama_cpp import LlamaCpp
 from scripts.peers.predictions import mean_kl
 from tests.conftest import CHECKPOINT
 from tests.support.encode import LINEAR, write_folder

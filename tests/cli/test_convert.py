@@ -13,7 +13,7 @@ import pytest
 import bridge
 from bridge.cli import main
 from bridge.errors import BridgeError
-from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.llama.llama_cpp import LlamaCpp
 from tests.conftest import CHECKPOINT
 from tests.support.command_line import KINDS, rows, types
 from tests.support.raw import edit_raw, read_raw

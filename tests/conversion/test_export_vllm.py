@@ -16,7 +16,18 @@ from tests.conftest import ROOT, shared
 def test_vllm_computes_what_the_gguf_says() -> None:
     """Of 4 bits; its CPUs have no kernel for 8."""
     model, text = shared("models/tiny-qwen3"), shared("text/wiki_test.txt")
-    command = [sys.executable, "scripts/check_exports.py", model, "--text", text, "--only", "vllm", "--type", "Q4_0"]
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.check.check_exports",
+        model,
+        "--text",
+        text,
+        "--only",
+        "vllm",
+        "--type",
+        "Q4_0",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     rows = [row.strip("| ").split(" | ") for row in done.stdout.splitlines() if row.startswith("| vllm")]
     assert rows

@@ -20,7 +20,7 @@ from bridge.conversion.writing.report import CARRIED, FLOAT, PARTLY, REQUANTIZED
 from bridge.conversion.writing.verify import failures, verify
 from scripts.peers import reference
 from scripts.peers.gguf_file import gguf_weights
-from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.llama.llama_cpp import LlamaCpp
 from scripts.peers.predictions import log_softmax, mean_kl
 from tests.conftest import CHECKPOINT
 from tests.support import encode_compressed as compressed

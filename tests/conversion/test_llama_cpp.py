@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from scripts.peers.gguf_file import gguf_weights
-from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.llama.llama_cpp import LlamaCpp
 from scripts.peers.predictions import log_softmax, mean_kl
 from tests.conftest import predicting_checkpoints, shared
 from tests.support.float_gguf import outline_of, write_gguf

@@ -12,7 +12,7 @@ import pytest
 import bridge
 from bridge.cli import main
 from bridge.errors import BridgeError
-from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.llama.llama_cpp import LlamaCpp
 from tests.conftest import CHECKPOINT
 from tests.models.test_logits import divergence
 from tests.support.adapters import Arrays, low_rank, merged, write_adapter

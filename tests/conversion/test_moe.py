@@ -25,7 +25,7 @@ from bridge.runtime.config.decoder_config import Routing
 from bridge.runtime.decoder.decoder import Decoder
 from bridge.runtime.decoder.experts import route
 from bridge.runtime.layers.weights import read_weights
-from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.llama.llama_cpp import LlamaCpp
 from scripts.peers.predictions import mean_kl
 from tests.conftest import repacked
 from tests.support.encode import Quantized, write_gptq

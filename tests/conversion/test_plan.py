@@ -23,7 +23,7 @@ from bridge.conversion.writing.verify import failures
 from bridge.errors import BridgeError
 from bridge.models.outline import Part
 from bridge.system.fields import FieldError
-from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.llama.llama_cpp import LlamaCpp
 from tests.conftest import CHECKPOINT, checkpoint_names, shared
 from tests.support.encode import write_gptq
 from tests.support.tiny_models import save_model

@@ -18,8 +18,8 @@ from bridge.encode.rounding.round_rows import quantize_rows
 from bridge.encode.type_choice import exact_type
 from bridge.errors import BridgeError
 from bridge.runtime.cpu.engines import dequantize
-from scripts.peers import ggml
-from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.llama import ggml
+from scripts.peers.llama.llama_cpp import LlamaCpp
 from tests.support.encode import write_gptq
 from tests.support.encode_formats import write_auto_round
 

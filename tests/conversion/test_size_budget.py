@@ -39,7 +39,7 @@ from bridge.quantize.model.float_model import FloatModel
 from bridge.quantize.model.forward_passes import Passes, drawn
 from bridge.quantize.settings import Calibration
 from bridge.quantize.solve.hessian import held_back
-from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.llama.llama_cpp import LlamaCpp
 from tests.conftest import CHECKPOINT
 from tests.support.tiny_models import save_model
 

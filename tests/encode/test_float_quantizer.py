@@ -11,7 +11,7 @@ import pytest
 from bridge.blocks import BLOCKS
 from bridge.encode.rounding.round_rows import actorder_importance, quantize_rows
 from bridge.errors import BridgeError
-from scripts.peers import ggml
+from scripts.peers.llama import ggml
 
 TYPES = list(BLOCKS)
 COLUMNS = 1024

@@ -12,7 +12,7 @@ from bridge.blocks import ROUNDED
 from bridge.blocks.read import WRITTEN
 from bridge.encode.rounding.round_rows import quantize_rows
 from bridge.errors import BridgeError
-from scripts.peers import ggml
+from scripts.peers.llama import ggml
 from tests.encode.test_float_quantizer import dequantize, importances, row_errors, weights
 
 SOME = ("IQ4_NL", "IQ4_XS", "IQ3_XXS", "IQ2_S", "TQ2_0")  # each type compiles for seconds

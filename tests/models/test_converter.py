@@ -20,7 +20,7 @@ import bridge
 from bridge.conversion.writing.verify import verify
 from bridge.errors import BridgeError
 from bridge.models import describe_model
-from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.llama.llama_cpp import LlamaCpp
 from scripts.peers.predictions import mean_kl
 from tests.support.encode import load_floats, write_gptq
 from tests.support.encode_compressed import write_experts

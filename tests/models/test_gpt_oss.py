@@ -17,7 +17,7 @@ from bridge.conversion.writing.verify import verify
 from bridge.errors import BridgeError
 from bridge.models import describe_model
 from bridge.quantize.settings import Calibration
-from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.llama.llama_cpp import LlamaCpp
 from tests.models.test_logits import LENGTH, divergence, reference_logits
 from tests.support.encode import load_floats
 from tests.support.encode_fp4 import gpt_oss_tensors

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import bridge
-from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.llama.llama_cpp import LlamaCpp
 from tests.conftest import CHECKPOINT, shared
 from tests.support.family_models import MODELS as FAMILIES
 from tests.support.family_models import copy_tokenizer, new_model, randomized

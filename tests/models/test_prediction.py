@@ -14,7 +14,7 @@ from bridge.errors import BridgeError
 from bridge.gguf_file.reader import read_gguf
 from bridge.runtime.decoder.prediction import agreement
 from bridge.runtime.replies.perplexity import cut_windows
-from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.llama.llama_cpp import LlamaCpp
 from tests.support.encode import load_floats, write_gptq
 from tests.support.predicting_models import save_predicting
 

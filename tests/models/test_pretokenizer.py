@@ -12,7 +12,7 @@ from bridge.errors import BridgeError, spelled
 from bridge.gguf_file import pretokenizers
 from bridge.models.tokenizer.pretokenizer import recognize
 from bridge.runtime.tokenizer.bpe import pre_tokenizer
-from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.llama.llama_cpp import LlamaCpp
 from tests.support.tiny_vocab import vocab_gguf, vocabulary
 from tests.support.tokenizers_by_hand import GPT4O
 

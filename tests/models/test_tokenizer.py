@@ -16,7 +16,7 @@ from bridge.errors import BridgeError
 from bridge.gguf_file.pretokenizers import byte_of
 from bridge.models.tokenizer.gguf_tokenizer import read_chat_templates
 from bridge.models.tokenizer.vocabulary import special_text
-from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.llama.llama_cpp import LlamaCpp
 from tests.conftest import CHECKPOINT
 from tests.support.tiny_vocab import vocab_gguf, vocabulary
 from tests.support.tokenizers_by_hand import llama3, qwen

@@ -23,7 +23,8 @@ from bridge.quantize.solve.hessian import Hessian, damp, inverse_factor
 from bridge.quantize.solve.refine import refine
 from bridge.runtime.cpu.engines.dequantize import rows as dequantize_blocks
 from bridge.system.kernels.jit import kernel
-from scripts.peers import ggml, nvfp4
+from scripts.peers import nvfp4
+from scripts.peers.llama import ggml
 
 SOME = ("IQ4_XS", "IQ3_XXS", "IQ2_S")  # a table, a parity of signs, and a codebook without; each compiles for seconds
 REFINED = SOME[:2]  # what refines them is one source, which calls the rounding of units

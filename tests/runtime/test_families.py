@@ -18,7 +18,7 @@ from bridge.runtime.config.config_reader import read_config
 from bridge.runtime.config.decoder_config import Routing
 from bridge.runtime.decoder.experts import route
 from bridge.runtime.layers.weights import read_weights
-from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.llama.llama_cpp import LlamaCpp
 from scripts.peers.predictions import log_softmax, mean_kl
 from tests.models.test_logits import reference_logits
 from tests.support.family_models import copy_tokenizer, new_model, randomized

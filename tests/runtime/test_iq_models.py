@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import bridge
-from scripts.peers import ggml
 from scripts.peers.gguf_file import rewrite
-from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.llama import ggml
+from scripts.peers.llama.llama_cpp import LlamaCpp
 from scripts.peers.predictions import log_softmax
 from tests.conftest import shared
 

@@ -28,7 +28,7 @@ from bridge.runtime.cpu.machine.emitter import Emitter
 from bridge.system.cpu import row_threads, targets
 from bridge.system.cpu.row_threads import over_rows
 from bridge.system.threads import pool
-from scripts.peers import ggml_matvec
+from scripts.peers.llama import ggml_matvec
 from tests.conftest import ROOT, repacked
 from tests.support.random_blocks import random_matrix
 

@@ -24,7 +24,7 @@ from bridge.errors import BridgeError
 from bridge.runtime.model import Model
 from bridge.runtime.replies.perplexity import perplexity
 from bridge.runtime.sampling import Sampler, Sampling
-from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.llama.llama_cpp import LlamaCpp
 from scripts.peers.predictions import mean_kl
 from tests.conftest import CHECKPOINT, ROOT, repacked
 

@@ -15,7 +15,7 @@ from bridge.errors import BridgeError
 from bridge.nn import torch_ops
 from bridge.runtime.replies.perplexity import perplexity
 from scripts.peers.gguf_file import gguf_weights
-from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.llama.llama_cpp import LlamaCpp
 from scripts.peers.predictions import log_softmax, mean_kl
 from scripts.peers.reference import hf_model, logits
 from tests.conftest import ROOT, checkpoint_names, shared

@@ -24,7 +24,7 @@ from bridge.runtime.tokenizer import Tokenizer, stop_tokens
 from bridge.runtime.tokenizer.ascii_words import words_of
 from bridge.runtime.tokenizer.bpe import pre_tokenizer
 from scripts.peers.gguf_file import rewrite
-from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.llama.llama_cpp import LlamaCpp
 from tests.models.test_pretokenizer import RULES, tokenizer_json
 from tests.models.test_pretokenizer import TEXTS as CUT_TEXTS
 from tests.models.test_tokenizer import (

@@ -23,7 +23,7 @@ from bridge.runtime.config.config_reader import read_config
 from bridge.runtime.decoder.decoder import Decoder
 from bridge.runtime.reader import open_gguf
 from bridge.system.cpu import machine, targets
-from scripts.peers import ggml
+from scripts.peers.llama import ggml
 from tests.support.random_blocks import random_matrix
 from tests.support.tiny_gguf import write_decoder
 

@@ -12,7 +12,7 @@ def test_a_trellis_loses_less_than_a_type_of_as_many_bits() -> None:
     text = shared("text/shakespeare_val.txt")
     done = subprocess.run(
         [
-            *(sys.executable, ROOT / "scripts" / "bench_codebooks.py", shared("models/tiny-qwen3")),
+            *(sys.executable, "-m", "scripts.quality.bench_codebooks", shared("models/tiny-qwen3")),
             *(f"--calibrate={text}", f"--test={text}", "--samples=8", "--types=IQ3_XXS"),
             "--state-bits=12",  # a sixteenth of the states
         ],

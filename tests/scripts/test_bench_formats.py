@@ -12,7 +12,7 @@ import gguf
 import numpy as np
 import pytest
 
-from scripts.peers import llama_quantizer
+from scripts.peers.llama import llama_quantizer
 from tests.conftest import ROOT, shared
 
 GOLDENS = ROOT / "tests" / "data" / "converter"
@@ -37,7 +37,7 @@ def bench(model: Path, work: Path, *options: str, code: int = 0) -> tuple[str, s
     """What the script prints, and its complaints."""
     texts = [f"--{name}={shared('text/shakespeare_val.txt')}" for name in ("calibrate", "test")]
     small = ["--samples=4", "--length=64", "--windows=2", f"--work={work}"]
-    command = [sys.executable, str(ROOT / "scripts" / "bench_formats.py"), str(model), *texts, *small, *options]
+    command = [sys.executable, "-m", "scripts.quality.bench_formats", str(model), *texts, *small, *options]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == code, done.stderr
     return done.stdout, done.stderr
@@ -89,8 +89,8 @@ def test_rows_are_measured_once_and_kept(small_model: Path, tmp_path: Path) -> N
 @pytest.mark.exhaustive
 def test_speeds_are_of_both_runtimes_and_of_another_models_shapes(small_model: Path, tmp_path: Path) -> None:
     shapes = ["--layers=5", "--hidden=256", "--intermediate=512", "--heads=4", "--kv-heads=2", "--vocab=4096"]
-    script = str(ROOT / "scripts" / "make_synthetic.py")
-    subprocess.run([sys.executable, script, str(tmp_path / "shape"), *shapes], check=True, cwd=ROOT)
+    command = [sys.executable, "-m", "scripts.make_synthetic", str(tmp_path / "shape"), *shapes]
+    subprocess.run(command, check=True, cwd=ROOT)
     printed, _ = bench(
         small_model, tmp_path / "work", "--turns=1", f"--speed-of={tmp_path / 'shape'}", "--only", "F16", "Q4_K_M"
     )

@@ -32,7 +32,7 @@ def bench(model: Path, work: Path, *options: str) -> tuple[str, str]:
         "plays",
         "python",
     ]
-    command = [sys.executable, str(ROOT / "scripts" / "bench_real.py"), str(model), *small, *options]
+    command = [sys.executable, "-m", "scripts.quality.bench_real", str(model), *small, *options]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr
@@ -122,9 +122,9 @@ def test_figures_are_of_tokens_and_errors_of_windows() -> None:
 
 def test_a_size_is_compared_with_the_best_file_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))  # where it finds benchlib, run as a program
-    from scripts.bench_real import Row, compare
     from scripts.benchlib.contenders import Contender
     from scripts.benchlib.divergence import Divergence
+    from scripts.quality.bench_real import Row, compare
 
     def row(name: str, format: str, nbytes: int, kl: float, sized: bool = False) -> Row:
         found = Row.__new__(Row)
@@ -184,7 +184,7 @@ def test_a_dithered_models_weights_leave_the_grid_by_half_a_step_at_most(tmp_pat
 
 def test_llama_quantize_writes_what_it_always_has_and_heeds_an_imatrix(tmp_path: Path) -> None:
     from bridge.gguf_file.imatrix import write_imatrix
-    from scripts.peers import llama_quantize
+    from scripts.peers.llama import llama_quantize
 
     if not LIBRARIES:
         pytest.skip("set BRIDGE_NODE_LLAMA_CPP to the folder of libllama in npm's @node-llama-cpp package")

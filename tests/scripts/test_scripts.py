@@ -13,14 +13,14 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import bridge
-from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.llama.llama_cpp import LlamaCpp
 from tests.conftest import ROOT, shared
 
 SMALL = ["--layers=5", "--hidden=256", "--intermediate=512", "--heads=4", "--kv-heads=2", "--vocab=600"]
 
 
 def run(script: str, *arguments: str) -> str:
-    command = [sys.executable, str(ROOT / "scripts" / script), *arguments]
+    command = [sys.executable, "-m", f"scripts.{script}", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -30,7 +30,7 @@ def run(script: str, *arguments: str) -> str:
     "options", ["", "--bits 3", "--bits 2 --asym", "--bits 8 --group-size -1", "--asym --act-order"]
 )
 def test_a_synthetic_checkpoint_reads_as_what_it_was_asked_to_be(options: str, tmp_path: Path) -> None:
-    run("make_synthetic.py", str(tmp_path), *SMALL, *options.split())
+    run("make_synthetic", str(tmp_path), *SMALL, *options.split())
     with bridge.open_checkpoint(tmp_path) as checkpoint:
         assert len(checkpoint.modules) == 5 * 7
         tensor = checkpoint.read_module("model.layers.4.mlp.down_proj")
@@ -48,7 +48,7 @@ def test_a_synthetic_checkpoint_reads_as_what_it_was_asked_to_be(options: str, t
 def test_a_synthetic_checkpoint_converts_and_its_tokens_are_llama_cpps(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    run("make_synthetic.py", str(tmp_path / "model"), *SMALL)
+    run("make_synthetic", str(tmp_path / "model"), *SMALL)
     bridge.convert(tmp_path / "model", tmp_path / "model.gguf")
     text = "the time is 12345 now, Größe"
     with LlamaCpp(tmp_path / "model.gguf") as model:
@@ -58,18 +58,18 @@ def test_a_synthetic_checkpoint_converts_and_its_tokens_are_llama_cpps(tmp_path:
 
 def test_a_synthetic_mixture_runs_and_a_second_turn_reads_only_what_is_new(tmp_path: Path) -> None:
     shape = ["--layers=1", "--hidden=256", "--intermediate=256", "--heads=4", "--kv-heads=2", "--vocab=4096"]
-    run("make_synthetic.py", str(tmp_path / "model"), *shape, "--experts=4", "--experts-used=2")
+    run("make_synthetic", str(tmp_path / "model"), *shape, "--experts=4", "--experts-used=2")
     bridge.convert(tmp_path / "model", tmp_path / "m.gguf")
     config = bridge.Model.load(tmp_path / "m.gguf").config
     assert (config.arch, config.experts, config.routing.used) == ("qwen3moe", 4, 2)
-    printed = run("bench_model.py", "--gguf", str(tmp_path / "m.gguf"), "--conversation")
+    printed = run("speed.bench_model", "--gguf", str(tmp_path / "m.gguf"), "--conversation")
     assert "second turn: 1596 tokens, 33 of them read" in printed
 
 
 def test_the_benchmark_prints_its_table_for_any_checkpoint(tmp_path: Path) -> None:
-    run("make_synthetic.py", str(tmp_path / "model"), *SMALL)
+    run("make_synthetic", str(tmp_path / "model"), *SMALL)
     printed = run(
-        "bench_convert.py",
+        "speed.bench_convert",
         "--checkpoint",
         str(tmp_path / "model"),
         "--runs",
@@ -101,7 +101,7 @@ def test_quantizing_is_measured_beside_ggml_and_is_nearer_to_the_floats(tmp_path
     for name, part in {"calibrate": text[:40_000], "test": text[60_000:70_000]}.items():
         (tmp_path / name).write_text(part, encoding="utf-8")
     printed = run(
-        "bench_quantize.py",
+        "quality.bench_quantize",
         str(first_layer(shared("models/tiny-qwen3"), tmp_path / "model")),
         f"--calibrate={tmp_path / 'calibrate'}",
         f"--test={tmp_path / 'test'}",
@@ -112,7 +112,7 @@ def test_quantizing_is_measured_beside_ggml_and_is_nearer_to_the_floats(tmp_path
 
 
 def test_rounding_is_measured_beside_ggml() -> None:
-    printed = run("bench_rounding.py", str(shared("models/tiny-llama")), "IQ4_NL", "--rows=8", "--rounds=1")
+    printed = run("quality.bench_rounding", str(shared("models/tiny-llama")), "IQ4_NL", "--rows=8", "--rounds=1")
     cells = printed.splitlines()[-1].split("|")[1:-1]
     assert cells[0].strip() == "IQ4_NL"
     assert all(float(cell.split()[1]) < 1 for cell in cells[1:5])
@@ -121,7 +121,7 @@ def test_rounding_is_measured_beside_ggml() -> None:
 @pytest.mark.exhaustive
 def test_the_peak_of_a_synthetic_model_is_near_what_quantize_said(tmp_path: Path) -> None:
     options = ("--shape=tiny", "--tokens=2048", "--memory=4G", "--", "--method=gptaq", "--sweeps=0", "--threads=1")
-    row = run("bench_memory.py", str(tmp_path), *options).splitlines()[-1]
+    row = run("speed.bench_memory", str(tmp_path), *options).splitlines()[-1]
     shape, blocks, tokens, _, _, ratio, _ = row[2:-2].split(" | ")
     assert (shape, blocks, tokens) == ("tiny", "2", "2048")
     assert 0.85 < float(ratio) < 1.15

@@ -11,7 +11,7 @@ from bridge.blocks.read import WRITTEN
 from bridge.runtime import QuantTensor
 from bridge.runtime.bench import put_d, put_dmin
 from bridge.runtime.cpu.forms.activations import round32_twin
-from scripts.peers import ggml
+from scripts.peers.llama import ggml
 
 # of the IQ and TQ types one of each kind is in every run: a table, codebooks with signs and with shifts, base 3
 SPARED = {*ROUNDED} - {"IQ4_XS", "IQ3_S", "IQ2_XS", "IQ1_M", "TQ1_0"}

@@ -23,7 +23,7 @@ import numpy as np
 
 import bridge
 from scripts.benchlib import Lines, bench, option
-from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.llama.llama_cpp import LlamaCpp
 from scripts.peers.predictions import log_softmax
 from tests.conftest import CHECKPOINT
 from tests.support.family_models import ALL_BLOCKS, MODELS, copy_tokenizer, new_model

@@ -4,10 +4,10 @@ A JSON file goes in, a picture comes out. `plot` detects four kinds of files by 
 (report_figure, fidelity_figure, kl_figure, matvec_figure); `theme` has the colours and makes the file:
 
     tensors      the report of `convert`, `quantize` or `verify` (--report): error, codes kept, bits, by layer and kind
-    checkpoints  `scripts/fidelity.py` (--json): what converting adds to each checkpoint's own cost
-    formats      `scripts/bench_formats.py`, `bench_quantize.py` or `bench_real.py` (--json): KL divergence against bits
+    checkpoints  `scripts/quality/fidelity.py` (--json): what converting adds to each checkpoint's own cost
+    formats      `scripts/quality/`: bench_formats, bench_quantize or bench_real (--json): KL divergence against bits
                  per weight
-    products     `scripts/bench_matvec.py` (--json): GB/s of each type, compared with ggml and with plain reading
+    products     `scripts/speed/bench_matvec.py` (--json): GB/s of each type, compared with ggml and with plain reading
 
 matplotlib is an optional extra, `plot`, and is imported when a figure is drawn.
 """

@@ -16,8 +16,8 @@ import bridge
 from bridge.conversion.writing.verify import failures, verify
 from bridge.errors import BridgeError
 from bridge.gguf_file.rope_rows import interleaved_rows
-from scripts.peers import ggml
-from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.llama import ggml
+from scripts.peers.llama.llama_cpp import LlamaCpp
 from scripts.peers.predictions import mean_kl
 from tests.support.encode import write_awq, write_gptq
 from tests.support.family_models import TEMPLATES

@@ -12,7 +12,7 @@ import bridge
 from bridge.cli import main
 from bridge.conversion.writing.verify import failures, verify
 from bridge.errors import BridgeError
-from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.llama.llama_cpp import LlamaCpp
 from tests.conftest import shared
 from tests.support.encode import write_gptq
 from tests.support.encode_compressed import write_float8

@@ -12,7 +12,7 @@ import bridge
 from bridge.conversion.planning.checkpoint_outline import outline_of
 from bridge.conversion.planning.importance import Importance
 from bridge.conversion.writing.verify import failures, verify
-from scripts.peers.llama_cpp import LlamaCpp
+from scripts.peers.llama.llama_cpp import LlamaCpp
 from scripts.peers.predictions import mean_kl
 from tests.support.encode import write_awq, write_gptq
 from tests.support.template import (

@@ -7,7 +7,7 @@ import pytest
 
 from bridge.blocks.read import READ
 from bridge.models.template.match import LazyMatrix, find_in_several, find_rows, rounding_of
-from scripts.peers import ggml
+from scripts.peers.llama import ggml
 
 
 def matrix(values: np.ndarray, noise: float = 0.0) -> LazyMatrix:

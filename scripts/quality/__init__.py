@@ -1,0 +1,1 @@
+"""How close files are to their models: divergence, errors of layers, what conversions cost. Run as a module."""

@@ -1,0 +1,155 @@
+"""Compare quantizing from floats with ggml's own quantizer and an imatrix; print a markdown table.
+
+    python -m scripts.quality.bench_quantize MODEL --calibrate wiki.txt --test test.txt --types Q4_K Q2_K
+
+Both see the same tokens: ggml (through the library of the tests' wheel) the mean square of each linear's inputs,
+ours the Hessians. All linears get one type; embeddings and head stay floats. The measure is the mean Kullback-Leibler
+divergence from the float model over windows of the test text, in float32 arithmetic, with its standard error over
+windows. `gguf-bridge plot` draws what --json writes. The first line of a K-quant is plain GPTQ with scales fitted as in
+gptq-gguf-toolkit. Types of 4-bit floats are compared with rounding to nearest: ggml's MXFP4, ModelOpt's NVFP4.
+
+--llama-cpp adds the divergences in llama.cpp, which rounds activations to 8 bits.
+
+--auto-round adds auto-round's GGUF (its linears only), and --groups compares GPTQ and AWQ on groups with
+llm-compressor; each runs in a Python that has it.
+
+--ik-llama adds a table of the types of ik_llama.cpp, given its shared library and the same imatrix.
+
+--steps adds a line for each step: weighted scales, columns by falling diag H, refinement, targets from the float
+model's inputs, the tokens' weights (gptaq), what the loss feels of a layer's outputs (two-sided). The last three are
+there in any case.
+"""
+
+import argparse
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bridge.blocks import BLOCKS
+from bridge.blocks.read import CALIBRATED, WRITTEN
+from bridge.quantize import Method, superblocks
+from bridge.quantize.grids.superblock import SuperblockGrid
+from bridge.quantize.quantizer import LayerHooks
+from scripts.benchlib import Lines, bench, head, option
+from scripts.benchlib.divergence import Divergence, FloatModel
+from scripts.benchlib.groups import groups_table
+from scripts.peers import auto_round_gguf, nvfp4, reference
+from scripts.peers.gguf_file import Blocks, gguf_weights
+from scripts.peers.llama import ggml
+from scripts.peers.llama.ik_llama_cpp import IkLlamaCpp
+
+
+class Unweighted(SuperblockGrid):
+    """As in gptq-gguf-toolkit: scales are fitted to the weights, whatever their inputs are."""
+
+    def fit(self, run: int, weights: np.ndarray, importance: np.ndarray, quick: bool = False) -> None:
+        super().fit(run, weights, np.ones_like(importance))
+
+
+WEIGHTED, TWO_SIDED = "+ tokens' weights", "+ outputs"
+STEPS: list[tuple[str, dict[str, Any], bool]] = [
+    ("GPTQ, scales unweighted", {"act_order": "none", "sweeps": 0}, False),
+    ("GPTQ", {"act_order": "none", "sweeps": 0}, False),
+    ("+ order", {"sweeps": 0}, False),
+    ("+ refinement", {}, False),
+    ("+ float inputs", {}, True),
+    (WEIGHTED, {}, True),
+    (TWO_SIDED, {}, True),
+]
+
+
+OPTIONS = (
+    "model",
+    option(
+        "--calibrate", str, help="the texts that quantizers see, as `quantize` takes them", nargs="+", required=True
+    ),
+    option("--test", help="the texts that are predicted", nargs="+", required=True),
+    *("--samples", "--length", "--windows", "--threads", "--json"),
+    option("--types", ["Q4_K", "Q3_K", "Q2_K"], "TYPE", nargs="*"),
+    option("--steps", False, help="print a line for each step"),
+    option("--last-step", False, help="leave all steps but the last out"),
+    option("--llama-cpp", False, help="also run every result in llama.cpp"),
+    option("--ik-llama", Path, "LIBGGML", "the shared library of ik_llama.cpp"),
+    option("--groups", Path, "PYTHON", "a Python that has llm-compressor"),
+    option("--auto-round", Path, "PYTHON", "a Python that has auto-round"),
+)
+
+
+def measure(options: argparse.Namespace) -> Lines:
+    float_model = FloatModel(options)
+    yield float_model.about
+    text = ["text"] if len(float_model.tests) > 1 else []
+    columns = ["type", "step", *text, "KL", "ggml, imatrix", "ratio", "seconds"]
+    yield head(*columns, *(["KL in llama.cpp", "ggml there", "ratio there"] if options.llama_cpp else []))
+    points: list[dict[str, Any]] = []
+    gradients = float_model.gradients()
+    of_step = {TWO_SIDED: gradients, WEIGHTED: LayerHooks(weights=gradients.weights)}
+    for name in options.types:
+        scale = nvfp4.OWN_SCALE if name == "NVFP4" else 1.0
+        made = peer_blocks(float_model, name)
+        theirs = dict(float_model.weights) | {key: blocks.values() for key, blocks in made.items()}
+        peer = float_model.divergence(theirs)
+        there = float_model.in_llama_cpp(made, options.threads) if options.llama_cpp else None
+        bpw = WRITTEN[name].bpw
+        points.append({"name": name, "maker": "llama.cpp's quantizer, imatrix", "bpw": bpw, "kl": peer.mean})
+        steps = STEPS if options.steps else STEPS[-1:] if options.last_step else [STEPS[0], *STEPS[-3:]]
+        if name not in BLOCKS or name in CALIBRATED:  # its scales are chosen while it is rounded
+            steps = [step for step in steps if "unweighted" not in step[0]]
+        for step, settings, cross in steps:
+            grid = partial(Unweighted, BLOCKS[name], spread=False) if "unweighted" in step else superblocks(name, scale)
+            blocks: dict[str, Blocks] = {}
+            layers = of_step.get(step, LayerHooks())
+            own, seconds = float_model.quantized(Method(grid, **settings).layer, blocks, cross=cross, layers=layers)
+            more: list[Divergence] = []
+            if there is not None:
+                here = float_model.in_llama_cpp(blocks, options.threads)
+                more = [here, there]
+            for i, test in enumerate(float_model.tests):
+                values = [d.by_text()[i] for d in (own, peer, *more)]
+                ratios = [values[k].over(values[k + 1]) for k in range(0, len(values), 2)]
+                text = [test.stem] if len(float_model.tests) > 1 else []
+                yield name, step, *text, *values[:2], ratios[0], f"{seconds:.0f}", *values[2:], *ratios[1:]
+        points.append({"name": name, "maker": "gguf-bridge quantize", "bpw": bpw, "kl": own.mean})
+        if options.auto_round:
+            script = auto_round_gguf.__file__, "--type", name, "--threads", options.threads
+            rounded, seconds = float_model.by_peer(gguf_weights, options.auto_round, *script)
+            found = float_model.divergence(theirs | {key: rounded[key] for key in made})
+            yield name, "auto-round", found, peer, found.over(peer), f"{seconds:.0f}"
+    if options.ik_llama:
+        yield from ik_llama(float_model, options.ik_llama)
+    if options.groups:
+        yield from groups_table(float_model, gradients, options.groups)
+    return {"model": options.model.name, "bits_of": "linears", "formats": points}
+
+
+def peer_blocks(float_model: FloatModel, name: str) -> dict[str, Blocks]:
+    """The linears in a type, as the peer rounds them."""
+    made = {}
+    for key in reference.linears(float_model.weights):
+        weight = float_model.weights[key]
+        if name == "NVFP4":
+            made[key] = nvfp4.quantize(weight)
+        else:
+            made[key] = Blocks(name, ggml.quantize(weight, name, float_model.importance[key]))
+    return made
+
+
+def ik_llama(float_model: FloatModel, library: Path) -> Lines:
+    """A table of ik_llama.cpp's own types."""
+    peer = IkLlamaCpp(library)
+    texts = [test.stem for test in float_model.tests]
+    yield head("type of ik_llama.cpp", "bits", *texts)
+    linears = reference.linears(float_model.weights)
+    for name in peer.types:
+        weights, nbytes = dict(float_model.weights), 0
+        for key in linears:
+            weights[key], size = peer.rounded(weights[key], name, float_model.importance[key])
+            nbytes += size
+        bits = 8 * nbytes / sum(weights[key].size for key in linears)
+        yield name, f"{bits:.2f}", *float_model.divergence(weights).by_text()
+
+
+if __name__ == "__main__":
+    bench(__doc__, OPTIONS, measure)

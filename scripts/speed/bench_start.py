@@ -1,0 +1,75 @@
+"""Measure how long a model takes to its first token, as CPU seconds of whole processes, beside llama.cpp.
+
+    python -m scripts.speed.bench_start smollm2 gemma3-270m    what package registries carry, see benchlib
+    python -m scripts.speed.bench_start model.gguf --cold    also with an empty cache
+
+"warm" is `gguf-bridge run MODEL -p ... -n 1` with kernels in the cache, llama.cpp its library through ctypes in a
+Python that imports nothing else (`scripts/peers/llama/`); both with the interpreter, in turn, the files in the
+page cache. "cold" compiles everything, but for what is among the package's object code, where it has some (`make
+wheel`).
+"""
+
+import argparse
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+from scripts.benchlib import ROOT, Lines, bench, option, ratio, take_turns
+from scripts.benchlib.real_models import PACKAGED, packaged_gguf
+from scripts.peers.llama.llama_quantize import libraries
+
+PROMPT = "The capital of France is"
+OPTIONS = (
+    "--threads",
+    option("--turns", 11),
+    option("models", list(PACKAGED), "MODEL", "a GGUF, or smollm2 ..."),
+    option("--cold", False, help="also measure a start that compiles everything"),
+    option("--packages", Path("packages"), "DIR", "for what is downloaded"),
+)
+COLUMNS = "model", "llama.cpp, CPU s", "warm, CPU s", "ratio", "cold, CPU s"
+
+
+def cpu_seconds(command: list[str], environment: dict[str, str]) -> dict[str, float]:
+    """User and system time of a process and of those that it waited for. Raises where it fails."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return {"cpu": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime}
+
+
+def measure(options: argparse.Namespace) -> Lines:
+    options.packages.mkdir(parents=True, exist_ok=True)
+    peer = libraries(options.packages)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    threads = str(options.threads)
+    for model in options.models:
+        path = packaged_gguf(model, options.packages) if model in PACKAGED else Path(model)
+        ours = [sys.executable, "-m", "bridge.cli", "run", str(path), "-p", PROMPT, "-n", "1", "--temp", "0"]
+        ours += ["--threads", threads]
+        theirs = [
+            sys.executable,
+            str(ROOT / "scripts/peers/llama/llama_start.py"),
+            str(peer),
+            str(path),
+            PROMPT,
+            threads,
+        ]
+        cpu_seconds(ours, environment)
+        sides = {"theirs": partial(cpu_seconds, theirs, environment), "ours": partial(cpu_seconds, ours, environment)}
+        figures = take_turns(sides, options.turns)
+        cold = ""
+        if options.cold:
+            with tempfile.TemporaryDirectory() as empty:
+                cold = f"{cpu_seconds(ours, environment | {'XDG_CACHE_HOME': empty})['cpu']:.2f}"
+        medians = [f"{statistics.median(figures[side]['cpu']):.2f}" for side in sides]
+        yield path.stem, *medians, f"{ratio(figures['ours']['cpu'], figures['theirs']['cpu']):.2f}", cold
+
+
+if __name__ == "__main__":
+    bench(__doc__, OPTIONS, measure, COLUMNS)
