@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -137,6 +138,18 @@ def test_each_package_imports_what_it_may(package):
 
 def test_every_package_has_its_imports_listed():
     assert {module.split(".")[1] for module in module_names() if "." in module} == set(ALLOWED)
+
+
+def test_no_folder_has_more_than_fifteen_modules():
+    """But for those with one module for each family, or for each format of checkpoints."""
+    folders = Counter(
+        file.parent.relative_to(ROOT).as_posix()
+        for top in ("bridge", "cuda", "scripts")
+        for file in (ROOT / top).rglob("*.py")
+        if file.name != "__init__.py"
+    )
+    crowded = {folder for folder, modules in folders.items() if modules > 15}
+    assert crowded == {"bridge/checkpoint/formats", "bridge/models/families"}
 
 
 def test_the_root_has_no_loose_modules():
