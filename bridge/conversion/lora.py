@@ -158,7 +158,7 @@ class _Pairs:
         return LowRank(np.ascontiguousarray(a), np.ascontiguousarray(b), change.scale)
 
     def _replaced(self, part: Part, saved: np.ndarray, change: LowRank | None) -> LowRank:
-        """The change of full rank that makes the base's matrix another one, with a further change."""
+        """The full-rank difference between the adapter's saved matrix and the base's, plus the adapter's own update."""
         shape = part.stored or part.shape
         if len(saved) > shape[0] and saved.shape[1:] == shape[1:]:
             raise self._refused(part.source, f"has {len(saved)} rows, the base model {shape[0]}: tokens were added")

@@ -170,7 +170,7 @@ class Snapshot:
         self.forward = model.forward
 
     def holds(self, model: Any) -> bool:
-        """Whether the modules would compute the same today."""
+        """Whether no module has changed since the snapshot."""
         modules = tuple(model.modules())
         same = len(modules) == len(self.modules) and all(a is b for a, b in zip(modules, self.modules, strict=True))
         hooks = [hook for m in modules for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]

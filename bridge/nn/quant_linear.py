@@ -29,7 +29,7 @@ class Placed(nn.Module):
         self.hold(tensor)
 
     def hold(self, tensor: Any) -> None:
-        """Multiply with this one from now on."""
+        """Replace the engine used for products."""
         self.tensor, self.number = tensor, number_of(tensor)
 
     def follow(self) -> None:

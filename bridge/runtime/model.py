@@ -466,7 +466,7 @@ class Model:
 
     @contextmanager
     def taken(self) -> Iterator[Any]:
-        """The decoder, while no other call uses it; a generation that has not ended has lost its context."""
+        """Lock the decoder. An unfinished generation of another caller loses its context."""
         with self._lock:
             self._turn += 1
             self._decoder.begin()

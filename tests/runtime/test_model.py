@@ -125,7 +125,7 @@ def test_weights_are_repacked_between_tokens_for_a_share_of_their_time(share: fl
         counts.append(sum(m.prepared for m in matrices))
     assert counts == sorted(counts)
     assert counts[-1] == (len(matrices) if share else 0)
-    assert model._decoder._steps[1].full_program is not None
+    assert model._decoder._steps[1].single_program is not None
     if share:
         assert 0 < counts[0] < len(matrices)
         assert made == list(bridge.Model.load(path, context=64).prepare().generate_tokens(PROMPT, 12, temperature=0))

@@ -301,7 +301,7 @@ def guessing(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def test_a_table_of_calls_gives_what_a_prompt_gives(name: str, guessing: Callable[[str], Path]) -> None:
     decoder, other = (loaded(guessing(name))._decoder for _ in range(2))
     alone = [decoder.step([decoder.cache], [token])[0].copy() for token in TOKENS]
-    assert decoder._steps[1].full_program is not None
+    assert decoder._steps[1].single_program is not None
     assert mean_kl(other.scores(TOKENS, len(TOKENS)), np.array(alone)) < 1e-7
 
 
@@ -366,5 +366,5 @@ def test_attention_beside_a_state_has_keys_of_every_kind(kv: str, guessing: Call
     expected = decoder.scores(TOKENS, len(TOKENS))
     decoder.cache.length = 0
     found = np.array([decoder.next_scores(token).copy() for token in TOKENS])
-    assert decoder._steps[1].full_program is not None
+    assert decoder._steps[1].single_program is not None
     assert mean_kl(expected, found) < 1e-7

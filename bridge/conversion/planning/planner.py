@@ -263,8 +263,8 @@ class Planner:
         )  # fmt: skip
 
     def _check(self, tensor: ModelTensor, type: str, how: Sequence[How]) -> None:
-        """BridgeError where a tensor is to be rounded to a type that cannot be had: one whose codes no text chooses, or
-        only a text does, or that llama.cpp demands an imatrix for."""
+        """Raise BridgeError if a tensor cannot be rounded to the type: some types need a calibration text, some cannot
+        use one, some need an imatrix."""
         floats = {way for part, way in zip(tensor.parts, how, strict=True) if not self.reader.coded(part)}
         mixed = len(tensor.shape) == 2 and "carried" in how  # one scale for both
         if type in FP4 and ("rounded" in floats or (mixed and "calibrated" in floats)):

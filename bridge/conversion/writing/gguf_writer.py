@@ -212,7 +212,7 @@ class GGUFOutput:
         self._table_at = _write_head(writer)
 
     def _write_table_again(self, writer: gguf.GGUFWriter) -> None:
-        """Types and offsets as they are in the end."""
+        """Rewrite the tensor table with the final types and offsets."""
         assert writer.fout is not None
         writer.fout[0].seek(self._table_at)
         writer.tensors, writer.state = [self._table], WriterState.KV_DATA

@@ -39,7 +39,11 @@ MOST_DAMPING = 1.0  # times the mean of diag H; beyond it, little of the Hessian
 
 @dataclass
 class FloatProducts:
-    """R of a layer, over all tokens, float32 [rows, columns]; `held`: of those held back, of `some_rows`."""
+    """The products R = 2/n sum W x_float x^T of a layer's float outputs and its inputs, float32 [rows, columns].
+
+    whole  over the tokens that are not held back
+    held   over those that are, of `some_rows`
+    """
 
     whole: torch.Tensor
     held: torch.Tensor

@@ -168,7 +168,7 @@ class _Block:
         lost[rows] = weight[rows] - values
 
     def _refine(self, rows: slice, g: torch.Tensor) -> None:
-        """Refine some rows against the errors of all, where the cost falls; g = E H of all."""
+        """Refine these rows given the errors of all rows, g = E H; keep the result only where the cost decreases."""
         felt, among = self.outputs[rows] @ g, self.outputs[rows, rows]
         own, found = replace(self.grid, rows=len(felt)), self.codes[rows].copy()
         own.copy_rows(np.arange(len(felt)), self.grid, np.arange(rows.start, rows.stop))

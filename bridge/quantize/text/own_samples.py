@@ -1,4 +1,4 @@
-"""Samples of a model: texts that it writes itself, to calibrate on what it was trained on where nobody has that.
+"""Text sampled from the model itself: a stand-in for its unknown training data.
 
 Each row is filled with documents: an opening, then tokens drawn from the model's prediction at temperature 1 until it
 draws an end, then the next opening. All rows go forward together, a token at a time, with a cache of keys and values;

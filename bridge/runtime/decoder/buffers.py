@@ -13,7 +13,7 @@ from bridge.runtime.cpu.ops import attention as attn
 from bridge.runtime.cpu.ops.program import Program, address, bits, buffer
 from bridge.runtime.decoder.latent import LatentBuffers
 from bridge.runtime.decoder.recurrent import RecurrentBuffers
-from bridge.runtime.decoder.steps import Parts, Table
+from bridge.runtime.decoder.steps import SingleProgram, SteppedProgram
 from bridge.runtime.decoder.streams import StreamBuffers
 from bridge.runtime.layers.kv_cache import KVCache
 from bridge.runtime.layers.layers import Layer
@@ -105,7 +105,7 @@ class DecodeBuffers:
         self.tokens = np.zeros(n, np.int64)
         self.starts = np.zeros(len(caches), np.int64)
         self.spans = np.ones(1, np.int64)
-        most = -(-caches[0].rows // attn.SPAN) if self.steps else 1
+        most = -(-caches[0].rows // attn.SPAN) if self.one_token_each else 1
         widest = max((own.dim for own in kinds), default=0)
         self.parts = np.zeros((len(caches), c.heads, most, widest), np.float32)
         self.sums = np.zeros((len(caches), c.heads, most, 2), np.float32)
@@ -116,34 +116,34 @@ class DecodeBuffers:
             self.recurrent = RecurrentBuffers(c.recurrent, own, n, caches, c.norm_eps)
         self._stored = c.stored
         self.embedding = Program()
-        self.way: Table | Parts | None = None  # through the layers
-        self.scores = np.empty((n, 0), np.float32)  # the logits, if the full program computes them
+        self.program: SingleProgram | SteppedProgram | None = None  # through the layers
+        self.scores = np.empty((n, 0), np.float32)  # the logits, if a single program computes them
         self.attending: list[Attend] = []
 
     @property
-    def steps(self) -> bool:
+    def one_token_each(self) -> bool:
         """Whether each context has one token here."""
         return self.n == len(self.caches)
 
     @property
-    def full_program(self) -> Table | None:
-        """The way, if it is a single table."""
-        return self.way if isinstance(self.way, Table) else None
+    def single_program(self) -> SingleProgram | None:
+        """The program, if it is a single one."""
+        return self.program if isinstance(self.program, SingleProgram) else None
 
     def refresh(self, matrix: QuantTensor) -> None:
         """Use the present engine of a matrix."""
-        if isinstance(self.way, Table):
-            self.way.slots.refresh(matrix)
+        if isinstance(self.program, SingleProgram):
+            self.program.slots.refresh(matrix)
 
     def begin(self, tokens: Sequence[int]) -> None:
         """Set the tokens and their positions."""
         self.tokens[:] = tokens
         self.starts[:] = [cache.length for cache in self.caches]
-        if self.steps:  # a cache that is there several times takes tokens that follow one another
+        if self.one_token_each:  # a cache that is there several times takes tokens that follow one another
             self.starts += [self.caches[:i].count(cache) for i, cache in enumerate(self.caches)]
         if self.recurrent is not None:
             self.recurrent.begin(self.caches)
-        spans = -(-(int(self.starts.max()) + 1) // attn.SPAN) if self.steps else 1
+        spans = -(-(int(self.starts.max()) + 1) // attn.SPAN) if self.one_token_each else 1
         if spans != self.spans[0]:
             self.spans[0] = spans
             heads = self.parts.shape[0] * self.parts.shape[1]
@@ -194,7 +194,7 @@ class DecodeBuffers:
                 block[attn.ROTATED], block[attn.NEIGHBOURS] = own.rotated, int(c.graph.neighbours)
                 block[attn.NORM_LAST] = int(c.graph.norms_rotated)
                 block[attn.CONTEXT] = self.caches[m].rows
-                block[attn.TOKENS], block[attn.EPS] = 1 if self.steps else self.n, bits(c.norm_eps)
+                block[attn.TOKENS], block[attn.EPS] = 1 if self.one_token_each else self.n, bits(c.norm_eps)
                 block[attn.SCALE], block[attn.CAP] = bits(c.attention_scale), bits(c.score_cap)
                 block[attn.CHUNK if c.graph.chunked else attn.WINDOW] = c.window if c.windowed(i) else 0
                 if self.latent is not None:

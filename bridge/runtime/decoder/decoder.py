@@ -37,7 +37,7 @@ from bridge.runtime.config.decoder_config import DecoderConfig
 from bridge.runtime.cpu.engines import engine
 from bridge.runtime.cpu.ops.attention import SPAN
 from bridge.runtime.decoder.buffers import DecodeBuffers, Positions
-from bridge.runtime.decoder.steps import Parts, Table
+from bridge.runtime.decoder.steps import SingleProgram, SteppedProgram
 from bridge.runtime.decoder.tables import ProgramBuilder
 from bridge.runtime.layers.kv_cache import KVCache
 from bridge.runtime.layers.layers import Weights
@@ -212,7 +212,7 @@ class Decoder:
             buffers.use(caches)
             return buffers
         buffers = self._builder.buffers(n, caches)
-        if buffers.steps:
+        if buffers.one_token_each:
             self._steps[n] = buffers
         else:
             self._prompt = buffers
@@ -228,10 +228,10 @@ class Decoder:
         start = compiling.clock()
         buffers.begin(tokens)
         self._positions.reach(int(buffers.starts.max()) + buffers.n)
-        if buffers.way is None:
-            buffers.way = self._way(buffers)
+        if buffers.program is None:
+            buffers.program = self._program(buffers)
         self._embed(buffers)
-        buffers.way.run()
+        buffers.program.run()
         parts = [[token] for token in tokens] if len(buffers.caches) > 1 else [list(tokens)]
         for cache, part in zip(buffers.caches, parts, strict=True):
             cache.append(part)
@@ -239,19 +239,19 @@ class Decoder:
         self._passes += 1
         return buffers.xn
 
-    def _way(self, buffers: DecodeBuffers) -> Table | Parts:
+    def _program(self, buffers: DecodeBuffers) -> SingleProgram | SteppedProgram:
         """Through the layers; what it calls is compiled."""
         wanted = self._functions(buffers)
-        if buffers.steps:  # a table holds addresses
+        if buffers.one_token_each:  # a table holds addresses
             compile_all(wanted)
-        way = (self._builder.table(buffers) if buffers.steps else None) or self._builder.parts(buffers)
-        compile_all([*wanted, *buffers.embedding.functions(), *way.functions()])
-        return way
+        program = (self._builder.table(buffers) if buffers.one_token_each else None) or self._builder.parts(buffers)
+        compile_all([*wanted, *buffers.embedding.functions(), *program.functions()])
+        return program
 
     def _functions(self, buffers: DecodeBuffers) -> list[CFunction]:
         """The C functions of products, of each type's; for the steps of one sequence, also when they are prepared."""
         integer = self.precision == "int8"
-        found = self.output.functions(buffers.n if buffers.steps else 1, integer)
+        found = self.output.functions(buffers.n if buffers.one_token_each else 1, integer)
         for matrix in {matrix.type: matrix for matrix in self._matrices}.values():
             found += matrix.functions(buffers.n, integer)
             if buffers.n == 1 and self._prepared < len(self._matrices):

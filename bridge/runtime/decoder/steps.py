@@ -1,8 +1,9 @@
 """Steps of a computation, calls and products in order, in two forms.
 
-`Table`  one table of calls (cpu/ops/program.py) with the products in it, for a token of each of some contexts, if there
-         are kernels for all matrices; matrices that multiply the same vectors share their int8 records
-`Parts`  programs, and between them each product by itself (`QuantTensor.matmul`): everything else, prompts above all
+`SingleProgram`   one table of calls (cpu/ops/program.py) with the products in it, for a token of each of some contexts,
+                  if there are kernels for all matrices; matrices with the same inputs share their int8 records
+`SteppedProgram`  programs, and between them each product by itself (`QuantTensor.matmul`): everything else, prompts
+                  above all
 """
 
 from collections.abc import Callable, Sequence
@@ -37,8 +38,8 @@ class Steps(Protocol):
         """y = the experts' result for x; `routed`: what the router reads, if that is not x."""
 
 
-class Parts:
-    """Programs and products in turn."""
+class SteppedProgram:
+    """Programs of calls, and between them each product by itself."""
 
     def __init__(self, config: DecoderConfig, precision: str):
         self._config, self._precision = config, precision
@@ -71,8 +72,8 @@ class Parts:
         self.program.run()
 
 
-class Table:
-    """All in one program."""
+class SingleProgram:
+    """Calls and products in one program."""
 
     def __init__(self, config: DecoderConfig, n: int, precision: str):
         self.program = Program()
@@ -126,7 +127,7 @@ class Table:
                 program.add(ops.function("scale"), address(y), y.size, bits(matrix.factor), items=1)
 
     def functions(self) -> list[CFunction]:
-        """As `Parts.functions`."""
+        """As `SteppedProgram.functions`."""
         return self.program.functions()
 
     def run(self) -> None:

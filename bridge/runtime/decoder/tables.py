@@ -15,7 +15,7 @@ from bridge.runtime.cpu.ops import decoder_ops as ops
 from bridge.runtime.cpu.ops import latent_attention
 from bridge.runtime.cpu.ops.program import Program, address, bits, buffer
 from bridge.runtime.decoder.buffers import Attend, DecodeBuffers, Positions, is_by_head
-from bridge.runtime.decoder.steps import Parts, Products, Steps, Table
+from bridge.runtime.decoder.steps import Products, SingleProgram, SteppedProgram, Steps
 from bridge.runtime.layers.kv_cache import KVCache
 from bridge.runtime.layers.layers import Beside, Experts, Inputs, Laurel, Weights
 from bridge.runtime.quant_tensor import QuantTensor
@@ -40,13 +40,13 @@ class ProgramBuilder:
         self._embed(buffers.embedding, buffers)
         return buffers
 
-    def parts(self, buffers: DecodeBuffers) -> Parts:
+    def parts(self, buffers: DecodeBuffers) -> SteppedProgram:
         """The way with each product by itself."""
-        parts = Parts(self.config, self.precision)
+        parts = SteppedProgram(self.config, self.precision)
         self.walk(parts, buffers)
         return parts
 
-    def table(self, buffers: DecodeBuffers) -> Table | None:
+    def table(self, buffers: DecodeBuffers) -> SingleProgram | None:
         """The way as one table; None if a matrix does not fit.
 
         It includes the logits, `buffers.scores`, if the output matrix multiplies by row groups: one of half floats does
@@ -56,7 +56,7 @@ class ProgramBuilder:
 
         if self.unfit(buffers.n) is not None:
             return None
-        table = Table(self.config, buffers.n, self.precision)
+        table = SingleProgram(self.config, buffers.n, self.precision)
         self.walk(table, buffers)
         engine: Any = self.output._get_engine()
         if isinstance(engine, Interleaved) and self.output.change is None:

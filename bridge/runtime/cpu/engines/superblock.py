@@ -94,7 +94,7 @@ def _paired(bits: int, count: int) -> list[int]:
 
 
 def scale_words(v: Any, layout: InterleavedLayout, weights: Any) -> list[Callable[[], Any]]:
-    """The words of a block's scale codes, of some types twice the code and 1, then those of its min codes."""
+    """The words of a block's scale codes (IQ types with odd scales: 2 * code + 1), then those of its min codes."""
 
     def odd(word: Callable[[], Any]) -> Any:
         return v.or_(v.shl(word(), 1), v.splat(0x01010101))
