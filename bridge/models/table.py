@@ -146,7 +146,7 @@ class _Filled:
                         self.add(row, layer)
 
     def outline(self) -> Outline:
-        """The finished outline: rows of the table, tensors derived from the config, and those that are numbers in GGUF."""
+        """The finished outline: rows of the table, tensors derived from the config, and numbers of the GGUF."""
         made = [
             OutlineTensor(f"{name}.weight", factors.shape, data=factors, origin="config", fixed_type="F32")
             for name, factors in self.args.rope.factors.items()
