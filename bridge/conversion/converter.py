@@ -275,6 +275,11 @@ def plan_as(
     outputs = [path, options.calibrate.imatrix_out if options.calibrate else None]
     reads = Taken().and_files(files_of(options.template, options.imatrix, *texts))
     check_outputs(outputs, options.force, reads)
+    if texts:
+        from bridge.quantize.text.texts import check_text
+
+        for text in texts:
+            check_text(text)
     with open_source(
         checkpoint,
         options.config,

@@ -56,6 +56,7 @@ plan --out              MODEL --out @
 plan --config           MODEL --config @
 plan --template         MODEL --template @
 plan --imatrix          MODEL --imatrix @
+plan --calibrate        MODEL --calibrate @
 verify gguf             @ MODEL
 verify checkpoint       GGUF @
 verify --config         GGUF MODEL --config @

@@ -198,7 +198,7 @@ def test_what_cannot_be_uploaded_is_refused_before_the_work(
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError
 
-    for name in ("converter.convert_as", "to_checkpoint.quantize_checkpoint"):
+    for name in ("converter.convert_as", "checkpoints.to_checkpoint.quantize_checkpoint"):
         monkeypatch.setattr(f"bridge.conversion.{name}", never)
     monkeypatch.setattr("bridge.checkpoint.repack.repack", never)
     monkeypatch.chdir(tmp_path)

@@ -213,7 +213,7 @@ def test_who_comes_while_another_converts_waits(cache, model, release, capsys):
 
 
 def test_without_locks_it_is_converted_once_and_kept(cache, model, release, monkeypatch):
-    for module in ("conversion.cache", "system.folder_locks"):
+    for module in ("conversion.cache", "system.storage.folder_locks"):
         monkeypatch.setattr(f"bridge.{module}.fcntl", None)
     path = converted(model)
     made = path.stat().st_mtime_ns

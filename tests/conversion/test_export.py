@@ -493,7 +493,7 @@ def test_an_interrupted_export_leaves_what_was_there_and_nothing_else(
 ) -> None:
     path, out = tmp_path / "m.gguf", tmp_path / "new"
     bridge.convert(CHECKPOINT, path)
-    for where in ("conversion.layer_codes.LayerCodes.squared_errors", "checkpoint.write.writer.sync"):
+    for where in ("conversion.checkpoints.layer_codes.LayerCodes.squared_errors", "checkpoint.write.writer.sync"):
         monkeypatch.setattr(f"bridge.{where}", lambda *_: _raise(problem))
         with pytest.raises((KeyboardInterrupt, OSError, BridgeError)) as caught:
             bridge.export(path, out, "gptq_v2", config=CHECKPOINT)

@@ -44,7 +44,7 @@ def read_tokens(
     path = Path(path)
     if samples < 1 or length < 1:
         raise BridgeError(f"{samples} calibration sequences of {length} tokens: both must be at least 1")
-    _expect_file(path)
+    check_text(path)
     bos = None
     if path.suffix in TOKEN_FILES:
         rows = _token_rows(path)
@@ -127,7 +127,8 @@ def chat_text(path: Path, tokenizer: Any) -> str:
     return "\n\n".join(texts)
 
 
-def _expect_file(path: Path) -> None:
+def check_text(path: Path) -> None:
+    """Raise BridgeError if a text to calibrate on is missing, a folder, empty or a pointer of Git LFS."""
     if not path.exists():
         raise missing(path)
     if path.is_dir():
