@@ -32,7 +32,7 @@ from bridge.conversion.planning.recipe import PRESETS
 from bridge.conversion.size_budget import within_budget
 from bridge.conversion.writing.executor import Executor
 from bridge.conversion.writing.gguf_writer import GGUFOutput
-from bridge.conversion.writing.report import Report, TensorReport, beyond_auto, check_report, far_off
+from bridge.conversion.writing.report import Report, TensorReport, beyond_auto, far_off
 from bridge.errors import BridgeError
 from bridge.quantize.run.calibration_text import with_length
 from bridge.quantize.settings import Calibration
@@ -40,6 +40,7 @@ from bridge.system.cpu.row_threads import thread_limit
 from bridge.system.kernels import compiling
 from bridge.system.options import checked
 from bridge.system.progress import Progress
+from bridge.system.report import check_report
 from bridge.system.storage.files import read_json, write_text
 from bridge.system.storage.outputs import Taken, check_outputs
 from bridge.system.text import percent
@@ -150,7 +151,7 @@ def convert_as(
             notes += more
             if calibration.blocks is not None:
                 seconds = time.perf_counter() - started
-                return Report(str(checkpoint), ckpt.format, [], [], ckpt.nbytes, seconds, notes, home=ckpt.home)
+                return Report([], seconds, str(checkpoint), ckpt.format, [], ckpt.nbytes, notes=notes, home=ckpt.home)
         executor = Executor(planner.reader, importance, layers.layers if layers else {}, options.threads)
         chooses = given is None and options.budget is None
         whole = with_scales(ckpt, plan)
@@ -175,11 +176,11 @@ def convert_as(
     promised = chooses and options.promises_closeness
     notes += [note for t in results if (note := far_off(t, promised))]
     seconds, compiled = time.perf_counter() - started, compiling.seconds() - compiled
-    results += seen
     blocks = layers.blocks if layers else []
     return Report(
-        str(checkpoint), ckpt.format, files, results, ckpt.nbytes, seconds, notes, compiled, ckpt.home, blocks
-    )
+        files, seconds, str(checkpoint), ckpt.format, [*results, *seen], ckpt.nbytes,
+        compile_seconds=compiled, notes=notes, home=ckpt.home, blocks=blocks,
+    )  # fmt: skip
 
 
 def _measured(

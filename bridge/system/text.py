@@ -24,8 +24,9 @@ def tell(text: str) -> None:
     print(printable(text), file=sys.stderr)
 
 
-def summarise_notes(notes: Iterable[str]) -> list[str]:
-    """Notes about many modules ("<module>: ...") that differ in numbers only become one line with their count."""
+def note_lines(notes: Iterable[str], label: str = "note: ") -> list[str]:
+    """Notes as they are printed, a line each; those about many modules ("<module>: ...") that differ in numbers only
+    become one line with their count. `label`: what a line begins with."""
     alike: dict[str, list[str]] = {}
     for note in notes:
         name, colon, text = note.partition(": ")
@@ -35,7 +36,7 @@ def summarise_notes(notes: Iterable[str]) -> list[str]:
     for members in alike.values():
         first, more = members[0], len(members) - 1
         name, _, text = first.partition(": ")
-        lines.append(shortened(f"{name} and {more} more: {text}" if more and text else first))
+        lines.append(label + shortened(f"{name} and {more} more: {text}" if more and text else first))
     return lines
 
 

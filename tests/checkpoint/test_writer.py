@@ -158,7 +158,12 @@ def test_tokenizer_and_configs_come_along_and_say_what_was_done(tmp_path: Path, 
     tensors = layers_of(model, sym=False)
     done = write(source, tmp_path / "out", "gptq", tensors)
     assert done.left_out == ["extra.bin"]
-    assert "wrote" in done.summary()
+    assert done.summary().splitlines()[1:] == [
+        "left out    extra.bin: not part of the checkpoint that was read",
+        f"wrote {tmp_path / 'out'}",
+    ]
+    with pytest.raises(BridgeError, match="is not a report"):
+        done.save(tmp_path / "out" / "config.json")
     for name in ("tokenizer.json", "tokenizer_config.json", "README.md"):
         assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -226,6 +231,7 @@ def test_v1_refuses_a_zero_point_of_0_and_clamp_moves_its_codes_along(tmp_path: 
     done = write(model, tmp_path / "out", "gptq", tensors, clamp=True)
     lost = tensor.codes[3, 64:128] == 15
     assert done.raised == (1, lost.sum())
+    assert "\nclamped     1 zero points of 0, which GPTQ v1 cannot hold, became 1" in done.summary()
     with open_checkpoint(tmp_path / "out") as ckpt:
         values = ckpt.read_module(tensor.name).dequantize()
     expected = tensor.dequantize()

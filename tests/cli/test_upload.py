@@ -144,7 +144,7 @@ def test_a_repacked_checkpoint_is_uploaded_with_all_its_files(hub, model, run, t
 
 def test_a_quantized_checkpoint_tells_what_its_layers_lost(hub, tmp_path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"weights")
-    bridge.upload(Written(tmp_path, "awq", 14, 10**9, 1.0, lost=(0.01, 0.02), home=CHECKPOINT), "org/name")
+    bridge.upload(Written([tmp_path], 1.0, "awq", 10**9, 14, lost=(0.01, 0.02), home=CHECKPOINT), "org/name")
     assert hub.files.keys() == {"model.safetensors", "README.md"}
     body = hub.files["README.md"].decode()
     assert "| layers | 14 quantized as awq |" in body

@@ -29,7 +29,7 @@ source, out = map(pathlib.Path, sys.argv[1:])
 WRITING = {
     "a GGUF": "bridge.convert(source, out)",
     "shards": "bridge.convert(source, out, split_max_size=10**6)",
-    "a report": "Report('', '', [], [], 0, 0.0, []).save(out)",
+    "a report": "Report([], 0.0, '', '', [], 0).save(out)",
     "a checkpoint": "bridge.repack(source, out)",
 }
 

@@ -17,7 +17,7 @@ GPTQModel before 7.0 are corrected.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from bridge.checkpoint import Checkpoint, open_checkpoint
@@ -28,42 +28,23 @@ from bridge.checkpoint.repack.labels import Labels
 from bridge.checkpoint.repack.zero_points import Clamped, ZeroPointPlan
 from bridge.errors import BridgeError, parameter
 from bridge.system.options import checked
+from bridge.system.report import FolderReport
 from bridge.system.storage.files import expanded
-from bridge.system.text import size_text, summarise_notes
 
 FORMATS = ("gptq", "gptq_v2")
 
 
 @dataclass
-class Repacked:
-    """The result of `repack`.
-
-    out         the new folder
-    format      gptq or gptq_v2
-    modules     quantized modules in all
-    rewritten   those whose qzeros changed, by how they were stored: {"v1": 28}
-    clamped     what `clamp` changed, or None
-    labels      the changes of the configs
-    left_out    weights in the folder that are not part of the checkpoint and were not copied
-    pickled     whether the source was .bin or .pt
-    notes       further remarks
-    home        the source's folder, with config.json and README.md
-    nbytes      of the tensors
-    """
+class Repacked(FolderReport):
+    """The result of `repack`; its format is gptq or gptq_v2."""
 
     source: str
-    out: Path
-    format: str
-    modules: int
-    rewritten: dict[str, int]
-    clamped: Clamped | None
-    labels: list[str]
-    left_out: list[str]
-    pickled: bool
-    nbytes: int
-    seconds: float
-    notes: list[str] = field(default_factory=list)
-    home: Path | None = None
+    modules: int  # quantized modules in all
+    rewritten: dict[str, int]  # those whose qzeros changed, by how they were stored: {"v1": 28}
+    clamped: Clamped | None  # what `clamp` changed
+    labels: list[str]  # the changes of the configs
+    left_out: list[str]  # weights in the folder that are not part of the checkpoint and were not copied
+    pickled: bool  # whether the source was .bin or .pt
 
     def facts(self) -> list[tuple[str, str]]:
         """What changed and what did not."""
@@ -79,9 +60,7 @@ class Repacked:
 
     def summary(self) -> str:
         """The facts in a few lines, notes, size and time."""
-        lines = [f"{what:12}{fact}" for what, fact in self.facts()]
-        lines += [f"note: {note}" for note in summarise_notes(self.notes)]
-        return "\n".join([*lines, f"{size_text(self.nbytes)} in {self.seconds:.1f} s", f"wrote {self.out}"])
+        return self.printed([], self.facts(), self.size_and_time())
 
 
 @checked
@@ -120,10 +99,10 @@ def repack(
             labels = Labels(ckpt, plan)
             output.write(plan.changes, labels.files, progress)
             output.finish()
+    seconds, pickled = time.perf_counter() - started, ckpt.files[0].suffix != ".safetensors"
     return Repacked(
-        str(source), output.path, plan.format, len(reader.modules), plan.rewritten, plan.clamped, labels.changes,
-        output.left_out, pickled=ckpt.files[0].suffix != ".safetensors", nbytes=ckpt.nbytes,
-        seconds=time.perf_counter() - started, notes=[*ckpt.notes, *plan.notes], home=ckpt.home,
+        [output.path], seconds, plan.format, ckpt.nbytes, str(source), len(reader.modules), plan.rewritten,
+        plan.clamped, labels.changes, output.left_out, pickled, notes=[*ckpt.notes, *plan.notes], home=ckpt.home,
     )  # fmt: skip
 
 

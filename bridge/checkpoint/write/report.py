@@ -1,48 +1,28 @@
 """What was written: the result of a quantization to a checkpoint."""
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from bridge.system.storage.files import write_text
-from bridge.system.text import percent, size_text, summarise_notes
+from bridge.system.report import FolderReport, save_report
+from bridge.system.text import note_lines, percent, size_text
 
 
 @dataclass
-class Written:
-    """The report of a written checkpoint.
+class Written(FolderReport):
+    """The report of a written checkpoint."""
 
-    modules   number of quantized layers
-    nbytes    size of all tensors
-    raised    number of zero points of 0 that became 1, and of weights that lost a step by it
-    left_out  files with other weights that were not copied
-    lost      by the layers' outputs on the text, as a share of their power: on average and at most
-    notes     for the user
-    home      the source's folder, with config.json and README.md
-    blocks    that were calibrated, see `block_log`
-    """
-
-    out: Path
-    format: str
-    modules: int
-    nbytes: int
-    seconds: float
-    raised: tuple[int, int] = (0, 0)
-    left_out: list[str] = field(default_factory=list)
-    lost: tuple[float, float] | None = None
-    notes: list[str] = field(default_factory=list)
-    home: Path | None = None
-    blocks: list[dict[str, Any]] = field(default_factory=list)
+    modules: int  # quantized layers
+    raised: tuple[int, int] = (0, 0)  # zero points of 0 that became 1, and weights that lost a step by it
+    left_out: list[str] = field(default_factory=list)  # files with other weights that were not copied
+    lost: tuple[float, float] | None = None  # share of the power of layers' outputs on the text: on average, at most
 
     def save(self, path: Path) -> None:
-        """Write the report as JSON. Raises BridgeError where that fails."""
-        record = {
+        """Write the report as JSON; an earlier report is replaced. Raises BridgeError where that fails."""
+        save_report(path, {
             "checkpoint": str(self.home), "outputs": [str(self.out)], "format": self.format, "layers": self.modules,
             "output_bytes": self.nbytes,
             "seconds": round(self.seconds, 3), "notes": self.notes, "blocks": self.blocks,
-        }  # fmt: skip
-        write_text(path, json.dumps(record, indent=1) + "\n")
+        })  # fmt: skip
 
     def facts(self) -> list[tuple[str, str]]:
         """What was written, without anything of this machine."""
@@ -53,17 +33,19 @@ class Written:
         return facts
 
     def summary(self) -> str:
-        """The report in a few lines."""
-        notes = [f"note: {note}" for note in summarise_notes(self.notes)]
-        if not self.nbytes:  # layers were stored, see `Calibration.blocks`
-            return "\n".join(notes)
-        size = size_text(self.nbytes)
-        lines = [f"{self.modules} layers quantized as {self.format}, {size} written in {self.seconds:.1f} s"]
+        """The report in a few lines; notes alone where layers were stored, see `Calibration.blocks`."""
+        if not self.nbytes:
+            return "\n".join(note_lines(self.notes))
+        facts = []
         if self.raised[0]:
-            lines.append(
-                f"clamped     {self.raised[0]} zero points of 0, which GPTQ v1 cannot hold, became 1, and their codes "
-                f"rose by 1; {self.raised[1]} weights with the greatest code lost a step"
-            )
+            points, weights = self.raised
+            facts.append((
+                "clamped",
+                f"{points} zero points of 0, which GPTQ v1 cannot hold, became 1, and their codes rose by 1; "
+                f"{weights} weights with the greatest code lost a step",
+            ))  # fmt: skip
         if self.left_out:
-            lines.append(f"left out    {', '.join(self.left_out)}: not part of the checkpoint that was read")
-        return "\n".join([*lines, *notes, f"wrote {self.out}"])
+            facts.append(("left out", f"{', '.join(self.left_out)}: not part of the checkpoint that was read"))
+        size = size_text(self.nbytes)
+        written = f"{self.modules} layers quantized as {self.format}, {size} written in {self.seconds:.1f} s"
+        return self.printed([written], facts)

@@ -190,7 +190,7 @@ class CheckpointWriter:
         self._folder.finish()
         seconds = compiling.clock() - self._begun
         return Written(
-            self._folder.path, self._name, len(self._layers), self._nbytes, seconds, self._raised,
+            [self._folder.path], seconds, self._name, self._nbytes, len(self._layers), self._raised,
             self._folder.left_out,
         )  # fmt: skip
 

@@ -4,6 +4,7 @@ A checkpoint's label is compared with its tensors, and the plan that `convert` w
 """
 
 import math
+from collections import Counter
 from pathlib import Path
 
 import gguf
@@ -21,10 +22,10 @@ from bridge.conversion.planning.plan import Plan, PlannedTensor
 from bridge.conversion.writing.gguf_writer import shards_of
 from bridge.errors import BridgeError, parameter, shortened
 from bridge.gguf_file.header import rotation_keys
-from bridge.gguf_file.reader import StoredModel, StoredTensor, read_gguf
+from bridge.gguf_file.reader import StoredModel, read_gguf
 from bridge.models.outline import number
 from bridge.system.storage.files import refuse_pointer
-from bridge.system.text import align, size_text, summarise_notes
+from bridge.system.text import align, note_lines, size_text
 
 
 def describe(path: str | Path, config: str | Path | None = None, template: str | Path | None = None) -> str:
@@ -58,16 +59,16 @@ def _describe_checkpoint(ckpt: Checkpoint, template: str | Path | None) -> list[
         plan = make_plan(ckpt, PlanOptions(template=template), Importance({}))
         table, notes = _table(ckpt, plan)
     except BridgeError as problem:
-        return [*lines, *(f"note: {note}" for note in summarise_notes(ckpt.notes)), f"convert would stop: {problem}"]
-    contrary = summarise_notes([*_claims(ckpt, plan, scattered), *notes])
-    lines += [f"they differ     {note}" for note in contrary]
+        return [*lines, *note_lines(ckpt.notes), f"convert would stop: {problem}"]
+    contrary = note_lines([*_claims(ckpt, plan, scattered), *notes], "they differ     ")
+    lines += contrary
     if ckpt.modules and ckpt.quant.labelled and not contrary:
         lines.append("they agree      in all that was looked at")
     whose = f", as {template} has them" if template is not None else ""
     lines.append(f"architecture    {plan.arch}, {number(plan.metadata, 'block_count')} layers{whose}")
     grids = {} if ckpt.modules else ckpt.find_lattices()
     hidden = lattice_notes(grids, "--detect-lattice carries their codes")
-    lines += [f"note: {note}" for note in [*summarise_notes(plan.notes), *hidden]]
+    lines += [*note_lines(plan.notes), *(f"note: {note}" for note in hidden)]
     return [*lines, "", *table]
 
 
@@ -164,30 +165,29 @@ def plan_table(plan: Plan) -> list[str]:
     lines += ["", f"{plan.arch}: {weights / 1e6:.1f} M weights, {size_text(nbytes)}, {8 * nbytes / weights:.2f} bpw"]
     if (count := len(shards_of(plan))) > 1:
         lines.append(f"{count} shards; one alone: gguf-bridge convert --plan PLAN.json out.gguf --shard 1/{count}")
-    return [*lines, *(f"note: {note}" for note in summarise_notes(plan.notes))]
+    return [*lines, *note_lines(plan.notes)]
 
 
 def _describe_gguf(path: Path) -> list[str]:
     file = read_gguf(path, rotated=True)
     value = file.metadata.get
     size = sum(f.stat().st_size for f in file.files)
-    types: dict[str, list[StoredTensor]] = {"": list(file.tensors.values())}
-    for tensor in types[""]:
-        types.setdefault(tensor.type, []).append(tensor)
-    sums = {
-        name: (len(members), sum(math.prod(t.shape) for t in members), sum(t.raw.size for t in members))
-        for name, members in types.items()
-    }
-    count, weights, nbytes = sums.pop("")
+    counts, weights, nbytes = Counter[str](), Counter[str](), Counter[str]()  # by type
+    for tensor in file.tensors.values():
+        counts[tensor.type] += 1
+        weights[tensor.type] += math.prod(tensor.shape)
+        nbytes[tensor.type] += tensor.raw.size
     rows: list[tuple[str, ...]] = [("type", "tensors", "weights (M)", "bytes (MB)", "bpw")]
-    for name, (n, w, b) in sorted(sums.items(), key=lambda item: -item[1][2]):
-        rows.append((name, str(n), f"{w / 1e6:.2f}", f"{b / 1e6:.2f}", f"{8 * b / w:.2f}"))
+    for name, n in nbytes.most_common():
+        bpw = 8 * n / weights[name]
+        rows.append((name, str(counts[name]), f"{weights[name] / 1e6:.2f}", f"{n / 1e6:.2f}", f"{bpw:.2f}"))
+    count, total = counts.total(), weights.total()
     rotated = rotation_keys(file.metadata)
     return [
         f"{path}: {size_text(size)} in {len(file.files)} file{'s' * (len(file.files) != 1)}",
         f"name            {value('general.name')}",
         *_model_lines(file),
-        f"weights         {weights / 1e6:.1f} M in {count} tensors, {8 * nbytes / max(weights, 1):.2f} bpw",
+        f"weights         {total / 1e6:.1f} M in {count} tensors, {8 * nbytes.total() / max(total, 1):.2f} bpw",
         "",
         *align(rows, left=(True, False, False, False, False)),
         *(f"note: {key} declares weights in a rotated basis; no other command reads this file" for key in rotated[:1]),

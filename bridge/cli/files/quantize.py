@@ -82,7 +82,7 @@ def run(a: argparse.Namespace) -> int:
     from bridge.conversion.checkpoints.to_checkpoint import quantize_checkpoint
 
     if a.report:
-        from bridge.conversion.writing.report import check_report
+        from bridge.system.report import check_report
 
         check_report(a.report)
     uploading = Uploading(a, a.checkpoint, a.out)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -47,8 +47,9 @@ from bridge.system.cpu.row_threads import thread_limit
 from bridge.system.kernels import compiling
 from bridge.system.options import checked
 from bridge.system.progress import Progress
+from bridge.system.report import FolderReport
 from bridge.system.storage.files import expanded
-from bridge.system.text import align, compile_text, percent, size_text, summarise_notes
+from bridge.system.text import align, percent
 
 if TYPE_CHECKING:
     from bridge.quantize.layer_store import LayerStore
@@ -58,35 +59,23 @@ DTYPES = ("F16", "BF16", "F32")
 
 @dataclass
 class ExportedTensor:
-    """What became of a tensor.
-
-    how    EXACT, ALL_CODES (scales rounded), ROUNDED, CALIBRATED or AS_FLOATS
-    kind   of the codes: int, NVFP4 or MXFP4
-    nmse   squared error over squared weights, of a quantized layer
-    share  the error as a share of the type's own noise, where that is known
-    """
+    """What became of a tensor."""
 
     name: str
     type: str
-    how: str
+    how: str  # EXACT, ALL_CODES (scales rounded), ROUNDED, CALIBRATED or AS_FLOATS
     bits: int = 0
     group_size: int = 0
-    kind: str = "int"
-    nmse: float = 0.0
-    share: float | None = None
+    kind: str = "int"  # of the codes: int, NVFP4 or MXFP4
+    nmse: float = 0.0  # squared error over squared weights, of a quantized layer
+    share: float | None = None  # the error as a share of the type's own noise, where that is known
 
 
 @dataclass
-class Exported:
-    """A report. `seconds` leaves out the `compile_seconds` of kernels, `nbytes` is the size of the new tensors."""
+class Exported(FolderReport):
+    """The report of a GGUF that became a checkpoint folder."""
 
-    out: Path
-    format: str
     tensors: list[ExportedTensor]
-    nbytes: int
-    seconds: float
-    notes: list[str] = field(default_factory=list)
-    compile_seconds: float = 0.0
 
     def summary(self) -> str:
         """A row for each type and what became of it."""
@@ -102,9 +91,7 @@ class Exported:
             shares = [t.share for t in members if t.share]
             rows.append((str(len(members)), str(type), form, str(how), error, percent(max(shares)) if shares else ""))
         lines = align(rows, (False, True, True, True, False, False))
-        lines += [f"note: {note}" for note in summarise_notes(self.notes)]
-        took = f"{self.seconds:.1f} s{compile_text(self.compile_seconds)}"
-        return "\n".join([*lines, f"{size_text(self.nbytes)} in {took}", f"wrote {self.out}"])
+        return self.printed(lines, size=self.size_and_time())
 
 
 @checked
@@ -197,8 +184,8 @@ def export(
             done = writer.finish()
     if stored is not None:
         stored.remove()
-    compiled, seconds = compiling.seconds() - compiled, compiling.clock() - started
-    return Exported(done.out, done.format, list(reports.values()), done.nbytes, seconds, notes, compiled)
+    compiled, seconds, tensors = compiling.seconds() - compiled, compiling.clock() - started, list(reports.values())
+    return Exported(done.outputs, seconds, done.format, done.nbytes, tensors, compile_seconds=compiled, notes=notes)
 
 
 def _planned(gguf: StoredModel, source: GgufSource, written: WrittenFormat, bits: int | None) -> CheckpointPlan:

@@ -92,7 +92,7 @@ def quantize_checkpoint(
         notes = [*length_notes, *notes]
         notes += [f"{name}: stays float: {why}" for name, why in obstacles.items() if why]
         if calibrate.blocks is not None:
-            return Written(path, format, 0, 0, 0.0, notes=notes, home=ckpt.home)
+            return Written([path], 0.0, format, 0, 0, notes=notes, home=ckpt.home)
         done = write_checkpoint(
             ckpt,
             path,

@@ -82,13 +82,11 @@ def model_card(result: Report | Repacked | Written, repository: str) -> str:
     base: dict[str, Any] = (
         {"base_model": origin.repository, "base_model_relation": "quantized"} if origin.repository else {}
     )
-    front = ModelCardData(
-        **base,
-        library_name="gguf" if isinstance(result, Report) else "transformers",
-        tags=["gguf", "llama.cpp"] if isinstance(result, Report) else [_method(result)],
-        **origin.front_matter,
-    )
-    body = _gguf_body(result, origin, repository) if isinstance(result, Report) else _folder_body(result, origin)
+    if isinstance(result, Report):
+        library, tags, body = "gguf", ["gguf", "llama.cpp"], _gguf_body(result, origin, repository)
+    else:
+        library, tags, body = "transformers", [_method(result)], _folder_body(result, origin)
+    front = ModelCardData(**base, library_name=library, tags=tags, **origin.front_matter)
     license = origin.license or "not named in it"
     lines = [
         "---", front.to_yaml().strip(), "---", MARK, "", f"# {repository.partition('/')[2]}", "", *body,

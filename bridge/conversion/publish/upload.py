@@ -11,7 +11,6 @@ import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from bridge.checkpoint.files.hub import is_repository, reason
 from bridge.checkpoint.repack import Repacked
@@ -20,6 +19,7 @@ from bridge.conversion.publish.model_card import CARD, MARK, files_of_result, mo
 from bridge.conversion.writing.report import Report
 from bridge.errors import BridgeError, parameter
 from bridge.system.options import checked
+from bridge.system.report import CommandReport, FolderReport
 from bridge.system.storage.files import write_text
 from bridge.system.storage.outputs import NOTHING, Taken, check_outputs
 
@@ -144,21 +144,17 @@ class Upload:
         api.create_commit(self.repository, adds, commit_message="Upload by gguf-bridge")
         return kept
 
-    def _by_hand(self, result: Any, card: str) -> str:
+    def _by_hand(self, result: CommandReport, card: str) -> str:
         """The commands that upload everything; the card is written next to the result for them."""
         repository = f"{self.repository} --private" if self.private else self.repository
-        if not isinstance(result, Report):
-            path, what = result.out, [result.out, "."]
-        elif len(result.outputs) == 1:
-            path, what = result.outputs[0], [result.outputs[0], result.outputs[0].name]
-        else:
-            first = result.outputs[0]
+        first = result.outputs[0]
+        what = [str(first), "." if isinstance(result, FolderReport) else first.name]
+        if len(result.outputs) > 1:
             patterns = dict.fromkeys(re.sub(r"-\d{5}-of-", "-*-of-", file.name) for file in result.outputs)
-            path, what = first, [first.parent, ".", *(word for p in patterns for word in ("--include", p))]
-        own = path.with_name(f"{path.name}.{CARD}")
-        write_text(own, card)
-        commands = [f"hf upload {repository} {shlex.join(map(str, what))}"]
-        return " && ".join([*commands, f"hf upload {repository} {shlex.join([str(own), CARD])}"])
+            what = [str(first.parent), ".", *(word for p in patterns for word in ("--include", p))]
+        card_file = first.with_name(f"{first.name}.{CARD}")
+        write_text(card_file, card)
+        return " && ".join(f"hf upload {repository} {shlex.join(words)}" for words in (what, [str(card_file), CARD]))
 
 
 def _text(path: str) -> str:

@@ -154,9 +154,9 @@ class Executor:
         hows = set(tensor.how)
         notes += zero_notes(tensor, zeros)
         if hows == {"calibrated"}:
-            return data, Outcome(CALIBRATED, coded, notes)
+            return data, Outcome(CALIBRATED, coded, notes=notes)
         if hows == {"rounded"}:
-            return data, Outcome(FLOAT, floats, notes, stored=self.reader.stored_as(tensor.parts[0]))
+            return data, Outcome(FLOAT, floats, notes=notes, stored=self.reader.stored_as(tensor.parts[0]))
         notes += lost_codes(tensor.name, reasons, coded)
         smaller = next(iter(exact), None) if coded.error else None
         if "rounded" in hows:
@@ -165,7 +165,7 @@ class Executor:
                 f"{block.name} like the others (NMSE {floats.nmse:.1e})"
             )
         free_type = smaller if smaller and WRITTEN[smaller].bpw <= block.bpw else None
-        return data, Outcome(carried_outcome(coded), coded, notes, exact_for_free=free_type)
+        return data, Outcome(carried_outcome(coded), coded, free_type, notes)
 
     def _rounded(self, part: Part, block: BlockType, importance: np.ndarray | None, data: np.ndarray) -> Fidelity:
         """Quantize a part of floats into `data`, uint8 [rows, row bytes]. Rows are divided among several threads:
@@ -227,7 +227,7 @@ class Executor:
             return data, Outcome(AS_IS, notes=notes, stored=stored)
         if coded.error:
             notes += lost_codes(tensor.name, [f"stored as {tensor.type}"], coded)
-        return data, Outcome(REQUANTIZED, coded, notes, stored)
+        return data, Outcome(REQUANTIZED, coded, notes=notes, stored=stored)
 
 
 def _underflow(x: np.ndarray, halves: np.ndarray) -> Fidelity:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
+import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bridge.blocks.ggml import GGMLQuantizationType
 from bridge.blocks.tensor_types import FLOAT_TYPES
 from bridge.encode.limits import FLOAT_LIMIT, REQUANTIZED_LIMIT
-from bridge.errors import BridgeError, parameter
-from bridge.system.storage.files import write_text
-from bridge.system.storage.outputs import NOTHING, Taken, check_outputs
-from bridge.system.text import align, compile_text, percent, size_text, summarise_notes
+from bridge.errors import parameter
+from bridge.system.report import WROTE, CommandReport, save_report
+from bridge.system.text import align, compile_text, percent, size_text
 
 if TYPE_CHECKING:
     from bridge.encode.carrying.carry import Fidelity
@@ -31,31 +31,11 @@ AS_IS = "kept float"
 COPIED = "copied"  # blocks of a GGUF
 CODED = (CARRIED, PARTLY, REQUANTIZED)
 
-_START = b'{\n "checkpoint": '  # of a report's file
-
 
 @dataclass
 class Outcome:
-    """What became of a tensor: the fields of `TensorReport` that are found when it is made, or compared."""
+    """What became of a tensor. Fidelity is None for those stored as they were."""
 
-    outcome: str
-    fidelity: Fidelity | None = None
-    notes: list[str] = field(default_factory=list)
-    stored: str | None = None
-    exact_for_free: str | None = None
-    codes_missing: int = 0
-
-
-@dataclass
-class TensorReport:
-    """One tensor of the GGUF. Fidelity is None for tensors stored as they were."""
-
-    name: str
-    source: str | None  # name in the checkpoint; None for generated tensors
-    kind: str
-    type: str
-    shape: tuple[int, ...]
-    nbytes: int
     outcome: str  # one of CARRIED, PARTLY, REQUANTIZED, CALIBRATED, FLOAT, AS_IS, COPIED
     fidelity: Fidelity | None = None
     exact_for_free: str | None = None  # a bit-exact type that is no larger, where `type` is not exact
@@ -63,10 +43,25 @@ class TensorReport:
     codes_missing: int = 0  # found by verify: codes that are not in the file, though its type holds them bit for bit
     stored: str | None = None  # dtype of a tensor of floats in the checkpoint, or type in a GGUF: "BF16"
 
+
+@dataclass(kw_only=True)
+class TensorReport(Outcome):
+    """One tensor of the GGUF."""
+
+    name: str
+    source: str | None  # name in the checkpoint; None for generated tensors
+    kind: str
+    type: str
+    shape: tuple[int, ...]
+    nbytes: int
+
     @classmethod
     def of(cls, tensor: ModelTensor, type: str, nbytes: int, outcome: Outcome) -> TensorReport:
         """The report on a tensor of a plan or an outline that is of a type in the GGUF."""
-        return cls(tensor.name, tensor.source, tensor.kind, type, tensor.shape, nbytes, **vars(outcome))
+        return cls(
+            **vars(outcome), name=tensor.name, source=tensor.source, kind=tensor.kind, type=type, shape=tensor.shape,
+            nbytes=nbytes,
+        )  # fmt: skip
 
     @property
     def weights(self) -> int:
@@ -74,8 +69,10 @@ class TensorReport:
 
     def as_dict(self) -> dict[str, object]:
         """For JSON: the fields, with what the fidelity's sums amount to."""
-        row: dict[str, object] = {**asdict(self), "bpw": 8 * self.nbytes / self.weights}
-        row["how"] = row.pop("outcome")
+        fields = asdict(self)
+        row = {key: fields.pop(key) for key in ("name", "source", "kind", "type", "shape", "nbytes")}
+        how = fields.pop("outcome")
+        row |= {**fields, "bpw": 8 * self.nbytes / self.weights, "how": how}
         if self.fidelity:
             row["fidelity"] = {
                 "nmse": self.fidelity.nmse,
@@ -133,23 +130,16 @@ def far_off(report: TensorReport, promised: bool) -> str | None:
 
 
 _LOST = 0.9  # NMSE: more than any type's rounding costs
-_WROTE = "wrote"
 
 
 @dataclass
-class Report:
+class Report(CommandReport):
     """The whole file. `seconds` is all of the time that it took, `compile_seconds` what of it went into kernels."""
 
     checkpoint: str
     checkpoint_format: str
-    outputs: list[Path]
     tensors: list[TensorReport]
     source_bytes: int
-    seconds: float
-    notes: list[str] = field(default_factory=list)
-    compile_seconds: float = 0.0
-    home: Path | None = None  # the checkpoint's folder, with config.json and README.md
-    blocks: list[dict[str, Any]] = field(default_factory=list)  # that were calibrated, see `quantize.block_log`
 
     @property
     def output_bytes(self) -> int:
@@ -158,21 +148,14 @@ class Report:
 
     def total(self, outcomes: Iterable[str] = CODED) -> Fidelity | None:
         """The sums over all tensors that were handled in one of these ways."""
-        total = None
-        for t in self.tensors:
-            if t.outcome in outcomes and t.fidelity:
-                total = t.fidelity if total is None else total + t.fidelity
-        return total
+        return _total(t for t in self.tensors if t.outcome in outcomes)
 
     def bpw(self, outcomes: Iterable[str] | None = None) -> float:
         """Bits per weight over all tensors' data, or over those that were handled in one of these ways."""
-        chosen = [t for t in self.tensors if outcomes is None or t.outcome in outcomes]
-        weights = sum(t.weights for t in chosen)
-        return 8 * sum(t.nbytes for t in chosen) / weights if weights else 0.0
+        return _bpw([t for t in self.tensors if outcomes is None or t.outcome in outcomes])
 
     def save(self, path: Path) -> None:
         """Write everything as JSON; an earlier report is replaced. Raises BridgeError where that fails."""
-        check_report(path)
         record = {
             "checkpoint": self.checkpoint,
             "format": self.checkpoint_format,
@@ -186,19 +169,19 @@ class Report:
         }
         if self.blocks:
             record["blocks"] = self.blocks
-        write_text(path, json.dumps(record, indent=1) + "\n")
+        save_report(path, record)
 
-    def table(self, done: str = _WROTE) -> str:
+    def table(self, done: str = WROTE) -> str:
         """The closing table: a row per kind of tensor, then notes, sizes and what was `done`; the speed of writing.
 
         Notes alone where nothing was written, but layers stored.
         """
         if not self.outputs:
-            return "\n".join(f"note: {note}" for note in summarise_notes(self.notes))
+            return self.printed([])
         lines = align(self.rows(), (True, False, True, False, False, False, False))
         lines.insert(1, "-" * max(map(len, lines)))
-        lines += ["", *self._closing(done)]
-        return "\n".join(lines)
+        lines += ["", *self.legend(), *self._losses()]
+        return self.printed(lines, size=self._size(timed=done == WROTE), done=done)
 
     def rows(self) -> list[tuple[str, ...]]:
         """The table's cells; its head first, then a row per kind of tensor."""
@@ -227,60 +210,47 @@ class Report:
             )
         return lines
 
-    def _closing(self, done: str) -> list[str]:
-        lines = self.legend()
+    def _losses(self) -> list[str]:
+        """How many tensors are not exact, and what would help, a line each."""
+        lines = []
         exact = parameter("type", "exact")
-        free = Counter(t.exact_for_free for t in self.tensors if t.exact_for_free)
-        for name, count in free.items():
+        for name, count in Counter(t.exact_for_free for t in self.tensors if t.exact_for_free).items():
             lines.append(f"{count} of these tensors would be bit-exact at no extra size as {name}: use {exact}")
-        partly = self.total([PARTLY])
-        if partly:
-            kept = percent(partly.kept / partly.weights, 4)
-            count = sum(t.outcome == PARTLY for t in self.tensors)
-            lines.append(
-                f"{count} tensors kept {kept} of their codes; the others were requantized (the report lists them)"
-            )
-        rounded = sum(
-            t.outcome == REQUANTIZED and t.fidelity is not None and t.fidelity.error > 0 for t in self.tensors
-        )
-        if rounded:
-            lines.append(f"{rounded} tensors could not keep their codes and were requantized (the report lists them)")
-        lines += [f"note: {note}" for note in summarise_notes(self.notes)]
-        size_in, size_out = self.source_bytes, self.output_bytes
-        sizes = f"{size_text(size_in)} {self.checkpoint_format} -> {size_text(size_out)} GGUF"
-        if done == _WROTE:
-            seconds = max(self.seconds - self.compile_seconds, 1e-9)
-            sizes += f" in {seconds:.1f} s ({size_text(size_in / seconds)}/s)"
-            sizes += compile_text(self.compile_seconds)
-        lines.append(sizes)
-        lines += [f"{done} {path}" for path in self.outputs]
+        listed = "requantized (the report lists them)"
+        if partly := self.total([PARTLY]):
+            kept, count = percent(partly.kept / partly.weights, 4), sum(t.outcome == PARTLY for t in self.tensors)
+            lines.append(f"{count} tensors kept {kept} of their codes; the others were {listed}")
+        requantized = [t.fidelity for t in self.tensors if t.outcome == REQUANTIZED and t.fidelity]
+        if rounded := sum(fidelity.error > 0 for fidelity in requantized):
+            lines.append(f"{rounded} tensors could not keep their codes and were {listed}")
         return lines
 
+    def _size(self, timed: bool) -> str:
+        """Sizes of source and outputs; with the speed of writing if `timed`."""
+        sizes = f"{size_text(self.source_bytes)} {self.checkpoint_format} -> {size_text(self.output_bytes)} GGUF"
+        if not timed:
+            return sizes
+        seconds = max(self.seconds - self.compile_seconds, 1e-9)
+        speed = size_text(self.source_bytes / seconds)
+        return f"{sizes} in {seconds:.1f} s ({speed}/s){compile_text(self.compile_seconds)}"
 
-def check_report(path: Path, taken: Taken = NOTHING) -> None:
-    """BridgeError unless a report of that name can be made; of files that exist only earlier reports are replaced."""
-    check_outputs([path], True, taken)
-    try:
-        with open(path, "rb") as file:
-            start = file.read(len(_START))
-    except FileNotFoundError:
-        return
-    except OSError as problem:
-        raise BridgeError(f"{path}: cannot be read ({problem.strerror}); give the report another name") from None
-    if start not in (b"", _START):
-        raise BridgeError(f"{path}: exists and is not a report; give the report another name")
+
+def _total(tensors: Iterable[TensorReport]) -> Fidelity | None:
+    """The sums over those tensors that were compared; None if none was."""
+    fidelities = [t.fidelity for t in tensors if t.fidelity]
+    return reduce(operator.add, fidelities) if fidelities else None
+
+
+def _bpw(tensors: Sequence[TensorReport]) -> float:
+    weights = sum(t.weights for t in tensors)
+    return 8 * sum(t.nbytes for t in tensors) / weights if weights else 0.0
 
 
 def _row(kind: str, members: list[TensorReport]) -> tuple[str, ...]:
     types = "+".join(sorted({t.type for t in members}))
-    bpw = 8 * sum(t.nbytes for t in members) / sum(t.weights for t in members)
-    fidelities = [t.fidelity for t in members if t.fidelity]
-    head = (kind, str(len(members)), types, f"{bpw:.2f}")
-    if not fidelities:
+    head = (kind, str(len(members)), types, f"{_bpw(members):.2f}")
+    if (total := _total(members)) is None:
         return (*head, "", "as they were", "")
-    total = fidelities[0]
-    for f in fidelities[1:]:
-        total = total + f
     kinds = {str(t.stored) for t in members}
     blocks = kinds & GGMLQuantizationType.__members__.keys() - {*FLOAT_TYPES, "F64"}
     came = "+".join(sorted(kinds)) if blocks else "8-bit floats" if min(kinds).startswith("F8") else "floats"

@@ -29,7 +29,6 @@ from bridge.conversion.writing.report import (
     Report,
     TensorReport,
     carried_outcome,
-    check_report,
     lost_codes,
 )
 from bridge.encode.limits import FLOAT_LIMIT, REQUANTIZED_LIMIT
@@ -40,6 +39,7 @@ from bridge.runtime.cpu.engines import dequantize
 from bridge.system.cpu.row_threads import chunks
 from bridge.system.options import checked
 from bridge.system.progress import Progress
+from bridge.system.report import check_report
 from bridge.system.storage.files import read_text
 from bridge.system.storage.outputs import Taken
 from bridge.system.text import percent
@@ -104,7 +104,7 @@ def verify(
                 progress(done, total, tensor.name)
     notes = [*tried, *(note for t in reports for note in t.notes)]
     seconds = time.perf_counter() - started
-    return Report(str(checkpoint), ckpt.format, files, reports, ckpt.nbytes, seconds, notes, home=ckpt.home)
+    return Report(files, seconds, str(checkpoint), ckpt.format, reports, ckpt.nbytes, notes=notes, home=ckpt.home)
 
 
 def failures(report: Report, max_share: float | None = None, max_nmse: float = FLOAT_LIMIT) -> list[str]:
@@ -257,7 +257,7 @@ def _compare_codes(reader: PartReader, tensor: OutlineTensor, stored: _Stored) -
             reasons.append("" if kept == math.prod(t.shape) or not error else reason or "the file has others")
         at += part.shape[0]
     notes += lost_codes(tensor.name, reasons, total)
-    return Outcome(carried_outcome(total), total, notes, codes_missing=all_missing)
+    return Outcome(carried_outcome(total), total, notes=notes, codes_missing=all_missing)
 
 
 def _grouped_pairs(t: CodedTensor, stored: _Stored, at: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
