@@ -1,12 +1,12 @@
 """`gguf-bridge serve`: a model behind OpenAI's HTTP interface.
 
-    server.py    the socket, uvicorn, and how it ends
-    app.py       paths to answers: keys, limits, errors, clients that go
-    asked.py     a request's JSON -> what to generate; whatever is not supported is refused by name
-    answers.py   what was generated -> OpenAI's JSON, whole or as events
-    engine.py    one thread that owns the model and advances a `Batch`; asyncio in front of it
-    metrics.py   counts, in the text format of Prometheus
-    page.html    the chat at /
+    server.py         the socket, uvicorn, and how it ends
+    app.py            paths to answers: keys, limits, errors, clients that go
+    request_json.py   a request's JSON -> what to generate; whatever is not supported is refused by name
+    response_json.py  what was generated -> OpenAI's JSON, whole or as events
+    engine.py         one thread that owns the model and advances a `Batch`; asyncio in front of it
+    metrics.py        counts, in the text format of Prometheus
+    page.html         the chat at /
 
 Needs starlette and uvicorn: the extra `serve`.
 """

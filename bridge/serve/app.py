@@ -18,11 +18,11 @@ from starlette.routing import Route
 
 from bridge.errors import BridgeError
 from bridge.runtime.model import Model
-from bridge.serve import asked
-from bridge.serve.answers import DONE, Answer, event, problem, to_json, usage, vectors
-from bridge.serve.asked import Asked, BadRequest, Wanted
+from bridge.serve import request_json
 from bridge.serve.engine import Engine, Refused, Stream, Update
 from bridge.serve.metrics import Metrics
+from bridge.serve.request_json import Asked, BadRequest, Wanted
+from bridge.serve.response_json import DONE, Answer, event, problem, to_json, usage, vectors
 
 _BODY_SECONDS = 30  # within which a client must have sent its request
 _BODIES = 16  # of the largest size that are held at a time
@@ -170,22 +170,22 @@ class _Server:
 
     async def model_named(self, request: Request) -> Response:
         """The same by its name."""
-        asked.check_model(asked.RequestFields({"model": request.path_params["name"]}), self.name)
+        request_json.check_model(request_json.RequestFields({"model": request.path_params["name"]}), self.name)
         return _Json(self._described())
 
     async def completions(self, request: Request) -> Response:
         """A text's continuation."""
-        return await self._reply(request, asked.completion, "text_completion")
+        return await self._reply(request, request_json.completion, "text_completion")
 
     async def chats(self, request: Request) -> Response:
         """The reply in a conversation."""
-        return await self._reply(request, asked.chat, "chat.completion")
+        return await self._reply(request, request_json.chat, "chat.completion")
 
     async def embeddings(self, request: Request) -> Response:
         """A vector for each text."""
         jobs, poolers, in_base64 = await self._prepared(
             request,
-            lambda body, awaited: asked.embeddings(body, self.model, self.name, self.limits.pooling, awaited),
+            lambda body, awaited: request_json.embeddings(body, self.model, self.name, self.limits.pooling, awaited),
         )
         size = self.limits.sequences
         for first in range(0, len(jobs), size):
@@ -203,7 +203,7 @@ class _Server:
         try:
             await self._read(request, data)
             self.engine.check_room()
-            work = self.engine.aside(lambda awaited: make(asked.json_of(data), awaited))
+            work = self.engine.aside(lambda awaited: make(request_json.json_of(data), awaited))
             return await _while_there(request, work)
         finally:
             self._held -= len(data)
@@ -231,7 +231,7 @@ class _Server:
     async def _reply(self, request: Request, read: Callable[..., Asked], kind: str) -> Response:
         def make(body: Any, awaited: Callable[[], bool]) -> tuple[Asked, Wanted]:
             want = read(body, self.model, self.name, self.limits.sampling)
-            return want, asked.wanted(want, self.model, self.engine.most, awaited)
+            return want, request_json.wanted(want, self.model, self.engine.most, awaited)
 
         want, made = await self._prepared(request, make)
         answer = Answer(kind, self.name, self.model.tokenizer, self.model.has_channels)

@@ -20,9 +20,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from bridge.errors import BridgeError, parameter, spelled
 from bridge.gguf_file.chat_template import keep_renderer
 from bridge.runtime.model import Model
-from bridge.serve.answers import problem, to_json
 from bridge.serve.app import Limits, make_app
 from bridge.serve.engine import Engine
+from bridge.serve.response_json import problem, to_json
 from bridge.system.text import tell
 
 _HEADER_SECONDS = 10  # within which a client must have sent the headers of a request

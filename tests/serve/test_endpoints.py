@@ -21,7 +21,7 @@ from bridge.gguf_file import chat_template
 from bridge.runtime.decoder.decoder import Decoder
 from bridge.runtime.model import Model
 from bridge.runtime.tokenizer import Tokenizer
-from bridge.serve import app, asked
+from bridge.serve import app, request_json
 from bridge.serve.app import Limits, make_app
 from bridge.serve.engine import Engine, Stream
 from tests.conftest import PATIENCE
@@ -348,7 +348,7 @@ def test_a_body_without_a_length_is_read_no_further_than_the_limit(model: Model,
 
 
 def test_replies_are_counted_before_anything_is_made_for_them(client: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(asked.Sampler, "of", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(request_json.Sampler, "of", lambda *_, **__: 1 / 0)
     monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: 1 / 0)
     answer = client.post("/v1/completions", json={"prompt": ["a"] * 100_000, "n": 16})
     assert "1600000 replies are asked for; the most is 72" in answer.json()["error"]["message"]
@@ -453,7 +453,7 @@ def test_a_model_that_fails_fails_its_replies_and_not_the_server(model: Model, m
 
 
 def test_an_error_that_nobody_foresaw_is_json(model: Model, monkeypatch: Any) -> None:
-    monkeypatch.setattr(asked, "completion", lambda *_: 1 / 0)
+    monkeypatch.setattr(request_json, "completion", lambda *_: 1 / 0)
     server = make_app(model, Limits(), Engine(model, 1, 1))
     with TestClient(server, base_url="http://127.0.0.1", raise_server_exceptions=False) as client:
         answer = client.post("/v1/completions", json={"prompt": "a"})
@@ -493,7 +493,7 @@ def test_work_that_nobody_waits_for_is_told_so_and_holds_its_place(model: Model)
 
 
 def test_a_reply_that_fails_leaves_no_others_waiting(model: Model, monkeypatch: Any) -> None:
-    draw, draws = asked.Sampler.__call__, list[int]()
+    draw, draws = request_json.Sampler.__call__, list[int]()
 
     def first_fails(sampler: Any, logits: np.ndarray) -> int:
         draws.append(1)
@@ -501,7 +501,7 @@ def test_a_reply_that_fails_leaves_no_others_waiting(model: Model, monkeypatch: 
             raise BridgeError("no token fits")
         return draw(sampler, logits)
 
-    monkeypatch.setattr(asked.Sampler, "__call__", first_fails)
+    monkeypatch.setattr(request_json.Sampler, "__call__", first_fails)
     with client_of(model) as client:
         body = {"prompt": "a", "n": 8, "logprobs": 1, "max_tokens": 400, "logit_bias": {"0": -100}}
         answer = client.post("/v1/completions", json=body)
