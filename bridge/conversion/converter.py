@@ -42,7 +42,7 @@ from bridge.system.options import checked
 from bridge.system.progress import Progress
 from bridge.system.report import check_report
 from bridge.system.storage.files import read_json, write_text
-from bridge.system.storage.outputs import Taken, check_outputs
+from bridge.system.storage.outputs import ProtectedPaths, check_outputs
 from bridge.system.text import percent
 
 
@@ -99,13 +99,13 @@ def convert_as(
     imatrix = options.imatrix if given is None else given.imatrix
     texts = options.calibrate.files if options.calibrate else []
     adapter = None if options.merge is None else read_adapter(options.merge)
-    reads = Taken().and_files(files_of(template, imatrix, options.plan, *texts))
+    reads = ProtectedPaths().with_files(files_of(template, imatrix, options.plan, *texts))
     also = other_outputs(path.parent if path is not None else Path(), options)
 
-    def check_all(path: Path | None, taken: Taken) -> None:
-        check_outputs([path, *also], options.force, taken)
+    def check_all(path: Path | None, protected: ProtectedPaths) -> None:
+        check_outputs([path, *also], options.force, protected)
         if save_as is not None:
-            check_report(save_as, taken.and_files([*([path] if path is not None else []), *also]))
+            check_report(save_as, protected.with_files([*([path] if path is not None else []), *also]))
 
     check_all(path, reads)
     with open_source(
@@ -125,7 +125,7 @@ def convert_as(
         tower, beside = _tower(ckpt, options, given), list[Path]()
         if tower is not None and path is not None:
             beside = [mmproj_path(path)]
-            check_outputs(beside, options.force, reads.and_files([path, *also]))
+            check_outputs(beside, options.force, reads.with_files([path, *also]))
         plan = make_plan(ckpt, options, importance, calibration) if given is None else given
         planner = Planner(ckpt, options, importance, plan, calibration)
         if given is not None:
@@ -156,12 +156,12 @@ def convert_as(
         chooses = given is None and options.budget is None
         whole = with_scales(ckpt, plan)
         with ExitStack() as stack:
-            taken = reads.and_files([*also, *beside])
-            output = stack.enter_context(GGUFOutput(path, whole, options.force, options.shard, taken))
+            protected = reads.with_files([*also, *beside])
+            output = stack.enter_context(GGUFOutput(path, whole, options.force, options.shard, protected))
             outputs, seen = [output], list[TensorReport]()
             if tower is not None:
-                taken = reads.and_files([*also, path])
-                outputs.append(stack.enter_context(GGUFOutput(beside[0], tower, options.force, None, taken)))
+                protected = reads.with_files([*also, path])
+                outputs.append(stack.enter_context(GGUFOutput(beside[0], tower, options.force, None, protected)))
                 seen = list(_written(executor, outputs[1], None, None))
             results = list(_written(executor, output, planner if chooses else None, progress))
             files = [file for each in outputs for file in each.finish()]
@@ -274,7 +274,7 @@ def plan_as(
     path = None if out is None else Path(out)
     texts = options.calibrate.files if options.calibrate else []
     outputs = [path, options.calibrate.imatrix_out if options.calibrate else None]
-    reads = Taken().and_files(files_of(options.template, options.imatrix, *texts))
+    reads = ProtectedPaths().with_files(files_of(options.template, options.imatrix, *texts))
     check_outputs(outputs, options.force, reads)
     if texts:
         from bridge.quantize.text.texts import check_text

@@ -26,7 +26,7 @@ from bridge.gguf_file.header import Metadata, TensorEntry, check_basis, read_hea
 from bridge.system.options import checked, is_key
 from bridge.system.storage.files import disk_errors, expanded, missing, put_in_place, sync_folder
 from bridge.system.storage.folder_locks import temporary_beside
-from bridge.system.storage.outputs import NOTHING, Taken, check_outputs
+from bridge.system.storage.outputs import NOTHING, ProtectedPaths, check_outputs
 
 _CHAT_TEMPLATE = "tokenizer.chat_template"
 _OF_THE_FILE = ("general.architecture", "general.alignment", "split.")
@@ -79,7 +79,7 @@ def edit(
         problem = f"{new} and {own} exclude each other" if in_place else "nothing says which file to write"
         raise BridgeError(f"{path}: {problem}; give {new} for a new file, or {own} to replace this one")
     target = path if out is None else expanded(out)
-    check_outputs([target], force or in_place, NOTHING if in_place else Taken((path,)))
+    check_outputs([target], force or in_place, NOTHING if in_place else ProtectedPaths((path,)))
     given = list(metadata.items() if isinstance(metadata, Mapping) else metadata)
     if chat_template is not None:
         given.append((_CHAT_TEMPLATE, _text(expanded(chat_template))))

@@ -58,11 +58,11 @@ def convert_lora(
     """
     path = Path(out)
     read = read_adapter(adapter)
-    files = NOTHING.and_files(read.files)
+    files = NOTHING.with_files(read.files)
     check_outputs([path], force, files)
     with open_by_name(base, config, needs_config=template is None) as ckpt:
-        taken = with_checkpoint(files, ckpt)
-        check_outputs([path], force, taken)
+        protected = with_checkpoint(files, ckpt)
+        check_outputs([path], force, protected)
         outline = outline_of(ckpt, template=template)
         names = {*ckpt.tensors, *(f"{module}.weight" for module in ckpt.modules)}
         pairs = _Pairs(ckpt, read.of(names), tied(outline.tensors)).of(outline.tensors)

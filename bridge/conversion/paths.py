@@ -10,7 +10,7 @@ from bridge.conversion.planning.options import ConvertOptions
 from bridge.conversion.planning.recipe import PRESETS
 from bridge.gguf_file.reader import shards
 from bridge.system.storage.files import without_shard
-from bridge.system.storage.outputs import Taken
+from bridge.system.storage.outputs import ProtectedPaths
 
 
 def layers_of(path: Path) -> Path:
@@ -46,7 +46,7 @@ def files_of(*named: str | Path | None) -> list[Path]:
     return [file for path in paths for file in (shards(path) if path.suffix == ".gguf" else [path])]
 
 
-def with_checkpoint(taken: Taken, ckpt: Checkpoint) -> Taken:
+def with_checkpoint(protected: ProtectedPaths, ckpt: Checkpoint) -> ProtectedPaths:
     """Also the files of a checkpoint, and its folders."""
     folders = dict.fromkeys(folder for folder in (ckpt.home, ckpt.path) if folder.is_dir())
-    return replace(taken.and_files(ckpt.files), folders=tuple(folders))
+    return replace(protected.with_files(ckpt.files), folders=tuple(folders))

@@ -8,7 +8,7 @@ from typing import Any
 
 from bridge.errors import BridgeError
 from bridge.system.storage.files import write_text
-from bridge.system.storage.outputs import NOTHING, Taken, check_outputs
+from bridge.system.storage.outputs import NOTHING, ProtectedPaths, check_outputs
 from bridge.system.text import compile_text, note_lines, size_text
 
 Facts = Iterable[tuple[str, str]]  # the name of each, and a sentence
@@ -58,9 +58,9 @@ def save_report(path: Path, record: Mapping[str, Any]) -> None:
     write_text(path, json.dumps(record, indent=1) + "\n")
 
 
-def check_report(path: Path, taken: Taken = NOTHING) -> None:
+def check_report(path: Path, protected: ProtectedPaths = NOTHING) -> None:
     """BridgeError unless a report of that name can be made; of files that exist only earlier reports are replaced."""
-    check_outputs([path], True, taken)
+    check_outputs([path], True, protected)
     try:
         with open(path, "rb") as file:
             start = file.read(len(_START))

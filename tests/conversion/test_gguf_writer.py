@@ -13,7 +13,7 @@ from bridge.conversion.planning.plan import Plan, PlannedTensor
 from bridge.conversion.writing import gguf_writer as output
 from bridge.conversion.writing.gguf_writer import GGUFOutput
 from bridge.errors import BridgeError
-from bridge.system.storage.outputs import Taken
+from bridge.system.storage.outputs import ProtectedPaths
 from tests.conftest import posix
 
 TENSORS = [("a.weight", (4, 256), Type.Q4_K), ("b.weight", (8, 256), Type.Q8_0), ("norm.weight", (256,), Type.F32)]
@@ -179,7 +179,7 @@ def test_a_file_that_is_read_is_not_replaced_even_with_force(tmp_path, split):
             data(np.random.default_rng(0)),
             force=True,
             split_max_size=split,
-            taken=Taken((tmp_path / "weights",)),
+            protected=ProtectedPaths((tmp_path / "weights",)),
         )
     assert sorted(p.name for p in tmp_path.iterdir()) == [name, "weights"]
     assert (tmp_path / name).read_bytes() == b"weights"

@@ -7,7 +7,7 @@ from typing import Any
 from bridge.cli.options import as_flag
 from bridge.errors import BridgeError
 from bridge.system.storage.files import expanded
-from bridge.system.storage.outputs import Taken
+from bridge.system.storage.outputs import ProtectedPaths
 
 
 def add_upload(p: argparse.ArgumentParser) -> None:
@@ -41,7 +41,7 @@ class Uploading:
         here = source is not None and kind_of(source) == "checkpoint"
         folders = [expanded(source)] if here and source is not None else []
         self._hub = Upload(a.upload, a.private, a.card_only, getattr(a, "force", False))
-        self._hub.check(Taken(folders=tuple(folders + ([expanded(out)] if out is not None else []))))
+        self._hub.check(ProtectedPaths(folders=tuple(folders + ([expanded(out)] if out is not None else []))))
 
     def finish(self, result: Any) -> None:
         """Upload a command's result, and say where it is."""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge.errors import BridgeError
 from bridge.system.storage.files import read_small, write_bytes
-from bridge.system.storage.outputs import Taken, check_outputs
+from bridge.system.storage.outputs import ProtectedPaths, check_outputs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -47,7 +47,7 @@ def plot(source: str | Path, out: str | Path | None = None, *, dark: bool = Fals
     if path.suffix.lower() not in ENDINGS:
         raise BridgeError(f"{path}: unknown kind of picture; choose a name that ends in {', '.join(ENDINGS)}")
     record = _read(source)
-    check_outputs([path], force, Taken((source,)))
+    check_outputs([path], force, ProtectedPaths((source,)))
     draw = _drawer(source, record)
     try:
         from bridge.cli.plot import theme

@@ -21,7 +21,7 @@ from bridge.errors import BridgeError, parameter
 from bridge.system.options import checked
 from bridge.system.report import CommandReport, FolderReport
 from bridge.system.storage.files import write_text
-from bridge.system.storage.outputs import NOTHING, Taken, check_outputs
+from bridge.system.storage.outputs import NOTHING, ProtectedPaths, check_outputs
 
 _LIST = "files.txt"
 _TOKENS = "https://huggingface.co/settings/tokens"
@@ -60,15 +60,15 @@ class Upload:
     card_only: Path | None = None
     force: bool = False
 
-    def check(self, taken: Taken = NOTHING) -> None:
+    def check(self, protected: ProtectedPaths = NOTHING) -> None:
         """BridgeError if an upload would fail: by the name, the login, the repository, or the files of `card_only`.
 
-        taken  what no output may be
+        protected  paths that no output may have
         """
         if not is_repository(self.repository):
             raise BridgeError(f"{self.repository}: is not a name of a repository on the Hub; give org/name")
         if self.card_only is not None:
-            check_outputs([self.card_only / name for name in (CARD, _LIST)], self.force, taken)
+            check_outputs([self.card_only / name for name in (CARD, _LIST)], self.force, protected)
             return
         self._check_login()
         self._check_repository()

@@ -26,7 +26,7 @@ from bridge.conversion.planning.plan import Plan, PlannedTensor
 from bridge.errors import BridgeError, parameter
 from bridge.system.storage.files import disk_errors, put_in_place, sync_folder
 from bridge.system.storage.folder_locks import temporary_beside
-from bridge.system.storage.outputs import NOTHING, Taken, check_outputs
+from bridge.system.storage.outputs import NOTHING, ProtectedPaths, check_outputs
 
 _SYNC_BYTES = 64 << 20  # written between two requests to bring them to disk
 
@@ -97,11 +97,11 @@ def _write_head(writer: gguf.GGUFWriter) -> int:
 class GGUFOutput:
     """A GGUF being written. Use as a context manager: leaving it without `finish` removes every trace.
 
-    path    the final name (of the first shard: llama.cpp's names are derived from it)
-    plan    its metadata, its tensors with their types, the size of its shards
-    force   whether files of that name may be replaced
-    shard   (i, n): only the i-th of n shards, counted from 1; None for all
-    taken   files that the run reads, and its other outputs
+    path       the final name (of the first shard: llama.cpp's names are derived from it)
+    plan       its metadata, its tensors with their types, the size of its shards
+    force      whether files of that name may be replaced
+    shard      (i, n): only the i-th of n shards, counted from 1; None for all
+    protected  files that the run reads, and its other outputs
     """
 
     def __init__(
@@ -110,11 +110,11 @@ class GGUFOutput:
         plan: Plan,
         force: bool = False,
         shard: tuple[int, int] | None = None,
-        taken: Taken = NOTHING,
+        protected: ProtectedPaths = NOTHING,
     ) -> None:
         self.path = path
         self._plan = plan
-        self._force, self._taken = force, taken
+        self._force, self._protected = force, protected
         self._shards = shards_of(plan)
         count = len(self._shards)
         if shard is not None and not (shard[1] == count and 1 <= shard[0] <= count):
@@ -242,7 +242,7 @@ class GGUFOutput:
         return self._targets
 
     def _check_targets(self, paths: Sequence[Path]) -> None:
-        check_outputs(paths, self._force, self._taken)
+        check_outputs(paths, self._force, self._protected)
 
 
 def _sync_data(file: int) -> None:

@@ -41,7 +41,7 @@ from bridge.system.options import checked
 from bridge.system.progress import Progress
 from bridge.system.report import check_report
 from bridge.system.storage.files import read_text
-from bridge.system.storage.outputs import Taken
+from bridge.system.storage.outputs import ProtectedPaths
 from bridge.system.text import percent
 
 _WINDOW = 256  # tokens of a text that are read together
@@ -80,7 +80,8 @@ def verify(
     expect_model(file.metadata, file.files[0])
     with open_source(checkpoint, config, needs_config=template is None) as ckpt:
         if save_as is not None:
-            check_report(save_as, with_checkpoint(Taken().and_files([*file.files, *files_of(template)]), ckpt))
+            protected = ProtectedPaths().with_files([*file.files, *files_of(template)])
+            check_report(save_as, with_checkpoint(protected, ckpt))
         no_mtp = not file.metadata.get(f"{file.metadata.get('general.architecture')}.nextn_predict_layers")
         # any pre-tokenizer will do: only tensors are compared
         tensors = outline_of(ckpt, "default", template, no_mtp).tensors

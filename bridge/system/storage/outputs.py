@@ -22,8 +22,8 @@ _MAGIC = b"GGUF"
 
 
 @dataclass(frozen=True)
-class Taken:
-    """What no output may be.
+class ProtectedPaths:
+    """Paths that no output may have.
 
     files    files that the run reads, and its other outputs; they need not exist
     folders  of checkpoints that the run reads
@@ -32,7 +32,7 @@ class Taken:
     files: tuple[Path, ...] = ()
     folders: tuple[Path, ...] = ()
 
-    def and_files(self, files: Iterable[Path | None]) -> Self:
+    def with_files(self, files: Iterable[Path | None]) -> Self:
         """With more files; None is left out."""
         return replace(self, files=(*self.files, *(file for file in files if file is not None)))
 
@@ -51,15 +51,15 @@ class Taken:
             yield from (file for file in files_below(folder) if file.suffix != ".gguf")
 
 
-NOTHING = Taken()
+NOTHING = ProtectedPaths()
 
 
-def check_outputs(paths: Iterable[Path | None], force: bool, taken: Taken = NOTHING) -> None:
+def check_outputs(paths: Iterable[Path | None], force: bool, protected: ProtectedPaths = NOTHING) -> None:
     """BridgeError unless each of these files can be made (or, with `force`, replaced); None is left out."""
     for path in paths:
         if path is not None:
-            _check(path, force, taken)
-            taken = taken.and_files([path])
+            _check(path, force, protected)
+            protected = protected.with_files([path])
 
 
 def check_parents(path: Path) -> None:
@@ -69,7 +69,7 @@ def check_parents(path: Path) -> None:
         raise BridgeError(f"{above}: is not a folder; give another output")
 
 
-def _check(path: Path, force: bool, taken: Taken) -> None:
+def _check(path: Path, force: bool, protected: ProtectedPaths) -> None:
     expect_name(path)
     if path.is_dir():
         raise BridgeError(f"{path}: is a folder; give the name of the file to write")
@@ -80,13 +80,13 @@ def _check(path: Path, force: bool, taken: Taken) -> None:
         )
     if path.exists() and not stat.S_ISREG(path.stat().st_mode):
         raise BridgeError(f"{path}: is a device or a pipe, which is not replaced; give another name")
-    folder = taken.folder_of(path)
+    folder = protected.folder_of(path)
     if folder is not None and (path.suffix != ".gguf" or (path.exists() and not _is_gguf(path))):
         raise BridgeError(
             f"{path}: is in the checkpoint's folder {folder}, where only *.gguf files are written and only GGUFs "
             "replaced; choose another folder"
         )
-    if taken.has(path):
+    if protected.has(path):
         raise BridgeError(f"{path}: this run reads or writes that file already; give another name")
     if path.exists() and not force:
         raise BridgeError(f"{path}: exists; {parameter('force', True)} replaces it")
