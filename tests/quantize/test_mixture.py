@@ -131,7 +131,7 @@ def test_the_default_mixture_is_half_own_samples_and_every_kind_of_shipped_text(
 
 
 def test_the_shipped_texts_are_text_of_a_few_hundred_kilobytes_without_repetition() -> None:
-    folder = Path(default_text.__file__).with_name("calibration_text")
+    folder = Path(default_text.__file__).parents[1] / "calibration_text"
     texts = {file.name: file.read_text(encoding="utf-8") for file in folder.iterdir()}
     assert set(texts) == {*default_text.KINDS, "prompts.txt"}
     assert 200_000 < sum(map(len, texts.values())) < 400_000

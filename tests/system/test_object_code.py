@@ -97,7 +97,8 @@ def test_what_came_with_the_package_is_used_as_long_as_its_sources_are_the_same(
     function = decoder_ops.function("scale")
     objects = fresh / "package" / "objects"
     objects.mkdir(parents=True)
-    monkeypatch.setattr(object_code, "__file__", str(fresh / "package" / "system" / "object_code.py"))
+    module = Path(object_code.__file__).relative_to(ROOT / "bridge")
+    monkeypatch.setattr(object_code, "__file__", str(fresh / "package" / module))
 
     def bundle(name: str, features: str) -> None:
         with zipfile.ZipFile(objects / object_code.bundle(targets.chosen()), "w") as archive:

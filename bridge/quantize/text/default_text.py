@@ -17,7 +17,7 @@ import numpy as np
 from bridge.errors import BridgeError
 from bridge.quantize.text.texts import bos_of, chat_text, cut_windows, formatted, token_ids
 
-_FOLDER = Path(__file__).with_name("calibration_text")
+_FOLDER = Path(__file__).parents[1] / "calibration_text"
 KINDS = (
     "prose.txt", "chats.jsonl", "code.txt", "articles.txt", "scripts.txt", "tables.txt", "technical.txt", "lists.txt",
 )  # fmt: skip

@@ -86,7 +86,7 @@ def _bundled(function: Named) -> bytes | None:
 @cache
 def _archive() -> Any:
     """The archive for this machine; None where there is none."""
-    folder = Path(__file__).parent.parent / "objects"
+    folder = Path(__file__).parents[2] / "objects"
     if not folder.is_dir():
         return None
     import io
