@@ -121,7 +121,7 @@ def convert_as(
         reads = with_checkpoint(reads, ckpt)
         check_all(path, reads)
         calibrate, importance, notes = _measured(ckpt, options, imatrix, given)
-        calibration = None if calibrate is None or calibrate.method == "imatrix" else calibrate
+        calibration = calibrate if calibrate is not None and calibrate.chooses_codes else None
         tower, beside = _tower(ckpt, options, given), list[Path]()
         if tower is not None and path is not None:
             beside = [mmproj_path(path)]
@@ -190,6 +190,11 @@ def _measured(
     importance = Importance.read(imatrix, ckpt)
     if options.calibrate is None:
         return None, importance, []
+    if options.calibrate.files:
+        from bridge.quantize.text.texts import check_text
+
+        for text in options.calibrate.files:
+            check_text(text)
     calibrate, notes = with_length(ckpt, options.calibrate)
     if calibrate.method == "imatrix":
         outline = given or outline_of(ckpt, options.pre, options.template, options.no_mtp)
@@ -276,11 +281,6 @@ def plan_as(
     outputs = [path, options.calibrate.imatrix_out if options.calibrate else None]
     reads = ProtectedPaths().with_files(files_of(options.template, options.imatrix, *texts))
     check_outputs(outputs, options.force, reads)
-    if texts:
-        from bridge.quantize.text.texts import check_text
-
-        for text in texts:
-            check_text(text)
     with open_source(
         checkpoint,
         options.config,
@@ -291,7 +291,7 @@ def plan_as(
         check_outputs(outputs, options.force, with_checkpoint(reads, ckpt))
         options = options.for_source(coded=bool(ckpt.modules))
         calibrate, importance, _ = _measured(ckpt, options, options.imatrix, None)
-        calibration = None if calibrate is None or calibrate.method == "imatrix" else calibrate
+        calibration = calibrate if calibrate is not None and calibrate.chooses_codes else None
         plan = make_plan(ckpt, options, importance, calibration, progress)
     if path is not None:
         save_plan(plan, str(checkpoint), path)

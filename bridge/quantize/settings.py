@@ -188,6 +188,11 @@ class Calibration:
                 "tensors, so it is written with a GGUF only"
             )
 
+    @property
+    def chooses_codes(self) -> bool:
+        """Whether the text chooses codes; with imatrix, it tells only how much each column counts when rounding."""
+        return self.method != "imatrix"
+
     def reaches(self, kind: str, layer: int | None, type: str) -> bool:
         """Whether codes in this type of block are chosen for the matrices of a GGUF's tensor: for those of decoder
         blocks, and below 8 bits for the output head's; two-sided, for the embeddings' too.
@@ -196,7 +201,7 @@ class Calibration:
         layer  the number of its block; None: outside
         """
         outside = ("output", "token_embd") if self.two_sided else ("output",)
-        return self.method != "imatrix" and (layer is not None or (kind in outside and type != "Q8_0"))
+        return self.chooses_codes and (layer is not None or (kind in outside and type != "Q8_0"))
 
     @property
     def cross(self) -> bool:

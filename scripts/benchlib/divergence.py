@@ -155,8 +155,8 @@ class FloatModel:
             floats, made = Path(folder) / "floats.gguf", Path(folder) / "made.gguf"
             bridge.convert(self.folder, floats, type="F32")
             replace_blocks(floats, made, blocks)
-            found = window_logits(made, self._test, n_threads=threads)
-        return Divergence(window_kls(self._expected, found), len(self.tests))
+            logits = window_logits(made, self._test, n_threads=threads)
+        return Divergence(window_kls(self._expected, logits), len(self.tests))
 
     def gradients(self) -> LayerHooks:
         """A of each layer and how much the tokens count in its H, as `quantize_model` takes them."""

@@ -55,15 +55,15 @@ def figures(folder: Path, written: Path, model: Any, text: str, options: argpars
     bridge.convert(written, close, type="Q8_0", tensor_types=outside)
     quantized = reference.logits(model, against.tokens)
     cost = against_floats(folder, against, quantized)
-    found = measured(path, against)
+    fidelity = measured(path, against)
     own = bridge.Model.load(path, precision="f32", kv="f32")
     ours = np.stack([own.logits(window.tolist()) for window in against.tokens])
     divergences = [
-        found.kl_file,
+        fidelity.kl_file,
         mean_kl(quantized, ours),
         *(mean_kl(quantized, window_logits(file, against.tokens)) for file in (path, close)),
     ]
-    types = ", ".join(f"{count} {kind}" for kind, count in sorted(found.types.items()))
+    types = ", ".join(f"{count} {kind}" for kind, count in sorted(fidelity.types.items()))
     return [
         f"{error:.1e}",
         types,

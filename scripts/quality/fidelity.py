@@ -55,16 +55,16 @@ def row(folder: Path, text: str, floats: dict, options: argparse.Namespace) -> d
         text_of = options.calibrate and Calibration(options.calibrate, samples=256, length=256)
         codes = bridge.convert(folder, path, type=options.type, calibrate=text_of).total((*CODED, CALIBRATED))
         against = Reference(folder, checkpoint, text, options.windows, options.length)
-        found = measured(path, against)
+        result = measured(path, against)
     same = [weights for weights in floats.values() if shapes(weights) == shapes(against.weights)]
     return {
         "name": folder.name,
-        "types": dict(found.types.most_common()),
-        "bpw": found.bpw,
+        "types": dict(result.types.most_common()),
+        "bpw": result.bpw,
         "codes_kept": codes.kept / codes.weights,
-        "nmse": found.nmse,
-        "kl_linears": found.kl_linears,
-        "kl_file": found.kl_file,
+        "nmse": result.nmse,
+        "kl_linears": result.kl_linears,
+        "kl_file": result.kl_file,
         "kl_checkpoint": against.kl_from(same[0]) if same else None,
     }
 

@@ -151,17 +151,17 @@ def quantized() -> Iterator[tuple[str, Job]]:
     model = MODELS[1]
     text = ["--calibrate", str(SHARED / "text" / "calib_wiki.txt"), "--samples", "12", "--sequence-length", "64"]
     for method in ("rtn", "imatrix", "gptq", "gptaq", "two-sided"):
-        own = text if method != "rtn" else []
+        texts = text if method != "rtn" else []
         few = ("Q4_K", "Q2_K", "Q4_K_M")
         for type in few if method != "two-sided" else (*few, "Q8_0", "IQ4_XS", "IQ3_S", "IQ2_XS", "TQ2_0", "IQ1_M"):
-            arguments = ["--type", type, "--method", method, *own]
+            arguments = ["--type", type, "--method", method, *texts]
             yield f"quantize {model.name} {method} {type}", quantizing(model, arguments)
     for format in ("gptq", "gptq_v2", "awq"):
         for method in ("gptq", "gptaq", "awq", "rtn"):
             for more in ([], ["--asymmetric"], ["--bits", "8"]) if format == "gptq" else ([],):
                 arguments = ["--format", format, "--method", method, *more]
-                own = text if method != "rtn" else []
-                yield f"quantize {model.name} {' '.join(arguments)}", quantizing(model, [*arguments, *own], "out")
+                texts = text if method != "rtn" else []
+                yield f"quantize {model.name} {' '.join(arguments)}", quantizing(model, [*arguments, *texts], "out")
     for option in (
         "--feed float", "--act-order none", "--act-order static", "--sweeps 0", "--output-type Q6_K",
         "--token-embd-type Q4_K", "--seed 3", "--memory 300M",

@@ -110,8 +110,8 @@ class Fp4Parts(NamedTuple):
 
     def pack(self, tensor: PackedTensor) -> Parts:
         """A module's tensors."""
-        whole = np.array([tensor.tensor_scale], np.float32)
-        scale = 1 / whole if self.reciprocal else whole
+        matrix_scale = np.array([tensor.tensor_scale], np.float32)
+        scale = 1 / matrix_scale if self.reciprocal else matrix_scale
         return {self.codes: tensor.words.view(np.uint8), self.scales: tensor.scales, self.whole: scale}
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:

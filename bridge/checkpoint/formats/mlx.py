@@ -179,11 +179,11 @@ class MlxReader(Reader):
         if not fits or weight.dtype != "U32" or "biases" in tensors or (bias and bias.shape != rows):
             raise contradiction(name, tensors)
         words, groups = weight.shape[-1], scales.shape[-1]
-        said = {**self.quant.raw, **table(self.quant.raw.get(name))}.get("mode")
+        stated_mode = {**self.quant.raw, **table(self.quant.raw.get(name))}.get("mode")
         mode = {8 * groups: "mxfp8", 4 * groups: "mxfp4", 2 * groups: "nvfp4"}.get(words, "")
-        if not mode or said != mode:
+        if not mode or stated_mode != mode:
             raise BridgeError(
-                f"{weight.file}: {name} has {words} words and {groups} groups a row, which are not {said} as "
+                f"{weight.file}: {name} has {words} words and {groups} groups a row, which are not {stated_mode} as "
                 f"{self.quant.source} says; take config and weights of the same model"
             )
         if mode == "mxfp8":

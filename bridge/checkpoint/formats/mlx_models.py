@@ -35,8 +35,8 @@ def module_of(stack: str, expert: int) -> str:
     """The module of one expert of a stack."""
     mixture, _, name = stack.partition(".switch_mlp.")
     names = _MIXTRAL if mixture.endswith("block_sparse_moe") else {}
-    own = next((old for old, new in names.items() if new == name), name)
-    return f"{mixture}.experts.{expert}.{own}"
+    part = next((old for old, new in names.items() if new == name), name)
+    return f"{mixture}.experts.{expert}.{part}"
 
 
 def mlx_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -44,10 +44,12 @@ def mlx_config(config: dict[str, Any]) -> dict[str, Any]:
     older: dict[str, Any] = {}
     rules = config.get("rope_parameters")
     if isinstance(rules, dict) and "rope_theta" in rules:
-        own = {key: value for key, value in rules.items() if key not in ("rope_theta", "partial_rotary_factor")}
-        kind = own.get("rope_type", "default")
+        rope_scaling = {
+            key: value for key, value in rules.items() if key not in ("rope_theta", "partial_rotary_factor")
+        }
+        kind = rope_scaling.get("rope_type", "default")
         older["rope_theta"] = rules["rope_theta"]
-        older["rope_scaling"] = None if kind == "default" else {**own, "type": kind}
+        older["rope_scaling"] = None if kind == "default" else {**rope_scaling, "type": kind}
         if "partial_rotary_factor" in rules:
             older["partial_rotary_factor"] = rules["partial_rotary_factor"]
     if config.get("num_local_experts"):

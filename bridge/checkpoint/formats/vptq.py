@@ -120,9 +120,9 @@ class VptqReader(Reader):
 
     def _said(self, name: str, tensors: dict[str, TensorInfo]) -> dict[str, Any]:
         """The config's entry for a module."""
-        own = table(self.quant.raw.get("config_for_layers")).get(name)
+        layer_config = table(self.quant.raw.get("config_for_layers")).get(name)
         shared = table(self.quant.raw.get("shared_layer_config"))
-        said = own or next((shared[part] for part in reversed(name.split(".")) if part in shared), None)
+        said = layer_config or next((shared[part] for part in reversed(name.split(".")) if part in shared), None)
         if not all(integers(table(said).get(key), 2) for key in _KEYS):
             raise BridgeError(
                 f"{self.quant.source}: {name} has no vector_lens, num_centroids and num_res_centroids of two numbers "

@@ -122,10 +122,10 @@ def read_quant_config(folder: Path, config: dict[str, Any]) -> QuantConfig:
         source, raw = folder / "quanto_qmap.json", {"quant_method": "quanto", "modules": modules}
     if not raw:
         source = folder / "hf_quant_config.json"
-        said = table(read_json(source, optional=True).get("quantization"))
-        if not said.get("quant_algo"):  # only the key-value cache is quantized
+        quantization = table(read_json(source, optional=True).get("quantization"))
+        if not quantization.get("quant_algo"):  # only the key-value cache is quantized
             return QuantConfig(source=None)
-        raw = {"quant_method": "modelopt", **said}
+        raw = {"quant_method": "modelopt", **quantization}
     if raw.get("load_in_4bit") or raw.get("load_in_8bit"):  # transformers before 4.32 wrote no quant_method
         raw.setdefault("quant_method", "bitsandbytes")
     method = str(next((raw[key] for key in _METHOD_KEYS if raw.get(key)), _NONE)).lower()

@@ -71,7 +71,7 @@ def _write_imatrix(plan: Plan, kept: LayerStore, settings: Calibration) -> None:
     from bridge.gguf_file.imatrix import write_imatrix
 
     layers = {name: (layer.importance(), layer.tokens) for name, layer in kept.layers.items()}
-    found = importance_of_tensors(plan.tensors, layers)
+    importance = importance_of_tensors(plan.tensors, layers)
     assert settings.imatrix_out is not None
     assert settings.length is not None
-    write_imatrix(settings.imatrix_out, found, settings.length, [str(source) for source in settings.sources])
+    write_imatrix(settings.imatrix_out, importance, settings.length, [str(source) for source in settings.sources])

@@ -144,8 +144,8 @@ def _by_itself(model: StoredModel, home: Path, stack: ExitStack) -> GgufCheckpoi
         if fixed is None and len(stored.shape) == 3:
             parts = tuple(Part(stored.name, stored.shape[1:], matrix=i) for i in range(stored.shape[0]))
         tensors.append(OutlineTensor(stored.name, stored.shape, parts, fixed_type=fixed))
-        found = tuple(SourceTensor(tensors[-1], part, stored, i) for i, part in enumerate(parts))
-        sources[stored.name] = found[0] if parts[0].matrix is None else AssembledTensor(found)
+        matrices = tuple(SourceTensor(tensors[-1], part, stored, i) for i, part in enumerate(parts))
+        sources[stored.name] = matrices[0] if parts[0].matrix is None else AssembledTensor(matrices)
     return GgufCheckpoint(model, sources, tensors, home, {}, stack.pop_all())
 
 

@@ -132,8 +132,8 @@ class AssembledTensor:
         if any(source.part.matrix is None and not _by_rows(source.part) for source in self.sources):
             pieces = [(source.part, source.values()) for source in self.sources]
             return restored(pieces, self.shape)[rows]
-        found = [piece for source in self.sources for piece in _run_of(source, first, stop)]
-        return restored(found, (stop - first, *self.shape[1:]))
+        run_pieces = [piece for source in self.sources for piece in _run_of(source, first, stop)]
+        return restored(run_pieces, (stop - first, *self.shape[1:]))
 
 
 def _by_rows(part: Part) -> bool:
@@ -186,7 +186,7 @@ class GgufSource:
         self.files = [f for f in files_below(home) if f.name in _QUANT_CONFIGS or not _copied(f, home)]
         arch = str(model.metadata.get("general.architecture"))
         self.used: dict[str, OutlineTensor] = {}
-        found: dict[str, list[SourceTensor]] = {}
+        sources_of: dict[str, list[SourceTensor]] = {}
         shapes = {name: tensor.shape for name, tensor in model.tensors.items()}
         family = family_of_gguf(model.metadata) if made else None  # of a model with images, maybe
         for tensor in tensors_of_gguf(config, home, shapes, arch, family, quantized):
@@ -196,10 +196,10 @@ class GgufSource:
                 scales = model.scales_of(stored)
                 for i, part in enumerate(tensor.parts):
                     scale = 1.0 if scales is None else float(scales[i if scales.size > 1 else 0])
-                    found.setdefault(part.source, []).append(SourceTensor(tensor, part, stored, i, scale))
+                    sources_of.setdefault(part.source, []).append(SourceTensor(tensor, part, stored, i, scale))
         self.sources: dict[str, SourceTensor | AssembledTensor] = {
             name: sources[0] if _is_whole(sources) else AssembledTensor(tuple(sources))
-            for name, sources in found.items()
+            for name, sources in sources_of.items()
         }
         self.tensors = {name: self._info(name, source, dtype) for name, source in self.sources.items()}
         self.numbers = numbers_of_gguf(model.metadata)
@@ -240,8 +240,8 @@ class GgufSource:
             value = self.numbers[name]
             return from_float32(value.reshape(-1), dtype, name).reshape(value.shape)
         source = self.sources[name]
-        whole = isinstance(source, SourceTensor) and source.part.change is None and len(source.part.shape) > 1
-        if isinstance(source, SourceTensor) and whole and source.stored.type == dtype:
+        unchanged = isinstance(source, SourceTensor) and source.part.change is None and len(source.part.shape) > 1
+        if isinstance(source, SourceTensor) and unchanged and source.stored.type == dtype:
             elements = source.raw(run).view(NUMPY[dtype])
             if not is_finite(elements, dtype):
                 raise not_finite(source.stored.file, name)

@@ -149,10 +149,10 @@ def _how(fields: Fields, type: str, parts: int) -> tuple[How, ...]:
     if fields.take("planned_type", kinds.anything, None) != type:
         return ()
     how = fields.take("how", kinds.anything)
-    found: Any = [how] * parts if isinstance(how, str) else how
-    if not isinstance(found, list) or len(found) != parts or not all(one in get_args(How) for one in found):
+    hows: Any = [how] * parts if isinstance(how, str) else how
+    if not isinstance(hows, list) or len(hows) != parts or not all(one in get_args(How) for one in hows):
         raise FieldError(f"how is {reprlib.repr(how)}, not one of {', '.join(get_args(How))} for each part")
-    return tuple(found)
+    return tuple(hows)
 
 
 def _part(entry: Any, orders: list[np.ndarray]) -> Part:

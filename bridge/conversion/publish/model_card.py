@@ -55,15 +55,15 @@ def origin_of(folder: Path) -> Origin:
         said = metadata_load(folder / CARD) if (folder / CARD).is_file() else None
     except Exception:  # a card is written by hand and may contain anything
         said = None
-    own = table(said)
+    labels = table(said)
     config = read_json(folder / "config.json", optional=True)
-    if "license" not in own and _LICENSE.fullmatch(str(config.get("license", ""))):
-        own["license"] = config["license"]
-    bases = own.get("base_model")
+    if "license" not in labels and _LICENSE.fullmatch(str(config.get("license", ""))):
+        labels["license"] = config["license"]
+    bases = labels.get("base_model")
     base = bases[0] if isinstance(bases, list) and bases else bases
     name = base if is_repository(base) else config.get("_name_or_path")
     found = repository_of(name, folder)
-    return Origin(found, {key: own[key] for key in _PASSED_ON if own.get(key)})
+    return Origin(found, {key: labels[key] for key in _PASSED_ON if labels.get(key)})
 
 
 def files_of_result(result: Report | Repacked | Written) -> dict[str, Path]:

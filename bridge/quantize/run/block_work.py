@@ -78,14 +78,14 @@ class BlockWork:
 
     def advance(self, number: int, batch: Batch, ends: Ends) -> None:
         """Make the block's outputs the batch's inputs."""
-        ((own, twin),) = self._passes_of({number: batch}, ends)
+        ((feeding, twin),) = self._passes_of({number: batch}, ends)
         if self.walk.feed == "float" and twin is None:
             assert self.original is not None
-            twin = Replay(self.original, own.batch)
+            twin = Replay(self.original, feeding.batch)
         if batch.floats is None and twin is not None:
-            own.clear()
-            own = twin
-        for replay in (own, twin) if batch.floats is not None and twin is not None else (own,):
+            feeding.clear()
+            feeding = twin
+        for replay in (feeding, twin) if batch.floats is not None and twin is not None else (feeding,):
             output = replay.run()
             replay.clear()
             replay.batch.advance(output)

@@ -124,11 +124,11 @@ def quantize_layers(
         settings.progress(len(layers.layers), len(targets), "")
     try:
         if model is None or found is None or room is None:
-            made = _rounded_to_nearest(ckpt, targets, targets, layers)
+            quantized = _rounded_to_nearest(ckpt, targets, targets, layers)
         else:
-            made = calibrated_layers(model, settings, found, room, targets, layers, prepare, until)
-        with closing(made):
-            for layer in made:
+            quantized = calibrated_layers(model, settings, found, room, targets, layers, prepare, until)
+        with closing(quantized):
+            for layer in quantized:
                 finished(layer)
     except BaseException as stop:
         layers.remove_if_empty()

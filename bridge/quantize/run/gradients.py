@@ -75,18 +75,18 @@ def _gathered(
     said("forward")
     missing = {name for name in todo if part is not None or not store.has_outputs([name])}
     resume = StoredInputs(store.folder, store.job, "gradients") if part is None else None
-    own = store.folder.with_name(f"{store.folder.name}-{part or 0}")
+    part_folder = store.folder.with_name(f"{store.folder.name}-{part or 0}")
     with (
-        nullcontext(walk.offload) if worker.alone else temporary_beside(own) as folder,
+        nullcontext(walk.offload) if worker.alone else temporary_beside(part_folder) as folder,
         torch.enable_grad(),
         ActivationStore(folder, memory, walk.dtype) as activations,
     ):
         model = FloatModel(worker.model.ckpt, fast_arithmetic(worker.model.device), worker.model.device)
-        found = output_hessians(
+        layers_outputs = output_hessians(
             model, tokens, activations, first, resume, held, lambda name, norms: store.save_norms(name, norms, part),
             walk.two_sided,
         )  # fmt: skip
-        for name, outputs in found:
+        for name, outputs in layers_outputs:
             said(name)
             if name in missing:
                 store.save_outputs(name, outputs if walk.two_sided else None, part)

@@ -106,8 +106,8 @@ class Worker:
             twin = float_twin(module) if self.walk.cross or self.walk.feed == "float" else None
             self._work = BlockWork(self.walk, module, layers, twin)
         for name in sorted(done.keys() - self._work.replaced):
-            found = done[name]
-            values = torch.from_numpy(found.values()) if isinstance(found, StoredLayer) else found
+            layer = done[name]
+            values = torch.from_numpy(layer.values()) if isinstance(layer, StoredLayer) else layer
             assert values is not None
             self._work.replace(name, values)
         return self._work, batches
@@ -137,13 +137,13 @@ class Worker:
         self.model.load(0)
         try:
             tokens = [self.sequences[number] for number in numbers]
-            found = first_inputs(model, blocks, tokens, self.activations)
-            for number, inputs in zip(numbers, found, strict=True):
+            inputs_of_batches = first_inputs(model, blocks, tokens, self.activations)
+            for number, inputs in zip(numbers, inputs_of_batches, strict=True):
                 if self.walk.held:
                     inputs.held = self._before[number] >= self.walk.tokens[: -self.walk.held].numel()
                 self._batches[number] = Batch(inputs, inputs.copy() if self.walk.float_inputs else None)
             if self.walk.feed == "quantized" and set_embeddings(model, self._quantized_embeddings()):
-                for inputs, part in zip(found, tokens, strict=True):
+                for inputs, part in zip(inputs_of_batches, tokens, strict=True):
                     inputs.advance(embedded(model, blocks, part))
         finally:
             self.model.drop(0)

@@ -251,12 +251,12 @@ class Decoder:
     def _functions(self, buffers: DecodeBuffers) -> list[CFunction]:
         """The C functions of products, of each type's; for the steps of one sequence, also when they are prepared."""
         integer = self.precision == "int8"
-        found = self.output.functions(buffers.n if buffers.one_token_each else 1, integer)
+        functions = self.output.functions(buffers.n if buffers.one_token_each else 1, integer)
         for matrix in {matrix.type: matrix for matrix in self._matrices}.values():
-            found += matrix.functions(buffers.n, integer)
+            functions += matrix.functions(buffers.n, integer)
             if buffers.n == 1 and self._prepared < len(self._matrices):
-                found += engine.prepared_functions(matrix.type, integer)
-        return found
+                functions += engine.prepared_functions(matrix.type, integer)
+        return functions
 
     def _embed(self, buffers: DecodeBuffers) -> None:
         """What the first layer reads, into `buffers.x`."""
