@@ -14,9 +14,7 @@ at once, each in a thread of its own. Tokens with which the call before began as
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import islice
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,36 +25,23 @@ from bridge.runtime.config.config_reader import read_config
 from bridge.runtime.config.decoder_config import DecoderConfig
 from bridge.runtime.decoder.decoder import Decoder
 from bridge.runtime.decoder.prediction import PredictionHead
+from bridge.runtime.decoder.shared import SharedDecoder
 from bridge.runtime.layers.lora import add_adapter
 from bridge.runtime.reader import GGUFFile, open_gguf
 from bridge.runtime.replies.batch import MAX_BATCH, Batch
 from bridge.runtime.replies.chat import ChatTemplate
 from bridge.runtime.replies.continuations import continuation_scores
+from bridge.runtime.replies.drawing import Timing, reply_tokens, run_batch
 from bridge.runtime.replies.generation import ScoredToken, scored, stop_texts, until
 from bridge.runtime.replies.scoring import Pooler, TokenScorer
-from bridge.runtime.replies.speculation import Drafter, Speculation, check_decoder, drafter_for, drawn_with
+from bridge.runtime.replies.speculation import Drafter, check_decoder, drafter_for
 from bridge.runtime.sampling import Sampler
 from bridge.runtime.tokenizer import Tokenizer
-from bridge.system.cpu.fork_locks import ForkLock
-from bridge.system.devices import choose, cpu_note, cuda
-from bridge.system.kernels import compiling
 from bridge.system.operands import check_precision
 from bridge.system.options import check_integer, checked
 
 DEFAULT_CONTEXT = 4096  # tokens, where the model was trained for more
 _LONGEST_CONTEXT = 1 << 24  # tokens, more than any model was trained for
-
-
-@dataclass
-class Timing:
-    """Of the last generation, without repacking: the first token counts with the prompt, which computes it."""
-
-    prompt_tokens: int = 0
-    kept_tokens: int = 0  # of these, those whose keys and values the call before left
-    prompt_seconds: float = 0.0
-    tokens: int = 0
-    seconds: float = 0.0
-    speculation: Speculation | None = None  # tokens that were guessed, and those that were right
 
 
 class Model:
@@ -66,7 +51,7 @@ class Model:
     config: DecoderConfig
     context: int  # tokens that prompt and reply may have together
     tokenizer: Tokenizer
-    note: str | None  # why device "auto" is the CPU
+    timing: Timing  # of the last generation
 
     def __init__(self, file: GGUFFile, kv: str, context: int | None, precision: str, device: str = "cpu"):
         self.path = file.path
@@ -76,10 +61,7 @@ class Model:
         self.timing = Timing()
         self._file = file
         self._template = ChatTemplate(file.metadata, file.path)
-        self._lock = ForkLock()  # held while something is computed
-        self._turn = 0  # number of the last call: it has the context
-        self._head: PredictionHead | None = None
-        self._decoder = self._decoder_on(device, file, kv, precision)
+        self._shared = SharedDecoder(file, self.config, self.context, kv, precision, device)
         if len(self.tokenizer) > self._decoder.vocab:
             raise BridgeError(
                 f"{self.path}: {len(self.tokenizer)} tokens, but token_embd.weight has {self._decoder.vocab} rows; "
@@ -136,27 +118,19 @@ class Model:
             raise BridgeError(f"{path}: {parameter('config', config)} is for checkpoints, which bridge.Model loads")
         return path
 
-    def _decoder_on(self, device: str, file: GGUFFile, kv: str, precision: str) -> Any:
-        """The decoder on a device; "auto" leaves a note where it is the CPU."""
-        chosen, self.note = choose(device)
-        if chosen != "cpu":
-            try:
-                return cuda("decoder").Decoder(file, self.config, self.context, kv, precision, chosen)
-            except BridgeError as problem:
-                if device != "auto":
-                    raise
-                self.note = cpu_note(problem)
-        try:
-            return Decoder(file, self.config, self.context, kv, precision)
-        except MemoryError as problem:
-            raise BridgeError(
-                f"{parameter('context', self.context)}: takes more memory than there is; choose a shorter one"
-            ) from problem
-
     @property
     def device(self) -> str:
         """Where it runs: "cpu" or, for instance, "cuda:0"."""
-        return "cpu" if isinstance(self._decoder, Decoder) else str(self._decoder.device)
+        return self._shared.device
+
+    @property
+    def note(self) -> str | None:
+        """Why device "auto" is the CPU; None where another was asked for, or CUDA is used."""
+        return self._shared.note
+
+    @property
+    def _decoder(self) -> Any:
+        return self._shared.decoder
 
     def __enter__(self) -> Self:
         return self
@@ -175,10 +149,7 @@ class Model:
 
     def close(self) -> None:
         """Release the file and the memory; the model cannot be used afterwards."""
-        with self._lock:
-            self._turn += 1
-            self._file.close()
-            self._decoder, self._head = _Closed(self.path), None
+        self._shared.close()
 
     @property
     def name(self) -> str:
@@ -202,10 +173,7 @@ class Model:
 
     def prepare(self) -> Self:
         """Repack the weights now rather than with the first token, or on a GPU upload and compile; returns self."""
-        with self._lock:
-            self._decoder.prepare()
-            if self._head is not None:
-                self._head.prepare()
+        self._shared.prepare()
         return self
 
     def logits(self, tokens: Sequence[int], last: int | None = None) -> np.ndarray:
@@ -358,7 +326,8 @@ class Model:
                 batch.add(prompt, limit, stop_texts(stop) + stop_texts(end), **sampling)
                 for prompt, limit, end in zip(prompts, limits, ends, strict=True)
             ]
-            self._run(batch, sum(len(generation.prompt) for generation in generations))
+            self.timing = Timing(prompt_tokens=sum(len(generation.prompt) for generation in generations))
+            run_batch(self._shared, self.timing, batch)
         for generation in generations:
             if generation.error is not None:
                 raise generation.error
@@ -379,20 +348,7 @@ class Model:
             )
         if draft is not None:
             check_decoder(self._decoder, self.device)
-        return Batch(lambda: self._decoder, self.tokenizer, self._lock, self._start, sequences, draft)
-
-    def _run(self, batch: Batch, prompt_tokens: int) -> None:
-        """Advance a batch to its end, and time it."""
-        timing = self.timing = Timing(prompt_tokens=prompt_tokens)
-        while batch.busy():
-            start, preparing, steps = compiling.clock(), self._decoder.preparing, batch.steps
-            batch.advance()
-            seconds = compiling.clock() - start - (self._decoder.preparing - preparing)
-            if batch.steps == steps:
-                timing.prompt_seconds += seconds
-            else:
-                timing.seconds += seconds
-        timing.tokens, timing.kept_tokens = batch.step_tokens, prompt_tokens - batch.prompt_tokens
+        return Batch(lambda: self._decoder, self.tokenizer, self._shared.lock, self._start, sequences, draft)
 
     def chat(
         self,
@@ -409,7 +365,7 @@ class Model:
         Its own replies are not read again, even if it chose other tokens than the tokenizer would.
         """
         tokens = self.chat_tokens(messages, template_options)
-        with self._lock:
+        with self._shared.lock:
             tokens = self.tokenizer.spelled_as(tokens, self._decoder.read)
         return self.generate(tokens, max_tokens, **options)
 
@@ -464,75 +420,15 @@ class Model:
         sampler.see(ids)
         return ids, sampler
 
-    @contextmanager
-    def taken(self) -> Iterator[Any]:
+    def _tokens(self, ids: list[int], max_tokens: int, sampler: Sampler, drafter: Drafter | None) -> Iterator[int]:
+        timing = self.timing = Timing(prompt_tokens=len(ids))
+        limit, ends = min(max_tokens, self.context), self.tokenizer.stops
+        yield from reply_tokens(self._shared, timing, ids, sampler, drafter, limit, ends)
+
+    def taken(self) -> AbstractContextManager[Any]:
         """Lock the decoder. An unfinished generation of another caller loses its context."""
-        with self._lock:
-            self._turn += 1
-            self._decoder.begin()
-            yield self._decoder
+        return self._shared.taken()
 
     def prediction_head(self) -> PredictionHead:
         """The layer that predicts a token further (MTP), on the CPU; BridgeError where the file has none."""
-        with self._lock:
-            if self._head is None:
-                own = self._decoder
-                self._head = PredictionHead(self._file, self.config, self.context, own.cache.kind, own.precision)
-            return self._head
-
-    def _tokens(
-        self, ids: list[int], max_tokens: int, sampler: Sampler, drafter: Drafter | None = None
-    ) -> Iterator[int]:
-        timing = self.timing = Timing(prompt_tokens=len(ids))
-        with self.taken() as decoder:
-            turn = self._turn
-            kept = timing.kept_tokens = decoder.kept(ids[:-1])
-            if drafter is None:
-                drawn = decoder.draw(ids, sampler, kept)
-            else:
-                reached = decoder.cache.reach(drafter.begin(ids, kept))
-                kept = timing.kept_tokens = drafter.begin(ids, reached)
-                timing.speculation = Speculation(drafter, ids)
-                drawn = drawn_with(timing.speculation, decoder, ids, sampler, kept)
-        begun = compiling.clock() - decoder.preparing
-        for made, token in enumerate(islice(self._in_turn(drawn, turn), min(max_tokens, self.context))):
-            now = compiling.clock() - decoder.preparing
-            if made == 0:
-                timing.prompt_seconds, begun = now - begun, now
-            else:
-                timing.tokens, timing.seconds = made, now - begun
-            if token in self.tokenizer.stops:
-                return
-            yield token
-            if sampler.complete:
-                return
-
-    def _in_turn(self, drawn: Iterator[int], turn: int) -> Iterator[int]:
-        """The tokens drawn, while no later call has taken the context."""
-        while True:
-            with self._lock:
-                if isinstance(self._decoder, _Closed):
-                    raise _closed(self.path)
-                if self._turn != turn:
-                    raise BridgeError(
-                        f"{self.path}: another call on this model has taken its context; finish one before the "
-                        "next, or load the model once for each"
-                    )
-                token = next(drawn, None)
-            if token is None:
-                return
-            yield token
-
-
-class _Closed:
-    """Takes the place of a closed model's decoder."""
-
-    def __init__(self, path: Path):
-        self._path = path
-
-    def __getattr__(self, name: str) -> Any:
-        raise _closed(self._path)
-
-
-def _closed(path: Path) -> BridgeError:
-    return BridgeError(f"{path}: this model was closed; load it again")
+        return self._shared.prediction_head()

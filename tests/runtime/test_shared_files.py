@@ -37,7 +37,7 @@ model = bridge.Model.load(sys.argv[1], context=4096)
 expected = list(model.generate_tokens("The city", 3, temperature=0))
 threading.Thread(target=lambda: list(model.generate_tokens("The tower", 4000)), daemon=True).start()
 for _ in range(4):
-    while not model._lock._lock.locked():
+    while not model._shared.lock._lock.locked():
         pass
     child = os.fork()
     if child == 0:

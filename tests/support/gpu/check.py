@@ -250,7 +250,7 @@ def small_check(right: bool = True) -> Iterator[Products]:
         cuda = device != "cpu"
         made = load(path, device="cpu" if right else device, **options)
         if cuda and right:
-            made._decoder = Stepped(made._decoder)
+            made._shared.decoder = Stepped(made._decoder)
         return made
 
     large, small, others, lengths = "8x512", "4x256", ("4x512", "2x256", "6x256"), ("64", "128")
