@@ -31,13 +31,45 @@ codes are levels and signs of the point's coordinates, so that what reads or mul
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class ScaleSearch(NamedTuple):
+    """How the scales of sub-blocks are searched, and d and dmin of their block; a search uses some of the fields."""
+
+    first: float  # code of the widest weight at the first start, less the last code; of table types its value
+    step: float  # by which it grows from start to start
+    starts: int
+    refits: int = 0  # least squares from the best start on
+    tries: int = 0  # values of d
+    rounds: int = 0  # sweeps over the sub-blocks, each followed by least squares for d
+    compared: int = 2  # scale codes, next to the best scale, whose errors a sweep compares
+    d_step: float = 0.0  # at each further try of d, the largest scale's code is so much less
+    m_step: float = 0.0  # the same for dmin and the largest minimum
+    grid_wide: int = 0  # how far the first sweep of a grid looks, in steps of sc
+    wide: int = 0  # the same for the best grid
+    shakes: int = 0  # values of d close to the best one that are tried
+    coarse: float = 0.0  # a scale this many times smaller than the largest is small
+
+
+def d_of_nibbles(raw, places):
+    """The bits of a d whose four nibbles are the high ones of these bytes; plain Python, as `unpack` is."""
+    bits = 0
+    for i in range(4):
+        bits |= (raw[places[i]] >> 4) << (4 * i)
+    return bits
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockType:
-    """One GGUF block type: what its fields may hold and how they lie in memory. A default: no such field."""
+    """One GGUF block type: what its fields may hold, how they lie in memory, and how weights are rounded to it.
+
+    A default: no such field.
+    """
 
     name: str  # as gguf.GGMLQuantizationType spells it
     size: int  # weights in a block
@@ -57,11 +89,19 @@ class BlockType:
     unpack: Callable[..., None]
     values: tuple[int, ...] = ()  # table types: the value of each code
     scales: tuple[float, ...] = ()  # and of each scale byte, where there is no d
-    numbered: bool = False  # several codes share a number: a codebook's, or one of another base than 2
+    points: "np.ndarray | None" = field(default=None, compare=False, repr=False)  # see `codebooks.points_of`
     even_signs: bool = False  # of 8 weights, an even number are negative, so that seven signs tell the eighth
     shifted: int = 0  # weights whose values are shifted together, by 1 or by -1
     clips: bool = False  # codes that leave the range are clipped; other types cannot carry them
     last_resort: bool = False  # taken when no other type is good enough
+    ternary: bool = False  # codes are those of -1, 0 and 1
+    matrix_scale: bool = False  # a tensor of its own, `<name>.scale`, multiplies all of a matrix
+    nibble_run: int = 0  # the last size / 2 bytes hold codes: low nibbles of so many columns, high ones of as many next
+    search: ScaleSearch | None = None  # how floats are rounded to it
+    text_starts: tuple[float, float] = (0.0, 0.0)  # of plain types whose scales a text chooses: first and step
+    lift_share: float = 0.0  # how far d is lifted against shrinking, see `encode.rounding.round_values`
+    needs_imatrix: bool = False  # llama.cpp rounds to it with an imatrix only, but for embeddings and head
+    noise: float = 0.3  # squared error over squared weights, with some margin, of weights that are rounded to it
 
     @property
     def bpw(self) -> float:
@@ -105,6 +145,16 @@ class BlockType:
     def has_min(self) -> bool:
         """Whether the type has a term besides scale times code."""
         return self.dmin_at >= 0
+
+    @property
+    def numbered(self) -> bool:
+        """Whether several codes share a number: a codebook's, or one of another base than 2."""
+        return self.points is not None or self.levels.bit_count() != 1
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether a calibration text chooses scales with codes; those of K-quants it chooses on fitted scales."""
+        return not self.ternary and (bool(self.values) or not self.is_k)
 
     @property
     def ggml(self) -> Any:

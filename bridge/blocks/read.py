@@ -1,5 +1,5 @@
-"""WRITTEN: all block types that are written. READ: all that are read and multiplied. CALIBRATED: those whose scales
-a calibration text chooses together with the codes; of K-quants it chooses codes on fitted scales.
+"""WRITTEN: all block types that are written. READ: all that are read and multiplied. CALIBRATED: those that are
+`BlockType.calibrated`.
 
 A module of its own, because the codebooks and tables of the IQ types are the `gguf` package's, whose import takes
 0.1 s: WRITTEN and CALIBRATED have all records when they are asked for, READ imports the types that are asked for.
@@ -7,53 +7,41 @@ A module of its own, because the codebooks and tables of the IQ types are the `g
 
 from collections.abc import Iterator, Mapping
 from functools import cache
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from bridge.blocks import ROUNDED, TYPES
+from bridge.blocks import ROUNDED, TYPES, record_of
 from bridge.blocks.base import BlockType
-
-_READ_ONLY = ("Q1_0",)
-_WITH_CODEBOOKS = (
-    "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS", "MXFP4", "IQ4_NL", "NVFP4",
-)  # fmt: skip
-_PLAIN = ("Q2_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
-
-_FOLDERS = {"IQ": "codebook", "TQ": "small", "Q1": "integers"}  # of types whose modules are imported when asked for
+from bridge.blocks.tensor_types import TENSOR_TYPES
 
 
 class _Read(Mapping[str, BlockType]):
     """The records by name, in order."""
 
     def __init__(self) -> None:
-        self.names = dict.fromkeys((*TYPES, *ROUNDED, *_READ_ONLY))
+        self.types = {type.name: type for type in TENSOR_TYPES if type.use}
 
     def __getitem__(self, name: str) -> BlockType:
-        if name not in self.names:
+        if name not in self.types:
             raise KeyError(name)
         return _record(name)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.names
+        return name in self.types
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
+        return iter(self.types)
 
     def __len__(self) -> int:
-        return len(self.names)
+        return len(self.types)
+
+
+READ = _Read()
 
 
 @cache
 def _record(name: str) -> BlockType:
-    """The record of a type, from the module of its name."""
-    if name in TYPES:
-        return TYPES[name]
-    block: BlockType = getattr(import_module(f"bridge.blocks.{_FOLDERS[name[:2]]}.{name.lower()}"), name)
-    assert block.size == ROUNDED.get(name, block.size), name
-    return block
+    return TYPES.get(name) or record_of(READ.types[name])
 
-
-READ: Mapping[str, BlockType] = _Read()
 
 if TYPE_CHECKING:
     WRITTEN: dict[str, BlockType]
@@ -62,8 +50,9 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     """WRITTEN and CALIBRATED, made when they are imported first."""
-    names = {"WRITTEN": (*TYPES, *ROUNDED), "CALIBRATED": (*_WITH_CODEBOOKS, *_PLAIN)}.get(name)
-    if names is None:
+    if name not in ("WRITTEN", "CALIBRATED"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = {type: _record(type) for type in names}
+    records = {type: READ[type] for type in (*TYPES, *ROUNDED)}
+    globals()["WRITTEN"] = records
+    globals()["CALIBRATED"] = {type: block for type, block in records.items() if block.calibrated}
     return globals()[name]

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from bridge.blocks import BlockType
+from bridge.blocks.base import d_of_nibbles
 from bridge.blocks.read import READ, WRITTEN
 from bridge.system.kernels.half import half_bits
 from bridge.system.kernels.jit import from_plain, inlined, specialize
@@ -86,9 +87,8 @@ def unpack_scales(block: BlockType, raw: np.ndarray, sc: np.ndarray) -> np.ndarr
     if block.scales:
         return np.asarray(block.scales, np.float32)[sc.view(np.uint8)]
     if block.d_nibbles:
-        nibbles = raw.reshape(len(raw), -1, block.nbytes)[:, :, list(block.d_nibbles)] >> 4
-        bits = sum(nibbles[:, :, i].astype(np.uint16) << np.uint16(4 * i) for i in range(4))
-        d = np.asarray(bits, np.uint16).view(np.float16).astype(np.float32)
+        bits = d_of_nibbles(raw.reshape(len(raw), -1, block.nbytes).T.astype(np.uint16), block.d_nibbles)
+        d = np.ascontiguousarray(bits.T).view(np.float16).astype(np.float32)
     else:
         d = unpack_halves(block, raw, block.d_at)
     scales = np.repeat(d, block.subs, 1)

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bridge.blocks import BLOCKS, FP4, NEWER, Q8_0, BlockType
+from bridge.blocks import BLOCKS, FP4, NEWER, BlockType
+from bridge.blocks.integers.q8_0 import Q8_0
 from bridge.blocks.read import WRITTEN
 from bridge.blocks.small.tq2_0 import TQ2_0
 from bridge.checkpoint.decoded import DecodedTensor

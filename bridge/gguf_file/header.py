@@ -334,7 +334,7 @@ def _tensor(
 ) -> TensorEntry:
     if (tensor_type := type_numbered(kind)) is None:
         raise BridgeError(f"{cursor.path}: {name} has the unknown type {kind}; a newer gguf package may know it")
-    type_, _, size, nbytes = tensor_type
+    type_, _, size, nbytes, *_ = tensor_type
     if 0 in shape or math.prod(shape) > _MAX_WEIGHTS:
         raise cursor.error(f"{name}: impossible shape {list(shape)}")
     if shape[-1] % size:

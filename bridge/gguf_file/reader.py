@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from bridge.blocks import MATRIX_SCALED
 from bridge.errors import BridgeError, parameter
 from bridge.gguf_file.header import Metadata, check_basis, read_header
 from bridge.system.storage.files import HEAD, kind_of_contents, missing, shards_of
@@ -63,12 +64,12 @@ class StoredModel:
     tensors: dict[str, StoredTensor]
 
     def scales_of(self, tensor: StoredTensor) -> np.ndarray | None:
-        """What multiplies a tensor of NVFP4: float32, one number or one for each of its matrices; None: no scale.
+        """What multiplies a tensor of MATRIX_SCALED: float32, one number or one a matrix; None: no scale.
 
         Raises BridgeError if the tensor of that name cannot be the scale.
         """
-        scale = self.tensors.get(f"{tensor.name.removesuffix('.weight')}.scale") if tensor.type == "NVFP4" else None
-        if scale is None or scale is tensor:
+        scale = self.tensors.get(f"{tensor.name.removesuffix('.weight')}.scale")
+        if tensor.type not in MATRIX_SCALED or scale is None or scale is tensor:
             return None
         matrices = tensor.shape[0] if len(tensor.shape) == 3 else 1
         if scale.type != "F32" or scale.raw.size not in (4, 4 * matrices):

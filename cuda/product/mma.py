@@ -68,7 +68,7 @@ from bridge.cuda.toolchain.intrinsics import (
 from bridge.cuda.toolchain.unroll import expand, registers, unroll
 from numba import cuda
 
-from bridge.blocks import ROUNDED
+from bridge.blocks import BLOCKS, ROUNDED
 from bridge.errors import BridgeError
 
 # set per kernel by `expand`
@@ -89,7 +89,7 @@ TOKENS = 64  # at most
 OLDEST = (8, 0)  # compute capability
 MAX_REGISTERS = 128  # so that 16 warps find room on a multiprocessor
 _ALL_REGISTERS = 255  # where rows are too few for that, and a warp copies more of x
-TYPES = (*ROUNDED, "Q2_K", "Q3_K", "Q4_K", "Q4_0", "Q4_1", "Q5_K", "Q5_0", "Q5_1", "Q6_K", "Q8_0")
+TYPES = (*ROUNDED, *BLOCKS)
 
 _TILE = 8  # tokens of mma.sync
 _ROWS = 16  # rows of a warp

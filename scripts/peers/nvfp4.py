@@ -3,7 +3,7 @@ and the nearest 4-bit floats."""
 
 import numpy as np
 
-from bridge.blocks import NVFP4
+from bridge.blocks.small.nvfp4 import NVFP4
 from bridge.encode.block_bytes import packer, row_bytes
 from scripts.peers.gguf_file import Blocks
 

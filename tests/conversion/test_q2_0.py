@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import bridge
-from bridge.blocks import Q2_0
+from bridge.blocks.integers.q2_0 import Q2_0
 from bridge.checkpoint import GroupedTensor
 from bridge.conversion.converter import plan_checkpoint
 from bridge.conversion.planning.recipe import Recipe

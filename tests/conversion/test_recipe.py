@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from bridge.conversion.planning.recipe import NEED_IMATRIX, Recipe, TensorPlace, Wanted, for_rows
+from bridge.blocks.read import WRITTEN
+from bridge.conversion.planning.recipe import Recipe, TensorPlace, Wanted, for_rows
 from bridge.errors import BridgeError
 from tests.conftest import ROOT
 
@@ -108,7 +109,7 @@ def test_presets_are_those_of_llama_cpps_own_quantizer_layer_by_layer():
                 wanted = [Recipe(preset).wanted(p, as_codes=False).type for p in places(model, golden["layers"], kind)]
                 assert wanted == expected, (name, preset, kind)
                 found |= set(wanted) if kind not in ("token_embd", "output") else set()
-            assert needs == bool(found & set(NEED_IMATRIX)), (name, preset)
+            assert needs == any(type in WRITTEN and WRITTEN[type].needs_imatrix for type in found), (name, preset)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.blocks import BLOCKS, Q2_K, Q3_K, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, Q8_0
+from bridge.blocks import BLOCKS
+from bridge.blocks.integers.q4_0 import Q4_0
+from bridge.blocks.integers.q4_1 import Q4_1
+from bridge.blocks.integers.q5_0 import Q5_0
+from bridge.blocks.integers.q5_1 import Q5_1
+from bridge.blocks.integers.q8_0 import Q8_0
+from bridge.blocks.k_quants.q2_k import Q2_K
+from bridge.blocks.k_quants.q3_k import Q3_K
+from bridge.blocks.k_quants.q4_k import Q4_K
+from bridge.blocks.k_quants.q5_k import Q5_K
+from bridge.blocks.k_quants.q6_k import Q6_K
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.encode.block_bytes import unpack_codes
 from bridge.encode.carrying.carry import CannotCarryError, Mapped, carry, stored_codes

@@ -12,7 +12,7 @@ bytes  0..31  qs[32]     byte k: bits 0..7 of the number of the point whose coor
 
 from bridge.blocks.base import BlockType
 from bridge.blocks.codebook.codebooks import digits
-from bridge.blocks.codebook.iq1_s import NUMBERS, POINTS, VALUES
+from bridge.blocks.codebook.iq1_s import IQ1_S, NUMBERS, POINTS, VALUES
 
 
 def pack(q, sc, mn, d, dmin, out):
@@ -45,6 +45,7 @@ def unpack(raw, q, sc, mn):
 
 IQ1_M = BlockType(
     name="IQ1_M", size=256, sub=16, nbytes=56, levels=6, unit=0.125, scale_lo=0, scale_hi=7, odd_scales=True,
-    values=VALUES, d_nibbles=(49, 51, 53, 55), numbered=True, shifted=8, pack=pack, unpack=unpack,
+    values=VALUES, d_nibbles=(49, 51, 53, 55), points=POINTS, shifted=8, pack=pack, unpack=unpack,
+    search=IQ1_S.search, lift_share=0.7, needs_imatrix=True, noise=0.6,
 )  # fmt: skip
 assert IQ1_M.nbytes == 32 + 16 + 8

@@ -13,7 +13,7 @@ bytes  0..1   d, f16
 
 from gguf.quants import IQ1_S as _GGUF
 
-from bridge.blocks.base import BlockType
+from bridge.blocks.base import BlockType, ScaleSearch
 from bridge.blocks.codebook.codebooks import digits, levels_of, numbers_of, points_of
 
 VALUES = tuple(8 * level + shift for shift in (1, -1) for level in levels_of(_GGUF))
@@ -46,6 +46,7 @@ def unpack(raw, q, sc, mn):
 
 IQ1_S = BlockType(
     name="IQ1_S", size=256, sub=32, nbytes=50, levels=6, unit=0.125, scale_lo=0, scale_hi=7, odd_scales=True,
-    values=VALUES, d_at=0, numbered=True, shifted=32, pack=pack, unpack=unpack,
+    values=VALUES, d_at=0, points=POINTS, shifted=32, pack=pack, unpack=unpack,
+    search=ScaleSearch(10.0, 1.0, 1, tries=16, rounds=1, compared=1), lift_share=0.8, needs_imatrix=True, noise=0.7,
 )  # fmt: skip
 assert IQ1_S.nbytes == 2 + 32 + 16

@@ -11,7 +11,7 @@ bytes  0..1   d, f16
 
 from gguf.quants import IQ2_S as _GGUF
 
-from bridge.blocks.base import BlockType
+from bridge.blocks.base import BlockType, ScaleSearch
 from bridge.blocks.codebook.codebooks import digits, levels_of, numbers_of, points_of, signs
 
 _LEVELS = levels_of(_GGUF)
@@ -45,6 +45,7 @@ def unpack(raw, q, sc, mn):
 
 IQ2_S = BlockType(
     name="IQ2_S", size=256, sub=16, nbytes=82, levels=6, unit=0.125, scale_lo=0, scale_hi=15, odd_scales=True,
-    values=(*_LEVELS, *(-level for level in _LEVELS)), d_at=0, numbered=True, pack=pack, unpack=unpack,
+    values=(*_LEVELS, *(-level for level in _LEVELS)), d_at=0, points=POINTS, pack=pack, unpack=unpack,
+    search=ScaleSearch(32.5, 6.0, 2, tries=32, rounds=1, compared=1), lift_share=0.8, needs_imatrix=True, noise=0.35,
 )  # fmt: skip
 assert IQ2_S.nbytes == 2 + 32 + 32 + 8 + 8

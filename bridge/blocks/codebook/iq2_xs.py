@@ -13,7 +13,7 @@ bytes  0..1   d, f16
 
 from gguf.quants import IQ2_XS as _GGUF
 
-from bridge.blocks.base import BlockType
+from bridge.blocks.base import BlockType, ScaleSearch
 from bridge.blocks.codebook.codebooks import digits, even_signs, levels_of, numbers_of, points_of, signs
 
 _LEVELS = levels_of(_GGUF)
@@ -44,7 +44,7 @@ def unpack(raw, q, sc, mn):
 
 IQ2_XS = BlockType(
     name="IQ2_XS", size=256, sub=16, nbytes=74, levels=6, unit=0.125, scale_lo=0, scale_hi=15, odd_scales=True,
-    values=(*_LEVELS, *(-level for level in _LEVELS)), d_at=0, numbered=True, even_signs=True, pack=pack,
-    unpack=unpack,
+    values=(*_LEVELS, *(-level for level in _LEVELS)), d_at=0, points=POINTS, even_signs=True, pack=pack, unpack=unpack,
+    search=ScaleSearch(27.0, 2.5, 8, refits=1, tries=32, rounds=2), lift_share=0.8, needs_imatrix=True, noise=0.4,
 )  # fmt: skip
 assert IQ2_XS.nbytes == 2 + 64 + 8

@@ -11,7 +11,7 @@ bytes   0..1    d, f16
 
 from gguf.quants import IQ3_S as _GGUF
 
-from bridge.blocks.base import BlockType
+from bridge.blocks.base import BlockType, ScaleSearch
 from bridge.blocks.codebook.codebooks import digits, levels_of, numbers_of, points_of, signs
 
 _LEVELS = levels_of(_GGUF)
@@ -47,6 +47,7 @@ def unpack(raw, q, sc, mn):
 
 IQ3_S = BlockType(
     name="IQ3_S", size=256, sub=32, nbytes=110, levels=16, scale_lo=0, scale_hi=15, odd_scales=True,
-    values=(*_LEVELS, *(-level for level in _LEVELS)), d_at=0, numbered=True, pack=pack, unpack=unpack,
+    values=(*_LEVELS, *(-level for level in _LEVELS)), d_at=0, points=POINTS, pack=pack, unpack=unpack,
+    search=ScaleSearch(8.0, 1.5, 4, tries=32, rounds=1), noise=0.15,
 )  # fmt: skip
 assert IQ3_S.nbytes == 2 + 64 + 8 + 32 + 4

@@ -12,7 +12,7 @@ bytes  0..1   d, f16
 
 from gguf.quants import IQ3_XXS as _GGUF
 
-from bridge.blocks.base import BlockType
+from bridge.blocks.base import BlockType, ScaleSearch
 from bridge.blocks.codebook.codebooks import digits, even_signs, levels_of, numbers_of, points_of, signs
 
 _LEVELS = levels_of(_GGUF)
@@ -47,7 +47,7 @@ def unpack(raw, q, sc, mn):
 
 IQ3_XXS = BlockType(
     name="IQ3_XXS", size=256, sub=32, nbytes=98, levels=16, unit=0.25, scale_lo=0, scale_hi=15, odd_scales=True,
-    values=(*_LEVELS, *(-level for level in _LEVELS)), d_at=0, numbered=True, even_signs=True, pack=pack,
-    unpack=unpack,
+    values=(*_LEVELS, *(-level for level in _LEVELS)), d_at=0, points=POINTS, even_signs=True, pack=pack, unpack=unpack,
+    search=ScaleSearch(31.0, 5.0, 5, tries=32, rounds=2), lift_share=0.8, needs_imatrix=True, noise=0.2,
 )  # fmt: skip
 assert IQ3_XXS.nbytes == 2 + 64 + 32

@@ -6,7 +6,7 @@ bytes  0..1    d, f16
        8..135  qs[128]     byte 16j + l: low nibble q[32j + l], high nibble q[32j + l + 16]
 """
 
-from bridge.blocks.base import BlockType
+from bridge.blocks.base import BlockType, ScaleSearch
 from bridge.blocks.codebook.iq4_nl import IQ4_NL
 
 
@@ -38,5 +38,6 @@ def unpack(raw, q, sc, mn):
 IQ4_XS = BlockType(
     name="IQ4_XS", size=256, sub=32, nbytes=136, levels=16,
     scale_lo=-32, scale_hi=31, values=IQ4_NL.values, d_at=0, pack=pack, unpack=unpack,
+    search=ScaleSearch(103.0, 9.0, 5, tries=32, rounds=2), noise=0.06,
 )  # fmt: skip
 assert IQ4_XS.nbytes == 2 + 2 + 4 + 128

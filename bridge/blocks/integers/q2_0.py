@@ -4,7 +4,7 @@ bytes  0..1   d, f16
        2..17  qs[16]   byte l: bits 2j, 2j+1 hold q[4l + j]
 """
 
-from bridge.blocks.base import BlockType
+from bridge.blocks.base import BlockType, ScaleSearch
 
 
 def pack(q, sc, mn, d, dmin, out):
@@ -20,5 +20,8 @@ def unpack(raw, q, sc, mn):
             q[4 * i + j] = (raw[2 + i] >> (2 * j)) & 3
 
 
-Q2_0 = BlockType(name="Q2_0", size=64, sub=64, nbytes=18, levels=4, zero=1, d_at=0, pack=pack, unpack=unpack)
+Q2_0 = BlockType(
+    name="Q2_0", size=64, sub=64, nbytes=18, levels=4, zero=1, d_at=0, pack=pack, unpack=unpack,
+    search=ScaleSearch(-3.2, 0.2, 18), text_starts=(-0.3, 0.22),
+)  # fmt: skip
 assert Q2_0.nbytes == 2 + 16

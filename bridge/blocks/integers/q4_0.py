@@ -4,7 +4,7 @@ bytes  0..1   d, f16
        2..17  qs[16]   low nibble q[l], high nibble q[l + 16]
 """
 
-from bridge.blocks.base import BlockType
+from bridge.blocks.base import BlockType, ScaleSearch
 
 
 def pack(q, sc, mn, d, dmin, out):
@@ -20,5 +20,8 @@ def unpack(raw, q, sc, mn):
         q[i + 16] = raw[2 + i] >> 4
 
 
-Q4_0 = BlockType(name="Q4_0", size=32, sub=32, nbytes=18, levels=16, zero=8, d_at=0, pack=pack, unpack=unpack)
+Q4_0 = BlockType(
+    name="Q4_0", size=32, sub=32, nbytes=18, levels=16, zero=8, d_at=0, pack=pack, unpack=unpack,
+    search=ScaleSearch(-1.0, 0.15, 16), text_starts=(-1.0, 0.15), nibble_run=16, noise=0.06,
+)  # fmt: skip
 assert Q4_0.nbytes == 2 + 16

@@ -5,7 +5,7 @@ bytes  0..1   d, f16
        4..19  qs[16]   low nibble q[l], high nibble q[l + 16]
 """
 
-from bridge.blocks.base import BlockType
+from bridge.blocks.base import BlockType, ScaleSearch
 
 
 def pack(q, sc, mn, d, dmin, out):
@@ -23,5 +23,8 @@ def unpack(raw, q, sc, mn):
         q[i + 16] = raw[4 + i] >> 4
 
 
-Q4_1 = BlockType(name="Q4_1", size=32, sub=32, nbytes=20, levels=16, d_at=0, dmin_at=2, pack=pack, unpack=unpack)
+Q4_1 = BlockType(
+    name="Q4_1", size=32, sub=32, nbytes=20, levels=16, d_at=0, dmin_at=2, pack=pack, unpack=unpack,
+    search=ScaleSearch(-1.0, 0.2, 12), text_starts=(-1.0, 0.25), nibble_run=16, noise=0.06,
+)  # fmt: skip
 assert Q4_1.nbytes == 2 + 2 + 16

@@ -5,7 +5,7 @@ bytes  0..1   d, f16
        6..21  qs[16]   low nibble q[l] & 15, high nibble q[l + 16] & 15
 """
 
-from bridge.blocks.base import BlockType
+from bridge.blocks.base import BlockType, ScaleSearch
 
 
 def pack(q, sc, mn, d, dmin, out):
@@ -26,5 +26,8 @@ def unpack(raw, q, sc, mn):
         q[i + 16] = (raw[6 + i] >> 4) | (((raw[4 + (i >> 3)] >> (i & 7)) & 1) << 4)
 
 
-Q5_0 = BlockType(name="Q5_0", size=32, sub=32, nbytes=22, levels=32, zero=16, d_at=0, pack=pack, unpack=unpack)
+Q5_0 = BlockType(
+    name="Q5_0", size=32, sub=32, nbytes=22, levels=32, zero=16, d_at=0, pack=pack, unpack=unpack,
+    search=ScaleSearch(-1.2, 0.12, 24), text_starts=(-1.2, 0.15), noise=0.02,
+)  # fmt: skip
 assert Q5_0.nbytes == 2 + 4 + 16

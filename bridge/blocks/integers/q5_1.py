@@ -6,7 +6,7 @@ bytes  0..1   d, f16
        8..23  qs[16]   low nibble q[l] & 15, high nibble q[l + 16] & 15
 """
 
-from bridge.blocks.base import BlockType
+from bridge.blocks.base import BlockType, ScaleSearch
 
 
 def pack(q, sc, mn, d, dmin, out):
@@ -29,5 +29,8 @@ def unpack(raw, q, sc, mn):
         q[i + 16] = (raw[8 + i] >> 4) | (((raw[6 + (i >> 3)] >> (i & 7)) & 1) << 4)
 
 
-Q5_1 = BlockType(name="Q5_1", size=32, sub=32, nbytes=24, levels=32, d_at=0, dmin_at=2, pack=pack, unpack=unpack)
+Q5_1 = BlockType(
+    name="Q5_1", size=32, sub=32, nbytes=24, levels=32, d_at=0, dmin_at=2, pack=pack, unpack=unpack,
+    search=ScaleSearch(-1.2, 0.3, 12), text_starts=(-1.0, 0.25), noise=0.02,
+)  # fmt: skip
 assert Q5_1.nbytes == 2 + 2 + 4 + 16

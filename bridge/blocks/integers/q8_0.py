@@ -22,5 +22,6 @@ def unpack(raw, q, sc, mn):
 Q8_0 = BlockType(
     name="Q8_0", size=32, sub=32, nbytes=34, levels=256, zero=128,
     clips=True, last_resort=True, d_at=0, pack=pack, unpack=unpack,
+    text_starts=(-1.2, 0.15), noise=0.0005,
 )  # fmt: skip
 assert Q8_0.nbytes == 2 + 32

@@ -6,7 +6,7 @@ bytes  0..15  scales[16]  low nibble sc[j], high nibble mn[j]
       82..83  dmin, f16
 """
 
-from bridge.blocks.base import BlockType
+from bridge.blocks.base import BlockType, ScaleSearch
 
 
 def pack(q, sc, mn, d, dmin, out):
@@ -35,5 +35,6 @@ def unpack(raw, q, sc, mn):
 Q2_K = BlockType(
     name="Q2_K", size=256, sub=16, nbytes=84, levels=4,
     scale_lo=0, scale_hi=15, min_hi=15, d_at=80, dmin_at=82, pack=pack, unpack=unpack,
+    search=ScaleSearch(-0.6, 0.2, 12, d_step=0.5, m_step=0.5), noise=0.3,
 )  # fmt: skip
 assert Q2_K.nbytes == 16 + 64 + 2 + 2

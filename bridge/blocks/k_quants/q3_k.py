@@ -11,7 +11,7 @@ bytes  0..31   hmask[32]   byte l: bit 4h + j is bit 2 of q[128h + 32j + l]
      108..109  d, f16
 """
 
-from bridge.blocks.base import BlockType
+from bridge.blocks.base import BlockType, ScaleSearch
 
 
 def pack(q, sc, mn, d, dmin, out):
@@ -51,5 +51,6 @@ def unpack(raw, q, sc, mn):
 Q3_K = BlockType(
     name="Q3_K", size=256, sub=16, nbytes=110, levels=8, zero=4,
     scale_lo=-32, scale_hi=31, d_at=108, pack=pack, unpack=unpack,
+    search=ScaleSearch(-0.4, 0.16, 12, grid_wide=1, wide=64, shakes=6, coarse=8.0), noise=0.15,
 )  # fmt: skip
 assert Q3_K.nbytes == 32 + 64 + 12 + 2

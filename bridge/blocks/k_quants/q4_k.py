@@ -14,7 +14,7 @@ bytes  0..1    d, f16
       16..143  qs[128]   byte 32c + l: low nibble q[64c + l], high nibble q[64c + 32 + l]
 """
 
-from bridge.blocks.base import BlockType
+from bridge.blocks.base import BlockType, ScaleSearch
 
 
 def pack_scales(sc, mn, out):
@@ -56,5 +56,6 @@ def unpack(raw, q, sc, mn):
 Q4_K = BlockType(
     name="Q4_K", size=256, sub=32, nbytes=144, levels=16,
     scale_lo=0, scale_hi=63, min_hi=63, d_at=0, dmin_at=2, pack=pack, unpack=unpack,
+    search=ScaleSearch(-1.0, 0.3, 10, d_step=1.0, m_step=2.0), noise=0.06,
 )  # fmt: skip
 assert Q4_K.nbytes == 2 + 2 + 12 + 128

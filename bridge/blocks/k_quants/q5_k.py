@@ -7,7 +7,7 @@ bytes  0..1    d, f16
       48..175  qs[128]     byte 32c + l: low nibble q[64c + l] & 15, high nibble q[64c + 32 + l] & 15
 """
 
-from bridge.blocks.base import BlockType
+from bridge.blocks.base import BlockType, ScaleSearch
 from bridge.blocks.k_quants.q4_k import pack_scales, unpack_scales
 
 
@@ -40,5 +40,6 @@ def unpack(raw, q, sc, mn):
 Q5_K = BlockType(
     name="Q5_K", size=256, sub=32, nbytes=176, levels=32,
     scale_lo=0, scale_hi=63, min_hi=63, d_at=0, dmin_at=2, pack=pack, unpack=unpack,
+    search=ScaleSearch(-1.0, 0.3, 10, d_step=1.0, m_step=2.0), noise=0.02,
 )  # fmt: skip
 assert Q5_K.nbytes == 2 + 2 + 12 + 32 + 128

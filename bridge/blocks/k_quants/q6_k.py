@@ -8,7 +8,7 @@ bytes   0..127  ql[128]    byte 64h + l:      low nibble q[128h + l], high nibbl
       208..209  d, f16
 """
 
-from bridge.blocks.base import BlockType
+from bridge.blocks.base import BlockType, ScaleSearch
 
 
 def pack(q, sc, mn, d, dmin, out):
@@ -42,5 +42,6 @@ def unpack(raw, q, sc, mn):
 Q6_K = BlockType(
     name="Q6_K", size=256, sub=16, nbytes=210, levels=64, zero=32,
     scale_lo=-128, scale_hi=127, d_at=208, pack=pack, unpack=unpack,
+    search=ScaleSearch(-0.6, 0.3, 8, grid_wide=1, wide=8, coarse=32.0), noise=0.005,
 )  # fmt: skip
 assert Q6_K.nbytes == 128 + 64 + 16 + 2

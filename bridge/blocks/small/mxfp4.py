@@ -28,5 +28,6 @@ def unpack(raw, q, sc, mn):
 MXFP4 = BlockType(
     name="MXFP4", size=32, sub=32, nbytes=17, levels=16,
     scale_lo=-128, scale_hi=127, values=E2M1, scales=_SCALES, pack=pack, unpack=unpack,
+    nibble_run=16, noise=0.06,
 )  # fmt: skip
 assert MXFP4.nbytes == 1 + 16

@@ -37,5 +37,6 @@ _SCALES = tuple(_ue4m3(code) / 2 for code in range(256))
 NVFP4 = BlockType(
     name="NVFP4", size=64, sub=16, nbytes=36, levels=16,
     scale_lo=-128, scale_hi=127, values=E2M1, scales=_SCALES, pack=pack, unpack=unpack,
+    nibble_run=8, matrix_scale=True, noise=0.06,
 )  # fmt: skip
 assert NVFP4.nbytes == 4 + 32

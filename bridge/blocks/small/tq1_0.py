@@ -45,6 +45,7 @@ def unpack(raw, q, sc, mn):
 
 
 TQ1_0 = BlockType(
-    name="TQ1_0", size=256, sub=256, nbytes=54, levels=3, zero=1, d_at=52, numbered=True, pack=pack, unpack=unpack
-)
+    name="TQ1_0", size=256, sub=256, nbytes=54, levels=3, zero=1, d_at=52, pack=pack, unpack=unpack,
+    ternary=True,
+)  # fmt: skip
 assert TQ1_0.nbytes == 32 + 16 + 4 + 2

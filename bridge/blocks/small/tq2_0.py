@@ -23,5 +23,8 @@ def unpack(raw, q, sc, mn):
                 q[128 * h + 32 * j + i] = (raw[32 * h + i] >> (2 * j)) & 3
 
 
-TQ2_0 = BlockType(name="TQ2_0", size=256, sub=256, nbytes=66, levels=4, zero=1, d_at=64, pack=pack, unpack=unpack)
+TQ2_0 = BlockType(
+    name="TQ2_0", size=256, sub=256, nbytes=66, levels=4, zero=1, d_at=64, pack=pack, unpack=unpack,
+    ternary=True,
+)  # fmt: skip
 assert TQ2_0.nbytes == 64 + 2

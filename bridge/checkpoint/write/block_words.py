@@ -4,20 +4,20 @@
     halves  at a byte of each block, such as d
 
 Both are [rows, n], or transposed, as GPTQ stores them: then a tile of 128 rows is read at a time, and what is written
-fills whole cache lines, of arrays that begin with one (`ReusedArrays`). Of 4-bit types, `run` bytes of a block hold the
-codes of `run` columns in their low nibbles, and of the next `run` columns in their high ones; eight of them are one
+fills whole cache lines, of arrays that begin with one (`ReusedArrays`). Of 4-bit types, `nibble_run` bytes of a block
+hold the codes of as many columns in their low nibbles, and of the next in their high ones; eight of them are one
 uint64.
 """
 
 import math
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-from bridge.blocks import BlockType
+from bridge.blocks import TYPES, BlockType
 from bridge.checkpoint.formats.packing import joined
 from bridge.system.kernels.jit import inlined, kernel, specialize
 
@@ -25,16 +25,7 @@ TILE = 128  # rows that are written transposed
 _LINE = 64  # bytes
 
 
-class _Codes(NamedTuple):
-    """Where the codes of a block are: its bytes, their first, and the length of a run."""
-
-    nbytes: int
-    first: int
-    run: int
-
-
-_NIBBLES = {"Q4_0": _Codes(18, 2, 16), "Q4_1": _Codes(20, 4, 16), "MXFP4": _Codes(17, 1, 16), "NVFP4": _Codes(36, 4, 8)}
-TYPES_IN_WORDS = ("Q8_0", *_NIBBLES)
+TYPES_IN_WORDS = ("Q8_0", *(name for name, block in TYPES.items() if block.nibble_run))
 
 # set per type by `specialize`
 store: Any = None
@@ -63,7 +54,7 @@ class ReusedArrays:
 def pack_words(block: BlockType, raw: np.ndarray, out: np.ndarray) -> None:
     """Blocks uint8 [rows, row bytes] of TYPES_IN_WORDS -> out uint32 [rows, words], any view of an array."""
     pack, rows = _packer(block.name, _is_transposed(out)), len(raw)
-    if block.name in _NIBBLES and out.flags.c_contiguous:  # each block as a row: what is read at once lies together
+    if block.nibble_run and out.flags.c_contiguous:  # each block as a row: what is read at once lies together
         rows = raw.size // block.nbytes
         out = out.reshape(rows, -1)
     pack(raw.reshape(rows, -1, block.nbytes), out)
@@ -155,12 +146,13 @@ def _is_transposed(out: np.ndarray) -> bool:
 
 @cache
 def _packer(name: str, transposed: bool) -> Callable[..., None]:
-    codes = _NIBBLES.get(name, _Codes(34, 2, 0))
-    rows = TILE if transposed else 16 if codes.run else 1  # measured; nibbles are vectors of rows
-    settings: dict[str, Any] = {"words": (codes.nbytes - codes.first) // 4, "tile_rows": rows}
+    block = TYPES[name]
+    run, count = block.nibble_run, block.size // 2 if block.nibble_run else block.size  # bytes of codes, the last ones
+    rows = TILE if transposed else 16 if run else 1  # measured; nibbles are vectors of rows
+    settings: dict[str, Any] = {"words": count // 4, "tile_rows": rows}
     label = f"{name}x{rows}"
     store = specialize(_store_tile, label, inlined, **settings)
     return specialize(  # type: ignore[no-any-return]
-        _pack_nibbles if codes.run else _pack_bytes,
-        label, store=store, first_byte=codes.first, half=codes.run // 8, **settings,
+        _pack_nibbles if run else _pack_bytes,
+        label, store=store, first_byte=block.nbytes - count, half=run // 8, **settings,
     )  # fmt: skip

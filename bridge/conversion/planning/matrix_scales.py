@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 from gguf.gguf_writer import GGUFValue
 
+from bridge.blocks import MATRIX_SCALED
 from bridge.checkpoint import Checkpoint
 from bridge.conversion.planning.plan import Plan, PlannedTensor
 from bridge.errors import BridgeError
@@ -32,7 +33,7 @@ def is_multiplied(metadata: Mapping[str, GGUFValue], tensor: ModelTensor) -> boo
 
 def rounded_scale(metadata: Mapping[str, GGUFValue], tensor: PlannedTensor) -> float:
     """What multiplies the matrices of a tensor that came as floats; 1 where llama.cpp does not multiply."""
-    return _ROUNDED if tensor.type == "NVFP4" and is_multiplied(metadata, tensor) else 1.0
+    return _ROUNDED if tensor.type in MATRIX_SCALED and is_multiplied(metadata, tensor) else 1.0
 
 
 def with_scales(ckpt: Checkpoint, plan: Plan) -> Plan:
@@ -42,7 +43,7 @@ def with_scales(ckpt: Checkpoint, plan: Plan) -> Plan:
     found = []
     for tensor in plan.tensors:
         found.append(tensor)
-        if tensor.type != "NVFP4":
+        if tensor.type not in MATRIX_SCALED:
             continue
         count = tensor.shape[0] if len(tensor.shape) == 3 else 1
         scales = [_scales(ckpt, plan, tensor, i) for i in range(len(tensor.parts))]

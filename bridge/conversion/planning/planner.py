@@ -16,8 +16,11 @@ import numpy as np
 from gguf import GGML_QUANT_VERSION, GGUFValueType, LlamaFileType
 from gguf.gguf_writer import GGUFValue
 
-from bridge.blocks import FP4, MXFP4, NVFP4, Q2_0, ROUNDED, TYPES, BlockType
+from bridge.blocks import FP4, MATRIX_SCALED, ROUNDED, TYPES, BlockType
+from bridge.blocks.integers.q2_0 import Q2_0
 from bridge.blocks.read import CALIBRATED, WRITTEN
+from bridge.blocks.small.mxfp4 import MXFP4
+from bridge.blocks.small.nvfp4 import NVFP4
 from bridge.blocks.small.tq2_0 import TQ2_0
 from bridge.blocks.tensor_types import FLOAT_TYPES
 from bridge.checkpoint import Checkpoint
@@ -30,7 +33,7 @@ from bridge.conversion.planning.mmproj import tower_notes, tower_outline
 from bridge.conversion.planning.options import PlanOptions
 from bridge.conversion.planning.part_reader import PartReader
 from bridge.conversion.planning.plan import QUANTIZED, How, Plan, PlannedTensor, main_type, unmet_notes
-from bridge.conversion.planning.recipe import NEED_IMATRIX, PRESETS, Q2_0_SINCE, Recipe, TensorPlace, Unmet
+from bridge.conversion.planning.recipe import PRESETS, Q2_0_SINCE, Recipe, TensorPlace, Unmet
 from bridge.encode.carrying.carry import Fidelity, obstacle
 from bridge.encode.type_choice import Choice, carries, choose, must_carry
 from bridge.errors import BridgeError, parameter
@@ -282,7 +285,7 @@ class Planner:
                 f"{tensor.name}: no text can choose codes of {type}; choose another type, such as Q4_K or Q2_K, or "
                 f"leave out {parameter('calibrate')} and round to it with {parameter('imatrix')}"
             )
-        if type not in NEED_IMATRIX or tensor.kind == "output":
+        if not WRITTEN[type].needs_imatrix or tensor.kind == "output":
             return
         if any(self.importance.of(tensor, i) is None for i in rounded):
             missing = "the imatrix does not have it" if self.importance.by_name else "there is none"
@@ -377,7 +380,7 @@ class Planner:
     def _check_fp4(self, tensor: ModelTensor, asked: str, samples: Sequence[CodedTensor]) -> None:
         """BridgeError where a tensor cannot become the type of 4-bit floats that is asked for."""
         reason = next((why for t in samples if (why := obstacle(t, FP4[asked]))), None)
-        if reason is None and asked == "NVFP4" and not self._holds_nvfp4(tensor):
+        if reason is None and asked in MATRIX_SCALED and not self._holds_nvfp4(tensor):
             reason = "llama.cpp does not compute with its scale"
         if reason is not None:
             raise BridgeError(f"{tensor.name}: cannot become {asked}, {reason}; choose another type for it")

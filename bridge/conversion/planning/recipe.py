@@ -58,8 +58,6 @@ _EMBEDDINGS = {
     "IQ3_XXS": "IQ3_S", "TQ1_0": "Q4_K", "TQ2_0": "Q4_K",
 }  # fmt: skip
 _LOWEST = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M")  # presets with rules of their own
-# types that llama.cpp rounds to with an imatrix only, but for embeddings and head
-NEED_IMATRIX = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS")
 # llama.cpp's substitutes for rows that are not a multiple of 256
 _SHORT_ROWS = {
     **{name: "IQ4_NL" for name in ROUNDED if name.startswith("IQ")},

@@ -23,7 +23,8 @@ from typing import Self
 
 import numpy as np
 
-from bridge.blocks import Q2_0, ROUNDED, BlockType
+from bridge.blocks import ROUNDED, BlockType
+from bridge.blocks.integers.q2_0 import Q2_0
 from bridge.checkpoint.formats.fp4 import Fp4Tensor
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
 from bridge.encode.block_bytes import packer, row_bytes

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from bridge.blocks import BLOCKS
-from bridge.encode.rounding.round_loops import ScaleSearch, add, line_errors, line_fit, line_write, rows_quantizer
+from bridge.encode.rounding.round_loops import add, line_errors, line_fit, line_write, rows_quantizer
 from bridge.system.kernels.half import round_half
 
 _ZERO = np.float32(0)
@@ -33,12 +33,6 @@ _GRIDS = 3  # grids that are searched exactly
 _NEAR, _WIDE = 1, 8  # how far a sweep looks, in steps of sc and mn
 _ROUNDS = 6  # refits of d and dmin at most
 _ENOUGH = 0.999  # a round that gains less is the last
-
-_SEARCHES = {
-    "Q2_K": ScaleSearch(-0.6, 0.2, 12, d_step=0.5, m_step=0.5),
-    "Q4_K": ScaleSearch(-1.0, 0.3, 10, d_step=1.0, m_step=2.0),
-    "Q5_K": ScaleSearch(-1.0, 0.3, 10, d_step=1.0, m_step=2.0),
-}
 
 # rows of the array `lines` [5, subs], float32: the line of each sub-block and the error's quadratic around it
 _A, _B = 0, 1  # the line a * q - b
@@ -294,7 +288,7 @@ def affine_quantizer(name: str, quick: bool = False) -> Callable[..., None]:
 
     quick  one grid and no wide sweep, in a third of the time: for a start that is going to be moved anyway
     """
-    settings = _SEARCHES[name]._asdict() | ({"_GRIDS": 1, "_WIDE": _NEAR} if quick else {})
+    settings: dict[str, Any] = {"_GRIDS": 1, "_WIDE": _NEAR} if quick else {}
     loops = line_errors, line_fit, line_write
     stages = _line, _dmin_for, _grids, _sweep, _refit, _block
     suffix = f"{name}_quick" if quick else name

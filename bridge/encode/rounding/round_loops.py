@@ -12,7 +12,7 @@ vectorizing it. Kernels that use these pass them through `specialize`, with `sub
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -61,24 +61,6 @@ def _extreme(name):
 add: Any = intrinsic(_add)
 lesser: Any = _extreme("minnum")
 greater: Any = _extreme("maxnum")
-
-
-class ScaleSearch(NamedTuple):
-    """How the scales of sub-blocks are searched, and d and dmin of their block; a search uses some of the fields."""
-
-    first: float  # code of the widest weight at the first start, less the last code; in `round_values` its value
-    step: float  # by which it grows from start to start
-    starts: int
-    refits: int = 0  # least squares from the best start on
-    tries: int = 0  # values of d
-    rounds: int = 0  # sweeps over the sub-blocks, each followed by least squares for d
-    compared: int = 2  # scale codes, next to the best scale, whose errors a sweep compares
-    d_step: float = 0.0  # at each further try of d, the largest scale's code is so much less
-    m_step: float = 0.0  # the same for dmin and the largest minimum
-    grid_wide: int = 0  # how far the first sweep of a grid looks, in steps of sc
-    wide: int = 0  # the same for the best grid
-    shakes: int = 0  # values of d close to the best one that are tried
-    coarse: float = 0.0  # a scale this many times smaller than the largest is small
 
 
 def extremes(x):
@@ -190,7 +172,7 @@ def rows_quantizer(
     stages: Sequence[Any],
     workspace: Any,
     search: Any,
-    settings: dict[str, Any],
+    settings: dict[str, Any] | None = None,
     compile: Callable[..., Any] = kernel,
 ) -> Callable[..., None]:
     """The compiled `_rows` of a type.
@@ -199,7 +181,7 @@ def rows_quantizer(
     stages     each, `_stage`, may call those before it as `stage`; the last, as `block`, is the search of one block
     workspace  () -> arrays that `search` may write to
     search     (x, w, row, a block's first sub-block, workspace, sc, mn) -> d, and dmin or m
-    settings   further constants
+    settings   constants besides the type's own and those of its ScaleSearch
     compile    how to compile the loops
     """
     numbers = kind.values or range(-kind.zero, kind.levels - kind.zero)
@@ -216,7 +198,8 @@ def rows_quantizer(
         "low": np.float32(min(numbers)),
         "high": np.float32(max(numbers)),
     }
-    scope |= {key: np.float32(value) if type(value) is float else value for key, value in settings.items()}
+    constants = (kind.search._asdict() if kind.search else {}) | (settings or {})
+    scope |= {key: np.float32(value) if type(value) is float else value for key, value in constants.items()}
     for f in loops:
         scope[f.__name__] = specialize(f, kind.name, compile, **scope)
     for stage in stages:

@@ -11,7 +11,6 @@ import numpy as np
 
 from bridge.blocks import TYPES
 from bridge.encode.rounding.round_loops import (
-    ScaleSearch,
     add,
     extremes,
     greater,
@@ -30,10 +29,6 @@ _INFINITY = np.float32(np.inf)
 _STEP = np.float32(0.75 * 2.0**-10)  # of a half to its neighbour, relative
 _LEAST = np.float32(2.0**-24)  # the least positive half
 
-_SEARCHES = {
-    "Q2_0": ScaleSearch(-3.2, 0.2, 18), "Q4_0": ScaleSearch(-1.0, 0.15, 16), "Q5_0": ScaleSearch(-1.2, 0.12, 24),
-    "Q4_1": ScaleSearch(-1.0, 0.2, 12), "Q5_1": ScaleSearch(-1.2, 0.3, 12),
-}  # fmt: skip
 _SHIFTS, _SHIFT = 3, np.float32(0.35)  # starts of m, in steps of d
 _HOPELESS = np.float32(1.5)  # a start this much above the best is given up
 _WINDOW = 2  # steps to either side of the best line that are tried again
@@ -240,9 +235,9 @@ def _search(x, w, row, at, scratch, sc, mn):
 @cache
 def plain_quantizer(name: str) -> Callable[..., None]:
     """The compiled loop over rows of a plain type, see `rows_quantizer`."""
-    if name == "Q8_0":
-        return _rows_q8_0  # type: ignore[no-any-return]
     kind = TYPES[name]
+    if kind.search is None:  # Q8_0
+        return _rows_q8_0  # type: ignore[no-any-return]
     loops = extremes, line_errors, line_fit, line_write
     stage = _affine if kind.has_min else _scaled
-    return rows_quantizer(kind, name, loops, [stage], _workspace, _search, _SEARCHES[name]._asdict())
+    return rows_quantizer(kind, name, loops, [stage], _workspace, _search)

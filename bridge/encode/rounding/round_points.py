@@ -9,28 +9,19 @@ Searches of scales are `round_values`'.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from typing import Any
 
 import numpy as np
 
 from bridge.blocks.read import WRITTEN
 from bridge.encode.rounding.nearest_points import lists, snapper
-from bridge.encode.rounding.round_loops import ScaleSearch, add, greater
+from bridge.encode.rounding.round_loops import add, greater
 from bridge.encode.rounding.round_values import values_quantizer
 
 _ZERO = np.float32(0)
 _ONE = np.float32(1)
 _INFINITY = np.float32(np.inf)
 _TINY = np.float32(1e-37)  # a zero whose sign matters
-
-_SEARCHES = {
-    "IQ3_S": ScaleSearch(8.0, 1.5, 4, tries=32, rounds=1),
-    "IQ3_XXS": ScaleSearch(31.0, 5.0, 5, tries=32, rounds=2),
-    "IQ2_S": ScaleSearch(32.5, 6.0, 2, tries=32, rounds=1, compared=1),
-    "IQ2_XS": ScaleSearch(27.0, 2.5, 8, refits=1, tries=32, rounds=2),
-    "IQ2_XXS": ScaleSearch(28.0, 3.5, 5, tries=32, rounds=2),
-}
 
 # set per type by `specialize`
 sub = subs = width = levels = 0
@@ -142,15 +133,15 @@ class Codebook:
 def codebook(name: str) -> Codebook:
     """The codebook of a type of IQ1, IQ2 or IQ3; of IQ1, with a shift of 1."""
     kind = WRITTEN[name]
-    levels_of: np.ndarray = import_module(f"bridge.blocks.codebook.{name.lower()}").POINTS
-    width = levels_of.shape[1]
+    assert kind.points is not None, name
+    width = kind.points.shape[1]
     levels = np.array(kind.values[: len(kind.values) // 2])
     n = len(levels)
-    points = levels[levels_of].astype(np.float32)
+    points = levels[kind.points].astype(np.float32)
     cells = levels[np.arange(n**width)[:, None] // n ** np.arange(width - 1, -1, -1) % n].astype(np.float32)
     numbers = lists(points, cells)
     near = np.ascontiguousarray(points[numbers].transpose(0, 2, 1)).astype(np.int8)
-    return Codebook(levels_of, near, numbers, points, tuple(((levels[1:] + levels[:-1]) / 2).tolist()))
+    return Codebook(kind.points, near, numbers, points, tuple(((levels[1:] + levels[:-1]) / 2).tolist()))
 
 
 @cache
@@ -172,6 +163,4 @@ def points_quantizer(name: str, lifted: bool) -> Callable[..., None]:
         "codes_of": parts.codes,
         "snap": snapper(kind.sub, width, parts.bounds),
     }
-    return values_quantizer(
-        kind, (fit_scratch, fold, start_scales, fit, points_write), _SEARCHES[name], constants, _search
-    )
+    return values_quantizer(kind, (fit_scratch, fold, start_scales, fit, points_write), constants, _search)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bridge.blocks import ROUNDED, BlockType
+from bridge.blocks import BlockType
 from bridge.encode.block_bytes import packer, row_bytes
 from bridge.encode.rounding.round_affine import affine_quantizer
 from bridge.encode.rounding.round_plain import plain_quantizer
@@ -24,8 +24,7 @@ from bridge.encode.rounding.round_points import points_quantizer
 from bridge.encode.rounding.round_scaled import scaled_quantizer
 from bridge.encode.rounding.round_shifted import shifted_quantizer
 from bridge.encode.rounding.round_table import table_quantizer
-from bridge.encode.rounding.round_ternary import TERNARY, ternary_quantizer
-from bridge.encode.rounding.round_values import LIFTED
+from bridge.encode.rounding.round_ternary import ternary_quantizer
 from bridge.errors import BridgeError
 
 _CHUNK = 1 << 18  # weights whose fields are held unpacked at a time
@@ -68,10 +67,10 @@ def quantize_rows(
         raise BridgeError(f"{block.name} only takes the 4-bit floats of a checkpoint; choose another type")
     weights = _weights(importance, columns)
     x = np.ascontiguousarray(x, np.float32).reshape(rows, columns // block.sub, block.sub)
-    scaled = (np.sqrt(weights) if block.name in LIFTED else weights).reshape(-1, block.sub)
+    scaled = (np.sqrt(weights) if block.lift_share else weights).reshape(-1, block.sub)
     data = np.empty((rows, row_bytes(block, columns)), np.uint8) if out is None else out
     sums = np.zeros((rows, 3))
-    if block.name in TERNARY:
+    if block.ternary:
         ternary_quantizer(block.name)(x, scaled, data.reshape(-1, block.nbytes), sums)
     else:
         _quantize_fields(x, block, scaled, data, sums)
@@ -85,7 +84,7 @@ def quantize_rows(
 
 def _quantize_fields(x: np.ndarray, block: BlockType, weights: np.ndarray, data: np.ndarray, sums: np.ndarray) -> None:
     """Search fields of blocks, a chunk of rows at a time, and pack them into data; x [rows, sub-blocks, sub]."""
-    quantize, pack = quantizer_of(block, block.name in LIFTED), packer(block.name)
+    quantize, pack = quantizer_of(block, block.lift_share > 0), packer(block.name)
     rows, subs = x.shape[:2]
     columns = subs * block.sub
     step = min(rows, max(1, _CHUNK // max(columns, 1)))
@@ -107,7 +106,7 @@ def quantizer_of(block: BlockType, lifted: bool = False) -> Callable[..., None]:
     lifted  whether a codebook's scales are, see `round_values`; then its `w` is the root of the importance
     """
     name = block.name
-    if name in ROUNDED:
+    if block.values:
         if block.shifted:
             return shifted_quantizer(name, lifted)
         return points_quantizer(name, lifted) if block.numbered else table_quantizer(name)

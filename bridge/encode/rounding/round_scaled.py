@@ -12,7 +12,6 @@ import numpy as np
 
 from bridge.blocks import BLOCKS
 from bridge.encode.rounding.round_loops import (
-    ScaleSearch,
     add,
     extremes,
     line_errors,
@@ -35,11 +34,6 @@ _SHAKE = np.float32(1 / 80)  # how far off the best d is tried again
 _NEAR = 1  # how far a sweep looks, in steps of sc
 _ROUNDS = 6
 _ENOUGH = 0.999  # a round that gains less is the last
-
-_SEARCHES = {
-    "Q3_K": ScaleSearch(-0.4, 0.16, 12, grid_wide=1, wide=64, shakes=6, coarse=8.0),
-    "Q6_K": ScaleSearch(-0.6, 0.3, 8, grid_wide=1, wide=8, coarse=32.0),
-}
 
 # rows of the array `scales` [2, 3, subs], float32, for either sign: the scale, its error, and sum w q^2
 _SCALE, _ERROR, _CURVE = 0, 1, 2
@@ -237,4 +231,4 @@ def scaled_quantizer(name: str) -> Callable[..., None]:
     """The compiled loop over rows of Q3_K or Q6_K, see `rows_quantizer`."""
     loops = extremes, line_errors, line_fit, line_write
     stages = _scale, _grids, _sweep, _refit, _block
-    return rows_quantizer(BLOCKS[name], name, loops, stages, _workspace, _search, _SEARCHES[name]._asdict())
+    return rows_quantizer(BLOCKS[name], name, loops, stages, _workspace, _search)

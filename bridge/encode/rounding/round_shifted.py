@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from bridge.blocks.codebook.iq1_s import POINTS
 from bridge.blocks.read import WRITTEN
 from bridge.encode.rounding.nearest_points import lists, shifted_snapper
-from bridge.encode.rounding.round_loops import ScaleSearch, add
+from bridge.encode.rounding.round_loops import add
 from bridge.encode.rounding.round_points import start_scales
 from bridge.encode.rounding.round_values import values_quantizer
 
@@ -21,7 +20,6 @@ _ZERO = np.float32(0)
 _ONE = np.float32(1)
 
 _STEP = 8  # from level to level
-_SEARCH = ScaleSearch(10.0, 1.0, 1, tries=16, rounds=1, compared=1)
 
 # set per type by `specialize`
 sub = subs = shared = 0
@@ -74,7 +72,8 @@ def fit_scratch():
 def shifted_quantizer(name: str, lifted: bool) -> Callable[..., None]:
     """The compiled loop over rows of IQ1_S or IQ1_M, see `rows_quantizer` and `points_quantizer`."""
     kind = WRITTEN[name]
-    points = _STEP * (POINTS.astype(np.float32) - 1)
+    assert kind.points is not None, name
+    points = _STEP * (kind.points.astype(np.float32) - 1)
     cells = _STEP * (np.arange(3**8)[:, None] // 3 ** np.arange(7, -1, -1) % 3 - 1).astype(np.float32)
     numbers = lists(points, cells)
     bounds = (-_STEP / 2, _STEP / 2)
@@ -84,8 +83,8 @@ def shifted_quantizer(name: str, lifted: bool) -> Callable[..., None]:
         "near": np.ascontiguousarray(points[numbers].transpose(0, 2, 1)).astype(np.int8),
         "numbers": numbers,
         "values": points,
-        "levels_of": POINTS,
+        "levels_of": kind.points,
         "snap": shifted_snapper(kind.sub, kind.shifted, bounds),
     }
     loops = fit_scratch, start_scales, fit, shifted_write
-    return values_quantizer(kind, loops, _SEARCH, constants)
+    return values_quantizer(kind, loops, constants)

@@ -11,16 +11,11 @@ from typing import Any
 import numpy as np
 
 from bridge.blocks.read import WRITTEN
-from bridge.encode.rounding.round_loops import ScaleSearch, add, extremes
+from bridge.encode.rounding.round_loops import add, extremes
 from bridge.encode.rounding.round_values import fit_scratch, start_scales, values_quantizer
 
 _ZERO = np.float32(0)
 _ONE = np.float32(1)
-
-_SEARCHES = {
-    "IQ4_NL": ScaleSearch(103.0, 7.5, 6, refits=2, rounds=3),
-    "IQ4_XS": ScaleSearch(103.0, 9.0, 5, tries=32, rounds=2),
-}
 
 # set per type by `specialize`
 sub = 0
@@ -74,4 +69,4 @@ def table_quantizer(name: str) -> Callable[..., None]:
     kind = WRITTEN[name]
     values = np.array(kind.values, np.float32)
     constants: dict[str, Any] = {"least": values[0], "middles": (values[1:] + values[:-1]) / 2, "gaps": np.diff(values)}
-    return values_quantizer(kind, (fit_scratch, extremes, start_scales, fit, table_write), _SEARCHES[name], constants)
+    return values_quantizer(kind, (fit_scratch, extremes, start_scales, fit, table_write), constants)

@@ -21,8 +21,6 @@ from bridge.system.kernels.half import round_half
 from bridge.system.kernels.jit import from_plain, inlined, specialize
 from bridge.system.kernels.memory import to_half
 
-TERNARY = ("TQ1_0", "TQ2_0")
-
 _ZERO = np.float32(0)
 _HALF = np.float32(0.5)
 _SPREAD, _MEAN = np.float32(1.43), np.float32(1.02)  # the threshold: so much of the one less so much of the other

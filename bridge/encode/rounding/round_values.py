@@ -9,9 +9,10 @@ The search is leaner than that of K-quants, because the nearest values cost more
             perhaps again
 
 At 1 to 3 bits, the least weighted error is not what a model needs. It shrinks all weights by that error, and errors
-along the weights cost more than others, because inputs are correlated along them: so d is lifted at the end. And the
-few columns that have most of the importance get all the precision, which other texts than the imatrix' do not reward:
-so the search weighs errors with the root of the importance. `quantize` wants neither, since it knows the inputs.
+along the weights cost more than others, because inputs are correlated along them: so d is lifted at the end, by a share
+(`BlockType.lift_share`) of the shrinking, which is the error over the weights' own squares. And the few columns that
+have most of the importance get all the precision, which other texts than the imatrix' do not reward: so the search
+weighs errors with the root of the importance. `quantize` wants neither, since it knows the inputs.
 
 What the nearest values are is up to `fit` and `write`, which `round_table` has for tables and `round_points` for
 codebooks.
@@ -23,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from bridge.blocks import BlockType
-from bridge.encode.rounding.round_loops import ScaleSearch, add, extremes, greater, lesser, rows_quantizer
+from bridge.encode.rounding.round_loops import add, extremes, greater, lesser, rows_quantizer
 from bridge.system.kernels.half import round_half
 from bridge.system.kernels.jit import inlined
 
@@ -34,8 +35,6 @@ _INFINITY = np.float32(np.inf)
 
 # rows of the array `scales` [2, 3, subs], float32, for either sign: the scale, its error, and sum w v^2
 _SCALE, _ERROR, _CURVE = 0, 1, 2
-# types that are weighed and lifted so: the part of the shrinking, which is the error over the weights' own squares
-LIFTED = {"IQ3_XXS": 0.8, "IQ2_XXS": 0.8, "IQ2_XS": 0.8, "IQ2_S": 0.8, "IQ1_S": 0.8, "IQ1_M": 0.7}
 _MOST, _SPREAD = np.float32(1.35), np.float32(0.7)  # the tries of d: the first, times the plain choice; their range
 
 # set per type by `specialize`
@@ -228,7 +227,6 @@ def _search(x, w, row, at, scratch, sc, mn):
 def values_quantizer(
     kind: BlockType,
     loops: Sequence[Any],
-    scales: ScaleSearch,
     constants: dict[str, Any],
     search: Any = _search,
 ) -> Callable[..., None]:
@@ -239,6 +237,6 @@ def values_quantizer(
     """
     stages = (_factor, _nearest, _expected, _scale, _grid, _sweep, _lift, _block) if kind.is_k else (_scale, _single)
     signs = 2 if kind.scale_lo < 0 or not kind.is_k else 1
-    settings = scales._asdict() | {"signs": signs, "lift_share": LIFTED.get(kind.name, 0.0)} | constants
+    settings = {"signs": signs, "lift_share": kind.lift_share} | constants
     suffix = kind.name + "_lifted" * constants.get("lifted", False)
     return rows_quantizer(kind, suffix, loops, stages, _workspace, search, settings, inlined)

@@ -14,14 +14,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-# squared error over squared weights due to rounding to a template's type, with some margin
-ROUNDING = {
-    "F64": 1e-6, "F32": 1e-6, "F16": 1e-6, "BF16": 1e-5, "Q8_0": 5e-4, "Q6_K": 5e-3,
-    "Q5_0": 2e-2, "Q5_1": 2e-2, "Q5_K": 2e-2, "Q4_0": 6e-2, "Q4_1": 6e-2, "Q4_K": 6e-2, "IQ4_NL": 6e-2, "IQ4_XS": 6e-2,
-    "MXFP4": 6e-2, "NVFP4": 6e-2, "Q3_K": 0.15, "IQ3_S": 0.15, "IQ3_XXS": 0.2, "Q2_K": 0.3, "IQ2_S": 0.35,
-    "IQ2_XS": 0.4, "IQ2_XXS": 0.5, "IQ1_M": 0.6, "IQ1_S": 0.7,
-}  # fmt: skip
-_OF_OTHERS = 0.3  # types for weights that are such multiples by themselves: TQ1_0, TQ2_0, Q2_0, Q1_0
+from bridge.blocks import BlockType
+from bridge.blocks.read import READ
+
+# as `BlockType.noise`, of a template's floats
+_FLOAT_ROUNDING = {"F64": 1e-6, "F32": 1e-6, "F16": 1e-6, "BF16": 1e-5}
 _NOISES = 16  # a checkpoint's error may be this many times its expected noise
 _LARGEST = 0.4  # share of the squared weights, whatever the noise
 _CHUNK_WEIGHTS = 1 << 22
@@ -68,7 +65,7 @@ class LazyMatrix:
 
 def rounding_of(type_: str) -> float:
     """Squared error over squared weights due to rounding to a GGUF type."""
-    return ROUNDING.get(type_, _OF_OTHERS)
+    return READ[type_].noise if type_ in READ else _FLOAT_ROUNDING.get(type_, BlockType.noise)
 
 
 def alike(template: LazyMatrix, checkpoint: LazyMatrix, t: np.ndarray, w: np.ndarray) -> bool:

@@ -105,7 +105,7 @@ def block_values(blocks: np.ndarray, type: str, scale: float = 1.0) -> np.ndarra
         values[rows] = dequantize.rows(type, blocks[rows])
 
     over_rows(len(blocks), work)
-    return values * np.float32(scale) if type == "NVFP4" else values
+    return values * np.float32(scale) if block.matrix_scale else values
 
 
 def layer_costs(

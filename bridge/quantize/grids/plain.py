@@ -34,11 +34,6 @@ _INFINITY = np.float32(np.inf)
 _LARGEST = np.float32(65504)
 _RUN = 128  # columns at most whose blocks are rounded, and whose codes are moved, together
 
-# first, step: the first lines map the widest weight to code  last code + first + step * k
-_STARTS = {
-    "Q2_0": (-0.3, 0.22), "Q4_0": (-1.0, 0.15), "Q5_0": (-1.2, 0.15), "Q8_0": (-1.2, 0.15),
-    "Q4_1": (-1.0, 0.25), "Q5_1": (-1.0, 0.25),
-}  # fmt: skip
 _SHIFT = np.float32(0.3)  # between starts of m, in steps of d
 
 # set per type by `specialize`; others: m tried with each d
@@ -176,7 +171,7 @@ class _Kernels(NamedTuple):
 
 @cache
 def _kernels(block: BlockType) -> _Kernels:
-    first, step = (np.float32(x) for x in _STARTS[block.name])
+    first, step = (np.float32(x) for x in block.text_starts)
     lanes, others = (64, 8) if block.has_min else (32, 1)
     scope: dict[str, Any] = {
         "sub": block.sub, "lanes": lanes, "others": others, "first": first, "step": step,

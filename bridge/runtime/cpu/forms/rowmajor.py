@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from bridge.blocks import BlockType
+from bridge.blocks.base import d_of_nibbles
 from bridge.blocks.read import READ
 from bridge.runtime.cpu.forms.activations import record_of
 from bridge.system.kernels.jit import CFunction, c_function, from_plain, inlined, inner, maker, specialize
@@ -23,6 +24,7 @@ size = subs = sub = runs = run = nbytes = zero = lift = odd = no_scale = record 
 mins = is_k = tabled = scaled = False
 unit: Any = None
 d_bits: Any = None
+of_nibbles: Any = None
 d_nibbles: tuple[int, ...] = ()
 values = np.zeros(0, np.int8)  # values of the codes of table types
 scales = np.zeros(0, np.float32)  # and of their scale bytes
@@ -39,10 +41,7 @@ def _d_bits(block):
 
 
 def _d_of_nibbles(block):
-    bits = np.int32(0)
-    for i in range(4):
-        bits |= np.int32(block[d_nibbles[i]] >> 4) << np.int32(4 * i)
-    return bits
+    return np.int32(of_nibbles(block, d_nibbles))
 
 
 @inlined
@@ -149,7 +148,9 @@ def _dequantize(raw, y):
 def d_bits_of(block: BlockType) -> Any:
     """The compiled function of a block's bytes -> the bits of its d."""
     if block.d_nibbles:
-        return specialize(_d_of_nibbles, block.name, inlined, d_nibbles=block.d_nibbles)
+        return specialize(
+            _d_of_nibbles, block.name, inlined, d_nibbles=block.d_nibbles, of_nibbles=from_plain(d_of_nibbles, inlined)
+        )
     return specialize(_d_bits, block.name, inlined, d_at=block.d_at)
 
 
