@@ -90,12 +90,12 @@ class DeviceLayout:
     @property
     def fields(self) -> tables.FieldForm | None:
         """Where the fields of a type with a table of values or with numbered codes are."""
-        return tables.FORMS.get(self.block.name)
+        return numbered.form_of(self.block)
 
     @property
     def book(self) -> numbered.Book | None:
         """The codebook of a type that has one."""
-        return numbered.BOOKS.get(self.block.name)
+        return numbered.book_of(self.block)
 
     @property
     def whole(self) -> bool:
@@ -131,7 +131,7 @@ class DeviceLayout:
     @property
     def factored(self) -> bool:
         """Whether there is a factor for each row."""
-        return self.block.name == "NVFP4"
+        return self.block.matrix_scale
 
     @property
     def largest(self) -> int:

@@ -35,34 +35,43 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from bridge.cuda.forms.tables import FORMS, SIGN_WORD
+from bridge.cuda.forms.tables import OWN, SHARED, SIGN_WORD, FieldForm
 from bridge.cuda.toolchain.intrinsics import bits, cached_4_further, mad, or_, prmt, shared_4, shl, xor
 from bridge.cuda.toolchain.unroll import gathered, registers, unroll
 
-from bridge.blocks.codebook import iq1_m, iq1_s, iq2_s, iq2_xs, iq2_xxs, iq3_s, iq3_xxs
-from bridge.blocks.codebook.codebooks import digits
+from bridge.blocks import BlockType
+from bridge.blocks.codebook.codebooks import digits, numbers_of
+from bridge.blocks.read import WRITTEN
 from bridge.system.kernels.jit import from_plain, inlined, specialize
 
 
 class Book(NamedTuple):
     """A type's codebook, and where its fields are; signs of fewer than 28 bits are the highest of the own bytes."""
 
-    module: Any
-    signs: int  # bits of a unit
-    high_in_signs: bool = False  # from bit 28 on, else from bit 0 of the own bytes on
+    block: BlockType
+
+    @property
+    def points(self) -> np.ndarray:
+        assert self.block.points is not None, self.block
+        return self.block.points
 
     @property
     def width(self) -> int:
         """Coordinates of a point."""
-        return int(self.module.POINTS.shape[1])
+        return int(self.points.shape[1])
 
     @property
     def levels(self) -> int:
-        return int(self.module.POINTS.max()) + 1
+        return int(self.points.max()) + 1
 
     @property
     def number_words(self) -> int:
         return 8 // self.width
+
+    @property
+    def signs(self) -> int:
+        """Bits of a unit."""
+        return 32 // self.block.shifted if self.block.shifted else 28 if self.block.even_signs else 32
 
     @property
     def sign_words(self) -> int:
@@ -71,7 +80,17 @@ class Book(NamedTuple):
     @property
     def high_bits(self) -> int:
         """Bits of a number beyond eight."""
-        return (len(self.module.POINTS) - 1).bit_length() - 8
+        return (len(self.points) - 1).bit_length() - 8
+
+    @property
+    def unit_high_bits(self) -> int:
+        """The same of all numbers of a unit."""
+        return self.high_bits * 32 // self.width
+
+    @property
+    def high_in_signs(self) -> bool:
+        """Whether these are the upper four bits of the signs, else they are the own bytes' from bit 0 on."""
+        return self.signs == 28 and self.unit_high_bits == 4
 
     @property
     def pieces(self) -> list[int]:
@@ -82,29 +101,48 @@ class Book(NamedTuple):
     def table(self) -> np.ndarray:
         """uint32 [points]: a nibble for each coordinate."""
         shifts = 4 * np.arange(self.width, dtype=np.uint32)
-        return np.bitwise_or.reduce(self.module.POINTS.astype(np.uint32) << shifts, axis=1)
+        return np.bitwise_or.reduce(self.points.astype(np.uint32) << shifts, axis=1)
 
 
-BOOKS = {
-    "IQ3_XXS": Book(iq3_xxs, 28),
-    "IQ3_S": Book(iq3_s, 32),
-    "IQ2_XXS": Book(iq2_xxs, 28),
-    "IQ2_XS": Book(iq2_xs, 28, True),
-    "IQ2_S": Book(iq2_s, 32),
-    "IQ1_S": Book(iq1_s, 1),
-    "IQ1_M": Book(iq1_m, 4),
-}
+def book_of(block: BlockType) -> Book | None:
+    """The codebook of a type that has one."""
+    return None if block.points is None else Book(block)
+
+
+def form_of(block: BlockType) -> FieldForm | None:
+    """Where the fields of a type with a table of values or with numbered codes are; None: another type.
+
+    Scale codes of a unit are the own bytes' from the numbers' bits on, if all together are whole bytes; or they are the
+    upper four bits of the signs, or shared.
+    """
+    book = book_of(block)
+    if block.numbered and book is None:
+        return FieldForm(own=2, shared=8)
+    if not block.values:
+        return None
+    scale_bits = (block.scale_hi - block.scale_lo).bit_length()
+    unit_scales = scale_bits * max(1, 32 // block.sub)
+    if block.scales:
+        return FieldForm(unit_scales // 8, 0, scale_bits)
+    high = book.unit_high_bits if book and not book.high_in_signs else 0
+    shift_bits = book.signs if book and not book.sign_words else 0
+    if book and book.signs == 28 and not high and unit_scales == 4:
+        return FieldForm(0, 2, scale_bits, SIGN_WORD, 28)
+    if (high + unit_scales + shift_bits) % 8 == 0:
+        return FieldForm((high + unit_scales + shift_bits) // 8, 2, scale_bits, OWN, high)
+    return FieldForm((high + shift_bits) // 8, 8, scale_bits, SHARED, scale_lift=-block.scale_lo)
+
 
 # on the device; set per type by `expand`
 POINTS = NUMBER_WORDS = SIGNS = HIGH_BITS = HIGH_IN = HIGH_AT = PAIR = SINGLE = TOP = TOPS = 0
 TABLE_AT = LOADED = HELD = 0
-SHARED = False
+IN_SHARED = False
 
 
 def decode_points(weights, room_16, table, held, lane):
     """The words of a unit with codes, four words of nibbles, in place of the words of numbers.
 
-    With SHARED, `table` is the codebook in shared memory.
+    With IN_SHARED, `table` is the codebook in shared memory.
     """
     first = np.int64(room_16) * (TABLE_AT // 4)
     word = registers()
@@ -124,7 +162,7 @@ def decode_points(weights, room_16, table, held, lane):
                 high = or_(bits(high, 0, PAIR), bits(shl(high, 16 - 2 * HIGH_BITS), 0, PAIR << 16))
                 high = or_(bits(high, 0, SINGLE), bits(shl(high, 8 - HIGH_BITS), 0, SINGLE << 8))
             number = prmt(held[k // 4], high, 0xCC40 + 0x1111 * (k % 4))
-        code = shared_4(table, number) if SHARED else cached_4_further(weights, first, number)
+        code = shared_4(table, number) if IN_SHARED else cached_4_further(weights, first, number)
         if POINTS == 4:
             word[k] = code
         else:
@@ -164,9 +202,8 @@ def decode_digits(weights, room_16, table, held, lane):
     return gathered(word, 9)
 
 
-def constants(name: str) -> dict[str, Any]:
+def constants(book: Book) -> dict[str, Any]:
     """Those of `decode_points`, but for places in memory."""
-    book = BOOKS[name]
     top = 3 if book.width == 4 else 2
     return {
         "POINTS": 32 // book.width, "NUMBER_WORDS": book.number_words, "SIGNS": book.signs, "TOP": top,
@@ -232,12 +269,12 @@ def _put_digits(q, first, scale, out, room, unit):
 @cache
 def putter(name: str) -> Any:
     """The compiled `put(q, first, scale, out, room, unit)` of a type."""
-    if name not in BOOKS:
+    book, form = book_of(WRITTEN[name]), form_of(WRITTEN[name])
+    if book is None or form is None:
         return specialize(_put_digits, name, inlined)
-    book, form = BOOKS[name], FORMS[name]
     return specialize(
         _put_points, name, inlined, levels=book.levels, width=book.width, high_bits=book.high_bits,
         number_words=book.number_words, stride=book.pieces[0], sign_bits=book.signs, high_in_signs=book.high_in_signs,
-        scale_in_signs=form.scale_in == SIGN_WORD, scale_at=form.scale_at, numbers=book.module.NUMBERS,
+        scale_in_signs=form.scale_in == SIGN_WORD, scale_at=form.scale_at, numbers=numbers_of(book.points),
         digits_of=from_plain(digits, inlined),
     )  # fmt: skip

@@ -380,8 +380,7 @@ def functions(name: str) -> BlockFunctions:
     if constants["K"]:
         constants["read_scales"] = make(scales.FORMS[name].read)
     put_high: Any = (None,) * 8
-    if block.values:
-        form = tables.FORMS[name]
+    if block.values and (form := layout.fields):
         own_at = 4 + (layout.book.sign_words if layout.book else 0)
         constants["read_steps"] = make(
             tables.READ.get(name, tables.read_scaled), OWN_AT=own_at, SHARED_AT=own_at + (form.own > 0),
@@ -397,9 +396,9 @@ def functions(name: str) -> BlockFunctions:
     constants["steps"] = make(_steps)
     decode, decode_shared = None, None
     if layout.book:
-        more = numbered.constants(name) | {"TABLE_AT": constants["FACTORS_AT"]}
+        more = numbered.constants(layout.book) | {"TABLE_AT": constants["FACTORS_AT"]}
         decode = make(numbered.decode_points, **more)
-        decode_shared = make(numbered.decode_points, "_shared", SHARED=True, **more)
+        decode_shared = make(numbered.decode_points, "_shared", IN_SHARED=True, **more)
     elif block.numbered:
         decode = decode_shared = make(numbered.decode_digits)
     signed = tuple(make(_signed, f"_{i}", WORD=i) for i in range(8))

@@ -27,7 +27,7 @@ OWN, SIGN_WORD, SHARED = range(3)  # where scale codes are
 
 
 class FieldForm(NamedTuple):
-    """Where the fields of a type are."""
+    """Where the fields of a type are, see `numbered.form_of`."""
 
     own: int = 0  # bytes of a unit besides its codes, or numbers and signs
     shared: int = 2  # bytes of a block: d, or six bits of each unit and d
@@ -36,21 +36,6 @@ class FieldForm(NamedTuple):
     scale_at: int = 0  # the bit where a unit's scale codes begin
     scale_lift: int = 0  # what makes them unsigned
 
-
-FORMS = {
-    "MXFP4": FieldForm(1, 0, 8),
-    "NVFP4": FieldForm(2, 0, 8),
-    "IQ4_NL": FieldForm(),
-    "IQ4_XS": FieldForm(0, 8, 6, SHARED, scale_lift=32),
-    "IQ3_XXS": FieldForm(0, 2, 4, SIGN_WORD, 28),
-    "IQ3_S": FieldForm(1, 8, 4, SHARED),
-    "IQ2_XXS": FieldForm(0, 2, 4, SIGN_WORD, 28),
-    "IQ2_XS": FieldForm(1, 2, 4),
-    "IQ2_S": FieldForm(2, 2, 4, OWN, 8),
-    "IQ1_S": FieldForm(2, 2, 3, OWN, 12),
-    "IQ1_M": FieldForm(2, 8, 3, SHARED),
-    "TQ1_0": FieldForm(2, 8),
-}
 
 # set by `expand`
 WORD = LOW_0 = LOW_1 = HIGH_0 = HIGH_1 = OWN_AT = SHARED_AT = SCALE_IN = SCALE_AT = SCALE_BITS = SCALE_LIFT = 0
