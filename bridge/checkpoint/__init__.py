@@ -23,9 +23,10 @@ from bridge.checkpoint.files.weight_files import config_folder, open_store
 from bridge.checkpoint.formats.fp8 import FLOAT8
 from bridge.checkpoint.formats.lattice import Lattice, find_lattice
 from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, in_words, scales_activations
+from bridge.checkpoint.formats.registry import READERS
 from bridge.checkpoint.formats.trellis_coded import TrellisReader
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
-from bridge.checkpoint.labels.detect_format import READERS, read_quant_config
+from bridge.checkpoint.labels.detect_format import read_quant_config
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.checkpoint.labels.unlabelled import recognise
 from bridge.errors import BridgeError, parameter

@@ -7,7 +7,8 @@ import sys
 import numpy as np
 import pytest
 
-from bridge.checkpoint.labels.detect_format import READERS, REFUSED
+from bridge.checkpoint.formats.registry import READERS
+from bridge.checkpoint.labels.detect_format import REFUSED
 from tests.support.encode import write_folder
 from tests.support.refusal import refusal
 

@@ -18,8 +18,8 @@ from safetensors.torch import save_file as save_torch
 import bridge
 from bridge.checkpoint import GroupedTensor, open_checkpoint
 from bridge.checkpoint.formats.packing import pack_columns, pack_gemm
+from bridge.checkpoint.formats.registry import FORMATS as WRITTEN
 from bridge.checkpoint.formats.written import Groups
-from bridge.checkpoint.write import FORMATS as WRITTEN
 from bridge.checkpoint.write.report import Written
 from bridge.checkpoint.write.writer import CheckpointWriter, write_checkpoint
 from bridge.errors import BridgeError

@@ -11,10 +11,9 @@ import pytest
 
 from bridge.checkpoint.files.dtypes import NUMPY
 from bridge.checkpoint.formats.fp4 import GROUPS
+from bridge.checkpoint.formats.registry import FORMATS, READERS
 from bridge.checkpoint.formats.written import Groups, QuantizedLayers
 from bridge.checkpoint.grouped import GroupedTensor, PackedTensor
-from bridge.checkpoint.labels.detect_format import READERS
-from bridge.checkpoint.write import FORMATS
 from tests.conftest import ROOT
 
 CODES = [(name, bits) for name, written in FORMATS.items() for bits in written.bits]

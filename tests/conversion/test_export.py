@@ -18,8 +18,8 @@ import bridge
 from bridge.blocks import TYPES
 from bridge.blocks.read import READ
 from bridge.checkpoint.formats.fp4 import Fp4Tensor, unpacked
+from bridge.checkpoint.formats.registry import FORMATS
 from bridge.checkpoint.grouped import GroupedTensor
-from bridge.checkpoint.write import FORMATS
 from bridge.checkpoint.write.block_words import ReusedArrays
 from bridge.conversion.checkpoints.codes_of_blocks import codes_of, has_nan_scale, is_plain, packed_of
 from bridge.conversion.gguf_input.gguf_config import write_config

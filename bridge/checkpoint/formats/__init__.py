@@ -2,5 +2,5 @@
 
 Start with `module_reader`, the base class, then `awq` or `gptq`. `bits` unpacks words, `zeros` handles the ways in
 which GPTQ's zero points were stored, `packing` packs words. A new format needs a class here and a line in
-`labels.detect_format`; one that is also written has a record (`written`) after its reader.
+`registry`; one that is also written has a record (`written`) after its reader.
 """

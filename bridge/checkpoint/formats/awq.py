@@ -57,6 +57,10 @@ class AwqReader(Reader):
     required: ClassVar = ("qweight", "scales")
 
     @classmethod
+    def label_of(cls, parts: set[str]) -> str | None:
+        return "llm-awq" if "scaled_zeros" in parts else None
+
+    @classmethod
     def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
         raw = quant.raw
         version = raw.get("version") or label or ("llm-awq" if raw.get("backend") == "llm-awq" else "gemm")

@@ -36,6 +36,10 @@ class Exl3Reader(TrellisReader):
     padding: ClassVar = EXL3_BLOCK
 
     @classmethod
+    def label_of(cls, parts: set[str]) -> str | None:
+        return "" if "trellis" in parts and parts & {"suh", "svh", "su", "sv"} else None
+
+    @classmethod
     def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
         return replace(quant, title="EXL3", claims=bits_said(quant))
 

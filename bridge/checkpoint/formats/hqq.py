@@ -68,6 +68,10 @@ class HqqReader(Reader):
     plain: ClassVar = frozenset({"bias"})
 
     @classmethod
+    def label_of(cls, parts: set[str]) -> str | None:
+        return "" if "W_q" in parts else None
+
+    @classmethod
     def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
         settings = table(quant.raw.get("quant_config"))
         own = settings.get("weight_quant_params")

@@ -156,6 +156,12 @@ class Reader:
         """
         return quant
 
+    @classmethod
+    def label_of(cls, parts: set[str]) -> str | None:
+        """The label for `complete` of a checkpoint without a config, if the last parts of its tensors' names tell that
+        it is the format's; None if they do not."""
+        return None
+
     def expected(self) -> bool:
         """Whether the config says that there are quantized modules."""
         return True

@@ -6,7 +6,7 @@
     labels      what config.json says of all layers: the inverse of `Reader.complete`
     the others  what decides the bits, groups and zero points of a layer that is written, and how it is packed
 
-`bridge.checkpoint.write` lists all records.
+`registry` lists all records.
 """
 
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Quantization methods: the reader of each, and which one a checkpoint's configs name.
+"""Which quantization method a checkpoint's configs name.
 
 quantize_config.json   GPTQModel, AutoGPTQ (no quant_method: gptq)
 quant_config.json      AutoAWQ, llm-awq (w_bit, q_group_size)
@@ -15,75 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bridge.checkpoint.formats.aqlm import AqlmReader
-from bridge.checkpoint.formats.awq import AwqReader
-from bridge.checkpoint.formats.bitnet import BitnetReader
-from bridge.checkpoint.formats.bitsandbytes import BitsAndBytesReader
-from bridge.checkpoint.formats.blackwell import FourOverSixReader, Nvfp4Reader
-from bridge.checkpoint.formats.compressed import CompressedReader
-from bridge.checkpoint.formats.eetq import EetqReader
-from bridge.checkpoint.formats.exl2 import Exl2Reader
-from bridge.checkpoint.formats.exl3 import Exl3Reader
-from bridge.checkpoint.formats.fp4_experts import GptOssReader
-from bridge.checkpoint.formats.fp8 import Fp8Reader
-from bridge.checkpoint.formats.fp_quant import FpQuantReader
-from bridge.checkpoint.formats.gemma import GemmaReader
-from bridge.checkpoint.formats.gptq import GptqReader
-from bridge.checkpoint.formats.higgs import HiggsReader
-from bridge.checkpoint.formats.hqq import HqqReader
-from bridge.checkpoint.formats.legacy import FloatZerosReader
-from bridge.checkpoint.formats.marlin import MarlinReader
-from bridge.checkpoint.formats.metal import MetalReader
-from bridge.checkpoint.formats.mlx import MlxReader
-from bridge.checkpoint.formats.modelopt import ModelOptReader
-from bridge.checkpoint.formats.module_reader import Reader
-from bridge.checkpoint.formats.qtip import QtipReader
-from bridge.checkpoint.formats.quanto import QuantoReader
-from bridge.checkpoint.formats.quark import QuarkReader
-from bridge.checkpoint.formats.sinq import SinqReader
-from bridge.checkpoint.formats.spqr import SpqrReader
-from bridge.checkpoint.formats.torchao import TorchaoReader
-from bridge.checkpoint.formats.vptq import VptqReader
+from bridge.checkpoint.formats.registry import READERS
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
 from bridge.system.fields import table, whole_number
 from bridge.system.patterns import pattern_problem
 from bridge.system.storage.files import read_json
 
-# quant_method -> its reader; auto-round packs as one of them
-READERS: dict[str, type[Reader]] = {
-    "gptq": GptqReader,
-    "gptq-float-zeros": FloatZerosReader,  # recognized by its tensors, never by a config
-    "awq": AwqReader,
-    "compressed-tensors": CompressedReader,
-    "fp8": Fp8Reader,
-    "fbgemm_fp8": Fp8Reader,
-    "mxfp8": Fp8Reader,
-    "modelopt": ModelOptReader,
-    "mxfp4": GptOssReader,
-    "mlx": MlxReader,
-    "bitnet": BitnetReader,
-    "bitsandbytes": BitsAndBytesReader,
-    "hqq": HqqReader,
-    "marlin": MarlinReader,
-    "qtip": QtipReader,
-    "exl2": Exl2Reader,
-    "exl3": Exl3Reader,
-    "torchao": TorchaoReader,
-    "quark": QuarkReader,
-    "quanto": QuantoReader,
-    "aqlm": AqlmReader,
-    "vptq": VptqReader,
-    "eetq": EetqReader,
-    "higgs": HiggsReader,
-    "spqr": SpqrReader,
-    "sinq": SinqReader,
-    "fp_quant": FpQuantReader,
-    "metal": MetalReader,
-    "nvfp4": Nvfp4Reader,
-    "fouroversix": FourOverSixReader,
-    "gemma": GemmaReader,
-}
 # methods of transformers that are not read: why, and what to do
 REFUSED = {"gguf": "the weights are those of a GGUF file; give that file in place of this folder"}
 _NONE = "(none)"  # no method is named

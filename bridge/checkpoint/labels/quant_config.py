@@ -20,7 +20,7 @@ from bridge.system.patterns import matched
 class QuantConfig:
     """The quantization that a checkpoint's configs claim.
 
-    method             a key of `detect_format.READERS`, or None for a checkpoint of plain floats
+    method             a key of `formats.registry.READERS`, or None for a checkpoint of plain floats
     title              the format's name in messages: "AWQ version gemm"
     claims             its description in messages, if bits, group_size and sym are not enough
     bits, group_size   defaults; group_size -1 is one group per row

@@ -5,18 +5,16 @@ from dataclasses import replace
 from typing import Any
 
 from bridge.checkpoint.files.store import Store
-from bridge.checkpoint.formats.awq import AwqReader
 from bridge.checkpoint.formats.bitsandbytes import STATES, BitsAndBytesReader
-from bridge.checkpoint.formats.exl3 import Exl3Reader
-from bridge.checkpoint.formats.hqq import HqqReader
 from bridge.checkpoint.formats.legacy import BITS, FloatZerosReader
+from bridge.checkpoint.formats.registry import READERS
 from bridge.checkpoint.grouped import fit_group_size
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
 
 
 def recognise(store: Store, quant: QuantConfig, config: dict[str, Any]) -> QuantConfig:
-    """`quant`, or the tensors' format if `quant` names none: HQQ, llm-awq, EXL3, float zero points or GPTQ.
+    """`quant`, or the tensors' format if `quant` names none: one of `Reader.label_of`, float zero points or GPTQ.
 
     bitsandbytes' 4 bits are read whatever `quant` names: their quant_state says all. `config` is config.json. Raises
     BridgeError if the tensors fit two formats at once.
@@ -26,12 +24,9 @@ def recognise(store: Store, quant: QuantConfig, config: dict[str, Any]) -> Quant
         return _bitsandbytes(quant, states[0])
     if quant.method is None:
         parts = {name.rpartition(".")[2] for name in store.tensors}
-        if "W_q" in parts:
-            return HqqReader.complete(replace(quant, method="hqq"), "")
-        if "scaled_zeros" in parts:
-            return AwqReader.complete(replace(quant, method="awq"), "llm-awq")
-        if "trellis" in parts and parts & {"suh", "svh", "su", "sv"}:
-            return Exl3Reader.complete(replace(quant, method="exl3"), "")
+        for method, reader in READERS.items():
+            if (label := reader.label_of(parts)) is not None:
+                return reader.complete(replace(quant, method=method), label)
         if "trellis" in parts:
             some = next(info for name, info in store.tensors.items() if name.endswith(".trellis"))
             raise BridgeError(

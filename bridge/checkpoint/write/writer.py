@@ -23,11 +23,11 @@ from bridge.checkpoint import TensorInfo
 from bridge.checkpoint.files.dtypes import NUMPY, from_float32
 from bridge.checkpoint.files.folder import CheckpointFolder, Source, sync
 from bridge.checkpoint.files.store import header_of
+from bridge.checkpoint.formats.registry import FORMATS
 from bridge.checkpoint.formats.written import Groups, QuantizedLayers, WrittenFormat, raised, zeros_of_0
 from bridge.checkpoint.grouped import GroupedTensor, PackedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.checkpoint.tensor_names import layer_of
-from bridge.checkpoint.write import FORMATS
 from bridge.checkpoint.write.report import Written
 from bridge.errors import BridgeError
 from bridge.system.kernels import compiling

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from bridge.checkpoint.write import FORMATS, in_words
+from bridge.checkpoint.formats.registry import FORMATS, in_words
 from bridge.cli.options import add_calibration, calibration, command
 from bridge.encode.limits import REQUANTIZED_LIMIT
 

@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from bridge.blocks.tensor_types import FLOAT_TYPES
-from bridge.checkpoint.write import QUANTIZED, in_words
+from bridge.checkpoint.formats.registry import QUANTIZED, in_words
 from bridge.cli.files import convert
 from bridge.cli.files.upload import Uploading, add_upload
 from bridge.cli.options import (

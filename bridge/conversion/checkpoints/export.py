@@ -19,9 +19,9 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from bridge.checkpoint.files.folder import check_folder
+from bridge.checkpoint.formats.registry import FORMATS
 from bridge.checkpoint.formats.written import WrittenFormat
 from bridge.checkpoint.grouped import GroupedTensor, PackedTensor
-from bridge.checkpoint.write import FORMATS
 from bridge.checkpoint.write.block_words import ReusedArrays
 from bridge.checkpoint.write.writer import CheckpointWriter
 from bridge.conversion.checkpoints.checkpoint_plan import CheckpointPlan

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from bridge.checkpoint.files.dtypes import torch_dtype
 from bridge.checkpoint.files.folder import check_folder
 from bridge.checkpoint.files.hub import model_name, open_by_name
+from bridge.checkpoint.formats.registry import FORMATS, QUANTIZED
 from bridge.checkpoint.formats.written import Groups
-from bridge.checkpoint.write import FORMATS, QUANTIZED
 from bridge.checkpoint.write.report import Written
 from bridge.checkpoint.write.writer import write_checkpoint
 from bridge.conversion.paths import files_of, layers_of
