@@ -1,4 +1,4 @@
-"""The five most frequent additions as docs/extending.md describes them, made in a copy of the packages and tried there."""
+"""The five most frequent additions of docs/extending.md, each made in a copy of the packages and tried there."""
 
 from __future__ import annotations
 

@@ -50,8 +50,8 @@ def packer(name: str) -> Callable[..., None]:
 def _unpack_rows(raw, q, sc, mn):
     for row in range(q.shape[0]):
         for b in range(q.shape[1] // size):
-            at = slice(b * subs, (b + 1) * subs)
-            unpack(raw[row, b * nbytes : (b + 1) * nbytes], q[row, b * size : (b + 1) * size], sc[row, at], mn[row, at])
+            codes, scales = slice(b * size, (b + 1) * size), slice(b * subs, (b + 1) * subs)
+            unpack(raw[row, b * nbytes : (b + 1) * nbytes], q[row, codes], sc[row, scales], mn[row, scales])
 
 
 @cache
@@ -97,9 +97,9 @@ def unpack_scales(block: BlockType, raw: np.ndarray, sc: np.ndarray) -> np.ndarr
     return scales * np.float32(block.unit) if block.unit != 1 else scales
 
 
-def unpack_halves(block: BlockType, raw: np.ndarray, at: int) -> np.ndarray:
+def unpack_halves(block: BlockType, raw: np.ndarray, offset: int) -> np.ndarray:
     """float32 [rows, blocks]: the halves at a byte of every block."""
-    bytes_ = raw.reshape(len(raw), -1, block.nbytes)[:, :, at : at + 2]
+    bytes_ = raw.reshape(len(raw), -1, block.nbytes)[:, :, offset : offset + 2]
     return np.ascontiguousarray(bytes_).view("<f2")[..., 0].astype(np.float32)
 
 

@@ -80,13 +80,13 @@ def _dequantize(weights, room_16, first, chosen, out, count, units):
     word = registers()
     value = registers()
     group = unpack(decode(weights, room_16, 0, held, unit) if NUMBERED else held, unit)
-    whole = factor(weights, room_16, row) if FACTORED else 1
+    row_factor = factor(weights, room_16, row) if FACTORED else 1
     area = cuda.shared.array(THREADS * (PIECES + 1), np.complex128)  # 16 bytes each
     put_at = mad(thread, PIECES + 1, 0)
     for i in unroll(8):
         quad = floats[i](group)
         for k in unroll(4):
-            value[k] = quad[k] * whole if FACTORED else quad[k]
+            value[k] = quad[k] * row_factor if FACTORED else quad[k]
         if KIND == "f32":
             for k in unroll(4):
                 word[k] = float_bits(value[k])
@@ -99,10 +99,10 @@ def _dequantize(weights, room_16, first, chosen, out, count, units):
     warp_meets()
     left = int32(min(count * units - begin, 32)) * PIECES
     take_at = mad(mad(bits(lane, PIECES_LOG, 31), 1, thread - lane), PIECES + 1, bits(lane, 0, PIECES - 1))
-    at = np.int64(begin) * PIECES + lane
+    out_at = np.int64(begin) * PIECES + lane
     for i in unroll(PIECES):
         if lane < left - 32 * i:
-            store_16(out, at + 32 * i, shared_16(area, int32(take_at + 32 * i // PIECES * (PIECES + 1))))
+            store_16(out, out_at + 32 * i, shared_16(area, int32(take_at + 32 * i // PIECES * (PIECES + 1))))
 
 
 @recipe

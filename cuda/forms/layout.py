@@ -174,17 +174,17 @@ own_bytes = unit_subs = scale_bits = scale_lift = own_at = shared = 0
 
 
 @inlined
-def _put_plane(words, first, width, shift, thirds, out, at, room, unit):
-    """Bits shift.. of words[first : first + 8], `width` of each byte -> pieces of the plane at out[at]; see above."""
+def _put_plane(words, first, width, shift, thirds, out, plane_at, room, unit):
+    """Bits shift.. of words[first : first + 8], `width` of each byte -> pieces of the plane at plane_at; see above."""
     mask = np.uint32(0x01010101) * np.uint32((1 << width) - 1)
     for v in range(width):
         value = np.uint32(0)
         for i in range(8 // width):
-            place = THIRD_BIT[i] if thirds else np.uint32(width * i)
-            value |= ((words[first + v + i * width] >> np.uint32(shift)) & mask) << place
+            bit = THIRD_BIT[i] if thirds else np.uint32(width * i)
+            value |= ((words[first + v + i * width] >> np.uint32(shift)) & mask) << bit
         piece = v // 4
         wide = min(4, width - 4 * piece)
-        out[at + 4 * piece * room + unit * wide + v % 4] = value
+        out[plane_at + 4 * piece * room + unit * wide + v % 4] = value
 
 
 @inlined
@@ -261,13 +261,13 @@ def _repack(raw, first, step, out, room):
                 if high_width:
                     _put_plane(code_words, 8 * u, high_width, low_width, thirds, out32, low_width * room, room, unit)
             if scale_bytes:
-                at = (scale_base + number * scale_bytes) // 4
-                pack_scales(sc, mn, d, dmin, out32[at : at + 4])
+                word = (scale_base + number * scale_bytes) // 4
+                pack_scales(sc, mn, d, dmin, out32[word : word + 4])
             if half_bytes:
-                at = (half_base + number * half_bytes) // 2
-                out16[at] = d
+                half = (half_base + number * half_bytes) // 2
+                out16[half] = d
                 if half_bytes == 4:
-                    out16[at + 1] = dmin
+                    out16[half + 1] = dmin
     return bad
 
 

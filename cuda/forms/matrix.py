@@ -50,12 +50,12 @@ class DeviceMatrix:
         where the type has no kernel, where a scale is not finite, and where memory does not suffice.
         """
         tensors = [tensors] if isinstance(tensors, QuantTensor) else list(tensors)
-        found = devices.require(device)
+        gpu = devices.require(device)
         rows, columns = combined_shape(tensors, interleave)
         names, type = [tensor.name for tensor in tensors], tensors[0].type
         host = np.zeros(DeviceLayout(WRITTEN[type]).nbytes(rows, columns), np.uint8)
         repack(tensors, host, interleave)
-        return cls(names, type, rows, columns, found.upload(host, " + ".join(names)), found)
+        return cls(names, type, rows, columns, gpu.upload(host, " + ".join(names)), gpu)
 
     @property
     def bpw(self) -> float:

@@ -75,17 +75,17 @@ def _pack_q6(sc, mn, d, dmin, out):
 
 
 def read_32(words, lane):
-    at = shl(bits(lane, 0, 7), 2)
-    scale = or_(bits(words[1], at, 15), bits(ror(words[3], sub(at, 4)), 0, 0x30))
-    least = or_(bits(words[2], at, 15), bits(ror(words[3], sub(at, 2)), 0, 0x30))
+    shift = shl(bits(lane, 0, 7), 2)
+    scale = or_(bits(words[1], shift, 15), bits(ror(words[3], sub(shift, 4)), 0, 0x30))
+    least = or_(bits(words[2], shift, 15), bits(ror(words[3], sub(shift, 2)), 0, 0x30))
     return scale, least
 
 
 def read_q3(words, lane):
-    at = or_(shl(bits(lane, 1, 1), 4), shl(bits(lane, 0, 1), 2))
-    low = bits(words[2] if bits(lane, 2, 1) else words[1], at, 0x0F0F)
-    at = or_(shl(bits(lane, 2, 1), 4), shl(bits(lane, 0, 3), 1))
-    scale = or_(low, bits(ror(words[3], sub(at, 4)), 0, 0x3030))
+    shift = or_(shl(bits(lane, 1, 1), 4), shl(bits(lane, 0, 1), 2))
+    low = bits(words[2] if bits(lane, 2, 1) else words[1], shift, 0x0F0F)
+    shift = or_(shl(bits(lane, 2, 1), 4), shl(bits(lane, 0, 3), 1))
+    scale = or_(low, bits(ror(words[3], sub(shift, 4)), 0, 0x3030))
     # subtract 32 from each byte: the top bits, set before, stop borrows and end up as inverted signs
     return xor(sub(or_(scale, 0x8080), 0x2020), 0x8080), 0
 

@@ -73,36 +73,36 @@ steps: Any = None
 signed: Any = None
 
 
-def _load(weights, room_16, at):
-    """All words of the unit with number `at`: codes, then scales, then halves; `room_16` is layout.room / 16."""
+def _load(weights, room_16, unit):
+    """All words of the unit with number `unit`: codes, then scales, then halves; `room_16` is layout.room / 16."""
     word = registers()
     for p in unroll(PIECES):
         if PIECE_WORDS[p] == 4:
-            quad = stream_16(weights, mad(room_16, PIECE_AT[p], at))
+            quad = stream_16(weights, mad(room_16, PIECE_AT[p], unit))
             for i in unroll(4):
                 word[PIECE_FIRST[p] + i] = quad[i]
         elif PIECE_WORDS[p] == 2:
-            pair = stream_8(weights, mad(room_16, 2 * PIECE_AT[p], at))
+            pair = stream_8(weights, mad(room_16, 2 * PIECE_AT[p], unit))
             for i in unroll(2):
                 word[PIECE_FIRST[p] + i] = pair[i]
         else:
-            word[PIECE_FIRST[p]] = stream_4(weights, mad(room_16, 4 * PIECE_AT[p], at))
+            word[PIECE_FIRST[p]] = stream_4(weights, mad(room_16, 4 * PIECE_AT[p], unit))
     if WHOLE:
-        quad = ahead_16(weights, mad(room_16, SCALES_AT, bits(at, BLOCK_LOG, 0x7FFFFFFF)))
+        quad = ahead_16(weights, mad(room_16, SCALES_AT, bits(unit, BLOCK_LOG, 0x7FFFFFFF)))
         for i in unroll(4):
             word[LOADED + i] = quad[i]
     elif OWN_BYTES == 2:
-        word[LOADED] = ahead_2(weights, mad(room_16, 8 * SCALES_AT, at))
+        word[LOADED] = ahead_2(weights, mad(room_16, 8 * SCALES_AT, unit))
     elif OWN_BYTES == 1:
-        word[LOADED] = ahead_1(weights, mad(room_16, 16 * SCALES_AT, at))
+        word[LOADED] = ahead_1(weights, mad(room_16, 16 * SCALES_AT, unit))
     if HALF_BYTES == 8:
-        pair = ahead_8(weights, mad(room_16, HALVES_AT // 8, bits(at, BLOCK_LOG, 0x7FFFFFFF)))
+        pair = ahead_8(weights, mad(room_16, HALVES_AT // 8, bits(unit, BLOCK_LOG, 0x7FFFFFFF)))
         for i in unroll(2):
             word[LOADED + SCALE_WORDS + i] = pair[i]
     elif HALF_BYTES == 4:
-        word[LOADED + SCALE_WORDS] = ahead_4(weights, mad(room_16, HALVES_AT // 4, bits(at, BLOCK_LOG, 0x7FFFFFFF)))
+        word[LOADED + SCALE_WORDS] = ahead_4(weights, mad(room_16, HALVES_AT // 4, bits(unit, BLOCK_LOG, 0x7FFFFFFF)))
     elif HALF_BYTES == 2:
-        word[LOADED + SCALE_WORDS] = ahead_2(weights, mad(room_16, HALVES_AT // 2, bits(at, BLOCK_LOG, 0x7FFFFFFF)))
+        word[LOADED + SCALE_WORDS] = ahead_2(weights, mad(room_16, HALVES_AT // 2, bits(unit, BLOCK_LOG, 0x7FFFFFFF)))
     return gathered(word, HELD)
 
 
@@ -301,8 +301,8 @@ def _constants(layout: DeviceLayout) -> dict[str, Any]:
     return {
         "PIECES": len(layout.pieces),
         "PIECE_WORDS": tuple(layout.pieces),
-        "PIECE_AT": tuple(at // 4 * 4 for at in layout.pieces_at),
-        "PIECE_FIRST": tuple(at // 4 for at in layout.pieces_at),
+        "PIECE_AT": tuple(start // 4 * 4 for start in layout.pieces_at),
+        "PIECE_FIRST": tuple(start // 4 for start in layout.pieces_at),
         "PLANES": len(table),
         "WIDTH": width,
         "COUNT": count,

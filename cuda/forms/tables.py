@@ -90,9 +90,9 @@ def read_scaled(held, lane):
     if SCALE_BITS == 0:
         return d, d
     if SCALE_IN == SHARED:
-        place = bits(lane, 0, 7)
-        high = bits(held[SHARED_AT + 1], or_(shl(place, 1), 16), 3)
-        scales = or_(bits(held[SHARED_AT], shl(place, 2), 15), shl(high, 4))
+        unit = bits(lane, 0, 7)
+        high = bits(held[SHARED_AT + 1], or_(shl(unit, 1), 16), 3)
+        scales = or_(bits(held[SHARED_AT], shl(unit, 2), 15), shl(high, 4))
     else:
         scales = bits(held[OWN_AT if SCALE_IN == OWN else 4], SCALE_AT, -1)
     scale = bits(scales, 0, (1 << SCALE_BITS) - 1)

@@ -30,19 +30,19 @@ def numbers_of(points: np.ndarray) -> np.ndarray:
     return numbers
 
 
-def digits(q, at, width, levels):
+def digits(q, first, width, levels):
     """The codes q[at : at + width] without their signs, read as digits."""
     number = 0
     for i in range(width):
-        number = number * levels + q[at + i] % levels
+        number = number * levels + q[first + i] % levels
     return number
 
 
-def signs(q, at, levels):
+def signs(q, first, levels):
     """A byte of the signs of q[at : at + 8]: bit i is set where code at + i is one of the second `levels`."""
     byte = 0
     for i in range(8):
-        byte |= (q[at + i] // levels) << i
+        byte |= (q[first + i] // levels) << i
     return byte
 
 

@@ -19,10 +19,10 @@ def pack(q, sc, mn, d, dmin, out):
     for b in range(16):
         high = 0
         for k in range(2):
-            at = 16 * b + 8 * k
-            number = NUMBERS[digits(q, at, 8, 3)]
+            first = 16 * b + 8 * k
+            number = NUMBERS[digits(q, first, 8, 3)]
             out[2 * b + k] = number & 255
-            high |= ((number >> 8) | ((q[at] // 3) << 3)) << (4 * k)
+            high |= ((number >> 8) | ((q[first] // 3) << 3)) << (4 * k)
         out[32 + b] = high
     for n in range(4):
         word = ((d >> (4 * n)) & 15) << 12

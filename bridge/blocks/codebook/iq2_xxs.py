@@ -28,22 +28,22 @@ def pack(q, sc, mn, d, dmin, out):
     for j in range(8):
         word = sc[j] << 28
         for k in range(4):
-            at = 32 * j + 8 * k
-            out[2 + 8 * j + k] = NUMBERS[digits(q, at, 8, 3)]
-            word |= (signs(q, at, 3) & 127) << (7 * k)
+            first = 32 * j + 8 * k
+            out[2 + 8 * j + k] = NUMBERS[digits(q, first, 8, 3)]
+            word |= (signs(q, first, 3) & 127) << (7 * k)
         for i in range(4):
             out[6 + 8 * j + i] = (word >> (8 * i)) & 255
 
 
 def unpack(raw, q, sc, mn):
     for j in range(8):
-        at = 2 + 8 * j
-        word = raw[at + 4] | (raw[at + 5] << 8) | (raw[at + 6] << 16) | (raw[at + 7] << 24)
+        start = 2 + 8 * j
+        word = raw[start + 4] | (raw[start + 5] << 8) | (raw[start + 6] << 16) | (raw[start + 7] << 24)
         sc[j] = word >> 28
         for k in range(4):
             minus = even_signs((word >> (7 * k)) & 127)
             for i in range(8):
-                q[32 * j + 8 * k + i] = POINTS[raw[at + k], i] + 3 * ((minus >> i) & 1)
+                q[32 * j + 8 * k + i] = POINTS[raw[start + k], i] + 3 * ((minus >> i) & 1)
 
 
 IQ2_XXS = BlockType(

@@ -35,8 +35,8 @@ def pack(q, sc, mn, d, dmin, out):
 
 def unpack(raw, q, sc, mn):
     for j in range(8):
-        at = 66 + 4 * j
-        word = raw[at] | (raw[at + 1] << 8) | (raw[at + 2] << 16) | (raw[at + 3] << 24)
+        start = 66 + 4 * j
+        word = raw[start] | (raw[start + 1] << 8) | (raw[start + 2] << 16) | (raw[start + 3] << 24)
         sc[j] = word >> 28
         for k in range(4):
             minus = even_signs((word >> (7 * k)) & 127)

@@ -12,21 +12,21 @@ number over 243, in 256ths and rounded up: a code is what is carried out when th
 from bridge.blocks.base import BlockType
 
 
-def pack_digits(q, at, step, count, out, place):
+def pack_digits(q, first, step, count, out, start):
     """Write bytes out[place : place + step], each of `count` codes that are `step` apart."""
     for i in range(step):
         number = 0
         for n in range(5):
-            number = number * 3 + (q[at + step * n + i] if n < count else 0)
-        out[place + i] = (number * 256 + 242) // 243
+            number = number * 3 + (q[first + step * n + i] if n < count else 0)
+        out[start + i] = (number * 256 + 242) // 243
 
 
-def unpack_digits(raw, place, q, at, step, count):
+def unpack_digits(raw, start, q, first, step, count):
     """The inverse of `pack_digits`."""
     for i in range(step):
-        rest = raw[place + i] * 1
+        rest = raw[start + i] * 1
         for n in range(count):
-            q[at + step * n + i] = (rest * 3) >> 8
+            q[first + step * n + i] = (rest * 3) >> 8
             rest = (rest * 3) & 255
 
 

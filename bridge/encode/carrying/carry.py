@@ -254,10 +254,12 @@ def _requantize_q8_0(part: tuple[np.ndarray, ...], q: np.ndarray, d: np.ndarray,
     """
     codes, scales, zeros, group = part
     runs = codes.reshape(*d.shape, 32)
-    whole = np.rint(zeros)[:, group]
-    at = np.nonzero((runs.min(-1) - whole < -128) | (runs.max(-1) - whole > 127))
-    p = runs[at] - whole[at][:, None].astype(np.float64)
-    x = scales[:, group][at][:, None].astype(np.float64) * (runs[at] - zeros[:, group][at][:, None].astype(np.float64))
+    whole_zeros = np.rint(zeros)[:, group]
+    beyond = np.nonzero((runs.min(-1) - whole_zeros < -128) | (runs.max(-1) - whole_zeros > 127))
+    p = runs[beyond] - whole_zeros[beyond][:, None].astype(np.float64)
+    x = scales[:, group][beyond][:, None].astype(np.float64) * (
+        runs[beyond] - zeros[:, group][beyond][:, None].astype(np.float64)
+    )
     n = len(x)
     new, new_d = np.empty((1, n, 32), np.uint8), np.empty((1, n), np.float32)
     fields = new, np.empty((1, n), np.int8), np.empty((1, n), np.uint8), new_d, new_d.copy(), np.zeros((1, 3))
@@ -267,9 +269,9 @@ def _requantize_q8_0(part: tuple[np.ndarray, ...], q: np.ndarray, d: np.ndarray,
         return np.square(d[:, None].astype(np.float64) * p - x).sum(-1)
 
     clipped = np.clip(p, -128, 127)
-    clip_error, new_error = errors(d[at], clipped), errors(new_d[0], new[0] - 128.0)
+    clip_error, new_error = errors(d[beyond], clipped), errors(new_d[0], new[0] - 128.0)
     clip = clip_error <= new_error
-    sums[0] += (np.minimum(clip_error, new_error) - errors(d[at], p)).sum()
-    q.reshape(runs.shape)[at] = np.where(clip[:, None], clipped + 128, new[0]).astype(np.uint8)
-    d[at] = np.where(clip, d[at], new_d[0])
+    sums[0] += (np.minimum(clip_error, new_error) - errors(d[beyond], p)).sum()
+    q.reshape(runs.shape)[beyond] = np.where(clip[:, None], clipped + 128, new[0]).astype(np.uint8)
+    d[beyond] = np.where(clip, d[beyond], new_d[0])
     return int(32 * (~clip).sum() + (clipped != p)[clip].sum())

@@ -31,27 +31,27 @@ def lists(points: np.ndarray, cells: np.ndarray) -> np.ndarray:
 
     points, cells  float32 [.., width]
     """
-    found = np.empty((len(cells), NEAR), np.int16)
+    nearest = np.empty((len(cells), NEAR), np.int16)
     for i in range(0, len(cells), 512):
         squares = np.square(points).sum(1) - 2 * (cells[i : i + 512] @ points.T)
         some = np.argpartition(squares, NEAR, 1)[:, :NEAR]
         order = np.take_along_axis(squares, some, 1).argsort(1, kind="stable")
-        found[i : i + 512] = np.take_along_axis(some, order, 1)
-    return found
+        nearest[i : i + 512] = np.take_along_axis(some, order, 1)
+    return nearest
 
 
 def snapper(sub: int, width: int, bounds: tuple[float, ...]) -> Any:
     """The intrinsic `snap` for sub-blocks of `sub` weights, points of `width` coordinates and cells between bounds.
 
-    snap(t, w, a, inverse, near, numbers, values, found) -> sums of w r^2, w v^2, w r v
+    snap(t, w, a, inverse, near, numbers, values, chosen) -> sums of w r^2, w v^2, w r v
 
     t, w        float32 [sub]: weights and their importance
     a, inverse  the scale, and one over it
-    found       int64 [sub / width]: gets the points' numbers
+    chosen      int64 [sub / width]: gets the points' numbers
     v, r        the points' values, and residuals t - a * v
     """
 
-    def snap(typingctx, t, w, a, inverse, near, numbers, values, found):
+    def snap(typingctx, t, w, a, inverse, near, numbers, values, chosen):
         def codegen(context, builder: ir.IRBuilder, signature, arguments):
             def data(i):
                 array = context.make_array(signature.args[i])(context, builder, arguments[i])
@@ -62,7 +62,7 @@ def snapper(sub: int, width: int, bounds: tuple[float, ...]) -> Any:
             return context.make_tuple(builder, signature.return_type, emit.sums(sub, width, bounds))
 
         f32 = types.float32
-        return types.UniTuple(f32, 3)(t, w, f32, f32, near, numbers, values, found), codegen
+        return types.UniTuple(f32, 3)(t, w, f32, f32, near, numbers, values, chosen), codegen
 
     return intrinsic(snap)
 
@@ -70,12 +70,12 @@ def snapper(sub: int, width: int, bounds: tuple[float, ...]) -> Any:
 def shifted_snapper(sub: int, shared: int, bounds: tuple[float, ...]) -> Any:
     """The intrinsic `snap` for points of 8 coordinates shifted by the better of 1 and -1, `shared` weights together.
 
-    snap(t, w, a, inverse, near, numbers, values, found, negative) -> sums of w r^2, w v^2, w r v
+    snap(t, w, a, inverse, near, numbers, values, chosen, negative) -> sums of w r^2, w v^2, w r v
 
     As `snapper`'s; v has the shift in it, and negative, int64 [sub / shared], gets 1 where that is -1.
     """
 
-    def snap(typingctx, t, w, a, inverse, near, numbers, values, found, negative):
+    def snap(typingctx, t, w, a, inverse, near, numbers, values, chosen, negative):
         def codegen(context, builder: ir.IRBuilder, signature, arguments):
             def data(i):
                 array = context.make_array(signature.args[i])(context, builder, arguments[i])
@@ -87,7 +87,7 @@ def shifted_snapper(sub: int, shared: int, bounds: tuple[float, ...]) -> Any:
             return context.make_tuple(builder, signature.return_type, emit.shifted_sums(sub, shared, bounds))
 
         f32 = types.float32
-        return types.UniTuple(f32, 3)(t, w, f32, f32, near, numbers, values, found, negative), codegen
+        return types.UniTuple(f32, 3)(t, w, f32, f32, near, numbers, values, chosen, negative), codegen
 
     return intrinsic(snap)
 
@@ -134,12 +134,12 @@ def _lane(builder: ir.IRBuilder, vector: ir.Value, lane: int) -> ir.Value:
 class _Emitter:
     """Writes the vector code of `snap`."""
 
-    def __init__(self, builder: ir.IRBuilder, places: dict[str, ir.Value], a: ir.Value, inverse: ir.Value, found: Any):
-        self.builder, self.places, self.a, self.inverse, self.found = builder, places, a, inverse, found
+    def __init__(self, builder: ir.IRBuilder, places: dict[str, ir.Value], a: ir.Value, inverse: ir.Value, chosen: Any):
+        self.builder, self.places, self.a, self.inverse, self.chosen = builder, places, a, inverse, chosen
 
-    def load(self, name: str, at: ir.Value, kind: ir.Type, align: int) -> ir.Value:
-        """What lies `at` bytes behind the beginning of an array."""
-        address = self.builder.add(self.places[name], at)
+    def load(self, name: str, offset: ir.Value, kind: ir.Type, align: int) -> ir.Value:
+        """What lies `offset` bytes behind the beginning of an array."""
+        address = self.builder.add(self.places[name], offset)
         return self.builder.load(self.builder.inttoptr(address, kind.as_pointer()), align=align)
 
     def reduce(self, name: str, vector: ir.Value, *start: ir.Value, flags: tuple[str, ...] = ()) -> ir.Value:
@@ -150,15 +150,15 @@ class _Emitter:
         declared = self.builder.module.declare_intrinsic(f"llvm.vector.reduce.{name}.{suffix}", fnty=function)
         return self.builder.call(declared, [*start, vector], fastmath=flags)
 
-    def store(self, place: ir.Value, at: int, number: ir.Value) -> None:
-        """Write an int64 as item `at` of an array."""
+    def store(self, array: ir.Value, item: int, number: ir.Value) -> None:
+        """Write an int64 as an item of an array."""
         b = self.builder
-        b.store(number, b.inttoptr(b.add(place, ir.Constant(_I64, 8 * at)), _I64.as_pointer()), align=8)
+        b.store(number, b.inttoptr(b.add(array, ir.Constant(_I64, 8 * item)), _I64.as_pointer()), align=8)
 
     def inputs(self, sub: int) -> tuple[list[ir.Value], list[ir.Value]]:
         """The weights of a sub-block, and their importance."""
-        at = [ir.Constant(_I64, 4 * i) for i in range(0, sub, NEAR)]
-        return [self.load("t", i, _FLOATS, 4) for i in at], [self.load("w", i, _FLOATS, 4) for i in at]
+        offsets = [ir.Constant(_I64, 4 * i) for i in range(0, sub, NEAR)]
+        return [self.load("t", i, _FLOATS, 4) for i in offsets], [self.load("w", i, _FLOATS, 4) for i in offsets]
 
     def nearest(self, ratios: list[ir.Value], weights: list[ir.Value], width: int, bounds: Any) -> list[ir.Value]:
         """The nearest points' numbers, step by step for all ratios at once: each step waits for memory in turn."""
@@ -238,7 +238,7 @@ class _Emitter:
         ts, ws = self.inputs(sub)
         numbers = self.nearest([b.fmul(t, self.inverse) for t in ts], ws, width, bounds)
         for p, number in enumerate(numbers):
-            self.store(self.found, p, number)
+            self.store(self.chosen, p, number)
         each = NEAR // width
         points = [self.point(numbers[n * each : (n + 1) * each], width) for n in range(len(ts))]
         return [self.total(self.sum(part)) for part in zip(*map(self.squares, ts, ws, points), strict=True)]
@@ -263,7 +263,7 @@ class _Emitter:
             shift = splat(b, b.select(negative, ir.Constant(_F32, -1.0), ir.Constant(_F32, 1.0)))
             for p in group:
                 number = self.number(*(b.select(negative, *pair[::-1]) for pair in (cells[p], errors[p], leasts[p])))
-                self.store(self.found, p, number)
+                self.store(self.chosen, p, number)
                 parts.append(self.squares(ts[p], ws[p], b.fadd(self.point([number], NEAR), shift)))
         return [self.total(self.sum(part)) for part in zip(*parts, strict=True)]
 
@@ -331,6 +331,6 @@ class _Emitter:
     def point(self, numbers: list[ir.Value], width: int) -> ir.Value:
         """A vector of the values of one point of 8 coordinates, or of two points of 4."""
         b = self.builder
-        places = [b.mul(number, ir.Constant(_I64, 4 * width)) for number in numbers]
-        parts = [self.load("values", place, ir.VectorType(_F32, width), 4) for place in places]
+        offsets = [b.mul(number, ir.Constant(_I64, 4 * width)) for number in numbers]
+        parts = [self.load("values", offset, ir.VectorType(_F32, width), 4) for offset in offsets]
         return parts[0] if width == NEAR else b.shuffle_vector(*parts, ir.Constant(_INTS, list(range(NEAR))))

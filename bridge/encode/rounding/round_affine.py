@@ -273,12 +273,14 @@ def _workspace():
     )
 
 
-def _search(x, w, row, at, scratch, sc, mn):
+def _search(x, w, row, start, scratch, sc, mn):
     lines, follow, pairs, trial, codes = scratch
-    d, dmin = block(x[row, at : at + subs], w[at : at + subs], lines, follow, pairs, trial, codes[0], codes[1])
+    d, dmin = block(
+        x[row, start : start + subs], w[start : start + subs], lines, follow, pairs, trial, codes[0], codes[1]
+    )
     for j in range(subs):
-        sc[row, at + j] = codes[0, j]
-        mn[row, at + j] = codes[1, j]
+        sc[row, start + j] = codes[0, j]
+        mn[row, start + j] = codes[1, j]
     return d, dmin
 
 

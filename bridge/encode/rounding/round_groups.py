@@ -34,17 +34,17 @@ def _fit(x, w, high, middle, least, starts, scales, zeros):
         for i in range(n):
             bottom = lesser(bottom, x[row, i])
             peak = greater(peak, x[row, i])
-        whole = (peak - bottom) / high
+        full = (peak - bottom) / high
         if middle > _ZERO:
-            whole = max(-bottom / middle, peak / (high - middle))
+            full = max(-bottom / middle, peak / (high - middle))
         best = _INFINITY
-        for k in range(starts if whole > _ZERO else 1):
+        for k in range(starts if full > _ZERO else 1):
             share = _ONE - _STEP * np.float32(k)
-            s = max(round_half(whole * share), _LEAST)
+            s = max(round_half(full * share), _LEAST)
             z = middle if middle > _ZERO else min(max(np.rint(-bottom * share / s), least), high)
             if k == 0:
-                scales[row], zeros[row] = s if whole <= _LARGEST else _INFINITY, z
-                if not whole <= _LARGEST:
+                scales[row], zeros[row] = s if full <= _LARGEST else _INFINITY, z
+                if not full <= _LARGEST:
                     break
             for _ in range(_ROUNDS):
                 over = _ONE / s

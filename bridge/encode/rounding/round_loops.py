@@ -152,11 +152,11 @@ def _rows(x, w, q, sc, mn, d, dmin, sums):
     scratch = workspace()
     for row in range(x.shape[0]):
         for n in range(d.shape[1]):
-            at = n * subs
-            best_d, best_m = search(x, w, row, at, scratch, sc, mn)
+            start = n * subs
+            best_d, best_m = search(x, w, row, start, scratch, sc, mn)
             d[row, n] = best_d
             dmin[row, n] = best_m
-            for j in range(at, at + subs):
+            for j in range(start, start + subs):
                 a = best_d if plain else best_d * (unit * np.float32(odd * sc[row, j] + odd - 1))
                 b = -best_m if plain else best_m * np.float32(mn[row, j])
                 error, signal, weighted = write(x[row, j], w[j], a, b, q[row, j], scratch)

@@ -228,8 +228,8 @@ def _workspace():
     return ()
 
 
-def _search(x, w, row, at, scratch, sc, mn):
-    return block(x[row, at], w[at])
+def _search(x, w, row, start, scratch, sc, mn):
+    return block(x[row, start], w[start])
 
 
 @cache

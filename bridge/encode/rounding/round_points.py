@@ -36,11 +36,11 @@ def fold(x, w, t):
     for i in range(sub):
         t[i] = abs(x[i])
     if even:
-        for at in range(0, sub, 8):
+        for start in range(0, sub, 8):
             minuses = 0
             least = _INFINITY
-            cheapest = at
-            for i in range(at, at + 8):
+            cheapest = start
+            for i in range(start, start + 8):
                 minuses += 1 if x[i] < _ZERO else 0
                 cost = w[i] * t[i]
                 if cost < least:
@@ -65,14 +65,14 @@ def start_scales(x, w):
 def fit(t, w, a, inside):
     """The error of a scale, and of its values v and residuals r: sums of w v^2, w r v."""
     inverse = _ONE / a if a != _ZERO else _ZERO
-    _, found, near, numbers, values, _ = inside
-    return snap(t, w, a, inverse, near, numbers, values, found)
+    _, chosen, near, numbers, values, _ = inside
+    return snap(t, w, a, inverse, near, numbers, values, chosen)
 
 
 def points_write(x, w, a, b, codes, scratch):
     """Write the codes; the plain error, sum of x^2 and weighted error."""
     inside = scratch[-1]
-    t, found, _, _, values, searched = inside
+    t, chosen, _, _, values, searched = inside
     fold(x, w, t[0])
     fit(t[0], w, a * searched[0], inside)
     error = _ZERO
@@ -80,13 +80,13 @@ def points_write(x, w, a, b, codes, scratch):
     weighted = _ZERO
     for p in range(sub // width):
         for i in range(width):
-            at = width * p + i
-            minus = (x[at] < _ZERO) != (t[0, at] < _ZERO)
-            codes[at] = codes_of[found[p], i] + (np.uint8(levels) if minus else np.uint8(0))
-            r = t[0, at] - a * values[found[p], i]
+            column = width * p + i
+            minus = (x[column] < _ZERO) != (t[0, column] < _ZERO)
+            codes[column] = codes_of[chosen[p], i] + (np.uint8(levels) if minus else np.uint8(0))
+            r = t[0, column] - a * values[chosen[p], i]
             error = add(error, r * r)
-            signal = add(signal, x[at] * x[at])
-            weighted = add(weighted, (w[at] * w[at] if lifted else w[at]) * r * r)
+            signal = add(signal, x[column] * x[column])
+            weighted = add(weighted, (w[column] * w[column] if lifted else w[column]) * r * r)
     return error, signal, weighted
 
 
@@ -102,15 +102,15 @@ def fit_scratch():
     )
 
 
-def _search(x, w, row, at, scratch, sc, mn):
+def _search(x, w, row, start, scratch, sc, mn):
     scales, tried, trial, codes, inside = scratch
     t, searched = inside[0], inside[-1]
     for j in range(subs):
-        fold(x[row, at + j], w[at + j], t[j])
-    before, d = block(t, w[at : at + subs], scales, tried, trial, codes, inside)
+        fold(x[row, start + j], w[start + j], t[j])
+    before, d = block(t, w[start : start + subs], scales, tried, trial, codes, inside)
     searched[0] = before / d if d != _ZERO else _ONE
     for j in range(subs):
-        sc[row, at + j] = codes[j]
+        sc[row, start + j] = codes[j]
     return d, _ZERO
 
 

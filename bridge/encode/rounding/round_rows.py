@@ -94,10 +94,10 @@ def _quantize_fields(x: np.ndarray, block: BlockType, weights: np.ndarray, data:
     mn = np.zeros((step, subs), np.uint8)
     d = np.zeros((step, blocks), np.float32)
     dmin = np.zeros((step, blocks), np.float32)
-    for at in range(0, rows, max(step, 1)):
-        n = min(step, rows - at)
-        quantize(x[at : at + n], weights, q[:n], sc[:n], mn[:n], d[:n], dmin[:n], sums[at : at + n])
-        pack(q[:n].reshape(n, columns), sc[:n], mn[:n], d[:n], dmin[:n], data[at : at + n])
+    for start in range(0, rows, max(step, 1)):
+        n = min(step, rows - start)
+        quantize(x[start : start + n], weights, q[:n], sc[:n], mn[:n], d[:n], dmin[:n], sums[start : start + n])
+        pack(q[:n].reshape(n, columns), sc[:n], mn[:n], d[:n], dmin[:n], data[start : start + n])
 
 
 def quantizer_of(block: BlockType, lifted: bool = False) -> Callable[..., None]:

@@ -218,11 +218,11 @@ def _workspace():
     )
 
 
-def _search(x, w, row, at, scratch, sc, mn):
+def _search(x, w, row, start, scratch, sc, mn):
     scales, tries, trial, codes = scratch
-    d = block(x[row, at : at + subs], w[at : at + subs], scales, tries, trial, codes)
+    d = block(x[row, start : start + subs], w[start : start + subs], scales, tries, trial, codes)
     for j in range(subs):
-        sc[row, at + j] = codes[j]
+        sc[row, start + j] = codes[j]
     return d, _ZERO
 
 

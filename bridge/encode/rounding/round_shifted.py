@@ -33,16 +33,16 @@ def fit(x, w, a, inside):
 
     Points and shifts are kept in turn for the sub-blocks of a block: at the end, those of the last scale of each.
     """
-    found, negative, near, numbers, values, turn = inside
+    chosen, negative, near, numbers, values, turn = inside
     j = turn[0]
     turn[0] = (j + 1) % subs
     inverse = _ONE / a if a != _ZERO else _ZERO
-    return snap(x, w, a, inverse, near, numbers, values, found[j], negative[j])
+    return snap(x, w, a, inverse, near, numbers, values, chosen[j], negative[j])
 
 
 def shifted_write(x, w, a, b, codes, scratch):
     """Write the codes that `fit` found last; the plain error, sum of x^2 and weighted error."""
-    found, negative, _, _, values, turn = scratch[-1]
+    chosen, negative, _, _, values, turn = scratch[-1]
     j = turn[0]
     turn[0] = (j + 1) % subs
     error = _ZERO
@@ -51,14 +51,14 @@ def shifted_write(x, w, a, b, codes, scratch):
     for p in range(sub // 8):
         minus = negative[j, 8 * p // shared]
         shift = np.float32(1 - 2 * minus)
-        number = found[j, p]
+        number = chosen[j, p]
         for i in range(8):
-            at = 8 * p + i
-            codes[at] = levels_of[number, i] + np.uint8(3 * minus)
-            r = x[at] - a * (values[number, i] + shift)
+            column = 8 * p + i
+            codes[column] = levels_of[number, i] + np.uint8(3 * minus)
+            r = x[column] - a * (values[number, i] + shift)
             error = add(error, r * r)
-            signal = add(signal, x[at] * x[at])
-            weighted = add(weighted, (w[at] * w[at] if lifted else w[at]) * r * r)
+            signal = add(signal, x[column] * x[column])
+            weighted = add(weighted, (w[column] * w[column] if lifted else w[column]) * r * r)
     return error, signal, weighted
 
 

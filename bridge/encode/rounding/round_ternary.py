@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from bridge.blocks.read import WRITTEN
-from bridge.encode.rounding.ternary_vectors import SIZE, kept, residuals, totals
+from bridge.encode.rounding.ternary_vectors import SIZE, residuals, sums_above, totals
 from bridge.system.kernels.half import round_half
 from bridge.system.kernels.jit import from_plain, inlined, specialize
 from bridge.system.kernels.memory import to_half
@@ -54,12 +54,12 @@ def _rows(x, w, out, sums):
             limit[j] = _SPREAD * spread - _MEAN * (total / np.float32(SIZE))
             far[j] = peak if peak > _FAR * spread else _ZERO
         for j in range(count):
-            weight, mass = kept(blocks[first + j], w[(first + j) % n], limit[j])
+            weight, mass = sums_above(blocks[first + j], w[(first + j) % n], limit[j])
             if far[j] > _ZERO:
-                weight_far, mass_far = kept(blocks[first + j], w[(first + j) % n], _HALF * far[j])
+                weight_far, mass_far = sums_above(blocks[first + j], w[(first + j) % n], _HALF * far[j])
                 if weight_far * weight_far * mass > weight * weight * mass_far:
                     weight, mass = weight_far, mass_far
-                weight, mass = kept(blocks[first + j], w[(first + j) % n], _HALF * weight / mass)
+                weight, mass = sums_above(blocks[first + j], w[(first + j) % n], _HALF * weight / mass)
             scale[j] = weight / mass if mass > _ZERO else _ZERO
         for j in range(count):
             a = round_half(scale[j])

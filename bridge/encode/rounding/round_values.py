@@ -216,11 +216,11 @@ def _workspace():
     )
 
 
-def _search(x, w, row, at, scratch, sc, mn):
+def _search(x, w, row, start, scratch, sc, mn):
     scales, tried, trial, codes, values = scratch
-    _, d = block(x[row, at : at + subs], w[at : at + subs], scales, tried, trial, codes, values)
+    _, d = block(x[row, start : start + subs], w[start : start + subs], scales, tried, trial, codes, values)
     for j in range(subs):
-        sc[row, at + j] = codes[j]
+        sc[row, start + j] = codes[j]
     return d, _ZERO
 
 

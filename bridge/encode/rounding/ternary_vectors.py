@@ -29,15 +29,15 @@ class _Emitter:
         self.kind = signature.return_type
         self.sums: list[list[ir.Value]] = []
 
-    def address(self, argument: int, at: int, kind: ir.Type) -> ir.Value:
-        """A pointer to what begins at item `at` of an array."""
+    def address(self, argument: int, column: int, kind: ir.Type) -> ir.Value:
+        """A pointer to what begins at a column of an array."""
         array = self.context.make_array(self.kinds[argument])(self.context, self.builder, self.arguments[argument])
-        data = self.builder.gep(array.data, [_I64(at)])
+        data = self.builder.gep(array.data, [_I64(column)])
         return self.builder.bitcast(data, kind.as_pointer())
 
-    def floats(self, argument: int, at: int) -> ir.Value:
+    def floats(self, argument: int, column: int) -> ir.Value:
         """16 of an array's floats."""
-        return self.builder.load(self.address(argument, at, _FLOATS), align=4)
+        return self.builder.load(self.address(argument, column, _FLOATS), align=4)
 
     def splat(self, argument: int) -> ir.Value:
         """A vector of one number."""
@@ -84,8 +84,8 @@ def totals(typingctx, x):
     def codegen(*parts):
         emit = _Emitter(*parts)
 
-        def body(at, sums):
-            size = emit.size(emit.floats(0, at))
+        def body(column, sums):
+            size = emit.size(emit.floats(0, column))
             total, squares, peak = sums
             return [emit.builder.fadd(total, size), emit.fma(size, size, squares), emit.greater(size, peak)]
 
@@ -95,16 +95,16 @@ def totals(typingctx, x):
 
 
 @intrinsic
-def kept(typingctx, x, w, threshold):
+def sums_above(typingctx, x, w, threshold):
     """x, w float32 [256] -> the sums of w |x| and w where |x| > threshold."""
 
     def codegen(*parts):
         emit = _Emitter(*parts)
         limit = emit.splat(2)
 
-        def body(at, sums):
-            size = emit.size(emit.floats(0, at))
-            w = emit.builder.select(emit.builder.fcmp_ordered(">", size, limit), emit.floats(1, at), _ZERO)
+        def body(column, sums):
+            size = emit.size(emit.floats(0, column))
+            w = emit.builder.select(emit.builder.fcmp_ordered(">", size, limit), emit.floats(1, column), _ZERO)
             return [emit.fma(w, size, sums[0]), emit.builder.fadd(sums[1], w)]
 
         return emit.loop(2, body)
@@ -122,8 +122,8 @@ def residuals(typingctx, x, w, threshold, a, q):
         limit, scale = emit.splat(2), emit.splat(3)
         codes: list[ir.Value] = []
 
-        def body(at, sums):
-            x = emit.floats(0, at)
+        def body(column, sums):
+            x = emit.floats(0, column)
             size = emit.size(x)
             above = b.fcmp_ordered(">", size, limit)
             r = b.fsub(size, b.select(above, scale, _ZERO))
@@ -135,9 +135,9 @@ def residuals(typingctx, x, w, threshold, a, q):
             if len(codes) * _LANES == _STORED:
                 kind = ir.VectorType(_I8, _STORED)
                 stored = b.add(b.trunc(_joined(b, codes), kind), ir.Constant(kind, [1] * _STORED))
-                b.store(stored, emit.address(4, at + _LANES - _STORED, kind), align=1)
+                b.store(stored, emit.address(4, column + _LANES - _STORED, kind), align=1)
                 codes.clear()
-            return [b.fadd(sums[0], squares), emit.fma(squares, emit.floats(1, at), sums[1])]
+            return [b.fadd(sums[0], squares), emit.fma(squares, emit.floats(1, column), sums[1])]
 
         return emit.loop(2, body)
 
