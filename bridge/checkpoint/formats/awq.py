@@ -278,3 +278,4 @@ GEMM = WrittenFormat(
     "awq", hint="gemm", bits=(4,), refusal=_refusal, shapes=_shapes, pack=_pack, labels=_labels,
     rounding="asymmetric", one_size=True, transposed=True, by_quantize=True,
 )  # fmt: skip
+AwqReader.written = (GEMM,)

@@ -345,3 +345,4 @@ PACKED = WrittenFormat(
     rounding="symmetric",  # transformers loads no others
     in_words=True, zeros_part="weight_zero_point", shape_part="weight_shape",
 )  # fmt: skip
+CompressedReader.written = (PACKED,)

@@ -343,3 +343,4 @@ PLANAR = replace(
     V2, name="gptq_p", hint="planar, of GPTQModel: 5 to 7 bits too", bits=_PLANAR_BITS, by_quantize=False,
     refusal=partial(_refusal, True), pack=partial(_pack, "gptq_p"), labels=partial(_labels, "gptq_p"),
 )  # fmt: skip
+GptqReader.written = V1, V2, PLANAR

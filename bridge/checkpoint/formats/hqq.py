@@ -290,3 +290,4 @@ WRITTEN = WrittenFormat(
     shapes=_shapes, pack=_pack, labels=_labels, shape_part="shape",
     lanes=lambda bits: PACKINGS[_PACKING_OF[bits]][1],
 )  # fmt: skip
+HqqReader.written = (WRITTEN,)

@@ -361,3 +361,4 @@ WRITTEN = WrittenFormat(
     refusal=_refusal, shapes=_shapes, pack=_pack, labels=_labels, in_words=True, config=mlx_config, dtype="F16",
     stack_of=stack_of,
 )  # fmt: skip
+MlxReader.written = (WRITTEN,)

@@ -207,3 +207,4 @@ WRITTEN = WrittenFormat(
     "modelopt", hint="NVFP4", bits=(), fp4=("NVFP4",), pack=_MODELOPT.pack, labels=_labels,
     shapes=lambda groups, shape: _MODELOPT.shapes(groups.kind, shape),
 )  # fmt: skip
+ModelOptReader.written = (WRITTEN,)

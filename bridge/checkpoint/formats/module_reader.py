@@ -13,6 +13,7 @@ import numpy as np
 
 from bridge.checkpoint.files.dtypes import as_float32
 from bridge.checkpoint.files.store import Store, TensorInfo
+from bridge.checkpoint.formats.written import WrittenFormat
 from bridge.checkpoint.grouped import CodedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
@@ -96,6 +97,7 @@ class Reader:
     required: ClassVar[tuple[str, ...]] = ()
     short: ClassVar[str] = ""  # the format's name if it is not the config's title
     settings: ClassVar[frozenset[str]] = frozenset()  # integer tensors of modules that are not needed
+    written: ClassVar[tuple[WrittenFormat, ...]] = ()  # the records of those of its formats that are also written
     plain: ClassVar[frozenset[str]] = frozenset({"bias", "scales"})  # other layers have these too (AWQ: act.scales)
 
     def __init__(self, store: Store, quant: QuantConfig) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from bridge.checkpoint.formats import awq, compressed, gptq, hqq, mlx, modelopt
 from bridge.checkpoint.formats.aqlm import AqlmReader
 from bridge.checkpoint.formats.awq import AwqReader
 from bridge.checkpoint.formats.bitnet import BitnetReader
@@ -43,12 +42,12 @@ READERS: dict[str, type[Reader]] = {
     "fp8": Fp8Reader,
     "fbgemm_fp8": Fp8Reader,
     "mxfp8": Fp8Reader,
-    "modelopt": ModelOptReader,
     "mxfp4": GptOssReader,
     "mlx": MlxReader,
     "bitnet": BitnetReader,
     "bitsandbytes": BitsAndBytesReader,
     "hqq": HqqReader,
+    "modelopt": ModelOptReader,
     "marlin": MarlinReader,
     "qtip": QtipReader,
     "exl2": Exl2Reader,
@@ -68,12 +67,7 @@ READERS: dict[str, type[Reader]] = {
     "fouroversix": FourOverSixReader,
     "gemma": GemmaReader,
 }
-FORMATS: dict[str, WrittenFormat] = {
-    written.name: written
-    for written in (
-        gptq.V1, gptq.V2, gptq.PLANAR, awq.GEMM, compressed.PACKED, mlx.WRITTEN, hqq.WRITTEN, modelopt.WRITTEN,
-    )
-}  # fmt: skip
+FORMATS: dict[str, WrittenFormat] = {written.name: written for reader in READERS.values() for written in reader.written}
 QUANTIZED = [name for name, written in FORMATS.items() if written.by_quantize]
 
 
