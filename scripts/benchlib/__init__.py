@@ -7,11 +7,9 @@ The scripts in speed/, quality/ and check/ run as modules in the checkout's root
     divergence  a float model, its texts, and how far other weights are from it
     drafts      replies with guessed tokens, compared with those without
     formats     one model as a GGUF in every format
-    groups      GPTQ and AWQ on groups, compared with llm-compressor
     real_models, real_texts   models and texts from package registries
     token_kl    the divergence of a file token by token, in float32 and in llama.cpp
     speeds      processes of both runtimes that take turns on a file
-    viterbi     the search of trellis encoders, which tests use too
 """
 
 import argparse

@@ -3,7 +3,6 @@
 import argparse
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,8 +29,6 @@ from scripts.peers import reference
 from scripts.peers.gguf_file import Blocks, replace_blocks
 from scripts.peers.llama.llama_cpp import window_logits
 from scripts.peers.predictions import window_kls
-
-from . import output_of
 
 
 @dataclass(frozen=True)
@@ -166,18 +163,3 @@ class FloatModel:
         outputs = dict(output_hessians(model, tokens, ActivationStore(None), held=held, norms=norms.__setitem__))
         weights = lambda names: token_weights([norms.get(expert_pattern(name)) for name in names])  # noqa: E731
         return LayerHooks(outputs=outputs.get, weights=weights)
-
-    def by_peer(
-        self, read: Callable[[Path], reference.Weights], python: Path, script: str | None, *options: object
-    ) -> tuple[reference.Weights, float]:
-        """The float32 weights that another project's script makes of the same tokens, and the seconds it took.
-
-        read    reads the file that the script writes
-        python  an interpreter that has the project
-        """
-        begun = time.perf_counter()
-        with tempfile.TemporaryDirectory() as folder:
-            tokens, made = Path(folder) / "tokens.npy", Path(folder) / "made"
-            np.save(tokens, self.calibration)
-            output_of(python, script, self.folder.resolve(), tokens, made, *options, cwd=folder)
-            return read(made), time.perf_counter() - begun

@@ -4,9 +4,7 @@
 
 A file of llama.cpp's has the mixture of types of a preset, each tensor by ggml's own quantizer with the imatrix of the
 same tokens, embeddings and head without, as in llama.cpp. For each preset asked for there is one of ours of a size
-budget of as many bytes; it is compared with that preset, and with the best preset of no more bytes. With --one-type
-there are also files of ours of one type (embeddings and layers in it, the head Q6_K). None has exactly that size, so
-their loss is interpolated between the two neighbouring types, the logarithm of KL against size.
+budget of as many bytes; it is compared with that preset, and with the best preset of no more bytes.
 
 The measure is the mean Kullback-Leibler divergence from the float model over windows of the test text, of all the
 weights in the file, in float32 arithmetic, with its standard error over windows. Files are kept in --folder and reused.
@@ -16,9 +14,7 @@ import argparse
 import sys
 import tempfile
 import time
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -36,7 +32,6 @@ from scripts.peers.llama import ggml
 
 SIZES = ["IQ2_M", "IQ3_XXS", "Q3_K_M", "IQ4_XS", "Q4_K_M"]
 _TERNARY = ("TQ1_0", "TQ2_0")  # presets for weights of three values
-UNIFORM = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 
 
 class Files(FloatModel):
@@ -67,13 +62,13 @@ class Files(FloatModel):
             self._rounded[key, type] = dequantize.rows(type, blocks)
         return self._rounded[key, type]
 
-    def made(self, name: str, **options: Any) -> tuple[int, Divergence, str]:
-        """Size and KL divergence of one of our files, and the seconds that making it took."""
-        path = self.files / f"{self.folder.name}-{name}.gguf"
+    def of_budget(self, budget: Budget) -> tuple[int, Divergence, str]:
+        """Size and KL divergence of our file of a budget, and the seconds that making it took."""
+        path = self.files / f"{self.folder.name}-{budget.size}.gguf"
         seconds = ""
         if not path.exists():
             begun = time.perf_counter()
-            report = convert(self.folder, path, calibrate=self.settings, **options)
+            report = convert(self.folder, path, calibrate=self.settings, budget=budget)
             seconds = f"{time.perf_counter() - begun:.0f}"
             print(*(note for note in report.notes if note.startswith("size budget")), sep="\n", file=sys.stderr)
         return path.stat().st_size, self.divergence(gguf_weights(path)), seconds
@@ -85,7 +80,6 @@ OPTIONS = (
     option("--test", required=True),
     *("--samples", "--length", "--windows", "--threads"),
     option("--presets", SIZES, "NAME", "whose bytes ours have", nargs="*"),
-    option("--one-type", False, help="also make files of one type each"),
     option("--swaps", 0, "N", "swaps in a search"),
     option("--sweeps", 2, "N", "sweeps of refinement in ours"),
     option("--folder", Path, "DIR", "where to keep the files"),
@@ -100,41 +94,14 @@ def measure(options: argparse.Namespace) -> Lines:
         yield head("llama.cpp's preset", "bytes", "KL")
         for name, (size, loss) in sorted(presets.items(), key=lambda p: p[1][0]):
             yield name, size, loss
-        uniform: list[tuple[int, float]] = []
-        if options.one_type:
-            uniform = yield from one_type(files, max(presets[name][0] for name in options.presets))
         columns = "bytes of", "bytes", "KL", "bytes left", "over that preset", "over the best of no more bytes"
-        yield head(*columns, "the best", "over one type, interpolated", "seconds")
+        yield head(*columns, "the best", "seconds")
         for name in options.presets:
             size, theirs = presets[name]
             best = min((n for n in presets if presets[n][0] <= size), key=lambda n: presets[n][1].mean)
-            own_size, own, seconds = files.made(f"{size}", budget=Budget(size, swaps=options.swaps))
-            alike = f"{own.mean / interpolated(uniform, size):.3f}" if uniform else ""
-            ratios = own.over(theirs), own.over(presets[best][1])
-            yield name, size, own, size - own_size, *ratios, best, alike, seconds
-
-
-def one_type(files: Files, largest: int) -> Lines:
-    """A table of our files of one type, up to the first that is larger; returns their sizes and KL divergences."""
-    yield head("all but the head in", "bytes", "KL", "seconds")
-    found: list[tuple[int, float]] = []
-    for type in UNIFORM:
-        if found and found[-1][0] > largest:
-            break
-        types = {"tensor_types": [(r"^(blk|token_embd)\b", type)], "output_type": "Q6_K"}
-        size, loss, seconds = files.made(f"all-{type}", **types)
-        found.append((size, loss.mean))
-        yield type, size, loss, seconds
-    return found
-
-
-def interpolated(points: list[tuple[int, float]], size: int) -> float:
-    """The loss at a size, its logarithm linear between the two points around it (or the nearest two)."""
-    pairs = list(pairwise(sorted(points)))
-    (a, low), (b, high) = next(
-        (p for p in pairs if p[0][0] <= size <= p[1][0]), pairs[0 if size < pairs[0][0][0] else -1]
-    )
-    return float(np.exp(np.interp(size, (a, b), np.log((low, high)))))
+            our_size, ours, seconds = files.of_budget(Budget(size, swaps=options.swaps))
+            ratios = ours.over(theirs), ours.over(presets[best][1])
+            yield name, size, ours, size - our_size, *ratios, best, seconds
 
 
 if __name__ == "__main__":

@@ -10,8 +10,7 @@ gptq-gguf-toolkit. Types of 4-bit floats are compared with rounding to nearest: 
 
 --llama-cpp adds the divergences in llama.cpp, which rounds activations to 8 bits.
 
---auto-round adds auto-round's GGUF (its linears only), and --groups compares GPTQ and AWQ on groups with
-llm-compressor; each runs in a Python that has it.
+--groups compares GPTQ and AWQ on groups with llm-compressor, which runs in a Python that has it.
 
 --ik-llama adds a table of the types of ik_llama.cpp, given its shared library and the same imatrix.
 
@@ -21,22 +20,25 @@ there in any case.
 """
 
 import argparse
+import tempfile
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import load_file
 
 from bridge.blocks import BLOCKS
 from bridge.blocks.read import CALIBRATED, WRITTEN
-from bridge.quantize import Method, superblocks
+from bridge.quantize import Method, groups, superblocks
+from bridge.quantize.awq import Awq
 from bridge.quantize.grids.superblock import SuperblockGrid
 from bridge.quantize.quantizer import LayerHooks
-from scripts.benchlib import Lines, bench, head, option
+from scripts.benchlib import Lines, bench, head, option, output_of
 from scripts.benchlib.divergence import Divergence, FloatModel
-from scripts.benchlib.groups import groups_table
-from scripts.peers import auto_round_gguf, nvfp4, reference
-from scripts.peers.gguf_file import Blocks, gguf_weights
+from scripts.peers import llm_compressor, nvfp4, reference
+from scripts.peers.gguf_file import Blocks
 from scripts.peers.llama import ggml
 from scripts.peers.llama.ik_llama_cpp import IkLlamaCpp
 
@@ -58,6 +60,8 @@ STEPS: list[tuple[str, dict[str, Any], bool]] = [
     (WEIGHTED, {}, True),
     (TWO_SIDED, {}, True),
 ]
+# method, bits, group size, symmetric
+GROUPS = [("gptq", 4, 128, True), ("gptq", 3, 128, True), ("gptq", 2, 64, False), ("awq", 4, 128, False)]
 
 
 OPTIONS = (
@@ -73,7 +77,6 @@ OPTIONS = (
     option("--llama-cpp", False, help="also run every result in llama.cpp"),
     option("--ik-llama", Path, "LIBGGML", "the shared library of ik_llama.cpp"),
     option("--groups", Path, "PYTHON", "a Python that has llm-compressor"),
-    option("--auto-round", Path, "PYTHON", "a Python that has auto-round"),
 )
 
 
@@ -112,11 +115,6 @@ def measure(options: argparse.Namespace) -> Lines:
                 text = [test.stem] if len(float_model.tests) > 1 else []
                 yield name, step, *text, *values[:2], ratios[0], f"{seconds:.0f}", *values[2:], *ratios[1:]
         points.append({"name": name, "maker": "gguf-bridge quantize", "bpw": bpw, "kl": own.mean})
-        if options.auto_round:
-            script = auto_round_gguf.__file__, "--type", name, "--threads", options.threads
-            rounded, seconds = float_model.by_peer(gguf_weights, options.auto_round, *script)
-            found = float_model.divergence(theirs | {key: rounded[key] for key in made})
-            yield name, "auto-round", found, peer, found.over(peer), f"{seconds:.0f}"
     if options.ik_llama:
         yield from ik_llama(float_model, options.ik_llama)
     if options.groups:
@@ -149,6 +147,47 @@ def ik_llama(float_model: FloatModel, library: Path) -> Lines:
             nbytes += size
         bits = 8 * nbytes / sum(weights[key].size for key in linears)
         yield name, f"{bits:.2f}", *float_model.divergence(weights).by_text()
+
+
+def groups_table(float_model: FloatModel, gradients: LayerHooks, python: Path) -> Lines:
+    """A table of GPTQ and AWQ on groups; `python` has llm-compressor, `gradients` are for two-sided rounding."""
+    yield head("groups", "KL", "llm-compressor", "ratio", "seconds", "its seconds")
+    for method, bits, size, symmetric in GROUPS:
+        options = ["--method", method, "--bits", bits, "--group-size", size, *([] if symmetric else ["--asym"])]
+        weights, peer_seconds = by_llm_compressor(float_model, python, *options)
+        peer = float_model.divergence(weights)
+        for name, (layer, more) in group_ways(method, groups(bits, size, symmetric), gradients).items():
+            ours, seconds = float_model.quantized(layer, **more)
+            what = f"{name} {bits}-bit g{size} {'sym' if symmetric else 'asym'}"
+            yield what, ours, peer, ours.over(peer), f"{seconds:.0f}", f"{peer_seconds:.0f}"
+
+
+def by_llm_compressor(float_model: FloatModel, python: Path, *options: object) -> tuple[reference.Weights, float]:
+    """The float32 weights that llm-compressor makes of the same tokens, and the seconds it took."""
+    begun = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        tokens, out = Path(folder) / "tokens.npy", Path(folder) / "out.safetensors"
+        np.save(tokens, float_model.calibration)
+        output_of(python, llm_compressor.__file__, float_model.folder.resolve(), tokens, out, *options, cwd=folder)
+        return load_file(out), time.perf_counter() - begun
+
+
+def group_ways(method: str, grid: Any, gradients: LayerHooks) -> dict[str, tuple[Any, dict[str, Any]]]:
+    """Ours as published, and with everything it can do: each one's layer method and options of `quantize_model`."""
+    if method == "awq":
+        rounded, refined = (
+            Awq(Method(grid, act_order="none", damping=float("inf"), sweeps=0)),
+            Awq(Method(grid), clip=False),
+        )
+        return {
+            "AWQ": (rounded.layer, {"prepare": rounded.prepare}),
+            "AWQ, GPTAQ": (refined.layer, {"prepare": refined.prepare, "cross": True}),
+        }
+    return {
+        "GPTQ": (Method(grid, act_order="static", sweeps=0).layer, {}),
+        "GPTAQ": (Method(grid).layer, {"cross": True}),
+        "two-sided": (Method(grid).layer, {"cross": True, "layers": gradients}),
+    }
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ def patches(name: str, embeddings: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("name", NAMES)
 def test_llama_cpp_makes_embeddings_of_an_image_with_it(name: str, tmp_path: Path) -> None:
     pytest.importorskip("xllamacpp")
-    from scripts.peers.llama.mtmd import image_embeddings
+    from tests.support.mtmd import image_embeddings
 
     # with larger weights values pass the largest of F16, to which llama.cpp's attention rounds keys and values
     model = converted(name, tmp_path, 0.25, tensor_types=[(".*", "F32")], mmproj_type="F32")
@@ -250,7 +250,7 @@ def test_llama_cpps_embeddings_are_those_of_transformers(name: str, tmp_path: Pa
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
     pytest.importorskip("xllamacpp")
-    from scripts.peers.llama.mtmd import image_embeddings
+    from tests.support.mtmd import image_embeddings
 
     model = randomized(new_model(name))
     save_checkpoint(name, tmp_path / name, model)

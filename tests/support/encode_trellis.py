@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from bridge.trellis.hadamard import had
-from scripts.benchlib.viterbi import viterbi
 from tests.support.encode import LINEAR, load_floats, save_sharded
+from tests.support.viterbi import viterbi
 
 SCALE_OVERRIDE = 0.9  # the weights' rms over the codebook's, before the search
 

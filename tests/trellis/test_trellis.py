@@ -14,7 +14,6 @@ from bridge.trellis import BitshiftCodebook, bitshift_codebook, bitshift_gemm
 from bridge.trellis.gemm import layer_of
 from bridge.trellis.hadamard import ORDERS, Rotation, had
 from bridge.trellis.packed import exl3_layer, qtip_layer
-from scripts.benchlib.viterbi import viterbi
 from tests.support.encode_trellis import (
     Coding,
     exl3_tensors,
@@ -26,6 +25,7 @@ from tests.support.encode_trellis import (
     transform,
 )
 from tests.support.pairs import in_pairs
+from tests.support.viterbi import viterbi
 
 STATES = [0, 1, 2, 12345, 65535]
 VALUES = {

@@ -30,7 +30,6 @@ def viterbi(sequences: np.ndarray, table: np.ndarray, step: int) -> np.ndarray:
     return states
 
 
-# not cached: a cached kernel imports its module by the name under which it was compiled, and this one has two
 @numba.njit(nogil=True)
 def _search(sequence, parts, fixed, path):
     """Write the cheapest path [n] of a sequence [n, V]; fixed >= 0: the L - step bits that begin and end it alike."""
