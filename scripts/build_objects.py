@@ -71,20 +71,20 @@ def build(target: str, out: Path) -> None:
     made_for = machine_of(target)
     features = made_for.features.replace("+", "")
     machine.features = lambda: frozenset(features.split(","))  # type: ignore[assignment]  # what functions ask
-    started, found = time.process_time(), {}
+    started, objects = time.process_time(), {}
     for name in (made_for.cpu, *(interleaved.AHEAD if target == "avx512vbmi" else ())):
         machine.host = partial(made_for._replace, cpu=name)  # type: ignore[assignment]
         interleaved.kernel.cache_clear()  # type: ignore[attr-defined]  # some depend on the CPU
         for function in functions(target):
-            kept = object_code.bundled_as(function)
-            if kept not in found:
-                found[kept] = compiler.object_code(function, made_for)
+            file_name = object_code.bundled_as(function)
+            if file_name not in objects:
+                objects[file_name] = compiler.object_code(function, made_for)
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.comment = features.encode()
-        for kept, code in sorted(found.items()):
-            archive.writestr(zipfile.ZipInfo(kept), code, zipfile.ZIP_DEFLATED)
+        for file_name, code in sorted(objects.items()):
+            archive.writestr(zipfile.ZipInfo(file_name), code, zipfile.ZIP_DEFLATED)
     seconds = time.process_time() - started
-    print(f"{target}: {len(found)} functions, {out.stat().st_size / 1e6:.1f} MB, {seconds:.0f} CPU s", flush=True)
+    print(f"{target}: {len(objects)} functions, {out.stat().st_size / 1e6:.1f} MB, {seconds:.0f} CPU s", flush=True)
 
 
 def main() -> None:

@@ -88,10 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def went_well(lines: str, on: str) -> dict[str, dict[str, Any]]:
     """The results of an earlier run's LINES that are neither wrong nor missing, if it was on such a machine."""
-    said = [json.loads(line) for line in lines.splitlines()]
-    if any(line.get("machine", on) != on for line in said):
+    reports = [json.loads(line) for line in lines.splitlines()]
+    if any(line.get("machine", on) != on for line in reports):
         return {}
-    results = {line["job"]: line["result"] for line in said if "result" in line}
+    results = {line["job"]: line["result"] for line in reports if "result" in line}
     return {job: result for job, result in results.items() if not result.keys() & {"failed", "late"}
             and not result.get("wrong")}  # fmt: skip
 
@@ -111,12 +111,12 @@ def check(
     from bridge.errors import BridgeError
     from bridge.system.storage.files import expect_regular, write_text
 
-    found: dict[str, Any] = {"machine": machine(), "correctness": {}, "times": {}, "sanitized": {}}
+    results: dict[str, Any] = {"machine": machine(), "correctness": {}, "times": {}, "sanitized": {}}
     lines = out.with_name(LINES)
 
     def save() -> None:
-        found["seconds"] = time.monotonic() - begun
-        write_text(out, json.dumps(found, indent=1))
+        results["seconds"] = time.monotonic() - begun
+        write_text(out, json.dumps(results, indent=1))
 
     try:
         if out.exists():
@@ -140,11 +140,11 @@ def check(
 
     def show(job: str, result: dict[str, Any], part: str = "") -> None:
         print(report.shown(job, result), flush=True)
-        found[part or ("times" if job.startswith("time/") else "correctness")][job] = result
+        results[part or ("times" if job.startswith("time/") else "correctness")][job] = result
         append(job=job, result=result)
 
-    print(found["machine"], flush=True)
-    append(machine=found["machine"])
+    print(results["machine"], flush=True)
+    append(machine=results["machine"])
     early = runner.at_once([jobs.FIRST, *jobs.EARLY], begun + min(seconds, FOR_FIRST), show, case)
     first = early.pop(jobs.FIRST)
     if "late" not in first and first.get("wrong", True) and not anyway:
@@ -154,27 +154,27 @@ def check(
         print(f"no more is checked, as not even one product works: {reason}", flush=True)
         return 1
     known = {job: result for job, result in early.items() if "late" not in result}
-    kept = before or {}
-    known = {job: kept[job] for job in jobs.CORRECT if job in kept} | known
-    timed = {job: kept[job] for job in jobs.TIMES if job in kept}
+    earlier = before or {}
+    known = {job: earlier[job] for job in jobs.CORRECT if job in earlier} | known
+    timed = {job: earlier[job] for job in jobs.TIMES if job in earlier}
     others = [job for job in jobs.CORRECT if job not in known]
-    found["correctness"] = known | runner.at_once(others, begun + FOR_CORRECTNESS * seconds, show, case)
+    results["correctness"] = known | runner.at_once(others, begun + FOR_CORRECTNESS * seconds, show, case)
     others = [job for job in jobs.TIMES if job not in timed]
-    found["times"] = timed | runner.in_turn(others, begun + seconds, show, case, jobs.FIRST)
-    if not any(result.get("late") == runner.HANGS for result in found["times"].values()):
+    results["times"] = timed | runner.in_turn(others, begun + seconds, show, case, jobs.FIRST)
+    if not any(result.get("late") == runner.HANGS for result in results["times"].values()):
         names = {job: f"sanitized {job}" for job in jobs.SANITIZED}
-        found["sanitized"] = {name: kept[name] for name in names.values() if name in kept}
-        others = [job for job, name in names.items() if name not in kept]
+        results["sanitized"] = {name: earlier[name] for name in names.values() if name in earlier}
+        others = [job for job, name in names.items() if name not in earlier]
         runner.sanitized(others, begun + seconds, lambda job, result: show(names[job], result, "sanitized"))
-    everything = found["correctness"] | found["times"] | found["sanitized"]
+    everything = results["correctness"] | results["times"] | results["sanitized"]
     wrong = [line for result in everything.values() for line in result.get("wrong", [])]
     wrong += [f"{job}: {result['failed']}" for job, result in everything.items() if "failed" in result]
     late = [job for job, result in everything.items() if "late" in result]
-    table = report.rows(found["times"])
-    found.update(seconds=time.monotonic() - begun, wrong=wrong, not_run=late, table=[row._asdict() for row in table])
-    print(report.printed(found, table, wrong), flush=True)
+    table = report.rows(results["times"])
+    results.update(seconds=time.monotonic() - begun, wrong=wrong, not_run=late, table=[row._asdict() for row in table])
+    print(report.printed(results, table, wrong), flush=True)
     save()
-    complete = not found["correctness"].keys() & set(late) and all(row.met for row in table if row.bar)
+    complete = not results["correctness"].keys() & set(late) and all(row.met for row in table if row.bar)
     return 0 if complete and not wrong else 1
 
 

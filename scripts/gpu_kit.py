@@ -145,9 +145,9 @@ def _sources(checkout: Path, target: Path) -> None:
     for pattern in _GGML:
         for path in (checkout / "ggml").glob(pattern):
             if path.is_file():
-                place = target / path.relative_to(checkout)
-                place.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(path, place)
+                copy = target / path.relative_to(checkout)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(path, copy)
 
 
 def _judged(about: Mapping[str, object]) -> int:
@@ -219,9 +219,9 @@ def _unpacked(temporary: Path, say: Say) -> dict[str, str]:
     site = temporary / "site"
     for wheel in sorted((FOLDER / "wheels").glob("*.whl")):
         name, version = wheel.name.split("-")[:2]
-        there = _installed(name)
-        if there is None or (name == "numba_cuda" and _version(there) != _NUMBA_CUDA):
-            say(f"{name} {version} is the kit's; here: {there or 'none'}")
+        installed = _installed(name)
+        if installed is None or (name == "numba_cuda" and _version(installed) != _NUMBA_CUDA):
+            say(f"{name} {version} is the kit's; here: {installed or 'none'}")
             with zipfile.ZipFile(wheel) as parts:
                 parts.extractall(site)
     paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -71,7 +71,7 @@ class Author(random.Random):
 
 
 def main() -> None:
-    for name in MADE:
+    for name in WRITERS:
         (FOLDER / name).write_text(text_of(name), encoding="utf-8")
     (FOLDER / "technical.txt").write_text(technical(), encoding="utf-8")
     for file in sorted(FOLDER.iterdir()):
@@ -79,10 +79,10 @@ def main() -> None:
 
 
 def text_of(name: str) -> str:
-    """The text of one of the files MADE."""
+    """The text of one of the files WRITERS."""
     author, parts, size = Author(name), list[str](), 0
     while size < SIZE:
-        parts.append(MADE[name](author))
+        parts.append(WRITERS[name](author))
         size += len(parts[-1].encode()) + 2
     return ("\n" if name.endswith(".jsonl") else "\n\n").join(parts) + "\n"
 
@@ -91,9 +91,9 @@ def article(a: Author) -> str:
     kind = a.choice(["town", "person", "animal", "event", "work"])
     if kind == "town":
         town, river, (trade, other) = a.fill("«towns»"), a.fill("«rivers»"), a.sample(WORDS["trades"], 2)
-        given = {"town": town, "river": river, "trade": trade, "other": other}
-        given |= {"year": a.randint(1050, 1650), "people": a.randint(800, 90_000)}
-        heading, *sentences = a.write("town_article", **given).split("\n")
+        fields = {"town": town, "river": river, "trade": trade, "other": other}
+        fields |= {"year": a.randint(1050, 1650), "people": a.randint(800, 90_000)}
+        heading, *sentences = a.write("town_article", **fields).split("\n")
         more = a.sample(sentences[2:], a.randint(1, 3))
         return f"{heading}\n\n{' '.join(sentences[:2])}\n\n{' '.join(more)}"
     if kind == "person":
@@ -264,7 +264,7 @@ def technical() -> str:
     return re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)[:SIZE]
 
 
-MADE: dict[str, Callable[[Author], str]] = {
+WRITERS: dict[str, Callable[[Author], str]] = {
     "articles.txt": article,
     "chats.jsonl": conversation,
     "code.txt": code,

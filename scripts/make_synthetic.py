@@ -63,8 +63,8 @@ def make(options: argparse.Namespace) -> None:
                 tensors[f"{prefix}.self_attn.{part}.weight"] = np.ones(head_dim, np.float16)
         orders: dict[str, np.ndarray] = {}
         for module, (rows, columns) in shapes.items():
-            network, _, own = module.rpartition(".")
-            shared = network + {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}.get(own, own)
+            network, _, name = module.rpartition(".")
+            shared = network + {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}.get(name, name)
             size = columns if options.group_size == -1 else options.group_size
             group = np.arange(columns, dtype=np.int32) // size
             if options.act_order:

@@ -56,8 +56,8 @@ class Docstrings(griffe.Extension):
     def on_class_members(self, *, cls: griffe.Class, **_: Any) -> None:
         attributes = [member for member in cls.members.values() if isinstance(member, griffe.Attribute)]
         if any(str(attribute.value).startswith("option(") for attribute in attributes):
-            made = getattr(import_module(cls.module.canonical_path), cls.name)
-            helps = {field.name: field.metadata["flag"].help for field in fields(made) if "flag" in field.metadata}
+            dataclass = getattr(import_module(cls.module.canonical_path), cls.name)
+            helps = {field.name: field.metadata["flag"].help for field in fields(dataclass) if "flag" in field.metadata}
             for attribute in attributes:
                 if attribute.name in helps:
                     attribute.docstring = griffe.Docstring(helps[attribute.name], parent=attribute)

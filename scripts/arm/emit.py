@@ -53,9 +53,9 @@ def kernel(name: str, target: str, width: int, integer: bool, ahead: tuple[int, 
         (weights, layout.block_bytes), (halves, layout.halves_bytes), (x, width * record)
     )]  # fmt: skip
     totals = [phi(emitter.floats, emitter.zero_float()) for _ in range(width)]
-    sums = arithmetic(block, integer)(emitter, layout, list(totals), *(place for place, _ in places))
-    for place, step in places:
-        place.add_incoming(builder.add(place, _I64(step)), loop)
+    sums = arithmetic(block, integer)(emitter, layout, list(totals), *(address for address, _ in places))
+    for address, step in places:
+        address.add_incoming(builder.add(address, _I64(step)), loop)
     for total, value in zip(totals, sums, strict=True):
         total.add_incoming(value, loop)
     rest = builder.sub(left, _I64(1))

@@ -43,14 +43,14 @@ class Loop:
 
 def built(ggml: Path, folder: Path, cpu: str) -> list[Path]:
     """ggml's kernels for Arm, compiled for a CPU."""
-    made = []
+    objects = []
     for source, compiler in (("repack.cpp", "g++"), ("quants.c", "gcc")):
         out = folder / f"{source}.{cpu}.o"
         command = [f"aarch64-linux-gnu-{compiler}", *OPTIONS, f"-mcpu={cpu}", f"arch/arm/{source}"]
         command += ["-c", "-o", str(out)]
         subprocess.run(command, cwd=ggml / "ggml" / "src" / "ggml-cpu", check=True, stderr=subprocess.DEVNULL)
-        made.append(out)
-    return made
+        objects.append(out)
+    return objects
 
 
 def ours(name: str, target: str, width: int, folder: Path) -> Loop:
@@ -74,9 +74,9 @@ def theirs(name: str, width: int, matrix: bool, objects: list[Path]) -> Loop:
     return Loop(traced(objects[:1], call, function), rows * size * width)
 
 
-def row(name: str, own: Loop, peer: Loop, cpus: tuple[str, ...]) -> str:
+def row(name: str, loop: Loop, peer: Loop, cpus: tuple[str, ...]) -> str:
     """A line of the table: ours and ggml's, and the ratio."""
-    pairs = zip(own.figures(cpus), peer.figures(cpus), strict=True)
+    pairs = zip(loop.figures(cpus), peer.figures(cpus), strict=True)
     cells = [f"{a:.{3 - 2 * (a > 1)}f} / {b:.{3 - 2 * (b > 1)}f} = {a / b:.2f}" for a, b in pairs]
     return f"| {name} | {' | '.join(cells)} |"
 

@@ -39,9 +39,9 @@ class Straight:
         done = subprocess.run(command, input="\n".join(self.lines), capture_output=True, text=True)
         if done.returncode:
             raise TraceError(done.stderr.strip())
-        found = re.search(r"Total Cycles:\s+(\d+)", done.stdout)
-        assert found is not None
-        return int(found[1]) / times
+        total = re.search(r"Total Cycles:\s+(\d+)", done.stdout)
+        assert total is not None
+        return int(total[1]) / times
 
 
 def traced(objects: list[Path], call: str, function: str) -> Straight:
@@ -62,16 +62,16 @@ def traced(objects: list[Path], call: str, function: str) -> Straight:
         command = [_COMPILER, "-O1", "-static", "-Wl,--unresolved-symbols=ignore-all", str(code), *map(str, objects)]
         subprocess.run([*command, "-lm", "-o", str(program)], check=True, capture_output=True)
         symbols = subprocess.run([_NM, "-S", str(program)], check=True, capture_output=True, text=True).stdout
-        place = re.search(rf"^(\w+) (\w+) \w {function}$", symbols, re.M)
-        assert place is not None, function
-        first, size = (int(part, 16) for part in place.groups())
+        symbol = re.search(rf"^(\w+) (\w+) \w {function}$", symbols, re.M)
+        assert symbol is not None, function
+        first, size = (int(part, 16) for part in symbol.groups())
         listing = _instructions(program, first, size)
         less, more = (_run(program, blocks, first, size) for blocks in (_LESS, _MORE))
     extra = len(more) - len(less)
     same = next((i for i, (x, y) in enumerate(zip(less, more, strict=False)) if x != y), len(less))
     if extra <= 0 or more[same + extra :] != less[same:]:
         raise TraceError(f"{function}: blocks differ")
-    lines = [listing[at] for at in more[same : same + extra]]
+    lines = [listing[address] for address in more[same : same + extra]]
     if any(line.startswith(("bl ", "blr ")) for line in lines):
         raise TraceError(f"{function}: calls another function")
     return Straight(tuple(map(_without_address, lines)))
@@ -89,11 +89,11 @@ def _instructions(program: Path, first: int, size: int) -> dict[int, str]:
     text = subprocess.run(
         [_OBJDUMP, "-d", "--no-show-raw-insn", *bounds, str(program)], check=True, capture_output=True, text=True
     ).stdout
-    found = {}
-    for at, line in re.findall(r"^\s*([0-9a-f]+):\s+(.*)$", text, re.M):
+    listing = {}
+    for address, line in re.findall(r"^\s*([0-9a-f]+):\s+(.*)$", text, re.M):
         line = line.partition("//")[0].partition("<")[0].strip().replace("\t", " ")
-        found[int(at, 16)] = line
-    return found
+        listing[int(address, 16)] = line
+    return listing
 
 
 def _run(program: Path, blocks: int, first: int, size: int) -> list[int]:
@@ -101,4 +101,4 @@ def _run(program: Path, blocks: int, first: int, size: int) -> list[int]:
     log = program.with_suffix(".log")
     options = ["-cpu", "max", "-singlestep", "-d", "exec,nochain", "-D", str(log), "-dfilter", f"{first:#x}+{size:#x}"]
     subprocess.run(["qemu-aarch64-static", *options, str(program), str(blocks)], check=True, capture_output=True)
-    return [int(at, 16) for at in re.findall(r"\[[0-9a-f]+/([0-9a-f]+)/", log.read_text())]
+    return [int(address, 16) for address in re.findall(r"\[[0-9a-f]+/([0-9a-f]+)/", log.read_text())]

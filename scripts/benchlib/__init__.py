@@ -74,8 +74,8 @@ _COMMON |= dict([
 def parser(doc: str | None, options: Iterable[str | Option]) -> argparse.ArgumentParser:
     """A parser described by the first paragraph of a script's docstring; common options are given by their names."""
     command = argparse.ArgumentParser(description=(doc or "").split("\n\n")[0])
-    for given in options:
-        name, settings = option(given) if isinstance(given, str) else given
+    for item in options:
+        name, settings = option(item) if isinstance(item, str) else item
         default = settings.get("default", "")
         if shown := " ".join(map(str, default)) if isinstance(default, list | tuple) else str(default):
             parts = [settings["help"]] if "help" in settings else []
@@ -99,19 +99,19 @@ def bench(
     passes_on  whether further arguments, with or without a -- before them, are for another program: `rest`
     """
     command = parser(doc, options)
-    given, rest = command.parse_known_args()
-    given.rest = [argument for argument in rest if argument != "--"]
+    arguments, rest = command.parse_known_args()
+    arguments.rest = [argument for argument in rest if argument != "--"]
     if rest and not passes_on:
         command.error(f"unrecognized arguments: {' '.join(rest)}")
 
     def lines() -> Lines:
-        threads = vars(given).get("threads")
+        threads = vars(arguments).get("threads")
         yield f"Machine: {machine()}{f', {threads} threads' if isinstance(threads, int) else ''}."
         if columns:
             yield head(*columns)
-        record = yield from measure(given)
-        if vars(given).get("json"):
-            given.json.write_text(json.dumps({"machine": machine(), **record}, indent=1) + "\n", encoding="utf-8")
+        record = yield from measure(arguments)
+        if vars(arguments).get("json"):
+            arguments.json.write_text(json.dumps({"machine": machine(), **record}, indent=1) + "\n", encoding="utf-8")
 
     try:
         for part in lines():
@@ -133,9 +133,9 @@ def take_turns(contenders: Mapping[Any, Callable[[], Mapping[str, float]]], turn
     return figures
 
 
-def ratio(own: Sequence[float], other: Sequence[float]) -> float:
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
     """The median over turns of one figure over another of the same turn."""
-    return statistics.median(a / b for a, b in zip(own, other, strict=True))
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 def machine() -> str:

@@ -72,11 +72,11 @@ class Tokens:
         with open_checkpoint(floats) as checkpoint:
             settings, _ = with_length(checkpoint, settings)
             model = FloatModel(checkpoint, arithmetic(checkpoint))
-            found = calibrating(model, settings, model.linears())
-        at = len(found.tokens) - found.held
-        for file, part in zip(self._files(), (found.tokens[:at], found.tokens[at:]), strict=True):
+            calibration = calibrating(model, settings, model.linears())
+        fitted = len(calibration.tokens) - calibration.held
+        for file, part in zip(self._files(), (calibration.tokens[:fitted], calibration.tokens[fitted:]), strict=True):
             np.save(file, part.numpy())
-        return {"own": found.drawn, "held": found.held, "cpu_seconds": time.process_time() - begun}
+        return {"own": calibration.drawn, "held": calibration.held, "cpu_seconds": time.process_time() - begun}
 
     def _files(self) -> tuple[Path, Path]:
         return self.folder / "fitted.npy", self.folder / "held-back.npy"
@@ -97,11 +97,11 @@ class Tokens:
     @property
     def about(self) -> str:
         """How many, and of what: "16 sequences of 512 tokens, 8 of them the model's own samples"."""
-        said = "{} sequences of {} tokens".format(*self.sequences.shape)
+        text = "{} sequences of {} tokens".format(*self.sequences.shape)
         if self.record["own"]:
-            said += f", {self.record['own']} of them the model's own samples"
+            text += f", {self.record['own']} of them the model's own samples"
         held = f"{self.record['held']} of other kinds" if self.record["held"] else "spans of all"
-        return f"{said}; {held} held back; {self.record['cpu_seconds']:.0f} CPU seconds to draw them"
+        return f"{text}; {held} held back; {self.record['cpu_seconds']:.0f} CPU seconds to draw them"
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +132,7 @@ def contenders_of(
     source: Path,
     tokens: Tokens,
     libraries: Path | None,
-    own: dict[str, list[str]],
+    runs: dict[str, list[str]],
     types: list[str],
     sizes: list[str],
     threads: int,
@@ -141,29 +141,29 @@ def contenders_of(
 
     source     the float model as a GGUF
     libraries  llama.cpp's, see `scripts.peers.llama.llama_quantize`; None: it does not compete
-    own        name -> options of `quantize`
+    runs       name -> options of `quantize`
     """
     imatrix = str(tokens.folder / "imatrix.gguf")
-    made = []
+    contenders = []
     for type in types:
         if libraries is not None:
             peer = [sys.executable, "-m", "scripts.peers.llama.llama_quantize", str(libraries), str(source)]
             after = [type, "--threads", str(threads)]
-            made.append(Contender(PLAIN, LLAMA_CPP, type, (peer, after)))
+            contenders.append(Contender(PLAIN, LLAMA_CPP, type, (peer, after)))
             weighted = [*after, "--imatrix", imatrix]
-            made.append(Contender(WEIGHTED, f"{LLAMA_CPP}, imatrix", type, (peer, weighted)))
+            contenders.append(Contender(WEIGHTED, f"{LLAMA_CPP}, imatrix", type, (peer, weighted)))
         after = ["--type", type, "--imatrix", imatrix, "--threads", str(threads), "--force"]
-        made.append(Contender(CONVERT, f"{OWN} {CONVERT}", type, ([*_BRIDGE, "convert", str(floats)], after)))
+        contenders.append(Contender(CONVERT, f"{OWN} {CONVERT}", type, ([*_BRIDGE, "convert", str(floats)], after)))
     for format, size in [(type, False) for type in types] + [(size, True) for size in sizes]:
-        for name, options in own.items():
+        for name, options in runs.items():
             after = ["--size" if size else "--type", format, *options, *tokens.options()]
             after += ["--threads", str(threads), "--force"]
             command = [*_BRIDGE, "quantize", str(floats)], after
-            made.append(Contender(f"quantize {name}", f"{OWN} quantize {name}", format, command, size))
-    return sorted(made, key=lambda c: [*types, *sizes].index(c.format))
+            contenders.append(Contender(f"quantize {name}", f"{OWN} quantize {name}", format, command, size))
+    return sorted(contenders, key=lambda c: [*types, *sizes].index(c.format))
 
 
-class Made:
+class ModelFiles:
     """The files in a folder, and what each took."""
 
     def __init__(self, folder: Path, threads: int) -> None:

@@ -105,8 +105,8 @@ class FloatModel:
             streamed = Streamed(open_checkpoint(self.folder))
             return own_samples(streamed, openings(tokenizer), [tokenizer.eos_token_id], count, length)
 
-        found = calibration_sequences(sources_of(texts), tokenizer, options.samples, options.length, own=own)
-        self.calibration, self.held = found.tokens.numpy(), found.held
+        calibration = calibration_sequences(sources_of(texts), tokenizer, options.samples, options.length, own=own)
+        self.calibration, self.held = calibration.tokens.numpy(), calibration.held
         self.tests = options.test if isinstance(options.test, list) else [options.test]
         texts_read = [test.read_text(encoding="utf-8") for test in self.tests]
         windows = [reference.windows(tokenizer, text, options.windows, options.length) for text in texts_read]
@@ -149,10 +149,10 @@ class FloatModel:
     def in_llama_cpp(self, blocks: dict[str, Blocks], threads: int) -> "Divergence":
         """The divergence with linears of these blocks in llama.cpp, which rounds activations to 8 bits."""
         with tempfile.TemporaryDirectory() as folder:
-            floats, made = Path(folder) / "floats.gguf", Path(folder) / "made.gguf"
+            floats, quantized = Path(folder) / "floats.gguf", Path(folder) / "made.gguf"
             bridge.convert(self.folder, floats, type="F32")
-            replace_blocks(floats, made, blocks)
-            logits = window_logits(made, self._test, n_threads=threads)
+            replace_blocks(floats, quantized, blocks)
+            logits = window_logits(quantized, self._test, n_threads=threads)
         return Divergence(window_kls(self._expected, logits), len(self.tests))
 
     def gradients(self) -> LayerHooks:

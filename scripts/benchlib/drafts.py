@@ -51,9 +51,11 @@ def replies(vocab: int) -> dict[str, tuple[list[int], list[int]]]:
 def own_replies(model: Any, text: Path, count: int = 4, length: int = 48) -> dict[str, tuple[list[int], list[int]]]:
     """The same for what a model replies to `count` pieces of a text, spread over it."""
     tokens = model.tokenizer.encode(text.read_text(encoding="utf-8"), add_special=False)
-    prompts = [tokens[at : at + length] for at in range(0, count * (len(tokens) // count), len(tokens) // count)]
-    made = [(prompt, list(model.generate_tokens(prompt, _TOKENS, temperature=0))) for prompt in prompts]
-    return {f"{text.name}, piece {i + 1}": pair for i, pair in enumerate(made)}
+    prompts = [
+        tokens[start : start + length] for start in range(0, count * (len(tokens) // count), len(tokens) // count)
+    ]
+    pairs = [(prompt, list(model.generate_tokens(prompt, _TOKENS, temperature=0))) for prompt in prompts]
+    return {f"{text.name}, piece {i + 1}": pair for i, pair in enumerate(pairs)}
 
 
 def drafts(path: Path, draft: str, text: Path | None, threads: list[int], rounds: int) -> Lines:

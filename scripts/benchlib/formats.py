@@ -69,12 +69,12 @@ class Formats:
         how: dict[str, Any] = {"threads": self.threads, "context": length, "precision": "f32", "kv": "f32"}
         with bridge.Model.load(path, **how) as model:
             if path == self.path("F16"):
-                found = perplexity(model, text, length, windows)
+                result = perplexity(model, text, length, windows)
             else:
-                with bridge.Model.load(self._f16_there(), **how) as reference:
-                    found = perplexity(model, text, length, windows, reference)
-        measured: dict[str, Any] = {"perplexity": found.perplexity, "perplexity_error": found.error}
-        if (d := found.divergence) is not None:
+                with bridge.Model.load(self._f16_file(), **how) as reference:
+                    result = perplexity(model, text, length, windows, reference)
+        measured: dict[str, Any] = {"perplexity": result.perplexity, "perplexity_error": result.error}
+        if (d := result.divergence) is not None:
             measured |= {"kl": d.mean, "kl_error": d.mean_error, "same_top": d.same_top}
         return measured
 
@@ -85,14 +85,14 @@ class Formats:
             return {}
         path = self.work / "checkpoint.gguf"
         bridge.convert(folder, path, tensor_types=[("", "F32")], force=True)  # every weight as it is
-        found = self.quality(path, text, length, windows)
+        figures = self.quality(path, text, length, windows)
         path.unlink()
-        return {"checkpoint_kl": found["kl"]}
+        return {"checkpoint_kl": figures["kl"]}
 
     def _f16(self, out: Path) -> None:
         bridge.convert(self.model, out, tensor_types=[("", "F16")])
 
-    def _f16_there(self) -> Path:
+    def _f16_file(self) -> Path:
         path = self.path("F16")
         if not path.exists():
             self._f16(path)
@@ -108,7 +108,7 @@ class Formats:
     def _preset(self, name: str, out: Path) -> str | None:
         if not llama_quantizer.available():
             return "no llama.cpp quantizer here: pip install xllamacpp"
-        llama_quantizer.quantize(self._f16_there(), out, name, self._imatrix(), self.threads)
+        llama_quantizer.quantize(self._f16_file(), out, name, self._imatrix(), self.threads)
         return None
 
     def _grid(self, name: str, out: Path, **more: Any) -> None:

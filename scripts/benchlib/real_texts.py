@@ -68,7 +68,7 @@ def windows_of(text: str, tokenizer: Any, count: int, length: int) -> np.ndarray
     if len(ids) < count * length:
         raise ValueError(f"the text has {len(ids)} tokens, {count} windows of {length} take {count * length}")
     starts = np.linspace(0, len(ids) - length, count).astype(np.int64)
-    found = np.stack([ids[start : start + length] for start in starts])
+    windows = np.stack([ids[start : start + length] for start in starts])
     if (bos := bos_of(tokenizer)) is not None:
-        found[:, 0] = bos
-    return found
+        windows[:, 0] = bos
+    return windows

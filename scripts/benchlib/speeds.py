@@ -100,16 +100,16 @@ def turn(python: str, code: str, path: Path, threads: int) -> dict[str, float]:
     """The figures of one process, run to its end."""
     variables = {key: value for key, value in os.environ.items() if key != "BRIDGE_THREADS"}
     begun = time.time()
-    found = json.loads(output_of(python, "-c", code, path, threads, env=variables).partition("RESULT")[2])
-    if "first" in found:
-        found |= {"start": found["first"] - begun, "end": found["last"] - begun}
-    return dict(found)
+    figures = json.loads(output_of(python, "-c", code, path, threads, env=variables).partition("RESULT")[2])
+    if "first" in figures:
+        figures |= {"start": figures["first"] - begun, "end": figures["last"] - begun}
+    return dict(figures)
 
 
 def llama_bench(command: list[str], path: Path, threads: int) -> dict[str, float]:
     """Tokens a second of a prompt of 512 and of 64 generated, by the `llama-bench` of llama.cpp or of a fork."""
-    given = "-p", "512", "-n", "64", "-r", "1", "-t", str(threads), "-o", "json"
-    rows = json.loads(output_of(*command, "-m", path, *given))
+    options = "-p", "512", "-n", "64", "-r", "1", "-t", str(threads), "-o", "json"
+    rows = json.loads(output_of(*command, "-m", path, *options))
     return {"prompt" if row["n_prompt"] else "decode": row["avg_ts"] for row in rows}
 
 
@@ -146,10 +146,12 @@ class Speeds:
         if not base.exists():
             assert self._of is not None
             bridge.convert(self._of, base)
-        count, own = (_layers(list(names)) for names in (types, [t.name for t in gguf.GGUFReader(str(base)).tensors]))
+        count, layers = (
+            _layers(list(names)) for names in (types, [t.name for t in gguf.GGUFReader(str(base)).tensors])
+        )
 
         def type_of(tensor: gguf.ReaderTensor) -> str:
-            name = re.sub(r"^blk\.(\d+)", lambda m: f"blk.{int(m[1]) * count // own}", tensor.name)
+            name = re.sub(r"^blk\.(\d+)", lambda m: f"blk.{int(m[1]) * count // layers}", tensor.name)
             return str(types.get(name, tensor.tensor_type.name)) if len(tensor.shape) > 1 else tensor.tensor_type.name
 
         out = self._work / "like.gguf"
@@ -174,5 +176,5 @@ def _instructions() -> str:
     """The instructions that the wheel was built for: "AVX2"."""
     import xllamacpp
 
-    found = re.findall(r"(\w+) = 1", xllamacpp.get_system_info())
-    return ", ".join(name for name in found if name.startswith(("AVX", "AMX", "NEON", "SVE"))) or "no vectors"
+    enabled = re.findall(r"(\w+) = 1", xllamacpp.get_system_info())
+    return ", ".join(name for name in enabled if name.startswith(("AVX", "AMX", "NEON", "SVE"))) or "no vectors"

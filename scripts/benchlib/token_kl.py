@@ -100,8 +100,8 @@ class Beside:
         for window in windows:
             expected = self._model.logits(window)
             for arithmetic, measured in kls.items():
-                found = self._in(arithmetic)(window)
-                measured.append((token_kls(expected, found), expected.argmax(-1) == found.argmax(-1)))
+                logits = self._in(arithmetic)(window)
+                measured.append((token_kls(expected, logits), expected.argmax(-1) == logits.argmax(-1)))
         return {arithmetic: TokenKl(*map(np.stack, zip(*pairs, strict=True))) for arithmetic, pairs in kls.items()}
 
     def _in(self, arithmetic: str) -> Logits:
@@ -122,5 +122,5 @@ class Beside:
 
 
 def _logits(model: torch.nn.Module, window: np.ndarray) -> np.ndarray:
-    found: np.ndarray = model(torch.from_numpy(window[None])).logits[0].numpy()
-    return found
+    logits: np.ndarray = model(torch.from_numpy(window[None])).logits[0].numpy()
+    return logits

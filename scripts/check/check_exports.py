@@ -134,14 +134,14 @@ def measure(options: argparse.Namespace) -> Lines:
         scratch = Path(folder)
         for program in PROGRAMS if options.only is None else (options.only,):
             cases = [(type, format) for name, type, format in CASES if name == program and options.type in (None, type)]
-            hows = {case: made(*case, scratch, options) for case in cases}
+            hows = {case: exported(*case, scratch, options) for case in cases}
             if cases:
                 stderr = run(program, [scratch / "-".join(case) for case in cases], scratch, paths.get(program))
             for case, how in hows.items():
-                yield program, *case, how, said(*case, scratch, stderr)
+                yield program, *case, how, divergence_or_error(*case, scratch, stderr)
 
 
-def made(type: str, format: str, scratch: Path, options: argparse.Namespace) -> str:
+def exported(type: str, format: str, scratch: Path, options: argparse.Namespace) -> str:
     """What became of the layers. GGUFs, our logits and exports in `scratch` are used again."""
     path, folder = scratch / f"{type}.gguf", scratch / f"{type}-{format}"
     if not path.exists():
@@ -161,12 +161,12 @@ def run(program: str, folders: list[Path], scratch: Path, packages: str | None) 
             Path(f"{folder}{suffix}").unlink(missing_ok=True)
     script = scratch / "program.py"
     script.write_text(_FIRST.format(torch=program not in ("mlx-lm", "vllm")) + PROGRAMS[program] + _LAST)
-    found = os.pathsep.join(filter(None, [packages, os.environ.get("PYTHONPATH")]))
+    search_path = os.pathsep.join(filter(None, [packages, os.environ.get("PYTHONPATH")]))
     command = [sys.executable, str(script), str(scratch / "tokens.npy"), *map(str, folders)]
-    return subprocess.run(command, env={**os.environ, "PYTHONPATH": found}, capture_output=True, text=True).stderr
+    return subprocess.run(command, env={**os.environ, "PYTHONPATH": search_path}, capture_output=True, text=True).stderr
 
 
-def said(type: str, format: str, scratch: Path, stderr: str) -> str:
+def divergence_or_error(type: str, format: str, scratch: Path, stderr: str) -> str:
     """The KL divergence of a program's logits, or the error."""
     out = scratch / f"{type}-{format}.npy"
     if out.exists():

@@ -91,8 +91,8 @@ def figures(folder: Path, weights: reference.Weights, kind: str, out: Path, opti
         cells += [f"refused: {str(refused).partition('adapter: ')[2]:.60}", "-"]
     try:
         report = bridge.convert(folder, merged, merge=out / "adapter", tensor_types=_OUTSIDE)
-        kept = sum(t.outcome == CARRIED for t in report.tensors)
-        cells.append(f"{kl(expected, ours(merged, tokens))} ({kept} of codes)")
+        carried = sum(t.outcome == CARRIED for t in report.tensors)
+        cells.append(f"{kl(expected, ours(merged, tokens))} ({carried} of codes)")
     except BridgeError as refused:
         cells.append(f"refused: {str(refused).partition('adapter: ')[2]:.60}")
     return [*cells, kl(plain, window_logits(path, tokens))]
@@ -120,8 +120,8 @@ def ours(path: Path, tokens: np.ndarray, lora: Path | None = None) -> np.ndarray
         return np.stack([model.logits(window.tolist()) for window in tokens])
 
 
-def kl(expected: np.ndarray, found: np.ndarray) -> str:
-    return f"{mean_kl(expected, found[..., : expected.shape[-1]]):.1e}"
+def kl(expected: np.ndarray, logits: np.ndarray) -> str:
+    return f"{mean_kl(expected, logits[..., : expected.shape[-1]]):.1e}"
 
 
 if __name__ == "__main__":

@@ -56,8 +56,8 @@ def figures(folder: Path, written: Path, model: Any, text: str, options: argpars
     quantized = reference.logits(model, against.tokens)
     cost = against_floats(folder, against, quantized)
     fidelity = measured(path, against)
-    own = bridge.Model.load(path, precision="f32", kv="f32")
-    ours = np.stack([own.logits(window.tolist()) for window in against.tokens])
+    here = bridge.Model.load(path, precision="f32", kv="f32")
+    ours = np.stack([here.logits(window.tolist()) for window in against.tokens])
     divergences = [
         fidelity.kl_file,
         mean_kl(quantized, ours),
@@ -92,8 +92,8 @@ def reading_error(checkpoint: Any, model: torch.nn.Module) -> float:
             if name in checkpoint.modules
             else checkpoint.read_float(f"{name}.weight")
         )
-        own = weight_of(module, read.shape[1]).double().numpy()
-        error, power = error + float(np.square(read - own).sum()), power + float(np.square(own).sum())
+        weight = weight_of(module, read.shape[1]).double().numpy()
+        error, power = error + float(np.square(read - weight).sum()), power + float(np.square(weight).sum())
     return error / power
 
 

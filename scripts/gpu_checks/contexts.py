@@ -76,16 +76,16 @@ def check(kind: str) -> dict[str, Any]:
     """The result at each length, twice as blocks count themselves, and the key that it stores."""
     judge = Judge()
     for length in LENGTHS:
-        own = Attention(kind, length)
-        cache = own.cache()
-        launch = own.launcher(cache)
+        attention = Attention(kind, length)
+        cache = attention.cache()
+        launch = attention.launcher(cache)
         for _ in range(2):
-            own.out.fill_(float("nan"))
+            attention.out.fill_(float("nan"))
             launch()
-            expected, key = own.expected(cache)
+            expected, key = attention.expected(cache)
             what = f"attention over {length} positions in {kind}"
-            judge(what, own.out.reshape(HEADS, -1), expected.cpu().numpy(), _LIMIT)
-            stored = own.form.load(cache[0], length, KV_HEADS, torch.float64)[:, -1]
+            judge(what, attention.out.reshape(HEADS, -1), expected.cpu().numpy(), _LIMIT)
+            stored = attention.form.load(cache[0], length, KV_HEADS, torch.float64)[:, -1]
             judge(f"{what}, its key", stored, key.cpu().numpy(), _OF_KEYS[kind])
     return {"wrong": judge.wrong, "notes": f"largest relative error {judge.worst:.1e}"}
 
@@ -93,9 +93,12 @@ def check(kind: str) -> dict[str, Any]:
 def time(length: str, kind: str) -> dict[str, Any]:
     """Bytes of a layer's keys and values, and seconds of a token's attention: ours, and torch's where it has the form,
     f16, without rotation and storing."""
-    own = Attention(kind, int(length))
-    found = {"nbytes": own.nbytes, "seconds": seconds_from_memory(lambda i: own.launcher(own.cache()), own.nbytes)}
-    return found | ({"torch": _torch(int(length), own.nbytes)} if kind == "f16" else {})
+    attention = Attention(kind, int(length))
+    figures = {
+        "nbytes": attention.nbytes,
+        "seconds": seconds_from_memory(lambda i: attention.launcher(attention.cache()), attention.nbytes),
+    }
+    return figures | ({"torch": _torch(int(length), attention.nbytes)} if kind == "f16" else {})
 
 
 def _torch(length: int, nbytes: int) -> float:

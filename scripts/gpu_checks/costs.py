@@ -19,10 +19,10 @@ _FIELDS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "clocks_t
 
 def launches() -> dict[str, Any]:
     """Seconds of host time for a product of one tensor, and for one of torch's."""
-    place = torch_device(require("cuda"))
+    device = torch_device(require("cuda"))
     moved = random_tensor("Q4_K", *SMALL).to("cuda")
-    x, out = torch.randn(SMALL[1], device=place), torch.empty(SMALL[0], device=place)
-    weight = torch.randn(SMALL, device=place)
+    x, out = torch.randn(SMALL[1], device=device), torch.empty(SMALL[0], device=device)
+    weight = torch.randn(SMALL, device=device)
     return {
         "product": _seconds(lambda: moved.matvec(x, out=out)),
         "torch": _seconds(lambda: torch.mv(weight, x, out=out)),
@@ -52,13 +52,13 @@ def upload(type: str) -> dict[str, Any]:
     begun = time.perf_counter()
     moved = tensor.to("cuda")
     torch.cuda.synchronize()
-    whole = time.perf_counter() - begun
+    total = time.perf_counter() - begun
     host = torch.empty(moved.nbytes, dtype=torch.uint8).pin_memory()
     target = torch.empty_like(host, device=torch_device(require("cuda")))
     begun = time.perf_counter()
     target.copy_(host, non_blocking=True)
     torch.cuda.synchronize()
-    return {"nbytes": moved.nbytes, "seconds": whole, "copy": time.perf_counter() - begun}
+    return {"nbytes": moved.nbytes, "seconds": total, "copy": time.perf_counter() - begun}
 
 
 def clocks() -> dict[str, Any]:

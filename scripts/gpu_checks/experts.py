@@ -24,14 +24,14 @@ class Layer:
     def __init__(self, type: str, count: int, hidden: int, inner: int):
         shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
         # rows of an expert begin one further than those of the one before; gate and up differ, too
-        made = [random_matrix(type, rows + 2 * count, columns) for rows, columns in shapes]
+        matrices = [random_matrix(type, rows + 2 * count, columns) for rows, columns in shapes]
         first = [[e + part % 2 * count for part in range(3)] for e in range(count)]
         sizes = [rows for rows, _ in shapes]
         self.weights = [
-            [w[f : f + rows] for (_, w), f, rows in zip(made, starts, sizes, strict=True)] for starts in first
+            [w[f : f + rows] for (_, w), f, rows in zip(matrices, starts, sizes, strict=True)] for starts in first
         ]
         networks = [
-            tuple(t.slice_rows(f, f + rows) for (t, _), f, rows in zip(made, starts, sizes, strict=True))
+            tuple(t.slice_rows(f, f + rows) for (t, _), f, rows in zip(matrices, starts, sizes, strict=True))
             for starts in first
         ]
         self.stack: Any = ExpertStack(networks, Gated(torch.nn.functional.silu)).to(require("cuda"))
@@ -48,7 +48,7 @@ class Layer:
 
 def check(type: str) -> dict[str, Any]:
     """Few and many tokens against float64, and few in a captured graph, which is replayed for other experts."""
-    judge, rng, place = Judge(), np.random.default_rng(0), torch_device(require("cuda"))
+    judge, rng, device = Judge(), np.random.default_rng(0), torch_device(require("cuda"))
     count, hidden, _ = CHECKED
     layer = Layer(type, *CHECKED)
 
@@ -58,19 +58,19 @@ def check(type: str) -> dict[str, Any]:
 
     for precision, limit in _LIMITS.items():
         for n in TOKENS:
-            given = routed(n)
+            routing = routed(n)
             wide = n * USED > count and precision == "f32"  # torch's products of many tokens may be TF32
-            y = layer.stack.mix(*[torch.from_numpy(part).to(place) for part in given], precision)
-            judge(f"experts of {type}, {n} tokens, {precision}", y, layer.exact(*given), 2e-3 if wide else limit)
-    held = [torch.from_numpy(part).to(place) for part in routed(1)]
-    y = torch.zeros((1, hidden), device=place)
+            y = layer.stack.mix(*[torch.from_numpy(part).to(device) for part in routing], precision)
+            judge(f"experts of {type}, {n} tokens, {precision}", y, layer.exact(*routing), 2e-3 if wide else limit)
+    held = [torch.from_numpy(part).to(device) for part in routed(1)]
+    y = torch.zeros((1, hidden), device=device)
     graph = torchs._graph(lambda: y.copy_(layer.stack.mix(*held, "f32")))
     for _ in range(2):
-        given = routed(1)
-        for part, value in zip(held, given, strict=True):
+        routing = routed(1)
+        for part, value in zip(held, routing, strict=True):
             part.copy_(torch.from_numpy(value))
         graph.replay()
-        judge(f"captured experts of {type}", y, layer.exact(*given), _LIMITS["f32"])
+        judge(f"captured experts of {type}", y, layer.exact(*routing), _LIMITS["f32"])
     return {"wrong": judge.wrong, "notes": f"largest relative error of floats {judge.worst:.1e}"}
 
 
@@ -78,9 +78,9 @@ def time(type: str) -> dict[str, Any]:
     """Seconds of a token in a layer, replayed, of other experts each time, and of the host to launch it: all chosen at
     once, and expert by expert."""
     count, hidden, _ = TIMED
-    stack, place = Layer(type, *TIMED).stack, torch_device(require("cuda"))
-    x, weights = torch.randn((1, hidden), device=place), torch.full((1, USED), 1 / USED, device=place)
-    sets = torch.randperm(count).to(place).view(-1, 1, USED)
+    stack, device = Layer(type, *TIMED).stack, torch_device(require("cuda"))
+    x, weights = torch.randn((1, hidden), device=device), torch.full((1, USED), 1 / USED, device=device)
+    sets = torch.randperm(count).to(device).view(-1, 1, USED)
     nbytes = sum(part.nbytes for part in stack.stacks) // count * USED
 
     def make(number: int) -> Any:

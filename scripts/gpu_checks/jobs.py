@@ -113,6 +113,6 @@ def run(job: str) -> dict[str, Any]:
     part, name, *arguments = job.split("/")
     device = require("cuda")
     with device.active(), torch.cuda.device(device.index):
-        found: dict[str, Any] = _KNOWN[part][name](*arguments)  # type: ignore[operator]
+        result: dict[str, Any] = _KNOWN[part][name](*arguments)  # type: ignore[operator]
         torch.cuda.empty_cache()
-    return found
+    return result

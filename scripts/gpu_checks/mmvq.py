@@ -54,8 +54,8 @@ def command(capability: tuple[int, int], out: Path) -> list[str]:
 
 def library() -> Any:
     """The compiled library, made once on a machine. Raises RuntimeError with what nvcc says."""
-    found = command(require("cuda").capability, Path())
-    key = hashlib.sha256("\n".join([*found, _SOURCE.read_text()]).encode()).hexdigest()[:16]
+    arguments = command(require("cuda").capability, Path())
+    key = hashlib.sha256("\n".join([*arguments, _SOURCE.read_text()]).encode()).hexdigest()[:16]
     path = Path(tempfile.gettempdir()) / f"gguf-bridge-mmvq-{os.getuid()}-{key}.so"
     if not path.exists():
         new = path.with_suffix(f".{os.getpid()}")
@@ -63,11 +63,11 @@ def library() -> Any:
         if done.returncode:
             raise RuntimeError(f"nvcc: {done.stderr.strip()[-600:]}")
         new.replace(path)
-    made = ctypes.CDLL(str(path), mode=os.RTLD_LAZY)  # what no product calls stays undefined
+    library = ctypes.CDLL(str(path), mode=os.RTLD_LAZY)  # what no product calls stays undefined
     long, pointer = ctypes.c_int64, ctypes.c_void_p
-    made.multiply.argtypes = [ctypes.c_int, long, long, long, long, pointer, pointer, pointer, pointer]
-    made.multiply.restype = None
-    return made
+    library.multiply.argtypes = [ctypes.c_int, long, long, long, long, pointer, pointer, pointer, pointer]
+    library.multiply.restype = None
+    return library
 
 
 class Product:
@@ -106,8 +106,8 @@ class Product:
     def expected(self) -> np.ndarray:
         """The product in float64."""
         x = self.codes.astype(np.float64) * self.steps.astype(np.float64)[:, None]
-        found: np.ndarray = self.tensor.dequantize().astype(np.float64) @ x.reshape(-1)[: self.tensor.shape[1]]
-        return found
+        y: np.ndarray = self.tensor.dequantize().astype(np.float64) @ x.reshape(-1)[: self.tensor.shape[1]]
+        return y
 
 
 def check() -> dict[str, Any]:
@@ -116,10 +116,10 @@ def check() -> dict[str, Any]:
         return {"wrong": [], "notes": reason}
     judge = Judge()
     for type in TYPES:
-        own = Product(type, SHAPE)
-        own.launcher()()
+        product = Product(type, SHAPE)
+        product.launcher()()
         torch.cuda.synchronize()
-        judge(f"llama.cpp's {type}", own.y, own.expected(), _LIMIT)
+        judge(f"llama.cpp's {type}", product.y, product.expected(), _LIMIT)
     return {"wrong": judge.wrong, "notes": ""}
 
 
@@ -127,5 +127,5 @@ def time(shape: tuple[int, int], type: str) -> float | None:
     """Seconds of a product; None where it is not available."""
     if type not in TYPES or available() is not None:
         return None
-    own = Product(type, shape)
-    return seconds_from_memory(lambda i: own.launcher(), own.tensor.nbytes)
+    product = Product(type, shape)
+    return seconds_from_memory(lambda i: product.launcher(), product.tensor.nbytes)

@@ -30,8 +30,8 @@ def check() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
         bridge.convert(CHECKPOINT, path)
-        found = [_check(path, precision) for precision in LIMITS]
-    return {"wrong": [line for wrong, _ in found for line in wrong], "notes": "; ".join(n for _, n in found)}
+        checked = [_check(path, precision) for precision in LIMITS]
+    return {"wrong": [line for wrong, _ in checked for line in wrong], "notes": "; ".join(n for _, n in checked)}
 
 
 def _check(path: Path, precision: str) -> tuple[list[str], str]:
@@ -53,30 +53,30 @@ def _check(path: Path, precision: str) -> tuple[list[str], str]:
 
     for count in PROMPTS:
         judge(f"prompt of {count}", gpu.logits(tokens[:count]), cpu.logits(tokens[:count]))
-    own, other = gpu._decoder, cpu._decoder
+    decoder, other = gpu._decoder, cpu._decoder
     begun = len(tokens) - STEPPED
-    own.scores(tokens[:begun], 1), other.scores(tokens[:begun], 1)
-    pairs = [(own.next_scores(t), other.logits(other.run([t]))[0]) for t in tokens[begun:]]
+    decoder.scores(tokens[:begun], 1), other.scores(tokens[:begun], 1)
+    pairs = [(decoder.next_scores(t), other.logits(other.run([t]))[0]) for t in tokens[begun:]]
     judge("tokens after it", *(np.stack(side) for side in zip(*pairs, strict=True)))
     prompt = tokens[: max(1, begun // 8)]
 
-    def made(graphs: bool, **how: Any) -> list[int]:
-        own.graphs = graphs
-        own.cache.length = 0  # what is kept of a longer prompt was rounded otherwise
+    def generated(graphs: bool, **how: Any) -> list[int]:
+        decoder.graphs = graphs
+        decoder.cache.length = 0  # what is kept of a longer prompt was rounded otherwise
         return list(gpu.generate_tokens(prompt, min(MADE, CONTEXT - len(prompt)), **how))
 
     for how in WAYS:
-        captured = made(True, **how)
-        for name, again in (("launches", made(False, **how)), ("the same steps again", made(True, **how))):
+        captured = generated(True, **how)
+        for name, again in (("launches", generated(False, **how)), ("the same steps again", generated(True, **how))):
             case(captured == again, f"{how}: captured steps make other tokens than {name}")
-    greedy = made(True, temperature=0)
-    if own.dependent:
-        overlapping = [made(True, **how) for how in WAYS]
-        own.dependent = False
-        own.build()
-        for how, found in zip(WAYS, overlapping, strict=True):
+    greedy = generated(True, temperature=0)
+    if decoder.dependent:
+        overlapping = [generated(True, **how) for how in WAYS]
+        decoder.dependent = False
+        decoder.build()
+        for how, reply in zip(WAYS, overlapping, strict=True):
             for graphs in (True, False):
-                same = found == made(graphs, **how)
+                same = reply == generated(graphs, **how)
                 case(same, f"{how}: launches that overlap make other tokens than others")
     else:
         notes.append("launches do not overlap here")

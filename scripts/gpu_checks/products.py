@@ -33,7 +33,7 @@ def difference(one: Any, other: Any) -> float:
     return float(np.linalg.norm(one - other) / np.linalg.norm(other))
 
 
-def taken(x: np.ndarray, precision: str) -> np.ndarray:
+def rounded(x: np.ndarray, precision: str) -> np.ndarray:
     """x in float64 as the records store it: int8 in steps that map the largest of 32 values to -128."""
     if precision == "f32":
         return x.astype(np.float64)
@@ -52,9 +52,9 @@ class Judge:
         self.wrong: list[str] = []
         self.worst = 0.0
 
-    def __call__(self, what: str, found: Any, expected: np.ndarray, limit: float) -> None:
-        """Check that `found`, a torch tensor, is the expected one up to a relative error."""
-        error = difference(found.double().cpu().numpy(), expected)
+    def __call__(self, what: str, result: Any, expected: np.ndarray, limit: float) -> None:
+        """Check that `result`, a torch tensor, is the expected one up to a relative error."""
+        error = difference(result.double().cpu().numpy(), expected)
         if limit <= 1e-4:  # halves aside
             self.worst = max(self.worst, error)
         if error < limit:  # NaN is wrong too
@@ -82,17 +82,17 @@ def check(type: str, precision: str) -> dict[str, Any]:
 def _products(judge: Judge, type: str, precision: str, shape: tuple[int, int], device: Any) -> None:
     rng = np.random.default_rng(0)
     rows, columns = shape
-    place = torch_device(device)
+    device_name = torch_device(device)
     matrix, weights = random_matrix(type, rows, columns)
     uploaded = DeviceMatrix.upload(matrix, device)
     for n in COLUMNS:
         x = rng.standard_normal((n, columns)).astype(np.float32)
         records = Records(columns, n, device, precision)
-        records.quantize(torch.from_numpy(x).to(place), n, device.stream())
-        y = torch.full((n + 1, rows), float("nan"), device=place)
+        records.quantize(torch.from_numpy(x).to(device_name), n, device.stream())
+        y = torch.full((n + 1, rows), float("nan"), device=device_name)
         matvec.launch(uploaded, records, view(y[:n]), n, device.stream())
         what = f"{type} {rows}x{columns}, {n} columns, {precision}"
-        exact = taken(x, precision)
+        exact = rounded(x, precision)
         expected = exact @ weights.T
         # a sum of one row may cancel: what counts is its error beside the size of what is added
         added = np.sqrt(exact**2 @ (weights**2).T)
@@ -105,48 +105,48 @@ def _epilogues(judge: Judge, type: str, precision: str, device: Any) -> None:
     """y += W x + bias, for x of all three types."""
     rng = np.random.default_rng(1)
     rows, columns = EPILOGUES
-    place = torch_device(device)
+    device_name = torch_device(device)
     matrix, weights = random_matrix(type, rows, columns)
     uploaded = DeviceMatrix.upload(matrix, device)
-    bias, before = (torch.randn(shape, device=place) for shape in ((rows,), (1, rows)))
+    bias, before = (torch.randn(shape, device=device_name) for shape in ((rows,), (1, rows)))
     for kind in (torch.float32, torch.float16, torch.bfloat16):
-        x = torch.from_numpy(rng.standard_normal((1, columns)).astype(np.float32)).to(place).to(kind)
+        x = torch.from_numpy(rng.standard_normal((1, columns)).astype(np.float32)).to(device_name).to(kind)
         records = Records(columns, 1, device, precision).quantize(x, 1, device.stream())
         y = before.clone()
         matvec.launch(uploaded, records, view(y), 1, device.stream(), accumulate=True, bias=view(bias))
-        product = taken(x.float().cpu().numpy(), precision) @ weights.T
+        product = rounded(x.float().cpu().numpy(), precision) @ weights.T
         judge(f"{type} {kind} in, bias and sum", y, product + (bias + before).double().cpu().numpy(), 1e-5)
 
 
 def _silu(judge: Judge, type: str, precision: str, device: Any) -> None:
     """silu(gate x) * (up x), both matrices the same."""
     rows, columns = EPILOGUES
-    place = torch_device(device)
+    device_name = torch_device(device)
     matrix, weights = random_matrix(type, rows, columns)
     pair = DeviceMatrix.upload([matrix, random_matrix(type, rows, columns)[0]], device, interleave=True)
     x = np.random.default_rng(2).standard_normal((1, columns)).astype(np.float32)
     x *= np.float32(3 / np.abs(x @ weights.T).max())  # so that silu is neither 0 nor the identity
     records = Records(columns, 1, device, precision)
-    records.quantize(torch.from_numpy(x).to(place), 1, device.stream())
-    y = torch.full((1, rows), float("nan"), device=place)
+    records.quantize(torch.from_numpy(x).to(device_name), 1, device.stream())
+    y = torch.full((1, rows), float("nan"), device=device_name)
     matvec.launch_silu(pair, records, view(y), 1, device.stream())
-    product = taken(x, precision) @ weights.T
+    product = rounded(x, precision) @ weights.T
     judge(f"{type} silu", y, product / (1 + np.exp(-product)) * product, 1e-4)
 
 
 def _floats(judge: Judge, type: str, device: Any) -> None:
     """A tile of the weights in all three types, and rows of them."""
     rows, columns = EPILOGUES
-    place = torch_device(device)
+    device_name = torch_device(device)
     matrix, weights = random_matrix(type, rows, columns)
     uploaded = DeviceMatrix.upload(matrix, device)
     first, count = rows * 3 // 10, rows // 2
     for kind, limit in ((torch.float32, 1e-6), (torch.float16, 1e-3), (torch.bfloat16, 1e-2)):
-        out = torch.full((count, columns), float("nan"), dtype=kind, device=place)
+        out = torch.full((count, columns), float("nan"), dtype=kind, device=device_name)
         dequantize.tile(uploaded, first, count, out, device.stream())
         judge(f"{type} tile in {kind}", out, weights[first : first + count], limit)
-    ids = torch.tensor([rows - 1, 0, rows // 2], dtype=torch.int32, device=place)
-    out = torch.full((3, columns), float("nan"), device=place)
+    ids = torch.tensor([rows - 1, 0, rows // 2], dtype=torch.int32, device=device_name)
+    out = torch.full((3, columns), float("nan"), device=device_name)
     dequantize.rows(uploaded, view(ids), view(out), 3, device.stream())
     judge(f"{type} rows", out, weights[ids.cpu().numpy()], 1e-6)
 
@@ -182,21 +182,21 @@ def check_threads() -> dict[str, Any]:
     """Products with one tensor in many threads at once, of which each second one has a stream of its own."""
     judge, device = Judge(), require("cuda")
     tensor, weights = random_matrix("Q4_K", *EPILOGUES)
-    moved, place = copy.deepcopy(tensor.to(device)), torch_device(device)
+    moved, device_name = copy.deepcopy(tensor.to(device)), torch_device(device)
 
     def multiply(number: int) -> list[tuple[Any, np.ndarray]]:
         rng = np.random.default_rng(number)
         stream = torch.cuda.Stream() if number % 2 else torch.cuda.current_stream()
-        found = []
+        pairs = []
         with torch.cuda.stream(stream):
             for _ in range(PRODUCTS):
                 x = rng.standard_normal(EPILOGUES[1]).astype(np.float32)
-                found.append((moved.matvec(torch.from_numpy(x).to(place), precision="f32").cpu(), weights @ x))
-        return found
+                pairs.append((moved.matvec(torch.from_numpy(x).to(device_name), precision="f32").cpu(), weights @ x))
+        return pairs
 
     with ThreadPoolExecutor(THREADS) as pool:
-        for number, found in enumerate(pool.map(multiply, range(THREADS))):
-            for y, expected in found:
+        for number, products in enumerate(pool.map(multiply, range(THREADS))):
+            for y, expected in products:
                 judge(f"thread {number}", y, expected, 1e-5)
     return {"wrong": judge.wrong, "notes": f"largest relative error {judge.worst:.1e}"}
 
@@ -204,17 +204,17 @@ def check_threads() -> dict[str, Any]:
 def check_configurations(type: str) -> dict[str, Any]:
     """Every configuration that is timed later computes the right product; this compiles them too."""
     device = require("cuda")
-    place = torch_device(device)
+    device_name = torch_device(device)
     rows, columns = ROWS_OF_CONFIGURATIONS, bench.LARGE[1]
     matrix, weights = random_matrix(type, rows, columns)
     uploaded = DeviceMatrix.upload(matrix, device)
     judge = Judge()
     for n in TRIED[type]:
         x = np.random.default_rng(3).standard_normal((n, columns)).astype(np.float32)
-        records = Records(columns, n, device).quantize(torch.from_numpy(x).to(place), n, device.stream())
-        expected = taken(x, "int8") @ weights.T
+        records = Records(columns, n, device).quantize(torch.from_numpy(x).to(device_name), n, device.stream())
+        expected = rounded(x, "int8") @ weights.T
         for shape in matvec_shape.shapes_to_try(uploaded, n):
-            y = torch.full((n, rows), float("nan"), device=place)
+            y = torch.full((n, rows), float("nan"), device=device_name)
             matvec.launch(uploaded, records, view(y), n, device.stream(), shape=shape)
             judge(f"{type}, {n} columns, {shape}", y, expected, 1e-5)
     return {"wrong": judge.wrong, "notes": f"largest relative error {judge.worst:.1e}"}

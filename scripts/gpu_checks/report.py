@@ -44,13 +44,13 @@ def rows(times: dict[str, dict[str, Any]]) -> list[Row]:
 
 def _measured(times: dict[str, dict[str, Any]], *jobs: str) -> list[Any]:
     """The result of each job; None for those that failed or were not run."""
-    found = [times.get(job, {"failed": ""}) for job in jobs]
-    return [None if "failed" in result or "late" in result else result for result in found]
+    results = [times.get(job, {"failed": ""}) for job in jobs]
+    return [None if "failed" in result or "late" in result else result for result in results]
 
 
 def _without(times: dict[str, dict[str, Any]], jobs: list[str], what: str, bar: str, detail: str = "") -> Row:
     """The row of a bar for which not all jobs have a result."""
-    missing = [times.get(job, {}) for job, found in zip(jobs, _measured(times, *jobs), strict=True) if found is None]
+    missing = [times.get(job, {}) for job, result in zip(jobs, _measured(times, *jobs), strict=True) if result is None]
     if all("late" in result for result in missing):
         return Row(what, bar, _NOT_RUN, None, detail)
     return Row(what, bar, _NOT_MEASURED, False if bar else None, detail)
@@ -111,8 +111,8 @@ def _batch(times: dict[str, dict[str, Any]]) -> Row:
     """The largest ratio of all types with a bar counts."""
     what, wanted = f"batch 4 against 1, the worst of {len(OF_READING)} types", f"<= {BATCH_4}x"
     needed = [f"product/{LARGE}/{type}" for type in OF_READING]
-    found = [(type, t) for type, t in zip(OF_READING, _measured(times, *needed), strict=True) if t is not None]
-    ratios = {type: (t["int8_4"] / t["int8"], t["int8_8"] / t["int8"]) for type, t in found}
+    measured = [(type, t) for type, t in zip(OF_READING, _measured(times, *needed), strict=True) if t is not None]
+    ratios = {type: (t["int8_4"] / t["int8"], t["int8_8"] / t["int8"]) for type, t in measured}
     detail = "; ".join(f"{type} {four:.2f} (batch 8: {eight:.2f})" for type, (four, eight) in ratios.items())
     if len(ratios) < len(needed):
         return _without(times, needed, what, wanted, detail)
@@ -124,14 +124,14 @@ def _tokens(times: dict[str, dict[str, Any]]) -> Row:
     """The smallest ratio counts."""
     what, wanted = "16 and 64 tokens against dequantized weights", f">= {TIMES_DEQUANTIZED}x"
     needed = [f"tokens/{LARGE}/{type}" for type in TOKENS]
-    found = [(type, t) for type, t in zip(TOKENS, _measured(times, *needed), strict=True) if t is not None]
-    ratios = {(type, n): t[f"torch_{n}"] / t[f"cores_{n}"] for type, t in found for n in (16, 64)}
+    measured = [(type, t) for type, t in zip(TOKENS, _measured(times, *needed), strict=True) if t is not None]
+    ratios = {(type, n): t[f"torch_{n}"] / t[f"cores_{n}"] for type, t in measured for n in (16, 64)}
     detail = "; ".join(
         f"{type} {1e6 * t['cores_16']:.1f} us ({ratios[type, 16]:.2f}), {1e6 * t['cores_64']:.1f} us "
         f"({ratios[type, 64]:.2f})"
-        for type, t in found
+        for type, t in measured
     )
-    if len(found) < len(needed):
+    if len(measured) < len(needed):
         return _without(times, needed, what, wanted, detail)
     worst = min(ratios.values())
     return Row(what, wanted, f"{worst:.2f}x", worst >= TIMES_DEQUANTIZED, detail)
@@ -197,8 +197,8 @@ def shown(job: str, result: dict[str, Any]) -> str:
     elif "wrong" in result:
         words = f"{'; '.join(result['wrong']) or 'right'}  {result.get('notes', '')}"
     elif "tried" in result:
-        own, *others = [f"{configuration} {1e6 * seconds:.1f}" for configuration, seconds in _ranked(result["tried"])]
-        words = f"own {own} us; the fastest {'; '.join(others)} us"
+        used, *others = [f"{configuration} {1e6 * seconds:.1f}" for configuration, seconds in _ranked(result["tried"])]
+        words = f"own {used} us; the fastest {'; '.join(others)} us"
     else:
         words = ", ".join(f"{name} {value}" for name, value in result.items())
     return f"{job:<40} {words}"
@@ -209,17 +209,17 @@ def _ranked(tried: list[Any]) -> list[Any]:
     return [tried[0], *sorted(tried, key=lambda pair: pair[1])[:3]]
 
 
-def printed(found: dict[str, Any], table: list[Row], wrong: list[str]) -> str:
+def printed(results: dict[str, Any], table: list[Row], wrong: list[str]) -> str:
     """The end of the output: wrong results, and the table."""
-    checks = found["correctness"].values()
+    checks = results["correctness"].values()
     right = sum(not (job.get("wrong") or "failed" in job or "late" in job) for job in checks)
-    lines = ["", f"{found['machine']}. {found['seconds']:.0f} s in all; {right} of {len(checks)} right."]
+    lines = ["", f"{results['machine']}. {results['seconds']:.0f} s in all; {right} of {len(checks)} right."]
     lines += [f"FAILED {line}" for line in wrong]
-    everything = found["correctness"] | found["times"] | found["sanitized"]
-    for reason in dict.fromkeys(everything[job]["late"] for job in found["not_run"]):
-        late = [job for job in found["not_run"] if everything[job]["late"] == reason]
+    everything = results["correctness"] | results["times"] | results["sanitized"]
+    for reason in dict.fromkeys(everything[job]["late"] for job in results["not_run"]):
+        late = [job for job in results["not_run"] if everything[job]["late"] == reason]
         lines.append(f"No result, as {reason}: {', '.join(late)}.")
-    if (reading := found["times"].get("time/reading", {}).get("bandwidth")) is not None:
+    if (reading := results["times"].get("time/reading", {}).get("bandwidth")) is not None:
         lines.append(f"Read bandwidth in the same run: {reading / 1e9:.0f} GB/s.")
     lines += ["", "| what | bar | measured | met | in detail |", "|---|---|---|---|---|"]
     words = {True: "yes", False: "no", None: ""}

@@ -137,9 +137,9 @@ def _sanitized(tool: str, job: str, seconds: float) -> Result:
     reports: list[Result] = [json.loads(line.removeprefix(_MARK))[1] for line in lines if line.startswith(_MARK)]
     if reports and not done.returncode:
         return reports[0]
-    said = [result["failed"] for result in reports if "failed" in result]
-    said += [line.strip("= ") for line in lines if line.startswith("=====")]
-    reason = " ".join(" ".join(said).split())[:_SHOWN] or " ".join(done.stderr.split())[-_SHOWN:]
+    reasons = [result["failed"] for result in reports if "failed" in result]
+    reasons += [line.strip("= ") for line in lines if line.startswith("=====")]
+    reason = " ".join(" ".join(reasons).split())[:_SHOWN] or " ".join(done.stderr.split())[-_SHOWN:]
     return {"failed": f"exit code {done.returncode}: {reason}"}
 
 
@@ -198,8 +198,8 @@ def process(left: deque[str], until: float, note: Note, case: Case) -> None:
                     errors.seek(0)
                     result["stderr"] = errors.read()[-_STDERR:]
                     if not result["failed"]:
-                        said = " ".join(result["stderr"].split())[-_SHOWN:]
-                        result["failed"] = f"exit code {started.returncode}: {said}"
+                        end = " ".join(result["stderr"].split())[-_SHOWN:]
+                        result["failed"] = f"exit code {started.returncode}: {end}"
                 note(job, result)
                 if "failed" in result or "late" in result:
                     return
@@ -262,10 +262,10 @@ def _result(
                 started.wait(_GRACE)
             ended = {"failed": ""}
             break
-        found = json.loads(line.removeprefix(_CASE))
+        mistake = json.loads(line.removeprefix(_CASE))
         cases, ends = cases + 1, time.monotonic() + limit
-        wrong += [found] * bool(found)
-        case(job, cases, found)
+        wrong += [mistake] * bool(mistake)
+        case(job, cases, mistake)
     return ended | ({"cases": cases} if cases else {}) | ({"wrong": wrong} if wrong else {})
 
 

@@ -33,17 +33,19 @@ class SyntheticFile(Mapping[str, Any]):
             "ffn_up": (self.INNER, self.HIDDEN), "ffn_down": (self.HIDDEN, self.INNER),
         }  # fmt: skip
         self.tensors: dict[str, Any] = {}
-        made: dict[tuple[str, tuple[int, int]], np.ndarray] = {}
+        blocks: dict[tuple[str, tuple[int, int]], np.ndarray] = {}
         matrices = {name: (self.VOCAB, self.HIDDEN) for name in ("token_embd", "output")}
         matrices |= {f"blk.{i}.{part}": shape for i in range(self.LAYERS) for part, shape in shapes.items()}
         for name, shape in matrices.items():
             part, layer = name.rpartition(".")[2], int(name.split(".")[1]) if name.startswith("blk.") else None
-            place = TensorPlace(f"{name}.weight", part, layer, self.LAYERS, self.HEADS // self.KV_HEADS, shape[1])
-            type = recipe.wanted(place, as_codes=False).type
+            tensor_place = TensorPlace(
+                f"{name}.weight", part, layer, self.LAYERS, self.HEADS // self.KV_HEADS, shape[1]
+            )
+            type = recipe.wanted(tensor_place, as_codes=False).type
             assert type is not None
-            if (type, shape) not in made:
-                made[type, shape] = _codes(type, shape, len(made))
-            self.tensors[f"{name}.weight"] = QuantTensor(f"{name}.weight", type, shape, made[type, shape])
+            if (type, shape) not in blocks:
+                blocks[type, shape] = _codes(type, shape, len(blocks))
+            self.tensors[f"{name}.weight"] = QuantTensor(f"{name}.weight", type, shape, blocks[type, shape])
         ones = np.ones(self.HIDDEN, np.float32).view(np.uint8)
         norms = [f"blk.{i}.{part}_norm" for i in range(self.LAYERS) for part in ("attn", "ffn")]
         for name in [*norms, "output_norm"]:

@@ -46,45 +46,45 @@ def torch_product(shape: str) -> dict[str, Any]:
 def product(shape: str, type: str) -> dict[str, Any]:
     """Bytes of the weights on the device, and seconds of a product by columns and precision; and of llama.cpp's, where
     it is compiled."""
-    own = _bench(shape, type)
+    ours = _bench(shape, type)
     ways = {"int8": (1, "int8"), "int8_4": (4, "int8"), "int8_8": (8, "int8"), "f32": (1, "f32")}
-    found = {"nbytes": own.matrix.nbytes} | {name: own.product(*way) for name, way in ways.items()}
+    figures = {"nbytes": ours.matrix.nbytes} | {name: ours.product(*way) for name, way in ways.items()}
     peer = mmvq.time(shape_of(shape), type)
-    return found if peer is None else found | {"mmvq": peer}
+    return figures if peer is None else figures | {"mmvq": peer}
 
 
 def tokens(shape: str, type: str) -> dict[str, Any]:
     """Seconds of a product with 16 and 64 tokens: on tensor cores, and with the weights dequantized for torch."""
-    own = _bench(shape, type)
-    return {f"{way}_{n}": own.tokens(n, way) for n in (16, 64) for way in ("cores", "torch")}
+    ours = _bench(shape, type)
+    return {f"{way}_{n}": ours.tokens(n, way) for n in (16, 64) for way in ("cores", "torch")}
 
 
 def mma_int8(shape: str, type: str) -> dict[str, Any]:
     """Seconds of a product with 16 to 2,048 tokens: as int8, as halves in the way that is taken otherwise, and of
     torch's with weights that are bfloat16."""
-    own, found = _bench(shape, type), {}
+    ours, figures = _bench(shape, type), {}
     for n in INT8:
-        found[f"int8_{n}"] = own.tokens(n, "int8")
-        found[f"halves_{n}"] = own.tokens(n, "cores" if n <= mma.TOKENS else "torch")
-        found[f"bfloat16_{n}"] = bench.torch_product(shape_of(shape), require("cuda"), n, "bfloat16")
-    return found
+        figures[f"int8_{n}"] = ours.tokens(n, "int8")
+        figures[f"halves_{n}"] = ours.tokens(n, "cores" if n <= mma.TOKENS else "torch")
+        figures[f"bfloat16_{n}"] = bench.torch_product(shape_of(shape), require("cuda"), n, "bfloat16")
+    return figures
 
 
 def prompt(shape: str, type: str) -> dict[str, Any]:
     """Seconds of a product with many tokens of halves, and of torch's with weights that are halves or bfloat16."""
-    own, found = _bench(shape, type), {}
+    ours, figures = _bench(shape, type), {}
     for n in BATCHES:
-        found[f"own_{n}"] = own.tokens(n, "torch")
+        figures[f"own_{n}"] = ours.tokens(n, "torch")
         for dtype in ("float16", "bfloat16"):
-            found[f"{dtype}_{n}"] = bench.torch_product(shape_of(shape), require("cuda"), n, dtype)
-    return found
+            figures[f"{dtype}_{n}"] = bench.torch_product(shape_of(shape), require("cuda"), n, dtype)
+    return figures
 
 
 def configurations(shape: str, type: str, columns: str) -> dict[str, Any]:
     """Seconds of every way to share the work; the first is the one in use."""
-    own, n = _bench(shape, type), int(columns)
-    tried = matvec_shape.shapes_to_try(own.matrix, n)
-    return {"tried": [[list(chosen), own.product(n, shape=chosen)] for chosen in tried]}
+    ours, n = _bench(shape, type), int(columns)
+    tried = matvec_shape.shapes_to_try(ours.matrix, n)
+    return {"tried": [[list(chosen), ours.product(n, shape=chosen)] for chosen in tried]}
 
 
 def _bench(shape: str, type: str) -> Any:
@@ -98,7 +98,7 @@ def decode(preset: str = "Q4_K") -> dict[str, Any]:
     begun = time.perf_counter()
     decoder = Decoder(file, read_config(file.metadata, file.path), CONTEXT, "f16", "int8", str(require("cuda")))
     decoder.prepare()
-    found: dict[str, Any] = {"file": file.nbytes, "upload": time.perf_counter() - begun}
+    figures: dict[str, Any] = {"file": file.nbytes, "upload": time.perf_counter() - begun}
     short, long = PROMPTS
     for name, prompt, how in (
         ("greedy", short, Sampling(0)),
@@ -111,14 +111,14 @@ def decode(preset: str = "Q4_K") -> dict[str, Any]:
         first = time.perf_counter()
         for _ in range(DECODED):
             next(stream)
-        found[name] = {"tokens_per_second": DECODED / (time.perf_counter() - first), "prompt_seconds": first - start}
+        figures[name] = {"tokens_per_second": DECODED / (time.perf_counter() - first), "prompt_seconds": first - start}
         stream.close()
-    found["step_seconds"] = _step(decoder, short)
+    figures["step_seconds"] = _step(decoder, short)
     if decoder.dependent:
         decoder.dependent = False
         decoder.build()
-        found["step_seconds, one after the other"] = _step(decoder, short)
-    return found
+        figures["step_seconds, one after the other"] = _step(decoder, short)
+    return figures
 
 
 def _step(decoder: Any, position: int) -> float:

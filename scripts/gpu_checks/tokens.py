@@ -11,7 +11,7 @@ from bridge.cuda.product.token_records import recorded
 from bridge.cuda.toolchain.device import require, torch_device
 
 from bridge.blocks.read import WRITTEN
-from gpu_checks.products import EPILOGUES, Judge, random_matrix, taken
+from gpu_checks.products import EPILOGUES, Judge, random_matrix, rounded
 
 SHAPES = [(3, 512), (129, 1280), (2050, 4096)]
 SMALL_BLOCKS = [(131, 96)]  # added where a block has 32 columns
@@ -27,10 +27,10 @@ def check(type: str) -> dict[str, Any]:
     judge, device = Judge(), require("cuda")
     if device.capability < mma.OLDEST:
         return {"wrong": [], "notes": f"not for compute capability {device.capability}"}
-    rng, place = np.random.default_rng(0), torch_device(device)
+    rng, device_name = np.random.default_rng(0), torch_device(device)
 
     def values(n: int, columns: int, kind: Any) -> tuple[Any, np.ndarray]:
-        x = torch.from_numpy(rng.standard_normal((n, columns)).astype(np.float32)).to(place).to(kind)
+        x = torch.from_numpy(rng.standard_normal((n, columns)).astype(np.float32)).to(device_name).to(kind)
         return x, x.double().cpu().numpy()
 
     for rows, columns in SHAPES + (SMALL_BLOCKS if WRITTEN[type].size == 32 else []):
@@ -38,7 +38,7 @@ def check(type: str) -> dict[str, Any]:
         matrix, halves = DeviceMatrix.upload(tensor, device), weights.astype(np.float16).astype(np.float64)
         for n in TOKENS:
             x, exact = values(n, columns, torch.float16)
-            y = torch.full((n + 1, rows), float("nan"), device=place)
+            y = torch.full((n + 1, rows), float("nan"), device=device_name)
             mma.launch(matrix, x, y[:n], device.stream())
             what = f"{type} {rows}x{columns}, {n} tokens"
             judge(what, y[:n], exact @ halves.T, _LIMIT)
@@ -47,7 +47,7 @@ def check(type: str) -> dict[str, Any]:
     rows, columns = EPILOGUES
     tensor, weights = random_matrix(type, rows, columns)
     matrix, halves = DeviceMatrix.upload(tensor, device), weights.astype(np.float16).astype(np.float64)
-    scale, bias, before = (torch.randn(shape, device=place) for shape in ((20,), (rows,), (20, rows)))
+    scale, bias, before = (torch.randn(shape, device=device_name) for shape in ((20,), (rows,), (20, rows)))
     x, exact = values(20, columns, torch.float16)
     ends = [end.double().cpu().numpy() for end in (scale, bias, before)]
     for parts in (1, 3):
@@ -57,11 +57,11 @@ def check(type: str) -> dict[str, Any]:
         wanted = exact @ halves.T * ends[0][:, None] + ends[1] + ends[2]
         judge(f"{type}, {parts} parts, scale, bias and sum", y, wanted, _LIMIT)
     x, exact = values(20, columns, torch.bfloat16)
-    y = torch.full((20, rows), float("nan"), device=place)
+    y = torch.full((20, rows), float("nan"), device=device_name)
     mma.launch(matrix, x, y, device.stream())
-    rounded = torch.from_numpy(weights).float().bfloat16().double().numpy()
-    judge(f"{type} in bfloat16", y, exact @ rounded.T, 8 * _LIMIT)
-    x = torch.randn(33 * columns + 1, device=place)[1:].view(33, columns)  # begins between 8 bytes
+    bfloats = torch.from_numpy(weights).float().bfloat16().double().numpy()
+    judge(f"{type} in bfloat16", y, exact @ bfloats.T, 8 * _LIMIT)
+    x = torch.randn(33 * columns + 1, device=device_name)[1:].view(33, columns)  # begins between 8 bytes
     judge(f"{type}, a view of floats", tensor.to(device).matmul(x), x.double().cpu().numpy() @ weights.T, _ROUNDED)
     return {"wrong": judge.wrong, "notes": f"largest relative error {judge.worst:.1e}"}
 
@@ -71,19 +71,19 @@ def check_int8(type: str) -> dict[str, Any]:
     judge, device = Judge(), require("cuda")
     if device.capability < mma_int8.OLDEST:
         return {"wrong": [], "notes": f"not for compute capability {device.capability}"}
-    rng, place = np.random.default_rng(0), torch_device(device)
+    rng, device_name = np.random.default_rng(0), torch_device(device)
 
     def values(*shape: int) -> Any:
-        return torch.from_numpy(rng.standard_normal(shape).astype(np.float32)).to(place)
+        return torch.from_numpy(rng.standard_normal(shape).astype(np.float32)).to(device_name)
 
     for rows, columns in SHAPES + (SMALL_BLOCKS if WRITTEN[type].size == 32 else []):
         tensor, weights = random_matrix(type, rows, columns)
         matrix = DeviceMatrix.upload(tensor, device)
         for n in INT8:
-            x, y = values(n, columns), torch.full((n + 1, rows), float("nan"), device=place)
+            x, y = values(n, columns), torch.full((n + 1, rows), float("nan"), device=device_name)
             mma_int8.launch(matrix, recorded(x, mma_int8.tiles_of(n), device), y[:n], device.stream())
             what = f"{type} {rows}x{columns}, {n} tokens of int8"
-            judge(what, y[:n], taken(x.cpu().numpy(), "int8") @ weights.T, 1e-5)
+            judge(what, y[:n], rounded(x.cpu().numpy(), "int8") @ weights.T, 1e-5)
             if not bool(y[n].isnan().all()):
                 judge.fail(f"{what}: written beyond the end")
     rows, columns = EPILOGUES
@@ -92,12 +92,12 @@ def check_int8(type: str) -> dict[str, Any]:
     for way, kind in (("plain", torch.float16), ("plain", torch.bfloat16), *((way, torch.float32) for way in _MADE)):
         x = values(20, columns * (2 if way.startswith("gate") else 1)).to(kind)
         more = (weight, 1e-5) if way == "norm" else ()
-        y = torch.full((20, rows), float("nan"), device=place)
+        y = torch.full((20, rows), float("nan"), device=device_name)
         mma_int8.launch(matrix, recorded(x, 3, device, way, *more), y, device.stream())
-        exact = taken(floats_by_torch(way, x, *more).float().cpu().numpy(), "int8")
+        exact = rounded(floats_by_torch(way, x, *more).float().cpu().numpy(), "int8")
         judge(f"{type}, {way}, {kind}", y, exact @ weights.T, 1e-5 if way == "plain" else _ROUNDED)
     bias, before, x = values(rows), values(20, rows), values(20, columns)
-    product = taken(x.cpu().numpy(), "int8") @ weights.T + (bias + before).double().cpu().numpy()
+    product = rounded(x.cpu().numpy(), "int8") @ weights.T + (bias + before).double().cpu().numpy()
     for parts in (1, 3):
         y, shape = before.clone(), mma.MMAShape(8, parts)
         mma_int8.launch(matrix, recorded(x, 3, device), y, device.stream(), True, bias, shape)

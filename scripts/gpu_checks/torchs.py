@@ -22,12 +22,12 @@ _OTHER_CONTEXT = 64 << 20  # bytes: less than a context takes
 
 def check_graphs() -> dict[str, Any]:
     """Products and look-ups that are captured, and replayed for other values of what they read."""
-    judge, rng, place = Judge(), np.random.default_rng(0), torch_device(require("cuda"))
+    judge, rng, device = Judge(), np.random.default_rng(0), torch_device(require("cuda"))
     tensor, weights = random_matrix("Q4_K", *SHAPE)
     moved = tensor.to("cuda")
     for n in TOKENS:
         for precision, limit in _LIMITS.items():
-            x, y = torch.zeros((n, SHAPE[1]), device=place), torch.zeros((n, SHAPE[0]), device=place)
+            x, y = torch.zeros((n, SHAPE[1]), device=device), torch.zeros((n, SHAPE[0]), device=device)
 
             def step(x: Any = x, y: Any = y, precision: str = precision) -> None:
                 moved.matmul(x, out=y, precision=precision)
@@ -38,7 +38,7 @@ def check_graphs() -> dict[str, Any]:
                 graph.replay()
                 expected = x.double().cpu().numpy() @ weights.T
                 judge(f"captured product of {n} tokens, {precision}", y, expected, limit)
-    ids, out = torch.zeros(3, dtype=torch.int64, device=place), torch.zeros((3, SHAPE[1]), device=place)
+    ids, out = torch.zeros(3, dtype=torch.int64, device=device), torch.zeros((3, SHAPE[1]), device=device)
     graph = _graph(lambda: out.copy_(moved.rows(ids)))
     ids.copy_(torch.tensor([SHAPE[0] - 1, 7 % SHAPE[0], 0]))
     graph.replay()
@@ -70,8 +70,8 @@ def check_copies() -> dict[str, Any]:
     }
     for name, other in copies.items():
         judge(f"QuantLinear after {name}", other(x).detach(), expected, _LIMITS["f32"])
-        if (there := getattr(other.tensor, "device", "cpu")) != str(x.device):
-            judge.fail(f"QuantLinear after {name}: its tensor is on {there}")
+        if (where := getattr(other.tensor, "device", "cpu")) != str(x.device):
+            judge.fail(f"QuantLinear after {name}: its tensor is on {where}")
     return {"wrong": judge.wrong, "notes": f"largest relative error {judge.worst:.1e}"}
 
 
@@ -83,7 +83,7 @@ def check_inductor() -> dict[str, Any]:
     layer, x, expected = _layer()
     bias = layer.bias.double().cpu().numpy()
     torch._dynamo.reset()
-    compiled = torch.compile(lambda given: layer(given) * 2, mode="reduce-overhead", fullgraph=True)
+    compiled = torch.compile(lambda inputs: layer(inputs) * 2, mode="reduce-overhead", fullgraph=True)
     with torch.no_grad():
         for run in range(4):  # of which the first compiles, and a later one is a replay
             wanted = 2 * ((run + 1) * (expected - bias) + bias)
@@ -104,17 +104,17 @@ def check_second() -> dict[str, Any]:
         for _ in range(2):  # the second time, launches are packed already
             expected = x.double().cpu().numpy() @ weights.T
             judge(f"cuda:1, {n} tokens", moved.matmul(x, precision="f32"), expected, _LIMITS["f32"])
-    taken = free - torch.cuda.mem_get_info(0)[0]
-    if taken > _OTHER_CONTEXT:
-        judge.fail(f"products on cuda:1 took {taken >> 20} MB of cuda:0")
+    used = free - torch.cuda.mem_get_info(0)[0]
+    if used > _OTHER_CONTEXT:
+        judge.fail(f"products on cuda:1 took {used >> 20} MB of cuda:0")
     return {"wrong": judge.wrong, "notes": f"largest relative error {judge.worst:.1e}"}
 
 
 def _layer() -> tuple[Any, Any, np.ndarray]:
     """A module on the device, x, and the product in float64."""
-    rng, place = np.random.default_rng(1), torch_device(require("cuda"))
+    rng, device = np.random.default_rng(1), torch_device(require("cuda"))
     tensor, weights = random_matrix("Q4_K", *SHAPE)
     bias = rng.standard_normal(SHAPE[0]).astype(np.float32)
     x = rng.standard_normal((3, SHAPE[1])).astype(np.float32)
-    layer = QuantLinear(tensor, torch.from_numpy(bias), None, "f32").to(place)
-    return layer, torch.from_numpy(x).to(place), x @ weights.T + bias
+    layer = QuantLinear(tensor, torch.from_numpy(bias), None, "f32").to(device)
+    return layer, torch.from_numpy(x).to(device), x @ weights.T + bias

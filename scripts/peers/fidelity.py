@@ -108,16 +108,16 @@ def measure(path: Path, against: Reference, predictions: bool = True) -> Measure
         if tensor.name.startswith("blk.") and tensor.name.endswith(".weight") and len(tensor.shape) == 2
     ]
     weights = against.unfold(gguf_weights(path))
-    found = Measured(
+    measured = Measured(
         types=Counter(tensor.tensor_type.name for tensor in blocks),
         bpw=8 * sum(int(t.n_bytes) for t in blocks) / sum(int(t.n_elements) for t in blocks),
         error={name: _square(weights[name] - against.weights[name]) for name in against.linears},
         power={name: _square(against.weights[name]) for name in against.linears},
     )
     if predictions:
-        found.kl_linears = against.kl(against.linears_of(weights))
-        found.kl_file = against.kl(weights)
-    return found
+        measured.kl_linears = against.kl(against.linears_of(weights))
+        measured.kl_file = against.kl(weights)
+    return measured
 
 
 def _square(values: np.ndarray) -> float:

@@ -70,17 +70,17 @@ def replace_blocks(source: Path, out: Path, blocks: Mapping[str, Blocks]) -> Non
     arch = value(reader, "general.architecture")
     names = _hugging_face_names(arch, value(reader, f"{arch}.block_count"))
     heads = _permuted_heads(reader, arch)
-    found = {f"{base}.weight": blocks[key] for base, name in names.items() if (key := f"{name}.weight") in blocks}
+    by_tensor = {f"{base}.weight": blocks[key] for base, name in names.items() if (key := f"{name}.weight") in blocks}
 
     def data_of(tensor: gguf.ReaderTensor, type: str) -> np.ndarray:
-        data, name = found[tensor.name].data, names[tensor.name.removesuffix(".weight")]
+        data, name = by_tensor[tensor.name].data, names[tensor.name.removesuffix(".weight")]
         count = heads.get(name.rpartition(".")[2])
         return data if count is None else permute(data, count)
 
     def type_of(tensor: gguf.ReaderTensor) -> str:
-        return found[tensor.name].type if tensor.name in found else tensor.tensor_type.name
+        return by_tensor[tensor.name].type if tensor.name in by_tensor else tensor.tensor_type.name
 
-    scales = {f"{key.removesuffix('weight')}scale": own.scale for key, own in found.items() if own.scale != 1}
+    scales = {f"{key.removesuffix('weight')}scale": block.scale for key, block in by_tensor.items() if block.scale != 1}
     rewrite(source, out, type_of, data_of, added={key: np.array([s], np.float32) for key, s in scales.items()})
 
 

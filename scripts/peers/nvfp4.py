@@ -18,12 +18,12 @@ def quantize(weight: np.ndarray) -> Blocks:
     """float32 [rows, in] in NVFP4."""
     rows, columns = weight.shape
     x = weight.reshape(rows, -1, NVFP4.sub).astype(np.float64)
-    whole = np.float32(np.abs(x).max() / (_VALUES[-1] * _LARGEST)) or np.float32(1)
-    wanted = np.abs(x).max(-1) / _VALUES[-1] / whole
+    tensor_scale = np.float32(np.abs(x).max() / (_VALUES[-1] * _LARGEST)) or np.float32(1)
+    wanted = np.abs(x).max(-1) / _VALUES[-1] / tensor_scale
     sc = np.searchsorted((_SCALES[1:] + _SCALES[:-1]) / 2, wanted)
-    each = np.where(sc == 0, 1, _SCALES[sc] * whole)[..., None]
+    each = np.where(sc == 0, 1, _SCALES[sc] * tensor_scale)[..., None]
     q = (np.searchsorted(_MIDDLES, np.abs(x) / each) + 8 * (x < 0)).astype(np.uint8)
     out = np.empty((rows, row_bytes(NVFP4, columns)), np.uint8)
     none = np.zeros(sc.shape, np.uint8), np.zeros((rows, columns // NVFP4.size), np.float32)
     packer("NVFP4")(q.reshape(rows, columns), sc.astype(np.int8), none[0], none[1], none[1], out)
-    return Blocks("NVFP4", out, float(whole))
+    return Blocks("NVFP4", out, float(tensor_scale))

@@ -14,7 +14,7 @@ def mean_kl(p: np.ndarray, q: np.ndarray) -> float:
 
 def window_kls(p: np.ndarray, q: np.ndarray) -> np.ndarray:
     """float64 [windows]: `mean_kl` of each window; p and q are logits [windows, length, vocab]."""
-    return np.array([token_kls(own, other).mean() for own, other in zip(p, q, strict=True)])
+    return np.array([token_kls(logits, other).mean() for logits, other in zip(p, q, strict=True)])
 
 
 def token_kls(p: np.ndarray, q: np.ndarray) -> np.ndarray:

@@ -66,10 +66,10 @@ def windows(tokenizer: Any, text: str, n: int = 24, length: int = 256) -> np.nda
         raise ValueError("over 8 characters a token: tokenize more of the text")
     if len(ids) < n * length:
         raise ValueError(f"the text has {len(ids)} tokens, {n * length} wanted")
-    found = np.array(ids[: n * length], np.int64).reshape(n, length)
+    token_windows = np.array(ids[: n * length], np.int64).reshape(n, length)
     if bos is not None:
-        found[:, 0] = bos
-    return found
+        token_windows[:, 0] = bos
+    return token_windows
 
 
 @torch.no_grad()

@@ -51,17 +51,17 @@ def measure(options: argparse.Namespace) -> Lines:
                 row |= {"maker": maker, "quality": {"missing": path}, "speed": {}}
             else:
                 how = text, options.length, options.windows
-                found = {**formats.quality(path, *how), **formats.checkpoint_kl(name, make, *how)}
-                row |= {"maker": maker, "quality": {**summary(path), **found}}
+                figures = {**formats.quality(path, *how), **formats.checkpoint_kl(name, make, *how)}
+                row |= {"maker": maker, "quality": {**summary(path), **figures}}
             rows.put(name, row)
         if "speed" not in row and options.turns:
             if options.speed_of:
-                found = speeds.of_types(row["quality"]["types"])
+                figures = speeds.of_types(row["quality"]["types"])
             else:
                 path = formats.file(name, make)
                 assert isinstance(path, Path)
-                found = speeds.of_file(path)
-            rows.put(name, row | {"speed": found})
+                figures = speeds.of_file(path)
+            rows.put(name, row | {"speed": figures})
         if name not in formats.needed and not options.keep:
             formats.path(name).unlink(missing_ok=True)
     yield from table(options, {name: rows.get(name) for name in wanted}, speeds)
@@ -72,9 +72,9 @@ class Rows:
     """The measured rows, kept in the work folder; settings of quality and of speed are checked separately."""
 
     def __init__(self, work: Path, options: argparse.Namespace) -> None:
-        given = {name: str(value) for name, value in vars(options).items()}
-        settings = {name: given[name] for name in ("model", "calibrate", "test", "samples", "length", "windows")}
-        timed = {name: given[name] for name in ("speed_of", "turns", "threads")}
+        values = {name: str(value) for name, value in vars(options).items()}
+        settings = {name: values[name] for name in ("model", "calibrate", "test", "samples", "length", "windows")}
+        timed = {name: values[name] for name in ("speed_of", "turns", "threads")}
         work.mkdir(parents=True, exist_ok=True)
         self.file = work / "rows.json"
         self.known: dict[str, Any] = {"settings": settings, "rows": {}}
@@ -127,8 +127,8 @@ def cells(row: dict[str, Any], count: int) -> list[str]:
         "" if top is None else f"{top:.1%}",
     ]
     for side in ("theirs", "ours"):
-        if found := speed.get(side):
-            shown += [f"{found['decode']:.1f}", f"{found['prompt']:.0f}", f"{(found['peak'] or 0) / 1e6:.0f}"]
+        if figures := speed.get(side):
+            shown += [f"{figures['decode']:.1f}", f"{figures['prompt']:.0f}", f"{(figures['peak'] or 0) / 1e6:.0f}"]
         else:
             shown += ["", "", ""]
     return shown[:count]

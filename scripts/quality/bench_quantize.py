@@ -91,10 +91,10 @@ def measure(options: argparse.Namespace) -> Lines:
     of_step = {TWO_SIDED: gradients, WEIGHTED: LayerHooks(weights=gradients.weights)}
     for name in options.types:
         scale = nvfp4.OWN_SCALE if name == "NVFP4" else 1.0
-        made = peer_blocks(float_model, name)
-        theirs = dict(float_model.weights) | {key: blocks.values() for key, blocks in made.items()}
+        their_blocks = peer_blocks(float_model, name)
+        theirs = dict(float_model.weights) | {key: blocks.values() for key, blocks in their_blocks.items()}
         peer = float_model.divergence(theirs)
-        there = float_model.in_llama_cpp(made, options.threads) if options.llama_cpp else None
+        peer_there = float_model.in_llama_cpp(their_blocks, options.threads) if options.llama_cpp else None
         bpw = WRITTEN[name].bpw
         points.append({"name": name, "maker": "llama.cpp's quantizer, imatrix", "bpw": bpw, "kl": peer.mean})
         steps = STEPS if options.steps else STEPS[-1:] if options.last_step else [STEPS[0], *STEPS[-3:]]
@@ -104,17 +104,17 @@ def measure(options: argparse.Namespace) -> Lines:
             grid = partial(Unweighted, BLOCKS[name], spread=False) if "unweighted" in step else superblocks(name, scale)
             blocks: dict[str, Blocks] = {}
             layers = of_step.get(step, LayerHooks())
-            own, seconds = float_model.quantized(Method(grid, **settings).layer, blocks, cross=cross, layers=layers)
+            ours, seconds = float_model.quantized(Method(grid, **settings).layer, blocks, cross=cross, layers=layers)
             more: list[Divergence] = []
-            if there is not None:
+            if peer_there is not None:
                 here = float_model.in_llama_cpp(blocks, options.threads)
-                more = [here, there]
+                more = [here, peer_there]
             for i, test in enumerate(float_model.tests):
-                values = [d.by_text()[i] for d in (own, peer, *more)]
+                values = [d.by_text()[i] for d in (ours, peer, *more)]
                 ratios = [values[k].over(values[k + 1]) for k in range(0, len(values), 2)]
                 text = [test.stem] if len(float_model.tests) > 1 else []
                 yield name, step, *text, *values[:2], ratios[0], f"{seconds:.0f}", *values[2:], *ratios[1:]
-        points.append({"name": name, "maker": "gguf-bridge quantize", "bpw": bpw, "kl": own.mean})
+        points.append({"name": name, "maker": "gguf-bridge quantize", "bpw": bpw, "kl": ours.mean})
     if options.ik_llama:
         yield from ik_llama(float_model, options.ik_llama)
     if options.groups:
@@ -124,14 +124,14 @@ def measure(options: argparse.Namespace) -> Lines:
 
 def peer_blocks(float_model: FloatModel, name: str) -> dict[str, Blocks]:
     """The linears in a type, as the peer rounds them."""
-    made = {}
+    blocks = {}
     for key in reference.linears(float_model.weights):
         weight = float_model.weights[key]
         if name == "NVFP4":
-            made[key] = nvfp4.quantize(weight)
+            blocks[key] = nvfp4.quantize(weight)
         else:
-            made[key] = Blocks(name, ggml.quantize(weight, name, float_model.importance[key]))
-    return made
+            blocks[key] = Blocks(name, ggml.quantize(weight, name, float_model.importance[key]))
+    return blocks
 
 
 def ik_llama(float_model: FloatModel, library: Path) -> Lines:

@@ -41,7 +41,7 @@ from bridge.quantize.text.texts import load_tokenizer
 from bridge.system.options import size
 from bridge.system.text import size_text
 from scripts.benchlib import ROOT, Lines, bench, head, option
-from scripts.benchlib.contenders import WEIGHTED, Contender, Made, Tokens, contenders_of
+from scripts.benchlib.contenders import WEIGHTED, Contender, ModelFiles, Tokens, contenders_of
 from scripts.benchlib.divergence import Divergence, imatrix_of
 from scripts.benchlib.formats import summary
 from scripts.benchlib.real_models import DITHERED, PACKAGED, float_model
@@ -57,16 +57,18 @@ _NO_GGUF = ("awq", "rtn")  # methods for checkpoints, and without a text
 class Row:
     """A contender's file and its divergences."""
 
-    def __init__(self, contender: Contender, made: Made, cost: dict[str, Any], measured: dict[str, dict[str, TokenKl]]):
+    def __init__(
+        self, contender: Contender, files: ModelFiles, cost: dict[str, Any], measured: dict[str, dict[str, TokenKl]]
+    ):
         self.contender, self.cost = contender, cost
         self.measured = measured  # arithmetic -> text -> divergences
-        size = summary(made.path(contender))
+        size = summary(files.path(contender))
         self.bytes, self.bpw = size["bytes"], size["bpw"]
         self.base: Row | None = None  # what it is compared with
 
     def all_texts(self) -> Divergence:
         """The windows of all texts."""
-        return Divergence(np.concatenate([found.windows.windows for found in self.measured[FLOAT32].values()]))
+        return Divergence(np.concatenate([kl.windows.windows for kl in self.measured[FLOAT32].values()]))
 
     def ratio(self, arithmetic: str, text: str) -> str:
         """Over the file that it is compared with; empty without one."""
@@ -89,11 +91,11 @@ class Row:
         }  # fmt: skip
 
     def _figures(self, arithmetic: str, text: str) -> dict[str, float]:
-        found = self.measured[arithmetic][text]
+        kl = self.measured[arithmetic][text]
         if self.base is None:
-            return found.figures()
-        ratio, error = found.windows.ratio(self.base.measured[arithmetic][text].windows)
-        return found.figures() | {"ratio": ratio, "ratio_error": error}
+            return kl.figures()
+        ratio, error = kl.windows.ratio(self.base.measured[arithmetic][text].windows)
+        return kl.figures() | {"ratio": ratio, "ratio_error": error}
 
 
 def measure(options: argparse.Namespace) -> Lines:
@@ -120,21 +122,21 @@ def measure(options: argparse.Namespace) -> Lines:
         squares = reference.mean_squares(model.floats, tokens.sequences)
         imatrix_of(imatrix, floats, squares, tokens.sequences, "bench_real")
 
-    own = {f"--method {method}": ["--method", method] for method in options.methods} | dict(options.own)
-    given = floats, source, tokens, peer, own, options.types, options.sizes
-    wanted = [c for c in contenders_of(*given, options.threads) if chosen(c.name, options.only, True)]
+    runs = {f"--method {method}": ["--method", method] for method in options.methods} | dict(options.own)
+    what = floats, source, tokens, peer, runs, options.types, options.sizes
+    wanted = [c for c in contenders_of(*what, options.threads) if chosen(c.name, options.only, True)]
     windows = windows_by_text(options, floats, packages)
-    made = Made(tokens.folder, options.threads)
+    files = ModelFiles(tokens.folder, options.threads)
     rows, failed = [], {}
     for contender in wanted:
         if chosen(contender.name, options.again, False):
-            made.forget(contender)
-        cost = made.cost(contender)
+            files.forget(contender)
+        cost = files.cost(contender)
         if isinstance(cost, str):
             failed[contender] = cost
             continue
-        measured = divergences(made, contender, model, windows, ARITHMETICS if options.llama_cpp else (FLOAT32,))
-        rows.append(Row(contender, made, cost, measured))
+        measured = divergences(files, contender, model, windows, ARITHMETICS if options.llama_cpp else (FLOAT32,))
+        rows.append(Row(contender, files, cost, measured))
     compare(rows, options.over)
 
     texts = " and ".join(Path(text).name for text in options.calibrate)
@@ -157,8 +159,8 @@ def key(options: argparse.Namespace) -> str:
 
 
 def calibration(options: argparse.Namespace) -> Calibration:
-    given = tuple(options.calibrate)
-    return Calibration(given, options.samples or None, options.length or None, options.seed)
+    texts = tuple(options.calibrate)
+    return Calibration(texts, options.samples or None, options.length or None, options.seed)
 
 
 def chosen(name: str, patterns: list[str] | None, default: bool) -> bool:
@@ -172,24 +174,28 @@ def windows_by_text(options: argparse.Namespace, floats: Path, packages: Path) -
     shared = {"wikitext": TEXTS / "wiki_test.txt", "shakespeare": TEXTS / "shakespeare_val.txt"}
     files = {name: file for name, file in shared.items() if file.exists()} | dict(options.text)
     names = options.kinds or list(dict.fromkeys([*files, *KINDS]))
-    found = {}
+    windows = {}
     for name in names:
         if name not in files and name not in KINDS:
             sys.exit(f"{name}: no such text; give it by --text {name}=FILE, or choose {', '.join([*files, *KINDS])}")
         text = files[name].read_text(encoding="utf-8") if name in files else text_of(name, packages)
         try:
-            found[name] = windows_of(text, tokenizer, options.windows, options.window)
+            windows[name] = windows_of(text, tokenizer, options.windows, options.window)
         except ValueError as problem:
             sys.exit(f"{name}: {problem}; give a longer one, or fewer --windows")
-    return found
+    return windows
 
 
 def divergences(
-    made: Made, contender: Contender, model: FloatReference, windows: dict[str, np.ndarray], arithmetics: Sequence[str]
+    files: ModelFiles,
+    contender: Contender,
+    model: FloatReference,
+    windows: dict[str, np.ndarray],
+    arithmetics: Sequence[str],
 ) -> dict[str, dict[str, TokenKl]]:
     """Arithmetic -> text -> divergences of a file: as they were measured before, if file and text are the same."""
-    file = made.path(contender)
-    found: dict[str, dict[str, TokenKl]] = {arithmetic: {} for arithmetic in arithmetics}
+    file = files.path(contender)
+    kls: dict[str, dict[str, TokenKl]] = {arithmetic: {} for arithmetic in arithmetics}
     with model.beside(file, max(w.shape[1] for w in windows.values())) as beside:
         for text, tokens in windows.items():
             stored = {name: file.with_name(f"{file.stem}.{text}.{name}.npz") for name in arithmetics}
@@ -201,8 +207,8 @@ def divergences(
                     kl.save(stored[name], identity)
                     known[name] = kl
             for name in arithmetics:
-                found[name][text] = known[name]
-    return found
+                kls[name][text] = known[name]
+    return kls
 
 
 def compare(rows: list[Row], name: str) -> None:
@@ -223,7 +229,7 @@ def summaries(rows: list[Row], texts: list[str], failed: dict[Contender, str]) -
         name = row.contender.name
         if row.contender.sized and row.base is not None:
             name += f" (over {row.base.contender.format})"
-        cells = [row.ratio(FLOAT32, text) or found.windows for text, found in row.measured[FLOAT32].items()]
+        cells = [row.ratio(FLOAT32, text) or kl.windows for text, kl in row.measured[FLOAT32].items()]
         took = f"{row.cost['cpu_seconds']:.0f}", f"{row.cost['peak_bytes'] / 1e6:.0f}"
         yield row.contender.format, name, f"{row.bytes / 1e6:.1f}", f"{row.bpw:.2f}", *cells, *took
     for contender, why in failed.items():
@@ -236,11 +242,11 @@ def details(rows: list[Row]) -> Lines:
     yield head(*columns, "same top token")
     for row in rows:
         for arithmetic, by_text in row.measured.items():
-            for text, found in by_text.items():
-                f = found.figures()
+            for text, kl in by_text.items():
+                f = kl.figures()
                 cells = f"{f['median']:.2e}", f"{f['p99']:.2e}", f"{f['same_top']:.1%}"
                 ratio = row.ratio(arithmetic, text)
-                yield row.contender.format, row.contender.name, text, arithmetic, found.windows, ratio, *cells
+                yield row.contender.format, row.contender.name, text, arithmetic, kl.windows, ratio, *cells
 
 
 def named_file(text: str) -> tuple[str, Path]:

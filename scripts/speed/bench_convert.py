@@ -107,27 +107,27 @@ def figures(checkpoint: Path, scratch: Path, runs: int, with_cold: bool) -> dict
     """Every figure of the table, by name; times in seconds, memory in MiB."""
     files = [file for file in checkpoint.iterdir() if file.suffix in (".safetensors", ".bin", ".pt")]
     size = sum(map(read_through, files))
-    out, record = scratch / "out.gguf", scratch / "record.json"
+    out, record_file = scratch / "out.gguf", scratch / "record.json"
 
     def convert_inside(environment: dict | None = None) -> tuple[Run, dict]:
         out.unlink(missing_ok=True)
-        run = python("-c", CONVERT, str(checkpoint), str(out), str(record), environment=environment)
-        return run, json.loads(record.read_text())
+        run = python("-c", CONVERT, str(checkpoint), str(out), str(record_file), environment=environment)
+        return run, json.loads(record_file.read_text())
 
     def convert_by_script(environment: dict | None = None) -> Run:
         return python(str(SCRIPT), str(checkpoint), str(out), "--force", environment=environment)
 
     convert_by_script()  # compile what is not compiled yet
-    whole = statistics.median([convert_by_script().seconds for _ in range(runs)])
+    process_seconds = statistics.median([convert_by_script().seconds for _ in range(runs)])
     inside = [convert_inside() for _ in range(runs)]
-    imports = [int(python("-c", IMPORT_ONLY, str(record)).output) for _ in range(3)]
+    imports = [int(python("-c", IMPORT_ONLY, str(record_file)).output) for _ in range(3)]
     unit = 1 << 20 if sys.platform == "darwin" else 1 << 10  # ru_maxrss: bytes there, KiB elsewhere
     cold = None
     if with_cold:
         fresh = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
         with tempfile.TemporaryDirectory() as empty:
             cold = convert_by_script(fresh | {"XDG_CACHE_HOME": empty}).seconds
-    seconds = statistics.median([found["seconds"] for _, found in inside])
+    seconds = statistics.median([record["seconds"] for _, record in inside])
     anonymous = [run.anonymous_mib for run, _ in inside if run.anonymous_mib is not None]
     return {
         "checkpoint": checkpoint.name,
@@ -136,10 +136,10 @@ def figures(checkpoint: Path, scratch: Path, runs: int, with_cold: bool) -> dict
         "runs": runs,
         "convert_seconds": seconds,
         "convert_gb_per_second": size / 1e9 / seconds,
-        "again_seconds": statistics.median([found["again"] for _, found in inside]),
-        "process_seconds": whole,
-        "process_gb_per_second": size / 1e9 / whole,
-        "peak_mib": max(found["peak"] for _, found in inside) / unit,
+        "again_seconds": statistics.median([record["again"] for _, record in inside]),
+        "process_seconds": process_seconds,
+        "process_gb_per_second": size / 1e9 / process_seconds,
+        "peak_mib": max(record["peak"] for _, record in inside) / unit,
         "imports_mib": statistics.median(imports) / unit,
         "anonymous_mib": max(anonymous, default=None),
         "cold_seconds": cold,

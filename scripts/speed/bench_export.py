@@ -100,10 +100,10 @@ def measure(options: argparse.Namespace) -> Lines:
 def cells(path: Path, config: Path, format: str, rounds: int) -> list[str]:
     """What becomes of the layers, speeds and memory."""
     with tempfile.TemporaryDirectory(prefix="gguf-bridge-export-") as scratch:
-        found = json.loads(output_of(sys.executable, "-c", TURNS, path, scratch, format, config, rounds))
-    (copied, copied_cpu), (wall, cpu) = np.median(found["turns"], 0)
+        figures = json.loads(output_of(sys.executable, "-c", TURNS, path, scratch, format, config, rounds))
+    (copied, copied_cpu), (wall, cpu) = np.median(figures["turns"], 0)
     seconds = (f"{value:.2f}" for value in (wall, cpu, copied_cpu))
-    return [found["how"], f"{copied / wall:.2f}", f"{copied_cpu / cpu:.2f}", *seconds, f"{found['peak'] / 1e6:.0f}"]
+    return [figures["how"], f"{copied / wall:.2f}", f"{copied_cpu / cpu:.2f}", *seconds, f"{figures['peak'] / 1e6:.0f}"]
 
 
 def write(path: Path, type: str, nbytes: int, hidden: int, inner: int) -> None:
@@ -113,8 +113,8 @@ def write(path: Path, type: str, nbytes: int, hidden: int, inner: int) -> None:
         "attn_q": (hidden, hidden), "attn_k": (kv, hidden), "attn_v": (kv, hidden), "attn_output": (hidden, hidden),
         "ffn_gate": (inner, hidden), "ffn_up": (inner, hidden), "ffn_down": (hidden, inner),
     }  # fmt: skip
-    made = {shape: random_tensor(type, *shape).raw for shape in set(shapes.values())}
-    layers = max(1, nbytes // sum(made[shape].size for shape in shapes.values()))
+    blocks = {shape: random_tensor(type, *shape).raw for shape in set(shapes.values())}
+    layers = max(1, nbytes // sum(blocks[shape].size for shape in shapes.values()))
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_block_count(layers)
     writer.add_context_length(2048)
@@ -131,7 +131,7 @@ def write(path: Path, type: str, nbytes: int, hidden: int, inner: int) -> None:
         for name in ("attn_norm", "ffn_norm"):
             writer.add_tensor(f"blk.{i}.{name}.weight", norm)
         for name, shape in shapes.items():
-            raw = made[shape].reshape(shape[0], -1)
+            raw = blocks[shape].reshape(shape[0], -1)
             writer.add_tensor(f"blk.{i}.{name}.weight", raw, raw_dtype=gguf.GGMLQuantizationType[type])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

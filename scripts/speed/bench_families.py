@@ -69,7 +69,7 @@ def measure(options: argparse.Namespace) -> Lines:
     for family in options.families or SHAPES:
         name = SHAPES[family]["model"]
         with tempfile.TemporaryDirectory(prefix="gguf-bridge-bench-") as scratch:
-            path = made(family, Path(scratch))
+            path = model_file(family, Path(scratch))
             if options.draft:
                 yield f"\nLayers of {name}:"
                 yield from drafts(path, "ngram", None, [1], options.turns)
@@ -83,7 +83,7 @@ def measure(options: argparse.Namespace) -> Lines:
             yield name, what, *medians, f"{ratio(ours, theirs):.2f}"
 
 
-def made(family: str, scratch: Path) -> Path:
+def model_file(family: str, scratch: Path) -> Path:
     """A GGUF in the shape of a family's published model."""
     import torch
     import transformers

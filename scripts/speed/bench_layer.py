@@ -49,13 +49,13 @@ def measure(options: argparse.Namespace) -> Lines:
         first = None
         for type in options.types:
             seconds(type, *small, cross=first is None)  # compiles
-            taken, lost = seconds(type, *layer)
+            cpu, lost = seconds(type, *layer)
             nearest = nearest_error(type, *layer)
-            first = first or taken
-            yield type, *cells(taken, first, lost), f"{nearest:.2e}", f"{lost / nearest:.3f}"
+            first = first or cpu
+            yield type, *cells(cpu, first, lost), f"{nearest:.2e}", f"{lost / nearest:.3f}"
             if type == options.types[0]:
-                taken, lost = seconds(type, *layer, cross=True)
-                yield f"{type}, gptaq", *cells(taken, first, lost), "", ""
+                cpu, lost = seconds(type, *layer, cross=True)
+                yield f"{type}, gptaq", *cells(cpu, first, lost), "", ""
         if options.gptqmodel:
             printed = output_of(options.gptqmodel, gptqmodel_layer.__file__, options.rows, options.columns)
             peer, lost = (float(x) for x in printed.split()[-2:])

@@ -45,10 +45,10 @@ def peer_library() -> ggml_matvec.Library | None:
     """llama-cpp-python's ggml, where it is installed."""
     folder = os.environ.get("PEER_GGML")
     if folder is None:
-        found = importlib.util.find_spec("llama_cpp")
-        if found is None or found.origin is None:
+        spec = importlib.util.find_spec("llama_cpp")
+        if spec is None or spec.origin is None:
             return None
-        folder = str(Path(found.origin).parent / "lib")
+        folder = str(Path(spec.origin).parent / "lib")
     return ggml_matvec.native(Path(folder))
 
 
@@ -115,8 +115,8 @@ def measure(options: argparse.Namespace) -> Lines:
                 peer = ["", "", ""]
                 if library:
                     peer = [f"{row['ggml_gbs']:.1f}", f"{row['over_ggml']:.2f}", row["ggml_layout"]]
-                own = f"{row['gbs']:.1f}", f"{row['of_read']:.0%}", f"{row['read_gbs']:.1f}"
-                yield type, f"{shape[0]} x {shape[1]}", threads, *own, *peer
+                speeds = f"{row['gbs']:.1f}", f"{row['of_read']:.0%}", f"{row['read_gbs']:.1f}"
+                yield type, f"{shape[0]} x {shape[1]}", threads, *speeds, *peer
     yield head("type", "call on 256 x 256 (us)", "first call, cold (s)", "first call, compiled (s)")
     for type in options.types:
         cold, warm = (None, None) if options.no_first else first_calls(type)

@@ -52,9 +52,9 @@ def measure(options: argparse.Namespace) -> Lines:
     out = options.work / f"{options.shape}.gguf"
     command = [sys.executable, "-m", "bridge.cli", "quantize", model, out, "--force", "--calibrate", tokens]
     command += [*options.rest, *(["--memory", options.memory] if options.memory else [])]
-    said, peak, seconds = measured([str(part) for part in command])
-    ratio = f"{peak / said:.2f}" if said else ""
-    yield options.shape, options.layers, options.tokens, f"{said:.2f}", f"{peak:.2f}", ratio, f"{seconds:.0f}"
+    estimate, peak, seconds = measured([str(part) for part in command])
+    ratio = f"{peak / estimate:.2f}" if estimate else ""
+    yield options.shape, options.layers, options.tokens, f"{estimate:.2f}", f"{peak:.2f}", ratio, f"{seconds:.0f}"
 
 
 def make(folder: Path, shape: str, layers: int) -> None:
@@ -65,8 +65,8 @@ def make(folder: Path, shape: str, layers: int) -> None:
 
     def random(rows: int, columns: int) -> torch.Tensor:
         values = torch.empty(rows, columns, dtype=torch.bfloat16)
-        for at in range(0, rows, 1024):
-            values[at : at + 1024] = torch.randn(min(1024, rows - at), columns, generator=generator) * 0.02
+        for start in range(0, rows, 1024):
+            values[start : start + 1024] = torch.randn(min(1024, rows - start), columns, generator=generator) * 0.02
         return values
 
     def ones(count: int) -> torch.Tensor:
@@ -101,18 +101,18 @@ def write_index(folder: Path) -> None:
 def measured(command: list[str]) -> tuple[float, float, float]:
     """Run it: the GB that it said before it began (0 if it did not), its peak in GB, and seconds."""
     begun = time.perf_counter()
-    said = 0.0
+    estimate = 0.0
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
         assert process.stderr is not None
         for text in process.stderr:
             print(text, end="", file=sys.stderr)
-            if found := _PLAN.search(text):
-                said = float(found[1]) * (1 if found[2] == "GB" else 1e-3)
+            if match := _PLAN.search(text):
+                estimate = float(match[1]) * (1 if match[2] == "GB" else 1e-3)
         _, status, used = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise SystemExit(f"{' '.join(command)} failed")
-    return said, used.ru_maxrss * 1024 / 1e9, time.perf_counter() - begun
+    return estimate, used.ru_maxrss * 1024 / 1e9, time.perf_counter() - begun
 
 
 if __name__ == "__main__":

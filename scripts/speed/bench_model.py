@@ -177,11 +177,11 @@ def perplexities(checkpoints: list[Path], text_file: Path, count: int, scratch: 
         path = scratch / f"{folder.name}.gguf"
         bridge.convert(folder, path)
         with bridge.Model.load(path) as model:
-            own = perplexity(model, text, n_windows=count).perplexity
+            int8 = perplexity(model, text, n_windows=count).perplexity
         with bridge.Model.load(path, precision="f32") as model:
             exact = perplexity(model, text, n_windows=count).perplexity
             peer, floats = peers_perplexity(path, folder, model, text, count)
-        cells = [f"{own:.4f}", f"{peer:.4f}", f"{own / peer - 1:+.3%}", f"{exact:.4f}", f"{floats:.4f}"]
+        cells = [f"{int8:.4f}", f"{peer:.4f}", f"{int8 / peer - 1:+.3%}", f"{exact:.4f}", f"{floats:.4f}"]
         yield folder.name, *cells, f"{exact / floats - 1:+.4%}"
         path.unlink()
 

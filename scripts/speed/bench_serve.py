@@ -72,13 +72,13 @@ def server(name: str, path: Path, threads: int) -> Iterator[str]:
     process = subprocess.Popen([sys.executable, "-c", *command], stderr=subprocess.PIPE, text=True, cwd=ROOT)
     try:
         assert process.stderr is not None
-        said = ""
+        stderr = ""
         for text in process.stderr:
-            said += text
+            stderr += text
             if "http://127.0.0.1:" in text:
                 break
         else:
-            raise SystemExit(f"{name} does not start: {said[-2000:]}")
+            raise SystemExit(f"{name} does not start: {stderr[-2000:]}")
         threading.Thread(target=lambda: list(process.stderr or ()), daemon=True).start()
         yield "http://127.0.0.1:" + text.split("http://127.0.0.1:")[1].split("/")[0].split(",")[0].strip()
     finally:
@@ -168,10 +168,15 @@ def masks(path: Path, tokens: int) -> Lines:
         model.prepare()
         list(model.generate_tokens("People: ", 8, schema=schema, temperature=0))
         spent, start = 0.0, time.thread_time()
-        made = len(list(model.generate_tokens("People: ", 4 * tokens, schema=schema, temperature=0)))
-        whole = time.thread_time() - start
+        count = len(list(model.generate_tokens("People: ", 4 * tokens, schema=schema, temperature=0)))
+        total = time.thread_time() - start
     yield head("tokens", "decode, one thread", "of it masks", "share")
-    yield made, f"{1e3 * whole / made:.2f} ms a token", f"{1e6 * spent / made:.0f} us a token", f"{spent / whole:.1%}"
+    yield (
+        count,
+        f"{1e3 * total / count:.2f} ms a token",
+        f"{1e6 * spent / count:.0f} us a token",
+        f"{spent / total:.1%}",
+    )
 
 
 if __name__ == "__main__":

@@ -90,9 +90,9 @@ def test_token_files_hold_back_what_the_texts_would(tmp_path: Path) -> None:
 
 
 def test_a_contenders_memory_is_its_own_and_its_failure_is_told(tmp_path: Path) -> None:
-    from scripts.benchlib.contenders import Contender, Made
+    from scripts.benchlib.contenders import Contender, ModelFiles
 
-    made = Made(tmp_path, threads=1)
+    made = ModelFiles(tmp_path, threads=1)
     held = np.ones(300 << 20, np.uint8)  # by the process that measures
     work = "import sys; data = bytearray(b'x') * (100 << 20); sum(range(10**7)); open(sys.argv[1], 'wb').write(b'made')"
     contender = Contender("bytes", "nobody", "Q4_0", ([sys.executable, "-c", work], []))

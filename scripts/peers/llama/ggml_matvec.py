@@ -104,12 +104,12 @@ class Matrix:
     ):
         self.lib: Any = library
         kind = int(gguf.GGMLQuantizationType[type])
-        for place in library.buffer_types() if repack else library.buffer_types()[-1:]:
-            x, y = self._lay_out(place, kind, raw, columns, tokens)
+        for buffer_type in library.buffer_types() if repack else library.buffer_types()[-1:]:
+            x, y = self._lay_out(buffer_type, kind, raw, columns, tokens)
             if self.lib.backend_dev_supports_op(library.device, y):
                 break
             self._release()
-        self.layout = self.lib.backend_buft_name(place).decode()
+        self.layout = self.lib.backend_buft_name(buffer_type).decode()
         self.lib.backend_tensor_set(self.weights, raw.ctypes.data, 0, raw.nbytes)
         self.x = self._floats(x, (tokens, columns))
         self.y = self._floats(y, (tokens, raw.shape[0]))
@@ -123,13 +123,15 @@ class Matrix:
         self.work = ctypes.create_string_buffer(max(64, self.plan.work_size))
         self.plan.work_data = ctypes.addressof(self.work)
 
-    def _lay_out(self, place: int, kind: int, raw: np.ndarray, columns: int, tokens: int) -> tuple[int, int]:
+    def _lay_out(self, buffer_type: int, kind: int, raw: np.ndarray, columns: int, tokens: int) -> tuple[int, int]:
         """x and y = W x, with W in a buffer of the type `place`; W is not filled yet."""
         self.context = self.lib.init(InitParams(1 << 20, None, True))  # holds the tensors, not their data
         self.weights = self.lib.new_tensor_2d(self.context, kind, columns, raw.shape[0])
         x = self.lib.new_tensor_2d(self.context, int(gguf.GGMLQuantizationType.F32), columns, tokens)
         y = self.lib.mul_mat(self.context, self.weights, x)
-        weights = self.lib.backend_buft_alloc_buffer(place, self.lib.backend_buft_get_alloc_size(place, self.weights))
+        weights = self.lib.backend_buft_alloc_buffer(
+            buffer_type, self.lib.backend_buft_get_alloc_size(buffer_type, self.weights)
+        )
         self.lib.backend_tensor_alloc(weights, self.weights, self.lib.backend_buffer_get_base(weights))
         ordinary = self.lib.backend_cpu_buffer_type()
         self.buffers = [weights, self.lib.backend_alloc_ctx_tensors_from_buft(self.context, ordinary)]  # x and y

@@ -203,15 +203,15 @@ class LlamaCpp:
 
     def generate_greedy(self, tokens: list[int], n: int) -> list[int]:
         """The n most probable next tokens, one by one; stops before an end-of-generation token."""
-        made: list[int] = []
+        reply: list[int] = []
         rows = self.logits(tokens)
-        while len(made) < n:
+        while len(reply) < n:
             token = int(rows[-1].argmax())
             if self._lib.llama_vocab_is_eog(self._vocab, token):
                 break
-            made.append(token)
-            rows = self._decode([token], len(tokens) + len(made) - 1)
-        return made
+            reply.append(token)
+            rows = self._decode([token], len(tokens) + len(reply) - 1)
+        return reply
 
     def _decode(self, tokens: list[int], start: int, every: bool = True) -> np.ndarray:
         """float32 [n, vocab] after every token, or after the last one alone."""

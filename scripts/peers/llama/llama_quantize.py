@@ -57,8 +57,8 @@ def libraries(folder: Path) -> Path:
     machine = {"x86_64": "x64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
     name = f"{platform.system().lower()}-{machine}"
     unpacked = folder / f"node-llama-cpp-{name}-{_VERSION}"
-    found = unpacked / "package" / "bins" / name
-    if not found.exists():
+    binaries = unpacked / "package" / "bins" / name
+    if not binaries.exists():
         folder.mkdir(parents=True, exist_ok=True)
         command = ["npm", "pack", "--silent", f"@node-llama-cpp/{name}@{_VERSION}"]
         try:
@@ -69,11 +69,11 @@ def libraries(folder: Path) -> Path:
                 archive.extractall(partial, filter="data")
             partial.rename(unpacked)
         except (OSError, subprocess.CalledProcessError, ValueError) as problem:
-            said = getattr(problem, "stderr", "") or str(problem)
+            complaint = getattr(problem, "stderr", "") or str(problem)
             raise RuntimeError(
-                f"{' '.join(command)}: {said.strip()[-300:]}; give the folder of libllama in another way"
+                f"{' '.join(command)}: {complaint.strip()[-300:]}; give the folder of libllama in another way"
             ) from None
-    return found
+    return binaries
 
 
 def quantize(folder: Path, source: Path, out: Path, preset: str, imatrix: Path | None = None, threads: int = 1) -> None:
@@ -87,9 +87,9 @@ def quantize(folder: Path, source: Path, out: Path, preset: str, imatrix: Path |
     lib = _library(folder)
     params = lib.llama_model_quantize_default_params()
     for field, default in _DEFAULTS.items():
-        if (there := getattr(params, field)) != default:
+        if (value := getattr(params, field)) != default:
             raise RuntimeError(
-                f"llama_model_quantize_params.{field} is {there}, not {default}: it is not where this llama.cpp keeps "
+                f"llama_model_quantize_params.{field} is {value}, not {default}: it is not where this llama.cpp keeps "
                 "it; adapt scripts/peers/llama/llama_quantize.py"
             )
     params.nthread, params.ftype = threads, int(gguf.LlamaFileType[f"MOSTLY_{preset}"])
@@ -107,10 +107,10 @@ def quantize(folder: Path, source: Path, out: Path, preset: str, imatrix: Path |
 
 def _library(folder: Path) -> Any:
     """The loaded library with the signatures used here."""
-    found = {pattern: sorted(folder.glob(pattern)) for pattern in (_BASE, _GGML, _LLAMA)}
-    if missing := [pattern for pattern, files in found.items() if not files]:
+    matches = {pattern: sorted(folder.glob(pattern)) for pattern in (_BASE, _GGML, _LLAMA)}
+    if missing := [pattern for pattern, files in matches.items() if not files]:
         raise RuntimeError(f"{folder}: has no {' and no '.join(missing)}; is it a package of node-llama-cpp?")
-    base, ggml, lib = (ctypes.CDLL(str(files[0]), ctypes.RTLD_GLOBAL) for files in found.values())
+    base, ggml, lib = (ctypes.CDLL(str(files[0]), ctypes.RTLD_GLOBAL) for files in matches.values())
     del base
     ggml.ggml_backend_load_all_from_path.argtypes = [c_char_p]
     ggml.ggml_backend_load_all_from_path(str(folder).encode())  # the CPU's own kernels are a library that it chooses
@@ -123,14 +123,13 @@ def _library(folder: Path) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    for name in ("libraries", "source", "out"):
+    for name in ("folder", "source", "out"):
         parser.add_argument(name, type=Path)
     parser.add_argument("preset")
     parser.add_argument("--imatrix", type=Path)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
-    given = options.libraries, options.source, options.out, options.preset
-    quantize(*given, imatrix=options.imatrix, threads=options.threads)
+    quantize(**vars(options))
 
 
 if __name__ == "__main__":

@@ -72,8 +72,9 @@ def _places(reader: gguf.GGUFReader) -> dict[str, TensorPlace]:
             continue
         layer = re.match(r"blk\.(\d+)\.", tensor.name)
         kind = re.sub(r"^blk\.\d+\.", "", tensor.name).rpartition(".")[0]
-        place = tensor.name, kind, int(layer[1]) if layer else None
-        shape = number("block_count"), heads // (kv_heads or heads), int(tensor.shape[0])
-        tied = kind == "token_embd" and "output.weight" not in names
-        places[tensor.name] = TensorPlace(*place, *shape, tied=tied, experts=number("expert_count"))
+        places[tensor.name] = TensorPlace(
+            tensor.name, kind, int(layer[1]) if layer else None, number("block_count"), heads // (kv_heads or heads),
+            int(tensor.shape[0]), tied=kind == "token_embd" and "output.weight" not in names,
+            experts=number("expert_count"),
+        )  # fmt: skip
     return places
