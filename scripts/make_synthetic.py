@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from bridge.checkpoint.formats.packing import pack_columns, pack_rows
 from bridge.gguf_file.pretokenizers import byte_of
 from scripts.benchlib import option, parser
 
@@ -119,7 +120,7 @@ def linear(rng: np.random.Generator, rows: int, group: np.ndarray, bits: int, as
     # P(code) of a Gaussian rounded to 2^bits levels, the outermost at 2.75 standard deviations
     edges = (np.arange(1, top + 1) - half) / (top / 2 / 2.75)
     below = np.array([0.5 * (1 + math.erf(edge / math.sqrt(2))) for edge in edges])
-    code_of = np.searchsorted(below, (np.arange(1 << 16) + 0.5) / (1 << 16)).astype(np.uint32)
+    code_of = np.searchsorted(below, (np.arange(1 << 16) + 0.5) / (1 << 16)).astype(np.uint8)
     spread = max(1, half // 4) if asym else 0
     zeros = rng.integers(half - spread, half + spread + 1, (groups, rows), np.uint32)
     scales = rng.uniform(0.008, 0.012, (groups, rows)).astype(np.float16)
@@ -127,22 +128,9 @@ def linear(rng: np.random.Generator, rows: int, group: np.ndarray, bits: int, as
     for start in range(0, len(group), 512):
         part = slice(start * bits // 32, (start + 512) * bits // 32)
         draws = rng.integers(0, 1 << 16, (min(512, len(group) - start), rows), np.uint16)
-        qweight[part] = pack(code_of[draws], bits)
-    qzeros = np.ascontiguousarray(pack((zeros - 1).T, bits).T)
+        qweight[part] = pack_columns(code_of[draws].T, bits)
+    qzeros = pack_rows((zeros - 1).astype(np.uint8), bits).view(np.int32)
     return {"qweight": qweight, "qzeros": qzeros, "scales": scales, "g_idx": group.astype(np.int32)}
-
-
-def pack(codes: np.ndarray, bits: int) -> np.ndarray:
-    """uint32 codes [n, m] -> int32 words [n * bits / 32, m]: along the first axis, lowest bits first."""
-    values = 32 // math.gcd(bits, 32)  # codes in the smallest run that ends with a word
-    runs = codes.reshape(-1, values, codes.shape[1])
-    words = np.zeros((len(runs), values * bits // 32, codes.shape[1]), np.uint32)
-    for i in range(values):
-        word, shift = divmod(i * bits, 32)
-        words[:, word] |= runs[:, i] << np.uint32(shift)
-        if shift + bits > 32:
-            words[:, word + 1] |= runs[:, i] >> np.uint32(32 - shift)
-    return words.reshape(-1, codes.shape[1]).view(np.int32)
 
 
 def llama_config(hidden: int, inner: int, heads: int, kv_heads: int, layers: int, vocab: int) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from bridge.blocks.read import READ
 from scripts.arm import emit
-from scripts.arm.trace import Straight, traced
+from scripts.arm.trace import cycles, traced
+from scripts.benchlib import Lines, bench, head, option
 
 OURS = "void rows(long, long, long, long, long, long)|rows((long)a, (long)b, (long)c, (long)d, 64, blocks);"
 REPACKED = "void {0}(int, float *, size_t, const void *, const void *, int, int)|"
@@ -32,13 +33,12 @@ OPTIONS = ["-O3", "-DNDEBUG", "-D_GNU_SOURCE", "-I.", "-I..", "-I../../include"]
 class Loop:
     """The code of one block of a matrix, and how many products of a weight and a value it takes."""
 
-    code: Straight
+    code: list[str]
     products: int
 
     def figures(self, cpus: tuple[str, ...]) -> list[float]:
         """Instructions a product, and cycles of each CPU for 1000."""
-        cycles = [1000 * self.code.cycles(cpu) / self.products for cpu in cpus]
-        return [len(self.code.lines) / self.products, *cycles]
+        return [len(self.code) / self.products, *(1000 * cycles(self.code, cpu) / self.products for cpu in cpus)]
 
 
 def built(ggml: Path, folder: Path, cpu: str) -> list[Path]:
@@ -74,17 +74,13 @@ def theirs(name: str, width: int, matrix: bool, objects: list[Path]) -> Loop:
     return Loop(traced(objects[:1], call, function), rows * size * width)
 
 
-def row(name: str, loop: Loop, peer: Loop, cpus: tuple[str, ...]) -> str:
-    """A line of the table: ours and ggml's, and the ratio."""
+def cells(loop: Loop, peer: Loop, cpus: tuple[str, ...]) -> list[str]:
+    """Ours and ggml's, and the ratio."""
     pairs = zip(loop.figures(cpus), peer.figures(cpus), strict=True)
-    cells = [f"{a:.{3 - 2 * (a > 1)}f} / {b:.{3 - 2 * (b > 1)}f} = {a / b:.2f}" for a, b in pairs]
-    return f"| {name} | {' | '.join(cells)} |"
+    return [f"{a:.{3 - 2 * (a > 1)}f} / {b:.{3 - 2 * (b > 1)}f} = {a / b:.2f}" for a, b in pairs]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("ggml", type=Path, help="folder of llama.cpp's source")
-    source = parser.parse_args().ggml.resolve()
+def measure(options: argparse.Namespace) -> Lines:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for title, cpu, target, width, names, cpus in (
@@ -92,13 +88,12 @@ def main() -> None:
             ("prompts, sdot", "neoverse-n1", "neon", 4, tuple(REPACKS), VECTOR_CPUS),
             ("prompts, smmla", "neoverse-n1+i8mm", "i8mm", 8, (*REPACKS, *OTHERS), MATRIX_CPUS),
         ):
-            objects = built(source, folder, cpu)
-            print(f"\n| {title} | instructions a weight | {' | '.join(f'{c}: cycles for 1000' for c in cpus)} |")
-            print(f"|{'---|' * (2 + len(cpus))}")
+            objects = built(options.ggml.resolve(), folder, cpu)
+            yield head(title, "instructions a weight", *(f"{c}: cycles for 1000" for c in cpus))
             for name in names:
                 peer = theirs(name, min(width, 4), target == "i8mm", objects)
-                print(row(name, ours(name, target, width, folder), peer, cpus), flush=True)
+                yield name, *cells(ours(name, target, width, folder), peer, cpus)
 
 
 if __name__ == "__main__":
-    main()
+    bench(__doc__, [option("ggml", Path, help="folder of llama.cpp's source")], measure)

@@ -8,7 +8,6 @@ caches: all loads hit the first level.
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 _COMPILER, _OBJDUMP, _NM = (f"aarch64-linux-gnu-{tool}" for tool in ("gcc", "objdump", "nm"))
@@ -20,34 +19,24 @@ class TraceError(Exception):
     """A function that cannot be traced: it calls another, or branches differently from block to block."""
 
 
-@dataclass(frozen=True)
-class Straight:
-    """The instructions of one block, as assembly."""
-
-    lines: tuple[str, ...]
-
-    def cycles(self, cpu: str, features: str = "") -> float:
-        """llvm-mca's cycles of one repetition, of many."""
-        times = 200
-        command = ["llvm-mca-19", "-mtriple=aarch64-linux-gnu", f"-mcpu={cpu}", f"-iterations={times}"]
-        command += [
-            "-all-stats=false",
-            "-all-views=false",
-            "-summary-view",
-            *([f"-mattr={features}"] if features else []),
-        ]
-        done = subprocess.run(command, input="\n".join(self.lines), capture_output=True, text=True)
-        if done.returncode:
-            raise TraceError(done.stderr.strip())
-        total = re.search(r"Total Cycles:\s+(\d+)", done.stdout)
-        assert total is not None
-        return int(total[1]) / times
+def cycles(lines: list[str], cpu: str) -> float:
+    """llvm-mca's cycles of one repetition of instructions, of many."""
+    times = 200
+    command = ["llvm-mca-19", "-mtriple=aarch64-linux-gnu", f"-mcpu={cpu}", f"-iterations={times}"]
+    command += ["-all-stats=false", "-all-views=false", "-summary-view"]
+    done = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True)
+    if done.returncode:
+        raise TraceError(done.stderr.strip())
+    total = re.search(r"Total Cycles:\s+(\d+)", done.stdout)
+    assert total is not None
+    return int(total[1]) / times
 
 
-def traced(objects: list[Path], call: str, function: str) -> Straight:
-    """What one more block costs in `function` of some object files, if `call` is C that calls it with `blocks` blocks.
+def traced(objects: list[Path], call: str, function: str) -> list[str]:
+    """The instructions, as assembly, that one more block costs in `function` of some object files.
 
-    `call` sees zeroed buffers a, b, c and d of a megabyte each, and ends with a declaration of the function before it.
+    `call` is C: a declaration of the function, and after a | what calls it with `blocks` blocks. It sees zeroed buffers
+    a, b, c and d of a megabyte each.
     """
     declaration, _, statement = call.partition("|")
     source = f"""
@@ -74,7 +63,7 @@ def traced(objects: list[Path], call: str, function: str) -> Straight:
     lines = [listing[address] for address in more[same : same + extra]]
     if any(line.startswith(("bl ", "blr ")) for line in lines):
         raise TraceError(f"{function}: calls another function")
-    return Straight(tuple(map(_without_address, lines)))
+    return [_without_address(line) for line in lines]
 
 
 def _without_address(line: str) -> str:

@@ -14,6 +14,7 @@ The scripts in speed/, quality/ and check/ run as modules in the checkout's root
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -172,6 +173,32 @@ def output_of(python: str | Path, *arguments: object, cwd: str | Path = ROOT, en
     if done.returncode:
         sys.exit(f"{python} {command[1]}: exit code {done.returncode}\n{done.stderr[-2000:]}")
     return done.stdout
+
+
+# Starts a command and prints what it took. A process counts the pages of the one that started it (exec keeps the peak
+# that Linux reports), so a benchmark that holds models must not start it itself.
+_MEASURE = """
+import json, os, sys, time
+begun = time.perf_counter()
+pid = os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, 2, 1)])
+_, status, used = os.wait4(pid, 0)
+unit = 1 if sys.platform == "darwin" else 1024
+cost = {"cpu_seconds": used.ru_utime + used.ru_stime, "peak_bytes": used.ru_maxrss * unit}
+cost["seconds"] = time.perf_counter() - begun
+print(json.dumps(cost | {"code": os.waitstatus_to_exitcode(status)}))
+"""
+
+
+def cost_of(command: Sequence[object], log: Path, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """CPU seconds, peak bytes, seconds and exit code of a command that finds our modules; its output goes to a file."""
+    path = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
+    launcher = [sys.executable, "-I", "-S", "-c", _MEASURE, *map(str, command)]
+    with log.open("w", encoding="utf-8") as stream:
+        env = {**environment, "PYTHONPATH": path}
+        done = subprocess.run(launcher, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=stream, text=True)
+    if done.returncode:
+        sys.exit(f"{command[0]}: cannot be started; see {log}")
+    return dict(json.loads(done.stdout))
 
 
 def synthetic(folder: Path, *shape: object) -> Path:

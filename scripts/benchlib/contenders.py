@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -24,22 +23,11 @@ from bridge.quantize.settings import Calibration
 from bridge.quantize.text.mixture import calibration_sequences
 from bridge.quantize.text.sources import sources_of
 
-from . import ROOT
+from . import cost_of
 
 PLAIN, WEIGHTED, CONVERT = "llama-quantize", "llama-quantize, imatrix", "convert --imatrix"
 LLAMA_CPP, OWN = "llama.cpp's quantizer", "gguf-bridge"  # as plots name makers
 _BRIDGE = (sys.executable, "-m", "bridge.cli")
-
-# Starts a command and prints what it took. A process counts the pages of the one that started it (exec keeps the peak
-# that Linux reports), so a benchmark that holds models must not start it itself.
-_MEASURE = """
-import json, os, sys
-pid = os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, 2, 1)])
-_, status, used = os.wait4(pid, 0)
-unit = 1 if sys.platform == "darwin" else 1024
-cost = {"cpu_seconds": used.ru_utime + used.ru_stime, "peak_bytes": used.ru_maxrss * unit}
-print(json.dumps(cost | {"code": os.waitstatus_to_exitcode(status)}))
-"""
 
 
 class Tokens:
@@ -185,9 +173,11 @@ class ModelFiles:
         known = json.loads(record.read_text()) if record.exists() else {}
         if known.get("command") != shlex.join(command):
             print(f"{contender.format} {contender.name}: made ...", file=sys.stderr, flush=True)
-            cost, log = self._run(command, contender.stem)
+            log, threads = self.folder / f"{contender.stem}.log", str(self._threads)
+            environment = os.environ | {"OMP_NUM_THREADS": threads, "NUMBA_NUM_THREADS": threads}
+            cost = cost_of(command, log, environment)
             if cost.pop("code"):
-                lines = [line for line in log.splitlines() if line.strip()]
+                lines = [line for line in log.read_text("utf-8", "replace").splitlines() if line.strip()]
                 return lines[-1][-200:] if lines else "no reason given"
             known = {**cost, "command": shlex.join(command)}
             record.write_text(json.dumps(known) + "\n")
@@ -195,16 +185,3 @@ class ModelFiles:
 
     def _record(self, contender: Contender) -> Path:
         return self.folder / f"{contender.stem}.json"
-
-    def _run(self, command: list[str], stem: str) -> tuple[dict[str, Any], str]:
-        """The command's cost and its messages, which are in STEM.log while it runs."""
-        path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        threads = {name: str(self._threads) for name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS")}
-        environment = os.environ | threads | {"PYTHONPATH": os.pathsep.join(path)}
-        log = self.folder / f"{stem}.log"
-        with log.open("w", encoding="utf-8") as stream:
-            launcher = [sys.executable, "-I", "-S", "-c", _MEASURE, *command]
-            done = subprocess.run(launcher, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=stream, text=True)
-        if done.returncode:
-            raise SystemExit(f"{command[0]}: cannot be started; see {log}")
-        return dict(json.loads(done.stdout)), log.read_text(encoding="utf-8", errors="replace")

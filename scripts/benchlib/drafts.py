@@ -19,7 +19,8 @@ from bridge.runtime.sampling import Sampler, Sampling
 from . import Lines, head, ratio, take_turns
 
 _TOKENS = 192
-_PERIOD = 48  # tokens after which a reply repeats
+_PERIOD = 48  # tokens after which a reply repeats; of a prompt
+_PIECES = 4  # of a text
 
 
 class Replay(Sampler):
@@ -48,12 +49,11 @@ def replies(vocab: int) -> dict[str, tuple[list[int], list[int]]]:
     }
 
 
-def own_replies(model: Any, text: Path, count: int = 4, length: int = 48) -> dict[str, tuple[list[int], list[int]]]:
-    """The same for what a model replies to `count` pieces of a text, spread over it."""
+def own_replies(model: Any, text: Path) -> dict[str, tuple[list[int], list[int]]]:
+    """The same for what a model replies to pieces of a text, spread over it."""
     tokens = model.tokenizer.encode(text.read_text(encoding="utf-8"), add_special=False)
-    prompts = [
-        tokens[start : start + length] for start in range(0, count * (len(tokens) // count), len(tokens) // count)
-    ]
+    starts = [i * (len(tokens) // _PIECES) for i in range(_PIECES)]
+    prompts = [tokens[start : start + _PERIOD] for start in starts]
     pairs = [(prompt, list(model.generate_tokens(prompt, _TOKENS, temperature=0))) for prompt in prompts]
     return {f"{text.name}, piece {i + 1}": pair for i, pair in enumerate(pairs)}
 

@@ -15,6 +15,7 @@ Needs bitsandbytes, torchao, optimum-quanto, hqq, accelerate and xllamacpp; tool
 import argparse
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +32,22 @@ from scripts.peers.predictions import mean_kl
 
 
 def measure(options: argparse.Namespace) -> Lines:
+    from transformers import AutoTokenizer
+
     text = options.text.read_text(encoding="utf-8")
     for folder in options.models:
-        for name, write in TOOLS.items():
+        for name, tool in TOOLS.items():
             if options.only in (None, name):
                 with tempfile.TemporaryDirectory(prefix="gguf-bridge-") as scratch:
+                    written = Path(scratch) / "model"
                     try:
-                        model = write(folder, Path(scratch) / "model")
+                        model, save = tool(folder)
+                        save(written)
                     except ImportError as missing:
                         yield f"{name}: left out, {missing}"
                         continue
-                    yield folder.name, name, *figures(folder, Path(scratch) / "model", model, text, options)
+                    AutoTokenizer.from_pretrained(folder).save_pretrained(written)
+                    yield folder.name, name, *figures(folder, written, model.eval(), text, options)
 
 
 def figures(folder: Path, written: Path, model: Any, text: str, options: argparse.Namespace) -> list[str]:
@@ -54,28 +60,16 @@ def figures(folder: Path, written: Path, model: Any, text: str, options: argpars
     bridge.convert(written, path, tensor_types=outside)
     bridge.convert(written, close, type="Q8_0", tensor_types=outside)
     quantized = reference.logits(model, against.tokens)
-    cost = against_floats(folder, against, quantized)
+    floats = reference.hf_model(folder, reference.float_weights(folder))
+    cost = mean_kl(reference.logits(floats, against.tokens), quantized)
     fidelity = measured(path, against)
     here = bridge.Model.load(path, precision="f32", kv="f32")
     ours = np.stack([here.logits(window.tolist()) for window in against.tokens])
-    divergences = [
-        fidelity.kl_file,
-        mean_kl(quantized, ours),
-        *(mean_kl(quantized, window_logits(file, against.tokens)) for file in (path, close)),
-    ]
+    theirs = (window_logits(file, against.tokens) for file in (path, close))
+    divergences = [fidelity.kl_file, *(mean_kl(quantized, logits) for logits in (ours, *theirs))]
     types = ", ".join(f"{count} {kind}" for kind, count in sorted(fidelity.types.items()))
-    return [
-        f"{error:.1e}",
-        types,
-        f"{cost:.1e}",
-        *(text for kl in divergences for text in (f"{kl:.1e}", f"{kl / cost:.1%}")),
-    ]
-
-
-def against_floats(folder: Path, against: Reference, quantized: np.ndarray) -> float:
-    """The mean KL divergence of a quantized model from its float model."""
-    floats = reference.hf_model(folder, reference.float_weights(folder))
-    return mean_kl(reference.logits(floats, against.tokens), quantized)
+    shares = (text for kl in divergences for text in (f"{kl:.1e}", f"{kl / cost:.1%}"))
+    return [f"{error:.1e}", types, f"{cost:.1e}", *shares]
 
 
 @torch.no_grad()
@@ -86,13 +80,9 @@ def reading_error(checkpoint: Any, model: torch.nn.Module) -> float:
     names = {*checkpoint.modules, *floats}
     error = power = 0.0
     for name in names:
-        module = modules[name]
-        read = (
-            checkpoint.read_module(name).dequantize()
-            if name in checkpoint.modules
-            else checkpoint.read_float(f"{name}.weight")
-        )
-        weight = weight_of(module, read.shape[1]).double().numpy()
+        quantized = name in checkpoint.modules
+        read = checkpoint.read_module(name).dequantize() if quantized else checkpoint.read_float(f"{name}.weight")
+        weight = weight_of(modules[name], read.shape[1]).double().numpy()
         error, power = error + float(np.square(read - weight).sum()), power + float(np.square(weight).sum())
     return error / power
 
@@ -112,37 +102,25 @@ def weight_of(module: Any, columns: int) -> torch.Tensor:
     return (module(identity) - (0 if module.bias is None else module.bias)).T  # type: ignore[no-any-return]
 
 
-def by_transformers(settings: Callable[[], Any]) -> Callable[[Path, Path], Any]:
-    """A tool that transformers calls: `settings` returns its quantization_config."""
+def by_transformers(settings: Callable[[], Any] | None, folder: Path) -> tuple[Any, Callable[[Path], Any]]:
+    """A model in transformers, quantized with what `settings` returns, and what saves it."""
+    from transformers import AutoModelForCausalLM
 
-    def write(folder: Path, out: Path) -> Any:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+    options = {} if settings is None else {"quantization_config": settings(), "device_map": "cpu"}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+    return model, model.save_pretrained
 
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, quantization_config=settings(), dtype=torch.float32, device_map="cpu"
-        )
-        model.save_pretrained(out)
-        AutoTokenizer.from_pretrained(folder).save_pretrained(out)
-        return model.eval()
 
-    return write
+def bitsandbytes(**settings: Any) -> Any:
+    import bitsandbytes  # noqa: F401
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(**settings)
 
 
 def four_bits(kind: str, nested: bool = False) -> Any:
-    import bitsandbytes  # noqa: F401
-    from transformers import BitsAndBytesConfig
-
-    return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=nested,
-        bnb_4bit_compute_dtype=torch.float32,
-    )  # fmt: skip
-
-
-def eight_bits() -> Any:
-    import bitsandbytes  # noqa: F401
-    from transformers import BitsAndBytesConfig
-
-    return BitsAndBytesConfig(load_in_8bit=True)
+    names = {"quant_type": kind, "use_double_quant": nested, "compute_dtype": torch.float32}
+    return bitsandbytes(load_in_4bit=True, **{f"bnb_4bit_{name}": value for name, value in names.items()})
 
 
 def torchao(kind: str) -> Any:
@@ -157,48 +135,37 @@ def torchao(kind: str) -> Any:
     return TorchAoConfig(configs[kind]())
 
 
-def quanto(kind: str) -> Callable[[Path, Path], Any]:
-    def write(folder: Path, out: Path) -> Any:
-        from optimum import quanto as q
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+def quanto(kind: str, folder: Path) -> tuple[Any, Callable[[Path], Any]]:
+    from optimum import quanto as q
 
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        quantized = q.QuantizedModelForCausalLM.quantize(model, weights=getattr(q, kind), exclude="lm_head")
-        quantized.save_pretrained(out)
-        AutoTokenizer.from_pretrained(folder).save_pretrained(out)
-        return model.eval()
-
-    return write
+    model, _ = by_transformers(None, folder)
+    quantized = q.QuantizedModelForCausalLM.quantize(model, weights=getattr(q, kind), exclude="lm_head")
+    return model, quantized.save_pretrained
 
 
-def hqq(axis: int) -> Callable[[Path, Path], Any]:
-    def write(folder: Path, out: Path) -> Any:
-        from hqq.core.quantize import BaseQuantizeConfig
-        from hqq.models.hf.base import AutoHQQHFModel
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+def hqq(axis: int, folder: Path) -> tuple[Any, Callable[[Path], Any]]:
+    from hqq.core.quantize import BaseQuantizeConfig
+    from hqq.models.hf.base import AutoHQQHFModel
 
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        config = BaseQuantizeConfig(nbits=4, group_size=64, axis=axis)
-        AutoHQQHFModel.quantize_model(model, quant_config=config, compute_dtype=torch.float32, device="cpu")
-        AutoHQQHFModel.save_quantized(model, str(out))
-        AutoTokenizer.from_pretrained(folder).save_pretrained(out)
-        return model.eval()
-
-    return write
+    model, _ = by_transformers(None, folder)
+    config = BaseQuantizeConfig(nbits=4, group_size=64, axis=axis)
+    AutoHQQHFModel.quantize_model(model, quant_config=config, compute_dtype=torch.float32, device="cpu")
+    return model, lambda out: AutoHQQHFModel.save_quantized(model, str(out))
 
 
-TOOLS: dict[str, Callable[[Path, Path], Any]] = {
-    "bitsandbytes NF4": by_transformers(lambda: four_bits("nf4")),
-    "bitsandbytes NF4, nested": by_transformers(lambda: four_bits("nf4", nested=True)),
-    "bitsandbytes FP4": by_transformers(lambda: four_bits("fp4")),
-    "bitsandbytes LLM.int8": by_transformers(eight_bits),
-    "torchao int8": by_transformers(lambda: torchao("int8")),
-    "torchao intx, 4 bits": by_transformers(lambda: torchao("intx")),
-    "torchao float8": by_transformers(lambda: torchao("float8")),
-    "quanto qint4": quanto("qint4"),
-    "quanto qint8": quanto("qint8"),
-    "hqq, 4 bits": hqq(1),
-    "hqq, 4 bits, axis 0": hqq(0),
+# a tool -> from a float model's folder to the quantized model, and what saves it
+TOOLS: dict[str, Callable[[Path], tuple[Any, Callable[[Path], Any]]]] = {
+    "bitsandbytes NF4": partial(by_transformers, lambda: four_bits("nf4")),
+    "bitsandbytes NF4, nested": partial(by_transformers, lambda: four_bits("nf4", nested=True)),
+    "bitsandbytes FP4": partial(by_transformers, lambda: four_bits("fp4")),
+    "bitsandbytes LLM.int8": partial(by_transformers, lambda: bitsandbytes(load_in_8bit=True)),
+    "torchao int8": partial(by_transformers, lambda: torchao("int8")),
+    "torchao intx, 4 bits": partial(by_transformers, lambda: torchao("intx")),
+    "torchao float8": partial(by_transformers, lambda: torchao("float8")),
+    "quanto qint4": partial(quanto, "qint4"),
+    "quanto qint8": partial(quanto, "qint8"),
+    "hqq, 4 bits": partial(hqq, 1),
+    "hqq, 4 bits, axis 0": partial(hqq, 0),
 }
 
 

@@ -58,14 +58,10 @@ def hf_model(folder: Path, weights: Weights) -> torch.nn.Module:
 def windows(tokenizer: Any, text: str, n: int = 24, length: int = 256) -> np.ndarray:
     """int64 [n, length]: the first n windows of `length` tokens of a text, with BOS if the tokenizer adds it."""
     bos = bos_of(tokenizer)
-    while True:
-        piece = text[: n * length * 8]  # enough for any text of under 8 characters a token
-        ids = [bos] * (bos is not None) + tokenizer(piece, add_special_tokens=False)["input_ids"]
-        if len(ids) > n * length or len(piece) == len(text):
-            break
-        raise ValueError("over 8 characters a token: tokenize more of the text")
+    piece = text[: n * length * 8]  # enough for any text of under 8 characters a token
+    ids = [bos] * (bos is not None) + tokenizer(piece, add_special_tokens=False)["input_ids"]
     if len(ids) < n * length:
-        raise ValueError(f"the text has {len(ids)} tokens, {n * length} wanted")
+        raise ValueError(f"{len(piece)} characters of the text have {len(ids)} tokens, {n * length} wanted")
     token_windows = np.array(ids[: n * length], np.int64).reshape(n, length)
     if bos is not None:
         token_windows[:, 0] = bos

@@ -4,22 +4,19 @@
 
 The model has random weights in bfloat16, few blocks, embeddings and head; WORK_DIR takes its files (3.3 GB for
 qwen3-8b with two blocks), and the output beside them. What it is calibrated on are random tokens, so only memory and
-time mean anything. Options after -- are given to `quantize`.
+time mean anything. Options after -- are given to `quantize`; what it says is in WORK_DIR/quantize.log.
 """
 
 import argparse
-import os
 import re
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from scripts.benchlib import ROOT, Lines, bench, option
+from scripts.benchlib import Lines, bench, cost_of, option
 from scripts.make_synthetic import layer_shapes, llama_config, write_json, write_tokenizer
 
 # hidden, intermediate, heads, heads of keys, vocabulary
@@ -52,9 +49,15 @@ def measure(options: argparse.Namespace) -> Lines:
     out = options.work / f"{options.shape}.gguf"
     command = [sys.executable, "-m", "bridge.cli", "quantize", model, out, "--force", "--calibrate", tokens]
     command += [*options.rest, *(["--memory", options.memory] if options.memory else [])]
-    estimate, peak, seconds = measured([str(part) for part in command])
+    log = options.work / "quantize.log"
+    cost = cost_of(command, log)
+    if cost["code"]:
+        sys.exit(f"{' '.join(map(str, command))} failed; see {log}")
+    peak, estimates = cost["peak_bytes"] / 1e9, _PLAN.findall(log.read_text(encoding="utf-8"))
+    estimate = float(estimates[-1][0]) * (1 if estimates[-1][1] == "GB" else 1e-3) if estimates else 0.0
     ratio = f"{peak / estimate:.2f}" if estimate else ""
-    yield options.shape, options.layers, options.tokens, f"{estimate:.2f}", f"{peak:.2f}", ratio, f"{seconds:.0f}"
+    cells = f"{estimate:.2f}", f"{peak:.2f}", ratio, f"{cost['seconds']:.0f}"
+    yield options.shape, options.layers, options.tokens, *cells
 
 
 def make(folder: Path, shape: str, layers: int) -> None:
@@ -72,47 +75,25 @@ def make(folder: Path, shape: str, layers: int) -> None:
     def ones(count: int) -> torch.Tensor:
         return torch.ones(count, dtype=torch.bfloat16)
 
+    index: dict[str, str] = {}
+
+    def write(file: str, tensors: dict[str, torch.Tensor]) -> None:
+        save_file(tensors, folder / file, {"format": "pt"})
+        index.update(dict.fromkeys(tensors, file))
+
     for i in range(layers):
         block = f"model.layers.{i}"
         modules = layer_shapes(*SHAPES[shape][:-1])
         tensors = {f"{block}.{name}.weight": random(*size) for name, size in modules.items()}
         tensors |= {f"{block}.{name}_layernorm.weight": ones(hidden) for name in ("input", "post_attention")}
-        save_file(tensors, folder / f"model-{i}.safetensors", {"format": "pt"})
+        write(f"model-{i}.safetensors", tensors)
     for name in ("model.embed_tokens", "lm_head"):
-        save_file({f"{name}.weight": random(vocabulary, hidden)}, folder / f"{name}.safetensors", {"format": "pt"})
-    save_file({"model.norm.weight": ones(hidden)}, folder / "norm.safetensors", {"format": "pt"})
-    write_index(folder)
+        write(f"{name}.safetensors", {f"{name}.weight": random(vocabulary, hidden)})
+    write("norm.safetensors", {"model.norm.weight": ones(hidden)})
+    write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": index})
     write_tokenizer(folder, vocabulary)
     config = llama_config(*SHAPES[shape][:-1], layers, vocabulary)
     write_json(folder / "config.json", config | {"torch_dtype": "bfloat16"})
-
-
-def write_index(folder: Path) -> None:
-    """The index of all files."""
-    from safetensors import safe_open
-
-    index: dict[str, str] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as stored:
-            index |= dict.fromkeys(stored.keys(), file.name)
-    write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": index})
-
-
-def measured(command: list[str]) -> tuple[float, float, float]:
-    """Run it: the GB that it said before it began (0 if it did not), its peak in GB, and seconds."""
-    begun = time.perf_counter()
-    estimate = 0.0
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
-        assert process.stderr is not None
-        for text in process.stderr:
-            print(text, end="", file=sys.stderr)
-            if match := _PLAN.search(text):
-                estimate = float(match[1]) * (1 if match[2] == "GB" else 1e-3)
-        _, status, used = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise SystemExit(f"{' '.join(command)} failed")
-    return estimate, used.ru_maxrss * 1024 / 1e9, time.perf_counter() - begun
 
 
 if __name__ == "__main__":

@@ -11,15 +11,13 @@ wheel`).
 
 import argparse
 import os
-import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 from functools import partial
 from pathlib import Path
 
-from scripts.benchlib import ROOT, Lines, bench, option, ratio, take_turns
+from scripts.benchlib import ROOT, Lines, bench, cost_of, option, ratio, take_turns
 from scripts.benchlib.real_models import PACKAGED, packaged_gguf
 from scripts.peers.llama.llama_quantize import libraries
 
@@ -34,39 +32,32 @@ OPTIONS = (
 COLUMNS = "model", "llama.cpp, CPU s", "warm, CPU s", "ratio", "cold, CPU s"
 
 
-def cpu_seconds(command: list[str], environment: dict[str, str]) -> dict[str, float]:
-    """User and system time of a process and of those that it waited for. Raises where it fails."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return {"cpu": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime}
+def cpu_seconds(command: list[object], log: Path, environment: dict[str, str]) -> dict[str, float]:
+    """User and system time of a process and of those that it waited for. Exits where it fails."""
+    cost = cost_of(command, log, environment)
+    if cost["code"]:
+        sys.exit(f"{command[1]}: exit code {cost['code']}; see {log}")
+    return {"cpu": cost["cpu_seconds"]}
 
 
 def measure(options: argparse.Namespace) -> Lines:
     options.packages.mkdir(parents=True, exist_ok=True)
     peer = libraries(options.packages)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
-    threads = str(options.threads)
+    log = options.packages / "start.log"
+    starter = ROOT / "scripts/peers/llama/llama_start.py"
     for model in options.models:
         path = packaged_gguf(model, options.packages) if model in PACKAGED else Path(model)
-        ours = [sys.executable, "-m", "bridge.cli", "run", str(path), "-p", PROMPT, "-n", "1", "--temp", "0"]
-        ours += ["--threads", threads]
-        theirs = [
-            sys.executable,
-            str(ROOT / "scripts/peers/llama/llama_start.py"),
-            str(peer),
-            str(path),
-            PROMPT,
-            threads,
-        ]
-        cpu_seconds(ours, environment)
-        sides = {"theirs": partial(cpu_seconds, theirs, environment), "ours": partial(cpu_seconds, ours, environment)}
+        ours = [sys.executable, "-m", "bridge.cli", "run", path, "-p", PROMPT, "-n", 1, "--temp", 0]
+        ours += ["--threads", options.threads]
+        commands = {"theirs": [sys.executable, starter, peer, path, PROMPT, options.threads], "ours": ours}
+        cpu_seconds(ours, log, environment)
+        sides = {side: partial(cpu_seconds, command, log, environment) for side, command in commands.items()}
         figures = take_turns(sides, options.turns)
         cold = ""
         if options.cold:
             with tempfile.TemporaryDirectory() as empty:
-                cold = f"{cpu_seconds(ours, environment | {'XDG_CACHE_HOME': empty})['cpu']:.2f}"
+                cold = f"{cpu_seconds(ours, log, environment | {'XDG_CACHE_HOME': empty})['cpu']:.2f}"
         medians = [f"{statistics.median(figures[side]['cpu']):.2f}" for side in sides]
         yield path.stem, *medians, f"{ratio(figures['ours']['cpu'], figures['theirs']['cpu']):.2f}", cold
 

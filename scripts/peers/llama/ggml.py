@@ -18,7 +18,7 @@ class InitParams(ctypes.Structure):
     _fields_ = (("mem_size", c_size_t), ("mem_buffer", c_void_p), ("no_alloc", c_bool))
 
 
-class _TypeTraits(ctypes.Structure):
+class TypeTraits(ctypes.Structure):
     """The beginning of struct ggml_type_traits"""
 
     _fields_ = (
@@ -34,7 +34,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ggml_quantize_init": (None, [c_int]),
     "ggml_row_size": (c_size_t, [c_int, c_int64]),
     "ggml_quantize_chunk": (c_size_t, [c_int, *[c_void_p] * 2, *[c_int64] * 3, c_void_p]),
-    "ggml_get_type_traits": (POINTER(_TypeTraits), [c_int]),
+    "ggml_get_type_traits": (POINTER(TypeTraits), [c_int]),
 }
 
 

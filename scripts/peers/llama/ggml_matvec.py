@@ -124,7 +124,7 @@ class Matrix:
         self.plan.work_data = ctypes.addressof(self.work)
 
     def _lay_out(self, buffer_type: int, kind: int, raw: np.ndarray, columns: int, tokens: int) -> tuple[int, int]:
-        """x and y = W x, with W in a buffer of the type `place`; W is not filled yet."""
+        """x and y = W x, with W in a buffer of a type; W is not filled yet."""
         self.context = self.lib.init(InitParams(1 << 20, None, True))  # holds the tensors, not their data
         self.weights = self.lib.new_tensor_2d(self.context, kind, columns, raw.shape[0])
         x = self.lib.new_tensor_2d(self.context, int(gguf.GGMLQuantizationType.F32), columns, tokens)

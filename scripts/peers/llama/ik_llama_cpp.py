@@ -5,24 +5,23 @@ cmake -B build -DBUILD_SHARED_LIBS=ON && cmake --build build --target ggml
 
 import ctypes
 from collections.abc import Iterator
-from ctypes import CFUNCTYPE, c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
+from ctypes import c_int, c_int64, c_size_t, c_void_p
 from pathlib import Path
 
 import numpy as np
 
-from scripts.peers.llama.ggml import InitParams, declare
+from scripts.peers.llama.ggml import InitParams, TypeTraits, declare
 
 _KINDS = range(128, 200)  # numbers of types of its own; those that interleave rows come later
 _NAMES = ("_k", "_ks", "_kss", "_kl", "_kt")
 
 
-class _TypeTraits(ctypes.Structure):
-    """ggml_type_traits_t"""
+class _TypeTraits(TypeTraits):
+    """ggml_type_traits_t, which is returned by value"""
 
-    _fields_ = (
-        ("name", c_char_p), ("size", c_int64), ("interleave", c_int64), ("nbytes", c_size_t), ("quantized", c_bool),
-        ("to_float", CFUNCTYPE(None, c_void_p, c_void_p, c_int64)), ("functions", c_void_p * 4), ("dot_type", c_int),
-        ("nrows", c_int64), ("ncols", c_int64), ("more", c_void_p * 2), ("row_bytes", c_int64),
+    _fields_ = (  # type: ignore[assignment]  # those of ggml come before
+        ("functions", c_void_p * 4), ("dot_type", c_int), ("nrows", c_int64), ("ncols", c_int64),
+        ("more", c_void_p * 2), ("row_bytes", c_int64),
     )  # fmt: skip
 
 
