@@ -4,19 +4,13 @@
     python scripts/gpu_check.py --after gpu_check.jsonl         what an earlier run there did not end, or found wrong
 
 One product comes first, beside a check of each kind: without it, nothing else is tried. Then comes correctness, in
-several processes at once, which also compiles the kernels that are timed later: products of all types against float64
-(1 to 8 columns, rounded activations and floats, 9 to 64 columns on tensor cores, odd shapes, outputs poisoned before
-and guarded behind),
-epilogues, dequantization, the tensors' Python methods, QuantLinear with its gradient and compiled, products in many
-threads and streams, attention over 8,192 and 32,768 positions, captured graphs, copies, torch's own compiler, a second
-GPU if there is one, trellis codes, and the model in tests/data against the CPU runtime and in transformers: captured
-steps against single launches, and overlapping launches against launches one after the other. Then times are measured
-on replays of CUDA graphs whose weights rotate beyond the L2 cache: read bandwidth, products, products of 16 and 64
-columns against dequantizing first, prompts against torch's products of halves and bfloat16, attention beside torch's,
-tokens of a synthetic 8B model in Q4_K, with both ways of launching, and in llama.cpp's Q4_K_M, what a launch costs,
-uploads, clocks, and other launch configurations. Where nvcc is installed and a checkout of llama.cpp is given, its own
-products of a vector are compiled and timed beside ours. Where compute-sanitizer is installed, some checks run again
-under it in the time that is left. The table comes last. Jobs for which no time is left are listed as not run.
+several processes at once, which also compiles the kernels that are timed later: products of all types against float64,
+attention, tensors, modules, captured graphs, trellis codes, and the model in tests/data against the CPU runtime. Then
+times are measured on replays of CUDA graphs whose weights rotate beyond the L2 cache: read bandwidth, products and
+prompts beside torch's, attention, and tokens of a synthetic 8B model. gpu_checks/jobs.py lists all of them. Where nvcc
+is installed and a checkout of llama.cpp is given, its own products of a vector are compiled and timed beside ours.
+Where compute-sanitizer is installed, some checks run again under it in the time that is left. The table comes last.
+Jobs for which no time is left are listed as not run.
 
 A job that neither ends nor reports a case for some 40 seconds has failed (runner.py has the limits): its process is
 killed, and a new one goes on. If three in a row do so while times are measured, and one product no longer works either,
@@ -29,8 +23,8 @@ Two files are written, into $OUT where that is set and --json is not given, othe
     gpu_check.json   everything with the table, at the end; --json gives it another name, and both another folder
 
 Compiling all kernels takes the better part of an hour of CPU time: tests/support/gpu/carried.py does it on a machine
-without a GPU, for a compute capability; what it lacks is compiled here. The exit code is 1 if a
-result is wrong or below its bar, or if a check or a bar was not run; 2 if nothing can be checked.
+without a GPU, for a compute capability; what it lacks is compiled here. The exit code is 1 if a result is wrong or
+below its bar, or if a check or a bar was not run; 2 if nothing can be checked.
 """
 
 import argparse

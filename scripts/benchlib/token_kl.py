@@ -4,8 +4,8 @@ In float32, transformers runs the file's weights, all of them, dequantized; llam
 float model runs again for each file: kept, its logits would take 16 GB for five dozen windows of 262,144 tokens.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -74,23 +74,18 @@ class FloatReference:
         self.folder, self.threads = folder, threads
         self.floats = reference.hf_model(folder, reference.float_weights(folder))
 
-    @contextmanager
-    def beside(self, file: Path, length: int) -> Iterator["Beside"]:
-        """A GGUF of the same model, for windows of at most `length` tokens."""
-        with ExitStack() as stack:
-            yield Beside(self, file, length, stack)
-
     @torch.no_grad()
     def logits(self, window: np.ndarray) -> np.ndarray:
         """float32 [length, vocab] of a window int64 [length]."""
         return _logits(self.floats, window)
 
 
-class Beside:
-    """A GGUF that is compared with the float model; it is read when it is first needed."""
+class Beside(ExitStack):
+    """A GGUF of the float model, for windows of at most `length` tokens; it is read when it is first needed."""
 
-    def __init__(self, model: FloatReference, file: Path, length: int, stack: ExitStack) -> None:
-        self._model, self._file, self._length, self._stack = model, file, length, stack
+    def __init__(self, model: FloatReference, file: Path, length: int) -> None:
+        super().__init__()
+        self._model, self._file, self._length = model, file, length
         self._opened: dict[str, Logits] = {}
 
     @torch.no_grad()
@@ -110,8 +105,7 @@ class Beside:
         return self._opened[arithmetic]
 
     def _llama_cpp(self) -> Logits:
-        model = LlamaCpp(self._file, n_ctx=self._length, n_threads=self._model.threads)
-        self._stack.enter_context(model)
+        model = self.enter_context(LlamaCpp(self._file, n_ctx=self._length, n_threads=self._model.threads))
         return lambda window: model.logits(window.tolist())
 
     def _float32(self) -> Logits:

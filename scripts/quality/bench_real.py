@@ -46,7 +46,7 @@ from scripts.benchlib.divergence import Divergence, imatrix_of
 from scripts.benchlib.formats import summary
 from scripts.benchlib.real_models import DITHERED, PACKAGED, float_model
 from scripts.benchlib.real_texts import KINDS, text_of, windows_of
-from scripts.benchlib.token_kl import ARITHMETICS, FLOAT32, FloatReference, TokenKl
+from scripts.benchlib.token_kl import ARITHMETICS, FLOAT32, Beside, FloatReference, TokenKl
 from scripts.peers import reference
 from scripts.peers.llama.llama_quantize import libraries
 
@@ -196,7 +196,7 @@ def divergences(
     """Arithmetic -> text -> divergences of a file: as they were measured before, if file and text are the same."""
     file = files.path(contender)
     kls: dict[str, dict[str, TokenKl]] = {arithmetic: {} for arithmetic in arithmetics}
-    with model.beside(file, max(w.shape[1] for w in windows.values())) as beside:
+    with Beside(model, file, max(w.shape[1] for w in windows.values())) as beside:
         for text, tokens in windows.items():
             stored = {name: file.with_name(f"{file.stem}.{text}.{name}.npz") for name in arithmetics}
             identity = f"{file.stat().st_mtime_ns} {hashlib.sha256(tokens.tobytes()).hexdigest()}"

@@ -20,7 +20,7 @@ import numpy as np
 
 from bridge.runtime.bench import random_tensor
 from scripts.benchlib import Lines, bench, option, output_of
-from scripts.make_synthetic import llama_config
+from scripts.make_synthetic import layer_shapes, llama_config
 
 HEADS, KV_HEADS, VOCAB = 32, 4, 4096
 OPTIONS = (
@@ -108,11 +108,8 @@ def cells(path: Path, config: Path, format: str, rounds: int) -> list[str]:
 
 def write(path: Path, type: str, nbytes: int, hidden: int, inner: int) -> None:
     """A Llama of random blocks of a type; the embeddings, which are also the head, are F16."""
-    kv = hidden // HEADS * KV_HEADS
-    shapes = {
-        "attn_q": (hidden, hidden), "attn_k": (kv, hidden), "attn_v": (kv, hidden), "attn_output": (hidden, hidden),
-        "ffn_gate": (inner, hidden), "ffn_up": (inner, hidden), "ffn_down": (hidden, inner),
-    }  # fmt: skip
+    names = "attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"
+    shapes = dict(zip(names, layer_shapes(hidden, inner, HEADS, KV_HEADS).values(), strict=True))
     blocks = {shape: random_tensor(type, *shape).raw for shape in set(shapes.values())}
     layers = max(1, nbytes // sum(blocks[shape].size for shape in shapes.values()))
     writer = gguf.GGUFWriter(str(path), "llama")

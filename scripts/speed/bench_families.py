@@ -27,14 +27,10 @@ import numpy as np
 
 from scripts.benchlib import ROOT, Lines, bench, head, option, ratio, take_turns
 from scripts.benchlib.drafts import drafts
-from scripts.benchlib.speeds import OURS, WHEEL, turn
+from scripts.benchlib.speeds import BEGIN, OURS, WHEEL, turn
 
-BEGIN = """
-import json, sys, time
-path, threads = sys.argv[1], int(sys.argv[2])
-tokens = [(i * 7919) % 4000 for i in range(256)]
-"""
 REPORT = """
+tokens = tokens[:256]
 prompt()
 start = time.process_time()
 prompt()

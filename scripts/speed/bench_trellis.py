@@ -30,16 +30,20 @@ OPTIONS = (
 COLUMNS = "mode", "tokens", "decode, M weights/s (best)", "fused, ms", "fused, GB/s (best)", "times (a)", "times (b)"
 
 
-def random_layer(mode: str, bits: int, out: int, columns: int) -> TrellisLayer:
-    """A layer of random codes; mul1 in EXL3's layout, hyb swizzled as QTIP has it."""
+def random_layer(mode: str, bits: int, out: int, columns: int, scale: float = 1) -> TrellisLayer:
+    """A layer of random codes, times a scale; mcg and mul1 in EXL3's layout, hyb swizzled as QTIP has it.
+
+    Every sequence of bits is a path through the trellis.
+    """
     rng = np.random.default_rng(0)
     words = rng.integers(-(2**15), 2**15, out * columns * bits // 16).astype(np.int16)
     su, sv = (rng.choice([-1, 1], n).astype(np.float32) for n in (columns, out))
-    if mode == "mul1":
+    sv *= np.float32(scale)
+    if mode in ("mcg", "mul1"):
         stored = words.reshape(columns // 16, out // 16, 16 * bits)
         return exl3_layer(mode, stored, BitshiftCodebook(16, bits, decode_mode=mode), su, sv)
     looks_up = mode.startswith("quantlut")
-    table = rng.normal(size=(512, 2)).astype(np.float16) if looks_up else None
+    table = rng.normal(size=(512, 2)).astype(np.float16).astype(np.float32) if looks_up else None
     book = BitshiftCodebook(16, bits, 2 if looks_up else 1, 9 if looks_up else 0, mode, table)
     return qtip_layer(mode, words, book, (16, 16), su, sv)
 
