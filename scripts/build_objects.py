@@ -47,7 +47,7 @@ def machine_of(target: str) -> Machine:
 
 
 def functions(target: str) -> Iterator[CFunction]:
-    """What models of the common types call, of int8 products."""
+    """The C functions that models of the common types call, with int8 products."""
     module = targets.module(target)
     yield from (pool.function(name) for name in pool.FUNCTIONS)
     yield from (products._product_function(), program._several_function(), tiled._tile_function())
@@ -98,7 +98,7 @@ def main() -> None:
         return
 
     def alone(target: str) -> int:
-        """In a process of its own: Numba compiles for one CPU in each."""
+        """The exit code of building a target in a process of its own: Numba compiles for one CPU in each."""
         triple, cpu, features = machine_of(target)
         described = {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": features}
         environment = os.environ | (described if triple.startswith("x86") else {})

@@ -42,7 +42,7 @@ class Author(random.Random):
         return self.fill(TEMPLATES[name], **given)
 
     def fill(self, template: str, /, **given: Any) -> str:
-        """A template of one's own, filled in."""
+        """A text whose «...» are filled in."""
         return re.sub(r"«(.*?)»", lambda match: self._value(match[1], given), template)
 
     def _value(self, inside: str, given: dict[str, Any]) -> str:
@@ -63,7 +63,7 @@ class Author(random.Random):
         return format(value.title() if what != name else value, spec)
 
     def title(self) -> str:
-        """Of a book or a paper."""
+        """The title of a book or a paper."""
         return self.choice(self.write("titles").split("\n"))
 
     def initial(self) -> str:
@@ -126,7 +126,7 @@ def conversation(a: Author) -> str:
 
 
 def topic(kind: str, a: Author) -> dict[str, Any]:
-    """What a conversation's template is given."""
+    """The fields that fill a conversation's template."""
     if kind == "sum":
         count, price, thing = a.randint(3, 19), a.randint(2, 40), a.fill("«things»")
         return {"count": count, "price": price, "thing": thing, "cost": count * price, "change": 1000 - count * price}

@@ -28,7 +28,7 @@ def _processor() -> llvm.Target:
     return llvm.Target.from_triple("aarch64-linux-gnu")
 
 
-def kernel(name: str, target: str, width: int, integer: bool, ahead: tuple[int, ...] = ()) -> ir.Module:
+def kernel(name: str, target: str, width: int, integer: bool) -> ir.Module:
     """The code of a type's loop over blocks, for `width` columns of x."""
     block, module = READ[name], targets.module(target)
     layout = InterleavedLayout(block, module.LANES)
@@ -41,7 +41,7 @@ def kernel(name: str, target: str, width: int, integer: bool, ahead: tuple[int, 
     builder = ir.IRBuilder(begin)
     builder.branch(loop)
     builder.position_at_end(loop)
-    emitter = Emitter(builder, module, module.PAIRED and width > 1 and integer, ahead, 2)
+    emitter = Emitter(builder, module, module.PAIRED and width > 1 and integer, (), 2)
 
     def phi(kind: ir.Type, first: ir.Value) -> Any:
         value = builder.phi(kind)
@@ -72,11 +72,11 @@ def features(target: str) -> str:
     return ",".join(f"+{name}" for name in sorted(targets.FEATURES[target]))
 
 
-def compiled(code: ir.Module, target: str, cpu: str = "neoverse-n1") -> tuple[bytes, str]:
-    """The object file and the assembly of a module, optimized as numba does it."""
-    machine = _processor().create_target_machine(cpu=cpu, features=features(target), opt=3)
+def compiled(code: ir.Module, target: str) -> bytes:
+    """The object file of a module, optimized as numba does it."""
+    machine = _processor().create_target_machine(cpu="neoverse-n1", features=features(target), opt=3)
     module = llvm.parse_assembly(str(code))
     options = llvm.create_pipeline_tuning_options(speed_level=3)
     builder = llvm.create_pass_builder(machine, options)
     builder.getModulePassManager().run(module, builder)
-    return machine.emit_object(module), machine.emit_assembly(module)
+    return bytes(machine.emit_object(module))

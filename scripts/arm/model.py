@@ -56,7 +56,7 @@ def built(ggml: Path, folder: Path, cpu: str) -> list[Path]:
 def ours(name: str, target: str, width: int, folder: Path) -> Loop:
     """Our kernel of a type."""
     file = folder / "rows.o"
-    file.write_bytes(emit.compiled(emit.kernel(name, target, width, True), target)[0])
+    file.write_bytes(emit.compiled(emit.kernel(name, target, width, True), target))
     return Loop(traced([file], OURS, "rows"), emit.LANES * READ[name].size * width)
 
 
@@ -75,7 +75,7 @@ def theirs(name: str, width: int, matrix: bool, objects: list[Path]) -> Loop:
 
 
 def cells(loop: Loop, peer: Loop, cpus: tuple[str, ...]) -> list[str]:
-    """Ours and ggml's, and the ratio."""
+    """Instructions a product, and cycles of each CPU for 1000: ours, ggml's, and the ratio."""
     pairs = zip(loop.figures(cpus), peer.figures(cpus), strict=True)
     return [f"{a:.{3 - 2 * (a > 1)}f} / {b:.{3 - 2 * (b > 1)}f} = {a / b:.2f}" for a, b in pairs]
 

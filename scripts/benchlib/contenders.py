@@ -111,7 +111,7 @@ class Contender:
 
     @property
     def stem(self) -> str:
-        """Of its files' names."""
+        """How the names of its files begin."""
         return re.sub(r"[^\w.-]+", "-", f"{self.format} {self.name}").strip("-")
 
 
@@ -125,7 +125,7 @@ def contenders_of(
     sizes: list[str],
     threads: int,
 ) -> list[Contender]:
-    """All of them, type by type, then size by size.
+    """The contenders of a comparison, type by type, then size by size.
 
     source     the float model as a GGUF
     libraries  llama.cpp's, see `scripts.peers.llama.llama_quantize`; None: it does not compete
@@ -162,11 +162,11 @@ class ModelFiles:
         return self.folder / f"{contender.stem}.gguf"
 
     def forget(self, contender: Contender) -> None:
-        """So that it is made again."""
+        """Make the contender's file again when its cost is next asked for."""
         self._record(contender).unlink(missing_ok=True)
 
     def cost(self, contender: Contender) -> dict[str, Any] | str:
-        """What making its file took, which is made if it is not there or the command has changed; or why it failed."""
+        """CPU seconds and peak bytes of making its file, now if its command has not made it yet; or why that failed."""
         before, after = contender.command
         command = [*before, str(self.path(contender)), *after]
         record = self._record(contender)

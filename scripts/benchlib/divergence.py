@@ -39,7 +39,7 @@ class Divergence:
     texts: int = 1
 
     def by_text(self) -> "list[Divergence]":
-        """That of each text."""
+        """The divergence of each text's windows."""
         return [Divergence(windows) for windows in self.windows.reshape(self.texts, -1)]
 
     @property

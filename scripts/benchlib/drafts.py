@@ -36,7 +36,7 @@ class Replay(Sampler):
 
 
 def replies(vocab: int) -> dict[str, tuple[list[int], list[int]]]:
-    """What is replied: each case's name, a prompt and the reply."""
+    """Name of a case -> a prompt and the reply to it, as token ids."""
     rng = np.random.default_rng(0)
     once = rng.integers(0, vocab, _PERIOD).tolist()
     repeated = (once * (_TOKENS // _PERIOD + 1))[:_TOKENS]
@@ -50,7 +50,7 @@ def replies(vocab: int) -> dict[str, tuple[list[int], list[int]]]:
 
 
 def own_replies(model: Any, text: Path) -> dict[str, tuple[list[int], list[int]]]:
-    """The same for what a model replies to pieces of a text, spread over it."""
+    """Name of a piece of a text -> the piece as a prompt, and what the model replies."""
     tokens = model.tokenizer.encode(text.read_text(encoding="utf-8"), add_special=False)
     starts = [i * (len(tokens) // _PIECES) for i in range(_PIECES)]
     prompts = [tokens[start : start + _PERIOD] for start in starts]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ class Formats:
         return path
 
     def _preset(self, name: str, out: Path) -> str | None:
-        if not llama_quantizer.available():
+        if find_spec("xllamacpp") is None:
             return "no llama.cpp quantizer here: pip install xllamacpp"
         llama_quantizer.quantize(self._f16_file(), out, name, self._imatrix(), self.threads)
         return None

@@ -97,7 +97,7 @@ def both_sides(peer: str) -> tuple[dict[str, tuple[str, str]], bool]:
 
 
 def turn(python: str, code: str, path: Path, threads: int) -> dict[str, float]:
-    """The figures of one process, run to its end."""
+    """What one process measures: tokens a second, seconds from its start to its tokens, and peak bytes."""
     variables = {key: value for key, value in os.environ.items() if key != "BRIDGE_THREADS"}
     begun = time.time()
     figures = json.loads(output_of(python, "-c", code, path, threads, env=variables).partition("RESULT")[2])

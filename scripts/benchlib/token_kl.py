@@ -37,12 +37,12 @@ class TokenKl:
     same: np.ndarray
 
     def save(self, path: Path, identity: str) -> None:
-        """Write them, with what they are of."""
+        """Write the divergences; `identity` names the file and the text that they are of."""
         np.savez(path, kl=self.kl, same=self.same, identity=np.array(identity))
 
     @classmethod
     def load(cls, path: Path, identity: str) -> Self | None:
-        """Those of a file, if it is there and they are of the same."""
+        """The divergences that `save` has written; None where there are none of this identity."""
         if not path.exists():
             return None
         with np.load(path) as arrays:
@@ -50,7 +50,7 @@ class TokenKl:
 
     @property
     def windows(self) -> Divergence:
-        """The means of windows."""
+        """The mean divergence of each window."""
         return Divergence(self.kl.mean(1))
 
     def figures(self) -> dict[str, float]:
@@ -90,7 +90,7 @@ class Beside(ExitStack):
 
     @torch.no_grad()
     def compare(self, windows: np.ndarray, arithmetics: Iterable[str]) -> dict[str, TokenKl]:
-        """In each of ARITHMETICS that is asked for, on windows of a text, int64 [windows, length]."""
+        """The divergence in each of some ARITHMETICS, on windows int64 [windows, length] of a text."""
         kls: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {arithmetic: [] for arithmetic in arithmetics}
         for window in windows:
             expected = self._model.logits(window)

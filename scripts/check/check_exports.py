@@ -142,7 +142,7 @@ def measure(options: argparse.Namespace) -> Lines:
 
 
 def exported(type: str, format: str, scratch: Path, options: argparse.Namespace) -> str:
-    """What became of the layers. GGUFs, our logits and exports in `scratch` are used again."""
+    """Write an export; what became of its layers. GGUFs and our logits in `scratch` are used again."""
     path, folder = scratch / f"{type}.gguf", scratch / f"{type}-{format}"
     if not path.exists():
         bridge.convert(options.model, path, type=type)

@@ -51,7 +51,7 @@ class Attention:
         return parts
 
     def launcher(self, cache: list[Any]) -> Callable[[], None]:
-        """A function that queues it."""
+        """A function that queues the attention over a cache."""
         angles = self.cos.reshape(-1), self.sin.reshape(-1)
         arrays = [self.qkv, self.qkv, self.qkv, *angles, *cache, self.state, *self.work, self.counters, self.out]
         numbers = np.int32(self.length), np.float32(1e-5), np.float32(HEAD_DIM**-0.5)

@@ -24,13 +24,13 @@ def launches() -> dict[str, Any]:
     x, out = torch.randn(SMALL[1], device=device), torch.empty(SMALL[0], device=device)
     weight = torch.randn(SMALL, device=device)
     return {
-        "product": _seconds(lambda: moved.matvec(x, out=out)),
-        "torch": _seconds(lambda: torch.mv(weight, x, out=out)),
+        "product": host_seconds(lambda: moved.matvec(x, out=out)),
+        "torch": host_seconds(lambda: torch.mv(weight, x, out=out)),
     }
 
 
-def _seconds(call: Any) -> float:
-    """Of a call that only queues work; the queue is emptied before it is full."""
+def host_seconds(call: Any) -> float:
+    """Seconds of host time for a call that only queues work; the queue is emptied before it is full."""
     for _ in range(3):
         call()
     total = 0.0

@@ -64,7 +64,7 @@ def check(type: str) -> dict[str, Any]:
             judge(f"experts of {type}, {n} tokens, {precision}", y, layer.exact(*routing), 2e-3 if wide else limit)
     held = [torch.from_numpy(part).to(device) for part in routed(1)]
     y = torch.zeros((1, hidden), device=device)
-    graph = torchs._graph(lambda: y.copy_(layer.stack.mix(*held, "f32")))
+    graph = torchs.captured_graph(lambda: y.copy_(layer.stack.mix(*held, "f32")))
     for _ in range(2):
         routing = routed(1)
         for part, value in zip(held, routing, strict=True):
@@ -89,6 +89,6 @@ def time(type: str) -> dict[str, Any]:
     return {
         "nbytes": nbytes,
         "seconds": bench.seconds_from_memory(make, nbytes),
-        "host": costs._seconds(make(0)),
-        "host, expert by expert": costs._seconds(lambda: ExpertStack.mix(stack, x, sets[0], weights, "int8")),
+        "host": costs.host_seconds(make(0)),
+        "host, expert by expert": costs.host_seconds(lambda: ExpertStack.mix(stack, x, sets[0], weights, "int8")),
     }

@@ -33,7 +33,7 @@ _LIMIT = 1e-3  # relative: x is the same, sums of 32 codes are halves
 
 
 def available() -> str | None:
-    """Why it cannot be compiled; None if it can."""
+    """Why llama.cpp's product cannot be compiled; None if it can."""
     folder = os.environ.get("LLAMA_CPP")
     if not folder:
         return "no checkout of llama.cpp was given (--llama-cpp)"
@@ -43,7 +43,7 @@ def available() -> str | None:
 
 
 def command(capability: tuple[int, int], out: Path) -> list[str]:
-    """What compiles it."""
+    """The command that compiles llama.cpp's product."""
     source = Path(os.environ["LLAMA_CPP"]) / "ggml"
     folders = [source / "include", source / "src", source / "src" / "ggml-cuda"]
     # it includes cuBLAS's header, which toolkits without that library take from NVIDIA's package

@@ -26,7 +26,7 @@ WAYS: tuple[dict[str, Any], ...] = (
 
 
 def check() -> dict[str, Any]:
-    """The checkpoint in tests/data."""
+    """Prompts, steps and replies of the checkpoint in tests/data, in each precision."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
         bridge.convert(CHECKPOINT, path)

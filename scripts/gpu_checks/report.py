@@ -108,7 +108,7 @@ def _against_torch(times: dict[str, dict[str, Any]]) -> Row:
 
 
 def _batch(times: dict[str, dict[str, Any]]) -> Row:
-    """The largest ratio of all types with a bar counts."""
+    """Times of 4 columns over those of one; the largest ratio of all types with a bar counts."""
     what, wanted = f"batch 4 against 1, the worst of {len(OF_READING)} types", f"<= {BATCH_4}x"
     needed = [f"product/{LARGE}/{type}" for type in OF_READING]
     measured = [(type, t) for type, t in zip(OF_READING, _measured(times, *needed), strict=True) if t is not None]
@@ -121,7 +121,7 @@ def _batch(times: dict[str, dict[str, Any]]) -> Row:
 
 
 def _tokens(times: dict[str, dict[str, Any]]) -> Row:
-    """The smallest ratio counts."""
+    """Times of dequantizing first over those of tensor cores; the smallest ratio counts."""
     what, wanted = "16 and 64 tokens against dequantized weights", f">= {TIMES_DEQUANTIZED}x"
     needed = [f"tokens/{LARGE}/{type}" for type in TOKENS]
     measured = [(type, t) for type, t in zip(TOKENS, _measured(times, *needed), strict=True) if t is not None]

@@ -17,7 +17,7 @@ _LIMIT = 1e-5  # relative
 
 
 def check(mode: str) -> dict[str, Any]:
-    """All bit widths of a codebook."""
+    """Layers of all bit widths of a codebook."""
     judge, device = Judge(), require("cuda")
     for bits in BITS if mode != "quantlut_sym" else BITS[1:]:
         layer = random_layer(mode, bits, *SHAPE, scale=1 / 64)

@@ -57,7 +57,7 @@ class Reference:
         return mean_kl(self.logits, self.predict(weights))
 
     def kl_from(self, weights: Weights) -> float:
-        """The other direction: from the same model with these weights to the checkpoint."""
+        """Mean KL divergence of the checkpoint from the same model with these weights."""
         return mean_kl(self.predict(weights), self.logits)
 
     def linears_of(self, other: Weights) -> dict[str, np.ndarray]:
@@ -95,7 +95,7 @@ class Measured:
         return self.nmse_of(self.error)
 
     def nmse_of(self, names: Iterable[str]) -> float:
-        """The same for some of them."""
+        """Squared error over squared weights, of some linears together."""
         chosen = list(names)
         return sum(self.error[name] for name in chosen) / sum(self.power[name] for name in chosen)
 

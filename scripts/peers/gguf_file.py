@@ -90,7 +90,7 @@ def permute(rows: np.ndarray, heads: int) -> np.ndarray:
 
 
 def value(reader: gguf.GGUFReader, key: str) -> Any:
-    """Of a key that a file must have."""
+    """The value of a key that a file must have."""
     field = reader.get_field(key)
     assert field is not None, f"{key} is missing"
     return field.contents()

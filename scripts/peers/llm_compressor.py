@@ -52,8 +52,7 @@ def recipe(options: argparse.Namespace) -> list[Any]:
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
     if options.method == "gptq":
         return [GPTQModifier(config_groups=groups, ignore=["lm_head"])]
-    rounding = QuantizationModifier(config_groups=groups, ignore=["lm_head"])
-    return [AWQModifier(), rounding] if options.method == "awq" else [rounding]
+    return [AWQModifier(), QuantizationModifier(config_groups=groups, ignore=["lm_head"])]
 
 
 def dequantized(module: Any, scheme: Any) -> Any:
@@ -67,7 +66,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     for name in ("model", "tokens", "out"):
         parser.add_argument(name, type=Path)
-    parser.add_argument("--method", choices=("gptq", "awq", "rtn"), default="gptq")
+    parser.add_argument("--method", choices=("gptq", "awq"), default="gptq")
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--group-size", type=int, default=128)
     parser.add_argument("--asym", action="store_true")

@@ -15,7 +15,7 @@ _SCALES = 2 * np.array(NVFP4.scales[:127])
 
 
 def quantize(weight: np.ndarray) -> Blocks:
-    """float32 [rows, in] in NVFP4."""
+    """Weights float32 [rows, in] as NVFP4 blocks."""
     rows, columns = weight.shape
     x = weight.reshape(rows, -1, NVFP4.sub).astype(np.float64)
     tensor_scale = np.float32(np.abs(x).max() / (_VALUES[-1] * _LARGEST)) or np.float32(1)

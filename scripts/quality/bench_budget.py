@@ -47,7 +47,7 @@ class Files(FloatModel):
         imatrix_of(self.imatrix, self.folder, self.importance, self.calibration, options.calibrate.name)
 
     def preset(self, name: str) -> tuple[int, Divergence]:
-        """Size and KL divergence of llama.cpp's file."""
+        """Size and KL divergence of llama.cpp's file of a preset."""
         plan = plan_checkpoint(self.folder, type=name, imatrix=self.imatrix)
         weights = dict(self.weights)
         for t in plan.tensors:

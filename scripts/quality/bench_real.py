@@ -67,7 +67,7 @@ class Row:
         self.base: Row | None = None  # what it is compared with
 
     def all_texts(self) -> Divergence:
-        """The windows of all texts."""
+        """The divergence over the windows of all texts, in float32."""
         return Divergence(np.concatenate([kl.windows.windows for kl in self.measured[FLOAT32].values()]))
 
     def ratio(self, arithmetic: str, text: str) -> str:
@@ -77,7 +77,7 @@ class Row:
         return self.measured[arithmetic][text].windows.over(self.base.measured[arithmetic][text].windows)
 
     def figures(self) -> dict[str, Any]:
-        """Those that `gguf-bridge plot` draws, and all that was measured."""
+        """The figures that `gguf-bridge plot` draws, and all others that were measured."""
         total, contender = self.all_texts(), self.contender
         name = size_text(self.bytes) if contender.sized else contender.format
         return {
@@ -169,7 +169,7 @@ def chosen(name: str, patterns: list[str] | None, default: bool) -> bool:
 
 
 def windows_by_text(options: argparse.Namespace, floats: Path, packages: Path) -> dict[str, np.ndarray]:
-    """int64 [windows, length] of each text."""
+    """Name of a text -> its windows, int64 [windows, length]."""
     tokenizer = load_tokenizer(floats)
     shared = {"wikitext": TEXTS / "wiki_test.txt", "shakespeare": TEXTS / "shakespeare_val.txt"}
     files = {name: file for name, file in shared.items() if file.exists()} | dict(options.text)

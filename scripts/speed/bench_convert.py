@@ -57,7 +57,7 @@ IMPORT_TIME = "import time; start = time.perf_counter(); import bridge; print(ti
 
 @dataclass
 class Run:
-    """One child process."""
+    """What a child process took and printed."""
 
     seconds: float
     anonymous_mib: float | None  # its largest RssAnon; None where the system does not report it

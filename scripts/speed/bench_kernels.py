@@ -24,7 +24,7 @@ ROWS, COLUMNS, TURNS = 256, 2048, 8  # of the matrix; the kernel's columns are t
 
 
 def instructions(assembly: str) -> int:
-    """Of the longest run without a label."""
+    """How many instructions the longest run without a label has."""
     runs = re.split(r"^\S+:", assembly, flags=re.M)
     return max(len(re.findall(r"^\t(?![.#j])\S", run, flags=re.M)) for run in runs)
 

@@ -61,7 +61,7 @@ class Worker:
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def turn(self) -> dict[str, float]:
-        """What it prints after generating once more."""
+        """CPU and wall seconds a token of generating once more, and memory in bytes."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(b"\n")

@@ -63,7 +63,7 @@ def test_a_kernel_is_the_dequantized_product(
     memory[: layout.codes_from(BLOCKS)].tofile(tmp_path / "halves")
     records.tofile(tmp_path / "x")
     (tmp_path / "main.c").write_text(MAIN)
-    (tmp_path / "rows.o").write_bytes(emit.compiled(emit.kernel(block.name, target, width, integer), target)[0])
+    (tmp_path / "rows.o").write_bytes(emit.compiled(emit.kernel(block.name, target, width, integer), target))
     program = tmp_path / "program"
     command = ["aarch64-linux-gnu-gcc", "-O1", "-static", "main.c", "rows.o", "-o", str(program)]
     subprocess.run(command, cwd=tmp_path, check=True)

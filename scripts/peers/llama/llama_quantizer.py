@@ -8,7 +8,6 @@ others are rounded without.
 
 import re
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 from pathlib import Path
 
 import gguf
@@ -22,11 +21,6 @@ from scripts.peers.gguf_file import rewrite, value
 from scripts.peers.llama import ggml
 
 _ROWS = 512  # of a matrix, quantized together
-
-
-def available() -> bool:
-    """Whether the quantizer is installed."""
-    return find_spec("xllamacpp") is not None
 
 
 def quantize(source: Path, out: Path, preset: str, imatrix: Path | None = None, threads: int = 1) -> None:
