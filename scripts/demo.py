@@ -7,24 +7,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from bridge.cli import main  # noqa: E402
+from scripts.peers.llama.llama_cpp import LlamaCpp  # noqa: E402
 
 CHECKPOINT = ROOT / "tests" / "data" / "qwen3-gptq-4bit-g128-sym"
 LINE = "GREMIO:\nGood morrow, neighbour Baptista.\n\nBAPTISTA:\n"
 TOKENS = 60
-
-
-def continuation(gguf: Path, prompt: str) -> str:
-    """llama.cpp's greedy continuation of the prompt."""
-    import xllamacpp
-
-    params = xllamacpp.CommonParams()
-    params.model.path = str(gguf)
-    params.n_ctx = 512
-    params.verbosity = -1
-    params.warmup = False
-    server = xllamacpp.Server(params)
-    answer = server.handle_completions({"prompt": prompt, "max_tokens": TOKENS, "temperature": 0.0})
-    return answer["choices"][0]["text"]
 
 
 if __name__ == "__main__":
@@ -35,4 +22,5 @@ if __name__ == "__main__":
     if code := main(["convert", str(CHECKPOINT), str(gguf), "--force"]):
         sys.exit(code)
     print(f"\nllama.cpp continues with {gguf.relative_to(ROOT)}:\n")
-    print(LINE + continuation(gguf, LINE))
+    with LlamaCpp(gguf, float_kv=False) as model:
+        print(LINE + model.detokenize(model.generate_greedy(model.tokenize(LINE, add_special=True), TOKENS)))
