@@ -30,7 +30,7 @@ from bridge.conversion.planning.recipe import Recipe
 from bridge.conversion.writing.gguf_writer import added_bytes, file_bytes, padded
 from bridge.errors import BridgeError, parameter
 from bridge.quantize.budget.layer_costs import LayerCosts
-from bridge.quantize.run.calibration_text import calibrating, enough_of
+from bridge.quantize.run.calibration_text import calibration_set, enough_of
 from bridge.quantize.settings import Calibration
 from bridge.system.storage.files import disk_errors
 from bridge.system.storage.folder_locks import temporary_beside
@@ -76,15 +76,15 @@ def within_budget(plan: Plan, planner: Planner, settings: Calibration, budget: B
     wanted = [t for t in plan.tensors if _is_free(t, plan, planner.options, budget)]
     items = [_item(t, plan, planner, settings) for t in wanted if all(part.module in layers for part in t.parts)]
     left = [t for t in wanted if any(part.module not in layers for part in t.parts)]
-    whole = with_scales(ckpt, planner.retyped(plan, {item.tensor.name: (item.types[-1], "") for item in items}))
-    fixed = file_bytes(whole) - sum(int(item.sizes[-1]) for item in items)
-    limit = _limit(whole, budget)
+    largest = with_scales(ckpt, planner.retyped(plan, {item.tensor.name: (item.types[-1], "") for item in items}))
+    fixed = file_bytes(largest) - sum(int(item.sizes[-1]) for item in items)
+    limit = _limit(largest, budget)
     least, most = (fixed + sum(int(f(item.sizes)) for item in items) for f in (np.min, np.max))
-    given = parameter("size", budget.size) if budget.bpw is None else f"{parameter('bpw', budget.bpw)} ({limit} bytes)"
+    asked = parameter("size", budget.size) if budget.bpw is None else f"{parameter('bpw', budget.bpw)} ({limit} bytes)"
     if limit < least:
-        raise BridgeError(f"{given}: too small; the smallest file that can be made of {ckpt.path} has {least} bytes")
+        raise BridgeError(f"{asked}: too small; the smallest file that can be made of {ckpt.path} has {least} bytes")
     if limit > most:
-        raise BridgeError(f"{given}: too large; the largest file that can be made of {ckpt.path} has {most} bytes")
+        raise BridgeError(f"{asked}: too large; the largest file that can be made of {ckpt.path} has {most} bytes")
     embeddings, head = model.embedding_and_head()
     embedding_and_head = embeddings, embeddings if plan.tied else head
     beside = (settings.offload or out.parent) / out.name
@@ -127,7 +127,7 @@ def _is_free(tensor: PlannedTensor, plan: Plan, recipe: Recipe, budget: Budget) 
 
 
 def _item(tensor: PlannedTensor, plan: Plan, planner: Planner, settings: Calibration) -> _Item:
-    """With the types that the tensor's rows fill, and the 16-bit floats that it comes as or goes into, these last.
+    """The tensor with the types that its rows fill, the 16-bit floats that it comes as or goes into last.
 
     Of types with scales and codes to be chosen, those of small blocks are for rows that no superblocks fill: in others,
     K-quants of no more bytes lose less. Q2_0 is among them unless the file is for a llama.cpp without it. 4-bit floats
@@ -141,17 +141,17 @@ def _item(tensor: PlannedTensor, plan: Plan, planner: Planner, settings: Calibra
     columns = tensor.shape[-1]
     usual = requantizers(columns)
     size = max(block.size for block in usual)
-    taken: dict[str, BlockType] = {
+    usable: dict[str, BlockType] = {
         name: block
         for name, block in FP4.items()
         if all(not reader.coded(part) and planner.calibrates(tensor, part, name) for part in tensor.parts)
     }
     if size < 256 and planner.options.uses_q2_0 is not False:
-        taken = taken | NEWER
+        usable = usable | NEWER
     others = [
         block
         for block in CALIBRATED.values()
-        if columns % block.size == 0 and (block.name in taken or (block.size == size and block.name not in FP4))
+        if columns % block.size == 0 and (block.name in usable or (block.size == size and block.name not in FP4))
     ]
     if settings.act_order == "static":
         others = [block for block in others if not (block.values or block.numbered)]
@@ -199,7 +199,7 @@ class _Search:
         self.done, self.steps = 0, len(parts) + len(self.groups) + budget.swaps + 2
         if self.progress:
             self.progress(0, self.steps, "")
-        tokens = calibrating(model, settings, parts).tokens
+        tokens = calibration_set(model, settings, parts).tokens
         self.probe = _probe(tokens, budget.tokens)
         tokens = enough_of(tokens, max(part.shape[-1] for part in parts.values()))  # for H of costs, by a few rows
         layers = LayerCosts(
@@ -220,9 +220,9 @@ class _Search:
             layers.measure(passes, tokens)
             divergence = Divergence(passes, layers.squares.get, folder, embedding_and_head, settings.memory)
 
-            def trial_of(taken: np.ndarray, scales: np.ndarray) -> Trial:
+            def trial_of(chosen: np.ndarray, scales: np.ndarray) -> Trial:
                 trial = {}
-                for item, option, by in zip(self.items, taken.tolist(), scales.tolist(), strict=True):
+                for item, option, by in zip(self.items, chosen.tolist(), scales.tolist(), strict=True):
                     for part in item.tensor.parts:
                         if option != FLOAT:
                             type = item.types[option]
@@ -230,38 +230,38 @@ class _Search:
                             trial[part.module] = Rounded(type, ratio, item.scale)
                 return trial
 
-            def measure(taken: np.ndarray, scales: np.ndarray, as_new_base: bool) -> float:
+            def measure(chosen: np.ndarray, scales: np.ndarray, as_new_base: bool) -> float:
                 if not as_new_base:
                     self._step("trial models")
-                return divergence.measure(trial_of(taken, scales), as_new_base)
+                return divergence.measure(trial_of(chosen, scales), as_new_base)
 
-            def measure_alone(taken: np.ndarray) -> float:
+            def measure_alone(chosen: np.ndarray) -> float:
                 self._step("trial models")
-                return divergence.measure_few(trial_of(taken, np.ones(len(taken))))
+                return divergence.measure_few(trial_of(chosen, np.ones(len(chosen))))
 
             self.losses = [
                 np.array([sum(layers.costs[p.module][t].loss for p in item.tensor.parts) for t in item.types])
                 for item in items
             ]
             sizes = [item.sizes for item in items]
-            self.found = search(sizes, self.losses, limit, measure, measure_alone, self.groups, budget.swaps)
+            self.result = search(sizes, self.losses, limit, measure, measure_alone, self.groups, budget.swaps)
 
     def types(self) -> dict[str, tuple[str, str]]:
         """The type of each tensor, and why."""
         return {
-            item.tensor.name: (item.types[t], f"size budget: adds {own[t]:.1e} nats a token")
-            for item, own, t in zip(self.items, self.losses, self.found.taken, strict=True)
+            item.tensor.name: (item.types[t], f"size budget: adds {losses[t]:.1e} nats a token")
+            for item, losses, t in zip(self.items, self.losses, self.result.chosen, strict=True)
         }
 
     def note(self) -> str:
         """What was measured, for people."""
-        found = self.found
-        text = f"KL divergence about {found.measured[-1]:.1e} nats a token of the calibration's text ("
-        if len(found.measured) > 1:
-            text += f"{found.measured[0]:.1e} before swaps; "
-        text += f"{found.trials} trial models on {self.probe.numel()} tokens"
+        result = self.result
+        text = f"KL divergence about {result.measured[-1]:.1e} nats a token of the calibration's text ("
+        if len(result.measured) > 1:
+            text += f"{result.measured[0]:.1e} before swaps; "
+        text += f"{result.trials} trial models on {self.probe.numel()} tokens"
         if len(self.groups) > 1:
-            text += f"; rank correlation of estimated and measured losses {found.agreement():.2f}"
+            text += f"; rank correlation of estimated and measured losses {result.agreement():.2f}"
         return f"{text})"
 
     def _step(self, what: str) -> None:
@@ -269,26 +269,26 @@ class _Search:
         if self.progress:
             self.progress(self.done, self.steps, what)
 
-    def curve(self, fixed: int, own: int) -> list[tuple[int, float]]:
+    def curve(self, fixed: int, file_size: int) -> list[tuple[int, float]]:
         """Bytes of the file and estimated KL divergence: of this one, and the best from the smallest to the largest.
 
         fixed  bytes that no type changes
-        own    of the file that is made: scales of NVFP4 are counted at their most before
+        file_size  of the file that is made: scales of NVFP4 are counted at their most before
         """
         from bridge.quantize.budget.allocation import allocate
 
         sizes = [item.sizes for item in self.items]
         least, most = (sum(int(f(s)) for s in sizes) for f in (np.min, np.max))
         limits = np.linspace(least, most, _CURVE).astype(np.int64)
-        points = {own: self._estimate(self.found.taken)}
-        for taken in (allocate(sizes, self.losses, limit) for limit in limits.tolist()):
-            if not np.array_equal(taken, self.found.taken):
-                size = fixed + sum(int(s[t]) for s, t in zip(sizes, taken, strict=True))
-                points.setdefault(size, self._estimate(taken))
+        points = {file_size: self._estimate(self.result.chosen)}
+        for chosen in (allocate(sizes, self.losses, limit) for limit in limits.tolist()):
+            if not np.array_equal(chosen, self.result.chosen):
+                size = fixed + sum(int(s[t]) for s, t in zip(sizes, chosen, strict=True))
+                points.setdefault(size, self._estimate(chosen))
         return sorted(points.items())
 
-    def _estimate(self, taken: np.ndarray) -> float:
-        return sum(float(x[t]) for x, t in zip(self.losses, taken, strict=True))
+    def _estimate(self, chosen: np.ndarray) -> float:
+        return sum(float(x[t]) for x, t in zip(self.losses, chosen, strict=True))
 
 
 def _probe(tokens: torch.Tensor, count: int) -> torch.Tensor:

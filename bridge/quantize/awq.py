@@ -79,16 +79,16 @@ def clipped(weight: torch.Tensor, hessian: torch.Tensor, group_size: int, roundi
     rounding  rounds one group's columns [rows, group_size]
     """
     done = weight.clone()
-    for at in range(0, weight.shape[1], group_size):
-        span = slice(at, at + group_size)
-        group, own = weight[:, span], hessian[span, span]
+    for start in range(0, weight.shape[1], group_size):
+        span = slice(start, start + group_size)
+        group, group_hessian = weight[:, span], hessian[span, span]
         most = group.abs().amax(1, keepdim=True)
         best = torch.full((len(group),), float("inf"), device=weight.device)
         for k in range(int(_CLIPS * _MOST_CLIPPED)):
             limit = most * (1 - k / _CLIPS)
             narrow = group.clamp(-limit, limit)
             difference = group - rounding(narrow)
-            lost = ((difference @ own) * difference).sum(1)
+            lost = ((difference @ group_hessian) * difference).sum(1)
             better = lost < best
             best = torch.where(better, lost, best)
             done[:, span][better] = narrow[better]
@@ -155,8 +155,8 @@ class Awq:
         file = None if self.folder is None else file_of(self.folder, next(iter(layers), ""), ".scales")
         known_folds = None if file is None else _read_scales(file)
         if known_folds is not None:
-            for own, known, s in known_folds:
-                self._apply(block.get_submodule(own), own, known, s, layers, name_of)
+            for before_name, fold, s in known_folds:
+                self._apply(block.get_submodule(before_name), fold, s, layers)
             return
         done: list[tuple[str, ScaleFold, torch.Tensor]] = []
         ran = _call_order(block, batches[0])
@@ -165,8 +165,8 @@ class Awq:
                 continue
             for key, names in stage.groups.items():
                 linears = [module for name in names if isinstance(module := layers[name], nn.Linear)]
-                found = _feeding_module(block, ran, linears, batches[0]) if len(linears) == len(names) else None
-                if found is None:
+                before = _feeding_module(block, ran, linears, batches[0]) if len(linears) == len(names) else None
+                if before is None:
                     continue
                 hessian = Hessian(names[0], linears[0].in_features, linears[0].weight.device)
                 size = torch.zeros(len(hessian.matrix), dtype=torch.float64)
@@ -179,31 +179,23 @@ class Awq:
                 s, alpha, errors = smoothing(
                     weights, (size / hessian.tokens).to(weights[0]), hessian.matrix, self._rounding
                 )
-                own = next(name for name, module in block.named_modules() if module is found)
+                before_name = next(name for name, module in block.named_modules() if module is before)
                 gain = min(errors) / errors[0] if errors[0] else 1.0
-                done.append((own, ScaleFold(name_of(own), tuple(names), alpha, gain), s))
-                self._apply(found, *done[-1], layers, name_of)
+                done.append((before_name, ScaleFold(name_of(before_name), tuple(names), alpha, gain), s))
+                self._apply(before, *done[-1][1:], layers)
         if file is not None:
-            folds = json.dumps([(own, asdict(found)) for own, found, _ in done])
+            folds = json.dumps([(before_name, asdict(fold)) for before_name, fold, _ in done])
             scales = {str(i): s.cpu().numpy() for i, (_, _, s) in enumerate(done)}
             write_tensors(file, "the scales of a block", scales, {"folds": folds})
 
-    def _apply(
-        self,
-        before: nn.Module,
-        own: str,
-        known: ScaleFold,
-        s: torch.Tensor,
-        layers: Mapping[str, nn.Module],
-        name_of: Callable[[str], str],
-    ) -> None:
-        """Fold scales in place and record what has changed; own: the name in the block of the feeding module."""
-        self.folds.append(known)
-        if known.alpha:
-            linears = [layers[name] for name in known.layers]
+    def _apply(self, before: nn.Module, fold: ScaleFold, s: torch.Tensor, layers: Mapping[str, nn.Module]) -> None:
+        """Fold scales in place, out of the module that feeds the layers, and record what has changed."""
+        self.folds.append(fold)
+        if fold.alpha:
+            linears = [layers[name] for name in fold.layers]
             weight: torch.Tensor = linears[0].weight  # type: ignore[assignment]
             fold_scales(before, linears, s.to(weight))
-            self._record(before, name_of(own), before in layers.values())
+            self._record(before, fold.before, before in layers.values())
 
     def layer(self, layer: LayerInput, columns: np.ndarray | None = None) -> tuple[torch.Tensor, Quantized]:
         """Clip and quantize one layer; arguments and result are those of `Method.layer`."""
@@ -212,8 +204,8 @@ class Awq:
             size = self.method.grid(*weight.shape).fit_columns
             layer = replace(layer, weight=clipped(weight, hessian, size, self._rounding))
         values, done = self.method.layer(layer, columns)
-        whole = error(weight, torch.zeros_like(weight), hessian)
-        return values, replace(done, error=error(weight, values, hessian) / whole if whole else 0.0)
+        power = error(weight, torch.zeros_like(weight), hessian)
+        return values, replace(done, error=error(weight, values, hessian) / power if power else 0.0)
 
     def _rounding(self, weight: torch.Tensor) -> torch.Tensor:
         """To nearest, on the method's grid."""
@@ -232,13 +224,13 @@ class Awq:
 
 def _read_scales(file: Path) -> list[tuple[str, ScaleFold, torch.Tensor]] | None:
     """The folds that an earlier run found for a block: feeding module, fold and s; None if there are none."""
-    found = read_tensors(file)
-    if found is None:
+    stored = read_tensors(file)
+    if stored is None:
         return None
-    scales, metadata = found
+    scales, metadata = stored
     return [
-        (own, ScaleFold(**{**known, "layers": tuple(known["layers"])}), torch.from_numpy(scales[str(i)]))
-        for i, (own, known) in enumerate(json.loads(metadata["folds"]))
+        (before_name, ScaleFold(**{**fold, "layers": tuple(fold["layers"])}), torch.from_numpy(scales[str(i)]))
+        for i, (before_name, fold) in enumerate(json.loads(metadata["folds"]))
     ]
 
 

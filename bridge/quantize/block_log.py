@@ -54,8 +54,8 @@ class BlockLog:
         if not self._started:
             self._started = True
             self._begun = self._since = compiling.clock() - layer.seconds
-        number, names = next((i, own) for i, own in enumerate(self._blocks) if layer.name in own)
-        if all(own in self._layers for own in names):
+        number, names = next((i, block) for i, block in enumerate(self._blocks) if layer.name in block)
+        if all(name in self._layers for name in names):
             now = compiling.clock()
             self._record(number, names, now - self._since)
             self._since = now
@@ -63,12 +63,12 @@ class BlockLog:
 
     def _record(self, number: int, names: Sequence[str], seconds: float) -> None:
         layers = {name: self._layers[name] for name in names}
-        told = {
+        by_layer = {
             name: {
-                "type": own.type, "error": own.error, "nearest": own.nearest, "alone": own.alone,
-                "damping": own.damping, "tokens": own.tokens, "seconds": round(own.seconds, 3),
+                "type": layer.type, "error": layer.error, "nearest": layer.nearest, "alone": layer.alone,
+                "damping": layer.damping, "tokens": layer.tokens, "seconds": round(layer.seconds, 3),
             }
-            for name, own in layers.items()
+            for name, layer in layers.items()
         }  # fmt: skip
         self.records.append(
             {
@@ -76,7 +76,7 @@ class BlockLog:
                 "seconds": round(seconds, 3),
                 "tokens_a_second": round(self._tokens / max(seconds, 1e-3), 1),
                 "seconds_left": round(self._left(), 1),
-                "layers": told,
+                "layers": by_layer,
             }
         )
 
@@ -88,7 +88,7 @@ class BlockLog:
 
     def _line(self, record: Mapping[str, Any]) -> str:
         layers = record["layers"]
-        ratios = {name: own["error"] / own["nearest"] for name, own in layers.items() if own["nearest"]}
+        ratios = {name: layer["error"] / layer["nearest"] for name, layer in layers.items() if layer["nearest"]}
         text = f"block {record['block'] + 1} of {len(self._blocks)}: {duration_text(record['seconds'])}, "
         text += f"{record['tokens_a_second']:.0f} tokens a second"
         if ratios:

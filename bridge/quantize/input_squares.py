@@ -28,7 +28,8 @@ def mean_input_squares(
     memory: int | None = None,
     done: Callable[[int, int], None] = lambda blocks, total: None,
 ) -> dict[str, tuple[np.ndarray, int]]:
-    """By layer of the blocks, and the untied output head: float32 [columns], and the tokens that reached it.
+    """Mean squares float32 [columns] of the inputs of each layer of the blocks, and of the untied output head, by name,
+    and how many tokens reached it.
 
     tokens           int [sequences, length]
     batch            sequences in a forward pass
@@ -41,7 +42,7 @@ def mean_input_squares(
     check_length(tokens.shape[1], positions_of(text_config(source.model)))
     source.model.eval()
     parts = tokens.split(batch)
-    found: dict[str, tuple[np.ndarray, int]] = {}
+    squares: dict[str, tuple[np.ndarray, int]] = {}
     with ActivationStore(offload, memory) as store:
         source.load(None)
         source.load(0)
@@ -52,8 +53,12 @@ def mean_input_squares(
             source.drop(None)
         for i, block in enumerate(source.blocks):
             source.load(i)
-            layers = {source.name(f"{source.prefix}.{i}.{n}"): _Sum(m) for n, m in block.named_modules() if is_layer(m)}
-            hooks = [own.module.register_forward_pre_hook(own.add) for own in layers.values()]
+            layers = {
+                source.name(f"{source.prefix}.{i}.{n}"): _InputSquares(m)
+                for n, m in block.named_modules()
+                if is_layer(m)
+            }
+            hooks = [layer.module.register_forward_pre_hook(layer.add) for layer in layers.values()]
             try:
                 for b in batches:
                     b.select_block(i)
@@ -62,7 +67,7 @@ def mean_input_squares(
                 for hook in hooks:
                     hook.remove()
                 source.drop(i)
-            found |= {name: own.mean(name) for name, own in layers.items()}
+            squares |= {name: layer.mean(name) for name, layer in layers.items()}
             done(i + 1, len(source.blocks))
         head = source.untied_head()
         if head is not None:
@@ -72,11 +77,11 @@ def mean_input_squares(
                 hessian = head_hessian(source.model, source.blocks, parts, batches[0].items, outputs)
             finally:
                 source.drop(None)
-            found[head[0]] = hessian.mean_squares(), hessian.tokens
-    return found
+            squares[head[0]] = hessian.mean_squares(), hessian.tokens
+    return squares
 
 
-class _Sum:
+class _InputSquares:
     """Sum of squares of a layer's inputs."""
 
     def __init__(self, module: nn.Module) -> None:

@@ -37,8 +37,8 @@ from bridge.system.storage.files import read_json, write_text
 
 _JOB = "job.json"
 _PART = ".unfinished"
-_INPUTS = r"(inputs|gradients)-\d{5}-\d{5}(-float)?"  # `kept_inputs`
-_OWN = re.compile(  # the folder's files
+_INPUTS = r"(inputs|gradients)-\d{5}-\d{5}(-float)?"  # `stored_inputs`
+_RUN_FILES = re.compile(  # the files that a run leaves in the folder
     rf"(job|inputs|gradients)\.json|([0-9a-f]{{24}}(-\d{{9}})?|{_INPUTS})\.(safetensors|scales|gradients|norms|\d+\{_PART})"
 )
 _DIGEST = "digest"
@@ -105,11 +105,11 @@ class StoredLayer:
         return values
 
     def _read(self, key: str) -> list[Any]:
-        found = []
+        tensors = []
         for path in self.files:
             with safe_open(path, "np") as file:
-                found.append(file.get_tensor(key))
-        return found
+                tensors.append(file.get_tensor(key))
+        return tensors
 
 
 def file_of(folder: Path, name: str, suffix: str) -> Path:
@@ -144,12 +144,12 @@ def read_tensors(file: Path) -> tuple[dict[str, np.ndarray], dict[str, str]] | N
 
 
 def _digest(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> str:
-    """Of names, dtypes, shapes and data."""
-    found = hashlib.sha256(json.dumps(sorted(metadata.items())).encode())
+    """The SHA-256 of the tensors' names, dtypes, shapes and data, and of the metadata."""
+    digest = hashlib.sha256(json.dumps(sorted(metadata.items())).encode())
     for key, values in sorted(tensors.items()):
-        found.update(f"{key} {values.dtype.str} {values.shape}".encode())
-        found.update(values.reshape(-1).view(np.uint8).data)
-    return found.hexdigest()
+        digest.update(f"{key} {values.dtype.str} {values.shape}".encode())
+        digest.update(values.reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
 
 
 class LayerStore:
@@ -177,7 +177,7 @@ class LayerStore:
         self.layers: dict[str, StoredLayer] = {}
         self.notes: list[str] = []
         self.blocks: list[dict[str, Any]] = []
-        self._made: list[Path] = []  # folders above it that were missing
+        self._missing_parents: list[Path] = []  # that were made with the folder
         self._parts: dict[str, dict[tuple[int, int], StoredLayer]] = {}  # of layers that have several, by their rows
         job = json.loads(json.dumps(job))
         self.job = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()
@@ -195,22 +195,24 @@ class LayerStore:
             if not (folder / _JOB).is_file() and not _is_empty(folder):
                 raise BridgeError(f"{folder}: is not a folder of quantized layers; move it or choose another output")
             if (folder / _JOB).is_file():
-                found = _read_job(folder / _JOB)
-                if found == job:
+                stored_job = _read_job(folder / _JOB)
+                if stored_job == job:
                     self._load(folder)
                     return
-                if found is not None and not found.keys() & job.keys():
+                if stored_job is not None and not stored_job.keys() & job.keys():
                     raise BridgeError(f"{folder / _JOB}: is not a record of quantized layers; choose another output")
-                unfinished = found is not None and not any(map(_is_layer, folder.iterdir()))
+                unfinished = stored_job is not None and not any(map(_is_layer, folder.iterdir()))
                 if not force and not unfinished:
                     restart = f"{parameter('force', True)} starts over"
                     raise BridgeError(
                         f"{folder}: holds layers of a run with other options, inputs or version; {restart}"
                     )
-                if stray := next((file for file in sorted(folder.iterdir()) if not _OWN.fullmatch(file.name)), None):
+                if stray := next(
+                    (file for file in sorted(folder.iterdir()) if not _RUN_FILES.fullmatch(file.name)), None
+                ):
                     raise BridgeError(f"{stray}: is not a quantized layer; move it, or choose another output")
                 self.remove()
-        self._made = [above for above in folder.parents if not above.exists()]
+        self._missing_parents = [above for above in folder.parents if not above.exists()]
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as problem:
@@ -220,15 +222,15 @@ class LayerStore:
     def _load(self, folder: Path) -> None:
         """Load the files of this run that are whole; remove the others."""
         bad = 0
-        own = [file for file in sorted(folder.iterdir()) if _OWN.fullmatch(file.name)]
-        for file in filter(_is_layer, own):
+        files = [file for file in sorted(folder.iterdir()) if _RUN_FILES.fullmatch(file.name)]
+        for file in filter(_is_layer, files):
             layer = self._read(file)
             if layer is None:
                 file.unlink()
                 bad += 1
                 continue
             self.add(layer)
-        for file in (file for file in own if file.suffix == _PART):  # of a run that was killed
+        for file in (file for file in files if file.suffix == _PART):  # of a run that was killed
             file.unlink()
         if bad:
             self.notes.append(
@@ -237,8 +239,8 @@ class LayerStore:
 
     def _read(self, file: Path) -> StoredLayer | None:
         """The layer in a file that this run has written and nobody has changed; None otherwise."""
-        found = read_tensors(file)
-        record = json.loads(found[1]["layer"]) if found and found[1].get("job") == self.job else None
+        contents = read_tensors(file)
+        record = json.loads(contents[1]["layer"]) if contents and contents[1].get("job") == self.job else None
         if record is None or file != _file(file.parent, record["name"], record["rows"]):
             return None
         return StoredLayer((file,), **record)
@@ -283,7 +285,7 @@ class LayerStore:
         """The rows of a layer that are not stored, at most `step` at a time."""
         if name in self.layers:
             return []
-        spans = [(at, min(at + step, rows)) for at in range(0, rows, step)]
+        spans = [(start, min(start + step, rows)) for start in range(0, rows, step)]
         return [slice(*span) for span in spans if span not in self._parts.get(name, {})]
 
     def finished(self, name: str) -> StoredLayer | None:
@@ -295,16 +297,16 @@ class LayerStore:
 
         Rows that another process has saved count too.
         """
-        found = self.apart()
+        store = self.apart()
         if name in self.layers:
-            found.add(self.layers[name])
+            store.add(self.layers[name])
         else:
             for file in sorted(self.folder.glob(f"{_file(self.folder, name, None).stem}*.safetensors")):
                 if (layer := self._read(file)) is not None:
-                    found.add(layer)
-        if name in found.layers:
-            for file in found.layers[name].files:
-                yield torch.from_numpy(replace(found.layers[name], files=(file,)).values())
+                    store.add(layer)
+        if name in store.layers:
+            for file in store.layers[name].files:
+                yield torch.from_numpy(replace(store.layers[name], files=(file,)).values())
 
     def save(
         self,
@@ -376,8 +378,8 @@ class LayerStore:
 
     def norms(self, name: str, part: int | None = None) -> torch.Tensor | None:
         """|g| of a layer as `save_norms` has it; None: there is none."""
-        found = read_tensors(self._norms_file(expert_pattern(name), part))
-        return torch.from_numpy(found[0]["norms"]) if found and found[1]["job"] == self.job else None
+        tensors = self._tensors(self._norms_file(expert_pattern(name), part))
+        return None if tensors is None else torch.from_numpy(tensors["norms"])
 
     def weights(self, names: Sequence[str]) -> torch.Tensor | None:
         """How much each token counts in H of layers with the same inputs, float32 [tokens]; None: all alike."""
@@ -385,21 +387,26 @@ class LayerStore:
 
     def outputs(self, name: str, part: int | None = None) -> OutputHessian | None:
         """A of a layer as `save_outputs` has it; None: there is none."""
-        found = read_tensors(self._outputs_file(name, part))
-        if not found or found[1]["job"] != self.job or "outputs" not in found[0]:
+        tensors = self._tensors(self._outputs_file(name, part)) or {}
+        if "outputs" not in tensors:
             return None
-        values = {key: torch.from_numpy(value) for key, value in found[0].items()}
+        values = {key: torch.from_numpy(value) for key, value in tensors.items()}
         return OutputHessian(values["outputs"], values.get("held"), float(values["share"]))
 
     def has_outputs(self, names: Collection[str]) -> bool:
         """Whether A of each of these layers that are not finished was kept, or that it has none."""
         files = (self._outputs_file(name) for name in names if name not in self.layers)
-        return all((found := read_tensors(file)) is not None and found[1].get("job") == self.job for file in files)
+        return all(self._tensors(file) is not None for file in files)
 
     def drop_outputs(self, name: str, part: int) -> None:
         """Remove A, and |g|, of a part of the sequences."""
         self._outputs_file(name, part).unlink(missing_ok=True)
         self._norms_file(expert_pattern(name), part).unlink(missing_ok=True)
+
+    def _tensors(self, file: Path) -> dict[str, np.ndarray] | None:
+        """The tensors of a file that this run has written; None: there is none."""
+        contents = read_tensors(file)
+        return contents[0] if contents and contents[1].get("job") == self.job else None
 
     def _outputs_file(self, name: str, part: int | None = None) -> Path:
         return file_of(self.folder, name, f"{'' if part is None else f'-{part:09}'}.gradients")
@@ -412,10 +419,10 @@ class LayerStore:
         with suppress(OSError):
             for folder in (*self._others, self.folder):
                 for file in folder.iterdir():
-                    if _OWN.fullmatch(file.name):
+                    if _RUN_FILES.fullmatch(file.name):
                         file.unlink()
-            for made in (*self._others, self.folder, *self._made):
-                made.rmdir()
+            for folder in (*self._others, self.folder, *self._missing_parents):
+                folder.rmdir()
 
     def remove_if_empty(self) -> None:
         """Remove the folder if no layer was finished, nor a block's gradients."""
@@ -428,7 +435,7 @@ def _file(folder: Path, name: str, rows: Sequence[int] | None) -> Path:
 
 
 def _is_layer(file: Path) -> bool:
-    return file.suffix == ".safetensors" and not re.match(_INPUTS, file.name) and bool(_OWN.fullmatch(file.name))
+    return file.suffix == ".safetensors" and not re.match(_INPUTS, file.name) and bool(_RUN_FILES.fullmatch(file.name))
 
 
 def _is_empty(folder: Path) -> bool:
@@ -437,7 +444,7 @@ def _is_empty(folder: Path) -> bool:
 
 
 def _read_job(file: Path) -> Any:
-    """None where it is damaged."""
+    """The content of a `job.json`; None where it is damaged."""
     try:
         return read_json(file)
     except BridgeError:

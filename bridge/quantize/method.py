@@ -133,8 +133,8 @@ class Method:
         if not layer.hessian.tokens:
             hessian = torch.eye(len(hessian), device=hessian.device)
         if self.damping < float("inf"):
-            own = self.shrinkage
-            layer.hessian.shrinkage = shrinkage_of(layer.hessian, self.damping) if own is None else own
+            shrinkage = self.shrinkage
+            layer.hessian.shrinkage = shrinkage_of(layer.hessian, self.damping) if shrinkage is None else shrinkage
         grid = self.grid(*weight.shape)
         if isinstance(grid, CodebookGrid) and self.act_order == "static":
             given = parameter("act_order", "static")
@@ -148,17 +148,17 @@ class Method:
         elif self.act_order == "fixed":
             parts = (grid.sub, grid.unit) if grid.vectors else ()
             order = grouped_act_order(hessian, grid.fit_columns, *parts)
-        at = layout if order is None else order if layout is None else layout[order]
-        whole_order = None if at is None else torch.from_numpy(at).to(weight.device)
+        columns_in_order = layout if order is None else order if layout is None else layout[order]
+        factor_order = None if columns_in_order is None else torch.from_numpy(columns_in_order).to(weight.device)
         held, judge = layer.hessian.held, None
         if held is not None and held.tokens and self.damping < float("inf"):
             judge = HeldError(layer, self.alpha > 0)
         target = weight
         if self.alpha:
-            target = target_of(layer.name, weight, layer.hessian, self.damping, self.alpha, layer.last, whole_order)
+            target = target_of(layer.name, weight, layer.hessian, self.damping, self.alpha, layer.last, factor_order)
         if layout is not None:
             target = target[:, layout]
-        seen = hessian
+        unshrunk = hessian
         if layer.hessian.shrinkage:
             hessian = shrunk(hessian, layer.hessian.shrinkage)
         dead = hessian.diagonal() == 0  # whatever these columns hold, outputs stay the same
@@ -168,13 +168,13 @@ class Method:
         def factor(keep: bool) -> tuple[torch.Tensor, float] | None:
             if not layer.hessian.tokens:
                 return None
-            return layer.hessian.factor(self.damping, whole_order, keep)
+            return layer.hessian.factor(self.damping, factor_order, keep)
 
         fit = "first" if self.act_order == "static" else "reached"
         solution = self._two_sided(target, hessian, layer.outputs, grid, order, fit, factor)
         if solution is None:
             keep = not layer.last
-            solution = solve(target, hessian, grid, order=order, fit=fit, damping=self.damping, found=factor(keep))
+            solution = solve(target, hessian, grid, order=order, fit=fit, damping=self.damping, factored=factor(keep))
             if self.sweeps and solution.damping < float("inf") and not grid.ternary:
                 diagonal = hessian.diagonal().clone()
                 damp(hessian, solution.damping)
@@ -186,18 +186,19 @@ class Method:
             codes = round_alone(target, grid, _importance(layer, layout))
             solution = Solution(codes, solution.damping)
         some = slice(None, None, max(1, len(target) // _ROWS))
-        own = target[some]
-        lost = error(own, dequantize(np.ascontiguousarray(solution.codes[some]), grid, some), seen)
-        whole = error(own, torch.zeros(()).expand(own.shape), seen)
+        sample = target[some]
+        lost = error(sample, dequantize(np.ascontiguousarray(solution.codes[some]), grid, some), unshrunk)
+        power = error(sample, torch.zeros(()).expand(sample.shape), unshrunk)
         seconds = compiling.clock() - begun
-        share = lost / whole if whole else 0.0
+        share = lost / power if power else 0.0
         nearest = share
         if solution.damping < float("inf"):
-            few = own[:: max(1, len(own) // _NEAREST_ROWS)]
-            power = error(few, torch.zeros(()).expand(few.shape), seen)
+            few = sample[:: max(1, len(sample) // _NEAREST_ROWS)]
+            few_power = error(few, torch.zeros(()).expand(few.shape), unshrunk)
             alike = np.ones(few.shape[1], np.float32)
             other = self.grid(*few.shape)
-            nearest = error(few, dequantize(round_alone(few, other, alike), other), seen) / power if power else 0.0
+            few_lost = error(few, dequantize(round_alone(few, other, alike), other), unshrunk)
+            nearest = few_lost / few_power if few_power else 0.0
         done = Quantized(layer.name, grid, solution.codes, layout, share, solution.damping, seconds, nearest, alone)
         return done.values().to(weight.device), done
 
@@ -206,11 +207,11 @@ class Method:
     ) -> bool:
         """Whether the held-back tokens lose less where each weight is rounded by itself, with an importance matrix."""
         back = slice(None) if layout is None else np.argsort(layout)
-        own = dequantize(np.ascontiguousarray(codes[judge.rows]), grid, judge.rows)[:, back]
+        solved = dequantize(np.ascontiguousarray(codes[judge.rows]), grid, judge.rows)[:, back]
         weight = judge.weight if layout is None else judge.weight[:, layout]
         other = self.grid(*weight.shape)
         alone = dequantize(round_alone(weight, other, _importance(layer, layout)), other)[:, back]
-        return judge.of(torch.from_numpy(alone)) < judge.of(torch.from_numpy(own))
+        return judge.of(torch.from_numpy(alone)) < judge.of(torch.from_numpy(solved))
 
     def _two_sided(
         self,
@@ -222,32 +223,32 @@ class Method:
         fit: str,
         factor: Callable[[bool], tuple[torch.Tensor, float] | None],
     ) -> Solution | None:
-        """With A of the outputs too; None where it does not help, or where no damping of H was enough."""
+        """Codes rounded with A of the outputs too; None where it does not help, or no damping of H was enough."""
         shrinkage = 1.0 if outputs is None else output_shrinkage(outputs)
-        found = factor(True) if shrinkage < 1 else None
-        if outputs is None or found is None:
+        factored = factor(True) if shrinkage < 1 else None
+        if outputs is None or factored is None:
             return None
         sweeps = 0 if grid.ternary else self.sweeps
-        plain, damped = hessian.diagonal().clone(), damped_diagonal(hessian, found[1])
+        plain, damped = hessian.diagonal().clone(), damped_diagonal(hessian, factored[1])
         hessian.diagonal().copy_(damped)  # in place: a copy of H takes 3.3 GB for 28,672 columns
         metrics = metrics_of(hessian, grid) if sweeps else []
 
-        def round_rows(weight: torch.Tensor, own: Any) -> np.ndarray:
-            options: Any = {"order": order, "fit": fit, "damping": self.damping, "found": found, "nearest": False}
+        def round_rows(weight: torch.Tensor, part_grid: Any) -> np.ndarray:
+            options: Any = {"order": order, "fit": fit, "damping": self.damping, "factored": factored, "nearest": False}
             hessian.diagonal().copy_(plain)
-            codes = solve(weight.clone(), hessian, own, **options).codes
+            codes = solve(weight.clone(), hessian, part_grid, **options).codes
             hessian.diagonal().copy_(damped)
             if sweeps:
-                move_all(product(weight, hessian, own, codes), hessian, own, codes, sweeps, metrics)
+                move_all(product(weight, hessian, part_grid, codes), hessian, part_grid, codes, sweeps, metrics)
             return codes
 
-        def refine_rows(g: torch.Tensor, own: Any, codes: np.ndarray) -> torch.Tensor:
-            return move_all(g, hessian, own, codes, min(sweeps, 1), metrics, keep=True)  # a second gains 0.1%
+        def refine_rows(g: torch.Tensor, part_grid: Any, codes: np.ndarray) -> torch.Tensor:
+            return move_all(g, hessian, part_grid, codes, min(sweeps, 1), metrics, keep=True)  # a second gains 0.1%
 
         solver = RowSolver(hessian, round_rows, refine_rows)
         codes = round_two_sided(target, outputs.blocks, grid, solver, shrinkage)
         hessian.diagonal().copy_(plain)
-        return Solution(codes, found[1])
+        return Solution(codes, factored[1])
 
 
 def round_alone(weight: torch.Tensor, grid: Any, importance: np.ndarray) -> np.ndarray:
@@ -267,8 +268,8 @@ def round_alone(weight: torch.Tensor, grid: Any, importance: np.ndarray) -> np.n
 
 
 def _importance(layer: LayerInput, layout: np.ndarray | None) -> np.ndarray:
-    found = layer.hessian.mean_squares()
-    return found if layout is None else found[layout]
+    squares = layer.hessian.mean_squares()
+    return squares if layout is None else squares[layout]
 
 
 def columns_by_diagonal(hessian: torch.Tensor) -> np.ndarray:

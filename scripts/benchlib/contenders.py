@@ -18,7 +18,7 @@ import numpy as np
 
 from bridge.checkpoint import open_checkpoint
 from bridge.quantize.model.float_model import FloatModel, arithmetic
-from bridge.quantize.run.calibration_text import calibrating, with_length
+from bridge.quantize.run.calibration_text import calibration_set, with_length
 from bridge.quantize.settings import Calibration
 from bridge.quantize.text.mixture import calibration_sequences
 from bridge.quantize.text.sources import sources_of
@@ -60,7 +60,7 @@ class Tokens:
         with open_checkpoint(floats) as checkpoint:
             settings, _ = with_length(checkpoint, settings)
             model = FloatModel(checkpoint, arithmetic(checkpoint))
-            calibration = calibrating(model, settings, model.linears())
+            calibration = calibration_set(model, settings, model.linears())
         fitted = len(calibration.tokens) - calibration.held
         for file, part in zip(self._files(), (calibration.tokens[:fitted], calibration.tokens[fitted:]), strict=True):
             np.save(file, part.numpy())

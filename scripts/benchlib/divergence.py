@@ -22,7 +22,7 @@ from bridge.quantize.model.forward_passes import output_hessians
 from bridge.quantize.quantizer import LayerHooks
 from bridge.quantize.solve.hessian import token_weights
 from bridge.quantize.text.default_text import openings
-from bridge.quantize.text.mixture import Calibrating, calibration_sequences
+from bridge.quantize.text.mixture import CalibrationSet, calibration_sequences
 from bridge.quantize.text.own_samples import own_samples
 from bridge.quantize.text.sources import sources_of
 from scripts.peers import reference
@@ -105,7 +105,7 @@ class FloatModel:
             streamed = Streamed(open_checkpoint(self.folder))
             return own_samples(streamed, openings(tokenizer), [tokenizer.eos_token_id], count, length)
 
-        calibration = calibration_sequences(sources_of(texts), tokenizer, options.samples, options.length, own=own)
+        calibration = calibration_sequences(sources_of(texts), tokenizer, options.samples, options.length, sampler=own)
         self.calibration, self.held = calibration.tokens.numpy(), calibration.held
         self.tests = options.test if isinstance(options.test, list) else [options.test]
         texts_read = [test.read_text(encoding="utf-8") for test in self.tests]
@@ -158,7 +158,7 @@ class FloatModel:
     def gradients(self) -> LayerHooks:
         """A of each layer and how much the tokens count in its H, as `quantize_model` takes them."""
         model, tokens = Streamed(open_checkpoint(self.folder)), torch.from_numpy(self.calibration)
-        held = Calibrating(tokens, held=self.held).held_tokens()
+        held = CalibrationSet(tokens, held=self.held).held_tokens()
         norms: dict[str, torch.Tensor] = {}
         outputs = dict(output_hessians(model, tokens, ActivationStore(None), held=held, norms=norms.__setitem__))
         weights = lambda names: token_weights([norms.get(expert_pattern(name)) for name in names])  # noqa: E731

@@ -268,7 +268,7 @@ def test_the_curve_has_the_file_once_with_the_bytes_that_it_gets() -> None:
     search, million = _Search.__new__(_Search), 10**6
     search.items = [cast(Any, SimpleNamespace(sizes=np.array([10, 20, 40]) * million))] * 2
     search.losses = [np.array([0.4, 0.1, 0.01])] * 2
-    search.found = SearchResult(np.array([1, 1]), np.ones(2))
+    search.result = SearchResult(np.array([1, 1]), np.ones(2))
     own = 140 * million - 3232  # scales of NVFP4 took less than they were counted with
     curve = search.curve(100 * million, own)
     sizes = [120 * million, 130 * million, own, 160 * million, 180 * million]
@@ -446,7 +446,7 @@ def test_swaps_never_raise_what_is_measured_and_find_what_estimates_cannot_know(
     assert found.measured == sorted(found.measured, reverse=True)
     assert found.measured[0] == plain.measured[0]
     assert found.measured[-1] < 0.8 * plain.measured[-1]
-    assert measure(found.taken, found.scales, False) == found.measured[-1]
+    assert measure(found.chosen, found.scales, False) == found.measured[-1]
     whole = [t for t in tried if FLOAT not in t]
     assert all(sum(int(s[o]) for s, o in zip(sizes, t, strict=True)) <= limit for t in whole)
 
@@ -460,7 +460,7 @@ def test_estimates_allocate_and_scale_the_errors_of_trials() -> None:
         return sum(float(x[t]) * by for x, t, by in zip(losses, taken, felt * scales, strict=True) if t != FLOAT)
 
     found = search(sizes, losses, 9, measure, lambda taken: measure(taken, np.ones(3), False), [[0], [1], [2]], 6)
-    assert found.taken.tolist() == [1, 1, 1]
+    assert found.chosen.tolist() == [1, 1, 1]
     assert found.scales.tolist() == [1, 2, 1]
     assert found.measured == [9]
     assert found.estimated.tolist() == [3, 3, 3]

@@ -242,5 +242,5 @@ def test_eight_tokens_are_taken_for_each_input_of_the_widest_layer_but_no_fewer_
     monkeypatch.setattr(mixture, "calibration_sequences", taken)
     shapes = {"down": (128, columns), "up": (columns, 128), "other": (8, 1 << 20)}
     model: Any = SimpleNamespace(ckpt=None, vocabulary=1000, linears=lambda: shapes, head=lambda: ("head", (1000, 128)))
-    found = calibration_text.calibrating(model, Calibration("tokens.npy", length=length), {"down", "up"})
+    found = calibration_text.calibration_set(model, Calibration("tokens.npy", length=length), {"down", "up"})
     assert found.tokens.shape == (sequences, length)

@@ -15,7 +15,7 @@ from bridge.errors import BridgeError, BridgeWarning
 from bridge.quantize import Method, quantize_model, superblocks
 from bridge.quantize.model.float_model import FloatModel
 from bridge.quantize.quantizer import LayerInput
-from bridge.quantize.run.calibration_text import calibrating, enough_of
+from bridge.quantize.run.calibration_text import calibration_set, enough_of
 from bridge.quantize.settings import Calibration
 from bridge.quantize.solve.hessian import Hessian, _lost, best_shrinkage, damp, shrinkage_of, shrunk
 from bridge.quantize.text import default_text, mixture
@@ -115,7 +115,7 @@ def test_the_default_mixture_is_half_own_samples_and_every_kind_of_shipped_text(
         asked.append((count, length))
         return torch.full((count, length), 7)
 
-    found = calibration_sequences([Source(None, 1.0)], tokenizer, 32, 64, own=own)
+    found = calibration_sequences([Source(None, 1.0)], tokenizer, 32, 64, sampler=own)
     assert asked == [(16, 64)]
     assert (found.drawn, len(found.tokens)) == (16, 32)
     assert (found.tokens[:16] == 7).all()
@@ -219,7 +219,7 @@ def test_without_memory_for_the_model_the_shipped_texts_alone_are_taken(
         bridge.open_checkpoint(model) as ckpt,
         pytest.warns(BridgeWarning, match="its weights do not fit in memory, so it is calibrated without samples"),
     ):
-        found = calibrating(FloatModel(ckpt), Calibration(samples=8, length=64), ["model.layers.0.mlp.up_proj"])
+        found = calibration_set(FloatModel(ckpt), Calibration(samples=8, length=64), ["model.layers.0.mlp.up_proj"])
     assert (found.drawn, len(found.tokens)) == (0, 8)
 
 

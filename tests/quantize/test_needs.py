@@ -143,7 +143,7 @@ def test_a_store_of_activations_keeps_as_much_in_memory_as_it_may(tmp_path: Path
 def test_memory_without_a_folder_limits_only_what_can_be_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activations, "free_memory", lambda: 1000)
     store = ActivationStore(None)
-    assert store.place(800) is None
+    assert store.file_for(800) is None
     assert not store.has_room(1)
     store.free(800)
     assert store.has_room(500)

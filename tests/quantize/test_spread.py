@@ -15,7 +15,7 @@ import torch
 from bridge.conversion.converter import convert
 from bridge.quantize.run.cluster import LocalCluster, Spread
 from bridge.quantize.run.walk import Walk
-from bridge.quantize.run.worker import leave_work
+from bridge.quantize.run.worker import close_workers
 from bridge.quantize.settings import Calibration
 from bridge.quantize.solve.hessian import Hessian, held_back
 from tests.support.tiny_models import save_model
@@ -55,7 +55,7 @@ class Elsewhere(LocalCluster):
             found = function(*got)
             assert [state_of(value) for value in got] == before  # Dask may be sending them to other workers
             if self.count % 3 == 0:
-                leave_work()
+                close_workers()
         return pickle.loads(cloudpickle.dumps(found))
 
 

@@ -66,11 +66,11 @@ def quantize_planned(
     return replace(plan, tensors=tensors), layers, notes
 
 
-def _write_imatrix(plan: Plan, kept: LayerStore, settings: Calibration) -> None:
+def _write_imatrix(plan: Plan, stored: LayerStore, settings: Calibration) -> None:
     """Write llama.cpp's importance matrix of the tensors whose parts were all calibrated."""
     from bridge.gguf_file.imatrix import write_imatrix
 
-    layers = {name: (layer.importance(), layer.tokens) for name, layer in kept.layers.items()}
+    layers = {name: (layer.importance(), layer.tokens) for name, layer in stored.layers.items()}
     importance = importance_of_tensors(plan.tensors, layers)
     assert settings.imatrix_out is not None
     assert settings.length is not None

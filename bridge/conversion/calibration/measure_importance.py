@@ -13,14 +13,14 @@ from tempfile import TemporaryDirectory
 from bridge.checkpoint import Checkpoint
 from bridge.conversion.planning.importance import Importance, importance_of_tensors
 from bridge.models.outline import ModelTensor
-from bridge.quantize.run.calibration_text import calibrating
+from bridge.quantize.run.calibration_text import calibration_set
 from bridge.quantize.settings import Calibration
 
 
 def measured_importance(ckpt: Checkpoint, tensors: Sequence[ModelTensor], settings: Calibration) -> Importance:
     """The importance of the tensors' columns on the calibration text.
 
-    Raises BridgeError as `calibrating` and `mean_input_squares` do.
+    Raises BridgeError as `calibration_set` and `mean_input_squares` do.
     """
     from bridge.gguf_file.imatrix import read_imatrix, write_imatrix
     from bridge.quantize.input_squares import mean_input_squares
@@ -30,19 +30,19 @@ def measured_importance(ckpt: Checkpoint, tensors: Sequence[ModelTensor], settin
 
     assert settings.length is not None  # by with_length
     model = FloatModel(ckpt, fast_arithmetic(settings.device), settings.device)  # means need no more precision
-    tokens = calibrating(model, settings, ()).tokens
+    tokens = calibration_set(model, settings, ()).tokens
     batch = sequences_together(settings.length)
-    room = needs_of_pass(model, (len(tokens), settings.length), settings)
+    needs = needs_of_pass(model, (len(tokens), settings.length), settings)
     if settings.say:
-        settings.say(f"importance of {tokens.numel():,} tokens: {room}")
+        settings.say(f"importance of {tokens.numel():,} tokens: {needs}")
 
     def done(blocks: int, total: int) -> None:
         if settings.progress:
             settings.progress(blocks, total, "importance matrix")
 
     with TemporaryDirectory(dir=settings.offload) as folder:
-        layers = mean_input_squares(model, tokens, batch=batch, offload=folder, memory=room.layers, done=done)
+        layers = mean_input_squares(model, tokens, batch=batch, offload=folder, memory=needs.layers, done=done)
         file = settings.imatrix_out or Path(folder) / "imatrix.gguf"
-        found = importance_of_tensors(tensors, layers)
-        write_imatrix(file, found, settings.length, [str(source) for source in settings.sources])
+        importance = importance_of_tensors(tensors, layers)
+        write_imatrix(file, importance, settings.length, [str(source) for source in settings.sources])
         return Importance(read_imatrix(file), None if settings.imatrix_out is None else str(file))

@@ -36,12 +36,12 @@ def allocate(sizes: Sequence[np.ndarray], losses: Sequence[np.ndarray], limit: i
         )
     if not len(sizes):
         return np.empty(0, np.int64)
-    price, taken = _fill(sizes, losses, limit)
+    price, chosen = _fill(sizes, losses, limit)
     reduced = _reduced(sizes, losses, price)
-    left = limit - sum(int(s[t]) for s, t in zip(sizes, taken, strict=True))
-    gap = sum(float(r[t]) for r, t in zip(reduced, taken, strict=True)) + price * left
+    left = limit - sum(int(s[t]) for s, t in zip(sizes, chosen, strict=True))
+    gap = sum(float(r[t]) for r, t in zip(reduced, chosen, strict=True)) + price * left
     better = _search(sizes, reduced, price, limit, gap * (1 - 1e-12))
-    return taken if better is None else better
+    return chosen if better is None else better
 
 
 def least_increases(sizes: Sequence[np.ndarray], losses: Sequence[np.ndarray], limit: int) -> list[np.ndarray]:
@@ -79,38 +79,38 @@ def _fill(sizes: Sequence[np.ndarray], losses: Sequence[np.ndarray], limit: int)
     corners = [hull(s, loss) for s, loss in zip(sizes, losses, strict=True)]
     steps = sorted(
         (-_slope(sizes[i], losses[i], a, b), i, n)
-        for i, own in enumerate(corners)
-        for n, (a, b) in enumerate(pairwise(own))
+        for i, item_corners in enumerate(corners)
+        for n, (a, b) in enumerate(pairwise(item_corners))
     )
-    at = [0] * len(sizes)
-    left = limit - sum(int(s[own[0]]) for s, own in zip(sizes, corners, strict=True))
+    positions = [0] * len(sizes)
+    left = limit - sum(int(s[item_corners[0]]) for s, item_corners in zip(sizes, corners, strict=True))
     price = 0.0
     for negative, i, n in steps:
-        if n != at[i]:
+        if n != positions[i]:
             continue
         more = int(sizes[i][corners[i][n + 1]] - sizes[i][corners[i][n]])
         if more <= left:
-            at[i] += 1
+            positions[i] += 1
             left -= more
         elif not price:
             price = -negative
-    return price, np.array([own[n] for own, n in zip(corners, at, strict=True)])
+    return price, np.array([item_corners[n] for item_corners, n in zip(corners, positions, strict=True)])
 
 
 def _search(
     sizes: Sequence[np.ndarray], reduced: Sequence[np.ndarray], price: float, limit: int, gap: float
 ) -> np.ndarray | None:
     """The options with the least sum of reduced losses and price of unused bytes; None if that is not below `gap`."""
-    kept = [np.flatnonzero(r < gap) for r in reduced]
-    if any(not len(k) for k in kept):
+    candidates = [np.flatnonzero(r < gap) for r in reduced]
+    if any(not len(k) for k in candidates):
         return None
-    order = sorted(range(len(sizes)), key=lambda i: len(kept[i]))
-    least = np.array([int(sizes[i][kept[i]].min()) for i in order])
-    most = np.array([int(sizes[i][kept[i]].max()) for i in order])
+    order = sorted(range(len(sizes)), key=lambda i: len(candidates[i]))
+    least = np.array([int(sizes[i][candidates[i]].min()) for i in order])
+    most = np.array([int(sizes[i][candidates[i]].max()) for i in order])
     size, cost = np.zeros(1, np.int64), np.zeros(1)
     trail: list[tuple[np.ndarray, np.ndarray]] = []
     for step, i in enumerate(order):
-        options = kept[i]
+        options = candidates[i]
         sums = (size[:, None] + sizes[i][options].astype(np.int64)).ravel()
         costs = (cost[:, None] + reduced[i][options]).ravel()
         unused = np.maximum(limit - sums - int(most[step + 1 :].sum()), 0)
@@ -127,9 +127,9 @@ def _search(
             return None
         trail.append((ok // len(options), options[ok % len(options)]))
         size, cost = sums[ok], costs[ok]
-    at = int(np.argmin(cost + price * (limit - size)))
-    found = np.empty(len(sizes), np.int64)
+    state = int(np.argmin(cost + price * (limit - size)))
+    chosen = np.empty(len(sizes), np.int64)
     for i, (parent, option) in zip(reversed(order), reversed(trail), strict=True):
-        found[i] = option[at]
-        at = int(parent[at])
-    return found
+        chosen[i] = option[state]
+        state = int(parent[state])
+    return chosen

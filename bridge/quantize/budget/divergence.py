@@ -67,7 +67,7 @@ class Divergence:
     memory: int | None = None
     _base: dict[str, Rounded] = field(default_factory=dict)
     _last: tuple[dict[str, Rounded], list[list[torch.Tensor]], float] | None = None
-    _kept: dict[tuple[str, Rounded], torch.Tensor] = field(default_factory=dict)
+    _cache: dict[tuple[str, Rounded], torch.Tensor] = field(default_factory=dict)
     _expected: dict[int, torch.Tensor] = field(default_factory=dict)  # by batch: log p, [sequences, length, vocabulary]
 
     def __post_init__(self) -> None:
@@ -93,14 +93,14 @@ class Divergence:
         return self._last[2]
 
     def measure_few(self, trial: Trial) -> float:
-        """The same on every fourth batch: a quarter of the time, for a loss within some percent."""
+        """`measure` on every fourth batch: a quarter of the time, for a loss within some percent."""
         return self._divergence(self._run(trial, _FEW)[-1], trial, _FEW)
 
     def _run(self, trial: Trial, some: slice) -> list[list[torch.Tensor]]:
         """The inputs of each block and the last one's outputs, of some batches, from where it differs from the base."""
         differing = [i for name, i in self._order.items() if trial.get(name) != self._base.get(name)]
         first = min(differing, default=len(self.passes.model.blocks))
-        inputs = [own[some] for own in self._inputs[: max(first, 0) + 1]]
+        inputs = [by_batch[some] for by_batch in self._inputs[: max(first, 0) + 1]]
         embeddings = self.embedding_and_head[0]
         if first < 0:
             inputs = [self.passes.inputs[0][some]]
@@ -113,16 +113,16 @@ class Divergence:
         )
 
     def _values(self, name: str, module: nn.Module, rounded: Rounded) -> torch.Tensor:
-        """float32 [out, columns]."""
-        found = self._kept.get((name, rounded))
-        if found is None:
-            found = self._rounded(name, matrix(module), rounded)
+        """A layer's weights in a trial, float32 [out, columns]."""
+        values = self._cache.get((name, rounded))
+        if values is None:
+            values = self._rounded(name, matrix(module), rounded)
             if self.has_room():
-                self._kept[name, rounded] = found
-        return found
+                self._cache[name, rounded] = values
+        return values
 
     def _rounded(self, name: str, weight: torch.Tensor, rounded: Rounded) -> torch.Tensor:
-        """The same of float weights, which are overwritten."""
+        """Float weights [out, columns], which are overwritten, as the trial rounds them."""
         if rounded.type not in WRITTEN:
             return nearest(weight, rounded.type)
         file = self.folder / f"{hashlib.sha256(name.encode()).hexdigest()[:24]}-{rounded.type}.npy"
@@ -143,24 +143,24 @@ class Divergence:
         module, head = self.passes.model.model.get_output_embeddings(), self.embedding_and_head[1]
         other = self._values(head, module, trial[head]) if head in trial else None
         total, batches = 0.0, range(len(self.passes.batches))[some]
-        for batch, own in zip(batches, outputs, strict=True):
+        for batch, x in zip(batches, outputs, strict=True):
             expected = self._log_probabilities(batch)
             with ExitStack() as stack:
                 if other is not None:
                     stack.enter_context(self.passes.changed(module, other))
-                found = self.passes.logits(batch, own)
-            for log_p, q in zip(expected.split(_POSITIONS), found.flatten(0, 1).split(_POSITIONS), strict=True):
+                logits = self.passes.logits(batch, x)
+            for log_p, q in zip(expected.split(_POSITIONS), logits.flatten(0, 1).split(_POSITIONS), strict=True):
                 total += float((log_p.exp() * (log_p - q.log_softmax(-1))).sum(-1).double().sum())
         return total / sum(self.passes.batches[batch].numel() for batch in batches)
 
     def _log_probabilities(self, batch: int) -> torch.Tensor:
         """The float model's, float32 [tokens of a batch, vocabulary]."""
-        found = self._expected.get(batch)
-        if found is None:
+        log_p = self._expected.get(batch)
+        if log_p is None:
             logits = self.passes.logits(batch, self.passes.inputs[-1][batch]).flatten(0, 1)
-            found = torch.empty_like(logits)
-            for own, x in zip(found.split(_POSITIONS), logits.split(_POSITIONS), strict=True):
-                own.copy_(x.log_softmax(-1))
+            log_p = torch.empty_like(logits)
+            for out, x in zip(log_p.split(_POSITIONS), logits.split(_POSITIONS), strict=True):
+                out.copy_(x.log_softmax(-1))
             if self.has_room():
-                self._expected[batch] = found
-        return found
+                self._expected[batch] = log_p
+        return log_p

@@ -103,7 +103,7 @@ class LayerCosts:
     def _measure_embeddings(
         self, passes: Passes, tokens: torch.Tensor, products: torch.Tensor, as_head: tuple[Hessian, torch.Tensor] | None
     ) -> None:
-        """As they are rounded: two-sided with a Hessian of their own, else to nearest."""
+        """Costs of the embeddings, which are rounded two-sided with a Hessian of their own, else to nearest."""
         from bridge.quantize.budget.sensitivity import OutputMetric, layer_costs
         from bridge.quantize.model.embeddings import embeddings_hessian, embeddings_matrix
 

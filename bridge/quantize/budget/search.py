@@ -31,14 +31,14 @@ Measure = Callable[[np.ndarray, np.ndarray, bool], float]
 class SearchResult:
     """The result of `search`.
 
-    taken     int [items], the option of each
+    chosen    int [items], the option of each
     scales    float [items], what scales the squared errors of each in trials
     measured  losses of the allocation after each step that was kept, falling
     trials    number of models measured
     estimated, alone   losses of the groups in the first allocation, estimated and measured
     """
 
-    taken: np.ndarray
+    chosen: np.ndarray
     scales: np.ndarray
     measured: list[float] = field(default_factory=list)
     trials: int = 0
@@ -67,45 +67,45 @@ def search(
     groups                items whose errors are scaled together
     swaps                 maximum number of swaps to measure
     """
-    taken = allocate(sizes, losses, limit)
-    found = SearchResult(taken, np.ones(len(taken)))
-    _scale(found, losses, measure_alone, groups)
-    found.measured.append(measure(taken, found.scales, True))
-    found.trials += 1
-    seen = {taken.tobytes()}
+    chosen = allocate(sizes, losses, limit)
+    result = SearchResult(chosen, np.ones(len(chosen)))
+    _scale(result, losses, measure_alone, groups)
+    result.measured.append(measure(chosen, result.scales, True))
+    result.trials += 1
+    seen = {chosen.tobytes()}
     while swaps:
-        for taken in _neighbours(sizes, losses, found.taken, limit, min(swaps, _MISSES), seen):
+        for chosen in _neighbours(sizes, losses, result.chosen, limit, min(swaps, _MISSES), seen):
             swaps -= 1
-            seen.add(taken.tobytes())
-            found.trials += 1
-            loss = measure(taken, found.scales, False)
-            if loss < found.measured[-1]:
-                found.taken = taken
-                found.measured.append(loss)
-                measure(taken, found.scales, True)
+            seen.add(chosen.tobytes())
+            result.trials += 1
+            loss = measure(chosen, result.scales, False)
+            if loss < result.measured[-1]:
+                result.chosen = chosen
+                result.measured.append(loss)
+                measure(chosen, result.scales, True)
                 break
         else:
             break
-    return found
+    return result
 
 
 def _scale(
-    found: SearchResult,
+    result: SearchResult,
     losses: Sequence[np.ndarray],
     measure_alone: Callable[[np.ndarray], float],
     groups: Sequence[Sequence[int]],
 ) -> None:
     """Find what brings each group's measured loss to the estimated one."""
-    found.estimated, found.alone = np.empty(len(groups)), np.empty(len(groups))
+    result.estimated, result.alone = np.empty(len(groups)), np.empty(len(groups))
     for i, group in enumerate(groups):
-        own = list(group)
-        only = np.full_like(found.taken, FLOAT)
-        only[own] = found.taken[own]
-        found.alone[i] = measure_alone(only)
-        found.estimated[i] = sum(float(losses[k][found.taken[k]]) for k in own)
-        found.trials += 1
-        if found.alone[i] > 0:
-            found.scales[own] = min(max(found.estimated[i] / found.alone[i], 1 / _MOST), _MOST)
+        items = list(group)
+        only = np.full_like(result.chosen, FLOAT)
+        only[items] = result.chosen[items]
+        result.alone[i] = measure_alone(only)
+        result.estimated[i] = sum(float(losses[k][result.chosen[k]]) for k in items)
+        result.trials += 1
+        if result.alone[i] > 0:
+            result.scales[items] = min(max(result.estimated[i] / result.alone[i], 1 / _MOST), _MOST)
 
 
 def _neighbours(
@@ -122,7 +122,7 @@ def _neighbours(
     count  how many are wanted. Options are looked at by what they cost at least, so that few allocations are solved
     """
     least = least_increases(sizes, losses, limit)
-    options = [(float(x), i, option) for i, own in enumerate(least) for option, x in enumerate(own)]
+    options = [(float(x), i, option) for i, increases in enumerate(least) for option, x in enumerate(increases)]
     ranked: dict[bytes, tuple[float, np.ndarray]] = {}
     for _, i, option in sorted(options):
         if len(ranked) >= 2 * count:
@@ -132,9 +132,9 @@ def _neighbours(
         if option == now[i] or sum(int(s.min()) for s in some) > limit:
             continue
         some_losses = [x[one] if k == i else x for k, x in enumerate(losses)]
-        taken = allocate(some, some_losses, limit)
-        loss = sum(float(x[t]) for x, t in zip(some_losses, taken, strict=True))
-        taken[i] = option
-        if taken.tobytes() not in seen:
-            ranked[taken.tobytes()] = loss, taken
-    return [taken for _, taken in sorted(ranked.values(), key=lambda r: r[0])[:count]]
+        chosen = allocate(some, some_losses, limit)
+        loss = sum(float(x[t]) for x, t in zip(some_losses, chosen, strict=True))
+        chosen[i] = option
+        if chosen.tobytes() not in seen:
+            ranked[chosen.tobytes()] = loss, chosen
+    return [chosen for _, chosen in sorted(ranked.values(), key=lambda r: r[0])[:count]]

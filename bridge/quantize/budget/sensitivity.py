@@ -86,7 +86,7 @@ def nearest(weight: torch.Tensor, type: str, importance: np.ndarray | None = Non
 def nearest_blocks(
     weight: torch.Tensor, type: str, importance: np.ndarray | None = None, scale: float = 1.0
 ) -> np.ndarray:
-    """The same for a block type, as its blocks uint8 [rows, row bytes]."""
+    """Blocks uint8 [rows, row bytes] of float32 [rows, columns] rounded to a block type; arguments as of `nearest`."""
     if type in FP4:
         method = Method(superblocks(type, scale), "none", math.inf, sweeps=0)
         return method.layer(LayerInput("", weight, Hessian("", weight.shape[1], weight.device)))[1].blocks()
@@ -134,16 +134,16 @@ def layer_costs(
         return dict.fromkeys(methods, Cost(0.0))
     likely = (powers / powers.sum(0)).mean(1)
     rows, counts = draw(likely, samples)
-    own = weight[rows]
+    sampled = weight[rows]
     share = counts / likely[rows] / (4 * samples)
     costs = {}
     for type, method in methods.items():
-        errors = own - nearest(own, type, importance, scale)
+        errors = sampled - nearest(sampled, type, importance, scale)
         plain = sum(_loss(errors, m.hessian, m.squares[rows] * share) for m in metrics)
         if method is None:
             costs[type] = Cost(plain)
             continue
-        errors = own - method(own, type)
+        errors = sampled - method(sampled, type)
         loss = sum(_loss(errors, m.hessian, m.left[rows] * share) for m in metrics)
         costs[type] = Cost(loss, loss / plain if plain > 0 else 1.0)
     return costs
@@ -157,5 +157,5 @@ def _loss(errors: torch.Tensor, hessian: torch.Tensor, costs: torch.Tensor) -> f
 def draw(weights: torch.Tensor, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Indices drawn in proportion to weights float64 [n], evenly spaced on the running sum, and each one's count."""
     sums = weights.cumsum(0)
-    at = (torch.arange(samples, dtype=sums.dtype, device=sums.device) + 0.5) * (sums[-1] / samples)
-    return torch.searchsorted(sums, at).clamp(max=len(weights) - 1).unique(return_counts=True)
+    points = (torch.arange(samples, dtype=sums.dtype, device=sums.device) + 0.5) * (sums[-1] / samples)
+    return torch.searchsorted(sums, points).clamp(max=len(weights) - 1).unique(return_counts=True)

@@ -140,13 +140,13 @@ class CodebookGrid:
         h = hessian.cpu().double()
         order, factors, inverses, metrics, within = [], [], [], [], []
         diagonal = h.diagonal().numpy()
-        for at in range(0, len(h), self.sub):
-            sums = diagonal[at : at + self.sub].reshape(-1, self.unit).sum(1)
+        for start in range(0, len(h), self.sub):
+            sums = diagonal[start : start + self.sub].reshape(-1, self.unit).sum(1)
             units = np.argsort(-sums, kind="stable")
-            own = at + (units[:, None] * self.unit + np.arange(self.unit)).ravel()
-            upper = _factor(h[own[:, None], own])
+            columns = start + (units[:, None] * self.unit + np.arange(self.unit)).ravel()
+            upper = _factor(h[columns[:, None], columns])
             inverse = _unit_inverses(upper, self.unit)
-            order.append(own)
+            order.append(columns)
             factors.append(upper)
             inverses.append(inverse)
             metrics.append(inverse @ inverse.transpose(1, 2))
@@ -223,16 +223,16 @@ def _factor(hessian: torch.Tensor) -> torch.Tensor:
     """U of H^-1 = U^T U."""
     factor = inverse_factor(hessian.clone())
     if factor is None:  # float32 has lost the damping
-        found = damped_factor(hessian, 1e-6)
-        factor = torch.eye(len(hessian), dtype=hessian.dtype) if found is None else found[0]
+        factored = damped_factor(hessian, 1e-6)
+        factor = torch.eye(len(hessian), dtype=hessian.dtype) if factored is None else factored[0]
     return factor
 
 
 def _unit_blocks(matrix: torch.Tensor, unit: int) -> torch.Tensor:
     """[n / unit, unit, unit]: the blocks about the diagonal."""
     count = len(matrix) // unit
-    at = torch.arange(count)
-    return matrix.reshape(count, unit, count, unit)[at, :, at]
+    index = torch.arange(count)
+    return matrix.reshape(count, unit, count, unit)[index, :, index]
 
 
 def _unit_inverses(upper: torch.Tensor, unit: int) -> torch.Tensor:

@@ -59,19 +59,19 @@ def _round_sub(w, factor, metric, inverse, a, variant, bound, q, e, scratch):
     """Round w [sub], which is overwritten, at scale a -> values q and errors e [sub]; the cost, or more than bound."""
     total = _ZERO
     for u in range(sub // unit):
-        at = u * unit
-        total += round_unit(w[at : at + unit], a, metric[u], variant, q[at : at + unit], scratch)
+        start = u * unit
+        total += round_unit(w[start : start + unit], a, metric[u], variant, q[start : start + unit], scratch)
         if total >= bound:
             break
         for i in range(unit):
             by = _ZERO
             for k in range(i + 1):
-                by += (w[at + k] - a * q[at + k]) * inverse[u, k, i]
-            e[at + i] = by
+                by += (w[start + k] - a * q[start + k]) * inverse[u, k, i]
+            e[start + i] = by
         for i in range(unit):
-            by = e[at + i]
-            for k in range(at + unit, sub):
-                w[k] -= by * factor[at + i, k]
+            by = e[start + i]
+            for k in range(start + unit, sub):
+                w[k] -= by * factor[start + i, k]
     return total
 
 
@@ -116,25 +116,25 @@ def _round_run(weight, columns, factor, metric, inverse, d, sc, reach, codes, er
     for row in range(weight.shape[0]):
         w = weight[row]
         for s in range(n // sub):
-            at = s * sub
-            j = columns[at] // sub
-            own = slice(at, at + sub)
+            start = s * sub
+            j = columns[start] // sub
+            span = slice(start, start + sub)
             some = slice(s * units, (s + 1) * units)
             for i in range(sub):
                 q[i] = np.float32(nothing)
-            e = errors[row, own]
+            e = errors[row, span]
             _, new_d, new_sc = try_scales(
-                w[own], factor[own, own], metric[some], inverse[some], d[row, 0], np.int64(sc[row, j]), reach,
+                w[span], factor[span, span], metric[some], inverse[some], d[row, 0], np.int64(sc[row, j]), reach,
                 _INFINITY, q, e, work, scratch,
             )  # fmt: skip
             sc[row, j] = new_sc
             if not coded:
                 d[row, 0] = new_d
             for i in range(sub):
-                codes[row, at + i] = np.int16(q[i])
-                by = errors[row, at + i]
-                for k in range(at + sub, n):
-                    w[k] -= by * factor[at + i, k]
+                codes[row, start + i] = np.int16(q[i])
+                by = errors[row, start + i]
+                for k in range(start + sub, n):
+                    w[k] -= by * factor[start + i, k]
 
 
 def _refit_run(
@@ -146,12 +146,12 @@ def _refit_run(
     in `_round_run`; squares, undo [n / unit, unit, unit]: H and H^-1 of each unit, from the first column to the last
     """
     scratch, work, q = buffers
-    values, slope, moved, numbers, own_sc, best_values, best_slope, best_numbers, best_sc = saved
+    values, slope, moved, numbers, trial_sc, best_values, best_slope, best_numbers, best_sc = saved
     e, target, present = work[3], work[4], work[5]
     n = codes.shape[1]
     units = sub // unit
     for row in range(codes.shape[0]):
-        kept = _ZERO  # the best try's change of the error
+        best_change = _ZERO  # the best try's change of the error
         best_d = d[row, 0]
         start_d = best_d
         for j in range(subs):
@@ -162,12 +162,12 @@ def _refit_run(
                 best_values[j * sub + i] = a * best_numbers[j * sub + i]
                 best_slope[j * sub + i] = g[row, j * sub + i]
         for t in range(len(tries)):
-            own_d = best_d if t == 0 else round_half(best_d * tries[t])
-            change = kept
+            trial_d = best_d if t == 0 else round_half(best_d * tries[t])
+            change = best_change
             for k in range(n):
                 values[k], slope[k], numbers[k] = best_values[k], best_slope[k], best_numbers[k]
             for j in range(subs):
-                own_sc[j] = best_sc[j]
+                trial_sc[j] = best_sc[j]
             for j in range(subs):
                 now = _ZERO
                 for i in range(sub):
@@ -181,14 +181,14 @@ def _refit_run(
                 some = slice(j * units, (j + 1) * units)
                 bound = now * _GAIN if t == 0 else _INFINITY
                 cost, new_d, new_sc = try_scales(
-                    target, factor[j], metric[some], inverse[some], own_d, np.int64(own_sc[j]), reach, bound, q, e,
+                    target, factor[j], metric[some], inverse[some], trial_d, np.int64(trial_sc[j]), reach, bound, q, e,
                     work, scratch,
                 )  # fmt: skip
                 if not cost < bound:
                     continue
-                own_sc[j] = new_sc
+                trial_sc[j] = new_sc
                 if not coded:
-                    own_d = new_d
+                    trial_d = new_d
                 change += cost - now
                 a = scale_of(new_d, new_sc)
                 for i in range(sub):
@@ -209,55 +209,55 @@ def _refit_run(
             curve = _ZERO
             for k in range(n):
                 curve += values[k] * moved[k]
-            if not fixed and curve > _ZERO and own_d != _ZERO:
-                new_d = round_half(min(max(own_d * (_ONE + along / curve), -_LARGEST), _LARGEST))
-                by = new_d / own_d - _ONE
+            if not fixed and curve > _ZERO and trial_d != _ZERO:
+                new_d = round_half(min(max(trial_d * (_ONE + along / curve), -_LARGEST), _LARGEST))
+                by = new_d / trial_d - _ONE
                 gain = by * (np.float32(2) * along - by * curve)
                 if gain > _ZERO and new_d != _ZERO:
                     change -= gain
                     for j in range(subs):
-                        a = scale_of(new_d, np.int64(own_sc[j]))
+                        a = scale_of(new_d, np.int64(trial_sc[j]))
                         for i in range(sub):
                             values[j * sub + i] = a * numbers[j * sub + i]
                     for k in range(n):
                         slope[k] -= by * moved[k]
-                    own_d = new_d
-            if t == 0 or change < kept:
-                kept, best_d = change, own_d
+                    trial_d = new_d
+            if t == 0 or change < best_change:
+                best_change, best_d = change, trial_d
                 for k in range(n):
                     best_values[k], best_slope[k], best_numbers[k] = values[k], slope[k], numbers[k]
                 for j in range(subs):
-                    best_sc[j] = own_sc[j]
+                    best_sc[j] = trial_sc[j]
         d[row, 0] = best_d
         for j in range(subs):
             sc[row, j] = best_sc[j]
         for _ in range(_DESCENTS):
             changed = False
             for u in range(n // unit):
-                at = u * unit
-                a = scale_of(best_d, np.int64(best_sc[at // sub]))
+                start = u * unit
+                a = scale_of(best_d, np.int64(best_sc[start // sub]))
                 if a == _ZERO:
                     continue
                 now = _ZERO
                 for i in range(unit):
                     by = _ZERO
                     for k in range(unit):
-                        by += undo[u, i, k] * best_slope[at + k]
-                    target[i] = best_values[at + i] + by
-                    now += by * best_slope[at + i]
-                variant = variant_of(best_numbers[at])
+                        by += undo[u, i, k] * best_slope[start + k]
+                    target[i] = best_values[start + i] + by
+                    now += by * best_slope[start + i]
+                variant = variant_of(best_numbers[start])
                 cost = round_unit(target[:unit], a, squares[u], variant, q[:unit], scratch)
                 if not cost < now * _GAIN:
                     continue
                 for i in range(unit):
-                    by = a * q[i] - best_values[at + i]
+                    by = a * q[i] - best_values[start + i]
                     if by == _ZERO:
                         continue
                     changed = True
-                    best_numbers[at + i] = q[i]
-                    best_values[at + i] = a * q[i]
+                    best_numbers[start + i] = q[i]
+                    best_values[start + i] = a * q[i]
                     for k in range(n):
-                        best_slope[k] -= by * hessian[at + i, k]
+                        best_slope[k] -= by * hessian[start + i, k]
             if not changed:
                 break
         for k in range(n):

@@ -74,7 +74,7 @@ def _round_shifted(w, a, m, variant, q, scratch):
 
 def _round_point(w, a, m, variant, q, scratch):
     """The value of points near w [unit] over a, in the metric m [unit, unit]; returns what they cost."""
-    near, numbers, values, t, v, found, r, g, by = scratch
+    near, numbers, values, t, v, indices, r, g, by = scratch
     inverse = _ONE / a if a != _ZERO else _ZERO
     minuses = 0
     cheapest = 0
@@ -88,9 +88,9 @@ def _round_point(w, a, m, variant, q, scratch):
             lowest, cheapest = cost, i
     if even and minuses & 1:
         t[cheapest] = -max(t[cheapest], _TINY)
-    snap(t, v, a, inverse, near, numbers, values, found)
+    snap(t, v, a, inverse, near, numbers, values, indices)
     for i in range(unit):
-        size = values[found[i // width], i % width]
+        size = values[indices[i // width], i % width]
         q[i] = -size if (w[i] < _ZERO) != (t[i] < _ZERO) else size
         r[i] = w[i] - a * q[i]
     for i in range(unit):

@@ -36,7 +36,7 @@ def _neighbours(scale, zero, high, tried):
 
 def _refit(codes, g, hessian, order, push, inverse, scales, zeros, low, high):
     n = codes.shape[1]
-    own = np.empty(n, np.float32)
+    gathered = np.empty(n, np.float32)
     target = np.empty(n, np.float32)
     scratch = np.empty((2, n, lanes), np.float32)
     tried = np.empty((4, lanes), np.float32)
@@ -46,7 +46,7 @@ def _refit(codes, g, hessian, order, push, inverse, scales, zeros, low, high):
         c = neighbours(a, zeros[row], high, tried)
         for k in range(n):
             values[k] = a * np.float32(codes[row, k]) + c
-        bound = line_target(values, g[row], order, inverse, own, target) * GAIN
+        bound = line_target(values, g[row], order, inverse, gathered, target) * GAIN
         try_lines(target, push, tried[0], tried[1], low, high, scratch[0], scratch[1], tried[2])
         best = least(tried[2], bound)
         if best >= 0:
@@ -59,8 +59,8 @@ def _refit(codes, g, hessian, order, push, inverse, scales, zeros, low, high):
 def _refitter(symmetric: bool) -> Callable[..., None]:
     lanes, others = (8, 1) if symmetric else (32, 3)  # symmetric: zero points stay
     name = "symmetric" if symmetric else "asymmetric"
-    own = specialize(_neighbours, name, inlined, lanes=lanes, others=others)
-    return specialize(_refit, name, lanes=lanes, neighbours=own, try_lines=line_search(lanes))
+    specialized = specialize(_neighbours, name, inlined, lanes=lanes, others=others)
+    return specialize(_refit, name, lanes=lanes, neighbours=specialized, try_lines=line_search(lanes))
 
 
 def refit_group(

@@ -57,7 +57,7 @@ def _scaled_starts(lowest, highest, tried):
 
 
 def _affine_starts(lowest, highest, tried):
-    """The same with d > 0, the lowest weight at about code 0."""
+    """Write lines of d > 0, d and m in rows 0 and 1, that map the lowest weight to about code 0."""
     for lane in range(lanes):
         d = round_half(min((highest - lowest) / (high + first + step * np.float32(lane // others)), _LARGEST))
         tried[0, lane] = d
@@ -74,10 +74,10 @@ def _scaled_around(d, m, tried):
 def _affine_around(d, m, tried):
     """Write the neighbours of d * q + m, as far as the next start."""
     for lane in range(lanes):
-        at = np.float32(lane // others - others // 2) * step / np.float32(others // 2)
-        m_at = np.float32(lane % others - others // 2) * _SHIFT / np.float32(others // 2)
-        tried[0, lane] = round_half(d * (_ONE + at / high))
-        tried[1, lane] = round_half(m + (m_at - at * np.float32(0.5)) * d)  # the middle of the range stays
+        d_by = np.float32(lane // others - others // 2) * step / np.float32(others // 2)
+        m_by = np.float32(lane % others - others // 2) * _SHIFT / np.float32(others // 2)
+        tried[0, lane] = round_half(d * (_ONE + d_by / high))
+        tried[1, lane] = round_half(m + (m_by - d_by * np.float32(0.5)) * d)  # the middle of the range stays
 
 
 def _search(target, push, d, m, bound, scratch, tried, q, e):
@@ -124,26 +124,26 @@ def _round_run(weight, columns, factor, push, d, m, codes, errors):
     for row in range(weight.shape[0]):
         w = weight[row]
         for s in range(n // sub):
-            at = s * sub
-            j = columns[at] // sub
+            start = s * sub
+            j = columns[start] // sub
             for i in range(sub):
                 q[i] = _ZERO
-            own, e = w[at : at + sub], errors[row, at : at + sub]
+            block, e = w[start : start + sub], errors[row, start : start + sub]
             _, d[row, j], m[row, j] = search(
-                own, push[s], d[row, j], m[row, j], _INFINITY, scratch, tried, q, e
+                block, push[s], d[row, j], m[row, j], _INFINITY, scratch, tried, q, e
             )  # fmt: skip
             for i in range(sub):
-                codes[row, at + i] = np.int16(q[i])
-                by = errors[row, at + i]
-                for k in range(at + sub, n):
-                    w[k] -= by * factor[at + i, k]
+                codes[row, start + i] = np.int16(q[i])
+                by = errors[row, start + i]
+                for k in range(start + sub, n):
+                    w[k] -= by * factor[start + i, k]
 
 
 def _refit_run(codes, g, hessian, order, push, inverse, d, m):
     """Choose the line of each block of a run again, against all other errors; see `refine.Refinable`."""
     scratch = np.empty((2, sub, lanes), np.float32)
     tried = np.empty((3, lanes), np.float32)
-    own = np.empty(sub, np.float32)
+    gathered = np.empty(sub, np.float32)
     target = np.empty(sub, np.float32)
     q = np.empty(sub, np.float32)
     e = np.empty(sub, np.float32)
@@ -153,7 +153,7 @@ def _refit_run(codes, g, hessian, order, push, inverse, d, m):
         for k in range(n):
             values[k] = d[row, k // sub] * np.float32(codes[row, k]) + m[row, k // sub]
         for j in range(n // sub):
-            bound = line_target(values, g[row], order[j], inverse[j], own, target) * GAIN
+            bound = line_target(values, g[row], order[j], inverse[j], gathered, target) * GAIN
             cost, new_d, new_m = search(target, push[j], d[row, j], m[row, j], bound, scratch, tried, q, e)
             if cost < bound:
                 d[row, j] = new_d
@@ -243,8 +243,8 @@ class PlainGrid:
         """Round a run and choose its lines; see `gptq_solver.VectorGrid`. Columns of a block are together."""
         w, upper = (np.array(t.cpu().numpy(), np.float32, order="C") for t in (weight, factor))
         n = len(columns)
-        at = np.arange(n // self.sub)
-        push = upper.reshape(len(at), self.sub, len(at), self.sub)[at, :, at].transpose(0, 2, 1).copy()
+        index = np.arange(n // self.sub)
+        push = upper.reshape(len(index), self.sub, len(index), self.sub)[index, :, index].transpose(0, 2, 1).copy()
         i = np.arange(self.sub)
         push[:, i, i] = 1 / push[:, i, i]
         codes, errors = np.zeros(w.shape, np.int16), np.zeros(w.shape, np.float32)

@@ -146,8 +146,8 @@ class SuperblockGrid:
         fields: list[np.ndarray] = [self.sc[:, of_run], self.mn[:, of_run], self.d[:, block], self.dmin[:, block]]
         copies = [np.ascontiguousarray(f) for f in fields]
         yield copies
-        for own, changed in zip(fields, copies, strict=True):
-            np.copyto(own, changed)
+        for original, changed in zip(fields, copies, strict=True):
+            np.copyto(original, changed)
         self._set_lines(run)
 
     def _set_lines(self, run: int) -> None:

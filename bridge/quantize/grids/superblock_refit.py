@@ -87,13 +87,13 @@ def _scales(codes, values, g, hw, sums, sc, mn, fields, hu, hv):
         values[k] = d * np.float32(sc[k // sub]) * np.float32(codes[k]) - dmin * np.float32(mn[k // sub])
 
 
-def _lines(codes, values, g, hessian, order, push, inverse, sc, mn, d, dmin, forced, own, target, scratch, tried):
+def _lines(codes, values, g, hessian, order, push, inverse, sc, mn, d, dmin, forced, gathered, target, scratch, tried):
     """Each sub-block's best line near its own; `forced`: a line of d and dmin even if it is worse.
 
     scratch float32 [2, sub, lanes], tried float32 [5, lanes]: lines a, c, their errors, and sc and m of each
     """
     for j in range(subs):
-        left = line_target(values, g, order[j], inverse[j], own, target)
+        left = line_target(values, g, order[j], inverse[j], gathered, target)
         bound = np.float32(np.inf) if forced else left * GAIN
         old_s = np.int32(sc[j])
         old_m = np.int32(mn[j])
@@ -137,9 +137,9 @@ def _refit_k(codes, g, hw, hessian, sums, order, push, inverse, sc, mn, d, dmin,
     values = np.empty(size, np.float32)
     slope = np.empty(size, np.float32)
     fields = np.empty(2, np.float32)
-    own = np.empty(size, np.int16)
-    own_sc = np.empty(subs, np.int32)
-    own_mn = np.empty(subs, np.int32)
+    trial_codes = np.empty(size, np.int16)
+    trial_sc = np.empty(subs, np.int32)
+    trial_mn = np.empty(subs, np.int32)
     best_codes = np.empty(size, np.int16)
     best_sc = np.empty(subs, np.int32)
     best_mn = np.empty(subs, np.int32)
@@ -159,20 +159,20 @@ def _refit_k(codes, g, hw, hessian, sums, order, push, inverse, sc, mn, d, dmin,
             for k in range(size):
                 values[k] = old[k]
                 slope[k] = g[row, k]
-                own[k] = codes[row, k]
+                trial_codes[k] = codes[row, k]
             for j in range(subs):
                 s = np.rint(np.float32(sc[row, j]) / tries[t, 0])
                 m = np.rint(np.float32(mn[row, j]) / tries[t, 1])
-                own_sc[j] = np.int32(min(max(s, np.float32(scale_lo)), np.float32(scale_hi)))
-                own_mn[j] = np.int32(min(m, np.float32(min_hi)))
+                trial_sc[j] = np.int32(min(max(s, np.float32(scale_lo)), np.float32(scale_hi)))
+                trial_mn[j] = np.int32(min(m, np.float32(min_hi)))
             if not lines(
-                own, values, slope, hessian, order, push, inverse, own_sc, own_mn, fields[0], fields[1], t > 0,
-                gathered, target, scratch, tried,
+                trial_codes, values, slope, hessian, order, push, inverse, trial_sc, trial_mn, fields[0], fields[1],
+                t > 0, gathered, target, scratch, tried,
             ):  # fmt: skip
                 continue
             for k in range(size):
                 now[k] = hw[row, k] + g[row, k] - slope[k]
-            scales(own, values, slope, now, sums, own_sc, own_mn, fields, hu, hv)
+            scales(trial_codes, values, slope, now, sums, trial_sc, trial_mn, fields, hu, hv)
             rise = 0.0  # of the error
             for k in range(size):
                 rise -= (values[k] - old[k]) * (slope[k] + g[row, k])
@@ -180,11 +180,11 @@ def _refit_k(codes, g, hw, hessian, sums, order, push, inverse, sc, mn, d, dmin,
                 best = rise
                 best_d, best_dmin = fields[0], fields[1]
                 for k in range(size):
-                    best_codes[k] = own[k]
+                    best_codes[k] = trial_codes[k]
                     best_slope[k] = slope[k]
                 for j in range(subs):
-                    best_sc[j] = own_sc[j]
-                    best_mn[j] = own_mn[j]
+                    best_sc[j] = trial_sc[j]
+                    best_mn[j] = trial_mn[j]
         if best < 0.0:
             d[row, 0], dmin[row, 0] = best_d, best_dmin
             for k in range(size):

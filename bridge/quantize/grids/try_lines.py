@@ -73,15 +73,15 @@ def _emit(builder: ir.IRBuilder, vector: ir.VectorType, data: dict[str, ir.Value
         first = builder.insert_element(empty, x, ir.IntType(32)(0))
         return builder.shuffle_vector(first, empty, ir.Constant(ir.VectorType(ir.IntType(32), lanes), [0] * lanes))
 
-    def place(base: ir.Value, row: ir.Value | None) -> ir.Value:
-        at = base if row is None else builder.gep(base, [builder.mul(row, row.type(lanes))])
-        return builder.bitcast(at, vector.as_pointer())
+    def vector_at(base: ir.Value, row: ir.Value | None) -> ir.Value:
+        pointer = base if row is None else builder.gep(base, [builder.mul(row, row.type(lanes))])
+        return builder.bitcast(pointer, vector.as_pointer())
 
     def load(name: str, row: ir.Value | None = None) -> ir.Value:
-        return builder.load(place(data[name], row), align=4)
+        return builder.load(vector_at(data[name], row), align=4)
 
     def store(name: str, row: ir.Value | None, value: ir.Value) -> None:
-        builder.store(value, place(data[name], row), align=4)
+        builder.store(value, vector_at(data[name], row), align=4)
 
     def call(name: str, *values: ir.Value) -> ir.Value:
         kind = ir.FunctionType(vector, [vector] * len(values))

@@ -18,7 +18,7 @@ class StoredActivation:
         self._device, self._dtype, self._store = x.device, x.dtype, store
         stored = x.to("cpu", x.dtype if store is None or store.dtype is None else store.dtype)
         self._size = stored.nbytes
-        self._file = None if store is None else store.place(self._size)
+        self._file = None if store is None else store.file_for(self._size)
         self._x: torch.Tensor | None = stored
         if self._file is not None:
             _save(stored, self._file)
@@ -26,11 +26,11 @@ class StoredActivation:
 
     def value(self) -> torch.Tensor:
         """The tensor, in the dtype that it came in."""
-        found = self._x
-        if found is None:
+        x = self._x
+        if x is None:
             assert self._file is not None
-            found = torch.load(self._file, weights_only=True)
-        return found.to(self._device, self._dtype)
+            x = torch.load(self._file, weights_only=True)
+        return x.to(self._device, self._dtype)
 
     def drop(self) -> None:
         """Free the memory, or remove the file."""
@@ -51,25 +51,25 @@ class ActivationStore:
 
     def __init__(self, inside: str | Path | None, memory: int | None = None, dtype: torch.dtype | None = None) -> None:
         self._inside, self.dtype = inside, dtype
-        self._made: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._files = self._used = 0
         self._memory = (0 if inside is not None else float("inf")) if memory is None else memory
         self._spare = (free_memory() or float("inf")) / 2 if memory is None else memory
 
-    def place(self, size: int) -> Path | None:
+    def file_for(self, size: int) -> Path | None:
         """A file for an activation of so many bytes; None: it stays in memory."""
         if self._inside is None or self._used + size <= self._memory:
             self._used += size
             return None
-        if self._made is None:
+        if self._folder is None:
             try:
-                self._made = tempfile.TemporaryDirectory(prefix="activations-", dir=self._inside)
+                self._folder = tempfile.TemporaryDirectory(prefix="activations-", dir=self._inside)
             except OSError as problem:
                 raise BridgeError(
                     f"{self._inside}: cannot create a folder for activations there ({problem.strerror})"
                 ) from None
         self._files += 1
-        return Path(self._made.name) / f"{self._files}.pt"
+        return Path(self._folder.name) / f"{self._files}.pt"
 
     def free(self, size: int) -> None:
         """So many bytes are no longer taken."""
@@ -86,13 +86,13 @@ class ActivationStore:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._made:
+        if self._folder:
             with suppress(OSError):
-                self._made.cleanup()
+                self._folder.cleanup()
 
 
 def _save(x: torch.Tensor, file: Path) -> None:
-    """Write them; BridgeError where that fails."""
+    """Write activations to a file; BridgeError where that fails."""
     try:
         torch.save(x.clone() if x.untyped_storage().nbytes() > x.nbytes else x, file)
     except (OSError, RuntimeError) as problem:  # torch's writer raises the latter where a disk is full

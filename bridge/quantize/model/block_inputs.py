@@ -97,19 +97,19 @@ def first_inputs(
     items: int | None = None
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     first: list[torch.Tensor] = []
-    found: list[BlockInputs] = []
+    inputs: list[BlockInputs] = []
 
     def replacement(number: int) -> Any:
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
             x = args[0] if args else kwargs.pop("hidden_states")
             if not number:
                 first.append(x)
-                if not found:
+                if not inputs:
                     nonlocal items
                     with torch.no_grad():
                         output = run(*args, **kwargs) if args else run(x, **kwargs)
                     items = len(output) if isinstance(output, tuple) else None
-            known = found[0].calls[number][1] if found else calls[-1][1] if calls else {}
+            known = inputs[0].calls[number][1] if inputs else calls[-1][1] if calls else {}
             kwargs = {k: _one(v, known.get(k)) for k, v in kwargs.items() if "past_key_value" not in k}
             calls.append((args[1:], kwargs | {"use_cache": False} if "use_cache" in kwargs else kwargs))
             if number + 1 == len(blocks):
@@ -125,13 +125,13 @@ def first_inputs(
         for tokens in batches:
             with suppress(StopForward):
                 model(tokens.to(device), use_cache=False)
-            found.append(BlockInputs(None, items=items, calls=calls, store=store, tokens=tokens.numel()))
-            found[-1].advance(first[0])
+            inputs.append(BlockInputs(None, items=items, calls=calls, store=store, tokens=tokens.numel()))
+            inputs[-1].advance(first[0])
             calls, first = [], []
     finally:
         for block in blocks:
             del block.forward
-    return found
+    return inputs
 
 
 def embedded(model: nn.Module, blocks: Sequence[nn.Module], tokens: torch.Tensor) -> torch.Tensor:
@@ -142,10 +142,10 @@ def embedded(model: nn.Module, blocks: Sequence[nn.Module], tokens: torch.Tensor
 
 def _input_of(module: nn.Module, forward: Callable[[], Any]) -> torch.Tensor:
     """What a forward pass calls this module with. The module does not run, and the pass ends there."""
-    found: list[torch.Tensor] = []
+    inputs: list[torch.Tensor] = []
 
     def note(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found.append(args[0] if args else kwargs["hidden_states"])
+        inputs.append(args[0] if args else kwargs["hidden_states"])
         raise StopForward
 
     hook = module.register_forward_pre_hook(note, with_kwargs=True)
@@ -154,16 +154,16 @@ def _input_of(module: nn.Module, forward: Callable[[], Any]) -> torch.Tensor:
             forward()
     finally:
         hook.remove()
-    return found[0]
+    return inputs[0]
 
 
 def set_embeddings(model: Any, values: Iterable[torch.Tensor]) -> bool:
     """Replace the embeddings by float [rows, hidden], some rows after the others; False if there are none."""
-    weight, at = model.get_input_embeddings().weight.data, 0
+    weight, start = model.get_input_embeddings().weight.data, 0
     for rows in values:
-        weight[at : at + len(rows)] = rows.to(weight)
-        at += len(rows)
-    return at > 0
+        weight[start : start + len(rows)] = rows.to(weight)
+        start += len(rows)
+    return start > 0
 
 
 def after_blocks(
@@ -267,9 +267,9 @@ def head_hessian(
         return _input_of(head, lambda: after_blocks(model, blocks, tokens, x, items))
 
     for tokens, x in zip(batches, outputs, strict=True):
-        own = inputs(tokens, x)
+        head_inputs = inputs(tokens, x)
         if hessian is None:
-            hessian = Hessian(name, own.shape[-1], own.device, first)
-        hessian.add(own, None if floats is None else inputs(tokens, next(floats)))
+            hessian = Hessian(name, head_inputs.shape[-1], head_inputs.device, first)
+        hessian.add(head_inputs, None if floats is None else inputs(tokens, next(floats)))
     assert hessian is not None
     return hessian

@@ -2,8 +2,8 @@
 
 An error e of a token's embedding moves the first block's input by e, and with g the gradient there, the mean KL
 divergence grows by  p e G e^T / 2,  G = mean g g^T, [hidden, hidden], and p how often the token occurs. So G is what
-half of H is elsewhere, and one row does not matter to another. Where the embeddings are the output head too, a row is
-also felt as the head's: by e H e^T / 4, H of the head's inputs, times its mean p (1 - p). Summed over the vocabulary,
+half of H is elsewhere, and one row does not matter to another. Where the embeddings are the output head too, a row
+also counts as the head's: by e H e^T / 4, H of the head's inputs, times its mean p (1 - p). Summed over the vocabulary,
 both are weighed with one matrix for all rows, because a token is predicted about as often as it occurs.
 """
 

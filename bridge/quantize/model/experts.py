@@ -89,21 +89,21 @@ class SeparateExperts(nn.Module):
         self.routing = chosen
         output = torch.zeros_like(x)
         for number, expert in self._experts():
-            token, place = (chosen == number).nonzero(as_tuple=True)
+            token, slot = (chosen == number).nonzero(as_tuple=True)
             if len(token):
-                found = expert(x[token]) * shares[token, place, None]
-                output.index_add_(0, token, found.to(output.dtype))
+                weighted = expert(x[token]) * shares[token, slot, None]
+                output.index_add_(0, token, weighted.to(output.dtype))
         return output
 
     def _of_all(self, x: torch.Tensor) -> torch.Tensor:
         experts = list(self._experts())
-        own = x.view(len(experts), -1, x.shape[-1])
-        self.routing = (own != 0).any(-1) if self.imposed is None else self.imposed
-        output = torch.zeros_like(own)
+        by_expert = x.view(len(experts), -1, x.shape[-1])
+        self.routing = (by_expert != 0).any(-1) if self.imposed is None else self.imposed
+        output = torch.zeros_like(by_expert)
         for number, expert in experts:
             token = self.routing[number].nonzero()[:, 0]
             if len(token):
-                output[number, token] = expert(own[number, token])
+                output[number, token] = expert(by_expert[number, token])
         return output.view_as(x)
 
     def tokens_of(self, expert: int) -> torch.Tensor:
@@ -132,11 +132,11 @@ class _Expert(nn.Module):
         act_fn, own_gate, interleaved = self._gate
         gate, up = self.gate_proj(x), self.up_proj(x)
         if own_gate is None:
-            found: torch.Tensor = self.down_proj(act_fn(gate) * up)
-            return found
+            output: torch.Tensor = self.down_proj(act_fn(gate) * up)
+            return output
         both = torch.stack((gate, up), -1).flatten(-2) if interleaved else torch.cat((gate, up), -1)
-        found = self.down_proj(own_gate(both))
-        return found
+        output = self.down_proj(own_gate(both))
+        return output
 
 
 def _own_gate(fused: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
@@ -164,15 +164,15 @@ def split_experts(block: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
 
     Experts of another kind (without a gate, with norms of their own) stay as they are.
     """
-    found = [
+    fused = [
         (parent, name, child)
         for parent in block.modules()
         for name, child in parent.named_children()
         if _is_known(child)
     ]
-    for parent, name, child in found:
+    for parent, name, child in fused:
         parent.add_module(name, SeparateExperts(child))
-    return found
+    return fused
 
 
 def restore_experts(split: Sequence[tuple[nn.Module, str, nn.Module]]) -> None:
@@ -223,8 +223,8 @@ def complete_from_all_experts(hessians: Sequence[Hessian], everyone: Hessian) ->
     """
     for h in filter(has_too_few_tokens, hessians if everyone.tokens else ()):
         wanted = len(h.matrix)
-        own, theirs = (torch.from_numpy(found.mean_squares()) for found in (h, everyone))
-        h.squares = theirs.lerp(own, h.tokens / wanted)
+        squares, all_squares = (torch.from_numpy(hessian.mean_squares()) for hessian in (h, everyone))
+        h.squares = all_squares.lerp(squares, h.tokens / wanted)
         h.matrix = everyone.matrix.lerp(h.matrix, h.tokens / wanted)
         h.borrowed_tokens, h.tokens = wanted - h.tokens, wanted
         h.cross = h.held = None

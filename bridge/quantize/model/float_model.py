@@ -76,7 +76,7 @@ class FloatModel:
         return {n: shape for i in range(len(self.blocks))[blocks] for n, shape in self.layers_of(i).items()}
 
     def layers_of(self, block: int) -> dict[str, tuple[int, int]]:
-        """The same of one block."""
+        """(out, in) of a block's layers that can be quantized, by their names in the checkpoint."""
         layers = ((name, module) for name, module in self.blocks[block].named_modules() if is_layer(module))
         return {self.name(f"{self.prefix}.{block}.{name}"): matrix_shape(module) for name, module in layers}
 
@@ -86,25 +86,25 @@ class FloatModel:
         Raises BridgeError if the checkpoint lacks a tensor, or has it in another shape.
         """
         for name, module in self._modules(block):
-            for own, value in _tensors(module):
+            for param, value in _tensors(module):
                 if value.device.type == "meta":
-                    self._set(module, own, value, f"{name}.{own}")
+                    self._set(module, param, value, f"{name}.{param}")
 
     def load_head(self) -> None:
         """Load the output head's weights; a tied head gets the embeddings."""
         embeddings: Any = self.model.get_input_embeddings()
         name, head = head_of(self.model)
-        for own, value in _tensors(head):
-            if own == "weight" and self._stored(f"{name}.{own}") is None and self.model.config.tie_word_embeddings:
+        for param, value in _tensors(head):
+            if param == "weight" and self._stored(f"{name}.{param}") is None and self.model.config.tie_word_embeddings:
                 head.weight = embeddings.weight
             elif value.device.type == "meta":
-                self._set(head, own, value, f"{name}.{own}")
+                self._set(head, param, value, f"{name}.{param}")
 
     def drop_head(self) -> None:
         """Free what `load_head` has loaded."""
         head = head_of(self.model)[1]
-        for own, value in _tensors(head):
-            _put(head, own, torch.empty_like(value, device="meta"))
+        for param, value in _tensors(head):
+            _put(head, param, torch.empty_like(value, device="meta"))
 
     @property
     def stored_in_bfloat16(self) -> bool:
@@ -116,7 +116,7 @@ class FloatModel:
         return self.embedding_and_head()[1], matrix_shape(head_of(self.model)[1])
 
     def untied_head(self) -> tuple[str, tuple[int, int]] | None:
-        """The same; None if it is tied to the embeddings."""
+        """`head`; None if it is tied to the embeddings."""
         head = self.head()
         return None if head[0] == self.embedding_and_head()[0] else head
 
@@ -125,13 +125,13 @@ class FloatModel:
         return self._rows(*head_of(self.model), rows)
 
     def embedding_rows(self, rows: slice) -> torch.Tensor:
-        """The same of the embeddings."""
+        """Some rows of the embeddings, float32; only these are read."""
         embeddings = self.model.get_input_embeddings()
         return self._rows(next(n for n, m in self.model.named_modules() if m is embeddings), embeddings, rows)
 
     def _rows(self, name: str, module: nn.Module, rows: slice) -> torch.Tensor:
         columns = matrix_shape(module)[1]
-        stored = self._found(f"{name}.weight")
+        stored = self._required(f"{name}.weight")
         coded = stored.removesuffix(".weight")
         if coded in self.ckpt.modules:
             tensor = self.ckpt.read_module(coded, np.arange(rows.start, rows.stop))
@@ -150,8 +150,8 @@ class FloatModel:
     def drop(self, block: int | None) -> None:
         """Free the weights that `load` has loaded."""
         for _, module in self._modules(block):
-            for own, value in _tensors(module):
-                _put(module, own, torch.empty_like(value, device="meta"))
+            for param, value in _tensors(module):
+                _put(module, param, torch.empty_like(value, device="meta"))
 
     def name(self, layer: str) -> str:
         """A layer's name in the checkpoint. Experts of a 3-D tensor are named like single matrices."""
@@ -160,11 +160,11 @@ class FloatModel:
             return layer
         if stored.endswith(".weight"):
             return stored.removesuffix(".weight")
-        _, found, own = layer.rpartition(".experts.")
-        return f"{stored.rpartition('.')[0]}.{own}" if found else layer
+        _, separator, rest = layer.rpartition(".experts.")
+        return f"{stored.rpartition('.')[0]}.{rest}" if separator else layer
 
     def embedding_and_head(self) -> tuple[str, str]:
-        """Their names in the checkpoint; the same name twice if they are tied."""
+        """The names of the embeddings and the output head in the checkpoint; one name twice if they are tied."""
         head, _ = head_of(self.model)
         embeddings = next(n for n, m in self.model.named_modules() if m is self.model.get_input_embeddings())
         tied = self._stored(f"{head}.weight") is None and self.model.config.tie_word_embeddings
@@ -186,22 +186,22 @@ class FloatModel:
         if ".mlp." in name:
             head, _, tail = name.rpartition(".mlp.")
             if tail.startswith("experts."):
-                tail = re.sub(r"\w+_proj", lambda found: _MIXTRAL.get(found[0], found[0]), tail)
+                tail = re.sub(r"\w+_proj", lambda match: _MIXTRAL.get(match[0], match[0]), tail)
             names.append(f"{head}.block_sparse_moe.{tail}")
         part = _OF_EXPERT.fullmatch(name)
         if part:
             suffix = "" if part[4] == "weight" else "_bias"
             names.append(f"{part[1]}.{'down_proj' if part[3] == 'down' else 'gate_up_proj'}{suffix}")
         names += [n.removeprefix(base) if n.startswith(base) else base + n for n in names]
-        for stored, own in TEXT_PREFIXES if "text_config" in self.ckpt.config else ():
-            names += [own + n.removeprefix(stored) for n in names if n.startswith(stored)]
-            names += [stored + n.removeprefix(own) for n in names if n.startswith(own)]
+        for stored, alone in TEXT_PREFIXES if "text_config" in self.ckpt.config else ():
+            names += [alone + n.removeprefix(stored) for n in names if n.startswith(stored)]
+            names += [stored + n.removeprefix(alone) for n in names if n.startswith(alone)]
         return next(
             (n for n in names if n in self.ckpt.tensors or n.removesuffix(".weight") in self.ckpt.modules), None
         )
 
-    def _found(self, name: str) -> str:
-        """The same; BridgeError where it is missing."""
+    def _required(self, name: str) -> str:
+        """`_stored`; BridgeError where the tensor is missing."""
         stored = self._stored(name)
         if stored is None:
             raise BridgeError(
@@ -210,11 +210,11 @@ class FloatModel:
             )
         return stored
 
-    def _set(self, module: nn.Module, own: str, value: torch.Tensor, name: str) -> None:
-        stored = self._found(name)
+    def _set(self, module: nn.Module, param: str, value: torch.Tensor, name: str) -> None:
+        stored = self._required(name)
         quantized = stored.removesuffix(".weight")
-        if own == "weight" and quantized in self.ckpt.modules and is_layer(module):
-            _put(module, own, torch.empty(value.shape, dtype=self.dtype, device=self.device))
+        if param == "weight" and quantized in self.ckpt.modules and is_layer(module):
+            _put(module, param, torch.empty(value.shape, dtype=self.dtype, device=self.device))
             rows, columns = value.T.shape if type(module).__name__ == "Conv1D" else value.flatten(1).shape
             tensor = self.ckpt.read_module(quantized)
             if all(0 <= a - b < tensor.padding for a, b in zip(tensor.shape, (rows, columns), strict=True)):
@@ -224,14 +224,14 @@ class FloatModel:
             return
         if stored in self.ckpt.tensors and value.ndim == 2 and stored.endswith(".weight"):
             self._expect(name, self.ckpt.tensors[stored].shape, tuple(value.shape))
-            _put(module, own, torch.empty(value.shape, dtype=self.dtype, device=self.device))
+            _put(module, param, torch.empty(value.shape, dtype=self.dtype, device=self.device))
             for rows in chunks(*value.shape):  # float32 of the whole embeddings would take twice their memory
                 part = torch.from_numpy(self.ckpt.read_float(stored, (rows.start, rows.stop)))
-                getattr(module, own).data[rows] = part.to(self.device, self.dtype)
+                getattr(module, param).data[rows] = part.to(self.device, self.dtype)
             return
         floats = self._floats(stored, name)
         self._expect(name, floats.shape, tuple(value.shape))
-        _put(module, own, torch.from_numpy(np.ascontiguousarray(floats)).to(self.device, self.dtype))
+        _put(module, param, torch.from_numpy(np.ascontiguousarray(floats)).to(self.device, self.dtype))
 
     def _floats(self, stored: str, name: str) -> np.ndarray:
         if stored.removesuffix(".weight") in self.ckpt.modules:  # embeddings may be quantized too
@@ -250,13 +250,13 @@ class FloatModel:
     def _turned(self, stored: str, experts: Any) -> bool:
         """Whether the 3-D tensors of experts are [experts, in, out]; if one is square, the other tells."""
         inner, hidden = matrix_shape(experts.get_submodule("0.gate_proj"))
-        both, down = (self.ckpt.tensors[f"{stored}.{own}"].shape[1:] for own in ("gate_up_proj", "down_proj"))
+        both, down = (self.ckpt.tensors[f"{stored}.{name}"].shape[1:] for name in ("gate_up_proj", "down_proj"))
         return both == (hidden, 2 * inner) and down == (inner, hidden)
 
-    def _expect(self, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
-        if found != wanted:
+    def _expect(self, name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+        if shape != wanted:
             raise BridgeError(
-                f"{self.ckpt.path}: {name} is {list(found)}, but {list(wanted)} by config.json; correct its sizes"
+                f"{self.ckpt.path}: {name} is {list(shape)}, but {list(wanted)} by config.json; correct its sizes"
             )
 
 
@@ -309,17 +309,17 @@ def _build(ckpt: Checkpoint, dtype: torch.dtype) -> nn.Module:
 
 def _drop_other_parts(model: Any) -> None:
     """Leave only the language model and the head of a model of several parts."""
-    kept = {model.get_input_embeddings(), model.get_output_embeddings()}
+    language_parts = {model.get_input_embeddings(), model.get_output_embeddings()}
     for parent in (model, model.base_model):
         for name, child in list(parent.named_children()):
-            if kept.isdisjoint(child.modules()):
+            if language_parts.isdisjoint(child.modules()):
                 setattr(parent, name, None)
 
 
 def _tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """A module's own parameters, and the buffers that a checkpoint stores."""
-    kept = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
-    return [(n, t) for n, t in {**module._parameters, **kept}.items() if t is not None]
+    persistent = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
+    return [(n, t) for n, t in {**module._parameters, **persistent}.items() if t is not None]
 
 
 def _put(module: nn.Module, name: str, value: torch.Tensor) -> None:
@@ -334,16 +334,16 @@ def _fill_buffers(model: Any, device: torch.device) -> None:
     owners: dict[str, Any] = {}  # of each module, the innermost PreTrainedModel, whose attributes may be used
     for name, module in model.named_modules():
         owners[name] = module if hasattr(module, "_init_weights") else owners[name.rpartition(".")[0]]
-        own = [n for n in module._non_persistent_buffers_set if module._buffers[n] is not None]
-        found = []
+        buffers = [n for n in module._non_persistent_buffers_set if module._buffers[n] is not None]
+        computed = []
         for filler in (0, 1):  # what is computed does not depend on what was there
-            for n in own:
+            for n in buffers:
                 module._buffers[n] = torch.full_like(module._buffers[n], filler, device=device)
-            if own:
+            if buffers:
                 owners[name]._init_weights(module)
-            found.append({n: module._buffers[n] for n in own})
-        for n in own:
-            if not torch.equal(found[0][n], found[1][n]):
+            computed.append({n: module._buffers[n] for n in buffers})
+        for n in buffers:
+            if not torch.equal(computed[0][n], computed[1][n]):
                 raise BridgeError(
                     f"{type(model).__name__}: this version of transformers does not compute the values of {name}.{n}; "
                     "pip install --upgrade transformers, or calibrate the model in memory"

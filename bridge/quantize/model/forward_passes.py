@@ -120,10 +120,10 @@ class Passes:
         self.model.load(None)
         self.calls = self._first_inputs()
         self.model.drop(None)
-        self.inputs = [[self.kept(call.value()) for call in self.calls]]
+        self.inputs = [[self.keep(call.value()) for call in self.calls]]
         for call in self.calls:
             call.x = None
-        self.inputs += self.outputs(0, self.inputs[0], kept=self.kept)
+        self.inputs += self.outputs(0, self.inputs[0], keep=self.keep)
         self.load_embedding_and_head()
 
     def load_embedding_and_head(self) -> None:
@@ -148,11 +148,11 @@ class Passes:
         first: int,
         x: Sequence[Any],
         weights: OtherWeights = lambda name, module: None,
-        kept: Callable[[torch.Tensor], Any] = lambda x: x,
+        keep: Callable[[torch.Tensor], Any] = lambda x: x,
         some: slice = ALL,
     ) -> list[list[Any]]:
         """The outputs of each block from `first` on, whose inputs are x of each batch, or of some batches."""
-        calls, found = self.calls[some], []
+        calls, outputs = self.calls[some], []
         for i in range(first, len(self.model.blocks)):
             block = self.model.blocks[i]
             self.model.load(i)
@@ -162,18 +162,18 @@ class Passes:
                         values = weights(name, module)
                         if values is not None:
                             stack.enter_context(self.changed(module, values))
-                    x = [kept(self._call(i, block, call, own)) for call, own in zip(calls, x, strict=True)]
+                    x = [keep(self._call(i, block, call, inputs)) for call, inputs in zip(calls, x, strict=True)]
             finally:
                 self._drop(i)
-            found.append(list(x))
-        return found
+            outputs.append(list(x))
+        return outputs
 
     def _drop(self, block: int) -> None:
         """Free a block's weights where memory is short; they may be needed again."""
         if not self.room():
             self.model.drop(block)
 
-    def kept(self, x: torch.Tensor) -> Any:
+    def keep(self, x: torch.Tensor) -> Any:
         """Activations in the store, where there is one."""
         return x.cpu() if self.store is None else StoredActivation(x, self.store)
 
@@ -191,26 +191,26 @@ class Passes:
     @contextmanager
     def changed(self, module: nn.Module, values: torch.Tensor) -> Iterator[None]:
         """Replace a layer's weights, or those of the embeddings or the head, by float32 [out, columns] meanwhile."""
-        kept = module.weight
+        original = module.weight
         module.weight = nn.Parameter(as_weight(module, values).to(self.model.dtype), requires_grad=False)
         try:
             yield
         finally:
-            module.weight = kept
+            module.weight = original
 
     def _call(self, number: int, block: nn.Module, call: BlockInputs, x: Any) -> torch.Tensor:
         call.select_block(number)
         call.x = _value(x).to(self.model.device)
         try:
-            found = first_of(call.run(block))
+            output = first_of(call.run(block))
         finally:
             call.x = None
-        if not torch.isfinite(found).all():
+        if not torch.isfinite(output).all():
             raise BridgeError(
                 f"{self.model.prefix}.{number}: its outputs hold NaN or infinity on the calibration text; "
                 "its layers overflow, or the checkpoint is damaged"
             )
-        return found
+        return output
 
     def output_products(
         self, rows: int, resume: StoredInputs | None = None, norms: KeepNorms | None = None
@@ -241,8 +241,8 @@ class Passes:
         end = done or len(self.model.blocks)
         if self.store is not None:
             while len(self.inputs) > end:
-                for kept in self.inputs.pop():
-                    kept.drop()
+                for activation in self.inputs.pop():
+                    activation.drop()
         for i in reversed(range(end)):
             yield from self._backward(i, rows, gradients, norms, forget=self.store is not None)
             if resume is not None and i:
@@ -296,10 +296,10 @@ class Passes:
             for hook in hooks:
                 hook.remove()
             self.model.drop(number)
-        for name, own in of_tokens.items():
-            if norms is not None and own.tokens == self.tokens.numel():
-                norms(name, torch.cat(own.norms).cpu())
-        for name in [name for name, own in gathered.items() if own.norms]:
+        for name, sums in of_tokens.items():
+            if norms is not None and sums.tokens == self.tokens.numel():
+                norms(name, torch.cat(sums.norms).cpu())
+        for name in [name for name, sums in gathered.items() if sums.norms]:
             yield name, gathered.pop(name).mean(self.tokens.numel())
 
     def head_gradients(self) -> torch.Tensor:
@@ -337,8 +337,8 @@ class Passes:
     def _spans(self, x: torch.Tensor) -> Iterator[slice]:
         """Some positions at a time: the logits of all would take several times 4 bytes for each and word."""
         step = max(1, LOGITS // (self.model.vocabulary * len(x)))
-        for at in range(0, x.shape[1], step):
-            yield slice(at, at + step)
+        for start in range(0, x.shape[1], step):
+            yield slice(start, start + step)
 
     @contextmanager
     def _positions(self, positions: slice) -> Iterator[None]:
@@ -392,9 +392,9 @@ class _OutputGradients:
             self.held_products = gradients.new_zeros(len(some), len(some))
         self.products += parts.mT @ parts
         if len(those) == len(norms):
-            own = parts[0][those.to(parts.device)][:, some_outputs(size)]
-            self.held_products += own.T @ own
-            self.held_tokens += len(own)
+            held = parts[0][those.to(parts.device)][:, some_outputs(size)]
+            self.held_products += held.T @ held
+            self.held_tokens += len(held)
 
     def mean(self, tokens: int) -> OutputHessian:
         """A: the sum of the products over all tokens, of which there are so many, times the mean norm of those seen."""

@@ -74,10 +74,10 @@ class Replay:
     def output(self, layer: str) -> torch.Tensor | None:
         """A layer's output, of its inputs if these are kept; None: neither is."""
         if layer in self.inputs:
-            found: torch.Tensor = self.block.get_submodule(layer)(self.inputs[layer].value())
+            output: torch.Tensor = self.block.get_submodule(layer)(self.inputs[layer].value())
             self.inputs.pop(layer).drop()
-            self.outputs[layer] = self.batch.keep(found)
-            return found
+            self.outputs[layer] = self.batch.keep(output)
+            return output
         return self.outputs[layer].value() if layer in self.outputs else None
 
     def returns(self, layer: str) -> bool:
@@ -86,8 +86,8 @@ class Replay:
 
     def clear(self) -> None:
         """Free everything."""
-        for kept in (*self.inputs.values(), *self.outputs.values()):
-            kept.drop()
+        for activation in (*self.inputs.values(), *self.outputs.values()):
+            activation.drop()
         self.inputs.clear()
         self.outputs.clear()
 

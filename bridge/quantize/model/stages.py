@@ -106,7 +106,7 @@ def find_stages(
         return hook
 
     def returned(module: nn.Module, _args: Any, output: Any) -> None:
-        if module in own:
+        if module in layer_modules:
             last[:] = inside[module], output
             return
         items = output if isinstance(output, tuple) else (output,)
@@ -114,7 +114,7 @@ def find_stages(
             ends[inside[module]] = OutputOfModule(last[0], len(items) if isinstance(output, tuple) else None)
             outputs[inside[module]] = len(calls), items[0]
 
-    own = set(layers.values())
+    layer_modules = set(layers.values())
     patterns = {expert_pattern(name) for name in layers}
     with ExitStack() as stack:
         for name, module in layers.items():
@@ -148,15 +148,15 @@ def _added(before: Sequence[tuple[str, torch.Tensor]], sum_: Any, output: torch.
 
 
 def _of_all_experts(ends: Mapping[str, OutputOfModule], modules: Iterable[str]) -> dict[str, OutputOfModule]:
-    """The same with the experts that no token has reached yet."""
-    found = dict(ends)
-    of = {expert[0]: (expert[1], end) for name, end in ends.items() if (expert := expert_of(f"{name}."))}
+    """`ends` of a block, completed by those of the experts that no token has reached yet."""
+    all_ends = dict(ends)
+    by_pattern = {expert[0]: (expert[1], end) for name, end in ends.items() if (expert := expert_of(f"{name}."))}
     for name in modules:
         pattern, number = expert_of(f"{name}.") or ("", "")
-        if pattern in of and name not in found:
-            known, end = of[pattern]
-            found[name] = OutputOfModule(end.layer.replace(f"experts.{known}.", f"experts.{number}."), end.items)
-    return found
+        if pattern in by_pattern and name not in all_ends:
+            reached, end = by_pattern[pattern]
+            all_ends[name] = OutputOfModule(end.layer.replace(f"experts.{reached}.", f"experts.{number}."), end.items)
+    return all_ends
 
 
 def _in_stages(order: Sequence[tuple[str, str | None]], once: bool) -> list[Stage]:
@@ -229,7 +229,7 @@ def stage_inputs(
             stack.callback(mixture.register_forward_hook(stop).remove)
         with suppress(StopForward):
             replay.run({names[layers[name]] for group in stage.groups.values() for name in group})
-    joined = {first: torch.cat(found) for first, found in seen.items()}
+    joined = {first: torch.cat(parts) for first, parts in seen.items()}
     return {key: joined[keys[0]] for keys in inputs for key in keys if keys[0] in joined}, added
 
 
@@ -239,4 +239,4 @@ def mixture_of(block: nn.Module, stage: Stage, layers: Mapping[str, nn.Module]) 
         return None
     layer = layers[next(iter(stage.groups.values()))[0]]
     mixtures = (m for m in block.modules() if isinstance(m, SeparateExperts))
-    return next((m for m in mixtures if any(own is layer for own in m.modules())), None)
+    return next((m for m in mixtures if any(module is layer for module in m.modules())), None)

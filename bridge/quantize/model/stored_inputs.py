@@ -39,21 +39,21 @@ class StoredInputs:
     def block(self, batches: int, floats: bool) -> int:
         """The number of the block whose inputs are all there, as they were written; 0: there is none."""
         try:
-            found = read_json(self._record())
+            record = read_json(self._record())
         except BridgeError:
             return 0
-        if not isinstance(found, dict) or found.get("job") != self.job or not isinstance(found.get("block"), int):
+        if not isinstance(record, dict) or record.get("job") != self.job or not isinstance(record.get("block"), int):
             return 0
-        block: int = found["block"]
+        block: int = record["block"]
         wanted = [self._file(block, b, f) for b in range(batches) for f in (False, True)[: 1 + floats]]
         return block if all(self._read(file) is not None for file in wanted) else 0
 
     def read(self, block: int, batch: int, floats: bool) -> torch.Tensor:
         """A batch's inputs of a block that `block` has named."""
-        found = self._read(self._file(block, batch, floats))
-        if found is None:
+        inputs = self._read(self._file(block, batch, floats))
+        if inputs is None:
             raise BridgeError(f"{self._file(block, batch, floats)}: has changed while it was read; run again")
-        return found
+        return inputs
 
     def write(self, block: int, batch: int, floats: bool, x: torch.Tensor) -> None:
         """Keep a batch's inputs of a block. Raises BridgeError if the disk is full."""
@@ -66,7 +66,7 @@ class StoredInputs:
         """Say that all inputs of a block are there, and remove those of others."""
         write_text(self._record(), json.dumps({"job": self.job, "block": block}) + "\n")
         for file in self.folder.iterdir():
-            if (found := _FILE.fullmatch(file.name)) and found[1] == self.what and int(found[2]) != block:
+            if (match := _FILE.fullmatch(file.name)) and match[1] == self.what and int(match[2]) != block:
                 with suppress(OSError):
                     file.unlink()
 
@@ -77,8 +77,8 @@ class StoredInputs:
         return self.folder / f"{self.what}-{block:05}-{batch:05}{'-float' if floats else ''}.safetensors"
 
     def _read(self, file: Path) -> torch.Tensor | None:
-        found = read_tensors(file)
-        if found is None or found[1].get("job") != self.job:
+        contents = read_tensors(file)
+        if contents is None or contents[1].get("job") != self.job:
             return None
         # a BLAS may sum in another order where memory is aligned otherwise, as NumPy's is: cloned into PyTorch's
-        return torch.from_numpy(found[0]["x"]).view(getattr(torch, found[1]["dtype"])).clone()
+        return torch.from_numpy(contents[0]["x"]).view(getattr(torch, contents[1]["dtype"])).clone()

@@ -36,7 +36,7 @@ class Batch:
     block: int = 0
 
     def both(self) -> list[tuple[BlockInputs, bool]]:
-        """Each, and whether it is the float model's."""
+        """The inputs, and those of the float model if there are any, each with whether it is the float model's."""
         return [(self.inputs, False)] + ([(self.floats, True)] if self.floats is not None else [])
 
 

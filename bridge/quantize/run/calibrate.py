@@ -21,7 +21,7 @@ from bridge.blocks.read import WRITTEN
 from bridge.checkpoint import Checkpoint
 from bridge.checkpoint.files.hub import open_by_name
 from bridge.errors import BridgeError, parameter
-from bridge.quantize.run.calibration_text import calibrating
+from bridge.quantize.run.calibration_text import calibration_set
 from bridge.quantize.settings import Calibration
 from bridge.system.cpu.row_threads import slices
 from bridge.system.storage.files import disk_errors
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from bridge.quantize.model.float_model import FloatModel
     from bridge.quantize.quantizer import LayerInput, Prepare
     from bridge.quantize.run.needs import Needs
-    from bridge.quantize.text.mixture import Calibrating
+    from bridge.quantize.text.mixture import CalibrationSet
 
 # options on which no layer depends
 _ELSEWHERE = {"text", "blocks", "memory", "offload", "imatrix_out", "progress", "say", "spread"}
@@ -58,7 +58,7 @@ class LayerTarget:
 
     @property
     def bits(self) -> float:
-        """Of a weight, about."""
+        """Bits per weight, about."""
         return WRITTEN[self.grid].bpw if self.grid in WRITTEN else float(self.grid.split()[0])
 
 
@@ -89,28 +89,28 @@ def quantize_layers(
     from bridge.quantize.model.float_model import FloatModel, arithmetic
     from bridge.quantize.run.needs import Job, needs_of
 
-    model = found = room = log = None
+    model = calibration = needs = log = None
     dtype = torch.float32
     if settings.method != "rtn":
         if settings.method != "awq":  # its scales are multiplied into weights and norms, which are stored
             dtype = arithmetic(ckpt, settings.device)
         model = FloatModel(ckpt, dtype, settings.device)
-        found = calibrating(model, settings, targets)
-    job = _job(ckpt, settings, targets, found, dtype)
+        calibration = calibration_set(model, settings, targets)
+    job = _job(ckpt, settings, targets, calibration, dtype)
     until = None
     if model is not None and settings.blocks is not None:
         targets, until = _of_part(model, targets, settings.blocks)
-    if model is not None and found is not None:
+    if model is not None and calibration is not None:
         bits = {name: target.bits for name, target in targets.items()}
-        sequences, length = found.tokens.shape
-        room = needs_of(Job(model, (sequences, length), bits, settings, found.held > 0), settings.memory)
+        sequences, length = calibration.tokens.shape
+        needs = needs_of(Job(model, (sequences, length), bits, settings, calibration.held > 0), settings.memory)
     layers = LayerStore(folder, job, force, settings.blocks)
-    if model is not None and found is not None and room is not None:
+    if model is not None and calibration is not None and needs is not None:
         blocks, weights = _blocks(model, targets)
-        log = BlockLog(blocks, weights, found.tokens.numel(), layers.layers, settings.say)
+        log = BlockLog(blocks, weights, calibration.tokens.numel(), layers.layers, settings.say)
         layers.blocks = log.records
         if settings.say:
-            settings.say(str(room))
+            settings.say(str(needs))
 
     def finished(layer: StoredLayer) -> None:
         layers.add(layer)
@@ -123,10 +123,10 @@ def quantize_layers(
     if settings.progress:
         settings.progress(len(layers.layers), len(targets), "")
     try:
-        if model is None or found is None or room is None:
+        if model is None or calibration is None or needs is None:
             quantized = _rounded_to_nearest(ckpt, targets, targets, layers)
         else:
-            quantized = calibrated_layers(model, settings, found, room, targets, layers, prepare, until)
+            quantized = calibrated_layers(model, settings, calibration, needs, targets, layers, prepare, until)
         with closing(quantized):
             for layer in quantized:
                 finished(layer)
@@ -143,7 +143,7 @@ def quantize_layers(
     notes = list(layers.notes)
     if settings.blocks is not None:
         notes.append(_part_note(settings.blocks, layers))
-    notes += [_lost_note(layers.layers, settings)] if found is not None and layers.layers else []
+    notes += [_lost_note(layers.layers, settings)] if calibration is not None and layers.layers else []
     notes += _alone_notes(layers.layers)
     notes += [f"{name}: not seen among the model's layers; rounded to nearest instead" for name in missed]
     return layers, notes + [note for layer in layers.layers.values() if (note := _damping_note(layer, settings))]
@@ -164,8 +164,8 @@ def _blocks(model: FloatModel, targets: Collection[str]) -> tuple[list[list[str]
 def calibrated_layers(
     model: FloatModel,
     settings: Calibration,
-    found: Calibrating,
-    room: Needs,
+    calibration: CalibrationSet,
+    needs: Needs,
     targets: dict[str, LayerTarget],
     layers: LayerStore,
     prepare: Prepare | None,
@@ -190,7 +190,7 @@ def calibrated_layers(
     from bridge.quantize.run.layer_by_layer import quantized_layers
     from bridge.quantize.run.walk import Walk, sequences_together
 
-    def said(what: str) -> None:
+    def report(what: str) -> None:
         if settings.progress:
             settings.progress(len(layers.layers), len(layers.layers) + len(todo), f"gradients: {what}")
 
@@ -201,10 +201,10 @@ def calibrated_layers(
             stack.enter_context(disk_errors(beside, "activations", "folder"))
             folder = stack.enter_context(temporary_beside(beside))
         walk = Walk(
-            found.tokens,
+            calibration.tokens,
             partial(_quantized, targets, layers.apart()),
-            batch=sequences_together(found.tokens.shape[1]),
-            held=found.held,
+            batch=sequences_together(calibration.tokens.shape[1]),
+            held=calibration.held,
             feed=settings.feed,
             cross=settings.cross,
             until=until,
@@ -214,16 +214,16 @@ def calibrated_layers(
             head=True,
             prepare=prepare,
             offload=folder,
-            memory=room.layers if spread is None else None,
+            memory=needs.layers if spread is None else None,
             dtype=torch.bfloat16 if model.stored_in_bfloat16 else None,
-            hessians=room.hessians if spread is None else None,
+            hessians=needs.hessians if spread is None else None,
             open=partial(open_by_name, ckpt.path, None if ckpt.home == ckpt.path else ckpt.home),
             arithmetic=model.dtype,
             device=settings.device,
         )
         tasks = stack.enter_context(Tasks(walk, model, spread))
         if settings.needs_gradients and todo:
-            gather_gradients(tasks, todo, room.gradients if spread is None else None, said)
+            gather_gradients(tasks, todo, needs.gradients if spread is None else None, report)
         for _, layer in quantized_layers(tasks):
             yield layer
 
@@ -250,8 +250,8 @@ def _of_part(
     untied = model.untied_head()
     outside = {model.embedding_and_head()[0]} if number == 1 else set()
     outside |= {untied[0]} if untied is not None and number == count else set()
-    own = model.linears(blocks).keys() | outside
-    return {name: target for name, target in targets.items() if name in own}, None if number == count else blocks.stop
+    wanted = model.linears(blocks).keys() | outside
+    return {n: target for n, target in targets.items() if n in wanted}, None if number == count else blocks.stop
 
 
 def _part_note(part: tuple[int, int], layers: LayerStore) -> str:
@@ -264,7 +264,7 @@ def _part_note(part: tuple[int, int], layers: LayerStore) -> str:
 def _rounded_to_nearest(
     ckpt: Checkpoint, names: Iterable[str], targets: dict[str, LayerTarget], layers: LayerStore
 ) -> Generator[StoredLayer, None, None]:
-    """Without a text: every layer by itself."""
+    """Round layers to nearest, each by itself, without a text."""
     import torch
 
     from bridge.quantize.quantizer import LayerInput
@@ -288,15 +288,15 @@ def _job(
     ckpt: Checkpoint,
     settings: Calibration,
     targets: dict[str, LayerTarget],
-    found: Calibrating | None,
+    calibration: CalibrationSet | None,
     dtype: torch.dtype,
 ) -> dict[str, Any]:
-    """What the layers depend on."""
+    """What finished layers depend on, as JSON: other layers are not taken over from an earlier run."""
     options = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name not in _ELSEWHERE}
     if settings.spread is not None and settings.spread.parts > 1:
         options["parts"] = settings.spread.parts  # of the sums
     files = [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in ckpt.files]
-    said = [[name, w.grid, None if w.columns is None else w.columns.tolist()] for name, w in sorted(targets.items())]
+    layers = [[name, t.grid, None if t.columns is None else t.columns.tolist()] for name, t in sorted(targets.items())]
     return {
         "by": bridge.__version__,
         "solver": _solver(),
@@ -304,9 +304,9 @@ def _job(
         "checkpoint": str(ckpt.path.resolve()),
         "files": files,
         "options": options,
-        "tokens": None if found is None else hashlib.sha256(found.read.numpy().tobytes()).hexdigest(),
-        "own samples": None if found is None else found.drawn,  # rounding may change which tokens are drawn
-        "layers": hashlib.sha256(json.dumps(said).encode()).hexdigest(),
+        "tokens": None if calibration is None else hashlib.sha256(calibration.read.numpy().tobytes()).hexdigest(),
+        "own samples": None if calibration is None else calibration.drawn,  # rounding may change which tokens are drawn
+        "layers": hashlib.sha256(json.dumps(layers).encode()).hexdigest(),
     }
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from bridge.quantize.model.float_model import FloatModel
-    from bridge.quantize.text.mixture import Calibrating
+    from bridge.quantize.text.mixture import CalibrationSet
 
 _LENGTH = 2048  # tokens in a sequence
 _IMATRIX_LENGTH = 512  # the same for an importance matrix, as llama-imatrix has it
@@ -52,7 +52,7 @@ def with_length(ckpt: Checkpoint, settings: Calibration) -> tuple[Calibration, l
     ]
 
 
-def calibrating(model: FloatModel, settings: Calibration, layers: Collection[str]) -> Calibrating:
+def calibration_set(model: FloatModel, settings: Calibration, layers: Collection[str]) -> CalibrationSet:
     """The sequences to calibrate on; a BridgeWarning where they are few for the inputs of these layers.
 
     Raises BridgeError as `calibration_sequences` does.
@@ -75,7 +75,7 @@ def calibrating(model: FloatModel, settings: Calibration, layers: Collection[str
     elif samples is None:
         enough = _TOKENS_WANTED * columns[widest] if widest is not None else 0
         samples = max(-(-enough // settings.length), min(_SEQUENCES, -(-_TOKENS // settings.length)))
-    found = calibration_sequences(
+    calibration_set = calibration_sequences(
         settings.sources,
         tokenizer,
         samples,
@@ -84,7 +84,7 @@ def calibrating(model: FloatModel, settings: Calibration, layers: Collection[str
         model.vocabulary,
         lambda count, length: _own_samples(model, tokenizer, settings, count, length),
     )
-    tokens = found.tokens
+    tokens = calibration_set.tokens
     if widest is not None and tokens.numel() < (enough := _TOKENS_PER_COLUMN * columns[widest]):
         ways = ["a longer text"] if len(tokens) < samples else []
         if samples * settings.length < enough:
@@ -95,7 +95,7 @@ def calibrating(model: FloatModel, settings: Calibration, layers: Collection[str
             BridgeWarning,
             stacklevel=2,
         )
-    return found
+    return calibration_set
 
 
 def enough_of(tokens: torch.Tensor, columns: int) -> torch.Tensor:
@@ -112,7 +112,7 @@ def _own_samples(
     from bridge.quantize.text.default_text import openings
     from bridge.quantize.text.own_samples import fits_in_memory, own_samples
 
-    def said(done: int, total: int) -> None:
+    def report(done: int, total: int) -> None:
         if settings.progress:
             settings.progress(0, 1, f"own samples: {done} of {total} tokens")
 
@@ -126,7 +126,7 @@ def _own_samples(
         why = "transformers keeps no cache for it"
         end = model.model.config.get_text_config().eos_token_id
         ends = {tokenizer.eos_token_id, *(end if isinstance(end, list) else [end])} - {None}
-        samples = own_samples(model, openings(tokenizer), sorted(ends), count, length, settings.seed or 0, said)
+        samples = own_samples(model, openings(tokenizer), sorted(ends), count, length, settings.seed or 0, report)
     if samples is not None:
         _drawn[model.ckpt] = {key: samples}
     else:

@@ -20,7 +20,7 @@ from torch import nn
 from bridge.quantize.model.streamed_model import StreamedModel
 from bridge.quantize.run.block_work import Batch
 from bridge.quantize.run.walk import Walk
-from bridge.quantize.run.worker import Worker, added, layers_of_block, leave_work
+from bridge.quantize.run.worker import Worker, added, close_workers, layers_of_block
 from bridge.system.cpu.row_threads import slices
 
 
@@ -42,7 +42,7 @@ class LocalCluster:
         return function(*args)
 
     def gather(self, futures: list[Any]) -> list[Any]:
-        """The same."""
+        """The results, which the futures are."""
         return futures
 
 
@@ -102,7 +102,7 @@ class Tasks:
     def sum(self, hessians: list[Any]) -> Any:
         """The sum of the parts' Hessians, two by two."""
         while len(hessians) > 1:
-            pairs = [hessians[at : at + 2] for at in range(0, len(hessians), 2)]
+            pairs = [hessians[start : start + 2] for start in range(0, len(hessians), 2)]
             hessians = [self.submit(added, *pair) if len(pair) == 2 else pair[0] for pair in pairs]
         return hessians[0]
 
@@ -121,7 +121,7 @@ class Tasks:
         if self.alone:
             self._worker.close()
         else:
-            leave_work()
+            close_workers()
 
 
 def identity(value: Any) -> Any:

@@ -16,7 +16,7 @@ from bridge.quantize.model.stored_inputs import StoredInputs
 from bridge.quantize.run.cluster import Tasks
 from bridge.quantize.run.worker import Worker, task
 from bridge.quantize.solve.two_sided import summed
-from bridge.quantize.text.mixture import Calibrating
+from bridge.quantize.text.mixture import CalibrationSet
 from bridge.system.cpu.row_threads import slices
 from bridge.system.storage.folder_locks import temporary_beside
 
@@ -37,7 +37,7 @@ def gather_gradients(
     batch = sequences_at_once(tasks.model, tokens.shape[1])
     batches = slices(-(-len(tokens) // batch), tasks.spread.parts)
     cuts = [tokens[part.start * batch : part.stop * batch] for part in batches]
-    held = Calibrating(tokens, held=walk.held).held_tokens()
+    held = CalibrationSet(tokens, held=walk.held).held_tokens()
     held_cuts = [None] * len(cuts) if held is None else held.split([cut.numel() for cut in cuts])
     started = [
         tasks.start(
@@ -70,9 +70,9 @@ def _gathered(
     progress: Callable[[str], None] | None,
 ) -> None:
     """Store A and |g| of a part of the sequences; None: of all. `held`, `first`: see `output_hessians`."""
-    walk, store, said = worker.walk, worker.walk.store, progress or (lambda name: None)
+    walk, store, report = worker.walk, worker.walk.store, progress or (lambda name: None)
     worker.leave()
-    said("forward")
+    report("forward")
     missing = {name for name in todo if part is not None or not store.has_outputs([name])}
     resume = StoredInputs(store.folder, store.job, "gradients") if part is None else None
     part_folder = store.folder.with_name(f"{store.folder.name}-{part or 0}")
@@ -87,7 +87,7 @@ def _gathered(
             walk.two_sided,
         )  # fmt: skip
         for name, outputs in layers_outputs:
-            said(name)
+            report(name)
             if name in missing:
                 store.save_outputs(name, outputs if walk.two_sided else None, part)
                 missing.remove(name)
@@ -108,6 +108,6 @@ def _sum_outputs(store: LayerStore, name: str, shares: Sequence[float]) -> None:
 
 def _join_norms(store: LayerStore, name: str, parts: int) -> None:
     """Store |g| of all tokens of a layer, where each part of the sequences has it."""
-    norms = [found for part in range(parts) if (found := store.norms(name, part)) is not None]
+    norms = [part_norms for part in range(parts) if (part_norms := store.norms(name, part)) is not None]
     if len(norms) == parts:
         store.save_norms(name, torch.cat(norms))

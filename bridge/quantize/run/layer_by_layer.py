@@ -92,7 +92,7 @@ class _SingleBlock(InMemory):
 def _block(tasks: Tasks, block: int, done: dict[str, Any]) -> Generator[tuple[str, Any], None, Ends]:
     """Quantize a block's layers, and add them to `done`; returns where the passes through it end."""
     layers = tasks.layers(block)
-    done |= {name: found for name in layers if (found := tasks.walk.layers.finished(name)) is not None}
+    done |= {name: finished for name in layers if (finished := tasks.walk.layers.finished(name)) is not None}
     if len(done) == len(layers):
         return {}
     stages, ends = tasks.result(tasks.start(Worker.stages, block, dict(done), tasks.parts[0]))
@@ -102,30 +102,30 @@ def _block(tasks: Tasks, block: int, done: dict[str, Any]) -> Generator[tuple[st
 
 
 def _stage(
-    tasks: Tasks, block: int, whole: Stage, layers: Mapping[str, nn.Module], ends: Ends, done: dict[str, Any]
+    tasks: Tasks, block: int, full_stage: Stage, layers: Mapping[str, nn.Module], ends: Ends, done: dict[str, Any]
 ) -> Iterator[tuple[str, Any]]:
     """Quantize a stage's layers, and add them to the finished ones of the block."""
     everyone: Any = None
-    for stage in whole.parts(layers, tasks.walk.cross, tasks.walk.hessians):
+    for stage in full_stage.parts(layers, tasks.walk.cross, tasks.walk.hessians):
         keys = {name: key for key, group in stage.groups.items() for name in group if name not in done}
         if not keys:
             continue
         before = dict(done)
         hessians = tasks.sum(tasks.each(Worker.gathered, block, before, stage, ends))
         if stage.experts and tasks.result(tasks.submit(any_has_too_few_tokens, hessians)):
-            if everyone is None and len(stage.groups) == len(whole.groups):
+            if everyone is None and len(stage.groups) == len(full_stage.groups):
                 everyone = tasks.submit(merged_experts, hessians, tasks.alone)
             elif everyone is None:
-                everyone = tasks.sum(tasks.each(Worker.of_all_experts, block, before, whole, ends))
+                everyone = tasks.sum(tasks.each(Worker.of_all_experts, block, before, full_stage, ends))
             hessians = tasks.submit(completed, hessians, everyone, tasks.alone)
         if not tasks.alone:
             hessians = {key: tasks.submit(getitem, hessians, key) for key in set(keys.values())}
         names = iter(keys)
-        for found in tasks.results(_layers(tasks, block, done if tasks.alone else before, keys, hessians)):
+        for result in tasks.results(_layers(tasks, block, done if tasks.alone else before, keys, hessians)):
             name = next(names)
-            done[name] = None if tasks.alone else found
-            yield name, found
-            del found
+            done[name] = None if tasks.alone else result
+            yield name, result
+            del result
 
 
 def _layers(
@@ -170,6 +170,6 @@ def _by_rows(
     spans = list(tasks.walk.layers.missing(name, count, rows_at_once(columns)))
     more = [make() for make in needed] if spans else []
     started = (tasks.start(task, name, (rows.start, rows.stop, count), *more, rows is spans[-1]) for rows in spans)
-    for found in tasks.results(started):
-        yield name, found
-        del found
+    for result in tasks.results(started):
+        yield name, result
+        del result

@@ -91,25 +91,25 @@ def needs_of(job: Job, memory: int | None = None) -> Needs:
 
     Raises BridgeError if not even a block fits into what was given.
     """
-    own = resident() + _LATER
+    present = resident() + _LATER
     free = free_memory()
-    limit = memory if memory is not None else own + int(_FREE * free) if free is not None else 1 << 60
-    own_and_free = None if free is None else own + free
+    limit = memory if memory is not None else present + int(_FREE * free) if free is not None else 1 << 60
+    total = None if free is None else present + free
     sizes = _Sizes(job)
     rest = {"gradients": sizes.gradients(), "layers": sizes.layers(), "head": sizes.head()}
     rest["embeddings"] = sizes.embeddings()
-    if memory is not None and own + max(rest.values()) > memory:
-        least = size_text(own + max(rest.values()))
+    if memory is not None and present + max(rest.values()) > memory:
+        least = size_text(present + max(rest.values()))
         raise BridgeError(
             f"{parameter('memory', memory)}: too little; calibrating this model block by block takes {least}"
         )
-    spare = {name: max(0, limit - own - size) for name, size in rest.items()}
+    spare = {name: max(0, limit - present - size) for name, size in rest.items()}
     more = min(spare["layers"] // 2, sizes.experts - min(sizes.experts, HESSIANS))
     gradients = min(spare["gradients"], sizes.activations_of_gradients())
     layers = min(spare["layers"] - more, sizes.activations())
     peak = max(rest["gradients"] + gradients, rest["layers"] + more + layers, rest["head"] + layers, rest["embeddings"])
     spilled = max(sizes.activations_of_gradients() - gradients, sizes.activations() - layers)
-    return Needs(own + peak, sizes.stored() + spilled, _seconds(job), gradients, layers, HESSIANS + more, own_and_free)
+    return Needs(present + peak, sizes.stored() + spilled, _seconds(job), gradients, layers, HESSIANS + more, total)
 
 
 def needs_of_pass(model: FloatModel, tokens: tuple[int, int], settings: Calibration) -> Needs:
@@ -118,19 +118,20 @@ def needs_of_pass(model: FloatModel, tokens: tuple[int, int], settings: Calibrat
     Raises BridgeError as `needs_of` does.
     """
     sizes, memory = _Sizes(Job(model, tokens, {}, settings)), settings.memory
-    own, free = resident() + _LATER, free_memory()
+    present, free = resident() + _LATER, free_memory()
     inside = max(max(sizes.blocks), sizes.outside) * sizes.item + sizes.batch * 4 * sizes.item * sizes.widest
-    limit = memory if memory is not None else own + int(_FREE * free) if free is not None else 1 << 60
-    if memory is not None and own + inside > memory:
-        least = size_text(own + inside)
+    limit = memory if memory is not None else present + int(_FREE * free) if free is not None else 1 << 60
+    if memory is not None and present + inside > memory:
+        least = size_text(present + inside)
         raise BridgeError(
             f"{parameter('memory', memory)}: too little; a pass of this model block by block takes {least}"
         )
     between = sizes.count * sizes.hidden * sizes.item
-    kept = min(max(0, limit - own - inside), between)
+    in_memory = min(max(0, limit - present - inside), between)
     seconds = sizes.count * sum(_operations(sizes)) / _rate(model.dtype)
     seconds += _ROUNDED * (sum(sizes.blocks) + sizes.outside) / usable_cpus()
-    return Needs(own + inside + kept, between - kept, seconds, 0, kept, 0, None if free is None else own + free)
+    total = None if free is None else present + free
+    return Needs(present + inside + in_memory, between - in_memory, seconds, 0, in_memory, 0, total)
 
 
 class _Sizes:
@@ -145,7 +146,7 @@ class _Sizes:
         self.batch = min(self.count, together * job.tokens[1])
         self.gradient_tokens = self.count if self.settings.needs_gradients else 0
         self.item = model.dtype.itemsize
-        self.kept = 2 if model.stored_in_bfloat16 else self.item  # of an activation
+        self.activation_item = 2 if model.stored_in_bfloat16 else self.item
         self.copies = 1 + self.settings.cross
         self.blocks = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
         self.shapes = [
@@ -163,15 +164,15 @@ class _Sizes:
         return 4 if self.settings.cross else 1 + self.job.held
 
     def activations(self) -> int:
-        """Those between blocks, the outputs of attention, and the inputs of the widest layer."""
-        return self.count * self.copies * self.kept * (2 * self.hidden + self.widest)
+        """Bytes of the activations between blocks, of attention's outputs, and of the inputs of the widest layer."""
+        return self.count * self.copies * self.activation_item * (2 * self.hidden + self.widest)
 
     def activations_of_gradients(self) -> int:
-        """The inputs of all blocks."""
-        return self.gradient_tokens * self.hidden * self.kept * (len(self.blocks) + 1)
+        """Bytes of the inputs of all blocks."""
+        return self.gradient_tokens * self.hidden * self.activation_item * (len(self.blocks) + 1)
 
     def gradients(self) -> int:
-        """Without activations between blocks."""
+        """Bytes while gradients are gathered, without activations between blocks."""
         if not self.gradient_tokens:
             return 0
         vocabulary = self.job.model.vocabulary
@@ -190,21 +191,21 @@ class _Sizes:
         return 4 * self.hidden**2 * (1 + tied) if self.settings.two_sided else 0
 
     def embeddings(self) -> int:
-        """There are no activations then."""
+        """Bytes while the embeddings are quantized; there are no activations then."""
         if self.job.model.embedding_and_head()[0] not in self.job.bits:
             return 0
         rows = min(self.job.model.vocabulary, rows_at_once(self.hidden))
         return 4 * self.hidden * (3 * self.hidden + _WORKING * rows)
 
     def layers(self) -> int:
-        """Without activations between blocks."""
+        """Bytes while a block's layers are quantized, without activations between blocks."""
         each = ((shapes, shape) for shapes in self.shapes for shape in shapes.values())
         largest = max((self._solved(*shape) + self._beside(shapes, shape[1]) for shapes, shape in each), default=0)
         largest += min(self.experts, HESSIANS)
         return max(self.blocks) * self.item * self.copies + largest
 
     def head(self) -> int:
-        """Without activations between blocks."""
+        """Bytes while the output head is quantized, without activations between blocks."""
         rows, n = matrix_shape(head_of(self.job.model.model)[1])
         untied = self.job.model.untied_head()
         if untied is None or untied[0] not in self.job.bits:
@@ -213,8 +214,8 @@ class _Sizes:
         return max(gathered, self._solved(min(rows, rows_at_once(self.hidden)), n))
 
     def hessians_beside(self, shapes: Mapping[str, tuple[int, int]], n: int) -> int:
-        """Of a block's layers of n columns, how many more than one may be gathered together: q, k and v have one each
-        where tokens count otherwise for them."""
+        """How many Hessians more than one may be gathered together for a block's layers of n columns: q, k and v have
+        one each where tokens count otherwise for them."""
         layers = sum(columns == n and not expert_of(f"{name}.") for name, (_, columns) in shapes.items())
         return min(2, max(0, layers - 1)) if self.settings.needs_gradients else 0
 
@@ -229,7 +230,7 @@ class _Sizes:
         return self.batch * n * max(3 * self.item + 4 * self.settings.cross, added)
 
     def _solved(self, rows: int, n: int) -> int:
-        """H and C are gathered; then alpha is found, with a factor of the other tokens' H; then H alone is used.
+        """Bytes for one layer: H and C; then those to find alpha, with a factor of the other tokens' H; then H alone.
 
         In place of C it may be the products of the layer's outputs, of as many rows as it has. Where it shares its
         inputs with others, or its outputs are not at hand, these may be C after all if it has over half as many rows
@@ -248,27 +249,27 @@ class _Sizes:
         return dict.fromkeys(self.job.model.embedding_and_head(), self.job.model.head()[1])
 
     def stored(self) -> int:
-        """On disk: finished layers, the output, the inputs of the next block and this one, and A of all layers."""
+        """Bytes on disk: finished layers, the output, the inputs of this block and the next, and A of all layers."""
         bits, weights = 0.0, 0
         for name, (rows, n) in (self.outside_blocks() | self.job.model.linears()).items():
             if name in self.job.bits:
                 bits += self.job.bits[name] * rows * n
                 weights += rows * n
-        whole = (self.outside + sum(self.blocks)) * bits / max(weights, 1)
+        output_bits = (self.outside + sum(self.blocks)) * bits / max(weights, 1)
         gradients = self.gradient_tokens * self.item
-        inputs = 2 * self.hidden * max(self.count * self.copies * self.kept, gradients)
+        inputs = 2 * self.hidden * max(self.count * self.copies * self.activation_item, gradients)
         outputs = sum(map(_output_bytes, self.shapes)) + 4 * self.hidden**2 if self.settings.two_sided else 0
         outputs += 4 * self.gradient_tokens * sum(map(len, self.shapes))  # norms of the gradients
-        return int((bits + whole) / 8) + inputs + outputs
+        return int((bits + output_bits) / 8) + inputs + outputs
 
 
 def _output_bytes(shapes: Mapping[str, tuple[int, int]]) -> int:
-    """A of a block's layers."""
+    """Bytes of A of a block's layers."""
     return sum(4 * -(-rows // ROWS) * min(rows, ROWS) ** 2 for rows, _ in shapes.values())
 
 
 def _seconds(job: Job) -> float:
-    """By operations in matrix products, and the solver's other work for each weight."""
+    """The seconds of a job, by operations in matrix products and the solver's other work for each weight."""
     sizes, settings = _Sizes(job), job.settings
     fast, exact = _rate(job.model.dtype), _rate(torch.float32)
     back = _rate(fast_arithmetic(job.model.device)) if settings.needs_gradients else fast  # of the gradients
@@ -297,7 +298,7 @@ def _seconds(job: Job) -> float:
 
 
 def _operations(sizes: _Sizes) -> list[float]:
-    """Of a token's forward pass through each block: its layers, and attention's as if at the rate of theirs.
+    """Operations of a token's forward pass through each block: its layers, and attention's as if at their rate.
 
     A token sees half of its sequence on average, as if no layer had a window.
     """
@@ -312,7 +313,7 @@ def _reached(sizes: _Sizes) -> list[float]:
     """The share of each block's weights that a token reaches: of a mixture, that of the experts chosen."""
     config = sizes.job.model.model.config.get_text_config()
     chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 1
-    experts = [{found[1] for name in shapes if (found := expert_of(f"{name}."))} for shapes in sizes.shapes]
+    experts = [{expert[1] for name in shapes if (expert := expert_of(f"{name}."))} for shapes in sizes.shapes]
     return [min(1.0, chosen / len(numbers)) if numbers else 1.0 for numbers in experts]
 
 

@@ -29,8 +29,8 @@ def gather(
     """
     hessians = {}
     for key, group in stage.groups.items():
-        own = layers[group[0]]
-        hessians[key] = Hessian(group[0], matrix_shape(own)[1], next(own.parameters()).device, first)
+        module = layers[group[0]]
+        hessians[key] = Hessian(group[0], matrix_shape(module)[1], next(module.parameters()).device, first)
     mixture = mixture_of(replays[0].block, stage, layers)
     products = _with_products(stage, originals, floats)
     of_tokens = {key: weights(group) for key, group in stage.groups.items()}
@@ -43,12 +43,12 @@ def gather(
             twins, float_residuals = stage_inputs(stage, originals, floats[i], routed, bool(products))
         count = replay.batch.tokens
         for key, x in seen.items():
-            x_float, outputs, own = twins.pop(key, None), None, of_tokens[key]
-            if own is not None:
-                own = own[first : first + count]
+            x_float, outputs, token_weights = twins.pop(key, None), None, of_tokens[key]
+            if token_weights is not None:
+                token_weights = token_weights[first : first + count]
                 if mixture is not None:
-                    own = own[mixture.tokens_of(int(key)).cpu()]
-                own = own if len(own) == len(x) else None
+                    token_weights = token_weights[mixture.tokens_of(int(key)).cpu()]
+                token_weights = token_weights if len(token_weights) == len(x) else None
             if key in products and x_float is not None:
                 outputs = {
                     n: _float_output(originals[n], inside, floats[i], x_float) for n, inside in products[key].items()
@@ -57,7 +57,7 @@ def gather(
                     lost = float_residuals[n] - residuals[n]
                     outputs[n] = outputs[n].float() + lost.reshape(outputs[n].shape)
                 x_float = None
-            hessians[key].add(x, x_float, replay.batch.held, outputs, own)
+            hessians[key].add(x, x_float, replay.batch.held, outputs, token_weights)
         first += count
     return hessians
 
@@ -69,23 +69,23 @@ def _with_products(
     if not floats or stage.experts:
         return {}
     names = {module: name for name, module in floats[0].block.named_modules()}
-    found = {}
+    products = {}
     for key, group in stage.groups.items():
         modules = [originals[n] for n in group]
         (*_, columns), rows = matrix_shape(modules[0]), [matrix_shape(m)[0] for m in modules]
         at_hand = all(floats[0].returns(names[m]) for m in modules)
         if takes_products(rows, columns, at_hand) and all(type(m).forward is nn.Linear.forward for m in modules):
-            found[key] = {n: names[originals[n]] for n in group}
-    return found
+            products[key] = {n: names[originals[n]] for n in group}
+    return products
 
 
 def _float_output(layer: nn.Module, name: str, replay: Replay, x: torch.Tensor) -> torch.Tensor:
     """The output of a block's layer, without its bias, for inputs x that the replay has just passed."""
-    found = replay.output(name)
-    if found is None:
-        found = layer(x.to(layer.weight.dtype))
+    output = replay.output(name)
+    if output is None:
+        output = layer(x.to(layer.weight.dtype))
     bias = getattr(layer, "bias", None)
-    return found if bias is None else found - bias
+    return output if bias is None else output - bias
 
 
 def gather_together(stage: Stage, layers: Mapping[str, nn.Module], replays: Sequence[Replay]) -> Hessian:

@@ -48,8 +48,8 @@ def task(method: "Callable[Concatenate[Worker, P], R]") -> "Callable[Concatenate
     def run(worker: "Worker | Walk", *args: P.args, **options: P.kwargs) -> R:
         if isinstance(worker, Worker):
             return method(worker, *args, **options)
-        with at_work(worker) as own:
-            return method(own, *args, **options)
+        with process_worker(worker) as present:
+            return method(present, *args, **options)
 
     return run
 
@@ -176,15 +176,15 @@ class Worker:
     @task
     def quantized(self, block: int, done: Done, name: str, hessian: Hessian, last: bool) -> Any:
         """Quantize a layer; returns what the quantizer says of it. `last`: of those that share the Hessian."""
-        if (found := self._found(name, None)) is not None:
-            return found
+        if (result := self._stored(name, None)) is not None:
+            return result
         work, _ = self.enter(block, done)
-        values, found = self._quantize(
+        values, result = self._quantize(
             name, matrix(work.layers[name]), hessian, last, None, self.walk.layers.outputs(name)
         )
         if self.alone:
             work.replace(name, values)
-        return found
+        return result
 
     @task
     def advanced(self, block: int, done: Done, ends: Ends, numbers: Sequence[int]) -> None:
@@ -206,33 +206,33 @@ class Worker:
         self.model.load(None)
         try:
             tokens = [self.sequences[number] for number in numbers]
-            own, items = (batch.inputs.value() for batch in batches), next(iter(batches)).inputs.items
+            outputs, items = (batch.inputs.value() for batch in batches), next(iter(batches)).inputs.items
             floats = ((batch.floats or batch.inputs).value() for batch in batches) if self.walk.cross else None
-            return {"": head_hessian(model, blocks, tokens, items, own, floats, self._before[numbers[0]])}
+            return {"": head_hessian(model, blocks, tokens, items, outputs, floats, self._before[numbers[0]])}
         finally:
             self.model.drop(None)
 
     @task
     def head_rows(self, name: str, rows: tuple[int, int, int], hessians: dict[str, Hessian], last: bool) -> Any:
         """Quantize rows (from, to, of all) of the head; `last`: no others come later."""
-        if (found := self._found(name, rows)) is not None:
-            return found
+        if (result := self._stored(name, rows)) is not None:
+            return result
         span = slice(*rows[:2])
-        values, found = self._quantize(name, self.model.head_rows(span), hessians[""], last, rows)
+        values, result = self._quantize(name, self.model.head_rows(span), hessians[""], last, rows)
         self.model.set_head_rows(span, values)
-        return found
+        return result
 
     @task
     def embedding_rows(self, name: str, rows: tuple[int, int, int], last: bool) -> Any:
-        """The same of the embeddings."""
-        if (found := self._found(name, rows)) is not None:
-            return found
+        """Quantize rows (from, to, of all) of the embeddings."""
+        if (stored := self._stored(name, rows)) is not None:
+            return stored
         half = self.walk.layers.outputs(name)
         assert half is not None
         hessian = embeddings_hessian(name, half.blocks[0], self.walk.tokens.numel())
         return self._quantize(name, self.model.embedding_rows(slice(*rows[:2])), hessian, last, rows)[1]
 
-    def _found(self, name: str, rows: tuple[int, int, int] | None) -> StoredLayer | None:
+    def _stored(self, name: str, rows: tuple[int, int, int] | None) -> StoredLayer | None:
         """A layer that was stored by a worker before it was lost."""
         return None if self.alone else self.walk.store.stored(name, _part(rows))
 
@@ -251,7 +251,7 @@ def layers_of_block(walk: Walk, model: StreamedModel, block: int) -> dict[str, n
 
 
 def _part(rows: tuple[int, int, int] | None) -> tuple[int, int, int] | None:
-    """Which rows a layer has, None: all."""
+    """(from, to, of all) of a layer that has some rows of a matrix; None: it has all."""
     return None if rows is None or rows[:2] == (0, rows[2]) else rows
 
 
@@ -282,25 +282,25 @@ def any_has_too_few_tokens(hessians: dict[str, Hessian]) -> bool:
 
 
 _lock = threading.RLock()
-_present: list[Worker] = []
+_workers: list[Worker] = []
 
 
 @contextmanager
-def at_work(walk: Walk) -> Iterator[Worker]:
+def process_worker(walk: Walk) -> Iterator[Worker]:
     """The process's worker: one walk at a time, one task at a time."""
     with _lock, torch.no_grad():
-        if not _present or not _same_run(_present[0].walk, walk):
-            leave_work()
-            _present.append(Worker(walk))
-        yield _present[0]
+        if not _workers or not _same_run(_workers[0].walk, walk):
+            close_workers()
+            _workers.append(Worker(walk))
+        yield _workers[0]
 
 
 def _same_run(one: Walk, other: Walk) -> bool:
     return (one.store.job, one.store.folder) == (other.store.job, other.store.folder)
 
 
-def leave_work() -> None:
+def close_workers() -> None:
     """Free what this process's worker keeps."""
     with _lock:
-        while _present:
-            _present.pop().close()
+        while _workers:
+            _workers.pop().close()

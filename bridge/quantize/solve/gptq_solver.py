@@ -94,7 +94,7 @@ def solve(
     cross: torch.Tensor | None = None,
     alpha: float = 0.25,
     nearest: bool = True,
-    found: tuple[torch.Tensor, float] | None = None,
+    factored: tuple[torch.Tensor, float] | None = None,
 ) -> Solution:
     """Round weight float [rows, columns] on the grid against hessian [columns, columns].
 
@@ -110,29 +110,29 @@ def solve(
     """
     columns = weight.shape[1]
     order = np.arange(columns) if order is None else np.asarray(order)
-    at = torch.from_numpy(order).to(weight.device)
+    permutation = torch.from_numpy(order).to(weight.device)
     hessian = hessian.to(weight)
     importance = hessian.diagonal().cpu().numpy()
-    found = found or damped_factor(hessian, damping, at)
-    if found:
-        factor = found[0]
+    factored = factored or damped_factor(hessian, damping, permutation)
+    if factored:
+        factor = factored[0]
     elif grid.vectors and np.isfinite(importance).all():  # scales are chosen by what errors cost
-        factor = torch.diag(hessian.diagonal()[at].clamp_min(torch.finfo(weight.dtype).tiny).rsqrt())
+        factor = torch.diag(hessian.diagonal()[permutation].clamp_min(torch.finfo(weight.dtype).tiny).rsqrt())
     else:
         factor = torch.eye(columns, dtype=weight.dtype, device=weight.device)
     shift = None
-    if cross is not None and found:
-        shift = alpha * torch.triu(cross.to(weight)[at[:, None], at] @ factor.T, 1) @ factor
+    if cross is not None and factored:
+        shift = alpha * torch.triu(cross.to(weight)[permutation[:, None], permutation] @ factor.T, 1) @ factor
     if fit == "first":
         fit_all(weight, grid, importance)
-    state = _State(weight[:, at].contiguous(), factor, shift, grid, order)
+    state = _State(weight[:, permutation].contiguous(), factor, shift, grid, order)
     state.importance = importance if fit == "reached" else None
-    state.quick = bool(found)
+    state.quick = bool(factored)
     state.over(_runs(order, grid.fit_columns, fit != "reached"), state.run)
     codes = torch.from_numpy(state.codes)[:, _back(order)].numpy()
-    damping = found[1] if found else float("inf")
+    damping = factored[1] if factored else float("inf")
     most = torch.linalg.vector_norm(state.errors, dim=1).square().cpu().numpy()  # of the damped H
-    del found, factor, shift, state  # free their memory before more is needed
+    del factored, factor, shift, state  # free their memory before more is needed
     if nearest and damping < float("inf") and cross is None and not grid.vectors:
         _prefer_nearest(weight, hessian, grid, codes, importance if fit == "reached" else None, most)
     return Solution(codes, damping)
@@ -155,14 +155,14 @@ def _prefer_nearest(
     """
 
     def rounded(rows: np.ndarray, quick: bool = True) -> tuple[np.ndarray, Grid, np.ndarray]:
-        own = weight if len(rows) == len(weight) else weight[torch.from_numpy(rows).to(weight.device)]
+        part = weight if len(rows) == len(weight) else weight[torch.from_numpy(rows).to(weight.device)]
         other = replace(grid, rows=len(rows))  # type: ignore[type-var]
         if importance is None:
             other.copy_rows(np.arange(len(rows)), grid, rows)
         else:
-            fit_all(own, other, importance, quick)
-        nearest = _nearest_codes(own, other)
-        return nearest, other, row_errors(own, nearest, other, hessian)
+            fit_all(part, other, importance, quick)
+        nearest = _nearest_codes(part, other)
+        return nearest, other, row_errors(part, nearest, other, hessian)
 
     rows = np.arange(len(codes))
     sample = rows[:: max(1, len(rows) // _SAMPLE)]
@@ -182,20 +182,20 @@ def row_errors(
 ) -> np.ndarray:
     """diag(E H E^T) [rows], E = weight - values of the codes on these rows of a grid."""
     a, c = grid.a[rows], grid.c[rows]
-    found = [
+    errors = [
         _errors(weight[r] - torch.from_numpy(values_of(codes[r], a[r], c[r], grid)).to(weight), hessian)
         for r in tiles(len(codes))
     ]
-    return torch.cat(found).cpu().numpy()
+    return torch.cat(errors).cpu().numpy()
 
 
 def _errors(lost: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
     """diag(E H E^T) of E, float64 [rows]; H is symmetric, so its lower half counts twice."""
     total = torch.zeros(len(lost), dtype=torch.float64, device=lost.device)
     for c in tiles(lost.shape[1]):
-        own, later = lost[:, c], lost[:, c.stop :]
-        product = (own @ hessian[c, c]).add_(later @ hessian[c.stop :, c], alpha=2)
-        total += product.mul_(own).sum(1, dtype=torch.float64)
+        tile, later = lost[:, c], lost[:, c.stop :]
+        product = (tile @ hessian[c, c]).add_(later @ hessian[c.stop :, c], alpha=2)
+        total += product.mul_(tile).sum(1, dtype=torch.float64)
     return total
 
 

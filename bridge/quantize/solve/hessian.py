@@ -41,11 +41,11 @@ MOST_DAMPING = 1.0  # times the mean of diag H; beyond it, little of the Hessian
 class FloatProducts:
     """The products R = 2/n sum W x_float x^T of a layer's float outputs and its inputs, float32 [rows, columns].
 
-    whole  over the tokens that are not held back
-    held   over those that are, of `some_rows`
+    total  over all tokens
+    held   over those that are held back, of `some_rows`
     """
 
-    whole: torch.Tensor
+    total: torch.Tensor
     held: torch.Tensor
 
 
@@ -120,7 +120,7 @@ class Hessian:
         """
         device = self._matrix.device
         x = x.reshape(-1, x.shape[-1]).to(device, torch.float32)
-        self._part()
+        self._unmerge()
         x_float = None if x_float is None else x_float.reshape(x.shape).to(x)
         if weights is not None:
             self._add_squares(x)
@@ -132,23 +132,23 @@ class Hessian:
         else:
             if self.held is None:
                 self.held = Hessian(self.name, x.shape[1], device)
-            those = held_back(self.first + self.tokens, len(x)) if held is None else torch.full((len(x),), held)
-            those, before = those.to(device), self.tokens - self.held.tokens
-            own, others = self.held, ~those
-            self._multiply(outputs or {}, x, those)
-            own._add(x[those], None if x_float is None else x_float[those], own.tokens)
-            own.tokens += int(those.sum())
-            own._merged = False
+            is_held = held_back(self.first + self.tokens, len(x)) if held is None else torch.full((len(x),), held)
+            is_held, before = is_held.to(device), self.tokens - self.held.tokens
+            held_hessian, others = self.held, ~is_held
+            self._multiply(outputs or {}, x, is_held)
+            held_hessian._add(x[is_held], None if x_float is None else x_float[is_held], held_hessian.tokens)
+            held_hessian.tokens += int(is_held.sum())
+            held_hessian._merged = False
             self._add(x[others], None if x_float is None else x_float[others], before)
         self.tokens += len(x)
 
     def _add_squares(self, x: torch.Tensor) -> None:
-        own = x.square().mean(0)
+        mean = x.square().mean(0)
         share = len(x) / max(self.tokens + len(x), 1)
-        self.squares = own if self.squares is None else self.squares.lerp(own, share)
+        self.squares = mean if self.squares is None else self.squares.lerp(mean, share)
 
-    def _multiply(self, outputs: Mapping[str, torch.Tensor], x: torch.Tensor, those: torch.Tensor) -> None:
-        """Add tokens to the products; `those` are held back."""
+    def _multiply(self, outputs: Mapping[str, torch.Tensor], x: torch.Tensor, is_held: torch.Tensor) -> None:
+        """Add tokens to the products; `is_held` bool [tokens] tells which are held back."""
         assert self.held is not None
         for name, y in outputs.items():
             y = y.reshape(len(x), -1).to(x)
@@ -159,8 +159,8 @@ class Hessian:
                 )
             sums = self.products[name]
             for total, left, right, before in (
-                (sums.whole, y, x, self.tokens),
-                (sums.held, some[those], x[those], self.held.tokens),
+                (sums.total, y, x, self.tokens),
+                (sums.held, some[is_held], x[is_held], self.held.tokens),
             ):
                 if len(left):
                     share = len(left) / (before + len(left))
@@ -172,9 +172,9 @@ class Hessian:
             return
         share = len(x) / (before + len(x))
         each = 2 * share / len(x)
-        for at in range(0, len(self._matrix), _ROWS):
-            t = slice(at, at + _ROWS)
-            self._matrix[t, at:].addmm_(x[:, t].T, x[:, at:], beta=1 - share, alpha=each)
+        for start in range(0, len(self._matrix), _ROWS):
+            t = slice(start, start + _ROWS)
+            self._matrix[t, start:].addmm_(x[:, t].T, x[:, start:], beta=1 - share, alpha=each)
         if not torch.isfinite(self._matrix.diagonal()).all():
             raise BridgeError(
                 f"{self.name}: its inputs hold NaN or infinity on the calibration text; "
@@ -199,7 +199,7 @@ class Hessian:
         if self.held is not None and self.held.tokens:
             self._mix(self.held, self.held.tokens / self.tokens)
 
-    def _part(self) -> None:
+    def _unmerge(self) -> None:
         """Undo `_merge` before tokens are added."""
         if self._merged and self.held is not None and self.held.tokens:
             share = self.held.tokens / self.tokens
@@ -212,24 +212,24 @@ class Hessian:
 
     def include(self, other: "Hessian") -> None:
         """Add the tokens of another Hessian of the same layer's inputs."""
-        self._part()
-        other._part()
+        self._unmerge()
+        other._unmerge()
         held, theirs = self.held, other.held
         rest = other.tokens - (theirs.tokens if theirs else 0)
-        whole = rest + self.tokens - (held.tokens if held else 0)
+        both_rests = rest + self.tokens - (held.tokens if held else 0)
         if rest:
-            self._matrix.lerp_(other._matrix, rest / whole)
+            self._matrix.lerp_(other._matrix, rest / both_rests)
             if other._cross is not None:
                 self._cross = torch.zeros_like(self._matrix) if self._cross is None else self._cross
-                self._cross.lerp_(other._cross, rest / whole)
+                self._cross.lerp_(other._cross, rest / both_rests)
         if other.squares is not None:
             share = other.tokens / max(self.tokens + other.tokens, 1)
             self.squares = other.squares if self.squares is None else self.squares.lerp(other.squares, share)
         for name, sums in other.products.items():
-            own = self.products.setdefault(name, FloatProducts(*map(torch.zeros_like, (sums.whole, sums.held))))
-            own.whole.lerp_(sums.whole, other.tokens / (self.tokens + other.tokens))
+            products = self.products.setdefault(name, FloatProducts(*map(torch.zeros_like, (sums.total, sums.held))))
+            products.total.lerp_(sums.total, other.tokens / (self.tokens + other.tokens))
             if theirs is not None and theirs.tokens:
-                own.held.lerp_(sums.held, theirs.tokens / (theirs.tokens + (held.tokens if held else 0)))
+                products.held.lerp_(sums.held, theirs.tokens / (theirs.tokens + (held.tokens if held else 0)))
         if theirs is not None:
             self.held = held or Hessian(self.name, len(self._matrix), self._matrix.device)
             self.held.include(theirs)
@@ -253,13 +253,13 @@ class Hessian:
         keep  for the next call with the same arguments; False: it is not needed again
         """
         key = damping, self.shrinkage, None if order is None else tuple(order.cpu().tolist())
-        found = self._factor[1] if self._factor and self._factor[0] == key else None
+        factored = self._factor[1] if self._factor and self._factor[0] == key else None
         self._factor = None
-        h = shrunk(self.matrix, self.shrinkage) if self.shrinkage and not found else self.matrix
-        found = found or damped_factor(h, damping, order)
-        if keep and found:
-            self._factor = key, found
-        return found
+        h = shrunk(self.matrix, self.shrinkage) if self.shrinkage and not factored else self.matrix
+        factored = factored or damped_factor(h, damping, order)
+        if keep and factored:
+            self._factor = key, factored
+        return factored
 
     def rest_factor(self, damping: float, keep: bool = True) -> torch.Tensor | None:
         """The Cholesky factor, lower, of the damped H of the tokens not held back; None if there is none.
@@ -300,14 +300,14 @@ def token_weights(norms: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     |g|, weighs the inputs here, and half is left in A of the outputs (`two_sided`): with all of it here or there, a
     handful of tokens would decide alone. The largest 0.1% count as the least of them.
     """
-    found = []
-    for own in norms:
-        if own is None or not (mean := float(own.mean())) > 0:
+    weights = []
+    for norm in norms:
+        if norm is None or not (mean := float(norm.mean())) > 0:
             return None
-        most = own.kthvalue(max(1, int(len(own) * _HEAVIEST))).values
-        capped = own.clamp(max=most)
-        found.append(capped / capped.mean() if mean > 0 and float(most) > 0 else torch.ones_like(own))
-    return torch.stack(found).mean(0) if found else None
+        most = norm.kthvalue(max(1, int(len(norm) * _HEAVIEST))).values
+        capped = norm.clamp(max=most)
+        weights.append(capped / capped.mean() if mean > 0 and float(most) > 0 else torch.ones_like(norm))
+    return torch.stack(weights).mean(0) if weights else None
 
 
 def held_back(first: int, count: int) -> torch.Tensor:
@@ -356,9 +356,9 @@ def shrinkage_of(hessian: Hessian, damping: float) -> float:
         if held is not None and 0 < held.tokens < hessian.tokens:
             share = held.tokens / hessian.tokens
             some = slice(None, None, -(-len(hessian.matrix) // _COLUMNS))
-            own = held.matrix[some, some]
-            rest = torch.sub(hessian.matrix[some, some], own, alpha=share).div_(1 - share)
-            hessian.shrinkage = best_shrinkage(rest, own, damping)[0]
+            held_matrix = held.matrix[some, some]
+            rest = torch.sub(hessian.matrix[some, some], held_matrix, alpha=share).div_(1 - share)
+            hessian.shrinkage = best_shrinkage(rest, held_matrix, damping)[0]
     return hessian.shrinkage
 
 
@@ -388,16 +388,16 @@ def _lost(fitted: torch.Tensor, held: torch.Tensor, shrinkage: float, damping: f
     factor /= factor.diagonal()[:, None].clone()
     lost = 0.0
     for t in tiles(len(factor)):  # below the diagonal, the factor is 0
-        own = factor[t, t.start :]
-        lost += float((own @ held[t.start :, t.start :]).mul_(own).sum(dtype=torch.float64))
+        rows = factor[t, t.start :]
+        lost += float((rows @ held[t.start :, t.start :]).mul_(rows).sum(dtype=torch.float64))
     return lost
 
 
 def shrunk(hessian: torch.Tensor, shrinkage: float) -> torch.Tensor:
     """A copy of H, or of several [.., n, n], whose off-diagonals are 1 - shrinkage times as large."""
-    found = hessian * (1 - shrinkage)
-    found.diagonal(dim1=-2, dim2=-1).copy_(hessian.diagonal(dim1=-2, dim2=-1))
-    return found
+    result = hessian * (1 - shrinkage)
+    result.diagonal(dim1=-2, dim2=-1).copy_(hessian.diagonal(dim1=-2, dim2=-1))
+    return result
 
 
 def inverse_factor(hessian: torch.Tensor) -> torch.Tensor | None:
@@ -409,7 +409,7 @@ def inverse_factor(hessian: torch.Tensor) -> torch.Tensor | None:
     a tile. The others, n^3, are in H's own precision, in which R is stored. Only H's upper half is read.
     """
     n = len(hessian)
-    spans = [slice(at, min(at + _TILE, n)) for at in range(0, n, _TILE)]
+    spans = [slice(start, min(start + _TILE, n)) for start in range(0, n, _TILE)]
     for column in reversed(spans):  # R
         done = hessian[column, column.stop :].double()
         tile = hessian[column, column].double().addmm_(done, done.T, alpha=-1)

@@ -65,7 +65,7 @@ class Refinable(Grid, Protocol):
 
 def spans_of(columns: int, grid: Grid) -> list[slice]:
     """The columns of each run."""
-    return [slice(at, min(at + grid.fit_columns, columns)) for at in range(0, columns, grid.fit_columns)]
+    return [slice(start, min(start + grid.fit_columns, columns)) for start in range(0, columns, grid.fit_columns)]
 
 
 def metrics_of(hessian: torch.Tensor, grid: Any) -> list[Any]:
@@ -111,14 +111,15 @@ def move_all(
         for first in range(0, len(spans), together):
             runs = range(first, min(first + together, len(spans)))
             start, end = spans[first].start, spans[runs[-1]].stop
-            whole = g[:, start:end].to("cpu", torch.float32, copy=True)
-            moved = torch.empty_like(whole)
+            part_g = g[:, start:end].to("cpu", torch.float32, copy=True)
+            moved = torch.empty_like(part_g)
             for run in runs:
-                span, own = spans[run], slice(spans[run].start - start, spans[run].stop - start)
-                moved[:, own] = torch.from_numpy(_visit(grid, run, span, codes, whole[:, own], metrics[run], sweep))
+                span, columns = spans[run], slice(spans[run].start - start, spans[run].stop - start)
+                values = _visit(grid, run, span, codes, part_g[:, columns], metrics[run], sweep)
+                moved[:, columns] = torch.from_numpy(values)
                 if run < runs[-1]:
                     near = slice(spans[run].stop, end)
-                    whole[:, own.stop :].addmm_(moved[:, own], hessian[span, near].to(whole), alpha=-1)
+                    part_g[:, columns.stop :].addmm_(moved[:, columns], hessian[span, near].to(part_g), alpha=-1)
             rest = slice(0 if keep or sweep + 1 < sweeps else end, None)
             g[:, rest].addmm_(moved.to(g), hessian[start:end, rest], alpha=-1)
     return g
@@ -128,14 +129,14 @@ def _visit(
     grid: Refinable, run: int, span: slice, codes: np.ndarray, g: torch.Tensor, metric: Any, sweep: int
 ) -> np.ndarray:
     """Move a run; by how much its values have changed, float32 [rows, n]."""
-    own = np.ascontiguousarray(codes[:, span])
-    old = run_values(grid, run, own)
+    run_codes = np.ascontiguousarray(codes[:, span])
+    old = run_values(grid, run, run_codes)
     g = np.array(g.numpy(), order="C")
-    grid.refit(run, own, g, metric, sweep)
+    grid.refit(run, run_codes, g, metric, sweep)
     if not grid.vectors:  # their units have moved already
-        descend(grid, run, own, g, metric)
-    codes[:, span] = own
-    return run_values(grid, run, own) - old
+        descend(grid, run, run_codes, g, metric)
+    codes[:, span] = run_codes
+    return run_values(grid, run, run_codes) - old
 
 
 def descend(grid: Grid, run: int, codes: np.ndarray, g: np.ndarray, metric: Metric) -> None:
@@ -163,13 +164,13 @@ def run_values(grid: Grid, run: int, codes: np.ndarray) -> np.ndarray:
 def metric_of(hessian: torch.Tensor, sub: int) -> Metric:
     h = np.array(hessian.cpu().numpy(), np.float32, order="C")
     orders, pushes, inverses = [], [], []
-    for at in range(0, len(h), sub):
-        order = at + np.argsort(-h.diagonal()[at : at + sub], kind="stable")
+    for start in range(0, len(h), sub):
+        order = start + np.argsort(-h.diagonal()[start : start + sub], kind="stable")
         part = torch.from_numpy(h[np.ix_(order, order)].astype(np.float64))
         factor = inverse_factor(part)
         if factor is None:  # float32 has lost the damping
-            found = damped_factor(part, 1e-6)
-            factor = torch.eye(len(part), dtype=torch.float64) if found is None else found[0]
+            factored = damped_factor(part, 1e-6)
+            factor = torch.eye(len(part), dtype=torch.float64) if factored is None else factored[0]
         inverses.append((factor.T @ factor).numpy())
         pushes.append((factor.T - torch.diag(factor.diagonal()) + torch.diag(1 / factor.diagonal())).numpy())
         orders.append(order)
@@ -228,12 +229,12 @@ def _chains(codes, g, hessian, a, sub, low, high):
         if total == _ZERO:
             continue
         for first in range(n):
-            at = first
+            column = first
             # the cheaper direction
-            sign = np.float32(1) if g[row, at] * step[at] > _ZERO else np.float32(-1)
-            if (up[at] if sign > _ZERO else down[at]) == _NEVER:
+            sign = np.float32(1) if g[row, column] * step[column] > _ZERO else np.float32(-1)
+            if (up[column] if sign > _ZERO else down[column]) == _NEVER:
                 sign = -sign
-            if np.float32(2) * sign * step[at] * g[row, at] < _START * cost[at]:
+            if np.float32(2) * sign * step[column] * g[row, column] < _START * cost[column]:
                 continue
             for k in range(n):
                 slope[k] = g[row, k]
@@ -241,9 +242,9 @@ def _chains(codes, g, hessian, a, sub, low, high):
             best = _ZERO
             length = 0
             for depth in range(_CHAIN):
-                by = sign * step[at]
-                so_far += np.float32(2) * by * slope[at] - cost[at]
-                chain[depth] = at
+                by = sign * step[column]
+                so_far += np.float32(2) * by * slope[column] - cost[column]
+                chain[depth] = column
                 signs[depth] = sign
                 if so_far > best:
                     best = so_far
@@ -252,7 +253,7 @@ def _chains(codes, g, hessian, a, sub, low, high):
                     break
                 top = _NEVER
                 for k in range(n):
-                    slope[k] -= by * hessian[at, k]
+                    slope[k] -= by * hessian[column, k]
                     v = np.float32(2) * slope[k] * step[k]
                     v = v + up[k] if v > _ZERO else down[k] - v
                     v -= cost[k]
@@ -263,35 +264,35 @@ def _chains(codes, g, hessian, a, sub, low, high):
                     top = greater(top, gain[k])
                 if not so_far + top > -cost[first]:  # or no code can move
                     break
-                at = 0
-                while gain[at] != top:
-                    at += 1
-                sign = np.float32(1) if slope[at] * step[at] > _ZERO else np.float32(-1)
+                column = 0
+                while gain[column] != top:
+                    column += 1
+                sign = np.float32(1) if slope[column] * step[column] > _ZERO else np.float32(-1)
             if not best > np.float32(1e-4) * cost[first]:
                 continue
             for d in range(length):
-                at = chain[d]
-                codes[row, at] += np.int16(signs[d])
-                by = signs[d] * step[at]
+                column = chain[d]
+                codes[row, column] += np.int16(signs[d])
+                by = signs[d] * step[column]
                 for k in range(n):
-                    g[row, k] -= by * hessian[at, k]
-                up[at] = _ZERO if codes[row, at] < most else _NEVER
-                down[at] = _ZERO if codes[row, at] > least else _NEVER
+                    g[row, k] -= by * hessian[column, k]
+                up[column] = _ZERO if codes[row, column] < most else _NEVER
+                down[column] = _ZERO if codes[row, column] > least else _NEVER
 
 
 @inner
-def line_target(values, g, order, inverse, own, target):
-    """Write the target W' + G H^-1 of a sub-run, in rounding order; returns its present error. `own` [n] is scratch."""
+def line_target(values, g, order, inverse, gathered, target):
+    """Write the target W' + G H^-1 of a sub-run, in rounding order; returns its present error. `gathered`: scratch."""
     n = len(order)
     for k in range(n):
-        own[k] = g[order[k]]
+        gathered[k] = g[order[k]]
     left = _ZERO
     for i in range(n):
         by = _ZERO
         for k in range(n):
-            by = add(by, inverse[i, k] * own[k])
+            by = add(by, inverse[i, k] * gathered[k])
         target[i] = values[order[i]] + by
-        left += by * own[i]
+        left += by * gathered[i]
     return left
 
 

@@ -52,21 +52,21 @@ def target_of(
         hessian.products, hessian.held, hessian.cross = {}, None, None
     product = None
     if alpha:
-        product = sums.whole if sums is not None else None if cross is None else weight @ cross.to(weight)
+        product = sums.total if sums is not None else None if cross is None else weight @ cross.to(weight)
     del cross
-    found = None if product is None else hessian.factor(damping, order)
-    if product is None or found is None or found[1] != damping:
+    factored = None if product is None else hessian.factor(damping, order)
+    if product is None or factored is None or factored[1] != damping:
         return weight
-    kept = 1 - (hessian.shrinkage or 0.0)
+    remaining = 1 - (hessian.shrinkage or 0.0)
     if sums is None:
-        return retarget(weight, found[0], product, alpha, order)
+        return retarget(weight, factored[0], product, alpha, order)
     del sums
-    if not kept:
-        return retarget(weight, found[0], product - weight @ hessian.matrix, alpha, order)
-    # the factor is that of  kept H + diag(full - kept h),  h = diag(H), so  W H  need not be computed
+    if not remaining:
+        return retarget(weight, factored[0], product - weight @ hessian.matrix, alpha, order)
+    # the factor is that of  remaining H + diag(full - remaining h),  h = diag(H), so  W H  need not be computed
     full = damped_diagonal(hessian.matrix, damping)
-    product = torch.addcmul(product, weight, full / kept - hessian.matrix.diagonal())
-    return retarget(weight * (1 - alpha / kept), found[0], product, alpha, order)
+    product = torch.addcmul(product, weight, full / remaining - hessian.matrix.diagonal())
+    return retarget(weight * (1 - alpha / remaining), factored[0], product, alpha, order)
 
 
 def retarget(
@@ -113,7 +113,7 @@ def alpha_of(name: str, weight: torch.Tensor, hessian: Hessian, damping: float, 
     rows = some_rows(len(weight))
     some, share = weight[rows], held.tokens / hessian.tokens
     if sums is not None:
-        product = sums.whole[rows].to(some) - some @ hessian.matrix.to(some)
+        product = sums.total[rows].to(some) - some @ hessian.matrix.to(some)
     else:
         assert hessian.cross is not None
         product = some @ hessian.cross.to(some)
@@ -156,8 +156,8 @@ class HeldError:
             self.costs = layer.outputs.blocks.diagonal(dim1=1, dim2=2).flatten()[: len(layer.weight)][self.rows]
 
     def of(self, values: torch.Tensor) -> float:
-        """That of weights W' float32 [rows, columns], which are those of `rows`."""
+        """What weights W' lose, float32 [rows, columns] of the layer's `rows`."""
         moved = values.to(self.weight) - self.weight
-        felt = moved @ self.hessian.to(moved)
-        lost = (felt if self.expected is None else felt - 2 * self.expected).mul_(moved).sum(1, dtype=torch.float64)
+        change = moved @ self.hessian.to(moved)
+        lost = (change if self.expected is None else change - 2 * self.expected).mul_(moved).sum(1, dtype=torch.float64)
         return float((lost if self.costs is None else lost * self.costs.to(lost)).sum())

@@ -61,9 +61,9 @@ def summed(parts: Sequence[tuple[OutputHessian, float]]) -> OutputHessian | None
     """A of several parts of the tokens, with their shares of all; None: of no part."""
     if not parts:
         return None
-    blocks = sum(own.blocks * share for own, share in parts)
-    held = sum(own.held * (share * own.share) for own, share in parts if own.held is not None)
-    of_held = sum(own.share * share for own, share in parts)
+    blocks = sum(outputs.blocks * share for outputs, share in parts)
+    held = sum(outputs.held * (share * outputs.share) for outputs, share in parts if outputs.held is not None)
+    of_held = sum(outputs.share * share for outputs, share in parts)
     return OutputHessian(blocks, held / of_held if of_held else None, of_held)  # type: ignore[arg-type, operator]
 
 
@@ -82,8 +82,8 @@ def output_shrinkage(outputs: OutputHessian) -> float:
         return 0.0
     some = some_outputs(len(outputs.blocks[0]))
     rest = torch.sub(outputs.blocks[0][some, some], held, alpha=share).div_(1 - share)
-    found, least = best_shrinkage(rest, held, _DAMPING)
-    return found if least < _WORTH * float(held.diagonal().sum()) else 1.0
+    shrinkage, least = best_shrinkage(rest, held, _DAMPING)
+    return shrinkage if least < _WORTH * float(held.diagonal().sum()) else 1.0
 
 
 @dataclass(frozen=True)
@@ -114,9 +114,9 @@ def round_two_sided(
         among = shrunk(block[: len(rows), : len(rows)].to(weight), shrinkage)
         damp(among, _DAMPING)
         order = torch.argsort(among.diagonal(), descending=True)
-        rows, own = rows[order.cpu().numpy()], replace(grid, rows=len(rows))
-        codes[rows] = _Block(weight[i * len(block) + order], among[order[:, None], order], own, solver).codes
-        grid.copy_rows(rows, own, np.arange(len(rows)))
+        rows, part_grid = rows[order.cpu().numpy()], replace(grid, rows=len(rows))
+        codes[rows] = _Block(weight[i * len(block) + order], among[order[:, None], order], part_grid, solver).codes
+        grid.copy_rows(rows, part_grid, np.arange(len(rows)))
     return codes
 
 
@@ -126,17 +126,17 @@ def row_costs(outputs: torch.Tensor, rows: int) -> torch.Tensor:
     That is the variance of the row's gradient, given those of these rows: 1 / U_ii^2, A^-1 = U^T U, in the order in
     which `round_two_sided` takes them. `outputs` as there; a block that has no factor keeps the diagonal of A.
     """
-    found = []
+    costs = []
     for i, block in enumerate(outputs):
         n = min(len(block), rows - i * len(block))
         among = block[:n, :n].clone()
         damp(among, _DAMPING)
-        own, order = among.diagonal().double(), torch.argsort(among.diagonal(), descending=True)
+        block_costs, order = among.diagonal().double(), torch.argsort(among.diagonal(), descending=True)
         factor = inverse_factor(among[order[:, None], order])
         if factor is not None:
-            own[order] = factor.diagonal().double().square().reciprocal()
-        found.append(own)
-    return torch.cat(found)
+            block_costs[order] = factor.diagonal().double().square().reciprocal()
+        costs.append(block_costs)
+    return torch.cat(costs)
 
 
 class _Block:
@@ -145,7 +145,7 @@ class _Block:
     def __init__(self, weight: torch.Tensor, outputs: torch.Tensor, grid: Any, solver: RowSolver) -> None:
         self.outputs, self.grid, self.solver = outputs, grid, solver
         self.codes = np.empty(weight.shape, np.int16)
-        parts = [slice(at, min(at + _PART, len(weight))) for at in range(0, len(weight), _PART)]
+        parts = [slice(start, min(start + _PART, len(weight))) for start in range(0, len(weight), _PART)]
         factor = inverse_factor(outputs.clone())
         lost = weight.clone()  # the targets of rows that are not rounded yet, E of the others
         for rows in parts:
@@ -158,10 +158,10 @@ class _Block:
 
     def _round(self, weight: torch.Tensor, lost: torch.Tensor, rows: slice, factor: torch.Tensor | None) -> None:
         """Round some rows, and shift the targets of those after them."""
-        target, own = lost[rows], replace(self.grid, rows=rows.stop - rows.start)
-        found = self.solver.round_rows(target, own)
-        self._keep(rows, own, found)
-        values = torch.from_numpy(dequantize(found, own)).to(weight)
+        target, part_grid = lost[rows], replace(self.grid, rows=rows.stop - rows.start)
+        codes = self.solver.round_rows(target, part_grid)
+        self._keep(rows, part_grid, codes)
+        values = torch.from_numpy(dequantize(codes, part_grid)).to(weight)
         if factor is not None:
             moved = torch.linalg.solve_triangular(factor[rows, rows].T, target - values, upper=False)
             lost[rows.stop :].addmm_(factor[rows, rows.stop :].T, moved, alpha=-1)
@@ -169,17 +169,17 @@ class _Block:
 
     def _refine(self, rows: slice, g: torch.Tensor) -> None:
         """Refine these rows given the errors of all rows, g = E H; keep the result only where the cost decreases."""
-        felt, among = self.outputs[rows] @ g, self.outputs[rows, rows]
-        own, found = replace(self.grid, rows=len(felt)), self.codes[rows].copy()
-        own.copy_rows(np.arange(len(felt)), self.grid, np.arange(rows.start, rows.stop))
-        old = torch.from_numpy(dequantize(found, own)).to(g)
-        before = torch.linalg.solve(among, felt)
-        cost = before - self.solver.refine_rows(before.clone(), own, found)  # (new - old) H
-        by = torch.from_numpy(dequantize(found, own)).to(g) - old
-        if float((by * (among @ cost - 2 * felt)).sum(dtype=torch.float64)) < 0:
-            self._keep(rows, own, found)
+        product, among = self.outputs[rows] @ g, self.outputs[rows, rows]
+        part_grid, codes = replace(self.grid, rows=len(product)), self.codes[rows].copy()
+        part_grid.copy_rows(np.arange(len(product)), self.grid, np.arange(rows.start, rows.stop))
+        old = torch.from_numpy(dequantize(codes, part_grid)).to(g)
+        before = torch.linalg.solve(among, product)
+        cost = before - self.solver.refine_rows(before.clone(), part_grid, codes)  # (new - old) H
+        by = torch.from_numpy(dequantize(codes, part_grid)).to(g) - old
+        if float((by * (among @ cost - 2 * product)).sum(dtype=torch.float64)) < 0:
+            self._keep(rows, part_grid, codes)
             g[rows] -= cost
 
-    def _keep(self, rows: slice, own: Any, codes: np.ndarray) -> None:
+    def _keep(self, rows: slice, part_grid: Any, codes: np.ndarray) -> None:
         self.codes[rows] = codes
-        self.grid.copy_rows(np.arange(rows.start, rows.stop), own, np.arange(len(codes)))
+        self.grid.copy_rows(np.arange(rows.start, rows.stop), part_grid, np.arange(len(codes)))

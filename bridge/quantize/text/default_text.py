@@ -30,8 +30,8 @@ def shipped_windows(tokenizer: Any, length: int) -> dict[str, np.ndarray]:
     bos = bos_of(tokenizer)
     texts = {kind: (_FOLDER / kind).read_text(encoding="utf-8") for kind in KINDS}
     texts["chats.jsonl"] = chat_text(_FOLDER / "chats.jsonl", tokenizer)
-    found = {kind: cut_windows(token_ids(text, tokenizer)[None], length, bos) for kind, text in texts.items()}
-    return {kind: windows for kind, windows in found.items() if len(windows)}
+    by_kind = {kind: cut_windows(token_ids(text, tokenizer)[None], length, bos) for kind, text in texts.items()}
+    return {kind: windows for kind, windows in by_kind.items() if len(windows)}
 
 
 def openings(tokenizer: Any) -> list[list[int]]:
@@ -47,8 +47,8 @@ def openings(tokenizer: Any) -> list[list[int]]:
         questions = [mark] * len(plain) if mark else []
     dice = np.random.default_rng(0)
     mixed: list[list[int]] = []
-    for i, at in enumerate(dice.permutation(len(plain))):
-        mixed += [plain[at], *([questions[i % len(questions)]] if questions else [])]
+    for i, index in enumerate(dice.permutation(len(plain))):
+        mixed += [plain[index], *([questions[i % len(questions)]] if questions else [])]
     return [opening for opening in mixed if opening]
 
 

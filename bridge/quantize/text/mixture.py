@@ -29,7 +29,7 @@ Sampler = Callable[[int, int], torch.Tensor | None]
 
 
 @dataclass(frozen=True)
-class Calibrating:
+class CalibrationSet:
     """What a model is calibrated on.
 
     tokens  int64 [sequences, length]: the model's own samples, then the kinds of text, those held back last
@@ -59,12 +59,12 @@ def calibration_sequences(
     length: int,
     seed: int | None = None,
     vocabulary: int | None = None,
-    own: Sampler = lambda count, length: None,
-) -> Calibrating:
+    sampler: Sampler = lambda count, length: None,
+) -> CalibrationSet:
     """At most `samples` sequences of `length` tokens, divided among the sources.
 
     tokenizer, seed, vocabulary   see `read_tokens`
-    own                           makes the model's own samples
+    sampler                       makes the model's own samples
 
     A source that is shorter than its share gives what it has, and a BridgeWarning says so if there are several. Raises
     BridgeError as `read_tokens` does, and where a source's share is not one sequence.
@@ -78,28 +78,28 @@ def calibration_sequences(
                 "take more and shorter sequences"
             )
         if source.file is None:
-            drawn, shipped = _default(tokenizer, count, length, vocabulary, own)
+            drawn, shipped = _default(tokenizer, count, length, vocabulary, sampler)
             kinds += shipped
-            given = len(drawn) + sum(len(part) for _, part in shipped)
+            supplied = len(drawn) + sum(len(part) for _, part in shipped)
         else:
             part = read_tokens(source.file, tokenizer, count, length, seed, vocabulary)
             kinds.append((str(source.file), part))
-            given = len(part)
-        if given < count and len(sources) > 1:
-            _warn_short(source, given, count)
+            supplied = len(part)
+        if supplied < count and len(sources) > 1:
+            _warn_short(source, supplied, count)
     kinds, held = _held_last(kinds, len(drawn))
-    return Calibrating(torch.cat([drawn, *(part for _, part in kinds)]), len(drawn), held)
+    return CalibrationSet(torch.cat([drawn, *(part for _, part in kinds)]), len(drawn), held)
 
 
 def _default(
-    tokenizer: Any, count: int, length: int, vocabulary: int | None, own: Sampler
+    tokenizer: Any, count: int, length: int, vocabulary: int | None, sampler: Sampler
 ) -> tuple[torch.Tensor, list[tuple[str, torch.Tensor]]]:
     """The model's own samples, and the shipped texts by kind."""
     windows = shipped_windows(tokenizer, length)
     for kind, tokens in windows.items():
         check_vocabulary(f"default text {kind}", tokens, vocabulary)
     wanted = min(-(-count // 2), max(1, MOST_SAMPLED // length))
-    drawn = own(wanted, length)
+    drawn = sampler(wanted, length)
     if drawn is None:
         drawn = torch.empty(0, length, dtype=torch.int64)
     left = _evenly(count - len(drawn), {kind: len(tokens) for kind, tokens in windows.items()})
@@ -110,14 +110,14 @@ def _default(
     return drawn, [(kind, torch.from_numpy(windows[kind][:n].astype(np.int64))) for kind, n in left.items() if n]
 
 
-def _evenly(count: int, there: dict[str, int]) -> dict[str, int]:
+def _evenly(count: int, available: dict[str, int]) -> dict[str, int]:
     """`count` things taken from kinds in turn, as many as are there."""
-    taken = dict.fromkeys(there, 0)
-    while count and (open_ := [kind for kind in there if taken[kind] < there[kind]]):
+    counts = dict.fromkeys(available, 0)
+    while count and (open_ := [kind for kind in available if counts[kind] < available[kind]]):
         for kind in open_[:count]:
-            taken[kind] += 1
+            counts[kind] += 1
         count -= min(count, len(open_))
-    return taken
+    return counts
 
 
 def _held_last(kinds: list[tuple[str, torch.Tensor]], others: int) -> tuple[list[tuple[str, torch.Tensor]], int]:
@@ -136,9 +136,9 @@ def _held_last(kinds: list[tuple[str, torch.Tensor]], others: int) -> tuple[list
     return [kinds[i] for i in sizes if i not in held] + [kinds[i] for i in held], count
 
 
-def _warn_short(source: Source, given: int, count: int) -> None:
+def _warn_short(source: Source, supplied: int, count: int) -> None:
     warnings.warn(
-        f"{source}: gives {given} of the {count} calibration sequences of its share; it is too short",
+        f"{source}: gives {supplied} of the {count} calibration sequences of its share; it is too short",
         BridgeWarning,
         stacklevel=3,
     )

@@ -37,13 +37,13 @@ def own_samples(
     count: int,
     length: int,
     seed: int = 0,
-    said: Callable[[int, int], None] = lambda done, total: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> torch.Tensor | None:
     """Token ids int64 [count, length] that the model writes; None if it keeps no cache.
 
     openings  token ids that documents start with, taken one after the other
     ends      tokens after which a document is over
-    said      called with the tokens made, of how many
+    progress  called with the tokens made, of how many
     """
     generator = torch.Generator().manual_seed(seed)
     rows_each = -(-length // _LENGTH)
@@ -54,18 +54,19 @@ def own_samples(
     model.load_head()
     try:
         queue = _Openings(openings)
-        found = []
+        parts = []
         for first in range(0, total_rows, _ROWS):
             rows = min(_ROWS, total_rows - first)
 
             def tell(done: int, first: int = first, rows: int = rows) -> None:
-                said((first * row_length + rows * done) * count * length // (total_rows * row_length), count * length)
+                written = (first * row_length + rows * done) * count * length // (total_rows * row_length)
+                progress(written, count * length)
 
             part = _rows(model.model, queue, frozenset(ends), rows, row_length, generator, tell)
             if part is None:
                 return None
-            found.append(part)
-        return torch.cat(found).view(count, -1)[:, :length].clone()
+            parts.append(part)
+        return torch.cat(parts).view(count, -1)[:, :length].clone()
     finally:
         for i in range(len(model.blocks)):
             model.drop(i)
@@ -77,12 +78,12 @@ class _Openings:
     """Openings one after the other, from the first again after the last."""
 
     def __init__(self, openings: Sequence[Sequence[int]]) -> None:
-        self._openings, self._at = openings, 0
+        self._openings, self._next = openings, 0
 
     def take(self) -> list[int]:
         """The next one, backwards: its first token is at the end."""
-        opening = self._openings[self._at % len(self._openings)]
-        self._at += 1
+        opening = self._openings[self._next % len(self._openings)]
+        self._next += 1
         return list(reversed(opening))
 
 
@@ -96,26 +97,26 @@ def _rows(
     tell: Callable[[int], None],
 ) -> torch.Tensor | None:
     tokens = torch.empty(rows, length, dtype=torch.int64)
-    given = [openings.take() for _ in range(rows)]
+    pending = [openings.take() for _ in range(rows)]
     cache = logits = None
     renamed = "cache" in signature(network.forward).parameters  # since transformers 5.24
     name = "cache" if renamed else "past_key_values"
-    for at in range(length):
+    for position in range(length):
         chosen = [0] * rows
         if logits is not None:
             weights = logits.sub_(logits.amax(-1, keepdim=True)).exp_()
             chosen = drawn(weights, generator)[:, 0].tolist()
         for row, token in enumerate(chosen):
-            if given[row]:
-                token = given[row].pop()
+            if pending[row]:
+                token = pending[row].pop()
             elif token in ends:
-                given[row] = openings.take()
-            tokens[row, at] = token
+                pending[row] = openings.take()
+            tokens[row, position] = token
         device = network.get_input_embeddings().weight.device
-        out = network(input_ids=tokens[:, at : at + 1].to(device), use_cache=True, **{name: cache})
+        out = network(input_ids=tokens[:, position : position + 1].to(device), use_cache=True, **{name: cache})
         cache = getattr(out, name, None)
         if cache is None:
             return None
         logits = out.logits[:, -1].float().cpu()
-        tell(at + 1)
+        tell(position + 1)
     return tokens

@@ -30,12 +30,12 @@ class Source:
         return DEFAULT if self.file is None else str(self.file)
 
 
-def sources_of(given: Iterable[str | Path]) -> list[Source]:
+def sources_of(texts: Iterable[str | Path]) -> list[Source]:
     """The sources that were named, FILE or FILE:WEIGHT; their shares add up to 1.
 
     Raises BridgeError where weights are not above 0, do not add up to 1, or leave nothing for those without one.
     """
-    named = [_named(str(text)) for text in given]
+    named = [_named(str(name)) for name in texts]
     if not named:
         raise BridgeError("no calibration text is given; name a file, or default")
     weights = [weight for _, weight in named if weight is not None]
@@ -73,8 +73,8 @@ def _named(text: str) -> tuple[str, float | None]:
 def divided(count: int, shares: Sequence[float]) -> list[int]:
     """How many of `count` things go to each share; the shares add up to 1, and so do the numbers to `count`."""
     exact = [count * share for share in shares]
-    found = [math.floor(x + 1e-9) for x in exact]
-    by_rest = sorted(range(len(shares)), key=lambda i: (found[i] - exact[i], i))
-    for i in by_rest[: count - sum(found)]:
-        found[i] += 1
-    return found
+    counts = [math.floor(x + 1e-9) for x in exact]
+    by_rest = sorted(range(len(shares)), key=lambda i: (counts[i] - exact[i], i))
+    for i in by_rest[: count - sum(counts)]:
+        counts[i] += 1
+    return counts

@@ -54,9 +54,9 @@ def read_tokens(
         bos = bos_of(tokenizer)
     windows = cut_windows(rows, length, bos)
     if not len(windows):
-        found = f"{len(rows)} rows of {rows.shape[1]} tokens" if len(rows) > 1 else f"{rows.size} tokens"
+        size = f"{len(rows)} rows of {rows.shape[1]} tokens" if len(rows) > 1 else f"{rows.size} tokens"
         raise BridgeError(
-            f"{path}: {found}, but a calibration sequence has {length}; give a longer text, or shorter sequences"
+            f"{path}: {size}, but a calibration sequence has {length}; give a longer text, or shorter sequences"
         )
     if len(windows) > samples:
         chosen = np.arange(samples)
@@ -121,7 +121,7 @@ def chat_text(path: Path, tokenizer: Any) -> str:
     """The chats of a .jsonl by the tokenizer's chat template; without one, each message is a line with its role."""
     chats = [json.loads(line)["messages"] for line in _lines(path)]
     try:
-        texts = [text for at in range(0, len(chats), _CHATS) for text in formatted(chats[at : at + _CHATS], tokenizer)]
+        texts = [text for i in range(0, len(chats), _CHATS) for text in formatted(chats[i : i + _CHATS], tokenizer)]
     except BridgeError:
         texts = ["\n".join(f"{m['role'].title()}: {m['content']}" for m in chat) for chat in chats]
     return "\n\n".join(texts)
@@ -142,16 +142,16 @@ def _tokenize(path: Path, tokenizer: Any, enough: int | None) -> np.ndarray:
     """int64 [tokens] of a text; stops once there are more than `enough`."""
     if tokenizer is None:
         raise BridgeError(f"{path}: a text needs a tokenizer; give a token file")
-    found: list[np.ndarray] = []
+    parts: list[np.ndarray] = []
     total = 0
     for piece in _pieces(path, tokenizer):
-        found.append(token_ids(piece, tokenizer))
-        total += len(found[-1])
+        parts.append(token_ids(piece, tokenizer))
+        total += len(parts[-1])
         if enough is not None and total > enough:
             break
     if not total:
         raise BridgeError(f"{path}: the tokenizer finds no tokens in it; is it a text, and the tokenizer the model's?")
-    return np.concatenate(found)
+    return np.concatenate(parts)
 
 
 def _pieces(path: Path, tokenizer: Any) -> Iterator[str]:
@@ -229,11 +229,11 @@ def formatted(chats: list[Any], tokenizer: Any, answer: bool = False) -> list[st
         texts = render_chats(template, [(chat, answer) for chat in chats], tokenizer.special_tokens_map)
     except Exception as problem:  # there is no template, or a message is not a dict
         texts = [TemplateFailed((str(problem).strip().splitlines() or [repr(problem)])[0])]
-    found = [text for text in texts if isinstance(text, str)]
-    if len(found) < len(chats):
+    rendered = [text for text in texts if isinstance(text, str)]
+    if len(rendered) < len(chats):
         why = next(text for text in texts if not isinstance(text, str))
         raise BridgeError(f'the tokenizer\'s chat template cannot format a chat ({why}); give its text as "text"')
-    return found
+    return rendered
 
 
 def _text(record: Any) -> str | None:
