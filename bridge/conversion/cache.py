@@ -82,7 +82,7 @@ def converted(
     if folder is None:
         digest = _digest(files)
         folder = next(iter(sorted(models.glob(f"*-{digest}"))), models / f"{name}-{digest}")
-    _, handle = _held(folder)
+    _, handle = _hold_entry(folder)
     try:
         with _locked(folder / "lock"):
             path = next(iter(folder.glob("*.gguf")), folder / f"{name}.gguf")
@@ -112,19 +112,19 @@ def converted(
 def _convert(home: Path, path: Path, config: str | Path | None, progress: Progress | None) -> None:
     report = convert(home, path, config=config, progress=progress, force=True, mmproj_type="none")
     total = report.total()
-    kept = f"{percent(total.kept / total.weights, 4)} of its codes kept, " if total else ""
+    codes_note = f"{percent(total.kept / total.weights, 4)} of its codes kept, " if total else ""
     took = f"{report.seconds - report.compile_seconds:.1f} s{compile_text(report.compile_seconds)}"
-    tell(f"{kept}{size_text(report.output_bytes)} in {took}")
+    tell(f"{codes_note}{size_text(report.output_bytes)} in {took}")
 
 
 def _files(home: Path, config: Path | None) -> dict[str, Path]:
     """The files that a conversion reads, by name in the checkpoint; no pipes and devices, which may never end."""
-    found = {home.name: home} if home.is_file() else {}
+    files = {home.name: home} if home.is_file() else {}
     for root in [home] if config is None else [home, config]:
         for file in files_below(root):
             if file.name.endswith((*WEIGHTS, *CONFIGS)) and file.is_file():
-                found[f"{'config/' if root == config else ''}{file.relative_to(root).as_posix()}"] = file
-    return found
+                files[f"{'config/' if root == config else ''}{file.relative_to(root).as_posix()}"] = file
+    return files
 
 
 def _status(file: Path) -> list[int]:
@@ -169,7 +169,7 @@ def _notes(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def _held(folder: Path) -> tuple[Path, int | None]:
+def _hold_entry(folder: Path) -> tuple[Path, int | None]:
     def made() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         if not _is_own(folder):

@@ -86,17 +86,17 @@ def convert_as(
     save_as  where the caller will save the Report; checked before anything is made
     """
     started, compiled = time.perf_counter(), compiling.seconds()
-    given: Plan | None = None
+    given_plan: Plan | None = None
     if options.plan is not None:
-        given, planned_of = load_plan(Path(options.plan))
+        given_plan, planned_of = load_plan(Path(options.plan))
         checkpoint = planned_of if checkpoint is None else checkpoint
     if checkpoint is None:
         raise BridgeError("no checkpoint is given")
     path = Path(out) if out is not None else None
     if path is None and options.budget is not None:
         path = default_path(str(checkpoint))
-    template = options.template if given is None else given.template
-    imatrix = options.imatrix if given is None else given.imatrix
+    template = options.template if given_plan is None else given_plan.template
+    imatrix = options.imatrix if given_plan is None else given_plan.imatrix
     texts = options.calibrate.files if options.calibrate else []
     adapter = None if options.merge is None else read_adapter(options.merge)
     reads = ProtectedPaths().with_files(files_of(template, imatrix, options.plan, *texts))
@@ -112,24 +112,24 @@ def convert_as(
         checkpoint,
         options.config,
         needs_config=template is None,
-        detect_lattice=options.detect_lattice if given is None else given.detect_lattice,
-        by_family=bool(options.calibrate or adapter) or (given is not None and not given.by_gguf_names),
+        detect_lattice=options.detect_lattice if given_plan is None else given_plan.detect_lattice,
+        by_family=bool(options.calibrate or adapter) or (given_plan is not None and not given_plan.by_gguf_names),
     ) as ckpt:
         if adapter is not None:
             merge(ckpt, adapter)
         options = options.for_source(coded=bool(ckpt.modules))
         reads = with_checkpoint(reads, ckpt)
         check_all(path, reads)
-        calibrate, importance, notes = _measured(ckpt, options, imatrix, given)
+        calibrate, importance, notes = _measured(ckpt, options, imatrix, given_plan)
         calibration = calibrate if calibrate is not None and calibrate.chooses_codes else None
-        tower, beside = _tower(ckpt, options, given), list[Path]()
+        tower, beside = _tower(ckpt, options, given_plan), list[Path]()
         if tower is not None and path is not None:
             beside = [mmproj_path(path)]
             check_outputs(beside, options.force, reads.with_files([path, *also]))
-        plan = make_plan(ckpt, options, importance, calibration) if given is None else given
+        plan = make_plan(ckpt, options, importance, calibration) if given_plan is None else given_plan
         planner = Planner(ckpt, options, importance, plan, calibration)
-        if given is not None:
-            plan = _completed(planner, given)
+        if given_plan is not None:
+            plan = _completed(planner, given_plan)
         if path is None:
             path = default_path(str(checkpoint), options.type if options.type in PRESETS else main_type(plan.tensors))
             check_all(path, reads)
@@ -153,11 +153,11 @@ def convert_as(
                 seconds = time.perf_counter() - started
                 return Report([], seconds, str(checkpoint), ckpt.format, [], ckpt.nbytes, notes=notes, home=ckpt.home)
         executor = Executor(planner.reader, importance, layers.layers if layers else {}, options.threads)
-        chooses = given is None and options.budget is None
-        whole = with_scales(ckpt, plan)
+        chooses = given_plan is None and options.budget is None
+        full_plan = with_scales(ckpt, plan)
         with ExitStack() as stack:
             protected = reads.with_files([*also, *beside])
-            output = stack.enter_context(GGUFOutput(path, whole, options.force, options.shard, protected))
+            output = stack.enter_context(GGUFOutput(path, full_plan, options.force, options.shard, protected))
             outputs, seen = [output], list[TensorReport]()
             if tower is not None:
                 protected = reads.with_files([*also, path])
@@ -171,7 +171,7 @@ def convert_as(
             _write_modelfile(ckpt, plan, files[0], [file.name for file in beside])
     notes = [*plan.notes, *notes, *(note for t in [*results, *seen] for note in t.notes)]
     if not chooses:
-        planned = {t.name: t for t in whole.tensors}
+        planned = {t.name: t for t in full_plan.tensors}
         notes += [note for t in results if (note := _beyond_plan(planned[t.name], t))]
     promised = chooses and options.promises_closeness
     notes += [note for t in results if (note := far_off(t, promised))]
@@ -184,7 +184,7 @@ def convert_as(
 
 
 def _measured(
-    ckpt: Checkpoint, options: PlanOptions, imatrix: str | Path | None, given: Plan | None
+    ckpt: Checkpoint, options: PlanOptions, imatrix: str | Path | None, given_plan: Plan | None
 ) -> tuple[Calibration | None, Importance, list[str]]:
     """How to calibrate, the importance of columns, from a file or measured here, and notes."""
     importance = Importance.read(imatrix, ckpt)
@@ -197,14 +197,14 @@ def _measured(
             check_text(text)
     calibrate, notes = with_length(ckpt, options.calibrate)
     if calibrate.method == "imatrix":
-        outline = given or outline_of(ckpt, options.pre, options.template, options.no_mtp)
+        outline = given_plan or outline_of(ckpt, options.pre, options.template, options.no_mtp)
         importance = measured_importance(ckpt, outline.tensors, calibrate)
     return calibrate, importance, notes
 
 
-def _tower(ckpt: Checkpoint, options: ConvertOptions, given: Plan | None) -> Plan | None:
+def _tower(ckpt: Checkpoint, options: ConvertOptions, given_plan: Plan | None) -> Plan | None:
     """What becomes of the vision tower, if this run writes it: of several shards, the one with the first."""
-    type = options.mmproj_type if given is None else given.mmproj_type
+    type = options.mmproj_type if given_plan is None else given_plan.mmproj_type
     if type in (None, "none") or (options.shard is not None and options.shard[0] != 1):
         return None
     return plan_tower(ckpt, str(type), options.threads)

@@ -75,24 +75,24 @@ def edit(
     """
     path = expanded(model)
     if (out is None) != in_place:
-        new, own = parameter("out"), parameter("in_place", True)
-        problem = f"{new} and {own} exclude each other" if in_place else "nothing says which file to write"
-        raise BridgeError(f"{path}: {problem}; give {new} for a new file, or {own} to replace this one")
+        new, replaced = parameter("out"), parameter("in_place", True)
+        problem = f"{new} and {replaced} exclude each other" if in_place else "nothing says which file to write"
+        raise BridgeError(f"{path}: {problem}; give {new} for a new file, or {replaced} to replace this one")
     target = path if out is None else expanded(out)
     check_outputs([target], force or in_place, NOTHING if in_place else ProtectedPaths((path,)))
-    given = list(metadata.items() if isinstance(metadata, Mapping) else metadata)
+    pairs = list(metadata.items() if isinstance(metadata, Mapping) else metadata)
     if chat_template is not None:
-        given.append((_CHAT_TEMPLATE, _text(expanded(chat_template))))
+        pairs.append((_CHAT_TEMPLATE, _text(expanded(chat_template))))
     names = dict(rename)
-    if wrong := next((key for key, _ in given if not is_key(key)), None):
+    if wrong := next((key for key, _ in pairs if not is_key(key)), None):
         raise BridgeError(f"{parameter('metadata')} {wrong!r}: is no key; one has letters, digits, '_', '.' and '-'")
-    if not given and not names and not remove:
+    if not pairs and not names and not remove:
         raise BridgeError(f"{path}: nothing to change; give {parameter('metadata')}, a chat template or new names")
     try:
         with open(path, "rb") as source, mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ) as data:
             stored, tensors = read_header(data, path)
             check_basis(stored, path)
-            head, changes = _head(path, data[:8], stored, tensors, given, names, remove)
+            head, changes = _head(path, data[:8], stored, tensors, pairs, names, remove)
             alignment = int(stored.get(gguf.Keys.General.ALIGNMENT, gguf.GGUF_DEFAULT_ALIGNMENT))
             info = os.fstat(source.fileno())
             if in_place and info.st_nlink > 1:
@@ -102,10 +102,10 @@ def edit(
                 )
             source.seek(stored.data_start)
             with disk_errors(target, "the file", "output"), temporary_beside(target) as folder:
-                with open(folder / target.name, "xb") as made:
-                    made.write(head + bytes(-len(head) % alignment))
-                    shutil.copyfileobj(source, made, _AT_ONCE)
-                    sync(made)
+                with open(folder / target.name, "xb") as output:
+                    output.write(head + bytes(-len(head) % alignment))
+                    shutil.copyfileobj(source, output, _AT_ONCE)
+                    sync(output)
                 if in_place:
                     shutil.copymode(path, folder / target.name)
                 data.close()  # Windows replaces no file that is mapped
@@ -124,7 +124,7 @@ def _head(
     magic: bytes,
     stored: Metadata,
     tensors: list[TensorEntry],
-    given: list[tuple[str, Any]],
+    pairs: list[tuple[str, Any]],
     names: dict[str, str],
     removed: Sequence[str],
 ) -> tuple[bytes, list[str]]:
@@ -132,24 +132,24 @@ def _head(
     writer = gguf.GGUFWriter(None, "")
     old = {key: _value(stored, key) for key in stored}
     for key in removed:
-        if key not in old or key in dict(given):
+        if key not in old or key in dict(pairs):
             why = "is given a value too" if key in old else f"is no key of {path}; `gguf-bridge inspect` lists them"
             raise BridgeError(f"{parameter('remove', key)}: {why}")
         if key.startswith(_OF_THE_FILE):
             raise BridgeError(f"{parameter('remove', key)}: {key} describes the file; it cannot be removed")
-    values = {key: value for key, value in with_given(old, given).items() if key not in removed}
-    changes = [f"{key}: {_short(old.get(key))} -> {_short(values[key])}" for key, _ in given]
+    values = {key: value for key, value in with_given(old, pairs).items() if key not in removed}
+    changes = [f"{key}: {_short(old.get(key))} -> {_short(values[key])}" for key, _ in pairs]
     changes += [f"{key}: {_short(old[key])} is removed" for key in removed]
-    taken = {*values, *(tensor.name for tensor in tensors)}
+    used_names = {*values, *(tensor.name for tensor in tensors)}
     for name, new in names.items():
-        if name not in taken:
+        if name not in used_names:
             raise BridgeError(f"{path}: has no key or tensor {name}; `gguf-bridge inspect` and `plan` list them")
-        if new in taken or not new.isprintable() or not 0 < len(new.encode()) <= _NAME_BYTES:
-            why = "is taken" if new in taken else f"must be printable, of 1 to {_NAME_BYTES} bytes"
+        if new in used_names or not new.isprintable() or not 0 < len(new.encode()) <= _NAME_BYTES:
+            why = "is taken" if new in used_names else f"must be printable, of 1 to {_NAME_BYTES} bytes"
             raise BridgeError(f"{parameter('rename', (name, new))}: {new!r} {why}")
         if name in values and name.startswith(_OF_THE_FILE):
             raise BridgeError(f"{parameter('rename', (name, new))}: {name} describes the file; it cannot be renamed")
-        taken = taken - {name} | {new}
+        used_names = used_names - {name} | {new}
         changes.append(f"{name} is now {new}")
     parts = [magic, struct.pack("<QQ", len(tensors), len(values))]
 

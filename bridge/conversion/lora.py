@@ -81,11 +81,11 @@ class _Pairs:
 
     def of(self, tensors: list[OutlineTensor]) -> dict[str, Pair]:
         """name of the tensor -> a and b; BridgeError if a change has no place."""
-        found = {t.name: pair for t in tensors if (pair := self._tensor(t)) is not None}
+        pairs = {t.name: pair for t in tensors if (pair := self._tensor(t)) is not None}
         for name in (*self._adapter.changes, *self._adapter.saved):
             if name not in self._used:
                 raise self._refused(name, "has no tensor of its own in the GGUF")
-        return found
+        return pairs
 
     def _refused(self, name: str, why: str) -> BridgeError:
         return BridgeError(
@@ -111,12 +111,12 @@ class _Pairs:
         # parts of a fused matrix have rows and ranks of their own
         rank = sum(change.a.shape[0] for change in changes if change is not None)
         a, b = np.zeros((rank, tensor.shape[1]), np.float32), np.zeros((tensor.shape[0], rank), np.float32)
-        row = at = 0
+        row = start = 0
         for part, change in zip(tensor.parts, changes, strict=True):
             if change is not None:
-                own_a, own_b = self._scaled(change, rank)
-                a[at : at + len(own_a)], b[row : row + len(own_b), at : at + len(own_a)] = own_a, own_b
-                at += len(own_a)
+                part_a, part_b = self._scaled(change, rank)
+                a[start : start + len(part_a)], b[row : row + len(part_b), start : start + len(part_a)] = part_a, part_b
+                start += len(part_a)
             row += part.shape[0]
         return (b, np.ascontiguousarray(a.T)) if embeddings else (a, b)
 
@@ -165,13 +165,13 @@ class _Pairs:
         if saved.shape != shape:
             raise self._refused(part.source, f"has shape {list(saved.shape)}, the base model {list(shape)}")
         if part.module in self._ckpt.modules:
-            own = self._ckpt.read_module(part.module).dequantize()
+            base = self._ckpt.read_module(part.module).dequantize()
             for factor, axis in zip(self._ckpt.refit(part.module), (1, 0), strict=True):
-                own = own if factor is None else own / np.expand_dims(factor, axis)
+                base = base if factor is None else base / np.expand_dims(factor, axis)
         else:
-            own = self._ckpt.read_float(part.source)
-        own = own[: shape[0], : shape[1]]
-        a, b = np.eye(shape[1], dtype=np.float32), saved - own
+            base = self._ckpt.read_float(part.source)
+        base = base[: shape[0], : shape[1]]
+        a, b = np.eye(shape[1], dtype=np.float32), saved - base
         if change is not None:
             a, b = np.concatenate([a, change.a]), np.concatenate([b, np.float32(change.scale) * change.b], 1)
         return LowRank(a, b, 1.0)

@@ -31,13 +31,13 @@ def default_path(checkpoint: str, type: str | None = None) -> Path:
 
 def other_outputs(folder: Path, options: ConvertOptions) -> list[Path]:
     """The files that are written besides the GGUF, which is written to a folder."""
-    found = [
+    files = [
         folder / "Modelfile" if options.modelfile else None,
         options.calibrate.imatrix_out if options.calibrate else None,
         options.budget.plan_out if options.budget else None,
         options.budget.tensor_types_out if options.budget else None,
     ]
-    return [file for file in found if file is not None]
+    return [file for file in files if file is not None]
 
 
 def files_of(*named: str | Path | None) -> list[Path]:
@@ -47,6 +47,6 @@ def files_of(*named: str | Path | None) -> list[Path]:
 
 
 def with_checkpoint(protected: ProtectedPaths, ckpt: Checkpoint) -> ProtectedPaths:
-    """Also the files of a checkpoint, and its folders."""
+    """The protected paths with the files of a checkpoint, and its folders."""
     folders = dict.fromkeys(folder for folder in (ckpt.home, ckpt.path) if folder.is_dir())
     return replace(protected.with_files(ckpt.files), folders=tuple(folders))

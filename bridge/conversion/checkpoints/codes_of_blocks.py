@@ -60,12 +60,12 @@ def codes_of(
     if block.has_min:
         if offsets:
             return _with_offsets(name, block, q, scales, mins, bits)
-        found = _affine(block, q, scales, mins)
+        coded = _affine(block, q, scales, mins)
     else:
-        found = _scaled(block, q, scales, bits)
-    if found is None:
+        coded = _scaled(block, q, scales, bits)
+    if coded is None:
         return None
-    codes, zeros, width = found
+    codes, zeros, width = coded
     width = next((n for n in bits if n >= width), 0)
     if not width:
         return None
@@ -216,14 +216,14 @@ def _affine(
         return None
     zeros = np.divide(mins, scales, out=np.zeros_like(mins), where=~empty)
     zeros = np.where(scales < 0, top - zeros, zeros)
-    whole = np.rint(zeros)
-    if np.abs(zeros - whole).max(initial=0) > _WHOLE:
+    rounded = np.rint(zeros)
+    if np.abs(zeros - rounded).max(initial=0) > _WHOLE:
         return None
     codes = q
     if (negative := _by_column(scales < 0, block.sub)) is not None:  # the mirrored codes of a block with a negative d
         codes = np.where(negative, top - q, q)
-    inside = np.clip(whole, 0, top)
-    if (shifts := inside - whole).any():
+    inside = np.clip(rounded, 0, top)
+    if (shifts := inside - rounded).any():
         if np.abs(shifts).max() > top:
             return None
         shifted = codes + np.repeat(shifts.astype(np.int16), block.sub, 1)

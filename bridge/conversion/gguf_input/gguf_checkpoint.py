@@ -161,8 +161,8 @@ def _by_family(model: StoredModel, home: Path, make: bool, stack: ExitStack) -> 
     for stored in model.tensors.values():
         if stored.name in source.used:
             tensor = source.used[stored.name]
-            kept = tensor.fixed_type is not None or _fixed_type(model, stored) is not None
-            tensors.append(replace(tensor, fixed_type=stored.type if kept else None))
+            is_fixed = tensor.fixed_type is not None or _fixed_type(model, stored) is not None
+            tensors.append(replace(tensor, fixed_type=stored.type if is_fixed else None))
         else:  # made from the config
             data = stored.read(0, stored.raw.size)
             tensors.append(OutlineTensor(stored.name, stored.shape, data=data, fixed_type=stored.type))
@@ -188,7 +188,8 @@ def _is_finite(type: str, raw: np.ndarray) -> bool:
         scales = unpack_scales(block, raw.reshape(1, -1), np.ones(len(blocks) * block.subs, np.int8))
         return bool(np.isfinite(scales).all())
     halves = (block.d_at, block.dmin_at) if block.has_min else (block.d_at,)
-    return all(bool((blocks[:, at + 1] & 0x7C != 0x7C).all()) for at in halves)  # exponents that are not all ones
+    # exponents that are not all ones
+    return all(bool((blocks[:, offset + 1] & 0x7C != 0x7C).all()) for offset in halves)
 
 
 def _fixed_type(model: StoredModel, stored: StoredTensor) -> str | None:

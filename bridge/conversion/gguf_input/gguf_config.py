@@ -57,20 +57,20 @@ def checked_source(model: StoredModel, folder: Path, dtype: str, quantized: bool
     try:
         source = GgufSource(model, folder, dtype, quantized, made=True)
         shapes = {name: info.shape for name, info in source.tensors.items()}
-        made = describe_model(source.config, folder, shapes, str(pre) if pre is not None else None).metadata
+        metadata = describe_model(source.config, folder, shapes, str(pre) if pre is not None else None).metadata
     except (BridgeError, TypeError, ValueError, LookupError, ArithmeticError) as problem:  # of values of a wrong kind
         raise _refused(file, f"the config made of its metadata is not read again ({problem})") from problem
     unscaled = model.metadata.get(f"{arch}.{_SCALING}type") == "none"
-    prefix = f"{made['general.architecture'].value}."
+    prefix = f"{metadata['general.architecture'].value}."
     for key, stored in model.metadata.items():
         name = key.removeprefix(f"{arch}.")
-        own = name != key and name not in (*_REPEATED, *_OF_IMAGES) and not (unscaled and name.startswith(_SCALING))
-        if own or (key in made and key.removeprefix("tokenizer.ggml.") in _TOKENS):
-            found = made.get(prefix + name if own else key)
-            value = None if found is None else found.value
+        of_arch = name != key and name not in (*_REPEATED, *_OF_IMAGES) and not (unscaled and name.startswith(_SCALING))
+        if of_arch or (key in metadata and key.removeprefix("tokenizer.ggml.") in _TOKENS):
+            entry = metadata.get(prefix + name if of_arch else key)
+            value = None if entry is None else entry.value
             if not _same(_plain(stored), _plain(value)):
-                said = f"{key} is {_short(stored)}, but {_short(value)} in the config made of it"
-                raise _refused(file, said)
+                difference = f"{key} is {_short(stored)}, but {_short(value)} in the config made of it"
+                raise _refused(file, difference)
     return source
 
 

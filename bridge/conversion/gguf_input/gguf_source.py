@@ -56,12 +56,12 @@ class SourceTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the checkpoint's tensor."""
+        """The shape of the checkpoint's tensor."""
         return self.part.shape[::-1] if self.part.change == "conv1d" else self.part.shape
 
     @property
     def nbytes(self) -> int:
-        """What the GGUF stores of it."""
+        """Bytes of the tensor in the GGUF."""
         return self.stored.raw.size // len(self.tensor.parts)
 
     @property
@@ -70,7 +70,7 @@ class SourceTensor:
         return self.part.shape[0] if len(self.part.shape) > 1 else 1
 
     def raw(self, rows: slice = slice(None), ordered: bool = True) -> np.ndarray:
-        """Its blocks, uint8 [out, row bytes], rows in the checkpoint's order; `rows`: of these, a run.
+        """The blocks, uint8 [out, row bytes], rows in the checkpoint's order; `rows`: a run of these.
 
         ordered  if not, rows are in the GGUF's order, which need not be read whole for a run
         """
@@ -87,7 +87,7 @@ class SourceTensor:
         return raw[picked - least]
 
     def floats(self, rows: slice = slice(None)) -> np.ndarray:
-        """Its values, float32, as the checkpoint had them; `rows`: of these, a run."""
+        """The values, float32, as the checkpoint had them; `rows`: a run of these."""
         matrix = len(self.part.shape) > 1 and self.part.change != "conv1d"
         values = dequantized(self.stored.type, self.raw(rows if matrix else slice(None)))
         if self.scale != 1:
@@ -127,7 +127,7 @@ class AssembledTensor:
         return sum(source.nbytes for source in self.sources)
 
     def floats(self, rows: slice = slice(None)) -> np.ndarray:
-        """Its values, float32; `rows`: a run of these, or of the matrices of a stack. No others are read."""
+        """The values, float32; `rows`: a run of these, or of the matrices of a stack. No others are read."""
         first, stop, _ = rows.indices(self.shape[0])
         if any(source.part.matrix is None and not _by_rows(source.part) for source in self.sources):
             pieces = [(source.part, source.values()) for source in self.sources]
@@ -149,11 +149,11 @@ def _run_of(source: SourceTensor, first: int, stop: int) -> Iterator[tuple[Part,
             yield replace(part, matrix=part.matrix - first), source.values()
         return
     rows = rows_of(part)
-    at = np.flatnonzero((rows >= first) & (rows < stop))
-    at = at[np.sort(np.unique(rows[at], return_index=True)[1])]  # rows beyond a vocabulary repeat others
-    if at.size:
-        values = source.values(slice(int(at.min()), int(at.max()) + 1))[at - at.min()]
-        yield replace(part, shape=values.shape, rows=rows[at] - first, stored=None), values
+    indices = np.flatnonzero((rows >= first) & (rows < stop))
+    indices = indices[np.sort(np.unique(rows[indices], return_index=True)[1])]  # rows beyond a vocabulary repeat others
+    if indices.size:
+        values = source.values(slice(int(indices.min()), int(indices.max()) + 1))[indices - indices.min()]
+        yield replace(part, shape=values.shape, rows=rows[indices] - first, stored=None), values
 
 
 class GgufSource:

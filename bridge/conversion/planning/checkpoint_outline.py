@@ -88,7 +88,7 @@ def _with_rows(ckpt: Checkpoint, config: dict[str, Any], text: Mapping[str, str]
     from bridge.models.tokenizer.gguf_tokenizer import highest_token
     from bridge.models.wrapper import text_config, with_text
 
-    stored = next((name for own, name in text.items() if _EMBEDDINGS.fullmatch(own)), None)
+    stored = next((name for text_name, name in text.items() if _EMBEDDINGS.fullmatch(text_name)), None)
     embedding = _weight(ckpt, stored.removesuffix(".weight")) if stored is not None else None
     size = text_config(config).get("vocab_size")
     if embedding is None or type(size) is not int or not 0 < size < (rows := embedding.shape[0]):

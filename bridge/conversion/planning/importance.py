@@ -23,7 +23,7 @@ class Importance:
 
     @classmethod
     def read(cls, path: str | Path | None, ckpt: Checkpoint | None = None) -> Importance:
-        """That of llama.cpp's GGUF; an empty one without a path."""
+        """The importance matrix of llama.cpp's GGUF; an empty one without a path."""
         if path is None:
             return cls({})
         from bridge.gguf_file.imatrix import read_imatrix
@@ -63,7 +63,7 @@ def importance_of_tensors(
 
     layers  by module: the mean square of each input, float32 [columns] in the checkpoint's order, and the tokens seen
     """
-    found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    matrices: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     for tensor in tensors:
         names = [part.layer or "" for part in tensor.parts]
         if tensor.kind == "token_embd" or not names or any(name not in layers for name in names):
@@ -73,7 +73,7 @@ def importance_of_tensors(
         )  # parts of a fused matrix share their inputs
         squares = []
         for part in rows:
-            own = layers[part.layer or ""][0]
-            squares.append(own if part.columns is None or part.folded else own[part.columns])
-        found[tensor.name] = np.stack(squares), np.array([layers[part.layer or ""][1] for part in rows])
-    return found
+            mean_squares = layers[part.layer or ""][0]
+            squares.append(mean_squares if part.columns is None or part.folded else mean_squares[part.columns])
+        matrices[tensor.name] = np.stack(squares), np.array([layers[part.layer or ""][1] for part in rows])
+    return matrices

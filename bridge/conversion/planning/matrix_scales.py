@@ -39,10 +39,10 @@ def rounded_scale(metadata: Mapping[str, GGUFValue], tensor: PlannedTensor) -> f
 def with_scales(ckpt: Checkpoint, plan: Plan) -> Plan:
     """The plan with the scales that llama.cpp multiplies by after each NVFP4 tensor: of the tensor and of its input,
     "blk.0.attn_q.scale", one number or one an expert. A scale of 1 is left out."""
-    taken = {t.name for t in plan.tensors}
-    found = []
+    names = {t.name for t in plan.tensors}
+    tensors = []
     for tensor in plan.tensors:
-        found.append(tensor)
+        tensors.append(tensor)
         if tensor.type not in MATRIX_SCALED:
             continue
         count = tensor.shape[0] if len(tensor.shape) == 3 else 1
@@ -52,10 +52,11 @@ def with_scales(ckpt: Checkpoint, plan: Plan) -> Plan:
             values = np.array([s[key] for s in scales if key in s], np.float32)
             if len(values) == count and (key != "scale" or (values != 1).any()):
                 name = f"{tensor.name.removesuffix('.weight')}.{key}"
-                if name in taken:
+                if name in names:
                     raise BridgeError(f"{name}: is in the plan, but made when {tensor.name} is; take it out")
-                found.append(PlannedTensor(name, (count,), data=values, origin="scale", type="F32", quantizable=False))
-    return replace(plan, tensors=found)
+                scale = PlannedTensor(name, (count,), data=values, origin="scale", type="F32", quantizable=False)
+                tensors.append(scale)
+    return replace(plan, tensors=tensors)
 
 
 def _is_rounded(tensor: PlannedTensor) -> bool:

@@ -37,7 +37,7 @@ _KNOWN = (
 )
 
 
-def with_given(metadata: Mapping[str, GGUFValue], given: Sequence[tuple[str, Any]]) -> dict[str, GGUFValue]:
+def with_given(metadata: Mapping[str, GGUFValue], pairs: Sequence[tuple[str, Any]]) -> dict[str, GGUFValue]:
     """The metadata with (key, value) pairs set.
 
     A value gets the type that its key has, and the value of a new key the type that llama.cpp reads. Values of other
@@ -46,23 +46,23 @@ def with_given(metadata: Mapping[str, GGUFValue], given: Sequence[tuple[str, Any
 
     Raises BridgeError for a key that describes the file itself, a value of another type, and a token that is none.
     """
-    found = dict(metadata)
-    for key, value in given:
+    entries = dict(metadata)
+    for key, value in pairs:
         if key.startswith(_FIXED):
             raise BridgeError(f"{parameter('metadata', (key, value))}: {key} describes the file; it cannot be given")
-        kind = found[key].type if key in found else _known(key)
+        kind = entries[key].type if key in entries else _known(key)
         try:
             if kind == GGUFValueType.ARRAY:
-                found[key] = _list(value, found[key].sub_type if key in found else GGUFValueType.STRING)
+                entries[key] = _list(value, entries[key].sub_type if key in entries else GGUFValueType.STRING)
             else:
-                found[key] = _of_type(value, kind) if kind is not None else _of_new_key(key, value)
+                entries[key] = _of_type(value, kind) if kind is not None else _of_new_key(key, value)
         except (ValueError, OverflowError):
             what = _NAMES.get(kind, str(kind and kind.name.lower()))
             raise BridgeError(f"{parameter('metadata', (key, value))}: must be {what}") from None
-        tokens: Any = found["tokenizer.ggml.tokens"].value if "tokenizer.ggml.tokens" in found else None
-        if key.endswith("_token_id") and tokens is not None and found[key].value >= len(tokens):
+        tokens: Any = entries["tokenizer.ggml.tokens"].value if "tokenizer.ggml.tokens" in entries else None
+        if key.endswith("_token_id") and tokens is not None and entries[key].value >= len(tokens):
             raise BridgeError(f"{parameter('metadata', (key, value))}: there are {len(tokens)} tokens")
-    return found
+    return entries
 
 
 _NAMES = {
@@ -116,7 +116,7 @@ def _of_type(value: Any, kind: GGUFValueType) -> GGUFValue:
     if kind in (GGUFValueType.FLOAT32, GGUFValueType.FLOAT64):
         return GGUFValue(float(value), kind)
     limits = np.iinfo(kind.name.lower())
-    whole = int(value) if not isinstance(value, float) or value.is_integer() else None
-    if whole is None or not limits.min <= whole <= limits.max:
+    integer = int(value) if not isinstance(value, float) or value.is_integer() else None
+    if integer is None or not limits.min <= integer <= limits.max:
         raise ValueError
-    return GGUFValue(whole, kind)
+    return GGUFValue(integer, kind)

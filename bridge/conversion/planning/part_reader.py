@@ -104,8 +104,8 @@ class PartReader:
         if len(part.shape) < 2 or len(rows) <= 2 * _WINDOW * _WINDOWS:
             return self.grouped(part)
         last = len(rows) - _WINDOW
-        at = np.concatenate([np.arange(start, start + _WINDOW) for start in (0, last // 2, last)])
-        return self._some(part, rows[at])
+        picked = np.concatenate([np.arange(start, start + _WINDOW) for start in (0, last // 2, last)])
+        return self._some(part, rows[picked])
 
     def _some(self, part: Part, rows: np.ndarray) -> CodedTensor:
         """Codes of rows of a part's source, in ascending order."""
@@ -113,7 +113,7 @@ class PartReader:
         return t if part.factor is None else t.scaled(part.factor[rows])
 
     def _fitted(self, t: CodedTensor, part: Part, rows: int | None = None) -> CodedTensor:
-        """Without zero padding beyond the part's true shape, columns in the GGUF's order; `rows`: of a sample."""
+        """The codes without zero padding beyond the part's shape, columns in the GGUF's order; `rows`: of a sample."""
         shape = part.stored or part.shape
         out, columns = shape if len(shape) == 2 else (1, *shape)
         out = rows or out
@@ -140,8 +140,8 @@ class PartReader:
             if part.columns is not None and part.change not in ("transposed", "conv1d"):
                 rows = rows[:, part.columns]
             if part.factor is not None:
-                at = slice(start, start + len(rows))
-                rows = rows * part.factor[at if part.rows is None else part.rows[at]][:, None]
+                span = slice(start, start + len(rows))
+                rows = rows * part.factor[span if part.rows is None else part.rows[span]][:, None]
             start += len(rows)
             yield rows
 
@@ -151,14 +151,14 @@ class PartReader:
             yield self._transposed(part)
             return
         if part.change is not None:
-            whole = self._cropped(self._read_whole(part), part)
+            values = self._cropped(self._read_whole(part), part)
             if part.change in _ELEMENTWISE:
-                whole = self._elementwise(whole, part)
-            yield whole if part.rows is None else whole[part.rows]
+                values = self._elementwise(values, part)
+            yield values if part.rows is None else values[part.rows]
             return
         if part.matrix is not None or len(part.shape) == 1 or part.rows is not None:
-            whole = self._cropped(self._read_whole(part), part)
-            yield whole if part.rows is None else whole[part.rows]
+            values = self._cropped(self._read_whole(part), part)
+            yield values if part.rows is None else values[part.rows]
             return
         for rows in chunks(self.ckpt.tensors[part.source].shape[0], part.shape[1]):
             stored = self.ckpt.read_float(part.source, (rows.start, rows.stop))
@@ -207,13 +207,13 @@ class PartReader:
         """Finite rows of a float part from `start` on, without zero padding beyond the model's true shape."""
         rows, *columns = part.stored or part.shape
         inner = tuple(slice(size) for size in (max(0, rows - start), *columns))
-        kept = np.ascontiguousarray(x[inner])
-        if kept.shape != x.shape and np.count_nonzero(x) > np.count_nonzero(kept):
+        cropped = np.ascontiguousarray(x[inner])
+        if cropped.shape != x.shape and np.count_nonzero(x) > np.count_nonzero(cropped):
             raise self._other_shape(part)
-        if part.change != "scalar" and not np.isfinite(kept).all():
+        if part.change != "scalar" and not np.isfinite(cropped).all():
             _, file = self._stored(part)
             raise not_finite(file, part.source)
-        return kept
+        return cropped
 
     def _stored(self, part: Part) -> tuple[tuple[int, ...], Path]:
         """Shape in the checkpoint, and the file. A vector may be stored as a matrix of one row."""
@@ -235,11 +235,11 @@ class PartReader:
 
     def _change(self, shape: Sequence[int], expected: Sequence[int]) -> str:
         """Which numbers of config.json a part's shape contradicts; "" where none is known."""
-        said = []
+        hints = []
         for stored, wanted in zip(shape, expected, strict=False):
             names = sizes_of(self.ckpt.config, wanted) if stored != wanted else []
             if len(names) == 1:
-                said.append(f"config.json says {names[0]}; if the weights are right, it must be {stored}")
+                hints.append(f"config.json says {names[0]}; if the weights are right, it must be {stored}")
             elif names:
-                said.append(f"{wanted} in config.json is {' or '.join(names)}; the weights have {stored}")
-        return ". ".join(said)
+                hints.append(f"{wanted} in config.json is {' or '.join(names)}; the weights have {stored}")
+        return ". ".join(hints)

@@ -107,5 +107,5 @@ def _value_entry(v: GGUFValue) -> list[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """What json does not know: numbers of NumPy."""
+    """A number of NumPy, which json does not know, as one of Python."""
     return value.item()

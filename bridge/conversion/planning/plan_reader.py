@@ -107,13 +107,13 @@ def _tensor(name: str, fields: Fields, orders: list[np.ndarray], stored: dict[st
     shape, type_ = fields.take("shape", _shape), fields.take("type", kinds.text)
     reason, origin = fields.take("reason", kinds.text, ""), fields.take("origin", kinds.one_of(_ORIGINS), "checkpoint")
     if origin == "template":
-        found = stored.get(name)
-        if found is None:
+        from_template = stored.get(name)
+        if from_template is None:
             raise FieldError("its origin is the template, which has no such tensor")
-        if (found.fixed_type, found.shape) != (type_, shape):
-            raise FieldError(f"the template has it as {found.fixed_type} {list(found.shape)}")
+        if (from_template.fixed_type, from_template.shape) != (type_, shape):
+            raise FieldError(f"the template has it as {from_template.fixed_type} {list(from_template.shape)}")
         return PlannedTensor(
-            name, shape, data=found.data, origin="template", type=type_, reason=reason, quantizable=False
+            name, shape, data=from_template.data, origin="template", type=type_, reason=reason, quantizable=False
         )
     kinds.one_of((*WRITTEN, *FLOAT_TYPES))(type_, "type")
     if type_ in WRITTEN and len(shape) < 2:

@@ -105,7 +105,7 @@ def make_plan(
 
 
 def newer_notes(tensors: Sequence[PlannedTensor], options: Recipe) -> list[str]:
-    """That earlier builds of llama.cpp cannot load the file, where that is so and no build was named."""
+    """A note that earlier builds of llama.cpp cannot load the file, where that is so and no build was named."""
     if options.uses_q2_0 is not None or all(t.type != "Q2_0" for t in tensors):
         return []
     return [f"llama.cpp has Q2_0 since build {Q2_0_SINCE} (July 2026): earlier ones cannot load this file"]
@@ -170,31 +170,31 @@ class Planner:
     ) -> list[PlannedTensor]:
         """`work` of every tensor, several at a time."""
         done, total = 0, sum(len(t.parts) for t in tensors)
-        found: list[PlannedTensor] = []
+        results: list[PlannedTensor] = []
         workers = self.options.threads or usable_cpus()
         if progress:
             progress(0, total, "")
         with ThreadPoolExecutor(max_workers=workers, thread_name_prefix="plan") as pool:
             try:
                 for tensor in pool.map(work, tensors):
-                    found.append(tensor)
+                    results.append(tensor)
                     done += len(tensor.parts)
                     if progress:
                         progress(done, total, tensor.name)
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
-        return found
+        return results
 
     def planned(self, tensor: OutlineTensor) -> PlannedTensor:
         """The tensor with its type."""
         if tensor.fixed_type is not None:
             return self._with(tensor, Choice(tensor.fixed_type, _reason(tensor)), quantizable=False)
-        return self._with(tensor, *self._choice(tensor, whole=False))
+        return self._with(tensor, *self._choice(tensor, all_rows=False))
 
     def chosen_again(self, tensor: PlannedTensor) -> PlannedTensor:
         """The tensor with a type chosen on all its rows: the one that sampled rows suggested did not hold."""
-        return self._with(tensor, *self._choice(tensor, whole=True))
+        return self._with(tensor, *self._choice(tensor, all_rows=True))
 
     def with_type(self, tensor: PlannedTensor, type: str, reason: str, limit: float | None = None) -> PlannedTensor:
         """The tensor in another type."""
@@ -313,16 +313,16 @@ class Planner:
             return ("rounded",) if block and type != self.reader.stored_as(part) else ("as it came",)
         return ("carried", "requantized") if block else ("requantized",)
 
-    def _choice(self, tensor: ModelTensor, whole: bool) -> tuple[Choice, Unmet | None]:
-        """The type of a tensor, and see `PlannedTensor.unmet`; `whole`: judged by all rows."""
+    def _choice(self, tensor: ModelTensor, all_rows: bool) -> tuple[Choice, Unmet | None]:
+        """The type of a tensor, and see `PlannedTensor.unmet`; `all_rows`: judged by them, not by samples."""
         place = self._place(tensor)
         coded = [part for part in tensor.parts if self.reader.coded(part)]
         if not coded:
             stored = self.reader.stored_as(tensor.parts[0])
             if self._keeps_types and self.options.explicit(place.name, place.kind, place.tied) is None:
                 if tensor.parts[0].source in self.ckpt.merged:
-                    own = self.ckpt.store.tensors[tensor.parts[0].source].dtype
-                    merged = own if own in (*WRITTEN, *FLOAT_TYPES) else "Q8_0"
+                    stored_type = self.ckpt.store.tensors[tensor.parts[0].source].dtype
+                    merged = stored_type if stored_type in (*WRITTEN, *FLOAT_TYPES) else "Q8_0"
                     return Choice(merged, "merged with the adapter"), None
                 return Choice(stored, "as it is"), None
             calibrated, imatrix = self.calibration is not None, bool(self.importance.by_name)
@@ -338,7 +338,7 @@ class Planner:
             return Choice(str(wanted.type), "as floats"), wanted.unmet
 
         def read_parts(sampled: bool) -> Iterator[tuple[CodedTensor, np.ndarray | None]]:
-            return iter(samples) if sampled and not whole else self._read_parts(tensor, sampled=False)
+            return iter(samples) if sampled and not all_rows else self._read_parts(tensor, sampled=False)
 
         if asked is not None and wanted.mode == "forced" and asked.name in FP4:
             self._check_fp4(tensor, asked.name, [t for t, _ in samples or self._read_parts(tensor, sampled=True)])

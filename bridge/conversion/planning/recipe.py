@@ -200,8 +200,8 @@ class Recipe:
     @property
     def promises_closeness(self) -> bool:
         """Whether every type is chosen by the error it adds, and none by the user."""
-        given = self.output_type or self.token_embd_type or self.actorder_type or self.tensor_types
-        return self.type in ("auto", "exact") and not given
+        explicit = self.output_type or self.token_embd_type or self.actorder_type or self.tensor_types
+        return self.type in ("auto", "exact") and not explicit
 
     def wanted(
         self,
@@ -228,23 +228,23 @@ class Recipe:
         if as_codes and for_rows("Q8_0", place.columns) == "F16":  # rows that no block type holds; F32 is exact
             asked = self.type if self.type in _SIZES else "Q8_0"
             return Wanted("forced", "F32" if self.type == "exact" else "F16", _short_rows(asked, place))
-        kept = self.type in FP4 and not as_codes and not (calibrated and place.layer is not None)
-        if self.type in ("auto", "exact") or kept:
+        lacks_text = self.type in FP4 and not as_codes and not (calibrated and place.layer is not None)
+        if self.type in ("auto", "exact") or lacks_text:
             if as_codes:
                 return Wanted(self.type)  # type: ignore[arg-type]
-            found = _fitted("forced", "Q8_0", place)
+            wanted = _fitted("forced", "Q8_0", place)
             why = f"floats are rounded to {self.type} in layers, with a calibration text"
-            return replace(found, unmet=Unmet(self.type, why)) if kept else found
+            return replace(wanted, unmet=Unmet(self.type, why)) if lacks_text else wanted
         if as_codes and self.type in _SIZES:
             return _fitted("forced", self.type, place)
         name = _mixture(self.type, place, imatrix) if self.type in PRESETS else self.type
         is_head = place.kind == "output" or place.tied
         raised = calibrated and is_head and not as_codes and BLOCKS.get(name, BLOCKS["Q6_K"]).bpw < BLOCKS["Q6_K"].bpw
-        found = _fitted("at_most" if as_codes else "forced", "Q6_K" if raised else name, place)
-        if raised and self.type not in PRESETS and found.unmet is None:
+        wanted = _fitted("at_most" if as_codes else "forced", "Q6_K" if raised else name, place)
+        if raised and self.type not in PRESETS and wanted.unmet is None:
             why = "with a calibration text, the output head has the bits of Q6_K or more, as in llama.cpp's presets"
-            return replace(found, unmet=Unmet(name, why))
-        return found
+            return replace(wanted, unmet=Unmet(name, why))
+        return wanted
 
     def explicit(self, name: str, kind: str, tied: bool) -> str | None:
         """The type that an option for single tensors gives a tensor, if one does; `tied`: it is the head too."""

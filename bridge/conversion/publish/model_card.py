@@ -43,8 +43,8 @@ class Origin:
     @property
     def license(self) -> str | None:
         """The license's name."""
-        found = self.front_matter.get("license_name") or self.front_matter.get("license")
-        return str(found) if found else None
+        license = self.front_matter.get("license_name") or self.front_matter.get("license")
+        return str(license) if license else None
 
 
 def origin_of(folder: Path) -> Origin:
@@ -52,18 +52,18 @@ def origin_of(folder: Path) -> Origin:
     from huggingface_hub import metadata_load
 
     try:
-        said = metadata_load(folder / CARD) if (folder / CARD).is_file() else None
+        front_matter = metadata_load(folder / CARD) if (folder / CARD).is_file() else None
     except Exception:  # a card is written by hand and may contain anything
-        said = None
-    labels = table(said)
+        front_matter = None
+    labels = table(front_matter)
     config = read_json(folder / "config.json", optional=True)
     if "license" not in labels and _LICENSE.fullmatch(str(config.get("license", ""))):
         labels["license"] = config["license"]
     bases = labels.get("base_model")
     base = bases[0] if isinstance(bases, list) and bases else bases
     name = base if is_repository(base) else config.get("_name_or_path")
-    found = repository_of(name, folder)
-    return Origin(found, {key: labels[key] for key in _PASSED_ON if labels.get(key)})
+    repository = repository_of(name, folder)
+    return Origin(repository, {key: labels[key] for key in _PASSED_ON if labels.get(key)})
 
 
 def files_of_result(result: Report | Repacked | Written) -> dict[str, Path]:

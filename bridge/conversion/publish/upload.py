@@ -98,12 +98,12 @@ class Upload:
         from huggingface_hub.errors import RepositoryNotFoundError
 
         try:
-            found = HfApi().repo_info(self.repository)
+            repository = HfApi().repo_info(self.repository)
         except RepositoryNotFoundError:
             return  # it will be made
         except Exception as problem:
             raise BridgeError(f"{self.repository}: cannot be looked up on the Hub ({reason(problem)})") from problem
-        if self.private and not found.private:
+        if self.private and not repository.private:
             raise BridgeError(
                 f"{self.repository}: exists and is public; make it private in its settings on the Hub, or leave out "
                 f"{parameter('private', True)}"
@@ -118,7 +118,7 @@ class Upload:
             write_text(self.card_only / _LIST, "".join([f"{CARD}\t{len(card.encode())}\n", *listed]))
             return f"wrote {self.card_only / CARD} and {self.card_only / _LIST}; nothing was uploaded"
         try:
-            kept = self._commit(files, card)
+            keeps_card = self._commit(files, card)
         except (Exception, KeyboardInterrupt) as problem:
             again = self._by_hand(result, card)
             if isinstance(problem, KeyboardInterrupt):
@@ -128,7 +128,7 @@ class Upload:
                 f"the upload to {self.repository} failed ({reason(problem)}); everything was made, and this uploads "
                 f"it: {again}"
             ) from problem
-        also = "; its own model card was kept" if kept else " with a model card"
+        also = "; its own model card was kept" if keeps_card else " with a model card"
         return f"uploaded {len(files)} file{'s' * (len(files) != 1)} to https://huggingface.co/{self.repository}{also}"
 
     def _commit(self, files: dict[str, Path], card: str) -> bool:
@@ -138,11 +138,12 @@ class Upload:
         api = HfApi()
         api.create_repo(self.repository, private=self.private or None, exist_ok=True)
         adds = [CommitOperationAdd(name, str(file)) for name, file in files.items()]
-        kept = api.file_exists(self.repository, CARD) and MARK not in _text(api.hf_hub_download(self.repository, CARD))
-        if not kept:
+        has_card = api.file_exists(self.repository, CARD)
+        keeps_card = has_card and MARK not in _text(api.hf_hub_download(self.repository, CARD))
+        if not keeps_card:
             adds.append(CommitOperationAdd(CARD, card.encode()))
         api.create_commit(self.repository, adds, commit_message="Upload by gguf-bridge")
-        return kept
+        return keeps_card
 
     def _by_hand(self, result: CommandReport, card: str) -> str:
         """The commands that upload everything; the card is written next to the result for them."""

@@ -120,25 +120,25 @@ class Executor:
         exact = set(WRITTEN)  # the types that would hold every part bit for bit
         reasons: list[str] = []
         notes: list[str] = []
-        at = 0
+        row = 0
         for number, (part, how) in enumerate(zip(tensor.parts, tensor.how, strict=True)):
             importance = self.importance.of(tensor, number)
             if how == "rounded":
                 assert data is not None
                 count = part.shape[0] if len(part.shape) > 1 else 1
-                rounded = self._rounded(part, block, importance, data[at : at + count])
+                rounded = self._rounded(part, block, importance, data[row : row + count])
                 floats += rounded
                 zeros += rounded.signal == 0
-                at += count
+                row += count
                 continue
             if how == "calibrated":
-                made, fidelity = self._calibrated(part)
+                blocks, fidelity = self._calibrated(part)
                 coded += fidelity
                 zeros += fidelity.signal == 0
             else:
                 t = self.reader.grouped(part)
                 mapped, reason = carry_or_requantize(t, block, importance, how == "carried")
-                made = mapped.data
+                blocks = mapped.data
                 coded += mapped.fidelity
                 zeros += mapped.fidelity.signal == 0
                 reasons.append(reason)
@@ -146,10 +146,10 @@ class Executor:
                 free = exact_type(t) if exact else None
                 exact &= {free.name} if free else set()
             if data is None:
-                data = made
+                data = blocks
             else:
-                data[at : at + len(made)] = made
-                at += len(made)
+                data[row : row + len(blocks)] = blocks
+                row += len(blocks)
         assert data is not None
         hows = set(tensor.how)
         notes += zero_notes(tensor, zeros)
@@ -171,13 +171,13 @@ class Executor:
         """Quantize a part of floats into `data`, uint8 [rows, row bytes]. Rows are divided among several threads:
         embeddings and head are the largest tensors, and the first and the last, when no others are at work."""
         total = Fidelity(0, 0.0, 0.0, 0.0, 0)
-        at = 0
+        row = 0
         for x in self.reader.floats(part):
-            out = data[at : at + len(x)]
+            out = data[row : row + len(x)]
             spans = slices(len(x), self.threads or usable_cpus())
             done = list(self._rows.map(lambda r, x=x, out=out: quantize_rows(x[r], block, importance, out[r]), spans))
             total += Fidelity(x.size, sum(p.error for p in done), sum(p.signal for p in done), 0.0, 0)
-            at += len(x)
+            row += len(x)
         return total
 
     def _calibrated(self, part: Part) -> tuple[np.ndarray, Fidelity]:
@@ -212,8 +212,8 @@ class Executor:
             chunks.append(from_float32(exact, tensor.type, tensor.name))
             error = float(np.square(as_float32(chunks[-1], tensor.type) - exact, dtype=np.float64).sum())
             signal = float(np.square(exact, dtype=np.float64).sum())
-            found = Fidelity(exact.size, error, signal, t.noise(), 0)
-            coded = found if coded is None else coded + found
+            fidelity = Fidelity(exact.size, error, signal, t.noise(), 0)
+            coded = fidelity if coded is None else coded + fidelity
             zeros += signal == 0
             notes += t.notes
         data = np.concatenate(chunks).reshape(tensor.shape)

@@ -40,10 +40,10 @@ def shards_of(plan: Plan) -> list[list[PlannedTensor]]:
             _add_info(splitter, tensor)
     number = {name: i for i, shard in enumerate(splitter.tensors) for name in shard}
     shards: list[list[PlannedTensor]] = [[] for _ in splitter.tensors]
-    at = 0
+    index = 0
     for tensor in plan.tensors:
-        at = number.get(tensor.name, at)
-        shards[at].append(tensor)
+        index = number.get(tensor.name, index)
+        shards[index].append(tensor)
     return shards
 
 

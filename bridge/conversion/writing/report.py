@@ -96,10 +96,10 @@ def carried_outcome(fidelity: Fidelity) -> str:
 def lost_codes(tensor: str, reasons: Sequence[str], fidelity: Fidelity) -> list[str]:
     """Why a tensor could not keep all its codes, a line for each reason; `reasons`: of each part, "" where it did."""
     of = f" of its {len(reasons)} parts: " if len(reasons) > 1 else ""
-    kept = f"{percent(fidelity.kept / fidelity.weights, 4)} of its codes kept" if fidelity.kept else "codes not kept"
+    codes = f"{percent(fidelity.kept / fidelity.weights, 4)} of its codes kept" if fidelity.kept else "codes not kept"
     adds = f"adds {percent(fidelity.share)} of the checkpoint's noise"
     counts = Counter(filter(None, reasons))
-    return [f"{tensor}: {f'{count}{of}' if of else ''}{kept}, {reason}; {adds}" for reason, count in counts.items()]
+    return [f"{tensor}: {f'{count}{of}' if of else ''}{codes}, {reason}; {adds}" for reason, count in counts.items()]
 
 
 def zero_notes(tensor: ModelTensor, zeros: int) -> list[str]:
@@ -218,8 +218,8 @@ class Report(CommandReport):
             lines.append(f"{count} of these tensors would be bit-exact at no extra size as {name}: use {exact}")
         listed = "requantized (the report lists them)"
         if partly := self.total([PARTLY]):
-            kept, count = percent(partly.kept / partly.weights, 4), sum(t.outcome == PARTLY for t in self.tensors)
-            lines.append(f"{count} tensors kept {kept} of their codes; the others were {listed}")
+            share, count = percent(partly.kept / partly.weights, 4), sum(t.outcome == PARTLY for t in self.tensors)
+            lines.append(f"{count} tensors kept {share} of their codes; the others were {listed}")
         requantized = [t.fidelity for t in self.tensors if t.outcome == REQUANTIZED and t.fidelity]
         if rounded := sum(fidelity.error > 0 for fidelity in requantized):
             lines.append(f"{rounded} tensors could not keep their codes and were {listed}")
@@ -255,7 +255,7 @@ def _row(kind: str, members: list[TensorReport]) -> tuple[str, ...]:
     blocks = kinds & GGMLQuantizationType.__members__.keys() - {*FLOAT_TYPES, "F64"}
     came = "+".join(sorted(kinds)) if blocks else "8-bit floats" if min(kinds).startswith("F8") else "floats"
     how = CALIBRATED if members[0].outcome == CALIBRATED else f"came as {came}"
-    kept = percent(total.kept / total.weights, 4) if members[0].has_codes else how
+    codes = percent(total.kept / total.weights, 4) if members[0].has_codes else how
     error = "exact" if total.error == 0 else f"{total.nmse:.1e}"
     share = percent(total.share) if total.noise else ""
-    return (*head, kept, error, share)
+    return (*head, codes, error, share)

@@ -97,9 +97,9 @@ def verify(
         done, total = 0, sum(reader.nbytes(tensor) for tensor, _ in pairs)
         if progress:
             progress(0, total, "")
-        for tensor, own in pairs:
-            stored = own.tensors[tensor.name]
-            reports.append(_compare(reader, tensor, _Stored(stored, own.scales_of(stored))))
+        for tensor, model in pairs:
+            stored = model.tensors[tensor.name]
+            reports.append(_compare(reader, tensor, _Stored(stored, model.scales_of(stored))))
             done += reader.nbytes(tensor)
             if progress:
                 progress(done, total, tensor.name)
@@ -245,37 +245,37 @@ def _compare_codes(reader: PartReader, tensor: OutlineTensor, stored: _Stored) -
     reasons: list[str] = []
     notes: list[str] = []
     total = Fidelity(0, 0.0, 0.0, 0.0, 0)
-    at = all_missing = 0
+    row = all_missing = 0
     for part in tensor.parts:
         if reader.coded(part):
             t = reader.grouped(part)
             notes += t.notes
-            error, signal = _sums(_grouped_pairs(t, stored, at))
-            kept, missing = _codes_kept(t, stored, at)
+            error, signal = _sums(_grouped_pairs(t, stored, row))
+            codes_kept, missing = _codes_kept(t, stored, row)
             all_missing += missing
-            total += Fidelity(math.prod(t.shape), error, signal, t.noise(), kept)
+            total += Fidelity(math.prod(t.shape), error, signal, t.noise(), codes_kept)
             reason = f"stored as {stored.type}" if block is None else obstacle(t, block)
-            reasons.append("" if kept == math.prod(t.shape) or not error else reason or "the file has others")
-        at += part.shape[0]
+            reasons.append("" if codes_kept == math.prod(t.shape) or not error else reason or "the file has others")
+        row += part.shape[0]
     notes += lost_codes(tensor.name, reasons, total)
     return Outcome(carried_outcome(total), total, notes=notes, codes_missing=all_missing)
 
 
-def _grouped_pairs(t: CodedTensor, stored: _Stored, at: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _grouped_pairs(t: CodedTensor, stored: _Stored, first_row: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Pairs of rows of the checkpoint's and the file's weights; the part begins at row `at` of the file."""
     if stored.vector:  # in the GGUF; a matrix of one row in the checkpoint
         yield t.dequantize(), stored.values(0, None).reshape(t.shape)
         return
     for rows in chunks(*t.shape):
-        yield t.dequantize(rows), stored.values(at + rows.start, at + rows.stop)
+        yield t.dequantize(rows), stored.values(first_row + rows.start, first_row + rows.stop)
 
 
 def _float_pairs(reader: PartReader, tensor: OutlineTensor, stored: _Stored) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     start = 0
     if all(len(part.shape) == 1 for part in tensor.parts):  # in the GGUF it may be a matrix
-        whole = stored.values(0, None).reshape(-1)
+        values = stored.values(0, None).reshape(-1)
         for x in (x for part in tensor.parts for x in reader.floats(part)):
-            yield x, whole[start : start + len(x)]
+            yield x, values[start : start + len(x)]
             start += len(x)
         return
     for part in tensor.parts:
@@ -294,7 +294,7 @@ def _sums(pairs: Iterator[tuple[np.ndarray, np.ndarray]]) -> tuple[float, float]
     return error, signal
 
 
-def _codes_kept(t: CodedTensor, stored: _Stored, at: int) -> tuple[int, int]:
+def _codes_kept(t: CodedTensor, stored: _Stored, first_row: int) -> tuple[int, int]:
     """How many integer codes in the file are the checkpoint's, shifted or mirrored as the type has them; and how many
     are not, though a plain type holds them bit for bit: Q8_0 by the block, the others all or none."""
     from bridge.encode.block_bytes import unpack_codes
@@ -305,18 +305,18 @@ def _codes_kept(t: CodedTensor, stored: _Stored, at: int) -> tuple[int, int]:
     if block is None or obstacle(t, block):
         return 0, 0
     if block.scales:  # scales and all, by the block
-        raw = stored.rows[at : at + t.shape[0]]
+        raw = stored.rows[first_row : first_row + t.shape[0]]
         same = (raw == carry(t, block).data).reshape(-1, block.nbytes).all(1)
         return int(same.sum()) * block.size, int((~same).sum()) * block.size
     exact = not block.is_k and not block.has_min and has_exact_fp16_scales(t)
-    kept = missing = 0
+    codes_kept = missing = 0
     for rows in chunks(*t.shape):
-        raw = stored.rows[at + rows.start : at + rows.stop]
+        raw = stored.rows[first_row + rows.start : first_row + rows.stop]
         codes = stored_codes(t, block, raw, rows).reshape(-1, block.sub)
         same = unpack_codes(block, raw).reshape(codes.shape) == codes
-        kept += int(same.sum())
+        codes_kept += int(same.sum())
         if exact:
             fits = (codes.min(-1) >= 0) & (codes.max(-1) < block.levels)
             exact = bool(fits.all()) or block.clips
             missing += int((~same[fits]).sum())
-    return kept, missing if exact else 0
+    return codes_kept, missing if exact else 0
