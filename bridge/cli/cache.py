@@ -29,24 +29,24 @@ def add_parser(commands: Any) -> None:
 
 def run(a: argparse.Namespace) -> int:
     """Print the list, or the size of what was removed."""
-    found = entries()
+    cached = entries()
     if a.kernels and a.clear is None:
         raise BridgeError("--kernels needs --clear")
     if a.clear is None:
-        rows = [_row(e.kind, e.path.name, e.nbytes, e.used) for e in found if e.kind not in _KERNELS]
-        if kernels := [e for e in found if e.kind in _KERNELS]:
+        rows = [_row(e.kind, e.path.name, e.nbytes, e.used) for e in cached if e.kind not in _KERNELS]
+        if kernels := [e for e in cached if e.kind in _KERNELS]:
             name = f"{len(kernels)} of this program's functions"
             rows.append(_row("kernels", name, sum(e.nbytes for e in kernels), max(e.used for e in kernels)))
         if rows:
             lines = align([("kind", "name", "size", "last used"), *rows], (True, True, False, True))
             print("\n".join(lines))
-        print(f"{size_text(sum(e.nbytes for e in found))} in {cache_folder()}")
+        print(f"{size_text(sum(e.nbytes for e in cached))} in {cache_folder()}")
         return 0
     if a.clear == _ALL:
-        chosen = [e for e in found if a.kernels or e.kind not in _KERNELS]
+        chosen = [e for e in cached if a.kernels or e.kind not in _KERNELS]
     else:
-        named = [e for e in found if a.clear in (e.path.name, e.path.name.rpartition("-")[0])]
-        chosen = named + [e for e in found if named and a.kernels and e.kind in _KERNELS and e not in named]
+        named = [e for e in cached if a.clear in (e.path.name, e.path.name.rpartition("-")[0])]
+        chosen = named + [e for e in cached if named and a.kernels and e.kind in _KERNELS and e not in named]
     if a.clear and not chosen:
         raise BridgeError(f"{a.clear}: no such entry in {cache_folder()}; `gguf-bridge cache` lists the entries")
     freed = 0

@@ -149,7 +149,7 @@ def budget(a: argparse.Namespace, progress: Progress | None) -> "Budget | None":
 
 
 def add_output(p: argparse.ArgumentParser) -> None:
-    """What is written, and by how many threads."""
+    """The options of what is written, and by how many threads."""
     from bridge.conversion.planning.options import ConvertOptions
 
     output = p.add_argument_group("output")

@@ -21,7 +21,7 @@ from bridge.runtime.model import Model
 from bridge.serve import request_json
 from bridge.serve.engine import Engine, Refused, Stream, Update
 from bridge.serve.metrics import Metrics
-from bridge.serve.request_json import Asked, BadRequest, Wanted
+from bridge.serve.request_json import BadRequest, ReplyJobs, ReplyRequest
 from bridge.serve.response_json import DONE, Answer, event, problem, to_json, usage, vectors
 
 _BODY_SECONDS = 30  # within which a client must have sent its request
@@ -133,12 +133,12 @@ class _Server:
         return endpoint
 
     def with_key(self, answer: Callable[[Request], Awaitable[Response]]) -> Any:
-        """The same, for clients that have the key."""
+        """An endpoint of `open_to_all` for clients that send the key."""
 
         async def checked(request: Request) -> Response:
             if self.limits.key is not None:
-                scheme, _, given = request.headers.get("authorization", "").partition(" ")
-                same = hmac.compare_digest(given.strip().encode("latin-1"), os.fsencode(self.limits.key))
+                scheme, _, key = request.headers.get("authorization", "").partition(" ")
+                same = hmac.compare_digest(key.strip().encode("latin-1"), os.fsencode(self.limits.key))
                 if scheme.lower() != "bearer" or not same:
                     raise BadRequest("the API key is missing or wrong; send it as Authorization: Bearer KEY",
                                      code="invalid_api_key", status=401)  # fmt: skip
@@ -159,19 +159,19 @@ class _Server:
         """Counts for Prometheus."""
         return PlainTextResponse(self._metrics.text(self.engine), media_type="text/plain; version=0.0.4")
 
-    def _described(self) -> dict[str, Any]:
+    def _model_object(self) -> dict[str, Any]:
         created = int(self.model.path.stat().st_mtime) if self.model.path.exists() else 0
         return {"id": self.name, "object": "model", "created": created, "owned_by": "gguf-bridge",
                 "context_length": self.model.context}  # fmt: skip
 
     async def models(self, request: Request) -> Response:
         """The one model."""
-        return _Json({"object": "list", "data": [self._described()]})
+        return _Json({"object": "list", "data": [self._model_object()]})
 
     async def model_named(self, request: Request) -> Response:
-        """The same by its name."""
+        """The one model, asked for by its name."""
         request_json.check_model(request_json.RequestFields({"model": request.path_params["name"]}), self.name)
-        return _Json(self._described())
+        return _Json(self._model_object())
 
     async def completions(self, request: Request) -> Response:
         """A text's continuation."""
@@ -191,11 +191,11 @@ class _Server:
         for first in range(0, len(jobs), size):
             streams = self.engine.submit(jobs[first : first + size])
             try:
-                await _while_there(request, _together(map(_all, streams)))
+                await _while_connected(request, _gathered(map(_all, streams)))
             finally:
                 self.engine.release(streams)
-        found = [pooler.vector(normalize=True) for pooler in poolers]
-        return _Json(vectors(found, self.name, sum(len(job.prompt) for job in jobs), in_base64))
+        embedded = [pooler.vector(normalize=True) for pooler in poolers]
+        return _Json(vectors(embedded, self.name, sum(len(job.prompt) for job in jobs), in_base64))
 
     async def _prepared(self, request: Request, make: Callable[[Any, Callable[[], bool]], T]) -> T:
         """What `make` makes of a request's JSON while the client is there, see `Engine.aside`."""
@@ -204,7 +204,7 @@ class _Server:
             await self._read(request, data)
             self.engine.check_room()
             work = self.engine.aside(lambda awaited: make(request_json.json_of(data), awaited))
-            return await _while_there(request, work)
+            return await _while_connected(request, work)
         finally:
             self._held -= len(data)
 
@@ -228,37 +228,39 @@ class _Server:
         except TimeoutError:
             raise BadRequest(f"the body did not come within {_BODY_SECONDS} seconds", status=408) from None
 
-    async def _reply(self, request: Request, read: Callable[..., Asked], kind: str) -> Response:
-        def make(body: Any, awaited: Callable[[], bool]) -> tuple[Asked, Wanted]:
-            want = read(body, self.model, self.name, self.limits.sampling)
-            return want, request_json.wanted(want, self.model, self.engine.most, awaited)
+    async def _reply(self, request: Request, read: Callable[..., ReplyRequest], kind: str) -> Response:
+        def make(body: Any, awaited: Callable[[], bool]) -> tuple[ReplyRequest, ReplyJobs]:
+            asked = read(body, self.model, self.name, self.limits.sampling)
+            return asked, request_json.reply_jobs(asked, self.model, self.engine.most, awaited)
 
-        want, made = await self._prepared(request, make)
+        asked, jobs = await self._prepared(request, make)
         answer = Answer(kind, self.name, self.model.tokenizer, self.model.has_channels)
-        streams = self.engine.submit(made.jobs)
-        if want.stream:
-            return _Events(self._events(answer, want, made, streams), lambda: self.engine.release(streams))
+        streams = self.engine.submit(jobs.jobs)
+        if asked.stream:
+            return _Events(self._events(answer, asked, jobs, streams), lambda: self.engine.release(streams))
         try:
-            updates = await _while_there(request, _together(map(self._timed, streams)))
+            updates = await _while_connected(request, _gathered(map(self._timed, streams)))
         finally:
             self.engine.release(streams)
         choices = []
         for index, (text, tokens, finish) in enumerate(updates):
             echoed = None
-            if want.echo:
-                number, generation = index // want.n, streams[index].generation
+            if asked.echo:
+                number, generation = index // asked.n, streams[index].generation
                 assert generation is not None
-                whole = want.prompts[number]
-                said = whole if isinstance(whole, str) else self.model.tokenizer.decode(whole)
-                echoed = said, made.scorers[number].tokens if made.scorers else (), generation.prompt[0]
-            choices.append(answer.choice(index, text, None if want.logprobs is None else tokens, finish, echoed))
-        return _Json(answer.whole(choices, _usage(made, streams)))
+                prompt = asked.prompts[number]
+                prompt_text = prompt if isinstance(prompt, str) else self.model.tokenizer.decode(prompt)
+                echoed = prompt_text, jobs.scorers[number].tokens if jobs.scorers else (), generation.prompt[0]
+            choices.append(answer.choice(index, text, None if asked.logprobs is None else tokens, finish, echoed))
+        return _Json(answer.whole(choices, _usage(jobs, streams)))
 
     async def _timed(self, stream: Stream) -> tuple[str, list[Any], str]:
         """All of a reply; when it began is noted."""
         return await _all(stream, self._metrics.first_token)
 
-    async def _events(self, answer: Answer, want: Asked, made: Wanted, streams: list[Stream]) -> AsyncIterator[bytes]:
+    async def _events(
+        self, answer: Answer, asked: ReplyRequest, jobs: ReplyJobs, streams: list[Stream]
+    ) -> AsyncIterator[bytes]:
         """The events of all replies as they come."""
         updates: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
 
@@ -281,12 +283,12 @@ class _Server:
                     yield event(problem(update.error, _KINDS[update.status]))
                     return
                 left -= update.finish is not None
-                tokens = None if want.logprobs is None else update.tokens
+                tokens = None if asked.logprobs is None else update.tokens
                 if update.text or tokens or update.finish is not None:
                     yield event(answer.part(index, update.text, tokens, update.finish, offsets[index]))
                     offsets[index] += len(update.text)
-            if want.usage:
-                yield event(answer.end(_usage(made, streams)))
+            if asked.usage:
+                yield event(answer.end(_usage(jobs, streams)))
             yield DONE
         finally:
             for task in tasks:
@@ -301,12 +303,12 @@ class _Failed(Exception):
         self.status = status
 
 
-def _usage(made: Wanted, streams: list[Stream]) -> dict[str, Any]:
+def _usage(jobs: ReplyJobs, streams: list[Stream]) -> dict[str, Any]:
     """Prompts count once, however many replies they have."""
     generations = [stream.generation for stream in streams if stream.generation is not None]
     replies = sum(generation.made for generation in generations)
-    each = max(1, len(streams) // max(1, len(made.prompts)))
-    return usage(sum(map(len, made.prompts)), replies, sum(generation.kept for generation in generations[::each]))
+    each = max(1, len(streams) // max(1, len(jobs.prompts)))
+    return usage(sum(map(len, jobs.prompts)), replies, sum(generation.kept for generation in generations[::each]))
 
 
 async def _all(stream: Stream, first_token: Callable[[float], None] | None = None) -> tuple[str, list[Any], str]:
@@ -324,7 +326,7 @@ async def _all(stream: Stream, first_token: Callable[[float], None] | None = Non
     return "".join(texts), tokens, finish
 
 
-async def _together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+async def _gathered(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """All results; where one fails, the others are cancelled."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
@@ -334,7 +336,7 @@ async def _together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
             task.cancel()
 
 
-async def _while_there(request: Request, coroutine: Coroutine[Any, Any, T]) -> T:
+async def _while_connected(request: Request, coroutine: Coroutine[Any, Any, T]) -> T:
     """The result of a coroutine, which is cancelled when the client goes; ClientDisconnect then."""
 
     async def gone() -> None:
@@ -368,7 +370,7 @@ class _Events(Response):
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             with suppress(ClientDisconnect, OSError):
-                await _while_there(Request(scope, receive), self._pass_on(send))
+                await _while_connected(Request(scope, receive), self._pass_on(send))
         finally:
             self._release()
 

@@ -84,8 +84,8 @@ def _between(least: int, most: int) -> Kind:
 
 
 @dataclass
-class Asked:
-    """What a request asks for, but for its prompts."""
+class ReplyRequest:
+    """The checked fields of a request for text."""
 
     max_tokens: int | None
     stop: list[str]
@@ -102,7 +102,7 @@ class Asked:
     variables: dict[str, Any] = field(default_factory=dict)  # of the chat template, besides the messages
 
 
-def _common(fields: RequestFields, model: Model, name: str, defaults: Mapping[str, Any]) -> Asked:
+def _common(fields: RequestFields, model: Model, name: str, defaults: Mapping[str, Any]) -> ReplyRequest:
     """The fields that texts and chats share."""
     check_model(fields, name)
     sampling = dict(defaults)
@@ -126,7 +126,7 @@ def _common(fields: RequestFields, model: Model, name: str, defaults: Mapping[st
     for key in ("frequency_penalty", "presence_penalty"):
         fields.unchanged(key, 0)
     fields.take("user", _TEXT)
-    return Asked(
+    return ReplyRequest(
         max_tokens=fields.take("max_tokens", _between(0, 1 << 31)),
         stop=stop,
         n=fields.take("n", _between(1, MOST_CHOICES), 1),
@@ -148,7 +148,7 @@ def check_model(fields: RequestFields, name: str) -> None:
         )
 
 
-def completion(body: Any, model: Model, name: str, defaults: Mapping[str, Any]) -> Asked:
+def completion(body: Any, model: Model, name: str, defaults: Mapping[str, Any]) -> ReplyRequest:
     """The body of /v1/completions."""
     fields = RequestFields(body)
     asked = _common(fields, model, name, defaults)
@@ -170,7 +170,7 @@ _PROMPT = "a text, a list of texts, a list of token ids, or a list of such lists
 
 
 def _prompts(name: str, prompt: Any) -> list[Any]:
-    """Each a text or token ids."""
+    """The prompts of a request, each a text or token ids."""
     if prompt is None:
         raise BadRequest(f"{name} is missing", name)
     prompts = [prompt] if isinstance(prompt, str) or (prompt and _is_ids(prompt)) else prompt
@@ -185,10 +185,10 @@ def _is_ids(value: Any) -> bool:
 
 def _grammar(fields: RequestFields) -> dict[str, Any]:
     """What `response_format` asks for, as arguments of `Constraint`."""
-    given = fields.take("response_format", object_)
-    if given is None:
+    response_format = fields.take("response_format", object_)
+    if response_format is None:
         return {}
-    form = RequestFields(given, "response_format")
+    form = RequestFields(response_format, "response_format")
     kind = form.take("type", _TEXT)
     if kind == "text":
         form.end()
@@ -214,7 +214,7 @@ def _grammar(fields: RequestFields) -> dict[str, Any]:
     raise BadRequest("response_format.type must be text, json_object, json_schema or regex", "response_format")
 
 
-def chat(body: Any, model: Model, name: str, defaults: Mapping[str, Any]) -> Asked:
+def chat(body: Any, model: Model, name: str, defaults: Mapping[str, Any]) -> ReplyRequest:
     """The body of /v1/chat/completions."""
     fields = RequestFields(body)
     newer = fields.take("max_completion_tokens", _between(0, 1 << 31))
@@ -251,7 +251,7 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
     """Messages whose content is a text; parts of text are joined."""
     if not messages:
         raise BadRequest("messages must be a list of at least one message", "messages")
-    made = []
+    texts_only = []
     for i, message in enumerate(messages):
         where = f"messages[{i}]"
         if not isinstance(message, dict) or message.get("role") not in _ROLES:
@@ -268,12 +268,12 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
         if not isinstance(content, str | None):
             raise BadRequest(f"{where}.content must be a text or a list of parts", where)
         role = "system" if message["role"] == "developer" else message["role"]
-        made.append({**message, "role": role, "content": content or ""})
-    return made
+        texts_only.append({**message, "role": role, "content": content or ""})
+    return texts_only
 
 
 @dataclass
-class Wanted:
+class ReplyJobs:
     """The sequences of a request: one after another for each prompt, `n` of each."""
 
     jobs: list[Job]
@@ -281,7 +281,7 @@ class Wanted:
     scorers: list[TokenScorer]  # of prompts, with echo and logprobs
 
 
-def wanted(asked: Asked, model: Model, most: int, awaited: Callable[[], bool]) -> Wanted:
+def reply_jobs(asked: ReplyRequest, model: Model, most: int, awaited: Callable[[], bool]) -> ReplyJobs:
     """The jobs of a request for text, at most so many; takes milliseconds, for the chat template and the grammar.
 
     awaited  whether somebody still waits for them: nothing more is made where not
@@ -294,7 +294,7 @@ def wanted(asked: Asked, model: Model, most: int, awaited: Callable[[], bool]) -
             f"{replies} replies are asked for; the most is {most}", "n" if asked.n > 1 else "prompt"
         )  # fmt: skip
     sampler = Sampler.of(model.tokenizer, asked.logprobs, **asked.grammar, **{**asked.sampling, "seed": asked.seed})
-    made = Wanted([], [], [])
+    result = ReplyJobs([], [], [])
     for prompt in [None] if asked.messages else asked.prompts:
         if not awaited():
             break
@@ -303,15 +303,15 @@ def wanted(asked: Asked, model: Model, most: int, awaited: Callable[[], bool]) -
             _check_length(ids, model)
         else:
             ids = _ids_of(prompt, model)
-        made.prompts.append(ids)
+        result.prompts.append(ids)
         max_tokens = model.context - len(ids) + 1 if asked.max_tokens is None else asked.max_tokens
         reader = model.token_scorer(ids, asked.logprobs) if asked.echo and asked.logprobs is not None else None
         if reader is not None:
-            made.scorers.append(reader)
+            result.scorers.append(reader)
         for number in range(asked.n):
-            own = sampler.copy(None if asked.seed is None else asked.seed + number)
-            made.jobs.append(Job(own, ids, max_tokens, asked.stop, bool(asked.messages), None if number else reader))
-    return made
+            copy = sampler.copy(None if asked.seed is None else asked.seed + number)
+            result.jobs.append(Job(copy, ids, max_tokens, asked.stop, bool(asked.messages), None if number else reader))
+    return result
 
 
 def _ids_of(prompt: Any, model: Model) -> list[int]:
@@ -332,7 +332,7 @@ def embeddings(
 ) -> tuple[list[Job], list[Pooler], bool]:
     """The body of /v1/embeddings: jobs, what makes a vector of each, and whether vectors are wanted in base64.
 
-    awaited  as in `wanted`
+    awaited  as in `reply_jobs`
     """
     fields = RequestFields(body)
     check_model(fields, name)

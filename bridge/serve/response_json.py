@@ -42,11 +42,11 @@ class Answer:
         echoed  the prompt's text, its tokens after the first, and the first one
         """
         if self.chat:
-            message = {"role": "assistant", "content": "", **self._said(index, text, True), "refusal": None}
+            message = {"role": "assistant", "content": "", **self._message_fields(index, text, True), "refusal": None}
             return {"index": index, "message": message, "logprobs": self._scored(tokens), "finish_reason": finish}
         if echoed is not None:
             text = echoed[0] + text
-        noted = None if tokens is None else self._lists(tokens, echoed)
+        noted = None if tokens is None else self._completion_logprobs(tokens, echoed)
         return {"index": index, "text": text, "logprobs": noted, "finish_reason": finish}
 
     def begin(self, index: int) -> dict[str, Any]:
@@ -59,17 +59,17 @@ class Answer:
     ) -> dict[str, Any]:
         """An event with a part of a reply; `offset`: characters before it."""
         if self.chat:
-            delta = self._said(index, text, finish is not None) or ({"content": ""} if finish is None else {})
+            delta = self._message_fields(index, text, finish is not None) or ({"content": ""} if finish is None else {})
             return self._event(
                 {"index": index, "delta": delta, "logprobs": self._scored(tokens), "finish_reason": finish}
             )
-        noted = None if tokens is None else self._lists(tokens, None, offset)
+        noted = None if tokens is None else self._completion_logprobs(tokens, None, offset)
         return self._event({"index": index, "text": text, "logprobs": noted, "finish_reason": finish})
 
-    def _said(self, index: int, text: str, last: bool) -> dict[str, str]:
+    def _message_fields(self, index: int, text: str, last: bool) -> dict[str, str]:
         """The texts of a chat's message, or of a part of it, by field; empty ones are left out."""
-        reasoning, said = ("", text) if self._channels is None else self._channels[index].add(text, last)
-        return {name: value for name, value in (("reasoning_content", reasoning), ("content", said)) if value}
+        reasoning, content = ("", text) if self._channels is None else self._channels[index].add(text, last)
+        return {name: value for name, value in (("reasoning_content", reasoning), ("content", content)) if value}
 
     def end(self, usage: dict[str, Any]) -> dict[str, Any]:
         """The event with the numbers of tokens."""
@@ -96,7 +96,7 @@ class Answer:
         ]
         return {"content": content, "refusal": None}
 
-    def _lists(
+    def _completion_logprobs(
         self, tokens: Sequence[ScoredToken], echoed: tuple[str, Sequence[ScoredToken], int] | None, offset: int = 0
     ) -> dict[str, Any]:
         """Probabilities as completions have them."""
@@ -119,20 +119,20 @@ class Answer:
         return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 
 
-def usage(prompt: int, made: int, kept: int) -> dict[str, Any]:
+def usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
     """Numbers of tokens: of the prompts, of the replies, and of the prompts' those that were there already."""
     return {
-        "prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made,
-        "prompt_tokens_details": {"cached_tokens": kept},
+        "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
     }  # fmt: skip
 
 
-def vectors(found: Sequence[np.ndarray], model: str, tokens: int, in_base64: bool) -> dict[str, Any]:
+def vectors(embeddings: Sequence[np.ndarray], model: str, tokens: int, in_base64: bool) -> dict[str, Any]:
     """The answer of /v1/embeddings."""
     data = [
         {"object": "embedding", "index": i,
          "embedding": base64.b64encode(v.astype("<f4").tobytes()).decode() if in_base64 else v.tolist()}
-        for i, v in enumerate(found)
+        for i, v in enumerate(embeddings)
     ]  # fmt: skip
     return {
         "object": "list", "data": data, "model": model, "usage": {"prompt_tokens": tokens, "total_tokens": tokens},

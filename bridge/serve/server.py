@@ -38,20 +38,20 @@ def bound(host: str, port: int) -> socket.socket:
     """A socket that listens there; BridgeError where it cannot."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        made = socket.socket(family, kind, protocol)
+        listening = socket.socket(family, kind, protocol)
         try:
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if hasattr(socket, "TCP_USER_TIMEOUT"):  # on Linux; accepted sockets inherit it
-                made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_SECONDS * 1000)
-            made.bind(address)
-            made.listen(_BACKLOG)
+                listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_SECONDS * 1000)
+            listening.bind(address)
+            listening.listen(_BACKLOG)
         except OSError:
-            made.close()
+            listening.close()
             raise
     except (OSError, OverflowError) as problem:
         why = getattr(problem, "strerror", None) or problem
         raise BridgeError(f"{host}, {parameter('port', port)}: cannot listen there: {why}") from problem
-    return made
+    return listening
 
 
 def serve(model: Model, listening: socket.socket, limits: Limits, grace: float) -> None:
@@ -140,7 +140,7 @@ class _Connection(H11Protocol):
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """As JSON; after a response to what came before, only the end."""
+        """Answer a malformed request with JSON; after a response to an earlier one, only close."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = to_json(problem(msg, "invalid_request_error"))
             headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}

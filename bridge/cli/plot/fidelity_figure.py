@@ -26,7 +26,7 @@ def figure(record: dict[str, Any], theme: Theme) -> Figure:
         ("kl_checkpoint", "the checkpoint itself, from its float model", OTHER, "D", OTHER),
     )
     for key, label, colour, marker, inside in marks:
-        shown = [(row[key], place) for place, row in zip(places, rows, strict=True) if row.get(key) is not None]
+        shown = [(row[key], y) for y, row in zip(places, rows, strict=True) if row.get(key) is not None]
         if shown:
             across, down = zip(*shown, strict=True)
             axes.plot(

@@ -33,8 +33,8 @@ def figure(record: dict[str, Any], theme: Theme) -> Figure:
     ordered = sorted(panels.items(), key=lambda item: (-item[0][0][0], item[0][1]))
     for axes, ((shape, threads), members) in zip(grid.flat, ordered, strict=False):
         _bars(axes, members, theme)
-        place = _place(shape, members, record.get("cache_bytes"))
-        axes.set_title(f"{shape[0]} x {shape[1]}{place}, {threads} thread{'s' * (threads != 1)}", loc="left")
+        location = _place(shape, members, record.get("cache_bytes"))
+        axes.set_title(f"{shape[0]} x {shape[1]}{location}, {threads} thread{'s' * (threads != 1)}", loc="left")
     for axes in grid[:, 0]:
         axes.set_ylabel("of plain reading")
     handles, labels = grid[0, 0].get_legend_handles_labels()

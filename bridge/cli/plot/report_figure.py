@@ -42,27 +42,27 @@ class _Cells:
 
     def values(self, of: Any) -> np.ndarray:
         """float64 [kinds, layers] of a function of the tensors; NaN without a tensor."""
-        found = np.full((len(self.kinds), len(self.layers)), np.nan)
+        grid = np.full((len(self.kinds), len(self.layers)), np.nan)
         for (kind, layer), tensor in self.inside.items():
             value = of(tensor)
-            found[self.kinds.index(kind), layer] = math.nan if value is None else float(value)
-        return found
+            grid[self.kinds.index(kind), layer] = math.nan if value is None else float(value)
+        return grid
 
 
 def figure(record: dict[str, Any], theme: Theme) -> Figure:
     """The picture of a report's JSON."""
     cells = _Cells(record["tensors"])
-    kept = cells.values(lambda t: t["fidelity"]["codes_kept"])
+    codes = cells.values(lambda t: t["fidelity"]["codes_kept"])
     error = cells.values(lambda t: t["fidelity"]["nmse"])
     bits = cells.values(lambda t: t["bpw"])
-    panels = 2 + bool(np.isfinite(kept).any())
+    panels = 2 + bool(np.isfinite(codes).any())
     height = 0.27 * len(cells.kinds) + 0.75
     picture = Figure(figsize=(8.2, height * panels + 0.6), layout="constrained")
     picture.suptitle(_title(record), x=0.01, ha="left", fontsize=11)
     axes = picture.subplots(panels, 1, squeeze=False)[:, 0]
     _error_map(axes[0], cells, error)
     if panels == 3:
-        image = _map(axes[1], cells, kept, Normalize(0, 1), lambda v, _: percent(v, 3), f"{_COLOURS}_r")
+        image = _map(axes[1], cells, codes, Normalize(0, 1), lambda v, _: percent(v, 3), f"{_COLOURS}_r")
         axes[1].set_title("share of the checkpoint's codes in the GGUF", loc="left")
         bar = axes[1].figure.colorbar(image, ax=axes[1], ticks=[0, 0.5, 1], pad=0.02, aspect=12)
         bar.ax.set_yticklabels(["0%", "50%", "100%"])
@@ -138,12 +138,12 @@ def _bar_label(bar: Any, text: str) -> None:
 def _title(record: dict[str, Any]) -> str:
     weights = sum(math.prod(t["shape"]) for t in record["tensors"])
     bits = 8 * sum(t["nbytes"] for t in record["tensors"]) / weights
-    source, made = size_text(record["source_bytes"]), size_text(record["output_bytes"])
+    source, output = size_text(record["source_bytes"]), size_text(record["output_bytes"])
     name = Path(record["checkpoint"]).name
-    return f"{name}: {source} {record['format']} to {made} GGUF, {bits:.2f} bits per weight in all"
+    return f"{name}: {source} {record['format']} to {output} GGUF, {bits:.2f} bits per weight in all"
 
 
 def _outside(tensors: list[dict[str, Any]]) -> str:
     """Embeddings and head, in words."""
-    said = [f"{t['kind']} {t['type']}, NMSE {t['fidelity']['nmse']:.1e}" for t in tensors]
-    return f"  (not in a layer: {'; '.join(said)})" if said else ""
+    texts = [f"{t['kind']} {t['type']}, NMSE {t['fidelity']['nmse']:.1e}" for t in tensors]
+    return f"  (not in a layer: {'; '.join(texts)})" if texts else ""

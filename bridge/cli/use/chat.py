@@ -143,13 +143,13 @@ class Conversation:
         except BaseException:
             self.messages.pop()
             raise
-        said: list[str] = []
+        read: list[str] = []
         try:
             for piece in pieces:
-                said.append(piece)
+                read.append(piece)
                 yield piece
         finally:
-            self.messages.append({"role": "assistant", "content": "".join(said)})
+            self.messages.append({"role": "assistant", "content": "".join(read)})
 
 
 def lines() -> Iterator[str]:

@@ -59,11 +59,11 @@ def gguf_of(a: argparse.Namespace, messages: Sequence[dict[str, str]] | None = N
 
     messages  a conversation that a checkpoint's chat template must accept before it is converted
     """
-    from bridge.conversion.model import gguf_of as found
+    from bridge.conversion.model import gguf_of as converted
     from bridge.system.progress import Bar
 
     with Bar("converting") as bar:
-        return found(a.model, a.config, bar, messages)
+        return converted(a.model, a.config, bar, messages)
 
 
 def add_sampling(p: argparse.ArgumentParser) -> None:
@@ -104,16 +104,16 @@ def add_template_options(p: argparse.ArgumentParser, when: str = "") -> None:
 
 def template_options(a: argparse.Namespace) -> dict[str, Any]:
     """The variables that the command line gives chat templates, but for --no-think; BridgeError for a bad file."""
-    found = dict(a.template_option)
+    variables = dict(a.template_option)
     for name in ("tools", "documents"):
         if (file := getattr(a, name)) is not None:
             try:
-                found[name] = json.loads(file.read_text(encoding="utf-8"))
+                variables[name] = json.loads(file.read_text(encoding="utf-8"))
             except (OSError, ValueError) as problem:
                 raise BridgeError(f"{file}: {getattr(problem, 'strerror', None) or 'not JSON in UTF-8'}") from problem
-            if not isinstance(found[name], list) or not all(isinstance(value, dict) for value in found[name]):
+            if not isinstance(variables[name], list) or not all(isinstance(value, dict) for value in variables[name]):
                 raise BridgeError(f"{file}: must be a list of objects, as in the OpenAI API")
-    return found
+    return variables
 
 
 def without_thinking(a: argparse.Namespace, template: str | None) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def without_thinking(a: argparse.Namespace, template: str | None) -> dict[str, A
 
 
 def _named_value(text: str) -> tuple[str, Any]:
-    """Of "reasoning_effort=low" or "thinking_budget=512": the name, and the value as JSON where it is JSON."""
+    """(name, value) of "reasoning_effort=low" or "thinking_budget=512"; a value that is JSON is read as such."""
     name, equals, value = text.partition("=")
     if not name or not equals:
         raise argparse.ArgumentTypeError(f"{text!r}: must be a name and a value, as reasoning_effort=low")
@@ -249,7 +249,7 @@ def without_pauses(pieces: Iterator[str]) -> Iterator[str]:
 
 
 def _scored_line(model: Any, token: Any) -> str:
-    """Its log-probability and its text, then those of the most likely tokens, between tabs."""
+    """A token's log-probability and text, then those of the most likely tokens, between tabs."""
 
     def pair(logprob: float, text: str) -> str:
         return f"{logprob:.4f} {json.dumps(text, ensure_ascii=False)}"
@@ -260,10 +260,10 @@ def _scored_line(model: Any, token: Any) -> str:
 def speeds(model: Any) -> str:
     """The speeds of the last reply."""
     t = model.timing
-    kept = f" ({t.kept_tokens} of them kept)" if t.kept_tokens else ""
+    cached = f" ({t.kept_tokens} of them kept)" if t.kept_tokens else ""
     guesses = f"; {t.speculation.accepted} of {t.speculation.drafted} guesses right" if t.speculation else ""
     return (
-        f"prompt: {t.prompt_tokens} tokens{kept}, {_speed(t.prompt_tokens - t.kept_tokens, t.prompt_seconds)}; "
+        f"prompt: {t.prompt_tokens} tokens{cached}, {_speed(t.prompt_tokens - t.kept_tokens, t.prompt_seconds)}; "
         f"generation: {t.tokens} tokens, {_speed(t.tokens, t.seconds)}{guesses}"
     )
 
@@ -286,10 +286,10 @@ def perplexity(a: argparse.Namespace) -> int:
     model = load(a, a.gguf, context, a.lora)
     reference = load(a, a.reference, context) if a.reference else None
     with Bar("measuring", unit=" windows") as bar:
-        found = measure.perplexity(model, text, a.length, a.windows, reference, bar)
-    print(f"perplexity {found.perplexity:.4f} +- {found.error:.4f} ({found.windows} windows of {found.window} tokens)")
-    if (d := found.divergence) is not None:
-        ratio = found.perplexity / d.reference_perplexity
+        total = measure.perplexity(model, text, a.length, a.windows, reference, bar)
+    print(f"perplexity {total.perplexity:.4f} +- {total.error:.4f} ({total.windows} windows of {total.window} tokens)")
+    if (d := total.divergence) is not None:
+        ratio = total.perplexity / d.reference_perplexity
         print(f"the reference's perplexity {d.reference_perplexity:.4f}; ratio {ratio:.6f}")
         print(f"KL divergence: mean {d.mean:.6f} +- {d.mean_error:.6f}, median {d.median:.6f}, 99% {d.p99:.6f}, "
               f"maximum {d.maximum:.6f}")  # fmt: skip
