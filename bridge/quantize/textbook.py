@@ -19,8 +19,6 @@ def gptq(
     symmetric: bool,
     damping: float = 0.01,
     order: np.ndarray | None = None,
-    cross: np.ndarray | None = None,
-    alpha: float = 0.0,
     ties: np.ndarray | None = None,
 ) -> np.ndarray:
     """The rounded values of a layer's weights, float64 [rows, columns].
@@ -32,8 +30,6 @@ def gptq(
     symmetric   the middle code stands for 0
     damping     added to the diagonal of H, as a fraction of its mean
     order       int [columns]: static groups, fitted on the original weights, and columns rounded in this order
-    cross       C, float [columns, columns]: GPTAQ (arXiv 2504.02692). Rounding a column j moves the columns after it,
-                F, by alpha w_j C[j, F] H_FF^-1
     ties        int [rows, columns]: the code to choose where two are equally near; None: the even one. A symmetric
                 group's least weight, if it is the largest in size, is such a tie, decided by noise in the last bit
     """
@@ -67,8 +63,6 @@ def gptq(
         error = (work[:, j] - done[:, j]) / inverse[j, j]
         work[:, left] -= np.outer(error, inverse[j, left])
         inverse -= np.outer(inverse[:, j], inverse[j]) / inverse[j, j]
-        if cross is not None:  # the rest of the inverse is H_FF^-1
-            work[:, left] += alpha * np.outer(work[:, j], cross[j, left] @ inverse[np.ix_(left, left)])
     return done
 
 

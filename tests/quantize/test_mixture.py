@@ -202,7 +202,7 @@ def test_a_long_sequence_of_own_samples_is_several_rows_that_each_begin_with_an_
     monkeypatch.setattr("bridge.quantize.text.own_samples._ROWS", 4)
     told: list[tuple[int, int]] = []
     with bridge.open_checkpoint(model) as ckpt:
-        options: Any = {"said": lambda *done: told.append(done)}
+        options: Any = {"progress": lambda *done: told.append(done)}
         found = own_samples(FloatModel(ckpt), [[5], [6], [7]], [], 2, 20, **options)
     assert found is not None
     assert found.shape == (2, 20)

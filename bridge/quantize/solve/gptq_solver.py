@@ -91,8 +91,6 @@ def solve(
     order: np.ndarray | None = None,
     fit: str = "reached",
     damping: float = 0.01,
-    cross: torch.Tensor | None = None,
-    alpha: float = 0.25,
     nearest: bool = True,
     factored: tuple[torch.Tensor, float] | None = None,
 ) -> Solution:
@@ -102,8 +100,7 @@ def solve(
     fit         "reached": a run is fitted when the order reaches it; "first": all runs are fitted on the original
                 weights (static groups); "none": the grid stays unchanged
     damping     added to the diagonal of H, as a fraction of its mean; tenfold until it is enough
-    cross       GPTAQ's C [columns, columns] of `Hessian.cross`; alpha: its share
-    nearest     round rows to nearest where that is better (not with `cross`, which has another error)
+    nearest     round rows to nearest where that is better
     found       `damped_factor` of H in this order and its damping, where the caller has them
 
     Raises BridgeError if the order separates columns of a run that is fitted when reached.
@@ -120,20 +117,17 @@ def solve(
         factor = torch.diag(hessian.diagonal()[permutation].clamp_min(torch.finfo(weight.dtype).tiny).rsqrt())
     else:
         factor = torch.eye(columns, dtype=weight.dtype, device=weight.device)
-    shift = None
-    if cross is not None and factored:
-        shift = alpha * torch.triu(cross.to(weight)[permutation[:, None], permutation] @ factor.T, 1) @ factor
     if fit == "first":
         fit_all(weight, grid, importance)
-    state = _State(weight[:, permutation].contiguous(), factor, shift, grid, order)
+    state = _State(weight[:, permutation].contiguous(), factor, grid, order)
     state.importance = importance if fit == "reached" else None
     state.quick = bool(factored)
     state.over(_runs(order, grid.fit_columns, fit != "reached"), state.run)
     codes = torch.from_numpy(state.codes)[:, _back(order)].numpy()
     damping = factored[1] if factored else float("inf")
-    most = torch.linalg.vector_norm(state.errors, dim=1).square().cpu().numpy()  # of the damped H
-    del factored, factor, shift, state  # free their memory before more is needed
-    if nearest and damping < float("inf") and cross is None and not grid.vectors:
+    most = torch.linalg.vector_norm(state.weight, dim=1).square().cpu().numpy()  # of the damped H
+    del factored, factor, state  # free their memory before more is needed
+    if nearest and damping < float("inf") and not grid.vectors:
         _prefer_nearest(weight, hessian, grid, codes, importance if fit == "reached" else None, most)
     return Solution(codes, damping)
 
@@ -269,14 +263,10 @@ def _runs(order: np.ndarray, fit_columns: int, fitted: bool) -> list[tuple[int, 
 
 
 class _State:
-    """Weights, errors and codes of one solve, columns in the order in which they are rounded."""
+    """Weights, which their errors overwrite, and codes of one solve, columns in the order in which they are rounded."""
 
-    def __init__(
-        self, weight: torch.Tensor, factor: torch.Tensor, shift: torch.Tensor | None, grid: Grid, order: np.ndarray
-    ) -> None:
-        self.weight, self.factor, self.shift, self.grid, self.order = weight, factor, shift, grid, order
-        # unless later columns need the weights of rounded ones, the errors overwrite them
-        self.errors = weight if shift is None else torch.zeros_like(weight)
+    def __init__(self, weight: torch.Tensor, factor: torch.Tensor, grid: Grid, order: np.ndarray) -> None:
+        self.weight, self.factor, self.grid, self.order = weight, factor, grid, order
         self.codes = np.empty(weight.shape, np.int16)
         self.importance: np.ndarray | None = None
         self.quick = False
@@ -289,10 +279,8 @@ class _State:
         half = len(spans) // 2
         self.over(spans[:half], visit)
         begin, middle, end = spans[0][0], spans[half][0], spans[-1][1]
-        after = self.weight[:, middle:end]
-        after.addmm_(self.errors[:, begin:middle], self.factor[begin:middle, middle:end], alpha=-1)
-        if self.shift is not None:  # `weight` keeps what rounded columns were rounded from
-            after.addmm_(self.weight[:, begin:middle], self.shift[begin:middle, middle:end])
+        errors = self.weight[:, begin:middle]
+        self.weight[:, middle:end].addmm_(errors, self.factor[begin:middle, middle:end], alpha=-1)
         self.over(spans[half:], visit)
 
     def run(self, begin: int, end: int) -> None:
@@ -315,24 +303,18 @@ class _State:
         columns = self.order[begin:end] - run * grid.fit_columns
         codes, errors = grid.round_run(run, self.weight[:, begin:end], columns, self.factor[begin:end, begin:end])
         self.codes[:, begin:end] = codes
-        self.errors[:, begin:end] = torch.from_numpy(errors).to(self.errors)
+        self.weight[:, begin:end] = torch.from_numpy(errors).to(self.weight)
 
     def leaf(self, begin: int, end: int) -> None:
         """Round at most _LEAF columns one after the other."""
         lines = self.order[begin:end] // self.grid.sub
         weight, factor = (_numpy(t) for t in (self.weight[:, begin:end], self.factor[begin:end, begin:end]))
-        shift = np.empty((0, 0), factor.dtype) if self.shift is None else _numpy(self.shift[begin:end, begin:end])
-        errors = np.empty_like(weight)
         codes, a, c = self.codes[:, begin:end], self.grid.a, self.grid.c
         low, high, ternary = self.grid.low, self.grid.high, self.grid.ternary
         over_rows(
-            len(codes),
-            lambda r: _leaf(weight[r], factor, shift, a[r], c[r], lines, low, high, ternary, codes[r], errors[r]),
-            _ROWS,
+            len(codes), lambda r: _leaf(weight[r], factor, a[r], c[r], lines, low, high, ternary, codes[r]), _ROWS
         )
-        self.errors[:, begin:end] = torch.from_numpy(errors).to(self.errors.device)
-        if self.shift is not None:
-            self.weight[:, begin:end] = torch.from_numpy(weight).to(self.weight.device)
+        self.weight[:, begin:end] = torch.from_numpy(weight).to(self.weight.device)
 
 
 def _back(order: np.ndarray) -> torch.Tensor:
@@ -360,9 +342,9 @@ def _value(q, a, c, ternary):
 
 
 @kernel
-def _leaf(weight, factor, shift, a, c, lines, low, high, ternary, codes, errors):
-    """weight [rows, n], set to what was rounded; factor (and shift, unless empty) [n, n]; lines int [n] into a, c;
-    codes [rows, n] and errors [rows, n] (divided by the factor's diagonal) are written."""
+def _leaf(weight, factor, a, c, lines, low, high, ternary, codes):
+    """weight [rows, n], overwritten by errors, which are divided by the diagonal of factor [n, n]; lines int [n] into
+    a, c; codes [rows, n] are written."""
     n = weight.shape[1]
     least = weight.dtype.type(low)
     most = weight.dtype.type(high)
@@ -374,16 +356,11 @@ def _leaf(weight, factor, shift, a, c, lines, low, high, ternary, codes, errors)
             q = _code(w[i], slope, base, least, most, ternary)
             codes[row, i] = np.int16(q)
             e = (w[i] - _value(q, slope, base, ternary)) / factor[i, i]
-            errors[row, i] = e
+            w[i] = e
             later = w[i + 1 :]  # loops from 0 on become vectors: no index can be negative
             by = factor[i, i + 1 :]
             for k in range(n - i - 1):
                 later[k] -= e * by[k]
-            if len(shift):
-                value = w[i]
-                by = shift[i, i + 1 :]
-                for k in range(n - i - 1):
-                    later[k] += value * by[k]
 
 
 @kernel
