@@ -14,7 +14,6 @@ _KERNELS = ("kernels", "numba")  # kinds of entries that are one line in the lis
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to argparse's sub-parsers."""
     p = command(commands, "cache", run)
     p.add_argument(
         "--clear", nargs="?", const=_ALL, metavar="NAME",
@@ -28,7 +27,6 @@ def add_parser(commands: Any) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
-    """Print the list, or the size of what was removed."""
     cached = entries()
     if a.kernels and a.clear is None:
         raise BridgeError("--kernels needs --clear")
@@ -60,5 +58,4 @@ def run(a: argparse.Namespace) -> int:
 
 
 def _row(kind: str, name: str, nbytes: int, used: float) -> tuple[str, ...]:
-    """A line of the list."""
     return kind, name, size_text(nbytes), time.strftime("%Y-%m-%d %H:%M", time.localtime(used))

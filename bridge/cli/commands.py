@@ -4,8 +4,6 @@ from typing import NamedTuple
 
 
 class Command(NamedTuple):
-    """A command of the program."""
-
     module: str  # of this folder, which has `add_parser` and may have several commands
     help: str
 

@@ -30,11 +30,9 @@ def command(
     """Add one of `COMMANDS` to argparse's sub-parsers; `run` returns the exit code."""
     help = COMMANDS[name].help
     parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=help,
-        description=description or help[0].upper() + help[1:] + ".",
+        name, help=help, description=description or help[0].upper() + help[1:] + ".",
         formatter_class=argparse.RawDescriptionHelpFormatter if description else argparse.HelpFormatter,
-    )
+    )  # fmt: skip
     parser.set_defaults(run=run)
     parser.add_argument("--debug", action="store_true", help="show where an error comes from (traceback)")
     return parser

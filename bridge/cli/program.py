@@ -150,11 +150,9 @@ def _parser(argv: Sequence[str] | None = None) -> argparse.ArgumentParser:
     from bridge import __version__
 
     parser = _Parser(
-        prog="gguf-bridge",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
+        prog="gguf-bridge", description=_DESCRIPTION, epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
     asked = None if argv is None else import_command(argv)

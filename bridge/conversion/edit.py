@@ -43,7 +43,6 @@ class Edited:
     in_place: bool
 
     def summary(self) -> str:
-        """The changes, and where they are."""
         return "\n".join([*self.changes, f"{'changed' if self.in_place else 'wrote'} {self.path}"])
 
 

@@ -108,7 +108,6 @@ def _place(curve: Sequence[tuple[int, float]], size: int) -> str:
 
 
 def _limit(plan: Plan, budget: Budget) -> int:
-    """Bytes that the file may have."""
     if budget.size is not None:
         return budget.size
     assert budget.bpw is not None
@@ -204,14 +203,9 @@ class _Search:
         tokens = enough_of(tokens, max(part.shape[-1] for part in parts.values()))  # for H of costs, by a few rows
         layers = LayerCosts(
             lambda module, type: planner.carries(*places[module], type),
-            lambda module, type: planner.calibrates(places[module][0], parts[module], type),
-            settings,
-            {module: part.columns for module, part in parts.items()},
-            types,
-            scales,
-            embedding_and_head,
-            self._step,
-        )
+            lambda module, type: planner.calibrates(places[module][0], parts[module], type), settings,
+            {module: part.columns for module, part in parts.items()}, types, scales, embedding_and_head, self._step,
+        )  # fmt: skip
         with torch.no_grad(), ExitStack() as stack:
             with disk_errors(beside, "rounded layers of trial models", "folder"):
                 folder = stack.enter_context(temporary_beside(beside))

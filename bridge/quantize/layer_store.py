@@ -266,14 +266,12 @@ class LayerStore:
         spans = sorted(parts)
         if [0, *(end for _, end in spans)] == [*(first for first, _ in spans), count]:
             self.layers[layer.name] = replace(
-                layer,
-                rows=None,
-                files=tuple(parts[span].files[0] for span in spans),
+                layer, rows=None, files=tuple(parts[span].files[0] for span in spans),
                 error=sum(parts[first, end].error * (end - first) for first, end in spans) / count,
                 nearest=sum(parts[first, end].nearest * (end - first) for first, end in spans) / count,
                 seconds=sum(part.seconds for part in parts.values()),
                 damping=max(part.damping for part in parts.values()),
-            )
+            )  # fmt: skip
 
     def apart(self) -> Self:
         """The same folder, to save layers in that this object does not count."""
@@ -289,7 +287,6 @@ class LayerStore:
         return [slice(*span) for span in spans if span not in self._parts.get(name, {})]
 
     def finished(self, name: str) -> StoredLayer | None:
-        """A finished layer; None for other layers."""
         return self.layers.get(name)
 
     def values_by_rows(self, name: str) -> Iterator[torch.Tensor]:
@@ -343,18 +340,9 @@ class LayerStore:
         file = _file(self.folder, done.name, rows)
         scale = done.grid.scale if isinstance(done.grid, CodebookGrid) else 1.0
         layer = StoredLayer(
-            (file,),
-            done.name,
-            type_,
-            done.error,
-            done.damping,
-            tokens,
-            done.nearest,
-            done.seconds,
-            scale,
-            rows,
+            (file,), done.name, type_, done.error, done.damping, tokens, done.nearest, done.seconds, scale, rows,
             done.alone,
-        )
+        )  # fmt: skip
         record = {key: value for key, value in asdict(layer).items() if key != "files"}
         write_tensors(file, done.name, tensors, {"layer": json.dumps(record), "job": self.job, **extra})
         self.add(layer)

@@ -94,8 +94,6 @@ def make_app(model: Model, limits: Limits, engine: Engine) -> Starlette:
 
 
 class _Server:
-    """The answers, by path."""
-
     def __init__(self, model: Model, limits: Limits, engine: Engine):
         self.model, self.limits, self.engine = model, limits, engine
         self.name = os.fsencode(model.path.stem).decode("utf-8", "replace")
@@ -147,7 +145,6 @@ class _Server:
         return self.open_to_all(checked)
 
     async def page(self, request: Request) -> Response:
-        """The chat."""
         return HTMLResponse(self._page, headers={"Content-Security-Policy": _PAGE_POLICY})
 
     async def health(self, request: Request) -> Response:
@@ -156,7 +153,6 @@ class _Server:
         return _Json({"status": "stopping" if stopping else "ok"}, 503 if stopping else 200)
 
     async def metrics(self, request: Request) -> Response:
-        """Counts for Prometheus."""
         return PlainTextResponse(self._metrics.text(self.engine), media_type="text/plain; version=0.0.4")
 
     def _model_object(self) -> dict[str, Any]:
@@ -165,7 +161,6 @@ class _Server:
                 "context_length": self.model.context}  # fmt: skip
 
     async def models(self, request: Request) -> Response:
-        """The one model."""
         return _Json({"object": "list", "data": [self._model_object()]})
 
     async def model_named(self, request: Request) -> Response:
@@ -174,11 +169,9 @@ class _Server:
         return _Json(self._model_object())
 
     async def completions(self, request: Request) -> Response:
-        """A text's continuation."""
         return await self._reply(request, request_json.completion, "text_completion")
 
     async def chats(self, request: Request) -> Response:
-        """The reply in a conversation."""
         return await self._reply(request, request_json.chat, "chat.completion")
 
     async def embeddings(self, request: Request) -> Response:

@@ -22,7 +22,6 @@ class Metrics:
         self._sum += seconds
 
     def text(self, engine: Engine) -> str:
-        """All of them."""
         batch = engine.batch
         lines = ["# TYPE gguf_bridge_requests_total counter"]
         lines += [

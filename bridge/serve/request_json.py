@@ -127,16 +127,11 @@ def _common(fields: RequestFields, model: Model, name: str, defaults: Mapping[st
         fields.unchanged(key, 0)
     fields.take("user", _TEXT)
     return ReplyRequest(
-        max_tokens=fields.take("max_tokens", _between(0, 1 << 31)),
-        stop=stop,
+        max_tokens=fields.take("max_tokens", _between(0, 1 << 31)), stop=stop,
         n=fields.take("n", _between(1, MOST_CHOICES), 1),
-        seed=fields.take("seed", _between(0, (1 << 63) - 1), defaults.get("seed")),
-        logprobs=None,
-        stream=fields.take("stream", flag, False),
-        usage=usage,
-        sampling=sampling,
-        grammar={},
-    )
+        seed=fields.take("seed", _between(0, (1 << 63) - 1), defaults.get("seed")), logprobs=None,
+        stream=fields.take("stream", flag, False), usage=usage, sampling=sampling, grammar={},
+    )  # fmt: skip
 
 
 def check_model(fields: RequestFields, name: str) -> None:

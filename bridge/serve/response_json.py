@@ -145,7 +145,6 @@ def to_json(data: Any) -> bytes:
 
 
 def event(data: dict[str, Any]) -> bytes:
-    """A server-sent event."""
     return b"data: " + to_json(data) + b"\n\n"
 
 

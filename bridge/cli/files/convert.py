@@ -26,7 +26,6 @@ MODEL = ["config", "template", "name", "author", "metadata", "pre"]
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to argparse's sub-parsers."""
     p = command(commands, "convert", run)
     p.add_argument("checkpoint", nargs="?", help=f"{SOURCE}; that of --plan if not given")
     p.add_argument(
@@ -60,7 +59,6 @@ def choices(a: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(a: argparse.Namespace) -> int:
-    """Convert, with progress bars, and print the report."""
     from bridge.conversion.converter import convert_as
 
     plan = getattr(a, "plan", None)

@@ -16,7 +16,6 @@ embeddings. Merge such an adapter into its base model with PEFT, and convert the
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to argparse's sub-parsers."""
     p = command(commands, "convert-lora", run, _DESCRIPTION)
     p.add_argument("adapter", help="folder with adapter_config.json and adapter_model.safetensors")
     p.add_argument("out", type=Path, help="GGUF to write")
@@ -31,7 +30,6 @@ def add_parser(commands: Any) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
-    """Convert, and print what the adapter changes."""
     from bridge.conversion.lora import convert_lora
 
     changed = convert_lora(a.adapter, a.out, base=a.base, config=a.config, template=a.template, force=a.force)

@@ -19,27 +19,22 @@ floats where the format has too few bits. A table tells which.
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to argparse's sub-parsers."""
     p = command(commands, "export", run, _DESCRIPTION)
     p.add_argument("model", help="GGUF, or any shard of one")
     p.add_argument("out", type=Path, help="folder to write")
     formats = ("floats", *FORMATS)
     p.add_argument("--format", choices=formats, default="floats", help=f"{in_words(formats)} (default: floats)")
     p.add_argument(
-        "--bits",
-        type=int,
-        metavar="N",
+        "--bits", type=int, metavar="N",
         help="bits of a layer at most: if its codes take more, or if it is of floats, it is rounded to N "
         f"(default: those that its codes take, or else the least that add under {REQUANTIZED_LIMIT:.0%}% of the type's "
         "own noise)",
-    )
+    )  # fmt: skip
     p.add_argument(
-        "--config",
-        metavar="DIR",
-        type=Path,
+        "--config", metavar="DIR", type=Path,
         help="folder with config.json and tokenizer of the model, which are copied, as are the weights of a vision "
         "tower that it holds (default: both are made of the GGUF's metadata, for architectures that are known)",
-    )
+    )  # fmt: skip
     p.add_argument(
         "--dtype",
         choices=("F16", "BF16", "F32"),
@@ -50,21 +45,13 @@ def add_parser(commands: Any) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
-    """Export, with a progress bar, and print what became of the tensors."""
     from bridge.conversion.checkpoints.export import export
     from bridge.system.progress import Bar
 
     with Bar("quantizing", unit=" layers") as layers, Bar("exporting") as bar:
         done = export(
-            a.model,
-            a.out,
-            a.format,
-            bits=a.bits,
-            config=a.config,
-            dtype=a.dtype,
-            calibrate=calibration(a, layers, layers.say),
-            force=a.force,
-            progress=bar,
-        )
+            a.model, a.out, a.format, bits=a.bits, config=a.config, dtype=a.dtype,
+            calibrate=calibration(a, layers, layers.say), force=a.force, progress=bar,
+        )  # fmt: skip
     print(done.summary())
     return 0

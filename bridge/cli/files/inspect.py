@@ -8,7 +8,6 @@ from bridge.cli.options import command
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to argparse's sub-parsers."""
     p = command(commands, "inspect", run)
     p.add_argument("path", help="checkpoint folder, Hub id (org/name), .pt or GGUF file")
     p.add_argument("--config", metavar="DIR", type=Path, help="folder with config.json and tokenizer, for a bare .pt")
@@ -16,7 +15,6 @@ def add_parser(commands: Any) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
-    """Print the description."""
     from bridge.cli.files.describe import describe
 
     print(describe(a.path, a.config, a.template))

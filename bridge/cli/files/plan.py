@@ -12,16 +12,12 @@ from bridge.system.progress import Bar
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to argparse's sub-parsers."""
     p = command(commands, "plan", run)
     p.add_argument("checkpoint", help=SOURCE)
     p.add_argument(
-        "-o",
-        "--out",
-        metavar="PLAN.json",
-        type=Path,
+        "-o", "--out", metavar="PLAN.json", type=Path,
         help="write the plan for `convert --plan`; types in it may be edited",
-    )
+    )  # fmt: skip
     add_plan_options(p)
     add_options(p.add_argument_group("calibration"), Calibration, ["text", "method"])
     output = p.add_argument_group("output")
@@ -30,7 +26,6 @@ def add_parser(commands: Any) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
-    """Make a plan, with a progress bar, and print it."""
     from bridge.cli.files.describe import plan_table
     from bridge.conversion.converter import plan_as
 

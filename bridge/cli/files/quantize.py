@@ -27,7 +27,6 @@ _GROUPS = ("bits", "group_size", "asymmetric", "clamp")  # of a checkpoint
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to argparse's sub-parsers."""
     p = command(commands, "quantize", run)
     p.add_argument(
         "checkpoint", metavar="MODEL", help="folder with config.json and float weights, a Hub id (org/name), or a GGUF"
@@ -39,12 +38,10 @@ def add_parser(commands: Any) -> None:
     add_budget(p)
     types = p.add_argument_group("types")
     types.add_argument(
-        "--type",
-        default=argparse.SUPPRESS,
-        metavar="TYPE",
+        "--type", default=argparse.SUPPRESS, metavar="TYPE",
         help="a block type or a llama.cpp preset for the layers, or F16, BF16 or F32, which need no text "
         "(default: Q4_K, without --size or --bpw; of a checkpoint with codes, those that hold them)",
-    )
+    )  # fmt: skip
     add_options(types, ConvertOptions, [name for name in convert.TYPES if name != "type"])
     add_options(p.add_argument_group("model"), ConvertOptions, convert.MODEL)
     groups = p.add_argument_group("a checkpoint instead of a GGUF")
@@ -90,16 +87,10 @@ def run(a: argparse.Namespace) -> int:
         settings = calibration(a, layers, layers.say)
         assert settings is not None
         done = quantize_checkpoint(
-            a.checkpoint,
-            a.out,
-            a.format,
-            config=getattr(a, "config", None),
-            symmetric=not groups.pop("asymmetric", False),
-            **groups,
-            calibrate=settings,
-            force=getattr(a, "force", False),
-            progress=bar,
-        )
+            a.checkpoint, a.out, a.format, config=getattr(a, "config", None),
+            symmetric=not groups.pop("asymmetric", False), **groups, calibrate=settings,
+            force=getattr(a, "force", False), progress=bar,
+        )  # fmt: skip
     print(done.summary())
     if a.report:
         done.save(a.report)

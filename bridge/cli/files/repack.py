@@ -16,7 +16,6 @@ GPTQModel before 7.0. v1 to v2 is lossless; v1 cannot hold a zero point of 0.
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to argparse's sub-parsers."""
     p = command(commands, "repack", run, _DESCRIPTION)
     p.add_argument("source", help="GPTQ checkpoint: a folder, a Hub id (org/name), or a .pt file")
     p.add_argument("out", type=Path, help="folder to write (never the source itself)")
@@ -38,7 +37,6 @@ def add_parser(commands: Any) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
-    """Repack, with a progress bar, and print what was done."""
     from bridge.checkpoint.repack import repack
     from bridge.system.progress import Bar
 

@@ -11,7 +11,6 @@ from bridge.system.progress import Bar
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to argparse's sub-parsers."""
     p = command(commands, "verify", run)
     p.add_argument("gguf", type=Path, help="the GGUF, or its first shard")
     p.add_argument("checkpoint", help=f"what it was made of: {SOURCE}")
@@ -27,21 +26,16 @@ def add_parser(commands: Any) -> None:
         help="the file of the vision tower, which is compared too (default: the one that convert wrote beside it)",
     )  # fmt: skip
     p.add_argument(
-        "--max-share",
-        type=float,
-        metavar="X",
+        "--max-share", type=float, metavar="X",
         help="fail (exit code 1) where a tensor that came as codes adds more than this share of the checkpoint's own "
         f"quantization noise (default: {REQUANTIZED_LIMIT}; Q8_0 may instead meet --max-nmse). Codes that the type "
         "holds bit for bit must be there in any case",
-    )
+    )  # fmt: skip
     p.add_argument(
-        "--max-nmse",
-        type=float,
-        default=FLOAT_LIMIT,
-        metavar="X",
+        "--max-nmse", type=float, default=FLOAT_LIMIT, metavar="X",
         help="fail where a tensor that came as floats has a squared error beyond this share of its squared weights "
         f"(default: {FLOAT_LIMIT:g}, which Q8_0 meets)",
-    )
+    )  # fmt: skip
     add_report(p)
 
 
@@ -51,15 +45,9 @@ def run(a: argparse.Namespace) -> int:
 
     with Bar("verifying") as bar:
         report = verify(
-            a.gguf,
-            a.checkpoint,
-            config=getattr(a, "config", None),
-            template=a.template,
-            mtp_text=a.mtp_text,
-            mmproj=a.mmproj,
-            progress=bar,
-            save_as=a.report,
-        )
+            a.gguf, a.checkpoint, config=getattr(a, "config", None), template=a.template, mtp_text=a.mtp_text,
+            mmproj=a.mmproj, progress=bar, save_as=a.report,
+        )  # fmt: skip
     print(report.table("read"))
     if a.report:
         report.save(a.report)

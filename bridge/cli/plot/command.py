@@ -16,7 +16,6 @@ the speed compared with plain reading.
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to argparse's sub-parsers."""
     p = command(commands, "plot", run, _DESCRIPTION)
     p.add_argument("source", metavar="FILE.json", type=Path, help="the report, or the benchmark's --json")
     p.add_argument(
@@ -29,7 +28,6 @@ def add_parser(commands: Any) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
-    """Draw, and print the path."""
     from bridge.cli.plot import plot
 
     print(f"wrote {plot(a.source, a.out, dark=a.dark, force=a.force)}")

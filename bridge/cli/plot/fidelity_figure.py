@@ -30,14 +30,9 @@ def figure(record: dict[str, Any], theme: Theme) -> Figure:
         if shown:
             across, down = zip(*shown, strict=True)
             axes.plot(
-                [max(x, _LEAST) for x in across],
-                down,
-                marker,
-                color=colour,
-                markerfacecolor=inside,
-                markersize=5.5,
+                [max(x, _LEAST) for x in across], down, marker, color=colour, markerfacecolor=inside, markersize=5.5,
                 label=label,
-            )
+            )  # fmt: skip
     if again := record.get("through_floats"):
         axes.axvline(again["kl"], color=THEIRS, linestyle="--", linewidth=1.4, label=again["name"])
     axes.set_xscale("log")

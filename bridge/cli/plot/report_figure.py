@@ -144,6 +144,5 @@ def _title(record: dict[str, Any]) -> str:
 
 
 def _outside(tensors: list[dict[str, Any]]) -> str:
-    """Embeddings and head, in words."""
     texts = [f"{t['kind']} {t['type']}, NMSE {t['fidelity']['nmse']:.1e}" for t in tensors]
     return f"  (not in a layer: {'; '.join(texts)})" if texts else ""

@@ -8,7 +8,6 @@ from bridge.system.options import positive
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to argparse's sub-parsers."""
     p = command(commands, "bench", run)
     p.add_argument("what", help="a GGUF, whose largest tensor of each type is timed, or a type (Q4_K, IQ4_XS, ...)")
     p.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all)")
@@ -16,7 +15,6 @@ def add_parser(commands: Any) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
-    """Time products, with a progress bar, and print a line for each."""
     from bridge.runtime.bench import bench
     from bridge.system.progress import Bar
 

@@ -40,7 +40,6 @@ _NAMES = re.findall(r"^/[a-z]+", _COMMANDS, re.MULTILINE)
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to argparse's sub-parsers."""
     p = model_parser(commands, "chat", chat)
     take_checkpoints(p)
     p.add_argument("--system", metavar="TEXT", help="system message")

@@ -19,7 +19,6 @@ from bridge.system.text import tell
 
 
 def add_parser(commands: Any) -> None:
-    """Add the commands to argparse's sub-parsers."""
     p = model_parser(commands, "run", run)
     take_checkpoints(p)
     p.add_argument(
@@ -156,12 +155,9 @@ def model_parser(commands: Any, name: str, handler: Any) -> argparse.ArgumentPar
     parser = command(commands, name, handler)
     add_loading(parser)
     parser.add_argument(
-        "--lora",
-        action=Once,
-        type=Path,
-        metavar="ADAPTER.gguf",
+        "--lora", action=Once, type=Path, metavar="ADAPTER.gguf",
         help="adapter that convert-lora wrote, added to the model's weights",
-    )
+    )  # fmt: skip
     return parser
 
 

@@ -17,17 +17,14 @@ _KEY = "GGUF_BRIDGE_API_KEY"
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to argparse's sub-parsers."""
     p = command(commands, "serve", run)
     take_checkpoints(p)
     p.add_argument("--host", default="127.0.0.1", metavar="ADDRESS",
                    help="address to listen on; 0.0.0.0: all of this machine (default: 127.0.0.1)")  # fmt: skip
     p.add_argument("--port", type=int, default=8080, metavar="N", help="port; 0: one that is free (default: 8080)")
     p.add_argument(
-        "--api-key",
-        metavar="KEY",
-        help=f"key that clients must send (default: the environment variable {_KEY})",
-    )
+        "--api-key", metavar="KEY", help=f"key that clients must send (default: the environment variable {_KEY})",
+    )  # fmt: skip
     p.add_argument(
         "--sequences", type=int, default=8, metavar="N",
         help="number of replies that are made at the same time, at most 8; each has a context (default: 8)",
@@ -57,7 +54,6 @@ def add_parser(commands: Any) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
-    """Serve until a signal comes."""
     check_integer("port", a.port, 0, 65535)
     check_integer("sequences", a.sequences, 1, 8)
     check_integer("waiting", a.waiting, 0, 100_000)

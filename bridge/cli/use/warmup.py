@@ -20,7 +20,6 @@ _WIDTHS = 2, 3, 9  # tokens of prompts that take kernels of all widths
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to argparse's sub-parsers."""
     p = command(commands, "warmup", run)
     p.add_argument(
         "model", nargs="?",
@@ -31,7 +30,6 @@ def add_parser(commands: Any) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
-    """Compile, and print what it took."""
     began = time.perf_counter()
     steps = compiling.steps()
     if a.model is None:

@@ -59,8 +59,6 @@ DTYPES = ("F16", "BF16", "F32")
 
 @dataclass
 class ExportedTensor:
-    """What became of a tensor."""
-
     name: str
     type: str
     how: str  # EXACT, ALL_CODES (scales rounded), ROUNDED, CALIBRATED or AS_FLOATS
@@ -200,12 +198,7 @@ def _planned(gguf: StoredModel, source: GgufSource, written: WrittenFormat, bits
 
 
 def _calibrated(
-    gguf: StoredModel,
-    home: Path | None,
-    path: Path,
-    plan: CheckpointPlan,
-    calibrate: Calibration,
-    force: bool,
+    gguf: StoredModel, home: Path | None, path: Path, plan: CheckpointPlan, calibrate: Calibration, force: bool
 ) -> tuple[LayerStore, list[str]]:
     """The layers that would be rounded, quantized with a text, and notes; `plan` becomes theirs.
 
@@ -232,7 +225,6 @@ def _calibrated(
 def _write_layers(
     writer: CheckpointWriter, plan: CheckpointPlan, stored: LayerStore | None
 ) -> Iterator[ExportedTensor]:
-    """Write all layers, and report on them."""
     layers = {module: LayerCodes(plan.sources[module], plan.written, layer) for module, layer in plan.layers.items()}
     sums = dict.fromkeys(layers, (0.0, 0.0))
     calibrated = stored.layers if stored is not None else {}
@@ -273,12 +265,6 @@ def _report(layer: LayerCodes, error: float, signal: float) -> ExportedTensor:
     source, groups, how = layer.source, layer.plan.groups, layer.plan.how
     noise = noise_of(source) if how == ROUNDED else None  # calibrated weights move on purpose
     return ExportedTensor(
-        f"{source.part.module}.weight",
-        source.stored.type,
-        ALL_CODES if how == EXACT and error else how,
-        groups.bits,
-        groups.group_size,
-        groups.kind,
-        error / signal if signal else 0.0,
-        error / noise if noise else None,
-    )
+        f"{source.part.module}.weight", source.stored.type, ALL_CODES if how == EXACT and error else how, groups.bits,
+        groups.group_size, groups.kind, error / signal if signal else 0.0, error / noise if noise else None,
+    )  # fmt: skip

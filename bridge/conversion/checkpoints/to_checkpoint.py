@@ -94,16 +94,9 @@ def quantize_checkpoint(
         if calibrate.blocks is not None:
             return Written([path], 0.0, format, 0, 0, notes=notes, home=ckpt.home)
         done = write_checkpoint(
-            ckpt,
-            path,
-            format,
-            dict.fromkeys(targets, groups),
-            (stored.layers[name].tensor() for name in targets),
-            floats=awq.floats if awq else None,
-            clamp=clamp,
-            force=force,
-            progress=progress,
-        )
+            ckpt, path, format, dict.fromkeys(targets, groups), (stored.layers[name].tensor() for name in targets),
+            floats=awq.floats if awq else None, clamp=clamp, force=force, progress=progress,
+        )  # fmt: skip
         errors = [layer.error for layer in stored.layers.values()]
         if errors and calibrate.method != "rtn":
             done.lost = sum(errors) / len(errors), max(errors)

@@ -56,7 +56,6 @@ class SourceTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the checkpoint's tensor."""
         return self.part.shape[::-1] if self.part.change == "conv1d" else self.part.shape
 
     @property

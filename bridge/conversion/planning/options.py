@@ -25,22 +25,18 @@ class PlanOptions(Recipe):
     """What a plan depends on, besides the checkpoint."""
 
     config: Path | None = option(
-        None,
-        "folder with config.json and tokenizer of the model that a bare .pt or .safetensors was made from",
-        metavar="DIR",
-        parse=Path,
-    )
+        None, "folder with config.json and tokenizer of the model that a bare .pt or .safetensors was made from",
+        metavar="DIR", parse=Path,
+    )  # fmt: skip
     detect_lattice: bool = option(
         False,
         "read floats that lie on a hidden grid (of models that somebody dequantized, or trained for it) as the codes "
         "they were made from; `inspect` tells where there are any",
     )
     imatrix: Path | None = option(
-        None,
-        "llama.cpp's importance matrix (GGUF), for tensors that are quantized from floats",
-        metavar="FILE",
+        None, "llama.cpp's importance matrix (GGUF), for tensors that are quantized from floats", metavar="FILE",
         parse=Path,
-    )
+    )  # fmt: skip
     template: str | Path | None = option(
         None,
         "a GGUF of the same model from llama.cpp's converter, in any type, or a Hub repository that has some "
@@ -65,10 +61,8 @@ class PlanOptions(Recipe):
     metadata: Sequence[tuple[str, Any]] = option(
         (),
         "set a key of the GGUF's metadata, such as general.description='For tests'; may be repeated. A key that the "
-        "file has already keeps its type; a list can be edited in a plan only",
-        metavar="KEY=VALUE",
-        parse=entry,
-    )
+        "file has already keeps its type; a list can be edited in a plan only", metavar="KEY=VALUE", parse=entry,
+    )  # fmt: skip
     pre: str | None = option(
         None, "tokenizer.ggml.pre, where the pre-tokenizer is not recognised (such as qwen2)", metavar="NAME"
     )
@@ -124,17 +118,13 @@ class Budget:
     """
 
     size: int | None = option(
-        None,
-        "size of the whole file, such as 4.2G, never exceeded: each tensor gets the type that loses least",
-        metavar="SIZE",
-        parse=size,
-    )
+        None, "size of the whole file, such as 4.2G, never exceeded: each tensor gets the type that loses least",
+        metavar="SIZE", parse=size,
+    )  # fmt: skip
     bpw: float | None = option(
-        None,
-        "instead of --size: bits per weight over all tensors' data, without the file's head",
-        metavar="X",
+        None, "instead of --size: bits per weight over all tensors' data, without the file's head", metavar="X",
         parse=float,
-    )
+    )  # fmt: skip
     swaps: int = option(0, "maximum number of swaps of types that trial models judge", metavar="N", parse=count)
     requantize: bool = option(False, "choose types for tensors that could keep their codes too, where that pays")
     plan_out: Path | None = option(
@@ -164,24 +154,18 @@ class ConvertOptions(PlanOptions):
     """What `bridge.convert` takes besides the checkpoint and the output's name."""
 
     plan: Path | None = option(
-        None,
-        "execute this plan of `gguf-bridge plan`, instead of choosing types; types in it may have been edited",
-        metavar="PLAN.json",
-        parse=Path,
-    )
+        None, "execute this plan of `gguf-bridge plan`, instead of choosing types; types in it may have been edited",
+        metavar="PLAN.json", parse=Path,
+    )  # fmt: skip
     shard: tuple[int, int] | None = option(
-        None,
-        "with --plan: write only shard I of N (identical to the one a full run writes)",
-        metavar="I/N",
+        None, "with --plan: write only shard I of N (identical to the one a full run writes)", metavar="I/N",
         parse=share,
-    )
+    )  # fmt: skip
     merge: Path | None = option(
         None,
         "folder of a PEFT adapter (LoRA, DoRA) to merge: the matrices that it changes are requantized, all others keep "
-        "their codes",
-        metavar="ADAPTER",
-        parse=Path,
-    )
+        "their codes", metavar="ADAPTER", parse=Path,
+    )  # fmt: skip
     modelfile: bool = option(False, "write an Ollama Modelfile next to the GGUF")
     budget: Budget | None = None
 

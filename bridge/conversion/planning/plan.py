@@ -127,7 +127,6 @@ class Plan:
 
     @property
     def arch(self) -> str:
-        """The GGUF architecture."""
         return str(self.metadata["general.architecture"].value)
 
     @property

@@ -92,16 +92,9 @@ def make_plan(
     if outline.unused:
         notes.append(f"not needed in GGUF and left out: {', '.join(outline.unused)}")
     return Plan(
-        metadata,
-        tensors,
-        outline.stop,
-        notes,
-        None if options.template is None else str(options.template),
-        importance.path,
-        options.split_max_size,
-        options.detect_lattice,
-        None if tower is None else asked,
-    )
+        metadata, tensors, outline.stop, notes, None if options.template is None else str(options.template),
+        importance.path, options.split_max_size, options.detect_lattice, None if tower is None else asked,
+    )  # fmt: skip
 
 
 def newer_notes(tensors: Sequence[PlannedTensor], options: Recipe) -> list[str]:
@@ -187,7 +180,6 @@ class Planner:
         return results
 
     def planned(self, tensor: OutlineTensor) -> PlannedTensor:
-        """The tensor with its type."""
         if tensor.fixed_type is not None:
             return self._with(tensor, Choice(tensor.fixed_type, _reason(tensor)), quantizable=False)
         return self._with(tensor, *self._choice(tensor, all_rows=False))
@@ -197,7 +189,6 @@ class Planner:
         return self._with(tensor, *self._choice(tensor, all_rows=True))
 
     def with_type(self, tensor: PlannedTensor, type: str, reason: str, limit: float | None = None) -> PlannedTensor:
-        """The tensor in another type."""
         return self._with(tensor, Choice(type, reason, limit), quantizable=tensor.quantizable)
 
     def completed(self, tensor: PlannedTensor) -> PlannedTensor:
@@ -395,7 +386,6 @@ class Planner:
 
 
 def _reason(tensor: OutlineTensor) -> str:
-    """Why a tensor's type is fixed."""
     reasons = {"config": "made from the config", "template": "the template's"}
     return reasons.get(tensor.origin, "as it is")
 

@@ -129,26 +129,20 @@ class Recipe:
     )
     token_embd_type: str | None = option(None, "type of the token embeddings", metavar="TYPE", says="by --type")
     actorder_type: str | None = option(
-        None,
-        "type of act-order tensors, whose codes GGUF cannot hold",
-        metavar="TYPE",
+        None, "type of act-order tensors, whose codes GGUF cannot hold", metavar="TYPE",
         says=f"the smallest that adds under {REQUANTIZED_LIMIT:.0%} of the noise",
-    )
+    )  # fmt: skip
     tensor_types: Sequence[tuple[str, str]] = option(
         (),
         "type of the tensors whose GGUF name matches, such as 'ffn_down=Q6_K'; may be repeated, the last match wins",
-        flag="--tensor-type",
-        metavar="REGEX=TYPE",
-        parse=pair,
-    )
+        flag="--tensor-type", metavar="REGEX=TYPE", parse=pair,
+    )  # fmt: skip
     target: str | None = option(
         None,
         "the llama.cpp build that must be able to load the file. Since build 10015 (July 2026) llama.cpp has Q2_0, "
         "2.25 bits per weight, which holds symmetric 2-bit codes bit for bit: auto uses it for such builds only, exact "
-        "unless an earlier one is named",
-        flag="--for",
-        metavar="llama.cpp@BUILD",
-    )
+        "unless an earlier one is named", flag="--for", metavar="llama.cpp@BUILD",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         check_types(self)

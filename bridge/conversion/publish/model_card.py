@@ -42,7 +42,6 @@ class Origin:
 
     @property
     def license(self) -> str | None:
-        """The license's name."""
         license = self.front_matter.get("license_name") or self.front_matter.get("license")
         return str(license) if license else None
 

@@ -89,7 +89,6 @@ class TensorReport(Outcome):
 
 
 def carried_outcome(fidelity: Fidelity) -> str:
-    """CARRIED, PARTLY or REQUANTIZED."""
     return CARRIED if fidelity.kept == fidelity.weights else PARTLY if fidelity.kept else REQUANTIZED
 
 

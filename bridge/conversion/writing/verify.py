@@ -22,15 +22,7 @@ from bridge.conversion.paths import files_of, with_checkpoint
 from bridge.conversion.planning.checkpoint_outline import outline_of
 from bridge.conversion.planning.mmproj import mmproj_path, tower_outline
 from bridge.conversion.planning.part_reader import PartReader
-from bridge.conversion.writing.report import (
-    AS_IS,
-    FLOAT,
-    Outcome,
-    Report,
-    TensorReport,
-    carried_outcome,
-    lost_codes,
-)
+from bridge.conversion.writing.report import AS_IS, FLOAT, Outcome, Report, TensorReport, carried_outcome, lost_codes
 from bridge.encode.limits import FLOAT_LIMIT, REQUANTIZED_LIMIT
 from bridge.errors import BridgeError
 from bridge.gguf_file.reader import StoredModel, StoredTensor, expect_model, read_gguf

@@ -213,8 +213,7 @@ class CodebookGrid:
         sc = self.sc.astype(np.int8)
         pack = packer(self.block.name)
         over_rows(
-            self.rows,
-            lambda r: pack(numbers[codes[r] - self.low], sc[r], none[0][r], self.d[r], none[1][r], data[r]),
+            self.rows, lambda r: pack(numbers[codes[r] - self.low], sc[r], none[0][r], self.d[r], none[1][r], data[r])
         )
         return data
 

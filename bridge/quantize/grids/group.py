@@ -116,12 +116,6 @@ class GroupGrid:
             back[:, layout] = codes
             codes = back
         return GroupedTensor(
-            name=name,
-            bits=self.bits or 2,
-            codes=codes,
-            scales=self.scales.astype(np.float32),
-            zeros=self.zeros.astype(np.float32),
-            group_size=self.group_size,
-            group_of_column=group_of_column,
-            bias=bias,
-        )
+            name=name, bits=self.bits or 2, codes=codes, scales=self.scales.astype(np.float32),
+            zeros=self.zeros.astype(np.float32), group_size=self.group_size, group_of_column=group_of_column, bias=bias,
+        )  # fmt: skip

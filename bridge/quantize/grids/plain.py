@@ -290,8 +290,5 @@ class PlainGrid:
         q = (codes - self.low).astype(np.uint8)
         none = np.zeros(self.a.shape, np.int8)
         pack = packer(self.block.name)
-        over_rows(
-            self.rows,
-            lambda r: pack(q[r], none[r], none[r].view(np.uint8), self.a[r], self.c[r], data[r]),
-        )
+        over_rows(self.rows, lambda r: pack(q[r], none[r], none[r].view(np.uint8), self.a[r], self.c[r], data[r]))
         return data

@@ -44,13 +44,11 @@ class BlockInputs:
     tokens: int = 0
 
     def run(self, block: nn.Module) -> Any:
-        """Call the block."""
         if self.named:
             return block(**self.kwargs)
         return block(self.value(), *self.args, **self.kwargs)
 
     def value(self) -> Any:
-        """The first argument."""
         return self.x.value() if isinstance(self.x, StoredActivation) else self.x
 
     def select_block(self, block: int) -> None:

@@ -128,7 +128,6 @@ class _Expert(nn.Module):
         self._gate = act_fn, own_gate, interleaved
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [tokens, hidden]."""
         act_fn, own_gate, interleaved = self._gate
         gate, up = self.gate_proj(x), self.up_proj(x)
         if own_gate is None:

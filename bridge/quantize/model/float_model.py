@@ -68,7 +68,6 @@ class FloatModel:
 
     @property
     def vocabulary(self) -> int:
-        """The number of tokens in the vocabulary."""
         return self.model.get_input_embeddings().weight.shape[0]
 
     def linears(self, blocks: slice = slice(None)) -> dict[str, tuple[int, int]]:
@@ -101,7 +100,6 @@ class FloatModel:
                 self._set(head, param, value, f"{name}.{param}")
 
     def drop_head(self) -> None:
-        """Free what `load_head` has loaded."""
         head = head_of(self.model)[1]
         for param, value in _tensors(head):
             _put(head, param, torch.empty_like(value, device="meta"))

@@ -256,12 +256,7 @@ class Passes:
             yield self.model.embedding_and_head()[0], embeddings.mean(self.tokens.numel())
 
     def _backward(
-        self,
-        number: int,
-        rows: int,
-        gradients: list[torch.Tensor],
-        norms: KeepNorms | None,
-        forget: bool = False,
+        self, number: int, rows: int, gradients: list[torch.Tensor], norms: KeepNorms | None, forget: bool = False
     ) -> Iterator[tuple[str, OutputHessian]]:
         """`output_products` of a block's layers.
 
@@ -311,7 +306,6 @@ class Passes:
 
     @torch.no_grad()
     def head_hessian(self) -> Hessian:
-        """The Hessian of the output head's inputs."""
         last = (_value(x).to(self.model.device) for x in self.inputs[-1])
         return head_hessian(self.model.model, self.model.blocks, self.batches, self.calls[0].items, last)
 

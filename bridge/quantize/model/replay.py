@@ -85,7 +85,6 @@ class Replay:
         return any(end.layer == layer for end in self.ends.values())
 
     def clear(self) -> None:
-        """Free everything."""
         for activation in (*self.inputs.values(), *self.outputs.values()):
             activation.drop()
         self.inputs.clear()

@@ -174,11 +174,7 @@ def _in_stages(order: Sequence[tuple[str, str | None]], once: bool) -> list[Stag
 
 
 def stage_inputs(
-    stage: Stage,
-    layers: Mapping[str, nn.Module],
-    replay: Replay,
-    routed: Any = None,
-    residuals: bool = False,
+    stage: Stage, layers: Mapping[str, nn.Module], replay: Replay, routed: Any = None, residuals: bool = False
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The inputs [tokens, columns] of each group of a stage in one call of the block; no key if no token reaches it.
 

@@ -72,7 +72,6 @@ class BlockWork:
         return gather_together(stage, self.layers, [replay for replay, _ in self._passes_of(batches, ends)])
 
     def replace(self, name: str, values: torch.Tensor) -> None:
-        """Set a layer's quantized weights."""
         replace_layer(self.layers[name], values, self.originals.get(name))
         self.replaced.add(name)
 
@@ -94,7 +93,6 @@ class BlockWork:
         batch.block += 1
 
     def clear(self) -> None:
-        """Free the passes."""
         for replay in (replay for both in self._passes.values() for replay in both if replay is not None):
             replay.clear()
         self._passes = {}

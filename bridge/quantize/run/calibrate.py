@@ -201,26 +201,15 @@ def calibrated_layers(
             stack.enter_context(disk_errors(beside, "activations", "folder"))
             folder = stack.enter_context(temporary_beside(beside))
         walk = Walk(
-            calibration.tokens,
-            partial(_quantized, targets, layers.apart()),
-            batch=sequences_together(calibration.tokens.shape[1]),
-            held=calibration.held,
-            feed=settings.feed,
-            cross=settings.cross,
-            until=until,
-            wanted=frozenset(targets).__contains__,
-            layers=layers,
-            two_sided=settings.two_sided,
-            head=True,
-            prepare=prepare,
-            offload=folder,
-            memory=needs.layers if spread is None else None,
-            dtype=torch.bfloat16 if model.stored_in_bfloat16 else None,
+            calibration.tokens, partial(_quantized, targets, layers.apart()),
+            batch=sequences_together(calibration.tokens.shape[1]), held=calibration.held, feed=settings.feed,
+            cross=settings.cross, until=until, wanted=frozenset(targets).__contains__, layers=layers,
+            two_sided=settings.two_sided, head=True, prepare=prepare, offload=folder,
+            memory=needs.layers if spread is None else None, dtype=torch.bfloat16 if model.stored_in_bfloat16 else None,
             hessians=needs.hessians if spread is None else None,
             open=partial(open_by_name, ckpt.path, None if ckpt.home == ckpt.path else ckpt.home),
-            arithmetic=model.dtype,
-            device=settings.device,
-        )
+            arithmetic=model.dtype, device=settings.device,
+        )  # fmt: skip
         tasks = stack.enter_context(Tasks(walk, model, spread))
         if settings.needs_gradients and todo:
             gather_gradients(tasks, todo, needs.gradients if spread is None else None, report)

@@ -76,14 +76,9 @@ def calibration_set(model: FloatModel, settings: Calibration, layers: Collection
         enough = _TOKENS_WANTED * columns[widest] if widest is not None else 0
         samples = max(-(-enough // settings.length), min(_SEQUENCES, -(-_TOKENS // settings.length)))
     calibration_set = calibration_sequences(
-        settings.sources,
-        tokenizer,
-        samples,
-        settings.length,
-        settings.seed,
-        model.vocabulary,
+        settings.sources, tokenizer, samples, settings.length, settings.seed, model.vocabulary,
         lambda count, length: _own_samples(model, tokenizer, settings, count, length),
-    )
+    )  # fmt: skip
     tokens = calibration_set.tokens
     if widest is not None and tokens.numel() < (enough := _TOKENS_PER_COLUMN * columns[widest]):
         ways = ["a longer text"] if len(tokens) < samples else []

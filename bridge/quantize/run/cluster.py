@@ -38,11 +38,9 @@ class LocalCluster:
     """A cluster of this process, which runs a task when it is submitted."""
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **_options: Any) -> Any:
-        """The task's result."""
         return function(*args)
 
     def gather(self, futures: list[Any]) -> list[Any]:
-        """The results, which the futures are."""
         return futures
 
 
@@ -68,11 +66,7 @@ class Tasks:
     """
 
     def __init__(
-        self,
-        walk: Walk,
-        model: StreamedModel,
-        spread: Spread | None = None,
-        batches: Mapping[int, Batch] | None = None,
+        self, walk: Walk, model: StreamedModel, spread: Spread | None = None, batches: Mapping[int, Batch] | None = None
     ) -> None:
         self.walk, self.model, self.alone = walk, model, spread is None
         self.spread = spread or Spread()
@@ -86,7 +80,6 @@ class Tasks:
         return self.spread.cluster.submit(function, *args, pure=False, **options)
 
     def start(self, task: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Start a worker's task."""
         return self.submit(task, self._worker, *args, **options)
 
     def each(self, task: Callable[..., Any], *args: Any) -> list[Any]:
@@ -107,7 +100,6 @@ class Tasks:
         return hessians[0]
 
     def result(self, started: Any) -> Any:
-        """What a task returns."""
         return self.spread.cluster.gather([started])[0]
 
     def results(self, started: Iterable[Any]) -> Iterator[Any]:

@@ -85,7 +85,6 @@ class Worker:
         self._block = None
 
     def close(self) -> None:
-        """Free everything."""
         self.leave()
         self.activations.__exit__()
         if not self.alone:

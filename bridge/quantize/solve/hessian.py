@@ -78,12 +78,10 @@ class Hessian:
 
     @property
     def columns(self) -> int:
-        """The number of inputs."""
         return len(self._matrix)
 
     @property
     def matrix(self) -> torch.Tensor:
-        """H."""
         self._merge()
         return self._matrix
 

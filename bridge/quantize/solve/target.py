@@ -70,11 +70,7 @@ def target_of(
 
 
 def retarget(
-    weight: torch.Tensor,
-    factor: torch.Tensor,
-    product: torch.Tensor,
-    alpha: float,
-    order: torch.Tensor | None = None,
+    weight: torch.Tensor, factor: torch.Tensor, product: torch.Tensor, alpha: float, order: torch.Tensor | None = None
 ) -> torch.Tensor:
     """W + alpha P H^-1, with P = W C the target.
 

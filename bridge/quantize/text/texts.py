@@ -202,7 +202,6 @@ def _documents(path: Path, tokenizer: Any) -> Iterator[str]:
 
 
 def _record(path: Path, number: int, line: str) -> Any:
-    """A line of a .jsonl, read."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as problem:
