@@ -40,6 +40,11 @@ def parameter(name: str, value: object = None) -> str:
     return _spelling(name, value)
 
 
+def refused(name: str, value: object, why: str) -> BridgeError:
+    """The error of an argument that is refused: as the user gave it, see `parameter`, and why."""
+    return BridgeError(f"{parameter(name, value)}: {why}")
+
+
 @contextmanager
 def spelled(spelling: Callable[[str, object], str]) -> Iterator[None]:
     """Have `parameter` answer with `spelling(name, value)` meanwhile."""

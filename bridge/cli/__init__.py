@@ -1,7 +1,7 @@
 """The command line, one module a command: arguments to calls, results to text.
 
 `commands` lists them; files/ has those that read and write files, use/ those that run a model. `options` makes flags of
-the dataclasses that Python takes too; each command has `add_parser`, for argparse, and `run`. `program` finds the command and runs it.
+the dataclasses that Python takes too; each command has `add_parser` and `run`. `program` finds the command and runs it.
 Errors are one line and exit code 2.
 """
 

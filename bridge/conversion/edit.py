@@ -21,7 +21,7 @@ from gguf.gguf_writer import GGUFValue
 
 from bridge.checkpoint.files.folder import sync
 from bridge.conversion.planning.metadata import with_given
-from bridge.errors import BridgeError, parameter
+from bridge.errors import BridgeError, parameter, refused
 from bridge.gguf_file.header import Metadata, TensorEntry, check_basis, read_header
 from bridge.system.options import checked, is_key
 from bridge.system.storage.files import disk_errors, expanded, missing, put_in_place, sync_folder
@@ -133,9 +133,9 @@ def _head(
     for key in removed:
         if key not in old or key in dict(pairs):
             why = "is given a value too" if key in old else f"is no key of {path}; `gguf-bridge inspect` lists them"
-            raise BridgeError(f"{parameter('remove', key)}: {why}")
+            raise refused("remove", key, why)
         if key.startswith(_OF_THE_FILE):
-            raise BridgeError(f"{parameter('remove', key)}: {key} describes the file; it cannot be removed")
+            raise refused("remove", key, f"{key} describes the file; it cannot be removed")
     values = {key: value for key, value in with_given(old, pairs).items() if key not in removed}
     changes = [f"{key}: {_short(old.get(key))} -> {_short(values[key])}" for key, _ in pairs]
     changes += [f"{key}: {_short(old[key])} is removed" for key in removed]
@@ -145,9 +145,9 @@ def _head(
             raise BridgeError(f"{path}: has no key or tensor {name}; `gguf-bridge inspect` and `plan` list them")
         if new in used_names or not new.isprintable() or not 0 < len(new.encode()) <= _NAME_BYTES:
             why = "is taken" if new in used_names else f"must be printable, of 1 to {_NAME_BYTES} bytes"
-            raise BridgeError(f"{parameter('rename', (name, new))}: {new!r} {why}")
+            raise refused("rename", (name, new), f"{new!r} {why}")
         if name in values and name.startswith(_OF_THE_FILE):
-            raise BridgeError(f"{parameter('rename', (name, new))}: {name} describes the file; it cannot be renamed")
+            raise refused("rename", (name, new), f"{name} describes the file; it cannot be renamed")
         used_names = used_names - {name} | {new}
         changes.append(f"{name} is now {new}")
     parts = [magic, struct.pack("<QQ", len(tensors), len(values))]

@@ -24,8 +24,8 @@ def gguf_of(
 
     kind = kind_of(model, config)
     if kind == "gguf" and config is not None:
-        given = parameter("config", config)
-        raise BridgeError(f"{model}: is a GGUF, which has its configuration and tokenizer in it; leave out {given}")
+        why = f"is a GGUF, which has its configuration and tokenizer in it; leave out {parameter('config', config)}"
+        raise BridgeError(f"{model}: {why}")
     if kind in ("gguf", "part"):
         return Path(model)
     from bridge.conversion.cache import converted

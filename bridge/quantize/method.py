@@ -14,7 +14,7 @@ import torch
 from bridge.blocks import BLOCKS
 from bridge.blocks.read import CALIBRATED
 from bridge.checkpoint.grouped import GroupedTensor
-from bridge.errors import BridgeError, parameter
+from bridge.errors import BridgeError, parameter, refused
 from bridge.quantize.grids.codebook import CodebookGrid
 from bridge.quantize.grids.group import GroupGrid
 from bridge.quantize.grids.plain import PlainGrid
@@ -137,8 +137,7 @@ class Method:
             layer.hessian.shrinkage = shrinkage_of(layer.hessian, self.damping) if shrinkage is None else shrinkage
         grid = self.grid(*weight.shape)
         if isinstance(grid, CodebookGrid) and self.act_order == "static":
-            given = parameter("act_order", "static")
-            raise BridgeError(f"{given}: {grid.block} rounds columns that lie together; choose fixed or none")
+            raise refused("act_order", "static", f"{grid.block} rounds columns that lie together; choose fixed or none")
         layout = columns_by_diagonal(hessian) if self.act_order == "free" else columns
         if layout is not None:
             hessian = hessian[layout[:, None], layout]

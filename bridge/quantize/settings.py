@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bridge.errors import BridgeError, parameter
+from bridge.errors import BridgeError, parameter, refused
 from bridge.quantize.text.sources import DEFAULT, Source, sources_of
 from bridge.system.options import check_types, count, option, positive, share, size
 from bridge.system.progress import Progress
@@ -126,33 +126,29 @@ class Calibration:
         for name, least in least_of.items():
             value = getattr(self, name)
             if value is not None and not value >= least:
-                raise BridgeError(f"{parameter(name, value)}: must be at least {least}")
+                raise refused(name, value, f"must be at least {least}")
         if self.shrinkage is not None and self.shrinkage > 1:
-            raise BridgeError(f"{parameter('shrinkage', self.shrinkage)}: must be at most 1")
+            raise refused("shrinkage", self.shrinkage, "must be at most 1")
         if self.method != "rtn":
             object.__setattr__(self, "device", _device(self.device))
         if self.blocks is not None:
             self._check_blocks(self.blocks)
         if self.spread is not None and self.method in ("imatrix", "awq", "rtn"):
-            given = parameter("method", self.method)
-            raise BridgeError(f"{given}: several machines share the work of two-sided, gptaq and gptq only")
+            raise refused("method", self.method, "several machines share the work of two-sided, gptaq and gptq only")
         if self.imatrix_out is not None and self.method == "rtn":
-            given = parameter("imatrix_out", self.imatrix_out)
-            raise BridgeError(f"{given}: {parameter('method', 'rtn')} reads no text, so it has no importance matrix")
+            why = f"{parameter('method', 'rtn')} reads no text, so it has no importance matrix"
+            raise refused("imatrix_out", self.imatrix_out, why)
         if self.offload is not None and not os.path.isdir(self.offload):
             raise BridgeError(f"{self.offload}: no such folder; make it or give another one")
 
     def _check_blocks(self, blocks: tuple[int, int]) -> None:
-        given = parameter("blocks", blocks)
         if not 1 <= blocks[0] <= blocks[1]:
-            raise BridgeError(f"{given}: parts are numbered from 1 to {blocks[1]}")
+            raise refused("blocks", blocks, f"parts are numbered from 1 to {blocks[1]}")
         if self.feed != "float":
-            raise BridgeError(
-                f"{given}: needs {parameter('feed', 'float')}; otherwise a block's inputs come from the quantized "
-                "blocks before it"
-            )
+            why = "otherwise a block's inputs come from the quantized blocks before it"
+            raise refused("blocks", blocks, f"needs {parameter('feed', 'float')}; {why}")
         if self.method in ("imatrix", "awq", "rtn"):
-            raise BridgeError(f"{given}: is for the methods two-sided, gptaq and gptq, not {self.method}")
+            raise refused("blocks", blocks, f"is for the methods two-sided, gptaq and gptq, not {self.method}")
 
     @property
     def sources(self) -> list[Source]:
@@ -169,24 +165,19 @@ class Calibration:
     def check_gguf(self) -> None:
         """BridgeError where layers cannot be quantized like this for a GGUF."""
         if self.method == "awq":
-            given = parameter("method", "awq")
-            raise BridgeError(
-                f"{given}: AWQ's scales belong to a checkpoint; choose two-sided, gptaq or gptq for a GGUF"
+            raise refused(
+                "method", "awq", "AWQ's scales belong to a checkpoint; choose two-sided, gptaq or gptq for a GGUF"
             )
         if self.act_order == "free":
-            given = parameter("act_order", "free")
-            raise BridgeError(f"{given}: a GGUF has no column permutation; choose fixed, static or none")
+            raise refused("act_order", "free", "a GGUF has no column permutation; choose fixed, static or none")
 
     def check_checkpoint(self) -> None:
         """BridgeError where layers cannot be quantized like this for a checkpoint."""
         if self.method == "imatrix":
-            given = parameter("method", "imatrix")
-            raise BridgeError(f"{given}: rounds to GGUF's block types; choose gptq, awq or rtn for a checkpoint")
+            raise refused("method", "imatrix", "rounds to GGUF's block types; choose gptq, awq or rtn for a checkpoint")
         if self.imatrix_out is not None:
-            raise BridgeError(
-                f"{parameter('imatrix_out', self.imatrix_out)}: an importance matrix has the names of a GGUF's "
-                "tensors, so it is written with a GGUF only"
-            )
+            why = "an importance matrix has the names of a GGUF's tensors, so it is written with a GGUF only"
+            raise refused("imatrix_out", self.imatrix_out, why)
 
     @property
     def chooses_codes(self) -> bool:
@@ -240,5 +231,5 @@ def _device(name: str) -> str:
     if not re.fullmatch(r"cuda(:\d+)?", name):
         raise BridgeError(f"unknown {parameter('device', name)}: choose cpu, cuda or auto")
     if not sees:
-        raise BridgeError(f"{parameter('device', name)}: this PyTorch sees no GPU; choose cpu, or install one for CUDA")
+        raise refused("device", name, "this PyTorch sees no GPU; choose cpu, or install one for CUDA")
     return name

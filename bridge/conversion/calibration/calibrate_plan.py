@@ -48,11 +48,8 @@ def quantize_planned(
     if not targets and optional:
         return plan, None, []
     if not targets:
-        given = parameter("calibrate")
-        raise BridgeError(
-            f"{ckpt.path}: every layer keeps its codes in these types; convert it without {given}, or give a smaller "
-            f"{parameter('type')}"
-        )
+        ways = f"convert it without {parameter('calibrate')}, or give a smaller {parameter('type')}"
+        raise BridgeError(f"{ckpt.path}: every layer keeps its codes in these types; {ways}")
     layers, notes = quantize_layers(ckpt, settings, targets, folder, force)
     if settings.imatrix_out is not None and settings.blocks is None:
         _write_imatrix(plan, layers, settings)

@@ -40,7 +40,7 @@ from bridge.conversion.gguf_input.gguf_checkpoint import open_source
 from bridge.conversion.gguf_input.gguf_config import checked_source, write_config
 from bridge.conversion.gguf_input.gguf_source import GgufSource
 from bridge.conversion.paths import files_of
-from bridge.errors import BridgeError, parameter
+from bridge.errors import BridgeError, parameter, refused
 from bridge.gguf_file.reader import StoredModel, expect_model, read_gguf
 from bridge.quantize.settings import Calibration
 from bridge.system.cpu.row_threads import thread_limit
@@ -140,11 +140,11 @@ def export(
     written = FORMATS.get(format)
     if bits is not None and (written is None or bits not in written.bits):
         known = ", ".join(map(str, written.bits if written else ()))
-        raise BridgeError(f"{parameter('bits', bits)}: {format} has {known or 'no codes that are rounded to'}")
+        raise refused("bits", bits, f"{format} has {known or 'no codes that are rounded to'}")
     if dtype not in (None, *DTYPES):
         raise BridgeError(f"unknown {parameter('dtype', dtype)}: choose {', '.join(DTYPES)}")
     if calibrate is not None and written is None:
-        raise BridgeError(f"{parameter('calibrate')}: floats are not rounded; choose another {parameter('format')}")
+        raise refused("calibrate", None, f"floats are not rounded; choose another {parameter('format')}")
     gguf = read_gguf(expanded(model))
     expect_model(gguf.metadata, gguf.files[0])
     if dtype is None:
@@ -207,13 +207,10 @@ def _calibrated(
     written = plan.written
     layers = {module: layer.groups for module, layer in plan.layers.items() if layer.how == ROUNDED}
     if not layers:
-        given = parameter("calibrate")
-        raise BridgeError(
-            f"{gguf.files[0]}: {written.name} holds the codes of all its layers; export it without {given}"
-        )
+        why = f"{written.name} holds the codes of all its layers; export it without {parameter('calibrate')}"
+        raise BridgeError(f"{gguf.files[0]}: {why}")
     if calibrate.act_order == "free" and not written.act_order:
-        given = parameter("act_order", "free")
-        raise BridgeError(f"{given}: {written.name} has no column permutation; choose fixed, static or none")
+        raise refused("act_order", "free", f"{written.name} has no column permutation; choose fixed, static or none")
     symmetric = {module for module, groups in layers.items() if is_symmetric(groups.bits, written)}
     with open_source(gguf.files[0], home, by_family=True) as ckpt:
         stored, notes = calibrate_groups(ckpt, layers, symmetric, calibrate, path, force)

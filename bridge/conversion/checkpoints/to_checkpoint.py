@@ -14,7 +14,7 @@ from bridge.checkpoint.formats.written import Groups
 from bridge.checkpoint.write.report import Written
 from bridge.checkpoint.write.writer import write_checkpoint
 from bridge.conversion.paths import files_of, layers_of
-from bridge.errors import BridgeError, parameter
+from bridge.errors import BridgeError, parameter, refused
 from bridge.models import float_layers
 from bridge.quantize.run.calibrate import LayerTarget, quantize_layers
 from bridge.quantize.run.calibration_text import with_length
@@ -122,11 +122,10 @@ def calibrate_groups(
     Raises BridgeError for a method that is more than codes, and as `quantize_layers` does.
     """
     if calibrate.method == "awq":
-        given = parameter("method", "awq")
-        raise BridgeError(f"{given}: changes norms too, which an export keeps; choose two-sided, gptaq, gptq or rtn")
+        raise refused("method", "awq", "changes norms too, which an export keeps; choose two-sided, gptaq, gptq or rtn")
     calibrate.check_checkpoint()
     if calibrate.blocks is not None:
-        raise BridgeError(f"{parameter('blocks', calibrate.blocks)}: an export calibrates all blocks in one run")
+        raise refused("blocks", calibrate.blocks, "an export calibrates all blocks in one run")
     calibrate, notes = with_length(ckpt, calibrate)
     targets = {name: LayerTarget(*_rounding(groups, name in symmetric, calibrate)) for name, groups in layers.items()}
     stored, more = quantize_layers(ckpt, calibrate, targets, layers_of(path), force)

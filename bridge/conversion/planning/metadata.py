@@ -9,7 +9,7 @@ import numpy as np
 from gguf import GGUFValueType
 from gguf.gguf_writer import GGUFValue
 
-from bridge.errors import BridgeError, parameter
+from bridge.errors import BridgeError, parameter, refused
 
 # they describe the file or choose what reads it
 _FIXED = ("general.architecture", "general.alignment", "general.file_type", "general.quantization_version", "split.")
@@ -49,7 +49,7 @@ def with_given(metadata: Mapping[str, GGUFValue], pairs: Sequence[tuple[str, Any
     entries = dict(metadata)
     for key, value in pairs:
         if key.startswith(_FIXED):
-            raise BridgeError(f"{parameter('metadata', (key, value))}: {key} describes the file; it cannot be given")
+            raise refused("metadata", (key, value), f"{key} describes the file; it cannot be given")
         kind = entries[key].type if key in entries else _known(key)
         try:
             if kind == GGUFValueType.ARRAY:
@@ -61,7 +61,7 @@ def with_given(metadata: Mapping[str, GGUFValue], pairs: Sequence[tuple[str, Any
             raise BridgeError(f"{parameter('metadata', (key, value))}: must be {what}") from None
         tokens: Any = entries["tokenizer.ggml.tokens"].value if "tokenizer.ggml.tokens" in entries else None
         if key.endswith("_token_id") and tokens is not None and entries[key].value >= len(tokens):
-            raise BridgeError(f"{parameter('metadata', (key, value))}: there are {len(tokens)} tokens")
+            raise refused("metadata", (key, value), f"there are {len(tokens)} tokens")
     return entries
 
 

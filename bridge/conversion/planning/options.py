@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from bridge.blocks.tensor_types import FLOAT_TYPES
 from bridge.conversion.planning.recipe import MMPROJ_TYPES, Recipe
-from bridge.errors import BridgeError, parameter
+from bridge.errors import BridgeError, parameter, refused
 from bridge.quantize.settings import Calibration
 from bridge.system.options import check_types, count, entry, is_key, is_number, option, positive, share, size
 from bridge.system.progress import Progress
@@ -75,13 +75,13 @@ class PlanOptions(Recipe):
         for name in ("threads", "split_max_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise BridgeError(f"{parameter(name, value)}: must be at least 1")
+                raise refused(name, value, "must be at least 1")
         if self.mmproj_type not in (*MMPROJ_TYPES, "none"):
             known = ", ".join((*MMPROJ_TYPES, "none"))
             raise BridgeError(f"unknown {parameter('mmproj_type', self.mmproj_type)}: choose one of {known}")
         asked: Any = self.metadata  # or a dict
         if not isinstance(asked, Iterable):
-            raise BridgeError(f"{parameter('metadata', asked)}: must be a dict")
+            raise refused("metadata", asked, "must be a dict")
         pairs = [*(asked.items() if isinstance(asked, Mapping) else asked)]
         pairs += [(f"general.{n}", v) for n in ("name", "author") if (v := getattr(self, n)) is not None]
         for each in pairs:
@@ -97,9 +97,7 @@ class PlanOptions(Recipe):
                 both = f"{parameter('method', 'imatrix')} and {parameter('imatrix', self.imatrix)}"
                 raise BridgeError(f"{both}: the method measures a matrix of its own; leave out one of the two")
             if self.type in FLOAT_TYPES:
-                raise BridgeError(
-                    f"{parameter('type', self.type)}: nothing is quantized; leave out {parameter('calibrate')}"
-                )
+                raise refused("type", self.type, f"nothing is quantized; leave out {parameter('calibrate')}")
 
     def for_source(self, coded: bool) -> Self:
         """The options for a source, with the type that `auto` is when floats alone are to be calibrated.
@@ -141,11 +139,11 @@ class Budget:
             both = f"{parameter('size')} and {parameter('bpw')}"
             raise BridgeError(f"{both} ask for different things; give one")
         if self.bpw is not None and not is_number(self.bpw):
-            raise BridgeError(f"{parameter('bpw', self.bpw)}: must be a number")
+            raise refused("bpw", self.bpw, "must be a number")
         if self.size is not None and (not isinstance(self.size, int) or self.size < 1):
-            raise BridgeError(f"{parameter('size', self.size)}: must be a whole number of bytes, at least 1")
+            raise refused("size", self.size, "must be a whole number of bytes, at least 1")
         if self.bpw is not None and not 0 < self.bpw <= 32:
-            raise BridgeError(f"{parameter('bpw', self.bpw)}: must be bits per weight, such as 4.3")
+            raise refused("bpw", self.bpw, "must be bits per weight, such as 4.3")
         check_types(self)
 
 
@@ -184,8 +182,8 @@ class ConvertOptions(PlanOptions):
                 )
         alone = self.merge is not None or self.budget is not None
         if self.calibrate is not None and self.calibrate.spread is not None and alone:
-            given = parameter("merge" if self.merge is not None else "budget")
-            raise BridgeError(f"{given}: is for one machine; machines share the work on the result, or with a plan")
+            name = "merge" if self.merge is not None else "budget"
+            raise refused(name, None, "is for one machine; machines share the work on the result, or with a plan")
         if self.budget is not None:
             self._check_budget(self.budget)
 

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 from bridge.blocks import BLOCKS, FP4, ROUNDED, TYPES
 from bridge.blocks.tensor_types import FLOAT_TYPES
 from bridge.encode.limits import CARRIED_LIMIT, REQUANTIZED_LIMIT
-from bridge.errors import BridgeError, parameter
+from bridge.errors import BridgeError, parameter, refused
 from bridge.system.options import check_types, option, pair
 from bridge.system.patterns import matched, pattern_problem
 
@@ -155,36 +155,34 @@ class Recipe:
             if getattr(self, name):
                 object.__setattr__(self, name, _tensor_type(getattr(self, name)))
         if self.actorder_type in FLOAT_TYPES:
-            given = parameter("actorder_type", self.actorder_type)
-            raise BridgeError(f"{given}: is not a block type; choose one of {', '.join(BLOCKS)}")
+            raise refused(
+                "actorder_type", self.actorder_type, f"is not a block type; choose one of {', '.join(BLOCKS)}"
+            )
         checked = []
         asked: Any = self.tensor_types  # or a dict of them
         if not isinstance(asked, Iterable):
-            raise BridgeError(f"{parameter('tensor_types', asked)}: must be a list of pairs, or a dict")
+            raise refused("tensor_types", asked, "must be a list of pairs, or a dict")
         pairs = list(asked.items() if isinstance(asked, Mapping) else asked)
         for each in pairs:
             if not isinstance(each, tuple | list) or [type(text) for text in each] != [str, str]:
                 raise BridgeError(f"{parameter('tensor_types')} {each!r}: must be a regular expression and a type")
         for pattern, name in pairs:
             if problem := pattern_problem(pattern):
-                given = parameter("tensor_types", (pattern, name))
-                raise BridgeError(f"{given}: is not a regular expression: {problem}")
+                raise refused("tensor_types", (pattern, name), f"is not a regular expression: {problem}")
             checked.append((pattern, _tensor_type(name)))
         object.__setattr__(self, "tensor_types", tuple(checked))
         if self.target is not None and not re.fullmatch(_TARGET, self.target):
-            given = parameter("target", self.target)
-            raise BridgeError(f"{given}: must be llama.cpp and its build, as in llama.cpp@11549")
+            raise refused("target", self.target, "must be llama.cpp and its build, as in llama.cpp@11549")
         asked = (self.type, self.output_type, self.token_embd_type, self.actorder_type, *(t for _, t in checked))
         if "Q2_0" in asked and self.uses_q2_0 is False:
-            given = parameter("target", self.target)
-            raise BridgeError(f"{given}: llama.cpp has Q2_0 since build {Q2_0_SINCE}; choose another type")
+            raise refused("target", self.target, f"llama.cpp has Q2_0 since build {Q2_0_SINCE}; choose another type")
 
     def check(self, names: Sequence[str]) -> None:
         """BridgeError where a tensor_types pattern matches none of the tensors that can be quantized, `names`."""
         for pattern, name in self.tensor_types:
-            given = parameter("tensor_types", (pattern, name))
-            if not any(matched("search", pattern, n, given) for n in names):
-                raise BridgeError(f"{given}: matches no tensor that can be quantized; they have names like {names[0]}")
+            if not any(matched("search", pattern, n, parameter("tensor_types", (pattern, name))) for n in names):
+                why = f"matches no tensor that can be quantized; they have names like {names[0]}"
+                raise refused("tensor_types", (pattern, name), why)
 
     @property
     def uses_q2_0(self) -> bool | None:

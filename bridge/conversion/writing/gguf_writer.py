@@ -23,7 +23,7 @@ import numpy as np
 from gguf.gguf_writer import SHARD_NAME_FORMAT, TensorInfo, WriterState
 
 from bridge.conversion.planning.plan import Plan, PlannedTensor
-from bridge.errors import BridgeError, parameter
+from bridge.errors import BridgeError, refused
 from bridge.system.storage.files import disk_errors, put_in_place, sync_folder
 from bridge.system.storage.folder_locks import temporary_beside
 from bridge.system.storage.outputs import NOTHING, ProtectedPaths, check_outputs
@@ -118,9 +118,7 @@ class GGUFOutput:
         self._shards = shards_of(plan)
         count = len(self._shards)
         if shard is not None and not (shard[1] == count and 1 <= shard[0] <= count):
-            raise BridgeError(
-                f"{parameter('shard', shard)}: the plan makes {count} shards, 1/{count} to {count}/{count}"
-            )
+            raise refused("shard", shard, f"the plan makes {count} shards, 1/{count} to {count}/{count}")
         self._todo = [shard[0] - 1] if shard else list(range(count))
         self.tensors = [t for i in self._todo for t in self._shards[i]]
         # of the shard that is being written

@@ -20,7 +20,7 @@ import bridge
 from bridge.blocks.read import WRITTEN
 from bridge.checkpoint import Checkpoint
 from bridge.checkpoint.files.hub import open_by_name
-from bridge.errors import BridgeError, parameter
+from bridge.errors import BridgeError, parameter, refused
 from bridge.quantize.run.calibration_text import calibration_set
 from bridge.quantize.settings import Calibration
 from bridge.system.cpu.row_threads import slices
@@ -234,7 +234,7 @@ def _of_part(
     and the number of blocks up to its end; None: all."""
     number, count = part
     if count > len(model.blocks):
-        raise BridgeError(f"{parameter('blocks', part)}: the model has {len(model.blocks)} blocks")
+        raise refused("blocks", part, f"the model has {len(model.blocks)} blocks")
     blocks = slices(len(model.blocks), count)[number - 1]
     untied = model.untied_head()
     outside = {model.embedding_and_head()[0]} if number == 1 else set()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from bridge.checkpoint import Checkpoint
-from bridge.errors import BridgeError, BridgeWarning, parameter
+from bridge.errors import BridgeWarning, parameter, refused
 from bridge.quantize.settings import Calibration
 from bridge.system.cpu.free_memory import free_memory
 
@@ -63,8 +63,7 @@ def calibration_set(model: FloatModel, settings: Calibration, layers: Collection
     ckpt = model.ckpt
     assert settings.length is not None  # by with_length
     if settings.text is None:
-        given = parameter("method", settings.method)
-        raise BridgeError(f"{given}: needs a calibration text; only rtn does without")
+        raise refused("method", settings.method, "needs a calibration text; only rtn does without")
     texts = [source for source in settings.sources if source.file is None or source.file.suffix not in TOKEN_FILES]
     tokenizer = load_tokenizer(ckpt.home) if texts else None
     columns = {name: shape[1] for name, shape in [*model.linears().items(), model.head()] if name in layers}

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bridge.errors import BridgeError, parameter
+from bridge.errors import refused
 from bridge.quantize.model.block_inputs import head_of, is_layer, matrix_shape
 from bridge.quantize.model.experts import expert_of
 from bridge.quantize.model.float_model import FloatModel, fast_arithmetic
@@ -100,9 +100,7 @@ def needs_of(job: Job, memory: int | None = None) -> Needs:
     rest["embeddings"] = sizes.embeddings()
     if memory is not None and present + max(rest.values()) > memory:
         least = size_text(present + max(rest.values()))
-        raise BridgeError(
-            f"{parameter('memory', memory)}: too little; calibrating this model block by block takes {least}"
-        )
+        raise refused("memory", memory, f"too little; calibrating this model block by block takes {least}")
     spare = {name: max(0, limit - present - size) for name, size in rest.items()}
     more = min(spare["layers"] // 2, sizes.experts - min(sizes.experts, HESSIANS))
     gradients = min(spare["gradients"], sizes.activations_of_gradients())
@@ -123,9 +121,7 @@ def needs_of_pass(model: FloatModel, tokens: tuple[int, int], settings: Calibrat
     limit = memory if memory is not None else present + int(_FREE * free) if free is not None else 1 << 60
     if memory is not None and present + inside > memory:
         least = size_text(present + inside)
-        raise BridgeError(
-            f"{parameter('memory', memory)}: too little; a pass of this model block by block takes {least}"
-        )
+        raise refused("memory", memory, f"too little; a pass of this model block by block takes {least}")
     between = sizes.count * sizes.hidden * sizes.item
     in_memory = min(max(0, limit - present - inside), between)
     seconds = sizes.count * sum(_operations(sizes)) / _rate(model.dtype)
