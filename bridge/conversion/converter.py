@@ -129,7 +129,8 @@ def convert_as(
         plan = make_plan(ckpt, options, importance, calibration) if given_plan is None else given_plan
         planner = Planner(ckpt, options, importance, plan, calibration)
         if given_plan is not None:
-            plan = _completed(planner, given_plan)
+            planner.reader.check(given_plan.tensors)
+            plan = replace(given_plan, tensors=planner.each(planner.completed, given_plan.tensors))
         if path is None:
             path = default_path(str(checkpoint), options.type if options.type in PRESETS else main_type(plan.tensors))
             check_all(path, reads)
@@ -208,12 +209,6 @@ def _tower(ckpt: Checkpoint, options: ConvertOptions, given_plan: Plan | None) -
     if type in (None, "none") or (options.shard is not None and options.shard[0] != 1):
         return None
     return plan_tower(ckpt, str(type), options.threads)
-
-
-def _completed(planner: Planner, plan: Plan) -> Plan:
-    """A plan that was read, with `how` of the tensors whose type was edited."""
-    planner.reader.check(plan.tensors)
-    return replace(plan, tensors=planner.each(planner.completed, plan.tensors))
 
 
 def _written(

@@ -185,28 +185,24 @@ def _grammar(fields: RequestFields) -> dict[str, Any]:
         return {}
     form = RequestFields(response_format, "response_format")
     kind = form.take("type", _TEXT)
-    if kind == "text":
-        form.end()
-        return {}
+    grammar: dict[str, Any] = {}
     if kind == "json_object":
-        form.end()
-        return {"schema": {"type": "object"}}
-    if kind == "json_schema":
+        grammar["schema"] = {"type": "object"}
+    elif kind == "json_schema":
         inner = RequestFields(form.take("json_schema", object_, {}), "response_format.json_schema")
-        schema = inner.take("schema", of_type(dict, "a JSON schema"))
+        grammar["schema"] = inner.take("schema", of_type(dict, "a JSON schema"))
         for key in ("name", "description"):
             inner.take(key, _TEXT)
         inner.take("strict", flag)
         inner.end()
-        form.end()
-        if schema is None:
-            raise BadRequest("response_format.json_schema.schema is missing", "response_format")
-        return {"schema": schema}
-    if kind == "regex":
-        regex = form.take("regex", of_type(str, "a regular expression"), "")
-        form.end()
-        return {"regex": regex}
-    raise BadRequest("response_format.type must be text, json_object, json_schema or regex", "response_format")
+    elif kind == "regex":
+        grammar["regex"] = form.take("regex", of_type(str, "a regular expression"), "")
+    elif kind != "text":
+        raise BadRequest("response_format.type must be text, json_object, json_schema or regex", "response_format")
+    form.end()
+    if None in grammar.values():
+        raise BadRequest("response_format.json_schema.schema is missing", "response_format")
+    return grammar
 
 
 def chat(body: Any, model: Model, name: str, defaults: Mapping[str, Any]) -> ReplyRequest:

@@ -35,16 +35,12 @@ def figure(record: dict[str, Any], theme: Theme) -> Figure:
             )  # fmt: skip
     if again := record.get("through_floats"):
         axes.axvline(again["kl"], color=THEIRS, linestyle="--", linewidth=1.4, label=again["name"])
+    exact = f"; at {_LEAST:.0e}: exact" if any(row["kl_linears"] == 0 for row in rows) else ""
     axes.set_xscale("log")
     axes.set_yticks(places, [row["name"] for row in rows])
     axes.set_ylim(-0.7, len(rows) - 0.3)
-    axes.set_xlabel("KL divergence (nats per token); left is better" + _exact_note(rows))
+    axes.set_xlabel("KL divergence (nats per token); left is better" + exact)
     axes.set_title("what a conversion adds, compared with what quantizing had cost", loc="left")
     plain_frame(axes)
     picture.legend(loc="outside lower left", ncols=2)
     return picture
-
-
-def _exact_note(rows: list[dict[str, Any]]) -> str:
-    exact = any(row["kl_linears"] == 0 for row in rows)
-    return f"; at {_LEAST:.0e}: exact" if exact else ""

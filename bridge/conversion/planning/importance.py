@@ -68,9 +68,8 @@ def importance_of_tensors(
         names = [part.layer or "" for part in tensor.parts]
         if tensor.kind == "token_embd" or not names or any(name not in layers for name in names):
             continue
-        rows = (
-            tensor.parts if len(tensor.shape) == 3 else tensor.parts[:1]
-        )  # parts of a fused matrix share their inputs
+        # parts of a fused matrix share their inputs
+        rows = tensor.parts if len(tensor.shape) == 3 else tensor.parts[:1]
         squares = []
         for part in rows:
             mean_squares = layers[part.layer or ""][0]

@@ -47,7 +47,9 @@ def with_scales(ckpt: Checkpoint, plan: Plan) -> Plan:
             continue
         count = tensor.shape[0] if len(tensor.shape) == 3 else 1
         scales = [_scales(ckpt, plan, tensor, i) for i in range(len(tensor.parts))]
-        scales = (scales * count if _is_rounded(tensor) else scales)[:count]
+        if tensor.how and set(tensor.how) <= _ROUNDED_WAYS:  # whatever number of matrices a part has
+            scales = scales * count
+        scales = scales[:count]
         for key in ("scale", "input_scale"):
             values = np.array([s[key] for s in scales if key in s], np.float32)
             if len(values) == count and (key != "scale" or (values != 1).any()):
@@ -57,11 +59,6 @@ def with_scales(ckpt: Checkpoint, plan: Plan) -> Plan:
                 scale = PlannedTensor(name, (count,), data=values, origin="scale", type="F32", quantizable=False)
                 tensors.append(scale)
     return replace(plan, tensors=tensors)
-
-
-def _is_rounded(tensor: PlannedTensor) -> bool:
-    """Whether all parts came as floats, whatever number of matrices a part has."""
-    return bool(tensor.how) and set(tensor.how) <= _ROUNDED_WAYS
 
 
 def _scales(ckpt: Checkpoint, plan: Plan, tensor: PlannedTensor, number: int) -> dict[str, float]:

@@ -102,10 +102,5 @@ def _part_entry(part: Part, orders: _Orders) -> dict[str, Any]:
 
 
 def _value_entry(v: GGUFValue) -> list[Any]:
-    plain = json.loads(json.dumps(v.value, default=_plain))
+    plain = json.loads(json.dumps(v.value, default=lambda value: value.item()))
     return [v.type.name, plain, *([v.sub_type.name] if v.sub_type is not None else [])]
-
-
-def _plain(value: Any) -> Any:
-    """A number of NumPy, which json does not know, as one of Python."""
-    return value.item()

@@ -51,7 +51,11 @@ def load_plan(path: Path) -> tuple[Plan, str]:
         head = _head(fields)
         orders = fields.take("orders", kinds.list_of(_order))
         entries = fields.take("tensors", kinds.list_of(least=1))
-        stored = _template_tensors(head["template"]) if head["template"] else {}
+        stored: dict[str, OutlineTensor] = {}
+        if head["template"]:
+            from bridge.models.template import template_tensors
+
+            stored = template_tensors(head["template"])
         tensors: dict[str, PlannedTensor] = {}
         for i, entry in enumerate(entries):
             where = f"tensor {i}"
@@ -73,12 +77,6 @@ def load_plan(path: Path) -> tuple[Plan, str]:
         raise BridgeError(f"{path}: {where}: {wrong}; mend it, or make the plan again with {again}") from None
     checkpoint = head.pop("checkpoint")
     return Plan(metadata, list(tensors.values()), **head), checkpoint
-
-
-def _template_tensors(template: str) -> dict[str, OutlineTensor]:
-    from bridge.models.template import template_tensors
-
-    return template_tensors(template)
 
 
 def _head(fields: Fields) -> dict[str, Any]:

@@ -181,7 +181,9 @@ class Planner:
 
     def planned(self, tensor: OutlineTensor) -> PlannedTensor:
         if tensor.fixed_type is not None:
-            return self._with(tensor, Choice(tensor.fixed_type, _reason(tensor)), quantizable=False)
+            reasons = {"config": "made from the config", "template": "the template's"}
+            reason = reasons.get(tensor.origin, "as it is")
+            return self._with(tensor, Choice(tensor.fixed_type, reason), quantizable=False)
         return self._with(tensor, *self._choice(tensor, all_rows=False))
 
     def chosen_again(self, tensor: PlannedTensor) -> PlannedTensor:
@@ -350,12 +352,9 @@ class Planner:
         """The types beyond BLOCKS that the tensor may become, the smallest first."""
         known = self.options.uses_q2_0
         q2_0 = [Q2_0] if known or (known is None and mode == "exact") else []
-        fp4 = (
-            [MXFP4, *([NVFP4] if self._holds_nvfp4(tensor) else [])]
-            if all(map(self.reader.coded, tensor.parts))
-            else []
-        )
-        return [TQ2_0, *q2_0, *fp4]
+        if not all(map(self.reader.coded, tensor.parts)):
+            return [TQ2_0, *q2_0]
+        return [TQ2_0, *q2_0, MXFP4, *([NVFP4] if self._holds_nvfp4(tensor) else [])]
 
     def _holds_nvfp4(self, tensor: ModelTensor) -> bool:
         """Whether llama.cpp has a place for the scales of all parts and computes with them: one for a matrix, one an
@@ -383,11 +382,6 @@ class Planner:
             tensor.name, tensor.kind, tensor.layer, self._layers, self._gqa, tensor.shape[-1], tied, self._experts,
             str(self.model.metadata["general.architecture"].value),
         )  # fmt: skip
-
-
-def _reason(tensor: OutlineTensor) -> str:
-    reasons = {"config": "made from the config", "template": "the template's"}
-    return reasons.get(tensor.origin, "as it is")
 
 
 def _file_type(recipe: Recipe, tensors: Sequence[PlannedTensor]) -> int:

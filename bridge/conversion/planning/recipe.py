@@ -27,31 +27,11 @@ MMPROJ_TYPES = ("F16", "BF16", "F32", "Q8_0")  # of the matrices of a vision tow
 _SIZES = {name: block.size for name, block in TYPES.items()} | ROUNDED  # block types: weights in a block
 # preset -> base type of its mixture; some are block types' names too
 PRESETS = {
-    "IQ1_S": "IQ1_S",
-    "IQ1_M": "IQ1_M",
-    "TQ1_0": "TQ1_0",
-    "TQ2_0": "TQ2_0",
-    "IQ2_XXS": "IQ2_XXS",
-    "IQ2_XS": "IQ2_XS",
-    "IQ2_S": "IQ2_XS",
-    "IQ2_M": "IQ2_S",
-    "IQ3_XXS": "IQ3_XXS",
-    "IQ3_XS": "IQ3_S",
-    "IQ3_S": "IQ3_S",
-    "IQ3_M": "IQ3_S",
-    "IQ4_XS": "IQ4_XS",
-    "IQ4_NL": "IQ4_NL",
-    "Q2_K": "Q2_K",
-    "Q3_K_S": "Q3_K",
-    "Q3_K_M": "Q3_K",
-    "Q3_K_L": "Q3_K",
-    "Q4_K_S": "Q4_K",
-    "Q4_K_M": "Q4_K",
-    "Q5_K_S": "Q5_K",
-    "Q5_K_M": "Q5_K",
-    "Q6_K": "Q6_K",
-    "Q8_0": "Q8_0",
-}
+    "IQ1_S": "IQ1_S", "IQ1_M": "IQ1_M", "TQ1_0": "TQ1_0", "TQ2_0": "TQ2_0", "IQ2_XXS": "IQ2_XXS", "IQ2_XS": "IQ2_XS",
+    "IQ2_S": "IQ2_XS", "IQ2_M": "IQ2_S", "IQ3_XXS": "IQ3_XXS", "IQ3_XS": "IQ3_S", "IQ3_S": "IQ3_S", "IQ3_M": "IQ3_S",
+    "IQ4_XS": "IQ4_XS", "IQ4_NL": "IQ4_NL", "Q2_K": "Q2_K", "Q3_K_S": "Q3_K", "Q3_K_M": "Q3_K", "Q3_K_L": "Q3_K",
+    "Q4_K_S": "Q4_K", "Q4_K_M": "Q4_K", "Q5_K_S": "Q5_K", "Q5_K_M": "Q5_K", "Q6_K": "Q6_K", "Q8_0": "Q8_0",
+}  # fmt: skip
 # the types of untied embeddings, where they are not the base type
 _EMBEDDINGS = {
     "IQ1_S": "Q2_K", "IQ1_M": "Q2_K", "IQ2_XXS": "Q2_K", "IQ2_XS": "Q2_K", "IQ2_S": "IQ3_S", "IQ2_M": "IQ3_S",

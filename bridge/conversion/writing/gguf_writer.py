@@ -149,9 +149,6 @@ class GGUFOutput:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._discard()
-
-    def _discard(self) -> None:
         """Close and remove what is temporary. Closing writes what is buffered, which a full disk refuses again."""
         self._background.shutdown()
         with suppress(OSError):

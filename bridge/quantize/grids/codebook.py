@@ -11,18 +11,16 @@ belong together: fitting scales beforehand loses 13 to 20% more.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
-from bridge.blocks import BlockType
-from bridge.encode.block_bytes import packer, row_bytes
 from bridge.encode.rounding.round_rows import quantizer_of
-from bridge.errors import BridgeError
+from bridge.quantize.grids.block_grid import BlockGrid
 from bridge.quantize.grids.codebook_rounding import Rounding, rounding, scale_range
 from bridge.quantize.grids.codebook_units import values_of_codes
-from bridge.quantize.solve.hessian import damped_factor, inverse_factor
+from bridge.quantize.solve.hessian import factor_of
 from bridge.system.cpu.row_threads import over_rows
 
 _REACH = 4  # steps of a scale that are tried in the pass, to either side
@@ -47,40 +45,23 @@ class UnitMetric:
 
 
 @dataclass
-class CodebookGrid:
-    """A grid for `gptq_solver` over `rows` rows of `columns` weights in blocks of this type.
+class CodebookGrid(BlockGrid):
+    """Blocks of a table of values or a codebook over [rows, columns]."""
 
-    Raises BridgeError if the columns do not fill whole blocks.
-    """
-
-    block: BlockType
-    rows: int
-    columns: int
     scale: float = 1.0  # of FP4, what multiplies the whole matrix
-    fit_columns: int = field(init=False)
-    sub: int = field(init=False)
     unit: int = field(init=False)
-    low: int = field(init=False)
-    high: int = field(init=False)
     sc: np.ndarray = field(init=False)  # int16 [rows, sub-blocks]; of FP4, bytes without sign
     d: np.ndarray = field(init=False)  # float32 [rows, blocks], exact halves; of FP4, `scale`
-    a: np.ndarray = field(init=False)
-    c: np.ndarray = field(init=False)
-    ternary: bool = field(default=False, init=False)
+    row_fields: ClassVar[tuple[str, ...]] = ("sc", "d", "a")
     vectors: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.columns % self.block.size:
-            raise BridgeError(
-                f"rows of {self.columns} weights do not fill {self.block} blocks of {self.block.size}; use another type"
-            )
-        self.fit_columns, self.sub, self.unit = self.block.size, self.block.sub, self._rounding.units.unit
+        super().__post_init__()
+        self.unit = self._rounding.units.unit
         values = values_of_codes(self.block)
         self.low, self.high = min(values), max(values)
-        lines = (self.rows, self.columns // self.sub)
-        self.sc = np.ones(lines, np.int16)
+        self.sc = np.ones(self.a.shape, np.int16)
         self.d = np.zeros((self.rows, self.columns // self.fit_columns), np.float32)
-        self.a, self.c = np.zeros(lines, np.float32), np.zeros(lines, np.float32)
 
     @property
     def _rounding(self) -> Rounding:
@@ -144,7 +125,7 @@ class CodebookGrid:
             sums = diagonal[start : start + self.sub].reshape(-1, self.unit).sum(1)
             units = np.argsort(-sums, kind="stable")
             columns = start + (units[:, None] * self.unit + np.arange(self.unit)).ravel()
-            upper = _factor(h[columns[:, None], columns])
+            upper = factor_of(h[columns[:, None], columns])
             inverse = _unit_inverses(upper, self.unit)
             order.append(columns)
             factors.append(upper)
@@ -179,11 +160,6 @@ class CodebookGrid:
         over_rows(self.rows, work)
         self._set(run, sc, d)
 
-    def copy_rows(self, rows: np.ndarray, source: Self, source_rows: np.ndarray) -> None:
-        """See `gptq_solver.Grid`."""
-        for name in ("sc", "d", "a"):
-            getattr(self, name)[rows] = getattr(source, name)[source_rows]
-
     def _reach(self, steps: int) -> int:
         """How many steps of a scale are tried, where steps are small: `steps`."""
         doubling = len(self.block.scales) > 3 and self.block.scales[3] == 2 * self.block.scales[2]
@@ -205,26 +181,11 @@ class CodebookGrid:
 
     def pack(self, codes: np.ndarray) -> np.ndarray:
         """The blocks, uint8 [rows, row bytes], of codes int16 [rows, columns]: values of the table."""
-        data = np.empty((self.rows, row_bytes(self.block, self.columns)), np.uint8)
         numbers = np.zeros(self.high - self.low + 1, np.uint8)
         for q, value in reversed(list(enumerate(values_of_codes(self.block)))):  # of two zeros, the first
             numbers[value - self.low] = q
-        none = np.zeros_like(self.sc, np.uint8), np.zeros_like(self.d)
-        sc = self.sc.astype(np.int8)
-        pack = packer(self.block.name)
-        over_rows(
-            self.rows, lambda r: pack(numbers[codes[r] - self.low], sc[r], none[0][r], self.d[r], none[1][r], data[r])
-        )
-        return data
-
-
-def _factor(hessian: torch.Tensor) -> torch.Tensor:
-    """U of H^-1 = U^T U."""
-    factor = inverse_factor(hessian.clone())
-    if factor is None:  # float32 has lost the damping
-        factored = damped_factor(hessian, 1e-6)
-        factor = torch.eye(len(hessian), dtype=hessian.dtype) if factored is None else factored[0]
-    return factor
+        sc, mn, dmin = self.sc.astype(np.int8), np.zeros_like(self.sc, np.uint8), np.zeros_like(self.d)
+        return self._pack(lambda r: numbers[codes[r] - self.low], sc, mn, self.d, dmin)
 
 
 def _unit_blocks(matrix: torch.Tensor, unit: int) -> torch.Tensor:

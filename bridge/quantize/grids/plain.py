@@ -10,17 +10,16 @@ that all other errors imply, and then moves codes across the run.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 
 from bridge.blocks import BlockType
-from bridge.encode.block_bytes import packer, row_bytes
 from bridge.encode.rounding.round_plain import plain_quantizer
-from bridge.errors import BridgeError
+from bridge.quantize.grids.block_grid import BlockGrid
 from bridge.quantize.grids.superblock import row_fitter
 from bridge.quantize.grids.try_lines import least, line_search
 from bridge.quantize.solve.refine import GAIN, Metric, descend, line_target, metric_of, move
@@ -187,36 +186,15 @@ def _kernels(block: BlockType) -> _Kernels:
 
 
 @dataclass
-class PlainGrid:
-    """A grid for `gptq_solver` over `rows` rows of `columns` weights in blocks of this type.
+class PlainGrid(BlockGrid):
+    """Blocks of a plain type over [rows, columns]; a and c are exact halves."""
 
-    Raises BridgeError if the columns do not fill whole blocks.
-    """
-
-    block: BlockType
-    rows: int
-    columns: int
-    fit_columns: int = field(init=False)
-    sub: int = field(init=False)
-    low: int = field(init=False)
-    high: int = field(init=False)
-    a: np.ndarray = field(init=False)  # float32 [rows, blocks], exact halves
-    c: np.ndarray = field(init=False)
-    ternary: bool = field(default=False, init=False)
     unit: ClassVar[int] = 1
     vectors: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        block = self.block
-        if self.columns % block.size:
-            raise BridgeError(
-                f"rows of {self.columns} weights do not fill {block} blocks of {block.size}; use another type"
-            )
-        blocks = self.columns // block.size
-        self.sub = block.size
-        self.fit_columns = -(-blocks // -(-self.columns // _RUN)) * block.size
-        self.low, self.high = -block.zero, block.levels - 1 - block.zero
-        self.a, self.c = (np.zeros((self.rows, blocks), np.float32) for _ in range(2))
+        super().__post_init__()
+        self.fit_columns = -(-self.a.shape[1] // -(-self.columns // _RUN)) * self.sub
 
     def fit(self, run: int, weights: np.ndarray, importance: np.ndarray, quick: bool = False) -> None:
         """Fit each block, weighted as K-quants are; see `gptq_solver.Grid`."""
@@ -269,10 +247,6 @@ class PlainGrid:
         self._set(run, a, c)
         descend(self, run, codes, g, metric)
 
-    def copy_rows(self, rows: np.ndarray, source: Self, source_rows: np.ndarray) -> None:
-        """See `gptq_solver.Grid`."""
-        self.a[rows], self.c[rows] = source.a[source_rows], source.c[source_rows]
-
     def _of(self, run: int) -> tuple[np.ndarray, np.ndarray]:
         blocks = self._blocks(run)
         return np.ascontiguousarray(self.a[:, blocks]), np.ascontiguousarray(self.c[:, blocks])
@@ -286,9 +260,6 @@ class PlainGrid:
 
     def pack(self, codes: np.ndarray) -> np.ndarray:
         """The blocks, uint8 [rows, row bytes], of codes int16 [rows, columns] in low..high."""
-        data = np.empty((self.rows, row_bytes(self.block, self.columns)), np.uint8)
-        q = (codes - self.low).astype(np.uint8)
         none = np.zeros(self.a.shape, np.int8)
-        pack = packer(self.block.name)
-        over_rows(self.rows, lambda r: pack(q[r], none[r], none[r].view(np.uint8), self.a[r], self.c[r], data[r]))
-        return data
+        q = (codes - self.low).astype(np.uint8)
+        return self._pack(q.__getitem__, none, none.view(np.uint8), self.a, self.c)

@@ -9,18 +9,17 @@ imatrix: the rounding error of a large weight counts for more.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from bridge.blocks import BlockType
-from bridge.encode.block_bytes import packer, row_bytes
 from bridge.encode.rounding.round_affine import affine_quantizer
 from bridge.encode.rounding.round_scaled import scaled_quantizer
-from bridge.errors import BridgeError
+from bridge.quantize.grids.block_grid import BlockGrid
 from bridge.quantize.grids.superblock_refit import refitter
 from bridge.quantize.solve.refine import Metric, run_values
 from bridge.system.cpu.row_threads import over_rows
@@ -74,33 +73,18 @@ def row_fitter(block: BlockType, search: Callable[..., None], suffix: str = "") 
 
 
 @dataclass
-class SuperblockGrid:
-    """Blocks of a K-quant over [rows, columns]. Raises BridgeError if `columns` do not fill blocks."""
+class SuperblockGrid(BlockGrid):
+    """Blocks of a K-quant over [rows, columns]."""
 
-    block: BlockType
-    rows: int
-    columns: int
     spread: bool = True  # weight by sqrt(sigma^2 + w^2) too
-    a: np.ndarray = field(init=False)
-    c: np.ndarray = field(init=False)
-    ternary: bool = field(default=False, init=False)
+    row_fields: ClassVar[tuple[str, ...]] = ("sc", "mn", "d", "dmin", "a", "c")
     vectors: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.columns % self.block.size:
-            raise BridgeError(
-                f"rows of {self.columns} weights do not fill {self.block} blocks of {self.block.size}; use another type"
-            )
-        self.fit_columns, self.sub = self.block.size, self.block.sub
-        self.low, self.high = -self.block.zero, self.block.levels - 1 - self.block.zero
-        lines = (self.rows, self.columns // self.sub)
+        super().__post_init__()
         blocks = (self.rows, self.columns // self.fit_columns)
-        self.sc = np.ones(lines, np.int8)
-        self.mn = np.zeros(lines, np.uint8)
-        self.d = np.zeros(blocks, np.float32)
-        self.dmin = np.zeros(blocks, np.float32)
-        self.a = np.zeros(lines, np.float32)
-        self.c = np.zeros(lines, np.float32)
+        self.sc, self.mn = np.ones(self.a.shape, np.int8), np.zeros(self.a.shape, np.uint8)
+        self.d, self.dmin = (np.zeros(blocks, np.float32) for _ in range(2))
 
     def fit(self, run: int, weights: np.ndarray, importance: np.ndarray, quick: bool = False) -> None:
         """Fit block `run` of every row to weights float32 [rows, size], columns of importance float32 [size]."""
@@ -132,11 +116,6 @@ class SuperblockGrid:
                 ),
             )
 
-    def copy_rows(self, rows: np.ndarray, source: Self, source_rows: np.ndarray) -> None:
-        """See `gptq_solver.Grid`."""
-        for name in ("sc", "mn", "d", "dmin", "a", "c"):
-            getattr(self, name)[rows] = getattr(source, name)[source_rows]
-
     @contextmanager
     def _fields(self, run: int) -> Iterator[list[np.ndarray]]:
         """Contiguous copies of a block's sc, mn, d, dmin in every row, written back at the end; updates the lines."""
@@ -161,8 +140,4 @@ class SuperblockGrid:
 
     def pack(self, codes: np.ndarray) -> np.ndarray:
         """The blocks, uint8 [rows, row bytes], of codes int16 [rows, columns] in low..high."""
-        data = np.empty((self.rows, row_bytes(self.block, self.columns)), np.uint8)
-        q = (codes - self.low).astype(np.uint8)
-        pack = packer(self.block.name)
-        over_rows(self.rows, lambda r: pack(q[r], self.sc[r], self.mn[r], self.d[r], self.dmin[r], data[r]))
-        return data
+        return self._pack((codes - self.low).astype(np.uint8).__getitem__, self.sc, self.mn, self.d, self.dmin)

@@ -150,12 +150,8 @@ def _own_gate(fused: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
 
 def _is_transposed(fused: Any) -> bool:
     """Whether the 3-D tensors are [experts, in, out]: transformers tells, except of Llama 4's, which are."""
-    return getattr(fused, "is_transposed", _sees_all(fused))
-
-
-def _sees_all(fused: Any) -> bool:
-    """Whether experts are called with inputs alone, as Llama 4's."""
-    return len(inspect.signature(type(fused).forward).parameters) == 2
+    inputs_alone = len(inspect.signature(type(fused).forward).parameters) == 2  # as Llama 4's are called
+    return getattr(fused, "is_transposed", inputs_alone)
 
 
 def split_experts(block: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:

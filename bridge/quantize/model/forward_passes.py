@@ -118,7 +118,11 @@ class Passes:
     def __post_init__(self) -> None:
         self.batches = self.tokens.split(self.batch)
         self.model.load(None)
-        self.calls = self._first_inputs()
+        self.model.load(0)
+        try:
+            self.calls = first_inputs(self.model.model, self.model.blocks, self.batches, ActivationStore(None))
+        finally:
+            self._drop(0)
         self.model.drop(None)
         self.inputs = [[self.keep(call.value()) for call in self.calls]]
         for call in self.calls:
@@ -134,13 +138,6 @@ class Passes:
     def embedded(self) -> list[torch.Tensor]:
         """The first block's inputs, from the present embeddings."""
         return [embedded(self.model.model, self.model.blocks, batch) for batch in self.batches]
-
-    def _first_inputs(self) -> list[BlockInputs]:
-        self.model.load(0)
-        try:
-            return first_inputs(self.model.model, self.model.blocks, self.batches, ActivationStore(None))
-        finally:
-            self._drop(0)
 
     @torch.no_grad()
     def outputs(

@@ -5,14 +5,14 @@ have been quantized; the block's outputs, with quantized weights, are then the n
 those are the float model's.
 """
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from bridge.quantize.model.block_inputs import BlockInputs
-from bridge.quantize.model.float_twin import replace_layer
+from bridge.quantize.model.block_inputs import BlockInputs, set_matrix
 from bridge.quantize.model.replay import OutputOfModule, Replay
 from bridge.quantize.model.stages import Stage, find_stages
 from bridge.quantize.run.stage_hessians import gather, gather_together
@@ -40,12 +40,17 @@ class Batch:
         return [(self.inputs, False)] + ([(self.floats, True)] if self.floats is not None else [])
 
 
+def float_twin(block: nn.Module) -> nn.Module:
+    """A copy of a block that shares its tensors."""
+    return copy.deepcopy(block, {id(t): t for t in (*block.parameters(), *block.buffers())})
+
+
 class BlockWork:
     """A loaded block.
 
     block     the module
     layers    those to quantize, by name
-    original  its float twin, where that runs too
+    original  its float twin, where that runs too: it shares all tensors but those of replaced layers
     replaced  the layers whose weights are quantized ones
     """
 
@@ -72,7 +77,11 @@ class BlockWork:
         return gather_together(stage, self.layers, [replay for replay, _ in self._passes_of(batches, ends)])
 
     def replace(self, name: str, values: torch.Tensor) -> None:
-        replace_layer(self.layers[name], values, self.originals.get(name))
+        """Set a layer's quantized weights; that of the float block, which shared them, gets a copy first."""
+        if name in self.originals:
+            weight: torch.Tensor = self.originals[name].weight  # type: ignore[assignment]
+            self.originals[name].weight = nn.Parameter(weight.detach().clone(), requires_grad=False)
+        set_matrix(self.layers[name], values)
         self.replaced.add(name)
 
     def advance(self, number: int, batch: Batch, ends: Ends) -> None:

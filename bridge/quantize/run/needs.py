@@ -220,9 +220,8 @@ class _Sizes:
 
     def _gathered(self, n: int) -> int:
         """A batch's passes through a block, or its inputs of a layer while they are added to the Hessians."""
-        added = (
-            17 if self.settings.cross else 8
-        )  # bytes: both inputs in float32, and those of the tokens held back apart
+        # bytes: both inputs in float32, and those of the tokens held back apart
+        added = 17 if self.settings.cross else 8
         return self.batch * n * max(3 * self.item + 4 * self.settings.cross, added)
 
     def _solved(self, rows: int, n: int) -> int:

@@ -26,12 +26,11 @@ from bridge.quantize.model.block_inputs import embedded, first_inputs, head_hess
 from bridge.quantize.model.embeddings import embeddings_hessian
 from bridge.quantize.model.experts import complete_from_all_experts, has_too_few_tokens, merged
 from bridge.quantize.model.float_model import FloatModel
-from bridge.quantize.model.float_twin import float_twin
 from bridge.quantize.model.replay import OutputOfModule
 from bridge.quantize.model.stages import Stage
 from bridge.quantize.model.streamed_model import StreamedModel
 from bridge.quantize.quantizer import LayerInput
-from bridge.quantize.run.block_work import Batch, BlockWork, Ends
+from bridge.quantize.run.block_work import Batch, BlockWork, Ends, float_twin
 from bridge.quantize.run.walk import Walk
 from bridge.quantize.solve.hessian import Hessian
 
@@ -141,16 +140,13 @@ class Worker:
                 if self.walk.held:
                     inputs.held = self._before[number] >= self.walk.tokens[: -self.walk.held].numel()
                 self._batches[number] = Batch(inputs, inputs.copy() if self.walk.float_inputs else None)
-            if self.walk.feed == "quantized" and set_embeddings(model, self._quantized_embeddings()):
+            name = self.model.embedding_and_head()[0] if isinstance(self.model, FloatModel) else ""
+            if self.walk.feed == "quantized" and set_embeddings(model, self.walk.layers.values_by_rows(name)):
                 for inputs, part in zip(inputs_of_batches, tokens, strict=True):
                     inputs.advance(embedded(model, blocks, part))
         finally:
             self.model.drop(0)
             self.model.drop(None)
-
-    def _quantized_embeddings(self) -> Any:
-        name = self.model.embedding_and_head()[0] if isinstance(self.model, FloatModel) else ""
-        return self.walk.layers.values_by_rows(name)
 
     @task
     def stages(self, block: int, done: Done, numbers: Sequence[int]) -> tuple[list[Stage], dict[str, OutputOfModule]]:
@@ -288,14 +284,11 @@ _workers: list[Worker] = []
 def process_worker(walk: Walk) -> Iterator[Worker]:
     """The process's worker: one walk at a time, one task at a time."""
     with _lock, torch.no_grad():
-        if not _workers or not _same_run(_workers[0].walk, walk):
+        run = walk.store.job, walk.store.folder
+        if not _workers or (_workers[0].walk.store.job, _workers[0].walk.store.folder) != run:
             close_workers()
             _workers.append(Worker(walk))
         yield _workers[0]
-
-
-def _same_run(one: Walk, other: Walk) -> bool:
-    return (one.store.job, one.store.folder) == (other.store.job, other.store.folder)
 
 
 def close_workers() -> None:

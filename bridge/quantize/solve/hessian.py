@@ -444,3 +444,10 @@ def damped_factor(
             return factor, damping
         damping = max(damping * 10, LEAST_DAMPING)
     return None
+
+
+def factor_of(hessian: torch.Tensor) -> torch.Tensor:
+    """U of a damped H; where float32 has lost the damping, of H damped again, or the identity."""
+    factor = inverse_factor(hessian.clone())
+    factored = damped_factor(hessian, 1e-6) if factor is None else (factor, 0.0)
+    return torch.eye(len(hessian), dtype=hessian.dtype) if factored is None else factored[0]

@@ -26,7 +26,7 @@ import torch
 
 from bridge.encode.rounding.round_loops import add, greater
 from bridge.quantize.solve.gptq_solver import Grid, dequantize, values_of
-from bridge.quantize.solve.hessian import damped_factor, inverse_factor
+from bridge.quantize.solve.hessian import factor_of
 from bridge.system.cpu.row_threads import over_rows, tiles
 from bridge.system.kernels.jit import inner, kernel
 
@@ -167,10 +167,7 @@ def metric_of(hessian: torch.Tensor, sub: int) -> Metric:
     for start in range(0, len(h), sub):
         order = start + np.argsort(-h.diagonal()[start : start + sub], kind="stable")
         part = torch.from_numpy(h[np.ix_(order, order)].astype(np.float64))
-        factor = inverse_factor(part)
-        if factor is None:  # float32 has lost the damping
-            factored = damped_factor(part, 1e-6)
-            factor = torch.eye(len(part), dtype=torch.float64) if factored is None else factored[0]
+        factor = factor_of(part)
         inverses.append((factor.T @ factor).numpy())
         pushes.append((factor.T - torch.diag(factor.diagonal()) + torch.diag(1 / factor.diagonal())).numpy())
         orders.append(order)

@@ -86,7 +86,8 @@ def calibration_sequences(
             kinds.append((str(source.file), part))
             supplied = len(part)
         if supplied < count and len(sources) > 1:
-            _warn_short(source, supplied, count)
+            short = f"gives {supplied} of the {count} calibration sequences of its share; it is too short"
+            warnings.warn(f"{source}: {short}", BridgeWarning, stacklevel=2)
     kinds, held = _held_last(kinds, len(drawn))
     return CalibrationSet(torch.cat([drawn, *(part for _, part in kinds)]), len(drawn), held)
 
@@ -134,11 +135,3 @@ def _held_last(kinds: list[tuple[str, torch.Tensor]], others: int) -> tuple[list
         held.append(i)
     count = sum(sizes[i] for i in held)
     return [kinds[i] for i in sizes if i not in held] + [kinds[i] for i in held], count
-
-
-def _warn_short(source: Source, supplied: int, count: int) -> None:
-    warnings.warn(
-        f"{source}: gives {supplied} of the {count} calibration sequences of its share; it is too short",
-        BridgeWarning,
-        stacklevel=3,
-    )
