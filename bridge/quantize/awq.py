@@ -245,7 +245,7 @@ def _call_order(block: nn.Module, batch: BlockInputs) -> list[nn.Module]:
     able = [m for m in block.modules() if isinstance(m, nn.Linear) or getattr(getattr(m, "weight", 0), "ndim", 0) == 1]
     with ExitStack() as stack:
         for module in able:
-            stack.callback(module.register_forward_pre_hook(note).remove)
+            stack.enter_context(module.register_forward_pre_hook(note))
         batch.run(block)
     return ran
 

@@ -14,6 +14,7 @@ from bridge.quantize.layer_store import StoredLayer
 from bridge.system.kernels import compiling
 from bridge.system.text import duration_text
 
+_RECORDED = ("type", "error", "nearest", "alone", "damping", "tokens")  # of a layer
 _NAMED = 12  # layers of a block that are named; of experts, there may be hundreds
 
 
@@ -64,12 +65,9 @@ class BlockLog:
     def _record(self, number: int, names: Sequence[str], seconds: float) -> None:
         layers = {name: self._layers[name] for name in names}
         by_layer = {
-            name: {
-                "type": layer.type, "error": layer.error, "nearest": layer.nearest, "alone": layer.alone,
-                "damping": layer.damping, "tokens": layer.tokens, "seconds": round(layer.seconds, 3),
-            }
+            name: {key: getattr(layer, key) for key in _RECORDED} | {"seconds": round(layer.seconds, 3)}
             for name, layer in layers.items()
-        }  # fmt: skip
+        }
         self.records.append(
             {
                 "block": number,

@@ -5,6 +5,7 @@ Costs a forward pass of the tokens without the output head. Memory holds one blo
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 from bridge.errors import BridgeError
 from bridge.quantize.model.activations import ActivationStore
 from bridge.quantize.model.block_inputs import first_inputs, head_hessian, is_layer, matrix_shape, vectors
-from bridge.quantize.model.streamed_model import InMemory, StreamedModel, check_length, positions_of, text_config
+from bridge.quantize.model.streamed_model import InMemory, StreamedModel, check_sequences, loaded
 
 
 @torch.no_grad()
@@ -39,44 +40,30 @@ def mean_input_squares(
     An expert without tokens has zeros. Raises BridgeError where inputs are not finite.
     """
     source: StreamedModel = InMemory(model) if isinstance(model, nn.Module) else model
-    check_length(tokens.shape[1], positions_of(text_config(source.model)))
+    check_sequences(source.model, tokens.shape[1])
     source.model.eval()
     parts = tokens.split(batch)
     squares: dict[str, tuple[np.ndarray, int]] = {}
     with ActivationStore(offload, memory) as store:
-        source.load(None)
-        source.load(0)
-        try:
+        with loaded(source, None, 0):
             batches = first_inputs(source.model, source.blocks, parts, store)
-        finally:
-            source.drop(0)
-            source.drop(None)
         for i, block in enumerate(source.blocks):
-            source.load(i)
-            layers = {
-                source.name(f"{source.prefix}.{i}.{n}"): _InputSquares(m)
-                for n, m in block.named_modules()
-                if is_layer(m)
-            }
-            hooks = [layer.module.register_forward_pre_hook(layer.add) for layer in layers.values()]
-            try:
+            with ExitStack() as stack:
+                stack.enter_context(loaded(source, i))
+                modules = {source.name(f"{source.prefix}.{i}.{n}"): m for n, m in block.named_modules() if is_layer(m)}
+                layers = {name: _InputSquares(module) for name, module in modules.items()}
+                for layer in layers.values():
+                    stack.enter_context(layer.module.register_forward_pre_hook(layer.add))
                 for b in batches:
                     b.select_block(i)
                     b.advance(b.run(block))
-            finally:
-                for hook in hooks:
-                    hook.remove()
-                source.drop(i)
             squares |= {name: layer.mean(name) for name, layer in layers.items()}
             done(i + 1, len(source.blocks))
         head = source.untied_head()
         if head is not None:
-            source.load(None)
-            try:
+            with loaded(source, None):
                 outputs = (b.value() for b in batches)
                 hessian = head_hessian(source.model, source.blocks, parts, batches[0].items, outputs)
-            finally:
-                source.drop(None)
             squares[head[0]] = hessian.mean_squares(), hessian.tokens
     return squares
 

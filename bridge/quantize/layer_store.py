@@ -400,7 +400,7 @@ class LayerStore:
         return file_of(self.folder, name, f"{'' if part is None else f'-{part:09}'}.gradients")
 
     def _norms_file(self, name: str, part: int | None = None) -> Path:
-        return file_of(self.folder, name, f"{'' if part is None else f'-{part:09}'}.norms")
+        return self._outputs_file(name, part).with_suffix(".norms")
 
     def remove(self) -> None:
         """Remove the layers, once they are in the output, and the folder unless it holds anything else."""

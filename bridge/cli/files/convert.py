@@ -5,18 +5,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from bridge.cli import options
 from bridge.cli.files.upload import Uploading, add_upload
-from bridge.cli.options import (
-    SOURCE,
-    add_budget,
-    add_calibration,
-    add_options,
-    add_output,
-    budget,
-    calibration,
-    command,
-    given,
-)
 from bridge.conversion.planning.options import ConvertOptions
 from bridge.errors import BridgeError
 from bridge.system.progress import Bar
@@ -26,31 +16,31 @@ MODEL = ["config", "template", "name", "author", "metadata", "pre"]
 
 
 def add_parser(commands: Any) -> None:
-    p = command(commands, "convert", run)
-    p.add_argument("checkpoint", nargs="?", help=f"{SOURCE}; that of --plan if not given")
+    p = options.command(commands, "convert", run)
+    p.add_argument("checkpoint", nargs="?", help=f"{options.SOURCE}; that of --plan if not given")
     p.add_argument(
         "out", nargs="?", help="the GGUF to write (default: the checkpoint's name and the type, in the current folder)"
     )
     add_plan_options(p)
-    add_options(p.add_argument_group("plan"), ConvertOptions, ["plan", "shard"])
-    add_options(p.add_argument_group("adapter"), ConvertOptions, ["merge"])
-    add_calibration(p)
-    add_budget(p, requantize=True)
-    add_output(p)
+    options.add_options(p.add_argument_group("plan"), ConvertOptions, ["plan", "shard"])
+    options.add_options(p.add_argument_group("adapter"), ConvertOptions, ["merge"])
+    options.add_calibration(p)
+    options.add_budget(p, requantize=True)
+    options.add_output(p)
     add_upload(p)
 
 
 def add_plan_options(p: argparse.ArgumentParser) -> None:
     """The options that a plan depends on; `choices` reads them."""
-    add_options(p.add_argument_group("model"), ConvertOptions, MODEL)
+    options.add_options(p.add_argument_group("model"), ConvertOptions, MODEL)
     types = p.add_argument_group("types")
-    add_options(types, ConvertOptions, [*TYPES, "actorder_type", "target", "detect_lattice", "imatrix"])
+    options.add_options(types, ConvertOptions, [*TYPES, "actorder_type", "target", "detect_lattice", "imatrix"])
     types.add_argument("--exact", action="store_true", help="short for --type exact")
 
 
 def choices(a: argparse.Namespace) -> dict[str, Any]:
     """The fields of ConvertOptions that the command line gave."""
-    values = given(a, ConvertOptions)
+    values = options.given(a, ConvertOptions)
     if getattr(a, "exact", False):
         if "type" in values:
             raise BridgeError("--exact and --type ask for different things; give one")
@@ -72,15 +62,16 @@ def run(a: argparse.Namespace) -> int:
         Bar("quantizing", unit=" layers") as layers,
         Bar("converting") as bar,
     ):
-        options = ConvertOptions(**choices(a), calibrate=calibration(a, layers, layers.say), budget=budget(a, steps))
-        report = convert_as(a.checkpoint, a.out, options, bar, a.report)
+        calibrate = options.calibration(a, layers, layers.say)
+        settings = ConvertOptions(**choices(a), calibrate=calibrate, budget=options.budget(a, steps))
+        report = convert_as(a.checkpoint, a.out, settings, bar, a.report)
     print(report.table())
     if a.report:
         report.save(a.report)
     if not report.outputs:
         return 0
-    if options.shard is None:
-        print(_next_steps(report.outputs, options.modelfile))
+    if settings.shard is None:
+        print(_next_steps(report.outputs, settings.modelfile))
     uploading.finish(report)
     return 0
 

@@ -5,19 +5,9 @@ from typing import Any
 
 from bridge.blocks.tensor_types import FLOAT_TYPES
 from bridge.checkpoint.formats.registry import QUANTIZED, in_words
+from bridge.cli import options
 from bridge.cli.files import convert
 from bridge.cli.files.upload import Uploading, add_upload
-from bridge.cli.options import (
-    add_budget,
-    add_calibration,
-    add_options,
-    add_output,
-    as_flag,
-    budget,
-    calibration,
-    command,
-    given,
-)
 from bridge.conversion.planning.options import ConvertOptions
 from bridge.errors import BridgeError
 from bridge.quantize.text.sources import DEFAULT
@@ -27,23 +17,23 @@ _GROUPS = ("bits", "group_size", "asymmetric", "clamp")  # of a checkpoint
 
 
 def add_parser(commands: Any) -> None:
-    p = command(commands, "quantize", run)
+    p = options.command(commands, "quantize", run)
     p.add_argument(
         "checkpoint", metavar="MODEL", help="folder with config.json and float weights, a Hub id (org/name), or a GGUF"
     )
     p.add_argument(
         "out", nargs="?", help="the GGUF to write, or the folder of --format (default: the model's name and the type)"
     )
-    add_calibration(p)
-    add_budget(p)
+    options.add_calibration(p)
+    options.add_budget(p)
     types = p.add_argument_group("types")
     types.add_argument(
         "--type", default=argparse.SUPPRESS, metavar="TYPE",
         help="a block type or a llama.cpp preset for the layers, or F16, BF16 or F32, which need no text "
         "(default: Q4_K, without --size or --bpw; of a checkpoint with codes, those that hold them)",
     )  # fmt: skip
-    add_options(types, ConvertOptions, [name for name in convert.TYPES if name != "type"])
-    add_options(p.add_argument_group("model"), ConvertOptions, convert.MODEL)
+    options.add_options(types, ConvertOptions, [name for name in convert.TYPES if name != "type"])
+    options.add_options(p.add_argument_group("model"), ConvertOptions, convert.MODEL)
     groups = p.add_argument_group("a checkpoint instead of a GGUF")
     groups.add_argument("--format", choices=QUANTIZED, help=in_words(QUANTIZED))
     unset = argparse.SUPPRESS  # so that `run` sees what was asked for; the defaults are the function's
@@ -57,7 +47,7 @@ def add_parser(commands: Any) -> None:
     groups.add_argument(
         "--clamp", action="store_true", default=unset, help="gptq: change zero points of 0, which v1 cannot hold, to 1"
     )
-    add_output(p)
+    options.add_output(p)
     add_upload(p)
 
 
@@ -69,13 +59,13 @@ def run(a: argparse.Namespace) -> int:
     groups = {name: getattr(a, name) for name in _GROUPS if hasattr(a, name)}
     if a.format is None:
         if groups:
-            raise BridgeError(f"{as_flag(next(iter(groups)))} is for a checkpoint: give --format")
+            raise BridgeError(f"{options.as_flag(next(iter(groups)))} is for a checkpoint: give --format")
         return convert.run(a)
-    if budget(a, None) is not None:
+    if options.budget(a, None) is not None:
         raise BridgeError("--size and --bpw choose among GGUF types; a checkpoint's groups are all alike, see --bits")
-    of_gguf = given(a, ConvertOptions).keys() - {"config", "force"}
+    of_gguf = options.given(a, ConvertOptions).keys() - {"config", "force"}
     if of_gguf:
-        raise BridgeError(f"{as_flag(min(of_gguf))} is for a GGUF; leave it out with --format {a.format}")
+        raise BridgeError(f"{options.as_flag(min(of_gguf))} is for a GGUF; leave it out with --format {a.format}")
     from bridge.conversion.checkpoints.to_checkpoint import quantize_checkpoint
 
     if a.report:
@@ -84,7 +74,7 @@ def run(a: argparse.Namespace) -> int:
         check_report(a.report)
     uploading = Uploading(a, a.checkpoint, a.out)
     with Bar("quantizing", unit=" layers") as layers, Bar("writing") as bar:
-        settings = calibration(a, layers, layers.say)
+        settings = options.calibration(a, layers, layers.say)
         assert settings is not None
         done = quantize_checkpoint(
             a.checkpoint, a.out, a.format, config=getattr(a, "config", None),

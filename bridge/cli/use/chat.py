@@ -9,19 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from bridge.cli.use.run import (
-    add_sampling,
-    add_template_options,
-    gguf_of,
-    load,
-    model_parser,
-    reply_options,
-    speeds,
-    take_checkpoints,
-    template_options,
-    without_pauses,
-    without_thinking,
-)
+from bridge.cli.use import run
 from bridge.cli.use.terminal import Terminated, generated
 from bridge.errors import BridgeError
 from bridge.system.storage.files import write_text
@@ -40,20 +28,20 @@ _NAMES = re.findall(r"^/[a-z]+", _COMMANDS, re.MULTILINE)
 
 
 def add_parser(commands: Any) -> None:
-    p = model_parser(commands, "chat", chat)
-    take_checkpoints(p)
+    p = run.model_parser(commands, "chat", chat)
+    run.take_checkpoints(p)
     p.add_argument("--system", metavar="TEXT", help="system message")
-    add_template_options(p)
-    add_sampling(p)
+    run.add_template_options(p)
+    run.add_sampling(p)
 
 
 def chat(a: argparse.Namespace) -> int:
     """Answer the lines of standard input, which are one conversation; the speeds go to standard error."""
-    extra = template_options(a)
-    path = gguf_of(a, Conversation(None, a.system).probe)
-    model = load(a, path, a.context, a.lora)
-    extra = {**without_thinking(a, model.chat_template), **extra}
-    options = {**reply_options(a), "template_options": extra}
+    extra = run.template_options(a)
+    path = run.gguf_of(a, Conversation(None, a.system).probe)
+    model = run.load(a, path, a.context, a.lora)
+    extra = {**run.without_thinking(a, model.chat_template), **extra}
+    options = {**run.reply_options(a), "template_options": extra}
     talk = Conversation(model, a.system)
     model.chat_tokens(talk.probe, extra)  # raises BridgeError if there is no usable chat template
     asks = sys.stdin.isatty()
@@ -65,7 +53,7 @@ def chat(a: argparse.Namespace) -> int:
                 if not command(talk, word[0], line[word.end() :].strip()):
                     break
                 continue
-            for piece in without_pauses(talk.reply(line, **options)):
+            for piece in run.without_pauses(talk.reply(line, **options)):
                 print(piece, end="", flush=True, file=generated())
         except Terminated:
             raise
@@ -78,7 +66,7 @@ def chat(a: argparse.Namespace) -> int:
             continue
         print(flush=True)
         if asks:
-            tell(speeds(model))
+            tell(run.speeds(model))
     return 0
 
 

@@ -22,18 +22,8 @@ from bridge.checkpoint.files.dtypes import as_float32, from_float32
 from bridge.conversion.planning.importance import Importance
 from bridge.conversion.planning.part_reader import PartReader
 from bridge.conversion.planning.plan import PlannedTensor
-from bridge.conversion.writing.report import (
-    AS_IS,
-    CALIBRATED,
-    COPIED,
-    FLOAT,
-    REQUANTIZED,
-    Outcome,
-    TensorReport,
-    carried_outcome,
-    lost_codes,
-    zero_notes,
-)
+from bridge.conversion.writing import report
+from bridge.conversion.writing.report import Outcome, TensorReport
 from bridge.encode.block_bytes import row_bytes
 from bridge.encode.carrying.carry import Fidelity
 from bridge.encode.limits import FLOAT_LIMIT
@@ -100,9 +90,10 @@ class Executor:
         """Read and map one tensor."""
         block = WRITTEN.get(tensor.type)
         if tensor.data is not None:
-            data, outcome = tensor.data, Outcome(AS_IS)
+            data, outcome = tensor.data, Outcome(report.AS_IS)
         elif (stored := self.reader.copied(tensor)) is not None:
-            data, outcome = stored, Outcome(AS_IS if tensor.type in FLOAT_TYPES else COPIED, stored=tensor.type)
+            copied = report.AS_IS if tensor.type in FLOAT_TYPES else report.COPIED
+            data, outcome = stored, Outcome(copied, stored=tensor.type)
         elif block is None:
             data, outcome = self._as_floats(tensor)
         else:
@@ -152,12 +143,12 @@ class Executor:
                 row += len(blocks)
         assert data is not None
         hows = set(tensor.how)
-        notes += zero_notes(tensor, zeros)
+        notes += report.zero_notes(tensor, zeros)
         if hows == {"calibrated"}:
-            return data, Outcome(CALIBRATED, coded, notes=notes)
+            return data, Outcome(report.CALIBRATED, coded, notes=notes)
         if hows == {"rounded"}:
-            return data, Outcome(FLOAT, floats, notes=notes, stored=self.reader.stored_as(tensor.parts[0]))
-        notes += lost_codes(tensor.name, reasons, coded)
+            return data, Outcome(report.FLOAT, floats, notes=notes, stored=self.reader.stored_as(tensor.parts[0]))
+        notes += report.lost_codes(tensor.name, reasons, coded)
         smaller = next(iter(exact), None) if coded.error else None
         if "rounded" in hows:
             notes.append(
@@ -165,7 +156,7 @@ class Executor:
                 f"{block.name} like the others (NMSE {floats.nmse:.1e})"
             )
         free_type = smaller if smaller and WRITTEN[smaller].bpw <= block.bpw else None
-        return data, Outcome(carried_outcome(coded), coded, free_type, notes)
+        return data, Outcome(report.carried_outcome(coded), coded, free_type, notes)
 
     def _rounded(self, part: Part, block: BlockType, importance: np.ndarray | None, data: np.ndarray) -> Fidelity:
         """Quantize a part of floats into `data`, uint8 [rows, row bytes]. Rows are divided among several threads:
@@ -217,17 +208,17 @@ class Executor:
             zeros += signal == 0
             notes += t.notes
         data = np.concatenate(chunks).reshape(tensor.shape)
-        notes += zero_notes(tensor, zeros)
+        notes += report.zero_notes(tensor, zeros)
         if small.nmse > FLOAT_LIMIT:
             notes.append(
                 f"{tensor.name}: {small.weights} of its values are below half precision's range, and far off in F16 "
                 f"(NMSE {small.nmse:.2g}); keep it with {parameter('tensor_types')} REGEX=BF16"
             )
         if coded is None:
-            return data, Outcome(AS_IS, notes=notes, stored=stored)
+            return data, Outcome(report.AS_IS, notes=notes, stored=stored)
         if coded.error:
-            notes += lost_codes(tensor.name, [f"stored as {tensor.type}"], coded)
-        return data, Outcome(REQUANTIZED, coded, notes=notes, stored=stored)
+            notes += report.lost_codes(tensor.name, [f"stored as {tensor.type}"], coded)
+        return data, Outcome(report.REQUANTIZED, coded, notes=notes, stored=stored)
 
 
 def _underflow(x: np.ndarray, halves: np.ndarray) -> Fidelity:

@@ -146,12 +146,8 @@ def _input_of(module: nn.Module, forward: Callable[[], Any]) -> torch.Tensor:
         inputs.append(args[0] if args else kwargs["hidden_states"])
         raise StopForward
 
-    hook = module.register_forward_pre_hook(note, with_kwargs=True)
-    try:
-        with suppress(StopForward):
-            forward()
-    finally:
-        hook.remove()
+    with module.register_forward_pre_hook(note, with_kwargs=True), suppress(StopForward):
+        forward()
     return inputs[0]
 
 

@@ -8,10 +8,12 @@ inputs and gradients of one, and where the logits are needed the embeddings and 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from bridge.errors import BridgeError
 from bridge.quantize.model.activations import ActivationStore, StoredActivation
@@ -31,6 +33,7 @@ from bridge.quantize.model.embeddings import embeddings_matrix
 from bridge.quantize.model.experts import SeparateExperts, expert_of, expert_pattern
 from bridge.quantize.model.float_model import FloatModel
 from bridge.quantize.model.stored_inputs import StoredInputs
+from bridge.quantize.model.streamed_model import loaded
 from bridge.quantize.solve.hessian import Hessian, held_back
 from bridge.quantize.solve.two_sided import ROWS, OutputHessian, some_outputs
 
@@ -117,13 +120,8 @@ class Passes:
 
     def __post_init__(self) -> None:
         self.batches = self.tokens.split(self.batch)
-        self.model.load(None)
-        self.model.load(0)
-        try:
+        with loaded(self.model, None, 0):
             self.calls = first_inputs(self.model.model, self.model.blocks, self.batches, ActivationStore(None))
-        finally:
-            self._drop(0)
-        self.model.drop(None)
         self.inputs = [[self.keep(call.value()) for call in self.calls]]
         for call in self.calls:
             call.x = None
@@ -260,22 +258,21 @@ class Passes:
         gradients  by batch, at the block's outputs; afterwards those at its inputs
         forget     free the block's inputs
         """
-        self.model.load(number)
         gathered: dict[str, _OutputGradients] = {}
         of_tokens: dict[str, _OutputGradients] = {}  # by pattern
-        hooks = []
-        for name, module in self.layers(number):
-            gathered[name] = _OutputGradients(rows, None if expert_of(name) else self.held)
-            if not expert_of(name):
-                of_tokens[name] = gathered[name]
-            hooks.append(module.register_forward_hook(_adding(gathered[name])))
-        for module in self.model.blocks[number].modules():
-            if isinstance(module, SeparateExperts):
-                every = _OutputGradients(0)
-                inside = set(module.modules())
-                of_tokens |= {expert_pattern(name): every for name, layer in self.layers(number) if layer in inside}
-                hooks.append(module.register_forward_hook(_adding(every)))
-        try:
+        with ExitStack() as stack:
+            stack.enter_context(loaded(self.model, number))
+            for name, module in self.layers(number):
+                gathered[name] = _OutputGradients(rows, None if expert_of(name) else self.held)
+                if not expert_of(name):
+                    of_tokens[name] = gathered[name]
+                stack.enter_context(module.register_forward_hook(partial(_gather, gathered[name])))
+            for module in self.model.blocks[number].modules():
+                if isinstance(module, SeparateExperts):
+                    every = _OutputGradients(0)
+                    inside = set(module.modules())
+                    of_tokens |= {expert_pattern(name): every for name, layer in self.layers(number) if layer in inside}
+                    stack.enter_context(module.register_forward_hook(partial(_gather, every)))
             for b, call in enumerate(self.calls):
                 x = _value(self.inputs[number][b]).detach().to(self.model.device).requires_grad_()
                 with torch.enable_grad():
@@ -284,10 +281,6 @@ class Passes:
                 gradients[b] = x.grad.cpu()
                 if forget:
                     self.inputs[number][b].drop()
-        finally:
-            for hook in hooks:
-                hook.remove()
-            self.model.drop(number)
         for name, sums in of_tokens.items():
             if norms is not None and sums.tokens == self.tokens.numel():
                 norms(name, torch.cat(sums.norms).cpu())
@@ -331,15 +324,10 @@ class Passes:
         for start in range(0, x.shape[1], step):
             yield slice(start, start + step)
 
-    @contextmanager
-    def _positions(self, positions: slice) -> Iterator[None]:
-        """Have the head see only these positions of a sequence meanwhile."""
+    def _positions(self, positions: slice) -> RemovableHandle:
+        """Have the head see only these positions of a sequence until the hook's context ends."""
         head = head_of(self.model.model)[1]
-        hook = head.register_forward_pre_hook(lambda _module, args: (args[0][:, positions], *args[1:]))
-        try:
-            yield
-        finally:
-            hook.remove()
+        return head.register_forward_pre_hook(lambda _module, args: (args[0][:, positions], *args[1:]))
 
 
 def _value(x: Any) -> torch.Tensor:
@@ -402,13 +390,11 @@ class _OutputGradients:
         return OutputHessian(blocks, held, self.held_tokens / self.tokens, scale)
 
 
-def _adding(gathered: _OutputGradients) -> Callable[..., None]:
+def _gather(
+    gathered: _OutputGradients, module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor
+) -> None:
     """A forward hook that adds the gradients of a module's outputs."""
-
-    def hook(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        if output.requires_grad:
-            if is_layer(module):
-                gathered.powers.append(vectors(module, args[0].detach()).float().square().sum(1))
-            output.register_hook(lambda gradient: gathered.add(gradient.reshape(-1, gradient.shape[-1])))
-
-    return hook
+    if output.requires_grad:
+        if is_layer(module):
+            gathered.powers.append(vectors(module, args[0].detach()).float().square().sum(1))
+        output.register_hook(lambda gradient: gathered.add(gradient.reshape(-1, gradient.shape[-1])))

@@ -13,6 +13,7 @@ inputs do not fit in memory, and go to no folder, their module runs again.
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ class Replay:
             for name, end in self.ends.items():
                 if end.layer not in gathered and end.layer in self.inputs.keys() | self.outputs.keys():
                     module = self.block.get_submodule(name)
-                    module.forward = self._output(end)  # type: ignore[method-assign]
+                    module.forward = partial(self._output, end)  # type: ignore[method-assign]
                     stack.callback(delattr, module, "forward")
             return self.batch.run(self.block)
 
@@ -90,8 +91,5 @@ class Replay:
         self.inputs.clear()
         self.outputs.clear()
 
-    def _output(self, end: OutputOfModule) -> Any:
-        def forward(*_args: Any, **_kwargs: Any) -> Any:
-            return as_returned(self.output(end.layer), end.items)
-
-        return forward
+    def _output(self, end: OutputOfModule, *_args: Any, **_kwargs: Any) -> Any:
+        return as_returned(self.output(end.layer), end.items)

@@ -9,6 +9,7 @@ the text reaches come last.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -94,16 +95,13 @@ def find_stages(
         if args and isinstance(args[0], torch.Tensor) and args[0].shape == shape[0]:
             calls.append((inside[module], args[0]))
 
-    def note(name: str) -> Any:
-        def hook(_module: nn.Module, args: tuple[Any, ...]) -> None:
-            if name not in seen:
-                before = order[-1][0] if order else None
-                order.append((name, before if before and seen[before] is args[0] else None))
-                seen[name] = args[0]
-            elif seen[name] is not None and seen[name] is not args[0]:
-                again.add(name)
-
-        return hook
+    def note(name: str, _module: nn.Module, args: tuple[Any, ...]) -> None:
+        if name not in seen:
+            before = order[-1][0] if order else None
+            order.append((name, before if before and seen[before] is args[0] else None))
+            seen[name] = args[0]
+        elif seen[name] is not None and seen[name] is not args[0]:
+            again.add(name)
 
     def returned(module: nn.Module, _args: Any, output: Any) -> None:
         if module in layer_modules:
@@ -118,11 +116,11 @@ def find_stages(
     patterns = {expert_pattern(name) for name in layers}
     with ExitStack() as stack:
         for name, module in layers.items():
-            stack.callback(module.register_forward_pre_hook(note(name)).remove)
+            stack.enter_context(module.register_forward_pre_hook(partial(note, name)))
         for module in inside:
             if module is not block:
-                stack.callback(module.register_forward_hook(returned).remove)
-                stack.callback(module.register_forward_pre_hook(called).remove)
+                stack.enter_context(module.register_forward_hook(returned))
+                stack.enter_context(module.register_forward_pre_hook(called))
         for batch in batches:
             calls.clear()
             outputs.clear()
@@ -189,22 +187,16 @@ def stage_inputs(
     names = {module: name for name, module in replay.block.named_modules()}
     inputs = [[key] for key in stage.groups] if stage.experts else [list(stage.groups)]  # groups that share theirs
 
-    def note(keys: Sequence[str]) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-            seen.setdefault(keys[0], []).append(vectors(module, args[0]).float())
-            if routed is None:
-                for name in (name for key in keys for name in stage.groups[key]):
-                    replay.keep(names[layers[name]], args[0])
-            if stage.once and not stage.experts:
-                raise StopForward
+    def note(keys: Sequence[str], module: nn.Module, args: tuple[Any, ...]) -> None:
+        seen.setdefault(keys[0], []).append(vectors(module, args[0]).float())
+        if routed is None:
+            for name in (name for key in keys for name in stage.groups[key]):
+                replay.keep(names[layers[name]], args[0])
+        if stage.once and not stage.experts:
+            raise StopForward
 
-        return hook
-
-    def note_residual(name: str) -> Any:
-        def hook(_module: nn.Module, args: tuple[Any, ...]) -> None:
-            added[name] = args[0]
-
-        return hook
+    def note_residual(name: str, _module: nn.Module, args: tuple[Any, ...]) -> None:
+        added[name] = args[0]
 
     def stop(*_: Any) -> None:
         raise StopForward
@@ -215,14 +207,14 @@ def stage_inputs(
             for end in replay.ends.values():
                 if end.layer in of and end.added:
                     module = replay.block.get_submodule(end.added)
-                    stack.callback(module.register_forward_pre_hook(note_residual(of[end.layer])).remove)
+                    stack.enter_context(module.register_forward_pre_hook(partial(note_residual, of[end.layer])))
         for keys in inputs:
-            stack.callback(layers[stage.groups[keys[0]][0]].register_forward_pre_hook(note(keys)).remove)
+            stack.enter_context(layers[stage.groups[keys[0]][0]].register_forward_pre_hook(partial(note, keys)))
         mixture = mixture_of(replay.block, stage, layers)
         if mixture is not None:
             mixture.imposed = routed
             stack.callback(setattr, mixture, "imposed", None)
-            stack.callback(mixture.register_forward_hook(stop).remove)
+            stack.enter_context(mixture.register_forward_hook(stop))
         with suppress(StopForward):
             replay.run({names[layers[name]] for group in stage.groups.values() for name in group})
     joined = {first: torch.cat(parts) for first, parts in seen.items()}

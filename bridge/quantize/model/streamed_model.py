@@ -1,6 +1,7 @@
 """A `transformers` decoder as calibration passes through it: its blocks, one loaded at a time, and its output head."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -41,6 +42,18 @@ class StreamedModel(Protocol):
 
     def name(self, layer: str) -> str:
         """A layer's name in the checkpoint, given its name in the model."""
+
+
+@contextmanager
+def loaded(model: StreamedModel, *blocks: int | None) -> Iterator[None]:
+    """Have blocks loaded meanwhile; None: everything outside the blocks except the head."""
+    try:
+        for block in blocks:
+            model.load(block)
+        yield
+    finally:
+        for block in reversed(blocks):
+            model.drop(block)
 
 
 class InMemory:
@@ -101,6 +114,11 @@ def check_length(length: int, positions: int | None) -> None:
             f"calibration sequences have {length} tokens, but the model has {positions} positions; "
             f"use shorter ones: {parameter('length', positions)}"
         )
+
+
+def check_sequences(model: nn.Module, length: int) -> None:
+    """`check_length` for sequences of a model."""
+    check_length(length, positions_of(text_config(model)))
 
 
 def text_config(model: nn.Module) -> Any:

@@ -17,7 +17,7 @@ from torch import nn
 from bridge.quantize.model.block_inputs import BlockInputs
 from bridge.quantize.model.float_model import FloatModel
 from bridge.quantize.model.stages import Stage
-from bridge.quantize.model.streamed_model import InMemory, StreamedModel, check_length, positions_of, text_config
+from bridge.quantize.model.streamed_model import InMemory, StreamedModel, check_sequences
 from bridge.quantize.quantizer import Quantizer
 from bridge.quantize.run.block_work import Batch, Ends
 from bridge.quantize.run.cluster import Tasks
@@ -43,7 +43,7 @@ def quantize_model(
 def quantized_layers(tasks: Tasks) -> Iterator[tuple[str, Any]]:
     """Quantize the layers of a walk; yields as `quantize_model`. On a cluster, the other result is a `StoredLayer`."""
     walk, model = tasks.walk, tasks.model
-    check_length(walk.tokens.shape[1], positions_of(text_config(model.model)))
+    check_sequences(model.model, walk.tokens.shape[1])
     model.model.eval()
     if walk.two_sided:
         yield from _embeddings(tasks)

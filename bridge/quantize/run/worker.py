@@ -28,7 +28,7 @@ from bridge.quantize.model.experts import complete_from_all_experts, has_too_few
 from bridge.quantize.model.float_model import FloatModel
 from bridge.quantize.model.replay import OutputOfModule
 from bridge.quantize.model.stages import Stage
-from bridge.quantize.model.streamed_model import StreamedModel
+from bridge.quantize.model.streamed_model import StreamedModel, loaded
 from bridge.quantize.quantizer import LayerInput
 from bridge.quantize.run.block_work import Batch, BlockWork, Ends, float_twin
 from bridge.quantize.run.walk import Walk
@@ -131,9 +131,7 @@ class Worker:
         """Find what the blocks are called with for these batches."""
         self.leave()
         model, blocks = self.model.model, self.model.blocks
-        self.model.load(None)
-        self.model.load(0)
-        try:
+        with loaded(self.model, None, 0):
             tokens = [self.sequences[number] for number in numbers]
             inputs_of_batches = first_inputs(model, blocks, tokens, self.activations)
             for number, inputs in zip(numbers, inputs_of_batches, strict=True):
@@ -144,9 +142,6 @@ class Worker:
             if self.walk.feed == "quantized" and set_embeddings(model, self.walk.layers.values_by_rows(name)):
                 for inputs, part in zip(inputs_of_batches, tokens, strict=True):
                     inputs.advance(embedded(model, blocks, part))
-        finally:
-            self.model.drop(0)
-            self.model.drop(None)
 
     @task
     def stages(self, block: int, done: Done, numbers: Sequence[int]) -> tuple[list[Stage], dict[str, OutputOfModule]]:
@@ -198,14 +193,11 @@ class Worker:
         self.leave()
         model, blocks = self.model.model, self.model.blocks
         batches = self._inputs(len(blocks), numbers).values()
-        self.model.load(None)
-        try:
+        with loaded(self.model, None):
             tokens = [self.sequences[number] for number in numbers]
             outputs, items = (batch.inputs.value() for batch in batches), next(iter(batches)).inputs.items
             floats = ((batch.floats or batch.inputs).value() for batch in batches) if self.walk.cross else None
             return {"": head_hessian(model, blocks, tokens, items, outputs, floats, self._before[numbers[0]])}
-        finally:
-            self.model.drop(None)
 
     @task
     def head_rows(self, name: str, rows: tuple[int, int, int], hessians: dict[str, Hessian], last: bool) -> Any:
