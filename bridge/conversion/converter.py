@@ -224,9 +224,8 @@ def _written(
             tensor = planner.chosen_again(tensor)
             result = executor.make(tensor)
         if planner is not None and beyond_auto(result.report) and planner.chooses(tensor):
-            tensor = planner.with_type(
-                tensor, "BF16", f"values beyond what {tensor.type}'s half-precision scales reach"
-            )
+            why = f"values beyond what {tensor.type}'s half-precision scales reach"
+            tensor = planner.with_type(tensor, "BF16", why)
             result = executor.make(tensor)
         output.write(result.data, tensor)
         yield result.report

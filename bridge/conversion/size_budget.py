@@ -156,17 +156,11 @@ def _item(tensor: PlannedTensor, plan: Plan, planner: Planner, settings: Calibra
         others = [block for block in others if not (block.values or block.numbered)]
     types = [block.name for block in sorted({*usual, *others}, key=lambda block: block.bpw)]
     types.append("BF16" if stored == {"BF16"} else "F16")
-    scales = (
-        with_scales(planner.ckpt, replace(plan, tensors=[_in_nvfp4(tensor)])).tensors[1:] if "NVFP4" in types else []
-    )
+    in_nvfp4 = replace(tensor, type="NVFP4", how=tuple("rounded" for _ in tensor.parts))  # where it comes as floats
+    scales = with_scales(planner.ckpt, replace(plan, tensors=[in_nvfp4])).tensors[1:] if "NVFP4" in types else []
     sizes = [padded(replace(tensor, type=type).nbytes) for type in types]
     sizes = [size + sum(map(added_bytes, scales)) * (type == "NVFP4") for size, type in zip(sizes, types, strict=True)]
-    return _Item(tensor, types, np.array(sizes, np.int64), rounded_scale(plan.metadata, _in_nvfp4(tensor)))
-
-
-def _in_nvfp4(tensor: PlannedTensor) -> PlannedTensor:
-    """The tensor, which has come as floats, in NVFP4."""
-    return replace(tensor, type="NVFP4", how=tuple("rounded" for _ in tensor.parts))
+    return _Item(tensor, types, np.array(sizes, np.int64), rounded_scale(plan.metadata, in_nvfp4))
 
 
 class _Search:

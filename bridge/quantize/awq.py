@@ -176,9 +176,8 @@ class Awq:
                         hessian.add(x)
                         size += x.abs().double().sum(0).cpu()
                 weights = [linear.weight.data.float() for linear in linears]
-                s, alpha, errors = smoothing(
-                    weights, (size / hessian.tokens).to(weights[0]), hessian.matrix, self._rounding
-                )
+                size = (size / hessian.tokens).to(weights[0])
+                s, alpha, errors = smoothing(weights, size, hessian.matrix, self._rounding)
                 before_name = next(name for name, module in block.named_modules() if module is before)
                 gain = min(errors) / errors[0] if errors[0] else 1.0
                 done.append((before_name, ScaleFold(name_of(before_name), tuple(names), alpha, gain), s))

@@ -38,10 +38,11 @@ from bridge.system.storage.files import read_json, write_text
 _JOB = "job.json"
 _PART = ".unfinished"
 _INPUTS = r"(inputs|gradients)-\d{5}-\d{5}(-float)?"  # `stored_inputs`
-_RUN_FILES = re.compile(  # the files that a run leaves in the folder
+_FILES = re.compile(  # the files that a run leaves in the folder
     rf"(job|inputs|gradients)\.json|([0-9a-f]{{24}}(-\d{{9}})?|{_INPUTS})\.(safetensors|scales|gradients|norms|\d+\{_PART})"
 )
 _DIGEST = "digest"
+_OTHER_RUN = "holds layers of a run with other options, inputs or version"
 
 
 @dataclass(frozen=True)
@@ -167,9 +168,7 @@ class LayerStore:
     Raises BridgeError if it holds layers of another run, or anything else.
     """
 
-    def __init__(
-        self, folder: Path, job: Mapping[str, Any], force: bool = False, part: tuple[int, int] | None = None
-    ) -> None:
+    def __init__(self, folder: Path, job: Mapping[str, Any], force: bool = False, part: tuple[int, int] | None = None):
         others = [] if part else sorted(folder.parent.glob(f"{glob.escape(folder.name)}-*-of-*"))
         folder = folder.with_name(f"{folder.name}-{part[0]}-of-{part[1]}") if part else folder
         self.folder = folder
@@ -187,7 +186,7 @@ class LayerStore:
                 self._others.append(other)
                 self._load(other)
             else:
-                self.notes.append(f"{other}: holds layers of a run with other options, inputs or version; left out")
+                self.notes.append(f"{other}: {_OTHER_RUN}; left out")
 
     def _open(self, folder: Path, job: Any, force: bool) -> None:
         """Load the folder's layers, or make it."""
@@ -203,13 +202,8 @@ class LayerStore:
                     raise BridgeError(f"{folder / _JOB}: is not a record of quantized layers; choose another output")
                 unfinished = stored_job is not None and not any(map(_is_layer, folder.iterdir()))
                 if not force and not unfinished:
-                    restart = f"{parameter('force', True)} starts over"
-                    raise BridgeError(
-                        f"{folder}: holds layers of a run with other options, inputs or version; {restart}"
-                    )
-                if stray := next(
-                    (file for file in sorted(folder.iterdir()) if not _RUN_FILES.fullmatch(file.name)), None
-                ):
+                    raise BridgeError(f"{folder}: {_OTHER_RUN}; {parameter('force', True)} starts over")
+                if stray := next((file for file in sorted(folder.iterdir()) if not _FILES.fullmatch(file.name)), None):
                     raise BridgeError(f"{stray}: is not a quantized layer; move it, or choose another output")
                 self.remove()
         self._missing_parents = [above for above in folder.parents if not above.exists()]
@@ -222,7 +216,7 @@ class LayerStore:
     def _load(self, folder: Path) -> None:
         """Load the files of this run that are whole; remove the others."""
         bad = 0
-        files = [file for file in sorted(folder.iterdir()) if _RUN_FILES.fullmatch(file.name)]
+        files = [file for file in sorted(folder.iterdir()) if _FILES.fullmatch(file.name)]
         for file in filter(_is_layer, files):
             layer = self._read(file)
             if layer is None:
@@ -407,7 +401,7 @@ class LayerStore:
         with suppress(OSError):
             for folder in (*self._others, self.folder):
                 for file in folder.iterdir():
-                    if _RUN_FILES.fullmatch(file.name):
+                    if _FILES.fullmatch(file.name):
                         file.unlink()
             for folder in (*self._others, self.folder, *self._missing_parents):
                 folder.rmdir()
@@ -423,7 +417,7 @@ def _file(folder: Path, name: str, rows: Sequence[int] | None) -> Path:
 
 
 def _is_layer(file: Path) -> bool:
-    return file.suffix == ".safetensors" and not re.match(_INPUTS, file.name) and bool(_RUN_FILES.fullmatch(file.name))
+    return file.suffix == ".safetensors" and not re.match(_INPUTS, file.name) and bool(_FILES.fullmatch(file.name))
 
 
 def _is_empty(folder: Path) -> bool:

@@ -29,7 +29,7 @@ from bridge.quantize.solve.gptq_solver import (
     round_to_nearest,
     solve,
 )  # fmt: skip
-from bridge.quantize.solve.hessian import damp, damped_diagonal, shrinkage_of, shrunk
+from bridge.quantize.solve.hessian import Factored, damp, damped_diagonal, shrinkage_of, shrunk
 from bridge.quantize.solve.refine import metrics_of, move_all, product, refine, spans_of
 from bridge.quantize.solve.target import HeldError, target_of
 from bridge.quantize.solve.two_sided import OutputHessian, RowSolver, output_shrinkage, round_two_sided
@@ -116,10 +116,8 @@ class Method:
 
     def __post_init__(self) -> None:
         if self.act_order not in ACT_ORDERS:
-            *others, last = ACT_ORDERS
-            raise BridgeError(
-                f"unknown {parameter('act_order')} {self.act_order!r}: choose {', '.join(others)} or {last}"
-            )
+            known = f"{', '.join(ACT_ORDERS[:-1])} or {ACT_ORDERS[-1]}"
+            raise BridgeError(f"unknown {parameter('act_order')} {self.act_order!r}: choose {known}")
 
     def layer(self, layer: LayerInput, columns: np.ndarray | None = None) -> tuple[torch.Tensor, Quantized]:
         """Quantize one layer: its dequantized weights, and the codes.
@@ -164,7 +162,7 @@ class Method:
         if dead.any():
             target = target.masked_fill(dead, 0)
 
-        def factor(keep: bool) -> tuple[torch.Tensor, float] | None:
+        def factor(keep: bool) -> Factored | None:
             if not layer.hessian.tokens:
                 return None
             return layer.hessian.factor(self.damping, factor_order, keep)
@@ -220,7 +218,7 @@ class Method:
         grid: Any,
         order: np.ndarray | None,
         fit: str,
-        factor: Callable[[bool], tuple[torch.Tensor, float] | None],
+        factor: Callable[[bool], Factored | None],
     ) -> Solution | None:
         """Codes rounded with A of the outputs too; None where it does not help, or no damping of H was enough."""
         shrinkage = 1.0 if outputs is None else output_shrinkage(outputs)

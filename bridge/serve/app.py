@@ -353,9 +353,8 @@ class _Events(Response):
     """Server-sent events, until they end or the client goes; `release` is called then, whatever happened."""
 
     def __init__(self, events: AsyncIterator[bytes], release: Callable[[], None]):
-        super().__init__(
-            media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        )
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(media_type="text/event-stream", headers=headers)
         del self.headers["content-length"]
         self._source, self._release = events, release
 

@@ -60,9 +60,8 @@ class Answer:
         """An event with a part of a reply; `offset`: characters before it."""
         if self.chat:
             delta = self._message_fields(index, text, finish is not None) or ({"content": ""} if finish is None else {})
-            return self._event(
-                {"index": index, "delta": delta, "logprobs": self._scored(tokens), "finish_reason": finish}
-            )
+            scored = self._scored(tokens)
+            return self._event({"index": index, "delta": delta, "logprobs": scored, "finish_reason": finish})
         noted = None if tokens is None else self._completion_logprobs(tokens, None, offset)
         return self._event({"index": index, "text": text, "logprobs": noted, "finish_reason": finish})
 

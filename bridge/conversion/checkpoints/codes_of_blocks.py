@@ -32,6 +32,7 @@ from bridge.encode.block_bytes import unpack_fields, unpack_halves, unpack_scale
 _WHOLE = 0.2  # zero points of a carried tensor are nearer to whole numbers
 _NO_SIGN, _INFINITE = np.uint16(0x7FFF), 0x7C00  # of the bits of a half
 _GREATEST = 0x5FFF  # 65504 / 128
+_Codes = tuple[np.ndarray, np.ndarray, int]  # codes, zero points, and the bits of both
 _SIZES = (4096, 2048, 1024, 512, 256, 128, 64, 32, 16)
 
 
@@ -205,9 +206,7 @@ def _grouped(name: str, bits: int, codes: np.ndarray, scales: np.ndarray, zeros:
     return GroupedTensor(name, bits, codes, scales, zeros, size)
 
 
-def _affine(
-    block: BlockType, q: np.ndarray, scales: np.ndarray, mins: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, int] | None:
+def _affine(block: BlockType, q: np.ndarray, scales: np.ndarray, mins: np.ndarray) -> _Codes | None:
     """Codes for positive scales, whole zero points of all sub-blocks and the bits of both; None where zero points are
     not whole, or where codes leave no room to bring them into these bits: code - zero stays the same."""
     top = block.levels - 1
@@ -233,9 +232,7 @@ def _affine(
     return codes, inside, top.bit_length()
 
 
-def _scaled(
-    block: BlockType, q: np.ndarray, scales: np.ndarray, bits: tuple[int, ...]
-) -> tuple[np.ndarray, np.ndarray, int] | None:
+def _scaled(block: BlockType, q: np.ndarray, scales: np.ndarray, bits: tuple[int, ...]) -> _Codes | None:
     """Codes around the middle of as few bits as hold them, that middle as zero points, and the bits."""
     values = np.asarray(block.values, np.int8)[q] if block.values else q
     zero = 0 if block.values else block.zero
@@ -259,6 +256,4 @@ def _group_size(scales: np.ndarray, zeros: np.ndarray, sub: int, columns: int) -
 
 def _equal(values: np.ndarray, step: int) -> bool:
     """Whether all runs of `step` values are of one value; the first row tells mostly."""
-    return all(
-        bool((runs == runs[:, :, :1]).all()) for runs in (x.reshape(len(x), -1, step) for x in (values[:1], values))
-    )
+    return all(bool((r == r[:, :, :1]).all()) for r in (x.reshape(len(x), -1, step) for x in (values[:1], values)))

@@ -178,7 +178,7 @@ def export(
             progress=progress,
         ) as writer:
             if plan is not None:
-                reports |= {report.name: report for report in _write_layers(writer, plan, stored)}
+                reports |= {report.name: report for report in _write_all(writer, plan, stored)}
             done = writer.finish()
     if stored is not None:
         stored.remove()
@@ -219,9 +219,7 @@ def _calibrated(
     return stored, notes
 
 
-def _write_layers(
-    writer: CheckpointWriter, plan: CheckpointPlan, stored: LayerStore | None
-) -> Iterator[ExportedTensor]:
+def _write_all(writer: CheckpointWriter, plan: CheckpointPlan, stored: LayerStore | None) -> Iterator[ExportedTensor]:
     layers = {module: LayerCodes(plan.sources[module], plan.written, layer) for module, layer in plan.layers.items()}
     sums = dict.fromkeys(layers, (0.0, 0.0))
     calibrated = stored.layers if stored is not None else {}

@@ -57,11 +57,11 @@ def plan_layer(source: SourceTensor, written: WrittenFormat, bits: int | None = 
         return LayerPlan(EXACT, Groups(4, GROUPS[type], True, type), packed=True)
     known = tuple(n for n in written.bits if bits is None or n <= bits)
     for offsets in _ways_of_offsets(type, written):
-        plan = _plan_of_codes(source, written, known, offsets)
+        plan = _coded_plan(source, written, known, offsets)
         if plan is not None:
             break
     else:
-        plan = _plan_of_rounding(source, written, bits)
+        plan = _rounded_plan(source, written, bits)
     return None if plan is None or written.obstacle(plan.groups, shape) else plan
 
 
@@ -82,9 +82,7 @@ def _ways_of_offsets(type: str, written: WrittenFormat) -> tuple[bool, ...]:
     return (True,) if as_they_are else (False, True)
 
 
-def _plan_of_codes(
-    source: SourceTensor, written: WrittenFormat, bits: tuple[int, ...], offsets: bool
-) -> LayerPlan | None:
+def _coded_plan(source: SourceTensor, written: WrittenFormat, bits: tuple[int, ...], offsets: bool) -> LayerPlan | None:
     """Bits and groups of a layer that keeps its codes; None where the format does not hold them in any of `bits`.
 
     Of a plain type, some rows tell both mostly; the others are only looked through for scales that do not fit.
@@ -124,7 +122,7 @@ def codes_in_groups(
     return tensor if written.holds_zero or tensor.zeros.all() else None
 
 
-def _plan_of_rounding(source: SourceTensor, written: WrittenFormat, bits: int | None) -> LayerPlan | None:
+def _rounded_plan(source: SourceTensor, written: WrittenFormat, bits: int | None) -> LayerPlan | None:
     """Bits of a layer that is rounded to nearest; None where the format has too few, or groups of 32 do not fit."""
     shape = source.matrix_shape
     if shape[1] % _SIZE:

@@ -84,9 +84,8 @@ def quantize_checkpoint(
         }
         targets = {name: LayerTarget(grid, awq or method) for name, why in obstacles.items() if why is None}
         if not targets:
-            raise BridgeError(
-                f"{ckpt.path}: no layer can be {format} with {grid}: {next(iter(obstacles.values()), 'no layers')}"
-            )
+            why = next(iter(obstacles.values()), "no layers")
+            raise BridgeError(f"{ckpt.path}: no layer can be {format} with {grid}: {why}")
         prepare = awq.prepare if awq else None
         stored, notes = quantize_layers(ckpt, calibrate, targets, layers_of(path), force, prepare, complete=True)
         notes = [*length_notes, *notes]

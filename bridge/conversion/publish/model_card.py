@@ -78,9 +78,7 @@ def model_card(result: Report | Repacked | Written, repository: str) -> str:
     from huggingface_hub import ModelCardData
 
     origin = origin_of(result.home) if result.home is not None else Origin(None, {})
-    base: dict[str, Any] = (
-        {"base_model": origin.repository, "base_model_relation": "quantized"} if origin.repository else {}
-    )
+    base: Any = {"base_model": origin.repository, "base_model_relation": "quantized"} if origin.repository else {}
     if isinstance(result, Report):
         library, tags, body = "gguf", ["gguf", "llama.cpp"], _gguf_body(result, origin, repository)
     else:

@@ -145,11 +145,9 @@ def _tried_prediction(gguf_path: str | Path, text: Path) -> str:
     )
 
 
-def _tower(
-    ckpt: Checkpoint, gguf_path: Path, mmproj: str | Path | None
-) -> tuple[list[OutlineTensor], StoredModel] | None:
+def _tower(ckpt: Checkpoint, model: Path, mmproj: str | Path | None) -> tuple[list[OutlineTensor], StoredModel] | None:
     """The tensors of the vision tower and the file that holds them; None where there is no such file."""
-    path = Path(mmproj) if mmproj is not None else mmproj_path(gguf_path)
+    path = Path(mmproj) if mmproj is not None else mmproj_path(model)
     if mmproj is None and not path.exists():
         return None
     outline = tower_outline(ckpt, "F16")  # names and shapes are those of all types

@@ -15,6 +15,7 @@ is within the limit.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -30,10 +31,8 @@ def allocate(sizes: Sequence[np.ndarray], losses: Sequence[np.ndarray], limit: i
 
     Raises ValueError if the smallest options exceed the limit.
     """
-    if sum(int(s.min()) for s in sizes) > limit:
-        raise ValueError(
-            f"the smallest options take {sum(int(s.min()) for s in sizes)} bytes, over the limit of {limit}"
-        )
+    if (least := sum(int(s.min()) for s in sizes)) > limit:
+        raise ValueError(f"the smallest options take {least} bytes, over the limit of {limit}")
     if not len(sizes):
         return np.empty(0, np.int64)
     price, chosen = _fill(sizes, losses, limit)
@@ -58,12 +57,11 @@ def _reduced(sizes: Sequence[np.ndarray], losses: Sequence[np.ndarray], price: f
 def hull(sizes: np.ndarray, losses: np.ndarray) -> list[int]:
     """The options at the corners of the lower convex hull, by rising size and falling loss."""
     corners: list[int] = []
+    slope = partial(_slope, sizes, losses)
     for i in np.lexsort((losses, sizes)).tolist():
         if corners and (losses[i] >= losses[corners[-1]]):
             continue
-        while len(corners) > 1 and _slope(sizes, losses, corners[-2], corners[-1]) <= _slope(
-            sizes, losses, corners[-1], i
-        ):
+        while len(corners) > 1 and slope(corners[-2], corners[-1]) <= slope(corners[-1], i):
             corners.pop()
         corners.append(i)
     return corners

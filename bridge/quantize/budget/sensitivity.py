@@ -83,9 +83,7 @@ def nearest(weight: torch.Tensor, type: str, importance: np.ndarray | None = Non
     return torch.from_numpy(block_values(blocks, type, scale)).to(weight.device)
 
 
-def nearest_blocks(
-    weight: torch.Tensor, type: str, importance: np.ndarray | None = None, scale: float = 1.0
-) -> np.ndarray:
+def nearest_blocks(weight: torch.Tensor, type: str, importance: np.ndarray | None, scale: float) -> np.ndarray:
     """Blocks uint8 [rows, row bytes] of float32 [rows, columns] rounded to a block type; arguments as of `nearest`."""
     if type in FP4:
         method = Method(superblocks(type, scale), "none", math.inf, sweeps=0)

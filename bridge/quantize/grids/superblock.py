@@ -92,15 +92,13 @@ class SuperblockGrid(BlockGrid):
         q = np.empty((self.rows, self.block.subs, self.sub), np.uint8)
         sums = np.zeros((self.rows, 3))
         even = bool(h.max() <= _EVEN * h.mean())
-        fitter = _fitter(self.block, quick and even and self.block.has_min)
+        fit = _fitter(self.block, quick and even and self.block.has_min)
         with self._fields(run) as (sc, mn, d, dmin):
-            over_rows(
-                self.rows, lambda r: fitter(weights[r], h, self.spread, q[r], sc[r], mn[r], d[r], dmin[r], sums[r])
-            )
+            over_rows(self.rows, lambda r: fit(weights[r], h, self.spread, q[r], sc[r], mn[r], d[r], dmin[r], sums[r]))
 
     def refit(self, run: int, codes: np.ndarray, g: np.ndarray, metric: Metric, sweep: int) -> None:
         """Move d, dmin, sc and m of block `run`; see `refine.Refinable`."""
-        fitter = refitter(self.block)
+        fit = refitter(self.block)
         tries = np.array(_TRIES[sweep % len(_TRIES) if self.block.has_min else 0], np.float32)
         if sweep < _FIRST_SWEEPS:
             tries = tries[:1]
@@ -111,7 +109,7 @@ class SuperblockGrid(BlockGrid):
         with self._fields(run) as (sc, mn, d, dmin):
             over_rows(
                 self.rows,
-                lambda r: fitter(
+                lambda r: fit(
                     codes[r], g[r], hw[r], hessian, sums, order, push, inverse, sc[r], mn[r], d[r], dmin[r], tries
                 ),
             )

@@ -204,10 +204,8 @@ def merged(hessians: Sequence[Hessian]) -> Hessian:
     for h in hessians:
         everyone.matrix.add_(h.matrix, alpha=h.tokens / max(everyone.tokens, 1))
     if any(h.squares is not None for h in hessians):
-        shares = (h.tokens / max(everyone.tokens, 1) for h in hessians)
-        everyone.squares = sum(
-            torch.from_numpy(h.mean_squares()) * share for h, share in zip(hessians, shares, strict=True)
-        )
+        squares = (torch.from_numpy(h.mean_squares()) * (h.tokens / max(everyone.tokens, 1)) for h in hessians)
+        everyone.squares = sum(squares)
     return everyone
 
 

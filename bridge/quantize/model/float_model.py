@@ -55,9 +55,7 @@ class FloatModel:
     Raises BridgeError if `transformers` does not know the model.
     """
 
-    def __init__(
-        self, ckpt: Checkpoint, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
-    ) -> None:
+    def __init__(self, ckpt: Checkpoint, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"):
         self.ckpt, self.dtype, self.device = ckpt, dtype, torch.device(device)
         self.model: Any = _build(ckpt, dtype)
         self.blocks: Sequence[nn.Module]
@@ -294,13 +292,12 @@ def _build(ckpt: Checkpoint, dtype: torch.dtype) -> nn.Module:
         if text is not config and "tie_word_embeddings" in ckpt.config:
             text.tie_word_embeddings = ckpt.config["tie_word_embeddings"]
         alone = text is config or type(text) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+        options = {"dtype": dtype, "trust_remote_code": False}
         with torch.device("meta"):
             if alone:
-                model = transformers.AutoModelForCausalLM.from_config(text, dtype=dtype, trust_remote_code=False)
+                model = transformers.AutoModelForCausalLM.from_config(text, **options)
             else:
-                model = transformers.AutoModelForImageTextToText.from_config(
-                    config, dtype=dtype, trust_remote_code=False
-                )
+                model = transformers.AutoModelForImageTextToText.from_config(config, **options)
                 _drop_other_parts(model)
     return model.eval().requires_grad_(False)
 

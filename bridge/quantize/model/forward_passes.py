@@ -390,11 +390,9 @@ class _OutputGradients:
         return OutputHessian(blocks, held, self.held_tokens / self.tokens, scale)
 
 
-def _gather(
-    gathered: _OutputGradients, module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor
-) -> None:
+def _gather(sums: _OutputGradients, module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
     """A forward hook that adds the gradients of a module's outputs."""
     if output.requires_grad:
         if is_layer(module):
-            gathered.powers.append(vectors(module, args[0].detach()).float().square().sum(1))
-        output.register_hook(lambda gradient: gathered.add(gradient.reshape(-1, gradient.shape[-1])))
+            sums.powers.append(vectors(module, args[0].detach()).float().square().sum(1))
+        output.register_hook(lambda gradient: sums.add(gradient.reshape(-1, gradient.shape[-1])))

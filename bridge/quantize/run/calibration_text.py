@@ -76,7 +76,7 @@ def calibration_set(model: FloatModel, settings: Calibration, layers: Collection
         samples = max(-(-enough // settings.length), min(_SEQUENCES, -(-_TOKENS // settings.length)))
     calibration_set = calibration_sequences(
         settings.sources, tokenizer, samples, settings.length, settings.seed, model.vocabulary,
-        lambda count, length: _own_samples(model, tokenizer, settings, count, length),
+        lambda count, length: _samples(model, tokenizer, settings, count, length),
     )  # fmt: skip
     tokens = calibration_set.tokens
     if widest is not None and tokens.numel() < (enough := _TOKENS_PER_COLUMN * columns[widest]):
@@ -98,9 +98,7 @@ def enough_of(tokens: torch.Tensor, columns: int) -> torch.Tensor:
     return tokens[[i * len(tokens) // count for i in range(count)]]
 
 
-def _own_samples(
-    model: FloatModel, tokenizer: Any, settings: Calibration, count: int, length: int
-) -> torch.Tensor | None:
+def _samples(model: FloatModel, tokenizer: Any, settings: Calibration, count: int, length: int) -> torch.Tensor | None:
     """The model's own samples int64 [count, length]; None, and a BridgeWarning, where it cannot give any."""
     from bridge.quantize.model.float_model import FloatModel, fast_arithmetic
     from bridge.quantize.text.default_text import openings

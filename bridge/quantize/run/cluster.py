@@ -70,9 +70,7 @@ class Tasks:
     ) -> None:
         self.walk, self.model, self.alone = walk, model, spread is None
         self.spread = spread or Spread()
-        self.parts = [
-            range(part.start, part.stop) for part in slices(len(batches or walk.batches()), self.spread.parts)
-        ]
+        self.parts = [range(cut.start, cut.stop) for cut in slices(len(batches or walk.batches()), self.spread.parts)]
         self._worker = Worker(walk, model, batches) if self.alone else self.submit(identity, walk)
 
     def submit(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:

@@ -60,9 +60,7 @@ class Worker:
     batches  the inputs of the first block, where they are at hand
     """
 
-    def __init__(
-        self, walk: Walk, model: StreamedModel | None = None, batches: Mapping[int, Batch] | None = None
-    ) -> None:
+    def __init__(self, walk: Walk, model: StreamedModel | None = None, batches: Mapping[int, Batch] | None = None):
         self.walk, self.alone = walk, model is not None
         if model is None:
             assert walk.open is not None
@@ -169,9 +167,8 @@ class Worker:
         if (result := self._stored(name, None)) is not None:
             return result
         work, _ = self.enter(block, done)
-        values, result = self._quantize(
-            name, matrix(work.layers[name]), hessian, last, None, self.walk.layers.outputs(name)
-        )
+        outputs = self.walk.layers.outputs(name)
+        values, result = self._quantize(name, matrix(work.layers[name]), hessian, last, None, outputs)
         if self.alone:
             work.replace(name, values)
         return result

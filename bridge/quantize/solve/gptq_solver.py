@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from bridge.errors import BridgeError
-from bridge.quantize.solve.hessian import damped_factor
+from bridge.quantize.solve.hessian import Factored, damped_factor
 from bridge.system.cpu.row_threads import over_rows, tiles
 from bridge.system.kernels.jit import inner, kernel
 
@@ -92,7 +92,7 @@ def solve(
     fit: str = "reached",
     damping: float = 0.01,
     nearest: bool = True,
-    factored: tuple[torch.Tensor, float] | None = None,
+    factored: Factored | None = None,
 ) -> Solution:
     """Round weight float [rows, columns] on the grid against hessian [columns, columns].
 
@@ -308,12 +308,10 @@ class _State:
     def leaf(self, begin: int, end: int) -> None:
         """Round at most _LEAF columns one after the other."""
         lines = self.order[begin:end] // self.grid.sub
-        weight, factor = (_numpy(t) for t in (self.weight[:, begin:end], self.factor[begin:end, begin:end]))
+        weight, u = (_numpy(t) for t in (self.weight[:, begin:end], self.factor[begin:end, begin:end]))
         codes, a, c = self.codes[:, begin:end], self.grid.a, self.grid.c
         low, high, ternary = self.grid.low, self.grid.high, self.grid.ternary
-        over_rows(
-            len(codes), lambda r: _leaf(weight[r], factor, a[r], c[r], lines, low, high, ternary, codes[r]), _ROWS
-        )
+        over_rows(len(codes), lambda r: _leaf(weight[r], u, a[r], c[r], lines, low, high, ternary, codes[r]), _ROWS)
         self.weight[:, begin:end] = torch.from_numpy(weight).to(self.weight.device)
 
 

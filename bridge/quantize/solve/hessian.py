@@ -34,6 +34,7 @@ _SHRINKAGES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
 _COLUMNS = 2048  # of which a shrinkage is found
 _SOME_ROWS = 128  # of a layer, of which the products with held-back inputs are kept
 LEAST_DAMPING = 1e-6  # if a damping of 0 is not enough
+Factored = tuple[torch.Tensor, float]  # U of a damped H, see `damped_factor`, and its damping
 MOST_DAMPING = 1.0  # times the mean of diag H; beyond it, little of the Hessian is left
 
 
@@ -73,7 +74,7 @@ class Hessian:
         self._matrix = torch.zeros(columns, columns, device=device)
         self._cross: torch.Tensor | None = None
         self._merged = True  # with the held-back tokens, and mirrored
-        self._factor: tuple[object, tuple[torch.Tensor, float]] | None = None
+        self._factor: tuple[object, Factored] | None = None
         self._rest: tuple[object, torch.Tensor] | None = None
 
     @property
@@ -152,9 +153,7 @@ class Hessian:
             y = y.reshape(len(x), -1).to(x)
             some = y[:, some_rows(y.shape[1])]
             if name not in self.products:
-                self.products[name] = FloatProducts(
-                    x.new_zeros(y.shape[1], x.shape[1]), x.new_zeros(some.shape[1], x.shape[1])
-                )
+                self.products[name] = FloatProducts(*(x.new_zeros(z.shape[1], x.shape[1]) for z in (y, some)))
             sums = self.products[name]
             for total, left, right, before in (
                 (sums.total, y, x, self.tokens),
@@ -243,9 +242,7 @@ class Hessian:
             self._cross = torch.zeros_like(self._matrix) if self._cross is None else self._cross
             self._cross.lerp_(held.cross, share)
 
-    def factor(
-        self, damping: float, order: torch.Tensor | None = None, keep: bool = True
-    ) -> tuple[torch.Tensor, float] | None:
+    def factor(self, damping: float, order: torch.Tensor | None = None, keep: bool = True) -> Factored | None:
         """`damped_factor` of H, shrunk, which layers with the same inputs share.
 
         keep  for the next call with the same arguments; False: it is not needed again
@@ -429,9 +426,7 @@ def inverse_factor(hessian: torch.Tensor) -> torch.Tensor | None:
     return hessian.triu_()
 
 
-def damped_factor(
-    hessian: torch.Tensor, damping: float, order: torch.Tensor | None = None
-) -> tuple[torch.Tensor, float] | None:
+def damped_factor(hessian: torch.Tensor, damping: float, order: torch.Tensor | None = None) -> Factored | None:
     """(U of the damped H, its damping): tenfold until it is positive definite; None beyond MOST_DAMPING.
 
     order  int64 [columns], the order of U's columns; None: unchanged

@@ -254,9 +254,8 @@ def _token_rows(path: Path) -> np.ndarray:
     except BridgeError:
         raise
     except Exception as problem:  # pickles, headers and zips break in many ways
-        raise BridgeError(
-            f"{path}: cannot be read as a tensor of tokens ({type(problem).__name__}); write it again"
-        ) from None
+        kind = type(problem).__name__
+        raise BridgeError(f"{path}: cannot be read as a tensor of tokens ({kind}); write it again") from None
     if not np.issubdtype(tokens.dtype, np.integer) or tokens.ndim not in (1, 2):
         raise BridgeError(
             f"{path}: {tokens.dtype} of shape {list(tokens.shape)} is not a list of tokens; "
