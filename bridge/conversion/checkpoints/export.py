@@ -24,17 +24,10 @@ from bridge.checkpoint.formats.written import WrittenFormat
 from bridge.checkpoint.grouped import GroupedTensor, PackedTensor
 from bridge.checkpoint.write.block_words import ReusedArrays
 from bridge.checkpoint.write.writer import CheckpointWriter
+from bridge.conversion.checkpoints import layer_plan
 from bridge.conversion.checkpoints.checkpoint_plan import CheckpointPlan
 from bridge.conversion.checkpoints.layer_codes import LayerCodes, Rows
-from bridge.conversion.checkpoints.layer_plan import (
-    ALL_CODES,
-    AS_FLOATS,
-    CALIBRATED,
-    EXACT,
-    ROUNDED,
-    is_symmetric,
-    noise_of,
-)
+from bridge.conversion.checkpoints.layer_plan import ALL_CODES, AS_FLOATS, CALIBRATED, EXACT, ROUNDED
 from bridge.conversion.checkpoints.to_checkpoint import calibrate_groups
 from bridge.conversion.gguf_input.gguf_checkpoint import open_source
 from bridge.conversion.gguf_input.gguf_config import checked_source, write_config
@@ -211,7 +204,7 @@ def _calibrated(
         raise BridgeError(f"{gguf.files[0]}: {why}")
     if calibrate.act_order == "free" and not written.act_order:
         raise refused("act_order", "free", f"{written.name} has no column permutation; choose fixed, static or none")
-    symmetric = {module for module, groups in layers.items() if is_symmetric(groups.bits, written)}
+    symmetric = {module for module, groups in layers.items() if layer_plan.is_symmetric(groups.bits, written)}
     with open_source(gguf.files[0], home, by_family=True) as ckpt:
         stored, notes = calibrate_groups(ckpt, layers, symmetric, calibrate, path, force)
     for module in stored.layers:
@@ -258,7 +251,7 @@ def _rows_of(layers: Iterable[LayerCodes]) -> Iterator[_Written]:
 def _report(layer: LayerCodes, error: float, signal: float) -> ExportedTensor:
     """What became of a layer. Blocks that are written as they are need not be compared."""
     source, groups, how = layer.source, layer.plan.groups, layer.plan.how
-    noise = noise_of(source) if how == ROUNDED else None  # calibrated weights move on purpose
+    noise = layer_plan.noise_of(source) if how == ROUNDED else None  # calibrated weights move on purpose
     return ExportedTensor(
         f"{source.part.module}.weight", source.stored.type, ALL_CODES if how == EXACT and error else how, groups.bits,
         groups.group_size, groups.kind, error / signal if signal else 0.0, error / noise if noise else None,

@@ -16,19 +16,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from bridge.errors import BridgeError
+from bridge.quantize.model import block_inputs
 from bridge.quantize.model.activations import ActivationStore, StoredActivation
-from bridge.quantize.model.block_inputs import (
-    BlockInputs,
-    after_blocks,
-    as_weight,
-    embedded,
-    first_inputs,
-    first_of,
-    head_hessian,
-    head_of,
-    is_layer,
-    vectors,
-)
+from bridge.quantize.model.block_inputs import BlockInputs, after_blocks, first_inputs, first_of, is_layer, vectors
 from bridge.quantize.model.embeddings import embeddings_matrix
 from bridge.quantize.model.experts import SeparateExperts, expert_of, expert_pattern
 from bridge.quantize.model.float_model import FloatModel
@@ -135,7 +125,7 @@ class Passes:
 
     def embedded(self) -> list[torch.Tensor]:
         """The first block's inputs, from the present embeddings."""
-        return [embedded(self.model.model, self.model.blocks, batch) for batch in self.batches]
+        return [block_inputs.embedded(self.model.model, self.model.blocks, batch) for batch in self.batches]
 
     @torch.no_grad()
     def outputs(
@@ -187,7 +177,7 @@ class Passes:
     def changed(self, module: nn.Module, values: torch.Tensor) -> Iterator[None]:
         """Replace a layer's weights, or those of the embeddings or the head, by float32 [out, columns] meanwhile."""
         original = module.weight
-        module.weight = nn.Parameter(as_weight(module, values).to(self.model.dtype), requires_grad=False)
+        module.weight = nn.Parameter(block_inputs.as_weight(module, values).to(self.model.dtype), requires_grad=False)
         try:
             yield
         finally:
@@ -297,7 +287,7 @@ class Passes:
     @torch.no_grad()
     def head_hessian(self) -> Hessian:
         last = (_value(x).to(self.model.device) for x in self.inputs[-1])
-        return head_hessian(self.model.model, self.model.blocks, self.batches, self.calls[0].items, last)
+        return block_inputs.head_hessian(self.model.model, self.model.blocks, self.batches, self.calls[0].items, last)
 
     def _last_gradients(self) -> list[torch.Tensor]:
         """By batch, the gradients at the last block's outputs; sets what `head_gradients` returns."""
@@ -326,7 +316,7 @@ class Passes:
 
     def _positions(self, positions: slice) -> RemovableHandle:
         """Have the head see only these positions of a sequence until the hook's context ends."""
-        head = head_of(self.model.model)[1]
+        head = block_inputs.head_of(self.model.model)[1]
         return head.register_forward_pre_hook(lambda _module, args: (args[0][:, positions], *args[1:]))
 
 
