@@ -48,7 +48,7 @@ def mismatch(name: str, weight: torch.Tensor, hessian: Hessian) -> torch.Tensor 
     """W C of a layer, however it was gathered."""
     if name in hessian.products:
         assert hessian.cross is None
-        return hessian.products[name].whole - weight @ hessian.matrix
+        return hessian.products[name].total - weight @ hessian.matrix
     return None if hessian.cross is None else weight @ hessian.cross
 
 
@@ -103,7 +103,7 @@ def test_o_and_down_are_to_make_good_what_was_lost_of_what_they_are_added_to() -
         weight, hessian = found[name]
         x, h = seen[name, True], seen[norm, True]
         wanted = seen[name, False] @ weight.T + seen[norm, False] - h
-        torch.testing.assert_close(hessian.products[name].whole, 2 / len(x) * wanted.T @ x, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(hessian.products[name].total, 2 / len(x) * wanted.T @ x, rtol=1e-3, atol=1e-4)
 
 
 def test_layers_for_which_tokens_count_otherwise_have_hessians_of_their_own() -> None:

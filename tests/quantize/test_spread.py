@@ -32,7 +32,7 @@ def state_of(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: state_of(own) for key, own in value.items()}
     if isinstance(value, Hessian):
-        products = (m for sums in value.products.values() for m in (sums.whole, sums.held))
+        products = (m for sums in value.products.values() for m in (sums.total, sums.held))
         matrices = [m.numpy().tobytes() for m in (value._matrix, value._cross, *products) if m is not None]
         return value.tokens, value.shrinkage, value._merged, matrices, state_of(value.held)
     return sorted(value.store.layers) if isinstance(value, Walk) else None
@@ -145,5 +145,5 @@ def test_hessians_of_parts_add_up(by_outputs: bool) -> None:
     if by_outputs:
         held = held_back(0, 700)
         some = outputs[held][:, ::2]  # 150 rows of 300
-        torch.testing.assert_close(one.products["h"].whole, 2 / 700 * outputs.T @ x, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(one.products["h"].total, 2 / 700 * outputs.T @ x, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(one.products["h"].held, 2 / len(some) * some.T @ x[held], rtol=1e-4, atol=1e-4)

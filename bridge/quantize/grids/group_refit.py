@@ -36,11 +36,9 @@ def _neighbours(scale, zero, high, tried):
 
 def _refit(codes, g, hessian, order, push, inverse, scales, zeros, low, high):
     n = codes.shape[1]
-    gathered = np.empty(n, np.float32)
-    target = np.empty(n, np.float32)
+    gathered, target, values = np.empty(n, np.float32), np.empty(n, np.float32), np.empty(n, np.float32)
     scratch = np.empty((2, n, lanes), np.float32)
     tried = np.empty((4, lanes), np.float32)
-    values = np.empty(n, np.float32)
     for row in range(codes.shape[0]):
         a = scales[row]
         c = neighbours(a, zeros[row], high, tried)

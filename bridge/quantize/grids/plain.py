@@ -142,10 +142,8 @@ def _refit_run(codes, g, hessian, order, push, inverse, d, m):
     """Choose the line of each block of a run again, against all other errors; see `refine.Refinable`."""
     scratch = np.empty((2, sub, lanes), np.float32)
     tried = np.empty((3, lanes), np.float32)
-    gathered = np.empty(sub, np.float32)
-    target = np.empty(sub, np.float32)
-    q = np.empty(sub, np.float32)
-    e = np.empty(sub, np.float32)
+    gathered, target = np.empty(sub, np.float32), np.empty(sub, np.float32)
+    q, e = np.empty(sub, np.float32), np.empty(sub, np.float32)
     n = codes.shape[1]
     values = np.empty(n, np.float32)
     for row in range(codes.shape[0]):

@@ -126,24 +126,15 @@ def _lines(codes, values, g, hessian, order, push, inverse, sc, mn, d, dmin, for
 def _refit_k(codes, g, hw, hessian, sums, order, push, inverse, sc, mn, d, dmin, tries):
     """hw float32 [rows, size]: W' H of the block; tries float32 [n, 2]: factors of d and dmin to start over
     with; the first is 1, 1."""
-    gathered = np.empty(sub, np.float32)
-    target = np.empty(sub, np.float32)
+    gathered, target = np.empty(sub, np.float32), np.empty(sub, np.float32)
     scratch = np.empty((2, sub, lanes), np.float32)
     tried = np.empty((5, lanes), np.float32)
-    hu = np.empty(size, np.float32)
-    hv = np.empty(size, np.float32)
-    now = np.empty(size, np.float32)
-    old = np.empty(size, np.float32)
-    values = np.empty(size, np.float32)
-    slope = np.empty(size, np.float32)
-    fields = np.empty(2, np.float32)
-    trial_codes = np.empty(size, np.int16)
-    trial_sc = np.empty(subs, np.int32)
-    trial_mn = np.empty(subs, np.int32)
-    best_codes = np.empty(size, np.int16)
-    best_sc = np.empty(subs, np.int32)
-    best_mn = np.empty(subs, np.int32)
-    best_slope = np.empty(size, np.float32)
+    hu, hv, now = np.empty(size, np.float32), np.empty(size, np.float32), np.empty(size, np.float32)
+    old, values, fields = np.empty(size, np.float32), np.empty(size, np.float32), np.empty(2, np.float32)
+    slope, best_slope = np.empty(size, np.float32), np.empty(size, np.float32)
+    trial_codes, best_codes = np.empty(size, np.int16), np.empty(size, np.int16)
+    trial_sc, best_sc = np.empty(subs, np.int32), np.empty(subs, np.int32)
+    trial_mn, best_mn = np.empty(subs, np.int32), np.empty(subs, np.int32)
     for row in range(codes.shape[0]):
         for k in range(size):
             s, m = np.float32(sc[row, k // sub]), np.float32(mn[row, k // sub])

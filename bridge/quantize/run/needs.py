@@ -91,16 +91,10 @@ def needs_of(job: Job, memory: int | None = None) -> Needs:
 
     Raises BridgeError if not even a block fits into what was given.
     """
-    present = resident() + _LATER
-    free = free_memory()
-    limit = memory if memory is not None else present + int(_FREE * free) if free is not None else 1 << 60
-    total = None if free is None else present + free
     sizes = _Sizes(job)
     rest = {"gradients": sizes.gradients(), "layers": sizes.layers(), "head": sizes.head()}
     rest["embeddings"] = sizes.embeddings()
-    if memory is not None and present + max(rest.values()) > memory:
-        least = size_text(present + max(rest.values()))
-        raise refused("memory", memory, f"too little; calibrating this model block by block takes {least}")
+    present, limit, total = _limits(memory, max(rest.values()), "calibrating")
     spare = {name: max(0, limit - present - size) for name, size in rest.items()}
     more = min(spare["layers"] // 2, sizes.experts - min(sizes.experts, HESSIANS))
     gradients = min(spare["gradients"], sizes.activations_of_gradients())
@@ -116,18 +110,23 @@ def needs_of_pass(model: FloatModel, tokens: tuple[int, int], settings: Calibrat
     Raises BridgeError as `needs_of` does.
     """
     sizes, memory = _Sizes(Job(model, tokens, {}, settings)), settings.memory
-    present, free = resident() + _LATER, free_memory()
     inside = max(max(sizes.blocks), sizes.outside) * sizes.item + sizes.batch * 4 * sizes.item * sizes.widest
-    limit = memory if memory is not None else present + int(_FREE * free) if free is not None else 1 << 60
-    if memory is not None and present + inside > memory:
-        least = size_text(present + inside)
-        raise refused("memory", memory, f"too little; a pass of this model block by block takes {least}")
+    present, limit, total = _limits(memory, inside, "a pass of")
     between = sizes.count * sizes.hidden * sizes.item
     in_memory = min(max(0, limit - present - inside), between)
     seconds = sizes.count * sum(_operations(sizes)) / _rate(model.dtype)
     seconds += _ROUNDED * (sum(sizes.blocks) + sizes.outside) / usable_cpus()
-    total = None if free is None else present + free
     return Needs(present + inside + in_memory, between - in_memory, seconds, 0, in_memory, 0, total)
+
+
+def _limits(memory: int | None, needed: int, what: str) -> tuple[int, int, int | None]:
+    """Bytes that the process has, may have, and could have, None where that is not known; `needed`: more at least."""
+    present, free = resident() + _LATER, free_memory()
+    if memory is not None and present + needed > memory:
+        least = size_text(present + needed)
+        raise refused("memory", memory, f"too little; {what} this model block by block takes {least}")
+    limit = memory if memory is not None else present + int(_FREE * free) if free is not None else 1 << 60
+    return present, limit, None if free is None else present + free
 
 
 class _Sizes:

@@ -211,10 +211,8 @@ def _chains(codes, g, hessian, a, sub, low, high):
     cost = np.empty(n, np.float32)  # step^2 H_jj
     up = np.empty(n, np.float32)  # 0 where the code may rise, else -infinity
     down = np.empty(n, np.float32)
-    gain = np.empty(n, np.float32)
-    slope = np.empty(n, np.float32)
-    chain = np.empty(_CHAIN, np.int64)
-    signs = np.empty(_CHAIN, np.float32)
+    gain, slope = np.empty(n, np.float32), np.empty(n, np.float32)
+    chain, signs = np.empty(_CHAIN, np.int64), np.empty(_CHAIN, np.float32)
     for row in range(codes.shape[0]):
         total = _ZERO
         for j in range(n):
