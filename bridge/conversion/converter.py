@@ -15,8 +15,7 @@ from typing import Any
 from bridge.checkpoint import Checkpoint
 from bridge.checkpoint.adapter import read_adapter
 from bridge.checkpoint.merge import merge
-from bridge.conversion.calibration.calibrate_plan import quantize_planned
-from bridge.conversion.calibration.measure_importance import measured_importance
+from bridge.conversion.calibrate_plan import measured_importance, quantize_planned
 from bridge.conversion.gguf_input.gguf_checkpoint import open_source
 from bridge.conversion.paths import default_path, files_of, layers_of, other_outputs, with_checkpoint
 from bridge.conversion.planning.checkpoint_outline import outline_of

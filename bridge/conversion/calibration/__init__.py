@@ -1,1 +1,0 @@
-"""Plans whose layers are quantized with a text (`bridge.quantize`). Read `calibrate_plan` first."""
