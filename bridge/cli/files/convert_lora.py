@@ -20,12 +20,8 @@ def add_parser(commands: Any) -> None:
     p.add_argument("adapter", help="folder with adapter_config.json and adapter_model.safetensors")
     p.add_argument("out", type=Path, help="GGUF to write")
     p.add_argument("--base", required=True, metavar="CKPT", help=f"the adapter's base model: {CHECKPOINT}")
-    p.add_argument(
-        "--config", metavar="DIR", type=Path, help="folder with config.json and tokenizer, for a base without them"
-    )
-    p.add_argument(
-        "--template", metavar="MODEL.gguf", help="the template that convert was given, for architectures unknown here"
-    )
+    p.add_argument("--config", metavar="DIR", type=Path, help="config.json and tokenizer, for a base without them")
+    p.add_argument("--template", metavar="MODEL.gguf", help="the template of convert, for architectures unknown here")
     p.add_argument("--force", action="store_true", help="replace a file that exists")
 
 

@@ -18,12 +18,8 @@ the speed compared with plain reading.
 def add_parser(commands: Any) -> None:
     p = command(commands, "plot", run, _DESCRIPTION)
     p.add_argument("source", metavar="FILE.json", type=Path, help="the report, or the benchmark's --json")
-    p.add_argument(
-        "-o", "--out", type=Path, metavar="PICTURE", help=".svg, .png or .pdf (default: FILE.svg next to the source)"
-    )
-    p.add_argument(
-        "--dark", action="store_true", help="draw for a dark page; by default an SVG follows the page that shows it"
-    )
+    p.add_argument("-o", "--out", type=Path, metavar="PICTURE", help=".svg, .png or .pdf (default: FILE.svg)")
+    p.add_argument("--dark", action="store_true", help="for a dark page; else an SVG follows the page that shows it")
     p.add_argument("--force", action="store_true", help="replace a picture that exists")
 
 

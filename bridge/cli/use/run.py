@@ -21,12 +21,8 @@ from bridge.system.text import tell
 def add_parser(commands: Any) -> None:
     p = model_parser(commands, "run", run)
     take_checkpoints(p)
-    p.add_argument(
-        "-p", "--prompt", required=True, metavar="TEXT", help="text to continue; - reads it from standard input"
-    )
-    p.add_argument(
-        "--chat", action="store_true", help="treat the text as a user's message, by the model's chat template"
-    )
+    p.add_argument("-p", "--prompt", required=True, metavar="TEXT", help="text to continue; -: from standard input")
+    p.add_argument("--chat", action="store_true", help="the text is a user's message, by the model's chat template")
     p.add_argument("--system", metavar="TEXT", help="system message, with --chat")
     add_template_options(p, ", with --chat")
     p.add_argument(
@@ -47,9 +43,7 @@ def add_parser(commands: Any) -> None:
 
 def take_checkpoints(p: argparse.ArgumentParser) -> None:
     """The model to run, which may be a checkpoint; `gguf_of` returns the GGUF of either."""
-    p.add_argument(
-        "model", help="GGUF (or its first shard), or a checkpoint, which is converted first: a folder, Hub id or .pt"
-    )
+    p.add_argument("model", help="GGUF (first shard), or a checkpoint, which is converted first: folder, Hub id or .pt")
     p.add_argument("--config", metavar="DIR", type=Path, help="folder with the config.json and tokenizer of a bare .pt")
 
 
@@ -76,9 +70,7 @@ def add_sampling(p: argparse.ArgumentParser) -> None:
         help="text that ends the reply and is not printed; may be repeated",
     )  # fmt: skip
     grammar = p.add_mutually_exclusive_group()
-    grammar.add_argument(
-        "--schema", type=Path, metavar="FILE.json", help="JSON schema that the reply fits (the extra: schema)"
-    )
+    grammar.add_argument("--schema", type=Path, metavar="FILE.json", help="JSON schema of the reply (extra: schema)")
     grammar.add_argument("--regex", metavar="REGEX", help="regular expression that the whole reply matches")
     p.add_argument(
         "--draft", metavar="ngram|mtp|FILE.gguf",
@@ -91,9 +83,7 @@ def add_sampling(p: argparse.ArgumentParser) -> None:
 def add_template_options(p: argparse.ArgumentParser, when: str = "") -> None:
     """What the chat template is given besides the messages; `template_options` reads it."""
     p.add_argument("--tools", type=Path, metavar="FILE.json", help=f"list of the tools that the model may call{when}")
-    p.add_argument(
-        "--documents", type=Path, metavar="FILE.json", help=f"list of the documents that the model may quote{when}"
-    )
+    p.add_argument("--documents", type=Path, metavar="FILE.json", help=f"list of documents to quote from{when}")
     p.add_argument("--no-think", action="store_true", help=f"ask the chat template for a reply without thinking{when}")
     p.add_argument(
         "--template-option", action="append", default=[], type=_named_value, metavar="NAME=VALUE",
@@ -168,9 +158,7 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
         "--context", type=int, metavar="N",
         help="tokens that prompt and reply may have (default: the model's, at most 4096)",
     )  # fmt: skip
-    parser.add_argument(
-        "--kv", default="f16", choices=("f16", "q8_0", "f32"), help="type of keys and values (default: f16)"
-    )
+    parser.add_argument("--kv", default="f16", choices=("f16", "q8_0", "f32"), help="of keys and values (default: f16)")
     parser.add_argument(
         "--precision", default="int8", choices=("int8", "f32"),
         help="precision of activations (default: int8, as in llama.cpp)",
@@ -179,9 +167,7 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
         "--load", default="mmap", choices=LOADS,
         help="mmap, or memory: read the whole file, which others may then truncate or overwrite (default: mmap)",
     )  # fmt: skip
-    parser.add_argument(
-        "--device", default="cpu", help="cpu, cuda, cuda:1 ..., or auto: cuda if possible (default: cpu)"
-    )
+    parser.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1 ..., or auto: cuda if possible")
 
 
 def load(a: argparse.Namespace, path: Path, context: int | None, lora: Path | None = None) -> Any:

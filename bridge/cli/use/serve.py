@@ -33,9 +33,7 @@ def add_parser(commands: Any) -> None:
         "--waiting", type=int, default=64, metavar="N",
         help="number of further replies that may wait; more are refused (default: 64)",
     )  # fmt: skip
-    p.add_argument(
-        "--body", type=int, default=4, metavar="MB", help="size of a request, at most, in megabytes (default: 4)"
-    )
+    p.add_argument("--body", type=int, default=4, metavar="MB", help="largest request, in megabytes (default: 4)")
     p.add_argument(
         "--grace", type=int, default=30, metavar="SECONDS",
         help="time that replies may take to end after a signal to stop (default: 30)",
