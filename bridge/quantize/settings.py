@@ -66,12 +66,16 @@ class Calibration:
         "from that order; static: the same order, groups fitted beforehand; fixed: group by group",
         metavar="ORDER", parse=str,
     )  # fmt: skip
-    damping: float = option(0.01, "added to the Hessian's diagonal, as a fraction of its mean", metavar="X")
+    damping: float = option(
+        0.01, "added to the Hessian's diagonal, as a fraction of its mean", metavar="X", parse=float
+    )
     shrinkage: float | None = option(
         None, "share (0-1) of the Hessian's off-diagonals that is taken away", metavar="X", parse=float,
         says="chosen for each layer on tokens that are held back",
     )  # fmt: skip
-    alpha: float = option(1.0, "upper limit (0-1) on how much earlier error GPTAQ compensates", metavar="X")
+    alpha: float = option(
+        1.0, "upper limit (0-1) on how much earlier error GPTAQ compensates", metavar="X", parse=float
+    )
     sweeps: int = option(2, "sweeps of refinement after GPTQ", metavar="N", parse=count)
     feed: str = option(
         "quantized", "layers whose outputs the next layer is calibrated on: quantized or float",
