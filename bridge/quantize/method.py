@@ -152,7 +152,7 @@ class Method:
             judge = HeldError(layer, self.alpha > 0)
         target = weight
         if self.alpha:
-            target = target_of(layer.name, weight, layer.hessian, self.damping, self.alpha, layer.last, factor_order)
+            target = target_of(layer, self.damping, self.alpha, factor_order)
         if layout is not None:
             target = target[:, layout]
         unshrunk = hessian

@@ -29,7 +29,7 @@ def gathered(tokens: int, kind: str) -> tuple[Hessian, torch.Tensor, list[tuple[
 
 
 def best_alpha(weight: torch.Tensor, hessian: Hessian) -> float:
-    return alpha_of("layer", weight, hessian, 0.01)
+    return alpha_of(LayerInput("layer", weight, hessian), 0.01)
 
 
 @pytest.mark.parametrize(("kind", "tokens"), [("lasting", 512), ("chance", 512), ("chance", 2048)])
@@ -79,7 +79,9 @@ def test_a_hessian_that_is_not_positive_definite_makes_nothing_good() -> None:
     for useless in (-torch.eye(COLUMNS), torch.full((COLUMNS, COLUMNS), float("nan"))):
         hessian, weight, _ = gathered(512, "lasting")
         hessian.matrix = useless
-        torch.testing.assert_close(target_of("layer", weight, hessian, 0.01, 1.0, last=True), weight, rtol=0, atol=0)
+        torch.testing.assert_close(
+            target_of(LayerInput("layer", weight, hessian, last=True), 0.01, 1.0), weight, rtol=0, atol=0
+        )
 
 
 def test_layers_that_share_inputs_share_the_factors_and_get_the_targets_that_each_gets_alone(
@@ -87,13 +89,13 @@ def test_layers_that_share_inputs_share_the_factors_and_get_the_targets_that_eac
 ) -> None:
     order = torch.randperm(COLUMNS, generator=torch.Generator().manual_seed(1))
     weights = [gathered(512, "lasting")[1] * scale for scale in (1, 2, 3)]
-    alone = [target_of("layer", w, gathered(512, "lasting")[0], 0.01, 1.0, last=True) for w in weights]
+    alone = [target_of(LayerInput("layer", w, gathered(512, "lasting")[0], last=True), 0.01, 1.0) for w in weights]
     calls: list[int] = []
     damped_factor = hessian_module.damped_factor
     monkeypatch.setattr(hessian_module, "damped_factor", lambda *args: calls.append(1) or damped_factor(*args))
     shared = gathered(512, "lasting")[0]
     for i, (weight, expected) in enumerate(zip(weights, alone, strict=True)):
-        found = target_of("layer", weight, shared, 0.01, 1.0, last=i == 2, order=order)
+        found = target_of(LayerInput("layer", weight, shared, last=i == 2), 0.01, 1.0, order)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         assert (found - weight).abs().max() > 0.01
     assert shared.factor(0.01, order) is not None
@@ -114,11 +116,11 @@ def test_the_target_from_a_layers_float_outputs_is_that_of_the_cross_term(shrink
         found.add(x, outputs={"layer": x_float @ weight.T})
     assert found.cross is None
     expected.shrinkage = found.shrinkage = shrinkage
-    alphas = [alpha_of("layer", weight, hessian, 0.01) for hessian in (expected, found)]
+    alphas = [alpha_of(LayerInput("layer", weight, hessian), 0.01) for hessian in (expected, found)]
     assert alphas[0] > 0.1
     assert alphas[1] == pytest.approx(alphas[0], rel=1e-3)
     order = torch.randperm(COLUMNS) if ordered else None
-    targets = [target_of("layer", weight, hessian, 0.01, 1.0, last=True, order=order) for hessian in (expected, found)]
+    targets = [target_of(LayerInput("layer", weight, h, last=True), 0.01, 1.0, order) for h in (expected, found)]
     assert (targets[0] - weight).abs().max() > 0.1
     torch.testing.assert_close(targets[1], targets[0], rtol=1e-3, atol=1e-3)
     assert not found.products

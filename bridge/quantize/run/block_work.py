@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from bridge.quantize.model.block_inputs import BlockInputs, set_matrix
+from bridge.quantize.model.block_inputs import BlockInputs, matrix_shape, set_matrix
 from bridge.quantize.model.replay import OutputOfModule, Replay
-from bridge.quantize.model.stages import Stage, find_stages
-from bridge.quantize.run.stage_hessians import gather, gather_together
+from bridge.quantize.model.stages import Stage, find_stages, mixture_of, stage_inputs
 from bridge.quantize.run.walk import Walk
 from bridge.quantize.solve.hessian import Hessian
+from bridge.quantize.solve.target import takes_products
 
 Ends = Mapping[str, OutputOfModule]
 
@@ -66,15 +66,67 @@ class BlockWork:
         return find_stages(self.block, self.layers, [b.inputs for b in batches], self.walk.layers.weights)
 
     def gather(self, stage: Stage, batches: Mapping[int, Batch], ends: Ends, first: int) -> dict[str, Hessian]:
-        """The Hessians of a stage's groups; `first`: how many tokens of the text come before these batches."""
+        """The Hessian of each group of a stage, from one pass of each batch through the block and its float twin.
+
+        first  how many tokens of the text come before these batches
+        """
+        hessians = {}
+        for key, group in stage.groups.items():
+            module = self.layers[group[0]]
+            hessians[key] = Hessian(group[0], matrix_shape(module)[1], next(module.parameters()).device, first)
         passes = self._passes_of(batches, ends)
-        floats = [twin for _, twin in passes if twin is not None]
-        replays = [replay for replay, _ in passes]
-        return gather(stage, self.layers, replays, self.originals, floats, first, self.walk.layers.weights)
+        mixture = mixture_of(self.block, stage, self.layers)
+        products = self._with_products(stage, passes[0][1])
+        of_tokens = {key: self.walk.layers.weights(group) for key, group in stage.groups.items()}
+        for replay, twin in passes:
+            seen, residuals = stage_inputs(stage, self.layers, replay, residuals=bool(products))
+            twins: dict[str, torch.Tensor] = {}
+            # experts that are separate modules in the model may see other tokens in the float model: no cross term
+            if twin is not None and (mixture or not stage.experts):
+                routed = mixture.routing if mixture else None
+                twins, float_residuals = stage_inputs(stage, self.originals, twin, routed, bool(products))
+            count = replay.batch.tokens
+            for key, x in seen.items():
+                x_float, outputs, token_weights = twins.pop(key, None), None, of_tokens[key]
+                if token_weights is not None:
+                    token_weights = token_weights[first : first + count]
+                    if mixture is not None:
+                        token_weights = token_weights[mixture.tokens_of(int(key)).cpu()]
+                    token_weights = token_weights if len(token_weights) == len(x) else None
+                if key in products and twin is not None and x_float is not None:
+                    names = products[key]
+                    outputs = {n: _float_output(self.originals[n], names[n], twin, x_float) for n in names}
+                    for n in residuals.keys() & float_residuals.keys():
+                        lost = float_residuals[n] - residuals[n]
+                        outputs[n] = outputs[n].float() + lost.reshape(outputs[n].shape)
+                    x_float = None
+                hessians[key].add(x, x_float, replay.batch.held, outputs, token_weights)
+            first += count
+        return hessians
+
+    def _with_products(self, stage: Stage, twin: Replay | None) -> dict[str, dict[str, str]]:
+        """The groups whose float outputs are gathered in place of the cross term, with their layers' names in the
+        block."""
+        if twin is None or stage.experts:
+            return {}
+        names = {module: name for name, module in twin.block.named_modules()}
+        products = {}
+        for key, group in stage.groups.items():
+            modules = [self.originals[n] for n in group]
+            (*_, columns), rows = matrix_shape(modules[0]), [matrix_shape(m)[0] for m in modules]
+            at_hand = all(twin.returns(names[m]) for m in modules)
+            if takes_products(rows, columns, at_hand) and all(type(m).forward is nn.Linear.forward for m in modules):
+                products[key] = {n: names[self.originals[n]] for n in group}
+        return products
 
     def gather_together(self, stage: Stage, batches: Mapping[int, Batch], ends: Ends) -> Hessian:
-        """One Hessian of all experts of a stage."""
-        return gather_together(stage, self.layers, [replay for replay, _ in self._passes_of(batches, ends)])
+        """One Hessian of the inputs of all experts of a stage."""
+        first = self.layers[next(iter(stage.groups.values()))[0]]
+        hessian = Hessian("all experts", matrix_shape(first)[1], next(first.parameters()).device)
+        for replay, _ in self._passes_of(batches, ends):
+            for x in stage_inputs(stage, self.layers, replay)[0].values():
+                hessian.add(x)
+        return hessian
 
     def replace(self, name: str, values: torch.Tensor) -> None:
         """Set a layer's quantized weights; that of the float block, which shared them, gets a copy first."""
@@ -115,3 +167,12 @@ class BlockWork:
                     twin = Replay(self.original, batch.floats or batch.inputs, ends)
                 self._passes[number] = Replay(self.block, batch.inputs, ends), twin
         return [self._passes[number] for number in batches]
+
+
+def _float_output(layer: nn.Module, name: str, replay: Replay, x: torch.Tensor) -> torch.Tensor:
+    """The output of a block's layer, without its bias, for inputs x that the replay has just passed."""
+    output = replay.output(name)
+    if output is None:
+        output = layer(x.to(layer.weight.dtype))
+    bias = getattr(layer, "bias", None)
+    return output if bias is None else output - bias

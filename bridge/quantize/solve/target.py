@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 
 from bridge.quantize.quantizer import LayerInput
-from bridge.quantize.solve.hessian import Hessian, damped_diagonal, some_rows
+from bridge.quantize.solve.hessian import damped_diagonal, some_rows
 from bridge.system.cpu.row_threads import tiles
 
 
@@ -32,23 +32,17 @@ def takes_products(rows: Sequence[int], columns: int, at_hand: bool) -> bool:
     return sum(rows) * (1 if at_hand else 2) <= columns
 
 
-def target_of(
-    name: str,
-    weight: torch.Tensor,
-    hessian: Hessian,
-    damping: float,
-    alpha: float,
-    last: bool,
-    order: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """W* of the layer `name`, float [rows, columns], with the alpha of `alpha_of`, at most `alpha`.
+def target_of(layer: LayerInput, damping: float, alpha: float, order: torch.Tensor | None = None) -> torch.Tensor:
+    """W* of a layer, float [rows, columns], with the alpha of `alpha_of`, at most `alpha`.
 
-    last   no other layer needs C and the held-back tokens' Hessian: their memory is freed
     order  of the columns in the factor of H that the solver will use, which is shared
+
+    If no other layer needs C and the held-back tokens' Hessian, their memory is freed.
     """
-    alpha = min(alpha, alpha_of(name, weight, hessian, damping, keep=not last))
-    sums, cross = hessian.products.get(name), hessian.cross
-    if last:
+    weight, hessian = layer.weight, layer.hessian
+    alpha = min(alpha, alpha_of(layer, damping))
+    sums, cross = hessian.products.get(layer.name), hessian.cross
+    if layer.last:
         hessian.products, hessian.held, hessian.cross = {}, None, None
     product = None
     if alpha:
@@ -91,23 +85,21 @@ def retarget(
     return moved.mul_(alpha).add_(weight)
 
 
-def alpha_of(name: str, weight: torch.Tensor, hessian: Hessian, damping: float, keep: bool = True) -> float:
+def alpha_of(layer: LayerInput, damping: float) -> float:
     """The alpha, 0..1, with the least error on the held-back tokens, by `some_rows`; 0 without such tokens.
-
-    keep  the factor of the other tokens' H, for the next layer with the same inputs
 
     With D from all other tokens, the error sum |W x_float - W' x|^2 of W' = W + alpha D on the held-back ones is a
     parabola,  alpha^2 tr(D H D^T) - 2 alpha tr(D (W C)^T)  plus a constant, with their H and C.
     """
-    held, sums = hessian.held, hessian.products.get(name)
-    expected = _expected(name, weight, hessian)
+    hessian, held, sums = layer.hessian, layer.hessian.held, layer.hessian.products.get(layer.name)
+    expected = _expected(layer)
     if held is None or expected is None:
         return 0.0
-    lower = hessian.rest_factor(damping, keep)
+    lower = hessian.rest_factor(damping, keep=not layer.last)
     if lower is None:
         return 0.0
-    rows = some_rows(len(weight))
-    some, share = weight[rows], held.tokens / hessian.tokens
+    rows = some_rows(len(layer.weight))
+    some, share = layer.weight[rows], held.tokens / hessian.tokens
     if sums is not None:
         product = sums.total[rows].to(some) - some @ hessian.matrix.to(some)
     else:
@@ -120,15 +112,15 @@ def alpha_of(name: str, weight: torch.Tensor, hessian: Hessian, damping: float, 
     return min(max(gain / cost, 0.0), 1.0) if cost > 0 else 0.0
 
 
-def _expected(name: str, weight: torch.Tensor, hessian: Hessian) -> torch.Tensor | None:
+def _expected(layer: LayerInput) -> torch.Tensor | None:
     """W C of `some_rows` over the held-back tokens, float [rows, columns]; None without those or float inputs."""
-    held, sums = hessian.held, hessian.products.get(name)
-    some = weight[some_rows(len(weight))]
+    held, sums = layer.hessian.held, layer.hessian.products.get(layer.name)
+    some = layer.weight[some_rows(len(layer.weight))]
     if held is None:
         return None
     if sums is not None:
         return sums.held.to(some) - some @ held.matrix.to(some)
-    return None if hessian.cross is None or held.cross is None else some @ held.cross.to(some)
+    return None if layer.hessian.cross is None or held.cross is None else some @ held.cross.to(some)
 
 
 class HeldError:
@@ -146,7 +138,7 @@ class HeldError:
         self.rows = some_rows(len(layer.weight))
         self.weight = layer.weight[self.rows]
         self.hessian = held.matrix
-        self.expected = _expected(layer.name, layer.weight, layer.hessian) if cross else None
+        self.expected = _expected(layer) if cross else None
         self.costs: torch.Tensor | None = None
         if layer.outputs is not None:
             self.costs = layer.outputs.blocks.diagonal(dim1=1, dim2=2).flatten()[: len(layer.weight)][self.rows]
