@@ -232,7 +232,7 @@ class _Server:
         if asked.stream:
             return _Events(self._events(answer, asked, jobs, streams), lambda: self.engine.release(streams))
         try:
-            updates = await _while_connected(request, _gathered(map(self._timed, streams)))
+            updates = await _while_connected(request, _gathered(_all(s, self._metrics.first_token) for s in streams))
         finally:
             self.engine.release(streams)
         choices = []
@@ -246,10 +246,6 @@ class _Server:
                 echoed = prompt_text, jobs.scorers[number].tokens if jobs.scorers else (), generation.prompt[0]
             choices.append(answer.choice(index, text, None if asked.logprobs is None else tokens, finish, echoed))
         return _Json(answer.whole(choices, _usage(jobs, streams)))
-
-    async def _timed(self, stream: Stream) -> tuple[str, list[Any], str]:
-        """All of a reply; when it began is noted."""
-        return await _all(stream, self._metrics.first_token)
 
     async def _events(
         self, answer: Answer, asked: ReplyRequest, jobs: ReplyJobs, streams: list[Stream]

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 import bridge
 from bridge.cli import main
 from bridge.conversion.converter import plan_checkpoint
-from bridge.conversion.planning.plan_file import _Orders, _part_entry
+from bridge.conversion.planning.plan_file import _part_entry
 from bridge.conversion.planning.plan_reader import _part, load_plan
 from bridge.conversion.writing.report import CARRIED, REQUANTIZED
 from bridge.conversion.writing.verify import failures
@@ -298,7 +298,7 @@ def test_a_head_that_llama_cpp_does_not_have_is_refused(tmp_path: Path) -> None:
 
 def test_factors_of_rows_come_back_from_a_plans_file() -> None:
     part = Part("a.weight", (3, 4), factor=np.array([0.5, 1, 1.25], np.float32))
-    entry = json.loads(json.dumps(_part_entry(part, _Orders())))
+    entry = json.loads(json.dumps(_part_entry(part, {})))
     assert np.array_equal(_part(entry, []).factor, part.factor)
     for wrong in ([0.5, 1], [0.5, 1, float("nan")], [0.5, 1, -1], "x"):
         with pytest.raises(FieldError, match=r"factor of a\.weight is .*, not 3 positive numbers"):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,21 +82,10 @@ def _read(source: Path) -> dict[str, Any]:
 
 def _drawer(source: Path, record: dict[str, Any]) -> Callable[[dict[str, Any], Theme], Figure]:
     """The function that draws this file; it imports its module when called."""
-    known = {
-        "tensors": "report_figure",
-        "checkpoints": "fidelity_figure",
-        "formats": "kl_figure",
-        "products": "matvec_figure",
-    }
+    known = {"tensors": "report", "checkpoints": "fidelity", "formats": "kl", "products": "matvec"}
     for key, module in known.items():
         if isinstance(record.get(key), list):
             if not record[key]:
                 raise BridgeError(f"{source}: its list of {key} is empty; there is nothing to draw")
-            return lambda *arguments: _module(module).figure(*arguments)
+            return lambda *arguments: import_module(f"bridge.cli.plot.{module}_figure").figure(*arguments)
     raise BridgeError(f"{source}: is not a report; give {_KNOWN}")
-
-
-def _module(name: str) -> Any:
-    from importlib import import_module
-
-    return import_module(f"bridge.cli.plot.{name}")

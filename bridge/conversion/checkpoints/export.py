@@ -28,13 +28,15 @@ from bridge.conversion.checkpoints import layer_plan
 from bridge.conversion.checkpoints.checkpoint_plan import CheckpointPlan
 from bridge.conversion.checkpoints.layer_codes import LayerCodes, Rows
 from bridge.conversion.checkpoints.layer_plan import ALL_CODES, AS_FLOATS, CALIBRATED, EXACT, ROUNDED
-from bridge.conversion.checkpoints.to_checkpoint import calibrate_groups
+from bridge.conversion.checkpoints.to_checkpoint import group_rounding
 from bridge.conversion.gguf_input.gguf_checkpoint import open_source
 from bridge.conversion.gguf_input.gguf_config import checked_source, write_config
 from bridge.conversion.gguf_input.gguf_source import GgufSource
-from bridge.conversion.paths import files_of
+from bridge.conversion.paths import files_of, layers_of
 from bridge.errors import BridgeError, parameter, refused
 from bridge.gguf_file.reader import StoredModel, expect_model, read_gguf
+from bridge.quantize.run.calibrate import LayerTarget, quantize_layers
+from bridge.quantize.run.calibration_text import with_length
 from bridge.quantize.settings import Calibration
 from bridge.system.cpu.row_threads import thread_limit
 from bridge.system.kernels import compiling
@@ -206,10 +208,18 @@ def _calibrated(
         raise refused("act_order", "free", f"{written.name} has no column permutation; choose fixed, static or none")
     symmetric = {module for module, groups in layers.items() if layer_plan.is_symmetric(groups.bits, written)}
     with open_source(gguf.files[0], home, by_family=True) as ckpt:
-        stored, notes = calibrate_groups(ckpt, layers, symmetric, calibrate, path, force)
+        if calibrate.method == "awq":
+            why = "changes norms too, which an export keeps; choose two-sided, gptaq, gptq or rtn"
+            raise refused("method", "awq", why)
+        calibrate.check_checkpoint()
+        if calibrate.blocks is not None:
+            raise refused("blocks", calibrate.blocks, "an export calibrates all blocks in one run")
+        calibrate, notes = with_length(ckpt, calibrate)
+        targets = {n: LayerTarget(*group_rounding(groups, n in symmetric, calibrate)) for n, groups in layers.items()}
+        stored, more = quantize_layers(ckpt, calibrate, targets, layers_of(path), force)
     for module in stored.layers:
         plan.layers[module] = replace(plan.layers[module], how=CALIBRATED)
-    return stored, notes
+    return stored, [*notes, *more]
 
 
 def _write_all(writer: CheckpointWriter, plan: CheckpointPlan, stored: LayerStore | None) -> Iterator[ExportedTensor]:

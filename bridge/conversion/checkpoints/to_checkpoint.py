@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from bridge.checkpoint.formats.written import Groups
 from bridge.checkpoint.write.report import Written
 from bridge.checkpoint.write.writer import write_checkpoint
 from bridge.conversion.paths import files_of, layers_of
-from bridge.errors import BridgeError, parameter, refused
+from bridge.errors import BridgeError, parameter
 from bridge.models import float_layers
 from bridge.quantize.run.calibrate import LayerTarget, quantize_layers
 from bridge.quantize.run.calibration_text import with_length
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     import torch
 
     from bridge.checkpoint import Checkpoint
-    from bridge.quantize.layer_store import LayerStore
     from bridge.quantize.method import Method
 
 
@@ -73,7 +72,7 @@ def quantize_checkpoint(
     with open_by_name(checkpoint, config) as ckpt:
         check_folder(ckpt, path, force, files_of(*calibrate.files))
         calibrate, length_notes = with_length(ckpt, calibrate)
-        grid, method = _rounding(groups, symmetric and written.rounding != "asymmetric", calibrate)
+        grid, method = group_rounding(groups, symmetric and written.rounding != "asymmetric", calibrate)
         awq = Awq(method, stored=_norms(ckpt), folder=layers_of(path)) if calibrate.method == "awq" else None
         shapes = linears(ckpt)
         obstacles = {
@@ -105,33 +104,7 @@ def quantize_checkpoint(
     return done
 
 
-def calibrate_groups(
-    ckpt: Checkpoint,
-    layers: Mapping[str, Groups],
-    symmetric: Collection[str],
-    calibrate: Calibration,
-    path: Path,
-    force: bool,
-) -> tuple[LayerStore, list[str]]:
-    """Quantize layers of an opened checkpoint to groups; notes tell how.
-
-    symmetric  the layers whose zero points are the middle code
-    path       the folder that is made of them: finished layers are stored next to it
-
-    Raises BridgeError for a method that is more than codes, and as `quantize_layers` does.
-    """
-    if calibrate.method == "awq":
-        raise refused("method", "awq", "changes norms too, which an export keeps; choose two-sided, gptaq, gptq or rtn")
-    calibrate.check_checkpoint()
-    if calibrate.blocks is not None:
-        raise refused("blocks", calibrate.blocks, "an export calibrates all blocks in one run")
-    calibrate, notes = with_length(ckpt, calibrate)
-    targets = {name: LayerTarget(*_rounding(groups, name in symmetric, calibrate)) for name, groups in layers.items()}
-    stored, more = quantize_layers(ckpt, calibrate, targets, layers_of(path), force)
-    return stored, [*notes, *more]
-
-
-def _rounding(layer: Groups, symmetric: bool, calibrate: Calibration) -> tuple[str, Method]:
+def group_rounding(layer: Groups, symmetric: bool, calibrate: Calibration) -> tuple[str, Method]:
     """The name of a layer's grid, and what quantizes it to that."""
     from bridge.quantize import groups
 

@@ -29,25 +29,12 @@ from bridge.system.storage.files import write_text
 VERSION = 2
 
 
-class _Orders:
-    """Row and column orders by content, each kept once."""
-
-    def __init__(self) -> None:
-        self.lists: list[list[int]] = []
-        self._known: dict[bytes, int] = {}
-
-    def number(self, order: np.ndarray) -> int:
-        order = np.ascontiguousarray(order, np.int64)
-        key = order.tobytes()
-        if key not in self._known:
-            self._known[key] = len(self.lists)
-            self.lists.append(order.tolist())
-        return self._known[key]
+_Orders = dict[bytes, int]  # row and column orders, int64, each with its number
 
 
 def save_plan(plan: Plan, checkpoint: str, path: Path) -> None:
     """Write a plan, one tensor a line. Raises BridgeError where that fails."""
-    orders = _Orders()
+    orders: _Orders = {}
     tensors = [_tensor_entry(t, orders) for t in plan.tensors]
     head = {
         "gguf_bridge_plan": VERSION,
@@ -65,7 +52,9 @@ def save_plan(plan: Plan, checkpoint: str, path: Path) -> None:
     lines.append('"tensors": [\n' + ",\n".join(json.dumps(t) for t in tensors) + "\n]")
     keys = [f"{json.dumps(key)}: {json.dumps(_value_entry(v))}" for key, v in plan.metadata.items()]
     lines.append('"metadata": {\n' + ",\n".join(keys) + "\n}")
-    lines.append('"orders": [\n' + ",\n".join(json.dumps(order) for order in orders.lists) + "\n]")
+    lines.append(
+        '"orders": [\n' + ",\n".join(json.dumps(np.frombuffer(order, np.int64).tolist()) for order in orders) + "\n]"
+    )
     write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
@@ -97,7 +86,7 @@ def _part_entry(part: Part, orders: _Orders) -> dict[str, Any]:
         entry["factor"] = part.factor.tolist()
     for name in ("rows", "columns"):
         if (order := getattr(part, name)) is not None:
-            entry[name] = orders.number(order)
+            entry[name] = orders.setdefault(np.ascontiguousarray(order, np.int64).tobytes(), len(orders))
     return {key: value for key, value in entry.items() if value is not None}
 
 

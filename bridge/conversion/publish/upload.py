@@ -139,7 +139,8 @@ class Upload:
         api.create_repo(self.repository, private=self.private or None, exist_ok=True)
         adds = [CommitOperationAdd(name, str(file)) for name, file in files.items()]
         has_card = api.file_exists(self.repository, CARD)
-        keeps_card = has_card and MARK not in _text(api.hf_hub_download(self.repository, CARD))
+        path = Path(api.hf_hub_download(self.repository, CARD)) if has_card else None
+        keeps_card = path is not None and MARK not in path.read_text(encoding="utf-8", errors="replace")
         if not keeps_card:
             adds.append(CommitOperationAdd(CARD, card.encode()))
         api.create_commit(self.repository, adds, commit_message="Upload by gguf-bridge")
@@ -156,7 +157,3 @@ class Upload:
         card_file = first.with_name(f"{first.name}.{CARD}")
         write_text(card_file, card)
         return " && ".join(f"hf upload {repository} {shlex.join(words)}" for words in (what, [str(card_file), CARD]))
-
-
-def _text(path: str) -> str:
-    return Path(path).read_text(encoding="utf-8", errors="replace")

@@ -122,7 +122,8 @@ class Hessian:
         self._unmerge()
         x_float = None if x_float is None else x_float.reshape(x.shape).to(x)
         if weights is not None:
-            self._add_squares(x)
+            mean, share = x.square().mean(0), len(x) / max(self.tokens + len(x), 1)
+            self.squares = mean if self.squares is None else self.squares.lerp(mean, share)
             roots = weights.to(x).sqrt()[:, None]
             x, x_float = x * roots, None if x_float is None else x_float * roots
             outputs = {name: y.reshape(len(x), -1).to(x) * roots for name, y in (outputs or {}).items()}
@@ -140,11 +141,6 @@ class Hessian:
             held_hessian._merged = False
             self._add(x[others], None if x_float is None else x_float[others], before)
         self.tokens += len(x)
-
-    def _add_squares(self, x: torch.Tensor) -> None:
-        mean = x.square().mean(0)
-        share = len(x) / max(self.tokens + len(x), 1)
-        self.squares = mean if self.squares is None else self.squares.lerp(mean, share)
 
     def _multiply(self, outputs: Mapping[str, torch.Tensor], x: torch.Tensor, is_held: torch.Tensor) -> None:
         """Add tokens to the products; `is_held` bool [tokens] tells which are held back."""

@@ -8,7 +8,6 @@
 All of them have the licence of this program. Each file but the last is one kind of text.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,9 @@ def openings(tokenizer: Any) -> list[list[int]]:
     text starts or ends with, and first words of the shipped texts. None is empty."""
     bos, eos = bos_of(tokenizer), tokenizer.eos_token_id
     start = [bos] if bos is not None else []
-    heads = _heads()
+    files = (_FOLDER / kind for kind in ("prose.txt", "articles.txt", "scripts.txt", "code.txt", "lists.txt"))
+    paragraphs = (part for file in files for part in file.read_text(encoding="utf-8").split("\n\n")[:40] if part)
+    heads = [part.lstrip("# ") for part in paragraphs]
     plain = [start + token_ids(" ".join(head.split(" ")[:_WORDS]), tokenizer).tolist() for head in heads]
     questions = _questions(tokenizer)
     if not questions:
@@ -50,12 +51,6 @@ def openings(tokenizer: Any) -> list[list[int]]:
     for i, index in enumerate(dice.permutation(len(plain))):
         mixed += [plain[index], *([questions[i % len(questions)]] if questions else [])]
     return [opening for opening in mixed if opening]
-
-
-def _heads() -> Sequence[str]:
-    """The first lines of the paragraphs of the texts."""
-    texts = (_FOLDER / kind for kind in ("prose.txt", "articles.txt", "scripts.txt", "code.txt", "lists.txt"))
-    return [part.lstrip("# ") for file in texts for part in file.read_text(encoding="utf-8").split("\n\n")[:40] if part]
 
 
 def _questions(tokenizer: Any) -> list[list[int]]:
