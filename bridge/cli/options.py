@@ -28,7 +28,7 @@ def command(
     commands: Any, name: str, run: Callable[[argparse.Namespace], int], description: str | None = None
 ) -> argparse.ArgumentParser:
     """Add one of `COMMANDS` to argparse's sub-parsers; `run` returns the exit code."""
-    help = COMMANDS[name].help
+    help = COMMANDS[name][1]
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=help, description=description or help[0].upper() + help[1:] + ".",
         formatter_class=argparse.RawDescriptionHelpFormatter if description else argparse.HelpFormatter,

@@ -142,7 +142,7 @@ def _nearest(word: str, known: Sequence[str]) -> str | None:
 def import_command(argv: Sequence[str]) -> str | None:
     """The module of the command that is asked for, imported; None for none."""
     name = next((word for word in argv if word in COMMANDS), None)
-    return None if name is None else import_module(f"bridge.cli.{COMMANDS[name].module}").__name__
+    return None if name is None else import_module(f"bridge.cli.{COMMANDS[name][0]}").__name__
 
 
 def _parser(argv: Sequence[str] | None = None) -> argparse.ArgumentParser:

@@ -36,25 +36,15 @@ def save_plan(plan: Plan, checkpoint: str, path: Path) -> None:
     """Write a plan, one tensor a line. Raises BridgeError where that fails."""
     orders: _Orders = {}
     tensors = [_tensor_entry(t, orders) for t in plan.tensors]
-    head = {
-        "gguf_bridge_plan": VERSION,
-        "checkpoint": checkpoint,
-        "template": plan.template,
-        "imatrix": plan.imatrix,
-        "split_max_size": plan.split_max_size,
-        "detect_lattice": plan.detect_lattice,
-        "mmproj_type": plan.mmproj_type,
-        "stop": plan.stop,
-        "notes": plan.notes,
-        "curve": plan.curve,
-    }
+    head: dict[str, Any] = {"gguf_bridge_plan": VERSION, "checkpoint": checkpoint}
+    for name in ("template", "imatrix", "split_max_size", "detect_lattice", "mmproj_type", "stop", "notes", "curve"):
+        head[name] = getattr(plan, name)
     lines = [f'"{key}": {json.dumps(value)}' for key, value in head.items()]
     lines.append('"tensors": [\n' + ",\n".join(json.dumps(t) for t in tensors) + "\n]")
     keys = [f"{json.dumps(key)}: {json.dumps(_value_entry(v))}" for key, v in plan.metadata.items()]
     lines.append('"metadata": {\n' + ",\n".join(keys) + "\n}")
-    lines.append(
-        '"orders": [\n' + ",\n".join(json.dumps(np.frombuffer(order, np.int64).tolist()) for order in orders) + "\n]"
-    )
+    lists = [json.dumps(np.frombuffer(order, np.int64).tolist()) for order in orders]
+    lines.append('"orders": [\n' + ",\n".join(lists) + "\n]")
     write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
