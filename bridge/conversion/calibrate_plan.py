@@ -77,10 +77,7 @@ def _write_imatrix(
 
 
 def measured_importance(ckpt: Checkpoint, tensors: Sequence[ModelTensor], settings: Calibration) -> Importance:
-    """The importance of the tensors' columns on the calibration text.
-
-    Raises BridgeError as `calibration_set` and `mean_input_squares` do.
-    """
+    """The importance of the tensors' columns on the calibration text."""
     from bridge.gguf_file.imatrix import read_imatrix
     from bridge.quantize.input_squares import mean_input_squares
     from bridge.quantize.model.float_model import FloatModel, fast_arithmetic

@@ -80,10 +80,7 @@ def convert_as(
     progress: Progress | None = None,
     save_as: Path | None = None,
 ) -> Report:
-    """`convert` with its options in one object.
-
-    save_as  where the caller will save the Report; checked before anything is made
-    """
+    """`convert` with its options in one object; `save_as`: where the caller will save the Report, checked first."""
     started, compiled = time.perf_counter(), compiling.seconds()
     given_plan: Plan | None = None
     if options.plan is not None:

@@ -14,10 +14,7 @@ def gguf_of(
     progress: Progress | None = None,
     messages: Sequence[Mapping[str, str]] | None = None,
 ) -> Path:
-    """The GGUF of a name: itself, or the one in the cache that is made of a checkpoint (a folder, a Hub id, a .pt).
-
-    config, progress, messages  as for `bridge.conversion.cache.converted`
-    """
+    """The GGUF of a name: itself, or the one in the cache that `converted` makes of a checkpoint."""
     if str(model).endswith(".gguf") and config is None:
         return Path(model)  # without the time that it takes to import what follows
     from bridge.checkpoint.files.hub import kind_of

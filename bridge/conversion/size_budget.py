@@ -260,7 +260,7 @@ class _Search:
     def curve(self, fixed: int, file_size: int) -> list[tuple[int, float]]:
         """Bytes of the file and estimated KL divergence: of this one, and the best from the smallest to the largest.
 
-        fixed  bytes that no type changes
+        fixed      bytes that no type changes
         file_size  of the file that is made: scales of NVFP4 are counted at their most before
         """
         from bridge.quantize.budget.allocation import allocate

@@ -109,10 +109,7 @@ def fold_scales(before: torch.nn.Module, linears: Sequence[torch.nn.Module], s: 
 
 @dataclass(frozen=True)
 class ScaleFold:
-    """Scales moved from a module into the layers that it feeds.
-
-    gain  the output error, divided by that of alpha 0
-    """
+    """Scales moved from a module into the layers that it feeds; `gain`: the output error over that of alpha 0."""
 
     before: str
     layers: tuple[str, ...]
@@ -147,11 +144,7 @@ class Awq:
         batches: Sequence[BlockInputs],
         name_of: Callable[[str], str] = lambda name: name,
     ) -> None:
-        """Search and fold the scales of a block in place.
-
-        layers   those that will be quantized, by name
-        name_of  the name in the checkpoint of a module of the block
-        """
+        """Search and fold in place the scales of a block; `name_of`: a module's name in the checkpoint."""
         file = None if self.folder is None else file_of(self.folder, next(iter(layers), ""), ".scales")
         known_folds = None if file is None else _read_scales(file)
         if known_folds is not None:

@@ -343,10 +343,7 @@ class LayerStore:
         return layer
 
     def save_outputs(self, name: str, outputs: OutputHessian | None, part: int | None = None) -> None:
-        """Keep A of a layer until the layer is finished; None: there is none.
-
-        part  which part of the sequences it is of; None: of all
-        """
+        """Keep A of a layer, or of a part of the sequences, until the layer is finished; None: there is none."""
         values: dict[str, torch.Tensor] = {}
         if outputs is not None:
             values = {"outputs": outputs.blocks, "share": torch.tensor(outputs.share, dtype=torch.float64)}

@@ -73,10 +73,7 @@ class Quantized:
 
 
 def superblocks(type: str, scale: float = 1.0) -> Callable[[int, int], SuperblockGrid | PlainGrid | CodebookGrid]:
-    """Grids of a GGUF type for (rows, columns).
-
-    scale  of NVFP4, what multiplies the whole matrix, from a tensor of its own
-    """
+    """Grids of a GGUF type for (rows, columns); `scale` of NVFP4, from a tensor of its own, multiplies the matrix."""
     block = (BLOCKS | CALIBRATED).get(type)
     if block is None:
         raise BridgeError(f"unknown type {type!r}: choose one of {', '.join(BLOCKS | CALIBRATED)}")
@@ -120,10 +117,7 @@ class Method:
             raise BridgeError(f"unknown {parameter('act_order')} {self.act_order!r}: choose {known}")
 
     def layer(self, layer: LayerInput, columns: np.ndarray | None = None) -> tuple[torch.Tensor, Quantized]:
-        """Quantize one layer: its dequantized weights, and the codes.
-
-        columns  int [columns], their order on the grid; None: unchanged. Ignored by "free", which has its own
-        """
+        """A layer's dequantized weights, and its codes; `columns`: their order on the grid, ignored by "free"."""
         begun = compiling.clock()
         weight, hessian = layer.weight, layer.hessian.matrix
         if not torch.isfinite(weight).all():
@@ -249,10 +243,7 @@ class Method:
 
 
 def round_alone(weight: torch.Tensor, grid: Any, importance: np.ndarray) -> np.ndarray:
-    """Codes int16 [rows, columns] of weights that are rounded to nearest on a new grid, as with an importance matrix.
-
-    importance  float32 [columns]: what a squared error costs in each
-    """
+    """Codes int16 [rows, columns] of weights rounded to nearest on a new grid; `importance`: what errors cost."""
     if not grid.vectors:
         return round_to_nearest(weight, grid, importance)
     codes = np.empty(weight.shape, np.int16)

@@ -36,10 +36,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Update:
-    """What came of a sequence: text, and the tokens noted whose text it is; how it ended, or why it failed.
-
-    status  of HTTP, for an error
-    """
+    """What came of a sequence: text, and the tokens it is of; how it ended, or an error with its status of HTTP."""
 
     text: str = ""
     tokens: tuple[ScoredToken, ...] = ()

@@ -321,10 +321,7 @@ def _check_length(ids: Sequence[int], model: Model) -> None:
 def embeddings(
     body: Any, model: Model, name: str, pooling: str, awaited: Callable[[], bool]
 ) -> tuple[list[Job], list[Pooler], bool]:
-    """The body of /v1/embeddings: jobs, what makes a vector of each, and whether vectors are wanted in base64.
-
-    awaited  as in `reply_jobs`
-    """
+    """The body of /v1/embeddings: jobs, what makes a vector of each, and whether vectors are wanted in base64."""
     fields = RequestFields(body)
     check_model(fields, name)
     texts = _prompts("input", fields.take("input", of_type((str, list), _PROMPT)))

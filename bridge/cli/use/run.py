@@ -48,10 +48,7 @@ def take_checkpoints(p: argparse.ArgumentParser) -> None:
 
 
 def gguf_of(a: argparse.Namespace, messages: Sequence[dict[str, str]] | None = None) -> Path:
-    """The GGUF that the command was given, or that is made of the checkpoint it was given.
-
-    messages  a conversation that a checkpoint's chat template must accept before it is converted
-    """
+    """The GGUF that the command was given, or one of its checkpoint, whose chat template must accept `messages`."""
     from bridge.conversion.model import gguf_of as converted
     from bridge.system.progress import Bar
 

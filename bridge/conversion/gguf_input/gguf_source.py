@@ -38,10 +38,7 @@ _QUANT_CONFIGS = (
 
 @dataclass(frozen=True, eq=False)
 class SourceTensor:
-    """Where a checkpoint's tensor is in a GGUF: a tensor of it, or one of its matrices.
-
-    scale  of the whole matrix, which NVFP4 may have
-    """
+    """Where a checkpoint's tensor is in a GGUF: a tensor or one of its matrices; `scale` multiplies it (NVFP4)."""
 
     tensor: OutlineTensor
     part: Part
@@ -69,10 +66,7 @@ class SourceTensor:
         return self.part.shape[0] if len(self.part.shape) > 1 else 1
 
     def raw(self, rows: slice = slice(None), ordered: bool = True) -> np.ndarray:
-        """The blocks, uint8 [out, row bytes], rows in the checkpoint's order; `rows`: a run of these.
-
-        ordered  if not, rows are in the GGUF's order, which need not be read whole for a run
-        """
+        """The blocks, uint8 [out, row bytes], or a run `rows` of them; not `ordered`: in the GGUF's order of rows."""
         size = self.stored.raw.size // (len(self.tensor.parts) * self.height)
         first, stop, _ = rows.indices(self.height)
         start = self.matrix * self.height

@@ -100,10 +100,7 @@ class PlanOptions(Recipe):
                 raise refused("type", self.type, f"nothing is quantized; leave out {parameter('calibrate')}")
 
     def for_source(self, coded: bool) -> Self:
-        """The options for a source, with the type that `auto` is when floats alone are to be calibrated.
-
-        coded  whether it has codes, which `auto` carries
-        """
+        """The options for a source with codes or without, `auto` replaced where floats alone are to be calibrated."""
         return self if coded or self.calibrate is None or self.type != "auto" else replace(self, type="Q4_K")
 
 

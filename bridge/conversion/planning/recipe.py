@@ -80,10 +80,7 @@ class Unmet(NamedTuple):
 
 @dataclass(frozen=True)
 class Wanted:
-    """The type asked for: `type` is None for auto and exact, else a block or float type's name.
-
-    unmet  why it is not the one that the user named, for people: see `PlannedTensor.unmet`
-    """
+    """The type asked for: None for auto and exact, else a block or float type; `unmet` as in `PlannedTensor`."""
 
     mode: Mode
     type: str | None = None

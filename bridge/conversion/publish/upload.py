@@ -61,10 +61,7 @@ class Upload:
     force: bool = False
 
     def check(self, protected: ProtectedPaths = NOTHING) -> None:
-        """BridgeError if an upload would fail: by the name, the login, the repository, or the files of `card_only`.
-
-        protected  paths that no output may have
-        """
+        """BridgeError if an upload would fail by name, login, repository, or files that exist or are `protected`."""
         if not is_repository(self.repository):
             raise BridgeError(f"{self.repository}: is not a name of a repository on the Hub; give org/name")
         if self.card_only is not None:

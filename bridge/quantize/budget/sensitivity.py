@@ -44,11 +44,7 @@ Rounding = Callable[[torch.Tensor, str], torch.Tensor]
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a layer in a type.
-
-    loss         nats per token
-    error_ratio  the method's error divided by that of rounding to nearest, in the metric of H
-    """
+    """A layer's cost in a type: nats per token, and its error in H's metric over that of rounding to nearest."""
 
     loss: float
     error_ratio: float = 1.0

@@ -145,10 +145,7 @@ class UnitRounding:
 
 
 def unit_rounding(name: str, shifted: bool) -> UnitRounding:
-    """The kernel of a type by its name.
-
-    shifted  the shift of a unit's values is its sub-block's
-    """
+    """The kernel of a type by its name; `shifted`: units take the shift of their sub-block."""
     block = WRITTEN[name]
     if not block.numbered:
         values = values_of_codes(block)

@@ -163,10 +163,7 @@ def set_embeddings(model: Any, values: Iterable[torch.Tensor]) -> bool:
 def after_blocks(
     model: Any, blocks: Sequence[nn.Module], tokens: torch.Tensor, x: torch.Tensor, items: int | None
 ) -> Any:
-    """The model's output, given the last block's x [sequences, length, hidden]. No block runs; gradients pass.
-
-    items  of the blocks' `BlockInputs`
-    """
+    """The model's output, given the last block's x [sequences, length, hidden]. No block runs; gradients pass."""
     for block in blocks:
         block.forward = lambda *args, **kwargs: as_returned(x, items)  # type: ignore[method-assign]
     try:

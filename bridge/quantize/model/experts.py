@@ -210,10 +210,7 @@ def merged(hessians: Sequence[Hessian]) -> Hessian:
 
 
 def complete_from_all_experts(hessians: Sequence[Hessian], everyone: Hessian) -> None:
-    """Fill up experts' Hessians to as many tokens as columns; see the module's docstring.
-
-    everyone  H of the tokens of all experts of the mixture
-    """
+    """Fill up experts' Hessians to as many tokens as columns from that of all experts' tokens, see the module."""
     for h in filter(has_too_few_tokens, hessians if everyone.tokens else ()):
         wanted = len(h.matrix)
         squares, all_squares = (torch.from_numpy(hessian.mean_squares()) for hessian in (h, everyone))

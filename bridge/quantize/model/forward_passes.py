@@ -243,11 +243,7 @@ class Passes:
     def _backward(
         self, number: int, rows: int, gradients: list[torch.Tensor], norms: KeepNorms | None, forget: bool = False
     ) -> Iterator[tuple[str, OutputHessian]]:
-        """`output_products` of a block's layers.
-
-        gradients  by batch, at the block's outputs; afterwards those at its inputs
-        forget     free the block's inputs
-        """
+        """`output_products` of a block; `gradients` at its outputs, by batch, become those at its inputs."""
         gathered: dict[str, _OutputGradients] = {}
         of_tokens: dict[str, _OutputGradients] = {}  # by pattern
         with ExitStack() as stack:

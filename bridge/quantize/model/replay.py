@@ -52,10 +52,7 @@ class Replay:
     outputs: dict[str, StoredActivation] = field(default_factory=dict)
 
     def run(self, gathered: Collection[str] = ()) -> Any:
-        """Call the block; modules whose outputs follow from what is kept are not run.
-
-        gathered  layers whose inputs are wanted: their modules run
-        """
+        """Call the block; modules whose outputs follow from what is kept run only for inputs to be `gathered`."""
         with ExitStack() as stack:
             for name, end in self.ends.items():
                 if end.layer not in gathered and end.layer in self.inputs.keys() | self.outputs.keys():

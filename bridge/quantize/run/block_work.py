@@ -66,10 +66,7 @@ class BlockWork:
         return find_stages(self.block, self.layers, [b.inputs for b in batches], self.walk.layers.weights)
 
     def gather(self, stage: Stage, batches: Mapping[int, Batch], ends: Ends, first: int) -> dict[str, Hessian]:
-        """The Hessian of each group of a stage, from one pass of each batch through the block and its float twin.
-
-        first  how many tokens of the text come before these batches
-        """
+        """The Hessian of each group of a stage; `first`: how many tokens of the text come before these batches."""
         hessians = {}
         for key, group in stage.groups.items():
             module = self.layers[group[0]]

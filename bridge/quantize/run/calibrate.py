@@ -173,7 +173,7 @@ def calibrated_layers(
 ) -> Generator[StoredLayer, None, None]:
     """Quantize and store the layers of a model; those that are stored already are put in.
 
-    room   how much memory activations get
+    needs  of the job: how much memory activations get
     until  how many blocks are passed; None: all
     """
     spread, todo = settings.spread, frozenset(targets.keys() - layers.layers.keys())

@@ -53,10 +53,7 @@ def with_length(ckpt: Checkpoint, settings: Calibration) -> tuple[Calibration, l
 
 
 def calibration_set(model: FloatModel, settings: Calibration, layers: Collection[str]) -> CalibrationSet:
-    """The sequences to calibrate on; a BridgeWarning where they are few for the inputs of these layers.
-
-    Raises BridgeError as `calibration_sequences` does.
-    """
+    """The sequences to calibrate on; a BridgeWarning where they are few for the inputs of these layers."""
     from bridge.quantize.text.mixture import calibration_sequences
     from bridge.quantize.text.texts import TOKEN_FILES, load_tokenizer
 

@@ -58,12 +58,7 @@ class Spread:
 
 
 class Tasks:
-    """A walk's tasks. Use as a context manager: what this process keeps for them is freed at its end.
-
-    model    whose blocks are passed
-    spread   None: this process alone has the model, and nothing is copied
-    batches  see `Worker`
-    """
+    """A walk's tasks, done in this process without `spread`; as a context manager it frees what it keeps for them."""
 
     def __init__(
         self, walk: Walk, model: StreamedModel, spread: Spread | None = None, batches: Mapping[int, Batch] | None = None

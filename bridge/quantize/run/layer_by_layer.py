@@ -162,10 +162,7 @@ def _head(tasks: Tasks) -> Iterator[tuple[str, Any]]:
 def _by_rows(
     tasks: Tasks, task: Callable[..., Any], name: str, shape: tuple[int, int], *needed: Callable[[], Any]
 ) -> Iterator[tuple[str, Any]]:
-    """Quantize a matrix some rows at a time, unless there are none left.
-
-    needed  what else the tasks take, made if there are any
-    """
+    """Quantize a matrix some rows at a time; what the tasks need is made only if there are rows left."""
     count, columns = shape
     spans = list(tasks.walk.layers.missing(name, count, rows_at_once(columns)))
     more = [make() for make in needed] if spans else []

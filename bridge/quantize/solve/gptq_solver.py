@@ -101,7 +101,7 @@ def solve(
                 weights (static groups); "none": the grid stays unchanged
     damping     added to the diagonal of H, as a fraction of its mean; tenfold until it is enough
     nearest     round rows to nearest where that is better
-    found       `damped_factor` of H in this order and its damping, where the caller has them
+    factored    `damped_factor` of H in this order and its damping, where the caller has them
 
     Raises BridgeError if the order separates columns of a run that is fitted when reached.
     """

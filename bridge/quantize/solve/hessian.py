@@ -239,10 +239,7 @@ class Hessian:
             self._cross.lerp_(held.cross, share)
 
     def factor(self, damping: float, order: torch.Tensor | None = None, keep: bool = True) -> Factored | None:
-        """`damped_factor` of H, shrunk, which layers with the same inputs share.
-
-        keep  for the next call with the same arguments; False: it is not needed again
-        """
+        """`damped_factor` of H, shrunk, which layers with the same inputs share; `keep`: it is needed again."""
         key = damping, self.shrinkage, None if order is None else tuple(order.cpu().tolist())
         factored = self._factor[1] if self._factor and self._factor[0] == key else None
         self._factor = None
@@ -253,10 +250,7 @@ class Hessian:
         return factored
 
     def rest_factor(self, damping: float, keep: bool = True) -> torch.Tensor | None:
-        """The Cholesky factor, lower, of the damped H of the tokens not held back; None if there is none.
-
-        keep  as of `factor`
-        """
+        """The Cholesky factor, lower, of the damped H of the tokens not held back, or None; `keep` as of `factor`."""
         key = damping, self.shrinkage
         if self._rest and self._rest[0] == key:
             return self._rest[1]

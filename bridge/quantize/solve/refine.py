@@ -100,11 +100,7 @@ def move_all(
     metrics: list[Any],
     keep: bool = False,
 ) -> torch.Tensor:
-    """`refine` from G, `product`, which is overwritten, and returned unless it is not to be kept.
-
-    metrics  `metrics_of` H
-    keep     false: G is not needed afterwards
-    """
+    """`refine` from G, `product`, which is overwritten and returned, or freed unless `keep`; `metrics_of` H."""
     spans = spans_of(g.shape[1], grid)
     together = max(1, _TOGETHER // grid.fit_columns)
     for sweep in range(sweeps):
