@@ -53,7 +53,7 @@ class LayerCosts:
     squares: dict[str, np.ndarray] = field(default_factory=dict)
 
     def measure(self, passes: Passes, tokens: torch.Tensor) -> None:
-        """Fill `costs` and `squares` from passes of all tokens, int64 [sequences, length]."""
+        """Fill `costs` and `squares`; `passes` are of a few tokens, `tokens` int64 [sequences, length] are all."""
         from bridge.quantize import quantize_model
         from bridge.quantize.model.float_model import FloatModel, fast_arithmetic
         from bridge.quantize.run.walk import sequences_together
