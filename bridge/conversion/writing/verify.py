@@ -252,7 +252,7 @@ def _compare_codes(reader: PartReader, tensor: OutlineTensor, stored: _Stored) -
 
 
 def _grouped_pairs(t: CodedTensor, stored: _Stored, first_row: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Pairs of rows of the checkpoint's and the file's weights; the part begins at row `at` of the file."""
+    """Pairs of rows of the checkpoint's and the file's weights; the part begins at row `first_row` of the file."""
     if stored.vector:  # in the GGUF; a matrix of one row in the checkpoint
         yield t.dequantize(), stored.values(0, None).reshape(t.shape)
         return
