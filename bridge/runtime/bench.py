@@ -54,9 +54,9 @@ def put_d(block: BlockType, raw: np.ndarray, halves: np.ndarray) -> None:
     """Set d of blocks, uint8 [..., nbytes], to float16 [...], if the type has one."""
     if block.d_at >= 0:
         raw[..., block.d_at : block.d_at + 2] = halves[..., None].view(np.uint8)
-    for i, at in enumerate(block.d_nibbles):
+    for i, offset in enumerate(block.d_nibbles):
         nibbles = halves.view(np.uint16) >> np.uint16(4 * i) & np.uint16(15)
-        raw[..., at] = raw[..., at] & 15 | nibbles.astype(np.uint8) << 4
+        raw[..., offset] = raw[..., offset] & 15 | nibbles.astype(np.uint8) << 4
 
 
 def put_dmin(block: BlockType, raw: np.ndarray, halves: np.ndarray) -> None:

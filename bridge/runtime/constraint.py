@@ -89,10 +89,10 @@ class Constraint:
 def _schema_text(schema: Any) -> str:
     """A schema as JSON; BridgeError where it is none."""
     try:
-        found = json.loads(schema) if isinstance(schema, str) else dict(schema)
-        if not isinstance(found, dict):
-            raise TypeError(f"it is a {type(found).__name__}")
-        return json.dumps(found)
+        parsed = json.loads(schema) if isinstance(schema, str) else dict(schema)
+        if not isinstance(parsed, dict):
+            raise TypeError(f"it is a {type(parsed).__name__}")
+        return json.dumps(parsed)
     except (TypeError, ValueError, RecursionError) as problem:
         raise BridgeError(f"{parameter('schema')} is not a JSON object: {problem}") from None
 

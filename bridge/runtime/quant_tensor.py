@@ -237,13 +237,13 @@ class QuantTensor(Product):
         chosen = np.atleast_1d(np.asarray(indices))
         check_indices(self, chosen, chosen.dtype.kind in "iu")
         chosen = chosen.astype(np.int64)
-        found = dequantize.rows(self.type, self.raw.reshape(self.shape[0], -1)[chosen])
+        out = dequantize.rows(self.type, self.raw.reshape(self.shape[0], -1)[chosen])
         if self.factors is not None:
-            found = found * self.factors[0]
+            out = out * self.factors[0]
         if self.change is not None:
             a, b = self.change
-            found = found + b[chosen] @ a
-        return found
+            out = out + b[chosen] @ a
+        return out
 
     # placement
 

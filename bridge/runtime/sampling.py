@@ -237,12 +237,12 @@ class Sampler:
             tokens = np.argsort(-logits, kind="stable")
         scores = logits[tokens]
         weights = np.exp(scores - scores[0])
-        kept = len(tokens)
+        count = len(tokens)
         if self.how.top_p < 1:
-            kept = int(np.searchsorted(np.cumsum(weights), self.how.top_p * weights.sum())) + 1
+            count = int(np.searchsorted(np.cumsum(weights), self.how.top_p * weights.sum())) + 1
         if self.how.min_p > 0:
-            kept = min(kept, int((weights >= self.how.min_p).sum()))
-        return tokens[:kept], scores[:kept]
+            count = min(count, int((weights >= self.how.min_p).sum()))
+        return tokens[:count], scores[:count]
 
 
 def probabilities(logits: np.ndarray, token: int, count: int) -> Probabilities:

@@ -471,4 +471,4 @@ def test_experts_run_on_the_cpu_alone_and_what_does_not_says_so(checkpoint, tmp_
         read_config(keys, file.path)
     keys = {**file.metadata, "qwen3moe.expert_count": 6}
     with pytest.raises(BridgeError, match=r"ffn_down_exps.weight: shape \[5, 256, 256\], the metadata says \[6, 256"):
-        read_weights(file, read_config(keys, file.path), whole=True)
+        read_weights(file, read_config(keys, file.path), any_graph=True)

@@ -373,7 +373,7 @@ def test_a_shorter_vector_for_experts_is_that_of_the_metadata(tmp_path: Path) ->
     with pytest.raises(
         BridgeError, match=r"blk.1.ffn_down_exps.weight: shape \[4, 32, 32\], the metadata says \[4, 48"
     ):
-        read_weights(file, read_config(metadata, file.path), whole=True)
+        read_weights(file, read_config(metadata, file.path), any_graph=True)
 
 
 def test_more_positions_than_are_embedded_are_refused(tmp_path: Path) -> None:

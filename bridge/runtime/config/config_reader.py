@@ -219,15 +219,15 @@ def _inner_sizes(
     metadata: Mapping[str, Any], arch: str, graph: Graph, layers: int, get: Callable[..., Any], path: Path
 ) -> tuple[int, tuple[int, ...]]:
     """Elements between the matrices of a network: the most, and those of each layer where they differ."""
-    found = metadata.get(f"{arch}.feed_forward_length")
-    if found == 0 and graph.alone:
+    value = metadata.get(f"{arch}.feed_forward_length")
+    if value == 0 and graph.alone:
         return 0, ()
-    if not isinstance(found, list):
+    if not isinstance(value, list):
         return get("feed_forward_length", int), ()
-    sizes = tuple(int(size) for size in found[:layers])
+    sizes = tuple(int(size) for size in value[:layers])
     if len(sizes) < layers or min(sizes) < 0 or max(sizes) < 1:
         raise BridgeError(
-            f"{path}: {arch}.feed_forward_length is {found!r}; must be a size for each of {layers} layers; convert the "
+            f"{path}: {arch}.feed_forward_length is {value!r}; must be a size for each of {layers} layers; convert the "
             "model again"
         )
     return max(sizes), sizes if len({*sizes}) > 1 else ()
@@ -237,8 +237,8 @@ def _read_shared(metadata: Mapping[str, Any], arch: str, windows: Sequence[bool]
     """The number of the last layers that use the keys of the last one before them with a window, or without, as they
     have; BridgeError if there is none."""
     shared = metadata.get(f"{arch}.attention.shared_kv_layers", 0)
-    own = len(windows) - shared if isinstance(shared, int) and shared >= 0 else 0
-    if own < 1 or not {*windows[own:]} <= {*windows[:own]}:
+    first_shared = len(windows) - shared if isinstance(shared, int) and shared >= 0 else 0
+    if first_shared < 1 or not {*windows[first_shared:]} <= {*windows[:first_shared]}:
         raise BridgeError(
             f"{path}: {arch}.attention.shared_kv_layers is {shared!r} of {len(windows)} layers, so that some have "
             "no keys to use; convert the model again"
@@ -261,11 +261,11 @@ def _read_xielu(metadata: Mapping[str, Any], layers: int, path: Path) -> tuple[t
     """Of each layer alpha_n, alpha_p, beta and eps, as cpu/ops/decoder_ops.py takes them: the checkpoint's are bent."""
     numbers = []
     for key in ("xielu.alpha_n", "xielu.alpha_p", "xielu.beta", "xielu.eps"):
-        found = metadata.get(key)
-        found = [found] * layers if isinstance(found, float) else found
-        if not isinstance(found, list) or len(found) < layers or not all(isinstance(one, float) for one in found):
-            raise BridgeError(f"{path}: {key} is {found!r:.80}; must be {layers} numbers; convert the model again")
-        numbers.append(found[:layers])
+        value = metadata.get(key)
+        value = [value] * layers if isinstance(value, float) else value
+        if not isinstance(value, list) or len(value) < layers or not all(isinstance(one, float) for one in value):
+            raise BridgeError(f"{path}: {key} is {value!r:.80}; must be {layers} numbers; convert the model again")
+        numbers.append(value[:layers])
     softplus = partial(np.logaddexp, 0.0)
     return tuple(
         (float(beta + softplus(alpha_n)), float(softplus(alpha_p)), beta, eps)

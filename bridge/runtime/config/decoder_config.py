@@ -117,14 +117,14 @@ class DecoderConfig:
 
     @property
     def stored(self) -> dict[int, int]:
-        """The layers with attention, and the place of each one's keys and values in a cache."""
-        places: dict[int, int] = {}
+        """The layers with attention, and the index of each one's keys and values in a cache."""
+        indices: dict[int, int] = {}
         last: dict[bool, int] = {}  # with and without a window
         for layer in self.attending:
             if self.makes_keys(layer):
-                last[self.windowed(layer)] = len({*places.values()})
-            places[layer] = last[self.windowed(layer)]
-        return places
+                last[self.windowed(layer)] = len({*indices.values()})
+            indices[layer] = last[self.windowed(layer)]
+        return indices
 
     def makes_keys(self, layer: int) -> bool:
         """Whether a layer has keys and values of its own."""
@@ -144,16 +144,16 @@ class DecoderConfig:
 
     def heads_of(self, layer: int) -> Heads:
         """The heads of a layer's attention."""
-        own = Heads(self.kv_heads, self.head_dim, self.rotated)
+        heads = Heads(self.kv_heads, self.head_dim, self.rotated)
         if self.local_heads is not None and self.windowed(layer):
-            own = self.local_heads
-        return own if self.rotates(layer) else own._replace(rotated=0)
+            heads = self.local_heads
+        return heads if self.rotates(layer) else heads._replace(rotated=0)
 
-    def widths(self, own: Heads) -> tuple[int, int]:
+    def widths(self, heads: Heads) -> tuple[int, int]:
         """Elements of all heads' queries, as the matrix makes them, and of all heads' results."""
         if self.latent is not None:
-            return self.heads * (self.latent.plain + own.rotated), self.heads * self.latent.value
-        return self.heads * own.dim, self.heads * own.dim
+            return self.heads * (self.latent.plain + heads.rotated), self.heads * self.latent.value
+        return self.heads * heads.dim, self.heads * heads.dim
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer's network is a mixture of experts."""
@@ -187,10 +187,10 @@ class DecoderConfig:
     def local_angles(self, stop: int, factors: np.ndarray | None, start: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """`angles` of the layers with a window."""
         rotated = self.rotated if self.local_heads is None else self.local_heads.rotated
-        own = replace(self, rope_base=self.local_base, rotated=rotated)
+        local = replace(self, rope_base=self.local_base, rotated=rotated)
         if self.graph.windows is not None and not self.graph.windows.scaled:
-            own, factors = replace(own, rope_scaling="none", rope_attention_factor=1.0), None
-        return own.angles(stop, factors, start)
+            local, factors = replace(local, rope_scaling="none", rope_attention_factor=1.0), None
+        return local.angles(stop, factors, start)
 
     def angles(self, stop: int, factors: np.ndarray | None, start: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """cos and sin of the rotary angles of positions start..stop, each float32 [positions, rotated / 2], times the
@@ -217,8 +217,8 @@ class DecoderConfig:
 
             low = max(0.0, np.floor(dimension(self.rope_betas[0])))
             high = min(self.rotated - 1.0, np.ceil(dimension(self.rope_betas[1])))
-            kept = 1 - np.clip((np.arange(half) - low) / max(0.001, high - low), 0, 1)
-            frequencies = frequencies * (kept + (1 - kept) / self.rope_factor)
+            ramp = 1 - np.clip((np.arange(half) - low) / max(0.001, high - low), 0, 1)
+            frequencies = frequencies * (ramp + (1 - ramp) / self.rope_factor)
             size *= 1 + 0.1 * np.log(max(self.rope_factor, 1.0))
         angles = np.arange(start, stop)[:, None] * frequencies
         return (size * np.cos(angles)).astype(np.float32), (size * np.sin(angles)).astype(np.float32)

@@ -57,7 +57,7 @@ class RecurrentConfig:
         gates = {"ssm_ba": 2 * self.heads} if self.joined else {"ssm_beta": self.heads, "ssm_alpha": self.heads}
         return {"attn_qkv": self.channels, "attn_gate": self.values, **gates}
 
-    def place(self, layer: int) -> int:
+    def index_of(self, layer: int) -> int:
         """The number of a layer with a state among these."""
         return sum(self.layers[:layer])
 
@@ -98,19 +98,19 @@ def _layers_with_state(
     metadata: Mapping[str, Any], arch: str, state: State, layers: int, path: Path
 ) -> tuple[bool, ...]:
     """Those without key-value heads; of a delta net those that the metadata names, or all but every n-th."""
-    found = metadata.get(f"{arch}.attention.recurrent_layers")
+    stateful = metadata.get(f"{arch}.attention.recurrent_layers")
     if state.everywhere:
-        found = [True] * layers
+        stateful = [True] * layers
     elif state.kind != DELTA:
         heads = metadata.get(f"{arch}.attention.head_count_kv")
-        found = [count == 0 for count in heads] if isinstance(heads, list) else None
-        if found is None:
+        stateful = [count == 0 for count in heads] if isinstance(heads, list) else None
+        if stateful is None:
             raise BridgeError(
                 f"{path}: {arch}.attention.head_count_kv is {heads!r}; must be a list, one for each layer"
             )
-    elif found is None:
+    elif stateful is None:
         interval = int(metadata.get(f"{arch}.full_attention_interval", _INTERVAL))
-        found = [(layer + 1) % interval != 0 for layer in range(layers)]
-    if len(found) < layers:
-        raise BridgeError(f"{path}: {arch} names {len(found)} of {layers} layers; convert the model again")
-    return tuple(bool(one) for one in found[:layers])
+        stateful = [(layer + 1) % interval != 0 for layer in range(layers)]
+    if len(stateful) < layers:
+        raise BridgeError(f"{path}: {arch} names {len(stateful)} of {layers} layers; convert the model again")
+    return tuple(bool(one) for one in stateful[:layers])

@@ -60,11 +60,11 @@ class Positions:
 class HeadBuffers:
     """What attention reads and makes in layers whose heads are alike."""
 
-    def __init__(self, c: DecoderConfig, own: Heads, n: int):
-        query, attended = c.widths(own)
+    def __init__(self, c: DecoderConfig, heads: Heads, n: int):
+        query, attended = c.widths(heads)
         self.q, self.attended = buffer(n, query), buffer(n, attended)
         self.with_gate = buffer(n, 2 * query if c.graph.output_gate else 0)  # q and its gate, head by head
-        self.k, self.v = (buffer(n, own.kv * own.dim) for _ in range(2))
+        self.k, self.v = (buffer(n, heads.kv * heads.dim) for _ in range(2))
 
 
 class Attend(NamedTuple):
@@ -86,7 +86,7 @@ class DecodeBuffers:
         self.n = n
         self.caches = list(caches)
         self.x, self.xn, self.delta = (buffer(n, c.hidden) for _ in range(3))
-        kinds = {own: HeadBuffers(c, own, n) for own in {c.heads_of(i) for i in c.attending}}
+        kinds = {heads: HeadBuffers(c, heads, n) for heads in {c.heads_of(i) for i in c.attending}}
         self.heads = {i: kinds[c.heads_of(i)] for i in c.attending}
         self.attention = buffer(n, c.hidden if c.graph.side_by_side else 0)  # what it adds to that of a state
         self.latent = LatentBuffers(c, n) if c.latent else None
@@ -106,14 +106,14 @@ class DecodeBuffers:
         self.starts = np.zeros(len(caches), np.int64)
         self.spans = np.ones(1, np.int64)
         most = -(-caches[0].rows // attn.SPAN) if self.one_token_each else 1
-        widest = max((own.dim for own in kinds), default=0)
+        widest = max((heads.dim for heads in kinds), default=0)
         self.parts = np.zeros((len(caches), c.heads, most, widest), np.float32)
         self.sums = np.zeros((len(caches), c.heads, most, 2), np.float32)
         self.block = np.zeros((c.layers, len(caches), attn.WORDS), np.int64)
         self.recurrent: RecurrentBuffers | None = None
         if c.recurrent is not None:
-            own = [layer.recurrent for layer in layers if layer.recurrent is not None]
-            self.recurrent = RecurrentBuffers(c.recurrent, own, n, caches, c.norm_eps)
+            recurrent = [layer.recurrent for layer in layers if layer.recurrent is not None]
+            self.recurrent = RecurrentBuffers(c.recurrent, recurrent, n, caches, c.norm_eps)
         self._stored = c.stored
         self.embedding = Program()
         self.program: SingleProgram | SteppedProgram | None = None  # through the layers
@@ -161,20 +161,20 @@ class DecodeBuffers:
 
     def _store_in(self, index: int) -> None:
         cache = self.caches[index]
-        for layer, place in self._stored.items():
+        for layer, slot in self._stored.items():
             for word, arrays in (
                 (attn.KEYS, cache.keys), (attn.VALUES, cache.values),
                 (attn.KEY_SCALES, cache.key_scales), (attn.VALUE_SCALES, cache.value_scales),
             ):  # fmt: skip
-                self.block[layer, index, word] = address(arrays[place])
+                self.block[layer, index, word] = address(arrays[slot])
 
     def fill_blocks(self, c: DecoderConfig, layers: Sequence[Layer], positions: Positions) -> None:
         """attention.py's block of every layer with attention, and cache."""
         for i in self.heads:
             layer = layers[i]
             cos, sin = positions.local_angles if c.windowed(i) else positions.angles
-            own = c.heads_of(i)
-            by_head = is_by_head(own, layer.q_norm)
+            heads = c.heads_of(i)
+            by_head = is_by_head(heads, layer.q_norm)
             arrays = {
                 attn.Q_BIAS: layer.q_bias, attn.K_BIAS: layer.k_bias, attn.V_BIAS: layer.v_bias,
                 attn.Q_NORM: layer.q_norm if by_head else None, attn.K_NORM: layer.k_norm if by_head else None,
@@ -190,8 +190,8 @@ class DecodeBuffers:
                     block[word] = address(rows[m:])
                 if not c.makes_keys(i):
                     block[attn.K] = 0
-                block[attn.HEADS], block[attn.KV_HEADS], block[attn.HEAD_DIM] = c.heads, own.kv, own.dim
-                block[attn.ROTATED], block[attn.NEIGHBOURS] = own.rotated, int(c.graph.neighbours)
+                block[attn.HEADS], block[attn.KV_HEADS], block[attn.HEAD_DIM] = c.heads, heads.kv, heads.dim
+                block[attn.ROTATED], block[attn.NEIGHBOURS] = heads.rotated, int(c.graph.neighbours)
                 block[attn.NORM_LAST] = int(c.graph.norms_rotated)
                 block[attn.CONTEXT] = self.caches[m].rows
                 block[attn.TOKENS], block[attn.EPS] = 1 if self.one_token_each else self.n, bits(c.norm_eps)
@@ -203,6 +203,6 @@ class DecodeBuffers:
             self._store_in(m)
 
 
-def is_by_head(own: Heads, norm: np.ndarray | None) -> bool:
+def is_by_head(heads: Heads, norm: np.ndarray | None) -> bool:
     """Whether a weight is for each head, rather than for all of them together."""
-    return norm is not None and norm.size == own.dim
+    return norm is not None and norm.size == heads.dim

@@ -95,7 +95,7 @@ class Decoder:
         self.followed = np.zeros((0, config.hidden), np.float32)  # normalized states of the last tokens that followed
 
     def _weights_of(self, file: GGUFFile) -> Weights:
-        return read_weights(file, self.config, whole=True)
+        return read_weights(file, self.config, any_graph=True)
 
     def begin(self) -> None:
         """Get ready for tokens: nothing to do."""
@@ -169,10 +169,10 @@ class Decoder:
         """How many of the first tokens need not be read again."""
         return self.cache.reach(common_prefix(self.read, tokens))
 
-    def draw(self, tokens: Sequence[int], sampler: Sampler, kept: int = 0) -> Iterator[int]:
-        """Draw the tokens that follow, one by one, until the context is full; the cache holds the first `kept`."""
-        self.cache.length = kept
-        yield from drawn_on_host(self, self.logits(self.run(tokens[kept:]))[0], sampler)
+    def draw(self, tokens: Sequence[int], sampler: Sampler, cached: int = 0) -> Iterator[int]:
+        """Draw the tokens that follow, one by one, until the context is full; the cache holds the first `cached`."""
+        self.cache.length = cached
+        yield from drawn_on_host(self, self.logits(self.run(tokens[cached:]))[0], sampler)
 
     def next_scores(self, token: int) -> np.ndarray:
         """float32 [vocab] of what follows one more token; the next call may overwrite them."""
@@ -269,9 +269,9 @@ def last_states(layers: Callable[[Sequence[int]], Any], tokens: Sequence[int], s
 
     What `layers` returns may be overwritten by its next call, which comes before the next states do.
     """
-    for at in range(0, len(tokens), size):
-        batch = tokens[at : at + size]
+    for start in range(0, len(tokens), size):
+        batch = tokens[start : start + size]
         states = layers(batch)
-        first = max(0, len(tokens) - keep - at)
+        first = max(0, len(tokens) - keep - start)
         if first < len(batch):
             yield states[first:]

@@ -53,12 +53,12 @@ def mix(
         logits += experts.router_bias
     chosen, weights = route(logits, config.routing, experts.choice_bias)
     act = _ACTIVATIONS[config.activation]
-    given, x = x, x if experts.shorten is None else experts.shorten.matmul(x, precision=precision)
+    hidden, x = x, x if experts.shorten is None else experts.shorten.matmul(x, precision=precision)
     y = np.zeros_like(x)
     for expert in np.unique(chosen):
-        tokens, place = np.nonzero(chosen == expert)
+        tokens, rank = np.nonzero(chosen == expert)
         biases = [bias[expert] for bias in experts.biases] if experts.biases else None
-        share = weights[tokens, place, None]
+        share = weights[tokens, rank, None]
         if config.routing.before:
             y[tokens] += _network(experts.networks[expert], share * x[tokens], precision, act, biases)
         else:
@@ -66,8 +66,8 @@ def mix(
     if experts.lengthen is not None:
         y = experts.lengthen.matmul(y, precision=precision)
     if experts.shared is not None:
-        made = _network(experts.shared, given, precision, act)
-        y += made if experts.shared_gate is None else _sigmoid(given @ experts.shared_gate)[:, None] * made
+        added = _network(experts.shared, hidden, precision, act)
+        y += added if experts.shared_gate is None else _sigmoid(hidden @ experts.shared_gate)[:, None] * added
     return y
 
 
@@ -180,10 +180,10 @@ class ExpertTables:
             rows_function("F32"), address(router), address(read), address(self.logits), c.hidden, 4 * c.hidden, n,
             4 * c.experts, items=c.experts, shared=router.nbytes >= MIN_BYTES_TO_SHARE,
         )  # fmt: skip
-        given, made = x, y
+        hidden, summed = x, y
         if experts.shorten is not None:
-            x, made = self.short
-            self._products(program, given, [(experts.shorten, x)])
+            x, summed = self.short
+            self._products(program, hidden, [(experts.shorten, x)])
         gate, up, down = (matrix and matrix._get_engine() for matrix in experts.networks[0])  # all are alike
         table = np.zeros((c.experts, 3, 2), np.int64)
         for network, row in zip(experts.networks, table, strict=True):
@@ -219,13 +219,13 @@ class ExpertTables:
         }  # fmt: skip
         for word, array in arrays.items():
             block[word] = address(array)
-        mixed = address(block), address(self.down), how.used, c.expert_outer, address(made)
+        mixed = address(block), address(self.down), how.used, c.expert_outer, address(summed)
         program.add(expert_ops.function("mixed"), *mixed, items=n, shared=n > 1)
         program.keep(experts, table, factors, block, gate, up, down)
         if experts.lengthen is not None:
-            self._products(program, made, [(experts.lengthen, y)])
+            self._products(program, summed, [(experts.lengthen, y)])
         if experts.shared is not None:
-            self._add_shared(program, experts, given, y)
+            self._add_shared(program, experts, hidden, y)
 
     def _several(
         self, program: Program, x: np.ndarray, engines: list[Any], ys: list[np.ndarray], used: int

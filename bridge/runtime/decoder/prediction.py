@@ -48,19 +48,19 @@ def read_prediction(file: GGUFFile, config: DecoderConfig) -> Prediction:
     if config.graph.alone:  # it has two layers in one, with a layer norm at the end
         problem = f"the layer of {config.arch} that predicts a further token (MTP) cannot run here"
         raise BridgeError(f"{file.path}: {problem}; llama.cpp can run it")
-    whole = read_shared(file, config)
+    shared = read_shared(file, config)
     attending = replace(config, layers=config.layers + 1, recurrent=None, inners=())
-    hidden, vocab = config.hidden, whole.embedding.shape[0]
-    embedding = file.tensors.get(f"{name}.embed_tokens.weight", whole.embedding)
-    output = file.tensors.get(f"{name}.shared_head_head.weight", whole.output)
+    hidden, vocab = config.hidden, shared.embedding.shape[0]
+    embedding = file.tensors.get(f"{name}.embed_tokens.weight", shared.embedding)
+    output = file.tensors.get(f"{name}.shared_head_head.weight", shared.output)
     norm = vector(file, f"{name}.shared_head_norm.weight", hidden)
     return Prediction(
         config=replace(attending, layers=1, leading=0),
         weights=replace(
-            whole,
+            shared,
             embedding=expect(embedding, vocab, hidden),
             layers=[LayerReader(file, attending, config.layers).layer()],
-            output_norm=whole.output_norm if norm is None else norm,
+            output_norm=shared.output_norm if norm is None else norm,
             output=expect(output, vocab, hidden),
         ),
         embedding_norm=vector(file, f"{name}.enorm.weight", hidden, True),
@@ -76,19 +76,19 @@ class PredictionHead(Decoder):
     """
 
     def __init__(self, file: GGUFFile, config: DecoderConfig, context: int, kv: str, precision: str):
-        found = self._found = read_prediction(file, config)
-        super().__init__(file, found.config, context, kv, precision)
-        self._matrices.insert(0, found.joined)
+        prediction = self._prediction = read_prediction(file, config)
+        super().__init__(file, prediction.config, context, kv, precision)
+        self._matrices.insert(0, prediction.joined)
         self._unread = np.zeros((0, config.hidden), np.float32)  # states for the next pairs
         self._first: list[int] = []  # the token whose state is in the first pair
         self.pairs = 0
 
     def _weights_of(self, file: GGUFFile) -> Weights:
-        return self._found.weights
+        return self._prediction.weights
 
-    def start(self, tokens: Sequence[int], kept: int) -> int:
-        """Keep the pairs of the first tokens of another text, at most `kept` of them; how many there are."""
-        self.pairs = min(kept, max(0, common_prefix(self._first + self.cache.tokens[: self.pairs], tokens) - 1))
+    def start(self, tokens: Sequence[int], cached: int) -> int:
+        """Keep the pairs of the first tokens of another text, at most `cached` of them; how many there are."""
+        self.pairs = min(cached, max(0, common_prefix(self._first + self.cache.tokens[: self.pairs], tokens) - 1))
         self._first = list(tokens[:1])
         return self.pairs
 
@@ -122,9 +122,9 @@ class PredictionHead(Decoder):
     def _embed(self, buffers: DecodeBuffers) -> None:
         super()._embed(buffers)
         states, self._unread = self._unread[: buffers.n], self._unread[buffers.n :]
-        found, eps = self._found, self.config.norm_eps
-        both = _normed(buffers.x, found.embedding_norm, eps), _normed(states, found.state_norm, eps)
-        found.joined.matmul(np.concatenate(both, axis=1), buffers.x, self.precision)
+        prediction, eps = self._prediction, self.config.norm_eps
+        both = _normed(buffers.x, prediction.embedding_norm, eps), _normed(states, prediction.state_norm, eps)
+        prediction.joined.matmul(np.concatenate(both, axis=1), buffers.x, self.precision)
 
 
 def _normed(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
@@ -139,7 +139,7 @@ def agreement(decoder: Decoder, head: PredictionHead, tokens: Sequence[int]) -> 
     states = decoder.states(tokens, len(tokens))
     head.cache.length = head.start((), 0)
     right = 0
-    for at in range(0, len(tokens) - 1, BATCH):
-        guessed = head.guesses(states[at : at + BATCH], tokens[at + 1 : at + 1 + BATCH])
-        right += int((guessed == decoder.logits(states[at + 1 : at + 1 + BATCH]).argmax(1)).sum())
+    for start in range(0, len(tokens) - 1, BATCH):
+        guessed = head.guesses(states[start : start + BATCH], tokens[start + 1 : start + 1 + BATCH])
+        right += int((guessed == decoder.logits(states[start + 1 : start + 1 + BATCH]).argmax(1)).sum())
     return right, len(tokens) - 1

@@ -122,20 +122,20 @@ class RecurrentBuffers:
             state.settle()
         self._undoable.clear()
         self.block[:, :, ops.TOKENS] = 0
-        at = 0
+        index = 0
         for _, same in groupby(caches, key=id):
             first, *others = same
             assert first.state is not None
             tokens = 1 + len(others) if self._steps else self.n
-            passage = first.state.begin(tokens, partial(self._redo, at) if self._steps else None)
-            self.block[:, at, ops.TOKENS], self.block[:, at, ops.COPY_AFTER] = tokens, passage.after
-            self._point(at, (ops.TAIL, ops.STATE), passage.source)
-            self._point(at, (ops.TAIL_OUT, ops.STATE_OUT), passage.target)
+            passage = first.state.begin(tokens, partial(self._redo, index) if self._steps else None)
+            self.block[:, index, ops.TOKENS], self.block[:, index, ops.COPY_AFTER] = tokens, passage.after
+            self._point(index, (ops.TAIL, ops.STATE), passage.source)
+            self._point(index, (ops.TAIL_OUT, ops.STATE_OUT), passage.target)
             if passage.copy is not None:
-                self._point(at, (ops.TAIL_COPY, ops.STATE_COPY), passage.copy)
+                self._point(index, (ops.TAIL_COPY, ops.STATE_COPY), passage.copy)
             if tokens > 1 and self._steps:
                 self._undoable.append(first.state)
-            at += 1 + len(others)
+            index += 1 + len(others)
 
     def _point(self, index: int, words: tuple[int, int], memory: Memory) -> None:
         """Let a sequence's words of all layers name their parts of a state."""
@@ -162,14 +162,14 @@ class RecurrentBuffers:
             change = ops.function("scan" if c.kind == MAMBA1 else "recur")
             program.add(change, block, count, parts, items=c.heads * parts * count, shared=True)
 
-    def products(self, place: int, layer: Recurrent) -> list[tuple[QuantTensor, np.ndarray]]:
+    def products(self, index: int, layer: Recurrent) -> list[tuple[QuantTensor, np.ndarray]]:
         """The matrices that read a layer's input, and where their results go."""
-        return list(zip(layer.inputs, self.rows[place].inputs, strict=True))
+        return list(zip(layer.inputs, self.rows[index].inputs, strict=True))
 
-    def add(self, steps: Steps, layer: Recurrent, place: int) -> None:
-        """`out`, from the inputs' products, in layer number `place` of those with a state."""
-        c, program, rows, several = self.config, steps.program, self.rows[place], self.n > 1
-        block = address(self.block[place])
+    def add(self, steps: Steps, layer: Recurrent, index: int) -> None:
+        """`out`, from the inputs' products, in layer number `index` of those with a state."""
+        c, program, rows, several = self.config, steps.program, self.rows[index], self.n > 1
+        block = address(self.block[index])
 
         def per_token(name: str) -> None:
             steps.program.add(ops.function(name), block, self.count, items=self.n, shared=several)

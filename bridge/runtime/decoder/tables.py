@@ -124,8 +124,8 @@ class ProgramBuilder:
             if _looked_up_in_program(table):
                 function, row_bytes = ops.look_up_function(table.type), table.raw.nbytes // table.shape[0]
                 for t in range(buffers.n):
-                    place = address(buffers.tokens[t:]), address(rows[t:]), rows.shape[1]
-                    program.add(function, address(table.raw), row_bytes, *place, items=1)
+                    arguments = address(buffers.tokens[t:]), address(rows[t:]), rows.shape[1]
+                    program.add(function, address(table.raw), row_bytes, *arguments, items=1)
                 program.keep(table.raw)
                 self._scale(program, rows, table.factor)
         self._scale(program, buffers.x, self.config.embedding_scale)
@@ -136,8 +136,8 @@ class ProgramBuilder:
         """Embeddings of the tokens' positions."""
         each = buffers.n // len(buffers.caches)
         for m in range(len(buffers.caches)):
-            place = address(buffers.x[m:]), address(table), address(buffers.starts[m:]), self.config.hidden
-            program.add(ops.function("add_rows"), *place, items=each)
+            arguments = address(buffers.x[m:]), address(table), address(buffers.starts[m:]), self.config.hidden
+            program.add(ops.function("add_rows"), *arguments, items=each)
 
     def _make_inputs(self, steps: Steps, buffers: DecodeBuffers, inputs: Inputs) -> None:
         """What each layer gets: (rms(W x / sqrt(hidden)) * norm + sqrt(each) row) / sqrt(2)."""
@@ -161,8 +161,8 @@ class ProgramBuilder:
             state = buffers.xn
         if layer.input is not None:
             steps.products(state, [(layer.input.gate, buffers.input)])
-            own = buffers.inputs[:, index * c.each_input :]
-            arguments = address(buffers.input), address(own), c.each_input, own.strides[0]
+            layer_inputs = buffers.inputs[:, index * c.each_input :]
+            arguments = address(buffers.input), address(layer_inputs), c.each_input, layer_inputs.strides[0]
             steps.program.add(ops.function("geglu"), *arguments, items=buffers.n, shared=buffers.n > 1)
             steps.products(buffers.input, [(layer.input.project, buffers.delta)])
             self._normalize(steps.program, buffers.delta, layer.input.norm)
@@ -185,20 +185,20 @@ class ProgramBuilder:
 
     def _mix(self, steps: Steps, buffers: DecodeBuffers, index: int) -> None:
         """delta = what attention makes of xn, what a layer with a state does, or the sum of the two."""
-        layer, made = self.layers[index], buffers.delta
+        layer, out = self.layers[index], buffers.delta
         if buffers.recurrent is not None and self.config.recurrent and layer.recurrent is not None:
-            place = self.config.recurrent.place(index)
-            steps.products(buffers.xn, buffers.recurrent.products(place, layer.recurrent))
-            buffers.recurrent.add(steps, layer.recurrent, place)
+            number = self.config.recurrent.index_of(index)
+            steps.products(buffers.xn, buffers.recurrent.products(number, layer.recurrent))
+            buffers.recurrent.add(steps, layer.recurrent, number)
             steps.products(buffers.recurrent.out, [(layer.recurrent.out, buffers.delta)])
-            made = buffers.attention
+            out = buffers.attention
         if layer.o is not None:
             self._queries(steps, buffers, index)
             self._attend(steps.program, buffers, index)
-            steps.products(buffers.heads[index].attended, [(layer.o, made)])
-            self._bias(steps.program, layer.o_bias, made)
-            if made is not buffers.delta:
-                self._add(steps.program, buffers.delta, made)
+            steps.products(buffers.heads[index].attended, [(layer.o, out)])
+            self._bias(steps.program, layer.o_bias, out)
+            if out is not buffers.delta:
+                self._add(steps.program, buffers.delta, out)
         self._normalize(steps.program, buffers.delta, layer.attn_post_norm)
 
     def _queries(self, steps: Steps, buffers: DecodeBuffers, index: int) -> None:
@@ -216,14 +216,14 @@ class ProgramBuilder:
     def _attend(self, program: Program, buffers: DecodeBuffers, index: int) -> None:
         """Rotation, storing, attention, its norm."""
         layer, block, kind = self.layers[index], address(buffers.block[index]), buffers.caches[0].kind
-        c, heads, own = self.config, buffers.heads[index], self.config.heads_of(index)
+        c, heads, sizes = self.config, buffers.heads[index], self.config.heads_of(index)
         if heads.with_gate.size:
-            place = address(heads.with_gate), address(heads.q), c.heads, own.dim
-            program.add(ops.function("split_gate"), *place, items=buffers.n, shared=buffers.n > 1)
+            gated = address(heads.with_gate), address(heads.q), c.heads, sizes.dim
+            program.add(ops.function("split_gate"), *gated, items=buffers.n, shared=buffers.n > 1)
         if layer.v_norm is not None and layer.k is not None:
             source = heads.k if layer.v is None else heads.v
-            self._normalize(program, source.reshape(-1, own.dim), layer.v_norm, heads.v)
-        if c.graph.normed and not is_by_head(own, layer.q_norm):
+            self._normalize(program, source.reshape(-1, sizes.dim), layer.v_norm, heads.v)
+        if c.graph.normed and not is_by_head(sizes, layer.q_norm):
             self._normalize(program, heads.q, layer.q_norm)
             self._normalize(program, heads.k, layer.k_norm)
         count, latent = len(buffers.caches), buffers.latent
@@ -233,15 +233,15 @@ class ProgramBuilder:
             latent.add_absorbed(program, layer.latent_k, heads.q, c.heads)
         spans, most = int(buffers.spans[0]), buffers.parts.shape[2]
         tokens = buffers.n // count
-        spread = -(-tokens * (c.heads // own.kv) // attn.ROWS) * own.kv * count
+        spread = -(-tokens * (c.heads // sizes.kv) // attn.ROWS) * sizes.kv * count
         arguments = block, count, address(buffers.spans), address(buffers.parts), address(buffers.sums), most
         attend = program.add(attention.function("attend", kind), *arguments, items=spread * spans, shared=True)
         function = partial(attn.function, "merge", kind)  # short contexts do not wait until it is compiled
         merge = program.add(function, *arguments, items=count * c.heads * (spans > 1))
         buffers.attending.append(Attend(program, attend, merge, spread))
         if heads.with_gate.size:
-            place = address(heads.with_gate), address(heads.attended), c.heads, own.dim
-            program.add(ops.function("gate_heads"), *place, items=buffers.n, shared=buffers.n > 1)
+            gated = address(heads.with_gate), address(heads.attended), c.heads, sizes.dim
+            program.add(ops.function("gate_heads"), *gated, items=buffers.n, shared=buffers.n > 1)
         if latent is not None and layer.latent_v is not None:
             latent.add_values(program, layer.latent_v, heads.attended)
         self._normalize(program, heads.attended, layer.attn_sub_norm)
@@ -269,13 +269,13 @@ class ProgramBuilder:
 
     def _mix_beside(self, steps: Steps, buffers: DecodeBuffers, experts: Experts, beside: Beside) -> None:
         """delta = what the network made, normalized, plus what experts make of x."""
-        routed, read, made = buffers.beside
+        routed, read, added = buffers.beside
         self._normalize(steps.program, buffers.delta, beside.network)
         self._normalize(steps.program, buffers.x, self._ones, routed)
         self._normalize(steps.program, buffers.x, beside.before, read)
-        steps.mix(experts, read, made, routed)
-        self._normalize(steps.program, made, beside.after)
-        self._add(steps.program, buffers.delta, made)
+        steps.mix(experts, read, added, routed)
+        self._normalize(steps.program, added, beside.after)
+        self._add(steps.program, buffers.delta, added)
 
     def _activate(self, program: Program, index: int, gate: np.ndarray, up: np.ndarray | None) -> None:
         """gate = activation(gate), times up where there is one."""
@@ -312,8 +312,8 @@ class ProgramBuilder:
     ) -> None:
         """Normalize x, in place or into another buffer, if there is a weight for it."""
         if weight is not None:
-            place = address(x if out is None else out)
-            arguments = address(x), 0, address(weight), place, x.shape[-1], self._eps, bits(1.0)
+            target = address(x if out is None else out)
+            arguments = address(x), 0, address(weight), target, x.shape[-1], self._eps, bits(1.0)
             program.add(ops.function("norm"), *arguments, items=len(x), shared=x.size > MIN_VALUES_TO_SHARE)
 
     def _bias(self, program: Program, bias: np.ndarray | None, y: np.ndarray) -> None:

@@ -40,18 +40,18 @@ class KVCache:
         self.key_scales: list[np.ndarray] = []
         self.value_scales: list[np.ndarray] = []
         latent = config.latent is not None
-        places = {place: config.heads_of(layer) for layer, place in reversed(config.stored.items())}
-        for _, own in sorted(places.items()):
-            padded = -(-own.dim // _LANES) * _LANES
-            scales = -(-own.dim // _BLOCK) * self.rows if kind == "q8_0" else 0
+        slots = {slot: config.heads_of(layer) for layer, slot in reversed(config.stored.items())}
+        for _, heads in sorted(slots.items()):
+            padded = -(-heads.dim // _LANES) * _LANES
+            scales = -(-heads.dim // _BLOCK) * self.rows if kind == "q8_0" else 0
             if latent:  # values are the first elements of keys, whose rows lie one after another
                 keys, values = (_LANES, padded), (0, self.rows, _LANES)
             else:
-                keys, values = (own.dim, _LANES), (padded // _LANES, self.rows, _LANES)
-            self.keys.append(zeros_filled_later((own.kv, self.rows // _LANES, *keys), KINDS[kind]))
-            self.values.append(zeros_filled_later((own.kv, *values), KINDS[kind]))
-            self.key_scales.append(zeros_filled_later((own.kv, scales), np.uint16))
-            self.value_scales.append(zeros_filled_later((own.kv, 0 if latent else scales), np.uint16))
+                keys, values = (heads.dim, _LANES), (padded // _LANES, self.rows, _LANES)
+            self.keys.append(zeros_filled_later((heads.kv, self.rows // _LANES, *keys), KINDS[kind]))
+            self.values.append(zeros_filled_later((heads.kv, *values), KINDS[kind]))
+            self.key_scales.append(zeros_filled_later((heads.kv, scales), np.uint16))
+            self.value_scales.append(zeros_filled_later((heads.kv, 0 if latent else scales), np.uint16))
 
     @property
     def length(self) -> int:
@@ -86,17 +86,17 @@ class KVCache:
         The other cache must reach so many.
         """
         groups = -(-count // _LANES)
-        for own, source in zip(self.keys, other.keys, strict=True):
-            own[:, :groups] = source[:, :groups]
-        for own, source in zip(self.values, other.values, strict=True):
-            own[:, :, :count] = source[:, :, :count]
-        for tokens, (owns, sources) in (
+        for target, source in zip(self.keys, other.keys, strict=True):
+            target[:, :groups] = source[:, :groups]
+        for target, source in zip(self.values, other.values, strict=True):
+            target[:, :, :count] = source[:, :, :count]
+        for tokens, (targets, sources) in (
             (groups * _LANES, (self.key_scales, other.key_scales)),
             (count, (self.value_scales, other.value_scales)),
         ):
-            for own, source in zip(owns, sources, strict=True):
-                size = tokens * own.shape[1] // self.rows
-                own[:, :size] = source[:, :size]
+            for target, source in zip(targets, sources, strict=True):
+                size = tokens * target.shape[1] // self.rows
+                target[:, :size] = source[:, :size]
         if self.state is not None and other.state is not None:
             self.state.copy(other.state, count)
         self.tokens[:] = other.tokens[:count]
@@ -105,8 +105,8 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes when it is full."""
-        own = sum(a.nbytes for kind in (self.keys, self.values, self.key_scales, self.value_scales) for a in kind)
-        return own if self.state is None else own + self.state.nbytes
+        total = sum(a.nbytes for kind in (self.keys, self.values, self.key_scales, self.value_scales) for a in kind)
+        return total if self.state is None else total + self.state.nbytes
 
 
 def _has_halves() -> bool:

@@ -76,14 +76,14 @@ class LayerReader:
     def _mixing(self) -> dict[str, Any]:
         """Attention, or what takes its place, with its output matrix."""
         c = self.config
-        found: dict[str, Any] = {}
+        parts: dict[str, Any] = {}
         if c.recurrent is not None and c.recurrent.layers[self.index]:
-            found["recurrent"] = self._recurrent(c.recurrent)
+            parts["recurrent"] = self._recurrent(c.recurrent)
         if self.index in c.attending:
             _, attended = c.widths(c.heads_of(self.index))
-            found["o"] = self._matrix("attn_output", c.hidden, attended)
-            found |= self._attention() if c.latent is None else self._latent(c.latent)
-        return found
+            parts["o"] = self._matrix("attn_output", c.hidden, attended)
+            parts |= self._attention() if c.latent is None else self._latent(c.latent)
+        return parts
 
     def _recurrent(self, c: RecurrentConfig) -> Recurrent:
         hidden, alone = self.config.hidden, c.kind == CONVOLUTION
@@ -131,26 +131,26 @@ class LayerReader:
         return {"beside": Beside(*(self._vector(f"{part}.weight", c.hidden, True) for part in parts))}
 
     def _attention(self) -> dict[str, Any]:
-        c, own = self.config, self.config.heads_of(self.index)
-        q, kv = c.heads * own.dim, own.kv * own.dim
-        found: dict[str, Any] = {}
+        c, heads = self.config, self.config.heads_of(self.index)
+        q, kv = c.heads * heads.dim, heads.kv * heads.dim
+        parts: dict[str, Any] = {}
         ends = dict(zip("qkv", ((0, q), (q, q + kv), (q + kv, q + 2 * kv)), strict=True))
         if not c.makes_keys(self.index):
             del ends["k"], ends["v"]
         elif c.graph.values_normed:
-            found["v_norm"] = np.ones(own.dim, np.float32)
+            parts["v_norm"] = np.ones(heads.dim, np.float32)
             if not self._has("attn_v.weight"):
                 del ends["v"]
         if self._has("attn_qkv.weight"):  # in one matrix
-            whole, bias = self._matrix("attn_qkv", q + 2 * kv, c.hidden), self._vector("attn_qkv.bias", q + 2 * kv)
+            joined, bias = self._matrix("attn_qkv", q + 2 * kv, c.hidden), self._vector("attn_qkv.bias", q + 2 * kv)
             for name, (first, stop) in ends.items():
-                found[name] = whole.slice_rows(first, stop)
-                found[f"{name}_bias"] = None if bias is None else bias[first:stop]
+                parts[name] = joined.slice_rows(first, stop)
+                parts[f"{name}_bias"] = None if bias is None else bias[first:stop]
         else:
             for name, (first, stop) in ends.items():
                 rows = 2 * q if name == "q" and c.graph.output_gate else stop - first
-                found[name] = self._matrix(f"attn_{name}", rows, c.hidden)
-                found[f"{name}_bias"] = self._vector(f"attn_{name}.bias", stop - first)
+                parts[name] = self._matrix(f"attn_{name}", rows, c.hidden)
+                parts[f"{name}_bias"] = self._vector(f"attn_{name}.bias", stop - first)
         if c.graph.layer_norm and self._has("attn_q_norm.weight"):
             raise BridgeError(
                 f"{self._name('attn_q_norm.weight')}: heads normalized by a norm of their own (Command-R+) cannot run "
@@ -158,15 +158,15 @@ class LayerReader:
             )
         for name in {*ends} - {"v"}:
             first, stop = ends[name]
-            size = stop - first if c.graph.normed_together else own.dim
-            found[f"{name}_norm"] = self._vector(f"attn_{name}_norm.weight", size, c.graph.normed)
+            size = stop - first if c.graph.normed_together else heads.dim
+            parts[f"{name}_norm"] = self._vector(f"attn_{name}_norm.weight", size, c.graph.normed)
             if c.graph.unit_norms and c.rotates(self.index):
-                found[f"{name}_norm"] = np.ones(own.dim, np.float32)
-        return found
+                parts[f"{name}_norm"] = np.ones(heads.dim, np.float32)
+        return parts
 
     def _latent(self, latent: Latent) -> dict[str, Any]:
         c, rank = self.config, latent.query_rank
-        found = {
+        parts = {
             "q": self._matrix("attn_q_b" if rank else "attn_q", c.widths(c.heads_of(self.index))[0], rank or c.hidden),
             "k": self._matrix("attn_kv_a_mqa", c.head_dim, c.hidden),
             "k_norm": self._vector("attn_kv_a_norm.weight", latent.rank, True),
@@ -174,9 +174,9 @@ class LayerReader:
             "latent_v": self._floats("attn_v_b.weight", c.heads, latent.value, latent.rank),
         }
         if rank:
-            found["q_a"] = self._matrix("attn_q_a", rank, c.hidden)
-            found["q_a_norm"] = self._vector("attn_q_a_norm.weight", rank, True)
-        return found
+            parts["q_a"] = self._matrix("attn_q_a", rank, c.hidden)
+            parts["q_a_norm"] = self._vector("attn_q_a_norm.weight", rank, True)
+        return parts
 
     def _network(self) -> dict[str, Any]:
         c, inner = self.config, self.config.inner_of(self.index)
@@ -233,8 +233,8 @@ class LayerReader:
         """Gate and up of each expert, as in `Network`."""
         c, inner, outer = self.config, self.config.expert_inner, self.config.expert_outer
         if self._has("ffn_gate_up_exps.weight"):  # in one matrix
-            wholes = map(self._stack("gate_up", 2 * inner, outer).__getitem__, range(c.experts))
-            return [(whole.slice_rows(0, inner), whole.slice_rows(inner, 2 * inner)) for whole in wholes]
+            stack = map(self._stack("gate_up", 2 * inner, outer).__getitem__, range(c.experts))
+            return [(joined.slice_rows(0, inner), joined.slice_rows(inner, 2 * inner)) for joined in stack]
         up = self._stack("up", inner, outer)
         if not c.graph.gated:
             return [(up[e], None) for e in range(c.experts)]
@@ -260,9 +260,9 @@ class LayerReader:
     def _vector(self, part: str, size: int, needed: bool = False) -> Any:
         return vector(self.file, self._name(part), size, needed)
 
-    def _norm(self, part: str, there: bool, size: int | None = None) -> Any:
+    def _norm(self, part: str, present: bool, size: int | None = None) -> Any:
         """A vector that the architecture has, or None where it does not."""
-        return self._vector(part, size or self.config.hidden, True) if there else None
+        return self._vector(part, size or self.config.hidden, True) if present else None
 
 
 def vector(file: GGUFFile, name: str, size: int, needed: bool = False) -> Any:

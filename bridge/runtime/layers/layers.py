@@ -172,17 +172,17 @@ class Layer:
     @property
     def matrices(self) -> tuple[QuantTensor, ...]:
         """All of them, with those of each expert."""
-        own = [self.q_a, self.q, self.k, self.v, self.o]
+        matrices = [self.q_a, self.q, self.k, self.v, self.o]
         if self.recurrent is not None:
-            own += (*self.recurrent.inputs, *self.recurrent.second, self.recurrent.out)
+            matrices += (*self.recurrent.inputs, *self.recurrent.second, self.recurrent.out)
         if self.input is not None:
-            own += self.input.gate, self.input.project
+            matrices += self.input.gate, self.input.project
         if self.experts is None or self.beside is not None:
-            own += self.gate, self.up, self.down
+            matrices += self.gate, self.up, self.down
         if self.experts is not None:
-            own += (matrix for network in self.experts.networks for matrix in network)
-            own += self.experts.shorten, self.experts.lengthen, *(self.experts.shared or ())
-        return tuple(matrix for matrix in own if matrix is not None)
+            matrices += (matrix for network in self.experts.networks for matrix in network)
+            matrices += self.experts.shorten, self.experts.lengthen, *(self.experts.shared or ())
+        return tuple(matrix for matrix in matrices if matrix is not None)
 
 
 @record(frozen=False)
@@ -204,7 +204,7 @@ class Weights:
     @property
     def floating(self) -> list[QuantTensor]:
         """Matrices beside those of `Layer.matrices`, which most files have as floats."""
-        found = [] if self.inputs is None else [self.inputs.project]
+        matrices = [] if self.inputs is None else [self.inputs.project]
         if self.streams is not None:
-            found += self.streams.begin + self.streams.end
-        return found + [m for layer in self.layers if layer.laurel for m in (layer.laurel.left, layer.laurel.right)]
+            matrices += self.streams.begin + self.streams.end
+        return matrices + [m for layer in self.layers if layer.laurel for m in (layer.laurel.left, layer.laurel.right)]

@@ -50,8 +50,8 @@ def add_adapter(file: GGUFFile, adapter: GGUFFile) -> None:
         if name == _EMBEDDINGS:
             a, b = b.T, a
         if (len(b), a.shape[1]) != file[name].shape:
-            change, own = [len(b), a.shape[1]], list(file[name].shape)
-            raise _of_another(file, adapter, f"{name} is a change of shape {change}, the model has {own}")
+            change, shape = [len(b), a.shape[1]], list(file[name].shape)
+            raise _of_another(file, adapter, f"{name} is a change of shape {change}, the model has {shape}")
         file[name].change = np.ascontiguousarray(a), scale * b
 
 

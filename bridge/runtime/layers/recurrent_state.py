@@ -135,7 +135,7 @@ class RecurrentState:
 
     def _forget(self) -> None:
         """What is known of the tokens after `length`, but for those of the last step."""
-        self.copies = {at: memory for at, memory in self.copies.items() if at <= self.length}
+        self.copies = {length: memory for length, memory in self.copies.items() if length <= self.length}
         self._coming = None
         if self._kept is not None and self._kept > self.length:
             self._kept = self._redo = None
@@ -174,14 +174,14 @@ class RecurrentState:
         self.length += tokens
         self._at = self.length
         if self._coming is not None:
-            at, memory = self._coming
-            self.copies[at] = memory
+            length, memory = self._coming
+            self.copies[length] = memory
             self._coming = None
-            self.wanted = 0 if self.wanted == at else self.wanted
+            self.wanted = 0 if self.wanted == length else self.wanted
         while len(self.copies) > COPIES:
-            places = [0, *sorted(self.copies)]
-            gaps = {places[i]: places[i + 1] - places[i - 1] for i in range(1, len(places) - 1)}
-            del self.copies[min(gaps, key=lambda place: gaps[place])]
+            lengths = [0, *sorted(self.copies)]
+            gaps = {lengths[i]: lengths[i + 1] - lengths[i - 1] for i in range(1, len(lengths) - 1)}
+            del self.copies[min(gaps, key=lambda length: gaps[length])]
 
     @property
     def nbytes(self) -> int:

@@ -11,15 +11,15 @@ from bridge.runtime.layers.layers import Inputs, Streams, Weights
 from bridge.runtime.reader import GGUFFile
 
 
-def read_weights(file: GGUFFile, config: DecoderConfig, whole: bool = False) -> Weights:
-    """Find every tensor; `whole`: whether the caller runs all that the CPU does, not plain decoders alone.
+def read_weights(file: GGUFFile, config: DecoderConfig, any_graph: bool = False) -> Weights:
+    """Find every tensor; `any_graph`: whether the caller runs all that the CPU does, not plain decoders alone.
 
     Raises BridgeError where a tensor is missing or of another shape than the metadata says, or for what is not plain.
     """
-    if not whole and (config.experts or not config.plain):
+    if not any_graph and (config.experts or not config.plain):
         kind = "a mixture of experts" if config.experts else f"{config.arch}'s graph"
         raise BridgeError(f"{file.path}: {kind} runs on the CPU alone (device cpu)")
-    if not whole and any(tensor.change is not None for tensor in file.values()):
+    if not any_graph and any(tensor.change is not None for tensor in file.values()):
         raise BridgeError(f"{file.path}: a model with an adapter (LoRA) runs on the CPU alone (device cpu)")
     shared = read_shared(file, config)
     return replace(shared, layers=[LayerReader(file, config, i).layer() for i in range(config.layers)])

@@ -48,7 +48,7 @@ class Generation:
     def __init__(self, prompt: list[int], max_tokens: int, sampler: Sampler, reply: Reply, reader: Reader | None):
         self.prompt, self.kept = prompt, 0
         self.finish, self.error = None, None
-        self.at = 0  # tokens of the prompt that its context holds
+        self.read = 0  # tokens of the prompt that its context holds
         self.last = -1  # the last token drawn, which the context does not hold yet
         self.made = 0
         self.respell = False
@@ -268,16 +268,16 @@ class Batch:
         generation, cache = slot.generation, slot.cache
         assert generation is not None
         self._take_over(slot, generation)
-        size = min(len(generation.prompt) - generation.at, self._budget if self._running else BATCH)
-        part = generation.prompt[generation.at : generation.at + size]
-        cache.length = generation.at
+        size = min(len(generation.prompt) - generation.read, self._budget if self._running else BATCH)
+        part = generation.prompt[generation.read : generation.read + size]
+        cache.length = generation.read
         states = decoder.run(part, size if generation.reader else 1, cache)
         if generation.reader:
-            generation.reader(generation.at, states)
-        generation.at += size
+            generation.reader(generation.read, states)
+        generation.read += size
         self.prompt_tokens += size
         self._budget -= size
-        if generation.at < len(generation.prompt):
+        if generation.read < len(generation.prompt):
             self._reading.append(slot)
             return []
         if generation.max_tokens:
@@ -325,26 +325,26 @@ class Batch:
         """The prompt with the tokens of the context that has most of its text, if it is no longer than `most` then."""
         contexts = [(common_prefix(held, prompt), held) for held in map(_held, self._slots)]
         longest = max((same for same, _ in contexts), default=0)
-        kept = [
+        candidates = [
             (common_prefix(held, spelled), spelled)
             for same, held in contexts
             if 2 * same >= longest and len(spelled := self._tokenizer.spelled_as(prompt, held)) <= most
         ]
-        return max(kept, default=(0, prompt))[1]
+        return max(candidates, default=(0, prompt))[1]
 
     def _take_over(self, slot: _Slot, generation: Generation) -> None:
         """Hold the longest prefix of a prompt, without its last token, that a context has."""
-        at, wanted = generation.at, generation.prompt[:-1]
-        if generation.reader or at >= len(wanted):
+        read, wanted = generation.read, generation.prompt[:-1]
+        if generation.reader or read >= len(wanted):
             return
-        best, most = slot, at
+        best, most = slot, read
         for other in self._slots:
             held = other.cache.tokens
             if (
                 most == len(wanted)
                 or other.cache.length <= most
                 or held[most] != wanted[most]
-                or (at and other is slot)
+                or (read and other is slot)
             ):
                 continue
             same = other.cache.reach(common_prefix(_held(other), wanted))
@@ -352,8 +352,8 @@ class Batch:
                 best, most = other, same
         if best is not slot:
             slot.cache.copy_prefix(best.cache, most)
-        generation.kept += most - at
-        generation.at = most
+        generation.kept += most - read
+        generation.read = most
 
 
 def _held(slot: _Slot) -> list[int]:

@@ -88,9 +88,9 @@ class Channels:
             if self._reasons is None and not self._begin(parts, last):
                 break
             body, end, rest = self._held.partition(_END)
-            kept = 0 if end or last else overlap(body, _END)
-            self._held = rest if end else body[len(body) - kept :]
-            parts[bool(self._reasons)] += body[: len(body) - kept]
+            held = 0 if end or last else overlap(body, _END)
+            self._held = rest if end else body[len(body) - held :]
+            parts[bool(self._reasons)] += body[: len(body) - held]
             if not end:
                 break
             self._reasons = None

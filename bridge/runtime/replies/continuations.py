@@ -23,37 +23,34 @@ def continuation_scores(decoder: Any, context: Sequence[int], continuations: Seq
     None of the sequences is empty. The decoder's context is overwritten.
     """
     if not isinstance(decoder, Decoder):  # on a GPU: each by itself
-        scores = []
-        for tokens in continuations:
-            rows = decoder.scores([*context, *tokens[:-1]], len(tokens))
-            scores.append(_joined([_token_scores(rows, tokens)]))
-        return scores
+        rows = (decoder.scores([*context, *tokens[:-1]], len(tokens)) for tokens in continuations)
+        return [_token_scores(*scored) for scored in zip(rows, continuations, strict=True)]
     first, *others = continuations
-    kept = decoder.cache.length = decoder.kept(context[:-1])
+    cached = decoder.cache.length = decoder.kept(context[:-1])
     decoder.cache.come_back_to(len(context))
-    states = decoder.run([*context[kept:], *first[:-1]], len(first))
+    states = decoder.run([*context[cached:], *first[:-1]], len(first))
     after = decoder.logits(states[:1])
-    found = [_joined([_token_scores(after, first[:1]), *_scores_of(decoder, states[1:], first[1:])])]
+    scores = [_joined([_token_scores(after, first[:1]), *_scores_of(decoder, states[1:], first[1:])])]
     for tokens in others:
         parts = [_token_scores(after, tokens[:1])]
         if len(tokens) > 1:
             decoder.cache.length = len(context)
             parts += _scores_of(decoder, decoder.run(tokens[:-1], len(tokens) - 1), tokens[1:])
-        found.append(_joined(parts))
-    return found
+        scores.append(_joined(parts))
+    return scores
 
 
 def _scores_of(decoder: Decoder, states: np.ndarray, tokens: Sequence[int]) -> list[Score]:
-    parts = range(0, len(tokens), _ROWS)
-    return [_token_scores(decoder.logits(states[at : at + _ROWS]), tokens[at : at + _ROWS]) for at in parts]
+    starts = range(0, len(tokens), _ROWS)
+    return [_token_scores(decoder.logits(states[i : i + _ROWS]), tokens[i : i + _ROWS]) for i in starts]
 
 
 def _token_scores(rows: np.ndarray, tokens: Sequence[int]) -> Score:
     """Logits [n, vocab] of what follows, and what does."""
     rows = rows.astype(np.float64)
-    own, top = np.array(tokens), rows.max(-1)
-    scores = rows[np.arange(len(own)), own] - top - np.log(np.exp(rows - top[:, None]).sum(-1))
-    return float(scores.sum()), bool((rows.argmax(-1) == own).all())
+    targets, top = np.array(tokens), rows.max(-1)
+    scores = rows[np.arange(len(targets)), targets] - top - np.log(np.exp(rows - top[:, None]).sum(-1))
+    return float(scores.sum()), bool((rows.argmax(-1) == targets).all())
 
 
 def _joined(parts: Sequence[Score]) -> Score:

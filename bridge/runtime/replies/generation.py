@@ -45,10 +45,10 @@ class Stopping:
     def add(self, piece: str) -> str:
         """The text that may be shown now."""
         text = self.held + piece
-        found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
-        if found:
+        starts = [start for start in (text.find(stop) for stop in self._stops) if start >= 0]
+        if starts:
             self.ended, self.held = True, ""
-            return text[: min(found)]
+            return text[: min(starts)]
         shown = len(text) - max((overlap(text, stop) for stop in self._stops), default=0)
         self.held = text[shown:]
         return text[:shown]

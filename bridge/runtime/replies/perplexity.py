@@ -70,13 +70,13 @@ def perplexity(
     for done, tokens in enumerate(windows):
         targets = np.array(tokens[window // 2 + 1 :])
         scores = _log_probabilities(model, tokens)
-        own = scores[np.arange(len(targets)), targets]
-        losses.append(-own)
+        actual = scores[np.arange(len(targets)), targets]
+        losses.append(-actual)
         if reference is not None:
             base = _log_probabilities(reference, tokens)
             expected = base[np.arange(len(targets)), targets]
             kl = (np.exp(base) * (base - scores)).sum(-1)
-            compared.append((kl, scores.argmax(-1) == base.argmax(-1), np.exp(own) - np.exp(expected), -expected))
+            compared.append((kl, scores.argmax(-1) == base.argmax(-1), np.exp(actual) - np.exp(expected), -expected))
         if progress:
             progress(done + 1, len(windows), f"perplexity {math.exp(np.concatenate(losses).mean()):.4f}")
     loss = np.concatenate(losses)
@@ -109,11 +109,11 @@ def cut_windows(model: Model, text: str, window: int, count: int | None) -> list
     tokens = tokenizer.encode(text)
     if tokenizer.add_eos and tokens:
         tokens.pop()
-    whole = len(tokens) // window
-    if whole < (count or 1):
-        raise BridgeError(f"the text has {len(tokens)} tokens, {whole} windows of {window}; {count or 1} needed")
+    available = len(tokens) // window
+    if available < (count or 1):
+        raise BridgeError(f"the text has {len(tokens)} tokens, {available} windows of {window}; {count or 1} needed")
     first = [tokenizer.bos] if tokenizer.add_bos and tokenizer.bos is not None else []
-    return [[*first, *tokens[i * window + len(first) : (i + 1) * window]] for i in range(count or whole)]
+    return [[*first, *tokens[i * window + len(first) : (i + 1) * window]] for i in range(count or available)]
 
 
 def _log_probabilities(model: Model, tokens: list[int]) -> np.ndarray:

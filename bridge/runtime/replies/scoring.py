@@ -25,11 +25,11 @@ class TokenScorer:
         self.tokens: list[ScoredToken] = []  # of all but the first token, which nothing predicts
         self._decoder, self._tokenizer, self._ids, self._top = decoder, tokenizer, ids, top
 
-    def __call__(self, at: int, states: np.ndarray) -> None:
-        """States float32 [n, hidden] of the tokens from `at` on."""
-        for first in range(0, min(len(states), len(self._ids) - 1 - at), _ROWS):
+    def __call__(self, position: int, states: np.ndarray) -> None:
+        """States float32 [n, hidden] of the tokens from `position` on."""
+        for first in range(0, min(len(states), len(self._ids) - 1 - position), _ROWS):
             rows = self._decoder.logits(states[first : first + _ROWS])
-            for row, token in zip(rows, self._ids[at + first + 1 :], strict=False):
+            for row, token in zip(rows, self._ids[position + first + 1 :], strict=False):
                 noted = probabilities(row, token, self._top)
                 text = self._tokenizer.piece(token).decode("utf-8", "replace")
                 self.tokens.append(ScoredToken(token, text, noted.logprob, noted.top))
@@ -43,11 +43,11 @@ class Pooler:
             raise BridgeError(f"{parameter('pooling', pooling)}: choose {' or '.join(POOLINGS)}")
         self._mean, self._sum, self._count = pooling == "mean", np.zeros(0), 0
 
-    def __call__(self, at: int, states: np.ndarray) -> None:
-        """States float32 [n, hidden] of the tokens from `at` on."""
+    def __call__(self, position: int, states: np.ndarray) -> None:
+        """States float32 [n, hidden] of the tokens from `position` on."""
         states = states if self._mean else states[-1:]
         summed = states.sum(0, dtype=np.float64)
-        if at and self._mean:
+        if position and self._mean:
             self._sum, self._count = self._sum + summed, self._count + len(states)
         else:
             self._sum, self._count = summed, len(states)

@@ -40,12 +40,12 @@ class Drafter:
     first, longest = _FIRST, WIDEST - 1
     reads_states = False
 
-    def begin(self, tokens: Sequence[int], kept: int) -> int:
-        """How many of the prompt's first tokens the model need not read again, of `kept` that it has."""
-        return kept
+    def begin(self, tokens: Sequence[int], cached: int) -> int:
+        """How many of the prompt's first tokens the model need not read again, of `cached` that it has."""
+        return cached
 
-    def read(self, at: int, states: np.ndarray) -> None:
-        """The normalized states float32 [n, hidden] of the tokens from position `at` on; they replace earlier ones."""
+    def read(self, position: int, states: np.ndarray) -> None:
+        """The normalized states float32 [n, hidden] of the tokens from `position` on; they replace earlier ones."""
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
         """Up to `most` tokens that may follow these, all of prompt and reply so far, of which some may be known."""
@@ -70,15 +70,15 @@ class NgramDrafter(Drafter):
                     self._ends[tuple(tokens[end - order : end])] = end
         self._known = len(tokens)
         for order in _ORDERS:
-            if at := self._ends.get(tuple(tokens[-order:])):
-                return self._continued(tokens, at, most)
+            if start := self._ends.get(tuple(tokens[-order:])):
+                return self._continued(tokens, start, most)
         return []
 
     @staticmethod
-    def _continued(tokens: Sequence[int], at: int, most: int) -> list[int]:
+    def _continued(tokens: Sequence[int], start: int, most: int) -> list[int]:
         """What stands from a place on; where the text ends, what repeats goes on."""
-        period = len(tokens) - at
-        return [tokens[at + i % period] for i in range(most)]
+        period = len(tokens) - start
+        return [tokens[start + i % period] for i in range(most)]
 
 
 class ModelDrafter(Drafter):
@@ -98,10 +98,10 @@ class ModelDrafter(Drafter):
             follow = len(unread) <= decoder.room()
             row = decoder.follow(unread)[-1] if follow else decoder.logits(decoder.run(unread))[0]
             decoder.cache.come_back_to(decoder.cache.length)
-            found = [int(row.argmax())]
-            while len(found) < most:
-                found.append(int(decoder.next_scores(found[-1]).argmax()))
-            return found
+            guesses = [int(row.argmax())]
+            while len(guesses) < most:
+                guesses.append(int(decoder.next_scores(guesses[-1]).argmax()))
+            return guesses
 
 
 class HeadDrafter(Drafter):
@@ -117,24 +117,24 @@ class HeadDrafter(Drafter):
         self._head = head
         self._states = np.zeros((0, head.config.hidden), np.float32)  # of tokens that the head has not read
 
-    def begin(self, tokens: Sequence[int], kept: int) -> int:
+    def begin(self, tokens: Sequence[int], cached: int) -> int:
         """See `Drafter`."""
-        return self._head.start(tokens, kept)
+        return self._head.start(tokens, cached)
 
-    def read(self, at: int, states: np.ndarray) -> None:
+    def read(self, position: int, states: np.ndarray) -> None:
         """See `Drafter`."""
-        self._states = np.concatenate([self._states[: at - self._head.pairs], states])
+        self._states = np.concatenate([self._states[: position - self._head.pairs], states])
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
         """See `Drafter`."""
         head, new = self._head, len(tokens) - 1 - self._head.pairs
         state, guess = head.read_pairs(self._states[:new], tokens[-new:])
         self._states = self._states[new:]
-        found = [guess]
-        while len(found) < min(most, head.cache.context - len(tokens) + 1):
+        guesses = [guess]
+        while len(guesses) < min(most, head.cache.context - len(tokens) + 1):
             state, guess = head.read_guess(state, guess)
-            found.append(guess)
-        return found
+            guesses.append(guess)
+        return guesses
 
 
 NAMES = "ngram", "mtp"  # of drafters
@@ -184,13 +184,13 @@ class Speculation:
 
 
 def drawn_with(
-    speculation: Speculation, decoder: Decoder, tokens: Sequence[int], sampler: Sampler, kept: int
+    speculation: Speculation, decoder: Decoder, tokens: Sequence[int], sampler: Sampler, cached: int
 ) -> Iterator[int]:
     """As `Decoder.draw`, with guesses."""
     cache = decoder.cache
-    cache.length = kept
-    states = decoder.run(tokens[kept:], len(tokens) - kept if speculation.drafter.reads_states else 1)
-    speculation.drafter.read(kept, states)
+    cache.length = cached
+    states = decoder.run(tokens[cached:], len(tokens) - cached if speculation.drafter.reads_states else 1)
+    speculation.drafter.read(cached, states)
     rows = decoder.logits(states[-1:])
     while True:
         for row in rows:
@@ -202,9 +202,9 @@ def drawn_with(
                 return
             if not right:
                 break
-        guesses, at = speculation.guesses(decoder.room() - 1), cache.length
+        guesses, position = speculation.guesses(decoder.room() - 1), cache.length
         rows = decoder.follow([token, *guesses])
-        speculation.drafter.read(at, decoder.followed)
+        speculation.drafter.read(position, decoder.followed)
 
 
 def drafter_for(model: Any, draft: Any) -> Drafter:
@@ -243,14 +243,14 @@ def check_draft_model(model: Any, draft: Any) -> None:
     check_same_vocabulary(model.tokenizer, draft.tokenizer)
 
 
-def check_same_vocabulary(own: Tokenizer, other: Tokenizer) -> None:
+def check_same_vocabulary(main: Tokenizer, other: Tokenizer) -> None:
     """Raise BridgeError if a draft model's token ids mean something else."""
-    if own.tokens != other.tokens:
-        at = common_prefix(own.tokens, other.tokens)
+    if main.tokens != other.tokens:
+        token = common_prefix(main.tokens, other.tokens)
         difference = (
-            f"token {at} is {own.tokens[at]!r} here and {other.tokens[at]!r} there"
-            if at < min(len(own), len(other))
-            else f"{len(own)} tokens here, {len(other)} there"
+            f"token {token} is {main.tokens[token]!r} here and {other.tokens[token]!r} there"
+            if token < min(len(main), len(other))
+            else f"{len(main)} tokens here, {len(other)} there"
         )
         raise BridgeError(
             f"{parameter('draft')}: the model has another vocabulary ({difference}); choose one of the same"

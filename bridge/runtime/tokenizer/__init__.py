@@ -94,8 +94,8 @@ class Tokenizer:
 
         Raises BridgeError if the text has lone surrogates, which stand for bytes that are not UTF-8.
         """
-        if not text.isascii() and (found := _SURROGATE.search(text)):
-            raise BridgeError(f"the text is not UTF-8 at character {found.start()}; convert it first")
+        if not text.isascii() and (surrogate := _SURROGATE.search(text)):
+            raise BridgeError(f"the text is not UTF-8 at character {surrogate.start()}; convert it first")
         ids = [self.bos] if add_special and self.add_bos and self.bos is not None else []
         after_special = True
         for part in self._parts(text, parse_special):

@@ -45,9 +45,9 @@ _REGEXES = {ONE_DIGIT: "[0-9]", DIGIT_RUN: "[0-9]+", GPT2_BYTES: GPT2, BYTES: No
 def _pieces(pattern: re.Pattern[str], word: str) -> Iterator[str]:
     """What a pattern finds, and what lies between."""
     end = 0
-    for found in pattern.finditer(word):
-        yield from filter(None, (word[end : found.start()], found[0]))
-        end = found.end()
+    for match in pattern.finditer(word):
+        yield from filter(None, (word[end : match.start()], match[0]))
+        end = match.end()
     if end < len(word):
         yield word[end:]
 

@@ -71,8 +71,8 @@ class _ByMerges:
         ranks = ranks_of(ids, self._merges)
         tokens: list[int] = []
         for word in words:
-            whole = self._whole_token(word, ids)
-            tokens += merged(word, ids, ranks) if whole is None else [whole]
+            token = self._whole_token(word, ids)
+            tokens += merged(word, ids, ranks) if token is None else [token]
         return tokens
 
 
@@ -115,8 +115,8 @@ class CharacterLevel(_ByMerges):
             return ids
         tokens: list[int] = []
         for word in words:
-            whole = self._whole_token(word, self._vocabulary.ids)
-            tokens += self.tokenizer.encode(word, add_special_tokens=False).ids if whole is None else [whole]
+            token = self._whole_token(word, self._vocabulary.ids)
+            tokens += self.tokenizer.encode(word, add_special_tokens=False).ids if token is None else [token]
         return tokens
 
     def piece(self, text: str) -> bytes:
@@ -127,9 +127,9 @@ def _pairs(merges: Sequence[str], vocab: Container[str]) -> list[tuple[str, str]
     """The merges that make a token of two."""
     pairs = []
     for merge in merges:
-        at = merge.find(" ", 1)
-        pair = merge[:at], merge[at + 1 :]
-        if at > 0 and pair[0] in vocab and pair[1] in vocab and pair[0] + pair[1] in vocab:
+        space = merge.find(" ", 1)
+        pair = merge[:space], merge[space + 1 :]
+        if space > 0 and pair[0] in vocab and pair[1] in vocab and pair[0] + pair[1] in vocab:
             pairs.append(pair)
     return pairs
 

@@ -35,14 +35,14 @@ class Vocabulary:
         self._left -= 1
         parts: Container[str] = " ".join(words)
         if sum(len(word) ** 2 for word in words) < len(self._tokens):  # looking up is faster than searching
-            parts = {word[at:end] for word in words for at in range(len(word)) for end in range(at + 1, len(word) + 1)}
+            parts = {word[i:j] for word in words for i in range(len(word)) for j in range(i + 1, len(word) + 1)}
         ids = {self._tokens[token]: token for token in compress(count(), map(parts.__contains__, self._tokens))}
         return ids if sum(map(len, ids)) <= _MOST else None
 
 
 def ranks_of(ids: Mapping[str, int], merges: Sequence[str]) -> dict[str, int]:
     """The ranks of those merges, "left right", whose tokens are all in `ids`; the last one of equal merges."""
-    halves = ((text[:at], text[at:]) for text in ids for at in range(1, len(text)))
+    halves = ((text[:cut], text[cut:]) for text in ids for cut in range(1, len(text)))
     pairs = {f"{left} {right}" for left, right in halves if left in ids and right in ids}
     return {merges[rank]: rank for rank in compress(count(), map(pairs.__contains__, merges))}
 

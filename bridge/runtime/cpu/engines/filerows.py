@@ -33,7 +33,7 @@ from bridge.runtime.cpu.forms.columns import (
 )
 from bridge.runtime.cpu.forms.layout import InterleavedLayout
 from bridge.runtime.cpu.machine.emitter import Emitter
-from bridge.runtime.cpu.machine.operands import LookedUp, given
+from bridge.runtime.cpu.machine.operands import LookedUp, computed
 from bridge.runtime.cpu.machine.vectors import totals_type
 from bridge.system.kernels import ir
 from bridge.system.kernels.jit import intrinsic, types
@@ -54,8 +54,8 @@ def _unpacked(block: BlockType, raw: np.ndarray) -> tuple[np.ndarray, np.ndarray
     """The codes, and the scale and min codes, of a block's bytes, uint8 each."""
     q, sc, mn = [0] * block.size, [0] * block.subs, [0] * block.subs
     block.unpack(raw.tolist(), q, sc, mn)
-    found = (np.array(numbers).astype(np.uint8) for numbers in (q, [*sc, *mn]))
-    return tuple(found)  # type: ignore[return-value]
+    arrays = (np.array(numbers).astype(np.uint8) for numbers in (q, [*sc, *mn]))
+    return tuple(arrays)  # type: ignore[return-value]
 
 
 @cache
@@ -66,19 +66,19 @@ def sixteens(name: str) -> tuple[Sixteen, ...]:
         return ()
     source, depends, flipped = sources(lambda raw: _unpacked(block, raw)[0], block.nbytes)
     first = (source.reshape(-1, _STEP, 8) - 8 * np.arange(_STEP)[:, None]).astype(np.int64)
-    depends, flipped = (found.reshape(first.shape).astype(bool) for found in (depends, flipped))
-    found = []
-    for starts, there, ones in zip(first, depends, flipped, strict=True):
-        if (there != there[0]).any() or (ones != ones[0]).any() or (starts != starts[0])[there].any():
+    depends, flipped = (flags.reshape(first.shape).astype(bool) for flags in (depends, flipped))
+    result = []
+    for starts, used, ones in zip(first, depends, flipped, strict=True):
+        if (used != used[0]).any() or (ones != ones[0]).any() or (starts != starts[0])[used].any():
             return ()
         masks: dict[tuple[int, int], int] = {}
         for bit in range(8):
-            if there[0, bit]:
-                at, place = divmod(int(starts[0, bit]), 8)
-                masks[at, bit - place] = masks.get((at, bit - place), 0) | 1 << bit
-        moves = tuple(Move(at, shift, mask) for (at, shift), mask in sorted(masks.items()))
-        found.append(Sixteen(moves, int(np.packbits(ones[0], bitorder="little")[0])))
-    return tuple(found)
+            if used[0, bit]:
+                offset, file_bit = divmod(int(starts[0, bit]), 8)
+                masks[offset, bit - file_bit] = masks.get((offset, bit - file_bit), 0) | 1 << bit
+        moves = tuple(Move(offset, shift, mask) for (offset, shift), mask in sorted(masks.items()))
+        result.append(Sixteen(moves, int(np.packbits(ones[0], bitorder="little")[0])))
+    return tuple(result)
 
 
 @cache
@@ -87,8 +87,8 @@ def _scale_words(name: str, lanes: int) -> tuple[Word, ...]:
     block = READ[name]
     layout = InterleavedLayout(block, lanes)
     mask = np.uint8((1 << layout.scale_bits) - 1)
-    made = words_of(lambda raw: _unpacked(block, raw)[1] & mask, block.nbytes)
-    return made[: layout.scale_words]
+    words = words_of(lambda raw: _unpacked(block, raw)[1] & mask, block.nbytes)
+    return words[: layout.scale_words]
 
 
 def fits(name: str, target: ModuleType) -> bool:
@@ -115,8 +115,8 @@ class FileBlock:
         return block.value_bits == 8 and bool(block.values) and hasattr(self._v.target, "emit_signed_row_dots")
 
     def scale_words(self) -> list[Callable[[], ir.Value]]:
-        made = [assembled(self._columns, word) for word in _scale_words(self._layout.block.name, self._layout.lanes)]
-        return [given(value) for value in made]
+        words = _scale_words(self._layout.block.name, self._layout.lanes)
+        return [computed(assembled(self._columns, word)) for word in words]
 
     def dots(self, parts: list[ir.Value], j: int, x: ir.Value) -> list[ir.Value]:
         if j not in self._sums:
@@ -138,28 +138,28 @@ class FileBlock:
 
     def _together(self, j: int) -> list[int]:
         """Sums of codes in the same bytes, whose sums are taken together: the bytes are loaded once."""
-        own = {move.offset for piece in self._pieces(j) for move in self._sixteens[piece].moves}
+        offsets = {move.offset for piece in self._pieces(j) for move in self._sixteens[piece].moves}
         count = self._layout.block.size // self._layout.block.sum_span
         return [
             other
             for other in range(j, count)
-            if own & {move.offset for piece in self._pieces(other) for move in self._sixteens[piece].moves}
+            if offsets & {move.offset for piece in self._pieces(other) for move in self._sixteens[piece].moves}
         ][:_MOST]
 
     def _multiply(self, sums: list[int], x: ir.Value) -> None:
         v, block = self._v, self._layout.block
         loaded: dict[tuple[int, int], ir.Value] = {}
 
-        def raw(at: int, i: int) -> ir.Value:
-            if (at, i) not in loaded:
-                loaded[at, i] = self._columns.side_by_side(at, i)
+        def raw(offset: int, i: int) -> ir.Value:
+            if (offset, i) not in loaded:
+                loaded[offset, i] = self._columns.side_by_side(offset, i)
                 self._fetch()
-            return loaded[at, i]
+            return loaded[offset, i]
 
         def code(piece: Sixteen, i: int) -> ir.Value:
             value = None
-            for at, shift, mask in piece.moves:
-                part = raw(at, i)
+            for offset, shift, mask in piece.moves:
+                part = raw(offset, i)
                 part = v.shl(part, shift) if shift > 0 else v.shr(part, -shift)
                 part = part if mask == 255 and not shift else v.and_(part, 0x01010101 * mask)
                 value = part if value is None else v.or_(value, part)
@@ -167,20 +167,20 @@ class FileBlock:
             return v.builder.xor(value, v.splat(0x01010101 * piece.flipped)) if piece.flipped else value
 
         def word(piece: int, i: int) -> Callable[[], ir.Value]:
-            made = partial(code, self._sixteens[piece], i)
+            emit_code = partial(code, self._sixteens[piece], i)
             if not block.values:
-                return made
+                return emit_code
             return LookedUp(
-                v, made, tuple(value & 255 if self.signed else value + block.lift for value in block.values)
+                v, emit_code, tuple(value & 255 if self.signed else value + block.lift for value in block.values)
             )
 
         rows = [[[word(piece, i) for piece in self._pieces(j)] for i in range(4)] for j in sums]
         places = [[_STEP * piece for piece in self._pieces(j)] for j in sums]
         if self.signed:
-            found = v.target.emit_signed_row_dots(v, rows, x, places)
+            dots = v.target.emit_signed_row_dots(v, rows, x, places)
         else:
-            found = v.target.emit_row_dots(v, rows, x, places, block.value_bits)
-        self._sums.update(zip(sums, found, strict=True))
+            dots = v.target.emit_row_dots(v, rows, x, places, block.value_bits)
+        self._sums.update(zip(sums, dots, strict=True))
 
 
 def add_block(v: Emitter, block: BlockType, total: ir.Value, *addresses: ir.Value) -> ir.Value:

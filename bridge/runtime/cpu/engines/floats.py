@@ -58,20 +58,20 @@ def dot_function(kind: str) -> Any:
             rest = cgutils.alloca_once_value(builder, ir.Constant(ir.F32, 0.0))
 
             def pair(index, lanes):
-                at = builder.add(weights, builder.mul(index, ir.I64(SIZES[kind])))
+                address = builder.add(weights, builder.mul(index, ir.I64(SIZES[kind])))
                 value = builder.inttoptr(
                     builder.add(x, builder.mul(index, ir.I64(4))), (vector if lanes > 1 else ir.F32).as_pointer()
                 )
-                return _widened(builder, kind, at, lanes), builder.load(value, align=4)
+                return _widened(builder, kind, address, lanes), builder.load(value, align=4)
 
             step = LANES * _PARTS
-            whole = builder.udiv(count, ir.I64(step))
-            with cgutils.for_range(builder, whole) as loop:
+            full_steps = builder.udiv(count, ir.I64(step))
+            with cgutils.for_range(builder, full_steps) as loop:
                 first = builder.mul(loop.index, ir.I64(step))
                 for p, total in enumerate(sums):
                     a, b = pair(builder.add(first, ir.I64(p * LANES)), LANES)
                     builder.store(builder.call(fma, [a, b, builder.load(total)]), total)
-            done = builder.mul(whole, ir.I64(step))
+            done = builder.mul(full_steps, ir.I64(step))
             with cgutils.for_range_slice(builder, done, count, ir.I64(1), inc=True) as (i, _):
                 a, b = pair(i, 1)
                 builder.store(builder.fadd(builder.load(rest), builder.fmul(a, b)), rest)

@@ -97,13 +97,13 @@ def kernel(name: str, target: str, width: int, integer: bool, near: bool = False
     elsewhere = _AHEAD_OF_ARITHMETIC if bound else _AHEAD_ELSEWHERE
     cpu = machine.host().cpu
     ahead, level = ((), 1) if near or module.LANES == 4 else AHEAD.get(cpu, elsewhere)
-    own = f"_{cpu}" if ahead and cpu in AHEAD else ""
+    cpu_suffix = f"_{cpu}" if ahead and cpu in AHEAD else ""
     if integer and unpacked.unpacks(module, width):
-        return unpacked.kernel(name, target, width, ahead, level, own)
+        return unpacked.kernel(name, target, width, ahead, level, cpu_suffix)
     if near and module.LANES == 4:  # nothing is prefetched anyhow
         return kernel(name, target, width, integer)
     sizes, made_of = _scope(name, target, width, integer)
-    suffix = f"{name}_{target}_{width}_{'int8' if integer else 'f32'}{'_near' * near}{own}"
+    suffix = f"{name}_{target}_{width}_{'int8' if integer else 'f32'}{'_near' * near}{cpu_suffix}"
     return c_function(_rows, suffix, **sizes, **vectors.intrinsics(*made_of, ahead, level))
 
 

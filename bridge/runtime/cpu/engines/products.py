@@ -102,11 +102,11 @@ class Interleaved:
         """The C functions that a product of so many tokens calls."""
         if tokens > 1 and not integer:
             return self.float_fallback.functions(tokens, integer)
-        found = [_product_function()]
+        functions = [_product_function()]
         for _, columns in self.passes(tokens):
-            found.append(quantize_function(self.block.name, integer, self.form(columns, integer)))
-            found += self.kernels(columns, integer)
-        return found
+            functions.append(quantize_function(self.block.name, integer, self.form(columns, integer)))
+            functions += self.kernels(columns, integer)
+        return functions
 
     def kernels(self, columns: int, integer: bool) -> list[CFunction]:
         """The C functions behind `kernel`."""
@@ -125,9 +125,9 @@ class Interleaved:
     def passes(self, tokens: int) -> list[tuple[int, int]]:
         """(tokens, columns of the kernel) of each pass over the weights."""
         widest = self.widths[-1]
-        whole = tokens // widest * widest
-        rest = [(tokens - whole, self._width(tokens - whole))] if whole < tokens else []
-        return [(whole, widest), *rest] if whole else rest
+        full = tokens // widest * widest
+        rest = [(tokens - full, self._width(tokens - full))] if full < tokens else []
+        return [(full, widest), *rest] if full else rest
 
     def columns(self, tokens: int, integer: bool) -> int:
         """Columns of the kernel for so many tokens in a table of calls."""

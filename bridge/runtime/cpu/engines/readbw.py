@@ -21,9 +21,9 @@ def _sum_lines(typingctx, address):
     def emit(context, builder, signature, arguments):
         total, wide = None, ir.VectorType(ir.I32, 16)
         for i in range(_UNROLLED):
-            place = builder.add(arguments[0], ir.Constant(ir.I64, 64 * i))
-            line = builder.load(builder.inttoptr(place, wide.as_pointer()), align=64)
-            ahead = builder.add(place, ir.Constant(ir.I64, 4096))
+            address = builder.add(arguments[0], ir.Constant(ir.I64, 64 * i))
+            line = builder.load(builder.inttoptr(address, wide.as_pointer()), align=64)
+            ahead = builder.add(address, ir.Constant(ir.I64, 4096))
             pointer = builder.inttoptr(ahead, ir.I8.as_pointer())
             flags = [ir.Constant(ir.I32, n) for n in (0, 3, 1)]
             kind = ir.FunctionType(ir.VoidType(), [pointer.type, *[f.type for f in flags]])

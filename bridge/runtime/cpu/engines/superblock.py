@@ -26,20 +26,20 @@ from typing import Any
 from bridge.blocks import BlockType
 from bridge.runtime.cpu.forms.activations import Record, float_record, record_of
 from bridge.runtime.cpu.forms.layout import GROUP, InterleavedLayout, Piece, pieces
-from bridge.runtime.cpu.machine.operands import LookedUp, Permuted, Places, given
+from bridge.runtime.cpu.machine.operands import LookedUp, Permuted, Places, computed
 from bridge.system.records import record
 
 
 @record
 class Word:
-    """A word of codes in the vectors at base + at: a function that emits its code.
+    """A word of codes in the vectors at base + offset: a function that emits its code.
 
     Called where it is used: an early result occupies a register, and registers are scarce.
     """
 
     v: Any
     base: Any
-    at: int
+    offset: int
     pieces: tuple[Piece, ...]
 
     def __call__(self) -> Any:
@@ -50,14 +50,14 @@ class Word:
         return result
 
     @property
-    def place(self) -> int:
+    def start(self) -> int:
         """The bit from which the codes lie whole in bytes whose highest bit is not theirs; otherwise 0."""
-        (_, place, _, width), *more = self.pieces
-        return 0 if more or place + width == 8 else place
+        (_, start, _, width), *more = self.pieces
+        return 0 if more or start + width == 8 else start
 
-    def in_place(self) -> Any:
-        """The codes, times 2^place."""
-        return self._field(self.pieces[0]._replace(low=self.place))
+    def unshifted(self) -> Any:
+        """The codes, times 2^start."""
+        return self._field(self.pieces[0]._replace(low=self.start))
 
     def loose(self, bits: int) -> tuple[Any, list[int]]:
         """A word whose codes are among the low `bits` bits of each byte, and the places of theirs, lowest first.
@@ -67,25 +67,25 @@ class Word:
         value: Any = None
         places: list[int] = []
         for piece in self.pieces:
-            right = max(0, piece.place + piece.width - bits + 1) // 2 * 2
-            own = range(piece.place - right, piece.place - right + piece.width)
-            while set(own) & set(places):
-                right, own = right + 2, range(own.start - 2, own.stop - 2)
+            right = max(0, piece.start + piece.width - bits + 1) // 2 * 2
+            targets = range(piece.start - right, piece.start - right + piece.width)
+            while set(targets) & set(places):
+                right, targets = right + 2, range(targets.start - 2, targets.stop - 2)
             moved = self.v.shr(self._load(piece), right)
-            value = moved if value is None else self.v.blend(moved, value, sum(1 << place for place in own))
-            places += own
+            value = moved if value is None else self.v.blend(moved, value, sum(1 << bit for bit in targets))
+            places += targets
         return value, places
 
     def _load(self, piece: Piece) -> Any:
-        return self.v.load(self.base, self.at + 4 * self.v.lanes * piece.vector)
+        return self.v.load(self.base, self.offset + 4 * self.v.lanes * piece.vector)
 
     def _field(self, piece: Piece) -> Any:
         return self.v.field(self._load(piece), *piece[1:])
 
 
-def words(v: Any, base: Any, at: int, bits: int, count: int) -> list[Any]:
-    """`count` words of `bits` bits a code from the vectors at base + at."""
-    return [Word(v, base, at, parts) for parts in pieces(bits, count)]
+def words(v: Any, base: Any, offset: int, bits: int, count: int) -> list[Any]:
+    """`count` words of `bits` bits a code from the vectors at base + offset."""
+    return [Word(v, base, offset, parts) for parts in pieces(bits, count)]
 
 
 def _paired(bits: int, count: int) -> list[int]:
@@ -99,8 +99,8 @@ def scale_words(v: Any, layout: InterleavedLayout, weights: Any) -> list[Callabl
     def odd(word: Callable[[], Any]) -> Any:
         return v.or_(v.shl(word(), 1), v.splat(0x01010101))
 
-    found = words(v, weights, 0, layout.scale_bits, layout.scale_words)
-    return [partial(odd, word) for word in found] if layout.block.odd_scales else found
+    codes = words(v, weights, 0, layout.scale_bits, layout.scale_words)
+    return [partial(odd, word) for word in codes] if layout.block.odd_scales else codes
 
 
 def scale_code(v: Any, scales: list[Any], j: int, layout: InterleavedLayout) -> Any:
@@ -143,27 +143,27 @@ def _signed(v: Any, block: BlockType) -> bool:
 def _dots(v: Any, parts: list[Any], words: list[Any], x: Any, places: list[list[int]], bits: int) -> list[Any]:
     """`v.dots`. Of one column, words that are not at the bottom of their bytes are multiplied where they are, if there
     are several: one shift of their sum is cheaper than one of each."""
-    high = [word.place if isinstance(word, Word) and v.signed_dots and len(parts) == 1 else 0 for word in words]
-    for place in sorted({place for place in high if place and high.count(place) > 1}):
-        own = [k for k, other in enumerate(high) if other == place]
-        found = v.dots([v.zero()], [words[k].in_place for k in own], x, [[places[0][k] for k in own]], bits)
-        parts = [v.add(parts[0], v.ashr(found[0], place))]
-        rest = [k for k in range(len(words)) if k not in own]
+    high = [word.start if isinstance(word, Word) and v.signed_dots and len(parts) == 1 else 0 for word in words]
+    for start in sorted({start for start in high if start and high.count(start) > 1}):
+        same = [k for k, other in enumerate(high) if other == start]
+        products = v.dots([v.zero()], [words[k].unshifted for k in same], x, [[places[0][k] for k in same]], bits)
+        parts = [v.add(parts[0], v.ashr(products[0], start))]
+        rest = [k for k in range(len(words)) if k not in same]
         words, high = [words[k] for k in rest], [high[k] for k in rest]
         places = [[places[0][k] for k in rest]]
     return v.dots(parts, words, x, places, bits)
 
 
-def value_at(v: Any, record: Record, c: int, at: int) -> int:
-    """Where byte `at` of column c's int8 values is in the records of all columns, see activations.py."""
+def value_at(v: Any, record: Record, c: int, index: int) -> int:
+    """Where value `index` of column c is in the records of all columns, see activations.py."""
     if not v.paired:
-        return record.sums_at * c + at
-    return record.sums_at * (c & ~1) + at // 8 * 16 + 8 * (c & 1) + at % 8
+        return record.sums_at * c + index
+    return record.sums_at * (c & ~1) + index // 8 * 16 + 8 * (c & 1) + index % 8
 
 
-def fields_at(record: Record, columns: range, at: int) -> Places:
-    """Where what follows the values in the columns' records is, `at` bytes from the begin of each."""
-    places = [record.together(len(columns), at, c) for c in columns]
+def fields_at(record: Record, columns: range, offset: int) -> Places:
+    """Where what follows the values in the columns' records is, `offset` bytes from the begin of each."""
+    places = [record.together(len(columns), offset, c) for c in columns]
     return Places(places, record.nbytes * len(columns))
 
 
@@ -218,7 +218,7 @@ def k_block(
     source = source or Repacked(v, layout, weights)
     scales = source.scale_words()
     if len(totals) == 1:  # registers to spare
-        scales = [given(word()) for word in scales]
+        scales = [computed(word()) for word in scales]
     per_group = 32 // block.sub
     sums: list[Any] = [None for _ in columns]
     in_turn = (
@@ -266,7 +266,7 @@ def plus_mins(v: Any, block: BlockType, totals: list[Any], mins: list[Any], bits
     low_at = fields_at(record, columns, record.low_at)
     for together in v.column_groups(len(totals)):
         words_at = [record.sums_at + 4 * k for k in range(2 * len(mins))]
-        places = [[record.together(len(columns), at, c, 8) for at in words_at] for c in together]
+        places = [[record.together(len(columns), offset, c, 8) for offset in words_at] for c in together]
         high, low = (
             v.dots([v.zero() for _ in together], mins, x, [row[part] for row in places], bits)
             for part in (slice(len(mins)), slice(len(mins), None))
@@ -296,7 +296,7 @@ def plain_block(
             parts = [v.zero() for _ in columns]
         parts = source.dots(parts, j, x)
         scale = scale_of_sub(v, layout, halves, j * block.sum_span // block.sub)
-        d_at, s_at = (fields_at(record, columns, at) for at in (record.d_at + 4 * group, record.sums_at))
+        d_at, s_at = (fields_at(record, columns, offset) for offset in (record.d_at + 4 * group, record.sums_at))
         for c in columns:
             dx = v.of_column_float(x, d_at, c)
             totals[c] = v.fma(v.to_float(parts[c]), v.fmul(v.of_rows(scale, c), dx), totals[c])
@@ -326,8 +326,8 @@ def float_block(v: Any, layout: InterleavedLayout, totals: list[Any], weights: A
                     code = v.and_(v.add(code, v.splat(128)) if layout.signed else code, 255)
                     value = v.to_float(v.add(code, v.splat(-block.lift)) if block.lift else code)
                     for c in columns:
-                        at = record * c + 4 * (block.sum_span * j + 4 * k + byte)
-                        parts[c] = v.fma(value, v.broadcast_float(x, at), parts[c])
+                        offset = record * c + 4 * (block.sum_span * j + 4 * k + byte)
+                        parts[c] = v.fma(value, v.broadcast_float(x, offset), parts[c])
             scale = d if d is not None else scale_of_sub(v, layout, halves, j)
             if block.is_k:
                 scale = v.fmul(d, v.to_float(scale_code(v, scales, j, layout)))

@@ -32,7 +32,7 @@ from bridge.runtime.cpu.forms.activations import PLAIN, UNSIGNED, record_of
 from bridge.runtime.cpu.forms.layout import InterleavedLayout
 from bridge.runtime.cpu.forms.unpacked_layout import UnpackedLayout
 from bridge.runtime.cpu.machine import vectors
-from bridge.runtime.cpu.machine.operands import LookedUp, given
+from bridge.runtime.cpu.machine.operands import LookedUp, computed
 from bridge.runtime.cpu.machine.twin import Twin
 from bridge.system.cpu import targets
 from bridge.system.kernels.jit import CFunction, c_function, maker
@@ -66,47 +66,47 @@ def form(block: BlockType) -> str:
 
 def unpack_block(v: Any, layout: InterleavedLayout, weights: Any, halves: Any, space: Any) -> None:
     """Write the unpacked form of one block to `space`."""
-    block, own = layout.block, UnpackedLayout(layout.block, v.lanes)
+    block, unpacked = layout.block, UnpackedLayout(layout.block, v.lanes)
     if block.is_k:
         words = scale_words(v, layout, weights)
         for j in range(block.subs):
             code = scale_code(v, words, j, layout)
-            v.store_vector(v.doubled_short(code), space, own.scales_at + j * own.vector)
+            v.store_vector(v.doubled_short(code), space, unpacked.scales_at + j * unpacked.vector)
         for i, word in enumerate(words[block.subs // 4 :]):
-            v.store_vector(word(), space, own.mins_at + i * own.vector)
+            v.store_vector(word(), space, unpacked.mins_at + i * unpacked.vector)
     codes = [code for group in range(block.size // 32) for code in codes_of_group(v, layout, weights, group, False)]
-    for i in range(own.sums):
+    for i in range(unpacked.sums):
         v.barrier()
         total = [[v.zero()]]
-        for part, at in own.parts(i):
+        for part, scale_at in unpacked.parts(i):
             values: list[Any] = []
             for k in part:
-                value, *digits = _signed(v, own, codes[k]) if block.lift else (codes[k](),)
-                values.append(given(value))
+                value, *digits = _signed(v, unpacked, codes[k]) if block.lift else (codes[k](),)
+                values.append(computed(value))
                 for digit_at, digit in enumerate(digits or [value]):
-                    v.store_vector(digit, space, (k * own.digits + digit_at) * own.vector)
-            for first in range(0, len(values), own.started) if own.started else ():
-                start = v.start_of(values[first : first + own.started])
-                v.store_vector(start, space, own.starts_at + (part[first] // own.started) * own.vector)
-            if block.lift and not own.started:
-                scales = [v.load_shorts(space, at)] if block.is_k else None
+                    v.store_vector(digit, space, (k * unpacked.digits + digit_at) * unpacked.vector)
+            for first in range(0, len(values), unpacked.started) if unpacked.started else ():
+                start = v.start_of(values[first : first + unpacked.started])
+                v.store_vector(start, space, unpacked.starts_at + (part[first] // unpacked.started) * unpacked.vector)
+            if block.lift and not unpacked.started:
+                scales = [v.load_shorts(space, scale_at)] if block.is_k else None
                 total = v.tile_dots(total, [values], None, [[0] * len(values)], 7, scales, 128)
-        if block.lift and not own.started:
-            v.store_vector(v.mul(total[0][0], v.splat(-128)), space, own.starts_at + i * own.vector)
+        if block.lift and not unpacked.started:
+            v.store_vector(v.mul(total[0][0], v.splat(-128)), space, unpacked.starts_at + i * unpacked.vector)
     for j in range(block.subs if block.scales else 1):
         scale = scale_of_sub(v, layout, halves, j)
-        scale = scale if own.step == 1 else v.fmul(scale, v.splat_float(own.step))
-        v.store_vector(scale, space, own.d_at + j * own.vector)
+        scale = scale if unpacked.step == 1 else v.fmul(scale, v.splat_float(unpacked.step))
+        v.store_vector(scale, space, unpacked.d_at + j * unpacked.vector)
     if block.has_min:
         dmin = v.load_half(halves, 2 * v.lanes)
-        v.store_vector(v.fneg(dmin) if block.is_k else dmin, space, own.dmin_at)
+        v.store_vector(v.fneg(dmin) if block.is_k else dmin, space, unpacked.dmin_at)
 
 
-def _signed(v: Any, own: UnpackedLayout, word: Callable[[], Any]) -> tuple[Any, ...]:
+def _signed(v: Any, layout: UnpackedLayout, word: Callable[[], Any]) -> tuple[Any, ...]:
     """A word of codes or values as int8; if they have 8 bits, their low and high digits too."""
-    block = own.block
+    block = layout.block
     if block.value_bits < 8 and isinstance(word, LookedUp):
-        return (v.look_up(word.code(), tuple(value // own.step & 255 for value in block.values)),)
+        return (v.look_up(word.code(), tuple(value // layout.step & 255 for value in block.values)),)
     if block.value_bits < 8:
         return (v.sub_bytes(word(), v.splat(0x01010101 * block.lift)),)
     if isinstance(word, LookedUp):
@@ -123,39 +123,37 @@ def _signed(v: Any, own: UnpackedLayout, word: Callable[[], Any]) -> tuple[Any, 
 def multiply_block(v: Any, block: BlockType, totals: list[Any], space: Any, x: Any) -> list[Any]:
     """totals + unpacked blocks, one of each row group, times as many values of each column of x: totals are those of
     all columns of one group of rows, then of the next."""
-    own = UnpackedLayout(block, v.lanes)
-    width = len(totals) // own.groups
-    rows = [totals[r * width : (r + 1) * width] for r in range(own.groups)]
+    layout = UnpackedLayout(block, v.lanes)
+    width = len(totals) // layout.groups
+    rows = [totals[r * width : (r + 1) * width] for r in range(layout.groups)]
     multiply = _multiply_k if block.is_k else _multiply_plain
-    return [total for row in multiply(v, own, rows, space, x) for total in row]
+    return [total for row in multiply(v, layout, rows, space, x) for total in row]
 
 
-def _sum(v: Any, own: UnpackedLayout, i: int, columns: range, space: Any, x: Any) -> list[list[Any]]:
+def _sum(v: Any, layout: UnpackedLayout, i: int, columns: range, space: Any, x: Any) -> list[list[Any]]:
     """Sum i in int32 of each row group and column, times sc where there are two levels of scales."""
-    block, record, groups = own.block, record_of(own.block), range(own.groups)
-    starts = [
-        v.load(space, r * own.nbytes + own.starts_at + i * own.vector) if block.lift and not own.started else v.zero()
-        for r in groups
-    ]
-    found = [[start for _ in columns] for start in starts]
-    for part, at in own.parts(i):
-        scales = [v.load_shorts(space, r * own.nbytes + at) for r in groups] if block.is_k else None
+    block, record, groups = layout.block, record_of(layout.block), range(layout.groups)
+    offset, loads = layout.starts_at + i * layout.vector, block.lift and not layout.started
+    starts = [v.load(space, r * layout.nbytes + offset) if loads else v.zero() for r in groups]
+    totals = [[start for _ in columns] for start in starts]
+    for part, scale_at in layout.parts(i):
+        scales = [v.load_shorts(space, r * layout.nbytes + scale_at) for r in groups] if block.is_k else None
         places = [[value_at(v, record, c, 4 * k) for k in part] for c in columns]
-        words = [own.words(v, space, r, part) for r in groups]
-        shorts = [own.starts_of(v, space, r, part) for r in groups] if own.started else None
-        found = v.tile_dots(found, words, x, places, block.value_bits, scales, own.magnitude, shorts)
-    return found
+        words = [layout.words(v, space, r, part) for r in groups]
+        shorts = [layout.starts_of(v, space, r, part) for r in groups] if layout.started else None
+        totals = v.tile_dots(totals, words, x, places, block.value_bits, scales, layout.magnitude, shorts)
+    return totals
 
 
-def _multiply_k(v: Any, own: UnpackedLayout, totals: list[list[Any]], space: Any, x: Any) -> list[list[Any]]:
+def _multiply_k(v: Any, layout: UnpackedLayout, totals: list[list[Any]], space: Any, x: Any) -> list[list[Any]]:
     """As superblock.k_block."""
-    block = own.block
+    block = layout.block
     record = record_of(block)
-    groups, columns = range(own.groups), range(len(totals[0]))
+    groups, columns = range(layout.groups), range(len(totals[0]))
     sums: list[list[Any]] = [[None for _ in columns] for _ in groups]
-    for group in range(own.sums):
+    for group in range(layout.sums):
         v.barrier()
-        inner = _sum(v, own, group, columns, space, x)
+        inner = _sum(v, layout, group, columns, space, x)
         d_at = fields_at(record, columns, record.d_at + 4 * group)
         for c in columns:
             dx = v.of_column_float(x, d_at, c)
@@ -164,36 +162,36 @@ def _multiply_k(v: Any, own: UnpackedLayout, totals: list[list[Any]], space: Any
                 sums[r][c] = v.fmul(value, dx) if sums[r][c] is None else v.fma(value, dx, sums[r][c])
     for r in groups:
         v.barrier()
-        d = v.load_floats(space, r * own.nbytes + own.d_at)
+        d = v.load_floats(space, r * layout.nbytes + layout.d_at)
         totals[r] = [v.fma(sums[r][c], d, totals[r][c]) for c in columns]
         if block.has_min:
-            at = r * own.nbytes + own.mins_at
-            mins = [partial(v.load, space, at + i * own.vector) for i in range(block.subs // 4)]
-            dmin = v.load_floats(space, r * own.nbytes + own.dmin_at)
+            mins_at = r * layout.nbytes + layout.mins_at
+            mins = [partial(v.load, space, mins_at + i * layout.vector) for i in range(block.subs // 4)]
+            dmin = v.load_floats(space, r * layout.nbytes + layout.dmin_at)
             bits = InterleavedLayout(block, v.lanes).scale_bits
             totals[r] = plus_mins(v, block, totals[r], mins, bits, dmin, x)
     return totals
 
 
-def _multiply_plain(v: Any, own: UnpackedLayout, totals: list[list[Any]], space: Any, x: Any) -> list[list[Any]]:
+def _multiply_plain(v: Any, layout: UnpackedLayout, totals: list[list[Any]], space: Any, x: Any) -> list[list[Any]]:
     """As superblock.plain_block."""
-    block = own.block
+    block = layout.block
     record = record_of(block)
-    groups, columns = range(own.groups), range(len(totals[0]))
+    groups, columns = range(layout.groups), range(len(totals[0]))
     span = block.sum_span
     totals = [list(row) for row in totals]
-    for j in range(own.sums):
+    for j in range(layout.sums):
         v.barrier()
-        parts = _sum(v, own, j, columns, space, x)
-        d_at, s_at = (fields_at(record, columns, at) for at in (record.d_at + 4 * (j * span // 32), record.sums_at))
-        at = own.d_at + (j * span // block.sub * own.vector if block.scales else 0)
+        parts = _sum(v, layout, j, columns, space, x)
+        d_at, s_at = (fields_at(record, columns, field) for field in (record.d_at + j * span // 32 * 4, record.sums_at))
+        scale_at = layout.d_at + (j * span // block.sub * layout.vector if block.scales else 0)
         for c in columns:
             dx = v.of_column_float(x, d_at, c)
             for r in groups:
-                scale = v.load_floats(space, r * own.nbytes + at)
+                scale = v.load_floats(space, r * layout.nbytes + scale_at)
                 totals[r][c] = v.fma(v.to_float(parts[r][c]), v.fmul(scale, dx), totals[r][c])
                 if block.has_min:
-                    dmin = v.load_floats(space, r * own.nbytes + own.dmin_at)
+                    dmin = v.load_floats(space, r * layout.nbytes + layout.dmin_at)
                     totals[r][c] = v.fma(dmin, v.of_column_float(x, s_at, c), totals[r][c])
     return totals
 
@@ -211,10 +209,10 @@ def _rows(weights, x, y, blocks, stride, tokens, y_stride, first, last):
         for begin in range(0, blocks, reach):
             end = min(begin + reach, blocks)
             for group in range(first, last, groups):
-                own = min(groups, last - group)
+                used = min(groups, last - group)
                 out = y + start * columns * y_stride + 4 * group * lanes
                 for t in range(count if begin else 0):
-                    for r in range(own):
+                    for r in range(used):
                         part = load_group(out + t * columns * y_stride + 4 * r * lanes, y_stride)
                         store_group(part, totals_at + 4 * (turn * t + r * columns * lanes), 4 * lanes)
                 for b in range(begin, end):
@@ -224,12 +222,12 @@ def _rows(weights, x, y, blocks, stride, tokens, y_stride, first, last):
                         unpack(codes, halves + b * halves_bytes, unpacked + r * unpacked_bytes)
                     values = x + (start * blocks + b) * columns * record
                     for t in range(count):
-                        at = totals_at + 4 * turn * t
-                        totals = load(at, 4 * lanes) if b else zeros()
-                        store(accumulate(totals, unpacked, unpacked, values), at, 4 * lanes)
+                        address = totals_at + 4 * turn * t
+                        totals = load(address, 4 * lanes) if b else zeros()
+                        store(accumulate(totals, unpacked, unpacked, values), address, 4 * lanes)
                         values += blocks * columns * record
                 for t in range(count):
-                    for r in range(own):
+                    for r in range(used):
                         part = load_group(totals_at + 4 * (turn * t + r * columns * lanes), 4 * lanes)
                         store_group(part, out + t * columns * y_stride + 4 * r * lanes, y_stride)
 
@@ -237,7 +235,7 @@ def _rows(weights, x, y, blocks, stride, tokens, y_stride, first, last):
 def _scope(name: str, target: str, width: int) -> tuple[dict[str, int], ModuleType, vectors.Body, vectors.Routine]:
     """The sizes that a kernel is specialized with, and what its vector functions are made of."""
     block, module = READ[name], targets.module(target)
-    layout, own = InterleavedLayout(block, module.LANES), UnpackedLayout(block, module.LANES)
+    layout, unpacked = InterleavedLayout(block, module.LANES), UnpackedLayout(block, module.LANES)
 
     def multiply(v: Any, totals: list[Any], space: Any, _: Any, x: Any) -> list[Any]:
         return multiply_block(v, block, totals, space, x)
@@ -245,8 +243,8 @@ def _scope(name: str, target: str, width: int) -> tuple[dict[str, int], ModuleTy
     def unpack(v: Any, weights: Any, halves: Any, space: Any) -> None:
         unpack_block(v, layout, weights, halves, space)
 
-    sizes = {"columns": width, "lanes": module.LANES, "record": record_of(block).nbytes, "groups": own.groups}
-    sizes |= {"block_bytes": layout.block_bytes, "halves_bytes": layout.halves_bytes, "unpacked_bytes": own.nbytes}
+    sizes = {"columns": width, "lanes": module.LANES, "record": record_of(block).nbytes, "groups": unpacked.groups}
+    sizes |= {"block_bytes": layout.block_bytes, "halves_bytes": layout.halves_bytes, "unpacked_bytes": unpacked.nbytes}
     return sizes, module, multiply, unpack
 
 
@@ -262,22 +260,22 @@ def _of_a_group(functions: dict[str, Any]) -> dict[str, Any]:
 
 
 @maker
-def kernel(name: str, target: str, width: int, ahead: tuple[int, ...], level: int, own: str = "") -> CFunction:
+def kernel(name: str, target: str, width: int, ahead: tuple[int, ...], level: int, cpu_suffix: str = "") -> CFunction:
     """The compiled kernel of a type for `width` columns: a C function."""
     sizes, module, multiply, unpack = _scope(name, target, width)
-    made = {part: stack(nbytes) for part, nbytes in _memory(sizes).items()}
-    made |= {"unpack": vectors.routine(module, unpack, ahead, level)}
-    made |= vectors.intrinsics(module, sizes["groups"] * width, multiply)
-    made |= _of_a_group(vectors.intrinsics(module, width, multiply))
-    return c_function(_rows, f"{name}_{target}_{width}{'_near' * (not ahead)}{own}", **sizes, **made)
+    scope = {part: stack(nbytes) for part, nbytes in _memory(sizes).items()}
+    scope |= {"unpack": vectors.routine(module, unpack, ahead, level)}
+    scope |= vectors.intrinsics(module, sizes["groups"] * width, multiply)
+    scope |= _of_a_group(vectors.intrinsics(module, width, multiply))
+    return c_function(_rows, f"{name}_{target}_{width}{'_near' * (not ahead)}{cpu_suffix}", **sizes, **scope)
 
 
 def twin(name: str, target: str, width: int) -> Callable[..., None]:
     """The same kernel as plain Python over numpy."""
     sizes, module, multiply, unpack = _scope(name, target, width)
     memory = {part: np.zeros(nbytes, np.uint8) for part, nbytes in _memory(sizes).items()}
-    made: dict[str, Any] = {part: partial(int, array.ctypes.data) for part, array in memory.items()}
-    made |= {"unpack": partial(unpack, Twin(module)), "memory": memory}
-    made |= vectors.twins(module, sizes["groups"] * width, multiply)
-    made |= _of_a_group(vectors.twins(module, width, multiply))
-    return FunctionType(_rows.__code__, {**_rows.__globals__, **sizes, **made}, f"twin_{name}")
+    scope: dict[str, Any] = {part: partial(int, array.ctypes.data) for part, array in memory.items()}
+    scope |= {"unpack": partial(unpack, Twin(module)), "memory": memory}
+    scope |= vectors.twins(module, sizes["groups"] * width, multiply)
+    scope |= _of_a_group(vectors.twins(module, width, multiply))
+    return FunctionType(_rows.__code__, {**_rows.__globals__, **sizes, **scope}, f"twin_{name}")

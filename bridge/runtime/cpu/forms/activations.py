@@ -55,13 +55,13 @@ class Record(NamedTuple):
     low_at: int  # where e is; meaningless for types without one
     nbytes: int
 
-    def together(self, columns: int, at: int, c: int, unit: int = 4) -> int:
-        """Where byte `at` of token c's record is, behind its values, in that of `columns` tokens.
+    def together(self, columns: int, offset: int, c: int, unit: int = 4) -> int:
+        """Where byte `offset` of token c's record is, behind its values, in that of `columns` tokens.
 
         `unit`: bytes of a token that lie together.
         """
-        whole, part = divmod(at - self.sums_at, unit)
-        return self.sums_at * columns + (whole * columns + c) * unit + part
+        field, part = divmod(offset - self.sums_at, unit)
+        return self.sums_at * columns + (field * columns + c) * unit + part
 
 
 def record_of(block: BlockType) -> Record:
@@ -122,8 +122,8 @@ def _round32(
     if form == PAIRED:
         longs = b.bitcast(octets, ir.VectorType(ir.I64, _GROUP // 8))
         for i in range(_GROUP // 8):
-            place = b.inttoptr(b.add(q, ir.Constant(ir.I64, 16 * i)), ir.I64.as_pointer())
-            b.store(b.extract_element(longs, ir.Constant(ir.I32, i)), place, align=4)
+            pointer = b.inttoptr(b.add(q, ir.Constant(ir.I64, 16 * i)), ir.I64.as_pointer())
+            b.store(b.extract_element(longs, ir.Constant(ir.I32, i)), pointer, align=4)
     else:
         b.store(octets, b.inttoptr(q, byte_vector.as_pointer()), align=4)
     b.store(step, b.inttoptr(d_at, ir.F32.as_pointer()))
@@ -131,11 +131,11 @@ def _round32(
         lanes = ir.Constant(ir.VectorType(ir.I32, sub), [ir.Constant(ir.I32, sub * j + i) for i in range(sub)])
         part = b.shuffle_vector(codes, ir.Constant(integers, ir.Undefined), lanes)
         total = v.call(f"llvm.vector.reduce.add.v{sub}i32", ir.I32, part)
-        place = b.add(sums_at, b.mul(apart, ir.Constant(ir.I64, j)))
+        sum_at = b.add(sums_at, b.mul(apart, ir.Constant(ir.I64, j)))
         if factor is None:
-            b.store(b.fmul(b.sitofp(total, ir.F32), step), b.inttoptr(place, ir.F32.as_pointer()))
+            b.store(b.fmul(b.sitofp(total, ir.F32), step), b.inttoptr(sum_at, ir.F32.as_pointer()))
         else:
-            b.store(b.mul(total, ir.Constant(ir.I32, factor)), b.inttoptr(place, ir.I32.as_pointer()))
+            b.store(b.mul(total, ir.Constant(ir.I32, factor)), b.inttoptr(sum_at, ir.I32.as_pointer()))
 
 
 def round32_twin(x: np.ndarray, sub: int) -> tuple[np.ndarray, np.float32, np.ndarray]:
@@ -174,15 +174,15 @@ def _quantize(x, out, count, columns, _0, _1, _2, first, last):
     step = 2 * _GROUP if paired else _GROUP
     for t in range(first, last):
         c = t % columns
-        at = out + t // columns * blocks * columns * record
-        values_at = at + (c // 2 * 2 * size + c % 2 * 8 if paired else c * sums_at)
-        at += columns * sums_at  # the fields of all columns
+        fields_at = out + t // columns * blocks * columns * record
+        values_at = fields_at + (c // 2 * 2 * size + c % 2 * 8 if paired else c * sums_at)
+        fields_at += columns * sums_at  # the fields of all columns
         for _ in range(blocks):
-            sums = scaled if wanted else at + 4 * c
+            sums = scaled if wanted else fields_at + 4 * c
             apart = 4 if wanted else 4 * columns
             for g in range(size // _GROUP):
-                place = at + columns * (d_at - sums_at + 4 * g) + 4 * c
-                round32(source, values_at + g * step, place, sums + g * (_GROUP // sub) * apart, apart)
+                step_at = fields_at + columns * (d_at - sums_at + 4 * g) + 4 * c
+                round32(source, values_at + g * step, step_at, sums + g * (_GROUP // sub) * apart, apart)
                 source += 4 * _GROUP
             if wanted:
                 values = floats(scaled, subs)
@@ -190,14 +190,14 @@ def _quantize(x, out, count, columns, _0, _1, _2, first, last):
                 for j in range(subs):
                     largest = max(largest, abs(values[j]))
                 inverse = _LOW / largest if largest > np.float32(1e-30) else np.float32(0)
-                floats(at + columns * (record - sums_at - 4) + 4 * c, np.int64(1))[0] = largest / _LOW
-                low = array_at(at, 2 * subs * columns, np.int8)
+                floats(fields_at + columns * (record - sums_at - 4) + 4 * c, np.int64(1))[0] = largest / _LOW
+                low = array_at(fields_at, 2 * subs * columns, np.int8)
                 for j in range(subs):
-                    whole = np.int32(np.rint(values[j] * inverse))
-                    place = (j // 8 * columns + c) * 8 + j % 8
-                    low[place] = whole >> 7
-                    low[subs * columns + place] = whole & 127
-            at += columns * record
+                    rounded = np.int32(np.rint(values[j] * inverse))
+                    index = (j // 8 * columns + c) * 8 + j % 8
+                    low[index] = rounded >> 7
+                    low[subs * columns + index] = rounded & 127
+            fields_at += columns * record
             values_at += columns * record
 
 
@@ -206,16 +206,16 @@ def _copy(x, out, count, columns, _0, _1, _2, first, last):
     blocks = count // size
     for t in range(first, last):
         values = floats(x + 4 * count * t, count)
-        at = out + (t // columns * blocks * columns + t % columns) * record
+        address = out + (t // columns * blocks * columns + t % columns) * record
         for b in range(blocks):
-            own = floats(at, size + subs)
+            copy = floats(address, size + subs)
             for j in range(subs):
                 total = np.float32(0)
                 for i in range(j * sub, (j + 1) * sub):
-                    own[i] = values[b * size + i]
+                    copy[i] = values[b * size + i]
                     total += values[b * size + i]
-                own[size + j] = total
-            at += columns * record
+                copy[size + j] = total
+            address += columns * record
 
 
 def record_kind(type: str, integer: bool) -> tuple[Any, ...]:
@@ -241,11 +241,11 @@ def quantize_function(type: str, integer: bool, form: str = PLAIN) -> CFunction:
     kind = "_".join(str(int(part)) for part in record_kind(type, integer))
     if not integer:
         return c_function(_copy, kind, **sizes)
-    made = record_of(block)
+    offsets = record_of(block)
     round32 = _round32_intrinsic(span, None if block.has_min else -block.lift, form)
     kind += f"_{form}" if form else ""
     places: dict[str, Any] = {"paired": form == PAIRED, "mins": block.has_min}
-    places |= {"sums_at": made.sums_at, "d_at": made.d_at}
+    places |= {"sums_at": offsets.sums_at, "d_at": offsets.d_at}
     return c_function(_quantize, kind, round32=round32, space=stack(4 * sizes["subs"]), **sizes, **places)
 
 

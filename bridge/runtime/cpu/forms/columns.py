@@ -34,21 +34,21 @@ class Word(NamedTuple):
     flipped: int
 
 
-def words_of(made: Callable[[np.ndarray], np.ndarray], nbytes: int) -> tuple[Word, ...]:
-    """Where the words come from that `made` makes of a file's block, uint8 [nbytes]."""
-    source, depends, flipped = sources(made, nbytes)
+def words_of(make: Callable[[np.ndarray], np.ndarray], nbytes: int) -> tuple[Word, ...]:
+    """Where the words come from that `make` makes of a file's block, uint8 [nbytes]."""
+    source, depends, flipped = sources(make, nbytes)
     constants = np.packbits(flipped, bitorder="little").view(np.uint32)
     return tuple(
-        Word(_moves(source[at : at + _WORD], depends[at : at + _WORD], nbytes), int(constants[at // _WORD]))
-        for at in range(0, flipped.size, _WORD)
+        Word(_moves(source[bit : bit + _WORD], depends[bit : bit + _WORD], nbytes), int(constants[bit // _WORD]))
+        for bit in range(0, flipped.size, _WORD)
     )
 
 
-def sources(made: Callable[[np.ndarray], np.ndarray], nbytes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of each bit that `made` makes of a block: which of the block's it is, whether it is one, its value for zeros."""
+def sources(make: Callable[[np.ndarray], np.ndarray], nbytes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of each bit that `make` makes of a block: which of the block's it is, whether it is one, its value for zeros."""
 
     def bits_made(bits: np.ndarray) -> np.ndarray:
-        return np.unpackbits(made(np.packbits(bits, bitorder="little")).view(np.uint8), bitorder="little")
+        return np.unpackbits(make(np.packbits(bits, bitorder="little")).view(np.uint8), bitorder="little")
 
     numbers = np.arange(8 * nbytes)
     flipped = bits_made(numbers < 0)
@@ -62,17 +62,17 @@ def sources(made: Callable[[np.ndarray], np.ndarray], nbytes: int) -> tuple[np.n
 def _moves(source: np.ndarray, depends: np.ndarray, nbytes: int) -> tuple[Move, ...]:
     """The fewest moves for the bits of a word whose sources are known."""
     moves = []
-    left = {place: int(source[place]) for place in range(_WORD) if depends[place]}
+    left = {bit: int(source[bit]) for bit in range(_WORD) if depends[bit]}
     while left:
-        first = min(left, key=lambda place: left[place])
+        first = min(left, key=lambda bit: left[bit])
         offset = min(left[first] // 8, nbytes - 4)
         shift = first - (left[first] - 8 * offset)
         mask = 0
-        for place in list(left):
-            at = place - shift
-            if 0 <= at < _WORD and left[place] == 8 * offset + at:
-                mask |= 1 << place
-                del left[place]
+        for bit in list(left):
+            file_bit = bit - shift
+            if 0 <= file_bit < _WORD and left[bit] == 8 * offset + file_bit:
+                mask |= 1 << bit
+                del left[bit]
         moves.append(Move(offset, shift, mask))
     return tuple(moves)
 
@@ -110,9 +110,9 @@ class Columns:
         """16 bytes of the rows i, i + 4, i + 8 and so on."""
         parts = []
         for row in self.rows[i::4]:
-            place = self.builder.add(row, ir.I64(offset))
+            address = self.builder.add(row, ir.I64(offset))
             kind = ir.VectorType(ir.I32, 4).as_pointer()
-            parts.append(self.builder.load(self.builder.inttoptr(place, kind), align=1))
+            parts.append(self.builder.load(self.builder.inttoptr(address, kind), align=1))
         while len(parts) > 1:
             count = 2 * parts[0].type.count
             parts = [self._shuffled(parts[k], parts[k + 1], range(count)) for k in range(0, len(parts), 2)]
@@ -129,8 +129,8 @@ class Columns:
     def _one_by_one(self, offset: int) -> ir.Value:
         result: ir.Value = ir.Constant(ir.VectorType(ir.I32, len(self.rows)), ir.Undefined)
         for r, row in enumerate(self.rows):
-            place = self.builder.inttoptr(self.builder.add(row, ir.I64(offset)), ir.I32.as_pointer())
-            result = self.builder.insert_element(result, self.builder.load(place, align=1), ir.I32(r))
+            pointer = self.builder.inttoptr(self.builder.add(row, ir.I64(offset)), ir.I32.as_pointer())
+            result = self.builder.insert_element(result, self.builder.load(pointer, align=1), ir.I32(r))
         return result
 
 
@@ -153,22 +153,22 @@ def store_halves(columns: Columns, block: BlockType, aligned: int, halves: ir.Va
     octets = ir.VectorType(ir.I8, lanes)
 
     def load(offset: int, kind: ir.VectorType) -> ir.Value:
-        at = offset - (offset - aligned) % 4
-        if at < 0 or at + 4 > block.nbytes or offset + kind.element.width // 8 > at + 4:
-            at = min(offset, block.nbytes - 4)
-        return builder.trunc(builder.lshr(columns.load(at), same(vector, 8 * (offset - at))), kind)
+        start = offset - (offset - aligned) % 4
+        if start < 0 or start + 4 > block.nbytes or offset + kind.element.width // 8 > start + 4:
+            start = min(offset, block.nbytes - 4)
+        return builder.trunc(builder.lshr(columns.load(start), same(vector, 8 * (offset - start))), kind)
 
     bad: ir.Value = ir.Constant(ir.VectorType(ir.I1, lanes), [0] * lanes)
     for j in range(block.subs if block.scales else 0):
         scale = load(j, octets)
-        place = builder.add(halves, ir.I64(lanes * j))
-        builder.store(scale, builder.inttoptr(place, octets.as_pointer()), align=1)
+        address = builder.add(halves, ir.I64(lanes * j))
+        builder.store(scale, builder.inttoptr(address, octets.as_pointer()), align=1)
         nan = same(octets, block.no_scale)
         bad = builder.or_(bad, builder.icmp_unsigned("==", builder.and_(scale, nan), nan))
     for i, offset in enumerate([] if block.scales else [block.d_at] + [block.dmin_at] * block.has_min):
         half = load(offset, shorts)
-        place = builder.add(halves, ir.I64(2 * lanes * i))
-        builder.store(half, builder.inttoptr(place, shorts.as_pointer()), align=2)
+        address = builder.add(halves, ir.I64(2 * lanes * i))
+        builder.store(half, builder.inttoptr(address, shorts.as_pointer()), align=2)
         exponent = builder.and_(half, same(shorts, 0x7C00))
         bad = builder.or_(bad, builder.icmp_unsigned("==", exponent, same(shorts, 0x7C00)))
     return builder.zext(builder.bitcast(bad, ir.IntType(lanes)), ir.I64)

@@ -64,10 +64,10 @@ _LINE = 64
 
 
 class Piece(NamedTuple):
-    """`width` bits of each byte of a word, from bit `low` on: in a vector, from bit `place` on."""
+    """`width` bits of each byte of a word, from bit `low` on: in a vector, from bit `start` on."""
 
     vector: int
-    place: int
+    start: int
     low: int
     width: int
 
@@ -76,25 +76,25 @@ class Piece(NamedTuple):
 def pieces(bits: int, count: int) -> tuple[tuple[Piece, ...], ...]:
     """The pieces of each of `count` words of `bits` bits a code, see the head of this module."""
     if count != GROUP:
-        found: list[list[Piece]] = [[] for _ in range(count)]
+        words: list[list[Piece]] = [[] for _ in range(count)]
         first = low = 0
         for width in PLANES[bits]:
             n = count * width // 8
-            for i, word in enumerate(found):
+            for i, word in enumerate(words):
                 word.append(Piece(first + i % n, i // n * width, low, width))
             first, low = first + n, low + width
-        return tuple(map(tuple, found))
-    whole = 8 // bits * bits
-    found = [[Piece(i % bits, i // bits * bits, 0, bits)] for i in range(whole)]
-    place = [whole] * bits  # the first bit left in each vector
+        return tuple(map(tuple, words))
+    whole_words = 8 // bits * bits
+    words = [[Piece(i % bits, i // bits * bits, 0, bits)] for i in range(whole_words)]
+    free = [whole_words] * bits  # the first bit left in each vector
     for parts in _LEFT.get(bits, ()):
         low = 0
-        found.append([])
+        words.append([])
         for vector, width in parts:
-            found[-1].append(Piece(vector, place[vector], low, width))
-            place[vector] += width
+            words[-1].append(Piece(vector, free[vector], low, width))
+            free[vector] += width
             low += width
-    return tuple(map(tuple, found))
+    return tuple(map(tuple, words))
 
 
 @record
@@ -120,8 +120,8 @@ class InterleavedLayout:
         if not block.is_k:
             return 0
         needed = max(block.scale_hi, -block.scale_lo - 1).bit_length() + (block.scale_lo < 0)
-        whole = (bits for bits, planes in PLANES.items() if all(self.scale_words * width % 8 == 0 for width in planes))
-        return next(bits for bits in whole if bits >= needed)
+        fits = (bits for bits, planes in PLANES.items() if all(self.scale_words * width % 8 == 0 for width in planes))
+        return next(bits for bits in fits if bits >= needed)
 
     @property
     def scale_words(self) -> int:
@@ -182,7 +182,7 @@ def _vectors(words: np.ndarray, bits: int) -> np.ndarray:
     """uint32 [count] of four codes each -> one row's part of their vectors, uint32 [count * bits / 8]."""
     out = np.zeros(len(words) * bits // 8, np.uint32)
     for word, parts in zip(words, pieces(bits, len(words)), strict=True):
-        for vector, place, low, width in parts:
+        for vector, start, low, width in parts:
             mask = np.uint32(0x01010101 * ((1 << width) - 1))
-            out[vector] |= (word >> np.uint32(low) & mask) << np.uint32(place)
+            out[vector] |= (word >> np.uint32(low) & mask) << np.uint32(start)
     return out

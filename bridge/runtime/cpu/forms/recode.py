@@ -19,23 +19,23 @@ from bridge.system.kernels.memory import array_at, array_on_stack
 unpack: Any = None
 d_bits: Any = None
 size = subs = most_subs = nbytes = lanes = scales = codes_at = group_words = block_words = 0
-code_pieces: tuple[tuple[int, ...], ...] = ()  # (word, vector, place, low, width), by vector
+code_pieces: tuple[tuple[int, ...], ...] = ()  # (word, vector, start, low, width), by vector
 scale_pieces: tuple[tuple[int, ...], ...] = ()
 
 
 @inlined
-def put_pieces(words, first, pieces, out, at, step):
-    """Words of four codes from words[first] on, as layout.py's vectors, to out[at], out[at + step] and so on."""
+def put_pieces(words, first, pieces, out, offset, step):
+    """Words of four codes from words[first] on, as layout.py's vectors, to out[offset], out[offset + step], ..."""
     value = np.uint32(0)
     last = 0
-    for word, vector, place, low, width in pieces:
+    for word, vector, start, low, width in pieces:
         if vector != last:
-            out[np.uint32(at + step * last)] = value
+            out[np.uint32(offset + step * last)] = value
             value = np.uint32(0)
             last = vector
         mask = np.uint32(0x01010101 * ((1 << width) - 1))
-        value |= np.uint32(((words[np.uint32(first + word)] >> np.uint32(low)) & mask) << np.uint32(place))
-    out[np.uint32(at + step * last)] = value
+        value |= np.uint32(((words[np.uint32(first + word)] >> np.uint32(low)) & mask) << np.uint32(start))
+    out[np.uint32(offset + step * last)] = value
 
 
 def _move(source, row_bytes, halves, codes):
@@ -75,11 +75,11 @@ def recoder(name: str, lanes: int) -> Any:
     places |= {"block_words": layout.block_bytes // 4, "scales": layout.scale_words}
     parts = {"code_pieces": _by_vector(layout.code_bits, GROUP)}
     parts["scale_pieces"] = _by_vector(layout.scale_bits, layout.scale_words) if layout.scale_words else ()
-    own = {"unpack": from_plain(block.unpack, inlined), "d_bits": d_bits_of(block)}
-    return specialize(_move, f"{name}_{lanes}", inner, **own, **sizes, **places, **parts)
+    functions = {"unpack": from_plain(block.unpack, inlined), "d_bits": d_bits_of(block)}
+    return specialize(_move, f"{name}_{lanes}", inner, **functions, **sizes, **places, **parts)
 
 
 def _by_vector(bits: int, count: int) -> tuple[tuple[int, ...], ...]:
-    """(word, vector, place, low, width) of the pieces of all words, those of a vector together."""
+    """(word, vector, start, low, width) of the pieces of all words, those of a vector together."""
     numbered = [(i, *piece) for i, word in enumerate(pieces(bits, count)) for piece in word]
     return tuple(sorted(numbered, key=lambda piece: piece[1]))

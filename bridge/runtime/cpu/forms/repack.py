@@ -53,8 +53,8 @@ def _mover(name: str, lanes: int) -> Any:
             bad = store_halves(columns, block, aligned, halves)
             vector = ir.VectorType(ir.I32, lanes)
             for i, word in enumerate(words(name, lanes)):
-                place = builder.add(codes, ir.I64(4 * lanes * i))
-                builder.store(assembled(columns, word), builder.inttoptr(place, vector.as_pointer()), align=4)
+                address = builder.add(codes, ir.I64(4 * lanes * i))
+                builder.store(assembled(columns, word), builder.inttoptr(address, vector.as_pointer()), align=4)
             return bad
 
         return types.int64(types.int64, types.int64, types.int64, types.int64), emit
@@ -71,9 +71,9 @@ def _fetcher(nbytes: int) -> Any:
             flags = ir.I32(0), ir.I32(2), ir.I32(1)  # to be read, second level, of data
             kind = ir.FunctionType(ir.VoidType(), [ir.I8.as_pointer(), *[ir.I32] * 3])
             prefetch = builder.module.declare_intrinsic("llvm.prefetch.p0", fnty=kind)
-            for at in range(0, nbytes, _LINE):
-                place = builder.inttoptr(builder.add(arguments[0], ir.I64(at)), ir.I8.as_pointer())
-                builder.call(prefetch, [place, *flags])
+            for offset in range(0, nbytes, _LINE):
+                pointer = builder.inttoptr(builder.add(arguments[0], ir.I64(offset)), ir.I8.as_pointer())
+                builder.call(prefetch, [pointer, *flags])
             return context.get_dummy_value()
 
         return types.void(types.int64), emit
@@ -87,11 +87,11 @@ def group_start(raw, rows, row_bytes, group, lanes, spare):
     start = raw + group * lanes * row_bytes
     if (group + 1) * lanes <= rows:
         return start
-    there = (rows - group * lanes) * row_bytes
-    source = array_at(start, there, np.uint8)
+    available = (rows - group * lanes) * row_bytes
+    source = array_at(start, available, np.uint8)
     padded = array_at(spare, lanes * row_bytes, np.uint8)
     for i in range(lanes * row_bytes):
-        padded[i] = source[i] if i < there else 0
+        padded[i] = source[i] if i < available else 0
     return spare
 
 
@@ -115,11 +115,11 @@ def _repack(raw, rows, row_bytes, stride, codes_from, out, bad, first, last):
     bad_row = -1
     for group in range(first, last):
         start = group_start(raw, rows, row_bytes, group, lanes, spare)
-        place = out + group * stride
+        base = out + group * stride
         flags = 0
         for b in range(row_bytes // nbytes):
             fetch(start + lanes * (row_bytes + b * nbytes))  # the same part of the next row group
-            flags |= move(start + b * nbytes, row_bytes, place + b * halves_bytes, place + codes_from + b * block_bytes)
+            flags |= move(start + b * nbytes, row_bytes, base + b * halves_bytes, base + codes_from + b * block_bytes)
         if flags and bad_row < 0:
             bad_row = first_bad(flags, group, lanes)
     if bad_row >= 0:

@@ -31,9 +31,9 @@ scales = np.zeros(0, np.float32)  # and of their scale bytes
 
 
 @inlined
-def bits_at(block, at):
+def bits_at(block, offset):
     """The two bytes at `at`."""
-    return np.int32(block[at]) | np.int32(block[at + 1]) << np.int32(8)
+    return np.int32(block[offset]) | np.int32(block[offset + 1]) << np.int32(8)
 
 
 def _d_bits(block):
@@ -86,8 +86,8 @@ def _dot(raw, records, tokens, y):
             if not (abs(d) <= np.float32(65504) and abs(dmin) <= np.float32(65504)) and bad < 0:
                 bad = row
             for t in range(tokens):
-                at = (t * blocks + b) * record
-                x = signed[at : at + size]
+                offset = (t * blocks + b) * record
+                x = signed[offset : offset + size]
                 value = np.float32(0)
                 for j in range(runs):
                     part = np.int32(0)
@@ -96,10 +96,10 @@ def _dot(raw, records, tokens, y):
                         lifted = np.int32(values[code]) + lift if tabled else np.int32(code)
                         part += np.int32(np.int32(lifted) * np.int32(x[j * run + i]))
                     if not mins:
-                        part += ints[(at + sums_at) // 4 + j]
+                        part += ints[(offset + sums_at) // 4 + j]
                     if is_k:
                         part = np.int32(part * np.int32(np.int32(sc[j]) * (1 + odd) + odd))
-                    share = np.float32(part) * floats[(at + x_at) // 4 + j * run // 32]
+                    share = np.float32(part) * floats[(offset + x_at) // 4 + j * run // 32]
                     if scaled:
                         share *= scales[np.uint8(sc[j * run // sub])]
                     value += share
@@ -107,13 +107,13 @@ def _dot(raw, records, tokens, y):
                 if mins and is_k:
                     low = np.int32(0)
                     for j in range(subs):
-                        t_j = np.int32(signed[at + sums_at + j]) * np.int32(128) + np.int32(
-                            signed[at + sums_at + subs + j]
+                        t_j = np.int32(signed[offset + sums_at + j]) * np.int32(128) + np.int32(
+                            signed[offset + sums_at + subs + j]
                         )
                         low += np.int32(np.int32(mn[j]) * np.int32(t_j))
-                    value -= dmin * floats[(at + record) // 4 - 1] * np.float32(low)
+                    value -= dmin * floats[(offset + record) // 4 - 1] * np.float32(low)
                 elif mins:
-                    value += dmin * floats[(at + sums_at) // 4]
+                    value += dmin * floats[(offset + sums_at) // 4]
                 y[t, row] += value
     return bad
 
@@ -181,8 +181,8 @@ def dequantize(name: str) -> Any:
 
 def _dequantize_rows(raw, y, row_bytes, columns, _0, _1, _2, first, last):
     """Rows first..last-1 of raw uint8 [rows, row_bytes] -> those of y float32 [rows, columns], both addresses."""
-    own = array_at(raw + first * row_bytes, (last - first, row_bytes), np.uint8)
-    unpack_rows(own, array_at(y + 4 * first * columns, (last - first, columns), np.float32))
+    rows = array_at(raw + first * row_bytes, (last - first, row_bytes), np.uint8)
+    unpack_rows(rows, array_at(y + 4 * first * columns, (last - first, columns), np.float32))
 
 
 @maker

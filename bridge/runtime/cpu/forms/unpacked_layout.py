@@ -122,10 +122,10 @@ class UnpackedLayout:
 
     def words(self, v: Any, space: Any, r: int, words: range) -> list[Callable[[], Any]]:
         """Words of row group r."""
-        places = [r * self.nbytes + k * self.digits * self.vector for k in words]
-        return [Nibbles(v, space, at) if self.digits == 2 else partial(v.load, space, at) for at in places]
+        offsets = [r * self.nbytes + k * self.digits * self.vector for k in words]
+        return [Nibbles(v, space, offset) if self.digits == 2 else partial(v.load, space, offset) for offset in offsets]
 
     def starts_of(self, v: Any, space: Any, r: int, words: range) -> list[Callable[[], Any]]:
         """Where the sums of words of row group r start."""
-        at = r * self.nbytes + self.starts_at
-        return [partial(v.load_shorts, space, at + k // self.started * self.vector) for k in words[:: self.started]]
+        base = r * self.nbytes + self.starts_at
+        return [partial(v.load_shorts, space, base + k // self.started * self.vector) for k in words[:: self.started]]

@@ -51,28 +51,28 @@ class Emitter:
         kind = ir.FunctionType(result, [a.type for a in arguments])
         return self.builder.call(self.builder.module.declare_intrinsic(name, fnty=kind), arguments)
 
-    def pointer(self, base: ir.Value, at: int, kind: ir.Type) -> ir.Value:
-        address = self.builder.add(base, ir.Constant(ir.I64, at)) if at else base
+    def pointer(self, base: ir.Value, offset: int, kind: ir.Type) -> ir.Value:
+        address = self.builder.add(base, ir.Constant(ir.I64, offset)) if offset else base
         return self.builder.inttoptr(address, kind.as_pointer())
 
     # memory
 
-    def load(self, base: ir.Value, at: int) -> ir.Value:
+    def load(self, base: ir.Value, offset: int) -> ir.Value:
         """A vector of weights; lines further on are fetched, some with each load rather than all in a burst."""
-        line = at // _LINE
+        line = offset // _LINE
         if self.ahead and line not in self._fetched:
             self._fetched.add(line)
             for distance in self.ahead:
                 self.prefetch(base, line * _LINE + distance)
-        return self.builder.load(self.pointer(base, at, self.ints), align=4 * self.lanes)
+        return self.builder.load(self.pointer(base, offset, self.ints), align=4 * self.lanes)
 
-    def broadcast(self, base: ir.Value, at: int) -> ir.Value:
-        return self._spread(self.builder.load(self.pointer(base, at, ir.I32), align=4), self.ints)
+    def broadcast(self, base: ir.Value, offset: int) -> ir.Value:
+        return self._spread(self.builder.load(self.pointer(base, offset, ir.I32), align=4), self.ints)
 
-    def broadcast_sixteen(self, base: ir.Value, at: int) -> ir.Value:
+    def broadcast_sixteen(self, base: ir.Value, offset: int) -> ir.Value:
         """16 bytes again and again."""
         quad = ir.VectorType(ir.I32, 4)
-        loaded = self.builder.load(self.pointer(base, at, quad), align=4)
+        loaded = self.builder.load(self.pointer(base, offset, quad), align=4)
         return self._shuffled(loaded, ir.Constant(quad, ir.Undefined), (0, 1, 2, 3) * (self.lanes // 4))
 
     def interleaved_sum(self, a: ir.Value, b: ir.Value, words: int) -> ir.Value:
@@ -85,11 +85,11 @@ class Emitter:
             parts.append(self.builder.bitcast(self._shuffled(a, b, tuple(order)), kind))
         return self.builder.add(*parts)
 
-    def broadcast_float(self, base: ir.Value, at: int) -> ir.Value:
-        return self._spread(self.builder.load(self.pointer(base, at, ir.F32), align=4), self.floats)
+    def broadcast_float(self, base: ir.Value, offset: int) -> ir.Value:
+        return self._spread(self.builder.load(self.pointer(base, offset, ir.F32), align=4), self.floats)
 
     def of_column(self, base: ir.Value, places: Places, c: int) -> ir.Value:
-        """The int32 at base + places.at[c] in all lanes of column c; see `paired`."""
+        """The int32 at base + places.offsets[c] in all lanes of column c; see `paired`."""
         return self._of_column(base, places, c, self.ints)
 
     def of_column_float(self, base: ir.Value, places: Places, c: int) -> ir.Value:
@@ -97,18 +97,18 @@ class Emitter:
         return self._of_column(base, places, c, self.floats)
 
     def _of_column(self, base: ir.Value, places: Places, c: int, kind: ir.VectorType) -> ir.Value:
-        at = places.at[c]
+        offset = places.offsets[c]
         if self.paired:  # this column's word and the other's, which follow one another
-            pair = self.builder.load(self.pointer(base, places.at[c & ~1], ir.I64), align=4)
+            pair = self.builder.load(self.pointer(base, places.offsets[c & ~1], ir.I64), align=4)
             return self.builder.bitcast(self._spread(pair, ir.VectorType(ir.I64, 2)), kind)
-        if self.lanes == 4 and at // 16 * 16 + 16 <= places.end:  # neighbours share a load
-            return self.word_of_quad(base, at, kind)
-        return self._spread(self.builder.load(self.pointer(base, at, kind.element), align=4), kind)
+        if self.lanes == 4 and offset // 16 * 16 + 16 <= places.end:  # neighbours share a load
+            return self.word_of_quad(base, offset, kind)
+        return self._spread(self.builder.load(self.pointer(base, offset, kind.element), align=4), kind)
 
-    def word_of_quad(self, base: ir.Value, at: int, kind: ir.VectorType) -> ir.Value:
-        """The word at base + at in all of four lanes, from a vector of those around it: Arm multiplies by a lane."""
-        quad = self.builder.load(self.pointer(base, at // 16 * 16, kind), align=4)
-        return self._shuffled(quad, ir.Constant(kind, ir.Undefined), (at // 4 % 4,) * 4)
+    def word_of_quad(self, base: ir.Value, offset: int, kind: ir.VectorType) -> ir.Value:
+        """The word at base + offset in all four lanes, from a vector of those around it: Arm multiplies by a lane."""
+        quad = self.builder.load(self.pointer(base, offset // 16 * 16, kind), align=4)
+        return self._shuffled(quad, ir.Constant(kind, ir.Undefined), (offset // 4 % 4,) * 4)
 
     def byte(self, word: ir.Value, i: int) -> ir.Value:
         """Byte i of each word, as int32."""
@@ -138,29 +138,29 @@ class Emitter:
         """The lower or upper lanes of a and b in turn."""
         return self._shuffled(a, b, (0, 4, 1, 5) if half == 0 else (2, 6, 3, 7))
 
-    def load_half(self, base: ir.Value, at: int) -> ir.Value:
-        halves = ir.VectorType(ir.F16, self.lanes)
-        return self.builder.fpext(self.builder.load(self.pointer(base, at, halves), align=2 * self.lanes), self.floats)
+    def load_half(self, base: ir.Value, offset: int) -> ir.Value:
+        f16 = ir.VectorType(ir.F16, self.lanes)
+        return self.builder.fpext(self.builder.load(self.pointer(base, offset, f16), align=2 * self.lanes), self.floats)
 
-    def load_e8m0(self, base: ir.Value, at: int) -> ir.Value:
+    def load_e8m0(self, base: ir.Value, offset: int) -> ir.Value:
         """2^(e - 128) of a byte a lane, but 0 for e < 2: those are below the least normal float."""
-        exponent = self.builder.zext(self._load_bytes(base, at), self.ints)
+        exponent = self.builder.zext(self._load_bytes(base, offset), self.ints)
         positive = self.builder.icmp_unsigned(">", exponent, self.splat(1))
         bits = self.shl(self.builder.sub(exponent, self.splat(1)), 23)
         return self.builder.bitcast(self.builder.select(positive, bits, self.zero()), self.floats)
 
-    def load_ue4m3(self, base: ir.Value, at: int) -> ir.Value:
+    def load_ue4m3(self, base: ir.Value, offset: int) -> ir.Value:
         """Half of a UE4M3 a lane: a half of these bits is 2^-8 of it, subnormal ones alike."""
         shorts = ir.VectorType(ir.I16, self.lanes)
-        bits = self.builder.zext(self._load_bytes(base, at), shorts)
+        bits = self.builder.zext(self._load_bytes(base, offset), shorts)
         bits = self.builder.shl(bits, ir.Constant(shorts, [7] * self.lanes))
         halves = self.builder.bitcast(bits, ir.VectorType(ir.F16, self.lanes))
         return self.builder.fmul(
             self.builder.fpext(halves, self.floats), ir.Constant(self.floats, [128.0] * self.lanes)
         )
 
-    def _load_bytes(self, base: ir.Value, at: int) -> ir.Value:
-        return self.builder.load(self.pointer(base, at, ir.VectorType(ir.I8, self.lanes)), align=1)
+    def _load_bytes(self, base: ir.Value, offset: int) -> ir.Value:
+        return self.builder.load(self.pointer(base, offset, ir.VectorType(ir.I8, self.lanes)), align=1)
 
     def load_all(self, count: int, base: ir.Value, stride: ir.Value) -> list[ir.Value]:
         """What `store_all` has stored, of unpaired columns."""
@@ -179,9 +179,9 @@ class Emitter:
             self.builder.store(total, self.pointer(base, 0, self.floats), align=4)
             base = self.builder.add(base, stride)
 
-    def prefetch(self, base: ir.Value, at: int) -> None:
+    def prefetch(self, base: ir.Value, offset: int) -> None:
         flags = (ir.Constant(ir.I32, 0), ir.Constant(ir.I32, 4 - self.level), ir.Constant(ir.I32, 1))  # read, of data
-        self.call("llvm.prefetch.p0", ir.VoidType(), self.pointer(base, at, ir.I8), *flags)
+        self.call("llvm.prefetch.p0", ir.VoidType(), self.pointer(base, offset, ir.I8), *flags)
 
     def barrier(self) -> None:
         """Keep LLVM from moving loads across: its scheduler, given a whole superblock, spills most registers."""
@@ -203,17 +203,17 @@ class Emitter:
     def and_(self, value: ir.Value, bits: int) -> ir.Value:
         return self.builder.and_(value, self.splat(bits))
 
-    def field(self, value: ir.Value, place: int, low: int, width: int) -> ir.Value:
+    def field(self, value: ir.Value, start: int, low: int, width: int) -> ir.Value:
         """`width` bits of each byte, from bit `place` on, moved to bit `low`; zeros elsewhere."""
         if width == 8:
             return value
-        if place and place + width <= self.index_bits:  # one instruction instead of two
-            found = (i >> place & ((1 << width) - 1) for i in range(1 << self.index_bits))
-            return self.permute(value, tuple(part << low for part in found))
-        right = place - low
-        if self.target.BYTE_SHIFTS and low == 0 and place + width == 8:  # nothing is left to mask
+        if start and start + width <= self.index_bits:  # one instruction instead of two
+            fields = (i >> start & ((1 << width) - 1) for i in range(1 << self.index_bits))
+            return self.permute(value, tuple(part << low for part in fields))
+        right = start - low
+        if self.target.BYTE_SHIFTS and low == 0 and start + width == 8:  # nothing is left to mask
             moved = self.builder.lshr(
-                self.builder.bitcast(value, self.bytes), ir.Constant(self.bytes, [place] * 4 * self.lanes)
+                self.builder.bitcast(value, self.bytes), ir.Constant(self.bytes, [start] * 4 * self.lanes)
             )
             return self.builder.bitcast(moved, self.ints)
         mask = 0x01010101 * ((1 << width) - 1) << low
@@ -246,14 +246,14 @@ class Emitter:
     def look_up(self, word: ir.Value, table: tuple[int, ...]) -> ir.Value:
         """The table's entry for each byte of a word, 0..15; the table may be shorter."""
         entries = ir.Constant(self.bytes, [*table, *[0] * (16 - len(table))] * (4 * self.lanes // 16))
-        found = self.target.emit_look_up(self, entries, self.builder.bitcast(word, self.bytes))
-        return self.builder.bitcast(found, self.ints)
+        octets = self.target.emit_look_up(self, entries, self.builder.bitcast(word, self.bytes))
+        return self.builder.bitcast(octets, self.ints)
 
     def permute(self, indices: ir.Value, table: tuple[int, ...]) -> ir.Value:
         """The table's entry for the low `index_bits` bits of each byte."""
         entries = ir.Constant(self.bytes, table)
-        found = self.target.emit_permute(self, entries, self.builder.bitcast(indices, self.bytes))
-        return self.builder.bitcast(found, self.ints)
+        octets = self.target.emit_permute(self, entries, self.builder.bitcast(indices, self.bytes))
+        return self.builder.bitcast(octets, self.ints)
 
     def blend(self, a: ir.Value, b: ir.Value, bits: int) -> ir.Value:
         """The `bits` of each byte of a, the others of b."""
@@ -296,11 +296,11 @@ class Emitter:
         """The lower half of each int32 in both halves."""
         return self.or_(self.and_(value, 0xFFFF), self.shl(value, 16))
 
-    def load_shorts(self, base: ir.Value, at: int) -> ir.Value:
-        return self.builder.bitcast(self.load(base, at), self._shorts)
+    def load_shorts(self, base: ir.Value, offset: int) -> ir.Value:
+        return self.builder.bitcast(self.load(base, offset), self._shorts)
 
-    def store_vector(self, value: ir.Value, base: ir.Value, at: int) -> None:
-        self.builder.store(value, self.pointer(base, at, value.type), align=4 * self.lanes)
+    def store_vector(self, value: ir.Value, base: ir.Value, offset: int) -> None:
+        self.builder.store(value, self.pointer(base, offset, value.type), align=4 * self.lanes)
 
     @property
     def _shorts(self) -> ir.VectorType:
@@ -308,8 +308,8 @@ class Emitter:
 
     # float32 lanes
 
-    def load_floats(self, base: ir.Value, at: int) -> ir.Value:
-        return self.builder.load(self.pointer(base, at, self.floats), align=4 * self.lanes)
+    def load_floats(self, base: ir.Value, offset: int) -> ir.Value:
+        return self.builder.load(self.pointer(base, offset, self.floats), align=4 * self.lanes)
 
     def zero_float(self) -> ir.Value:
         return ir.Constant(self.floats, [0.0] * self.lanes)

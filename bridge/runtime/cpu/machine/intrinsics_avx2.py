@@ -100,7 +100,7 @@ def row_dots(v, multiply, widen, rows, x, places, bits) -> list[ir.Value]:
     shorts = ir.VectorType(ir.I16, 2 * v.lanes)
     rights = (0, 4) if bits == 8 else (0,)
     most = words_together(bits)
-    values = [[v.builder.bitcast(v.broadcast_sixteen(x, at), v.bytes) for at in row] for row in places]
+    values = [[v.builder.bitcast(v.broadcast_sixteen(x, offset), v.bytes) for offset in row] for row in places]
 
     def pairs(words, quads, right):
         total = None
@@ -119,9 +119,9 @@ def row_dots(v, multiply, widen, rows, x, places, bits) -> list[ir.Value]:
     count = len(places[0])  # pairs that are added so far
     halves: list[list[list[ir.Value]]] = [[] for _ in rows]
     for i in (0, 2):
-        found = [[one(s, k) for s in range(len(rows))] for k in (i, i + 1)]
+        row_pairs = [[one(s, k) for s in range(len(rows))] for k in (i, i + 1)]
         for s in range(len(rows)):
-            a, b = found[0][s], found[1][s]
+            a, b = row_pairs[0][s], row_pairs[1][s]
             halves[s].append([v.interleaved_sum(p, q, 1) for p, q in zip(a, b, strict=True)])
     sums = []
     for low, high in halves:
@@ -138,7 +138,7 @@ def emit_signed_row_dots(v, rows, x, places):
     """As `row_dots`, of words of -127..127: the values' magnitudes, up to 128, times codes with the values' signs."""
     shorts = ir.VectorType(ir.I16, 2 * v.lanes)
     one = ir.Constant(shorts, [1] * (2 * v.lanes))
-    values = [[v.builder.bitcast(v.broadcast_sixteen(x, at), v.bytes) for at in row] for row in places]
+    values = [[v.builder.bitcast(v.broadcast_sixteen(x, offset), v.bytes) for offset in row] for row in places]
     sizes = [[v.call("llvm.abs.v32i8", v.bytes, value, ir.Constant(ir.I1, 0)) for value in row] for row in values]
     four: list[list[ir.Value]] = [[] for _ in rows]
     for i in range(4):

@@ -31,10 +31,10 @@ def emit_dots(v, parts, words, x, places, bits):
     if not v.paired:
         return neon.emit_dots(v, parts, words, x, places, bits)
     parts = list(parts)
-    at = {place: k for k, place in enumerate(places[0])}
-    for place in (place for place in places[0] if place % 8 == 0):
-        k = at[place]
-        first, second = words[k](), words[at[place + 4]]()
+    word_at = {offset: k for k, offset in enumerate(places[0])}
+    for offset in (each for each in places[0] if each % 8 == 0):
+        k = word_at[offset]
+        first, second = words[k](), words[word_at[offset + 4]]()
         rows = [v.builder.bitcast(v.zipped(first, second, half), v.bytes) for half in (0, 1)]
         for c in range(0, len(parts), 2):
             values = v.builder.load(v.pointer(x, places[c][k], v.bytes), align=4)  # of the next column too

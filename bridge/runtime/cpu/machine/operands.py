@@ -33,7 +33,7 @@ class Permuted:
     def __call__(self) -> Any:
         indices, places = self.code.loose(self.v.index_bits)
         numbers = (
-            sum((i >> place & 1) << bit for bit, place in enumerate(places)) for i in range(1 << self.v.index_bits)
+            sum((i >> shift & 1) << bit for bit, shift in enumerate(places)) for i in range(1 << self.v.index_bits)
         )
         entries = (*self.table, *[0] * ((1 << len(places)) - len(self.table)))
         return self.v.permute(indices, tuple(entries[number] for number in numbers))
@@ -41,17 +41,17 @@ class Permuted:
 
 @record
 class Nibbles:
-    """A word of codes of 8 bits whose low nibbles are at base + at, and whose high ones are in the vector after it."""
+    """A word of codes of 8 bits whose low nibbles are at base + offset, the high ones in the vector after it."""
 
     v: Any
     base: Any
-    at: int
+    offset: int
 
     def __call__(self) -> Any:
         return self.v.or_(self.nibble(0), self.v.shl(self.nibble(4), 4))
 
     def nibble(self, right: int) -> Any:
-        return self.v.load(self.base, self.at + (4 * self.v.lanes if right else 0))
+        return self.v.load(self.base, self.offset + (4 * self.v.lanes if right else 0))
 
 
 def nibble(v: Any, word: Callable[[], Any], right: int) -> Any:
@@ -64,11 +64,11 @@ def nibble(v: Any, word: Callable[[], Any], right: int) -> Any:
 class Places(NamedTuple):
     """Where a field of each column's record is, and where the records end, in bytes."""
 
-    at: list[int]
+    offsets: list[int]
     end: int
 
 
-def given(value: Any) -> Callable[[], Any]:
+def computed(value: Any) -> Callable[[], Any]:
     """A word that is at hand already, as a function like the others."""
     return lambda: value
 
@@ -79,8 +79,8 @@ def interleaving(words: int, chosen: Iterable[int], size: int) -> list[int]:
     chosen  the numbers of the runs that are taken from every four words
     """
     return [
-        source + at + run * size + i
-        for at in range(0, words, 4)
+        source + start + run * size + i
+        for start in range(0, words, 4)
         for run in chosen
         for source in (0, words)
         for i in range(size)

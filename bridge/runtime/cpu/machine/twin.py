@@ -23,24 +23,24 @@ class Twin:
     def read(self, address: int, dtype: Any, count: int) -> np.ndarray:
         return np.frombuffer(ctypes.string_at(address, np.dtype(dtype).itemsize * count), dtype)
 
-    def load(self, base: int, at: int) -> np.ndarray:
-        return self.read(base + at, np.int32, self.lanes)
+    def load(self, base: int, offset: int) -> np.ndarray:
+        return self.read(base + offset, np.int32, self.lanes)
 
-    def broadcast(self, base: int, at: int) -> np.ndarray:
-        return np.repeat(self.read(base + at, np.int32, 1), self.lanes)
+    def broadcast(self, base: int, offset: int) -> np.ndarray:
+        return np.repeat(self.read(base + offset, np.int32, 1), self.lanes)
 
-    def broadcast_float(self, base: int, at: int) -> np.ndarray:
-        return np.repeat(self.read(base + at, np.float32, 1), self.lanes)
+    def broadcast_float(self, base: int, offset: int) -> np.ndarray:
+        return np.repeat(self.read(base + offset, np.float32, 1), self.lanes)
 
-    def load_half(self, base: int, at: int) -> np.ndarray:
-        return self.read(base + at, np.float16, self.lanes).astype(np.float32)
+    def load_half(self, base: int, offset: int) -> np.ndarray:
+        return self.read(base + offset, np.float16, self.lanes).astype(np.float32)
 
-    def load_e8m0(self, base: int, at: int) -> np.ndarray:
-        exponent = self.read(base + at, np.uint8, self.lanes).astype(np.int32)
+    def load_e8m0(self, base: int, offset: int) -> np.ndarray:
+        exponent = self.read(base + offset, np.uint8, self.lanes).astype(np.int32)
         return np.where(exponent > 1, (exponent - 1) << 23, 0).astype(np.int32).view(np.float32)
 
-    def load_ue4m3(self, base: int, at: int) -> np.ndarray:
-        bits = self.read(base + at, np.uint8, self.lanes).astype(np.uint16) << np.uint16(7)
+    def load_ue4m3(self, base: int, offset: int) -> np.ndarray:
+        bits = self.read(base + offset, np.uint8, self.lanes).astype(np.uint16) << np.uint16(7)
         return bits.view(np.float16).astype(np.float32) * np.float32(128)
 
     def look_up(self, word: np.ndarray, table: tuple[int, ...]) -> np.ndarray:
@@ -65,9 +65,9 @@ class Twin:
     def and_(self, value: np.ndarray, bits: int) -> np.ndarray:
         return value & self.splat(bits)
 
-    def field(self, value: np.ndarray, place: int, low: int, width: int) -> np.ndarray:
-        found = value.view(np.uint8) >> np.uint8(place) & np.uint8((1 << width) - 1)
-        return (found << np.uint8(low)).view(np.int32)
+    def field(self, value: np.ndarray, start: int, low: int, width: int) -> np.ndarray:
+        fields = value.view(np.uint8) >> np.uint8(start) & np.uint8((1 << width) - 1)
+        return (fields << np.uint8(low)).view(np.int32)
 
     def shl(self, value: np.ndarray, left: int) -> np.ndarray:
         return value << np.int32(left)
@@ -91,7 +91,7 @@ class Twin:
         return a * b
 
     def dots(self, parts: list, words: list, x: Any, places: list[list[int]], bits: int) -> list:
-        quads = [[self.read(x + place, np.int8, 4) for place in row] for row in places]
+        quads = [[self.read(x + offset, np.int8, 4) for offset in row] for row in places]
         codes = [np.ascontiguousarray(word()).view(np.uint8).reshape(-1, 4) for word in words]
         if self.paired:
             sums = [self.target.twin_dots(self.zero(), codes, row, bits) for row in quads]
@@ -115,7 +115,7 @@ class Twin:
         starts: list[list] | None = None,
     ) -> list:
         if starts and x is not None:
-            sums = [self._started_dots(row, x, places, own) for row, own in zip(words, starts, strict=True)]
+            sums = [self._started_dots(row, x, places, begins) for row, begins in zip(words, starts, strict=True)]
         elif magnitude:
             sums = [self._signed_dots(row, x, places, bits, magnitude) for row in words]
         else:
@@ -127,7 +127,7 @@ class Twin:
 
     def _started_dots(self, words: list, x: int, places: list[list[int]], starts: list) -> list:
         digits = [np.ascontiguousarray(word()).view(np.int8).reshape(-1, 4) for word in words]
-        quads = [[self.read(x + place, np.uint8, 4) for place in row] for row in places]
+        quads = [[self.read(x + offset, np.uint8, 4) for offset in row] for row in places]
         begins = [start() for start in starts]
         return [self.target.twin_started(self.zero(), digits, row, begins) for row in quads]
 
@@ -138,24 +138,24 @@ class Twin:
     def _signed_dots(self, words: list, x: int | None, places: list[list[int]], bits: int, magnitude: int) -> list:
         sums = [self.zero() for _ in places]
         for right in (0, 4) if bits == 8 else (0,):
-            found = [nibble(self, word, right) if bits == 8 else word() for word in words]
-            digits = [np.ascontiguousarray(digit).view(np.int8).reshape(-1, 4) for digit in found]
+            codes = [nibble(self, word, right) if bits == 8 else word() for word in words]
+            digits = [np.ascontiguousarray(digit).view(np.int8).reshape(-1, 4) for digit in codes]
             for c, row in enumerate(places):
                 if x is None:
                     sums[c] += sum(digit.sum(1, dtype=np.int32) for digit in digits) << right
                 else:
-                    quads = [self.read(x + place, np.uint8, 4) for place in row]
+                    quads = [self.read(x + offset, np.uint8, 4) for offset in row]
                     sums[c] += self.target.twin_signed(self.zero(), digits, quads, magnitude) << right
         return sums
 
     def doubled_short(self, value: np.ndarray) -> np.ndarray:
         return np.repeat(value.astype(np.int16), 2)
 
-    def load_shorts(self, base: int, at: int) -> np.ndarray:
-        return self.read(base + at, np.int16, 2 * self.lanes)
+    def load_shorts(self, base: int, offset: int) -> np.ndarray:
+        return self.read(base + offset, np.int16, 2 * self.lanes)
 
-    def store_vector(self, value: np.ndarray, base: int, at: int) -> None:
-        ctypes.memmove(base + at, value.tobytes(), value.nbytes)
+    def store_vector(self, value: np.ndarray, base: int, offset: int) -> None:
+        ctypes.memmove(base + offset, value.tobytes(), value.nbytes)
 
     def in_order(self, value: np.ndarray) -> np.ndarray:
         return value
@@ -170,8 +170,8 @@ class Twin:
         return self._both(base, places, c, np.float32)
 
     def _both(self, base: int, places: Places, c: int, dtype: Any) -> np.ndarray:
-        own = places.at[c & ~1 : (c & ~1) + 2] if self.paired else [places.at[c]]
-        return np.tile(np.concatenate([self.read(base + at, dtype, 1) for at in own]), self.lanes // len(own))
+        offsets = places.offsets[c & ~1 : (c & ~1) + 2] if self.paired else [places.offsets[c]]
+        return np.tile(np.concatenate([self.read(base + i, dtype, 1) for i in offsets]), self.lanes // len(offsets))
 
     def short_of_byte(self, word: np.ndarray, i: int) -> np.ndarray:
         return self.doubled_short(self.byte(word, i))
@@ -182,8 +182,8 @@ class Twin:
     def of_rows(self, value: np.ndarray, c: int) -> np.ndarray:
         return np.repeat(value, 2).reshape(2, -1)[c & 1] if self.paired else value
 
-    def load_floats(self, base: int, at: int) -> np.ndarray:
-        return self.read(base + at, np.float32, self.lanes)
+    def load_floats(self, base: int, offset: int) -> np.ndarray:
+        return self.read(base + offset, np.float32, self.lanes)
 
     def zero_float(self) -> np.ndarray:
         return np.zeros(self.lanes, np.float32)

@@ -103,9 +103,9 @@ def _store(blocks, count, _0, _1, _2, _3, _4, first, last):
         eps = array_at(block, WORDS, np.float64)[EPS]
         chunks = (d + LANES - 1) // LANES
         scales = (d + BLOCK - 1) // BLOCK
-        at = array_at(p[START], 1, np.int64)[0] + t
-        cos = floats(p[COS] + 4 * half * at, half)
-        sin = floats(p[SIN] + 4 * half * at, half)
+        position = array_at(p[START], 1, np.int64)[0] + t
+        cos = floats(p[COS] + 4 * half * position, half)
+        sin = floats(p[SIN] + 4 * half * position, half)
         for h in range(heads):
             q = floats(p[Q] + 4 * d * (t * heads + h), d)
             bias = p[Q_BIAS] + 4 * d * h if p[Q_BIAS] else 0
@@ -119,8 +119,8 @@ def _store(blocks, count, _0, _1, _2, _3, _4, first, last):
                 b = floats(p[V_BIAS] + 4 * d * h, d)
                 for i in range(d):
                     v[i] += b[i]
-            key = (h * (context // LANES) + at // LANES) * d * LANES + at % LANES
-            value = (h * chunks * context + at) * LANES
+            key = (h * (context // LANES) + position // LANES) * d * LANES + position % LANES
+            value = (h * chunks * context + position) * LANES
             if quantized:
                 keys8 = array_at(p[KEYS], kv_heads * context * d, np.int8)
                 values8 = array_at(p[VALUES], kv_heads * context * chunks * LANES, np.int8)
@@ -130,9 +130,9 @@ def _store(blocks, count, _0, _1, _2, _3, _4, first, last):
                     part = slice(j * BLOCK, min(d, (j + 1) * BLOCK))
                     step_k = largest(k[part]) / np.float32(127)
                     step_v = largest(v[part]) / np.float32(127)
-                    place = ((h * (context // LANES) + at // LANES) * scales + j) * LANES + at % LANES
-                    key_scales[place] = to_half(step_k)
-                    value_scales[(h * context + at) * scales + j] = to_half(step_v)
+                    index = ((h * (context // LANES) + position // LANES) * scales + j) * LANES + position % LANES
+                    key_scales[index] = to_half(step_k)
+                    value_scales[(h * context + position) * scales + j] = to_half(step_v)
                     to_k = np.float32(1) / step_k if step_k > 0 else np.float32(0)
                     to_v = np.float32(1) / step_v if step_v > 0 else np.float32(0)
                     for i in range(j * BLOCK, min(d, (j + 1) * BLOCK)):
@@ -252,8 +252,8 @@ def _attend(blocks, count, spans, parts, sums, most, _0, first, last):
         outside = parted and begin > 0 and begin + width <= _first_seen(p, start)
         if begin >= end or outside:  # a sequence that is shorter than others, or a span before its window
             for r in range(rows):
-                own = floats(sums + 8 * ((b * heads + h * shared + row0 + r) * most + span), np.int64(2))
-                own[0], own[1] = 0, 0
+                span_sums = floats(sums + 8 * ((b * heads + h * shared + row0 + r) * most + span), np.int64(2))
+                span_sums[0], span_sums[1] = 0, 0
             continue
         for r in range(rows):
             t = (row0 + r) // shared
@@ -265,11 +265,11 @@ def _attend(blocks, count, spans, parts, sums, most, _0, first, last):
                 q[r * d + i] = source[i] * own_scale
         columns = (end - begin + LANES - 1) // LANES * LANES
         for g in range(begin // LANES, (begin + columns) // LANES):
-            at = (h * (context // LANES) + g) * d * LANES
+            offset = (h * (context // LANES) + g) * d * LANES
             if quantized:
-                keys8 = array_at(p[KEYS] + at, (d, LANES), np.int8)
-                place = p[KEY_SCALES] + 2 * (h * (context // LANES) + g) * scales * LANES
-                key_scales = array_at(place, (scales, LANES), np.uint16)
+                keys8 = array_at(p[KEYS] + offset, (d, LANES), np.int8)
+                scales_at = p[KEY_SCALES] + 2 * (h * (context // LANES) + g) * scales * LANES
+                key_scales = array_at(scales_at, (scales, LANES), np.uint16)
                 for i in range(d):
                     for lane in range(LANES):
                         unpacked[i * LANES + lane] = np.float32(keys8[i, lane]) * from_half(
@@ -277,7 +277,7 @@ def _attend(blocks, count, spans, parts, sums, most, _0, first, last):
                         )
                 rows16 = u
             else:
-                rows16 = p[KEYS] + at * (2 if halves else 4)
+                rows16 = p[KEYS] + offset * (2 if halves else 4)
             _panel(rows, a, 4 * d, rows16, stride, d, s + 4 * (LANES * g - begin), 4 * width)
         for r in range(rows):
             seen = start + (row0 + r) // shared + 1
@@ -288,26 +288,26 @@ def _attend(blocks, count, spans, parts, sums, most, _0, first, last):
                 sink = floats(p[SINKS] + 4 * (h * shared + (row0 + r) % shared), 1)[0]
             tops[r], totals[r] = softmax(scores, low, min(seen - begin, columns), cap, sink)
         for j in range(chunks):
-            at = ((h * chunks + j) * context + begin) * LANES
+            offset = ((h * chunks + j) * context + begin) * LANES
             if quantized:
-                values8 = array_at(p[VALUES] + at, (end - begin, LANES), np.int8)
-                place = p[VALUE_SCALES] + 2 * (h * context + begin) * scales
-                value_scales = array_at(place, (end - begin, scales), np.uint16)
+                values8 = array_at(p[VALUES] + offset, (end - begin, LANES), np.int8)
+                scales_at = p[VALUE_SCALES] + 2 * (h * context + begin) * scales
+                value_scales = array_at(scales_at, (end - begin, scales), np.uint16)
                 for i in range(end - begin):
                     step = from_half(value_scales[i, j * LANES // BLOCK])
                     for lane in range(LANES):
                         unpacked[i * LANES + lane] = np.float32(values8[i, lane]) * step
                 rows16 = u
             else:
-                rows16 = p[VALUES] + at * (2 if halves else 4)
+                rows16 = p[VALUES] + offset * (2 if halves else 4)
             _panel(rows, s, 4 * width, rows16, stride, end - begin, c, 4 * LANES)
             for r in range(rows):
                 head = h * shared + (row0 + r) % shared
                 if parted:
                     out = floats(parts + 4 * d * ((b * heads + head) * most + span), d)
                     inverse = np.float32(1)
-                    own = floats(sums + 8 * ((b * heads + head) * most + span), np.int64(2))
-                    own[0], own[1] = tops[r], np.float32(totals[r])
+                    span_sums = floats(sums + 8 * ((b * heads + head) * most + span), np.int64(2))
+                    span_sums[0], span_sums[1] = tops[r], np.float32(totals[r])
                 else:
                     out = floats(p[OUT] + 4 * d * ((row0 + r) // shared * heads + head), d)
                     inverse = np.float32(1.0 / totals[r])
@@ -324,18 +324,18 @@ def _merge(blocks, count, spans, parts, sums, most, _0, first, last):
         heads, d = p[HEADS], p[HEAD_DIM]
         p = array_at(blocks + 8 * WORDS * (item // heads), WORDS, np.int64)
         out = floats(p[OUT] + 4 * d * (item % heads), d)
-        own = array_at(sums + 8 * most * item, (used, 2), np.float32)
+        span_sums = array_at(sums + 8 * most * item, (used, 2), np.float32)
         top = np.float32(-np.inf)
         for j in range(used):
-            if own[j, 1] > 0:
-                top = max(top, own[j, 0])
+            if span_sums[j, 1] > 0:
+                top = max(top, span_sums[j, 0])
         total = np.float32(0)
         for i in range(d):
             out[i] = 0
         for j in range(used):
-            if own[j, 1] > 0:
-                weight = exp(own[j, 0] - top)
-                total += weight * own[j, 1]
+            if span_sums[j, 1] > 0:
+                weight = exp(span_sums[j, 0] - top)
+                total += weight * span_sums[j, 1]
                 part = floats(parts + 4 * d * (most * item + j), d)
                 for i in range(d):
                     out[i] += weight * part[i]

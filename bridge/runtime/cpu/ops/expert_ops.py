@@ -26,7 +26,7 @@ def _choose(block, _0, _1, _2, _3, _4, _5, first, last):
     experts, used, sigmoid, groups = words[EXPERTS], words[USED], words[SIGMOID], words[GROUPS]
     scale = np.float32(array_at(block, WORDS, np.float64)[SCALE])
     mixer = np.float32(array_at(block, WORDS, np.float64)[MIXER])
-    places = array_at(words[TABLE], (experts, 3, 2), np.int64)
+    table = array_at(words[TABLE], (experts, 3, 2), np.int64)
     memory = allocate(4 * (experts + groups))
     choice, scores = floats(memory, experts), floats(memory + 4 * experts, groups)
     for t in range(first, last):
@@ -39,7 +39,7 @@ def _choose(block, _0, _1, _2, _3, _4, _5, first, last):
                 p[e] += bias[e]
         if mixer > 0:
             _choose_in_turn(p, choice, chosen, weights, mixer)
-            _place(words, places, chosen, t * used)
+            _set_products(words, table, chosen, t * used)
             continue
         top = p[0]
         for e in range(1, experts):
@@ -69,20 +69,20 @@ def _choose(block, _0, _1, _2, _3, _4, _5, first, last):
         for j in range(used):
             e = chosen[j]
             weights[j] = scale * (p[e] / total if words[NORMALIZED] else p[e])
-        _place(words, places, chosen, t * used)
+        _set_products(words, table, chosen, t * used)
     free(memory)
 
 
 @inner
-def _place(words, places, chosen, row):
+def _set_products(words, table, chosen, row):
     """The chosen experts' kernels and weights go into the products from number `row` on."""
     each = words[PRODUCTS]
     for j in range(chosen.size):
-        made = array_at(words[FIRST] + 8 * FIELDS * each * (row + j), (each, FIELDS), np.int64)
+        fields = array_at(words[FIRST] + 8 * FIELDS * each * (row + j), (each, FIELDS), np.int64)
         for i in range(each):  # slices would be allocated
-            made[i, 0], made[i, 1] = places[chosen[j], i, 0], places[chosen[j], i, 1]
+            fields[i, 0], fields[i, 1] = table[chosen[j], i, 0], table[chosen[j], i, 1]
         one = array_at(words[SECOND] + 8 * FIELDS * (row + j), FIELDS, np.int64)
-        one[0], one[1] = places[chosen[j], 2, 0], places[chosen[j], 2, 1]
+        one[0], one[1] = table[chosen[j], 2, 0], table[chosen[j], 2, 1]
 
 
 @inner
@@ -181,8 +181,8 @@ def _bias_row(block, j, gate, up, inner):
     """
     words = array_at(block, WORDS, np.int64)
     e = array_at(words[CHOSEN] + 8 * j, 1, np.int64)[0]
-    own = floats(words[FACTORS] + 12 * e, 3)
-    scale_g, scale_u = own[0], own[1]
+    factors = floats(words[FACTORS] + 12 * e, 3)
+    scale_g, scale_u = factors[0], factors[1]
     if words[BEFORE]:
         share = floats(words[WEIGHTS] + 4 * j, 1)[0]
         scale_g *= share

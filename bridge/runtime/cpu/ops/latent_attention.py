@@ -90,26 +90,26 @@ def _dots_of(rows: int, halves: bool) -> Any:
             )
             zero = ir.Constant(vector, [0.0] * LANES)
             chunks = builder.udiv(b_stride, ir.I64(LANES * nbytes))
-            for own in rows_together(rows):
-                totals = [cgutils.alloca_once(builder, vector) for _ in own]
-                starts = [builder.add(a, builder.mul(a_stride, ir.I64(r))) for r in own]
-                places = [builder.add(c, builder.mul(c_stride, ir.I64(r))) for r in own]
+            for group in rows_together(rows):
+                totals = [cgutils.alloca_once(builder, vector) for _ in group]
+                starts = [builder.add(a, builder.mul(a_stride, ir.I64(r))) for r in group]
+                targets = [builder.add(c, builder.mul(c_stride, ir.I64(r))) for r in group]
                 with cgutils.for_range(builder, count) as position:
                     row = builder.add(b, builder.mul(b_stride, position.index))
                     for total in totals:
                         builder.store(zero, total)
                     with cgutils.for_range(builder, chunks) as loop:
-                        at = builder.add(row, builder.mul(loop.index, ir.I64(LANES * nbytes)))
-                        values = builder.load(builder.inttoptr(at, stored.as_pointer()), align=nbytes)
+                        address = builder.add(row, builder.mul(loop.index, ir.I64(LANES * nbytes)))
+                        values = builder.load(builder.inttoptr(address, stored.as_pointer()), align=nbytes)
                         values = builder.fpext(values, vector) if halves else values
                         for start, total in zip(starts, totals, strict=True):
-                            at = builder.add(start, builder.mul(loop.index, ir.I64(4 * LANES)))
-                            factors = builder.load(builder.inttoptr(at, vector.as_pointer()), align=4)
+                            address = builder.add(start, builder.mul(loop.index, ir.I64(4 * LANES)))
+                            factors = builder.load(builder.inttoptr(address, vector.as_pointer()), align=4)
                             builder.store(builder.call(fma, [factors, values, builder.load(total)]), total)
-                    for place, total in zip(places, totals, strict=True):
-                        at = builder.add(place, builder.shl(position.index, ir.I64(2)))
+                    for target, total in zip(targets, totals, strict=True):
+                        address = builder.add(target, builder.shl(position.index, ir.I64(2)))
                         dot = builder.call(reduce, [ir.F32(0.0), builder.load(total)], fastmath=("reassoc",))
-                        builder.store(dot, builder.inttoptr(at, ir.F32.as_pointer()), align=4)
+                        builder.store(dot, builder.inttoptr(address, ir.F32.as_pointer()), align=4)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 7), emit
@@ -133,22 +133,22 @@ def _store(blocks, count, _0, _1, _2, _3, _4, first, last):
         t = 0 if count > 1 else item
         p = array_at(block, WORDS, np.int64)
         rank, rotated, heads, plain, width = p[HEAD_DIM], p[ROTATED], p[HEADS], p[PLAIN], _width(p)
-        at = array_at(p[START], 1, np.int64)[0] + t
-        cos = floats(p[COS] + 2 * rotated * at, rotated // 2)
-        sin = floats(p[SIN] + 2 * rotated * at, rotated // 2)
+        position = array_at(p[START], 1, np.int64)[0] + t
+        cos = floats(p[COS] + 2 * rotated * position, rotated // 2)
+        sin = floats(p[SIN] + 2 * rotated * position, rotated // 2)
         row = floats(p[K] + 4 * (rank + rotated) * t, rank + rotated)
         normalize(row[:rank], p[K_NORM], array_at(block, WORDS, np.float64)[EPS])
         rotate(row[rank:], cos, sin, rotated, True)
         for h in range(heads):
-            made = floats(p[PRODUCTS] + 4 * ((plain + rotated) * (t * heads + h) + plain), rotated)
+            part = floats(p[PRODUCTS] + 4 * ((plain + rotated) * (t * heads + h) + plain), rotated)
             q = floats(p[Q] + 4 * (width * (t * heads + h) + rank), rotated)
-            rotate(made, cos, sin, rotated, True)
+            rotate(part, cos, sin, rotated, True)
             for i in range(rotated):
-                q[i] = made[i]
-        place = width * at
+                q[i] = part[i]
+        offset = width * position
         if quantized:
-            codes = array_at(p[KEYS] + place, rank + rotated, np.int8)
-            scales = array_at(p[KEY_SCALES] + 2 * _scales(p) * at, _scales(p), np.uint16)
+            codes = array_at(p[KEYS] + offset, rank + rotated, np.int8)
+            scales = array_at(p[KEY_SCALES] + 2 * _scales(p) * position, _scales(p), np.uint16)
             for j in range(_scales(p)):
                 end = min(rank + rotated, (j + 1) * BLOCK)
                 step = largest(row[j * BLOCK : end]) / np.float32(127)
@@ -157,13 +157,13 @@ def _store(blocks, count, _0, _1, _2, _3, _4, first, last):
                 for i in range(j * BLOCK, end):
                     codes[i] = np.int8(np.rint(row[i] * inverse))
         elif halves:
-            stored = array_at(p[KEYS] + 2 * place, rank + rotated, np.uint16)
+            stored16 = array_at(p[KEYS] + 2 * offset, rank + rotated, np.uint16)
             for i in range(rank + rotated):
-                stored[i] = to_half(row[i])
+                stored16[i] = to_half(row[i])
         else:
-            kept = floats(p[KEYS] + 4 * place, rank + rotated)
+            stored32 = floats(p[KEYS] + 4 * offset, rank + rotated)
             for i in range(rank + rotated):
-                kept[i] = row[i]
+                stored32[i] = row[i]
 
 
 @inner
@@ -211,8 +211,8 @@ def _attend(blocks, count, spans, parts, sums, most, _0, first, last):
         end = min(start + (row0 + rows - 1) // heads + 1, begin + reach)
         if begin >= end:  # a sequence that is shorter than others
             for r in range(rows):
-                own = floats(sums + 8 * ((b * heads + row0 + r) * most + span), np.int64(2))
-                own[0], own[1] = 0, 0
+                span_sums = floats(sums + 8 * ((b * heads + row0 + r) * most + span), np.int64(2))
+                span_sums[0], span_sums[1] = 0, 0
             continue
         for r in range(rows):
             source = floats(p[Q] + 4 * width * (row0 + r), width)
@@ -241,11 +241,11 @@ def _attend(blocks, count, spans, parts, sums, most, _0, first, last):
             _panel(rows, s, 4 * reach, stored + LANES * item_bytes * j, stride, end - begin, c, 4 * LANES)
             for r in range(rows):
                 if parted:
-                    place = (b * heads + row0 + r) * most + span
-                    out = floats(parts + 4 * rank * place, rank)
+                    index = (b * heads + row0 + r) * most + span
+                    out = floats(parts + 4 * rank * index, rank)
                     inverse = np.float32(1)
-                    own = floats(sums + 8 * place, np.int64(2))
-                    own[0], own[1] = tops[r], np.float32(totals[r])
+                    span_sums = floats(sums + 8 * index, np.int64(2))
+                    span_sums[0], span_sums[1] = tops[r], np.float32(totals[r])
                 else:
                     out = floats(p[OUT] + 4 * rank * (row0 + r), rank)
                     inverse = np.float32(1.0 / totals[r])

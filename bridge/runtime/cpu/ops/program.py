@@ -56,8 +56,8 @@ class Program:
 
     def functions(self) -> list[CFunction]:
         """The C functions of all calls."""
-        made = (self._function(row) for row in self._rows if row[ITEMS])
-        return [function for function in made if function is not None]
+        functions = (self._function(row) for row in self._rows if row[ITEMS])
+        return [function for function in functions if function is not None]
 
     def keep(self, *objects: Any) -> None:
         self._kept += objects
@@ -145,8 +145,8 @@ def product(engine: Any, records: np.ndarray, y: np.ndarray, turns: int, columns
     if y.base is None or (turns * columns - 1) * y.shape[-1] + engine.groups * engine.lanes > y.base.size:
         raise AssertionError(f"{engine.matrix.name}: rows beyond the buffer")
     function, weights = engine.kernel(columns, integer, False)
-    place = address(records), address(y)
-    return Product(function, weights, *place, engine.blocks, engine.stride, turns, 4 * y.shape[-1], engine.groups)
+    addresses = address(records), address(y)
+    return Product(function, weights, *addresses, engine.blocks, engine.stride, turns, 4 * y.shape[-1], engine.groups)
 
 
 class KernelSlots:
@@ -169,8 +169,8 @@ class KernelSlots:
 
 def buffer(n: int, columns: int) -> np.ndarray:
     """float32 [n, columns], with room after it for a kernel's unused columns, or a last row group beyond the rows."""
-    whole = -(-n // _COLUMNS) * _COLUMNS if n > 1 else 1
-    return np.zeros(whole * columns + 16, np.float32)[: n * columns].reshape(n, columns)
+    padded = -(-n // _COLUMNS) * _COLUMNS if n > 1 else 1
+    return np.zeros(padded * columns + 16, np.float32)[: n * columns].reshape(n, columns)
 
 
 def bits(value: float) -> int:

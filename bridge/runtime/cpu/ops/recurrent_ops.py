@@ -61,10 +61,10 @@ def _vector() -> ir.VectorType:
 
 def _load(builder: ir.IRBuilder, address: ir.Value, index: ir.Value, kind: ir.Type) -> ir.Value:
     """The float32, or vector of them, number `index` at an address."""
-    whole = isinstance(kind, ir.VectorType)
-    at = builder.add(address, builder.mul(index, ir.I64(LANES * 4 if whole else 4)))
-    value = builder.load(builder.inttoptr(at, kind.as_pointer()), align=4)
-    return value if whole else _spread(builder, value)
+    is_vector = isinstance(kind, ir.VectorType)
+    item = builder.add(address, builder.mul(index, ir.I64(LANES * 4 if is_vector else 4)))
+    value = builder.load(builder.inttoptr(item, kind.as_pointer()), align=4)
+    return value if is_vector else _spread(builder, value)
 
 
 def _spread(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
@@ -93,36 +93,36 @@ def read(typingctx, state, q, k, count, of_q, of_k):
                 factor = _load(builder, factors, index, ir.F32)
                 builder.store(_fma(builder, factor, values, builder.load(total)), total)
 
-        whole = builder.udiv(count, ir.I64(_PARTS))
-        with cgutils.for_range(builder, whole) as loop:
+        turns = builder.udiv(count, ir.I64(_PARTS))
+        with cgutils.for_range(builder, turns) as loop:
             first = builder.mul(loop.index, ir.I64(_PARTS))
             for p, totals in enumerate(sums):
                 row(builder.add(first, ir.I64(p)), totals)
-        with cgutils.for_range_slice(builder, builder.mul(whole, ir.I64(_PARTS)), count, ir.I64(1), inc=True) as (i, _):
+        with cgutils.for_range_slice(builder, builder.mul(turns, ir.I64(_PARTS)), count, ir.I64(1), inc=True) as (i, _):
             row(i, sums[0])
-        for at, parts in zip((of_q, of_k), zip(*sums, strict=True), strict=True):
+        for out, parts in zip((of_q, of_k), zip(*sums, strict=True), strict=True):
             total = builder.load(parts[0])
             for other in parts[1:]:
                 total = builder.fadd(total, builder.load(other))
-            builder.store(total, builder.inttoptr(at, _vector().as_pointer()), align=4)
+            builder.store(total, builder.inttoptr(out, _vector().as_pointer()), align=4)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 6), emit
 
 
 @intrinsic
-def write(typingctx, state, kept, k, u, count):
-    """state[i, :] = kept * state[i, :] + k[i] * u[:] for i < count; rows of 16 float32, all but `kept` addresses."""
+def write(typingctx, state, decay, k, u, count):
+    """state[i, :] = decay * state[i, :] + k[i] * u[:] for i < count; rows of 16 float32, all but `decay` addresses."""
 
     def emit(context, builder, signature, arguments):
-        state, kept, k, u, count = arguments
-        factor = _spread(builder, kept)
+        state, decay, k, u, count = arguments
+        factor = _spread(builder, decay)
         added = builder.load(builder.inttoptr(u, _vector().as_pointer()), align=4)
         with cgutils.for_range(builder, count) as loop:
             values = builder.fmul(_load(builder, state, loop.index, _vector()), factor)
             changed = _fma(builder, _load(builder, k, loop.index, ir.F32), added, values)
-            at = builder.add(state, builder.mul(loop.index, ir.I64(4 * LANES)))
-            builder.store(changed, builder.inttoptr(at, _vector().as_pointer()), align=4)
+            row = builder.add(state, builder.mul(loop.index, ir.I64(4 * LANES)))
+            builder.store(changed, builder.inttoptr(row, _vector().as_pointer()), align=4)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.float32, types.int64, types.int64, types.int64), emit
@@ -223,11 +223,11 @@ def _gates(blocks, count, _0, _1, _2, _3, _4, first, last):
         decay, bias = floats(p[DECAY], heads), floats(p[DT_BIAS], heads)
         gates = floats(p[GATES] + 8 * heads * t, 2 * heads)
         for h in range(heads):
-            place = h // p[RUN] * 2 * p[RUN] + h % p[RUN]
-            step = _softplus(floats(p[A] + p[GATE_STRIDE] * t + 4 * place, 1)[0] + bias[h])
+            index = h // p[RUN] * 2 * p[RUN] + h % p[RUN]
+            step = _softplus(floats(p[A] + p[GATE_STRIDE] * t + 4 * index, 1)[0] + bias[h])
             gates[2 * h] = exp(decay[h] * step)
             if p[DELTA]:
-                beta = floats(p[B] + p[GATE_STRIDE] * t + 4 * place, 1)[0]
+                beta = floats(p[B] + p[GATE_STRIDE] * t + 4 * index, 1)[0]
                 gates[2 * h + 1] = np.float32(1) / (np.float32(1) + exp(-beta))
             else:
                 gates[2 * h + 1] = step
@@ -284,15 +284,15 @@ def _recur_columns(p, h, columns, j, first, last):
         k = q + 4 * d
         v = floats(p[MIXED] + 4 * p[CHANNELS] * t + p[V_AT] + 4 * (width * h + LANES * j), size)
         gate = floats(p[GATES] + 8 * (heads * t + h), 2)
-        kept, factor = gate[0], gate[1]
+        decay, factor = gate[0], gate[1]
         read(state, q, k, d, of_q.ctypes.data, of_k.ctypes.data)
         for i in range(size):
-            u[i] = factor * (v[i] - kept * of_k[i]) if p[DELTA] else factor * v[i]
+            u[i] = factor * (v[i] - decay * of_k[i]) if p[DELTA] else factor * v[i]
         both = _dot(q, k, d)
         out = floats(p[OUT] + 4 * (width * (heads * t + h) + LANES * j), size)
         for i in range(size):
-            out[i] = kept * of_q[i] + both * u[i]
-        write(state, kept, k, u.ctypes.data, d)
+            out[i] = decay * of_q[i] + both * u[i]
+        write(state, decay, k, u.ctypes.data, d)
         if t + 1 == p[COPY_AFTER]:
             _move(state, p[STATE_COPY] + offset, LANES * d)
 
@@ -343,18 +343,18 @@ def _scan_columns(p, j):
     u = array_on_stack(16, np.float32)
     y = array_on_stack(16, np.float32)
     d, width = p[KEY_DIM], p[VALUE_DIM]
-    size, at = min(LANES, width - LANES * j), 4 * LANES * j
-    place = p[STATE_OUT] + at * d
+    size, offset = min(LANES, width - LANES * j), 4 * LANES * j
+    state_out = p[STATE_OUT] + offset * d
     if p[TOKENS] and p[STATE_OUT] != p[STATE]:
-        _move(p[STATE] + at * d, place, LANES * d)
-    state = floats(place, LANES * d)
-    decay = floats(p[DECAY] + at * d, LANES * d)
-    bias, skip = floats(p[DT_BIAS] + at, size), floats(p[SKIP] + at, size)
+        _move(p[STATE] + offset * d, state_out, LANES * d)
+    state = floats(state_out, LANES * d)
+    decay = floats(p[DECAY] + offset * d, LANES * d)
+    bias, skip = floats(p[DT_BIAS] + offset, size), floats(p[SKIP] + offset, size)
     for i in range(LANES):
         step[i], u[i] = 0, 0
     for t in range(p[TOKENS]):
-        steps = floats(p[A] + 4 * width * t + at, size)
-        x = floats(p[MIXED] + 4 * width * t + at, size)
+        steps = floats(p[A] + 4 * width * t + offset, size)
+        x = floats(p[MIXED] + 4 * width * t + offset, size)
         q = floats(p[KEYS] + 8 * d * t, d)
         k = floats(p[KEYS] + 8 * d * t + 4 * d, d)
         for i in range(size):
@@ -363,16 +363,16 @@ def _scan_columns(p, j):
         for i in range(LANES):
             y[i] = 0
         for r in range(d):
-            row, kept = state[LANES * r : LANES * (r + 1)], decay[LANES * r : LANES * (r + 1)]
+            row, rates = state[LANES * r : LANES * (r + 1)], decay[LANES * r : LANES * (r + 1)]
             for i in range(LANES):
-                row[i] = exp(step[i] * kept[i]) * row[i] + k[r] * u[i]
+                row[i] = exp(step[i] * rates[i]) * row[i] + k[r] * u[i]
                 y[i] += q[r] * row[i]
-        z = floats(p[Z] + p[Z_STRIDE] * t + at, size)
-        out = floats(p[OUT] + 4 * width * t + at, size)
+        z = floats(p[Z] + p[Z_STRIDE] * t + offset, size)
+        out = floats(p[OUT] + 4 * width * t + offset, size)
         for i in range(size):
             out[i] = (y[i] + skip[i] * x[i]) * z[i] / (np.float32(1) + exp(-z[i]))
         if t + 1 == p[COPY_AFTER]:
-            _move(place, p[STATE_COPY] + at * d, LANES * d)
+            _move(state_out, p[STATE_COPY] + offset * d, LANES * d)
 
 
 def _gated_norm(blocks, count, _0, _1, _2, _3, _4, first, last):

@@ -46,9 +46,9 @@ def _mixed(p, eps, x, matrix, rows, out):
     factors = floats(matrix, STREAMS * rows)
     for j in range(STREAMS):
         router = floats(p[ROUTER] + 4 * hidden * j, hidden)
-        said = np.float32(math.tanh(size * _dot_of_normed(x, weight, router)))
+        modality = np.float32(math.tanh(size * _dot_of_normed(x, weight, router)))
         for i in range(rows):
-            out[i] += factors[STREAMS * i + j] * said
+            out[i] += factors[STREAMS * i + j] * modality
 
 
 def _predict(block, _0, _1, _2, _3, _4, _5, first, last):
@@ -58,10 +58,10 @@ def _predict(block, _0, _1, _2, _3, _4, _5, first, last):
     k = array_on_stack(16, np.float32)
     hidden = p[HIDDEN]
     for t in range(first, last):
-        at = 4 * hidden * t
-        s0, s1 = floats(p[STREAM] + at, hidden), floats(p[STREAM + 1] + at, hidden)
-        s2, s3 = floats(p[STREAM + 2] + at, hidden), floats(p[STREAM + 3] + at, hidden)
-        x = floats(p[X] + at, hidden)
+        offset = 4 * hidden * t
+        s0, s1 = floats(p[STREAM] + offset, hidden), floats(p[STREAM + 1] + offset, hidden)
+        s2, s3 = floats(p[STREAM + 2] + offset, hidden), floats(p[STREAM + 3] + offset, hidden)
+        x = floats(p[X] + offset, hidden)
         _mixed(p, eps, s0, p[PREDICT], STREAMS * STREAMS, k)
         for i in range(hidden):
             a, b, c, d = s0[i], s1[i], s2[i], s3[i]
@@ -80,10 +80,10 @@ def _correct(block, _0, _1, _2, _3, _4, _5, first, last):
     hidden = p[HIDDEN]
     scale = floats(p[SCALE], hidden)
     for t in range(first, last):
-        at = 4 * hidden * t
-        s0, s1 = floats(p[STREAM] + at, hidden), floats(p[STREAM + 1] + at, hidden)
-        s2, s3 = floats(p[STREAM + 2] + at, hidden), floats(p[STREAM + 3] + at, hidden)
-        x, out = floats(p[X] + at, hidden), floats(p[OUT] + at, hidden)
+        offset = 4 * hidden * t
+        s0, s1 = floats(p[STREAM] + offset, hidden), floats(p[STREAM + 1] + offset, hidden)
+        s2, s3 = floats(p[STREAM + 2] + offset, hidden), floats(p[STREAM + 3] + offset, hidden)
+        x, out = floats(p[X] + offset, hidden), floats(p[OUT] + offset, hidden)
         _mixed(p, eps, x, p[CORRECT], STREAMS, k)
         for i in range(hidden):
             new = x[i] - s0[i]
@@ -98,8 +98,8 @@ def _as_long(y, x, hidden, _0, _1, _2, _3, first, last):
     """y[t] brought to the length of x[t]."""
     for t in range(first, last):
         values, other = floats(y + 4 * hidden * t, hidden), floats(x + 4 * hidden * t, hidden)
-        own = max(square_sum(values) / hidden, _LEAST)
-        factor = np.float32(np.sqrt(square_sum(other) / hidden / own))
+        mean_square = max(square_sum(values) / hidden, _LEAST)
+        factor = np.float32(np.sqrt(square_sum(other) / hidden / mean_square))
         for i in range(hidden):
             values[i] *= factor
 
