@@ -90,11 +90,11 @@ class DecoderCache(Cache):
             if ids.shape[1] == 1 and mask.all():
                 return self._step(ids[:, 0].tolist())[:, None]
             scores = np.zeros((len(ids), keep, self.decoder.vocab), np.float32)
-            for row, tokens, there, cache in zip(scores, ids, mask, self.rows, strict=True):
-                kept = there[-keep:]
-                if there.any():
-                    states = self.decoder.run(tokens[there].tolist(), max(1, int(kept.sum())), cache)
-                    row[kept] = self.decoder.logits(states)[-int(kept.sum()) or len(states) :]
+            for row, tokens, present, cache in zip(scores, ids, mask, self.rows, strict=True):
+                scored = present[-keep:]
+                if present.any():
+                    states = self.decoder.run(tokens[present].tolist(), max(1, int(scored.sum())), cache)
+                    row[scored] = self.decoder.logits(states)[-int(scored.sum()) or len(states) :]
             return scores
 
     def _step(self, tokens: list[int]) -> np.ndarray:
@@ -110,9 +110,9 @@ class DecoderCache(Cache):
         self.rows = [self._copy(cache) for cache in self.rows]
 
     def _copy(self, cache: KVCache) -> KVCache:
-        made = self.decoder.new_cache()
-        made.copy_prefix(cache, cache.length)
-        return made
+        copy = self.decoder.new_cache()
+        copy.copy_prefix(cache, cache.length)
+        return copy
 
     # what transformers asks of a cache
 
@@ -137,10 +137,10 @@ class DecoderCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last columns; transformers gives their number as a negative one."""
         gone = abs(int(tokens_to_remove))
-        kept = self.columns.shape[1] - gone
-        for cache, there in zip(self.rows, self.columns, strict=True):
-            cache.length -= int(there[kept:].sum())
-        self.columns = self.columns[:, :kept]
+        count = self.columns.shape[1] - gone
+        for cache, present in zip(self.rows, self.columns, strict=True):
+            cache.length -= int(present[count:].sum())
+        self.columns = self.columns[:, :count]
 
     def batch_select_indices(self, indices: Any) -> None:
         self._pick([int(i) for i in torch.arange(len(self.rows))[indices]])
@@ -210,8 +210,8 @@ def _prepare_cache(
     """transformers' `_prepare_cache_for_generation`: a `DecoderCache` where it would make a plain cache."""
     plain = config.cache_implementation in (None, "dynamic") and config.use_cache is not False
     shown = config.output_hidden_states or config.output_attentions
-    given = any(model_kwargs.get(name) is not None for name in (_CACHE, "inputs_embeds"))
-    if plain and not shown and not given and not torch.is_grad_enabled() and loaded.holds(model):
+    supplied = any(model_kwargs.get(name) is not None for name in (_CACHE, "inputs_embeds"))
+    if plain and not shown and not supplied and not torch.is_grad_enabled() and loaded.holds(model):
         model_kwargs[_CACHE] = DecoderCache(decoders, max_cache_length, model.dtype)
         return None
     return original(config, model_kwargs, generation_mode, batch_size, max_cache_length)
@@ -219,12 +219,12 @@ def _prepare_cache(
 
 def _forward(original: Any, *positional: Any, **options: Any) -> Any:
     """A model's forward pass: tokens that come with a `DecoderCache` through its decoder, all others as they were."""
-    given = dict(zip(_ARGUMENTS, positional, strict=False)) | options
-    cache = given.get(_CACHE, given.get("past_key_values"))
+    arguments = dict(zip(_ARGUMENTS, positional, strict=False)) | options
+    cache = arguments.get(_CACHE, arguments.get("past_key_values"))
     if not isinstance(cache, DecoderCache):
         return original(*positional, **options)
-    input_ids, attention_mask = given.get("input_ids"), given.get("attention_mask")
-    asked = [name for name in _MODULES_ONLY if given.get(name) not in (None, False)]
+    input_ids, attention_mask = arguments.get("input_ids"), arguments.get("attention_mask")
+    asked = [name for name in _MODULES_ONLY if arguments.get(name) not in (None, False)]
     if asked or input_ids is None or (attention_mask is not None and attention_mask.ndim != 2):
         raise BridgeError(
             f"{asked[0] if asked else 'attention_mask'} is not known to the cache that generate made; give "
@@ -232,10 +232,10 @@ def _forward(original: Any, *positional: Any, **options: Any) -> Any:
         )
     rows, n = input_ids.shape
     mask = np.ones((rows, n), bool) if attention_mask is None else attention_mask[:, -n:].numpy().astype(bool)
-    keep = given.get("logits_to_keep", 0)
+    keep = arguments.get("logits_to_keep", 0)
     picked = keep if isinstance(keep, torch.Tensor) else slice(None)
     count = n if isinstance(keep, torch.Tensor) or not keep else min(keep, n)
     scores = cache.logits(input_ids.numpy(), mask, count)
     logits = torch.from_numpy(scores)[:, picked].to(cache.dtype)
     out = CausalLMOutputWithPast(logits=logits, **{_CACHE: cache})
-    return out if given.get("return_dict", True) is not False else out.to_tuple()
+    return out if arguments.get("return_dict", True) is not False else out.to_tuple()

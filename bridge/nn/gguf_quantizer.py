@@ -151,12 +151,12 @@ def save(model: Any, file: Path, save_directory: str | Path, **options: Any) -> 
 
 def _byte_level(original: Any, tokenizer: dict[str, Any]) -> Any:
     """transformers' tokenizer with the cutting rules that tokenizer.ggml.pre names."""
-    made = original(tokenizer)
+    converted = original(tokenizer)
     rules = RULES.get(str(tokenizer.get("pre_tokenizer_type")))
     if rules is not None and rules.byte_level:
-        made.backend_tokenizer.pre_tokenizer = pre_tokenizer(rules.of_tokenizer_json)
-        made.backend_tokenizer.model.ignore_merges = rules.ignore_merges
-    return made
+        converted.backend_tokenizer.pre_tokenizer = pre_tokenizer(rules.of_tokenizer_json)
+        converted.backend_tokenizer.model.ignore_merges = rules.ignore_merges
+    return converted
 
 
 def register_gguf() -> None:

@@ -41,10 +41,9 @@ def load(
     import transformers
 
     config: Any = model_id_or_config
-    own = None
     if gguf is None:
-        file = own = config if isinstance(config, GGUFFile) else open_gguf(config)
-        config = _own_config(own)
+        file = config if isinstance(config, GGUFFile) else open_gguf(config)
+        config = _own_config(file)
     else:
         file = gguf if isinstance(gguf, GGUFFile) else open_gguf(gguf)
     source = str(config) if isinstance(config, str | Path) else None
@@ -72,8 +71,8 @@ def load(
             raise BridgeError(
                 f"{name}: {type(model).__name__} has it, but the GGUF does not; give the config of the GGUF's own model"
             )
-    if own is not None:
-        set_ends(model, own)
+    if gguf is None:
+        set_ends(model, file)
     if source is not None:
         with suppress(OSError):  # the end tokens may be listed only there
             model.generation_config = transformers.GenerationConfig.from_pretrained(source)
@@ -95,8 +94,8 @@ def know_all_models() -> None:
     if hasattr(transformers, "MiniMaxM3VLForCausalLM"):
         from transformers import conversion_mapping as names
 
-        whole = names.get_checkpoint_conversion_mapping("minimax_m3_vl") or []
-        inner = [entry for entry in whole if not entry.source_patterns[0].startswith("^")]
+        conversions = names.get_checkpoint_conversion_mapping("minimax_m3_vl") or []
+        inner = [entry for entry in conversions if not entry.source_patterns[0].startswith("^")]
         names.register_checkpoint_conversion_mapping("MiniMaxM3VLForCausalLM", inner, overwrite=True)
     if hasattr(transformers, "Mistral4ForCausalLM"):
         auto = transformers.AutoModelForCausalLM
@@ -105,9 +104,9 @@ def know_all_models() -> None:
 
 def _keep_float32(model: nn.Module) -> None:
     """Make those weights float32 again that transformers keeps so, such as biases that choose experts."""
-    kept = float32_names(model)
+    stays_float32 = float32_names(model)
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        if kept(name) and tensor.is_floating_point():
+        if stays_float32(name) and tensor.is_floating_point():
             tensor.data = tensor.data.float()
 
 
@@ -134,23 +133,23 @@ def _make_buffers(model: nn.Module) -> None:
     """
     waiting: list[tuple[nn.Module, str, torch.Tensor]] = []
     for name, module in list(model.named_modules()):
-        made = {key: buffer for key, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
-        made = {key: buffer for key, buffer in made.items() if key in module._non_persistent_buffers_set}
-        if made and hasattr(module, "config") and next(module.parameters(), None) is None:
+        buffers = {key: buffer for key, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
+        buffers = {key: buffer for key, buffer in buffers.items() if key in module._non_persistent_buffers_set}
+        if buffers and hasattr(module, "config") and next(module.parameters(), None) is None:
             model.set_submodule(name, type(module)(config=module.config))
         elif hasattr(module, "scalar_embed_scale") and hasattr(module, "embed_scale"):
             module.embed_scale = torch.tensor(module.scalar_embed_scale)
-        elif made:
-            for key, buffer in made.items():
+        elif buffers:
+            for key, buffer in buffers.items():
                 setattr(module, key, torch.full_like(buffer, torch.nan, device="cpu"))
-            waiting += [(module, key, buffer) for key, buffer in made.items()]
-    own = {module for module, _, _ in waiting}
-    for module in own:
+            waiting += [(module, key, buffer) for key, buffer in buffers.items()]
+    modules = {module for module, _, _ in waiting}
+    for module in modules:
         owner: Any = module if hasattr(module, "_init_weights") else model
         owner._init_weights(module)
     if any(_is_unmade(module, key) for module, key, _ in waiting):  # a model may make those of all its layers
         for inner in model.modules():
-            if hasattr(inner, "_init_weights") and inner not in own:
+            if hasattr(inner, "_init_weights") and inner not in modules:
                 inner._init_weights(inner)
     for module, key, buffer in waiting:
         if _is_unmade(module, key):  # `load` refuses the model

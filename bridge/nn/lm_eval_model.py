@@ -111,25 +111,25 @@ class BridgeLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Scored], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        places: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
+        indices: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
         for i, (_text, before, after) in enumerate(requests):
-            whole = [*before, *after][-(self.max_length + 1) :]
-            start = max(1, len(whole) - len(after))
-            places.setdefault((tuple(whole[:start]), tuple(whole[start:])), []).append(i)
-        found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
+            tokens = [*before, *after][-(self.max_length + 1) :]
+            start = max(1, len(tokens) - len(after))
+            indices.setdefault((tuple(tokens[:start]), tuple(tokens[start:])), []).append(i)
+        results: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         bar = tqdm(total=len(requests), disable=disable_tqdm, desc="Running loglikelihood requests")
-        for context, group in groupby(sorted(places), lambda place: place[0]):
+        for context, group in groupby(sorted(indices), lambda pair: pair[0]):
             continuations = [continuation for _, continuation in group]
             asked = [continuation for continuation in continuations if continuation]
             scores = dict(zip(asked, self.model.score_continuations(context, asked), strict=True)) if asked else {}
             for continuation in continuations:
-                for i in places[context, continuation]:
-                    found[i] = scores.get(continuation, (0.0, True))
+                for i in indices[context, continuation]:
+                    results[i] = scores.get(continuation, (0.0, True))
                     bar.update()
                     if requests[i][0] is not None:
-                        self.cache_hook.add_partial("loglikelihood", requests[i][0], found[i])
+                        self.cache_hook.add_partial("loglikelihood", requests[i][0], results[i])
         bar.close()
-        return found
+        return results
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         windows: list[Scored] = []

@@ -54,8 +54,8 @@ class Piece:
     @property
     def matrix(self) -> QuantTensor | None:
         """The packed matrix; None where it is a vector, or floats."""
-        found = self.tensor if self.count == 1 else self.tensor[self.index] if len(self.tensor.shape) == 3 else None
-        return found if found is not None and len(found.shape) == 2 and found.type != "F32" else None
+        matrix = self.tensor if self.count == 1 else self.tensor[self.index] if len(self.tensor.shape) == 3 else None
+        return matrix if matrix is not None and len(matrix.shape) == 2 and matrix.type != "F32" else None
 
     def values(self) -> np.ndarray:
         """float32, as the GGUF has them, in the shape of the part."""
@@ -97,9 +97,9 @@ class Placement:
 
     def floats(self) -> dict[str, torch.Tensor]:
         """Name of the parameter -> float32 values in its shape."""
-        found = self._floats.items()
-        made = {name: torch.from_numpy(_values(pieces, self._shapes[name])) for name, pieces in found}
-        return made | {name: torch.from_numpy(np.array(value)) for name, value in self._numbers.items()}
+        sources = self._floats.items()
+        tensors = {name: torch.from_numpy(_values(pieces, self._shapes[name])) for name, pieces in sources}
+        return tensors | {name: torch.from_numpy(np.array(value)) for name, value in self._numbers.items()}
 
     def _check(self) -> None:
         """Every parameter has its values in the file."""
@@ -129,31 +129,31 @@ class Placement:
         pieces, stacks = self._tensors()
         names = _names(self.model)
         placed: dict[tuple[str, str], list[Piece]] = {}
-        for source, found in pieces.items():
+        for source, group in pieces.items():
             if not self._ignores(name := names(source)):
-                place = self._place(name)
-                placed[place] = _followed(placed.get(place, []), found)
+                target = self._place(name)
+                placed[target] = _followed(placed.get(target, []), group)
         experts = self._expert_modules() if stacks else {}
         stays_float = float32_names(self.model)
         packed: dict[str, list[Piece]] = {}
-        for (path, leaf), found in placed.items():
+        for (path, leaf), group in placed.items():
             if (
                 leaf == "weight"
                 and not path.endswith(_READ_AS_FLOATS)
                 and not stays_float(f"{path}.{leaf}")
-                and _packs(self.model.get_submodule(path), found)
+                and _packs(self.model.get_submodule(path), group)
             ):
-                packed[path] = found
+                packed[path] = group
             else:
-                self._floats[f"{path}.{leaf}"] = found
+                self._floats[f"{path}.{leaf}"] = group
         head = self._head()
         if head is not None and head not in packed and f"{head}.weight" not in self._floats:
-            shared = next((found for path, found in packed.items() if self._is_embedding(path)), None)
+            shared = next((group for path, group in packed.items() if self._is_embedding(path)), None)
             if shared is not None:
                 packed[head] = shared
-        for path, found in packed.items():
+        for path, group in packed.items():
             bias = self._floats.pop(f"{path}.bias", None)
-            self._modules[path] = self._packed(path, found, None if bias is None else _joined(bias))
+            self._modules[path] = self._packed(path, group, None if bias is None else _joined(bias))
         for layer, stack in stacks.items():
             if layer not in experts:
                 raise BridgeError(
@@ -193,8 +193,8 @@ class Placement:
         """Whether the model has no use for a tensor that its checkpoints have, such as keys that a layer borrows."""
         if name in self._shapes:
             return False
-        found = (getattr(module, "_keys_to_ignore_on_load_unexpected", None) for module in self.model.modules())
-        return any(re.search(pattern, name) for patterns in found for pattern in patterns or ())
+        lists = (getattr(module, "_keys_to_ignore_on_load_unexpected", None) for module in self.model.modules())
+        return any(re.search(pattern, name) for patterns in lists for pattern in patterns or ())
 
     def _place(self, name: str) -> tuple[str, str]:
         path, _, leaf = name.rpartition(".")
@@ -212,13 +212,13 @@ class Placement:
         return self.model.get_submodule(path) is self.model.get_input_embeddings()  # type: ignore[operator]
 
     def _expert_modules(self) -> dict[int, str]:
-        found = {}
+        modules = {}
         for name, module in self.model.named_modules():
             down = getattr(module, "down_proj", None)
             layer = layer_of(name)
             if layer is not None and isinstance(down, nn.Parameter) and down.ndim == 3:
-                found[layer] = name
-        return found
+                modules[layer] = name
+        return modules
 
     # what is made of the pieces
 
@@ -247,10 +247,10 @@ class Placement:
     def _experts(self, path: str, stacks: dict[str, QuantTensor]) -> Callable[[], nn.Module]:
         """The stacks of a layer by their names: gate, up and down, or gate and up in one, or no gate."""
         module: Any = self.model.get_submodule(path)
-        found = {part: self._floats.pop(f"{path}.{part}_bias", None) for part in ("gate_up_proj", "down_proj")}
-        given = {
+        bias_pieces = {part: self._floats.pop(f"{path}.{part}_bias", None) for part in ("gate_up_proj", "down_proj")}
+        bias_values = {
             part: torch.from_numpy(_values(pieces, self._shapes[f"{path}.{part}_bias"]))
-            for part, pieces in found.items()
+            for part, pieces in bias_pieces.items()
             if pieces is not None
         }
         parts = [stacks[part] for part in _EXPERTS if part in stacks]
@@ -262,9 +262,9 @@ class Placement:
         else:
             activation = Fused(Gated(module.act_fn)) if "ffn_gate_up_exps" in stacks else module.act_fn
         biases = None
-        if len(given) == 2:  # gpt-oss, whose gate and up alternate
-            both = given["gate_up_proj"]
-            biases = both[:, ::2].contiguous(), both[:, 1::2].contiguous(), given["down_proj"]
+        if len(bias_values) == 2:  # gpt-oss, whose gate and up alternate
+            both = bias_values["gate_up_proj"]
+            biases = both[:, ::2].contiguous(), both[:, 1::2].contiguous(), bias_values["down_proj"]
         kind = WeightedExperts if type(module).__name__ == "Llama4TextExperts" else QuantExperts
         return lambda: kind(ExpertStack.of(parts, activation, biases), self.precision)
 
@@ -340,7 +340,7 @@ def _joined(pieces: list[Piece]) -> np.ndarray:
 
 def _names(model: nn.Module) -> Callable[[str], str]:
     """A checkpoint's name of a tensor -> the model's name of the parameter."""
-    own = {name: True for name, _ in chain(model.named_parameters(remove_duplicate=False), model.named_buffers())}
+    names = {name: True for name, _ in chain(model.named_parameters(remove_duplicate=False), model.named_buffers())}
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -351,9 +351,9 @@ def _names(model: nn.Module) -> Callable[[str], str]:
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
 
     def name(source: str) -> str:
-        if source in own:
+        if source in names:
             return source
-        return rename_source_key(source, renamings, converters, model.base_model_prefix, own)[0]  # type: ignore[no-any-return]
+        return rename_source_key(source, renamings, converters, model.base_model_prefix, names)[0]  # type: ignore[no-any-return]
 
     return name
 

@@ -21,19 +21,19 @@ def prepare(model: nn.Module, dtype: Any = None) -> nn.Module:
     dtype  torch's, of what the modules will be given; that of the model's own parameters unless it is named
     """
     modules = [module for module in model.modules() if isinstance(module, Placed)]
-    there = [module for module in modules if module.place.is_cuda]
+    on_gpu = [module for module in modules if module.place.is_cuda]
     for module in modules:
         if module.place.device.type == "cpu" and isinstance(module, QuantLinear | QuantExperts):
             if hasattr(module.tensor, "release_raw"):
                 module.tensor.prepare(release=True)
             else:  # trellis codes
                 module.tensor.prepare()
-    if there:
-        given = dtype or next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), torch.float32)
+    if on_gpu:
+        x_dtype = dtype or next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), torch.float32)
         cuda("first_products").compile_products(
-            [(m.tensor, m.precision, m.adds_bias) for m in there if isinstance(m, QuantLinear)],
-            [m.tensor for m in there if isinstance(m, QuantEmbedding)],
-            given,
-            [(m.tensor, m.precision) for m in there if isinstance(m, QuantExperts)],
+            [(m.tensor, m.precision, m.adds_bias) for m in on_gpu if isinstance(m, QuantLinear)],
+            [m.tensor for m in on_gpu if isinstance(m, QuantEmbedding)],
+            x_dtype,
+            [(m.tensor, m.precision) for m in on_gpu if isinstance(m, QuantExperts)],
         )
     return model

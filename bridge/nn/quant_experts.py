@@ -137,13 +137,13 @@ class ExpertStack:
     def mix(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, precision: str) -> torch.Tensor:
         """x [n, hidden]; chosen, of integers, and weights [n, used]: float32 [n, hidden]."""
         y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        given = x if x.is_cuda else x.float()
+        values = x if x.is_cuda else x.float()
         one = len(x) == 1
         for expert in dict.fromkeys((chosen[0] if one else chosen.unique()).cpu().tolist()):
             if expert >= len(self.networks):  # of another process
                 continue
             tokens, places = (chosen == expert).nonzero(as_tuple=True)
-            out = self.network(expert, given if one else given[tokens], precision)
+            out = self.network(expert, values if one else values[tokens], precision)
             y.index_add_(0, tokens, out * weights[tokens, places, None].float())
         return y
 
@@ -256,6 +256,6 @@ class WeightedExperts(QuantExperts):
     def forward(self, hidden_states: torch.Tensor, top_k_index: Any = None, top_k_weights: Any = None) -> torch.Tensor:
         """hidden_states [experts * tokens, hidden], expert after expert -> as hidden_states."""
         count = len(hidden_states) // self.num_experts
-        own = torch.arange(self.num_experts, device=hidden_states.device).repeat_interleave(count)
-        chosen = torch.where(hidden_states.any(-1), own, self.num_experts)  # zeros give zeros: no product is needed
+        numbers = torch.arange(self.num_experts, device=hidden_states.device).repeat_interleave(count)
+        chosen = torch.where(hidden_states.any(-1), numbers, self.num_experts)  # zeros give zeros: no product is needed
         return super().forward(hidden_states, chosen[:, None], hidden_states.new_ones(len(chosen), 1))

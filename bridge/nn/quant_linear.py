@@ -83,10 +83,10 @@ class QuantLinear(Placed):
         self.out_features, self.in_features = tensor.shape
         self.weight = torch.empty(tensor.shape, device="meta")
         self.precision = precision
-        place = self.place.device
-        self.register_buffer("bias", None if bias is None else bias.to(place, torch.float32), persistent=False)
-        for name, picked in (("order", order), ("columns", columns)):
-            self.register_buffer(name, None if picked is None else torch.from_numpy(picked).to(place), persistent=False)
+        device = self.place.device
+        self.register_buffer("bias", None if bias is None else bias.to(device, torch.float32), persistent=False)
+        for name, array in (("order", order), ("columns", columns)):
+            self.register_buffer(name, None if array is None else torch.from_numpy(array).to(device), persistent=False)
 
     @property
     def adds_bias(self) -> bool:
@@ -97,13 +97,13 @@ class QuantLinear(Placed):
         """x [..., in] of any float type, where the tensor is -> [..., out] of the same type."""
         if x.shape[-1:] != (self.in_features,):
             raise BridgeError(f"{self.tensor.name}: x has shape {list(x.shape)}; must be [..., {self.in_features}]")
-        given = x.reshape(-1, self.in_features)
+        values = x.reshape(-1, self.in_features)
         if self.columns is not None:
-            given = given[:, self.columns]
-        if not given.is_cuda:  # kernels of the CPU take float32
-            given = given.float()
-        own = self.bias if self.adds_bias else None
-        y = multiply(given, self.tensor, self.number, self.out_features, self.precision, own)
+            values = values[:, self.columns]
+        if not values.is_cuda:  # kernels of the CPU take float32
+            values = values.float()
+        bias = self.bias if self.adds_bias else None
+        y = multiply(values, self.tensor, self.number, self.out_features, self.precision, bias)
         if self.order is not None:
             y = y[:, self.order]
             if self.bias is not None:
@@ -155,9 +155,9 @@ class QuantEmbedding(Placed):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """ids [...] -> [..., hidden]"""
-        found: Any = rows(ids.reshape(-1), self.number, self.embedding_dim)
-        found = found.reshape(*ids.shape, self.embedding_dim).to(self.dtype)
-        return found if self.scale == 1 else found * torch.tensor(self.scale, dtype=self.dtype)
+        out: Any = rows(ids.reshape(-1), self.number, self.embedding_dim)
+        out = out.reshape(*ids.shape, self.embedding_dim).to(self.dtype)
+        return out if self.scale == 1 else out * torch.tensor(self.scale, dtype=self.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, type={self.tensor.type}"

@@ -52,9 +52,9 @@ class TrellisQuantizer(HfQuantizer):
             raise BridgeError("trellis codes are read from files, but from_pretrained has none; give it the folder")
         with open_checkpoint(Path(files[0]).parent) as checkpoint:
             place_layers(model, checkpoint)
-            own = {f"^{re.escape(t.name)}$" for m in checkpoint.modules.values() for t in m.tensors.values()}
+            patterns = {f"^{re.escape(t.name)}$" for m in checkpoint.modules.values() for t in m.tensors.values()}
             coded = {f"{name}.weight" for name in checkpoint.modules}
-        model._keys_to_ignore_on_load_unexpected = set(model._keys_to_ignore_on_load_unexpected or ()) | own
+        model._keys_to_ignore_on_load_unexpected = set(model._keys_to_ignore_on_load_unexpected or ()) | patterns
         tied = {key: of for key, of in (model._tied_weights_keys or {}).items() if key not in coded}
         if tied != model._tied_weights_keys:  # a head that is coded by itself
             model._tied_weights_keys = tied

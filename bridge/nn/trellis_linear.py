@@ -87,14 +87,14 @@ def settle(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if not isinstance(module, QuantLinear) or not isinstance(module.tensor, TrellisLayer):
             continue
-        place, bias = module.place.device, _bias(module.tensor, module.out_features)
-        if place.type not in ("cpu", "cuda"):
+        device, bias = module.place.device, _bias(module.tensor, module.out_features)
+        if device.type not in ("cpu", "cuda"):
             raise BridgeError(
-                f"{name}: trellis codes are on the CPU or on a GPU, and cannot be offloaded ({place}); "
+                f"{name}: trellis codes are on the CPU or on a GPU, and cannot be offloaded ({device}); "
                 'pass device_map={"": "cuda"} or none'
             )
-        module.register_buffer("bias", None if bias is None else bias.to(place), persistent=False)
-        if place.type == "cpu":
+        module.register_buffer("bias", None if bias is None else bias.to(device), persistent=False)
+        if device.type == "cpu":
             module.tensor.prepare()
         module.follow()
 
