@@ -91,9 +91,9 @@ def _read(source, count, out):
     step = cuda.gridsize(1)
     total = int32(0)
     held = registers()
-    for at in range(start, count - (LOADS - 1) * step, LOADS * step):
+    for index in range(start, count - (LOADS - 1) * step, LOADS * step):
         for k in unroll(LOADS):
-            held[k] = stream_16(source, at + k * step)
+            held[k] = stream_16(source, index + k * step)
         for k in unroll(LOADS):
             for word in unroll(4):
                 total = xor(total, held[k][word])
@@ -224,18 +224,18 @@ def bench(
     what: str | Path, shape: tuple[int, int] | None = None, device: str = "cuda", progress: Progress | None = None
 ) -> list[str]:
     """Lines to print for a type of block or the matrices of a GGUF; see runtime.bench."""
-    found = require(device)
-    check_torch(found)
+    gpu = require(device)
+    check_torch(gpu)
     import torch
 
     tensors = tensors_to_time(what, [shape] if shape else [LARGE, SMALL], WRITTEN)
     if progress:
         progress(0, len(tensors), "")
-    with found.active(), torch.cuda.device(found.index):
-        bandwidth = read_bandwidth(found)
-        lines = [f"{found.name}, {found}"]
+    with gpu.active(), torch.cuda.device(gpu.index):
+        bandwidth = read_bandwidth(gpu)
+        lines = [f"{gpu.name}, {gpu}"]
         for done, tensor in enumerate(tensors, 1):
-            timed = Bench(tensor, found)
+            timed = Bench(tensor, gpu)
             lines.append(str(Line(tensor, timed.product(), timed.matrix.nbytes, bandwidth)))
             if progress:
                 progress(done, len(tensors), f"{tensor.type} {'x'.join(map(str, tensor.shape))}")

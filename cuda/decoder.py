@@ -190,21 +190,21 @@ class Decoder:
         self._tokens[self.cache.length :] = tokens
         self.cache.length += len(tokens)
 
-    def draw(self, tokens: Sequence[int], sampler: Sampler, kept: int = 0) -> Iterator[int]:
-        """Draw the tokens that follow, one by one, until the context is full; the cache holds the first `kept`.
+    def draw(self, tokens: Sequence[int], sampler: Sampler, cached: int = 0) -> Iterator[int]:
+        """Draw the tokens that follow, one by one, until the context is full; the cache holds the first `cached`.
 
         A sampler that is not plain draws on the host.
         """
-        self.cache.length = kept
+        self.cache.length = cached
         if not sampler.plain:
-            return self._drawn_on_host(tokens[kept:], sampler)
+            return self._drawn_on_host(tokens[cached:], sampler)
         how = sampler.how
         count = None
         if how.temperature > 0:
             count = how.top_k if 0 < how.top_k < self.vocab else self.vocab
         with self._active():
             self._ready(count)
-        return self._drawn(tokens[kept:], sampler, count)
+        return self._drawn(tokens[cached:], sampler, count)
 
     def _drawn_on_host(self, tokens: Sequence[int], sampler: Sampler) -> Iterator[int]:
         with self._active():
@@ -220,27 +220,27 @@ class Decoder:
             for launch in self._samplers[count]:
                 launch()
             waiting = [self._fetch(0)]
-        made = 0
+        drawn = 0
         while waiting:
             with self._active():
                 if self.cache.length < self.cache.context:  # the next one is computed while this one is read
                     self._step(count)
-                    waiting.append(self._fetch(made + 1))
+                    waiting.append(self._fetch(drawn + 1))
                 event = waiting.pop(0)
                 if event is not None:
                     event.synchronize()
-            token = int(self._host[made])
+            token = int(self._host[drawn])
             if token < 0:
                 raise not_finite("NaN or an infinity")
             self._tokens.append(token)
             yield token
-            made += 1
+            drawn += 1
 
     def _fetch(self, number: int) -> Any:
         """Queue the copy of a token to the host; returns the event that marks its end."""
         import torch
 
-        self._host[number : number + 1].copy_(self.step.made[number : number + 1], non_blocking=self.graphs)
+        self._host[number : number + 1].copy_(self.step.drawn[number : number + 1], non_blocking=self.graphs)
         if not self.graphs:
             return None
         event = torch.cuda.Event()
@@ -265,8 +265,8 @@ class Decoder:
             qkv = layer.qkv.multiply(self._normed(x, layer.attn_norm, layer.qkv))
             norms, cache = (layer.q_norm, layer.k_norm), (self.cache.form, self.cache.keys[i], self.cache.values[i])
             layer.o.multiply(attend(self.config, qkv, norms, angles, cache, start, mask, exact, self.device), onto=x)
-            given = self._normed(x, layer.ffn_norm, layer.gated)
-            layer.down.multiply(layer.gated.multiply(given, layer.down), onto=x)
+            values = self._normed(x, layer.ffn_norm, layer.gated)
+            layer.down.multiply(layer.gated.multiply(values, layer.down), onto=x)
         self._appended(tokens)
         return x
 

@@ -30,9 +30,9 @@ def compile_products(
             seen.add(kind)
             kernels.setdefault(tensor.device, {}).update(dict.fromkeys(_of_products(tensor, precision, biased, dtype)))
     for tensor in looked_up:
-        with devices.require(tensor.device).active(), noted() as found:
+        with devices.require(tensor.device).active(), noted() as launched:
             tensor.rows([0])
-        kernels.setdefault(tensor.device, {}).update(dict.fromkeys(found))
+        kernels.setdefault(tensor.device, {}).update(dict.fromkeys(launched))
     for stack, precision in experts:
         kernels.setdefault(stack.device, {}).update(dict.fromkeys(_of_experts(stack, precision, dtype)))
     for name, wanted in kernels.items():
@@ -44,29 +44,29 @@ def _of_products(tensor: Any, precision: str, biased: bool, dtype: Any) -> list[
     import torch
 
     device = devices.require(tensor.device)
-    place, (rows, columns) = devices.torch_device(device), tensor.shape
-    with device.active(), noted() as found:
+    target, (rows, columns) = devices.torch_device(device), tensor.shape
+    with device.active(), noted() as launched:
         for n in LENGTHS:
-            x = torch.zeros((n, columns), dtype=dtype, device=place)
+            x = torch.zeros((n, columns), dtype=dtype, device=target)
             if not isinstance(tensor, CudaTensor):
                 tensor.matmul(x)
             elif isinstance(tensor.matrix, DeviceMatrix):  # others are torch's
-                y, bias = (torch.zeros(shape, device=place) for shape in ((n, rows), rows))
+                y, bias = (torch.zeros(shape, device=target) for shape in ((n, rows), rows))
                 Multiplier(device, precision).multiply(tensor.matrix, x, y, bias if biased else None)
-    return found
+    return launched
 
 
 def _of_experts(stack: Any, precision: str, dtype: Any) -> list[Kernel]:
     import torch
 
     device = devices.require(stack.device)
-    place = devices.torch_device(device)
+    target = devices.torch_device(device)
     pairs = [n for n in (1 << i for i in range(16)) if stack.takes(n)]  # none where each expert is a tensor by itself
-    with device.active(), noted() as found:
+    with device.active(), noted() as launched:
         for n in LENGTHS if pairs else ():
-            x = torch.zeros((n, stack.networks[0][0].columns), dtype=dtype, device=place)
+            x = torch.zeros((n, stack.networks[0][0].columns), dtype=dtype, device=target)
             stack.network(0, x, precision)
         for n in pairs:  # which share the work in different ways
-            chosen = torch.zeros((1, n), dtype=torch.int64, device=place)
+            chosen = torch.zeros((1, n), dtype=torch.int64, device=target)
             stack.mix(x[:1], chosen, chosen.to(dtype), precision)
-    return found
+    return launched

@@ -4,7 +4,7 @@
     draw     the sorted logits and their tokens -> one token             one block; torch sorts before it
 
 Both end a decode step: the token becomes state[TOKEN], which the next step's embedding reads, and goes to
-`made`, where the host finds it; position and step move on by one.
+`drawn_ids`, where the host finds it; position and step move on by one.
 
 `draw` works on scores in descending order (all of them, or the top_k): each thread holds a stretch of them, and
 sums over stretches say in which one a bound lies. Weights and sums are float64, as on the CPU, and the uniform
@@ -40,12 +40,12 @@ float64 = np.float64
 int32 = np.int32
 
 
-def _finish(token, best, state, made):
+def _finish(token, best, state, drawn_ids):
     """One thread ends the step. If the best logit is not finite, the token is -1, and the next step reads token 0."""
     if not abs(best) < float32(np.inf):
         token = int32(-1)
     state[TOKEN] = max(token, int32(0))
-    made[state[STEP]] = token
+    drawn_ids[state[STEP]] = token
     state[STEP] += int32(1)
     state[POSITION] += int32(1)
 
@@ -81,7 +81,7 @@ reduce = cuda.jit(device=True)(_reduce)
 shared_sums = cuda.jit(device=True)(_shared_sums)
 
 
-def _greedy(logits, vocab, tops, indices, counter, state, made):
+def _greedy(logits, vocab, tops, indices, counter, state, drawn_ids):
     if DEPENDENT:
         launch_dependents()
         launches_wait()
@@ -90,16 +90,16 @@ def _greedy(logits, vocab, tops, indices, counter, state, made):
     thread = int32(cuda.threadIdx.x)
     blocks = int32(cuda.gridDim.x)
     best = float32(-np.inf)
-    at = int32(0)
+    best_index = int32(0)
     for i in range(int32(cuda.blockIdx.x) * THREADS + thread, vocab, blocks * THREADS):
         value = logits[i]
         if not value < float32(np.inf):  # infinite, or NaN, which is larger than nothing
             value = float32(np.inf)
         if value > best:
             best = value
-            at = int32(i)
+            best_index = int32(i)
     top[thread] = best
-    index[thread] = at
+    index[thread] = best_index
     cuda.syncthreads()
     reduce(top, index, thread, THREADS)
     if thread == 0:
@@ -112,15 +112,15 @@ def _greedy(logits, vocab, tops, indices, counter, state, made):
     cuda.syncthreads()
     reduce(top, index, thread, THREADS)
     if thread == 0:
-        finish(index[0], top[0], state, made)
+        finish(index[0], top[0], state, drawn_ids)
 
 
-def _draw(scores, tokens, count, how, uniform, state, made):
+def _draw(scores, tokens, count, how, uniform, state, drawn_ids):
     if DEPENDENT:
         launch_dependents()
         launches_wait()
     sums = cuda.shared.array(THREADS, float64)
-    found = cuda.shared.array(1, int32)
+    shared_index = cuda.shared.array(1, int32)
     thread = int32(cuda.threadIdx.x)
     span = (count + THREADS - 1) // THREADS
     first = min(thread * span, count)
@@ -129,42 +129,42 @@ def _draw(scores, tokens, count, how, uniform, state, made):
 
     # top_p: up to where the sum of weights reaches its share; min_p: up to where weights, which descend, pass it
     if thread == 0:
-        found[0] = int32(count)
+        shared_index[0] = int32(count)
     part = float64(0)
     for i in range(first, last):
         part += math.exp(float64(scores[i]) - high)
     below, total = shared_sums(part, sums, thread, THREADS)
     bound = how[TOP_P] * total
-    kept = int32(count)
+    candidates = int32(count)
     for i in range(first, last):
         weight = math.exp(float64(scores[i]) - high)
         below += weight
         if weight < how[MIN_P]:
-            kept = min(kept, int32(i))
+            candidates = min(candidates, int32(i))
         elif how[TOP_P] < 1.0 and below >= bound:
-            kept = min(kept, int32(i + 1))
-    cuda.atomic.min(found, 0, kept)
+            candidates = min(candidates, int32(i + 1))
+    cuda.atomic.min(shared_index, 0, candidates)
     cuda.syncthreads()
-    kept = max(found[0], int32(1))
+    candidates = max(shared_index[0], int32(1))
     cuda.syncthreads()
 
     # the draw, among what is left: the first index where the sum of weights passes a share of it
     if thread == 0:
-        found[0] = kept - int32(1)
+        shared_index[0] = candidates - int32(1)
     part = float64(0)
-    for i in range(first, min(last, kept)):
+    for i in range(first, min(last, candidates)):
         part += math.exp((float64(scores[i]) - high) / how[TEMPERATURE])
     below, total = shared_sums(part, sums, thread, THREADS)
     bound = uniform[state[STEP]] * total
-    drawn = kept - int32(1)
-    for i in range(first, min(last, kept)):
+    drawn = candidates - int32(1)
+    for i in range(first, min(last, candidates)):
         below += math.exp((float64(scores[i]) - high) / how[TEMPERATURE])
         if below > bound:
             drawn = min(drawn, int32(i))
-    cuda.atomic.min(found, 0, drawn)
+    cuda.atomic.min(shared_index, 0, drawn)
     cuda.syncthreads()
     if thread == 0:
-        finish(int32(tokens[found[0]]), scores[0], state, made)
+        finish(int32(tokens[shared_index[0]]), scores[0], state, drawn_ids)
 
 
 def greedy_blocks(vocab: int) -> int:
@@ -175,7 +175,7 @@ def greedy_blocks(vocab: int) -> int:
 @recipe
 def greedy_kernel(threads: int, dependent: bool = False) -> Kernel:
     """greedy(logits f32 [vocab], vocab, tops f32 and indices int32, a word per block, counter int32 [1], 0 before and
-    after, state, made)."""
+    after, state, drawn_ids)."""
     words = "int32[::1]"
     signature = f"void(float32[::1], int32, float32[::1], {words}, {words}, {words}, {words})"
     return _kernel(_greedy, threads, signature, dependent)
@@ -183,7 +183,7 @@ def greedy_kernel(threads: int, dependent: bool = False) -> Kernel:
 
 @recipe
 def draw_kernel(threads: int, dependent: bool = False) -> Kernel:
-    """draw(scores f32 [count], descending, tokens int64, count, how f64 [3], uniform f64 [steps], state, made)."""
+    """draw(scores f32 [count], descending, tokens int64, count, how f64 [3], uniform f64 [steps], state, drawn_ids)."""
     signature = "void(float32[::1], int64[::1], int32, float64[::1], float64[::1], int32[::1], int32[::1])"
     return _kernel(_draw, threads, signature, dependent)
 

@@ -92,7 +92,7 @@ def _joined(matrices: Sequence[Any], biases: Sequence[np.ndarray | None]) -> np.
 
 class Step:
     """`launches`, all but the sampling, and what they work on: `state` (see attention.py), `logits` f32 [vocab], and
-    `made` int32 [context + 1], the tokens drawn so far."""
+    `drawn` int32 [context + 1], the tokens drawn so far."""
 
     def __init__(
         self, weights: DeviceWeights, c: DecoderConfig, cache: KVCache, device: Device, precision: str, dependent: bool
@@ -105,7 +105,7 @@ class Step:
         self.device, self.precision = device, precision
         self.vocab = weights.output.rows
         self.state = zeros(device, attn.STATE, torch.int32)
-        self.made = zeros(device, self.cache.context + 1, torch.int32)
+        self.drawn = zeros(device, self.cache.context + 1, torch.int32)
         self.uniform = zeros(device, self.cache.context + 1, torch.float64)
         self.how = zeros(device, 3, torch.float64)
         self.x = zeros(device, c.hidden)
@@ -196,15 +196,15 @@ class Step:
         import torch
 
         device = self.device
-        state, made = view(self.state), view(self.made)
+        state, drawn = view(self.state), view(self.drawn)
         if count is None:
             blocks = sampling.greedy_blocks(self.vocab)
             best = [zeros(device, blocks), zeros(device, blocks, torch.int32), zeros(device, 1, torch.int32)]
-            arguments = [view(self.logits), np.int32(self.vocab), *(view(t) for t in best), state, made]
+            arguments = [view(self.logits), np.int32(self.vocab), *(view(t) for t in best), state, drawn]
             greedy = sampling.greedy_kernel(sampling.GREEDY_THREADS, self.dependent)
             return [lambda: greedy.launch(blocks, sampling.GREEDY_THREADS, device.stream(), *arguments)]
         scores, tokens = chosen = zeros(device, count), zeros(device, count, torch.int64)
-        arguments = [view(scores), view(tokens), np.int32(count), view(self.how), view(self.uniform), state, made]
+        arguments = [view(scores), view(tokens), np.int32(count), view(self.how), view(self.uniform), state, drawn]
         draw = sampling.draw_kernel(sampling.DRAW_THREADS, self.dependent)
 
         def sort() -> None:

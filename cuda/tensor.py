@@ -37,12 +37,12 @@ class CudaTensor(Product):
         self.name = tensor.name
         self.type = tensor.type
         self.shape = tensor.shape
-        found = devices.require(device)
+        gpu = devices.require(device)
         self.matrix: DeviceMatrix | FloatMatrix = (
-            FloatMatrix(tensor, found) if tensor.type in KINDS else DeviceMatrix.upload(tensor, found)
+            FloatMatrix(tensor, gpu) if tensor.type in KINDS else DeviceMatrix.upload(tensor, gpu)
         )
         self._multipliers: dict[str, Multiplier] = {}
-        self._place = torch.device(devices.torch_device(found))
+        self._torch_device = torch.device(devices.torch_device(gpu))
         self._bound: dict[Any, Callable[..., None]] = {}  # products that have run
         self._source = tensor
 
@@ -140,8 +140,8 @@ class CudaTensor(Product):
         """A product of the same type and shape as before, its arguments packed; None if more must be checked."""
         import torch
 
-        place = self._place
-        if x.device != place or not x.is_contiguous():
+        device = self._torch_device
+        if x.device != device or not x.is_contiguous():
             return None
         moved = []
         if bias is not None:
@@ -150,10 +150,10 @@ class CudaTensor(Product):
             moved.append(bias.data_ptr())
         if out is None:
             shape = (*x.shape[:-1], self.shape[0])
-            out = torch.empty(shape, dtype=torch.float32, device=place)
+            out = torch.empty(shape, dtype=torch.float32, device=device)
         elif (
             type(out) is not torch.Tensor
-            or out.device != place
+            or out.device != device
             or out.dtype != torch.float32
             or out.shape != (*x.shape[:-1], self.shape[0])
             or not out.is_contiguous()
@@ -166,9 +166,9 @@ class CudaTensor(Product):
     def _fits(self, bias: Any) -> bool:
         """Whether kernels can add it as it is."""
         shaped = devices.kind(bias) == "f32" and tuple(bias.shape) == self.shape[:1]
-        return shaped and bias.device == self._place and bool(bias.is_contiguous())
+        return shaped and bias.device == self._torch_device and bool(bias.is_contiguous())
 
-    def _check_place(self, what: str, tensor: Any) -> None:
+    def _check_device(self, what: str, tensor: Any) -> None:
         if not is_torch(tensor):
             raise BridgeError(f"{self.name}: {what} is a {type(tensor).__name__}; must be a torch tensor")
         wanted = devices.torch_device(self.matrix.device)
@@ -177,14 +177,14 @@ class CudaTensor(Product):
 
     def _input(self, x: Any, dimensions: int) -> Any:
         """x as a contiguous tensor [tokens, in] of one of the three types."""
-        self._check_place("x", x)
+        self._check_device("x", x)
         if devices.kind(x) is None:
             raise BridgeError(f"{self.name}: x has dtype {x.dtype}; must be float32, float16 or bfloat16")
         check_input(self, x, dimensions)
         return x.detach().contiguous().view(-1, self.shape[1])
 
     def _checked_bias(self, bias: Any) -> Any:
-        self._check_place("bias", bias)
+        self._check_device("bias", bias)
         if not self._fits(bias):
             raise BridgeError(
                 f"{self.name}: bias is {bias.dtype} {list(bias.shape)}; must be contiguous float32 [{self.shape[0]}]"
@@ -192,7 +192,7 @@ class CudaTensor(Product):
         return bias.detach()
 
     def _checked_out(self, out: Any, shape: tuple[int, ...]) -> Any:
-        self._check_place("out", out)
+        self._check_device("out", out)
         check_out(self, out, shape, devices.kind(out) == "f32" and out.is_contiguous())
         return out.detach()
 
@@ -217,17 +217,17 @@ class CudaTensor(Product):
         """
         import torch
 
-        place = devices.torch_device(self.matrix.device)
+        target = devices.torch_device(self.matrix.device)
         chosen = torch.as_tensor(indices)
-        there = is_torch(indices) and str(chosen.device) == place
+        on_device = is_torch(indices) and str(chosen.device) == target
         integers = not chosen.dtype.is_floating_point and chosen.dtype != torch.bool
-        check_indices(self, chosen, integers, read=not there)
-        chosen = chosen.to(place, torch.int64)
-        missing = (chosen < 0) | (chosen >= self.shape[0]) if there else None
+        check_indices(self, chosen, integers, read=not on_device)
+        chosen = chosen.to(target, torch.int64)
+        missing = (chosen < 0) | (chosen >= self.shape[0]) if on_device else None
         if missing is not None:
             chosen = chosen.masked_fill(missing, 0)
         chosen = chosen.to(torch.int32).contiguous()
-        out = torch.empty((len(chosen), self.shape[1]), device=place)
+        out = torch.empty((len(chosen), self.shape[1]), device=target)
         with self.matrix.device.active():
             dequantize.rows(self.matrix, chosen, out, len(chosen), self.matrix.memory.stream())
         return out if missing is None else out.masked_fill_(missing[:, None], float("nan"))

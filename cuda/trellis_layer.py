@@ -35,9 +35,9 @@ class CudaTrellisLayer:
         self._device = devices.require(device)
         code = Code.of(layer.book, layer.step, "cuda")
         self._fused = FusedOnDevice(layer.words, code, layer.positions, code.table(layer.book), self._device)
-        place = devices.torch_device(self._device)
-        self._su = torch.from_numpy(layer.su).to(place)
-        self._sv = torch.from_numpy(layer.sv * np.float32(code.unit)).to(place)
+        target = devices.torch_device(self._device)
+        self._su = torch.from_numpy(layer.su).to(target)
+        self._sv = torch.from_numpy(layer.sv * np.float32(code.unit)).to(target)
         self._fused.memory.tensors += self._su, self._sv
 
     @property
@@ -72,21 +72,21 @@ class CudaTrellisLayer:
         """
         import torch
 
-        place = devices.torch_device(self._device)
-        if not is_torch(x) or str(x.device) != place or not x.dtype.is_floating_point:
-            raise BridgeError(f"{self.name}: x is {_said(x)}; must be floats on {place}")
+        target = devices.torch_device(self._device)
+        if not is_torch(x) or str(x.device) != target or not x.dtype.is_floating_point:
+            raise BridgeError(f"{self.name}: x is {_described(x)}; must be floats on {target}")
         check_input(self, x, 2)
         out, columns = self.shape
-        values = torch.zeros((len(x), len(self._su)), device=place)
+        values = torch.zeros((len(x), len(self._su)), device=target)
         values[:, :columns] = x.detach().float() * self._su[:columns]
         rotations = self._source.rotations
         if rotations is not None:
-            values = _rotated(values, rotations[0], True, place)
-        y = torch.empty((len(x), len(self._sv)), device=place)
+            values = _rotated(values, rotations[0], True, target)
+        y = torch.empty((len(x), len(self._sv)), device=target)
         with self._device.active():
             self._fused.run(values.contiguous(), y, halves=x.dtype != torch.float32)
         if rotations is not None:
-            y = _rotated(y, rotations[1], False, place)
+            y = _rotated(y, rotations[1], False, target)
         return (y * self._sv)[:, :out].to(x.dtype)
 
 
@@ -98,29 +98,29 @@ def moved(layer: TrellisLayer, device: Any) -> CudaTrellisLayer:
 _known = devices.Moved(CudaTrellisLayer)
 
 
-def _said(x: Any) -> str:
+def _described(x: Any) -> str:
     return f"{x.dtype} on {x.device}" if is_torch(x) else type(x).__name__
 
 
-def _rotated(x: Any, rotation: Rotation, transposed: bool, place: str) -> Any:
+def _rotated(x: Any, rotation: Rotation, transposed: bool, device: str) -> Any:
     """Rows of x times a transform: see Rotation.rotate."""
     power = rotation.block // rotation.order
     a = 1 << (power.bit_length() - 1) // 2
     shaped = x.view(-1, rotation.order, a, power // a)
-    shaped = _matrix(a, True, place) @ shaped @ _matrix(power // a, True, place)
+    shaped = _matrix(a, True, device) @ shaped @ _matrix(power // a, True, device)
     if rotation.order > 1:
-        factor = _matrix(rotation.order, False, place)
+        factor = _matrix(rotation.order, False, device)
         flat = shaped.reshape(-1, rotation.order, power)
         shaped = (factor.T if transposed else factor) @ flat
     return shaped.reshape(x.shape) / rotation.block**0.5
 
 
 @cache
-def _matrix(size: int, sylvester: bool, place: str) -> Any:
+def _matrix(size: int, sylvester: bool, device: str) -> Any:
     """A Hadamard matrix as a tensor on the device."""
     import torch
 
     matrix = np.ones((1, 1), np.float32) if sylvester else np.array(had(size))
     while len(matrix) < size:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    return torch.from_numpy(matrix).to(place)
+    return torch.from_numpy(matrix).to(device)

@@ -69,9 +69,9 @@ def _split(vector, queries):
         one = bits_float(shared_4(vector, int32(2 * i)))
         other = bits_float(shared_4(vector, int32(2 * i + 1)))
         near = pack_f16(one, other)
-        at = mad(head, 4 * QUERY_PITCH - HEAD_DIM, int32(2 * i))
-        put_4(queries, at, near)
-        put_4(queries, int32(at + 1), pack_f16(one - low_half(near), other - high_half(near)))
+        index = mad(head, 4 * QUERY_PITCH - HEAD_DIM, int32(2 * i))
+        put_4(queries, index, near)
+        put_4(queries, int32(index + 1), pack_f16(one - low_half(near), other - high_half(near)))
 
 
 def _score(tile, queries, scores, count):
@@ -92,9 +92,9 @@ def _score(tile, queries, scores, count):
             c = mma_f16(c, even[0], even[1], even[2], even[3], key[0], key[1])
             c = mma_f16(c, odd[0], odd[1], odd[2], odd[3], key[2], key[3])
         if g < HEADS:
-            at = mad(g, TILE, int32(first + 2 * t))
-            put_4(scores, at, float_bits(c[0] + c[2]))
-            put_4(scores, int32(at + 1), float_bits(c[1] + c[3]))
+            index = mad(g, TILE, int32(first + 2 * t))
+            put_4(scores, index, float_bits(c[0] + c[2]))
+            put_4(scores, int32(index + 1), float_bits(c[1] + c[3]))
 
 
 def _weigh(scores, weights, highest, total, shrink, count, scale):
@@ -130,10 +130,10 @@ def _weigh(scores, weights, highest, total, shrink, count, scale):
 def _put_weights(weights, head, lane, one, other):
     """Store the weights of positions 2 * lane and the next: of 16, words t and t + 4 lie together."""
     near = pack_f16(one, other)
-    at = mad(bits(lane, 3, 3), 16, mad(bits(lane, 0, 3), 4, int32(2 * bits(lane, 2, 1))))
-    at = mad(head, WEIGHTS, at)
-    put_4(weights, at, near)
-    put_4(weights, int32(at + 1), pack_f16(one - low_half(near), other - high_half(near)))
+    index = mad(bits(lane, 3, 3), 16, mad(bits(lane, 0, 3), 4, int32(2 * bits(lane, 2, 1))))
+    index = mad(head, WEIGHTS, index)
+    put_4(weights, index, near)
+    put_4(weights, int32(index + 1), pack_f16(one - low_half(near), other - high_half(near)))
 
 
 def _add(tile, weights, shrink, count, sums):
@@ -182,10 +182,10 @@ def _put_sums(pieces, sums):
     for r in unroll(ROUNDS):
         item = int32(warp + r * WARPS)
         if item < GROUPS * SUBSETS and g < HEADS:
-            at = mad(mad(int32(item // GROUPS), HEADS, g), UNITS, mad(int32(item % GROUPS), 4, t))
+            index = mad(mad(int32(item // GROUPS), HEADS, g), UNITS, mad(int32(item % GROUPS), 4, t))
             put_16(
                 pieces,
-                at,
+                index,
                 (
                     float_bits(sums[8 * r] + sums[8 * r + 2]),
                     float_bits(sums[8 * r + 4] + sums[8 * r + 6]),
@@ -198,7 +198,7 @@ def _put_sums(pieces, sums):
 @cache
 def functions(s: AttentionShape) -> dict[str, Any]:
     """The functions above, for blocks of a shape."""
-    given = s.constants | {
+    scope = s.constants | {
         "QUARTERS": s.quads // 4,
         "SCORE_ROUNDS": -(-s.rows // (8 * s.warps)),
         "GROUPS": s.column_groups,
@@ -209,9 +209,9 @@ def functions(s: AttentionShape) -> dict[str, Any]:
     }
     name = f"mma_{s.form.head_dim}_{s.group}_{s.rows}_{s.threads}"
     if s.form.kind == "q8_0":
-        made = attention_mma_q8.functions(s)
+        ops = attention_mma_q8.functions(s)
     else:
-        made = {f.__name__[1:]: device_function(expand(f, name, **given)) for f in (_split, _score, _put_weights, _add)}
-    given["put_weights"] = made.pop("put_weights")
+        ops = {f.__name__[1:]: device_function(expand(f, name, **scope)) for f in (_split, _score, _put_weights, _add)}
+    scope["put_weights"] = ops.pop("put_weights")
     name += f"_{s.form.kind}"
-    return made | {f.__name__[1:]: device_function(expand(f, name, **given)) for f in (_weigh, _put_sums)}
+    return ops | {f.__name__[1:]: device_function(expand(f, name, **scope)) for f in (_weigh, _put_sums)}

@@ -75,10 +75,10 @@ def _split(vector, queries):
         other = bits_float(shared_4(vector, int32(2 * i + 1)))
         near = pack_f16(one, other)
         pair = int32(i % (HEAD_DIM // 2))  # of 16 in 32 columns: half, t, place
-        at = mad(bits(pair, 4, 0xFF), 16, mad(bits(pair, 1, 3), 4, mad(bits(pair, 3, 1), 2, bits(pair, 0, 1))))
-        at = mad(head, 4 * QUERY_PITCH, int32(2 * at))
-        put_4(queries, at, near)
-        put_4(queries, int32(at + 1), pack_f16(one - low_half(near), other - high_half(near)))
+        index = mad(bits(pair, 4, 0xFF), 16, mad(bits(pair, 1, 3), 4, mad(bits(pair, 3, 1), 2, bits(pair, 0, 1))))
+        index = mad(head, 4 * QUERY_PITCH, int32(2 * index))
+        put_4(queries, index, near)
+        put_4(queries, int32(index + 1), pack_f16(one - low_half(near), other - high_half(near)))
 
 
 def _score(tile, queries, scores, count):
@@ -108,17 +108,17 @@ def _score(tile, queries, scores, count):
             one += (c[0] + c[2]) * step_of(tile, position, b)
             other += (c[1] + c[3]) * step_of(tile, int32(position + 1), b)
         if g < HEADS:
-            at = mad(g, TILE, position)
-            put_4(scores, at, float_bits(one))
-            put_4(scores, int32(at + 1), float_bits(other))
+            index = mad(g, TILE, position)
+            put_4(scores, index, float_bits(one))
+            put_4(scores, int32(index + 1), float_bits(other))
 
 
 def _put_weights(weights, head, lane, one, other):
     """Store the weights of positions 2 * lane and the next: of 16, those of a lane of `add` lie together."""
-    at = mad(bits(lane, 3, 3), 16, mad(bits(lane, 0, 1), 8, bits(lane, 1, 3)))
-    at = mad(head, WEIGHTS, at)
-    put_4(weights, at, float_bits(one))
-    put_4(weights, int32(at + 4), float_bits(other))
+    index = mad(bits(lane, 3, 3), 16, mad(bits(lane, 0, 1), 8, bits(lane, 1, 3)))
+    index = mad(head, WEIGHTS, index)
+    put_4(weights, index, float_bits(one))
+    put_4(weights, int32(index + 4), float_bits(other))
 
 
 def _add(tile, weights, shrink, count, sums):
@@ -174,7 +174,7 @@ def _add(tile, weights, shrink, count, sums):
 @cache
 def functions(s: AttentionShape) -> dict[str, Any]:
     """The functions above, for blocks of a shape."""
-    given = s.constants | {
+    scope = s.constants | {
         "BLOCKS": s.form.head_dim // 32,
         "QUERY_PITCH": s.query_pitch,
         "SCORE_ROUNDS": -(-s.rows // (8 * s.warps)),
@@ -187,4 +187,4 @@ def functions(s: AttentionShape) -> dict[str, Any]:
         "halves": device_function(_halves),
     }
     name = f"mma_q8_{s.form.head_dim}_{s.group}_{s.rows}_{s.threads}"
-    return {f.__name__[1:]: device_function(expand(f, name, **given)) for f in (_split, _score, _put_weights, _add)}
+    return {f.__name__[1:]: device_function(expand(f, name, **scope)) for f in (_split, _score, _put_weights, _add)}

@@ -182,10 +182,10 @@ def _fitting(form: KVForm, group: int, cores: bool = False) -> AttentionShape | 
     cores too few registers."""
     rows = min(ROWS, _power(LOADS * THREADS // (form.row_words // 4)))
     while rows >= (16 if cores else 4):  # a tile's steps fill whole 16 bytes
-        found = AttentionShape(form, group, rows, cores)
-        spilled = cores and _SUMS * found.sums > found.registers
-        if found.threads <= 1024 and found.shared <= _SHARED and not spilled:
-            return found
+        candidate = AttentionShape(form, group, rows, cores)
+        spilled = cores and _SUMS * candidate.sums > candidate.registers
+        if candidate.threads <= 1024 and candidate.shared <= _SHARED and not spilled:
+            return candidate
         rows //= 2
     return None
 
@@ -197,12 +197,10 @@ def supported(head_dim: int, group: int, kind: str) -> bool:
 
 def shape(form: KVForm, group: int, capability: tuple[int, int] = (0, 0)) -> AttentionShape:
     """The shape of a supported block, on tensor cores where GPUs of a compute capability and the form have them."""
-    found = None
-    if capability >= _CORES and form.kind != "f32" and form.head_dim % 32 == 0 and group <= 8:
-        found = _fitting(form, group, True)
-    found = found or _fitting(form, group)
-    assert found is not None
-    return found
+    cores = capability >= _CORES and form.kind != "f32" and form.head_dim % 32 == 0 and group <= 8
+    chosen = (_fitting(form, group, True) if cores else None) or _fitting(form, group)
+    assert chosen is not None
+    return chosen
 
 
 def _power(n: int) -> int:

@@ -49,10 +49,10 @@ def _put_sums(pieces, sums):
     subset = int32(thread // (UNITS * CHUNKS))
     for j in unroll(SHARE):
         if subset < SUBSETS and chunk * SHARE + j < HEADS:
-            at = (subset * HEADS + chunk * SHARE + j) * UNITS + unit
+            index = (subset * HEADS + chunk * SHARE + j) * UNITS + unit
             put_16(
                 pieces,
-                int32(at),
+                int32(index),
                 (
                     float_bits(sums[4 * j]),
                     float_bits(sums[4 * j + 1]),
@@ -86,7 +86,7 @@ def _merge(pieces, parts, part_sums, highest, total, first, count):
     warp = thread >> 5
     lane = thread & 31
     sums = registers()
-    found = registers()
+    loaded = registers()
     high_of = registers()
     for r in range(HEAD_ROUNDS):
         head = r * WARPS + warp
@@ -98,8 +98,8 @@ def _merge(pieces, parts, part_sums, highest, total, first, count):
         weights = float32(0)
         if head < HEADS:
             for i in range(lane, count, 32):
-                at = (first + i) * (2 * HEADS) + head
-                weights += part_sums[at + HEADS] * math.exp(part_sums[at] - high)
+                index = (first + i) * (2 * HEADS) + head
+                weights += part_sums[index + HEADS] * math.exp(part_sums[index] - high)
         weights = warp_sum(weights)
         if head < HEADS and lane == 0:
             highest[head] = high
@@ -107,20 +107,20 @@ def _merge(pieces, parts, part_sums, highest, total, first, count):
     cuda.syncthreads()
     for item in range(thread, MERGERS * HEADS * UNITS, BLOCK):
         merger = item // (HEADS * UNITS)
-        at = item % (HEADS * UNITS)
-        head = at // UNITS
+        index = item % (HEADS * UNITS)
+        head = index // UNITS
         for e in unroll(4):
             sums[e] = float32(0)
         for i in range(merger, count, MERGERS * TOGETHER):
             for u in unroll(TOGETHER):
                 span = first + min(i + u * MERGERS, count - 1)
-                found[u] = load_16(parts, span * (HEADS * UNITS) + at)
+                loaded[u] = load_16(parts, span * (HEADS * UNITS) + index)
                 high_of[u] = part_sums[span * (2 * HEADS) + head]
             for u in unroll(TOGETHER):
                 if i + u * MERGERS < count:
                     w = math.exp(high_of[u] - highest[head])
                     for e in unroll(4):
-                        sums[e] += w * bits_float(found[u][e])
+                        sums[e] += w * bits_float(loaded[u][e])
         put_16(
             pieces, int32(item), (float_bits(sums[0]), float_bits(sums[1]), float_bits(sums[2]), float_bits(sums[3]))
         )
@@ -131,8 +131,8 @@ def _merge(pieces, parts, part_sums, highest, total, first, count):
 def functions(s: AttentionShape) -> dict[str, Any]:
     """The functions above, for blocks of a shape."""
     name = f"{s.form.head_dim}_{s.group}_{s.rows}_{s.threads}"
-    made = {"summed": device_function(expand(_summed, name, **s.constants))}
-    given = s.constants | made
+    ops = {"summed": device_function(expand(_summed, name, **s.constants))}
+    scope = s.constants | ops
     for function, waits in ((_put_sums, False), (_store_span, False), (_merge, True)):
-        made[function.__name__[1:]] = device_function(expand(function, name, **given), waits)
-    return made
+        ops[function.__name__[1:]] = device_function(expand(function, name, **scope), waits)
+    return ops

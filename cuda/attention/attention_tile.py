@@ -90,9 +90,9 @@ def _score(tile, queries, scores, count):
                 quad = int32(quad + 1)
             thread = bits(thread_x(), 0, BLOCK - 1)
             item = int32((thread >> 5) + r * WARPS)
-            at = mad(int32(item // SETS), SHARE * TILE, int32(item % SETS * 32 + (thread & 31)))
+            index = mad(int32(item // SETS), SHARE * TILE, int32(item % SETS * 32 + (thread & 31)))
             for j in unroll(SHARE):
-                put_4(scores, int32(at + j * TILE), float_bits(dot[j]))
+                put_4(scores, int32(index + j * TILE), float_bits(dot[j]))
 
 
 def _weigh(scores, weights, highest, total, shrink, count, scale):
@@ -112,8 +112,8 @@ def _weigh(scores, weights, highest, total, shrink, count, scale):
                 if i * 32 + lane < count:
                     x = float32(0)
                     for part in unroll(SLICES):
-                        at = mad(head, TILE, int32(part * (CHUNKS * SHARE * TILE) + i * 32 + lane))
-                        x += bits_float(shared_4(scores, at))
+                        index = mad(head, TILE, int32(part * (CHUNKS * SHARE * TILE) + i * 32 + lane))
+                        x += bits_float(shared_4(scores, index))
                     score[i] = x * scale
                 high = max(high, score[i])
         high = max(before, warp_max(high))
@@ -159,12 +159,12 @@ def _add(tile, weights, shrink, count, sums):
 def functions(s: AttentionShape) -> dict[str, Any]:
     """`fetch` and `stage` of kv_tile.py, `score`, `weigh` and `add`, for blocks of a shape."""
     form, tile = s.form, kv_functions(s)
-    given = s.constants | {
+    scope = s.constants | {
         "SLICE": -(-s.quads // s.slices),
         "FOURS": s.units // s.quads,
         "SCORE_ROUNDS": -(-s.sets * s.chunks * s.slices // s.warps),
         **tile,
     }
     name = f"{form.kind}_{form.head_dim}_{s.group}_{s.rows}_{s.threads}"
-    made = {f.__name__[1:]: device_function(expand(f, name, **given)) for f in (_score, _weigh, _add)}
-    return made | {name: tile[name] for name in ("fetch", "stage")}
+    ops = {f.__name__[1:]: device_function(expand(f, name, **scope)) for f in (_score, _weigh, _add)}
+    return ops | {name: tile[name] for name in ("fetch", "stage")}

@@ -140,22 +140,22 @@ def functions(
 ) -> dict[str, Any]:
     """`turn` and `keep` for blocks of a shape, or of another number of threads."""
     form, threads = shape.form, threads or shape.threads
-    kept, warps = -(-form.head_dim // 32), threads // 32
-    given = shape.constants
-    given |= {
+    blocks, warps = -(-form.head_dim // 32), threads // 32
+    scope = shape.constants
+    scope |= {
         "BLOCK": threads,
         "WARPS": warps,
         "HALF": rotated // 2,
         "STRIDE": 2 if neighbours else 1,
         "OTHER": 1 if neighbours else rotated // 2,
-        "NORM_ROUNDS": -(-(given["PADDED"] + 1) // warps),
-        "PER_LANE": kept,
+        "NORM_ROUNDS": -(-(scope["PADDED"] + 1) // warps),
+        "PER_LANE": blocks,
         "ROW_WORDS": form.row_words,
-        "KEPT": kept,
-        "KEPT_ROUNDS": -(-2 * kept // warps),
+        "KEPT": blocks,
+        "KEPT_ROUNDS": -(-2 * blocks // warps),
         "NORMED": normed,
         "QUANTIZED": form.kind == "q8_0",
     }
-    given["keep_one"] = device_function(expand(_keep_one, f"{form.kind}_{form.head_dim}", **given))
+    scope["keep_one"] = device_function(expand(_keep_one, f"{form.kind}_{form.head_dim}", **scope))
     name = f"{form.kind}_{form.head_dim}_{shape.group}_{rotated}_{int(neighbours)}{int(normed)}_{threads}"
-    return {f.__name__[1:]: device_function(expand(f, name, **given), True) for f in (_turn, _keep)}
+    return {f.__name__[1:]: device_function(expand(f, name, **scope), True) for f in (_turn, _keep)}

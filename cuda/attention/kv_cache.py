@@ -81,11 +81,11 @@ class KVForm:
     def load(self, part: Any, count: int, heads: int, dtype: Any) -> Any:
         """The first `count` rows of each head of a layer, [heads, count, head_dim]."""
         numbers, steps = self._split(part, heads)
-        found = numbers[:, :count]
+        values = numbers[:, :count]
         if steps is None:
-            return found.to(dtype)
+            return values.to(dtype)
         halves = steps[:, :count].to(dtype).repeat_interleave(2, dim=2)[:, :, : self.head_dim // 16]
-        return (found.unflatten(2, (-1, 16)) * halves[..., None]).flatten(2)  # heads may end in half a block
+        return (values.unflatten(2, (-1, 16)) * halves[..., None]).flatten(2)  # heads may end in half a block
 
     def _split(self, part: Any, heads: int) -> tuple[Any, Any]:
         """Numbers [heads, rows, head_dim] and steps [heads, rows, 2 * step_words] or None, as views."""

@@ -68,12 +68,12 @@ def _fetch(cache, row, stop, rows):
 def _stage(tile, held):
     """Write what `fetch` returned to shared memory."""
     thread = bits(thread_x(), 0, BLOCK - 1)
-    at = mad(int32(thread // QUADS), PITCH, int32(thread % QUADS))
+    index = mad(int32(thread // QUADS), PITCH, int32(thread % QUADS))
     for k in unroll(LOADS):
         i = int32(thread + k * BLOCK)
         if i < ROW_QUADS:
             if BLOCK % QUADS == 0:  # one address serves all
-                put_16_further(tile, at, k * (BLOCK // QUADS * PITCH), held[k])
+                put_16_further(tile, index, k * (BLOCK // QUADS * PITCH), held[k])
             else:
                 put_16(tile, mad(int32(i // QUADS), PITCH, int32(i % QUADS)), held[k])
     if KIND == "q8_0":  # noqa: SIM102  # decided when the kernel is made
@@ -135,7 +135,7 @@ def functions(shape: AttentionShape) -> dict[str, Any]:
     """The functions above for tiles of a shape; `floats` is a tuple, one for each four of a quad."""
     form, threads = shape.form, shape.threads
     loads = -(-shape.rows * shape.quads // threads)
-    given: dict[str, Any] = {
+    scope: dict[str, Any] = {
         **shape.constants,
         "ROW_QUADS": shape.rows * shape.quads,
         "STEP_QUADS": shape.rows * form.step_words // 4,
@@ -144,9 +144,9 @@ def functions(shape: AttentionShape) -> dict[str, Any]:
         "STEPS": shape.steps_at,
     }
     name = f"{form.kind}_{form.head_dim}_{shape.rows}_{threads}"
-    given["step_of"] = device_function(expand(_step, name, **given))
-    given["codes"] = device_function(expand(_codes, name))
-    made = {f.__name__[1:]: device_function(expand(f, name, **given)) for f in (_fetch, _stage, _quad_of, _four)}
-    made["step_of"] = given["step_of"]
+    scope["step_of"] = device_function(expand(_step, name, **scope))
+    scope["codes"] = device_function(expand(_codes, name))
+    ops = {f.__name__[1:]: device_function(expand(f, name, **scope)) for f in (_fetch, _stage, _quad_of, _four)}
+    ops["step_of"] = scope["step_of"]
     fours = range(form.head_dim // shape.quads // 4)
-    return made | {"floats": tuple(device_function(expand(_floats, f"{name}_{i}", FOUR=i, **given)) for i in fours)}
+    return ops | {"floats": tuple(device_function(expand(_floats, f"{name}_{i}", FOUR=i, **scope)) for i in fours)}

@@ -49,22 +49,22 @@ def _prepare(qkv, q_norm, k_norm, cos, sin, keys, values, queries, rows, start, 
     keep(vector, row, keys, values, kv_head, kv_heads, rows, position)
     for i in range(thread, HEADS * HEAD_DIM, THREADS):
         head = i // HEAD_DIM
-        at = ((kv_head * HEADS + head) * tokens + token) * HEAD_DIM + i % HEAD_DIM
+        index = ((kv_head * HEADS + head) * tokens + token) * HEAD_DIM + i % HEAD_DIM
         value = bits_float(shared_4(vector, int32(i)))
         if EXACT:
-            queries[at] = value
+            queries[index] = value
         else:
-            store_2(queries, at, to_half(value))
+            store_2(queries, index, to_half(value))
 
 
 @recipe
 def kernel(head_dim: int, group: int, rotated: int, neighbours: bool, normed: bool, exact: bool, kind: str) -> Kernel:
     """The kernel for heads of a shape, see attention.kernel; `exact`: queries are f32."""
     shape = attention_shape.shape(KVForm(kind, head_dim), group)
-    given = shape.constants
+    constants = shape.constants
     function = expand(
         _prepare, f"{head_dim}_{group}_{rotated}_{int(neighbours)}{int(normed)}{int(exact)}_{kind}", EXACT=exact,
-        THREADS=PREPARE_THREADS, **{name: given[name] for name in ("HEADS", "PADDED", "HEAD_DIM")},
+        THREADS=PREPARE_THREADS, **{name: constants[name] for name in ("HEADS", "PADDED", "HEAD_DIM")},
         **attention_vectors.functions(shape, rotated, neighbours, normed, PREPARE_THREADS),
     )  # fmt: skip
     reals, queries = "float32[::1]", "float32[::1]" if exact else "int16[::1]"
@@ -90,9 +90,9 @@ def attend(
     queries = torch.empty((c.kv_heads, group, n, c.head_dim), dtype=dtype, device=qkv.device)
     prepare = kernel(c.head_dim, group, c.rotated, c.graph.neighbours, normed, exact, form.kind)
     cos, sin = (part.reshape(-1) for part in angles)
-    given = [qkv, *(norm if normed else cos for norm in norms), cos, sin, keys, values, queries.reshape(-1)]
+    arrays = [qkv, *(norm if normed else cos for norm in norms), cos, sin, keys, values, queries.reshape(-1)]
     numbers = np.int32(form.rows(keys, c.kv_heads)), np.int32(start), np.float32(c.norm_eps)
-    prepare.launch((c.kv_heads, n), PREPARE_THREADS, device.stream(), *map(view, given), *numbers)
+    prepare.launch((c.kv_heads, n), PREPARE_THREADS, device.stream(), *map(view, arrays), *numbers)
     stored = (form.load(part, start + n, c.kv_heads, dtype)[:, None] for part in (keys, values))
     result = torch.nn.functional.scaled_dot_product_attention(
         queries, *(part.expand(-1, group, -1, -1) for part in stored), mask, is_causal=mask is None,
@@ -101,7 +101,7 @@ def attend(
     return result.permute(2, 0, 1, 3).reshape(n, -1)
 
 
-def mask_from(start: int, n: int, exact: bool, place: Any) -> Any:
+def mask_from(start: int, n: int, exact: bool, device: Any) -> Any:
     """What is added to the scores of n tokens from `start` on, of the queries' type, [n, start + n]: 0, or minus
     infinity where positions are later. None if torch's own causal mask does.
 
@@ -113,7 +113,7 @@ def mask_from(start: int, n: int, exact: bool, place: Any) -> Any:
     if not start:
         return None
     count = start + n
-    later = torch.full((n, -(-count // 8) * 8), -math.inf, dtype=_dtype(exact), device=place).triu_(start + 1)
+    later = torch.full((n, -(-count // 8) * 8), -math.inf, dtype=_dtype(exact), device=device).triu_(start + 1)
     return later[:, :count]
 
 

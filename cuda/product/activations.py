@@ -91,12 +91,12 @@ def _store(value, group, column, records):
     code, step = rounded(value)
     total = half_warp_sum(code)
     last = other_half(total)
-    at = (group >> 5) * TILE + column * RECORD + (lane >> 4) * 512 + (group & 31) * 16 + (lane & 15)
-    store_1(records, at, code)
+    index = (group >> 5) * TILE + column * RECORD + (lane >> 4) * 512 + (group & 31) * 16 + (lane & 15)
+    store_1(records, index, code)
     if lane == 0:
-        at = ((group >> 5) * TILE + column * RECORD + 1024 + (group & 31) * 8) // 4
-        store_4(records, at, float_bits(step))
-        store_4(records, at + 1, or_(bits(total, 0, 0xFFFF), shl(last, 16)))
+        index = ((group >> 5) * TILE + column * RECORD + 1024 + (group & 31) * 8) // 4
+        store_4(records, index, float_bits(step))
+        store_4(records, index + 1, or_(bits(total, 0, 0xFFFF), shl(last, 16)))
 
 
 def _store_exact(value, group, column, records):
@@ -177,8 +177,8 @@ class Records:
     def bind(self, x: Any, n: int, stream: Any) -> Launch:
         """A reusable launch that fills the records, its array 1, from x, its array 0."""
         kernel, *arguments = self._launch(x, n, stream)
-        found: Launch = kernel.bind(*arguments)
-        return found
+        bound: Launch = kernel.bind(*arguments)
+        return bound
 
     def _launch(self, x: Any, n: int, stream: Any, dependent: bool = False) -> tuple[Any, ...]:
         """A kernel, and the arguments of its `launch`."""

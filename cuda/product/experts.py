@@ -136,10 +136,10 @@ def launch(
             f"{columns}, of {matrices.columns}"
         )
     shape, blocks = work_of(first, 1, records.exact, shape, pairs)
-    made = kernel(
+    product = kernel(
         matrices.type, 1, shape, records.exact, ("silu_" if silu else "bias_" * (bias is not None)) + "chosen"
     )
-    made.launch(
+    product.launch(
         (blocks, pairs // columns, columns), (32, shape.warps), stream, matrices.buffer, first.room // 16,
         records.buffer, y, matrices.device.placeholder() if bias is None else bias, matrices.rows, first.units, chosen,
         pairs // columns,

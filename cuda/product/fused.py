@@ -73,10 +73,10 @@ def _value(state, table):
     if TABLE_BITS:
         y = state if MODE == "lut" else mad(state, state, state)
         right = 0 if MODE == "lut" else 15 - TABLE_BITS if MODE == "quantlut_sym" else 16 - TABLE_BITS
-        found = table[mad(bits(y, right, 2**TABLE_BITS - 1), VALUES, NUMBER)]
+        entry = table[mad(bits(y, right, 2**TABLE_BITS - 1), VALUES, NUMBER)]
         if MODE == "quantlut_sym" and NUMBER == 0:
-            return bits_float(xor(float_bits(found), shl(bits(y, 15, 1), 31)))
-        return found
+            return bits_float(xor(float_bits(entry), shl(bits(y, 15, 1), 31)))
+        return entry
     z = mad(state, FACTOR, ADDEND)
     if MODE == "3inst" or MODE == "mcg":
         z = xor(bits(z, 0, HALVES_MASK - 2**32), HALVES_FLIP)
@@ -113,27 +113,27 @@ def _fused(words, table, x, y, bases, members, places, out, columns):
     while column < int32(columns):
         base = (int32(row) * columns + column) * WORDS
         for j in unroll(HELD):
-            at = mad(word, 1, j)
-            held[j] = ahead_2(words, base + (sub(at, WORDS) if at >= WORDS else at))
+            index = mad(word, 1, j)
+            held[j] = ahead_2(words, base + (sub(index, WORDS) if index >= WORDS else index))
         if UNALIGNED:
             for j in unroll(HELD - 1):
                 held[j] = bits(or_(shl(held[j], 16), held[j + 1]), sub(16, offset), 0xFFFF)
         if not DECODED:
-            place = mad(column, 16, first_column)
+            x_column = mad(column, 16, first_column)
         for i in unroll(STATES):
             window = or_(shl(held[i * STEP // 16], 16), held[i * STEP // 16 + 1])
             state = bits(window, 32 - BITS - i * STEP % 16, 2**BITS - 1)
             for v in unroll(VALUES):
                 value[v] = value_of[v](state, table)
                 if DECODED:
-                    place = places[mad(lane, STATES * VALUES, i * VALUES + v)]
-                    to = (int32(row) * 16 + bits(place, 4, 15)) * (16 * columns) + mad(column, 16, bits(place, 0, 15))
+                    cell = places[mad(lane, STATES * VALUES, i * VALUES + v)]
+                    to = (int32(row) * 16 + bits(cell, 4, 15)) * (16 * columns) + mad(column, 16, bits(cell, 0, 15))
                     if HALVES:
                         store_2(out, to, to_half(value[v]))
                     else:
                         out[to] = value[v]
                 for t in unroll(TOKENS):
-                    factor = x[t, mad(place, 1, COLUMN[i * VALUES + v])]
+                    factor = x[t, mad(x_column, 1, COLUMN[i * VALUES + v])]
                     total[ROW[i * VALUES + v], t] = fma(value[v], factor, total[ROW[i * VALUES + v], t])
         column = mad(column, 1, SPLIT)
     if not DECODED:
@@ -232,8 +232,8 @@ class FusedOnDevice:
             return self._run_decoded(x, y, split, halves)
         for first in range(0, len(x), _MOST):
             part, out = x[first : first + _MOST], y[first : first + _MOST]
-            made = kernel(self.code, self.lanes.sums, self.lanes.columns, self.count, len(part), split)
-            made.launch(
+            fused = kernel(self.code, self.lanes.sums, self.lanes.columns, self.count, len(part), split)
+            fused.launch(
                 self.rows, (32, split), self.memory.stream(), self.words, self.table, view(part), view(out),
                 self.bases, self.members, self.columns,
             )  # fmt: skip
@@ -242,16 +242,16 @@ class FusedOnDevice:
         import torch
 
         dtype = torch.float16 if halves else torch.float32
-        given = halved(x, self.device) if halves else x
-        made = kernel(self.code, self.lanes.sums, self.lanes.columns, self.count, 0, split, halves)
+        values = halved(x, self.device) if halves else x
+        decode = kernel(self.code, self.lanes.sums, self.lanes.columns, self.count, 0, split, halves)
         step = max(1, min(self.rows, _PART // (256 * self.columns)))
         weights = torch.empty((16 * step, 16 * self.columns), dtype=dtype, device=y.device)
         for first in range(0, self.rows, step):
             count = min(step, self.rows - first)
             words = self.words[first * self.columns * self.count : (first + count) * self.columns * self.count]
             out = weights.view(torch.int16) if halves else weights
-            made.launch(
+            decode.launch(
                 count, (32, split), self.memory.stream(), words, self.table, self.places, view(out.reshape(-1)),
                 self.columns,
             )  # fmt: skip
-            y[:, 16 * first : 16 * (first + count)] = product(weights[: 16 * count], given)
+            y[:, 16 * first : 16 * (first + count)] = product(weights[: 16 * count], values)

@@ -64,11 +64,11 @@ def _gated_value(gate, up):
     return gate / (float32(1) + math.exp(min(-gate, float32(80)))) * up
 
 
-def _halve(x, weight, given, values, scale, columns, eps):
+def _halve(x, weight, factors, values, scale, columns, eps):
     thread = int32(cuda.threadIdx.x)
     token = int32(cuda.blockIdx.x)
     row = token * columns * 2 if GATE else token * columns
-    factor = given[token] if SCALED else float32(1)
+    factor = factors[token] if SCALED else float32(1)
     most = float32(0)
     squares = float32(0)
     value = registers()
@@ -114,8 +114,8 @@ def _halve(x, weight, given, values, scale, columns, eps):
 
 @recipe
 def kernel(way: str, scaled: bool = False) -> Kernel:
-    """The kernel halve(x, weight, given, values, scale, columns, eps): "plain", "norm", "gate", or "gate_in_turn"; x is
-    multiplied by `given` of its token where it is `scaled`."""
+    """The kernel halve(x, weight, factors, values, scale, columns, eps): "plain", "norm", "gate", or "gate_in_turn";
+    where it is `scaled`, a token's x is multiplied by its factor."""
     from bridge.cuda.toolchain.intrinsics import device_function
 
     scope = {"GATE": way.startswith("gate"), "IN_TURN": way == "gate_in_turn", "NORM": way == "norm"}
@@ -140,31 +140,31 @@ def normed(x: Any, weight: Any, eps: float, device: Device) -> Halves:
 def gated(both: Any, in_turn: bool, device: Device, scale: Any = None) -> Halves:
     """silu(gate) * up of f32 [n, 2 * columns]: gate first, or `in_turn` (gate, up) for every column; `scale` f32 [n],
     by which `both` is still to be multiplied, or None."""
-    return _launch("gate_in_turn" if in_turn else "gate", both, both.shape[1] // 2, device, given=scale)
+    return _launch("gate_in_turn" if in_turn else "gate", both, both.shape[1] // 2, device, factors=scale)
 
 
 def _launch(
-    way: str, x: Any, columns: int, device: Device, weight: Any = None, eps: float = 0.0, given: Any = None
+    way: str, x: Any, columns: int, device: Device, weight: Any = None, eps: float = 0.0, factors: Any = None
 ) -> Halves:
     import torch
 
     if SIMULATED:  # a thread of Python for each of a block, and for every token a block
-        return by_torch(way, x if given is None else x * given[:, None], weight, eps)
-    n, place = x.shape[0], x.device
-    made = Halves(torch.empty((n, columns), dtype=torch.float16, device=place), torch.empty(n, device=place))
-    kernel(way, given is not None).launch(
+        return by_torch(way, x if factors is None else x * factors[:, None], weight, eps)
+    n = x.shape[0]
+    halves = Halves(torch.empty((n, columns), dtype=torch.float16, device=x.device), torch.empty(n, device=x.device))
+    kernel(way, factors is not None).launch(
         n,
         _THREADS,
         device.stream(),
         view(x.reshape(-1)),
         device.placeholder() if weight is None else view(weight),
-        device.placeholder() if given is None else view(given),
-        view(made.values.reshape(-1)),
-        view(made.scale),
+        device.placeholder() if factors is None else view(factors),
+        view(halves.values.reshape(-1)),
+        view(halves.scale),
         columns,
         np.float32(eps),
     )
-    return made
+    return halves
 
 
 def floats_by_torch(way: str, x: Any, weight: Any = None, eps: float = 0.0) -> Any:

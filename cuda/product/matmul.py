@@ -88,12 +88,12 @@ class Multiplier:
 
         n, stream = x.shape[0], self.device.stream()
         records = self._records(matrix, n)
-        nbytes, place = records.buffer.nbytes, x.device
+        nbytes, device = records.buffer.nbytes, x.device
         quantize = records.bind(x, n, stream)
         multiply = matvec.bind(matrix, records, devices.view(y), n, stream, bias)
 
         def run(stream: int, x: int, y: int, *bias: int) -> None:
-            memory = torch.empty(nbytes, dtype=torch.uint8, device=place)  # reused behind these launches
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=device)  # reused behind these launches
             records = memory.data_ptr()
             quantize(stream, (0, x), (1, records))
             multiply(stream, (1, records), (2, y), *((3, address) for address in bias))
@@ -180,8 +180,8 @@ def _multiply(weight: Any, x: Any, y: Any, accumulate: bool, scaled: bool) -> No
     if plain and not accumulate and values.dtype != torch.float32 and _keeps_sums(weight):
         torch.mm(values, weight.T, out_dtype=torch.float32, out=y)
     elif not isinstance(x, Halves):
-        found = product(weight, x)
-        y.add_(found) if accumulate else y.copy_(found)
+        result = product(weight, x)
+        y.add_(result) if accumulate else y.copy_(result)
     elif not scaled:
         y.copy_(_sums(x.values, weight))
     elif accumulate:

@@ -50,7 +50,7 @@ class Recorded:
     gain, squares   f32 [rows], by which the values are multiplied, and the `sums` of a Normed, or neither
     """
 
-    made: Records
+    records: Records
     counters: Any
     gain: Any = None
     squares: Any = None
@@ -67,15 +67,15 @@ def launch(
     `dependent`: it may begin while the launch before it ends (launch.py).
     """
     epilogue = "_".join(name for name, wanted in (("bias", bias is not None), ("accumulate", accumulate)) if wanted)
-    made, *arguments = _launch(matrix, records, y, n, stream, bias, epilogue, shape, normed, recorded, dependent)
-    made.launch(*arguments)
+    product, *arguments = _launch(matrix, records, y, n, stream, bias, epilogue, shape, normed, recorded, dependent)
+    product.launch(*arguments)
 
 
 def bind(matrix: DeviceMatrix, records: Records, y: Any, n: int, stream: Any, bias: Any = None) -> Launch:
     """A reusable launch of y = W x + bias; its arrays are the weights, the records, y and the bias."""
-    made, *arguments = _launch(matrix, records, y, n, stream, bias, "" if bias is None else "bias", None)
-    found: Launch = made.bind(*arguments)
-    return found
+    product, *arguments = _launch(matrix, records, y, n, stream, bias, "" if bias is None else "bias", None)
+    bound: Launch = product.bind(*arguments)
+    return bound
 
 
 def launch_silu(
@@ -83,8 +83,8 @@ def launch_silu(
     normed: Normed | None = None, recorded: Recorded | None = None, dependent: bool = False,
 ) -> None:  # fmt: skip
     """Queue y[r] = silu(gate r . x) * (up r . x), the matrix uploaded with interleave; y float32 [n, rows/2]."""
-    made, *arguments = _launch(matrix, records, y, n, stream, None, "silu", shape, normed, recorded, dependent)
-    made.launch(*arguments)
+    product, *arguments = _launch(matrix, records, y, n, stream, None, "silu", shape, normed, recorded, dependent)
+    product.launch(*arguments)
 
 
 def check_columns(matrix: DeviceMatrix, records: Records, n: int) -> None:
@@ -126,7 +126,7 @@ def _launch(
         else:
             names.append("recorded" if recorded.gain is None else "recorded_gain")
             gain = (placeholder, placeholder) if recorded.gain is None else (recorded.gain, recorded.squares)
-            more += recorded.counters, *gain, recorded.made.buffer
+            more += recorded.counters, *gain, recorded.records.buffer
         epilogue = "_".join(names)
     return (
         kernel(matrix.type, 1 << (n - 1).bit_length(), shape, records.exact, epilogue, dependent),

@@ -97,11 +97,11 @@ float32 = np.float32
 
 
 def _product(
-    experts, weights, room_16, x, y, bias, rows, units, sums, eps, counters, gain, squares, made, skipped, chosen, used
+    experts, weights, room_16, x, y, bias, rows, units, sums, eps, counters, gain, squares, records, skip, chosen, used
 ):
     lane = thread_x()
     warp = thread_y()
-    block = sub(block_x(), int32(skipped)) if SECOND else block_x()
+    block = sub(block_x(), int32(skip)) if SECOND else block_x()
     start = mad(block, WARPS // SPLIT * ROWS, mad(bits(warp, SPLIT_LOG, 31), ROWS, 0))
     end = int32(units)
     if CHOSEN:
@@ -156,31 +156,31 @@ def _product(
             if EXACT:
                 for r in unroll(ROWS):
                     unit[r] = line(codes[r], lane_unit)
-                at = mad(tile, FLOAT_TILE // 16, lane_unit)
+                index = mad(tile, FLOAT_TILE // 16, lane_unit)
                 if LANES == 16:
-                    at = mad(first, FLOAT_RECORD // 16, at)
+                    index = mad(first, FLOAT_RECORD // 16, index)
                 if CHOSEN:
-                    at = int32(at + first_16)
+                    index = int32(index + first_16)
                 for k in unroll(8):  # words that share a factor follow one another
                     for r in unroll(ROWS):
                         weight[r] = lifted[k // 2 + k % 2 * 4](codes[r], unit[r])
                     for c in unroll(TOKENS):
-                        quad = cached_16f(x, at + (c * (FLOAT_RECORD // 16) + 32 * (k // 2 + k % 2 * 4)))
+                        quad = cached_16f(x, index + (c * (FLOAT_RECORD // 16) + 32 * (k // 2 + k % 2 * 4)))
                         for r in unroll(ROWS):
                             for j in unroll(4):
                                 total[r, c] += weight[r][j] * quad[j]
             else:
                 for r in unroll(ROWS):
                     unit[r] = unpack(codes[r], lane_unit)
-                at = mad(tile, TILE // 16, lane_unit)
+                index = mad(tile, TILE // 16, lane_unit)
                 if LANES == 16:
-                    at = mad(first, RECORD // 16, at)
+                    index = mad(first, RECORD // 16, index)
                 if CHOSEN:
-                    at = int32(at + first_16)
-                step = int32(at + at - lane_unit)
+                    index = int32(index + first_16)
+                step = int32(index + index - lane_unit)
                 for c in unroll(TOKENS):
-                    low = cached_16(x, at + c * (RECORD // 16))
-                    high = cached_16(x, at + (c * (RECORD // 16) + 32))
+                    low = cached_16(x, index + c * (RECORD // 16))
+                    high = cached_16(x, index + (c * (RECORD // 16) + 32))
                     scale = cached_8(x, step + (c * (RECORD // 8) + 128))
                     for r in unroll(ROWS):
                         total[r, c] += integer(unit[r], low, high, bits_float(scale[0]), scale[1])
@@ -192,7 +192,7 @@ def _product(
     lane = thread_x()
     warp = thread_y()
     team = bits(warp, SPLIT_LOG, 31)
-    block = sub(block_x(), int32(skipped)) if SECOND else block_x()
+    block = sub(block_x(), int32(skip)) if SECOND else block_x()
     start = mad(block, WARPS // SPLIT * ROWS, mad(team, ROWS, 0))
     first = mad(bits(lane, LANES_LOG, 1), TOKENS, 0)
     if SPLIT > 1:
@@ -255,10 +255,10 @@ def _product(
                 if lane == 0:
                     squares[group] = square
                 value *= gain[group * 32 + lane]
-            put(value, group, 0, made)
+            put(value, group, 0, records)
 
 
-_FUSED = "sums", "eps", "counters", "gain", "squares", "made"  # parameters of a product with the steps around it
+_FUSED = "sums", "eps", "counters", "gain", "squares", "records"  # parameters of a product with the steps around it
 OF_EXPERTS = "experts", "chosen", "used"
 
 
@@ -278,7 +278,7 @@ def kernel(type: str, n: int, shape: MatvecShape, exact: bool, epilogue: str, de
     if fused and (n > 1 or (32 << ("silu" in epilogue)) % (shape.warps // shape.split * shape.rows)):
         raise BridgeError(f"{type}: {n} columns, {shape} and records of 32 rows do not go together")
     chosen = "chosen" in epilogue
-    unused = ("skipped", *(() if fused else _FUSED), *(("weights",) if chosen else OF_EXPERTS))
+    unused = ("skip", *(() if fused else _FUSED), *(("weights",) if chosen else OF_EXPERTS))
     expanded = expanded_product(type, n, shape, exact, epilogue, dependent, unused)
     more = ", float32[::1], float32, int32[::1], float32[::1], float32[::1], uint8[::1]" if fused else ""
     more += ", int64[::1], int64" * chosen
@@ -290,14 +290,14 @@ def kernel(type: str, n: int, shape: MatvecShape, exact: bool, epilogue: str, de
 def expanded_product(
     type: str, n: int, shape: MatvecShape, exact: bool, epilogue: str, dependent: bool, without: tuple[str, ...]
 ) -> Any:
-    """What a kernel does, without some of its parameters; with `skipped` it is for blocks from that one on."""
+    """What a kernel does, without some of its parameters; with `skip` it is for blocks from that one on."""
     formulas = functions(type)
     suffix = f"{type}_{n}_{'f32' if exact else 'int8'}_{'_'.join(map(str, shape))}{epilogue and '_'}{epilogue}"
     suffix += "_dependent" * dependent
     # what the previous launch writes changes while a dependent kernel runs
     x = {"cached_8": load_8, "cached_16": load_16, "cached_16f": load_16f} if dependent else {}
     return expand(
-        _product, suffix, without=without, SECOND="skipped" not in without, DEPENDENT=dependent,
+        _product, suffix, without=without, SECOND="skip" not in without, DEPENDENT=dependent,
         NORMED="normed" in epilogue, RECORDED="recorded" in epilogue,
         GAIN="gain" in epilogue, MADE=shape.warps // shape.split * shape.rows >> ("silu" in epilogue),
         put=store_exact if exact else store, COLUMNS=n, TOKENS=min(n, COLUMNS_OF_A_LANE),

@@ -42,10 +42,10 @@ def kernel(
     """The kernel of two types for one column; `epilogue` names "bias" and "normed"."""
     from bridge.cuda.toolchain.launch import Kernel
 
-    unused = ("counters", "gain", "squares", "made", *OF_EXPERTS)
+    unused = ("counters", "gain", "squares", "records", *OF_EXPERTS)
     one, other = (
         device_function(expanded_product(type, 1, shape, exact, epilogue, dependent, without), True)
-        for type, shape, without in zip(types, shapes, ((*unused, "skipped"), unused), strict=True)
+        for type, shape, without in zip(types, shapes, ((*unused, "skip"), unused), strict=True)
     )
     name = "_".join([*types, *("".join(map(str, shape)) for shape in shapes), "f32" if exact else "int8"])
     name += f"_{epilogue}" * bool(epilogue) + "_dependent" * dependent
@@ -73,10 +73,10 @@ def launch(
     biases = (none, none) if bias is None else bias
     epilogue = "_".join(["bias"] * (bias is not None) + ["normed"] * (normed is not None))
     sums, eps = (none, 0.0) if normed is None else (normed.sums, normed.eps)
-    made = kernel((one.type, other.type), (shape, other_shape), records.exact, epilogue, dependent)
-    given = [
+    pair = kernel((one.type, other.type), (shape, other_shape), records.exact, epilogue, dependent)
+    parts = [
         (matrix.buffer, matrix.room // 16, out, offset, matrix.rows)
         for matrix, out, offset in zip(matrices, y, biases, strict=True)
     ]
     grid, block = blocks + others, (32, shape.warps)
-    made.launch(grid, block, stream, *given[0], *given[1], records.buffer, one.units, sums, np.float32(eps), blocks)
+    pair.launch(grid, block, stream, *parts[0], *parts[1], records.buffer, one.units, sums, np.float32(eps), blocks)

@@ -95,9 +95,9 @@ def shapes_to_try(matrix: DeviceMatrix, n: int, exact: bool = False) -> list[Mat
 
 def registers_of(type: str, n: int, shape: MatvecShape, exact: bool = False) -> int:
     """Registers that a thread of a kernel may have."""
-    found = _registers(shape.rows, shape.units)
-    if found == _MORE_REGISTERS and functions(type).layout.loads > _LOADS:
-        found = _MOST_REGISTERS
+    count = _registers(shape.rows, shape.units)
+    if count == _MORE_REGISTERS and functions(type).layout.loads > _LOADS:
+        count = _MOST_REGISTERS
     if n > COLUMNS_OF_A_LANE and functions(type).layout.fields:  # constants of tables stay in registers
-        found += 16 if exact else 8
-    return found
+        count += 16 if exact else 8
+    return count

@@ -119,7 +119,7 @@ def _product(weights, room_16, x, scale, y, bias, rows, units, tokens, per):
     stop = min(mad(step, 1, int32(per)), bits(mad(end, 1, 3), 2, 0x3FFFFFFF))
     first = mad(block_x(), WARPS * 16, mad(warp, 16, g))
     # beyond the last row or token the last one is repeated, and nothing of it is stored
-    at = mad(first, end, mad(step, 4, t))
+    unit_at = mad(first, end, mad(step, 4, t))
     last = int32(rows * end - 1)
     total = registers()
     for m in unroll(TILES):
@@ -139,14 +139,14 @@ def _product(weights, room_16, x, scale, y, bias, rows, units, tokens, per):
             if RAGGED:
                 unit = min(unit, int32(end - 1))
             for k in unroll(TILES * 4 // WARPS):
-                taken = min(int32(token + 2 * WARPS * k), last_token)
-                origin = mad(taken, mad(end, 4, 0), mad(unit, 4, piece))
+                source_token = min(int32(token + 2 * WARPS * k), last_token)
+                origin = mad(source_token, mad(end, 4, 0), mad(unit, 4, piece))
                 copy_16(tile, target + (b * TILES * 128 + k * WARPS * 32), x, origin)
         copies_end()
     held = registers()
     ahead = registers()
     for r in unroll(2):
-        held[r] = load(weights, room_16, min(mad(end, 8 * r, at), last))
+        held[r] = load(weights, room_16, min(mad(end, 8 * r, unit_at), last))
         ahead[r] = held[r]
     x_at = or_(mad(g, 16, t), shl(bits(g, 0, 1), 2))
     buffer = int32(0)
@@ -155,9 +155,9 @@ def _product(weights, room_16, x, scale, y, bias, rows, units, tokens, per):
     lines = registers()
     a = registers()
     while step < stop:
-        at = mad(at, 1, 4)
+        unit_at = mad(unit_at, 1, 4)
         if int32(step + 1) < stop:
-            ahead[0] = load(weights, room_16, min(at, last))
+            ahead[0] = load(weights, room_16, min(unit_at, last))
         copies_wait()
         cuda.syncthreads()
         if int32(step + 2) < stop:
@@ -165,8 +165,8 @@ def _product(weights, room_16, x, scale, y, bias, rows, units, tokens, per):
             if RAGGED:
                 unit = min(unit, int32(end - 1))
             for k in unroll(TILES * 4 // WARPS):
-                taken = min(int32(token + 2 * WARPS * k), last_token)
-                origin = mad(taken, mad(end, 4, 0), mad(unit, 4, piece))
+                source_token = min(int32(token + 2 * WARPS * k), last_token)
+                origin = mad(source_token, mad(end, 4, 0), mad(unit, 4, piece))
                 copy_16(tile, mad(target, 1, free) + k * WARPS * 32, x, origin)
         copies_end()
         for r in unroll(2):
@@ -178,7 +178,7 @@ def _product(weights, room_16, x, scale, y, bias, rows, units, tokens, per):
         for j in unroll(4):
             if j == 2:  # noqa: SIM102  # not earlier, for want of registers
                 if int32(step + 1) < stop:
-                    ahead[1] = load(weights, room_16, min(mad(end, 8, at), last))
+                    ahead[1] = load(weights, room_16, min(mad(end, 8, unit_at), last))
             for i in unroll(2):
                 for r in unroll(2):
                     quad = lifted[2 * ORDER[j] + i](codes[r], lines[r])
@@ -197,21 +197,21 @@ def _product(weights, room_16, x, scale, y, bias, rows, units, tokens, per):
     for m in unroll(TILES):
         for k in unroll(4):
             row = mad(first, 1, 8 * (k // 2))
-            made = mad(t, 2, 8 * m + k % 2)
-            if row < int32(rows) and made < int32(tokens):
-                at = mad(part, int32(tokens), made) if PARTIAL else made
-                put(y, at, row, total[m][k], bias, scale, made)
+            out_token = mad(t, 2, 8 * m + k % 2)
+            if row < int32(rows) and out_token < int32(tokens):
+                y_row = mad(part, int32(tokens), out_token) if PARTIAL else out_token
+                put(y, y_row, row, total[m][k], bias, scale, out_token)
 
 
-def _put(y, at, row, value, bias, scale, token):
-    """Store the sum of a row and a token in y[at, row], after the epilogue."""
+def _put(y, y_row, row, value, bias, scale, token):
+    """Store the sum of a row and a token in y[y_row, row], after the epilogue."""
     if SCALED:
         value *= scale[token]
     if BIAS:
         value += bias[row]
     if ACCUMULATE:
-        value += y[at, row]
-    y[at, row] = value
+        value += y[y_row, row]
+    y[y_row, row] = value
 
 
 def _combine(part, scale, bias, y, rows, tokens, parts):
@@ -292,8 +292,8 @@ def combiner(epilogue: str) -> Any:
 @cache
 def epilogue_of(names: str, without: tuple[str, ...] = ()) -> dict[str, Any]:
     """What a kernel's end needs by these names: constants, and `put`, without some of its parameters."""
-    given = {name.upper(): name in names for name in ("partial", "scaled", "bias", "accumulate")}
-    return given | {"put": device_function(expand(_put, names or "plain", without, **given))}
+    scope = {name.upper(): name in names for name in ("partial", "scaled", "bias", "accumulate")}
+    return scope | {"put": device_function(expand(_put, names or "plain", without, **scope))}
 
 
 def launch(
@@ -347,7 +347,7 @@ def launch_parts(
     wanted = {"scaled": scale is not None, "bias": bias is not None, "accumulate": accumulate}
     epilogue = "_".join(name for name in wanted if wanted[name])
     out = devices.view(y, apart=True)
-    scales, biases = (none if given is None else devices.view(given) for given in (scale, bias))
+    scales, biases = (none if tensor is None else devices.view(tensor) for tensor in (scale, bias))
     if parts == 1:
         return multiply(epilogue, out, scales, biases)
     sums = devices.view(torch.empty((parts * n, rows), device=y.device))

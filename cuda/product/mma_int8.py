@@ -135,7 +135,7 @@ def _product(weights, room_16, x, y, bias, rows, units, tokens, steps, per):
     stop = min(mad(step, 1, int32(per)), int32(steps))
     first = mad(block_y(), WARPS * 16, mad(warp, 16, g))
     # beyond the last row the last unit is repeated, and nothing of it is stored
-    at = mad(first, end, mad(step, 4, t))
+    unit_at = mad(first, end, mad(step, 4, t))
     last = int32(rows * end - 1)
     total = registers()
     for m in unroll(TILES):
@@ -156,7 +156,7 @@ def _product(weights, room_16, x, y, bias, rows, units, tokens, steps, per):
     copies_end()
     held = registers()
     for r in unroll(2):
-        held[r] = load(weights, room_16, min(mad(end, 8 * r, at), last))
+        held[r] = load(weights, room_16, min(mad(end, 8 * r, unit_at), last))
     unit = registers()
     factor = registers()
     less = registers()
@@ -194,10 +194,10 @@ def _product(weights, room_16, x, y, bias, rows, units, tokens, steps, per):
         for i in unroll(4):
             put_16_further(area, put_at, i, (word[0, i], word[1, i], word[0, i + 4], word[1, i + 4]))
         put_16(area, factors_at, (factor[0], less[0], factor[1], less[1]))
-        at = mad(at, 1, 4)
+        unit_at = mad(unit_at, 1, 4)
         if int32(step + 1) < stop:
             for r in unroll(2):
-                held[r] = load(weights, room_16, min(mad(end, 8 * r, at), last))
+                held[r] = load(weights, room_16, min(mad(end, 8 * r, unit_at), last))
         warp_meets()
         codes_at = mad(buffer, 2, lane)
         scales_at = mad(buffer, 1, mad(t, 1, 64))
@@ -219,17 +219,17 @@ def _product(weights, room_16, x, y, bias, rows, units, tokens, steps, per):
                 if FOLDED:
                     sums = mma_s8(start, mins[0], mins[1], mins[2], mins[3], b[0], b[1])
                 if WIDE:
-                    found = mma_s8(start, a[0], a[1], a[2], a[3], b[0], b[1])
+                    products = mma_s8(start, a[0], a[1], a[2], a[3], b[0], b[1])
                 else:
-                    found = mma_s8_short(start, a[0], a[1], b[0])
+                    products = mma_s8_short(start, a[0], a[1], b[0])
                     other = mma_s8_short(start, a[2], a[3], b[1])
                 for k in unroll(4):
                     dx = bits_float(both_x[k % 2 * 2])
                     dw = d1 if k > 1 else d0
                     if WIDE:
-                        value = float32(found[k])
+                        value = float32(products[k])
                     else:
-                        value = float32(mad(other[k], scale[k // 2, 1], mad(found[k], scale[k // 2, 0], 0)))
+                        value = float32(mad(other[k], scale[k // 2, 1], mad(products[k], scale[k // 2, 0], 0)))
                     if FOLDED:
                         value = fma(bits_float(own_factors[k // 2 * 2 + 1]), float32(sums[k]), dw * value)
                         total[m, k] = fma(value, dx, total[m, k])
@@ -245,8 +245,8 @@ def _product(weights, room_16, x, y, bias, rows, units, tokens, steps, per):
             row = mad(first, 1, 8 * (k // 2))
             token = mad(block_x(), 8 * TILES, mad(t, 2, 8 * m + k % 2))
             if row < int32(rows) and token < int32(tokens):
-                at = mad(part, int32(tokens), token) if PARTIAL else token
-                put(y, at, row, total[m, k], bias)
+                y_row = mad(part, int32(tokens), token) if PARTIAL else token
+                put(y, y_row, row, total[m, k], bias)
 
 
 @recipe
@@ -258,10 +258,10 @@ def kernel(type: str, tiles: int, warps: int, epilogue: str) -> Any:
     from bridge.cuda.toolchain.launch import Kernel
 
     formulas, block = functions(type), WRITTEN[type]
-    given = epilogue_of(epilogue, without=("scale", "token"))
+    scope = epilogue_of(epilogue, without=("scale", "token"))
     folded = type in _FOLDED
     expanded = expand(
-        _product, f"int8_{type}_{tiles}_{warps}{epilogue and '_'}{epilogue}", TILES=tiles, WARPS=warps, **given,
+        _product, f"int8_{type}_{tiles}_{warps}{epilogue and '_'}{epilogue}", TILES=tiles, WARPS=warps, **scope,
         # pieces of a warp: four units, and one or two for 8 pairs of rows and four units
         AREA=4 * _UNIT + 32 * (1 + folded), WIDE=folded or block.sum_span == 32, FOLDED=folded, MINS=block.has_min,
         LESS=block.is_k, load=formulas.load_rows, unpack=formulas.unpack, signed=formulas.signed,
@@ -283,8 +283,8 @@ def takes(matrix: DeviceMatrix, n: int) -> bool:
         return matrix.type in TYPES and n in _MEASURED[capability]
     if matrix.type not in TYPES or (capability not in _RATES and capability[0] not in (8, 12)):
         return False
-    _, here, there = clocks(matrix.type, capability, n)
-    return here < 0.95 * there
+    _, int8, halves = clocks(matrix.type, capability, n)
+    return int8 < 0.95 * halves
 
 
 @lru_cache(1 << 12)
@@ -296,12 +296,12 @@ def clocks(type: str, capability: tuple[int, int], n: int) -> tuple[float, float
     tiles = tiles_of(n)
     groups = -(-n // (TILE * tiles))
     conversions = groups * tiles * 512 * (2 if type in _FOLDED else 1)
-    here = max(memory, groups * (fixed + tiles * more) / _ISSUES, conversions / converted)
+    int8 = max(memory, groups * (fixed + tiles * more) / _ISSUES, conversions / converted)
     if n <= _MMA_TOKENS:
-        there = max(memory, (fixed_halves + -(-n // (2 * TILE)) * 2 * more_halves) / _ISSUES)
+        halves = max(memory, (fixed_halves + -(-n // (2 * TILE)) * 2 * more_halves) / _ISSUES)
     else:
-        there = memory + 4096 / through_memory + max(4096 / through_memory, 16 * 128 * n / halves_multiplied)
-    return memory, here, there
+        halves = memory + 4096 / through_memory + max(4096 / through_memory, 16 * 128 * n / halves_multiplied)
+    return memory, int8, halves
 
 
 def launch(

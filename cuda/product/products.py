@@ -100,9 +100,9 @@ class Stack:
     def _bound_pair(self, x: Vector, y: Any, normed: Normed | None, dependent: bool) -> Call:
         """A call for the first two matrices."""
         matrices: Any = tuple(matrix for _, matrix in self.parts[:2])
-        places = [slice(first, first + matrix.rows) for first, matrix in self.parts[:2]]
-        rows: Any = tuple(view(y[place].reshape(1, -1)) for place in places)
-        bias: Any = None if self.bias is None else tuple(view(self.bias[place]) for place in places)
+        parts = [slice(first, first + matrix.rows) for first, matrix in self.parts[:2]]
+        rows: Any = tuple(view(y[part].reshape(1, -1)) for part in parts)
+        bias: Any = None if self.bias is None else tuple(view(self.bias[part]) for part in parts)
 
         def launch() -> None:
             stream = self.multiplier.device.stream()

@@ -112,7 +112,7 @@ def _record(x, weight, records, tokens, columns, tiles, steps, eps):
     tile = int32(tile - group * int32(tiles))
     token_in_tile = bits(token, 0, 7)
     # byte 4 w + j of a block is byte j of word w: words go to places 0, 2, 4, 6, 1, 3, 5, 7
-    place = or_(or_(shl(bits(lane, 2, 3), 3), shl(bits(lane, 4, 1), 2)), bits(lane, 0, 3))
+    byte = or_(or_(shl(bits(lane, 2, 3), 3), shl(bits(lane, 4, 1), 2)), bits(lane, 0, 3))
     for k in range(_TURNS):
         block = mad(block_y(), _WARPS * _TURNS, mad(int32(k), _WARPS, warp))
         if block < int32(steps) * 4:
@@ -124,12 +124,12 @@ def _record(x, weight, records, tokens, columns, tiles, steps, eps):
                     value *= weight[i]
             code, step = rounded(value)
             total = warp_sum(code)
-            at = mad(mad(group, int32(steps), bits(block, 2, 0x0FFFFFFF)), int32(tiles), tile) * CHUNK
-            store_1(records, at + (bits(block, 0, 3) * 256 + token_in_tile * 32 + place), code)
+            index = mad(mad(group, int32(steps), bits(block, 2, 0x0FFFFFFF)), int32(tiles), tile) * CHUNK
+            store_1(records, index + (bits(block, 0, 3) * 256 + token_in_tile * 32 + byte), code)
             if lane == 0:
-                at = (at + 1024 + bits(block, 0, 3) * 64 + token_in_tile * 8) // 4
-                store_4(records, at, float_bits(step))
-                store_4(records, at + 1, float_bits(step * float32(total)))
+                index = (index + 1024 + bits(block, 0, 3) * 64 + token_in_tile * 8) // 4
+                store_4(records, index, float_bits(step))
+                store_4(records, index + 1, float_bits(step * float32(total)))
 
 
 @recipe
@@ -151,26 +151,26 @@ def recorded(
     import torch
 
     n, columns = x.shape[0], x.shape[1] // (2 if way.startswith("gate") else 1)
-    found = kind(x)
-    if columns % 32 or found is None or (way != "plain" and found != "f32"):
+    x_kind = kind(x)
+    if columns % 32 or x_kind is None or (way != "plain" and x_kind != "f32"):
         raise BridgeError(f"x is {x.dtype} {list(x.shape)}; must be floats of a multiple of 32 columns")
     if SIMULATED:  # a thread of Python for each of a block, which may not part before a barrier
         x, way = floats_by_torch(way, x, weight, eps).contiguous(), "plain"
-    made = TokenRecords(None, n, columns, tiles)
+    records = TokenRecords(None, n, columns, tiles)
     tokens = -(-n // (TILE * tiles)) * TILE * tiles
-    nbytes = tokens // TILE * made.steps * CHUNK
-    made = made._replace(buffer=torch.empty(nbytes, dtype=torch.uint8, device=x.device))
-    kernel(way, found).launch(
-        (tokens, -(-made.steps * BLOCKS // (_WARPS * _TURNS))),
+    nbytes = tokens // TILE * records.steps * CHUNK
+    records = records._replace(buffer=torch.empty(nbytes, dtype=torch.uint8, device=x.device))
+    kernel(way, x_kind).launch(
+        (tokens, -(-records.steps * BLOCKS // (_WARPS * _TURNS))),
         (32, _WARPS),
         device.stream(),
         view(x.reshape(-1)),
         device.placeholder() if weight is None else view(weight),
-        view(made.buffer),
+        view(records.buffer),
         n,
         columns,
         tiles,
-        made.steps,
+        records.steps,
         np.float32(eps),
     )
-    return made
+    return records

@@ -115,19 +115,19 @@ def known(source: Source, capability: Capability) -> Code | None:
     if capability not in source.codes:
         name = digest(source)
         stored = (_stored(folder / name) for folder in _folders(capability))
-        if (found := next(filter(None, stored), None)) is None:
+        if (machine_code := next(filter(None, stored), None)) is None:
             return None
-        source.codes[capability] = found
+        source.codes[capability] = machine_code
     return source.codes[capability]
 
 
 def compiled(source: Source, capability: Capability) -> Code:
     """A kernel's machine code, compiled now and kept for the next time; raises as `code` does."""
-    found = source.codes[capability] = _compiled(source, capability)
-    if (own := folder(capability)) is not None:
+    machine_code = source.codes[capability] = _compiled(source, capability)
+    if (local := folder(capability)) is not None:
         with suppress(OSError, BridgeError):  # a home that is full or cannot be written to: compiled again next time
-            _store(own / digest(source), found)
-    return found
+            _store(local / digest(source), machine_code)
+    return machine_code
 
 
 def ptx_of(source: Source, capability: Capability) -> str:
@@ -212,8 +212,8 @@ def _compiled(source: Source, capability: Capability) -> Code:
     ptx = ptx_of(source, capability)
     head = re.search(r"\.entry (\w+)\((.*?)\)", ptx, re.DOTALL)
     assert head is not None
-    taken = [int(bits) // 8 for bits in re.findall(r"\.param \.[a-z](\d+)", head[2])]
-    if taken != [ctypes.sizeof(scalar(element)) for element, _ in parameters(_entry_text(source)[1])]:
+    passed = [int(bits) // 8 for bits in re.findall(r"\.param \.[a-z](\d+)", head[2])]
+    if passed != [ctypes.sizeof(scalar(element)) for element, _ in parameters(_entry_text(source)[1])]:
         raise BridgeError(
             f"{source.name}: this numba-cuda passes arguments in another form than the kernels are launched with; "
             "pip install 'numba-cuda>=0.30.4,<0.31'"
@@ -235,13 +235,13 @@ def _entry(source: Source) -> tuple[Callable[..., None], str]:
 
 def _entry_text(source: Source) -> tuple[str, str]:
     """Its text, and its signature: of an array the address, then the sizes if there are two."""
-    taken, types, given = [], [], []
+    all_names, types, arguments = [], [], []
     for i, (element, dimensions) in enumerate(parameters(source.signature)):
         names = [f"p{i}", f"rows{i}", f"columns{i}"] if dimensions > 1 else [f"p{i}"]
-        taken += names
+        all_names += names
         types += ["uint64", "int64", "int64"][: len(names)] if dimensions else [element]
-        given.append(f"{element}_{dimensions}({', '.join(names)})" if dimensions else names[0])
-    text = f"def {source.name}({', '.join(taken)}):\n    kernel({', '.join(given)})\n"
+        arguments.append(f"{element}_{dimensions}({', '.join(names)})" if dimensions else names[0])
+    text = f"def {source.name}({', '.join(all_names)}):\n    kernel({', '.join(arguments)})\n"
     return text, f"void({', '.join(types)})"
 
 
@@ -250,9 +250,9 @@ def _entry_text(source: Source) -> tuple[str, str]:
 
 def folder(capability: Capability) -> Path | None:
     """Where machine code is kept that the installed versions have compiled; None where it cannot be."""
-    given = os.environ.get("NUMBA_CACHE_DIR")
+    named = os.environ.get("NUMBA_CACHE_DIR")
     try:
-        every = (Path(given) if given else cache_folder()) / "cubins"
+        every = (Path(named) if named else cache_folder()) / "cubins"
     except BridgeError:
         return None
     return every / f"{_name(capability)}-{_versions()}"
@@ -260,31 +260,31 @@ def folder(capability: Capability) -> Path | None:
 
 def elsewhere(capability: Capability) -> Path | None:
     """Where machine code is that was compiled elsewhere; None where BRIDGE_KERNELS names no folder."""
-    given = os.environ.get("BRIDGE_KERNELS")
-    return Path(given) / _name(capability) if given else None
+    named = os.environ.get("BRIDGE_KERNELS")
+    return Path(named) / _name(capability) if named else None
 
 
 def count_elsewhere(capability: Capability) -> int:
     """How many kernels are there."""
-    found = elsewhere(capability)
-    return 0 if found is None else len(list(found.glob("*")))
+    path = elsewhere(capability)
+    return 0 if path is None else len(list(path.glob("*")))
 
 
-def keep(source: Source, capability: Capability, given: Path) -> None:
+def keep(source: Source, capability: Capability, path: Path) -> None:
     """Store a kernel's machine code in a folder for BRIDGE_KERNELS. Raises as `code` does, and OSError."""
-    _store(given / _name(capability) / digest(source), code(source, capability))
+    _store(path / _name(capability) / digest(source), code(source, capability))
 
 
 def any_kept() -> bool:
     """Whether there are kernels that need no compiler, for any compute capability."""
-    given, own = os.environ.get("BRIDGE_KERNELS"), folder((0, 0))
-    if given and any(Path(given).glob("*/*")):
+    named, local = os.environ.get("BRIDGE_KERNELS"), folder((0, 0))
+    if named and any(Path(named).glob("*/*")):
         return True
-    return own is not None and any(own.parent.glob(f"*-{_versions()}/*"))
+    return local is not None and any(local.parent.glob(f"*-{_versions()}/*"))
 
 
 def _folders(capability: Capability) -> list[Path]:
-    return [found for found in (elsewhere(capability), folder(capability)) if found is not None]
+    return [path for path in (elsewhere(capability), folder(capability)) if path is not None]
 
 
 def _name(capability: Capability) -> str:
@@ -300,10 +300,10 @@ def _stored(path: Path) -> Code | None:
     return None
 
 
-def _store(path: Path, made: Code) -> None:
+def _store(path: Path, machine_code: Code) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    head = f"{made.entry} {hashlib.sha256(made.cubin).hexdigest()}\n"
-    write_bytes(path, head.encode() + made.cubin)
+    head = f"{machine_code.entry} {hashlib.sha256(machine_code.cubin).hexdigest()}\n"
+    write_bytes(path, head.encode() + machine_code.cubin)
 
 
 @cache

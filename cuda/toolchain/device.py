@@ -326,12 +326,12 @@ class Moved:
 
     def get(self, source: Any, device: Any) -> Any:
         """The one for a device, by name or as torch's; made now if there is none. Raises as `require` does."""
-        found = require(device)
+        gpu = require(device)
         with self._lock:
-            made = self._known.get((id(source), found))
-            if made is None:
-                made = self._known[id(source), found] = self._make(source, found)
-            return made
+            moved = self._known.get((id(source), gpu))
+            if moved is None:
+                moved = self._known[id(source), gpu] = self._make(source, gpu)
+            return moved
 
 
 def torch_device(device: Device) -> str:

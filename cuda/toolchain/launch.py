@@ -105,19 +105,19 @@ class Kernel(compiler.Source):
             raise BridgeError(
                 f"{self.name} is not compiled yet and the stream is being captured; run the product once first"
             )
-        kept, place = compiler.known(self, device.capability), "{}.{}".format(*device.capability)
-        loading = step = f"loading {self.name}, compiled for {place}"
+        stored, target = compiler.known(self, device.capability), "{}.{}".format(*device.capability)
+        loading = step = f"loading {self.name}, compiled for {target}"
         try:
-            if kept is not None:
+            if stored is not None:
                 try:
-                    return _loaded(kept)
+                    return _loaded(stored)
                 except Exception as problem:
                     if not compiler.of_versions(problem):
                         raise
-            step = f"compiling {self.name} for {place}"  # also what another toolkit has made and the driver refuses
-            made = compiler.compiled(self, device.capability)
+            step = f"compiling {self.name} for {target}"  # also what another toolkit has made and the driver refuses
+            compiled = compiler.compiled(self, device.capability)
             step = loading
-            return _loaded(made)
+            return _loaded(compiled)
         except BridgeError:
             raise
         except Exception as problem:
@@ -167,14 +167,14 @@ def packed(parameters: Sequence[tuple[Any, int]], arguments: Sequence[Any]) -> t
     """
     numbers: list[Any] = []
     addresses = []
-    for (kind, dimensions), given in zip(parameters, arguments, strict=True):
+    for (kind, dimensions), argument in zip(parameters, arguments, strict=True):
         if not dimensions:
-            numbers.append(kind(given))
+            numbers.append(kind(argument))
             continue
         addresses.append(len(numbers))
-        numbers.append(given.data_ptr())
+        numbers.append(argument.data_ptr())
         if dimensions > 1:
-            numbers += given.size(0), given.stride(0)
+            numbers += argument.size(0), argument.stride(0)
     return numbers, addresses
 
 
@@ -221,12 +221,12 @@ class Graph:
         """`state`: the tensor with a step's position; it is restored after the first run, made for its side effects."""
         import torch
 
-        kept = state.clone()
+        saved = state.clone()
         stream = torch.cuda.Stream(state.device)
         stream.wait_stream(torch.cuda.current_stream(state.device))
         with torch.cuda.stream(stream):
             step()
-            state.copy_(kept)
+            state.copy_(saved)
         stream.synchronize()
         self._graph = captured(step, stream)
         torch.cuda.current_stream(state.device).wait_stream(stream)

@@ -112,9 +112,9 @@ def kept(value):
 
 def prmt(word, other, selector):
     """The bytes that the selector's nibbles choose: 0..3 of the first word, 4..7 of the second; 8 more, its sign."""
-    places = [_unsigned(selector) >> 4 * i & 15 for i in range(4)]
-    chosen = np.array([word, other], np.int32).view(np.int8)[[place & 7 for place in places]]
-    return np.where(np.array(places) > 7, chosen >> 7, chosen).astype(np.int8).view(np.int32)[0]
+    indices = [_unsigned(selector) >> 4 * i & 15 for i in range(4)]
+    chosen = np.array([word, other], np.int32).view(np.int8)[[i & 7 for i in indices]]
+    return np.where(np.array(indices) > 7, chosen >> 7, chosen).astype(np.int8).view(np.int32)[0]
 
 
 def or_(one, other):
@@ -220,15 +220,15 @@ def _exchange(value: Any, make: Callable[[list[Any]], Any] = list) -> tuple[int,
     thread = _thread()
     thread.exchanges = getattr(thread, "exchanges", 0) + 1
     # two buffers in turn: a thread that reuses one has seen all threads arrive at the other
-    given = thread._manager.__dict__.setdefault(f"given_{thread.exchanges % 2}", {})
-    given[thread.thread_id] = value
+    values = thread._manager.__dict__.setdefault(f"exchanged_{thread.exchanges % 2}", {})
+    values[thread.thread_id] = value
     thread.syncthreads()
     first = thread.thread_id // 32 * 32
-    made = thread._manager.__dict__.setdefault("made", {})
+    results = thread._manager.__dict__.setdefault("exchange_results", {})
     key = first, thread.exchanges
-    if key not in made:
-        made[key] = make([given[i] for i in range(first, first + 32)])
-    return thread.thread_id % 32, made[key]
+    if key not in results:
+        results[key] = make([values[i] for i in range(first, first + 32)])
+    return thread.thread_id % 32, results[key]
 
 
 def _butterfly(value: Any, masks: tuple[int, ...], combine: Callable[..., Any]) -> Any:
@@ -265,8 +265,8 @@ def other_half(value):
     return warp[lane ^ 16]
 
 
-def copy_16(shared, at, array, index):
-    store_16(shared, at, cached_16(array, index))
+def copy_16(shared, target, array, index):
+    store_16(shared, target, cached_16(array, index))
 
 
 def copies_end():

@@ -72,10 +72,10 @@ class _Expander(ast.NodeTransformer):
                 ast.Name(f"{family.id}_{i}", ast.Load()) for i in range(ast.literal_eval(self.visit(count)))
             ]
             parts = [ast.Tuple(names[i : i + _DISPLAY], ast.Load()) for i in range(0, len(names), _DISPLAY)]
-            whole: ast.expr = parts[0]
+            joined: ast.expr = parts[0]
             for part in parts[1:]:
-                whole = ast.BinOp(whole, ast.Add(), part)
-            return ast.copy_location(whole, node)
+                joined = ast.BinOp(joined, ast.Add(), part)
+            return ast.copy_location(joined, node)
         return self.generic_visit(node)  # type: ignore[return-value]
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
@@ -140,8 +140,8 @@ def expand(function: Callable[..., Any], suffix: str, without: tuple[str, ...] =
     definition = _definition(function)
     module = {**function.__globals__, **scope}
     definition.args.args = [argument for argument in definition.args.args if argument.arg not in without]
-    given = {argument.arg for argument in definition.args.args}
-    constants = {name: value for name, value in module.items() if name not in given}
+    parameters = {argument.arg for argument in definition.args.args}
+    constants = {name: value for name, value in module.items() if name not in parameters}
     expander = _Expander(constants)
     definition.name = f"{function.__name__}_{suffix}"
     definition.body = expander._block(definition.body)

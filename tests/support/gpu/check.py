@@ -138,9 +138,9 @@ class Products:
             product = torch.from_numpy(self.tokens[id(records.buffer)][1] @ self.weights[id(matrix)].T)
             y.copy_(product + (0 if bias is None else bias) + (y if accumulate else 0))
 
-        def scaled(way: str, x: Any, columns: int, device: Any, *more: Any, given: Any = None) -> Any:
-            scale(way, x, columns, device, *more, given=given)
-            return halves.by_torch(way, x if given is None else x * given[:, None], *more)
+        def scaled(way: str, x: Any, columns: int, device: Any, *more: Any, factors: Any = None) -> Any:
+            scale(way, x, columns, device, *more, factors=factors)
+            return halves.by_torch(way, x if factors is None else x * factors[:, None], *more)
 
         def tiled(matrix: Any, first: int, count: int, out: Any, stream: Any) -> None:
             tile(matrix, first, count, out, stream)
