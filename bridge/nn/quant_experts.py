@@ -8,6 +8,7 @@ see cuda/product/experts.py. Routers and shared experts are the model's own modu
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import chain
 from typing import Any, Self
 
 import torch
@@ -101,20 +102,17 @@ class ExpertStack:
 
     def prepare(self, release: bool = False) -> Self:
         """Repack all matrices for this CPU, as `QuantTensor.prepare` does."""
-        for network in self.networks:
-            for matrix in network:
-                matrix.prepare(release)
+        for matrix in chain.from_iterable(self.networks):
+            matrix.prepare(release)
         return self
 
     def unprepare(self) -> None:
-        for network in self.networks:
-            for matrix in network:
-                matrix.unprepare()
+        for matrix in chain.from_iterable(self.networks):
+            matrix.unprepare()
 
     def release_raw(self) -> None:
-        for network in self.networks:
-            for matrix in network:
-                matrix.release_raw()
+        for matrix in chain.from_iterable(self.networks):
+            matrix.release_raw()
 
     def to(self, device: Any) -> "ExpertStack":
         """The stack on another device; on the CPU it is the one that was moved from there."""
@@ -122,8 +120,7 @@ class ExpertStack:
             return self
         if str(device) == "cpu":
             return self.origin
-        moved: ExpertStack = _moved().get(self, device)
-        return moved
+        return _moved().get(self, device)
 
     origin: "ExpertStack"
 
@@ -153,8 +150,7 @@ class ExpertStack:
             lambda x, matrix=matrix, part=part: self._affine(matrix, x, part, expert, precision)
             for part, matrix in enumerate(self.networks[expert])
         )
-        y: torch.Tensor = down(self.activation(*(matrix(x) for matrix in inner)))
-        return y
+        return down(self.activation(*(matrix(x) for matrix in inner)))
 
     def _affine(self, matrix: Any, x: torch.Tensor, part: int, expert: int, precision: str) -> torch.Tensor:
         return multiply_on(matrix, x, precision, None if self.biases is None else self.biases[part][expert])
@@ -189,10 +185,8 @@ class StackOnDevice(ExpertStack):
             ]
             networks = [tuple(stack[e] for stack in self.stacks) for e in range(len(networks))]
         else:
-            networks, activation = (
-                [tuple(m.to(name) for m in network) for network in origin.networks],
-                origin.activation,
-            )
+            activation = origin.activation
+            networks = [tuple(m.to(name) for m in network) for network in origin.networks]
         super().__init__(networks, activation, biases)
         self.device = name
         self._biases = cuda("toolchain.device").Memory(device, *(biases or ()))
@@ -213,9 +207,8 @@ class StackOnDevice(ExpertStack):
         if self.swiglu:
             y = inner[0].multiply(records, numbers, silu=True)
         else:
-            y = self.activation(
-                *(m.multiply(records, numbers, bias) for m, bias in zip(inner, inner_biases, strict=True))
-            )
+            pairs = zip(inner, inner_biases, strict=True)
+            y = self.activation(*(m.multiply(records, numbers, bias) for m, bias in pairs))
         y = down.multiply(down.records(y, precision), numbers, down_bias)
         return (y.view(*chosen.shape, -1) * weights.float()[..., None]).sum(1)
 

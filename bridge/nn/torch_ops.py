@@ -37,20 +37,16 @@ def multiply(x: Tensor, tensor: Any, number: int, rows: int, precision: str, bia
 
     An operator costs 30 us a call, which is a tenth of a small model's token.
     """
-    plain = (
-        type(x) is Tensor and not torch.compiler.is_compiling() and not (torch.is_grad_enabled() and x.requires_grad)
-    )
-    if plain and not x.is_meta:
+    differentiated = torch.is_grad_enabled() and x.requires_grad
+    if type(x) is Tensor and not torch.compiler.is_compiling() and not differentiated and not x.is_meta:
         return multiply_on(tensor, x, precision, bias)
     return product(x, number, rows, precision, bias)
 
 
 def multiply_on(matrix: Any, x: Tensor, precision: str, bias: Tensor | None) -> Tensor:
     """x W^T + bias, float32, with a tensor of this project that is where x is."""
-    y: Tensor
     if bias is not None and hasattr(matrix, "affine"):  # in the same launch
-        y = matrix.affine(x, bias, precision)
-        return y
+        return matrix.affine(x, bias, precision)
     if type(matrix) is QuantTensor and x.dtype is torch.float32 and x.is_contiguous() and x.device.type == "cpu":
         y = torch.empty((len(x), matrix.shape[0]))
         matrix.multiply(x.detach().numpy(), y.numpy(), precision)
@@ -131,15 +127,13 @@ _NOT_CAPTURED = {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch.Tag, "c
 @torch.library.custom_op("gguf_bridge::experts", mutates_args=(), **_NOT_CAPTURED)
 def experts(x: Tensor, chosen: Tensor, weights: Tensor, stack: int, precision: str) -> Tensor:
     """x [n, hidden]; chosen, of integers, and weights [n, used]. Without a gradient. Waits for a GPU."""
-    y: Tensor = _known[stack].mix(x, chosen, weights, precision)
-    return y
+    return _known[stack].mix(x, chosen, weights, precision)
 
 
 @torch.library.custom_op("gguf_bridge::few_experts", mutates_args=())
 def few_experts(x: Tensor, chosen: Tensor, weights: Tensor, stack: int, precision: str) -> Tensor:
     """The same where the stack `takes` the pairs: it waits for nothing, and can be captured."""
-    y: Tensor = _known[stack].mix(x, chosen, weights, precision)
-    return y
+    return _known[stack].mix(x, chosen, weights, precision)
 
 
 @few_experts.register_fake

@@ -177,8 +177,7 @@ class Records:
     def bind(self, x: Any, n: int, stream: Any) -> Launch:
         """A reusable launch that fills the records, its array 1, from x, its array 0."""
         kernel, *arguments = self._launch(x, n, stream)
-        bound: Launch = kernel.bind(*arguments)
-        return bound
+        return kernel.bind(*arguments)
 
     def _launch(self, x: Any, n: int, stream: Any, dependent: bool = False) -> tuple[Any, ...]:
         """A kernel, and the arguments of its `launch`."""

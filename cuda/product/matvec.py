@@ -74,8 +74,7 @@ def launch(
 def bind(matrix: DeviceMatrix, records: Records, y: Any, n: int, stream: Any, bias: Any = None) -> Launch:
     """A reusable launch of y = W x + bias; its arrays are the weights, the records, y and the bias."""
     product, *arguments = _launch(matrix, records, y, n, stream, bias, "" if bias is None else "bias", None)
-    bound: Launch = product.bind(*arguments)
-    return bound
+    return product.bind(*arguments)
 
 
 def launch_silu(

@@ -53,8 +53,7 @@ class _Process(Worker):
     def code(self, source: Source, capability: Capability) -> compiler.Code | str:
         """Machine code; where that failed, why, in a line."""
         try:
-            answer: compiler.Code | str = self.answer((source, capability))
-            return answer
+            return self.answer((source, capability))
         except EOFError:
             return f"the process that compiled {source.name} ended with exit code {self._process.returncode}"
 

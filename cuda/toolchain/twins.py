@@ -62,24 +62,12 @@ def store_16(array: Any, index: Any, words: Any) -> None:
     _as(array, np.int32)[4 * int(index) : 4 * int(index) + 4] = [int(word) for word in words]
 
 
-def thread_x():
-    return np.int32(_thread().threadIdx.x)
+def _coordinate(index: str, axis: str) -> Callable[[], np.int32]:
+    return lambda: np.int32(getattr(getattr(_thread(), index), axis))
 
 
-def thread_y():
-    return np.int32(_thread().threadIdx.y)
-
-
-def block_x():
-    return np.int32(_thread().blockIdx.x)
-
-
-def block_y():
-    return np.int32(_thread().blockIdx.y)
-
-
-def block_z():
-    return np.int32(_thread().blockIdx.z)
+thread_x, thread_y = (_coordinate("threadIdx", axis) for axis in "xy")
+block_x, block_y, block_z = (_coordinate("blockIdx", axis) for axis in "xyz")
 
 
 def dp4a(a, b, c):
@@ -195,20 +183,12 @@ store_1 = _storer(np.uint8, 0xFF)
 put_16 = store_16
 
 
-def cached_4_further(array, index, more):
-    return cached_4(array, int(index) + int(more))
+def _further(load: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda array, index, more: load(array, int(index) + int(more))
 
 
-def shared_16_further(array, index, more):
-    return shared_16(array, int(index) + int(more))
-
-
-def shared_8_further(array, index, more):
-    return shared_8(array, int(index) + int(more))
-
-
-def shared_4_further(array, index, more):
-    return shared_4(array, index + more)
+cached_4_further = shared_4_further = _further(shared_4)
+shared_16_further, shared_8_further = _further(shared_16), _further(shared_8)
 
 
 def put_16_further(array, index, more, words):
@@ -269,18 +249,6 @@ def copy_16(shared, target, array, index):
     store_16(shared, target, cached_16(array, index))
 
 
-def copies_end():
-    pass
-
-
-def copies_wait():
-    pass
-
-
-def copies_wait_all():
-    pass
-
-
 def warp_meets():
     _thread().syncthreads()
 
@@ -292,16 +260,11 @@ def add_release(array, index, value):
     return np.int32(before)
 
 
-def fence():
-    pass
+def _nothing() -> None:
+    """What only a GPU has to do."""
 
 
-def launch_dependents():
-    pass
-
-
-def launches_wait():
-    pass
+copies_end = copies_wait = copies_wait_all = fence = launch_dependents = launches_wait = _nothing
 
 
 def prefetch_1(array, index):

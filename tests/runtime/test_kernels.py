@@ -30,7 +30,8 @@ from bridge.system.cpu.row_threads import over_rows
 from bridge.system.threads import pool
 from scripts.peers.llama import ggml_matvec
 from tests.conftest import ROOT, repacked
-from tests.support.random_blocks import random_matrix
+from tests.support import kernel_twin
+from tests.support.random_blocks import random_matrix, round32
 
 
 def types_of(*names: str) -> pytest.MarkDecorator:
@@ -271,7 +272,7 @@ def test_every_target_in_python(block, target):
         kind = interleaved.form(block.name, target, tokens, True)
         records = activations.records(x[:tokens], block, columns=tokens, form=kind)
         y = np.zeros((tokens, lanes), np.float32)
-        kernel = interleaved.twin(block.name, target, tokens, True)
+        kernel = kernel_twin.kernel(block.name, target, tokens)
         kernel(memory.ctypes.data, records.ctypes.data, y.ctypes.data, blocks, stride, 1, 4 * lanes, 0, 1)
         close(y, rounded(x[:tokens]), weights, block)
 
@@ -329,7 +330,7 @@ def test_unpacked_blocks_give_the_same_sums_as_the_repacked_form(name, monkeypat
         records = activations.records(x, block, width, form=interleaved.form(name, "avx2", width, True))
         y = np.full((8, rows), np.nan, np.float32)
         sizes = 2, form.stride(2), 8 // width, 4 * rows, 0, groups
-        interleaved.twin(name, "avx2", width, True)(memory.ctypes.data, records.ctypes.data, y.ctypes.data, *sizes)
+        kernel_twin.kernel(name, "avx2", width)(memory.ctypes.data, records.ctypes.data, y.ctypes.data, *sizes)
         sums.append(y)
     for other in sums[1:]:
         np.testing.assert_array_equal(other, sums[0])
@@ -491,7 +492,7 @@ def test_rounding_32_values_is_its_twin(sub):
     d = records[:, record.d_at : record.d_at + 4 * (block.size // 32)].copy().view(np.float32).reshape(-1)
     sums = records[:, record.sums_at : record.d_at].copy().view(np.int32).reshape(-1, 32 // sub)
     for i, part in enumerate(x.reshape(-1, 32)):
-        wanted_q, wanted_d, wanted_sums = activations.round32_twin(part, sub)
+        wanted_q, wanted_d, wanted_sums = round32(part, sub)
         np.testing.assert_array_equal(d[i], wanted_d)
         if wanted_d == wanted_d:
             np.testing.assert_array_equal(q[i], wanted_q)

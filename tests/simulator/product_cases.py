@@ -51,8 +51,7 @@ from numba import cuda
 from bridge.blocks import TYPES
 from bridge.errors import BridgeError
 from bridge.runtime import QuantTensor
-from bridge.runtime.cpu.forms.activations import round32_twin
-from tests.support.random_blocks import ALL, FACTOR, assert_product, random_matrix, rounded
+from tests.support.random_blocks import ALL, FACTOR, assert_product, random_matrix, round32, rounded
 from tests.support.simulator import on_host
 
 pytestmark = pytest.mark.proof
@@ -299,7 +298,7 @@ def test_records_of_x_are_the_cpu_runtime_s(kind):
             low, high = (record[at + 16 * group :][:16].view(np.int8) for at in (0, 512))
             step = record[1024 + 8 * group :][:4].view(np.float32)[0]
             sums = record[1028 + 8 * group :][:4].view(np.int16)
-            q, d, wanted = round32_twin(x[token].float().numpy()[32 * group : 32 * group + 32], 16)
+            q, d, wanted = round32(x[token].float().numpy()[32 * group : 32 * group + 32], 16)
             np.testing.assert_array_equal(step, d)
             np.testing.assert_array_equal(np.concatenate([low, high]), q)
             np.testing.assert_array_equal(sums, wanted)

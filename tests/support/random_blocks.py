@@ -10,7 +10,7 @@ from bridge.blocks import NEWER, ROUNDED, BlockType
 from bridge.blocks.read import WRITTEN
 from bridge.runtime import QuantTensor
 from bridge.runtime.bench import put_d, put_dmin
-from bridge.runtime.cpu.forms.activations import round32_twin
+from bridge.runtime.cpu.forms import activations
 from scripts.peers.llama import ggml
 
 # of the IQ and TQ types one of each kind is in every run: a table, codebooks with signs and with shifts, base 3
@@ -56,7 +56,7 @@ def random_matrix(
 
 def rounded(x: np.ndarray) -> np.ndarray:
     """What int8 records of blocks of 32 make of x, as the CPU runtime defines it, in float64."""
-    parts = [round32_twin(part, 32) for part in x.astype(np.float32).reshape(-1, 32)]
+    parts = [round32(part, 32) for part in x.astype(np.float32).reshape(-1, 32)]
     return np.array([q * np.float64(d) for q, d, _ in parts]).reshape(x.shape)
 
 
@@ -64,3 +64,15 @@ def assert_product(y: np.ndarray, x: np.ndarray, weights: np.ndarray, limit: flo
     """y [n, rows] is x times weights, within float32 rounding of the sum, whose terms may cancel."""
     scale = np.sqrt((x.astype(np.float64) ** 2) @ (weights.T**2))
     assert np.abs((y - x @ weights.T) / scale).max() < limit
+
+
+def round32(x: np.ndarray, sub: int) -> tuple[np.ndarray, np.float32, np.ndarray]:
+    """q int8 [32], d and the sums int32 [32/sub] for x float32 [32], as the code of activations.py computes them."""
+    if not np.isfinite(x).all():
+        return np.zeros(32, np.int8), np.float32(np.nan), np.zeros(32 // sub, np.int32)
+    largest = np.abs(x).max()
+    if largest.view(np.uint32) < activations._TINY:
+        return np.zeros(32, np.int8), np.float32(0), np.zeros(32 // sub, np.int32)
+    sign = np.float32(-1 if largest in x else 1)
+    q = np.minimum(np.rint(x * (np.float32(128) * sign / largest)), 127).astype(np.int8)
+    return q, largest / np.float32(128) * sign, q.reshape(-1, sub).sum(1, dtype=np.int32)

@@ -2,7 +2,7 @@
 
 Read `engines/` first: its table says which engine multiplies a matrix.
 
-    machine/    the instructions that kernels are made of, for each target, with twins in NumPy
+    machine/    the instructions that kernels are made of, for each target
     forms/      how weights and activations lie in memory, and how they get there
     engines/    products
     ops/        what a decoder does between them

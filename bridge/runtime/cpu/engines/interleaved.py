@@ -25,8 +25,7 @@ nothing was measured, nothing is prefetched: CPUs follow the two streams of a ro
 it to them.
 """
 
-from collections.abc import Callable
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from bridge.blocks.read import READ
@@ -121,11 +120,3 @@ def block_by_block(name: str, target: str, integer: bool) -> dict[str, Any]:
     """What a kernel of one column is made of, for weights whose blocks come one at a time: sizes and functions."""
     sizes, made_of = _scope(name, target, 1, integer)
     return {**sizes, **vectors.intrinsics(*made_of)}
-
-
-def twin(name: str, target: str, width: int, integer: bool) -> Callable[..., None]:
-    """The same kernel as plain Python over numpy: it runs, slowly, where the target does not."""
-    if integer and unpacked.unpacks(targets.module(target), width):
-        return unpacked.twin(name, target, width)
-    sizes, made_of = _scope(name, target, width, integer)
-    return FunctionType(_rows.__code__, {**_rows.__globals__, **sizes, **vectors.twins(*made_of)})

@@ -1,8 +1,8 @@
 """The arithmetic of one block of the repacked form (see layout.py), written once.
 
 The functions here do not compute: called with an `Emitter` they write the LLVM code of one block, unrolled,
-for a target's vector width and a number of columns of x (tokens); called with a `Twin` the same lines
-run on numpy arrays, which is how a target is tested where it cannot run. `v` is either of them.
+for a target's vector width and a number of columns of x (tokens); called with a `Twin` (tests/support/kernel_twin.py)
+the same lines run on numpy arrays, which is how a target is tested where it cannot run. `v` is either of them.
 
 Vectors are of int32 or float32, one lane a row. `totals` is one float vector per column.
 

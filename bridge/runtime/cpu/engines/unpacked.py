@@ -12,10 +12,8 @@ second-level cache, passes over the row groups block by block; from one range of
 
 from collections.abc import Callable
 from functools import partial
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
-
-import numpy as np
 
 from bridge.blocks import BlockType
 from bridge.blocks.read import READ
@@ -33,7 +31,6 @@ from bridge.runtime.cpu.forms.layout import InterleavedLayout
 from bridge.runtime.cpu.forms.unpacked_layout import UnpackedLayout
 from bridge.runtime.cpu.machine import vectors
 from bridge.runtime.cpu.machine.operands import LookedUp, computed
-from bridge.runtime.cpu.machine.twin import Twin
 from bridge.system.cpu import targets
 from bridge.system.kernels.jit import CFunction, c_function, maker
 from bridge.system.kernels.memory import stack
@@ -268,14 +265,3 @@ def kernel(name: str, target: str, width: int, ahead: tuple[int, ...], level: in
     scope |= vectors.intrinsics(module, sizes["groups"] * width, multiply)
     scope |= _of_a_group(vectors.intrinsics(module, width, multiply))
     return c_function(_rows, f"{name}_{target}_{width}{'_near' * (not ahead)}{cpu_suffix}", **sizes, **scope)
-
-
-def twin(name: str, target: str, width: int) -> Callable[..., None]:
-    """The same kernel as plain Python over numpy."""
-    sizes, module, multiply, unpack = _scope(name, target, width)
-    memory = {part: np.zeros(nbytes, np.uint8) for part, nbytes in _memory(sizes).items()}
-    scope: dict[str, Any] = {part: partial(int, array.ctypes.data) for part, array in memory.items()}
-    scope |= {"unpack": partial(unpack, Twin(module)), "memory": memory}
-    scope |= vectors.twins(module, sizes["groups"] * width, multiply)
-    scope |= _of_a_group(vectors.twins(module, width, multiply))
-    return FunctionType(_rows.__code__, {**_rows.__globals__, **sizes, **scope}, f"twin_{name}")

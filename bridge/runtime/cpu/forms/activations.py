@@ -138,18 +138,6 @@ def _round32(
             b.store(b.mul(total, ir.Constant(ir.I32, factor)), b.inttoptr(sum_at, ir.I32.as_pointer()))
 
 
-def round32_twin(x: np.ndarray, sub: int) -> tuple[np.ndarray, np.float32, np.ndarray]:
-    """q int8 [32], d and the sums int32 [32/sub] for x float32 [32], as the compiled code computes them."""
-    if not np.isfinite(x).all():
-        return np.zeros(32, np.int8), np.float32(np.nan), np.zeros(32 // sub, np.int32)
-    largest = np.abs(x).max()
-    if largest.view(np.uint32) < _TINY:
-        return np.zeros(32, np.int8), np.float32(0), np.zeros(32 // sub, np.int32)
-    sign = np.float32(-1 if largest in x else 1)
-    q = np.minimum(np.rint(x * (np.float32(128) * sign / largest)), 127).astype(np.int8)
-    return q, largest / np.float32(128) * sign, q.reshape(-1, sub).sum(1, dtype=np.int32)
-
-
 def _round32_intrinsic(sub: int, factor: int | None, form: str) -> Any:
     @intrinsic
     def round32(typingctx, x, q, d_at, sums_at, apart):

@@ -1,5 +1,5 @@
 """The instructions that kernels are made of. Read `vectors` first.
 
-emitter, twin   each instruction as LLVM code, and the same in NumPy
-intrinsics_*    what a target adds: each has FEATURES, LANES and its multiplication of codes
+emitter         each instruction as LLVM code
+intrinsics_*    what a target adds: each has its sizes, such as LANES, and its multiplication of codes
 """

@@ -1,4 +1,4 @@
-"""The vector instructions that kernels are made of, written with llvmlite; twin.py computes the same in numpy.
+"""The vector instructions that kernels are made of, written with llvmlite.
 
 What differs between targets is the dot product: see the intrinsics_*.py modules.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from bridge.runtime.cpu.machine.operands import Places, column_groups, interleaving
+from bridge.runtime.cpu.machine.operands import Places, interleaving
 from bridge.system.kernels import ir
 
 _LINE = 64
@@ -127,8 +127,9 @@ class Emitter:
         return self.target.emit_look_up(self, octets, ir.Constant(self.bytes, quad * (self.lanes // 4)))
 
     def column_groups(self, count: int) -> list[list[int]]:
-        """The columns whose products are taken together where that saves nothing."""
-        return column_groups(self.paired, count)
+        """The columns whose products are taken together where that saves nothing: one by one, or in pairs."""
+        step = 2 if self.paired else 1
+        return [list(range(c, c + step)) for c in range(0, count, step)]
 
     def of_rows(self, value: ir.Value, c: int) -> ir.Value:
         """A vector of rows, as lanes of column c; see `paired`."""

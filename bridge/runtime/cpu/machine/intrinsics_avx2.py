@@ -9,8 +9,6 @@ unsigned there, x + 128, and codes are signed. What 128 adds is known when a blo
 
 from __future__ import annotations
 
-import numpy as np
-
 from bridge.runtime.cpu.machine.operands import nibble
 from bridge.system.kernels import ir
 
@@ -163,32 +161,3 @@ def words_together(bits, magnitude=0, started=False):
     if magnitude:
         return 32767 // (2 * (128 if started else 255) * magnitude)
     return 32768 // (2 * 128 * ((1 << (4 if bits == 8 else bits)) - 1))
-
-
-def twin_dots(part, codes, quads, bits):
-    if bits == 8:
-        high = twin_dots(part * 0, [code >> 4 for code in codes], quads, 4)
-        return twin_dots(part, [code & 15 for code in codes], quads, 4) + (high << 4)
-    return twin_digits(part, codes, quads, words_together(bits))
-
-
-def twin_digits(part, digits, quads, together, starts=None):
-    """part + the products of digits [lanes, 4] and values [4] of each word."""
-    total = part.astype(np.int32)
-    for start in range(0, len(digits), together):
-        pairs = starts[start // together].reshape(-1, 2).copy() if starts else np.zeros((len(part), 2), np.int16)
-        for digit, quad in list(zip(digits, quads, strict=True))[start : start + together]:
-            products = (digit.astype(np.int32) * quad).reshape(len(part), 2, 2).sum(2)
-            pairs += np.clip(products, -32768, 32767).astype(np.int16)
-        total += pairs.astype(np.int32).sum(1)
-    return total
-
-
-def twin_started(part, words, quads, starts):
-    """part + the products of signed codes and values less 128, from starts int16 [2 * lanes] of each group of words."""
-    return twin_digits(part, words, quads, len(words) // len(starts), starts)
-
-
-def twin_signed(part, words, quads, magnitude):
-    """part + the products of signed digits, those of each word and unsigned values."""
-    return twin_digits(part, words, quads, words_together(8, magnitude))

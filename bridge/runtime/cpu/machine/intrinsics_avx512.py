@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from bridge.runtime.cpu.machine.intrinsics_avx2 import row_dots
 from bridge.system.kernels import ir
 
@@ -42,10 +40,3 @@ def vpdpbusd(v, instruction, parts, words, x, places) -> list[ir.Value]:
 def emit_row_dots(v, rows, x, places, bits):
     """Without VNNI: sums of int16 are interleaved in fewer instructions."""
     return row_dots(v, "llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512", rows, x, places, bits)
-
-
-def twin_dots(part, codes, quads, bits):
-    total = part.astype(np.int64)
-    for code, quad in zip(codes, quads, strict=True):
-        total += code.astype(np.int64) @ quad.astype(np.int64)
-    return total.astype(np.int32)

@@ -3,7 +3,7 @@
 For prompts too: a float product (torch, one thread, 64 x 4096 x 1024) takes 1.2 to 2 times as long as the integer one.
 """
 
-from bridge.runtime.cpu.machine.intrinsics_avx2 import tile, twin_dots
+from bridge.runtime.cpu.machine.intrinsics_avx2 import tile
 from bridge.runtime.cpu.machine.intrinsics_avx512 import emit_look_up, emit_row_dots
 
 NAME = "avx512bw"
@@ -19,7 +19,7 @@ INDEX_BITS = 0
 
 __all__ = [
     "BYTE_SHIFTS", "FUSES_SCALES", "INDEX_BITS", "LANES", "NAME", "PAIRED", "ROW_BITS", "SIGNED_DOTS",
-    "UNPACKS", "WIDTHS", "emit_dots", "emit_look_up", "emit_row_dots", "emit_tile", "twin_dots",
+    "UNPACKS", "WIDTHS", "emit_dots", "emit_look_up", "emit_row_dots", "emit_tile",
 ]  # fmt: skip
 
 _MULTIPLY, _WIDEN = "llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512"

@@ -6,7 +6,7 @@ down where they lie in those six bits: the table holds an entry for every value 
 
 from __future__ import annotations
 
-from bridge.runtime.cpu.machine.intrinsics_avx512 import emit_dots, emit_look_up, emit_row_dots, twin_dots
+from bridge.runtime.cpu.machine.intrinsics_avx512 import emit_dots, emit_look_up, emit_row_dots
 from bridge.system.kernels import ir
 
 NAME = "avx512vbmi"
@@ -22,7 +22,7 @@ INDEX_BITS = 6
 
 __all__ = [
     "BYTE_SHIFTS", "FUSES_SCALES", "INDEX_BITS", "LANES", "NAME", "PAIRED", "ROW_BITS", "SIGNED_DOTS",
-    "UNPACKS", "WIDTHS", "emit_blend", "emit_dots", "emit_look_up", "emit_permute", "emit_row_dots", "twin_dots",
+    "UNPACKS", "WIDTHS", "emit_blend", "emit_dots", "emit_look_up", "emit_permute", "emit_row_dots",
 ]  # fmt: skip
 
 _A_WHERE_C_ELSE_B = 0xE4  # vpternlogd's truth table

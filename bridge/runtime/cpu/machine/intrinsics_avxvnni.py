@@ -1,7 +1,7 @@
 """AVX2 with AVX-VNNI (Alder Lake and later, Zen 5): vpdpbusd on 8 lanes."""
 
 from bridge.runtime.cpu.machine.intrinsics_avx2 import emit_look_up, emit_row_dots
-from bridge.runtime.cpu.machine.intrinsics_avx512 import twin_dots, vpdpbusd
+from bridge.runtime.cpu.machine.intrinsics_avx512 import vpdpbusd
 
 NAME = "avxvnni"
 LANES = 8
@@ -16,7 +16,7 @@ INDEX_BITS = 0
 
 __all__ = [
     "BYTE_SHIFTS", "FUSES_SCALES", "INDEX_BITS", "LANES", "NAME", "PAIRED", "ROW_BITS", "SIGNED_DOTS",
-    "UNPACKS", "WIDTHS", "emit_dots", "emit_look_up", "emit_row_dots", "twin_dots",
+    "UNPACKS", "WIDTHS", "emit_dots", "emit_look_up", "emit_row_dots",
 ]  # fmt: skip
 
 _INSTRUCTION = "llvm.x86.avx512.vpdpbusd.256"

@@ -8,7 +8,7 @@ after 8 of the other (activations.py), so that a load brings what one instructio
 from __future__ import annotations
 
 from bridge.runtime.cpu.machine import intrinsics_neon as neon
-from bridge.runtime.cpu.machine.intrinsics_neon import emit_look_up, twin_dots
+from bridge.runtime.cpu.machine.intrinsics_neon import emit_look_up
 
 NAME = "i8mm"
 LANES = neon.LANES  # and NEON's layout
@@ -23,7 +23,7 @@ INDEX_BITS = 0
 
 __all__ = [
     "BYTE_SHIFTS", "FUSES_SCALES", "INDEX_BITS", "LANES", "NAME", "PAIRED", "ROW_BITS", "SIGNED_DOTS",
-    "UNPACKS", "WIDTHS", "emit_dots", "emit_look_up", "twin_dots",
+    "UNPACKS", "WIDTHS", "emit_dots", "emit_look_up",
 ]  # fmt: skip
 
 

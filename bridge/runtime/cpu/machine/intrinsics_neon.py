@@ -4,10 +4,6 @@ Codes of up to 6 bits can be read as signed; those of 8 bits are stored less 128
 tables: their zero point is off.
 """
 
-from __future__ import annotations
-
-import numpy as np
-
 NAME = "neon"
 LANES = 4
 WIDTHS = (1, 4)  # columns of x at once, as the registers allow
@@ -32,10 +28,3 @@ def emit_dots(v, parts, words, x, places, bits):
             values = v.builder.bitcast(v.word_of_quad(x, places[c][k], v.ints), v.bytes)
             parts[c] = v.call("llvm.aarch64.neon.sdot.v4i32.v16i8", v.ints, parts[c], codes, values)
     return parts
-
-
-def twin_dots(part, codes, quads, bits):
-    total = part.astype(np.int64)
-    for code, quad in zip(codes, quads, strict=True):
-        total += code.view(np.int8).astype(np.int64) @ quad.astype(np.int64)
-    return total.astype(np.int32)

@@ -1,4 +1,4 @@
-"""What emitter.py and twin.py share: words of codes, which are made where they are used, and places in records."""
+"""Words of codes, which are made where they are used, and places in records: what kernels hand to an `Emitter`."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -85,9 +85,3 @@ def interleaving(words: int, chosen: Iterable[int], size: int) -> list[int]:
         for source in (0, words)
         for i in range(size)
     ]
-
-
-def column_groups(paired: bool, count: int) -> list[list[int]]:
-    """Columns one by one, or in pairs."""
-    step = 2 if paired else 1
-    return [list(range(c, c + step)) for c in range(0, count, step)]

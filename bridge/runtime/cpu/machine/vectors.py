@@ -1,20 +1,16 @@
-"""Vector code for numba: the intrinsics that kernels call, made of an `Emitter` or of its `Twin`.
+"""Vector code for numba: the intrinsics that kernels call, made of an `Emitter`.
 
 Numba has no vector types. Here a kernel holds its running sums in a `Totals`, an LLVM array of vectors, and
 three intrinsics work on it: `zeros()`, `accumulate(totals, weights, halves, x)`, which is a function of
 superblock.py written out, and `store(totals, y, stride)`. Addresses are plain int64.
 """
 
-import ctypes
 from collections.abc import Callable
 from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
-import numpy as np
-
 from bridge.runtime.cpu.machine.emitter import Emitter
-from bridge.runtime.cpu.machine.twin import Twin
 from bridge.system.kernels.jit import intrinsic, types
 
 
@@ -90,24 +86,3 @@ def routine(target: ModuleType, body: Routine, ahead: tuple[int, ...] = (), leve
         return types.void(types.int64, types.int64, types.int64), emit
 
     return run
-
-
-def twins(target: ModuleType, columns: int, body: Body, paired: bool = False) -> dict[str, Any]:
-    """The same functions in numpy."""
-
-    def zeros():
-        return np.zeros((columns, target.LANES), np.float32)
-
-    def load(y, stride):
-        return np.array([Twin(target).read(y + c * stride, np.float32, target.LANES) for c in range(columns)])
-
-    def accumulate(totals, weights, halves, x):
-        return np.array(body(Twin(target, paired), list(totals), weights, halves, x), np.float32)
-
-    def store(totals, y, stride):
-        if paired:
-            totals = [row for c in range(0, columns, 2) for row in totals[c : c + 2].reshape(-1, 2).T]
-        for c in range(columns):
-            ctypes.memmove(y + c * stride, totals[c].tobytes(), 4 * target.LANES)
-
-    return {"zeros": zeros, "load": load, "accumulate": accumulate, "store": store}

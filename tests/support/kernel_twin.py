@@ -1,12 +1,57 @@
-"""The instructions of emitter.py on numpy arrays: how kernels of a target are tested where it cannot run."""
+"""Kernels of repacked weights as plain Python over numpy: how those of a target are tested where it cannot run."""
 
 import ctypes
-from types import ModuleType
+from collections.abc import Callable
+from functools import partial
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
 
-from bridge.runtime.cpu.machine.operands import Places, column_groups, nibble
+from bridge.runtime.cpu.engines import interleaved, unpacked
+from bridge.runtime.cpu.machine.intrinsics_avx2 import words_together
+from bridge.runtime.cpu.machine.operands import Places, nibble
+from bridge.runtime.cpu.machine.vectors import Body
+from bridge.system.cpu import targets
+
+
+def kernel(name: str, target: str, width: int) -> Callable[..., None]:
+    """`interleaved.kernel` of a type for int8 values: it runs, slowly, where the target does not."""
+    if unpacked.unpacks(targets.module(target), width):
+        return _unpacking_kernel(name, target, width)
+    sizes, made_of = interleaved._scope(name, target, width, True)
+    return FunctionType(interleaved._rows.__code__, {**vars(interleaved), **sizes, **_functions(*made_of)})
+
+
+def _unpacking_kernel(name: str, target: str, width: int) -> Callable[..., None]:
+    sizes, module, multiply, unpack = unpacked._scope(name, target, width)
+    memory = {part: np.zeros(nbytes, np.uint8) for part, nbytes in unpacked._memory(sizes).items()}
+    scope: dict[str, Any] = {part: partial(int, array.ctypes.data) for part, array in memory.items()}
+    scope |= {"unpack": partial(unpack, Twin(module)), "memory": memory}
+    scope |= _functions(module, sizes["groups"] * width, multiply)
+    scope |= unpacked._of_a_group(_functions(module, width, multiply))
+    return FunctionType(unpacked._rows.__code__, {**vars(unpacked), **sizes, **scope}, f"twin_{name}")
+
+
+def _functions(target: ModuleType, columns: int, body: Body, paired: bool = False) -> dict[str, Any]:
+    """`vectors.intrinsics` in numpy."""
+
+    def zeros():
+        return np.zeros((columns, target.LANES), np.float32)
+
+    def load(y, stride):
+        return np.array([Twin(target).read(y + c * stride, np.float32, target.LANES) for c in range(columns)])
+
+    def accumulate(totals, weights, halves, x):
+        return np.array(body(Twin(target, paired), list(totals), weights, halves, x), np.float32)
+
+    def store(totals, y, stride):
+        if paired:
+            totals = [row for c in range(0, columns, 2) for row in totals[c : c + 2].reshape(-1, 2).T]
+        for c in range(columns):
+            ctypes.memmove(y + c * stride, totals[c].tobytes(), 4 * target.LANES)
+
+    return {"zeros": zeros, "load": load, "accumulate": accumulate, "store": store}
 
 
 class Twin:
@@ -94,9 +139,9 @@ class Twin:
         quads = [[self.read(x + offset, np.int8, 4) for offset in row] for row in places]
         codes = [np.ascontiguousarray(word()).view(np.uint8).reshape(-1, 4) for word in words]
         if self.paired:
-            sums = [self.target.twin_dots(self.zero(), codes, row, bits) for row in quads]
+            sums = [_dots_of(self.target)(self.zero(), codes, row, bits) for row in quads]
             return [part + added for part, added in zip(parts, self.crossed(sums), strict=True)]
-        return [self.target.twin_dots(part, codes, row, bits) for part, row in zip(parts, quads, strict=True)]
+        return [_dots_of(self.target)(part, codes, row, bits) for part, row in zip(parts, quads, strict=True)]
 
     def crossed(self, columns: list) -> list:
         """Vectors of rows, one a column, as vectors of pairs, or back; see Emitter."""
@@ -129,7 +174,7 @@ class Twin:
         digits = [np.ascontiguousarray(word()).view(np.int8).reshape(-1, 4) for word in words]
         quads = [[self.read(x + offset, np.uint8, 4) for offset in row] for row in places]
         begins = [start() for start in starts]
-        return [self.target.twin_started(self.zero(), digits, row, begins) for row in quads]
+        return [_digit_dots(self.zero(), digits, row, len(digits) // len(begins), begins) for row in quads]
 
     def start_of(self, words: list) -> np.ndarray:
         pairs = sum(word().view(np.int8).reshape(-1, 2).sum(1, dtype=np.int16) for word in words)
@@ -145,7 +190,7 @@ class Twin:
                     sums[c] += sum(digit.sum(1, dtype=np.int32) for digit in digits) << right
                 else:
                     quads = [self.read(x + offset, np.uint8, 4) for offset in row]
-                    sums[c] += self.target.twin_signed(self.zero(), digits, quads, magnitude) << right
+                    sums[c] += _digit_dots(self.zero(), digits, quads, words_together(8, magnitude)) << right
         return sums
 
     def doubled_short(self, value: np.ndarray) -> np.ndarray:
@@ -177,7 +222,8 @@ class Twin:
         return self.doubled_short(self.byte(word, i))
 
     def column_groups(self, count: int) -> list[list[int]]:
-        return column_groups(self.paired, count)
+        step = 2 if self.paired else 1
+        return [list(range(c, c + step)) for c in range(0, count, step)]
 
     def of_rows(self, value: np.ndarray, c: int) -> np.ndarray:
         return np.repeat(value, 2).reshape(2, -1)[c & 1] if self.paired else value
@@ -202,3 +248,44 @@ class Twin:
 
     def fma(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
         return (a.astype(np.float64) * b + c).astype(np.float32)
+
+
+def _dots_of(target: ModuleType) -> Callable[..., np.ndarray]:
+    """(part, codes, quads, bits): part + the sum of codes [lanes, 4] times int8 [4] of each word, as a target does."""
+    if target.LANES == 4:
+        return _signed_dots
+    return _saturating_dots if target.FUSES_SCALES else _unsigned_dots
+
+
+def _unsigned_dots(part, codes, quads, bits):
+    """With VNNI."""
+    total = part.astype(np.int64)
+    for code, quad in zip(codes, quads, strict=True):
+        total += code.astype(np.int64) @ quad.astype(np.int64)
+    return total.astype(np.int32)
+
+
+def _signed_dots(part, codes, quads, bits):
+    """On Arm."""
+    return _unsigned_dots(part, [code.view(np.int8) for code in codes], quads, bits)
+
+
+def _saturating_dots(part, codes, quads, bits):
+    """With pmaddubsw, which saturates: codes of 8 bits are multiplied nibble by nibble."""
+    if bits == 8:
+        high = _saturating_dots(part * 0, [code >> 4 for code in codes], quads, 4)
+        return _saturating_dots(part, [code & 15 for code in codes], quads, 4) + (high << 4)
+    return _digit_dots(part, codes, quads, words_together(bits))
+
+
+def _digit_dots(part, digits, quads, together, starts=None):
+    """part + the products of digits [lanes, 4] and values [4] of each word; pairs of `together` words are added in
+    int16, from `starts` int16 [2 * lanes] of each group of words, or 0."""
+    total = part.astype(np.int32)
+    for start in range(0, len(digits), together):
+        pairs = starts[start // together].reshape(-1, 2).copy() if starts else np.zeros((len(part), 2), np.int16)
+        for digit, quad in list(zip(digits, quads, strict=True))[start : start + together]:
+            products = (digit.astype(np.int32) * quad).reshape(len(part), 2, 2).sum(2)
+            pairs += np.clip(products, -32768, 32767).astype(np.int16)
+        total += pairs.astype(np.int32).sum(1)
+    return total
