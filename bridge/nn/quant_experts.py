@@ -41,23 +41,13 @@ class Gated:
 
 
 class Fused:
-    """An activation of gate and up on the halves of what one matrix gives."""
+    """An activation of gate and up on what one matrix gives: its halves, or columns that alternate (`in_turn`)."""
 
-    def __init__(self, activation: Activation):
-        self.activation = activation
-
-    def __call__(self, both: torch.Tensor) -> torch.Tensor:
-        return self.activation(*both.chunk(2, -1))
-
-
-class InTurn:
-    """An activation of gate and up on what one matrix gives in which their rows alternate."""
-
-    def __init__(self, activation: Activation):
-        self.activation = activation
+    def __init__(self, activation: Activation, in_turn: bool = False):
+        self.activation, self.in_turn = activation, in_turn
 
     def __call__(self, both: torch.Tensor) -> torch.Tensor:
-        return self.activation(both[:, ::2], both[:, 1::2])
+        return self.activation(*((both[:, ::2], both[:, 1::2]) if self.in_turn else both.chunk(2, -1)))
 
 
 class ClampedSwiglu:
@@ -177,7 +167,7 @@ class StackOnDevice(ExpertStack):
             if len(parts) == 3 and parts[0][0].type == parts[1][0].type:
                 groups = [parts[:2], parts[2:]]
                 self.swiglu = biases is None and isinstance(activation, Gated) and activation.is_swiglu
-                activation = InTurn(activation)
+                activation = Fused(activation, in_turn=True)
                 if biases is not None:
                     biases = torch.stack(biases[:2], -1).flatten(1), biases[2]
             self.stacks = [

@@ -21,6 +21,7 @@ import bridge
 from bridge.blocks import BLOCKS
 from bridge.cli.use import run as commands
 from bridge.errors import BridgeError
+from bridge.runtime.decoder.steps import SingleProgram
 from bridge.runtime.model import Model
 from bridge.runtime.replies.perplexity import perplexity
 from bridge.runtime.sampling import Sampler, Sampling
@@ -125,7 +126,7 @@ def test_weights_are_repacked_between_tokens_for_a_share_of_their_time(share: fl
         counts.append(sum(m.prepared for m in matrices))
     assert counts == sorted(counts)
     assert counts[-1] == (len(matrices) if share else 0)
-    assert model._decoder._steps[1].single_program is not None
+    assert isinstance(model._decoder._steps[1].program, SingleProgram)
     if share:
         assert 0 < counts[0] < len(matrices)
         assert made == list(bridge.Model.load(path, context=64).prepare().generate_tokens(PROMPT, 12, temperature=0))

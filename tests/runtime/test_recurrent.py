@@ -17,6 +17,7 @@ from bridge.runtime.config.recurrent_config import RecurrentConfig
 from bridge.runtime.cpu.ops.program import Program
 from bridge.runtime.decoder import decoder as decoder_module
 from bridge.runtime.decoder.recurrent import RecurrentBuffers
+from bridge.runtime.decoder.steps import SingleProgram
 from bridge.runtime.layers.layers import Recurrent
 from bridge.runtime.layers.recurrent_state import COPIES, RecurrentState
 from bridge.runtime.model import Model
@@ -301,7 +302,7 @@ def guessing(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def test_a_table_of_calls_gives_what_a_prompt_gives(name: str, guessing: Callable[[str], Path]) -> None:
     decoder, other = (loaded(guessing(name))._decoder for _ in range(2))
     alone = [decoder.step([decoder.cache], [token])[0].copy() for token in TOKENS]
-    assert decoder._steps[1].single_program is not None
+    assert isinstance(decoder._steps[1].program, SingleProgram)
     assert mean_kl(other.scores(TOKENS, len(TOKENS)), np.array(alone)) < 1e-7
 
 
@@ -366,5 +367,5 @@ def test_attention_beside_a_state_has_keys_of_every_kind(kv: str, guessing: Call
     expected = decoder.scores(TOKENS, len(TOKENS))
     decoder.cache.length = 0
     found = np.array([decoder.next_scores(token).copy() for token in TOKENS])
-    assert decoder._steps[1].single_program is not None
+    assert isinstance(decoder._steps[1].program, SingleProgram)
     assert mean_kl(expected, found) < 1e-7

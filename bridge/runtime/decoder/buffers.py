@@ -125,11 +125,6 @@ class DecodeBuffers:
         """Whether each context has one token here."""
         return self.n == len(self.caches)
 
-    @property
-    def single_program(self) -> SingleProgram | None:
-        """The program, if it is a single one."""
-        return self.program if isinstance(self.program, SingleProgram) else None
-
     def refresh(self, matrix: QuantTensor) -> None:
         """Use the present engine of a matrix."""
         if isinstance(self.program, SingleProgram):

@@ -66,7 +66,6 @@ class SteppedProgram:
         return [function for program in (*self._programs, self.program) for function in program.functions()]
 
     def run(self) -> None:
-        """All of it."""
         for call in self._calls:
             call()
         self.program.run()
@@ -127,11 +126,9 @@ class SingleProgram:
                 program.add(ops.function("scale"), address(y), y.size, bits(matrix.factor), items=1)
 
     def functions(self) -> list[CFunction]:
-        """As `SteppedProgram.functions`."""
         return self.program.functions()
 
     def run(self) -> None:
-        """All of it."""
         self.program.run()
 
     def _float_product(self, matrix: QuantTensor, x: np.ndarray, y: np.ndarray) -> None:

@@ -23,7 +23,7 @@ from bridge.errors import BridgeError, parameter
 from bridge.runtime.decoder.decoder import WIDEST, Decoder
 from bridge.runtime.decoder.prediction import PredictionHead
 from bridge.runtime.sampling import Sampler
-from bridge.runtime.tokenizer import Tokenizer, common_prefix
+from bridge.runtime.tokenizer import common_prefix
 
 _FIRST = 3  # guesses at first: with the token before them the columns of a narrower kernel
 _LONGEST_PAUSE = 16  # tokens without guesses
@@ -63,7 +63,6 @@ class NgramDrafter(Drafter):
         self._known = 0  # tokens whose n-grams are in it
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
-        """See `Drafter`."""
         for end in range(self._known, len(tokens)):
             for order in _ORDERS:
                 if end >= order:
@@ -118,15 +117,12 @@ class HeadDrafter(Drafter):
         self._states = np.zeros((0, head.config.hidden), np.float32)  # of tokens that the head has not read
 
     def begin(self, tokens: Sequence[int], cached: int) -> int:
-        """See `Drafter`."""
         return self._head.start(tokens, cached)
 
     def read(self, position: int, states: np.ndarray) -> None:
-        """See `Drafter`."""
         self._states = np.concatenate([self._states[: position - self._head.pairs], states])
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
-        """See `Drafter`."""
         head, new = self._head, len(tokens) - 1 - self._head.pairs
         state, guess = head.read_pairs(self._states[:new], tokens[-new:])
         self._states = self._states[new:]
@@ -213,7 +209,8 @@ def drafter_for(model: Any, draft: Any) -> Drafter:
     if hasattr(draft, "prediction_head"):  # another `Model`
         check_draft_model(model, draft)
         return ModelDrafter(draft)
-    check_name(draft)
+    if not isinstance(draft, str) or draft not in NAMES:
+        raise BridgeError(f"unknown {parameter('draft')} {draft!r}: choose {', '.join(NAMES)}, or another model")
     return NgramDrafter() if draft == "ngram" else HeadDrafter(model.prediction_head())
 
 
@@ -228,23 +225,13 @@ def check_decoder(decoder: Any, device: str) -> None:
         )
 
 
-def check_name(draft: Any) -> None:
-    """Raise BridgeError for a name that `Model.generate` does not know."""
-    if not isinstance(draft, str) or draft not in NAMES:
-        raise BridgeError(f"unknown {parameter('draft')} {draft!r}: choose {', '.join(NAMES)}, or another model")
-
-
 def check_draft_model(model: Any, draft: Any) -> None:
     """Raise BridgeError if one `Model` cannot guess tokens for another."""
     if draft is model:
         raise BridgeError(f"{parameter('draft')}: a model cannot guess for itself; choose a smaller one")
     if not isinstance(draft._decoder, Decoder):
         raise BridgeError(f"{parameter('draft')}: the model is on device {draft.device}; load it with device cpu")
-    check_same_vocabulary(model.tokenizer, draft.tokenizer)
-
-
-def check_same_vocabulary(main: Tokenizer, other: Tokenizer) -> None:
-    """Raise BridgeError if a draft model's token ids mean something else."""
+    main, other = model.tokenizer, draft.tokenizer
     if main.tokens != other.tokens:
         token = common_prefix(main.tokens, other.tokens)
         difference = (

@@ -6,15 +6,14 @@ cut into words, and words are remembered, where no token has a space after its f
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
-from heapq import heapify, heappop, heappush
 from itertools import chain, compress, count, repeat
 from operator import eq
 
 from bridge.errors import BridgeError
 from bridge.gguf_file.special_tokens import BYTE
-from bridge.runtime.tokenizer.vocabulary import Vocabulary
+from bridge.runtime.tokenizer.vocabulary import Vocabulary, joined
 
 SPACE = "\u2581"
 _REMEMBERED = 1 << 16  # words
@@ -61,40 +60,13 @@ class SentencePiece:
         return text.replace(SPACE, " ").encode("utf-8")
 
     def _join(self, text: str, ids: Mapping[str, int]) -> list[int]:
-        """The ids of a text whose tokens are in `ids`.
+        """The ids of a text whose tokens are in `ids`."""
 
-        Symbols are linked both ways; a candidate is dead when a side of it has changed.
-        """
-        symbols = list(text)
-        n = len(symbols)
-        after = [*range(1, n), -1]
-        before = list(range(-1, n - 1))
-        scores = self._scores
-        heap: list[tuple[float, int, int, int]] = []
+        def rank_of(left: str, right: str) -> float | None:
+            token = ids.get(left + right)
+            return None if token is None else -self._scores[token]
 
-        def candidate(left: int, right: int) -> Iterator[tuple[float, int, int, int]]:
-            token = ids.get(symbols[left] + symbols[right])
-            if token is not None:
-                yield -scores[token], left, right, len(symbols[left]) + len(symbols[right])
-
-        for left in range(n - 1):
-            heap.extend(candidate(left, left + 1))
-        heapify(heap)
-        while heap:
-            _, left, right, size = heappop(heap)
-            if not symbols[left] or not symbols[right] or len(symbols[left]) + len(symbols[right]) != size:
-                continue
-            symbols[left] += symbols[right]
-            symbols[right] = ""
-            after[left] = after[right]
-            if after[left] >= 0:
-                before[after[left]] = left
-                for entry in candidate(left, after[left]):
-                    heappush(heap, entry)
-            if before[left] >= 0:
-                for entry in candidate(before[left], left):
-                    heappush(heap, entry)
-        return list(chain.from_iterable(self._ids_of(symbol, ids) for symbol in symbols if symbol))
+        return list(chain.from_iterable(self._ids_of(symbol, ids) for symbol in joined(text, rank_of)))
 
     def _ids_of(self, symbol: str, ids: Mapping[str, int]) -> list[int]:
         if symbol in ids:

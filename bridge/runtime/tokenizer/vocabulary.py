@@ -4,9 +4,9 @@ A dictionary of 262,144 tokens takes 0.1 s, and the model of the `tokenizers` li
 first short texts use only the tokens that they contain, which a scan of the vocabulary finds in a tenth of that time.
 """
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import cached_property
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from itertools import compress, count
 
 _SHORT = 512  # characters of a text that is scanned for
@@ -47,34 +47,37 @@ def ranks_of(ids: Mapping[str, int], merges: Sequence[str]) -> dict[str, int]:
     return {merges[rank]: rank for rank in compress(count(), map(pairs.__contains__, merges))}
 
 
-def merged(word: str, ids: Mapping[str, int], ranks: Mapping[str, int]) -> list[int]:
-    """The ids of a word whose characters are tokens, as by the BPE of the `tokenizers` library.
+def joined(text: str, rank_of: Callable[[str, str], float | None]) -> list[str]:
+    """The symbols of a text: its characters, of which two neighbours that have a rank are joined to one.
 
-    Of all neighbours with a merge, the pair of the lowest rank is joined first, and the leftmost of equal ones.
+    The pair of the lowest rank is joined first, and the leftmost of equal ones. Symbols are linked both ways; a
+    candidate is dead when a side of it has changed.
     """
-    symbols = list(word)
+    symbols = list(text)
     n = len(symbols)
     after, before = [*range(1, n), -1], list(range(-1, n - 1))
+    heap: list[tuple[float, int, int, int]] = []
 
-    def candidate(left: int) -> Iterator[tuple[int, int, str]]:
-        """The rank, place and text of the token of a symbol and the next one."""
-        if left >= 0 and after[left] >= 0:
-            pair = symbols[left], symbols[after[left]]
-            if (rank := ranks.get(" ".join(pair))) is not None:
-                yield rank, left, "".join(pair)
+    def add(left: int, right: int) -> None:
+        if left >= 0 and right >= 0 and (rank := rank_of(symbols[left], symbols[right])) is not None:
+            heappush(heap, (rank, left, right, len(symbols[left]) + len(symbols[right])))
 
-    heap = [entry for left in range(n) for entry in candidate(left)]
-    heapify(heap)
+    for left in range(n - 1):
+        add(left, left + 1)
     while heap:
-        _, left, text = heappop(heap)
-        if all(text != now for _, _, now in candidate(left)):  # a side of it has changed
+        _, left, right, size = heappop(heap)
+        if not symbols[left] or not symbols[right] or len(symbols[left]) + len(symbols[right]) != size:
             continue
-        right = after[left]
-        symbols[left], symbols[right] = text, ""
-        after[left], after[right] = after[right], -1
+        symbols[left] += symbols[right]
+        symbols[right] = ""
+        after[left] = after[right]
         if after[left] >= 0:
             before[after[left]] = left
-        for start in (before[left], left):
-            for entry in candidate(start):
-                heappush(heap, entry)
-    return [ids[symbol] for symbol in symbols if symbol]
+        add(left, after[left])
+        add(before[left], left)
+    return [symbol for symbol in symbols if symbol]
+
+
+def merged(word: str, ids: Mapping[str, int], ranks: Mapping[str, int]) -> list[int]:
+    """The ids of a word whose characters are tokens, as by the BPE of the `tokenizers` library."""
+    return [ids[symbol] for symbol in joined(word, lambda left, right: ranks.get(f"{left} {right}"))]

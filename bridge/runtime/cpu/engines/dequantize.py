@@ -32,10 +32,6 @@ def rows(type: str, raw: np.ndarray) -> np.ndarray:
     try:
         return np.asarray(gguf.quants.dequantize(raw, kind), np.float32)
     except NotImplementedError:
-        raise BridgeError(f"type {type}: neither this program nor gguf {_gguf_version()} can dequantize it") from None
+        from importlib.metadata import version
 
-
-def _gguf_version() -> str:
-    from importlib.metadata import version
-
-    return version("gguf")
+        raise BridgeError(f"type {type}: neither this program nor gguf {version('gguf')} can dequantize it") from None

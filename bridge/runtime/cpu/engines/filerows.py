@@ -31,7 +31,7 @@ from bridge.runtime.cpu.forms.columns import (
     store_halves,
     words_of,
 )
-from bridge.runtime.cpu.forms.layout import InterleavedLayout
+from bridge.runtime.cpu.forms.layout import InterleavedLayout, unpacked
 from bridge.runtime.cpu.machine.emitter import Emitter
 from bridge.runtime.cpu.machine.operands import LookedUp, computed
 from bridge.runtime.cpu.machine.vectors import totals_type
@@ -50,21 +50,13 @@ class Sixteen(NamedTuple):
     flipped: int
 
 
-def _unpacked(block: BlockType, raw: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The codes, and the scale and min codes, of a block's bytes, uint8 each."""
-    q, sc, mn = [0] * block.size, [0] * block.subs, [0] * block.subs
-    block.unpack(raw.tolist(), q, sc, mn)
-    arrays = (np.array(numbers).astype(np.uint8) for numbers in (q, [*sc, *mn]))
-    return tuple(arrays)  # type: ignore[return-value]
-
-
 @cache
 def sixteens(name: str) -> tuple[Sixteen, ...]:
     """How the codes of a block lie in the file, 16 after 16; empty where they do not lie in steps of 16 bytes."""
     block = READ[name]
     if block.numbered:
         return ()
-    source, depends, flipped = sources(lambda raw: _unpacked(block, raw)[0], block.nbytes)
+    source, depends, flipped = sources(lambda raw: unpacked(block, raw)[0], block.nbytes)
     first = (source.reshape(-1, _STEP, 8) - 8 * np.arange(_STEP)[:, None]).astype(np.int64)
     depends, flipped = (flags.reshape(first.shape).astype(bool) for flags in (depends, flipped))
     result = []
@@ -87,7 +79,7 @@ def _scale_words(name: str, lanes: int) -> tuple[Word, ...]:
     block = READ[name]
     layout = InterleavedLayout(block, lanes)
     mask = np.uint8((1 << layout.scale_bits) - 1)
-    words = words_of(lambda raw: _unpacked(block, raw)[1] & mask, block.nbytes)
+    words = words_of(lambda raw: unpacked(block, raw)[1] & mask, block.nbytes)
     return words[: layout.scale_words]
 
 

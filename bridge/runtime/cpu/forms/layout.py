@@ -164,18 +164,19 @@ class InterleavedLayout:
 
         Slow and plain: what the compiled repacker is derived from.
         """
-        block = self.block
-        q, sc, mn = [0] * block.size, [0] * block.subs, [0] * block.subs
-        block.unpack(raw.tolist(), q, sc, mn)
-        if self.signed:
-            q = [code ^ 128 for code in q]
-        codes, scales = (
-            np.array(numbers).astype(np.uint8).view(np.uint32) for numbers in (q, [*sc, *mn] if block.is_k else [0] * 4)
-        )
-        parts = [_vectors(words, self.code_bits) for words in codes.reshape(-1, GROUP)]
-        if block.is_k:
-            parts.insert(0, _vectors(scales[: self.scale_words], self.scale_bits))
+        codes, scales = unpacked(self.block, raw)
+        codes = codes ^ np.uint8(128) if self.signed else codes
+        parts = [_vectors(words, self.code_bits) for words in codes.view(np.uint32).reshape(-1, GROUP)]
+        if self.block.is_k:
+            parts.insert(0, _vectors(scales.view(np.uint32)[: self.scale_words], self.scale_bits))
         return np.concatenate(parts)
+
+
+def unpacked(block: BlockType, raw: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The codes, and the scale and min codes, of a block's bytes, uint8 each."""
+    q, sc, mn = [0] * block.size, [0] * block.subs, [0] * block.subs
+    block.unpack(raw.tolist(), q, sc, mn)
+    return np.array(q).astype(np.uint8), np.array([*sc, *mn]).astype(np.uint8)
 
 
 def _vectors(words: np.ndarray, bits: int) -> np.ndarray:
