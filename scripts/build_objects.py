@@ -48,7 +48,7 @@ def machine_of(target: str) -> Machine:
 
 def functions(target: str) -> Iterator[CFunction]:
     """The C functions that models of the common types call, with int8 products."""
-    module = targets.module(target)
+    isa = targets.isa(target)
     yield from (pool.function(name) for name in pool.FUNCTIONS)
     yield from (products._product_function(), program._several_function(), tiled._tile_function())
     yield from (decoder_ops.function(name) for name in decoder_ops.FUNCTIONS)
@@ -57,11 +57,11 @@ def functions(target: str) -> Iterator[CFunction]:
     yield attention.function("merge", "f16")
     yield from (floats.rows_function(kind) for kind in floats.SIZES)
     for name in TYPES:
-        for width in module.WIDTHS:
+        for width in isa.widths:
             yield activations.quantize_function(name, True, interleaved.form(name, target, width, True))
             yield from (interleaved.kernel(name, target, width, True, near) for near in (False, True))
-        yield repack.repacker(name, module.LANES)
-        yield tiled._block_function(name, target, module.LANES, True)
+        yield repack.repacker(name, isa.lanes)
+        yield tiled._block_function(name, target, isa.lanes, True)
         yield decoder_ops.look_up_function(name)
         yield rowmajor.rows_function(name)
 

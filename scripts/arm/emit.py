@@ -30,8 +30,8 @@ def _processor() -> llvm.Target:
 
 def kernel(name: str, target: str, width: int, integer: bool) -> ir.Module:
     """The code of a type's loop over blocks, for `width` columns of x."""
-    block, module = READ[name], targets.module(target)
-    layout = InterleavedLayout(block, module.LANES)
+    block, isa = READ[name], targets.isa(target)
+    layout = InterleavedLayout(block, isa.lanes)
     record = record_of(block).nbytes if integer else float_record(block)
     code = ir.Module()
     code.triple = "aarch64-linux-gnu"
@@ -41,7 +41,7 @@ def kernel(name: str, target: str, width: int, integer: bool) -> ir.Module:
     builder = ir.IRBuilder(begin)
     builder.branch(loop)
     builder.position_at_end(loop)
-    emitter = Emitter(builder, module, module.PAIRED and width > 1 and integer, (), 2)
+    emitter = Emitter(builder, isa, isa.paired and width > 1 and integer, (), 2)
 
     def phi(kind: ir.Type, first: ir.Value) -> Any:
         value = builder.phi(kind)

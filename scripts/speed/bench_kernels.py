@@ -53,9 +53,9 @@ def counted(type: str, width: int, rounds: int) -> tuple[float, float]:
         kernel.ctypes(engine.address, records.ctypes.data, y.ctypes.data, *sizes)
         times.append(time.perf_counter_ns() - start)
     count = instructions(assembly(kernel, host()))
-    module = targets.module(engine.target)
+    isa = targets.isa(engine.target)
     rows = engine.lanes
-    if unpacked.unpacks(module, width):
+    if unpacked.unpacks(isa, width):
         rows *= unpacked.UnpackedLayout(block, engine.lanes).groups
     return 1000 * count / (rows * block.size * width), y.size * COLUMNS / min(times)
 
@@ -64,7 +64,7 @@ def measure(options: argparse.Namespace) -> Lines:
     from bridge.system.cpu import targets
 
     for type in options.types:
-        for width in targets.module(targets.chosen()).WIDTHS:
+        for width in targets.isa(targets.chosen()).widths:
             count, speed = counted(type, width, options.rounds)
             yield type, width, f"{count:.0f}", f"{speed:.1f}"
 

@@ -57,7 +57,7 @@ def test_a_kernel_is_the_dequantized_product(
     memory = np.zeros(layout.stride(BLOCKS), np.uint8)
     repacked_into(memory, tensor.raw.reshape(LANES, -1), block, layout)
     x = np.random.default_rng(4).standard_normal((width, columns)).astype(np.float32)
-    form = activations.PAIRED if targets.module(target).PAIRED else activations.PLAIN
+    form = activations.PAIRED if targets.isa(target).paired else activations.PLAIN
     records = activations.records(x, block, width, integer, form)
     memory[layout.codes_from(BLOCKS) :].tofile(tmp_path / "codes")
     memory[: layout.codes_from(BLOCKS)].tofile(tmp_path / "halves")

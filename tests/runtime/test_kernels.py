@@ -54,7 +54,7 @@ ALL = types_of(*_SEVERAL_COLUMNS, "MXFP4", "Q2_0", "IQ2_XS", "TQ1_0")
 SEVERAL_COLUMNS = types_of(*_SEVERAL_COLUMNS)
 CHEAP = types_of("Q4_K", "Q8_0")  # kernels that tests of models compile as well
 HERE = [name for name in targets.available() if name != targets.PORTABLE]
-LANES_HERE = {targets.module(name).LANES for name in HERE}
+LANES_HERE = {targets.isa(name).lanes for name in HERE}
 # every way a kernel can differ: affine, scaled, plain with and without zero point, 8 bits
 KINDS = [BLOCKS[name] for name in ("Q4_K", "Q6_K", "Q4_1", "Q5_0", "Q8_0")]
 # those, and scales of 8 bits; kernels of other types differ in numbers alone, and each takes a second to compile
@@ -259,8 +259,8 @@ def repacked_slowly(memory, raw, block, form):
 )
 def test_every_target_in_python(block, target):
     """The twin runs the kernel's own lines on numpy arrays, also where the target does not exist."""
-    module = targets.module(target)
-    lanes, columns = module.LANES, block.size * 2
+    isa = targets.isa(target)
+    lanes, columns = isa.lanes, block.size * 2
     tensor, weights = random_matrix(block, lanes, columns)
     form = layout.InterleavedLayout(block, lanes)
     blocks = columns // block.size
@@ -268,7 +268,7 @@ def test_every_target_in_python(block, target):
     memory = np.zeros(stride, np.uint8)
     repacked_slowly(memory, tensor.raw.reshape(lanes, -1), block, form)
     x = np.random.default_rng(4).standard_normal((4, columns)).astype(np.float32)
-    for tokens in (1, 2, 4) if module.UNPACKS else (1, 2):
+    for tokens in (1, 2, 4) if isa.unpacks else (1, 2):
         kind = interleaved.form(block.name, target, tokens, True)
         records = activations.records(x[:tokens], block, columns=tokens, form=kind)
         y = np.zeros((tokens, lanes), np.float32)
@@ -314,10 +314,10 @@ def test_unsigned_records_have_values_that_are_higher_by_128():
 def test_unpacked_blocks_give_the_same_sums_as_the_repacked_form(name, monkeypatch):
     """An odd number of row groups, two turns of columns, two blocks: each turn's sums are kept from block to block, in
     y if there is one block in a tile."""
-    block, module = READ[name], targets.module("avx2")
-    lanes, groups = module.LANES, 3
+    block, isa = READ[name], targets.isa("avx2")
+    lanes, groups = isa.lanes, 3
     columns, rows = block.size * 2, groups * lanes
-    assert unpacked.unpacks(module, 4)
+    assert unpacked.unpacks(isa, 4)
     tensor, _ = random_matrix(block, rows, columns)
     form = layout.InterleavedLayout(block, lanes)
     memory = np.zeros(groups * form.stride(2), np.uint8)
@@ -376,15 +376,15 @@ def test_every_target_compiles_to_its_instruction(block, target, triple, feature
         processor = llvm.Target.from_triple(triple)
     except RuntimeError:
         pytest.skip(f"this llvmlite does not know {triple}")
-    module = targets.module(target)
+    isa = targets.isa(target)
     words = ir.IntType(64)
     code = ir.Module()
     code.triple = triple
     function = ir.Function(code, ir.FunctionType(ir.VoidType(), [words] * 4), "block")
-    paired = module.PAIRED
-    emitter = Emitter(ir.IRBuilder(function.append_basic_block()), module, paired, ahead=(2048,))
+    paired = isa.paired
+    emitter = Emitter(ir.IRBuilder(function.append_basic_block()), isa, paired, ahead=(2048,))
     body = superblock.k_block if block.is_k else superblock.plain_block
-    form = layout.InterleavedLayout(block, module.LANES)
+    form = layout.InterleavedLayout(block, isa.lanes)
     weights, halves, x, y = function.args
     totals = body(emitter, form, [emitter.zero_float()] * (2 if paired else 1), weights, halves, x)
     emitter.store_all(totals, y, words(0))
@@ -403,7 +403,7 @@ def test_the_file_s_rows_have_a_kernel_for_avxvnni():
     code = ir.Module()
     code.triple = "x86_64-linux-gnu"
     function = ir.Function(code, ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 7), "block")
-    emitter = Emitter(ir.IRBuilder(function.append_basic_block()), targets.module("avxvnni"), level=2)
+    emitter = Emitter(ir.IRBuilder(function.append_basic_block()), targets.isa("avxvnni"), level=2)
     total = filerows.add_block(emitter, BLOCKS["Q4_K"], emitter.zero_float(), *function.args[:6])
     emitter.store_all([total], function.args[6], ir.IntType(64)(0))
     emitter.builder.ret_void()

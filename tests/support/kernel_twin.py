@@ -3,12 +3,13 @@
 import ctypes
 from collections.abc import Callable
 from functools import partial
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 import numpy as np
 
 from bridge.runtime.cpu.engines import interleaved, unpacked
+from bridge.runtime.cpu.machine.instruction_set import InstructionSet
 from bridge.runtime.cpu.machine.intrinsics_avx2 import words_together
 from bridge.runtime.cpu.machine.operands import Places, nibble
 from bridge.runtime.cpu.machine.vectors import Body
@@ -17,30 +18,30 @@ from bridge.system.cpu import targets
 
 def kernel(name: str, target: str, width: int) -> Callable[..., None]:
     """`interleaved.kernel` of a type for int8 values: it runs, slowly, where the target does not."""
-    if unpacked.unpacks(targets.module(target), width):
+    if unpacked.unpacks(targets.isa(target), width):
         return _unpacking_kernel(name, target, width)
     sizes, made_of = interleaved._scope(name, target, width, True)
     return FunctionType(interleaved._rows.__code__, {**vars(interleaved), **sizes, **_functions(*made_of)})
 
 
 def _unpacking_kernel(name: str, target: str, width: int) -> Callable[..., None]:
-    sizes, module, multiply, unpack = unpacked._scope(name, target, width)
+    sizes, isa, multiply, unpack = unpacked._scope(name, target, width)
     memory = {part: np.zeros(nbytes, np.uint8) for part, nbytes in unpacked._memory(sizes).items()}
     scope: dict[str, Any] = {part: partial(int, array.ctypes.data) for part, array in memory.items()}
-    scope |= {"unpack": partial(unpack, Twin(module)), "memory": memory}
-    scope |= _functions(module, sizes["groups"] * width, multiply)
-    scope |= unpacked._of_a_group(_functions(module, width, multiply))
+    scope |= {"unpack": partial(unpack, Twin(isa)), "memory": memory}
+    scope |= _functions(isa, sizes["groups"] * width, multiply)
+    scope |= unpacked._of_a_group(_functions(isa, width, multiply))
     return FunctionType(unpacked._rows.__code__, {**vars(unpacked), **sizes, **scope}, f"twin_{name}")
 
 
-def _functions(target: ModuleType, columns: int, body: Body, paired: bool = False) -> dict[str, Any]:
+def _functions(target: InstructionSet, columns: int, body: Body, paired: bool = False) -> dict[str, Any]:
     """`vectors.intrinsics` in numpy."""
 
     def zeros():
-        return np.zeros((columns, target.LANES), np.float32)
+        return np.zeros((columns, target.lanes), np.float32)
 
     def load(y, stride):
-        return np.array([Twin(target).read(y + c * stride, np.float32, target.LANES) for c in range(columns)])
+        return np.array([Twin(target).read(y + c * stride, np.float32, target.lanes) for c in range(columns)])
 
     def accumulate(totals, weights, halves, x):
         return np.array(body(Twin(target, paired), list(totals), weights, halves, x), np.float32)
@@ -49,7 +50,7 @@ def _functions(target: ModuleType, columns: int, body: Body, paired: bool = Fals
         if paired:
             totals = [row for c in range(0, columns, 2) for row in totals[c : c + 2].reshape(-1, 2).T]
         for c in range(columns):
-            ctypes.memmove(y + c * stride, totals[c].tobytes(), 4 * target.LANES)
+            ctypes.memmove(y + c * stride, totals[c].tobytes(), 4 * target.lanes)
 
     return {"zeros": zeros, "load": load, "accumulate": accumulate, "store": store}
 
@@ -57,13 +58,13 @@ def _functions(target: ModuleType, columns: int, body: Body, paired: bool = Fals
 class Twin:
     """The Emitter's methods on numpy arrays, bit for bit except for the FMA, which rounds twice here."""
 
-    def __init__(self, target: ModuleType, paired: bool = False):
+    def __init__(self, target: InstructionSet, paired: bool = False):
         self.target = target
         self.paired = paired
-        self.lanes: int = target.LANES
-        self.signed_dots: bool = target.SIGNED_DOTS
-        self.index_bits: int = target.INDEX_BITS
-        self.fuses_scales: bool = target.FUSES_SCALES
+        self.lanes: int = target.lanes
+        self.signed_dots: bool = target.signed_dots
+        self.index_bits: int = target.index_bits
+        self.fuses_scales: bool = target.fuses_scales
 
     def read(self, address: int, dtype: Any, count: int) -> np.ndarray:
         return np.frombuffer(ctypes.string_at(address, np.dtype(dtype).itemsize * count), dtype)
@@ -250,11 +251,11 @@ class Twin:
         return (a.astype(np.float64) * b + c).astype(np.float32)
 
 
-def _dots_of(target: ModuleType) -> Callable[..., np.ndarray]:
+def _dots_of(target: InstructionSet) -> Callable[..., np.ndarray]:
     """(part, codes, quads, bits): part + the sum of codes [lanes, 4] times int8 [4] of each word, as a target does."""
-    if target.LANES == 4:
+    if target.lanes == 4:
         return _signed_dots
-    return _saturating_dots if target.FUSES_SCALES else _unsigned_dots
+    return _saturating_dots if target.fuses_scales else _unsigned_dots
 
 
 def _unsigned_dots(part, codes, quads, bits):

@@ -7,7 +7,7 @@ instruction that the CPU lacks ends the process, so asking for one is an error.
 import importlib
 import os
 from functools import cache
-from types import ModuleType
+from typing import Any
 
 from bridge.errors import BridgeError
 from bridge.system.cpu import machine
@@ -28,9 +28,9 @@ FEATURES = {  # what each target needs, as LLVM names it; fastest first
 
 
 @cache
-def module(name: str) -> ModuleType:
-    """The intrinsics of a target, whether or not they run here."""
-    return importlib.import_module(f"bridge.runtime.cpu.machine.intrinsics_{name}")
+def isa(name: str) -> Any:
+    """The `InstructionSet` of a target, whether or not it runs here."""
+    return importlib.import_module(f"bridge.runtime.cpu.machine.intrinsics_{name}").ISA
 
 
 def available() -> list[str]:

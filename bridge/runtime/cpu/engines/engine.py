@@ -40,7 +40,7 @@ def prepared_functions(type: str, integer: bool) -> list[CFunction]:
     """The C functions that prepare a matrix of a type, and then multiply it by one vector."""
     if type not in READ or (target := targets.chosen()) == targets.PORTABLE:
         return []
-    return [repacker(type, targets.module(target).LANES), interleaved.kernel(type, target, 1, integer, False)]
+    return [repacker(type, targets.isa(target).lanes), interleaved.kernel(type, target, 1, integer, False)]
 
 
 @cache  # once a process, whatever the warning filters make of repetitions

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +32,7 @@ from bridge.runtime.cpu.forms.columns import (
 )
 from bridge.runtime.cpu.forms.layout import InterleavedLayout, unpacked
 from bridge.runtime.cpu.machine.emitter import Emitter
+from bridge.runtime.cpu.machine.instruction_set import InstructionSet
 from bridge.runtime.cpu.machine.operands import LookedUp, computed
 from bridge.runtime.cpu.machine.vectors import totals_type
 from bridge.system.kernels import ir
@@ -83,10 +83,10 @@ def _scale_words(name: str, lanes: int) -> tuple[Word, ...]:
     return words[: layout.scale_words]
 
 
-def fits(name: str, target: ModuleType) -> bool:
+def fits(name: str, target: InstructionSet) -> bool:
     """Whether there is such a kernel for a type."""
     block = READ[name]
-    return block.value_bits <= target.ROW_BITS and block.sum_span >= _STEP and bool(sixteens(name))
+    return block.value_bits <= target.row_bits and block.sum_span >= _STEP and bool(sixteens(name))
 
 
 class FileBlock:
@@ -104,7 +104,7 @@ class FileBlock:
     @property
     def signed(self) -> bool:
         block = self._layout.block
-        return block.value_bits == 8 and bool(block.values) and hasattr(self._v.target, "emit_signed_row_dots")
+        return block.value_bits == 8 and bool(block.values) and self._v.target.emit_signed_row_dots is not None
 
     def scale_words(self) -> list[Callable[[], ir.Value]]:
         words = _scale_words(self._layout.block.name, self._layout.lanes)
@@ -187,7 +187,7 @@ def add_block(v: Emitter, block: BlockType, total: ir.Value, *addresses: ir.Valu
     return total
 
 
-def accumulator(name: str, target: ModuleType) -> Any:
+def accumulator(name: str, target: InstructionSet) -> Any:
     """accumulate(totals, source, row_bytes, halves, x, bad, ahead): totals + one block of some rows.
 
     source  address of the block in the first of the rows, which are row_bytes apart
@@ -204,7 +204,7 @@ def accumulator(name: str, target: ModuleType) -> Any:
             total = add_block(v, READ[name], builder.extract_value(packed, 0), *addresses)
             return builder.insert_value(packed, total, 0)
 
-        kind = totals_type(1, target.LANES)
+        kind = totals_type(1, target.lanes)
         return kind(kind, *[types.int64] * 6), emit
 
     return accumulate

@@ -25,7 +25,6 @@ nothing was measured, nothing is prefetched: CPUs follow the two streams of a ro
 it to them.
 """
 
-from types import ModuleType
 from typing import Any
 
 from bridge.blocks.read import READ
@@ -34,6 +33,7 @@ from bridge.runtime.cpu.engines.superblock import arithmetic
 from bridge.runtime.cpu.forms.activations import PAIRED, PLAIN, float_record, record_of
 from bridge.runtime.cpu.forms.layout import InterleavedLayout
 from bridge.runtime.cpu.machine import vectors
+from bridge.runtime.cpu.machine.instruction_set import InstructionSet
 from bridge.system.cpu import machine, targets
 from bridge.system.kernels.jit import CFunction, c_function, maker
 
@@ -48,7 +48,7 @@ AHEAD = {"znver5": ((2048, 8192), 1)}
 _AHEAD_ELSEWHERE = ((4096, 8192, 16384), 2)
 _AHEAD_OF_ARITHMETIC = ((6144, 12288), 2)
 _TILE = 1 << 18  # bytes
-_MadeOf = tuple[ModuleType, int, vectors.Body, bool]  # what `vectors.intrinsics` takes first
+_MadeOf = tuple[InstructionSet, int, vectors.Body, bool]  # what `vectors.intrinsics` takes first
 
 
 def _rows(weights, x, y, blocks, stride, tokens, y_stride, first, last):
@@ -72,17 +72,17 @@ def _rows(weights, x, y, blocks, stride, tokens, y_stride, first, last):
 def _scope(name: str, target: str, width: int, integer: bool) -> tuple[dict[str, int], _MadeOf]:
     """The sizes that a kernel is specialized with, and what its vector functions are made of."""
     block = READ[name]
-    module = targets.module(target)
-    layout = InterleavedLayout(block, module.LANES)
+    isa = targets.isa(target)
+    layout = InterleavedLayout(block, isa.lanes)
     multiply = arithmetic(block, integer)
 
     def body(v: Any, totals: list[Any], weights: Any, halves: Any, x: Any) -> list[Any]:
         return multiply(v, layout, totals, weights, halves, x)
 
     record = record_of(block).nbytes if integer else float_record(block)
-    sizes = {"columns": width, "lanes": module.LANES, "record": record}
+    sizes = {"columns": width, "lanes": isa.lanes, "record": record}
     sizes |= {"block_bytes": layout.block_bytes, "halves_bytes": layout.halves_bytes}
-    return sizes, (module, width, body, module.PAIRED and width > 1 and integer)
+    return sizes, (isa, width, body, isa.paired and width > 1 and integer)
 
 
 @maker
@@ -91,15 +91,15 @@ def kernel(name: str, target: str, width: int, integer: bool, near: bool = False
 
     `near`: for weights that are in the cache; nothing is prefetched.
     """
-    module = targets.module(target)
+    isa = targets.isa(target)
     bound = target == "avx2" and width == 1 and READ[name].bpw < 4.5
     elsewhere = _AHEAD_OF_ARITHMETIC if bound else _AHEAD_ELSEWHERE
     cpu = machine.host().cpu
-    ahead, level = ((), 1) if near or module.LANES == 4 else AHEAD.get(cpu, elsewhere)
+    ahead, level = ((), 1) if near or isa.lanes == 4 else AHEAD.get(cpu, elsewhere)
     cpu_suffix = f"_{cpu}" if ahead and cpu in AHEAD else ""
-    if integer and unpacked.unpacks(module, width):
+    if integer and unpacked.unpacks(isa, width):
         return unpacked.kernel(name, target, width, ahead, level, cpu_suffix)
-    if near and module.LANES == 4:  # nothing is prefetched anyhow
+    if near and isa.lanes == 4:  # nothing is prefetched anyhow
         return kernel(name, target, width, integer)
     sizes, made_of = _scope(name, target, width, integer)
     suffix = f"{name}_{target}_{width}_{'int8' if integer else 'f32'}{'_near' * near}{cpu_suffix}"
@@ -108,12 +108,12 @@ def kernel(name: str, target: str, width: int, integer: bool, near: bool = False
 
 def form(name: str, target: str, width: int, integer: bool) -> str:
     """The form of the records that `kernel` reads, see activations.py."""
-    module = targets.module(target)
+    isa = targets.isa(target)
     if not integer or width == 1:
         return PLAIN
-    if unpacked.unpacks(module, width):
+    if unpacked.unpacks(isa, width):
         return unpacked.form(READ[name])
-    return PAIRED if module.PAIRED else PLAIN
+    return PAIRED if isa.paired else PLAIN
 
 
 def block_by_block(name: str, target: str, integer: bool) -> dict[str, Any]:

@@ -76,12 +76,12 @@ class Interleaved:
 
     def __init__(self, matrix: RawMatrix, target: str):
         block = READ[matrix.type]
-        module = targets.module(target)
+        isa = targets.isa(target)
         self.matrix = matrix
         self.block = block
         self.target = target
-        self.widths: tuple[int, ...] = module.WIDTHS
-        self.lanes: int = module.LANES
+        self.widths: tuple[int, ...] = isa.widths
+        self.lanes: int = isa.lanes
         self.layout = InterleavedLayout(block, self.lanes)
         rows, columns = matrix.shape
         self.blocks = columns // block.size

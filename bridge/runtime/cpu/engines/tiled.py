@@ -118,8 +118,8 @@ def _block_function(name: str, target: str, lanes: int, integer: bool) -> CFunct
     scope = {**interleaved.block_by_block(name, target, integer), **moves(name, lanes)}
     del scope["columns"]
     scope["space"] = stack(scope["block_bytes"] + 2 * _LINE + scope["halves_bytes"])
-    if integer and filerows.fits(name, targets.module(target)):
-        scope["accumulate"] = filerows.accumulator(name, targets.module(target))
+    if integer and filerows.fits(name, targets.isa(target)):
+        scope["accumulate"] = filerows.accumulator(name, targets.isa(target))
         return c_function(_rows, f"{name}_{target}", **scope)
     return c_function(_blocks, f"{name}_{target}_{'int8' if integer else 'f32'}", **scope)
 

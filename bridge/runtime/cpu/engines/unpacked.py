@@ -12,7 +12,6 @@ second-level cache, passes over the row groups block by block; from one range of
 
 from collections.abc import Callable
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 from bridge.blocks import BlockType
@@ -30,6 +29,7 @@ from bridge.runtime.cpu.forms.activations import PLAIN, UNSIGNED, record_of
 from bridge.runtime.cpu.forms.layout import InterleavedLayout
 from bridge.runtime.cpu.forms.unpacked_layout import UnpackedLayout
 from bridge.runtime.cpu.machine import vectors
+from bridge.runtime.cpu.machine.instruction_set import InstructionSet
 from bridge.runtime.cpu.machine.operands import LookedUp, computed
 from bridge.system.cpu import targets
 from bridge.system.kernels.jit import CFunction, c_function, maker
@@ -51,9 +51,9 @@ _TILE = 5 << 16  # bytes of records: 8 blocks of a K-quant for 128 tokens
 _TURNS = 32  # groups of `columns` tokens in a tile at most
 
 
-def unpacks(target: ModuleType, width: int) -> bool:
+def unpacks(target: InstructionSet, width: int) -> bool:
     """Whether the kernel for so many columns of x unpacks blocks first: for two, that takes longer than it saves."""
-    return target.UNPACKS and width > 2
+    return target.unpacks and width > 2
 
 
 def form(block: BlockType) -> str:
@@ -229,10 +229,10 @@ def _rows(weights, x, y, blocks, stride, tokens, y_stride, first, last):
                         store_group(part, out + t * columns * y_stride + 4 * r * lanes, y_stride)
 
 
-def _scope(name: str, target: str, width: int) -> tuple[dict[str, int], ModuleType, vectors.Body, vectors.Routine]:
+def _scope(name: str, target: str, width: int) -> tuple[dict[str, int], InstructionSet, vectors.Body, vectors.Routine]:
     """The sizes that a kernel is specialized with, and what its vector functions are made of."""
-    block, module = READ[name], targets.module(target)
-    layout, unpacked = InterleavedLayout(block, module.LANES), UnpackedLayout(block, module.LANES)
+    block, isa = READ[name], targets.isa(target)
+    layout, unpacked = InterleavedLayout(block, isa.lanes), UnpackedLayout(block, isa.lanes)
 
     def multiply(v: Any, totals: list[Any], space: Any, _: Any, x: Any) -> list[Any]:
         return multiply_block(v, block, totals, space, x)
@@ -240,9 +240,9 @@ def _scope(name: str, target: str, width: int) -> tuple[dict[str, int], ModuleTy
     def unpack(v: Any, weights: Any, halves: Any, space: Any) -> None:
         unpack_block(v, layout, weights, halves, space)
 
-    sizes = {"columns": width, "lanes": module.LANES, "record": record_of(block).nbytes, "groups": unpacked.groups}
+    sizes = {"columns": width, "lanes": isa.lanes, "record": record_of(block).nbytes, "groups": unpacked.groups}
     sizes |= {"block_bytes": layout.block_bytes, "halves_bytes": layout.halves_bytes, "unpacked_bytes": unpacked.nbytes}
-    return sizes, module, multiply, unpack
+    return sizes, isa, multiply, unpack
 
 
 def _memory(sizes: dict[str, int]) -> dict[str, int]:
@@ -259,9 +259,9 @@ def _of_a_group(functions: dict[str, Any]) -> dict[str, Any]:
 @maker
 def kernel(name: str, target: str, width: int, ahead: tuple[int, ...], level: int, cpu_suffix: str = "") -> CFunction:
     """The compiled kernel of a type for `width` columns: a C function."""
-    sizes, module, multiply, unpack = _scope(name, target, width)
+    sizes, isa, multiply, unpack = _scope(name, target, width)
     scope = {part: stack(nbytes) for part, nbytes in _memory(sizes).items()}
-    scope |= {"unpack": vectors.routine(module, unpack, ahead, level)}
-    scope |= vectors.intrinsics(module, sizes["groups"] * width, multiply)
-    scope |= _of_a_group(vectors.intrinsics(module, width, multiply))
+    scope |= {"unpack": vectors.routine(isa, unpack, ahead, level)}
+    scope |= vectors.intrinsics(isa, sizes["groups"] * width, multiply)
+    scope |= _of_a_group(vectors.intrinsics(isa, width, multiply))
     return c_function(_rows, f"{name}_{target}_{width}{'_near' * (not ahead)}{cpu_suffix}", **sizes, **scope)

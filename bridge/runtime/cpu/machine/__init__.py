@@ -1,5 +1,5 @@
 """The instructions that kernels are made of. Read `vectors` first.
 
 emitter         each instruction as LLVM code
-intrinsics_*    what a target adds: each has its sizes, such as LANES, and its multiplication of codes
+instruction_set what differs between targets; each has its own in intrinsics_*
 """

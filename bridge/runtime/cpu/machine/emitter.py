@@ -5,8 +5,7 @@ What differs between targets is the dot product: see the intrinsics_*.py modules
 
 from __future__ import annotations
 
-from types import ModuleType
-
+from bridge.runtime.cpu.machine.instruction_set import InstructionSet
 from bridge.runtime.cpu.machine.operands import Places, interleaving
 from bridge.system.kernels import ir
 
@@ -25,7 +24,7 @@ class Emitter:
     def __init__(
         self,
         builder: ir.IRBuilder,
-        target: ModuleType | None,
+        target: InstructionSet | None,
         paired: bool = False,
         ahead: tuple[int, ...] = (),
         level: int = 1,
@@ -38,10 +37,10 @@ class Emitter:
         if target is None:  # for code that is the same on all targets
             return
         self.target = target
-        self.lanes: int = target.LANES
-        self.signed_dots: bool = target.SIGNED_DOTS
-        self.index_bits: int = target.INDEX_BITS
-        self.fuses_scales: bool = target.FUSES_SCALES
+        self.lanes: int = target.lanes
+        self.signed_dots: bool = target.signed_dots
+        self.index_bits: int = target.index_bits
+        self.fuses_scales: bool = target.fuses_scales
         self.ints = ir.VectorType(ir.I32, self.lanes)
         self.floats = ir.VectorType(ir.F32, self.lanes)
         self.bytes = ir.VectorType(ir.I8, 4 * self.lanes)
@@ -212,7 +211,7 @@ class Emitter:
             fields = (i >> start & ((1 << width) - 1) for i in range(1 << self.index_bits))
             return self.permute(value, tuple(part << low for part in fields))
         right = start - low
-        if self.target.BYTE_SHIFTS and low == 0 and start + width == 8:  # nothing is left to mask
+        if self.target.byte_shifts and low == 0 and start + width == 8:  # nothing is left to mask
             moved = self.builder.lshr(
                 self.builder.bitcast(value, self.bytes), ir.Constant(self.bytes, [start] * 4 * self.lanes)
             )

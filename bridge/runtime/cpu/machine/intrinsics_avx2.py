@@ -9,19 +9,9 @@ unsigned there, x + 128, and codes are signed. What 128 adds is known when a blo
 
 from __future__ import annotations
 
+from bridge.runtime.cpu.machine.instruction_set import InstructionSet
 from bridge.runtime.cpu.machine.operands import nibble
 from bridge.system.kernels import ir
-
-NAME = "avx2"
-LANES = 8
-WIDTHS = (1, 2, 4)  # columns of x at once, as the registers allow
-BYTE_SHIFTS = False
-PAIRED = False
-SIGNED_DOTS = False
-ROW_BITS = 8  # of codes that `emit_row_dots` is faster for than repacking on the way
-UNPACKS = True  # whether kernels of several columns unpack blocks first, see unpacked.py
-FUSES_SCALES = True  # whether the instruction that widens sums of int16 multiplies them too
-INDEX_BITS = 0  # of a look-up that takes no notice of a byte's other bits; 0: there is none
 
 _MULTIPLY, _WIDEN = "llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd"
 
@@ -56,7 +46,7 @@ def tile(
     rights = (0, 4) if bits == 8 else (0,)
     count = len(words[0])
     together = count // len(starts[0]) if starts else count if x is None else words_together(bits, magnitude)
-    ordered = len(parts[0]) > 1 and v.lanes == LANES  # AVX-512 has registers for all words
+    ordered = len(parts[0]) > 1 and v.lanes == ISA.lanes  # AVX-512 has registers for all words
     pairs: dict[tuple[int, int, int], ir.Value] = {}
     for k in range(count):
         digits = {
@@ -161,3 +151,9 @@ def words_together(bits, magnitude=0, started=False):
     if magnitude:
         return 32767 // (2 * (128 if started else 255) * magnitude)
     return 32768 // (2 * 128 * ((1 << (4 if bits == 8 else bits)) - 1))
+
+
+ISA = InstructionSet(
+    8, (1, 2, 4), emit_look_up, emit_dots, emit_tile, emit_start, emit_row_dots, emit_signed_row_dots,
+    row_bits=8, unpacks=True, fuses_scales=True,
+)  # fmt: skip

@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
+from bridge.runtime.cpu.machine.instruction_set import InstructionSet
 from bridge.runtime.cpu.machine.intrinsics_avx2 import row_dots
 from bridge.system.kernels import ir
-
-NAME = "avx512"
-LANES = 16
-WIDTHS = (1, 4, 8)  # columns of x at once, as the registers allow
-BYTE_SHIFTS = False
-PAIRED = False
-SIGNED_DOTS = False  # 8-bit codes are multiplied unsigned; the record's sums take the zero point off
-UNPACKS = False
-ROW_BITS = 7  # of codes that `emit_row_dots` is faster for than repacking on the way
-FUSES_SCALES = False
-INDEX_BITS = 0
 
 _INSTRUCTION = "llvm.x86.avx512.vpdpbusd.512"
 
@@ -40,3 +30,6 @@ def vpdpbusd(v, instruction, parts, words, x, places) -> list[ir.Value]:
 def emit_row_dots(v, rows, x, places, bits):
     """Without VNNI: sums of int16 are interleaved in fewer instructions."""
     return row_dots(v, "llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512", rows, x, places, bits)
+
+
+ISA = InstructionSet(16, (1, 4, 8), emit_look_up, emit_dots, emit_row_dots=emit_row_dots, row_bits=7)

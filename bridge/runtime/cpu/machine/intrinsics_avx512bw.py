@@ -3,24 +3,9 @@
 For prompts too: a float product (torch, one thread, 64 x 4096 x 1024) takes 1.2 to 2 times as long as the integer one.
 """
 
+from bridge.runtime.cpu.machine.instruction_set import InstructionSet
 from bridge.runtime.cpu.machine.intrinsics_avx2 import tile
 from bridge.runtime.cpu.machine.intrinsics_avx512 import emit_look_up, emit_row_dots
-
-NAME = "avx512bw"
-LANES = 16
-WIDTHS = (1, 4, 8)  # columns of x at once, as the registers allow
-BYTE_SHIFTS = False
-PAIRED = False
-SIGNED_DOTS = False
-ROW_BITS = 8
-UNPACKS = False
-FUSES_SCALES = True
-INDEX_BITS = 0
-
-__all__ = [
-    "BYTE_SHIFTS", "FUSES_SCALES", "INDEX_BITS", "LANES", "NAME", "PAIRED", "ROW_BITS", "SIGNED_DOTS",
-    "UNPACKS", "WIDTHS", "emit_dots", "emit_look_up", "emit_row_dots", "emit_tile",
-]  # fmt: skip
 
 _MULTIPLY, _WIDEN = "llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512"
 
@@ -31,3 +16,8 @@ def emit_dots(v, parts, words, x, places, bits):
 
 def emit_tile(v, parts, words, x, places, bits, scales, magnitude, starts):
     return tile(v, _MULTIPLY, _WIDEN, parts, words, x, places, bits, scales, magnitude, starts)
+
+
+ISA = InstructionSet(
+    16, (1, 4, 8), emit_look_up, emit_dots, emit_tile, emit_row_dots=emit_row_dots, row_bits=8, fuses_scales=True
+)

@@ -4,26 +4,10 @@ It reads the low six bits of each byte and takes no notice of the others, so tha
 down where they lie in those six bits: the table holds an entry for every value of the bits around them.
 """
 
-from __future__ import annotations
+from dataclasses import replace
 
-from bridge.runtime.cpu.machine.intrinsics_avx512 import emit_dots, emit_look_up, emit_row_dots
+from bridge.runtime.cpu.machine.intrinsics_avx512 import ISA as AVX512
 from bridge.system.kernels import ir
-
-NAME = "avx512vbmi"
-LANES = 16
-WIDTHS = (1, 4, 8)  # columns of x at once, as the registers allow
-BYTE_SHIFTS = False
-PAIRED = False
-SIGNED_DOTS = False
-UNPACKS = False
-ROW_BITS = 7
-FUSES_SCALES = False
-INDEX_BITS = 6
-
-__all__ = [
-    "BYTE_SHIFTS", "FUSES_SCALES", "INDEX_BITS", "LANES", "NAME", "PAIRED", "ROW_BITS", "SIGNED_DOTS",
-    "UNPACKS", "WIDTHS", "emit_blend", "emit_dots", "emit_look_up", "emit_permute", "emit_row_dots",
-]  # fmt: skip
 
 _A_WHERE_C_ELSE_B = 0xE4  # vpternlogd's truth table
 
@@ -35,3 +19,6 @@ def emit_blend(v, a, b, mask):
 
 def emit_permute(v, table, indices):
     return v.call("llvm.x86.avx512.permvar.qi.512", v.bytes, table, indices)
+
+
+ISA = replace(AVX512, emit_blend=emit_blend, emit_permute=emit_permute, index_bits=6)

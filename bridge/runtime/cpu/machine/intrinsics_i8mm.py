@@ -5,26 +5,9 @@ elsewhere holds two rows of both here (`Emitter.paired`), and the int8 values of
 after 8 of the other (activations.py), so that a load brings what one instruction takes.
 """
 
-from __future__ import annotations
+from dataclasses import replace
 
 from bridge.runtime.cpu.machine import intrinsics_neon as neon
-from bridge.runtime.cpu.machine.intrinsics_neon import emit_look_up
-
-NAME = "i8mm"
-LANES = neon.LANES  # and NEON's layout
-WIDTHS = (1, 4, 8)  # columns of x at once, as the registers allow
-BYTE_SHIFTS = True
-PAIRED = True
-SIGNED_DOTS = True
-ROW_BITS = 0
-UNPACKS = False
-FUSES_SCALES = False
-INDEX_BITS = 0
-
-__all__ = [
-    "BYTE_SHIFTS", "FUSES_SCALES", "INDEX_BITS", "LANES", "NAME", "PAIRED", "ROW_BITS", "SIGNED_DOTS",
-    "UNPACKS", "WIDTHS", "emit_dots", "emit_look_up",
-]  # fmt: skip
 
 
 def emit_dots(v, parts, words, x, places, bits):
@@ -43,3 +26,6 @@ def emit_dots(v, parts, words, x, places, bits):
                     "llvm.aarch64.neon.smmla.v4i32.v16i8", v.ints, parts[c + half], rows[half], values
                 )
     return parts
+
+
+ISA = replace(neon.ISA, widths=(1, 4, 8), emit_dots=emit_dots, paired=True)  # with NEON's layout

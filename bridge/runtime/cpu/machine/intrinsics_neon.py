@@ -4,16 +4,7 @@ Codes of up to 6 bits can be read as signed; those of 8 bits are stored less 128
 tables: their zero point is off.
 """
 
-NAME = "neon"
-LANES = 4
-WIDTHS = (1, 4)  # columns of x at once, as the registers allow
-BYTE_SHIFTS = True
-PAIRED = False
-SIGNED_DOTS = True
-ROW_BITS = 0
-UNPACKS = False
-FUSES_SCALES = False
-INDEX_BITS = 0
+from bridge.runtime.cpu.machine.instruction_set import InstructionSet
 
 
 def emit_look_up(v, table, codes):
@@ -28,3 +19,6 @@ def emit_dots(v, parts, words, x, places, bits):
             values = v.builder.bitcast(v.word_of_quad(x, places[c][k], v.ints), v.bytes)
             parts[c] = v.call("llvm.aarch64.neon.sdot.v4i32.v16i8", v.ints, parts[c], codes, values)
     return parts
+
+
+ISA = InstructionSet(4, (1, 4), emit_look_up, emit_dots, byte_shifts=True, signed_dots=True)

@@ -7,10 +7,10 @@ superblock.py written out, and `store(totals, y, stride)`. Addresses are plain i
 
 from collections.abc import Callable
 from functools import cache, partial
-from types import ModuleType
 from typing import Any
 
 from bridge.runtime.cpu.machine.emitter import Emitter
+from bridge.runtime.cpu.machine.instruction_set import InstructionSet
 from bridge.system.kernels.jit import intrinsic, types
 
 
@@ -27,10 +27,10 @@ Routine = Callable[[Any, Any, Any, Any], None]
 
 
 def intrinsics(
-    target: ModuleType, columns: int, body: Body, paired: bool = False, ahead: tuple[int, ...] = (), level: int = 1
+    target: InstructionSet, columns: int, body: Body, paired: bool = False, ahead: tuple[int, ...] = (), level: int = 1
 ) -> dict[str, Any]:
     """zeros(), load(y, stride), accumulate(totals, weights, halves, x), store(totals, y, stride)."""
-    kind = partial(totals_type, columns, target.LANES)
+    kind = partial(totals_type, columns, target.lanes)
 
     @intrinsic
     def zeros(typingctx):
@@ -74,7 +74,7 @@ def intrinsics(
     return {"zeros": zeros, "load": load, "accumulate": accumulate, "store": store}
 
 
-def routine(target: ModuleType, body: Routine, ahead: tuple[int, ...] = (), level: int = 1) -> Any:
+def routine(target: InstructionSet, body: Routine, ahead: tuple[int, ...] = (), level: int = 1) -> Any:
     """The function of three addresses that `body` emits."""
 
     @intrinsic
