@@ -8,7 +8,6 @@ as the median of ROUNDS replays. The bytes of a product are those of its matrix 
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -202,22 +201,13 @@ def torch_product(shape: tuple[int, int], device: Device, n: int = 1, dtype: str
     return seconds_from_memory(make, 2 * rows * columns)
 
 
-@dataclass
-class Line:
+def _line(tensor: QuantTensor, seconds: float, nbytes: int, bandwidth: float) -> str:
     """One product, with the read bandwidth of the run."""
-
-    tensor: QuantTensor
-    seconds: float
-    nbytes: int
-    bandwidth: float
-
-    def __str__(self) -> str:
-        speed = self.nbytes / self.seconds
-        shape = "x".join(map(str, self.tensor.shape))
-        return (
-            f"{self.tensor.type:<5} {shape:<12} {1e6 * self.seconds:7.1f} us  {speed / 1e9:7.1f} GB/s, "
-            f"{100 * speed / self.bandwidth:3.0f}% of reading ({self.bandwidth / 1e9:.0f} GB/s)"
-        )
+    speed = nbytes / seconds
+    return (
+        f"{tensor.type:<5} {'x'.join(map(str, tensor.shape)):<12} {1e6 * seconds:7.1f} us  {speed / 1e9:7.1f} GB/s, "
+        f"{100 * speed / bandwidth:3.0f}% of reading ({bandwidth / 1e9:.0f} GB/s)"
+    )
 
 
 def bench(
@@ -236,7 +226,7 @@ def bench(
         lines = [f"{gpu.name}, {gpu}"]
         for done, tensor in enumerate(tensors, 1):
             timed = Bench(tensor, gpu)
-            lines.append(str(Line(tensor, timed.product(), timed.matrix.nbytes, bandwidth)))
+            lines.append(_line(tensor, timed.product(), timed.matrix.nbytes, bandwidth))
             if progress:
                 progress(done, len(tensors), f"{tensor.type} {'x'.join(map(str, tensor.shape))}")
     return lines

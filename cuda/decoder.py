@@ -185,11 +185,6 @@ class Decoder:
         """How many of the first tokens need not be read again."""
         return common_prefix(self.read, tokens)
 
-    def _appended(self, tokens: Sequence[int]) -> None:
-        """Note that the cache holds these too."""
-        self._tokens[self.cache.length :] = tokens
-        self.cache.length += len(tokens)
-
     def draw(self, tokens: Sequence[int], sampler: Sampler, cached: int = 0) -> Iterator[int]:
         """Draw the tokens that follow, one by one, until the context is full; the cache holds the first `cached`.
 
@@ -267,7 +262,8 @@ class Decoder:
             layer.o.multiply(attend(self.config, qkv, norms, angles, cache, start, mask, exact, self.device), onto=x)
             values = self._normed(x, layer.ffn_norm, layer.gated)
             layer.down.multiply(layer.gated.multiply(values, layer.down), onto=x)
-        self._appended(tokens)
+        self._tokens[start:] = tokens
+        self.cache.length += n
         return x
 
     def _normed(self, x: Any, weight: Any, then: Stack | Gated) -> Any:

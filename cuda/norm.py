@@ -87,13 +87,8 @@ def norm_kernel(hidden: int, exact: bool, dependent: bool = False) -> Kernel:
 @recipe
 def silu_kernel(exact: bool, dependent: bool = False) -> Kernel:
     """silu(gate_up, y, records, inner): f32 [2 * inner], gate first -> y and its records; inner a multiple of 32."""
-    function = expand(
-        _silu,
-        f"{int(exact)}{'_dependent' * dependent}",
-        BLOCK=32 * _SILU_WARPS,
-        DEPENDENT=dependent,
-        put=store_exact if exact else store,
-    )
+    name, put = f"{int(exact)}{'_dependent' * dependent}", store_exact if exact else store
+    function = expand(_silu, name, BLOCK=32 * _SILU_WARPS, DEPENDENT=dependent, put=put)
     return Kernel(function, "void(float32[::1], float32[::1], uint8[::1], int32)", dependent=dependent)
 
 

@@ -29,7 +29,7 @@ from bridge.errors import BridgeError
 from bridge.gguf_file.tensor_names import block_of
 from bridge.models import numbers_of_gguf, tensors_of_gguf
 from bridge.models.gguf_config import ROPE_FACTORS, family_of_gguf, gguf_layers
-from bridge.models.outline import OutlineTensor, Part
+from bridge.models.outline import Part
 from bridge.models.restored import restored, rows_of
 from bridge.nn.preparation import prepare as prepare_all
 from bridge.nn.quant_experts import ClampedSwiglu, ExpertStack, Fused, Gated, QuantExperts, WeightedExperts
@@ -97,9 +97,9 @@ class Placement:
 
     def floats(self) -> dict[str, torch.Tensor]:
         """Name of the parameter -> float32 values in its shape."""
-        sources = self._floats.items()
-        tensors = {name: torch.from_numpy(_values(pieces, self._shapes[name])) for name, pieces in sources}
-        return tensors | {name: torch.from_numpy(np.array(value)) for name, value in self._numbers.items()}
+        values = {name: _values(pieces, self._shapes[name]) for name, pieces in self._floats.items()}
+        values |= {name: np.array(value) for name, value in self._numbers.items()}
+        return {name: torch.from_numpy(array) for name, array in values.items()}
 
     def _check(self) -> None:
         """Every parameter has its values in the file."""
@@ -148,7 +148,9 @@ class Placement:
                 self._floats[f"{path}.{leaf}"] = group
         head = self._head()
         if head is not None and head not in packed and f"{head}.weight" not in self._floats:
-            shared = next((group for path, group in packed.items() if self._is_embedding(path)), None)
+            embedding = self.model.get_input_embeddings()  # type: ignore[operator]
+            groups = (group for path, group in packed.items() if self.model.get_submodule(path) is embedding)
+            shared = next(groups, None)
             if shared is not None:
                 packed[head] = shared
         for path, group in packed.items():
@@ -170,7 +172,8 @@ class Placement:
         layers = gguf_layers(metadata)
         inner = self.model.config.get_text_config().to_dict()  # type: ignore[operator, union-attr]
         config = {key: value for key, value in inner.items() if key != "quantization_config"}
-        shapes = {name: tensor.shape for name, tensor in self.file.items() if _within(name, layers)}
+        # but those of layers that predict further tokens
+        shapes = {name: tensor.shape for name, tensor in self.file.items() if (block_of(name) or 0) < layers}
         if config.get("num_hidden_layers", layers) > layers:
             raise BridgeError(
                 f"{self.file.path}: has {layers} layers, the model's config {config['num_hidden_layers']}; correct "
@@ -182,7 +185,7 @@ class Placement:
             if tensor.origin != "checkpoint":
                 continue
             stored = self.file[tensor.name]
-            if _is_stack(tensor) and tensor.layer is not None:
+            if tensor.kind in _EXPERTS and tensor.name.endswith(".weight") and tensor.layer is not None:
                 stacks.setdefault(tensor.layer, {})[tensor.kind] = stored
                 continue
             for i, part in enumerate(tensor.parts):
@@ -207,9 +210,6 @@ class Placement:
     def _head(self) -> str | None:
         head = self.model.get_output_embeddings()  # type: ignore[operator]
         return next((name for name, module in self.model.named_modules() if module is head), None)
-
-    def _is_embedding(self, path: str) -> bool:
-        return self.model.get_submodule(path) is self.model.get_input_embeddings()  # type: ignore[operator]
 
     def _expert_modules(self) -> dict[int, str]:
         modules = {}
@@ -288,16 +288,6 @@ def untie(model: nn.Module, modules: Iterable[str]) -> None:
         tied = getattr(model, ties, None)
         if isinstance(tied, dict):
             setattr(model, ties, {key: of for key, of in tied.items() if not {key, of} & gone})
-
-
-def _within(name: str, layers: int) -> bool:
-    """Whether a tensor is not of a layer that predicts further tokens."""
-    block = block_of(name)
-    return block is None or block < layers
-
-
-def _is_stack(tensor: OutlineTensor) -> bool:
-    return tensor.kind in _EXPERTS and tensor.name.endswith(".weight")
 
 
 def _is_conv1d(module: nn.Module) -> bool:

@@ -194,7 +194,7 @@ class Sampler:
         if self.how.penalizes:
             self._seen.append(token)
         if self._logprobs is not None:
-            self.probabilities = self._note(logits, token)
+            self.probabilities = probabilities(logits, token, self._logprobs)
         return token
 
     def _drawn(self, logits: np.ndarray) -> int:
@@ -218,10 +218,6 @@ class Sampler:
         if not np.isfinite(logits.max()):
             raise BridgeError(f"{parameter('logit_bias')} forbids every possible next token; forbid fewer")
         return logits
-
-    def _note(self, logits: np.ndarray, token: int) -> Probabilities:
-        assert self._logprobs is not None
-        return probabilities(logits, token, self._logprobs)
 
     def uniform(self, count: int) -> np.ndarray:
         """float64 [count]: the numbers in [0, 1) that the next draws would use, for a device that draws by itself."""

@@ -152,18 +152,9 @@ def _launch(
         return by_torch(way, x if factors is None else x * factors[:, None], weight, eps)
     n = x.shape[0]
     halves = Halves(torch.empty((n, columns), dtype=torch.float16, device=x.device), torch.empty(n, device=x.device))
-    kernel(way, factors is not None).launch(
-        n,
-        _THREADS,
-        device.stream(),
-        view(x.reshape(-1)),
-        device.placeholder() if weight is None else view(weight),
-        device.placeholder() if factors is None else view(factors),
-        view(halves.values.reshape(-1)),
-        view(halves.scale),
-        columns,
-        np.float32(eps),
-    )
+    inputs = (device.placeholder() if array is None else view(array) for array in (x.reshape(-1), weight, factors))
+    arrays = *inputs, view(halves.values.reshape(-1)), view(halves.scale)
+    kernel(way, factors is not None).launch(n, _THREADS, device.stream(), *arrays, columns, np.float32(eps))
     return halves
 
 

@@ -30,24 +30,21 @@ class Multiplier:
     def __init__(self, device: devices.Device, precision: str):
         self.device, self.precision = device, precision
 
-    def multiply(
-        self, matrix: DeviceMatrix | FloatMatrix, x: Any, y: Any, bias: Any = None, accumulate: bool = False
-    ) -> None:
-        """Queue y = or += x W^T + bias for x [n, columns] of a float type, or in the matrix's `form`.
-
-        y float32 [n, rows], whose rows may be apart; bias float32 [rows] or None.
-        """
-        self._multiply(matrix, x, y, bias, accumulate, True)
-
     def sums(self, matrix: DeviceMatrix, x: Any, y: Any) -> Any:
         """As `multiply`, but where x is Halves and torch multiplies, the rows of y are not scaled yet: their scale, f32
         [n], is returned; otherwise None."""
-        if not isinstance(x, Halves) or (self.precision == "int8" and mma.takes(matrix, y.shape[0])):
-            return self._multiply(matrix, x, y, None, False, True)
-        self._multiply(matrix, x, y, None, False, False)
-        return x.scale
+        scaled = not isinstance(x, Halves) or (self.precision == "int8" and mma.takes(matrix, y.shape[0]))
+        self.multiply(matrix, x, y, scaled=scaled)
+        return None if scaled else x.scale
 
-    def _multiply(self, matrix: Any, x: Any, y: Any, bias: Any, accumulate: bool, scaled: bool) -> None:
+    def multiply(
+        self, matrix: DeviceMatrix | FloatMatrix, x: Any, y: Any, bias: Any = None, accumulate: bool = False,
+        scaled: bool = True,
+    ) -> None:  # fmt: skip
+        """Queue y = or += x W^T + bias for x [n, columns] of a float type, or in the matrix's `form`.
+
+        y float32 [n, rows], whose rows may be apart; bias float32 [rows] or None; not `scaled`: see `sums`.
+        """
         n = y.shape[0]
         if not n:
             return

@@ -127,17 +127,7 @@ def _launch(
             gain = (placeholder, placeholder) if recorded.gain is None else (recorded.gain, recorded.squares)
             more += recorded.counters, *gain, recorded.records.buffer
         epilogue = "_".join(names)
-    return (
-        kernel(matrix.type, 1 << (n - 1).bit_length(), shape, records.exact, epilogue, dependent),
-        grid,
-        (32, shape.warps),
-        stream,
-        matrix.buffer,
-        matrix.room // 16,
-        records.buffer,
-        y,
-        matrix.device.placeholder() if bias is None else bias,
-        matrix.rows,
-        matrix.units,
-        *more,
-    )
+    product = kernel(matrix.type, 1 << (n - 1).bit_length(), shape, records.exact, epilogue, dependent)
+    offset = matrix.device.placeholder() if bias is None else bias
+    arguments = matrix.buffer, matrix.room // 16, records.buffer, y, offset, matrix.rows, matrix.units, *more
+    return product, grid, (32, shape.warps), stream, *arguments

@@ -316,21 +316,10 @@ def launch(
     steps = -(-matrix.units // _UNITS)
 
     def multiply(epilogue: str, sums: Any, scales: Any, biases: Any) -> None:
-        kernel(matrix.type, kind, tiles, warps, matrix.units % _UNITS != 0, epilogue).launch(
-            (-(-matrix.rows // (_ROWS * warps)), parts),
-            (32, warps),
-            stream,
-            matrix.buffer,
-            matrix.room // 16,
-            devices.view(x),
-            scales,
-            sums,
-            biases,
-            matrix.rows,
-            matrix.units,
-            n,
-            -(-steps // parts),
-        )
+        product = kernel(matrix.type, kind, tiles, warps, matrix.units % _UNITS != 0, epilogue)
+        grid = -(-matrix.rows // (_ROWS * warps)), parts
+        arrays = matrix.buffer, matrix.room // 16, devices.view(x), scales, sums, biases
+        product.launch(grid, (32, warps), stream, *arrays, matrix.rows, matrix.units, n, -(-steps // parts))
 
     launch_parts(matrix, multiply, parts, y, stream, scale, bias, accumulate)
 

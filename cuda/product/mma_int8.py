@@ -318,20 +318,10 @@ def launch(
     warps, parts = shape or choose_shape(matrix, n, TILE * tiles)
 
     def multiply(epilogue: str, sums: Any, _: Any, biases: Any) -> None:
-        kernel(matrix.type, tiles, warps, epilogue).launch(
-            (-(-n // (TILE * tiles)), -(-matrix.rows // (_ROWS * warps)), parts),
-            (32, warps),
-            stream,
-            matrix.buffer,
-            matrix.room // 16,
-            devices.view(records.buffer),
-            sums,
-            biases,
-            matrix.rows,
-            matrix.units,
-            n,
-            records.steps,
-            -(-records.steps // parts),
-        )
+        product = kernel(matrix.type, tiles, warps, epilogue)
+        grid = -(-n // (TILE * tiles)), -(-matrix.rows // (_ROWS * warps)), parts
+        arrays = matrix.buffer, matrix.room // 16, devices.view(records.buffer), sums, biases
+        sizes = matrix.rows, matrix.units, n, records.steps, -(-records.steps // parts)
+        product.launch(grid, (32, warps), stream, *arrays, *sizes)
 
     launch_parts(matrix, multiply, parts, y, stream, bias=bias, accumulate=accumulate)

@@ -160,17 +160,8 @@ def recorded(
     tokens = -(-n // (TILE * tiles)) * TILE * tiles
     nbytes = tokens // TILE * records.steps * CHUNK
     records = records._replace(buffer=torch.empty(nbytes, dtype=torch.uint8, device=x.device))
-    kernel(way, x_kind).launch(
-        (tokens, -(-records.steps * BLOCKS // (_WARPS * _TURNS))),
-        (32, _WARPS),
-        device.stream(),
-        view(x.reshape(-1)),
-        device.placeholder() if weight is None else view(weight),
-        view(records.buffer),
-        n,
-        columns,
-        tiles,
-        records.steps,
-        np.float32(eps),
-    )
+    grid = tokens, -(-records.steps * BLOCKS // (_WARPS * _TURNS))
+    arrays = view(x.reshape(-1)), device.placeholder() if weight is None else view(weight), view(records.buffer)
+    sizes = n, columns, tiles, records.steps
+    kernel(way, x_kind).launch(grid, (32, _WARPS), device.stream(), *arrays, *sizes, np.float32(eps))
     return records

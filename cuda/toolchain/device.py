@@ -115,17 +115,12 @@ class Device:
 
     def check_memory(self, needed: int, what: str) -> None:
         """Raise BridgeError unless `needed` bytes are free; it names both numbers."""
-        if needed > self.free():
-            self._give_back()
-            if needed > self.free():
-                raise self.too_little(needed, what)
-
-    def _give_back(self) -> None:
-        """Free what torch keeps in reserve."""
-        if not _simulated():
+        if needed > self.free() and not _simulated():
             import torch
 
-            torch.cuda.empty_cache()
+            torch.cuda.empty_cache()  # what torch keeps in reserve
+        if needed > self.free():
+            raise self.too_little(needed, what)
 
     def too_little(self, needed: int, what: str) -> BridgeError:
         return BridgeError(

@@ -110,12 +110,8 @@ class SingleProgram:
                 size = activations.record_bytes(matrix.type, x.shape[1], integer)
                 records[kind] = np.zeros(turns * columns * size, np.uint8)
                 arguments = address(x), address(records[kind]), x.shape[1], columns
-                program.add(
-                    activations.quantize_function(matrix.type, integer, form),
-                    *arguments,
-                    items=n,
-                    shared=x.size > MIN_VALUES_TO_SHARE,
-                )
+                quantize = activations.quantize_function(matrix.type, integer, form)
+                program.add(quantize, *arguments, items=n, shared=x.size > MIN_VALUES_TO_SHARE)
                 program.keep(records[kind])
             parts.append(product(engine, records[kind], y, turns, columns, integer))
             program.keep(engine)

@@ -70,14 +70,9 @@ class NgramDrafter(Drafter):
         self._known = len(tokens)
         for order in _ORDERS:
             if start := self._ends.get(tuple(tokens[-order:])):
-                return self._continued(tokens, start, most)
+                period = len(tokens) - start  # where the text ends, what repeats goes on
+                return [tokens[start + i % period] for i in range(most)]
         return []
-
-    @staticmethod
-    def _continued(tokens: Sequence[int], start: int, most: int) -> list[int]:
-        """What stands from a place on; where the text ends, what repeats goes on."""
-        period = len(tokens) - start
-        return [tokens[start + i % period] for i in range(most)]
 
 
 class ModelDrafter(Drafter):
