@@ -145,28 +145,22 @@ class CudaTensor(Product):
             return None
         moved = []
         if bias is not None:
-            if not self._fits(bias):
+            if not self._fits(bias, self.shape[:1]):
                 return None
             moved.append(bias.data_ptr())
+        shape = (*x.shape[:-1], self.shape[0])
         if out is None:
-            shape = (*x.shape[:-1], self.shape[0])
             out = torch.empty(shape, dtype=torch.float32, device=device)
-        elif (
-            type(out) is not torch.Tensor
-            or out.device != device
-            or out.dtype != torch.float32
-            or out.shape != (*x.shape[:-1], self.shape[0])
-            or not out.is_contiguous()
-        ):
+        elif type(out) is not torch.Tensor or not self._fits(out, shape):
             return None
         with self.matrix.device.active():
             bound(self.matrix.memory.stream(), x.data_ptr(), out.data_ptr(), *moved)
         return out
 
-    def _fits(self, bias: Any) -> bool:
-        """Whether kernels can add it as it is."""
-        shaped = devices.kind(bias) == "f32" and tuple(bias.shape) == self.shape[:1]
-        return shaped and bias.device == self._torch_device and bool(bias.is_contiguous())
+    def _fits(self, x: Any, shape: tuple[int, ...]) -> bool:
+        """Whether kernels can take it as it is."""
+        shaped = devices.kind(x) == "f32" and tuple(x.shape) == shape
+        return shaped and x.device == self._torch_device and bool(x.is_contiguous())
 
     def _check_device(self, what: str, tensor: Any) -> None:
         if not is_torch(tensor):
@@ -185,7 +179,7 @@ class CudaTensor(Product):
 
     def _checked_bias(self, bias: Any) -> Any:
         self._check_device("bias", bias)
-        if not self._fits(bias):
+        if not self._fits(bias, self.shape[:1]):
             raise BridgeError(
                 f"{self.name}: bias is {bias.dtype} {list(bias.shape)}; must be contiguous float32 [{self.shape[0]}]"
             )

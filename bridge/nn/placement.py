@@ -137,15 +137,11 @@ class Placement:
         stays_float = float32_names(self.model)
         packed: dict[str, list[Piece]] = {}
         for (path, leaf), group in placed.items():
-            if (
-                leaf == "weight"
-                and not path.endswith(_READ_AS_FLOATS)
-                and not stays_float(f"{path}.{leaf}")
-                and _packs(self.model.get_submodule(path), group)
-            ):
-                packed[path] = group
-            else:
+            floating = leaf != "weight" or path.endswith(_READ_AS_FLOATS) or stays_float(f"{path}.{leaf}")
+            if floating or not _packs(self.model.get_submodule(path), group):
                 self._floats[f"{path}.{leaf}"] = group
+            else:
+                packed[path] = group
         head = self._head()
         if head is not None and head not in packed and f"{head}.weight" not in self._floats:
             embedding = self.model.get_input_embeddings()  # type: ignore[operator]

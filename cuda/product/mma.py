@@ -130,9 +130,8 @@ def _product(weights, room_16, x, scale, y, bias, rows, units, tokens, per):
     piece = bits(lane, 2, 3)
     token = mad(warp, 2, bits(lane, 4, 1))
     target = mad(token, 16, or_(u, shl(xor(piece, bits(token, 0, 1)), 2)))
-    last_token = int32(
-        tokens - 1
-    )  # is repeated, where it is: lanes that all read one address would wait for each other
+    # is repeated, where it is: lanes that all read one address would wait for each other
+    last_token = int32(tokens - 1)
     for b in unroll(2):
         if int32(step + b) < stop:
             unit = mad(int32(step + b), 4, u)

@@ -125,17 +125,9 @@ def _network(
     return y if biases is None else y + biases[2]
 
 
-def _silu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    return gate * _sigmoid(gate) * up
-
-
 def _gelu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     bent = gate * (1 + np.float32(0.044715) * gate * gate)
     return gate * _sigmoid(np.float32(1.5957691216) * bent) * up
-
-
-def _relu2(gate: np.ndarray, _: None) -> np.ndarray:
-    return np.square(np.maximum(gate, 0))
 
 
 def _clamped(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
@@ -151,8 +143,11 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 _ACTIVATIONS: dict[str, Callable[[np.ndarray, Any], np.ndarray]] = {
-    "silu": _silu, "gelu": _gelu, "relu2": _relu2, "clamped": _clamped
-}  # fmt: skip
+    "silu": lambda gate, up: gate * _sigmoid(gate) * up,
+    "gelu": _gelu,
+    "relu2": lambda gate, _: np.square(np.maximum(gate, 0)),
+    "clamped": _clamped,
+}
 
 
 class ExpertTables:

@@ -98,10 +98,8 @@ class LayerReader:
             if not c.may_lack_norm or self._has("ssm_norm.weight"):
                 layer.norm = self._folded("ssm_norm.weight", c.values if c.kind == MAMBA else c.value_dim)
         if c.kind == MAMBA:
-            layer.skip, layer.convolution_bias = (
-                self._folded("ssm_d", c.heads),
-                self._folded("ssm_conv1d.bias", c.channels),
-            )
+            layer.skip = self._folded("ssm_d", c.heads)
+            layer.convolution_bias = self._folded("ssm_conv1d.bias", c.channels)
         return layer
 
     def _read_mamba1(self, layer: Recurrent, c: RecurrentConfig) -> None:

@@ -340,12 +340,8 @@ class Batch:
         best, most = slot, read
         for other in self._slots:
             held = other.cache.tokens
-            if (
-                most == len(wanted)
-                or other.cache.length <= most
-                or held[most] != wanted[most]
-                or (read and other is slot)
-            ):
+            shorter = most == len(wanted) or other.cache.length <= most
+            if shorter or held[most] != wanted[most] or (read and other is slot):
                 continue
             same = other.cache.reach(common_prefix(_held(other), wanted))
             if same > most:

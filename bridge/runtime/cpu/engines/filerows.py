@@ -162,9 +162,8 @@ class FileBlock:
             emit_code = partial(code, self._sixteens[piece], i)
             if not block.values:
                 return emit_code
-            return LookedUp(
-                v, emit_code, tuple(value & 255 if self.signed else value + block.lift for value in block.values)
-            )
+            table = tuple(value & 255 if self.signed else value + block.lift for value in block.values)
+            return LookedUp(v, emit_code, table)
 
         rows = [[[word(piece, i) for piece in self._pieces(j)] for i in range(4)] for j in sums]
         places = [[_STEP * piece for piece in self._pieces(j)] for j in sums]

@@ -221,9 +221,8 @@ def k_block(
         scales = [computed(word()) for word in scales]
     per_group = 32 // block.sub
     sums: list[Any] = [None for _ in columns]
-    in_turn = (
-        v.lanes == 4
-    )  # on Arm, LLVM would move loads and sums of all groups past one another and spill most of them
+    # on Arm, LLVM would move loads and sums of all groups past one another and spill most of them
+    in_turn = v.lanes == 4
     for group in range(block.size // 32):
         if len(totals) > 1 or in_turn:
             v.barrier()

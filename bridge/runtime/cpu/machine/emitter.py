@@ -155,9 +155,7 @@ class Emitter:
         bits = self.builder.zext(self._load_bytes(base, offset), shorts)
         bits = self.builder.shl(bits, ir.Constant(shorts, [7] * self.lanes))
         halves = self.builder.bitcast(bits, ir.VectorType(ir.F16, self.lanes))
-        return self.builder.fmul(
-            self.builder.fpext(halves, self.floats), ir.Constant(self.floats, [128.0] * self.lanes)
-        )
+        return self.fmul(self.builder.fpext(halves, self.floats), self.splat_float(128.0))
 
     def _load_bytes(self, base: ir.Value, offset: int) -> ir.Value:
         return self.builder.load(self.pointer(base, offset, ir.VectorType(ir.I8, self.lanes)), align=1)

@@ -64,9 +64,8 @@ def intrinsics(
     def store(typingctx, totals, y, stride):
         def emit(context, builder, signature, arguments):
             packed, address, step = arguments
-            Emitter(builder, target, paired).store_all(
-                [builder.extract_value(packed, c) for c in range(columns)], address, step
-            )
+            vectors = [builder.extract_value(packed, c) for c in range(columns)]
+            Emitter(builder, target, paired).store_all(vectors, address, step)
             return context.get_dummy_value()
 
         return types.void(kind(), types.int64, types.int64), emit

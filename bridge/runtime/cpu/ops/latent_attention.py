@@ -275,11 +275,8 @@ def function(name: str, kind: str) -> CFunction:
     scope: dict[str, Any] = {"halves": kind == "f16", "quantized": kind == "q8_0"}
     if name == "store":
         return c_function(_store, kind, **scope)
-    halved = kind == "f16"
-    dots, panels = (
-        by_rows(partial(_dots_of, halves=halved), f"dots_{kind}"),
-        by_rows(partial(panel, halves=halved), kind),
-    )
+    dots = by_rows(partial(_dots_of, halves=kind == "f16"), f"dots_{kind}")
+    panels = by_rows(partial(panel, halves=kind == "f16"), kind)
     return c_function(_attend, kind, _dots=dots, _panel=panels, **scope)
 
 
