@@ -31,7 +31,7 @@ _DISTINCT = 512  # rows that are drawn; the others repeat them
 
 @dataclass
 class ProductTiming:
-    """One tensor, one number of threads."""
+    """Seconds that one tensor's products take on one number of threads."""
 
     type: str
     shape: tuple[int, ...]

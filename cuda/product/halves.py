@@ -171,7 +171,7 @@ def floats_by_torch(way: str, x: Any, weight: Any = None, eps: float = 0.0) -> A
 
 
 def by_torch(way: str, x: Any, weight: Any = None, eps: float = 0.0) -> Halves:
-    """The same by torch."""
+    """The Halves of a way, by torch."""
     x = floats_by_torch(way, x, weight, eps)
     scale = (x.abs().amax(dim=1) / LARGEST).clamp_min(_LEAST)
     return Halves((x / scale[:, None]).half(), scale)

@@ -38,7 +38,7 @@ class Normed:
 
     @staticmethod
     def length(columns: int) -> int:
-        """Of `sums`."""
+        """Elements of `sums` for so many columns."""
         return -(-columns // 128) * 4
 
 

@@ -59,7 +59,7 @@ class _Process(Worker):
 
 
 def compiled(job: tuple[Source, Capability]) -> compiler.Code | str:
-    """What such a process answers."""
+    """What a `_Process` answers to a job: machine code, or in a line why it failed."""
     source, capability = job
     try:
         return compiler.code(source, capability)

@@ -265,7 +265,7 @@ def elsewhere(capability: Capability) -> Path | None:
 
 
 def count_elsewhere(capability: Capability) -> int:
-    """How many kernels are there."""
+    """How many kernels the folder of BRIDGE_KERNELS has."""
     path = elsewhere(capability)
     return 0 if path is None else len(list(path.glob("*")))
 

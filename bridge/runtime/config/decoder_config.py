@@ -25,7 +25,7 @@ class Routing:
 
 
 class Heads(NamedTuple):
-    """Of a layer's attention."""
+    """The heads of a layer's attention: how many, and their sizes."""
 
     kv: int  # heads of keys and of values
     dim: int  # elements of a head

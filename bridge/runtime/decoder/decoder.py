@@ -141,7 +141,7 @@ class Decoder:
         return self._finished(self.output.matmul(hidden, precision=self.precision))
 
     def _finished(self, scores: np.ndarray) -> np.ndarray:
-        """With the output's bias, or capped."""
+        """Logits float32 [n, vocab] with the output's bias added, or capped."""
         if self._output_bias is not None:
             scores = scores + self._output_bias
         cap = np.float32(self.config.logit_cap)

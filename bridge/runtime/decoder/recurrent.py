@@ -66,7 +66,7 @@ class RecurrentBuffers:
         return self.n == self.count
 
     def _fill(self, layers: Sequence[Recurrent], eps: float) -> None:
-        """The arguments that stay."""
+        """The words of each layer's block that stay the same from step to step."""
         c = self.config
         keys = c.groups * c.key_dim
         q, k, v = (0, keys, 2 * keys) if c.kind == DELTA else (c.values + keys, c.values, 0)

@@ -72,42 +72,42 @@ class RecurrentState:
         self.wanted = 0  # a number of tokens after which the state is needed again
         self.copies: dict[int, Memory] = {}
         self._coming: tuple[int, Memory] | None = None
-        self._now, self._at = Memory.of(config), 0  # a state, and the tokens that it is after
+        self._now, self._now_length = Memory.of(config), 0  # a state, and the tokens that it is after
         self._before: Memory | None = None  # the state before the last step that can be undone,
-        self._kept: int | None = None  # the tokens that it is after,
+        self._begin: int | None = None  # the tokens that it is after,
         self._end = 0  # and those that the step ended with
         self._redo: Callable[[int], None] | None = None  # the first so many tokens of that step, from `_before`
 
     @property
     def now(self) -> Memory:
         """The state after `length` tokens."""
-        if self._at != self.length and self.length == self._kept and self._before is not None:
-            self._now, self._before, self._kept, self._redo = self._before, self._now, None, None
-            self._at = self.length
-        elif self._at != self.length:
+        if self._now_length != self.length and self.length == self._begin and self._before is not None:
+            self._now, self._before, self._begin, self._redo = self._before, self._now, None, None
+            self._now_length = self.length
+        elif self._now_length != self.length:
             self._go(self.length)
         return self._now
 
     def _go(self, length: int) -> None:
         """Redo the last step as far as there."""
         assert self._redo is not None
-        assert self._kept is not None
-        self._redo(length - self._kept)
-        self._at = length
+        assert self._begin is not None
+        self._redo(length - self._begin)
+        self._now_length = length
 
     def _known(self, length: int) -> Memory | None:
         """The state after so many tokens, which must be known, to copy it; None: before any."""
-        if not length or length == self._kept:
+        if not length or length == self._begin:
             return self._before if length else None
-        if length != self._at and length in self.copies:
+        if length != self._now_length and length in self.copies:
             return self.copies[length]
-        if length != self._at:
+        if length != self._now_length:
             self._go(length)
         return self._now
 
     def _redoes(self, length: int) -> bool:
         """Whether the state after so many tokens is, or is within, the last step."""
-        return self._kept is not None and self._kept <= length <= (self._kept if self._redo is None else self._end)
+        return self._begin is not None and self._begin <= length <= (self._begin if self._redo is None else self._end)
 
     def settle(self) -> None:
         """Redo what was asked for: what the last step left is going to be overwritten."""
@@ -117,7 +117,7 @@ class RecurrentState:
     def reach(self, length: int) -> int:
         """The most tokens, of the first `length`, after which the state is known."""
         length = min(length, self.length)
-        known = [0, self.length, *self.copies, *([] if self._kept is None else [self._kept])]
+        known = [0, self.length, *self.copies, *([] if self._begin is None else [self._begin])]
         return length if self._redoes(length) else max(count for count in known if count <= length)
 
     def cut(self, length: int) -> None:
@@ -129,7 +129,7 @@ class RecurrentState:
                     f"{self.reach(length)}"
                 )
             self._now.become(self.copies[length] if length else None)
-            self._at = length
+            self._now_length = length
         self.length = length
         self._forget()
 
@@ -137,14 +137,14 @@ class RecurrentState:
         """What is known of the tokens after `length`, but for those of the last step."""
         self.copies = {length: memory for length, memory in self.copies.items() if length <= self.length}
         self._coming = None
-        if self._kept is not None and self._kept > self.length:
-            self._kept = self._redo = None
+        if self._begin is not None and self._begin > self.length:
+            self._begin = self._redo = None
 
     def copy(self, other: Self, length: int) -> None:
         """Become another's state after `length` tokens, which it must know."""
         self._now.become(other._known(length))
-        self.length = self._at = length
-        self._kept = self._redo = None
+        self.length = self._now_length = length
+        self._begin = self._redo = None
         self.copies = dict(other.copies)  # nobody writes to them
         self._forget()
 
@@ -156,7 +156,7 @@ class RecurrentState:
         source = target = self.now
         if redo is not None and (tokens > 1 or 0 < self.wanted == self.length):
             target = self._before or Memory.of(self._config)
-            self._now, self._before, self._kept = target, source, self.length
+            self._now, self._before, self._begin = target, source, self.length
             self._redo, self._end = redo if tokens > 1 else None, self.length + tokens
         else:
             self._redo = None
@@ -172,7 +172,7 @@ class RecurrentState:
     def append(self, tokens: int) -> None:
         """The layers have read so many tokens more."""
         self.length += tokens
-        self._at = self.length
+        self._now_length = self.length
         if self._coming is not None:
             length, memory = self._coming
             self.copies[length] = memory

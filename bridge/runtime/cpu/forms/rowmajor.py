@@ -32,7 +32,7 @@ scales = np.zeros(0, np.float32)  # and of their scale bytes
 
 @inlined
 def bits_at(block, offset):
-    """The two bytes at `at`."""
+    """The two bytes from `offset` on as int32."""
     return np.int32(block[offset]) | np.int32(block[offset + 1]) << np.int32(8)
 
 

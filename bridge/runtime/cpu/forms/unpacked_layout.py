@@ -93,7 +93,7 @@ class UnpackedLayout:
 
     @property
     def starts(self) -> int:
-        """Vectors of them in a block."""
+        """Vectors in a block of what sums start from."""
         if not self.block.lift:
             return 0
         return self.block.size // 4 // self.started if self.started else self.sums

@@ -202,7 +202,7 @@ class Emitter:
         return self.builder.and_(value, self.splat(bits))
 
     def field(self, value: ir.Value, start: int, low: int, width: int) -> ir.Value:
-        """`width` bits of each byte, from bit `place` on, moved to bit `low`; zeros elsewhere."""
+        """`width` bits of each byte, from bit `start` on, moved to bit `low`; zeros elsewhere."""
         if width == 8:
             return value
         if start and start + width <= self.index_bits:  # one instruction instead of two
@@ -234,7 +234,7 @@ class Emitter:
         return self.builder.add(a, b)
 
     def sub_bytes(self, a: ir.Value, b: ir.Value) -> ir.Value:
-        """Byte by byte."""
+        """a - b, byte by byte."""
         difference = self.builder.sub(*(self.builder.bitcast(value, self.bytes) for value in (a, b)))
         return self.builder.bitcast(difference, self.ints)
 

@@ -28,7 +28,7 @@ class Program:
     def __init__(self) -> None:
         self._rows: list[list[Any]] = []  # a function, then words
         self._table: np.ndarray | None = None
-        self._kept: list[Any] = []
+        self._referenced: list[Any] = []
 
     def add(self, function: Any, *arguments: int, items: int, shared: bool = False) -> int:
         """One call of a C function, an address, or what makes a C function once there are items; its number."""
@@ -43,7 +43,7 @@ class Program:
         self._table = None
 
     def _call(self, row: list[Any]) -> list[int]:
-        """Words of the table."""
+        """A row of the table that is run: its function's address, then its other words."""
         function = self._function(row)
         return row if function is None else [function.address, *row[1:]]
 
@@ -60,7 +60,7 @@ class Program:
         return [function for function in functions if function is not None]
 
     def keep(self, *objects: Any) -> None:
-        self._kept += objects
+        self._referenced += objects
 
     def run(self) -> None:
         """Make the calls, on the pool's threads if they are free."""
@@ -154,16 +154,16 @@ class KernelSlots:
 
     def __init__(self, integer: bool):
         self.integer = integer
-        self._found: dict[int, list[tuple[np.ndarray, int]]] = {}
+        self._slots: dict[int, list[tuple[np.ndarray, int]]] = {}
 
     def register(self, matrix: Any, words: np.ndarray, columns: int) -> None:
         """Remember int64 [2] that a matrix's kernel of so many columns fills."""
-        self._found.setdefault(id(matrix), []).append((words, columns))
+        self._slots.setdefault(id(matrix), []).append((words, columns))
 
     def refresh(self, matrix: Any) -> None:
         """Let the tables use the matrix's present engine."""
         engine: Any = matrix._get_engine()
-        for words, columns in self._found.get(id(matrix), ()):
+        for words, columns in self._slots.get(id(matrix), ()):
             words[:] = engine.kernel(columns, self.integer, False)
 
 
