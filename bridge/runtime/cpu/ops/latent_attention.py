@@ -18,31 +18,13 @@ from typing import Any
 import numpy as np
 
 from bridge.runtime.cpu.engines.floats import dot_function
+from bridge.runtime.cpu.ops import attention as attn
 from bridge.runtime.cpu.ops.attention import (
     BLOCK,
-    CAP,
-    COS,
-    EPS,
-    HEAD_DIM,
-    HEADS,
-    K_NORM,
-    KEY_SCALES,
-    KEYS,
     LANES,
-    OUT,
-    PLAIN,
-    PRODUCTS,
-    ROTATED,
     ROWS,
-    SCALE,
-    SIN,
     SPAN,
-    START,
-    TEMPERATURES,
-    TOKENS,
     WORDS,
-    K,
-    Q,
     by_rows,
     largest,
     normalize,
@@ -120,7 +102,7 @@ def _dots_of(rows: int, halves: bool) -> Any:
 @inner
 def _width(p):
     """Elements of a row of the cache."""
-    return (p[HEAD_DIM] + p[ROTATED] + LANES - 1) // LANES * LANES
+    return (p[attn.HEAD_DIM] + p[attn.ROTATED] + LANES - 1) // LANES * LANES
 
 
 def _store(blocks, count, _0, _1, _2, _3, _4, first, last):
@@ -132,23 +114,23 @@ def _store(blocks, count, _0, _1, _2, _3, _4, first, last):
         block = blocks + 8 * WORDS * item if count > 1 else blocks
         t = 0 if count > 1 else item
         p = array_at(block, WORDS, np.int64)
-        rank, rotated, heads, plain, width = p[HEAD_DIM], p[ROTATED], p[HEADS], p[PLAIN], _width(p)
-        position = array_at(p[START], 1, np.int64)[0] + t
-        cos = floats(p[COS] + 2 * rotated * position, rotated // 2)
-        sin = floats(p[SIN] + 2 * rotated * position, rotated // 2)
-        row = floats(p[K] + 4 * (rank + rotated) * t, rank + rotated)
-        normalize(row[:rank], p[K_NORM], array_at(block, WORDS, np.float64)[EPS])
+        rank, rotated, heads, plain, width = p[attn.HEAD_DIM], p[attn.ROTATED], p[attn.HEADS], p[attn.PLAIN], _width(p)
+        position = array_at(p[attn.START], 1, np.int64)[0] + t
+        cos = floats(p[attn.COS] + 2 * rotated * position, rotated // 2)
+        sin = floats(p[attn.SIN] + 2 * rotated * position, rotated // 2)
+        row = floats(p[attn.K] + 4 * (rank + rotated) * t, rank + rotated)
+        normalize(row[:rank], p[attn.K_NORM], array_at(block, WORDS, np.float64)[attn.EPS])
         rotate(row[rank:], cos, sin, rotated, True)
         for h in range(heads):
-            part = floats(p[PRODUCTS] + 4 * ((plain + rotated) * (t * heads + h) + plain), rotated)
-            q = floats(p[Q] + 4 * (width * (t * heads + h) + rank), rotated)
+            part = floats(p[attn.PRODUCTS] + 4 * ((plain + rotated) * (t * heads + h) + plain), rotated)
+            q = floats(p[attn.Q] + 4 * (width * (t * heads + h) + rank), rotated)
             rotate(part, cos, sin, rotated, True)
             for i in range(rotated):
                 q[i] = part[i]
         offset = width * position
         if quantized:
-            codes = array_at(p[KEYS] + offset, rank + rotated, np.int8)
-            scales = array_at(p[KEY_SCALES] + 2 * _scales(p) * position, _scales(p), np.uint16)
+            codes = array_at(p[attn.KEYS] + offset, rank + rotated, np.int8)
+            scales = array_at(p[attn.KEY_SCALES] + 2 * _scales(p) * position, _scales(p), np.uint16)
             for j in range(_scales(p)):
                 end = min(rank + rotated, (j + 1) * BLOCK)
                 step = largest(row[j * BLOCK : end]) / np.float32(127)
@@ -157,11 +139,11 @@ def _store(blocks, count, _0, _1, _2, _3, _4, first, last):
                 for i in range(j * BLOCK, end):
                     codes[i] = np.int8(np.rint(row[i] * inverse))
         elif halves:
-            stored16 = array_at(p[KEYS] + 2 * offset, rank + rotated, np.uint16)
+            stored16 = array_at(p[attn.KEYS] + 2 * offset, rank + rotated, np.uint16)
             for i in range(rank + rotated):
                 stored16[i] = to_half(row[i])
         else:
-            stored32 = floats(p[KEYS] + 4 * offset, rank + rotated)
+            stored32 = floats(p[attn.KEYS] + 4 * offset, rank + rotated)
             for i in range(rank + rotated):
                 stored32[i] = row[i]
 
@@ -169,22 +151,22 @@ def _store(blocks, count, _0, _1, _2, _3, _4, first, last):
 @inner
 def _scales(p):
     """Scales of a row of a q8_0 cache."""
-    return (p[HEAD_DIM] + p[ROTATED] + BLOCK - 1) // BLOCK
+    return (p[attn.HEAD_DIM] + p[attn.ROTATED] + BLOCK - 1) // BLOCK
 
 
 def _attend(blocks, count, spans, parts, sums, most, _0, first, last):
     """out = softmax(scale q [c, r]) c; arguments and items as in attention.py, with one key-value head."""
     parted = array_at(spans, 1, np.int64)[0] > 1
     p = array_at(blocks, WORDS, np.int64)
-    heads, rank, tokens, width = p[HEADS], p[HEAD_DIM], p[TOKENS], _width(p)
-    scale = np.float32(array_at(blocks, WORDS, np.float64)[SCALE])
-    cap = np.float32(array_at(blocks, WORDS, np.float64)[CAP])
+    heads, rank, tokens, width = p[attn.HEADS], p[attn.HEAD_DIM], p[attn.TOKENS], _width(p)
+    scale = np.float32(array_at(blocks, WORDS, np.float64)[attn.SCALE])
+    cap = np.float32(array_at(blocks, WORDS, np.float64)[attn.CAP])
     groups = (tokens * heads + ROWS - 1) // ROWS
     reach = SPAN
     if not parted:
         for b in range(count):
             p = array_at(blocks + 8 * WORDS * b, WORDS, np.int64)
-            start = array_at(p[START], 1, np.int64)[0]
+            start = array_at(p[attn.START], 1, np.int64)[0]
             reach = max(reach, (start + tokens + LANES - 1) // LANES * LANES)
     # sums of exp [ROWS] as float64, maxima [ROWS], q [ROWS, width], scores [ROWS, reach], part [ROWS, LANES], rows
     panel_size = reach * width if quantized else 0
@@ -204,7 +186,7 @@ def _attend(blocks, count, spans, parts, sums, most, _0, first, last):
         span = item // (count * groups)
         b = item % (count * groups) // groups
         p = array_at(blocks + 8 * WORDS * b, WORDS, np.int64)
-        start = array_at(p[START], 1, np.int64)[0]
+        start = array_at(p[attn.START], 1, np.int64)[0]
         row0 = item % groups * ROWS
         rows = min(ROWS, tokens * heads - row0)
         begin = span * reach
@@ -215,17 +197,17 @@ def _attend(blocks, count, spans, parts, sums, most, _0, first, last):
                 span_sums[0], span_sums[1] = 0, 0
             continue
         for r in range(rows):
-            source = floats(p[Q] + 4 * width * (row0 + r), width)
+            source = floats(p[attn.Q] + 4 * width * (row0 + r), width)
             own_scale = scale
-            if p[TEMPERATURES]:
-                own_scale *= floats(p[TEMPERATURES] + 4 * (start + (row0 + r) // heads), 1)[0]
+            if p[attn.TEMPERATURES]:
+                own_scale *= floats(p[attn.TEMPERATURES] + 4 * (start + (row0 + r) // heads), 1)[0]
             for i in range(width):
                 q[r * width + i] = source[i] * own_scale
-        stored = p[KEYS] + begin * width * item_bytes
+        stored = p[attn.KEYS] + begin * width * item_bytes
         if quantized:
             for i in range(end - begin):
-                codes = array_at(p[KEYS] + width * (begin + i), width, np.int8)
-                steps = array_at(p[KEY_SCALES] + 2 * _scales(p) * (begin + i), _scales(p), np.uint16)
+                codes = array_at(p[attn.KEYS] + width * (begin + i), width, np.int8)
+                steps = array_at(p[attn.KEY_SCALES] + 2 * _scales(p) * (begin + i), _scales(p), np.uint16)
                 for j in range(_scales(p)):
                     step = from_half(steps[j])
                     for k in range(j * BLOCK, min(width, (j + 1) * BLOCK)):
@@ -247,7 +229,7 @@ def _attend(blocks, count, spans, parts, sums, most, _0, first, last):
                     span_sums = floats(sums + 8 * index, np.int64(2))
                     span_sums[0], span_sums[1] = tops[r], np.float32(totals[r])
                 else:
-                    out = floats(p[OUT] + 4 * rank * (row0 + r), rank)
+                    out = floats(p[attn.OUT] + 4 * rank * (row0 + r), rank)
                     inverse = np.float32(1.0 / totals[r])
                 for i in range(LANES):
                     out[j * LANES + i] = part[r * LANES + i] * inverse
