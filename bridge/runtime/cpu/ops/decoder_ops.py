@@ -16,6 +16,7 @@ from bridge.system.kernels.memory import array_at, floats
 LIMIT, SLOPE = np.float32(7.0), np.float32(1.702)  # of gpt-oss's gate
 
 unpack: Any = None  # set by `look_up_function`
+activate: Any = None  # set by `function`
 
 
 @partial(inner, fastmath={"reassoc", "contract"})
@@ -100,63 +101,22 @@ def _layer_norm(x, delta, weight, bias, out, hidden, eps, first, last):
                 y[i] += b[i]
 
 
-def _swiglu(gate, up, inner, _0, _1, _2, _3, first, last):
-    """gate = silu(gate) * up, float32 [tokens, inner]. In place, and only so: a check for overlap would fail."""
-    for t in range(first, last):
-        g = floats(gate + 4 * inner * t, inner)
-        u = floats(up + 4 * inner * t, inner)
-        for i in range(inner):
-            g[i] = g[i] * u[i] / (np.float32(1.0) + exp(-g[i]))
+@inner
+def silu_times(gate, up):
+    return gate * up / (np.float32(1.0) + exp(-gate))
 
 
-def _geglu(gate, up, inner, stride, _0, _1, _2, first, last):
-    """gate = gelu(gate) * up in place, with x / (1 + exp(-2 sqrt(2/pi) (x + 0.044715 x^3))): gelu's tanh form.
-
-    stride: bytes from a row of up to the next; 0: they follow one another
-    """
-    for t in range(first, last):
-        g = floats(gate + 4 * inner * t, inner)
-        u = floats(up + (stride if stride else 4 * inner) * t, inner)
-        for i in range(inner):
-            bent = g[i] * (np.float32(1.0) + np.float32(0.044715) * g[i] * g[i])
-            g[i] = g[i] * u[i] / (np.float32(1.0) + exp(np.float32(-1.5957691216) * bent))
+@inner
+def gelu_times(gate, up):
+    """gelu(gate) up, with gelu(x) = x / (1 + exp(-2 sqrt(2/pi) (x + 0.044715 x^3))): its tanh form."""
+    bent = gate * (np.float32(1.0) + np.float32(0.044715) * gate * gate)
+    return gate * up / (np.float32(1.0) + exp(np.float32(-1.5957691216) * bent))
 
 
-def _gelu(x, _0, inner, _1, _2, _3, _4, first, last):
-    """x = gelu(x) in place, as in `_geglu`."""
-    for t in range(first, last):
-        g = floats(x + 4 * inner * t, inner)
-        for i in range(inner):
-            bent = g[i] * (np.float32(1.0) + np.float32(0.044715) * g[i] * g[i])
-            g[i] = g[i] / (np.float32(1.0) + exp(np.float32(-1.5957691216) * bent))
-
-
-def _reglu2(gate, up, inner, _0, _1, _2, _3, first, last):
-    """gate = relu(gate)^2 * up in place."""
-    for t in range(first, last):
-        g = floats(gate + 4 * inner * t, inner)
-        u = floats(up + 4 * inner * t, inner)
-        for i in range(inner):
-            positive = max(g[i], np.float32(0.0))
-            g[i] = positive * positive * u[i]
-
-
-def _relu2(x, _0, inner, _1, _2, _3, _4, first, last):
-    """x = relu(x)^2 in place."""
-    for t in range(first, last):
-        g = floats(x + 4 * inner * t, inner)
-        for i in range(inner):
-            positive = max(g[i], np.float32(0.0))
-            g[i] = positive * positive
-
-
-def _clamped(gate, up, inner, _0, _1, _2, _3, first, last):
-    """gate = `clamp` of gate and up in place."""
-    for t in range(first, last):
-        g = floats(gate + 4 * inner * t, inner)
-        u = floats(up + 4 * inner * t, inner)
-        for i in range(inner):
-            g[i] = clamp(g[i], u[i])
+@inner
+def relu2_times(gate, up):
+    positive = max(gate, np.float32(0.0))
+    return positive * positive * up
 
 
 @inner
@@ -164,6 +124,26 @@ def clamp(gate, up):
     """min(gate, 7) sigmoid(1.702 min(gate, 7)) (clip(up, -7, 7) + 1), of gpt-oss."""
     x = min(gate, LIMIT)
     return x * (min(max(up, -LIMIT), LIMIT) + np.float32(1.0)) / (np.float32(1.0) + exp(-SLOPE * x))
+
+
+def _gated(gate, up, inner, stride, _0, _1, _2, first, last):
+    """gate = activate(gate, up), float32 [tokens, inner]. In place, and only so: a check for overlap would fail.
+
+    stride: bytes from a row of up to the next; 0: they follow one another
+    """
+    for t in range(first, last):
+        g = floats(gate + 4 * inner * t, inner)
+        u = floats(up + (stride if stride else 4 * inner) * t, inner)
+        for i in range(inner):
+            g[i] = activate(g[i], u[i])
+
+
+def _ungated(x, _0, inner, _1, _2, _3, _4, first, last):
+    """x = activate(x, 1) in place."""
+    for t in range(first, last):
+        g = floats(x + 4 * inner * t, inner)
+        for i in range(inner):
+            g[i] = activate(g[i], np.float32(1.0))
 
 
 def _xielu(x, inner, alpha_n, alpha_p, beta, eps, _0, first, last):
@@ -249,17 +229,20 @@ def _gate_heads(both, x, heads, head_dim, _0, _1, _2, first, last):
 
 
 FUNCTIONS: dict[str, Any] = {
-    "norm": _norm, "layer_norm": _layer_norm, "swiglu": _swiglu, "geglu": _geglu, "gelu": _gelu,
-    "reglu2": _reglu2, "relu2": _relu2, "clamped": _clamped, "xielu": _xielu, "sparsify": _sparsify,
-    "scale": _scale, "add": _add, "add_rows": _add_rows,
-    "split_gate": _split_gate, "gate_heads": _gate_heads,
+    "norm": _norm, "layer_norm": _layer_norm, "swiglu": _gated, "geglu": _gated, "gelu": _ungated, "reglu2": _gated,
+    "relu2": _ungated, "clamped": _gated, "xielu": _xielu, "sparsify": _sparsify, "scale": _scale, "add": _add,
+    "add_rows": _add_rows, "split_gate": _split_gate, "gate_heads": _gate_heads,
+}  # fmt: skip
+_ACTIVATIONS = {
+    "swiglu": silu_times, "geglu": gelu_times, "gelu": gelu_times, "reglu2": relu2_times, "relu2": relu2_times,
+    "clamped": clamp,
 }  # fmt: skip
 
 
 @maker
 def function(name: str) -> CFunction:
     """One of FUNCTIONS as a C function."""
-    return c_function(FUNCTIONS[name])
+    return c_function(FUNCTIONS[name], name, activate=_ACTIVATIONS.get(name))
 
 
 def activation(name: str, gated: bool) -> Any:

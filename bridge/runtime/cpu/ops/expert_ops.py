@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from bridge.runtime.cpu.ops.decoder_ops import clamp, exp
+from bridge.runtime.cpu.ops.decoder_ops import clamp, exp, gelu_times, relu2_times, silu_times
 from bridge.runtime.cpu.ops.program import FIELDS
 from bridge.system.kernels.jit import CFunction, c_function, inner, maker
 from bridge.system.kernels.memory import allocate, array_at, floats, free
@@ -13,6 +13,8 @@ from bridge.system.kernels.memory import allocate, array_at, floats, free
 (LOGITS, CHOSEN, WEIGHTS, FIRST, SECOND, TABLE, FACTORS, ROUTER_BIAS, CHOICE_BIAS, GATE_BIAS, UP_BIAS, DOWN_BIAS,
  EXPERTS, USED, SIGMOID, NORMALIZED, GROUPS, GROUPS_USED, SCALE, MIXER, PRODUCTS, BEFORE,
  WORDS) = range(23)  # fmt: skip
+
+activate: Any = None  # set by `function`
 
 
 def _choose(block, _0, _1, _2, _3, _4, _5, first, last):
@@ -133,44 +135,22 @@ def _leave_groups(choice, scores, used, sigmoid):
 
 
 def _gated(block, gate, up, inner, _0, _1, _2, first, last):
-    """gate = silu(gate) * up for rows first..last, with the factors and biases of the experts chosen for them."""
+    """gate = activate(gate, up) for rows first..last, with the factors and biases of the experts chosen for them."""
     for j in range(first, last):
         _bias_row(block, j, gate, up, inner)
         g = floats(gate + 4 * inner * j, inner)
         u = floats(up + 4 * inner * j, inner)
         for i in range(inner):
-            g[i] = g[i] * u[i] / (np.float32(1.0) + exp(-g[i]))
+            g[i] = activate(g[i], u[i])
 
 
-def _gated_gelu(block, gate, up, inner, _0, _1, _2, first, last):
-    """gate = gelu(gate) * up, otherwise as `_gated`; its tanh form, as in decoder_ops.py."""
-    for j in range(first, last):
-        _bias_row(block, j, gate, up, inner)
-        g = floats(gate + 4 * inner * j, inner)
-        u = floats(up + 4 * inner * j, inner)
-        for i in range(inner):
-            bent = g[i] * (np.float32(1.0) + np.float32(0.044715) * g[i] * g[i])
-            g[i] = g[i] * u[i] / (np.float32(1.0) + exp(np.float32(-1.5957691216) * bent))
-
-
-def _relu2(block, gate, up, inner, _0, _1, _2, first, last):
-    """gate = relu(gate)^2, otherwise as `_gated`; there is no up."""
+def _ungated(block, gate, up, inner, _0, _1, _2, first, last):
+    """gate = activate(gate, 1), otherwise as `_gated`; there is no up."""
     for j in range(first, last):
         _bias_row(block, j, gate, up, inner)
         g = floats(gate + 4 * inner * j, inner)
         for i in range(inner):
-            positive = max(g[i], np.float32(0.0))
-            g[i] = positive * positive
-
-
-def _clamped(block, gate, up, inner, _0, _1, _2, first, last):
-    """gate = `clamp` of gate and up, otherwise as `_gated`."""
-    for j in range(first, last):
-        _bias_row(block, j, gate, up, inner)
-        g = floats(gate + 4 * inner * j, inner)
-        u = floats(up + 4 * inner * j, inner)
-        for i in range(inner):
-            g[i] = clamp(g[i], u[i])
+            g[i] = activate(g[i], np.float32(1.0))
 
 
 @inner
@@ -242,12 +222,13 @@ def _add_weighed(x, gate, added, y, hidden, _0, _1, first, last):
 
 
 FUNCTIONS: dict[str, Any] = {
-    "choose": _choose, "silu": _gated, "gelu": _gated_gelu, "relu2": _relu2, "clamped": _clamped, "mixed": _mixed,
+    "choose": _choose, "silu": _gated, "gelu": _gated, "relu2": _ungated, "clamped": _gated, "mixed": _mixed,
     "add_weighed": _add_weighed,
 }  # fmt: skip
+_ACTIVATIONS = {"silu": silu_times, "gelu": gelu_times, "relu2": relu2_times, "clamped": clamp}
 
 
 @maker
 def function(name: str) -> CFunction:
     """One of FUNCTIONS as a C function."""
-    return c_function(FUNCTIONS[name])
+    return c_function(FUNCTIONS[name], name, activate=_ACTIVATIONS.get(name))
