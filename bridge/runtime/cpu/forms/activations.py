@@ -91,10 +91,6 @@ def _round32(
     b = v.builder
     integers, floats = ir.VectorType(ir.I32, _GROUP), ir.VectorType(ir.F32, _GROUP)
 
-    def splat(scalar: ir.Value, kind: ir.VectorType) -> ir.Value:
-        first = b.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(ir.I32, 0))
-        return b.shuffle_vector(first, ir.Constant(kind, ir.Undefined), ir.Constant(integers, [0] * _GROUP))
-
     def same(value: int) -> ir.Constant:
         return ir.Constant(integers, [value] * _GROUP)
 
@@ -112,7 +108,7 @@ def _round32(
     zero = ir.Constant(ir.F32, 0.0)
     step = b.select(infinite, ir.Constant(ir.F32, float("nan")), b.select(tiny, zero, step))
     inverse = b.select(b.or_(infinite, tiny), zero, inverse)
-    rounded = v.call("llvm.rint.v32f32", floats, b.fmul(values, splat(inverse, floats)))
+    rounded = v.call("llvm.rint.v32f32", floats, b.fmul(values, v.spread(inverse, floats)))
     rounded = v.call("llvm.minnum.v32f32", floats, rounded, ir.Constant(floats, [127.0] * _GROUP))
     codes = b.fptosi(rounded, integers)
     byte_vector = ir.VectorType(ir.I8, _GROUP)

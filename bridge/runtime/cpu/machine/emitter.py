@@ -29,10 +29,9 @@ class Emitter:
         ahead: tuple[int, ...] = (),
         level: int = 1,
     ):
-        self.builder = builder
-        self.paired = paired
-        self.ahead = ahead
-        self.level = level
+        self.builder, self.paired, self.ahead, self.level = builder, paired, ahead, level
+        self.add, self.mul, self.or_ = builder.add, builder.mul, builder.or_
+        self.fmul, self.fneg = builder.fmul, builder.fneg
         self._fetched: set[int] = set()
         if target is None:  # for code that is the same on all targets
             return
@@ -66,7 +65,7 @@ class Emitter:
         return self.builder.load(self.pointer(base, offset, self.ints), align=4 * self.lanes)
 
     def broadcast(self, base: ir.Value, offset: int) -> ir.Value:
-        return self._spread(self.builder.load(self.pointer(base, offset, ir.I32), align=4), self.ints)
+        return self.spread(self.builder.load(self.pointer(base, offset, ir.I32), align=4), self.ints)
 
     def broadcast_sixteen(self, base: ir.Value, offset: int) -> ir.Value:
         """16 bytes again and again."""
@@ -85,7 +84,7 @@ class Emitter:
         return self.builder.add(*parts)
 
     def broadcast_float(self, base: ir.Value, offset: int) -> ir.Value:
-        return self._spread(self.builder.load(self.pointer(base, offset, ir.F32), align=4), self.floats)
+        return self.spread(self.builder.load(self.pointer(base, offset, ir.F32), align=4), self.floats)
 
     def of_column(self, base: ir.Value, places: Places, c: int) -> ir.Value:
         """The int32 at base + places.offsets[c] in all lanes of column c; see `paired`."""
@@ -99,10 +98,10 @@ class Emitter:
         offset = places.offsets[c]
         if self.paired:  # this column's word and the other's, which follow one another
             pair = self.builder.load(self.pointer(base, places.offsets[c & ~1], ir.I64), align=4)
-            return self.builder.bitcast(self._spread(pair, ir.VectorType(ir.I64, 2)), kind)
+            return self.builder.bitcast(self.spread(pair, ir.VectorType(ir.I64, 2)), kind)
         if self.lanes == 4 and offset // 16 * 16 + 16 <= places.end:  # neighbours share a load
             return self.word_of_quad(base, offset, kind)
-        return self._spread(self.builder.load(self.pointer(base, offset, kind.element), align=4), kind)
+        return self.spread(self.builder.load(self.pointer(base, offset, kind.element), align=4), kind)
 
     def word_of_quad(self, base: ir.Value, offset: int, kind: ir.VectorType) -> ir.Value:
         """The word at base + offset in all four lanes, from a vector of those around it: Arm multiplies by a lane."""
@@ -227,19 +226,10 @@ class Emitter:
     def ashr(self, value: ir.Value, right: int) -> ir.Value:
         return self.builder.ashr(value, self.splat(right))
 
-    def or_(self, a: ir.Value, b: ir.Value) -> ir.Value:
-        return self.builder.or_(a, b)
-
-    def add(self, a: ir.Value, b: ir.Value) -> ir.Value:
-        return self.builder.add(a, b)
-
     def sub_bytes(self, a: ir.Value, b: ir.Value) -> ir.Value:
         """a - b, byte by byte."""
         difference = self.builder.sub(*(self.builder.bitcast(value, self.bytes) for value in (a, b)))
         return self.builder.bitcast(difference, self.ints)
-
-    def mul(self, a: ir.Value, b: ir.Value) -> ir.Value:
-        return self.builder.mul(a, b)
 
     def look_up(self, word: ir.Value, table: tuple[int, ...]) -> ir.Value:
         """The table's entry for each byte of a word, 0..15; the table may be shorter."""
@@ -318,19 +308,14 @@ class Emitter:
     def to_float(self, value: ir.Value) -> ir.Value:
         return self.builder.sitofp(value, self.floats)
 
-    def fmul(self, a: ir.Value, b: ir.Value) -> ir.Value:
-        return self.builder.fmul(a, b)
-
-    def fneg(self, a: ir.Value) -> ir.Value:
-        return self.builder.fneg(a)
-
     def fma(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
         return self.call(f"llvm.fma.v{self.lanes}f32", self.floats, a, b, c)
 
     def _shuffled(self, a: ir.Value, b: ir.Value, order: tuple[int, ...]) -> ir.Value:
         return self.builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(ir.I32, len(order)), order))
 
-    def _spread(self, scalar: ir.Value, kind: ir.VectorType) -> ir.Value:
+    def spread(self, scalar: ir.Value, kind: ir.VectorType) -> ir.Value:
+        """A scalar in all lanes."""
         first = self.builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(ir.I32, 0))
         zeros = ir.Constant(ir.VectorType(ir.I32, kind.count), [0] * kind.count)
         return self.builder.shuffle_vector(first, ir.Constant(kind, ir.Undefined), zeros)
