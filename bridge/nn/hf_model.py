@@ -43,7 +43,7 @@ def load(
     config: Any = model_id_or_config
     if gguf is None:
         file = config if isinstance(config, GGUFFile) else open_gguf(config)
-        config = _own_config(file)
+        config = _config_from(file)
     else:
         file = gguf if isinstance(gguf, GGUFFile) else open_gguf(gguf)
     source = str(config) if isinstance(config, str | Path) else None
@@ -115,7 +115,7 @@ def set_ends(model: Any, file: GGUFFile) -> None:
     model.generation_config.eos_token_id = stop_tokens(file.metadata) or None
 
 
-def _own_config(file: GGUFFile) -> Any:
+def _config_from(file: GGUFFile) -> Any:
     import transformers
 
     values = config_of_gguf(file.metadata, file)
@@ -147,14 +147,14 @@ def _make_buffers(model: nn.Module) -> None:
     for module in modules:
         owner: Any = module if hasattr(module, "_init_weights") else model
         owner._init_weights(module)
-    if any(_is_unmade(module, key) for module, key, _ in waiting):  # a model may make those of all its layers
+    if any(_is_unset(module, key) for module, key, _ in waiting):  # a model may make those of all its layers
         for inner in model.modules():
             if hasattr(inner, "_init_weights") and inner not in modules:
                 inner._init_weights(inner)
     for module, key, buffer in waiting:
-        if _is_unmade(module, key):  # `load` refuses the model
+        if _is_unset(module, key):  # `load` refuses the model
             setattr(module, key, buffer)
 
 
-def _is_unmade(module: nn.Module, key: str) -> bool:
+def _is_unset(module: nn.Module, key: str) -> bool:
     return bool(torch.isnan(getattr(module, key)).any())

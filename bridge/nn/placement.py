@@ -131,7 +131,7 @@ class Placement:
         placed: dict[tuple[str, str], list[Piece]] = {}
         for source, group in pieces.items():
             if not self._ignores(name := names(source)):
-                target = self._place(name)
+                target = self._path_and_leaf(name)
                 placed[target] = _followed(placed.get(target, []), group)
         experts = self._expert_modules() if stacks else {}
         stays_float = float32_names(self.model)
@@ -195,7 +195,7 @@ class Placement:
         lists = (getattr(module, "_keys_to_ignore_on_load_unexpected", None) for module in self.model.modules())
         return any(re.search(pattern, name) for patterns in lists for pattern in patterns or ())
 
-    def _place(self, name: str) -> tuple[str, str]:
+    def _path_and_leaf(self, name: str) -> tuple[str, str]:
         path, _, leaf = name.rpartition(".")
         if name not in self._shapes and name.removesuffix(".weight") != self._head():
             raise BridgeError(

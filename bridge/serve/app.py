@@ -295,7 +295,7 @@ class _Failed(Exception):
 def _usage(jobs: ReplyJobs, streams: list[Stream]) -> dict[str, Any]:
     """Prompts count once, however many replies they have."""
     generations = [stream.generation for stream in streams if stream.generation is not None]
-    replies = sum(generation.made for generation in generations)
+    replies = sum(generation.drawn for generation in generations)
     each = max(1, len(streams) // max(1, len(jobs.prompts)))
     return usage(sum(map(len, jobs.prompts)), replies, sum(generation.kept for generation in generations[::each]))
 

@@ -240,11 +240,11 @@ class Engine:
                 continue
             text, tokens = generation.take()
             error = None if generation.error is None else str(generation.error)
-            self.generated_tokens += generation.made > 0
+            self.generated_tokens += generation.drawn > 0
             if generation.finish is not None:
                 self.kept_tokens += generation.kept
                 del self._streams[id(generation)]
-            if text or tokens or generation.finish is not None or generation.made == 1:
+            if text or tokens or generation.finish is not None or generation.drawn == 1:
                 updates.append((stream, Update(text, tuple(tokens), generation.finish, error)))
         self._deliver(updates)
 

@@ -24,7 +24,7 @@ class StreamBuffers:
     def __init__(self, layers: Sequence[LayerStreams], x: np.ndarray, out: np.ndarray, eps: float):
         self._x = x
         self._streams = [buffer(*x.shape) for _ in range(stream_ops.STREAMS)]
-        self._made = buffer(*x.shape)
+        self._projected = buffer(*x.shape)
         self._block = np.zeros((len(layers), stream_ops.WORDS), np.int64)
         for words, layer in zip(self._block, layers, strict=True):
             arrays = {
@@ -64,9 +64,9 @@ class StreamBuffers:
         first, *others = self._streams
         self._copy(steps.program, first, self._x)
         for stream, matrix in zip(others, weights.end, strict=True):
-            steps.products(stream, [(matrix, self._made)])
-            self._as_long(steps.program, self._made)
-            self._add(steps.program, self._x, self._made)
+            steps.products(stream, [(matrix, self._projected)])
+            self._as_long(steps.program, self._projected)
+            self._add(steps.program, self._x, self._projected)
         share = bits(1 / stream_ops.STREAMS)
         steps.program.add(decoder_ops.function("scale"), address(self._x), self._x.size, share, items=1)
 

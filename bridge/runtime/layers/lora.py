@@ -39,7 +39,7 @@ def add_adapter(file: GGUFFile, adapter: GGUFFile) -> None:
         if pair[0] is None or pair[1] is None:
             missing = "a" if pair[0] is None else "b"
             raise BridgeError(f"{adapter.path}: {name} has no lora_{missing}; convert the adapter again")
-        _check_place(file, adapter, file[name])
+        _check_changeable(file, adapter, file[name])
         a, b = pair[0].dequantize(), pair[1].dequantize()
         if not (np.isfinite(a).all() and np.isfinite(b).all()):
             raise BridgeError(f"{adapter.path}: {name} has values that are not finite; convert the adapter again")
@@ -70,7 +70,7 @@ def _checked_alpha(file: GGUFFile, adapter: GGUFFile) -> float:
     return alpha
 
 
-def _check_place(file: GGUFFile, adapter: GGUFFile, tensor: QuantTensor) -> None:
+def _check_changeable(file: GGUFFile, adapter: GGUFFile, tensor: QuantTensor) -> None:
     """BridgeError for a tensor of the model that cannot be changed here."""
     if len(tensor.shape) == 3:
         why = "is of experts"

@@ -50,7 +50,7 @@ class Generation:
         self.finish, self.error = None, None
         self.read = 0  # tokens of the prompt that its context holds
         self.last = -1  # the last token drawn, which the context does not hold yet
-        self.made = 0
+        self.drawn = 0
         self.respell = False
         self.max_tokens, self.sampler, self.reader = max_tokens, sampler, reader
         self.speculation: Speculation | None = None
@@ -80,12 +80,12 @@ class Generation:
         except BridgeError as problem:
             self.end("error", problem)
             return False
-        self.made += 1
+        self.drawn += 1
         self.last = token
         more = self._reply.add(token, self.sampler.probabilities)
         if not more or self.sampler.complete:
             self.end("stop")
-        elif self.made >= self.max_tokens or not room:
+        elif self.drawn >= self.max_tokens or not room:
             self.end("length")
         right = self.speculation is not None and self.speculation.drew(token)
         return right and self.finish is None

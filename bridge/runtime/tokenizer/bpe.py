@@ -32,7 +32,7 @@ class _ByMerges:
     """
 
     add_eos = False
-    _whole: str  # words that start with it, and are tokens, are not merged where the rules say so
+    _unmerged: str  # words that start with it, and are tokens, are not merged where the rules say so
 
     def __init__(self, tokens: Sequence[str], merges: Sequence[str], rules: Rules):
         self.rules, self.add_bos, self.force_bos = rules, rules.add_bos, rules.force_bos
@@ -55,9 +55,9 @@ class _ByMerges:
         tokenizer.pre_tokenizer = pre_tokenizer(self.rules.steps)
         return tokenizer
 
-    def _whole_token(self, word: str, ids: Mapping[str, int]) -> int | None:
+    def _unmerged_token(self, word: str, ids: Mapping[str, int]) -> int | None:
         """The token that a word is without merges."""
-        return ids.get(word) if self.rules.ignore_merges and word.startswith(self._whole) else None
+        return ids.get(word) if self.rules.ignore_merges and word.startswith(self._unmerged) else None
 
     def _ids_of_first(self, words: Sequence[str]) -> list[int] | None:
         """The ids of the words of a text that the vocabulary is scanned for; None: the library has to do it.
@@ -71,7 +71,7 @@ class _ByMerges:
         ranks = ranks_of(ids, self._merges)
         tokens: list[int] = []
         for word in words:
-            token = self._whole_token(word, ids)
+            token = self._unmerged_token(word, ids)
             tokens += merged(word, ids, ranks) if token is None else [token]
         return tokens
 
@@ -79,7 +79,7 @@ class _ByMerges:
 class ByteLevel(_ByMerges):
     """A Cutter of words of bytes, by the rules that a tokenizer.ggml.pre names."""
 
-    _whole = ""
+    _unmerged = ""
 
     def encode(self, text: str, after_special: bool) -> list[int]:
         if self._vocabulary.scans(text):
@@ -107,7 +107,7 @@ class CharacterLevel(_ByMerges):
     """A Cutter of words of characters: spaces are U+2581, words are lines and what lies between them, and a character
     without a token becomes its bytes' tokens, <0x0A>."""
 
-    _whole = "\n"
+    _unmerged = "\n"
 
     def encode(self, text: str, after_special: bool) -> list[int]:
         words = re.findall("\n+|[^\n]+", text.replace(" ", SPACE))
@@ -115,7 +115,7 @@ class CharacterLevel(_ByMerges):
             return ids
         tokens: list[int] = []
         for word in words:
-            token = self._whole_token(word, self._vocabulary.ids)
+            token = self._unmerged_token(word, self._vocabulary.ids)
             tokens += self.tokenizer.encode(word, add_special_tokens=False).ids if token is None else [token]
         return tokens
 

@@ -47,15 +47,15 @@ def words_of(make: Callable[[np.ndarray], np.ndarray], nbytes: int) -> tuple[Wor
 def sources(make: Callable[[np.ndarray], np.ndarray], nbytes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of each bit that `make` makes of a block: which of the block's it is, whether it is one, its value for zeros."""
 
-    def bits_made(bits: np.ndarray) -> np.ndarray:
+    def bits_of_result(bits: np.ndarray) -> np.ndarray:
         return np.unpackbits(make(np.packbits(bits, bitorder="little")).view(np.uint8), bitorder="little")
 
     numbers = np.arange(8 * nbytes)
-    flipped = bits_made(numbers < 0)
-    depends = bits_made(numbers >= 0) ^ flipped
+    flipped = bits_of_result(numbers < 0)
+    depends = bits_of_result(numbers >= 0) ^ flipped
     source = np.zeros(flipped.size, np.int64)
     for digit in range(int(numbers[-1]).bit_length()):
-        source |= (bits_made(numbers >> digit & 1 == 1) ^ flipped).astype(np.int64) << digit
+        source |= (bits_of_result(numbers >> digit & 1 == 1) ^ flipped).astype(np.int64) << digit
     return source, depends, flipped
 
 
