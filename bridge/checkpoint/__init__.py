@@ -117,11 +117,11 @@ class Checkpoint:
 
     def find_lattices(self) -> dict[str, Lattice]:
         """The hidden grids of float matrices, by module."""
-        found = {}
+        lattices = {}
         for name, info in self.tensors.items():
             if name.endswith(".weight") and name not in self._floats and (grid := find_lattice(self.store, info)):
-                found[name.removesuffix(".weight")] = grid
-        return found
+                lattices[name.removesuffix(".weight")] = grid
+        return lattices
 
     def take_lattices(self) -> None:
         """Turn every matrix that lies on a hidden grid into a module of codes, with a note."""
@@ -159,9 +159,9 @@ class Checkpoint:
         if name in self.moved:
             return self.moved[name](rows)
         if name in self._lattices:
-            found = self._lattices[name].read(self.store, name, rows)
-            assert found is not None  # the whole matrix was checked when it was taken
-            return found
+            grouped = self._lattices[name].read(self.store, name, rows)
+            assert grouped is not None  # the whole matrix was checked when it was taken
+            return grouped
         assert self.reader is not None  # as there are modules
         tensor = self.reader.read(name, rows)
         if isinstance(tensor, GroupedTensor):
@@ -188,8 +188,8 @@ class Checkpoint:
 
     def stored_as(self, name: str) -> str:
         """The dtype of a tensor in words, with the layout of its scales if it has any."""
-        own = self.tensors[name].dtype
-        return own if name in self.merged else str(self._floats.get(name, own))
+        dtype = self.tensors[name].dtype
+        return dtype if name in self.merged else str(self._floats.get(name, dtype))
 
     def tensor_scales(self, name: str) -> dict[str, float]:
         """See `Reader.tensor_scales`."""
@@ -237,22 +237,22 @@ def open_checkpoint(
     if not path.exists():
         raise BridgeError(f"{path}: no such folder; give the folder that holds config.json and the weights")
     home = config_folder(path, config)
-    found = (home / "config.json").exists()
-    if needs_config and not found and (home / "adapter_config.json").exists():
+    has_config = (home / "config.json").exists()
+    if needs_config and not has_config and (home / "adapter_config.json").exists():
         raise BridgeError(
             f"{home}: is an adapter (LoRA), not a whole model; convert its base model with {parameter('merge')} set "
             "to this folder"
         )
-    if needs_config and not found:
+    if needs_config and not has_config:
         raise BridgeError(
             f"{home / 'config.json'}: not found; is this the folder of a whole checkpoint? "
             f"{parameter('config')} takes config.json and tokenizer from another folder"
         )
-    values = read_json(home / "config.json") if found else {}
+    values = read_json(home / "config.json") if has_config else {}
     quant = QuantConfig()
     if home != path and path.is_dir():
-        own = path / "config.json"
-        quant = read_quant_config(path, read_json(own) if own.exists() else {})
+        config_file = path / "config.json"
+        quant = read_quant_config(path, read_json(config_file) if config_file.exists() else {})
     if quant.method is None:
         quant = read_quant_config(home, values)
     stem = quant.raw.get("model_file_base_name")

@@ -74,11 +74,11 @@ class LowRank:
 class Adapter:
     """A PEFT adapter in memory.
 
-    alpha    lora_alpha times what rsLoRA makes of it: scale * r of most layers
-    changes  module -> its change
-    saved    full name of a tensor -> the values that replace it, float32
-    turned   fan_in_fan_out: Conv1D's weights of the base model are stored transposed
-    tying    ensure_weight_tying: a head that is tied to the embeddings stays tied to them
+    alpha       lora_alpha times what rsLoRA makes of it: scale * r of most layers
+    changes     module -> its change
+    saved       full name of a tensor -> the values that replace it, float32
+    transposed  fan_in_fan_out: Conv1D's weights of the base model are stored transposed
+    tying       ensure_weight_tying: a head that is tied to the embeddings stays tied to them
 
     Names are the checkpoint's where `of` returned it, else the adapter's own, without "base_model.model.".
     """
@@ -87,7 +87,7 @@ class Adapter:
     alpha: float
     changes: dict[str, LowRank]
     saved: dict[str, np.ndarray]
-    turned: bool = False
+    transposed: bool = False
     tying: bool = False
 
     @property
@@ -120,8 +120,8 @@ class Adapter:
 
 def _short(name: str) -> str:
     """A tensor's name in a language model of its own."""
-    prefix, own = next((pair for pair in TEXT_PREFIXES if name.startswith(pair[0])), ("", ""))
-    return own + name.removeprefix(prefix)
+    prefix, text_prefix = next((pair for pair in TEXT_PREFIXES if name.startswith(pair[0])), ("", ""))
+    return text_prefix + name.removeprefix(prefix)
 
 
 def read_adapter(path: str | Path) -> Adapter:
@@ -157,7 +157,7 @@ def read_adapter(path: str | Path) -> Adapter:
     if not parts and not saved:
         raise BridgeError(f"{file}: holds no tensors; the adapter is incomplete")
     rs = config.get("use_rslora") is True
-    changes = {module: _change(module, own, config, rs, file) for module, own in parts.items()}
+    changes = {module: _change(module, tensors, config, rs, file) for module, tensors in parts.items()}
     alpha = config["lora_alpha"] * (math.sqrt(config["r"]) if rs else 1.0)
     flags = (config.get(key) is True for key in ("fan_in_fan_out", "ensure_weight_tying"))
     return Adapter(folder, alpha, changes, saved, *flags)

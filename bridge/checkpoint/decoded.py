@@ -49,8 +49,8 @@ class DecodedTensor(CodedTensor):
 
         Decoded values have (1 - distortion) of the variance of the weights that they replace.
         """
-        kept = float(np.square(self.weights, dtype=np.float64).sum())
-        return self.distortion * kept / (1 - self.distortion)
+        squares = float(np.square(self.weights, dtype=np.float64).sum())
+        return self.distortion * squares / (1 - self.distortion)
 
     def scaled(self, factor: np.ndarray) -> Self:
         return replace(self, weights=self.weights * factor[:, None])
@@ -83,7 +83,7 @@ def level_noise(levels: np.ndarray) -> np.ndarray:
     A cell that reaches a down and b up, half-way to its neighbours, has (a^3 + b^3) / (3 (a + b)), as weights are
     taken to be uniform within it. Those of the least and the greatest level end there.
     """
-    distinct, at = np.unique(levels.astype(np.float64), return_inverse=True)
+    distinct, index = np.unique(levels.astype(np.float64), return_inverse=True)
     half = np.diff(distinct) / 2
     down, up = np.append(0, half), np.append(half, 0)
-    return ((down**3 + up**3) / (3 * np.maximum(down + up, np.finfo(np.float64).tiny)))[at]  # type: ignore[no-any-return]
+    return ((down**3 + up**3) / (3 * np.maximum(down + up, np.finfo(np.float64).tiny)))[index]  # type: ignore[no-any-return]

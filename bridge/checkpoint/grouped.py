@@ -58,10 +58,10 @@ class CodedTensor:
         """The checkpoint's own expected quantization noise, summed over all weights."""
         raise NotImplementedError
 
-    def _taken(self, at: object, groups_at: object) -> dict[str, np.ndarray]:
+    def _selected(self, index: object, group_index: object) -> dict[str, np.ndarray]:
         """The per-weight field and the per-group fields at some rows and columns."""
-        cut = {field: np.ascontiguousarray(getattr(self, field)[groups_at]) for field in self.per_group}
-        return {self.per_weight: np.ascontiguousarray(getattr(self, self.per_weight)[at]), **cut}
+        cut = {field: np.ascontiguousarray(getattr(self, field)[group_index]) for field in self.per_group}
+        return {self.per_weight: np.ascontiguousarray(getattr(self, self.per_weight)[index]), **cut}
 
     def scaled(self, factor: np.ndarray) -> "CodedTensor":
         """Rows multiplied by float32 [out]: the same codes where scales can take it, else floats."""
@@ -70,7 +70,7 @@ class CodedTensor:
     def take_rows(self, order: np.ndarray) -> Self:
         """Permute the rows (output features): codes, scales, zero points and bias."""
         return replace(  # type: ignore[type-var]
-            self, bias=None if self.bias is None else self.bias[order], **self._taken(order, order)
+            self, bias=None if self.bias is None else self.bias[order], **self._selected(order, order)
         )
 
     def take_columns(self, order: np.ndarray) -> Self:
@@ -82,7 +82,7 @@ class CodedTensor:
             self,
             group_size=size or self.group_size,
             group_of_column=None if size else group,
-            **self._taken((slice(None), order), (slice(None), slice(used))),
+            **self._selected((slice(None), order), (slice(None), slice(used))),
         )
 
     def crop(self, out: int, columns: int) -> Self:
@@ -99,7 +99,7 @@ class CodedTensor:
             )
         order = self.group_of_column
         groups = self.scales.shape[1] if order is not None else -(-columns // self.group_size)
-        cut = self._taken((slice(out), slice(columns)), (slice(out), slice(groups)))
+        cut = self._selected((slice(out), slice(columns)), (slice(out), slice(groups)))
         if order is not None:
             cut["group_of_column"] = order[:columns]
         return replace(self, bias=None if self.bias is None else self.bias[:out], **cut)  # type: ignore[type-var]

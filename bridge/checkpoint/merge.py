@@ -29,18 +29,18 @@ _CONV1D = tuple(f".{part}.weight" for part in ("c_attn", "c_proj", "c_fc"))
 
 @dataclass(frozen=True, eq=False)
 class MergedTensor:
-    """A tensor of `base`, or the values that replace it, with a change; `turned`: it is stored [in, out]."""
+    """A tensor of `base`, or the values that replace it, with a change; `transposed`: it is stored [in, out]."""
 
     base: Checkpoint
     name: str
     saved: np.ndarray | None
     change: LowRank | None
-    turned: bool = False
+    transposed: bool = False
 
     def read(self, rows: tuple[int, int] | None) -> np.ndarray:
         """float32 of the tensor, or of its rows start..stop."""
         part = slice(None) if rows is None else slice(*rows)
-        if self.turned:  # DoRA's lengths are of whole columns
+        if self.transposed:  # DoRA's lengths are of whole columns
             return np.ascontiguousarray(self._changed(self._stored(None).T, slice(None)).T[part])
         return self._changed(self._stored(rows), part)
 
@@ -105,9 +105,9 @@ def merge(ckpt: Checkpoint, adapter: Adapter) -> None:
     ckpt.merged, ckpt.moved = {}, {}  # not the base's
     stored = {f"{name}.weight": module.shape for name, module in base.modules.items()}
     shapes = {**stored, **{name: info.shape for name, info in base.tensors.items()}}
-    found = adapter.of(set(shapes))
-    changes = {f"{module}.weight": change for module, change in found.changes.items()}
-    saved = dict(found.saved)
+    renamed = adapter.of(set(shapes))
+    changes = {f"{module}.weight": change for module, change in renamed.changes.items()}
+    saved = dict(renamed.saved)
     embeddings = _tied_embeddings(base, shapes)
     untied = embeddings is not None and _untie(embeddings, changes, saved, adapter.tying)
     names = {name: name for name in (*changes, *saved)}  # and of which tensor the base's values are
@@ -117,20 +117,20 @@ def merge(ckpt: Checkpoint, adapter: Adapter) -> None:
         shapes[HEAD] = shapes[embeddings]
         names[HEAD] = embeddings
         ckpt.config = {**base.config, "tie_word_embeddings": False}
-    turned = _turned(base, changes, adapter.turned)
+    transposed = _transposed(base, changes, adapter.transposed)
     for name, source in names.items():
         change, values = changes.get(name), saved.get(name)
         if name not in shapes:
             raise refused(name, "is not in the base checkpoint")
-        given = [] if change is None else [change.shape[::-1] if name in turned else change.shape]
-        for shape in [*given, *([] if values is None else [values.shape])]:
+        change_shapes = [] if change is None else [change.shape[::-1] if name in transposed else change.shape]
+        for shape in [*change_shapes, *([] if values is None else [values.shape])]:
             if shape != shapes[name]:
                 raise refused(name, f"is of shape {list(shape)}, the base checkpoint has {list(shapes[name])}")
-        own = name.removesuffix(".weight")
-        if change is not None and values is None and _moves_zeros(base, own, change):
-            ckpt.moved[own] = MovedZeros(base, own, change).read
+        layer = name.removesuffix(".weight")
+        if change is not None and values is None and _moves_zeros(base, layer, change):
+            ckpt.moved[layer] = MovedZeros(base, layer, change).read
         else:
-            ckpt.merged[name] = MergedTensor(base, source, values, change, name in turned).read
+            ckpt.merged[name] = MergedTensor(base, source, values, change, name in transposed).read
     ckpt.modules = {name: module for name, module in base.modules.items() if f"{name}.weight" not in ckpt.merged}
     ckpt.tensors = dict(base.tensors)
     for name in ckpt.merged:
@@ -172,11 +172,11 @@ def _untie(embeddings: str, changes: dict[str, LowRank], saved: dict[str, np.nda
     return False
 
 
-def _turned(base: Checkpoint, changes: Mapping[str, LowRank], said: bool) -> set[str]:
-    """The tensors that are stored [in, out]: Conv1D's alone. `said` is fan_in_fan_out, which PEFT passes over for
-    layers of other kinds, and which is one value for all; it decides where all matrices are square."""
+def _transposed(base: Checkpoint, changes: Mapping[str, LowRank], fan_in_fan_out: bool) -> set[str]:
+    """The tensors that are stored [in, out]: Conv1D's alone. Where all matrices are square, fan_in_fan_out decides,
+    which is one value for all, and which PEFT passes over for layers of other kinds."""
     floats = {name: base.tensors[name].shape for name in changes if name in base.tensors and name.endswith(_CONV1D)}
     straight = {name for name, shape in floats.items() if shape == changes[name].shape}
     other = {name for name, shape in floats.items() if shape == changes[name].shape[::-1]}
     square = straight & other
-    return other if other - square or (said and not straight - square) else set()
+    return other if other - square or (fan_in_fan_out and not straight - square) else set()

@@ -81,15 +81,15 @@ class CheckpointFolder:
         with suppress(OSError):  # there may be none
             os.rename(old, self._temporary / "old")
 
-    def copy_rest(self, taken: Collection[Path]) -> None:
+    def copy_rest(self, replaced: Collection[Path]) -> None:
         """Copy the model's other files (configs, tokenizer) that are not there yet, but no other weights.
 
-        taken  files of the source that new ones replace
+        replaced  files of the source that new ones replace
         """
         for root in dict.fromkeys([self._ckpt.home, *([self._ckpt.path] if self._ckpt.path.is_dir() else [])]):
             for file in files_below(root):
                 target = self.folder / file.relative_to(root)
-                if file in taken or target.exists():
+                if file in replaced or target.exists():
                     continue
                 if self.foreign(file):
                     self.left_out.append(str(file.relative_to(root)))
@@ -159,8 +159,8 @@ def _stray(folder: Path, ckpt: Source) -> Path | None:
         links = [name for name in below if (Path(parent) / name).is_symlink()]
         for file in (Path(parent) / name for name in sorted([*names, *links])):
             name = file.relative_to(folder)
-            own = belongs(name.as_posix()) or name in weights
-            if not own and not _copied(file, [ckpt.home / name, root / name]):
+            is_checkpoint_file = belongs(name.as_posix()) or name in weights
+            if not is_checkpoint_file and not _copied(file, [ckpt.home / name, root / name]):
                 return file
     return None
 

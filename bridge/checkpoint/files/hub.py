@@ -103,13 +103,13 @@ def model_name(checkpoint: str) -> str:
 
 def _download(name: str) -> Path:
     name, _, branch = name.partition("@")
-    found = _files(name, branch or None)
-    if isinstance(found, Path):
-        return found
-    files = checkpoint_files(found)
+    listing = _files(name, branch or None)
+    if isinstance(listing, Path):
+        return listing
+    files = checkpoint_files(listing)
     if not any(file.endswith(WEIGHTS) for file in files):
         raise BridgeError(f"{name}: this model on the Hub has no *.safetensors, *.bin or *.pt; choose another one")
-    return _fetched(name, branch or None, files, found)
+    return _fetched(name, branch or None, files, listing)
 
 
 def find_template(template: str | Path) -> tuple[Path, str | None]:
@@ -122,22 +122,22 @@ def find_template(template: str | Path) -> tuple[Path, str | None]:
     if os.path.exists(template) or Path(template).suffix == ".gguf" or not _HUB_ID.fullmatch(name):
         return Path(template), None
     name, _, branch = name.partition("@")
-    found = _files(name, branch or None)
-    if isinstance(found, Path):
-        found = {f.relative_to(found).as_posix(): f.stat().st_size for f in found.rglob("*.gguf")}
+    listing = _files(name, branch or None)
+    if isinstance(listing, Path):
+        listing = {f.relative_to(listing).as_posix(): f.stat().st_size for f in listing.rglob("*.gguf")}
     models: dict[str, list[str]] = {}
-    for file in sorted(found):
+    for file in sorted(listing):
         if file.endswith(".gguf") and _FINE.search(file) and not _NO_MODEL.search(file):
             models.setdefault(without_shard(file), []).append(file)
     if not models:
         raise BridgeError(
             f"{name}: has no GGUF of 4 bits a weight or more; give another repository or llama.cpp's conversion"
         )
-    sizes = {model: sum(found[file] for file in files) for model, files in models.items()}
+    sizes = {model: sum(listing[file] for file in files) for model, files in models.items()}
     smallest = min(sizes, key=lambda model: (sizes[model], model))
     files = models[smallest]
     note = f"the template is {files[0]} of {name} ({sizes[smallest] / 1e6:.0f} MB), its smallest suitable file"
-    return _fetched(name, branch or None, files, found) / files[0], note
+    return _fetched(name, branch or None, files, listing) / files[0], note
 
 
 def _files(name: str, revision: str | None) -> dict[str, int] | Path:

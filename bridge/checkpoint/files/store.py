@@ -43,6 +43,16 @@ class TensorInfo:
     def floating(self) -> bool:
         return self.dtype.startswith(("F", "BF"))
 
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it has two dimensions and at least one element."""
+        return len(self.shape) == 2 and 0 not in self.shape
+
 
 class Store:
     """The tensors of one or several safetensors files; `notes` lists errors of their index."""
@@ -194,10 +204,10 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             continue
         try:
             dtype, shape, (start, stop) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
-            whole = all(type(n) is int and n >= 0 for n in (*shape, start, stop))
+            well_formed = all(type(n) is int and n >= 0 for n in (*shape, start, stop))
         except (TypeError, KeyError, ValueError):
-            whole = False
-        if not whole:
+            well_formed = False
+        if not well_formed:
             raise damaged(f"the entry of {name} is malformed")
         if not start <= stop <= size - 8 - length:
             raise damaged(f"{name} ends at byte {8 + length + stop} of {size}")
@@ -221,11 +231,11 @@ def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...], int]]) -> tuple[
     The header is padded to 8 bytes; tensors are aligned if none follows one of a narrower dtype.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    starts, at = {}, 0
+    starts, offset = {}, 0
     for name, (dtype, shape, nbytes) in tensors.items():
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + nbytes]}
-        starts[name] = at
-        at += nbytes
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + nbytes]}
+        starts[name] = offset
+        offset += nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text

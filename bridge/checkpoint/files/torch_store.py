@@ -28,7 +28,7 @@ class HeldStore(Store):
         self._as_bits = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
         names = {torch_dtype(name): name for name in TORCH}
         for file, state in states.items():
-            found = {}
+            tensors = {}
             for name, tensor in state.items():
                 if isinstance(tensor, torch.Tensor):
                     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
@@ -37,9 +37,9 @@ class HeldStore(Store):
                             "save it as a plain tensor"
                         )
                     dtype = names.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
-                    found[str(name)] = TensorInfo(str(name), dtype, tuple(tensor.shape), tensor.nbytes, file)
+                    tensors[str(name)] = TensorInfo(str(name), dtype, tuple(tensor.shape), tensor.nbytes, file)
                     self._data[str(name)] = tensor
-            self._add(found)
+            self._add(tensors)
 
     def rename(self, names: Mapping[str, str]) -> None:
         super().rename(names)

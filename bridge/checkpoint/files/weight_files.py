@@ -27,7 +27,7 @@ _OWN = re.compile(
 def checkpoint_files(names: Iterable[str]) -> list[str]:
     """The files of a repository that form its checkpoint: weights of one kind, configs and the tokenizer."""
     top = [name for name in names if "/" not in name or name.startswith("additional_chat_templates/")]
-    weights = next((found for ending in WEIGHTS if (found := _weights(top, ending))), [])
+    weights = next((files for ending in WEIGHTS if (files := _weights(top, ending))), [])
     weights = weights or [name for name in top if name.endswith(WEIGHTS)]
     return weights + [name for name in top if name.endswith(CONFIGS)]
 
@@ -39,8 +39,8 @@ def belongs(name: str) -> bool:
 
 def _weights(names: Iterable[str], ending: str) -> list[str]:
     """The files of weights with that ending; without consolidated.* (Mistral's own copy) if there are others."""
-    found = [name for name in names if name.endswith(ending) and name not in NOT_WEIGHTS]
-    return [name for name in found if not name.startswith("consolidated")] or found
+    files = [name for name in names if name.endswith(ending) and name not in NOT_WEIGHTS]
+    return [name for name in files if not name.startswith("consolidated")] or files
 
 
 def config_folder(path: Path, config: str | Path | None = None) -> Path:
@@ -70,11 +70,11 @@ def _opened(path: Path, stem: str | None) -> Store:
     for usual, ending in zip(("model", "pytorch_model", "model"), WEIGHTS, strict=True):
         stems = [s for s in (stem, usual) if s]
         indexes = [path / f"{s}{ending}.index.json" for s in stems]
-        found = [f for f in indexes if f.exists()] or sorted(path.glob(f"*{ending}.index.json"))
+        present = [f for f in indexes if f.exists()] or sorted(path.glob(f"*{ending}.index.json"))
         files = [f for s in stems if (f := path / f"{s}{ending}").exists()][:1]
         files = files or [path / name for name in _weights(names, ending)]
-        if found:
-            return _indexed(path, found[0], files)
+        if present:
+            return _indexed(path, present[0], files)
         if files:
             _check_run(files)
             return _open(files)

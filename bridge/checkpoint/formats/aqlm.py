@@ -9,7 +9,7 @@
 
 N is 8, 16 or 32, the least that holds nbits. Scales for each run of ig columns are those of the trainer's scale_nbits.
 A forward pass on a CPU turns codes of 8 bits, for good: [in / ig, out / og, M]. The scales' shape shows this where
-out / og is not in / ig; where it is, the model's other layers, which the same pass turned.
+out / og is not in / ig; where it is, the model's other layers, which the same pass transposed.
 
 No block type holds such codes: they come as floats. Their noise is taken to be the least that codes of so many bits can
 have on Gaussian weights, 4^-bits of the variance (Shannon's rate-distortion function), so that types are not chosen too
@@ -24,14 +24,8 @@ import numpy as np
 
 from bridge.checkpoint.decoded import DecodedTensor
 from bridge.checkpoint.files.store import Store, TensorInfo
-from bridge.checkpoint.formats.module_reader import (
-    ModuleInfo,
-    Reader,
-    contradiction,
-    counted,
-    module_info,
-    modules_with,
-)
+from bridge.checkpoint.formats.checks import check_shapes
+from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, counted, module_info, modules_with
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
 from bridge.system.fields import whole_number
@@ -46,16 +40,13 @@ class AqlmReader(Reader):
     required: ClassVar = ("codes", "codebooks", "scales")
 
     def __init__(self, store: Store, quant: QuantConfig) -> None:
-        self._turned: set[str] = set()
+        self._transposed: set[str] = set()
         super().__init__(store, quant)
-        if self._turned:
-            square = [
-                n
-                for n, m in self.modules.items()
-                if _turnable(m.tensors) and _grid(m.tensors)[0] == _grid(m.tensors)[1]
-            ]
-            self._turned.update(square)
-            self.notes.append(f"a pass on a CPU turned the codes of {len(self._turned)} layers; they are turned back")
+        if self._transposed:
+            candidates = {n: m.tensors["codes"].shape for n, m in self.modules.items() if _transposable(m.tensors)}
+            self._transposed.update(n for n, (rows, runs, _) in candidates.items() if rows == runs)
+            count = len(self._transposed)
+            self.notes.append(f"a pass on a CPU turned the codes of {count} layers; they are turned back")
 
     @classmethod
     def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
@@ -65,17 +56,16 @@ class AqlmReader(Reader):
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
         codes, books, scales = (tensors[part] for part in self.required)
-        if len(codes.shape) != 3 or len(books.shape) != 4 or 0 in (*codes.shape, *books.shape):
-            raise contradiction(name, tensors)
+        fits = len(codes.shape) == 3 and len(books.shape) == 4 and 0 not in (*codes.shape, *books.shape)
+        check_shapes(fits, name, tensors)
         rows, runs, count = codes.shape
-        if _turnable(tensors) and scales.shape[:1] == (runs,) != (rows,):
+        if _transposable(tensors) and scales.shape[:1] == (runs,) != (rows,):
             rows, runs = runs, rows
-            self._turned.add(name)
+            self._transposed.add(name)
         words, og, ig = books.shape[1:]
         fits = books.shape[0] == count and books.floating and scales.floating and codes.dtype in _CODES
         fits = fits and words & (words - 1) == 0 and words <= 1 << _CODES[codes.dtype]
-        if not fits or scales.shape not in ((rows, 1, 1, 1), (rows, runs, 1, 1)):
-            raise contradiction(name, tensors)
+        check_shapes(fits and scales.shape in ((rows, 1, 1, 1), (rows, runs, 1, 1)), name, tensors)
         bits = math.ceil(count * math.log2(words) / (og * ig))
         return module_info(name, tensors, max(1, bits), 0, (rows * og, runs * ig))
 
@@ -103,8 +93,10 @@ class AqlmReader(Reader):
         info = self.modules[name]
         books, scales = self.scales(name, "codebooks"), self.scales(name, "scales")
         og = books.shape[2]
-        at = None if rows is None else np.unique(rows // og)
-        codes = self.part(name, "codes", at, 1).swapaxes(0, 1) if name in self._turned else self.part(name, "codes", at)
+        groups = None if rows is None else np.unique(rows // og)  # of rows, which share their vectors
+        transposed = name in self._transposed
+        codes = self.part(name, "codes", groups, axis=int(transposed))
+        codes = codes.swapaxes(0, 1) if transposed else codes
         words = books.shape[1]
         if max(codes.max(), -1 - codes.min()) >= max(1, words // 2):
             raise BridgeError(
@@ -116,19 +108,14 @@ class AqlmReader(Reader):
         vectors = np.take(books[0], codes[:, :, 0], 0)
         for m in range(1, len(books)):
             vectors += np.take(books[m], codes[:, :, m], 0)
-        vectors *= scales if at is None else scales[at]  # [rows, runs, og, ig]
+        vectors *= scales if groups is None else scales[groups]  # [rows, runs, og, ig]
         weights = np.ascontiguousarray(vectors.transpose(0, 2, 1, 3)).reshape(-1, info.shape[1])
-        if at is not None and rows is not None:
-            weights = weights[np.searchsorted(at, rows // og) * og + rows % og]
+        if groups is not None and rows is not None:
+            weights = weights[np.searchsorted(groups, rows // og) * og + rows % og]
         share = 4.0 ** -self._rate(name)
         return DecodedTensor(name, info.bits, weights, share, "codebooks", bias=self.bias(name, rows))
 
 
-def _grid(tensors: dict[str, TensorInfo]) -> tuple[int, ...]:
-    """The rows and runs of a module's codes, or its runs and rows."""
-    return tensors["codes"].shape[:2]
-
-
-def _turnable(tensors: dict[str, TensorInfo]) -> bool:
-    """Whether a pass on a CPU would turn a module's codes."""
+def _transposable(tensors: dict[str, TensorInfo]) -> bool:
+    """Whether a pass on a CPU would transpose a module's codes."""
     return tensors["codebooks"].shape[1:2] == (256,)

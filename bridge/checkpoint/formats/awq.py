@@ -25,14 +25,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from bridge.checkpoint.files.store import Store, TensorInfo
-from bridge.checkpoint.formats.module_reader import (
-    FloatWeight,
-    ModuleInfo,
-    Reader,
-    contradiction,
-    finite_scales,
-    module_info,
-)  # fmt: skip
+from bridge.checkpoint.formats.checks import contradiction, finite_scales
+from bridge.checkpoint.formats.module_reader import FloatWeight, ModuleInfo, Reader, module_info
 from bridge.checkpoint.formats.written import Groups, Parts, QuantizedLayers, Shapes, WrittenFormat, have_shapes
 from bridge.checkpoint.formats.zeros import unscaled
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor, fit_group_size
@@ -104,7 +98,7 @@ class AwqReader(Reader):
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
         weight, scales = tensors["qweight"], tensors["scales"]
         zeros = tensors.get("qzeros") or tensors.get("scaled_zeros")
-        if zeros is None or any(len(t.shape) != 2 or 0 in t.shape for t in (weight, scales, zeros)):
+        if zeros is None or not (weight.is_matrix and scales.is_matrix and zeros.is_matrix):
             raise contradiction(name, tensors)
         rows, words = weight.shape
         claimed = (self.quant.for_module(name) or self.quant).group_size
@@ -126,14 +120,14 @@ class AwqReader(Reader):
         self._layouts[name] = layout
         return module_info(name, tensors, 4, size, (out, columns))
 
-    def whole(self, name: str) -> GroupedTensor:
+    def read_all_rows(self, name: str) -> GroupedTensor:
         return self._read(self.modules[name])
 
     def read(self, name: str, rows: np.ndarray | None = None) -> CodedTensor:
         if rows is None or self._layouts[name] != "gemm":
             return super().read(name, rows)
-        at = np.unique(rows >> 3)  # the words that hold them
-        return self._read(self.modules[name], at).take_rows(np.searchsorted(at, rows >> 3) * 8 + (rows & 7))
+        words = np.unique(rows >> 3)  # the words that hold them
+        return self._read(self.modules[name], words).take_rows(np.searchsorted(words, rows >> 3) * 8 + (rows & 7))
 
     def _read(self, info: ModuleInfo, words_of: np.ndarray | None = None) -> GroupedTensor:
         """A module; in the gemm layout, if `words_of` is given, only the eight rows of each of these words."""
@@ -203,14 +197,14 @@ def _fed_by(store: Store, modules: dict[str, ModuleInfo], scales: TensorInfo) ->
     for name, info in store.tensors.items():
         if name.endswith(".weight") and info.floating and len(info.shape) == 2:
             shapes[name.removesuffix(".weight")] = (info.shape[0], info.shape[1])
-    found = [n for n, s in shapes.items() if n.startswith(parent) and "." not in n[len(parent) :] and s[1] == width]
-    if len(found) != 1:
-        named = ", ".join(found) or "none"
+    layers = [n for n, s in shapes.items() if n.startswith(parent) and "." not in n[len(parent) :] and s[1] == width]
+    if len(layers) != 1:
+        named = ", ".join(layers) or "none"
         raise BridgeError(
             f"{scales.file}: {scales.name} divides the input of one linear layer of {parent.rstrip('.')}, but "
-            f"{len(found)} are {width} wide ({named}); quantize the model again without scaled activations"
+            f"{len(layers)} are {width} wide ({named}); quantize the model again without scaled activations"
         )
-    return found[0], shapes[found[0]]
+    return layers[0], shapes[layers[0]]
 
 
 def _padded_group_size(columns: int, stored: int, claimed: int) -> int | None:

@@ -20,7 +20,8 @@ import numpy as np
 
 from bridge.checkpoint.files.dtypes import not_finite
 from bridge.checkpoint.files.store import Store, TensorInfo
-from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, module_info
+from bridge.checkpoint.formats.checks import check_shapes
+from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, module_info
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.checkpoint.tensor_names import layer_of
@@ -38,10 +39,10 @@ class BitnetReader(Reader):
     required: ClassVar = ("weight_scale", "weight")
 
     def __init__(self, store: Store, quant: QuantConfig) -> None:
-        self._inverted = _said(quant, "linear_class", _LINEAR_CLASSES) == "bitlinear"
-        self._online = not self._inverted and _said(quant, "quantization_mode", _MODES) == "online"
-        kept = quant.raw.get("modules_to_not_convert")
-        self._kept = [name for name in kept if isinstance(name, str)] if isinstance(kept, list) else []
+        self._inverted = _setting(quant, "linear_class", _LINEAR_CLASSES) == "bitlinear"
+        self._online = not self._inverted and _setting(quant, "quantization_mode", _MODES) == "online"
+        excluded = quant.raw.get("modules_to_not_convert")
+        self._excluded = [name for name in excluded if isinstance(name, str)] if isinstance(excluded, list) else []
         super().__init__(store, quant)
         self.notes.append(
             "the model rounds activations to 8 bits, with one scale a token; llama.cpp rounds them in blocks of 256"
@@ -71,7 +72,7 @@ class BitnetReader(Reader):
         dot, or by its end."""
         at_dot = r"(?:(?<=\.)|(?=\.|$))"
         source = self.quant.source
-        return any(name.endswith(k) or matched("match", f"(?:{k}){at_dot}", name, source) for k in self._kept)
+        return any(name.endswith(k) or matched("match", f"(?:{k}){at_dot}", name, source) for k in self._excluded)
 
     def required_parts(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
         return self.required[self._online and "weight_scale" not in tensors :]
@@ -79,12 +80,8 @@ class BitnetReader(Reader):
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
         weight, scale = tensors["weight"], tensors.get("weight_scale")
         packed = weight.dtype == "U8"
-        if (
-            len(weight.shape) != 2
-            or not (packed or weight.floating)
-            or (scale is not None and (not scale.floating or scale.shape not in ((), (1,))))
-        ):
-            raise contradiction(name, tensors)
+        fits = len(weight.shape) == 2 and (packed or weight.floating)
+        check_shapes(fits and (scale is None or (scale.floating and scale.shape in ((), (1,)))), name, tensors)
         out, columns = weight.shape
         return module_info(name, tensors, 2, columns, (4 * out if packed else out, columns))
 
@@ -132,7 +129,7 @@ class BitnetReader(Reader):
         return weights if rows is None else weights[rows]
 
 
-def _said(quant: QuantConfig, key: str, known: tuple[str, ...]) -> str:
+def _setting(quant: QuantConfig, key: str, known: tuple[str, ...]) -> str:
     """A setting of the config, the first of the known ones if it has none; BridgeError if it is another."""
     value = quant.raw.get(key) or known[0]
     if value not in known:

@@ -45,19 +45,19 @@ def _unpack_odd(source, widths, bits, out):
     """Codes that cross bytes or are planar, eight at a time: source uint8 [rows, bytes] -> out uint8 [rows, 8 * m]."""
     for row in range(out.shape[0]):
         for group in range(out.shape[1] // 8):
-            at = (group >> 2) * 4 * bits
+            plane = (group >> 2) * 4 * bits
             g = group & 3
             shift = 0
             value = np.uint64(0)
             for p in range(len(widths)):
                 w = widths[p]
-                first = at + g * w
+                first = plane + g * w
                 x = np.uint64(0)
                 for i in range(w):
                     x |= np.uint64(source[row, first + i]) << np.uint64(8 * i)
                 value |= _spread(x, w) << np.uint64(shift)
                 shift += w
-                at += 4 * w
+                plane += 4 * w
             for i in range(8):
                 out[row, group * 8 + i] = np.uint8(value >> np.uint64(8 * i))
 

@@ -34,14 +34,8 @@ import numpy as np
 
 from bridge.checkpoint.decoded import DecodedTensor, level_noise, rounding_distortion
 from bridge.checkpoint.files.store import Store, TensorInfo
-from bridge.checkpoint.formats.module_reader import (
-    ModuleInfo,
-    Reader,
-    contradiction,
-    counted,
-    module_info,
-    modules_with,
-)
+from bridge.checkpoint.formats.checks import check_shapes
+from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, counted, module_info, modules_with
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
@@ -107,17 +101,12 @@ class BitsAndBytesReader(Reader):
         absmax, nested = tensors["weight.absmax"], tensors.get("weight.nested_absmax")
         count = math.prod(state.shape)
         blocks = -(-count // state.block)
-        fits = (
-            tensors["weight"].nbytes == -(-count // 2)
-            and math.prod(absmax.shape) == blocks
-            and math.prod(tensors["weight.quant_map"].shape) == 16
-            and (absmax.dtype == "U8" if nested else absmax.floating)
-        )
+        fits = tensors["weight"].nbytes == -(-count // 2) and tensors["weight.quant_map"].size == 16
+        fits = fits and absmax.size == blocks and (absmax.dtype == "U8" if nested else absmax.floating)
         if nested:
-            fits = fits and math.prod(nested.shape) == -(-blocks // state.nested_block)
-            fits = fits and math.prod(tensors["weight.nested_quant_map"].shape) == 256
-        if not fits:
-            raise contradiction(name, tensors)
+            fits = fits and nested.size == -(-blocks // state.nested_block)
+            fits = fits and tensors["weight.nested_quant_map"].size == 256
+        check_shapes(fits, name, tensors)
         return module_info(name, tensors, 4, state.block, state.shape)
 
     def _describe_rows(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
@@ -127,19 +116,17 @@ class BitsAndBytesReader(Reader):
                 f"{weight.file}: {name}.weight_format is not 0: the weights are in a layout of one GPU; load the model "
                 "with bitsandbytes 0.45 or later and save it again"
             )
-        if len(weight.shape) != 2 or 0 in weight.shape or weight.dtype != "I8" or not scale.floating:
-            raise contradiction(name, tensors)
+        fits = weight.is_matrix and weight.dtype == "I8" and scale.floating and scale.size == weight.shape[0]
+        check_shapes(fits, name, tensors)
         out, columns = weight.shape
-        if math.prod(scale.shape) != out:
-            raise contradiction(name, tensors)
         return module_info(name, tensors, 8, columns, (out, columns))
 
     def _state(self, name: str, tensors: dict[str, TensorInfo]) -> _State:
         info = tensors[self.required_parts(tensors)[0]]
         try:
-            said: Any = json.loads(self.store.read(info.name).tobytes())
-            block, nested_block = (whole_number(said.get(key, 256)) or 0 for key in ("blocksize", "nested_blocksize"))
-            shape, offset = said["shape"], float(said.get("nested_offset", 0))
+            fields: Any = json.loads(self.store.read(info.name).tobytes())
+            block, nested_block = (whole_number(fields.get(key, 256)) or 0 for key in ("blocksize", "nested_blocksize"))
+            shape, offset = fields["shape"], float(fields.get("nested_offset", 0))
         except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
             block = nested_block = 0
             shape, offset = None, 0.0
@@ -154,9 +141,9 @@ class BitsAndBytesReader(Reader):
         return self.quant.bits
 
     def disagreements(self) -> list[str]:
-        said = str(self.quant.raw.get("bnb_4bit_quant_type") or "fp4").upper()
+        label = str(self.quant.raw.get("bnb_4bit_quant_type") or "fp4").upper()
         nested = bool(self.quant.raw.get("bnb_4bit_use_double_quant"))
-        kinds = (f"levels of {s.kind}, but the label says {said}" for s in self._states.values() if s.kind != said)
+        kinds = (f"levels of {s.kind}, but the label says {label}" for s in self._states.values() if s.kind != label)
         other = (
             "scales that are not nested, but the label says they are"
             if nested

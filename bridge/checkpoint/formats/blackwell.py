@@ -25,15 +25,15 @@ Learned from transformers' integrations/nvfp4.py and its kernel's packing.py and
 (model/modules/linear.py, quantize/backend.py, utils.py; MIT), and from cuBLAS's layout of block scaling factors.
 """
 
-import math
 from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
 
 from bridge.checkpoint.files.store import TensorInfo
+from bridge.checkpoint.formats.checks import check_shapes, positive_scale
 from bridge.checkpoint.formats.fp4 import GROUPS, Fp4Tensor, checked_scales, unpacked
-from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, counted, module_info
+from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, counted, module_info
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
 
@@ -73,26 +73,19 @@ class Fp4KernelReader(Reader):
         """uint8 [out, in / g]: the bits of a module's scales."""
         raise NotImplementedError
 
-    def whole_scale(self, info: ModuleInfo) -> float:
+    def tensor_scale(self, info: ModuleInfo) -> float:
         """The scale of a module's whole weight."""
         raise NotImplementedError
 
     def tensor_scales(self, name: str) -> dict[str, float]:
-        return {"scale": self.whole_scale(self.modules[name])} if name in self.modules else {}
+        return {"scale": self.tensor_scale(self.modules[name])} if name in self.modules else {}
 
-    def number(self, info: TensorInfo) -> np.float32:
-        """A stored scale of one value. Raises BridgeError if it is none."""
-        value = self.store.read_float(info.name).reshape(-1)[0]
-        if not (math.isfinite(value) and value > 0):
-            raise BridgeError(f"{info.file}: {info.name} is {value:g}, not a scale; quantize the model again")
-        return np.float32(value)
-
-    def whole(self, name: str) -> Fp4Tensor:
+    def read_all_rows(self, name: str) -> Fp4Tensor:
         info, kind = self.modules[name], self.kind()
         out, columns = info.shape
         codes = np.ascontiguousarray(unpacked(self.part(name, self.codes_part)[:out])[:, :columns])
         scales = checked_scales(kind, self.scale_bits(info), info.tensors[self.required_parts(info.tensors)[1]])
-        return Fp4Tensor(name, kind, codes, scales, info.group_size, self.whole_scale(info), bias=self.bias(name))
+        return Fp4Tensor(name, kind, codes, scales, info.group_size, self.tensor_scale(info), bias=self.bias(name))
 
 
 class Nvfp4Reader(Fp4KernelReader):
@@ -110,15 +103,14 @@ class Nvfp4Reader(Fp4KernelReader):
         return _GLOBAL, _SF if _SF in tensors and _ROW_MAJOR not in tensors else _ROW_MAJOR, "weight"
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
-        codes, whole = tensors["weight"], tensors[_GLOBAL]
+        codes, global_scale = tensors["weight"], tensors[_GLOBAL]
         scales = tensors[self.required_parts(tensors)[1]]
-        if codes.dtype != "U8" or len(codes.shape) != 2 or 0 in codes.shape or len(scales.shape) != 2:
-            raise contradiction(name, tensors)
+        check_shapes(codes.dtype == "U8" and codes.is_matrix and len(scales.shape) == 2, name, tensors)
         out, columns = codes.shape[0], 2 * codes.shape[1]
         high, wide = tiled_shape(out, columns // 16)
         meant = ("U8", (out, columns // 16)) if _ROW_MAJOR in tensors else ("I32", (high, wide // 4))
-        if columns % 16 or (scales.dtype, scales.shape) != meant or not whole.floating or math.prod(whole.shape) != 1:
-            raise contradiction(name, tensors)
+        fits = columns % 16 == 0 and (scales.dtype, scales.shape) == meant
+        check_shapes(fits and global_scale.floating and global_scale.size == 1, name, tensors)
         return module_info(name, tensors, 4, 16, (out, columns))
 
     def scale_bits(self, info: ModuleInfo) -> np.ndarray:
@@ -126,8 +118,8 @@ class Nvfp4Reader(Fp4KernelReader):
             return self.part(info.name, _ROW_MAJOR)
         return row_major(self.part(info.name, _SF).view(np.uint8), info.shape[0], info.shape[1] // 16)
 
-    def whole_scale(self, info: ModuleInfo) -> float:
-        return float(np.float32(1) / self.number(info.tensors[_GLOBAL]))
+    def tensor_scale(self, info: ModuleInfo) -> float:
+        return float(np.float32(1) / positive_scale(self.store, info.tensors[_GLOBAL]))
 
 
 class FourOverSixReader(Fp4KernelReader):
@@ -169,15 +161,14 @@ class FourOverSixReader(Fp4KernelReader):
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
         values, factors, metadata = tensors[_VALUES], tensors[_FACTORS], tensors[_METADATA]
-        if metadata.floating or metadata.shape != (6,):
-            raise contradiction(name, tensors)
+        check_shapes(not metadata.floating and metadata.shape == (6,), name, tensors)
         out, columns, high, wide = map(int, self.store.read(metadata.name)[:4])
         size = GROUPS[self.kind()]
         fits = 0 < out <= high and 0 < columns <= wide and columns % size == wide % size == 0
         fits = fits and values.dtype == "U8" and values.shape == (high, wide // 2)
-        fits = fits and factors.nbytes == high * wide // size and math.prod(tensors[_AMAX].shape) == 1
-        if not fits or (self._tiled(name) and (high, wide // size) != tiled_shape(high, wide // size)):
-            raise contradiction(name, tensors)
+        fits = fits and factors.nbytes == high * wide // size and tensors[_AMAX].size == 1
+        fits = fits and (not self._tiled(name) or (high, wide // size) == tiled_shape(high, wide // size))
+        check_shapes(fits, name, tensors)
         return module_info(name, tensors, 4, size, (out, columns))
 
     def _tiled(self, name: str) -> bool:
@@ -190,9 +181,9 @@ class FourOverSixReader(Fp4KernelReader):
         scales = row_major(stored, high, groups) if self._tiled(info.name) else stored.reshape(high, groups)
         return np.ascontiguousarray(scales[:out, : info.shape[1] // info.group_size])
 
-    def whole_scale(self, info: ModuleInfo) -> float:
+    def tensor_scale(self, info: ModuleInfo) -> float:
         if self.kind() == "MXFP4":
             return 1.0
         rule = self.quant.raw["weight_scale_rule"]
         largest = (4 if rule == "static_4" else 6) * (448 if rule.startswith("static") else 256)
-        return float(self.number(info.tensors[_AMAX]) / np.float32(largest))
+        return float(positive_scale(self.store, info.tensors[_AMAX]) / np.float32(largest))

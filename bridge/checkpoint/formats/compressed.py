@@ -34,9 +34,10 @@ import numpy as np
 
 from bridge.checkpoint.files.dtypes import as_float32
 from bridge.checkpoint.files.store import Store, TensorInfo
+from bridge.checkpoint.formats.checks import check_shapes, contradiction
 from bridge.checkpoint.formats.fp4 import Fp4Parts, checked_scales
 from bridge.checkpoint.formats.fp8 import BLOCK, FLOAT8, ScaledFloats, block_of, scaled_floats, spread
-from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, module_info
+from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, module_info
 from bridge.checkpoint.formats.written import Groups, Parts, Shapes, WrittenFormat
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor, PackedTensor, column_group_size
 from bridge.checkpoint.labels.quant_config import QuantConfig
@@ -125,8 +126,7 @@ class CompressedReader(Reader):
             )
         packed = "weight_packed" in tensors
         integers = weight.dtype == ("I32" if packed else "I8") and not scheme.floats
-        if not integers or len(weight.shape) != 2 or (packed and "weight" in tensors):
-            raise contradiction(name, tensors)
+        check_shapes(integers and len(weight.shape) == 2 and not (packed and "weight" in tensors), name, tensors)
         shape = self._shape(name, tensors, scheme.bits)
         block = block_of(shape, scale.shape, _claimed(scheme)) if scale.floating else None
         if block is None and "weight_g_idx" in tensors and len(scale.shape) == 2 and scale.shape[0] == shape[0]:
@@ -174,13 +174,13 @@ class CompressedReader(Reader):
     def read(self, name: str, rows: np.ndarray | None = None) -> CodedTensor:
         info = self.modules[name]
         if not _packs_floats(info.tensors):
-            found: CodedTensor = self._read(name, rows)
+            tensor: CodedTensor = self._read(name, rows)
         else:
-            found = self._read_fp6(info, rows) if info.bits == 6 else FP4.read(self, info, rows)
+            tensor = self._read_fp6(info, rows) if info.bits == 6 else FP4.read(self, info, rows)
         if matches(name, self._ignored, self.quant.source):
             note = f"{name}: ignore says it is not quantized, but it is; read as it is stored"
-            found = replace(found, notes=(note, *found.notes))  # type: ignore[type-var]
-        return found
+            tensor = replace(tensor, notes=(note, *tensor.notes))  # type: ignore[type-var]
+        return tensor
 
     def tensor_scales(self, name: str) -> dict[str, float]:
         info = self.modules[name]
@@ -271,8 +271,8 @@ def _describe_fp6(name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
     codes, scale = tensors["weight_packed"], tensors["weight_scale"]
     out, columns = codes.shape[0], scale.shape[-1] * _MX_GROUP if scale.shape else 0
     fits = scale.dtype in ("U8", "F8_E8M0") and scale.shape == (out, columns // _MX_GROUP)
-    if not fits or codes.shape != (out, columns * 3 // 4) or 0 in codes.shape or "weight_zero_point" in tensors:
-        raise contradiction(name, tensors)
+    fits = fits and codes.shape == (out, columns * 3 // 4) and 0 not in codes.shape
+    check_shapes(fits and "weight_zero_point" not in tensors, name, tensors)
     return module_info(name, tensors, 6, _MX_GROUP, (out, columns))
 
 

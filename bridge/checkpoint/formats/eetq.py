@@ -25,7 +25,8 @@ from typing import ClassVar
 import numpy as np
 
 from bridge.checkpoint.files.store import TensorInfo
-from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, module_info
+from bridge.checkpoint.formats.checks import check_shapes
+from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, module_info
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
@@ -50,14 +51,12 @@ class EetqReader(Reader):
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
         weight, scales = tensors["weight"], tensors["weight_scales"]
-        if weight.dtype != "I8" or len(weight.shape) != 2 or 0 in weight.shape or not scales.floating:
-            raise contradiction(name, tensors)
+        check_shapes(weight.dtype == "I8" and weight.is_matrix and scales.floating, name, tensors)
         columns, out = weight.shape
-        if scales.shape not in ((out,), (1, out)) or columns % 4 or out % 4:
-            raise contradiction(name, tensors)
+        check_shapes(scales.shape in ((out,), (1, out)) and columns % 4 == out % 4 == 0, name, tensors)
         return module_info(name, tensors, 8, columns, (out, columns))
 
-    def whole(self, name: str) -> GroupedTensor:
+    def read_all_rows(self, name: str) -> GroupedTensor:
         info = self.modules[name]
         out, _ = info.shape
         scales = self.scales(name, "weight_scales").reshape(out, 1)

@@ -25,9 +25,10 @@ from typing import ClassVar
 import numpy as np
 
 from bridge.checkpoint.files.store import Store, TensorInfo
-from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, module_info
+from bridge.checkpoint.formats.checks import check_permutation, check_shapes
+from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, module_info
 from bridge.checkpoint.grouped import GroupedTensor, column_group_size
-from bridge.checkpoint.labels.quant_config import QuantConfig, bits_said
+from bridge.checkpoint.labels.quant_config import QuantConfig, bits_claims
 from bridge.errors import BridgeError
 
 _WIDTHS = (2, 3, 4, 5, 6, 8)
@@ -55,18 +56,16 @@ class Exl2Reader(Reader):
 
     @classmethod
     def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
-        return replace(quant, title="EXL2", claims=(*bits_said(quant), "act-order"), desc_act=True)
+        return replace(quant, title="EXL2", claims=(*bits_claims(quant), "act-order"), desc_act=True)
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
         words, table, scale, largest, order = (tensors[part] for part in self.required)
-        if len(words.shape) != 2 or 0 in words.shape or words.dtype != "I32" or words.shape[1] % 8:
-            raise contradiction(name, tensors)
-        count, columns, out = math.prod(table.shape) // 2, math.prod(order.shape), words.shape[1]
-        fits = scale.shape == (count, out // 8) and scale.dtype == "I32" and math.prod(table.shape) == 2 * count
+        check_shapes(words.is_matrix and words.dtype == "I32" and words.shape[1] % 8 == 0, name, tensors)
+        count, columns, out = table.size // 2, order.size, words.shape[1]
+        fits = scale.shape == (count, out // 8) and scale.dtype == "I32" and table.size == 2 * count
         fits = fits and largest.shape == (count,) and largest.floating
         fits = fits and table.dtype in ("I16", "I32") and order.dtype in ("I16", "I32") and min(count, columns) > 0
-        if not fits:
-            raise contradiction(name, tensors)
+        check_shapes(fits, name, tensors)
         groups = self._groups[name] = self._read_groups(name, tensors, words.shape[0], columns)
         size = math.gcd(*groups.columns[:-1].tolist()) or columns
         return module_info(name, tensors, int(groups.bits.max()), size, (out, columns))
@@ -92,13 +91,13 @@ class Exl2Reader(Reader):
         return _Groups(bits, first, held)
 
     def disagreements(self) -> list[str]:
-        said, average, wrong = self.quant.raw.get("bits"), self._average(), []
-        if said is not None and average is not None and abs(average - said) > _SLACK:
-            wrong.append(f"the codes have {average:.3g} bits on average, but the label says {said}")
+        claimed, average, wrong = self.quant.raw.get("bits"), self._average(), []
+        if claimed is not None and average is not None and abs(average - claimed) > _SLACK:
+            wrong.append(f"the codes have {average:.3g} bits on average, but the label says {claimed}")
         head = next((groups for name, groups in self._groups.items() if name.endswith("lm_head")), None)
-        said = self.quant.raw.get("head_bits")
-        if head is not None and said is not None and head.bits.min() != said:  # a few groups have more
-            wrong.append(f"the head has codes of {head.bits.min()} bits, but the label says {said}")
+        claimed = self.quant.raw.get("head_bits")
+        if head is not None and claimed is not None and head.bits.min() != claimed:  # a few groups have more
+            wrong.append(f"the head has codes of {head.bits.min()} bits, but the label says {claimed}")
         return wrong
 
     def _average(self) -> float | None:
@@ -119,13 +118,10 @@ class Exl2Reader(Reader):
 
     def _positions(self, name: str) -> np.ndarray:
         """int64 [in]: where the codes of each input feature are."""
-        at = self.part(name, "q_invperm").reshape(-1).astype(np.int64) & 0xFFFF_FFFF
-        at &= 0xFFFF if self.modules[name].tensors["q_invperm"].dtype == "I16" else -1
-        if not np.array_equal(np.sort(at), np.arange(len(at))):
-            raise BridgeError(
-                f"{self.modules[name].file}: {name}.q_invperm is not a permutation; the checkpoint is damaged"
-            )
-        return at
+        positions = self.part(name, "q_invperm").reshape(-1).astype(np.int64) & 0xFFFF_FFFF
+        positions &= 0xFFFF if self.modules[name].tensors["q_invperm"].dtype == "I16" else -1
+        check_permutation(positions, len(positions), self.modules[name].tensors["q_invperm"])
+        return positions
 
     @staticmethod
     def _order(name: str, positions: np.ndarray, size: int) -> np.ndarray | None:

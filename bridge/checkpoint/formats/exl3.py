@@ -16,9 +16,10 @@ from typing import ClassVar
 import numpy as np
 
 from bridge.checkpoint.files.store import TensorInfo
-from bridge.checkpoint.formats.module_reader import ModuleInfo, contradiction, module_info
+from bridge.checkpoint.formats.checks import check_shapes
+from bridge.checkpoint.formats.module_reader import ModuleInfo, module_info
 from bridge.checkpoint.formats.trellis_coded import TrellisReader
-from bridge.checkpoint.labels.quant_config import QuantConfig, bits_said
+from bridge.checkpoint.labels.quant_config import QuantConfig, bits_claims
 from bridge.errors import BridgeError
 from bridge.trellis.codebooks import EXL3_MODES, BitshiftCodebook
 from bridge.trellis.layer import TrellisLayer
@@ -41,7 +42,7 @@ class Exl3Reader(TrellisReader):
 
     @classmethod
     def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
-        return replace(quant, title="EXL3", claims=bits_said(quant))
+        return replace(quant, title="EXL3", claims=bits_claims(quant))
 
     def required_parts(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
         sides = (old if old in tensors and new not in tensors else new for old, new in (("su", "suh"), ("sv", "svh")))
@@ -52,19 +53,19 @@ class Exl3Reader(TrellisReader):
         return head if isinstance(head, int) and module.endswith("lm_head") else None
 
     def disagreements(self) -> list[str]:
-        wrong, said = super().disagreements(), self.quant.raw.get("bits")
+        wrong, claimed = super().disagreements(), self.quant.raw.get("bits")
         layers = [m for name, m in self.modules.items() if not name.endswith("lm_head")]
         weights = sum(math.prod(m.shape) for m in layers)
         average = sum(math.prod(m.shape) * m.bits for m in layers) / max(1, weights)
-        if layers and said is not None and abs(average - said) > _SLACK:
-            wrong.append(f"the codes have {average:.3g} bits on average, but the label says {said}")
+        if layers and claimed is not None and abs(average - claimed) > _SLACK:
+            wrong.append(f"the codes have {average:.3g} bits on average, but the label says {claimed}")
         return wrong
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
         trellis = tensors["trellis"]
         _, *sides = self.required_parts(tensors)
-        if trellis.dtype != "I16" or len(trellis.shape) != 3 or 0 in trellis.shape:
-            raise contradiction(name, tensors)
+        fits = trellis.dtype == "I16" and len(trellis.shape) == 3 and 0 not in trellis.shape
+        check_shapes(fits, name, tensors)
         inputs, outputs, words = trellis.shape
         bits, rest = divmod(words, 16)
         if rest or not 1 <= bits <= 8:
@@ -83,8 +84,7 @@ class Exl3Reader(TrellisReader):
                 fits = tensors[part].dtype == "I16" and tensors[part].shape == (size // 16,)
             else:
                 fits = tensors[part].floating and tensors[part].shape == (size,)
-            if not fits:
-                raise contradiction(name, tensors)
+            check_shapes(fits, name, tensors)
         bias = tensors["bias"].shape if "bias" in tensors else shape[:1]
         if len(bias) == 1 and shape[0] - EXL3_BLOCK < bias[0] < shape[0]:
             shape = bias[0], shape[1]

@@ -10,7 +10,6 @@ Codes are packed two a byte along the row, the first in the low nibble. GGUF's b
 bit for bit; the tensor's scale is a separate tensor.
 """
 
-import math
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
@@ -19,7 +18,8 @@ import numpy as np
 from bridge.checkpoint.decoded import DecodedTensor, distortion_of
 from bridge.checkpoint.files.dtypes import as_float32
 from bridge.checkpoint.files.store import TensorInfo
-from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, module_info
+from bridge.checkpoint.formats.checks import check_shapes
+from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, module_info
 from bridge.checkpoint.formats.written import Parts, Shapes
 from bridge.checkpoint.grouped import CodedTensor, PackedTensor
 from bridge.errors import BridgeError
@@ -87,15 +87,15 @@ class Fp4Tensor(CodedTensor):
 class Fp4Parts(NamedTuple):
     """A format's names for the tensors of a module, and how to read and write them.
 
-    codes       uint8 or int8 [out, in/2]
-    scales      [out, G]: F8_E4M3 of NVFP4, bytes of MXFP4
-    whole       the scale of the whole tensor, which MXFP4 lacks
-    reciprocal  whether that scale and the activations' divide
+    codes         uint8 or int8 [out, in/2]
+    scales        [out, G]: F8_E4M3 of NVFP4, bytes of MXFP4
+    tensor_scale  the scale of the whole tensor, which MXFP4 lacks
+    reciprocal    whether that scale and the activations' divide
     """
 
     codes: str
     scales: str
-    whole: str
+    tensor_scale: str
     reciprocal: bool
 
     def shapes(self, kind: str, shape: tuple[int, int]) -> Shapes:
@@ -105,32 +105,31 @@ class Fp4Parts(NamedTuple):
         return {
             self.codes: ("U8", (out, columns // 2)),
             self.scales: ("F8_E4M3" if nvfp4 else "U8", (out, columns // GROUPS[kind])),
-            **({self.whole: ("F32", (1,))} if nvfp4 else {}),
+            **({self.tensor_scale: ("F32", (1,))} if nvfp4 else {}),
         }
 
     def pack(self, tensor: PackedTensor) -> Parts:
         """A module's tensors."""
         matrix_scale = np.array([tensor.tensor_scale], np.float32)
         scale = 1 / matrix_scale if self.reciprocal else matrix_scale
-        return {self.codes: tensor.words.view(np.uint8), self.scales: tensor.scales, self.whole: scale}
+        return {self.codes: tensor.words.view(np.uint8), self.scales: tensor.scales, self.tensor_scale: scale}
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
         """The module. Raises BridgeError if its shapes do not fit together or NVFP4's tensor scale is missing."""
         codes, scales = tensors[self.codes], tensors[self.scales]
         kind = _KINDS.get(scales.dtype, "")
-        if kind == "NVFP4" and self.whole not in tensors:
+        if kind == "NVFP4" and self.tensor_scale not in tensors:
             raise BridgeError(
-                f"{codes.file}: {name} has {self.codes} and {self.scales} but no {self.whole}; "
+                f"{codes.file}: {name} has {self.codes} and {self.scales} but no {self.tensor_scale}; "
                 "is the checkpoint complete?"
             )
-        if not kind or (kind == "MXFP4" and self.whole in tensors) or len(codes.shape) != 2 or 0 in codes.shape:
-            raise contradiction(name, tensors)
+        fits = codes.is_matrix and bool(kind) and not (kind == "MXFP4" and self.tensor_scale in tensors)
+        check_shapes(fits, name, tensors)
         out, columns = codes.shape[0], 2 * codes.shape[1]
-        single = (t for part, t in tensors.items() if part in (self.whole, *INPUTS))
+        single = (t for part, t in tensors.items() if part in (self.tensor_scale, *INPUTS))
         fits = columns % GROUPS[kind] == 0 and scales.shape == self.shapes(kind, (out, columns))[self.scales][1]
-        fits = fits and codes.dtype in ("U8", "I8")
-        if not fits or not all(t.floating and math.prod(t.shape) == 1 for t in single):
-            raise contradiction(name, tensors)
+        fits = fits and codes.dtype in ("U8", "I8") and all(t.floating and t.size == 1 for t in single)
+        check_shapes(fits, name, tensors)
         return module_info(name, tensors, 4, GROUPS[kind], (out, columns))
 
     def read(self, reader: Reader, info: ModuleInfo, rows: np.ndarray | None = None) -> Fp4Tensor:
@@ -150,8 +149,8 @@ class Fp4Parts(NamedTuple):
 
     def tensor_scales(self, reader: Reader, module: ModuleInfo) -> dict[str, float]:
         """The scale of a module's whole weight, and that of its activations where there is one that is positive."""
-        found = {"scale": 1.0}
-        for part, key in ((self.whole, "scale"), *((part, "input_scale") for part in INPUTS)):
+        factors = {"scale": 1.0}
+        for part, key in ((self.tensor_scale, "scale"), *((part, "input_scale") for part in INPUTS)):
             if (info := module.tensors.get(part)) is not None:
                 value = _number(reader, info)
                 with np.errstate(all="ignore"):
@@ -160,8 +159,8 @@ class Fp4Parts(NamedTuple):
                 if not usable and key == "scale":
                     raise BridgeError(f"{info.file}: {info.name} is {value:g}, not a scale; quantize the model again")
                 if usable:
-                    found[key] = float(factor)
-        return found
+                    factors[key] = float(factor)
+        return factors
 
 
 def _number(reader: Reader, info: TensorInfo) -> np.float32:

@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from bridge.checkpoint.files.store import TensorInfo
+from bridge.checkpoint.formats.checks import check_shapes
 from bridge.checkpoint.formats.fp4 import Fp4Tensor, checked_scales, unpacked
-from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction
+from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader
 from bridge.checkpoint.grouped import CodedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig
 
@@ -31,7 +32,7 @@ class GptOssReader(Reader):
         return replace(quant, title="MXFP4 experts", claims=("4-bit floats", "groups of 32"), group_size=32)
 
     def __init__(self, *args: Any) -> None:
-        self._place: dict[str, tuple[str, int, slice]] = {}  # module -> its stack, which expert, which rows
+        self._location: dict[str, tuple[str, int, slice]] = {}  # module -> its stack, which expert, which rows
         super().__init__(*args)
         for stack, info in list(self.modules.items()):
             del self.modules[stack]
@@ -43,7 +44,7 @@ class GptOssReader(Reader):
             for expert in range(count):
                 for name, rows in names.items():
                     module = f"{folder}.{expert}.{name}"
-                    self._place[module] = stack, expert, rows
+                    self._location[module] = stack, expert, rows
                     nbytes = info.nbytes // count // len(names)
                     self.modules[module] = replace(info, name=module, shape=shape, nbytes=nbytes)
 
@@ -55,19 +56,18 @@ class GptOssReader(Reader):
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
         blocks, scales = tensors["blocks"], tensors["scales"]
         shape = blocks.shape
-        whole = len(shape) == 4 and 0 not in shape and shape[3] == 16 and scales.shape == shape[:3]
-        odd = name.endswith("gate_up_proj") and len(shape) > 1 and shape[1] % 2
-        if not whole or odd or blocks.dtype != "U8" or scales.dtype not in ("U8", "F8_E8M0"):
-            raise contradiction(name, tensors)
+        fits = len(shape) == 4 and 0 not in shape and shape[3] == 16 and scales.shape == shape[:3]
+        fits = fits and not (name.endswith("gate_up_proj") and shape[1] % 2)
+        check_shapes(fits and blocks.dtype == "U8" and scales.dtype in ("U8", "F8_E8M0"), name, tensors)
         return ModuleInfo(name, 4, 32, (shape[1], 32 * shape[2]), blocks.nbytes + scales.nbytes, tensors)
 
     def read(self, name: str, rows: np.ndarray | None = None) -> CodedTensor:
-        stack, expert, own = self._place[name]
+        stack, expert, expert_rows = self._location[name]
         info = self.modules[name]
         rows = np.arange(info.shape[0]) if rows is None else rows
 
         def part(kind: str) -> np.ndarray:
-            return np.ascontiguousarray(self.store.view(f"{stack}_{kind}")[expert, own][rows])
+            return np.ascontiguousarray(self.store.view(f"{stack}_{kind}")[expert, expert_rows][rows])
 
         codes = unpacked(part("blocks").reshape(len(rows), -1))
         scales = checked_scales("MXFP4", part("scales"), info.tensors["scales"])

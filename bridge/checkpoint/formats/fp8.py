@@ -33,8 +33,9 @@ from typing import ClassVar
 import numpy as np
 
 from bridge.checkpoint.files.store import Store, TensorInfo
+from bridge.checkpoint.formats.checks import check_shapes, contradiction, finite_scales
 from bridge.checkpoint.formats.fp4 import Fp4Parts
-from bridge.checkpoint.formats.module_reader import FloatWeight, ModuleInfo, Reader, contradiction, finite_scales
+from bridge.checkpoint.formats.module_reader import FloatWeight, ModuleInfo, Reader
 from bridge.checkpoint.grouped import CodedTensor, fit_group_size
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
@@ -92,15 +93,15 @@ def scaled_floats(name: str, tensors: dict[str, TensorInfo], scale: str, block: 
     Raises BridgeError where the shapes do not fit together.
     """
     weight, scales = tensors["weight"], tensors[scale]
-    fits = len(weight.shape) == 2 and 0 not in weight.shape and (scales.floating or scales.dtype == "U8")
-    found = block_of(weight.shape, scales.shape, block) if fits else None  # type: ignore[arg-type]
+    fits = weight.is_matrix and (scales.floating or scales.dtype == "U8")
+    scale_block = block_of(weight.shape, scales.shape, block) if fits else None  # type: ignore[arg-type]
     if (
-        found is None
-        or (scales.dtype == "U8" and found != (1, 32))
+        scale_block is None
+        or (scales.dtype == "U8" and scale_block != (1, 32))
         or ("bias" in tensors and tensors["bias"].shape != weight.shape[:1])
     ):
         raise contradiction(name, tensors)
-    return ScaledFloats(weight, scales, found)
+    return ScaledFloats(weight, scales, scale_block)
 
 
 def block_of(shape: tuple[int, int], scale: tuple[int, ...], claimed: tuple[int, int]) -> tuple[int, int] | None:
@@ -165,8 +166,7 @@ class ExpertFloats(FloatWeight):
 def expert_floats(name: str, tensors: dict[str, TensorInfo], block: tuple[int, int]) -> ExpertFloats:
     """A stack of experts with its scales; `block` is the config's. Raises BridgeError where the shapes do not fit."""
     stack, scale = tensors[STACK], tensors[STACK_SCALE]
-    if len(stack.shape) != 3 or 0 in stack.shape or not scale.floating:
-        raise contradiction(name, tensors)
+    check_shapes(len(stack.shape) == 3 and 0 not in stack.shape and scale.floating, name, tensors)
     count, high, wide = stack.shape
     if not scale.name.endswith("_inv") and scale.shape in ((count, 1, wide), (count, wide, 1)):
         return ExpertFloats(stack, scale, (high, 1))
@@ -192,21 +192,21 @@ class Fp8Reader(Reader):
 
     @staticmethod
     def split(name: str) -> tuple[str, str]:
-        if (found := _STACKED.fullmatch(name)) is not None:
-            return found["stack"], STACK_SCALE if found["scale"] else STACK
+        if (match := _STACKED.fullmatch(name)) is not None:
+            return match["stack"], STACK_SCALE if match["scale"] else STACK
         return Reader.split(name)
 
     def is_plain(self, tensors: dict[str, TensorInfo]) -> bool:
         stack = tensors.get(STACK)
-        own = super().is_plain(tensors) or tensors.keys() == {"scale"}
-        return own or (stack is not None and stack.dtype not in FLOAT8)
+        plain = super().is_plain(tensors) or tensors.keys() == {"scale"}
+        return plain or (stack is not None and stack.dtype not in FLOAT8)
 
     @classmethod
     def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
         block = read_block(quant.raw.get("weight_block_size"))
-        said = (f"blocks of {block[0]}x{block[1]}",) if block else ()
+        blocks = (f"blocks of {block[0]}x{block[1]}",) if block else ()
         return replace(
-            quant, title="FP8" if quant.method == "fp8" else f"FP8 ({quant.method})", claims=("8-bit floats", *said)
+            quant, title="FP8" if quant.method == "fp8" else f"FP8 ({quant.method})", claims=("8-bit floats", *blocks)
         )
 
     def required_parts(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:

@@ -18,7 +18,6 @@ too, which is left out. Learned from fp_quant 0.3.2 (module/linear.py, module/li
 kernels for the order of nibbles and scales (Apache-2.0).
 """
 
-import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -26,16 +25,9 @@ import numpy as np
 
 from bridge.checkpoint.decoded import DecodedTensor, rounding_distortion
 from bridge.checkpoint.files.store import Store, TensorInfo
+from bridge.checkpoint.formats.checks import check_shapes, finite_scales, positive_scale
 from bridge.checkpoint.formats.fp4 import GROUPS, Fp4Tensor, checked_scales, unpacked
-from bridge.checkpoint.formats.module_reader import (
-    FloatWeight,
-    ModuleInfo,
-    Reader,
-    contradiction,
-    counted,
-    finite_scales,
-    module_info,
-)  # fmt: skip
+from bridge.checkpoint.formats.module_reader import FloatWeight, ModuleInfo, Reader, counted, module_info
 from bridge.checkpoint.grouped import CodedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
@@ -100,19 +92,18 @@ class FpQuantReader(Reader):
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo | RotatedFloats:
         part, matrix = self.required_parts(tensors)[0], tensors[_MATRIX]
         codes, kind = tensors[part], self.quant.raw["forward_dtype"]
-        if len(codes.shape) != 2 or len(matrix.shape) != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.floating:
-            raise contradiction(name, tensors)
+        fits = len(codes.shape) == len(matrix.shape) == 2 and matrix.shape[0] == matrix.shape[1] and matrix.floating
+        check_shapes(fits, name, tensors)
         out, columns = codes.shape[0], codes.shape[1] * (2 if part == "qweight" else 1)
         fits = columns % matrix.shape[0] == 0
         if part != "qweight":
-            if not fits or not codes.floating:
-                raise contradiction(name, tensors)
-            others = frozenset(info.name for own, info in tensors.items() if own not in ("weight", "bias"))
+            check_shapes(fits and codes.floating, name, tensors)
+            others = frozenset(info.name for key, info in tensors.items() if key not in ("weight", "bias"))
             return RotatedFloats(replace(codes, name=f"{name}.weight"), matrix, codes, part == "dqweight", others)
-        scales, whole, size = tensors["scales"], tensors[_GLOBAL], GROUPS[kind]
+        scales, global_scale, size = tensors["scales"], tensors[_GLOBAL], GROUPS[kind]
         fits = fits and codes.dtype == scales.dtype == "U8" and len(scales.shape) == 2 and scales.shape[0] >= out
-        if not fits or scales.shape[1] != columns / size or not whole.floating or math.prod(whole.shape) != 1:
-            raise contradiction(name, tensors)
+        fits = fits and scales.shape[1] == columns / size and global_scale.floating and global_scale.size == 1
+        check_shapes(fits, name, tensors)
         return module_info(name, tensors, 4, size, (out, columns))
 
     def in_words(self) -> str:
@@ -126,16 +117,12 @@ class FpQuantReader(Reader):
     def _plain(self, name: str) -> bool:
         """Whether a module's codes are those of the weights themselves, and blocks can hold its scale."""
         matrix = self.store.read_float(f"{name}.{_MATRIX}")
-        kept = self.quant.raw["forward_dtype"] == "NVFP4" or self._scale(name) == 1
-        return kept and np.array_equal(matrix, np.eye(len(matrix)))
+        scale_fits = self.quant.raw["forward_dtype"] == "NVFP4" or self._scale(name) == 1
+        return scale_fits and np.array_equal(matrix, np.eye(len(matrix)))
 
     def _scale(self, name: str) -> float:
         """The scale of a module's whole weight."""
-        info = self.modules[name].tensors[_GLOBAL]
-        value = float(self.store.read_float(info.name).reshape(-1)[0])
-        if not (math.isfinite(value) and value > 0):
-            raise BridgeError(f"{info.file}: {info.name} is {value:g}, not a scale; quantize the model again")
-        return float(np.float32(1) / np.float32(value))
+        return float(np.float32(1) / positive_scale(self.store, self.modules[name].tensors[_GLOBAL]))
 
     def tensor_scales(self, name: str) -> dict[str, float]:
         return {"scale": self._scale(name)} if name in self.modules and self._plain(name) else {}
@@ -143,8 +130,8 @@ class FpQuantReader(Reader):
     def read(self, name: str, rows: np.ndarray | None = None) -> CodedTensor:
         info, kind = self.modules[name], self.quant.raw["forward_dtype"]
         codes = unpacked(self.part(name, "qweight", rows))
-        at = np.arange(info.shape[0]) if rows is None else rows
-        scales = checked_scales(kind, self.part(name, "scales", at), info.tensors["scales"])
+        row_indices = np.arange(info.shape[0]) if rows is None else rows
+        scales = checked_scales(kind, self.part(name, "scales", row_indices), info.tensors["scales"])
         t = Fp4Tensor(name, kind, codes, scales, info.group_size, self._scale(name), bias=self.bias(name, rows))
         if self._plain(name):
             return t

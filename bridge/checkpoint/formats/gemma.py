@@ -20,7 +20,8 @@ from typing import ClassVar
 import numpy as np
 
 from bridge.checkpoint.files.store import TensorInfo
-from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, module_info
+from bridge.checkpoint.formats.checks import check_shapes
+from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, module_info
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
@@ -52,20 +53,17 @@ class GemmaReader(Reader):
 
     def claimed_bits(self, module: str) -> int:
         rules = self.quant.raw.get("module_quant_configs") or {}
-        asked = (change for rule, change in rules.items() if matched("search", rule, module, self.quant.source))
-        found: dict[str, object] = next(asked, {})
-        return whole_number(found.get("num_bits")) or self.quant.bits
+        overrides = (change for rule, change in rules.items() if matched("search", rule, module, self.quant.source))
+        override: dict[str, object] = next(overrides, {})
+        return whole_number(override.get("num_bits")) or self.quant.bits
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
         scale, codes = (tensors[part] for part in self.required_parts(tensors))
         bits = 8 if codes.dtype == "I8" else self.claimed_bits(name)
-        if codes.dtype not in ("I8", "U8") or (codes.dtype == "U8" and bits == 8):
-            raise contradiction(name, tensors)
-        if len(codes.shape) != 2 or len(scale.shape) != 2 or 0 in (*codes.shape, *scale.shape) or not scale.floating:
-            raise contradiction(name, tensors)
+        fits = codes.dtype == "I8" or (codes.dtype == "U8" and bits < 8)
+        check_shapes(fits and codes.is_matrix and scale.is_matrix and scale.floating, name, tensors)
         out, columns = codes.shape[0], codes.shape[1] * (8 // bits)
-        if scale.shape[0] != out or columns % scale.shape[1]:
-            raise contradiction(name, tensors)
+        check_shapes(scale.shape[0] == out and columns % scale.shape[1] == 0, name, tensors)
         return module_info(name, tensors, bits, columns // scale.shape[1], (out, columns))
 
     def read(self, name: str, rows: np.ndarray | None = None) -> GroupedTensor:

@@ -20,7 +20,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from bridge.checkpoint.files.store import Store, TensorInfo
-from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, module_info
+from bridge.checkpoint.formats.checks import contradiction
+from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, module_info
 from bridge.checkpoint.formats.written import Groups, Parts, QuantizedLayers, Shapes, WrittenFormat, zeros_of_0
 from bridge.checkpoint.formats.zeros import (
     OWN_BITS_SINCE,
@@ -155,31 +156,36 @@ class GptqReader(Reader):
 
         Contradictions to the config, and zero points that are lost, are added to `notes`.
         """
-        found = self._dialect(name, words, notes)
-        lost = lost_words(words, self.modules[name].bits) if found.undo and self.quant.gptqmodel is None else 0
+        dialect = self._dialect(name, words, notes)
+        lost = lost_words(words, self.modules[name].bits) if dialect.undo and self.quant.gptqmodel is None else 0
         if lost:
             notes.append(
                 f"{name}: {lost} words of qzeros were overwritten with ones by AutoGPTQ, which cannot store "
                 "a zero point of 0; the rows they belong to are wrong in every program that reads this file"
             )
-        return found
+        return dialect
 
     def _dialect(self, name: str, words: np.ndarray, notes: list[str]) -> Dialect:
         info = self.modules[name]
         choices = self._choices(info.bits)
         quant = self.quant.for_module(name) or self.quant
         label = self.quant.checkpoint_format
-        found = symmetric_dialect(words, info.bits, info.shape[0], choices)
-        if found is not None and (found == choices[0] or quant.sym or words.shape[0] * info.shape[0] >= _FEWEST_ZEROS):
-            if found != choices[0]:
+        dialect = symmetric_dialect(words, info.bits, info.shape[0], choices)
+        enough = quant.sym or words.shape[0] * info.shape[0] >= _FEWEST_ZEROS
+        if dialect is not None and (dialect == choices[0] or enough):
+            if dialect != choices[0]:
                 word = f"0x{int(words.view(f'u{words.dtype.itemsize}')[0, 0]):0{words.dtype.itemsize * 2}X}"
-                told = label if str(found) != str(choices[0]) else f"{label} of {self.quant.bits} bits"
-                notes.append(f"{name}: qzeros are symmetric {found} ({word}) but {self._claim(told)}; read as {found}")
-            return found
-        found = self._by_evidence(info.bits)
-        if found != choices[0]:
-            notes.append(f"{name}: the codes centre on {found} zero points but {self._claim(label)}; read as {found}")
-        return found
+                told = label if str(dialect) != str(choices[0]) else f"{label} of {self.quant.bits} bits"
+                notes.append(
+                    f"{name}: qzeros are symmetric {dialect} ({word}) but {self._claim(told)}; read as {dialect}"
+                )
+            return dialect
+        dialect = self._by_evidence(info.bits)
+        if dialect != choices[0]:
+            notes.append(
+                f"{name}: the codes centre on {dialect} zero points but {self._claim(label)}; read as {dialect}"
+            )
+        return dialect
 
     def _claim(self, label: str) -> str:
         """The config's claim, for a note."""

@@ -39,7 +39,8 @@ import numpy as np
 
 from bridge.checkpoint.decoded import DecodedTensor
 from bridge.checkpoint.files.store import TensorInfo
-from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, counted, module_info
+from bridge.checkpoint.formats.checks import check_shapes
+from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, counted, module_info
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
 from bridge.system.fields import table, whole_number
@@ -63,30 +64,23 @@ class HiggsReader(Reader):
         size = whole_number(raw.get("hadamard_size", _SIZE))
         if size is None or size < 2 or size & (size - 1):
             raise BridgeError(f"{quant.source}: hadamard_size is {raw['hadamard_size']!r}, not a power of two; mend it")
-        said = (f"{whole_number(raw.get('bits'))} bits", f"vectors of {raw.get('p', 2)}", f"Hadamard blocks of {size}")
-        return replace(quant, title="HIGGS", claims=said, raw={**raw, "hadamard_size": size})
+        bits, vectors = f"{whole_number(raw.get('bits'))} bits", f"vectors of {raw.get('p', 2)}"
+        claims = bits, vectors, f"Hadamard blocks of {size}"
+        return replace(quant, title="HIGGS", claims=claims, raw={**raw, "hadamard_size": size})
 
     def claimed_bits(self, module: str) -> int | None:
         return whole_number(self.quant.raw.get("bits"))
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
         weight, scales, pairs = tensors["weight"], tensors["scales"], tensors["tables2"]
-        values = round(math.sqrt(math.prod(pairs.shape) / 2))
-        bits = values.bit_length() - 1
-        if (
-            len(weight.shape) != 2
-            or len(scales.shape) != 2
-            or 0 in (*weight.shape, *scales.shape)
-            or bits not in (2, 3, 4)
-        ):
-            raise contradiction(name, tensors)
+        bits = round(math.sqrt(pairs.size / 2)).bit_length() - 1
+        check_shapes(weight.is_matrix and scales.is_matrix and bits in (2, 3, 4), name, tensors)
         (words, columns), (out, groups) = weight.shape, scales.shape
         lane = self._lane(name, bits)
         fits = weight.dtype == "I16" and words * 16 == out * bits and columns % groups == 0 and scales.floating
-        fits = fits and math.prod(pairs.shape) == 2 * 4**bits and pairs.dtype in ("F16", "BF16", "F32")
+        fits = fits and pairs.size == 2 * 4**bits and pairs.dtype in ("F16", "BF16", "F32")
         fits = fits and columns % self.quant.raw["hadamard_size"] == 0
-        if not fits or out % (16 * lane if bits == 3 else 16 // bits * lane):
-            raise contradiction(name, tensors)
+        check_shapes(fits and out % (16 * lane if bits == 3 else 16 // bits * lane) == 0, name, tensors)
         return module_info(name, tensors, bits, columns // groups, (out, columns))
 
     def _lane(self, name: str, bits: int) -> int:
@@ -104,7 +98,7 @@ class HiggsReader(Reader):
         kinds = (f"grid codes of {m.bits} bits in groups of {m.group_size}" for m in self.modules.values())
         return f"{counted(kinds)}, Hadamard blocks of {self.quant.raw['hadamard_size']}"
 
-    def whole(self, name: str) -> DecodedTensor:
+    def read_all_rows(self, name: str) -> DecodedTensor:
         info, size = self.modules[name], int(self.quant.raw["hadamard_size"])
         (out, columns), words = info.shape, self.part(name, "weight").view(np.uint16)
         codes = _threes(words) if info.bits == 3 else _evens(words, info.bits, self._lane(name, info.bits))
@@ -156,8 +150,8 @@ def _threes(words: np.ndarray) -> np.ndarray:
         even, odd = plane[..., 0].astype(np.uint32), plane[..., 1].astype(np.uint32)
         ten = even | (odd & 0x3FFF) << 16
         for i in range(10):
-            at = 10 * n + i
-            codes[:, _ORDER_OF_THREE[at // 2], :, :, 1 - at % 2] = (ten >> 3 * i & 7).astype(np.uint8)
+            index = 10 * n + i
+            codes[:, _ORDER_OF_THREE[index // 2], :, :, 1 - index % 2] = (ten >> 3 * i & 7).astype(np.uint8)
     a, b, c = (plane[..., 1] >> np.uint16(14) for plane in planes)
     codes[:, 15, :, :, 1] = a | (b & 1) << 2
     codes[:, 15, :, :, 0] = b >> 1 | c << 1

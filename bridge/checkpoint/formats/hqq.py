@@ -31,7 +31,8 @@ import numpy as np
 
 from bridge.checkpoint.decoded import DecodedTensor, rounding_distortion
 from bridge.checkpoint.files.store import TensorInfo
-from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, module_info
+from bridge.checkpoint.formats.checks import check_shapes
+from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, module_info
 from bridge.checkpoint.formats.written import Groups, Parts, QuantizedLayers, Shapes, WrittenFormat
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig
@@ -74,14 +75,14 @@ class HqqReader(Reader):
     @classmethod
     def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
         settings = table(quant.raw.get("quant_config"))
-        own = settings.get("weight_quant_params")
-        if not isinstance(own, dict):  # or a table for each kind of layer
-            own = next((v["weight_quant_params"] for v in settings.values() if _has_params(v)), {})
-        said, size = own.get("nbits", quant.bits), own.get("group_size", quant.group_size)
-        bits = math.ceil(said) if isinstance(said, float) and math.isfinite(said) else whole_number(said)
+        params = settings.get("weight_quant_params")
+        if not isinstance(params, dict):  # or a table for each kind of layer
+            params = next((v["weight_quant_params"] for v in settings.values() if _has_params(v)), {})
+        nbits, size = params.get("nbits", quant.bits), params.get("group_size", quant.group_size)
+        bits = math.ceil(nbits) if isinstance(nbits, float) and math.isfinite(nbits) else whole_number(nbits)
         groups = -1 if size is None else whole_number(size)
         if bits is None or groups is None:
-            raise BridgeError(f"{quant.source}: nbits is {said!r} and group_size {size!r}, not numbers; edit the file")
+            raise BridgeError(f"{quant.source}: nbits is {nbits!r} and group_size {size!r}, not numbers; edit the file")
         return replace(quant, bits=bits, group_size=groups, sym=False, title="HQQ")
 
     @staticmethod
@@ -103,17 +104,14 @@ class HqqReader(Reader):
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
         weight = tensors["W_q"]
-        if tensors["shape"].shape != (2,):
-            raise contradiction(name, tensors)
+        check_shapes(tensors["shape"].shape == (2,), name, tensors)
         out, columns = (int(n) for n in self.store.read(tensors["shape"].name))
         bits = math.ceil(self._number(tensors, "nbits", self.quant.bits))
         _, lanes, word = PACKINGS[self._packing(tensors, bits)]
         runs = self._count(tensors, "scale")
-        if min(out, columns, runs) <= 0 or out * columns % runs:
-            raise contradiction(name, tensors)
+        check_shapes(min(out, columns, runs) > 0 and out * columns % runs == 0, name, tensors)
         size = out * columns // runs
-        if self._number(tensors, "group_size", size) != size:
-            raise contradiction(name, tensors)
+        check_shapes(self._number(tensors, "group_size", size) == size, name, tensors)
         down = self._axis(tensors) == 0
         if columns % size and not down:
             raise BridgeError(
@@ -121,18 +119,14 @@ class HqqReader(Reader):
                 "can hold; quantize the model again with a group_size that divides them"
             )
         packed, wide = (size, runs) if down else (runs, size)  # rows and columns of the matrix that is packed
-        fits = weight.nbytes == -(-packed // lanes) * wide * word.itemsize and (
-            word.itemsize == 4 or packed % lanes == 0
-        )
-        fits = fits and self._count(tensors, "zero") == runs
-        if not fits:
-            raise contradiction(name, tensors)
+        fits = weight.nbytes == -(-packed // lanes) * wide * word.itemsize and self._count(tensors, "zero") == runs
+        check_shapes(fits and (word.itemsize == 4 or packed % lanes == 0), name, tensors)
         return module_info(name, tensors, bits, size, (out, columns))
 
     def claimed_bits(self, module: str) -> int | None:
         settings = table(self.quant.raw.get("quant_config"))
-        own: Any = next((said for kind, said in settings.items() if module.endswith(f".{kind}")), settings)
-        bits = own["weight_quant_params"].get("nbits") if _has_params(own) else None
+        entry: Any = next((value for kind, value in settings.items() if module.endswith(f".{kind}")), settings)
+        bits = entry["weight_quant_params"].get("nbits") if _has_params(entry) else None
         return math.ceil(bits) if isinstance(bits, float) and math.isfinite(bits) else whole_number(bits)
 
     def _axis(self, tensors: dict[str, TensorInfo]) -> float:
@@ -171,7 +165,7 @@ class HqqReader(Reader):
             )
         return packing
 
-    def whole(self, name: str) -> GroupedTensor | DecodedTensor:
+    def read_all_rows(self, name: str) -> GroupedTensor | DecodedTensor:
         info = self.modules[name]
         out, columns = info.shape
         down, runs = self._axis(info.tensors) == 0, out * columns // info.group_size
@@ -204,13 +198,11 @@ class HqqReader(Reader):
         count = self._count(tensors, what)
         scale, zero = (self.scales(name, f"meta_{what}.{part}") for part in ("scale", "zero"))
         packing = self._packing(tensors, 1, f"meta_{what}.")
-        if words.size == 0 or words.dtype.itemsize != PACKINGS[packing][2].itemsize:
-            raise contradiction(name, tensors)
+        check_shapes(words.size > 0 and words.dtype.itemsize == PACKINGS[packing][2].itemsize, name, tensors)
         columns = words.shape[-1] if words.ndim else 1
         codes = unpack_lanes(words, columns, packing)[: count // columns]
         grouped = scale.size == 1 or scale.shape in ((1, columns), (len(codes), 1))
-        if codes.size != count or scale.shape != zero.shape or not grouped:
-            raise contradiction(name, tensors)
+        check_shapes(codes.size == count and scale.shape == zero.shape and grouped, name, tensors)
         return (codes - zero) * scale
 
 

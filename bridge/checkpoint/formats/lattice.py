@@ -57,7 +57,7 @@ def find_lattice(store: Store, weight: TensorInfo) -> Lattice | None:
         return None
     out, columns = weight.shape
     first = sorted({0, max(0, out // 2 - _ROWS // 2), max(0, out - _ROWS)})
-    x = np.concatenate([store.read_float(weight.name, (at, min(at + _ROWS, out))) for at in first])
+    x = np.concatenate([store.read_float(weight.name, (start, min(start + _ROWS, out))) for start in first])
     precision = _precision(x)
     for size in (columns, *_SIZES):
         if columns % size:
@@ -93,10 +93,10 @@ def _fit(x: np.ndarray, size: int, bits: int, proven: bool = False) -> tuple[np.
     evidence, step = 0.0, max(1, _CHUNK // size)
     for start in (0, *range(_FEW, len(groups), step)):  # a few groups rule out nearly all ordinary weights
         part = slice(start, start + step if start else _FEW)
-        found = _grids(groups[part].astype(np.float64), bits)
-        if found is None:
+        grids = _grids(groups[part].astype(np.float64), bits)
+        if grids is None:
             return None
-        scales[part], integers[part], likely = found
+        scales[part], integers[part], likely = grids
         evidence += likely
     if not proven and (evidence > _PROVEN or evidence > _EVIDENCE * np.count_nonzero(scales)):
         return None
@@ -114,12 +114,12 @@ def _grids(x: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray, float] | N
     for multiple in range(1, min(255, 1 << max(bits - 3, 5)) + 1):
         step = largest[open_] / multiple
         ratio = x[open_] / step[:, None]
-        whole = np.rint(ratio)
-        near = (np.abs(ratio - whole) <= 2 * unit * _SLACK * np.abs(whole)).all(1)
-        at = open_[near]
-        scales[at], integers[at] = step[near], whole[near]
-        chance = np.minimum(1, 4 * unit * np.maximum(np.abs(whole[near]), 1))
-        evidence += float(np.log10(chance).sum() + len(at) * np.log10(multiple))
+        rounded = np.rint(ratio)
+        near = (np.abs(ratio - rounded) <= 2 * unit * _SLACK * np.abs(rounded)).all(1)
+        solved = open_[near]
+        scales[solved], integers[solved] = step[near], rounded[near]
+        chance = np.minimum(1, 4 * unit * np.maximum(np.abs(rounded[near]), 1))
+        evidence += float(np.log10(chance).sum() + len(solved) * np.log10(multiple))
         open_ = open_[~near]
         if not len(open_):
             break
@@ -153,12 +153,12 @@ def _simplest(x: np.ndarray, integers: np.ndarray, bits: int) -> np.ndarray | No
     empty = ~used.any(1)
     low[empty] = high[empty] = 0
     middle = (low + high) / 2
-    found = middle.astype(np.float32)
+    scales = middle.astype(np.float32)
     with np.errstate(over="ignore"):
         halves = middle.astype(np.float16)
-    for nearest in ((found.view(np.uint32) + 0x8000 & 0xFFFF0000).view(np.float32), halves.astype(np.float32)):
-        found = np.where((nearest >= low) & (nearest <= high), nearest, found)
-    return found
+    for nearest in ((scales.view(np.uint32) + 0x8000 & 0xFFFF0000).view(np.float32), halves.astype(np.float32)):
+        scales = np.where((nearest >= low) & (nearest <= high), nearest, scales)
+    return scales
 
 
 def _codes(

@@ -16,8 +16,9 @@ from typing import ClassVar
 import numpy as np
 
 from bridge.checkpoint.files.store import TensorInfo
+from bridge.checkpoint.formats.checks import check_shapes
 from bridge.checkpoint.formats.gptq import GptqReader
-from bridge.checkpoint.formats.module_reader import ModuleInfo, contradiction, module_info
+from bridge.checkpoint.formats.module_reader import ModuleInfo, module_info
 from bridge.checkpoint.formats.zeros import unscaled
 from bridge.checkpoint.grouped import GroupedTensor, fit_group_size
 from bridge.checkpoint.labels.quant_config import QuantConfig
@@ -40,16 +41,13 @@ class FloatZerosReader(GptqReader):
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
         weight, zeros, scales = (tensors[p] for p in ("qweight", "zeros", "scales"))
         bits, g_idx = self.quant.bits, tensors.get("g_idx")
-        fits = len(weight.shape) == len(scales.shape) == 2 and weight.dtype == "I32" and 0 not in weight.shape
-        if not fits or not zeros.floating or zeros.shape != scales.shape:
-            raise contradiction(name, tensors)
+        fits = weight.is_matrix and weight.dtype == "I32" and len(scales.shape) == 2
+        check_shapes(fits and zeros.floating and zeros.shape == scales.shape, name, tensors)
         (rows, out), columns = weight.shape, weight.shape[0] * 32 // bits
         groups = 1 if scales.shape == (out, 1) else scales.shape[0]
         size = fit_group_size(columns, groups, self.quant.group_size)
-        if scales.shape not in ((out, 1), (groups, out)) or columns * bits != rows * 32:
-            raise contradiction(name, tensors)
-        if (g_idx and g_idx.shape != (columns,)) or (size is None and not g_idx):
-            raise contradiction(name, tensors)
+        fits = scales.shape in ((out, 1), (groups, out)) and columns * bits == rows * 32
+        check_shapes(fits and (g_idx.shape == (columns,) if g_idx else size is not None), name, tensors)
         return module_info(name, tensors, bits, size or -(-columns // groups), (out, columns))
 
     def read(self, name: str, rows: np.ndarray | None = None) -> GroupedTensor:

@@ -21,7 +21,8 @@ from typing import ClassVar
 import numpy as np
 
 from bridge.checkpoint.files.store import TensorInfo
-from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, module_info
+from bridge.checkpoint.formats.checks import check_shapes
+from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, module_info
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
@@ -59,24 +60,17 @@ class MarlinReader(Reader):
                     f"{tensors[part].file}: {name} has {part}, which Marlin's layout on disk lacks; if config.json "
                     "names the wrong layout, set checkpoint_format to gptq (AWQ: version to gemm)"
                 )
-        if any(len(t.shape) != 2 or 0 in t.shape for t in (weight, scales)):
-            raise contradiction(name, tensors)
+        check_shapes(weight.is_matrix and scales.is_matrix, name, tensors)
         (rows, words), (groups, out) = weight.shape, scales.shape
         bits, columns = 2 * words // out, 16 * rows
         size = columns // groups
-        if (
-            weight.dtype != "I32"
-            or not scales.floating
-            or bits not in _IN_WORD
-            or 2 * words != out * bits
-            or out % 64
-            or columns % groups
-            or not (groups == 1 or size == self.quant.group_size or size & (size - 1) == 0)
-        ):
-            raise contradiction(name, tensors)
+        fits = weight.dtype == "I32" and scales.floating and bits in _IN_WORD and 2 * words == out * bits
+        fits = fits and out % 64 == 0 and columns % groups == 0
+        fits = fits and (groups == 1 or size == self.quant.group_size or size & (size - 1) == 0)
+        check_shapes(fits, name, tensors)
         return module_info(name, tensors, bits, size, (out, columns))
 
-    def whole(self, name: str) -> GroupedTensor:
+    def read_all_rows(self, name: str) -> GroupedTensor:
         from bridge.checkpoint.formats.bits import unpack_rows
 
         info = self.modules[name]

@@ -15,8 +15,9 @@ from typing import ClassVar
 import numpy as np
 
 from bridge.checkpoint.files.store import TensorInfo
+from bridge.checkpoint.formats.checks import check_shapes
 from bridge.checkpoint.formats.mlx import affine_zeros
-from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, module_info
+from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, module_info
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
@@ -37,11 +38,10 @@ class MetalReader(Reader):
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
         weight, scales, offsets = (tensors[part] for part in ("weight", "scales", "qbiases"))
         bits, size = self.quant.bits, self.quant.group_size
-        if weight.dtype != "U32" or any(len(t.shape) != 2 or 0 in t.shape for t in (weight, scales, offsets)):
-            raise contradiction(name, tensors)
+        check_shapes(weight.dtype == "U32" and weight.is_matrix and scales.is_matrix, name, tensors)
         (out, words), groups = weight.shape, scales.shape[1]
-        if scales.shape != (out, groups) or offsets.shape != scales.shape or not (scales.floating and offsets.floating):
-            raise contradiction(name, tensors)
+        fits = scales.shape == offsets.shape == (out, groups) and scales.floating and offsets.floating
+        check_shapes(fits, name, tensors)
         if bits not in (2, 4, 8) or words * 32 != groups * size * bits:
             raise BridgeError(
                 f"{weight.file}: {name} has {words} words and {groups} groups a row, which are not {bits} bits in "

@@ -32,10 +32,11 @@ import numpy as np
 
 from bridge.checkpoint.files.dtypes import as_float32
 from bridge.checkpoint.files.store import Store, TensorInfo
+from bridge.checkpoint.formats.checks import check_shapes, finite_scales
 from bridge.checkpoint.formats.fp4 import GROUPS, Fp4Tensor, checked_scales, unpacked
 from bridge.checkpoint.formats.fp8 import ScaledFloats
 from bridge.checkpoint.formats.mlx_models import mlx_config, module_of, stack_of
-from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, finite_scales, modules_with
+from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, modules_with
 from bridge.checkpoint.formats.written import Groups, Parts, QuantizedLayers, Shapes, WrittenFormat, have_shapes
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor, PackedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig
@@ -69,17 +70,17 @@ class Mxfp8(ScaledFloats):
     """A weight in mode mxfp8.
 
     source  the tensor that holds it
-    at      which matrix of it, where it is a stack
+    matrix  which matrix of it, where it is a stack
     """
 
     source: str
-    at: int | None = None
+    matrix: int | None = None
 
     def stored(self, store: Store, rows: tuple[int, int] | None) -> tuple[np.ndarray, np.ndarray]:
         def read(name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
-            if self.at is None:
+            if self.matrix is None:
                 return store.read(name, rows)
-            return store.read(name, (self.at, self.at + 1))[0][slice(*(rows or (None,)))]
+            return store.read(name, (self.matrix, self.matrix + 1))[0][slice(*(rows or (None,)))]
 
         scales = as_float32(read(self.scale.name), "F8_E8M0")
         if not np.isfinite(scales).all():
@@ -96,10 +97,10 @@ class MlxReader(Reader):
 
     @classmethod
     def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
-        for module, own in [("", quant.raw), *quant.raw.items()]:
-            if table(own).get("mode", "affine") not in _MODES:
+        for module, entry in [("", quant.raw), *quant.raw.items()]:
+            if table(entry).get("mode", "affine") not in _MODES:
                 raise BridgeError(
-                    f"{quant.source}: {module + ': ' if module else ''}MLX's mode {own['mode']!r} is not supported, "
+                    f"{quant.source}: {module + ': ' if module else ''}MLX's mode {entry['mode']!r} is not supported, "
                     f"{', '.join(_MODES)} are; quantize the model again with --q-mode affine"
                 )
         default, mode = 64 if quant.raw.get("group_size") is None else quant.group_size, quant.raw.get("mode", "affine")
@@ -109,7 +110,7 @@ class MlxReader(Reader):
 
     def __init__(self, *args: Any) -> None:
         self._expert: dict[str, tuple[str, int]] = {}  # module -> the stack that it is in, and where
-        self._otherwise: list[tuple[int, int]] = []  # bits and group size of modules for which the config has others
+        self._relabelled: list[tuple[int, int]] = []  # bits and group size of modules for which the config has others
         store, quant = args
         if (coded := next((i for n, i in store.tensors.items() if n.endswith(".tq_packed")), None)) is not None:
             raise BridgeError(
@@ -121,7 +122,7 @@ class MlxReader(Reader):
         self.notes += modules_with(
             f"{bits} bits in groups of {size}, which {quant.source} does not say; read as the shapes and the model's "
             "sizes tell"
-            for bits, size in self._otherwise
+            for bits, size in self._relabelled
         )
         for stack, info in list(self.modules.items()):
             count = info.tensors["weight"].shape[0]
@@ -138,7 +139,7 @@ class MlxReader(Reader):
                 for i in range(count):
                     name = module_of(stack, i)
                     weight = replace(scaled.weight, name=name, shape=tuple(shape), nbytes=scaled.weight.nbytes // count)
-                    self.floats[name] = replace(scaled, weight=weight, at=i)
+                    self.floats[name] = replace(scaled, weight=weight, matrix=i)
 
     def owned(self) -> set[str]:
         return super().owned() | {f.source for f in self.floats.values() if isinstance(f, Mxfp8)}
@@ -159,14 +160,13 @@ class MlxReader(Reader):
             return self._floats(name, tensors)
         weight, scales, biases = (tensors[part] for part in self.required)
         dimensions = 3 if ".switch_mlp." in name else 2
-        if any(len(t.shape) != dimensions or 0 in t.shape for t in (weight, scales, biases)):
-            raise contradiction(name, tensors)
+        fits = all(len(t.shape) == dimensions and 0 not in t.shape for t in (weight, scales, biases))
+        check_shapes(fits, name, tensors)
         *rows, _ = weight.shape
         out, groups = rows[-1], scales.shape[-1]
         bits, size = self._bits_and_size(name, weight, groups)
         fits = have_shapes(tensors, _shapes(Groups(bits, size), (out, groups * size)), tuple(rows[:-1]))
-        if not fits or ("bias" in tensors and tensors["bias"].shape != tuple(rows)):
-            raise contradiction(name, tensors)
+        check_shapes(fits and ("bias" not in tensors or tensors["bias"].shape == tuple(rows)), name, tensors)
         nbytes = sum(t.nbytes for t in tensors.values())
         return ModuleInfo(name, bits, size, (out, groups * size), nbytes, tensors)
 
@@ -176,8 +176,8 @@ class MlxReader(Reader):
         rows, bias = weight.shape[:-1], tensors.get("bias")
         dimensions = 3 if ".switch_mlp." in name else 2
         fits = len(weight.shape) == dimensions and 0 not in weight.shape and scales.shape[:-1] == rows
-        if not fits or weight.dtype != "U32" or "biases" in tensors or (bias and bias.shape != rows):
-            raise contradiction(name, tensors)
+        fits = fits and weight.dtype == "U32" and "biases" not in tensors
+        check_shapes(fits and (bias is None or bias.shape == rows), name, tensors)
         words, groups = weight.shape[-1], scales.shape[-1]
         stated_mode = {**self.quant.raw, **table(self.quant.raw.get(name))}.get("mode")
         mode = {8 * groups: "mxfp8", 4 * groups: "mxfp4", 2 * groups: "nvfp4"}.get(words, "")
@@ -195,11 +195,11 @@ class MlxReader(Reader):
     def _bits_and_size(self, name: str, weight: TensorInfo, groups: int) -> tuple[int, int]:
         """(bits, group size) of a module: the config's, unless that is contradicted anywhere and does not fit here."""
         words, claimed = weight.shape[-1], _claims(self.quant, name)
-        fits = [own for own in dict.fromkeys((claimed, *_AFFINE)) if words * 32 == groups * own[0] * own[1]]
-        fits = [own for own in fits if 2 <= own[0] <= 8]
+        fits = [pair for pair in dict.fromkeys((claimed, *_AFFINE)) if words * 32 == groups * pair[0] * pair[1]]
+        fits = [pair for pair in fits if 2 <= pair[0] <= 8]
         if self._contradicted:
             widths = _input_widths(self.quant.model, name)
-            fits = [own for own in fits if groups * own[1] in widths] or fits
+            fits = [pair for pair in fits if groups * pair[1] in widths] or fits
         if claimed not in fits and len(fits) != 1:
             may_be = " or ".join(f"{bits} bits in groups of {size}" for bits, size in fits) or "no widths that MLX has"
             raise BridgeError(
@@ -207,24 +207,24 @@ class MlxReader(Reader):
                 f"in groups of {claimed[1]} as {self.quant.source} says, but {may_be}; take config and weights of the "
                 "same model"
             )
-        found = claimed if claimed in fits else fits[0]
-        if found != claimed:
-            self._otherwise.append(found)
-        return found
+        chosen = claimed if claimed in fits else fits[0]
+        if chosen != claimed:
+            self._relabelled.append(chosen)
+        return chosen
 
     def tensor_scales(self, name: str) -> dict[str, float]:
         return {"scale": 1.0} if _is_mx(self.modules[name].tensors) else {}
 
     def read(self, name: str, rows: np.ndarray | None = None) -> CodedTensor:
         info = self.modules[name]
-        stack, at = self._expert.get(name, (name, None))
-        expert = None if at is None else (at, at + 1)
+        stack, matrix = self._expert.get(name, (name, None))
+        expert = None if matrix is None else (matrix, matrix + 1)
 
         def stored(part: str) -> np.ndarray:
             if rows is None:
                 return self.store.read(f"{stack}.{part}", expert).reshape(info.shape[0], -1)
             view = self.store.view(f"{stack}.{part}")
-            return np.ascontiguousarray((view if at is None else view[at])[rows])
+            return np.ascontiguousarray((view if matrix is None else view[matrix])[rows])
 
         has_bias = rows is None and "bias" in info.tensors
         bias = self.store.read_float(f"{stack}.bias", expert).reshape(-1) if has_bias else None
@@ -252,12 +252,12 @@ class MlxReader(Reader):
 
 def _claims(quant: QuantConfig, name: str) -> tuple[int, int]:
     """(bits, group size) of a module, which shapes do not determine: 4 bits by 64 look like 8 by 32."""
-    own = quant.raw.get(name)
-    own = own if isinstance(own, dict) else {"bits": quant.bits, "group_size": quant.group_size}
-    said = tuple(default if own.get(k) is None else own[k] for k, default in (("bits", 4), ("group_size", 64)))
-    bits, size = map(whole_number, said)
+    entry = quant.raw.get(name)
+    entry = entry if isinstance(entry, dict) else {"bits": quant.bits, "group_size": quant.group_size}
+    label = tuple(default if entry.get(k) is None else entry[k] for k, default in (("bits", 4), ("group_size", 64)))
+    bits, size = map(whole_number, label)
     if bits is None or size is None:
-        raise BridgeError(f"{quant.source}: {name} has bits {said[0]!r}, group_size {said[1]!r}; correct the file")
+        raise BridgeError(f"{quant.source}: {name} has bits {label[0]!r}, group_size {label[1]!r}; correct the file")
     return bits, size
 
 

@@ -25,16 +25,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from bridge.checkpoint.files.store import Store, TensorInfo
+from bridge.checkpoint.formats.checks import check_shapes, contradiction, finite_scales
 from bridge.checkpoint.formats.compressed import FP4
 from bridge.checkpoint.formats.fp4 import INPUTS, Fp4Parts
 from bridge.checkpoint.formats.fp8 import STACK, STACK_SCALE, Fp8Reader, block_of, spread
-from bridge.checkpoint.formats.module_reader import (
-    FloatWeight,
-    ModuleInfo,
-    contradiction,
-    finite_scales,
-    module_info,
-)  # fmt: skip
+from bridge.checkpoint.formats.module_reader import FloatWeight, ModuleInfo, module_info
 from bridge.checkpoint.formats.written import QuantizedLayers, WrittenFormat
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig
@@ -126,13 +121,12 @@ class ModelOptReader(Fp8Reader):
         return ("weight_scale", "weight_packed") if "weight_packed" in tensors else super().required_parts(tensors)
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo | FloatWeight:
-        found = self._describe(name, tensors)
+        described = self._describe(name, tensors)
         multiplied = tensors.get("pre_quant_scale")
         if multiplied is not None:
-            width = found.shape[1] if isinstance(found, ModuleInfo) else None
-            if not multiplied.floating or multiplied.shape != (width,):
-                raise contradiction(name, tensors)
-        return found
+            width = described.shape[1] if isinstance(described, ModuleInfo) else None
+            check_shapes(multiplied.floating and multiplied.shape == (width,), name, tensors)
+        return described
 
     def _describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo | FloatWeight:
         if STACK in tensors:
@@ -145,8 +139,7 @@ class ModelOptReader(Fp8Reader):
 
     def _describe_integers(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
         weight, scale = tensors["weight"], tensors["weight_scale"]
-        if len(weight.shape) != 2 or 0 in weight.shape or not scale.floating:
-            raise contradiction(name, tensors)
+        check_shapes(weight.is_matrix and scale.floating, name, tensors)
         bits = 4 if weight.dtype == "U8" else 8
         shape = weight.shape[0] * (8 // bits), weight.shape[1]
         block = block_of(shape, scale.shape, (1, self.quant.group_size))
@@ -165,10 +158,10 @@ class ModelOptReader(Fp8Reader):
         if info.bits == 8:
             codes = self.part(name, "weight", rows).view(np.uint8) ^ np.uint8(half)  # two's complement
         else:
-            at = np.arange(info.shape[0]) if rows is None else rows
-            pairs = np.unique(at >> 1)
-            packed = self.part(name, "weight", pairs)[np.searchsorted(pairs, at >> 1)]
-            codes = (packed >> (at & 1).astype(np.uint8)[:, None] * np.uint8(4)) & np.uint8(15) ^ np.uint8(half)
+            row = np.arange(info.shape[0]) if rows is None else rows
+            pairs = np.unique(row >> 1)
+            packed = self.part(name, "weight", pairs)[np.searchsorted(pairs, row >> 1)]
+            codes = (packed >> (row & 1).astype(np.uint8)[:, None] * np.uint8(4)) & np.uint8(15) ^ np.uint8(half)
         scales = self.scales(name, "weight_scale")
         scales = spread(scales, info.shape[0], 1 if scales.size > 1 else info.shape[0])
         scales = np.ascontiguousarray(scales if rows is None else scales[rows])

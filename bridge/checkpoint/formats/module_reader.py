@@ -11,9 +11,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from bridge.checkpoint.files.dtypes import as_float32
 from bridge.checkpoint.files.store import Store, TensorInfo
 from bridge.checkpoint.formats.written import WrittenFormat
+from bridge.checkpoint.formats.checks import check_shapes, finite_scales
 from bridge.checkpoint.grouped import CodedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
@@ -108,17 +108,17 @@ class Reader:
         self.floats: dict[str, FloatWeight] = {}  # by the weight's full name
         self.notes: list[str] = []  # on the whole checkpoint
         self.folding = True  # whether scales may move between layers, see `refit`
-        found: dict[str, dict[str, TensorInfo]] = {}
+        by_module: dict[str, dict[str, TensorInfo]] = {}
         for name, info in store.tensors.items():
             module, part = self.split(name)
             if part in self.parts:
-                found.setdefault(module, {})[part] = info
+                by_module.setdefault(module, {})[part] = info
             elif part == "B" and info.dtype == "I32":
                 raise BridgeError(
                     f"{info.file}: {name} is in the marlin layout but {quant.source} says {quant.method}; "
                     "set checkpoint_format to marlin there"
                 )
-        for module, tensors in found.items():
+        for module, tensors in by_module.items():
             if self.is_plain(tensors):
                 continue
             for part in self.required_parts(tensors):
@@ -180,7 +180,7 @@ class Reader:
         """Notes for `inspect` on where the config's bits are not those of the codes."""
         pairs = ((self.claimed_bits(name), info.bits) for name, info in self.modules.items())
         return modules_with(
-            f"codes of {bits} bits, but the label says {said}" for said, bits in pairs if said not in (None, bits)
+            f"codes of {bits} bits, but the label says {label}" for label, bits in pairs if label not in (None, bits)
         )
 
     def in_words(self) -> str:
@@ -204,10 +204,10 @@ class Reader:
 
         Thread-safe.
         """
-        t = self.whole(name)
+        t = self.read_all_rows(name)
         return t if rows is None else t.take_rows(rows)
 
-    def whole(self, name: str) -> CodedTensor:
+    def read_all_rows(self, name: str) -> CodedTensor:
         """One whole module, for layouts that cannot be read row by row."""
         raise NotImplementedError
 
@@ -244,25 +244,8 @@ def module_info(
     name: str, tensors: dict[str, TensorInfo], bits: int, group_size: int, shape: tuple[int, int]
 ) -> ModuleInfo:
     """A module of that shape. Raises BridgeError if its bias does not fit."""
-    if "bias" in tensors and tensors["bias"].shape != shape[:1]:
-        raise contradiction(name, tensors)
+    check_shapes("bias" not in tensors or tensors["bias"].shape == shape[:1], name, tensors)
     return ModuleInfo(name, bits, group_size, shape, sum(t.nbytes for t in tensors.values()), tensors)
-
-
-def finite_scales(store: Store, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
-    """A stored tensor, or its rows start..stop, as float32. Raises BridgeError if a value is NaN or infinite.
-
-    Bytes are exponents, F8_E8M0, as microscaling formats have them.
-    """
-    exponents = store.tensors[name].dtype == "U8"
-    scales = as_float32(store.read(name, rows), "F8_E8M0") if exponents else store.read_float(name, rows)
-    if not np.isfinite(scales).all():
-        bad = np.count_nonzero(~np.isfinite(scales))
-        raise BridgeError(
-            f"{store.tensors[name].file}: {bad} of {scales.size} values of {name} are NaN or infinite; "
-            "quantize the model again"
-        )
-    return scales
 
 
 def in_words(modules: Iterable[ModuleInfo]) -> str:
@@ -270,26 +253,16 @@ def in_words(modules: Iterable[ModuleInfo]) -> str:
     modules = list(modules)
     rows = sum(m.group_size >= m.shape[1] for m in modules)
     sizes = counted(f"groups of {m.group_size}" for m in modules if m.group_size < m.shape[1])
-    whole = [f"one group a row ({rows})" if sizes else "one group a row"] if rows else []
-    return ", ".join([counted(f"{m.bits} bits" for m in modules), *([sizes] if sizes else []), *whole])
+    per_row = [f"one group a row ({rows})" if sizes else "one group a row"] if rows else []
+    return ", ".join([counted(f"{m.bits} bits" for m in modules), *([sizes] if sizes else []), *per_row])
 
 
 def counted(words: Iterable[str]) -> str:
     """The distinct words, with counts if there are several."""
-    found = Counter(words)
-    return ", ".join(word if len(found) == 1 else f"{word} ({count})" for word, count in sorted(found.items()))
+    counts = Counter(words)
+    return ", ".join(word if len(counts) == 1 else f"{word} ({count})" for word, count in sorted(counts.items()))
 
 
 def modules_with(what: Iterable[str]) -> list[str]:
     """A note for each distinct thing that modules have, with their number."""
     return [f"{n} {'module has' if n == 1 else 'modules have'} {word}" for word, n in Counter(what).items()]
-
-
-def contradiction(name: str, tensors: dict[str, TensorInfo]) -> BridgeError:
-    """The error for a module whose tensors' shapes do not fit together."""
-    shapes = ", ".join(f"{part} {i.dtype} {list(i.shape)}" for part, i in sorted(tensors.items()))
-    file = next(iter(tensors.values())).file
-    return BridgeError(
-        f"{file}: {name}: the shapes contradict each other ({shapes}); the checkpoint is damaged, or its config names "
-        "the wrong method"
-    )

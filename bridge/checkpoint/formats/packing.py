@@ -65,17 +65,17 @@ def _pack_odd(codes, widths, bits, out):
     """Codes that cross bytes or are planar, eight at a time: codes uint64 [rows, m] -> out uint8 [rows, m * bits]."""
     for row in range(out.shape[0]):
         for group in range(codes.shape[1]):
-            at = (group >> 2) * 4 * bits
+            plane = (group >> 2) * 4 * bits
             g = group & 3
             shift = 0
             for p in range(len(widths)):
                 w = widths[p]
                 x = joined(codes[row, group] >> np.uint64(shift), w)
-                first = at + g * w
+                first = plane + g * w
                 for i in range(w):
                     out[row, first + i] = np.uint8(x >> np.uint64(8 * i))
                 shift += w
-                at += 4 * w
+                plane += 4 * w
 
 
 @inner

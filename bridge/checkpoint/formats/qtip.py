@@ -76,8 +76,8 @@ class QtipReader(TrellisReader):
             )
 
     def claimed_bits(self, module: str) -> int | None:
-        own = whole_number(self.quant.raw.get(f"K_{module.rpartition('.')[2]}"))
-        return own or self.quant.bits
+        bits = whole_number(self.quant.raw.get(f"K_{module.rpartition('.')[2]}"))
+        return bits or self.quant.bits
 
     def required_parts(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
         return "qweight" if "qweight" in tensors else "trellis", "SU", "SV"

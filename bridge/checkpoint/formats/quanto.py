@@ -17,15 +17,15 @@ which all linears of a transformer either read or write.
 Learned from optimum-quanto 0.2.7 (tensor/packed.py, grouped.py, qbits.py, nn/qmodule.py).
 """
 
-import math
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 
 from bridge.checkpoint.files.store import TensorInfo
+from bridge.checkpoint.formats.checks import check_shapes, contradiction
 from bridge.checkpoint.formats.fp8 import FLOAT8, RenamedFloats
-from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, module_info
+from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, module_info
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
@@ -46,12 +46,12 @@ class QuantoReader(Reader):
 
     @classmethod
     def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
-        said = {str(value) for value in (quant.raw.get("weights"), *_types(quant).values()) if value}
-        return replace(quant, title="quanto", claims=tuple(sorted(said)) or ("no type of weights",))
+        types = {str(value) for value in (quant.raw.get("weights"), *_types(quant).values()) if value}
+        return replace(quant, title="quanto", claims=tuple(sorted(types)) or ("no type of weights",))
 
     def claimed_bits(self, module: str) -> int | None:
-        said = str(_types(self.quant).get(module) or self.quant.raw.get("weights")).removeprefix("q")
-        return {"int2": 2, "int4": 4, "int8": 8}.get(said)
+        dtype = str(_types(self.quant).get(module) or self.quant.raw.get("weights")).removeprefix("q")
+        return {"int2": 2, "int4": 4, "int8": 8}.get(dtype)
 
     @staticmethod
     def split(name: str) -> tuple[str, str]:
@@ -63,12 +63,10 @@ class QuantoReader(Reader):
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo | RenamedFloats:
         codes, scale = tensors.get(_PACKED) or tensors[_BYTES], tensors[_SCALE]
-        if len(codes.shape) != 2 or 0 in codes.shape or not scale.floating:
-            raise contradiction(name, tensors)
-        (rows, columns), count = codes.shape, math.prod(scale.shape)
+        check_shapes(codes.is_matrix and scale.floating, name, tensors)
+        (rows, columns), count = codes.shape, scale.size
         if _PACKED not in tensors:
-            if count != rows or codes.dtype not in ("I8", *FLOAT8):
-                raise contradiction(name, tensors)
+            check_shapes(count == rows and codes.dtype in ("I8", *FLOAT8), name, tensors)
             info = module_info(name, tensors, 8, columns, (rows, columns))
             if codes.dtype == "I8":
                 return info
@@ -84,7 +82,7 @@ class QuantoReader(Reader):
         """(out, in) of a weight of `count` groups of `size`."""
         last, hidden = name.rpartition(".")[2], whole_number(self.quant.model.get("hidden_size"))
         if "bias" in tensors:
-            out = math.prod(tensors["bias"].shape)
+            out = tensors["bias"].size
         elif size % 32 or size > 128:
             out = count
         elif hidden and last in _READING:
@@ -97,11 +95,10 @@ class QuantoReader(Reader):
                 "it; dequantize the model with optimum-quanto, or convert the unquantized model"
             )
         columns = count * size // max(1, out)
-        if out * columns != count * size or _group_size(columns) != size:
-            raise contradiction(name, tensors)
+        check_shapes(out * columns == count * size and _group_size(columns) == size, name, tensors)
         return out, columns
 
-    def whole(self, name: str) -> GroupedTensor:
+    def read_all_rows(self, name: str) -> GroupedTensor:
         info = self.modules[name]
         (out, columns), half = info.shape, np.uint8(128)
         scales = self.scales(name, _SCALE).reshape(out, -1)

@@ -28,9 +28,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from bridge.checkpoint.files.store import TensorInfo
+from bridge.checkpoint.formats.checks import check_shapes, contradiction
 from bridge.checkpoint.formats.fp8 import FLOAT8
 from bridge.checkpoint.formats.modelopt import ModelOptReader
-from bridge.checkpoint.formats.module_reader import FloatWeight, ModuleInfo, contradiction, module_info
+from bridge.checkpoint.formats.module_reader import FloatWeight, ModuleInfo, module_info
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
@@ -68,10 +69,10 @@ class QuarkReader(ModelOptReader):
                 )
         if not weights:
             return replace(quant, title="Quark", claims=("no weights",))
-        said = weights[0]
-        dtype, size = str(said["dtype"]), whole_number(said.get("group_size"))
-        grouped = said.get("qscheme") == "per_group" and size is not None
-        groups = f"groups of {size}" if grouped else "one scale a row" if said.get("qscheme") == "per_channel" else ""
+        first = weights[0]
+        dtype, size = str(first["dtype"]), whole_number(first.get("group_size"))
+        grouped = first.get("qscheme") == "per_group" and size is not None
+        groups = f"groups of {size}" if grouped else "one scale a row" if first.get("qscheme") == "per_channel" else ""
         return replace(
             quant, title="Quark", claims=(dtype, *([groups] if groups else [])), bits=_INTEGERS.get(dtype, 4),
             group_size=size if grouped and size else -1,
@@ -79,8 +80,8 @@ class QuarkReader(ModelOptReader):
 
     def _settings(self, name: str) -> dict[str, Any]:
         """What the config says of a module's weight."""
-        for pattern, own in table(self.quant.raw.get("layer_quant_config")).items():
-            if fnmatch(name, pattern) and (weight := _weight_of(own)) is not None:
+        for pattern, entry in table(self.quant.raw.get("layer_quant_config")).items():
+            if fnmatch(name, pattern) and (weight := _weight_of(entry)) is not None:
                 return weight
         return _weight_of(self.quant.raw.get("global_quant_config")) or {}
 
@@ -92,7 +93,7 @@ class QuarkReader(ModelOptReader):
         if scale is None or weight.dtype in FLOAT8 or not scale.floating:
             return super()._describe(name, tensors)
         bits = {"I32": 4, "I8": 8, "U8": 8}.get(weight.dtype)
-        if bits is None or len(weight.shape) != 2 or 0 in weight.shape or not scale.floating:
+        if bits is None or not weight.is_matrix:
             raise contradiction(name, tensors)
         a, b = weight.shape[0], weight.shape[1] * (8 if bits == 4 else 1)
         grouped = len(scale.shape) == 2
@@ -105,8 +106,7 @@ class QuarkReader(ModelOptReader):
             fits = zeros.dtype in ("I32", "I8", "U8") and zeros.shape == (
                 *scale.shape[:-1], *(n // lanes for n in scale.shape[-1:]),
             )  # fmt: skip
-        if not fits:
-            raise contradiction(name, tensors)
+        check_shapes(fits, name, tensors)
         return module_info(name, tensors, bits, columns // groups, (out, columns))
 
     def _integers(self, info: ModuleInfo) -> bool:

@@ -32,16 +32,9 @@ import numpy as np
 
 from bridge.checkpoint.decoded import DecodedTensor, distortion_of, level_noise, rounding_distortion
 from bridge.checkpoint.files.store import Store, TensorInfo
+from bridge.checkpoint.formats.checks import check_shapes, finite_scales
 from bridge.checkpoint.formats.hqq import PACKINGS, unpack_lanes
-from bridge.checkpoint.formats.module_reader import (
-    ModuleInfo,
-    Reader,
-    contradiction,
-    counted,
-    finite_scales,
-    in_words,
-    module_info,
-)
+from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, counted, in_words, module_info
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
@@ -62,7 +55,7 @@ _LEVELS = {  # quantiles of the normal distribution
 
 
 _EXPERTS = re.compile(r"(^|\.)(gate_up|down)_(W_q|meta)\.\d+")
-_SAID = ("shape", "nbits", "packing", "method")  # what describes a module
+_ATTRIBUTES = ("shape", "nbits", "packing", "method")  # what describes a module
 _PARTS = (_COLUMNS, *(f"{part}{coded}" for part in (_SCALES, _ZEROS) for coded in ("", ".x", ".s", ".m")))
 _BARE = {part.removeprefix("meta."): part for part in _PARTS}  # their names in qmodel.pt
 
@@ -70,12 +63,12 @@ _BARE = {part.removeprefix("meta."): part for part in _PARTS}  # their names in 
 class SinqReader(Reader):
     """Reads SINQ checkpoints."""
 
-    parts: ClassVar = ("W_q", "bias", *_PARTS, *_SAID)
+    parts: ClassVar = ("W_q", "bias", *_PARTS, *_ATTRIBUTES)
     settings: ClassVar = frozenset({"axis", "group_size", "view_as_float", "shape"})  # of qmodel.pt; of coded scales
 
     def __init__(self, store: Store, quant: QuantConfig) -> None:
         folder = next(iter(store.files)).parent
-        self._said = read_json(folder / _SIDECAR, optional=True)
+        self._metadata = read_json(folder / _SIDECAR, optional=True)
         self._source = folder / _SIDECAR
         experts = next((info for name, info in store.tensors.items() if _EXPERTS.search(name)), None)
         if experts is not None:
@@ -97,9 +90,9 @@ class SinqReader(Reader):
     def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
         raw = quant.raw
         bits, size = whole_number(raw.get("nbits")), whole_number(raw.get("group_size"))
-        said = (f"{bits} bits" if bits else "no number of bits", *([f"groups of {size}"] if size else []))
+        claims = (f"{bits} bits" if bits else "no number of bits", *([f"groups of {size}"] if size else []))
         method = raw.get("method")
-        return replace(quant, title="SINQ", claims=(*said, *([str(method)] if method else [])))
+        return replace(quant, title="SINQ", claims=(*claims, *([str(method)] if method else [])))
 
     def claimed_bits(self, module: str) -> int | None:
         return whole_number(self.quant.raw.get("nbits"))
@@ -127,14 +120,13 @@ class SinqReader(Reader):
     def required_parts(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
         coded = (part for part in (_SCALES, _ZEROS) if f"{part}.x" in tensors)
         plain = (part for part in (_SCALES, _ZEROS) if f"{part}.x" not in tensors)
-        return "W_q", *plain, *(f"{part}.{own}" for part in coded for own in "xsm")
+        return "W_q", *plain, *(f"{part}.{suffix}" for part in coded for suffix in "xsm")
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
         meta, codes = self._meta(name, tensors), tensors["W_q"]
-        (out, columns), packing = meta["shape"], meta.get("packing")
+        (out, columns), packing = meta["shape"], str(meta.get("packing"))
         runs, shifts = self._count(tensors, _SCALES), self._count(tensors, _ZEROS)
-        if packing not in PACKINGS or min(runs, shifts) <= 0 or out * columns % runs:
-            raise contradiction(name, tensors)
+        check_shapes(packing in PACKINGS and min(runs, shifts) > 0 and out * columns % runs == 0, name, tensors)
         width, lanes, word = PACKINGS[packing]
         size = out * columns // runs
         rows = -(-runs // lanes)
@@ -142,17 +134,16 @@ class SinqReader(Reader):
         fits = columns % size == 0 and shifts in (1, runs) and (plain or codes.nbytes == rows * size * word.itemsize)
         scale2, tiled = tensors.get(_COLUMNS), self._tiled(tensors)
         if scale2 is not None:
-            fits = fits and scale2.floating and math.prod(scale2.shape) == (runs if tiled else columns)
-        if not fits or (tiled and out % size):
-            raise contradiction(name, tensors)
+            fits = fits and scale2.floating and scale2.size == (runs if tiled else columns)
+        check_shapes(fits and not (tiled and out % size), name, tensors)
         bits = min(width, math.ceil(float(meta.get("nbits") or width)))
         return module_info(name, tensors, bits, size, (out, columns))
 
     def _meta(self, name: str, tensors: dict[str, TensorInfo] | None = None) -> dict[str, Any]:
         """What the file beside the index, or qmodel.pt's table, says of a module."""
-        own = {part: info for part, info in (tensors or self.modules[name].tensors).items() if part in _SAID}
-        held = {"meta": {part: self._value(info) for part, info in own.items()}} if own else self._said.get(name)
-        meta = table(table(held).get("meta"))
+        tensors = tensors or self.modules[name].tensors
+        meta: dict[str, Any] = {part: self._value(info) for part, info in tensors.items() if part in _ATTRIBUTES}
+        meta = meta or table(table(self._metadata.get(name)).get("meta"))
         bits = meta.get("nbits")
         known = integers(meta.get("shape"), 2, least=1) and isinstance(bits, int | float | None)
         if not known or not math.isfinite(bits or 0):
@@ -170,12 +161,12 @@ class SinqReader(Reader):
 
     def _count(self, tensors: dict[str, TensorInfo], part: str) -> int:
         """How many scales or zero points there are; 0 if their dtypes are wrong."""
-        own = tensors.get(f"{part}.x") or tensors[part]
+        info = tensors.get(f"{part}.x") or tensors[part]
         if f"{part}.x" not in tensors:
-            return math.prod(own.shape) if own.floating or part == _ZEROS else 0
-        fits = len(own.shape) == 2 and own.dtype == "U8"
-        fits = fits and all(math.prod(tensors[f"{part}.{p}"].shape) == own.shape[1] for p in "sm")
-        return math.prod(own.shape) if fits else 0
+            return info.size if info.floating or part == _ZEROS else 0
+        fits = len(info.shape) == 2 and info.dtype == "U8"
+        fits = fits and all(tensors[f"{part}.{p}"].size == info.shape[1] for p in "sm")
+        return info.size if fits else 0
 
     @staticmethod
     def _tiled(tensors: dict[str, TensorInfo]) -> bool:
@@ -216,7 +207,7 @@ class SinqReader(Reader):
         words += [f"those of {moved} down_proj are in the rows of up_proj"] if moved else []
         return ", ".join(words)
 
-    def whole(self, name: str) -> GroupedTensor | DecodedTensor:
+    def read_all_rows(self, name: str) -> GroupedTensor | DecodedTensor:
         rows, columns = self.refit(name)
         t = self._stored(name, columns is None)
         if rows is None:
@@ -273,7 +264,7 @@ class SinqReader(Reader):
         """float32: a module's scales or zero points, decoded if they are stored as codes."""
         tensors = self.modules[name].tensors
         if f"{part}.x" in tensors:
-            step, least = (self.scales(name, f"{part}.{own}").reshape(-1) for own in "sm")
+            step, least = (self.scales(name, f"{part}.{suffix}").reshape(-1) for suffix in "sm")
             if tensors[f"{part}.s"].dtype == "F16":
                 step, least = step.astype(np.float16), least.astype(np.float16)
             return (self.part(name, f"{part}.x") * step + least).astype(np.float32)

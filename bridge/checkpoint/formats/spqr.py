@@ -26,7 +26,8 @@ import numpy as np
 
 from bridge.checkpoint.decoded import DecodedTensor, distortion_of
 from bridge.checkpoint.files.store import Store, TensorInfo
-from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, module_info
+from bridge.checkpoint.formats.checks import check_permutation, check_shapes
+from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, module_info
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
 from bridge.system.fields import whole_number
@@ -60,14 +61,14 @@ class SpqrReader(Reader):
         order = tensors.get("in_perm")
         fits = words.dtype == "I64" and offsets.dtype == "I32" and values.dtype in ("I32", "F32")
         fits = fits and all(len(t.shape) == 1 for t in (words, offsets, values, *([order] if order else [])))
-        if not fits or (order and order.dtype != "I32") or offsets.shape[0] < 2 or words.shape[0] % _TILE:
-            raise contradiction(name, tensors)
+        fits = fits and (order is None or order.dtype == "I32") and offsets.shape[0] >= 2
+        check_shapes(fits and words.shape[0] % _TILE == 0, name, tensors)
         tiles, count = words.shape[0] // _TILE, offsets.shape[0] - 1
         columns = 2 * order.shape[0] if order else 0
         by_row = -(-count // _TILE) * -(-columns // _TILE) == tiles if columns else not self._take_turns(offsets.name)
         down = -(-count // _TILE) if by_row else count
-        if tiles % down or (columns and -(-columns // _TILE) != tiles // down):
-            raise contradiction(name, tensors)
+        fits = tiles % down == 0 and (columns == 0 or -(-columns // _TILE) == tiles // down)
+        check_shapes(fits, name, tensors)
         self._outliers += values.shape[0]
         shape = count if by_row else count * _TILE, columns or tiles // down * _TILE
         return module_info(name, tensors, 3, _TILE, shape)
@@ -80,7 +81,7 @@ class SpqrReader(Reader):
         weights = sum(m.shape[0] * m.shape[1] for m in self.modules.values())
         return f"{super().in_words()}, outliers beside {self._outliers / max(1, weights):.2%} of the weights"
 
-    def whole(self, name: str) -> DecodedTensor:
+    def read_all_rows(self, name: str) -> DecodedTensor:
         info = self.modules[name]
         (out, columns), half = info.shape, np.float16
         tiles = self.part(name, "dense_weights").view(np.uint64).reshape(-1, -(-columns // _TILE), _TILE)
@@ -130,6 +131,5 @@ class SpqrReader(Reader):
         if "in_perm" not in info.tensors or 0 in info.tensors["in_perm"].shape:
             return None
         order = self.part(name, "in_perm").view(np.uint16).astype(np.int64)
-        if not np.array_equal(np.sort(order), np.arange(columns)):
-            raise BridgeError(f"{info.file}: {name}.in_perm is not a permutation; the checkpoint is damaged")
+        check_permutation(order, columns, info.tensors["in_perm"])
         return order

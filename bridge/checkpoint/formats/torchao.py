@@ -30,7 +30,6 @@ classes, which only torchao can load.
 """
 
 import json
-import math
 import re
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -40,16 +39,17 @@ import numpy as np
 from bridge.checkpoint.files.dtypes import as_float32
 from bridge.checkpoint.files.store import Store, TensorInfo, read_metadata
 from bridge.checkpoint.formats.blackwell import row_major, tiled_shape
+from bridge.checkpoint.formats.checks import check_shapes, contradiction, positive_scale
 from bridge.checkpoint.formats.fp4 import GROUPS, Fp4Tensor, checked_scales, unpacked
 from bridge.checkpoint.formats.fp8 import FLOAT8, RenamedFloats, block_of, spread
-from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, counted, in_words, module_info
+from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, counted, in_words, module_info
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
 from bridge.system.fields import integers, table
 
 _CODES, _SCALE, _ZEROS = "_weight_qdata", "_weight_scale", "_weight_zero_point"
-_TILES, _INPUTS, _WHOLE = "_weight_scale_and_zero", "_weight_act_pre_scale", "_weight_per_tensor_scale"
+_TILES, _INPUTS, _TENSOR_SCALE = "_weight_scale_and_zero", "_weight_act_pre_scale", "_weight_per_tensor_scale"
 _FP4 = {"F8_E4M3": "NVFP4", "F8_E8M0": "MXFP4"}  # by the dtype of the scales
 
 
@@ -67,7 +67,7 @@ class TorchaoReader(Reader):
     """Reads torchao's flattened tensors."""
 
     parts: ClassVar = (
-        _CODES, _SCALE, _ZEROS, _TILES, _INPUTS, _WHOLE, "_weight_act_per_tensor_scale", "bias",
+        _CODES, _SCALE, _ZEROS, _TILES, _INPUTS, _TENSOR_SCALE, "_weight_act_per_tensor_scale", "bias",
     )  # fmt: skip
 
     def __init__(self, store: Store, quant: QuantConfig) -> None:
@@ -77,12 +77,12 @@ class TorchaoReader(Reader):
 
     @classmethod
     def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
-        said = quant.raw.get("quant_type")
-        while isinstance(said, dict) and "_type" not in said:  # {"default": {"_type": ..}}, or a table for each module
-            said = next(iter(said.values()), None)
-        data = _data(said)
+        kind = quant.raw.get("quant_type")
+        while isinstance(kind, dict) and "_type" not in kind:  # {"default": {"_type": ..}}, or a table for each module
+            kind = next(iter(kind.values()), None)
+        data = _data(kind)
         size = data.get("group_size") or _data(data.get("granularity")).get("group_size")
-        words = [said.get("_type") if isinstance(said, dict) else said, table(data.get("weight_dtype")).get("_data")]
+        words = [kind.get("_type") if isinstance(kind, dict) else kind, table(data.get("weight_dtype")).get("_data")]
         words += [f"groups of {size}"] if size else []
         return replace(quant, title="torchao", claims=tuple(str(w) for w in words if w) or ("no type of quantization",))
 
@@ -102,20 +102,19 @@ class TorchaoReader(Reader):
         if _TILES in tensors:
             return self._describe_tiles(name, tensors)
         scale, zeros = tensors[_SCALE], tensors.get(_ZEROS)
-        if len(codes.shape) != 2 or 0 in codes.shape or not scale.floating or (zeros and zeros.shape != scale.shape):
-            raise contradiction(name, tensors)
+        fits = codes.is_matrix and scale.floating and (zeros is None or zeros.shape == scale.shape)
+        check_shapes(fits, name, tensors)
         out, columns = codes.shape
         if codes.dtype in FLOAT8:
             tiles = scale.dtype == "F8_E8M0" and scale.shape == _in_tiles(out, columns // 32)
             block = (1, 32) if tiles else block_of((out, columns), scale.shape, (1, 128))
             if block is None or zeros or ("bias" in tensors and tensors["bias"].shape != (out,)):
                 raise contradiction(name, tensors)
-            made = TiledMxfp8 if tiles else RenamedFloats
-            return made(replace(codes, name=f"{name}.weight"), scale, block, codes)
+            weight_class = TiledMxfp8 if tiles else RenamedFloats
+            return weight_class(replace(codes, name=f"{name}.weight"), scale, block, codes)
         if scale.dtype in _FP4:
             return self._describe_fp4(name, tensors)
-        if _WHOLE in tensors:
-            raise contradiction(name, tensors)
+        check_shapes(_TENSOR_SCALE not in tensors and codes.dtype in ("I32", "I8", "U8"), name, tensors)
         if codes.dtype == "I32":
             if zeros is not None and zeros.floating:
                 raise BridgeError(
@@ -123,15 +122,12 @@ class TorchaoReader(Reader):
                     "int4_packing_format='plain'"
                 )
             groups, columns = scale.shape[0], 8 * columns
-            if zeros is None or zeros.dtype != "I8" or scale.shape[1:] != (out,) or columns % groups:
-                raise contradiction(name, tensors)
+            fits = zeros is not None and zeros.dtype == "I8" and scale.shape[1:] == (out,) and columns % groups == 0
+            check_shapes(fits, name, tensors)
             return module_info(name, tensors, 4, columns // groups, (out, columns))
-        if codes.dtype not in ("I8", "U8"):
-            raise contradiction(name, tensors)
         if self._packed(tensors):
             groups, columns = scale.shape[0], 2 * columns
-            if columns % groups or zeros is None or not zeros.floating:
-                raise contradiction(name, tensors)
+            check_shapes(columns % groups == 0 and zeros is not None and zeros.floating, name, tensors)
             return module_info(name, tensors, 4, columns // groups, (out, columns))
         block = block_of((out, columns), scale.shape, (1, 128))
         if block is None or (zeros and not (zeros.floating or zeros.dtype == "I8")):
@@ -143,36 +139,35 @@ class TorchaoReader(Reader):
         out, columns, size = codes.shape[0], 2 * codes.shape[1], GROUPS[_FP4[scale.dtype]]
         groups = columns // size
         fits = codes.dtype == "U8" and columns % size == 0 and scale.shape in ((out, groups), _in_tiles(out, groups))
-        whole = tensors.get(_WHOLE)
-        if not fits or _ZEROS in tensors or (whole is not None and math.prod(whole.shape) != 1):
-            raise contradiction(name, tensors)
+        tensor_scale = tensors.get(_TENSOR_SCALE)
+        fits = fits and _ZEROS not in tensors and (tensor_scale is None or tensor_scale.size == 1)
+        check_shapes(fits, name, tensors)
         return module_info(name, tensors, 4, size, (out, columns))
 
     def _describe_tiles(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
         codes, scale = tensors[_CODES], tensors[_TILES]
-        if codes.dtype != "I32" or len(codes.shape) != 4 or codes.shape[2:] != (32, 4) or 0 in codes.shape:
-            raise contradiction(name, tensors)
+        fits = codes.dtype == "I32" and len(codes.shape) == 4 and codes.shape[2:] == (32, 4) and 0 not in codes.shape
+        check_shapes(fits, name, tensors)
         high, wide = 8 * codes.shape[0], 128 * codes.shape[1]
         groups = scale.shape[0]
-        said = self._attribute(name, "shape")
-        out, columns = said if integers(said, 2) else (high, wide)
+        shape = self._attribute(name, "shape")
+        out, columns = shape if integers(shape, 2) else (high, wide)
         fits = scale.floating and scale.shape[1:] == (high, 2) and groups > 0 and wide % groups == 0
-        if not fits or not (0 < out <= high and 0 < columns <= wide):
-            raise contradiction(name, tensors)
+        check_shapes(fits and 0 < out <= high and 0 < columns <= wide, name, tensors)
         return module_info(name, tensors, 4, wide // groups, (out, columns))
 
     def _attribute(self, name: str, key: str) -> Any:
         """An attribute of a weight's class as the file's header has it; None if it has none."""
         try:
-            said = json.loads(self._metadata[f"{name}.weight"])["_data"][key]
+            value = json.loads(self._metadata[f"{name}.weight"])["_data"][key]
         except (KeyError, TypeError, ValueError, RecursionError):
             return None
-        return said["_data"] if isinstance(said, dict) and "_data" in said else said
+        return value["_data"] if isinstance(value, dict) and "_data" in value else value
 
     def _bits(self, name: str) -> int:
         """The bits of codes that are stored as bytes: 8 unless the file's header says otherwise."""
-        said = re.fullmatch(r"int([1-8])", str(self._attribute(name, "target_dtype")))
-        return int(said[1]) if said else 8
+        dtype = re.fullmatch(r"int([1-8])", str(self._attribute(name, "target_dtype")))
+        return int(dtype[1]) if dtype else 8
 
     @staticmethod
     def _packed(tensors: dict[str, TensorInfo]) -> bool:
@@ -193,12 +188,8 @@ class TorchaoReader(Reader):
     def tensor_scales(self, name: str) -> dict[str, float]:
         if name not in self.modules or not self._fp4(name):
             return {}
-        if (info := self.modules[name].tensors.get(_WHOLE)) is None:
-            return {"scale": 1.0}
-        value = float(self.store.read_float(info.name).reshape(-1)[0])
-        if not (math.isfinite(value) and value > 0):
-            raise BridgeError(f"{info.file}: {info.name} is {value:g}, not a scale; quantize the model again")
-        return {"scale": value}
+        info = self.modules[name].tensors.get(_TENSOR_SCALE)
+        return {"scale": 1.0 if info is None else float(positive_scale(self.store, info))}
 
     def read(self, name: str, rows: np.ndarray | None = None) -> CodedTensor:
         from bridge.checkpoint.formats.bits import unpack_rows
@@ -244,8 +235,8 @@ class TorchaoReader(Reader):
         bits = self.part(name, _SCALE).view(np.uint8)
         bits = bits if bits.shape == (info.shape[0], groups) else row_major(bits, info.shape[0], groups)
         scales = checked_scales(kind, bits if rows is None else bits[rows], info.tensors[_SCALE])
-        codes, whole = unpacked(self.part(name, _CODES, rows)), self.tensor_scales(name)["scale"]
-        return Fp4Tensor(name, kind, codes, scales, info.group_size, whole, bias=self.bias(name, rows))
+        codes, tensor_scale = unpacked(self.part(name, _CODES, rows)), self.tensor_scales(name)["scale"]
+        return Fp4Tensor(name, kind, codes, scales, info.group_size, tensor_scale, bias=self.bias(name, rows))
 
     def _read_tiles(self, info: ModuleInfo) -> GroupedTensor:
         words, (out, columns) = self.part(info.name, _CODES).view(np.uint32), info.shape

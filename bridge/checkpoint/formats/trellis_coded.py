@@ -6,7 +6,8 @@ import numpy as np
 
 from bridge.checkpoint.decoded import DecodedTensor
 from bridge.checkpoint.files.store import TensorInfo
-from bridge.checkpoint.formats.module_reader import Reader, counted, finite_scales
+from bridge.checkpoint.formats.checks import finite_scales
+from bridge.checkpoint.formats.module_reader import Reader, counted
 from bridge.errors import BridgeError
 from bridge.trellis import TrellisLayer
 
@@ -26,7 +27,7 @@ class TrellisReader(Reader):
         """A module, still coded. Raises BridgeError if its sizes or values are invalid."""
         raise NotImplementedError
 
-    def whole(self, name: str) -> DecodedTensor:
+    def read_all_rows(self, name: str) -> DecodedTensor:
         layer = self.layer(name)
         weights, distortion = layer.dequantize(), layer.book.distortion
         return DecodedTensor(

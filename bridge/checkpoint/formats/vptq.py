@@ -29,7 +29,8 @@ import numpy as np
 
 from bridge.checkpoint.decoded import DecodedTensor, distortion_of
 from bridge.checkpoint.files.store import Store, TensorInfo
-from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, contradiction, counted, module_info
+from bridge.checkpoint.formats.checks import check_permutation, check_shapes
+from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, counted, module_info
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
 from bridge.system.fields import integers, table, whole_number
@@ -84,17 +85,17 @@ class VptqReader(Reader):
         return (outer, f"{book}.weight") if f"{book}.weight" in (_BOOK, _SECOND, _OUTLIERS) else (module, part)
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo:
-        said = self._said(name, tensors)
-        (outlier_length, length), (outlier_words, words), (_, second) = (said[key] for key in _KEYS)
+        settings = self._settings(name, tensors)
+        (outlier_length, length), (outlier_words, words), (_, second) = (settings[key] for key in _KEYS)
         index, book, outlier = tensors["indices"], tensors[_BOOK], tensors.get("outlier_indices")
-        if len(index.shape) != 3 or len(book.shape) != 2 or 0 in (*index.shape, *book.shape) or length < 1 or words < 2:
-            raise contradiction(name, tensors)
+        fits = len(index.shape) == 3 and 0 not in index.shape and book.is_matrix and length >= 1 and words >= 2
+        check_shapes(fits, name, tensors)
         count, rows, stored = index.shape
         books = _Books(length, words, max(0, second), outlier.shape[-1] if outlier else 0, outlier_length)
-        columns = next((math.prod(tensors[p].shape) for p in ("weight_scale", "perm") if p in tensors), None)
-        columns = columns or whole_number(said.get("in_features"))
+        columns = next((tensors[p].size for p in ("weight_scale", "perm") if p in tensors), None)
+        columns = columns or whole_number(settings.get("in_features"))
         if columns is None or columns <= 0:
-            columns = count * (whole_number(said.get("group_size")) or 0) + books.outliers
+            columns = count * (whole_number(settings.get("group_size")) or 0) + books.outliers
         size = (columns - books.outliers) // count
         packed = index.dtype == "I32"
         fits = size > 0 and size * count + books.outliers == columns and book.shape == (count, words * length)
@@ -109,26 +110,24 @@ class VptqReader(Reader):
             fits = fits and tensors[_OUTLIERS].shape == (1, outlier_words * outlier_length)
             fits = fits and abs(outlier.shape[1] * outlier_length - high) < max(length, outlier_length)
         vectors = [tensors[p] for p in ("weight_scale", "weight_bias", "perm") if p in tensors]
-        if not fits or any(math.prod(v.shape) != columns for v in vectors):
-            raise contradiction(name, tensors)
-        out = whole_number(said.get("out_features"))
+        check_shapes(fits and all(v.size == columns for v in vectors), name, tensors)
+        out = whole_number(settings.get("out_features"))
         out = tensors["bias"].shape[0] if "bias" in tensors and tensors["bias"].shape else out or rows * length
-        if not rows * length - length < out <= rows * length:
-            raise contradiction(name, tensors)
+        check_shapes(rows * length - length < out <= rows * length, name, tensors)
         self._books[name] = books
         return module_info(name, tensors, math.ceil(books.rate), 0, (out, columns))
 
-    def _said(self, name: str, tensors: dict[str, TensorInfo]) -> dict[str, Any]:
+    def _settings(self, name: str, tensors: dict[str, TensorInfo]) -> dict[str, Any]:
         """The config's entry for a module."""
         layer_config = table(self.quant.raw.get("config_for_layers")).get(name)
         shared = table(self.quant.raw.get("shared_layer_config"))
-        said = layer_config or next((shared[part] for part in reversed(name.split(".")) if part in shared), None)
-        if not all(integers(table(said).get(key), 2) for key in _KEYS):
+        settings = layer_config or next((shared[part] for part in reversed(name.split(".")) if part in shared), None)
+        if not all(integers(table(settings).get(key), 2) for key in _KEYS):
             raise BridgeError(
                 f"{self.quant.source}: {name} has no vector_lens, num_centroids and num_res_centroids of two numbers "
                 "each; take the config.json that came with the model"
             )
-        return table(said)
+        return table(settings)
 
     def in_words(self) -> str:
         words = []
@@ -140,7 +139,7 @@ class VptqReader(Reader):
             )
         return counted(words)
 
-    def whole(self, name: str) -> DecodedTensor:
+    def read_all_rows(self, name: str) -> DecodedTensor:
         info, books = self.modules[name], self._books[name]
         out, columns = info.shape
         first, second = self._indices(name, books)
@@ -154,8 +153,7 @@ class VptqReader(Reader):
             )
         if "perm" in info.tensors:
             perm = self._numbers(name, "perm") if info.tensors["perm"].dtype != "I64" else self.part(name, "perm")
-            if not np.array_equal(np.sort(perm.reshape(-1)), np.arange(columns)):
-                raise BridgeError(f"{info.file}: {name}.perm is not a permutation; the checkpoint is damaged")
+            check_permutation(perm.reshape(-1), columns, info.tensors["perm"])
             weights = weights[:, np.argsort(perm.reshape(-1))]
         if "weight_scale" in info.tensors:
             weights = weights * self.scales(name, "weight_scale").reshape(-1)
@@ -175,10 +173,10 @@ class VptqReader(Reader):
         words = self.part(name, "indices").view(np.uint32).astype(np.uint64)
         first, second = books.bits
         size = (self.modules[name].shape[1] - books.outliers) // len(words)
-        at = np.arange(size) * (first + second)
+        offsets = np.arange(size) * (first + second)
         words = np.concatenate([words, np.zeros_like(words[:, :, :1])], axis=2)
-        pairs = words[:, :, at // 32] | words[:, :, at // 32 + 1] << np.uint64(32)
-        numbers = (pairs >> (at % 32).astype(np.uint64)).astype(np.int64)
+        pairs = words[:, :, offsets // 32] | words[:, :, offsets // 32 + 1] << np.uint64(32)
+        numbers = (pairs >> (offsets % 32).astype(np.uint64)).astype(np.int64)
         return numbers & (1 << first) - 1, numbers >> first & (1 << second) - 1 if second else None
 
     def _numbers(self, name: str, part: str) -> np.ndarray:

@@ -135,8 +135,8 @@ def _add_3bit(words: np.ndarray, amount: int) -> np.ndarray:
 def unscaled(scales: np.ndarray, products: np.ndarray) -> np.ndarray:
     """Zero points float32 from products s*z, which fp16 may have rounded; integers if they are near one."""
     zeros = np.divide(products, scales, out=np.zeros_like(scales), where=scales != 0)
-    whole = np.rint(zeros)
-    return np.ascontiguousarray(np.where(np.abs(zeros - whole) < 0.1, whole, zeros), dtype=np.float32)
+    rounded = np.rint(zeros)
+    return np.ascontiguousarray(np.where(np.abs(zeros - rounded) < 0.1, rounded, zeros), dtype=np.float32)
 
 
 def symmetric_dialect(words: np.ndarray, bits: int, out: int, choices: list[Dialect]) -> Dialect | None:

@@ -45,11 +45,11 @@ def read_quant_config(folder: Path, config: dict[str, Any]) -> QuantConfig:
             raw = {**raw, **{k: v for k, v in read_json(source).items() if v is not None}}
             raw.setdefault("quant_method", raw.get("method", method))
             break
-    own = config.get("quantization")  # mlx-lm's; its quantization_config is a copy
+    mlx = config.get("quantization")  # mlx-lm's; its quantization_config is a copy
     if not raw.keys() & {"quant_method", "method"} or str(raw.get("packing_format")).endswith("mlx"):
-        own = own if isinstance(own, dict) else raw
-        if {"bits", "group_size"} <= own.keys() and not own.keys() & {"desc_act", "sym", "zero_point"}:
-            raw = {**own, "quant_method": "mlx"}
+        mlx = mlx if isinstance(mlx, dict) else raw
+        if {"bits", "group_size"} <= mlx.keys() and not mlx.keys() & {"desc_act", "sym", "zero_point"}:
+            raw = {**mlx, "quant_method": "mlx"}
     if not raw and isinstance(config.get("quip_params"), dict):
         raw = {**config["quip_params"], "quant_method": "qtip"}
     if not raw:

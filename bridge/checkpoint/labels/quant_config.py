@@ -77,8 +77,8 @@ class QuantConfig:
 
         mlx-lm writes such entries, and GPTQ writes "lm_head": true.
         """
-        own = self.for_module(module)
-        return own is not None and (own is not self or bool(self.raw.get(module)))
+        config = self.for_module(module)
+        return config is not None and (config is not self or bool(self.raw.get(module)))
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def gptq_labels(
     others             {module: its bits and group_size}, if these are not the default
     """
     rules: dict[str, Any] = {f"-:^{re.escape(name)}$": {} for name in floats}
-    rules |= {f"+:^{re.escape(name)}$": own for name, own in (others or {}).items()}
+    rules |= {f"+:^{re.escape(name)}$": sizes for name, sizes in (others or {}).items()}
     return {
         "quant_method": "gptq",
         "bits": bits,
@@ -162,7 +162,7 @@ def packer() -> list[str]:
     return [f"gguf-bridge:{bridge.__version__}"]
 
 
-def bits_said(quant: QuantConfig) -> tuple[str, ...]:
+def bits_claims(quant: QuantConfig) -> tuple[str, ...]:
     """What EXL2 and EXL3 say of the average bits of a weight, and of the head's."""
     claims = []
     for key, title in (("bits", ""), ("head_bits", "head ")):

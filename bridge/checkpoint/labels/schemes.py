@@ -132,11 +132,11 @@ def _scheme(quant: QuantConfig, key: str, group: dict[str, Any], weights: dict[s
     where = f"{quant.source}: {key}"
     form = _format(quant, group.get("format")) if group.get("format") else default
     kind, size = str(weights.get("type") or "int").lower(), whole_number(weights.get("group_size"))
-    said = weights.get("num_bits", 8)
-    bits = whole_number(said)
+    num_bits = weights.get("num_bits", 8)
+    bits = whole_number(num_bits)
     if bits is None or bits not in {"int": range(2, 9), "float": (4, 6, 8)}.get(kind, ()):
         raise BridgeError(
-            f"{where}: num_bits {said!r} of type {kind!r} is not supported (integers of 2 to 8 bits and floats of "
+            f"{where}: num_bits {num_bits!r} of type {kind!r} is not supported (integers of 2 to 8 bits and floats of "
             "4, 6 and 8 bits are); convert the unquantized model instead"
         )
     inferred = "channel" if size == -1 else "group" if (size or 0) > 0 else "tensor"
@@ -158,8 +158,8 @@ def _scheme(quant: QuantConfig, key: str, group: dict[str, Any], weights: dict[s
         )
     run = 1, size or 0
     blocks = {"tensor": (0, 0), "channel": (1, 0), "group": run, "tensor_group": run, "block": block or (0, 0)}
-    said = group.get("targets")
-    targets = tuple(map(str, said)) if isinstance(said, list) else (str(said),) if said else ()
+    listed = group.get("targets")
+    targets = tuple(map(str, listed)) if isinstance(listed, list) else (str(listed),) if listed else ()
     sym, act_order = bool(weights.get("symmetric", True)), str(weights.get("actorder")).lower() in ("group", "dynamic")
     activations = bool(group.get("input_activations"))
     return Scheme(targets, form, bits, kind == "float", sym, strategy, blocks[strategy], act_order, activations)
@@ -183,10 +183,10 @@ def _check_transforms(quant: QuantConfig) -> None:
     groups = table(transforms).get("config_groups")
     for key, group in groups.items() if isinstance(groups, dict) else [("", {})]:
         try:
-            places = [str(step["location"]) for step in group["apply"]]
+            locations = [str(step["location"]) for step in group["apply"]]
         except (TypeError, KeyError):
-            places = ["in an unknown location"]
-        online = [place for place in places if place not in _FOLDED]
+            locations = ["in an unknown location"]
+        online = [location for location in locations if location not in _FOLDED]
         if online:
             raise BridgeError(
                 f"{quant.source}: transform_config {key} rotates activations ({', '.join(online)}) at run time, which "

@@ -58,8 +58,8 @@ def recognise(store: Store, quant: QuantConfig, config: dict[str, Any]) -> Quant
 
 def _bitsandbytes(quant: QuantConfig, state: str) -> QuantConfig:
     """The config of bitsandbytes' 4 bits, of which `state` is a quant_state, in place of another or of none."""
-    said = QuantConfig(method="bitsandbytes", raw={"bnb_4bit_quant_type": state[-3:]}, source=quant.source)
-    right = BitsAndBytesReader.complete(said, "")
+    claim = QuantConfig(method="bitsandbytes", raw={"bnb_4bit_quant_type": state[-3:]}, source=quant.source)
+    right = BitsAndBytesReader.complete(claim, "")
     if not quant.labelled:
         return replace(right, raw={})
     note = f"{quant.source} says {quant.method}, but {state} is bitsandbytes'; read as {right.title}"
@@ -81,7 +81,7 @@ def _bits_of_width(store: Store, modules: list[str], config: dict[str, Any]) -> 
 
 def _from_shapes(store: Store, modules: list[str]) -> QuantConfig | None:
     """The config if the tensors of most modules can only be GPTQ's; None if they may be another format's."""
-    found: Counter[tuple[int, int]] = Counter()
+    counts: Counter[tuple[int, int]] = Counter()
     for module in modules:
         parts = [store.tensors.get(f"{module}.{part}") for part in ("qweight", "qzeros", "scales")]
         if all(part and len(part.shape) == 2 and 0 not in part.shape for part in parts):
@@ -90,9 +90,9 @@ def _from_shapes(store: Store, modules: list[str]) -> QuantConfig | None:
             columns = rows * 32 // bits if bits in BITS else 0
             size = fit_group_size(columns, groups, 128)
             if size and scales == (groups, out) and bits * out == words * 32:
-                found[bits, -1 if groups == 1 else size] += 1
-    if found.total() * 2 <= len(modules):
+                counts[bits, -1 if groups == 1 else size] += 1
+    if counts.total() * 2 <= len(modules):
         return None
-    bits, size = found.most_common(1)[0][0]
+    bits, size = counts.most_common(1)[0][0]
     quant = QuantConfig(method="gptq", bits=bits, group_size=size, sym=False, checkpoint_format="gptq")
     return replace(quant, title="GPTQ")

@@ -49,7 +49,7 @@ class Repacked(FolderReport):
     def facts(self) -> list[tuple[str, str]]:
         """What changed and what did not."""
         changed, new = sum(self.rewritten.values()), "v2" if self.format == "gptq_v2" else "v1"
-        how = ", ".join(f"{count} from {found}" for found, count in self.rewritten.items())
+        how = ", ".join(f"{count} from {dialect}" for dialect, count in self.rewritten.items())
         facts = [("qzeros", f"{changed} of {self.modules} modules rewritten as {new}" + (f": {how}" if how else ""))]
         facts += [("clamped", str(self.clamped))] if self.clamped else []
         facts += [("labels", change) for change in self.labels or ["unchanged"]]

@@ -57,8 +57,8 @@ class FolderOutput(CheckpointFolder):
         for file in self._ckpt.store.files:
             name = str(file.relative_to(self._ckpt.path)) if self._ckpt.path.is_dir() else file.name
             if file.suffix != ".safetensors":
-                own = self._ckpt.quant.raw.get("model_file_base_name") == file.stem
-                alone = len(self._ckpt.store.files) == 1 and not own
+                named = self._ckpt.quant.raw.get("model_file_base_name") == file.stem
+                alone = len(self._ckpt.store.files) == 1 and not named
                 stem = "model" if alone else file.stem.replace("pytorch_model", "model")
                 name = str(Path(name).with_name(f"{stem}.safetensors"))
             names[file] = name

@@ -25,17 +25,17 @@ class Labels:
         self.files: dict[str, str] = {}
         self._ckpt, self._plan = ckpt, plan
         self._changes: dict[str, list[str]] = {}
-        found = False
+        labelled = False
         for name in ("config.json", "quantize_config.json", "quant_config.json"):
             file = next((f for f in (ckpt.home / name, ckpt.path / name) if f.is_file()), None)
             if file:
                 content = read_json(file)
                 labels = content.get("quantization_config") if name == "config.json" else content
                 if isinstance(labels, dict) and labels:
-                    found = True
+                    labelled = True
                     self._mend(labels, name)
                     self._keep(file, content)
-        if not found:
+        if not labelled:
             content = read_json(ckpt.home / "config.json")
             content["quantization_config"] = self._new()
             self._changes["quantization_config added"] = ["config.json"]
@@ -47,9 +47,9 @@ class Labels:
             old = labels.get(key)
             if old != value or type(old) is not type(value):
                 labels[key] = value
-                said = "" if old is None else f"{old} -> " if not isinstance(old, dict) else ""
+                before = "" if old is None else f"{old} -> " if not isinstance(old, dict) else ""
                 text = value if not isinstance(value, dict) else f"packer {value['packer'][0]}"
-                self._changes.setdefault(f"{key} {said}{text}", []).append(file)
+                self._changes.setdefault(f"{key} {before}{text}", []).append(file)
 
     def _true_values(self, labels: dict[str, Any]) -> dict[str, Any]:
         """The config's keys that the data determines, and their values."""

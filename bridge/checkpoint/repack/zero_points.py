@@ -87,15 +87,15 @@ class ZeroPointPlan:
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._found = {name: self._stored(name) for name in self.reader.modules}
-        v1 = all(module.dialect.undo for module in self._found.values())
+        self._modules = {name: self._stored(name) for name in self.reader.modules}
+        v1 = all(module.dialect.undo for module in self._modules.values())
         self.format = self.wanted or ("gptq" if v1 else "gptq_v2")
-        self.symmetric = {name: module.symmetric for name, module in self._found.items()}
+        self.symmetric = {name: module.symmetric for name, module in self._modules.items()}
         self.changes: dict[str, ZeroPointChange] = {}
         self.rewritten: Counter[str] = Counter()
         self.clamped: Clamped | None = None
         lost: dict[str, int] = {}  # module -> zero points of 0 that v1 cannot hold
-        for name, module in self._found.items():
+        for name, module in self._modules.items():
             info, target = self.reader.modules[name], self._target(name)
             count = module.zeros if target.undo else 0
             if count and (module.dialect != target or self.clamp):
@@ -114,8 +114,8 @@ class ZeroPointPlan:
         return Dialect(self.reader.modules[name].bits) if self.format == "gptq" else Dialect()
 
     def _dialect_name(self, name: str, dialect: Dialect) -> str:
-        own = dialect.undo in (0, self.reader.modules[name].bits)
-        return str(dialect) if own else f"{dialect} of {dialect.undo} bits"
+        has_own_bits = dialect.undo in (0, self.reader.modules[name].bits)
+        return str(dialect) if has_own_bits else f"{dialect} of {dialect.undo} bits"
 
     def _stored(self, name: str) -> _Module:
         info = self.reader.modules[name]
@@ -152,7 +152,7 @@ class ZeroPointPlan:
             group = order if order is not None else np.arange(info.shape[1]) // info.group_size
             scales = np.abs(self.reader.scales(name))
             columns = np.bincount(group, minlength=len(scales))[:, None]
-            zeros = decode(self.reader.part(name, "qzeros"), info.bits, info.shape[0], self._found[name].dialect) == 0
+            zeros = decode(self.reader.part(name, "qzeros"), info.bits, info.shape[0], self._modules[name].dialect) == 0
             damage.weights += int((zeros * columns).sum())
             damage.largest = max(damage.largest, float((scales * zeros * (columns > 0)).max()))
             damage.squares += float((np.square(scales, dtype=np.float64) * zeros * columns).sum())
@@ -163,11 +163,13 @@ class ZeroPointPlan:
         if self.format != "gptq":
             return
         modules, quant = self.reader.modules, self.reader.quant
-        kept = [n for n, m in self._found.items() if m.zeros and modules[n].tensors["qzeros"].name not in self.changes]
-        if kept and quant.gptqmodel is not None:
-            groups = sum(self._found[name].zeros for name in kept)
+        left = [
+            n for n, m in self._modules.items() if m.zeros and modules[n].tensors["qzeros"].name not in self.changes
+        ]
+        if left and quant.gptqmodel is not None:
+            groups = sum(self._modules[name].zeros for name in left)
             self.notes.append(
-                f"{groups} groups in {len(kept)} modules have a zero point of 0, which only GPTQModel reads "
+                f"{groups} groups in {len(left)} modules have a zero point of 0, which only GPTQModel reads "
                 f"correctly from v1; gptq_v2 stores it for all programs, and {parameter('clamp', True)} makes it 1"
             )
         odd = sum(info.bits != quant.bits for info in modules.values())

@@ -60,14 +60,14 @@ def pack_words(block: BlockType, raw: np.ndarray, out: np.ndarray) -> None:
     pack(raw.reshape(rows, -1, block.nbytes), out)
 
 
-def gather_halves(block: BlockType, raw: np.ndarray, at: int, out: np.ndarray) -> None:
+def gather_halves(block: BlockType, raw: np.ndarray, offset: int, out: np.ndarray) -> None:
     """The halves at an even byte of every block -> out float16 [rows, blocks], any view of an array."""
-    _gather(halves_at(block, raw, at), out.view(np.uint16), TILE if _is_transposed(out) else 16)
+    _gather(halves_at(block, raw, offset), out.view(np.uint16), TILE if _is_transposed(out) else 16)
 
 
-def halves_at(block: BlockType, raw: np.ndarray, at: int) -> np.ndarray:
+def halves_at(block: BlockType, raw: np.ndarray, offset: int) -> np.ndarray:
     """Their bits, uint16 [rows, blocks], where they are."""
-    return raw.view(np.uint16).reshape(len(raw), -1, block.nbytes // 2)[:, :, at // 2]
+    return raw.view(np.uint16).reshape(len(raw), -1, block.nbytes // 2)[:, :, offset // 2]
 
 
 def _pack_nibbles(raw, out):
@@ -82,10 +82,10 @@ def _pack_nibbles(raw, out):
                 for i in range(words // 2):
                     eights[i, j] = _eight(block, first_byte + 8 * i)
             for i in range(words // 2):
-                at = i // half * half + i
+                word = i // half * half + i
                 for j in range(tile_rows):
-                    tile[at, j] = np.uint32(joined(eights[i, j] & low, 4))
-                    tile[at + half, j] = np.uint32(joined(eights[i, j] >> np.uint64(4) & low, 4))
+                    tile[word, j] = np.uint32(joined(eights[i, j] & low, 4))
+                    tile[word + half, j] = np.uint32(joined(eights[i, j] >> np.uint64(4) & low, 4))
             store(tile, count, first, b * words, out)
 
 
@@ -117,17 +117,17 @@ def _store_tile(tile, count, row, word, out):
 
 
 @inlined
-def _eight(raw, at):
+def _eight(raw, offset):
     """Eight bytes as a uint64, the first the lowest."""
     return (
-        np.uint64(raw[at])
-        | np.uint64(raw[at + 1]) << np.uint64(8)
-        | np.uint64(raw[at + 2]) << np.uint64(16)
-        | np.uint64(raw[at + 3]) << np.uint64(24)
-        | np.uint64(raw[at + 4]) << np.uint64(32)
-        | np.uint64(raw[at + 5]) << np.uint64(40)
-        | np.uint64(raw[at + 6]) << np.uint64(48)
-        | np.uint64(raw[at + 7]) << np.uint64(56)
+        np.uint64(raw[offset])
+        | np.uint64(raw[offset + 1]) << np.uint64(8)
+        | np.uint64(raw[offset + 2]) << np.uint64(16)
+        | np.uint64(raw[offset + 3]) << np.uint64(24)
+        | np.uint64(raw[offset + 4]) << np.uint64(32)
+        | np.uint64(raw[offset + 5]) << np.uint64(40)
+        | np.uint64(raw[offset + 6]) << np.uint64(48)
+        | np.uint64(raw[offset + 7]) << np.uint64(56)
     )
 
 

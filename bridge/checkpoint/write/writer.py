@@ -185,8 +185,8 @@ class CheckpointWriter:
                 self._folder.guard(lambda stream=stream: sync(stream), file)  # type: ignore[misc]
         for name, content in self._configs().items():
             self._folder.write_file(name, (json.dumps(content, indent=2) + "\n").encode())
-        own = [*self._ckpt.files, *self._ckpt.path.glob("*.index.json")]
-        self._folder.copy_rest(own)
+        source_files = [*self._ckpt.files, *self._ckpt.path.glob("*.index.json")]
+        self._folder.copy_rest(source_files)
         self._folder.finish()
         seconds = compiling.clock() - self._begun
         return Written(
@@ -253,9 +253,9 @@ class CheckpointWriter:
             self._files[file] = len(self._heads[file]) + sum(entry[2] for entry in shard.values())
             self._places |= {name: (file, start) for name, start in starts.items()}
         self._file_of = {name: file for name, (file, _) in self._places.items()}
-        for name, (stack, at) in within.items():
+        for name, (stack, offset) in within.items():
             file, start = self._places[stack]
-            self._places[name] = file, start + at
+            self._places[name] = file, start + offset
         self._nbytes = sum(entry[2] for shard in shards for entry in shard.values())
 
     def _write_heads(self) -> None:
@@ -264,7 +264,7 @@ class CheckpointWriter:
                 out.write(head)
                 out.truncate(self._files[file])
 
-    def _write(self, name: str, pieces: Iterable[np.ndarray], at: int = 0, step: int = 0) -> None:
+    def _write(self, name: str, pieces: Iterable[np.ndarray], offset: int = 0, step: int = 0) -> None:
         """Write the bytes of a tensor, piece by piece.
 
         at    byte of the first
@@ -274,10 +274,10 @@ class CheckpointWriter:
 
         def write() -> None:
             with open(self._folder.folder / file, "rb+") as out:
-                out.seek(start + at)
+                out.seek(start + offset)
                 for i, piece in enumerate(pieces):
                     if step:
-                        out.seek(start + at + i * step)
+                        out.seek(start + offset + i * step)
                     out.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
                     self._done += piece.nbytes
                     self._tick(self._done, self._nbytes, name)
@@ -300,7 +300,7 @@ class CheckpointWriter:
             return [self._ckpt.store.read(info.name)]
         step = max(1, _CHUNK * info.shape[0] // info.nbytes)
         cuts = range(0, info.shape[0], step)
-        return (self._ckpt.store.read(info.name, (at, min(at + step, info.shape[0]))) for at in cuts)
+        return (self._ckpt.store.read(info.name, (row, min(row + step, info.shape[0]))) for row in cuts)
 
     # the labels
 
