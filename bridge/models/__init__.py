@@ -27,11 +27,11 @@ from bridge.models.config.provenance import read_provenance
 from bridge.models.families import ALL
 from bridge.models.family import HEAD, Family, float_names
 from bridge.models.outline import Outline, OutlineTensor
-from bridge.models.prediction import apart_again, left_out, predicting_in, with_prediction, without_prediction
-from bridge.models.table import fill_table, turned_back
+from bridge.models.prediction import left_out, mtp_name, predicting_in, with_prediction, without_prediction
+from bridge.models.table import fill_table, invert_table
 from bridge.models.tokenizer.gguf_tokenizer import read_tokenizer
 from bridge.models.tokenizer.special_tokens import stripping_name
-from bridge.models.wrapper import ANY_TEXT, has_parts, renamed, text_config, text_names, whole_name
+from bridge.models.wrapper import ANY_TEXT, has_parts, name_in_parts, renamed, text_config, text_names
 from bridge.system.storage.files import read_json
 
 __all__ = ["architecture", "describe_model", "float_layers", "numbers_of_gguf", "tensors_of_gguf"]
@@ -79,41 +79,41 @@ def describe_model(
     """
     folder = Path(folder)
     family, note = _family(Config(config, folder / "config.json"))
-    own, others = text_names(names) if family.wrapped else ({name: name for name in names}, [])
+    stored_names, others = text_names(names) if family.wrapped else ({name: name for name in names}, [])
     more: list[str] = []
     inner = text_config(config) if family.wrapped else config
-    own, names_note = _with_prefix(own, family)
-    if headless := _headless(own, family, inner):
+    stored_names, names_note = _with_prefix(stored_names, family)
+    if headless := _headless(stored_names, family, inner):
         inner = {**inner, "tie_word_embeddings": True}
     listed = listed_layers(Config(inner, folder / "config.json", names=family.names))
     layers, extra = inner.get("num_hidden_layers", len(listed or ()) or None), 0
     if family.predicts is not None and isinstance(layers, int):
         if family.predicts == "carried" and not no_mtp:
-            own, extra = with_prediction(own, layers, family.mtp, family.block)
+            stored_names, extra = with_prediction(stored_names, layers, family.mtp, family.block)
         else:
-            own, more = without_prediction(own, layers)
-    sides = {name: max(names[name], default=0) for name in own.values()} if isinstance(names, Mapping) else {}
+            stored_names, more = without_prediction(stored_names, layers)
+    sides = {name: max(names[name], default=0) for name in stored_names.values()} if isinstance(names, Mapping) else {}
     longest = max(sides.items(), key=lambda side: side[1], default=None)
-    values = Config(inner, folder / "config.json", longest, family.names, len(own))
+    values = Config(inner, folder / "config.json", longest, family.names, len(stored_names))
     for expected in family.expects:
         default = family.keys.get(expected.key, expected.values[0])
         unless = f" without {parameter('template')}, a GGUF of the same model" if expected.by_template else ""
         values.expect(expected.key, expected.values, expected.why, default, unless)
     args = replace(read_arguments(values, family.keys), predicting=extra)
     try:
-        args = _with_own(args, family, values)
+        args = _with_more(args, family, values)
         more_keys: dict[str, Any] = {}
         for entry in family.metadata:
             more_keys |= entry.metadata(values, args)
-        given = {key: None if value is None else typed(value) for key, value in more_keys.items()}
+        family_keys = {key: None if value is None else typed(value) for key, value in more_keys.items()}
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
         raise BridgeError(
             f"{values.path}: a key for {family.arch} has an unexpected value ({type(problem).__name__}: {problem}); "
             "take the config.json of the original model"
         ) from problem
-    shapes = {name: names[stored] if isinstance(names, Mapping) else () for name, stored in own.items()}
+    shapes = {name: names[stored] if isinstance(names, Mapping) else () for name, stored in stored_names.items()}
     outline = fill_table(family, args, shapes)
-    renamed(outline, own)
+    renamed(outline, stored_names)
     generation = read_json(folder / "generation_config.json", optional=True)
     tokenizer = read_tokenizer(values, folder, generation, pre, family.tokenizer)
     writer = gguf.GGUFWriter(None, family.arch)
@@ -124,7 +124,7 @@ def describe_model(
     writer.add_type(gguf.GGUFType.MODEL)
     provenance.set_gguf_meta_model(writer)
     args.add_metadata(writer, family.layer_norm, family.rotary)
-    for key, value in given.items():
+    for key, value in family_keys.items():
         writer.kv_data[0].pop(f"{family.arch}.{key}", None)
         if value is not None:
             writer.kv_data[0][f"{family.arch}.{key}"] = value
@@ -154,7 +154,7 @@ def tensors_of_gguf(
     stored     the GGUF's tensors: name -> shape; those that scale tensors of NVFP4 are left to the caller
     arch       its general.architecture
     family     None: the one that the config names
-    quantized  whether the checkpoint will be, see `turned_back`
+    quantized  whether the checkpoint will be, see `invert_table`
 
     With the config of a model of several parts, of which the GGUF has the language model, names are the whole model's.
 
@@ -163,19 +163,19 @@ def tensors_of_gguf(
     path = Path(folder) / "config.json"
     family = family or _family_of(arch, Config(config, path))
     longest = max(((name, max(shape)) for name, shape in stored.items()), key=lambda side: side[1])
-    whole = family.wrapped and has_parts(config)
-    if whole and family.whole_own:
-        family = replace(family, own=family.whole_own, apart=True)
-    values = Config(text_config(config) if whole else config, path, longest, family.names, len(stored))
+    in_parts = family.wrapped and has_parts(config)
+    if in_parts and family.of_parts:
+        family = replace(family, alternative=family.of_parts, unstacked=True)
+    values = Config(text_config(config) if in_parts else config, path, longest, family.names, len(stored))
     args = read_arguments(values, family.keys)
     if family.predicts == "carried":
         args = replace(args, predicting=predicting_in(stored, args.layers))
-    args = _with_own(args, family, values)
-    outline = turned_back(family, args, stored, quantized)
+    args = _with_more(args, family, values)
+    outline = invert_table(family, args, stored, quantized)
     sources = {part.source for tensor in outline.tensors for part in tensor.parts}
-    names = {name: apart_again(name, args.layers, family.mtp) for name in sources}
-    renamed(outline, {name: whole_name(own, config) if whole else own for name, own in names.items()})
-    found, known = [], {tensor.name for tensor in outline.tensors}
+    names = {name: mtp_name(name, args.layers, family.mtp) for name in sources}
+    renamed(outline, {name: name_in_parts(inner, config) if in_parts else inner for name, inner in names.items()})
+    tensors, known = [], {tensor.name for tensor in outline.tensors}
     for tensor in outline.tensors:
         if tensor.name in stored:
             if tuple(stored[tensor.name]) != tensor.shape:
@@ -183,18 +183,18 @@ def tensors_of_gguf(
                     f"{tensor.name}: is {list(stored[tensor.name])} in the GGUF, but {list(tensor.shape)} by {path}; "
                     "correct its sizes, or give the config.json of the GGUF's own model"
                 )
-            found.append(tensor)
+            tensors.append(tensor)
         elif tensor.origin != "config" and not any(part.source in outline.optional for part in tensor.parts):
             raise BridgeError(
                 f"{tensor.name}: is missing from the GGUF, but a model of {path} has it; give the config.json of the "
                 "GGUF's own model"
             )
-    scales = {f"{tensor.name.removesuffix('.weight')}.{key}" for tensor in found for key in ("scale", "input_scale")}
+    scales = {f"{tensor.name.removesuffix('.weight')}.{key}" for tensor in tensors for key in ("scale", "input_scale")}
     if unknown := sorted(stored.keys() - known - scales):
         raise BridgeError(
             f"{unknown[0]}: the GGUF has it, a model of {path} does not; give the config.json of the GGUF's own model"
         )
-    return found
+    return tensors
 
 
 def numbers_of_gguf(metadata: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -209,7 +209,7 @@ def numbers_of_gguf(metadata: Mapping[str, Any]) -> dict[str, np.ndarray]:
     }
 
 
-def _with_own(args: Arguments, family: Family, values: Config) -> Arguments:
+def _with_more(args: Arguments, family: Family, values: Config) -> Arguments:
     """The arguments with the sizes and factors that only this family has."""
     keys = [entry for entry in family.metadata if isinstance(entry, Key) and entry.defines]
     args = replace(args, more={key.defines: key.value(values) for key in keys})
@@ -218,28 +218,29 @@ def _with_own(args: Arguments, family: Family, values: Config) -> Arguments:
     return args if family.factors is None else replace(args, factors=family.factors(values, args))
 
 
-def _with_prefix(own: dict[str, str], family: Family) -> tuple[dict[str, str], list[str]]:
+def _with_prefix(stored_names: dict[str, str], family: Family) -> tuple[dict[str, str], list[str]]:
     """Names (-> the checkpoint's) with the start that the table's have, where none has it (in a bare family, each that
     lacks it), and a note."""
     prefix = f"{family.block.rpartition('.')[0]}."
     embeddings = f"{family.table[0].source.removeprefix(prefix)}.weight"
-    if not family.bare and (embeddings not in own or any(name.startswith(prefix) for name in own)):
-        return own, []
+    if not family.bare and (embeddings not in stored_names or any(name.startswith(prefix) for name in stored_names)):
+        return stored_names, []
     known = (prefix, f"{HEAD.source}.", "mtp.")
-    named = {name if name.startswith(known) else prefix + name: stored for name, stored in own.items()}
-    first = next((name for name in own if not name.startswith(known)), None)
+    named = {name if name.startswith(known) else prefix + name: stored for name, stored in stored_names.items()}
+    first = next((name for name in stored_names if not name.startswith(known)), None)
     if family.bare or first is None:
         return named, []
     return named, [f"the names of tensors lack {prefix!r}: {first} is read as {prefix}{first}"]
 
 
-def _headless(own: Collection[str], family: Family, config: dict[str, Any]) -> list[str]:
+def _headless(stored_names: Collection[str], family: Family, config: dict[str, Any]) -> list[str]:
     """A note where the checkpoint is of a class of transformers without a head, LlamaModel, and has none."""
     architectures = config.get("architectures")
     names = list(map(str, architectures)) if isinstance(architectures, list) else []
     named = bool(names) and all(name.endswith("Model") for name in names)
     tied = config.get("tie_word_embeddings", family.keys.get("tie_word_embeddings", False))
-    if not named or tied or HEAD not in family.table or any(name.startswith(f"{HEAD.source}.") for name in own):
+    has_head = any(name.startswith(f"{HEAD.source}.") for name in stored_names)
+    if not named or tied or HEAD not in family.table or has_head:
         return []
     return [f"{names[0]} has no output head: the embeddings take its place, as in llama.cpp"]
 
@@ -260,8 +261,8 @@ def _family_of(arch: str, config: Config) -> Family:
     family, _ = _family(config)
     inner = config.get("text_config")
     if family.arch != arch and isinstance(inner, dict):  # Mistral Small 3.1 was converted as a Llama
-        found = [own for own in ALL if own.arch == arch and own.model_type == inner.get("model_type")]
-        family = replace(found[0], wrapped=True) if found else family
+        fitting = (other for other in ALL if other.arch == arch and other.model_type == inner.get("model_type"))
+        family = next((replace(other, wrapped=True) for other in fitting), family)
     if family.arch != arch:
         raise BridgeError(f"{config.path}: is of a {family.arch} model, but the GGUF's architecture is {arch}")
     return family

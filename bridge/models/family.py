@@ -19,6 +19,7 @@ from bridge.models.config.model_config import Config
 from bridge.models.outline import Part
 
 Rule = Callable[[Arguments], bool]
+LayerRule = Callable[[Arguments, int], bool]
 
 
 def required(_args: Arguments) -> bool:
@@ -49,7 +50,7 @@ class Row:
                  of its gate_up_proj without being listed
     bias         None: llama.cpp's graph has none, it must be zero; else whether it must be present
     interleaved  for q and k if GGUF rotates neighbouring rows of a head: see `interleaved_rows`
-    apart        the modules that have its rows where the source is missing, one for each size of its rows: EXL3 stores
+    separate     the modules that have its rows where the source is missing, one for each size of its rows: EXL3 stores
                  fused matrices so
     columns_of   the modules whose rows its columns are, element by element: see `Fold`
     floats       its float type; it is never quantized, like all vectors
@@ -68,11 +69,11 @@ class Row:
     also: tuple[str, ...] = ()
     bias: Rule | None = None
     interleaved: bool = False
-    apart: tuple[str, ...] = ()
+    separate: tuple[str, ...] = ()
     columns_of: tuple[str, ...] = ()
     floats: str | None = None
     when: Rule = required
-    layers: Callable[[Arguments, int], bool] | None = None
+    layers: LayerRule | None = None
     optional: bool = False
     unless: tuple[str, ...] = ()
     exact: bool = False
@@ -141,9 +142,9 @@ class Family:
     written_as     names of keys in such a config.json, where several are read: usual name -> its name
     lacks          keys that such a config.json has not, of the usual ones or those of a family it is made of
     tokenizer      tokenizer.ggml.model of a tokenizer.json with byte fallback
-    own            a part of the names that its checkpoints have where the table knows several, for the way back
-    whole_own      `own` in a model of several parts, whose experts are `apart`
-    apart          whether the experts that its float checkpoints have in stacks are modules in quantized ones
+    alternative    a part of the names, of several that a row knows (`Row.also`), that its checkpoints have
+    of_parts       `alternative` in a model of several parts, with `unstacked`
+    unstacked      whether the experts that its float checkpoints have in stacks are modules in quantized ones
     """
 
     titles: tuple[str, ...]
@@ -171,9 +172,9 @@ class Family:
     written_as: Mapping[str, str] = field(default_factory=dict)
     lacks: tuple[str, ...] = ()
     tokenizer: str = "llama"
-    own: str = ""
-    whole_own: str = ""
-    apart: bool = False
+    alternative: str = ""
+    of_parts: str = ""
+    unstacked: bool = False
     named_as: str = ""
 
     @property
@@ -197,7 +198,7 @@ def decoder(
 
     layers = (
         replace(
-            row, source=named(row.source)[0], also=named(*row.also), apart=named(*row.apart),
+            row, source=named(row.source)[0], also=named(*row.also), separate=named(*row.separate),
             columns_of=named(*row.columns_of), unless=named(*row.unless),
         )
         for row in rows
@@ -218,6 +219,14 @@ def attention(
     )
 
 
+def pre_norm_attention(
+    *norms: Row, bias: Rule | None = None, o_bias: Rule | None = None, interleaved: bool = False
+) -> tuple[Row, ...]:
+    """`attention` between the norm before it and the one before the network."""
+    rows = attention(*norms, bias=bias, o_bias=o_bias, interleaved=interleaved)
+    return Row("input_layernorm", "hidden"), *rows, Row("post_attention_layernorm", "hidden")
+
+
 def gated_mlp(module: str, inner: str, bias: Rule | None = None) -> tuple[Row, ...]:
     """down(silu(gate(x)) * up(x)), `inner` wide."""
     gate, up = f"{module}.gate_proj", f"{module}.up_proj"
@@ -228,14 +237,24 @@ def gated_mlp(module: str, inner: str, bias: Rule | None = None) -> tuple[Row, .
     )
 
 
+def in_layers(rule: LayerRule, *rows: Row) -> tuple[Row, ...]:
+    """Rows of some layers only."""
+    return tuple(replace(row, layers=rule) for row in rows)
+
+
+def other_layers(rule: LayerRule) -> LayerRule:
+    """All layers but those of a rule."""
+    return lambda args, layer: not rule(args, layer)
+
+
 def leading(*rows: Row) -> tuple[Row, ...]:
     """Rows of the layers before the first that has experts."""
-    return tuple(replace(row, layers=lambda args, layer: layer < args.leading) for row in rows)
+    return in_layers(lambda args, layer: layer < args.leading, *rows)
 
 
 def sparse(*rows: Row) -> tuple[Row, ...]:
     """Rows of the layers that have experts."""
-    return tuple(replace(row, layers=lambda args, layer: layer >= args.leading) for row in rows)
+    return in_layers(lambda args, layer: layer >= args.leading, *rows)
 
 
 # the router and the experts with Qwen's names (in transformers 5 Mixtral's too), with Mixtral's, and as transformers 5

@@ -37,11 +37,11 @@ _POSITIVE = (
 def family_of_gguf(metadata: Mapping[str, Any]) -> Family:
     """The family of a GGUF with this metadata; BridgeError for an unknown architecture."""
     arch = metadata.get("general.architecture")
-    found = [family for family in ALL if family.arch == arch]
-    if not found:
+    families = [family for family in ALL if family.arch == arch]
+    if not families:
         known = ", ".join(dict.fromkeys(family.arch for family in ALL))
         raise BridgeError(f"no config.json can be made for architecture {arch!r}; known are {known}")
-    return next((family for family in found if family.in_gguf(lambda key: metadata.get(f"{arch}.{key}"))), found[0])
+    return next((f for f in families if f.in_gguf(lambda key: metadata.get(f"{arch}.{key}"))), families[0])
 
 
 def gguf_layers(metadata: Mapping[str, Any]) -> int:
@@ -190,8 +190,8 @@ def add_rope_factors(config: dict[str, Any], factors: Mapping[str, np.ndarray]) 
     # where no divisor is between the two, several contexts give the same
     contexts = (_LLAMA3_CONTEXT, *(1 << n for n in range(4, 24)))
     for (low, high), context in product(_LLAMA3, contexts):
-        found = llama3_factors(base, 2 * len(stored), factor, low, high, context)
-        if np.allclose(found, stored, rtol=1e-5):
+        factors_by_rule = llama3_factors(base, 2 * len(stored), factor, low, high, context)
+        if np.allclose(factors_by_rule, stored, rtol=1e-5):
             rules |= {"rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high}
             rules["original_max_position_embeddings"] = context
             return

@@ -47,28 +47,28 @@ def with_prediction(
     mtp    as `Family.mtp`
     block  what the numbers of layers follow in the family's table, "model.layers"
     """
-    own = {_numbered(name, layers, mtp, block): stored for name, stored in names.items()}
-    found = [int(layer["layer"]) for name in own if (layer := _LAYER.match(name))]
-    return own, max(0, max(found, default=-1) + 1 - layers)
+    numbered = {_numbered(name, layers, mtp, block): stored for name, stored in names.items()}
+    numbers = [int(layer["layer"]) for name in numbered if (layer := _LAYER.match(name))]
+    return numbered, max(0, max(numbers, default=-1) + 1 - layers)
 
 
-def apart_again(name: str, layers: int, mtp: Mapping[str, str]) -> str:
+def mtp_name(name: str, layers: int, mtp: Mapping[str, str]) -> str:
     """A name that `with_prediction` returns as a checkpoint has it; without `mtp` it is the same."""
-    found = _LAYER.fullmatch(name)
-    if not mtp or found is None or (layer := int(found["layer"]) - layers) < 0:
+    match = _LAYER.fullmatch(name)
+    if not mtp or match is None or (layer := int(match["layer"]) - layers) < 0:
         return name
     for stored, module in mtp.items():
-        if found["rest"].startswith(f"{module}."):
-            return f"mtp.{stored}{found['rest'].removeprefix(module)}"
-    return f"mtp.layers.{layer}.{found['rest']}"
+        if match["rest"].startswith(f"{module}."):
+            return f"mtp.{stored}{match['rest'].removeprefix(module)}"
+    return f"mtp.layers.{layer}.{match['rest']}"
 
 
 def without_prediction(names: dict[str, str], layers: int) -> tuple[dict[str, str], list[str]]:
     """Names without those of these layers, and the latter."""
 
     def one_of_them(name: str) -> bool:
-        found = _LAYER.match(name)
-        return name.startswith(("mtp.", "model.mtp")) or (found is not None and int(found["layer"]) >= layers)
+        match = _LAYER.match(name)
+        return name.startswith(("mtp.", "model.mtp")) or (match is not None and int(match["layer"]) >= layers)
 
     return {n: stored for n, stored in names.items() if not one_of_them(n)}, [n for n in names if one_of_them(n)]
 

@@ -12,7 +12,7 @@ def restored(pieces: Sequence[tuple[Part, np.ndarray]], shape: tuple[int, ...]) 
 
     pieces  the parts that are taken from it, and what the GGUF has of each, float32 in the part's shape
     """
-    whole = np.empty(shape, np.float32)
+    out = np.empty(shape, np.float32)
     for part, values in pieces:
         if part.factor is not None:
             values = values / part.factor[rows_of(part)][:, None]
@@ -20,14 +20,14 @@ def restored(pieces: Sequence[tuple[Part, np.ndarray]], shape: tuple[int, ...]) 
             values = values - 1
         elif part.change == "-exp":
             values = np.log(-values)
-        frame = whole if part.matrix is None else whole[part.matrix]
+        frame = out if part.matrix is None else out[part.matrix]
         if part.change in ("transposed", "conv1d"):
             frame = frame.T
         elif part.change == "squeezed" or frame.ndim != values.ndim:
-            frame = whole.reshape(part.stored or part.shape)
+            frame = out.reshape(part.stored or part.shape)
         picked = [rows_of(part)] + [np.arange(n) if part.columns is None else part.columns for n in part.shape[1:]]
         frame[np.ix_(*picked)] = values
-    return whole
+    return out
 
 
 def shape_of(parts: Sequence[Part]) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ def fill_table(family: Family, args: Arguments, names: Mapping[str, Sequence[int
     return outline
 
 
-def turned_back(family: Family, args: Arguments, stored: Collection[str], quantized: bool = False) -> Outline:
+def invert_table(family: Family, args: Arguments, stored: Collection[str], quantized: bool = False) -> Outline:
     """The tensors of a GGUF, and what they are in a checkpoint: `fill_table` with all names that one may have.
 
     stored     the GGUF's tensors, which tell which of a table's alternatives they are
@@ -40,7 +40,7 @@ def turned_back(family: Family, args: Arguments, stored: Collection[str], quanti
 
     Raises BridgeError where these leave a tensor of the checkpoint without values.
     """
-    needed = _all_names(family, args, "" if quantized and family.apart else family.own)
+    needed = _all_names(family, args, "" if quantized and family.unstacked else family.alternative)
     filled = _Filled(family, args, dict.fromkeys(needed, ()), stored)
     filled.add_all()
     if lost := sorted(name for name in needed.keys() - filled.used if needed[name]):
@@ -48,10 +48,10 @@ def turned_back(family: Family, args: Arguments, stored: Collection[str], quanti
     return filled.outline()
 
 
-def _all_names(family: Family, args: Arguments, own: str) -> dict[str, bool]:
+def _all_names(family: Family, args: Arguments, alternative: str) -> dict[str, bool]:
     """Every tensor that a checkpoint of the family may have, and whether it must have it.
 
-    Names are those with `own` in them, or else the table's first.
+    Names are those with `alternative` in them, or else the table's first.
     """
     names = {name.format(layer): False for name, _ in family.numbers.values() for layer in range(args.layers)}
     for row in family.table:
@@ -59,12 +59,14 @@ def _all_names(family: Family, args: Arguments, own: str) -> dict[str, bool]:
             continue
         for layer in range(args.layers + args.predicting if "{}" in row.source else 1):
             if row.layers is None or row.layers(args, layer):
-                source = next((name for name in row.also if own and own in name), row.source).format(layer)
+                also = (name for name in row.also if alternative and alternative in name)
+                source = next(also, row.source).format(layer)
                 stacked = "*" in row.source and "*" not in source
                 for expert in range(args.sizes["experts"]) if "*" in source else [0]:
                     name = source.replace("*", str(expert))
-                    whole = source.partition("[")[0].rstrip("^") if stacked else name if row.exact else f"{name}.weight"
-                    names[whole] = names.get(whole, False) or not row.optional
+                    stack = source.partition("[")[0].rstrip("^")
+                    tensor = stack if stacked else name if row.exact else f"{name}.weight"
+                    names[tensor] = names.get(tensor, False) or not row.optional
                     if row.bias is not None:
                         names.setdefault(f"{name}.bias", False)
     return names
@@ -80,15 +82,15 @@ def _fused(source: str) -> tuple[str, ...]:
 class _Stack(NamedTuple):
     """Experts' matrices, in a 3-D tensor or with * for the number of each, as a `Row` names them.
 
-    rows    of its matrices that are meant; None: all
-    whole   the shape of a matrix
-    turned  whether its matrices are transposed in the file unless shapes tell otherwise
+    rows        of its matrices that are meant; None: all
+    matrix      the shape of a matrix, with all rows
+    transposed  whether its matrices are transposed in the file unless shapes tell otherwise
     """
 
     name: str
     rows: np.ndarray | None
-    whole: tuple[int, ...]
-    turned: bool
+    matrix: tuple[int, ...]
+    transposed: bool
 
     @classmethod
     def of(cls, source: str, shape: tuple[int, ...]) -> Self:
@@ -100,11 +102,11 @@ class _Stack(NamedTuple):
         rows = which + of * np.arange(shape[0]) if "::" in share else which * shape[0] + np.arange(shape[0])
         return cls(name, rows, (of * shape[0], *shape[1:]), source.endswith("^"))
 
-    def turned_in(self, shapes: Mapping[str, Sequence[int]]) -> bool | None:
+    def transposed_in(self, shapes: Mapping[str, Sequence[int]]) -> bool | None:
         """Whether its shape in the checkpoint is that of transposed matrices; None where it does not tell."""
-        if self.whole[0] == self.whole[1] or not shapes.get(self.name):
+        if self.matrix[0] == self.matrix[1] or not shapes.get(self.name):
             return None
-        return tuple(shapes[self.name][1:]) == self.whole[::-1]
+        return tuple(shapes[self.name][1:]) == self.matrix[::-1]
 
 
 class _Filled:
@@ -147,11 +149,11 @@ class _Filled:
 
     def outline(self) -> Outline:
         """The finished outline: rows of the table, tensors derived from the config, and numbers of the GGUF."""
-        made = [
+        factors_of_rope = [
             OutlineTensor(f"{name}.weight", factors.shape, data=factors, origin="config", fixed_type="F32")
             for name, factors in self.args.rope.factors.items()
         ]
-        outline = Outline({}, [*self.tensors, *made], self.folds, optional=frozenset(self.optional))
+        outline = Outline({}, [*self.tensors, *factors_of_rope], self.folds, optional=frozenset(self.optional))
         outline.numbers = self.numbers()
         return outline
 
@@ -207,34 +209,33 @@ class _Filled:
         source = next((name for name in sources if name in self.names), sources[0])
         if row.parts is not None:
             return row.parts(self.args, source)
-        apart = [f"{name.format(layer)}.weight" for name in row.apart]
-        if source not in self.names and any(name in self.names for name in apart):
+        separate = [f"{name.format(layer)}.weight" for name in row.separate]
+        if source not in self.names and any(name in self.names for name in separate):
             heights = (self.sizes[name] for name in row.shape.split()[0].split("+"))
-            return tuple(Part(name, (rows, *shape[1:])) for name, rows in zip(apart, heights, strict=True))
+            return tuple(Part(name, (rows, *shape[1:])) for name, rows in zip(separate, heights, strict=True))
         head_dim = self.args.head_dim
         rows = interleaved_rows(shape[0] // head_dim, head_dim) if row.interleaved else None
         return (Part(source, shape, rows, change=row.change, factor=self._factor(row)),)
 
     def _factor(self, row: Row) -> np.ndarray | None:
         """What the rows of a row's source are multiplied by; None where nothing is."""
-        found = self.args.factors.get(row.source.rpartition("{}.")[2])
-        if found is None or all(factor == 1 for factor in found):
+        factors = self.args.factors.get(row.source.rpartition("{}.")[2])
+        if factors is None or all(factor == 1 for factor in factors):
             return None
         heights = [self.sizes[name] for name in row.shape.split()[0].split("+")]
-        return np.repeat(np.array(found, np.float32), heights)
+        return np.repeat(np.array(factors, np.float32), heights)
 
     def _experts(self, source: str, layer: int, shape: tuple[int, ...]) -> tuple[Part, ...]:
         """One matrix of every expert, for each way in which a `Row` can name them."""
         count = self.sizes["experts"]
         stack = _Stack.of(source, shape)
-        stored = None if stack.rows is None else stack.whole
+        stored = None if stack.rows is None else stack.matrix
         if "*" in source:
             names = (f"{stack.name.replace('*', str(expert))}.weight" for expert in range(count))
             return tuple(Part(name, shape, stack.rows, stored=stored) for name in names)
-        turned = stack.turned_in(self.shapes)
-        if turned is None:  # a square matrix does not tell, but the others of its experts may
-            turned = next((t for s in self._stacks(layer) if (t := s.turned_in(self.shapes)) is not None), stack.turned)
-        change = "transposed" if turned else None
+        # a square matrix does not tell, but the others of its experts may
+        told = (s.transposed_in(self.shapes) for s in (stack, *self._stacks(layer)))
+        change = "transposed" if next((t for t in told if t is not None), stack.transposed) else None
         return tuple(
             Part(stack.name, shape, stack.rows, matrix=expert, stored=stored, change=change) for expert in range(count)
         )
@@ -279,10 +280,10 @@ class _Filled:
     def numbers(self) -> dict[str, list[str]]:
         """The names of the tensors of one number that a key lists."""
         layers, numbers = range(self.args.layers), self.family.numbers
-        found = {key: [name.format(layer) for layer in layers] for key, (name, _) in numbers.items()}
-        for name in chain.from_iterable(found.values()):
+        names = {key: [name.format(layer) for layer in layers] for key, (name, _) in numbers.items()}
+        for name in chain.from_iterable(names.values()):
             self._use(name)
-        return found
+        return names
 
     def leftovers(self) -> tuple[list[str], list[str]]:
         """The checkpoint's tensors that are not in the GGUF: names to report, and biases that must be zero."""

@@ -42,7 +42,7 @@ def has_parts(config: dict[str, Any]) -> bool:
     return not _PARTS.isdisjoint(config)
 
 
-def whole_name(name: str, config: dict[str, Any]) -> str:
+def name_in_parts(name: str, config: dict[str, Any]) -> str:
     """What transformers calls a tensor of a language model, or of a tower, in the model that has both."""
     tower = TOWER_NAME.match(name)
     if not _APART.isdisjoint(config.get("architectures") or ()):
@@ -54,14 +54,14 @@ def whole_name(name: str, config: dict[str, Any]) -> str:
 
 def text_names(names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
     """A language model's names -> the checkpoint's, and the names of other parts."""
-    own, others = {}, []
+    stored_names, others = {}, []
     for name in names:
         if TOWER_NAME.match(name):
             others.append(name)
         else:
             prefix, short = next((pair for pair in TEXT_PREFIXES if name.startswith(pair[0])), ("", ""))
-            own[short + name.removeprefix(prefix)] = name
-    return own, others
+            stored_names[short + name.removeprefix(prefix)] = name
+    return stored_names, others
 
 
 def renamed(outline: Outline, names: dict[str, str]) -> None:

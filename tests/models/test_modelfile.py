@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bridge.gguf_file.chat_template import render_chats
-from bridge.models.ollama.chat import NotUnderstood, take_apart
+from bridge.models.ollama.chat import NotUnderstood, split_template
 from bridge.models.ollama.modelfile import go_template, modelfile
 from tests.conftest import CHECKPOINT
 from tests.support.tiny_vocab import vocab_gguf
@@ -60,20 +60,20 @@ LLAMA2_GO = (
 
 
 def test_chatml_becomes_a_range_over_messages() -> None:
-    parts = take_apart(CHATML, "", "<|im_end|>", False)
+    parts = split_template(CHATML, "", "<|im_end|>", False)
     assert parts.layout == "block"
     assert go_template(parts) == CHATML_GO
 
 
 def test_a_default_system_message_opens_conversations_without_one() -> None:
-    parts = take_apart(QWEN, "", "", False)
+    parts = split_template(QWEN, "", "", False)
     assert parts.opening == "<|im_start|>system\nYou are Q.<|im_end|>\n"
     opening = '{{ if ne (index .Messages 0).Role "system" }}<|im_start|>system\nYou are Q.<|im_end|>\n{{ end }}'
     assert go_template(parts) == opening + CHATML_GO
 
 
 def test_the_bos_that_the_runtime_adds_is_left_out() -> None:
-    parts = take_apart(LLAMA3, "<|begin_of_text|>", "<|eot_id|>", True)
+    parts = split_template(LLAMA3, "<|begin_of_text|>", "<|eot_id|>", True)
     assert "begin_of_text" not in go_template(parts)
     assert parts.render([("user", "hi")]) == (
         "<|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
@@ -81,11 +81,11 @@ def test_the_bos_that_the_runtime_adds_is_left_out() -> None:
 
 
 def test_a_bos_that_nobody_adds_stays_in_the_template() -> None:
-    assert take_apart(MISTRAL, "<s>", "</s>", False).opening == "<s>"
+    assert split_template(MISTRAL, "<s>", "</s>", False).opening == "<s>"
 
 
 def test_a_system_message_inside_the_first_turn_is_put_there() -> None:
-    parts = take_apart(LLAMA2, "<s>", "</s>", True)
+    parts = split_template(LLAMA2, "<s>", "</s>", True)
     assert parts.layout == "first"
     assert go_template(parts) == LLAMA2_GO
     assert parts.render([("system", "S"), ("user", "U"), ("assistant", "A"), ("user", "V")]) == (
@@ -99,13 +99,13 @@ def test_a_system_message_inside_the_last_turn_is_put_there() -> None:
         "{% if m.role == 'user' %}{{ '[INST] ' + (s.content + '\n\n' if s and loop.last else '') + m.content }}[/INST]"
         "{% elif m.role == 'assistant' %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
     )
-    parts = take_apart(template, "<s>", "</s>", True)
+    parts = split_template(template, "<s>", "</s>", True)
     assert parts.layout == "last"
     assert "[INST] {{ if and $.System $last }}{{ $.System }}\n\n{{ end }}{{ .Content }}[/INST]" in go_template(parts)
 
 
 def test_a_template_that_refuses_system_messages_has_no_place_for_them() -> None:
-    parts = take_apart(MISTRAL, "<s>", "</s>", True)
+    parts = split_template(MISTRAL, "<s>", "</s>", True)
     assert parts.layout == "none"
     assert "system" not in go_template(parts)
 
@@ -124,14 +124,14 @@ def test_a_template_that_refuses_system_messages_has_no_place_for_them() -> None
     ],
 )
 def test_a_last_reply_may_end_otherwise(template: str) -> None:
-    parts = take_apart(template, "", "", False)
+    parts = split_template(template, "", "", False)
     messages = [("system", "S"), ("user", "U"), ("assistant", "A"), ("user", "V")]
     plain = [{"role": role, "content": content} for role, content in messages]
     assert [parts.render(messages)] == render_chats(template, [(plain, True)], {})
 
 
 def test_a_prompt_that_opens_a_thought_differs_from_a_past_reply() -> None:
-    parts = take_apart(THINKING, "", "", False)
+    parts = split_template(THINKING, "", "", False)
     assert parts.prompt == "<|im_start|>assistant\n<think>\n"
     assert parts.before_reply == "<|im_start|>assistant\n"
 
@@ -149,13 +149,13 @@ def test_a_prompt_that_opens_a_thought_differs_from_a_past_reply() -> None:
 )
 def test_what_is_not_the_sum_of_its_turns_is_not_understood(template: str, reason: str) -> None:
     with pytest.raises(NotUnderstood, match=reason):
-        take_apart(template, "", "", False)
+        split_template(template, "", "", False)
 
 
 def test_text_that_go_or_the_modelfile_would_change_becomes_an_action() -> None:
     odd = "{% for m in messages %}{{ '{{ \"\"\"' + m.role + '\u200b\t}}' + m.content + '\n' }}{% endfor %}"
     odd += '{% if add_generation_prompt %}{{ \'{{ """assistant\u200b\t}}\' }}{% endif %}'
-    text = go_template(take_apart(odd, "", "", False))
+    text = go_template(split_template(odd, "", "", False))
     assert '{{ "{{" }} {{ "\\"\\"\\"" }}user{{ "\\u200b\\t}}" }}{{ .Content }}' in text
     assert '"""' not in text
 

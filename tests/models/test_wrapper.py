@@ -8,7 +8,7 @@ import pytest
 
 from bridge.errors import BridgeError
 from bridge.models import tensors_of_gguf
-from bridge.models.wrapper import text_names, whole_name
+from bridge.models.wrapper import name_in_parts, text_names
 
 CONFIG = {
     "architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "vision_config": {},
@@ -45,7 +45,7 @@ STORED = {
 def test_names_of_a_whole_model_are_those_that_transformers_writes(architecture: str, names: list[str]) -> None:
     config = {"architectures": [architecture]}
     own = ["model.layers.0.mlp.up_proj.weight", "lm_head.weight", "visual.merger.mlp.0.weight"]
-    assert [whole_name(name, config) for name in own] == names
+    assert [name_in_parts(name, config) for name in own] == names
     found, others = text_names(names)
     assert [*found.values(), *others] == names
     assert list(found) == own[:2]

@@ -25,7 +25,7 @@ from bridge.models import numbers_of_gguf, tensors_of_gguf
 from bridge.models.gguf_config import family_of_gguf
 from bridge.models.outline import OutlineTensor, Part
 from bridge.models.restored import restored, rows_of, shape_of
-from bridge.models.wrapper import has_parts, text_names, whole_name
+from bridge.models.wrapper import has_parts, name_in_parts, text_names
 from bridge.runtime.cpu.engines.dequantize import UNQUANTIZED
 from bridge.runtime.cpu.engines.dequantize import rows as dequantized
 from bridge.system.storage.files import files_below, read_json
@@ -207,7 +207,7 @@ class GgufSource:
         """The floats of the model's other parts, in the dtypes of the config's folder."""
         store = open_store(self.home) if any(self.home.glob("*.safetensors")) else Store([])
         for name in text_names(store.tensors)[1]:
-            info = replace(store.tensors[name], name=whole_name(name, config))
+            info = replace(store.tensors[name], name=name_in_parts(name, config))
             if info.dtype not in NUMPY or not info.floating:
                 raise BridgeError(f"{info.file}: {name} is {info.dtype}; take the float model's config and weights")
             self.tensors[info.name] = info

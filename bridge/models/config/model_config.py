@@ -109,14 +109,14 @@ def sizes_of(config: Mapping[str, Any], size: int) -> list[str]:
     """What in a config.json is of this size, with it: "vocab_size 352", "num_attention_heads times head_dim 512"."""
     values = {**config, **table(config.get("text_config", config.get("llm_config")))}
     numbers = {key: value for key, value in values.items() if type(value) is int and value > 0}
-    found = [f"{key} {size}" for key, value in numbers.items() if value == size and _SIZE.fullmatch(key)]
+    matches = [f"{key} {size}" for key, value in numbers.items() if value == size and _SIZE.fullmatch(key)]
     for key in ("num_attention_heads", "num_key_value_heads"):
         heads = numbers.get(key)
         head_dim = numbers.get("head_dim")
         if heads is not None and head_dim is not None and heads * head_dim == size:
-            found.append(f"{key} {heads} times head_dim {head_dim}")
+            matches.append(f"{key} {heads} times head_dim {head_dim}")
         elif key == "num_key_value_heads" and heads is not None and head_dim is None:
             width, all_heads = numbers.get("hidden_size", 0), numbers.get("num_attention_heads", 1)
             if width // all_heads * heads == size:
-                found.append(f"{key} {heads} of heads of {width // all_heads}")
-    return found
+                matches.append(f"{key} {heads} of heads of {width // all_heads}")
+    return matches

@@ -53,8 +53,8 @@ def _mend_sampling(metadata: gguf.Metadata, folder: Path) -> None:
     for name, value in vars(metadata).items():
         if name.startswith("sampling_") and value is not None:
             number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1 << 31
-            whole = name in ("sampling_top_k", "sampling_penalty_last_n", "sampling_mirostat")
-            setattr(metadata, name, (int(value) if whole else float(value)) if number and not greedy else None)
+            is_count = name in ("sampling_top_k", "sampling_penalty_last_n", "sampling_mirostat")
+            setattr(metadata, name, (int(value) if is_count else float(value)) if number and not greedy else None)
 
 
 def repository_of(name: Any, folder: Path) -> str | None:

@@ -154,14 +154,14 @@ def global_layers(config: Config) -> tuple[int, int]:
         raise BridgeError(f"{config.path}: per_layer_config is {layers!r:.80}, must be an object")
     kinds = enumerate(config.get("layer_types") or ())
     entries = [layers.get(str(layer), {}) for layer, kind in kinds if kind == "full_attention"]
-    own = entries[0] if entries else {}
-    if any(entry != own for entry in entries) or len(layers) > len(entries):
+    shared = entries[0] if entries else {}
+    if any(entry != shared for entry in entries) or len(layers) > len(entries):
         raise BridgeError(
             f"{config.path}: per_layer_config is {layers!r:.80}, must have the same for every layer with full "
             "attention, and for no other; llama.cpp has two kinds of layers"
         )
-    head = own.get("head_dim", config.integer("head_dim", 256))
-    return config.within_sides("head_dim of full attention", head), own.get("num_key_value_heads", kv_heads)
+    head = shared.get("head_dim", config.integer("head_dim", 256))
+    return config.within_sides("head_dim of full attention", head), shared.get("num_key_value_heads", kv_heads)
 
 
 def _proportional(config: Config, rules: dict[str, Any], base: float) -> Rope:
@@ -182,8 +182,8 @@ def _longrope(config: Config, rules: dict[str, Any], base: float, rotated: int) 
     for name in ("long", "short"):
         values = rules.get(f"{name}_factor")
         if not isinstance(values, list) or len(values) != rotated // 2 or not all(positive(v) for v in values):
-            found = f"{name}_factor is {values!r:.60}"
-            raise BridgeError(f"{config.path}: the rope parameters' {found}, must be {rotated // 2} numbers")
+            problem = f"{name}_factor is {values!r:.60}"
+            raise BridgeError(f"{config.path}: the rope parameters' {problem}, must be {rotated // 2} numbers")
         factors[f"rope_factors_{name}"] = np.array(values, np.float32)
     scale = context / original
     size = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 and original > 1 else 1.0

@@ -22,21 +22,15 @@ from bridge.models.families.lfm2 import LFM2, LFM2_MOE
 from bridge.models.families.llama import LLAMA
 from bridge.models.families.llama4 import LLAMA4
 from bridge.models.families.mamba2 import MAMBA2
-from bridge.models.families.minimax_m2 import MINIMAX_M2
-from bridge.models.families.minimax_m3 import MINIMAX_M3
-from bridge.models.families.mistral import MISTRAL, MIXTRAL
-from bridge.models.families.mistral3 import MISTRAL3
+from bridge.models.families.minimax import MINIMAX_M2, MINIMAX_M3
+from bridge.models.families.mistral import MISTRAL, MISTRAL3, MIXTRAL
 from bridge.models.families.mistral4 import MISTRAL4
 from bridge.models.families.nemotron_h import NEMOTRON_H, NEMOTRON_H_MOE
-from bridge.models.families.olmo2 import OLMO2
-from bridge.models.families.olmo3 import OLMO3
-from bridge.models.families.phi3 import PHI3
-from bridge.models.families.phimoe import PHIMOE
-from bridge.models.families.qwen2 import QWEN2, QWEN2_MOE
-from bridge.models.families.qwen3 import QWEN3, QWEN3_MOE
+from bridge.models.families.olmo import OLMO2, OLMO3
+from bridge.models.families.phi import PHI3, PHIMOE
+from bridge.models.families.qwen import QWEN2, QWEN2_MOE, QWEN2_VL, QWEN3, QWEN3_MOE, QWEN3_VL, QWEN3_VL_MOE
 from bridge.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from bridge.models.families.qwen3_next import QWEN3_NEXT
-from bridge.models.families.qwen_vl import QWEN2_VL, QWEN3_VL, QWEN3_VL_MOE
 from bridge.models.families.seed_oss import SEED_OSS
 from bridge.models.families.smollm3 import SMOLLM3
 from bridge.models.families.starcoder2 import STARCODER2

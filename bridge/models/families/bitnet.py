@@ -8,7 +8,7 @@ build 11549): it computes SiLU, as the first models of this architecture had.
 
 from bridge.models.config.gguf_keys import Key
 from bridge.models.config.model_config import Config
-from bridge.models.family import NO_BIASES, Expected, Family, Row, attention, decoder
+from bridge.models.family import NO_BIASES, Expected, Family, Row, decoder, pre_norm_attention
 
 _NO_HEAD = "llama.cpp's graph for this architecture has no other head"
 
@@ -36,9 +36,7 @@ BITNET = Family(
     metadata=(Key("hidden_activation", "hidden_act", "relu2", missing="silu"),),
     notes=_notes,
     table=decoder(
-        Row("input_layernorm", "hidden"),
-        *attention(Row("self_attn.attn_sub_norm", "hidden", name="attn_sub_norm.weight")),
-        Row("post_attention_layernorm", "hidden"),
+        *pre_norm_attention(Row("self_attn.attn_sub_norm", "hidden", name="attn_sub_norm.weight")),
         Row("mlp.ffn_sub_norm", "inner", name="ffn_sub_norm.weight"),
         Row("mlp.gate_proj", "inner hidden"),
         Row("mlp.up_proj", "inner hidden"),

@@ -15,7 +15,7 @@ from bridge.models.config.arguments import Arguments
 from bridge.models.config.gguf_keys import Computed, Constant, Key, StoredKeys
 from bridge.models.config.model_config import Config
 from bridge.models.config.rope import yarn_betas
-from bridge.models.family import SILU, Expected, Family, Row, decoder
+from bridge.models.family import SILU, Expected, Family, Row, decoder, other_layers
 
 RATIOS = (0, 4, 128)  # tokens that become one; 0: none do
 _, _SPARSE, _HEAVY = RATIOS
@@ -88,25 +88,21 @@ def _hash(args: Arguments, layer: int) -> bool:
     return layer < args.more["hashed"]
 
 
-def _routed(args: Arguments, layer: int) -> bool:
-    return not _hash(args, layer)
-
-
 def _indexed(args: Arguments, layer: int) -> bool:
     return args.more[f"ratio.{layer}"] == _SPARSE
 
 
-def _named(name: str, shape: str, own: str, *also: str, **more: Any) -> Row:
-    return Row(own, shape, also, name=f"{name}.weight", **more)
+def _named(name: str, shape: str, source: str, *also: str, **more: Any) -> Row:
+    return Row(source, shape, also, name=f"{name}.weight", **more)
 
 
-def _compressor(name: str, own: str, published: str, size: str, ratio: int) -> tuple[Row, ...]:
+def _compressor(name: str, prefix: str, published: str, size: str, ratio: int) -> tuple[Row, ...]:
     """What makes one of `ratio` tokens; of 4, two that overlap."""
     twice, tokens = (f"{size}+{size}", "four") if ratio == _SPARSE else (size, "many")
 
     def row(kind: str, shape: str, module: str, stored: str, **more: Any) -> Row:
         more["layers"] = lambda args, layer: args.more[f"ratio.{layer}"] == ratio
-        return _named(f"{name}_{kind}", shape, f"self_attn.{own}.{module}", f"attn.{published}.{stored}", **more)
+        return _named(f"{name}_{kind}", shape, f"self_attn.{prefix}.{module}", f"attn.{published}.{stored}", **more)
 
     return (
         row("kv", f"{twice} hidden", "kv_proj", "wkv"), row("gate", f"{twice} hidden", "gate_proj", "wgate"),
@@ -119,17 +115,17 @@ def _streams(part: str) -> tuple[Row, ...]:
     """What mixes the streams before and after a layer's attention, or its experts."""
     shapes = {"fn": "mixes all", "base": "mixes", "scale": "three"}
     return tuple(
-        _named(f"hc_{part}_{own}", shape, f"{part}_hc.{own}", f"hc_{part}_{own}", exact=True, floats="F32")
-        for own, shape in shapes.items()
+        _named(f"hc_{part}_{name}", shape, f"{part}_hc.{name}", f"hc_{part}_{name}", exact=True, floats="F32")
+        for name, shape in shapes.items()
     )
 
 
-def _expert(kind: str, shape: str, own: str, published: str, stack: str) -> tuple[Row, ...]:
+def _expert(kind: str, shape: str, module: str, published: str, stack: str) -> tuple[Row, ...]:
     """A matrix of every expert, and the shared ones'."""
     experts, shared = f"mlp.experts.*.{published}", shape.replace("expert", "shared")
     return (
         _named(f"ffn_{kind}_exps", shape, experts, experts.replace("mlp", "ffn"), f"mlp.experts.{stack}"),
-        _named(f"ffn_{kind}_shexp", shared, f"mlp.shared_experts.{own}", f"ffn.shared_experts.{published}"),
+        _named(f"ffn_{kind}_shexp", shared, f"mlp.shared_experts.{module}", f"ffn.shared_experts.{published}"),
     )
 
 
@@ -200,7 +196,7 @@ DEEPSEEK4 = Family(
             ),
             Row(
                 "mlp.gate.e_score_correction_bias", "experts", ("ffn.gate.bias",), exact=True,
-                name="exp_probs_b.bias", layers=_routed,
+                name="exp_probs_b.bias", layers=other_layers(_hash),
             ),
             *_expert("gate", "expert hidden", "gate_proj", "w1", "gate_up_proj[0/2]"),
             *_expert("up", "expert hidden", "up_proj", "w3", "gate_up_proj[1/2]"),
@@ -211,9 +207,9 @@ DEEPSEEK4 = Family(
         ),
         *(
             _named(
-                f"output_hc_{own}", shape, f"model.hc_head.hc_{own}", f"model.hc_head_{own}", exact=True, floats="F32"
+                f"output_hc_{key}", shape, f"model.hc_head.hc_{key}", f"model.hc_head_{key}", exact=True, floats="F32"
             )
-            for own, shape in (("fn", "streams all"), ("base", "streams"), ("scale", "one"))
+            for key, shape in (("fn", "streams all"), ("base", "streams"), ("scale", "one"))
         ),
     ),
 )  # fmt: skip

@@ -11,10 +11,21 @@ from bridge.errors import BridgeError
 from bridge.models.config.arguments import Arguments
 from bridge.models.config.gguf_keys import Computed, Constant, Key
 from bridge.models.config.model_config import Config
-from bridge.models.family import EXPERTS, SILU, Expected, Family, Row, attention, decoder, gated_mlp, leading, sparse
+from bridge.models.family import (
+    EXPERTS,
+    SILU,
+    Expected,
+    Family,
+    Row,
+    decoder,
+    gated_mlp,
+    leading,
+    pre_norm_attention,
+    sparse,
+)
 
 _UNKNOWN = "llama.cpp's converter knows no such model"
-_ATTENTION = (Row("input_layernorm", "hidden"), *attention(), Row("post_attention_layernorm", "hidden"))
+_ATTENTION = pre_norm_attention()
 
 ERNIE4_5 = Family(
     titles=("ERNIE 4.5",),

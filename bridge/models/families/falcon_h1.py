@@ -26,10 +26,6 @@ def _sizes(config: Config, args: Arguments) -> dict[str, int]:
     return mamba2_sizes(args, inner)
 
 
-def _metadata(_config: Config, args: Arguments) -> dict[str, Any]:
-    return {"context_length": args.context}
-
-
 def _config(stored: StoredKeys) -> dict[str, Any]:
     """Without its factors, by which the GGUF's weights are multiplied."""
     inner = stored.get("ssm.inner_size")
@@ -43,10 +39,10 @@ def _factors(config: Config, _args: Arguments) -> dict[str, Sequence[float]]:
     """One number each; z, x, B, C and the time steps, the rows of in_proj, have their own."""
 
     def several(key: str, count: int) -> list[float]:
-        found = config.get(key, count * [1.0])
-        if not isinstance(found, list) or len(found) != count or not all(isinstance(x, int | float) for x in found):
-            raise BridgeError(f"{config.path}: {key} is {found!r:.80}, must be {count} numbers")
-        return [float(x) for x in found]
+        values = config.get(key, count * [1.0])
+        if not isinstance(values, list) or len(values) != count or not all(isinstance(x, int | float) for x in values):
+            raise BridgeError(f"{config.path}: {key} is {values!r:.80}, must be {count} numbers")
+        return [float(x) for x in values]
 
     gate, down = several("mlp_multipliers", 2)
     read, into = config.number("attention_in_multiplier", 1.0), config.number("ssm_in_multiplier", 1.0)
@@ -80,7 +76,7 @@ FALCON_H1 = Family(
     factors=_factors,
     metadata=(
         *mamba2_keys(("mamba_d_conv", 4), ("mamba_d_state", None), ("mamba_n_groups", 1), ("mamba_n_heads", None)),
-        Computed(_metadata, _config),
+        Computed(lambda _config, args: {"context_length": args.context}, _config),
     ),
     table=decoder(
         Row("input_layernorm", "hidden"),

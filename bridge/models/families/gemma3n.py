@@ -18,7 +18,18 @@ from bridge.models.config.model_config import Config
 from bridge.models.families.gemma import GELU
 from bridge.models.families.gemma4 import INPUT_OF_LAYER, INPUTS, NORMS, inputs_config, layers_with_window
 from bridge.models.families.windows import local_base
-from bridge.models.family import EMBEDDINGS, NO_BIASES, NO_OTHER, Expected, Family, Row, attention, decoder, gated_mlp
+from bridge.models.family import (
+    EMBEDDINGS,
+    NO_BIASES,
+    NO_OTHER,
+    Expected,
+    Family,
+    Row,
+    attention,
+    decoder,
+    gated_mlp,
+    other_layers,
+)
 from bridge.models.outline import Part
 
 _STREAMS = 4
@@ -74,21 +85,17 @@ def _inputs(args: Arguments, source: str) -> tuple[Part, ...]:
     return (Part(source, (args.vocab, width), np.where(tokens < known, tokens, 0), stored=(known, width)),)
 
 
-def _own(args: Arguments, layer: int) -> bool:
+def _has_own_kv(_args: Arguments, layer: int) -> bool:
     return layer < _OWN_KV
-
-
-def _shared(args: Arguments, layer: int) -> bool:
-    return layer >= _OWN_KV
 
 
 def _everywhere(table: tuple[Row, ...]) -> tuple[Row, ...]:
     """A table whose later layers may take k, v and their norm from the first."""
-    kv = ("k_proj", "v_proj", "k_norm")
-    later = {
-        row: replace(row, layers=_shared, also=(row.source.format(0),)) for row in table if row.source.endswith(kv)
-    }
-    return tuple(one for row in table for one in ((replace(row, layers=_own), later[row]) if row in later else (row,)))
+    shared = {row for row in table if row.source.endswith(("k_proj", "v_proj", "k_norm"))}
+    later = {row: replace(row, layers=other_layers(_has_own_kv), also=(row.source.format(0),)) for row in shared}
+    return tuple(
+        one for row in table for one in ((replace(row, layers=_has_own_kv), later[row]) if row in later else (row,))
+    )
 
 
 GEMMA3N = Family(
@@ -127,10 +134,10 @@ GEMMA3N = Family(
                 *INPUTS[1:],
                 *(
                     Row(
-                        f"model.altup_{made}rojections.0", "others hidden hidden", floats="F16", parts=_other_streams,
-                        name=f"altup_{own}.weight",
+                        f"model.altup_{stem}rojections.0", "others hidden hidden", floats="F16", parts=_other_streams,
+                        name=f"altup_{name}.weight",
                     )
-                    for made, own in (("p", "proj"), ("unembed_p", "unembd_proj"))
+                    for stem, name in (("p", "proj"), ("unembed_p", "unembd_proj"))
                 ),
             ),
         )

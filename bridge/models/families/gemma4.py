@@ -106,24 +106,24 @@ def _attention(q: str, kv: str, head: str, chosen: Callable[[str], bool]) -> tup
     def here(args: Arguments, layer: int) -> bool:
         return chosen(args.kinds[layer])
 
-    def own(args: Arguments, layer: int) -> bool:
+    def owns(args: Arguments, layer: int) -> bool:
         return here(args, layer) and layer < args.more["own_kv"]
 
-    def others(args: Arguments, layer: int) -> bool:
+    def shares(args: Arguments, layer: int) -> bool:
         return here(args, layer) and layer >= args.more["own_kv"]
 
     def values(args: Arguments, layer: int) -> bool:
-        return own(args, layer) and not (args.kinds[layer] == _GLOBAL and args.more["keys_are_values"])
+        return owns(args, layer) and not (args.kinds[layer] == _GLOBAL and args.more["keys_are_values"])
 
-    made = (
-        Row("self_attn.k_proj", f"{kv} hidden", layers=own), Row("self_attn.v_proj", f"{kv} hidden", layers=values),
-        Row("self_attn.k_norm", head, layers=own),
+    kv_rows = (
+        Row("self_attn.k_proj", f"{kv} hidden", layers=owns), Row("self_attn.v_proj", f"{kv} hidden", layers=values),
+        Row("self_attn.k_norm", head, layers=owns),
     )  # fmt: skip
     return (
         Row("self_attn.q_proj", f"{q} hidden", layers=here),
         Row("self_attn.q_norm", head, layers=here),
-        *made,
-        *(replace(row, layers=others, optional=True) for row in made),
+        *kv_rows,
+        *(replace(row, layers=shares, optional=True) for row in kv_rows),
         Row("self_attn.o_proj", f"hidden {q}", layers=here),
     )
 
@@ -171,7 +171,7 @@ GEMMA4 = Family(
     language_model=("gemma4_text", "Gemma4ForCausalLM"),
     tokenizer="gemma4",
     wrapped=True,
-    own=".experts.",
+    alternative=".experts.",
     table=decoder(
         *NORMS,
         *_attention("q", "kv", "head", lambda kind: kind != _GLOBAL),

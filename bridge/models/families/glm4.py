@@ -11,7 +11,7 @@ from bridge.errors import BridgeError
 from bridge.models.config.arguments import Arguments
 from bridge.models.config.gguf_keys import ATTENTION_BIAS, Computed, Constant, Entry, Key, Present
 from bridge.models.config.model_config import Config
-from bridge.models.families.qwen_vl import rope_sections
+from bridge.models.families.qwen import rope_sections
 from bridge.models.family import (
     EXPERTS,
     NO_BIASES,
@@ -24,6 +24,7 @@ from bridge.models.family import (
     decoder,
     gated_mlp,
     leading,
+    pre_norm_attention,
     sparse,
 )  # fmt: skip
 from bridge.models.prediction import prediction
@@ -40,15 +41,11 @@ GLM4 = Family(
         *attention(bias=configured),
         Row("post_self_attn_layernorm", "hidden"),
         Row("post_attention_layernorm", "hidden"),
-        Row("mlp.gate_up_proj", "inner+inner hidden", apart=("mlp.gate_proj", "mlp.up_proj")),
+        Row("mlp.gate_up_proj", "inner+inner hidden", separate=("mlp.gate_proj", "mlp.up_proj")),
         Row("mlp.down_proj", "hidden inner", columns_of=("mlp.gate_up_proj",)),
         Row("post_mlp_layernorm", "hidden"),
     ),
 )
-
-
-def _sizes(config: Config, args: Arguments) -> dict[str, int]:
-    return {"shared": args.expert_inner * config.integer("n_shared_experts", 1)}
 
 
 def _router(normalized: bool) -> tuple[Entry, ...]:
@@ -83,17 +80,15 @@ GLM4_MOE = Family(
     },
     expects=(SILU, Expected("n_group", (1,), "llama.cpp chooses among all experts here")),
     names={"num_experts": "n_routed_experts"},
-    sizes=_sizes,
+    sizes=lambda config, args: {"shared": args.expert_inner * config.integer("n_shared_experts", 1)},
     metadata=(*_router(True), Present("use_qk_norm", "attn_q_norm.weight")),
     predicts="carried",
     table=decoder(
-        Row("input_layernorm", "hidden"),
-        *attention(
+        *pre_norm_attention(
             Row("self_attn.q_norm", "head", when=lambda args: args.qk_norm),
             Row("self_attn.k_norm", "head", when=lambda args: args.qk_norm),
             bias=configured,
         ),
-        Row("post_attention_layernorm", "hidden"),
         *leading(*gated_mlp("mlp", "inner")),
         *sparse(
             *EXPERTS,

@@ -1,13 +1,7 @@
 """GPT-2: embeddings for positions; q, k and v in one matrix. Its layers are Conv1D: floats are stored transposed."""
 
-from bridge.models.config.arguments import Arguments
 from bridge.models.config.gguf_keys import Computed
-from bridge.models.config.model_config import Config
 from bridge.models.family import Expected, Family, Row, decoder, required
-
-
-def _sizes(_config: Config, args: Arguments) -> dict[str, int]:
-    return {"context": args.context}
 
 
 def _conv1d(name: str, shape: str, columns_of: tuple[str, ...] = ()) -> Row:
@@ -29,7 +23,7 @@ GPT2 = Family(
         "num_hidden_layers": "n_layer",
         "max_position_embeddings": "n_positions", "intermediate_size": "n_inner", "rms_norm_eps": "layer_norm_epsilon",
     },
-    sizes=_sizes,
+    sizes=lambda _config, args: {"context": args.context},
     metadata=(Computed(config=lambda stored: {"n_ctx": stored.values["max_position_embeddings"]}),),
     lacks=("head_dim",),
     layer_norm=True,

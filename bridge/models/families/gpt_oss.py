@@ -54,7 +54,7 @@ GPT_OSS = Family(
     arch="gpt-oss",
     architectures=("GptOssForCausalLM",),
     model_type="gpt_oss",
-    own=_EXPERTS,
+    alternative=_EXPERTS,
     keys={
         "num_experts": None, "attention_bias": True, "head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 150000.0,
         "truncate": False,

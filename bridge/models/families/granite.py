@@ -12,7 +12,7 @@ import numpy as np
 from bridge.models.config.arguments import Arguments
 from bridge.models.config.gguf_keys import ATTENTION_BIAS, Computed, Key, StoredKeys
 from bridge.models.families.llama import LLAMA
-from bridge.models.family import Row, attention, configured, decoder
+from bridge.models.family import Row, configured, decoder, pre_norm_attention
 from bridge.models.outline import Part
 
 FACTORS = (
@@ -71,13 +71,11 @@ GRANITE_MOE = replace(
     architectures=("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"),
     model_type="granitemoe",
     keys={**LLAMA.keys, "num_experts": None},
-    own="_linear.weight",
+    alternative="_linear.weight",
     metadata=(*FACTORS, SHARED, ATTENTION_BIAS, Computed(config=_kind)),
     written_as={"num_experts": "num_local_experts"},
     table=decoder(
-        Row("input_layernorm", "hidden"),
-        *attention(bias=configured, o_bias=configured, interleaved=True),
-        Row("post_attention_layernorm", "hidden"),
+        *pre_norm_attention(bias=configured, o_bias=configured, interleaved=True),
         *STACKED,
     ),
 )

@@ -9,7 +9,7 @@ from bridge.models.config.gguf_keys import ATTENTION_BIAS, Computed, Constant, S
 from bridge.models.config.model_config import Config
 from bridge.models.families.granite import FACTORS, GRANITE_MOE, SHARED, STACKED
 from bridge.models.families.mamba2 import mamba2, mamba2_keys, mamba2_sizes
-from bridge.models.family import NO_BIASES, SILU, Expected, Row, attention, decoder
+from bridge.models.family import NO_BIASES, SILU, Expected, Row, attention, decoder, in_layers
 
 
 def _sizes(config: Config, args: Arguments) -> dict[str, int]:
@@ -38,10 +38,6 @@ def _attends(args: Arguments, layer: int) -> bool:
     return args.kinds[layer] in ("attention", "full_attention")
 
 
-def _mixes(args: Arguments, layer: int) -> bool:
-    return args.kinds[layer] in ("mamba", "linear_attention")
-
-
 GRANITE_HYBRID = replace(
     GRANITE_MOE,
     titles=("Granite 4 hybrid",),
@@ -61,8 +57,8 @@ GRANITE_HYBRID = replace(
     ),
     table=decoder(
         Row("input_layernorm", "hidden"),
-        *mamba2("mamba", _mixes),
-        *(replace(row, layers=_attends) for row in attention(interleaved=True)),
+        *mamba2("mamba", lambda args, layer: args.kinds[layer] in ("mamba", "linear_attention")),
+        *in_layers(_attends, *attention(interleaved=True)),
         Row("post_attention_layernorm", "hidden"),
         *STACKED,
     ),

@@ -12,7 +12,7 @@ from bridge.models.config.arguments import Arguments
 from bridge.models.config.gguf_keys import Computed, Constant, Key, StoredKeys
 from bridge.models.config.model_config import Config
 from bridge.models.config.rope import rope_number, rope_rules
-from bridge.models.family import EXPERTS, NO_BIASES, SILU, Family, Row, attention, decoder, gated_mlp
+from bridge.models.family import EXPERTS, NO_BIASES, SILU, Family, Row, decoder, gated_mlp, pre_norm_attention
 
 _CONTEXT = 256 * 1024  # max_position_embeddings is 32 Ki in some published configs
 
@@ -34,11 +34,7 @@ def _config(stored: StoredKeys) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": stored.get("rope.freq_base", 10000.0)}}
 
 
-_ATTENTION = (
-    Row("input_layernorm", "hidden"),
-    *attention(Row("self_attn.query_layernorm", "head"), Row("self_attn.key_layernorm", "head")),
-    Row("post_attention_layernorm", "hidden"),
-)
+_ATTENTION = pre_norm_attention(Row("self_attn.query_layernorm", "head"), Row("self_attn.key_layernorm", "head"))
 
 HUNYUAN = Family(
     titles=("Hunyuan (dense)",),

@@ -1,12 +1,22 @@
 """Jamba: most layers are Mamba's, with norms of their own, a few have attention without rotation; some have experts."""
 
-from dataclasses import replace
 from typing import Any
 
 from bridge.models.config.arguments import Arguments
 from bridge.models.config.gguf_keys import Computed, Key, StoredKeys
 from bridge.models.config.model_config import Config
-from bridge.models.family import SILU, Expected, Family, Row, attention, decoder, gated_mlp, required
+from bridge.models.family import (
+    SILU,
+    Expected,
+    Family,
+    Row,
+    attention,
+    decoder,
+    gated_mlp,
+    in_layers,
+    other_layers,
+    required,
+)
 
 
 def _sizes(config: Config, args: Arguments) -> dict[str, int]:
@@ -25,17 +35,9 @@ def _attends(args: Arguments, layer: int) -> bool:
     return layer % args.more["attention_period"] == args.more["attention_first"]
 
 
-def _mixes(args: Arguments, layer: int) -> bool:
-    return not _attends(args, layer)
-
-
 def _chooses(args: Arguments, layer: int) -> bool:
     """Whether a layer has experts."""
     return args.experts > 1 and layer % args.more["experts_period"] == args.more["experts_first"]
-
-
-def _dense(args: Arguments, layer: int) -> bool:
-    return not _chooses(args, layer)
 
 
 def _heads(_config: Config, args: Arguments) -> dict[str, Any]:
@@ -61,7 +63,7 @@ def _config(stored: StoredKeys) -> dict[str, Any]:
 
 
 def _mamba(part: str, shape: str, **more: Any) -> Row:
-    return Row(f"mamba.{part}", shape, layers=_mixes, **more)
+    return Row(f"mamba.{part}", shape, layers=other_layers(_attends), **more)
 
 
 JAMBA = Family(
@@ -94,11 +96,11 @@ JAMBA = Family(
         _mamba("A_log", "ssm_inner state", exact=True, name="ssm_a", floats="F32", change="-exp"),
         _mamba("D", "ssm_inner", exact=True, name="ssm_d"),
         _mamba("out_proj", "hidden ssm_inner"),
-        *(replace(row, layers=_attends) for row in attention()),
+        *in_layers(_attends, *attention()),
         Row("pre_ff_layernorm", "hidden"),
-        *(replace(row, layers=_dense) for row in gated_mlp("feed_forward", "inner")),
+        *in_layers(other_layers(_chooses), *gated_mlp("feed_forward", "inner")),
         Row("feed_forward.router", "experts hidden", floats="F32", layers=_chooses),
-        *(replace(row, layers=_chooses) for row in gated_mlp("feed_forward.experts.*", "expert")),
+        *in_layers(_chooses, *gated_mlp("feed_forward.experts.*", "expert")),
         norm=Row("model.final_layernorm", "hidden"),
     ),
 )  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 from bridge.models.config.arguments import Arguments
 from bridge.models.config.gguf_keys import Computed, Constant, Key, StoredKeys
 from bridge.models.config.model_config import Config
-from bridge.models.family import Expected, Family, Row, decoder, leading, sparse
+from bridge.models.family import Expected, Family, Row, decoder, in_layers, leading, sparse
 
 
 def _adjusted(config: Config, args: Arguments) -> dict[str, int]:
@@ -32,7 +32,7 @@ def _kinds(stored: StoredKeys) -> dict[str, Any]:
 
 
 def _of(kind: str, *rows: Row) -> tuple[Row, ...]:
-    return tuple(replace(row, layers=lambda args, layer: args.kinds[layer] == kind) for row in rows)
+    return in_layers(lambda args, layer: args.kinds[layer] == kind, *rows)
 
 
 def _network(module: str, inner: str) -> tuple[Row, ...]:

@@ -1,7 +1,7 @@
 """Llama 1 to 3.x, and the many other models published as LlamaForCausalLM."""
 
 from bridge.models.config.gguf_keys import ATTENTION_BIAS, Present
-from bridge.models.family import Family, Row, attention, configured, decoder, gated_mlp
+from bridge.models.family import Family, configured, decoder, gated_mlp, pre_norm_attention
 
 LLAMA = Family(
     titles=("Llama 1 to 3.x",),
@@ -13,9 +13,7 @@ LLAMA = Family(
     metadata=(ATTENTION_BIAS, Present("mlp_bias", "ffn_gate.bias")),
     in_gguf=lambda get: not get("expert_count") and not get("attention.sliding_window"),
     table=decoder(
-        Row("input_layernorm", "hidden"),
-        *attention(bias=configured, o_bias=configured, interleaved=True),
-        Row("post_attention_layernorm", "hidden"),
+        *pre_norm_attention(bias=configured, o_bias=configured, interleaved=True),
         *gated_mlp("mlp", "inner", bias=lambda args: args.mlp_bias),
     ),
 )

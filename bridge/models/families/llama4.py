@@ -3,7 +3,6 @@
 The others attend to chunks of 8192 tokens. llama.cpp normalizes q and k but in the model of 128 experts.
 """
 
-from dataclasses import replace
 from typing import Any
 
 from bridge.errors import BridgeError
@@ -11,14 +10,21 @@ from bridge.gguf_file.architectures import ARCHITECTURES
 from bridge.models.config.arguments import Arguments
 from bridge.models.config.gguf_keys import ATTENTION_BIAS, Computed, Key
 from bridge.models.config.model_config import Config
-from bridge.models.family import SILU, Expected, Family, Row, attention, configured, decoder, gated_mlp
+from bridge.models.family import (
+    SILU,
+    Expected,
+    Family,
+    Row,
+    configured,
+    decoder,
+    gated_mlp,
+    in_layers,
+    other_layers,
+    pre_norm_attention,
+)
 
 _BUILT_IN = "llama.cpp's graph has it built in"
 _MAVERICK = ARCHITECTURES["llama4"].no_unit_norms  # experts
-
-
-def _sizes(config: Config, args: Arguments) -> dict[str, int]:
-    return {"step": config.integer("interleave_moe_layer_step", 1), "shared": args.expert_inner}
 
 
 def _checked(config: Config, args: Arguments) -> dict[str, Any]:
@@ -34,10 +40,6 @@ def _checked(config: Config, args: Arguments) -> dict[str, Any]:
 
 def _sparse(args: Arguments, layer: int) -> bool:
     return (layer + 1) % args.more["step"] == 0
-
-
-def _dense(args: Arguments, layer: int) -> bool:
-    return not _sparse(args, layer)
 
 
 _EXPERTS = "feed_forward.experts"
@@ -56,7 +58,7 @@ LLAMA4 = Family(
         Expected("attn_scale", (0.1,), _BUILT_IN), Expected("attn_temperature_tuning", (True, 4), _BUILT_IN),
     ),
     names={"intermediate_size": "intermediate_size_mlp", "moe_intermediate_size": "intermediate_size"},
-    sizes=_sizes,
+    sizes=lambda config, args: {"step": config.integer("interleave_moe_layer_step", 1), "shared": args.expert_inner},
     metadata=(
         Computed(_checked, lambda stored: {"use_qk_norm": stored.get("expert_count") != _MAVERICK}),
         Key("interleave_moe_layer_step", "interleave_moe_layer_step", 1), ATTENTION_BIAS,
@@ -64,22 +66,18 @@ LLAMA4 = Family(
     language_model=("llama4_text", "Llama4ForCausalLM"),
     written_as={"num_experts": "num_local_experts"},
     wrapped=True,
-    own=_EXPERTS,
-    apart=True,
+    alternative=_EXPERTS,
+    unstacked=True,
     table=decoder(
-        Row("input_layernorm", "hidden"),
-        *attention(bias=configured, o_bias=configured),
-        Row("post_attention_layernorm", "hidden"),
-        *(replace(row, layers=_dense) for row in gated_mlp("feed_forward", "inner")),
-        *(
-            replace(row, layers=_sparse)
-            for row in (
-                Row("feed_forward.router", "experts hidden", floats="F32"),
-                Row(f"{_EXPERTS}.*.gate_proj", "expert hidden", (f"{_EXPERTS}.gate_up_proj[0/2]^",)),
-                Row(f"{_EXPERTS}.*.up_proj", "expert hidden", (f"{_EXPERTS}.gate_up_proj[1/2]^",)),
-                Row(f"{_EXPERTS}.*.down_proj", "hidden expert", (f"{_EXPERTS}.down_proj^",)),
-                *gated_mlp("feed_forward.shared_expert", "shared"),
-            )
+        *pre_norm_attention(bias=configured, o_bias=configured),
+        *in_layers(other_layers(_sparse), *gated_mlp("feed_forward", "inner")),
+        *in_layers(
+            _sparse,
+            Row("feed_forward.router", "experts hidden", floats="F32"),
+            Row(f"{_EXPERTS}.*.gate_proj", "expert hidden", (f"{_EXPERTS}.gate_up_proj[0/2]^",)),
+            Row(f"{_EXPERTS}.*.up_proj", "expert hidden", (f"{_EXPERTS}.gate_up_proj[1/2]^",)),
+            Row(f"{_EXPERTS}.*.down_proj", "hidden expert", (f"{_EXPERTS}.down_proj^",)),
+            *gated_mlp("feed_forward.shared_expert", "shared"),
         ),
     ),
 )  # fmt: skip

@@ -40,6 +40,6 @@ MISTRAL4 = replace(
     language_model=("mistral4", "Mistral4ForCausalLM"),
     lacks=("scoring_func", "topk_method"),
     predicts=None,
-    own="mlp.experts.",
+    alternative="mlp.experts.",
     table=latent_table(Row("mlp.gate", "experts hidden", floats="F32"), *experts_with_gate_up("mlp.experts")),
 )

@@ -5,7 +5,6 @@ The experts of larger models work on a shorter vector, which a matrix before and
 token further is a layer with attention and one with experts, which are one block in GGUF.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,7 @@ from bridge.models.config.arguments import Arguments
 from bridge.models.config.gguf_keys import Computed, Constant, Key, StoredKeys
 from bridge.models.config.model_config import Config
 from bridge.models.families.mamba2 import mamba2, mamba2_keys, mamba2_sizes
-from bridge.models.family import NO_BIASES, Expected, Family, Row, decoder
+from bridge.models.family import NO_BIASES, Expected, Family, LayerRule, Row, decoder, in_layers
 from bridge.models.prediction import prediction, predicts
 
 _KINDS = {
@@ -29,7 +28,7 @@ _MTP = {
 }  # fmt: skip
 
 
-def _is(kind: str) -> Callable[[Arguments, int], bool]:
+def _is(kind: str) -> LayerRule:
     def has(args: Arguments, layer: int) -> bool:
         return kind in ("attention", "experts") if predicts(args, layer) else args.kinds[layer] in _KINDS[kind]
 
@@ -82,7 +81,7 @@ def _table(kind: str, *rows: Row) -> tuple[Row, ...]:
             for part, shape in (("q", "q hidden"), ("k", "kv hidden"), ("v", "kv hidden"), ("o", "hidden q"))
         ),
         Row("post_attention_layernorm", "hidden", name="post_attention_norm.weight", layers=predicts),
-        *(replace(row, layers=_is(kind)) for row in rows),
+        *in_layers(_is(kind), *rows),
         *prediction(),
         first=(Row("backbone.embeddings", "vocab hidden"),),
         norm=Row("backbone.norm_f", "hidden"),

@@ -13,6 +13,7 @@ import numpy as np
 from bridge.models.config.arguments import Arguments
 from bridge.models.config.gguf_keys import Computed, StoredKeys
 from bridge.models.config.model_config import Config
+from bridge.models.families.qwen import rope_sections
 from bridge.models.families.qwen3_next import (
     FULL,
     QWEN3_NEXT,
@@ -20,7 +21,6 @@ from bridge.models.families.qwen3_next import (
     delta_sizes,
     linear_row,
 )
-from bridge.models.families.qwen_vl import rope_sections
 from bridge.models.family import EXPERTS, NO_BIASES, NORM, SILU, Row, decoder, gated_mlp
 from bridge.models.outline import Part
 from bridge.models.prediction import prediction

@@ -11,7 +11,19 @@ import numpy as np
 from bridge.models.config.arguments import Arguments
 from bridge.models.config.gguf_keys import Computed, Key, StoredKeys
 from bridge.models.config.model_config import Config
-from bridge.models.family import ALL_SPARSE, EXPERTS, NO_BIASES, NORM, SILU, Expected, Family, Row, decoder, gated_mlp
+from bridge.models.family import (
+    ALL_SPARSE,
+    EXPERTS,
+    NO_BIASES,
+    NORM,
+    SILU,
+    Expected,
+    Family,
+    Row,
+    decoder,
+    gated_mlp,
+    other_layers,
+)
 from bridge.models.outline import Part
 from bridge.models.prediction import QWENS, prediction, predicts
 
@@ -28,18 +40,14 @@ def _linear(args: Arguments, layer: int) -> bool:
     return (layer + 1) % args.more["interval"] != 0 and not predicts(args, layer)
 
 
-def _full(args: Arguments, layer: int) -> bool:
-    return not _linear(args, layer)
-
-
 def _rows(args: Arguments, which: slice) -> np.ndarray:
     """The rows of in_proj_qkvz that are those of q, k, v and z that `which` selects, one head after another."""
     m = args.sizes
     widths = [m["k_dim"], m["k_dim"], *2 * [m["values"] // m["k_heads"]]]
     starts = np.cumsum([0, *widths])
     heads = np.arange(m["k_heads"])[:, None] * starts[-1]
-    found = [(heads + np.arange(starts[i], starts[i + 1])).reshape(-1) for i in range(4)]
-    return np.concatenate(found[which])
+    rows = [(heads + np.arange(starts[i], starts[i + 1])).reshape(-1) for i in range(4)]
+    return np.concatenate(rows[which])
 
 
 def _part(which: slice) -> Any:
@@ -72,7 +80,7 @@ def linear_row(module: str, shape: str, **more: Any) -> Row:
 
 
 def full_row(module: str, shape: str, **more: Any) -> Row:
-    return Row(f"self_attn.{module}", shape, layers=_full, **more)
+    return Row(f"self_attn.{module}", shape, layers=other_layers(_linear), **more)
 
 
 FULL = (

@@ -1,7 +1,7 @@
 """Seed-OSS: Llama's decoder with biases on q, k and v; heads are rotated by halves, their size is configured."""
 
 from bridge.models.config.gguf_keys import ATTENTION_BIAS
-from bridge.models.family import SILU, Expected, Family, Row, attention, configured, decoder, gated_mlp
+from bridge.models.family import SILU, Expected, Family, configured, decoder, gated_mlp, pre_norm_attention
 
 _NONE = "llama.cpp's graph for this architecture has no such biases"
 
@@ -18,9 +18,7 @@ SEED_OSS = Family(
     ),
     metadata=(ATTENTION_BIAS,),
     table=decoder(
-        Row("input_layernorm", "hidden"),
-        *attention(bias=configured),
-        Row("post_attention_layernorm", "hidden"),
+        *pre_norm_attention(bias=configured),
         *gated_mlp("mlp", "inner"),
     ),
 )

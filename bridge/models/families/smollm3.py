@@ -12,9 +12,9 @@ from bridge.models.family import SILU, Expected
 
 
 def _every_fourth(config: Config, args: Arguments) -> dict[str, Any]:
-    found = config.get("no_rope_layers")
-    if found and list(map(bool, found)) != [(layer + 1) % 4 != 0 for layer in range(args.layers)]:
-        raise BridgeError(f"{config.path}: no_rope_layers is {found}; llama.cpp omits rotation in every fourth layer")
+    rotated = config.get("no_rope_layers")
+    if rotated and list(map(bool, rotated)) != [(layer + 1) % 4 != 0 for layer in range(args.layers)]:
+        raise BridgeError(f"{config.path}: no_rope_layers is {rotated}; llama.cpp omits rotation in every fourth layer")
     return {}
 
 

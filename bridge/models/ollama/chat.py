@@ -72,7 +72,7 @@ class ChatParts:
         return text + self.prompt if prompt and messages[-1][0] != "assistant" else text
 
 
-def take_apart(template: str, bos: str, eos: str, strip_bos: bool) -> ChatParts:
+def split_template(template: str, bos: str, eos: str, strip_bos: bool) -> ChatParts:
     """The parts of a chat template. A date that it cannot do without is its format, with DATE in place of each %.
 
     template   jinja
@@ -83,14 +83,14 @@ def take_apart(template: str, bos: str, eos: str, strip_bos: bool) -> ChatParts:
         NotUnderstood: the template fails, or consists of more than these parts.
     """
     try:
-        return _taken_apart(template, bos, eos, strip_bos, dated=False)
+        return _split(template, bos, eos, strip_bos, dated=False)
     except NotUnderstood as reason:
         if "'strftime_now' is undefined" not in str(reason):
             raise
-        return _taken_apart(template, bos, eos, strip_bos, dated=DATE)
+        return _split(template, bos, eos, strip_bos, dated=DATE)
 
 
-def _taken_apart(template: str, bos: str, eos: str, strip_bos: bool, dated: bool | str) -> ChatParts:
+def _split(template: str, bos: str, eos: str, strip_bos: bool, dated: bool | str) -> ChatParts:
     render = _renderer(template, bos, eos, dated)
     bos = bos if strip_bos else ""
     parts = _read_parts(render, bos)
@@ -174,10 +174,10 @@ def _renderer(template: str, bos: str, eos: str, dated: bool | str) -> Callable[
         ([{"role": role, "content": content} for role, content in messages], prompt) for messages, prompt in known
     ]
     texts = render_chats(template, entries, {"bos_token": bos, "eos_token": eos}, dated)
-    found = dict(zip(known, texts, strict=True))
+    text_of = dict(zip(known, texts, strict=True))
 
     def render(messages: Messages, prompt: bool) -> str:
-        text = found[tuple(messages), prompt]
+        text = text_of[tuple(messages), prompt]
         if isinstance(text, TemplateFailed):
             raise NotUnderstood(str(text))
         return text

@@ -14,7 +14,7 @@ from typing import Any
 from gguf import Keys
 from gguf.gguf_writer import GGUFValue
 
-from bridge.models.ollama.chat import DATE, ChatParts, NotUnderstood, take_apart
+from bridge.models.ollama.chat import DATE, ChatParts, NotUnderstood, split_template
 from bridge.models.tokenizer.vocabulary import special_text
 from bridge.system.storage.files import without_shard
 
@@ -66,7 +66,7 @@ def _template_lines(metadata: Mapping[str, GGUFValue]) -> list[str]:
     bos, eos = (special_text(metadata, key) for key in (Keys.Tokenizer.BOS_ID, Keys.Tokenizer.EOS_ID))
     adds_bos = Keys.Tokenizer.ADD_BOS in metadata and bool(metadata[Keys.Tokenizer.ADD_BOS].value)
     try:
-        parts = take_apart(template, bos, eos, strip_bos=adds_bos)
+        parts = split_template(template, bos, eos, strip_bos=adds_bos)
         text = go_template(parts)
     except NotUnderstood as reason:
         return [

@@ -28,7 +28,7 @@ def describe_template(ckpt: Checkpoint, template: str | Path) -> Outline:
     Raises BridgeError if the template is not a model's GGUF, is of another model or vocabulary, or lacks a
     tensor for a quantized module.
     """
-    path, said = find_template(template)
+    path, note = find_template(template)
     file = open_template(path)
     for key in ("attention.head_count", "attention.head_count_kv", "expert_count"):  # which planning reads
         number(file, key, 0)
@@ -40,7 +40,7 @@ def describe_template(ckpt: Checkpoint, template: str | Path) -> Outline:
         build.folds(),
         zero_only=build.biases_without_place(),
         stop=stop_texts(metadata),
-        notes=[*([said] if said else []), *build.notes],
+        notes=[*([note] if note else []), *build.notes],
     )
     outline.others = [name for name in build.unused() if TOWER_NAME.match(name)]
     if unused := [name for name in build.unused() if name not in outline.others]:

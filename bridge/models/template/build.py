@@ -33,19 +33,19 @@ class Builder:
 
     def tensors(self) -> list[OutlineTensor]:
         """The new file's tensors in the template's order; those copied from the template get a note."""
-        made = []
+        tensors = []
         for name, tensor in self.file.items():
             if name in self._runs:
                 parts = tuple(self._matrix(run, tensor.shape[-1]) for run in self._runs[name])
                 fixed = "F16" if self._runs[name][0].transposed else None if quantizable(tensor) else "F32"
-                made.append(OutlineTensor(name, tensor.shape, parts, fixed_type=fixed))
+                tensors.append(OutlineTensor(name, tensor.shape, parts, fixed_type=fixed))
             elif name in self._vectors:
-                made.append(self._vector(tensor, self._vectors[name]))
+                tensors.append(self._vector(tensor, self._vectors[name]))
             else:
-                made.append(from_template(tensor))
+                tensors.append(from_template(tensor))
                 reason = self._matrices.reasons.get(name, "no tensor of the checkpoint is this one")
                 self.notes.append(f"{name}: taken from the template as {tensor.type}, {reason}")
-        return made
+        return tensors
 
     def _matrix(self, run: Run, columns: int) -> Part:
         owner = run.owner
@@ -57,14 +57,14 @@ class Builder:
             part = Part(part.source, part.shape)
         return replace(part, columns=run.columns, matrix=owner.matrix, change=owner.change)
 
-    def _vector(self, tensor: QuantTensor, found: VectorMatch) -> OutlineTensor:
-        if found.offset:
-            stored = self.ckpt.read_float(found.parts[0][0].source) + np.float32(found.offset)
+    def _vector(self, tensor: QuantTensor, match: VectorMatch) -> OutlineTensor:
+        if match.offset:
+            stored = self.ckpt.read_float(match.parts[0][0].source) + np.float32(match.offset)
             values = np.ascontiguousarray(stored.reshape(tensor.shape), np.float32)
             return OutlineTensor(tensor.name, tensor.shape, data=values, fixed_type="F32")
-        parts = [_part(owner.source, rows.shape, rows, (int(np.prod(owner.shape)),)) for owner, rows in found.parts]
+        parts = [_part(owner.source, rows.shape, rows, (int(np.prod(owner.shape)),)) for owner, rows in match.parts]
         if len(parts) == 1 and parts[0].rows is None:
-            parts = [Part(parts[0].source, found.parts[0][0].shape, change=found.change)]  # GGUF has some as columns
+            parts = [Part(parts[0].source, match.parts[0][0].shape, change=match.change)]  # GGUF has some as columns
         return OutlineTensor(tensor.name, tensor.shape, tuple(parts), fixed_type="F32")
 
     def _rest_is_zero(self, run: Run, columns: int) -> bool:
@@ -77,7 +77,7 @@ class Builder:
 
     def folds(self) -> list[Fold]:
         """Where act-order of ffn_down can be undone by permuting the rows of the matrices before it."""
-        found = []
+        folds = []
         for name, downs in self._runs.items():
             kind = without_block(name)
             if kind == name or kind not in ("ffn_down.weight", "ffn_down_exps.weight", "ffn_down_shexp.weight"):
@@ -90,8 +90,8 @@ class Builder:
                 producers = [self._runs[other][i].owner for other in before]
                 if down.owner.module and down.columns is None and all(p.module or len(p.shape) == 2 for p in producers):
                     names = tuple(p.source.removesuffix(".weight") for p in producers)
-                    found.append(Fold(down.owner.module, names))
-        return found
+                    folds.append(Fold(down.owner.module, names))
+        return folds
 
     def _foldable(self, down: str, before: list[str]) -> bool:
         """Whether only the rows of `before`, and their biases, depend on the order of ffn_down's columns."""
@@ -112,9 +112,9 @@ class Builder:
 
     def unused(self) -> list[str]:
         """The checkpoint's tensors that are not in the new file, and not replaced by the template's either."""
-        found = {*self.biases_without_place(), *(c.source for c in self._used)}
-        taken = self.file.keys() - self._runs.keys() - self._vectors.keys()
-        return sorted({c.source for c in self._all if c.source not in found and c.name not in taken})
+        used = {*self.biases_without_place(), *(c.source for c in self._used)}
+        from_template = self.file.keys() - self._runs.keys() - self._vectors.keys()
+        return sorted({c.source for c in self._all if c.source not in used and c.name not in from_template})
 
     def biases_without_place(self) -> list[str]:
         """Biases that the template lacks although it has their matrix: they must be zero."""

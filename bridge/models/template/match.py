@@ -117,7 +117,7 @@ def find_columns(template: LazyMatrix, checkpoint: LazyMatrix) -> RowMatch | Non
     rows, columns = template.shape
     sample = np.unique(np.linspace(0, rows - 1, _SEARCH_COLUMNS).astype(np.int64))
     t, w = (np.ascontiguousarray(matrix.take(sample).T) for matrix in (template, checkpoint))
-    order = _most_similar_rows(_held(t), [_held(w)])
+    order = _most_similar_rows(_in_memory(t), [_in_memory(w)])
     if order is None or np.unique(order).size < columns:
         return None
     permuted = replace(checkpoint, read=lambda a, b: checkpoint.read(a, b)[:, order], pick=None)
@@ -148,7 +148,7 @@ def find_in_several(template: LazyMatrix, pool: Sequence[LazyMatrix]) -> list[tu
         owner = int(which[start])
         rows = order[start:stop] - starts[owner]
         part = LazyMatrix(
-            (stop - start, template.shape[1]), lambda a, b, at=start: template.read(at + a, at + b),  # type: ignore[misc]
+            (stop - start, template.shape[1]), lambda a, b, first=start: template.read(first + a, first + b),  # type: ignore[misc]
             rounding=template.rounding,
         )  # fmt: skip
         if not same(part, pool[owner], rows):
@@ -157,7 +157,7 @@ def find_in_several(template: LazyMatrix, pool: Sequence[LazyMatrix]) -> list[tu
     return runs
 
 
-def _held(x: np.ndarray) -> LazyMatrix:
+def _in_memory(x: np.ndarray) -> LazyMatrix:
     """A matrix that is in memory."""
     return LazyMatrix(x.shape, lambda a, b: x[a:b])
 

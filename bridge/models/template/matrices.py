@@ -10,7 +10,7 @@ are found, and it becomes F16, for it cannot carry codes.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -73,14 +73,14 @@ class Matrices:
         wanted = [t for t in self.file.values() if is_matrix(t)]
         with ThreadPoolExecutor(max_workers=usable_cpus(), thread_name_prefix="match") as pool:
             for tensor, runs in zip(wanted, pool.map(self._by_name, wanted), strict=True):
-                self._place(tensor, runs)
-            taken = set(self.used)
+                self._record(tensor, runs)
+            used = set(self.used)
             left = [t for t in wanted if t.name not in self.runs]
-            for tensor, runs in zip(left, pool.map(lambda t: self._by_rows(t, taken), left), strict=True):
-                self._place(tensor, runs)
+            for tensor, runs in zip(left, pool.map(lambda t: self._by_rows(t, used), left), strict=True):
+                self._record(tensor, runs)
         self._check_modules()
 
-    def _place(self, tensor: QuantTensor, runs: list[Run] | None) -> None:
+    def _record(self, tensor: QuantTensor, runs: list[Run] | None) -> None:
         if runs is not None:
             self.runs[tensor.name] = runs
             self.used.update(run.owner for run in runs)
@@ -88,12 +88,10 @@ class Matrices:
     def _by_name(self, tensor: QuantTensor) -> list[Run] | None:
         """The tensor's rows, or those of its experts, in the candidates of its name; None if they are not there."""
         offered = self.named.get(tensor.name, [])
+        matrices = [candidate for candidate in offered if len(candidate.shape) == 2]
         if len(tensor.shape) == 2:
-            for candidate in offered:
-                if len(candidate.shape) == 2 and candidate.expert is None:
-                    found = self._find_in(tensor, candidate)
-                    if found is not None:
-                        return [found]
+            if (run := self._find_first(tensor, [c for c in matrices if c.expert is None])) is not None:
+                return [run]
             for candidate in offered:
                 if candidate.shape == tensor.shape and block_of(tensor.name) is not None:
                     match = find_columns(_of_template(tensor), self.of_checkpoint(candidate, tensor.shape[1]))
@@ -104,36 +102,39 @@ class Matrices:
             return None
         runs = []
         for expert in range(tensor.shape[0]):
-            matrix, own = tensor[expert], [c for c in offered if len(c.shape) == 2 and c.expert == expert]
-            found = next((run for candidate in own if (run := self._find_in(matrix, candidate)) is not None), None)
-            if found is None:
-                if own:
-                    self.reasons[tensor.name] = self._difference(matrix, own[0])
+            matrix, experts = tensor[expert], [c for c in matrices if c.expert == expert]
+            if (run := self._find_first(matrix, experts)) is None:
+                if experts:
+                    self.reasons[tensor.name] = self._difference(matrix, experts[0])
                 return None
-            runs.append(found)
+            runs.append(run)
         return runs
+
+    def _find_first(self, tensor: QuantTensor, pool: Iterable[Candidate]) -> Run | None:
+        """The rows of a matrix in the first candidate that has them all."""
+        return next((run for candidate in pool if (run := self._find_in(tensor, candidate)) is not None), None)
 
     def _find_in(self, tensor: QuantTensor, candidate: Candidate) -> Run | None:
         rows, columns = tensor.shape
         if candidate.shape[0] < rows or candidate.shape[1] < columns:
             return None
-        found = find_rows(_of_template(tensor), self.of_checkpoint(candidate, columns), self._orders(rows, candidate))
-        return None if found is None else Run(candidate, found.order, found.scaled)
+        match = find_rows(_of_template(tensor), self.of_checkpoint(candidate, columns), self._orders(rows, candidate))
+        return None if match is None else Run(candidate, match.order, match.scaled)
 
-    def _by_rows(self, tensor: QuantTensor, taken: set[Candidate]) -> list[Run] | None:
+    def _by_rows(self, tensor: QuantTensor, used: set[Candidate]) -> list[Run] | None:
         """The tensor's rows among all matrices of its layer that are not taken; each expert's among that expert's."""
         layer = block_of(tensor.name)
         columns = tensor.shape[-1]
-        left = [c for c in self.all if c not in taken and c.layer == layer and len(c.shape) == 2]
+        left = [c for c in self.all if c not in used and c.layer == layer and len(c.shape) == 2]
         free = [c for c in left if c.shape[1] == columns]
         if len(tensor.shape) == 2:
             return self._in_pool(tensor, [c for c in free if c.expert is None])
         runs: list[Run] = []
         for expert in range(tensor.shape[0]):
-            found = self._in_pool(tensor[expert], [c for c in free if c.expert == expert])
-            if found is None:
+            more = self._in_pool(tensor[expert], [c for c in free if c.expert == expert])
+            if more is None:
                 return self._by_head(tensor, [c for c in left if c.expert is None])
-            runs += found
+            runs += more
         return runs
 
     def _by_head(self, tensor: QuantTensor, pool: Sequence[Candidate]) -> list[Run] | None:
@@ -146,21 +147,21 @@ class Matrices:
                     continue
                 matrix = self.of_checkpoint(candidate, width)
                 template = _transposed(tensor) if transposed else _of_template(tensor)
-                found = find_rows(template, matrix, _rows_of_heads(heads, size, candidate.shape[0]))
-                if found is not None and transposed:
-                    by_head = np.split(found.order, heads)
-                    return [Run(candidate, head, found.scaled, transposed=True) for head in by_head]
-                if found is not None:
-                    return [Run(candidate, found.order, found.scaled)]
+                match = find_rows(template, matrix, _rows_of_heads(heads, size, candidate.shape[0]))
+                if match is not None and transposed:
+                    by_head = np.split(match.order, heads)
+                    return [Run(candidate, head, match.scaled, transposed=True) for head in by_head]
+                if match is not None:
+                    return [Run(candidate, match.order, match.scaled)]
         return None
 
     def _in_pool(self, tensor: QuantTensor, pool: Sequence[Candidate]) -> list[Run] | None:
         template = _of_template(tensor)
         matrices = [self.of_checkpoint(candidate, tensor.shape[1]) for candidate in pool]
         for candidate, matrix in zip(pool, matrices, strict=True):
-            found = find_rows(template, matrix, self._orders(tensor.shape[0], candidate))
-            if found is not None:
-                return [Run(candidate, found.order, found.scaled)]
+            match = find_rows(template, matrix, self._orders(tensor.shape[0], candidate))
+            if match is not None:
+                return [Run(candidate, match.order, match.scaled)]
         several = find_in_several(template, matrices) if len(pool) > 1 else None
         return None if several is None else [Run(pool[which], rows) for which, rows in several]
 

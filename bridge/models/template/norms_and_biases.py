@@ -46,8 +46,8 @@ class Vectors:
         for tensor in self.file.values():
             if sum(n > 1 for n in tensor.shape) <= 1:
                 self._find_vector(tensor)
-        for found in self.matches.values():
-            self.matrices.used.update(candidate for candidate, _ in found.parts)
+        for match in self.matches.values():
+            self.matrices.used.update(candidate for candidate, _ in match.parts)
 
     def _find_vector(self, tensor: QuantTensor) -> None:
         """A norm, a bias, or another vector."""
@@ -85,15 +85,15 @@ class Vectors:
         stored = [self.ckpt.read_float(name) for name in names]
         if any(run.rows.max() >= len(bias) for run, bias in zip(runs, stored, strict=True)):
             return False
-        made = np.concatenate([bias[run.rows] for run, bias in zip(runs, stored, strict=True)])
-        if not _equal(values, made):
+        biases = np.concatenate([bias[run.rows] for run, bias in zip(runs, stored, strict=True)])
+        if not _equal(values, biases):
             if len(runs) > 1:
                 return False
             weight = self.file[tensor.name.removesuffix("bias") + "weight"]
             r, _ = fit_factors(
                 weight.dequantize(), self.matrices.of_checkpoint(runs[0].owner, weight.shape[1]).take(runs[0].rows)
             )
-            if np.square(values - made * r).sum() > 0.01 * np.square(values).sum():
+            if np.square(values - biases * r).sum() > 0.01 * np.square(values).sum():
                 return False
         self.matches[tensor.name] = VectorMatch(
             [(sources[name], run.rows) for name, run in zip(names, runs, strict=True)]

@@ -51,8 +51,8 @@ def merge_pairs(model: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Merges by rank, from either spelling: "a b" or ["a", "b"]."""
     pairs = []
     for merge in model.get("merges") or []:
-        left, found, right = merge.partition(" ") if isinstance(merge, str) else (merge[0], " ", merge[1])
-        if not found or not left or not right:
+        left, space, right = merge.partition(" ") if isinstance(merge, str) else (merge[0], " ", merge[1])
+        if not space or not left or not right:
             raise BridgeError(f"tokenizer.json: the merge {merge!r} is not a pair of tokens; the file is damaged")
         pairs.append((left, right))
     if not pairs:

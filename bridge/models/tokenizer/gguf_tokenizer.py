@@ -100,22 +100,22 @@ def _read(
 
 def _added_tokens(folder: Path, settings: Mapping[str, Any], data: Mapping[str, Any]) -> list[Added]:
     """From tokenizer.json, tokenizer_config.json and added_tokens.json; the first to name an id wins."""
-    found: dict[int, Added] = {}
+    by_id: dict[int, Added] = {}
 
     def note(token: Any, content: Any, entry: Mapping[str, Any]) -> None:
         if isinstance(content, str) and str(token).isdecimal():
             flags = (bool(entry.get(name, False)) for name in ("special", "normalized", "lstrip", "rstrip"))
-            found.setdefault(int(token), Added(int(token), content, *flags))
+            by_id.setdefault(int(token), Added(int(token), content, *flags))
 
     for entry in data.get("added_tokens") or []:
         note(entry.get("id"), entry.get("content"), entry)
     for token, entry in (settings.get("added_tokens_decoder") or {}).items():
         note(token, entry.get("content"), entry)
-    known = {token.content for token in found.values()}
+    known = {token.content for token in by_id.values()}
     for content, token in read_json(folder / "added_tokens.json", optional=True).items():
         if content not in known:
             note(token, content, {})
-    return sorted(found.values(), key=lambda token: token.id)
+    return sorted(by_id.values(), key=lambda token: token.id)
 
 
 def highest_token(folder: Path) -> int:
@@ -140,12 +140,12 @@ def _rows(vocabulary: Vocabulary, size: int) -> tuple[list[str], list[int], list
             f"the tokenizer has {len(entries)} tokens for an embedding of {size} rows; it may belong to another model"
         )
     tokens, types = [], []
-    taken: set[str] = set()
+    texts: set[str] = set()
     for token in range(size):
         text, kind = entries.get(token, (f"[PAD{token}]", int(TokenType.UNUSED)))
-        while text in taken:  # llama.cpp refuses a vocabulary with duplicate texts
+        while text in texts:  # llama.cpp refuses a vocabulary with duplicate texts
             text, kind = f"{text}[{token}]", int(TokenType.UNUSED)
-        taken.add(text)
+        texts.add(text)
         tokens.append(text)
         types.append(int(kind))
     scores = vocabulary.scores

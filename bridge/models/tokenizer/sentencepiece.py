@@ -149,33 +149,33 @@ def _add(entries: dict[int, tuple[str, int]], scores: dict[int, float], added: S
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
     """(field number, value) of a protocol buffer message: varints, fixed 32 bits as float, bytes."""
-    at = 0
+    position = 0
 
     def varint() -> int:
-        nonlocal at
+        nonlocal position
         value = shift = 0
         while True:
-            byte = data[at]
-            at += 1
+            byte = data[position]
+            position += 1
             value |= (byte & 127) << shift
             shift += 7
             if byte < 128:
                 return value
 
-    while at < len(data):
+    while position < len(data):
         number, wire = divmod(varint(), 8)
         if wire == 0:
             yield number, varint()
         elif wire == 1:
-            at += 8
+            position += 8
         elif wire == 2:
             length = varint()
-            if at + length > len(data):
+            if position + length > len(data):
                 raise ValueError("a field extends beyond the end")
-            at += length
-            yield number, data[at - length : at]
+            position += length
+            yield number, data[position - length : position]
         elif wire == 5:
-            at += 4
-            yield number, struct.unpack("<f", data[at - 4 : at])[0]
+            position += 4
+            yield number, struct.unpack("<f", data[position - 4 : position])[0]
         else:
             raise ValueError(f"wire type {wire}")

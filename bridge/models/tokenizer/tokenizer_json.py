@@ -31,13 +31,13 @@ _ADDED = {TokenType.CONTROL: True, TokenType.UNKNOWN: True, TokenType.USER_DEFIN
 def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
     """The two files' texts by name. Raises BridgeError if the vocabulary is of another kind, damaged, or cut by rules
     that are unknown."""
-    own = Tokenizer(metadata)
-    texts = {key: own.text(role_token(metadata, role, len(own))) for key, role in _ROLES.items()}
+    tokenizer = Tokenizer(metadata)
+    texts = {key: tokenizer.text(role_token(metadata, role, len(tokenizer))) for key, role in _ROLES.items()}
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        "add_bos_token": own.add_bos,
-        "add_eos_token": own.add_eos,
+        "add_bos_token": tokenizer.add_bos,
+        "add_eos_token": tokenizer.add_eos,
         **{key: text for key, text in texts.items() if text},
     }
     templates = {key: text for key, text in metadata.items() if key.startswith(f"{_TEMPLATE}.")}
@@ -49,14 +49,14 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
         config["chat_template"] = [{"name": name, "template": text} for name, text in named.items() if text]
     elif _TEMPLATE in metadata:
         config["chat_template"] = metadata[_TEMPLATE]
-    return {"tokenizer.json": _fast(metadata, own), "tokenizer_config.json": json.dumps(config, indent=2) + "\n"}
+    return {"tokenizer.json": _fast(metadata, tokenizer), "tokenizer_config.json": json.dumps(config, indent=2) + "\n"}
 
 
-def _fast(metadata: Mapping[str, Any], own: Tokenizer) -> str:
+def _fast(metadata: Mapping[str, Any], tokenizer: Tokenizer) -> str:
     """tokenizer.json."""
     from tokenizers import AddedToken, decoders, processors
 
-    cutter = own.cutter
+    cutter = tokenizer.cutter
     if isinstance(cutter, ByteLevel):
         fast = cutter.tokenizer
         fast.pre_tokenizer = pre_tokenizer(cutter.rules.of_tokenizer_json)
@@ -65,36 +65,36 @@ def _fast(metadata: Mapping[str, Any], own: Tokenizer) -> str:
         fast = cutter.tokenizer
         fast.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
     else:
-        fast = _by_score(metadata, own)
-    for token, kind in enumerate(own.types):
-        if kind in _ADDED and own.text(token):
-            strip = {"lstrip": token in own.lstrip, "rstrip": token in own.rstrip}
-            added = AddedToken(own.text(token), normalized=False, special=_ADDED[TokenType(kind)], **strip)
+        fast = _by_score(metadata, tokenizer)
+    for token, kind in enumerate(tokenizer.types):
+        if kind in _ADDED and tokenizer.text(token):
+            strip = {"lstrip": token in tokenizer.lstrip, "rstrip": token in tokenizer.rstrip}
+            added = AddedToken(tokenizer.text(token), normalized=False, special=_ADDED[TokenType(kind)], **strip)
             (fast.add_special_tokens if added.special else fast.add_tokens)([added])
-    ends = [(own.bos, own.add_bos), (own.eos, own.add_eos)]
-    first, last = (own.text(token) if asked else None for token, asked in ends)
+    ends = [(tokenizer.bos, tokenizer.add_bos), (tokenizer.eos, tokenizer.add_eos)]
+    first, last = (tokenizer.text(token) if asked else None for token, asked in ends)
     if first or last:
         one = [*([first] if first else []), "$A", *([last] if last else [])]
         two = [*one, *(f"{part}:1".replace("$A", "$B") for part in one)]
-        special = [(own.text(token), token) for token, asked in ends if asked and token is not None]
+        special = [(tokenizer.text(token), token) for token, asked in ends if asked and token is not None]
         fast.post_processor = processors.TemplateProcessing(single=one, pair=two, special_tokens=[*{*special}])
     return str(fast.to_str(pretty=True))
 
 
-def _by_score(metadata: Mapping[str, Any], own: Tokenizer) -> Any:
+def _by_score(metadata: Mapping[str, Any], tokenizer: Tokenizer) -> Any:
     """SentencePiece's joining as a BPE of the `tokenizers` library."""
     from tokenizers import Tokenizer as Fast
     from tokenizers import decoders, models, normalizers
 
-    vocab = {text: token for token, text in enumerate(own.tokens)}
-    scores = metadata.get("tokenizer.ggml.scores") or [0.0] * len(own)
-    joined = [token for token, kind in enumerate(own.types) if kind == TokenType.NORMAL and len(own.text(token)) > 1]
+    vocab, types = {text: token for token, text in enumerate(tokenizer.tokens)}, tokenizer.types
+    scores = metadata.get("tokenizer.ggml.scores") or [0.0] * len(tokenizer)
+    normal = (token for token, kind in enumerate(types) if kind == TokenType.NORMAL and len(tokenizer.text(token)) > 1)
     merges = []
-    for token in sorted(joined, key=lambda token: -scores[token]):
-        text = own.text(token)
-        pairs = ((text[:at], text[at:]) for at in range(1, len(text)))
+    for token in sorted(normal, key=lambda token: -scores[token]):
+        text = tokenizer.text(token)
+        pairs = ((text[:cut], text[cut:]) for cut in range(1, len(text)))
         merges += [pair for pair in pairs if pair[0] in vocab and pair[1] in vocab]
-    unknown = next((own.text(token) for token, kind in enumerate(own.types) if kind == TokenType.UNKNOWN), None)
+    unknown = next((tokenizer.text(token) for token, kind in enumerate(types) if kind == TokenType.UNKNOWN), None)
     fast = Fast(models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     fast.normalizer = normalizers.Sequence(

@@ -13,20 +13,20 @@ _EMBEDDINGS, _CHAT_EMBEDDINGS = "vision_tower.embeddings", "vision_model.embeddi
 
 
 def _intern_vit(vision: Vision) -> dict[str, Any]:
-    tower, whole = vision.tower, vision.whole
+    tower, model = vision.tower, vision.model
     act = tower.get("hidden_act", "gelu")
     tower.expect("hidden_act", ("gelu", "silu"), "llama.cpp's graph has no other", "gelu")
     tower.expect("use_qk_norm", (False,), "norms of q and k are not in the table", False)
-    ratio = whole.get("downsample_ratio")
+    ratio = model.get("downsample_ratio")
     if not isinstance(ratio, int | float) or not 0 < ratio <= 1:
-        raise BridgeError(f"{whole.path}: downsample_ratio is {ratio!r}, must be above 0 and at most 1")
+        raise BridgeError(f"{model.path}: downsample_ratio is {ratio!r}, must be above 0 and at most 1")
     keys = {
         "vision.attention.layer_norm_epsilon": tower.number("layer_norm_eps"),
         f"use_{act}": True,
         "vision.projector.scale_factor": int(1 / ratio),
     }
     for end in ("min", "max"):
-        if type(count := whole.get(f"{end}_dynamic_patch", 0)) is int and count > 0:
+        if type(count := model.get(f"{end}_dynamic_patch", 0)) is int and count > 0:
             keys[f"vision.preproc_{end}_tiles"] = count
     return keys
 

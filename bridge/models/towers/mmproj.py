@@ -33,21 +33,21 @@ def describe_tower(
     """
     architectures = config.get("architectures")
     classes = architectures if isinstance(architectures, list) else []
-    found = [TOWERS[name] for name in classes if isinstance(name, str) and name in TOWERS]
-    own, path = config.get("vision_config"), Path(folder) / "config.json"
-    if not found or not isinstance(own, dict) or not any(TOWER_NAME.match(name) for name in names):
+    towers = [TOWERS[name] for name in classes if isinstance(name, str) and name in TOWERS]
+    vision_config, path = config.get("vision_config"), Path(folder) / "config.json"
+    if not towers or not isinstance(vision_config, dict) or not any(TOWER_NAME.match(name) for name in names):
         return None
-    tower = found[0]
-    whole, text = Config(dict(config), path), Config(text_config(dict(config)), path)
-    size = Config(own, path, None, tower.names, len(names))
+    tower = towers[0]
+    model, text = Config(dict(config), path), Config(text_config(dict(config)), path)
+    size = Config(vision_config, path, None, tower.names, len(names))
     audio = table(config.get("audio_config"))
     sound = Config(audio, path, None, {}, len(names)) if audio else None
-    vision = Vision(size, sound, whole, text, _processor(Path(folder)), Path(folder))
+    vision = Vision(size, sound, model, text, _processor(Path(folder)), Path(folder))
     writer = gguf.GGUFWriter(None, "clip")
     tensors, unused = fill(tower, vision, names, type)
     for tensor in tensors:  # the writer counts parameters
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), 0)
-    provenance, notes = read_provenance(whole, Path(folder), writer.get_total_parameter_count())
+    provenance, notes = read_provenance(model, Path(folder), writer.get_total_parameter_count())
     writer.add_type(gguf.GGUFType.MMPROJ)
     provenance.set_gguf_meta_model(writer)
     for key, value in _keys(tower, vision).items():
@@ -84,14 +84,14 @@ def _keys(tower: Tower, vision: Vision) -> dict[str, Any]:
 def _sound_keys(tower: Tower, vision: Vision) -> dict[str, Any]:
     if tower.sound is None or vision.sound is None:
         return {}
-    own = {
+    keys = {
         "projector_type": tower.sound.projector,
         "projection_dim": vision.text.integer("hidden_size"),
         "block_count": vision.sound.integer("num_hidden_layers"),
         "attention.head_count": vision.sound.integer("num_attention_heads"),
         **tower.sound.metadata(vision.sound),
     }
-    return {"has_audio_encoder": True} | {f"audio.{key}": value for key, value in own.items()}
+    return {"has_audio_encoder": True} | {f"audio.{key}": value for key, value in keys.items()}
 
 
 def _side(config: Config, key: str) -> int:
@@ -104,6 +104,6 @@ def _side(config: Config, key: str) -> int:
 
 def _processor(folder: Path) -> dict[str, Any]:
     """What is said about images: processor_config.json over preprocessor_config.json."""
-    found = read_json(folder / "preprocessor_config.json", optional=True)
+    settings = read_json(folder / "preprocessor_config.json", optional=True)
     over = read_json(folder / "processor_config.json", optional=True)
-    return {**found, **over, **table(over.get("image_processor"))}
+    return {**settings, **over, **table(over.get("image_processor"))}

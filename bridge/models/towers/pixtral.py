@@ -20,13 +20,13 @@ _BREAK = "[IMG_BREAK]"
 
 
 def _pixtral(vision: Vision) -> dict[str, Any]:
-    tower, whole = vision.tower, vision.whole
+    tower, model = vision.tower, vision.model
     tower.expect("model_type", ("pixtral",), "this vision tower is not in the table", None)
     act = tower.get("hidden_act", "gelu")
     tower.expect("hidden_act", ("gelu", "silu"), "llama.cpp's graph has no other", "gelu")
     keys = {"vision.attention.layer_norm_epsilon": tower.number("layer_norm_eps", 1e-5), f"use_{act}": True}
-    merged = whole.get("spatial_merge_size")
-    return keys if merged is None else {**keys, "vision.spatial_merge_size": whole.integer("spatial_merge_size")}
+    merged = model.get("spatial_merge_size")
+    return keys if merged is None else {**keys, "vision.spatial_merge_size": model.integer("spatial_merge_size")}
 
 
 def _row_break(vision: Vision, names: Mapping[str, Sequence[int]]) -> list[OutlineTensor]:
@@ -35,10 +35,10 @@ def _row_break(vision: Vision, names: Mapping[str, Sequence[int]]) -> list[Outli
     token = next((entry.get("id") for entry in added if entry.get("content") == _BREAK), None)
     if type(token) is not int:
         raise BridgeError(f"{vision.folder / 'tokenizer.json'}: has no token {_BREAK}, which ends a row of patches")
-    own = ["model.embed_tokens.weight", *(f"{before}embed_tokens.weight" for before, _ in TEXT_PREFIXES)]
-    source = next((name for name in own if name in names), None)
+    embeddings = ["model.embed_tokens.weight", *(f"{before}embed_tokens.weight" for before, _ in TEXT_PREFIXES)]
+    source = next((name for name in embeddings if name in names), None)
     if source is None or token >= names[source][0]:
-        raise BridgeError(f"{own[0]}: the checkpoint has no embedding of token {token}, {_BREAK}")
+        raise BridgeError(f"{embeddings[0]}: the checkpoint has no embedding of token {token}, {_BREAK}")
     part = Part(source, (names[source][1],), np.array([token]), stored=tuple(names[source]))
     return [OutlineTensor("v.token_embd.img_break", part.shape, (part,), fixed_type="F32")]
 

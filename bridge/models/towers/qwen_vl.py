@@ -21,18 +21,18 @@ _BLOCK = "visual.blocks.{}"
 def _merged_sizes(vision: Vision) -> dict[str, Any]:
     return {
         "vision.image_size": vision.tower.integer("image_size", 560),
-        "vision.attention.layer_norm_epsilon": vision.whole.number("rms_norm_eps", 1e-6),
+        "vision.attention.layer_norm_epsilon": vision.model.number("rms_norm_eps", 1e-6),
     }
 
 
 def _windows(vision: Vision) -> dict[str, Any]:
     """Every n-th layer sees the whole image, the others windows of it."""
-    whole = vision.tower.get("fullatt_block_indexes")
-    if not isinstance(whole, list) or not whole or not all(type(n) is int for n in whole):
-        raise BridgeError(f"{vision.tower.path}: fullatt_block_indexes is {whole!r}, must be a list of layers")
-    every = whole[0] + 1
-    if whole != list(range(every - 1, whole[-1] + 1, every)):
-        raise BridgeError(f"{vision.tower.path}: fullatt_block_indexes is {whole}; llama.cpp has every n-th layer only")
+    full = vision.tower.get("fullatt_block_indexes")
+    if not isinstance(full, list) or not full or not all(type(n) is int for n in full):
+        raise BridgeError(f"{vision.tower.path}: fullatt_block_indexes is {full!r}, must be a list of layers")
+    every = full[0] + 1
+    if full != list(range(every - 1, full[-1] + 1, every)):
+        raise BridgeError(f"{vision.tower.path}: fullatt_block_indexes is {full}; llama.cpp has every n-th layer only")
     return {**_merged_sizes(vision), "use_silu": True, "vision.n_wa_pattern": every}
 
 
@@ -49,7 +49,7 @@ def _deepstack_layers(config: Config) -> Sequence[tuple[int, int]]:
 
 
 def _qwen3(vision: Vision) -> dict[str, Any]:
-    tower, text = vision.tower, vision.whole.get("text_config", {})
+    tower, text = vision.tower, vision.model.get("text_config", {})
     side = int(tower.integer("num_position_embeddings", 2304) ** 0.5)
     layers = _deepstack(tower)
     return {

@@ -37,7 +37,7 @@ class Vision:
 
     tower      vision_config
     sound      audio_config; None: the model has none
-    whole      config.json
+    model      config.json
     text       the same with the keys of the language model on top
     processor  preprocessor_config.json, with what processor_config.json has about images over it
     folder     that they are in
@@ -45,7 +45,7 @@ class Vision:
 
     tower: Config
     sound: Config | None
-    whole: Config
+    model: Config
     text: Config
     processor: Mapping[str, Any]
     folder: Path
@@ -119,11 +119,11 @@ class Tower:
     sound: Sound | None = None
 
 
-def qkv(source: str, apart: str = "", bias: bool | None = True) -> tuple[Row, ...]:
-    """A matrix that holds q, k and v, which llama.cpp has one by one; `apart`: names of the three, * for q, k, v."""
+def qkv(source: str, parted: str = "", bias: bool | None = True) -> tuple[Row, ...]:
+    """A matrix that holds q, k and v, which llama.cpp has one by one; `parted`: names of the three, * for q, k, v."""
     return tuple(
         Row(
-            source, f"v.blk.{{}}.attn_{part}.weight", (apart.replace("*", part),) if apart else (), bias, share=(i, 3)
+            source, f"v.blk.{{}}.attn_{part}.weight", (parted.replace("*", part),) if parted else (), bias, share=(i, 3)
         )
         for i, part in enumerate("qkv")
     )  # fmt: skip
@@ -143,7 +143,7 @@ def fill(
     filled.add_all(tower.table, vision.tower)
     if tower.sound is not None and vision.sound is not None:
         filled.add_all(tower.sound.table, vision.sound)
-    left = [name for short, name in sorted(filled.own.items()) if short not in filled.used]
+    left = [name for short, name in sorted(filled.tower_names.items()) if short not in filled.used]
     unused = [name for name in left if re.search(tower.skipped, name)]
     left = [name for name in left if name not in unused]
     if left:
@@ -159,11 +159,11 @@ def _way_out() -> str:
 
 
 class _Filled:
-    """The rows filled in so far. `own`: the tower's names without "model." -> the checkpoint's."""
+    """The rows filled in so far. `tower_names`: the tower's names without "model." -> the checkpoint's."""
 
     def __init__(self, vision: Vision, names: Mapping[str, Sequence[int]], type: str) -> None:
         self.vision, self.names, self.type = vision, names, type
-        self.own = {found[1]: name for name in names if (found := TOWER_NAME.match(name))}
+        self.tower_names = {match[1]: name for name in names if (match := TOWER_NAME.match(name))}
         self.used: set[str] = set()
         self.tensors: list[OutlineTensor] = []
 
@@ -179,7 +179,7 @@ class _Filled:
     def add(self, row: Row, layer: int, number: int) -> None:
         sources = [source.format(layer) for source in (row.source, *row.also)]
         suffix = "" if row.exact else ".weight"
-        source = next((source for source in sources if f"{source}{suffix}" in self.own), None)
+        source = next((source for source in sources if f"{source}{suffix}" in self.tower_names), None)
         if source is None:
             if row.optional:
                 return
@@ -188,14 +188,14 @@ class _Filled:
         share = row.share if source == sources[0] else None
         self._plan(row, f"{source}{suffix}", name, share, row.change)
         bias = f"{source}.bias"
-        if row.bias and bias not in self.own:
+        if row.bias and bias not in self.tower_names:
             raise BridgeError(f"{bias} is missing from the checkpoint's vision tower; {_way_out()}")
-        if row.bias is not False and bias in self.own:
+        if row.bias is not False and bias in self.tower_names:
             self._plan(row, bias, f"{name.removesuffix('.weight')}.bias", share, None)
 
     def _plan(self, row: Row, short: str, name: str, share: tuple[int, int] | None, change: str | None) -> None:
         self.used.add(short)
-        source = self.own[short]
+        source = self.tower_names[short]
         shape = tuple(self.names[source])
         if change in FRAMES and (len(shape) != 5 or shape[2] != len(FRAMES)):
             raise BridgeError(f"{source}: has shape {list(shape)}, must be filters of two frames; {_way_out()}")

@@ -1,4 +1,7 @@
-"""OLMo 3: OLMo 2's decoder, in which three of four layers attend only to a window."""
+"""OLMo 2: norms after attention and network, not before them; q and k are normalized over all heads at once.
+
+OLMo 3 is the same decoder, in which three of four layers attend only to a window.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -7,8 +10,24 @@ from bridge.errors import BridgeError
 from bridge.models.config.arguments import Arguments
 from bridge.models.config.gguf_keys import Computed, StoredKeys
 from bridge.models.config.model_config import Config
-from bridge.models.families.olmo2 import OLMO2
 from bridge.models.families.windows import local_base, rules_of_both, window_config, window_keys
+from bridge.models.family import NO_BIASES, SILU, Family, Row, attention, decoder, gated_mlp
+
+OLMO2 = Family(
+    titles=("OLMo 2",),
+    arch="olmo2",
+    architectures=("Olmo2ForCausalLM",),
+    model_type="olmo2",
+    keys={"rms_norm_eps": 1e-5},
+    expects=(SILU, NO_BIASES),
+    in_gguf=lambda get: not get("attention.sliding_window"),
+    table=decoder(
+        *attention(Row("self_attn.q_norm", "q"), Row("self_attn.k_norm", "kv")),
+        Row("post_attention_layernorm", "hidden"),
+        *gated_mlp("mlp", "inner"),
+        Row("post_feedforward_layernorm", "hidden"),
+    ),
+)
 
 
 def _windows(config: Config, args: Arguments) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""MiniMax M3: dense layers, then layers with experts and a shared one that attend to blocks chosen by an indexer.
+"""MiniMax M2 and M3: mixtures of experts; a bias is added to the router's sigmoid to choose, but not to weight them.
 
-Gates and values are clamped as in gpt-oss. A bias is added to the router's sigmoid to choose experts, but not to weight
-them. All norms are stored minus one.
+M2 has experts in every layer; q and k are normalized over all heads, a part of each is rotated. M3 has dense layers,
+then layers with experts and a shared one that attend to blocks chosen by an indexer. Its gates and values are clamped
+as in gpt-oss, and all norms are stored minus one.
 """
 
 from dataclasses import replace
@@ -11,7 +12,54 @@ from bridge.errors import BridgeError
 from bridge.models.config.arguments import Arguments
 from bridge.models.config.gguf_keys import Computed, Constant, Key, StoredKeys
 from bridge.models.config.model_config import Config
-from bridge.models.family import EXPERTS, NORM, Expected, Family, Row, attention, decoder, gated_mlp
+from bridge.models.family import (
+    EXPERTS,
+    NORM,
+    SILU,
+    Expected,
+    Family,
+    Row,
+    attention,
+    decoder,
+    gated_mlp,
+    in_layers,
+    other_layers,
+    pre_norm_attention,
+)
+
+_ROUTER_BIAS = Row(
+    "block_sparse_moe.e_score_correction_bias", "experts", ("mlp.gate.e_score_correction_bias",), exact=True,
+    name="exp_probs_b.bias",
+)  # fmt: skip
+
+
+def _m2_config(stored: StoredKeys) -> dict[str, Any]:
+    return {
+        "rotary_dim": stored.get("rope.dimension_count", stored.values["head_dim"]),
+        "intermediate_size": stored.get("expert_feed_forward_length", stored.values["intermediate_size"]),
+    }
+
+
+MINIMAX_M2 = Family(
+    titles=("MiniMax M2",),
+    arch="minimax-m2",
+    architectures=("MiniMaxM2ForCausalLM",),
+    model_type="minimax_m2",
+    keys={
+        "head_dim": 128, "rope_theta": 5000000.0, "partial_rotary_factor": 1.0, "rotary_dim": None, "num_experts": None,
+    },
+    expects=(SILU, Expected("scoring_func", ("sigmoid",), written=True)),
+    metadata=(
+        Constant("expert_gating_func", 2),  # sigmoid
+        Key("expert_feed_forward_length", size="inner"), Computed(config=_m2_config)),
+    written_as={"num_experts": "num_local_experts"},
+    alternative="block_sparse_moe",
+    table=decoder(
+        *pre_norm_attention(Row("self_attn.q_norm", "q"), Row("self_attn.k_norm", "kv")),
+        *EXPERTS,
+        _ROUTER_BIAS,
+    ),
+)  # fmt: skip
 
 
 def _sizes(config: Config, args: Arguments) -> dict[str, int]:
@@ -32,7 +80,7 @@ def _sizes(config: Config, args: Arguments) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _config(stored: StoredKeys) -> dict[str, Any]:
+def _m3_config(stored: StoredKeys) -> dict[str, Any]:
     layers, dense = stored.values["num_hidden_layers"], stored.get("leading_dense_block_count", 0)
     return {
         "rotary_dim": stored.get("rope.dimension_count", stored.values["head_dim"]),
@@ -46,13 +94,16 @@ def _dense(args: Arguments, layer: int) -> bool:
     return layer < args.more["dense"]
 
 
-def _sparse(args: Arguments, layer: int) -> bool:
-    return not _dense(args, layer)
+_SPARSE = other_layers(_dense)
+_SHARED = (
+    replace(row, also=(row.source.replace("mlp", "block_sparse_moe"),))
+    for row in gated_mlp("mlp.shared_experts", "shared")
+)
 
 
 def _index(part: str, shape: str, **more: Any) -> Row:
-    own, name = f"self_attn.index_{part}", f"indexer.{part}.weight"
-    return Row(own, shape, (f"self_attn.indexer.{part}",), name=name, floats="F32", layers=_sparse, **more)
+    source, name = f"self_attn.index_{part}", f"indexer.{part}.weight"
+    return Row(source, shape, (f"self_attn.indexer.{part}",), name=name, floats="F32", layers=_SPARSE, **more)
 
 
 MINIMAX_M3 = Family(
@@ -80,13 +131,13 @@ MINIMAX_M3 = Family(
         Key("attention.indexer.key_length", "index_head_dim", size="index_head"),
         Key("attention.indexer.block_size", "index_block_size", size="block"),
         Key("attention.indexer.top_k", "index_topk_blocks", size="blocks"),
-        Key("attention.indexer.local_blocks", "index_local_blocks", size="local"), Computed(config=_config),
+        Key("attention.indexer.local_blocks", "index_local_blocks", size="local"), Computed(config=_m3_config),
     ),
     language_model=("minimax_m3_vl_text", "MiniMaxM3SparseForCausalLM"),
     written_as={"num_experts": "num_local_experts"},
     wrapped=True,
     predicts="dropped",
-    own="block_sparse_moe",
+    alternative="block_sparse_moe",
     table=decoder(
         Row("input_layernorm", "hidden", change="+1"),
         *attention(Row("self_attn.q_norm", "head", change="+1"), Row("self_attn.k_norm", "head", change="+1")),
@@ -95,16 +146,8 @@ MINIMAX_M3 = Family(
         _index("q_norm", "index_head", change="+1"),
         _index("k_norm", "index_head", change="+1"),
         Row("post_attention_layernorm", "hidden", name="ffn_norm.weight", change="+1"),
-        *(replace(row, layers=_dense) for row in gated_mlp("mlp", "inner")),
-        *(replace(row, layers=_sparse) for row in EXPERTS),
-        Row(
-            "block_sparse_moe.e_score_correction_bias", "experts", ("mlp.gate.e_score_correction_bias",), exact=True,
-            name="exp_probs_b.bias", layers=_sparse,
-        ),
-        *(
-            replace(row, also=(row.source.replace("mlp", "block_sparse_moe"),), layers=_sparse)
-            for row in gated_mlp("mlp.shared_experts", "shared")
-        ),
+        *in_layers(_dense, *gated_mlp("mlp", "inner")),
+        *in_layers(_SPARSE, *EXPERTS, _ROUTER_BIAS, *_SHARED),
         norm=Row(NORM.source, "hidden", change="+1"),
     ),
 )  # fmt: skip
