@@ -102,7 +102,7 @@ class Adapter:
         """
         short = {_short(name): name for name in names}
 
-        def found(name: str, what: str) -> str:
+        def checkpoint_name(name: str, what: str) -> str:
             for each in (_short(name), _short(name).partition(".")[2]):
                 if each in short:
                     return short[each]
@@ -113,8 +113,10 @@ class Adapter:
                 "adapter was trained on"
             )
 
-        changes = {found(f"{m}.weight", m).removesuffix(".weight"): change for m, change in self.changes.items()}
-        saved = {found(name, name): values for name, values in self.saved.items()}
+        changes = {
+            checkpoint_name(f"{m}.weight", m).removesuffix(".weight"): change for m, change in self.changes.items()
+        }
+        saved = {checkpoint_name(name, name): values for name, values in self.saved.items()}
         return replace(self, changes=changes, saved=saved)
 
 

@@ -62,16 +62,16 @@ def environment(dated: bool | str) -> Any:
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    made = ImmutableSandboxedEnvironment(
+    sandbox = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[ext.loopcontrols, Generation]
     )
-    made.filters["tojson"] = tojson
-    made.globals["raise_exception"] = raise_exception
+    sandbox.filters["tojson"] = tojson
+    sandbox.globals["raise_exception"] = raise_exception
     if isinstance(dated, str):
-        made.globals["strftime_now"] = lambda format: format.replace("%", dated)
+        sandbox.globals["strftime_now"] = lambda format: format.replace("%", dated)
     elif dated:
-        made.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-    return made
+        sandbox.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+    return sandbox
 
 
 def answers(request: dict[str, Any]) -> list[tuple[bool, str]]:
@@ -79,16 +79,16 @@ def answers(request: dict[str, Any]) -> list[tuple[bool, str]]:
     try:
         compiled = _compiled(request["template"], request["dated"])
     except Exception as error:  # jinja's own, or Python's for what is nested too deeply
-        return [(False, f"jinja cannot read it: {_told(error)}")] * len(request["conversations"])
-    found = []
+        return [(False, f"jinja cannot read it: {_reason(error)}")] * len(request["conversations"])
+    results = []
     for messages, prompt in request["conversations"]:
         try:
             text = compiled.render(messages=messages, add_generation_prompt=prompt, **request["variables"])
             too_long = f"it makes a text of {len(text)} characters; the most is {LONGEST}"
-            found.append((True, text) if len(text) <= LONGEST else (False, too_long))
+            results.append((True, text) if len(text) <= LONGEST else (False, too_long))
         except Exception as error:  # a template's code may raise anything
-            found.append((False, f"it fails with: {_told(error)}"))
-    return found
+            results.append((False, f"it fails with: {_reason(error)}"))
+    return results
 
 
 @cache
@@ -96,7 +96,7 @@ def _compiled(template: str, dated: bool) -> Any:
     return environment(dated).from_string(template)
 
 
-def _told(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     if isinstance(error, MemoryError):
         return f"it takes more than {MEMORY >> 20} MiB of memory"
     return str(error)[:1000] or type(error).__name__

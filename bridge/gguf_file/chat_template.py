@@ -65,12 +65,12 @@ def keep_renderer() -> None:
     with _lock:
         if not _keeps:
             _keeps = True
-            _kept.append(_started())
+            _renderers.append(_started())
 
 
 _lock = threading.Lock()
 _keeps = False
-_kept: list[subprocess.Popen[bytes]] = []  # at most one
+_renderers: list[subprocess.Popen[bytes]] = []  # at most one
 
 
 @atexit.register
@@ -79,8 +79,8 @@ def end_renderer() -> None:
     global _keeps
     with _lock:
         _keeps = False
-        while _kept:
-            _end(_kept.pop())
+        while _renderers:
+            _end(_renderers.pop())
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -92,9 +92,9 @@ def check_template_options(options: Any) -> dict[str, Any]:
     """The options of a chat template, as {"enable_thinking": False}; BridgeError where they are none."""
     if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
         raise BridgeError('template_options: must be a dict of names and values: {"enable_thinking": False}')
-    own = next((name for name in OWN if name in options), None)
-    if own is not None:
-        raise BridgeError(f"template_options: {own} is given to the template by the program; leave it out")
+    reserved = next((name for name in OWN if name in options), None)
+    if reserved is not None:
+        raise BridgeError(f"template_options: {reserved} is given to the template by the program; leave it out")
     for name in ("tools", "documents"):
         value = options.get(name)
         if value is not None and not (isinstance(value, list | tuple) and all(isinstance(v, Mapping) for v in value)):
@@ -129,20 +129,20 @@ def _answer(request: bytes) -> bytes:
     if not _keeps:
         process = _started()
         try:
-            return _asked(process, request)
+            return _exchange(process, request)
         finally:
             _end(process)
     with _lock:
-        if not _kept:
-            _kept.append(_started())
+        if not _renderers:
+            _renderers.append(_started())
         try:
-            return _asked(_kept[0], request)
+            return _exchange(_renderers[0], request)
         except TemplateFailed:
-            _end(_kept.pop())
+            _end(_renderers.pop())
             raise
 
 
-def _asked(process: subprocess.Popen[bytes], request: bytes) -> bytes:
+def _exchange(process: subprocess.Popen[bytes], request: bytes) -> bytes:
     """The answer to one request; TemplateFailed where the process ends instead."""
     assert process.stdin is not None
     assert process.stdout is not None

@@ -50,7 +50,7 @@ class TensorEntry(NamedTuple):
     nbytes: int
 
 
-class _Where(NamedTuple):
+class _ValueStart(NamedTuple):
     start: int
     kind: int
 
@@ -61,39 +61,39 @@ class Metadata(Mapping[str, Any]):
     data_start  the byte of the file at which the tensors' data begins
     """
 
-    def __init__(self, header: _Cursor, places: dict[str, _Where]):
+    def __init__(self, header: _Cursor, starts: dict[str, _ValueStart]):
         self.data_start = 0
         self._cursor = header
-        self._places = places
+        self._starts = starts
         self._values: dict[str, Any] = {}
 
     def __getitem__(self, key: str) -> Any:
         if key not in self._values:
-            place = self._places[key]
-            self._values[key] = self._cursor.value(place.start, place.kind)
+            entry = self._starts[key]
+            self._values[key] = self._cursor.value(entry.start, entry.kind)
         return self._values[key]
 
     def kind(self, key: str) -> tuple[int, int | None]:
         """The GGUF value type of a key, and that of its items if it is an array."""
-        place = self._places[key]
-        return place.kind, self._cursor.scalar(place.start, "I") if place.kind == _ARRAY else None
+        entry = self._starts[key]
+        return entry.kind, self._cursor.scalar(entry.start, "I") if entry.kind == _ARRAY else None
 
     def raw(self, key: str) -> bytes:
         """A value's bytes in the file, after its type."""
-        start, kind = self._places[key]
+        start, kind = self._starts[key]
         return self._cursor.data[start : self._cursor.end_of_value(start, kind)]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter(self._starts)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._starts)
 
     def __contains__(self, key: object) -> bool:  # Mapping's own would decode
-        return key in self._places
+        return key in self._starts
 
     def __repr__(self) -> str:
-        return f"Metadata({', '.join(self._places)})"
+        return f"Metadata({', '.join(self._starts)})"
 
     def load(self) -> None:
         """Decode all remaining values, so that the file may be closed."""
@@ -114,77 +114,77 @@ class _Cursor:
         fact = fact.replace("\n", "\\n")  # names are the file's
         return BridgeError(f"{self.path}: {fact}; convert or download it again")
 
-    def check_room(self, at: int, count: int) -> None:
-        if count > self.size - at:
-            raise self.error(f"damaged or truncated: {count} bytes expected at {at}, the file has {self.size}")
+    def check_room(self, offset: int, count: int) -> None:
+        if count > self.size - offset:
+            raise self.error(f"damaged or truncated: {count} bytes expected at {offset}, the file has {self.size}")
 
-    def scalar(self, at: int, code: str) -> Any:
+    def scalar(self, offset: int, code: str) -> Any:
         size = struct.calcsize("<" + code)
-        self.check_room(at, size)
-        return struct.unpack_from("<" + code, self.data, at)[0]
+        self.check_room(offset, size)
+        return struct.unpack_from("<" + code, self.data, offset)[0]
 
-    def string(self, at: int) -> tuple[str, int]:
-        """The string at `at` and where it ends."""
-        length = self.scalar(at, "Q")
-        self.check_room(at + 8, length)
-        raw = self.data[at + 8 : at + 8 + length]
+    def string(self, offset: int) -> tuple[str, int]:
+        """The string at a byte and where it ends."""
+        length = self.scalar(offset, "Q")
+        self.check_room(offset + 8, length)
+        raw = self.data[offset + 8 : offset + 8 + length]
         try:
-            return raw.decode("utf-8"), at + 8 + length
+            return raw.decode("utf-8"), offset + 8 + length
         except UnicodeDecodeError:
-            raise self.error(f"damaged: the string at byte {at} is not UTF-8") from None
+            raise self.error(f"damaged: the string at byte {offset} is not UTF-8") from None
 
-    def end_of_value(self, at: int, kind: int, depth: int = 0) -> int:
-        """Where the value at `at` ends."""
+    def end_of_value(self, offset: int, kind: int, depth: int = 0) -> int:
+        """Where the value at a byte ends."""
         if kind in _SCALARS:
             size = struct.calcsize("<" + _SCALARS[kind])
-            self.check_room(at, size)
-            return at + size
+            self.check_room(offset, size)
+            return offset + size
         if kind == _STRING:
-            length = self.scalar(at, "Q")
-            self.check_room(at + 8, length)
-            return at + 8 + length
+            length = self.scalar(offset, "Q")
+            self.check_room(offset + 8, length)
+            return offset + 8 + length
         if kind != _ARRAY or depth > _MAX_NESTING:
-            raise self.error(f"damaged: unknown value type {kind} at byte {at}")
-        item, count = self.scalar(at, "I"), self.scalar(at + 4, "Q")
-        at += 12
+            raise self.error(f"damaged: unknown value type {kind} at byte {offset}")
+        item, count = self.scalar(offset, "I"), self.scalar(offset + 4, "Q")
+        offset += 12
         if item in _SCALARS:
             size = struct.calcsize("<" + _SCALARS[item]) * count
-            self.check_room(at, size)
-            return at + size
-        self.check_room(at, 8 * count)
+            self.check_room(offset, size)
+            return offset + size
+        self.check_room(offset, 8 * count)
         if item == _STRING:
-            lengths = self._string_lengths(at, count)
+            lengths = self._string_lengths(offset, count)
             if not depth:
-                self._lengths[at] = lengths
-            return at + 8 * count + int(lengths.sum())
+                self._lengths[offset] = lengths
+            return offset + 8 * count + int(lengths.sum())
         for _ in range(count):
-            at = self.end_of_value(at, item, depth + 1)
-        return at
+            offset = self.end_of_value(offset, item, depth + 1)
+        return offset
 
-    def _string_lengths(self, at: int, count: int) -> np.ndarray:
-        """int64 [count]: the bytes of each string of an array, the first of which is at `at`."""
-        if (found := self._lengths_by_zeros(at, count)) is not None:
-            return found
+    def _string_lengths(self, offset: int, count: int) -> np.ndarray:
+        """int64 [count]: the bytes of each string of an array, the first of which is at `offset`."""
+        if (by_zeros := self._lengths_by_zeros(offset, count)) is not None:
+            return by_zeros
         length_at, data, size = struct.Struct("<Q").unpack_from, self.data, self.size
         lengths = []
         try:
             for _ in range(count):
-                (length,) = length_at(data, at)
+                (length,) = length_at(data, offset)
                 lengths.append(length)
-                at += 8 + length
+                offset += 8 + length
         except (struct.error, OverflowError):
-            at = size + 1
-        if at > size:
+            offset = size + 1
+        if offset > size:
             raise self.error("damaged or truncated: an array of strings does not end in the file")
         return np.array(lengths, np.int64)
 
-    def _lengths_by_zeros(self, at: int, count: int) -> np.ndarray | None:
+    def _lengths_by_zeros(self, offset: int, count: int) -> np.ndarray | None:
         """`_string_lengths` without a step for each: a length below 65,536 ends with six zeros, and text has none.
 
         None where it is not so: a string is empty, longer, or has zeros, or the array does not end in the file.
         """
-        found: list[np.ndarray] = []
-        start, missing, expected = at, count, at + 8  # where the next string begins, after its length
+        windows: list[np.ndarray] = []
+        start, missing, expected = offset, count, offset + 8  # where the next string begins, after its length
         while missing and start + 8 < self.size:
             data = np.frombuffer(self.data, np.uint8, min(_WINDOW, self.size - start), start)
             zero = data == 0
@@ -195,22 +195,22 @@ class _Cursor:
             begins = np.append(expected, starts + lengths + (start + 16))
             if (begins[:-1] != starts + (start + 8)).any():
                 return None
-            found.append(lengths)
+            windows.append(lengths)
             start, missing, expected = start + len(data) - 8, missing - len(starts), int(begins[-1])
             if missing and expected < start:  # nothing was found there
                 return None
-        return None if missing or expected - 8 > self.size or not count else np.concatenate(found)
+        return None if missing or expected - 8 > self.size or not count else np.concatenate(windows)
 
-    def _strings(self, at: int, count: int) -> list[str]:
+    def _strings(self, offset: int, count: int) -> list[str]:
         """An array of strings, decoded all at once: a zero in the place of each length separates them."""
-        lengths = self._lengths.pop(at, None)
+        lengths = self._lengths.pop(offset, None)
         if lengths is None:
-            lengths = self._string_lengths(at, count)
+            lengths = self._string_lengths(offset, count)
         ends = np.cumsum(lengths + 8)
-        raw = bytearray(self.data[at : at + int(ends[-1])])
+        raw = bytearray(self.data[offset : offset + int(ends[-1])])
         data, starts = np.frombuffer(raw, np.uint8), ends - lengths - 8
-        for place in range(1, 8 if lengths.max() > 0xFFFF else 2):
-            data[starts + place] = 0
+        for byte in range(1, 8 if lengths.max() > 0xFFFF else 2):
+            data[starts + byte] = 0
         data[starts] = 0xFF  # no byte of UTF-8
         with suppress(UnicodeDecodeError):  # `string` names the place
             texts = raw.translate(_FF_TO_ZERO, b"\0").decode("utf-8").split("\0")
@@ -218,27 +218,27 @@ class _Cursor:
                 return texts[1:]
         texts = []
         for _ in range(count):  # a string has a zero itself, or is not UTF-8
-            text, at = self.string(at)
+            text, offset = self.string(offset)
             texts.append(text)
         return texts
 
-    def value(self, at: int, kind: int) -> Any:
-        """The value at `at`; its extent was checked by `end_of_value`."""
+    def value(self, offset: int, kind: int) -> Any:
+        """The value at a byte; its extent was checked by `end_of_value`."""
         if kind in _SCALARS:
-            return self.scalar(at, _SCALARS[kind])
+            return self.scalar(offset, _SCALARS[kind])
         if kind == _STRING:
-            return self.string(at)[0]
-        item, count = self.scalar(at, "I"), self.scalar(at + 4, "Q")
-        at += 12
+            return self.string(offset)[0]
+        item, count = self.scalar(offset, "I"), self.scalar(offset + 4, "Q")
+        offset += 12
         if item in _SCALARS:
             code = np.dtype(_SCALARS[item]).newbyteorder("<")
-            return np.frombuffer(self.data, code, count, at).tolist()
+            return np.frombuffer(self.data, code, count, offset).tolist()
         if item == _STRING:
-            return self._strings(at, count) if count else []
+            return self._strings(offset, count) if count else []
         values = []
         for _ in range(count):
-            values.append(self.value(at, item))
-            at = self.end_of_value(at, item)
+            values.append(self.value(offset, item))
+            offset = self.end_of_value(offset, item)
         return values
 
 
@@ -280,42 +280,42 @@ def read_header(data: mmap.mmap | bytes, path: Path) -> tuple[Metadata, list[Ten
         swapped = version & 0xFFFF == 0
         fact = "big-endian" if swapped else f"version {version}"
         raise BridgeError(f"{path}: this GGUF is {fact}; only little-endian versions 2 and 3 can be read")
-    at = 24
-    if n_tensors * _LEAST_TENSOR + n_pairs * _LEAST_PAIR > cursor.size - at:
+    offset = 24
+    if n_tensors * _LEAST_TENSOR + n_pairs * _LEAST_PAIR > cursor.size - offset:
         raise cursor.error(
             f"damaged or truncated: {n_tensors} tensors and {n_pairs} keys do not fit in {cursor.size} bytes"
         )
-    places: dict[str, _Where] = {}
+    starts: dict[str, _ValueStart] = {}
     for _ in range(n_pairs):
-        key, at = cursor.string(at)
-        kind = cursor.scalar(at, "I")
-        if key in places:
+        key, offset = cursor.string(offset)
+        kind = cursor.scalar(offset, "I")
+        if key in starts:
             raise cursor.error(f"damaged: key {key!r} occurs twice")
-        places[key] = _Where(at + 4, kind)
-        at = cursor.end_of_value(at + 4, kind)
-    metadata = Metadata(cursor, places)
+        starts[key] = _ValueStart(offset + 4, kind)
+        offset = cursor.end_of_value(offset + 4, kind)
+    metadata = Metadata(cursor, starts)
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
         raise cursor.error(f"general.alignment is {alignment}, not a power of two")
-    metadata.data_start, tensors = _tensors(cursor, at, n_tensors, alignment)
+    metadata.data_start, tensors = _tensors(cursor, offset, n_tensors, alignment)
     return metadata, tensors
 
 
-def _tensors(cursor: _Cursor, at: int, count: int, alignment: int) -> tuple[int, list[TensorEntry]]:
+def _tensors(cursor: _Cursor, position: int, count: int, alignment: int) -> tuple[int, list[TensorEntry]]:
     """Where the data starts, and the tensors."""
     raw = []
     for _ in range(count):
-        name, at = cursor.string(at)
-        dimensions = cursor.scalar(at, "I")
+        name, position = cursor.string(position)
+        dimensions = cursor.scalar(position, "I")
         if not 1 <= dimensions <= _MAX_DIMENSIONS:
             raise cursor.error(f"{name}: {dimensions} dimensions; must be 1 to {_MAX_DIMENSIONS}")
-        cursor.check_room(at + 4, 8 * dimensions)
-        shape = struct.unpack_from(f"<{dimensions}Q", cursor.data, at + 4)
-        at += 4 + 8 * dimensions
-        kind, offset = cursor.scalar(at, "I"), cursor.scalar(at + 4, "Q")
-        at += 12
+        cursor.check_room(position + 4, 8 * dimensions)
+        shape = struct.unpack_from(f"<{dimensions}Q", cursor.data, position + 4)
+        position += 4 + 8 * dimensions
+        kind, offset = cursor.scalar(position, "I"), cursor.scalar(position + 4, "Q")
+        position += 12
         raw.append((name, shape[::-1], kind, offset))
-    data_start = -(-at // alignment) * alignment
+    data_start = -(-position // alignment) * alignment
     tensors = [_tensor(cursor, data_start, alignment, *entry) for entry in raw]
     if len({t.name for t in tensors}) < count:
         raise cursor.error("damaged: two tensors have the same name")

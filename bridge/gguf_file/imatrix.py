@@ -47,10 +47,10 @@ def read_imatrix(path: str | Path) -> dict[str, np.ndarray]:
         raise BridgeError(
             f"{path}: a GGUF of type {kind!r}, not 'imatrix'; make one with llama-imatrix -o imatrix.gguf"
         )
-    found = {name: t for name, t in file.tensors.items() if name.endswith((_SUMS, _COUNTS))}
-    if other := next((t for t in found.values() if t.type != "F32"), None):
+    stored = {name: t for name, t in file.tensors.items() if name.endswith((_SUMS, _COUNTS))}
+    if other := next((t for t in stored.values() if t.type != "F32"), None):
         raise BridgeError(f"{path}: {other.name} is {other.type}, must be F32; make the imatrix again")
-    tensors = {name: t.raw.view("<f4").reshape(t.shape) for name, t in found.items()}
+    tensors = {name: t.raw.view("<f4").reshape(t.shape) for name, t in stored.items()}
     return {
         name.removesuffix(_SUMS): _importance(path, name.removesuffix(_SUMS), sums, tensors)
         for name, sums in tensors.items()
@@ -59,19 +59,19 @@ def read_imatrix(path: str | Path) -> dict[str, np.ndarray]:
 
 
 def write_imatrix(
-    path: Path, found: Mapping[str, tuple[np.ndarray, np.ndarray]], length: int, datasets: Sequence[str]
+    path: Path, statistics: Mapping[str, tuple[np.ndarray, np.ndarray]], length: int, datasets: Sequence[str]
 ) -> None:
     """Write an importance matrix that llama.cpp's tools and `read_imatrix` read.
 
-    found     GGUF tensor name -> mean squares float32 [experts, in] and tokens seen int [experts]
-    length    tokens in a sequence
-    datasets  names of the texts that it was made from
+    statistics  GGUF tensor name -> mean squares float32 [experts, in] and tokens seen int [experts]
+    length      tokens in a sequence
+    datasets    names of the texts that it was made from
 
     Raises BridgeError if writing fails.
     """
     from gguf import GGUFWriter
 
-    chunks = max((int(tokens.sum()) // length for _, tokens in found.values()), default=0)
+    chunks = max((int(tokens.sum()) // length for _, tokens in statistics.values()), default=0)
     try:
         with temporary_beside(path) as folder:
             writer = GGUFWriter(folder / path.name, "")  # of no architecture
@@ -79,7 +79,7 @@ def write_imatrix(
             writer.add_array("imatrix.datasets", list(datasets))
             writer.add_uint32("imatrix.chunk_count", chunks)
             writer.add_uint32("imatrix.chunk_size", length)
-            for name, (squares, tokens) in found.items():
+            for name, (squares, tokens) in statistics.items():
                 counts = np.asarray(tokens, np.float32)[:, None]
                 writer.add_tensor(name + _SUMS, (squares * counts).astype(np.float32))
                 writer.add_tensor(name + _COUNTS, counts)
@@ -97,17 +97,17 @@ def write_imatrix(
 def for_tensor(imatrix: dict[str, np.ndarray], name: str, columns: int, experts: int = 1) -> np.ndarray | None:
     """The importance of a tensor's input columns: float32 [columns], [experts, columns] for several experts, or None
     if the file lacks the tensor (as with embeddings). Raises BridgeError if its length differs."""
-    found = imatrix.get(name)
-    if found is None:
+    importance = imatrix.get(name)
+    if importance is None:
         return None
     expected = (experts, columns) if experts > 1 else (columns,)
-    if experts > 1 and found.shape == (experts * columns,):  # a file of the old format does not say how many
-        found = found.reshape(expected)
-        found = np.where(found.any(axis=1, keepdims=True), found, np.float32(1))
-    if found.shape != expected:
-        have, need = ("x".join(map(str, shape)) for shape in (found.shape, expected))
+    if experts > 1 and importance.shape == (experts * columns,):  # a file of the old format does not say how many
+        importance = importance.reshape(expected)
+        importance = np.where(importance.any(axis=1, keepdims=True), importance, np.float32(1))
+    if importance.shape != expected:
+        have, need = ("x".join(map(str, shape)) for shape in (importance.shape, expected))
         raise BridgeError(f"{name}: the imatrix has {have} columns, the tensor {need}; make it with this model")
-    return found
+    return importance
 
 
 def _importance(path: Path, name: str, sums: np.ndarray, tensors: dict[str, np.ndarray]) -> np.ndarray:
@@ -139,14 +139,14 @@ def _is_legacy(path: Path) -> bool:
 
 def _read_legacy(path: Path) -> dict[str, np.ndarray]:
     """`read_imatrix` of the old format; experts are not told apart. Raises BridgeError if it is damaged."""
-    found: dict[str, np.ndarray] = {}
+    tensors: dict[str, np.ndarray] = {}
     with path.open("rb") as file:
         size = path.stat().st_size
 
         def numbers(count: int, dtype: str) -> np.ndarray:
             if not 0 <= count <= (size - file.tell()) // 4:
                 raise BridgeError(
-                    f"{path}: entry {len(found) + 1} ends beyond the file's {size} bytes; it is damaged, or not an "
+                    f"{path}: entry {len(tensors) + 1} ends beyond the file's {size} bytes; it is damaged, or not an "
                     "imatrix: make the imatrix again"
                 )
             return np.frombuffer(file.read(4 * count), dtype)
@@ -161,10 +161,10 @@ def _read_legacy(path: Path) -> dict[str, np.ndarray]:
             sums = numbers(number(), "<f4").astype(np.float32)
             if not name or not len(sums) or not (np.isfinite(sums).all() and (sums >= 0).all() and calls >= 0):
                 raise BridgeError(
-                    f"{path}: entry {len(found) + 1}, {name!r:.80}, has no name or no values, or holds NaN, infinity "
+                    f"{path}: entry {len(tensors) + 1}, {name!r:.80}, has no name or no values, or holds NaN, infinity "
                     "or negative ones; make the imatrix again"
                 )
-            found[name] = sums / np.float32(calls or 1)
-    if not found:
+            tensors[name] = sums / np.float32(calls or 1)
+    if not tensors:
         raise BridgeError(f"{path}: an imatrix of no tensors; make the imatrix again")
-    return found
+    return tensors

@@ -94,8 +94,8 @@ def read_gguf(path: str | Path, load: str = "mmap", rotated: bool = False) -> St
     headers = [_read(file, load) for file in files]
     metadata = headers[0][0]
     if not rotated:
-        for file, (own, _) in zip(files, headers, strict=True):
-            check_basis(own, file)
+        for file, (shard_metadata, _) in zip(files, headers, strict=True):
+            check_basis(shard_metadata, file)
     if len(files) == 1 and (metadata.get("split.count") or 1) != 1:
         raise BridgeError(f"{path}: one of {metadata['split.count']} shards, but its name does not say which")
     tensors: dict[str, StoredTensor] = {}

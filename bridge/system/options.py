@@ -143,9 +143,9 @@ def _hint_of(parameter: inspect.Parameter, function: Callable[..., Any]) -> Any:
 
 def _check_type(name: str, value: Any, hint: Any) -> None:
     kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    found = [_kind(kind) for kind in kinds if not (kind is str and Path in kinds)]  # a path may be a text
-    known = [kind for kind in found if kind is not None]
-    if len(known) < len(found) or any(allows(value) for _, allows in known):
+    checks = [_kind(kind) for kind in kinds if not (kind is str and Path in kinds)]  # a path may be a text
+    known = [kind for kind in checks if kind is not None]
+    if len(known) < len(checks) or any(allows(value) for _, allows in known):
         return
     words = " or ".join(words for words, _ in known)
     raise BridgeError(f"{parameter(name)} is of type {type(value).__name__}; must be {words}")
@@ -181,10 +181,10 @@ def count(text: str) -> int:
 def size(text: str) -> int:
     """4000000000 of "4G"."""
     match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]+)?)([KMGT]?)B?", text.upper())
-    found = float(match[1]) * 1000 ** ("KMGT".index(match[2]) + 1 if match[2] else 0) if match else 0
-    if found < 1:
+    nbytes = float(match[1]) * 1000 ** ("KMGT".index(match[2]) + 1 if match[2] else 0) if match else 0
+    if nbytes < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 4G or 500M")
-    return int(found)
+    return int(nbytes)
 
 
 def pair(text: str) -> tuple[str, str]:

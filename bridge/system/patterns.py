@@ -20,8 +20,8 @@ _PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{([0-9]+)[0-9,]*\}|.", re.
 
 def pattern_problem(pattern: str) -> str | None:
     """Why a pattern cannot be used as a regular expression; None if it can."""
-    found = _compiled(pattern)
-    return found if isinstance(found, str) else None
+    compiled = _compiled(pattern)
+    return compiled if isinstance(compiled, str) else None
 
 
 def matched(how: Literal["match", "search", "fullmatch"], pattern: str, name: str, source: Path | str | None) -> bool:

@@ -32,7 +32,7 @@ class Bar:
     def __call__(self, done: int, total: int, name: str) -> None:
         if self.bar is None:
             self._since = done, clock()
-            self.bar = self._made(total)
+            self.bar = self._new_bar(total)
         self.bar.set_postfix_str(printable(name), refresh=False)
         self.bar.update(done - self.bar.n)
 
@@ -48,7 +48,7 @@ class Bar:
         before, then = self._since
         return (done - before) / max(clock() - then, 1e-9) if done > before else 0.0
 
-    def _made(self, total: int) -> Any:
+    def _new_bar(self, total: int) -> Any:
         from tqdm import tqdm
 
         rate_of = self._rate

@@ -19,25 +19,25 @@ def record(kind: Class | None = None, /, *, frozen: bool = True) -> Any:
     """
     if kind is None:
         return lambda kind: record(kind, frozen=frozen)
-    made: Any = dataclasses.dataclass(init=False, eq=False, repr=False, match_args=False)(kind)
-    fields = dataclasses.fields(made)
-    made._names = tuple(field.name for field in fields)
-    made._named = frozenset(made._names)
-    made._defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
-    made._factories = {f.name: f.default_factory for f in fields if f.default_factory is not dataclasses.MISSING}
-    made.__init__, made.__repr__ = _initialize, _shown
+    cls: Any = dataclasses.dataclass(init=False, eq=False, repr=False, match_args=False)(kind)
+    fields = dataclasses.fields(cls)
+    cls._names = tuple(field.name for field in fields)
+    cls._named = frozenset(cls._names)
+    cls._defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
+    cls._factories = {f.name: f.default_factory for f in fields if f.default_factory is not dataclasses.MISSING}
+    cls.__init__, cls.__repr__ = _initialize, _repr
     if frozen:
-        made._compared = staticmethod(attrgetter(*(field.name for field in fields if field.compare)))
-        made.__eq__, made.__hash__ = _equal, _hash
-    return made
+        cls._compared = staticmethod(attrgetter(*(field.name for field in fields if field.compare)))
+        cls.__eq__, cls.__hash__ = _equal, _hash
+    return cls
 
 
 def _initialize(self: Any, *values: Any, **named: Any) -> None:
-    given = dict(zip(self._names, values, strict=False))
-    if len(values) > len(given) or given.keys() & named.keys() or not named.keys() <= self._named:
+    positional = dict(zip(self._names, values, strict=False))
+    if len(values) > len(positional) or positional.keys() & named.keys() or not named.keys() <= self._named:
         raise TypeError(f"{type(self).__name__} takes each of {', '.join(self._names)} once")
-    made = {name: make() for name, make in self._factories.items() if name not in given and name not in named}
-    self.__dict__ = {**self._defaults, **made, **given, **named}
+    defaults = {name: make() for name, make in self._factories.items() if name not in positional and name not in named}
+    self.__dict__ = {**self._defaults, **defaults, **positional, **named}
     if len(self.__dict__) < len(self._names):
         missing = ", ".join(name for name in self._names if name not in self.__dict__)
         raise TypeError(f"{type(self).__name__} needs {missing}")
@@ -51,6 +51,6 @@ def _hash(self: Any) -> int:
     return hash(self._compared(self))
 
 
-def _shown(self: Any) -> str:
+def _repr(self: Any) -> str:
     shown = (f"{field.name}={getattr(self, field.name)!r}" for field in dataclasses.fields(self) if field.repr)
     return f"{type(self).__qualname__}({', '.join(shown)})"

@@ -121,10 +121,10 @@ class BitshiftCodebook:
         if self.decode_mode in LOOKED_UP:
             y = x * (x + 1)
             signed = self.decode_mode == "quantlut_sym"
-            found = self.tlut[y >> np.uint64(16 - signed - self.tlut_bits) & np.uint64(2**self.tlut_bits - 1)]
+            values = self.tlut[y >> np.uint64(16 - signed - self.tlut_bits) & np.uint64(2**self.tlut_bits - 1)]
             if signed:
-                found[..., 0] *= np.where(y & np.uint64(0x8000), np.float32(-1), np.float32(1))
-            return found
+                values[..., 0] *= np.where(y & np.uint64(0x8000), np.float32(-1), np.float32(1))
+            return values
         a, b = self.affine
         z = (x * np.uint64(a) + np.uint64(b)) & np.uint64(0xFFFFFFFF)
         if self.decode_mode == "2mad":

@@ -33,17 +33,17 @@ def _decode_states(code: Code) -> Any:
             places = [code.shift(i) for i in range(LANES)]
             right = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [ir.IntType(32)(r) for _, r in places])
             with cgutils.for_range(builder, count) as loop:
-                at = builder.add(ring, builder.mul(loop.index, I64(2 * code.step)))
-                high, low = (v.words(builder.add(at, I64(2 * i))) for i in range(2))
+                address = builder.add(ring, builder.mul(loop.index, I64(2 * code.step)))
+                high, low = (v.words(builder.add(address, I64(2 * i))) for i in range(2))
                 windows = v.pick(v.window(high, low), [word for word, _ in places])
-                found = v.values(v.states(windows, right), table)
+                values = v.values(v.states(windows, right), table)
                 target = builder.add(out, builder.mul(loop.index, I64(4 * LANES * code.values)))
                 for i in range(code.values):  # interleave the lanes of two values
-                    vector = found[i]
+                    vector = values[i]
                     if code.values == 2:
                         lanes = [lane // 2 + LANES * (lane % 2) for lane in range(i * LANES, i * LANES + LANES)]
                         mask = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [ir.IntType(32)(n) for n in lanes])
-                        vector = builder.shuffle_vector(*found, mask)
+                        vector = builder.shuffle_vector(*values, mask)
                     v.store(vector, builder.add(target, I64(4 * LANES * i)), 4)
             return context.get_dummy_value()
 
@@ -58,7 +58,7 @@ def _tiles(words, out, table, order, columns, sizes, _, first, last):
     size = array_at(sizes, 5, np.int64)
     count, height, width, groups, in_order = size[0], size[1], size[2], size[3], size[4]
     weights = height * width
-    place = array_at(order, weights, np.int32)
+    index = array_at(order, weights, np.int32)
     memory = allocate(4 * weights + 2 * (count + 2 * 16) + 64)
     values_at = next_line(memory)
     ring_at = values_at + 4 * weights
@@ -75,13 +75,13 @@ def _tiles(words, out, table, order, columns, sizes, _, first, last):
             decode_states(ring_at, table, values_at, groups)
             base = column * width
             for r in range(height):  # row by row; if the tile is stored that way, whole vectors are copied
-                at = base + r * columns * width
+                offset = base + r * columns * width
                 if in_order and width == 16:
                     for c in range(16):
-                        target[at + c] = values[r * 16 + c]
+                        target[offset + c] = values[r * 16 + c]
                 else:
                     for c in range(width):
-                        target[at + c] = values[place[r * width + c]]
+                        target[offset + c] = values[index[r * width + c]]
     free(memory)
 
 

@@ -78,13 +78,13 @@ def _multiply_tile(code: Code, units: Units, tokens: int, words: int) -> Any:
                 base = builder.add(weights, builder.mul(u, I64(unit_words * line)))
                 is_last = builder.icmp_signed("==", u, I64(units.count - 1))
                 beyond = builder.select(is_last, weights, builder.add(base, I64(unit_words * line)))
-                own = builder.add(totals, builder.mul(u, I64(units.row_step * 4 * LANES)))
+                unit_totals = builder.add(totals, builder.mul(u, I64(units.row_step * 4 * LANES)))
                 from_ = builder.mul(u, I64(units.column_step * 4))
                 places = [builder.add(address, from_) for address in xs]
                 rows = sorted(set(units.rows))
 
                 def at(token: int, row: int) -> ir.Value:
-                    return builder.add(own, I64(4 * LANES * (token * TILE + row)))
+                    return builder.add(unit_totals, I64(4 * LANES * (token * TILE + row)))
 
                 sums = {(t, r): v.load(at(t, r), FLOATS, 4) for t in range(tokens) for r in rows}
                 loaded: dict[int, ir.Value] = {}
@@ -128,11 +128,11 @@ def _groups(weights, x, y, columns, table, tokens, y_stride, first, last):
         for start in range(0, tokens, width):
             for i in range(width * 256):
                 totals[i] = 0
-            at = weights + group * columns * tile_bytes
+            tile = weights + group * columns * tile_bytes
             values = x + start * x_stride
             for _ in range(columns):
-                multiply_tile(at, table, values, x_stride, totals_at)
-                at += tile_bytes
+                multiply_tile(tile, table, values, x_stride, totals_at)
+                tile += tile_bytes
                 values += 64
             for t in range(width):
                 out = floats(y + (start + t) * y_stride + group * 1024, 256)

@@ -51,9 +51,9 @@ def _values(book: BitshiftCodebook, words: np.ndarray) -> np.ndarray:
     return book.values(streams.states_of(words.reshape(-1, words.shape[-1])[:256], book.K * book.V, book.L))
 
 
-def _quieter(found: np.ndarray, other: np.ndarray) -> bool:
+def _quieter(values: np.ndarray, other: np.ndarray) -> bool:
     """Whether values have clearly less variance than others."""
-    return float(np.square(found).mean()) < float(np.square(other).mean()) * (1 - 8 / np.sqrt(found.size))
+    return float(np.square(values).mean()) < float(np.square(other).mean()) * (1 - 8 / np.sqrt(values.size))
 
 
 def qtip_layer(

@@ -78,6 +78,6 @@ def states_of(words: np.ndarray, step: int, bits: int) -> np.ndarray:
     """uint16 [..., states]: the states of tail-biting streams [..., n]."""
     starts = np.arange(0, words.shape[-1] * 16, step)
     ring = np.concatenate([words, words[..., :1]], -1).astype(np.uint32)
-    at = starts >> 4
-    windows = ring[..., at] << np.uint32(16) | ring[..., at + 1]
+    word = starts >> 4
+    windows = ring[..., word] << np.uint32(16) | ring[..., word + 1]
     return (windows >> (32 - bits - (starts & 15)).astype(np.uint32) & np.uint32(2**bits - 1)).astype(np.uint16)

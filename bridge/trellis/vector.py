@@ -211,13 +211,13 @@ class Lanes:
             pairs = self._gather(table, index, 0, INTS)
             sixteen = ir.VectorType(_F16, LANES)
             words = [b.trunc(part, WORDS) for part in (pairs, b.lshr(pairs, self.splat(16)))]
-            found = [b.fpext(b.bitcast(word, sixteen), FLOATS) for word in words]
+            values = [b.fpext(b.bitcast(word, sixteen), FLOATS) for word in words]
         else:
-            found = [self._gather(table, index, v, FLOATS) for v in range(self.code.values)]
+            values = [self._gather(table, index, v, FLOATS) for v in range(self.code.values)]
         if signed:
             sign = b.and_(b.shl(y, self.splat(16)), self.splat(0x80000000))
-            found[0] = b.bitcast(b.xor(b.bitcast(found[0], INTS), sign), FLOATS)
-        return found
+            values[0] = b.bitcast(b.xor(b.bitcast(values[0], INTS), sign), FLOATS)
+        return values
 
     def _gather(self, table: ir.Value, index: ir.Value, value: int, kind: ir.VectorType) -> ir.Value:
         """Entry `index` of a table of `kind`'s elements, or value `value` of those of an entry."""

@@ -542,7 +542,7 @@ def test_one_process_renders_all_chats_and_another_after_one_that_ran_into_its_l
     monkeypatch.setattr(chat_template, "CPU_SECONDS", 1)
     chat_template.keep_renderer()
     try:
-        (process,) = chat_template._kept
+        (process,) = chat_template._renderers
         assert [render("{{ messages[0].content }}1"), render("{{ nothing }}2"), render("{{ 3 }}")] == ["x1", "2", "3"]
         assert "jinja cannot read it" in str(render("{{"))
         assert process.poll() is None
@@ -551,4 +551,4 @@ def test_one_process_renders_all_chats_and_another_after_one_that_ran_into_its_l
         assert render("{{ messages[0].content }}4") == "x4"
     finally:
         chat_template.end_renderer()
-    assert chat_template._kept == []
+    assert chat_template._renderers == []

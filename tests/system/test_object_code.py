@@ -55,7 +55,7 @@ def test_functions_are_compiled_by_other_processes_and_kept(fresh: Path, monkeyp
     assert compiling.steps() == steps + 2
     assert [far for far, _ in told if "of" in far] == ["0 of 2", "1 of 2", "2 of 2"]
     assert told[-1] == ("", False)
-    assert all(kernel_cache.has(object_code.kept_as(function)) for function in functions)
+    assert all(kernel_cache.has(object_code.cached_name(function)) for function in functions)
     assert object_code._compiled.keys() == {function.name for function in functions}
     monkeypatch.setattr(compiler, "object_code", refuse)
     compile_ahead.compile_all(functions)  # nothing is left to do
@@ -107,7 +107,7 @@ def test_what_came_with_the_package_is_used_as_long_as_its_sources_are_the_same(
         object_code._archive.cache_clear()
 
     try:
-        name, there = object_code.bundled_as(function), next(iter(machine.features()))
+        name, there = object_code.bundled_name(function), next(iter(machine.features()))
         bundle(name, there)
         assert object_code._bundled(function) == b"code"
         assert object_code.known(function)
@@ -150,4 +150,4 @@ def test_a_bundle_holds_what_a_model_of_common_types_calls(tmp_path: Path) -> No
     subprocess.run(command, check=True, timeout=PATIENCE, env=os.environ | {"PYTHONPATH": str(ROOT)})
     with zipfile.ZipFile(tmp_path / object_code.bundle(target)) as archive:
         names = set(archive.namelist())
-    assert {object_code.bundled_as(function) for function in build_objects.functions(target)} <= names
+    assert {object_code.bundled_name(function) for function in build_objects.functions(target)} <= names

@@ -85,7 +85,7 @@ class FpQuantReader(Reader):
         return replace(quant, title="FP-Quant", claims=claims, bits=4, raw={**raw, "forward_dtype": kind})
 
     def required_parts(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
-        held = _held(tensors)
+        held = _non_empty(tensors)
         floats = next((part for part in _FLOATS if part in held), None)
         return (floats, _MATRIX) if floats and "qweight" not in held else ("qweight", "scales", _GLOBAL, _MATRIX)
 
@@ -140,7 +140,7 @@ class FpQuantReader(Reader):
         return DecodedTensor(name, 4, weights, share, "rotated codes", bias=t.bias)
 
 
-def _held(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+def _non_empty(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
     """A module's tensors without those that are empty, which only keep a place."""
     return {part: info for part, info in tensors.items() if 0 not in info.shape}
 

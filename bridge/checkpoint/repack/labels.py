@@ -34,12 +34,12 @@ class Labels:
                 if isinstance(labels, dict) and labels:
                     labelled = True
                     self._mend(labels, name)
-                    self._keep(file, content)
+                    self._record(file, content)
         if not labelled:
             content = read_json(ckpt.home / "config.json")
             content["quantization_config"] = self._new()
             self._changes["quantization_config added"] = ["config.json"]
-            self._keep(ckpt.home / "config.json", content)
+            self._record(ckpt.home / "config.json", content)
         self.changes = [f"{change} ({', '.join(names)})" for change, names in self._changes.items()]
 
     def _mend(self, labels: dict[str, Any], file: str) -> None:
@@ -102,7 +102,7 @@ class Labels:
         sym = all(self._plan.symmetric.values())
         return gptq_labels(self._plan.format, quant.bits, quant.group_size, desc_act=self._scattered(), sym=sym)
 
-    def _keep(self, file: Path, content: dict[str, Any]) -> None:
+    def _record(self, file: Path, content: dict[str, Any]) -> None:
         """Record the file's new text, with the old indentation and line end."""
         old = file.read_text(encoding="utf-8")
         if content == json.loads(old):

@@ -154,7 +154,7 @@ class CheckpointWriter:
             self._act_order |= not tensor.sequential
         shapes, lanes = self._format.shapes(layer, (out, columns)), self._format.lanes(layer.bits)
         for part, values in self._format.pack(tensor).items():
-            if f"{name}.{part}" in self._places:
+            if f"{name}.{part}" in self._locations:
                 if part == self._format.shape_part:
                     values = np.array((out, columns), values.dtype)
                 shape = shapes[part][1]
@@ -244,18 +244,18 @@ class CheckpointWriter:
             room -= nbytes
         self._heads: dict[str, bytes] = {}
         self._files: dict[str, int] = {}
-        self._places: dict[str, tuple[str, int]] = {}
+        self._locations: dict[str, tuple[str, int]] = {}
         for i, shard in enumerate(shards):
             file = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
             # the widest first, so that all are aligned
             ordered = dict(sorted(shard.items(), key=lambda item: -item[1][2] // max(1, math.prod(item[1][1]))))
             self._heads[file], starts = header_of(ordered)
             self._files[file] = len(self._heads[file]) + sum(entry[2] for entry in shard.values())
-            self._places |= {name: (file, start) for name, start in starts.items()}
-        self._file_of = {name: file for name, (file, _) in self._places.items()}
+            self._locations |= {name: (file, start) for name, start in starts.items()}
+        self._file_of = {name: file for name, (file, _) in self._locations.items()}
         for name, (stack, offset) in within.items():
-            file, start = self._places[stack]
-            self._places[name] = file, start + offset
+            file, start = self._locations[stack]
+            self._locations[name] = file, start + offset
         self._nbytes = sum(entry[2] for shard in shards for entry in shard.values())
 
     def _write_heads(self) -> None:
@@ -270,7 +270,7 @@ class CheckpointWriter:
         at    byte of the first
         step  bytes from one to the next; 0: there are none in between
         """
-        file, start = self._places[name]
+        file, start = self._locations[name]
 
         def write() -> None:
             with open(self._folder.folder / file, "rb+") as out:
@@ -309,7 +309,7 @@ class CheckpointWriter:
         if not self._layers:
             return {"config.json": self._ckpt.config, **self._index()}
         groups = {self._stacks.get(name, (name, 0))[0]: layer for name, layer in self._layers.items()}
-        layers = QuantizedLayers(groups, self._left(), self._asymmetric, self._act_order, self._has_towers())
+        layers = QuantizedLayers(groups, self._float_modules(), self._asymmetric, self._act_order, self._has_towers())
         labels = self._format.labels(layers)
         configs: dict[str, Any] = {"config.json": {**self._ckpt.config, **labels}}
         if self._format.labels_file:
@@ -323,7 +323,7 @@ class CheckpointWriter:
         weight_map = dict(sorted(self._file_of.items()))
         return {"model.safetensors.index.json": {"metadata": {"total_size": self._nbytes}, "weight_map": weight_map}}
 
-    def _left(self) -> list[str]:
+    def _float_modules(self) -> list[str]:
         """Modules whose matrices stay floats, which a reader would expect to be quantized: not embeddings and head."""
         names = [
             n.removesuffix(".weight") for n, i in self._floats.items() if n.endswith(".weight") and len(i.shape) == 2

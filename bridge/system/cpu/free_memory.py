@@ -9,14 +9,14 @@ _LIMITS = Path("/sys/fs/cgroup")  # of the container, in version 2
 
 def free_memory() -> int | None:
     """Bytes that this process can still take without swapping, on Linux; None where it is not known."""
-    found = []
+    limits = []
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        found.append(next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")))
+        limits.append(next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")))
     with suppress(OSError, ValueError):  # "max" is no number
         limit, used = (int((_LIMITS / f"memory.{name}").read_text(encoding="ascii")) for name in ("max", "current"))
-        found.append(limit - used)
-    return min(found, default=None)
+        limits.append(limit - used)
+    return min(limits, default=None)
 
 
 def resident() -> int:

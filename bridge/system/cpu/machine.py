@@ -41,12 +41,12 @@ def host() -> Machine:
 @cache
 def features() -> frozenset[str]:
     """The CPU features that compiled code may use, as LLVM names them."""
-    found = _present() | arm.features()
+    usable = _present() | arm.features()
     wanted = os.environ.get("NUMBA_CPU_FEATURES")
     if wanted is not None or os.environ.get("NUMBA_CPU_NAME"):
         # a CPU's name proves nothing: features must be listed, and present here too
-        found &= {f[1:] for f in (wanted or "").split(",") if f.startswith("+")}
-    return frozenset(found)
+        usable &= {f[1:] for f in (wanted or "").split(",") if f.startswith("+")}
+    return frozenset(usable)
 
 
 def unseen_features() -> list[str]:
@@ -63,7 +63,7 @@ def _present() -> set[str]:
 @cache
 def _seen_by_llvm() -> tuple[str, str, dict[str, bool]]:
     """This machine's triple, CPU and features; kept with the kernels where Linux names the CPU: LLVM takes 50 ms."""
-    file = _kept_as()
+    file = _cache_name()
     with suppress(ValueError):
         triple, cpu, features = json.loads((file and kernel_cache.load(file)) or b"")
         return triple, cpu, features
@@ -75,7 +75,7 @@ def _seen_by_llvm() -> tuple[str, str, dict[str, bool]]:
     return seen
 
 
-def _kept_as() -> str | None:
+def _cache_name() -> str | None:
     """The name of the file for what LLVM says of this kind of CPU; None where the kind is not known."""
     import llvmlite
 

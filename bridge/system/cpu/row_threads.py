@@ -100,9 +100,9 @@ def thread_limit() -> Iterator[None]:
 def chunks(rows: int, columns: int) -> Iterator[slice]:
     """Slices that cover 0..rows, about four million values each: what is made from a file piece by piece."""
     step = max(1, _CHUNK_VALUES // max(1, columns))
-    return (slice(at, min(at + step, rows)) for at in range(0, rows, step))
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
 def tiles(rows: int) -> Iterator[slice]:
     """Slices that cover 0..rows, few rows each: what is as large as the matrix itself is made tile by tile."""
-    return (slice(at, min(at + _TILE, rows)) for at in range(0, rows, _TILE))
+    return (slice(start, min(start + _TILE, rows)) for start in range(0, rows, _TILE))

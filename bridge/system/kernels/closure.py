@@ -44,56 +44,56 @@ _looked_at: dict[str, list[int]] = {}  # what decides a digest: files and folder
 @cache
 def sources(modules: frozenset[str]) -> dict[str, Path]:
     """The files of modules and of those of this project that they import, by their names."""
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     wanted = list(modules)
     while wanted:
         name = wanted.pop()
-        path = None if name in found else _file(name)
+        path = None if name in files else _file(name)
         if path is not None:
-            found[name] = path
+            files[name] = path
             wanted += _imports(path)
-    return dict(sorted(found.items()))
+    return dict(sorted(files.items()))
 
 
 @cache
 def digest(modules: frozenset[str]) -> str:
     """A digest of the contents of `sources`."""
-    key, kept = " ".join(sorted(modules)), _kept()
-    if key not in kept:
+    key, digests = " ".join(sorted(modules)), _stored_digests()
+    if key not in digests:
         total = hashlib.sha256()
         for name, path in sources(modules).items():
             total.update(f"{name}\n".encode() + _digest(path))
-        kept[key] = total.hexdigest()
-        _keep(kept)
-    return kept[key]
+        digests[key] = total.hexdigest()
+        _store_digests(digests)
+    return digests[key]
 
 
 @cache
-def _kept() -> dict[str, str]:
+def _stored_digests() -> dict[str, str]:
     """The digests that earlier processes kept, if nothing that they looked at has changed."""
     with suppress(ValueError, TypeError, OSError):
-        places, digests = json.loads(kernel_cache.load(_kept_as()) or b"")
-        if all(_stamp(place) == stamp for place, stamp in places.items()):
-            _looked_at.update(places)
+        stamps, digests = json.loads(kernel_cache.load(_file_name()) or b"")
+        if all(_stamp(path) == stamp for path, stamp in stamps.items()):
+            _looked_at.update(stamps)
             return dict(digests)
     return {}
 
 
-def _keep(digests: dict[str, str]) -> None:
+def _store_digests(digests: dict[str, str]) -> None:
     """Keep digests, unless a file was changed just now."""
     changed = (moment for *moments, _ in _looked_at.values() for moment in moments)
     if max(changed, default=0) < time.time_ns() - _SETTLED:
-        kernel_cache.note(_kept_as(), json.dumps([_looked_at, digests]).encode())
+        kernel_cache.note(_file_name(), json.dumps([_looked_at, digests]).encode())
 
 
-def _kept_as() -> str:
+def _file_name() -> str:
     return f"sources-{kernel_cache.digest(bridge.__path__)}.json"
 
 
-def _stamp(place: str | Path) -> list[int]:
+def _stamp(path: str | Path) -> list[int]:
     """When a file or folder was changed, in nanoseconds, and its size."""
-    found = os.stat(place)
-    return [found.st_mtime_ns, found.st_ctime_ns, found.st_size]
+    status = os.stat(path)
+    return [status.st_mtime_ns, status.st_ctime_ns, status.st_size]
 
 
 @cache
@@ -111,18 +111,18 @@ def _contents(path: Path) -> bytes:
 def _imports(path: Path) -> tuple[str, ...]:
     """The modules that a file may import, of this project or not."""
     text = _contents(path).decode()
-    found = {name for prefix in _BY_NAME.findall(text) for name in _modules(prefix)}
+    imports = {name for prefix in _BY_NAME.findall(text) for name in _modules(prefix)}
     for package, names, modules in _IMPORTS.findall(text):
         if package:
             names = re.sub(r"#[^\n]*", "", names)
             if "*" in names:
-                found.add(package)
+                imports.add(package)
             for name in re.findall(r"(\w+)(?:[ \t]+as[ \t]+\w+)?", names):
-                own = f"{package}.{name}"
-                found.add(own if _file(own) is not None else package)
+                submodule = f"{package}.{name}"
+                imports.add(submodule if _file(submodule) is not None else package)
         else:
-            found.update(re.findall(r"([\w.]+)(?:[ \t]+as[ \t]+\w+)?", modules.partition("#")[0]))
-    return tuple(sorted(found))
+            imports.update(re.findall(r"([\w.]+)(?:[ \t]+as[ \t]+\w+)?", modules.partition("#")[0]))
+    return tuple(sorted(imports))
 
 
 def _modules(prefix: str) -> Iterator[str]:
@@ -143,10 +143,10 @@ def _file(name: str) -> Path | None:
     if name in TOOLS or not package:
         return None
     for folder in _folders(package):
-        there = _names(folder)
-        if f"{last}.py" in there:
+        names = _names(folder)
+        if f"{last}.py" in names:
             return folder / f"{last}.py"
-        if last in there and "__init__.py" in _names(folder / last):
+        if last in names and "__init__.py" in _names(folder / last):
             return folder / last / "__init__.py"
     return None
 

@@ -75,11 +75,11 @@ def dispatcher_of(deferred: Deferred) -> Any:
     return dispatcher
 
 
-def type_of(made: Any) -> Any:
+def type_of(compiled: Any) -> Any:
     """The type of a dispatcher or an intrinsic in compiled code."""
     context = registry.cpu_target.typing_context
     context.install_registry(builtin_registry)  # it has the intrinsics that were made just now
-    return context.resolve_value_type(made)
+    return context.resolve_value_type(compiled)
 
 
 def _timed(compile: Callable[..., Any]) -> Callable[..., Any]:
@@ -136,13 +136,13 @@ class _Cache(caching.FunctionCache):
             if not kernel_cache.trusted(Path(self.cache_path)):
                 return None
             try:
-                found = super().load_overload(sig, target_context)
+                entry = super().load_overload(sig, target_context)
             except Exception:  # a file that was cut or changed: pickle raises anything
                 self._remove()
                 return None
-            if found is not None:
+            if entry is not None:
                 kernel_cache.used(Path(self.cache_path))
-            return found
+            return entry
         return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
@@ -205,7 +205,7 @@ def _optimized(function: CFunction, machine: Machine) -> tuple[Any, Any]:
     lowering = _Lowered(
         function.py_func, registry.cpu_target, {"nopython": True, "error_model": "numpy"}, {}, numba_compiler.Compiler
     )
-    with _whole_alone(), _for_elsewhere(machine):
+    with _no_function_passes(), _for_elsewhere(machine):
         result = lowering.compile((int64,) * ARGUMENTS, void)
     library = result.library
     callee = result.fndesc.llvm_func_name
@@ -236,10 +236,10 @@ def _optimized(function: CFunction, machine: Machine) -> tuple[Any, Any]:
 
 
 @contextmanager
-def _whole_alone() -> Iterator[None]:
+def _no_function_passes() -> Iterator[None]:
     """Leave out LLVM's passes over each function by itself: those over the whole do it again, and this is a fifth of
     the time that a C function takes."""
-    kept = codegen.CPUCodeLibrary._optimize_functions
+    original = codegen.CPUCodeLibrary._optimize_functions
 
     def optimize_functions(library: Any, module: Any) -> None:
         module.data_layout = library._codegen._data_layout
@@ -248,7 +248,7 @@ def _whole_alone() -> Iterator[None]:
     try:
         yield
     finally:
-        codegen.CPUCodeLibrary._optimize_functions = kept
+        codegen.CPUCodeLibrary._optimize_functions = original
 
 
 @contextmanager
@@ -262,13 +262,13 @@ def _for_elsewhere(machine: Machine) -> Iterator[None]:
         return
     kinds = codegen.JITCPUCodegen, codegen.JITCPUCodegen, codegen.JITCodeLibrary
     names = "_add_module", "set_env", "_finalize_specific"
-    kept = [getattr(kind, name) for kind, name in zip(kinds, names, strict=True)]
+    originals = [getattr(kind, name) for kind, name in zip(kinds, names, strict=True)]
     for kind, name in zip(kinds, names, strict=True):
         setattr(kind, name, lambda *_: None)
     try:
         yield
     finally:
-        for kind, name, function in zip(kinds, names, kept, strict=True):
+        for kind, name, function in zip(kinds, names, originals, strict=True):
             setattr(kind, name, function)
 
 

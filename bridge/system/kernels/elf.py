@@ -73,11 +73,11 @@ def load(name: str, code: bytes) -> int | None:
                 tables[i].append(symbols[spelled])
     for section in sections:
         if section.kind == _RELOCATIONS and section.info in offsets:
-            for place, what, addend in _RELOCATION.iter_unpack(_contents(code, section)):
+            for position, what, addend in _RELOCATION.iter_unpack(_contents(code, section)):
                 target = tables[section.link][what >> 32]
                 if what & 0xFFFFFFFF != _WHOLE_ADDRESS or target is None:
                     return None
-                struct.pack_into("<Q", memory, offsets[section.info] + place, target + addend)
+                struct.pack_into("<Q", memory, offsets[section.info] + position, target + addend)
     if symbols.get(name) is None or _process().mprotect(
         ctypes.c_void_p(base), len(memory), mmap.PROT_READ | mmap.PROT_EXEC
     ):

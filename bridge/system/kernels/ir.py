@@ -15,6 +15,6 @@ _TYPES = {
 
 def __getattr__(name: str) -> Any:
     kind, *bits = _TYPES.get(name, (name,))
-    found = getattr(importlib.import_module("llvmlite.ir"), str(kind))
-    globals()[name] = value = found(*bits) if name in _TYPES else found
+    attribute = getattr(importlib.import_module("llvmlite.ir"), str(kind))
+    globals()[name] = value = attribute(*bits) if name in _TYPES else attribute
     return value

@@ -47,7 +47,7 @@ arrayobj: Any = _Module("numba.np.arrayobj")
 
 
 class Deferred:
-    """What Numba makes of a function: `made`, as soon as it is asked for. Compiled code may name it as if it were that.
+    """What Numba makes of a function: `compiled`, as soon as it is asked for. Compiled code may name it instead.
 
     py_func  the function
     options  of numba.njit or numba.extending.intrinsic
@@ -60,27 +60,27 @@ class Deferred:
         self.__name__, self.__doc__ = function.__name__, function.__doc__
 
     @cached_property
-    def made(self) -> Any:
+    def compiled(self) -> Any:
         return _compiler().dispatcher_of(self)
 
     @property
     def _numba_type_(self) -> Any:
         """What Numba asks for where compiled code names the function."""
-        return _compiler().type_of(self.made)
+        return _compiler().type_of(self.compiled)
 
 
 class Compiled(Deferred):
     """A function that Numba compiles for the types that it is called with."""
 
     def __call__(self, *arguments: Any) -> Any:
-        return self.made(*arguments)
+        return self.compiled(*arguments)
 
 
 class Intrinsic(Deferred):
     """A function that emits LLVM's code where compiled code calls it."""
 
     @cached_property
-    def made(self) -> Any:
+    def compiled(self) -> Any:
         return _compiler().intrinsic_of(self)
 
 
@@ -97,7 +97,7 @@ class CFunction:
 
     def __reduce__(self) -> Any:
         """Another process makes it as it was made here."""
-        return _made, self.recipe
+        return _remade, self.recipe
 
     @property
     def weight(self) -> int:
@@ -169,15 +169,15 @@ def maker(make: Callable[..., CFunction]) -> Callable[..., CFunction]:
 
     @cache
     @wraps(make)
-    def made(*arguments: Any) -> CFunction:
+    def cached(*arguments: Any) -> CFunction:
         function = make(*arguments)
         function.recipe = function.recipe or (make.__module__, make.__name__, arguments)
         return function
 
-    return made
+    return cached
 
 
-def _made(module: str, name: str, arguments: tuple[Any, ...]) -> Any:
+def _remade(module: str, name: str, arguments: tuple[Any, ...]) -> Any:
     return getattr(importlib.import_module(module), name)(*arguments)
 
 
@@ -192,15 +192,15 @@ def specialize(function: Callable[..., Any], suffix: str, compile: Callable[...,
     process: compiled functions in its cells hash differently, so that the disk cache misses. Type checkers see the
     placeholders, which are of the constants' types.
     """
-    made = compile(_copy(function, suffix, scope))
-    made.modules = _modules(function, scope)
-    return made
+    compiled = compile(_copy(function, suffix, scope))
+    compiled.modules = _modules(function, scope)
+    return compiled
 
 
 def _modules(function: Callable[..., Any], scope: dict[str, Any]) -> frozenset[str]:
     """The modules of a function and of those that it is given."""
-    given = (value.modules for value in scope.values() if isinstance(value, Deferred))
-    return frozenset([function.__module__]).union(*given)
+    dependencies = (value.modules for value in scope.values() if isinstance(value, Deferred))
+    return frozenset([function.__module__]).union(*dependencies)
 
 
 def _copy(function: Callable[..., Any], suffix: str, scope: dict[str, Any]) -> python_types.FunctionType:

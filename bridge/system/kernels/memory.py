@@ -154,22 +154,22 @@ def panel(rows: int, halves: bool) -> Any:
             zero = ir.Constant(floats, [0.0] * LANES)
             kind = ir.FunctionType(floats, [floats] * 3)
             fma = builder.module.declare_intrinsic(f"llvm.fma.v{LANES}f32", fnty=kind)
-            for own in rows_together(rows):
-                totals = [cgutils.alloca_once_value(builder, zero) for _ in own]
-                starts = [builder.add(a, builder.mul(a_stride, ir.I64(r))) for r in own]
+            for block in rows_together(rows):
+                totals = [cgutils.alloca_once_value(builder, zero) for _ in block]
+                starts = [builder.add(a, builder.mul(a_stride, ir.I64(r))) for r in block]
                 with cgutils.for_range(builder, count) as loop:
-                    at = builder.add(b, builder.mul(b_stride, loop.index))
-                    values = builder.load(builder.inttoptr(at, vector.as_pointer()), align=2 if halves else 4)
+                    address = builder.add(b, builder.mul(b_stride, loop.index))
+                    values = builder.load(builder.inttoptr(address, vector.as_pointer()), align=2 if halves else 4)
                     if halves:
                         values = builder.fpext(values, floats)
                     for start, total in zip(starts, totals, strict=True):
-                        place = builder.add(start, builder.shl(loop.index, ir.I64(2)))
-                        scalar = builder.load(builder.inttoptr(place, ir.F32.as_pointer()), align=4)
+                        element = builder.add(start, builder.shl(loop.index, ir.I64(2)))
+                        scalar = builder.load(builder.inttoptr(element, ir.F32.as_pointer()), align=4)
                         spread = _spread(builder, scalar, floats)
                         builder.store(builder.call(fma, [spread, values, builder.load(total)]), total)
-                for r, total in zip(own, totals, strict=True):
-                    place = builder.add(c, builder.mul(c_stride, ir.I64(r)))
-                    builder.store(builder.load(total), builder.inttoptr(place, floats.as_pointer()), align=4)
+                for r, total in zip(block, totals, strict=True):
+                    target = builder.add(c, builder.mul(c_stride, ir.I64(r)))
+                    builder.store(builder.load(total), builder.inttoptr(target, floats.as_pointer()), align=4)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 7), emit

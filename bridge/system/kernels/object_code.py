@@ -38,10 +38,10 @@ def address_of(function: Named, compile: Callable[[], bytes]) -> int:
     """Where the code of a C function is in this process: from the cache, or compiled and kept there."""
     with _lock:
         if function.name not in _addresses:
-            code = _compiled.pop(function.name, None) or kernel_cache.load(kept_as(function)) or _bundled(function)
+            code = _compiled.pop(function.name, None) or kernel_cache.load(cached_name(function)) or _bundled(function)
             if code is None:
                 code = compile()
-                kernel_cache.save(kept_as(function), code)
+                kernel_cache.save(cached_name(function), code)
             _addresses[function.name] = _loaded(function.name, code)
         return _addresses[function.name]
 
@@ -50,16 +50,16 @@ def known(function: Named) -> bool:
     """Whether a C function has been compiled."""
     if function.name in _addresses or function.name in _compiled:
         return True
-    return kernel_cache.has(kept_as(function)) or _bundled(function) is not None
+    return kernel_cache.has(cached_name(function)) or _bundled(function) is not None
 
 
 def keep(function: Named, code: bytes) -> None:
     """Keep what another process has compiled."""
     _compiled[function.name] = code
-    kernel_cache.save(kept_as(function), code)
+    kernel_cache.save(cached_name(function), code)
 
 
-def kept_as(function: Named) -> str:
+def cached_name(function: Named) -> str:
     """The name of the file in which the code of a function for this machine is kept."""
     sources = closure.digest(function.modules)
     return f"{function.name}-{kernel_cache.digest(sources, function.name, *host(), *_versions())}.o"
@@ -70,7 +70,7 @@ def bundle(target: str) -> str:
     return f"{sys.platform}-{target}.zip"
 
 
-def bundled_as(function: Named) -> str:
+def bundled_name(function: Named) -> str:
     """The name of a function's code in an archive."""
     return f"{function.name}-{kernel_cache.digest(closure.digest(function.modules), function.name)}.o"
 
@@ -79,7 +79,7 @@ def _bundled(function: Named) -> bytes | None:
     """A function's code as it came with the package, if it did."""
     archive = _archive()
     with suppress(KeyError):  # not of a common type, or its sources were changed
-        return archive.read(bundled_as(function)) if archive is not None else None
+        return archive.read(bundled_name(function)) if archive is not None else None
     return None
 
 
@@ -108,12 +108,12 @@ def _versions() -> tuple[str, ...]:
     import llvmlite
 
     beside = os.listdir(Path(llvmlite.__file__).parent.parent)
-    found = [name for name in beside if name.startswith("numba-") and name.endswith(".dist-info")]
-    if not found:
+    versions = [name for name in beside if name.startswith("numba-") and name.endswith(".dist-info")]
+    if not versions:
         from importlib.metadata import version
 
-        found = [version("numba")]
-    return llvmlite.__version__, *found
+        versions = [version("numba")]
+    return llvmlite.__version__, *versions
 
 
 def _loaded(symbol: str, code: bytes) -> int:

@@ -50,8 +50,8 @@ class Entry:
 
 def entries() -> list[Entry]:
     """All entries, largest first."""
-    found = [_entry(kind, path) for kind in _NAMES for path in paths(kind)]
-    return sorted(found, key=lambda entry: (-entry.nbytes, entry.path))
+    listed = [_entry(kind, path) for kind in _NAMES for path in paths(kind)]
+    return sorted(listed, key=lambda entry: (-entry.nbytes, entry.path))
 
 
 def paths(kind: str, folder: Path | None = None) -> list[Path]:

@@ -26,11 +26,11 @@ OLD_GGML = {b"lmgg": "ggml", b"fmgg": "ggmf", b"tjgg": "ggjt", b"algg": "ggla"}
 def expanded(path: str | Path) -> Path:
     """A path with ~ and ~user replaced. Raises BridgeError if there is no such user, and as `expect_name` does."""
     try:
-        found = Path(path).expanduser()
+        full = Path(path).expanduser()
     except RuntimeError:
         raise BridgeError(f"{path}: there is no such user's folder; give the path in full") from None
-    expect_name(found)
-    return found
+    expect_name(full)
+    return full
 
 
 def expect_name(path: Path) -> None:
@@ -219,11 +219,11 @@ def write_bytes(path: Path, data: bytes) -> None:
         ) from problem
 
 
-def put_in_place(made: Path, target: Path) -> None:
+def put_in_place(finished: Path, target: Path) -> None:
     """Rename a finished file over `target`. Raises BridgeError where the system does not allow that, as Windows while a
     program has `target` open or mapped."""
     try:
-        os.replace(made, target)
+        os.replace(finished, target)
     except PermissionError as problem:
         raise BridgeError(
             f"{target}: cannot be replaced ({problem.strerror}); close what has it open, or give another name"

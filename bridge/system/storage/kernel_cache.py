@@ -59,9 +59,9 @@ def has(name: str) -> bool:
 def save(name: str, contents: bytes) -> None:
     """Keep a file under a name, whole or not at all."""
     try:
-        made = folder() if ready() else None
-        if made is not None:
-            replace(made / name, _sealed(contents))
+        target = folder() if ready() else None
+        if target is not None:
+            replace(target / name, _sealed(contents))
     except OSError as problem:
         say_unusable(problem)
 
@@ -69,7 +69,7 @@ def save(name: str, contents: bytes) -> None:
 def note(name: str, contents: bytes) -> None:
     """As `save`, for what saves little: where it cannot be kept, nothing is said."""
     with suppress(OSError, BridgeError):
-        _made()
+        _existing_folder()
         replace(folder() / name, _sealed(contents))
 
 
@@ -94,20 +94,20 @@ def replace(path: Path, data: bytes) -> None:
 def ready() -> bool:
     """Make the folder, and remove old entries; False, and a line says why, where kernels cannot be kept in it."""
     try:
-        _prune(_made())
+        _prune(_existing_folder())
         return True
     except (OSError, BridgeError) as problem:
         say_unusable(problem)
         return False
 
 
-def _made() -> Path:
+def _existing_folder() -> Path:
     """The folder, made if need be. Raises OSError and BridgeError."""
-    made = folder()
-    made.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if not owned(os.stat(made)):
-        raise BridgeError(f"{made} belongs to another user, or others can write there")
-    return made
+    path = folder()
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if not owned(os.stat(path)):
+        raise BridgeError(f"{path} belongs to another user, or others can write there")
+    return path
 
 
 @cache
@@ -127,10 +127,10 @@ def used(path: Path) -> None:
             os.utime(path)
 
 
-def _prune(made: Path) -> None:
+def _prune(kernels: Path) -> None:
     """Remove what has not been used for long, and the oldest of what is too much."""
     entries = []
-    for path in paths("kernels", made) + paths("numba"):
+    for path in paths("kernels", kernels) + paths("numba"):
         with suppress(OSError):
             nbytes = sum(file.stat().st_size for file in [path, *path.rglob("*")])
             entries.append((path.stat().st_mtime, nbytes, path))

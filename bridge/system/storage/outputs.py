@@ -38,12 +38,12 @@ class ProtectedPaths:
 
     def has(self, path: Path) -> bool:
         """Whether a file is one of them, by its place or its inode."""
-        places = {_place(file) for file in self.files}
-        return _place(path) in places or (path.exists() and any(_same(file, path) for file in self._all()))
+        places = {_resolved(file) for file in self.files}
+        return _resolved(path) in places or (path.exists() and any(_same(file, path) for file in self._all()))
 
     def folder_of(self, path: Path) -> Path | None:
         """The checkpoint's folder that a file is in, however deep."""
-        return next((folder for folder in self.folders if _place(path).is_relative_to(folder.resolve())), None)
+        return next((folder for folder in self.folders if _resolved(path).is_relative_to(folder.resolve())), None)
 
     def _all(self) -> Iterator[Path]:
         yield from self.files
@@ -92,7 +92,7 @@ def _check(path: Path, force: bool, protected: ProtectedPaths) -> None:
         raise BridgeError(f"{path}: exists; {parameter('force', True)} replaces it")
 
 
-def _place(path: Path) -> Path:
+def _resolved(path: Path) -> Path:
     return path.parent.resolve() / path.name
 
 

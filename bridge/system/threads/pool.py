@@ -297,8 +297,8 @@ def _walk(state, threads, table, rows, _0, _1, _2, _3, _4):
     calls = array_at(table, (rows, WORDS), np.int64)
     for i in range(rows):
         e = calls[i]
-        own = state if e[SHARED] else 0
-        run(own, threads, e[0], e[1], e[2], e[3], e[4], e[5], e[6], e[7], e[ITEMS])
+        shared = state if e[SHARED] else 0
+        run(shared, threads, e[0], e[1], e[2], e[3], e[4], e[5], e[6], e[7], e[ITEMS])
 
 
 FUNCTIONS = {"begin": _begin, "serve": _serve, "stop": _stop, "walk": _walk}
