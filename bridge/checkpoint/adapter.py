@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from bridge.checkpoint.files.store import WRAPPERS, Store
-from bridge.checkpoint.language_model import TEXT_PREFIXES
+from bridge.checkpoint.tensor_names import TEXT_PREFIXES
 from bridge.errors import BridgeError
 from bridge.system.patterns import matched, pattern_problem
 from bridge.system.storage.files import expanded, read_json

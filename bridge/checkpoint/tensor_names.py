@@ -1,8 +1,16 @@
-"""Names of a checkpoint's tensors and modules: the number of a layer, and of an expert."""
+"""Names of a checkpoint's tensors and modules: the number of a layer, and of an expert; prefixes of a language model.
+
+Checkpoints of several parts (images, sound) name the tensors of their language model
+
+    model.language_model.X    model.X, as transformers writes since 4.52
+    language_model.model.X    model.X, as before; language_model.lm_head is lm_head
+"""
 
 import re
 from typing import NamedTuple
 
+# (in the checkpoint, in a language model of its own)
+TEXT_PREFIXES = (("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.", ""))
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
 _EXPERT = re.compile(r"((?:.*?\.)?experts)\.(\d+)\.(.*)", re.DOTALL)
 

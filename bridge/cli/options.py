@@ -119,7 +119,7 @@ def calibration(
     if "text" not in values and values.get("method") != "rtn":
         asked = as_flag(next(iter(values)))
         raise BridgeError(f"{asked} is for calibration: give the text, --calibrate FILE, or --calibrate default")
-    from bridge.system.cpu.malloc import tune_malloc
+    from bridge.system.cpu.memory import tune_malloc
 
     tune_malloc()
     spread = getattr(a, "spread", None)

@@ -67,7 +67,6 @@ class Graph:
     no_unit_norms: int = 0  # experts of the model that does not normalize them
     values_normed: bool = False  # by no weights; where a layer has no matrix for values they are the keys
     output_gate: bool = False  # results are multiplied by a sigmoid; its rows follow those of each head in q's matrix
-    one_matrix: bool = False  # q, k and v are one matrix, the network's gate and up another
     latent: bool = False  # keys and values are made of a latent vector
     sinks: bool = False  # each head has a score for no position at all
     unscaled: bool = False  # scores are not scaled, if attention.scale does not say so
@@ -128,7 +127,7 @@ ARCHITECTURES = {
     "qwen2moe": Graph(unnormalized=True, shared_gate=True), "qwen3": Graph(normed=True), "qwen3vl": Graph(normed=True),
     "qwen3moe": Graph(normed=True), "qwen3vlmoe": Graph(normed=True),
     "smollm3": Graph(neighbours=True, unrotated_every=4), "granite": Graph(neighbours=True),
-    "phi3": Graph(one_matrix=True), "glm4": Graph(neighbours=True, post_norm=True),
+    "phi3": Graph(), "glm4": Graph(neighbours=True, post_norm=True),
     "olmo2": Graph(  # a window in OLMo 3 alone
         normed=True, normed_together=True, pre_norm=False, post_norm=True,
         windows=Windows(4, base=None, scaled=False),

@@ -20,8 +20,7 @@ import numpy as np
 
 from bridge.errors import BridgeError, parameter
 from bridge.models.config.arguments import Arguments, listed_layers, read_arguments
-from bridge.models.config.gguf_keys import Key
-from bridge.models.config.gguf_values import typed
+from bridge.models.config.gguf_keys import Key, typed
 from bridge.models.config.model_config import Config
 from bridge.models.config.provenance import read_provenance
 from bridge.models.families import ALL

@@ -10,8 +10,8 @@ import numpy as np
 
 from bridge.checkpoint.tensor_names import layer_of
 from bridge.errors import BridgeError
-from bridge.gguf_file.rope_rows import interleaved_rows
 from bridge.models.config.arguments import Arguments
+from bridge.models.config.rope import interleaved_rows
 from bridge.models.family import HEAD, Family, Row
 from bridge.models.outline import Fold, Outline, OutlineTensor, Part
 

@@ -1,7 +1,7 @@
 """The language model inside a model of several parts: its config, and its tensors under a language model's own names.
 
 config.json               text_config (llm_config in InternVL), merged over the rest
-language_model.*          its tensors, see `bridge.checkpoint.language_model`
+language_model.*          its tensors, see `bridge.checkpoint.tensor_names`
 visual.*, vision_tower.*  other parts: llama.cpp has them in a separate file, see `bridge.models.towers.mmproj`
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from bridge.checkpoint.language_model import TEXT_PREFIXES
+from bridge.checkpoint.tensor_names import TEXT_PREFIXES
 from bridge.models.outline import Fold, Outline, OutlineTensor, Part
 from bridge.models.towers.tower import TOWER_NAME
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bridge.system.cpu.free_memory import resident
+from bridge.system.cpu.memory import resident
 from scripts.benchlib import Lines, bench, option, ratio, take_turns
 
 PROMPT = list(range(5, 13))

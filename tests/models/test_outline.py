@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from bridge.errors import BridgeError
-from bridge.gguf_file.rope_rows import interleaved_rows
 from bridge.models import describe_model
+from bridge.models.config.rope import interleaved_rows
 from bridge.models.outline import Outline, number
 from bridge.system.storage.files import read_json
 from tests.conftest import CHECKPOINT

@@ -18,7 +18,7 @@ from bridge.runtime.cpu.engines import prepared
 from bridge.runtime.layers.kv_cache import KVCache
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.system.cpu import targets
-from bridge.system.cpu.free_memory import resident
+from bridge.system.cpu.memory import resident
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="no other system tells how much of a file is in memory")
 

@@ -13,8 +13,8 @@ import gguf
 import numpy as np
 from safetensors.numpy import save_file
 
-from bridge.gguf_file.rope_rows import interleaved_rows
 from bridge.models.config.model_config import Config
+from bridge.models.config.rope import interleaved_rows
 from bridge.models.tokenizer.gguf_tokenizer import read_tokenizer
 from tests.support.encode import load_floats
 

@@ -19,7 +19,7 @@ import yaml
 import bridge
 from bridge.errors import BridgeError
 from bridge.runtime import QuantTensor
-from bridge.system.cpu import free_memory, malloc, pages
+from bridge.system.cpu import memory
 from bridge.system.storage import files, folder_locks
 from tests.conftest import CHECKPOINT, ROOT, posix
 
@@ -105,8 +105,8 @@ def test_memory_is_not_known_where_no_file_tells(monkeypatch: pytest.MonkeyPatch
         raise FileNotFoundError(2, "No such file or directory")
 
     monkeypatch.setattr(Path, "read_text", missing)
-    assert free_memory.free_memory() is None
-    assert free_memory.resident() > 0
+    assert memory.free_memory() is None
+    assert memory.resident() > 0
 
 
 @pytest.mark.parametrize("problem", [TypeError, OSError, AttributeError])
@@ -122,17 +122,17 @@ def test_a_c_library_without_thresholds_is_left_alone(
     monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
     monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")
     monkeypatch.setattr(ctypes, "CDLL", library)
-    malloc.tune_malloc()
+    memory.tune_malloc()
     assert asked == [None]
 
 
 def test_large_arrays_are_numpys_where_pages_have_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MADV_NOHUGEPAGE", "MAP_PRIVATE", "MAP_ANONYMOUS"):
         monkeypatch.delattr(mmap, name, raising=False)
-    memory = pages.zeros_filled_later((2, 3 << 20), np.uint8)
-    assert memory.shape == (2, 3 << 20)
-    assert memory.flags.writeable
-    assert not memory[:, ::4096].any()
+    zeros = memory.zeros_filled_later((2, 3 << 20), np.uint8)
+    assert zeros.shape == (2, 3 << 20)
+    assert zeros.flags.writeable
+    assert not zeros[:, ::4096].any()
 
 
 # names and paths that POSIX or Linux alone has, and what says that a test needs them

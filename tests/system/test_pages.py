@@ -5,8 +5,7 @@ import sys
 import numpy as np
 import pytest
 
-from bridge.system.cpu.free_memory import resident
-from bridge.system.cpu.pages import zeros_filled_later
+from bridge.system.cpu.memory import resident, zeros_filled_later
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no other system gives huge pages that are asked for")

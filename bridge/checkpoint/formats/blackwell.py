@@ -94,10 +94,7 @@ class Nvfp4Reader(Fp4KernelReader):
     parts: ClassVar = ("weight", _SF, _ROW_MAJOR, _GLOBAL, "bias")
     plain: ClassVar = frozenset({"weight", "bias"})
     codes_part: ClassVar = "weight"
-
-    @classmethod
-    def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
-        return replace(quant, title="NVFP4 of transformers", claims=("4-bit floats", "groups of 16"))
+    claim: ClassVar = {"title": "NVFP4 of transformers", "claims": ("4-bit floats", "groups of 16")}
 
     def required_parts(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
         return _GLOBAL, _SF if _SF in tensors and _ROW_MAJOR not in tensors else _ROW_MAJOR, "weight"

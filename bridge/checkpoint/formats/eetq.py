@@ -19,7 +19,6 @@ have one. Learned from EETQ's cutlass_preprocessors.cc and mixed_gemm_B_layout.h
 integrations/eetq.py.
 """
 
-from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -28,7 +27,6 @@ from bridge.checkpoint.files.store import TensorInfo
 from bridge.checkpoint.formats.checks import check_shapes
 from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, module_info
 from bridge.checkpoint.grouped import GroupedTensor
-from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
 
 _COLUMNS = np.array([0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15])
@@ -40,10 +38,7 @@ class EetqReader(Reader):
 
     parts: ClassVar = ("weight", "weight_scales", "bias")
     required: ClassVar = ("weight_scales", "weight")
-
-    @classmethod
-    def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
-        return replace(quant, title="EETQ", bits=8, group_size=-1, sym=True)
+    claim: ClassVar = {"title": "EETQ", "bits": 8, "group_size": -1, "sym": True}
 
     def is_plain(self, tensors: dict[str, TensorInfo]) -> bool:
         weight = tensors.get("weight")

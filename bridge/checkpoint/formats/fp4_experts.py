@@ -18,7 +18,6 @@ from bridge.checkpoint.formats.checks import check_shapes
 from bridge.checkpoint.formats.fp4 import Fp4Tensor, checked_scales, unpacked
 from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader
 from bridge.checkpoint.grouped import CodedTensor
-from bridge.checkpoint.labels.quant_config import QuantConfig
 
 
 class GptOssReader(Reader):
@@ -26,10 +25,7 @@ class GptOssReader(Reader):
 
     parts: ClassVar = ("blocks", "scales")
     required: ClassVar = ("blocks", "scales")
-
-    @classmethod
-    def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
-        return replace(quant, title="MXFP4 experts", claims=("4-bit floats", "groups of 32"), group_size=32)
+    claim: ClassVar = {"title": "MXFP4 experts", "claims": ("4-bit floats", "groups of 32"), "group_size": 32}
 
     def __init__(self, *args: Any) -> None:
         self._location: dict[str, tuple[str, int, slice]] = {}  # module -> its stack, which expert, which rows

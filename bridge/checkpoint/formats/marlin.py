@@ -15,7 +15,6 @@ order of a thread's outputs: 8 x 8 transposed over 64 features, or with one grou
 zero point is 2^(b-1).
 """
 
-from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -24,7 +23,6 @@ from bridge.checkpoint.files.store import TensorInfo
 from bridge.checkpoint.formats.checks import check_shapes
 from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, module_info
 from bridge.checkpoint.grouped import GroupedTensor
-from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
 
 _IN_WORD = {4: [0, 2, 4, 6, 1, 3, 5, 7], 8: [0, 2, 1, 3]}
@@ -44,10 +42,7 @@ class MarlinReader(Reader):
 
     short: ClassVar = "marlin"
     parts: ClassVar = ("B", "qweight", "s", "scales", "qzeros", "g_idx", "bias")
-
-    @classmethod
-    def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
-        return replace(quant, sym=True, title="Marlin")
+    claim: ClassVar = {"title": "Marlin", "sym": True}
 
     def required_parts(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
         return ("qweight", "scales") if "qweight" in tensors else ("B", "s")

@@ -4,10 +4,10 @@ A module holds codes (ModuleInfo, read as CodedTensor) or is a FloatWeight (8-bi
 """
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -96,6 +96,7 @@ class Reader:
     parts: ClassVar[tuple[str, ...]] = ()  # last parts of the names of a module's tensors
     required: ClassVar[tuple[str, ...]] = ()
     short: ClassVar[str] = ""  # the format's name if it is not the config's title
+    claim: ClassVar[Mapping[str, Any]] = {}  # what every config of the format means: fields of QuantConfig
     settings: ClassVar[frozenset[str]] = frozenset()  # integer tensors of modules that are not needed
     written: ClassVar[tuple[WrittenFormat, ...]] = ()  # the records of those of its formats that are also written
     plain: ClassVar[frozenset[str]] = frozenset({"bias", "scales"})  # other layers have these too (AWQ: act.scales)
@@ -156,7 +157,7 @@ class Reader:
 
         Raises BridgeError for unsupported entries.
         """
-        return quant
+        return replace(quant, **cls.claim)
 
     @classmethod
     def label_of(cls, parts: set[str]) -> str | None:

@@ -14,6 +14,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gguf import GGUFValueType
+from gguf.gguf_writer import GGUFValue
+
 from bridge.models.config.arguments import Arguments
 from bridge.models.config.model_config import Config
 
@@ -138,3 +141,17 @@ class Computed:
 
 
 Entry = Key | Present | Constant | Computed
+
+
+def typed(value: Any) -> GGUFValue:
+    """A value with its GGUF type: counts are unsigned, numbers 32 bits wide."""
+    kinds = {
+        bool: GGUFValueType.BOOL,
+        int: GGUFValueType.UINT32,
+        float: GGUFValueType.FLOAT32,
+        str: GGUFValueType.STRING,
+    }
+    if isinstance(value, list):
+        sub = GGUFValueType.INT32 if type(value[0]) is int else kinds[type(value[0])]
+        return GGUFValue(value, GGUFValueType.ARRAY, sub)
+    return GGUFValue(value, kinds[type(value)])

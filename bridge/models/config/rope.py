@@ -230,3 +230,12 @@ def yarn_betas(config: Config, rope: Rope) -> dict[str, float]:
     """The keys of yarn's betas, which llama.cpp's converter writes if config.json has them."""
     rules = rope_rules(config) if rope.type == "yarn" else {}
     return {f"rope.scaling.yarn_{key}": float(rules[key]) for key in ("beta_fast", "beta_slow") if key in rules}
+
+
+def interleaved_rows(heads: int, head_dim: int) -> np.ndarray:
+    """int64 [heads * head_dim]: the Hugging Face row for each GGUF row of q or k; its `np.argsort` is the inverse.
+
+    GGUF row 2j + s of a head is its row s * head_dim/2 + j.
+    """
+    rows = np.arange(heads * head_dim, dtype=np.int64).reshape(heads, 2, head_dim // 2)
+    return rows.swapaxes(1, 2).reshape(-1)

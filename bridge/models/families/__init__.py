@@ -19,7 +19,7 @@ from bridge.models.families.granite_hybrid import GRANITE_HYBRID
 from bridge.models.families.hunyuan import HUNYUAN, HUNYUAN_MOE
 from bridge.models.families.jamba import JAMBA
 from bridge.models.families.lfm2 import LFM2, LFM2_MOE
-from bridge.models.families.llama import LLAMA
+from bridge.models.families.llama import LLAMA, SMOLLM3
 from bridge.models.families.llama4 import LLAMA4
 from bridge.models.families.mamba2 import MAMBA2
 from bridge.models.families.minimax import MINIMAX_M2, MINIMAX_M3
@@ -32,7 +32,6 @@ from bridge.models.families.qwen import QWEN2, QWEN2_MOE, QWEN2_VL, QWEN3, QWEN3
 from bridge.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from bridge.models.families.qwen3_next import QWEN3_NEXT
 from bridge.models.families.seed_oss import SEED_OSS
-from bridge.models.families.smollm3 import SMOLLM3
 from bridge.models.families.starcoder2 import STARCODER2
 
 ALL = (

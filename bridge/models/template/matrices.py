@@ -18,8 +18,8 @@ import numpy as np
 
 from bridge.checkpoint import Checkpoint
 from bridge.errors import BridgeError
-from bridge.gguf_file.rope_rows import interleaved_rows
 from bridge.gguf_file.tensor_names import block_of
+from bridge.models.config.rope import interleaved_rows
 from bridge.models.template.match import LazyMatrix, find_columns, find_in_several, find_rows, rounding_of
 from bridge.models.template.names import Candidate, candidates
 from bridge.models.template.template_file import number

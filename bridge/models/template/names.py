@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import gguf
 
 from bridge.checkpoint import Checkpoint
-from bridge.checkpoint.language_model import TEXT_PREFIXES
-from bridge.checkpoint.tensor_names import expert_of, layer_of
+from bridge.checkpoint.tensor_names import TEXT_PREFIXES, expert_of, layer_of
 
 _PREFIXES = (*TEXT_PREFIXES, ("transformer.", ""))  # the last: the map has Bloom's names without it
 _BIASES = (".bias", "_proj.bias")  # e_score_correction_bias, dt_bias

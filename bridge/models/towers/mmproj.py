@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 
 from bridge.errors import BridgeError, parameter
-from bridge.models.config.gguf_values import typed
+from bridge.models.config.gguf_keys import typed
 from bridge.models.config.model_config import Config
 from bridge.models.config.provenance import read_provenance
 from bridge.models.outline import Outline

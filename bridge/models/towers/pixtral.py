@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from bridge.checkpoint.language_model import TEXT_PREFIXES
+from bridge.checkpoint.tensor_names import TEXT_PREFIXES
 from bridge.errors import BridgeError
-from bridge.gguf_file.rope_rows import interleaved_rows
+from bridge.models.config.rope import interleaved_rows
 from bridge.models.outline import OutlineTensor, Part
 from bridge.models.towers.tower import Row, Tower, Vision
 from bridge.system.storage.files import read_json

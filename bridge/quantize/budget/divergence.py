@@ -25,7 +25,7 @@ from bridge.blocks.read import WRITTEN
 from bridge.quantize.budget.sensitivity import block_values, nearest, nearest_blocks
 from bridge.quantize.model.block_inputs import matrix
 from bridge.quantize.model.forward_passes import ALL, Passes
-from bridge.system.cpu.free_memory import free_memory, resident
+from bridge.system.cpu.memory import free_memory, resident
 from bridge.system.cpu.row_threads import tiles
 from bridge.system.storage.files import disk_errors
 

@@ -8,7 +8,7 @@ from typing import Self
 import torch
 
 from bridge.errors import BridgeError, parameter
-from bridge.system.cpu.free_memory import free_memory
+from bridge.system.cpu.memory import free_memory
 
 
 class StoredActivation:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from bridge.checkpoint import Checkpoint
-from bridge.checkpoint.language_model import TEXT_PREFIXES
+from bridge.checkpoint.tensor_names import TEXT_PREFIXES
 from bridge.errors import BridgeError
 from bridge.quantize.model.block_inputs import head_of, is_layer, matrix_shape, set_matrix
 from bridge.quantize.model.experts import halves, split_experts

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 from bridge.checkpoint import Checkpoint
 from bridge.errors import BridgeWarning, parameter, refused
 from bridge.quantize.settings import Calibration
-from bridge.system.cpu.free_memory import free_memory
+from bridge.system.cpu.memory import free_memory
 
 if TYPE_CHECKING:
     import torch

@@ -27,7 +27,7 @@ from bridge.quantize.settings import Calibration
 from bridge.quantize.solve.target import takes_products
 from bridge.quantize.solve.two_sided import ROWS
 from bridge.system.cpu.cpus import usable_cpus
-from bridge.system.cpu.free_memory import free_memory, resident
+from bridge.system.cpu.memory import free_memory, resident
 from bridge.system.text import duration_text, size_text
 
 _LATER = 200 << 20  # bytes: what is imported and compiled while it runs

@@ -18,7 +18,7 @@ from bridge.runtime.decoder.streams import StreamBuffers
 from bridge.runtime.layers.kv_cache import KVCache
 from bridge.runtime.layers.layers import Layer
 from bridge.runtime.quant_tensor import QuantTensor
-from bridge.system.cpu.pages import zeros_filled_later
+from bridge.system.cpu.memory import zeros_filled_later
 from bridge.system.threads.pool import MIN_VALUES_TO_SHARE
 
 _FIRST = 256  # positions that are filled at least

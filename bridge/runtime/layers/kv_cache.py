@@ -17,7 +17,7 @@ import numpy as np
 from bridge.errors import BridgeError
 from bridge.runtime.config.decoder_config import DecoderConfig
 from bridge.runtime.layers.recurrent_state import RecurrentState
-from bridge.system.cpu.pages import zeros_filled_later
+from bridge.system.cpu.memory import zeros_filled_later
 
 KINDS = {"f16": np.uint16, "q8_0": np.int8, "f32": np.float32}
 _LANES, _BLOCK = 16, 32

@@ -15,7 +15,7 @@ import pytest
 import bridge
 from bridge.conversion.writing.verify import failures, verify
 from bridge.errors import BridgeError
-from bridge.gguf_file.rope_rows import interleaved_rows
+from bridge.models.config.rope import interleaved_rows
 from scripts.peers.llama import ggml
 from scripts.peers.llama.llama_cpp import LlamaCpp
 from scripts.peers.predictions import mean_kl
