@@ -14,8 +14,7 @@ from bridge.models.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from bridge.models.families.glm4 import DOTS1, GLM4, GLM4_MOE, GLM4V_MOE, SOLAR_OPEN
 from bridge.models.families.gpt2 import GPT2
 from bridge.models.families.gpt_oss import GPT_OSS
-from bridge.models.families.granite import GRANITE, GRANITE_MOE
-from bridge.models.families.granite_hybrid import GRANITE_HYBRID
+from bridge.models.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
 from bridge.models.families.hunyuan import HUNYUAN, HUNYUAN_MOE
 from bridge.models.families.jamba import JAMBA
 from bridge.models.families.lfm2 import LFM2, LFM2_MOE
@@ -29,8 +28,7 @@ from bridge.models.families.nemotron_h import NEMOTRON_H, NEMOTRON_H_MOE
 from bridge.models.families.olmo import OLMO2, OLMO3
 from bridge.models.families.phi import PHI3, PHIMOE
 from bridge.models.families.qwen import QWEN2, QWEN2_MOE, QWEN2_VL, QWEN3, QWEN3_MOE, QWEN3_VL, QWEN3_VL_MOE
-from bridge.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
-from bridge.models.families.qwen3_next import QWEN3_NEXT
+from bridge.models.families.qwen3_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from bridge.models.families.seed_oss import SEED_OSS
 from bridge.models.families.starcoder2 import STARCODER2
 

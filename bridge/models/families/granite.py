@@ -1,6 +1,7 @@
 """Granite 3: Llama's decoder with four factors: of embeddings, attention scores, each layer's output, and logits.
 
-Of the mixtures of experts every layer has experts in two stacks, and some models one that all tokens share.
+Of the mixtures of experts every layer has experts in two stacks, and some models one that all tokens share. In Granite
+4 hybrid, most layers are Mamba-2's, a few have Granite 3's attention without rotation; all have experts.
 """
 
 from collections.abc import Callable
@@ -9,19 +10,32 @@ from typing import Any
 
 import numpy as np
 
+from bridge.errors import BridgeError
 from bridge.models.config.arguments import Arguments
-from bridge.models.config.gguf_keys import ATTENTION_BIAS, Computed, Key, StoredKeys
+from bridge.models.config.gguf_keys import ATTENTION_BIAS, Computed, Constant, Key, StoredKeys
+from bridge.models.config.model_config import Config
 from bridge.models.families.llama import LLAMA
-from bridge.models.family import Row, configured, decoder, pre_norm_attention
+from bridge.models.families.mamba2 import mamba2, mamba2_keys, mamba2_sizes
+from bridge.models.family import (
+    NO_BIASES,
+    SILU,
+    Expected,
+    Row,
+    attention,
+    configured,
+    decoder,
+    in_layers,
+    pre_norm_attention,
+)
 from bridge.models.outline import Part
 
-FACTORS = (
+_FACTORS = (
     Key("attention.scale", "attention_multiplier", 1.0, missing=None),
     Key("embedding_scale", "embedding_multiplier", 1.0),
     Key("residual_scale", "residual_multiplier", 1.0),
     Key("logit_scale", "logits_scaling", 1.0),
 )
-SHARED = Key("expert_shared_feed_forward_length", "shared_intermediate_size", defines="shared", optional=True)
+_SHARED = Key("expert_shared_feed_forward_length", "shared_intermediate_size", defines="shared", optional=True)
 
 GRANITE = replace(
     LLAMA,
@@ -29,13 +43,13 @@ GRANITE = replace(
     arch="granite",
     architectures=("GraniteForCausalLM",),
     model_type="granite",
-    metadata=(*FACTORS, ATTENTION_BIAS),
+    metadata=(*_FACTORS, ATTENTION_BIAS),
 )
 
 
 def _kind(stored: StoredKeys) -> dict[str, Any]:
     shared = {"model_type": "granitemoeshared", "class": "GraniteMoeSharedForCausalLM"}
-    return shared if stored.get(SHARED.key) else {}
+    return shared if stored.get(_SHARED.key) else {}
 
 
 def _half(which: int) -> Callable[[Arguments, str], tuple[Part, ...]]:
@@ -54,7 +68,7 @@ def _has_shared(args: Arguments) -> bool:
 
 
 _MOE = "block_sparse_moe"
-STACKED = (
+_STACKED = (
     Row(f"{_MOE}.router.layer", "experts hidden", floats="F32"),
     Row(f"{_MOE}.experts.*.w1", "expert hidden", (f"{_MOE}.input_linear.weight[0/2]",)),
     Row(f"{_MOE}.experts.*.w3", "expert hidden", (f"{_MOE}.input_linear.weight[1/2]",)),
@@ -72,10 +86,63 @@ GRANITE_MOE = replace(
     model_type="granitemoe",
     keys={**LLAMA.keys, "num_experts": None},
     alternative="_linear.weight",
-    metadata=(*FACTORS, SHARED, ATTENTION_BIAS, Computed(config=_kind)),
+    metadata=(*_FACTORS, _SHARED, ATTENTION_BIAS, Computed(config=_kind)),
     written_as={"num_experts": "num_local_experts"},
     table=decoder(
         *pre_norm_attention(bias=configured, o_bias=configured, interleaved=True),
-        *STACKED,
+        *_STACKED,
     ),
 )
+
+
+def _sizes(config: Config, args: Arguments) -> dict[str, int]:
+    heads, groups = args.more["ssm_heads"], args.more["groups"]
+    inner = config.integer("mamba_expand", 2) * args.hidden
+    if inner % heads or inner % groups:
+        raise BridgeError(f"{config.path}: {inner} elements of a Mamba layer in {heads} heads and {groups} groups")
+    return mamba2_sizes(args, inner)
+
+
+def _metadata(_config: Config, args: Arguments) -> dict[str, Any]:
+    heads = [args.kv_heads if _attends(args, layer) else 0 for layer in range(args.layers)]
+    return {"attention.head_count_kv": heads}
+
+
+def _config(stored: StoredKeys) -> dict[str, Any]:
+    inner = stored.get("ssm.inner_size")
+    return {
+        "layer_types": ["attention" if count else "mamba" for count in stored.get("attention.head_count_kv")],
+        "mamba_d_head": inner // stored.get("ssm.time_step_rank"),
+        "mamba_expand": inner // stored.values["hidden_size"],
+    }
+
+
+def _attends(args: Arguments, layer: int) -> bool:
+    return args.kinds[layer] in ("attention", "full_attention")
+
+
+GRANITE_HYBRID = replace(
+    GRANITE_MOE,
+    titles=("Granite 4 hybrid",),
+    arch="granitehybrid",
+    architectures=("GraniteMoeHybridForCausalLM",),
+    model_type="granitemoehybrid",
+    keys={**GRANITE_MOE.keys, "layer_types": None},
+    expects=(
+        SILU, NO_BIASES, Expected("position_embedding_type", (None, "nope"), written=True),
+        Expected("mamba_proj_bias", (False,)), Expected("mamba_conv_bias", (True,)),
+    ),
+    sizes=_sizes,
+    metadata=(
+        *_FACTORS, replace(_SHARED, optional=False), Computed(_metadata, _config),
+        *mamba2_keys(("mamba_d_conv", 4), ("mamba_d_state", None), ("mamba_n_groups", 1), ("mamba_n_heads", None)),
+        Constant("rope.scaling.finetuned", False), ATTENTION_BIAS,
+    ),
+    table=decoder(
+        Row("input_layernorm", "hidden"),
+        *mamba2("mamba", lambda args, layer: args.kinds[layer] in ("mamba", "linear_attention")),
+        *in_layers(_attends, *attention(interleaved=True)),
+        Row("post_attention_layernorm", "hidden"),
+        *_STACKED,
+    ),
+)  # fmt: skip

@@ -2,8 +2,14 @@
 
 The linear layers' q, k, v and z are head by head in one matrix; GGUF has all q, all k and all v in one, z in another.
 All norms except the linear layers' are stored minus one.
+
+Qwen3.5 and 3.6 have these layers, dense or with experts, mostly as the language model of a vision model. The linear
+layers' matrices are apart, with all value heads of one key head next to each other. llama.cpp repeats the key heads as
+a whole, so GGUF has the first value head of every key head first, then the second of each.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +17,7 @@ import numpy as np
 from bridge.models.config.arguments import Arguments
 from bridge.models.config.gguf_keys import Computed, Key, StoredKeys
 from bridge.models.config.model_config import Config
+from bridge.models.families.qwen import rope_sections
 from bridge.models.family import (
     ALL_SPARSE,
     EXPERTS,
@@ -28,7 +35,7 @@ from bridge.models.outline import Part
 from bridge.models.prediction import QWENS, prediction, predicts
 
 
-def delta_sizes(config: Config, args: Arguments) -> dict[str, int]:
+def _next_sizes(config: Config, args: Arguments) -> dict[str, int]:
     m, v_dim = args.more, config.side("linear_value_head_dim")
     return {
         "v_dim": v_dim, "keys": m["k_heads"] * m["k_dim"], "values": m["v_heads"] * v_dim,
@@ -66,7 +73,7 @@ def _linear_layers(config: Config, args: Arguments) -> dict[str, Any]:
     return {"attention.recurrent_layers": stateful}
 
 
-def _config(stored: StoredKeys) -> dict[str, Any]:
+def _next_config(stored: StoredKeys) -> dict[str, Any]:
     interval, layers = stored.get("full_attention_interval", 4), range(stored.values["num_hidden_layers"])
     return {
         "linear_value_head_dim": stored.get("ssm.inner_size") // stored.get("ssm.time_step_rank"),
@@ -75,23 +82,23 @@ def _config(stored: StoredKeys) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def linear_row(module: str, shape: str, **more: Any) -> Row:
+def _linear_row(module: str, shape: str, **more: Any) -> Row:
     return Row(f"linear_attn.{module}", shape, layers=_linear, **more)
 
 
-def full_row(module: str, shape: str, **more: Any) -> Row:
+def _full_row(module: str, shape: str, **more: Any) -> Row:
     return Row(f"self_attn.{module}", shape, layers=other_layers(_linear), **more)
 
 
-FULL = (
-    full_row("q_proj", "q+q hidden"),  # with the gate, head by head
-    full_row("k_proj", "kv hidden"),
-    full_row("v_proj", "kv hidden"),
-    full_row("q_norm", "head", change="+1"),
-    full_row("k_norm", "head", change="+1"),
-    full_row("o_proj", "hidden q"),
+_FULL = (
+    _full_row("q_proj", "q+q hidden"),  # with the gate, head by head
+    _full_row("k_proj", "kv hidden"),
+    _full_row("v_proj", "kv hidden"),
+    _full_row("q_norm", "head", change="+1"),
+    _full_row("k_norm", "head", change="+1"),
+    _full_row("o_proj", "hidden q"),
 )
-SHARED = (Row("mlp.shared_expert_gate", "hidden", change="squeezed"), *gated_mlp("mlp.shared_expert", "shared"))
+_SHARED = (Row("mlp.shared_expert_gate", "hidden", change="squeezed"), *gated_mlp("mlp.shared_expert", "shared"))
 
 QWEN3_NEXT = Family(
     titles=("Qwen3-Next",),
@@ -106,31 +113,118 @@ QWEN3_NEXT = Family(
         SILU, *ALL_SPARSE,
         Expected("norm_topk_prob", (True,), "llama.cpp normalizes this architecture's expert weights"), NO_BIASES,
     ),
-    sizes=delta_sizes,
+    sizes=_next_sizes,
     metadata=(
         Key("ssm.conv_kernel", "linear_conv_kernel_dim", defines="kernel"),
         Key("ssm.state_size", "linear_key_head_dim", defines="k_dim"),
         Key("ssm.group_count", "linear_num_key_heads", defines="k_heads"),
         Key("ssm.time_step_rank", "linear_num_value_heads", defines="v_heads"), Key("ssm.inner_size", size="values"),
-        Key("full_attention_interval", size="interval"), Computed(_linear_layers, _config),
+        Key("full_attention_interval", size="interval"), Computed(_linear_layers, _next_config),
     ),
     predicts="carried",
     mtp=QWENS,
     table=decoder(
         Row("input_layernorm", "hidden", change="+1"),
-        *FULL,
-        linear_row("in_proj_qkvz", "keys+keys+values hidden", name="attn_qkv.weight", parts=_part(slice(0, 3))),
-        linear_row("in_proj_qkvz", "values hidden", name="attn_gate.weight", parts=_part(slice(3, 4))),
-        linear_row("in_proj_ba", "v_heads+v_heads hidden"),
-        linear_row("conv1d", "keys+keys+values kernel", change="squeezed", floats="F32"),
-        linear_row("dt_bias", "v_heads", exact=True, name="ssm_dt.bias"),
-        linear_row("A_log", "v_heads", exact=True, name="ssm_a", change="-exp"),
-        linear_row("norm", "v_dim"),
-        linear_row("out_proj", "hidden values"),
+        *_FULL,
+        _linear_row("in_proj_qkvz", "keys+keys+values hidden", name="attn_qkv.weight", parts=_part(slice(0, 3))),
+        _linear_row("in_proj_qkvz", "values hidden", name="attn_gate.weight", parts=_part(slice(3, 4))),
+        _linear_row("in_proj_ba", "v_heads+v_heads hidden"),
+        _linear_row("conv1d", "keys+keys+values kernel", change="squeezed", floats="F32"),
+        _linear_row("dt_bias", "v_heads", exact=True, name="ssm_dt.bias"),
+        _linear_row("A_log", "v_heads", exact=True, name="ssm_a", change="-exp"),
+        _linear_row("norm", "v_dim"),
+        _linear_row("out_proj", "hidden values"),
         Row("post_attention_layernorm", "hidden", change="+1"),
         *EXPERTS,
-        *SHARED,
+        *_SHARED,
         *prediction("+1"),
         norm=Row(NORM.source, "hidden", change="+1"),
     ),
 )  # fmt: skip
+
+
+def _sections(config: Config, args: Arguments) -> dict[str, Any]:
+    return rope_sections(config, args, [11, 11, 10])
+
+
+def _config(stored: StoredKeys) -> dict[str, Any]:
+    sections = (stored.get("rope.dimension_sections") or [])[:3]
+    more = {"mrope_section": sections, "mrope_interleaved": True} if sections else {}
+    return {"rope_parameters": {**stored.values["rope_parameters"], **more}}
+
+
+def _sizes(config: Config, args: Arguments) -> dict[str, int]:
+    if args.more["v_heads"] % args.more["k_heads"]:
+        raise ValueError(f"{args.more['v_heads']} value heads cannot share {args.more['k_heads']} key heads")
+    return _next_sizes(config, args)
+
+
+def _values(args: Arguments, width: int) -> np.ndarray:
+    """The elements of the value heads, `width` each, in the GGUF's order."""
+    heads = np.arange(args.more["v_heads"]).reshape(args.more["k_heads"], -1).T.reshape(-1, 1)
+    return (width * heads + np.arange(width)).reshape(-1)
+
+
+def _heads(size: str, *others: str, change: str | None = None) -> Callable[[Arguments, str], tuple[Part, ...]]:
+    """Rows of value heads, `size` each (a head's elements or one), after all of q and k where `others` says so."""
+
+    def parts(args: Arguments, source: str) -> tuple[Part, ...]:
+        m = args.sizes
+        start = 2 * m["keys"] if "after qk" in others else 0
+        rows = np.concatenate([np.arange(start), start + _values(args, m.get(size, 1))])
+        width = [m[name] for name in others if name in m]
+        return (Part(source, (len(rows), *width), rows, change=change),)
+
+    return parts
+
+
+def _columns(args: Arguments, source: str) -> tuple[Part, ...]:
+    columns = _values(args, args.more["v_dim"])
+    return (Part(source, (args.hidden, len(columns)), columns=columns),)
+
+
+_ATTENTION = (
+    Row("input_layernorm", "hidden", change="+1"),
+    *_FULL,
+    _linear_row("in_proj_qkv", "keys+keys+values hidden", parts=_heads("v_dim", "after qk", "hidden")),
+    _linear_row("in_proj_z", "values hidden", parts=_heads("v_dim", "hidden")),
+    _linear_row("in_proj_a", "v_heads hidden", parts=_heads("", "hidden")),
+    _linear_row("in_proj_b", "v_heads hidden", parts=_heads("", "hidden")),
+    _linear_row(
+        "conv1d", "keys+keys+values kernel", floats="F32",
+        parts=_heads("v_dim", "after qk", "kernel", change="squeezed"),
+    ),
+    _linear_row("dt_bias", "v_heads", exact=True, name="ssm_dt.bias", parts=_heads("")),
+    _linear_row("A_log", "v_heads", exact=True, name="ssm_a", parts=_heads("", change="-exp")),
+    _linear_row("norm", "v_dim"),
+    _linear_row("out_proj", "hidden values", parts=_columns),
+    Row("post_attention_layernorm", "hidden", change="+1"),
+)  # fmt: skip
+_NORM = Row(NORM.source, "hidden", change="+1")
+_EXPERT_KEYS = ("num_experts", "moe_intermediate_size", "shared_expert_intermediate_size")
+
+QWEN3_5 = replace(
+    QWEN3_NEXT,
+    titles=("Qwen3.5 and 3.6",),
+    arch="qwen35",
+    architectures=("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"),
+    model_type="qwen3_5",
+    keys={"max_position_embeddings": 32768, "head_dim": 256, "partial_rotary_factor": 0.25},
+    expects=(SILU, NO_BIASES),
+    sizes=_sizes,
+    metadata=(*QWEN3_NEXT.metadata, Computed(_sections, _config)),
+    language_model=("qwen3_5_text", "Qwen3_5ForCausalLM"),
+    wrapped=True,
+    table=decoder(*_ATTENTION, *gated_mlp("mlp", "inner"), *prediction("+1"), norm=_NORM),
+)
+
+QWEN3_5_MOE = replace(
+    QWEN3_5,
+    titles=("Qwen3.5 and 3.6 MoE",),
+    arch="qwen35moe",
+    architectures=("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM"),
+    model_type="qwen3_5_moe",
+    language_model=("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
+    keys={**QWEN3_5.keys, **dict.fromkeys(_EXPERT_KEYS)},
+    table=decoder(*_ATTENTION, *EXPERTS, *_SHARED, *prediction("+1"), norm=_NORM),
+)
