@@ -61,7 +61,7 @@ class LowRank:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the matrix."""
+        """The shape (out, in) of the matrix that is changed."""
         return self.b.shape[0], self.a.shape[1] * self.alike
 
     def rows(self, chosen: slice | np.ndarray, each: int = 1) -> np.ndarray:

@@ -302,7 +302,7 @@ def read_header(data: mmap.mmap | bytes, path: Path) -> tuple[Metadata, list[Ten
 
 
 def _tensors(cursor: _Cursor, position: int, count: int, alignment: int) -> tuple[int, list[TensorEntry]]:
-    """Where the data starts, and the tensors."""
+    """The byte at which the data starts, and all tensors, from their entries in the header."""
     raw = []
     for _ in range(count):
         name, position = cursor.string(position)

@@ -152,7 +152,7 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
 
 
 def _kind(hint: Any) -> tuple[str, Callable[[Any], bool]] | None:
-    """How a hint is said and checked; None for those that are not looked at."""
+    """A type hint in words, and what checks a value for it; None for hints that are not checked."""
     if hint in _KINDS:
         return _KINDS[hint]
     if get_origin(hint) is Callable:

@@ -68,7 +68,7 @@ class TrellisLayer:
         return self  # nothing changes the codes, so copies share them
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what `prepare` made, which is for this machine."""
+        """Pickled without what `prepare` made, which is for this machine."""
         return {**self.__dict__, "_fused": self.prepared}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

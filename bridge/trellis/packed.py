@@ -47,7 +47,7 @@ def looks_random(book: BitshiftCodebook, words: np.ndarray) -> bool:
 
 
 def _values(book: BitshiftCodebook, words: np.ndarray) -> np.ndarray:
-    """Those of the first tiles' states."""
+    """float32: the values of the states of the first 256 tiles."""
     return book.values(streams.states_of(words.reshape(-1, words.shape[-1])[:256], book.K * book.V, book.L))
 
 

@@ -50,7 +50,7 @@ def qtip_words(stored: np.ndarray, rows: int, columns: int) -> np.ndarray:
 
 
 def swizzled_words(stored: np.ndarray, rows: int, columns: int) -> np.ndarray:
-    """The same for the swizzled layout; rows and columns of tiles are even."""
+    """`qtip_words` of the swizzled layout, which has an even number of rows and columns of tiles."""
     pairs = stored.reshape(-1).view(np.uint8).reshape(rows // 2, columns // 2, 32, 2, 2, -1)
     ordered = np.ascontiguousarray(pairs.transpose(0, 4, 1, 3, 2, 5)[..., ::-1])
     return ordered.reshape(rows, columns, -1).view(">u2").astype(np.uint16)

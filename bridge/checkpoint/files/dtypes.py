@@ -78,7 +78,7 @@ def is_finite(raw: np.ndarray, dtype: str) -> bool:
 
 
 def not_finite(file: Path, tensor: str) -> BridgeError:
-    """Of a tensor that cannot be meant so."""
+    """The error for a tensor of a file that holds NaN or infinite values."""
     return BridgeError(f"{file}: {tensor} holds NaN or infinite values; the file is damaged, download it again")
 
 

@@ -232,7 +232,7 @@ def _refusal(groups: Groups, shape: tuple[int, int]) -> str | None:
 
 
 def _shapes(groups: Groups, shape: tuple[int, int]) -> Shapes:
-    """Of gemm."""
+    """The dtypes and shapes of a layer's tensors in the gemm layout."""
     out, columns = shape
     count = groups.count(columns)
     return {

@@ -186,7 +186,7 @@ def _fp4(tensors: dict[str, TensorInfo]) -> Fp4Parts:
 
 
 def _labels(layers: QuantizedLayers) -> dict[str, Any]:
-    """Without scales of activations, which are not quantized."""
+    """The keys of config.json; none for scales of activations, which are not quantized."""
     labels = {
         "quant_method": "modelopt",
         "quant_algo": f"W4A16_{layers.usual.kind}",

@@ -82,7 +82,7 @@ class FloatWeight:
 
     @property
     def stored_names(self) -> set[str]:
-        """Its tensors in the file, but for one of the weight's own name."""
+        """The full names of its tensors in the file, but for one that has the weight's own name."""
         return {self.scale.name}
 
     def read(self, store: Store, rows: tuple[int, int] | None = None) -> np.ndarray:

@@ -51,7 +51,7 @@ class _Books:
 
     @property
     def bits(self) -> tuple[int, int]:
-        """Of an index into the first and into the second codebook."""
+        """The bits of an index into the first codebook, and into the second; 0 without one."""
         return math.ceil(math.log2(self.words)), math.ceil(math.log2(self.second)) if self.second else 0
 
     @property

@@ -66,7 +66,7 @@ def gather_halves(block: BlockType, raw: np.ndarray, offset: int, out: np.ndarra
 
 
 def halves_at(block: BlockType, raw: np.ndarray, offset: int) -> np.ndarray:
-    """Their bits, uint16 [rows, blocks], where they are."""
+    """A view uint16 [rows, blocks]: the bits of the halves at an even byte of every block."""
     return raw.view(np.uint16).reshape(len(raw), -1, block.nbytes // 2)[:, :, offset // 2]
 
 

@@ -47,11 +47,11 @@ class _Neither:
     """What has a key neither in the GGUF nor in config.json."""
 
     def metadata(self, config: Config, args: Arguments) -> dict[str, Any]:
-        """Of the GGUF, without the architecture's name; None omits a key."""
+        """Keys of the GGUF without the architecture's name -> their values; None omits a key."""
         return {}
 
     def config(self, stored: StoredKeys) -> dict[str, Any]:
-        """Of a config.json that is made from a GGUF."""
+        """Keys of a config.json that is made from a GGUF -> their values."""
         return {}
 
 
@@ -83,7 +83,7 @@ class Key(_Neither):
         return {self.key: (value or None) if self.optional else value}
 
     def value(self, config: Config) -> Any:
-        """That of config.json; 0 if it is optional and there is none."""
+        """The value that config.json gives the key; 0 if it is optional and there is none."""
         if self.optional and not config.get(self.name):
             return 0
         if isinstance(self.default, bool):

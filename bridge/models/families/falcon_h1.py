@@ -27,7 +27,7 @@ def _sizes(config: Config, args: Arguments) -> dict[str, int]:
 
 
 def _config(stored: StoredKeys) -> dict[str, Any]:
-    """Without its factors, by which the GGUF's weights are multiplied."""
+    """Keys of config.json from a GGUF, without the factors: its weights are multiplied by them already."""
     inner = stored.get("ssm.inner_size")
     return {
         "mamba_d_head": inner // stored.get("ssm.time_step_rank"), "mamba_d_ssm": inner,
@@ -58,7 +58,7 @@ def _factors(config: Config, _args: Arguments) -> dict[str, Sequence[float]]:
 
 
 def _has_head(args: Arguments) -> bool:
-    """Of tied embeddings too, where the two are multiplied by different numbers."""
+    """Whether the GGUF has a head: tied embeddings need one where the two have different factors."""
     return not args.tied or args.factors["lm_head"] != args.factors["model.embed_tokens"]
 
 

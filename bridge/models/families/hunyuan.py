@@ -30,7 +30,7 @@ def _stretched(config: Config, args: Arguments) -> dict[str, Any]:
 
 
 def _config(stored: StoredKeys) -> dict[str, Any]:
-    """Its alpha has become a part of theta."""
+    """rope_parameters from a GGUF, in whose theta alpha is contained."""
     return {"rope_parameters": {"rope_type": "default", "rope_theta": stored.get("rope.freq_base", 10000.0)}}
 
 

@@ -63,7 +63,7 @@ MINIMAX_M2 = Family(
 
 
 def _sizes(config: Config, args: Arguments) -> dict[str, int]:
-    """With config.json's keys as they are published, or as transformers saves them."""
+    """The sizes of M3, from config.json as it is published or as transformers saves it."""
     published = config.get("sparse_attention_config", {})
     heads = config.side("index_n_heads", published.get("sparse_num_index_heads"))
     size = config.side("index_head_dim", published.get("sparse_index_dim"))

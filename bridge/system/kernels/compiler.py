@@ -195,7 +195,7 @@ def _emitted(function: CFunction, machine: Machine) -> bytes:
 
 
 def assembly(function: CFunction, machine: Machine) -> str:
-    """As `object_code`, as text."""
+    """The assembly of a C function for a machine, as text."""
     with global_compiler_lock:
         module, processor = _optimized(function, machine)
         return str(processor.emit_assembly(module))

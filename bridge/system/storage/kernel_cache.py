@@ -67,7 +67,7 @@ def save(name: str, contents: bytes) -> None:
 
 
 def note(name: str, contents: bytes) -> None:
-    """As `save`, for what saves little: where it cannot be kept, nothing is said."""
+    """`save` of a file that saves little time: where it cannot be kept, no line says so."""
     with suppress(OSError, BridgeError):
         _existing_folder()
         replace(folder() / name, _sealed(contents))

@@ -33,7 +33,7 @@ class ProtectedPaths:
     folders: tuple[Path, ...] = ()
 
     def with_files(self, files: Iterable[Path | None]) -> Self:
-        """With more files; None is left out."""
+        """The same protected paths and more files; None is left out."""
         return replace(self, files=(*self.files, *(file for file in files if file is not None)))
 
     def has(self, path: Path) -> bool:
