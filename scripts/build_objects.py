@@ -76,7 +76,7 @@ def build(target: str, out: Path) -> None:
         machine.host = partial(made_for._replace, cpu=name)  # type: ignore[assignment]
         interleaved.kernel.cache_clear()  # type: ignore[attr-defined]  # some depend on the CPU
         for function in functions(target):
-            file_name = object_code.bundled_as(function)
+            file_name = object_code.bundled_name(function)
             if file_name not in objects:
                 objects[file_name] = compiler.object_code(function, made_for)
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:

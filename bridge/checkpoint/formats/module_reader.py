@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from bridge.checkpoint.files.store import Store, TensorInfo
-from bridge.checkpoint.formats.written import WrittenFormat
 from bridge.checkpoint.formats.checks import check_shapes, finite_scales
+from bridge.checkpoint.formats.written import WrittenFormat
 from bridge.checkpoint.grouped import CodedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
