@@ -17,7 +17,7 @@ from bridge.cli.commands import COMMANDS
 from bridge.cli.options import as_flag
 from bridge.cli.use.terminal import Printable, StatusLine, Terminated
 from bridge.errors import BridgeError, BridgeWarning, shortened, spelled
-from bridge.system.kernels.compiling import telling
+from bridge.system.kernels.compiling import reporting_to
 from bridge.system.text import tell
 from bridge.system.threads.openmp import sleep_when_idle
 
@@ -62,7 +62,7 @@ def run_program(argv: Sequence[str], spread: Any = None) -> int:
             warnings.catch_warnings(),
             spelled(as_flag),
             redirect_stdout(Printable(sys.stdout)),
-            telling(StatusLine().compiling),
+            reporting_to(StatusLine().compiling),
         ):
             if not debug:
                 warnings.simplefilter("ignore")  # the libraries' own, such as torch's on odd pickles

@@ -211,7 +211,7 @@ def test_scales_of_weights_are_not_taken_for_those_of_activations(name):
 
 def test_no_tensor_of_a_model_is_taken_for_a_scale_of_activations():
     rows = [row for family in ALL for row in family.table]
-    names = {name for row in rows for name in (row.source, *row.also, *row.apart)}
+    names = {name for row in rows for name in (row.source, *row.also, *row.separate)}
     assert len(names) > 200
     assert not [name for name in names if scales_activations(name)]
 

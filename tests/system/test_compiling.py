@@ -26,8 +26,8 @@ def test_the_clock_stands_still_while_a_kernel_is_compiled() -> None:
     function = inner(lambda x: x + 1)
     told = []
     started, clock, spent, steps = time.perf_counter(), compiling.clock(), compiling.seconds(), compiling.steps()
-    with compiling.telling(lambda far, more: told.append((far, more))):
-        function.made.compile("int64(int64)")
+    with compiling.reporting_to(lambda far, more: told.append((far, more))):
+        function.compiled.compile("int64(int64)")
     assert compiling.steps() > steps
     assert 0 < compiling.seconds() - spent <= time.perf_counter() - started
     assert compiling.clock() - clock < time.perf_counter() - started

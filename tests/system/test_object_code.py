@@ -50,7 +50,7 @@ def test_functions_are_compiled_by_other_processes_and_kept(fresh: Path, monkeyp
     def refuse(*_: Any) -> bytes:
         raise AssertionError("compiled here")
 
-    with compiling.telling(lambda far, more: told.append((far, more))):
+    with compiling.reporting_to(lambda far, more: told.append((far, more))):
         compile_ahead.compile_all(functions)
     assert compiling.steps() == steps + 2
     assert [far for far, _ in told if "of" in far] == ["0 of 2", "1 of 2", "2 of 2"]

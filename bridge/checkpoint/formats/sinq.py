@@ -178,7 +178,7 @@ class SinqReader(Reader):
         method = str(self._meta(name).get("method")).lower()
         return next((kind for kind in _LEVELS if kind in method), "")
 
-    def _moved(self, down: str) -> np.ndarray | None:
+    def _folded_scales(self, down: str) -> np.ndarray | None:
         """float32 [in]: the columns' scales of a down_proj that are in the rows of the up_proj beside it, else None."""
         if not self.folding or not down.endswith(".down_proj") or down not in self.modules or self._levels(down):
             return None
@@ -193,9 +193,9 @@ class SinqReader(Reader):
 
     def refit(self, name: str) -> tuple[np.ndarray | None, np.ndarray | None]:
         if name.endswith(".up_proj"):
-            return self._moved(f"{name.removesuffix('up_proj')}down_proj"), None
-        moved = self._moved(name)
-        return None, None if moved is None else 1 / moved
+            return self._folded_scales(f"{name.removesuffix('up_proj')}down_proj"), None
+        scales = self._folded_scales(name)
+        return None, None if scales is None else 1 / scales
 
     def in_words(self) -> str:
         kinds = (self._levels(name).upper() or "integers" for name in self.modules)

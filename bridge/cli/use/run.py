@@ -215,7 +215,7 @@ def without_pauses(pieces: Iterator[str]) -> Iterator[str]:
     """
     line = StatusLine()
     before = compiling.steps()
-    with compiling.telling(line.compiling):
+    with compiling.reporting_to(line.compiling):
         line.say("reading the prompt")
         try:
             ready = list(islice(pieces, 1))

@@ -38,18 +38,18 @@ def _config(stored: StoredKeys) -> dict[str, Any]:
 def _factors(config: Config, _args: Arguments) -> dict[str, Sequence[float]]:
     """One number each; z, x, B, C and the time steps, the rows of in_proj, have their own."""
 
-    def several(key: str, count: int) -> list[float]:
+    def numbers(key: str, count: int) -> list[float]:
         values = config.get(key, count * [1.0])
         if not isinstance(values, list) or len(values) != count or not all(isinstance(x, int | float) for x in values):
             raise BridgeError(f"{config.path}: {key} is {values!r:.80}, must be {count} numbers")
         return [float(x) for x in values]
 
-    gate, down = several("mlp_multipliers", 2)
+    gate, down = numbers("mlp_multipliers", 2)
     read, into = config.number("attention_in_multiplier", 1.0), config.number("ssm_in_multiplier", 1.0)
     return {
         "self_attn.q_proj": [read], "self_attn.k_proj": [read * config.number("key_multiplier", 1.0)],
         "self_attn.v_proj": [read], "self_attn.o_proj": [config.number("attention_out_multiplier", 1.0)],
-        "mamba.in_proj": [into * factor for factor in several("ssm_multipliers", 5)],
+        "mamba.in_proj": [into * factor for factor in numbers("ssm_multipliers", 5)],
         "mamba.out_proj": [config.number("ssm_out_multiplier", 1.0)],
         "feed_forward.gate_proj": [gate], "feed_forward.down_proj": [down],
         "model.embed_tokens": [config.number("embedding_multiplier", 1.0)],

@@ -103,14 +103,14 @@ def _config(stored: StoredKeys) -> dict[str, Any]:
 def _attention(q: str, kv: str, head: str, chosen: Callable[[str], bool]) -> tuple[Row, ...]:
     """The attention of local or of global layers, which have keys and values if they do not use earlier ones."""
 
-    def here(args: Arguments, layer: int) -> bool:
+    def of_kind(args: Arguments, layer: int) -> bool:
         return chosen(args.kinds[layer])
 
     def owns(args: Arguments, layer: int) -> bool:
-        return here(args, layer) and layer < args.more["own_kv"]
+        return of_kind(args, layer) and layer < args.more["own_kv"]
 
     def shares(args: Arguments, layer: int) -> bool:
-        return here(args, layer) and layer >= args.more["own_kv"]
+        return of_kind(args, layer) and layer >= args.more["own_kv"]
 
     def values(args: Arguments, layer: int) -> bool:
         return owns(args, layer) and not (args.kinds[layer] == _GLOBAL and args.more["keys_are_values"])
@@ -120,11 +120,11 @@ def _attention(q: str, kv: str, head: str, chosen: Callable[[str], bool]) -> tup
         Row("self_attn.k_norm", head, layers=owns),
     )  # fmt: skip
     return (
-        Row("self_attn.q_proj", f"{q} hidden", layers=here),
-        Row("self_attn.q_norm", head, layers=here),
+        Row("self_attn.q_proj", f"{q} hidden", layers=of_kind),
+        Row("self_attn.q_norm", head, layers=of_kind),
         *kv_rows,
         *(replace(row, layers=shares, optional=True) for row in kv_rows),
-        Row("self_attn.o_proj", f"hidden {q}", layers=here),
+        Row("self_attn.o_proj", f"hidden {q}", layers=of_kind),
     )
 
 

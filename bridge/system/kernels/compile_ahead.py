@@ -16,8 +16,8 @@ _EACH = 4  # functions that a process compiles at least: it takes as long as two
 def compile_all(functions: Iterable[CFunction]) -> None:
     """Compile those of the functions that are neither loaded nor kept, and keep them.
 
-    Where that takes more than one process, `compiling.telling` hears of each. What cannot be compiled so is left to
-    whoever needs it.
+    Where that takes more than one process, the listener of `compiling.reporting_to` hears of each. What cannot be
+    compiled so is left to whoever needs it.
     """
     missing = [function for function in dict.fromkeys(functions) if not object_code.known(function)]
     count = min(_MOST, usable_cpus(), len(missing) // _EACH)
@@ -42,5 +42,5 @@ def _in_processes(missing: list[CFunction], count: int) -> None:
             if code is not None:
                 object_code.keep(function, code)
 
-    with thread_limit(), compiling.several(len(missing)) as told:
-        share_out(workers, missing, compiled, lambda count, _: told(count))
+    with thread_limit(), compiling.kernels_elsewhere(len(missing)) as report:
+        share_out(workers, missing, compiled, lambda count, _: report(count))

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-Told = Callable[[str, bool], None]  # "3 s" or "7 of 23", and whether there is more to compile right now
+Listener = Callable[[str, bool], None]  # "3 s" or "7 of 23", and whether there is more to compile right now
 
 _lock = threading.Lock()
 _active = 0  # kernels that are being compiled; those that one needs are compiled within it
@@ -17,7 +17,7 @@ _began = 0.0
 _seconds = 0.0
 _loading = 0.0  # seconds that importing the compiler took
 _steps = 0
-_told: Told | None = None
+_listener: Listener | None = None
 
 
 @contextmanager
@@ -29,7 +29,7 @@ def kernel() -> Iterator[None]:
             _began = time.perf_counter()
         _active += 1
         _steps += 1
-    _tell(f"{seconds():.0f} s", True)
+    _report(f"{seconds():.0f} s", True)
     try:
         yield
     finally:
@@ -38,22 +38,22 @@ def kernel() -> Iterator[None]:
             if not _active:
                 _seconds += time.perf_counter() - _began
         if not _active:
-            _tell("", False)
+            _report("", False)
 
 
 @contextmanager
-def several(total: int) -> Iterator[Callable[[int], None]]:
+def kernels_elsewhere(total: int) -> Iterator[Callable[[int], None]]:
     """Other processes compile so many kernels meanwhile; call what this yields with how many they have compiled."""
     global _steps
     with kernel():
         _steps += total - 1
-        _tell(f"0 of {total}", True)
-        yield lambda done: _tell(f"{done} of {total}", True)
+        _report(f"0 of {total}", True)
+        yield lambda done: _report(f"{done} of {total}", True)
 
 
-def _tell(text: str, more: bool) -> None:
-    if _told is not None:
-        _told(text, more)
+def _report(text: str, more: bool) -> None:
+    if _listener is not None:
+        _listener(text, more)
 
 
 def steps() -> int:
@@ -84,14 +84,14 @@ def clock() -> float:
 
 
 @contextmanager
-def telling(told: Told) -> Iterator[None]:
-    """Call `told` while kernels are compiled, several times a kernel."""
-    global _told
-    before, _told = _told, told
+def reporting_to(listener: Listener) -> Iterator[None]:
+    """Call `listener` while kernels are compiled, several times a kernel."""
+    global _listener
+    before, _listener = _listener, listener
     try:
         yield
     finally:
-        _told = before
+        _listener = before
 
 
 def _after_fork() -> None:
