@@ -6,7 +6,8 @@ records; which there are is listed in `tensor_types.py`.
 BLOCKS  types for the codes of any checkpoint, in order of bits per weight, K-quants first among equals
 FP4     types of 4-bit floats: for checkpoints of these, or on request
 NEWER   types that llama.cpp loads since July 2026
-TYPES   all of these: types of whole codes, which CUDA multiplies too
+TYPES   all of these: types of whole codes, which CUDA multiplies too; MATRIX_SCALED names those whose matrices have a
+        scale that is a tensor of its own
 ROUNDED types that floats are rounded to, and no codes carried but ternary ones; weights in a block. `read.py` has their
         records, WRITTEN (all that are written) and READ (all that are read)
 """

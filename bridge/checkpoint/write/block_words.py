@@ -23,8 +23,6 @@ from bridge.system.kernels.jit import inlined, kernel, specialize
 
 TILE = 128  # rows that are written transposed
 _LINE = 64  # bytes
-
-
 TYPES_IN_WORDS = ("Q8_0", *(name for name, block in TYPES.items() if block.nibble_run))
 
 # set per type by `specialize`
