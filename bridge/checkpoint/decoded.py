@@ -86,4 +86,4 @@ def level_noise(levels: np.ndarray) -> np.ndarray:
     distinct, index = np.unique(levels.astype(np.float64), return_inverse=True)
     half = np.diff(distinct) / 2
     down, up = np.append(0, half), np.append(half, 0)
-    return ((down**3 + up**3) / (3 * np.maximum(down + up, np.finfo(np.float64).tiny)))[index]  # type: ignore[no-any-return]
+    return ((down**3 + up**3) / (3 * np.maximum(down + up, np.finfo(np.float64).tiny)))[index]

@@ -37,7 +37,7 @@ class CodedTensor:
     @property
     def shape(self) -> tuple[int, int]:
         """(out, in)."""
-        return getattr(self, self.per_weight).shape  # type: ignore[no-any-return]
+        return getattr(self, self.per_weight).shape
 
     @property
     def sequential(self) -> bool:

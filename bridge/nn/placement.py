@@ -339,7 +339,7 @@ def _names(model: nn.Module) -> Callable[[str], str]:
     def name(source: str) -> str:
         if source in names:
             return source
-        return rename_source_key(source, renamings, converters, model.base_model_prefix, names)[0]  # type: ignore[no-any-return]
+        return rename_source_key(source, renamings, converters, model.base_model_prefix, names)[0]
 
     return name
 

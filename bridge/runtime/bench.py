@@ -186,7 +186,7 @@ def bench(
     if device != "cpu":
         device, note = choose(device)
         if device != "cpu":
-            return cuda("bench").bench(what, shape, device, progress)  # type: ignore[no-any-return]
+            return cuda("bench").bench(what, shape, device, progress)
         return [note or "", *bench(what, shape, threads=threads, progress=progress)]
     count = threads or get_num_threads()
     lines: list[str] = []

@@ -56,7 +56,7 @@ class Code:
         """The table that the kernels read: the codebook's table, or its pairs as halves."""
         if not self.table_bits:
             return np.zeros(1, np.float32)
-        return book.tlut.astype(np.float16) if self.halves else book.tlut  # type: ignore[no-any-return]
+        return book.tlut.astype(np.float16) if self.halves else book.tlut
 
     @property
     def suffix(self) -> str:

@@ -90,16 +90,16 @@ def reading_error(checkpoint: Any, model: torch.nn.Module) -> float:
 def weight_of(module: Any, columns: int) -> torch.Tensor:
     """float [out, in]: what a quantized layer multiplies with."""
     if hasattr(module, "dequantize"):
-        return module.dequantize()  # type: ignore[no-any-return]
+        return module.dequantize()
     if "bitsandbytes" in type(module).__module__:  # whose first product packs 4 bits anew, with scales of 16
         from bitsandbytes import functional
 
         state = module.state_dict()
         if "SCB" in state:
-            return functional.int8_vectorwise_dequant(state["weight"], state["SCB"])  # type: ignore[no-any-return]
-        return functional.dequantize_4bit(module.weight.data, module.weight.quant_state)  # type: ignore[no-any-return]
+            return functional.int8_vectorwise_dequant(state["weight"], state["SCB"])
+        return functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
     identity = torch.eye(columns)
-    return (module(identity) - (0 if module.bias is None else module.bias)).T  # type: ignore[no-any-return]
+    return (module(identity) - (0 if module.bias is None else module.bias)).T
 
 
 def by_transformers(settings: Callable[[], Any] | None, folder: Path) -> tuple[Any, Callable[[Path], Any]]:

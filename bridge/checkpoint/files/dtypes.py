@@ -41,7 +41,7 @@ def torch_dtype(dtype: str) -> torch.dtype:
     """torch's name for a safetensors dtype; KeyError if TORCH does not have it."""
     import torch
 
-    return getattr(torch, TORCH[dtype])  # type: ignore[no-any-return]
+    return getattr(torch, TORCH[dtype])
 
 
 def as_float32(raw: np.ndarray, dtype: str) -> np.ndarray:

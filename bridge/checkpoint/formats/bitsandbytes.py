@@ -202,7 +202,7 @@ class BitsAndBytesReader(Reader):
         outer = self.scales(name, "weight.nested_absmax").reshape(-1)
         levels = self.scales(name, "weight.nested_quant_map").reshape(-1)
         scaled = levels[codes] * np.repeat(outer, state.nested_block)[: len(codes)]
-        return scaled + state.offset  # type: ignore[no-any-return]
+        return scaled + state.offset
 
 
 def _nested(info: ModuleInfo) -> bool:

@@ -165,7 +165,7 @@ class Fp4Parts(NamedTuple):
 
 def _number(reader: Reader, info: TensorInfo) -> np.float32:
     """A stored tensor of one value."""
-    return reader.store.read_float(info.name).reshape(-1)[0]  # type: ignore[no-any-return]
+    return reader.store.read_float(info.name).reshape(-1)[0]
 
 
 def unpacked(packed: np.ndarray) -> np.ndarray:

@@ -147,4 +147,4 @@ def _non_empty(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
 
 def unrotated(stored: np.ndarray, matrix: np.ndarray) -> np.ndarray:
     """float32 [rows, in]: each run of h columns times the transpose of a matrix [h, h]."""
-    return (stored.reshape(len(stored), -1, len(matrix)) @ matrix.T).reshape(stored.shape)  # type: ignore[no-any-return]
+    return (stored.reshape(len(stored), -1, len(matrix)) @ matrix.T).reshape(stored.shape)

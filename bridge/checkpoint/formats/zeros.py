@@ -111,7 +111,7 @@ def _restore(words: np.ndarray, dialect: Dialect) -> np.ndarray:
 
 
 def _ones(dtype: np.dtype, bits: int) -> np.unsignedinteger:
-    return dtype.type(sum(1 << i for i in range(0, dtype.itemsize * 8, bits)))  # type: ignore[no-any-return]
+    return dtype.type(sum(1 << i for i in range(0, dtype.itemsize * 8, bits)))
 
 
 def _lanes(chosen: np.ndarray, bits: int, words: np.ndarray) -> np.ndarray:

@@ -150,7 +150,7 @@ def _packer(name: str, transposed: bool) -> Callable[..., None]:
     settings: dict[str, Any] = {"words": count // 4, "tile_rows": rows}
     label = f"{name}x{rows}"
     store = specialize(_store_tile, label, inlined, **settings)
-    return specialize(  # type: ignore[no-any-return]
+    return specialize(
         _pack_nibbles if run else _pack_bytes,
         label, store=store, first_byte=block.nbytes - count, half=run // 8, **settings,
     )  # fmt: skip

@@ -237,7 +237,7 @@ def plain_quantizer(name: str) -> Callable[..., None]:
     """The compiled loop over rows of a plain type, see `rows_quantizer`."""
     kind = TYPES[name]
     if kind.search is None:  # Q8_0
-        return _rows_q8_0  # type: ignore[no-any-return]
+        return _rows_q8_0
     loops = extremes, line_errors, line_fit, line_write
     stage = _affine if kind.has_min else _scaled
     return rows_quantizer(kind, name, loops, [stage], _workspace, _search)

@@ -73,4 +73,4 @@ def _rows(x, w, out, sums):
 def ternary_quantizer(name: str) -> Callable[..., None]:
     """The compiled loop over rows of TQ1_0 or TQ2_0: x, w, blocks, sums."""
     kind = WRITTEN[name]
-    return specialize(_rows, name, pack=from_plain(kind.pack, inlined))  # type: ignore[no-any-return]
+    return specialize(_rows, name, pack=from_plain(kind.pack, inlined))

@@ -98,7 +98,7 @@ def _block(tasks: Tasks, block: int, done: dict[str, Any]) -> Generator[tuple[st
     stages, ends = tasks.result(tasks.start(Worker.stages, block, dict(done), tasks.parts[0]))
     for stage in stages:
         yield from _stage(tasks, block, stage, layers, ends, done)
-    return ends  # type: ignore[no-any-return]
+    return ends
 
 
 def _stage(

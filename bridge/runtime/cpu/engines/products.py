@@ -66,7 +66,7 @@ def _product_function() -> CFunction:
 
 def _address(array: np.ndarray) -> int:
     """Where an array begins, in a third of the time that `array.ctypes` takes."""
-    return array.__array_interface__["data"][0]  # type: ignore[no-any-return]
+    return array.__array_interface__["data"][0]
 
 
 class Interleaved:
