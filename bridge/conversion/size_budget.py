@@ -154,7 +154,7 @@ def _item(tensor: PlannedTensor, plan: Plan, planner: Planner, settings: Calibra
     ]
     if settings.act_order == "static":
         others = [block for block in others if not (block.values or block.numbered)]
-    types = [block.name for block in sorted({*usual, *others}, key=lambda block: block.bpw)]
+    types = [block.name for block in sorted(dict.fromkeys((*usual, *others)), key=lambda block: block.bpw)]
     types.append("BF16" if stored == {"BF16"} else "F16")
     in_nvfp4 = replace(tensor, type="NVFP4", how=tuple("rounded" for _ in tensor.parts))  # where it comes as floats
     scales = with_scales(planner.ckpt, replace(plan, tensors=[in_nvfp4])).tensors[1:] if "NVFP4" in types else []
