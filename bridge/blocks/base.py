@@ -56,6 +56,12 @@ class ScaleSearch(NamedTuple):
     coarse: float = 0.0  # a scale this many times smaller than the largest is small
 
 
+def put_word(out, at, word):
+    """Write 16 bits, such as those of d, the low byte first; plain Python, as `pack` is."""
+    out[at] = word & 255
+    out[at + 1] = word >> 8
+
+
 def d_of_nibbles(raw, places):
     """The bits of a d whose four nibbles are the high ones of these bytes; plain Python, as `unpack` is."""
     bits = 0

@@ -10,7 +10,7 @@ bytes  0..31  qs[32]     byte k: bits 0..7 of the number of the point whose coor
               bits 4n..4n+3 of d, f16    | sc[4n+3] sc[4n+2] sc[4n+1] sc[4n]
 """
 
-from bridge.blocks.base import BlockType
+from bridge.blocks.base import BlockType, put_word
 from bridge.blocks.codebook.codebooks import digits
 from bridge.blocks.codebook.iq1_s import IQ1_S, NUMBERS, POINTS, VALUES
 
@@ -28,8 +28,7 @@ def pack(q, sc, mn, d, dmin, out):
         word = ((d >> (4 * n)) & 15) << 12
         for j in range(4):
             word |= sc[4 * n + j] << (3 * j)
-        out[48 + 2 * n] = word & 255
-        out[49 + 2 * n] = word >> 8
+        put_word(out, 48 + 2 * n, word)
 
 
 def unpack(raw, q, sc, mn):
@@ -48,4 +47,3 @@ IQ1_M = BlockType(
     values=VALUES, d_nibbles=(49, 51, 53, 55), points=POINTS, shifted=8, pack=pack, unpack=unpack,
     search=IQ1_S.search, lift_share=0.7, needs_imatrix=True, noise=0.6,
 )  # fmt: skip
-assert IQ1_M.nbytes == 32 + 16 + 8

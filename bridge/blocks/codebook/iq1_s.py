@@ -13,7 +13,7 @@ bytes  0..1   d, f16
 
 from gguf.quants import IQ1_S as _GGUF
 
-from bridge.blocks.base import BlockType, ScaleSearch
+from bridge.blocks.base import BlockType, ScaleSearch, put_word
 from bridge.blocks.codebook.codebooks import digits, levels_of, numbers_of, points_of
 
 VALUES = tuple(8 * level + shift for shift in (1, -1) for level in levels_of(_GGUF))
@@ -22,16 +22,14 @@ NUMBERS = numbers_of(POINTS)
 
 
 def pack(q, sc, mn, d, dmin, out):
-    out[0] = d & 255
-    out[1] = d >> 8
+    put_word(out, 0, d)
     for j in range(8):
         word = (sc[j] << 12) | ((q[32 * j] // 3) << 15)
         for k in range(4):
             number = NUMBERS[digits(q, 32 * j + 8 * k, 8, 3)]
             out[2 + 4 * j + k] = number & 255
             word |= (number >> 8) << (3 * k)
-        out[34 + 2 * j] = word & 255
-        out[35 + 2 * j] = word >> 8
+        put_word(out, 34 + 2 * j, word)
 
 
 def unpack(raw, q, sc, mn):
@@ -49,4 +47,3 @@ IQ1_S = BlockType(
     values=VALUES, d_at=0, points=POINTS, shifted=32, pack=pack, unpack=unpack,
     search=ScaleSearch(10.0, 1.0, 1, tries=16, rounds=1, compared=1), lift_share=0.8, needs_imatrix=True, noise=0.7,
 )  # fmt: skip
-assert IQ1_S.nbytes == 2 + 32 + 16

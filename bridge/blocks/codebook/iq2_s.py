@@ -11,7 +11,7 @@ bytes  0..1   d, f16
 
 from gguf.quants import IQ2_S as _GGUF
 
-from bridge.blocks.base import BlockType, ScaleSearch
+from bridge.blocks.base import BlockType, ScaleSearch, put_word
 from bridge.blocks.codebook.codebooks import digits, levels_of, numbers_of, points_of, signs
 
 _LEVELS = levels_of(_GGUF)
@@ -20,8 +20,7 @@ NUMBERS = numbers_of(POINTS)
 
 
 def pack(q, sc, mn, d, dmin, out):
-    out[0] = d & 255
-    out[1] = d >> 8
+    put_word(out, 0, d)
     for b in range(8):
         high = 0
         for k in range(4):
@@ -48,4 +47,3 @@ IQ2_S = BlockType(
     values=(*_LEVELS, *(-level for level in _LEVELS)), d_at=0, points=POINTS, pack=pack, unpack=unpack,
     search=ScaleSearch(32.5, 6.0, 2, tries=32, rounds=1, compared=1), lift_share=0.8, needs_imatrix=True, noise=0.35,
 )  # fmt: skip
-assert IQ2_S.nbytes == 2 + 32 + 32 + 8 + 8

@@ -13,7 +13,7 @@ bytes  0..1   d, f16
 
 from gguf.quants import IQ2_XS as _GGUF
 
-from bridge.blocks.base import BlockType, ScaleSearch
+from bridge.blocks.base import BlockType, ScaleSearch, put_word
 from bridge.blocks.codebook.codebooks import digits, even_signs, levels_of, numbers_of, points_of, signs
 
 _LEVELS = levels_of(_GGUF)
@@ -22,12 +22,10 @@ NUMBERS = numbers_of(POINTS)
 
 
 def pack(q, sc, mn, d, dmin, out):
-    out[0] = d & 255
-    out[1] = d >> 8
+    put_word(out, 0, d)
     for k in range(32):
         word = NUMBERS[digits(q, 8 * k, 8, 3)] | ((signs(q, 8 * k, 3) & 127) << 9)
-        out[2 + 2 * k] = word & 255
-        out[3 + 2 * k] = word >> 8
+        put_word(out, 2 + 2 * k, word)
     for j in range(8):
         out[66 + j] = sc[2 * j] | (sc[2 * j + 1] << 4)
 
@@ -47,4 +45,3 @@ IQ2_XS = BlockType(
     values=(*_LEVELS, *(-level for level in _LEVELS)), d_at=0, points=POINTS, even_signs=True, pack=pack, unpack=unpack,
     search=ScaleSearch(27.0, 2.5, 8, refits=1, tries=32, rounds=2), lift_share=0.8, needs_imatrix=True, noise=0.4,
 )  # fmt: skip
-assert IQ2_XS.nbytes == 2 + 64 + 8

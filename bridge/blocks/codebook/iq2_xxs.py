@@ -14,7 +14,7 @@ bytes  0..1   d, f16
 
 from gguf.quants import IQ2_XXS as _GGUF
 
-from bridge.blocks.base import BlockType, ScaleSearch
+from bridge.blocks.base import BlockType, ScaleSearch, put_word
 from bridge.blocks.codebook.codebooks import digits, even_signs, levels_of, numbers_of, points_of, signs
 
 _LEVELS = levels_of(_GGUF)
@@ -23,8 +23,7 @@ NUMBERS = numbers_of(POINTS)
 
 
 def pack(q, sc, mn, d, dmin, out):
-    out[0] = d & 255
-    out[1] = d >> 8
+    put_word(out, 0, d)
     for j in range(8):
         word = sc[j] << 28
         for k in range(4):
@@ -51,4 +50,3 @@ IQ2_XXS = BlockType(
     values=(*_LEVELS, *(-level for level in _LEVELS)), d_at=0, points=POINTS, even_signs=True, pack=pack, unpack=unpack,
     search=ScaleSearch(28.0, 3.5, 5, tries=32, rounds=2), lift_share=0.8, needs_imatrix=True, noise=0.5,
 )  # fmt: skip
-assert IQ2_XXS.nbytes == 2 + 8 * (4 + 4)

@@ -12,7 +12,7 @@ bytes  0..1   d, f16
 
 from gguf.quants import IQ3_XXS as _GGUF
 
-from bridge.blocks.base import BlockType, ScaleSearch
+from bridge.blocks.base import BlockType, ScaleSearch, put_word
 from bridge.blocks.codebook.codebooks import digits, even_signs, levels_of, numbers_of, points_of, signs
 
 _LEVELS = levels_of(_GGUF)
@@ -21,8 +21,7 @@ NUMBERS = numbers_of(POINTS)
 
 
 def pack(q, sc, mn, d, dmin, out):
-    out[0] = d & 255
-    out[1] = d >> 8
+    put_word(out, 0, d)
     for k in range(64):
         out[2 + k] = NUMBERS[digits(q, 4 * k, 4, 8)]
     for j in range(8):
@@ -50,4 +49,3 @@ IQ3_XXS = BlockType(
     values=(*_LEVELS, *(-level for level in _LEVELS)), d_at=0, points=POINTS, even_signs=True, pack=pack, unpack=unpack,
     search=ScaleSearch(31.0, 5.0, 5, tries=32, rounds=2), lift_share=0.8, needs_imatrix=True, noise=0.2,
 )  # fmt: skip
-assert IQ3_XXS.nbytes == 2 + 64 + 32

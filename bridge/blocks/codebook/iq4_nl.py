@@ -15,4 +15,3 @@ IQ4_NL = BlockType(
     name="IQ4_NL", size=32, sub=32, nbytes=18, levels=16, values=_GGUF.kvalues, d_at=0, pack=pack, unpack=unpack,
     search=ScaleSearch(103.0, 7.5, 6, refits=2, rounds=3), noise=0.06,
 )  # fmt: skip
-assert IQ4_NL.nbytes == 2 + 16

@@ -6,13 +6,12 @@ bytes  0..1    d, f16
        8..135  qs[128]     byte 16j + l: low nibble q[32j + l], high nibble q[32j + l + 16]
 """
 
-from bridge.blocks.base import BlockType, ScaleSearch
+from bridge.blocks.base import BlockType, ScaleSearch, put_word
 from bridge.blocks.codebook.iq4_nl import IQ4_NL
 
 
 def pack(q, sc, mn, d, dmin, out):
-    out[0] = d & 255
-    out[1] = d >> 8
+    put_word(out, 0, d)
     for j in range(2):
         high = 0
         for i in range(4):
@@ -40,4 +39,3 @@ IQ4_XS = BlockType(
     scale_lo=-32, scale_hi=31, values=IQ4_NL.values, d_at=0, pack=pack, unpack=unpack,
     search=ScaleSearch(103.0, 9.0, 5, tries=32, rounds=2), noise=0.06,
 )  # fmt: skip
-assert IQ4_XS.nbytes == 2 + 2 + 4 + 128

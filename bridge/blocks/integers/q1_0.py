@@ -4,12 +4,11 @@ bytes  0..1   d, f16
        2..17  qs[16]   byte l: bit j is q[8l + j]
 """
 
-from bridge.blocks.base import BlockType
+from bridge.blocks.base import BlockType, put_word
 
 
 def pack(q, sc, mn, d, dmin, out):
-    out[0] = d & 255
-    out[1] = d >> 8
+    put_word(out, 0, d)
     for i in range(16):
         byte = 0
         for j in range(8):
@@ -24,4 +23,3 @@ def unpack(raw, q, sc, mn):
 
 
 Q1_0 = BlockType(name="Q1_0", size=128, sub=128, nbytes=18, levels=2, values=(-1, 1), d_at=0, pack=pack, unpack=unpack)
-assert Q1_0.nbytes == 2 + 16

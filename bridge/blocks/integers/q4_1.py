@@ -5,14 +5,12 @@ bytes  0..1   d, f16
        4..19  qs[16]   low nibble q[l], high nibble q[l + 16]
 """
 
-from bridge.blocks.base import BlockType, ScaleSearch
+from bridge.blocks.base import BlockType, ScaleSearch, put_word
 
 
 def pack(q, sc, mn, d, dmin, out):
-    out[0] = d & 255
-    out[1] = d >> 8
-    out[2] = dmin & 255
-    out[3] = dmin >> 8
+    put_word(out, 0, d)
+    put_word(out, 2, dmin)
     for i in range(16):
         out[4 + i] = q[i] | (q[i + 16] << 4)
 
@@ -27,4 +25,3 @@ Q4_1 = BlockType(
     name="Q4_1", size=32, sub=32, nbytes=20, levels=16, d_at=0, dmin_at=2, pack=pack, unpack=unpack,
     search=ScaleSearch(-1.0, 0.2, 12), text_starts=(-1.0, 0.25), nibble_run=16, noise=0.06,
 )  # fmt: skip
-assert Q4_1.nbytes == 2 + 2 + 16

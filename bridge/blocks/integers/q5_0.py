@@ -5,12 +5,11 @@ bytes  0..1   d, f16
        6..21  qs[16]   low nibble q[l] & 15, high nibble q[l + 16] & 15
 """
 
-from bridge.blocks.base import BlockType, ScaleSearch
+from bridge.blocks.base import BlockType, ScaleSearch, put_word
 
 
 def pack(q, sc, mn, d, dmin, out):
-    out[0] = d & 255
-    out[1] = d >> 8
+    put_word(out, 0, d)
     for i in range(4):
         high = 0
         for j in range(8):
@@ -30,4 +29,3 @@ Q5_0 = BlockType(
     name="Q5_0", size=32, sub=32, nbytes=22, levels=32, zero=16, d_at=0, pack=pack, unpack=unpack,
     search=ScaleSearch(-1.2, 0.12, 24), text_starts=(-1.2, 0.15), noise=0.02,
 )  # fmt: skip
-assert Q5_0.nbytes == 2 + 4 + 16

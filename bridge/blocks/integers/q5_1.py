@@ -6,14 +6,12 @@ bytes  0..1   d, f16
        8..23  qs[16]   low nibble q[l] & 15, high nibble q[l + 16] & 15
 """
 
-from bridge.blocks.base import BlockType, ScaleSearch
+from bridge.blocks.base import BlockType, ScaleSearch, put_word
 
 
 def pack(q, sc, mn, d, dmin, out):
-    out[0] = d & 255
-    out[1] = d >> 8
-    out[2] = dmin & 255
-    out[3] = dmin >> 8
+    put_word(out, 0, d)
+    put_word(out, 2, dmin)
     for i in range(4):
         high = 0
         for j in range(8):
@@ -33,4 +31,3 @@ Q5_1 = BlockType(
     name="Q5_1", size=32, sub=32, nbytes=24, levels=32, d_at=0, dmin_at=2, pack=pack, unpack=unpack,
     search=ScaleSearch(-1.2, 0.3, 12), text_starts=(-1.0, 0.25), noise=0.02,
 )  # fmt: skip
-assert Q5_1.nbytes == 2 + 2 + 4 + 16

@@ -4,12 +4,11 @@ bytes  0..1   d, f16
        2..33  qs[32]   q - 128 as int8, that is q with its top bit flipped
 """
 
-from bridge.blocks.base import BlockType
+from bridge.blocks.base import BlockType, put_word
 
 
 def pack(q, sc, mn, d, dmin, out):
-    out[0] = d & 255
-    out[1] = d >> 8
+    put_word(out, 0, d)
     for i in range(32):
         out[2 + i] = q[i] ^ 128
 
@@ -24,4 +23,3 @@ Q8_0 = BlockType(
     clips=True, last_resort=True, d_at=0, pack=pack, unpack=unpack,
     text_starts=(-1.2, 0.15), noise=0.0005,
 )  # fmt: skip
-assert Q8_0.nbytes == 2 + 32

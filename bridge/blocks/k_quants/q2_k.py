@@ -6,7 +6,7 @@ bytes  0..15  scales[16]  low nibble sc[j], high nibble mn[j]
       82..83  dmin, f16
 """
 
-from bridge.blocks.base import BlockType, ScaleSearch
+from bridge.blocks.base import BlockType, ScaleSearch, put_word
 
 
 def pack(q, sc, mn, d, dmin, out):
@@ -16,10 +16,8 @@ def pack(q, sc, mn, d, dmin, out):
         for i in range(32):
             k = 128 * h + i
             out[16 + 32 * h + i] = q[k] | (q[k + 32] << 2) | (q[k + 64] << 4) | (q[k + 96] << 6)
-    out[80] = d & 255
-    out[81] = d >> 8
-    out[82] = dmin & 255
-    out[83] = dmin >> 8
+    put_word(out, 80, d)
+    put_word(out, 82, dmin)
 
 
 def unpack(raw, q, sc, mn):
@@ -37,4 +35,3 @@ Q2_K = BlockType(
     scale_lo=0, scale_hi=15, min_hi=15, d_at=80, dmin_at=82, pack=pack, unpack=unpack,
     search=ScaleSearch(-0.6, 0.2, 12, d_step=0.5, m_step=0.5), noise=0.3,
 )  # fmt: skip
-assert Q2_K.nbytes == 16 + 64 + 2 + 2

@@ -11,7 +11,7 @@ bytes  0..31   hmask[32]   byte l: bit 4h + j is bit 2 of q[128h + 32j + l]
      108..109  d, f16
 """
 
-from bridge.blocks.base import BlockType, ScaleSearch
+from bridge.blocks.base import BlockType, ScaleSearch, put_word
 
 
 def pack(q, sc, mn, d, dmin, out):
@@ -31,8 +31,7 @@ def pack(q, sc, mn, d, dmin, out):
         for j in range(4):
             high |= ((sc[i + 4 * j] + 32) >> 4) << (2 * j)
         out[104 + i] = high
-    out[108] = d & 255
-    out[109] = d >> 8
+    put_word(out, 108, d)
 
 
 def unpack(raw, q, sc, mn):
@@ -53,4 +52,3 @@ Q3_K = BlockType(
     scale_lo=-32, scale_hi=31, d_at=108, pack=pack, unpack=unpack,
     search=ScaleSearch(-0.4, 0.16, 12, grid_wide=1, wide=64, shakes=6, coarse=8.0), noise=0.15,
 )  # fmt: skip
-assert Q3_K.nbytes == 32 + 64 + 12 + 2

@@ -14,7 +14,7 @@ bytes  0..1    d, f16
       16..143  qs[128]   byte 32c + l: low nibble q[64c + l], high nibble q[64c + 32 + l]
 """
 
-from bridge.blocks.base import BlockType, ScaleSearch
+from bridge.blocks.base import BlockType, ScaleSearch, put_word
 
 
 def pack_scales(sc, mn, out):
@@ -35,10 +35,8 @@ def unpack_scales(raw, sc, mn):
 
 
 def pack(q, sc, mn, d, dmin, out):
-    out[0] = d & 255
-    out[1] = d >> 8
-    out[2] = dmin & 255
-    out[3] = dmin >> 8
+    put_word(out, 0, d)
+    put_word(out, 2, dmin)
     pack_scales(sc, mn, out)
     for i in range(32):  # in this order LLVM vectorizes it
         for c in range(4):
@@ -58,4 +56,3 @@ Q4_K = BlockType(
     scale_lo=0, scale_hi=63, min_hi=63, d_at=0, dmin_at=2, pack=pack, unpack=unpack,
     search=ScaleSearch(-1.0, 0.3, 10, d_step=1.0, m_step=2.0), noise=0.06,
 )  # fmt: skip
-assert Q4_K.nbytes == 2 + 2 + 12 + 128

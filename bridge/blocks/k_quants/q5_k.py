@@ -7,15 +7,13 @@ bytes  0..1    d, f16
       48..175  qs[128]     byte 32c + l: low nibble q[64c + l] & 15, high nibble q[64c + 32 + l] & 15
 """
 
-from bridge.blocks.base import BlockType, ScaleSearch
+from bridge.blocks.base import BlockType, ScaleSearch, put_word
 from bridge.blocks.k_quants.q4_k import pack_scales, unpack_scales
 
 
 def pack(q, sc, mn, d, dmin, out):
-    out[0] = d & 255
-    out[1] = d >> 8
-    out[2] = dmin & 255
-    out[3] = dmin >> 8
+    put_word(out, 0, d)
+    put_word(out, 2, dmin)
     pack_scales(sc, mn, out)
     for i in range(32):
         high = 0
@@ -42,4 +40,3 @@ Q5_K = BlockType(
     scale_lo=0, scale_hi=63, min_hi=63, d_at=0, dmin_at=2, pack=pack, unpack=unpack,
     search=ScaleSearch(-1.0, 0.3, 10, d_step=1.0, m_step=2.0), noise=0.02,
 )  # fmt: skip
-assert Q5_K.nbytes == 2 + 2 + 12 + 32 + 128

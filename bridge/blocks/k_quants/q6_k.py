@@ -8,7 +8,7 @@ bytes   0..127  ql[128]    byte 64h + l:      low nibble q[128h + l], high nibbl
       208..209  d, f16
 """
 
-from bridge.blocks.base import BlockType, ScaleSearch
+from bridge.blocks.base import BlockType, ScaleSearch, put_word
 
 
 def pack(q, sc, mn, d, dmin, out):
@@ -22,8 +22,7 @@ def pack(q, sc, mn, d, dmin, out):
             )
     for j in range(16):
         out[192 + j] = sc[j] & 255
-    out[208] = d & 255
-    out[209] = d >> 8
+    put_word(out, 208, d)
 
 
 def unpack(raw, q, sc, mn):
@@ -44,4 +43,3 @@ Q6_K = BlockType(
     scale_lo=-128, scale_hi=127, d_at=208, pack=pack, unpack=unpack,
     search=ScaleSearch(-0.6, 0.3, 8, grid_wide=1, wide=8, coarse=32.0), noise=0.005,
 )  # fmt: skip
-assert Q6_K.nbytes == 128 + 64 + 16 + 2

@@ -30,4 +30,3 @@ MXFP4 = BlockType(
     scale_lo=-128, scale_hi=127, values=E2M1, scales=_SCALES, pack=pack, unpack=unpack,
     nibble_run=16, noise=0.06,
 )  # fmt: skip
-assert MXFP4.nbytes == 1 + 16

@@ -39,4 +39,3 @@ NVFP4 = BlockType(
     scale_lo=-128, scale_hi=127, values=E2M1, scales=_SCALES, pack=pack, unpack=unpack,
     nibble_run=8, matrix_scale=True, noise=0.06,
 )  # fmt: skip
-assert NVFP4.nbytes == 4 + 32

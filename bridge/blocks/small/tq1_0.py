@@ -9,7 +9,7 @@ Five codes are the digits of a number of base 3, the first the highest (the last
 number over 243, in 256ths and rounded up: a code is what is carried out when the byte is multiplied by 3 once more.
 """
 
-from bridge.blocks.base import BlockType
+from bridge.blocks.base import BlockType, put_word
 
 
 def pack_digits(q, first, step, count, out, start):
@@ -34,8 +34,7 @@ def pack(q, sc, mn, d, dmin, out):
     pack_digits(q, 0, 32, 5, out, 0)
     pack_digits(q, 160, 16, 5, out, 32)
     pack_digits(q, 240, 4, 4, out, 48)
-    out[52] = d & 255
-    out[53] = d >> 8
+    put_word(out, 52, d)
 
 
 def unpack(raw, q, sc, mn):
@@ -48,4 +47,3 @@ TQ1_0 = BlockType(
     name="TQ1_0", size=256, sub=256, nbytes=54, levels=3, zero=1, d_at=52, pack=pack, unpack=unpack,
     ternary=True,
 )  # fmt: skip
-assert TQ1_0.nbytes == 32 + 16 + 4 + 2

@@ -4,7 +4,7 @@ bytes  0..63  qs[64]   byte 32h + l: bits 2j, 2j+1 hold q[128h + 32j + l], j 0..
       64..65  d, f16
 """
 
-from bridge.blocks.base import BlockType
+from bridge.blocks.base import BlockType, put_word
 
 
 def pack(q, sc, mn, d, dmin, out):
@@ -12,8 +12,7 @@ def pack(q, sc, mn, d, dmin, out):
         for i in range(32):
             k = 128 * h + i
             out[32 * h + i] = q[k] | (q[k + 32] << 2) | (q[k + 64] << 4) | (q[k + 96] << 6)
-    out[64] = d & 255
-    out[65] = d >> 8
+    put_word(out, 64, d)
 
 
 def unpack(raw, q, sc, mn):
@@ -27,4 +26,3 @@ TQ2_0 = BlockType(
     name="TQ2_0", size=256, sub=256, nbytes=66, levels=4, zero=1, d_at=64, pack=pack, unpack=unpack,
     ternary=True,
 )  # fmt: skip
-assert TQ2_0.nbytes == 64 + 2
