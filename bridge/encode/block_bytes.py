@@ -10,7 +10,6 @@ Fields of `rows` rows of `n` blocks each:
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import numpy as np
 
@@ -18,11 +17,10 @@ from bridge.blocks import BlockType
 from bridge.blocks.base import d_of_nibbles
 from bridge.blocks.read import READ, WRITTEN
 from bridge.system.kernels.half import half_bits
-from bridge.system.kernels.jit import from_plain, inlined, specialize
+from bridge.system.kernels.jit import UNSET, from_plain, inlined, specialize
 
 # set per type by `specialize`
-pack: Any = None
-unpack: Any = None
+pack = unpack = UNSET
 size = subs = nbytes = 0
 
 
@@ -58,13 +56,9 @@ def _unpack_rows(raw, q, sc, mn):
 def _unpacker(name: str) -> Callable[..., None]:
     block = READ[name]
     return specialize(
-        _unpack_rows,
-        name,
-        unpack=from_plain(block.unpack, inlined),
-        size=block.size,
-        subs=block.subs,
+        _unpack_rows, name, unpack=from_plain(block.unpack, inlined), size=block.size, subs=block.subs,
         nbytes=block.nbytes,
-    )
+    )  # fmt: skip
 
 
 def unpack_codes(block: BlockType, raw: np.ndarray) -> np.ndarray:

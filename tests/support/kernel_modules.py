@@ -22,7 +22,7 @@ COMPILES = {
     "bridge.encode.rounding.round_scaled": "m.scaled_quantizer('Q6_K')",
     "bridge.encode.rounding.round_ternary": "m.ternary_quantizer('TQ2_0')",
     "bridge.quantize.grids.codebook_rounding": "m.rounding('IQ3_S')",
-    "bridge.quantize.grids.group_refit": "m._refitter(True)",
+    "bridge.quantize.grids.group": "m._refitter(True)",
     "bridge.quantize.grids.plain": "m._kernels(WRITTEN['Q4_0'])",
     "bridge.quantize.grids.superblock_refit": "m.refitter(TYPES['Q4_K'])",
     "bridge.runtime.cpu.forms.activations": "m.quantize_function('Q4_K', True).address",

@@ -28,14 +28,7 @@ from bridge.blocks.integers.q2_0 import Q2_0
 from bridge.checkpoint.formats.fp4 import Fp4Tensor
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
 from bridge.encode.block_bytes import packer, row_bytes
-from bridge.encode.carrying.carry_kernels import (
-    Units,
-    add_shift_error,
-    carry_affine,
-    carry_plain,
-    carry_scaled,
-    shift_codes,
-)
+from bridge.encode.carrying import carry_kernels
 from bridge.encode.rounding.round_plain import plain_quantizer
 from bridge.errors import BridgeError
 
@@ -197,7 +190,7 @@ def carry(t: CodedTensor, block: BlockType, rows: slice = slice(None)) -> Mapped
     step = max(1, _CHUNK_WEIGHTS // columns)
     keeps_zeros = not block.has_min or (_one_power_of_two(t.zeros, block) and not _mixes_signs(t, block))
     fits_mins = block.is_k and not keeps_zeros
-    units = Units.of(group, block.sub, block.subs)
+    units = carry_kernels.Units.of(group, block.sub, block.subs)
     stored = np.empty((min(step, out), columns), np.uint8) if block.zero else codes
     sc = np.zeros((min(step, out), n * block.subs), np.int8)
     mn = np.zeros((min(step, out), n * block.subs), np.uint8)
@@ -211,16 +204,16 @@ def carry(t: CodedTensor, block: BlockType, rows: slice = slice(None)) -> Mapped
         fields = (sc[:m], mn[:m], d[:m], dmin[:m])
         q = part[0]
         if fits_mins:
-            q = carry_affine(*part, units, 2**t.bits - 1, block, *fields, sums)
+            q = carry_kernels.carry_affine(*part, units, 2**t.bits - 1, block, *fields, sums)
         elif block.is_k:
-            carry_scaled(*part, units, block, *fields, sums)
+            carry_kernels.carry_scaled(*part, units, block, *fields, sums)
         else:
-            carry_plain(*part, units, block, d[:m], dmin[:m], sums)
+            carry_kernels.carry_plain(*part, units, block, d[:m], dmin[:m], sums)
         if block.zero and fractional(zeros[start:stop]):
-            add_shift_error(*part, group, block, sc[:m], d[:m], sums)
+            carry_kernels.add_shift_error(*part, group, block, sc[:m], d[:m], sums)
         if block.zero and not (zeros[start:stop] == block.zero).all():
             q = stored[:m]
-            bad = shift_codes(part[0], part[2], group, block.sub, block.zero, block.levels, q)
+            bad = carry_kernels.shift_codes(part[0], part[2], group, block.sub, block.zero, block.levels, q)
             if bad and block.clips:
                 lost += _requantize_q8_0((*part, group), q, d[:m], sums)
             elif bad:

@@ -115,8 +115,7 @@ def _fit(s, weight, lo, hi, d, code, ratio, num, den, skipped, best, error):
                 usable = top[i] != 0 and (lo < 0 or s[batch, u, i] * top[i] > 0)
                 ratio[u, i] = s[batch, u, i] / top[i] if usable else np.float32(0.0)
         for i in range(BATCH):
-            d[batch, i] = np.float32(0.0)
-            best[i] = np.float32(0.0)
+            d[batch, i] = best[i] = np.float32(0.0)
             error[i] = np.float32(np.inf)
         for c in range(np.int64(first) + 1, last + 1):
             largest = np.float32(c)

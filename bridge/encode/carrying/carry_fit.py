@@ -69,17 +69,10 @@ def _best_codes(units, s, z, n, a, b, d, dmin, hi, min_hi, sc, mn):
 @inner
 def _refit(units, s, z, n, a, b, sc, mn):
     """The d and dmin of least squared error for given codes (float64; dmin 0 where all mins are 0)."""
-    s11 = 0.0
-    s12 = 0.0
-    s22 = 0.0
-    r1 = 0.0
-    r2 = 0.0
+    s11 = s12 = s22 = r1 = r2 = 0.0
     for u in range(units):
         # w' - w = d sc q - dmin mn - s (q - z); with p = q - z: (d sc - s) p - (dmin mn - d sc z)
-        zz = float(z[u])
-        aa = float(a[u])
-        bb = float(b[u])
-        nn = float(n[u])
+        zz, aa, bb, nn = float(z[u]), float(a[u]), float(b[u]), float(n[u])
         s1 = bb + nn * zz  # sum q
         s2 = aa + 2.0 * zz * bb + nn * zz * zz  # sum q^2
         s11 += sc[u] * sc[u] * s2
@@ -111,8 +104,7 @@ def _polish(units, s, z, n, a, b, hi, min_hi, d, dmin, sc, mn, try_sc, try_mn):
     Returns the least error, with its d and dmin; sc, mn int32 [units], out: its codes.
     """
     best = np.float32(np.inf)
-    best_d = d
-    best_dmin = dmin
+    best_d, best_dmin = d, dmin
     for step in range(_REFITS + 4):
         if step >= _REFITS:
             which = step - _REFITS
@@ -120,9 +112,7 @@ def _polish(units, s, z, n, a, b, hi, min_hi, d, dmin, sc, mn, try_sc, try_mn):
             dmin = _neighbour(best_dmin, which & 1) if which >= 2 and best_dmin > 0 else best_dmin
         e = _best_codes(units, s, z, n, a, b, d, dmin, hi, min_hi, try_sc, try_mn)
         if e < best:
-            best = e
-            best_d = d
-            best_dmin = dmin
+            best, best_d, best_dmin = e, d, dmin
             for u in range(units):
                 sc[u] = try_sc[u]
                 mn[u] = try_mn[u]
@@ -155,16 +145,14 @@ def _fit_one(
     for u in range(units):
         # with the mins following the scale, what a scale error costs is the spread of the codes
         spread[u] = max(a[u] - b[u] * b[u] / n[u], np.float32(1e-6) * n[u])
-        sc[u] = 0
-        mn[u] = 0
+        sc[u] = mn[u] = 0
     if not candidates(units, s, spread, hi, scale_d, scale_e, num, den):
         return zero, zero, False
     for c in range(1, STARTS):  # a d found before
         scale_e[c] = np.float32(np.inf) if scale_d[c] == scale_d[c - 1] else scale_e[c]
 
     best = np.float32(np.inf)
-    best_d = zero
-    best_dmin = zero
+    best_d = best_dmin = zero
     mirror = False
     for _ in range(_SCALES):
         c = best_candidate(scale_e)
@@ -192,9 +180,7 @@ def _fit_one(
                 for u in range(units):
                     e += target[u] * target[u] * n[u]
             if e < best:
-                best = e
-                best_d = d
-                best_dmin = dmin
+                best, best_d, best_dmin = e, d, dmin
                 mirror = side == 1
     if best_d <= 0:
         return zero, zero, False
@@ -210,38 +196,25 @@ def _fit_one(
 def _fit_all(fields, counts, top, hi, min_hi, codes, halves, mirrored):
     """`_fit_one` for all superblocks; see `fit_affine`. codes int32 [2, n, units], halves float32 [2, n], out."""
     most = fields.shape[2]
-    s = np.empty(most, np.float32)
-    z = np.empty(most, np.float32)
-    n = np.empty(most, np.float32)
-    a = np.empty(most, np.float32)
-    b = np.empty(most, np.float32)
-    sc = np.empty(most, np.int32)
-    mn = np.empty(most, np.int32)
-    scale_d = np.empty(STARTS, np.float32)
-    scale_e = np.empty(STARTS, np.float32)
-    min_d = np.empty(STARTS, np.float32)
-    min_e = np.empty(STARTS, np.float32)
-    num = np.empty(STARTS, np.float32)
-    den = np.empty(STARTS, np.float32)
-    spread = np.empty(most, np.float32)
-    target = np.empty(most, np.float32)
-    try_sc = np.empty(most, np.int32)
-    try_mn = np.empty(most, np.int32)
+    s, z, n = np.empty(most, np.float32), np.empty(most, np.float32), np.empty(most, np.float32)
+    a, b = np.empty(most, np.float32), np.empty(most, np.float32)
+    spread, target = np.empty(most, np.float32), np.empty(most, np.float32)
+    scale_d, scale_e = np.empty(STARTS, np.float32), np.empty(STARTS, np.float32)
+    min_d, min_e = np.empty(STARTS, np.float32), np.empty(STARTS, np.float32)
+    num, den = np.empty(STARTS, np.float32), np.empty(STARTS, np.float32)
+    sc, mn = np.empty(most, np.int32), np.empty(most, np.int32)
+    try_sc, try_mn = np.empty(most, np.int32), np.empty(most, np.int32)
     for block in range(fields.shape[1]):
         units = counts[block % counts.shape[0]]
         for u in range(units):
-            s[u] = fields[0, block, u]
-            z[u] = fields[1, block, u]
-            n[u] = fields[2, block, u]
-            a[u] = fields[3, block, u]
-            b[u] = fields[4, block, u]
+            s[u], z[u], n[u] = fields[0, block, u], fields[1, block, u], fields[2, block, u]
+            a[u], b[u] = fields[3, block, u], fields[4, block, u]
         halves[0, block], halves[1, block], mirrored[block] = _fit_one(
             units, s, z, n, a, b, top, hi, min_hi, sc, mn,
             scale_d, scale_e, min_d, min_e, num, den, spread, target, try_sc, try_mn,
         )  # fmt: skip
         for u in range(units):
-            codes[0, block, u] = sc[u]
-            codes[1, block, u] = mn[u]
+            codes[0, block, u], codes[1, block, u] = sc[u], mn[u]
 
 
 def fit_affine(

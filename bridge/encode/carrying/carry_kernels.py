@@ -53,8 +53,7 @@ class Units:
 @inlined
 def _sums_of(codes, row, start, stop):
     """Sum q and sum q^2 of a run of codes of one row, float64. Vectorized, since all is unsigned."""
-    total = np.uint32(0)
-    squares = np.uint32(0)
+    total = squares = np.uint32(0)
     for k in range(np.uintp(start), np.uintp(stop)):
         q = np.uint32(codes[np.uintp(row), k])
         total = np.uint32(total + q)
@@ -80,8 +79,7 @@ def code_sums(codes: np.ndarray, units: Units) -> np.ndarray:
 def _scaled_fields(codes, scales, zeros, edges, group, scale, weight, sums):
     """What `fit_scaled` takes; adds signal and noise to sums."""
     most = scale.shape[1]
-    signal = 0.0
-    noise = 0.0
+    signal = noise = 0.0
     superblock = 0
     for row in range(codes.shape[0]):
         for first in range(0, group.shape[0], most):
@@ -180,9 +178,7 @@ def carry_affine(codes, scales, zeros, units, top, block, sc_out, mn_out, d_out,
 @kernel
 def _carry_plain(codes, scales, zeros, group, size, mins, d_out, dmin_out, sums):
     n = np.float64(size)
-    error = 0.0
-    signal = 0.0
-    noise = 0.0
+    error = signal = noise = 0.0
     for row in range(d_out.shape[0]):
         for block in range(d_out.shape[1]):
             total, squares = _sums_of(codes, row, block * size, (block + 1) * size)

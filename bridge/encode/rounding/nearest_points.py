@@ -53,12 +53,7 @@ def snapper(sub: int, width: int, bounds: tuple[float, ...]) -> Any:
 
     def snap(typingctx, t, w, a, inverse, near, numbers, values, chosen):
         def codegen(context, builder: ir.IRBuilder, signature, arguments):
-            def data(i):
-                array = context.make_array(signature.args[i])(context, builder, arguments[i])
-                return builder.ptrtoint(array.data, _I64)
-
-            places = {"t": data(0), "w": data(1), "near": data(4), "numbers": data(5), "values": data(6)}
-            emit = _Emitter(builder, places, splat(builder, arguments[2]), splat(builder, arguments[3]), data(7))
+            emit = _Emitter(context, builder, signature, arguments, t=0, w=1, near=4, numbers=5, values=6, chosen=7)
             return context.make_tuple(builder, signature.return_type, emit.sums(sub, width, bounds))
 
         f32 = types.float32
@@ -77,13 +72,8 @@ def shifted_snapper(sub: int, shared: int, bounds: tuple[float, ...]) -> Any:
 
     def snap(typingctx, t, w, a, inverse, near, numbers, values, chosen, negative):
         def codegen(context, builder: ir.IRBuilder, signature, arguments):
-            def data(i):
-                array = context.make_array(signature.args[i])(context, builder, arguments[i])
-                return builder.ptrtoint(array.data, _I64)
-
-            names = {"t": 0, "w": 1, "near": 4, "numbers": 5, "values": 6, "negative": 8}
-            places = {name: data(i) for name, i in names.items()}
-            emit = _Emitter(builder, places, splat(builder, arguments[2]), splat(builder, arguments[3]), data(7))
+            indices = {"t": 0, "w": 1, "near": 4, "numbers": 5, "values": 6, "chosen": 7, "negative": 8}
+            emit = _Emitter(context, builder, signature, arguments, **indices)
             return context.make_tuple(builder, signature.return_type, emit.shifted_sums(sub, shared, bounds))
 
         f32 = types.float32
@@ -105,14 +95,9 @@ def looker(bounds: tuple[float, ...]) -> Any:
 
     def look(typingctx, t, w, a, inverse, shift, m, near, numbers, values, point):
         def codegen(context, builder: ir.IRBuilder, signature, arguments):
-            def data(i):
-                array = context.make_array(signature.args[i])(context, builder, arguments[i])
-                return builder.ptrtoint(array.data, _I64)
-
-            names = {"t": 0, "w": 1, "m": 5, "near": 6, "numbers": 7, "values": 8, "point": 9}
-            scale, inverse, moved = (splat(builder, argument) for argument in arguments[2:5])
-            emit = _Emitter(builder, {name: data(i) for name, i in names.items()}, scale, inverse, None)
-            return emit.look(moved, bounds)
+            indices = {"t": 0, "w": 1, "m": 5, "near": 6, "numbers": 7, "values": 8, "point": 9}
+            emit = _Emitter(context, builder, signature, arguments, **indices)
+            return emit.look(splat(builder, arguments[4]), bounds)
 
         f32 = types.float32
         return f32(t, w, f32, f32, f32, m, near, numbers, values, point), codegen
@@ -132,10 +117,13 @@ def _lane(builder: ir.IRBuilder, vector: ir.Value, lane: int) -> ir.Value:
 
 
 class _Emitter:
-    """Writes the vector code of `snap`."""
+    """Writes the vector code of `snap` or `look`, whose arguments 2 and 3 are a and inverse; `indices`: of arrays."""
 
-    def __init__(self, builder: ir.IRBuilder, places: dict[str, ir.Value], a: ir.Value, inverse: ir.Value, chosen: Any):
-        self.builder, self.places, self.a, self.inverse, self.chosen = builder, places, a, inverse, chosen
+    def __init__(self, context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any, **indices: int):
+        self.builder = builder
+        arrays = {n: context.make_array(signature.args[i])(context, builder, arguments[i]) for n, i in indices.items()}
+        self.places = {name: builder.ptrtoint(array.data, _I64) for name, array in arrays.items()}
+        self.a, self.inverse = (splat(builder, argument) for argument in arguments[2:4])
 
     def load(self, name: str, offset: ir.Value, kind: ir.Type, align: int) -> ir.Value:
         """What lies `offset` bytes behind the beginning of an array."""
@@ -150,10 +138,10 @@ class _Emitter:
         declared = self.builder.module.declare_intrinsic(f"llvm.vector.reduce.{name}.{suffix}", fnty=function)
         return self.builder.call(declared, [*start, vector], fastmath=flags)
 
-    def store(self, array: ir.Value, item: int, number: ir.Value) -> None:
+    def store(self, name: str, item: int, number: ir.Value) -> None:
         """Write an int64 as an item of an array."""
         b = self.builder
-        b.store(number, b.inttoptr(b.add(array, ir.Constant(_I64, 8 * item)), _I64.as_pointer()), align=8)
+        b.store(number, b.inttoptr(b.add(self.places[name], ir.Constant(_I64, 8 * item)), _I64.as_pointer()), align=8)
 
     def inputs(self, sub: int) -> tuple[list[ir.Value], list[ir.Value]]:
         """The weights of a sub-block, and their importance."""
@@ -209,9 +197,10 @@ class _Emitter:
         b = self.builder
         return [b.fmul(w, b.fadd(y, y)) for y, w in zip(ratios, weights, strict=True)]
 
-    def fma(self, x: ir.Value, y: ir.Value, total: ir.Value) -> ir.Value:
-        """total + x * y, rounded once where the target can."""
-        return self.builder.fadd(total, self.builder.fmul(x, y, flags=_FUSED), flags=_FUSED)
+    def fma(self, x: ir.Value, y: ir.Value, total: ir.Value | None) -> ir.Value:
+        """total + x * y, rounded once where the target can; None: there is no total yet."""
+        product = self.builder.fmul(x, y, flags=_FUSED)
+        return product if total is None else self.builder.fadd(total, product, flags=_FUSED)
 
     def least(self, errors: ir.Value) -> ir.Value:
         """The least of some numbers."""
@@ -238,7 +227,7 @@ class _Emitter:
         ts, ws = self.inputs(sub)
         numbers = self.nearest([b.fmul(t, self.inverse) for t in ts], ws, width, bounds)
         for p, number in enumerate(numbers):
-            self.store(self.chosen, p, number)
+            self.store("chosen", p, number)
         each = NEAR // width
         points = [self.point(numbers[n * each : (n + 1) * each], width) for n in range(len(ts))]
         return [self.total(self.sum(part)) for part in zip(*map(self.squares, ts, ws, points), strict=True)]
@@ -259,21 +248,17 @@ class _Emitter:
             four = self.total(self.sum(self.twice(sides, [ws[p] for p in group])))
             above, below = (reduce(b.fadd, [leasts[p][k] for p in group]) for k in range(2))
             negative = b.fcmp_ordered("<", below, b.fsub(above, four))
-            self.store(self.places["negative"], g, b.zext(negative, _I64))
+            self.store("negative", g, b.zext(negative, _I64))
             shift = splat(b, b.select(negative, ir.Constant(_F32, -1.0), ir.Constant(_F32, 1.0)))
             for p in group:
                 number = self.number(*(b.select(negative, *pair[::-1]) for pair in (cells[p], errors[p], leasts[p])))
-                self.store(self.chosen, p, number)
+                self.store("chosen", p, number)
                 parts.append(self.squares(ts[p], ws[p], b.fadd(self.point([number], NEAR), shift)))
         return [self.total(self.sum(part)) for part in zip(*parts, strict=True)]
 
     def look(self, shift: ir.Value, bounds: tuple[float, ...]) -> ir.Value:
         """The cost of the best point near the target; writes the point, and the next target over it."""
-        b, free = self.builder, ("contract",)
-
-        def multiplied(x: ir.Value, y: ir.Value, total: ir.Value | None) -> ir.Value:
-            product = b.fmul(x, y, flags=free)
-            return product if total is None else b.fadd(total, product, flags=free)
+        b = self.builder
 
         def column(name: str, i: int) -> ir.Value:
             return self.load(name, ir.Constant(_I64, 4 * i), _F32, 4)
@@ -289,17 +274,17 @@ class _Emitter:
             residuals.append(b.fsub(splat(b, column("w", i)), v))
             along = None
             for k in range(i):
-                along = multiplied(residuals[k], splat(b, column("m", NEAR * i + k)), along)
+                along = self.fma(residuals[k], splat(b, column("m", NEAR * i + k)), along)
             along = along and b.fadd(along, along)
-            along = multiplied(residuals[i], splat(b, column("m", (NEAR + 1) * i)), along)
-            cost = multiplied(residuals[i], along, cost)
+            along = self.fma(residuals[i], splat(b, column("m", (NEAR + 1) * i)), along)
+            cost = self.fma(residuals[i], along, cost)
         point = self.point([self.number(cell, cost, self.least(cost))], NEAR)
         weights = self.load("w", ir.Constant(_I64, 0), _FLOATS, 4)
         residual = b.fsub(weights, b.fmul(self.a, b.fadd(point, shift)))
         slope, diagonal = None, ir.Constant(_FLOATS, ir.Undefined)
         for k in range(NEAR):
             row = self.load("m", ir.Constant(_I64, 4 * NEAR * k), _FLOATS, 4)
-            slope = multiplied(_lane(b, residual, k), row, slope)
+            slope = self.fma(_lane(b, residual, k), row, slope)
             lane = ir.Constant(_I32, k)
             diagonal = b.insert_element(diagonal, column("m", (NEAR + 1) * k), lane)
         store("point", point)

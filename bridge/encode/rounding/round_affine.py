@@ -20,12 +20,8 @@ import numpy as np
 
 from bridge.blocks import BLOCKS
 from bridge.encode.rounding.round_loops import add, line_errors, line_fit, line_write, rows_quantizer
-from bridge.system.kernels.half import round_half
-
-_ZERO = np.float32(0)
-_ONE = np.float32(1)
-_LEAST = np.float32(2.0**-24)  # the least positive half
-_INFINITY = np.float32(np.inf)
+from bridge.system.kernels.half import INFINITY, LEAST, ONE, ZERO, round_half
+from bridge.system.kernels.jit import UNSET
 
 # tries of d and dmin: the largest scale (min) gets code hi, and d_step (m_step) less at each further try
 _D_TRIES, _M_TRIES = 24, 12
@@ -42,28 +38,22 @@ _WEIGHT = 4  # d2 error / db2 / 2: sum w
 
 # set per type by `specialize`
 sub = subs = scale_hi = min_hi = starts = 0
-high = first = step = d_step = m_step = _ZERO
-line: Any = None
-dmin_for: Any = None
-grids: Any = None
-sweep: Any = None
-refit: Any = None
-block: Any = None
+high = first = step = d_step = m_step = ZERO
+line = dmin_for = grids = sweep = refit = block = UNSET
 
 
 def _line(x, w, lines, j):
     """Search the best line for one sub-block, into column j of `lines`."""
-    lo = _ZERO
+    lo = ZERO
     hi = x[0]
-    weight = _ZERO
+    weight = ZERO
     for i in range(sub):
         lo = min(lo, x[i])
         hi = max(hi, x[i])
         weight = add(weight, w[i])
-    lines[_A, j] = _ZERO
+    lines[_A, j] = ZERO
     lines[_B, j] = -lo
-    lines[_CURVE, j] = _ZERO
-    lines[_MEAN, j] = _ZERO
+    lines[_CURVE, j] = lines[_MEAN, j] = ZERO
     lines[_WEIGHT, j] = weight
     sw = np.float64(weight)
     best = np.inf
@@ -107,17 +97,17 @@ def _line(x, w, lines, j):
 
 def _dmin_for(lines, follow):
     """The best dmin for the mins `follow` [subs], and its error."""
-    b_max = _ZERO
+    b_max = ZERO
     for j in range(subs):
         b_max = max(b_max, follow[j])
-    best = _INFINITY
-    best_dmin = _ZERO
+    best = INFINITY
+    best_dmin = ZERO
     for k in range(_M_TRIES):
         dmin = round_half(b_max / (np.float32(min_hi) - m_step * np.float32(k)))
-        if dmin == _ZERO and b_max > _ZERO:
-            dmin = _LEAST
-        inverse = _ONE / dmin if dmin > _ZERO else _ZERO
-        e = _ZERO
+        if dmin == ZERO and b_max > ZERO:
+            dmin = LEAST
+        inverse = ONE / dmin if dmin > ZERO else ZERO
+        e = ZERO
         for j in range(subs):
             mn = min(np.rint(follow[j] * inverse), np.float32(min_hi))
             off = dmin * mn - follow[j]
@@ -130,23 +120,23 @@ def _dmin_for(lines, follow):
 
 def _grids(lines, follow, pairs):
     """The most promising (d, dmin), best first, into `pairs` float32 [_GRIDS, 3]: d, dmin, expected extra error."""
-    a_max = _ZERO
+    a_max = ZERO
     for j in range(subs):
         a_max = max(a_max, lines[_A, j])
     for p in range(_GRIDS):
-        pairs[p, 0] = pairs[p, 1] = _ZERO
-        pairs[p, 2] = _INFINITY
+        pairs[p, 0] = pairs[p, 1] = ZERO
+        pairs[p, 2] = INFINITY
     for k in range(_D_TRIES):
         d = round_half(a_max / (np.float32(scale_hi) - d_step * np.float32(k)))
-        if d == _ZERO and a_max > _ZERO:
-            d = _LEAST
-        inverse = _ONE / d if d > _ZERO else _ZERO
-        e = _ZERO
+        if d == ZERO and a_max > ZERO:
+            d = LEAST
+        inverse = ONE / d if d > ZERO else ZERO
+        e = ZERO
         for j in range(subs):
             off = d * min(np.rint(lines[_A, j] * inverse), np.float32(scale_hi)) - lines[_A, j]
             e = add(e, lines[_CURVE, j] * off * off)
             b = lines[_B, j] + lines[_MEAN, j] * off
-            follow[j] = b if b > _ZERO else _ZERO
+            follow[j] = b if b > ZERO else ZERO
         if not e < pairs[_GRIDS - 1, 2]:
             continue
         dmin, extra = dmin_for(lines, follow)
@@ -169,7 +159,7 @@ def _sweep(x, w, d, dmin, lines, sc, mn, distance):
         a = d * np.float32(s)
         b = dmin * np.float32(m)
         e, _ = line_errors(x[j], w[j], a, b, a, b)
-        slope = lines[_MEAN, j] * d / dmin if dmin > _ZERO else _ZERO  # steps of mn that follow a step of sc
+        slope = lines[_MEAN, j] * d / dmin if dmin > ZERO else ZERO  # steps of mn that follow a step of sc
         reached = distance
         for _ in range(4):
             best_s, best_m, best = s, m, e
@@ -229,7 +219,7 @@ def _block(x, w, lines, follow, pairs, trial, sc, mn):
         sc[j] = mn[j] = 0
     grids(lines, follow, pairs)
     best = np.inf
-    best_d = best_dmin = _ZERO
+    best_d = best_dmin = ZERO
     for p in range(_GRIDS + 1):
         final = p == _GRIDS
         if final:
@@ -240,10 +230,10 @@ def _block(x, w, lines, follow, pairs, trial, sc, mn):
         else:
             d, dmin = pairs[p, 0], pairs[p, 1]
             for j in range(subs):
-                s = min(np.rint(lines[_A, j] / d), np.float32(scale_hi)) if d > _ZERO else _ZERO
-                b = max(lines[_B, j] + lines[_MEAN, j] * (s * d - lines[_A, j]), _ZERO)
+                s = min(np.rint(lines[_A, j] / d), np.float32(scale_hi)) if d > ZERO else ZERO
+                b = max(lines[_B, j] + lines[_MEAN, j] * (s * d - lines[_A, j]), ZERO)
                 trial[0, j] = np.int32(s)
-                trial[1, j] = np.int32(min(np.rint(b / dmin), np.float32(min_hi)) if dmin > _ZERO else _ZERO)
+                trial[1, j] = np.int32(min(np.rint(b / dmin), np.float32(min_hi)) if dmin > ZERO else ZERO)
         reached = np.inf
         for round_ in range(_ROUNDS if final else 1):
             total = sweep(x, w, d, dmin, lines, trial[0], trial[1], _WIDE if final and round_ == 0 else _NEAR)
@@ -265,12 +255,9 @@ def _block(x, w, lines, follow, pairs, trial, sc, mn):
 def _workspace():
     """lines, follow, pairs, trial and codes of one superblock."""
     return (
-        np.zeros((5, subs), np.float32),
-        np.zeros(subs, np.float32),
-        np.zeros((_GRIDS, 3), np.float32),
-        np.zeros((2, subs), np.int32),
-        np.zeros((2, subs), np.int32),
-    )
+        np.zeros((5, subs), np.float32), np.zeros(subs, np.float32), np.zeros((_GRIDS, 3), np.float32),
+        np.zeros((2, subs), np.int32), np.zeros((2, subs), np.int32),
+    )  # fmt: skip
 
 
 def _search(x, w, row, start, scratch, sc, mn):

@@ -11,13 +11,9 @@ import numpy as np
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.encode.rounding.round_loops import add, greater, lesser
 from bridge.system.cpu.row_threads import over_rows
-from bridge.system.kernels.half import round_half
+from bridge.system.kernels.half import INFINITY, LARGEST, LEAST, ONE, ZERO, round_half
 from bridge.system.kernels.jit import kernel
 
-_ZERO = np.float32(0)
-_ONE = np.float32(1)
-_INFINITY = np.float32(np.inf)
-_LEAST, _LARGEST = np.float32(2.0**-24), np.float32(65504)  # positive halves
 _STEP = np.float32(0.045)  # of the shares
 _STARTS = {8: 3}  # with 256 codes, narrower ranges are worse
 _MOST_STARTS = 16
@@ -30,28 +26,28 @@ def _fit(x, w, high, middle, least, starts, scales, zeros):
     """The scale and zero point of each row of x [groups, n]; w [n]. middle: the zero point of all, or -1."""
     n = x.shape[1]
     for row in range(x.shape[0]):
-        bottom, peak = _ZERO, _ZERO
+        bottom, peak = ZERO, ZERO
         for i in range(n):
             bottom = lesser(bottom, x[row, i])
             peak = greater(peak, x[row, i])
         full = (peak - bottom) / high
-        if middle > _ZERO:
+        if middle > ZERO:
             full = max(-bottom / middle, peak / (high - middle))
-        best = _INFINITY
-        for k in range(starts if full > _ZERO else 1):
-            share = _ONE - _STEP * np.float32(k)
-            s = max(round_half(full * share), _LEAST)
-            z = middle if middle > _ZERO else min(max(np.rint(-bottom * share / s), least), high)
+        best = INFINITY
+        for k in range(starts if full > ZERO else 1):
+            share = ONE - _STEP * np.float32(k)
+            s = max(round_half(full * share), LEAST)
+            z = middle if middle > ZERO else min(max(np.rint(-bottom * share / s), least), high)
             if k == 0:
-                scales[row], zeros[row] = s if full <= _LARGEST else _INFINITY, z
-                if not full <= _LARGEST:
+                scales[row], zeros[row] = s if full <= LARGEST else INFINITY, z
+                if not full <= LARGEST:
                     break
             for _ in range(_ROUNDS):
-                over = _ONE / s
-                e, sw, sc, scc, sr, src = _ZERO, _ZERO, _ZERO, _ZERO, _ZERO, _ZERO
+                over = ONE / s
+                e, sw, sc, scc, sr, src = ZERO, ZERO, ZERO, ZERO, ZERO, ZERO
                 for i in range(n):
                     c = np.rint(x[row, i] * over) + z
-                    c = c if c > _ZERO else _ZERO
+                    c = c if c > ZERO else ZERO
                     c = (c if c < high else high) - z
                     r = x[row, i] - s * c
                     wc, wr = w[i] * c, w[i] * r
@@ -66,16 +62,16 @@ def _fit(x, w, high, middle, least, starts, scales, zeros):
                 best, scales[row], zeros[row] = e, s, z
                 moved = z
                 det = scc * sw - sc * sc
-                if middle < _ZERO and det > np.float32(1e-4) * scc * sw:
+                if middle < ZERO and det > np.float32(1e-4) * scc * sw:
                     b = (scc * sr - sc * src) / det  # w = (s + a) c + b
                     a = (sw * src - sc * sr) / det
-                    if s + a > _ZERO:
+                    if s + a > ZERO:
                         moved = min(max(np.rint(z - b / (s + a)), least), high)
                 by = z - moved  # the codes less the new zero point are c + by
                 squares = scc + by * (sc + sc + by * sw)
-                if not squares > _ZERO:
+                if not squares > ZERO:
                     break
-                s = max(round_half((s * (scc + by * sc) + src + by * sr) / squares), _LEAST)
+                s = max(round_half((s * (scc + by * sc) + src + by * sr) / squares), LEAST)
                 z = moved
 
 

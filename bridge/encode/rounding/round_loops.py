@@ -18,18 +18,14 @@ import numpy as np
 from llvmlite import ir
 
 from bridge.blocks import BlockType
-from bridge.system.kernels.jit import inlined, intrinsic, kernel, specialize, types
-
-_ZERO = np.float32(0)
-_ONE = np.float32(1)
+from bridge.system.kernels.half import ONE, ZERO
+from bridge.system.kernels.jit import UNSET, inlined, intrinsic, kernel, specialize, types
 
 # set per type by `specialize`
 sub = subs = odd = 0
-low = high = unit = _ZERO
+low = high = unit = ZERO
 plain = has_min = False
-workspace: Any = None
-search: Any = None
-write: Any = None
+workspace = search = write = UNSET
 
 
 def _add(typingctx, total, term):
@@ -65,8 +61,7 @@ greater: Any = _extreme("maxnum")
 
 def extremes(x):
     """The least of the weights and 0, and the greatest."""
-    bottom = _ZERO
-    peak = _ZERO
+    bottom = peak = ZERO
     for i in range(sub):
         bottom = lesser(bottom, x[i])
         peak = greater(peak, x[i])
@@ -75,10 +70,9 @@ def extremes(x):
 
 def line_errors(x, w, a1, b1, a2, b2):
     """The weighted squared errors of two lines a * q - b, with the nearest codes of each; b is 0 without `has_min`."""
-    i1 = _ONE / a1 if a1 != _ZERO else _ZERO
-    i2 = _ONE / a2 if a2 != _ZERO else _ZERO
-    e1 = _ZERO
-    e2 = _ZERO
+    i1 = ONE / a1 if a1 != ZERO else ZERO
+    i2 = ONE / a2 if a2 != ZERO else ZERO
+    e1 = e2 = ZERO
     for i in range(sub):
         y = x[i] + b1 if has_min else x[i]
         q = np.rint(y * i1)
@@ -100,12 +94,8 @@ def line_fit(x, w, a, b):
 
     Without `has_min`, the first and the third of the sums are not made.
     """
-    inverse = _ONE / a if a != _ZERO else _ZERO
-    e = _ZERO
-    sq = _ZERO
-    sqq = _ZERO
-    sr = _ZERO
-    srq = _ZERO
+    inverse = ONE / a if a != ZERO else ZERO
+    e = sq = sqq = sr = srq = ZERO
     for i in range(sub):
         y = x[i] + b if has_min else x[i]
         q = np.rint(y * inverse)
@@ -128,10 +118,8 @@ def line_fit(x, w, a, b):
 def line_write(x, w, a, b, codes, scratch):
     """Write the codes as stored, 0..high - low; the plain error, sum of x^2 and weighted error, with w' rounded as
     dequantizing rounds it."""
-    inverse = _ONE / a if a != _ZERO else _ZERO
-    error = _ZERO
-    signal = _ZERO
-    weighted = _ZERO
+    inverse = ONE / a if a != ZERO else ZERO
+    error = signal = weighted = ZERO
     for i in range(sub):
         q = np.rint((x[i] + b if has_min else x[i]) * inverse)
         q = q if q > low else low
@@ -186,18 +174,10 @@ def rows_quantizer(
     """
     numbers = kind.values or range(-kind.zero, kind.levels - kind.zero)
     scope: dict[str, Any] = {
-        "sub": kind.sub,
-        "subs": kind.subs,
-        "plain": not kind.is_k,
-        "has_min": kind.has_min,
-        "scale_lo": kind.scale_lo,
-        "scale_hi": kind.scale_hi,
-        "min_hi": kind.min_hi,
-        "unit": np.float32(kind.unit),
-        "odd": 2 if kind.odd_scales else 1,
-        "low": np.float32(min(numbers)),
-        "high": np.float32(max(numbers)),
-    }
+        "sub": kind.sub, "subs": kind.subs, "plain": not kind.is_k, "has_min": kind.has_min, "scale_lo": kind.scale_lo,
+        "scale_hi": kind.scale_hi, "min_hi": kind.min_hi, "unit": np.float32(kind.unit),
+        "odd": 2 if kind.odd_scales else 1, "low": np.float32(min(numbers)), "high": np.float32(max(numbers)),
+    }  # fmt: skip
     constants = (kind.search._asdict() if kind.search else {}) | (settings or {})
     scope |= {key: np.float32(value) if type(value) is float else value for key, value in constants.items()}
     for f in loops:

@@ -20,14 +20,10 @@ from bridge.encode.rounding.round_loops import (
     line_write,
     rows_quantizer,
 )  # fmt: skip
-from bridge.system.kernels.half import round_half
+from bridge.system.kernels.half import INFINITY, LEAST, ONE, ZERO, round_half
 from bridge.system.kernels.jit import kernel
 
-_ZERO = np.float32(0)
-_ONE = np.float32(1)
-_INFINITY = np.float32(np.inf)
 _STEP = np.float32(0.75 * 2.0**-10)  # of a half to its neighbour, relative
-_LEAST = np.float32(2.0**-24)  # the least positive half
 
 _SHIFTS, _SHIFT = 3, np.float32(0.35)  # starts of m, in steps of d
 _HOPELESS = np.float32(1.5)  # a start this much above the best is given up
@@ -39,74 +35,74 @@ _Q8_0_LOW, _Q8_0_HIGH = np.float32(-128), np.float32(127)
 
 # set per type by `specialize`
 sub = starts = 0
-low = high = first = step = _ZERO
+low = high = first = step = ZERO
 block: Any = None
 
 
 def _scaled(x, w):
     """The best half d for one block, and 0 for m."""
     bottom, peak = extremes(x)
-    best = _INFINITY
-    best_d = _ZERO
+    best = INFINITY
+    best_d = ZERO
     if not peak > bottom:
-        return best_d, _ZERO
+        return best_d, ZERO
     for negative in range(2):
-        sign = -_ONE if negative else _ONE
+        sign = -ONE if negative else ONE
         full = sign * max(peak / (low if negative else high) * sign, bottom / (high if negative else low) * sign)
         for k in range(starts):
             a = full * low / (low + first + step * np.float32(k))
             d0 = round_half(a)
-            if d0 == _ZERO:
-                d0 = np.float32(np.copysign(_LEAST, a))
-            _, _, sqq, _, srq = line_fit(x, w, d0, _ZERO)
-            d1 = round_half(d0 + srq / sqq) if sqq > _ZERO else d0
-            e0, e1 = line_errors(x, w, d0, _ZERO, d1, _ZERO)
+            if d0 == ZERO:
+                d0 = np.float32(np.copysign(LEAST, a))
+            _, _, sqq, _, srq = line_fit(x, w, d0, ZERO)
+            d1 = round_half(d0 + srq / sqq) if sqq > ZERO else d0
+            e0, e1 = line_errors(x, w, d0, ZERO, d1, ZERO)
             if e0 < best:
                 best, best_d = e0, d0
             if e1 < best:
                 best, best_d = e1, d1
     for _ in range(4):  # neighbouring halves, and least squares again
-        _, _, sqq, _, srq = line_fit(x, w, best_d, _ZERO)
-        gap = max(abs(best_d) * _STEP, _LEAST)
-        e0, e1 = line_errors(x, w, round_half(best_d - gap), _ZERO, round_half(best_d + gap), _ZERO)
+        _, _, sqq, _, srq = line_fit(x, w, best_d, ZERO)
+        gap = max(abs(best_d) * _STEP, LEAST)
+        e0, e1 = line_errors(x, w, round_half(best_d - gap), ZERO, round_half(best_d + gap), ZERO)
         d = best_d
         if e0 < best:
             best, d = e0, round_half(best_d - gap)
         if e1 < best:
             best, d = e1, round_half(best_d + gap)
-        if sqq > _ZERO:
+        if sqq > ZERO:
             refined = round_half(best_d + srq / sqq)
-            e0, _ = line_errors(x, w, refined, _ZERO, refined, _ZERO)
+            e0, _ = line_errors(x, w, refined, ZERO, refined, ZERO)
             if e0 < best:
                 best, d = e0, refined
         if d == best_d:
             break
         best_d = d
-    return best_d, _ZERO
+    return best_d, ZERO
 
 
 def _affine(x, w):
     """The best halves d >= 0 and m for one block."""
     lo = x[0]
     hi = x[0]
-    weight = _ZERO
+    weight = ZERO
     for i in range(sub):
         lo = lesser(lo, x[i])
         hi = greater(hi, x[i])
         weight = add(weight, w[i])
     sw = np.float64(weight)
-    best = _INFINITY
-    best_d = _ZERO
+    best = INFINITY
+    best_d = ZERO
     best_m = round_half(lo)
     for k in range(starts * _SHIFTS):  # spread, and shift of the least weight
         a = round_half((hi - lo) / (high + first + step * np.float32(k // _SHIFTS)))
         b = -round_half(lo + a * _SHIFT * np.float32(k % _SHIFTS - _SHIFTS // 2))
-        last = _INFINITY
+        last = INFINITY
         for _ in range(4):
             e, f_q, f_qq, f_r, f_rq = line_fit(x, w, a, b)
             if e < best:
                 best, best_d, best_m = e, a, -b
-            if not e < last or (last < _INFINITY and e > best * _HOPELESS):
+            if not e < last or (last < INFINITY and e > best * _HOPELESS):
                 break
             last = e
             sq, sqq, sr, srq = np.float64(f_q), np.float64(f_qq), np.float64(f_r), np.float64(f_rq)
@@ -121,7 +117,7 @@ def _affine(x, w):
     # around the best, in steps of half a code at the far end and a quarter at the near: codes, least squares, codes
     d, m = best_d, best_m
     for i in range(-_WINDOW, _WINDOW + 1):
-        a = d * (_ONE + np.float32(i) * np.float32(0.5) / high)
+        a = d * (ONE + np.float32(i) * np.float32(0.5) / high)
         for k in range(-_WINDOW, _WINDOW + 1):
             b = np.float32(k) * np.float32(0.25) * d - m
             _, sq, sqq, sr, srq = line_fit(x, w, a, b)
@@ -130,7 +126,7 @@ def _affine(x, w):
                 continue
             b1 = round_half(b + (sq * srq - sqq * sr) / det)
             a1 = round_half(a + (srq + sq * (b1 - b)) / sqq)
-            if a1 > _ZERO:
+            if a1 > ZERO:
                 e1, e2 = line_errors(x, w, a1, b1, a1, -m)
                 if e1 < best:
                     best, best_d, best_m = e1, a1, -b1
@@ -138,22 +134,22 @@ def _affine(x, w):
                     best, best_d, best_m = e2, a1, m
     for _ in range(4):  # neighbouring halves
         d, m = best_d, best_m
-        gap_d = max(abs(d) * _STEP, _LEAST)
-        gap_m = max(abs(m) * _STEP, _LEAST)
+        gap_d = max(abs(d) * _STEP, LEAST)
+        gap_m = max(abs(m) * _STEP, LEAST)
         for dm in range(-1, 2):
             m1 = round_half(m + np.float32(dm) * gap_m)
             # the d that best goes with this m, and with this m and the codes of either end
             _, _, f_qq, _, f_rq = line_fit(x, w, d, -m1)
-            a = d + f_rq / f_qq if f_qq > _ZERO else (hi - m1) / high
-            a = round_half(max(a, _ZERO))
+            a = d + f_rq / f_qq if f_qq > ZERO else (hi - m1) / high
+            a = round_half(max(a, ZERO))
             e1, e2 = line_errors(x, w, a, -m1, round_half(a + gap_d), -m1)
             if e1 < best:
                 best, best_d, best_m = e1, a, m1
             if e2 < best:
                 best, best_d, best_m = e2, round_half(a + gap_d), m1
-            e1, e2 = line_errors(x, w, round_half(max(a - gap_d, _ZERO)), -m1, d, -m1)
+            e1, e2 = line_errors(x, w, round_half(max(a - gap_d, ZERO)), -m1, d, -m1)
             if e1 < best:
-                best, best_d, best_m = e1, round_half(max(a - gap_d, _ZERO)), m1
+                best, best_d, best_m = e1, round_half(max(a - gap_d, ZERO)), m1
             if e2 < best:
                 best, best_d, best_m = e2, d, m1
         if best_d == d and best_m == m:
@@ -170,26 +166,25 @@ def _rows_q8_0(x, w, q, sc, mn, d, dmin, sums):
     """
     for row in range(x.shape[0]):
         for n in range(x.shape[1]):
-            bottom, peak = _ZERO, _ZERO
+            bottom, peak = ZERO, ZERO
             for i in range(32):
                 bottom = lesser(bottom, x[row, n, i])
                 peak = greater(peak, x[row, n, i])
             widest = peak if peak > -bottom else bottom
-            best = _INFINITY
-            a = _ZERO
-            for k in range(6 if widest != _ZERO else 0):
+            best = INFINITY
+            a = ZERO
+            for k in range(6 if widest != ZERO else 0):
                 if k < 3:
                     a1 = round_half(widest / _Q8_0_CODES[2 * k])
                     a2 = round_half(widest / _Q8_0_CODES[2 * k + 1])
                 elif abs(a) < np.float32(2.0**-14):  # subnormal: the halves lie far apart
-                    a1 = np.float32(k - 2) * _LEAST
+                    a1 = np.float32(k - 2) * LEAST
                     a2 = -a1
                 else:
                     break
-                i1 = _ONE / a1 if a1 != _ZERO else _ZERO
-                i2 = _ONE / a2 if a2 != _ZERO else _ZERO
-                e1 = _ZERO
-                e2 = _ZERO
+                i1 = ONE / a1 if a1 != ZERO else ZERO
+                i2 = ONE / a2 if a2 != ZERO else ZERO
+                e1 = e2 = ZERO
                 for i in range(32):
                     code = np.rint(x[row, n, i] * i1)
                     code = code if code > _Q8_0_LOW else _Q8_0_LOW
@@ -206,10 +201,8 @@ def _rows_q8_0(x, w, q, sc, mn, d, dmin, sums):
                 if e2 < best:
                     best, a = e2, a2
             d[row, n] = a
-            inverse = _ONE / a if a != _ZERO else _ZERO
-            error = _ZERO
-            signal = _ZERO
-            weighted = _ZERO
+            inverse = ONE / a if a != ZERO else ZERO
+            error = signal = weighted = ZERO
             for i in range(32):
                 code = np.rint(x[row, n, i] * inverse)
                 code = code if code > _Q8_0_LOW else _Q8_0_LOW

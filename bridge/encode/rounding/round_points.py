@@ -9,7 +9,6 @@ Searches of scales are `round_values`'.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import numpy as np
 
@@ -17,18 +16,16 @@ from bridge.blocks.read import WRITTEN
 from bridge.encode.rounding.nearest_points import lists, snapper
 from bridge.encode.rounding.round_loops import add, greater
 from bridge.encode.rounding.round_values import values_quantizer
+from bridge.system.kernels.half import INFINITY, ONE, ZERO
+from bridge.system.kernels.jit import UNSET
 
-_ZERO = np.float32(0)
-_ONE = np.float32(1)
-_INFINITY = np.float32(np.inf)
 _TINY = np.float32(1e-37)  # a zero whose sign matters
 
 # set per type by `specialize`
 sub = subs = width = levels = 0
 even = lifted = False
 near = numbers = values = codes_of = np.zeros(1)
-snap: Any = None
-block: Any = None
+snap = block = UNSET
 
 
 def fold(x, w, t):
@@ -38,10 +35,10 @@ def fold(x, w, t):
     if even:
         for start in range(0, sub, 8):
             minuses = 0
-            least = _INFINITY
+            least = INFINITY
             cheapest = start
             for i in range(start, start + 8):
-                minuses += 1 if x[i] < _ZERO else 0
+                minuses += 1 if x[i] < ZERO else 0
                 cost = w[i] * t[i]
                 if cost < least:
                     least, cheapest = cost, i
@@ -51,9 +48,7 @@ def fold(x, w, t):
 
 def start_scales(x, w):
     """What is tried in parts as a scale: between the root of the weights' mean square and the greatest of them."""
-    squares = _ZERO
-    weight = _ZERO
-    peak = _ZERO
+    squares = weight = peak = ZERO
     for i in range(sub):
         squares = add(squares, w[i] * x[i] * x[i])
         weight = add(weight, w[i])
@@ -64,7 +59,7 @@ def start_scales(x, w):
 
 def fit(t, w, a, inside):
     """The error of a scale, and of its values v and residuals r: sums of w v^2, w r v."""
-    inverse = _ONE / a if a != _ZERO else _ZERO
+    inverse = ONE / a if a != ZERO else ZERO
     _, chosen, near, numbers, values, _ = inside
     return snap(t, w, a, inverse, near, numbers, values, chosen)
 
@@ -75,13 +70,11 @@ def points_write(x, w, a, b, codes, scratch):
     t, chosen, _, _, values, searched = inside
     fold(x, w, t[0])
     fit(t[0], w, a * searched[0], inside)
-    error = _ZERO
-    signal = _ZERO
-    weighted = _ZERO
+    error = signal = weighted = ZERO
     for p in range(sub // width):
         for i in range(width):
             column = width * p + i
-            minus = (x[column] < _ZERO) != (t[0, column] < _ZERO)
+            minus = (x[column] < ZERO) != (t[0, column] < ZERO)
             codes[column] = codes_of[chosen[p], i] + (np.uint8(levels) if minus else np.uint8(0))
             r = t[0, column] - a * values[chosen[p], i]
             error = add(error, r * r)
@@ -93,13 +86,9 @@ def points_write(x, w, a, b, codes, scratch):
 def fit_scratch():
     """The folded weights, points' numbers and tables, and what d was over what it is."""
     return (
-        np.zeros((subs, sub), np.float32),
-        np.zeros(sub // width, np.int64),
-        near,
-        numbers,
-        values,
+        np.zeros((subs, sub), np.float32), np.zeros(sub // width, np.int64), near, numbers, values,
         np.ones(1, np.float32),
-    )
+    )  # fmt: skip
 
 
 def _search(x, w, row, start, scratch, sc, mn):
@@ -108,10 +97,10 @@ def _search(x, w, row, start, scratch, sc, mn):
     for j in range(subs):
         fold(x[row, start + j], w[start + j], t[j])
     before, d = block(t, w[start : start + subs], scales, tried, trial, codes, inside)
-    searched[0] = before / d if d != _ZERO else _ONE
+    searched[0] = before / d if d != ZERO else ONE
     for j in range(subs):
         sc[row, start + j] = codes[j]
-    return d, _ZERO
+    return d, ZERO
 
 
 @dataclass(frozen=True)
@@ -153,14 +142,8 @@ def points_quantizer(name: str, lifted: bool) -> Callable[..., None]:
     kind, parts = WRITTEN[name], codebook(name)
     width = parts.values.shape[1]
     constants = {
-        "width": width,
-        "levels": len(parts.bounds) + 1,
-        "even": kind.even_signs,
-        "lifted": lifted,
-        "near": parts.near,
-        "numbers": parts.numbers,
-        "values": parts.values,
-        "codes_of": parts.codes,
+        "width": width, "levels": len(parts.bounds) + 1, "even": kind.even_signs, "lifted": lifted, "near": parts.near,
+        "numbers": parts.numbers, "values": parts.values, "codes_of": parts.codes,
         "snap": snapper(kind.sub, width, parts.bounds),
-    }
+    }  # fmt: skip
     return values_quantizer(kind, (fit_scratch, fold, start_scales, fit, points_write), constants, _search)

@@ -6,7 +6,6 @@ above, so both signs of a sub-block's scale are searched and kept until the grid
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import numpy as np
 
@@ -19,12 +18,8 @@ from bridge.encode.rounding.round_loops import (
     line_write,
     rows_quantizer,
 )
-from bridge.system.kernels.half import round_half
-
-_ZERO = np.float32(0)
-_ONE = np.float32(1)
-_LEAST = np.float32(2.0**-24)  # the least positive half
-_INFINITY = np.float32(np.inf)
+from bridge.system.kernels.half import INFINITY, LEAST, ONE, ZERO, round_half
+from bridge.system.kernels.jit import UNSET
 
 # d: the largest scale gets code 1.5 * scale_lo, so is clipped, and scale_lo / 64 less at each further try; either sign
 _TRIES, _D_MOST, _D_STEP = 96, np.float32(1.5), np.float32(1 / 64)
@@ -40,30 +35,26 @@ _SCALE, _ERROR, _CURVE = 0, 1, 2
 
 # set per type by `specialize`
 sub = subs = scale_lo = scale_hi = starts = wide = grid_wide = shakes = 0
-low = high = first = step = coarse = _ZERO
-scale: Any = None
-grids: Any = None
-sweep: Any = None
-refit: Any = None
-block: Any = None
+low = high = first = step = coarse = ZERO
+scale = grids = sweep = refit = block = UNSET
 
 
 def _scale(x, w, scales, j):
     """Search the best positive and negative scale of one sub-block, into column j of `scales`."""
     bottom, peak = extremes(x)
     for negative in range(2):
-        sign = -_ONE if negative else _ONE
+        sign = -ONE if negative else ONE
         # the scale at which nothing is clipped
         full = sign * max(peak / (low if negative else high) * sign, bottom / (high if negative else low) * sign)
-        best = _INFINITY
+        best = INFINITY
         scales[negative, _SCALE, j] = full
-        scales[negative, _ERROR, j] = _INFINITY
-        scales[negative, _CURVE, j] = _ZERO
+        scales[negative, _ERROR, j] = INFINITY
+        scales[negative, _CURVE, j] = ZERO
         for k in range(starts):
             a = full * low / (low + first + step * np.float32(k))
             for _ in range(3):
-                e, _, sqq, _, srq = line_fit(x, w, a, _ZERO)
-                if not sqq > _ZERO:
+                e, _, sqq, _, srq = line_fit(x, w, a, ZERO)
+                if not sqq > ZERO:
                     if e < best:
                         best = e
                         scales[negative, _SCALE, j] = a
@@ -90,8 +81,7 @@ def _grids(scales, tries):
     Usually the few of least expected error. But if most scales are much smaller than the largest, the grid is coarse
     for them and their quadratics are unreliable: then all are searched.
     """
-    largest = _ZERO
-    signed = _ZERO
+    largest = signed = ZERO
     for j in range(subs):
         better = 0 if scales[0, _ERROR, j] < scales[1, _ERROR, j] else 1
         if abs(scales[better, _SCALE, j]) > largest:
@@ -103,12 +93,12 @@ def _grids(scales, tries):
         small += 1 if abs(scales[better, _SCALE, j]) * coarse < largest else 0
     for k in range(_TRIES):
         d = round_half(signed / (np.float32(scale_lo) * (_D_MOST - _D_STEP * np.float32(k >> 1))))
-        if d == _ZERO and largest > _ZERO:
-            d = _LEAST
+        if d == ZERO and largest > ZERO:
+            d = LEAST
         if k & 1:
             d = -d
-        inverse = _ONE / d if d != _ZERO else _ZERO
-        e = _ZERO
+        inverse = ONE / d if d != ZERO else ZERO
+        e = ZERO
         for j in range(subs):
             a = scales[0, _SCALE, j]
             off = d * min(max(np.rint(a * inverse), np.float32(scale_lo)), np.float32(scale_hi)) - a
@@ -134,12 +124,12 @@ def _grids(scales, tries):
 
 def _sweep(x, w, d, scales, sc, distance):
     """Move each sc to the best within `distance` of itself and of either sign's best scale: the sum of the errors."""
-    inverse = _ONE / d if d != _ZERO else _ZERO
+    inverse = ONE / d if d != ZERO else ZERO
     total = 0.0
     for j in range(subs):
         best_s = sc[j]
         a = d * np.float32(best_s)
-        best, _ = line_errors(x[j], w[j], a, _ZERO, a, _ZERO)
+        best, _ = line_errors(x[j], w[j], a, ZERO, a, ZERO)
         for around in range(3):
             middle = sc[j]
             if around < 2:
@@ -152,7 +142,7 @@ def _sweep(x, w, d, scales, sc, distance):
             for s in range(first_s, last_s + 1, 2):
                 s1 = np.int32(s)
                 s2 = min(np.int32(s + 1), np.int32(scale_hi))
-                e1, e2 = line_errors(x[j], w[j], d * np.float32(s1), _ZERO, d * np.float32(s2), _ZERO)
+                e1, e2 = line_errors(x[j], w[j], d * np.float32(s1), ZERO, d * np.float32(s2), ZERO)
                 if e1 < best:
                     best_s, best = s1, e1
                 if e2 < best:
@@ -169,7 +159,7 @@ def _refit(x, w, d, sc):
     curve = gradient = 0.0
     for j in range(subs):
         s = np.float64(sc[j])
-        _, _, sqq, _, srq = line_fit(x[j], w[j], d * np.float32(sc[j]), _ZERO)
+        _, _, sqq, _, srq = line_fit(x[j], w[j], d * np.float32(sc[j]), ZERO)
         curve += s * s * sqq
         gradient += s * srq
     return round_half(d + gradient / curve) if curve > 0 else d
@@ -182,13 +172,13 @@ def _block(x, w, scales, tries, trial, sc):
         sc[j] = 0
     count = grids(scales, tries)
     best = np.inf
-    best_d = _ZERO
+    best_d = ZERO
     for p in range(count + 1 + shakes):
         final = p >= count
         d = best_d if final else tries[p, 0]
         if p > count:  # a little off the best d, by +1, -1, +2, -2, .. parts
             parts = (p - count + 1) // 2
-            d = round_half(d * (_ONE + _SHAKE * np.float32(parts if (p - count) & 1 else -parts)))
+            d = round_half(d * (ONE + _SHAKE * np.float32(parts if (p - count) & 1 else -parts)))
         for j in range(subs):
             trial[j] = sc[j] if final else 0
         reached = np.inf
@@ -211,11 +201,9 @@ def _block(x, w, scales, tries, trial, sc):
 def _workspace():
     """scales, tries, trial and codes of one superblock."""
     return (
-        np.zeros((2, 3, subs), np.float32),
-        np.zeros((_TRIES, 2), np.float32),
+        np.zeros((2, 3, subs), np.float32), np.zeros((_TRIES, 2), np.float32), np.zeros(subs, np.int32),
         np.zeros(subs, np.int32),
-        np.zeros(subs, np.int32),
-    )
+    )  # fmt: skip
 
 
 def _search(x, w, row, start, scratch, sc, mn):
@@ -223,7 +211,7 @@ def _search(x, w, row, start, scratch, sc, mn):
     d = block(x[row, start : start + subs], w[start : start + subs], scales, tries, trial, codes)
     for j in range(subs):
         sc[row, start + j] = codes[j]
-    return d, _ZERO
+    return d, ZERO
 
 
 @cache

@@ -15,9 +15,7 @@ from bridge.encode.rounding.nearest_points import lists, shifted_snapper
 from bridge.encode.rounding.round_loops import add
 from bridge.encode.rounding.round_points import start_scales
 from bridge.encode.rounding.round_values import values_quantizer
-
-_ZERO = np.float32(0)
-_ONE = np.float32(1)
+from bridge.system.kernels.half import ONE, ZERO
 
 _STEP = 8  # from level to level
 
@@ -36,7 +34,7 @@ def fit(x, w, a, inside):
     chosen, negative, near, numbers, values, turn = inside
     j = turn[0]
     turn[0] = (j + 1) % subs
-    inverse = _ONE / a if a != _ZERO else _ZERO
+    inverse = ONE / a if a != ZERO else ZERO
     return snap(x, w, a, inverse, near, numbers, values, chosen[j], negative[j])
 
 
@@ -45,9 +43,7 @@ def shifted_write(x, w, a, b, codes, scratch):
     chosen, negative, _, _, values, turn = scratch[-1]
     j = turn[0]
     turn[0] = (j + 1) % subs
-    error = _ZERO
-    signal = _ZERO
-    weighted = _ZERO
+    error = signal = weighted = ZERO
     for p in range(sub // 8):
         minus = negative[j, 8 * p // shared]
         shift = np.float32(1 - 2 * minus)
@@ -78,13 +74,9 @@ def shifted_quantizer(name: str, lifted: bool) -> Callable[..., None]:
     numbers = lists(points, cells)
     bounds = (-_STEP / 2, _STEP / 2)
     constants = {
-        "shared": kind.shifted,
-        "lifted": lifted,
-        "near": np.ascontiguousarray(points[numbers].transpose(0, 2, 1)).astype(np.int8),
-        "numbers": numbers,
-        "values": points,
-        "levels_of": kind.points,
-        "snap": shifted_snapper(kind.sub, kind.shifted, bounds),
-    }
+        "shared": kind.shifted, "lifted": lifted,
+        "near": np.ascontiguousarray(points[numbers].transpose(0, 2, 1)).astype(np.int8), "numbers": numbers,
+        "values": points, "levels_of": kind.points, "snap": shifted_snapper(kind.sub, kind.shifted, bounds),
+    }  # fmt: skip
     loops = fit_scratch, start_scales, fit, shifted_write
     return values_quantizer(kind, loops, constants)

@@ -13,27 +13,23 @@ import numpy as np
 from bridge.blocks.read import WRITTEN
 from bridge.encode.rounding.round_loops import add, extremes
 from bridge.encode.rounding.round_values import fit_scratch, start_scales, values_quantizer
-
-_ZERO = np.float32(0)
-_ONE = np.float32(1)
+from bridge.system.kernels.half import ONE, ZERO
 
 # set per type by `specialize`
 sub = 0
-least = _ZERO
+least = ZERO
 middles = gaps = np.zeros(15, np.float32)
 
 
 def fit(x, w, a, scratch):
     """The error of a scale, and of its values v and residuals r: sums of w v^2, w r v."""
-    inverse = _ONE / a if a != _ZERO else _ZERO
-    e = _ZERO
-    svv = _ZERO
-    srv = _ZERO
+    inverse = ONE / a if a != ZERO else ZERO
+    e = svv = srv = ZERO
     for i in range(sub):
         y = x[i] * inverse
         v = least
         for k in range(15):
-            v += gaps[k] if y > middles[k] else _ZERO
+            v += gaps[k] if y > middles[k] else ZERO
         r = x[i] - a * v
         wv = w[i] * v
         e = add(e, w[i] * r * r)
@@ -44,17 +40,15 @@ def fit(x, w, a, scratch):
 
 def table_write(x, w, a, b, codes, scratch):
     """Write the codes; the plain error, sum of x^2 and weighted error."""
-    inverse = _ONE / a if a != _ZERO else _ZERO
-    error = _ZERO
-    signal = _ZERO
-    weighted = _ZERO
+    inverse = ONE / a if a != ZERO else ZERO
+    error = signal = weighted = ZERO
     for i in range(sub):
         y = x[i] * inverse
         v = least
-        q = _ZERO
+        q = ZERO
         for k in range(15):
-            v += gaps[k] if y > middles[k] else _ZERO
-            q += _ONE if y > middles[k] else _ZERO
+            v += gaps[k] if y > middles[k] else ZERO
+            q += ONE if y > middles[k] else ZERO
         codes[i] = np.uint8(q)
         r = x[i] - a * v
         error = add(error, r * r)

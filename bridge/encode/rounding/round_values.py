@@ -25,13 +25,8 @@ import numpy as np
 
 from bridge.blocks import BlockType
 from bridge.encode.rounding.round_loops import add, extremes, greater, lesser, rows_quantizer
-from bridge.system.kernels.half import round_half
-from bridge.system.kernels.jit import inlined
-
-_ZERO = np.float32(0)
-_ONE = np.float32(1)
-_LEAST = np.float32(2.0**-24)  # the least positive half
-_INFINITY = np.float32(np.inf)
+from bridge.system.kernels.half import INFINITY, LEAST, ONE, ZERO, round_half
+from bridge.system.kernels.jit import UNSET, inlined
 
 # rows of the array `scales` [2, 3, subs], float32, for either sign: the scale, its error, and sum w v^2
 _SCALE, _ERROR, _CURVE = 0, 1, 2
@@ -40,16 +35,8 @@ _MOST, _SPREAD = np.float32(1.35), np.float32(0.7)  # the tries of d: the first,
 # set per type by `specialize`
 sub = subs = scale_lo = scale_hi = starts = refits = tries = rounds = compared = signs = odd = 0
 lifted = False
-low = high = first = step = unit = lift_share = _ZERO
-fit: Any = None
-factor: Any = None
-nearest: Any = None
-expected: Any = None
-scale: Any = None
-grid: Any = None
-sweep: Any = None
-lift: Any = None
-block: Any = None
+low = high = first = step = unit = lift_share = ZERO
+fit = factor = nearest = expected = scale = grid = sweep = lift = block = UNSET
 
 
 def _factor(sc):
@@ -80,14 +67,14 @@ def _scale(x, w, scales, j, scratch):
     parted = start_scales(x, w)
     for negative in range(signs):
         full = parted[negative]
-        best = _INFINITY
+        best = INFINITY
         scales[negative, _SCALE, j] = full
-        scales[negative, _ERROR, j] = _INFINITY
-        scales[negative, _CURVE, j] = _ZERO
+        scales[negative, _ERROR, j] = INFINITY
+        scales[negative, _CURVE, j] = ZERO
         for k in range(starts + refits):
             a = full / (first + step * np.float32(k)) if k < starts else scales[negative, _SCALE, j]
             e, svv, srv = fit(x, w, a, scratch)
-            da = srv / svv if svv > _ZERO else _ZERO
+            da = srv / svv if svv > ZERO else ZERO
             after = e - srv * da
             if after < best:
                 best = after
@@ -100,7 +87,7 @@ def _scale(x, w, scales, j, scratch):
 
 def _grid(scales, tried):
     """The d, a half, of the least expected error; all tries at once, as vectors."""
-    signed = _ZERO
+    signed = ZERO
     for j in range(subs):
         for negative in range(signs):
             better = signs == 1 or scales[negative, _ERROR, j] <= scales[1 - negative, _ERROR, j]
@@ -111,19 +98,19 @@ def _grid(scales, tried):
     for k in range(tries):
         part = np.float32(k // signs) / np.float32(tries // signs)
         half = round_half(signed / top * (_MOST - _SPREAD * part))
-        if half == _ZERO and signed != _ZERO:
-            half = _LEAST
+        if half == ZERO and signed != ZERO:
+            half = LEAST
         d[k] = -half if k % signs else half
-        inverse[k] = _ONE / d[k] if d[k] != _ZERO else _ZERO
-        errors[k] = _ZERO
+        inverse[k] = ONE / d[k] if d[k] != ZERO else ZERO
+        errors[k] = ZERO
     last = signs - 1
     for j in range(subs):
         a0, e0, c0 = scales[0, _SCALE, j], scales[0, _ERROR, j], scales[0, _CURVE, j]
         a1, e1, c1 = scales[last, _SCALE, j], scales[last, _ERROR, j], scales[last, _CURVE, j]
         for k in range(tries):
             errors[k] += lesser(expected(a0, e0, c0, d[k], inverse[k]), expected(a1, e1, c1, d[k], inverse[k]))
-    best = _INFINITY
-    best_d = _ZERO
+    best = INFINITY
+    best_d = ZERO
     for k in range(tries):
         if errors[k] < best:
             best, best_d = errors[k], d[k]
@@ -132,11 +119,11 @@ def _grid(scales, tried):
 
 def _sweep(x, w, d, scales, sc, scratch):
     """The best code about each scale into `sc`: the sum of the errors, and d by least squares for their values."""
-    inverse = _ONE / d if d != _ZERO else _ZERO
+    inverse = ONE / d if d != ZERO else ZERO
     total = curve = gradient = 0.0
     for j in range(subs):
-        best = _INFINITY
-        best_v = best_r = _ZERO
+        best = INFINITY
+        best_v = best_r = ZERO
         best_s = np.int32(scale_lo)
         for negative in range(signs):
             code = np.rint(nearest(scales[negative, _SCALE, j] * inverse) - np.float32(0.5 * (compared - 1)))
@@ -155,11 +142,11 @@ def _sweep(x, w, d, scales, sc, scratch):
 
 def _lift(x, w, d, error):
     """d made larger by a part of what it shrinks weights: as if the product of weights and errors cost more."""
-    signal = _ZERO
+    signal = ZERO
     for j in range(subs):
         for i in range(sub):
             signal = add(signal, w[j, i] * x[j, i] * x[j, i])
-    return round_half(d * (_ONE + lift_share * np.float32(error) / signal)) if signal > _ZERO else d
+    return round_half(d * (ONE + lift_share * np.float32(error) / signal)) if signal > ZERO else d
 
 
 def _block(x, w, scales, tried, trial, sc, scratch):
@@ -168,7 +155,7 @@ def _block(x, w, scales, tried, trial, sc, scratch):
         scale(x[j], w[j], scales, j, scratch)
         sc[j] = 0
     best = np.inf
-    best_d = _ZERO
+    best_d = ZERO
     d = grid(scales, tried)
     for _ in range(rounds):
         total, after = sweep(x, w, d, scales, trial, scratch)
@@ -185,15 +172,15 @@ def _block(x, w, scales, tried, trial, sc, scratch):
 def _single(x, w, scales, tried, trial, sc, scratch):
     """The best half d of one block without sub-blocks, twice; x and w float32 [1, sub]."""
     scale(x[0], w[0], scales, 0, scratch)
-    best = _INFINITY
-    best_d = _ZERO
+    best = INFINITY
+    best_d = ZERO
     for negative in range(signs):
         d = round_half(scales[negative, _SCALE, 0])
         for _ in range(rounds):
             e, svv, srv = fit(x[0], w[0], d, scratch)
             if e < best:
                 best, best_d = e, d
-            after = round_half(d + srv / svv) if svv > _ZERO else d
+            after = round_half(d + srv / svv) if svv > ZERO else d
             if after == d:
                 break
             d = after
@@ -210,10 +197,8 @@ def _workspace():
     return (
         np.zeros((2, 3, subs), np.float32),
         (np.zeros(tries, np.float32), np.zeros(tries, np.float32), np.zeros(tries, np.float32)),
-        np.zeros(subs, np.int32),
-        np.zeros(subs, np.int32),
-        fit_scratch(),
-    )
+        np.zeros(subs, np.int32), np.zeros(subs, np.int32), fit_scratch(),
+    )  # fmt: skip
 
 
 def _search(x, w, row, start, scratch, sc, mn):
@@ -221,7 +206,7 @@ def _search(x, w, row, start, scratch, sc, mn):
     _, d = block(x[row, start : start + subs], w[start : start + subs], scales, tried, trial, codes, values)
     for j in range(subs):
         sc[row, start + j] = codes[j]
-    return d, _ZERO
+    return d, ZERO
 
 
 def values_quantizer(

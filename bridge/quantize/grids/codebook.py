@@ -93,7 +93,7 @@ class CodebookGrid(BlockGrid):
         self._set(run, sc, np.full((self.rows, 1), self.scale, np.float32))
 
     def round_run(self, run: int, weight: torch.Tensor, columns: np.ndarray, factor: torch.Tensor) -> tuple[Any, Any]:
-        """Round a fitted run and choose its scales -> codes int16, errors float32 [rows, n].
+        """Round a fitted run and choose its scales -> codes int16, and errors over U's diagonal float32, [rows, n].
 
         weight   [rows, n], what earlier errors have left; its columns are, and so are the results', in the order of
         columns  int [n], counted from the run's first; those of sub-blocks and units together

@@ -21,27 +21,19 @@ import numpy as np
 from bridge.blocks import BlockType
 from bridge.blocks.read import WRITTEN
 from bridge.quantize.grids.codebook_units import UnitRounding, unit_rounding
-from bridge.system.kernels.half import round_half
-from bridge.system.kernels.jit import inlined, specialize, uncounted
+from bridge.system.kernels.half import INFINITY, LARGEST, ONE, ZERO, round_half
+from bridge.system.kernels.jit import UNSET, inlined, specialize, uncounted
 
-_ZERO = np.float32(0)
-_ONE = np.float32(1)
-_INFINITY = np.float32(np.inf)
 _STEP = np.float32(0.03)  # between tries of a scale that is a float
-_LARGEST = np.float32(65504)
 _GAIN = np.float32(0.9999)  # a change is made only if its cost is below this share of the old one
 _DESCENTS = 4  # passes over the units of a run at most
 
 # set per type by `specialize`
 sub = subs = unit = scale_lo = scale_hi = odd = variants = nothing = 0
-share = _ONE
+share = ONE
 coded = fixed = mirrored = shifted = False
 scales = np.zeros(1, np.float32)
-round_unit: Any = None
-round_sub: Any = None
-scale_of: Any = None
-variant_of: Any = None
-try_scales: Any = None
+round_unit = round_sub = scale_of = variant_of = try_scales = UNSET
 
 
 def _scale_of(d, sc):
@@ -57,14 +49,14 @@ def _variant_of(q):
 
 def _round_sub(w, factor, metric, inverse, a, variant, bound, q, e, scratch):
     """Round w [sub], which is overwritten, at scale a -> values q and errors e [sub]; the cost, or more than bound."""
-    total = _ZERO
+    total = ZERO
     for u in range(sub // unit):
         start = u * unit
         total += round_unit(w[start : start + unit], a, metric[u], variant, q[start : start + unit], scratch)
         if total >= bound:
             break
         for i in range(unit):
-            by = _ZERO
+            by = ZERO
             for k in range(i + 1):
                 by += (w[start + k] - a * q[start + k]) * inverse[u, k, i]
             e[start + i] = by
@@ -91,7 +83,7 @@ def _try_scales(w, factor, metric, inverse, d, sc, reach, bound, q, e, work, scr
                 if new_sc < scale_lo or new_sc > scale_hi:
                     continue
             else:
-                new_d = round_half(min(max(d * (_ONE + _STEP * np.float32(step)), -_LARGEST), _LARGEST))
+                new_d = round_half(min(max(d * (ONE + _STEP * np.float32(step)), -LARGEST), LARGEST))
                 new_d = -new_d if variant else new_d
             for i in range(sub):
                 copy[i] = w[i]
@@ -125,7 +117,7 @@ def _round_run(weight, columns, factor, metric, inverse, d, sc, reach, codes, er
             e = errors[row, span]
             _, new_d, new_sc = try_scales(
                 w[span], factor[span, span], metric[some], inverse[some], d[row, 0], np.int64(sc[row, j]), reach,
-                _INFINITY, q, e, work, scratch,
+                INFINITY, q, e, work, scratch,
             )  # fmt: skip
             sc[row, j] = new_sc
             if not coded:
@@ -151,7 +143,7 @@ def _refit_run(
     n = codes.shape[1]
     units = sub // unit
     for row in range(codes.shape[0]):
-        best_change = _ZERO  # the best try's change of the error
+        best_change = ZERO  # the best try's change of the error
         best_d = d[row, 0]
         start_d = best_d
         for j in range(subs):
@@ -169,17 +161,17 @@ def _refit_run(
             for j in range(subs):
                 trial_sc[j] = best_sc[j]
             for j in range(subs):
-                now = _ZERO
+                now = ZERO
                 for i in range(sub):
                     present[i] = slope[order[j, i]]
                 for i in range(sub):
-                    by = _ZERO
+                    by = ZERO
                     for k in range(sub):
                         by += within[j, i, k] * present[k]
                     target[i] = values[order[j, i]] + by
                     now += by * present[i]
                 some = slice(j * units, (j + 1) * units)
-                bound = now * _GAIN if t == 0 else _INFINITY
+                bound = now * _GAIN if t == 0 else INFINITY
                 cost, new_d, new_sc = try_scales(
                     target, factor[j], metric[some], inverse[some], trial_d, np.int64(trial_sc[j]), reach, bound, q, e,
                     work, scratch,
@@ -199,21 +191,21 @@ def _refit_run(
                     for k in range(n):
                         slope[k] -= by * hessian[c, k]
             # d by least squares
-            along = _ZERO
+            along = ZERO
             for k in range(n):
-                moved[k] = _ZERO
+                moved[k] = ZERO
             for c in range(n):
                 along += values[c] * slope[c]
                 for k in range(n):
                     moved[k] += values[c] * hessian[c, k]
-            curve = _ZERO
+            curve = ZERO
             for k in range(n):
                 curve += values[k] * moved[k]
-            if not fixed and curve > _ZERO and trial_d != _ZERO:
-                new_d = round_half(min(max(trial_d * (_ONE + along / curve), -_LARGEST), _LARGEST))
-                by = new_d / trial_d - _ONE
+            if not fixed and curve > ZERO and trial_d != ZERO:
+                new_d = round_half(min(max(trial_d * (ONE + along / curve), -LARGEST), LARGEST))
+                by = new_d / trial_d - ONE
                 gain = by * (np.float32(2) * along - by * curve)
-                if gain > _ZERO and new_d != _ZERO:
+                if gain > ZERO and new_d != ZERO:
                     change -= gain
                     for j in range(subs):
                         a = scale_of(new_d, np.int64(trial_sc[j]))
@@ -236,11 +228,11 @@ def _refit_run(
             for u in range(n // unit):
                 start = u * unit
                 a = scale_of(best_d, np.int64(best_sc[start // sub]))
-                if a == _ZERO:
+                if a == ZERO:
                     continue
-                now = _ZERO
+                now = ZERO
                 for i in range(unit):
-                    by = _ZERO
+                    by = ZERO
                     for k in range(unit):
                         by += undo[u, i, k] * best_slope[start + k]
                     target[i] = best_values[start + i] + by
@@ -251,7 +243,7 @@ def _refit_run(
                     continue
                 for i in range(unit):
                     by = a * q[i] - best_values[start + i]
-                    if by == _ZERO:
+                    if by == ZERO:
                         continue
                     changed = True
                     best_numbers[start + i] = q[i]

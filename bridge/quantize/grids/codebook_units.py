@@ -18,11 +18,9 @@ from bridge.blocks import BlockType
 from bridge.blocks.read import WRITTEN
 from bridge.encode.rounding.nearest_points import looker, snapper
 from bridge.encode.rounding.round_points import codebook
-from bridge.system.kernels.jit import specialize, uncounted
+from bridge.system.kernels.half import INFINITY, ONE, ZERO
+from bridge.system.kernels.jit import UNSET, specialize, uncounted
 
-_ZERO = np.float32(0)
-_ONE = np.float32(1)
-_INFINITY = np.float32(np.inf)
 _TINY = np.float32(1e-37)  # a zero whose sign matters
 _FLIPS = 3  # at most, of signs or pairs of them
 _CELLS = 3  # whose points are compared, at most
@@ -30,14 +28,13 @@ _CELLS = 3  # whose points are compared, at most
 # set per type by `specialize`
 unit = width = least = most = 0
 even = shifted = False
-snap: Any = None
-look: Any = None
+snap = look = UNSET
 
 
 def _round_value(w, a, m, variant, q, scratch):
     """The value of the table nearest to w [1] over a; returns what it costs. Tables are listed in halves."""
     nearest = scratch[0]
-    y = w[0] / a if a != _ZERO else _ZERO
+    y = w[0] / a if a != ZERO else ZERO
     half = np.int64(np.floor(min(max(y + y, np.float32(least)), np.float32(most))))
     q[0] = nearest[half - least]
     r = w[0] - a * q[0]
@@ -51,13 +48,13 @@ def _round_shifted(w, a, m, variant, q, scratch):
     for the cell that its gradient leads to, while that helps. Where a shift is the unit's own, both are tried.
     """
     near, numbers, values, t, point = scratch
-    inverse = _ONE / a if a != _ZERO else _ZERO
-    best = _INFINITY
+    inverse = ONE / a if a != ZERO else ZERO
+    best = INFINITY
     for negative in range(2):
         if shifted and negative != variant:
             continue
         shift = np.float32(-2 * negative)
-        least = _INFINITY
+        least = INFINITY
         for i in range(8):
             t[i] = w[i] * inverse - shift
         for _ in range(_CELLS):
@@ -75,14 +72,13 @@ def _round_shifted(w, a, m, variant, q, scratch):
 def _round_point(w, a, m, variant, q, scratch):
     """The value of points near w [unit] over a, in the metric m [unit, unit]; returns what they cost."""
     near, numbers, values, t, v, indices, r, g, by = scratch
-    inverse = _ONE / a if a != _ZERO else _ZERO
-    minuses = 0
-    cheapest = 0
-    lowest = _INFINITY
+    inverse = ONE / a if a != ZERO else ZERO
+    minuses = cheapest = 0
+    lowest = INFINITY
     for i in range(unit):
         t[i] = abs(w[i])
         v[i] = m[i, i]
-        minuses += 1 if w[i] < _ZERO else 0
+        minuses += 1 if w[i] < ZERO else 0
         cost = v[i] * t[i]
         if cost < lowest:
             lowest, cheapest = cost, i
@@ -91,17 +87,16 @@ def _round_point(w, a, m, variant, q, scratch):
     snap(t, v, a, inverse, near, numbers, values, indices)
     for i in range(unit):
         size = values[indices[i // width], i % width]
-        q[i] = -size if (w[i] < _ZERO) != (t[i] < _ZERO) else size
+        q[i] = -size if (w[i] < ZERO) != (t[i] < ZERO) else size
         r[i] = w[i] - a * q[i]
     for i in range(unit):
-        g[i] = _ZERO
+        g[i] = ZERO
     for k in range(unit):
         for i in range(unit):
             g[i] += r[k] * m[k, i]
     for _ in range(_FLIPS):
-        best = _ZERO
-        first = 0
-        second = 0
+        best = ZERO
+        first = second = 0
         for i in range(unit):
             by[i] = np.float32(2) * a * q[i]  # of the residual
             v[i] = by[i] * (np.float32(2) * g[i] + by[i] * m[i, i])
@@ -113,7 +108,7 @@ def _round_point(w, a, m, variant, q, scratch):
                         best, first, second = cost, i, k
             elif v[i] < best:
                 best, first, second = v[i], i, i
-        if best == _ZERO:
+        if best == ZERO:
             break
         for i in range(unit):
             g[i] += by[first] * m[first, i]
@@ -124,7 +119,7 @@ def _round_point(w, a, m, variant, q, scratch):
         if second != first:
             r[second] += by[second]
             q[second] = -q[second]
-    total = _ZERO
+    total = ZERO
     for i in range(unit):
         total += r[i] * g[i]
     return total

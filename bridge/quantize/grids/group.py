@@ -6,7 +6,9 @@ becomes one of the outer two if it is beyond half of it. `shrink` takes the scal
 squared error instead (`round_groups`): what is rounded to nearest, without GPTQ, gains by it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import ClassVar, Self
 
 import numpy as np
@@ -14,8 +16,56 @@ import numpy as np
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.encode.rounding.round_groups import fit_groups
 from bridge.errors import BridgeError
-from bridge.quantize.grids.group_refit import refit_group
-from bridge.quantize.solve.refine import Metric
+from bridge.quantize.grids.try_lines import least, line_search
+from bridge.quantize.solve.refine import GAIN, Metric, line_target, move
+from bridge.system.cpu.row_threads import over_rows
+from bridge.system.kernels.half import ZERO, round_half
+from bridge.system.kernels.jit import UNSET, inlined, specialize
+
+_STEPS = 3  # scales tried to either side
+_GROUP_STEP = np.float32(0.015)  # of the scale
+
+# set by `specialize`; others: zero points tried with each scale
+lanes = others = 0
+neighbours = try_lines = UNSET
+
+
+def _neighbours(scale, zero, high, tried):
+    """Write lines near scale * (q - zero): slope, offset and zero point in rows 0, 1 and 3; returns its offset."""
+    for lane in range(lanes):
+        s = round_half(scale * (np.float32(1) + _GROUP_STEP * np.float32(lane // others - _STEPS)))
+        z = min(max(zero + np.float32(lane % others - others // 2), ZERO), high)
+        tried[0, lane] = s
+        tried[1, lane] = -(s * z)
+        tried[3, lane] = z
+    return -(scale * zero)
+
+
+def _refit(codes, g, hessian, order, push, inverse, scales, zeros, low, high):
+    n = codes.shape[1]
+    gathered, target, values = np.empty(n, np.float32), np.empty(n, np.float32), np.empty(n, np.float32)
+    scratch = np.empty((2, n, lanes), np.float32)
+    tried = np.empty((4, lanes), np.float32)
+    for row in range(codes.shape[0]):
+        a = scales[row]
+        c = neighbours(a, zeros[row], high, tried)
+        for k in range(n):
+            values[k] = a * np.float32(codes[row, k]) + c
+        bound = line_target(values, g[row], order, inverse, gathered, target) * GAIN
+        try_lines(target, push, tried[0], tried[1], low, high, scratch[0], scratch[1], tried[2])
+        best = least(tried[2], bound)
+        if best >= 0:
+            scales[row] = tried[0, best]
+            zeros[row] = tried[3, best]
+            move(order, scratch[0, :, best], tried[0, best], tried[1, best], codes[row], values, g[row], hessian)
+
+
+@cache
+def _refitter(symmetric: bool) -> Callable[..., None]:
+    lanes, others = (8, 1) if symmetric else (32, 3)  # symmetric: zero points stay
+    name = "symmetric" if symmetric else "asymmetric"
+    specialized = specialize(_neighbours, name, inlined, lanes=lanes, others=others)
+    return specialize(_refit, name, lanes=lanes, neighbours=specialized, try_lines=line_search(lanes))
 
 
 @dataclass
@@ -77,11 +127,20 @@ class GroupGrid:
         self.set_lines(run)
 
     def refit(self, run: int, codes: np.ndarray, g: np.ndarray, metric: Metric, sweep: int) -> None:
-        """Move the scale and zero point of group `run`; see `refine.Refinable`. Does nothing without `half`."""
+        """Move the scale and zero point of group `run`, codes following, in the metric of H; see `refine.Refinable`.
+
+        Does nothing without `half`.
+        """
         if not self.half:
             return
         scales, zeros = (np.ascontiguousarray(f[:, run], np.float32) for f in (self.scales, self.zeros))
-        refit_group(self.symmetric, codes, g, metric, scales, zeros, self)
+        refit, low, high = _refitter(self.symmetric), np.float32(self.low), np.float32(self.high)
+        order, push, inverse = metric.order[0], metric.push[0], metric.inverse[0]
+
+        def work(r: slice) -> None:
+            refit(codes[r], g[r], metric.hessian, order, push, inverse, scales[r], zeros[r], low, high)
+
+        over_rows(len(codes), work)
         self.scales[:, run], self.zeros[:, run] = scales, zeros
         self.set_lines(run)
 

@@ -24,41 +24,34 @@ from bridge.quantize.grids.superblock import row_fitter
 from bridge.quantize.grids.try_lines import least, line_search
 from bridge.quantize.solve.refine import GAIN, Metric, descend, line_target, metric_of, move
 from bridge.system.cpu.row_threads import over_rows
-from bridge.system.kernels.half import round_half
-from bridge.system.kernels.jit import inlined, specialize, uncounted
+from bridge.system.kernels.half import INFINITY, LARGEST, ONE, ZERO, round_half
+from bridge.system.kernels.jit import UNSET, inlined, specialize, uncounted
 
-_ZERO = np.float32(0)
-_ONE = np.float32(1)
-_INFINITY = np.float32(np.inf)
-_LARGEST = np.float32(65504)
 _RUN = 128  # columns at most whose blocks are rounded, and whose codes are moved, together
 
 _SHIFT = np.float32(0.3)  # between starts of m, in steps of d
 
 # set per type by `specialize`; others: m tried with each d
 sub = lanes = others = 0
-low = high = first = step = _ZERO
-starts: Any = None
-around: Any = None
-search: Any = None
-try_lines: Any = None
+low = high = first = step = ZERO
+starts = around = search = try_lines = UNSET
 
 
 def _scaled_starts(lowest, highest, tried):
     """Write lines of both signs, d and m in rows 0 and 1; lowest, highest: the range of the weights."""
     for lane in range(lanes):
-        sign = -_ONE if lane & 1 else _ONE
+        sign = -ONE if lane & 1 else ONE
         # the least d that clips no weight
         full = max(-lowest / high, -highest / low) if lane & 1 else max(lowest / low, highest / high)
         d = full * low / (low - first - step * np.float32(lane // 2))
-        tried[0, lane] = sign * round_half(min(d, _LARGEST))
-        tried[1, lane] = _ZERO
+        tried[0, lane] = sign * round_half(min(d, LARGEST))
+        tried[1, lane] = ZERO
 
 
 def _affine_starts(lowest, highest, tried):
     """Write lines of d > 0, d and m in rows 0 and 1, that map the lowest weight to about code 0."""
     for lane in range(lanes):
-        d = round_half(min((highest - lowest) / (high + first + step * np.float32(lane // others)), _LARGEST))
+        d = round_half(min((highest - lowest) / (high + first + step * np.float32(lane // others)), LARGEST))
         tried[0, lane] = d
         tried[1, lane] = round_half(lowest + d * _SHIFT * np.float32(lane % others - others // 2))
 
@@ -66,8 +59,8 @@ def _affine_starts(lowest, highest, tried):
 def _scaled_around(d, m, tried):
     """Write the neighbours of d * q, as far as the next start."""
     for lane in range(lanes):
-        tried[0, lane] = round_half(d * (_ONE + step / low * np.float32(2 * lane - lanes + 1) / np.float32(lanes)))
-        tried[1, lane] = _ZERO
+        tried[0, lane] = round_half(d * (ONE + step / low * np.float32(2 * lane - lanes + 1) / np.float32(lanes)))
+        tried[1, lane] = ZERO
 
 
 def _affine_around(d, m, tried):
@@ -75,7 +68,7 @@ def _affine_around(d, m, tried):
     for lane in range(lanes):
         d_by = np.float32(lane // others - others // 2) * step / np.float32(others // 2)
         m_by = np.float32(lane % others - others // 2) * _SHIFT / np.float32(others // 2)
-        tried[0, lane] = round_half(d * (_ONE + d_by / high))
+        tried[0, lane] = round_half(d * (ONE + d_by / high))
         tried[1, lane] = round_half(m + (m_by - d_by * np.float32(0.5)) * d)  # the middle of the range stays
 
 
@@ -92,7 +85,7 @@ def _search(target, push, d, m, bound, scratch, tried, q, e):
     starts(lowest, highest, tried)
     tried[0, 0] = d
     tried[1, 0] = m
-    start_bound = _INFINITY
+    start_bound = INFINITY
     for stage in range(2):
         if stage:
             around(d, m, tried)
@@ -126,10 +119,10 @@ def _round_run(weight, columns, factor, push, d, m, codes, errors):
             start = s * sub
             j = columns[start] // sub
             for i in range(sub):
-                q[i] = _ZERO
+                q[i] = ZERO
             block, e = w[start : start + sub], errors[row, start : start + sub]
             _, d[row, j], m[row, j] = search(
-                block, push[s], d[row, j], m[row, j], _INFINITY, scratch, tried, q, e
+                block, push[s], d[row, j], m[row, j], INFINITY, scratch, tried, q, e
             )  # fmt: skip
             for i in range(sub):
                 codes[row, start + i] = np.int16(q[i])
@@ -216,7 +209,7 @@ class PlainGrid(BlockGrid):
     def round_run(
         self, run: int, weight: torch.Tensor, columns: np.ndarray, factor: torch.Tensor
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Round a run and choose its lines; see `gptq_solver.VectorGrid`. Columns of a block are together."""
+        """Round a run and choose its lines, as `CodebookGrid.round_run`; columns of a block are together."""
         w, upper = (np.array(t.cpu().numpy(), np.float32, order="C") for t in (weight, factor))
         n = len(columns)
         index = np.arange(n // self.sub)

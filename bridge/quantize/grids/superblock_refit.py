@@ -13,22 +13,18 @@ import numpy as np
 from bridge.blocks import BlockType
 from bridge.quantize.grids.try_lines import least, line_search
 from bridge.quantize.solve.refine import GAIN, line_target, move
-from bridge.system.kernels.half import round_half
-from bridge.system.kernels.jit import specialize
-
-_ZERO = np.float32(0)
+from bridge.system.kernels.half import ZERO, round_half
+from bridge.system.kernels.jit import UNSET, specialize
 
 # set per type by `specialize`
 size = subs = sub = 0
 scale_lo: Any = 0
 scale_hi: Any = 0
 min_hi: Any = 0
-low = high = _ZERO
+low = high = ZERO
 mins = False
 lanes = m_tries = 0
-lines: Any = None
-scales: Any = None
-try_lines: Any = None
+lines = scales = try_lines = UNSET
 
 
 def _scales(codes, values, g, hw, sums, sc, mn, fields, hu, hv):
@@ -38,10 +34,10 @@ def _scales(codes, values, g, hw, sums, sc, mn, fields, hu, hv):
     """
     d = fields[0]
     dmin = fields[1]
-    if d == _ZERO:
+    if d == ZERO:
         return
     for k in range(size):
-        hv[k] = _ZERO
+        hv[k] = ZERO
     for j in range(subs if mins else 0):
         m = np.float32(mn[j])
         column = sums[j]
@@ -72,7 +68,7 @@ def _scales(codes, values, g, hw, sums, sc, mn, fields, hu, hv):
         return
     d = round_half(fields[0] + by_d)
     dmin = round_half(fields[1] + by_dmin) if mins else fields[1]
-    if mins and (d < _ZERO or dmin < _ZERO):
+    if mins and (d < ZERO or dmin < ZERO):
         return
     x = np.float64(d - fields[0])
     y = np.float64(dmin - fields[1])
@@ -97,9 +93,9 @@ def _lines(codes, values, g, hessian, order, push, inverse, sc, mn, d, dmin, for
         bound = np.float32(np.inf) if forced else left * GAIN
         old_s = np.int32(sc[j])
         old_m = np.int32(mn[j])
-        slope = _ZERO
-        if mins and dmin > _ZERO:
-            mean = _ZERO
+        slope = ZERO
+        if mins and dmin > ZERO:
+            mean = ZERO
             for k in range(sub):
                 mean += np.float32(codes[j * sub + k])
             slope = mean / np.float32(sub) * d / dmin
@@ -109,7 +105,7 @@ def _lines(codes, values, g, hessian, order, push, inverse, sc, mn, d, dmin, for
             s = min(max(old_s + by, scale_lo), scale_hi)
             m = min(max(old_m + np.int32(np.rint(slope * np.float32(s - old_s))) + m_by, np.int32(0)), min_hi)
             tried[0, lane] = d * np.float32(s)
-            tried[1, lane] = -(dmin * np.float32(m)) if mins else _ZERO
+            tried[1, lane] = -(dmin * np.float32(m)) if mins else ZERO
             tried[3, lane] = np.float32(s)
             tried[4, lane] = np.float32(m)
         try_lines(target, push[j], tried[0], tried[1], low, high, scratch[0], scratch[1], tried[2])

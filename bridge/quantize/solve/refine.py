@@ -28,6 +28,7 @@ from bridge.encode.rounding.round_loops import add, greater
 from bridge.quantize.solve.gptq_solver import Grid, dequantize, values_of
 from bridge.quantize.solve.hessian import factor_of
 from bridge.system.cpu.row_threads import over_rows, tiles
+from bridge.system.kernels.half import ZERO
 from bridge.system.kernels.jit import inner, kernel
 
 _TOGETHER = 256  # columns whose moves reach those beyond them in one product
@@ -35,7 +36,6 @@ _DESCENTS = 8  # passes of coordinate descent over a run at most
 _CHAIN = 4  # codes in a chain
 _START = np.float32(0.5)  # share of its cost that a chain's first move must bring
 GAIN = np.float32(0.9999)  # a line is taken only if its error is below this share of the old one
-_ZERO = np.float32(0)
 _NEVER = np.float32(-np.inf)
 
 
@@ -183,7 +183,7 @@ def _descend(codes, g, hessian, a, sub, low, high):
             for j in range(n):
                 step = a[row, j // sub]
                 curve = hessian[j, j] * step
-                if curve == _ZERO:
+                if curve == ZERO:
                     continue
                 old = np.float32(codes[row, j])
                 new = min(max(old + np.rint(slope[j] / curve * GAIN), least), most)
@@ -210,27 +210,26 @@ def _chains(codes, g, hessian, a, sub, low, high):
     gain, slope = np.empty(n, np.float32), np.empty(n, np.float32)
     chain, signs = np.empty(_CHAIN, np.int64), np.empty(_CHAIN, np.float32)
     for row in range(codes.shape[0]):
-        total = _ZERO
+        total = ZERO
         for j in range(n):
             step[j] = a[row, j // sub]
             cost[j] = step[j] * step[j] * hessian[j, j]
             total += cost[j]
-            up[j] = _ZERO if codes[row, j] < most else _NEVER
-            down[j] = _ZERO if codes[row, j] > least else _NEVER
-        if total == _ZERO:
+            up[j] = ZERO if codes[row, j] < most else _NEVER
+            down[j] = ZERO if codes[row, j] > least else _NEVER
+        if total == ZERO:
             continue
         for first in range(n):
             column = first
             # the cheaper direction
-            sign = np.float32(1) if g[row, column] * step[column] > _ZERO else np.float32(-1)
-            if (up[column] if sign > _ZERO else down[column]) == _NEVER:
+            sign = np.float32(1) if g[row, column] * step[column] > ZERO else np.float32(-1)
+            if (up[column] if sign > ZERO else down[column]) == _NEVER:
                 sign = -sign
             if np.float32(2) * sign * step[column] * g[row, column] < _START * cost[column]:
                 continue
             for k in range(n):
                 slope[k] = g[row, k]
-            so_far = _ZERO
-            best = _ZERO
+            so_far = best = ZERO
             length = 0
             for depth in range(_CHAIN):
                 by = sign * step[column]
@@ -246,7 +245,7 @@ def _chains(codes, g, hessian, a, sub, low, high):
                 for k in range(n):
                     slope[k] -= by * hessian[column, k]
                     v = np.float32(2) * slope[k] * step[k]
-                    v = v + up[k] if v > _ZERO else down[k] - v
+                    v = v + up[k] if v > ZERO else down[k] - v
                     v -= cost[k]
                     gain[k] = v
                 for d in range(depth + 1):  # no code twice
@@ -258,7 +257,7 @@ def _chains(codes, g, hessian, a, sub, low, high):
                 column = 0
                 while gain[column] != top:
                     column += 1
-                sign = np.float32(1) if slope[column] * step[column] > _ZERO else np.float32(-1)
+                sign = np.float32(1) if slope[column] * step[column] > ZERO else np.float32(-1)
             if not best > np.float32(1e-4) * cost[first]:
                 continue
             for d in range(length):
@@ -267,8 +266,8 @@ def _chains(codes, g, hessian, a, sub, low, high):
                 by = signs[d] * step[column]
                 for k in range(n):
                     g[row, k] -= by * hessian[column, k]
-                up[column] = _ZERO if codes[row, column] < most else _NEVER
-                down[column] = _ZERO if codes[row, column] > least else _NEVER
+                up[column] = ZERO if codes[row, column] < most else _NEVER
+                down[column] = ZERO if codes[row, column] > least else _NEVER
 
 
 @inner
@@ -277,9 +276,9 @@ def line_target(values, g, order, inverse, gathered, target):
     n = len(order)
     for k in range(n):
         gathered[k] = g[order[k]]
-    left = _ZERO
+    left = ZERO
     for i in range(n):
-        by = _ZERO
+        by = ZERO
         for k in range(n):
             by = add(by, inverse[i, k] * gathered[k])
         target[i] = values[order[i]] + by
@@ -295,7 +294,7 @@ def move(order, codes, a, c, row_codes, values, g, hessian):
         row_codes[j] = np.int16(codes[i])
         value = a * codes[i] + c
         by = value - values[j]
-        if by != _ZERO:
+        if by != ZERO:
             values[j] = value
             for k in range(len(g)):
                 g[k] -= by * hessian[j, k]

@@ -7,7 +7,8 @@ import numpy as np
 
 from bridge.system.kernels.jit import inner, kernel
 
-_LARGEST = np.float32(65504.0)
+ZERO, ONE, INFINITY = np.float32(0), np.float32(1), np.float32(np.inf)
+LEAST, LARGEST = np.float32(2.0**-24), np.float32(65504.0)  # positive halves
 _SMALLEST_NORMAL = np.float32(6.103515625e-05)
 
 
@@ -16,8 +17,8 @@ def round_half(x):
     """float32 -> the nearest half, as float32. Beyond the range it saturates at +-65504."""
     x = np.float32(x)
     size = abs(x)
-    if not size < _LARGEST:
-        return np.float32(np.copysign(_LARGEST, x))
+    if not size < LARGEST:
+        return np.float32(np.copysign(LARGEST, x))
     if size < _SMALLEST_NORMAL:  # subnormal: a fixed grid of 2^-24
         grid = np.float32(0.75)
         return np.float32(np.copysign((size + grid) - grid, x))

@@ -181,6 +181,9 @@ def _remade(module: str, name: str, arguments: tuple[Any, ...]) -> Any:
     return getattr(importlib.import_module(module), name)(*arguments)
 
 
+UNSET: Any = None  # what a module's top has for functions that `specialize` sets
+
+
 def specialize(function: Callable[..., Any], suffix: str, compile: Callable[..., Any] = kernel, **scope: Any) -> Any:
     """Compile `function` with some of its globals set to constants or compiled functions.
 
