@@ -32,7 +32,7 @@ _LAZY = {
     "Groups": "bridge.checkpoint.formats.written",
     "Method": "bridge.quantize.method",
     "Quantized": "bridge.quantize.method",
-    "gptq": "bridge.quantize.run.module",
+    "gptq": "bridge.quantize.run.layer_by_layer",
     "groups": "bridge.quantize.method",
     "quantize_block": "bridge.quantize.run.layer_by_layer",
     "quantize_model": "bridge.quantize.run.layer_by_layer",

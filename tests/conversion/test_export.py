@@ -493,7 +493,7 @@ def test_an_interrupted_export_leaves_what_was_there_and_nothing_else(
 ) -> None:
     path, out = tmp_path / "m.gguf", tmp_path / "new"
     bridge.convert(CHECKPOINT, path)
-    for where in ("conversion.checkpoints.layer_codes.LayerCodes.squared_errors", "checkpoint.write.writer.sync"):
+    for where in ("conversion.checkpoints.layer_plan.LayerCodes.squared_errors", "checkpoint.write.writer.sync"):
         monkeypatch.setattr(f"bridge.{where}", lambda *_: _raise(problem))
         with pytest.raises((KeyboardInterrupt, OSError, BridgeError)) as caught:
             bridge.export(path, out, "gptq_v2", config=CHECKPOINT)
@@ -707,7 +707,7 @@ def test_a_layer_is_written_in_pieces_as_it_is_at_once(type: str, format: str, t
     path = native(type, tmp_path)
     expected = bridge.export(path, tmp_path / "whole", format, config=CHECKPOINT)
     for limit in ("_WORDS_AT_ONCE", "_TRANSPOSED_AT_ONCE", "_CODES_AT_ONCE"):
-        monkeypatch.setattr(f"bridge.conversion.checkpoints.layer_codes.{limit}", 1)
+        monkeypatch.setattr(f"bridge.conversion.checkpoints.layer_plan.{limit}", 1)
     done = bridge.export(path, tmp_path / "pieces", format, config=CHECKPOINT)
     assert any(t.bits for t in done.tensors)
     assert [(t.name, t.how, t.bits, t.group_size) for t in done.tensors] == [

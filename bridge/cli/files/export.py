@@ -36,10 +36,9 @@ def add_parser(commands: Any) -> None:
         "tower that it holds (default: both are made of the GGUF's metadata, for architectures that are known)",
     )  # fmt: skip
     p.add_argument(
-        "--dtype",
-        choices=("F16", "BF16", "F32"),
+        "--dtype", choices=("F16", "BF16", "F32"),
         help="type of all floats (default: BF16 if the GGUF has tensors of that type, else F16)",
-    )
+    )  # fmt: skip
     p.add_argument("--force", action="store_true", help="replace a checkpoint folder that exists")
     add_calibration(p)
 

@@ -20,15 +20,13 @@ def add_parser(commands: Any) -> None:
     p.add_argument("source", help="GPTQ checkpoint: a folder, a Hub id (org/name), or a .pt file")
     p.add_argument("out", type=Path, help="folder to write (never the source itself)")
     p.add_argument(
-        "--checkpoint-format",
-        choices=("gptq", "gptq_v2"),
+        "--checkpoint-format", choices=("gptq", "gptq_v2"),
         help="gptq (v1) or gptq_v2 (default: the data's own; labels and old 3-bit files are corrected)",
-    )
+    )  # fmt: skip
     p.add_argument(
-        "--clamp",
-        action="store_true",
+        "--clamp", action="store_true",
         help="to v1: change zero points of 0 to 1, which moves their groups' weights by one step, and print the cost",
-    )
+    )  # fmt: skip
     p.add_argument("--config", metavar="DIR", type=Path, help="config.json and tokenizer, for a source without them")
     p.add_argument("--force", action="store_true", help="replace a checkpoint folder that exists")
     add_upload(p)

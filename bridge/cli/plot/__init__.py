@@ -1,25 +1,24 @@
 """Figures of reports and benchmarks: `gguf-bridge plot FILE.json`.
 
-A JSON file goes in, a picture comes out. `plot` detects four kinds of files by their content, each drawn by its module
-(report_figure, fidelity_figure, kl_figure, matvec_figure); `theme` has the colours and makes the file:
+`plot` detects four kinds of files by their content, each drawn by its module; `theme` has the colours and makes the
+picture. matplotlib is an optional extra, `plot`, and is imported when a figure is drawn.
 
-    tensors      the report of `convert`, `quantize` or `verify` (--report): error, codes kept, bits, by layer and kind
-    checkpoints  `scripts/quality/fidelity.py` (--json): what converting adds to each checkpoint's own cost
-    formats      `scripts/quality/`: bench_formats, bench_quantize or bench_real (--json): KL divergence against bits
-                 per weight
-    products     `scripts/speed/bench_matvec.py` (--json): GB/s of each type, compared with ggml and with plain reading
-
-matplotlib is an optional extra, `plot`, and is imported when a figure is drawn.
+    tensors      report_figure    of `convert`, `quantize` or `verify` (--report)
+    checkpoints  fidelity_figure  of `scripts/quality/fidelity.py` (--json)
+    formats      kl_figure        of bench_formats, bench_quantize or bench_real in `scripts/quality/` (--json)
+    products     matvec_figure    of `scripts/speed/bench_matvec.py` (--json)
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bridge.cli.options import command
 from bridge.errors import BridgeError
 from bridge.system.storage.files import read_small, write_bytes
 from bridge.system.storage.outputs import ProtectedPaths, check_outputs
@@ -31,6 +30,26 @@ if TYPE_CHECKING:
 
 ENDINGS = (".svg", ".png", ".pdf")
 _KNOWN = "the report of `convert --report`, or the --json of a benchmark in scripts/"
+_DESCRIPTION = """\
+Draw what was measured: of a report (convert, quantize or verify --report) the
+error, the codes kept and the bits of each layer; of fidelity.py --json the
+cost of each conversion; of bench_formats.py, bench_quantize.py and
+bench_real.py --json the KL divergence against size; of bench_matvec.py --json
+the speed compared with plain reading.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    p = command(commands, "plot", run, _DESCRIPTION)
+    p.add_argument("source", metavar="FILE.json", type=Path, help="the report, or the benchmark's --json")
+    p.add_argument("-o", "--out", type=Path, metavar="PICTURE", help=".svg, .png or .pdf (default: FILE.svg)")
+    p.add_argument("--dark", action="store_true", help="for a dark page; else an SVG follows the page that shows it")
+    p.add_argument("--force", action="store_true", help="replace a picture that exists")
+
+
+def run(a: argparse.Namespace) -> int:
+    print(f"wrote {plot(a.source, a.out, dark=a.dark, force=a.force)}")
+    return 0
 
 
 def plot(source: str | Path, out: str | Path | None = None, *, dark: bool = False, force: bool = False) -> Path:

@@ -14,6 +14,7 @@ from bridge.errors import BridgeError
 from bridge.gguf_file.reader import LOADS
 from bridge.runtime.sampling import Sampling
 from bridge.system.kernels import compiling
+from bridge.system.progress import Bar
 from bridge.system.storage.files import read_text
 from bridge.system.text import tell
 
@@ -50,7 +51,6 @@ def take_checkpoints(p: argparse.ArgumentParser) -> None:
 def gguf_of(a: argparse.Namespace, messages: Sequence[dict[str, str]] | None = None) -> Path:
     """The GGUF that the command was given, or one of its checkpoint, whose chat template must accept `messages`."""
     from bridge.conversion.model import gguf_of as converted
-    from bridge.system.progress import Bar
 
     with Bar("converting") as bar:
         return converted(a.model, a.config, bar, messages)
@@ -258,7 +258,6 @@ def _standard_input() -> str:
 def perplexity(a: argparse.Namespace) -> int:
     """Print perplexity, and with a reference the divergences from it."""
     from bridge.runtime.replies import perplexity as measure
-    from bridge.system.progress import Bar
 
     text = read_text(a.file)
     context = a.length if a.context is None else a.context

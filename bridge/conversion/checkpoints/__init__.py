@@ -1,5 +1,5 @@
 """The way to checkpoints: of a GGUF (`export`), and of float models (`to_checkpoint`).
 
 checkpoint_plan, layer_plan    what becomes of each layer in a format
-layer_codes, codes_of_blocks   blocks back to codes in groups
+codes_of_blocks                blocks back to codes in groups
 """

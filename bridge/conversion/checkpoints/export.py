@@ -26,8 +26,7 @@ from bridge.checkpoint.write.block_words import ReusedArrays
 from bridge.checkpoint.write.writer import CheckpointWriter
 from bridge.conversion.checkpoints import layer_plan
 from bridge.conversion.checkpoints.checkpoint_plan import CheckpointPlan
-from bridge.conversion.checkpoints.layer_codes import LayerCodes, Rows
-from bridge.conversion.checkpoints.layer_plan import ALL_CODES, AS_FLOATS, CALIBRATED, EXACT, ROUNDED
+from bridge.conversion.checkpoints.layer_plan import ALL_CODES, AS_FLOATS, CALIBRATED, EXACT, ROUNDED, LayerCodes, Rows
 from bridge.conversion.checkpoints.to_checkpoint import group_rounding
 from bridge.conversion.gguf_input.gguf_checkpoint import open_source
 from bridge.conversion.gguf_input.gguf_config import checked_source, write_config

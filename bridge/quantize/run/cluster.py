@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -24,18 +24,11 @@ from bridge.quantize.run.worker import Worker, added, close_workers, layers_of_b
 from bridge.system.cpu.row_threads import slices
 
 
-class Cluster(Protocol):
-    """`distributed.Client`, or what has its two methods."""
-
-    def submit(self, function: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
-        """Start a task; what this returns may be an argument of others, for its result."""
-
-    def gather(self, futures: list[Any]) -> list[Any]:
-        """The results."""
-
-
 class LocalCluster:
-    """A cluster of this process, which runs a task when it is submitted."""
+    """What is used of `distributed.Client`, for this process: a task runs when it is submitted.
+
+    What `submit` returns may be an argument of other tasks, for its result.
+    """
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **_options: Any) -> Any:
         return function(*args)
@@ -48,11 +41,12 @@ class LocalCluster:
 class Spread:
     """Where tasks run.
 
+    cluster  a `distributed.Client`, or what has the methods of `LocalCluster`
     parts    of the sequences
     options  of `submit` for a task of a part, by its number: the worker that should have it
     """
 
-    cluster: Cluster = field(default_factory=LocalCluster)
+    cluster: Any = field(default_factory=LocalCluster)
     parts: int = 1
     options: Callable[[int], dict[str, Any]] = lambda part: {}
 

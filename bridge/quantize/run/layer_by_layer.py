@@ -7,13 +7,15 @@ or be read block by block from a checkpoint (`float_model`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from operator import getitem
 from typing import Any
 
 import torch
 from torch import nn
 
+from bridge.errors import BridgeError
+from bridge.quantize.method import Method, Quantized, groups, superblocks
 from bridge.quantize.model.block_inputs import BlockInputs
 from bridge.quantize.model.float_model import FloatModel
 from bridge.quantize.model.stages import Stage
@@ -23,6 +25,7 @@ from bridge.quantize.run.block_work import Batch, Ends
 from bridge.quantize.run.cluster import Tasks
 from bridge.quantize.run.walk import Walk, rows_at_once
 from bridge.quantize.run.worker import Worker, any_has_too_few_tokens, completed, merged_experts
+from bridge.system.options import checked
 
 
 def quantize_model(
@@ -87,6 +90,50 @@ class _SingleBlock(InMemory):
 
     def name(self, layer: str) -> str:
         return layer.removeprefix(".0.")
+
+
+@checked
+def gptq(
+    module: nn.Module,
+    batches: Iterable[Any],
+    *,
+    bits: int = 4,
+    group_size: int = 128,
+    symmetric: bool = True,
+    act_order: str = "fixed",
+    damping: float = 0.01,
+    sweeps: int = 0,
+    type: str | None = None,
+    wanted: Callable[[str], bool] = lambda name: True,
+) -> dict[str, Quantized]:
+    """Quantize every Linear, Conv1D and Conv2d of a module in place, in the order of their calls.
+
+    batches     the module's arguments: for each call a tensor, a tuple of positional or a mapping of named ones
+    bits, group_size, symmetric   of the groups; group_size -1: one group a row; bits 0: ternary
+    act_order, damping   see `Method`
+    sweeps      of refinement after GPTQ; 0: none
+    type        a GGUF type, whose blocks replace the groups
+    wanted      whether to quantize the layer of this name
+
+    Every layer is calibrated on inputs from the quantized layers before it. Returns the layers by name.
+    """
+    inputs = [_block_inputs(batch) for batch in batches]
+    if not inputs:
+        raise BridgeError("no calibration batches; give at least one")
+    grid = superblocks(type) if type else groups(bits, group_size, symmetric)
+    method = Method(grid, act_order, damping, sweeps=sweeps)
+    training = module.training
+    module.eval()
+    try:
+        return dict(quantize_block(module, inputs, method.layer, wanted=wanted))
+    finally:
+        module.train(training)
+
+
+def _block_inputs(batch: Any) -> BlockInputs:
+    if isinstance(batch, Mapping):
+        return BlockInputs(None, kwargs=dict(batch), named=True)
+    return BlockInputs(batch[0], tuple(batch[1:])) if isinstance(batch, tuple | list) else BlockInputs(batch)
 
 
 def _block(tasks: Tasks, block: int, done: dict[str, Any]) -> Generator[tuple[str, Any], None, Ends]:
