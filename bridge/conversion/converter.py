@@ -105,12 +105,10 @@ def convert_as(
 
     check_all(path, reads)
     with open_source(
-        checkpoint,
-        options.config,
-        needs_config=template is None,
+        checkpoint, options.config, needs_config=template is None,
         detect_lattice=options.detect_lattice if given_plan is None else given_plan.detect_lattice,
         by_family=bool(options.calibrate or adapter) or (given_plan is not None and not given_plan.by_gguf_names),
-    ) as ckpt:
+    ) as ckpt:  # fmt: skip
         if adapter is not None:
             merge(ckpt, adapter)
         options = options.for_source(coded=bool(ckpt.modules))
@@ -272,12 +270,9 @@ def plan_as(
     reads = ProtectedPaths().with_files(files_of(options.template, options.imatrix, *texts))
     check_outputs(outputs, options.force, reads)
     with open_source(
-        checkpoint,
-        options.config,
-        needs_config=options.template is None,
-        detect_lattice=options.detect_lattice,
+        checkpoint, options.config, needs_config=options.template is None, detect_lattice=options.detect_lattice,
         by_family=options.calibrate is not None,
-    ) as ckpt:
+    ) as ckpt:  # fmt: skip
         check_outputs(outputs, options.force, with_checkpoint(reads, ckpt))
         options = options.for_source(coded=bool(ckpt.modules))
         calibrate, importance, _ = _measured(ckpt, options, options.imatrix, None)

@@ -1,8 +1,6 @@
 """A size budget: the type of each tensor of a plan chosen so that the file fits its bytes and the model loses least.
 
-What a tensor loses in each type is estimated from a text (`quantize.budget.sensitivity`), the types are allocated
-under the exact limit, and trial models measure the KL divergence, and swaps of types (`quantize.budget.search`).
-Tensors that keep their codes, norms, and tensors with a type from the user stay as planned, and count with their bytes.
+docs/quantize.md tells how. Estimates are in `quantize.budget.sensitivity`, trial models in `quantize.budget.search`.
 
 Cost: a pass of the text for the Hessians (quantizing takes four to six), for each layer and type that of quantizing 32
 rows, a pass of 4096 tokens there and back, one of these through a trial model, and at most 32 of a quarter of them
@@ -28,6 +26,7 @@ from bridge.conversion.planning.plan import Plan, PlannedTensor
 from bridge.conversion.planning.planner import Planner, newer_notes
 from bridge.conversion.planning.recipe import Recipe
 from bridge.conversion.writing.gguf_writer import added_bytes, file_bytes, padded
+from bridge.encode.type_choice import requantizers
 from bridge.errors import BridgeError, parameter
 from bridge.quantize.budget.layer_costs import LayerCosts
 from bridge.quantize.run.calibration_text import calibration_set, enough_of
@@ -133,8 +132,6 @@ def _item(tensor: PlannedTensor, plan: Plan, planner: Planner, settings: Calibra
     are for floats of layers and the head, and NVFP4 counts with the scales of its matrices. Static act-order takes
     columns of codebooks apart.
     """
-    from bridge.encode.type_choice import requantizers
-
     reader = planner.reader
     stored = {reader.stored_as(part) for part in tensor.parts}
     columns = tensor.shape[-1]
@@ -283,8 +280,7 @@ def _probe(tokens: torch.Tensor, count: int) -> torch.Tensor:
     """Windows of the text for trial models, int64 [windows, length], evenly spaced, of `count` tokens.
 
     They are as long as the sequences, unless there would be fewer than `_BATCHES`: errors of q and k are felt more at
-    later positions. In a small Llama they cost up to 2.9 times as much with 512 tokens as with 256. If all sequences
-    start with the same token, which is BOS, so do the windows.
+    later positions. If all sequences start with the same token, which is BOS, so do the windows.
     """
     length = min(max(1, count // _BATCHES), tokens.shape[1])
     windows = tokens[:, : tokens.shape[1] // length * length].reshape(-1, length)

@@ -33,7 +33,7 @@ from bridge.quantize.model.block_inputs import BlockInputs, first_of
 from bridge.quantize.model.replay import Replay
 from bridge.quantize.model.stages import find_stages, stage_inputs
 from bridge.quantize.quantizer import LayerInput
-from bridge.quantize.solve.gptq_solver import dequantize, error, round_to_nearest
+from bridge.quantize.solve.gptq_solver import dequantize, error_share, round_to_nearest
 from bridge.quantize.solve.hessian import Hessian
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]  # float [rows, columns] -> rounded
@@ -196,8 +196,7 @@ class Awq:
             size = self.method.grid(*weight.shape).fit_columns
             layer = replace(layer, weight=clipped(weight, hessian, size, self._rounding))
         values, done = self.method.layer(layer, columns)
-        power = error(weight, torch.zeros_like(weight), hessian)
-        return values, replace(done, error=error(weight, values, hessian) / power if power else 0.0)
+        return values, replace(done, error=error_share(weight, values, hessian))
 
     def _rounding(self, weight: torch.Tensor) -> torch.Tensor:
         """To nearest, on the method's grid."""

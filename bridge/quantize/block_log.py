@@ -68,15 +68,11 @@ class BlockLog:
             name: {key: getattr(layer, key) for key in _RECORDED} | {"seconds": round(layer.seconds, 3)}
             for name, layer in layers.items()
         }
-        self.records.append(
-            {
-                "block": number,
-                "seconds": round(seconds, 3),
-                "tokens_a_second": round(self._tokens / max(seconds, 1e-3), 1),
-                "seconds_left": round(self._left(), 1),
-                "layers": by_layer,
-            }
-        )
+        speed, left = round(self._tokens / max(seconds, 1e-3), 1), round(self._left(), 1)
+        self.records.append({
+            "block": number, "seconds": round(seconds, 3), "tokens_a_second": speed, "seconds_left": left,
+            "layers": by_layer,
+        })  # fmt: skip
 
     def _left(self) -> float:
         """Seconds, from the weights that are left and the time that those of this run took."""

@@ -20,15 +20,8 @@ from bridge.quantize.grids.group import GroupGrid
 from bridge.quantize.grids.plain import PlainGrid
 from bridge.quantize.grids.superblock import SuperblockGrid
 from bridge.quantize.quantizer import LayerInput
-from bridge.quantize.solve.gptq_solver import (
-    Solution,
-    dequantize,
-    error,
-    fit_all,
-    grouped_act_order,
-    round_to_nearest,
-    solve,
-)  # fmt: skip
+from bridge.quantize.solve import gptq_solver
+from bridge.quantize.solve.gptq_solver import Solution, dequantize, error_share, solve
 from bridge.quantize.solve.hessian import Factored, damp, damped_diagonal, shrinkage_of, shrunk
 from bridge.quantize.solve.refine import metrics_of, move_all, product, refine, spans_of
 from bridge.quantize.solve.target import HeldError, target_of
@@ -138,7 +131,7 @@ class Method:
             order = columns_by_diagonal(hessian)
         elif self.act_order == "fixed":
             parts = (grid.sub, grid.unit) if grid.vectors else ()
-            order = grouped_act_order(hessian, grid.fit_columns, *parts)
+            order = gptq_solver.grouped_act_order(hessian, grid.fit_columns, *parts)
         columns_in_order = layout if order is None else order if layout is None else layout[order]
         factor_order = None if columns_in_order is None else torch.from_numpy(columns_in_order).to(weight.device)
         held, judge = layer.hessian.held, None
@@ -178,18 +171,14 @@ class Method:
             solution = Solution(codes, solution.damping)
         some = slice(None, None, max(1, len(target) // _ROWS))
         sample = target[some]
-        lost = error(sample, dequantize(np.ascontiguousarray(solution.codes[some]), grid, some), unshrunk)
-        power = error(sample, torch.zeros(()).expand(sample.shape), unshrunk)
+        values = dequantize(np.ascontiguousarray(solution.codes[some]), grid, some)
+        share = nearest = error_share(sample, values, unshrunk)
         seconds = compiling.clock() - begun
-        share = lost / power if power else 0.0
-        nearest = share
         if solution.damping < float("inf"):
             few = sample[:: max(1, len(sample) // _NEAREST_ROWS)]
-            few_power = error(few, torch.zeros(()).expand(few.shape), unshrunk)
             alike = np.ones(few.shape[1], np.float32)
             other = self.grid(*few.shape)
-            few_lost = error(few, dequantize(round_alone(few, other, alike), other), unshrunk)
-            nearest = few_lost / few_power if few_power else 0.0
+            nearest = error_share(few, dequantize(round_alone(few, other, alike), other), unshrunk)
         done = Quantized(layer.name, grid, solution.codes, layout, share, solution.damping, seconds, nearest, alone)
         return done.values().to(weight.device), done
 
@@ -245,9 +234,9 @@ class Method:
 def round_alone(weight: torch.Tensor, grid: Any, importance: np.ndarray) -> np.ndarray:
     """Codes int16 [rows, columns] of weights rounded to nearest on a new grid; `importance`: what errors cost."""
     if not grid.vectors:
-        return round_to_nearest(weight, grid, importance)
+        return gptq_solver.round_to_nearest(weight, grid, importance)
     codes = np.empty(weight.shape, np.int16)
-    fit_all(weight, grid, importance)
+    gptq_solver.fit_all(weight, grid, importance)
     roots = torch.from_numpy(importance).clamp_min(torch.finfo(torch.float32).tiny).rsqrt()
     for run, span in enumerate(spans_of(weight.shape[1], grid)):
         part = weight[:, span].clone()

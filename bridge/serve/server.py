@@ -60,18 +60,11 @@ def serve(model: Model, listening: socket.socket, limits: Limits, grace: float) 
     if model.chat_template is not None:
         keep_renderer()
     config = uvicorn.Config(
-        make_app(model, limits, engine),
-        http=_Connection,
-        ws="none",
-        log_level="error",  # no line for what any client may send
-        access_log=False,
-        server_header=False,
-        limit_concurrency=_most_connections(engine.most + _OTHERS) + 1,
-        backlog=_BACKLOG,
-        timeout_graceful_shutdown=int(grace) + 5,
+        make_app(model, limits, engine), http=_Connection, ws="none", lifespan="on", backlog=_BACKLOG,
+        log_level="error", access_log=False, server_header=False,  # no line for what any client may send
+        limit_concurrency=_most_connections(engine.most + _OTHERS) + 1, timeout_graceful_shutdown=int(grace) + 5,
         h11_max_incomplete_event_size=1 << 16,
-        lifespan="on",
-    )
+    )  # fmt: skip
     server = _Server(config, engine, grace)
     host, port = listening.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host

@@ -18,7 +18,11 @@ from bridge.checkpoint import Checkpoint
 from bridge.conversion.gguf_input.gguf_checkpoint import GgufCheckpoint
 from bridge.conversion.planning.part_reader import PartReader
 from bridge.errors import BridgeError
+from bridge.models import describe_model
 from bridge.models.outline import Outline, OutlineTensor, Part
+from bridge.models.template import describe_template
+from bridge.models.tokenizer.gguf_tokenizer import highest_token
+from bridge.models.wrapper import text_config, text_names, with_text
 
 _ROWS = 1024  # of a matrix that are compared at a time
 _EMBEDDINGS = re.compile(r"(\w+\.)?(embed_tokens|wte|embeddings)\.weight")  # of tokens, by their usual names
@@ -39,12 +43,8 @@ def outline_of(
         if pre is not None:
             outline.metadata["tokenizer.ggml.pre"] = GGUFValue(pre, GGUFValueType.STRING)
     elif template is not None:
-        from bridge.models.template import describe_template
-
         outline = describe_template(ckpt, template)
     else:
-        from bridge.models import describe_model
-
         shapes = {name: info.shape for name, info in ckpt.tensors.items()}
         shapes |= {f"{module}.weight": info.shape for module, info in ckpt.modules.items()}
         ckpt.config, notes = _mended(ckpt)  # calibration builds the model from it, too
@@ -74,8 +74,6 @@ def _number(ckpt: Checkpoint, name: str) -> float:
 def _mended(ckpt: Checkpoint) -> tuple[dict[str, Any], list[str]]:
     """config.json with what the tensors contradict put right, and notes: the vocabulary's size, and whether a head is
     tied to the embeddings."""
-    from bridge.models.wrapper import text_names
-
     text, _ = text_names([*ckpt.tensors, *(f"{module}.weight" for module in ckpt.modules)])
     config, notes = _with_rows(ckpt, ckpt.config, text)
     untied = _untied(ckpt, config, text)
@@ -85,9 +83,6 @@ def _mended(ckpt: Checkpoint) -> tuple[dict[str, Any], list[str]]:
 def _with_rows(ckpt: Checkpoint, config: dict[str, Any], text: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
     """The config with as many tokens as the embeddings have rows, where these are more and not only padding: rows of
     zeros that have no token."""
-    from bridge.models.tokenizer.gguf_tokenizer import highest_token
-    from bridge.models.wrapper import text_config, with_text
-
     stored = next((name for text_name, name in text.items() if _EMBEDDINGS.fullmatch(text_name)), None)
     embedding = _weight(ckpt, stored.removesuffix(".weight")) if stored is not None else None
     size = text_config(config).get("vocab_size")

@@ -14,12 +14,9 @@ from bridge.models.outline import ModelTensor
 
 # tensors whose scale llama.cpp's graph multiplies by (build 11549); it loads the others' scales without using them
 _MULTIPLIED = {
-    "llama": ("attn_", "ffn_", "output"),
-    "qwen3": ("attn_", "ffn_", "output"),
-    "qwen3moe": ("attn_", "ffn_", "output"),
-    "qwen2": ("attn_", "output"),
-    "qwen2moe": ("attn_", "output"),
-}
+    "llama": ("attn_", "ffn_", "output"), "qwen3": ("attn_", "ffn_", "output"), "qwen3moe": ("attn_", "ffn_", "output"),
+    "qwen2": ("attn_", "output"), "qwen2moe": ("attn_", "output"),
+}  # fmt: skip
 # of floats that are rounded: scales of 16 weights have 4 bits from 2^-14 on, and reach 1.75, so weights 10.5. The usual
 # scale, of the largest weight, gives the same 4 bits, but takes a look at all weights before the file is planned
 _ROUNDED = 2.0**-8

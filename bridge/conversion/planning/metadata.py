@@ -19,22 +19,14 @@ _KNOWN = (
     (r"general\.(tags|languages|datasets)", GGUFValueType.ARRAY),
     (r"tokenizer\.(chat_template.*|ggml\.(model|pre))|.*\.rope\.scaling\.type", GGUFValueType.STRING),
     (r"tokenizer\.ggml\.\w+_token_id", GGUFValueType.UINT32),
-    (
-        r".*\.(context_length|embedding_length|block_count|feed_forward_length|vocab_size|expert_(\w+_)?count"
-        r"|attention\.(head_count|head_count_kv|key_length|value_length|sliding_window)|rope\.dimension_count"
-        r"|rope\.scaling\.original_context_length)",
-        GGUFValueType.UINT32,
-    ),
-    (
-        r".*\.(rope\.freq_base\w*|rope\.scaling\.(factor|attn_factor|yarn_\w+)|attention\.(layer_norm\w*_epsilon|scale)"
-        r"|\w+_scale|\w*softcapping)",
-        GGUFValueType.FLOAT32,
-    ),
-    (
-        r"tokenizer\.ggml\.(add_\w+|remove_extra_whitespaces)|.*\.(attention\.causal|expert_weights_norm)",
-        GGUFValueType.BOOL,
-    ),
-)
+    (r".*\.(context_length|embedding_length|block_count|feed_forward_length|vocab_size|expert_(\w+_)?count"
+     r"|attention\.(head_count|head_count_kv|key_length|value_length|sliding_window)|rope\.dimension_count"
+     r"|rope\.scaling\.original_context_length)", GGUFValueType.UINT32),
+    (r".*\.(rope\.freq_base\w*|rope\.scaling\.(factor|attn_factor|yarn_\w+)|attention\.(layer_norm\w*_epsilon|scale)"
+     r"|\w+_scale|\w*softcapping)", GGUFValueType.FLOAT32),
+    (r"tokenizer\.ggml\.(add_\w+|remove_extra_whitespaces)|.*\.(attention\.causal|expert_weights_norm)",
+     GGUFValueType.BOOL),
+)  # fmt: skip
 
 
 def with_given(metadata: Mapping[str, GGUFValue], pairs: Sequence[tuple[str, Any]]) -> dict[str, GGUFValue]:
@@ -50,7 +42,8 @@ def with_given(metadata: Mapping[str, GGUFValue], pairs: Sequence[tuple[str, Any
     for key, value in pairs:
         if key.startswith(_FIXED):
             raise refused("metadata", (key, value), f"{key} describes the file; it cannot be given")
-        kind = entries[key].type if key in entries else _known(key)
+        known = next((kind for pattern, kind in _KNOWN if re.fullmatch(pattern, key)), None)
+        kind = entries[key].type if key in entries else known
         try:
             if kind == GGUFValueType.ARRAY:
                 entries[key] = _list(value, entries[key].sub_type if key in entries else GGUFValueType.STRING)
@@ -69,10 +62,6 @@ _NAMES = {
     None: "text, a number, true, false or a list of one kind of these",
     GGUFValueType.ARRAY: "a list like the one there is, or of texts",
 }
-
-
-def _known(key: str) -> GGUFValueType | None:
-    return next((kind for pattern, kind in _KNOWN if re.fullmatch(pattern, key)), None)
 
 
 def _list(value: Any, kind: GGUFValueType | None) -> GGUFValue:

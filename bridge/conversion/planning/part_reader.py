@@ -6,21 +6,18 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bridge.checkpoint import Checkpoint
 from bridge.checkpoint.files.dtypes import not_finite
+from bridge.checkpoint.grouped import CodedTensor
 from bridge.conversion.gguf_input.gguf_checkpoint import GgufCheckpoint
+from bridge.conversion.planning.plan import PlannedTensor
 from bridge.errors import BridgeError
 from bridge.models.config.model_config import sizes_of
 from bridge.models.outline import FRAMES, ModelTensor, Part, changed_shape
 from bridge.system.cpu.row_threads import chunks
-
-if TYPE_CHECKING:
-    from bridge.checkpoint.grouped import CodedTensor
-    from bridge.conversion.planning.plan import PlannedTensor
 
 _OF_CODES = (None, "transposed", "conv1d")  # what can be done to codes, too
 _ELEMENTWISE: dict[str, Callable[[np.ndarray], np.ndarray]] = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from gguf import GGML_QUANT_VERSION, GGUFValueType, LlamaFileType
@@ -24,6 +24,7 @@ from bridge.blocks.small.nvfp4 import NVFP4
 from bridge.blocks.small.tq2_0 import TQ2_0
 from bridge.blocks.tensor_types import FLOAT_TYPES
 from bridge.checkpoint import Checkpoint
+from bridge.checkpoint.grouped import CodedTensor
 from bridge.conversion.gguf_input.gguf_checkpoint import GgufCheckpoint
 from bridge.conversion.planning.checkpoint_outline import outline_of
 from bridge.conversion.planning.importance import Importance
@@ -41,9 +42,6 @@ from bridge.models.outline import ModelTensor, Outline, OutlineTensor, Part, num
 from bridge.quantize.settings import Calibration
 from bridge.system.cpu.cpus import usable_cpus
 from bridge.system.progress import Progress
-
-if TYPE_CHECKING:
-    from bridge.checkpoint.grouped import CodedTensor
 
 AnyTensor = TypeVar("AnyTensor", bound=ModelTensor)
 

@@ -6,9 +6,6 @@ spends bits on codes that already fit a smaller type. A block or float type is t
 
 Explicit options for single tensors win over `--type`, the most specific first: `--tensor-type REGEX=TYPE`
 (searched in the GGUF name, last match wins), then `--output-type`, `--token-embd-type`, `--actorder-type`.
-
-`--for llama.cpp@BUILD` names the build that must load the file. llama.cpp has Q2_0 since build 10015 (July 2026):
-`auto` uses it where the file is for such a build, `exact` unless it is for an earlier one.
 """
 
 import re

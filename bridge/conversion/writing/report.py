@@ -156,16 +156,11 @@ class Report(CommandReport):
     def save(self, path: Path) -> None:
         """Write everything as JSON; an earlier report is replaced. Raises BridgeError where that fails."""
         record = {
-            "checkpoint": self.checkpoint,
-            "format": self.checkpoint_format,
-            "outputs": [str(p) for p in self.outputs],
-            "source_bytes": self.source_bytes,
-            "output_bytes": self.output_bytes,
-            "seconds": round(self.seconds, 3),
-            "compile_seconds": round(self.compile_seconds, 3),
-            "notes": self.notes,
+            "checkpoint": self.checkpoint, "format": self.checkpoint_format, "outputs": [str(p) for p in self.outputs],
+            "source_bytes": self.source_bytes, "output_bytes": self.output_bytes, "seconds": round(self.seconds, 3),
+            "compile_seconds": round(self.compile_seconds, 3), "notes": self.notes,
             "tensors": [t.as_dict() for t in self.tensors],
-        }
+        }  # fmt: skip
         if self.blocks:
             record["blocks"] = self.blocks
         save_report(path, record)

@@ -10,20 +10,23 @@ import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import gguf
 import numpy as np
 
 from bridge.blocks.read import WRITTEN
 from bridge.checkpoint import Checkpoint
+from bridge.checkpoint.grouped import CodedTensor
 from bridge.conversion.gguf_input.gguf_checkpoint import open_source
 from bridge.conversion.paths import files_of, with_checkpoint
 from bridge.conversion.planning.checkpoint_outline import outline_of
 from bridge.conversion.planning.mmproj import mmproj_path, tower_outline
 from bridge.conversion.planning.part_reader import PartReader
 from bridge.conversion.writing.report import AS_IS, FLOAT, Outcome, Report, TensorReport, carried_outcome, lost_codes
+from bridge.encode.block_bytes import unpack_codes
+from bridge.encode.carrying.carry import Fidelity, carry, obstacle, stored_codes
 from bridge.encode.limits import FLOAT_LIMIT, REQUANTIZED_LIMIT
+from bridge.encode.type_choice import has_exact_fp16_scales
 from bridge.errors import BridgeError
 from bridge.gguf_file.reader import StoredModel, StoredTensor, expect_model, read_gguf
 from bridge.models.outline import OutlineTensor
@@ -37,9 +40,6 @@ from bridge.system.storage.outputs import ProtectedPaths
 from bridge.system.text import percent
 
 _WINDOW = 256  # tokens of a text that are read together
-
-if TYPE_CHECKING:
-    from bridge.checkpoint.grouped import CodedTensor
 
 
 @checked
@@ -215,8 +215,6 @@ def _compare(reader: PartReader, tensor: OutlineTensor, stored: _Stored) -> Tens
 
 def _compare_floats(reader: PartReader, tensor: OutlineTensor, stored: _Stored) -> Outcome:
     """A tensor that came as floats."""
-    from bridge.encode.carrying.carry import Fidelity
-
     if tensor.data is not None:
         values = stored.values(0, None).reshape(tensor.shape)
         error, signal = _sums(iter([(tensor.data.reshape(tensor.shape), values)]))
@@ -229,8 +227,6 @@ def _compare_floats(reader: PartReader, tensor: OutlineTensor, stored: _Stored) 
 
 def _compare_codes(reader: PartReader, tensor: OutlineTensor, stored: _Stored) -> Outcome:
     """A tensor that came as codes, all of it or most parts. Parts that came as floats are not in its fidelity."""
-    from bridge.encode.carrying.carry import Fidelity, obstacle
-
     block = WRITTEN.get(stored.type)
     reasons: list[str] = []
     notes: list[str] = []
@@ -287,10 +283,6 @@ def _sums(pairs: Iterator[tuple[np.ndarray, np.ndarray]]) -> tuple[float, float]
 def _codes_kept(t: CodedTensor, stored: _Stored, first_row: int) -> tuple[int, int]:
     """How many integer codes in the file are the checkpoint's, shifted or mirrored as the type has them; and how many
     are not, though a plain type holds them bit for bit: Q8_0 by the block, the others all or none."""
-    from bridge.encode.block_bytes import unpack_codes
-    from bridge.encode.carrying.carry import carry, obstacle, stored_codes
-    from bridge.encode.type_choice import has_exact_fp16_scales
-
     block = WRITTEN.get(stored.type)
     if block is None or obstacle(t, block):
         return 0, 0

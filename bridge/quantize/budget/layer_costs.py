@@ -124,12 +124,9 @@ class LayerCosts:
             return dict.fromkeys(types, Cost(0.0))
         metrics = [OutputMetric(layer.hessian.matrix, *rows)]
         costs = layer_costs(
-            layer.weight,
-            metrics,
-            self._methods(layer.hessian),
-            layer.hessian.mean_squares(),
+            layer.weight, metrics, self._methods(layer.hessian), layer.hessian.mean_squares(),
             scale=self.scales[layer.name],
-        )
+        )  # fmt: skip
         return costs | {type: Cost(0.0, 0.0) for type in types if self.carries(layer.name, type)}
 
     def _methods(self, hessian: Hessian) -> dict[str, Rounding | None]:

@@ -131,11 +131,9 @@ class _Expert(nn.Module):
         act_fn, own_gate, interleaved = self._gate
         gate, up = self.gate_proj(x), self.up_proj(x)
         if own_gate is None:
-            output: torch.Tensor = self.down_proj(act_fn(gate) * up)
-            return output
+            return self.down_proj(act_fn(gate) * up)  # type: ignore[no-any-return]
         both = torch.stack((gate, up), -1).flatten(-2) if interleaved else torch.cat((gate, up), -1)
-        output = self.down_proj(own_gate(both))
-        return output
+        return self.down_proj(own_gate(both))  # type: ignore[no-any-return]
 
 
 def _own_gate(fused: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:

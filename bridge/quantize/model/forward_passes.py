@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from bridge.errors import BridgeError
 from bridge.quantize.model import block_inputs
@@ -149,14 +148,10 @@ class Passes:
                             stack.enter_context(self.changed(module, values))
                     x = [keep(self._call(i, block, call, inputs)) for call, inputs in zip(calls, x, strict=True)]
             finally:
-                self._drop(i)
+                if not self.room():
+                    self.model.drop(i)
             outputs.append(list(x))
         return outputs
-
-    def _drop(self, block: int) -> None:
-        """Free a block's weights where memory is short; they may be needed again."""
-        if not self.room():
-            self.model.drop(block)
 
     def keep(self, x: torch.Tensor) -> Any:
         """Activations in the store, where there is one."""
@@ -293,8 +288,12 @@ class Passes:
 
     def _last_gradient(self, batch: int, generator: torch.Generator) -> torch.Tensor:
         x = _value(self.inputs[-1][batch]).detach().to(self.model.device).requires_grad_()
-        for positions in self._spans(x):
-            with torch.enable_grad(), self._positions(positions):
+        # some positions at a time: the logits of all would take several times 4 bytes for each and word
+        step = max(1, LOGITS // (self.model.vocabulary * len(x)))
+        head = block_inputs.head_of(self.model.model)[1]
+        for start in range(0, x.shape[1], step):
+            hook = partial(_with_positions, slice(start, start + step))
+            with torch.enable_grad(), head.register_forward_pre_hook(hook):
                 logits = self.logits(batch, x)
             p = logits.detach().softmax(-1).flatten(0, 1)
             self._predicted += p.sum(0) - p.square().sum(0)
@@ -303,17 +302,6 @@ class Passes:
             logits.backward(of_logits.view_as(logits))
         assert x.grad is not None
         return x.grad.cpu()
-
-    def _spans(self, x: torch.Tensor) -> Iterator[slice]:
-        """Some positions at a time: the logits of all would take several times 4 bytes for each and word."""
-        step = max(1, LOGITS // (self.model.vocabulary * len(x)))
-        for start in range(0, x.shape[1], step):
-            yield slice(start, start + step)
-
-    def _positions(self, positions: slice) -> RemovableHandle:
-        """Have the head see only these positions of a sequence until the hook's context ends."""
-        head = block_inputs.head_of(self.model.model)[1]
-        return head.register_forward_pre_hook(lambda _module, args: (args[0][:, positions], *args[1:]))
 
 
 def _value(x: Any) -> torch.Tensor:
@@ -374,6 +362,11 @@ class _OutputGradients:
             return OutputHessian(blocks, scale=scale)
         held = self.held_products.mul_(norm * self.tokens / (tokens * self.held_tokens))
         return OutputHessian(blocks, held, self.held_tokens / self.tokens, scale)
+
+
+def _with_positions(positions: slice, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A hook before the head, which sees only these positions of a sequence."""
+    return args[0][:, positions], *args[1:]
 
 
 def _gather(sums: _OutputGradients, module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ parameters are fitted together (a group, a superblock), and each run into sub-ru
     low, high          range of codes q
     a, c               float32 [rows, columns / sub], the lines; valid for runs that were fitted
     ternary            codes 0, 1, 2 mean c, 0, a: the line bends
-    vectors            the grid rounds whole runs and chooses their lines meanwhile (`VectorGrid`)
+    vectors            the grid rounds whole runs and chooses their lines meanwhile (`CodebookGrid.round_run`)
     fit(run, weights, importance, quick)
     copy_rows(rows, source, source_rows)
 
@@ -59,20 +59,6 @@ class Grid(Protocol):
 
     def copy_rows(self, rows: np.ndarray, source: Self, source_rows: np.ndarray) -> None:
         """Set the parameters of rows to those of `source_rows` of another grid of the same kind."""
-
-
-class VectorGrid(Grid, Protocol):
-    """A grid that rounds whole runs, and chooses their scales meanwhile."""
-
-    unit: int  # columns that are rounded at once
-
-    def round_run(
-        self, run: int, weight: torch.Tensor, columns: np.ndarray, factor: torch.Tensor
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Codes int16 and errors (divided by the factor's diagonal) float32 [rows, n] of weight [rows, n].
-
-        columns  int [n], counted from the run's first; factor [n, n]: U of these
-        """
 
 
 @dataclass(frozen=True)
@@ -237,6 +223,12 @@ def error(weight: torch.Tensor, values: np.ndarray | torch.Tensor, hessian: torc
     return total
 
 
+def error_share(weight: torch.Tensor, values: np.ndarray | torch.Tensor, hessian: torch.Tensor) -> float:
+    """tr(E H E^T) of E = weight - values, over tr(W H W^T); 0 where that is 0."""
+    power = error(weight, torch.zeros(()).expand(weight.shape), hessian)
+    return error(weight, values, hessian) / power if power else 0.0
+
+
 def grouped_act_order(hessian: torch.Tensor, fit_columns: int, *parts: int) -> np.ndarray:
     """Act-order inside fixed groups: runs by falling sum of diag H, columns by falling diag H -> int [columns].
 
@@ -308,7 +300,8 @@ class _State:
     def leaf(self, begin: int, end: int) -> None:
         """Round at most _LEAF columns one after the other."""
         lines = self.order[begin:end] // self.grid.sub
-        weight, u = (_numpy(t) for t in (self.weight[:, begin:end], self.factor[begin:end, begin:end]))
+        parts = self.weight[:, begin:end], self.factor[begin:end, begin:end]
+        weight, u = (np.array(part.cpu().numpy(), order="C") for part in parts)
         codes, a, c = self.codes[:, begin:end], self.grid.a, self.grid.c
         low, high, ternary = self.grid.low, self.grid.high, self.grid.ternary
         over_rows(len(codes), lambda r: _leaf(weight[r], u, a[r], c[r], lines, low, high, ternary, codes[r]), _ROWS)
@@ -318,10 +311,6 @@ class _State:
 def _back(order: np.ndarray) -> torch.Tensor:
     """int64 [columns]: the position of each column in `order`."""
     return torch.from_numpy(np.argsort(order))
-
-
-def _numpy(tensor: torch.Tensor) -> np.ndarray:
-    return np.array(tensor.cpu().numpy(), order="C")
 
 
 @inner

@@ -7,8 +7,7 @@ For alpha 1, sum |W x_float - W' x|^2 is  tr(E H E^T) of E = W* - W' plus a cons
 error under H minimizes this one too. Tokens that are held back show how much of C is chance: they choose alpha.
 
 C takes 2 n^2 operations a token for n inputs. A layer of m <= n outputs needs W C alone, and from the outputs that
-the float model computes anyway, R = 2/n sum W x_float x^T takes 2 m n: W C = R - W H. R is rounded to float32, so W C
-has an error of 1e-7 R, where n tokens leave chance of 1 / sqrt(n) of it.
+the float model computes anyway, R = 2/n sum W x_float x^T takes 2 m n: W C = R - W H.
 
 If a layer's output is added to the residual h, and to nothing else (`replay.End`), their sum is what has to come close:
 R = 2/n sum (W x_float + h_float - h) x^T,  so that the layer also makes up for what h has lost before it.

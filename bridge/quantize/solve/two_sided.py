@@ -3,10 +3,9 @@
 To second order, errors E = W - W' of a layer's weights raise the loss by  mean (g^T E x)^2 / 2  a token, with its
 inputs x, and g the gradient of the log-likelihood with respect to the layer's outputs, of a token drawn from the
 model's own prediction (`forward_passes`). Here that is  tr(A E H E^T) / 2,  A [out, out] of g and H of x (`hessian`):
-the Kronecker-factored Hessian of YAQA (Tseng et al. 2025, arXiv 2505.22988). There A = mean g g^T and H = mean x x^T,
-as if g and x of a token had nothing to do with each other. But a few tokens hold most of mean |g|^2 in real models, the
-first of a sequence above all, and have inputs of their own. So half of each token's |g|^2 weighs its inputs
-(`token_weights`), and  A = mean g g^T / |g|  times mean |g|. With A = 1, rows do not matter to each other.
+the Kronecker-factored Hessian of YAQA (Tseng et al. 2025, arXiv 2505.22988), whose A is mean g g^T. Here half of each
+token's |g|^2 weighs its inputs (`token_weights`), so that g and x of a token stay tied (docs/quantize.md says why), and
+A = mean g g^T / |g|  times mean |g|. With A = 1, rows do not matter to each other.
 
 How much of A off its diagonal is chance, or of one kind of text, tokens show that are held back: `output_shrinkage`.
 

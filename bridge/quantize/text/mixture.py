@@ -1,7 +1,6 @@
 """Calibration sequences of several sources (`sources`), and which of them are held back to choose settings on.
 
-`default` is half the model's own samples (`own_samples`), half the shipped texts, as many of each kind as of the others
-as far as they go (`default_text`). The samples number at most 65,536 tokens.
+`default` is half the model's own samples (`own_samples`), half the shipped texts, all kinds alike (`default_text`).
 
 Files and shipped texts are kinds of text. Where there are two or more, the smallest kinds, together at least a quarter
 of the sequences, are held back: what is chosen on them has to serve texts of another kind than those it was fitted to.
