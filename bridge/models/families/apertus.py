@@ -6,10 +6,7 @@ The numbers are tensors of the checkpoint and keys of the GGUF.
 from bridge.models.family import NO_BIASES, Expected, Family, Row, attention, decoder
 
 APERTUS = Family(
-    titles=("Apertus",),
-    arch="apertus",
-    architectures=("ApertusForCausalLM",),
-    model_type="apertus",
+    titles=("Apertus",), arch="apertus", architectures=("ApertusForCausalLM",), model_type="apertus",
     keys={"rms_norm_eps": 1e-5, "rope_theta": 12000000.0},
     expects=(Expected("hidden_act", ("xielu",), written=True), NO_BIASES),
     numbers={
@@ -23,4 +20,4 @@ APERTUS = Family(
         Row("mlp.up_proj", "inner hidden"),
         Row("mlp.down_proj", "hidden inner", columns_of=("mlp.up_proj",)),
     ),
-)
+)  # fmt: skip

@@ -23,14 +23,10 @@ def _notes(config: Config) -> list[str]:
 
 
 BITNET = Family(
-    titles=("BitNet¹¹",),
-    arch="bitnet",
-    architectures=("BitNetForCausalLM",),
-    model_type="bitnet",
+    titles=("BitNet¹¹",), arch="bitnet", architectures=("BitNetForCausalLM",), model_type="bitnet",
     keys={"max_position_embeddings": 2048, "rope_theta": 500000.0, "rms_norm_eps": 1e-5},
     expects=(
-        Expected("hidden_act", ("relu2", "silu")),
-        NO_BIASES,
+        Expected("hidden_act", ("relu2", "silu")), NO_BIASES,
         Expected("tie_word_embeddings", (True,), _NO_HEAD, written=True),
     ),
     metadata=(Key("hidden_activation", "hidden_act", "relu2", missing="silu"),),
@@ -42,4 +38,4 @@ BITNET = Family(
         Row("mlp.up_proj", "inner hidden"),
         Row("mlp.down_proj", "hidden inner"),  # its columns keep their order, since the norm before it has weights
     ),
-)
+)  # fmt: skip

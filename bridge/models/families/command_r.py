@@ -14,21 +14,15 @@ def _context(config: Config, _args: Arguments) -> dict[str, Any]:
 
 
 COMMAND_R = Family(
-    titles=("Command-R",),
-    arch="command-r",
-    architectures=("CohereForCausalLM",),
-    model_type="cohere",
+    titles=("Command-R",), arch="command-r", architectures=("CohereForCausalLM",), model_type="cohere",
     keys={"tie_word_embeddings": True, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "use_qk_norm": False},
     expects=(
-        SILU,
-        NO_BIASES,
+        SILU, NO_BIASES,
         Expected("tie_word_embeddings", (True,), "llama.cpp's graph for this architecture has no head of its own"),
     ),
     names={"rms_norm_eps": "layer_norm_eps"},
     metadata=(
-        Key("logit_scale", "logit_scale", 0.0625),
-        Constant("rope.scaling.type", "none"),
-        Computed(_context),
+        Key("logit_scale", "logit_scale", 0.0625), Constant("rope.scaling.type", "none"), Computed(_context),
         Present("use_qk_norm", "attn_q_norm.weight"),
     ),
     layer_norm=True,
@@ -40,4 +34,4 @@ COMMAND_R = Family(
         ),
         *gated_mlp("mlp", "inner"),
     ),
-)
+)  # fmt: skip

@@ -144,8 +144,7 @@ def latent_table(*experts: Row, indexer: tuple[Row, ...] = ()) -> tuple[Row, ...
 
 
 DEEPSEEK2 = Family(
-    titles=("DeepSeek V2 and V3", "Kimi K2 and K2.5"),
-    arch="deepseek2",
+    titles=("DeepSeek V2 and V3", "Kimi K2 and K2.5"), arch="deepseek2",
     architectures=(
         "DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM", "KimiK2ForCausalLM", "KimiK25ForConditionalGeneration",
     ),
@@ -155,20 +154,17 @@ DEEPSEEK2 = Family(
     names={"num_experts": "n_routed_experts", "head_dim": "qk_rope_head_dim"},
     sizes=_sizes,
     metadata=(*LATENT, Computed(config=_version)),
-    wrapped=True,
-    predicts="dropped",
+    wrapped=True, predicts="dropped",
     table=latent_table(*EXPERTS),
 )  # fmt: skip
 
 # GLM-4.7-Flash
 GLM4_MOE_LITE = replace(
     DEEPSEEK2,
-    titles=("GLM-4.7 Flash",),
-    architectures=("Glm4MoeLiteForCausalLM",),
-    predicts="carried",
+    titles=("GLM-4.7 Flash",), architectures=("Glm4MoeLiteForCausalLM",), predicts="carried",
     model_type="glm4_moe_lite",
     keys={**DEEPSEEK2.keys, "first_k_dense_replace": 1, "rms_norm_eps": 1e-5},
-)
+)  # fmt: skip
 
 
 def _indexed_sizes(config: Config, args: Arguments) -> dict[str, int]:
@@ -194,30 +190,21 @@ _INDEXER = (
 
 DEEPSEEK32 = replace(
     DEEPSEEK2,
-    titles=("DeepSeek V3.2",),
-    arch="deepseek32",
-    named_as="glm-dsa",
-    architectures=("DeepseekV32ForCausalLM",),
-    predicts="carried",
-    model_type="deepseek_v32",
+    titles=("DeepSeek V3.2",), arch="deepseek32", named_as="glm-dsa", architectures=("DeepseekV32ForCausalLM",),
+    predicts="carried", model_type="deepseek_v32",
     keys={**DEEPSEEK2.keys, "first_k_dense_replace": 3},
     sizes=_indexed_sizes,
     metadata=(
-        *LATENT,
-        Key("attention.indexer.head_count", "index_n_heads", defines="index_heads"),
+        *LATENT, Key("attention.indexer.head_count", "index_n_heads", defines="index_heads"),
         Key("attention.indexer.key_length", "index_head_dim", defines="index_head"),
-        Key("attention.indexer.top_k", "index_topk"),
-        Computed(_full, _full_config),
+        Key("attention.indexer.top_k", "index_topk"), Computed(_full, _full_config),
     ),
     table=latent_table(*EXPERTS, indexer=_INDEXER),
-)
+)  # fmt: skip
 
 GLM5 = replace(
     DEEPSEEK32,
-    titles=("GLM-5",),
-    arch="glm-dsa",
-    architectures=("GlmMoeDsaForCausalLM",),
-    model_type="glm_moe_dsa",
+    titles=("GLM-5",), arch="glm-dsa", architectures=("GlmMoeDsaForCausalLM",), model_type="glm_moe_dsa",
     keys={**DEEPSEEK32.keys, "rms_norm_eps": 1e-5},
     table=latent_table(*EXPERTS, indexer=tuple(replace(row, optional=True) for row in _INDEXER)),
-)
+)  # fmt: skip

@@ -130,10 +130,7 @@ def _expert(kind: str, shape: str, module: str, published: str, stack: str) -> t
 
 
 DEEPSEEK4 = Family(
-    titles=("DeepSeek V4",),
-    arch="deepseek4",
-    named_as="deepseek2",
-    architectures=("DeepseekV4ForCausalLM",),
+    titles=("DeepSeek V4",), arch="deepseek4", named_as="deepseek2", architectures=("DeepseekV4ForCausalLM",),
     model_type="deepseek_v4",
     keys={
         "head_dim": 512, "num_key_value_heads": 1, "num_experts": None, "moe_intermediate_size": None,
@@ -162,8 +159,7 @@ DEEPSEEK4 = Family(
         Key("hyper_connection.epsilon", "hc_eps", 1e-6), Key("hash_layer_count", size="hashed"),
         Key("embedding_length_out", size="all"),
     ),
-    predicts="dropped",
-    bare=True,
+    predicts="dropped", bare=True,
     table=(
         *decoder(
             _named("attn_norm", "hidden", "input_layernorm", "attn_norm"),

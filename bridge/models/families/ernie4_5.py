@@ -28,14 +28,12 @@ _UNKNOWN = "llama.cpp's converter knows no such model"
 _ATTENTION = pre_norm_attention()
 
 ERNIE4_5 = Family(
-    titles=("ERNIE 4.5",),
-    arch="ernie4_5",
-    architectures=("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"),
+    titles=("ERNIE 4.5",), arch="ernie4_5", architectures=("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"),
     model_type="ernie4_5",
     keys={"tie_word_embeddings": True, "rope_theta": 500000.0, "rms_norm_eps": 1e-5, "head_dim": 128},
     expects=(SILU, Expected("use_bias", (False,), _UNKNOWN)),
     table=decoder(*_ATTENTION, *gated_mlp("mlp", "inner")),
-)
+)  # fmt: skip
 
 
 def _shared(config: Config, args: Arguments) -> dict[str, int]:
@@ -58,9 +56,7 @@ def _checked(config: Config, args: Arguments) -> dict[str, Any]:
 
 ERNIE4_5_MOE = replace(
     ERNIE4_5,
-    titles=("ERNIE 4.5 MoE",),
-    arch="ernie4_5-moe",
-    architectures=("Ernie4_5_MoeForCausalLM",),
+    titles=("ERNIE 4.5 MoE",), arch="ernie4_5-moe", architectures=("Ernie4_5_MoeForCausalLM",),
     model_type="ernie4_5_moe",
     keys={
         "tie_word_embeddings": True, "rope_theta": 500000.0, "rms_norm_eps": 1e-5, "num_experts": None,

@@ -28,10 +28,7 @@ def _windows(config: Config, args: Arguments) -> dict[str, Any]:
 
 
 EXAONE4 = Family(
-    titles=("EXAONE 4",),
-    arch="exaone4",
-    architectures=("Exaone4ForCausalLM",),
-    model_type="exaone4",
+    titles=("EXAONE 4",), arch="exaone4", architectures=("Exaone4ForCausalLM",), model_type="exaone4",
     keys={"rms_norm_eps": 1e-5},
     expects=(SILU, NO_BIASES),
     metadata=(Computed(_windows, window_config),),
@@ -41,4 +38,4 @@ EXAONE4 = Family(
         *gated_mlp("mlp", "inner"),
         Row("post_feedforward_layernorm", "hidden"),
     ),
-)
+)  # fmt: skip

@@ -63,10 +63,7 @@ def _has_head(args: Arguments) -> bool:
 
 
 FALCON_H1 = Family(
-    titles=("Falcon-H1",),
-    arch="falcon-h1",
-    architectures=("FalconH1ForCausalLM",),
-    model_type="falcon_h1",
+    titles=("Falcon-H1",), arch="falcon-h1", architectures=("FalconH1ForCausalLM",), model_type="falcon_h1",
     keys={"head_dim": None, "rms_norm_eps": 1e-5},
     expects=(
         SILU, NO_BIASES, Expected("mlp_bias", (False,)), Expected("projectors_bias", (False,)),

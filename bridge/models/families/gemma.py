@@ -72,33 +72,26 @@ def _table(*norms: Row) -> tuple[Row, ...]:
 _KEYS = {"tie_word_embeddings": True, "head_dim": 256, "max_position_embeddings": 8192}
 
 GEMMA2 = Family(
-    titles=("Gemma 2",),
-    arch="gemma2",
-    architectures=("Gemma2ForCausalLM",),
-    model_type="gemma2",
+    titles=("Gemma 2",), arch="gemma2", architectures=("Gemma2ForCausalLM",), model_type="gemma2",
     keys=_KEYS,
     expects=(GELU, NO_BIASES),
     names={"hidden_act": "hidden_activation"},
     metadata=(
         Key("attn_logit_softcapping", "attn_logit_softcapping", 50.0),
-        Key("final_logit_softcapping", "final_logit_softcapping", 30.0),
-        Computed(_gemma2, _config),
+        Key("final_logit_softcapping", "final_logit_softcapping", 30.0), Computed(_gemma2, _config),
     ),
     table=_table(),
-)
+)  # fmt: skip
 
 GEMMA3 = Family(
-    titles=("Gemma 3",),
-    arch="gemma3",
-    architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+    titles=("Gemma 3",), arch="gemma3", architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
     model_type="gemma3_text",
     keys={
         **_KEYS, "max_position_embeddings": 131072, "rope_theta": 1000000.0, "num_attention_heads": 8,
         "num_key_value_heads": 4, "vocab_size": 262208,
     },
     expects=(
-        *GEMMA2.expects,
-        Expected("use_bidirectional_attention", (False, None)),  # EmbeddingGemma's
+        *GEMMA2.expects, Expected("use_bidirectional_attention", (False, None)),  # EmbeddingGemma's
         Expected("attn_logit_softcapping", (None,), "llama.cpp's graph for this architecture has none"),
         Expected("final_logit_softcapping", (None,), "no published model of this architecture has it"),
     ),

@@ -99,9 +99,7 @@ def _everywhere(table: tuple[Row, ...]) -> tuple[Row, ...]:
 
 
 GEMMA3N = Family(
-    titles=("Gemma 3n",),
-    arch="gemma3n",
-    architectures=("Gemma3nForConditionalGeneration", "Gemma3nForCausalLM"),
+    titles=("Gemma 3n",), arch="gemma3n", architectures=("Gemma3nForConditionalGeneration", "Gemma3nForCausalLM"),
     model_type="gemma3n_text",
     keys={"tie_word_embeddings": True, "head_dim": 256, "layer_types": None, "rope_theta": 1000000.0},
     expects=(
@@ -112,8 +110,7 @@ GEMMA3N = Family(
     names={"hidden_act": "hidden_activation"},
     sizes=_sizes,
     metadata=(Computed(_metadata, _config),),
-    language_model=("gemma3n_text", "Gemma3nForCausalLM"),
-    wrapped=True,
+    language_model=("gemma3n_text", "Gemma3nForCausalLM"), wrapped=True,
     table=_everywhere(
         decoder(
             *NORMS,

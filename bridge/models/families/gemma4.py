@@ -159,19 +159,14 @@ NORMS = (
 )  # fmt: skip
 
 GEMMA4 = Family(
-    titles=("Gemma 4 (also MoE)",),
-    arch="gemma4",
-    architectures=("Gemma4ForConditionalGeneration", "Gemma4ForCausalLM"),
-    model_type="gemma4_text",
+    titles=("Gemma 4 (also MoE)",), arch="gemma4",
+    architectures=("Gemma4ForConditionalGeneration", "Gemma4ForCausalLM"), model_type="gemma4_text",
     keys={"tie_word_embeddings": True, "head_dim": 256, "layer_types": None},
     expects=(GELU, NO_BIASES, Expected("use_bidirectional_attention", (None, "vision"))),
     names={"hidden_act": "hidden_activation"},
     sizes=_sizes,
     metadata=(Computed(_metadata, _config),),
-    language_model=("gemma4_text", "Gemma4ForCausalLM"),
-    tokenizer="gemma4",
-    wrapped=True,
-    alternative=".experts.",
+    language_model=("gemma4_text", "Gemma4ForCausalLM"), tokenizer="gemma4", wrapped=True, alternative=".experts.",
     table=decoder(
         *NORMS,
         *_attention("q", "kv", "head", lambda kind: kind != _GLOBAL),
@@ -197,7 +192,6 @@ GEMMA4 = Family(
 # its images and sounds are embedded without towers
 GEMMA4_UNIFIED = replace(
     GEMMA4,
-    titles=("Gemma 4 12B",),
-    architectures=("Gemma4UnifiedForConditionalGeneration", "Gemma4UnifiedForCausalLM"),
+    titles=("Gemma 4 12B",), architectures=("Gemma4UnifiedForConditionalGeneration", "Gemma4UnifiedForCausalLM"),
     model_type="gemma4_unified_text",
-)
+)  # fmt: skip

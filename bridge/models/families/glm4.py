@@ -30,10 +30,7 @@ from bridge.models.family import (
 from bridge.models.prediction import prediction
 
 GLM4 = Family(
-    titles=("GLM-4-0414",),
-    arch="glm4",
-    architectures=("Glm4ForCausalLM",),
-    model_type="glm4",
+    titles=("GLM-4-0414",), arch="glm4", architectures=("Glm4ForCausalLM",), model_type="glm4",
     keys={"partial_rotary_factor": 0.5, "attention_bias": False, "head_dim": 128, "rms_norm_eps": 1e-5},
     metadata=(ATTENTION_BIAS,),
     table=decoder(
@@ -45,7 +42,7 @@ GLM4 = Family(
         Row("mlp.down_proj", "hidden inner", columns_of=("mlp.gate_up_proj",)),
         Row("post_mlp_layernorm", "hidden"),
     ),
-)
+)  # fmt: skip
 
 
 def _router(normalized: bool) -> tuple[Entry, ...]:
@@ -70,10 +67,7 @@ def _dots1(config: Config, args: Arguments) -> dict[str, Any]:
 
 
 GLM4_MOE = Family(
-    titles=("GLM-4.5 to 4.7",),
-    arch="glm4moe",
-    architectures=("Glm4MoeForCausalLM",),
-    model_type="glm4_moe",
+    titles=("GLM-4.5 to 4.7",), arch="glm4moe", architectures=("Glm4MoeForCausalLM",), model_type="glm4_moe",
     keys={
         "partial_rotary_factor": 0.5, "attention_bias": False, "use_qk_norm": False, "num_experts": None,
         "moe_intermediate_size": None, "first_k_dense_replace": 1, "rms_norm_eps": 1e-5,
@@ -102,39 +96,29 @@ GLM4_MOE = Family(
 
 SOLAR_OPEN = replace(
     GLM4_MOE,
-    titles=("Solar Open",),
-    architectures=("SolarOpenForCausalLM",),
-    model_type="solar_open",
+    titles=("Solar Open",), architectures=("SolarOpenForCausalLM",), model_type="solar_open",
     keys={
-        **GLM4_MOE.keys,
-        "partial_rotary_factor": 1.0,
-        "first_k_dense_replace": 0,
-        "head_dim": 128,
+        **GLM4_MOE.keys, "partial_rotary_factor": 1.0, "first_k_dense_replace": 0, "head_dim": 128,
         "rope_theta": 1000000.0,
     },
     predicts=None,
-)
+)  # fmt: skip
 
 DOTS1 = replace(
     GLM4_MOE,
-    titles=("dots.llm1",),
-    arch="dots1",
-    architectures=("Dots1ForCausalLM",),
-    model_type="dots1",
+    titles=("dots.llm1",), arch="dots1", architectures=("Dots1ForCausalLM",), model_type="dots1",
     keys={"use_qk_norm": True, "num_experts": None, "moe_intermediate_size": 1408, "first_k_dense_replace": 0},
     expects=(*GLM4_MOE.expects, NO_BIASES),
     metadata=(*_router(False), Computed(_dots1)),
     predicts=None,
-)
+)  # fmt: skip
 
 
 # the language model of GLM-4.5V and 4.6V
 GLM4V_MOE = replace(
     GLM4_MOE,
-    titles=("GLM-4.5V and 4.6V",),
-    architectures=("Glm4vMoeForConditionalGeneration",),
-    model_type="glm4v_moe",
+    titles=("GLM-4.5V and 4.6V",), architectures=("Glm4vMoeForConditionalGeneration",), model_type="glm4v_moe",
     keys={**GLM4_MOE.keys, "attention_bias": True},
     metadata=(*GLM4_MOE.metadata, Computed(rope_sections)),
     wrapped=True,
-)
+)  # fmt: skip

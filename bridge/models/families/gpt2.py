@@ -9,10 +9,7 @@ def _conv1d(name: str, shape: str, columns_of: tuple[str, ...] = ()) -> Row:
 
 
 GPT2 = Family(
-    titles=("GPT-2",),
-    arch="gpt2",
-    architectures=("GPT2LMHeadModel",),
-    model_type="gpt2",
+    titles=("GPT-2",), arch="gpt2", architectures=("GPT2LMHeadModel",), model_type="gpt2",
     keys={"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "inner_per_hidden": 4},
     expects=(
         Expected("activation_function", ("gelu_new", "gelu_pytorch_tanh", "gelu")),
@@ -25,10 +22,7 @@ GPT2 = Family(
     },
     sizes=lambda _config, args: {"context": args.context},
     metadata=(Computed(config=lambda stored: {"n_ctx": stored.values["max_position_embeddings"]}),),
-    lacks=("head_dim",),
-    layer_norm=True,
-    rotary=False,
-    bare=True,
+    lacks=("head_dim",), layer_norm=True, rotary=False, bare=True,
     table=decoder(
         Row("ln_1", "hidden", bias=required),
         _conv1d("attn.c_attn", "q+kv+kv hidden"),

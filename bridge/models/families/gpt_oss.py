@@ -50,10 +50,7 @@ def _biases(size: str, start: int = 0, step: int = 1) -> Callable[[Arguments, st
 
 
 GPT_OSS = Family(
-    titles=("gpt-oss",),
-    arch="gpt-oss",
-    architectures=("GptOssForCausalLM",),
-    model_type="gpt_oss",
+    titles=("gpt-oss",), arch="gpt-oss", architectures=("GptOssForCausalLM",), model_type="gpt_oss",
     alternative=_EXPERTS,
     keys={
         "num_experts": None, "attention_bias": True, "head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 150000.0,

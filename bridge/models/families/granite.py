@@ -39,12 +39,9 @@ _SHARED = Key("expert_shared_feed_forward_length", "shared_intermediate_size", d
 
 GRANITE = replace(
     LLAMA,
-    titles=("Granite 3",),
-    arch="granite",
-    architectures=("GraniteForCausalLM",),
-    model_type="granite",
+    titles=("Granite 3",), arch="granite", architectures=("GraniteForCausalLM",), model_type="granite",
     metadata=(*_FACTORS, ATTENTION_BIAS),
-)
+)  # fmt: skip
 
 
 def _kind(stored: StoredKeys) -> dict[str, Any]:
@@ -80,10 +77,8 @@ _STACKED = (
 
 GRANITE_MOE = replace(
     GRANITE,
-    titles=("Granite 3 MoE",),
-    arch="granitemoe",
-    architectures=("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"),
-    model_type="granitemoe",
+    titles=("Granite 3 MoE",), arch="granitemoe",
+    architectures=("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"), model_type="granitemoe",
     keys={**LLAMA.keys, "num_experts": None},
     alternative="_linear.weight",
     metadata=(*_FACTORS, _SHARED, ATTENTION_BIAS, Computed(config=_kind)),
@@ -92,7 +87,7 @@ GRANITE_MOE = replace(
         *pre_norm_attention(bias=configured, o_bias=configured, interleaved=True),
         *_STACKED,
     ),
-)
+)  # fmt: skip
 
 
 def _sizes(config: Config, args: Arguments) -> dict[str, int]:
@@ -123,9 +118,7 @@ def _attends(args: Arguments, layer: int) -> bool:
 
 GRANITE_HYBRID = replace(
     GRANITE_MOE,
-    titles=("Granite 4 hybrid",),
-    arch="granitehybrid",
-    architectures=("GraniteMoeHybridForCausalLM",),
+    titles=("Granite 4 hybrid",), arch="granitehybrid", architectures=("GraniteMoeHybridForCausalLM",),
     model_type="granitemoehybrid",
     keys={**GRANITE_MOE.keys, "layer_types": None},
     expects=(

@@ -37,29 +37,23 @@ def _config(stored: StoredKeys) -> dict[str, Any]:
 _ATTENTION = pre_norm_attention(Row("self_attn.query_layernorm", "head"), Row("self_attn.key_layernorm", "head"))
 
 HUNYUAN = Family(
-    titles=("Hunyuan (dense)",),
-    arch="hunyuan-dense",
-    architectures=("HunYuanDenseV1ForCausalLM",),
+    titles=("Hunyuan (dense)",), arch="hunyuan-dense", architectures=("HunYuanDenseV1ForCausalLM",),
     model_type="hunyuan_v1_dense",
     keys={"rms_norm_eps": 1e-5},
     expects=(SILU, NO_BIASES),
     metadata=(Computed(_stretched, _config),),
     table=decoder(*_ATTENTION, *gated_mlp("mlp", "inner")),
-)
+)  # fmt: skip
 
 HUNYUAN_MOE = replace(
     HUNYUAN,
-    titles=("Hunyuan MoE",),
-    arch="hunyuan-moe",
-    architectures=("HunYuanMoEV1ForCausalLM",),
+    titles=("Hunyuan MoE",), arch="hunyuan-moe", architectures=("HunYuanMoEV1ForCausalLM",),
     model_type="hunyuan_v1_moe",
     keys={**HUNYUAN.keys, "num_experts": None, "moe_intermediate_size": None},
     names={"num_experts_per_tok": "moe_topk", "moe_intermediate_size": "intermediate_size"},
     metadata=(
-        *HUNYUAN.metadata,
-        Key("expert_shared_feed_forward_length", size="inner"),
-        Constant("expert_weights_norm", True),
-        Key("expert_shared_count", "num_shared_expert", 1),
+        *HUNYUAN.metadata, Key("expert_shared_feed_forward_length", size="inner"),
+        Constant("expert_weights_norm", True), Key("expert_shared_count", "num_shared_expert", 1),
     ),
     table=decoder(
         *_ATTENTION,
@@ -67,4 +61,4 @@ HUNYUAN_MOE = replace(
         *EXPERTS[1:],
         *gated_mlp("mlp.shared_mlp", "inner"),
     ),
-)
+)  # fmt: skip

@@ -67,10 +67,7 @@ def _mamba(part: str, shape: str, **more: Any) -> Row:
 
 
 JAMBA = Family(
-    titles=("Jamba",),
-    arch="jamba",
-    architectures=("JambaForCausalLM",),
-    model_type="jamba",
+    titles=("Jamba",), arch="jamba", architectures=("JambaForCausalLM",), model_type="jamba",
     keys={"num_experts": 16},
     expects=(
         SILU, Expected("mamba_proj_bias", (False,)), Expected("mamba_conv_bias", (True,)),
@@ -82,8 +79,7 @@ JAMBA = Family(
         Key("ssm.state_size", "mamba_d_state", 16, defines="state"), Key("ssm.inner_size", size="ssm_inner"),
         Key("ssm.time_step_rank", "mamba_dt_rank", size="dt_rank"),
     ),
-    lacks=("head_dim",),
-    rotary=False,
+    lacks=("head_dim",), rotary=False,
     table=decoder(
         Row("input_layernorm", "hidden"),
         _mamba("in_proj", "ssm_inner+ssm_inner hidden"),

@@ -72,24 +72,18 @@ _LAYERS = (
 _NORM = Row("model.embedding_norm", "hidden")
 
 LFM2 = Family(
-    titles=("LFM2",),
-    arch="lfm2",
-    architectures=("Lfm2ForCausalLM", "LFM2ForCausalLM"),
-    model_type="lfm2",
+    titles=("LFM2",), arch="lfm2", architectures=("Lfm2ForCausalLM", "LFM2ForCausalLM"), model_type="lfm2",
     keys={"tie_word_embeddings": True, "rope_theta": 1e6, "rms_norm_eps": 1e-5, "layer_types": None},
     names={"rms_norm_eps": "norm_eps"},
     expects=(Expected("conv_bias", (False,)),),
     sizes=_adjusted,
     metadata=(*_KEYS, Computed(config=lambda _stored: {"block_auto_adjust_ff_dim": False})),
     table=decoder(*_LAYERS, *_network("feed_forward", "inner"), norm=_NORM),
-)
+)  # fmt: skip
 
 LFM2_MOE = replace(
     LFM2,
-    titles=("LFM2 MoE",),
-    arch="lfm2moe",
-    architectures=("Lfm2MoeForCausalLM",),
-    model_type="lfm2_moe",
+    titles=("LFM2 MoE",), arch="lfm2moe", architectures=("Lfm2MoeForCausalLM",), model_type="lfm2_moe",
     keys={**LFM2.keys, "num_experts": None, "moe_intermediate_size": None, "first_k_dense_replace": 2},
     names={**LFM2.names, "first_k_dense_replace": "num_dense_layers"},
     expects=(

@@ -13,8 +13,7 @@ from bridge.models.config.model_config import Config
 from bridge.models.family import SILU, Expected, Family, configured, decoder, gated_mlp, pre_norm_attention
 
 LLAMA = Family(
-    titles=("Llama 1 to 3.x",),
-    arch="llama",
+    titles=("Llama 1 to 3.x",), arch="llama",
     architectures=("LlamaForCausalLM", "LLaMAForCausalLM"),  # the second is from its first weeks
     model_type="llama",
     # 2048 is transformers' default, for the configs of the first Llama
@@ -25,7 +24,7 @@ LLAMA = Family(
         *pre_norm_attention(bias=configured, o_bias=configured, interleaved=True),
         *gated_mlp("mlp", "inner", bias=lambda args: args.mlp_bias),
     ),
-)
+)  # fmt: skip
 
 
 def _every_fourth(config: Config, args: Arguments) -> dict[str, Any]:
@@ -37,11 +36,8 @@ def _every_fourth(config: Config, args: Arguments) -> dict[str, Any]:
 
 SMOLLM3 = replace(
     LLAMA,
-    titles=("SmolLM3",),
-    arch="smollm3",
-    architectures=("SmolLM3ForCausalLM",),
-    model_type="smollm3",
+    titles=("SmolLM3",), arch="smollm3", architectures=("SmolLM3ForCausalLM",), model_type="smollm3",
     keys={**LLAMA.keys, "tie_word_embeddings": True, "rope_theta": 2000000.0},
     expects=(SILU, Expected("no_rope_layer_interval", (4,), "llama.cpp omits rotation in every fourth layer")),
     metadata=(Computed(_every_fourth),),
-)
+)  # fmt: skip

@@ -45,9 +45,7 @@ def _sparse(args: Arguments, layer: int) -> bool:
 _EXPERTS = "feed_forward.experts"
 
 LLAMA4 = Family(
-    titles=("Llama 4",),
-    arch="llama4",
-    architectures=("Llama4ForConditionalGeneration", "Llama4ForCausalLM"),
+    titles=("Llama 4",), arch="llama4", architectures=("Llama4ForConditionalGeneration", "Llama4ForCausalLM"),
     model_type="llama4_text",
     keys={
         "rope_theta": 500000.0, "attention_bias": False, "num_experts": None, "moe_intermediate_size": None,
@@ -63,11 +61,8 @@ LLAMA4 = Family(
         Computed(_checked, lambda stored: {"use_qk_norm": stored.get("expert_count") != _MAVERICK}),
         Key("interleave_moe_layer_step", "interleave_moe_layer_step", 1), ATTENTION_BIAS,
     ),
-    language_model=("llama4_text", "Llama4ForCausalLM"),
-    written_as={"num_experts": "num_local_experts"},
-    wrapped=True,
-    alternative=_EXPERTS,
-    unstacked=True,
+    language_model=("llama4_text", "Llama4ForCausalLM"), written_as={"num_experts": "num_local_experts"}, wrapped=True,
+    alternative=_EXPERTS, unstacked=True,
     table=decoder(
         *pre_norm_attention(bias=configured, o_bias=configured),
         *in_layers(other_layers(_sparse), *gated_mlp("feed_forward", "inner")),

@@ -72,10 +72,7 @@ def _config(stored: StoredKeys) -> dict[str, Any]:
 
 
 MAMBA2 = Family(
-    titles=("Mamba-2",),
-    arch="mamba2",
-    architectures=("Mamba2ForCausalLM",),
-    model_type="mamba2",
+    titles=("Mamba-2",), arch="mamba2", architectures=("Mamba2ForCausalLM",), model_type="mamba2",
     keys={
         "num_attention_heads": 1, "inner_per_hidden": 2, "head_dim": 64, "max_position_embeddings": CONTEXT,
         "rms_norm_eps": 1e-5,
@@ -88,8 +85,7 @@ MAMBA2 = Family(
         Computed(config=_config), Constant("feed_forward_length", 0), Constant("attention.head_count", 0),
         *(Constant(f"attention.{key}", None) for key in ("head_count_kv", "key_length", "value_length")),
     ),
-    lacks=("intermediate_size", "num_attention_heads", "num_key_value_heads"),
-    rotary=False,
+    lacks=("intermediate_size", "num_attention_heads", "num_key_value_heads"), rotary=False,
     table=decoder(
         Row("norm", "hidden"),
         *mamba2("mixer"),

@@ -41,10 +41,7 @@ def _m2_config(stored: StoredKeys) -> dict[str, Any]:
 
 
 MINIMAX_M2 = Family(
-    titles=("MiniMax M2",),
-    arch="minimax-m2",
-    architectures=("MiniMaxM2ForCausalLM",),
-    model_type="minimax_m2",
+    titles=("MiniMax M2",), arch="minimax-m2", architectures=("MiniMaxM2ForCausalLM",), model_type="minimax_m2",
     keys={
         "head_dim": 128, "rope_theta": 5000000.0, "partial_rotary_factor": 1.0, "rotary_dim": None, "num_experts": None,
     },
@@ -52,8 +49,7 @@ MINIMAX_M2 = Family(
     metadata=(
         Constant("expert_gating_func", 2),  # sigmoid
         Key("expert_feed_forward_length", size="inner"), Computed(config=_m2_config)),
-    written_as={"num_experts": "num_local_experts"},
-    alternative="block_sparse_moe",
+    written_as={"num_experts": "num_local_experts"}, alternative="block_sparse_moe",
     table=decoder(
         *pre_norm_attention(Row("self_attn.q_norm", "q"), Row("self_attn.k_norm", "kv")),
         *EXPERTS,
@@ -107,9 +103,7 @@ def _index(part: str, shape: str, **more: Any) -> Row:
 
 
 MINIMAX_M3 = Family(
-    titles=("MiniMax M3",),
-    arch="minimax-m3",
-    named_as="glm4moe",
+    titles=("MiniMax M3",), arch="minimax-m3", named_as="glm4moe",
     architectures=("MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3SparseForCausalLM", "MiniMaxM3VLForCausalLM"),
     model_type="minimax_m3_vl_text",
     keys={
@@ -134,10 +128,7 @@ MINIMAX_M3 = Family(
         Key("attention.indexer.local_blocks", "index_local_blocks", size="local"), Computed(config=_m3_config),
     ),
     language_model=("minimax_m3_vl_text", "MiniMaxM3SparseForCausalLM"),
-    written_as={"num_experts": "num_local_experts"},
-    wrapped=True,
-    predicts="dropped",
-    alternative="block_sparse_moe",
+    written_as={"num_experts": "num_local_experts"}, wrapped=True, predicts="dropped", alternative="block_sparse_moe",
     table=decoder(
         Row("input_layernorm", "hidden", change="+1"),
         *attention(Row("self_attn.q_norm", "head", change="+1"), Row("self_attn.k_norm", "head", change="+1")),

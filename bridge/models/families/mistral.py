@@ -20,26 +20,20 @@ from bridge.models.family import EXPERTS, SILU, Expected, Family, decoder, gated
 _ATTENTION = pre_norm_attention(bias=optional, o_bias=optional, interleaved=True)
 
 MISTRAL = Family(
-    titles=("Mistral",),
-    arch="llama",
-    architectures=("MistralForCausalLM",),
-    model_type="mistral",
+    titles=("Mistral",), arch="llama", architectures=("MistralForCausalLM",), model_type="mistral",
     keys={"sliding_window": None},
     in_gguf=lambda get: not get("expert_count") and bool(get("attention.sliding_window")),
     table=decoder(*_ATTENTION, *gated_mlp("mlp", "inner", bias=optional)),
-)
+)  # fmt: skip
 
 MIXTRAL = Family(
-    titles=("Mixtral",),
-    arch="llama",
-    architectures=("MixtralForCausalLM",),
-    model_type="mixtral",
+    titles=("Mixtral",), arch="llama", architectures=("MixtralForCausalLM",), model_type="mixtral",
     keys={"sliding_window": None, "num_experts": None},
     in_gguf=lambda get: bool(get("expert_count")),
     written_as={"num_experts": "num_local_experts"},
     table=decoder(*_ATTENTION, *EXPERTS),
     alternative="block_sparse_moe",
-)
+)  # fmt: skip
 
 
 def _temperature(config: Config, args: Arguments) -> dict[str, Any]:
@@ -67,10 +61,8 @@ def _config(stored: StoredKeys) -> dict[str, Any]:
 
 MISTRAL3 = replace(
     MISTRAL,
-    titles=("Mistral Small 3.1", "Ministral 3"),
-    arch="mistral3",
-    architectures=("Mistral3ForConditionalGeneration", "Ministral3ForCausalLM"),
-    model_type="mistral3",
+    titles=("Mistral Small 3.1", "Ministral 3"), arch="mistral3",
+    architectures=("Mistral3ForConditionalGeneration", "Ministral3ForCausalLM"), model_type="mistral3",
     expects=(
         SILU,
         Expected(
@@ -79,6 +71,5 @@ MISTRAL3 = replace(
         ),
     ),
     metadata=(Computed(_temperature, _config),),
-    language_model=("mistral", "MistralForCausalLM"),
-    wrapped=True,
+    language_model=("mistral", "MistralForCausalLM"), wrapped=True,
 )  # fmt: skip

@@ -30,16 +30,12 @@ def _config(stored: StoredKeys) -> dict[str, Any]:
 
 MISTRAL4 = replace(
     DEEPSEEK2,
-    titles=("Mistral 4",),
-    arch="mistral4",
-    architectures=("Mistral3ForConditionalGeneration", "Mistral4ForCausalLM"),
+    titles=("Mistral 4",), arch="mistral4", architectures=("Mistral3ForConditionalGeneration", "Mistral4ForCausalLM"),
     model_type="mistral4",
     keys={**DEEPSEEK2.keys, "partial_rotary_factor": 1.0},
     chosen=lambda config: (config.get("text_config") or config.values).get("model_type", "mistral4") == "mistral4",
     metadata=(*LATENT, Constant("expert_gating_func", 1), Computed(_temperature, _config)),  # 1: softmax
-    language_model=("mistral4", "Mistral4ForCausalLM"),
-    lacks=("scoring_func", "topk_method"),
-    predicts=None,
+    language_model=("mistral4", "Mistral4ForCausalLM"), lacks=("scoring_func", "topk_method"), predicts=None,
     alternative="mlp.experts.",
     table=latent_table(Row("mlp.gate", "experts hidden", floats="F32"), *experts_with_gate_up("mlp.experts")),
-)
+)  # fmt: skip

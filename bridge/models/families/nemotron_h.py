@@ -90,10 +90,7 @@ def _table(kind: str, *rows: Row) -> tuple[Row, ...]:
 
 
 NEMOTRON_H = Family(
-    titles=("Nemotron-H",),
-    arch="nemotron_h",
-    architectures=("NemotronHForCausalLM",),
-    model_type="nemotron_h",
+    titles=("Nemotron-H",), arch="nemotron_h", architectures=("NemotronHForCausalLM",), model_type="nemotron_h",
     keys={"head_dim": 128, "layer_types": None, "rms_norm_eps": 1e-5},
     expects=(
         Expected("mlp_hidden_act", ("relu2",)), NO_BIASES, Expected("mlp_bias", (False,)),
@@ -105,16 +102,13 @@ NEMOTRON_H = Family(
         *mamba2_keys(("conv_kernel", None), ("ssm_state_size", None), ("n_groups", None), ("mamba_num_heads", None)),
         Computed(_layers, _config), Constant("rope.scaling.finetuned", False),
     ),
-    layer_norm=True,
-    rotary=False,
-    predicts="dropped",
+    layer_norm=True, rotary=False, predicts="dropped",
     table=_table("network", *_network("mixer", "inner")),
 )  # fmt: skip
 
 NEMOTRON_H_MOE = replace(
     NEMOTRON_H,
-    titles=("Nemotron 3",),
-    arch="nemotron_h_moe",
+    titles=("Nemotron 3",), arch="nemotron_h_moe",
     chosen=lambda config: not {*_KINDS["experts"]}.isdisjoint(
         config.get("layers_block_type", config.get("hybrid_override_pattern", ()))
     ),
@@ -131,8 +125,7 @@ NEMOTRON_H_MOE = replace(
         Key("expert_group_count", "n_group", 1), Key("expert_group_used_count", "topk_group", 1),
         Key("moe_latent_size", "moe_latent_size", defines="latent", optional=True),
     ),
-    predicts="carried",
-    mtp=_MTP,
+    predicts="carried", mtp=_MTP,
     table=_table(
         "experts",
         Row("mixer.gate", "experts hidden", floats="F32"),

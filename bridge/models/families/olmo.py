@@ -14,10 +14,7 @@ from bridge.models.families.windows import local_base, rules_of_both, window_con
 from bridge.models.family import NO_BIASES, SILU, Family, Row, attention, decoder, gated_mlp
 
 OLMO2 = Family(
-    titles=("OLMo 2",),
-    arch="olmo2",
-    architectures=("Olmo2ForCausalLM",),
-    model_type="olmo2",
+    titles=("OLMo 2",), arch="olmo2", architectures=("Olmo2ForCausalLM",), model_type="olmo2",
     keys={"rms_norm_eps": 1e-5},
     expects=(SILU, NO_BIASES),
     in_gguf=lambda get: not get("attention.sliding_window"),
@@ -27,7 +24,7 @@ OLMO2 = Family(
         *gated_mlp("mlp", "inner"),
         Row("post_feedforward_layernorm", "hidden"),
     ),
-)
+)  # fmt: skip
 
 
 def _windows(config: Config, args: Arguments) -> dict[str, Any]:
@@ -47,10 +44,8 @@ def _config(stored: StoredKeys) -> dict[str, Any]:
 
 OLMO3 = replace(
     OLMO2,
-    titles=("OLMo 3",),
-    architectures=("Olmo3ForCausalLM",),
-    model_type="olmo3",
+    titles=("OLMo 3",), architectures=("Olmo3ForCausalLM",), model_type="olmo3",
     keys={**OLMO2.keys, "rope_theta": 500000.0},
     metadata=(Computed(_windows, _config),),
     in_gguf=lambda get: bool(get("attention.sliding_window")),
-)
+)  # fmt: skip

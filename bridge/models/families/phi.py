@@ -30,10 +30,7 @@ def _config(stored: StoredKeys) -> dict[str, Any]:
 
 
 PHI3 = Family(
-    titles=("Phi-3 to Phi-4",),
-    arch="phi3",
-    architectures=("Phi3ForCausalLM",),
-    model_type="phi3",
+    titles=("Phi-3 to Phi-4",), arch="phi3", architectures=("Phi3ForCausalLM",), model_type="phi3",
     keys={"sliding_window": None, "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
     metadata=(Computed(_context, _config),),
     table=decoder(
@@ -44,7 +41,7 @@ PHI3 = Family(
         Row("mlp.gate_up_proj", "inner+inner hidden", separate=("mlp.gate_proj", "mlp.up_proj")),
         Row("mlp.down_proj", "hidden inner", columns_of=("mlp.gate_up_proj",)),
     ),
-)
+)  # fmt: skip
 
 
 def _moe_config(stored: StoredKeys) -> dict[str, Any]:
@@ -63,15 +60,11 @@ def _notes(_config: Config) -> list[str]:
 
 PHIMOE = replace(
     PHI3,
-    titles=("Phi-3.5-MoE¹⁵",),
-    arch="phimoe",
-    architectures=("PhiMoEForCausalLM", "PhimoeForCausalLM"),
+    titles=("Phi-3.5-MoE¹⁵",), arch="phimoe", architectures=("PhiMoEForCausalLM", "PhimoeForCausalLM"),
     model_type="phimoe",
     keys={**PHI3.keys, "num_experts": None, "rope_theta": 1000000.0},
     metadata=(*PHI3.metadata, Computed(config=_moe_config)),
-    language_model=("phimoe", "PhimoeForCausalLM"),
-    written_as={"num_experts": "num_local_experts"},
-    notes=_notes,
+    language_model=("phimoe", "PhimoeForCausalLM"), written_as={"num_experts": "num_local_experts"}, notes=_notes,
     alternative="block_sparse_moe",
     table=decoder(
         Row("input_layernorm", "hidden", bias=required),
@@ -82,4 +75,4 @@ PHIMOE = replace(
         norm=Row("model.norm", "hidden", bias=required),
         head=Row("lm_head", "vocab hidden", bias=required),
     ),
-)
+)  # fmt: skip

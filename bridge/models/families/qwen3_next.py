@@ -101,10 +101,7 @@ _FULL = (
 _SHARED = (Row("mlp.shared_expert_gate", "hidden", change="squeezed"), *gated_mlp("mlp.shared_expert", "shared"))
 
 QWEN3_NEXT = Family(
-    titles=("Qwen3-Next",),
-    arch="qwen3next",
-    architectures=("Qwen3NextForCausalLM",),
-    model_type="qwen3_next",
+    titles=("Qwen3-Next",), arch="qwen3next", architectures=("Qwen3NextForCausalLM",), model_type="qwen3_next",
     keys={
         "max_position_embeddings": 32768, "head_dim": 256, "partial_rotary_factor": 0.25, "num_experts": None,
         "moe_intermediate_size": None, "shared_expert_intermediate_size": None, "norm_topk_prob": True,
@@ -121,8 +118,7 @@ QWEN3_NEXT = Family(
         Key("ssm.time_step_rank", "linear_num_value_heads", defines="v_heads"), Key("ssm.inner_size", size="values"),
         Key("full_attention_interval", size="interval"), Computed(_linear_layers, _next_config),
     ),
-    predicts="carried",
-    mtp=QWENS,
+    predicts="carried", mtp=QWENS,
     table=decoder(
         Row("input_layernorm", "hidden", change="+1"),
         *_FULL,
@@ -205,26 +201,21 @@ _EXPERT_KEYS = ("num_experts", "moe_intermediate_size", "shared_expert_intermedi
 
 QWEN3_5 = replace(
     QWEN3_NEXT,
-    titles=("Qwen3.5 and 3.6",),
-    arch="qwen35",
-    architectures=("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"),
+    titles=("Qwen3.5 and 3.6",), arch="qwen35", architectures=("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"),
     model_type="qwen3_5",
     keys={"max_position_embeddings": 32768, "head_dim": 256, "partial_rotary_factor": 0.25},
     expects=(SILU, NO_BIASES),
     sizes=_sizes,
     metadata=(*QWEN3_NEXT.metadata, Computed(_sections, _config)),
-    language_model=("qwen3_5_text", "Qwen3_5ForCausalLM"),
-    wrapped=True,
+    language_model=("qwen3_5_text", "Qwen3_5ForCausalLM"), wrapped=True,
     table=decoder(*_ATTENTION, *gated_mlp("mlp", "inner"), *prediction("+1"), norm=_NORM),
-)
+)  # fmt: skip
 
 QWEN3_5_MOE = replace(
     QWEN3_5,
-    titles=("Qwen3.5 and 3.6 MoE",),
-    arch="qwen35moe",
-    architectures=("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM"),
-    model_type="qwen3_5_moe",
+    titles=("Qwen3.5 and 3.6 MoE",), arch="qwen35moe",
+    architectures=("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM"), model_type="qwen3_5_moe",
     language_model=("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
     keys={**QWEN3_5.keys, **dict.fromkeys(_EXPERT_KEYS)},
     table=decoder(*_ATTENTION, *EXPERTS, *_SHARED, *prediction("+1"), norm=_NORM),
-)
+)  # fmt: skip

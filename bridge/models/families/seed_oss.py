@@ -6,19 +6,14 @@ from bridge.models.family import SILU, Expected, Family, configured, decoder, ga
 _NONE = "llama.cpp's graph for this architecture has no such biases"
 
 SEED_OSS = Family(
-    titles=("Seed-OSS",),
-    arch="seed_oss",
-    architectures=("SeedOssForCausalLM",),
-    model_type="seed_oss",
+    titles=("Seed-OSS",), arch="seed_oss", architectures=("SeedOssForCausalLM",), model_type="seed_oss",
     keys={"attention_bias": True, "head_dim": 128, "max_position_embeddings": 524288},
     expects=(
-        SILU,
-        Expected("attention_out_bias", (False,), _NONE, written=True),
-        Expected("mlp_bias", (False,), _NONE),
+        SILU, Expected("attention_out_bias", (False,), _NONE, written=True), Expected("mlp_bias", (False,), _NONE),
     ),
     metadata=(ATTENTION_BIAS,),
     table=decoder(
         *pre_norm_attention(bias=configured),
         *gated_mlp("mlp", "inner"),
     ),
-)
+)  # fmt: skip

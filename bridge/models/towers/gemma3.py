@@ -25,8 +25,7 @@ def _siglip_row(source: str, name: str, **how: Any) -> Row:
 
 
 GEMMA3 = Tower(
-    architectures=("Gemma3ForConditionalGeneration",),
-    projector="gemma3",
+    architectures=("Gemma3ForConditionalGeneration",), projector="gemma3",
     metadata=_siglip,
     skipped=r"vision_model\.head\.|vision_tower\.head\.",  # SigLIP's own classification
     table=(

@@ -50,8 +50,7 @@ def _clipped(source: str, name: str) -> Sequence[Row]:
 
 
 GEMMA4 = Tower(
-    architectures=("Gemma4ForConditionalGeneration",),
-    projector="gemma4v",
+    architectures=("Gemma4ForConditionalGeneration",), projector="gemma4v",
     metadata=_seen,
     table=(
         Row("vision_tower.patch_embedder.input_proj", "v.patch_embd.weight", kind="patches", change="patches"),

@@ -16,8 +16,7 @@ def _metadata(vision: Vision) -> dict[str, Any]:
 
 
 GLM4V = Tower(
-    architectures=("Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration"),
-    projector="glm4v",
+    architectures=("Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration"), projector="glm4v",
     names={"num_hidden_layers": "depth", "num_attention_heads": "num_heads"},
     metadata=_metadata,
     table=(
@@ -40,4 +39,4 @@ GLM4V = Tower(
         Row("visual.merger.up_proj", "mm.up.weight"),
         Row("visual.merger.down_proj", "mm.down.weight"),
     ),
-)
+)  # fmt: skip

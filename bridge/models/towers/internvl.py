@@ -32,8 +32,7 @@ def _intern_vit(vision: Vision) -> dict[str, Any]:
 
 
 INTERNVL = Tower(
-    architectures=("InternVLChatModel", "InternVLForConditionalGeneration"),
-    projector="internvl",
+    architectures=("InternVLChatModel", "InternVLForConditionalGeneration"), projector="internvl",
     metadata=_intern_vit,
     table=(
         Row(

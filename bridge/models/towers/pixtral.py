@@ -44,8 +44,7 @@ def _row_break(vision: Vision, names: Mapping[str, Sequence[int]]) -> list[Outli
 
 
 PIXTRAL = Tower(
-    architectures=("Mistral3ForConditionalGeneration", "LlavaForConditionalGeneration"),
-    projector="pixtral",
+    architectures=("Mistral3ForConditionalGeneration", "LlavaForConditionalGeneration"), projector="pixtral",
     metadata=_pixtral,
     extra=_row_break,
     table=(

@@ -62,8 +62,7 @@ def _qwen3(vision: Vision) -> dict[str, Any]:
 
 
 QWEN2_VL = Tower(
-    architectures=("Qwen2VLForConditionalGeneration",),
-    projector="qwen2vl_merger",
+    architectures=("Qwen2VLForConditionalGeneration",), projector="qwen2vl_merger",
     names={
         "hidden_size": "embed_dim", "intermediate_size": "hidden_size", "num_hidden_layers": "depth",
         "num_attention_heads": "num_heads",
@@ -84,8 +83,7 @@ QWEN2_VL = Tower(
 )  # fmt: skip
 
 QWEN2_5_VL = Tower(
-    architectures=("Qwen2_5_VLForConditionalGeneration",),
-    projector="qwen2.5vl_merger",
+    architectures=("Qwen2_5_VLForConditionalGeneration",), projector="qwen2.5vl_merger",
     names={"num_hidden_layers": "depth", "num_attention_heads": "num_heads"},
     metadata=_windows,
     table=(
@@ -101,7 +99,7 @@ QWEN2_5_VL = Tower(
         Row("visual.merger.mlp.0", "mm.0.weight", bias=True),
         Row("visual.merger.mlp.2", "mm.2.weight", bias=True),
     ),
-)
+)  # fmt: skip
 
 _STACKED = "visual.deepstack_merger_list.{}"
 QWEN3_VL = Tower(
