@@ -262,12 +262,8 @@ def technical() -> str:
 
 
 WRITERS: dict[str, Callable[[Author], str]] = {
-    "articles.txt": article,
-    "chats.jsonl": conversation,
-    "code.txt": code,
-    "lists.txt": list_,
-    "tables.txt": table,
-}
+    "articles.txt": article, "chats.jsonl": conversation, "code.txt": code, "lists.txt": list_, "tables.txt": table,
+}  # fmt: skip
 
 if __name__ == "__main__":
     main()

@@ -36,12 +36,10 @@ SIZES = {
     "group-size": 128, "experts": 0, "experts-used": 8, "seed": 0,
 }  # fmt: skip
 OPTIONS = (
-    option("out", Path, "OUT_DIR"),
-    *(option(f"--{name}", default) for name, default in SIZES.items()),
-    option("--bits", 4, choices=(2, 3, 4, 8)),
-    option("--asym", False, help="give each group its own zero point"),
+    option("out", Path, "OUT_DIR"), *(option(f"--{name}", default) for name, default in SIZES.items()),
+    option("--bits", 4, choices=(2, 3, 4, 8)), option("--asym", False, help="give each group its own zero point"),
     option("--act-order", False, help="assign columns to groups in random order"),
-)
+)  # fmt: skip
 
 
 def make(options: argparse.Namespace) -> None:

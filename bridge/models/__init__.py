@@ -56,12 +56,9 @@ def float_layers(config: dict[str, Any], folder: Path, modules: Iterable[str]) -
 
 
 def describe_model(
-    config: dict[str, Any],
-    folder: Path,
-    names: Mapping[str, Sequence[int]] | Collection[str],
-    pre: str | None = None,
+    config: dict[str, Any], folder: Path, names: Mapping[str, Sequence[int]] | Collection[str], pre: str | None = None,
     no_mtp: bool = False,
-) -> Outline:
+) -> Outline:  # fmt: skip
     """The outline of the GGUF that a checkpoint becomes.
 
     config  the parsed config.json
@@ -140,13 +137,9 @@ def describe_model(
 
 
 def tensors_of_gguf(
-    config: dict[str, Any],
-    folder: Path,
-    stored: Mapping[str, Sequence[int]],
-    arch: str,
-    family: Family | None = None,
+    config: dict[str, Any], folder: Path, stored: Mapping[str, Sequence[int]], arch: str, family: Family | None = None,
     quantized: bool = False,
-) -> list[OutlineTensor]:
+) -> list[OutlineTensor]:  # fmt: skip
     """How the tensors of a GGUF are made from a checkpoint's: what its family's table says, read the other way.
 
     config     the parsed config.json of `folder`

@@ -113,17 +113,13 @@ def _config(family: Family, metadata: Mapping[str, Any], names: Collection[str])
     vocab = get("vocab_size") or (tokens if isinstance(tokens, int) else len(tokens))
     eps = "attention.layer_norm_epsilon" if family.layer_norm else "attention.layer_norm_rms_epsilon"
     values: dict[str, Any] = {
-        "vocab_size": vocab,
-        "hidden_size": hidden,
+        "vocab_size": vocab, "hidden_size": hidden,
         "intermediate_size": _largest(get("feed_forward_length", get("expert_feed_forward_length", 0))),
-        "num_hidden_layers": gguf_layers(metadata),
-        "num_attention_heads": heads,
-        "num_key_value_heads": _largest(kv_heads),
-        "head_dim": get("attention.key_length", hidden // (heads or 1)),
-        "max_position_embeddings": needed("context_length"),
-        "rms_norm_eps": needed(eps),
+        "num_hidden_layers": gguf_layers(metadata), "num_attention_heads": heads,
+        "num_key_value_heads": _largest(kv_heads), "head_dim": get("attention.key_length", hidden // (heads or 1)),
+        "max_position_embeddings": needed("context_length"), "rms_norm_eps": needed(eps),
         "tie_word_embeddings": "output.weight" not in names,
-    }
+    }  # fmt: skip
     if family.rotary:
         share = family.keys.get("partial_rotary_factor", 1.0)
         values["rope_parameters"] = _rope(get, needed, values["head_dim"], share)

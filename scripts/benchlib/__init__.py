@@ -86,12 +86,9 @@ def parser(doc: str | None, options: Iterable[str | Option]) -> argparse.Argumen
 
 
 def bench(
-    doc: str | None,
-    options: Iterable[str | Option],
-    measure: Callable[[argparse.Namespace], Lines],
-    columns: Sequence[str] = (),
-    passes_on: bool = False,
-) -> None:
+    doc: str | None, options: Iterable[str | Option], measure: Callable[[argparse.Namespace], Lines],
+    columns: Sequence[str] = (), passes_on: bool = False,
+) -> None:  # fmt: skip
     """A script's run: its options, the machine, then the table, or several, and text between them.
 
     measure    yields lines and rows, which are printed as they come; what it returns is written to --json. Its

@@ -116,15 +116,9 @@ class Contender:
 
 
 def contenders_of(
-    floats: Path,
-    source: Path,
-    tokens: Tokens,
-    libraries: Path | None,
-    runs: dict[str, list[str]],
-    types: list[str],
-    sizes: list[str],
-    threads: int,
-) -> list[Contender]:
+    floats: Path, source: Path, tokens: Tokens, libraries: Path | None, runs: dict[str, list[str]], types: list[str],
+    sizes: list[str], threads: int,
+) -> list[Contender]:  # fmt: skip
     """The contenders of a comparison, type by type, then size by size.
 
     source     the float model as a GGUF

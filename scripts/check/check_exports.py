@@ -106,26 +106,20 @@ CASES = (
     *(("transformers", type, "compressed-tensors") for type in ("Q4_0", "Q8_0", "Q4_1", "Q4_K", "IQ4_XS")),
     ("transformers", "Q4_K", "floats"),
     *(("gptqmodel", type, format) for type in ("Q4_0", "Q8_0") for format in ("gptq", "gptq_v2")),
-    ("gptqmodel", "IQ4_XS", "gptq_v2"),
-    ("gptqmodel", "Q5_0", "gptq_p"),
-    ("gptqmodel", "Q6_K", "gptq_p"),
-    ("gptqmodel", "Q4_0", "awq"),
-    ("autoawq", "Q4_0", "awq"),
+    ("gptqmodel", "IQ4_XS", "gptq_v2"), ("gptqmodel", "Q5_0", "gptq_p"), ("gptqmodel", "Q6_K", "gptq_p"),
+    ("gptqmodel", "Q4_0", "awq"), ("autoawq", "Q4_0", "awq"),
     *(("mlx-lm", type, "mlx") for type in ("Q4_0", "Q8_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "IQ4_XS")),
     *(("hqq", type, "hqq") for type in ("Q4_0", "Q8_0", "Q4_1", "Q4_K", "Q6_K", "Q3_K")),
     *(("vllm", "Q4_0", format) for format in ("compressed-tensors", "gptq", "awq", "floats")),
     ("vllm", "Q8_0", "compressed-tensors"),
-)
+)  # fmt: skip
 
 
 OPTIONS = (
-    "model",
-    option("--text", required=True),
-    option("--length", 128),
-    option("--only", choices=[*PROGRAMS], help="one program"),
-    option("--type", help="one type"),
+    "model", option("--text", required=True), option("--length", 128),
+    option("--only", choices=[*PROGRAMS], help="one program"), option("--type", help="one type"),
     option("--path", metavar="PROGRAM=FOLDER", help="packages of a program", action="append", default=[]),
-)
+)  # fmt: skip
 
 
 def measure(options: argparse.Namespace) -> Lines:

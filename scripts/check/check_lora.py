@@ -48,14 +48,12 @@ _TOGETHER = 4  # windows in a step of the training
 
 
 OPTIONS = (
-    option("--text", required=True),
-    option("--windows", 8),
-    "--length",
+    option("--text", required=True), option("--windows", 8), "--length",
     option("checkpoints", Path, "CHECKPOINT", "folders", nargs="+"),
     option("--train", Path, "FILE", "the text that adapters learn", required=True),
     option("--steps", 20, "N", "of training"),
     option("--only", nargs="+", choices=[*KINDS], help="some kinds; default: all"),
-)
+)  # fmt: skip
 
 
 def measure(options: argparse.Namespace) -> Lines:

@@ -170,12 +170,10 @@ TOOLS: dict[str, Callable[[Path], tuple[Any, Callable[[Path], Any]]]] = {
 
 
 OPTIONS = (
-    option("--text", required=True),
-    option("--windows", 8),
-    "--length",
+    option("--text", required=True), option("--windows", 8), "--length",
     option("models", Path, "MODEL", "float models' folders", nargs="+"),
     option("--only", choices=[*TOOLS], help="one tool"),
-)
+)  # fmt: skip
 _RUNS = ("GGUF", "run f32", "llama.cpp", "floats in Q8_0")
 COLUMNS = ("model", "tool", "error of reading", "types", "cost", *(c for run in _RUNS for c in (run, "share")))
 

@@ -71,41 +71,20 @@ EVERY = [FIRST, *CORRECT, *TIMES]
 
 _KNOWN = {
     "correct": {
-        "model": model.check,
-        "products": products.check,
-        "tokens": tokens.check,
-        "mma_int8": tokens.check_int8,
-        "linears": linears.check,
-        "experts": experts.check,
-        "load": linears.check_load,
-        "trellis": trellis.check,
-        "tensors": products.check_tensors,
-        "one": products.check_one,
-        "threads": products.check_threads,
-        "configurations": products.check_configurations,
-        "mmvq": mmvq.check,
-        "attention": contexts.check,
-        "graphs": torchs.check_graphs,
-        "copies": torchs.check_copies,
-        "inductor": torchs.check_inductor,
+        "model": model.check, "products": products.check, "tokens": tokens.check, "mma_int8": tokens.check_int8,
+        "linears": linears.check, "experts": experts.check, "load": linears.check_load, "trellis": trellis.check,
+        "tensors": products.check_tensors, "one": products.check_one, "threads": products.check_threads,
+        "configurations": products.check_configurations, "mmvq": mmvq.check, "attention": contexts.check,
+        "graphs": torchs.check_graphs, "copies": torchs.check_copies, "inductor": torchs.check_inductor,
         "second": torchs.check_second,
     },
     "time": {
-        "reading": timing.reading,
-        "torch_product": timing.torch_product,
-        "product": timing.product,
-        "tokens": timing.tokens,
-        "mma_int8": timing.mma_int8,
-        "configurations": timing.configurations,
-        "prompt": timing.prompt,
-        "attention": contexts.time,
-        "experts": experts.time,
-        "launches": costs.launches,
-        "upload": costs.upload,
-        "clocks": costs.clocks,
-        "decode": timing.decode,
+        "reading": timing.reading, "torch_product": timing.torch_product, "product": timing.product,
+        "tokens": timing.tokens, "mma_int8": timing.mma_int8, "configurations": timing.configurations,
+        "prompt": timing.prompt, "attention": contexts.time, "experts": experts.time, "launches": costs.launches,
+        "upload": costs.upload, "clocks": costs.clocks, "decode": timing.decode,
     },
-}
+}  # fmt: skip
 
 
 def run(job: str) -> dict[str, Any]:

@@ -117,13 +117,10 @@ def _hugging_face_names(arch: str, layers: int) -> dict[str, str]:
 
 
 def rewrite(
-    source: Path,
-    out: Path,
-    type_of: Callable[[gguf.ReaderTensor], str],
-    data_of: Callable[[gguf.ReaderTensor, str], np.ndarray],
-    metadata: Mapping[str, GGUFValue] | None = None,
+    source: Path, out: Path, type_of: Callable[[gguf.ReaderTensor], str],
+    data_of: Callable[[gguf.ReaderTensor, str], np.ndarray], metadata: Mapping[str, GGUFValue] | None = None,
     added: Mapping[str, np.ndarray] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Rewrite a GGUF with tensors of other types.
 
     type_of   the new type of a tensor

@@ -75,15 +75,12 @@ class Files(FloatModel):
 
 
 OPTIONS = (
-    "model",
-    option("--calibrate", required=True),
-    option("--test", required=True),
+    "model", option("--calibrate", required=True), option("--test", required=True),
     *("--samples", "--length", "--windows", "--threads"),
     option("--presets", SIZES, "NAME", "whose bytes ours have", nargs="*"),
-    option("--swaps", 0, "N", "swaps in a search"),
-    option("--sweeps", 2, "N", "sweeps of refinement in ours"),
+    option("--swaps", 0, "N", "swaps in a search"), option("--sweeps", 2, "N", "sweeps of refinement in ours"),
     option("--folder", Path, "DIR", "where to keep the files"),
-)
+)  # fmt: skip
 
 
 def measure(options: argparse.Namespace) -> Lines:

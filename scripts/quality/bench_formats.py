@@ -152,16 +152,14 @@ def named(text: str) -> tuple[str, Path]:
 
 
 OPTIONS = (
-    "model",
-    option("--calibrate", TEXTS / "calib_wiki.txt"),
-    option("--test", TEXTS / "wiki_test.txt"),
+    "model", option("--calibrate", TEXTS / "calib_wiki.txt"), option("--test", TEXTS / "wiki_test.txt"),
     *("--samples", "--length", "--windows", "--threads", "--turns", "--peer-python", "--json"),
     option("--speed-of", Path, "DIR", "measure speeds on this checkpoint's shapes"),
     option("--add", named, "NAME=DIR", "another row", action="append", default=[]),
     option("--only", metavar="NAME", help="print only these rows", nargs="+"),
     option("--work", Path, "DIR", "work folder; default: ./bench-formats-MODEL"),
     option("--keep", False, help="leave the GGUFs in the work folder"),
-)
+)  # fmt: skip
 
 if __name__ == "__main__":
     bench(__doc__, OPTIONS, measure)

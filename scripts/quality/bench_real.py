@@ -187,12 +187,9 @@ def windows_by_text(options: argparse.Namespace, floats: Path, packages: Path) -
 
 
 def divergences(
-    files: ModelFiles,
-    contender: Contender,
-    model: FloatReference,
-    windows: dict[str, np.ndarray],
+    files: ModelFiles, contender: Contender, model: FloatReference, windows: dict[str, np.ndarray],
     arithmetics: Sequence[str],
-) -> dict[str, dict[str, TokenKl]]:
+) -> dict[str, dict[str, TokenKl]]:  # fmt: skip
     """Arithmetic -> text -> divergences of a file: as they were measured before, if file and text are the same."""
     file = files.path(contender)
     kls: dict[str, dict[str, TokenKl]] = {arithmetic: {} for arithmetic in arithmetics}
@@ -267,12 +264,9 @@ OPTIONS = (
     option("--calibrate", [DEFAULT], help="the texts, as `quantize` takes them"),
     option("--samples", 16, help="calibration sequences; 0: as many as `quantize` takes"),
     option("--length", 512, help="tokens in a calibration sequence; 0: as many as `quantize` takes"),
-    option("--windows", 12, help="windows of each text"),
-    option("--threads", 1),
-    "--json",
+    option("--windows", 12, help="windows of each text"), option("--threads", 1), "--json",
     option("model", str, help=f"{', '.join([*PACKAGED, *DITHERED])}, or a float model's folder"),
-    option("--seed", int, "N", "as `quantize` takes it"),
-    option("--types", ["Q4_K_M", "Q2_K"], "TYPE", nargs="*"),
+    option("--seed", int, "N", "as `quantize` takes it"), option("--types", ["Q4_K_M", "Q2_K"], "TYPE", nargs="*"),
     option("--sizes", [], "SIZE", "of `quantize --size`, such as 80M", nargs="*"),
     option("--methods", [method for method in METHODS if method not in _NO_GGUF], "NAME", nargs="*"),
     option("--own", named_options, "NAME=OPTIONS", "further runs of `quantize`", nargs="*", default=[]),
@@ -286,7 +280,7 @@ OPTIONS = (
     option("--only", str, "NAME", "only contenders of these names; * is any text", nargs="+"),
     option("--again", str, "NAME", "make the files of these contenders again", nargs="+"),
     option("--work", Path("bench-real"), "DIR", "what is kept"),
-)
+)  # fmt: skip
 
 if __name__ == "__main__":
     bench(__doc__, OPTIONS, measure)

@@ -26,13 +26,12 @@ HEAD = ("checkpoint", "type of its linears", "bpw", "codes kept", "NMSE", "KLD, 
 
 
 OPTIONS = (
-    option("--text", required=True),
-    *("--windows", "--length", "--json"),
+    option("--text", required=True), *("--windows", "--length", "--json"),
     option("checkpoints", Path, "CHECKPOINT", nargs="+"),
     option("--float", Path, "MODEL", "unquantized models", nargs="+", default=[]),
     option("--calibrate", help="a text for codes that cannot be kept"),
     option("--type", "auto", help="as gguf-bridge takes it"),
-)
+)  # fmt: skip
 
 
 def measure(options: argparse.Namespace) -> Lines:
@@ -58,15 +57,10 @@ def row(folder: Path, text: str, floats: dict, options: argparse.Namespace) -> d
         result = measured(path, against)
     same = [weights for weights in floats.values() if shapes(weights) == shapes(against.weights)]
     return {
-        "name": folder.name,
-        "types": dict(result.types.most_common()),
-        "bpw": result.bpw,
-        "codes_kept": codes.kept / codes.weights,
-        "nmse": result.nmse,
-        "kl_linears": result.kl_linears,
-        "kl_file": result.kl_file,
-        "kl_checkpoint": against.kl_from(same[0]) if same else None,
-    }
+        "name": folder.name, "types": dict(result.types.most_common()), "bpw": result.bpw,
+        "codes_kept": codes.kept / codes.weights, "nmse": result.nmse, "kl_linears": result.kl_linears,
+        "kl_file": result.kl_file, "kl_checkpoint": against.kl_from(same[0]) if same else None,
+    }  # fmt: skip
 
 
 def cells(row: dict[str, Any], with_floats: bool) -> list[str]:

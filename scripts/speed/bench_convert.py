@@ -65,11 +65,10 @@ class Run:
 
 
 OPTIONS = (
-    "--json",
-    option("--checkpoint", Path, "DIR", "default: a synthetic 1B GPTQ 4-bit g128"),
+    "--json", option("--checkpoint", Path, "DIR", "default: a synthetic 1B GPTQ 4-bit g128"),
     option("--runs", 5, "N", "runs of each kind"),
     option("--no-cold", False, help="leave out the run that compiles everything"),
-)
+)  # fmt: skip
 
 
 def measure(options: argparse.Namespace) -> Lines:
@@ -130,22 +129,16 @@ def figures(checkpoint: Path, scratch: Path, runs: int, with_cold: bool) -> dict
     seconds = statistics.median([record["seconds"] for _, record in inside])
     anonymous = [run.anonymous_mib for run, _ in inside if run.anonymous_mib is not None]
     return {
-        "checkpoint": checkpoint.name,
-        "checkpoint_gb": size / 1e9,
-        "gguf_gb": out.stat().st_size / 1e9,
-        "runs": runs,
-        "convert_seconds": seconds,
-        "convert_gb_per_second": size / 1e9 / seconds,
+        "checkpoint": checkpoint.name, "checkpoint_gb": size / 1e9, "gguf_gb": out.stat().st_size / 1e9, "runs": runs,
+        "convert_seconds": seconds, "convert_gb_per_second": size / 1e9 / seconds,
         "again_seconds": statistics.median([record["again"] for _, record in inside]),
-        "process_seconds": process_seconds,
-        "process_gb_per_second": size / 1e9 / process_seconds,
+        "process_seconds": process_seconds, "process_gb_per_second": size / 1e9 / process_seconds,
         "peak_mib": max(record["peak"] for _, record in inside) / unit,
-        "imports_mib": statistics.median(imports) / unit,
-        "anonymous_mib": max(anonymous, default=None),
+        "imports_mib": statistics.median(imports) / unit, "anonymous_mib": max(anonymous, default=None),
         "cold_seconds": cold,
         "import_seconds": statistics.median([float(python("-c", IMPORT_TIME).output) for _ in range(runs)]),
         "help_seconds": statistics.median([python("-m", "bridge.cli", "--help").seconds for _ in range(runs)]),
-    }
+    }  # fmt: skip
 
 
 def read_through(file: Path) -> int:

@@ -24,14 +24,13 @@ from scripts.make_synthetic import layer_shapes, llama_config
 
 HEADS, KV_HEADS, VOCAB = 32, 4, 4096
 OPTIONS = (
-    "--rounds",
-    option("--gguf", help="default: a synthetic one"),
+    "--rounds", option("--gguf", help="default: a synthetic one"),
     option("--config", Path, "DIR", "config and tokenizer of FILE"),
     option("--bytes", 350_000_000, "N", "of the synthetic one"),
     option("--sizes", (2048, 5632), "N", "hidden and intermediate; 8192 28672 are those of Llama 70B", nargs=2),
     option("--type", help="of the synthetic one: only this"),
     option("--only", metavar="FORMAT", help="only this format"),
-)
+)  # fmt: skip
 COLUMNS = (
     "GGUF", "format", "layers", "of copying, wall", "of copying, CPU",
     "wall, s", "CPU, s", "copy's CPU, s", "memory, MB",

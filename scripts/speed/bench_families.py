@@ -50,10 +50,9 @@ TEXT: dict[str, Any] = {
 # family -> the published model, its class of configuration in transformers, and its fields
 SHAPES: dict[str, dict[str, Any]] = json.loads((ROOT / "scripts" / "benchlib" / "families.json").read_text())
 OPTIONS = (
-    "--turns",
-    option("--draft", False, help="measure guessed tokens (ngram), as bench_model.py does"),
+    "--turns", option("--draft", False, help="measure guessed tokens (ngram), as bench_model.py does"),
     option("families", str, "FAMILY", f"of {', '.join(SHAPES)}; default: all", nargs="*"),
-)
+)  # fmt: skip
 _KEPT = ("per_layer_model_proj", "attn_k_b", "attn_v_b", "ffn_gate_inp")  # floats in published files
 _DRAWN = 512  # rows of a matrix; the others repeat them
 

@@ -28,13 +28,9 @@ from scripts.peers.gguf_file import Blocks
 from scripts.peers.llama import ggml
 
 OPTIONS = (
-    option("--threads", 1),
-    "--rounds",
-    option("--gptqmodel", Path, "PYTHON", "a Python that has GPTQModel"),
-    option("--rows", 4096, "N"),
-    option("--columns", 4096, "N"),
-    option("--types", ["Q4_K"], "TYPE"),
-)
+    option("--threads", 1), "--rounds", option("--gptqmodel", Path, "PYTHON", "a Python that has GPTQModel"),
+    option("--rows", 4096, "N"), option("--columns", 4096, "N"), option("--types", ["Q4_K"], "TYPE"),
+)  # fmt: skip
 
 
 def measure(options: argparse.Namespace) -> Lines:

@@ -93,13 +93,10 @@ def first_calls(type: str) -> tuple[float, float]:
 
 
 OPTIONS = (
-    option("--threads", [1, 2]),
-    option("--rounds", 15),
-    "--json",
-    option("types", list(READ), "TYPE"),
+    option("--threads", [1, 2]), option("--rounds", 15), "--json", option("types", list(READ), "TYPE"),
     option("--rows", bench_products.LARGE[0], "N", "of the large product"),
     option("--no-first", False, help="leave out the timing of first calls"),
-)
+)  # fmt: skip
 
 
 def measure(options: argparse.Namespace) -> Lines:

@@ -30,12 +30,9 @@ _PLAN = re.compile(r"needs ([\d.]+) ([MG]B)")
 
 
 OPTIONS = (
-    option("work", Path, "WORK_DIR"),
-    option("--shape", "small", choices=SHAPES),
-    option("--layers", 2, "N", "blocks"),
-    option("--tokens", 16384, "N"),
-    option("--memory", metavar="SIZE", help="given to `quantize`"),
-)
+    option("work", Path, "WORK_DIR"), option("--shape", "small", choices=SHAPES), option("--layers", 2, "N", "blocks"),
+    option("--tokens", 16384, "N"), option("--memory", metavar="SIZE", help="given to `quantize`"),
+)  # fmt: skip
 COLUMNS = "shape", "blocks", "tokens", "said, GB", "peak, GB", "peak / said", "seconds"
 
 

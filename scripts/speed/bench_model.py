@@ -51,13 +51,7 @@ print("RESULT" + json.dumps({"one": one, **{str(n): speed(n) for n in (2, 4, 8)}
 
 
 OPTIONS = (
-    "--peer-python",
-    option("--threads", [1, 2]),
-    "--turns",
-    "--rounds",
-    "--text",
-    option("--windows", 64),
-    "--gguf",
+    "--peer-python", option("--threads", [1, 2]), "--turns", "--rounds", "--text", option("--windows", 64), "--gguf",
     option("--peer-bench", "", "COMMAND", "the llama-bench of a fork of llama.cpp"),
     option("--experts", False, help="use a synthetic mixture of 64 experts"),
     option("--together", False, help="measure several sequences at once"),

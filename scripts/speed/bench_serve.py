@@ -46,13 +46,10 @@ WORDS = "the king of a city that nobody had seen for many years went to war with
 
 
 OPTIONS = (
-    "--threads",
-    "--turns",
-    "--gguf",
-    option("--tokens", 64, "N", "tokens of each reply"),
+    "--threads", "--turns", "--gguf", option("--tokens", 64, "N", "tokens of each reply"),
     option("--prefix", 512, "N", "words of the cached prefix"),
     option("--clients", [1, 4, 8], "N", "numbers of clients"),
-)
+)  # fmt: skip
 
 
 def measure(options: argparse.Namespace) -> Lines:

@@ -23,12 +23,10 @@ from scripts.peers.llama.llama_quantize import libraries
 
 PROMPT = "The capital of France is"
 OPTIONS = (
-    "--threads",
-    option("--turns", 11),
-    option("models", list(PACKAGED), "MODEL", "a GGUF, or smollm2 ..."),
+    "--threads", option("--turns", 11), option("models", list(PACKAGED), "MODEL", "a GGUF, or smollm2 ..."),
     option("--cold", False, help="also measure a start that compiles everything"),
     option("--packages", Path("packages"), "DIR", "for what is downloaded"),
-)
+)  # fmt: skip
 COLUMNS = "model", "llama.cpp, CPU s", "warm, CPU s", "ratio", "cold, CPU s"
 
 

@@ -27,11 +27,9 @@ WAYS = {"transformers": "transformers alone", "packed": "with bridge.transformer
 
 
 OPTIONS = (
-    "--threads",
-    "--rounds",
-    option("--gguf", help="the model", required=True),
+    "--threads", "--rounds", option("--gguf", help="the model", required=True),
     option("--peer", "transformers", choices=("transformers", "none")),
-)
+)  # fmt: skip
 COLUMNS = (
     "", "CPU ms a token", "wall ms a token", "speed over bridge.Model",
     "largest memory, GB", "over the file, GB", "imports, GB",

@@ -325,14 +325,9 @@ def _labels(format: str, layers: QuantizedLayers) -> dict[str, Any]:
         # GPTQModel reads v1 with varying zero points only from itself; this version packs as we do
         writers.append(f"gptqmodel:{'.'.join(map(str, OWN_BITS_SINCE))}")
     labels = gptq_labels(
-        format,
-        usual.bits,
-        usual.group_size,
-        desc_act=layers.act_order,
-        sym=not layers.asymmetric,
-        floats=layers.floats,
-        others={name: groups.sizes() for name, groups in layers.others().items()},
-    )
+        format, usual.bits, usual.group_size, desc_act=layers.act_order, sym=not layers.asymmetric,
+        floats=layers.floats, others={name: groups.sizes() for name, groups in layers.others().items()},
+    )  # fmt: skip
     labels |= {"lm_head": "lm_head" in layers.groups, "format": format, "pack_dtype": "int32"}
     return {"quantization_config": labels | {"meta": {"quantizer": writers, "packer": packer()}}}
 

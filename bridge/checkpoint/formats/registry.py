@@ -35,38 +35,15 @@ from bridge.checkpoint.formats.written import WrittenFormat
 
 # quant_method -> its reader; auto-round packs as one of them
 READERS: dict[str, type[Reader]] = {
-    "gptq": GptqReader,
-    "gptq-float-zeros": FloatZerosReader,  # recognized by its tensors, never by a config
-    "awq": AwqReader,
-    "compressed-tensors": CompressedReader,
-    "fp8": Fp8Reader,
-    "fbgemm_fp8": Fp8Reader,
-    "mxfp8": Fp8Reader,
-    "mxfp4": GptOssReader,
-    "mlx": MlxReader,
-    "bitnet": BitnetReader,
-    "bitsandbytes": BitsAndBytesReader,
-    "hqq": HqqReader,
-    "modelopt": ModelOptReader,
-    "marlin": MarlinReader,
-    "qtip": QtipReader,
-    "exl2": Exl2Reader,
-    "exl3": Exl3Reader,
-    "torchao": TorchaoReader,
-    "quark": QuarkReader,
-    "quanto": QuantoReader,
-    "aqlm": AqlmReader,
-    "vptq": VptqReader,
-    "eetq": EetqReader,
-    "higgs": HiggsReader,
-    "spqr": SpqrReader,
-    "sinq": SinqReader,
-    "fp_quant": FpQuantReader,
-    "metal": MetalReader,
-    "nvfp4": Nvfp4Reader,
-    "fouroversix": FourOverSixReader,
-    "gemma": GemmaReader,
-}
+    "gptq": GptqReader, "gptq-float-zeros": FloatZerosReader,  # recognized by its tensors, never by a config
+    "awq": AwqReader, "compressed-tensors": CompressedReader, "fp8": Fp8Reader, "fbgemm_fp8": Fp8Reader,
+    "mxfp8": Fp8Reader, "mxfp4": GptOssReader, "mlx": MlxReader, "bitnet": BitnetReader,
+    "bitsandbytes": BitsAndBytesReader, "hqq": HqqReader, "modelopt": ModelOptReader, "marlin": MarlinReader,
+    "qtip": QtipReader, "exl2": Exl2Reader, "exl3": Exl3Reader, "torchao": TorchaoReader, "quark": QuarkReader,
+    "quanto": QuantoReader, "aqlm": AqlmReader, "vptq": VptqReader, "eetq": EetqReader, "higgs": HiggsReader,
+    "spqr": SpqrReader, "sinq": SinqReader, "fp_quant": FpQuantReader, "metal": MetalReader, "nvfp4": Nvfp4Reader,
+    "fouroversix": FourOverSixReader, "gemma": GemmaReader,
+}  # fmt: skip
 FORMATS: dict[str, WrittenFormat] = {written.name: written for reader in READERS.values() for written in reader.written}
 QUANTIZED = [name for name, written in FORMATS.items() if written.by_quantize]
 

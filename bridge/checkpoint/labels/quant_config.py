@@ -129,15 +129,9 @@ class QuantConfig:
 
 
 def gptq_labels(
-    checkpoint_format: str,
-    bits: int,
-    group_size: int,
-    *,
-    desc_act: bool,
-    sym: bool,
-    floats: Iterable[str] = (),
+    checkpoint_format: str, bits: int, group_size: int, *, desc_act: bool, sym: bool, floats: Iterable[str] = (),
     others: Mapping[str, dict[str, Any]] | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """A quantization_config.
 
     checkpoint_format  gptq (v1) or gptq_v2

@@ -65,15 +65,9 @@ class Repacked(FolderReport):
 
 @checked
 def repack(
-    source: str | Path,
-    out: str | Path,
-    checkpoint_format: str | None = None,
-    *,
-    config: str | Path | None = None,
-    clamp: bool = False,
-    force: bool = False,
-    progress: Callable[[int, int, str], None] | None = None,
-) -> Repacked:
+    source: str | Path, out: str | Path, checkpoint_format: str | None = None, *, config: str | Path | None = None,
+    clamp: bool = False, force: bool = False, progress: Callable[[int, int, str], None] | None = None,
+) -> Repacked:  # fmt: skip
     """Rewrite a GPTQ checkpoint with its zero points stored as v1 or v2, and correct its labels.
 
     source             a folder in Hugging Face layout, a Hub id (org/name) to download, or a .pt file

@@ -336,15 +336,10 @@ class CheckpointWriter:
 
 
 def write_checkpoint(
-    ckpt: FloatSource,
-    path: str | Path,
-    format: str,
-    layers: Mapping[str, Groups],
-    tensors: Iterable[GroupedTensor] | Mapping[str, GroupedTensor],
-    *,
-    floats: Mapping[str, np.ndarray] | None = None,
+    ckpt: FloatSource, path: str | Path, format: str, layers: Mapping[str, Groups],
+    tensors: Iterable[GroupedTensor] | Mapping[str, GroupedTensor], *, floats: Mapping[str, np.ndarray] | None = None,
     **options: Any,
-) -> Written:
+) -> Written:  # fmt: skip
     """Write a checkpoint of layers in any order, or of a mapping by name, which may load each on access.
 
     floats   see `CheckpointWriter.finish`

@@ -35,13 +35,9 @@ def describe_template(ckpt: Checkpoint, template: str | Path) -> Outline:
     build = Builder(ckpt, file)
     metadata = copied_metadata(file.metadata)
     outline = Outline(
-        metadata,
-        build.tensors(),
-        build.folds(),
-        zero_only=build.biases_without_place(),
-        stop=stop_texts(metadata),
+        metadata, build.tensors(), build.folds(), zero_only=build.biases_without_place(), stop=stop_texts(metadata),
         notes=[*([note] if note else []), *build.notes],
-    )
+    )  # fmt: skip
     outline.others = [name for name in build.unused() if TOWER_NAME.match(name)]
     if unused := [name for name in build.unused() if name not in outline.others]:
         outline.notes.append(f"not found in the template and dropped: {', '.join(unused)}")

@@ -18,12 +18,8 @@ from bridge.runtime.tokenizer import Tokenizer, role_token
 from bridge.runtime.tokenizer.bpe import ByteLevel, CharacterLevel, pre_tokenizer
 
 _ROLES = {
-    "bos_token": "bos",
-    "eos_token": "eos",
-    "unk_token": "unknown",
-    "pad_token": "padding",
-    "sep_token": "seperator",
-}
+    "bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding", "sep_token": "seperator",
+}  # fmt: skip
 _TEMPLATE = "tokenizer.chat_template"
 _ADDED = {TokenType.CONTROL: True, TokenType.UNKNOWN: True, TokenType.USER_DEFINED: False}  # type -> special
 
@@ -34,12 +30,10 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
     tokenizer = Tokenizer(metadata)
     texts = {key: tokenizer.text(role_token(metadata, role, len(tokenizer))) for key, role in _ROLES.items()}
     config: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        "add_bos_token": tokenizer.add_bos,
-        "add_eos_token": tokenizer.add_eos,
+        "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
+        "add_bos_token": tokenizer.add_bos, "add_eos_token": tokenizer.add_eos,
         **{key: text for key, text in texts.items() if text},
-    }
+    }  # fmt: skip
     templates = {key: text for key, text in metadata.items() if key.startswith(f"{_TEMPLATE}.")}
     if templates:
         named = {

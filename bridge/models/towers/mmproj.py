@@ -61,13 +61,12 @@ def _keys(tower: Tower, vision: Vision) -> dict[str, Any]:
     keys: dict[str, Any] = {
         "has_vision_encoder": True,
         "projector_type" if tower.sound is None else "vision.projector_type": tower.projector,
-        "vision.projection_dim": vision.text.integer("hidden_size"),
-        "vision.patch_size": _side(size, "patch_size"),
+        "vision.projection_dim": vision.text.integer("hidden_size"), "vision.patch_size": _side(size, "patch_size"),
         "vision.embedding_length": size.integer("hidden_size"),
         "vision.feed_forward_length": size.integer("intermediate_size"),
         "vision.block_count": size.integer("num_hidden_layers"),
         "vision.attention.head_count": size.integer("num_attention_heads"),
-    }
+    }  # fmt: skip
     for key in ("image_mean", "image_std"):
         values = of.get(key)
         if not isinstance(values, list) or len(values) != 3 or not all(isinstance(v, int | float) for v in values):

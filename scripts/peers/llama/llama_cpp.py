@@ -103,15 +103,9 @@ class LlamaCpp:
     """
 
     def __init__(
-        self,
-        path: str | Path,
-        n_ctx: int = 512,
-        n_threads: int = 1,
-        float_kv: bool = True,
-        n_batch: int | None = None,
-        lora: str | Path | None = None,
-        flash: bool = False,
-    ) -> None:
+        self, path: str | Path, n_ctx: int = 512, n_threads: int = 1, float_kv: bool = True, n_batch: int | None = None,
+        lora: str | Path | None = None, flash: bool = False,
+    ) -> None:  # fmt: skip
         self._lib = lib = _library()
         self._model = self._context = None
         _log_tail.clear()
