@@ -55,7 +55,7 @@ class OctetsReader(Reader):
         (out, columns), groups = tensors["octets"].shape, tensors["scales"].shape[1]
         return module_info(name, tensors, 8, columns // groups, (out, columns))
 
-    def whole(self, name):
+    def read_all_rows(self, name):
         scales, size = self.scales(name), self.modules[name].group_size
         return GroupedTensor(name, 8, self.part(name, "octets"), scales, np.full_like(scales, 128), size)
 """,
