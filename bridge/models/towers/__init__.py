@@ -1,7 +1,6 @@
 """The known vision towers, by the architecture of the whole model."""
 
-from bridge.models.towers.gemma3 import GEMMA3
-from bridge.models.towers.gemma4 import GEMMA4
+from bridge.models.towers.gemma import GEMMA3, GEMMA4
 from bridge.models.towers.glm4v import GLM4V
 from bridge.models.towers.internvl import INTERNVL
 from bridge.models.towers.minimax_m3 import MINIMAX_M3

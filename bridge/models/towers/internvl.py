@@ -15,8 +15,8 @@ _EMBEDDINGS, _CHAT_EMBEDDINGS = "vision_tower.embeddings", "vision_model.embeddi
 def _intern_vit(vision: Vision) -> dict[str, Any]:
     tower, model = vision.tower, vision.model
     act = tower.get("hidden_act", "gelu")
-    tower.expect("hidden_act", ("gelu", "silu"), "llama.cpp's graph has no other", "gelu")
-    tower.expect("use_qk_norm", (False,), "norms of q and k are not in the table", False)
+    tower.expect("hidden_act", ("gelu", "silu"), "gelu", "llama.cpp's graph has no other")
+    tower.expect("use_qk_norm", (False,), False, "norms of q and k are not in the table")
     ratio = model.get("downsample_ratio")
     if not isinstance(ratio, int | float) or not 0 < ratio <= 1:
         raise BridgeError(f"{model.path}: downsample_ratio is {ratio!r}, must be above 0 and at most 1")

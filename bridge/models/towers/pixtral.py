@@ -21,9 +21,9 @@ _BREAK = "[IMG_BREAK]"
 
 def _pixtral(vision: Vision) -> dict[str, Any]:
     tower, model = vision.tower, vision.model
-    tower.expect("model_type", ("pixtral",), "this vision tower is not in the table", None)
+    tower.expect("model_type", ("pixtral",), None, "this vision tower is not in the table")
     act = tower.get("hidden_act", "gelu")
-    tower.expect("hidden_act", ("gelu", "silu"), "llama.cpp's graph has no other", "gelu")
+    tower.expect("hidden_act", ("gelu", "silu"), "gelu", "llama.cpp's graph has no other")
     keys = {"vision.attention.layer_norm_epsilon": tower.number("layer_norm_eps", 1e-5), f"use_{act}": True}
     merged = model.get("spatial_merge_size")
     return keys if merged is None else {**keys, "vision.spatial_merge_size": model.integer("spatial_merge_size")}

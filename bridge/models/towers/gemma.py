@@ -1,6 +1,7 @@
-"""Gemma 4's towers: patches of images with learned positions of two axes, and a Conformer of sound where it has one.
+"""Gemma's towers. Gemma 3's is SigLIP, whose patches are averaged and projected.
 
-Linear layers may clip what they take and give: four numbers each, which llama.cpp has beside the matrix.
+Gemma 4 has patches of images with learned positions of two axes, and a Conformer of sound where it has one. Its linear
+layers may clip what they take and give: four numbers each, which llama.cpp has beside the matrix.
 """
 
 from collections.abc import Sequence
@@ -10,12 +11,52 @@ from bridge.errors import BridgeError
 from bridge.models.config.model_config import Config
 from bridge.models.towers.tower import Row, Sound, Tower, Vision
 
+_SIGLIP_EMBEDDINGS = "vision_tower.vision_model.embeddings"
+_SIGLIP = "vision_tower.vision_model.encoder.layers.{}"
 _LAYER = "vision_tower.encoder.layers.{}"
 _HEARD = "audio_tower.layers.{}"
 _BEFORE = "audio_tower.subsample_conv_projection"
-_USUAL_SCALE = 3  # patches a side that are averaged
+_SIGLIP_SCALE, _USUAL_SCALE = 4, 3  # patches a side that are averaged
 _MEL_BINS = 128
 _BASE = 100.0  # of rotary positions
+
+
+def _siglip(vision: Vision) -> dict[str, Any]:
+    tower, tokens = vision.tower, vision.processor.get("image_seq_length", 256)
+    if type(tokens) is not int or tokens < 1:
+        raise BridgeError(f"{vision.folder}: image_seq_length is {tokens!r}, must be the tokens of an image")
+    scale = tower.integer("image_size") // tower.integer("patch_size") // int(tokens**0.5)
+    keys = {"vision.attention.layer_norm_epsilon": tower.number("layer_norm_eps", 1e-6), "use_gelu": True}
+    return keys if scale in (0, _SIGLIP_SCALE) else {**keys, "vision.projector.scale_factor": scale}
+
+
+def _siglip_row(source: str, name: str, **how: Any) -> Row:
+    """A row of the encoder, which transformers 5 names without vision_model."""
+    return Row(source, name, also=(source.replace(".vision_model", "", 1),), **how)
+
+
+GEMMA3 = Tower(
+    architectures=("Gemma3ForConditionalGeneration",), projector="gemma3",
+    metadata=_siglip,
+    skipped=r"vision_model\.head\.|vision_tower\.head\.",  # SigLIP's own classification
+    table=(
+        _siglip_row(f"{_SIGLIP_EMBEDDINGS}.patch_embedding", "v.patch_embd.weight", bias=True, kind="F32"),
+        _siglip_row(f"{_SIGLIP_EMBEDDINGS}.position_embedding", "v.position_embd.weight", kind="F32"),
+        _siglip_row(f"{_SIGLIP}.layer_norm1", "v.blk.{}.ln1.weight", bias=True),
+        *(
+            _siglip_row(f"{_SIGLIP}.self_attn.{part}_proj", f"v.blk.{{}}.attn_{part}.weight", bias=True)
+            for part in ("q", "k", "v", "out")
+        ),
+        _siglip_row(f"{_SIGLIP}.layer_norm2", "v.blk.{}.ln2.weight", bias=True),
+        _siglip_row(f"{_SIGLIP}.mlp.fc1", "v.blk.{}.ffn_up.weight", bias=True),
+        _siglip_row(f"{_SIGLIP}.mlp.fc2", "v.blk.{}.ffn_down.weight", bias=True),
+        _siglip_row("vision_tower.vision_model.post_layernorm", "v.post_ln.weight", bias=True),
+        Row("multi_modal_projector.mm_soft_emb_norm", "mm.soft_emb_norm.weight", change="+1"),
+        Row(
+            "multi_modal_projector.mm_input_projection_weight", "mm.input_projection.weight", kind="F16", exact=True
+        ),
+    ),
+)  # fmt: skip
 
 
 def _seen(vision: Vision) -> dict[str, Any]:
