@@ -94,7 +94,7 @@ def describe_model(
     for expected in family.expects:
         default = family.keys.get(expected.key, expected.values[0])
         unless = f" without {parameter('template')}, a GGUF of the same model" if expected.by_template else ""
-        values.expect(expected.key, expected.values, expected.why, default, unless)
+        values.expect(expected.key, expected.values, default, expected.why, unless)
     args = replace(read_arguments(values, family.keys), predicting=extra)
     try:
         args = _with_more(args, family, values)

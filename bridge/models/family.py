@@ -15,7 +15,7 @@ from typing import Any
 
 from bridge.models.config.arguments import Arguments
 from bridge.models.config.gguf_keys import Entry
-from bridge.models.config.model_config import Config
+from bridge.models.config.model_config import NO_OTHER, Config
 from bridge.models.outline import Part
 
 Rule = Callable[[Arguments], bool]
@@ -80,9 +80,6 @@ class Row:
     name: str | None = None
     change: str | None = None
     parts: Callable[[Arguments, str], tuple[Part, ...]] | None = None
-
-
-NO_OTHER = "llama.cpp's graph for this architecture has no other"
 
 
 @dataclass(frozen=True)
@@ -247,14 +244,10 @@ def other_layers(rule: LayerRule) -> LayerRule:
     return lambda args, layer: not rule(args, layer)
 
 
-def leading(*rows: Row) -> tuple[Row, ...]:
-    """Rows of the layers before the first that has experts."""
-    return in_layers(lambda args, layer: layer < args.leading, *rows)
-
-
-def sparse(*rows: Row) -> tuple[Row, ...]:
-    """Rows of the layers that have experts."""
-    return in_layers(lambda args, layer: layer >= args.leading, *rows)
+def networks(first: tuple[Row, ...], *sparse: Row) -> tuple[Row, ...]:
+    """Rows of the layers before the first that has experts, and of those that have them."""
+    before = in_layers(lambda args, layer: layer < args.leading, *first)
+    return *before, *in_layers(lambda args, layer: layer >= args.leading, *sparse)
 
 
 # the router and the experts with Qwen's names (in transformers 5 Mixtral's too), with Mixtral's, and as transformers 5
@@ -283,13 +276,7 @@ def experts_with_gate_up(module: str) -> tuple[Row, ...]:
     both = (stack, f"{module}.0.gate_up_proj.weight")
     return (
         Row(f"{module}.*.gate_up_proj", "expert+expert hidden", (stack,), optional=True),
-        Row(
-            f"{module}.*.gate_proj",
-            "expert hidden",
-            (f"{stack}[0/2]",),
-            name="ffn_gate_exps.weight",
-            unless=both,
-        ),
+        Row(f"{module}.*.gate_proj", "expert hidden", (f"{stack}[0/2]",), name="ffn_gate_exps.weight", unless=both),
         Row(f"{module}.*.up_proj", "expert hidden", (f"{stack}[1/2]",), name="ffn_up_exps.weight", unless=both),
         Row(f"{module}.*.down_proj", "hidden expert", (f"{module}.down_proj",)),
     )

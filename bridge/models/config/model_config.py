@@ -2,8 +2,8 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeGuard
 
 from bridge.errors import BridgeError
@@ -12,7 +12,10 @@ from bridge.system.fields import table
 _SIZE = re.compile(r"\w*_(size|dim|rank)(_per_layer_input)?|n_embd|n_inner|d_model|d_ff")  # keys of tensors' sides
 _LARGEST = 2.0**127  # GGUF has numbers as float32
 
+NO_OTHER = "llama.cpp's graph for this architecture has no other"
 
+
+@dataclass(frozen=True, eq=False)
 class Config:
     """Typed access to config.json's keys.
 
@@ -23,19 +26,11 @@ class Config:
     names    key -> its name in this config.json
     """
 
-    def __init__(
-        self,
-        values: dict[str, Any],
-        path: Path,
-        longest: tuple[str, int] | None = None,
-        names: Mapping[str, str] = MappingProxyType({}),
-        tensors: int | None = None,
-    ) -> None:
-        self.values = values
-        self.names = names
-        self.path = path
-        self.longest = longest
-        self.tensors = tensors
+    values: dict[str, Any]
+    path: Path
+    longest: tuple[str, int] | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
+    tensors: int | None = None
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value, or the default if the key is absent or null."""
@@ -93,7 +88,7 @@ class Config:
             raise BridgeError(f"{self.path}: {key} is {value!r}, must be a positive number")
         return float(value)
 
-    def expect(self, key: str, supported: tuple[Any, ...], why: str, default: Any, unless: str = "") -> None:
+    def expect(self, key: str, supported: tuple[Any, ...], default: Any, why: str = NO_OTHER, unless: str = "") -> None:
         """BridgeError unless the value, or the default, is supported; the message names the first that is."""
         value = self.get(key, default)
         if value not in supported:

@@ -18,7 +18,7 @@ from bridge.models.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
 from bridge.models.families.hunyuan import HUNYUAN, HUNYUAN_MOE
 from bridge.models.families.jamba import JAMBA
 from bridge.models.families.lfm2 import LFM2, LFM2_MOE
-from bridge.models.families.llama import LLAMA, SMOLLM3
+from bridge.models.families.llama import LLAMA, SEED_OSS, SMOLLM3
 from bridge.models.families.llama4 import LLAMA4
 from bridge.models.families.mamba2 import MAMBA2
 from bridge.models.families.minimax import MINIMAX_M2, MINIMAX_M3
@@ -29,7 +29,6 @@ from bridge.models.families.olmo import OLMO2, OLMO3
 from bridge.models.families.phi import PHI3, PHIMOE
 from bridge.models.families.qwen import QWEN2, QWEN2_MOE, QWEN2_VL, QWEN3, QWEN3_MOE, QWEN3_VL, QWEN3_VL_MOE
 from bridge.models.families.qwen3_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
-from bridge.models.families.seed_oss import SEED_OSS
 from bridge.models.families.starcoder2 import STARCODER2
 
 ALL = (

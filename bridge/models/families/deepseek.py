@@ -19,7 +19,7 @@ from bridge.models.config.arguments import Arguments
 from bridge.models.config.gguf_keys import Computed, Key, StoredKeys
 from bridge.models.config.model_config import Config
 from bridge.models.config.rope import rope_rules, yarn_betas
-from bridge.models.family import EXPERTS, SILU, Family, Row, decoder, gated_mlp, leading, required, sparse
+from bridge.models.family import EXPERTS, SILU, Family, Row, decoder, gated_mlp, networks, required
 from bridge.models.outline import Part
 from bridge.models.prediction import prediction
 
@@ -131,8 +131,8 @@ def latent_table(*experts: Row, indexer: tuple[Row, ...] = ()) -> tuple[Row, ...
             Row("self_attn.o_proj", "hidden attended"),
             *indexer,
             Row("post_attention_layernorm", "hidden"),
-            *leading(*gated_mlp("mlp", "inner")),
-            *sparse(
+            *networks(
+                gated_mlp("mlp", "inner"),
                 *experts,
                 Row(
                     "mlp.gate.e_score_correction_bias", "experts", exact=True, name="exp_probs_b.bias", optional=True,
@@ -167,10 +167,6 @@ GLM4_MOE_LITE = replace(
 )  # fmt: skip
 
 
-def _indexed_sizes(config: Config, args: Arguments) -> dict[str, int]:
-    return {**_sizes(config, args), "index_q": args.more["index_heads"] * args.more["index_head"]}
-
-
 def _full(config: Config, _args: Arguments) -> dict[str, Any]:
     kinds = config.get("indexer_types")
     return {"attention.indexer.types": [kind == "full" for kind in kinds] if kinds else None}
@@ -193,7 +189,9 @@ DEEPSEEK32 = replace(
     titles=("DeepSeek V3.2",), arch="deepseek32", named_as="glm-dsa", architectures=("DeepseekV32ForCausalLM",),
     predicts="carried", model_type="deepseek_v32",
     keys={**DEEPSEEK2.keys, "first_k_dense_replace": 3},
-    sizes=_indexed_sizes,
+    sizes=lambda config, args: {
+        **_sizes(config, args), "index_q": args.more["index_heads"] * args.more["index_head"],
+    },
     metadata=(
         *LATENT, Key("attention.indexer.head_count", "index_n_heads", defines="index_heads"),
         Key("attention.indexer.key_length", "index_head_dim", defines="index_head"),

@@ -11,18 +11,7 @@ from bridge.errors import BridgeError
 from bridge.models.config.arguments import Arguments
 from bridge.models.config.gguf_keys import Computed, Constant, Key
 from bridge.models.config.model_config import Config
-from bridge.models.family import (
-    EXPERTS,
-    SILU,
-    Expected,
-    Family,
-    Row,
-    decoder,
-    gated_mlp,
-    leading,
-    pre_norm_attention,
-    sparse,
-)
+from bridge.models.family import EXPERTS, SILU, Expected, Family, Row, decoder, gated_mlp, networks, pre_norm_attention
 
 _UNKNOWN = "llama.cpp's converter knows no such model"
 _ATTENTION = pre_norm_attention()
@@ -76,8 +65,8 @@ ERNIE4_5_MOE = replace(
     predicts="dropped",
     table=decoder(
         *_ATTENTION,
-        *leading(*gated_mlp("mlp", "inner")),
-        *sparse(
+        *networks(
+            gated_mlp("mlp", "inner"),
             *EXPERTS,
             Row(
                 "mlp.moe_statics.e_score_correction_bias", "experts", exact=True, name="exp_probs_b.bias",

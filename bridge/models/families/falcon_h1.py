@@ -13,17 +13,14 @@ from bridge.models.config.arguments import Arguments
 from bridge.models.config.gguf_keys import Computed, StoredKeys
 from bridge.models.config.model_config import Config
 from bridge.models.families.mamba2 import mamba2, mamba2_keys, mamba2_sizes
-from bridge.models.family import HEAD, NO_BIASES, NO_OTHER, SILU, Expected, Family, Row, attention, decoder, gated_mlp
+from bridge.models.family import HEAD, NO_BIASES, SILU, Expected, Family, Row, attention, decoder, gated_mlp
 
 
 def _sizes(config: Config, args: Arguments) -> dict[str, int]:
-    heads, groups = args.more["ssm_heads"], args.more["groups"]
     inner = config.side("mamba_d_ssm", config.integer("mamba_expand", 2) * args.hidden)
-    if inner % heads or inner % groups:
-        raise BridgeError(f"{config.path}: {inner} elements of a Mamba layer in {heads} heads and {groups} groups")
     if config.get("mamba_rms_norm", False):
-        config.expect("mamba_norm_before_gate", (False,), NO_OTHER, True)
-    return mamba2_sizes(args, inner)
+        config.expect("mamba_norm_before_gate", (False,), True)
+    return mamba2_sizes(config, args, inner)
 
 
 def _config(stored: StoredKeys) -> dict[str, Any]:

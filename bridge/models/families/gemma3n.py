@@ -18,18 +18,7 @@ from bridge.models.config.model_config import Config
 from bridge.models.families.gemma import GELU
 from bridge.models.families.gemma4 import INPUT_OF_LAYER, INPUTS, NORMS, inputs_config, layers_with_window
 from bridge.models.families.windows import local_base
-from bridge.models.family import (
-    EMBEDDINGS,
-    NO_BIASES,
-    NO_OTHER,
-    Expected,
-    Family,
-    Row,
-    attention,
-    decoder,
-    gated_mlp,
-    other_layers,
-)
+from bridge.models.family import NO_BIASES, Expected, Family, Row, attention, decoder, gated_mlp, other_layers
 from bridge.models.outline import Part
 
 _STREAMS = 4
@@ -53,7 +42,7 @@ def _sizes(config: Config, args: Arguments) -> dict[str, int]:
 
 def _metadata(config: Config, args: Arguments) -> dict[str, Any]:
     sparse = [_SHARE if layer < _SPARSE else 0.0 for layer in range(args.layers)]
-    config.expect("activation_sparsity_pattern", (sparse,), NO_OTHER, sparse)
+    config.expect("activation_sparsity_pattern", (sparse,), sparse)
     return {
         "feed_forward_length": [args.inner] * args.layers,
         "final_logit_softcapping": config.number("final_logit_softcapping", 30.0),
@@ -126,9 +115,8 @@ GEMMA3N = Family(
             Row("laurel.linear_right", "hidden laurel", floats="F16"),
             Row("laurel.post_laurel_norm", "hidden"),
             first=(
-                EMBEDDINGS,
-                replace(INPUTS[0], shape="vocab inputs", parts=_inputs),
-                *INPUTS[1:],
+                INPUTS[0], replace(INPUTS[1], shape="vocab inputs", parts=_inputs),
+                *INPUTS[2:],
                 *(
                     Row(
                         f"model.altup_{stem}rojections.0", "others hidden hidden", floats="F16", parts=_other_streams,

@@ -140,13 +140,13 @@ def _with(rule: Callable[[Arguments], bool], *rows: Row) -> tuple[Row, ...]:
     return tuple(replace(row, when=rule) for row in rows)
 
 
-# an embedding of each token for every layer, and how a layer takes it
-INPUTS = _with(
+# the embeddings, and another of each token for every layer; how a layer takes it
+INPUTS = EMBEDDINGS, *_with(
     _inputs,
     Row("model.embed_tokens_per_layer", "input_vocab inputs"),
     Row("model.per_layer_model_projection", "inputs hidden", floats="F16"),
     Row("model.per_layer_projection_norm", "each_input"),
-)
+)  # fmt: skip
 INPUT_OF_LAYER = _with(
     _inputs,
     Row("per_layer_input_gate", "each_input hidden"),
@@ -185,7 +185,7 @@ GEMMA4 = Family(
         ),
         *INPUT_OF_LAYER,
         Row("layer_scalar", "one", exact=True),
-        first=(EMBEDDINGS, *INPUTS),
+        first=INPUTS,
     ),
 )  # fmt: skip
 

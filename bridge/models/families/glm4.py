@@ -23,9 +23,8 @@ from bridge.models.family import (
     configured,
     decoder,
     gated_mlp,
-    leading,
+    networks,
     pre_norm_attention,
-    sparse,
 )  # fmt: skip
 from bridge.models.prediction import prediction
 
@@ -83,8 +82,8 @@ GLM4_MOE = Family(
             Row("self_attn.k_norm", "head", when=lambda args: args.qk_norm),
             bias=configured,
         ),
-        *leading(*gated_mlp("mlp", "inner")),
-        *sparse(
+        *networks(
+            gated_mlp("mlp", "inner"),
             *EXPERTS,
             Row("mlp.gate.e_score_correction_bias", "experts", exact=True, name="exp_probs_b.bias"),
             *gated_mlp("mlp.shared_experts", "shared"),

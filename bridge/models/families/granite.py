@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from bridge.errors import BridgeError
 from bridge.models.config.arguments import Arguments
 from bridge.models.config.gguf_keys import ATTENTION_BIAS, Computed, Constant, Key, StoredKeys
 from bridge.models.config.model_config import Config
@@ -83,19 +82,8 @@ GRANITE_MOE = replace(
     alternative="_linear.weight",
     metadata=(*_FACTORS, _SHARED, ATTENTION_BIAS, Computed(config=_kind)),
     written_as={"num_experts": "num_local_experts"},
-    table=decoder(
-        *pre_norm_attention(bias=configured, o_bias=configured, interleaved=True),
-        *_STACKED,
-    ),
+    table=decoder(*pre_norm_attention(bias=configured, o_bias=configured, interleaved=True), *_STACKED),
 )  # fmt: skip
-
-
-def _sizes(config: Config, args: Arguments) -> dict[str, int]:
-    heads, groups = args.more["ssm_heads"], args.more["groups"]
-    inner = config.integer("mamba_expand", 2) * args.hidden
-    if inner % heads or inner % groups:
-        raise BridgeError(f"{config.path}: {inner} elements of a Mamba layer in {heads} heads and {groups} groups")
-    return mamba2_sizes(args, inner)
 
 
 def _metadata(_config: Config, args: Arguments) -> dict[str, Any]:
@@ -125,7 +113,7 @@ GRANITE_HYBRID = replace(
         SILU, NO_BIASES, Expected("position_embedding_type", (None, "nope"), written=True),
         Expected("mamba_proj_bias", (False,)), Expected("mamba_conv_bias", (True,)),
     ),
-    sizes=_sizes,
+    sizes=lambda config, args: mamba2_sizes(config, args, config.integer("mamba_expand", 2) * args.hidden),
     metadata=(
         *_FACTORS, replace(_SHARED, optional=False), Computed(_metadata, _config),
         *mamba2_keys(("mamba_d_conv", 4), ("mamba_d_state", None), ("mamba_n_groups", 1), ("mamba_n_heads", None)),

@@ -10,7 +10,7 @@ from typing import Any
 from bridge.models.config.arguments import Arguments
 from bridge.models.config.gguf_keys import Computed, Constant, Key, StoredKeys
 from bridge.models.config.model_config import Config
-from bridge.models.family import Expected, Family, Row, decoder, in_layers, leading, sparse
+from bridge.models.family import Expected, Family, Row, decoder, in_layers, networks
 
 
 def _adjusted(config: Config, args: Arguments) -> dict[str, int]:
@@ -94,8 +94,8 @@ LFM2_MOE = replace(
     metadata=(*_KEYS, Constant("expert_gating_func", 2)),  # sigmoid
     table=decoder(
         *_LAYERS,
-        *leading(*_network("feed_forward", "inner")),
-        *sparse(
+        *networks(
+            _network("feed_forward", "inner"),
             Row("feed_forward.gate", "experts hidden", floats="F32"),
             *(
                 replace(row, name=f"ffn_{part}_exps.weight")

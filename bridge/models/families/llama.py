@@ -1,6 +1,7 @@
 """Llama 1 to 3.x, and the many other models published as LlamaForCausalLM.
 
-SmolLM3 is its decoder without rotation in every fourth layer, an interval that is compiled into llama.cpp.
+SmolLM3 is its decoder without rotation in every fourth layer, an interval that is compiled into llama.cpp. Seed-OSS is
+it with biases on q, k and v; heads are rotated by halves, their size is configured.
 """
 
 from dataclasses import replace
@@ -40,4 +41,16 @@ SMOLLM3 = replace(
     keys={**LLAMA.keys, "tie_word_embeddings": True, "rope_theta": 2000000.0},
     expects=(SILU, Expected("no_rope_layer_interval", (4,), "llama.cpp omits rotation in every fourth layer")),
     metadata=(Computed(_every_fourth),),
+)  # fmt: skip
+
+_NONE = "llama.cpp's graph for this architecture has no such biases"
+
+SEED_OSS = Family(
+    titles=("Seed-OSS",), arch="seed_oss", architectures=("SeedOssForCausalLM",), model_type="seed_oss",
+    keys={"attention_bias": True, "head_dim": 128, "max_position_embeddings": 524288},
+    expects=(
+        SILU, Expected("attention_out_bias", (False,), _NONE, written=True), Expected("mlp_bias", (False,), _NONE),
+    ),
+    metadata=(ATTENTION_BIAS,),
+    table=decoder(*pre_norm_attention(bias=configured), *gated_mlp("mlp", "inner")),
 )  # fmt: skip

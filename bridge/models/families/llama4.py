@@ -30,7 +30,7 @@ _MAVERICK = ARCHITECTURES["llama4"].no_unit_norms  # experts
 def _checked(config: Config, args: Arguments) -> dict[str, Any]:
     """No keys; BridgeError for what llama.cpp's graph does otherwise."""
     rotated = [int((layer + 1) % 4 != 0) for layer in range(args.layers)]
-    config.expect("no_rope_layers", (rotated, []), _BUILT_IN, rotated)
+    config.expect("no_rope_layers", (rotated, []), rotated, _BUILT_IN)
     normed = args.experts != _MAVERICK
     if args.qk_norm != normed:
         by_count = f"{normed} for {args.experts} experts"

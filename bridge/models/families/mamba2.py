@@ -16,9 +16,11 @@ from bridge.models.outline import Part
 CONTEXT = 2**20  # nothing depends on positions, so there is no length of training to keep to
 
 
-def mamba2_sizes(args: Arguments, inner: int) -> dict[str, int]:
+def mamba2_sizes(config: Config, args: Arguments, inner: int) -> dict[str, int]:
     """The names that `mamba2` uses beside those of `mamba2_keys`, for `inner` elements."""
-    groups, states = args.more["groups"], args.more["groups"] * args.more["state"]
+    heads, groups, states = args.more["ssm_heads"], args.more["groups"], args.more["groups"] * args.more["state"]
+    if inner % heads or inner % groups:
+        raise BridgeError(f"{config.path}: {inner} elements of a Mamba layer in {heads} heads and {groups} groups")
     return {
         "ssm_inner": inner, "group": inner // groups, "one": 1, "states": states, "convolved": inner + 2 * states,
     }  # fmt: skip
@@ -63,7 +65,7 @@ def _sizes(config: Config, args: Arguments) -> dict[str, int]:
     if inner != heads * args.head_dim or inner % groups:
         split = f"{heads} heads of {args.head_dim} and {groups} groups"
         raise BridgeError(f"{config.path}: {inner} elements of a layer cannot be {split}")
-    return mamba2_sizes(args, inner)
+    return mamba2_sizes(config, args, inner)
 
 
 def _config(stored: StoredKeys) -> dict[str, Any]:

@@ -39,7 +39,7 @@ MIXTRAL = Family(
 def _temperature(config: Config, args: Arguments) -> dict[str, Any]:
     if config.get("model_type") != "ministral3":
         return {}
-    config.expect("rope_parameters.rope_type", ("yarn",), "llama.cpp reads Ministral 3 with yarn", args.rope.type)
+    config.expect("rope_parameters.rope_type", ("yarn",), args.rope.type, "llama.cpp reads Ministral 3 with yarn")
     rules = rope_rules(config)
     return {
         "rope.scaling.attn_factor": None,

@@ -38,7 +38,7 @@ def _is(kind: str) -> LayerRule:
 def _sizes(config: Config, args: Arguments) -> dict[str, int]:
     inner = args.more["ssm_heads"] * config.side("mamba_head_dim")
     config.within_sides("mamba_num_heads times mamba_head_dim", inner)
-    return {**mamba2_sizes(args, inner), "routed": args.more.get("latent") or args.hidden}
+    return {**mamba2_sizes(config, args, inner), "routed": args.more.get("latent") or args.hidden}
 
 
 def _layers(_config: Config, args: Arguments) -> dict[str, Any]:

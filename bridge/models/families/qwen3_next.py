@@ -68,7 +68,7 @@ def _part(which: slice) -> Any:
 
 def _linear_layers(config: Config, args: Arguments) -> dict[str, Any]:
     expected = ["linear_attention" if _linear(args, i) else "full_attention" for i in range(args.layers)]
-    config.expect("layer_types", (expected,), "the layers with full attention must be at a fixed interval", expected)
+    config.expect("layer_types", (expected,), expected, "the layers with full attention must be at a fixed interval")
     stateful = [_linear(args, layer) for layer in range(args.layers + args.predicting)]
     return {"attention.recurrent_layers": stateful}
 
@@ -139,10 +139,6 @@ QWEN3_NEXT = Family(
 )  # fmt: skip
 
 
-def _sections(config: Config, args: Arguments) -> dict[str, Any]:
-    return rope_sections(config, args, [11, 11, 10])
-
-
 def _config(stored: StoredKeys) -> dict[str, Any]:
     sections = (stored.get("rope.dimension_sections") or [])[:3]
     more = {"mrope_section": sections, "mrope_interleaved": True} if sections else {}
@@ -206,7 +202,7 @@ QWEN3_5 = replace(
     keys={"max_position_embeddings": 32768, "head_dim": 256, "partial_rotary_factor": 0.25},
     expects=(SILU, NO_BIASES),
     sizes=_sizes,
-    metadata=(*QWEN3_NEXT.metadata, Computed(_sections, _config)),
+    metadata=(*QWEN3_NEXT.metadata, Computed(lambda config, args: rope_sections(config, args, [11, 11, 10]), _config)),
     language_model=("qwen3_5_text", "Qwen3_5ForCausalLM"), wrapped=True,
     table=decoder(*_ATTENTION, *gated_mlp("mlp", "inner"), *prediction("+1"), norm=_NORM),
 )  # fmt: skip
