@@ -235,22 +235,15 @@ def _shapes(groups: Groups, shape: tuple[int, int]) -> Shapes:
     """The dtypes and shapes of a layer's tensors in the gemm layout."""
     out, columns = shape
     count = groups.count(columns)
-    return {
-        "qweight": ("I32", (columns, out // 8)),
-        "qzeros": ("I32", (count, out // 8)),
-        "scales": ("F16", (count, out)),
-    }
+    words = {"qweight": ("I32", (columns, out // 8)), "qzeros": ("I32", (count, out // 8))}
+    return {**words, "scales": ("F16", (count, out))}
 
 
 def _pack(tensor: GroupedTensor) -> Parts:
     from bridge.checkpoint.formats.packing import pack_gemm
 
-    scales = GEMM.half_scales(tensor)
-    return {
-        "qweight": pack_gemm(tensor.codes),
-        "qzeros": pack_gemm(tensor.zeros.astype(np.uint8)),
-        "scales": np.ascontiguousarray(scales.T),
-    }
+    scales = np.ascontiguousarray(GEMM.half_scales(tensor).T)
+    return {"qweight": pack_gemm(tensor.codes), "qzeros": pack_gemm(tensor.zeros.astype(np.uint8)), "scales": scales}
 
 
 def _labels(layers: QuantizedLayers) -> dict[str, Any]:
@@ -258,14 +251,8 @@ def _labels(layers: QuantizedLayers) -> dict[str, Any]:
         raise BridgeError("AWQ has one group size for all layers; gptq_v2 has one per layer")
     # readers search names within names: one that is part of a quantized layer's would exclude that too
     left = [name for name in layers.floats if not any(name in layer for layer in layers.groups)]
-    labels = {
-        **layers.usual.sizes(),
-        "quant_method": "awq",
-        "version": "gemm",
-        "zero_point": True,  # qzeros exist, symmetric or not
-        "modules_to_not_convert": left or None,
-    }
-    return {"quantization_config": labels}
+    labels = {"quant_method": "awq", "version": "gemm", "zero_point": True}  # qzeros exist, symmetric or not
+    return {"quantization_config": {**layers.usual.sizes(), **labels, "modules_to_not_convert": left or None}}
 
 
 GEMM = WrittenFormat(

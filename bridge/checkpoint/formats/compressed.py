@@ -315,11 +315,9 @@ def _shapes(groups: Groups, shape: tuple[int, int]) -> Shapes:
         return FP4.shapes(groups.kind, shape)
     (out, columns), count = shape, groups.count(shape[1])
     return {
-        "weight_packed": ("I32", (out, _length(columns, groups.bits, False))),
-        "weight_scale": ("F16", (out, count)),
-        "weight_shape": ("I64", (2,)),
-        "weight_zero_point": ("I32", (_length(out, groups.bits, False), count)),
-    }
+        "weight_packed": ("I32", (out, _length(columns, groups.bits, False))), "weight_scale": ("F16", (out, count)),
+        "weight_shape": ("I64", (2,)), "weight_zero_point": ("I32", (_length(out, groups.bits, False), count)),
+    }  # fmt: skip
 
 
 def _pack(tensor: GroupedTensor | PackedTensor) -> Parts:
@@ -327,13 +325,9 @@ def _pack(tensor: GroupedTensor | PackedTensor) -> Parts:
 
     shape = np.array(tensor.shape, np.int64)
     if isinstance(tensor, GroupedTensor):
-        scales = PACKED.half_scales(tensor)
-        return {
-            "weight_packed": pack_rows(tensor.codes, tensor.bits).view(np.int32),
-            "weight_scale": scales,
-            "weight_shape": shape,
-            "weight_zero_point": pack_columns(np.ascontiguousarray(tensor.zeros.astype(np.uint8).T), tensor.bits),
-        }
+        zeros = pack_columns(np.ascontiguousarray(tensor.zeros.astype(np.uint8).T), tensor.bits)
+        words, scales = pack_rows(tensor.codes, tensor.bits).view(np.int32), PACKED.half_scales(tensor)
+        return {"weight_packed": words, "weight_scale": scales, "weight_shape": shape, "weight_zero_point": zeros}
     if tensor.kind != "int":
         return FP4.pack(tensor)
     return {"weight_packed": tensor.words.view(np.int32), "weight_scale": tensor.scales, "weight_shape": shape}

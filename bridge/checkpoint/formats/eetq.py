@@ -58,18 +58,13 @@ class EetqReader(Reader):
         stored, used = self.part(name, "weight").view(np.uint8), scales[:, 0] != 0
         for unpack in (_since_turing, _volta):
             codes = unpack(stored)
-            if codes is not None and _has_extremes(codes[used]):
+            if codes is not None and ((codes[used] == 0) | (codes[used] == 255)).any(1).all():
                 zeros = np.full_like(scales, 128)
                 return GroupedTensor(name, 8, codes, scales, zeros, codes.shape[1], bias=self.bias(name))
         raise BridgeError(
             f"{info.file}: {name}.weight is in no known order of EETQ: in each, some rows lack their largest code; "
             "convert the unquantized model instead"
         )
-
-
-def _has_extremes(codes: np.ndarray) -> bool:
-    """Whether each row has a code of the largest magnitude."""
-    return bool(((codes == 0) | (codes == 255)).any(1).all())
 
 
 def _since_turing(stored: np.ndarray) -> np.ndarray | None:

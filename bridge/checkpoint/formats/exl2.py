@@ -77,13 +77,8 @@ class Exl2Reader(Reader):
         length = np.diff(first, append=words)
         held = length * 32 // np.maximum(bits, 1)
         held[-1] = columns - held[:-1].sum()
-        if not (
-            np.isin(bits, _WIDTHS).all()
-            and first[0] == 0
-            and (length > 0).all()
-            and (held > 0).all()
-            and (held * bits <= length * 32).all()
-        ):
+        fits = np.isin(bits, _WIDTHS).all() and first[0] == 0 and min(length.min(), held.min()) > 0
+        if not fits or (held * bits > length * 32).any():
             raise BridgeError(
                 f"{info.file}: the bits and rows of {info.name} do not add up to {columns} columns; the checkpoint is "
                 "damaged"

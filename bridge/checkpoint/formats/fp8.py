@@ -95,11 +95,8 @@ def scaled_floats(name: str, tensors: dict[str, TensorInfo], scale: str, block: 
     weight, scales = tensors["weight"], tensors[scale]
     fits = weight.is_matrix and (scales.floating or scales.dtype == "U8")
     scale_block = block_of(weight.shape, scales.shape, block) if fits else None  # type: ignore[arg-type]
-    if (
-        scale_block is None
-        or (scales.dtype == "U8" and scale_block != (1, 32))
-        or ("bias" in tensors and tensors["bias"].shape != weight.shape[:1])
-    ):
+    bias_fits = "bias" not in tensors or tensors["bias"].shape == weight.shape[:1]
+    if scale_block is None or (scales.dtype == "U8" and scale_block != (1, 32)) or not bias_fits:
         raise contradiction(name, tensors)
     return ScaledFloats(weight, scales, scale_block)
 

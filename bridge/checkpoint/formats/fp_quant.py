@@ -85,7 +85,7 @@ class FpQuantReader(Reader):
         return replace(quant, title="FP-Quant", claims=claims, bits=4, raw={**raw, "forward_dtype": kind})
 
     def required_parts(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
-        held = _non_empty(tensors)
+        held = {part for part, info in tensors.items() if 0 not in info.shape}  # empty ones only keep a place
         floats = next((part for part in _FLOATS if part in held), None)
         return (floats, _MATRIX) if floats and "qweight" not in held else ("qweight", "scales", _GLOBAL, _MATRIX)
 
@@ -138,11 +138,6 @@ class FpQuantReader(Reader):
         weights = unrotated(t.dequantize(), self.scales(name, _MATRIX))
         share = rounding_distortion(t.noise(), weights)
         return DecodedTensor(name, 4, weights, share, "rotated codes", bias=t.bias)
-
-
-def _non_empty(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """A module's tensors without those that are empty, which only keep a place."""
-    return {part: info for part, info in tensors.items() if 0 not in info.shape}
 
 
 def unrotated(stored: np.ndarray, matrix: np.ndarray) -> np.ndarray:

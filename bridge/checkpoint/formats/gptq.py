@@ -23,18 +23,9 @@ from bridge.checkpoint.files.store import Store, TensorInfo
 from bridge.checkpoint.formats.checks import contradiction
 from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, module_info
 from bridge.checkpoint.formats.written import Groups, Parts, QuantizedLayers, Shapes, WrittenFormat, zeros_of_0
-from bridge.checkpoint.formats.zeros import (
-    OWN_BITS_SINCE,
-    Dialect,
-    code_means,
-    decode,
-    dialects,
-    lost_words,
-    recode,
-    symmetric_dialect,
-)
+from bridge.checkpoint.formats.zeros import Dialect, code_means, decode, dialects, lost_words, recode, symmetric_dialect
 from bridge.checkpoint.grouped import GroupedTensor, PackedTensor, column_group_size, fit_group_size
-from bridge.checkpoint.labels.quant_config import QuantConfig, gptq_labels, packer
+from bridge.checkpoint.labels.quant_config import OWN_BITS_WRITER, QuantConfig, gptq_labels, packer
 from bridge.errors import BridgeError, parameter
 
 _WORD_BITS = {"I8": 8, "U8": 8, "I16": 16, "U16": 16, "I32": 32, "U32": 32, "I64": 64, "U64": 64}
@@ -280,11 +271,9 @@ def _shapes(groups: Groups, shape: tuple[int, int]) -> Shapes:
     out, columns = shape
     count = groups.count(columns)
     return {
-        "qweight": ("I32", (columns * groups.bits // 32, out)),
-        "qzeros": ("I32", (count, out * groups.bits // 32)),
-        "scales": ("F16", (count, out)),
-        "g_idx": ("I32", (columns,)),
-    }
+        "qweight": ("I32", (columns * groups.bits // 32, out)), "qzeros": ("I32", (count, out * groups.bits // 32)),
+        "scales": ("F16", (count, out)), "g_idx": ("I32", (columns,)),
+    }  # fmt: skip
 
 
 def _pack(format: str, tensor: GroupedTensor | PackedTensor) -> Parts:
@@ -322,8 +311,7 @@ def _pack(format: str, tensor: GroupedTensor | PackedTensor) -> Parts:
 def _labels(format: str, layers: QuantizedLayers) -> dict[str, Any]:
     usual, writers = layers.usual, packer()
     if layers.asymmetric and format == V1.name:
-        # GPTQModel reads v1 with varying zero points only from itself; this version packs as we do
-        writers.append(f"gptqmodel:{'.'.join(map(str, OWN_BITS_SINCE))}")
+        writers.append(OWN_BITS_WRITER)
     labels = gptq_labels(
         format, usual.bits, usual.group_size, desc_act=layers.act_order, sym=not layers.asymmetric,
         floats=layers.floats, others={name: groups.sizes() for name, groups in layers.others().items()},

@@ -237,25 +237,20 @@ def _shapes(groups: Groups, shape: tuple[int, int]) -> Shapes:
     runs, (_, lanes, word) = math.prod(shape) // groups.group_size, PACKINGS[packing]
     return {
         "W_q": ("U8" if word.itemsize == 1 else "I32", (-(-runs // lanes), groups.group_size)),
-        "scale": ("F16", (runs, 1)),
-        "zero": ("F16", (runs, 1)),
-        "shape": ("I64", (2,)),
-        **{name: ("I64", (1,)) for name in ("nbits", "group_size", "axis")},
-        "packing": ("U8", (len(packing),)),
-    }
+        "scale": ("F16", (runs, 1)), "zero": ("F16", (runs, 1)), "shape": ("I64", (2,)),
+        **{name: ("I64", (1,)) for name in ("nbits", "group_size", "axis")}, "packing": ("U8", (len(packing),)),
+    }  # fmt: skip
 
 
 def _pack(tensor: GroupedTensor) -> Parts:
     scales, packing = WRITTEN.half_scales(tensor), _PACKING_OF[tensor.bits]
     numbers = {"nbits": tensor.bits, "group_size": tensor.group_size, "axis": 1}
     return {
-        "W_q": _pack_lanes(tensor.codes.reshape(-1, tensor.group_size), packing),
-        "scale": scales.reshape(-1, 1),
-        "zero": tensor.zeros.astype(np.float16).reshape(-1, 1),
-        "shape": np.array(tensor.shape, np.int64),
+        "W_q": _pack_lanes(tensor.codes.reshape(-1, tensor.group_size), packing), "scale": scales.reshape(-1, 1),
+        "zero": tensor.zeros.astype(np.float16).reshape(-1, 1), "shape": np.array(tensor.shape, np.int64),
         **{name: np.array([number], np.int64) for name, number in numbers.items()},
         "packing": np.frombuffer(packing.encode(), np.uint8),
-    }
+    }  # fmt: skip
 
 
 def _pack_lanes(rows: np.ndarray, packing: str) -> np.ndarray:

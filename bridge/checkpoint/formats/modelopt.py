@@ -187,13 +187,9 @@ def _fp4(tensors: dict[str, TensorInfo]) -> Fp4Parts:
 
 def _labels(layers: QuantizedLayers) -> dict[str, Any]:
     """The keys of config.json; none for scales of activations, which are not quantized."""
-    labels = {
-        "quant_method": "modelopt",
-        "quant_algo": f"W4A16_{layers.usual.kind}",
-        "group_size": layers.usual.group_size,
-        "ignore": [*layers.floats, "lm_head"],
-    }
-    return {"quantization_config": labels}
+    labels = {"quant_method": "modelopt", "quant_algo": f"W4A16_{layers.usual.kind}"}
+    ignored = [*layers.floats, "lm_head"]
+    return {"quantization_config": {**labels, "group_size": layers.usual.group_size, "ignore": ignored}}
 
 
 WRITTEN = WrittenFormat(

@@ -160,15 +160,13 @@ class WrittenFormat:
         0."""
         scales = tensor.scales.astype(np.float16)
         top = 2**tensor.bits - 1
+        integral = (tensor.zeros == np.rint(tensor.zeros)) & (tensor.zeros >= 0) & (tensor.zeros <= top)
         why = self.refusal(Groups(tensor.bits, tensor.group_size), tensor.shape)
         if tensor.group_of_column is not None and not self.act_order:
             why = f"{self.name} has no act-order; quantize with groups of consecutive columns"
         elif tensor.codes.max(initial=0) > top:
             why = f"the code {tensor.codes.max()} is beyond {tensor.bits} bits"
-        elif (
-            not self.any_zeros
-            and not ((tensor.zeros == np.rint(tensor.zeros)) & (tensor.zeros >= 0) & (tensor.zeros <= top)).all()
-        ):
+        elif not self.any_zeros and not integral.all():
             why = f"{self.name} can only hold zero points that are integers from 0 to {top}; write a GGUF instead"
         elif not (scales == tensor.scales).all() or not np.isfinite(scales).all():
             why = "its scales are not half-precision floats; round them before choosing codes"

@@ -143,9 +143,7 @@ def symmetric_dialect(words: np.ndarray, bits: int, out: int, choices: list[Dial
     """The dialect in which every zero point is 2**(bits-1), or None if the zero points vary."""
     middle = 1 << (bits - 1)
     for dialect in choices:
-        if (decode(words[:1], bits, out, dialect) == middle).all() and (
-            decode(words, bits, out, dialect) == middle
-        ).all():
+        if all((decode(some, bits, out, dialect) == middle).all() for some in (words[:1], words)):
             return dialect
     return None
 

@@ -15,6 +15,9 @@ from bridge.errors import BridgeError
 from bridge.system.fields import table, whole_number
 from bridge.system.patterns import matched
 
+# GPTQModel reads v1 with varying zero points only from itself; this version packs as we do
+OWN_BITS_WRITER = f"gptqmodel:{'.'.join(map(str, OWN_BITS_SINCE))}"
+
 
 @dataclass(frozen=True)
 class QuantConfig:
@@ -100,13 +103,9 @@ class QuantConfig:
             return ", ".join([self.title, *self.claims])
         rules = len(self.dynamic) + len(self.extra)
         overrides = f", {rules} rule{'s' * (rules != 1)} for single modules" if rules else ""
-        return ", ".join([
-            self.title,
-            f"{self.bits} bits",
-            "one group a row" if self.group_size <= 0 else f"groups of {self.group_size}",
-            "symmetric" if self.sym else "asymmetric",
-            "act-order" if self.desc_act else "no act-order",
-        ]) + overrides  # fmt: skip
+        groups = "one group a row" if self.group_size <= 0 else f"groups of {self.group_size}"
+        sym, order = "symmetric" if self.sym else "asymmetric", "act-order" if self.desc_act else "no act-order"
+        return ", ".join([self.title, f"{self.bits} bits", groups, sym, order]) + overrides
 
     @property
     def labelled(self) -> bool:
@@ -141,14 +140,9 @@ def gptq_labels(
     rules: dict[str, Any] = {f"-:^{re.escape(name)}$": {} for name in floats}
     rules |= {f"+:^{re.escape(name)}$": sizes for name, sizes in (others or {}).items()}
     return {
-        "quant_method": "gptq",
-        "bits": bits,
-        "group_size": group_size,
-        "desc_act": desc_act,
-        "sym": sym,
-        "checkpoint_format": checkpoint_format,
-        **({"dynamic": rules} if rules else {}),
-    }
+        "quant_method": "gptq", "bits": bits, "group_size": group_size, "desc_act": desc_act, "sym": sym,
+        "checkpoint_format": checkpoint_format, **({"dynamic": rules} if rules else {}),
+    }  # fmt: skip
 
 
 def packer() -> list[str]:

@@ -226,12 +226,10 @@ def schemes_of(layers: QuantizedLayers) -> dict[str, Any]:
 def _weights(groups: Groups) -> dict[str, Any]:
     grouped = "tensor_group" if groups.kind == "NVFP4" else "group"
     return {
-        "num_bits": groups.bits,
-        "type": "int" if groups.kind == "int" else "float",
-        "symmetric": groups.symmetric,
+        "num_bits": groups.bits, "type": "int" if groups.kind == "int" else "float", "symmetric": groups.symmetric,
         "strategy": grouped if groups.group_size > 0 else "channel",
         "group_size": groups.group_size if groups.group_size > 0 else None,
-    }
+    }  # fmt: skip
 
 
 def _target(name: str) -> str:

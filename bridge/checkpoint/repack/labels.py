@@ -60,7 +60,8 @@ class Labels:
             if quant.checkpoint_format != plan.format:
                 values[key] = _PACKING[plan.format]
         else:
-            if "checkpoint_format" in labels or "format" not in labels:
+            # without either, v1 is assumed
+            if "checkpoint_format" in labels or ("format" not in labels and plan.format != "gptq"):
                 values["checkpoint_format"] = plan.format
             if "format" in labels:
                 values["format"] = plan.format
@@ -68,11 +69,7 @@ class Labels:
             values["meta"] = {**table(labels.get("meta")), "packer": packer()}
         if not quant.dynamic and not quant.extra:
             values |= self._true_shapes(labels)
-        return {key: value for key, value in values.items() if key != "checkpoint_format" or self._needs_format(labels)}
-
-    def _needs_format(self, labels: dict[str, Any]) -> bool:
-        """Whether checkpoint_format must be written; without it, v1 is assumed."""
-        return "checkpoint_format" in labels or self._plan.format != "gptq"
+        return values
 
     def _true_shapes(self, labels: dict[str, Any]) -> dict[str, Any]:
         """bits, group_size, desc_act and sym, if the config is wrong for all modules."""

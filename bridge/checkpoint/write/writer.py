@@ -80,19 +80,10 @@ class CheckpointWriter:
     """
 
     def __init__(
-        self,
-        ckpt: FloatSource,
-        path: str | Path,
-        format: str | None,
-        layers: Mapping[str, Groups],
-        *,
-        transposed: Collection[str] = (),
-        stacks: Mapping[str, tuple[str, int]] | None = None,
-        clamp: bool = False,
-        shard_size: int = 5_000_000_000,
-        force: bool = False,
-        progress: Progress | None = None,
-    ) -> None:
+        self, ckpt: FloatSource, path: str | Path, format: str | None, layers: Mapping[str, Groups], *,
+        transposed: Collection[str] = (), stacks: Mapping[str, tuple[str, int]] | None = None, clamp: bool = False,
+        shard_size: int = 5_000_000_000, force: bool = False, progress: Progress | None = None,
+    ) -> None:  # fmt: skip
         if format not in FORMATS and (layers or format is not None):
             raise BridgeError(f"unknown checkpoint format {format!r}: choose one of {', '.join(FORMATS)}")
         if ckpt.quant.method is not None:
