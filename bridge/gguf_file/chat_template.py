@@ -20,9 +20,8 @@ OWN = ("messages", "add_generation_prompt", "bos_token", "eos_token")  # what te
 NO_THINKING = {"enable_thinking": False, "thinking": False, "thinking_mode": "disabled", "thinking_budget": 0}
 _SECONDS = 60  # of a process that the system gives no limit of its own
 
-Conversation = tuple[
-    Sequence[Mapping[str, Any]], bool
-]  # messages as {"role", "content"}; whether to prompt for a reply
+# messages as {"role", "content"}; whether to prompt for a reply
+Conversation = tuple[Sequence[Mapping[str, Any]], bool]
 
 
 class TemplateFailed(Exception):
@@ -30,12 +29,9 @@ class TemplateFailed(Exception):
 
 
 def render_chats(
-    template: str,
-    conversations: Sequence[Conversation],
-    tokens: Mapping[str, str],
-    dated: bool | str = True,
+    template: str, conversations: Sequence[Conversation], tokens: Mapping[str, str], dated: bool | str = True,
     options: Mapping[str, Any] | None = None,
-) -> list[str | TemplateFailed]:
+) -> list[str | TemplateFailed]:  # fmt: skip
     """The text of each conversation, or why there is none; one process, about 0.1 s, renders them all.
 
     tokens   texts of the special tokens that templates refer to: {"bos_token": "<s>", "eos_token": "</s>"}
@@ -45,11 +41,9 @@ def render_chats(
              "enable_thinking" ...; see `check_template_options`
     """
     request = {
-        "template": template,
-        "variables": {**(options or {}), **tokens},
-        "dated": dated,
+        "template": template, "variables": {**(options or {}), **tokens}, "dated": dated,
         "conversations": [[[dict(message) for message in messages], prompt] for messages, prompt in conversations],
-    }
+    }  # fmt: skip
     try:
         answers = json.loads(_answer(json.dumps(request).encode()))
     except TemplateFailed as failure:

@@ -178,17 +178,14 @@ _TABLE = {
     ),
     "granite-embed-multi-97m": Rules(_bytes(_o200k(_ASCII_CASED_OR_MARKS_AND, r"\p{N}{1,3}")), ignore_merges=True),
     "tekken": Rules(
-        _bytes(_o200k(_cased(_ASCII_CASES, ""), r"\p{N}")),
-        published=_bytes(_o200k(_cased(_CASES, ""), r"\p{N}")),
-        ignore_merges=True,
-        add_bos=True,
+        _bytes(_o200k(_cased(_ASCII_CASES, ""), r"\p{N}")), published=_bytes(_o200k(_cased(_CASES, ""), r"\p{N}")),
+        ignore_merges=True, add_bos=True,
     ),
     "tiny_aya cohere2moe": Rules(
         _bytes(*_TEXT_AND_THREES, _o200k(_UNCASED_AND, r"\p{N}{1,3}")), published=_bytes(_THREES, _GPT4O)
     ),
     "youtu": Rules(
-        _bytes(_YOUTU, _o200k(_UNCASED_AND, r"\p{N}")),
-        published=_bytes(_YOUTU, _o200k(_CASED_AND, r"\p{N}")),
+        _bytes(_YOUTU, _o200k(_UNCASED_AND, r"\p{N}")), published=_bytes(_YOUTU, _o200k(_CASED_AND, r"\p{N}")),
         ignore_merges=True,
     ),
     "kimi-k2": Rules(_bytes(f"{_KIMI_WORDS}|{_KIMI_REST}"), published=_bytes(f"{_KIMI_CASED_WORDS}|{_KIMI_REST}")),
@@ -225,7 +222,7 @@ _TABLE = {
         _split(_LINES_APART), ignore_merges=True, add_bos=True, force_bos=True, byte_level=False
     ),
     "sarvam-moe": Rules(_split(_LINES_APART), byte_level=False),
-}
+}  # fmt: skip
 RULES: dict[str, Rules] = {name: rules for names, rules in _TABLE.items() for name in names.split()}
 
 

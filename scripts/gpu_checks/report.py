@@ -197,16 +197,12 @@ def shown(job: str, result: dict[str, Any]) -> str:
     elif "wrong" in result:
         words = f"{'; '.join(result['wrong']) or 'right'}  {result.get('notes', '')}"
     elif "tried" in result:
-        used, *others = [f"{configuration} {1e6 * seconds:.1f}" for configuration, seconds in _ranked(result["tried"])]
+        fastest = sorted(result["tried"], key=lambda pair: pair[1])[:3]  # of (rows, units, split, warps), and its time
+        used, *others = [f"{tried} {1e6 * seconds:.1f}" for tried, seconds in (result["tried"][0], *fastest)]
         words = f"own {used} us; the fastest {'; '.join(others)} us"
     else:
         words = ", ".join(f"{name} {value}" for name, value in result.items())
     return f"{job:<40} {words}"
-
-
-def _ranked(tried: list[Any]) -> list[Any]:
-    """The configuration in use (rows, units, split, warps), then the fastest three."""
-    return [tried[0], *sorted(tried, key=lambda pair: pair[1])[:3]]
 
 
 def printed(results: dict[str, Any], table: list[Row], wrong: list[str]) -> str:

@@ -27,7 +27,7 @@ class TypeTraits(ctypes.Structure):
     )  # fmt: skip
 
 
-# name -> result, arguments
+# names -> result, arguments
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ggml_init": (c_void_p, [InitParams]),
     "ggml_free": (None, [c_void_p]),
@@ -39,10 +39,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 
 def declare(lib: Any, signatures: dict[str, tuple[Any, list[Any]]]) -> None:
-    """Give a library's functions their types."""
-    for name, (result, arguments) in signatures.items():
-        function = getattr(lib, name)
-        function.restype, function.argtypes = result, arguments
+    """Give a library's functions, several of one type by names with spaces between, their types."""
+    for names, (result, arguments) in signatures.items():
+        for function in (getattr(lib, name) for name in names.split()):
+            function.restype, function.argtypes = result, arguments
 
 
 def wheel() -> Path:

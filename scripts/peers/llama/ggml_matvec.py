@@ -93,15 +93,9 @@ class Matrix:
     """
 
     def __init__(
-        self,
-        library: Library,
-        type: str,
-        raw: np.ndarray,
-        columns: int,
-        tokens: int = 1,
-        threads: int = 1,
+        self, library: Library, type: str, raw: np.ndarray, columns: int, tokens: int = 1, threads: int = 1,
         repack: bool = False,
-    ):
+    ):  # fmt: skip
         self.lib: Any = library
         kind = int(gguf.GGMLQuantizationType[type])
         for buffer_type in library.buffer_types() if repack else library.buffer_types()[-1:]:
