@@ -21,19 +21,12 @@ from bridge.system.threads.openmp import sleep_when_idle
 sleep_when_idle()
 
 _LAZY = {
-    "Exl3Config": "transformers_quantizer",
-    "PackedConfig": "gguf_quantizer",
-    "QtipConfig": "transformers_quantizer",
-    "QuantExperts": "quant_experts",
-    "QuantEmbedding": "quant_linear",
-    "QuantLinear": "quant_linear",
-    "load": "hf_model",
-    "prepare": "preparation",
-    "register_gguf": "gguf_quantizer",
-    "register_quantizers": "transformers_quantizer",
-    "replace_linears": "placement",
+    "Exl3Config": "transformers_quantizer", "PackedConfig": "gguf_quantizer", "QtipConfig": "transformers_quantizer",
+    "QuantExperts": "quant_experts", "QuantEmbedding": "quant_linear", "QuantLinear": "quant_linear",
+    "load": "hf_model", "prepare": "preparation", "register_gguf": "gguf_quantizer",
+    "register_quantizers": "transformers_quantizer", "replace_linears": "placement",
     "replace_trellis": "trellis_linear",
-}
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

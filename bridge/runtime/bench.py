@@ -84,13 +84,9 @@ def random_tensor(type: str, rows: int, columns: int) -> QuantTensor:
 
 
 def measure(
-    tensor: QuantTensor,
-    threads: int,
-    others: dict[str, Callable[[], object]] | None = None,
-    rounds: int = _ROUNDS,
-    rest: Callable[[], object] | None = None,
-    tick: Callable[[], object] | None = None,
-) -> ProductTiming:
+    tensor: QuantTensor, threads: int, others: dict[str, Callable[[], object]] | None = None, rounds: int = _ROUNDS,
+    rest: Callable[[], object] | None = None, tick: Callable[[], object] | None = None,
+) -> ProductTiming:  # fmt: skip
     """Time tensor.matvec, reading as many bytes ("read"), and `others`, taking turns. Prepares the tensor.
 
     Before its timed run each contender runs alone until its data are what the caches hold, as far as they can, and
@@ -121,11 +117,9 @@ def measure(
 
 
 def taking_turns(
-    contenders: dict[str, Callable[[], object]],
-    rounds: int,
-    after: dict[str, Callable[[], object]] | None = None,
+    contenders: dict[str, Callable[[], object]], rounds: int, after: dict[str, Callable[[], object]] | None = None,
     tick: Callable[[], object] | None = None,
-) -> dict[str, list[float]]:
+) -> dict[str, list[float]]:  # fmt: skip
     """Seconds of each contender in each round, after one that does not count; see `measure`.
 
     after  what is called after a contender's timed run
@@ -170,12 +164,9 @@ def tensors_to_time(
 
 
 def bench(
-    what: str | Path,
-    shape: tuple[int, int] | None = None,
-    device: str = "cpu",
-    threads: int | None = None,
+    what: str | Path, shape: tuple[int, int] | None = None, device: str = "cpu", threads: int | None = None,
     progress: Progress | None = None,
-) -> list[str]:
+) -> list[str]:  # fmt: skip
     """Lines to print: GB/s and the share of the read bandwidth, for a type of block or the matrices of a GGUF.
 
     `what` is a type (then `shape` may be given) or the path of a GGUF, whose largest tensor of each type is timed.

@@ -71,17 +71,10 @@ class Model:
     @classmethod
     @checked
     def load(
-        cls,
-        path: str | Path,
-        threads: int | None = None,
-        kv: str = "f16",
-        context: int | None = None,
-        precision: str = "int8",
-        device: Any = "cpu",
-        load: str = "mmap",
-        lora: str | Path | None = None,
+        cls, path: str | Path, threads: int | None = None, kv: str = "f16", context: int | None = None,
+        precision: str = "int8", device: Any = "cpu", load: str = "mmap", lora: str | Path | None = None,
         config: str | Path | None = None,
-    ) -> Self:
+    ) -> Self:  # fmt: skip
         """Open a GGUF of an architecture that `architectures.ARCHITECTURES` names; on CUDA of Llama, Mistral and Qwen.
 
         threads    of the CPU, for the whole process (default: BRIDGE_THREADS, else its cores)
@@ -247,13 +240,9 @@ class Model:
         return np.array(vectors, np.float32).reshape(len(vectors), self.config.hidden)
 
     def generate(
-        self,
-        prompt: str | Sequence[int],
-        max_tokens: int = 256,
-        stop: str | Sequence[str] | None = (),
-        draft: "str | Model | None" = None,
-        **sampling: Any,
-    ) -> Iterator[str]:
+        self, prompt: str | Sequence[int], max_tokens: int = 256, stop: str | Sequence[str] | None = (),
+        draft: "str | Model | None" = None, **sampling: Any,
+    ) -> Iterator[str]:  # fmt: skip
         """Continue a text, piece by piece as tokens come; pieces are whole characters.
 
         prompt    a text (BOS is added where the file asks for it) or token ids
@@ -279,14 +268,9 @@ class Model:
         return self._started(prompt, max_tokens, Sampler.of(self.tokenizer, **sampling), draft)
 
     def generate_scored(
-        self,
-        prompt: str | Sequence[int],
-        max_tokens: int = 256,
-        logprobs: int = 0,
-        stop: str | Sequence[str] | None = (),
-        draft: "str | Model | None" = None,
-        **sampling: Any,
-    ) -> Iterator[ScoredToken]:
+        self, prompt: str | Sequence[int], max_tokens: int = 256, logprobs: int = 0,
+        stop: str | Sequence[str] | None = (), draft: "str | Model | None" = None, **sampling: Any,
+    ) -> Iterator[ScoredToken]:  # fmt: skip
         """As `generate`, token by token with the log-probability of each, and of the `logprobs` most likely ones.
 
         They are the model's own, before biases, penalties, temperature and what else the sampler does.
@@ -295,13 +279,10 @@ class Model:
         return scored(self.tokenizer, self._started(prompt, max_tokens, sampler, draft), sampler, stop_texts(stop))
 
     def generate_batch(
-        self,
-        prompts: Sequence[str | Sequence[int]],
-        max_tokens: int | Sequence[int] = 256,
-        stop: str | Sequence[str] | None = (),
-        stops: Sequence[str | Sequence[str] | None] | None = None,
+        self, prompts: Sequence[str | Sequence[int]], max_tokens: int | Sequence[int] = 256,
+        stop: str | Sequence[str] | None = (), stops: Sequence[str | Sequence[str] | None] | None = None,
         **sampling: Any,
-    ) -> list[str]:
+    ) -> list[str]:  # fmt: skip
         """The replies to several prompts, made together: up to 8 sequences go through the weights at once.
 
         max_tokens  of every reply, or of each
@@ -351,12 +332,9 @@ class Model:
         return Batch(lambda: self._decoder, self.tokenizer, self._shared.lock, self._start, sequences, draft)
 
     def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        max_tokens: int = 256,
-        template_options: Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> Iterator[str]:
+        self, messages: Sequence[Mapping[str, Any]], max_tokens: int = 256,
+        template_options: Mapping[str, Any] | None = None, **options: Any,
+    ) -> Iterator[str]:  # fmt: skip
         """The model's reply to [{"role": "user", "content": ...}, ...], by the file's own chat template.
 
         template_options  as in `chat_tokens`
@@ -370,11 +348,9 @@ class Model:
         return self.generate(tokens, max_tokens, **options)
 
     def chat_tokens(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        template_options: Mapping[str, Any] | None = None,
+        self, messages: Sequence[Mapping[str, Any]], template_options: Mapping[str, Any] | None = None,
         most: int | None = None,
-    ) -> list[int]:
+    ) -> list[int]:  # fmt: skip
         """A conversation as token ids, up to where the reply begins.
 
         template_options  further variables of the chat template: "tools" and "documents" (lists of objects, as in the

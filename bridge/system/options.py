@@ -49,16 +49,10 @@ class Flag(NamedTuple):
 
 
 def option(
-    default: Any,
-    help: str,
-    *,
-    flag: str | None = None,
-    metavar: str | None = None,
-    parse: Callable[[str], Any] | None = None,
-    choices: Sequence[str] | None = None,
-    says: str | None = None,
+    default: Any, help: str, *, flag: str | None = None, metavar: str | None = None,
+    parse: Callable[[str], Any] | None = None, choices: Sequence[str] | None = None, says: str | None = None,
     several: bool = False,
-) -> Any:
+) -> Any:  # fmt: skip
     """A dataclass field with a flag; see `Flag` for the arguments, `says` is its `default`."""
     metadata = {"flag": Flag(help, flag, metavar, parse, choices, says, several)}
     return field(default=default, metadata=metadata) if default is not MISSING else field(metadata=metadata)

@@ -199,14 +199,10 @@ def _put_sums(pieces, sums):
 def functions(s: AttentionShape) -> dict[str, Any]:
     """The functions above, for blocks of a shape."""
     scope = s.constants | {
-        "QUARTERS": s.quads // 4,
-        "SCORE_ROUNDS": -(-s.rows // (8 * s.warps)),
-        "GROUPS": s.column_groups,
-        "ROUNDS": s.sums // 8,
-        "STEPS": s.rows // (16 * s.subsets),
-        "QUERY_PITCH": s.query_pitch,
+        "QUARTERS": s.quads // 4, "SCORE_ROUNDS": -(-s.rows // (8 * s.warps)), "GROUPS": s.column_groups,
+        "ROUNDS": s.sums // 8, "STEPS": s.rows // (16 * s.subsets), "QUERY_PITCH": s.query_pitch,
         "WEIGHTS": s.rows + 16,
-    }
+    }  # fmt: skip
     name = f"mma_{s.form.head_dim}_{s.group}_{s.rows}_{s.threads}"
     if s.form.kind == "q8_0":
         ops = attention_mma_q8.functions(s)

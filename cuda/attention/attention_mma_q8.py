@@ -175,16 +175,9 @@ def _add(tile, weights, shrink, count, sums):
 def functions(s: AttentionShape) -> dict[str, Any]:
     """The functions above, for blocks of a shape."""
     scope = s.constants | {
-        "BLOCKS": s.form.head_dim // 32,
-        "QUERY_PITCH": s.query_pitch,
-        "SCORE_ROUNDS": -(-s.rows // (8 * s.warps)),
-        "GROUPS": s.column_groups,
-        "ROUNDS": s.sums // 8,
-        "STEPS": s.rows // (16 * s.subsets),
-        "WEIGHTS": s.rows + 16,
-        "STEPS_AT": s.steps_at,
-        "step_of": kv_functions(s)["step_of"],
-        "halves": device_function(_halves),
-    }
+        "BLOCKS": s.form.head_dim // 32, "QUERY_PITCH": s.query_pitch, "SCORE_ROUNDS": -(-s.rows // (8 * s.warps)),
+        "GROUPS": s.column_groups, "ROUNDS": s.sums // 8, "STEPS": s.rows // (16 * s.subsets), "WEIGHTS": s.rows + 16,
+        "STEPS_AT": s.steps_at, "step_of": kv_functions(s)["step_of"], "halves": device_function(_halves),
+    }  # fmt: skip
     name = f"mma_q8_{s.form.head_dim}_{s.group}_{s.rows}_{s.threads}"
     return {f.__name__[1:]: device_function(expand(f, name, **scope)) for f in (_split, _score, _put_weights, _add)}

@@ -156,15 +156,9 @@ class AttentionShape:
         form, heads = self.form, self.chunks * self.share
         names = "chunks", "mergers", "pitch", "quads", "share", "sets", "slices", "subsets", "sums", "units", "warps"
         return {name.upper(): getattr(self, name) for name in names} | {
-            "KIND": form.kind,
-            "HEADS": self.group,
-            "HEAD_DIM": form.head_dim,
-            "PADDED": heads,
-            "TILE": self.rows,
-            "BLOCK": self.threads,
-            "STEP_WORDS": form.step_words,
-            "HEAD_ROUNDS": -(-heads // self.warps),
-        }
+            "KIND": form.kind, "HEADS": self.group, "HEAD_DIM": form.head_dim, "PADDED": heads, "TILE": self.rows,
+            "BLOCK": self.threads, "STEP_WORDS": form.step_words, "HEAD_ROUNDS": -(-heads // self.warps),
+        }  # fmt: skip
 
     @property
     def shared(self) -> int:

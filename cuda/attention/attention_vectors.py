@@ -143,19 +143,11 @@ def functions(
     blocks, warps = -(-form.head_dim // 32), threads // 32
     scope = shape.constants
     scope |= {
-        "BLOCK": threads,
-        "WARPS": warps,
-        "HALF": rotated // 2,
-        "STRIDE": 2 if neighbours else 1,
-        "OTHER": 1 if neighbours else rotated // 2,
-        "NORM_ROUNDS": -(-(scope["PADDED"] + 1) // warps),
-        "PER_LANE": blocks,
-        "ROW_WORDS": form.row_words,
-        "KEPT": blocks,
-        "KEPT_ROUNDS": -(-2 * blocks // warps),
-        "NORMED": normed,
-        "QUANTIZED": form.kind == "q8_0",
-    }
+        "BLOCK": threads, "WARPS": warps, "HALF": rotated // 2, "STRIDE": 2 if neighbours else 1,
+        "OTHER": 1 if neighbours else rotated // 2, "NORM_ROUNDS": -(-(scope["PADDED"] + 1) // warps),
+        "PER_LANE": blocks, "ROW_WORDS": form.row_words, "KEPT": blocks, "KEPT_ROUNDS": -(-2 * blocks // warps),
+        "NORMED": normed, "QUANTIZED": form.kind == "q8_0",
+    }  # fmt: skip
     scope["keep_one"] = device_function(expand(_keep_one, f"{form.kind}_{form.head_dim}", **scope))
     name = f"{form.kind}_{form.head_dim}_{shape.group}_{rotated}_{int(neighbours)}{int(normed)}_{threads}"
     return {f.__name__[1:]: device_function(expand(f, name, **scope), True) for f in (_turn, _keep)}

@@ -149,14 +149,7 @@ def _launch(matrix: DeviceMatrix, first: int, ids: Any, count: int, out: Any, st
     if not count:
         return
     kernel(matrix.type, kind, ids is not None, dependent).launch(
-        -(-count * matrix.units // THREADS),
-        THREADS,
-        stream,
-        matrix.buffer,
-        matrix.room // 16,
-        first,
-        matrix.device.placeholder("int32") if ids is None else devices.view(ids),
-        devices.view(out),
-        count,
+        -(-count * matrix.units // THREADS), THREADS, stream, matrix.buffer, matrix.room // 16, first,
+        matrix.device.placeholder("int32") if ids is None else devices.view(ids), devices.view(out), count,
         matrix.units,
-    )
+    )  # fmt: skip

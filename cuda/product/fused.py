@@ -186,12 +186,8 @@ def kernel(
     last = (states - 1) * code.step // 16
     unaligned = states * code.step % 16 != 0
     scope = {
-        "MODE": code.mode,
-        "TABLE_BITS": code.table_bits,
-        "FACTOR": factor,
-        "ADDEND": addend,
-        "VALUES": code.values,
-    }
+        "MODE": code.mode, "TABLE_BITS": code.table_bits, "FACTOR": factor, "ADDEND": addend, "VALUES": code.values,
+    }  # fmt: skip
     name = f"{code.suffix}_{max(sums)}_{columns[1]}_{tokens}_{split}"
     values = tuple(device_function(expand(_value, f"{name}_{v}", NUMBER=v, **scope)) for v in range(code.values))
     expanded = expand(

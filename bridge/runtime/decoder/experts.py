@@ -111,12 +111,9 @@ def _mixed(logits: np.ndarray, used: int, mixer: float) -> tuple[np.ndarray, np.
 
 
 def _network(
-    matrices: Network,
-    x: np.ndarray,
-    precision: str,
-    act: Callable[[np.ndarray, Any], np.ndarray],
+    matrices: Network, x: np.ndarray, precision: str, act: Callable[[np.ndarray, Any], np.ndarray],
     biases: Sequence[np.ndarray] | None = None,
-) -> np.ndarray:
+) -> np.ndarray:  # fmt: skip
     gate, up, down = matrices
     g, u = gate.matmul(x, precision=precision), up and up.matmul(x, precision=precision)
     if biases is not None:

@@ -289,13 +289,9 @@ class ProgramBuilder:
         program.add(function, *arguments, items=len(gate), shared=len(gate) > 1)
 
     def _norm(
-        self,
-        program: Program,
-        buffers: DecodeBuffers,
-        delta: np.ndarray | None,
-        weight: np.ndarray | None,
+        self, program: Program, buffers: DecodeBuffers, delta: np.ndarray | None, weight: np.ndarray | None,
         bias: np.ndarray | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """x += delta, xn = x normalized."""
         x, out, hidden = address(buffers.x), address(buffers.xn), self.config.hidden
         if self.config.graph.layer_norm:

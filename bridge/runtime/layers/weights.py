@@ -41,18 +41,13 @@ def read_shared(file: GGUFFile, config: DecoderConfig) -> Weights:
     if config.graph.positions:
         positions = expect(file["position_embd.weight"], config.context, config.hidden).dequantize()
     return Weights(
-        embedding=embedding,
-        layers=[],
-        output_norm=output_norm / np.float32(config.logit_scale),
-        output=output,
+        embedding=embedding, layers=[], output_norm=output_norm / np.float32(config.logit_scale), output=output,
         rope_factors=factors["freqs"] if factors["factors_short"] is None else factors["factors_short"],
-        long_factors=factors["factors_long"],
-        output_norm_bias=vector(file, "output_norm.bias", config.hidden),
+        long_factors=factors["factors_long"], output_norm_bias=vector(file, "output_norm.bias", config.hidden),
         output_bias=vector(file, "output.bias", vocab),
         inputs=_inputs(file, config, vocab) if config.each_input else None,
-        streams=_streams(file, config) if config.streams else None,
-        positions=positions,
-    )
+        streams=_streams(file, config) if config.streams else None, positions=positions,
+    )  # fmt: skip
 
 
 def _inputs(file: GGUFFile, c: DecoderConfig, vocab: int) -> Inputs:

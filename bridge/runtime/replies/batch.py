@@ -113,14 +113,9 @@ class Batch:
     """`Model.batch` makes one. Not for several threads at once."""
 
     def __init__(
-        self,
-        decoder: Callable[[], Any],
-        tokenizer: Tokenizer,
-        lock: Any,
-        start: Callable[[Any, int, Sampler], tuple[list[int], Sampler]],
-        sequences: int,
-        draft: str | None = None,
-    ):
+        self, decoder: Callable[[], Any], tokenizer: Tokenizer, lock: Any,
+        start: Callable[[Any, int, Sampler], tuple[list[int], Sampler]], sequences: int, draft: str | None = None,
+    ):  # fmt: skip
         check_integer("sequences", sequences, 1, MAX_BATCH)
         if draft not in (None, "ngram"):
             raise BridgeError(f"unknown {parameter('draft')} {draft!r}: several sequences at once take ngram alone")
@@ -162,15 +157,9 @@ class Batch:
         return len(self._reading) + len(self._running)
 
     def add(
-        self,
-        prompt: str | Sequence[int],
-        max_tokens: int = 256,
-        stop: str | Sequence[str] | None = (),
-        logprobs: int | None = None,
-        conversation: bool = False,
-        reader: Reader | None = None,
-        **sampling: Any,
-    ) -> Generation:
+        self, prompt: str | Sequence[int], max_tokens: int = 256, stop: str | Sequence[str] | None = (),
+        logprobs: int | None = None, conversation: bool = False, reader: Reader | None = None, **sampling: Any,
+    ) -> Generation:  # fmt: skip
         """Queue a sequence: it begins as soon as a context is free.
 
         prompt        a text or token ids
@@ -186,14 +175,9 @@ class Batch:
                              conversation, reader)  # fmt: skip
 
     def add_with(
-        self,
-        sampler: Sampler,
-        prompt: str | Sequence[int],
-        max_tokens: int,
-        stop: str | Sequence[str] | None = (),
-        conversation: bool = False,
-        reader: Reader | None = None,
-    ) -> Generation:
+        self, sampler: Sampler, prompt: str | Sequence[int], max_tokens: int, stop: str | Sequence[str] | None = (),
+        conversation: bool = False, reader: Reader | None = None,
+    ) -> Generation:  # fmt: skip
         """`add` with a sampler, which no other sequence may have."""
         ids, sampler = self._start(prompt, max_tokens, sampler)
         generation = Generation(ids, max_tokens, sampler, Reply(self._tokenizer, stop_texts(stop)), reader)

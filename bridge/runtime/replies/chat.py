@@ -41,12 +41,9 @@ class ChatTemplate:
         return _CHANNEL in (self.text or "")
 
     def tokens(
-        self,
-        tokenizer: Tokenizer,
-        messages: Sequence[Mapping[str, Any]],
-        options: Mapping[str, Any] | None,
+        self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None,
         most: int | None = None,
-    ) -> list[int]:
+    ) -> list[int]:  # fmt: skip
         """See `Model.chat_tokens`."""
         from bridge.gguf_file.chat_template import TemplateFailed, check_template_options, render_chats
 

@@ -24,14 +24,9 @@ class Timing:
 
 
 def reply_tokens(
-    shared: SharedDecoder,
-    timing: Timing,
-    prompt: list[int],
-    sampler: Sampler,
-    drafter: Drafter | None,
-    max_tokens: int,
-    ends: frozenset[int],
-) -> Iterator[int]:
+    shared: SharedDecoder, timing: Timing, prompt: list[int], sampler: Sampler, drafter: Drafter | None,
+    max_tokens: int, ends: frozenset[int],
+) -> Iterator[int]:  # fmt: skip
     """The token ids drawn after a prompt's, up to one of `ends`, the sampler's own end or `max_tokens`."""
     with shared.taken() as decoder:
         cached = timing.kept_tokens = decoder.kept(prompt[:-1])

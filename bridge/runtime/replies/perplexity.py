@@ -46,13 +46,9 @@ class Perplexity:
 
 @checked
 def perplexity(
-    model: Model,
-    text: str,
-    window: int = 256,
-    n_windows: int | None = None,
-    reference: Model | None = None,
+    model: Model, text: str, window: int = 256, n_windows: int | None = None, reference: Model | None = None,
     progress: Progress | None = None,
-) -> Perplexity:
+) -> Perplexity:  # fmt: skip
     """Measure a model on a text, on its first `n_windows` windows (default: all that are whole).
 
     progress  called with the number of windows done, of how many, and the perplexity so far as a text
@@ -87,16 +83,10 @@ def perplexity(
 
 def _divergence(kl: np.ndarray, same: np.ndarray, delta: np.ndarray, base_loss: np.ndarray) -> Divergences:
     return Divergences(
-        mean=float(kl.mean()),
-        mean_error=_error(kl),
-        median=float(np.median(kl)),
-        p99=float(np.quantile(kl, 0.99)),
-        maximum=float(kl.max()),
-        same_top=float(same.mean()),
-        delta_p=float(delta.mean()),
-        delta_p_rms=float(np.sqrt(np.square(delta).mean())),
-        reference_perplexity=math.exp(base_loss.mean()),
-    )
+        mean=float(kl.mean()), mean_error=_error(kl), median=float(np.median(kl)), p99=float(np.quantile(kl, 0.99)),
+        maximum=float(kl.max()), same_top=float(same.mean()), delta_p=float(delta.mean()),
+        delta_p_rms=float(np.sqrt(np.square(delta).mean())), reference_perplexity=math.exp(base_loss.mean()),
+    )  # fmt: skip
 
 
 def cut_windows(model: Model, text: str, window: int, count: int | None) -> list[list[int]]:

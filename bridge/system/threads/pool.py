@@ -137,17 +137,10 @@ def _take(state):
         chunk = read(state, _CHUNK)
         first = (left - 1) * chunk
         call(
-            read(state, _FUNCTION),
-            read(state, _ARGUMENTS),
-            read(state, _ARGUMENTS + 1),
-            read(state, _ARGUMENTS + 2),
-            read(state, _ARGUMENTS + 3),
-            read(state, _ARGUMENTS + 4),
-            read(state, _ARGUMENTS + 5),
-            read(state, _ARGUMENTS + 6),
-            first,
-            min(first + chunk, read(state, _GROUPS)),
-        )
+            read(state, _FUNCTION), read(state, _ARGUMENTS), read(state, _ARGUMENTS + 1), read(state, _ARGUMENTS + 2),
+            read(state, _ARGUMENTS + 3), read(state, _ARGUMENTS + 4), read(state, _ARGUMENTS + 5),
+            read(state, _ARGUMENTS + 6), first, min(first + chunk, read(state, _GROUPS)),
+        )  # fmt: skip
         add(state, _DONE, 1)
 
 

@@ -22,13 +22,9 @@ class Emitter:
     """
 
     def __init__(
-        self,
-        builder: ir.IRBuilder,
-        target: InstructionSet | None,
-        paired: bool = False,
-        ahead: tuple[int, ...] = (),
+        self, builder: ir.IRBuilder, target: InstructionSet | None, paired: bool = False, ahead: tuple[int, ...] = (),
         level: int = 1,
-    ):
+    ):  # fmt: skip
         self.builder, self.paired, self.ahead, self.level = builder, paired, ahead, level
         self.add, self.mul, self.or_ = builder.add, builder.mul, builder.or_
         self.fmul, self.fneg = builder.fmul, builder.fneg
@@ -255,16 +251,9 @@ class Emitter:
         return self.target.emit_dots(self, parts, words, x, places, bits)
 
     def tile_dots(
-        self,
-        parts: list[list],
-        words: list[list],
-        x: ir.Value | None,
-        places: list[list[int]],
-        bits: int,
-        scales: list | None,
-        magnitude: int = 0,
-        starts: list[list] | None = None,
-    ) -> list[list]:
+        self, parts: list[list], words: list[list], x: ir.Value | None, places: list[list[int]], bits: int,
+        scales: list | None, magnitude: int = 0, starts: list[list] | None = None,
+    ) -> list[list]:  # fmt: skip
         """As `dots`, parts[r][c] and words[r][k] of several groups of rows, which the same values are multiplied by.
 
         x          None: all values are 1
