@@ -9,6 +9,8 @@ unsigned there, x + 128, and codes are signed. What 128 adds is known when a blo
 
 from __future__ import annotations
 
+from functools import partial
+
 from bridge.runtime.cpu.machine.instruction_set import InstructionSet
 from bridge.runtime.cpu.machine.operands import nibble
 from bridge.system.kernels import ir
@@ -20,12 +22,8 @@ def emit_look_up(v, table, codes):
     return v.call("llvm.x86.avx2.pshuf.b", v.bytes, table, codes)
 
 
-def emit_dots(v, parts, words, x, places, bits):
-    return tile(v, _MULTIPLY, _WIDEN, [parts], [words], x, places, bits)[0]
-
-
-def emit_tile(v, parts, words, x, places, bits, scales, magnitude, starts):
-    return tile(v, _MULTIPLY, _WIDEN, parts, words, x, places, bits, scales, magnitude, starts)
+def dots(multiply, widen, v, parts, words, x, places, bits):
+    return tile(multiply, widen, v, [parts], [words], x, places, bits)[0]
 
 
 def emit_start(v, words):
@@ -38,7 +36,7 @@ def emit_start(v, words):
 
 
 def tile(
-    v, multiply, widen, parts, words, x, places, bits, scales=None, magnitude=0, starts=None
+    multiply, widen, v, parts, words, x, places, bits, scales=None, magnitude=0, starts=None
 ) -> list[list[ir.Value]]:
     """`Emitter.tile_dots` by the two instructions of a vector width, on whatever lanes v has."""
     parts = [list(row) for row in parts]
@@ -75,11 +73,7 @@ def tile(
     return parts
 
 
-def emit_row_dots(v, rows, x, places, bits):
-    return row_dots(v, _MULTIPLY, _WIDEN, rows, x, places, bits)
-
-
-def row_dots(v, multiply, widen, rows, x, places, bits) -> list[ir.Value]:
+def row_dots(multiply, widen, v, rows, x, places, bits) -> list[ir.Value]:
     """Sums s: in each lane the codes of a row times values, see filerows.py.
 
     rows    [s][i][k]: word k of the rows i, i + 4 and so on, 16 codes each; a function that emits it
@@ -154,6 +148,6 @@ def words_together(bits, magnitude=0, started=False):
 
 
 ISA = InstructionSet(
-    8, (1, 2, 4), emit_look_up, emit_dots, emit_tile, emit_start, emit_row_dots, emit_signed_row_dots,
-    row_bits=8, unpacks=True, fuses_scales=True,
+    8, (1, 2, 4), emit_look_up, *(partial(emit, _MULTIPLY, _WIDEN) for emit in (dots, tile)), emit_start,
+    partial(row_dots, _MULTIPLY, _WIDEN), emit_signed_row_dots, row_bits=8, unpacks=True, fuses_scales=True,
 )  # fmt: skip

@@ -1,14 +1,10 @@
 """AVX2 with AVX-VNNI (Alder Lake and later, Zen 5): vpdpbusd on 8 lanes."""
 
+from functools import partial
+
 from bridge.runtime.cpu.machine.instruction_set import InstructionSet
-from bridge.runtime.cpu.machine.intrinsics_avx2 import emit_look_up, emit_row_dots
+from bridge.runtime.cpu.machine.intrinsics_avx2 import ISA as AVX2
 from bridge.runtime.cpu.machine.intrinsics_avx512 import vpdpbusd
 
-_INSTRUCTION = "llvm.x86.avx512.vpdpbusd.256"
-
-
-def emit_dots(v, parts, words, x, places, bits):
-    return vpdpbusd(v, _INSTRUCTION, parts, words, x, places)
-
-
-ISA = InstructionSet(8, (1, 4), emit_look_up, emit_dots, emit_row_dots=emit_row_dots, row_bits=7)
+_dots = partial(vpdpbusd, "llvm.x86.avx512.vpdpbusd.256")
+ISA = InstructionSet(8, (1, 4), AVX2.emit_look_up, _dots, emit_row_dots=AVX2.emit_row_dots, row_bits=7)

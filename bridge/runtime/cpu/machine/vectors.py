@@ -11,15 +11,20 @@ from typing import Any
 
 from bridge.runtime.cpu.machine.emitter import Emitter
 from bridge.runtime.cpu.machine.instruction_set import InstructionSet
+from bridge.system.kernels import ir
 from bridge.system.kernels.jit import intrinsic, types
 
 
 @cache
 def totals_type(columns: int, lanes: int) -> Any:
     """Numba's type of a `Totals`: `columns` float vectors of `lanes`."""
-    from bridge.runtime.cpu.machine.totals import Totals
+    from numba.extending import models, register_model
 
-    return Totals(columns, lanes)
+    class Totals(types.Type): ...
+
+    vectors = ir.ArrayType(ir.VectorType(ir.F32, lanes), columns)
+    register_model(Totals)(lambda manager, kind: models.PrimitiveModel(manager, kind, vectors))
+    return Totals(f"Totals({columns}, {lanes})")
 
 
 Body = Callable[[Any, list[Any], Any, Any, Any], list[Any]]
