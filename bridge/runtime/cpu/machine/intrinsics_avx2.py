@@ -148,6 +148,6 @@ def words_together(bits, magnitude=0, started=False):
 
 
 ISA = InstructionSet(
-    8, (1, 2, 4), emit_look_up, *(partial(emit, _MULTIPLY, _WIDEN) for emit in (dots, tile)), emit_start,
+    8, (1, 2, 4), emit_look_up, partial(dots, _MULTIPLY, _WIDEN), partial(tile, _MULTIPLY, _WIDEN), emit_start,
     partial(row_dots, _MULTIPLY, _WIDEN), emit_signed_row_dots, row_bits=8, unpacks=True, fuses_scales=True,
 )  # fmt: skip
