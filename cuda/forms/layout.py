@@ -44,7 +44,7 @@ from bridge.cuda.forms import numbered, scales, tables
 from bridge.blocks import BlockType
 from bridge.blocks.read import WRITTEN
 from bridge.runtime.cpu.forms.layout import PLANES
-from bridge.runtime.cpu.forms.rowmajor import d_bits_of
+from bridge.runtime.cpu.forms.rowmajor import readers_of
 from bridge.system.kernels.jit import from_plain, inlined, specialize
 
 UNIT = 32  # columns
@@ -290,7 +290,7 @@ def repacker(name: str) -> Any:
             "own_at": form.scale_at if form.scale_in == tables.OWN else -1, "shared": form.scale_in == tables.SHARED,
         }  # fmt: skip
     return specialize(
-        _repack, f"{name}_cuda", unpack=from_plain(block.unpack, inlined), d_bits=d_bits_of(block),
+        _repack, f"{name}_cuda", **readers_of(block),
         pack_scales=from_plain(scales.FORMS[name].pack if name in scales.FORMS else _no_scales, inlined),
         size=block.size, subs=block.subs, nbytes=block.nbytes, dmin_at=block.dmin_at, formed=form is not None,
         thirds=layout.code_bits == 3, scaled=bool(block.scales), no_scale=np.int32(block.no_scale),

@@ -33,7 +33,7 @@ import numpy as np
 
 from bridge.runtime.config.decoder_config import DecoderConfig, Routing
 from bridge.runtime.cpu.engines.floats import rows_function
-from bridge.runtime.cpu.forms import activations
+from bridge.runtime.cpu.forms.activations import PLAIN
 from bridge.runtime.cpu.ops import decoder_ops, expert_ops
 from bridge.runtime.cpu.ops.program import KernelSlots, Program, add_products, address, bits, buffer, product
 from bridge.runtime.layers.layers import Experts, Network
@@ -223,26 +223,13 @@ class ExpertTables:
         self, program: Program, x: np.ndarray, engines: list[Any], ys: list[np.ndarray], used: int
     ) -> np.ndarray:
         """Products of the chosen experts, whose fields `choose` fills in: `used` rows of each y read one row of x."""
-        records: dict[tuple[Any, ...], np.ndarray] = {}
-        for engine in engines:
-            name = engine.block.name
-            kind = activations.record_kind(name, self.integer)
-            if kind not in records:
-                size = activations.record_bytes(name, x.shape[1], self.integer)
-                records[kind] = np.zeros((len(x), size), np.uint8)
-                arguments = address(x), address(records[kind]), x.shape[1], 1
-                shared = x.size > MIN_VALUES_TO_SHARE
-                quantize = activations.quantize_function(name, self.integer)
-                program.add(quantize, *arguments, items=len(x), shared=shared)
-        program.keep(records)
+        known: dict[Any, np.ndarray] = {}
+        records = [program.records(known, engine.block.name, x, 1, self.integer, PLAIN) for engine in engines]
         products = [
-            product(
-                engine, records[activations.record_kind(engine.block.name, self.integer)][j // used], y[j : j + 1], 1,
-                1, self.integer,
-            )
+            product(engine, made[j // used], y[j : j + 1], 1, 1, self.integer)
             for j in range(len(x) * used)
-            for engine, y in zip(engines, ys, strict=True)
-        ]  # fmt: skip
+            for engine, made, y in zip(engines, records, ys, strict=True)
+        ]
         return add_products(program, products)
 
     def _add_shared(self, program: Program, experts: Experts, x: np.ndarray, y: np.ndarray) -> None:

@@ -14,14 +14,13 @@ import numpy as np
 
 from bridge.runtime.config.decoder_config import DecoderConfig
 from bridge.runtime.cpu.engines.floats import SIZES, rows_function
-from bridge.runtime.cpu.forms import activations
 from bridge.runtime.cpu.ops import decoder_ops as ops
 from bridge.runtime.cpu.ops.program import FIELDS, KernelSlots, Program, add_products, address, bits, product
 from bridge.runtime.decoder.experts import ExpertTables, mix
 from bridge.runtime.layers.layers import Experts
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.system.kernels.jit import CFunction
-from bridge.system.threads.pool import MIN_BYTES_TO_SHARE, MIN_VALUES_TO_SHARE
+from bridge.system.threads.pool import MIN_BYTES_TO_SHARE
 
 Products = Sequence[tuple[QuantTensor | None, np.ndarray]]
 
@@ -90,7 +89,7 @@ class SingleProgram:
     def products(self, x: np.ndarray, products: Products) -> None:
         """Types that read the same records share them."""
         program, integer = self.program, self._integer
-        records: dict[tuple[Any, ...], np.ndarray] = {}
+        records: dict[Any, np.ndarray] = {}
         parts, widths, blocks = [], [], []
         n = len(x)
         for matrix, y in products:
@@ -104,16 +103,8 @@ class SingleProgram:
             columns = engine.columns(n, integer)
             turns = -(-n // columns)
             widths.append(columns)
-            form = engine.form(columns, integer)
-            kind = activations.record_kind(matrix.type, integer)
-            if kind not in records:
-                size = activations.record_bytes(matrix.type, x.shape[1], integer)
-                records[kind] = np.zeros(turns * columns * size, np.uint8)
-                arguments = address(x), address(records[kind]), x.shape[1], columns
-                quantize = activations.quantize_function(matrix.type, integer, form)
-                program.add(quantize, *arguments, items=n, shared=x.size > MIN_VALUES_TO_SHARE)
-                program.keep(records[kind])
-            parts.append(product(engine, records[kind], y, turns, columns, integer))
+            made = program.records(records, matrix.type, x, columns, integer, engine.form(columns, integer))
+            parts.append(product(engine, made, y, turns, columns, integer))
             program.keep(engine)
         fields = add_products(program, parts) if parts else np.empty(0)
         for i, (matrix, y) in enumerate(blocks):

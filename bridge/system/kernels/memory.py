@@ -152,8 +152,6 @@ def panel(rows: int, halves: bool) -> Any:
             vector = ir.VectorType(ir.F16 if halves else ir.F32, LANES)
             floats = ir.VectorType(ir.F32, LANES)
             zero = ir.Constant(floats, [0.0] * LANES)
-            kind = ir.FunctionType(floats, [floats] * 3)
-            fma = builder.module.declare_intrinsic(f"llvm.fma.v{LANES}f32", fnty=kind)
             for block in rows_together(rows):
                 totals = [cgutils.alloca_once_value(builder, zero) for _ in block]
                 starts = [builder.add(a, builder.mul(a_stride, ir.I64(r))) for r in block]
@@ -165,8 +163,8 @@ def panel(rows: int, halves: bool) -> Any:
                     for start, total in zip(starts, totals, strict=True):
                         element = builder.add(start, builder.shl(loop.index, ir.I64(2)))
                         scalar = builder.load(builder.inttoptr(element, ir.F32.as_pointer()), align=4)
-                        spread = _spread(builder, scalar, floats)
-                        builder.store(builder.call(fma, [spread, values, builder.load(total)]), total)
+                        factor = spread(builder, scalar, floats)
+                        builder.store(fma(builder, factor, values, builder.load(total)), total)
                 for r, total in zip(block, totals, strict=True):
                     target = builder.add(c, builder.mul(c_stride, ir.I64(r)))
                     builder.store(builder.load(total), builder.inttoptr(target, floats.as_pointer()), align=4)
@@ -177,7 +175,21 @@ def panel(rows: int, halves: bool) -> Any:
     return multiply
 
 
-def _spread(builder: ir.IRBuilder, scalar: ir.Value, kind: ir.VectorType) -> ir.Value:
+def call_intrinsic(
+    builder: ir.IRBuilder, name: str, result: ir.Type, *arguments: ir.Value, fastmath: tuple[str, ...] = ()
+) -> ir.Value:
+    """Call an LLVM intrinsic."""
+    kind = ir.FunctionType(result, [a.type for a in arguments])
+    return builder.call(builder.module.declare_intrinsic(name, fnty=kind), arguments, fastmath=fastmath)
+
+
+def fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+    """a * b + c, vectors of float32."""
+    return call_intrinsic(builder, f"llvm.fma.v{a.type.count}f32", a.type, a, b, c)
+
+
+def spread(builder: ir.IRBuilder, scalar: ir.Value, kind: ir.VectorType) -> ir.Value:
+    """A scalar in all lanes."""
     empty = ir.Constant(kind, ir.Undefined)
     first = builder.insert_element(empty, scalar, ir.Constant(ir.I32, 0))
     return builder.shuffle_vector(first, empty, ir.Constant(ir.VectorType(ir.I32, kind.count), [0] * kind.count))

@@ -28,7 +28,7 @@ from bridge.system.cpu.fork_locks import ForkLock
 from bridge.system.cpu.row_threads import thread_limit
 from bridge.system.kernels import ir
 from bridge.system.kernels.jit import CFunction, c_function, inner, intrinsic, maker, types
-from bridge.system.kernels.memory import array_at
+from bridge.system.kernels.memory import array_at, call_intrinsic
 from bridge.system.options import check_integer
 from bridge.system.threads.waiting import give_way, initialize, lock, unlock, wait, wake
 
@@ -100,12 +100,9 @@ def pause(typingctx):
     def emit(context, builder, signature, arguments):
         architecture = machine.host().triple.partition("-")[0]
         if architecture == "x86_64":
-            builder.call(
-                builder.module.declare_intrinsic("llvm.x86.sse2.pause", fnty=ir.FunctionType(ir.VoidType(), [])), []
-            )
+            call_intrinsic(builder, "llvm.x86.sse2.pause", ir.VoidType())
         elif architecture in ("aarch64", "arm64"):
-            hint = builder.module.declare_intrinsic("llvm.aarch64.hint", fnty=ir.FunctionType(ir.VoidType(), [ir.I32]))
-            builder.call(hint, [ir.Constant(ir.I32, 1)])  # yield
+            call_intrinsic(builder, "llvm.aarch64.hint", ir.VoidType(), ir.Constant(ir.I32, 1))  # yield
         return context.get_dummy_value()
 
     return types.void(), emit
@@ -340,5 +337,3 @@ def _after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
-
-__all__: list[Any] = ["MIN_BYTES_TO_SHARE", "Pool", "get_num_threads", "get_pool", "run", "set_num_threads", "share"]

@@ -16,7 +16,7 @@ import numpy as np
 from bridge.runtime.cpu.engines.portable import Dequantizing, RawMatrix
 from bridge.system.kernels import ir
 from bridge.system.kernels.jit import CFunction, c_function, cgutils, intrinsic, maker, types
-from bridge.system.kernels.memory import LANES, floats
+from bridge.system.kernels.memory import LANES, call_intrinsic, floats, fma
 from bridge.system.threads.pool import MIN_BYTES_TO_SHARE, share_items
 
 SIZES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes of a number
@@ -53,7 +53,6 @@ def dot_function(kind: str) -> Any:
         def emit(context, builder, signature, arguments):
             weights, x, count = arguments
             vector = ir.VectorType(ir.F32, LANES)
-            fma = builder.module.declare_intrinsic(f"llvm.fma.v{LANES}f32", fnty=ir.FunctionType(vector, [vector] * 3))
             sums = [cgutils.alloca_once_value(builder, ir.Constant(vector, [0.0] * LANES)) for _ in range(_PARTS)]
             rest = cgutils.alloca_once_value(builder, ir.Constant(ir.F32, 0.0))
 
@@ -70,7 +69,7 @@ def dot_function(kind: str) -> Any:
                 first = builder.mul(loop.index, ir.I64(step))
                 for p, total in enumerate(sums):
                     a, b = pair(builder.add(first, ir.I64(p * LANES)), LANES)
-                    builder.store(builder.call(fma, [a, b, builder.load(total)]), total)
+                    builder.store(fma(builder, a, b, builder.load(total)), total)
             done = builder.mul(full_steps, ir.I64(step))
             with cgutils.for_range_slice(builder, done, count, ir.I64(1), inc=True) as (i, _):
                 a, b = pair(i, 1)
@@ -78,10 +77,8 @@ def dot_function(kind: str) -> Any:
             total = builder.load(sums[0])
             for other in sums[1:]:
                 total = builder.fadd(total, builder.load(other))
-            reduce = builder.module.declare_intrinsic(
-                f"llvm.vector.reduce.fadd.v{LANES}f32", fnty=ir.FunctionType(ir.F32, [ir.F32, vector])
-            )
-            return builder.call(reduce, [builder.load(rest), total], fastmath=("reassoc",))
+            reduce, first = f"llvm.vector.reduce.fadd.v{LANES}f32", builder.load(rest)
+            return call_intrinsic(builder, reduce, ir.F32, first, total, fastmath=("reassoc",))
 
         return types.float32(types.int64, types.int64, types.int64), emit
 

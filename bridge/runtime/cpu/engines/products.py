@@ -77,9 +77,7 @@ class Interleaved:
     def __init__(self, matrix: RawMatrix, target: str):
         block = READ[matrix.type]
         isa = targets.isa(target)
-        self.matrix = matrix
-        self.block = block
-        self.target = target
+        self.matrix, self.block, self.target = matrix, block, target
         self.widths: tuple[int, ...] = isa.widths
         self.lanes: int = isa.lanes
         self.layout = InterleavedLayout(block, self.lanes)

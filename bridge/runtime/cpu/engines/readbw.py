@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from bridge.runtime.cpu.machine.emitter import Emitter
 from bridge.system.kernels import ir
 from bridge.system.kernels.jit import CFunction, c_function, intrinsic, maker, types
 from bridge.system.threads import pool
@@ -19,19 +20,12 @@ def _sum_lines(typingctx, address):
     """Add up 8 lines; returns a number that depends on all of them."""
 
     def emit(context, builder, signature, arguments):
-        total, wide = None, ir.VectorType(ir.I32, 16)
+        v, total, wide = Emitter(builder, None), None, ir.VectorType(ir.I32, 16)
         for i in range(_UNROLLED):
-            address = builder.add(arguments[0], ir.Constant(ir.I64, 64 * i))
-            line = builder.load(builder.inttoptr(address, wide.as_pointer()), align=64)
-            ahead = builder.add(address, ir.Constant(ir.I64, 4096))
-            pointer = builder.inttoptr(ahead, ir.I8.as_pointer())
-            flags = [ir.Constant(ir.I32, n) for n in (0, 3, 1)]
-            kind = ir.FunctionType(ir.VoidType(), [pointer.type, *[f.type for f in flags]])
-            builder.call(builder.module.declare_intrinsic("llvm.prefetch.p0", fnty=kind), [pointer, *flags])
+            line = builder.load(v.pointer(arguments[0], 64 * i, wide), align=64)
+            v.prefetch(arguments[0], 64 * i + 4096)
             total = line if total is None else builder.xor(total, line)
-        kind = ir.FunctionType(ir.I32, [wide])
-        folded = builder.call(builder.module.declare_intrinsic("llvm.vector.reduce.xor.v16i32", fnty=kind), [total])
-        return builder.sext(folded, ir.I64)
+        return builder.sext(v.call("llvm.vector.reduce.xor.v16i32", ir.I32, total), ir.I64)
 
     return types.int64(types.int64), emit
 

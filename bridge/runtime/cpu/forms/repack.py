@@ -1,8 +1,8 @@
 """The file's blocks -> the repacked form (layout.py), a row group's rows side by side in vector registers.
 
 Repacking only moves bits: each bit of a repacked word is one bit of the file's block, or its complement, see
-columns.py.
-The types whose codes are numbered are repacked by recode.py.
+columns.py. But where codes are numbered (codebooks, base 3) none is one of the file's: such blocks go row by row
+through the type's own `unpack`.
 """
 
 from __future__ import annotations
@@ -14,19 +14,24 @@ import numpy as np
 
 from bridge.blocks.read import READ
 from bridge.runtime.cpu.forms.columns import Word, assembled, block_columns, store_halves, words_of
-from bridge.runtime.cpu.forms.layout import InterleavedLayout
-from bridge.runtime.cpu.forms.recode import recoder
+from bridge.runtime.cpu.forms.layout import GROUP, InterleavedLayout, pieces
+from bridge.runtime.cpu.forms.rowmajor import readers_of
+from bridge.runtime.cpu.machine.emitter import Emitter
 from bridge.system.kernels import ir
-from bridge.system.kernels.jit import CFunction, c_function, inner, intrinsic, maker, types
-from bridge.system.kernels.memory import allocate, array_at, free
+from bridge.system.kernels.jit import CFunction, c_function, inlined, inner, intrinsic, maker, specialize, types
+from bridge.system.kernels.memory import allocate, array_at, array_on_stack, free
 from bridge.system.threads.pool import write
 
 _LINE = 64  # bytes of a cache line
 
-# set per type and lanes by `c_function`
+# set per type and lanes by `c_function` and `specialize`
 move: Any = None
 fetch: Any = None
-lanes = nbytes = halves_bytes = block_bytes = 0
+unpack: Any = None
+d_bits: Any = None
+lanes = nbytes = halves_bytes = block_bytes = size = most_subs = scales = codes_at = group_words = block_words = 0
+code_pieces: tuple[tuple[int, ...], ...] = ()  # (word, vector, start, low, width), by vector
+scale_pieces: tuple[tuple[int, ...], ...] = ()
 
 
 @cache
@@ -62,18 +67,74 @@ def _mover(name: str, lanes: int) -> Any:
     return move
 
 
+@inlined
+def _put_pieces(words, first, pieces, out, offset, step):
+    """Words of four codes from words[first] on, as layout.py's vectors, to out[offset], out[offset + step], ..."""
+    value = np.uint32(0)
+    last = 0
+    for word, vector, start, low, width in pieces:
+        if vector != last:
+            out[np.uint32(offset + step * last)] = value
+            value = np.uint32(0)
+            last = vector
+        mask = np.uint32(0x01010101 * ((1 << width) - 1))
+        value |= np.uint32(((words[np.uint32(first + word)] >> np.uint32(low)) & mask) << np.uint32(start))
+    out[np.uint32(offset + step * last)] = value
+
+
+def _move(source, row_bytes, halves, codes):
+    """As `_mover`'s `move`, of a type with numbered codes."""
+    q = array_on_stack(size, np.uint8)
+    sc = array_on_stack(most_subs, np.int8)
+    for j in range(most_subs):
+        sc[j] = 0
+    mn = array_on_stack(1, np.uint8)
+    code_words = q.view(np.uint32)
+    scale_words = sc.view(np.uint32)
+    ds = array_at(halves, lanes, np.uint16)
+    out = array_at(codes, block_words, np.uint32)
+    bad = np.int64(0)
+    for row in range(lanes):
+        block = array_at(source + row * row_bytes, nbytes, np.uint8)
+        unpack(block, q, sc, mn)
+        bits = d_bits(block)
+        ds[row] = bits
+        if bits & 0x7C00 == 0x7C00:
+            bad |= np.int64(1) << row
+        if scales:
+            _put_pieces(scale_words, 0, scale_pieces, out, row, lanes)
+        for group in range(size // 32):
+            _put_pieces(code_words, 8 * group, code_pieces, out, codes_at + group * group_words + row, lanes)
+    return bad
+
+
+@cache
+def _recoder(name: str, lanes: int) -> Any:
+    """The compiled `move(source, row_bytes, halves, codes)` of a type with numbered codes."""
+    block = READ[name]
+    layout = InterleavedLayout(block, lanes)
+    sizes = {"size": block.size, "most_subs": max(block.subs, 4), "nbytes": block.nbytes, "lanes": lanes}
+    places = {"codes_at": layout.codes_at // 4, "group_words": layout.group_bytes // 4}
+    places |= {"block_words": layout.block_bytes // 4, "scales": layout.scale_words}
+    parts = {"code_pieces": _by_vector(layout.code_bits, GROUP)}
+    parts["scale_pieces"] = _by_vector(layout.scale_bits, layout.scale_words) if layout.scale_words else ()
+    return specialize(_move, f"{name}_{lanes}", inner, **readers_of(block), **sizes, **places, **parts)
+
+
+def _by_vector(bits: int, count: int) -> tuple[tuple[int, ...], ...]:
+    """(word, vector, start, low, width) of the pieces of all words, those of a vector together."""
+    numbered = [(i, *piece) for i, word in enumerate(pieces(bits, count)) for piece in word]
+    return tuple(sorted(numbered, key=lambda piece: piece[1]))
+
+
 def _fetcher(nbytes: int) -> Any:
     """fetch(address): bring so many bytes to the second-level cache."""
 
     @intrinsic
     def fetch(typingctx, address):
         def emit(context, builder, signature, arguments):
-            flags = ir.I32(0), ir.I32(2), ir.I32(1)  # to be read, second level, of data
-            kind = ir.FunctionType(ir.VoidType(), [ir.I8.as_pointer(), *[ir.I32] * 3])
-            prefetch = builder.module.declare_intrinsic("llvm.prefetch.p0", fnty=kind)
             for offset in range(0, nbytes, _LINE):
-                pointer = builder.inttoptr(builder.add(arguments[0], ir.I64(offset)), ir.I8.as_pointer())
-                builder.call(prefetch, [pointer, *flags])
+                Emitter(builder, None, level=2).prefetch(arguments[0], offset)
             return context.get_dummy_value()
 
         return types.void(types.int64), emit
@@ -134,7 +195,7 @@ def moves(name: str, lanes: int) -> dict[str, Any]:
     layout, nbytes = InterleavedLayout(READ[name], lanes), READ[name].nbytes
     sizes = {"lanes": lanes, "nbytes": nbytes}
     sizes |= {"halves_bytes": layout.halves_bytes, "block_bytes": layout.block_bytes}
-    move = recoder(name, lanes) if READ[name].numbered else _mover(name, lanes)
+    move = _recoder(name, lanes) if READ[name].numbered else _mover(name, lanes)
     return {"move": move, "fetch": _fetcher(lanes * nbytes), **sizes}
 
 

@@ -145,21 +145,22 @@ def _dequantize(raw, y):
                     out[j * sub + i] = value + low if mins else value
 
 
-def d_bits_of(block: BlockType) -> Any:
-    """The compiled function of a block's bytes -> the bits of its d."""
+def readers_of(block: BlockType) -> dict[str, Any]:
+    """The compiled functions of a block's bytes: its own `unpack`, and `d_bits`, the bits of its d."""
     if block.d_nibbles:
-        return specialize(
-            _d_of_nibbles, block.name, inlined, d_nibbles=block.d_nibbles, of_nibbles=from_plain(d_of_nibbles, inlined)
-        )
-    return specialize(_d_bits, block.name, inlined, d_at=block.d_at)
+        nibbles = {"d_nibbles": block.d_nibbles, "of_nibbles": from_plain(d_of_nibbles, inlined)}
+        d_bits = specialize(_d_of_nibbles, block.name, inlined, **nibbles)
+    else:
+        d_bits = specialize(_d_bits, block.name, inlined, d_at=block.d_at)
+    return {"unpack": from_plain(block.unpack, inlined), "d_bits": d_bits}
 
 
 def _scope(block: BlockType) -> dict[str, Any]:
     same = ("size", "sub", "subs", "nbytes", "dmin_at", "is_k")
     record = record_of(block)
     return {name: getattr(block, name) for name in same} | {
-        "unpack": from_plain(block.unpack, inlined), "d_bits": d_bits_of(block), "unit": np.float32(block.unit),
-        "run": block.sum_span, "runs": block.size // block.sum_span, "odd": np.int32(block.odd_scales),
+        **readers_of(block), "unit": np.float32(block.unit), "odd": np.int32(block.odd_scales),
+        "run": block.sum_span, "runs": block.size // block.sum_span,
         "zero": np.int32(block.zero), "lift": np.int32(block.lift), "no_scale": np.int32(block.no_scale),
         "record": record.nbytes, "sums_at": record.sums_at, "x_at": record.d_at, "mins": block.has_min,
         "tabled": bool(block.values), "values": np.array(block.values, np.int8),

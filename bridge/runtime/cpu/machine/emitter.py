@@ -8,6 +8,7 @@ from __future__ import annotations
 from bridge.runtime.cpu.machine.instruction_set import InstructionSet
 from bridge.runtime.cpu.machine.operands import Places, interleaving
 from bridge.system.kernels import ir
+from bridge.system.kernels.memory import call_intrinsic, spread
 
 _LINE = 64
 
@@ -42,8 +43,7 @@ class Emitter:
 
     def call(self, name: str, result: ir.Type, *arguments: ir.Value) -> ir.Value:
         """Call an LLVM intrinsic."""
-        kind = ir.FunctionType(result, [a.type for a in arguments])
-        return self.builder.call(self.builder.module.declare_intrinsic(name, fnty=kind), arguments)
+        return call_intrinsic(self.builder, name, result, *arguments)
 
     def pointer(self, base: ir.Value, offset: int, kind: ir.Type) -> ir.Value:
         address = self.builder.add(base, ir.Constant(ir.I64, offset)) if offset else base
@@ -305,6 +305,4 @@ class Emitter:
 
     def spread(self, scalar: ir.Value, kind: ir.VectorType) -> ir.Value:
         """A scalar in all lanes."""
-        first = self.builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(ir.I32, 0))
-        zeros = ir.Constant(ir.VectorType(ir.I32, kind.count), [0] * kind.count)
-        return self.builder.shuffle_vector(first, ir.Constant(kind, ir.Undefined), zeros)
+        return spread(self.builder, scalar, kind)

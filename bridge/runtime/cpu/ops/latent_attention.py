@@ -36,7 +36,9 @@ from bridge.system.kernels.jit import CFunction, c_function, cgutils, inner, int
 from bridge.system.kernels.memory import (
     allocate,
     array_at,
+    call_intrinsic,
     floats,
+    fma,
     free,
     from_half,
     next_line,
@@ -66,10 +68,7 @@ def _dots_of(rows: int, halves: bool) -> Any:
         def emit(context, builder, signature, arguments):
             a, a_stride, b, b_stride, count, c, c_stride = arguments
             vector, stored, nbytes = ir.VectorType(ir.F32, LANES), ir.VectorType(item, LANES), 2 if halves else 4
-            fma = builder.module.declare_intrinsic(f"llvm.fma.v{LANES}f32", fnty=ir.FunctionType(vector, [vector] * 3))
-            reduce = builder.module.declare_intrinsic(
-                f"llvm.vector.reduce.fadd.v{LANES}f32", fnty=ir.FunctionType(ir.F32, [ir.F32, vector])
-            )
+            reduce = f"llvm.vector.reduce.fadd.v{LANES}f32"
             zero = ir.Constant(vector, [0.0] * LANES)
             chunks = builder.udiv(b_stride, ir.I64(LANES * nbytes))
             for group in rows_together(rows):
@@ -87,10 +86,11 @@ def _dots_of(rows: int, halves: bool) -> Any:
                         for start, total in zip(starts, totals, strict=True):
                             address = builder.add(start, builder.mul(loop.index, ir.I64(4 * LANES)))
                             factors = builder.load(builder.inttoptr(address, vector.as_pointer()), align=4)
-                            builder.store(builder.call(fma, [factors, values, builder.load(total)]), total)
+                            builder.store(fma(builder, factors, values, builder.load(total)), total)
                     for target, total in zip(targets, totals, strict=True):
                         address = builder.add(target, builder.shl(position.index, ir.I64(2)))
-                        dot = builder.call(reduce, [ir.F32(0.0), builder.load(total)], fastmath=("reassoc",))
+                        parts = ir.F32(0.0), builder.load(total)
+                        dot = call_intrinsic(builder, reduce, ir.F32, *parts, fastmath=("reassoc",))
                         builder.store(dot, builder.inttoptr(address, ir.F32.as_pointer()), align=4)
             return context.get_dummy_value()
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from bridge.runtime.cpu.forms import activations
 from bridge.system.kernels.jit import CFunction, c_function, maker
 from bridge.system.kernels.memory import array_at
 from bridge.system.threads import pool
@@ -36,6 +37,20 @@ class Program:
         self._rows.append([*row, *[0] * (ITEMS - len(row)), items, int(shared)])
         self._table = None
         return len(self._rows) - 1
+
+    def records(
+        self, known: dict[Any, np.ndarray], type: str, x: np.ndarray, columns: int, integer: bool, form: str
+    ) -> np.ndarray:
+        """The records uint8 [tokens, bytes] of x for a type: made here, but where those of the kind are known."""
+        kind = activations.record_kind(type, integer)
+        if kind not in known:
+            nbytes = activations.record_bytes(type, x.shape[1], integer)
+            made = known[kind] = np.zeros((-(-len(x) // columns) * columns, nbytes), np.uint8)
+            quantize = activations.quantize_function(type, integer, form)
+            arguments = address(x), address(made), x.shape[1], columns
+            self.add(quantize, *arguments, items=len(x), shared=x.size > pool.MIN_VALUES_TO_SHARE)
+            self.keep(made)
+        return known[kind]
 
     def resize(self, call: int, items: int, shared: bool) -> None:
         """Give a call another number of items."""

@@ -31,7 +31,7 @@ from bridge.runtime.cpu.engines.floats import dot_function
 from bridge.runtime.cpu.ops.decoder_ops import exp, square_sum
 from bridge.system.kernels import ir
 from bridge.system.kernels.jit import CFunction, c_function, cgutils, inner, intrinsic, maker, types
-from bridge.system.kernels.memory import LANES, array_at, array_on_stack, floats
+from bridge.system.kernels.memory import LANES, array_at, array_on_stack, floats, fma, spread
 
 # words of a layer's block. Addresses; biases and what a kind of layer does not have may be 0
 (IN, MIXED, Z, B, A, GATES, KEYS, OUT, TAIL, TAIL_OUT, TAIL_COPY, STATE, STATE_OUT, STATE_COPY,
@@ -64,18 +64,7 @@ def _load(builder: ir.IRBuilder, address: ir.Value, index: ir.Value, kind: ir.Ty
     is_vector = isinstance(kind, ir.VectorType)
     item = builder.add(address, builder.mul(index, ir.I64(LANES * 4 if is_vector else 4)))
     value = builder.load(builder.inttoptr(item, kind.as_pointer()), align=4)
-    return value if is_vector else _spread(builder, value)
-
-
-def _spread(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
-    empty = ir.Constant(_vector(), ir.Undefined)
-    first = builder.insert_element(empty, scalar, ir.Constant(ir.I32, 0))
-    return builder.shuffle_vector(first, empty, ir.Constant(ir.VectorType(ir.I32, LANES), [0] * LANES))
-
-
-def _fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-    kind = ir.FunctionType(_vector(), [_vector()] * 3)
-    return builder.call(builder.module.declare_intrinsic(f"llvm.fma.v{LANES}f32", fnty=kind), [a, b, c])
+    return value if is_vector else spread(builder, value, _vector())
 
 
 @intrinsic
@@ -91,7 +80,7 @@ def read(typingctx, state, q, k, count, of_q, of_k):
             values = _load(builder, state, index, _vector())
             for total, factors in zip(totals, (q, k), strict=True):
                 factor = _load(builder, factors, index, ir.F32)
-                builder.store(_fma(builder, factor, values, builder.load(total)), total)
+                builder.store(fma(builder, factor, values, builder.load(total)), total)
 
         turns = builder.udiv(count, ir.I64(_PARTS))
         with cgutils.for_range(builder, turns) as loop:
@@ -116,11 +105,11 @@ def write(typingctx, state, decay, k, u, count):
 
     def emit(context, builder, signature, arguments):
         state, decay, k, u, count = arguments
-        factor = _spread(builder, decay)
+        factor = spread(builder, decay, _vector())
         added = builder.load(builder.inttoptr(u, _vector().as_pointer()), align=4)
         with cgutils.for_range(builder, count) as loop:
             values = builder.fmul(_load(builder, state, loop.index, _vector()), factor)
-            changed = _fma(builder, _load(builder, k, loop.index, ir.F32), added, values)
+            changed = fma(builder, _load(builder, k, loop.index, ir.F32), added, values)
             row = builder.add(state, builder.mul(loop.index, ir.I64(4 * LANES)))
             builder.store(changed, builder.inttoptr(row, _vector().as_pointer()), align=4)
         return context.get_dummy_value()
