@@ -17,9 +17,9 @@ from bridge.cli.commands import COMMANDS
 from bridge.cli.options import as_flag
 from bridge.cli.use.terminal import Printable, StatusLine, Terminated
 from bridge.errors import BridgeError, BridgeWarning, shortened, spelled
+from bridge.system.cpu.row_threads import sleep_when_idle
 from bridge.system.kernels.compiling import reporting_to
 from bridge.system.text import tell
-from bridge.system.threads.openmp import sleep_when_idle
 
 _DESCRIPTION = """\
 GPTQ, AWQ, compressed-tensors, MLX, HQQ and other quantized checkpoints become

@@ -16,7 +16,7 @@ Names are imported when first used: PyTorch, and what needs transformers only th
 import importlib
 from typing import Any
 
-from bridge.system.threads.openmp import sleep_when_idle
+from bridge.system.cpu.row_threads import sleep_when_idle
 
 sleep_when_idle()
 

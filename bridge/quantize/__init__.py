@@ -21,7 +21,7 @@ Needs PyTorch, and for whole models transformers (the `quantize` extra). Names a
 import importlib
 from typing import Any
 
-from bridge.system.threads.openmp import sleep_when_idle
+from bridge.system.cpu.row_threads import sleep_when_idle
 
 sleep_when_idle()
 

@@ -127,9 +127,7 @@ class Sampler:
             check_integer("logprobs", logprobs, 0)
         self.how = how
         self.probabilities: Probabilities | None = None  # of the last draw
-        self._constraint = constraint
-        self._logprobs = logprobs
-        self._seed = how.seed
+        self._constraint, self._logprobs, self._seed = constraint, logprobs, how.seed
         self._seen: deque[int] = deque(maxlen=how.repeat_last_n if 0 <= how.repeat_last_n < _MOST_TOKENS else None)
         bias = how.biases
         self._biased = np.array(list(bias), np.int64)

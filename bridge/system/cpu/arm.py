@@ -10,17 +10,11 @@ import sys
 from functools import cache
 
 _HWCAP, _HWCAP2 = 16, 26  # of <elf.h>
-_LINUX = {  # LLVM's name: word, bit, as in <asm/hwcap.h>
-    "neon": (_HWCAP, 1),
-    "fullfp16": (_HWCAP, 10),
-    "dotprod": (_HWCAP, 20),
-    "i8mm": (_HWCAP2, 13),
-}
-_MACOS = {
-    "neon": "hw.optional.neon",
-    "fullfp16": "hw.optional.arm.FEAT_FP16",
-    "dotprod": "hw.optional.arm.FEAT_DotProd",
-    "i8mm": "hw.optional.arm.FEAT_I8MM",
+_FEATURES = {  # LLVM's name: word and bit on Linux, as in <asm/hwcap.h>, and macOS's name
+    "neon": (_HWCAP, 1, "hw.optional.neon"),
+    "fullfp16": (_HWCAP, 10, "hw.optional.arm.FEAT_FP16"),
+    "dotprod": (_HWCAP, 20, "hw.optional.arm.FEAT_DotProd"),
+    "i8mm": (_HWCAP2, 13, "hw.optional.arm.FEAT_I8MM"),
 }
 
 
@@ -30,11 +24,11 @@ def features() -> frozenset[str]:
     if platform.machine() not in ("aarch64", "arm64"):
         return frozenset()
     if sys.platform == "darwin":
-        return frozenset(feature for feature, name in _MACOS.items() if _sysctl(name))
+        return frozenset(feature for feature, (*_, name) in _FEATURES.items() if _sysctl(name))
     if sys.platform == "linux":
         ask = ctypes.CDLL(None).getauxval
         ask.argtypes, ask.restype = [ctypes.c_ulong], ctypes.c_ulong
-        return frozenset(feature for feature, (word, bit) in _LINUX.items() if ask(word) >> bit & 1)
+        return frozenset(feature for feature, (word, bit, _) in _FEATURES.items() if ask(word) >> bit & 1)
     return frozenset()
 
 

@@ -176,8 +176,9 @@ class _Lowered(_FunctionCompiler):
 
 def object_code(function: CFunction, machine: Machine | None = None) -> bytes:
     """The object file of a C function, whose symbol is the function's name, for a machine; None: this one."""
-    with compiling.kernel():
-        return _emitted(function, machine or host())
+    with compiling.kernel(), global_compiler_lock:
+        module, processor = _optimized(function, machine or host())
+        return bytes(processor.emit_object(module))
 
 
 def answer(function: CFunction) -> bytes | None:
@@ -186,12 +187,6 @@ def answer(function: CFunction) -> bytes | None:
         return object_code(function)
     except Exception:
         return None
-
-
-@global_compiler_lock
-def _emitted(function: CFunction, machine: Machine) -> bytes:
-    module, processor = _optimized(function, machine)
-    return bytes(processor.emit_object(module))
 
 
 def assembly(function: CFunction, machine: Machine) -> str:

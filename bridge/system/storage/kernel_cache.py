@@ -110,9 +110,7 @@ def _existing_folder() -> Path:
     return path
 
 
-@cache
-def _say(text: str) -> None:
-    tell(text)
+_say = cache(tell)
 
 
 def say_unusable(problem: Exception) -> None:
