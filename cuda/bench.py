@@ -50,12 +50,7 @@ def seconds(launches: Sequence[Callable[[], object]]) -> float:
         for launch in launches:
             launch()
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    stream.synchronize()
-    graph = captured(step, stream)
+    graph = captured(step)
     warm = time.monotonic() + _WARM
     while time.monotonic() < warm:
         graph.replay()

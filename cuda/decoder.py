@@ -26,7 +26,7 @@ from bridge.cuda.step import DeviceWeights, Step, matrix_bytes
 from bridge.cuda.toolchain import device as devices
 from bridge.cuda.toolchain.compile_pool import compile_all
 from bridge.cuda.toolchain.device import check_torch, upload, zeros
-from bridge.cuda.toolchain.launch import Graph, noted
+from bridge.cuda.toolchain.launch import captured, noted
 
 from bridge.errors import BridgeError
 from bridge.runtime.config.decoder_config import DecoderConfig
@@ -68,7 +68,7 @@ class Decoder:
         self.dependent = devices.overlaps(self.device)  # launches begin early; read by `build`
         self.preparing = 0.0  # unlike on the CPU, nothing is repacked between tokens
         self._tokens: list[int] = []  # that the cache holds; drawn ones only once the host has seen them
-        self._captured: dict[int | None, Graph] = {}
+        self._captured: dict[int | None, Any] = {}  # graphs
         self._samplers: dict[int | None, list[Call]] = {}
 
     def begin(self) -> None:
@@ -123,7 +123,7 @@ class Decoder:
             self._samplers[count] = [] if count == _ON_HOST else self.step.choose(count)
         if self.graphs and count not in self._captured:
             self._set_state(self.cache.length, 0)  # the first run writes an unused row
-            self._captured[count] = Graph(lambda: self._launch(count), self.step.state)
+            self._captured[count] = captured(lambda: self._launch(count), self.step.state)
 
     def _launch(self, count: int | None) -> None:
         for launch in self.step.launches + self._samplers[count]:

@@ -34,9 +34,7 @@ class CudaTensor(Product):
     def __init__(self, tensor: QuantTensor, device: Any = None):
         import torch
 
-        self.name = tensor.name
-        self.type = tensor.type
-        self.shape = tensor.shape
+        self.name, self.type, self.shape = tensor.name, tensor.type, tensor.shape
         gpu = devices.require(device)
         self.matrix: DeviceMatrix | FloatMatrix = (
             FloatMatrix(tensor, gpu) if tensor.type in KINDS else DeviceMatrix.upload(tensor, gpu)

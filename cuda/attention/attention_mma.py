@@ -144,18 +144,16 @@ def _add(tile, weights, shrink, count, sums):
     g = bits(lane, 2, 7)
     factor = bits_float(shared_4(shrink, min(g, int32(HEADS - 1))))
     c = registers()
+    x = registers()
     sum = registers()
     for r in unroll(ROUNDS):
         item = min(int32(warp + r * WARPS), int32(GROUPS * SUBSETS - 1))
         group = int32(item % GROUPS)
         subset = int32(item // GROUPS)
         for i in unroll(2):
-            c[i] = (
-                sums[8 * r + 4 * i] * factor,
-                sums[8 * r + 4 * i + 1] * factor,
-                sums[8 * r + 4 * i + 2] * factor,
-                sums[8 * r + 4 * i + 3] * factor,
-            )
+            for k in unroll(4):
+                x[k] = sums[8 * r + 4 * i + k] * factor
+            c[i] = gathered(x, 4)
         weight_at = mad(g, WEIGHTS // 4, mad(subset, 4 * STEPS, t))
         value_at = mad(mad(subset, 8 * STEPS, t), 8 * PITCH, mad(group, 8, g))
         for s in unroll(STEPS):
@@ -179,20 +177,14 @@ def _put_sums(pieces, sums):
     warp = bits(thread_x(), 5, BLOCK // 32 - 1)
     t = bits(lane, 0, 3)
     g = bits(lane, 2, 7)
+    word = registers()
     for r in unroll(ROUNDS):
         item = int32(warp + r * WARPS)
         if item < GROUPS * SUBSETS and g < HEADS:
             index = mad(mad(int32(item // GROUPS), HEADS, g), UNITS, mad(int32(item % GROUPS), 4, t))
-            put_16(
-                pieces,
-                index,
-                (
-                    float_bits(sums[8 * r] + sums[8 * r + 2]),
-                    float_bits(sums[8 * r + 4] + sums[8 * r + 6]),
-                    float_bits(sums[8 * r + 1] + sums[8 * r + 3]),
-                    float_bits(sums[8 * r + 5] + sums[8 * r + 7]),
-                ),
-            )
+            for e in unroll(4):
+                word[e] = float_bits(sums[8 * r + e % 2 * 4 + e // 2] + sums[8 * r + e % 2 * 4 + e // 2 + 2])
+            put_16(pieces, index, gathered(word, 4))
 
 
 @cache

@@ -139,12 +139,9 @@ def _add(tile, weights, shrink, count, sums):
         group = int32(item % GROUPS)
         subset = int32(item // GROUPS)
         for i in unroll(2):
-            c[i] = (
-                sums[8 * r + 4 * i] * factor,
-                sums[8 * r + 4 * i + 1] * factor,
-                sums[8 * r + 4 * i + 2] * factor,
-                sums[8 * r + 4 * i + 3] * factor,
-            )
+            for k in unroll(4):
+                x[k] = sums[8 * r + 4 * i + k] * factor
+            c[i] = gathered(x, 4)
         weight_at = mad(g, WEIGHTS // 4, mad(subset, 4 * STEPS, t))
         position = mad(subset, 16 * STEPS, t)
         value_at = mad(position, 4 * PITCH, mad(group, 4, bits(g, 1, 3)))

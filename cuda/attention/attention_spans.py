@@ -28,7 +28,7 @@ from bridge.cuda.toolchain.intrinsics import (
     warp_max,
     warp_sum,
 )
-from bridge.cuda.toolchain.unroll import expand, registers, unroll
+from bridge.cuda.toolchain.unroll import expand, gathered, registers, unroll
 from numba import cuda
 
 # set by `functions`; see attention_shape.py
@@ -47,19 +47,13 @@ def _put_sums(pieces, sums):
     unit = int32(thread % UNITS)
     chunk = int32(thread // UNITS % CHUNKS)
     subset = int32(thread // (UNITS * CHUNKS))
+    word = registers()
     for j in unroll(SHARE):
         if subset < SUBSETS and chunk * SHARE + j < HEADS:
             index = (subset * HEADS + chunk * SHARE + j) * UNITS + unit
-            put_16(
-                pieces,
-                int32(index),
-                (
-                    float_bits(sums[4 * j]),
-                    float_bits(sums[4 * j + 1]),
-                    float_bits(sums[4 * j + 2]),
-                    float_bits(sums[4 * j + 3]),
-                ),
-            )
+            for e in unroll(4):
+                word[e] = float_bits(sums[4 * j + e])
+            put_16(pieces, int32(index), gathered(word, 4))
 
 
 def _summed(pieces, i, count):

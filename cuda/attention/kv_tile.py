@@ -111,12 +111,8 @@ def _floats(quad):
         return codes(quad[FOUR], quad[4])
     if KIND == "f32":
         return bits_float(quad[0]), bits_float(quad[1]), bits_float(quad[2]), bits_float(quad[3])
-    return (
-        low_half(quad[2 * FOUR]),
-        high_half(quad[2 * FOUR]),
-        low_half(quad[2 * FOUR + 1]),
-        high_half(quad[2 * FOUR + 1]),
-    )
+    one, other = quad[2 * FOUR], quad[2 * FOUR + 1]
+    return low_half(one), high_half(one), low_half(other), high_half(other)
 
 
 def _four(tile, row, unit):

@@ -30,13 +30,8 @@ class DeviceMatrix:
     """`type`, `rows`, `columns`, the `buffer` uint8 [nbytes] in device memory, `names` of the tensors it came from."""
 
     def __init__(self, names: list[str], type: str, rows: int, columns: int, buffer: Any, device: Device):
-        self.names = names
-        self.type = type
-        self.rows = rows
-        self.columns = columns
-        self.buffer = buffer
-        self.memory = Memory(device, buffer)
-        self.device = device
+        self.names, self.type, self.rows, self.columns = names, type, rows, columns
+        self.device, self.buffer, self.memory = device, buffer, Memory(device, buffer)
         self.layout = DeviceLayout(WRITTEN[type])
         self.units = columns // UNIT
         self.room = self.layout.room(rows, columns)
@@ -103,7 +98,10 @@ def repack(tensors: Sequence[QuantTensor], host: np.ndarray, interleave: bool = 
         first_row, step = (number, len(tensors)) if interleave else (start, 1)
         _repack(tensor, host, room, first_row, step)
         if layout.factored:
-            _factors(tensor, host[layout.factors_at(room) :].view(np.float32), first_row, step)
+            if not np.isfinite(tensor.factor):
+                raise BridgeError(f"{tensor.name}: its scale is {tensor.factor}; the file is damaged")
+            factors = host[layout.factors_at(room) :].view(np.float32)  # of rows
+            factors[first_row : first_row + step * tensor.shape[0] : step] = tensor.factor
         start += tensor.shape[0]
     if layout.book:
         table = layout.book.table.view(np.uint8)
@@ -125,13 +123,6 @@ def _repack(tensor: QuantTensor, host: np.ndarray, room: int, first: int, step: 
         bad = [row for row in executor.map(part, range(0, raw.shape[0], height)) if row >= 0]
     if bad:
         raise BridgeError(f"{tensor.name}: the scales of row {min(bad)} are not finite; the file is damaged")
-
-
-def _factors(tensor: QuantTensor, factors: np.ndarray, first: int, step: int) -> None:
-    """The factor of the tensor's rows, to those of the matrix."""
-    if not np.isfinite(tensor.factor):
-        raise BridgeError(f"{tensor.name}: its scale is {tensor.factor}; the file is damaged")
-    factors[first : first + step * tensor.shape[0] : step] = tensor.factor
 
 
 def kind_of(type: str, precision: str) -> str:

@@ -52,12 +52,10 @@ def _four(x, row, columns, i, factor):
     other = load_16f(x, row // 4 + (i // 2 + 1 if IN_TURN else (columns + i) // 4))
     gates = (one[0], one[2], other[0], other[2]) if IN_TURN else one
     ups = (one[1], one[3], other[1], other[3]) if IN_TURN else other
-    return (
-        gated_value(gates[0] * factor, ups[0] * factor),
-        gated_value(gates[1] * factor, ups[1] * factor),
-        gated_value(gates[2] * factor, ups[2] * factor),
-        gated_value(gates[3] * factor, ups[3] * factor),
-    )
+    value = registers()
+    for k in unroll(4):
+        value[k] = gated_value(gates[k] * factor, ups[k] * factor)
+    return gathered(value, 4)
 
 
 def _gated_value(gate, up):

@@ -7,6 +7,9 @@ In a decoder's step (products.py) a product can include the steps before and aft
     recorded   once 32 values are complete, the thread block that ends last makes the next product's record of
                them, times `gain` if they are to be normalized first, and stores the sum of their squares
     normed     y times 1 / sqrt(mean of squares + eps), from such sums: the records were made before they were known
+
+Two matrices of different types can share a launch (`launch_pair`): its first blocks multiply one, the others the other.
+So v in Q6_K, whose 1024 rows are too few for a GPU by themselves, runs beside q and k in Q4_K.
 """
 
 from __future__ import annotations
@@ -17,13 +20,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from bridge.cuda.forms.matrix import DeviceMatrix
 from bridge.cuda.product.activations import COLUMNS, Records
-from bridge.cuda.product.matvec_kernel import kernel
-from bridge.cuda.product.matvec_shape import MatvecShape, choose_shape
+from bridge.cuda.product.matvec_kernel import OF_EXPERTS, expanded_product, kernel
+from bridge.cuda.product.matvec_shape import MatvecShape, choose_shape, registers_of
+from bridge.cuda.toolchain.compiler import recipe
+from bridge.cuda.toolchain.intrinsics import block_x, device_function
+from bridge.cuda.toolchain.unroll import expand
 
 from bridge.errors import BridgeError
 
 if TYPE_CHECKING:
     from bridge.cuda.toolchain.launch import Launch
+
+# set by `pair_kernel`
+first: Any = None
+second: Any = None
+int32 = np.int32
 
 
 @dataclass(frozen=True)
@@ -131,3 +142,58 @@ def _launch(
     offset = matrix.device.placeholder() if bias is None else bias
     arguments = matrix.buffer, matrix.room // 16, records.buffer, y, offset, matrix.rows, matrix.units, *more
     return product, grid, (32, shape.warps), stream, *arguments
+
+
+def _both(
+    weights, room_16, y, bias, rows, other_weights, other_room_16, other_y, other_bias, other_rows, x, units, sums, eps,
+    blocks,
+):  # fmt: skip
+    if block_x() < int32(blocks):
+        first(weights, room_16, x, y, bias, rows, units, sums, eps)
+    else:
+        second(other_weights, other_room_16, x, other_y, other_bias, other_rows, units, sums, eps, blocks)
+
+
+@recipe
+def pair_kernel(
+    types: tuple[str, str], shapes: tuple[MatvecShape, MatvecShape], exact: bool, epilogue: str, dependent: bool
+) -> Any:
+    """The kernel of two types for one column; `epilogue` names "bias" and "normed"."""
+    from bridge.cuda.toolchain.launch import Kernel
+
+    unused = ("counters", "gain", "squares", "records", *OF_EXPERTS)
+    one, other = (
+        device_function(expanded_product(type, 1, shape, exact, epilogue, dependent, without), True)
+        for type, shape, without in zip(types, shapes, ((*unused, "skip"), unused), strict=True)
+    )
+    name = "_".join([*types, *("".join(map(str, shape)) for shape in shapes), "f32" if exact else "int8"])
+    name += f"_{epilogue}" * bool(epilogue) + "_dependent" * dependent
+    matrix = "uint8[::1], int64, float32[:,::1], float32[::1], int64"
+    signature = f"void({matrix}, {matrix}, uint8[::1], int64, float32[::1], float32, int64)"
+    registers = max(registers_of(type, 1, shape) for type, shape in zip(types, shapes, strict=True))
+    return Kernel(expand(_both, name, first=one, second=other), signature, registers, dependent=dependent)
+
+
+def launch_pair(
+    matrices: tuple[DeviceMatrix, DeviceMatrix], records: Records, y: tuple[Any, Any], stream: Any,
+    bias: tuple[Any, Any] | None = None, normed: Normed | None = None, dependent: bool = False,
+) -> None:  # fmt: skip
+    """Queue y = W x + bias of both matrices for one column of the records; y float32 [1, rows] each on the device.
+
+    `bias` float32 [rows] each; see `launch` for the others. Raises BridgeError where the columns do not fit.
+    """
+    one, other = matrices
+    for matrix in matrices:
+        check_columns(matrix, records, 1)
+    (shape, blocks), (other_shape, others) = (work_of(matrix, 1, records.exact, alone=False) for matrix in matrices)
+    none = one.device.placeholder()
+    biases = (none, none) if bias is None else bias
+    epilogue = "_".join(["bias"] * (bias is not None) + ["normed"] * (normed is not None))
+    sums, eps = (none, 0.0) if normed is None else (normed.sums, normed.eps)
+    pair = pair_kernel((one.type, other.type), (shape, other_shape), records.exact, epilogue, dependent)
+    parts = [
+        (matrix.buffer, matrix.room // 16, out, offset, matrix.rows)
+        for matrix, out, offset in zip(matrices, y, biases, strict=True)
+    ]
+    grid, block = blocks + others, (32, shape.warps)
+    pair.launch(grid, block, stream, *parts[0], *parts[1], records.buffer, one.units, sums, np.float32(eps), blocks)

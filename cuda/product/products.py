@@ -15,7 +15,7 @@ import numpy as np
 from bridge.cuda.forms.layout import DeviceLayout
 from bridge.cuda.forms.matrix import DeviceMatrix, FloatMatrix, kind_of
 from bridge.cuda.norm import silu_grid, silu_kernel
-from bridge.cuda.product import matvec, matvec_pair
+from bridge.cuda.product import matvec
 from bridge.cuda.product.activations import Records
 from bridge.cuda.product.halves import Halves, gated
 from bridge.cuda.product.matmul import Multiplier, product
@@ -30,15 +30,10 @@ from bridge.runtime.quant_tensor import QuantTensor
 Call = Callable[[], None]
 
 
-def quantized(type: str) -> bool:
-    """Whether there is a kernel for a type."""
-    return type in WRITTEN
-
-
 def device_bytes(tensor: QuantTensor, precision: str) -> int:
     """Bytes that a matrix takes on the device."""
     rows, columns = tensor.shape
-    if quantized(tensor.type):
+    if tensor.type in WRITTEN:
         return DeviceLayout(WRITTEN[tensor.type]).nbytes(rows, columns)
     return rows * columns * (4 if kind_of(tensor.type, precision) == "float32" else 2)
 
@@ -69,7 +64,7 @@ class Stack:
             members = list(group)
             matrices: list[DeviceMatrix | FloatMatrix] = (
                 [DeviceMatrix.upload(members, device)]
-                if quantized(type)
+                if type in WRITTEN
                 else [FloatMatrix(tensor, device, multiplier.precision) for tensor in members]
             )
             for matrix in matrices:
@@ -106,7 +101,7 @@ class Stack:
 
         def launch() -> None:
             stream = self.multiplier.device.stream()
-            matvec_pair.launch(matrices, x.records, rows, stream, bias, normed, dependent)
+            matvec.launch_pair(matrices, x.records, rows, stream, bias, normed, dependent)
 
         return launch
 
@@ -163,7 +158,7 @@ class Gated:
     def __init__(self, gate: QuantTensor, up: QuantTensor, multiplier: Multiplier, bias: Any = None):
         self.multiplier = multiplier
         self.inner = gate.shape[0]
-        self.fused = gate.type == up.type and quantized(gate.type) and bias is None
+        self.fused = gate.type == up.type and gate.type in WRITTEN and bias is None
         self.stack: Any = None
         if self.fused:
             self.matrix = DeviceMatrix.upload([gate, up], multiplier.device, interleave=True)

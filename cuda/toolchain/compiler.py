@@ -64,10 +64,8 @@ class Source:
     """A kernel as it is written: a function of Python, its signature, and the registers that a thread may have."""
 
     def __init__(self, function: Callable[..., None], signature: str, registers: int):
-        self.function = function
-        self.signature = signature
-        self.registers = registers
-        self.name = function.__name__
+        self.function, self.name = function, function.__name__
+        self.signature, self.registers = signature, registers
         self.recipe: tuple[str, str, tuple[Any, ...], dict[str, Any]] | None = None  # set by `recipe`
         self.codes: dict[Capability, Code] = {}  # compiled so far
 

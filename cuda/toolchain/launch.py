@@ -18,7 +18,7 @@ launch). Such a kernel says at once that the next one may begin (launch_dependen
 
 So it need not know what is launched before or after it, be it a copy or somebody else's kernel.
 
-A step of a decoder is captured once in a CUDA graph (`Graph`) and replayed: 160 launches cost the host as much as one.
+A step of a decoder is captured once in a CUDA graph and replayed (`captured`): 160 launches cost the host as one.
 What changes between steps (token, position, uniform numbers) lies in device memory, so the graph is the same for
 every step. A step runs once before it is captured, as cuBLAS, too, takes its workspace on first use.
 """
@@ -204,33 +204,22 @@ def _config(grid: Any, block: Any, dependent: bool) -> Any:
     return _core().LaunchConfig(grid=grid, block=block, **more)
 
 
-def captured(step: Callable[[], None], stream: Any) -> Any:
-    """A torch.cuda.CUDAGraph of what step() launches; it must have run on the stream before."""
+def captured(step: Callable[[], object], state: Any = None) -> Any:
+    """A torch.cuda.CUDAGraph of what step() launches, which replay() launches on torch's current stream.
+
+    state  the tensor with a step's position; it is restored after the first run, made for its side effects
+    """
     import torch
 
-    graph = torch.cuda.CUDAGraph()
+    saved, device = (None, None) if state is None else (state.clone(), state.device)
+    stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        step()
+        if state is not None:
+            state.copy_(saved)
+    stream.synchronize()
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         step()
+    torch.cuda.current_stream(device).wait_stream(stream)
     return graph
-
-
-class Graph:
-    """`replay()` launches what `step()` launched, on torch's current stream."""
-
-    def __init__(self, step: Callable[[], None], state: Any):
-        """`state`: the tensor with a step's position; it is restored after the first run, made for its side effects."""
-        import torch
-
-        saved = state.clone()
-        stream = torch.cuda.Stream(state.device)
-        stream.wait_stream(torch.cuda.current_stream(state.device))
-        with torch.cuda.stream(stream):
-            step()
-            state.copy_(saved)
-        stream.synchronize()
-        self._graph = captured(step, stream)
-        torch.cuda.current_stream(state.device).wait_stream(stream)
-
-    def replay(self) -> None:
-        """Launch the step."""
-        self._graph.replay()

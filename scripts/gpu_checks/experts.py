@@ -6,9 +6,10 @@ import numpy as np
 import torch
 from bridge.cuda import bench
 from bridge.cuda.toolchain.device import require, torch_device
+from bridge.cuda.toolchain.launch import captured
 
 from bridge.nn.quant_experts import ExpertStack, Gated
-from gpu_checks import costs, torchs
+from gpu_checks import costs
 from gpu_checks.products import Judge, random_matrix
 
 CHECKED = (16, 1280, 768)  # experts, hidden, inner
@@ -64,7 +65,7 @@ def check(type: str) -> dict[str, Any]:
             judge(f"experts of {type}, {n} tokens, {precision}", y, layer.exact(*routing), 2e-3 if wide else limit)
     held = [torch.from_numpy(part).to(device) for part in routed(1)]
     y = torch.zeros((1, hidden), device=device)
-    graph = torchs.captured_graph(lambda: y.copy_(layer.stack.mix(*held, "f32")))
+    graph = captured(lambda: y.copy_(layer.stack.mix(*held, "f32")))
     for _ in range(2):
         routing = routed(1)
         for part, value in zip(held, routing, strict=True):

@@ -32,28 +32,18 @@ def check_graphs() -> dict[str, Any]:
             def step(x: Any = x, y: Any = y, precision: str = precision) -> None:
                 moved.matmul(x, out=y, precision=precision)
 
-            graph = captured_graph(step)
+            graph = captured(step)
             for _ in range(2):
                 x.copy_(torch.from_numpy(rng.standard_normal(x.shape).astype(np.float32)))
                 graph.replay()
                 expected = x.double().cpu().numpy() @ weights.T
                 judge(f"captured product of {n} tokens, {precision}", y, expected, limit)
     ids, out = torch.zeros(3, dtype=torch.int64, device=device), torch.zeros((3, SHAPE[1]), device=device)
-    graph = captured_graph(lambda: out.copy_(moved.rows(ids)))
+    graph = captured(lambda: out.copy_(moved.rows(ids)))
     ids.copy_(torch.tensor([SHAPE[0] - 1, 7 % SHAPE[0], 0]))
     graph.replay()
     judge("captured look-up", out, weights[ids.cpu().numpy()], 1e-6)
     return {"wrong": judge.wrong, "notes": f"largest relative error of floats {judge.worst:.1e}"}
-
-
-def captured_graph(step: Any) -> Any:
-    """What `step` launches, captured; it runs once before."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    stream.synchronize()
-    return captured(step, stream)
 
 
 def check_copies() -> dict[str, Any]:

@@ -458,7 +458,7 @@ def kernels(dependent: bool = False) -> dict[str, Any]:
     from bridge.cuda import bench, norm, sampling
     from bridge.cuda.attention import attention, prompt_attention
     from bridge.cuda.forms import dequantize
-    from bridge.cuda.product import activations, matvec_kernel, matvec_pair
+    from bridge.cuda.product import activations, matvec, matvec_kernel
 
     def attend(*given: Any, cores: bool = False) -> Any:
         given = (*given, "f16") if len(given) == 6 else given
@@ -469,7 +469,7 @@ def kernels(dependent: bool = False) -> dict[str, Any]:
 
     def pair(*types: str) -> Any:
         shapes = MatvecShape(2, 2, 1, 4), MatvecShape(2, 2, 4, 4)  # 5120 rows and 1024
-        return matvec_pair.kernel(types, shapes, False, "bias_normed", dependent)
+        return matvec.pair_kernel(types, shapes, False, "bias_normed", dependent)
 
     return {
         "embedding": dequantize.kernel("Q4_K", "f32", True, dependent),

@@ -90,7 +90,7 @@ def test_a_captured_step_whose_logits_are_not_finite_is_an_error(how: Sampling, 
 
 
 def test_a_capture_changes_nothing_and_its_replay_reads_what_is_there_then(gpu: Any, tmp_path: Path) -> None:
-    from bridge.cuda.toolchain.launch import Graph
+    from bridge.cuda.toolchain.launch import captured
 
     state, x, y = torch.zeros(4, dtype=torch.int32), torch.ones(3), torch.zeros(3)
 
@@ -98,7 +98,7 @@ def test_a_capture_changes_nothing_and_its_replay_reads_what_is_there_then(gpu: 
         state.add_(1)
         y.copy_(x * 2 + y)
 
-    graph = Graph(step, state)
+    graph = captured(step, state)
     assert state.tolist() == [0] * 4
     assert y.tolist() == [2] * 3  # the run before the capture, not the capture
     x.fill_(5)

@@ -8,7 +8,7 @@ import torch
 from bridge.cuda import bench
 from bridge.cuda.forms import dequantize
 from bridge.cuda.forms.matrix import DeviceMatrix
-from bridge.cuda.product import activations, halves, matmul, matvec, matvec_kernel, matvec_pair, mma, mma_int8, products
+from bridge.cuda.product import activations, halves, matmul, matvec, matvec_kernel, mma, mma_int8, products
 from bridge.cuda.product.activations import Records
 from bridge.cuda.product.matvec_shape import MatvecShape
 from bridge.cuda.product.token_records import recorded
@@ -214,16 +214,16 @@ def test_rows_of_two_types_are_multiplied_in_one_launch(precision, monkeypatch):
     records = Records(256, 1, "cuda", precision).quantize(x, 1)
     given = x if precision == "f32" else rounded(x)
     y = np.full((1, 5), np.nan, np.float32), np.full((1, 3), np.nan, np.float32)
-    matvec_pair.launch(matrices, records, y, 0)
+    matvec.launch_pair(matrices, records, y, 0)
     for found, weights in zip(y, (one_weights, other_weights), strict=True):
         assert_product(found, given, weights)
     bias = np.arange(5, dtype=np.float32), np.arange(3, dtype=np.float32)
     sums = np.array([24, 40, 64, 0, 0, 0, 0, 0], np.float32)
-    matvec_pair.launch(matrices, records, y, 0, bias, matvec.Normed(sums, 0.5))
+    matvec.launch_pair(matrices, records, y, 0, bias, matvec.Normed(sums, 0.5))
     for found, weights, offset in zip(y, (one_weights, other_weights), bias, strict=True):
         assert_product(found - offset, given, weights)  # divided by the root of 128 / 256 + 1 / 2
     with pytest.raises(BridgeError, match=r"1 columns of 512 values; must be 1 to 1 of 256"):
-        matvec_pair.launch(matrices, Records(512, 1, "cuda"), y, 0)
+        matvec.launch_pair(matrices, Records(512, 1, "cuda"), y, 0)
 
 
 def test_gated_values_are_recorded_where_they_are_made():
