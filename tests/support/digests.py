@@ -14,6 +14,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -94,7 +95,7 @@ def there_and_back(golden: Path) -> Job:
         try:
             bridge.export(folder / "out" / "model.gguf", folder / "out" / "back")
         except BridgeError as e:
-            (folder / "out" / "error.txt").write_text(str(e).replace(str(folder), ""))
+            (folder / "out" / "error.txt").write_text(re.sub(re.escape(tempfile.gettempdir()) + r"/\w+", "", str(e)))
         return folder / "out"
 
     return job
