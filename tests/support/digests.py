@@ -105,7 +105,8 @@ def quantizing(model: Path, arguments: list[str], name: str = "out.gguf") -> Job
     def job(folder: Path) -> Path:
         from bridge.cli import main
 
-        command = ["quantize", str(model), str(folder / name), "--threads", "2", *arguments]
+        threads = [] if "--format" in arguments else ["--threads", "2"]
+        command = ["quantize", str(model), str(folder / name), *threads, *arguments]
         if code := main(command):
             raise BridgeError(f"exit code {code}")
         return folder / name
@@ -154,7 +155,7 @@ def quantized() -> Iterator[tuple[str, Job]]:
     for method in ("rtn", "imatrix", "gptq", "gptaq", "two-sided"):
         texts = text if method != "rtn" else []
         few = ("Q4_K", "Q2_K", "Q4_K_M")
-        for type in few if method != "two-sided" else (*few, "Q8_0", "IQ4_XS", "IQ3_S", "IQ2_XS", "TQ2_0", "IQ1_M"):
+        for type in few if method != "two-sided" else (*few, "Q8_0", "IQ4_XS", "IQ3_S", "IQ2_XS", "IQ1_M"):
             arguments = ["--type", type, "--method", method, *texts]
             yield f"quantize {model.name} {method} {type}", quantizing(model, arguments)
     for format in ("gptq", "gptq_v2", "awq"):
@@ -165,7 +166,7 @@ def quantized() -> Iterator[tuple[str, Job]]:
                 yield f"quantize {model.name} {' '.join(arguments)}", quantizing(model, [*arguments, *texts], "out")
     for option in (
         "--feed float", "--act-order none", "--act-order static", "--sweeps 0", "--output-type Q6_K",
-        "--token-embd-type Q4_K", "--seed 3", "--memory 300M",
+        "--token-embd-type Q4_K", "--seed 3", "--memory 2G",
     ):  # fmt: skip
         yield f"quantize {model.name} two-sided {option}", quantizing(model, ["--type", "Q4_K", *text, *option.split()])
     yield f"quantize {model.name} --size", quantizing(model, ["--size", "2.2M", *text])
@@ -189,10 +190,12 @@ def main() -> None:
                 with tempfile.TemporaryDirectory() as folder:
                     try:
                         result = digest(job(Path(folder)))
+                        shown = ""
                     except BridgeError as e:
                         result = str(e).replace(folder, "").replace(f"{ROOT}/", "").split("\n")[0]
+                        shown = f": NO DIGEST, {result}"
                 print(f"{name}\t{result}", file=out, flush=True)
-                print(name, file=sys.stderr, flush=True)
+                print(f"{name}{shown}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
