@@ -149,7 +149,7 @@ def test_a_device_that_cannot_says_so(model: Model, path: Path, monkeypatch: pyt
         device = "cuda:0"
         begin = staticmethod(lambda: None)
 
-    monkeypatch.setattr(model, "_decoder", Other())
+    monkeypatch.setattr(model._shared, "decoder", Other())
     with pytest.raises(BridgeError, match="device cuda:0: several sequences at once only run on the CPU"):
         model.generate_batch(PROMPTS, temperature=0)
     closed = bridge.Model.load(path)

@@ -244,7 +244,7 @@ def test_float_rows_of_any_length_multiply_one_token_or_few(type, shape):
 def test_types_without_a_kernel_work_and_say_so(monkeypatch, weights, x):
     """Those that a later gguf package reads."""
     type = "IQ4_NL"
-    monkeypatch.delitem(READ.names, type)  # type: ignore[attr-defined]
+    monkeypatch.delitem(READ.types, type)
     raw = ggml.quantize(weights, type)
     tensor = QuantTensor("w", type, weights.shape, raw.reshape(-1))
     expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[type]) @ x
