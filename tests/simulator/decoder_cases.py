@@ -425,7 +425,7 @@ def test_tokens_that_are_kept_are_not_read_again(tmp_path: Path) -> None:
     device._batch = lambda tokens: (read.extend(tokens), batch(tokens))[1]  # type: ignore[method-assign]
     for how in (Sampling(0), Sampling(0, repeat_penalty=3.0, logit_bias={4: 2.0})):  # the second one on the host
         del read[:]
-        made = list(islice(device.draw(prompt, Sampler(how), kept=8), 4))
+        made = list(islice(device.draw(prompt, Sampler(how), cached=8), 4))
         assert read == [9, 10]
         assert made == list(islice(cpu.draw(prompt, Sampler(how)), 4))
         assert device.read[:13] == prompt + made[:3]
