@@ -1,7 +1,6 @@
 """One reply, or a batch of them, drawn and timed."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import islice
 
 from bridge.runtime.decoder.shared import SharedDecoder
@@ -9,9 +8,10 @@ from bridge.runtime.replies.batch import Batch
 from bridge.runtime.replies.speculation import Drafter, Speculation, drawn_with
 from bridge.runtime.sampling import Sampler
 from bridge.system.kernels import compiling
+from bridge.system.records import record
 
 
-@dataclass
+@record(frozen=False)
 class Timing:
     """Of a reply, without repacking: the first token counts with the prompt, which computes it."""
 
