@@ -235,6 +235,8 @@ def test_the_toolkit_that_nvcc_belongs_to_is_named_unless_another_one_is(
     links.mkdir()
     (links / "nvcc").symlink_to(nvcc)
     monkeypatch.setenv("PATH", str(links))
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.setenv(name, "")  # so that what is set below is taken back
 
     def named(**given: str) -> str | None:
         for name in ("CUDA_HOME", "CUDA_PATH"):
