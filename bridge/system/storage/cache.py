@@ -15,10 +15,10 @@ import os
 import re
 import stat
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from bridge.errors import BridgeError
-from bridge.system.records import record
 from bridge.system.storage.folder_locks import remove_if_unlocked
 
 # of entries; what else is there is not ours
@@ -38,7 +38,7 @@ def cache_folder() -> Path:
         raise BridgeError("there is no home folder for the cache; set HOME or XDG_CACHE_HOME") from None
 
 
-@record
+@dataclass(frozen=True)
 class Entry:
     """An entry of the cache. `used` is the time of its last use, in seconds since 1970."""
 
