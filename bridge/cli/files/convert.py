@@ -18,7 +18,9 @@ MODEL = ["config", "template", "name", "author", "metadata", "pre"]
 def add_parser(commands: Any) -> None:
     p = options.command(commands, "convert", run)
     p.add_argument("checkpoint", nargs="?", help=f"{options.SOURCE}; that of --plan if not given")
-    p.add_argument("out", nargs="?", help="GGUF to write (default: the checkpoint's name and the type, in this folder)")
+    p.add_argument(
+        "out", nargs="?", help="the GGUF to write (default: the checkpoint's name and the type, in the current folder)"
+    )
     add_plan_options(p)
     options.add_options(p.add_argument_group("plan"), ConvertOptions, ["plan", "shard"])
     options.add_options(p.add_argument_group("adapter"), ConvertOptions, ["merge"])

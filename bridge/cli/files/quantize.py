@@ -18,7 +18,9 @@ _GROUPS = ("bits", "group_size", "asymmetric", "clamp")  # of a checkpoint
 
 def add_parser(commands: Any) -> None:
     p = options.command(commands, "quantize", run)
-    p.add_argument("checkpoint", metavar="MODEL", help="folder of a float model, a Hub id (org/name), or a GGUF")
+    p.add_argument(
+        "checkpoint", metavar="MODEL", help="folder with config.json and float weights, a Hub id (org/name), or a GGUF"
+    )
     p.add_argument("out", nargs="?", help="GGUF to write, or folder of --format (default: the model's name and type)")
     options.add_calibration(p)
     options.add_budget(p)

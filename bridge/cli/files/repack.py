@@ -27,7 +27,9 @@ def add_parser(commands: Any) -> None:
         "--clamp", action="store_true",
         help="to v1: change zero points of 0 to 1, which moves their groups' weights by one step, and print the cost",
     )  # fmt: skip
-    p.add_argument("--config", metavar="DIR", type=Path, help="config.json and tokenizer, for a source without them")
+    p.add_argument(
+        "--config", metavar="DIR", type=Path, help="folder with config.json and tokenizer, for a source without them"
+    )
     p.add_argument("--force", action="store_true", help="replace a checkpoint folder that exists")
     add_upload(p)
 

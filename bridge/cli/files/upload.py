@@ -13,7 +13,9 @@ from bridge.system.storage.outputs import ProtectedPaths
 def add_upload(p: argparse.ArgumentParser) -> None:
     """The options of `Uploading`."""
     hub = p.add_argument_group("Hugging Face Hub")
-    hub.add_argument("--upload", metavar="ORG/NAME", help="upload the result there, with a model card; needs a login")
+    hub.add_argument(
+        "--upload", metavar="ORG/NAME", help="upload the result to this repository, with a model card; needs a login"
+    )
     hub.add_argument("--private", action="store_true", help="with --upload: make the repository private")
     hub.add_argument(
         "--card-only", metavar="DIR", type=Path,

@@ -67,7 +67,9 @@ def add_sampling(p: argparse.ArgumentParser) -> None:
         help="text that ends the reply and is not printed; may be repeated",
     )  # fmt: skip
     grammar = p.add_mutually_exclusive_group()
-    grammar.add_argument("--schema", type=Path, metavar="FILE.json", help="JSON schema of the reply (extra: schema)")
+    grammar.add_argument(
+        "--schema", type=Path, metavar="FILE.json", help="JSON schema that the reply fits (the extra: schema)"
+    )
     grammar.add_argument("--regex", metavar="REGEX", help="regular expression that the whole reply matches")
     p.add_argument(
         "--draft", metavar="ngram|mtp|FILE.gguf",
@@ -155,7 +157,9 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
         "--context", type=int, metavar="N",
         help="tokens that prompt and reply may have (default: the model's, at most 4096)",
     )  # fmt: skip
-    parser.add_argument("--kv", default="f16", choices=("f16", "q8_0", "f32"), help="of keys and values (default: f16)")
+    parser.add_argument(
+        "--kv", default="f16", choices=("f16", "q8_0", "f32"), help="type of keys and values (default: f16)"
+    )
     parser.add_argument(
         "--precision", default="int8", choices=("int8", "f32"),
         help="precision of activations (default: int8, as in llama.cpp)",
