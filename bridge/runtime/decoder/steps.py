@@ -103,8 +103,8 @@ class SingleProgram:
             columns = engine.columns(n, integer)
             turns = -(-n // columns)
             widths.append(columns)
-            made = program.records(records, matrix.type, x, columns, integer, engine.form(columns, integer))
-            parts.append(product(engine, made, y, turns, columns, integer))
+            x_records = program.records(records, matrix.type, x, columns, integer, engine.form(columns, integer))
+            parts.append(product(engine, x_records, y, turns, columns, integer))
             program.keep(engine)
         fields = add_products(program, parts) if parts else np.empty(0)
         for i, (matrix, y) in enumerate(blocks):

@@ -41,15 +41,15 @@ class Program:
     def records(
         self, known: dict[Any, np.ndarray], type: str, x: np.ndarray, columns: int, integer: bool, form: str
     ) -> np.ndarray:
-        """The records uint8 [tokens, bytes] of x for a type: made here, but where those of the kind are known."""
+        """The records uint8 [tokens, bytes] of x for a type: those of `known`, or new ones, which the program fills."""
         kind = activations.record_kind(type, integer)
         if kind not in known:
             nbytes = activations.record_bytes(type, x.shape[1], integer)
-            made = known[kind] = np.zeros((-(-len(x) // columns) * columns, nbytes), np.uint8)
+            x_records = known[kind] = np.zeros((-(-len(x) // columns) * columns, nbytes), np.uint8)
             quantize = activations.quantize_function(type, integer, form)
-            arguments = address(x), address(made), x.shape[1], columns
+            arguments = address(x), address(x_records), x.shape[1], columns
             self.add(quantize, *arguments, items=len(x), shared=x.size > pool.MIN_VALUES_TO_SHARE)
-            self.keep(made)
+            self.keep(x_records)
         return known[kind]
 
     def resize(self, call: int, items: int, shared: bool) -> None:
