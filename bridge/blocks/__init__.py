@@ -18,7 +18,7 @@ from bridge.blocks.base import BlockType
 from bridge.blocks.tensor_types import TENSOR_TYPES, TensorType
 
 
-def record_of(type: TensorType) -> BlockType:
+def load_block_type(type: TensorType) -> BlockType:
     """The record of a block type, from its module."""
     block: BlockType = getattr(import_module(f"bridge.blocks.{type.folder}.{type.name.lower()}"), type.name)
     assert (block.size, block.nbytes) == (type.size, type.nbytes), type
@@ -26,7 +26,7 @@ def record_of(type: TensorType) -> BlockType:
 
 
 def _records(use: str) -> dict[str, BlockType]:
-    return {type.name: record_of(type) for type in TENSOR_TYPES if type.use == use}
+    return {type.name: load_block_type(type) for type in TENSOR_TYPES if type.use == use}
 
 
 BLOCKS = _records("BLOCKS")

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from bridge.blocks import ROUNDED, TYPES, record_of
+from bridge.blocks import ROUNDED, TYPES, load_block_type
 from bridge.blocks.base import BlockType
 from bridge.blocks.tensor_types import TENSOR_TYPES
 
@@ -40,7 +40,7 @@ READ = _Read()
 
 @cache
 def _record(name: str) -> BlockType:
-    return TYPES.get(name) or record_of(READ.types[name])
+    return TYPES.get(name) or load_block_type(READ.types[name])
 
 
 if TYPE_CHECKING:
