@@ -13,6 +13,7 @@ import bridge
 from bridge.blocks import BLOCKS
 from bridge.errors import BridgeError
 from bridge.nn import torch_ops
+from bridge.runtime.decoder.numpy_machine import NumpyMachine
 from bridge.runtime.replies.perplexity import perplexity
 from scripts.peers.gguf_file import gguf_weights
 from scripts.peers.llama.llama_cpp import LlamaCpp
@@ -101,7 +102,11 @@ def test_a_familys_graph_is_that_of_llama_cpp_and_of_transformers(name: str, tmp
             return path, other.logits(tokens)
 
     path, peer = made("F32")
-    floats = bridge.Model.load(path, precision="f32", kv="f32", context=LENGTH).logits(tokens)
+    model = bridge.Model.load(path, precision="f32", kv="f32", context=LENGTH)
+    floats = model.logits(tokens)
+    plain = NumpyMachine(model._decoder.weights, model.config, LENGTH)
+    parts = [plain.logits(plain.read(part)) for part in (tokens[:-3], tokens[-3:-2], tokens[-2:])]
+    np.testing.assert_allclose(np.concatenate(parts), floats, atol=1e-4 * np.abs(floats).max())
     # the matrices that make keys of latents, or inputs of layers, are F16; 27 layers carry that far
     of_peer, of_floats, of_steps = LIMITS.get(name, (1e-6, 1e-8, 1e-5))
     assert mean_kl(peer, floats) < of_peer

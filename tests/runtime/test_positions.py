@@ -10,7 +10,7 @@ import pytest
 
 import bridge
 from bridge.runtime.config.decoder_config import DecoderConfig
-from bridge.runtime.decoder.buffers import Positions
+from bridge.runtime.decoder.positions import Positions
 from tests.conftest import CHECKPOINT
 
 

@@ -1,7 +1,9 @@
-"""Tokens in, hidden states and logits out. Read `decoder` first, then `tables`, the way through the layers.
+"""Tokens in, hidden states and logits out. Read `walk` first, the way through the layers, then `decoder`.
 
-steps       its calls and products, in two forms: one table for a token, one call after another for many
-buffers     the memory that they work on
-shared      a decoder that calls take from each other
-experts, latent, recurrent, streams, prediction    what some architectures do beside attention and a network
+machine          the verbs of the walk, which machines implement:
+cpu_machine      on the CPU, as a program of calls; numpy_machine  plainly, in NumPy; CUDA's are in cuda/
+steps            the two forms of a program: one table for a token, one call after another for many
+shared           a decoder that calls take from each other
+positions        what depends on a token's position
+experts, recurrent, prediction    what some architectures do beside attention and a network
 """

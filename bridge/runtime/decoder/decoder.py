@@ -1,20 +1,8 @@
 """A decoder's layers run on a GGUF's tensors: tokens in, hidden states out, the cache filled.
 
-    x  = embedding rows
-    for each layer:
-        q, k, v = W x^        x^ = norm(x)
-        a = attention(q, cache of k, v)                     see cpu/ops/attention.py
-        x = x + W_o a
-        x = x + W_down (silu(W_gate x^) * W_up x^)          x^ = norm(x); of experts see experts.py
-    logits = W_output norm(x)
-
-Granite multiplies embeddings and what is added by factors; GLM-4, OLMo 2 and Gemma normalize what is added, OLMo 2 only
-that; Gemma caps scores and logits by tanh, and attends to a window in most layers. DeepSeek attends to latent vectors
-(`latent.py`). `DecoderConfig` says what a model does.
-
-A single token runs as one table of calls (`tables.py`), and so does a token of each of several contexts, if there are
-kernels for all matrices. Everything else, prompts above all, goes matrix by matrix through
-`QuantTensor.matmul`, with the same functions in between.
+walk.py is the way of a token. A single one runs as one table of calls (cpu_machine.py), and so does a token of each of
+several contexts, if there are kernels for all matrices. Everything else, prompts above all, goes matrix by matrix
+through `QuantTensor.matmul`, with the same functions in between.
 
 At first the file's own blocks are multiplied. A repacked copy of each matrix is faster, but takes fresh memory, which
 costs a virtual machine up to 2 s a GB, and kernels of its own, which take a second to compile when a model is run for
@@ -36,9 +24,9 @@ from bridge.errors import BridgeError, parameter
 from bridge.runtime.config.decoder_config import DecoderConfig
 from bridge.runtime.cpu.engines import engine
 from bridge.runtime.cpu.ops.attention import SPAN
-from bridge.runtime.decoder.buffers import DecodeBuffers, Positions
+from bridge.runtime.decoder.cpu_machine import CpuMachine, unfit
+from bridge.runtime.decoder.positions import Positions
 from bridge.runtime.decoder.steps import SingleProgram, SteppedProgram
-from bridge.runtime.decoder.tables import ProgramBuilder
 from bridge.runtime.layers.kv_cache import KVCache
 from bridge.runtime.layers.layers import Weights
 from bridge.runtime.layers.weights import read_weights
@@ -78,13 +66,10 @@ class Decoder:
         self.vocab = self.embedding.shape[0]
         self._output_bias = weights.output_bias
         self.output_norm, self.layers = weights.output_norm, weights.layers
-        factors = weights.rope_factors
-        if weights.long_factors is not None and context > config.rope_original_context:
-            factors = weights.long_factors
-        self._positions = Positions(config, self.cache.rows, factors)
-        self._builder = ProgramBuilder(config, weights, precision, self._positions)
-        self._steps: dict[int, DecodeBuffers] = {}  # of a token of each of so many contexts
-        self._prompt: DecodeBuffers | None = None  # of the last prompt, or part of one
+        self._positions = Positions(config, self.cache.rows, weights.factors(context, config.rope_original_context))
+        self.weights = weights
+        self._steps: dict[int, CpuMachine] = {}  # of a token of each of so many contexts
+        self._prompt: CpuMachine | None = None  # of the last prompt, or part of one
         self._matrices = [m for layer in self.layers for m in layer.matrices] + [self.output]
         self._numbered = [m for m in self._matrices if m.type in READ and READ[m.type].numbered]  # not repacked yet
         self._prepared = 0  # number of these matrices that are repacked
@@ -122,8 +107,8 @@ class Decoder:
     def _repack(self, matrix: QuantTensor) -> None:
         if not matrix.prepared:
             matrix.prepare(release=True)
-        for buffers in self._steps.values():  # another decoder of the same file may have prepared it
-            buffers.refresh(matrix)
+        for machine in self._steps.values():  # another decoder of the same file may have prepared it
+            machine.refresh(matrix)
 
     def run(self, tokens: Sequence[int], keep: int = 1, cache: KVCache | None = None) -> np.ndarray:
         """Append tokens to the cache; the last `keep` of their normalized hidden states, float32 [keep, hidden].
@@ -132,7 +117,7 @@ class Decoder:
         """
 
         def batch(tokens: Sequence[int]) -> np.ndarray:
-            return self._through(self._buffers_for([cache or self.cache], len(tokens)), tokens)
+            return self._through(self._machine_for([cache or self.cache], len(tokens)), tokens)
 
         return np.concatenate([hidden.copy() for hidden in last_states(batch, tokens, BATCH, keep)])
 
@@ -180,19 +165,19 @@ class Decoder:
 
     def step(self, caches: Sequence[KVCache], tokens: Sequence[int]) -> np.ndarray:
         """Append a token to each cache: float32 [caches, vocab] of what follows; the next call may overwrite them."""
-        buffers = self._buffers_for(caches, len(tokens))
-        hidden = self._through(buffers, tokens)
-        return self._finished(buffers.scores) if buffers.scores.size else self.logits(hidden)
+        machine = self._machine_for(caches, len(tokens))
+        hidden = self._through(machine, tokens)
+        return self._finished(machine.scores) if machine.scores.size else self.logits(hidden)
 
     def follow(self, tokens: Sequence[int]) -> np.ndarray:
         """Append up to `room` tokens to the decoder's own cache: float32 [n, vocab] of what follows each of them.
 
         Each is computed as by a step of its own, to the last bit, where `multiplied_one_by_one` finds nothing.
         """
-        buffers = self._buffers_for([self.cache] * len(tokens), len(tokens))
-        self.followed = self._through(buffers, tokens).copy()
-        if buffers.scores.size:
-            return self._finished(buffers.scores.copy())
+        machine = self._machine_for([self.cache] * len(tokens), len(tokens))
+        self.followed = self._through(machine, tokens).copy()
+        if machine.scores.size:
+            return self._finished(machine.scores.copy())
         # together, some types have other sums
         return np.concatenate([self.logits(row) for row in self.followed[:, None]])
 
@@ -203,22 +188,22 @@ class Decoder:
 
     def multiplied_one_by_one(self) -> QuantTensor | None:
         """A matrix that has no kernel for several tokens whose sums are those of one, if there is one."""
-        return self._builder.unfit(WIDEST)
+        return unfit(self.config, self.weights, WIDEST)
 
-    def _buffers_for(self, caches: Sequence[KVCache], n: int) -> DecodeBuffers:
-        """Buffers and tables for n tokens; those of steps are kept, and the last ones of a prompt."""
-        buffers = self._steps.get(n) if n == len(caches) else self._prompt
-        if buffers is not None and buffers.n == n:
-            buffers.use(caches)
-            return buffers
-        buffers = self._builder.buffers(n, caches)
-        if buffers.one_token_each:
-            self._steps[n] = buffers
+    def _machine_for(self, caches: Sequence[KVCache], n: int) -> CpuMachine:
+        """The machine for n tokens; those of steps are kept, and the last one of a prompt."""
+        machine = self._steps.get(n) if n == len(caches) else self._prompt
+        if machine is not None and machine.n == n:
+            machine.use(caches)
+            return machine
+        machine = CpuMachine(self.config, self.weights, n, caches, self._positions)
+        if machine.one_token_each:
+            self._steps[n] = machine
         else:
-            self._prompt = buffers
-        return buffers
+            self._prompt = machine
+        return machine
 
-    def _through(self, buffers: DecodeBuffers, tokens: Sequence[int]) -> np.ndarray:
+    def _through(self, machine: CpuMachine, tokens: Sequence[int]) -> np.ndarray:
         """Tokens through the layers, into the caches; their normalized hidden states, float32 [n, hidden]."""
         for matrix in self._numbered:
             self._repack(matrix)
@@ -226,42 +211,40 @@ class Decoder:
         if self._passes >= _FIRST:
             self._prepare(self._nbytes / _PARTS, _SHARE * self._computing)
         start = compiling.clock()
-        buffers.begin(tokens)
-        self._positions.reach(int(buffers.starts.max()) + buffers.n)
-        if buffers.program is None:
-            buffers.program = self._program(buffers)
-        self._embed(buffers)
-        buffers.program.run()
-        parts = [[token] for token in tokens] if len(buffers.caches) > 1 else [list(tokens)]
-        for cache, part in zip(buffers.caches, parts, strict=True):
+        machine.begin(tokens)
+        self._positions.reach(int(machine.starts.max()) + machine.n)
+        program = machine.program or self._built(machine)
+        self._embed(machine)
+        program.run()
+        parts = [[token] for token in tokens] if len(machine.caches) > 1 else [list(tokens)]
+        for cache, part in zip(machine.caches, parts, strict=True):
             cache.append(part)
         self._computing += compiling.clock() - start
         self._passes += 1
-        return buffers.xn
+        return machine.states
 
-    def _program(self, buffers: DecodeBuffers) -> SingleProgram | SteppedProgram:
-        """Through the layers; what it calls is compiled."""
-        wanted = self._functions(buffers)
-        if buffers.one_token_each:  # a table holds addresses
+    def _built(self, machine: CpuMachine) -> SingleProgram | SteppedProgram:
+        """Its program, made now; what that calls is compiled."""
+        wanted = self._functions(machine)
+        if machine.one_token_each:  # a table holds addresses
             compile_all(wanted)
-        program = (self._builder.table(buffers) if buffers.one_token_each else None) or self._builder.parts(buffers)
-        compile_all([*wanted, *buffers.embedding.functions(), *program.functions()])
+        program = machine.build(self.precision)
+        compile_all([*wanted, *machine.embedding.functions(), *program.functions()])
         return program
 
-    def _functions(self, buffers: DecodeBuffers) -> list[CFunction]:
+    def _functions(self, machine: CpuMachine) -> list[CFunction]:
         """The C functions of products, of each type's; for the steps of one sequence, also when they are prepared."""
         integer = self.precision == "int8"
-        functions = self.output.functions(buffers.n if buffers.one_token_each else 1, integer)
+        functions = self.output.functions(machine.n if machine.one_token_each else 1, integer)
         for matrix in {matrix.type: matrix for matrix in self._matrices}.values():
-            functions += matrix.functions(buffers.n, integer)
-            if buffers.n == 1 and self._prepared < len(self._matrices):
+            functions += matrix.functions(machine.n, integer)
+            if machine.n == 1 and self._prepared < len(self._matrices):
                 functions += engine.prepared_functions(matrix.type, integer)
         return functions
 
-    def _embed(self, buffers: DecodeBuffers) -> None:
-        """What the first layer reads, into `buffers.x`."""
-        self._builder.look_up(buffers)
-        buffers.embedding.run()
+    def _embed(self, machine: CpuMachine) -> None:
+        """What the first layer reads, into `machine.x`."""
+        machine.look_up_tokens()
 
 
 def last_states(layers: Callable[[Sequence[int]], Any], tokens: Sequence[int], size: int, keep: int) -> Iterator[Any]:

@@ -41,32 +41,37 @@ from bridge.runtime.quant_tensor import QuantTensor
 from bridge.system.threads.pool import MIN_BYTES_TO_SHARE, MIN_VALUES_TO_SHARE
 
 _MIN_GATED_TO_SHARE = MIN_VALUES_TO_SHARE // 2  # a gate's exponential takes longer than rounding a value
+Product = Callable[[QuantTensor, np.ndarray], np.ndarray]
 Products = Callable[[Program, np.ndarray, Sequence[tuple[QuantTensor | None, np.ndarray]]], None]
 
 
 def mix(
-    experts: Experts, x: np.ndarray, config: DecoderConfig, precision: str, routed: np.ndarray | None = None
+    experts: Experts, x: np.ndarray, config: DecoderConfig, product: Product, routed: np.ndarray | None = None
 ) -> np.ndarray:
-    """float32 [tokens, hidden] -> the same: what the experts add; `routed`: what the router reads, if that is not x."""
+    """float32 [tokens, hidden] -> the same: what the experts add.
+
+    product  W x of a matrix and [n, in]: [n, out]
+    routed   what the router reads, if that is not x
+    """
     logits = (x if routed is None else routed) @ experts.router.T
     if experts.router_bias is not None:
         logits += experts.router_bias
     chosen, weights = route(logits, config.routing, experts.choice_bias)
-    act = _ACTIVATIONS[config.activation]
-    hidden, x = x, x if experts.shorten is None else experts.shorten.matmul(x, precision=precision)
+    act = ACTIVATIONS[config.activation]
+    hidden, x = x, x if experts.shorten is None else product(experts.shorten, x)
     y = np.zeros_like(x)
     for expert in np.unique(chosen):
         tokens, rank = np.nonzero(chosen == expert)
         biases = [bias[expert] for bias in experts.biases] if experts.biases else None
         share = weights[tokens, rank, None]
         if config.routing.before:
-            y[tokens] += _network(experts.networks[expert], share * x[tokens], precision, act, biases)
+            y[tokens] += _network(experts.networks[expert], share * x[tokens], product, act, biases)
         else:
-            y[tokens] += share * _network(experts.networks[expert], x[tokens], precision, act, biases)
+            y[tokens] += share * _network(experts.networks[expert], x[tokens], product, act, biases)
     if experts.lengthen is not None:
-        y = experts.lengthen.matmul(y, precision=precision)
+        y = product(experts.lengthen, y)
     if experts.shared is not None:
-        added = _network(experts.shared, hidden, precision, act)
+        added = _network(experts.shared, hidden, product, act)
         y += added if experts.shared_gate is None else _sigmoid(hidden @ experts.shared_gate)[:, None] * added
     return y
 
@@ -111,14 +116,14 @@ def _mixed(logits: np.ndarray, used: int, mixer: float) -> tuple[np.ndarray, np.
 
 
 def _network(
-    matrices: Network, x: np.ndarray, precision: str, act: Callable[[np.ndarray, Any], np.ndarray],
+    matrices: Network, x: np.ndarray, product: Product, act: Callable[[np.ndarray, Any], np.ndarray],
     biases: Sequence[np.ndarray] | None = None,
 ) -> np.ndarray:  # fmt: skip
     gate, up, down = matrices
-    g, u = gate.matmul(x, precision=precision), up and up.matmul(x, precision=precision)
+    g, u = product(gate, x), up and product(up, x)
     if biases is not None:
         g, u = g + biases[0], u + biases[1]
-    y: np.ndarray = down.matmul(act(g, u), precision=precision)
+    y = product(down, act(g, u))
     return y if biases is None else y + biases[2]
 
 
@@ -139,7 +144,7 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
         return np.float32(1) / (np.float32(1) + np.exp(-x))
 
 
-_ACTIVATIONS: dict[str, Callable[[np.ndarray, Any], np.ndarray]] = {
+ACTIVATIONS: dict[str, Callable[[np.ndarray, Any], np.ndarray]] = {
     "silu": lambda gate, up: gate * _sigmoid(gate) * up,
     "gelu": _gelu,
     "relu2": lambda gate, _: np.square(np.maximum(gate, 0)),

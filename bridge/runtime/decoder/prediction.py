@@ -15,7 +15,7 @@ import numpy as np
 
 from bridge.errors import BridgeError
 from bridge.runtime.config.decoder_config import DecoderConfig
-from bridge.runtime.decoder.buffers import DecodeBuffers
+from bridge.runtime.decoder.cpu_machine import CpuMachine
 from bridge.runtime.decoder.decoder import BATCH, Decoder
 from bridge.runtime.layers.layer_reader import LayerReader, expect, vector
 from bridge.runtime.layers.layers import Weights
@@ -119,12 +119,12 @@ class PredictionHead(Decoder):
         rows = self.follow(tokens)
         return self.followed[-1:], int(rows[-1].argmax())
 
-    def _embed(self, buffers: DecodeBuffers) -> None:
-        super()._embed(buffers)
-        states, self._unread = self._unread[: buffers.n], self._unread[buffers.n :]
+    def _embed(self, machine: CpuMachine) -> None:
+        super()._embed(machine)
+        states, self._unread = self._unread[: machine.n], self._unread[machine.n :]
         prediction, eps = self._prediction, self.config.norm_eps
-        both = _normed(buffers.x, prediction.embedding_norm, eps), _normed(states, prediction.state_norm, eps)
-        prediction.joined.matmul(np.concatenate(both, axis=1), buffers.x, self.precision)
+        both = _normed(machine.x, prediction.embedding_norm, eps), _normed(states, prediction.state_norm, eps)
+        prediction.joined.matmul(np.concatenate(both, axis=1), machine.x, self.precision)
 
 
 def _normed(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:

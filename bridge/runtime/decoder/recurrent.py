@@ -21,11 +21,10 @@ from bridge.gguf_file.architectures import CONVOLUTION, DELTA, MAMBA1
 from bridge.runtime.config.recurrent_config import RecurrentConfig
 from bridge.runtime.cpu.ops import recurrent_ops as ops
 from bridge.runtime.cpu.ops.program import Program, address, bits, buffer
-from bridge.runtime.decoder.steps import Steps
+from bridge.runtime.decoder.steps import Products, Steps
 from bridge.runtime.layers.kv_cache import KVCache
 from bridge.runtime.layers.layers import Recurrent
 from bridge.runtime.layers.recurrent_state import Memory, RecurrentState
-from bridge.runtime.quant_tensor import QuantTensor
 
 _FLOAT = 4  # bytes
 
@@ -162,7 +161,7 @@ class RecurrentBuffers:
             change = ops.function("scan" if c.kind == MAMBA1 else "recur")
             program.add(change, block, count, parts, items=c.heads * parts * count, shared=True)
 
-    def products(self, index: int, layer: Recurrent) -> list[tuple[QuantTensor, np.ndarray]]:
+    def products(self, layer: Recurrent, index: int) -> Products:
         """The matrices that read a layer's input, and where their results go."""
         return list(zip(layer.inputs, self.rows[index].inputs, strict=True))
 

@@ -50,8 +50,11 @@ class SteppedProgram:
         self._then(*(partial(matrix.multiply, x, y, self._precision) for matrix, y in products if matrix is not None))
 
     def mix(self, experts: Experts, x: np.ndarray, y: np.ndarray, routed: np.ndarray | None = None) -> None:
+        def product(matrix: QuantTensor, x: np.ndarray) -> np.ndarray:
+            return np.asarray(matrix.matmul(x, precision=self._precision))
+
         def call() -> None:
-            y[:] = mix(experts, x, self._config, self._precision, routed)
+            y[:] = mix(experts, x, self._config, product, routed)
 
         self._then(call)
 

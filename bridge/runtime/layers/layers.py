@@ -201,6 +201,10 @@ class Weights:
     streams: Streams | None = None
     positions: np.ndarray | None = None  # float32 [context, hidden], added to the embeddings
 
+    def factors(self, context: int, original: int) -> np.ndarray | None:
+        """What frequencies are divided by in a context; LongRoPE's differ beyond the original one."""
+        return self.long_factors if self.long_factors is not None and context > original else self.rope_factors
+
     @property
     def floating(self) -> list[QuantTensor]:
         """Matrices beside those of `Layer.matrices`, which most files have as floats."""
