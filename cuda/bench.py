@@ -17,7 +17,7 @@ from bridge.cuda.product import matmul, matvec, mma, mma_int8
 from bridge.cuda.product.activations import Records
 from bridge.cuda.product.token_records import recorded
 from bridge.cuda.toolchain.compiler import recipe
-from bridge.cuda.toolchain.device import Device, check_torch, require, torch_device, view, zeros
+from bridge.cuda.toolchain.device import Device, check_torch, require, view, zeros
 from bridge.cuda.toolchain.intrinsics import stream_16, xor
 from bridge.cuda.toolchain.launch import Kernel, captured
 from bridge.cuda.toolchain.unroll import expand, registers, unroll
@@ -105,7 +105,7 @@ def read_bandwidth(device: Device) -> float:
     import torch
 
     block = 512
-    buffers = [torch.randint(0, 256, (_READ,), dtype=torch.uint8, device=torch_device(device)) for _ in range(2)]
+    buffers = [torch.randint(0, 256, (_READ,), dtype=torch.uint8, device=device.place) for _ in range(2)]
     sources = [view(buffer) for buffer in buffers]
     best = 0.0
     for per in (2, 4, 8, 16):
@@ -138,7 +138,7 @@ class Bench:
 
         while len(self._copies) <= number:
             m = self.matrix
-            buffer = view(torch.as_tensor(m.buffer, device=torch_device(self.device)).clone())
+            buffer = view(torch.as_tensor(m.buffer, device=self.device.place).clone())
             self._copies.append(DeviceMatrix(m.names, m.type, m.rows, m.columns, buffer, m.device))
         return self._copies[number]
 
@@ -147,7 +147,7 @@ class Bench:
         import torch
 
         m = self.matrix
-        x = torch.randn((n, m.columns), device=torch_device(self.device))
+        x = torch.randn((n, m.columns), device=self.device.place)
         records = Records(m.columns, n, self.device, precision).quantize(x, n, self.device.stream())
         torch.cuda.synchronize()
         y = view(zeros(self.device, (n, m.rows)))
@@ -164,7 +164,7 @@ class Bench:
         import torch
 
         m, device = self.matrix, self.device
-        x = torch.randn((n, m.columns), dtype=torch.float16, device=torch_device(device))
+        x = torch.randn((n, m.columns), dtype=torch.float16, device=device.place)
         y = zeros(device, (n, m.rows))
 
         def make(number: int) -> Callable[[], None]:
@@ -185,7 +185,7 @@ def torch_product(shape: tuple[int, int], device: Device, n: int = 1, dtype: str
 
     rows, columns = shape
     weights: list[Any] = []
-    options: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": torch_device(device)}
+    options: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": device.place}
     x, y = torch.randn((n, columns), **options), torch.empty((n, rows), **options)
 
     def make(number: int) -> Callable[[], object]:

@@ -40,7 +40,7 @@ class CudaTensor(Product):
             FloatMatrix(tensor, gpu) if tensor.type in KINDS else DeviceMatrix.upload(tensor, gpu)
         )
         self._multipliers: dict[str, Multiplier] = {}
-        self._torch_device = torch.device(devices.torch_device(gpu))
+        self._torch_device = torch.device(gpu.place)
         self._bound: dict[Any, Callable[..., None]] = {}  # products that have run
         self._source = tensor
 
@@ -129,7 +129,7 @@ class CudaTensor(Product):
                 self._multipliers[precision] = Multiplier(self.matrix.device, precision)
             multiplier = self._multipliers[precision]
             multiplier.multiply(self.matrix, values, result.view(tokens, rows), bias)
-            if devices.packs() and 1 <= tokens <= COLUMNS and isinstance(self.matrix, DeviceMatrix):
+            if 1 <= tokens <= COLUMNS and isinstance(self.matrix, DeviceMatrix):
                 bound = multiplier.bind(self.matrix, values, result.view(tokens, rows), bias)
                 self._bound[precision, dimensions, x.dtype, x.shape, bias is not None] = bound
         return result
@@ -163,7 +163,7 @@ class CudaTensor(Product):
     def _check_device(self, what: str, tensor: Any) -> None:
         if not is_torch(tensor):
             raise BridgeError(f"{self.name}: {what} is a {type(tensor).__name__}; must be a torch tensor")
-        wanted = devices.torch_device(self.matrix.device)
+        wanted = self.matrix.device.place
         if str(tensor.device) != wanted:
             raise BridgeError(f"{self.name}: {what} is on {tensor.device}, the tensor on {wanted}")
 
@@ -195,7 +195,7 @@ class CudaTensor(Product):
         import torch
 
         kind = dtype or torch.float32
-        out = torch.empty(self.shape, dtype=kind, device=devices.torch_device(self.matrix.device))
+        out = torch.empty(self.shape, dtype=kind, device=self.matrix.device.place)
         if devices.kind(out) is None:
             raise BridgeError(f"{self.name}: dtype {kind}; must be float32, float16 or bfloat16")
         with self.matrix.device.active():
@@ -209,7 +209,7 @@ class CudaTensor(Product):
         """
         import torch
 
-        target = devices.torch_device(self.matrix.device)
+        target = self.matrix.device.place
         chosen = torch.as_tensor(indices)
         on_device = is_torch(indices) and str(chosen.device) == target
         integers = not chosen.dtype.is_floating_point and chosen.dtype != torch.bool

@@ -35,7 +35,7 @@ class CudaTrellisLayer:
         self._device = devices.require(device)
         code = Code.of(layer.book, layer.step, "cuda")
         self._fused = FusedOnDevice(layer.words, code, layer.positions, code.table(layer.book), self._device)
-        target = devices.torch_device(self._device)
+        target = self._device.place
         self._su = torch.from_numpy(layer.su).to(target)
         self._sv = torch.from_numpy(layer.sv * np.float32(code.unit)).to(target)
         self._fused.memory.tensors += self._su, self._sv
@@ -72,7 +72,7 @@ class CudaTrellisLayer:
         """
         import torch
 
-        target = devices.torch_device(self._device)
+        target = self._device.place
         if not is_torch(x) or str(x.device) != target or not x.dtype.is_floating_point:
             raise BridgeError(f"{self.name}: x is {_described(x)}; must be floats on {target}")
         check_input(self, x, 2)

@@ -2,11 +2,8 @@
 
 Nothing here is imported before a device is asked for, and numba-cuda is imported only inside the functions: a
 machine without it, or without a GPU, gets a sentence instead of a traceback.
-
-In the simulator (NUMBA_ENABLE_CUDASIM=1) there is one device, its memory is the host's, and streams mean nothing.
 """
 
-import contextlib
 import importlib.util
 import os
 import sys
@@ -24,13 +21,6 @@ from bridge.system.operands import is_torch
 
 _OLDEST = (7, 5)  # compute capability: the oldest that CUDA 13 compiles for
 OVERLAPPING = (9, 0)  # from here on a launch may begin before the previous one ends
-
-
-@cache
-def _simulated() -> bool:
-    from numba import config
-
-    return bool(config.ENABLE_CUDASIM)  # type: ignore[attr-defined]
 
 
 def _missing() -> str | None:
@@ -53,8 +43,7 @@ def _driver() -> Any:
 
 def available() -> str | None:
     """Why CUDA cannot be used, in a line; None if it can. Never raises."""
-    reason = _missing()
-    if reason or _simulated():
+    if (reason := _missing()) is not None:
         return reason
     try:
         driver = _driver()
@@ -103,19 +92,22 @@ class Device:
 
     def active(self) -> Any:
         """A context in which it is the current device of this thread, for kernels and for the driver."""
-        return contextlib.nullcontext() if _simulated() else _Active(self.index)
+        return _Active(self.index)
+
+    @property
+    def place(self) -> str:
+        """The device as torch names it: where its memory is. In tests without a GPU that is "cpu"."""
+        return str(self)
 
     def free(self) -> int:
         """Bytes of free memory; what torch keeps in reserve counts as taken."""
-        if _simulated():
-            return 1 << 40
         import torch
 
         return int(torch.cuda.mem_get_info(self.index)[0])
 
     def check_memory(self, needed: int, what: str) -> None:
         """Raise BridgeError unless `needed` bytes are free; it names both numbers."""
-        if needed > self.free() and not _simulated():
+        if needed > self.free():
             import torch
 
             torch.cuda.empty_cache()  # what torch keeps in reserve
@@ -133,15 +125,11 @@ class Device:
 
         Raises BridgeError, with what is needed and free, where it is too much.
         """
-        from numba import cuda
-
-        if _simulated():
-            return cuda.to_device(np.full(nbytes, 0xFF, np.uint8))
         check_torch(self)
         import torch
 
         try:
-            return torch.empty(nbytes, dtype=torch.uint8, device=torch_device(self))
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.place)
         except torch.cuda.OutOfMemoryError as problem:
             raise self.too_little(nbytes, what) from problem
 
@@ -150,10 +138,6 @@ class Device:
 
         Raises BridgeError as `empty` does, and while a graph is captured.
         """
-        from numba import cuda
-
-        if _simulated():
-            return cuda.to_device(host)
         if capturing(self.stream()):
             raise BridgeError(f"{self}: {what} is uploaded and the stream is being captured; run the step once first")
         import torch
@@ -169,8 +153,6 @@ class Device:
 
     def stream(self) -> int:
         """The handle of torch's current stream."""
-        if _simulated():
-            return 0
         import torch
 
         return int(torch.cuda.current_stream(self.index).cuda_stream)
@@ -193,8 +175,6 @@ class Memory:
         torch forgets streams that it is told while a graph is captured. So none is then: as for all that a graph reads,
         the memory must be kept until its last replay has ended.
         """
-        if _simulated():
-            return 0
         import torch
 
         current = torch.cuda.current_stream(self._device.index)
@@ -279,7 +259,7 @@ def require(device: Any = None) -> Device:
     torch = sys.modules.get("torch")
     if number:
         index = int(number)
-    elif torch is not None and not _simulated() and torch.cuda.is_initialized():
+    elif torch is not None and torch.cuda.is_initialized():
         index = torch.cuda.current_device()
     else:
         index = 0
@@ -288,10 +268,6 @@ def require(device: Any = None) -> Device:
 
 @cache
 def _opened(index: int) -> Device:
-    if _simulated():
-        if index:
-            raise BridgeError(f"device 'cuda:{index}': the simulator has one device")
-        return Device(0, "simulator", (9, 0), 1)
     from numba import cuda
 
     count = _driver().get_device_count()
@@ -329,27 +305,12 @@ class Moved:
             return moved
 
 
-def torch_device(device: Device) -> str:
-    """The device as torch names it: in the simulator, torch's tensors are on the CPU."""
-    return "cpu" if _simulated() else str(device)
-
-
-def captures() -> bool:
-    """Whether there are streams and graphs of torch: not in the simulator."""
-    return not _simulated()
-
-
-def packs() -> bool:
-    """Whether launches can be packed for cuda.core: not in the simulator."""
-    return not _simulated()
-
-
 def overlaps(device: Device) -> bool:
     """Whether a launch may begin before the previous one ends, see launch.py; BRIDGE_PDL=0 turns it off.
 
     Drivers before CUDA 12.3 cannot capture such launches, and an old cuda.core cannot make them.
     """
-    if os.environ.get("BRIDGE_PDL") == "0" or not packs() or device.capability < OVERLAPPING:
+    if os.environ.get("BRIDGE_PDL") == "0" or device.capability < OVERLAPPING:
         return False
     from cuda.core import LaunchConfig
 
@@ -358,8 +319,6 @@ def overlaps(device: Device) -> bool:
 
 def current() -> Device:
     """The device whose context is current in this thread; the first one where none is."""
-    if _simulated():
-        return _opened(0)
     return _opened(int(checked(_bindings().cuCtxGetDevice()))) if context() else require()
 
 
@@ -370,8 +329,6 @@ def context() -> int:
 
 def capturing(stream: int) -> bool:
     """Whether a CUDA graph is being captured on the stream."""
-    if _simulated():
-        return False
     driver = _bindings()
     error, status, *_ = driver.cuStreamIsCapturing(driver.CUstream(stream))
     return int(error) == 0 and int(status) != 0
@@ -391,20 +348,11 @@ def view(x: Any, apart: bool = False) -> Any:
     """A tensor or an array on the device as a kernel takes it, not copied.
 
     A tensor that is not contiguous raises BridgeError; `apart`: rows may be further apart than they are long, for
-    kernels that see x as an array of two dimensions. In the simulator, halves become int16 with their bits.
+    kernels that see x as an array of two dimensions.
     """
-    if is_torch(x):
-        if not (x.is_contiguous() or (apart and x.dim() == 2 and x.stride(1) == 1)):
-            raise BridgeError(f"a tensor {list(x.shape)} with strides {list(x.stride())}; must be contiguous")
-        if not _simulated():
-            return x
-        x = x.detach()
-        if kind(x) in ("f16", "bf16"):
-            import torch
-
-            x = x.view(torch.int16)
-        return x.numpy()
-    return x.view(np.int16) if kind(x) == "f16" else x
+    if is_torch(x) and not (x.is_contiguous() or (apart and x.dim() == 2 and x.stride(1) == 1)):
+        raise BridgeError(f"a tensor {list(x.shape)} with strides {list(x.stride())}; must be contiguous")
+    return x
 
 
 @cache
@@ -414,7 +362,7 @@ def check_torch(device: Device) -> None:
         import torch
     except ImportError:
         raise BridgeError(f"device {device}: models need torch; pip install torch") from None
-    if torch_device(device) != "cpu" and not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         raise BridgeError(f"device {device}: torch {torch.__version__} has no CUDA; install a build with CUDA")
 
 
@@ -422,11 +370,11 @@ def zeros(device: Device, shape: int | tuple[int, ...], dtype: Any = None) -> An
     """A torch tensor of zeros, float32 unless another type is named."""
     import torch
 
-    return torch.zeros(shape, dtype=dtype or torch.float32, device=torch_device(device))
+    return torch.zeros(shape, dtype=dtype or torch.float32, device=device.place)
 
 
 def upload(array: np.ndarray, device: Device) -> Any:
     """A torch tensor of the same values on the device."""
     import torch
 
-    return torch.from_numpy(np.ascontiguousarray(array)).to(torch_device(device))
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device.place)

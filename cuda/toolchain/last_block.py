@@ -30,4 +30,4 @@ def _last_block(counters, index, count):
     return flag[0] != 0
 
 
-last_block = device_function(_last_block, True)
+last_block = device_function(_last_block)

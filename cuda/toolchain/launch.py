@@ -1,7 +1,7 @@
 """Kernels, compiled when they are first needed and launched without waiting.
 
 Compiling (compiler.py) takes seconds, and loading talks to the driver, which may not happen while a stream is being
-captured into a CUDA graph: `warm` does both beforehand. In the simulator a kernel runs as it is.
+captured into a CUDA graph: `warm` does both beforehand.
 
 Numba only compiles: its work for every launch takes 0.2 ms, so launches go through cuda.core, which takes one. A kernel
 takes the address of an array, and of one with two dimensions how many rows it has and how far they are apart. `bind`
@@ -34,8 +34,6 @@ from typing import Any
 
 from bridge.cuda.toolchain import compiler
 from bridge.cuda.toolchain import device as devices
-from bridge.cuda.toolchain.intrinsics import SIMULATED
-from numba import cuda
 
 from bridge.errors import BridgeError
 
@@ -83,7 +81,6 @@ class Kernel(compiler.Source):
         ]
         self.oldest = devices.OVERLAPPING if dependent else oldest
         self.dependent = dependent
-        self._simulated: Any = None
         self._loaded: dict[int, tuple[int, Any]] = {}  # by the context
         self._lock = threading.Lock()
 
@@ -124,7 +121,7 @@ class Kernel(compiler.Source):
             raise BridgeError(compiler.failure(problem, step)) from problem
 
     def bind(self, grid: Any, block: Any, stream: int, *arguments: Any) -> Launch:
-        """Pack the arguments for the current device, not the simulator's; raises as `warm` does."""
+        """Pack the arguments for the current device; raises as `warm` does."""
         device, loaded = self.warm(stream)
         return Launch(self, loaded, device, grid, block, arguments)
 
@@ -138,13 +135,9 @@ class Kernel(compiler.Source):
 
     def run(self, grid: Any, block: Any, stream: int, *arguments: Any) -> None:
         """Queue it on a stream."""
-        if SIMULATED:
-            self._simulated = self._simulated or cuda.jit(self.function)
-            self._simulated[grid, block](*arguments)
-        else:
-            device, loaded = self.warm(stream)
-            config = _config(grid, block, self.dependent)
-            _core().launch(_core_stream(device, stream), config, loaded, *packed(self.parameters, arguments)[0])
+        device, loaded = self.warm(stream)
+        config = _config(grid, block, self.dependent)
+        _core().launch(_core_stream(device, stream), config, loaded, *packed(self.parameters, arguments)[0])
 
 
 _noting = threading.local()

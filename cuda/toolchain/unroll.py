@@ -10,7 +10,7 @@ unrolled, and nothing promises that the compiler will. So `expand` rewrites the 
     TABLE[r], parts[r](x)           an element of a tuple that is a constant: a number, or a function to call
     if MINS: ... else: ...          one branch, where the condition is constant; so is a conditional expression
 
-What is left is plain Python without any of this, for the compiler and the simulator alike.
+What is left is plain Python without any of this.
 """
 
 import ast
@@ -62,7 +62,8 @@ class _Expander(ast.NodeTransformer):
         test = self.visit(node.test)
         if isinstance(test, ast.Constant):
             return self._block(node.body if test.value else node.orelse)
-        return ast.copy_location(ast.If(test, self._block(node.body), self._block(node.orelse)), node)
+        body = self._block(node.body) or [ast.Pass()]
+        return ast.copy_location(ast.If(test, body, self._block(node.orelse)), node)
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         if isinstance(node.func, ast.Name) and node.func.id == "gathered":

@@ -1,4 +1,4 @@
-"""A driver that runs nothing, and a tensor whose products go to it."""
+"""A GPU of NumPy; a driver that runs nothing, and a tensor whose products go to it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ import pytest
 from bridge.blocks import TYPES
 from tests.support import ptx
 from tests.support.cuda_driver import H200, Driver, pretended_driver
+from tests.support.gpu.device import Launches, pretended_gpu
 from tests.support.random_blocks import random_matrix
+
+
+@pytest.fixture
+def gpu() -> Iterator[Launches]:
+    """A GPU of NumPy, which tells of launches."""
+    with pretended_gpu(overlapping=True) as launches:
+        yield launches
 
 
 @pytest.fixture

@@ -90,6 +90,9 @@ def f32(value: float) -> str:
         (f"mov.f32 %f1, {f32(2)}; mov.f32 %f2, 0f7FC00000; max.f32 %f3, %f1, %f2; mov.b32 %r1, %f3;", bits(2)),
         (f"mov.f32 %f1, {f32(2)}; ex2.approx.ftz.f32 %f2, %f1; mov.b32 %r1, %f2;", bits(4)),
         (f"mov.f32 %f1, {f32(-127.5)}; ex2.approx.ftz.f32 %f2, %f1; mov.b32 %r1, %f2;", 0),
+        # 1 - 2^-30 and -1 - 2^-24, towards zero
+        (f"add.rz.f32 %f1, {f32(1)}, {f32(-(2**-30))}; mov.b32 %r1, %f1;", bits(1 - 2**-24)),
+        (f"add.rz.f32 %f1, {f32(-1)}, {f32(-(2**-24))}; mov.b32 %r1, %f1;", bits(-1)),
         (f"mov.f32 %f1, {f32(3)}; rcp.rn.f32 %f2, %f1; mov.b32 %r1, %f2;", bits(1 / 3)),
         ("mov.b64 %fd1, {1, 0x3FF00000}; mov.b64 {%r1, %r2}, %fd1;", 1),
         ("mov.f64 %fd1, 0d3FF0000000000001; mov.b64 {%r2, %r1}, %fd1;", 0x3FF00000),

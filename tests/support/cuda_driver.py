@@ -81,7 +81,6 @@ class Driver:
 @contextmanager
 def pretended_driver(cache: Path) -> Iterator[Driver]:
     """H200s for `launch`, on which nothing runs; torch's tensors on the CPU pass for those on them."""
-    from bridge.cuda.forms import matrix
     from bridge.cuda.toolchain import device as devices
     from bridge.cuda.toolchain import launch
     from cuda.bindings import driver
@@ -95,8 +94,7 @@ def pretended_driver(cache: Path) -> Iterator[Driver]:
         mock.patch.multiple(driver, **made.functions()),
         mock.patch.object(devices, "capturing", return_value=False),
         mock.patch.object(devices, "check_torch"),
-        mock.patch.object(devices, "torch_device", return_value="cpu"),
-        mock.patch.object(matrix, "torch_device", return_value="cpu"),
+        mock.patch.object(devices.Device, "place", "cpu"),
         mock.patch.object(torch.cuda, "mem_get_info", return_value=(1 << 40, 1 << 40)),
         mock.patch.object(
             torch.Tensor, "record_stream", lambda x, stream: made.recorded.append((x.data_ptr(), stream.cuda_stream))

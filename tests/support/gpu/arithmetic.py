@@ -27,6 +27,21 @@ def plain(function: Callable[..., Any], count: int, *allowed: str) -> Callable[[
     return make
 
 
+def add(c: Context) -> Step:
+    if not c.take("rz"):
+        return plain(np.add, 2, "rn")(c)
+    if (kind := c.kind()) != "f32":
+        raise NotImplementedError("rounding")
+    return c.computed([kind, kind], _add_towards_zero, kind)
+
+
+def _add_towards_zero(a: Any, b: Any) -> Any:
+    total, rest = _two_sum(np.asarray(a, np.float64), np.asarray(b, np.float64))
+    near = total.astype(np.float32)
+    beyond = (np.abs(near) > np.abs(total)) | ((near == total) & (rest * near < 0))
+    return np.where(beyond, np.nextafter(near, np.float32(0)), near)
+
+
 def subtract(c: Context) -> Step:
     if c.modifiers == ["rn", "f16x2"]:
         return c.computed(["b32", "b32"], lambda a, b: (_pairs(a) - _pairs(b)).reshape(-1).view(np.uint32), "b32")

@@ -12,8 +12,10 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import torch
 
 from bridge.errors import BridgeError
+from tests.support.gpu import streams
 from tests.support.gpu.machine import program
 from tests.support.gpu.memory import GpuError, Memory
 from tests.support.ptx import ptx_of
@@ -67,6 +69,12 @@ def _types(signature: str) -> list[str]:
     return [part.strip() for part in re.split(r",(?![^\[]*\])", inside)]
 
 
+def memory_of(tensor: torch.Tensor) -> np.ndarray:
+    """A tensor's memory as a kernel sees it: halves are int16."""
+    tensor = tensor.detach()
+    return (tensor.view(torch.int16) if tensor.dtype in (torch.float16, torch.bfloat16) else tensor).numpy()
+
+
 def _checked(kernel: Any, wanted: str, given: Any) -> Any:
     """An argument, as numba would take it: it converts nothing here."""
     element, _, dimensions = wanted.partition("[")
@@ -74,6 +82,7 @@ def _checked(kernel: Any, wanted: str, given: Any) -> Any:
         if type(given) is not _NUMBERS[element]:
             raise GpuError(f"{kernel.name}: {given!r} for {wanted}")
         return given
+    given = memory_of(given) if isinstance(given, torch.Tensor) else given
     if not isinstance(given, np.ndarray) or (given.dtype, given.ndim) != (np.dtype(element), dimensions.count(":") - 1):
         raise GpuError(f"{kernel.name}: {type(given).__name__} for {wanted}")
     return given
@@ -86,11 +95,14 @@ def pretended_gpu(
     capability: tuple[int, int] = (9, 0),
     overlapping: bool = False,
 ) -> Iterator[Launches]:
-    """A GPU of that size and compute capability stands behind bridge.cuda; a decoder's launches may overlap."""
+    """A GPU of that size and compute capability stands behind bridge.cuda; a decoder's launches may overlap.
+
+    Every launch is one by itself, neither packed nor compiled ahead; with `graphs`, steps are captured.
+    """
+    from bridge.cuda import decoder
+    from bridge.cuda.product import matmul
     from bridge.cuda.toolchain import device as devices
     from bridge.cuda.toolchain import launch
-
-    from tests.support.gpu import streams
 
     launches = Launches()
 
@@ -107,7 +119,7 @@ def pretended_gpu(
 
     def opened(index: int) -> Any:
         if index:
-            raise BridgeError(f"device 'cuda:{index}': the simulator has one device")
+            raise BridgeError(f"device 'cuda:{index}': there is 1, from cuda:0 on")
         return devices.Device(0, "pretended", capability, multiprocessors)
 
     def capturing(stream: Any) -> bool:
@@ -115,16 +127,20 @@ def pretended_gpu(
 
     forget()
     with (
-        mock.patch.object(devices, "_simulated", return_value=True),
-        mock.patch.object(devices, "_opened", opened),
-        mock.patch.object(devices, "captures", return_value=graphs),
-        mock.patch.object(devices, "overlaps", return_value=overlapping),
-        mock.patch.object(devices, "capturing", capturing),
-        mock.patch.object(devices.Device, "empty", lambda self, nbytes, what="": np.full(nbytes, 0xFF, np.uint8)),
-        mock.patch.object(devices.Device, "upload", lambda self, host, what="": host.copy()),
+        mock.patch.multiple(
+            devices, _opened=opened, available=lambda: None, capturing=capturing, overlaps=lambda device: overlapping
+        ),
+        mock.patch.multiple(
+            devices.Device, place="cpu", active=lambda self: nullcontext(), free=lambda self: 1 << 40,
+            empty=lambda self, nbytes, what="": np.full(nbytes, 0xFF, np.uint8),
+            upload=lambda self, host, what="": host.copy(),
+        ),
+        mock.patch.object(devices.Memory, "stream", return_value=0),
         mock.patch.object(launch.Kernel, "run", launched),
-        streams.pretended_torch() if graphs else nullcontext(),
-    ):
+        mock.patch.object(matmul.Multiplier, "bind", return_value=None),
+        mock.patch.multiple(decoder.Decoder, graphs=graphs, _compile=lambda self: None),
+        streams.pretended_torch(),
+    ):  # fmt: skip
         yield launches
         launches.check_constants()
     forget()

@@ -3,12 +3,11 @@
     with disguised_gpu(): ...       # "cuda" works for torch and for bridge.cuda, whose kernels are compiled PTX
 
 As on a GPU, a tensor of the one place and one of the other meet in no operation but a copy, and numpy sees only those
-of the CPU. bridge.cuda.toolchain.device.view takes the memory out of the disguise.
+of the CPU. A launch takes the memory out of the disguise.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -19,6 +18,7 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from tests.support.gpu import device
 from tests.support.gpu.device import Launches, pretended_gpu
 
 _DEVICE = torch.device("cuda:0")
@@ -129,18 +129,15 @@ def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 @contextmanager
 def disguised_gpu() -> Iterator[Launches]:
     """One GPU stands behind torch and bridge.cuda."""
-    from bridge.cuda import tensor, trellis_layer  # noqa: F401  # and with them whatever has these functions
     from bridge.cuda.toolchain import device as devices
 
-    view, tensor_of, to_of = devices.view, torch.tensor, torch.Tensor.to
+    memory_of, tensor_of, to_of = device.memory_of, torch.tensor, torch.Tensor.to
     before = torch.__future__.get_overwrite_module_params_on_conversion()
 
-    def bare_view(x: Any, apart: bool = False) -> Any:
-        if isinstance(x, OnCuda):
-            x = x.detach().held
-        elif isinstance(x, torch.Tensor):
+    def bare_memory(x: torch.Tensor) -> Any:
+        if not isinstance(x, OnCuda):
             raise RuntimeError("a tensor on the CPU for a kernel on the GPU")
-        return view(x, apart)
+        return memory_of(x.detach().held)
 
     def made(data: Any, *, device: Any = None, **options: Any) -> torch.Tensor:  # which no mode sees
         made_here = tensor_of(data, **options)
@@ -157,11 +154,8 @@ def disguised_gpu() -> Iterator[Launches]:
         stack.enter_context(mock.patch.object(torch.cuda, "_lazy_init"))
         _device_constructors()  # remembers torch.tensor, which `with torch.device(...)` looks for
         stack.enter_context(mock.patch.object(torch, "tensor", made))
-        for name, own in (("view", bare_view), ("torch_device", str)):
-            original = getattr(devices, name)
-            for module in [m for path, m in sys.modules.items() if path.startswith("bridge.cuda.")]:
-                if getattr(module, name, None) is original:
-                    stack.enter_context(mock.patch.object(module, name, own))
+        stack.enter_context(mock.patch.object(devices.Device, "place", property(str)))
+        stack.enter_context(mock.patch.object(device, "memory_of", bare_memory))
         torch.__future__.set_overwrite_module_params_on_conversion(True)  # a parameter's data cannot change its class
         stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, before)
         stack.enter_context(_Disguise())

@@ -66,7 +66,7 @@ def _wait(c: Context) -> Step:
 
 
 _BUILDERS: dict[str, Callable[[Context], Step]] = {
-    "add": a.plain(np.add, 2, "rn"),
+    "add": a.add,
     "sub": a.subtract,
     "mul": a.multiply,
     "mad": lambda c: a.multiply(c, True),
