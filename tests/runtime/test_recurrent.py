@@ -12,17 +12,17 @@ import pytest
 
 import bridge
 from bridge.errors import BridgeError
-from bridge.gguf_file.architectures import CONVOLUTION, DELTA, MAMBA
+from bridge.gguf_file.architectures import CONVOLUTION
 from bridge.runtime.config.recurrent_config import RecurrentConfig
 from bridge.runtime.cpu.ops.program import Program
 from bridge.runtime.decoder import decoder as decoder_module
 from bridge.runtime.decoder.recurrent import RecurrentBuffers
 from bridge.runtime.decoder.steps import SingleProgram
-from bridge.runtime.layers.layers import Recurrent
 from bridge.runtime.layers.recurrent_state import COPIES, RecurrentState
 from bridge.runtime.model import Model
 from scripts.peers.predictions import mean_kl
 from tests.support.family_models import copy_tokenizer, new_model, randomized
+from tests.support.plain_recurrent import SHAPES, plain_layer, random_layer
 
 torch = pytest.importorskip("torch")
 
@@ -152,72 +152,7 @@ def test_the_continuations_of_a_context_are_scored_as_by_themselves(name: str, m
         assert found[0] == pytest.approx(alone[0], rel=1e-5)
 
 
-# the arithmetic, token by token and head by head, in float64
-
-
-def silu(x: np.ndarray) -> np.ndarray:
-    return x / (1 + np.exp(-x))
-
-
-def plain_layer(c: RecurrentConfig, layer: Recurrent, inputs: list[np.ndarray], eps: float) -> np.ndarray:
-    """What a layer gives its output matrix for the results of its input matrices, from an empty state."""
-    first = inputs[0].astype(np.float64)
-    if c.kind == CONVOLUTION:
-        b, gate, x = np.split(first, 3, 1)
-        x = b * x
-    elif c.kind == DELTA:
-        x = first
-    else:
-        z, x, dt = np.split(first, [c.values, c.values + c.channels], 1)
-    padded = np.concatenate([np.zeros((c.kernel - 1, c.channels)), x])
-    x = sum(padded[i : i + len(x)] * layer.convolution[i] for i in range(c.kernel))
-    if c.kind == CONVOLUTION:
-        return gate * x
-    keys = c.groups * c.key_dim
-    if c.kind == DELTA:
-        x = silu(x)
-        q, k, v = np.split(x, [keys, 2 * keys], 1)
-        z, *gates = (array.astype(np.float64) for array in inputs[1:])
-        if c.joined:
-            gates = np.split(gates[0].reshape(len(x), c.groups, -1), 2, 2)
-        beta, dt = (gate.reshape(len(x), c.heads) for gate in gates)
-    else:
-        v, k, q = np.split(silu(x + layer.convolution_bias), [c.values, c.values + keys], 1)
-    step = np.log1p(np.exp(dt + layer.dt_bias))
-    rows = []
-    state = np.zeros((c.heads, c.key_dim, c.value_dim))
-    for t in range(len(x)):
-        row = []
-        for h in range(c.heads):
-            group = h % c.groups if c.tiled else h // (c.heads // c.groups)
-            q_t, k_t = (array[t].reshape(c.groups, -1)[group] for array in (q, k))
-            v_t = v[t].reshape(c.heads, -1)[h]
-            state[h] *= np.exp(layer.decay[h] * step[t, h])
-            if c.kind == DELTA:
-                q_t, k_t = (array / np.sqrt(array @ array + 1e-6) for array in (q_t / 1, k_t))
-                u = (v_t - k_t @ state[h]) / (1 + np.exp(-beta[t, h]))
-                q_t = q_t / np.sqrt(c.key_dim)
-            else:
-                u = step[t, h] * v_t
-            state[h] += np.outer(k_t, u)
-            row.append(q_t @ state[h] + (0 if c.kind == DELTA else layer.skip[h] * v_t))
-        rows.append(np.concatenate(row))
-    y = np.array(rows)
-    parts = c.heads if c.kind == DELTA else c.groups
-    y = y if c.kind == DELTA else y * silu(z)
-    grouped = y.reshape(len(y), parts, -1)
-    grouped = grouped / np.sqrt((grouped**2).mean(-1, keepdims=True) + eps)
-    weight = np.tile(layer.norm, c.heads) if c.kind == DELTA else layer.norm
-    return grouped.reshape(y.shape) * weight * (silu(z) if c.kind == DELTA else 1)
-
-
-SHAPES = {
-    "a short convolution": RecurrentConfig(CONVOLUTION, (True,), 3, 80),
-    "a delta net": RecurrentConfig(DELTA, (True,), 4, 2 * 2 * 10 + 4 * 24, 4, 2, 10, 24, tiled=True),
-    "a delta net, joined": RecurrentConfig(DELTA, (True,), 2, 2 * 2 * 16 + 4 * 8, 4, 2, 16, 8, joined=True),
-    "Mamba-2": RecurrentConfig(MAMBA, (True,), 4, 2 * 2 * 10 + 6 * 20, 6, 2, 10, 20),
-    "Mamba-2, large heads": RecurrentConfig(MAMBA, (True,), 4, 2 * 32 + 2 * 64, 2, 1, 32, 64),
-}
+# the arithmetic
 
 
 class Cache:
@@ -225,20 +160,6 @@ class Cache:
 
     def __init__(self, c: RecurrentConfig):
         self.state = RecurrentState(c)
-
-
-def random_layer(c: RecurrentConfig, n: int) -> tuple[Recurrent, list[np.ndarray]]:
-    """A layer, and what its input matrices give for n tokens."""
-    rng = np.random.default_rng(3)
-
-    def draw(*size: int) -> np.ndarray:
-        return rng.normal(size=size).astype(np.float32)
-
-    layer = Recurrent(
-        (), None, draw(c.kernel, c.channels), draw(c.channels) if c.kind == MAMBA else None, -np.exp(draw(c.heads)),
-        draw(c.heads), draw(c.heads), draw(c.values if c.kind == MAMBA else c.value_dim),
-    )  # fmt: skip
-    return layer, [draw(n, rows) for rows in c.inputs.values()]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
