@@ -15,7 +15,7 @@ positions t, t + 4, t + 8 and t + 12; their weights lie together.
 In shared memory
 
     queries  as there
-    weights  f32 [8, rows + 16]                   of heads that there are not: zeros
+    weights  f32 [8 * EIGHTS, rows + 16]          of heads that there are not: zeros
 """
 
 from functools import cache
@@ -44,6 +44,7 @@ from bridge.cuda.toolchain.intrinsics import (
     shl,
     sub_f16,
     thread_x,
+    warp_meets,
     xor,
 )
 from bridge.cuda.toolchain.unroll import expand, gathered, registers, unroll
@@ -51,8 +52,8 @@ from bridge.cuda.toolchain.unroll import expand, gathered, registers, unroll
 # set by `functions`; see attention_shape.py
 HEADS = HEAD_DIM = TILE = BLOCK = WARPS = 0
 PITCH = QUERY_PITCH = SUBSETS = SUMS = 0
-BLOCKS = SCORE_ROUNDS = 0  # of 32 columns; of 8 positions of a warp
-GROUPS = ROUNDS = STEPS = WEIGHTS = 0  # see attention_mma.py
+BLOCKS = SCORE_ROUNDS = SPLIT_ROUNDS = 0  # of 32 columns; of 8 positions of a warp; of pairs of columns
+EIGHTS = GROUPS = ROUNDS = STEPS = WEIGHTS = 0  # see attention_mma.py
 STEP_WORDS = STEPS_AT = 0  # of a position; where they begin in a tile
 step_of: Any = None
 halves: Any = None
@@ -67,18 +68,23 @@ def _halves(codes, in_1024, lower, upper):
     return sub_f16(prmt(codes, in_1024, 0x4040 + lower + 256 * upper), _ZERO)
 
 
-def _split(vector, queries):
-    thread = bits(thread_x(), 0, BLOCK - 1)
-    for i in range(thread, int32(HEADS * HEAD_DIM // 2), int32(BLOCK)):
-        head = int32(i // (HEAD_DIM // 2))
-        one = bits_float(shared_4(vector, int32(2 * i)))
-        other = bits_float(shared_4(vector, int32(2 * i + 1)))
-        near = pack_f16(one, other)
+def _split(queries):
+    for r in range(SPLIT_ROUNDS):  # all lanes of a warp, which has whole blocks of 32 columns
+        i = int32(r * BLOCK + bits(thread_x(), 0, BLOCK - 1))
         pair = int32(i % (HEAD_DIM // 2))  # of 16 in 32 columns: half, t, place
-        index = mad(bits(pair, 4, 0xFF), 16, mad(bits(pair, 1, 3), 4, mad(bits(pair, 3, 1), 2, bits(pair, 0, 1))))
-        index = mad(head, 4 * QUERY_PITCH, int32(2 * index))
-        put_4(queries, index, near)
-        put_4(queries, int32(index + 1), pack_f16(one - low_half(near), other - high_half(near)))
+        row = int32(i // (HEAD_DIM // 2) * QUERY_PITCH)
+        one = float32(0)
+        other = float32(0)
+        if i < HEADS * HEAD_DIM // 2:
+            one = bits_float(shared_4(queries, mad(pair, 2, row)))
+            other = bits_float(shared_4(queries, mad(pair, 2, int32(row + 1))))
+        near = pack_f16(one, other)
+        warp_meets()
+        if i < HEADS * HEAD_DIM // 2:
+            index = mad(bits(pair, 4, 0xFF), 16, mad(bits(pair, 1, 3), 4, mad(bits(pair, 3, 1), 2, bits(pair, 0, 1))))
+            index = mad(index, 2, row)
+            put_4(queries, index, near)
+            put_4(queries, int32(index + 1), pack_f16(one - low_half(near), other - high_half(near)))
 
 
 def _score(tile, queries, scores, count):
@@ -88,29 +94,35 @@ def _score(tile, queries, scores, count):
     t = bits(lane, 0, 3)
     g = bits(lane, 2, 7)
     in_1024 = kept(_IN_1024)
+    query_at = registers()
+    one = registers()
+    other = registers()
     for r in unroll(SCORE_ROUNDS):
         first = min(int32((warp + r * WARPS) * 8), int32(TILE - 8))
         key_at = mad(int32(first + g), 4 * PITCH, t)
-        query_at = mad(min(g, int32(HEADS - 1)), QUERY_PITCH, int32(2 * t))
         position = mad(t, 2, first)
-        one = float32(0)
-        other = float32(0)
+        for h in unroll(EIGHTS):
+            query_at[h] = mad(min(int32(8 * h + g), int32(HEADS - 1)), QUERY_PITCH // 4, int32(2 * t))
+            one[h] = float32(0)
+            other[h] = float32(0)
         for b in unroll(BLOCKS):
             lower = xor(shared_4(tile, int32(key_at + 8 * b)), SIGN_BITS)
             upper = xor(shared_4(tile, int32(key_at + (8 * b + 4))), SIGN_BITS)
-            even = shared_16(queries, int32(query_at + 8 * b))
-            odd = shared_16(queries, int32(query_at + (8 * b + 1)))
             key = halves(lower, in_1024, 0, 1), halves(lower, in_1024, 2, 3)
             more = halves(upper, in_1024, 0, 1), halves(upper, in_1024, 2, 3)
-            c = (float32(0), float32(0), float32(0), float32(0))
-            c = mma_f16(c, even[0], even[1], even[2], even[3], key[0], key[1])
-            c = mma_f16(c, odd[0], odd[1], odd[2], odd[3], more[0], more[1])
-            one += (c[0] + c[2]) * step_of(tile, position, b)
-            other += (c[1] + c[3]) * step_of(tile, int32(position + 1), b)
-        if g < HEADS:
-            index = mad(g, TILE, position)
-            put_4(scores, index, float_bits(one))
-            put_4(scores, int32(index + 1), float_bits(other))
+            for h in unroll(EIGHTS):
+                even = shared_16(queries, int32(query_at[h] + 8 * b))
+                odd = shared_16(queries, int32(query_at[h] + (8 * b + 1)))
+                c = (float32(0), float32(0), float32(0), float32(0))
+                c = mma_f16(c, even[0], even[1], even[2], even[3], key[0], key[1])
+                c = mma_f16(c, odd[0], odd[1], odd[2], odd[3], more[0], more[1])
+                one[h] += (c[0] + c[2]) * step_of(tile, position, b)
+                other[h] += (c[1] + c[3]) * step_of(tile, int32(position + 1), b)
+        for h in unroll(EIGHTS):
+            if 8 * h + g < HEADS:
+                index = mad(int32(8 * h + g), TILE, position)
+                put_4(scores, index, float_bits(one[h]))
+                put_4(scores, int32(index + 1), float_bits(other[h]))
 
 
 def _put_weights(weights, head, lane, one, other):
@@ -122,49 +134,57 @@ def _put_weights(weights, head, lane, one, other):
 
 
 def _add(tile, weights, shrink, count, sums):
-    """A thread's sums, four of two products for each round, with a tile of values added."""
+    """A thread's sums, four of two products for each eight heads of each round, with a tile of values added."""
     lane = bits(thread_x(), 0, 31)
     warp = bits(thread_x(), 5, BLOCK // 32 - 1)
     t = bits(lane, 0, 3)
     g = bits(lane, 2, 7)
-    factor = bits_float(shared_4(shrink, min(g, int32(HEADS - 1))))
     columns = mad(bits(g, 0, 1), 0x2222, 0x5410)  # two bytes of each of two words
     in_1024 = kept(_IN_1024)
+    factor = registers()
+    step = registers()
     c = registers()
     x = registers()
     word = registers()
     sum = registers()
+    for h in unroll(EIGHTS):
+        factor[h] = bits_float(shared_4(shrink, min(int32(8 * h + g), int32(HEADS - 1))))
     for r in unroll(ROUNDS):
         item = min(int32(warp + r * WARPS), int32(GROUPS * SUBSETS - 1))
         group = int32(item % GROUPS)
         subset = int32(item // GROUPS)
-        for i in unroll(2):
-            for k in unroll(4):
-                x[k] = sums[8 * r + 4 * i + k] * factor
-            c[i] = gathered(x, 4)
+        for h in unroll(EIGHTS):
+            for i in unroll(2):
+                for k in unroll(4):
+                    x[k] = sums[8 * (r * EIGHTS + h) + 4 * i + k] * factor[h]
+                c[h, i] = gathered(x, 4)
         weight_at = mad(g, WEIGHTS // 4, mad(subset, 4 * STEPS, t))
         position = mad(subset, 16 * STEPS, t)
         value_at = mad(position, 4 * PITCH, mad(group, 4, bits(g, 1, 3)))
         step_at = mad(position, STEP_WORDS, mad(bits(group, 2, 0xFF), 1, STEPS_AT))
         odd_block = shl(bits(group, 1, 1), 4)
         for s in unroll(STEPS):
-            w = shared_16(weights, int32(weight_at + 4 * s))
             for k in unroll(4):
-                step = shared_4_further(tile, step_at, (16 * s + 4 * k) * STEP_WORDS)
-                x[k] = bits_float(w[k]) * low_half(bits(step, odd_block, 0xFFFF))
+                steps = shared_4_further(tile, step_at, (16 * s + 4 * k) * STEP_WORDS)
+                step[k] = low_half(bits(steps, odd_block, 0xFFFF))
                 word[k] = shared_4(tile, int32(value_at + (16 * s + 4 * k) * 4 * PITCH))
-            near = pack_f16(x[0], x[1])
-            rest = pack_f16(x[0] - low_half(near), x[1] - high_half(near))
-            near_8 = pack_f16(x[2], x[3])
-            rest_8 = pack_f16(x[2] - low_half(near_8), x[3] - high_half(near_8))
             codes = xor(prmt(word[0], word[1], columns), SIGN_BITS)
             codes_8 = xor(prmt(word[2], word[3], columns), SIGN_BITS)
+            for h in unroll(EIGHTS):
+                w = shared_16(weights, int32(weight_at + (2 * h * WEIGHTS + 4 * s)))
+                for k in unroll(4):
+                    x[k] = bits_float(w[k]) * step[k]
+                near = pack_f16(x[0], x[1])
+                rest = pack_f16(x[0] - low_half(near), x[1] - high_half(near))
+                near_8 = pack_f16(x[2], x[3])
+                rest_8 = pack_f16(x[2] - low_half(near_8), x[3] - high_half(near_8))
+                for i in unroll(2):
+                    first = halves(codes, in_1024, i, i + 2)
+                    c[h, i] = mma_f16(c[h, i], near, rest, near_8, rest_8, first, halves(codes_8, in_1024, i, i + 2))
+        for h in unroll(EIGHTS):
             for i in unroll(2):
-                first = halves(codes, in_1024, i, i + 2)
-                c[i] = mma_f16(c[i], near, rest, near_8, rest_8, first, halves(codes_8, in_1024, i, i + 2))
-        for i in unroll(2):
-            for k in unroll(4):
-                sum[8 * r + 4 * i + k] = c[i][k]
+                for k in unroll(4):
+                    sum[8 * (r * EIGHTS + h) + 4 * i + k] = c[h, i][k]
     return gathered(sum, SUMS)
 
 
@@ -172,8 +192,9 @@ def _add(tile, weights, shrink, count, sums):
 def functions(s: AttentionShape) -> dict[str, Any]:
     """The functions above, for blocks of a shape."""
     scope = s.constants | {
-        "BLOCKS": s.form.head_dim // 32, "QUERY_PITCH": s.query_pitch, "SCORE_ROUNDS": -(-s.rows // (8 * s.warps)),
-        "GROUPS": s.column_groups, "ROUNDS": s.sums // 8, "STEPS": s.rows // (16 * s.subsets), "WEIGHTS": s.rows + 16,
+        "BLOCKS": s.form.head_dim // 32, "SCORE_ROUNDS": -(-s.rows // (8 * s.warps)), "EIGHTS": s.eights,
+        "SPLIT_ROUNDS": -(-s.group * s.form.head_dim // (2 * s.threads)), "WEIGHTS": s.rows + 16,
+        "GROUPS": s.column_groups, "ROUNDS": s.sums // (8 * s.eights), "STEPS": s.rows // (16 * s.subsets),
         "STEPS_AT": s.steps_at, "step_of": kv_functions(s)["step_of"], "halves": device_function(_halves),
     }  # fmt: skip
     name = f"mma_q8_{s.form.head_dim}_{s.group}_{s.rows}_{s.threads}"

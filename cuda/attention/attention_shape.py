@@ -7,7 +7,7 @@ of them:
     scores          a warp: a set of 32 positions, `share` heads, a slice of the columns; the slices are summed later
     weighted sum    a thread: 4 columns, `share` heads, every subsets-th position; the subsets are summed at the end
 
-On tensor cores (attention_mma.py) a warp works for all heads, on 8 positions and then on 16 columns.
+On tensor cores (attention_mma.py) a warp works for all heads, 8 at a time, on 8 positions and then on 16 columns.
 """
 
 from dataclasses import dataclass
@@ -54,6 +54,11 @@ class AttentionShape:
         return -(-self.group // self.chunks)
 
     @property
+    def eights(self) -> int:
+        """Parts of the query heads on tensor cores."""
+        return -(-self.group // 8)
+
+    @property
     def units(self) -> int:
         """Groups of four columns."""
         return self.form.head_dim // 4
@@ -71,8 +76,7 @@ class AttentionShape:
     @property
     def registers(self) -> int:
         """Registers that a thread may have: more where BLOCKS blocks still find room, so that none are spilled."""
-        wanted = 128 if self.cores else 80
-        return wanted if wanted * BLOCKS * self.threads <= 64 << 10 else 64
+        return 128 if 128 * BLOCKS * self.threads <= 64 << 10 else 64
 
     @property
     def quads(self) -> int:
@@ -109,7 +113,9 @@ class AttentionShape:
     @property
     def sums(self) -> int:
         """Sums that a thread holds."""
-        return 8 * -(-self.column_groups * self.subsets // self.warps) if self.cores else 4 * self.share
+        if not self.cores:
+            return 4 * self.share
+        return 8 * self.eights * -(-self.column_groups * self.subsets // self.warps)
 
     @property
     def mergers(self) -> int:
@@ -137,24 +143,22 @@ class AttentionShape:
         """Words of a tile's weights: 4 for each chunk, [rows, chunks, 4]; on tensor cores see there."""
         if not self.cores:
             return self.rows * self.chunks * 4
-        return 8 * (self.rows + 16)
+        return 8 * self.eights * (self.rows + 16)
 
     @property
     def query_pitch(self) -> int:
-        """Quads from one query, as halves with what these leave out, to the next: odd, so that 8 lanes that read every
-        second quad of two queries use different banks."""
-        return self.form.head_dim // 4 + 1
-
-    @property
-    def query_words(self) -> int:
-        """Words of the queries: [group, 4 * query_pitch]."""
-        return 4 * self.group * self.query_pitch if self.cores else 0
+        """Words from one query to the next. On tensor cores an odd number of quads: 8 lanes that read every second quad
+        of two queries use different banks."""
+        return self.form.head_dim + (4 if self.cores else 0)
 
     @property
     def constants(self) -> dict[str, Any]:
         """The constants that the kernel's functions use."""
         form, heads = self.form, self.chunks * self.share
-        names = "chunks", "mergers", "pitch", "quads", "share", "sets", "slices", "subsets", "sums", "units", "warps"
+        names = (
+            "chunks", "mergers", "pitch", "quads", "query_pitch", "share", "sets", "slices", "subsets", "sums", "units",
+            "warps",
+        )  # fmt: skip
         return {name.upper(): getattr(self, name) for name in names} | {
             "KIND": form.kind, "HEADS": self.group, "HEAD_DIM": form.head_dim, "PADDED": heads, "TILE": self.rows,
             "BLOCK": self.threads, "STEP_WORDS": form.step_words, "HEAD_ROUNDS": -(-heads // self.warps),
@@ -165,8 +169,7 @@ class AttentionShape:
         """Bytes of shared memory: for the above, the queries and the key, the state of each head, the number of spans,
         and last_block's flag."""
         heads = self.chunks * self.share
-        words = self.tile_words + self.part_words + self.weight_words + self.query_words
-        words += (heads + 1) * self.form.head_dim
+        words = self.tile_words + self.part_words + self.weight_words + (heads + 1) * self.query_pitch
         return 4 * (words + 3 * heads + 2)
 
 
@@ -186,12 +189,12 @@ def _fitting(form: KVForm, group: int, cores: bool = False) -> AttentionShape | 
 
 def supported(head_dim: int, group: int, kind: str) -> bool:
     """Whether there is a kernel for heads of that size, `group` of them per key-value head."""
-    return head_dim % 8 == 0 and group <= 32 and _fitting(KVForm(kind, head_dim), group) is not None
+    return head_dim % 8 == 0 and group <= 64 and _fitting(KVForm(kind, head_dim), group) is not None
 
 
 def shape(form: KVForm, group: int, capability: tuple[int, int] = (0, 0)) -> AttentionShape:
     """The shape of a supported block, on tensor cores where GPUs of a compute capability and the form have them."""
-    cores = capability >= _CORES and form.kind != "f32" and form.head_dim % 32 == 0 and group <= 8
+    cores = capability >= _CORES and form.kind != "f32" and form.head_dim % 32 == 0
     chosen = (_fitting(form, group, True) if cores else None) or _fitting(form, group)
     assert chosen is not None
     return chosen

@@ -127,6 +127,6 @@ def functions(s: AttentionShape) -> dict[str, Any]:
     name = f"{s.form.head_dim}_{s.group}_{s.rows}_{s.threads}"
     ops = {"summed": device_function(expand(_summed, name, **s.constants))}
     scope = s.constants | ops
-    for function, waits in ((_put_sums, False), (_store_span, False), (_merge, True)):
-        ops[function.__name__[1:]] = device_function(expand(function, name, **scope), waits)
+    for function in (_put_sums, _store_span, _merge):
+        ops[function.__name__[1:]] = device_function(expand(function, name, **scope))
     return ops

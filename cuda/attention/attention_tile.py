@@ -46,6 +46,7 @@ PADDED = TILE = BLOCK = WARPS = 0  # PADDED: heads, with those repeated
 SHARE = CHUNKS = UNITS = SUBSETS = SETS = SLICES = 0
 SLICE = QUADS = FOURS = 0  # quads (16 bytes) of a slice and of a row; groups of four numbers of a quad
 SCORE_ROUNDS = HEAD_ROUNDS = 0
+WINDOWED = CAPPED = False  # see attention_kind.py
 quad_of: Any = None
 floats: Any = None
 four: Any = None
@@ -61,6 +62,12 @@ def put_head(shrink, total, highest, head, before, high, sum):
     put_4(shrink, head, float_bits(factor))
     put_4(total, head, float_bits(bits_float(shared_4(total, head)) * factor + sum))
     put_4(highest, head, float_bits(high))
+
+
+@device_function
+def capped_score(score, cap):
+    """cap * tanh(score / cap)."""
+    return cap - float32(2) * cap / (math.exp(float32(2) * score / cap) + float32(1))
 
 
 def _score(tile, queries, scores, count):
@@ -95,8 +102,8 @@ def _score(tile, queries, scores, count):
                 put_4(scores, int32(index + j * TILE), float_bits(dot[j]))
 
 
-def _weigh(scores, weights, highest, total, shrink, count, scale):
-    """Weights of the first `count` positions, from `scale` times their scores; the others' are 0."""
+def _weigh(scores, weights, highest, total, shrink, low, count, scale, cap):
+    """Weights of positions `low` to `count` - 1, from `scale` times their scores; the others' are 0."""
     thread = bits(thread_x(), 0, BLOCK - 1)
     lane = int32(thread & 31)
     score = registers()
@@ -115,6 +122,10 @@ def _weigh(scores, weights, highest, total, shrink, count, scale):
                         index = mad(head, TILE, int32(part * (CHUNKS * SHARE * TILE) + i * 32 + lane))
                         x += bits_float(shared_4(scores, index))
                     score[i] = x * scale
+                    if CAPPED:
+                        score[i] = capped_score(score[i], cap)
+                    if WINDOWED:
+                        score[i] = score[i] if i * 32 + lane >= low else _LOW
                 high = max(high, score[i])
         high = max(before, warp_max(high))
         sum = float32(0)
@@ -156,15 +167,17 @@ def _add(tile, weights, shrink, count, sums):
 
 
 @cache
-def functions(s: AttentionShape) -> dict[str, Any]:
+def functions(s: AttentionShape, windowed: bool, capped: bool) -> dict[str, Any]:
     """`fetch` and `stage` of kv_tile.py, `score`, `weigh` and `add`, for blocks of a shape."""
     form, tile = s.form, kv_functions(s)
     scope = s.constants | {
         "SLICE": -(-s.quads // s.slices),
         "FOURS": s.units // s.quads,
         "SCORE_ROUNDS": -(-s.sets * s.chunks * s.slices // s.warps),
+        "WINDOWED": windowed,
+        "CAPPED": capped,
         **tile,
     }
-    name = f"{form.kind}_{form.head_dim}_{s.group}_{s.rows}_{s.threads}"
+    name = f"{form.kind}_{form.head_dim}_{s.group}_{s.rows}_{s.threads}" + "_window" * windowed + "_cap" * capped
     ops = {f.__name__[1:]: device_function(expand(f, name, **scope)) for f in (_score, _weigh, _add)}
     return ops | {name: tile[name] for name in ("fetch", "stage")}

@@ -1,7 +1,8 @@
-"""Keys and values on the device, [layers, words] each, keys after their rotation; in one of several forms.
+"""Keys and values on the device, keys after their rotation; in one of several forms.
 
-A layer's keys are one array of int32 words, [kv_heads, rows, head_dim] numbers and then their scales, if any; so are
-its values. Bytes a number:
+There is a slot for each place that `DecoderConfig.stored` names: layers with attention have one, and some share it. Its
+keys are one array of int32 words, [kv_heads, rows, head_dim] numbers and then their scales, if any; so are
+its values; a latent vector has keys alone. Slots may differ in their heads. Bytes a number:
 
     f16     2
     f32     4
@@ -15,10 +16,12 @@ at whole 16 bytes. What has not been written yet is zero, so that it is finite.
 from dataclasses import dataclass
 from typing import Any
 
+from bridge.cuda.recurrent.layer import DeviceState, state_bytes
 from bridge.cuda.toolchain.device import Device, zeros
 
 from bridge.errors import BridgeError
 from bridge.runtime.config.decoder_config import DecoderConfig
+from bridge.runtime.layers.recurrent_state import COPIES
 
 BLOCK = 32  # numbers that share a step
 _ROWS = 64
@@ -78,13 +81,13 @@ class KVForm:
         numbers[:, rows] = codes.reshape(heads, n, -1)[:, :, : self.head_dim]
         steps[:, rows] = step.half()
 
-    def load(self, part: Any, count: int, heads: int, dtype: Any) -> Any:
-        """The first `count` rows of each head of a layer, [heads, count, head_dim]."""
+    def load(self, part: Any, stop: int, heads: int, dtype: Any, first: int = 0) -> Any:
+        """Rows `first` to `stop` - 1 of each head of a layer, [heads, rows, head_dim]."""
         numbers, steps = self._split(part, heads)
-        values = numbers[:, :count]
+        values = numbers[:, first:stop]
         if steps is None:
             return values.to(dtype)
-        halves = steps[:, :count].to(dtype).repeat_interleave(2, dim=2)[:, :, : self.head_dim // 16]
+        halves = steps[:, first:stop].to(dtype).repeat_interleave(2, dim=2)[:, :, : self.head_dim // 16]
         return (values.unflatten(2, (-1, 16)) * halves[..., None]).flatten(2)  # heads may end in half a block
 
     def _split(self, part: Any, heads: int) -> tuple[Any, Any]:
@@ -100,27 +103,96 @@ class KVForm:
         return numbers, part[end:].view(torch.float16).reshape(heads, rows, 2 * self.step_words)
 
 
-class KVCache:
-    """`length` tokens of at most `context` are stored."""
+def width_of(rank: int, rotated: int) -> int:
+    """Numbers of a row of latent vectors, with those that fill it up."""
+    return -(-(rank + rotated) // BLOCK) * BLOCK
 
-    keys: Any  # torch int32
-    values: Any
+
+def latent_form(c: DecoderConfig, kind: str) -> KVForm:
+    """The form of rows of latent vectors, each with its rotated part."""
+    assert c.latent is not None
+    return KVForm(kind, width_of(c.latent.rank, c.head_dim - c.latent.rank))
+
+
+@dataclass
+class KVSlot:
+    """Keys and values of a layer, or of several that share them: int32 [words] of torch, once they are reserved."""
+
+    form: KVForm
+    heads: int
+    rows: int
+    keys: Any = None
+    values: Any = None
+
+    @property
+    def words(self) -> int:
+        """Words of the keys, and of the values."""
+        return self.form.words(self.heads * self.rows)
+
+
+class KVCache:
+    """`length` tokens of at most `context` are stored; `slots` are those of `DecoderConfig.stored`.
+
+    state      of the layers that have one, after `length` tokens; None where there are no such layers
+    snapshots  of it, by the tokens that they are after: a state cannot be cut back
+    """
 
     def __init__(self, config: DecoderConfig, context: int, kind: str = "f16"):
-        self.form = KVForm(kind, config.head_dim)
+        self.kind = kind
         self.context = context
         self.rows = -(-context // _ROWS) * _ROWS
-        self.length = 0
-        self._shape = config.layers, self.form.words(config.kv_heads * self.rows)
+        self._latent, self._recurrent = config.latent is not None, config.recurrent
+        heads = {slot: config.heads_of(layer) for layer, slot in reversed(config.stored.items())}
+        self.slots = [
+            KVSlot(latent_form(config, kind) if self._latent else KVForm(kind, own.dim), own.kv, self.rows)
+            for _, own in sorted(heads.items())
+        ]
+        self.state: DeviceState | None = None
+        self._snapshots: dict[int, Any] = {}
+        self._length = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens that are stored; a smaller number forgets those beyond it, if `reach` says that it can."""
+        return self._length
+
+    @length.setter
+    def length(self, count: int) -> None:
+        if self.state is not None and (count < self._length or not count):
+            if count and count not in self._snapshots:
+                raise BridgeError(f"the state after {count} of {self._length} tokens is not kept; read them again")
+            self._snapshots = {length: kept for length, kept in self._snapshots.items() if length <= count}
+            if count:
+                self.state.restore(self._snapshots[count])
+            else:
+                self.state.reset()
+        self._length = count
+
+    def reach(self, count: int) -> int:
+        """The most of the first `count` tokens that `length` can be set to: fewer only for layers with a state."""
+        if self.state is None or count >= self._length:
+            return min(count, self._length)
+        return max(length for length in (0, *self._snapshots) if length <= count)
+
+    def remember(self) -> None:
+        """Keep the state after the present tokens, and forget the oldest one if there are too many."""
+        if self.state is not None and self._length:
+            if len(self._snapshots) == COPIES:
+                del self._snapshots[min(self._snapshots)]
+            self._snapshots[self._length] = self.state.save()
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device."""
-        layers, words = self._shape
-        return 8 * layers * words
+        """Bytes on the device, with all snapshots."""
+        stored = sum((4 if self._latent else 8) * slot.words for slot in self.slots)
+        return stored if self._recurrent is None else stored + (1 + COPIES) * state_bytes(self._recurrent)
 
     def reserve(self, device: Device) -> None:
         """Allocate the memory."""
         import torch
 
-        self.keys, self.values = (zeros(device, self._shape, torch.int32) for _ in range(2))
+        for slot in self.slots:
+            slot.keys = zeros(device, slot.words, torch.int32)
+            slot.values = slot.keys if self._latent else zeros(device, slot.words, torch.int32)
+        if self._recurrent is not None:
+            self.state = DeviceState(self._recurrent, device)

@@ -1,21 +1,29 @@
 """Attention of many tokens at once: one launch rotates queries and keys and fills the cache, torch does the rest.
 
-    qkv      f32 [n, (heads + 2 kv_heads) * head_dim], as the products leave it, with biases added
-    queries  halves or f32 [heads, n, head_dim], normalized where the model does, and rotated
+    qkv      f32 [n, (heads + 2 kv_heads) * head_dim], as the products leave it, with biases added; of layers that store
+             nothing [n, heads * head_dim]
+    queries  halves or f32 [heads, n, head_dim], normalized where the model does, rotated, times their temperatures
 
 A block serves a token and a key-value head, as those of attention.py do; blockIdx is (kv head, token).
 
 For torch, a key-value head is a sequence of a batch, with the query heads that share it; its keys and values are the
 same memory for all of these, and for f16 the cache itself. 32,768 positions of Llama 3 8B are 134 MB a layer. Repeated
 for every query head they would be 537 MB more, written and read.
+
+Keys before the first token's window are left out, the others that a token does not attend to masked. torch's attention
+knows neither a cap on scores nor sinks: with these, scores are computed as matrices, in pieces.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from bridge.cuda.attention import attention_shape, attention_vectors
-from bridge.cuda.attention.kv_cache import KVForm
+from bridge.cuda.attention.attention_kind import AttentionKind
+from bridge.cuda.attention.kv_cache import KVCache, KVForm
+from bridge.cuda.positions import Positions
+from bridge.cuda.product.matmul import sums
 from bridge.cuda.toolchain.compiler import recipe
 from bridge.cuda.toolchain.device import Device, view
 from bridge.cuda.toolchain.intrinsics import ALIGNED, bits_float, shared_4, store_2, to_half
@@ -26,17 +34,18 @@ from numba import cuda
 from bridge.runtime.config.decoder_config import DecoderConfig
 
 PREPARE_THREADS = 128
+PIECE = 256 << 20  # bytes of scores, and of what is made of them
 
 # set by `kernel`: query heads of a block, with those repeated, and their size; threads
 HEADS = PADDED = HEAD_DIM = THREADS = 0
-EXACT = False
+EXACT = TEMPERED = STORES = False
 turn: Any = None
 keep: Any = None
 float32 = np.float32
 int32: Any = np.int32
 
 
-def _prepare(qkv, q_norm, k_norm, cos, sin, keys, values, queries, rows, start, eps):
+def _prepare(qkv, q_norm, k_norm, cos, sin, temperatures, keys, values, queries, rows, start, eps):
     thread = int32(cuda.threadIdx.x)
     kv_head = int32(cuda.blockIdx.x)
     token = int32(cuda.blockIdx.y)
@@ -45,12 +54,15 @@ def _prepare(qkv, q_norm, k_norm, cos, sin, keys, values, queries, rows, start, 
     position = int32(start + token)
     row = qkv[token]
     vector = cuda.shared.array((PADDED + 1) * HEAD_DIM, float32, ALIGNED)
-    turn(vector, row, q_norm, k_norm, cos, sin, kv_head, kv_heads, position, PADDED + 1, eps)
-    keep(vector, row, keys, values, kv_head, kv_heads, rows, position)
+    turn(vector, row, q_norm, k_norm, cos, sin, kv_head, kv_heads, position, PADDED + STORES, eps)
+    if STORES:
+        keep(vector, row, keys, values, kv_head, kv_heads, rows, position)
     for i in range(thread, HEADS * HEAD_DIM, THREADS):
         head = i // HEAD_DIM
         index = ((kv_head * HEADS + head) * tokens + token) * HEAD_DIM + i % HEAD_DIM
         value = bits_float(shared_4(vector, int32(i)))
+        if TEMPERED:
+            value *= temperatures[position]
         if EXACT:
             queries[index] = value
         else:
@@ -58,67 +70,123 @@ def _prepare(qkv, q_norm, k_norm, cos, sin, keys, values, queries, rows, start, 
 
 
 @recipe
-def kernel(head_dim: int, group: int, rotated: int, neighbours: bool, normed: bool, exact: bool, kind: str) -> Kernel:
-    """The kernel for heads of a shape, see attention.kernel; `exact`: queries are f32."""
-    shape = attention_shape.shape(KVForm(kind, head_dim), group)
+def kernel(kind: AttentionKind, exact: bool, kv: str) -> Kernel:
+    """The kernel for attention of a kind, see attention.kernel; `exact`: queries are f32."""
+    shape = attention_shape.shape(KVForm(kv, kind.head_dim), kind.group)
     constants = shape.constants
     function = expand(
-        _prepare, f"{head_dim}_{group}_{rotated}_{int(neighbours)}{int(normed)}{int(exact)}_{kind}", EXACT=exact,
+        _prepare, f"{kind.name}_{kv}" + "_exact" * exact, EXACT=exact, TEMPERED=kind.tempered, STORES=kind.stores,
         THREADS=PREPARE_THREADS, **{name: constants[name] for name in ("HEADS", "PADDED", "HEAD_DIM")},
-        **attention_vectors.functions(shape, rotated, neighbours, normed, PREPARE_THREADS),
+        **attention_vectors.functions(shape, kind, PREPARE_THREADS),
     )  # fmt: skip
     reals, queries = "float32[::1]", "float32[::1]" if exact else "int16[::1]"
-    types = ["float32[:,::1]", *[reals] * 4, *["int32[::1]"] * 2, queries, "int32", "int32", "float32"]
+    types = ["float32[:,::1]", *[reals] * 5, *["int32[::1]"] * 2, queries, "int32", "int32", "float32"]
     return Kernel(function, f"void({', '.join(types)})")
 
 
-def attend(
-    c: DecoderConfig, qkv: Any, norms: tuple[Any, Any], angles: tuple[Any, Any], cache: tuple[KVForm, Any, Any],
-    start: int, mask: Any, exact: bool, device: Device,
-) -> Any:  # fmt: skip
-    """Attention of n tokens at positions from `start` on: halves, or f32 with `exact`, [n, heads * head_dim].
+class PromptAttention:
+    """Attention of n tokens at positions from `start` on, in the layers of a model; masks are made once for all."""
 
-    norms    f32 [head_dim] of queries and of keys, or None where they are not normalized
-    angles   cos and sin f32 [rows, rotated / 2] of all positions
-    cache    a layer's, where keys and values are stored
-    mask     of `mask_from`
-    """
-    import torch
+    def __init__(
+        self, config: DecoderConfig, cache: KVCache, positions: Positions, exact: bool, device: Device, start: int,
+        n: int,
+    ):  # fmt: skip
+        self._config, self._cache, self._positions, self._exact, self._device = config, cache, positions, exact, device
+        self.start, self.stop = start, start + n
+        self._masks: dict[bool, Any] = {}  # with and without a window
 
-    n, group, (form, keys, values) = qkv.shape[0], c.heads // c.kv_heads, cache
-    normed, dtype = norms[0] is not None, _dtype(exact)
-    queries = torch.empty((c.kv_heads, group, n, c.head_dim), dtype=dtype, device=qkv.device)
-    prepare = kernel(c.head_dim, group, c.rotated, c.graph.neighbours, normed, exact, form.kind)
-    cos, sin = (part.reshape(-1) for part in angles)
-    arrays = [qkv, *(norm if normed else cos for norm in norms), cos, sin, keys, values, queries.reshape(-1)]
-    numbers = np.int32(form.rows(keys, c.kv_heads)), np.int32(start), np.float32(c.norm_eps)
-    prepare.launch((c.kv_heads, n), PREPARE_THREADS, device.stream(), *map(view, arrays), *numbers)
-    stored = (form.load(part, start + n, c.kv_heads, dtype)[:, None] for part in (keys, values))
-    result = torch.nn.functional.scaled_dot_product_attention(
-        queries, *(part.expand(-1, group, -1, -1) for part in stored), mask, is_causal=mask is None,
-        scale=c.attention_scale,
-    )  # fmt: skip
-    return result.permute(2, 0, 1, 3).reshape(n, -1)
+    def attend(self, layer: int, qkv: Any, norms: Sequence[Any] = (None, None), sinks: Any = None) -> Any:
+        """The result in a layer: halves, or f32 with `exact`, [n, heads * head_dim].
 
+        qkv     f32, see above
+        norms   f32 [head_dim] of queries and of keys, or None where heads are not normalized
+        sinks   f32 [heads] where the model has some
+        """
+        import torch
 
-def mask_from(start: int, n: int, exact: bool, device: Any) -> Any:
-    """What is added to the scores of n tokens from `start` on, of the queries' type, [n, start + n]: 0, or minus
-    infinity where positions are later. None if torch's own causal mask does.
+        c, n, device = self._config, len(qkv), self._device
+        kind, slot = AttentionKind.of(c, layer, norms[0] is not None), self._cache.slots[c.stored[layer]]
+        dtype = torch.float32 if self._exact else torch.float16
+        queries = torch.empty((slot.heads, kind.group, n, kind.head_dim), dtype=dtype, device=qkv.device)
+        given = [*norms, *self._positions.of(layer)]
+        arrays = [view(qkv), *(device.placeholder() if part is None else view(part) for part in given)]
+        arrays += [view(part) for part in (slot.keys, slot.values, queries.reshape(-1))]
+        numbers = np.int32(slot.rows), np.int32(self.start), np.float32(c.norm_eps)
+        prepare = kernel(kind, self._exact, slot.form.kind)
+        prepare.launch((slot.heads, n), PREPARE_THREADS, device.stream(), *arrays, *numbers)
+        first = self._first(kind)
+        keys, values = (
+            slot.form.load(part, self.stop, slot.heads, dtype, first) for part in (slot.keys, slot.values)
+        )  # fmt: skip
+        mask = self.mask(kind, qkv.device)
+        if kind.capped or kind.sinks:
+            result = self._scored(queries, keys, values, mask, sinks)
+        else:
+            repeated = (part[:, None].expand(-1, kind.group, -1, -1) for part in (keys, values))
+            result = torch.nn.functional.scaled_dot_product_attention(
+                queries, *repeated, mask, is_causal=mask is None, scale=c.attention_scale
+            )
+        return result.permute(2, 0, 1, 3).reshape(n, -1)
 
-    Made once for all layers: of a mask of bool torch would make this in each. Rows begin at whole 16 bytes, as torch's
-    kernels want them.
-    """
-    import torch
+    def _first(self, kind: AttentionKind) -> int:
+        """The first position that the first token attends to."""
+        return max(0, self._first_seen(kind, self.start))
 
-    if not start:
-        return None
-    count = start + n
-    later = torch.full((n, -(-count // 8) * 8), -math.inf, dtype=_dtype(exact), device=device).triu_(start + 1)
-    return later[:, :count]
+    def _first_seen(self, kind: AttentionKind, position: Any) -> Any:
+        """The first position that the token at a position attends to; may be negative."""
+        if not kind.windowed:
+            return 0
+        window = self._config.window
+        return position // window * window if kind.chunked else position + 1 - window
 
+    def mask(self, kind: AttentionKind, device: Any) -> Any:
+        """What is added to the scores, of the queries' type, [n, positions from the first one on]: 0, or minus infinity
+        for those that a token does not attend to. None if torch's own causal mask does.
 
-def _dtype(exact: bool) -> Any:
-    """The type of queries, keys and values."""
-    import torch
+        Of a mask of bool torch would make this in each layer. Rows begin at whole 16 bytes, as torch's kernels want
+        them.
+        """
+        import torch
 
-    return torch.float32 if exact else torch.float16
+        first, start, stop = self._first(kind), self.start, self.stop
+        last_sees_all = self._first_seen(kind, stop - 1) <= first
+        if not start and last_sees_all and not (kind.capped or kind.sinks):
+            return None
+        if kind.windowed not in self._masks:
+            n, count = stop - start, stop - first
+            dtype = torch.float32 if self._exact else torch.float16
+            mask = torch.full((n, -(-count // 8) * 8), -math.inf, dtype=dtype, device=device).triu_(start - first + 1)
+            if not last_sees_all:
+                seen = self._first_seen(kind, torch.arange(start, stop, device=device))
+                mask.masked_fill_(torch.arange(first, first + mask.shape[1], device=device) < seen[:, None], -math.inf)
+            self._masks[kind.windowed] = mask[:, :count]
+        return self._masks[kind.windowed]
+
+    def _scored(self, queries: Any, keys: Any, values: Any, mask: Any, sinks: Any) -> Any:
+        """softmax(scores) values, of the queries' type and shape, with a cap on scores and sinks [heads] or None."""
+        import torch
+
+        kv_heads, group, n, head_dim = queries.shape
+        cap, before = self._config.score_cap, keys.shape[1] - n
+        result = torch.empty_like(queries)
+        tokens = max(1, PIECE // (12 * group * keys.shape[1]))  # scores, their halves, what is between
+        for head in range(kv_heads):
+            for t in range(0, n, tokens):
+                q = queries[head, :, t : t + tokens]
+                stop = before + t + q.shape[1]
+                scores = sums(q.reshape(-1, head_dim), keys[head, :stop]).reshape(group, -1, stop)
+                scores.mul_(self._config.attention_scale)
+                if cap:
+                    scores.div_(cap).tanh_().mul_(cap)
+                scores.add_(mask[t : t + tokens, :stop])
+                highest = scores.amax(-1, keepdim=True)
+                if sinks is not None:
+                    sink = sinks[head * group : (head + 1) * group, None, None]
+                    highest = torch.maximum(highest, sink)
+                weights = scores.sub_(highest).exp_()
+                total = weights.sum(-1, keepdim=True)
+                if sinks is not None:
+                    total += torch.exp(sink - highest)
+                y = sums(weights.reshape(-1, stop).to(values.dtype), values[head, :stop].T)
+                result[head, :, t : t + tokens] = y.reshape(q.shape) / total
+        return result

@@ -6,17 +6,26 @@ from typing import Any
 import numpy as np
 import torch
 from bridge.cuda.attention import attention as attn
+from bridge.cuda.attention.attention_kind import AttentionKind
 from bridge.cuda.attention.attention_shape import shape, spans
-from bridge.cuda.attention.kv_cache import KVForm
+from bridge.cuda.attention.kv_cache import KVCache, KVForm
+from bridge.cuda.attention.prompt_attention import PromptAttention
+from bridge.cuda.attention.step_attention import StepAttention
 from bridge.cuda.bench import seconds_from_memory
+from bridge.cuda.positions import Positions
 from bridge.cuda.product.activations import Records
-from bridge.cuda.toolchain.device import require, torch_device, view, zeros
+from bridge.cuda.product.products import Vector
+from bridge.cuda.toolchain.device import require, view, zeros
 
+from bridge.gguf_file.architectures import Graph
+from bridge.runtime.config.decoder_config import DecoderConfig, Heads
 from gpu_checks.products import Judge
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128  # of Llama 3 8B
 LENGTHS = (8192, 32768)  # positions: its whole context, and beyond
 _LIMIT = 1e-4  # relative
+CONTEXT, TOKENS = 2500, 100  # positions, and the last ones, which are a prompt
+_OF_HALVES = 1e-2  # relative
 _OF_KEYS = {"f16": 1e-3, "q8_0": 1e-2, "f32": 1e-6}  # relative, of the new key
 
 
@@ -25,9 +34,11 @@ class Attention:
 
     def __init__(self, kind: str, length: int):
         device = self.device = require("cuda")
-        self.form, self.length, self.place = KVForm(kind, HEAD_DIM), length, torch_device(device)
+        self.form, self.length, self.place = KVForm(kind, HEAD_DIM), length, device.place
         group, self.count = HEADS // KV_HEADS, spans(device.multiprocessors, KV_HEADS, length)
-        self.kernel = attn.kernel(HEAD_DIM, group, HEAD_DIM, True, False, False, kind, False, device.capability)
+        self.kernel = attn.kernel(
+            AttentionKind(HEAD_DIM, group, HEAD_DIM, neighbours=True), False, kind, False, device.capability
+        )
         self.threads = shape(self.form, group, device.capability).threads
         self.state = zeros(device, attn.STATE, torch.int32)
         self.state[attn.POSITION] = length - 1
@@ -53,8 +64,8 @@ class Attention:
     def launcher(self, cache: list[Any]) -> Callable[[], None]:
         """A function that queues the attention over a cache."""
         angles = self.cos.reshape(-1), self.sin.reshape(-1)
-        arrays = [self.qkv, self.qkv, self.qkv, *angles, *cache, self.state, *self.work, self.counters, self.out]
-        numbers = np.int32(self.length), np.float32(1e-5), np.float32(HEAD_DIM**-0.5)
+        arrays = [*[self.qkv] * 3, *angles, *[self.qkv] * 2, *cache, self.state, *self.work, self.counters, self.out]
+        numbers = np.int32(self.length), np.int32(0), *map(np.float32, (1e-5, HEAD_DIM**-0.5, 0))
         arguments = [*(view(array) for array in arrays), self.records, *numbers]
         grid = KV_HEADS, self.count
         return lambda: self.kernel.launch(grid, self.threads, self.device.stream(), *arguments)
@@ -102,7 +113,7 @@ def time(length: str, kind: str) -> dict[str, Any]:
 
 
 def _torch(length: int, nbytes: int) -> float:
-    options: dict[str, Any] = {"dtype": torch.float16, "device": torch_device(require("cuda"))}
+    options: dict[str, Any] = {"dtype": torch.float16, "device": require("cuda").place}
     query = torch.randn((1, HEADS, 1, HEAD_DIM), **options)
 
     def launch(i: int) -> Callable[[], object]:
@@ -111,3 +122,60 @@ def _torch(length: int, nbytes: int) -> float:
         return lambda: attend(query, keys, values, enable_gqa=True)
 
     return seconds_from_memory(launch, nbytes)
+
+
+def config(heads: int, kv_heads: int, head_dim: int, windows: str = "", **more: Any) -> DecoderConfig:
+    """A model; `windows` has a letter for each layer, w for those with a window."""
+    given: dict[str, Any] = {"rotated": head_dim, "graph": Graph(), "windows": tuple(one == "w" for one in windows)}
+    return DecoderConfig(
+        arch="check", layers=len(windows) or 1, hidden=64, inner=64, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+        context=CONTEXT, norm_eps=1e-6, attention_scale=head_dim**-0.5, rope_base=1e4, rope_scaling="none",
+        rope_factor=1.0, rope_original_context=CONTEXT, rope_attention_factor=1.0, **given | more,
+    )  # fmt: skip
+
+
+MODELS = {
+    "a cap": config(8, 4, 256, "w-", window=500, score_cap=5.0),
+    "sinks": config(16, 2, 64, "w-", window=128, graph=Graph(sinks=True)),
+    "heads of 512, shared keys": config(
+        16, 2, 512, "w-w-", window=512, local_heads=Heads(4, 256, 256), shared_kv=2, graph=Graph(normed=True)
+    ),
+    "chunks": config(
+        10, 2, 128, "w-", window=1024, temperature=0.1, temperature_length=500,
+        graph=Graph(neighbours=True, normed=True, norms_rotated=True, chunked=True, unrotated_every=2),
+    ),
+    "20 heads a key": config(20, 1, 128, rotated=64),
+}  # fmt: skip
+
+
+def check_layers(kv: str) -> dict[str, Any]:
+    """Layers that do more than Llama's: a token and a prompt in halves beside a prompt in float32.
+
+    What all do to queries and keys first is one function, which tests prove without a GPU.
+    """
+    judge, device = Judge(), require("cuda")
+    place = device.place
+    for name, c in MODELS.items():
+        cache = KVCache(c, CONTEXT, kv)
+        cache.reserve(device)
+        for slot in cache.slots:
+            for part in (slot.keys, slot.values):
+                slot.form.store(part, 0, torch.randn((CONTEXT, slot.heads, slot.form.head_dim), device=place))
+        positions, state = Positions(c, cache.rows, None, device), zeros(device, attn.STATE, torch.int32)
+        state[attn.POSITION] = CONTEXT - 1
+        step = StepAttention(c, cache, positions, state, False, False, device)
+        for layer in c.stored:
+            heads, own, what = c.heads_of(layer), c.makes_keys(layer), f"{name}, layer {layer}, in {kv}"
+            qkv = torch.randn((TOKENS, (c.heads + 2 * heads.kv * own) * heads.dim), device=place)
+            norms = [torch.rand(heads.dim, device=place) + 0.5 if c.graph.normed else None for _ in range(1 + own)]
+            given = (*norms, None)[:2], torch.randn(c.heads, device=place) if c.graph.sinks else None
+
+            def prompt(exact: bool, n: int, layer: int = layer, qkv: Any = qkv, given: Any = given) -> Any:
+                made = PromptAttention(c, cache, positions, exact, device, CONTEXT - n, n)  # noqa: B023  # called here
+                return made.attend(layer, qkv[-n:], *given)
+
+            out = Vector(c.heads * heads.dim, device, "int8")
+            step.attend(layer, qkv[-1], out, *given)
+            judge(f"a token, {what}", out.floats, prompt(True, 1)[0].cpu().numpy(), _LIMIT)
+            judge(f"a prompt, {what}", prompt(False, TOKENS), prompt(True, TOKENS).cpu().numpy(), _OF_HALVES)
+    return {"wrong": judge.wrong, "notes": f"largest relative error {judge.worst:.1e}"}

@@ -32,7 +32,7 @@ EARLY = ["correct/products/Q4_K/int8", "correct/graphs", "correct/attention/f16"
 
 # the longest first
 CORRECT = ["correct/mmvq", "correct/model", "correct/inductor", "correct/tensors", "correct/threads", "correct/graphs"]
-CORRECT += [f"correct/attention/{kind}" for kind in CACHES]
+CORRECT += [f"correct/{part}/{kind}" for part in ("attention", "layers") for kind in CACHES]
 CORRECT += [f"correct/configurations/{type}" for type in products.TRIED]
 CORRECT += [f"correct/tokens/{type}" for type in TYPES if type not in OTHERWISE]
 CORRECT += [f"correct/mma_int8/{type}" for type in mma_int8.TYPES]
@@ -76,7 +76,7 @@ _KNOWN = {
         "tensors": products.check_tensors, "one": products.check_one, "threads": products.check_threads,
         "configurations": products.check_configurations, "mmvq": mmvq.check, "attention": contexts.check,
         "graphs": torchs.check_graphs, "copies": torchs.check_copies, "inductor": torchs.check_inductor,
-        "second": torchs.check_second,
+        "second": torchs.check_second, "layers": contexts.check_layers,
     },
     "time": {
         "reading": timing.reading, "torch_product": timing.torch_product, "product": timing.product,
