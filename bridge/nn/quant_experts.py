@@ -11,15 +11,20 @@ from functools import cache
 from itertools import chain
 from typing import Any, Self
 
+import numpy as np
 import torch
 
 from bridge.errors import BridgeError
 from bridge.nn.quant_linear import Placed
 from bridge.nn.torch_ops import experts, few_experts, multiply_on
 from bridge.runtime import QuantTensor
+from bridge.runtime.cpu.ops.decoder_ops import LIMIT, SLOPE
 from bridge.system.devices import cuda
 
 Activation = Callable[..., torch.Tensor]  # of what the matrices before the last give
+_KERNELS = {
+    "silu": "silu", "SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu", "PytorchGELUTanh": "gelu",
+}  # fmt: skip
 
 
 class Gated:
@@ -29,10 +34,10 @@ class Gated:
         self.function, self.limit = function, limit
 
     @property
-    def is_swiglu(self) -> bool:
-        """Whether it is silu(gate) * up, with which a product on a GPU can end."""
+    def kernel(self) -> str | None:
+        """Its name where a product on a GPU can end with it, see cuda/product/gates.py."""
         name = getattr(self.function, "__name__", type(self.function).__name__)
-        return self.limit is None and name in ("silu", "SiLU", "SiLUActivation")
+        return None if self.limit is not None else _KERNELS.get(name)
 
     def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         if self.limit is not None:
@@ -55,6 +60,11 @@ class ClampedSwiglu:
 
     def __init__(self, alpha: float, limit: float):
         self.alpha, self.limit = alpha, limit
+
+    @property
+    def kernel(self) -> str | None:
+        """As that of Gated."""
+        return "clamped" if (np.float32(self.alpha), self.limit) == (SLOPE, LIMIT) else None
 
     def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
@@ -161,12 +171,12 @@ class StackOnDevice(ExpertStack):
             networks, activation = [_halved(*network) for network in networks], activation.activation
         parts = list(zip(*networks, strict=True))
         self.stacks: list[Any] | None = None
-        self.swiglu = False
+        self.kernel: str | None = None  # the activation that a product ends with
         if all(map(cuda("product.experts").alike, parts)):
             groups = [[part] for part in parts]
             if len(parts) == 3 and parts[0][0].type == parts[1][0].type:
                 groups = [parts[:2], parts[2:]]
-                self.swiglu = biases is None and isinstance(activation, Gated) and activation.is_swiglu
+                self.kernel = getattr(activation, "kernel", None)
                 activation = Fused(activation, in_turn=True)
                 if biases is not None:
                     biases = torch.stack(biases[:2], -1).flatten(1), biases[2]
@@ -178,7 +188,7 @@ class StackOnDevice(ExpertStack):
             activation = origin.activation
             networks = [tuple(m.to(name) for m in network) for network in origin.networks]
         super().__init__(networks, activation, biases)
-        self.device = name
+        self.device, self._place = name, device.place
         self._biases = cuda("toolchain.device").Memory(device, *(biases or ()))
 
     def takes(self, pairs: int) -> bool:
@@ -186,21 +196,31 @@ class StackOnDevice(ExpertStack):
 
     def mix(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, precision: str) -> torch.Tensor:
         """As on the CPU. Raises BridgeError where x is elsewhere."""
-        if str(x.device) != (wanted := cuda("toolchain.device").torch_device(self.device)):
-            raise BridgeError(f"{self.networks[0][0].name}: x is on {x.device}, the experts on {wanted}")
+        if str(x.device) != self._place:
+            raise BridgeError(f"{self.networks[0][0].name}: x is on {x.device}, the experts on {self._place}")
         self._biases.stream()
         if self.stacks is None or not self.takes(chosen.numel()):
-            return super().mix(x, chosen, weights, precision)
+            return self._by_expert(x, chosen, weights, precision)
         *inner, down = self.stacks
         *inner_biases, down_bias = [None] * len(self.stacks) if self.biases is None else self.biases
         numbers, records = chosen.to(torch.int64).reshape(-1), inner[0].records(x, precision)
-        if self.swiglu:
-            y = inner[0].multiply(records, numbers, silu=True)
+        if self.kernel is not None:
+            y = inner[0].multiply(records, numbers, inner_biases[0], self.kernel)
         else:
             pairs = zip(inner, inner_biases, strict=True)
             y = self.activation(*(m.multiply(records, numbers, bias) for m, bias in pairs))
         y = down.multiply(down.records(y, precision), numbers, down_bias)
         return (y.view(*chosen.shape, -1) * weights.float()[..., None]).sum(1)
+
+    def _by_expert(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, precision: str) -> torch.Tensor:
+        """`mix` of any number of tokens, for which the host waits once."""
+        y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        order, parts = cuda("product.experts").grouped(chosen.to(torch.int64).reshape(-1), len(self.networks))
+        shares = weights.float().reshape(-1)[order]
+        for expert, first, stop in parts:
+            tokens = order[first:stop] // chosen.shape[1]
+            y.index_add_(0, tokens, self.network(expert, x[tokens], precision) * shares[first:stop, None])
+        return y
 
 
 def _halved(both: QuantTensor, down: QuantTensor) -> tuple[QuantTensor, ...]:

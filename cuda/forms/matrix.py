@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 from bridge.cuda.forms.layout import UNIT, DeviceLayout, repacker
 from bridge.cuda.toolchain import device as devices
-from bridge.cuda.toolchain.device import Device, Memory, torch_device
+from bridge.cuda.toolchain.device import Device, Memory
 
 from bridge.blocks.read import WRITTEN
 from bridge.errors import BridgeError
@@ -65,6 +65,11 @@ class DeviceMatrix:
         return f"DeviceMatrix({self.name!r}, {self.type}, {[self.rows, self.columns]}, {self.device})"
 
 
+def has_kernel(tensor: QuantTensor) -> bool:
+    """Whether there are kernels for a matrix: for its type, and its factor where it has one."""
+    return tensor.type in WRITTEN and (tensor.factor == 1 or DeviceLayout(WRITTEN[tensor.type]).factored)
+
+
 def combined_shape(tensors: Sequence[QuantTensor], interleave: bool = False) -> tuple[int, int]:
     """Rows and columns of the tensors as one matrix. Raises BridgeError where they cannot be one on a GPU."""
     first = tensors[0]
@@ -72,6 +77,8 @@ def combined_shape(tensors: Sequence[QuantTensor], interleave: bool = False) -> 
         check_matrix(tensor)
         if tensor.type not in WRITTEN:
             raise BridgeError(f"{tensor.name}: no CUDA kernel for {tensor.type}; there is one for {', '.join(WRITTEN)}")
+        if not has_kernel(tensor):
+            raise BridgeError(f"{tensor.name}: no CUDA kernel for {tensor.type} with a factor, {tensor.factor:g}")
         if (tensor.type, tensor.shape[1]) != (first.type, first.shape[1]):
             raise BridgeError(
                 f"{tensor.name}: {tensor.type} of {tensor.shape[1]} columns cannot be combined with {first.name}, "
@@ -142,7 +149,7 @@ class FloatMatrix:
         self.rows, self.columns = tensor.shape
         dtype = getattr(torch, kind_of(tensor.type, precision))
         device.check_memory(self.rows * self.columns * dtype.itemsize, tensor.name)
-        self.weight = torch.empty(tensor.shape, dtype=dtype, device=torch_device(device))
+        self.weight = torch.empty(tensor.shape, dtype=dtype, device=device.place)
         self.memory = Memory(device, self.weight)
         step = max(1, _FLOATS // self.columns)
         for first in range(0, self.rows, step):

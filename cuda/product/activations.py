@@ -82,7 +82,7 @@ def _rounded(value):
     return code, step
 
 
-rounded = device_function(_rounded, waits=True)
+rounded = device_function(_rounded)
 
 
 def _store(value, group, column, records):

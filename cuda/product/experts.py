@@ -9,8 +9,8 @@ one pair, whose expert's number it finds in device memory: the host waits for no
 layer. A number that is no expert's, one of another process, gives zeros.
 
     records of x            one launch
-    gate and up, SwiGLU     one launch, their rows in turn; other activations are torch's, after it
-    records of that         one launch
+    gate and up, SwiGLU     one launch, their rows in turn, with any activation of gates.py
+    records of that         one launch, or none where the product makes them (`recorded`)
     down                    one launch
     weights and sum         torch's, two
 
@@ -30,7 +30,7 @@ from bridge.cuda.forms.layout import DeviceLayout
 from bridge.cuda.forms.matrix import DeviceMatrix, combined_shape, repack
 from bridge.cuda.product.activations import Records
 from bridge.cuda.product.matmul import Multiplier
-from bridge.cuda.product.matvec import work_of
+from bridge.cuda.product.matvec import Recorded, work_of
 from bridge.cuda.product.matvec_kernel import kernel
 from bridge.cuda.product.matvec_shape import MatvecShape
 from bridge.cuda.toolchain import device as devices
@@ -70,6 +70,7 @@ class ExpertMatrices:
         """
         tensors = experts[0]
         self.type, self.device, self.count = tensors[0].type, device, len(experts)
+        self.gated = len(tensors) > 1
         self.rows, self.columns = combined_shape(tensors, interleave=True)
         distance = -(-DeviceLayout(WRITTEN[self.type]).nbytes(self.rows, self.columns) // _ALIGNED) * _ALIGNED
         host = np.zeros((self.count, distance), np.uint8)
@@ -94,25 +95,33 @@ class ExpertMatrices:
         """Whether so many pairs of a token and an expert are multiplied at once; see above."""
         return 1 <= pairs <= self.count
 
-    def records(self, x: Any, precision: str) -> Records:
+    def records(self, x: Any, precision: str, dependent: bool = False) -> Records:
         """x [n, columns] of a float type on the device, as `multiply` takes it; one launch."""
         with self.device.active():
             records = Records(self.columns, len(x), self.device, precision, clear=False)
-            return records.quantize(x.contiguous(), len(x), self.memory.stream())
+            return records.quantize(x.contiguous(), len(x), self.memory.stream(), dependent)
 
-    def multiply(self, records: Records, chosen: Any, bias: Any = None, silu: bool = False) -> Any:
+    def multiply(
+        self, records: Records, chosen: Any, bias: Any = None, activation: str | None = None, dependent: bool = False,
+        recorded: Recorded | None = None,
+    ) -> Any:  # fmt: skip
         """The products of n columns with the experts that each chose: float32 [pairs, rows]; one launch.
 
-        chosen  int64 [pairs], contiguous on the device: those of the first column, then those of the next
-        bias    float32 [count, rows], contiguous on the device
-        silu    [pairs, rows / 2] of silu(gate) * up, from rows of gate and up in turn; without a bias
+        chosen      int64 [pairs], contiguous on the device: those of the first column, then those of the next
+        bias        float32 [count, rows], contiguous on the device
+        activation  of gates.py: [pairs, rows / 2] from rows of gate and up in turn, [pairs, rows] from those of one
+                    tensor
+        dependent   it may begin while the launch before it ends (launch.py)
+        recorded    where records of the products of one column go, see matvec.py: int32 [pairs * rows / 32] counters
         """
         import torch
 
-        y = torch.empty((len(chosen), self.rows // (2 if silu else 1)), dtype=torch.float32, device=chosen.device)
+        rows = self.rows // 2 if activation and self.gated else self.rows
+        y = torch.empty((len(chosen), rows), dtype=torch.float32, device=chosen.device)
         offset = None if bias is None else devices.view(bias.view(-1))
+        arrays = devices.view(y), devices.view(chosen)
         with self.device.active():
-            launch(self, records, devices.view(y), devices.view(chosen), self.memory.stream(), offset, silu)
+            launch(self, records, *arrays, self.memory.stream(), offset, activation, None, dependent, recorded)
         return y
 
 
@@ -121,9 +130,20 @@ def alike(tensors: Sequence[QuantTensor]) -> bool:
     return tensors[0].type in WRITTEN and len({(tensor.type, tensor.shape) for tensor in tensors}) == 1
 
 
+def grouped(chosen: Any, count: int) -> tuple[Any, list[tuple[int, int, int]]]:
+    """Pairs by expert, for chosen int64 [pairs] on a device: the order int64 [pairs], and (expert, first, stop) of its
+    parts. The host waits."""
+    import torch
+
+    stops = torch.bincount(chosen, minlength=count).cumsum(0).cpu().tolist()
+    bounds = zip(range(count), [0, *stops], stops, strict=False)  # a number beyond is another process's
+    return chosen.argsort(stable=True), [bound for bound in bounds if bound[1] < bound[2]]
+
+
 def launch(
-    matrices: ExpertMatrices, records: Records, y: Any, chosen: Any, stream: Any, bias: Any = None, silu: bool = False,
-    shape: MatvecShape | None = None,
+    matrices: ExpertMatrices, records: Records, y: Any, chosen: Any, stream: Any, bias: Any = None,
+    activation: str | None = None, shape: MatvecShape | None = None, dependent: bool = False,
+    recorded: Recorded | None = None,
 ) -> None:  # fmt: skip
     """Queue y = W x + bias as `multiply` says; y float32 [pairs, rows], bias float32 [count * rows] on the device.
 
@@ -135,12 +155,19 @@ def launch(
             f"{first.name}: {pairs} products of {columns} columns of {records.columns} values; must be a multiple of "
             f"{columns}, of {matrices.columns}"
         )
-    shape, blocks = work_of(first, 1, records.exact, shape, pairs)
+    shape, blocks = work_of(first, 1, records.exact, shape, pairs, alone=recorded is None)
+    epilogue = "bias_" * (bias is not None)
+    if activation is not None:
+        epilogue += activation + "_ungated" * (not matrices.gated) + "_"
     product = kernel(
-        matrices.type, 1, shape, records.exact, ("silu_" if silu else "bias_" * (bias is not None)) + "chosen"
+        matrices.type, 1, shape, records.exact, epilogue + "recorded_" * (recorded is not None) + "chosen", dependent
     )
+    placeholder = matrices.device.placeholder()
+    more: tuple[Any, ...] = ()
+    if recorded is not None:
+        more = placeholder, np.float32(0), recorded.counters, placeholder, placeholder, recorded.records.buffer
     product.launch(
         (blocks, pairs // columns, columns), (32, shape.warps), stream, matrices.buffer, first.room // 16,
-        records.buffer, y, matrices.device.placeholder() if bias is None else bias, matrices.rows, first.units, chosen,
+        records.buffer, y, placeholder if bias is None else bias, matrices.rows, first.units, *more, chosen,
         pairs // columns,
     )  # fmt: skip

@@ -2,8 +2,9 @@
 
     plain   x
     norm    x / sqrt(mean(x^2) + eps) * weight
-    gate    gate / (1 + exp(-gate)) * up, from x that holds both, one after the other or column by column in turn; x
-            may be sums of halves that are still to be multiplied by their token's scale
+    gate    what an activation of gates.py makes of gate and up, from x that holds both, one after the other or column
+            by column in turn, or gate alone; x may be sums of halves that are still to be multiplied by their token's
+            scale
 
 Halves end at 65504 and lose bits below 2^-14, so each token is scaled. A block of threads takes a token, a thread 8
 values at a time. It goes through it twice, first for the largest magnitude, and the second time finds it in the L2
@@ -16,9 +17,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from bridge.cuda.norm import rms
+from bridge.cuda.product import gates
+from bridge.cuda.product.gates import ACTIVATIONS
 from bridge.cuda.toolchain.compiler import recipe
 from bridge.cuda.toolchain.device import Device, view
-from bridge.cuda.toolchain.intrinsics import SIMULATED, load_16f, or_, shl, store_16, to_half, warp_max, warp_sum
+from bridge.cuda.toolchain.intrinsics import load_16f, or_, shl, store_16, to_half, warp_max, warp_sum
 from bridge.cuda.toolchain.launch import Kernel
 from bridge.cuda.toolchain.unroll import expand, gathered, registers, unroll
 from numba import cuda
@@ -29,9 +32,9 @@ _THREADS = 256
 
 # set per kernel by `expand`
 WARPS = THREADS = 0
-NORM = GATE = IN_TURN = SCALED = False
+NORM = GATE = IN_TURN = ALONE = SCALED = False
 four: Any = None
-gated_value: Any = None
+activate: Any = None
 
 float32 = np.float32
 int32: Any = np.int32
@@ -49,23 +52,23 @@ def _four(x, row, columns, i, factor):
     one = load_16f(x, row // 4 + (i // 2 if IN_TURN else i // 4))
     if not GATE:
         return one
+    value = registers()
+    if ALONE:
+        for k in unroll(4):
+            value[k] = activate(one[k] * factor, float32(1))
+        return gathered(value, 4)
     other = load_16f(x, row // 4 + (i // 2 + 1 if IN_TURN else (columns + i) // 4))
     gates = (one[0], one[2], other[0], other[2]) if IN_TURN else one
     ups = (one[1], one[3], other[1], other[3]) if IN_TURN else other
-    value = registers()
     for k in unroll(4):
-        value[k] = gated_value(gates[k] * factor, ups[k] * factor)
+        value[k] = activate(gates[k] * factor, ups[k] * factor)
     return gathered(value, 4)
-
-
-def _gated_value(gate, up):
-    return gate / (float32(1) + math.exp(min(-gate, float32(80)))) * up
 
 
 def _halve(x, weight, factors, values, scale, columns, eps):
     thread = int32(cuda.threadIdx.x)
     token = int32(cuda.blockIdx.x)
-    row = token * columns * 2 if GATE else token * columns
+    row = token * columns * 2 if GATE and not ALONE else token * columns
     factor = factors[token] if SCALED else float32(1)
     most = float32(0)
     squares = float32(0)
@@ -111,15 +114,17 @@ def _halve(x, weight, factors, values, scale, columns, eps):
 
 
 @recipe
-def kernel(way: str, scaled: bool = False) -> Kernel:
-    """The kernel halve(x, weight, factors, values, scale, columns, eps): "plain", "norm", "gate", or "gate_in_turn";
-    where it is `scaled`, a token's x is multiplied by its factor."""
+def kernel(way: str, scaled: bool = False, activation: str = "silu") -> Kernel:
+    """The kernel halve(x, weight, factors, values, scale, columns, eps): "plain", "norm", "gate", "gate_in_turn" or
+    "gate_alone", with an activation of gates.py; where it is `scaled`, a token's x is multiplied by its factor."""
     from bridge.cuda.toolchain.intrinsics import device_function
 
-    scope = {"GATE": way.startswith("gate"), "IN_TURN": way == "gate_in_turn", "NORM": way == "norm"}
-    four = device_function(expand(_four, way, gated_value=device_function(_gated_value), **scope))
+    gate = way.startswith("gate")
+    scope = {"GATE": gate, "IN_TURN": way == "gate_in_turn", "ALONE": way == "gate_alone", "NORM": way == "norm"}
+    name = way + f"_{activation}" * gate
+    four = device_function(expand(_four, name, activate=ACTIVATIONS[activation], **scope))
     function = expand(
-        _halve, way + "_scaled" * scaled, four=four, THREADS=_THREADS, WARPS=_THREADS // 32, SCALED=scaled, **scope
+        _halve, name + "_scaled" * scaled, four=four, THREADS=_THREADS, WARPS=_THREADS // 32, SCALED=scaled, **scope
     )
     signature = "void(float32[::1], float32[::1], float32[::1], int16[::1], float32[::1], int64, float32)"
     return Kernel(function, signature)
@@ -135,41 +140,42 @@ def normed(x: Any, weight: Any, eps: float, device: Device) -> Halves:
     return _launch("norm", x, x.shape[1], device, weight, eps)
 
 
-def gated(both: Any, in_turn: bool, device: Device, scale: Any = None) -> Halves:
-    """silu(gate) * up of f32 [n, 2 * columns]: gate first, or `in_turn` (gate, up) for every column; `scale` f32 [n],
-    by which `both` is still to be multiplied, or None."""
-    return _launch("gate_in_turn" if in_turn else "gate", both, both.shape[1] // 2, device, factors=scale)
+def gated(x: Any, way: str, device: Device, scale: Any = None, activation: str = "silu") -> Halves:
+    """The activation of gate and up, f32 [n, 2 * columns]: one after the other (way "gate") or in turn for every column
+    ("gate_in_turn"); or of f32 [n, columns] ("gate_alone"). `scale` f32 [n], by which x is still to be multiplied, or
+    None."""
+    columns = x.shape[1] // (1 if way == "gate_alone" else 2)
+    return _launch(way, x, columns, device, factors=scale, activation=activation)
 
 
 def _launch(
-    way: str, x: Any, columns: int, device: Device, weight: Any = None, eps: float = 0.0, factors: Any = None
-) -> Halves:
+    way: str, x: Any, columns: int, device: Device, weight: Any = None, eps: float = 0.0, factors: Any = None,
+    activation: str = "silu",
+) -> Halves:  # fmt: skip
     import torch
 
-    if SIMULATED:  # a thread of Python for each of a block, and for every token a block
-        return by_torch(way, x if factors is None else x * factors[:, None], weight, eps)
     n = x.shape[0]
     halves = Halves(torch.empty((n, columns), dtype=torch.float16, device=x.device), torch.empty(n, device=x.device))
     inputs = (device.placeholder() if array is None else view(array) for array in (x.reshape(-1), weight, factors))
     arrays = *inputs, view(halves.values.reshape(-1)), view(halves.scale)
-    kernel(way, factors is not None).launch(n, _THREADS, device.stream(), *arrays, columns, np.float32(eps))
+    halve = kernel(way, factors is not None, activation)
+    halve.launch(n, _THREADS, device.stream(), *arrays, columns, np.float32(eps))
     return halves
 
 
-def floats_by_torch(way: str, x: Any, weight: Any = None, eps: float = 0.0) -> Any:
+def floats_by_torch(way: str, x: Any, weight: Any = None, eps: float = 0.0, activation: str = "silu") -> Any:
     """The values of a way, f32 [n, columns], by torch."""
-    import torch
-
     if way == "norm":
         return rms(x, weight, eps)
     if way == "plain":
         return x
-    gate, up = (x[:, ::2], x[:, 1::2]) if way == "gate_in_turn" else x.chunk(2, dim=1)
-    return torch.nn.functional.silu(gate) * up
+    if way == "gate_alone":
+        return gates.by_torch(activation, x)
+    return gates.by_torch(activation, *((x[:, ::2], x[:, 1::2]) if way == "gate_in_turn" else x.chunk(2, dim=1)))
 
 
-def by_torch(way: str, x: Any, weight: Any = None, eps: float = 0.0) -> Halves:
-    """The Halves of a way, by torch."""
-    x = floats_by_torch(way, x, weight, eps)
+def by_torch(x: Any) -> Halves:
+    """x [n, columns] of any float type, by torch."""
+    x = x.float()
     scale = (x.abs().amax(dim=1) / LARGEST).clamp_min(_LEAST)
     return Halves((x / scale[:, None]).half(), scale)

@@ -80,7 +80,7 @@ class Multiplier:
 
     def bind(self, matrix: DeviceMatrix, x: Any, y: Any, bias: Any = None) -> Callable[..., None]:
         """A function (stream, x, y, bias if there is one), of a handle and addresses, that queues y = x W^T + bias for
-        arrays like these, n at most 8, in the device's context. Not for the simulator."""
+        arrays like these, n at most 8, in the device's context."""
         import torch
 
         n, stream = x.shape[0], self.device.stream()
@@ -118,13 +118,13 @@ def product(weight: Any, x: Any) -> Any:
     import torch
 
     if isinstance(x, Halves):
-        return _sums(x.values, weight).mul_(x.scale[:, None])
+        return sums(x.values, weight).mul_(x.scale[:, None])
     if weight.dtype != torch.float16 or (x.dtype == torch.float16 and _keeps_sums(weight)):
-        return _sums(x.to(weight.dtype), weight)
-    return product(weight, halves.by_torch("plain", x.float()))
+        return sums(x.to(weight.dtype), weight)
+    return product(weight, halves.by_torch(x))
 
 
-def _sums(x: Any, weight: Any) -> Any:
+def sums(x: Any, weight: Any) -> Any:
     """x weight^T as float32: sums that torch does not round to 16 bits first, where it can."""
     import torch
 
@@ -180,8 +180,8 @@ def _multiply(weight: Any, x: Any, y: Any, accumulate: bool, scaled: bool) -> No
         result = product(weight, x)
         y.add_(result) if accumulate else y.copy_(result)
     elif not scaled:
-        y.copy_(_sums(x.values, weight))
+        y.copy_(sums(x.values, weight))
     elif accumulate:
-        y.addcmul_(_sums(x.values, weight), x.scale[:, None])
+        y.addcmul_(sums(x.values, weight), x.scale[:, None])
     else:
-        torch.mul(_sums(x.values, weight), x.scale[:, None], out=y)
+        torch.mul(sums(x.values, weight), x.scale[:, None], out=y)

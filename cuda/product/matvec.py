@@ -88,12 +88,15 @@ def bind(matrix: DeviceMatrix, records: Records, y: Any, n: int, stream: Any, bi
     return product.bind(*arguments)
 
 
-def launch_silu(
+def launch_activated(
     matrix: DeviceMatrix, records: Records, y: Any, n: int, stream: Any, shape: MatvecShape | None = None,
-    normed: Normed | None = None, recorded: Recorded | None = None, dependent: bool = False,
+    normed: Normed | None = None, recorded: Recorded | None = None, dependent: bool = False, bias: Any = None,
+    activation: str = "silu", gated: bool = True,
 ) -> None:  # fmt: skip
-    """Queue y[r] = silu(gate r . x) * (up r . x), the matrix uploaded with interleave; y float32 [n, rows/2]."""
-    product, *arguments = _launch(matrix, records, y, n, stream, None, "silu", shape, normed, recorded, dependent)
+    """Queue y[r] = activation(gate r . x, up r . x), see gates.py, the matrix uploaded with interleave; y float32
+    [n, rows / 2]. Not `gated`: of row r . x alone; y float32 [n, rows]. `bias` is in the order of the rows."""
+    epilogue = "bias_" * (bias is not None) + activation + "_ungated" * (not gated)
+    product, *arguments = _launch(matrix, records, y, n, stream, bias, epilogue, shape, normed, recorded, dependent)
     product.launch(*arguments)
 
 
@@ -163,7 +166,7 @@ def pair_kernel(
 
     unused = ("counters", "gain", "squares", "records", *OF_EXPERTS)
     one, other = (
-        device_function(expanded_product(type, 1, shape, exact, epilogue, dependent, without), True)
+        device_function(expanded_product(type, 1, shape, exact, epilogue, dependent, without))
         for type, shape, without in zip(types, shapes, ((*unused, "skip"), unused), strict=True)
     )
     name = "_".join([*types, *("".join(map(str, shape)) for shape in shapes), "f32" if exact else "int8"])

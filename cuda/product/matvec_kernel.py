@@ -48,6 +48,7 @@ from typing import Any
 import numpy as np
 from bridge.cuda.forms.superblock import functions
 from bridge.cuda.product.activations import BEYOND, FLOAT_RECORD, FLOAT_TILE, RECORD, TILE, store, store_exact
+from bridge.cuda.product.gates import ACTIVATIONS
 from bridge.cuda.product.matvec_shape import COLUMNS_OF_A_LANE, MatvecShape, registers_of
 from bridge.cuda.toolchain.compiler import recipe
 from bridge.cuda.toolchain.intrinsics import (
@@ -80,7 +81,8 @@ from bridge.errors import BridgeError
 
 # set per kernel by `expand`
 ROWS = UNITS = SPLIT = SPLIT_LOG = WARPS = COLUMNS = TOKENS = LANES = LANES_LOG = 0
-EXACT = ACCUMULATE = BIAS = SILU = FACTORED = NORMED = RECORDED = GAIN = DEPENDENT = NUMBERED = SECOND = CHOSEN = False
+EXACT = ACCUMULATE = BIAS = GATED = UNGATED = FACTORED = NORMED = RECORDED = GAIN = DEPENDENT = NUMBERED = False
+SECOND = CHOSEN = False
 MADE = 0  # values that a thread block computes
 BOOK = TABLE_AT = 0  # points of a codebook, and where it is
 load: Any = None
@@ -91,6 +93,7 @@ integer: Any = None
 line: Any = None
 lifted: Any = ()
 factor: Any = None
+activate: Any = None
 put: Any = None
 int32 = np.int32
 float32 = np.float32
@@ -105,6 +108,9 @@ def _product(
     start = mad(block, WARPS // SPLIT * ROWS, mad(bits(warp, SPLIT_LOG, 31), ROWS, 0))
     end = int32(units)
     if CHOSEN:
+        if DEPENDENT:
+            launch_dependents()
+            launches_wait()
         expert = chosen[mad(block_z(), int32(used), block_y())]
         if expert < 0 or expert >= experts.shape[0]:  # of another process: sums of no units
             expert = 0
@@ -125,7 +131,7 @@ def _product(
     unit = registers()
     weight = registers()
     begin = mad(bits(warp, 0, SPLIT - 1), LANES * UNITS, 0)
-    if DEPENDENT:
+    if DEPENDENT and not CHOSEN:
         launch_dependents()
         if begin < end:
             for u in unroll(UNITS):
@@ -232,30 +238,38 @@ def _product(
             if int32(start + r) >= first_row:
                 for c in unroll(TOKENS):
                     if COLUMNS == 1 or c + first < y.shape[0]:
-                        value = total[r, c]
-                        if SILU:
+                        if BIAS and CHOSEN:
+                            if expert >= 0 and expert < experts.shape[0]:
+                                total[r, c] += bias[expert * rows + start + r]
+                        elif BIAS:
+                            total[r, c] += bias[start + r]
+                        if GATED:
                             if r % 2 == 1:
-                                gate = total[r - 1, c]
-                                y[first + c, (start + r) >> 1] = gate / (float32(1) + math.exp(-gate)) * value
+                                y[first + c, (start + r) >> 1] = activate(total[r - 1, c], total[r, c])
+                        elif UNGATED:
+                            y[first + c, start + r] = activate(total[r, c], float32(1))
+                        elif ACCUMULATE:
+                            y[first + c, start + r] += total[r, c]
                         else:
-                            if BIAS and CHOSEN:
-                                if expert >= 0 and expert < experts.shape[0]:
-                                    value += bias[expert * rows + start + r]
-                            elif BIAS:
-                                value += bias[start + r]
-                            if ACCUMULATE:
-                                value += y[first + c, start + r]
-                            y[first + c, start + r] = value
+                            y[first + c, start + r] = total[r, c]
     if RECORDED:
         group = bits(mad(block_x(), MADE, 0), 5, 0x07FFFFFF)
-        if last_block(counters, group, 32 // MADE):  # all values are complete
-            value = y[0, group * 32 + lane]
+        counter = group
+        pair = int32(0)
+        if CHOSEN:
+            width = int32(y.shape[1])
+            pair = mad(block_z(), int32(used), block_y())
+            counter = mad(pair, bits(width, 5, 0x07FFFFFF), group)
+        if last_block(counters, counter, 32 // MADE):  # all values are complete
+            value = y[pair, group * 32 + lane]
             if GAIN:
                 square = warp_sum(value * value)
                 if lane == 0:
                     squares[group] = square
                 value *= gain[group * 32 + lane]
-            put(value, group, 0, records)
+            if CHOSEN:  # columns of eight in tiles of their own
+                group += mad(bits(pair, 3, 0x1FFFFFFF), 32 * (bits(int32(width + 1023), 10, 0x003FFFFF) + BEYOND), 0)
+            put(value, group, bits(pair, 0, 7), records)
 
 
 _FUSED = "sums", "eps", "counters", "gain", "squares", "records"  # parameters of a product with the steps around it
@@ -266,16 +280,17 @@ OF_EXPERTS = "experts", "chosen", "used"
 def kernel(type: str, n: int, shape: MatvecShape, exact: bool, epilogue: str, dependent: bool = False) -> Any:
     """The kernel of a type for 1, 2, up to 4 or up to 8 columns (n): y's are stored, what lies beyond counts nothing.
 
-    `epilogue` is "", or names: "bias" and "accumulate", or "silu"; for one column also "normed", and "recorded" or
-    "recorded_gain", or "chosen", alone or with "bias" or "silu". A `dependent` one (launch.py) fetches the first
-    weights into the L2 cache while it waits.
+    `epilogue` is "", or names: "bias", "accumulate" or an activation of gates.py, whose gate and up are rows in turn
+    unless it is "ungated"; for one column also "normed", and "recorded" or "recorded_gain", and "chosen". A `dependent`
+    one (launch.py) fetches the first weights into the L2 cache while it waits, unless they are still to be chosen.
     """
     from bridge.cuda.toolchain.launch import Kernel
 
-    if "silu" in epilogue and shape.rows % 2:
+    gated = _activation(epilogue) is not None and "ungated" not in epilogue
+    if gated and shape.rows % 2:
         raise BridgeError(f"{type}: {shape} separates gate from up, whose rows alternate; rows must be 2 or 4")
     fused = "normed" in epilogue or "recorded" in epilogue
-    if fused and (n > 1 or (32 << ("silu" in epilogue)) % (shape.warps // shape.split * shape.rows)):
+    if fused and (n > 1 or (32 << gated) % (shape.warps // shape.split * shape.rows)):
         raise BridgeError(f"{type}: {n} columns, {shape} and records of 32 rows do not go together")
     chosen = "chosen" in epilogue
     unused = ("skip", *(() if fused else _FUSED), *(("weights",) if chosen else OF_EXPERTS))
@@ -287,6 +302,11 @@ def kernel(type: str, n: int, shape: MatvecShape, exact: bool, epilogue: str, de
     return Kernel(expanded, signature, registers_of(type, n, shape, exact), dependent=dependent)
 
 
+def _activation(epilogue: str) -> str | None:
+    """The activation that an epilogue names."""
+    return next((name for name in ACTIVATIONS if name in epilogue), None)
+
+
 def expanded_product(
     type: str, n: int, shape: MatvecShape, exact: bool, epilogue: str, dependent: bool, without: tuple[str, ...]
 ) -> Any:
@@ -294,18 +314,20 @@ def expanded_product(
     formulas = functions(type)
     suffix = f"{type}_{n}_{'f32' if exact else 'int8'}_{'_'.join(map(str, shape))}{epilogue and '_'}{epilogue}"
     suffix += "_dependent" * dependent
+    activation = _activation(epilogue)
+    gated = activation is not None and "ungated" not in epilogue
     # what the previous launch writes changes while a dependent kernel runs
     x = {"cached_8": load_8, "cached_16": load_16, "cached_16f": load_16f} if dependent else {}
     return expand(
         _product, suffix, without=without, SECOND="skip" not in without, DEPENDENT=dependent,
         NORMED="normed" in epilogue, RECORDED="recorded" in epilogue,
-        GAIN="gain" in epilogue, MADE=shape.warps // shape.split * shape.rows >> ("silu" in epilogue),
+        GAIN="gain" in epilogue, MADE=shape.warps // shape.split * shape.rows >> gated,
         put=store_exact if exact else store, COLUMNS=n, TOKENS=min(n, COLUMNS_OF_A_LANE),
         LANES=32 if n <= COLUMNS_OF_A_LANE else 16, LANES_LOG=5 if n <= COLUMNS_OF_A_LANE else 4,
         ROWS=shape.rows, UNITS=shape.units, SPLIT=shape.split, SPLIT_LOG=shape.split.bit_length() - 1,
         WARPS=shape.warps, EXACT=exact, ACCUMULATE="accumulate" in epilogue, BIAS="bias" in epilogue,
-        SILU="silu" in epilogue, CHOSEN="chosen" in epilogue, FACTORED=formulas.layout.factored, load=formulas.load,
-        prefetch=formulas.prefetch,
+        GATED=gated, UNGATED="ungated" in epilogue, activate=ACTIVATIONS.get(activation or ""),
+        CHOSEN="chosen" in epilogue, FACTORED=formulas.layout.factored, load=formulas.load, prefetch=formulas.prefetch,
         BOOK=0 if formulas.layout.book is None else len(formulas.layout.book.table), TABLE_AT=formulas.table_at,
         NUMBERED=formulas.decode is not None, decode=formulas.decode_shared, unpack=formulas.unpack,
         integer=formulas.integer, line=formulas.line, lifted=formulas.lifted,

@@ -2,22 +2,23 @@
 
     Stack     matrices of one input, their outputs one after the other (q, k, v); neighbours of one type are one
               matrix on the device, and two of these one launch. Types without a kernel (FloatMatrix) are left to torch
-    Gated     gate and up: where both are of one type, row by row in turn, so that the launch ends with SwiGLU
+    Gated     gate and up: where both are of one type, row by row in turn, so that the launch ends with the activation
 
-`bind` gives the launches for one token; several tokens go through matmul.py.
+`step` is for one token; several tokens go through matmul.py.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
 import numpy as np
 from bridge.cuda.forms.layout import DeviceLayout
-from bridge.cuda.forms.matrix import DeviceMatrix, FloatMatrix, kind_of
-from bridge.cuda.norm import silu_grid, silu_kernel
+from bridge.cuda.forms.matrix import DeviceMatrix, FloatMatrix, has_kernel, kind_of
+from bridge.cuda.norm import activation_grid, activation_kernel
 from bridge.cuda.product import matvec
 from bridge.cuda.product.activations import Records
-from bridge.cuda.product.halves import Halves, gated
+from bridge.cuda.product.gates import by_torch
+from bridge.cuda.product.halves import Halves, floats_by_torch, gated
 from bridge.cuda.product.matmul import Multiplier, product
 from bridge.cuda.product.matvec import Normed, Recorded
 from bridge.cuda.product.mma_int8 import tiles_of
@@ -27,28 +28,31 @@ from bridge.cuda.toolchain.device import Device, view, zeros
 from bridge.blocks.read import WRITTEN
 from bridge.runtime.quant_tensor import QuantTensor
 
-Call = Callable[[], None]
-
 
 def device_bytes(tensor: QuantTensor, precision: str) -> int:
     """Bytes that a matrix takes on the device."""
     rows, columns = tensor.shape
-    if tensor.type in WRITTEN:
+    if has_kernel(tensor):
         return DeviceLayout(WRITTEN[tensor.type]).nbytes(rows, columns)
     return rows * columns * (4 if kind_of(tensor.type, precision) == "float32" else 2)
 
 
 class Vector:
-    """One token's values, f32 [columns], and their records, which its products read."""
+    """One token's values, f32 [columns], and their records, which its products read; only floats are multiplied by
+    others than whole blocks of 32. `recorded`: the records are those of the values."""
 
     def __init__(self, columns: int, device: Device, precision: str):
         self.floats = zeros(device, columns)
-        self.records = Records(columns, 1, device, precision)
-        self._row = view(self.floats.reshape(1, -1))
+        self.recordable = columns % 32 == 0
+        self.records = Records(max(32, columns // 32 * 32), 1, device, precision)
+        self.recorded = False
 
-    def quantize(self, dependent: bool = False) -> None:
-        """Make the records of the floats."""
-        self.records.quantize(self._row, 1, self.records.device.stream(), dependent)
+    def record(self, dependent: bool = False) -> None:
+        """Make the records, if there are none yet."""
+        if self.recordable and not self.recorded:
+            row = view(self.floats.reshape(1, -1))
+            self.records.quantize(row, 1, self.records.device.stream(), dependent)
+        self.recorded = True
 
 
 class Stack:
@@ -60,11 +64,11 @@ class Stack:
         self.columns = tensors[0].shape[1]
         self.rows = 0
         self.parts: list[tuple[int, DeviceMatrix | FloatMatrix]] = []
-        for type, group in groupby(tensors, key=lambda t: t.type):
+        for (_, by_kernel), group in groupby(tensors, key=lambda t: (t.type, has_kernel(t))):
             members = list(group)
             matrices: list[DeviceMatrix | FloatMatrix] = (
                 [DeviceMatrix.upload(members, device)]
-                if type in WRITTEN
+                if by_kernel
                 else [FloatMatrix(tensor, device, multiplier.precision) for tensor in members]
             )
             for matrix in matrices:
@@ -81,52 +85,34 @@ class Stack:
         """Whether its launch can make records of the result: there must be only one."""
         return self.fuses and len(self.parts) == 1 and self.rows % 32 == 0
 
-    def bind(
+    def step(
         self, x: Vector, y: Any, accumulate: bool = False, normed: Normed | None = None,
         recorded: Recorded | None = None, dependent: bool = False,
-    ) -> list[Call]:  # fmt: skip
-        """Calls that compute y (f32 [rows]) = or += W x for one token; see matvec.py for the last three."""
-        more = normed, recorded, dependent
-        parts, calls = list(self.parts), []
+    ) -> None:  # fmt: skip
+        """Queue y (f32 [rows]) = or += W x + bias for one token; see matvec.py for the last three."""
+        stream, parts = self.multiplier.device.stream(), list(self.parts)
         if len(parts) > 1 and not accumulate and all(isinstance(matrix, DeviceMatrix) for _, matrix in parts[:2]):
-            calls, parts = [self._bound_pair(x, y, normed, dependent)], parts[2:]
-        return calls + [self._bound(first, matrix, x, y, accumulate, *more) for first, matrix in parts]
-
-    def _bound_pair(self, x: Vector, y: Any, normed: Normed | None, dependent: bool) -> Call:
-        """A call for the first two matrices."""
-        matrices: Any = tuple(matrix for _, matrix in self.parts[:2])
-        parts = [slice(first, first + matrix.rows) for first, matrix in self.parts[:2]]
-        rows: Any = tuple(view(y[part].reshape(1, -1)) for part in parts)
-        bias: Any = None if self.bias is None else tuple(view(self.bias[part]) for part in parts)
-
-        def launch() -> None:
-            stream = self.multiplier.device.stream()
-            matvec.launch_pair(matrices, x.records, rows, stream, bias, normed, dependent)
-
-        return launch
-
-    def _bound(
-        self, first: int, matrix: Any, x: Vector, y: Any, accumulate: bool, normed: Normed | None,
-        recorded: Recorded | None, dependent: bool,
-    ) -> Call:  # fmt: skip
-        out = y[first : first + matrix.rows]
-        bias = None if self.bias is None else self.bias[first : first + matrix.rows]
-        if isinstance(matrix, FloatMatrix):
-
-            def by_torch() -> None:
+            pair: Any = parts[:2]
+            places = [slice(first, first + matrix.rows) for first, matrix in pair]
+            rows: Any = tuple(view(y[place].reshape(1, -1)) for place in places)
+            offsets: Any = None if self.bias is None else tuple(view(self.bias[place]) for place in places)
+            matrices: Any = tuple(matrix for _, matrix in pair)
+            matvec.launch_pair(matrices, x.records, rows, stream, offsets, normed, dependent)
+            parts = parts[2:]
+        for first, matrix in parts:
+            out = y[first : first + matrix.rows]
+            bias = None if self.bias is None else self.bias[first : first + matrix.rows]
+            if isinstance(matrix, FloatMatrix):
                 result = product(matrix.weight, x.floats[None])[0]
                 if bias is not None:
                     result += bias
                 out.copy_(out + result if accumulate else result)
-
-            return by_torch
-        rows, offset = view(out.reshape(1, -1)), None if bias is None else view(bias)
-
-        def launch() -> None:
-            stream = self.multiplier.device.stream()
-            matvec.launch(matrix, x.records, rows, 1, stream, accumulate, offset, None, normed, recorded, dependent)
-
-        return launch
+                continue
+            offset = None if bias is None else view(bias)
+            matvec.launch(
+                matrix, x.records, view(out.reshape(1, -1)), 1, stream, accumulate, offset, None, normed, recorded,
+                dependent,
+            )  # fmt: skip
 
     def form(self, n: int) -> str:
         """What products of n tokens multiply, see Multiplier."""
@@ -153,60 +139,71 @@ def _empty(x: Any, rows: int) -> Any:
 
 
 class Gated:
-    """silu(gate x) * up x: what a decoder's down projection multiplies."""
+    """activation(gate x, up x), of gates.py: what a decoder's down projection multiplies.
 
-    def __init__(self, gate: QuantTensor, up: QuantTensor, multiplier: Multiplier, bias: Any = None):
-        self.multiplier = multiplier
-        self.inner = gate.shape[0]
-        self.fused = gate.type == up.type and gate.type in WRITTEN and bias is None
-        self.stack: Any = None
+    `up` None: activation(gate x). `bias` f32 [2 * inner], that of gate first, or [inner] where there is no up; or None
+    """
+
+    def __init__(
+        self, gate: QuantTensor, up: QuantTensor | None, multiplier: Multiplier, bias: Any = None,
+        activation: str = "silu",
+    ):  # fmt: skip
+        self.multiplier, self.activation, self.bias = multiplier, activation, bias
+        self.inner, self.gated = gate.shape[0], up is not None
+        self._counters: Any = None
+        tensors = [gate] if up is None else [gate, up]
+        alike = all(has_kernel(tensor) and tensor.type == gate.type for tensor in tensors)
+        self.fused = alike and self.inner % 32 == 0
+        self.width = len(tensors) * self.inner
         if self.fused:
-            self.matrix = DeviceMatrix.upload([gate, up], multiplier.device, interleave=True)
+            self.matrix = DeviceMatrix.upload(tensors, multiplier.device, interleave=True)
+            if bias is not None:
+                self.bias = bias.reshape(len(tensors), -1).T.reshape(-1).contiguous()
         else:
-            self.stack = Stack([gate, up], multiplier, bias)
+            self.stack = Stack(tensors, multiplier, bias)
 
     @property
     def fuses(self) -> bool:
         """Whether its launches can include the step before the product."""
         return self.fused or self.stack.fuses
 
-    def bind(self, x: Vector, y: Vector, normed: Normed | None = None, dependent: bool = False) -> list[Call]:
-        """Calls that compute y and its records for one token; see matvec.py for `normed` and `dependent`."""
+    def step(self, x: Vector, y: Vector, normed: Normed | None = None, dependent: bool = False) -> None:
+        """Queue y and its records for one token; see matvec.py for `normed` and `dependent`."""
+        import torch
+
         device = self.multiplier.device
         if self.fused:
-            import torch
-
-            out = view(y.floats.reshape(1, -1))
-            recorded = Recorded(y.records, view(zeros(device, self.inner // 32, torch.int32)))
-
-            def launch() -> None:
-                matvec.launch_silu(self.matrix, x.records, out, 1, device.stream(), None, normed, recorded, dependent)
-
-            return [launch]
-        both = zeros(device, 2 * self.inner)
-        kernel = silu_kernel(self.multiplier.precision == "f32", dependent)
-        arguments = view(both), view(y.floats), y.records.buffer, np.int32(self.inner)
-        grid = silu_grid(self.inner)
-        products = self.stack.bind(x, both, normed=normed, dependent=dependent)
-        return [*products, lambda: kernel.launch(*grid, device.stream(), *arguments)]
+            if self._counters is None:
+                self._counters = view(zeros(device, self.inner // 32, torch.int32))
+            out, bias = view(y.floats.reshape(1, -1)), None if self.bias is None else view(self.bias)
+            how = normed, Recorded(y.records, self._counters), dependent, bias, self.activation, self.gated
+            matvec.launch_activated(self.matrix, x.records, out, 1, device.stream(), None, *how)
+            return
+        values = torch.empty(self.width, device=y.floats.device)
+        self.stack.step(x, values, normed=normed, dependent=dependent)
+        if y.recordable:
+            kernel = activation_kernel(self.multiplier.precision == "f32", dependent, self.activation, self.gated)
+            arguments = view(values), view(y.floats), y.records.buffer, np.int32(self.inner)
+            kernel.launch(*activation_grid(self.inner), device.stream(), *arguments)
+        else:
+            gate, up = values.chunk(2) if self.gated else (values, None)
+            y.floats.copy_(by_torch(self.activation, gate, up))
 
     def form(self, n: int) -> str:
         """What products of n tokens multiply, see Multiplier."""
         return self.multiplier.form([self.matrix], n) if self.fused else self.stack.form(n)
 
-    def multiply(self, x: Any, then: Stack) -> Any:
-        """x f32 [n, columns], or in its form, -> [n, inner] in the form that `then` multiplies."""
-        import torch
-
-        both = _empty(x, 2 * self.inner) if self.fused else self.stack.multiply(x)
-        form, device, scale = then.form(len(both)), self.multiplier.device, None
-        if self.fused and form == "halves":
-            scale = self.multiplier.sums(self.matrix, x, both)
+    def multiply(self, x: Any, then: Stack | None = None) -> Any:
+        """x f32 [n, columns], or in its form, -> [n, inner] in the form that `then` multiplies, or as floats."""
+        values = _empty(x, self.width) if self.fused else self.stack.multiply(x)
+        form, device, scale = "floats" if then is None else then.form(len(values)), self.multiplier.device, None
+        if self.fused and form == "halves" and self.bias is None:
+            scale = self.multiplier.sums(self.matrix, x, values)
         elif self.fused:
-            self.multiplier.multiply(self.matrix, x, both)
+            self.multiplier.multiply(self.matrix, x, values, self.bias)
+        way = ("gate_in_turn" if self.fused else "gate") if self.gated else "gate_alone"
         if form == "int8":
-            return recorded(both, tiles_of(len(both)), device, "gate_in_turn" if self.fused else "gate")
+            return recorded(values, tiles_of(len(values)), device, way, activation=self.activation)
         if form == "halves":
-            return gated(both, self.fused, device, scale)
-        gate, up = (both[:, ::2], both[:, 1::2]) if self.fused else both.chunk(2, dim=1)
-        return torch.nn.functional.silu(gate).mul_(up)
+            return gated(values, way, device, scale, self.activation)
+        return floats_by_torch(way, values, activation=self.activation)

@@ -7,8 +7,8 @@ group has of a step lies in one piece, tile by tile, so that it is copied to sha
     1024..1279    64 bytes a block,  8 a token: the step d, and d times the sum of the codes, float32
 
 Tokens and blocks that do not exist, up to a whole group and step, are zeros. A warp makes a block at a time. Values
-are x, x / sqrt(mean(x^2) + eps) * weight ("norm": each block of threads sums up its token's squares) or what `_four`
-of halves.py says of a gate.
+are x, x / sqrt(mean(x^2) + eps) * weight ("norm": each block of threads sums up its token's squares), or what an
+activation makes, as in halves.py.
 """
 
 import math
@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from bridge.cuda.product.activations import rounded
-from bridge.cuda.product.halves import floats_by_torch
+from bridge.cuda.product.gates import ACTIVATIONS
 from bridge.cuda.toolchain.compiler import recipe
 from bridge.cuda.toolchain.device import Device, kind, view
 from bridge.cuda.toolchain.intrinsics import (
-    SIMULATED,
     bits,
     bits_float,
     block_x,
@@ -51,6 +50,7 @@ _TURNS = 4  # blocks that a warp makes
 # set per kernel by `expand`
 KIND = WAY = "plain"
 NORM = False
+activate: Any = None
 value_at: Any = None
 
 float32 = np.float32
@@ -72,14 +72,12 @@ class TokenRecords(NamedTuple):
 
 def _value_at(x, token, columns, i):
     """Value i of a token."""
-    if WAY == "gate" or WAY == "gate_in_turn":
-        if WAY == "gate":
-            gate = x[token * columns * 2 + i]
-            up = x[token * columns * 2 + columns + i]
-        else:
-            gate = x[(token * columns + i) * 2]
-            up = x[(token * columns + i) * 2 + 1]
-        return gate / (float32(1) + math.exp(min(-gate, float32(80)))) * up
+    if WAY == "gate":
+        return activate(x[token * columns * 2 + i], x[token * columns * 2 + columns + i])
+    if WAY == "gate_in_turn":
+        return activate(x[(token * columns + i) * 2], x[(token * columns + i) * 2 + 1])
+    if WAY == "gate_alone":
+        return activate(x[token * columns + i], float32(1))
     if KIND == "f32":
         return x[token * columns + i]
     if KIND == "bf16":
@@ -133,29 +131,29 @@ def _record(x, weight, records, tokens, columns, tiles, steps, eps):
 
 
 @recipe
-def kernel(way: str, kind: str) -> Any:
+def kernel(way: str, kind: str, activation: str = "silu") -> Any:
     """The kernel record(x, weight, records, tokens, columns, tiles, steps, eps): "plain" for x of "f32", "f16" or
-    "bf16", for "f32" also "norm", "gate" and "gate_in_turn"."""
+    "bf16", for "f32" also "norm", and "gate", "gate_in_turn" and "gate_alone" with an activation of gates.py."""
     from bridge.cuda.toolchain.launch import Kernel
 
-    value = device_function(expand(_value_at, f"{way}_{kind}", WAY=way, KIND=kind))
-    expanded = expand(_record, f"{way}_{kind}", NORM=way == "norm", value_at=value)
+    name = way + f"_{activation}" * way.startswith("gate") + f"_{kind}"
+    value = device_function(expand(_value_at, name, WAY=way, KIND=kind, activate=ACTIVATIONS[activation]))
+    expanded = expand(_record, name, NORM=way == "norm", value_at=value)
     element = "float32" if kind == "f32" else "int16"
     return Kernel(expanded, f"void({element}[::1], float32[::1], uint8[::1], int64, int64, int64, int64, float32)")
 
 
 def recorded(
-    x: Any, tiles: int, device: Device, way: str = "plain", weight: Any = None, eps: float = 0.0
-) -> TokenRecords:
-    """Records of x [n, columns], of gates [n, 2 * columns], contiguous; see `kernel` for its type."""
+    x: Any, tiles: int, device: Device, way: str = "plain", weight: Any = None, eps: float = 0.0,
+    activation: str = "silu",
+) -> TokenRecords:  # fmt: skip
+    """Records of x [n, columns], of gates and ups [n, 2 * columns], contiguous; see `kernel` for its type."""
     import torch
 
-    n, columns = x.shape[0], x.shape[1] // (2 if way.startswith("gate") else 1)
+    n, columns = x.shape[0], x.shape[1] // (2 if way in ("gate", "gate_in_turn") else 1)
     x_kind = kind(x)
     if columns % 32 or x_kind is None or (way != "plain" and x_kind != "f32"):
         raise BridgeError(f"x is {x.dtype} {list(x.shape)}; must be floats of a multiple of 32 columns")
-    if SIMULATED:  # a thread of Python for each of a block, which may not part before a barrier
-        x, way = floats_by_torch(way, x, weight, eps).contiguous(), "plain"
     records = TokenRecords(None, n, columns, tiles)
     tokens = -(-n // (TILE * tiles)) * TILE * tiles
     nbytes = tokens // TILE * records.steps * CHUNK
@@ -163,5 +161,5 @@ def recorded(
     grid = tokens, -(-records.steps * BLOCKS // (_WARPS * _TURNS))
     arrays = view(x.reshape(-1)), device.placeholder() if weight is None else view(weight), view(records.buffer)
     sizes = n, columns, tiles, records.steps
-    kernel(way, x_kind).launch(grid, (32, _WARPS), device.stream(), *arrays, *sizes, np.float32(eps))
+    kernel(way, x_kind, activation).launch(grid, (32, _WARPS), device.stream(), *arrays, *sizes, np.float32(eps))
     return records

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from bridge.cuda.bench import LARGE
-from bridge.cuda.toolchain.device import require, torch_device
+from bridge.cuda.toolchain.device import require
 
 from bridge.runtime.bench import random_tensor
 
@@ -19,7 +19,7 @@ _FIELDS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "clocks_t
 
 def launches() -> dict[str, Any]:
     """Seconds of host time for a product of one tensor, and for one of torch's."""
-    device = torch_device(require("cuda"))
+    device = require("cuda").place
     moved = random_tensor("Q4_K", *SMALL).to("cuda")
     x, out = torch.randn(SMALL[1], device=device), torch.empty(SMALL[0], device=device)
     weight = torch.randn(SMALL, device=device)
@@ -54,7 +54,7 @@ def upload(type: str) -> dict[str, Any]:
     torch.cuda.synchronize()
     total = time.perf_counter() - begun
     host = torch.empty(moved.nbytes, dtype=torch.uint8).pin_memory()
-    target = torch.empty_like(host, device=torch_device(require("cuda")))
+    target = torch.empty_like(host, device=require("cuda").place)
     begun = time.perf_counter()
     target.copy_(host, non_blocking=True)
     torch.cuda.synchronize()
@@ -65,7 +65,7 @@ def clocks() -> dict[str, Any]:
     """The GPU's clocks in MHz, power in W and temperature, as nvidia-smi reads them while torch multiplies."""
     if (tool := shutil.which("nvidia-smi")) is None:
         return {"read": "nvidia-smi is not installed"}
-    x = torch.randn((4096, 4096), dtype=torch.float16, device=torch_device(require("cuda")))
+    x = torch.randn((4096, 4096), dtype=torch.float16, device=require("cuda").place)
     for _ in range(500):
         x @ x
     command = [tool, f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits", "--id=0"]

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 from bridge.cuda import bench
-from bridge.cuda.toolchain.device import require, torch_device
+from bridge.cuda.toolchain.device import require
 from bridge.cuda.toolchain.launch import captured
 
 from bridge.nn.quant_experts import ExpertStack, Gated
@@ -49,7 +49,7 @@ class Layer:
 
 def check(type: str) -> dict[str, Any]:
     """Few and many tokens against float64, and few in a captured graph, which is replayed for other experts."""
-    judge, rng, device = Judge(), np.random.default_rng(0), torch_device(require("cuda"))
+    judge, rng, device = Judge(), np.random.default_rng(0), require("cuda").place
     count, hidden, _ = CHECKED
     layer = Layer(type, *CHECKED)
 
@@ -79,7 +79,7 @@ def time(type: str) -> dict[str, Any]:
     """Seconds of a token in a layer, replayed, of other experts each time, and of the host to launch it: all chosen at
     once, and expert by expert."""
     count, hidden, _ = TIMED
-    stack, device = Layer(type, *TIMED).stack, torch_device(require("cuda"))
+    stack, device = Layer(type, *TIMED).stack, require("cuda").place
     x, weights = torch.randn((1, hidden), device=device), torch.full((1, USED), 1 / USED, device=device)
     sets = torch.randperm(count).to(device).view(-1, 1, USED)
     nbytes = sum(part.nbytes for part in stack.stacks) // count * USED

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from bridge.cuda.toolchain.device import require, torch_device
+from bridge.cuda.toolchain.device import require
 
 import bridge
 from bridge.nn import QuantLinear
@@ -23,7 +23,7 @@ _LOGITS = 1e-3
 
 def check(type: str) -> dict[str, Any]:
     """QuantLinear with a bias and an order of its rows: forward, backward, and both in one compiled graph."""
-    judge, device, rng = Judge(), torch_device(require("cuda")), np.random.default_rng(0)
+    judge, device, rng = Judge(), require("cuda").place, np.random.default_rng(0)
     rows, columns = SHAPE
     tensor, weights = random_matrix(type, rows, columns)
     order, bias = rng.permutation(rows), rng.standard_normal(rows).astype(np.float32)
@@ -56,7 +56,7 @@ def check_load() -> dict[str, Any]:
     """bridge.nn.load of the checkpoint in tests/data, moved to the device, against the same model on the CPU."""
     if importlib.util.find_spec("transformers") is None:
         return {"wrong": [], "notes": "transformers is not installed"}
-    judge, device = Judge(), torch_device(require("cuda"))
+    judge, device = Judge(), require("cuda").place
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         path = Path(folder) / "model.gguf"
         bridge.convert(CHECKPOINT, path)

@@ -19,7 +19,7 @@ import gguf
 import numpy as np
 import torch
 from bridge.cuda.bench import seconds_from_memory
-from bridge.cuda.toolchain.device import require, torch_device, zeros
+from bridge.cuda.toolchain.device import require, zeros
 
 from bridge.blocks.read import WRITTEN
 from bridge.runtime.bench import random_tensor
@@ -74,7 +74,7 @@ class Product:
     """Products of a tensor with one vector; `steps` f16 [blocks] and `codes` int8 [blocks, 32] are x."""
 
     def __init__(self, type: str, shape: tuple[int, int]):
-        self.tensor, self.place = random_tensor(type, *shape), torch_device(require("cuda"))
+        self.tensor, self.place = random_tensor(type, *shape), require("cuda").place
         self.library, self.block = library(), WRITTEN[type]
         rows, columns = shape
         self.padded = -(-columns // _PADDING) * _PADDING

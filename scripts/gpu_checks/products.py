@@ -11,7 +11,7 @@ from bridge.cuda.forms import dequantize
 from bridge.cuda.forms.matrix import DeviceMatrix
 from bridge.cuda.product import matvec, matvec_shape
 from bridge.cuda.product.activations import Records
-from bridge.cuda.toolchain.device import require, torch_device, view
+from bridge.cuda.toolchain.device import require, view
 
 from bridge.blocks.read import WRITTEN
 from bridge.runtime import QuantTensor
@@ -82,7 +82,7 @@ def check(type: str, precision: str) -> dict[str, Any]:
 def _products(judge: Judge, type: str, precision: str, shape: tuple[int, int], device: Any) -> None:
     rng = np.random.default_rng(0)
     rows, columns = shape
-    device_name = torch_device(device)
+    device_name = device.place
     matrix, weights = random_matrix(type, rows, columns)
     uploaded = DeviceMatrix.upload(matrix, device)
     for n in COLUMNS:
@@ -105,7 +105,7 @@ def _epilogues(judge: Judge, type: str, precision: str, device: Any) -> None:
     """y += W x + bias, for x of all three types."""
     rng = np.random.default_rng(1)
     rows, columns = EPILOGUES
-    device_name = torch_device(device)
+    device_name = device.place
     matrix, weights = random_matrix(type, rows, columns)
     uploaded = DeviceMatrix.upload(matrix, device)
     bias, before = (torch.randn(shape, device=device_name) for shape in ((rows,), (1, rows)))
@@ -121,7 +121,7 @@ def _epilogues(judge: Judge, type: str, precision: str, device: Any) -> None:
 def _silu(judge: Judge, type: str, precision: str, device: Any) -> None:
     """silu(gate x) * (up x), both matrices the same."""
     rows, columns = EPILOGUES
-    device_name = torch_device(device)
+    device_name = device.place
     matrix, weights = random_matrix(type, rows, columns)
     pair = DeviceMatrix.upload([matrix, random_matrix(type, rows, columns)[0]], device, interleave=True)
     x = np.random.default_rng(2).standard_normal((1, columns)).astype(np.float32)
@@ -129,7 +129,7 @@ def _silu(judge: Judge, type: str, precision: str, device: Any) -> None:
     records = Records(columns, 1, device, precision)
     records.quantize(torch.from_numpy(x).to(device_name), 1, device.stream())
     y = torch.full((1, rows), float("nan"), device=device_name)
-    matvec.launch_silu(pair, records, view(y), 1, device.stream())
+    matvec.launch_activated(pair, records, view(y), 1, device.stream())
     product = rounded(x, precision) @ weights.T
     judge(f"{type} silu", y, product / (1 + np.exp(-product)) * product, 1e-4)
 
@@ -137,7 +137,7 @@ def _silu(judge: Judge, type: str, precision: str, device: Any) -> None:
 def _floats(judge: Judge, type: str, device: Any) -> None:
     """A tile of the weights in all three types, and rows of them."""
     rows, columns = EPILOGUES
-    device_name = torch_device(device)
+    device_name = device.place
     matrix, weights = random_matrix(type, rows, columns)
     uploaded = DeviceMatrix.upload(matrix, device)
     first, count = rows * 3 // 10, rows // 2
@@ -164,7 +164,7 @@ def check_tensors() -> dict[str, Any]:
             x = 1e5 * np.random.default_rng(n).standard_normal((n, columns)).astype(np.float32)
             for precision, limit in (("f32", 1e-5), ("int8", 0.02)):
                 for factor in (1, -2):  # the second time, launches are those of the first with other addresses
-                    y = moved.matmul(torch.from_numpy(factor * x).to(torch_device(device)), precision=precision)
+                    y = moved.matmul(torch.from_numpy(factor * x).to(device.place), precision=precision)
                     judge(f"{tensor.type} on the device, {n} columns, {precision}", y, factor * x @ weights.T, limit)
     return {"wrong": judge.wrong, "notes": f"largest relative error of floats {judge.worst:.1e}"}
 
@@ -173,7 +173,7 @@ def check_one() -> dict[str, Any]:
     """One product of one tensor."""
     tensor, weights = random_matrix("Q4_0", 8, 64)
     x, judge = np.arange(64, dtype=np.float32), Judge()
-    y = tensor.to("cuda").matvec(torch.from_numpy(x).to(torch_device(require("cuda"))), precision="f32")
+    y = tensor.to("cuda").matvec(torch.from_numpy(x).to(require("cuda").place), precision="f32")
     judge("one product", y, weights @ x, 1e-5)
     return {"wrong": judge.wrong, "notes": f"relative error {judge.worst:.1e}"}
 
@@ -182,7 +182,7 @@ def check_threads() -> dict[str, Any]:
     """Products with one tensor in many threads at once, of which each second one has a stream of its own."""
     judge, device = Judge(), require("cuda")
     tensor, weights = random_matrix("Q4_K", *EPILOGUES)
-    moved, device_name = copy.deepcopy(tensor.to(device)), torch_device(device)
+    moved, device_name = copy.deepcopy(tensor.to(device)), device.place
 
     def multiply(number: int) -> list[tuple[Any, np.ndarray]]:
         rng = np.random.default_rng(number)
@@ -204,7 +204,7 @@ def check_threads() -> dict[str, Any]:
 def check_configurations(type: str) -> dict[str, Any]:
     """Every configuration that is timed later computes the right product; this compiles them too."""
     device = require("cuda")
-    device_name = torch_device(device)
+    device_name = device.place
     rows, columns = ROWS_OF_CONFIGURATIONS, bench.LARGE[1]
     matrix, weights = random_matrix(type, rows, columns)
     uploaded = DeviceMatrix.upload(matrix, device)

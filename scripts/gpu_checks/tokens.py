@@ -8,7 +8,7 @@ from bridge.cuda.forms.matrix import DeviceMatrix
 from bridge.cuda.product import mma, mma_int8
 from bridge.cuda.product.halves import floats_by_torch
 from bridge.cuda.product.token_records import recorded
-from bridge.cuda.toolchain.device import require, torch_device
+from bridge.cuda.toolchain.device import require
 
 from bridge.blocks.read import WRITTEN
 from gpu_checks.products import EPILOGUES, Judge, random_matrix, rounded
@@ -27,7 +27,7 @@ def check(type: str) -> dict[str, Any]:
     judge, device = Judge(), require("cuda")
     if device.capability < mma.OLDEST:
         return {"wrong": [], "notes": f"not for compute capability {device.capability}"}
-    rng, device_name = np.random.default_rng(0), torch_device(device)
+    rng, device_name = np.random.default_rng(0), device.place
 
     def values(n: int, columns: int, kind: Any) -> tuple[Any, np.ndarray]:
         x = torch.from_numpy(rng.standard_normal((n, columns)).astype(np.float32)).to(device_name).to(kind)
@@ -71,7 +71,7 @@ def check_int8(type: str) -> dict[str, Any]:
     judge, device = Judge(), require("cuda")
     if device.capability < mma_int8.OLDEST:
         return {"wrong": [], "notes": f"not for compute capability {device.capability}"}
-    rng, device_name = np.random.default_rng(0), torch_device(device)
+    rng, device_name = np.random.default_rng(0), device.place
 
     def values(*shape: int) -> Any:
         return torch.from_numpy(rng.standard_normal(shape).astype(np.float32)).to(device_name)

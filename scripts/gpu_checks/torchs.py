@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from bridge.cuda.toolchain.device import require, torch_device
+from bridge.cuda.toolchain.device import require
 from bridge.cuda.toolchain.launch import captured
 
 from bridge.nn import QuantLinear
@@ -22,7 +22,7 @@ _OTHER_CONTEXT = 64 << 20  # bytes: less than a context takes
 
 def check_graphs() -> dict[str, Any]:
     """Products and look-ups that are captured, and replayed for other values of what they read."""
-    judge, rng, device = Judge(), np.random.default_rng(0), torch_device(require("cuda"))
+    judge, rng, device = Judge(), np.random.default_rng(0), require("cuda").place
     tensor, weights = random_matrix("Q4_K", *SHAPE)
     moved = tensor.to("cuda")
     for n in TOKENS:
@@ -102,7 +102,7 @@ def check_second() -> dict[str, Any]:
 
 def _layer() -> tuple[Any, Any, np.ndarray]:
     """A module on the device, x, and the product in float64."""
-    rng, device = np.random.default_rng(1), torch_device(require("cuda"))
+    rng, device = np.random.default_rng(1), require("cuda").place
     tensor, weights = random_matrix("Q4_K", *SHAPE)
     bias = rng.standard_normal(SHAPE[0]).astype(np.float32)
     x = rng.standard_normal((3, SHAPE[1])).astype(np.float32)

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from bridge.cuda.toolchain.device import require, torch_device
+from bridge.cuda.toolchain.device import require
 
 from gpu_checks.products import Judge
 from scripts.speed.bench_trellis import random_layer
@@ -24,8 +24,8 @@ def check(mode: str) -> dict[str, Any]:
         weights, moved = layer.dequantize().astype(np.float64), layer.to(device)
         for n in TOKENS:
             x = np.random.default_rng(n).standard_normal((n, layer.shape[1])).astype(np.float32)
-            y = moved.matmul(torch.from_numpy(x).to(torch_device(device)))
+            y = moved.matmul(torch.from_numpy(x).to(device.place))
             judge(f"{mode}, {bits} bits, {n} tokens", y, x @ weights.T, _LIMIT)
-        half = torch.from_numpy(x).to(torch_device(device)).half()
+        half = torch.from_numpy(x).to(device.place).half()
         judge(f"{mode}, {bits} bits, float16", moved.matmul(half), x @ weights.T, 0.01)
     return {"wrong": judge.wrong, "notes": f"largest relative error {judge.worst:.1e}"}

@@ -67,11 +67,12 @@ def on_gpu(experts: QuantExperts, *given: torch.Tensor) -> tuple[torch.Tensor, l
     [
         ("Q4_0 Q4_0 Q4_0", SILU, False, 4),
         ("Q4_0 Q4_0 Q4_0", ClampedSwiglu(1.7, 7.0), True, 4),
+        ("Q4_0 Q4_0 Q4_0", ClampedSwiglu(1.702, 7.0), True, 4),
         ("Q4_0 Q8_0 Q4_0", SILU, False, 5),
         ("Q4_0 Q4_0", Fused(SILU), False, 4),
         ("Q4_0 Q4_0", torch.nn.functional.relu, False, 4),
     ],
-    ids=["swiglu", "biases", "gate of another type", "gate and up in one", "no gate"],
+    ids=["swiglu", "biases", "gpt-oss", "gate of another type", "gate and up in one", "no gate"],
 )
 @pytest.mark.parametrize("shape", [(1, 2), (3, 2), (5, 2)], ids=["a token", "all at once", "expert by expert"])
 def test_a_layer_is_the_cpu_s_and_takes_as_many_launches_for_any_few_experts(

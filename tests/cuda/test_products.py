@@ -60,8 +60,8 @@ KINDS = [(1, MatvecShape(2, 1, 1, 4), False, ""), (1, MatvecShape(2, 2, 2, 4), F
 KINDS += [(4, MatvecShape(2, 1, 2, 4), False, "bias_accumulate"), (8, MatvecShape(2, 1, 1, 4), False, "")]
 KINDS += [(1, MatvecShape(2, 1, 1, 4), True, ""), (4, MatvecShape(2, 1, 2, 4), True, "")]
 KINDS += [(8, MatvecShape(2, 1, 1, 4), True, "")]
-# Machine code of a type with mins; of one of 8 bits what of it is its own: more columns and units a round are the
-# same code. All types run in the simulator
+# Of a type with mins; of one of 8 bits what of it is its own: more columns and units a round are the same code. One
+# product of every type is in test_product_results.py
 _OWN = [KINDS[0], KINDS[2], KINDS[4]]
 _MOST = KINDS[:-2]  # several columns of floats have nothing that these have not, and take the compiler longest
 COMPILED = pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_what_surrounds_products_compiles_as_well():
 @ALL
 def test_no_product_with_chosen_experts_spills(block):
     for exact in (False, True):
-        for units, split, epilogue in ((1, 1, "chosen"), (1, 4, "silu_chosen"), (2, 2, "bias_chosen")):
+        for units, split, epilogue in ((1, 1, "chosen"), (1, 4, "silu_recorded_chosen"), (2, 2, "bias_clamped_chosen")):
             kernel = matvec_kernel.kernel(
                 block.name, 1, MatvecShape(2, units - exact * (units - 1), split, 4), exact, epilogue
             )
@@ -228,7 +228,9 @@ def test_no_product_with_chosen_experts_spills(block):
 @pytest.mark.parametrize("dependent", [False, True])
 def test_no_product_of_a_decoder_s_step_spills(block, dependent):
     for exact in (False, True):
-        for split, epilogue in ((1, "normed"), (2, "bias_accumulate_recorded_gain"), (1, "silu_normed_recorded")):
+        for split, epilogue in (
+            (1, "normed"), (2, "bias_accumulate_recorded_gain"), (1, "bias_gelu_normed_recorded")
+        ):  # fmt: skip
             kernel = matvec_kernel.kernel(
                 block.name, 1, MatvecShape(2, 2 - exact, split, 4), exact, epilogue, dependent
             )
