@@ -1,37 +1,32 @@
 """A decoder's layers on an NVIDIA GPU, with weights, cache and sampling there: twin of runtime/decoder/decoder.py.
 
-A token is a list of launches (step.py), which is captured in a CUDA graph once and replayed for every token; the next
-token is on its way while the host reads the last one. Prompts go through the layers as matrices: torch's products on
-dequantized tiles, and torch's attention.
+The launches of a token (step.py) are captured in a CUDA graph once and replayed for every token; the next token is on
+its way while the host reads the last one. Prompts go through the layers as matrices (prompt.py).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
 import numpy as np
+from bridge.cuda import routed_experts
 from bridge.cuda.attention import attention as attn
-from bridge.cuda.attention.attention_shape import supported
 from bridge.cuda.attention.kv_cache import KVCache
-from bridge.cuda.attention.prompt_attention import attend, mask_from
-from bridge.cuda.forms.dequantize import rows
-from bridge.cuda.norm import rms
-from bridge.cuda.product.halves import normed
+from bridge.cuda.context_memory import ContextMemory
+from bridge.cuda.positions import position_bytes
 from bridge.cuda.product.matmul import LENGTHS
-from bridge.cuda.product.mma_int8 import tiles_of
-from bridge.cuda.product.products import Call, Gated, Stack
-from bridge.cuda.product.token_records import recorded
-from bridge.cuda.step import DeviceWeights, Step, matrix_bytes
+from bridge.cuda.prompt import Prompt
+from bridge.cuda.step import Step
+from bridge.cuda.supported import check_supported
 from bridge.cuda.toolchain import device as devices
 from bridge.cuda.toolchain.compile_pool import compile_all
-from bridge.cuda.toolchain.device import check_torch, upload, zeros
+from bridge.cuda.toolchain.device import check_torch, upload
 from bridge.cuda.toolchain.launch import captured, noted
+from bridge.cuda.weights import DeviceWeights, matrix_bytes
 
-from bridge.errors import BridgeError
 from bridge.runtime.config.decoder_config import DecoderConfig
-from bridge.runtime.decoder.decoder import last_states
-from bridge.runtime.layers.weights import read_weights
+from bridge.runtime.layers.weights import check_context, read_weights
 from bridge.runtime.reader import GGUFFile
 from bridge.runtime.sampling import Sampler, Sampling, drawn_on_host, not_finite
 from bridge.runtime.tokenizer import common_prefix
@@ -47,16 +42,21 @@ _ON_HOST = 0  # the way of sampling that leaves the logits to the host; others a
 class Decoder:
     """The layers of a GGUF with a cache of keys and values, on a device. Takes its memory in `prepare`."""
 
+    graphs = True  # of steps; False: every launch by itself
+
     def __init__(self, file: GGUFFile, config: DecoderConfig, context: int, kv: str, precision: str, device: str):
         self.config, self.precision = config, precision
         self.device = devices.require(device)
         check_torch(self.device)
-        _check_shape(config, file, kv)
+        check_supported(file, config, kv, precision)
+        self._model = read_weights(file, config)
+        check_context(file, config, context)
         self.cache = KVCache(config, context, kv)
-        self._in_file: Any = read_weights(file, config)
+        self._prepared = False
         self._stream: Any = None  # of torch, where all work is queued and all memory allocated
-        self.vocab = self._in_file.embedding.shape[0]
-        self.nbytes = matrix_bytes(self._in_file, precision) + self.cache.nbytes  # of weights and cache
+        self.vocab = self._model.embedding.shape[0]
+        self.nbytes = matrix_bytes(self._model, config, precision) + self.cache.nbytes  # of weights and cache
+        self.nbytes += position_bytes(config, self.cache.rows)
         with self._active():
             self.device.check_memory(self.nbytes + _WORK, f"{file.path} with a context of {context}")
             free = self.device.free() - self.nbytes
@@ -64,12 +64,11 @@ class Decoder:
         for batch in reversed(larger):
             if work_bytes(config, context, batch, precision) <= free:
                 self.batch = batch
-        self.graphs = devices.captures()  # False: every launch by itself
         self.dependent = devices.overlaps(self.device)  # launches begin early; read by `build`
         self.preparing = 0.0  # unlike on the CPU, nothing is repacked between tokens
         self._tokens: list[int] = []  # that the cache holds; drawn ones only once the host has seen them
         self._captured: dict[int | None, Any] = {}  # graphs
-        self._samplers: dict[int | None, list[Call]] = {}
+        self._samplers: dict[int | None, list[Callable[[], None]]] = {}
 
     def begin(self) -> None:
         """Get ready for tokens."""
@@ -77,38 +76,40 @@ class Decoder:
 
     def prepare(self) -> None:
         """Upload everything and compile, once."""
-        if self._in_file is None:
+        if self._prepared:
             return
         import torch
 
         with self._active():
-            self.cache.reserve(self.device)
-            self.weights = DeviceWeights(self._in_file, self.config, self.cache, self.device, self.precision)
+            self.weights = DeviceWeights(self._model, self.config, self.device, self.precision)
+            self.memory = ContextMemory(self.weights, self.cache)
             self._host = torch.zeros(self.cache.context + 1, dtype=torch.int32)
             if self.graphs:
                 self._host = self._host.pin_memory()
         self.build()
-        self._in_file = None
+        self._prepared = True
 
     def build(self) -> None:
         """Make the launches of a token, overlapping if `dependent`, and empty the cache."""
         self.cache.length = 0
         with self._active():
-            self.step = Step(self.weights, self.config, self.cache, self.device, self.precision, self.dependent)
+            self.step = Step(self.weights, self.memory, self.dependent)
             self._captured.clear()
             self._samplers.clear()
-            if devices.packs():
-                self._compile()
+            self._compile()
             self._ready(None)
 
     def _compile(self) -> None:
         """Compile what steps and prompts launch, or take it from the cache, all at once."""
         with noted() as kernels:
             ways = [self.step.choose(count) for count in (None, min(Sampling.top_k, self.vocab))]
-            for launch in chain(self.step.launches, *ways):
+            self.step.run()
+            for launch in chain(*ways):
                 launch()
+            self.weights.multiply_lengths()
+            alone = self.cache.state is not None  # a prompt's last token passes by itself
             for length in LENGTHS:
-                self.scores([0] * min(length, self.cache.context), 1)
+                self.scores([0] * min(length + alone, self.cache.context), 1)
         self.cache.length = 0
         with Bar("compiling for the GPU", unit=" kernels") as bar:
             compile_all(kernels, self.device.capability, bar)
@@ -123,10 +124,14 @@ class Decoder:
             self._samplers[count] = [] if count == _ON_HOST else self.step.choose(count)
         if self.graphs and count not in self._captured:
             self._set_state(self.cache.length, 0)  # the first run writes an unused row
+            kept = None if self.cache.state is None else self.cache.state.save()
             self._captured[count] = captured(lambda: self._launch(count), self.step.state)
+            if self.cache.state is not None:
+                self.cache.state.restore(kept)
 
     def _launch(self, count: int | None) -> None:
-        for launch in self.step.launches + self._samplers[count]:
+        self.step.run()
+        for launch in self._samplers[count]:
             launch()
 
     def _step(self, count: int | None) -> None:
@@ -154,7 +159,7 @@ class Decoder:
             states = self._prompt(tokens, keep)
             # parts alike in size, so that all are computed in one way
             parts = states.tensor_split(-(-keep // _SCORED))
-            return np.concatenate([self.weights.output.multiply(part).cpu().numpy() for part in parts])
+            return np.concatenate([self._logits(part).cpu().numpy() for part in parts])
 
     def states(self, tokens: Sequence[int], keep: int) -> np.ndarray:
         """float32 [keep, hidden]: normalized hidden states of the last `keep` tokens, from an empty context."""
@@ -165,7 +170,7 @@ class Decoder:
     def logits(self, hidden: np.ndarray) -> np.ndarray:
         """float32 [n, vocab] of hidden states [n, hidden]."""
         with self._active():
-            return self.weights.output.multiply(upload(hidden, self.device)).cpu().numpy()
+            return self._logits(upload(hidden, self.device)).cpu().numpy()
 
     def next_scores(self, token: int) -> np.ndarray:
         """float32 [vocab] after one more token."""
@@ -183,7 +188,7 @@ class Decoder:
 
     def kept(self, tokens: Sequence[int]) -> int:
         """How many of the first tokens need not be read again."""
-        return common_prefix(self.read, tokens)
+        return self.cache.reach(common_prefix(self.read, tokens))
 
     def draw(self, tokens: Sequence[int], sampler: Sampler, cached: int = 0) -> Iterator[int]:
         """Draw the tokens that follow, one by one, until the context is full; the cache holds the first `cached`.
@@ -203,12 +208,12 @@ class Decoder:
 
     def _drawn_on_host(self, tokens: Sequence[int], sampler: Sampler) -> Iterator[int]:
         with self._active():
-            row = self.weights.output.multiply(self._prompt(tokens, 1))[0].cpu().numpy()
+            row = self._logits(self._prompt(tokens, 1))[0].cpu().numpy()
         yield from drawn_on_host(self, row, sampler)
 
     def _drawn(self, tokens: Sequence[int], sampler: Sampler, count: int | None) -> Iterator[int]:
         with self._active():
-            self.step.logits.copy_(self.weights.output.multiply(self._prompt(tokens, 1))[0])
+            self.step.logits.copy_(self._logits(self._prompt(tokens, 1))[0])
             if count is not None:
                 self.step.set_sampling(sampler, self.cache.context - self.cache.length + 1)
             self._set_state(self.cache.length - 1, 0)
@@ -245,57 +250,46 @@ class Decoder:
     # prompts
 
     def _prompt(self, tokens: Sequence[int], keep: int) -> Any:
-        """Append tokens to the cache; normalized hidden states of the last `keep`."""
+        """Append tokens to the cache; normalized hidden states of the last `keep`, f32 [keep, hidden]."""
         import torch
 
-        norm, eps = self.weights.output_norm, self.config.norm_eps
-        return torch.cat([rms(states, norm, eps) for states in last_states(self._batch, tokens, self.batch, keep)])
+        ends = [*range(self.batch, len(tokens), self.batch), len(tokens)]
+        if self.cache.state is not None and ends[-1] > 1:
+            ends.insert(-1, ends[-1] - 1)  # where the same prompt can be read again
+        kept, start = [], 0
+        for end in dict.fromkeys(ends):
+            self.cache.remember()
+            wanted = max(0, keep - (len(tokens) - end))
+            kept.append(Prompt(self.weights, self.memory, tokens[start:end]).run(min(wanted, end - start)))
+            self._tokens[self.cache.length :] = tokens[start:end]
+            self.cache.length, start = self.cache.length + end - start, end
+        return torch.cat(kept)
 
-    def _batch(self, tokens: Sequence[int]) -> Any:
-        """A part of `_prompt`; hidden states, f32 [n, hidden], not normalized."""
-        start = self.cache.length
-        n, x, exact = len(tokens), self._embeddings(tokens), self.precision == "f32"
-        angles, mask = (self.weights.cos, self.weights.sin), mask_from(start, n, exact, x.device)
-        for i, layer in enumerate(self.weights.layers):
-            qkv = layer.qkv.multiply(self._normed(x, layer.attn_norm, layer.qkv))
-            norms, cache = (layer.q_norm, layer.k_norm), (self.cache.form, self.cache.keys[i], self.cache.values[i])
-            layer.o.multiply(attend(self.config, qkv, norms, angles, cache, start, mask, exact, self.device), onto=x)
-            values = self._normed(x, layer.ffn_norm, layer.gated)
-            layer.down.multiply(layer.gated.multiply(values, layer.down), onto=x)
-        self._tokens[start:] = tokens
-        self.cache.length += n
-        return x
-
-    def _normed(self, x: Any, weight: Any, then: Stack | Gated) -> Any:
-        """x normalized, in the form that `then` multiplies."""
-        eps, form = self.config.norm_eps, then.form(len(x))
-        if form == "int8":
-            return recorded(x, tiles_of(len(x)), self.device, "norm", weight, eps)
-        return normed(x, weight, eps, self.device) if form == "halves" else rms(x, weight, eps)
-
-    def _embeddings(self, tokens: Sequence[int]) -> Any:
-        ids = upload(np.array(tokens, np.int32), self.device)
-        out = zeros(self.device, (len(tokens), self.config.hidden))
-        rows(self.weights.embedding, ids, out, len(tokens), self.device.stream())
-        return out
+    def _logits(self, states: Any) -> Any:
+        """f32 [n, vocab] of normalized states on the device."""
+        model = self.weights.model
+        logits, cap = self.weights.stack([(model.output, model.output_bias)]).multiply(states), self.config.logit_cap
+        return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
     @contextmanager
     def _active(self) -> Iterator[None]:
         """Work on the device in this thread, on the stream that was current the first time.
 
         So all work is in order, and torch frees memory there after it, a step that nobody reads included. Running out
-        of the device's memory becomes a one-line error.
+        of the device's memory becomes a one-line error. Work that does not end leaves an empty context, as some layers
+        may have advanced their states.
         """
         import torch
 
-        if devices.torch_device(self.device) == "cpu":
-            yield
-            return
         try:
             with self.device.active(), torch.cuda.device(self.device.index):
                 self._stream = self._stream or torch.cuda.current_stream()
                 with torch.cuda.stream(self._stream):
-                    yield
+                    try:
+                        yield
+                    except BaseException:
+                        self.cache.length = 0
+                        raise
         except torch.cuda.OutOfMemoryError as problem:
             work = work_bytes(self.config, self.cache.context, self.batch, self.precision)
             raise self.device.too_little(self.nbytes + work, "the model") from problem
@@ -305,23 +299,17 @@ def token_bytes(c: DecoderConfig, context: int, precision: str) -> int:
     """Bytes that a token of a batch takes at most.
 
     For gate and up f32, as torch's product and as the sum, and for what is made of them; for hidden states, queries,
-    keys and values, and what their products read and give; for the mask.
+    keys and values, and what their products read and give; for what is around experts or a state; for the mask.
     """
-    qkv = (c.heads + 2 * c.kv_heads) * c.head_dim
-    return 4 * (6 * c.inner + 4 * (c.hidden + qkv)) + context * (4 if precision == "f32" else 2)
+    widths = [c.widths(heads)[0] + 2 * heads.kv * heads.dim for heads in map(c.heads_of, c.attending)]
+    counted = 4 * (6 * c.inner + 4 * (c.hidden + max(widths, default=0)))
+    if c.experts:
+        counted += routed_experts.token_bytes(c)
+    if c.recurrent is not None:
+        counted += 4 * (2 * sum(c.recurrent.inputs.values()) + 3 * c.recurrent.channels)
+    return counted + context * (4 if precision == "f32" else 2)
 
 
 def work_bytes(c: DecoderConfig, context: int, batch: int, precision: str) -> int:
     """Bytes that prompts in batches of so many tokens, and graphs, need besides weights and cache."""
     return _WORK + (batch - BATCHES[-1]) * token_bytes(c, context, precision)
-
-
-def _check_shape(c: DecoderConfig, file: GGUFFile, kv: str) -> None:
-    """Refuse models that the kernels do not support."""
-    if not supported(c.head_dim, c.heads // c.kv_heads, kv) or c.hidden % 32 or c.inner % 32:
-        raise BridgeError(
-            f"{file.path}: {c.heads} heads of {c.head_dim} over {c.kv_heads}, {c.hidden} hidden and {c.inner} inner "
-            "features cannot run on CUDA here; use the CPU"
-        )
-    if c.heads * c.head_dim % 32:
-        raise BridgeError(f"{file.path}: {c.heads} heads of {c.head_dim} are not a multiple of 32; use the CPU")

@@ -44,7 +44,7 @@ def _of_products(tensor: Any, precision: str, biased: bool, dtype: Any) -> list[
     import torch
 
     device = devices.require(tensor.device)
-    target, (rows, columns) = devices.torch_device(device), tensor.shape
+    target, (rows, columns) = device.place, tensor.shape
     with device.active(), noted() as launched:
         for n in LENGTHS:
             x = torch.zeros((n, columns), dtype=dtype, device=target)
@@ -60,7 +60,7 @@ def _of_experts(stack: Any, precision: str, dtype: Any) -> list[Kernel]:
     import torch
 
     device = devices.require(stack.device)
-    target = devices.torch_device(device)
+    target = device.place
     pairs = [n for n in (1 << i for i in range(16)) if stack.takes(n)]  # none where each expert is a tensor by itself
     with device.active(), noted() as launched:
         for n in LENGTHS if pairs else ():

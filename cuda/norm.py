@@ -1,7 +1,7 @@
-"""The steps between a decoder's products besides attention: RMS normalization and SwiGLU, each with records.
+"""The steps between a decoder's products besides attention: RMS normalization and activations, each with records.
 
-    norm      y = x / sqrt(mean(x^2) + eps) * weight        one block of threads
-    silu      y = gate / (1 + exp(-gate)) * up              a warp for 32 values
+    norm          y = x / sqrt(mean(x^2) + eps) * weight        one block of threads
+    activation    y = of gate and up, or of gate: gates.py      a warp for 32 values
 
 for one token. Both write y as floats and as records of 32 values (activations.py): the next product
 reads the records, and no extra launch has to make them.
@@ -11,21 +11,25 @@ import math
 from typing import Any
 
 import numpy as np
-from bridge.cuda.product.activations import store, store_exact
+from bridge.cuda.product.activations import Records, store, store_exact
+from bridge.cuda.product.gates import ACTIVATIONS
 from bridge.cuda.toolchain.compiler import recipe
-from bridge.cuda.toolchain.intrinsics import launch_dependents, launches_wait, warp_sum
+from bridge.cuda.toolchain.device import view
+from bridge.cuda.toolchain.intrinsics import device_function, launch_dependents, launches_wait, warp_sum
 from bridge.cuda.toolchain.launch import Kernel
 from bridge.cuda.toolchain.unroll import expand, unroll
 from numba import cuda
 
 # set per kernel by `expand`
 HIDDEN = BLOCK = WARPS = ROUNDS = 0
-DEPENDENT = False
+DEPENDENT = GATED = ADDED = POST = CENTERED = WEIGHTED = BIASED = False
+block_sum: Any = None
+activate: Any = None
 put: Any = None
 
 float32 = np.float32
 int32: Any = np.int32
-_SILU_WARPS = 4  # warps in a block
+_WARPS = 4  # of an activation's block
 
 
 def norm_threads(hidden: int) -> int:
@@ -33,68 +37,136 @@ def norm_threads(hidden: int) -> int:
     return min(1024, -(-hidden // 32) * 32)
 
 
-def _norm(x, weight, y, records, eps):
+def _block_sum(value, part):
+    """The sum of a block's values, in all its threads; part: f32 [32] in shared memory."""
+    thread = int32(cuda.threadIdx.x)
+    value = warp_sum(value)
+    cuda.syncthreads()  # what was summed before has been read
+    if thread & 31 == 0:
+        part[thread >> 5] = value
+    cuda.syncthreads()
+    value = part[thread & 31] if thread & 31 < WARPS else float32(0)
+    total = warp_sum(value)  # not returned at once: Python 3.12 would put a call and a return into both branches above
+    return total
+
+
+def _norm(x, added, post, weight, bias, y, records, eps, share):
     if DEPENDENT:
         launch_dependents()
         launches_wait()
     thread = int32(cuda.threadIdx.x)
-    warp = thread >> 5
-    lane = thread & 31
     part = cuda.shared.array(32, float32)
-    squares = float32(0)
-    for r in unroll(ROUNDS):
-        i = r * BLOCK + thread
-        if i < HIDDEN:
-            squares += x[i] * x[i]
-    squares = warp_sum(squares)
-    if lane == 0:
-        part[warp] = squares
-    cuda.syncthreads()
-    squares = warp_sum(part[lane] if lane < WARPS else float32(0))
-    inverse = float32(1) / math.sqrt(squares / float32(HIDDEN) + eps)
+    inverse = float32(1)
+    mean = float32(0)
+    if ADDED:
+        if POST:
+            squares = float32(0)
+            for r in unroll(ROUNDS):
+                i = r * BLOCK + thread
+                if i < HIDDEN:
+                    squares += added[i] * added[i]
+            share /= math.sqrt(block_sum(squares, part) / float32(HIDDEN) + eps)
+        for r in unroll(ROUNDS):
+            i = r * BLOCK + thread
+            if i < HIDDEN:
+                value = share * added[i]
+                if POST:
+                    value *= post[i]
+                x[i] += value
+    if CENTERED:
+        total = float32(0)
+        for r in unroll(ROUNDS):
+            i = r * BLOCK + thread
+            if i < HIDDEN:
+                total += x[i]
+        mean = block_sum(total, part) / float32(HIDDEN)
+    if WEIGHTED:
+        squares = float32(0)
+        for r in unroll(ROUNDS):
+            i = r * BLOCK + thread
+            if i < HIDDEN:
+                squares += (x[i] - mean) * (x[i] - mean)
+        inverse = float32(1) / math.sqrt(block_sum(squares, part) / float32(HIDDEN) + eps)
+    else:
+        cuda.syncthreads()
     for r in range(ROUNDS):
-        i = min(r * BLOCK + warp * 32, HIDDEN - 32) + lane  # warps beyond the end do the last block again
-        value = x[i] * inverse * weight[i]
+        i = min(r * BLOCK + (thread & -32), HIDDEN - 32) + (thread & 31)  # warps beyond the end do the last block again
+        value = x[i]
+        if WEIGHTED:
+            value = (value - mean) * inverse * weight[i]
+        if BIASED:
+            value += bias[i]
         y[i] = value
         put(value, i >> 5, 0, records)
 
 
-def _silu(gate_up, y, records, inner):
+def _activation(gate_up, y, records, inner):
     if DEPENDENT:
         launch_dependents()
         launches_wait()
     thread = int32(cuda.threadIdx.x)
     i = min(int32(cuda.blockIdx.x) * BLOCK + (thread & -32), inner - 32) + (thread & 31)
-    gate = gate_up[i]
-    value = gate / (float32(1) + math.exp(min(-gate, float32(80)))) * gate_up[inner + i]
+    value = activate(gate_up[i], gate_up[inner + i] if GATED else float32(1))
     y[i] = value
     put(value, i >> 5, 0, records)
 
 
 @recipe
-def norm_kernel(hidden: int, exact: bool, dependent: bool = False) -> Kernel:
-    """norm(x, weight, y, records, eps): x f32 [hidden] -> y and its records. One block; hidden a multiple of 32."""
+def norm_kernel(
+    hidden: int, exact: bool, dependent: bool = False, added: str = "", centered: bool = False, weighted: bool = True,
+    biased: bool = False,
+) -> Kernel:  # fmt: skip
+    """norm(x, added, post, weight, bias, y, records, eps, share): x f32 [hidden], changed -> y and its records.
+
+    added  "": nothing is added to x; "as it is": share * added is, or "normed": share * rms(added) * post
+
+    One block; hidden a multiple of 32.
+    """
     block = norm_threads(hidden)
+    name = f"{hidden}_{int(exact)}{int(centered)}{int(weighted)}{int(biased)}_{added.replace(' ', '_')}"
+    scope = {"HIDDEN": hidden, "BLOCK": block, "WARPS": block // 32, "ROUNDS": -(-hidden // block)}
     function = expand(
-        _norm, f"{hidden}_{int(exact)}{'_dependent' * dependent}", HIDDEN=hidden, BLOCK=block,
-        WARPS=block // 32, ROUNDS=-(-hidden // block), DEPENDENT=dependent,
+        _norm, f"{name}{'_dependent' * dependent}", **scope, ADDED=bool(added), POST=added == "normed",
+        CENTERED=centered, WEIGHTED=weighted, BIASED=biased, DEPENDENT=dependent,
+        block_sum=device_function(expand(_block_sum, str(block), WARPS=block // 32)),
         put=store_exact if exact else store,
     )  # fmt: skip
-    signature = "void(float32[::1], float32[::1], float32[::1], uint8[::1], float32)"
-    return Kernel(function, signature, dependent=dependent)
+    arrays = ", ".join(["float32[::1]"] * 6)
+    return Kernel(function, f"void({arrays}, uint8[::1], float32, float32)", dependent=dependent)
+
+
+def norm(
+    x: Any, y: Any, records: Records, eps: float, weight: Any, bias: Any = None, added: Any = None, post: Any = None,
+    share: float = 1.0, centered: bool = False, dependent: bool = False,
+) -> None:  # fmt: skip
+    """Queue y = x / sqrt(mean(x^2) + eps) * weight + bias with records, after x += share * added.
+
+    All f32 [hidden] of torch. Without a weight y is x; with `post`, what is added is normalized too; `centered`: means
+    are subtracted first, of x alone.
+    """
+    hidden, device = len(x), records.device
+    how = "" if added is None else "as it is" if post is None else "normed"
+    kernel = norm_kernel(hidden, records.exact, dependent, how, centered, weight is not None, bias is not None)
+    arrays = [device.placeholder() if array is None else view(array) for array in (x, added, post, weight, bias, y)]
+    numbers = np.float32(eps), np.float32(share)
+    kernel.launch(1, norm_threads(hidden), device.stream(), *arrays, records.buffer, *numbers)
 
 
 @recipe
-def silu_kernel(exact: bool, dependent: bool = False) -> Kernel:
-    """silu(gate_up, y, records, inner): f32 [2 * inner], gate first -> y and its records; inner a multiple of 32."""
-    name, put = f"{int(exact)}{'_dependent' * dependent}", store_exact if exact else store
-    function = expand(_silu, name, BLOCK=32 * _SILU_WARPS, DEPENDENT=dependent, put=put)
+def activation_kernel(exact: bool, dependent: bool = False, activation: str = "silu", gated: bool = True) -> Kernel:
+    """activation(gate_up, y, records, inner): f32 [2 * inner], gate first, or [inner] where it is not `gated` -> y and
+    its records; inner a multiple of 32."""
+    name = f"{activation}_{int(exact)}{'_ungated' * (not gated)}{'_dependent' * dependent}"
+    function = expand(
+        _activation, name, BLOCK=32 * _WARPS, DEPENDENT=dependent, GATED=gated, activate=ACTIVATIONS[activation],
+        put=store_exact if exact else store,
+    )  # fmt: skip
     return Kernel(function, "void(float32[::1], float32[::1], uint8[::1], int32)", dependent=dependent)
 
 
-def silu_grid(inner: int) -> tuple[int, int]:
-    """Blocks and threads of silu."""
-    return -(-inner // (32 * _SILU_WARPS)), 32 * _SILU_WARPS
+def activation_grid(inner: int) -> tuple[int, int]:
+    """Blocks and threads of an activation."""
+    return -(-inner // (32 * _WARPS)), 32 * _WARPS
 
 
 def rms(x: Any, weight: Any, eps: float) -> Any:

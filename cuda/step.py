@@ -1,197 +1,171 @@
-"""One token through a decoder's layers, as a list of launches.
+"""The verbs of a decoder for one token, as launches that do not depend on the host: a CUDA graph captures them once.
 
-A layer takes 5 if its matrices are of one type, or v of another one. None depends on the host:
+A layer of Llama takes 5 if its matrices are of one type, or v of another one:
 
-    x  = embedding row of state[TOKEN]
-    norm of x, with records                                                     norm.py
-    for each layer:
-        q, k, v                                                                 products.py
-        rotation, cache, attention, records of the result                       attention.py
-        x += W_o ..., with records of x * weight and sums of squares            matvec.py
-        silu(W_gate ...) * (W_up ...) of x * weight / root of the mean square, with records
-        x += W_down ..., as W_o
-    logits = W_output norm(x);  state[TOKEN] = the next token                   sampling.py
+    q, k, v                                                                     products.py
+    rotation, cache, attention, records of the result                           attention.py
+    x += W_o ..., with records of x * weight and sums of squares                matvec.py
+    silu(W_gate ...) * (W_up ...) of x * weight / root of the mean square, with records
+    x += W_down ..., as W_o
 
-From compute capability 9.0 on each may begin while the one before it ends: see launch.py.
-
-A norm has a launch of its own where torch computes the product before or after it.
+From compute capability 9.0 on each may begin while the one before it ends: see launch.py. A norm has a launch of its
+own where torch computes the product before or after it, and where it is more than one of a sum.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from bridge.cuda import sampling
 from bridge.cuda.attention import attention as attn
-from bridge.cuda.attention.attention_shape import shape, spans
-from bridge.cuda.attention.kv_cache import KVCache
+from bridge.cuda.attention.step_attention import StepAttention
+from bridge.cuda.context_memory import ContextMemory
 from bridge.cuda.forms.dequantize import rows
-from bridge.cuda.norm import norm_kernel, norm_threads
-from bridge.cuda.product.matmul import Multiplier
+from bridge.cuda.machine import Activation, CudaMachine, Normalized, Sum
+from bridge.cuda.norm import norm
 from bridge.cuda.product.matvec import Normed, Recorded
-from bridge.cuda.product.products import Call, Gated, Stack, Vector, device_bytes
-from bridge.cuda.toolchain.device import Device, upload, view, zeros
+from bridge.cuda.product.products import Gated, Stack, Vector
+from bridge.cuda.toolchain.device import view, zeros
+from bridge.cuda.weights import DeviceWeights
 
-from bridge.runtime.config.decoder_config import DecoderConfig
-from bridge.runtime.layers.layers import Layer, Weights
+from bridge.runtime.decoder.machine import Value
+from bridge.runtime.decoder.walk import embed, walk
+from bridge.runtime.layers.layers import Layer
+from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.sampling import Sampler
 
-
-def matrix_bytes(w: Weights, precision: str) -> int:
-    """Bytes that the matrices take on the device."""
-    matrices = {id(t): t for t in (w.embedding, w.output, *(m for layer in w.layers for m in layer.matrices))}
-    return sum(device_bytes(tensor, precision) for tensor in matrices.values())
+Operand = tuple[Vector, Normed | None]  # what products read, and what they must still normalize by
 
 
-class DeviceLayer:
-    """A layer's matrices and vectors on the device."""
+class Step(CudaMachine):
+    """`run` queues all launches of a token but the sampling.
 
-    def __init__(self, layer: Layer, multiplier: Multiplier):
-        def vector(array: np.ndarray | None) -> Any:
-            return None if array is None else upload(array, multiplier.device)
-
-        self.attn_norm, self.ffn_norm = vector(layer.attn_norm), vector(layer.ffn_norm)
-        self.q_norm, self.k_norm = vector(layer.q_norm), vector(layer.k_norm)
-        attention = [layer.q, layer.k, layer.v]
-        biases = vector(_joined(attention, [layer.q_bias, layer.k_bias, layer.v_bias]))
-        self.qkv = Stack(attention, multiplier, biases)
-        self.o = Stack([layer.o], multiplier, vector(layer.o_bias))
-        biases = vector(_joined([layer.gate, layer.up], [layer.gate_bias, layer.up_bias]))
-        self.gated = Gated(layer.gate, layer.up, multiplier, biases)
-        self.down = Stack([layer.down], multiplier, vector(layer.down_bias))
-
-
-class DeviceWeights:
-    """All of a model's weights: layers, embedding, output and its norm, and angles f32 [rows, rotated / 2].
-
-    The file's pages are released as layers are uploaded.
+    state   int32, see attention.py: which token, and where
+    logits  f32 [vocab], of what follows
+    drawn   int32 [context + 1], the tokens drawn so far
     """
 
-    def __init__(self, w: Weights, c: DecoderConfig, cache: KVCache, device: Device, precision: str):
-        multiplier = Multiplier(device, precision)
-        self.layers = []
-        for layer in w.layers:
-            self.layers.append(DeviceLayer(layer, multiplier))
-            for matrix in layer.matrices:
-                matrix.release_raw()
-        self.output_norm = upload(w.output_norm, device)
-        self.output = Stack([w.output], multiplier)
-        tied = w.output is w.embedding
-        self.embedding = (self.output if tied else Stack([w.embedding], multiplier)).parts[0][1]
-        self.cos, self.sin = (upload(angles, device) for angles in c.angles(cache.rows, w.rope_factors))
-
-
-def _joined(matrices: Sequence[Any], biases: Sequence[np.ndarray | None]) -> np.ndarray | None:
-    """One vector of all biases, zeros for those that are missing; None if all are."""
-    if all(bias is None for bias in biases):
-        return None
-    pairs = zip(matrices, biases, strict=True)
-    return np.concatenate([np.zeros(m.shape[0], np.float32) if b is None else b for m, b in pairs])
-
-
-class Step:
-    """`launches`, all but the sampling, and what they work on: `state` (see attention.py), `logits` f32 [vocab], and
-    `drawn` int32 [context + 1], the tokens drawn so far."""
-
-    def __init__(
-        self, weights: DeviceWeights, c: DecoderConfig, cache: KVCache, device: Device, precision: str, dependent: bool
-    ):
+    def __init__(self, weights: DeviceWeights, memory: ContextMemory, dependent: bool):
         """`dependent`: launches may begin while the one before them ends (launch.py)."""
         import torch
 
+        super().__init__(weights, memory, 1)
+        device, config, context = self.device, self.config, memory.cache.context
         self.dependent = dependent
-        self.config, self.weights, self.cache = c, weights, cache
-        self.device, self.precision = device, precision
-        self.vocab = weights.output.rows
+        self.vocab = weights.model.output.shape[0]
         self.state = zeros(device, attn.STATE, torch.int32)
-        self.drawn = zeros(device, self.cache.context + 1, torch.int32)
-        self.uniform = zeros(device, self.cache.context + 1, torch.float64)
+        self.drawn = zeros(device, context + 1, torch.int32)
+        self.uniform = zeros(device, context + 1, torch.float64)
         self.how = zeros(device, 3, torch.float64)
-        self.x = zeros(device, c.hidden)
-        self.normed = Vector(c.hidden, device, precision)
-        self.attended = Vector(c.heads * c.head_dim, device, precision)
-        self.activated = Vector(c.inner, device, precision)
-        self.logits = zeros(device, self.vocab)
-        self._counters = view(zeros(device, c.hidden // 32, torch.int32))
-        self._squares = view(zeros(device, Normed.length(c.hidden)))
-        self.launches = self._token()
+        self._named: dict[tuple[str, int], Any] = {}
+        self._attention = StepAttention(
+            config, memory.cache, memory.positions, self.state, self.exact, dependent, device
+        )
+        self._counters = view(zeros(device, -(-config.hidden // 32), torch.int32))
+        self._squares = view(zeros(device, Normed.length(config.hidden)))
+        self.logits = self._rows("logits", self.vocab)[0]
 
-    def _token(self) -> list[Call]:
-        """All launches of a token but the sampling."""
-        c = self.config
-        program = [self._embed()]
-        qkv = zeros(self.device, (c.heads + 2 * c.kv_heads) * c.head_dim)
-        attention = self._attention(qkv)
-        layers = self.weights.layers
-        program.append(self._norm(layers[0].attn_norm if layers else self.weights.output_norm))
-        normed = None
-        for i, layer in enumerate(layers):
-            program += layer.qkv.bind(self.normed, qkv, normed=normed, dependent=self.dependent)
-            program += attention(i, layer)
-            added, normed = self._added(layer.o, self.attended, layer.ffn_norm, layer.gated)
-            program += added + layer.gated.bind(self.normed, self.activated, normed, self.dependent)
-            last = i + 1 == len(layers)
-            weight = self.weights.output_norm if last else layers[i + 1].attn_norm
-            added, normed = self._added(
-                layer.down, self.activated, weight, self.weights.output if last else layers[i + 1].qkv
-            )
-            program += added
-        return program + self.weights.output.bind(self.normed, self.logits, normed=normed, dependent=self.dependent)
+    def run(self) -> None:
+        """Queue them."""
+        c, model = self.config, self.weights.model
+        states = walk(self, model, c, embed(self, model, c))
+        (logits,) = self.products(states, logits=(model.output, model.output_bias))
+        self.rows(logits)
+        if c.logit_cap:
+            self.logits.div_(c.logit_cap).tanh_().mul_(c.logit_cap)
 
-    def _added(self, matrix: Stack, x: Vector, weight: Any, then: Stack | Gated) -> tuple[list[Call], Normed | None]:
-        """x += W x' and the norm that follows; the second result is what `then` must still normalize by."""
-        if not (matrix.records and then.fuses):
-            return [*matrix.bind(x, self.x, accumulate=True, dependent=self.dependent), self._norm(weight)], None
-        recorded = Recorded(self.normed.records, self._counters, view(weight), self._squares)
-        added = matrix.bind(x, self.x, accumulate=True, recorded=recorded, dependent=self.dependent)
-        return added, Normed(self._squares, self.config.norm_eps)
+    # memory
 
-    def _embed(self) -> Call:
-        ids, out = self.state[attn.TOKEN : attn.TOKEN + 1], self.x.reshape(1, -1)
-        return lambda: rows(self.weights.embedding, ids, out, 1, self.device.stream(), self.dependent)
+    def _rows(self, name: str, width: int) -> Any:
+        """f32 [1, width] of that name."""
+        if (name, width) not in self._named:
+            self._named[name, width] = zeros(self.device, (1, width))
+        return self._named[name, width]
 
-    def _norm(self, weight: Any) -> Call:
-        kernel = norm_kernel(self.config.hidden, self.precision == "f32", self.dependent)
-        arguments = [view(t) for t in (self.x, weight, self.normed.floats)]
-        eps, threads = np.float32(self.config.norm_eps), norm_threads(self.config.hidden)
-        return lambda: kernel.launch(1, threads, self.device.stream(), *arguments, self.normed.records.buffer, eps)
+    def _vector(self, name: str, width: int) -> Vector:
+        """A Vector of that name."""
+        if (name, width) not in self._named:
+            self._named[name, width] = Vector(width, self.device, self.weights.precision)
+        return self._named[name, width]  # type: ignore[no-any-return]
 
-    def _attention(self, qkv: Any) -> Callable[[int, DeviceLayer], list[Call]]:
-        """A function that makes a layer's launches: its norms and its part of the cache differ, the rest is shared."""
-        import torch
+    def _recorded(self, x: Any) -> Vector:
+        """A value with its records."""
+        vector = x if isinstance(x, Vector) else self._vector("operand", x.shape[1])
+        if vector is not x:
+            vector.floats, vector.recorded = x[0], False
+        vector.record(self.dependent)
+        return vector
 
-        c, device = self.config, self.device
-        group = c.heads // c.kv_heads
-        blocks = spans(device.multiprocessors, c.kv_heads, self.cache.context)  # of a KV head
-        parts = zeros(device, c.heads * blocks * c.head_dim)
-        sums = zeros(device, 2 * c.heads * blocks)
-        counters = zeros(device, c.kv_heads, torch.int32)
-        shared = [view(t) for t in (self.state, parts, sums, counters, self.attended.floats)]
-        angles = [view(self.weights.cos.reshape(-1)), view(self.weights.sin.reshape(-1))]
-        vector, records = view(qkv), self.attended.records.buffer
-        quantize = partial(self.attended.quantize, self.dependent)
-        capability = device.capability
-        grid, threads = (c.kv_heads, blocks), shape(self.cache.form, group, capability).threads
-        numbers = np.int32(self.cache.rows), np.float32(c.norm_eps), np.float32(c.attention_scale)
+    # verbs
 
-        def launches(index: int, layer: DeviceLayer) -> list[Call]:
-            normed = layer.q_norm is not None
-            exact, kind = self.precision == "f32", self.cache.form.kind
-            how = normed, exact, kind, self.dependent, capability
-            kernel = attn.kernel(c.head_dim, group, c.rotated, c.graph.neighbours, *how)
-            norms = [view(n) if normed else angles[0] for n in (layer.q_norm, layer.k_norm)]
-            cache = [view(t[index]) for t in (self.cache.keys, self.cache.values)]
-            arguments = [vector, *norms, *angles, *cache, *shared, records, *numbers]
+    def look_up(self, table: QuantTensor, name: str) -> Any:
+        out = self._rows(name, table.shape[1])
+        token = self.state[attn.TOKEN : attn.TOKEN + 1]
+        rows(self.weights.table(table), token, out, 1, self.device.stream(), self.dependent)
+        return out
 
-            def run() -> None:
-                kernel.launch(grid, threads, device.stream(), *arguments)
+    def add_positions(self, x: Value, table: np.ndarray) -> None:
+        position = self.state[attn.POSITION : attn.POSITION + 1]
+        self._changing(x).add_(self.weights.vector(table).index_select(0, position))
 
-            return [run] if attn.recorded(c.head_dim) else [run, quantize]
+    def _multiply(self, stack: Stack, x: Operand, name: str, onto: Any = None) -> Any:
+        y = self._rows(name, stack.rows) if onto is None else onto
+        vector, normed = x
+        stack.step(vector, y[0], onto is not None, normed, None, self.dependent)
+        return y
 
-        return launches
+    def _operand(self, x: Value, then: Stack | Gated) -> Operand:
+        if isinstance(x, Normalized) and x.values is None and self._fuses(x) and then.fuses:
+            assert isinstance(x.added, Sum)
+            self._take(x)
+            normed = self._vector("normed", self.config.hidden)
+            recorded = Recorded(normed.records, self._counters, view(x.weight), self._squares)
+            vector, before = x.added.x
+            x.added.stack.step(vector, x.x[0], True, before, recorded, self.dependent)
+            x.added = None
+            return normed, Normed(self._squares, self.config.norm_eps)
+        return self._recorded(self.values(x)), None
 
-    def choose(self, count: int | None) -> list[Call]:
+    def _fuses(self, x: Normalized) -> bool:
+        """Whether the product that is added to x can leave records of x times the weight, and sums of its squares."""
+        plain = x.weight is not None and not self.config.graph.layer_norm
+        return plain and self._only_adds(x.added) and x.added.stack.records
+
+    def _normalize(self, x: Normalized) -> Any:
+        c, added, post = self.config, x.added, None
+        x.added = None
+        if self._only_adds(added):
+            self._multiply(added.stack, added.x, "", onto=x.x)
+            added = None
+        elif isinstance(added, Sum) and added.values is None:
+            added, post = self._multiply(added.stack, added.x, added.name), added.post
+        elif added is not None:
+            added = self.rows(added)
+        out = self._vector("normed", c.hidden)
+        out.recorded = True
+        norm(
+            x.x[0], out.floats, out.records, c.norm_eps, x.weight, x.bias, None if added is None else added[0], post,
+            c.residual_scale, c.graph.layer_norm, self.dependent,
+        )  # fmt: skip
+        return out
+
+    def _activate(self, x: Activation) -> Vector:
+        vector, normed = x.x
+        out = self._vector("activated", x.gated.inner)
+        x.gated.step(vector, out, normed, self.dependent)
+        out.recorded = out.recordable
+        return out
+
+    def attend(self, layer: Layer, index: int, q: Value, k: Value | None, v: Value | None) -> Any:
+        if layer.latent_k is not None:
+            latent = self.memory.latent(layer, index)
+            return latent.step(self.rows(q)[0], self.rows(k)[0], self.state, self.dependent)
+        out = self._vector("attended", self.config.widths(self.config.heads_of(index))[1])
+        qkv, norms = self._together(q, k, v)[0], self._head_norms(layer)
+        self._attention.attend(index, qkv, out, norms, self.weights.vector(layer.sinks))
+        return out
+
+    def choose(self, count: int | None) -> list[Callable[[], None]]:
         """Turns logits into the next token: greedily, or drawn from the `count` best."""
         import torch
 

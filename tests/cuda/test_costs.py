@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.support import ptx
-from tests.support.gpu import costs
+from tests.support.gpu import costs, step_costs
 from tests.support.places import ROOT
 
 pytestmark = [
@@ -44,6 +44,26 @@ def test_products_of_prompts_modelled() -> None:
 def test_launches_of_a_layer_of_experts() -> None:
     row = "a token in a layer of experts of `bridge.nn`, 8 of them chosen: our launches, torch's"
     assert in_the_docs(row) == "{}, {}".format(*costs.experts_layer(at_once=True))
+
+
+@pytest.mark.parametrize("name", step_costs.MODELS)
+def test_a_step_takes_no_more_launches_than_the_docs_say(name: str) -> None:
+    docs = (ROOT / "docs" / "speed.md").read_text()
+    found = re.search(rf"\| {re.escape(name)} \| (\d+) \+ (\d+) \+ (\d+) \|", docs)
+    assert found is not None
+    _, types = step_costs.described(name)
+    counts = step_costs.launches(step_costs.MODELS[name], types)
+    assert all(count <= int(most) for count, most in zip(counts, found.groups(), strict=True)), counts
+
+
+@pytest.mark.parametrize(
+    ("model", "nbytes"),
+    [("Llama 3 8B", 4.92e9), ("Gemma 3 4B", 2.49e9), ("Qwen3-30B-A3B", 18.56e9), ("gpt-oss-20b", 12.1e9),
+     ("DeepSeek V2 Lite", 10.36e9)],
+)  # fmt: skip
+def test_models_whose_steps_are_modelled_have_the_size_of_published_files(model: str, nbytes: float) -> None:
+    outline, types = step_costs.described(model)
+    assert step_costs.file_bytes(outline, types) == pytest.approx(nbytes, rel=0.01)
 
 
 @pytest.mark.exhaustive

@@ -79,7 +79,7 @@ def test_captured_steps_make_the_tokens_that_launches_make(
 )
 def test_a_captured_step_whose_logits_are_not_finite_is_an_error(how: Sampling, gpu: Any, tmp_path: Path) -> None:
     device = decoder(tmp_path)
-    output = device.weights.output.parts[0][1].weight
+    output = device.weights.stack([(device.weights.model.output, None)]).parts[0][1].weight
     stream = device.draw(list(range(5)), Sampler(how))
     next(stream)
     output[7] = float("nan")
@@ -164,14 +164,14 @@ def _halves(rows: int, columns: int) -> QuantTensor:
 
 
 def test_what_may_not_happen_in_a_capture_is_an_error_here_too(gpu: Any) -> None:
-    from bridge.cuda.norm import silu_kernel
+    from bridge.cuda.norm import activation_kernel
 
     x = torch.ones(3)
     for wrong in (
         lambda: x.sum().item(),
         torch.cuda.synchronize,
         lambda: torch.cuda.Event().synchronize(),
-        lambda: silu_kernel(True).launch(1, 32, 0),
+        lambda: activation_kernel(True).launch(1, 32, 0),
     ):
         with pytest.raises(GpuError, match="while a graph is captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
             wrong()

@@ -54,12 +54,12 @@ def test_a_kernel_is_compiled_once_for_all_processes_and_launched_with_the_numbe
 
     x, weight, out = (torch.ones(512) for _ in range(3))
     records = torch.zeros(4096, dtype=torch.uint8)
-    again.launch(300, (32, 4), 0, x, weight, out, records, np.float32(1e-5))
+    again.launch(300, (32, 4), 0, x, x, x, weight, weight, out, records, np.float32(1e-5), np.float32(2))
     ((grid, block, stream, arguments),) = driver.launches
     assert (grid, block, stream) == (300, (32, 4), 0)
-    assert arguments[:4] == tuple(array.data_ptr() for array in (x, weight, out, records))
-    assert isinstance(arguments[4], ctypes.c_float)
-    assert arguments[4].value == np.float32(1e-5)
+    assert arguments[:7] == tuple(array.data_ptr() for array in (x, x, x, weight, weight, out, records))
+    assert isinstance(arguments[7], ctypes.c_float)
+    assert [number.value for number in arguments[7:]] == [np.float32(1e-5), 2]
 
 
 def test_machine_code_is_found_by_what_it_is_made_from_and_not_where_it_is_damaged(
@@ -130,11 +130,11 @@ def _added(a: Any, b: Any) -> Any:
 def test_kernels_compiled_elsewhere_fit_whatever_compiled_them_and_need_no_compiler(
     driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from bridge.cuda.norm import silu_kernel
+    from bridge.cuda.norm import activation_kernel
     from cuda.bindings import nvjitlink
     from numba.cuda.cudadrv import nvvm
 
-    kernel, other = silu_kernel(False), silu_kernel(True)
+    kernel, other = activation_kernel(False), activation_kernel(True)
     elsewhere = tmp_path / "elsewhere"
     kernel.codes.clear()
     compiler.keep(kernel, (9, 0), elsewhere)
@@ -154,7 +154,7 @@ def test_kernels_compiled_elsewhere_fit_whatever_compiled_them_and_need_no_compi
     assert compiler.known(kernel, (9, 0)) is None
     assert not compiler.any_kept()
     said = (
-        r"^NvvmSupportError: libNVVM cannot be found \(compiling _silu\S* for 9\.0\); there is no CUDA compiler: pip "
+        r"^NvvmSupportError: libNVVM cannot be found \(compiling _activation\S* for 9\.0\); there is no CUDA compiler"
     )
     with pytest.raises(BridgeError, match=said):
         kernel.warm()
@@ -211,7 +211,8 @@ import numpy as np
 from bridge.cuda import norm; from bridge.cuda.toolchain import compile_pool, compiler
 assert not hasattr(np, "row_stack")
 process = compile_pool._Process()
-for made in (process.code(norm.silu_kernel(False), (9, 0)), compiler.compiled(norm.silu_kernel(True), (9, 0))):
+one, other = norm.activation_kernel(False), norm.activation_kernel(True)
+for made in (process.code(one, (9, 0)), compiler.compiled(other, (9, 0))):
     assert made.cubin[:4] == b"\\x7fELF", made
 process.end()
 assert not hasattr(np, "row_stack")
@@ -259,7 +260,7 @@ def test_kernels_are_compiled_by_several_processes_and_none_of_them_again(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The longest first; what a process cannot compile is left to whoever needs it, who says why."""
-    from bridge.cuda.norm import silu_kernel
+    from bridge.cuda.norm import activation_kernel
     from bridge.cuda.product.activations import quantizer
     from bridge.cuda.sampling import draw_kernel
     from bridge.cuda.toolchain import compile_pool
@@ -280,7 +281,8 @@ def test_kernels_are_compiled_by_several_processes_and_none_of_them_again(
         def end(self) -> None:
             self.ended = True
 
-    kernels = [silu_kernel(False), quantizer("f16", True), silu_kernel(False), draw_kernel(32), draw_kernel(64)]
+    one = activation_kernel(False)
+    kernels = [one, quantizer("f16", True), one, draw_kernel(32), draw_kernel(64)]
     both = threading.Barrier(2)
     told: list[Any] = []
     monkeypatch.setattr(compile_pool, "usable_cpus", lambda: 2)
@@ -294,10 +296,10 @@ def test_kernels_are_compiled_by_several_processes_and_none_of_them_again(
     assert [len(process.given) for process in Process.made] == [2, 2]
     assert {process.given[0] for process in Process.made} == {draw_kernel(32), draw_kernel(64)}
     assert all(process.ended for process in Process.made)
-    assert compiler.known(silu_kernel(False), (7, 5)) == compiler.Code(silu_kernel(False).name, b"code")
+    assert compiler.known(activation_kernel(False), (7, 5)) == compiler.Code(activation_kernel(False).name, b"code")
     assert compiler.known(quantizer("f16", True), (7, 5)) is None
     both = threading.Barrier(1)
-    compile_pool.compile_all([silu_kernel(False), draw_kernel(32)], (7, 5), lambda *given: told.append(given))
+    compile_pool.compile_all([activation_kernel(False), draw_kernel(32)], (7, 5), lambda *given: told.append(given))
     assert (len(told), len(Process.made)) == (4, 2)
     for kernel in kernels:
         kernel.codes.clear()
@@ -306,6 +308,7 @@ def test_kernels_are_compiled_by_several_processes_and_none_of_them_again(
 def test_another_process_makes_a_kernel_by_its_function_and_arguments() -> None:
     from bridge.cuda import norm, sampling
     from bridge.cuda.attention import attention, prompt_attention
+    from bridge.cuda.attention.attention_kind import AttentionKind
     from bridge.cuda.forms import dequantize
     from bridge.cuda.product import activations, fused, matvec_kernel, mma
     from bridge.cuda.product.matvec_shape import MatvecShape
@@ -315,12 +318,12 @@ def test_another_process_makes_a_kernel_by_its_function_and_arguments() -> None:
 
     columns = (0, 1, 8, 9, 2, 3, 10, 11)
     for kernel in (
-        activations.quantizer("f32", False), attention.kernel(64, 1, 64, True, False, False, "f16"),
-        prompt_attention.kernel(64, 1, 64, True, False, False, "f16"),
+        activations.quantizer("f32", False), attention.kernel(AttentionKind(64, 1, 64), False),
+        prompt_attention.kernel(AttentionKind(64, 1, 64, windowed=True), False, "f16"),
         dequantize.kernel("Q4_0", "f16", False), matvec_kernel.kernel("Q4_0", 1, MatvecShape(2, 1, 1, 4), False, ""),
         fused.kernel(Code.of(BitshiftCodebook(), 2, "cuda"), (0, 0, 1, 1, 0, 0, 1, 1), columns, 32, 1, 4),
         mma.kernel("Q4_0", "f16", 2, 4, False, ""), mma.combiner(""), norm.norm_kernel(64, False),
-        norm.silu_kernel(False), sampling.greedy_kernel(32), sampling.draw_kernel(32),
+        norm.activation_kernel(False), sampling.greedy_kernel(32), sampling.draw_kernel(32),
     ):  # fmt: skip
         assert pickle.loads(pickle.dumps(kernel)) is kernel
 
@@ -328,29 +331,29 @@ def test_another_process_makes_a_kernel_by_its_function_and_arguments() -> None:
 def test_why_a_process_could_not_compile_a_kernel_is_told_and_the_next_one_is_compiled(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from bridge.cuda.norm import silu_kernel
+    from bridge.cuda.norm import activation_kernel
     from bridge.cuda.toolchain import compile_pool
 
-    kernel = silu_kernel(False)
+    kernel = activation_kernel(False)
     process = compile_pool._Process()
     try:
         reason = process.code(kernel, (1, 0))
         assert isinstance(reason, str)
-        assert re.match(r"\w+: .*\(compiling _silu\S*\)", reason)
+        assert re.match(r"\w+: .*\(compiling _activation\S*\)", reason)
         process._process.kill()
         process._process.wait()
         assert isinstance(process.code(kernel, (7, 5)), compiler.Code)
         process._process.kill()
         process._process.wait()
         monkeypatch.setattr(process._process, "poll", lambda: None)  # as if it ended while it compiles
-        assert re.fullmatch(r"the process that compiled _silu\S* ended with exit code -?\d+",
+        assert re.fullmatch(r"the process that compiled _activation\S* ended with exit code -?\d+",
                             str(process.code(kernel, (7, 5))))  # fmt: skip
     finally:
         process.end()
 
 
 def test_why_kernels_failed_is_told_where_this_process_compiles_them_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    from bridge.cuda.norm import silu_kernel
+    from bridge.cuda.norm import activation_kernel
     from bridge.cuda.toolchain import compile_pool
 
     def refuse(*given: Any) -> Any:
@@ -359,24 +362,24 @@ def test_why_kernels_failed_is_told_where_this_process_compiles_them_itself(monk
     monkeypatch.setattr(compile_pool, "usable_cpus", lambda: 1)
     monkeypatch.setattr(compiler, "known", lambda *given: None)
     monkeypatch.setattr(compiler, "code", refuse)
-    failed = compile_pool.compile_all([silu_kernel(False)], (7, 5), lambda *given: None)
-    assert list(failed) == [silu_kernel(False)]
-    assert re.fullmatch(r"OSError: no memory \(compiling _silu\S*\)", failed[silu_kernel(False)])
+    failed = compile_pool.compile_all([activation_kernel(False)], (7, 5), lambda *given: None)
+    assert list(failed) == [activation_kernel(False)]
+    assert re.fullmatch(r"OSError: no memory \(compiling _activation\S*\)", failed[activation_kernel(False)])
 
 
 @pytest.mark.exhaustive
 def test_a_process_compiles_a_kernel_that_another_one_describes(driver: Driver) -> None:
-    from bridge.cuda.norm import silu_kernel
+    from bridge.cuda.norm import activation_kernel
     from bridge.cuda.toolchain import compile_pool
 
-    kernel = silu_kernel(False)
+    kernel = activation_kernel(False)
     process = compile_pool._Process()
     try:
         made = process.code(kernel, (7, 5))
     finally:
         process.end()
     assert made.cubin.startswith(b"\x7fELF")
-    assert "_silu_0" in made.entry
+    assert "_activation_silu_0" in made.entry
     kernel.codes.clear()
     assert compiler.known(kernel, (7, 5)) == made
     kernel.codes.clear()
@@ -419,7 +422,9 @@ def test_a_numba_that_passes_arguments_otherwise_is_refused(driver: Driver, monk
     for other in (ptx.replace(last, last.replace("32", "64")), ptx.replace(last, last[:-2] + ",\n.param .u64 more)")):
         assert other != ptx
         monkeypatch.setattr(compiler, "ptx_of", lambda source, capability, other=other: other)
-        with pytest.raises(BridgeError, match=r"_norm_64_0: this numba-cuda passes arguments in another form .*<0.31"):
+        with pytest.raises(
+            BridgeError, match=r"_norm_64_0010_: this numba-cuda passes arguments in another form .*<0.31"
+        ):
             kernel.warm()
 
 
@@ -502,11 +507,11 @@ def test_arguments_are_addresses_rows_and_their_distance_and_numbers_of_their_ty
 
 def test_a_second_launch_asks_the_driver_for_the_context_alone(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a launch costs the host: neither the device nor the kernel is looked for again."""
-    from bridge.cuda.norm import silu_kernel
+    from bridge.cuda.norm import activation_kernel
     from bridge.cuda.toolchain import launch
     from cuda.bindings import driver as bindings
 
-    kernel = silu_kernel.__wrapped__(False)
+    kernel = activation_kernel.__wrapped__(False)
     kernel.launch(1, 32, 0, *operands(kernel))
     asked: list[str] = []
     for name in driver.functions():

@@ -56,14 +56,14 @@ def elsewhere():
 
 with gpu.active():
     seen["stream"] = stream = int(checked(driver.cuStreamCreate(1)))
-    kernel.launch(3, (512, 1, 1), 0, x, weight, out, records, eps)
-    bound = kernel.bind(1, 512, stream, x, weight, out, records, eps)
-    bound(stream, (2, 0xBEEF00))
+    kernel.launch(3, (512, 1, 1), 0, x, x, x, weight, weight, out, records, eps, eps)
+    bound = kernel.bind(1, 512, stream, x, x, x, weight, weight, out, records, eps, eps)
+    bound(stream, (5, 0xBEEF00))
     thread = threading.Thread(target=elsewhere)
     thread.start()
     thread.join()
-    seen["large block"] = refused(lambda: kernel.launch(1, 2048, 0, x, weight, out, records, eps))
-    seen["no stream"] = refused(lambda: kernel.launch(1, 512, 0x77, x, weight, out, records, eps))
+    seen["large block"] = refused(lambda: kernel.launch(1, 2048, 0, x, x, x, weight, weight, out, records, eps, eps))
+    seen["no stream"] = refused(lambda: kernel.launch(1, 512, 0x77, x, x, x, weight, weight, out, records, eps, eps))
 
     before = driver.cuMemGetInfo()[1]
     memory = checked(driver.cuMemAlloc(3 << 20))
@@ -75,7 +75,7 @@ with gpu.active():
     seen["capturing"] = device.capturing(stream)
     bound(stream)
     checked(driver.cuMemcpyDtoHAsync(copy, memory, 16, handle))
-    seen["not loaded"] = refused(lambda: other.launch(1, 256, stream, x, weight, out, records, eps))
+    seen["not loaded"] = refused(lambda: other.launch(1, 256, stream, x, x, x, weight, weight, out, records, eps, eps))
     seen["allocation"] = driver.cuMemAlloc(1 << 20)[0].name
     graph = checked(driver.cuStreamEndCapture(handle))
     seen["captured"] = copy.tolist()
@@ -133,13 +133,13 @@ def test_a_launch_arrives_with_its_grid_its_stream_its_attribute_and_its_argumen
     seen, launches, _ = child
     first, bound, from_thread, *_ = launches
     eps = int(np.float32(1e-5).view(np.int32))
-    x, weight, _out, records = seen["addresses"]
+    x, weight, out, records = seen["addresses"]
     assert "norm" in first.name
     assert (first.grid, first.block, first.stream) == ([3, 1, 1], [512, 1, 1], 0)
     assert first.attributes == [f"{_SERIALIZATION}=1"]
-    assert first.arguments == [*seen["addresses"], eps]
+    assert first.arguments == [x, x, x, weight, weight, out, records, eps, eps]
     assert (bound.grid, bound.block, bound.stream) == ([1, 1, 1], [512, 1, 1], seen["stream"])
-    assert bound.arguments == [x, weight, 0xBEEF00, records, eps]
+    assert bound.arguments == [x, x, x, weight, weight, 0xBEEF00, records, eps, eps]
     assert (from_thread.stream, from_thread.arguments) == (seen["stream"], first.arguments)
 
 

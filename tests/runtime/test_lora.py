@@ -16,7 +16,6 @@ from bridge.errors import BridgeError
 from bridge.runtime.config.config_reader import read_config
 from bridge.runtime.decoder.decoder import Decoder
 from bridge.runtime.layers.lora import add_adapter
-from bridge.runtime.layers.weights import read_weights
 from bridge.runtime.reader import open_gguf
 from tests.conftest import CHECKPOINT
 from tests.support.adapters import Arrays, low_rank, write_adapter
@@ -176,13 +175,6 @@ def test_experts_are_not_changed(base: Path, tmp_path: Path) -> None:
     file["blk.0.ffn_up.weight"].shape = (2, 16, 32)
     with pytest.raises(BridgeError, match=r"ffn_up\.weight, which is of experts"):
         add_adapter(file, open_gguf(write_lora(tmp_path / "lora.gguf", pairs({"blk.0.ffn_up": (32, 32)}))))
-
-
-def test_other_devices_refuse_an_adapter(base: Path, tmp_path: Path) -> None:
-    file = open_gguf(base)
-    add_adapter(file, open_gguf(write_lora(tmp_path / "lora.gguf", Q)))
-    with pytest.raises(BridgeError, match=r"adapter \(LoRA\) runs on the CPU alone"):
-        read_weights(file, read_config(file.metadata, base))
 
 
 def test_commands_and_python_take_what_convert_lora_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,14 +100,6 @@ class DecoderConfig:
     predicting: int = 0  # layers after the others, each of which predicts one token further: see prediction.py
 
     @property
-    def plain(self) -> bool:
-        """Whether it is a decoder as Llama's and Qwen's are."""
-        scales = self.embedding_scale, self.residual_scale, self.logit_scale, self.score_cap, self.logit_cap
-        usual = self.graph in (Graph(), Graph(neighbours=True), Graph(normed=True))
-        usual = usual and not self.inners and self.latent is None and self.recurrent is None
-        return usual and scales == (1.0, 1.0, 1.0, 0.0, 0.0) and not self.temperature
-
-    @property
     def attending(self) -> list[int]:
         """The layers with attention."""
         layers = [i for i in range(self.layers) if self.mixes(i)]

@@ -209,7 +209,6 @@ class CpuMachine:
         self._add(
             ops.function("norm"), *arguments, items=x.size // weight.size, shared=x.size > MIN_VALUES_TO_SHARE
         )  # fmt: skip
-        self._now.keep(weight)
         return out
 
     def add(self, x: np.ndarray, y: np.ndarray) -> None:

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from bridge.blocks.read import READ
-from bridge.errors import BridgeError, parameter
 from bridge.runtime.config.decoder_config import DecoderConfig
 from bridge.runtime.cpu.engines import engine
 from bridge.runtime.cpu.ops.attention import SPAN
@@ -29,7 +28,7 @@ from bridge.runtime.decoder.positions import Positions
 from bridge.runtime.decoder.steps import SingleProgram, SteppedProgram
 from bridge.runtime.layers.kv_cache import KVCache
 from bridge.runtime.layers.layers import Weights
-from bridge.runtime.layers.weights import read_weights
+from bridge.runtime.layers.weights import check_context, read_weights
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.reader import GGUFFile
 from bridge.runtime.sampling import Sampler, drawn_on_host
@@ -51,15 +50,7 @@ class Decoder:
     def __init__(self, file: GGUFFile, config: DecoderConfig, context: int, kv: str, precision: str):
         self.config, self.precision = config, precision
         weights = self._weights_of(file)  # checks what the cache takes memory for
-        if config.chosen and context > config.chosen:
-            raise BridgeError(
-                f"{parameter('context', context)}: must be at most {config.chosen}; beyond, {config.arch} chooses the "
-                "tokens to attend to, which cannot run here; llama.cpp can run it"
-            )
-        if weights.positions is not None and context > config.context:
-            raise BridgeError(
-                f"{parameter('context', context)}: must be at most {config.context}, the positions that {file.path} has"
-            )
+        check_context(file, config, context)
         self.cache = KVCache(config, context, kv)
         self._kv = kv
         self.embedding, self.output = weights.embedding, weights.output
@@ -80,7 +71,7 @@ class Decoder:
         self.followed = np.zeros((0, config.hidden), np.float32)  # normalized states of the last tokens that followed
 
     def _weights_of(self, file: GGUFFile) -> Weights:
-        return read_weights(file, self.config, any_graph=True)
+        return read_weights(file, self.config)
 
     def begin(self) -> None:
         """Get ready for tokens: nothing to do."""

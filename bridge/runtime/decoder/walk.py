@@ -11,8 +11,6 @@
 `DecoderConfig` says what a model does beside this, or in its place.
 """
 
-import numpy as np
-
 from bridge.runtime.config.decoder_config import DecoderConfig
 from bridge.runtime.decoder.machine import Machine, Value
 from bridge.runtime.layers.layers import Beside, Experts, Inputs, Laurel, Layer, Streams, Weights
@@ -110,7 +108,7 @@ def _feed(m: Machine, x: Value, read: Value, layer: Layer, index: int) -> Value:
 def _add_experts(m: Machine, x: Value, added: Value, experts: Experts, beside: Beside) -> None:
     """What the network made, normalized, plus what experts make of x."""
     m.normalize(added, beside.network)
-    routed = m.normalize(x, np.ones_like(beside.before), "routed")
+    routed = m.normalize(x, beside.routed, "routed")
     other = m.experts(experts, m.normalize(x, beside.before, "read"), "other", routed)
     m.add(added, m.normalize(other, beside.after))
 

@@ -126,7 +126,8 @@ class LayerReader:
         c = self.config
         experts.router = experts.router * (self._vector("ffn_gate_inp.scale", c.hidden, True) / c.hidden**0.5)
         parts = "post_ffw_norm_1", "pre_ffw_norm_2", "post_ffw_norm_2"
-        return {"beside": Beside(*(self._vector(f"{part}.weight", c.hidden, True) for part in parts))}
+        network, before, after = (self._vector(f"{part}.weight", c.hidden, True) for part in parts)
+        return {"beside": Beside(network, before, after, np.ones(c.hidden, np.float32))}
 
     def _attention(self) -> dict[str, Any]:
         c, heads = self.config, self.config.heads_of(self.index)

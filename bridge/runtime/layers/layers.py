@@ -35,11 +35,13 @@ class Experts:
 
 @record(frozen=False)
 class Beside:
-    """Norms of experts that are beside a network, float32 [hidden]: of what it makes, they read and they make."""
+    """Norms of experts that are beside a network, float32 [hidden]: of what it makes, they read and they make, and of
+    what their router reads, which is ones."""
 
     network: np.ndarray
     before: np.ndarray
     after: np.ndarray
+    routed: np.ndarray
 
 
 @record(frozen=False)

@@ -4,25 +4,30 @@ from dataclasses import replace
 
 import numpy as np
 
-from bridge.errors import BridgeError
+from bridge.errors import BridgeError, parameter
 from bridge.runtime.config.decoder_config import DecoderConfig
 from bridge.runtime.layers.layer_reader import LayerReader, expect, vector
 from bridge.runtime.layers.layers import Inputs, Streams, Weights
 from bridge.runtime.reader import GGUFFile
 
 
-def read_weights(file: GGUFFile, config: DecoderConfig, any_graph: bool = False) -> Weights:
-    """Find every tensor; `any_graph`: whether the caller runs all that the CPU does, not plain decoders alone.
-
-    Raises BridgeError where a tensor is missing or of another shape than the metadata says, or for what is not plain.
-    """
-    if not any_graph and (config.experts or not config.plain):
-        kind = "a mixture of experts" if config.experts else f"{config.arch}'s graph"
-        raise BridgeError(f"{file.path}: {kind} runs on the CPU alone (device cpu)")
-    if not any_graph and any(tensor.change is not None for tensor in file.values()):
-        raise BridgeError(f"{file.path}: a model with an adapter (LoRA) runs on the CPU alone (device cpu)")
+def read_weights(file: GGUFFile, config: DecoderConfig) -> Weights:
+    """Find every tensor; BridgeError where one is missing or of another shape than the metadata says."""
     shared = read_shared(file, config)
     return replace(shared, layers=[LayerReader(file, config, i).layer() for i in range(config.layers)])
+
+
+def check_context(file: GGUFFile, config: DecoderConfig, context: int) -> None:
+    """Raises BridgeError for more tokens than a model can attend to, or has positions for."""
+    if config.chosen and context > config.chosen:
+        raise BridgeError(
+            f"{parameter('context', context)}: must be at most {config.chosen}; beyond, {config.arch} chooses the "
+            "tokens to attend to, which cannot run here; llama.cpp can run it"
+        )
+    if config.graph.positions and context > config.context:
+        raise BridgeError(
+            f"{parameter('context', context)}: must be at most {config.context}, the positions that {file.path} has"
+        )
 
 
 def read_shared(file: GGUFFile, config: DecoderConfig) -> Weights:

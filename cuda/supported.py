@@ -1,0 +1,32 @@
+"""What of a model cannot run on CUDA, found out before anything of it is loaded."""
+
+from bridge.cuda.attention import attention_kind, latent_attention
+from bridge.cuda.forms.matrix import has_kernel
+
+from bridge.errors import BridgeError
+from bridge.runtime.config.decoder_config import DecoderConfig
+from bridge.runtime.reader import GGUFFile
+
+
+def check_supported(file: GGUFFile, config: DecoderConfig, kv: str, precision: str) -> None:
+    """Raises BridgeError for a model that no kernels are for, with what can run it."""
+    if (reason := _unsupported(file, config, kv, precision)) is not None:
+        raise BridgeError(f"{file.path}: {reason} cannot run on CUDA here; the CPU can (device cpu)")
+
+
+def _unsupported(file: GGUFFile, c: DecoderConfig, kv: str, precision: str) -> str | None:
+    """What is not supported."""
+    if any(tensor.change is not None for tensor in file.values()):
+        return "a model with an adapter (LoRA)"
+    for tensor in file.values():
+        stacked = len(tensor.shape) == 3 and not tensor.name.endswith("ffn_down_exps.weight")
+        if stacked and tensor.factors is not None and not has_kernel(tensor[0]):
+            return f"{tensor.name}, {tensor.type} with factors,"
+    if c.hidden % 32:
+        return f"a model of {c.hidden} hidden features, which are not a multiple of 32,"
+    if c.latent is not None:
+        return latent_attention.unsupported(c, kv, precision)
+    heads = sorted({c.heads_of(layer)[:2] for layer in c.attending})
+    if any(dim % 8 for _, dim in heads) or not attention_kind.supported(c, kv):
+        return f"{c.heads} heads over {' and '.join(f'{kv} of {dim}' for kv, dim in heads)} with kv {kv}"
+    return None

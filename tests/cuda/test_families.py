@@ -1,0 +1,144 @@
+"""Models of every architecture on CUDA: a prompt and steps give what the same walk in NumPy does."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import bridge
+from bridge.errors import BridgeError
+from bridge.gguf_file.architectures import ARCHITECTURES
+from bridge.runtime.decoder.numpy_machine import NumpyMachine
+from bridge.runtime.layers.weights import read_weights
+from bridge.runtime.sampling import Sampler, Sampling, probabilities
+from tests.runtime.test_lora import write_lora
+from tests.support import ptx
+from tests.support.family_models import ALL_BLOCKS, MODELS, copy_tokenizer, new_model, randomized
+from tests.support.gpu.device import pretended_gpu
+from tests.support.make_families import GOLDENS, UNKNOWN
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+LEFT_TO_LLAMA_CPP = {"deepseek4"}
+FIELDS: dict[str, dict[str, Any]] = {
+    "deepseek2-lite": {"num_hidden_layers": 27}, "minimax-m3": ALL_BLOCKS,
+}  # fmt: skip
+LENGTH, STEPS = 40, 3  # longer than the small models' windows
+TOKENS = np.random.default_rng(5).integers(0, 2048, LENGTH + STEPS).tolist()
+# of block types, in which launches take parts of others along
+IN_BLOCKS = ["deepseek3", "falcon-h1", "gemma3", "gemma4-moe", "gpt-oss", "llama4", "qwen3-next", "qwen3-vl-moe"]
+BLOCK_FIELDS: dict[str, dict[str, Any]] = {
+    "deepseek3": {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16, "moe_intermediate_size": 32},
+    "gemma4-moe": {"moe_intermediate_size": 32}, "llama4": {"intermediate_size": 64},
+}  # fmt: skip
+
+
+def converted(name: str, folder: Path, type: str, **fields: Any) -> Path:
+    """A family's small model with random weights."""
+    model = randomized(new_model(name, **fields))
+    model.save_pretrained(folder / "model", save_original_format=True)
+    bridge.convert(copy_tokenizer(folder / "model"), folder / "m.gguf", tensor_types=[(".*", type)], mmproj_type="none")
+    return folder / "m.gguf"
+
+
+def check(path: Path) -> str:
+    """The model's architecture, once its logits are right."""
+    if (reason := ptx.unavailable()) is not None:
+        pytest.skip(reason)
+    with pretended_gpu(multiprocessors=4), bridge.Model.load(
+        path, precision="f32", kv="f32", context=64, device="cuda"
+    ) as model:  # fmt: skip
+        prompt, decoder = model.logits(TOKENS[:LENGTH]), model._decoder
+        steps = np.array([decoder.next_scores(token).copy() for token in TOKENS[LENGTH:]])
+        plain = NumpyMachine(read_weights(bridge.open_gguf(path), model.config), model.config, 64)
+        expected = np.concatenate([plain.logits(plain.read(part)) for part in (TOKENS[:LENGTH], TOKENS[LENGTH:])])
+        limit = 1e-4 * np.abs(expected).max()
+        np.testing.assert_allclose(np.concatenate([prompt, steps]), expected, rtol=0, atol=limit)
+        assert decoder.kept([*TOKENS, 5]) == len(TOKENS)
+        back = decoder.kept([*TOKENS[:LENGTH], 5])
+        assert back == (LENGTH if model.config.recurrent is None else LENGTH - 1)
+        return model.config.arch
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("name", sorted({*MODELS} - LEFT_TO_LLAMA_CPP))
+def test_a_familys_logits_are_those_of_the_walk_in_numpy(name: str, tmp_path: Path) -> None:
+    check(converted(name, tmp_path, "F32", **FIELDS.get(name, {})))
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("name", IN_BLOCKS)
+def test_so_are_those_of_block_types(name: str, tmp_path: Path) -> None:
+    check(converted(name, tmp_path, "Q8_0", **BLOCK_FIELDS.get(name, {})))
+
+
+@pytest.mark.proof
+def test_what_states_became_in_a_prompt_that_failed_is_forgotten(tmp_path: Path, monkeypatch: Any) -> None:
+    if (reason := ptx.unavailable()) is not None:
+        pytest.skip(reason)
+    import torch
+    from bridge.cuda.product.products import Stack
+
+    left = 7  # products, those of the first layer at least
+    path = converted("lfm2", tmp_path, "F32")
+    with pretended_gpu(), bridge.Model.load(path, precision="f32", kv="f32", context=64, device="cuda") as model:
+        right, multiply = model.logits(TOKENS[:9], last=1), Stack.multiply
+        decoder = model._decoder
+        decoder.scores(TOKENS[:5], 1)
+        with monkeypatch.context() as patch:
+
+            def failing(*given: Any, **how: Any) -> Any:
+                nonlocal left
+                if not left:
+                    raise torch.cuda.OutOfMemoryError
+                left -= 1
+                return multiply(*given, **how)
+
+            patch.setattr(Stack, "multiply", failing)
+            with pytest.raises(BridgeError, match="the model needs"):
+                next(decoder.draw(TOKENS[:12], Sampler(Sampling(0)), 5))
+        cached = decoder.kept(TOKENS[:8])
+        token = next(decoder.draw(TOKENS[:9], sampler := Sampler(Sampling(0), logprobs=0), cached))
+        assert sampler.probabilities is not None
+        expected = probabilities(right[0], token, 0).logprob
+        assert sampler.probabilities.logprob == pytest.approx(expected, abs=1e-4)
+
+
+REFUSED = {
+    "an adapter": (r"m.gguf: a model with an adapter \(LoRA\) cannot run on CUDA here; the CPU can \(device cpu\)", {}),
+    "hidden": ("48 hidden features, which are not a multiple of 32, cannot", {"hidden_size": 48}),
+    "heads": (r"4 heads over 2 of 20 with kv f32 cannot", {"head_dim": 20}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_run_is_refused_before_it_is_loaded(what: str, tmp_path: Path, monkeypatch: Any) -> None:
+    message, fields = REFUSED[what]
+    path = converted("seed-oss", tmp_path, "F32", **fields)
+    lora = None
+    if what == "an adapter":
+        rows = bridge.open_gguf(path)["blk.0.attn_q.weight"].shape[0]
+        pair = {"blk.0.attn_q.weight.lora_a": np.ones((2, 32)), "blk.0.attn_q.weight.lora_b": np.ones((rows, 2))}
+        lora = write_lora(tmp_path / "l.gguf", {name: x.astype(np.float32) for name, x in pair.items()}, "seed_oss")
+    monkeypatch.setattr("bridge.cuda.decoder.read_weights", lambda *given: pytest.fail("loaded"))
+    options: dict[str, Any] = {"kv": "f32", "context": 64, "lora": lora}
+    with pretended_gpu():
+        with pytest.raises(BridgeError, match=message):
+            bridge.Model.load(path, device="cuda", **options)
+        model = bridge.Model.load(path, device="auto", **options)
+        assert model.device == "cpu"
+        assert model.note is not None
+        assert re.search(message, model.note)
+
+
+def test_every_architecture_is_among_them() -> None:
+    goldens = [GOLDENS / f"{name}.json" for name in {*MODELS} - LEFT_TO_LLAMA_CPP - UNKNOWN]
+    made = {json.loads(golden.read_text())["arch"] for golden in goldens} | {"bitnet", "nemotron_h"}
+    # which have tests of their own, or the graph of another one
+    assert {*ARCHITECTURES} - made == {"llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe"}
