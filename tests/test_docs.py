@@ -188,6 +188,12 @@ def test_the_floors_of_architecture_are_those_of_the_imports():
         assert floors[package] == max((floors[other] + 1 for other in below), default=0)
 
 
+def test_the_table_of_architectures_is_of_those_that_run():
+    from scripts.architecture_table import HEAD, rows
+
+    assert [f"| {' | '.join(row)} |" for row in cells("architectures.md", HEAD)] == rows()
+
+
 def cells(page: str, head: str) -> list[list[str]]:
     """The rows of the table of a page whose first line begins so."""
     lines = (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()

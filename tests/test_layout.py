@@ -32,7 +32,7 @@ ALLOWED = {
     "nn": {"checkpoint", "conversion", "errors", "gguf_file", "models", "runtime", "system", "trellis"},
     "transformers": {"nn"},
     "lm_eval": {"nn"},
-    "cuda": {"blocks", "errors", "runtime", "system", "trellis"},
+    "cuda": {"blocks", "errors", "gguf_file", "runtime", "system", "trellis"},
     "quantize": {"blocks", "checkpoint", "encode", "errors", "gguf_file", "runtime", "system"},
     "conversion": {
         "blocks", "checkpoint", "encode", "errors", "gguf_file", "models", "quantize", "runtime", "system",

@@ -22,7 +22,7 @@ pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 from tests.conftest import PATIENCE, ROOT
 from tests.support import ptx
 from tests.support.gpu import check
-from tests.support.gpu.check import contexts, jobs, products, report, runner, small_check, timing, torchs
+from tests.support.gpu.check import jobs, products, report, runner, small_check, timing, torchs
 from tests.support.gpu.device import pretended_gpu
 
 BARS = [
@@ -777,22 +777,31 @@ def test_shapes_and_model_are_those_of_the_bars() -> None:
 
 
 @pytest.mark.skipif(ptx.unavailable() is not None, reason=str(ptx.unavailable()))
-@pytest.mark.parametrize("job", ["attention", pytest.param("graphs", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("job", ["attention", "layers", pytest.param("graphs", marks=pytest.mark.exhaustive)])
 def test_jobs_whose_kernels_run_here_are_right_and_wrong_where_kernels_do_nothing(
     job: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the machine of tests/support/gpu, which computes: captured products, and attention over two tiles."""
     from bridge.cuda.toolchain.launch import Kernel
+    from gpu_checks import contexts
 
     monkeypatch.setattr(torchs, "SHAPE", (6, 256))
     monkeypatch.setattr(torchs, "TOKENS", (1,))
     for name, value in (("HEADS", 2), ("KV_HEADS", 1), ("HEAD_DIM", 32), ("LENGTHS", (128,))):
         monkeypatch.setattr(contexts, name, value)
-    run = {"graphs": torchs.check_graphs, "attention": lambda: contexts.check("q8_0")}[job]
+    small = contexts.config(2, 1, 32, "w-", window=30, score_cap=3.0)
+    for name, value in (("CONTEXT", 100), ("TOKENS", 3), ("MODELS", {"a cap": small})):
+        monkeypatch.setattr(contexts, name, value)
+    checks: dict[str, Any] = {
+        "graphs": torchs.check_graphs,
+        "attention": lambda: contexts.check("q8_0"),
+        "layers": lambda: contexts.check_layers("f16"),
+    }
+    run = checks[job]
     with pretended_gpu(multiprocessors=2, graphs=True):
         assert run()["wrong"] == []
         monkeypatch.setattr(Kernel, "run", lambda *given: None)
-        assert len(run()["wrong"]) == {"graphs": 5, "attention": 4}[job]
+        assert len(run()["wrong"]) == {"graphs": 5, "attention": 4, "layers": 4}[job]
 
 
 def test_kernels_that_jobs_launch_are_found_without_a_gpu_and_can_be_compiled_ahead(
@@ -827,7 +836,7 @@ def test_kernels_that_jobs_launch_are_found_without_a_gpu_and_can_be_compiled_ah
 def test_what_cannot_be_carried_is_said_with_the_first_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from bridge.cuda.norm import silu_kernel
+    from bridge.cuda.norm import activation_kernel
     from bridge.cuda.toolchain import compiler
 
     from tests.support.gpu import carried
@@ -843,12 +852,12 @@ def test_what_cannot_be_carried_is_said_with_the_first_reason(
     monkeypatch.setattr("sys.argv", ["carried", "8.9", str(tmp_path / "carried")])
     with monkeypatch.context() as patch:
         patch.setattr(compiler, "ptx_of", refuse)
-        patch.setattr(carried, "kernels", lambda *given: ([silu_kernel(False)], []))
-        silu_kernel(False).codes.clear()
+        patch.setattr(carried, "kernels", lambda *given: ([activation_kernel(False)], []))
+        activation_kernel(False).codes.clear()
         assert carried.main() == 1
     out, err = capsys.readouterr()
     assert out.startswith("0 of 1 kernels for 8.9, 0.0 MB")
-    assert "1 failed, the first: AttributeError: module 'numpy' has no attribute 'row_stack' (compiling _silu_" in err
+    assert "1 failed, the first: AttributeError: module 'numpy' has no attribute 'row_stack' (compiling _activ" in err
     monkeypatch.setattr(carried.jobs, "run", ends)
     assert carried.kernels(["correct/one"], (8, 9)) == ([], ["correct/one ended early: RuntimeError: no GPU"])
 

@@ -18,7 +18,7 @@ import pytest
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 
-from bridge.cuda.norm import silu_kernel
+from bridge.cuda.norm import activation_kernel
 from bridge.cuda.toolchain import compiler
 
 from scripts import gpu_kit
@@ -47,12 +47,12 @@ def kit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
     monkeypatch.setattr(gpu_kit, "_download", download)
     monkeypatch.setattr(gpu_kit, "_compile", compile)
-    monkeypatch.setattr(carried, "kernels", lambda *given: ([silu_kernel(False)], []))
+    monkeypatch.setattr(carried, "kernels", lambda *given: ([activation_kernel(False)], []))
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("BRIDGE_KERNELS", "set by prepare")
-    silu_kernel(False).codes.clear()
+    activation_kernel(False).codes.clear()
     yield tmp_path / ".gpu"
-    silu_kernel(False).codes.clear()
+    activation_kernel(False).codes.clear()
 
 
 def test_a_kit_has_all_kernels_and_goes_along_whole(
@@ -68,7 +68,7 @@ def test_a_kit_has_all_kernels_and_goes_along_whole(
     assert "kernels in the kit: 1 of 1\n" in out
     assert re.search(r"^with the tracked files \d+\.\d MiB; at most 64$", out, re.MULTILINE)
     with tarfile.open(kit / "kernels.tar.xz") as archive:
-        assert archive.getnames() == [f"9.0/{compiler.digest(silu_kernel(False))}"]
+        assert archive.getnames() == [f"9.0/{compiler.digest(activation_kernel(False))}"]
     assert json.loads((kit / "kit.json").read_text())["kernels"] == 1
     assert sorted(p.name for p in (kit / "llama.cpp").rglob("*.*")) == ["cuda.h", "ggml-common.h", "mmvq.cu"]
     assert lzma.decompress((kit / "toolkit" / "libnvvm.so.4.xz").read_bytes()).startswith(b"\x7fELF")
@@ -90,7 +90,7 @@ def test_a_kit_without_a_kernel_or_too_large_or_of_too_new_a_toolkit_is_refused(
     def refuse(*given: Any) -> Any:
         raise AttributeError("module 'numpy' has no attribute 'row_stack'")
 
-    silu_kernel(False).codes.clear()
+    activation_kernel(False).codes.clear()
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(kit.parent / "another"))
     monkeypatch.setattr(compiler, "ptx_of", refuse)
     assert gpu_kit.main(["prepare", "--cuda", "99.0"]) == 1

@@ -1,6 +1,6 @@
 """Proofs that are kept from one run to the next: a pytest plugin.
 
-A test with the mark `proof` does nothing but compile, simulate and compare: whether it passes depends on sources, on
+A test with the mark `proof` does nothing but compile, execute and compare: whether it passes depends on sources, on
 installed packages and on the CPU alone. With BRIDGE_TEST_CACHE=folder, its passing is noted there with a digest of all
 these; a later run in which the digest is the same skips the test, and says so. Without the variable, all tests run.
 
@@ -9,7 +9,7 @@ The digest is of
     the files that its module, its fixtures and the conftest.py above it may import, and those that the mark names
     Python, the installed packages, the CPU and the variables of the environment that change what is compiled
 
-mark: `proof("docs/speed.md", "tests/simulator/*.py")` names what a test reads or runs besides, from the project's root.
+mark: `proof("docs/speed.md", "tests/data/*.json")` names what a test reads or runs besides, from the project's root.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A decoder of random weights as a GGUF without a tokenizer, small enough for the CUDA simulator."""
+"""A decoder of random weights as a GGUF without a tokenizer, small enough for a GPU made of NumPy."""
 
 from __future__ import annotations
 
@@ -83,6 +83,8 @@ def write_decoder(
     vector("output_norm.weight", hidden, 1)
     if not tied:
         matrix("output", vocab, hidden)
+    if "output" in biases:
+        vector("output.bias", vocab, 0)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -72,7 +72,7 @@ def kernels(
             (contexts, "seconds_from_memory", of_one_copy),
             (torch.accelerator, "is_available", lambda: False),
             (bench, "torch_product", lambda *given: 0.0), (contexts, "_torch", lambda *given: 0.0),
-            (matmul, "_sums", lambda x, weight: torch.zeros((len(x), len(weight)))),
+            (matmul, "sums", lambda x, weight: torch.zeros((len(x), len(weight)))),
             (contexts, "LENGTHS", contexts.LENGTHS[:1]), (costs, "CALLS", 1), (costs, "QUEUED", 1),
             (timing, "BATCHES", (65,)), (timing, "DECODED", 2), (timing, "PROMPTS", (16, 65)),
             (synthetic.SyntheticFile, "LAYERS", 4), (decoder, "LENGTHS", (65,)),

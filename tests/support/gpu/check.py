@@ -45,7 +45,8 @@ from gpu_checks import (
 _SPARED = {*ROUNDED} - {"IQ2_XS"}  # types whose jobs would be one like the other here, where nothing is computed
 jobs.TYPES = report.TYPES = tuple(name for name in jobs.TYPES if name not in _SPARED)
 # in tests/scripts/test_gpu_check.py by themselves: what comes early, or needs kernels that compute or a real stream
-_COMPUTED = {"correct/graphs", *(j for j in jobs.CORRECT if j.startswith(("correct/attention/", "correct/experts/")))}
+_PARTS = "correct/attention/", "correct/layers/", "correct/experts/"
+_COMPUTED = {"correct/graphs", *(job for job in jobs.CORRECT if job.startswith(_PARTS))}
 jobs.EARLY = []
 for _jobs in (jobs.CORRECT, jobs.TIMES):
     _jobs[:] = [job for job in _jobs if not _SPARED & {*job.split("/")} and job not in _COMPUTED]
@@ -63,7 +64,8 @@ class Products:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """In place of the kernels' results."""
-        from bridge.cuda import bench, decoder
+        from bridge.cuda import bench, prompt
+        from bridge.cuda.attention.prompt_attention import PromptAttention
         from bridge.cuda.forms import dequantize
         from bridge.cuda.forms.matrix import DeviceMatrix
         from bridge.cuda.norm import rms
@@ -74,8 +76,8 @@ class Products:
         from bridge.cuda.trellis_layer import CudaTrellisLayer
 
         upload, quantize = DeviceMatrix.upload.__func__, Records.quantize  # type: ignore[attr-defined]
-        multiply, silu, tile, rows = matvec.launch, matvec.launch_silu, dequantize.tile, dequantize.rows
-        scale, attend = halves._launch, decoder.attend
+        multiply, activated, tile, rows = matvec.launch, matvec.launch_activated, dequantize.tile, dequantize.rows
+        scale, attend = halves._launch, PromptAttention.attend
         record, of_bytes = token_records.recorded, mma_int8.launch
         tensor_cores, move, run = mma.launch, CudaTrellisLayer.__init__, FusedOnDevice.run
 
@@ -93,6 +95,9 @@ class Products:
             records.values = values.astype(np.float64) if records.exact else rounded(values)
             return records
 
+        def memory(x: Any) -> np.ndarray:
+            return device.memory_of(x) if isinstance(x, torch.Tensor) else x
+
         def multiplied(
             matrix: Any, records: Any, y: Any, n: int, stream: Any = None, accumulate: bool = False, bias: Any = None,
             *more: Any, **options: Any,
@@ -101,15 +106,16 @@ class Products:
             if id(matrix) not in self.weights or not hasattr(records, "values"):  # what is only timed
                 return
             product = records.values[:n] @ self.weights[id(matrix)].T
-            y[:n] = product + (y[:n] if accumulate else 0) + (0 if bias is None else bias)
+            y = memory(y)
+            y[:n] = product + (y[:n] if accumulate else 0) + (0 if bias is None else memory(bias))
 
         def gated(matrix: Any, records: Any, y: Any, n: int, *more: Any, **options: Any) -> None:
-            silu(matrix, records, y, n, *more, **options)
+            activated(matrix, records, y, n, *more, **options)
             if not hasattr(records, "values"):
                 return
             product = records.values[:n] @ self.weights[id(matrix)].T
             gate, up = product[:, ::2], product[:, 1::2]
-            y[:n] = gate / (1 + np.exp(-gate)) * up
+            memory(y)[:n] = gate / (1 + np.exp(-gate)) * up
 
         def of_tokens(
             matrix: Any, x: Any, y: Any, stream: Any, scale: Any = None, accumulate: bool = False, bias: Any = None,
@@ -122,9 +128,9 @@ class Products:
             product = product if scale is None else product * scale[:, None]
             y.copy_(product + (0 if bias is None else bias) + (y if accumulate else 0))
 
-        def recorded(x: Any, tiles: int, device: Any, way: str = "plain", *more: Any) -> Any:
-            made = record(x, tiles, device, way, *more)
-            values = halves.floats_by_torch(way, x, *more).float().cpu().numpy()
+        def recorded(x: Any, tiles: int, device: Any, way: str = "plain", *more: Any, **options: Any) -> Any:
+            made = record(x, tiles, device, way, *more, **options)
+            values = halves.floats_by_torch(way, x, *more, **options).float().cpu().numpy()
             self.tokens[id(made.buffer)] = made, rounded(values)
             return made
 
@@ -138,9 +144,12 @@ class Products:
             product = torch.from_numpy(self.tokens[id(records.buffer)][1] @ self.weights[id(matrix)].T)
             y.copy_(product + (0 if bias is None else bias) + (y if accumulate else 0))
 
-        def scaled(way: str, x: Any, columns: int, device: Any, *more: Any, factors: Any = None) -> Any:
-            scale(way, x, columns, device, *more, factors=factors)
-            return halves.by_torch(way, x if factors is None else x * factors[:, None], *more)
+        def scaled(
+            way: str, x: Any, columns: int, device: Any, *more: Any, factors: Any = None, **options: Any
+        ) -> Any:  # fmt: skip
+            scale(way, x, columns, device, *more, factors=factors, **options)
+            x = x if factors is None else x * factors[:, None]
+            return halves.by_torch(halves.floats_by_torch(way, x, *more, **options))
 
         def tiled(matrix: Any, first: int, count: int, out: Any, stream: Any) -> None:
             tile(matrix, first, count, out, stream)
@@ -152,29 +161,30 @@ class Products:
             if id(matrix) in self.weights:
                 out[:n] = torch.from_numpy(self.weights[id(matrix)])[ids[:n]]
 
-        def attended(
-            c: Any, qkv: Any, norms: Any, angles: Any, cache: Any, start: int, mask: Any, exact: bool, device: Any
-        ) -> Any:
+        def attended(own: Any, layer: int, qkv: Any, norms: Any = (None, None), sinks: Any = None) -> Any:
             """The cache and torch's attention as if the launch before it had rotated and stored."""
-            attend(c, qkv, norms, angles, cache, start, mask, exact, device)
-            n, (form, *parts) = len(qkv), cache
+            attend(own, layer, qkv, norms, sinks)
+            c, slot, n, start = own._config, own._cache.slots[layer], len(qkv), own.start
             q, k, v = qkv.reshape(n, -1, c.head_dim).split([c.heads, c.kv_heads, c.kv_heads], 1)
             if norms[0] is not None:
                 q, k = (rms(x, weight, c.norm_eps) for x, weight in zip((q, k), norms, strict=True))
-            cos, sin = (angle[start : start + n, None] for angle in angles)
+            cos, sin = (angle[start : start + n, None] for angle in own._positions.angles)
             step = (slice(0, c.rotated, 2), slice(1, c.rotated, 2))
             if not c.graph.neighbours:
                 step = (slice(0, c.rotated // 2), slice(c.rotated // 2, c.rotated))
             for x in (q, k):
                 one, other = x[..., step[0]].clone(), x[..., step[1]].clone()
                 x[..., step[0]], x[..., step[1]] = one * cos - other * sin, one * sin + other * cos
+            parts = slot.keys, slot.values
             for part, given in zip(parts, (k, v), strict=True):
-                form.store(part, start, given)
-            dtype, group = torch.float32 if exact else torch.float16, c.heads // c.kv_heads
-            stored = [form.load(part, start + n, c.kv_heads, dtype).repeat_interleave(group, 0)[None] for part in parts]
+                slot.form.store(part, start, given)
+            dtype, group = torch.float32 if own._exact else torch.float16, c.heads // c.kv_heads
+            stored = [slot.form.load(part, start + n, c.kv_heads, dtype) for part in parts]
+            later = torch.arange(start + n) > torch.arange(start, start + n)[:, None]
             result = torch.nn.functional.scaled_dot_product_attention(
-                q.transpose(0, 1)[None].to(dtype), *stored, mask, is_causal=mask is None, scale=c.attention_scale
-            )
+                q.transpose(0, 1)[None].to(dtype), *(part.repeat_interleave(group, 0)[None] for part in stored), ~later,
+                scale=c.attention_scale,
+            )  # fmt: skip
             return result[0].transpose(0, 1).reshape(n, -1)
 
         def moved(layer: Any, source: Any, device: Any = None) -> None:
@@ -190,11 +200,11 @@ class Products:
             for owner, name, own in (
                 (CudaTrellisLayer, "__init__", moved), (FusedOnDevice, "run", decoded),
                 (DeviceMatrix, "upload", classmethod(uploaded)), (Records, "quantize", quantized),
-                (matvec, "launch", multiplied), (matvec, "launch_silu", gated),
+                (matvec, "launch", multiplied), (matvec, "launch_activated", gated),
                 (halves, "_launch", scaled), (mma, "launch", of_tokens), (dequantize, "tile", tiled),
-                (dequantize, "rows", chosen), (decoder, "rows", chosen), (mma_int8, "launch", of_records),
-                *((owner, "recorded", recorded) for owner in (matmul, stacks, decoder, bench, tokens)),
-                (decoder, "attend", attended),
+                (dequantize, "rows", chosen), (prompt, "rows", chosen), (mma_int8, "launch", of_records),
+                *((owner, "recorded", recorded) for owner in (matmul, stacks, prompt, bench, tokens)),
+                (PromptAttention, "attend", attended),
             ):  # fmt: skip
                 stack.enter_context(mock.patch.object(owner, name, own))
             yield

@@ -42,8 +42,9 @@ _NO_WORK = ("aten::zeros", "aten::empty", "aten::empty.memory_format", "aten::sc
 def attention_loop(kind: str, group: int) -> int:
     """Instructions for a tile of 64 positions, heads of 128: `group` query heads share a key."""
     from bridge.cuda.attention import attention
+    from bridge.cuda.attention.attention_kind import AttentionKind
 
-    kernel = attention.kernel(128, group, 128, True, False, False, kind, False, (9, 0))
+    kernel = attention.kernel(AttentionKind(128, group, 128, True), False, kind, False, (9, 0))
     return mma_loop(machine_code(ptx_of(kernel, (9, 0)), (9, 0), kernel.registers))
 
 
@@ -52,7 +53,7 @@ def _nbytes(x: torch.Tensor) -> int:
     return x.itemsize * math.prod(size for size, step in zip(x.shape, x.stride(), strict=True) if step)
 
 
-class _Work(TorchDispatchMode):
+class Work(TorchDispatchMode):
     """Operations that take a launch on a GPU, neither views nor new memory, and their bytes."""
 
     def __init__(self) -> None:
@@ -75,7 +76,8 @@ def prompt(n: int, layers: int, folder: Path) -> tuple[int, int, int]:
     from bridge.cuda.decoder import Decoder
     from bridge.cuda.toolchain.launch import Kernel
 
-    shape = {"hidden": 4096 // _WIDTH, "inner": 14336 // _WIDTH, "heads": 32 // _WIDTH, "kv_heads": 8 // _WIDTH}
+    sizes = {"hidden": 4096, "inner": 14336, "heads": 32, "kv_heads": 8}
+    shape: dict[str, Any] = {name: size // _WIDTH for name, size in sizes.items()}
     path = write_decoder(folder / f"{layers}.gguf", layers=layers, types={"": "Q4_0"}, head_dim=128, **shape)
     file = bridge.open_gguf(path)
     ours: list[int] = []
@@ -90,8 +92,8 @@ def prompt(n: int, layers: int, folder: Path) -> tuple[int, int, int]:
         decoder = Decoder(file, read_config(file.metadata, file.path), 256, "f16", "int8", "cuda")
         decoder.prepare()
         ours.clear()
-        with _Work() as work:
-            decoder._batch(list(range(n)))
+        with Work() as work:
+            decoder._prompt(list(range(n)), 1)
     return len(ours), work.count, sum(ours) + work.nbytes
 
 
@@ -155,7 +157,7 @@ def experts_layer(at_once: bool) -> tuple[int, int]:
         stack = ExpertStack(networks, swiglu)
         moved = stack.to("cuda") if at_once else ExpertStack([tuple(m.to("cuda") for m in n) for n in networks], swiglu)
         given = torch.zeros(1, 32), torch.arange(8)[None], torch.ones(1, 8)
-        with _Work() as work:
+        with Work() as work:
             moved.mix(*given, "int8")
     return len(ours), work.count
 
@@ -163,7 +165,7 @@ def experts_layer(at_once: bool) -> tuple[int, int]:
 def host_seconds() -> tuple[float, float]:
     """CPU time of a launch, and of a product with one token that has run before: two launches. The driver and what
     cuda.core does itself are stand-ins that do nothing."""
-    from bridge.cuda.norm import silu_kernel
+    from bridge.cuda.norm import activation_kernel
     from bridge.cuda.tensor import CudaTensor
     from bridge.cuda.toolchain.device import Device
 
@@ -179,7 +181,7 @@ def host_seconds() -> tuple[float, float]:
 
     with tempfile.TemporaryDirectory() as folder, pretended_driver(Path(folder)) as driver:
         tensor = CudaTensor(random_matrix(TYPES["Q4_0"], 6, 64)[0], Device(0, *H200))
-        x, records, kernel = torch.zeros(64), torch.zeros(2048, dtype=torch.uint8), silu_kernel.__wrapped__(False)
+        x, records, kernel = torch.zeros(64), torch.zeros(2048, dtype=torch.uint8), activation_kernel.__wrapped__(False)
         y = tensor.matvec(x)
         driver.queue = lambda *given: None
         launch = least(lambda: kernel.launch(1, 32, 0, x, y, records, 32))
