@@ -19,8 +19,8 @@ def _unsupported(file: GGUFFile, c: DecoderConfig, kv: str, precision: str) -> s
     if any(tensor.change is not None for tensor in file.values()):
         return "a model with an adapter (LoRA)"
     for tensor in file.values():
-        stacked = len(tensor.shape) == 3 and not tensor.name.endswith("ffn_down_exps.weight")
-        if stacked and tensor.factors is not None and not has_kernel(tensor[0]):
+        weighed = tensor.name.endswith("ffn_down_exps.weight") and not c.routing.before  # by factors times weights
+        if len(tensor.shape) == 3 and not weighed and tensor.factors is not None and not has_kernel(tensor[0]):
             return f"{tensor.name}, {tensor.type} with factors,"
     if c.hidden % 32:
         return f"a model of {c.hidden} hidden features, which are not a multiple of 32,"

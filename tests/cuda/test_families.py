@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,10 @@ import pytest
 import bridge
 from bridge.errors import BridgeError
 from bridge.gguf_file.architectures import ARCHITECTURES
+from bridge.runtime.config.decoder_config import Routing
 from bridge.runtime.decoder.numpy_machine import NumpyMachine
 from bridge.runtime.layers.weights import read_weights
+from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.sampling import Sampler, Sampling, probabilities
 from tests.runtime.test_lora import write_lora
 from tests.support import ptx
@@ -135,6 +138,19 @@ def test_what_cannot_run_is_refused_before_it_is_loaded(what: str, tmp_path: Pat
         assert model.device == "cpu"
         assert model.note is not None
         assert re.search(message, model.note)
+
+
+def test_experts_with_factors_that_nothing_applies_are_refused_before_they_are_loaded() -> None:
+    """Those of down multiply the weights of experts, unless these multiply what is read."""
+    from bridge.cuda.supported import check_supported
+
+    down = QuantTensor("blk.0.ffn_down_exps.weight", "Q4_0", (2, 32, 32), np.zeros(2 * 32 * 18, np.uint8))
+    down.factors = np.ones(2, np.float32) / 2
+    file: Any = SimpleNamespace(values=lambda: [down], path="m.gguf")
+    for before, hidden in ((True, 32), (False, 33)):
+        config: Any = SimpleNamespace(routing=Routing(before=before), hidden=hidden)
+        with pytest.raises(BridgeError, match="33 hidden" if hidden == 33 else "weight, Q4_0 with factors, cannot run"):
+            check_supported(file, config, "f16", "int8")
 
 
 def test_every_architecture_is_among_them() -> None:
