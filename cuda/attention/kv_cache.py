@@ -176,7 +176,7 @@ class KVCache:
 
     def remember(self) -> None:
         """Keep the state after the present tokens, and forget the oldest one if there are too many."""
-        if self.state is not None and self._length:
+        if self.state is not None and self._length and self._length not in self._snapshots:
             if len(self._snapshots) == COPIES:
                 del self._snapshots[min(self._snapshots)]
             self._snapshots[self._length] = self.state.save()

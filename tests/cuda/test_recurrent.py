@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -110,6 +112,20 @@ def test_a_state_goes_back_to_what_was_saved(shape: str) -> None:
         device.read(inputs, 4, 8)
         device.state.restore(snapshot)
         check(device.read(inputs, 4, 9), expected[4:])
+
+
+def test_a_prompt_that_is_read_again_costs_no_copy_of_another_state() -> None:
+    from bridge.cuda.attention.kv_cache import KVCache
+    from bridge.cuda.toolchain.device import require
+
+    config: Any = SimpleNamespace(latent=None, recurrent=ALL["Mamba-2"], stored={})
+    with pretended_gpu():
+        cache = KVCache(config, 16)
+        cache.reserve(require("cuda"))
+        for length in (2, 4, 6, 8, 8, 8):
+            cache.length = length
+            cache.remember()
+        assert [cache.reach(count) for count in (1, 3, 5, 7)] == [0, 2, 4, 6]
 
 
 def test_the_layers_states_lie_apart() -> None:
