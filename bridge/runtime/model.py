@@ -75,7 +75,7 @@ class Model:
         precision: str = "int8", device: Any = "cpu", load: str = "mmap", lora: str | Path | None = None,
         config: str | Path | None = None,
     ) -> Self:  # fmt: skip
-        """Open a GGUF of an architecture that `architectures.ARCHITECTURES` names; on CUDA of Llama, Mistral and Qwen.
+        """Open a GGUF of an architecture that `architectures.ARCHITECTURES` names.
 
         threads    of the CPU, for the whole process (default: BRIDGE_THREADS, else its cores)
         kv         how keys and values are kept: "f16", "q8_0" or "f32"
