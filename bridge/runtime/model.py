@@ -322,8 +322,8 @@ class Model:
 
         The model's own context stays as it is; each of these takes as much memory. On the CPU alone.
         """
-        self._decoder.begin()  # raises if the model is closed
-        if not isinstance(self._decoder, Decoder):
+        _ = self._decoder.vocab  # raises if the model is closed
+        if not isinstance(self._decoder, Decoder):  # before it loads anything
             raise BridgeError(
                 f"device {self.device}: several sequences at once only run on the CPU; generate one after another"
             )

@@ -146,8 +146,8 @@ def test_a_batch_that_makes_no_sense_is_refused(options: dict[str, Any], message
 
 def test_a_device_that_cannot_says_so(model: Model, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Other:
-        device = "cuda:0"
-        begin = staticmethod(lambda: None)
+        device, vocab = "cuda:0", 1
+        begin = staticmethod(lambda: pytest.fail("loaded"))
 
     monkeypatch.setattr(model._shared, "decoder", Other())
     with pytest.raises(BridgeError, match="device cuda:0: several sequences at once only run on the CPU"):

@@ -171,6 +171,8 @@ def test_a_command_line_that_makes_no_sense_is_refused(path: Any, running: Serve
         (["--host", "no.such.host.invalid"], "cannot listen there"),
         (["--sequences", "9"], "--sequences 9: must be between 1 and 8"),
         (["--temp", "-1"], "--temp -1.0: must be at least 0"),
+        (["--device", "cuda"], "device cuda: several sequences at once only run on the CPU; choose cpu"),
+        (["--device", "auto", "--port", str(running.port)], "running on the CPU: several sequences at once"),
     ):
         assert main(["serve", str(path), *options]) == 2
         assert message in capfd.readouterr().err

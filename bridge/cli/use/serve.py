@@ -10,10 +10,12 @@ from bridge.cli.use.run import add_loading, gguf_of, load, take_checkpoints
 from bridge.errors import BridgeError, BridgeWarning
 from bridge.runtime.replies.scoring import POOLINGS
 from bridge.runtime.sampling import NUMBERS, Sampling
+from bridge.system.devices import cpu_note
 from bridge.system.options import check_integer
 from bridge.system.text import tell
 
 _KEY = "GGUF_BRIDGE_API_KEY"
+_ALONE = "several sequences at once only run on the CPU"
 
 
 def add_parser(commands: Any) -> None:
@@ -59,6 +61,11 @@ def run(a: argparse.Namespace) -> int:
     check_integer("grace", a.grace, 0, 86_400)
     sampling = given(a, Sampling)
     Sampling(**sampling)
+    if a.device == "auto":
+        a.device = "cpu"
+        tell(cpu_note(_ALONE))
+    elif a.device.startswith("cuda"):
+        raise BridgeError(f"device {a.device}: {_ALONE}; choose cpu")
     try:
         from bridge.serve.app import Limits
         from bridge.serve.server import bound, serve
