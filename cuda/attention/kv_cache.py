@@ -21,7 +21,7 @@ from bridge.cuda.toolchain.device import Device, zeros
 
 from bridge.errors import BridgeError
 from bridge.runtime.config.decoder_config import DecoderConfig
-from bridge.runtime.layers.recurrent_state import COPIES
+from bridge.runtime.layers.recurrent_state import COPIES, crowded
 
 BLOCK = 32  # numbers that share a step
 _ROWS = 64
@@ -175,10 +175,10 @@ class KVCache:
         return max(length for length in (0, *self._snapshots) if length <= count)
 
     def remember(self) -> None:
-        """Keep the state after the present tokens, and forget the oldest one if there are too many."""
+        """Keep the state after the present tokens, and forget another one if there are too many."""
         if self.state is not None and self._length and self._length not in self._snapshots:
             if len(self._snapshots) == COPIES:
-                del self._snapshots[min(self._snapshots)]
+                del self._snapshots[crowded([*self._snapshots, self._length])]
             self._snapshots[self._length] = self.state.save()
 
     @property

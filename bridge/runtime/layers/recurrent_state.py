@@ -11,7 +11,7 @@ what its layers made of the tokens, so that the state after any of them can be c
     heads    float32 [layers, heads, value_dim / 16, key_dim, 16]   16 columns of a state next to each other
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -49,6 +49,13 @@ class Memory:
     @property
     def nbytes(self) -> int:
         return self.tails.nbytes + self.heads.nbytes
+
+
+def crowded(copies: Iterable[int]) -> int:
+    """Of the numbers of tokens that copies are after, all but the last, the one whose neighbours are nearest."""
+    lengths = [0, *sorted(copies)]
+    gaps = {lengths[i]: lengths[i + 1] - lengths[i - 1] for i in range(1, len(lengths) - 1)}
+    return min(gaps, key=lambda length: gaps[length])
 
 
 class Passage(NamedTuple):
@@ -179,9 +186,7 @@ class RecurrentState:
             self._coming = None
             self.wanted = 0 if self.wanted == length else self.wanted
         while len(self.copies) > COPIES:
-            lengths = [0, *sorted(self.copies)]
-            gaps = {lengths[i]: lengths[i + 1] - lengths[i - 1] for i in range(1, len(lengths) - 1)}
-            del self.copies[min(gaps, key=lambda length: gaps[length])]
+            del self.copies[crowded(self.copies)]
 
     @property
     def nbytes(self) -> int:
