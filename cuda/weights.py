@@ -1,6 +1,7 @@
 """A decoder's weights on a device, each uploaded when a token first comes to it."""
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,15 @@ class DeviceWeights:
 
     def experts(self, experts: Experts) -> DeviceExperts:
         """A layer's experts, with their router."""
-        return self._once("experts", [experts], lambda: DeviceExperts(experts, self.config, self.multiplier))
+
+        def made() -> DeviceExperts:
+            uploaded = DeviceExperts(experts, self.config, self.multiplier)
+            for matrix in chain(*experts.networks, experts.shared or ()):
+                if matrix is not None:
+                    matrix.release_raw()
+            return uploaded
+
+        return self._once("experts", [experts], made)
 
     def multiply_lengths(self) -> None:
         """Products of experts with all numbers of tokens that take other kernels, so that these can be noted."""
