@@ -114,6 +114,26 @@ def test_a_table_of_calls_computes_what_matrix_by_matrix_does(
     np.testing.assert_allclose(rows[0], rows[1], rtol=1e-3, atol=1e-3)
 
 
+def test_a_program_that_was_half_made_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a child sees it that was forked meanwhile, or the next token after an interrupt."""
+    from bridge.runtime.decoder.cpu_machine import CpuMachine
+
+    bridge.convert(CHECKPOINT, tmp_path / "model.gguf")
+    whole, model = (bridge.Model.load(tmp_path / "model.gguf", context=32)._decoder for _ in range(2))
+    attend, calls = CpuMachine.attend, []
+
+    def stopped(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return attend(*given)
+
+    monkeypatch.setattr(CpuMachine, "attend", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        model.next_scores(5)
+    np.testing.assert_array_equal(model.next_scores(5), whole.next_scores(5))
+
+
 @repacked
 @pytest.mark.parametrize("share", [0.0, 1e9])
 def test_weights_are_repacked_between_tokens_for_a_share_of_their_time(share: float, path: Path, monkeypatch) -> None:

@@ -74,6 +74,7 @@ class CpuMachine:
         self.scores = np.empty((n, 0), np.float32)
         self.embedding = Program()
         self.program: SingleProgram | SteppedProgram | None = None
+        self._steps: SingleProgram | SteppedProgram | None = None  # the program while it is made
         self._embedded = embed(self, weights, c)
         self.x: np.ndarray = self._embedded[0]
 
@@ -84,18 +85,19 @@ class CpuMachine:
         """
         from bridge.runtime.cpu.engines.products import Interleaved
 
-        single = self.one_token_each and unfit(self.config, self._weights, self.n) is None
-        self.program = (
-            SingleProgram(self.config, self.n, precision) if single else SteppedProgram(self.config, precision)
-        )
-        self.states: np.ndarray = walk(self, self._weights, self.config, self._embedded)
+        c, n = self.config, self.n
+        single = self.one_token_each and unfit(c, self._weights, n) is None
+        steps = self._steps = SingleProgram(c, n, precision) if single else SteppedProgram(c, precision)
+        self._attending.clear()  # an attempt before may have failed
+        self.states: np.ndarray = walk(self, self._weights, c, self._embedded)
         output = self._weights.output
         engine: Any = output._get_engine()
         if single and isinstance(engine, Interleaved) and output.change is None:
-            scores = buffer(self.n, engine.groups * engine.lanes)
-            self.program.products(self.states, [(output, scores)])
+            scores = buffer(n, engine.groups * engine.lanes)
+            steps.products(self.states, [(output, scores)])
             self.scores = scores[:, : output.shape[0]]
-        return self.program
+        self.program = steps  # once it is whole: a child that is forked meanwhile makes its own
+        return steps
 
     @property
     def one_token_each(self) -> bool:
@@ -160,12 +162,12 @@ class CpuMachine:
             self._add(ops.function("add_rows"), *arguments, items=each)
 
     def products(self, x: np.ndarray, **linears: Linear) -> list[np.ndarray | None]:
-        assert self.program is not None
+        assert self._steps is not None
         products: list[tuple[QuantTensor | None, Any]] = [
             (matrix, None if matrix is None else self._buffer(name, matrix.shape[0]))
             for name, (matrix, _) in linears.items()
         ]
-        self.program.products(x, products)
+        self._steps.products(x, products)
         for (name, (_, bias)), (_, y) in zip(linears.items(), products, strict=True):
             if bias is not None and name not in _TURNED:
                 self._for_each(ops.function("add"), address(y), address(bias), bias.size)
@@ -316,19 +318,19 @@ class CpuMachine:
 
     def recur(self, layer: Recurrent, index: int, x: np.ndarray) -> np.ndarray:
         assert self._recurrent is not None
-        assert self.program is not None
+        assert self._steps is not None
         assert self.config.recurrent is not None
         number = self.config.recurrent.index_of(index)
-        self.program.products(x, self._recurrent.products(layer, number))
-        self._recurrent.add(self.program, layer, number)
+        self._steps.products(x, self._recurrent.products(layer, number))
+        self._recurrent.add(self._steps, layer, number)
         return self._recurrent.out
 
     def experts(
         self, experts: Experts, x: np.ndarray, name: str, routed: np.ndarray | None = None
     ) -> np.ndarray:  # fmt: skip
-        assert self.program is not None
+        assert self._steps is not None
         y = self._buffer(name, x.shape[1])
-        self.program.mix(experts, x, y, routed)
+        self._steps.mix(experts, x, y, routed)
         return y
 
     def as_long(self, y: np.ndarray, x: np.ndarray) -> None:
@@ -363,7 +365,7 @@ class CpuMachine:
     @property
     def _now(self) -> Program:
         """The program that takes the next calls."""
-        return self.embedding if self.program is None else self.program.program
+        return self.embedding if self._steps is None else self._steps.program
 
     def _buffer(self, name: str, width: int) -> np.ndarray:
         if (name, width) not in self._buffers:
